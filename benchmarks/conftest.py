@@ -1,0 +1,219 @@
+"""The measuring fixture, and pytest's side of a run: options, progress, replay, the result file."""
+
+import json
+import os
+import shlex
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from benchmarks.axes import parse_axes, sweep_called
+from benchmarks.session import ResultFile, Session, Settings, read_result
+from benchmarks.sweeps import Axes, Sweep
+from lmsys.attention import ATTENTION
+from lmsys.measure.memory import parse_size
+from lmsys.registry import Entry
+
+MIN_ROUNDS = 10
+REFUSED = {
+    "--benchmark-timer": "the clock is the device's: CUDA events on a GPU, perf_counter on a CPU",
+    "--benchmark-min-time": "each sample is one call; --benchmark-max-time sets how long a row is sampled",
+    "--benchmark-calibration-precision": "each sample is one call, nothing is calibrated",
+    "--benchmark-precision": "rows are sampled side by side; --benchmark-max-time sets how long",
+    "--benchmark-confidence": "rows are sampled side by side; --benchmark-max-time sets how long",
+    "--benchmark-warmup": "every row is compiled, tuned and warm before its first sample",
+    "--benchmark-warmup-iterations": "every row is compiled, tuned and warm before its first sample",
+    "--benchmark-disable-gc": "what is replayed is already measured",
+    "--benchmark-cprofile": "what is replayed is already measured; profile the row itself",
+    "--benchmark-cprofile-loops": "what is replayed is already measured; profile the row itself",
+    "--benchmark-cprofile-top": "what is replayed is already measured; profile the row itself",
+    "--benchmark-cprofile-dump": "what is replayed is already measured; profile the row itself",
+}
+AXES = ("batch", "heads", "length", "tiers", "head_dim", "dtype", "causal", "direction")
+SESSION = pytest.StashKey[Session]()
+SWEEP = pytest.StashKey[tuple[Sweep, Axes]]()
+ROWS = pytest.StashKey[tuple[list[Entry], bool]]()  # of the attention table, and whether the user named them
+
+
+class RecordedTimer:
+    """pytest-benchmark's timer while it replays: it reads 0 and a sample in turn, so each difference is the sample."""
+
+    __name__ = "recorded"
+
+    def replay(self, samples: Iterable[float]) -> None:
+        self._ticks = iter([tick for sample in samples for tick in (0.0, sample)])
+
+    def __call__(self) -> float:
+        return next(self._ticks)
+
+
+def cell_params(ids: Iterable[str]) -> list[Any]:
+    """Parameters for `parametrize("cell", ...)`: strings, each with a timer of its own to be replayed by."""
+    return [pytest.param(one, id=one, marks=pytest.mark.benchmark(timer=RecordedTimer())) for one in ids]
+
+
+@pytest.fixture
+def measured(request: pytest.FixtureRequest, benchmark: BenchmarkFixture) -> Callable[[str], None]:
+    """`measured(cell)`: gate, warm, time and record the cell's whole group, and replay the cell's own samples.
+
+    Out of memory, unsupported, wrong and failed rows are cells of the table: the test is skipped with the reason.
+    """
+    session = request.config.stash[SESSION]
+
+    def measure(cell: str) -> None:
+        if cell in session.carried:
+            pytest.skip(f"already measured: {session.carried[cell]['outcome']}")
+        result = session.result(cell)
+        found = result.record
+        if result.samples is None and not (found["outcome"] == "ok" and benchmark.disabled):
+            pytest.skip(f"{found['outcome']}: {found['reason']}")
+        benchmark.extra_info |= {name: value for name, value in found.items() if name != "samples_s"}
+        benchmark.group = cell.removesuffix(f"-{found['impl']}")
+        samples = result.samples or [0.0]
+        timer = request.node.get_closest_marker("benchmark").kwargs["timer"]
+        timer.replay(samples)
+        benchmark.pedantic(lambda: None, rounds=len(samples))
+
+    return measure
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for option, reason in REFUSED.items():
+        if _given(config, option):
+            raise pytest.UsageError(f"{option} is not for these benchmarks: {reason}")
+    try:
+        session = _open_session(config)
+        axes = {f"--{name.replace('_', '-')}": config.getoption(name) for name in AXES}
+        config.stash[SWEEP] = sweep_called(session.settings.sweep, session.settings.device), parse_axes(axes)
+        named = config.getoption("attention")
+        config.stash[ROWS] = ATTENTION.select(named.split(",") if named else ATTENTION), bool(named)
+        if resumed := config.getoption("resume"):
+            _resume(session, Path(resumed))
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
+    if session.output:
+        _check_writable(session.output)
+        config.option.benchmark_json = ResultFile(session.output)
+    config.stash[SESSION] = session
+
+
+def _check_writable(output: Path) -> None:
+    """Before anything is measured, not after."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.open("ab").close()
+    except OSError as error:
+        raise pytest.UsageError(f"cannot write the result to {output}: {error.strerror}") from error
+
+
+def _resume(session: Session, path: Path) -> None:
+    try:
+        session.resume(*read_result(path))
+    except ValueError as error:
+        raise ValueError(f"--resume {path}: {error}") from error
+    session.output = session.output or path
+
+
+def _open_session(config: pytest.Config) -> Session:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    name = config.getoption("sweep")
+    seconds = sweep_called(name, device).seconds_per_row
+    settings = Settings(
+        device=device,
+        sweep=name,
+        seconds_per_row=float(config.getoption("benchmark_max_time"))
+        if _given(config, "--benchmark-max-time")
+        else seconds,
+        min_rounds=max(MIN_ROUNDS, config.getoption("benchmark_min_rounds")),
+        timed=config.getoption("benchmark_enable") or not config.getoption("benchmark_disable"),
+        memory_limit_bytes=_limit_memory(config.getoption("memory_limit"), device),
+        command="python -m pytest " + shlex.join(str(one) for one in config.invocation_params.args),
+    )
+    output = config.getoption("benchmark_json")
+    path = output if output is None or isinstance(output, Path) else Path(output.name)
+    return Session(settings, path, say=lambda text: _say(config, text))
+
+
+def _limit_memory(text: str | None, device: str) -> int | None:
+    if text is None:
+        return None
+    limit = parse_size(text)
+    if device != "cuda":
+        raise ValueError(f"--memory-limit {text} caps the CUDA allocator, and this machine has no CUDA device")
+    total = torch.cuda.get_device_properties(0).total_memory
+    if limit > total:
+        raise ValueError(f"--memory-limit {text} is more than the {total / 2**30:.1f}GiB of this GPU")
+    torch.cuda.set_per_process_memory_fraction(limit / total)
+    return limit
+
+
+def _given(config: pytest.Config, option: str) -> bool:
+    """Whether the user wrote the option, even with the value that is its default."""
+    words = [
+        *config.getini("addopts"),
+        *shlex.split(os.environ.get("PYTEST_ADDOPTS", "")),
+        *config.invocation_params.args,
+    ]
+    return any(str(word).partition("=")[0] == option for word in words)
+
+
+def _say(config: pytest.Config, text: str) -> None:
+    """A line for the user now, whether or not pytest captures what tests print."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    capture = config.pluginmanager.get_plugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        reporter.ensure_newline()
+        reporter.write_line(text)
+        reporter.flush()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    cells = [item.callspec.params["cell"] for item in session.items if "cell" in getattr(item, "fixturenames", ())]
+    session.config.stash[SESSION].select(cells)
+
+
+def pytest_benchmark_update_machine_info(machine_info: dict[str, Any]) -> None:
+    machine_info.pop("node", None)  # results are published, and the host's name is nobody's affair
+
+
+def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
+    config.stash[SESSION].complete(output_json)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """The result is safe once pytest-benchmark has written it, which it leaves undone when no row was timed."""
+    config = session.config
+    found = config.stash[SESSION]
+    if found.output is None or not found.records:
+        return
+    if not found.saved:
+        _write_untimed(config, found.output)
+    found.output.with_name(found.output.name + ".partial").unlink(missing_ok=True)
+
+
+def _write_untimed(config: pytest.Config, output: Path) -> None:
+    machine_info = config.hook.pytest_benchmark_generate_machine_info(config=config)
+    config.hook.pytest_benchmark_update_machine_info(config=config, machine_info=machine_info)
+    content = config.hook.pytest_benchmark_generate_json(
+        config=config,
+        benchmarks=[],
+        include_data=True,
+        machine_info=machine_info,
+        commit_info=config.hook.pytest_benchmark_generate_commit_info(config=config),
+    )
+    config.hook.pytest_benchmark_update_json(config=config, benchmarks=[], output_json=content)
+    output.write_text(json.dumps(content, indent=4))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    lines = list(terminalreporter.config.stash[SESSION].summary())
+    if lines:
+        terminalreporter.section("cells")
+    for line in lines:
+        terminalreporter.write_line(line)

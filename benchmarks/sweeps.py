@@ -1,0 +1,231 @@
+"""The sizes to run: named sweeps, the only list of them. Plain data.
+
+A section is one table or figure of the report and part of the test id, so `-k tokens16k` selects it. Its axes are
+multiplied; an axis given on the command line takes the place of the section's own.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+POWERS = tuple(2**n for n in range(7, 17))  # 128 ... 65536
+
+
+@dataclass(frozen=True)
+class Shape:
+    """q (batch, heads, queries, head_dim), k and v (batch, kv_heads, keys, head_dim)."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class Section:
+    """The axes of one table.
+
+    lengths   (queries, keys)
+    heads     (query heads, key/value heads)
+    tokens    when not 0: batch is tokens / queries, and `batch` is not read
+    width     when not 0: heads is width / head_dim, and `heads` is not read
+    rows      the implementations to compare; empty: every row of the table, but for those in `without`
+    """
+
+    name: str
+    lengths: tuple[tuple[int, int], ...]
+    head_dims: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    causal: tuple[bool, ...]
+    directions: tuple[str, ...]
+    batch: tuple[int, ...] = (1,)
+    heads: tuple[tuple[int, int], ...] = ((1, 1),)
+    tokens: int = 0
+    width: int = 0
+    rows: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+
+    def takes(self, row: str) -> bool:
+        return row not in self.without and (not self.rows or row in self.rows)
+
+    def shapes(self) -> Iterator[Shape]:
+        for head_dim, (queries, keys) in product(self.head_dims, self.lengths):
+            batches = (max(1, self.tokens // queries),) if self.tokens else self.batch
+            num_heads = max(1, self.width // head_dim)
+            all_heads = ((num_heads, num_heads),) if self.width else self.heads
+            for batch, (heads, kv_heads) in product(batches, all_heads):
+                yield Shape(batch, heads, kv_heads, queries, keys, head_dim)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Sections, and for how many seconds each row of a comparison is sampled."""
+
+    seconds_per_row: float
+    sections: tuple[Section, ...]
+
+
+def square(*lengths: int) -> tuple[tuple[int, int], ...]:
+    return tuple((length, length) for length in lengths)
+
+
+BOTH = (True, False)
+COMPILED_ROWS = ("naive_compiled", "flex")
+FLASH_ROWS = ("naive", "flash_triton_torch_bwd", "flash_triton")
+
+FLASH = Section(
+    "flash",
+    lengths=square(*POWERS),
+    head_dims=(16, 32, 64, 128),
+    dtypes=("float32", "bfloat16"),
+    causal=(True,),
+    directions=("fwd", "bwd", "fwdbwd"),
+    rows=FLASH_ROWS,
+)
+EAGER_COMPILED = Section(
+    "eager_compiled",
+    lengths=square(256, 1024, 4096, 8192, 16384),
+    head_dims=(16, 32, 64, 128),
+    dtypes=("float32",),
+    causal=(False,),
+    directions=("fwd", "bwd"),
+    batch=(8,),
+    rows=("naive", "naive_compiled"),
+)
+BY_LENGTH = Section(
+    "by_length",
+    lengths=square(*(length for length in POWERS if length <= 16384)),
+    head_dims=(64,),
+    dtypes=("bfloat16",),
+    causal=BOTH,
+    directions=("fwd",),
+    batch=(4,),
+    heads=((12, 12),),
+)
+TIERS = Section(
+    "tiers",
+    lengths=((128, 64), (64, 128), (256, 128), (128, 256), (512, 256), (1024, 512), (512, 2048), (2048, 1024)),
+    head_dims=(64,),
+    dtypes=("bfloat16",),
+    causal=BOTH,
+    directions=("fwd",),
+    batch=(4,),
+    heads=((12, 12),),
+)
+TOKENS16K = Section(
+    "tokens16k",
+    lengths=square(1024, 4096, 16384),
+    head_dims=(64, 128),
+    dtypes=("bfloat16",),
+    causal=BOTH,
+    directions=("fwd", "bwd"),
+    tokens=16384,
+    width=2048,
+)
+LEADERBOARD = Section(
+    "leaderboard",
+    lengths=square(16384),
+    head_dims=(64,),
+    dtypes=("bfloat16",),
+    causal=(True,),
+    directions=("fwdbwd",),
+    heads=((16, 16),),
+)
+CPU_BY_LENGTH = replace(
+    BY_LENGTH,
+    lengths=square(256, 512, 1024),
+    dtypes=("float32",),
+    causal=(True,),
+    directions=("fwd", "bwd"),
+    batch=(1,),
+    heads=((8, 8),),
+)
+
+
+def smoke(length: int, head_dim: int, batch: int, heads: int, compiled_dtype: str) -> tuple[Section, ...]:
+    """Every direction, dtype and mask at one small shape; rows that compile for seconds in one dtype and mask only."""
+    every = Section(
+        "smoke",
+        lengths=square(length),
+        head_dims=(head_dim,),
+        dtypes=("float32", "bfloat16"),
+        causal=BOTH,
+        directions=("fwd", "bwd", "fwdbwd"),
+        batch=(batch,),
+        heads=((heads, heads),),
+        without=COMPILED_ROWS,
+    )
+    return every, replace(every, dtypes=(compiled_dtype,), causal=(True,), rows=COMPILED_ROWS, without=())
+
+
+SWEEPS = {
+    "smoke": {
+        "cpu": Sweep(0.02, smoke(length=64, head_dim=32, batch=1, heads=2, compiled_dtype="float32")),
+        "cuda": Sweep(0.05, smoke(length=512, head_dim=64, batch=2, heads=4, compiled_dtype="bfloat16")),
+    },
+    "default": {
+        "cpu": Sweep(
+            0.1,
+            (
+                replace(CPU_BY_LENGTH, without=COMPILED_ROWS),
+                replace(CPU_BY_LENGTH, lengths=square(256, 1024), rows=COMPILED_ROWS),
+                replace(
+                    FLASH,
+                    lengths=square(128, 1024),
+                    head_dims=(64,),
+                    dtypes=("float32",),
+                    directions=("fwd", "fwdbwd"),
+                    rows=(*FLASH_ROWS, "vectorized", "flash_torch"),
+                ),
+                replace(
+                    TIERS,
+                    lengths=((128, 64), (256, 128), (256, 512)),
+                    dtypes=("float32",),
+                    causal=(False,),
+                    batch=(1,),
+                    heads=((4, 4),),
+                    rows=("naive", "vectorized", "flash_torch", "sdpa_math", "sdpa_flash"),
+                ),
+            ),
+        ),
+        "cuda": Sweep(
+            0.15,
+            (
+                TOKENS16K,
+                LEADERBOARD,
+                BY_LENGTH,
+                replace(
+                    FLASH,
+                    lengths=square(1024, 4096, 16384),
+                    head_dims=(64,),
+                    directions=("fwd", "bwd", "fwdbwd"),
+                ),
+            ),
+        ),
+    },
+}
+_FULL = Sweep(0.3, (TOKENS16K, LEADERBOARD, BY_LENGTH, TIERS, EAGER_COMPILED, FLASH))
+SWEEPS["full"] = {"cpu": _FULL, "cuda": _FULL}
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What the command line puts in the place of a section's own axes; empty: nothing."""
+
+    batch: tuple[int, ...] = ()
+    heads: tuple[tuple[int, int], ...] = ()
+    lengths: tuple[tuple[int, int], ...] = ()
+    head_dims: tuple[int, ...] = ()
+    dtypes: tuple[str, ...] = ()
+    causal: tuple[bool, ...] = ()
+    directions: tuple[str, ...] = ()
+
+    def over(self, section: Section) -> Section:
+        given = {name: value for name, value in vars(self).items() if value}
+        if self.batch:
+            given["tokens"] = 0
+        if self.heads:
+            given["width"] = 0
+        return replace(section, **given)

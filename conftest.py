@@ -1,0 +1,46 @@
+"""Options, the device, and what must be settled before any kernel is imported."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault(
+        "TRITON_INTERPRET", "1"
+    )  # triton reads it on import: without a GPU its kernels are interpreted
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup(
+        "lmsys", "what the benchmarks run (comma lists; an axis not named takes its sweep's values)"
+    )
+    group.addoption("--sweep", default="default", help="smoke, default or full: see benchmarks/sweeps.py")
+    group.addoption("--attention", metavar="ROWS", help="exactly these rows: names, or path.py:function for your own")
+    group.addoption("--length", metavar="S", help="sequence lengths, queries and keys alike: 1024,4096")
+    group.addoption("--tiers", metavar="Q:K", help="queries and keys apart, powers of two: 128:64,256:128")
+    group.addoption("--head-dim", metavar="D", help="head dimensions: 64,128")
+    group.addoption("--batch", metavar="B", help="batch sizes: 1,8")
+    group.addoption("--heads", metavar="H", help="query heads, or query:key heads: 16,32:8")
+    group.addoption("--dtype", help="float32, float16, bfloat16")
+    group.addoption("--causal", help="yes, no")
+    group.addoption("--direction", help="fwd, bwd, fwdbwd")
+    group.addoption("--memory-limit", metavar="SIZE", help="cap the GPU's allocator, such as 24GiB")
+    group.addoption(
+        "--resume", metavar="OUT.json", help="take what this result holds as done; alone, go on in that file"
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    no_gpu = pytest.mark.skip(reason="needs a CUDA device, and there is none")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(no_gpu)
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """ "cuda" where there is a GPU, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"

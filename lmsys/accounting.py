@@ -1,0 +1,54 @@
+"""What attention must cost, from its shapes: floating-point operations and bytes moved. Imports no torch.
+
+Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head dimension.
+"""
+
+DIRECTIONS = ("fwd", "bwd", "fwdbwd")
+FLOPS_OF_FORWARD = {"fwd": 1.0, "bwd": 2.5, "fwdbwd": 3.5}  # a backward does five matmuls where the forward does two
+ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+def attention_pairs(queries: int, keys: int, causal: bool) -> float:
+    """How many (query, key) pairs count as work, for one head.
+
+    All Q·K without a mask. Causal and Q == K: half of them, Q·K / 2, as FlashAttention and the papers after
+    it count (the diagonal adds another Q / 2). Causal and Q != K: exactly the pairs with key j <= query i.
+    """
+    if not causal:
+        return float(queries * keys)
+    if queries == keys:
+        return queries * keys / 2
+    rows_with_a_limit = min(queries, keys)  # query i sees i + 1 keys, and all of them from query K - 1 on
+    return float(rows_with_a_limit * (rows_with_a_limit + 1) // 2 + (queries - rows_with_a_limit) * keys)
+
+
+def attention_flops(
+    batch: int, heads: int, queries: int, keys: int, head_dim: int, *, causal: bool, direction: str
+) -> float:
+    """Operations of the two matmuls: forward 4·B·H·D for each pair, backward 2.5 times that, both 3.5 times.
+
+    Recomputing scores in the backward is not counted as work, nor is the softmax. ValueError for an unknown direction.
+    """
+    _check(direction)
+    forward = 4 * batch * heads * head_dim * attention_pairs(queries, keys, causal)
+    return forward * FLOPS_OF_FORWARD[direction]
+
+
+def attention_bytes(
+    batch: int, heads: int, kv_heads: int, queries: int, keys: int, head_dim: int, *, dtype: str, direction: str
+) -> int:
+    """The least that must move: each input read once, each output written once.
+
+    fwd reads q, k, v and writes o; bwd reads q, k, v, do and writes dq, dk, dv; fwdbwd writes o as well. What a
+    row saves between the two is its own affair and not counted.
+    """
+    _check(direction)
+    query_side = batch * heads * queries * head_dim  # q, o, do, dq
+    key_side = batch * kv_heads * keys * head_dim  # k, v, dk, dv
+    num_query_side, num_key_side = {"fwd": (2, 2), "bwd": (3, 4), "fwdbwd": (4, 4)}[direction]
+    return (num_query_side * query_side + num_key_side * key_side) * ELEMENT_BYTES[dtype]
+
+
+def _check(direction: str) -> None:
+    if direction not in DIRECTIONS:
+        raise ValueError(f"{direction=} must be one of {DIRECTIONS}")

@@ -1,0 +1,57 @@
+"""The attention table. A new kernel is a file beside this one and a row below."""
+
+from torch import Tensor
+
+from lmsys.attention.contract import AttentionCase, adapt, as_4d, case_of, check_inputs
+from lmsys.registry import Entry, Table
+
+__all__ = ["ATTENTION", "AttentionCase", "attention"]
+
+
+def _ours(name: str, module: str, label: str, extra: str = "") -> Entry:
+    module = f"lmsys.attention.{module}"
+    return Entry(name, f"{module}:{name}", label, supports=f"{module}:{name}_supports", extra=extra)
+
+
+def _peer(name: str, label: str) -> Entry:
+    module = "lmsys.attention.peers"
+    return Entry(name, f"{module}:{name}", label, peer=True, supports=f"{module}:{name}_supports", extra="peers")
+
+
+ATTENTION = Table(
+    "attention",
+    [
+        Entry("naive", "lmsys.attention.naive:naive", "naive PyTorch"),
+        _ours("naive_compiled", "naive", "naive, torch.compile"),
+        Entry("vectorized", "lmsys.attention.vectorized:vectorized", "vectorized PyTorch"),
+        _ours("flash_torch", "flash_torch", "FlashAttention-2, PyTorch"),
+        _ours("flash_triton", "flash_triton", "FlashAttention-2, Triton", extra="triton"),
+        _ours("flash_triton_torch_bwd", "flash_triton", "Triton forward, PyTorch backward", extra="triton"),
+        _peer("sdpa_math", "SDPA math"),
+        _peer("sdpa_flash", "SDPA flash"),
+        _peer("sdpa_efficient", "SDPA efficient"),
+        _peer("sdpa_cudnn", "SDPA cuDNN"),
+        _peer("flex", "FlexAttention"),
+        _peer("flash_attn_2", "flash-attn 2"),
+        _peer("flash_attn_4", "flash-attn 4 (CuTe)"),
+    ],
+    group="lmsys.attention",
+    auto=("sdpa_cudnn", "flash_triton", "sdpa_flash", "sdpa_efficient", "vectorized"),
+)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, impl: str = "auto"
+) -> Tensor:
+    """softmax(scale · q kᵀ) v, by the row `impl` of the table.
+
+    q (..., H, Q, D), k and v (..., Hkv, K, D) with H a multiple of Hkv (grouped-query heads), or all
+    three (B, S, D); one dtype and device. `causal`: query i sees keys j <= i, aligned at the top left
+    as in torch SDPA, also for Q != K. `scale` defaults to D ** -0.5. Returns o, of q's shape and dtype;
+    differentiable once. "auto" takes the fastest row that supports the case; a named row that cannot
+    run it is a ValueError that says why.
+    """
+    check_inputs(q, k, v, scale)
+    q4, k4, v4 = as_4d(q), as_4d(k), as_4d(v)
+    entry = ATTENTION.pick(impl, case_of(q4, k4, v4, causal=causal))
+    return adapt(entry.load())(q4, k4, v4, causal=causal, scale=scale).reshape(q.shape)

@@ -1,0 +1,109 @@
+"""What every attention row agrees to: the case it is asked to run, validation, and foreign signatures.
+
+Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head dimension.
+"""
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """Plain values that say what is to be run; `supports(case)` of every row decides on them."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    dtype: str
+    causal: bool = False
+    grad: bool = False
+    device: str = "cpu"
+    capability: tuple[int, int] | None = None  # of the CUDA device, else None
+
+
+def case_of(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, grad: bool | None = None) -> AttentionCase:
+    """The case that q (B, H, Q, D), k and v (B, Hkv, K, D) make."""
+    batch, heads, queries, head_dim = q.shape
+    if grad is None:
+        grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
+    dtype = DTYPE_NAMES[q.dtype]
+    return AttentionCase(
+        batch, heads, k.shape[1], queries, k.shape[2], head_dim, dtype, causal, grad, q.device.type, capability
+    )
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
+    """ValueError, with the value at fault, unless q (..., H, Q, D) or (B, Q, D) and k, v fit together."""
+    if not (q.dim() == k.dim() == v.dim() and q.dim() >= 3):
+        raise ValueError(f"q, k, v must have one rank of at least 3; got shapes {_shapes(q, k, v)}")
+    if 0 in (*q.shape, *k.shape, *v.shape):
+        raise ValueError(f"q, k, v must have no dimension of length zero; got shapes {_shapes(q, k, v)}")
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must have one shape; got {tuple(k.shape)} and {tuple(v.shape)}")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q and k must have one head dimension; got {q.shape[-1]} and {k.shape[-1]}")
+    same = q.dim() - 2 if q.dim() == 3 else q.dim() - 3  # 3-D: (B, S, D), no head axis
+    if q.shape[:same] != k.shape[:same]:
+        raise ValueError(f"q and k must have the same batch dimensions; got shapes {_shapes(q, k, v)}")
+    if q.dim() > 3 and q.shape[-3] % k.shape[-3]:
+        raise ValueError(f"query heads ({q.shape[-3]}) must be a multiple of key/value heads ({k.shape[-3]})")
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPE_NAMES:
+        raise ValueError(f"q, k, v must have one dtype of {sorted(DTYPES)}; got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k, v must be on one device; got {q.device}, {k.device}, {v.device}")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"{scale=} must be finite (default: head_dim ** -0.5)")
+
+
+def as_4d(x: Tensor) -> Tensor:
+    """(B, S, D) as (B, 1, S, D); (..., H, S, D) as (B, H, S, D) with the leading dimensions made one."""
+    if x.dim() == 3:
+        return x.unsqueeze(1)
+    return x if x.dim() == 4 else x.reshape(-1, *x.shape[-3:])
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """k or v (B, Hkv, K, D) for every query head: (B, H, K, D), head h reading head h // (H / Hkv)."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def adapt(implementation: Any) -> Callable[..., Tensor]:
+    """A row's callable, `f(q, k, v, *, causal, scale)` on 4-D tensors, from what a target names.
+
+    A `torch.autograd.Function`, or a function without a `causal` parameter, is taken as CS336 writes
+    them: `f(q, k, v, is_causal)` on (B, S, D) with as many key heads as query heads and the default scale.
+    """
+    if isinstance(implementation, type) and issubclass(implementation, torch.autograd.Function):
+        return _adapt_cs336(implementation.apply)
+    if not callable(implementation):
+        raise ValueError(f"an attention row must be callable; got {implementation!r}")
+    if "causal" in inspect.signature(implementation).parameters:
+        return implementation
+    return _adapt_cs336(implementation)
+
+
+def _adapt_cs336(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+        if scale is not None and not math.isclose(scale, q.shape[-1] ** -0.5):
+            raise ValueError(f"{scale=}: this row knows only the default scale, head_dim ** -0.5")
+        k, v = (repeat_heads(x, q.shape[1]) for x in (k, v))
+        return function(*(x.flatten(0, 1) for x in (q, k, v)), causal).view(q.shape)
+
+    return row
+
+
+def _shapes(*tensors: Tensor) -> str:
+    return ", ".join(str(tuple(x.shape)) for x in tensors)

@@ -1,0 +1,226 @@
+"""FlashAttention-2 in plain PyTorch: tiles, online softmax, a backward that recomputes what it needs.
+
+No (Q, K) matrix is ever held: forward and backward walk over square tiles of queries and keys, skip the
+tiles that a causal mask hides wholly and mask only those on the diagonal, and keep q, k, v, o and the
+log-sum-exp of the scaled scores. Sums are accumulated in float32 (float64 for float64).
+
+Source: Dao 2023, "FlashAttention-2" (arXiv 2307.08691), Algorithms 1 and 2.
+Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, N = B * Hkv, Q queries, K keys, D head
+dimension; R = G * (queries of a tile) rows and C = (keys of a tile) columns.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lmsys.attention.compiled import compile_for, layout_key, why_no_compiler
+from lmsys.attention.contract import AttentionCase, as_4d
+
+TILE_SCORES = {"cuda": 2**24, "cpu": 2**20}  # scores of one tile over all heads: 64 MiB, 4 MiB
+MIN_TILE, MAX_TILE = 64, 2048
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _operand(x: Tensor) -> torch.dtype:
+    """The dtype of matmul operands: the input's own where tensor cores accumulate it in float32, else wide."""
+    return x.dtype if x.is_cuda else _wide(x.dtype)
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """a b for (N, ., .) operands of one dtype, accumulated and returned in float32 (float64 for float64)."""
+    if a.dtype == _wide(a.dtype):
+        return torch.bmm(a, b)
+    return torch.bmm(a, b, out_dtype=torch.float32)
+
+
+def _grouped(x: Tensor, num_groups: int) -> Tensor:
+    """(B, H, S, ...) as (N, G, S, ...), with N = B * Hkv = `num_groups`."""
+    return x.reshape(num_groups, -1, *x.shape[2:])
+
+
+def _rows(x: Tensor, start: int, tile: int) -> Tensor:
+    """The queries [start, start + tile) of every head of a group: (N, G, Q, ...) -> (N, R, ...)."""
+    return x[:, :, start : start + tile].flatten(1, 2)
+
+
+def _hide_future(scores: Tensor, num_heads: int) -> Tensor:
+    """Scores (N, R, C) of a tile on the diagonal, with -inf where column > row."""
+    by_head = scores.unflatten(1, (num_heads, -1))  # (N, G, R / G, C)
+    visible = torch.ones(by_head.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    return by_head.masked_fill(~visible, float("-inf")).flatten(1, 2)
+
+
+def _tile_size(num_heads: int, longest: int, device: str) -> int:
+    """A power of two, as large as TILE_SCORES allows for `num_heads` tiles at once."""
+    fits = math.isqrt(TILE_SCORES[device] // num_heads)
+    needed = 1 << (longest - 1).bit_length()
+    return max(MIN_TILE, min(MAX_TILE, needed, 1 << max(fits, 1).bit_length() - 1))
+
+
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, tile: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Algorithm 1: q (B, H, Q, D), k and v (B, Hkv, K, D) -> o (B, H, Q, D) and lse (B, H, Q) in natural log."""
+    num_groups, (num_queries, num_keys) = k.shape[0] * k.shape[1], (q.shape[2], k.shape[2])
+    tile = tile or _tile_size(q.shape[0] * q.shape[1], max(num_queries, num_keys), q.device.type)
+    k, v = (x.reshape(num_groups, num_keys, -1) for x in (k, v))
+    q_groups = _grouped(q, num_groups)  # (N, G, Q, D)
+    o = torch.empty_like(q_groups)
+    lse = torch.empty(q_groups.shape[:-1], dtype=_wide(q.dtype), device=q.device)  # (N, G, Q)
+    heads_last = partial(torch.unflatten, dim=1, sizes=(q_groups.shape[1], -1))
+    for row in range(0, num_queries, tile):
+        seen = min(num_keys, row + tile) if causal else num_keys
+        o_tile, lse_tile = _attend_rows(
+            q_groups[:, :, row : row + tile], k[:, :seen], v[:, :seen], row, causal, scale, tile
+        )
+        o[:, :, row : row + tile] = heads_last(o_tile)
+        lse[:, :, row : row + tile] = heads_last(lse_tile)
+    return o.view(q.shape), lse.view(q.shape[:-1])
+
+
+def _attend_rows(
+    q: Tensor, k: Tensor, v: Tensor, row: int, causal: bool, scale: float, tile: int
+) -> tuple[Tensor, Tensor]:
+    """Online softmax of a tile of queries (N, G, R / G, D) over the keys (N, ., D) it sees: o (N, R, D), lse (N, R)."""
+    num_heads, operand = q.shape[1], _operand(q)
+    q = q.flatten(1, 2).to(operand)
+    acc = torch.zeros(q.shape, dtype=_wide(q.dtype), device=q.device)  # (N, R, D), not yet divided by total
+    top = torch.full_like(acc[..., :1], float("-inf"))  # (N, R, 1), running maximum
+    total = torch.zeros_like(top)  # running sum of exp(score - top)
+    for column in range(0, k.shape[1], tile):
+        k_tile, v_tile = (x[:, column : column + tile].to(operand) for x in (k, v))
+        scores = _dot(q, k_tile.mT).mul_(scale)  # (N, R, C)
+        if causal and column == row:
+            scores = _hide_future(scores, num_heads)
+        new_top = torch.maximum(top, scores.amax(dim=-1, keepdim=True))
+        p = scores.sub_(new_top).exp_()
+        rescale = torch.exp(top - new_top)
+        total = total * rescale + p.sum(dim=-1, keepdim=True)
+        acc = acc.mul_(rescale).add_(_dot(p.to(operand), v_tile))
+        top = new_top
+    return acc / total, (top + total.log()).squeeze(-1)
+
+
+def _tile_weights(
+    scores: Tensor,
+    dp: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    *,
+    scale: float,
+    num_heads: int,
+    diagonal: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """P and scale · dS of one tile, (N, R, C) in `dtype`, from q kᵀ and do vᵀ: what torch.compile fuses."""
+    scores = scores * scale
+    if diagonal:
+        scores = _hide_future(scores, num_heads)
+    p = torch.exp(scores - lse.unsqueeze(-1))
+    ds = p * (dp - delta.unsqueeze(-1))
+    return p.to(dtype), (ds * scale).to(dtype)
+
+
+def _tile_weights_compiled(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    key = layout_key(*tensors), tuple(sorted(options.items(), key=lambda item: item[0]))
+    return compile_for(_tile_weights, key)(*tensors, **options)
+
+
+def flash_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    causal: bool,
+    scale: float | None = None,
+    tile: int | None = None,
+    tile_weights: Callable[..., tuple[Tensor, Tensor]] = _tile_weights,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Algorithm 2: dq, dk, dv of q, o, do (B, H, Q, D), k, v (B, Hkv, K, D) and lse (B, H, Q), or all (B, S, D).
+
+    Walks over key tiles, and within one over the query tiles that see it: dk and dv of a tile are summed
+    in place, dq over the outer loop, so there are no atomics and the result is repeatable.
+    """
+    shapes, scale = (q.shape, k.shape, v.shape), q.shape[-1] ** -0.5 if scale is None else scale
+    lse = lse.reshape(as_4d(q).shape[:-1])
+    q, k, v, o, do = (as_4d(x) for x in (q, k, v, o, do))
+    num_groups, (num_queries, num_keys) = k.shape[0] * k.shape[1], (q.shape[2], k.shape[2])
+    tile = tile or _tile_size(q.shape[0] * q.shape[1], max(num_queries, num_keys), q.device.type)
+    wide, operand = _wide(q.dtype), _operand(q)
+    delta = _grouped((o.to(wide) * do.to(wide)).sum(dim=-1), num_groups)  # (N, G, Q), row sums of P * dP
+    q, do, lse = (_grouped(x, num_groups) for x in (q, do, lse))
+    k, v = (x.reshape(num_groups, num_keys, -1) for x in (k, v))
+    dq = torch.zeros(q.shape, dtype=wide, device=q.device)
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    for column in range(0, num_keys, tile):
+        k_tile, v_tile = (x[:, column : column + tile].to(operand) for x in (k, v))
+        dk_tile, dv_tile = (torch.zeros(k_tile.shape, dtype=wide, device=k.device) for _ in range(2))
+        for row in range(column if causal else 0, num_queries, tile):
+            q_tile, do_tile = (_rows(x, row, tile).to(operand) for x in (q, do))
+            p, ds = tile_weights(
+                _dot(q_tile, k_tile.mT),
+                _dot(do_tile, v_tile.mT),
+                _rows(lse, row, tile),
+                _rows(delta, row, tile),
+                scale=scale,
+                num_heads=q.shape[1],
+                diagonal=causal and row == column,
+                dtype=operand,
+            )
+            dv_tile += _dot(p.mT, do_tile)
+            dk_tile += _dot(ds.mT, q_tile)
+            dq[:, :, row : row + tile] += _dot(ds, k_tile).unflatten(1, (q.shape[1], -1))
+        dk[:, column : column + tile] = dk_tile
+        dv[:, column : column + tile] = dv_tile
+    grads = dq.to(q.dtype), dk, dv
+    return tuple(x.reshape(shape) for x, shape in zip(grads, shapes, strict=True))  # type: ignore[return-value]
+
+
+compiled_flash_backward = partial(flash_backward, tile_weights=_tile_weights_compiled)
+
+
+class FlashTorch(torch.autograd.Function):
+    """`.apply(q, k, v, causal, scale, tile)` on (..., H, S, D) or (B, S, D); the last three may be left out."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool = False,
+        scale: float | None = None,
+        tile: int | None = None,
+    ) -> Tensor:
+        ctx.causal, ctx.tile = causal, tile
+        ctx.scale = q.shape[-1] ** -0.5 if scale is None else scale
+        o, lse = flash_forward(*(as_4d(x) for x in (q, k, v)), causal, ctx.scale, tile)
+        o = o.view(q.shape)
+        ctx.save_for_backward(q, k, v, o, lse.view(q.shape[:-1]))
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        backward = compiled_flash_backward if grads[0].is_cuda else flash_backward
+        gradients = backward(*ctx.saved_tensors, grads[0], ctx.causal, ctx.scale, ctx.tile)
+        return *gradients, None, None, None
+
+
+def flash_torch(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    """softmax(scale · q kᵀ) v: q (B, H, Q, D), k and v (B, Hkv, K, D) -> (B, H, Q, D), in memory linear in Q and K."""
+    return FlashTorch.apply(q, k, v, causal, scale)
+
+
+def flash_torch_supports(case: AttentionCase) -> str | None:
+    return why_no_compiler(case.device) if case.device == "cuda" and case.grad else None

@@ -1,0 +1,42 @@
+"""Attention as it is written on paper. In float64 it is the oracle, in low precision the error budget.
+
+Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head dimension.
+Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1.
+"""
+
+import torch
+from torch import Tensor
+
+from lmsys.attention.compiled import compile_for, layout_key, why_no_compiler
+from lmsys.attention.contract import AttentionCase, repeat_heads
+
+
+def masked_scores(q: Tensor, k: Tensor, *, causal: bool, scale: float | None = None, first_query: int = 0) -> Tensor:
+    """scale · q kᵀ, with -inf where query `first_query + i` must not see key j: (B, H, Q, K)."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = q @ repeat_heads(k, q.shape[1]).mT * scale  # (B, H, Q, K)
+    if causal:
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(first_query)
+        scores = scores.masked_fill(~visible, float("-inf"))
+    return scores
+
+
+def naive(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, first_query: int = 0
+) -> Tensor:
+    """softmax(scale · q kᵀ) v: q (B, H, Q, D), k and v (B, Hkv, K, D) -> (B, H, Q, D).
+
+    `first_query` is the position of q's first row, so that a block of rows can be attended on its own.
+    """
+    scores = masked_scores(q, k, causal=causal, scale=scale, first_query=first_query)
+    return torch.softmax(scores, dim=-1) @ repeat_heads(v, q.shape[1])
+
+
+def naive_compiled(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    """`naive` through torch.compile, one static graph for each case."""
+    key = layout_key(q, k, v), causal, scale, torch.is_grad_enabled()
+    return compile_for(naive, key)(q, k, v, causal=causal, scale=scale)
+
+
+def naive_compiled_supports(case: AttentionCase) -> str | None:
+    return why_no_compiler(case.device)

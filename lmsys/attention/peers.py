@@ -1,0 +1,141 @@
+"""Other people's attention, called as its users would call it: what our rows stand beside.
+
+Each row forces exactly one implementation. What that cannot do is refused with its own reason, never
+worked around. Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head dimension.
+"""
+
+import importlib
+import warnings
+from collections.abc import Callable
+from functools import cache, partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.backends import cuda as cuda_backend
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from lmsys.attention.compiled import compile_for, layout_key, why_no_compiler
+from lmsys.attention.contract import DTYPES, AttentionCase
+
+
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, backend: SDPBackend
+) -> Tensor:
+    if backend != SDPBackend.MATH:
+        _refuse_scale(scale)
+    grouped = q.shape[1] != k.shape[1]
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+
+
+def _refuse_scale(scale: float | None) -> None:
+    # These kernels take the maximum before they scale, and scale the -inf of hidden keys.
+    if scale is not None and scale <= 0:
+        raise ValueError(f"{scale=}: this row gives NaN or overflows unless scale > 0")
+
+
+sdpa_math = partial(_sdpa, backend=SDPBackend.MATH)
+sdpa_flash = partial(_sdpa, backend=SDPBackend.FLASH_ATTENTION)
+sdpa_efficient = partial(_sdpa, backend=SDPBackend.EFFICIENT_ATTENTION)
+sdpa_cudnn = partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION)
+
+
+def sdpa_math_supports(case: AttentionCase) -> str | None:
+    return None
+
+
+def sdpa_flash_supports(case: AttentionCase) -> str | None:
+    if case.device == "cuda":
+        return _torch_says(case, SDPBackend.FLASH_ATTENTION, cuda_backend.can_use_flash_attention)
+    return None
+
+
+def sdpa_efficient_supports(case: AttentionCase) -> str | None:
+    if case.device != "cuda":
+        return "SDPA's memory-efficient attention runs on CUDA only"
+    return _torch_says(case, SDPBackend.EFFICIENT_ATTENTION, cuda_backend.can_use_efficient_attention)
+
+
+def sdpa_cudnn_supports(case: AttentionCase) -> str | None:
+    if case.device != "cuda":
+        return "SDPA's cuDNN attention runs on CUDA only"
+    return _torch_says(case, SDPBackend.CUDNN_ATTENTION, cuda_backend.can_use_cudnn_attention)
+
+
+def _torch_says(case: AttentionCase, backend: SDPBackend, can_use: Callable[..., bool]) -> str | None:
+    """torch's own verdict on the case, and when it refuses, the warnings in which it says why."""
+
+    def shaped(heads: int, length: int) -> Tensor:
+        # Every row is the same memory: torch looks at shapes, never at values, so no case is too large to ask.
+        row = torch.empty(case.head_dim, dtype=DTYPES[case.dtype], device=case.device)
+        return row.expand(case.batch, heads, length, case.head_dim).requires_grad_(case.grad)
+
+    q, k = shaped(case.heads, case.queries), shaped(case.kv_heads, case.keys)
+    params = cuda_backend.SDPAParams(q, k, k, None, 0.0, case.causal, case.heads != case.kv_heads)
+    with sdpa_kernel(backend), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if can_use(params, debug=True):
+            return None
+    reasons = [str(warning.message).split("(Triggered internally")[0].strip() for warning in caught]
+    return "torch: " + (" ".join(reasons) or f"No available kernel ({backend.name} refuses without a reason)")
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    """FlexAttention, compiled for the case, with a causal block mask that skips hidden blocks."""
+    block_mask = _causal_blocks(q.shape[2], k.shape[2], q.device) if causal else None
+    grouped = q.shape[1] != k.shape[1]
+    attend = compile_for(flex_attention, (layout_key(q, k, v), causal, scale, torch.is_grad_enabled()))
+    return attend(q, k, v, block_mask=block_mask, scale=scale, enable_gqa=grouped)
+
+
+def flex_supports(case: AttentionCase) -> str | None:
+    if case.dtype == "float64":
+        return "FlexAttention has no float64 kernel"
+    if case.device == "cpu" and case.grad:
+        return "FlexAttention has no backward on CPU"
+    if case.device == "cuda" and case.head_dim < 16:
+        return f"FlexAttention needs head_dim >= 16 on CUDA; got {case.head_dim}"
+    return why_no_compiler(case.device)
+
+
+@cache
+def _causal_blocks(num_queries: int, num_keys: int, device: torch.device) -> BlockMask:
+    def causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return query >= key
+
+    # Uncompiled, creation holds a (Q, K) matrix of flags: 4 GiB at 65,536.
+    return create_block_mask(causal, None, None, num_queries, num_keys, device=device)
+
+
+def _flash_attn(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, module: str
+) -> Tensor:
+    _refuse_scale(scale)
+    function = importlib.import_module(module).flash_attn_func
+    o = function(*(x.transpose(1, 2) for x in (q, k, v)), softmax_scale=scale, causal=causal)  # (B, S, H, D)
+    return (o[0] if isinstance(o, tuple) else o).transpose(1, 2)  # version 4 also returns the log-sum-exp
+
+
+def _flash_attn_supports(case: AttentionCase, module: str, capability: tuple[int, int]) -> str | None:
+    if case.device != "cuda":
+        return "flash-attn runs on CUDA only"
+    if case.capability is not None and case.capability < capability:
+        return f"flash-attn of this version needs compute capability {capability}; this GPU has {case.capability}"
+    if case.dtype not in ("float16", "bfloat16"):
+        return f"flash-attn knows float16 and bfloat16, not {case.dtype}"
+    if case.causal and case.queries != case.keys:
+        return "flash-attn aligns a causal mask at the bottom right, so Q != K means another mask"
+    if case.head_dim > 256 or case.head_dim % 8:
+        return f"flash-attn needs a head_dim that is a multiple of 8 and at most 256; got {case.head_dim}"
+    # ImportError is the table's to explain. Version 4 alone leaves a `flash_attn` that holds nothing but `cute`.
+    if not hasattr(importlib.import_module(module), "flash_attn_func"):
+        return f"the package {module} that is installed here has no flash_attn_func"
+    return None
+
+
+flash_attn_2 = partial(_flash_attn, module="flash_attn")
+flash_attn_2_supports = partial(_flash_attn_supports, module="flash_attn", capability=(8, 0))
+flash_attn_4 = partial(_flash_attn, module="flash_attn.cute")
+flash_attn_4_supports = partial(_flash_attn_supports, module="flash_attn.cute", capability=(9, 0))

@@ -1,0 +1,103 @@
+"""Picks tiles by timing them once, and keeps the choices on disk between runs.
+
+The file is `tuning.json` in $LMSYS_CACHE_DIR (default ~/.cache/lmsys). A choice belongs to one GPU model,
+Triton version and version of the kernels' source; others are kept beside it.
+"""
+
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+import triton
+from triton.runtime.errors import OutOfResources
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Queries and keys of a tile, and the warps and pipeline stages it is compiled for."""
+
+    block_q: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def cache_file() -> Path:
+    """Where tuned choices are kept."""
+    return Path(os.environ.get("LMSYS_CACHE_DIR", "~/.cache/lmsys")).expanduser() / "tuning.json"
+
+
+_chosen: dict[str, Tile] = {}
+
+
+def tune(
+    case: tuple[object, ...], candidates: list[Tile], launch: Callable[[Tile], None], device: torch.device
+) -> Tile:
+    """The fastest of `candidates` for `case`: remembered, read from disk, or timed now by calling `launch`.
+
+    `launch` must give the same result however often it is called. While a CUDA graph is captured nothing
+    can be timed: an unknown case then takes the first candidate and stays unknown.
+    """
+    if len(candidates) == 1:
+        return candidates[0]
+    key = "/".join(map(str, (torch.cuda.get_device_name(device), triton.__version__, _sources(), *case)))
+    if key not in _chosen:
+        known = _read()
+        if key in known:
+            _chosen[key] = known[key]
+        elif torch.cuda.is_current_stream_capturing():
+            return candidates[0]
+        else:
+            _chosen[key] = _fastest(candidates, launch)
+            _write(_read() | {key: _chosen[key]})
+    return _chosen[key]
+
+
+def _fastest(candidates: list[Tile], launch: Callable[[Tile], None]) -> Tile:
+    times = {tile: _time(tile, launch) for tile in candidates}
+    best = min(times, key=lambda tile: times[tile])
+    if math.isinf(times[best]):
+        raise RuntimeError(f"no tile of {candidates} fits this GPU's shared memory and registers")
+    return best
+
+
+def _time(tile: Tile, launch: Callable[[Tile], None]) -> float:
+    """Median milliseconds, inf where the GPU has no room for the tile."""
+    try:
+        return triton.testing.do_bench(lambda: launch(tile), warmup=5, rep=20, return_mode="median")
+    except OutOfResources:
+        return math.inf
+
+
+@cache
+def _sources() -> str:
+    """A hash of the kernels' source, so that a choice does not outlive the code it was made for."""
+    return hashlib.sha256(Path(__file__).with_name("flash_triton.py").read_bytes()).hexdigest()[:12]
+
+
+def _read() -> dict[str, Tile]:
+    """Choices on disk. ValueError, with the path, when the file is not what `_write` writes."""
+    path = cache_file()
+    try:
+        return {key: Tile(**tile) for key, tile in json.loads(path.read_text()).items()}
+    except FileNotFoundError:
+        return {}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: the tuning cache is corrupt ({error}); delete the file to tune anew") from error
+
+
+def _write(choices: dict[str, Tile]) -> None:
+    """Atomic: a reader sees the old file or the new one."""
+    path = cache_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({key: asdict(tile) for key, tile in sorted(choices.items())}, indent=1)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+        file.write(text + "\n")
+    os.replace(file.name, path)

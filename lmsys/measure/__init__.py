@@ -1,0 +1,1 @@
+"""Given a callable, says what it cost. Knows no kernel."""

@@ -1,0 +1,66 @@
+"""How long one call took: CUDA events on a GPU, `perf_counter` on a CPU."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+class CudaClock:
+    """Device time in seconds, by an event pair around each call, on the current stream.
+
+    Before each call a buffer of at least twice the L2 cache is written, so that no call finds its inputs
+    there. That write also lets the host run ahead: a call shorter than the host needs to launch it is
+    still seen whole. Samples are enqueued and read at the end, after one synchronize.
+    """
+
+    name = "cuda_event"
+
+    def __init__(self) -> None:
+        l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+        self._cleared = torch.empty(max(2 * l2_bytes, 2**28), dtype=torch.int8, device="cuda")
+
+    def sample(self, call: Callable[[], Any]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        """Enqueue one timed call; `seconds` reads it later."""
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._cleared.zero_()
+        start.record()
+        result = call()
+        end.record()
+        del result  # after the end: what it costs to free is not the call's
+        return start, end
+
+    def seconds(self, pending: Sequence[Any]) -> list[float]:
+        """The durations of what `sample` returned, in that order."""
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) / 1e3 for start, end in pending]
+
+
+class CpuClock:
+    """Wall time in seconds by `time.perf_counter`."""
+
+    name = "perf_counter"
+
+    def sample(self, call: Callable[[], Any]) -> float:
+        start = time.perf_counter()
+        result = call()
+        duration = time.perf_counter() - start
+        del result
+        return duration
+
+    def seconds(self, pending: Sequence[Any]) -> list[float]:
+        return list(pending)
+
+
+Clock = CudaClock | CpuClock
+
+
+def clock_of(device: str) -> Clock:
+    return CudaClock() if device == "cuda" else CpuClock()
+
+
+def synchronize(device: str) -> None:
+    """Wait until the device has done what was asked of it; a CPU always has."""
+    if device == "cuda":
+        torch.cuda.synchronize()

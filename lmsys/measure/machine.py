@@ -1,0 +1,123 @@
+"""What machine this is, and the ceilings that it reaches: facts that travel with every result."""
+
+import datetime
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lmsys.measure.clock import clock_of
+from lmsys.measure.compare import release_memory
+
+
+def describe(device: str, *, command: str, seed: int, sweep: str) -> dict[str, Any]:
+    """Machine, versions and commit, JSON-safe. What cannot be found out is None."""
+    on_gpu = device == "cuda"
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device()) if on_gpu else None
+    return {
+        "name": gpu.name if gpu else _cpu_name(),
+        "device": device,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": gpu.total_memory if gpu else _ram_bytes(),
+        "gpu": gpu.name if gpu else None,
+        "gpu_count": torch.cuda.device_count() if on_gpu else 0,
+        "capability": f"{gpu.major}.{gpu.minor}" if gpu else None,
+        "driver": _nvml(lambda nvml: nvml.nvmlSystemGetDriverVersion()) if on_gpu else None,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _triton_version(),
+        "platform": platform.platform(),
+        **_commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": command,
+        "seed": seed,
+        "sweep": sweep,
+    }
+
+
+def measure_ceilings(device: str) -> dict[str, Any]:
+    """The best that this machine reaches now: {"matmul_flops_per_s": {dtype: x}, "copy_bytes_per_s": x}.
+
+    One large square matmul in each dtype (float32 in IEEE arithmetic unless torch is set otherwise) and one
+    copy that no cache holds, read and write counted; the fastest of a few runs. About a second.
+    """
+    size, copied = (8192, 2**30) if device == "cuda" else (1024, 2**27)
+    matmul = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        a = torch.randn(size, size, device=device, dtype=dtype)
+        matmul[str(dtype).removeprefix("torch.")] = 2 * size**3 / _best(lambda a=a: a @ a, device)
+    copy = _copy_bytes_per_s(copied, device)
+    release_memory()
+    return {"matmul_flops_per_s": matmul, "copy_bytes_per_s": copy}
+
+
+def _copy_bytes_per_s(size: int, device: str) -> float:
+    source = torch.zeros(size, dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / _best(lambda: target.copy_(source), device)
+
+
+def _best(call: Callable[[], Any], device: str) -> float:
+    clock = clock_of(device)
+    clock.seconds([clock.sample(call) for _ in range(2)])
+    return min(clock.seconds([clock.sample(call) for _ in range(10 if device == "cuda" else 3)]))
+
+
+def sm_clock_reader() -> Callable[[], float | None]:
+    """A function that reads the current GPU's SM clock in MHz; it answers None without a GPU or nvidia-ml-py."""
+    if not torch.cuda.is_available():
+        return lambda: None
+    uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+    handle = _nvml(lambda nvml: nvml.nvmlDeviceGetHandleByUUID(uuid))
+    if handle is None:
+        return lambda: None
+    return lambda: _nvml(lambda nvml: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)))
+
+
+def _nvml(ask: Callable[[Any], Any]) -> Any:
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        return ask(pynvml)
+    except pynvml.NVMLError:
+        return None
+
+
+def _cpu_name() -> str:
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.is_file() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return statistics.mode(models) if models else platform.processor() or platform.machine()
+
+
+def _ram_bytes() -> int | None:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
+
+
+def _triton_version() -> str | None:
+    try:
+        import triton
+    except ImportError:
+        return None
+    return triton.__version__
+
+
+def _commit() -> dict[str, Any]:
+    def git(*arguments: str) -> str | None:
+        try:
+            found = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True)
+        except OSError:
+            return None
+        return found.stdout.strip() if found.returncode == 0 else None
+
+    status = git("status", "--porcelain")
+    return {"commit": git("rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}

@@ -1,0 +1,129 @@
+"""The result schema: one flat record per case, and the file they travel in. Imports no torch.
+
+A result file is pytest-benchmark's JSON with a top-level key
+`"lmsys": {"schema": 1, "machine": {...}, "records": [...]}`. While a run lasts, the same content is
+appended to a journal, `<result>.partial`: a JSON line for the machine, then one for each record.
+Field names carry their SI unit (`time_s`, `peak_bytes`).
+"""
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+OUTCOMES = ("ok", "oom", "unsupported", "wrong", "error")
+
+Record = dict[str, Any]
+
+
+def check_record(record: Record) -> Record:
+    """The record itself, or ValueError: an outcome it must have, a time only where it is ok, flat values."""
+    if record.get("outcome") not in OUTCOMES:
+        raise ValueError(f"record {record.get('id')!r}: outcome={record.get('outcome')!r} must be one of {OUTCOMES}")
+    if record["outcome"] != "ok" and record.get("time_s") is not None:
+        raise ValueError(f"record {record.get('id')!r}: outcome {record['outcome']!r} cannot carry a time")
+    for key in ("id", "benchmark", "impl"):
+        if not isinstance(record.get(key), str):
+            raise ValueError(f"record {record.get('id')!r}: {key}={record.get(key)!r} must be a string")
+    json.dumps(record, allow_nan=False)
+    return record
+
+
+def summarize(samples_s: Sequence[float]) -> Record:
+    """Median, mean, standard deviation, 20th and 80th percentile of samples in seconds, and how many."""
+    ordered = sorted(samples_s)
+    last = len(ordered) - 1
+
+    def percentile(fraction: float) -> float:
+        position = fraction * last
+        low = math.floor(position)
+        return ordered[low] + (ordered[min(low + 1, last)] - ordered[low]) * (position - low)
+
+    return {
+        "time_s": statistics.median(ordered),
+        "mean_s": statistics.fmean(ordered),
+        "std_s": statistics.stdev(ordered) if last else 0.0,
+        "p20_s": percentile(0.2),
+        "p80_s": percentile(0.8),
+        "min_s": ordered[0],
+        "rounds": len(ordered),
+    }
+
+
+def trim(samples_s: Sequence[float], keep: int = 30) -> list[float]:
+    """The first `keep` samples with five significant digits: round i of one row stays beside round i of another."""
+    return [float(f"{sample:.5g}") for sample in samples_s[:keep]]
+
+
+class Journal:
+    """Appends the machine and each record to `<result>.partial` as they come; flushed to disk each time."""
+
+    def __init__(self, result: Path, machine: Record):
+        self.path = result.with_name(result.name + ".partial")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text("")
+        self._append({"schema": SCHEMA, "machine": machine})
+
+    def add(self, record: Record) -> None:
+        self._append(check_record(record))
+
+    def _append(self, line: Record) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def payload(machine: Record, records: Iterable[Record]) -> Record:
+    """What stands under the result file's "lmsys" key."""
+    return {"schema": SCHEMA, "machine": machine, "records": [check_record(record) for record in records]}
+
+
+def load(path: Path) -> Record:
+    """The `{"schema", "machine", "records"}` of a result file, or of its journal when only that exists.
+
+    ValueError, with the path, for a file that is absent, not JSON, not ours, or of a later schema.
+    """
+    path = Path(path)
+    journal = path.with_name(path.name + ".partial")
+    if not path.is_file() and journal.is_file():
+        path = journal
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ValueError(f"{path}: cannot read the result file: {error.strerror}") from error
+    try:
+        found = _from_journal(text) if path.suffix == ".partial" else json.loads(text).get("lmsys")
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error})") from error
+    except (AttributeError, TypeError):
+        found = None
+    if not isinstance(found, dict) or not {"schema", "machine", "records"} <= found.keys():
+        raise ValueError(f'{path}: not a result of this bench: it has no "lmsys" key with schema, machine and records')
+    if not isinstance(found["machine"], dict) or not _all_dicts(found["records"]):
+        raise ValueError(f"{path}: not a result of this bench: machine must be an object, records a list of objects")
+    if found["schema"] != SCHEMA:
+        raise ValueError(f"{path}: schema {found['schema']} is not the {SCHEMA} that this version reads; update lmsys")
+    try:
+        for record in found["records"]:
+            check_record(record)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return found
+
+
+def _all_dicts(records: Any) -> bool:
+    return isinstance(records, list) and all(isinstance(record, dict) for record in records)
+
+
+def _from_journal(text: str) -> Record:
+    """The journal's records; a last line cut short by a crash is left out, as that case did not end."""
+    lines = text.splitlines()
+    if lines and not text.endswith("\n"):
+        lines.pop()
+    head, *records = [json.loads(line) for line in lines] or [{}]
+    return {**head, "records": records}

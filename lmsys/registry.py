@@ -1,0 +1,147 @@
+"""Tables of named implementations: the one extension mechanism. Imports no torch.
+
+A row is an `Entry`. Its code is named, not imported, so a machine that lacks a row's packages still
+lists and runs the others.
+"""
+
+import difflib
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+
+def load_target(target: str) -> Any:
+    """The object that `module:attr` or `path.py:attr` names.
+
+    Raises ValueError when the text is malformed or a file does not define the attribute, and whatever
+    the module itself raises on import (ImportError when a package is missing).
+    """
+    module_name, separator, attribute = target.rpartition(":")
+    if not separator or not module_name or not attribute:
+        raise ValueError(f"{target=} must read module:attribute or path.py:attribute")
+    module = _load_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
+    if not hasattr(module, attribute):
+        raise ValueError(f"{target=}: {module_name} defines no {attribute!r}")
+    return getattr(module, attribute)
+
+
+@cache
+def _load_file(path: str) -> Any:
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        raise ValueError(f"{path!r} is not a file (looked for {file})")
+    spec = importlib.util.spec_from_file_location(f"lmsys_user_{file.stem}", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"{path!r} does not load: {type(error).__name__}: {error}") from error
+    return module
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row of a table.
+
+    name      how it is asked for: `--attention name`, `impl="name"`
+    target    `module:attr` or `path.py:attr`, loaded on first use
+    label     how tables and plots call it; the name when empty
+    peer      True for code that is not ours and stands in the table to be compared with
+    supports  `module:attr` of a function `case -> None | reason why not`; empty: every case
+    extra     the optional dependency that brings the packages the row needs
+    """
+
+    name: str
+    target: str
+    label: str = ""
+    peer: bool = False
+    supports: str = ""
+    extra: str = ""
+
+    def load(self) -> Any:
+        """The implementation itself. ImportError names the extra that would bring a missing package."""
+        try:
+            return load_target(self.target)
+        except ImportError as error:
+            raise ImportError(self._missing(error)) from error
+
+    def why_not(self, case: Any) -> str | None:
+        """None when the row can run `case`, else the reason, for a reader who may act on it."""
+        try:
+            reason = load_target(self.supports)(case) if self.supports else None
+            if reason is None:
+                load_target(self.target)
+        except ImportError as error:
+            return self._missing(error)
+        return reason
+
+    def _missing(self, error: ImportError) -> str:
+        advice = f"; pip install 'lmsys[{self.extra}]' brings it" if self.extra else ""
+        return f"{self.name} needs a package that is not here ({error}){advice}"
+
+
+class Table(Mapping[str, Entry]):
+    """Rows by name, in table order; rows of other packages join through the entry point group `group`."""
+
+    def __init__(self, kind: str, entries: Iterable[Entry], group: str, auto: Iterable[str] = ()):
+        self.kind, self.group, self.auto = kind, group, tuple(auto)
+        self._own = {entry.name: entry for entry in entries}
+        self._all: dict[str, Entry] | None = None
+
+    def _rows(self) -> dict[str, Entry]:
+        if self._all is None:
+            found = importlib.metadata.entry_points(group=self.group)
+            plugins = {point.name: Entry(point.name, point.value) for point in found}
+            if clash := sorted(plugins.keys() & self._own.keys()):
+                raise ValueError(f"entry points in {self.group!r} redefine the rows {clash}; give them other names")
+            self._all = self._own | plugins
+        return self._all
+
+    def __getitem__(self, name: str) -> Entry:
+        rows = self._rows()
+        if name not in rows:
+            near = difflib.get_close_matches(name, rows, n=3) or sorted(rows)
+            raise ValueError(f"unknown {self.kind} {name!r}; did you mean {', '.join(near)}?")
+        return rows[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows())
+
+    def __len__(self) -> int:
+        return len(self._rows())
+
+    def select(self, names: Iterable[str]) -> list[Entry]:
+        """Exactly the rows named; `path.py:attr` makes a row of the user's own code, named by its attribute."""
+        entries = []
+        for name in names:
+            if ".py:" in name:
+                load_target(name)  # fails here, with the path, rather than in the middle of a sweep
+                entries.append(Entry(name.rpartition(":")[2], name))
+            else:
+                entries.append(self[name])
+        taken: dict[str, str] = {}
+        for entry in entries:
+            if taken.setdefault(entry.name, entry.target) != entry.target:
+                raise ValueError(f"two rows are called {entry.name!r}: {taken[entry.name]} and {entry.target}")
+        return list({entry.name: entry for entry in entries}.values())
+
+    def pick(self, name: str, case: Any) -> Entry:
+        """The row `name`, or for "auto" the first of the table's order of preference, that can run `case`.
+
+        ValueError with every reason when none can. Never falls back from a named row to another.
+        """
+        candidates = [self[row] for row in self.auto] if name == "auto" else [self[name]]
+        reasons = []
+        for entry in candidates:
+            if (reason := entry.why_not(case)) is None:
+                return entry
+            reasons.append(f"{entry.name}: {reason}")
+        raise ValueError(f"{self.kind} {name!r} cannot run {case}: " + "; ".join(reasons))

@@ -1,0 +1,276 @@
+"""What tests and gates share: inputs, the float64 oracle, and the one policy of when a result is right.
+
+The reference is `naive` in float64 on the same quantised inputs. A tensor x of dtype t (o, dq, dk, dv)
+is right when
+
+    max|x - ref| <= 2 max|naive_t - ref| + 2 max|(ref + 0.3 - 0.3) - ref| + 4 eps max(1, max|ref|)
+
+with naive_t, the middle term and eps in t: twice what plain PyTorch of that dtype loses itself. The
+log-sum-exp is judged as float32, and a float64 result too, for the reference is no more exact than it.
+
+What flash backwards add, and naive is spared, is allowed for in float32 terms; in bfloat16 it is nothing.
+P is recomputed as exp(score - lse), so dv has 4 eps32 max|lse| max|dv| more. dS = P (dP - delta) may cancel
+wholly (a query that sees one key), so dq has 4 eps32 scale max‖do‖ max‖v‖ max|k| more (norms of rows, whose
+product bounds dP), and dk the same with q for k, times sqrt(max(1, G Q / K)) for its sum over queries.
+
+A row that has no float32 form is also held in root mean square, since in bfloat16 the bound above lets
+an error of 1 % pass: rms(x - ref) <= 2 rms(mixed - ref) + 4 eps32 max(1, max|ref|), where `mixed` is
+`naive` with float32 scores and accumulation and only P, dS and the o of the backward rounded to t.
+
+Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension;
+U (batch, key head) pairs that are checked, each with its G query heads.
+"""
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmsys.attention.contract import DTYPES, AttentionCase, repeat_heads
+from lmsys.attention.naive import masked_scores, naive
+
+MAX_SCORES = 2**31  # above it, a seeded sample of heads is checked
+MAX_ELEMENTS = 2**27  # of q or k in the sample: 1 GiB for each float64 tensor of the reference
+BLOCK_SCORES = {"cuda": 2**26, "cpu": 2**21}  # scores held at once
+
+
+@dataclass
+class Inputs:
+    """q, do (B, H, Q, D) and k, v (B, Hkv, K, D), drawn in the dtype that is tested."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    seed: int
+    std: float = 1.0
+
+    @torch.no_grad()
+    def redraw_(self, seed: int) -> "Inputs":
+        """New values of the same distribution, in place: same storage, same layout."""
+        self.seed = seed
+        generator = torch.Generator(self.q.device).manual_seed(seed)
+        for x in (self.q, self.k, self.v, self.do):
+            x.normal_(std=self.std if x is self.q or x is self.k else 1.0, generator=generator)
+        return self
+
+
+def make_inputs(
+    case: AttentionCase, seed: int, dtype: str | None = None, *, std: float = 1.0, transposed: bool = False
+) -> Inputs:
+    """Standard normal inputs of `case` on its device, in `dtype` (default: the case's).
+
+    `std` is that of q and k: logits have about std². `transposed` gives views of (B, S, H, D) memory.
+    """
+
+    def empty(heads: int, length: int) -> Tensor:
+        options: dict[str, Any] = {"dtype": DTYPES[dtype or case.dtype], "device": case.device}
+        if transposed:
+            return torch.empty(case.batch, length, heads, case.head_dim, **options).transpose(1, 2)
+        return torch.empty(case.batch, heads, length, case.head_dim, **options)
+
+    q, do = empty(case.heads, case.queries), empty(case.heads, case.queries)
+    k, v = empty(case.kv_heads, case.keys), empty(case.kv_heads, case.keys)
+    return Inputs(q, k, v, do, seed, std).redraw_(seed)
+
+
+def run(
+    row: Callable[..., Tensor],
+    inputs: Inputs,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    grad: bool = True,
+    lse: bool = False,
+) -> dict[str, Tensor]:
+    """o, with `grad` also dq, dk, dv, and with `lse` the log-sum-exp that the row saved, by name."""
+    q, k, v = (x.detach().requires_grad_(grad) for x in (inputs.q, inputs.k, inputs.v))
+    with torch.set_grad_enabled(grad):
+        o = row(q, k, v, causal=causal, scale=scale)
+    outputs = {"o": o.detach()}
+    if lse:
+        outputs["lse"] = saved_lse(o, q)
+    if grad:
+        outputs |= zip(("dq", "dk", "dv"), torch.autograd.grad(o, (q, k, v), inputs.do), strict=True)
+    return outputs
+
+
+def saved_lse(o: Tensor, q: Tensor) -> Tensor:
+    """The one tensor of shape q.shape[:-1] that o's autograd Function saved. AssertionError unless there is one."""
+    assert o.grad_fn is not None, "o has no grad_fn: run it with inputs that require gradients"
+    saved = [x for x in o.grad_fn.saved_tensors if x.shape == q.shape[:-1]]  # type: ignore[attr-defined]
+    assert len(saved) == 1, f"{o.grad_fn} saved {len(saved)} tensors of shape {tuple(q.shape[:-1])}, not one"
+    return saved[0]
+
+
+class Oracle:
+    """Reference and budget for `inputs`, computed once, in blocks of query rows so that they fit at any length.
+
+    `reference` and `budget` are keyed "o", "lse" and, with `grad` (default: the case's), "dq", "dk", "dv";
+    the references are float64 and hold the sampled heads only: (U, G, Q, D), lse (U, G, Q), dk and dv (U, 1, K, D).
+    """
+
+    def __init__(self, case: AttentionCase, inputs: Inputs, scale: float | None = None, grad: bool | None = None):
+        self.causal, self.scale = case.causal, scale
+        self.grad = case.grad if grad is None else grad
+        self.dtype = torch.float32 if inputs.q.dtype == torch.float64 else inputs.q.dtype
+        self._kv_heads = case.kv_heads
+        self._batch, self._head = _sample(case, inputs.seed)
+        self._q, self._k, self._v, self._do = map(self._pick, (inputs.q, inputs.k, inputs.v, inputs.do))
+        self.reference = self._run(torch.float64, torch.float64, naive)
+        plain = self._run(self.dtype, self.dtype, naive)
+        self.budget = {name: _budget(ref, plain[name], self._judged(name)) for name, ref in self.reference.items()}
+        if self.grad:
+            for name, more in self._recomputing().items():
+                self.budget[name] += more
+        self._rms_budget: dict[str, float] = {}
+
+    def error_ratios(self, outputs: dict[str, Tensor], rms: bool = False) -> dict[str, float]:
+        """Error over budget of each tensor, in the shapes the row gave them; 1 or less is right.
+
+        inf where an output holds NaN or inf. `rms` adds the root-mean-square rule, the larger ratio counts.
+        """
+        ratios = {}
+        for name, output in outputs.items():
+            reference = self.reference[name]
+            found = self._pick(output).reshape(reference.shape)
+            error = found.double() - reference
+            ratio = _norm_max(error) / self.budget[name]
+            if rms and name != "lse" and self.dtype != torch.float32:
+                ratio = max(ratio, _norm_rms(error) / self._rms(name))
+            finite = math.isfinite(ratio) and bool(output.isfinite().all())
+            ratios[name] = ratio if finite else math.inf
+        return ratios
+
+    def _rms(self, name: str) -> float:
+        if not self._rms_budget:
+            mixed = self._run(torch.float32, self.dtype, partial(_mixed, dtype=self.dtype))
+            floor = 4 * torch.finfo(torch.float32).eps
+            for key in mixed.keys() - {"lse"}:
+                ref = self.reference[key]
+                self._rms_budget[key] = 2 * _norm_rms(mixed[key] - ref) + floor * max(1.0, _norm_max(ref))
+        return self._rms_budget[name]
+
+    def _recomputing(self) -> dict[str, float]:
+        """What a backward that keeps only the log-sum-exp may lose beside naive, in float32."""
+        (_, group, queries, head_dim), keys = self._q.shape, self._k.shape[2]
+        eps = 4 * torch.finfo(torch.float32).eps
+        summed = max(1.0, group * queries / keys) ** 0.5
+        dp = _norm_max(self._do.float().norm(dim=-1)) * _norm_max(self._v.float().norm(dim=-1))
+        ds = dp * (head_dim**-0.5 if self.scale is None else abs(self.scale))
+        return {
+            "dq": eps * ds * _norm_max(self._k),
+            "dk": eps * ds * _norm_max(self._q) * summed,
+            "dv": eps * _norm_max(self.reference["lse"]) * _norm_max(self.reference["dv"]),
+        }
+
+    def _judged(self, name: str) -> torch.dtype:
+        return torch.float32 if name == "lse" else self.dtype
+
+    def _pick(self, x: Tensor) -> Tensor:
+        return x.detach().unflatten(1, (self._kv_heads, -1))[self._batch, self._head]  # (U, G, ...)
+
+    def _run(self, compute: torch.dtype, rounded: torch.dtype, attend: Callable[..., Tensor]) -> dict[str, Tensor]:
+        """`attend` in dtype `compute`, block by block, its results rounded once to `rounded` and held in float64."""
+        double = partial(torch.zeros_like, dtype=torch.float64)
+        out = {"o": double(self._q), "lse": double(self._q[..., 0])}
+        if self.grad:
+            out |= {"dq": double(self._q), "dk": double(self._k), "dv": double(self._v)}
+        for units, rows, keys in self._blocks():
+            block = self._q[units, :, rows], self._k[units, :, keys], self._v[units, :, keys]
+            q, k, v = (x.to(compute).detach().requires_grad_(self.grad) for x in block)
+            with torch.set_grad_enabled(self.grad):
+                o = attend(q, k, v, causal=self.causal, scale=self.scale, first_query=rows.start)
+            out["o"][units, :, rows] = o.detach().to(rounded).double()
+            out["lse"][units, :, rows] = self._lse(q.detach(), k.detach(), rows.start).double()
+            if self.grad:
+                dq, dk, dv = torch.autograd.grad(o, (q, k, v), self._do[units, :, rows].to(compute))
+                out["dq"][units, :, rows] = dq.to(rounded).double()
+                out["dk"][units, :, keys] += dk.double()
+                out["dv"][units, :, keys] += dv.double()
+        for name in out.keys() & {"dk", "dv"}:
+            out[name] = out[name].to(rounded).double()
+        return out
+
+    def _lse(self, q: Tensor, k: Tensor, first_query: int) -> Tensor:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        scores = masked_scores(q.to(wide), k.to(wide), causal=self.causal, scale=self.scale, first_query=first_query)
+        return scores.logsumexp(dim=-1)
+
+    def _blocks(self) -> Iterator[tuple[slice, slice, slice]]:
+        """(units, query rows, the keys that those rows can see), with at most BLOCK_SCORES scores if one row allows."""
+        (num_units, group, queries, _), num_keys = self._q.shape, self._k.shape[2]
+        limit = BLOCK_SCORES[self._q.device.type]
+        num_rows = min(queries, max(1, limit // (group * num_keys)))
+        at_once = max(1, limit // (group * num_rows * num_keys))
+        for unit in range(0, num_units, at_once):
+            for row in range(0, queries, num_rows):
+                end = min(row + num_rows, queries)
+                keys = min(num_keys, end) if self.causal else num_keys
+                yield slice(unit, min(unit + at_once, num_units)), slice(row, end), slice(0, keys)
+
+
+def _sample(case: AttentionCase, seed: int) -> tuple[list[int], list[int]]:
+    """Batch and key-head index of every (batch, key head) pair, or of as many drawn by `seed` as the limits allow."""
+    group = case.heads // case.kv_heads
+    scores = group * case.queries * case.keys
+    elements = max(group * case.queries, case.keys) * case.head_dim
+    total = case.batch * case.kv_heads
+    count = min(total, max(1, min(MAX_SCORES // scores, MAX_ELEMENTS // elements)))
+    units = sorted(random.Random(seed).sample(range(total), count))
+    return [unit // case.kv_heads for unit in units], [unit % case.kv_heads for unit in units]
+
+
+def _budget(ref: Tensor, plain: Tensor, dtype: torch.dtype) -> float:
+    rounded = ref.to(dtype)
+    middle = (rounded + 0.3 - 0.3) - rounded
+    floor = 4 * torch.finfo(dtype).eps * max(1.0, _norm_max(ref))
+    budget = 2 * _norm_max(plain - ref) + 2 * _norm_max(middle) + floor
+    assert math.isfinite(budget), f"naive overflows {dtype} on these inputs, so it cannot say what an error may be"
+    return budget
+
+
+def _norm_max(x: Tensor) -> float:
+    return x.abs().max().item()
+
+
+def _norm_rms(x: Tensor) -> float:
+    return x.square().mean().sqrt().item()
+
+
+def _mixed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float | None,
+    first_query: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    scores = masked_scores(q, k, causal=causal, scale=scale, first_query=first_query)
+    return _Mixed.apply(scores, repeat_heads(v, q.shape[1]), dtype)
+
+
+class _Mixed(torch.autograd.Function):
+    """softmax(scores) v in float32 with P, dS and the o that the backward sees rounded to `dtype`."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
+        p = torch.softmax(scores, dim=-1)
+        o = p.to(dtype).to(v.dtype) @ v
+        ctx.dtype = dtype
+        ctx.save_for_backward(p, v, o.to(dtype))
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (p, v, o), do = ctx.saved_tensors, grads[0]
+        delta = (o * do).sum(dim=-1, keepdim=True)
+        ds = p * (do @ v.mT - delta)
+        return ds.to(ctx.dtype).to(p.dtype), p.to(ctx.dtype).to(p.dtype).mT @ do, None

@@ -1,0 +1,85 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["nox>=2025.2.9"]
+# ///
+"""Sessions: lint, tests, bench, report, and gpu on request. Each wraps the `python -m` lines that the README gives.
+
+`python3 -m nox -s bench -- --sweep full` hands what follows `--` to the wrapped command.
+"""
+
+import argparse
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.sessions = ["lint", "tests", "bench"]
+nox.options.default_venv_backend = "virtualenv"  # pip and its settings, also where uv is at hand
+nox.options.reuse_venv = "yes"
+
+TORCH = "torch==2.13.0"
+TRITON = "triton==3.6.0"  # for a torch that brings none, as CPU builds: there its interpreter runs the kernels
+SITE = Path("reports/site")
+PROJECT = nox.project.load_toml("pyproject.toml")
+
+
+def install(session: nox.Session, group: str) -> None:
+    """torch first, so that its build decides whether triton has to be added; then the project and a group."""
+    session.install(TORCH)
+    lookup = "import importlib.util, sys; print(sys.platform, importlib.util.find_spec('triton'))"
+    found = session.run_install("python", "-c", lookup, silent=True)
+    if found and found.split() == ["linux", "None"]:
+        session.install(TRITON)
+    session.install("-e", ".", *nox.project.dependency_groups(PROJECT, group))
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style, layout, types."""
+    session.install(*nox.project.dependency_groups(PROJECT, "lint"))
+    session.run("python", "-m", "ruff", "check", ".")
+    session.run("python", "-m", "ruff", "format", "--check", ".")
+    session.run("python", "-m", "mypy")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The laws, for every row that this machine can run."""
+    install(session, "test")
+    session.run("python", "-m", "pytest", *session.posargs)
+
+
+@nox.session(default=False)
+def gpu(session: nox.Session) -> None:
+    """The tests that need a CUDA device."""
+    install(session, "test")
+    session.run("python", "-m", "pytest", "-m", "gpu", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure, then build the report of what was measured."""
+    install(session, "bench")
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--benchmark-json", type=Path, default=Path("out/bench.json"))
+    chosen, options = parser.parse_known_args(session.posargs)
+    result = chosen.benchmark_json
+    result.parent.mkdir(parents=True, exist_ok=True)
+    session.run("python", "-m", "pytest", "benchmarks", "--benchmark-only", f"--benchmark-json={result}", *options)
+    build(session, str(result))
+
+
+@nox.session(default=False)
+def report(session: nox.Session) -> None:
+    """Rebuild the report from the result files given, without torch."""
+    session.install(*nox.project.dependency_groups(PROJECT, "report"))
+    build(session, *session.posargs)
+
+
+def build(session: nox.Session, *arguments: str) -> None:
+    session.run("python", "-m", "reports", "-o", str(SITE), *arguments)
+    session.log(f"report: {(SITE / 'index.html').resolve()}")
+
+
+if __name__ == "__main__":
+    nox.main()

@@ -1,0 +1,79 @@
+"""The chapters on attention: which tables and plots each section of a sweep gets."""
+
+from dataclasses import replace
+from typing import Any
+
+from reports.attention import pictures, pivots
+from reports.attention.cases import (
+    COMPILE,
+    ERROR,
+    PEAK,
+    RATE,
+    SAVED,
+    SECTIONS,
+    SPEEDUP,
+    TIME,
+    Slice,
+    looks,
+    slices,
+    typed,
+)
+from reports.load import Machine
+from reports.page import Block, Chapter
+from reports.plots import Plot
+from reports.tables import Table
+
+# Sections whose tables hold several implementations in one cell, as `a / b / c`.
+JOINED = {
+    "flash": ["naive", "flash_triton_torch_bwd", "flash_triton"],
+    "eager_compiled": ["naive", "naive_compiled"],
+}
+BARS = ("tiers", "by_length")
+
+
+def chapters(machine: Machine, baseline: str | None) -> list[Chapter]:
+    """An overview, then a chapter for each section; `machine` holds attention records only."""
+    machine = replace(machine, frame=typed(machine.frame))
+    look = looks(machine.frame)
+    parts = list(slices(machine, look, baseline))
+    overview = Block("", _present(pivots.summary(machine, look, parts), pivots.implementations(machine, look)))
+    found = [Chapter("Attention", [overview])]
+    for section in dict.fromkeys(part.section for part in parts):
+        own = [part for part in parts if part.section == section]
+        first_saved = _first_saved(own) if section == "eager_compiled" else []
+        blocks = [_block(part, saved=part.stem in first_saved) for part in own]
+        found.append(Chapter(f"Attention: {SECTIONS.get(section, section)}", blocks))
+    return found
+
+
+def _block(part: Slice, saved: bool) -> Block:
+    wanted = JOINED.get(part.section, [])
+    joined = _present(pivots.joined(part, TIME, wanted), pivots.joined(part, SAVED, wanted) if saved else None)
+    time = _present(pivots.pivot(part, TIME))
+    speedup = _present(pivots.pivot(part, SPEEDUP))
+    rest = _present(*(pivots.pivot(part, metric) for metric in (RATE, PEAK, SAVED, ERROR, COMPILE)))
+    bars = _present(*pictures.tiers(part)) if part.section in BARS else []
+    heat, roofline = _present(*pictures.speedups(part)), _present(pictures.roofline(part))
+    if not joined:
+        lead = [*time, *speedup, *bars, *_present(*pictures.against_length(part)), *heat, *roofline]
+        return Block(part.heading, lead, rest)
+    # Many head dimensions: their long tables, and all plots but those of time, wait behind a click.
+    lead = [*joined, *_present(*pictures.against_length(part, [TIME])), *heat]
+    return Block(
+        part.heading,
+        lead,
+        [*time, *speedup, *rest, *_present(*pictures.against_length(part, [RATE, PEAK])), *roofline],
+    )
+
+
+def _first_saved(parts: list[Slice]) -> list[str]:
+    """One slice for each dtype and mask: what is saved for backward does not depend on the direction timed."""
+    first: dict[tuple[Any, ...], str] = {}
+    for part in parts:
+        if part.frame["saved_bytes"].notna().any():
+            first.setdefault(tuple(part.frame[["dtype", "causal", "memory_limit_bytes"]].iloc[0]), part.stem)
+    return list(first.values())
+
+
+def _present(*items: Table | Plot | None) -> list[Table | Plot]:
+    return [item for item in items if item is not None]

@@ -1,0 +1,150 @@
+"""Every row of the attention table on every device, and the cases that hypothesis draws for it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lmsys.attention import ATTENTION, AttentionCase
+from lmsys.attention.contract import adapt
+from lmsys.testing import Inputs, Oracle, make_inputs, run
+
+COMPILED = ("naive_compiled", "flex")  # compiled anew for each shape, which takes seconds
+KEEPS_LSE = ("flash_torch", "flash_triton", "flash_triton_torch_bwd")
+HEADS = [(1, 1), (2, 1), (2, 2), (4, 2)]
+POOL = [  # batch, heads, key heads, queries, keys, head dim, dtype, causal: what compiled rows are asked on CPU
+    (2, 4, 2, 33, 70, 32, "float32", True),
+    (1, 2, 1, 128, 100, 16, "bfloat16", True),
+    (2, 1, 1, 65, 65, 64, "float16", False),
+]
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    device: str
+
+    @cached_property
+    def call(self) -> Callable[..., Tensor]:
+        return adapt(ATTENTION[self.name].load())
+
+    @property
+    def interpreted(self) -> bool:
+        return self.device == "cpu" and "triton" in self.name
+
+    @property
+    def examples(self) -> int:
+        if self.name in COMPILED:
+            return 3 if self.device == "cpu" else 6
+        return 20 if self.device == "cuda" else 4 if self.interpreted else 12
+
+    @property
+    def dtypes(self) -> list[str]:
+        # Triton's interpreter computes bfloat16 wrongly, without a word.
+        return ["float32", "float16"] if self.interpreted else ["float32", "float16", "bfloat16"]
+
+    def scale(self, case: AttentionCase, seed: int) -> float | None:
+        """None, half as much again as the default, or negative where the row is ours."""
+        if self.name in COMPILED and self.device == "cpu":
+            return None
+        factor = [None, 1.5, 1.5 if ATTENTION[self.name].peer else -0.5][seed % 3]
+        return factor and factor * case.head_dim**-0.5
+
+    @property
+    def lengths(self) -> st.SearchStrategy[int]:
+        longest = 2048 if self.device == "cuda" else 80 if self.interpreted else 200
+        edges = [n for n in (1, 2, 15, 16, 17, 63, 64, 65, 128, 129, 512, 1024, 1025) if n <= longest]
+        return st.one_of(st.sampled_from(edges), st.integers(1, longest))
+
+    @property
+    def head_dims(self) -> list[int]:
+        return [16, 32, 64, 96, 128, 256] if self.device == "cuda" else [16, 32] if self.interpreted else [16, 32, 96]
+
+    def why_not(self, case: AttentionCase) -> str | None:
+        return ATTENTION[self.name].why_not(case)
+
+    def case(self, **changes: Any) -> AttentionCase:
+        capability = torch.cuda.get_device_capability() if self.device == "cuda" else None
+        base = AttentionCase(1, 2, 2, 64, 64, 32, "float16", device=self.device, capability=capability)
+        return replace(base, **changes)
+
+    @property
+    def has_float32(self) -> bool:
+        return self.why_not(self.case(dtype="float32")) is None
+
+    def run(self, case: AttentionCase, inputs: Inputs, **options: Any) -> dict[str, Tensor]:
+        keeps_lse = self.name in KEEPS_LSE
+        return run(self.call, inputs, causal=case.causal, grad=case.grad, lse=keeps_lse and case.grad, **options)
+
+
+@st.composite
+def cases(draw: st.DrawFn, row: Row, **fixed: Any) -> AttentionCase:
+    """A case the row can run, with its gradients where it has them; `fixed` fields are not drawn."""
+    if row.name in COMPILED and row.device == "cpu":
+        batch, heads, kv_heads, queries, keys, head_dim, dtype, causal = draw(st.sampled_from(POOL))
+    else:
+        batch, (heads, kv_heads) = draw(st.integers(1, 2)), draw(st.sampled_from(HEADS))
+        queries = draw(row.lengths)
+        keys = queries if draw(st.booleans()) else draw(row.lengths)
+        head_dim, dtype = draw(st.sampled_from(row.head_dims)), draw(st.sampled_from(row.dtypes))
+        causal = draw(st.booleans())
+    case = row.case(batch=batch, heads=heads, kv_heads=kv_heads, queries=queries, keys=keys, head_dim=head_dim)
+    case = replace(case, **{"dtype": dtype, "causal": causal, **fixed})
+    return replace(case, grad=row.why_not(replace(case, grad=True)) is None)
+
+
+def law(compiled_on_cpu: bool = False, only: tuple[str, ...] = (), square: bool = False, **fixed: Any) -> Callable:
+    """Makes `check(row, case, seed)` a test of every row (or those in `only`) on every device.
+
+    `square` asks for as many keys as queries, `fixed` fixes fields of the case. Rows that compile for
+    each shape are left out on CPU unless `compiled_on_cpu`: there they are held to the oracle alone.
+    """
+
+    def decorate(check: Callable[[Row, AttentionCase, int], None]) -> Callable:
+        @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+        @pytest.mark.parametrize("name", only or list(ATTENTION))
+        def test(name: str, device: str) -> None:
+            row = Row(name, device)
+            if reason := row.why_not(row.case()):
+                pytest.skip(reason)
+            if name in COMPILED and device == "cpu" and not compiled_on_cpu:
+                pytest.skip("compiles for each shape: on CPU it is held to the oracle only")
+            drawn = cases(row, **fixed)
+            if square:
+                drawn = drawn.map(lambda case: replace(case, queries=case.keys))
+            drawn = drawn.filter(lambda case: row.why_not(case) is None)
+
+            @settings(max_examples=row.examples, suppress_health_check=list(HealthCheck))
+            @given(case=drawn, seed=st.integers(0, 2**31))
+            def holds(case: AttentionCase, seed: int) -> None:
+                check(row, case, seed)
+
+            holds()
+
+        test.__doc__ = check.__doc__
+        test.__name__ = check.__name__
+        return test
+
+    return decorate
+
+
+def quantised_inputs(case: AttentionCase, seed: int) -> Inputs:
+    """Inputs whose keys are multiples of 1/8 within 4, so that adding such a number is exact in every dtype."""
+    inputs = make_inputs(case, seed)
+    inputs.k.mul_(8).round_().div_(8).clamp_(-4, 4)
+    return inputs
+
+
+def assert_agree(first: dict[str, Tensor], second: dict[str, Tensor], *oracles: Oracle) -> None:
+    """Two right answers differ by no more than the sum of what each may be wrong by."""
+    assert first.keys() == second.keys()
+    for name in first:
+        difference = (first[name].double() - second[name].double()).abs().max().item()
+        allowed = sum(oracle.budget[name] for oracle in oracles)
+        assert difference <= allowed, f"{name}: {difference:.3g} apart, {allowed:.3g} allowed"

@@ -1,0 +1,170 @@
+"""The laws of attention, held by every row that this machine can run, forward and every gradient."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from attention_rows import KEEPS_LSE, Row, assert_agree, law, quantised_inputs
+
+from lmsys.attention import AttentionCase, attention
+from lmsys.attention.flash_torch import FlashTorch
+from lmsys.testing import Inputs, Oracle, make_inputs, run, saved_lse
+
+# Rows whose tile can be chosen: name -> function of (q, k, v, causal, scale, tile).
+TILED = {"flash_torch": FlashTorch.apply}
+
+
+def split(inputs: Inputs, at: int, dim: int, *names: str) -> tuple[Inputs, Inputs]:
+    """The inputs with the tensors `names` cut in two along `dim`."""
+    first = {name: getattr(inputs, name).narrow(dim, 0, at) for name in names}
+    second = {name: (x := getattr(inputs, name)).narrow(dim, at, x.shape[dim] - at) for name in names}
+    return replace(inputs, **first), replace(inputs, **second)
+
+
+@law(compiled_on_cpu=True)
+def test_matches_the_oracle(row: Row, case: AttentionCase, seed: int) -> None:
+    """o, dq, dk, dv and the saved log-sum-exp, at any length, grouped or not, on views, at several scales."""
+    scale = row.scale(case, seed)
+    inputs = make_inputs(case, seed, transposed=seed % 2 == 0)
+    before = [x.clone() for x in (inputs.q, inputs.k, inputs.v, inputs.do)]
+    outputs = row.run(case, inputs, scale=scale)
+    ratios = Oracle(case, inputs, scale).error_ratios(outputs, rms=not row.has_float32)
+    assert max(ratios.values()) <= 1, ratios
+    assert all(torch.equal(x, y) for x, y in zip(before, (inputs.q, inputs.k, inputs.v, inputs.do), strict=True))
+    assert outputs["o"].dtype == inputs.q.dtype and outputs["o"].shape == inputs.q.shape
+    if row.name in KEEPS_LSE and case.grad:
+        assert outputs["lse"].dtype == torch.promote_types(inputs.q.dtype, torch.float32)
+
+
+@law()
+def test_values_of_one_give_one(row: Row, case: AttentionCase, seed: int) -> None:
+    inputs = make_inputs(case, seed, std=2.0)
+    inputs.v.fill_(1.0)
+    o = row.run(replace(case, grad=False), inputs)["o"]
+    error = (o.double() - 1).abs().max().item() / torch.finfo(o.dtype).eps
+    assert error <= 4 + case.keys**0.5  # the sum of K weights, each rounded
+
+
+@law(compiled_on_cpu=True)
+def test_large_logits_stay_finite(row: Row, case: AttentionCase, seed: int) -> None:
+    """Logits in the hundreds, far beyond what exp can hold; o stays within the values."""
+    inputs = make_inputs(case, seed, std=16.0)
+    outputs = row.run(case, inputs)
+    assert all(bool(x.isfinite().all()) for x in outputs.values())
+    largest = inputs.v.abs().max().item()
+    assert outputs["o"].abs().max().item() <= largest * (1 + 4 * torch.finfo(inputs.q.dtype).eps)
+
+
+@law(square=True, causal=True)
+def test_a_causal_prefix_does_not_change(row: Row, case: AttentionCase, seed: int) -> None:
+    inputs = make_inputs(case, seed)
+    length = max(1, seed % case.queries)
+    prefix, _ = split(inputs, length, 2, "q", "k", "v", "do")
+    forward = replace(case, grad=False)
+    whole, part = row.run(forward, inputs)["o"], row.run(forward, prefix)["o"]
+    assert_agree({"o": whole[:, :, :length]}, {"o": part}, *2 * [Oracle(forward, inputs)])
+
+
+@law()
+def test_one_vector_added_to_all_keys_changes_nothing(row: Row, case: AttentionCase, seed: int) -> None:
+    inputs = quantised_inputs(case, seed)
+    shift = inputs.k[:1, :1, :1].neg()
+    moved = replace(inputs, k=inputs.k + shift)
+    forward = row.run(case, inputs), row.run(case, moved)
+    for outputs in forward:
+        outputs.pop("lse", None)  # moves by q · shift
+    assert_agree(*forward, Oracle(case, inputs), Oracle(case, moved))
+
+
+@law(causal=False)
+def test_the_order_of_keys_does_not_matter(row: Row, case: AttentionCase, seed: int) -> None:
+    inputs = make_inputs(case, seed)
+    order = torch.randperm(case.keys, generator=torch.Generator().manual_seed(seed)).to(case.device)
+    found = row.run(case, replace(inputs, k=inputs.k[:, :, order], v=inputs.v[:, :, order]))
+    expected = row.run(case, inputs)
+    expected |= {name: expected[name][:, :, order] for name in expected.keys() & {"dk", "dv"}}
+    assert_agree(found, expected, *2 * [Oracle(case, inputs)])
+
+
+@law(batch=2, heads=2, kv_heads=2)
+def test_batch_entries_and_heads_are_independent(row: Row, case: AttentionCase, seed: int) -> None:
+    inputs, other = make_inputs(case, seed), make_inputs(case, seed + 1)
+    for name in ("q", "k", "v", "do"):
+        getattr(other, name)[1, 0] = getattr(inputs, name)[1, 0]
+    outputs = [{name: x[1, 0] for name, x in row.run(case, drawn).items()} for drawn in (inputs, other)]
+    assert_agree(*outputs, Oracle(case, inputs), Oracle(case, other))
+
+
+@law(heads=4, kv_heads=2)
+def test_grouped_heads_equal_repeated_keys(row: Row, case: AttentionCase, seed: int) -> None:
+    inputs = make_inputs(case, seed)
+    repeated = replace(inputs, **{name: getattr(inputs, name).repeat_interleave(2, dim=1) for name in "kv"})
+    expected = row.run(replace(case, kv_heads=4), repeated)
+    for name in expected.keys() & {"dk", "dv"}:
+        expected[name] = expected[name].double().unflatten(1, (2, 2)).sum(dim=2)
+    oracle, ungrouped = Oracle(case, inputs), Oracle(replace(case, kv_heads=4), repeated)
+    # Each of the two summed gradients may be wrong by its budget.
+    assert_agree(row.run(case, inputs), expected, oracle, ungrouped, ungrouped)
+
+
+@law(only=KEEPS_LSE, causal=False)
+def test_split_keys_merged_by_log_sum_exp_equal_the_whole(row: Row, case: AttentionCase, seed: int) -> None:
+    case = replace(case, keys=case.keys + 1)
+    inputs = make_inputs(case, seed)
+    whole = row.run(case, inputs)
+    parts = split(inputs, 1 + seed % (case.keys - 1), 2, "k", "v")
+    first, second = (row.run(case, part) for part in parts)
+    lse = torch.logaddexp(first["lse"].double(), second["lse"].double())
+    merged = sum(part["o"].double() * (part["lse"] - lse).exp().unsqueeze(-1) for part in (first, second))
+    oracles = [Oracle(case, inputs), *(Oracle(replace(case, keys=part.k.shape[2]), part) for part in parts)]
+    assert_agree({"o": merged, "lse": lse}, {"o": whole["o"], "lse": whole["lse"]}, *oracles)
+
+
+@law(only=tuple(TILED))
+def test_the_tile_size_does_not_matter(row: Row, case: AttentionCase, seed: int) -> None:
+    inputs = make_inputs(case, seed)
+    oracle = Oracle(case, inputs)
+    for tile in (16, 32, 64, 128):
+
+        def tiled(q, k, v, *, causal, scale, tile=tile):
+            return TILED[row.name](q, k, v, causal, scale, tile)
+
+        ratios = oracle.error_ratios(run(tiled, inputs, causal=case.causal, grad=case.grad))
+        assert max(ratios.values()) <= 1, (tile, ratios)
+
+
+@law(heads=1, kv_heads=1)
+def test_three_dimensions_equal_four(row: Row, case: AttentionCase, seed: int) -> None:
+    inputs = make_inputs(case, seed)
+    flat = [x[:, 0] for x in (inputs.q, inputs.k, inputs.v)]
+    with torch.no_grad():
+        o = attention(*flat, causal=case.causal, impl=row.name)
+        expected = attention(inputs.q, inputs.k, inputs.v, causal=case.causal, impl=row.name)
+    assert o.shape == flat[0].shape
+    assert_agree({"o": o.unsqueeze(1)}, {"o": expected}, *2 * [Oracle(case, inputs, grad=False)])
+
+
+@pytest.mark.parametrize("shape", [(2, 50, 16), (2, 3, 50, 16), (2, 2, 3, 50, 16)])
+def test_flash_torch_apply_takes_any_rank_and_keeps_one_log_sum_exp(shape: tuple[int, ...]) -> None:
+    """As CS336 calls it: `.apply(q, k, v, is_causal)`, then the saved tensor of shape q.shape[:-1]."""
+    q, k, v = (torch.randn(shape, generator=torch.Generator().manual_seed(i), requires_grad=True) for i in range(3))
+    o = FlashTorch.apply(q, k, v, True)
+    lse = saved_lse(o, q)
+    o.sum().backward()
+    assert o.shape == q.shape and all(x.grad is not None and x.grad.shape == x.shape for x in (q, k, v))
+    scores = (q @ k.mT * shape[-1] ** -0.5).masked_fill(~torch.ones(50, 50, dtype=torch.bool).tril(), float("-inf"))
+    assert lse.dtype == torch.float32
+    assert (lse - scores.logsumexp(-1)).abs().max() <= 16 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_float64_gradients_are_those_of_finite_differences(causal: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 4, 7, 3, dtype=torch.float64, generator=generator, requires_grad=True)
+    k, v = (torch.randn(1, 2, 5, 3, dtype=torch.float64, generator=generator, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(partial(_apply_with_tile_of_two, causal=causal), (q, k, v))
+
+
+def _apply_with_tile_of_two(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    return FlashTorch.apply(q, k, v, causal, None, 2)

@@ -1,0 +1,107 @@
+"""Bad input is a ValueError that names the value at fault; odd but good input gives q's shape and dtype."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lmsys.attention import attention
+from lmsys.attention.contract import adapt, as_4d, check_inputs
+from lmsys.attention.flash_torch import FlashTorch
+from lmsys.attention.naive import naive
+
+
+def zeros(*shape: int, **options: Any) -> Tensor:
+    return torch.zeros(shape, **options)
+
+
+BAD = {
+    "rank 2": ((zeros(8, 16), zeros(8, 16), zeros(8, 16)), "rank of at least 3; got shapes (8, 16)"),
+    "mixed ranks": ((zeros(2, 2, 8, 16), zeros(2, 8, 16), zeros(2, 8, 16)), "one rank"),
+    "no queries": ((zeros(1, 2, 0, 16), *2 * [zeros(1, 2, 8, 16)]), "length zero; got shapes (1, 2, 0, 16)"),
+    "no keys": ((zeros(1, 2, 8, 16), *2 * [zeros(1, 2, 0, 16)]), "length zero"),
+    "no heads": ((zeros(1, 0, 8, 16), *2 * [zeros(1, 0, 8, 16)]), "length zero"),
+    "k unlike v": ((zeros(1, 2, 8, 16), zeros(1, 2, 8, 16), zeros(1, 2, 9, 16)), "(1, 2, 8, 16) and (1, 2, 9, 16)"),
+    "head dimension": ((zeros(1, 2, 8, 16), *2 * [zeros(1, 2, 8, 32)]), "one head dimension; got 16 and 32"),
+    "batch": ((zeros(3, 2, 8, 16), *2 * [zeros(1, 2, 8, 16)]), "same batch dimensions; got shapes (3, 2, 8, 16)"),
+    "batch, 3-D": ((zeros(3, 8, 16), *2 * [zeros(1, 8, 16)]), "same batch dimensions"),
+    "heads": ((zeros(1, 3, 8, 16), *2 * [zeros(1, 2, 8, 16)]), "query heads (3) must be a multiple"),
+    "more key heads": ((zeros(1, 2, 8, 16), *2 * [zeros(1, 4, 8, 16)]), "query heads (2) must be a multiple"),
+    "mixed dtypes": (
+        (zeros(1, 2, 8, 16), zeros(1, 2, 8, 16, dtype=torch.float16), zeros(1, 2, 8, 16)),
+        "got torch.float32, torch.float16, torch.float32",
+    ),
+    "integers": (3 * (zeros(1, 2, 8, 16, dtype=torch.int64),), "got torch.int64"),
+    "complex": (3 * (zeros(1, 2, 8, 16, dtype=torch.complex64),), "got torch.complex64"),
+    "devices": (
+        (zeros(1, 2, 8, 16), *2 * [zeros(1, 2, 8, 16, device="meta")]),
+        "on one device; got cpu, meta, meta",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_tensors_are_refused_with_the_value_at_fault(name: str) -> None:
+    tensors, message = BAD[name]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        attention(*tensors)
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), float("-inf")])
+def test_a_scale_must_be_finite(scale: float) -> None:
+    with pytest.raises(ValueError, match=f"scale={scale} must be finite"):
+        attention(*3 * [zeros(1, 2, 8, 16)], scale=scale)
+
+
+def test_an_unknown_row_offers_the_nearest_names() -> None:
+    with pytest.raises(ValueError, match="unknown attention 'flash_trtion'; did you mean flash_triton"):
+        attention(*3 * [zeros(1, 2, 8, 16)], impl="flash_trtion")
+
+
+def test_a_named_row_that_cannot_run_the_case_says_why() -> None:
+    with pytest.raises(ValueError, match=r"'sdpa_cudnn' cannot run AttentionCase\(.*cuDNN attention runs on CUDA only"):
+        attention(*3 * [zeros(1, 2, 8, 16)], impl="sdpa_cudnn")
+
+
+def test_a_peer_refuses_the_scale_it_would_get_wrong() -> None:
+    with pytest.raises(ValueError, match=r"scale=-1.0: this row gives NaN"):
+        attention(*3 * [zeros(1, 2, 8, 16)], scale=-1.0, causal=True, impl="sdpa_flash")
+
+
+@pytest.mark.parametrize("shape", [(5, 8, 16), (2, 4, 8, 16), (3, 2, 4, 8, 16)])
+@pytest.mark.parametrize("impl", ["auto", "naive", "flash_torch"])
+def test_any_rank_of_three_or_more_gives_the_shape_of_q(shape: tuple[int, ...], impl: str) -> None:
+    q = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    o = attention(q, q, q, causal=True, impl=impl)
+    expected = naive(as_4d(q), as_4d(q), as_4d(q), causal=True).reshape(shape)
+    assert o.shape == q.shape and o.dtype == q.dtype
+    torch.testing.assert_close(o, expected)
+
+
+def test_keys_may_have_fewer_heads_in_any_rank() -> None:
+    q, k = torch.randn(3, 2, 4, 8, 16), torch.randn(3, 2, 2, 9, 16)
+    check_inputs(q, k, k, None)
+    torch.testing.assert_close(attention(q, k, k, impl="flash_torch"), attention(q, k, k, impl="naive"))
+
+
+def cs336(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    assert q.dim() == k.dim() == 3
+    return naive(q[:, None], k[:, None], v[:, None], causal=is_causal)[:, 0]
+
+
+@pytest.mark.parametrize("foreign", [FlashTorch, cs336], ids=["autograd Function", "function"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_written_as_cs336_asks_are_accepted_as_they_are(foreign: Any, causal: bool) -> None:
+    q, k = torch.randn(2, 4, 9, 16), torch.randn(2, 2, 9, 16)
+    row = adapt(foreign)
+    torch.testing.assert_close(row(q, k, k, causal=causal), naive(q, k, k, causal=causal))
+    assert row(q, k, k, causal=causal, scale=0.25).shape == q.shape  # 16 ** -0.5, the one it knows
+    with pytest.raises(ValueError, match="scale=0.3"):
+        row(q, k, k, causal=causal, scale=0.3)
+
+
+def test_a_row_must_be_callable() -> None:
+    with pytest.raises(ValueError, match="must be callable; got 3"):
+        adapt(3)

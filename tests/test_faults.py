@@ -1,0 +1,118 @@
+"""The checks of test_attention must reject what is wrong: faults seeded into a row that is right."""
+
+import types
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from lmsys.attention import AttentionCase, flash_torch
+from lmsys.testing import Inputs, Oracle, make_inputs, run
+
+TILE = 32
+FAULTS = {  # name -> the line that is right, the line that is not
+    "dropped rescale of the sum of values": (
+        "acc = acc.mul_(rescale).add_(_dot(p.to(operand), v_tile))",
+        "acc = acc.add_(_dot(p.to(operand), v_tile))",
+    ),
+    "dropped rescale of the sum of weights": (
+        "total = total * rescale + p.sum(dim=-1, keepdim=True)",
+        "total = total + p.sum(dim=-1, keepdim=True)",
+    ),
+    "mask off by one, one key too many": ("device=scores.device).tril()", "device=scores.device).tril(1)"),
+    "mask off by one, one key too few": ("device=scores.device).tril()", "device=scores.device).tril(-1)"),
+    "unwritten tail row": (
+        "o[:, :, row : row + tile] = heads_last(o_tile)",
+        "o[:, :, row : min(row + tile, num_queries - 1)] = heads_last(o_tile)[:, :, : num_queries - 1 - row]",
+    ),
+    "swapped scale in the backward": ("(ds * scale).to(dtype)", "(ds / scale).to(dtype)"),
+    "delta left out of the backward": ("ds = p * (dp - delta.unsqueeze(-1))", "ds = p * dp"),
+    "query head reads its neighbour's keys": (
+        "k, v = (x.reshape(num_groups, num_keys, -1) for x in (k, v))\n    q_groups",
+        "k, v = (x.roll(1, dims=1).reshape(num_groups, num_keys, -1) for x in (k, v))\n    q_groups",
+    ),
+    "a group's queries taken from strided heads": (
+        "return x.reshape(num_groups, -1, *x.shape[2:])",
+        "return x.unflatten(1, (-1, num_groups // x.shape[0])).transpose(1, 2).reshape(num_groups, -1, *x.shape[2:])",
+    ),
+    "last tile of keys left out of dk and dv": (
+        "for column in range(0, num_keys, tile):\n        k_tile, v_tile = (x[:, column : column + tile].to(operand)"
+        " for x in (k, v))\n        dk_tile",
+        "for column in range(0, num_keys - tile, tile):\n        k_tile, v_tile = (x[:, column : column + tile]"
+        ".to(operand) for x in (k, v))\n        dk_tile",
+    ),
+}
+
+
+def source_of(module: types.ModuleType) -> str:
+    assert module.__file__ is not None
+    with open(module.__file__) as file:
+        return file.read()
+
+
+def row_with(right: str, wrong: str) -> Callable[..., Tensor]:
+    """flash_torch, in tiles of TILE, with one piece of its source replaced."""
+    source = source_of(flash_torch)
+    assert source.count(right) == 1, f"flash_torch.py has no single {right!r}; name the line anew"
+    namespace: dict[str, object] = {"__name__": "faulty"}
+    exec(compile(source.replace(right, wrong), "faulty flash_torch.py", "exec"), namespace)
+    function = namespace["FlashTorch"]
+
+    def row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None) -> Tensor:
+        return function.apply(q, k, v, causal, scale, TILE)  # type: ignore[attr-defined]
+
+    return row
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def checked(request: pytest.FixtureRequest) -> tuple[AttentionCase, Inputs, Oracle]:
+    case = AttentionCase(2, 4, 2, 100, 100, 64, request.param, causal=True, grad=True)
+    inputs = make_inputs(case, seed=0)
+    return case, inputs, Oracle(case, inputs)
+
+
+def worst(row: Callable[..., Tensor], checked: tuple[AttentionCase, Inputs, Oracle], rms: bool = False) -> float:
+    case, inputs, oracle = checked
+    return max(oracle.error_ratios(run(row, inputs, causal=case.causal, lse=True), rms=rms).values())
+
+
+def test_the_row_without_a_fault_passes(checked: tuple[AttentionCase, Inputs, Oracle]) -> None:
+    assert worst(row_with("TILE_SCORES = {", "TILE_SCORES = {"), checked, rms=True) <= 1
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_seeded_fault_is_rejected(fault: str, checked: tuple[AttentionCase, Inputs, Oracle]) -> None:
+    assert worst(row_with(*FAULTS[fault]), checked) > 1
+
+
+@pytest.mark.parametrize("name", ["o", "dq", "dk", "dv"])
+def test_one_percent_is_rejected(name: str, checked: tuple[AttentionCase, Inputs, Oracle]) -> None:
+    """In float32 by the largest error; in bfloat16, where that is within rounding, by the root mean square."""
+    case, inputs, oracle = checked
+    outputs = run(flash_torch.flash_torch, inputs, causal=case.causal)
+    outputs[name] = (outputs[name].double() * 1.01).to(outputs[name].dtype)
+    assert oracle.error_ratios(outputs, rms=case.dtype == "bfloat16")[name] > 1
+
+
+def test_not_a_number_is_never_right(checked: tuple[AttentionCase, Inputs, Oracle]) -> None:
+    case, inputs, oracle = checked
+    outputs = run(flash_torch.flash_torch, inputs, causal=case.causal)
+    for value in (float("nan"), float("inf")):
+        outputs["dk"][0, 0, 0, 0] = value
+        assert oracle.error_ratios(outputs)["dk"] == float("inf")
+
+
+def test_a_sample_of_heads_still_sees_every_part_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above the limit whole heads are drawn, by seed; the budget of those is what a full check would give them."""
+    monkeypatch.setattr("lmsys.testing.MAX_SCORES", 3 * 2 * 50 * 40)
+    monkeypatch.setattr("lmsys.testing.BLOCK_SCORES", {"cpu": 300, "cuda": 300})
+    case = AttentionCase(2, 8, 4, 50, 40, 16, "float32", causal=True, grad=True)
+    inputs = make_inputs(case, seed=1)
+    oracle = Oracle(case, inputs)
+    assert oracle.reference["dk"].shape == (3, 1, 40, 16) and oracle.reference["o"].shape == (3, 2, 50, 16)
+    outputs = run(flash_torch.flash_torch, inputs, causal=True, lse=True)
+    assert max(oracle.error_ratios(outputs).values()) <= 1
+    assert torch.equal(oracle.reference["o"], Oracle(case, inputs).reference["o"])
+    outputs["dv"].mul_(1.01)
+    assert oracle.error_ratios(outputs)["dv"] > 1

@@ -1,0 +1,142 @@
+"""Clocks, interleaving, memory and machine facts, on callables whose cost is known."""
+
+import json
+import time
+
+import pytest
+import torch
+
+from lmsys.measure import machine, memory
+from lmsys.measure.clock import CpuClock, clock_of
+from lmsys.measure.compare import Step, attempt, interleave
+
+
+def test_rows_take_turns_and_prepare_is_not_timed() -> None:
+    order: list[str] = []
+
+    def row(name: str, duration: float) -> Step:
+        def prepare() -> str:
+            time.sleep(0.01)
+            return name
+
+        def run(prepared: str) -> None:
+            order.append(prepared)
+            time.sleep(duration)
+
+        return Step(run, prepare)
+
+    sampled = interleave({"a": row("a", 0.001), "b": row("b", 0.002)}, CpuClock(), seconds=0, min_rounds=12)
+    assert {name: len(samples) for name, samples in sampled.samples.items()} == {"a": 12, "b": 12}
+    assert order[-24:] == ["a", "b"] * 12
+    assert 0.001 <= min(sampled.samples["a"]) < 0.009
+    assert 0.002 <= min(sampled.samples["b"]) < 0.009
+    assert sampled.sm_clock_mhz is None and not sampled.failures
+
+
+def test_a_slow_row_stops_early_and_a_failing_one_takes_nobody_along() -> None:
+    calls = iter(range(1000))
+
+    def fails_later(_: None) -> None:
+        if next(calls) == 7:
+            raise MemoryError("no more")
+
+    steps = {"quick": Step(lambda _: None), "slow": Step(lambda _: time.sleep(0.01)), "fails": Step(fails_later)}
+    sampled = interleave(steps, CpuClock(), seconds=0.1, min_rounds=10)
+    assert sampled.failures == {"fails": ("oom", "no more")}
+    assert len(sampled.samples["slow"]) == 10 < len(sampled.samples["quick"])
+    assert sampled.samples.keys() == {"quick", "slow"}
+
+
+def test_the_clock_of_the_sm_is_read_every_round() -> None:
+    readings = iter([1000.0, 2000.0, 1500.0] * 4)
+    sampled = interleave(
+        {"a": Step(lambda _: None)}, CpuClock(), seconds=0, min_rounds=12, sm_clock=lambda: next(readings)
+    )
+    assert sampled.sm_clock_mhz == 1500.0
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 GiB. GPU 0 has"), "oom"),
+        (MemoryError(), "oom"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), "oom"),
+        (RuntimeError("shapes differ\nand more"), "error"),
+        (ValueError(), "error"),
+    ],
+)
+def test_running_out_of_memory_is_an_outcome_of_its_own(error: Exception, outcome: str) -> None:
+    def fail() -> None:
+        raise error
+
+    result, (found, reason) = attempt(fail)
+    assert result is None and found == outcome
+    assert reason and "\n" not in reason
+
+
+def test_an_interrupt_is_not_an_outcome() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        attempt(lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+
+
+@pytest.mark.parametrize("text", ["24GiB", "0.5GiB", "512 MiB", "16GB", "100B"])
+def test_sizes_are_read(text: str) -> None:
+    expected = {"24GiB": 24 * 2**30, "0.5GiB": 2**29, "512 MiB": 2**29, "16GB": 16 * 10**9, "100B": 100}
+    assert memory.parse_size(text) == expected[text]
+
+
+@pytest.mark.parametrize("text", ["24", "GiB", "-1GiB", "0GiB", "24gib", "24GBit", ""])
+def test_what_is_not_a_size_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size"):
+        memory.parse_size(text)
+
+
+def test_peak_counts_what_is_live_at_once(device: str) -> None:
+    size = 2**22
+
+    def call() -> torch.Tensor:
+        first = torch.zeros(size, device=device)
+        second = first + 1
+        del first
+        return second * 2
+
+    before = torch.zeros(size, device=device)  # live before, so not counted
+    assert memory.peak_bytes(call, device) == pytest.approx(2 * 4 * size, rel=0.01)
+    del before
+
+
+def test_saved_bytes_count_each_storage_once(device: str) -> None:
+    x = torch.randn(64, 64, device=device, requires_grad=True)
+    w = torch.randn(64, 64, device=device, requires_grad=True)
+    assert memory.saved_bytes(lambda: x @ w) == 2 * 64 * 64 * 4
+    assert memory.saved_bytes(lambda: x * x) == 64 * 64 * 4
+    assert memory.saved_bytes(lambda: (x @ x.mT).exp()) == 2 * 64 * 64 * 4  # x, and the result of exp
+
+
+def test_the_machine_is_described_in_json(device: str) -> None:
+    facts = machine.describe(device, command="python -m pytest", seed=3, sweep="smoke")
+    assert json.loads(json.dumps(facts)) == facts
+    assert facts["name"] and facts["torch"] == torch.__version__ and facts["memory_bytes"] > 2**28
+    assert (facts["seed"], facts["sweep"], facts["device"]) == (3, "smoke", device)
+
+
+@pytest.mark.gpu
+def test_the_device_clock_agrees_with_triton() -> None:
+    """Interleaved, medians of five rounds, on a call long enough to be device time."""
+    import statistics
+
+    from triton.testing import do_bench
+
+    x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    clock = clock_of("cuda")
+    ratios = []
+    for _ in range(5):
+        ours = statistics.median(clock.seconds([clock.sample(lambda: x @ x) for _ in range(50)]))
+        ratios.append(ours / (do_bench(lambda: x @ x, return_mode="median") / 1e3))
+    assert statistics.median(ratios) == pytest.approx(1, abs=0.03)
+
+
+@pytest.mark.gpu
+def test_ceilings_are_positive() -> None:
+    ceilings = machine.measure_ceilings("cuda")
+    assert min(*ceilings["matmul_flops_per_s"].values(), ceilings["copy_bytes_per_s"]) > 1e9

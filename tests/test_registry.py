@@ -1,0 +1,116 @@
+"""Tables: rows by name, by path, from other packages; and reasons for what cannot run."""
+
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from lmsys.registry import Entry, Table, load_target
+
+TABLE_ROWS = [
+    Entry("plain", "math:sqrt"),
+    Entry("choosy", "math:exp", supports="test_registry:only_even"),
+    Entry("absent", "no_such_package.kernel:run", extra="peers"),
+]
+
+
+def only_even(case: int) -> str | None:
+    return None if case % 2 == 0 else f"{case} is odd"
+
+
+@pytest.fixture
+def table() -> Table:
+    return Table("number", TABLE_ROWS, group="lmsys.tests.none", auto=("absent", "choosy", "plain"))
+
+
+def test_rows_come_by_name_in_table_order(table: Table) -> None:
+    assert list(table) == ["plain", "choosy", "absent"] and len(table) == 3 and "plain" in table
+    assert table["plain"].load()(4.0) == 2.0
+
+
+def test_an_unknown_name_offers_the_nearest(table: Table) -> None:
+    with pytest.raises(ValueError, match="unknown number 'chosy'; did you mean choosy?"):
+        table["chosy"]
+    with pytest.raises(ValueError, match="unknown number 'xyz'; did you mean absent, choosy, plain?"):
+        table["xyz"]
+
+
+def test_a_missing_package_is_a_reason_and_names_the_extra(table: Table) -> None:
+    reason = table["absent"].why_not(1)
+    assert reason is not None and "no_such_package" in reason and "lmsys[peers]" in reason
+    with pytest.raises(ImportError, match="no_such_package"):
+        table["absent"].load()
+
+
+def test_auto_takes_the_first_that_can_and_a_named_row_never_falls_back(table: Table) -> None:
+    assert table.pick("auto", 2).name == "choosy"
+    assert table.pick("auto", 3).name == "plain"
+    with pytest.raises(ValueError, match="number 'choosy' cannot run 3: choosy: 3 is odd"):
+        table.pick("choosy", 3)
+
+
+def test_auto_gives_every_reason_when_none_can() -> None:
+    table = Table("number", TABLE_ROWS, group="lmsys.tests.none", auto=("absent", "choosy"))
+    with pytest.raises(ValueError, match=r"absent: .*no_such_package.*; choosy: 3 is odd"):
+        table.pick("auto", 3)
+
+
+def test_entry_points_join_the_table_and_cannot_redefine_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [SimpleNamespace(name="theirs", value="math:cos")]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: found if group == "g" else [])
+    assert Table("number", TABLE_ROWS, group="g")["theirs"].load()(0.0) == 1.0
+    found.append(SimpleNamespace(name="plain", value="math:cos"))
+    with pytest.raises(ValueError, match=r"entry points in 'g' redefine the rows \['plain'\]"):
+        list(Table("number", TABLE_ROWS, group="g"))
+
+
+def test_select_takes_exactly_the_rows_named_and_paths(table: Table, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def kernel(x):\n    return x + 1\n")
+    rows = table.select(["choosy", f"{file}:kernel", "choosy"])
+    assert [row.name for row in rows] == ["choosy", "kernel"]
+    assert rows[1].load()(1) == 2 and rows[1].why_not(None) is None
+
+
+def test_two_rows_of_one_name_are_refused(table: Table, tmp_path: Path) -> None:
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).write_text("def kernel(x):\n    return x\n")
+    with pytest.raises(ValueError, match="two rows are called 'kernel': .*a.py:kernel and .*b.py:kernel"):
+        table.select([f"{tmp_path}/a.py:kernel", f"{tmp_path}/b.py:kernel"])
+
+
+def test_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
+    for folder, value in (("one", 1), ("two", 2)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text(f"def kernel():\n    return {value}\n")
+    loaded = [load_target(f"{tmp_path}/{folder}/mine.py:kernel") for folder in ("one", "two")]
+    assert [kernel() for kernel in loaded] == [1, 2]
+
+
+@pytest.mark.parametrize("target", ["no_colon", ":attribute", "module:"])
+def test_a_malformed_target_is_named(target: str) -> None:
+    with pytest.raises(ValueError, match=f"target='{target}' must read module:attribute"):
+        load_target(target)
+
+
+def test_a_path_that_does_not_load_is_named(table: Table, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="absent.py' is not a file"):
+        table.select([f"{tmp_path}/absent.py:kernel"])
+    (tmp_path / "broken.py").write_text("import no_such_package\n")
+    with pytest.raises(ValueError, match="broken.py' does not load: ModuleNotFoundError"):
+        table.select([f"{tmp_path}/broken.py:kernel"])
+    (tmp_path / "syntax.py").write_text("def kernel(:\n")
+    with pytest.raises(ValueError, match="syntax.py' does not load: SyntaxError"):
+        table.select([f"{tmp_path}/syntax.py:kernel"])
+    (tmp_path / "other.py").write_text("def other():\n    pass\n")
+    with pytest.raises(ValueError, match="other.py defines no 'kernel'"):
+        table.select([f"{tmp_path}/other.py:kernel"])
+
+
+@pytest.mark.parametrize("module", ["lmsys.registry", "lmsys.measure.record"])
+def test_plain_modules_run_where_torch_is_not_installed(module: str) -> None:
+    code = f"import sys; sys.modules['torch'] = None; import {module}"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])

@@ -1,0 +1,72 @@
+"""The tile tuner: picks the fastest that fits, remembers it on disk, and says so when the disk holds nonsense."""
+
+import pytest
+
+pytest.importorskip("triton", reason="pip install triton==3.6.0 to test the tuner")
+
+import torch  # noqa: E402
+from hypothesis import given  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from lmsys.attention import tuning  # noqa: E402
+from lmsys.attention.tuning import Tile  # noqa: E402
+
+CANDIDATES = [Tile(64, 64, 4, 3), Tile(128, 64, 4, 2), Tile(64, 128, 8, 2)]
+DEVICE = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def no_gpu_needed(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    monkeypatch.setenv("LMSYS_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(tuning, "_chosen", {})
+
+
+def clock(monkeypatch: pytest.MonkeyPatch, times: dict[Tile, float]) -> list[Tile]:
+    """Makes `tune` see `times`; returns the list of the tiles that it timed."""
+    timed: list[Tile] = []
+
+    def time(tile: Tile, launch: object) -> float:
+        timed.append(tile)
+        return times[tile]
+
+    monkeypatch.setattr(tuning, "_time", time)
+    return timed
+
+
+@given(order=st.permutations([1.0, 2.0, float("inf")]))
+def test_the_fastest_that_fits_is_chosen_and_remembered(order: list[float]) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(tuning, "_chosen", {})
+        tuning.cache_file().unlink(missing_ok=True)
+        timed = clock(monkeypatch, dict(zip(CANDIDATES, order, strict=True)))
+        best = CANDIDATES[order.index(1.0)]
+        assert tuning.tune(("fwd", 64), CANDIDATES, print, DEVICE) == best
+        assert tuning.tune(("fwd", 64), CANDIDATES, print, DEVICE) == best
+        monkeypatch.setattr(tuning, "_chosen", {})  # as a later process finds it
+        assert tuning.tune(("fwd", 64), CANDIDATES, print, DEVICE) == best
+        assert len(timed) == len(CANDIDATES)
+
+
+def test_choices_of_other_cases_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock(monkeypatch, dict(zip(CANDIDATES, (3.0, 1.0, 2.0), strict=True)))
+    for case in (("fwd", 64), ("dq", 64), ("fwd", 128)):
+        tuning.tune(case, CANDIDATES, print, DEVICE)
+    assert len(tuning._read()) == 3
+
+
+@pytest.mark.parametrize("text", ["{not json", "[1, 2]", '{"key": {"block": 3}}', '{"key": 7}'])
+def test_a_corrupt_cache_is_named(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock(monkeypatch, dict.fromkeys(CANDIDATES, 1.0))
+    tuning.cache_file().parent.mkdir(parents=True, exist_ok=True)
+    tuning.cache_file().write_text(text)
+    with pytest.raises(ValueError, match="tuning cache is corrupt") as error:
+        tuning.tune(("fwd", 64), CANDIDATES, print, DEVICE)
+    assert str(tuning.cache_file()) in str(error.value)
+
+
+def test_no_tile_that_fits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock(monkeypatch, dict.fromkeys(CANDIDATES, float("inf")))
+    with pytest.raises(RuntimeError, match="no tile of"):
+        tuning.tune(("fwd", 64), CANDIDATES, print, DEVICE)
