@@ -34,7 +34,7 @@ def cache_file() -> Path:
     return Path(os.environ.get("LMSYS_CACHE_DIR", "~/.cache/lmsys")).expanduser() / "tuning.json"
 
 
-_chosen: dict[str, Tile] = {}
+_chosen: dict[tuple[object, ...], Tile] = {}  # looked up on every launch, so by the plain case
 
 
 def tune(
@@ -47,17 +47,17 @@ def tune(
     """
     if len(candidates) == 1:
         return candidates[0]
-    key = "/".join(map(str, (torch.cuda.get_device_name(device), triton.__version__, _sources(), *case)))
-    if key not in _chosen:
+    if (device.index, *case) not in _chosen:
+        key = "/".join(map(str, (torch.cuda.get_device_name(device), triton.__version__, _sources(), *case)))
         known = _read()
-        if key in known:
-            _chosen[key] = known[key]
-        elif torch.cuda.is_current_stream_capturing():
-            return candidates[0]
-        else:
-            _chosen[key] = _fastest(candidates, launch)
-            _write(_read() | {key: _chosen[key]})
-    return _chosen[key]
+        if key not in known:
+            if torch.cuda.is_current_stream_capturing():
+                return candidates[0]
+            best = _fastest(candidates, launch)
+            known = _read() | {key: best}  # read again: another process may have written meanwhile
+            _write(known)
+        _chosen[device.index, *case] = known[key]
+    return _chosen[device.index, *case]
 
 
 def _fastest(candidates: list[Tile], launch: Callable[[Tile], None]) -> Tile:

@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 
+PAUSE_CYCLES = 10**6  # about half a millisecond: longer than eager PyTorch needs to launch a forward and backward
+
 
 class CudaClock:
     """Device time in seconds, by an event pair around each call, on the current stream.
 
-    Before each call a buffer of at least twice the L2 cache is written, so that no call finds its inputs
-    there. That write also lets the host run ahead: a call shorter than the host needs to launch it is
-    still seen whole. Samples are enqueued and read at the end, after one synchronize.
+    Before each call the device pauses, so that the host is ahead and a call is timed without gaps between
+    its launches, and writes a buffer of at least twice the L2 cache, so that no call finds its inputs
+    there. Samples are enqueued and read at the end, after one synchronize.
     """
 
     name = "cuda_event"
@@ -24,6 +26,7 @@ class CudaClock:
     def sample(self, call: Callable[[], Any]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         """Enqueue one timed call; `seconds` reads it later."""
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(PAUSE_CYCLES)
         self._cleared.zero_()
         start.record()
         result = call()
