@@ -134,6 +134,7 @@ def _dq_kernel(
     tl.store(delta_ptr + padded, delta)
     dq = tl.zeros([BLOCK_Q, D], tl.float32)
     stop, full = _key_range(row, K, CAUSAL, BLOCK_Q, BLOCK_K)
+    stop = tl.where(row < Q, stop, 0)
     for col in range(0, stop, BLOCK_K):
         k = _load(k_desc, batch, head // G, col, BLOCK_K, D)
         v = _load(v_desc, batch, head // G, col, BLOCK_K, D)
@@ -209,6 +210,10 @@ def _tiles(kernel: str, dtype: torch.dtype, block_d: int, precision: str) -> lis
     }[kernel]
 
 
+def _length_class(length: int) -> int:
+    return max(128, triton.next_power_of_2(length))
+
+
 def _describable(x: Tensor) -> Tensor:
     """x itself when a tensor descriptor can address it, else a copy whose rows start at multiples of 16 bytes."""
     size = x.element_size()
@@ -242,7 +247,9 @@ class _Launch:
         padded = [self.queries_padded] if name != "fwd" else []
 
         def launch(tile: Tile) -> None:
-            num_tiles = triton.cdiv(self.keys, tile.block_k) if by_keys else triton.cdiv(self.queries, tile.block_q)
+            # The padding of the row vectors is written too: a later tile of queries may be longer.
+            rows = self.queries_padded if name == "dq" else self.queries
+            num_tiles = triton.cdiv(self.keys, tile.block_k) if by_keys else triton.cdiv(rows, tile.block_q)
             block = {"q": tile.block_q, "row": tile.block_q, "k": tile.block_k}
             args = [self._argument(x, kind, block.get(kind, 0)) for x, kind in tensors]
             kernel[(owners * num_tiles,)](
@@ -254,7 +261,8 @@ class _Launch:
 
         if self.tile:
             return launch(self.tile)
-        shape = (self.block_d, self.causal, *(triton.next_power_of_2(n) for n in (self.queries, self.keys, owners)))
+        owners_class = min(256, triton.next_power_of_2(owners))
+        shape = self.block_d, self.causal, _length_class(self.queries), _length_class(self.keys), owners_class
         key = (name, str(self.q.dtype).removeprefix("torch."), self.precision, *shape)
         launch(tune(key, _tiles(name, self.q.dtype, self.block_d, self.precision), launch, self.q.device))
 

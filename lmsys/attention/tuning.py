@@ -19,6 +19,9 @@ import triton
 from triton.runtime.errors import OutOfResources
 
 
+LONG_MS = 20.0  # a launch this long is told from another by a single sample
+
+
 @dataclass(frozen=True)
 class Tile:
     """Queries and keys of a tile, and the warps and pipeline stages it is compiled for."""
@@ -69,8 +72,16 @@ def _fastest(candidates: list[Tile], launch: Callable[[Tile], None]) -> Tile:
 
 
 def _time(tile: Tile, launch: Callable[[Tile], None]) -> float:
-    """Median milliseconds, inf where the GPU has no room for the tile."""
+    """Milliseconds of a launch, inf where the GPU has no room for the tile."""
     try:
+        launch(tile)  # compiles
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        launch(tile)
+        end.record()
+        end.synchronize()
+        if start.elapsed_time(end) > LONG_MS:
+            return start.elapsed_time(end)
         return triton.testing.do_bench(lambda: launch(tile), warmup=5, rep=20, return_mode="median")
     except OutOfResources:
         return math.inf
