@@ -18,7 +18,6 @@ import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
-
 LONG_MS = 20.0  # a launch this long is told from another by a single sample
 
 
