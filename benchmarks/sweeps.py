@@ -73,6 +73,7 @@ def square(*lengths: int) -> tuple[tuple[int, int], ...]:
 
 BOTH = (True, False)
 COMPILED_ROWS = ("naive_compiled", "flex")
+SLOW_ROWS = ("naive", "naive_compiled", "vectorized", "sdpa_math", "flash_torch", "flash_triton_torch_bwd")
 FLASH_ROWS = ("naive", "flash_triton_torch_bwd", "flash_triton")
 
 FLASH = Section(
@@ -193,15 +194,11 @@ SWEEPS = {
         "cuda": Sweep(
             0.15,
             (
-                TOKENS16K,
-                LEADERBOARD,
-                BY_LENGTH,
-                replace(
-                    FLASH,
-                    lengths=square(1024, 4096, 16384),
-                    head_dims=(64,),
-                    directions=("fwd", "bwd", "fwdbwd"),
-                ),
+                replace(TOKENS16K, without=SLOW_ROWS),
+                replace(LEADERBOARD, without=SLOW_ROWS),
+                replace(BY_LENGTH, lengths=square(512, 2048, 8192), without=COMPILED_ROWS),
+                replace(FLASH, lengths=square(1024, 4096, 16384), head_dims=(64,)),
+                replace(TIERS, lengths=((128, 64), (512, 256), (512, 2048)), causal=(False,), without=COMPILED_ROWS),
             ),
         ),
     },

@@ -1,5 +1,7 @@
 """hypothesis profiles, and memory that no test may mistake for a result."""
 
+import importlib.util
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -20,9 +22,31 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def wrapper(*args: Any, **kwargs: Any) -> Tensor:
             x = allocate(*args, **kwargs)
-            return x.fill_(float("nan")) if x.is_floating_point() and x.device.type != "meta" else x
+            if x.is_floating_point() and x.device.type != "meta":
+                x.detach().fill_(float("nan"))
+            return x
 
         return wrapper
 
     for owner, name in [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty")]:
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+
+
+@pytest.fixture(autouse=True)
+def any_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton rows take a tile by the hash of their case, not by its speed: every candidate must be right."""
+    if importlib.util.find_spec("triton") is None:
+        return
+    from triton.runtime.errors import OutOfResources
+
+    def choose(case: tuple[object, ...], candidates: list[Any], launch: Callable[[Any], None], _: object) -> Any:
+        first = zlib.crc32(repr(case).encode()) % len(candidates)
+        for tile in candidates[first:] + candidates[:first]:
+            try:
+                launch(tile)
+            except OutOfResources:
+                continue
+            return tile
+        raise AssertionError(f"no tile of {candidates} fits this GPU")
+
+    monkeypatch.setattr("lmsys.attention.flash_triton.tune", choose)

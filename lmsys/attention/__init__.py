@@ -13,9 +13,9 @@ def _ours(name: str, module: str, label: str, extra: str = "") -> Entry:
     return Entry(name, f"{module}:{name}", label, supports=f"{module}:{name}_supports", extra=extra)
 
 
-def _peer(name: str, label: str) -> Entry:
+def _peer(name: str, label: str, extra: str = "peers") -> Entry:
     module = "lmsys.attention.peers"
-    return Entry(name, f"{module}:{name}", label, peer=True, supports=f"{module}:{name}_supports", extra="peers")
+    return Entry(name, f"{module}:{name}", label, peer=True, supports=f"{module}:{name}_supports", extra=extra)
 
 
 ATTENTION = Table(
@@ -32,7 +32,7 @@ ATTENTION = Table(
         _peer("sdpa_efficient", "SDPA efficient"),
         _peer("sdpa_cudnn", "SDPA cuDNN"),
         _peer("flex", "FlexAttention"),
-        _peer("flash_attn_2", "flash-attn 2"),
+        _peer("flash_attn_2", "flash-attn 2", extra=""),
         _peer("flash_attn_4", "flash-attn 4 (CuTe)"),
     ],
     group="lmsys.attention",
@@ -53,5 +53,5 @@ def attention(
     """
     check_inputs(q, k, v, scale)
     q4, k4, v4 = as_4d(q), as_4d(k), as_4d(v)
-    entry = ATTENTION.pick(impl, case_of(q4, k4, v4, causal=causal))
+    entry = ATTENTION.pick(impl, case_of(q4, k4, v4, causal=causal, scale=scale))
     return adapt(entry.load())(q4, k4, v4, causal=causal, scale=scale).reshape(q.shape)

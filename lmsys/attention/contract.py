@@ -31,9 +31,12 @@ class AttentionCase:
     grad: bool = False
     device: str = "cpu"
     capability: tuple[int, int] | None = None  # of the CUDA device, else None
+    scale: float | None = None  # head_dim ** -0.5
 
 
-def case_of(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, grad: bool | None = None) -> AttentionCase:
+def case_of(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, grad: bool | None = None
+) -> AttentionCase:
     """The case that q (B, H, Q, D), k and v (B, Hkv, K, D) make."""
     batch, heads, queries, head_dim = q.shape
     if grad is None:
@@ -41,7 +44,7 @@ def case_of(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, grad: bool | None 
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
     dtype = DTYPE_NAMES[q.dtype]
     return AttentionCase(
-        batch, heads, k.shape[1], queries, k.shape[2], head_dim, dtype, causal, grad, q.device.type, capability
+        batch, heads, k.shape[1], queries, k.shape[2], head_dim, dtype, causal, grad, q.device.type, capability, scale
     )
 
 

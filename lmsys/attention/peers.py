@@ -23,17 +23,9 @@ from lmsys.attention.contract import DTYPES, AttentionCase
 def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, backend: SDPBackend
 ) -> Tensor:
-    if backend != SDPBackend.MATH:
-        _refuse_scale(scale)
     grouped = q.shape[1] != k.shape[1]
     with sdpa_kernel(backend):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
-
-
-def _refuse_scale(scale: float | None) -> None:
-    # These kernels take the maximum before they scale, and scale the -inf of hidden keys.
-    if scale is not None and scale <= 0:
-        raise ValueError(f"{scale=}: this row gives NaN or overflows unless scale > 0")
 
 
 sdpa_math = partial(_sdpa, backend=SDPBackend.MATH)
@@ -49,7 +41,7 @@ def sdpa_math_supports(case: AttentionCase) -> str | None:
 def sdpa_flash_supports(case: AttentionCase) -> str | None:
     if case.device == "cuda":
         return _torch_says(case, SDPBackend.FLASH_ATTENTION, cuda_backend.can_use_flash_attention)
-    return None
+    return _why_not_scale(case)
 
 
 def sdpa_efficient_supports(case: AttentionCase) -> str | None:
@@ -64,8 +56,17 @@ def sdpa_cudnn_supports(case: AttentionCase) -> str | None:
     return _torch_says(case, SDPBackend.CUDNN_ATTENTION, cuda_backend.can_use_cudnn_attention)
 
 
+def _why_not_scale(case: AttentionCase) -> str | None:
+    # These kernels take the maximum before they scale, and scale the -inf of hidden keys.
+    if case.scale is not None and case.scale <= 0:
+        return f"gives NaN or overflows unless scale > 0; got {case.scale}"
+    return None
+
+
 def _torch_says(case: AttentionCase, backend: SDPBackend, can_use: Callable[..., bool]) -> str | None:
     """torch's own verdict on the case, and when it refuses, the warnings in which it says why."""
+    if reason := _why_not_scale(case):
+        return reason
 
     def shaped(heads: int, length: int) -> Tensor:
         # Every row is the same memory: torch looks at shapes, never at values, so no case is too large to ask.
@@ -84,10 +85,13 @@ def _torch_says(case: AttentionCase, backend: SDPBackend, can_use: Callable[...,
 
 def flex(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
     """FlexAttention, compiled for the case, with a causal block mask that skips hidden blocks."""
-    block_mask = _causal_blocks(q.shape[2], k.shape[2], q.device) if causal else None
-    grouped = q.shape[1] != k.shape[1]
+    queries, group = q.shape[2], q.shape[1] // k.shape[1]
+    block_mask = _causal_blocks(queries, k.shape[2], q.device) if causal else None
+    # Short queries go to a decoding kernel, whose one tile of a group's queries must not exceed a mask's block.
+    too_many = q.is_cuda and queries < 128 < queries * group
+    options = {"BACKEND": "TRITON"} if too_many else None
     attend = compile_for(flex_attention, (layout_key(q, k, v), causal, scale, torch.is_grad_enabled()))
-    return attend(q, k, v, block_mask=block_mask, scale=scale, enable_gqa=grouped)
+    return attend(q, k, v, block_mask=block_mask, scale=scale, enable_gqa=group > 1, kernel_options=options)
 
 
 def flex_supports(case: AttentionCase) -> str | None:
@@ -112,7 +116,6 @@ def _causal_blocks(num_queries: int, num_keys: int, device: torch.device) -> Blo
 def _flash_attn(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, module: str
 ) -> Tensor:
-    _refuse_scale(scale)
     function = importlib.import_module(module).flash_attn_func
     o = function(*(x.transpose(1, 2) for x in (q, k, v)), softmax_scale=scale, causal=causal)  # (B, S, H, D)
     return (o[0] if isinstance(o, tuple) else o).transpose(1, 2)  # version 4 also returns the log-sum-exp
@@ -129,6 +132,8 @@ def _flash_attn_supports(case: AttentionCase, module: str, capability: tuple[int
         return "flash-attn aligns a causal mask at the bottom right, so Q != K means another mask"
     if case.head_dim > 256 or case.head_dim % 8:
         return f"flash-attn needs a head_dim that is a multiple of 8 and at most 256; got {case.head_dim}"
+    if reason := _why_not_scale(case):
+        return reason
     # ImportError is the table's to explain. Version 4 alone leaves a `flash_attn` that holds nothing but `cute`.
     if not hasattr(importlib.import_module(module), "flash_attn_func"):
         return f"the package {module} that is installed here has no flash_attn_func"

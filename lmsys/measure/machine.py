@@ -112,6 +112,10 @@ def _triton_version() -> str | None:
 
 
 def _commit() -> dict[str, Any]:
+    """From $LMSYS_COMMIT, for a copy of the tree that has no .git, else from git."""
+    if commit := os.environ.get("LMSYS_COMMIT"):
+        return {"commit": commit.removesuffix("-dirty"), "dirty": commit.endswith("-dirty")}
+
     def git(*arguments: str) -> str | None:
         try:
             found = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True)
