@@ -194,7 +194,7 @@ SWEEPS = {
         "cuda": Sweep(
             0.15,
             (
-                replace(TOKENS16K, without=SLOW_ROWS),
+                replace(TOKENS16K, causal=(True,), without=SLOW_ROWS),
                 replace(LEADERBOARD, without=SLOW_ROWS),
                 replace(BY_LENGTH, lengths=square(512, 2048, 8192), without=COMPILED_ROWS),
                 replace(FLASH, lengths=square(1024, 4096, 16384), head_dims=(64,)),

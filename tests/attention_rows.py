@@ -41,7 +41,7 @@ class Row:
     @property
     def examples(self) -> int:
         if self.name in COMPILED:
-            return 3 if self.device == "cpu" else 6
+            return 3
         return 20 if self.device == "cuda" else 4 if self.interpreted else 12
 
     @property
@@ -70,7 +70,9 @@ class Row:
 
     @property
     def head_dims(self) -> list[int]:
-        return [16, 32, 64, 96, 128, 256] if self.device == "cuda" else [16, 32] if self.interpreted else [16, 32, 96]
+        if self.device == "cpu":
+            return [16, 32] if self.interpreted else [16, 32, 96]
+        return [16, 64, 128] if self.name in COMPILED else [16, 32, 64, 96, 128, 256]
 
     def why_not(self, case: AttentionCase) -> str | None:
         return ATTENTION[self.name].why_not(case)

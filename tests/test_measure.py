@@ -50,7 +50,7 @@ def test_a_slow_row_stops_early_and_a_failing_one_takes_nobody_along() -> None:
 
 
 def test_the_clock_of_the_sm_is_read_every_round() -> None:
-    readings = iter([1000.0, 2000.0, 1500.0] * 4)
+    readings = iter([1500.0, *[1000.0, 2000.0, 1500.0] * 4])  # the first tells what a reading costs
     sampled = interleave(
         {"a": Step(lambda _: None)}, CpuClock(), seconds=0, min_rounds=12, sm_clock=lambda: next(readings)
     )
@@ -125,10 +125,13 @@ def test_the_machine_is_described_in_json(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "length"), [("flash_triton", 8192), ("flash_triton", 16384), ("sdpa_flash", 8192)])
 @pytest.mark.parametrize("direction", ["fwd", "fwdbwd"])
-def test_the_device_clock_agrees_with_triton(name: str, length: int, direction: str) -> None:
+def test_the_device_clock_agrees_with_triton(
+    name: str, length: int, direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On attention that takes 0.2 ms or more; the two interleaved, medians of five rounds."""
     from triton.testing import do_bench
 
+    monkeypatch.undo()  # neither poisoned memory nor tiles that are tried first: those would be timed too
     q, k, v, do = torch.randn(4, 1, 16, length, 64, device="cuda", dtype=torch.bfloat16)
     leaves = [x.requires_grad_(direction == "fwdbwd") for x in (q, k, v)]
 
@@ -139,7 +142,8 @@ def test_the_device_clock_agrees_with_triton(name: str, length: int, direction: 
     clock = clock_of("cuda")
     ours, theirs = [], []
     for _ in range(5):
-        ours.append(statistics.median(clock.seconds([clock.sample(call) for _ in range(50)])))
+        sampled = interleave({name: Step(lambda _: call())}, clock, seconds=0.1, min_rounds=20)
+        ours.append(statistics.median(sampled.samples[name]))
         theirs.append(do_bench(call, return_mode="median") / 1e3)
     assert min(theirs) > 2e-4, "too short a call to compare clocks by"
     assert statistics.median(ours) == pytest.approx(statistics.median(theirs), rel=0.03)

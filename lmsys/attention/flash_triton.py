@@ -292,6 +292,10 @@ def _backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, causal: bool, scale: float, tile: Tile | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq (B, H, Q, D), dk and dv (B, Hkv, K, D)."""
+    if q.is_cuda:
+        # autograd runs this in a thread of its own, where nothing may have bound a CUDA context yet: Triton binds one
+        # on launch, but encodes descriptors before. This call binds it, also while a graph is captured.
+        torch.cuda.is_current_stream_capturing()
     q, k, v, o, do = (_describable(x) for x in (q, k, v, o, do))
     dq, dk, dv = (_describable(torch.empty(x.shape, dtype=x.dtype, device=x.device)) for x in (q, k, v))
     launch = _Launch(q, k, causal, scale, tile)

@@ -2,18 +2,27 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-PAUSE_CYCLES = 10**6  # about half a millisecond: longer than eager PyTorch needs to launch a forward and backward
+LEAD_S = 0.02  # longer than the host takes to launch almost any call
+CYCLES_PER_S = 2e9
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds that the host is busy with a call, and the device."""
+
+    host_s: float
+    device_s: float
 
 
 class CudaClock:
     """Device time in seconds, by an event pair around each call, on the current stream.
 
-    Before each call the device pauses, so that the host is ahead and a call is timed without gaps between
-    its launches, and writes a buffer of at least twice the L2 cache, so that no call finds its inputs
+    Before each call the device writes a buffer of at least twice the L2 cache, so that no call finds its inputs
     there. Samples are enqueued and read at the end, after one synchronize.
     """
 
@@ -26,7 +35,6 @@ class CudaClock:
     def sample(self, call: Callable[[], Any]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         """Enqueue one timed call; `seconds` reads it later."""
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(PAUSE_CYCLES)
         self._cleared.zero_()
         start.record()
         result = call()
@@ -38,6 +46,22 @@ class CudaClock:
         """The durations of what `sample` returned, in that order."""
         torch.cuda.synchronize()
         return [start.elapsed_time(end) / 1e3 for start, end in pending]
+
+    def wait(self, seconds: float) -> None:
+        """The device idles and the host goes on: what it launches then runs without gaps."""
+        if seconds > 0:
+            torch.cuda._sleep(int(seconds * CYCLES_PER_S))
+
+    def cost(self, call: Callable[[], Any]) -> Cost:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        self.wait(LEAD_S)
+        start.record()
+        begin = time.perf_counter()
+        call()
+        host_s = time.perf_counter() - begin
+        end.record()
+        return Cost(host_s, *self.seconds([(start, end)]))
 
 
 class CpuClock:
@@ -54,6 +78,15 @@ class CpuClock:
 
     def seconds(self, pending: Sequence[Any]) -> list[float]:
         return list(pending)
+
+    def wait(self, seconds: float) -> None:
+        """Nothing: host and device are one."""
+
+    def cost(self, call: Callable[[], Any]) -> Cost:
+        start = time.perf_counter()
+        call()
+        duration = time.perf_counter() - start
+        return Cost(duration, duration)
 
 
 Clock = CudaClock | CpuClock

@@ -7,17 +7,17 @@ round i of the others, and a speedup is the median of the ratios round by round.
 
 import gc
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from lmsys.measure.clock import Clock
+from lmsys.measure.clock import Clock, Cost, CpuClock
 
 Failure = tuple[str, str]  # outcome ("oom" or "error") and reason
 MAX_ROUNDS = 500
+MARGIN = 1.25  # launching takes now longer, now shorter
 
 
 @dataclass
@@ -73,18 +73,25 @@ def interleave(
     """Samples of every step, in turns. Each row runs for about `seconds` of wall time and at least `min_rounds` rounds.
 
     A slow row stops after its last round while the others go on, so the lists differ in length; they start together.
+    The host gets a lead of two rounds, and keeps it: where it needs longer for a round than the device, that waits.
     """
-    result, rounds = Sampled(), {}
+    result, costs, rounds = Sampled(), {}, {}
     for name, step in steps.items():
-        per_call, failure = attempt(lambda step=step: _wall_time(step, clock))
+        cost, failure = attempt(lambda step=step: _cost(step, clock))
         if failure:
             result.failures[name] = failure
         else:
-            rounds[name] = min(MAX_ROUNDS, max(min_rounds, int(seconds / per_call)))
+            costs[name] = cost
+            rounds[name] = min(MAX_ROUNDS, max(min_rounds, int(seconds / max(cost.host_s, cost.device_s))))
     pending: dict[str, list[Any]] = {name: [] for name in rounds}
     clocks = []
+    reading = CpuClock().cost(sm_clock)  # costs the host time as well
+    clock.wait(2 * sum(cost.host_s for cost in (reading, *costs.values())))
     for index in range(max(rounds.values(), default=0)):
-        for name in [name for name, count in rounds.items() if index < count]:
+        taking_turns = [name for name, count in rounds.items() if index < count]
+        host_s = reading.host_s + sum(costs[name].host_s for name in taking_turns)
+        clock.wait(MARGIN * host_s - sum(costs[name].device_s for name in taking_turns))
+        for name in taking_turns:
             sample, failure = attempt(lambda name=name: _sample(steps[name], clock))
             if failure:
                 result.failures[name] = failure
@@ -103,11 +110,7 @@ def _sample(step: Step, clock: Clock) -> Any:
     return clock.sample(lambda: step.run(prepared))
 
 
-def _wall_time(step: Step, clock: Clock, calls: int = 3) -> float:
-    """Seconds that one sample takes, with its prepare: the fastest of a few, on the way to warm caches and clocks."""
-    fastest = float("inf")
-    for _ in range(calls):
-        start = time.perf_counter()
-        clock.seconds([_sample(step, clock)])
-        fastest = min(fastest, time.perf_counter() - start)
-    return fastest
+def _cost(step: Step, clock: Clock, calls: int = 3) -> Cost:
+    """Of one sample with its prepare: the least of a few, on the way to warm caches and clocks."""
+    costs = [clock.cost(lambda: _sample(step, clock)) for _ in range(calls)]
+    return Cost(min(cost.host_s for cost in costs), min(cost.device_s for cost in costs))
