@@ -11,7 +11,7 @@ import importlib.util
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,7 @@ class Entry:
         except ImportError as error:
             raise ImportError(self._missing(error)) from error
 
+    @lru_cache(maxsize=4096)  # noqa: B019 - a row lives as long as the process; to ask torch costs more than a small call
     def why_not(self, case: Any) -> str | None:
         """None when the row can run `case`, else the reason, for a reader who may act on it."""
         try:

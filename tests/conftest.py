@@ -39,14 +39,14 @@ def any_tile(monkeypatch: pytest.MonkeyPatch) -> None:
         return
     from triton.runtime.errors import OutOfResources
 
-    def choose(case: tuple[object, ...], candidates: list[Any], launch: Callable[[Any], None], _: object) -> Any:
-        first = zlib.crc32(repr(case).encode()) % len(candidates)
-        for tile in candidates[first:] + candidates[:first]:
+    def choose(case: tuple[object, ...], tiles: tuple[Any, ...], launch: Callable[[Any], None], _: object) -> Any:
+        first = zlib.crc32(repr(case).encode()) % len(tiles)
+        for tile in tiles[first:] + tiles[:first]:
             try:
                 launch(tile)
             except OutOfResources:
                 continue
             return tile
-        raise AssertionError(f"no tile of {candidates} fits this GPU")
+        raise AssertionError(f"no tile of {tiles} fits this GPU")
 
     monkeypatch.setattr("lmsys.attention.flash_triton.tune", choose)

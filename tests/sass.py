@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lmsys.attention import flash_triton
-from lmsys.attention.tuning import Tile
+from lmsys.attention.tuning import Tile, candidates
 
 KERNELS = {"fwd": flash_triton._fwd_kernel, "dq": flash_triton._dq_kernel, "dkdv": flash_triton._dkdv_kernel}
 TRITON_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -77,7 +77,7 @@ def main(dtypes: list[str]) -> None:
         dtype = getattr(torch, dtype_name)
         for name in KERNELS:
             for block_d in (64, 128) if dtype != torch.float32 else (64,):
-                tile = flash_triton._tiles(name, dtype, block_d, "ieee")[0]
+                tile = candidates(name, dtype, block_d, "ieee")[0]
                 for causal in (True, False):
                     found = resources(compile_kernel(name, dtype, block_d, causal, tile, "ieee"))
                     line = {"kernel": name, "dtype": dtype_name, "head_dim": block_d, "causal": causal, **found}

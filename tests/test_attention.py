@@ -1,6 +1,7 @@
 """The laws of attention, held by every row that this machine can run, forward and every gradient."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -202,6 +203,20 @@ def test_very_long_sequences(name: str, dtype: str) -> None:
     inputs = make_inputs(case, 0)
     ratios = Oracle(case, inputs).error_ratios(row.run(case, inputs))
     assert max(ratios.values()) <= 1, ratios
+
+
+@pytest.mark.gpu
+def test_a_backward_may_be_the_first_cuda_work_of_its_thread() -> None:
+    """As in autograd, which runs backwards in threads of its own."""
+    from lmsys.attention.flash_triton import _backward, _forward
+
+    x = make_inputs(Row("flash_triton", "cuda").case(queries=128, keys=128, head_dim=64), 0)
+    o, lse = _forward(x.q, x.k, x.v, True, 0.125)
+    arguments = x.q, x.k, x.v, o, lse, x.do, True, 0.125, None
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(max_workers=1) as fresh_thread:
+        found = fresh_thread.submit(_backward, *arguments).result()
+    assert all(torch.equal(one, other) for one, other in zip(found, _backward(*arguments), strict=True))
 
 
 @pytest.mark.gpu

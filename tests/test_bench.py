@@ -127,6 +127,7 @@ def command(*options: object) -> list[str]:
 
 # One thread: tiny kernels on several wait for each other when the machine is busy.
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+ENVIRONMENT.pop("PYTEST_XDIST_WORKER", None)  # these are no workers, even if their caller is
 
 
 def run(*options: object) -> subprocess.CompletedProcess[str]:

@@ -66,7 +66,7 @@ def test_a_named_row_that_cannot_run_the_case_says_why() -> None:
 
 
 def test_a_peer_refuses_the_scale_it_would_get_wrong() -> None:
-    with pytest.raises(ValueError, match=r"scale=-1.0: this row gives NaN"):
+    with pytest.raises(ValueError, match="gives NaN or overflows unless scale > 0; got -1.0"):
         attention(*3 * [zeros(1, 2, 8, 16)], scale=-1.0, causal=True, impl="sdpa_flash")
 
 

@@ -16,11 +16,14 @@ DEVICE = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def no_gpu_needed(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+def nothing_tuned_yet(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     monkeypatch.setenv("LMSYS_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(tuning, "_chosen", {})
+    if not request.node.get_closest_marker("gpu"):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
 def clock(monkeypatch: pytest.MonkeyPatch, times: dict[Tile, float]) -> list[Tile]:
@@ -70,3 +73,21 @@ def test_no_tile_that_fits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     clock(monkeypatch, dict.fromkeys(CANDIDATES, float("inf")))
     with pytest.raises(RuntimeError, match="no tile of"):
         tuning.tune(("fwd", 64), CANDIDATES, print, DEVICE)
+
+
+@pytest.mark.gpu
+def test_a_kernel_is_timed_once_and_then_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lmsys.attention.flash_triton import flash_triton
+
+    timed: list[Tile] = []
+    real = tuning._time
+    monkeypatch.setattr(tuning, "_time", lambda tile, launch: timed.append(tile) or real(tile, launch))
+    monkeypatch.setattr("lmsys.attention.flash_triton.tune", tuning.tune)  # in place of the tests' own choice
+    q, k, v = torch.randn(3, 1, 2, 256, 64, device="cuda", dtype=torch.bfloat16)
+    expected = tuning.candidates("fwd", q.dtype, 64, "ieee")
+    first = flash_triton(q, k, v, causal=True)
+    assert tuple(timed) == expected
+    (key,) = tuning._read()
+    assert torch.cuda.get_device_name() in key and "bfloat16" in key
+    monkeypatch.setattr(tuning, "_chosen", {})  # as a later process finds it
+    assert torch.equal(flash_triton(q, k, v, causal=True), first) and tuple(timed) == expected

@@ -7,6 +7,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -83,6 +84,7 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
+@cache
 def adapt(implementation: Any) -> Callable[..., Tensor]:
     """A row's callable, `f(q, k, v, *, causal, scale)` on 4-D tensors, from what a target names.
 

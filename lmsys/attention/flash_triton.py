@@ -29,7 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lmsys.attention.contract import AttentionCase, as_4d
 from lmsys.attention.flash_torch import compiled_flash_backward, flash_backward
-from lmsys.attention.tuning import Tile, tune
+from lmsys.attention.tuning import Tile, candidates, tune
 
 INTERPRETED = triton.knobs.runtime.interpret
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -57,6 +57,16 @@ def _load(desc, batch, head, start, BLOCK: tl.constexpr, D: tl.constexpr):
 @triton.jit
 def _store(desc, batch, head, start, tile, BLOCK: tl.constexpr, D: tl.constexpr):
     desc.store([batch, head, start, 0], tile.to(desc.dtype).reshape(1, 1, BLOCK, D))
+
+
+@triton.jit
+def _add_dot(acc, a, b, PRECISION: tl.constexpr):
+    """acc + a b. In float32 each tile is summed apart: 65,536 roundings one after another would be too many."""
+    if a.dtype == tl.float32:
+        acc -= tl.dot(-a, b, input_precision=PRECISION)  # a plain sum would be folded into the dot
+    else:
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    return acc
 
 
 @triton.jit
@@ -144,7 +154,7 @@ def _dq_kernel(
             scores = _hide(scores, rows, col + tl.arange(0, BLOCK_K), K, CAUSAL)
         p = tl.exp2(scores * (scale * LOG2_E) - lse[:, None])
         ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+        dq = _add_dot(dq, ds.to(k.dtype), k, PRECISION)
     _store(dq_desc, batch, head, row, dq * scale, BLOCK_Q, D)
 
 
@@ -181,33 +191,10 @@ def _dkdv_kernel(
                     p = tl.where((row + tl.arange(0, BLOCK_Q))[None, :] >= cols[:, None], p, 0.0)
             delta = delta_desc.load([padded])
             ds = p * (dp - delta[None, :])
-            dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
-            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+            dv = _add_dot(dv, p.to(do.dtype), do, PRECISION)
+            dk = _add_dot(dk, ds.to(q.dtype), q, PRECISION)
     _store(dk_desc, batch, kv_head, col, dk * scale, BLOCK_K, D)
     _store(dv_desc, batch, kv_head, col, dv, BLOCK_K, D)
-
-
-def _tiles(kernel: str, dtype: torch.dtype, block_d: int, precision: str) -> list[Tile]:
-    """Candidates that the tuner times, most widely good first; those that a GPU has no room for drop out."""
-    if INTERPRETED:
-        return [Tile(32, 32, 4, 1)]
-    if precision == "tf32":
-        return [Tile(64, 32, 4, 2), Tile(64, 64, 4, 1), Tile(32, 32, 4, 2), Tile(16, 32, 4, 1)]
-    if dtype == torch.float32:  # no tensor cores: operands live in registers, and large tiles spill
-        return [Tile(32, 32, 4, 1) if block_d <= 128 else Tile(16, 16, 4, 1)]
-    if block_d > 128:
-        return [Tile(64, 64, 4, 2), Tile(64, 64, 8, 1), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(32, 32, 4, 1)]
-    if block_d > 64:
-        return {
-            "fwd": [Tile(64, 64, 4, 3), Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)],
-            "dq": [Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(64, 32, 4, 3), Tile(64, 32, 4, 2)],
-            "dkdv": [Tile(64, 64, 4, 2), Tile(64, 128, 8, 3), Tile(32, 64, 4, 2)],
-        }[kernel]
-    return {
-        "fwd": [Tile(64, 64, 4, 3), Tile(64, 128, 4, 3), Tile(128, 64, 4, 3)],
-        "dq": [Tile(64, 64, 4, 3), Tile(64, 128, 4, 3), Tile(64, 64, 4, 2), Tile(128, 64, 8, 3)],
-        "dkdv": [Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(128, 64, 4, 2)],
-    }[kernel]
 
 
 def _length_class(length: int) -> int:
@@ -225,10 +212,15 @@ def _describable(x: Tensor) -> Tensor:
     return copy.copy_(x)
 
 
-def _describe(x: Tensor, block: int, block_d: int) -> TensorDescriptor:
-    """x (B, H, S, D) in tiles of (block, block_d); strides of dimensions of length 1 never matter."""
-    strides = [s if n > 1 else x.shape[-1] * 16 for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, block, block_d])
+def _describe(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
+    """Without the constructor's checks, which `_describable` has made and which cost the host more than the launch."""
+    descriptor = TensorDescriptor.__new__(TensorDescriptor)
+    descriptor.base, descriptor.shape, descriptor.strides, descriptor.block_shape = x, shape, strides, block
+    descriptor.padding = "zero"
+    return descriptor
+
+
+_compiled: dict[tuple[Any, ...], Any] = {}  # by all that a binary is specialised on: to look it up ourselves is quicker
 
 
 class _Launch:
@@ -236,44 +228,52 @@ class _Launch:
 
     def __init__(self, q: Tensor, k: Tensor, causal: bool, scale: float, tile: Tile | None):
         (self.batch, self.heads, self.queries, head_dim), (_, self.kv_heads, self.keys, _) = q.shape, k.shape
+        self.group = self.heads // self.kv_heads
         self.block_d = max(16, triton.next_power_of_2(head_dim))
-        self.q, self.causal, self.scale, self.tile = q, causal, scale, tile
+        self.queries_padded = triton.cdiv(self.queries, ROW_PADDING) * ROW_PADDING
+        self.causal, self.scale, self.tile = causal, scale, tile
+        self.dtype, self.device = q.dtype, q.device
         ieee = q.dtype != torch.float32 or not torch.backends.cuda.matmul.allow_tf32
         self.precision = "ieee" if ieee else "tf32"
 
     def run(self, name: str, kernel: Any, tensors: list[tuple[Tensor, str]], by_keys: bool = False) -> None:
         """`tensors`: each with what it is tiled by, "q" or "k" rows, "row" vectors, or "" for a plain pointer."""
         owners = self.batch * (self.kv_heads if by_keys else self.heads)
-        padded = [self.queries_padded] if name != "fwd" else []
+        # The padding of the row vectors is written too: a later tile of queries may be longer.
+        rows = self.queries_padded if name == "dq" else self.queries
+        lengths = [self.queries, self.keys] if name == "fwd" else [self.queries, self.queries_padded, self.keys]
+        sizes = [self.scale, owners, self.heads, self.group, *lengths]
 
         def launch(tile: Tile) -> None:
-            # The padding of the row vectors is written too: a later tile of queries may be longer.
-            rows = self.queries_padded if name == "dq" else self.queries
             num_tiles = triton.cdiv(self.keys, tile.block_k) if by_keys else triton.cdiv(rows, tile.block_q)
-            block = {"q": tile.block_q, "row": tile.block_q, "k": tile.block_k}
-            args = [self._argument(x, kind, block.get(kind, 0)) for x, kind in tensors]
-            kernel[(owners * num_tiles,)](
-                *args, self.scale, owners, self.heads, self.heads // self.kv_heads,
-                self.queries, *padded, self.keys, num_tiles,
-                BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, D=self.block_d, CAUSAL=self.causal,
-                PRECISION=self.precision, num_warps=tile.num_warps, num_stages=tile.num_stages,
-            )  # fmt: skip
+            constants = tile.block_q, tile.block_k, self.block_d, self.causal, self.precision
+            args = [*(self._argument(x, kind, tile) for x, kind in tensors), *sizes, num_tiles, *constants]
+            key = name, tile, self.dtype, *constants, self.group, self.device
+            grid = (owners * num_tiles, 1, 1)
+            with torch.cuda.device_of(tensors[0][0]):
+                if (binary := _compiled.get(key)) is not None:
+                    binary[grid](*args)
+                else:
+                    _compiled[key] = kernel[grid](*args, num_warps=tile.num_warps, num_stages=tile.num_stages)
 
         if self.tile:
             return launch(self.tile)
         owners_class = min(256, triton.next_power_of_2(owners))
         shape = self.block_d, self.causal, _length_class(self.queries), _length_class(self.keys), owners_class
-        key = (name, str(self.q.dtype).removeprefix("torch."), self.precision, *shape)
-        launch(tune(key, _tiles(name, self.q.dtype, self.block_d, self.precision), launch, self.q.device))
+        tiles = (Tile(32, 32, 4, 1),) if INTERPRETED else candidates(name, self.dtype, self.block_d, self.precision)
+        launch(tune((name, self.dtype, self.precision, *shape), tiles, launch, self.device))
 
-    @property
-    def queries_padded(self) -> int:
-        return triton.cdiv(self.queries, ROW_PADDING) * ROW_PADDING
-
-    def _argument(self, x: Tensor, kind: str, block: int) -> Any:
+    def _argument(self, x: Tensor, kind: str, tile: Tile) -> Any:
+        if not kind:
+            return x
+        block = tile.block_k if kind == "k" else tile.block_q
         if kind == "row":
-            return TensorDescriptor(x, [x.numel()], [1], [block])
-        return _describe(x, block, self.block_d) if kind else x
+            return _describe(x, [x.numel()], [1], [block])
+        shape = list(x.shape)
+        # Strides of dimensions of length 1 never matter, but must be multiples of 16 bytes.
+        strides = [s if n > 1 else shape[-1] * 16 for s, n in zip(x.stride(), shape, strict=True)]
+        strides[-1] = 1
+        return _describe(x, shape, strides, [1, 1, block, self.block_d])
 
 
 def _forward(

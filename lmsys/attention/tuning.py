@@ -9,7 +9,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -31,6 +31,30 @@ class Tile:
     num_stages: int
 
 
+@cache
+def candidates(kernel: str, dtype: torch.dtype, block_d: int, precision: str) -> tuple[Tile, ...]:
+    """Tiles worth timing for a kernel of `flash_triton`, most widely good first; those that do not fit drop out."""
+    if precision == "tf32":
+        return Tile(64, 32, 4, 2), Tile(64, 64, 4, 1), Tile(32, 32, 4, 2), Tile(16, 32, 4, 1)
+    if dtype == torch.float32:  # no tensor cores: operands live in registers, and large tiles spill
+        if block_d > 128:
+            return (Tile(16, 16, 8, 1),)
+        return (Tile(32, 32, 4, 1), Tile(64, 64, 8, 1)) if kernel == "fwd" else (Tile(32, 16, 4, 1), Tile(32, 16, 8, 1))
+    if block_d > 128:
+        return Tile(64, 64, 4, 2), Tile(64, 64, 8, 1), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(32, 32, 4, 1)
+    if block_d > 64:
+        return {
+            "fwd": (Tile(64, 64, 4, 3), Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)),
+            "dq": (Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(64, 32, 4, 3), Tile(64, 32, 4, 2)),
+            "dkdv": (Tile(64, 64, 4, 2), Tile(64, 128, 8, 3), Tile(32, 64, 4, 2)),
+        }[kernel]
+    return {
+        "fwd": (Tile(64, 64, 4, 3), Tile(64, 128, 4, 3), Tile(128, 64, 4, 3)),
+        "dq": (Tile(64, 64, 4, 3), Tile(64, 128, 4, 3), Tile(64, 64, 4, 2), Tile(128, 64, 8, 3)),
+        "dkdv": (Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(128, 64, 4, 2)),
+    }[kernel]
+
+
 def cache_file() -> Path:
     """Where tuned choices are kept."""
     return Path(os.environ.get("LMSYS_CACHE_DIR", "~/.cache/lmsys")).expanduser() / "tuning.json"
@@ -39,34 +63,32 @@ def cache_file() -> Path:
 _chosen: dict[tuple[object, ...], Tile] = {}  # looked up on every launch, so by the plain case
 
 
-def tune(
-    case: tuple[object, ...], candidates: list[Tile], launch: Callable[[Tile], None], device: torch.device
-) -> Tile:
-    """The fastest of `candidates` for `case`: remembered, read from disk, or timed now by calling `launch`.
+def tune(case: tuple[object, ...], tiles: Sequence[Tile], launch: Callable[[Tile], None], device: torch.device) -> Tile:
+    """The fastest of `tiles` for `case`: remembered, read from disk, or timed now by calling `launch`.
 
     `launch` must give the same result however often it is called. While a CUDA graph is captured nothing
-    can be timed: an unknown case then takes the first candidate and stays unknown.
+    can be timed: an unknown case then takes the first tile and stays unknown.
     """
-    if len(candidates) == 1:
-        return candidates[0]
+    if len(tiles) == 1:
+        return tiles[0]
     if (device.index, *case) not in _chosen:
         key = "/".join(map(str, (torch.cuda.get_device_name(device), triton.__version__, _sources(), *case)))
         known = _read()
         if key not in known:
             if torch.cuda.is_current_stream_capturing():
-                return candidates[0]
-            best = _fastest(candidates, launch)
+                return tiles[0]
+            best = _fastest(tiles, launch)
             known = _read() | {key: best}  # read again: another process may have written meanwhile
             _write(known)
         _chosen[device.index, *case] = known[key]
     return _chosen[device.index, *case]
 
 
-def _fastest(candidates: list[Tile], launch: Callable[[Tile], None]) -> Tile:
-    times = {tile: _time(tile, launch) for tile in candidates}
+def _fastest(tiles: Sequence[Tile], launch: Callable[[Tile], None]) -> Tile:
+    times = {tile: _time(tile, launch) for tile in tiles}
     best = min(times, key=lambda tile: times[tile])
     if math.isinf(times[best]):
-        raise RuntimeError(f"no tile of {candidates} fits this GPU's shared memory and registers")
+        raise RuntimeError(f"no tile of {tiles} fits this GPU's shared memory and registers")
     return best
 
 
@@ -88,8 +110,9 @@ def _time(tile: Tile, launch: Callable[[Tile], None]) -> float:
 
 @cache
 def _sources() -> str:
-    """A hash of the kernels' source, so that a choice does not outlive the code it was made for."""
-    return hashlib.sha256(Path(__file__).with_name("flash_triton.py").read_bytes()).hexdigest()[:12]
+    """A hash of the kernels and their candidates, so that a choice does not outlive the code it was made for."""
+    files = Path(__file__).with_name("flash_triton.py"), Path(__file__)
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
 def _read() -> dict[str, Tile]:
