@@ -71,7 +71,7 @@ class changing(torch.autograd.Function):
 
 
 def hungry(q, k, v, *, causal=False, scale=None):
-    return torch.empty(2**45, dtype=torch.int8)
+    return torch.empty(2**45, dtype=torch.int8, device=q.device)
 
 
 def broken(q, k, v, *, causal=False, scale=None):
@@ -215,7 +215,8 @@ def test_what_an_interrupted_run_measured_is_kept_and_resumed(kernels: Path, tmp
     options = (*SMALL, "--causal", "yes", "--dtype", "float32", "--direction", "fwd,bwd", "--attention", rows)
     lengths = ("--length", "16,17,18,19,20,21,22,23")
     line = command(*options, *lengths, "--benchmark-json", output)
-    process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731 - a test run in the background would not
+    process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT, preexec_fn=heed)
     partial = output.with_name("out.json.partial")
     while process.poll() is None and (not partial.is_file() or partial.read_text().count("\n") < 4):
         time.sleep(0.05)

@@ -37,9 +37,8 @@ def candidates(kernel: str, dtype: torch.dtype, block_d: int, precision: str) ->
     if precision == "tf32":
         return Tile(64, 32, 4, 2), Tile(64, 64, 4, 1), Tile(32, 32, 4, 2), Tile(16, 32, 4, 1)
     if dtype == torch.float32:  # no tensor cores: operands live in registers, and large tiles spill
-        if block_d > 128:
-            return (Tile(16, 16, 8, 1),)
-        return (Tile(32, 32, 4, 1), Tile(64, 64, 8, 1)) if kernel == "fwd" else (Tile(32, 16, 4, 1), Tile(32, 16, 8, 1))
+        small = Tile(32, 32, 4, 1) if block_d <= 128 else Tile(16, 16, 8, 1)
+        return (Tile(64, 64, 8, 1) if kernel == "fwd" and block_d <= 128 else small,)
     if block_d > 128:
         return Tile(64, 64, 4, 2), Tile(64, 64, 8, 1), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(32, 32, 4, 1)
     if block_d > 64:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-LEAD_S = 0.02  # longer than the host takes to launch almost any call
 CYCLES_PER_S = 2e9
 
 
@@ -27,6 +26,7 @@ class CudaClock:
     """
 
     name = "cuda_event"
+    warm_s = 0.1  # of load, after which the power limit has had its say on the GPU's clock
 
     def __init__(self) -> None:
         l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
@@ -52,10 +52,11 @@ class CudaClock:
         if seconds > 0:
             torch.cuda._sleep(int(seconds * CYCLES_PER_S))
 
-    def cost(self, call: Callable[[], Any]) -> Cost:
+    def cost(self, call: Callable[[], Any], lead_s: float) -> Cost:
+        """What a call costs when the device waits `lead_s` before it: best a little longer than launching takes."""
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
-        self.wait(LEAD_S)
+        self.wait(lead_s)
         start.record()
         begin = time.perf_counter()
         call()
@@ -68,6 +69,7 @@ class CpuClock:
     """Wall time in seconds by `time.perf_counter`."""
 
     name = "perf_counter"
+    warm_s = 0.0
 
     def sample(self, call: Callable[[], Any]) -> float:
         start = time.perf_counter()
@@ -82,7 +84,7 @@ class CpuClock:
     def wait(self, seconds: float) -> None:
         """Nothing: host and device are one."""
 
-    def cost(self, call: Callable[[], Any]) -> Cost:
+    def cost(self, call: Callable[[], Any], lead_s: float) -> Cost:
         start = time.perf_counter()
         call()
         duration = time.perf_counter() - start

@@ -6,6 +6,7 @@ round i of the others, and a speedup is the median of the ratios round by round.
 """
 
 import gc
+import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from lmsys.measure.clock import Clock, Cost, CpuClock
 Failure = tuple[str, str]  # outcome ("oom" or "error") and reason
 MAX_ROUNDS = 500
 MARGIN = 1.25  # launching takes now longer, now shorter
+FIRST_LEAD_S = 0.02  # longer than the host takes to launch almost any call
 
 
 @dataclass
@@ -72,8 +74,9 @@ def interleave(
 ) -> Sampled:
     """Samples of every step, in turns. Each row runs for about `seconds` of wall time and at least `min_rounds` rounds.
 
-    A slow row stops after its last round while the others go on, so the lists differ in length; they start together.
-    The host gets a lead of two rounds, and keeps it: where it needs longer for a round than the device, that waits.
+    A slow row stops after its last round while the others go on, so the lists differ in length; they start together,
+    after rounds that only warm the device. The host gets a lead of two rounds, and keeps it: where it needs longer for
+    a round than the device, that waits.
     """
     result, costs, rounds = Sampled(), {}, {}
     for name, step in steps.items():
@@ -85,10 +88,11 @@ def interleave(
             rounds[name] = min(MAX_ROUNDS, max(min_rounds, int(seconds / max(cost.host_s, cost.device_s))))
     pending: dict[str, list[Any]] = {name: [] for name in rounds}
     clocks = []
-    reading = CpuClock().cost(sm_clock)  # costs the host time as well
+    reading = CpuClock().cost(sm_clock, 0)  # costs the host time as well
+    warming = math.ceil(clock.warm_s / max(sum(cost.device_s for cost in costs.values()), 1e-9))
     clock.wait(2 * sum(cost.host_s for cost in (reading, *costs.values())))
-    for index in range(max(rounds.values(), default=0)):
-        taking_turns = [name for name, count in rounds.items() if index < count]
+    for index in range(warming + max(rounds.values(), default=0)):
+        taking_turns = [name for name, count in rounds.items() if index < warming + count]
         host_s = reading.host_s + sum(costs[name].host_s for name in taking_turns)
         clock.wait(MARGIN * host_s - sum(costs[name].device_s for name in taking_turns))
         for name in taking_turns:
@@ -99,8 +103,8 @@ def interleave(
             else:
                 pending[name].append(sample)
         clocks.append(sm_clock())
-    result.samples = {name: clock.seconds(samples) for name, samples in pending.items()}
-    known = [reading for reading in clocks if reading is not None]
+    result.samples = {name: clock.seconds(samples[warming:]) for name, samples in pending.items()}
+    known = [reading for reading in clocks[warming:] if reading is not None]
     result.sm_clock_mhz = statistics.median(known) if known else None
     return result
 
@@ -112,5 +116,7 @@ def _sample(step: Step, clock: Clock) -> Any:
 
 def _cost(step: Step, clock: Clock, calls: int = 3) -> Cost:
     """Of one sample with its prepare: the least of a few, on the way to warm caches and clocks."""
-    costs = [clock.cost(lambda: _sample(step, clock)) for _ in range(calls)]
+    costs = [clock.cost(lambda: _sample(step, clock), FIRST_LEAD_S)]
+    for _ in range(calls - 1):
+        costs.append(clock.cost(lambda: _sample(step, clock), 2 * costs[-1].host_s))
     return Cost(min(cost.host_s for cost in costs), min(cost.device_s for cost in costs))
