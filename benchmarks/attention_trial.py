@@ -84,15 +84,14 @@ def attention_trial(cells: list[Cell], settings: Settings) -> Iterator[Result]:
         for direction in dict.fromkeys(cell.direction for cell in able):
             _sample([cell for cell in able if cell.direction == direction], contenders, inputs, settings, found)
         timed = [contenders[key] for key in dict.fromkeys((cell.entry.name, cell.grad) for cell in able)]
-        usage = {(one.entry.name, one.case.grad): _memory_of(one, inputs) for one in timed}
+        for cell in able:
+            found[cell.id].memory = _memory_of(contenders[cell.entry.name, cell.grad], cell.direction, inputs)
         again = Gate(inputs.redraw_(settings.seed + 2), case)
         for contender in timed:
             if failure := again.check(contender):
                 contender.failed(
                     failure[0], f"right before it was timed, not after, on inputs redrawn in place: {failure[1]}"
                 )
-        for cell in able:
-            found[cell.id].memory = usage[cell.entry.name, cell.grad]
     for cell in cells:
         yield _result(cell, contenders[cell.entry.name, cell.grad], found[cell.id], settings)
 
@@ -149,13 +148,18 @@ def _sample(
         one.sm_clock_mhz = sampled.sm_clock_mhz
 
 
-def _memory_of(contender: Contender, inputs: Inputs) -> tuple[int | None, int | None]:
-    """Peak bytes of the forward, with gradients of forward and backward, and the bytes saved between the two."""
-    grad, device = contender.case.grad, contender.case.device
-    step = step_of(contender, "fwdbwd" if grad else "fwd", inputs)
-    peak, _ = attempt(lambda: memory.peak_bytes(lambda: step.run(None), device))
-    saved, _ = attempt(lambda: memory.saved_bytes(step_of(contender, "bwd", inputs).prepare)) if grad else (None, None)
-    return peak, saved
+def _memory_of(contender: Contender, direction: str, inputs: Inputs) -> tuple[int | None, int | None]:
+    """Peak bytes of what is timed, above what was live before it, and the bytes saved from forward to backward."""
+    step = step_of(contender, direction, inputs)
+
+    def peak() -> int:
+        prepared = step.prepare()
+        return memory.peak_bytes(lambda: step.run(prepared), contender.case.device)
+
+    peak_bytes, _ = attempt(peak)
+    if direction == "fwd":
+        return peak_bytes, None
+    return peak_bytes, attempt(lambda: memory.saved_bytes(step_of(contender, "bwd", inputs).prepare))[0]
 
 
 def _result(cell: Cell, contender: Contender, found: Found, settings: Settings) -> Result:

@@ -165,15 +165,21 @@ class Session:
         self.saved = True
 
     def resume(self, found: Record, entries: Sequence[Record]) -> None:
-        """Take over what an earlier run of this machine has done. ValueError when it was another machine or torch."""
+        """Take over what an earlier run has done, under the same memory limit.
+
+        ValueError when a fact of the machine or the code was another: one file states them once for all its records.
+        """
         here = machine.describe(self.settings.device, command="", seed=0, sweep="")
-        for fact in ("name", "torch"):
+        for fact in ("name", "torch", "triton", "driver", "commit"):
             if (there := found["machine"].get(fact)) != here[fact]:
                 raise ValueError(f"it was measured with {fact} {there!r}, this is {here[fact]!r}: run that apart")
-        done = [one for one in found["records"] if one["outcome"] in DONE and one.get("reason") != NOT_TIMED]
-        self.carried = {one["id"]: one for one in done}
+        self.carried = {one["id"]: one for one in found["records"] if self._stands(one)}
         self.carried_entries = [one for one in entries if one["extra_info"].get("id") in self.carried]
         self.carried_machine = found["machine"]
+
+    def _stands(self, one: Record) -> bool:
+        same_question = one.get("memory_limit_bytes") == self.settings.memory_limit_bytes
+        return one["outcome"] in DONE and one.get("reason") != NOT_TIMED and same_question
 
     def summary(self) -> Iterator[str]:
         counts = Counter(one["outcome"] for one in self.records)
@@ -220,9 +226,6 @@ class ResultFile:
 
 def read_result(path: Path) -> tuple[Record, list[Record]]:
     """(our part, pytest-benchmark's entries) of a result file, or of its journal when the run was killed."""
-    journal = path.with_name(path.name + ".partial")
-    if path.is_file() and not path.stat().st_size and journal.is_file():
-        path = journal
     found = record.load(path)
-    is_result = path.is_file() and path.suffix != ".partial"
+    is_result = path.suffix != ".partial" and path.is_file() and path.stat().st_size
     return found, json.loads(path.read_text())["benchmarks"] if is_result else []

@@ -13,8 +13,9 @@ import pytest
 
 from benchmarks.axes import parse_axes, sweep_called
 from benchmarks.conftest import RecordedTimer
+from benchmarks.session import Session, Settings
 from benchmarks.sweeps import Axes, Section
-from lmsys.measure import record
+from lmsys.measure import machine, record
 
 ROOT = Path(__file__).parent.parent
 
@@ -237,6 +238,29 @@ def test_what_an_interrupted_run_measured_is_kept_and_resumed(kernels: Path, tmp
     entries = {entry["extra_info"]["id"] for entry in json.loads(output.read_text())["benchmarks"]}
     carried = {entry["extra_info"]["id"] for entry in json.loads((tmp_path / "more.json").read_text())["benchmarks"]}
     assert entries <= carried <= {name for name, one in after.items() if one["outcome"] == "ok"}
+
+
+def test_only_answers_to_the_same_question_are_resumed(tmp_path: Path) -> None:
+    facts = machine.describe("cpu", command="", seed=0, sweep="smoke")
+    one = {"id": "a", "benchmark": "attention", "section": "s", "impl": "i", "outcome": "ok", "device": "cpu"}
+    records = [one, one | {"id": "b", "memory_limit_bytes": 2**30}, one | {"id": "c", "outcome": "wrong"}]
+    journal = record.Journal(tmp_path / "out.json", facts)
+    for each in records:
+        journal.add(each)
+    (tmp_path / "out.json").touch()  # as a killed run leaves it
+    found = record.load(tmp_path / "out.json")
+    assert found["records"] == records
+
+    def resumed(limit: int | None, **changed: str) -> list[str]:
+        settings = Settings("cpu", "smoke", 0.1, 10, True, limit, "")
+        session = Session(settings, None, print)
+        session.resume(found | {"machine": facts | changed}, [])
+        return list(session.carried)
+
+    assert (resumed(None), resumed(2**30)) == (["a"], ["b"])
+    for fact in ("name", "torch", "triton", "driver", "commit"):
+        with pytest.raises(ValueError, match=f"measured with {fact} 'another'"):
+            resumed(None, **{fact: "another"})
 
 
 def test_without_timing_rows_are_verified_only(kernels: Path, tmp_path: Path) -> None:

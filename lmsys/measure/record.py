@@ -84,14 +84,14 @@ def payload(machine: Record, records: Iterable[Record]) -> Record:
 
 
 def load(path: Path) -> Record:
-    """The `{"schema", "machine", "records"}` of a result file, or of its journal when only that exists.
+    """The `{"schema", "machine", "records"}` of a result file, or of its journal when the run was killed.
 
     ValueError, with the path, for a file that is absent, not JSON, not ours, or of a later schema.
     """
     path = Path(path)
     journal = path.with_name(path.name + ".partial")
-    if not path.is_file() and journal.is_file():
-        path = journal
+    if journal.is_file() and not (path.is_file() and path.stat().st_size):
+        path = journal  # an empty result is one that a run has opened, to see that it may, and not yet written
     try:
         text = path.read_text()
     except OSError as error:
