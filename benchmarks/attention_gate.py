@@ -1,11 +1,13 @@
 """Whether an attention row is right, asked in a way that a cache, a changed input or a lost stream cannot answer."""
 
+import importlib.util
 import math
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -41,10 +43,10 @@ class Contender:
 
         def seconds() -> float:
             start = time.perf_counter()
-            implementation = self.entry.load()
-            self.interpreted = self.case.device == "cpu" and _has_triton_kernels(implementation)
-            self.call = adapt(implementation)
-            run(self.call, inputs, causal=self.case.causal, grad=self.case.grad)
+            self.call = adapt(self.entry.load())
+            with interpreted_kernels() as launched:
+                run(self.call, inputs, causal=self.case.causal, grad=self.case.grad)
+            self.interpreted = bool(launched)
             synchronize(self.case.device)
             return time.perf_counter() - start
 
@@ -57,10 +59,23 @@ class Contender:
             self.failed(*failure)
 
 
-def _has_triton_kernels(implementation: Any) -> bool:
-    """Without a GPU such kernels can only run in Triton's interpreter."""
-    module = sys.modules[implementation.__module__]
-    return any(type(value).__module__.startswith("triton.runtime.") for value in vars(module).values())
+@contextmanager
+def interpreted_kernels() -> Iterator[list[Any]]:
+    """A list that grows by every kernel that Triton's interpreter runs meanwhile, wherever it is defined."""
+    launched: list[Any] = []
+    if importlib.util.find_spec("triton") is None:
+        yield launched
+        return
+    from triton.runtime.interpreter import GridExecutor
+
+    launch = GridExecutor.__call__
+
+    def noted(self: Any, *args: Any, **options: Any) -> Any:
+        launched.append(self)
+        return launch(self, *args, **options)
+
+    with mock.patch.object(GridExecutor, "__call__", noted):
+        yield launched
 
 
 class Gate:
@@ -73,7 +88,10 @@ class Gate:
         self._oracle: Oracle | None = None
 
     def check(self, contender: Contender) -> Failure | None:
-        """None when the row is right, else outcome and reason. Raises the contender's `error_ratio` to what it sees."""
+        """None when the row is right, else outcome and reason.
+
+        The contender's `error_ratio` becomes the ratio that failed, or the largest that its own dtype showed.
+        """
         outputs, failure = attempt(lambda: self._outputs(contender))
         if failure and failure[0] == "oom" and self._oracle is not None:
             self._oracle = None  # the row fits alone; that it does not beside the oracle must not be held against it
@@ -83,30 +101,32 @@ class Gate:
             return failure
         changed = not all(torch.equal(x, saved) for x, saved in zip(self._tensors, self._saved, strict=True))
         self.restore()
-        judged, failure = self._judge(outputs, rms=not contender.has_float32)
+        judged, failure = self._judge(outputs, rms=False)
         if failure:
             return failure
-        name, ratio = max(judged.items(), key=lambda item: item[1])
-        if math.isfinite(ratio):
-            contender.error_ratio = max(ratio, contender.error_ratio or 0.0)
+        strictly = judged if contender.has_float32 else self._judge(outputs, rms=True)[0]
+        name, ratio = max(strictly.items(), key=lambda item: item[1])
         if not ratio <= 1:
+            contender.error_ratio = ratio if math.isfinite(ratio) else None
             size = f"is {ratio:.3g} times the allowed error" if math.isfinite(ratio) else "holds NaN or inf"
             return "wrong", f"{name} {size} ({self.case.dtype})"
+        if self.case.dtype == contender.case.dtype:
+            contender.error_ratio = max(*judged.values(), contender.error_ratio or 0.0)
         return ("wrong", "the row changes its inputs") if changed else None
 
     def restore(self) -> None:
         for x, saved in zip(self._tensors, self._saved, strict=True):
-            x.copy_(saved)
+            x.data.copy_(saved)
 
     def _outputs(self, contender: Contender) -> dict[str, Tensor]:
         """What the row answers to inputs that arrive at the last moment on the current stream.
 
-        Until then the inputs hold other values. On CUDA they arrive behind a long sleep, while the host goes
-        on: work on a stream that does not wait reads the old ones, and a clone taken at once finds no result
-        of a stream that nobody waits for.
+        Until then the inputs hold other values, and no version counter tells that they change. On CUDA they arrive
+        behind a long sleep, while the host goes on: work on a stream that does not wait reads the old ones, and a
+        clone taken at once finds no result of a stream that nobody waits for.
         """
         for x in self._tensors:
-            x.mul_(0.5)
+            x.data.mul_(0.5)
         synchronize(self.case.device)
         if self.case.device == "cuda":
             torch.cuda._sleep(SLEEP_CYCLES)

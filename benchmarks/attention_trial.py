@@ -68,32 +68,48 @@ def attention_trial(cells: list[Cell], settings: Settings) -> Iterator[Result]:
     """A result for each cell of one shape.
 
     In this order: each row's first call, with nothing live but the inputs, which decides what is out of memory; the
-    gate, against one oracle; the samples; a memory run; one more check on inputs redrawn in place.
+    gate, against one oracle; the samples; a memory run; one more check on inputs redrawn in place. What fails outside
+    a row's own calls fails every cell that was still good.
     """
-    grad = any(cell.grad for cell in cells)
-    case = replace(cells[0].case, grad=grad)
+    case = replace(cells[0].case, grad=any(cell.grad for cell in cells))
     contenders = {(cell.entry.name, cell.grad): Contender(cell.entry, replace(case, grad=cell.grad)) for cell in cells}
-    inputs = make_inputs(case, settings.seed)
+    found: dict[str, Found] = {cell.id: Found() for cell in cells}
+    inputs, failure = attempt(lambda: make_inputs(case, settings.seed))
+    if not failure:
+        _, failure = attempt(lambda: _measure(cells, case, contenders, inputs, settings, found))
+        failure = failure and ("error", f"the bench failed, not the row: {failure[1]}")
+    for contender in contenders.values():
+        if failure and contender.outcome == "ok":
+            contender.failed(*failure)
+    for cell in cells:
+        yield _result(cell, contenders[cell.entry.name, cell.grad], found[cell.id], settings)
+
+
+def _measure(
+    cells: list[Cell],
+    case: AttentionCase,
+    contenders: dict[tuple[str, bool], Contender],
+    inputs: Inputs,
+    settings: Settings,
+    found: dict[str, "Found"],
+) -> None:
     for contender in contenders.values():
         contender.first_call(inputs)
     gate([one for one in contenders.values() if one.outcome == "ok"], case, inputs.redraw_(settings.seed + 1))
     release_memory()
-    found: dict[str, Found] = {cell.id: Found() for cell in cells}
-    if settings.timed:
-        able = [cell for cell in cells if is_timed(contenders[cell.entry.name, cell.grad])]
-        for direction in dict.fromkeys(cell.direction for cell in able):
-            _sample([cell for cell in able if cell.direction == direction], contenders, inputs, settings, found)
-        timed = [contenders[key] for key in dict.fromkeys((cell.entry.name, cell.grad) for cell in able)]
-        for cell in able:
-            found[cell.id].memory = _memory_of(contenders[cell.entry.name, cell.grad], cell.direction, inputs)
-        again = Gate(inputs.redraw_(settings.seed + 2), case)
-        for contender in timed:
-            if failure := again.check(contender):
-                contender.failed(
-                    failure[0], f"right before it was timed, not after, on inputs redrawn in place: {failure[1]}"
-                )
-    for cell in cells:
-        yield _result(cell, contenders[cell.entry.name, cell.grad], found[cell.id], settings)
+    if not settings.timed:
+        return
+    able = [cell for cell in cells if is_timed(contenders[cell.entry.name, cell.grad])]
+    for direction in dict.fromkeys(cell.direction for cell in able):
+        _sample([cell for cell in able if cell.direction == direction], contenders, inputs, settings, found)
+    for cell in able:
+        found[cell.id].memory = _memory_of(contenders[cell.entry.name, cell.grad], cell.direction, inputs)
+    again = Gate(inputs.redraw_(settings.seed + 2), case)
+    for contender in {id(one): one for one in (contenders[cell.entry.name, cell.grad] for cell in able)}.values():
+        if failure := again.check(contender):
+            contender.failed(
+                failure[0], f"right before it was timed, not after, on inputs redrawn in place: {failure[1]}"
+            )
 
 
 @dataclass
@@ -114,7 +130,7 @@ def step_of(contender: Contender, direction: str, inputs: Inputs) -> Step:
     """fwd: without gradients, as in inference. bwd: the gradients alone, of a forward run untimed just before."""
     call, causal = contender.call, contender.case.causal
     assert call is not None
-    q, k, v = (x.detach().requires_grad_(contender.case.grad) for x in (inputs.q, inputs.k, inputs.v))
+    q, k, v = inputs.leaves(contender.case.grad)
 
     def forward(_: Any = None) -> torch.Tensor:
         return call(q, k, v, causal=causal, scale=None)

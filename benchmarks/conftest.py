@@ -12,7 +12,7 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks.axes import parse_axes, sweep_called
-from benchmarks.session import ResultFile, Session, Settings, read_result
+from benchmarks.session import ResultFile, Session, Settings, read_results
 from benchmarks.sweeps import Axes, Sweep
 from lmsys.attention import ATTENTION
 from lmsys.measure.memory import parse_size
@@ -90,7 +90,8 @@ def pytest_configure(config: pytest.Config) -> None:
         axes = {f"--{name.replace('_', '-')}": config.getoption(name) for name in AXES}
         config.stash[SWEEP] = sweep_called(session.settings.sweep, session.settings.device), parse_axes(axes)
         named = config.getoption("attention")
-        config.stash[ROWS] = ATTENTION.select(named.split(",") if named else ATTENTION), bool(named)
+        rows = ATTENTION.select(ATTENTION if named is None else named.split(","))
+        config.stash[ROWS] = rows, named is not None
         if resumed := config.getoption("resume"):
             _resume(session, Path(resumed))
     except ValueError as error:
@@ -103,16 +104,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _check_writable(output: Path) -> None:
     """Before anything is measured, not after."""
+    existed = output.exists()
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.open("ab").close()
     except OSError as error:
         raise pytest.UsageError(f"cannot write the result to {output}: {error.strerror}") from error
+    if not existed:
+        output.unlink()
 
 
 def _resume(session: Session, path: Path) -> None:
     try:
-        session.resume(*read_result(path))
+        for found, entries in read_results(path):
+            session.resume(found, entries)
     except ValueError as error:
         raise ValueError(f"--resume {path}: {error}") from error
     session.output = session.output or path
@@ -128,7 +133,7 @@ def _open_session(config: pytest.Config) -> Session:
         seconds_per_row=float(config.getoption("benchmark_max_time"))
         if _given(config, "--benchmark-max-time")
         else seconds,
-        min_rounds=max(MIN_ROUNDS, config.getoption("benchmark_min_rounds")),
+        min_rounds=_min_rounds(config),
         timed=config.getoption("benchmark_enable") or not config.getoption("benchmark_disable"),
         memory_limit_bytes=_limit_memory(config.getoption("memory_limit"), device),
         command="python -m pytest " + shlex.join(str(one) for one in config.invocation_params.args),
@@ -136,6 +141,14 @@ def _open_session(config: pytest.Config) -> Session:
     output = config.getoption("benchmark_json")
     path = output if output is None or isinstance(output, Path) else Path(output.name)
     return Session(settings, path, say=lambda text: _say(config, text))
+
+
+def _min_rounds(config: pytest.Config) -> int:
+    if not _given(config, "--benchmark-min-rounds"):
+        return MIN_ROUNDS
+    if (rounds := config.getoption("benchmark_min_rounds")) < MIN_ROUNDS:
+        raise ValueError(f"--benchmark-min-rounds {rounds}: a median needs at least {MIN_ROUNDS} samples")
+    return int(rounds)
 
 
 def _limit_memory(text: str | None, device: str) -> int | None:

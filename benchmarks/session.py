@@ -173,8 +173,8 @@ class Session:
         for fact in ("name", "torch", "triton", "driver", "commit"):
             if (there := found["machine"].get(fact)) != here[fact]:
                 raise ValueError(f"it was measured with {fact} {there!r}, this is {here[fact]!r}: run that apart")
-        self.carried = {one["id"]: one for one in found["records"] if self._stands(one)}
-        self.carried_entries = [one for one in entries if one["extra_info"].get("id") in self.carried]
+        self.carried |= {one["id"]: one for one in found["records"] if self._stands(one)}
+        self.carried_entries += [one for one in entries if one["extra_info"].get("id") in self.carried]
         self.carried_machine = found["machine"]
 
     def _stands(self, one: Record) -> bool:
@@ -224,8 +224,11 @@ class ResultFile:
         return str(self.path)
 
 
-def read_result(path: Path) -> tuple[Record, list[Record]]:
-    """(our part, pytest-benchmark's entries) of a result file, or of its journal when the run was killed."""
-    found = record.load(path)
+def read_results(path: Path) -> Iterator[tuple[Record, list[Record]]]:
+    """(our part, pytest-benchmark's entries) of a result file, then of the journal of a killed run that resumed it."""
+    journal = path.with_name(path.name + ".partial")
     is_result = path.suffix != ".partial" and path.is_file() and path.stat().st_size
-    return found, json.loads(path.read_text())["benchmarks"] if is_result else []
+    if is_result or not journal.is_file():
+        yield record.load(path), json.loads(path.read_text()).get("benchmarks", []) if is_result else []
+    if journal.is_file():
+        yield record.load(journal), []

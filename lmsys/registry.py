@@ -11,7 +11,7 @@ import importlib.util
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,13 @@ def _load_file(path: str) -> Any:
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise ValueError(f"{path!r} is not a file (looked for {file})")
-    spec = importlib.util.spec_from_file_location(f"lmsys_user_{file.stem}", file)
+    spec = importlib.util.spec_from_file_location(f"lmsys_user_{file.stem}_{abs(hash(file))}", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{path!r} does not load: {type(error).__name__}: {error}") from error
     return module
 
@@ -73,7 +73,6 @@ class Entry:
         except ImportError as error:
             raise ImportError(self._missing(error)) from error
 
-    @lru_cache(maxsize=4096)  # noqa: B019 - a row lives as long as the process; to ask torch costs more than a small call
     def why_not(self, case: Any) -> str | None:
         """None when the row can run `case`, else the reason, for a reader who may act on it."""
         try:
@@ -109,7 +108,7 @@ class Table(Mapping[str, Entry]):
     def __getitem__(self, name: str) -> Entry:
         rows = self._rows()
         if name not in rows:
-            near = difflib.get_close_matches(name, rows, n=3) or sorted(rows)
+            near = difflib.get_close_matches(str(name), rows, n=3) or sorted(rows)
             raise ValueError(f"unknown {self.kind} {name!r}; did you mean {', '.join(near)}?")
         return rows[name]
 
@@ -123,9 +122,8 @@ class Table(Mapping[str, Entry]):
         """Exactly the rows named; `path.py:attr` makes a row of the user's own code, named by its attribute."""
         entries = []
         for name in names:
-            if ".py:" in name:
-                load_target(name)  # fails here, with the path, rather than in the middle of a sweep
-                entries.append(Entry(name.rpartition(":")[2], name))
+            if ".py" in name:
+                entries.append(self._from_file(name))
             else:
                 entries.append(self[name])
         taken: dict[str, str] = {}
@@ -133,6 +131,15 @@ class Table(Mapping[str, Entry]):
             if taken.setdefault(entry.name, entry.target) != entry.target:
                 raise ValueError(f"two rows are called {entry.name!r}: {taken[entry.name]} and {entry.target}")
         return list({entry.name: entry for entry in entries}.values())
+
+    def _from_file(self, target: str) -> Entry:
+        """Loads it here, so that what is wrong with it shows now rather than in the middle of a sweep."""
+        implementation, name = load_target(target), target.rpartition(":")[2]
+        if not callable(implementation):
+            raise ValueError(f"{target=} must name a function or a class; it is {implementation!r}")
+        if name in self._rows():
+            raise ValueError(f"{target=}: the table has a row {name!r} of its own; give yours another name")
+        return Entry(name, target)
 
     def pick(self, name: str, case: Any) -> Entry:
         """The row `name`, or for "auto" the first of the table's order of preference, that can run `case`.

@@ -24,7 +24,7 @@ U (batch, key head) pairs that are checked, each with its G query heads.
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -49,14 +49,21 @@ class Inputs:
     do: Tensor
     seed: int
     std: float = 1.0
+    _leaves: dict[bool, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
-    @torch.no_grad()
+    def leaves(self, grad: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v as a row gets them: the same three objects at every call, so that a cache of answers shows."""
+        if grad not in self._leaves:
+            q, k, v = (x.detach().requires_grad_(grad) for x in (self.q, self.k, self.v))
+            self._leaves[grad] = q, k, v
+        return self._leaves[grad]
+
     def redraw_(self, seed: int) -> "Inputs":
-        """New values of the same distribution, in place: same storage, same layout."""
+        """New values of the same distribution, in place and untold: same storage, same layout, same version."""
         self.seed = seed
         generator = torch.Generator(self.q.device).manual_seed(seed)
         for x in (self.q, self.k, self.v, self.do):
-            x.normal_(std=self.std if x is self.q or x is self.k else 1.0, generator=generator)
+            x.data.normal_(std=self.std if x is self.q or x is self.k else 1.0, generator=generator)
         return self
 
 
@@ -89,7 +96,7 @@ def run(
     lse: bool = False,
 ) -> dict[str, Tensor]:
     """o, with `grad` also dq, dk, dv, and with `lse` the log-sum-exp that the row saved, by name."""
-    q, k, v = (x.detach().requires_grad_(grad) for x in (inputs.q, inputs.k, inputs.v))
+    q, k, v = inputs.leaves(grad)
     with torch.set_grad_enabled(grad):
         o = row(q, k, v, causal=causal, scale=scale)
     outputs = {"o": o.detach()}

@@ -11,15 +11,18 @@ from typing import Any
 
 import pytest
 
+from benchmarks.attention_trial import attention_trial, cells_of
 from benchmarks.axes import parse_axes, sweep_called
 from benchmarks.conftest import RecordedTimer
-from benchmarks.session import Session, Settings
+from benchmarks.session import Session, Settings, read_results
 from benchmarks.sweeps import Axes, Section
+from lmsys.attention import ATTENTION
 from lmsys.measure import machine, record
 
 ROOT = Path(__file__).parent.parent
 
 KERNELS = '''
+import functools
 import time
 import torch
 from lmsys.attention.naive import naive
@@ -57,6 +60,16 @@ ANSWERS = {}
 
 def cached(q, k, v, *, causal=False, scale=None):
     key = (q.data_ptr(), q.shape, q.dtype, causal)
+    if key not in ANSWERS:
+        ANSWERS[key] = naive(q, k, v, causal=causal, scale=scale)
+    return ANSWERS[key]
+
+
+memoised = functools.lru_cache(naive)
+
+
+def versioned(q, k, v, *, causal=False, scale=None):
+    key = (q.data_ptr(), q._version, q.shape, q.dtype, causal)
     if key not in ANSWERS:
         ANSWERS[key] = naive(q, k, v, causal=causal, scale=scale)
     return ANSWERS[key]
@@ -112,6 +125,7 @@ def nobody_waits(q, k, v, *, causal=False, scale=None):
         return naive(q, k, v, causal=causal, scale=scale)
 '''
 
+CACHED = ("cached", "memoised", "versioned")
 SMALL = ("--sweep", "smoke", "--batch", "1", "--heads", "2", "--head-dim", "16")
 
 
@@ -143,7 +157,7 @@ def by_case(path: Path) -> dict[tuple[str, str, str], dict[str, Any]]:
 @pytest.fixture(scope="module")
 def swept(kernels: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
     output = tmp_path_factory.mktemp("swept") / "out.json"
-    names = ("right", "Explicit", "wrong_dk", "cached", "changing", "hungry", "broken", "undefined")
+    names = ("right", "Explicit", "wrong_dk", *CACHED, "changing", "hungry", "broken", "undefined")
     mine = [f"{kernels}:{name}" for name in (*names, "only_bfloat16_and_off")]
     rows = ",".join(["naive", *mine, "flash_attn_2"])
     options = (*SMALL, "--length", "33", "--causal", "yes", "--benchmark-only", "--benchmark-min-rounds", "12")
@@ -163,7 +177,8 @@ def test_every_row_ends_as_a_cell_and_the_sweep_succeeds(swept: tuple[Any, Path]
             assert outcome["wrong_dk"] == ("ok" if direction == "fwd" else "wrong")
             assert (outcome["hungry"], outcome["broken"], outcome["undefined"]) == ("oom", "error", "wrong")
             assert outcome["flash_attn_2"] == "unsupported"
-            assert outcome["cached"] == ("wrong" if direction == "fwd" else "error")  # its graph is used up
+            for row in CACHED:
+                assert outcome[row] == ("wrong" if direction == "fwd" else "error")  # its graph is used up
             assert outcome["changing"] == ("wrong" if direction == "fwd" else "error")  # and it has no backward
     assert not output.with_name("out.json.partial").exists()
     assert found["changing", "float32", "fwd"]["reason"] == "the row changes its inputs"
@@ -263,6 +278,34 @@ def test_only_answers_to_the_same_question_are_resumed(tmp_path: Path) -> None:
             resumed(None, **{fact: "another"})
 
 
+def test_a_killed_run_that_resumed_another_loses_neither(tmp_path: Path) -> None:
+    facts = machine.describe("cpu", command="", seed=0, sweep="smoke")
+    one = {"id": "a", "benchmark": "attention", "section": "s", "impl": "i", "outcome": "ok", "device": "cpu"}
+    output, entry = tmp_path / "out.json", {"extra_info": {"id": "a"}}
+    output.write_text(json.dumps({"benchmarks": [entry], "lmsys": record.payload(facts, [one])}))
+    record.Journal(output, facts).add(one | {"id": "b"})
+    session = Session(Settings("cpu", "smoke", 0.1, 10, True, None, ""), None, print)
+    for found, entries in read_results(output):
+        session.resume(found, entries)
+    assert (list(session.carried), session.carried_entries) == (["a", "b"], [entry])
+
+
+@pytest.mark.parametrize(
+    ("what", "outcome"), [("attention_trial.make_inputs", "oom"), ("attention_gate.Oracle", "error")]
+)
+def test_what_fails_in_the_bench_itself_is_a_cell_too(what: str, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(f"benchmarks.{what}", fails)
+    section = Section("s", ((8, 8),), (16,), ("float32",), (True,), ("fwd", "bwd"))
+    cells = list(cells_of(section, Axes(), ATTENTION.select(["naive", "sdpa_cudnn"]), True, "cpu"))
+    results = list(attention_trial(cells, Settings("cpu", "smoke", 0.1, 10, True, None, "")))
+    outcomes = {(one.record["impl"], one.record["outcome"]) for one in results}
+    assert ("naive", outcome) in outcomes and len(results) == len(cells)
+    assert all("no room" in one.record["reason"] for one in results if one.record["impl"] == "naive")
+
+
 def test_without_timing_rows_are_verified_only(kernels: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.json"
     options = (*SMALL, "--length", "16", "--dtype", "float32", "--causal", "no", "--direction", "bwd")
@@ -279,6 +322,8 @@ def test_without_timing_rows_are_verified_only(kernels: Path, tmp_path: Path) ->
     [
         (["--benchmark-timer=time.time"], "--benchmark-timer is not for these benchmarks"),
         (["--attention", "naive,flash_torhc"], "did you mean flash_torch"),
+        (["--attention", ""], "unknown attention ''"),
+        (["--benchmark-min-rounds", "3"], "--benchmark-min-rounds 3: a median needs at least 10 samples"),
         (["--resume", "pyproject.toml"], "--resume pyproject.toml: "),
     ],
 )

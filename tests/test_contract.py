@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmsys.attention import attention
+from lmsys.attention import ATTENTION, AttentionCase, attention
 from lmsys.attention.contract import adapt, as_4d, check_inputs
 from lmsys.attention.flash_torch import FlashTorch
 from lmsys.attention.naive import naive
@@ -39,6 +39,7 @@ BAD = {
         (zeros(1, 2, 8, 16), *2 * [zeros(1, 2, 8, 16, device="meta")]),
         "on one device; got cpu, meta, meta",
     ),
+    "no values": (3 * (zeros(1, 2, 8, 16, device="meta"),), "on a CPU or a CUDA device; got meta"),
 }
 
 
@@ -49,10 +50,21 @@ def test_bad_tensors_are_refused_with_the_value_at_fault(name: str) -> None:
         attention(*tensors)
 
 
-@pytest.mark.parametrize("scale", [float("nan"), float("inf"), float("-inf")])
-def test_a_scale_must_be_finite(scale: float) -> None:
-    with pytest.raises(ValueError, match=f"scale={scale} must be finite"):
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), 10**400, "0.5", True, torch.tensor(0.5)])
+def test_a_scale_must_be_a_finite_number(scale: object) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"scale={scale!r} must be a finite number")):
         attention(*3 * [zeros(1, 2, 8, 16)], scale=scale)
+
+
+@pytest.mark.parametrize("impl", ["naive", "flash_torch", "flash_triton"])
+def test_a_whole_number_is_a_scale_like_any_other(impl: str) -> None:
+    """For Triton the type and the value of an int would be part of the kernel, which the next call would reuse."""
+    if reason := ATTENTION[impl].why_not(AttentionCase(1, 2, 2, 8, 8, 16, "float32")):
+        pytest.skip(reason)
+    q, k, v = torch.randn(3, 1, 2, 8, 16, generator=torch.Generator().manual_seed(0))
+    for scale in (1, 16, None, 1.0):
+        found = adapt(ATTENTION[impl].load())(q, k, v, causal=True, scale=scale)
+        torch.testing.assert_close(found, naive(q, k, v, causal=True, scale=scale))
 
 
 def test_an_unknown_row_offers_the_nearest_names() -> None:

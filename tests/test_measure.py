@@ -49,6 +49,21 @@ def test_a_slow_row_stops_early_and_a_failing_one_takes_nobody_along() -> None:
     assert sampled.samples.keys() == {"quick", "slow"}
 
 
+def test_rows_that_all_fail_end_at_once_also_on_a_clock_that_warms() -> None:
+    class Warming(CpuClock):
+        warm_s = 0.1
+
+    def fails(_: None) -> None:
+        raise TypeError("no such kernel")
+
+    calls = iter(range(1000))
+    late = Step(lambda _: fails(None) if next(calls) > 5 else time.sleep(0.001))
+    assert interleave({"a": Step(fails)}, Warming(), seconds=1, min_rounds=10).failures.keys() == {"a"}
+    assert interleave({"a": late}, Warming(), seconds=1, min_rounds=10).failures.keys() == {"a"}
+    warmed = interleave({"a": Step(lambda _: time.sleep(0.01))}, Warming(), seconds=0, min_rounds=10)
+    assert len(warmed.samples["a"]) == 10
+
+
 def test_the_clock_of_the_sm_is_read_every_round() -> None:
     readings = iter([1500.0, *[1000.0, 2000.0, 1500.0] * 4])  # the first tells what a reading costs
     sampled = interleave(

@@ -108,6 +108,19 @@ def test_a_path_that_does_not_load_is_named(table: Table, tmp_path: Path) -> Non
     (tmp_path / "other.py").write_text("def other():\n    pass\n")
     with pytest.raises(ValueError, match="other.py defines no 'kernel'"):
         table.select([f"{tmp_path}/other.py:kernel"])
+    with pytest.raises(ValueError, match="other.py' must read module:attribute or path.py:attribute"):
+        table.select([f"{tmp_path}/other.py"])
+    (tmp_path / "exits.py").write_text("import sys\nsys.exit(3)\n")
+    with pytest.raises(ValueError, match="exits.py' does not load: SystemExit: 3"):
+        table.select([f"{tmp_path}/exits.py:kernel"])
+
+
+def test_a_row_from_a_file_is_callable_and_has_a_name_of_its_own(table: Table, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("CONSTANT = 7\n\ndef plain(x):\n    return x\n")
+    with pytest.raises(ValueError, match="must name a function or a class; it is 7"):
+        table.select([f"{tmp_path}/mine.py:CONSTANT"])
+    with pytest.raises(ValueError, match="the table has a row 'plain' of its own"):
+        table.select([f"{tmp_path}/mine.py:plain"])
 
 
 @pytest.mark.parametrize("module", ["lmsys.registry", "lmsys.measure.record"])

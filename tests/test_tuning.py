@@ -1,5 +1,7 @@
 """The tile tuner: picks the fastest that fits, remembers it on disk, and says so when the disk holds nonsense."""
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("triton", reason="pip install triton==3.6.0 to test the tuner")
@@ -59,7 +61,16 @@ def test_choices_of_other_cases_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(tuning._read()) == 3
 
 
-@pytest.mark.parametrize("text", ["{not json", "[1, 2]", '{"key": {"block": 3}}', '{"key": 7}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{not json",
+        "[1, 2]",
+        '{"key": {"block": 3}}',
+        '{"key": 7}',
+        '{"key": {"block_q": "x", "block_k": 64, "num_warps": 4, "num_stages": 1}}',
+    ],
+)
 def test_a_corrupt_cache_is_named(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clock(monkeypatch, dict.fromkeys(CANDIDATES, 1.0))
     tuning.cache_file().parent.mkdir(parents=True, exist_ok=True)
@@ -67,6 +78,15 @@ def test_a_corrupt_cache_is_named(text: str, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ValueError, match="tuning cache is corrupt") as error:
         tuning.tune(("fwd", 64), CANDIDATES, print, DEVICE)
     assert str(tuning.cache_file()) in str(error.value)
+
+
+def test_a_cache_that_cannot_be_written_stops_no_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("LMSYS_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    timed = clock(monkeypatch, dict(zip(CANDIDATES, (3.0, 1.0, 2.0), strict=True)))
+    with pytest.warns(UserWarning, match="tuned choices last for this process only"):
+        assert tuning.tune(("fwd", 64), CANDIDATES, print, DEVICE) == CANDIDATES[1]
+    assert tuning.tune(("fwd", 64), CANDIDATES, print, DEVICE) == CANDIDATES[1] and len(timed) == len(CANDIDATES)
 
 
 def test_no_tile_that_fits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

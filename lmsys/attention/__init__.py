@@ -52,6 +52,7 @@ def attention(
     run it is a ValueError that says why.
     """
     check_inputs(q, k, v, scale)
+    scale = None if scale is None else float(scale)
     q4, k4, v4 = as_4d(q), as_4d(k), as_4d(v)
     entry = ATTENTION.pick(impl, case_of(q4, k4, v4, causal=causal, scale=scale))
     return adapt(entry.load())(q4, k4, v4, causal=causal, scale=scale).reshape(q.shape)

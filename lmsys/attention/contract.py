@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from numbers import Real
 from typing import Any
 
 import torch
@@ -68,8 +69,17 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
         raise ValueError(f"q, k, v must have one dtype of {sorted(DTYPES)}; got {q.dtype}, {k.dtype}, {v.dtype}")
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k, v must be on one device; got {q.device}, {k.device}, {v.device}")
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"{scale=} must be finite (default: head_dim ** -0.5)")
+    if q.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"q, k, v must be on a CPU or a CUDA device; got {q.device}")
+    if scale is not None and not _is_finite(scale):
+        raise ValueError(f"{scale=} must be a finite number (default: head_dim ** -0.5)")
+
+
+def _is_finite(scale: Any) -> bool:
+    try:
+        return isinstance(scale, Real) and not isinstance(scale, bool) and math.isfinite(scale)
+    except OverflowError:  # an int beyond every float
+        return False
 
 
 def as_4d(x: Tensor) -> Tensor:

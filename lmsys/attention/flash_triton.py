@@ -233,8 +233,8 @@ class _Launch:
         self.queries_padded = triton.cdiv(self.queries, ROW_PADDING) * ROW_PADDING
         self.causal, self.scale, self.tile = causal, scale, tile
         self.dtype, self.device = q.dtype, q.device
-        ieee = q.dtype != torch.float32 or not torch.backends.cuda.matmul.allow_tf32
-        self.precision = "ieee" if ieee else "tf32"
+        tf32 = q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+        self.precision = "tf32" if tf32 else "ieee"
 
     def run(self, name: str, kernel: Any, tensors: list[tuple[Tensor, str]], by_keys: bool = False) -> None:
         """`tensors`: each with what it is tiled by, "q" or "k" rows, "row" vectors, or "" for a plain pointer."""
@@ -332,7 +332,7 @@ class FlashTriton(torch.autograd.Function):
         tile: Tile | None = None,
     ) -> Tensor:
         ctx.causal, ctx.tile = causal, tile
-        ctx.scale = q.shape[-1] ** -0.5 if scale is None else scale
+        ctx.scale = q.shape[-1] ** -0.5 if scale is None else float(scale)  # of an int Triton would make a constant
         if ctx.scale <= 0:
             raise ValueError(f"{scale=} must be positive in FlashTriton.apply; flash_triton(...) takes any")
         o, lse = _forward(*(as_4d(x) for x in (q, k, v)), causal, ctx.scale, tile)

@@ -7,7 +7,7 @@ worked around. Legend: B batch, H query heads, Hkv key/value heads, Q queries, K
 import importlib
 import warnings
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -65,8 +65,11 @@ def _why_not_scale(case: AttentionCase) -> str | None:
 
 def _torch_says(case: AttentionCase, backend: SDPBackend, can_use: Callable[..., bool]) -> str | None:
     """torch's own verdict on the case, and when it refuses, the warnings in which it says why."""
-    if reason := _why_not_scale(case):
-        return reason
+    return _why_not_scale(case) or _asked(case, backend, can_use, torch.are_deterministic_algorithms_enabled())
+
+
+@lru_cache(maxsize=4096)  # to ask costs more than a small call; the answer hangs on the case and on determinism
+def _asked(case: AttentionCase, backend: SDPBackend, can_use: Callable[..., bool], deterministic: bool) -> str | None:
 
     def shaped(heads: int, length: int) -> Tensor:
         # Every row is the same memory: torch looks at shapes, never at values, so no case is too large to ask.

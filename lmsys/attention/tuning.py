@@ -9,6 +9,7 @@ import json
 import math
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -78,7 +79,10 @@ def tune(case: tuple[object, ...], tiles: Sequence[Tile], launch: Callable[[Tile
                 return tiles[0]
             best = _fastest(tiles, launch)
             known = _read() | {key: best}  # read again: another process may have written meanwhile
-            _write(known)
+            try:
+                _write(known)
+            except OSError as error:
+                warnings.warn(f"{cache_file()}: tuned choices last for this process only: {error}", stacklevel=2)
         _chosen[device.index, *case] = known[key]
     return _chosen[device.index, *case]
 
@@ -118,11 +122,17 @@ def _read() -> dict[str, Tile]:
     """Choices on disk. ValueError, with the path, when the file is not what `_write` writes."""
     path = cache_file()
     try:
-        return {key: Tile(**tile) for key, tile in json.loads(path.read_text()).items()}
-    except FileNotFoundError:
+        return {key: _tile(**tile) for key, tile in json.loads(path.read_text()).items()}
+    except OSError:  # none yet, or none that can be read; `_write` says so if it is to stay that way
         return {}
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: the tuning cache is corrupt ({error}); delete the file to tune anew") from error
+
+
+def _tile(**sizes: int) -> Tile:
+    if not all(type(size) is int and size > 0 for size in sizes.values()):
+        raise ValueError(f"a tile of {sizes}")
+    return Tile(**sizes)
 
 
 def _write(choices: dict[str, Tile]) -> None:

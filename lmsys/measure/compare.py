@@ -85,14 +85,18 @@ def interleave(
             result.failures[name] = failure
         else:
             costs[name] = cost
-            rounds[name] = min(MAX_ROUNDS, max(min_rounds, int(seconds / max(cost.host_s, cost.device_s))))
+            rounds[name] = max(min_rounds, min(MAX_ROUNDS, int(seconds / max(cost.host_s, cost.device_s))))
+    if not costs:
+        return result
     pending: dict[str, list[Any]] = {name: [] for name in rounds}
     clocks = []
     reading = CpuClock().cost(sm_clock, 0)  # costs the host time as well
-    warming = math.ceil(clock.warm_s / max(sum(cost.device_s for cost in costs.values()), 1e-9))
+    warming = math.ceil(clock.warm_s / sum(cost.device_s for cost in costs.values()))
     clock.wait(2 * sum(cost.host_s for cost in (reading, *costs.values())))
     for index in range(warming + max(rounds.values(), default=0)):
         taking_turns = [name for name, count in rounds.items() if index < warming + count]
+        if not taking_turns:
+            break
         host_s = reading.host_s + sum(costs[name].host_s for name in taking_turns)
         clock.wait(MARGIN * host_s - sum(costs[name].device_s for name in taking_turns))
         for name in taking_turns:

@@ -32,6 +32,8 @@ def describe(device: str, *, command: str, seed: int, sweep: str) -> dict[str, A
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": _triton_version(),
+        "float32_matmul": torch.backends.cuda.matmul.fp32_precision if on_gpu else None,
+        "threads": torch.get_num_threads(),
         "platform": platform.platform(),
         **_commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
