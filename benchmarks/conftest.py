@@ -15,6 +15,7 @@ from benchmarks.axes import parse_axes, sweep_called
 from benchmarks.session import ResultFile, Session, Settings, read_results
 from benchmarks.sweeps import Axes, Sweep
 from lmsys.attention import ATTENTION
+from lmsys.measure.machine import commit
 from lmsys.measure.memory import parse_size
 from lmsys.registry import Entry
 
@@ -191,6 +192,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_benchmark_update_machine_info(machine_info: dict[str, Any]) -> None:
     machine_info.pop("node", None)  # results are published, and the host's name is nobody's affair
+
+
+def pytest_benchmark_update_commit_info(commit_info: dict[str, Any]) -> None:
+    found = commit()  # $LMSYS_COMMIT goes before what git says
+    commit_info |= {"id": found["commit"], "dirty": found["dirty"]}
 
 
 def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """`python -m reports [RESULT.json ...] [-o DIR] [--baseline NAME]`: tables, plots and a page from result files.
 
 Without RESULT it reads reports/results/*.json. Several files, such as the parts of a split run or the journals
-(*.partial) of interrupted ones, are reported as one; a later file wins for a case that both hold. Ends with exit code 2
-and one line on stderr when something given cannot be used.
+(*.partial) of interrupted ones, are reported as one; for a case that several hold, the run of the latest date wins.
+Ends with exit code 2 and one line on stderr when something given cannot be used.
 """
 
 import argparse

@@ -70,18 +70,15 @@ class Results:
 
 
 def read(paths: Iterable[Path]) -> Results:
-    """One result of many files; a later file wins for a case that an earlier one also holds.
+    """One result of many files; for a case that several hold, the run of the latest date wins, whatever their order.
 
     InputError, with the file, for one that is absent, not ours or of a later version, and when there are
     no records at all.
     """
     paths = list(paths)
     cases: dict[tuple[object, ...], tuple[str, str, Record]] = {}
-    for path in paths:
-        try:
-            found = record.load(path)
-        except ValueError as error:
-            raise InputError(" ".join(str(error).split())) from error
+    # The sort is stable: among files of one date, such as the parts of one run, the last named wins.
+    for found in sorted(map(_load, paths), key=lambda found: _date(found["machine"])):
         machine = found["machine"]
         hardware = json.dumps([machine.get(key) for key in HARDWARE])
         for case in found["records"]:
@@ -92,12 +89,24 @@ def read(paths: Iterable[Path]) -> Results:
     return _results(list(cases.values()))
 
 
+def _load(path: Path) -> Record:
+    try:
+        return record.load(path)
+    except ValueError as error:
+        raise InputError(" ".join(str(error).split())) from error
+
+
+def _date(machine: Record) -> str:
+    """When the run began (ISO 8601 in UTC, so text sorts as time); "" sorts an undated run first."""
+    return str(machine.get("date") or "")
+
+
 def _results(cases: Sequence[tuple[str, str, Record]]) -> Results:
     taken: Counter[str] = Counter()
     machines = []
     for hardware in sorted({hardware for hardware, _, _ in cases}):
         own = [(run, case) for owner, run, case in cases if owner == hardware]
-        runs = sorted({run for run, _ in own}, key=lambda run: (str(json.loads(run).get("date")), run))
+        runs = sorted({run for run, _ in own}, key=lambda run: (_date(json.loads(run)), run))
         facts = [json.loads(run) for run in runs]
         title = _title(facts[-1])
         slug = file_name(title.lower())

@@ -12,17 +12,25 @@ from reports.tables import Table, number
 
 GENERATOR = '<meta name="generator" content="lmsys reports">'
 CSS = (Path(__file__).parent / "page.css").read_text()
-# Closed details would be missing on paper.
-SCRIPT = 'addEventListener("beforeprint",()=>document.querySelectorAll("details").forEach(d=>d.open=true))'
+# Closed details would be missing on paper; a table wider than the screen says that it scrolls.
+SCRIPT = """
+addEventListener("beforeprint", () => document.querySelectorAll("details").forEach(d => d.open = true));
+addEventListener("DOMContentLoaded", () => {
+  const watch = new ResizeObserver(seen => seen.forEach(({target: t}) =>
+    t.classList.toggle("wide", t.scrollWidth > t.clientWidth)));
+  document.querySelectorAll(".scroll").forEach(t => watch.observe(t));
+});
+"""
 
 
 @dataclass(frozen=True)
 class Block:
-    """What belongs together: `lead` is read at once, `more` behind a click."""
+    """What belongs together: `lead` is read at once, `more` behind a click; the title leads to `chapter`, if named."""
 
     title: str
     lead: Sequence[Table | Plot]
     more: Sequence[Table | Plot] = field(default_factory=list)
+    chapter: str = ""
 
 
 @dataclass(frozen=True)
@@ -77,13 +85,13 @@ def html(parts: Sequence[Part], notes: Sequence[str]) -> str:
     contents, body = [], []
     for machine, chapters in parts:
         links = "".join(
-            f'<li><a href="#{_anchor(machine, chapter)}">{escape(chapter.title)}</a>' for chapter in chapters
+            f'<li><a href="#{_anchor(machine, chapter.title)}">{escape(chapter.title)}</a>' for chapter in chapters
         )
         contents.append(f'<li><a href="#{machine.slug}">{escape(machine.title)}</a><ul>{links}</ul>')
         body.append(f'<section><h2 id="{machine.slug}">{escape(machine.title)}</h2>{_facts(machine)}')
         for chapter in chapters:
-            body.append(f'<h3 id="{_anchor(machine, chapter)}">{escape(chapter.title)}</h3>')
-            body += [_block(block) for block in chapter.blocks]
+            body.append(f'<h3 id="{_anchor(machine, chapter.title)}">{escape(chapter.title)}</h3>')
+            body += [_block(machine, block) for block in chapter.blocks]
         body.append("</section>")
     said = "".join(f"<p>{escape(note)}</p>" for note in notes)
     return (
@@ -96,8 +104,8 @@ def html(parts: Sequence[Part], notes: Sequence[str]) -> str:
     )
 
 
-def _anchor(machine: Machine, chapter: Chapter) -> str:
-    return f"{machine.slug}-" + re.sub(r"[^a-z0-9]+", "-", chapter.title.lower()).strip("-")
+def _anchor(machine: Machine, title: str) -> str:
+    return f"{machine.slug}-" + re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
 
 def _facts(machine: Machine) -> str:
@@ -128,8 +136,10 @@ def _ceilings(run: dict[str, object]) -> dict[str, float]:
     return (ceilings.get("matmul_flops_per_s") or {}) if isinstance(ceilings, dict) else {}
 
 
-def _block(block: Block) -> str:
-    title = f"<h4>{escape(block.title)}</h4>" if block.title else ""
+def _block(machine: Machine, block: Block) -> str:
+    title = escape(block.title)
+    title = f'<a href="#{_anchor(machine, block.chapter)}">{title}</a>' if block.chapter else title
+    title = f"<h4>{title}</h4>" if title else ""
     more = ""
     if block.more:
         names = ", ".join(dict.fromkeys(_brief(item).split(",")[0].lower() for item in block.more))

@@ -9,7 +9,6 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
@@ -21,6 +20,7 @@ PALETTE = (
     " #9ca3af #0891b2 #2563eb #16a34a #1e3a8a #38bdf8 #0f766e"  # dashed: peers
     " #db2777 #111827 #84cc16 #c026d3"
 ).split()
+FULL_COLOUR = 4.0  # the ratio from which a heat map's colour says no more, the same in every plot
 MARKERS = "osD^vPX*<>hpd8H"
 CEILING = {"color": "#111827", "linewidth": 1.0, "linestyle": (0, (1, 1.5)), "zorder": 1}
 STYLE = {
@@ -91,7 +91,9 @@ def _svg(figure: Any, name: str) -> str:
     with matplotlib.rc_context({"svg.hashsalt": name}):
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
     # Group ids repeat from plot to plot and would clash where several plots stand in one page.
-    return re.sub(r'<g id="[^"]*">', "<g>", file.getvalue())
+    text = re.sub(r'<g id="[^"]*">', "<g>", file.getvalue())
+    # Where the font is not installed: its twin in width, or at least no serifs.
+    return text.replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")
 
 
 def _legend(figure: Any, axes: Any) -> None:
@@ -108,14 +110,20 @@ def short(length: float) -> str:
     return f"{length / 1024:g}k" if length >= 1024 and length % 1024 == 0 else f"{length:,.0f}"
 
 
+def _plain(value: float, _: object = None) -> str:
+    """A number on an axis: 0.05, 500, 5,000, and 10k from there on."""
+    return f"{value:,.10g}" if value < 10_000 else f"{value / 1000:,.10g}k"
+
+
 def _log_values(axis: Any, values: Iterable[float]) -> None:
-    """Plain numbers on a logarithmic axis: decades, with steps between them where the range is short."""
+    """Plain numbers on a logarithmic axis: as many steps between the decades as the range has room for."""
     finite = [value for value in values if value > 0]
     decades = math.log10(max(finite) / min(finite))
-    subs = (1.0,) if decades > 3 else (1.0, 2.0, 5.0) if decades > 1 else (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
+    steps = [(1.0, 1.5, 2.0, 3.0, 5.0, 7.0), (1.0, 2.0, 5.0), (1.0, 3.0), (1.0,)]
+    subs = next((subs for subs in steps if len(subs) * decades <= 6), steps[-1])
     axis.set_major_locator(LogLocator(subs=subs, numticks=20))
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axis.set_major_formatter(FuncFormatter(_plain))
 
 
 def lines(
@@ -125,6 +133,7 @@ def lines(
     series: Mapping[str, Mapping[int, float]],
     style: Mapping[str, Look],
     unit: str,
+    xlabel: str,
     log: bool = True,
     ceiling: tuple[str, float] | None = None,
 ) -> Plot | None:
@@ -153,7 +162,8 @@ def lines(
         _log_values(axes.yaxis, values)
     else:
         axes.set_ylim(0, 1.08 * max([*values, ceiling[1] if ceiling else 0]))
-    axes.set(xlabel="sequence length S", ylabel=unit)
+        axes.yaxis.set_major_formatter(FuncFormatter(_plain))
+    axes.set(xlabel=xlabel, ylabel=unit)
     _legend(figure, axes)
     return Plot(name, title, caption, _svg(figure, name))
 
@@ -163,23 +173,24 @@ def heat_map(
     title: str,
     caption: str,
     values: Sequence[Sequence[float]],
-    words: Sequence[Sequence[str]],
+    texts: Sequence[Sequence[str]],
     rows: Sequence[str],
     columns: Sequence[str],
     xlabel: str,
 ) -> Plot:
-    """Ratios around 1, a row for each implementation and a column for each shape; a word where there is none."""
+    """Ratios around 1, a row for each implementation and a column for each shape; `texts` stand in the cells."""
     slanted = sum(map(len, columns)) > 36
     figure, axes = _figure(title, 0.25 * len(rows) + 0.8 + (0.055 * max(map(len, columns)) if slanted else 0))
     shades = np.log2(np.array(values, dtype=float))
-    span = max(1.0, float(np.nanmax(np.abs(shades))))
-    axes.imshow(shades, cmap="RdBu", norm=TwoSlopeNorm(0.0, -span, span), aspect="auto", alpha=0.85)
+    span = math.log2(FULL_COLOUR)
+    axes.imshow(shades, cmap="RdBu", vmin=-span, vmax=span, aspect="auto", alpha=0.85)
     size = 8.5 if len(columns) <= 8 else 7
     for y, line in enumerate(values):
         for x, value in enumerate(line):
             strong = math.isfinite(value) and abs(math.log2(value)) > 0.6 * span
-            text = (f"{value:.2f}" if value < 10 else f"{value:.0f}") if math.isfinite(value) else words[y][x]
-            axes.text(x, y, text, ha="center", va="center", fontsize=size, color="white" if strong else "#111827")
+            axes.text(
+                x, y, texts[y][x], ha="center", va="center", fontsize=size, color="white" if strong else "#111827"
+            )
     axes.set_xticks(range(len(columns)), columns, fontsize=9)
     axes.tick_params(axis="x", rotation=40 if slanted else 0)
     axes.set_xlabel(xlabel)
@@ -265,6 +276,7 @@ def bars(
     _log_values(axes.yaxis, [floor, max(finite)])
     slanted = sum(map(len, tiers)) > 45
     axes.set_xticks(range(len(tiers)), tiers, rotation=45 if slanted else 0, ha="right" if slanted else "center")
+    axes.set_xlim(-0.5, len(tiers) - 0.5)  # bars without a height would not widen it to the words in their places
     axes.grid(axis="x", visible=False)
     axes.set_ylabel(unit)
     _legend(figure, axes)

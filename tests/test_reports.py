@@ -161,15 +161,36 @@ def test_split_files_equal_the_whole(tmp_path: Path) -> None:
     assert built(tmp_path / "named-by-result", one, tmp_path / "two.json") == whole
 
 
-def test_later_file_wins_and_machines_stay_apart(tmp_path: Path) -> None:
+def test_the_later_run_wins_and_machines_stay_apart(tmp_path: Path) -> None:
     first = save(tmp_path / "1.json", [case("naive", peak_bytes=2**20)])
     later = save(tmp_path / "2.json", [case("naive", peak_bytes=2**21)], commit="fedcba", date="2000-01-03")
     other = save(tmp_path / "3.json", [case("naive", peak_bytes=2**22)], name="Other GPU")
-    files = built(tmp_path / "out", first, later, other)
+    undated = save(tmp_path / "4.json", [case("naive", peak_bytes=2**23)], date=None)
+    files = built(tmp_path / "out", undated, first, later, other)
     assert cells(files, f"{STEM}-peak")[0]["naive PyTorch"] == "2.00"
     assert cells(files, f"{STEM.replace('synthetic', 'other')}-peak")[0]["naive PyTorch"] == "4.00"
     assert b"commit fedcba, 2000-01-03" in files[f"tables/{STEM}-peak.md"]
     assert b"0123456789" not in files[f"tables/{STEM}-peak.md"]
+    assert built(tmp_path / "reversed", other, later, first, undated) == files
+
+
+def test_of_one_date_the_file_named_last_wins(tmp_path: Path) -> None:
+    one, two = (save(tmp_path / f"{n}.json", [case("naive", peak_bytes=n * 2**20)]) for n in (1, 2))
+    for paths, shown in (((one, two), "2.00"), ((two, one), "1.00")):
+        assert cells(built(tmp_path / "out", *paths), f"{STEM}-peak")[0]["naive PyTorch"] == shown
+
+
+def test_times_of_another_run_are_marked(tmp_path: Path) -> None:
+    first = save(tmp_path / "1.json", [case(i) for i in ROWS])
+    again = [case(i, comparison="the second run") for i in ("flash_triton", "naive")]
+    files = built(tmp_path / "out", first, save(tmp_path / "2.json", again, date="2000-01-03"))
+    for metric in ("time", "tflops"):
+        row = cells(files, f"{STEM}-{metric}")[0]
+        marked = {head for head, text in row.items() if text.endswith("¹")}
+        assert marked == {"FlashAttention-2, Triton", "naive PyTorch"}
+        note = "¹ measured in another run than SDPA flash: not comparable within a few per cent"
+        assert note in files[f"tables/{STEM}-{metric}.md"].decode()
+    assert "¹" not in files[f"tables/{STEM}-peak.md"].decode()
 
 
 @given(st.lists(st.tuples(*[st.floats(1e-6, 1e-1)] * 3), min_size=1, max_size=12))
@@ -200,6 +221,32 @@ def test_unpaired_speedup_is_blank(tmp_path: Path) -> None:
     assert row["naive PyTorch"] == tables.number(expected)
     assert mean["naive PyTorch"] == f"{tables.number(expected)} (1)"
     assert b"Blank: not sampled together with SDPA flash." in files[f"tables/{STEM}-speedup.md"]
+
+
+def test_a_baseline_without_a_time_is_named_as_the_reason(tmp_path: Path) -> None:
+    lost = case("sdpa_flash", queries=4096, keys=4096, outcome="oom", reason="needs 64 GiB")
+    absent = {"queries": 8192, "keys": 8192}
+    records = [case("sdpa_flash"), case("naive"), lost, case("naive", queries=4096, keys=4096), case("naive", **absent)]
+    files = built(tmp_path / "out", save(tmp_path / "r.json", records))
+    assert [row["naive PyTorch"] for row in cells(files, f"{STEM}-speedup")[1:3]] == ["no baseline²", "no baseline³"]
+    text = files[f"tables/{STEM}-speedup.md"].decode()
+    assert "² SDPA flash has no time here: out of memory (needs 64 GiB)" in text
+    assert "³ SDPA flash was not run here" in text and "Blank" not in text
+    assert "no base<" in files[f"plots/{STEM}-heat.svg"].decode()
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [case("flash_triton"), case("sdpa_cudnn"), case("naive", outcome="oom")],
+        [case("sdpa_flash"), case("flash_triton", comparison="another run")],
+        [case("sdpa_flash"), case("naive", outcome="wrong")],
+    ],
+    ids=["none timed", "none beside it", "none but it"],
+)
+def test_no_speedups_without_a_baseline_beside_something(tmp_path: Path, records: list[dict]) -> None:
+    files = built(tmp_path / "out", save(tmp_path / "r.json", records))
+    assert not [name for name in files if "speedup" in name or "heat" in name or "summary" in name]
 
 
 def test_baseline_by_name(tmp_path: Path) -> None:
@@ -280,6 +327,96 @@ def test_tables_of_the_course(swept: dict[str, bytes]) -> None:
     assert not any("default" in name and "time" in name for name in plots)  # one length: no line to draw
     page = files["index.html"].decode()
     assert not re.search(r'(src|href)="(https?:)?//', page) and page.count("<svg") == len(plots)
+
+
+def test_key_columns_are_in_sort_order(swept: dict[str, bytes]) -> None:
+    """Read from left to right, the rows of every table only grow: masks, head dimensions, lengths."""
+    for name in (name[7:-3] for name in swept if re.search(r"-(time|tflops|peak|saved|error)\.md$", name)):
+        table = cells(swept, name)
+        heads = [head for head in table[0] if head in ("mask", "D", "H", "S", "B", "Q×K")]
+        keys = [
+            [[int(n) for n in re.findall(r"\d+", row[h].replace(",", ""))] or row[h] for h in heads] for row in table
+        ]
+        assert keys == sorted(keys) and len({str(key) for key in keys}) == len(keys), name
+
+
+def test_all_cells_of_both_masks_in_one_table(tmp_path: Path) -> None:
+    records = []
+    for causal in (True, False):
+        for d in (64, 128):
+            for s in (1024, 4096):
+                shape = {"batch": 16384 // s, "heads": 2048 // d, "kv_heads": 2048 // d, "queries": s, "keys": s}
+                records += [case(i, "tokens16k", head_dim=d, causal=causal, **shape) for i in ROWS]
+                records.append(case("flex", "tokens16k", head_dim=d, causal=causal, outcome="unsupported", **shape))
+    name = "synthetic-gpu-tokens16k-bfloat16-fwd-tflops"
+    files = built(tmp_path / "out", save(tmp_path / "r.json", records))
+    rows = cells(files, name)
+    assert list(rows[0])[:3] == ["mask", "D", "S"]
+    assert set(list(rows[0])[3:]) == {label for label, _, _ in ROWS.values()}  # without the row that was never timed
+    assert [row["mask"] for row in rows] == ["causal"] * 4 + ["not causal"] * 4
+    caption = files[f"tables/{name}.md"].decode()
+    assert "S 1,024 to 4,096 (B·S = 16,384)" in caption and "D 64 to 128 (H·D = 2,048)" in caption
+    assert "sequence length S (B·S = 16,384)" in files[f"plots/{name.replace('fwd', 'causal-fwd')}-D64.svg"].decode()
+
+
+def test_summary_has_a_row_for_each_implementation_with_a_value(swept: dict[str, bytes]) -> None:
+    rows = cells(swept, "synthetic-gpu-by_length-summary")
+    assert {row[""] for row in rows} == {label for label, _, _ in ROWS.values()}
+    assert re.fullmatch(r"1\.00 \(5\)", rows[-2]["Forward, bfloat16, causal"])
+    rows = cells(swept, "synthetic-gpu-tiers-summary")
+    assert "SDPA cuDNN" not in {row[""] for row in rows}  # refused every tier
+    page = swept["index.html"].decode()
+    assert '<h4><a href="#synthetic-gpu-attention-by-sequence-length">By sequence length</a></h4>' in page
+    for target in re.findall(r'href="#([^"]+)"', page):
+        assert f'id="{target}"' in page
+
+
+@pytest.mark.parametrize(
+    ("direction", "peak", "first"),
+    [
+        ("fwd", "Peak memory of the forward (above", "First call of the forward ("),
+        ("bwd", "Peak memory of the backward alone (above", "First call of forward and backward together"),
+        ("fwdbwd", "Peak memory of forward and backward (above", "First call of forward and backward together"),
+    ],
+)
+def test_captions_say_what_is_measured(tmp_path: Path, direction: str, peak: str, first: str) -> None:
+    files = built(tmp_path / "out", save(tmp_path / "r.json", [case("naive", direction=direction)]))
+    text = {m: files[f"tables/{STEM[:-3]}{direction}-{m}.md"].decode() for m in ("peak", "saved", "compile", "error")}
+    assert peak in text["peak"] and ("what the forward saved" in text["peak"]) == (direction == "bwd")
+    assert "q, k and v included" in text["saved"]
+    assert first in text["compile"] and "tuned choices already on disk are not timed again" in text["compile"]
+    for check in ("check in this dtype", "check in float32", "root-mean-square rule"):
+        assert check in text["error"]
+
+
+def test_words_of_bars_stand_at_their_tiers(tmp_path: Path) -> None:
+    records = [case("naive", "tiers", queries=q, keys=64) for q in (64, 128, 256)]
+    for lost in (0, 2):
+        records[lost] = case("naive", "tiers", queries=records[lost]["queries"], keys=64, outcome="oom")
+    files = built(tmp_path / "out", save(tmp_path / "r.json", records))
+    drawing = files["plots/synthetic-gpu-tiers-bfloat16-causal-fwd-bars.svg"].decode()
+    words = [float(x) for x in re.findall(r"translate\(([-\d.]+) [^>]*>OOM<", drawing)]
+    ticks = [float(x) for x in re.findall(r'x="([-\d.]+)"[^>]*>(?:64|128:64|256:64)<', drawing)]
+    assert len(words) == 2 and len(ticks) == 3
+    assert words == pytest.approx([ticks[0], ticks[2]], abs=5)
+    assert 0 < words[0] < words[1] < 360
+
+
+def test_heat_map_keeps_rows_of_words(swept: dict[str, bytes]) -> None:
+    drawing = swept["plots/synthetic-gpu-tiers-bfloat16-causal-fwd-heat.svg"].decode()
+    assert ">SDPA cuDNN<" in drawing and drawing.count(">n/a<") == 4
+
+
+@pytest.mark.parametrize(("growth", "from_zero"), [(1, True), (8, False)])
+def test_memory_of_a_narrow_range_is_drawn_from_zero(tmp_path: Path, growth: int, from_zero: bool) -> None:
+    records = [case("naive", queries=s, keys=s, peak_bytes=(s // 256) ** growth * 2**20) for s in (512, 1024)]
+    files = built(tmp_path / "out", save(tmp_path / "r.json", records))
+    assert (">0</text>" in files[f"plots/{STEM}-peak.svg"].decode()) is from_zero
+
+
+def test_roofline_by_head_dimension(swept: dict[str, bytes]) -> None:
+    for d in (64, 128):
+        assert f"plots/synthetic-gpu-tokens16k-bfloat16-causal-fwd-roofline-D{d}.svg" in swept
 
 
 def test_memory_limit_is_a_question_of_its_own(tmp_path: Path) -> None:

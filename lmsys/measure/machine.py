@@ -35,7 +35,7 @@ def describe(device: str, *, command: str, seed: int, sweep: str) -> dict[str, A
         "float32_matmul": torch.backends.cuda.matmul.fp32_precision if on_gpu else None,
         "threads": torch.get_num_threads(),
         "platform": platform.platform(),
-        **_commit(),
+        **commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": command,
         "seed": seed,
@@ -113,7 +113,7 @@ def _triton_version() -> str | None:
     return triton.__version__
 
 
-def _commit() -> dict[str, Any]:
+def commit() -> dict[str, Any]:
     """From $LMSYS_COMMIT, for a copy of the tree that has no .git, else from git."""
     if commit := os.environ.get("LMSYS_COMMIT"):
         return {"commit": commit.removesuffix("-dirty"), "dirty": commit.endswith("-dirty")}

@@ -10,14 +10,16 @@ from reports.attention.cases import (
     PEAK,
     RATE,
     SAVED,
-    SECTIONS,
     SPEEDUP,
     TIME,
     Slice,
     looks,
+    merged,
+    section_title,
     slices,
     typed,
 )
+from reports.attention.shapes import SHAPE
 from reports.load import Machine
 from reports.page import Block, Chapter
 from reports.plots import Plot
@@ -29,6 +31,7 @@ JOINED = {
     "eager_compiled": ["naive", "naive_compiled"],
 }
 BARS = ("tiers", "by_length")
+GLANCE = ("tokens16k",)  # sections whose few cells, of both masks, stand in one table of rates
 
 
 def chapters(machine: Machine, baseline: str | None) -> list[Chapter]:
@@ -36,13 +39,16 @@ def chapters(machine: Machine, baseline: str | None) -> list[Chapter]:
     machine = replace(machine, frame=typed(machine.frame))
     look = looks(machine.frame)
     parts = list(slices(machine, look, baseline))
-    overview = Block("", _present(pivots.summary(machine, look, parts), pivots.implementations(machine, look)))
-    found = [Chapter("Attention", [overview])]
+    overview = [Block("", [pivots.implementations(machine, look)])]
+    found = [Chapter("Attention", overview)]
     for section in dict.fromkeys(part.section for part in parts):
         own = [part for part in parts if part.section == section]
+        title = f"Attention: {section_title(section)}"
+        if summary := pivots.summary(own):
+            overview.insert(-1, Block(section_title(section), [summary], chapter=title))
+        glance = [Block(part.heading, _present(pivots.pivot(part, RATE))) for part in merged(own) if section in GLANCE]
         first_saved = _first_saved(own) if section == "eager_compiled" else []
-        blocks = [_block(part, saved=part.stem in first_saved) for part in own]
-        found.append(Chapter(f"Attention: {SECTIONS.get(section, section)}", blocks))
+        found.append(Chapter(title, glance + [_block(part, saved=part.stem in first_saved) for part in own]))
     return found
 
 
@@ -53,10 +59,12 @@ def _block(part: Slice, saved: bool) -> Block:
     speedup = _present(pivots.pivot(part, SPEEDUP))
     rest = _present(*(pivots.pivot(part, metric) for metric in (RATE, PEAK, SAVED, ERROR, COMPILE)))
     bars = _present(*pictures.tiers(part)) if part.section in BARS else []
-    heat, roofline = _present(*pictures.speedups(part)), _present(pictures.roofline(part))
+    heat, roofline = _present(*pictures.speedups(part)), _present(*pictures.roofline(part))
     if not joined:
-        lead = [*time, *speedup, *bars, *_present(*pictures.against_length(part)), *heat, *roofline]
-        return Block(part.heading, lead, rest)
+        lead = [*time, *speedup, *bars, *_present(*pictures.against_length(part)), *heat]
+        # One shape is a handful of points in one place: its roofline says little more than the table.
+        single = len(part.frame[SHAPE].drop_duplicates()) == 1
+        return Block(part.heading, lead if single else lead + roofline, rest + roofline if single else rest)
     # Many head dimensions: their long tables, and all plots but those of time, wait behind a click.
     lead = [*joined, *_present(*pictures.against_length(part, [TIME])), *heat]
     return Block(

@@ -1,12 +1,13 @@
 """Attention records as the report sees them: typed, cut into slices, and put into words."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
 
 from reports import tables
+from reports.attention.shapes import SHAPE, held, span
 from reports.load import GIB, InputError, Machine, file_name
 from reports.plots import Look, assign_looks
 
@@ -23,19 +24,32 @@ SECTIONS = {  # in page order
 # Reading order, and with it the colour; a row that is not listed comes after these.
 OURS = "naive naive_compiled vectorized flash_torch flash_triton_torch_bwd flash_triton flash_gluon flash_cuda".split()
 PEERS = "sdpa_math sdpa_efficient sdpa_flash sdpa_cudnn flex flash_attn_2 flash_attn_4".split()
-BASELINES = ("sdpa_flash", "naive")  # without --baseline: the first that was timed beside the others
+# Without --baseline: the first that was timed beside the others. Never a fast row of ours: no speedup rather than that.
+BASELINES = ("sdpa_flash", "naive")
 
-SHAPE = ["batch", "heads", "kv_heads", "queries", "keys", "head_dim"]
+MASKS = {"causal": "causal", "full": "not causal"}  # in file names: as it is read
 SETTING = ["section", "dtype", "causal", "direction", "memory_limit_bytes"]
 TEXT = ["id", "impl", "label", "outcome", "reason", "comparison", "clock", "mode", "samples_s", "peer"]
 NUMBERS = "time_s p20_s p80_s rounds sm_clock_mhz compile_s peak_bytes saved_bytes error_ratio flops bytes flops_per_s"
 DIRECTIONS = {"fwd": "forward", "bwd": "backward", "fwdbwd": "forward + backward"}
+# What the memory and the first call of a case are of, by direction.
+MEASURED = {
+    "fwd": {"peak": "the forward (above what was live before it)", "first": "the forward"},
+    "bwd": {
+        "peak": "the backward alone (above what was live before it: the inputs and what the forward saved)",
+        "first": "forward and backward together",
+    },
+    "fwdbwd": {
+        "peak": "forward and backward (above what was live before them)",
+        "first": "forward and backward together",
+    },
+}
 CLOCKS = {"cuda_event": "CUDA events, cache cleared before each call", "perf_counter": "wall clock"}
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A column of the records as tables and plots show it."""
+    """A column of the records as tables and plots show it; `title` has places for the words of MEASURED."""
 
     stem: str
     field: str
@@ -52,10 +66,29 @@ class Metric:
 
 TIME = Metric("time", "time_s", "Median time", "Time", "ms", 1e3, True)
 RATE = Metric("tflops", "flops_per_s", "Achieved rate", "Rate", "TFLOP/s", 1e-12, True)
-PEAK = Metric("peak", "peak_bytes", "Peak memory above what was live before", "Peak memory", "MiB", 2**-20)
-SAVED = Metric("saved", "saved_bytes", "Memory saved for backward", "Saved for backward", "MiB", 2**-20)
-ERROR = Metric("error", "error_ratio", "Worst error as a share of its budget (right: at most 1)", "Error ratio")
-COMPILE = Metric("compile", "compile_s", "First call, with compilation and tuning", "First call", "s")
+PEAK = Metric("peak", "peak_bytes", "Peak memory of {peak}", "Peak memory", "MiB", 2**-20)
+SAVED = Metric(
+    "saved",
+    "saved_bytes",
+    "Memory saved by the forward for the backward (q, k and v included)",
+    "Saved for backward",
+    "MiB",
+    2**-20,
+)
+ERROR = Metric(
+    "error",
+    "error_ratio",
+    "Worst error as a share of its budget (right: at most 1): the largest of the check in this dtype, the check in "
+    "float32 where the row has a float32 form, and the root-mean-square rule where it has none",
+    "Error ratio",
+)
+COMPILE = Metric(
+    "compile",
+    "compile_s",
+    "First call of {first} (compiles and tunes; tuned choices already on disk are not timed again)",
+    "First call",
+    "s",
+)
 SPEEDUP = Metric("speedup", "speedup", "Speedup", "Speedup", "×", 1.0, True)
 ROOFLINE = Metric(
     "roofline", "flops_per_s", "Achieved rate against arithmetic intensity", "Roofline", "TFLOP/s", 1e-12, True
@@ -79,11 +112,30 @@ class Slice:
 
     def caption(self, metric: Metric, frame: pd.DataFrame) -> str:
         """What is shown and every variable that is held constant."""
-        what = f"{metric.title}, {metric.unit}" if metric.unit else metric.title
+        what = metric.title.format(**MEASURED[frame["direction"].iloc[0]])
+        what += f", {metric.unit}" if metric.unit else ""
         if metric is SPEEDUP:
-            what = f"Time of {self.looks[self.baseline].label} divided by time, median of rounds sampled side by side"
+            what = f"Time of {self.base} divided by time, median of rounds sampled side by side"
         clock = _clock(frame) if metric.clocked else ""
         return f"{what}. {self.heading}; {held(frame)}. {clock}{self.machine.about(frame)}"
+
+    @property
+    def base(self) -> str:
+        """The baseline as it is read."""
+        return self.looks[self.baseline].label if self.baseline else ""
+
+    def no_base(self, case: Any) -> str:
+        """Why nothing has a speedup beside this case of the baseline (None: not run); "" when it was timed."""
+        if case is None:
+            return f"{self.base} was not run here"
+        if case.outcome == "ok" and pd.notna(case.time_s):
+            return ""
+        ended = tables.MEANINGS.get(case.outcome, "not timed")
+        return f"{self.base} has no time here: {ended}" + (f" ({case.reason})" if isinstance(case.reason, str) else "")
+
+    def compared(self) -> bool:
+        """Whether a speedup is more than the baseline beside itself."""
+        return len(set(self.frame["impl"][self.frame["speedup"].notna()])) > 1
 
 
 def looks(frame: pd.DataFrame) -> dict[str, Look]:
@@ -108,7 +160,9 @@ def typed(frame: pd.DataFrame) -> pd.DataFrame:
     frame["peer"] = [peer is True for peer in frame["peer"]]
     frame["memory_limit_bytes"] = frame["memory_limit_bytes"].fillna(0)
     frame["label"] = frame["label"].where(frame["label"].notna(), frame["impl"])
-    return frame.sort_values(["head_dim", "heads", "queries", "keys", "batch", "id"], kind="stable", ignore_index=True)
+    return frame.sort_values(
+        ["head_dim", "heads", "kv_heads", "queries", "keys", "batch", "id"], kind="stable", ignore_index=True
+    )
 
 
 def slices(machine: Machine, looks: dict[str, Look], baseline: str | None) -> Iterator[Slice]:
@@ -127,56 +181,37 @@ def slices(machine: Machine, looks: dict[str, Look], baseline: str | None) -> It
         frame = groups[setting].reset_index(drop=True)
         section, dtype, causal, direction, limit = setting
         timed = set(frame["impl"][frame["time_s"].notna()])
-        preferred = [baseline] if baseline else [*BASELINES, *looks]
-        base = next((impl for impl in preferred if impl in timed), "")
+        base = next((impl for impl in ([baseline] if baseline else BASELINES) if impl in timed), "")
         frame["speedup"] = tables.paired_speedups(frame, SHAPE, base)
-        mask = "causal" if causal else "full"
-        stem = file_name(
-            f"{machine.slug}-{section}-{dtype}-{mask}-{direction}{f'-{limit / GIB:g}gib' if limit else ''}"
-        )
-        heading = f"{DIRECTIONS[direction].capitalize()}, {dtype}, {'causal' if causal else 'not causal'}"
-        heading += f", memory limit {limit / GIB:g} GiB" if limit else ""
+        stem, heading = _named(machine, section, dtype, "causal" if causal else "full", direction, limit)
         yield Slice(machine, section, frame, stem, heading, base, looks)
 
 
-def columns(frame: pd.DataFrame) -> dict[str, str]:
-    """The axes that vary among these cases, with their column heads; the length when none does."""
-    heads = frame[["heads", "kv_heads"]].drop_duplicates()
-    lengths = frame[["queries", "keys"]].drop_duplicates()
-    found = {"B": "B"} if frame["batch"].nunique() > 1 else {}
-    if len(heads) > 1:
-        found["H"] = "H" if (heads["heads"] == heads["kv_heads"]).all() else "H:Hkv"
-    if len(lengths) > 1:
-        found["S"] = "S" if (lengths["queries"] == lengths["keys"]).all() else "Q×K"
-    if frame["head_dim"].nunique() > 1:
-        found["D"] = "D"
-    return found or {"S": "S"}
+def _named(machine: Machine, section: str, dtype: str, causal: str, direction: str, limit: float) -> tuple[str, str]:
+    """The stem and the heading of a slice; `causal` in words, or "" for both masks together."""
+    gib = f"{limit / GIB:g}"
+    stem = [machine.slug, section, dtype, *([causal] if causal else []), direction, *([f"{gib}gib"] if limit else [])]
+    heading = [DIRECTIONS[direction].capitalize(), dtype, MASKS.get(causal, "causal and not")]
+    heading += [f"memory limit {gib} GiB"] if limit else []
+    return file_name("-".join(stem)), ", ".join(heading)
 
 
-def axis(name: str, shape: tuple[int, ...]) -> str:
-    """One axis of a shape (in the order of SHAPE) as its column shows it."""
-    batch, heads, kv_heads, queries, keys, head_dim = shape
-    if name == "H":
-        return f"{heads}" if heads == kv_heads else f"{heads}:{kv_heads}"
-    if name == "S":
-        return f"{queries:,}" if queries == keys else f"{queries:,}×{keys:,}"
-    return f"{batch if name == 'B' else head_dim:,}"
+def merged(parts: list[Slice]) -> Iterator[Slice]:
+    """The slices of a section that differ in nothing but the mask as one, of the implementations that were timed."""
+    groups: dict[tuple[Any, ...], list[Slice]] = {}
+    for part in parts:
+        key = part.frame[["dtype", "direction", "memory_limit_bytes"]].iloc[0]
+        groups.setdefault(tuple(key), []).append(part)
+    for (dtype, direction, limit), group in groups.items():
+        frame = pd.concat([part.frame for part in group], ignore_index=True)
+        timed = frame["impl"].isin(frame["impl"][frame["time_s"].notna()])
+        if len(group) > 1 and timed.any():
+            stem, heading = _named(group[0].machine, group[0].section, dtype, "", direction, limit)
+            yield replace(group[0], frame=frame[timed].reset_index(drop=True), stem=stem, heading=heading)
 
 
-def held(frame: pd.DataFrame) -> str:
-    """The axes that are constant among these cases, and the range of the others."""
-    grouped = "" if (frame["heads"] == frame["kv_heads"]).all() else f" (key/value {_span(frame['kv_heads'])})"
-    square = (frame["queries"] == frame["keys"]).all()
-    length = f"S {_span(frame['queries'])}" if square else f"Q {_span(frame['queries'])}, K {_span(frame['keys'])}"
-    tokens = frame["batch"] * frame["queries"]
-    product = f", B·S {_span(tokens)}" if frame["batch"].nunique() > 1 and tokens.nunique() == 1 else ""
-    batch, heads, dim = _span(frame["batch"]), _span(frame["heads"]), _span(frame["head_dim"])
-    return f"batch {batch}, heads {heads}{grouped}, {length}{product}, D {dim}"
-
-
-def _span(values: pd.Series) -> str:
-    low, high = round(values.min()), round(values.max())
-    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+def section_title(section: str) -> str:
+    return SECTIONS.get(section, section)
 
 
 def _clock(frame: pd.DataFrame) -> str:
@@ -190,7 +225,7 @@ def _clock(frame: pd.DataFrame) -> str:
     if len(rounds):
         facts.append(f"at least {int(rounds.min())} rounds")
     if timed["sm_clock_mhz"].notna().any():
-        facts.append(f"SM clock {_span(timed['sm_clock_mhz'])} MHz")
+        facts.append(f"SM clock {span(timed['sm_clock_mhz'])} MHz")
     spread = ((timed["p80_s"] - timed["p20_s"]) / timed["time_s"]).max()
     if spread == spread:
         facts.append(f"p20 to p80 within {tables.number(100 * spread)} % of the median")

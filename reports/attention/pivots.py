@@ -7,8 +7,9 @@ from typing import Any
 import pandas as pd
 
 from reports import tables
-from reports.attention.cases import SHAPE, SPEEDUP, TIME, Metric, Slice, axis, columns
-from reports.load import Machine
+from reports.attention.cases import RATE, SPEEDUP, TIME, Metric, Slice, section_title
+from reports.attention.shapes import CASE, SHAPE, axis, columns
+from reports.load import Machine, file_name
 from reports.plots import Look
 from reports.tables import Footnotes, Table
 
@@ -17,24 +18,39 @@ def _value(case: Any, metric: Metric) -> float:
     return math.nan if case is None else float(getattr(case, metric.field))
 
 
+def _cells(part: Slice, metric: Metric, line: dict[str, Any], notes: Footnotes) -> list[str]:
+    """One row's texts, given its cases by implementation: what does not compare with the others is marked so."""
+    shown = [tables.cell(case, _value(case, metric) * metric.scale, notes) for case in line.values()]
+    base = line.get(part.baseline)
+    if metric is SPEEDUP:
+        why = part.no_base(base)
+        return [text or (f"no baseline{notes.mark(why)}" if why else "") for text in shown]
+    timed = [case for case in (base, *line.values()) if case is not None and pd.notna(case.time_s)]
+    if metric not in (TIME, RATE) or not timed:
+        return shown
+    together, label = str(timed[0].comparison), part.looks[timed[0].impl].label
+    apart = f"measured in another run than {label}: not comparable within a few per cent"
+    strangers = [case in timed and str(case.comparison) != together for case in line.values()]
+    return [text + notes.mark(apart) if strange else text for text, strange in zip(shown, strangers, strict=True)]
+
+
 def pivot(part: Slice, metric: Metric) -> Table | None:
     """Rows: shapes; columns: implementations. None without a number to show, unless it is the table of times."""
     frame = part.frame
-    if metric is not TIME and not frame[metric.field].notna().any():
+    if not (part.compared() if metric is SPEEDUP else metric is TIME or frame[metric.field].notna().any()):
         return None
-    cases, impls, heads, notes = tables.by_key(frame, [*SHAPE, "impl"]), part.impls(), columns(frame), Footnotes()
+    cases, impls, heads, notes = tables.by_key(frame, [*CASE, "impl"]), part.impls(), columns(frame), Footnotes()
     rows, raw, values = [], [], []
-    for shape in tables.distinct(frame, SHAPE):
-        line = [cases.get((*shape, impl)) for impl in impls]
-        value = [_value(case, metric) for case in line]
-        shown = [tables.cell(case, x * metric.scale, notes) for case, x in zip(line, value, strict=True)]
-        rows.append([*(axis(name, shape) for name in heads), *shown])
-        raw.append([*shape, *(tables.value_or_word(case, x) for case, x in zip(line, value, strict=True))])
+    for shape in tables.distinct(frame, CASE):
+        line = {impl: cases.get((*shape, impl)) for impl in impls}
+        value = [_value(case, metric) for case in line.values()]
+        rows.append([*(axis(name, shape) for name in heads), *_cells(part, metric, line, notes)])
+        raw.append([*shape, *map(tables.value_or_word, line.values(), value)])
         values.append(value)
     below = notes.notes()
     if metric is SPEEDUP:
         if any("" in row for row in rows):
-            below.append(f"Blank: not sampled together with {part.looks[part.baseline].label}.")
+            below.append(f"Blank: not sampled together with {part.base}.")
         means = [tables.geometric_mean(column) for column in zip(*values, strict=True)]
         shown = [f"{tables.number(mean)} ({n})" if n else "" for mean, n in means]
         rows.append(["geometric mean (cells)", *[""] * (len(heads) - 1), *shown])
@@ -44,7 +60,7 @@ def pivot(part: Slice, metric: Metric) -> Table | None:
         caption=part.caption(metric, frame),
         columns=[*heads.values(), *(part.looks[impl].label for impl in impls)],
         rows=rows,
-        frame=pd.DataFrame(raw, columns=[*SHAPE, *impls]),
+        frame=pd.DataFrame(raw, columns=[*CASE, *impls]),
         notes=below + tables.legend(rows),
         keys=len(heads),
     )
@@ -64,11 +80,9 @@ def joined(part: Slice, metric: Metric, wanted: Sequence[str]) -> Table | None:
         line = []
         for length in lengths:
             shape = (batch, num_heads, kv_heads, length, length, dim)
-            found = [cases.get((*shape, impl)) for impl in impls]
-            value = [_value(case, metric) for case in found]
-            pairs = list(zip(found, value, strict=True))
-            line.append(" / ".join(tables.cell(case, x * metric.scale, notes) or "·" for case, x in pairs))
-            raw.append([*shape, *(tables.value_or_word(case, x) for case, x in pairs)])
+            found = {impl: cases.get((*shape, impl)) for impl in impls}
+            line.append(" / ".join(text or "·" for text in _cells(part, metric, found, notes)))
+            raw.append([*shape, *(tables.value_or_word(case, _value(case, metric)) for case in found.values())])
         rows.append([*(axis(name, shape) for name in heads), *line])
     order = " / ".join(part.looks[impl].label for impl in impls)
     return Table(
@@ -107,27 +121,32 @@ def implementations(machine: Machine, looks: dict[str, Look]) -> Table:
     )
 
 
-def summary(machine: Machine, looks: dict[str, Look], parts: Sequence[Slice]) -> Table | None:
-    """The geometric mean of the speedups of each slice, by implementation."""
-    rows, raw = [], []
-    for part in parts:
-        speedups = part.frame["speedup"]
-        means = [tables.geometric_mean(speedups[part.frame["impl"] == impl]) for impl in looks]
-        if sum(n > 0 for _, n in means) < 2:  # nothing beside the baseline itself
-            continue
-        section = part.frame["section"].iloc[0]
-        base = part.looks[part.baseline].label
-        rows.append([section, part.heading, base, *(f"{tables.number(mean)} ({n})" if n else "" for mean, n in means)])
-        raw.append([part.stem, part.baseline, *(mean for mean, _ in means)])
-    if not rows:
+def summary(parts: Sequence[Slice]) -> Table | None:
+    """The geometric mean of the speedups of each slice of one section, by implementation."""
+    parts = [part for part in parts if part.compared()]
+    if not parts:
         return None
+    first = parts[0]
+    frame = pd.concat([part.frame for part in parts], ignore_index=True)
+    impls = [impl for impl in first.looks if frame["speedup"][frame["impl"] == impl].notna().any()]
+    found = {
+        impl: [tables.geometric_mean(part.frame["speedup"][part.frame["impl"] == impl]) for part in parts]
+        for impl in impls
+    }
+    bases = list(dict.fromkeys(part.base for part in parts))
+    heads = [part.heading if len(bases) == 1 else f"{part.heading}, over {part.base}" for part in parts]
     return Table(
-        name=f"{machine.slug}-attention-summary",
-        title="Speedup over the baseline, geometric mean",
+        name=f"{first.machine.slug}-{file_name(first.section)}-summary",
+        title=f"Speedup over {' or '.join(bases)}, geometric mean · {section_title(first.section)}",
         caption="Geometric mean of the speedups (medians of per-round ratios) over the cells sampled together with the "
-        "baseline; how many in brackets. Only means over the same cells compare. " + machine.about(machine.frame),
-        columns=["section", "case", "baseline", *(look.label for look in looks.values())],
-        rows=rows,
-        frame=pd.DataFrame(raw, columns=["slice", "baseline", *looks]),
-        keys=3,
+        f"baseline; how many in brackets. Only means over the same cells compare. {first.machine.about(frame)}",
+        columns=["", *heads],
+        rows=[
+            [first.looks[impl].label, *(f"{tables.number(mean)} ({n})" if n else "" for mean, n in means)]
+            for impl, means in found.items()
+        ],
+        frame=pd.DataFrame(
+            [[impl, *(mean for mean, _ in means)] for impl, means in found.items()],
+            columns=["impl", *(part.stem for part in parts)],
+        ),
     )
