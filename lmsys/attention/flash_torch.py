@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from lmsys.attention.compiled import compile_for, layout_key, why_no_compiler
 from lmsys.attention.contract import AttentionCase, as_4d
+from lmsys.attention.operators import operator
 
 TILE_SCORES = {"cuda": 2**24, "cpu": 2**20}  # scores of one tile over all heads: 64 MiB, 4 MiB
 MIN_TILE, MAX_TILE = 64, 2048
@@ -189,6 +190,11 @@ def flash_backward(
 compiled_flash_backward = partial(flash_backward, tile_weights=_tile_weights_compiled)
 
 
+def backward_here(q: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """`flash_backward`, compiled on CUDA."""
+    return (compiled_flash_backward if q.is_cuda else flash_backward)(q, *others)
+
+
 class FlashTorch(torch.autograd.Function):
     """`.apply(q, k, v, causal, scale, tile)` on (..., H, S, D) or (B, S, D); the last three may be left out."""
 
@@ -212,13 +218,17 @@ class FlashTorch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        backward = compiled_flash_backward if grads[0].is_cuda else flash_backward
-        gradients = backward(*ctx.saved_tensors, grads[0], ctx.causal, ctx.scale, ctx.tile)
+        gradients = backward_here(*ctx.saved_tensors, grads[0], ctx.causal, ctx.scale, ctx.tile)
         return *gradients, None, None, None
+
+
+_operator = operator("flash_torch", flash_forward, backward_here)
 
 
 def flash_torch(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
     """softmax(scale · q kᵀ) v: q (B, H, Q, D), k and v (B, Hkv, K, D) -> (B, H, Q, D), in memory linear in Q and K."""
+    if torch.compiler.is_compiling():
+        return _operator(q, k, v, causal, q.shape[-1] ** -0.5 if scale is None else scale)
     return FlashTorch.apply(q, k, v, causal, scale)
 
 

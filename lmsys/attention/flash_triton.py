@@ -28,7 +28,8 @@ from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lmsys.attention.contract import AttentionCase, as_4d
-from lmsys.attention.flash_torch import compiled_flash_backward, flash_backward
+from lmsys.attention.flash_torch import backward_here
+from lmsys.attention.operators import operator
 from lmsys.attention.tuning import Tile, candidates, tune
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -289,7 +290,15 @@ def _forward(
 
 
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, causal: bool, scale: float, tile: Tile | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    causal: bool,
+    scale: float,
+    tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq (B, H, Q, D), dk and dv (B, Hkv, K, D)."""
     if q.is_cuda:
@@ -355,27 +364,31 @@ class FlashTritonTorchBackward(FlashTriton):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        backward = compiled_flash_backward if grads[0].is_cuda else flash_backward
-        return *backward(*ctx.saved_tensors, grads[0], ctx.causal, ctx.scale), None, None, None
+        return *backward_here(*ctx.saved_tensors, grads[0], ctx.causal, ctx.scale), None, None, None
 
 
-def _apply(function: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
+_operator = operator("flash_triton", _forward, _backward)
+_operator_torch_bwd = operator("flash_triton_torch_bwd", _forward, backward_here)
+
+
+def _apply(function: Any, opaque: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
     """The kernels take the maximum before they scale, which a scale that is not positive would turn round."""
-    if scale is not None and scale <= 0:
-        return function.apply(q * (-1 if scale < 0 else 0), k, v, causal, -scale or 1.0)
-    return function.apply(q, k, v, causal, scale)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if scale <= 0:
+        q, scale = q * (-1 if scale < 0 else 0), -scale or 1.0
+    return (opaque if torch.compiler.is_compiling() else function.apply)(q, k, v, causal, scale)
 
 
 def flash_triton(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
     """softmax(scale · q kᵀ) v: q (B, H, Q, D), k and v (B, Hkv, K, D) -> (B, H, Q, D), in memory linear in Q and K."""
-    return _apply(FlashTriton, q, k, v, causal, scale)
+    return _apply(FlashTriton, _operator, q, k, v, causal, scale)
 
 
 def flash_triton_torch_bwd(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None
 ) -> Tensor:
     """`flash_triton` with a compiled PyTorch backward, as a course solution has it before its own Triton backward."""
-    return _apply(FlashTritonTorchBackward, q, k, v, causal, scale)
+    return _apply(FlashTritonTorchBackward, _operator_torch_bwd, q, k, v, causal, scale)
 
 
 def flash_triton_supports(case: AttentionCase) -> str | None:

@@ -1,0 +1,53 @@
+"""Kernels as custom operators: to torch.compile one node of known shapes, into which it does not look."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Forward = Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
+Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+def operator(
+    name: str, forward: Forward, backward: Backward
+) -> Callable[[Tensor, Tensor, Tensor, bool, float], Tensor]:
+    """`lmsys::<name>`: (q, k, v, causal, scale) -> o on 4-D tensors, differentiable once.
+
+    `forward(q, k, v, causal, scale)` gives o and the log-sum-exp, `backward(q, k, v, o, lse, do, causal, scale)`
+    gives dq, dk, dv.
+    """
+
+    @torch.library.custom_op(f"lmsys::{name}", mutates_args=())
+    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        o, lse = forward(q, k, v, causal, scale)
+        return o.contiguous(), lse
+
+    @torch.library.custom_op(f"lmsys::{name}_backward", mutates_args=())
+    def gradients(
+        q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = backward(q, k, v, o, lse, do, causal, scale)
+        return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+    @attend.register_fake
+    def _(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        lse = q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
+        return q.new_empty(q.shape), lse
+
+    @gradients.register_fake
+    def _(
+        q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, ctx.causal, ctx.scale = inputs
+        ctx.save_for_backward(q, k, v, *output)
+
+    def differentiate(ctx: Any, do: Tensor, _: Any) -> Any:
+        return *gradients(*ctx.saved_tensors, do, ctx.causal, ctx.scale), None, None
+
+    attend.register_autograd(differentiate, setup_context=setup_context)
+    return lambda q, k, v, causal, scale: attend(q, k, v, causal, scale)[0]

@@ -1,0 +1,90 @@
+"""What is to be built, in plain values: frozen, checked, and JSON there and back. Imports no torch."""
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A Transformer language model.
+
+    num_kv_heads       key/value heads, a divisor of num_heads; None: as many as query heads
+    attention          a row of `lmsys.attention.ATTENTION`
+    checkpoint_blocks  activation checkpointing: this many blocks are one group, which keeps only its input and is
+                       run again in the backward; 0: no checkpointing
+    """
+
+    d_model: int
+    d_ff: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int | None = None
+    vocab_size: int = 10_000
+    context_length: int = 1024
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    attention: str = "auto"
+    checkpoint_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length"):
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        if self.d_model % self.num_heads or self.head_dim % 2:
+            raise ValueError(
+                f"d_model={self.d_model} must divide into num_heads={self.num_heads} heads of even length"
+                f" (rotary positions turn pairs); got {self.d_model / self.num_heads:g}"
+            )
+        if self.num_kv_heads is not None and (self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads):
+            raise ValueError(f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}")
+        if not 0 <= self.checkpoint_blocks <= self.num_layers:
+            raise ValueError(f"checkpoint_blocks={self.checkpoint_blocks} must lie in 0 to {self.num_layers} layers")
+        if self.rope_theta <= 0 or self.norm_eps <= 0:
+            raise ValueError(f"rope_theta={self.rope_theta} and norm_eps={self.norm_eps} must be positive")
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The config that `to_json` wrote. ValueError that names unknown and missing keys."""
+        found = json.loads(text)
+        if not isinstance(found, dict):
+            raise ValueError(f"a config is a JSON object; got {type(found).__name__}")
+        known = {field.name for field in fields(cls)}
+        required = {"d_model", "d_ff", "num_layers", "num_heads"}
+        if wrong := sorted(found.keys() - known) or sorted(required - found.keys()):
+            raise ValueError(f"config keys {wrong} are unknown or missing; known are {sorted(known)}")
+        return cls(**found)
+
+
+SIZES: Mapping[str, Mapping[str, int]] = {
+    name: dict(zip(("d_model", "d_ff", "num_layers", "num_heads"), values, strict=True))
+    for name, values in {
+        "tiny": (128, 512, 2, 4),
+        "small": (768, 3072, 12, 12),
+        "medium": (1024, 4096, 24, 16),
+        "large": (1280, 5120, 36, 20),
+        "xl": (1600, 6400, 48, 25),
+        "2.7b": (2560, 10240, 32, 32),
+    }.items()
+}
+
+
+def model_config(size: str, **changes: Any) -> ModelConfig:
+    """A named size, with fields changed. ValueError with the nearest names for an unknown one."""
+    if size not in SIZES:
+        near = difflib.get_close_matches(size, SIZES, n=2) or list(SIZES)
+        raise ValueError(f"unknown {size=}; did you mean {' or '.join(near)}?")
+    return ModelConfig(**SIZES[size] | changes)

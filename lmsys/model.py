@@ -1,0 +1,194 @@
+"""A Transformer language model, from token ids to logits and loss: pre-norm, RMSNorm, RoPE, SwiGLU, no biases.
+
+Read from bottom to top it is TransformerLM -> Block -> Attention, FeedForward -> RMSNorm, Linear, Embedding. Parameter
+names are those of CS336, so checkpoints travel. Parameters are float32; matmuls run in lower precision under autocast.
+
+Sources: Vaswani et al. 2017 (arXiv 1706.03762); Zhang & Sennrich 2019 (RMSNorm, 1910.07467); Su et al. 2021 (RoPE,
+2104.09864); Shazeer 2020 (SwiGLU, 2002.05202).
+Legend: B batch, S sequence length, M d_model, F d_ff, H query heads, Hkv key/value heads, D head dimension, V vocabulary
+size.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lmsys.attention import ATTENTION
+from lmsys.attention.contract import DTYPE_NAMES, AttentionCase, adapt
+from lmsys.config import ModelConfig
+from lmsys.loss import linear_cross_entropy
+
+
+class Linear(nn.Linear):
+    """y = x Wᵀ, W (out, in) drawn from a normal of variance 2 / (in + out), cut off at three standard deviations."""
+
+    def __init__(self, in_features: int, out_features: int, **factory: Any):
+        super().__init__(in_features, out_features, bias=False, **factory)
+
+    def reset_parameters(self) -> None:
+        std = (2 / (self.in_features + self.out_features)) ** 0.5
+        nn.init.trunc_normal_(self.weight, std=std, a=-3 * std, b=3 * std)
+
+
+class Embedding(nn.Embedding):
+    """A row of W (V, M) for each token id; W standard normal, cut off at three."""
+
+    def reset_parameters(self) -> None:
+        nn.init.trunc_normal_(self.weight, std=1.0, a=-3.0, b=3.0)
+
+
+class RMSNorm(nn.RMSNorm):
+    """x / rms(x) · weight over the last dimension, in float32 whatever x is; the result has x's dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float()).to(x.dtype)
+
+
+class RotaryEmbedding(nn.Module):
+    """Turns the pair (2i, 2i + 1) of every query and key by position · theta^(-2i / D)."""
+
+    def __init__(self, head_dim: int, context_length: int, theta: float, device: Any = None):
+        super().__init__()
+        frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
+        angles = torch.arange(context_length, dtype=torch.float64, device=device)[:, None] * frequencies  # (S, D / 2)
+        self.register_buffer("cos", angles.cos().float(), persistent=False)
+        self.register_buffer("sin", angles.sin().float(), persistent=False)
+
+    def forward(self, x: Tensor, positions: Tensor | None) -> Tensor:
+        """x (B, S, H, D), positions (S) or (B, S), by default 0 ... S - 1 -> (B, S, H, D), of x's dtype."""
+        cos, sin = (t[: x.shape[1]] if positions is None else t[positions] for t in (self.cos, self.sin))
+        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # (..., S, 1, D / 2): the same for every head
+        even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention of H query heads over Hkv key/value heads, by a row of the attention table."""
+
+    def __init__(self, config: ModelConfig, **factory: Any):
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.q_proj = Linear(config.d_model, config.num_heads * config.head_dim, **factory)
+        self.k_proj = Linear(config.d_model, config.kv_heads * config.head_dim, **factory)
+        self.v_proj = Linear(config.d_model, config.kv_heads * config.head_dim, **factory)
+        self.output_proj = Linear(config.num_heads * config.head_dim, config.d_model, **factory)
+
+    def forward(self, x: Tensor, attend: Any, rope: RotaryEmbedding, positions: Tensor | None) -> Tensor:
+        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = rope(q, positions), rope(k, positions)  # (B, S, H, D), (B, S, Hkv, D)
+        o = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True)  # (B, H, S, D)
+        return self.output_proj(o.transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: W2 (silu(W1 x) · W3 x)."""
+
+    def __init__(self, config: ModelConfig, **factory: Any):
+        super().__init__()
+        self.w1 = Linear(config.d_model, config.d_ff, **factory)
+        self.w2 = Linear(config.d_ff, config.d_model, **factory)
+        self.w3 = Linear(config.d_model, config.d_ff, **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    """x + attn(ln1(x)), then y + ffn(ln2(y))."""
+
+    def __init__(self, config: ModelConfig, **factory: Any):
+        super().__init__()
+        self.ln1 = RMSNorm(config.d_model, config.norm_eps, **factory)
+        self.attn = Attention(config, **factory)
+        self.ln2 = RMSNorm(config.d_model, config.norm_eps, **factory)
+        self.ffn = FeedForward(config, **factory)
+
+    def forward(self, x: Tensor, attend: Any, rope: RotaryEmbedding, positions: Tensor | None) -> Tensor:
+        x = x + self.attn(self.ln1(x), attend, rope, positions)
+        return x + self.ffn(self.ln2(x))
+
+
+class TransformerLM(nn.Module):
+    """Token ids (B, S) -> logits (B, S, V); `loss` gives the mean cross-entropy without holding them."""
+
+    def __init__(self, config: ModelConfig, device: Any = None, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.config = config
+        factory = {"device": device, "dtype": dtype}
+        self.token_embeddings = Embedding(config.vocab_size, config.d_model, **factory)
+        self.layers = nn.ModuleList(Block(config, **factory) for _ in range(config.num_layers))
+        self.ln_final = RMSNorm(config.d_model, config.norm_eps, **factory)
+        self.lm_head = Linear(config.d_model, config.vocab_size, **factory)
+        self.rope = RotaryEmbedding(config.head_dim, config.context_length, config.rope_theta, device)
+        _ = ATTENTION[config.attention] if config.attention != "auto" else None  # an unknown name fails here
+        self._rows: dict[AttentionCase, Any] = {}
+
+    def compile_blocks(self, **options: Any) -> "TransformerLM":
+        """Compile every block in place: as the blocks share their code, the second and all later ones are free."""
+        for layer in self.layers:
+            layer.compile(fullgraph=True, dynamic=False, **options)
+        return self
+
+    def hidden(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """What the head reads: tokens (B, S) and positions (S) or (B, S) -> (B, S, M).
+
+        ValueError for a sequence longer than the context, and on a CPU for ids outside the vocabulary; on CUDA such an
+        id stops the process with a device-side assertion.
+        """
+        self._check(tokens)
+        x = self.token_embeddings(tokens)
+        attend = self._attend(x)
+        group = self.config.checkpoint_blocks
+        if not group or not torch.is_grad_enabled():
+            return self.ln_final(self._blocks(x, 0, len(self.layers), attend, positions))
+        for first in range(0, len(self.layers), group):
+            x = checkpoint(self._blocks, x, first, first + group, attend, positions, use_reentrant=False)
+        return self.ln_final(x)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        return self.lm_head(self.hidden(tokens, positions))
+
+    def loss(self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Mean cross-entropy of the targets (B, S), in float32."""
+        return linear_cross_entropy(self.hidden(tokens, positions), self.lm_head.weight, targets)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch's, also for a dict saved from a wrapped or compiled model (prefixes `module.`, `_orig_mod.`)."""
+        plain = {key.removeprefix("module.").replace("_orig_mod.", ""): value for key, value in state_dict.items()}
+        try:
+            return super().load_state_dict(plain, strict=strict, assign=assign)
+        except RuntimeError as error:
+            raise ValueError(f"the state dict does not fit {self.config}: {error}") from error
+
+    def _blocks(self, x: Tensor, first: int, stop: int, attend: Any, positions: Tensor | None) -> Tensor:
+        for layer in self.layers[first:stop]:
+            x = layer(x, attend, self.rope, positions)
+        return x
+
+    def _check(self, tokens: Tensor) -> None:
+        if tokens.dim() != 2 or tokens.is_floating_point():
+            raise ValueError(f"tokens must be ids of shape (B, S); got {tokens.dtype} of shape {tuple(tokens.shape)}")
+        if tokens.shape[1] > self.config.context_length:
+            raise ValueError(f"{tokens.shape[1]} tokens are more than context_length={self.config.context_length}")
+        if tokens.device.type == "cpu" and tokens.numel():
+            low, high = int(tokens.min()), int(tokens.max())
+            if low < 0 or high >= self.config.vocab_size:
+                raise ValueError(f"token ids {low} to {high} must lie in 0 to {self.config.vocab_size - 1}")
+
+    def _attend(self, x: Tensor) -> Any:
+        """The row's function for this shape, dtype and mode, looked up outside of what is compiled."""
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else None
+        (batch, length, _), config = x.shape, self.config
+        case = AttentionCase(
+            batch, config.num_heads, config.kv_heads, length, length, config.head_dim, DTYPE_NAMES[dtype],
+            causal=True, grad=torch.is_grad_enabled(), device=device, capability=capability,
+        )  # fmt: skip
+        if case not in self._rows:
+            self._rows[case] = adapt(ATTENTION.pick(config.attention, case).load())
+        return self._rows[case]
