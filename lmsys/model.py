@@ -5,8 +5,7 @@ names are those of CS336, so checkpoints travel. Parameters are float32; matmuls
 
 Sources: Vaswani et al. 2017 (arXiv 1706.03762); Zhang & Sennrich 2019 (RMSNorm, 1910.07467); Su et al. 2021 (RoPE,
 2104.09864); Shazeer 2020 (SwiGLU, 2002.05202).
-Legend: B batch, S sequence length, M d_model, F d_ff, H query heads, Hkv key/value heads, D head dimension, V vocabulary
-size.
+Legend: B batch, S sequence length, M d_model, F d_ff, H query heads, Hkv key/value heads, D head dimension, V ids.
 """
 
 from collections.abc import Mapping
@@ -41,11 +40,15 @@ class Embedding(nn.Embedding):
         nn.init.trunc_normal_(self.weight, std=1.0, a=-3.0, b=3.0)
 
 
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class RMSNorm(nn.RMSNorm):
-    """x / rms(x) · weight over the last dimension, in float32 whatever x is; the result has x's dtype."""
+    """x / rms(x) · weight over the last dimension, in float32 at least; the result has x's dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.float()).to(x.dtype)
+        return F.rms_norm(_wide(x), self.normalized_shape, _wide(self.weight), self.eps).to(x.dtype)
 
 
 class RotaryEmbedding(nn.Module):
@@ -62,7 +65,7 @@ class RotaryEmbedding(nn.Module):
         """x (B, S, H, D), positions (S) or (B, S), by default 0 ... S - 1 -> (B, S, H, D), of x's dtype."""
         cos, sin = (t[: x.shape[1]] if positions is None else t[positions] for t in (self.cos, self.sin))
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # (..., S, 1, D / 2): the same for every head
-        even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+        even, odd = _wide(x).unflatten(-1, (-1, 2)).unbind(-1)
         return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
 
 

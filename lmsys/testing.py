@@ -233,6 +233,16 @@ def _sample(case: AttentionCase, seed: int) -> tuple[list[int], list[int]]:
     return [unit // case.kv_heads for unit in units], [unit % case.kv_heads for unit in units]
 
 
+def error_ratio(found: Tensor, reference: Tensor, plain: Tensor) -> float:
+    """The rule above for any tensor: `found` against a float64 `reference`; `plain` is what PyTorch itself makes of it.
+
+    `plain` has the dtype that is judged. 1 or less is right; inf where `found` holds NaN or inf.
+    """
+    error = _norm_max(found.detach().double() - reference)
+    ratio = error / _budget(reference, plain.detach().double(), plain.dtype)
+    return ratio if math.isfinite(ratio) else math.inf
+
+
 def _budget(ref: Tensor, plain: Tensor, dtype: torch.dtype) -> float:
     rounded = ref.to(dtype)
     middle = (rounded + 0.3 - 0.3) - rounded
