@@ -44,11 +44,22 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def _matmul_dtype(x: Tensor) -> torch.dtype:
+    """What autocast turns x into in front of a matmul."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
 class RMSNorm(nn.RMSNorm):
-    """x / rms(x) · weight over the last dimension, in float32 at least; the result has x's dtype."""
+    """x / rms(x) · weight over the last dimension, in float32 at least.
+
+    The result has the dtype that the matmuls behind it read, so that they share one cast, and one tensor kept for
+    their backward, where autocast would make three.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(_wide(x), self.normalized_shape, _wide(self.weight), self.eps).to(x.dtype)
+        normalised = F.rms_norm(_wide(x), self.normalized_shape, _wide(self.weight), self.eps)
+        return normalised.to(_matmul_dtype(x))
 
 
 class RotaryEmbedding(nn.Module):
@@ -184,13 +195,11 @@ class TransformerLM(nn.Module):
 
     def _attend(self, x: Tensor) -> Any:
         """The row's function for this shape, dtype and mode, looked up outside of what is compiled."""
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else None
         (batch, length, _), config = x.shape, self.config
         case = AttentionCase(
-            batch, config.num_heads, config.kv_heads, length, length, config.head_dim, DTYPE_NAMES[dtype],
-            causal=True, grad=torch.is_grad_enabled(), device=device, capability=capability,
+            batch, config.num_heads, config.kv_heads, length, length, config.head_dim, DTYPE_NAMES[_matmul_dtype(x)],
+            causal=True, grad=torch.is_grad_enabled(), device=x.device.type, capability=capability,
         )  # fmt: skip
         if case not in self._rows:
             self._rows[case] = adapt(ATTENTION.pick(config.attention, case).load())

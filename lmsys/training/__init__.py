@@ -1,0 +1,1 @@
+"""What training a model needs beside the model."""

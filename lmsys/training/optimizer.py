@@ -1,0 +1,241 @@
+"""AdamW, a cosine schedule with warm-up, and clipping by the global norm. On CUDA none of them waits for the device.
+
+Schedule and clipping are those of CS336, assignment 1 (section 4, "Training a Transformer LM").
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+OTHER_ALGORITHMS = {"amsgrad": True, "maximize": True, "decoupled_weight_decay": False}  # in a param group of torch
+
+
+class AdamW(Optimizer):
+    """Adam with decoupled weight decay: Loshchilov & Hutter, arXiv 1711.05101, Algorithm 2; equal to torch's AdamW.
+
+        m = β1 m + (1 - β1) g,  v = β2 v + (1 - β2) g²
+        p = p - lr weight_decay p - lr (m / (1 - β1ᵗ)) / (√(v / (1 - β2ᵗ)) + eps)
+
+    CUDA parameters are stepped by the fused kernel, one call for each param group, device and dtype, and all others
+    by the same arithmetic in `torch._foreach_*`. State is as in torch, so state dicts go both ways: `step` (float32
+    scalar, beside a CUDA parameter, else on the CPU), `exp_avg` and `exp_avg_sq` (as the parameter). The lists that
+    the kernels take are kept until other parameters have gradients: change state in place or by `load_state_dict`.
+
+    `torch.amp.GradScaler` leaves unscaling and the skipped step to the fused kernel when all parameters are on CUDA.
+    ValueError: a negative, NaN or infinite lr, eps or weight_decay, a beta outside [0, 1), a gradient that is sparse
+    or not floating-point, the state dict of another algorithm.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        self._plans: dict[int, _Plan] = {}
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        _validate(**defaults)
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        _validate(**{name: param_group.get(name, default) for name, default in self.defaults.items()})
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for group in state_dict["param_groups"]:
+            for name, other in OTHER_ALGORITHMS.items():
+                if group.get(name) is other:
+                    raise ValueError(f"the state dict is not AdamW's: its param group has {name}={other}")
+        super().load_state_dict(state_dict)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._plans = {}
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """GradScaler asks: does `step` heed the `grad_scale` and `found_inf` that it sets on the optimizer?"""
+        return all(p.is_cuda for group in self.param_groups for p in group["params"])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; returns what `closure` returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        plans = [self._plan(i) for i in range(len(self.param_groups))]  # all, before any parameter changes
+        for group, plan in zip(self.param_groups, plans, strict=True):
+            for bundle in plan.bundles:
+                if bundle.params[0].is_cuda:
+                    _fused_step(bundle, group, *scaling)
+                else:
+                    _foreach_step(bundle, group)
+        return loss
+
+    def _plan(self, index: int) -> "_Plan":
+        live = [p for p in self.param_groups[index]["params"] if p.grad is not None]
+        plan = self._plans.get(index)
+        if plan is None or len(plan.live) != len(live) or not all(map(is_, plan.live, live)):
+            plan = self._plans[index] = _Plan(live, self._bundles(live))
+        return plan
+
+    def _bundles(self, live: list[Tensor]) -> list["_Bundle"]:
+        for p in live:
+            if p.grad.layout != torch.strided or not p.is_floating_point():
+                given = f"{p.grad.layout} of {p.dtype}, shape {tuple(p.shape)}"
+                raise ValueError(f"AdamW takes dense floating-point gradients, and one is {given}")
+        bundles: dict[tuple[torch.device, torch.dtype], _Bundle] = {}
+        for p in live:
+            state = self.state[p]
+            if not state:
+                state.update(step=0.0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+            home = p.device if p.is_cuda else "cpu"
+            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=home)
+            bundles.setdefault((p.device, p.dtype), _Bundle()).append(p, state)
+        return list(bundles.values())
+
+
+@dataclass
+class _Bundle:
+    """Parameters of one group, device and dtype, and their state: the lists that a multi-tensor kernel takes."""
+
+    params: list[Tensor] = field(default_factory=list)
+    exp_avgs: list[Tensor] = field(default_factory=list)
+    exp_avg_sqs: list[Tensor] = field(default_factory=list)
+    steps: list[Tensor] = field(default_factory=list)
+
+    def append(self, p: Tensor, state: dict[str, Tensor]) -> None:
+        self.params.append(p)
+        self.exp_avgs.append(state["exp_avg"])
+        self.exp_avg_sqs.append(state["exp_avg_sq"])
+        self.steps.append(state["step"])
+
+    def grads(self) -> list[Tensor]:
+        return [p.grad for p in self.params]
+
+
+@dataclass
+class _Plan:
+    """How a param group is stepped for as long as `live` are those of its parameters that have gradients."""
+
+    live: list[Tensor]
+    bundles: list[_Bundle]
+
+
+def _fused_step(
+    bundle: _Bundle, group: dict[str, Any], grad_scale: Tensor | None = None, found_inf: Tensor | None = None
+) -> None:
+    beta1, beta2 = group["betas"]
+    device = bundle.params[0].device
+    grad_scale, found_inf = (None if x is None else x.to(device, non_blocking=True) for x in (grad_scale, found_inf))
+    torch._foreach_add_(bundle.steps, 1)
+    torch._fused_adamw_(
+        bundle.params,
+        bundle.grads(),
+        bundle.exp_avgs,
+        bundle.exp_avg_sqs,
+        [],
+        bundle.steps,
+        lr=group["lr"],
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        amsgrad=False,
+        maximize=False,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+    )
+    if found_inf is not None:  # 1 where the kernel did nothing: such a step does not count
+        torch._foreach_sub_(bundle.steps, [found_inf] * len(bundle.steps))
+
+
+def _foreach_step(bundle: _Bundle, group: dict[str, Any]) -> None:
+    lr, (beta1, beta2), grads = group["lr"], group["betas"], bundle.grads()
+    torch._foreach_add_(bundle.steps, 1)
+    counts = [step.item() for step in bundle.steps]
+    torch._foreach_mul_(bundle.params, 1 - lr * group["weight_decay"])
+    torch._foreach_lerp_(bundle.exp_avgs, grads, 1 - beta1)
+    torch._foreach_mul_(bundle.exp_avg_sqs, beta2)
+    torch._foreach_addcmul_(bundle.exp_avg_sqs, grads, grads, 1 - beta2)
+    divisors = torch._foreach_sqrt(bundle.exp_avg_sqs)
+    torch._foreach_div_(divisors, [(1 - beta2**t) ** 0.5 for t in counts])
+    torch._foreach_add_(divisors, group["eps"])
+    torch._foreach_addcdiv_(bundle.params, bundle.exp_avgs, divisors, [-lr / (1 - beta1**t) for t in counts])
+
+
+def _validate(*, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    for name, value in {"lr": lr, "eps": eps, "weight_decay": weight_decay}.items():
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name}={value} must be finite and at least 0")
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"{betas=} must be two numbers in [0, 1)")
+
+
+def cosine_schedule(step: int, *, max_lr: float, min_lr: float, warmup_steps: int, total_steps: int) -> float:
+    """The learning rate of `step`, counted from 0: linear from 0 to max_lr at warmup_steps, a half cosine down to
+    min_lr at total_steps, min_lr after (Loshchilov & Hutter, arXiv 1608.03983, without restarts).
+
+    ValueError unless 0 <= step, 0 <= min_lr <= max_lr and 0 <= warmup_steps < total_steps.
+    """
+    if not step >= 0:
+        raise ValueError(f"{step=} must be at least 0")
+    if not 0 <= min_lr <= max_lr < math.inf:
+        raise ValueError(f"{min_lr=} and {max_lr=} must be 0 <= min_lr <= max_lr, and finite")
+    if not 0 <= warmup_steps < total_steps:
+        raise ValueError(f"{warmup_steps=} and {total_steps=} must be 0 <= warmup_steps < total_steps")
+    if step < warmup_steps:
+        return max_lr * step / warmup_steps
+    if step >= total_steps:
+        return min_lr
+    progress = (step - warmup_steps) / (total_steps - warmup_steps)
+    return min_lr + (max_lr - min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def set_lr(optimizer: Optimizer, lr: float) -> None:
+    """Give `lr` to every param group, as in `set_lr(optimizer, cosine_schedule(step, ...))` before each step."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+@torch.no_grad()
+def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, eps: float = 1e-6) -> Tensor:
+    """Scale all gradients in place by min(1, max_norm / (norm + eps)); returns norm, a scalar tensor.
+
+    norm is the L2 norm of all gradients as one vector, before clipping, on the first one's device and in at least
+    float32 (so the norm of float16 gradients cannot overflow); 0 when there are none. The host does not wait, hence
+    does not look: with a norm of NaN every gradient becomes NaN, with an infinite one the finite gradients become 0
+    and the infinite ones NaN. Ask the returned norm whether to step. `max_norm=math.inf` only measures.
+
+    ValueError: a negative or NaN max_norm or eps.
+    """
+    for name, value in {"max_norm": max_norm, "eps": eps}.items():
+        if not value >= 0:
+            raise ValueError(f"{name}={value} must be at least 0")
+    parameters = [parameters] if isinstance(parameters, Tensor) else parameters
+    bundles: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for p in parameters:
+        if p.grad is not None:
+            bundles.setdefault((p.grad.device, p.grad.dtype), []).append(p.grad)
+    if not bundles:
+        return torch.zeros(())
+    first_device = next(iter(bundles))[0]
+    norms: list[Tensor] = []
+    for (_, dtype), grads in bundles.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        norms += [norm.to(first_device) for norm in torch._foreach_norm(grads, 2, dtype=wide)]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    scale = (max_norm / (norm + eps)).clamp(max=1)
+    for (device, dtype), grads in bundles.items():
+        torch._foreach_mul_(grads, scale.to(device, dtype))
+    return norm

@@ -1,0 +1,492 @@
+"""AdamW, schedule and clipping against torch, against the formula, and against laws of their own."""
+
+import copy
+import io
+import math
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lmsys.training.optimizer import AdamW, _fused_step, clip_grad_norm, cosine_schedule, set_lr
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+STATE = ["step", "exp_avg", "exp_avg_sq"]
+
+shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+options = st.fixed_dictionaries(
+    {
+        "lr": st.floats(0, 0.1),
+        "betas": st.tuples(st.floats(0, 0.99), st.floats(0, 0.9999)),
+        "eps": st.sampled_from([1e-8, 1e-3]),
+        "weight_decay": st.sampled_from([0.0, 0.01, 0.3]),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Two param groups of given shapes and dtypes, drawn by `seed`, as are the gradients of every step."""
+
+    groups: list[list[tuple[tuple[int, ...], torch.dtype]]]
+    options: list[dict[str, Any]]
+    num_steps: int
+    missing: float  # share of gradients that a step does not have
+    seed: int
+    device: str = "cpu"
+
+    def build(self, make: Callable[..., torch.optim.Optimizer], **more: Any) -> torch.optim.Optimizer:
+        generator = torch.Generator().manual_seed(self.seed)
+        groups = [
+            {"params": [self.draw(*spec, generator).requires_grad_() for spec in group], **chosen}
+            for group, chosen in zip(self.groups, self.options, strict=True)
+        ]
+        return make(groups, **more)
+
+    def draw(self, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(self.device, dtype)
+
+    def set_grads(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        generator = torch.Generator().manual_seed(self.seed + step)
+        for p in parameters_of(optimizer):
+            grad = self.draw(p.shape, p.dtype, generator)
+            p.grad = None if torch.rand((), generator=generator) < self.missing else grad
+
+    def run(self, optimizer: torch.optim.Optimizer, first: int = 0, last: int | None = None) -> torch.optim.Optimizer:
+        for step in range(first, self.num_steps if last is None else last):
+            self.set_grads(optimizer, step)
+            for group, chosen in zip(optimizer.param_groups, self.options, strict=True):
+                group["lr"] = chosen["lr"] / (1 + step)
+            optimizer.step()
+        return optimizer
+
+
+cases = st.builds(
+    Case,
+    groups=st.lists(
+        st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), min_size=1, max_size=4), min_size=2, max_size=2
+    ),
+    options=st.lists(options, min_size=2, max_size=2),
+    num_steps=st.integers(1, 6),
+    missing=st.sampled_from([0.0, 0.4]),
+    seed=st.integers(0, 2**32),
+)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def torch_adamw(params: Any, **more: Any) -> torch.optim.AdamW:
+    """The multi-tensor path, whose operations ours are, in their order: results are equal to the last bit."""
+    return torch.optim.AdamW(params, foreach=True, **more)
+
+
+def torch_fused(params: Any, **more: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(params, fused=True, **more)
+
+
+def assert_identical(ours: torch.optim.Optimizer, peer: torch.optim.Optimizer) -> None:
+    pairs = list(zip(parameters_of(ours), parameters_of(peer), strict=True))
+    for p, q in pairs:
+        torch.testing.assert_close(p, q, rtol=0, atol=0)
+        assert ours.state[p].keys() == peer.state[q].keys()
+        for name, value in peer.state[q].items():
+            torch.testing.assert_close(ours.state[p][name], value, rtol=0, atol=0)
+
+
+def saved(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def load(resumed: torch.optim.Optimizer, half: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """The parameters of `half`, and the state that it saved."""
+    resumed.load_state_dict(state_dict)
+    for p, q in zip(parameters_of(resumed), parameters_of(half), strict=True):
+        p.data.copy_(q.data)
+
+
+@given(cases)
+def test_adamw_is_that_of_torch(case: Case) -> None:
+    assert_identical(case.run(case.build(AdamW)), case.run(case.build(torch_adamw)))
+
+
+@given(cases, st.sampled_from([None, 4.0]), st.booleans())
+def test_the_fused_step_is_that_of_torch(case: Case, scale: float | None, overflow: bool) -> None:
+    """torch has the kernel of our CUDA path for the CPU as well."""
+    ours, peer = case.build(AdamW), case.build(torch_fused)
+    for step in range(case.num_steps):
+        grad_scale = None if scale is None else torch.tensor(scale)
+        found_inf = None if scale is None else torch.tensor(float(overflow and step == 1))
+        case.set_grads(ours, step)
+        for i, group in enumerate(ours.param_groups):
+            for bundle in ours._plan(i).bundles:
+                _fused_step(bundle, group, grad_scale, found_inf)
+        case.set_grads(peer, step)
+        peer.grad_scale, peer.found_inf = grad_scale, found_inf
+        peer.step()
+    assert_identical(ours, peer)
+
+
+@given(chosen=options, num_steps=st.integers(1, 8), seed=st.integers(0, 2**32))
+def test_adamw_is_the_algorithm_of_the_paper(chosen: dict[str, Any], num_steps: int, seed: int) -> None:
+    case = Case([[((), torch.float64)]], [chosen], num_steps, missing=0, seed=seed)
+    optimizer = case.build(AdamW)
+    (p,) = parameters_of(optimizer)
+    theta, m, v, (beta1, beta2) = p.item(), 0.0, 0.0, chosen["betas"]
+    for t in range(1, num_steps + 1):
+        case.run(optimizer, t - 1, t)
+        g, lr = p.grad.item(), chosen["lr"] / t
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g * g
+        m_hat, v_hat = m / (1 - beta1**t), v / (1 - beta2**t)
+        theta -= lr * (m_hat / (math.sqrt(v_hat) + chosen["eps"]) + chosen["weight_decay"] * theta)
+        assert p.item() == pytest.approx(theta)
+
+
+@pytest.mark.parametrize(("before", "after"), ["ours ours".split(), "torch ours".split(), "ours torch".split()])
+@given(case=cases, stop=st.integers(0, 6))
+def test_a_run_is_resumed_from_a_state_dict(before: str, after: str, case: Case, stop: int) -> None:
+    makes, stop = {"ours": AdamW, "torch": torch_adamw}, min(stop, case.num_steps)
+    half = case.run(case.build(makes[before]), last=stop)
+    resumed = case.build(makes[after])
+    load(resumed, half, saved(half))
+    for group in resumed.param_groups:
+        group["foreach"] = True  # torch takes its options, too, from the state dict; ours ignores it
+    assert_identical(case.run(resumed, first=stop), case.run(case.build(torch_adamw)))
+
+
+@given(cases)
+def test_a_state_dict_has_the_shape_of_torchs(case: Case) -> None:
+    ours, peer = (case.run(case.build(make)).state_dict() for make in (AdamW, torch_adamw))
+    for mine, theirs in zip(ours["param_groups"], peer["param_groups"], strict=True):
+        assert mine.items() <= theirs.items()
+    assert ours["state"].keys() == peer["state"].keys()
+    for state in ours["state"].values():
+        assert list(state) == STATE
+        assert state["step"].dtype == torch.float32 and state["step"].shape == ()
+
+
+@given(cases)
+def test_a_loaded_state_replaces_the_one_in_use(case: Case) -> None:
+    """The lists kept between steps must not outlive the state that they list."""
+    used, peer = case.run(case.build(AdamW)), case.run(case.build(torch_adamw))
+    for optimizer in (used, peer):
+        optimizer.load_state_dict(saved(case.run(case.build(torch_adamw), last=1)))
+        case.run(optimizer)
+    assert_identical(used, peer)
+
+
+@given(cases)
+def test_a_copied_or_unpickled_optimizer_goes_on(case: Case) -> None:
+    whole = case.run(case.build(AdamW))
+    half = case.run(case.build(AdamW), last=1)
+    for clone in (copy.deepcopy(half), pickle.loads(pickle.dumps(half))):
+        assert_identical(case.run(clone, first=1), whole)
+
+
+def test_a_step_number_of_old_checkpoints_is_taken() -> None:
+    case = Case([[((2,), torch.float32)]], [{"lr": 0.1}], 3, missing=0, seed=0)
+    state = saved(case.run(case.build(torch_adamw), last=1))
+    state["state"][0]["step"] = int(state["state"][0]["step"])
+    ours, peer = case.build(AdamW), case.build(torch_adamw)
+    for optimizer in (ours, peer):
+        optimizer.load_state_dict(copy.deepcopy(state))
+        case.run(optimizer, first=1)
+    assert_identical(ours, peer)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_param_group_may_join_and_a_parameter_be_replaced(device: str) -> None:
+    def run(make: Callable[..., torch.optim.Optimizer]) -> torch.optim.Optimizer:
+        first, second, third = (torch.full((3,), x, device=device, requires_grad=True) for x in (1.0, 2.0, 3.0))
+        optimizer = make([first])
+        for p in (first, second, third):
+            p.grad = p.detach().clone()
+        optimizer.step()
+        optimizer.add_param_group({"params": [second], "lr": 0.1})
+        optimizer.step()
+        optimizer.param_groups[0]["params"][0] = third
+        optimizer.step()
+        return optimizer
+
+    assert_identical(run(AdamW), run(torch_adamw if device == "cpu" else torch_fused))
+
+
+def test_closure_runs_with_gradients_and_its_loss_comes_back() -> None:
+    p = torch.ones(3, requires_grad=True)
+    optimizer = AdamW([p], lr=0.1, weight_decay=0)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = p.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 3
+    torch.testing.assert_close(p.detach(), torch.full((3,), 0.9))
+    optimizer.zero_grad()
+    assert optimizer.step() is None  # no gradients: nothing to do
+
+
+def test_schedulers_and_step_hooks_of_torch_work() -> None:
+    p = torch.ones(3, requires_grad=True)
+    p.grad = torch.ones(3)
+    optimizer, seen = AdamW([p], lr=0.1, weight_decay=0), []
+    optimizer.register_step_post_hook(lambda *_: seen.append(optimizer.param_groups[0]["lr"]))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+    assert seen == [0.1, 0.05, 0.025]
+    torch.testing.assert_close(p.detach(), torch.full((3,), 1 - sum(seen)))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"lr": -1.0}, "lr=-1.0"),
+        ({"lr": math.nan}, "lr=nan"),
+        ({"betas": (1.0, 0.9)}, r"betas=\(1.0, 0.9\)"),
+        ({"betas": (0.9, -0.1)}, r"betas=\(0.9, -0.1\)"),
+        ({"betas": (0.9,)}, r"betas=\(0.9,\)"),
+        ({"eps": -1e-8}, "eps=-1e-08"),
+        ({"eps": math.inf}, "eps=inf"),
+        ({"weight_decay": -0.1}, "weight_decay=-0.1"),
+    ],
+    ids=lambda x: None if isinstance(x, dict) else x.replace("\\", ""),
+)
+def test_bad_options_are_named(wrong: dict[str, Any], message: str) -> None:
+    p = torch.ones(1, requires_grad=True)
+    with pytest.raises(ValueError, match=message):
+        AdamW([p], **wrong)
+    with pytest.raises(ValueError, match=message):
+        AdamW([{"params": [p], **wrong}])
+    optimizer = AdamW([p])
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [torch.ones(1)], **wrong})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_sparse_and_complex_gradients_are_refused_and_nothing_moves() -> None:
+    dense, sparse = torch.ones(3, requires_grad=True), torch.ones(4, requires_grad=True)
+    dense.grad, sparse.grad = torch.ones(3), torch.ones(4).to_sparse()
+    optimizer = AdamW([{"params": [dense]}, {"params": [sparse]}])
+    with pytest.raises(ValueError, match=r"torch.sparse_coo of torch.float32, shape \(4,\)"):
+        optimizer.step()
+    assert torch.equal(dense, torch.ones(3))
+    z = torch.ones(2, dtype=torch.complex64, requires_grad=True)
+    z.grad = torch.ones_like(z)
+    with pytest.raises(ValueError, match="complex64"):
+        AdamW([z]).step()
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda params: torch.optim.AdamW(params, amsgrad=True), "amsgrad=True"),
+        (lambda params: torch.optim.AdamW(params, maximize=True), "maximize=True"),
+        (torch.optim.Adam, "decoupled_weight_decay=False"),
+    ],
+    ids=["amsgrad", "maximize", "coupled"],
+)
+def test_the_state_of_another_algorithm_is_refused(make: Callable[..., torch.optim.Optimizer], name: str) -> None:
+    p = torch.ones(1, requires_grad=True)
+    with pytest.raises(ValueError, match=name):
+        AdamW([p]).load_state_dict(make([p]).state_dict())
+
+
+@dataclass(frozen=True)
+class Schedule:
+    max_lr: float
+    min_lr: float
+    warmup_steps: int
+    total_steps: int
+
+    def __call__(self, step: int) -> float:
+        return cosine_schedule(step, **self.__dict__)
+
+
+schedules = st.builds(
+    lambda top, share, warmup, decay: Schedule(top, top * share, warmup, warmup + decay),
+    st.floats(1e-6, 10),
+    st.floats(0, 1),
+    st.integers(0, 50),
+    st.integers(1, 100),
+)
+
+
+@given(schedules)
+def test_the_schedule_climbs_then_falls_between_its_ends(schedule: Schedule) -> None:
+    rates = [schedule(step) for step in range(schedule.total_steps + 3)]
+    peak, slack = schedule.warmup_steps, 1e-12 * schedule.max_lr
+    assert rates[peak] == pytest.approx(schedule.max_lr)
+    assert rates[schedule.total_steps :] == [schedule.min_lr] * 3
+    assert rates[0] == 0 or peak == 0
+    assert all(a < b + slack for a, b in zip(rates[:peak], rates[1:], strict=False))
+    assert all(a >= b - slack for a, b in zip(rates[peak:], rates[peak + 1 :], strict=False))
+
+
+@given(schedules)
+def test_the_schedule_has_no_jumps_and_its_halves_mirror(schedule: Schedule) -> None:
+    drop, decay = schedule.max_lr - schedule.min_lr, schedule.total_steps - schedule.warmup_steps
+    steepest = max(schedule.max_lr / max(1, schedule.warmup_steps), math.pi / 2 * drop / decay) * (1 + 1e-9)
+    for step in range(schedule.total_steps + 2):
+        assert abs(schedule(step + 1) - schedule(step)) <= steepest
+    for step in range(decay + 1):
+        mirrored = schedule(schedule.warmup_steps + step) + schedule(schedule.total_steps - step)
+        assert mirrored == pytest.approx(schedule.max_lr + schedule.min_lr)
+
+
+@given(schedules)
+def test_the_schedule_is_that_of_torch(schedule: Schedule) -> None:
+    from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, SequentialLR
+
+    p = torch.ones(1, requires_grad=True)
+    optimizer = AdamW([p], lr=schedule.max_lr)
+    warmup, total = schedule.warmup_steps, schedule.total_steps
+    climb = LambdaLR(optimizer, lambda step: step / warmup if warmup else 1.0)
+    fall = CosineAnnealingLR(optimizer, total - warmup, eta_min=schedule.min_lr)
+    scheduler = SequentialLR(optimizer, [climb, fall], milestones=[warmup]) if warmup else fall
+    for step in range(total + 1):
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(schedule(step), abs=1e-9 * schedule.max_lr)
+        optimizer.step()
+        scheduler.step()
+
+
+def test_set_lr_reaches_every_group() -> None:
+    groups = [{"params": [torch.ones(1)], "lr": lr} for lr in (0.1, 0.2)]
+    optimizer = AdamW(groups)
+    set_lr(optimizer, cosine_schedule(5, max_lr=1.0, min_lr=0.1, warmup_steps=10, total_steps=20))
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"step": -1}, "step=-1"),
+        ({"max_lr": 0.01}, "max_lr=0.01"),
+        ({"min_lr": -0.1}, "min_lr=-0.1"),
+        ({"max_lr": math.nan}, "max_lr=nan"),
+        ({"max_lr": math.inf}, "max_lr=inf"),
+        ({"warmup_steps": -1}, "warmup_steps=-1"),
+        ({"warmup_steps": 20}, "warmup_steps=20 and total_steps=20"),
+        ({"warmup_steps": 0, "total_steps": 0}, "total_steps=0"),
+    ],
+    ids=lambda x: None if isinstance(x, dict) else x.replace(" ", "_"),
+)
+def test_a_nonsense_schedule_is_named(wrong: dict[str, Any], message: str) -> None:
+    right = {"step": 3, "max_lr": 1.0, "min_lr": 0.1, "warmup_steps": 10, "total_steps": 20}
+    with pytest.raises(ValueError, match=message):
+        cosine_schedule(**(right | wrong))
+
+
+def parameters_with_grads(specs: list[tuple[tuple[int, ...], torch.dtype]], seed: int, std: float) -> list[Tensor]:
+    """The last parameter has no gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    parameters = [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape, dtype in specs]
+    for p in parameters:
+        p.grad = (std * torch.randn(p.shape, generator=generator, dtype=torch.float64)).to(p.dtype)
+    return [*parameters, torch.zeros(2, requires_grad=True)]
+
+
+@given(
+    specs=st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), max_size=6),
+    seed=st.integers(0, 2**32),
+    std=st.sampled_from([1e-4, 1.0, 100.0]),
+    max_norm=st.sampled_from([0.0, 0.5, 1.0, 30.0, math.inf]),
+)
+def test_clipping_is_that_of_torch(specs: list[Any], seed: int, std: float, max_norm: float) -> None:
+    ours, peer = (parameters_with_grads(specs, seed, std) for _ in range(2))
+    whole = torch.cat([torch.zeros(1), *(p.grad.double().flatten() for p in ours[:-1])]).norm()
+    norm, expected = clip_grad_norm(iter(ours), max_norm), torch.nn.utils.clip_grad_norm_(peer, max_norm)
+    torch.testing.assert_close(norm.float(), whole.float())
+    coarse = min((dtype for _, dtype in specs), key=lambda dtype: -torch.finfo(dtype).eps, default=torch.float32)
+    torch.testing.assert_close(norm.to(coarse), expected.to(coarse))
+    for p, q in zip(ours[:-1], peer[:-1], strict=True):
+        grad, other = (x.to(torch.promote_types(coarse, torch.bfloat16)) for x in (p.grad, q.grad))
+        torch.testing.assert_close(grad, other)
+    assert ours[-1].grad is None
+
+
+def test_the_norm_of_half_precision_gradients_does_not_overflow() -> None:
+    p = torch.zeros(4, dtype=torch.float16, requires_grad=True)
+    p.grad = torch.full((4,), 60000.0, dtype=torch.float16)
+    assert clip_grad_norm(p, 1200.0).item() == pytest.approx(120000)
+    torch.testing.assert_close(p.grad, torch.full((4,), 600.0, dtype=torch.float16))
+
+
+@pytest.mark.parametrize(("bad", "left"), [(math.nan, [math.nan] * 2), (math.inf, [0.0, math.nan])], ids=["nan", "inf"])
+def test_a_norm_that_is_not_finite_comes_back(bad: float, left: list[float]) -> None:
+    p = torch.zeros(2, requires_grad=True)
+    p.grad = torch.tensor([1.0, bad])
+    torch.testing.assert_close(clip_grad_norm([p], 1.0), torch.tensor(bad), equal_nan=True)
+    torch.testing.assert_close(p.grad, torch.tensor(left), equal_nan=True)
+
+
+@pytest.mark.parametrize("wrong", [{"max_norm": -1.0}, {"max_norm": math.nan}, {"max_norm": 1.0, "eps": -1.0}], ids=str)
+def test_bad_limits_are_named(wrong: dict[str, float]) -> None:
+    name, value = list(wrong.items())[-1]
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        clip_grad_norm([torch.ones(1)], **wrong)
+
+
+@pytest.mark.gpu
+@given(cases)
+def test_adamw_on_a_gpu_is_torchs_fused(case: Case) -> None:
+    case = replace(case, device="cuda")
+    assert_identical(case.run(case.build(AdamW)), case.run(case.build(torch_fused)))
+
+
+@pytest.mark.gpu
+def test_step_counts_that_torch_kept_on_the_host_move_to_the_gpu() -> None:
+    case = Case([[((5, 3), torch.float32)]], [{"lr": 0.1}], 3, missing=0, seed=0, device="cuda")
+    half = case.run(case.build(torch_fused), last=1)
+    state_dict = saved(half)
+    state_dict["param_groups"][0]["fused"] = None
+    state_dict["state"][0]["step"] = state_dict["state"][0]["step"].cpu()
+    resumed = case.build(AdamW)
+    load(resumed, half, state_dict)
+    assert_identical(case.run(resumed, first=1), case.run(case.build(torch_fused)))
+
+
+@pytest.mark.gpu
+def test_scaled_gradients_are_unscaled_and_overflows_skipped_in_the_kernel() -> None:
+    case = Case([[((5, 3), torch.float32), ((7,), torch.float32)]], [{"lr": 0.1}], 4, missing=0, seed=0, device="cuda")
+
+    def run(make: Callable[..., torch.optim.Optimizer]) -> torch.optim.Optimizer:
+        optimizer, scaler = case.build(make), torch.amp.GradScaler("cuda", init_scale=64.0)
+        for step in range(case.num_steps):
+            case.set_grads(optimizer, step)
+            scaler.scale(torch.ones((), device="cuda"))
+            if step == 1:
+                parameters_of(optimizer)[0].grad[0] = math.inf
+            scaler.step(optimizer)
+            scaler.update()
+        return optimizer
+
+    ours = run(AdamW)
+    assert_identical(ours, run(torch_fused))
+    assert {state["step"].item() for state in ours.state.values()} == {3}
+
+
+@pytest.mark.gpu
+def test_the_host_does_not_wait_for_the_gpu() -> None:
+    case = Case([[((5, 3), torch.float32), ((7,), torch.bfloat16)]], [{"lr": 0.1}], 3, missing=0, seed=0, device="cuda")
+    optimizer = case.run(case.build(AdamW))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        clip_grad_norm(parameters_of(optimizer), 1.0)
+        set_lr(optimizer, 0.05)
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
