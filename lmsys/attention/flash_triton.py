@@ -281,8 +281,8 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, tile: Tile | None = None
 ) -> tuple[Tensor, Tensor]:
     """q (B, H, Q, D), k and v (B, Hkv, K, D) -> o (B, H, Q, D) and lse (B, H, Q), natural log, float32."""
+    o = _describable(torch.empty_like(q))  # in q's own layout: behind a projection that is (B, Q, H, D) memory
     q, k, v = (_describable(x) for x in (q, k, v))
-    o = _describable(torch.empty(q.shape, dtype=q.dtype, device=q.device))
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     launch = _Launch(q, k, causal, scale, tile)
     launch.run("fwd", _fwd_kernel, [(q, "q"), (k, "k"), (v, "k"), (o, "q"), (lse, "")])
@@ -305,8 +305,8 @@ def _backward(
         # autograd runs this in a thread of its own, where nothing may have bound a CUDA context yet: Triton binds one
         # on launch, but encodes descriptors before. This call binds it, also while a graph is captured.
         torch.cuda.is_current_stream_capturing()
+    dq, dk, dv = (_describable(torch.empty_like(x)) for x in (q, k, v))
     q, k, v, o, do = (_describable(x) for x in (q, k, v, o, do))
-    dq, dk, dv = (_describable(torch.empty(x.shape, dtype=x.dtype, device=x.device)) for x in (q, k, v))
     launch = _Launch(q, k, causal, scale, tile)
     rows = (q.shape[0] * q.shape[1] * launch.queries_padded,)
     lse2, delta = (torch.empty(rows, dtype=torch.float32, device=q.device) for _ in range(2))

@@ -10,6 +10,16 @@ Forward = Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
+def _like(x: Tensor) -> Tensor:
+    """Room for a result of x's shape (B, H, S, D), in (B, S, H, D) memory: what the projections around it read."""
+    batch, heads, length, head_dim = x.shape
+    return x.new_empty(batch, length, heads, head_dim).transpose(1, 2)
+
+
+def _laid_out(found: Tensor) -> Tensor:
+    return found if found.transpose(1, 2).is_contiguous() else _like(found).copy_(found)
+
+
 def operator(
     name: str, forward: Forward, backward: Backward
 ) -> Callable[[Tensor, Tensor, Tensor, bool, float], Tensor]:
@@ -22,25 +32,25 @@ def operator(
     @torch.library.custom_op(f"lmsys::{name}", mutates_args=())
     def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         o, lse = forward(q, k, v, causal, scale)
-        return o.contiguous(), lse
+        return _laid_out(o), lse
 
     @torch.library.custom_op(f"lmsys::{name}_backward", mutates_args=())
     def gradients(
         q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = backward(q, k, v, o, lse, do, causal, scale)
-        return dq.contiguous(), dk.contiguous(), dv.contiguous()
+        return _laid_out(dq), _laid_out(dk), _laid_out(dv)
 
     @attend.register_fake
     def _(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         lse = q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
-        return q.new_empty(q.shape), lse
+        return _like(q), lse
 
     @gradients.register_fake
     def _(
         q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+        return _like(q), _like(k), _like(v)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         q, k, v, ctx.causal, ctx.scale = inputs
