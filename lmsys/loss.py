@@ -58,7 +58,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if d_hidden is not None:
                     d_hidden[start : start + chunk] = d_logits @ operand
                 if d_weight is not None:
-                    d_weight += d_logits.mT @ rows
+                    _add_product(d_weight, d_logits.mT, rows)
         ctx.save_for_backward(*(x for x in (d_hidden, d_weight) if x is not None))
         return total
 
@@ -71,6 +71,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b, on CUDA accumulated in total's dtype also where a and b are narrower."""
+    if total.is_cuda and total.dtype != a.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
 
 
 def _loss_and_gradient(logits: Tensor, labels: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

@@ -146,6 +146,32 @@ def test_the_loss_in_chunks_equals_the_whole(
         assert error_ratio(one, reference.detach(), plain) <= 1
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_loss_in_chunks_under_autocast(dtype: torch.dtype) -> None:
+    """Chunks add up in float32, so that their number costs no accuracy."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(700, 256, device="cuda"), 0.1 * torch.randn(1000, 256, device="cuda")
+    targets = torch.randint(1000, (700,), device="cuda")
+
+    def results(wide: torch.dtype, autocast: bool, loss: Any) -> list[Tensor]:
+        leaves = [x.to(wide).requires_grad_() for x in (hidden, weight)]
+        with torch.autocast("cuda", dtype, enabled=autocast):
+            value = loss(*leaves)
+        return [value, *torch.autograd.grad(value, leaves)]
+
+    def whole(h: Tensor, w: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(torch.nn.functional.linear(h, w), targets)
+
+    reference = results(torch.float64, False, whole)
+    plain = [x.to(dtype) for x in results(torch.float32, True, whole)]  # what autocast rounds to on the way
+    for chunk in (None, 64, 100):
+        found = results(torch.float32, True, lambda h, w, chunk=chunk: linear_cross_entropy(h, w, targets, chunk))
+        assert all(x.dtype == torch.float32 for x in found)
+        for one, ref, low in zip(found, reference, plain, strict=True):
+            assert error_ratio(one, ref.detach(), low) <= 1
+
+
 def test_a_batch_can_be_learnt_by_heart() -> None:
     model, tokens = tiny(), ids(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
