@@ -20,6 +20,7 @@ from lmsys.attention import ATTENTION
 from lmsys.attention.contract import DTYPE_NAMES, AttentionCase, adapt
 from lmsys.config import ModelConfig
 from lmsys.loss import linear_cross_entropy
+from lmsys.measure.profile import part
 
 
 class Linear(nn.Linear):
@@ -58,8 +59,9 @@ class RMSNorm(nn.RMSNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        normalised = F.rms_norm(_wide(x), self.normalized_shape, _wide(self.weight), self.eps)
-        return normalised.to(_matmul_dtype(x))
+        with part("norms"):
+            normalised = F.rms_norm(_wide(x), self.normalized_shape, _wide(self.weight), self.eps)
+            return normalised.to(_matmul_dtype(x))
 
 
 class RotaryEmbedding(nn.Module):
@@ -92,10 +94,14 @@ class Attention(nn.Module):
         self.output_proj = Linear(config.num_heads * config.head_dim, config.d_model, **factory)
 
     def forward(self, x: Tensor, attend: Any, rope: RotaryEmbedding, positions: Tensor | None) -> Tensor:
-        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = rope(q, positions), rope(k, positions)  # (B, S, H, D), (B, S, Hkv, D)
-        o = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True)  # (B, H, S, D)
-        return self.output_proj(o.transpose(1, 2).flatten(-2))
+        with part("projections"):
+            q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        with part("rotation"):
+            q, k = rope(q, positions), rope(k, positions)  # (B, S, H, D), (B, S, Hkv, D)
+        with part("attention"):
+            o = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True)  # (B, H, S, D)
+        with part("projections"):
+            return self.output_proj(o.transpose(1, 2).flatten(-2))
 
 
 class FeedForward(nn.Module):
@@ -108,7 +114,8 @@ class FeedForward(nn.Module):
         self.w3 = Linear(config.d_model, config.d_ff, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        with part("feed-forward"):
+            return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
 class Block(nn.Module):
@@ -168,7 +175,9 @@ class TransformerLM(nn.Module):
 
     def loss(self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
         """Mean cross-entropy of the targets (B, S), in float32."""
-        return linear_cross_entropy(self.hidden(tokens, positions), self.lm_head.weight, targets)
+        hidden = self.hidden(tokens, positions)
+        with part("head and loss"):
+            return linear_cross_entropy(hidden, self.lm_head.weight, targets)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As torch's, also for a dict saved from a wrapped or compiled model (prefixes `module.`, `_orig_mod.`)."""

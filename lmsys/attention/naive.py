@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lmsys.attention.compiled import compile_for, layout_key, why_no_compiler
 from lmsys.attention.contract import AttentionCase, repeat_heads
+from lmsys.measure.profile import part
 
 
 def masked_scores(q: Tensor, k: Tensor, *, causal: bool, scale: float | None = None, first_query: int = 0) -> Tensor:
@@ -28,8 +29,12 @@ def naive(
 
     `first_query` is the position of q's first row, so that a block of rows can be attended on its own.
     """
-    scores = masked_scores(q, k, causal=causal, scale=scale, first_query=first_query)
-    return torch.softmax(scores, dim=-1) @ repeat_heads(v, q.shape[1])
+    with part("scores"):
+        scores = masked_scores(q, k, causal=causal, scale=scale, first_query=first_query)
+    with part("softmax"):
+        weights = torch.softmax(scores, dim=-1)
+    with part("values"):
+        return weights @ repeat_heads(v, q.shape[1])
 
 
 def naive_compiled(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:

@@ -1,19 +1,46 @@
-"""What one call needs: peak memory, and the bytes that its forward keeps for the backward."""
+"""What one call needs: its peak, what its forward keeps for the backward, phase by phase and event by event.
+
+On CUDA the caching allocator tells, on a CPU the events that the profiler collects from torch's allocator. The CPU's
+do not show that memory is freed which was allocated before the recording began.
+"""
 
 import gc
+import itertools
+import os
+import pickle
+import platform
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
 
 UNITS = {
     "B": 1,
     **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)},
     **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)},
 }
+
+LINE, PHASE = "line: ", "phase: "  # what marks our ranges among a profiler's events
+TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+@dataclass(frozen=True)
+class AllocatorEvent:
+    """`bytes` allocated, or freed where negative, `time_s` after the first event; by which line, if that was asked."""
+
+    time_s: float
+    bytes: int
+    address: int
+    where: str = ""  # file:line, relative to the working directory
+    function: str = ""  # with the node of the backward, if it is one's
 
 
 def parse_size(text: str) -> int:
@@ -41,16 +68,7 @@ def _peak_on_cuda(call: Callable[[], Any]) -> int:
 
 
 def _peak_on_cpu(call: Callable[[], Any]) -> int:
-    """By the allocator's own events, which the profiler collects; each is a size, negative when freed."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        result = call()
-    del result
-    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
+    return max(itertools.accumulate((event.bytes for event in allocator_events(call, "cpu")), initial=0))
 
 
 def saved_bytes(forward: Callable[[], Any]) -> int:
@@ -66,3 +84,217 @@ def saved_bytes(forward: Callable[[], Any]) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         forward()
     return sum(storages.values())
+
+
+def phases(steps: Mapping[str, Callable[[], Any]], device: str) -> dict[str, dict[str, int]]:
+    """Runs the steps (forward, backward, optimizer) in order: `{name: {"peak_bytes": ..., "live_bytes": ...}}`.
+
+    The most that was live during each and what is live at its end, both above what was live before the first. A result
+    that a step returns is dropped; what the next step needs, it keeps itself. After a forward, live_bytes is what the
+    backward needs and the output: the activations.
+    """
+    gc.collect()
+    return _phases_on_cuda(steps) if device == "cuda" else _phases_on_cpu(steps)
+
+
+def _phases_on_cuda(steps: Mapping[str, Callable[[], Any]]) -> dict[str, dict[str, int]]:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    found = {}
+    for name, step in steps.items():
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        peak, live = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()  # what the host has asked for
+        found[name] = {"peak_bytes": peak - before, "live_bytes": live - before}
+    return found
+
+
+def _phases_on_cpu(steps: Mapping[str, Callable[[], Any]]) -> dict[str, dict[str, int]]:
+    def run() -> None:
+        for name, step in steps.items():
+            with record_function(PHASE + name):
+                step()
+
+    events = _profiled(run)
+    ends = {event.name.removeprefix(PHASE): event.end_time_ns for event in events if event.name.startswith(PHASE)}
+    changes = [(event.start_time_ns, event.extra_fields.alloc_size) for event in _allocations(events)]
+    found, live, start = {}, 0, 0
+    for name in steps:
+        within = (change for time_ns, change in changes if start < time_ns <= ends[name])
+        levels = list(itertools.accumulate(within, initial=live))
+        found[name] = {"peak_bytes": max(levels), "live_bytes": levels[-1]}
+        live, start = levels[-1], ends[name]
+    return found
+
+
+def breakdown(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
+    """Bytes of parameters, gradients, optimizer state and buffers, as they are now; of a sharded tensor, this rank's.
+
+    Each storage counts once and whole: under the first of these that reaches it, however many tensors share it.
+    """
+    groups = {
+        "parameters_bytes": module.parameters(),
+        "gradients_bytes": (x.grad for x in module.parameters() if x.grad is not None),
+        "optimizer_bytes": _tensors(optimizer.state) if optimizer else (),
+        "buffers_bytes": module.buffers(),
+    }
+    seen: set[int] = set()
+    return {name: sum(_new_storages(tensors, seen)) for name, tensors in groups.items()}
+
+
+def _new_storages(tensors: Iterable[Tensor], seen: set[int]) -> Iterator[int]:
+    for x in tensors:
+        storage = (x.to_local() if hasattr(x, "to_local") else x).untyped_storage()
+        if storage._cdata not in seen:  # unlike its address, unique on the meta device too
+            seen.add(storage._cdata)
+            yield storage.nbytes()
+
+
+def _tensors(state: Any) -> Iterator[Tensor]:
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, Mapping | list | tuple):
+        for value in state.values() if isinstance(state, Mapping) else state:
+            yield from _tensors(value)
+
+
+def timeline(call: Callable[[], Any], device: str) -> list[tuple[float, int]]:
+    """(time_s, live_bytes) after each event of the allocator during `call`, from the first on and above what was live
+    before. Bytes are as requested; on CUDA the allocator rounds each up to 512."""
+    events = allocator_events(call, device)
+    return list(zip((e.time_s for e in events), itertools.accumulate(e.bytes for e in events), strict=True))
+
+
+def write_snapshot(path: Path, call: Callable[[], Any], device: str) -> Path:
+    """Records `call` on CUDA and writes torch's memory snapshot, a pickle for its viewer (pytorch.org/memory_viz).
+
+    ValueError elsewhere: only the CUDA allocator keeps one.
+    """
+    if device != "cuda":
+        raise ValueError(f"{device=}: a memory snapshot needs CUDA, whose allocator keeps it; see timeline() instead")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_bytes(pickle.dumps(_history(call, "all")))
+    return Path(path)
+
+
+def allocator_events(call: Callable[[], Any], device: str, *, lines: bool = False) -> list[AllocatorEvent]:
+    """What the allocator did during `call`, in order, with the lines that asked for it if `lines`.
+
+    A line is the innermost outside torch. A backward on CUDA runs in a thread of its own, which has none: `where` is
+    "(backward)". Of compiled code none may be known. ValueError for a device whose allocator reports no events.
+    """
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"{device=}: allocators report their events on cpu and cuda only")
+    gc.collect()
+    return _events_on_cuda(call, lines) if device == "cuda" else _events_on_cpu(call, lines)
+
+
+def _events_on_cuda(call: Callable[[], Any], lines: bool) -> list[AllocatorEvent]:
+    trace = _history(call, "alloc" if lines else None)["device_traces"][torch.cuda.current_device()]
+    sign = {"alloc": 1, "free_requested": -1}  # from then on memory_allocated() does not count it
+    found = [entry for entry in trace if entry["action"] in sign]
+    return [
+        AllocatorEvent(
+            (entry["time_us"] - found[0]["time_us"]) / 1e6,
+            sign[entry["action"]] * entry["size"],
+            entry["addr"],
+            *(_source(entry.get("frames", [])) if lines and entry["action"] == "alloc" else ()),
+        )
+        for entry in found
+    ]
+
+
+def _history(call: Callable[[], Any], context: str | None) -> dict[str, Any]:
+    """The allocator's snapshot with the history of `call`; frames of C++ too, where torch can read them."""
+    record = torch.cuda.memory._record_memory_history
+    cpp = sys.platform == "linux" and platform.machine() == "x86_64"
+    torch.cuda.synchronize()
+    record("all", context=context, stacks="all" if cpp else "python", clear_history=True)
+    try:
+        result = call()
+        torch.cuda.synchronize()
+        snapshot = torch.cuda.memory._snapshot()
+        del result
+    finally:
+        record(None)
+    return snapshot
+
+
+def _source(frames: list[dict[str, Any]]) -> tuple[str, str]:
+    """(where, function) of a snapshot's frames, innermost first."""
+    nodes = [match[1] for frame in frames if (match := re.search(r"(\w+Backward\d*)::apply", frame["name"]))]
+    for frame in frames:
+        if frame["filename"].endswith(".py") and not _is_internal(frame["filename"]):
+            return f"{_relative(frame['filename'])}:{frame['line']}", " ".join([frame["name"], *nodes[:1]])
+    return ("(backward)", nodes[0]) if nodes else ("", "")
+
+
+def _events_on_cpu(call: Callable[[], Any], lines: bool) -> list[AllocatorEvent]:
+    with _Lines() if lines else nullcontext():
+        events = _allocations(_profiled(call))
+    return [
+        AllocatorEvent(
+            (event.start_time_ns - events[0].start_time_ns) / 1e9,
+            event.extra_fields.alloc_size,
+            event.extra_fields.ptr,
+            *(_marked_source(event) if lines else ()),
+        )
+        for event in events
+    ]
+
+
+def _profiled(call: Callable[[], Any]) -> list[Any]:
+    """All events of a profiler that also hears of memory; the result of `call` lives until the end."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        result = call()
+    del result
+    waiting = list(recorded.profiler.kineto_results.experimental_event_tree())
+    found = []
+    while waiting:
+        found.append(waiting.pop())
+        waiting.extend(found[-1].children)
+    return found
+
+
+def _allocations(events: list[Any]) -> list[Any]:
+    found = (event for event in events if event.tag.name == "Allocation" and event.extra_fields.device.type == "cpu")
+    return sorted(found, key=lambda event: event.start_time_ns)
+
+
+class _Lines(TorchDispatchMode):
+    """Each operator in a range that names the line which called it: the profiler's own stacks miss `a @ b`."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:  # what is compiled stays so
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and _is_internal(frame.f_code.co_filename):
+            frame = frame.f_back
+        code = frame.f_code
+        with record_function(f"{LINE}{_relative(code.co_filename)}:{frame.f_lineno}\t{code.co_name}"):
+            return func(*args, **(kwargs or {}))
+
+
+def _marked_source(event: Any) -> tuple[str, str]:
+    """(where, function) of an allocation inside the ranges of `_Lines`."""
+    where = function = ""
+    while (event := event.parent) is not None:
+        if not where and event.name.startswith(LINE):
+            where, function = event.name.removeprefix(LINE).split("\t")
+        elif event.name.startswith("autograd::engine::evaluate_function: "):
+            return where or "(backward)", f"{function} {event.name.rpartition(' ')[2]}".strip()
+    return where, function
+
+
+def _is_internal(file: str) -> bool:
+    return file.startswith((TORCH, "<eval_with_key>")) or file == __file__
+
+
+def _relative(file: str) -> str:
+    if Path(file).is_relative_to(Path.cwd()):
+        return Path(file).relative_to(Path.cwd()).as_posix()
+    return file.rpartition("site-packages" + os.sep)[2] if "site-packages" in file else Path(file).name

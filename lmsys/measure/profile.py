@@ -1,0 +1,300 @@
+"""Where the time of a call goes: kernels, what kind they are, and the parts of a model that they belong to.
+
+Every figure is read off the trace that torch.profiler writes (Chrome trace format, for a browser's trace viewer). On
+CUDA a kernel is what the device runs; on a CPU it is an operator, without those that it calls.
+"""
+
+import itertools
+import json
+import re
+import statistics
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ContextDecorator, contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from lmsys.measure.clock import CpuClock, clock_of, synchronize
+from lmsys.measure.memory import allocator_events
+
+PART = "part: "  # what marks our ranges in a trace
+KINDS = ("matmul", "attention", "elementwise", "reduction", "copy", "communication", "other")
+
+_SUFFIX = r"(_backward)?(_data)?_?$"  # of an operator's name
+_MATMUL = "mm|addmm|bmm|baddbmm|matmul|linear|mv|addmv|dot|vdot|einsum|mkldnn_linear|_scaled_mm|_grouped_mm|convolution"
+_COPY = r"copy|_to_copy|to|clone|contiguous|cat|repeat\w*|index\w*|_index_put_impl|gather|scatter\w*|embedding"
+_REDUCTION = (
+    r"sum|mean|amax|amin|max|min|argmax|argmin|prod|all|any|var|std|norm|linalg_vector_norm|_?softmax|_?log_softmax|"
+    r"_?logsumexp|cumsum|topk|nll_loss\w*|cross_entropy_loss|(native_)?layer_norm|_?(fused_)?rms_norm|embedding_dense"
+)
+_ELEMENTWISE = (
+    r"add|sub|rsub|mul|div|neg|abs|exp|exp2|log|log2|sqrt|rsqrt|reciprocal|square|pow|sin|cos|tanh|sigmoid|silu|gelu|"
+    r"relu|threshold|erf|clamp\w*|maximum|minimum|where|masked_fill|tril|triu|lerp|addcmul|addcdiv|fill|zero|ones|zeros|"
+    r"full|arange|eq|ne|lt|le|gt|ge|logical_\w+|bitwise_\w+|isnan|normal|uniform|(native_)?dropout|_foreach_\w+|_fused_\w+"
+)
+
+PATTERNS = (  # the first that is found in a kernel's name says its kind
+    (r"^triton_(poi|for)_|distribution_elementwise", "elementwise"),  # Inductor's names tell all that was fused
+    (r"^triton_(red|per|spl|mix)_", "reduction"),
+    (r"nccl|gloo:|^c10d::|_c10d_functional|multimem_|(all|shot)_reduce_|Memcpy PtoP", "communication"),
+    (r"(?i)flash|fmha|sdpa|scaled_dot_product|attention|attn|^_?(fwd|bwd|dq|dkdv|dkv)_kernel", "attention"),
+    (r"(?i)gemm|gemv|cutlass|xmma|nvjet|cublas|splitk|^triton_(tem|mm|bmm)_|^triton_\w*_mm_", "matmul"),
+    (rf"^aten::({_MATMUL}){_SUFFIX}", "matmul"),
+    (r"Memcpy|Memset|copy_kernel|::Copy<|BatchedCopy|chunk_cat|split_with_sizes|(?i:gather|scatter)", "copy"),
+    (r"indexSelect|index_elementwise|index_kernel|^aten::_foreach_copy", "copy"),
+    (rf"^aten::({_COPY}){_SUFFIX}", "copy"),
+    (
+        r"(?i)reduce|softmax|norm_|norm<|lpnorm|layernorm|rmsnorm|layer_norm|rms_norm|GammaBeta|_scan_|DeviceScan",
+        "reduction",
+    ),
+    (r"nll_loss|compute_grad_weight|embedding_backward|cross_entropy|^aten::_foreach_norm", "reduction"),
+    (rf"^aten::({_REDUCTION}){_SUFFIX}", "reduction"),
+    (r"elementwise|multi_tensor_apply|pointwise|fused_dropout|triu_tril|adamw?_", "elementwise"),
+    (rf"^aten::({_ELEMENTWISE}){_SUFFIX}", "elementwise"),
+)
+
+_parts_are_on = _nvtx = False
+
+
+@lru_cache(maxsize=4096)
+def kind_of(name: str) -> str:
+    """The kind, of KINDS, of the kernel or operator that a trace calls `name`."""
+    return next((kind for pattern, kind in PATTERNS if re.search(pattern, name)), "other")
+
+
+class part(ContextDecorator):
+    """Marks a part of a model: `with part("softmax"): ...`, or `@part("softmax")` on a function. Parts nest.
+
+    Under `parts_on()` it is a range of torch.profiler and, where there is CUDA, of NVTX for other profilers. Else, and
+    while torch compiles, it does nothing.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._range: record_function | None = None
+
+    def _recreate_cm(self) -> "part":  # a decorated function may call itself
+        return part(self.name)
+
+    def __enter__(self) -> None:
+        # Asked first, so that compiled code does not depend on whether parts are on, and is not compiled anew.
+        if torch.compiler.is_compiling() or not _parts_are_on:
+            return
+        if _nvtx:
+            torch.cuda.nvtx.range_push(self.name)
+        self._range = record_function(PART + self.name)
+        self._range.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._range is not None:
+            self._range.__exit__(*exception)
+            self._range = None
+            if _nvtx:
+                torch.cuda.nvtx.range_pop()
+
+
+@contextmanager
+def parts_on() -> Iterator[None]:
+    """Within it, parts are marked."""
+    global _parts_are_on, _nvtx
+    before = _parts_are_on, _nvtx
+    _parts_are_on, _nvtx = True, torch.cuda.is_available()
+    try:
+        yield
+    finally:
+        _parts_are_on, _nvtx = before
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """All launches of one kernel: seconds and launches per call."""
+
+    name: str
+    kind: str
+    total_s: float
+    count: float
+
+
+@dataclass(frozen=True)
+class Part:
+    """Kernel seconds per call of what ran inside a part, and of the backward of that; `kinds` divides the former."""
+
+    name: str
+    total_s: float
+    backward_s: float
+    count: float
+    kinds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Where a call's time goes, per call. `dataclasses.asdict` makes JSON of it.
+
+    kernel_s: the sum over kernels, which run side by side on several streams; profiled_s: wall time under the profiler;
+    clocked_s: the call without it, by events on CUDA; both medians. shares: of kernel_s, by kind.
+    """
+
+    device: str
+    steps: int
+    clocked_s: float
+    profiled_s: float
+    kernel_s: float
+    shares: dict[str, float]
+    kernels: list[Kernel]
+    parts: list[Part]
+    trace: str | None
+
+
+def profile_call(call: Callable[[], Any], device: str, *, steps: int = 3, trace: Path | None = None) -> Profile:
+    """Profiles `steps` calls, after one that warms up, as many that are clocked and one under the idling profiler.
+
+    `trace`, a .json file, keeps the trace: for ui.perfetto.dev or chrome://tracing.
+    """
+    if steps < 1:
+        raise ValueError(f"{steps=} must be at least 1")
+    call()
+    clock = clock_of(device)
+    clocked_s = statistics.median(clock.seconds([clock.sample(call) for _ in range(steps)]))
+    del clock  # and the memory that it holds on a GPU
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(trace) if trace else Path(folder) / "trace.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profiled_s = _write_trace(call, device, steps, path)
+        kernels, parts = read_trace(json.loads(path.read_bytes())["traceEvents"], device, steps)
+    kernel_s = sum(kernel.total_s for kernel in kernels)
+    shares = dict.fromkeys(KINDS, 0.0)
+    for kernel in kernels:
+        shares[kernel.kind] += kernel.total_s / kernel_s
+    return Profile(device, steps, clocked_s, profiled_s, kernel_s, shares, kernels, parts, trace and str(trace))
+
+
+def _write_trace(call: Callable[[], Any], device: str, steps: int, path: Path) -> float:
+    """The median wall time of a call, in seconds."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    samples, plan = [], schedule(wait=0, warmup=1, active=steps, repeat=1)
+    with parts_on(), profile(activities=activities, schedule=plan) as recorded:
+        for _ in range(1 + steps):
+            samples.append(CpuClock().sample(lambda: (call(), synchronize(device))))
+            recorded.step()
+    recorded.export_chrome_trace(str(path))
+    return statistics.median(samples[1:])
+
+
+class _Work(NamedTuple):
+    """One run of a kernel, and where the host launched it: (thread, microseconds)."""
+
+    name: str
+    duration_s: float
+    launch: tuple[Any, float] | None
+
+
+def read_trace(events: Iterable[dict[str, Any]], device: str, steps: int) -> tuple[list[Kernel], list[Part]]:
+    """Kernels and parts, the longest first, of the `traceEvents` of a trace over `steps` calls."""
+    by_category = defaultdict(list)
+    for event in events:
+        by_category[event.get("cat")].append({**event, "end": event.get("ts", 0) + event.get("dur", 0)})
+    work = _device_work(by_category) if device == "cuda" else _self_times(by_category["cpu_op"])
+    total, count = Counter[str](), Counter(item.name for item in work)
+    for item in work:
+        total[item.name] += item.duration_s
+    kernels = [Kernel(name, kind_of(name), s / steps, count[name] / steps) for name, s in total.most_common()]
+    return kernels, _parts(by_category, work, steps)
+
+
+def _device_work(events: dict[str, list[dict[str, Any]]]) -> list[_Work]:
+    host = events["cuda_driver"] + events["cuda_runtime"]
+    launches = {e["args"]["correlation"]: (e["tid"], e["ts"]) for e in host if "correlation" in e.get("args", {})}
+    return [
+        _Work(event["name"], event["dur"] / 1e6, launches.get(event["args"].get("correlation")))
+        for category in ("kernel", "gpu_memcpy", "gpu_memset")
+        for event in events[category]
+    ]
+
+
+def _self_times(operators: list[dict[str, Any]]) -> list[_Work]:
+    """Each operator's time without those that it called."""
+    ordered = sorted(operators, key=lambda op: (op["tid"], op["ts"], -op["dur"]))
+    own = [op["dur"] for op in ordered]
+    open_: list[int] = []
+    for index, op in enumerate(ordered):
+        while open_ and (ordered[open_[-1]]["tid"] != op["tid"] or ordered[open_[-1]]["end"] <= op["ts"]):
+            open_.pop()
+        if open_:
+            own[open_[-1]] -= op["dur"]
+        open_.append(index)
+    return [_Work(op["name"], max(us, 0) / 1e6, (op["tid"], op["ts"])) for op, us in zip(ordered, own, strict=True)]
+
+
+def _parts(events: dict[str, list[dict[str, Any]]], work: list[_Work], steps: int) -> list[Part]:
+    ranges = [event for event in events["user_annotation"] if event["name"].startswith(PART)]
+    # Of any thread: autograd works in threads of its own while the one that called it waits inside the part.
+    spans = [(None, range_["ts"], range_["end"], range_["name"].removeprefix(PART)) for range_ in ranges]
+    launched = [item for item in work if item.launch]
+    inside = _enclosing(spans, [(None, item.launch[1]) for item in launched])
+    nodes = _enclosing(_backward_spans(events), [item.launch for item in launched])
+    origins = _enclosing(spans, [(None, max(forward, default=-1.0)) for forward in nodes])
+    total, backward, kinds = Counter[str](), Counter[str](), defaultdict(Counter)
+    for item, names, origin in zip(launched, inside, origins, strict=True):
+        backward.update(dict.fromkeys(origin, item.duration_s))
+        for name in names:
+            total[name] += item.duration_s
+            kinds[name][kind_of(item.name)] += item.duration_s / steps
+    count = Counter(name for *_, name in spans)
+    found = [Part(n, total[n] / steps, backward[n] / steps, count[n] / steps, dict(kinds[n])) for n in count]
+    return sorted(found, key=lambda part: -(part.total_s + part.backward_s))
+
+
+def _backward_spans(events: dict[str, list[dict[str, Any]]]) -> list[tuple[Any, float, float, float]]:
+    """(thread, start, end, when its forward ran) of the nodes of the backward, which a trace links to their forward."""
+    forward = {flow["id"]: flow["ts"] for flow in events["fwdbwd"] if flow["ph"] == "s"}
+    node = {(op["tid"], op["ts"]): op for op in sorted(events["cpu_op"], key=lambda op: op["dur"])}
+    ends = [flow for flow in events["fwdbwd"] if flow["ph"] == "f" and (flow["tid"], flow["ts"]) in node]
+    return [(e["tid"], e["ts"], node[e["tid"], e["ts"]]["end"], forward[e["id"]]) for e in ends if e["id"] in forward]
+
+
+def _enclosing(spans: list[tuple[Any, float, float, Any]], points: list[tuple[Any, float]]) -> list[set[Any]]:
+    """For each point (thread, time), the labels of the spans (thread, start, end, label) that hold it."""
+    marks = [(time, 1, index, thread, None) for index, (thread, time) in enumerate(points)]
+    for thread, start, end, label in spans:
+        marks += [(start, 0, 0, thread, label), (end, 2, 0, thread, label)]
+    found: list[set[Any]] = [set() for _ in points]
+    open_: dict[Any, list[Any]] = defaultdict(list)
+    for _, order, index, thread, label in sorted(marks, key=lambda mark: mark[:2]):
+        if order == 1:
+            found[index] = set(open_[thread])
+        else:
+            (open_[thread].append if order == 0 else open_[thread].remove)(label)
+    return found
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """`count` allocations of `bytes` each by one line, `at_peak` of them live when most was."""
+
+    bytes: int
+    count: int
+    at_peak: int
+    where: str
+    function: str
+
+
+def largest_allocations(call: Callable[[], Any], device: str, *, top: int = 10) -> list[Allocation]:
+    """The largest allocations during `call`, with the line that asked for them: see `allocator_events`."""
+    if top < 1:
+        raise ValueError(f"{top=} must be at least 1")
+    events = allocator_events(call, device, lines=True)
+    levels = [0, *itertools.accumulate(event.bytes for event in events)]
+    live = {}
+    for event in events[: levels.index(max(levels))]:
+        live.pop(event.address, None)
+        if event.bytes > 0:
+            live[event.address] = (event.bytes, event.where, event.function)
+    at_peak = Counter(live.values())
+    count = Counter((event.bytes, event.where, event.function) for event in events if event.bytes > 0)
+    return [Allocation(key[0], count[key], at_peak[key], *key[1:]) for key in sorted(count, reverse=True)[:top]]

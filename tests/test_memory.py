@@ -1,0 +1,142 @@
+"""Phases, breakdown, timeline and snapshot, where the bytes are known by construction."""
+
+import itertools
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lmsys.measure import memory
+from lmsys.measure.compare import release_memory
+
+SIZE = 2**20  # of float32: 4 MiB
+
+
+@pytest.fixture(autouse=True)
+def no_cached_blocks() -> None:
+    """A GPU's allocator hands out a cached block that is a little too large whole, and counts it so."""
+    release_memory()
+
+
+def zeros(device: str) -> Tensor:
+    return torch.zeros(SIZE, device=device)
+
+
+def test_phases_tell_peak_and_what_stays(device: str) -> None:
+    kept: list[Tensor] = []
+
+    def grow() -> None:
+        kept.extend([zeros(device), zeros(device)])
+        zeros(device).neg_()
+
+    found = memory.phases({"grow": grow, "shrink": kept.pop, "same": lambda: zeros(device)}, device)
+    assert found == {
+        "grow": {"peak_bytes": 12 * SIZE, "live_bytes": 8 * SIZE},
+        "shrink": {"peak_bytes": 8 * SIZE, "live_bytes": 4 * SIZE},
+        "same": {"peak_bytes": 8 * SIZE, "live_bytes": 4 * SIZE},
+    }
+
+
+def test_phases_of_a_step(device: str) -> None:
+    """Two layers of 1 MiB of weights; kept are 2 MiB that tanh saves and 2 MiB of output; one momentum per weight."""
+    layers = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Tanh(), nn.Linear(512, 512, bias=False)).to(device)
+    weights, x = 2 * 2**20, torch.randn(1024, 512, device=device)
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1, momentum=0.9)
+    y: list[Tensor] = []
+
+    def warm_up() -> None:  # of libraries that allocate a workspace for themselves
+        layers(x).sum().backward()
+        optimizer.zero_grad()
+
+    warm_up()
+    steps = {"forward": lambda: y.append(layers(x)), "backward": lambda: y.pop().sum().backward()}
+    found = memory.phases({**steps, "optimizer": optimizer.step}, device)
+    live = [phase["live_bytes"] for phase in found.values()]
+    assert live == pytest.approx([2 * 2**21, weights, 2 * weights], rel=0.01)
+    assert found["forward"]["peak_bytes"] == pytest.approx(2 * 2**21, rel=0.01)
+    assert found["backward"]["peak_bytes"] > found["backward"]["live_bytes"]
+
+
+def test_a_breakdown_counts_each_storage_once(device: str) -> None:
+    module = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8, bias=False), nn.Linear(4, 8, bias=False)).to(device)
+    module[2].weight = module[1].weight
+    module.register_buffer("table", torch.zeros(10, device=device))
+    module.register_buffer("row", module.table[:5])
+    optimizer = torch.optim.Adam(module.parameters())
+    parameters = 4 * (8 * 4 + 4 + 4 * 8)
+    before = {"parameters_bytes": parameters, "gradients_bytes": 0, "optimizer_bytes": 0, "buffers_bytes": 40}
+    assert memory.breakdown(module, optimizer) == memory.breakdown(module) == before
+    module[2](module[0](torch.ones(2, 8, device=device))).sum().backward()
+    optimizer.step()
+    after = before | {
+        "gradients_bytes": parameters,
+        "optimizer_bytes": 2 * parameters + 2 * 4 + 4,
+    }  # and three counters
+    assert memory.breakdown(module, optimizer) == after
+    flat = torch.zeros(parameters // 4, device=device)
+    offset = 0
+    for x in module.parameters():
+        x.grad = flat[offset : offset + x.numel()].view_as(x)
+        offset += x.numel()
+    assert memory.breakdown(module)["gradients_bytes"] == parameters
+
+
+def test_a_breakdown_needs_no_memory() -> None:
+    module = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2)).to("meta")
+    assert memory.breakdown(module)["parameters_bytes"] == 4 * (8 * 4 + 4 + 4 * 2 + 2)
+
+
+def test_the_timeline_follows_each_event(device: str) -> None:
+    def call() -> Tensor:
+        x = zeros(device)
+        y = x.add(1)
+        del x
+        return y.mul(2)
+
+    found = memory.timeline(call, device)
+    times, live = zip(*found, strict=True)
+    levels = [size // SIZE for size in live]  # without the scalars that operators make
+    assert [level for level, _ in itertools.groupby(levels)][:4] == [4, 8, 4, 8]
+    assert times[0] == 0 and list(times) == sorted(times)
+    assert max(live) == memory.peak_bytes(call, device)
+    assert memory.timeline(lambda: None, device) == []
+
+
+def test_events_are_asked_of_allocators_that_tell() -> None:
+    with pytest.raises(ValueError, match="device='meta'.*cpu and cuda only"):
+        memory.timeline(lambda: None, "meta")
+
+
+def test_a_snapshot_needs_cuda(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="device='cpu'.*needs CUDA"):
+        memory.write_snapshot(tmp_path / "snapshot.pickle", lambda: None, "cpu")
+    assert not list(tmp_path.iterdir())
+
+
+def test_frames_of_a_snapshot_are_read() -> None:
+    """As torch records them: innermost first, C++ among Python."""
+    ours = str(Path(__file__))
+    cpp = {"filename": "??", "line": 0, "name": "at::native::empty_cuda(c10::ArrayRef<long>)"}
+    node = {
+        "filename": "??",
+        "line": 0,
+        "name": "torch::autograd::generated::MmBackward0::apply(std::vector<Tensor>&&)",
+    }
+    inside = {"filename": memory.TORCH + "nn/functional.py", "line": 7, "name": "softmax"}
+    line = {"filename": ours, "line": 12, "name": "call"}
+    assert memory._source([cpp, inside, line]) == ("tests/test_memory.py:12", "call")
+    assert memory._source([cpp, line, node]) == ("tests/test_memory.py:12", "call MmBackward0")
+    assert memory._source([cpp, node]) == ("(backward)", "MmBackward0")
+    assert memory._source([cpp]) == memory._source([]) == ("", "")
+
+
+@pytest.mark.gpu
+def test_a_snapshot_holds_the_call(tmp_path: Path) -> None:
+    path = memory.write_snapshot(tmp_path / "new" / "snapshot.pickle", lambda: zeros("cuda"), "cuda")
+    snapshot = pickle.loads(path.read_bytes())
+    assert {"segments", "device_traces"} <= snapshot.keys()
+    trace = snapshot["device_traces"][torch.cuda.current_device()]
+    (allocated,) = [entry for entry in trace if entry["action"] == "alloc"]
+    assert allocated["size"] == 4 * SIZE and any(frame["filename"] == __file__ for frame in allocated["frames"])

@@ -1,0 +1,300 @@
+"""Profiles of callables whose kernels, parts and allocations are known by construction."""
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+
+from lmsys.measure import profile
+from lmsys.measure.profile import KINDS, kind_of, largest_allocations, part, parts_on, profile_call, read_trace
+
+NAMES = {  # as traces have them
+    "matmul": [
+        "nvjet_tst_192x192_64x4_2x1_v_bz_coopB_NNT",
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_ke",
+        "ampere_bf16_s16816gemm_bf16_128x256_ldg8_f2f_stages_64x3_tn",
+        "void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_128x256_16x3_tn_align4>(cutlass_80_tensorop_s1688ge",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float, __nv_bfloat16, true, false",
+        "void gemv2T_kernel_val<int, int, __nv_bfloat16, __nv_bfloat16, __nv_bfloat16, float, 128, 16, 4, 4, false>()",
+        "triton_tem_fused_mm_0",
+        "aten::mm",
+        "aten::addmm",
+        "aten::bmm",
+    ],
+    "attention": [
+        "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4, false, false, cutlass::bf",
+        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<64, 128, 128,",
+        "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel<cutlass::bfloat16_t>:",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_cga1x1x1_kernel0_0",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x4x1_cga1x1x1_kernel0_0",
+        "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<flash::CollectiveMainlo",
+        "triton_tem_fused_flex_attention_0",
+        "_fwd_kernel",
+        "_dkdv_kernel",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+    ],
+    "elementwise": [
+        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*,",
+        "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at::native::BinaryFuncto",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, std::array<char*, 1ul> >()",
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>,",
+        "void at::native::(anonymous namespace)::distribution_elementwise_grid_stride_kernel<float, 4, normal_an",
+        "triton_poi_fused__to_copy_mul_silu_3",
+        "triton_poi_fused__scaled_dot_product_flash_attention_mul_1",
+        "aten::mul",
+        "aten::add_",
+        "aten::silu_backward",
+        "aten::_foreach_addcdiv_",
+        "aten::_fused_adamw_",
+    ],
+    "reduction": [
+        "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::func_wrapper_t<float>>>()",
+        "void at::native::(anonymous namespace)::cunn_SoftMaxForwardSmem<8, float, float, float, SoftMaxForwardE",
+        "void (anonymous namespace)::softmax_warp_backward<float, float, float, 10, false, false>(float*, float",
+        "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float, true>(int, float)",
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<TensorListMetadata<1>, LpNormFunctor<",
+        "triton_red_fused__softmax_div_2",
+        "triton_per_fused_add_mean_mul_pow_rsqrt_5",
+        "aten::sum",
+        "aten::_softmax",
+        "aten::_softmax_backward_data",
+        "aten::_log_softmax",
+        "aten::_foreach_norm",
+    ],
+    "copy": [
+        "Memcpy DtoD (Device -> Device)",
+        "Memcpy HtoD (Pageable -> Device)",
+        "Memset (Device)",
+        "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)>()",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::bfloat16_copy_kernel_cuda(at::TensorItera",
+        "void at::native::(anonymous namespace)::CatArrayBatchedCopy_alignedK_contig<OpaqueType<2u>, unsigned in",
+        "void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*, int, long, long, long, long, bool)",
+        "aten::copy_",
+        "aten::cat",
+        "aten::index_select",
+    ],
+    "communication": [
+        "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        "Memcpy PtoP (Device -> Device)",
+        "nccl:_all_gather_base",
+        "gloo:all_reduce",
+        "c10d::allreduce_",
+    ],
+    "other": ["aten::view", "aten::t", "aten::empty_strided", "aten::as_strided", "MulBackward0", "my_kernel"],
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in NAMES.items() for name in names])
+def test_kernels_are_told_by_their_names(kind: str, name: str) -> None:
+    assert kind_of(name) == kind and tuple(NAMES) == KINDS
+
+
+def model(x: Tensor, w: Tensor) -> Tensor:
+    with part("layer"):
+        with part("scores"):
+            x = x @ w
+        with part("softmax"):
+            x = x.softmax(-1)
+    return x
+
+
+def test_a_profile_tells_kernels_parts_and_clock(tmp_path: Path, device: str) -> None:
+    x = torch.randn(256, 256, device=device)
+    w = torch.randn(256, 256, device=device, requires_grad=True)
+    calls = []
+
+    def call() -> None:
+        calls.append(None)
+        with part("forward"):
+            loss = model(x, w).square().sum()
+        with part("backward"):
+            loss.backward()
+
+    path = tmp_path / "new" / "trace.json"
+    found = profile_call(call, device, steps=2, trace=path)
+    assert len(calls) == 1 + 2 + 1 + 2
+    assert json.loads(json.dumps(dataclasses.asdict(found))) == dataclasses.asdict(found)
+    assert (found.device, found.steps, found.trace) == (device, 2, str(path))
+    assert 0 < found.kernel_s <= found.profiled_s and found.clocked_s > 0
+    assert found.shares.keys() == set(KINDS) and sum(found.shares.values()) == pytest.approx(1)
+    assert found.shares["matmul"] > 0 and found.shares["reduction"] > 0 and found.shares["communication"] == 0
+    assert sum(k.total_s for k in found.kernels) == pytest.approx(found.kernel_s)
+    assert [k.total_s for k in found.kernels] == sorted((k.total_s for k in found.kernels), reverse=True)
+    assert sum(k.count for k in found.kernels if k.kind == "matmul") >= 2  # one forward, one backward
+    parts = {p.name: p for p in found.parts}
+    assert parts.keys() == {"forward", "backward", "layer", "scores", "softmax"}
+    assert {p.count for p in found.parts} == {1}
+    assert max(parts["scores"].kinds, key=parts["scores"].kinds.__getitem__) == "matmul"
+    assert "matmul" not in parts["softmax"].kinds and parts["softmax"].backward_s > 0
+    inner = parts["scores"], parts["softmax"]
+    assert parts["layer"].total_s == pytest.approx(sum(p.total_s for p in inner))
+    assert parts["layer"].backward_s == pytest.approx(sum(p.backward_s for p in inner))
+    assert parts["layer"].backward_s <= parts["forward"].backward_s <= parts["backward"].total_s
+    assert sum(parts["forward"].kinds.values()) == pytest.approx(parts["forward"].total_s)
+    assert parts["forward"].total_s + parts["backward"].total_s <= found.kernel_s * 1.0001
+    assert {"traceEvents", "displayTimeUnit"} <= json.loads(path.read_text()).keys()
+
+
+def test_the_clock_runs_without_the_profiler() -> None:
+    slow = iter([0.0, 0.1, 0.1, 0.1, 0.0, 0.01, 0.01, 0.01])
+    found = profile_call(lambda: time.sleep(next(slow)), "cpu")
+    assert found.clocked_s >= 0.1 > found.profiled_s >= 0.01
+    assert found.kernels == [] and found.kernel_s == 0 and found.trace is None
+
+
+def test_bad_numbers_are_named() -> None:
+    with pytest.raises(ValueError, match="steps=0"):
+        profile_call(lambda: None, "cpu", steps=0)
+    with pytest.raises(ValueError, match="top=0"):
+        largest_allocations(lambda: None, "cpu", top=0)
+
+
+def test_a_trace_of_cuda_is_read() -> None:
+    """Host thread 1 launches the forward, autograd's thread 2 the backward; the device is late."""
+
+    def complete(cat: str, name: str, tid: int, ts: float, dur: float, **args: int) -> dict:
+        return {"ph": "X", "cat": cat, "name": name, "pid": 0, "tid": tid, "ts": ts, "dur": dur, "args": args}
+
+    gemm, softmax = "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTT", "triton_red_fused__softmax_0"
+    events = [
+        complete("user_annotation", "part: forward", 1, 0, 50),
+        complete("user_annotation", "part: scores", 1, 0, 20),
+        complete("user_annotation", "Optimizer.step#AdamW.step", 1, 0, 20),
+        complete("cpu_op", "aten::mm", 1, 2, 10),
+        complete("cuda_runtime", "cudaLaunchKernel", 1, 5, 2, correlation=1),
+        complete("cuda_runtime", "cudaDeviceSynchronize", 1, 300, 2),
+        complete("cuda_driver", "cuLaunchKernelEx", 1, 30, 2, correlation=2),
+        complete("user_annotation", "part: backward", 1, 60, 100),
+        complete("cpu_op", "MmBackward0", 2, 70, 20),
+        complete("cuda_runtime", "cudaLaunchKernel", 2, 75, 2, correlation=3),
+        complete("cuda_runtime", "cudaMemsetAsync", 2, 95, 2, correlation=4),
+        {"ph": "s", "cat": "fwdbwd", "name": "fwdbwd", "id": 9, "pid": 0, "tid": 1, "ts": 2},
+        {"ph": "f", "cat": "fwdbwd", "name": "fwdbwd", "id": 9, "pid": 0, "tid": 2, "ts": 70, "bp": "e"},
+        complete("kernel", gemm, 7, 200, 40, correlation=1),
+        complete("kernel", softmax, 7, 240, 20, correlation=2),
+        complete("kernel", gemm, 7, 260, 80, correlation=3),
+        complete("gpu_memset", "Memset (Device)", 7, 340, 4, correlation=4),
+        complete("kernel", "of_a_graph", 7, 350, 2),
+        complete("gpu_user_annotation", "part: scores", 7, 200, 40),
+        {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "python"}},
+    ]
+    kernels, parts = read_trace(events, "cuda", 2)
+    assert [(k.name, k.kind, round(k.total_s * 1e6, 6), k.count) for k in kernels] == [
+        (gemm, "matmul", 60, 1),
+        (softmax, "reduction", 10, 0.5),
+        ("Memset (Device)", "copy", 2, 0.5),
+        ("of_a_graph", "other", 1, 0.5),
+    ]
+    times = {p.name: (round(p.total_s * 1e6, 6), round(p.backward_s * 1e6, 6), p.count) for p in parts}
+    assert times == {"forward": (30, 40, 0.5), "scores": (20, 40, 0.5), "backward": (42, 0, 0.5)}
+    assert {p.name: set(p.kinds) for p in parts}["backward"] == {"matmul", "copy"}
+
+
+def test_operators_count_their_own_time_only() -> None:
+    def operator(name: str, tid: int, ts: float, dur: float) -> dict:
+        return {"ph": "X", "cat": "cpu_op", "name": name, "tid": tid, "ts": ts, "dur": dur}
+
+    events = [
+        operator("aten::linear", 1, 0, 10),
+        operator("aten::addmm", 1, 1, 6),
+        operator("aten::copy_", 1, 2, 2),
+        operator("aten::t", 1, 7, 1),  # begins as its neighbour ends
+        operator("aten::mul", 2, 3, 5),
+    ]
+    own = {k.name: round(k.total_s * 1e6, 6) for k in read_trace(events, "cpu", 1)[0]}
+    assert own == {"aten::linear": 3, "aten::addmm": 4, "aten::copy_": 2, "aten::t": 1, "aten::mul": 5}
+
+
+def test_parts_are_off_until_asked_for() -> None:
+    def ranges() -> int:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
+            model(torch.ones(2, 2), torch.ones(2, 2))
+        return sum(event.name.startswith(profile.PART) for event in recorded.events())
+
+    assert ranges() == 0
+    with parts_on():
+        with parts_on():
+            pass
+        assert ranges() == 3
+    assert ranges() == 0
+
+
+def test_a_part_may_mark_a_function_that_calls_itself() -> None:
+    @part("deep")
+    def deep(depth: int) -> int:
+        return 1 + deep(depth - 1) if depth else 0
+
+    assert deep(3) == 3
+    (found,) = profile_call(lambda: deep(3), "cpu").parts
+    assert (found.name, found.count) == ("deep", 4)
+
+
+def test_parts_end_where_a_part_fails() -> None:
+    with parts_on(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
+        with pytest.raises(KeyError), part("fails"):
+            raise KeyError
+        with part("next"):
+            pass
+    first, second = (event.time_range for event in recorded.events() if event.name.startswith("part: "))
+    assert first.end <= second.start
+
+
+def test_parts_compile_away() -> None:
+    counter = CompileCounter()
+    compiled = torch.compile(part("all")(model), fullgraph=True, backend=counter)
+    x = torch.randn(4, 4)
+    assert torch.equal(compiled(x, x), model(x, x))
+    with parts_on():
+        compiled(x, x)
+    assert (counter.frame_count, counter.op_count) == (1, 2)
+
+
+def allocate(device: str) -> Tensor:
+    x = torch.zeros(2**20, device=device)
+    y = x + x
+    del x
+    return y * 2
+
+
+def test_the_largest_allocations_name_their_lines(device: str) -> None:
+    first = allocate.__code__.co_firstlineno
+    found = largest_allocations(lambda: [allocate(device), torch.ones(2**19, device=device)], device, top=4)
+    lines = {int(allocation.where.rpartition(":")[2]): allocation for allocation in found}
+    assert [allocation.bytes for allocation in found] == [2**22] * 3 + [2**21]
+    assert lines.keys() >= {first + 1, first + 2, first + 4}
+    assert [lines[first + 1].at_peak, lines[first + 2].at_peak, lines[first + 4].at_peak] == [0, 1, 1]
+    assert {allocation.function for allocation in found} == {"allocate", found[-1].function}
+    assert all(a.where.startswith("tests/test_profile.py:") and a.count == 1 for a in found), found
+
+
+def test_allocations_of_one_line_are_counted_together(device: str) -> None:
+    found = largest_allocations(lambda: [torch.zeros(2**18, device=device) for _ in range(3)], device)
+    assert [(allocation.bytes, allocation.count, allocation.at_peak) for allocation in found] == [(2**20, 3, 3)]
+
+
+def test_allocations_are_found_around_compiled_code() -> None:
+    compiled = torch.compile(lambda x: x.sin() + 1, fullgraph=True, backend="aot_eager")
+    x = torch.ones(2**18)
+    compiled(x)
+    assert largest_allocations(lambda: compiled(x), "cpu")[0].bytes == 2**20
+
+
+def test_allocations_of_a_backward_name_its_node(device: str) -> None:
+    x = torch.randn(2**18, device=device, requires_grad=True)
+    found = largest_allocations(lambda: x.sin().sum().backward(), device, top=5)
+    assert any("SinBackward" in allocation.function and allocation.bytes == 2**20 for allocation in found), found
+
+
+@pytest.mark.gpu
+def test_cuda_kernels_are_profiled() -> None:
+    x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    found = profile_call(lambda: model(x, x), "cuda", steps=3)
+    assert found.shares["matmul"] > found.shares["reduction"] > 0 == found.shares["other"]
+    assert all(kernel.count == 1 for kernel in found.kernels), found.kernels
+    assert 0.3 * found.clocked_s < found.kernel_s < found.profiled_s
