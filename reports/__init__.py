@@ -6,7 +6,7 @@ records into chapters, and a row below, keyed by the record's "benchmark".
 
 from collections.abc import Callable
 
-from reports import attention
+from reports import attention, model
 from reports.load import Machine
 from reports.page import Chapter
 
@@ -15,4 +15,5 @@ __all__ = ["BUILDERS"]
 # (the machine with this benchmark's records only, the --baseline or None) -> chapters, in page order
 BUILDERS: dict[str, Callable[[Machine, str | None], list[Chapter]]] = {
     "attention": attention.chapters,
+    "model": model.chapters,
 }

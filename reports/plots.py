@@ -78,7 +78,8 @@ def assign_looks(labels: Mapping[str, tuple[str, bool]], order: Sequence[str]) -
     return found
 
 
-def _figure(title: str, height_in: float) -> tuple[Any, Any]:
+def canvas(title: str, height_in: float) -> tuple[Any, Any]:
+    """A figure in our style and its axes; " · " in the title begins a line."""
     matplotlib.rcdefaults()  # a matplotlibrc of the user's must not change the bytes
     matplotlib.rcParams.update(STYLE)
     figure = Figure(figsize=(WIDTH_IN, 0.3 + height_in), layout="constrained")
@@ -86,7 +87,8 @@ def _figure(title: str, height_in: float) -> tuple[Any, Any]:
     return figure, figure.add_subplot()
 
 
-def _svg(figure: Any, name: str) -> str:
+def to_svg(figure: Any, name: str) -> str:
+    """The drawing as text: the same bytes for the same figure and name."""
     file = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": name}):
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
@@ -96,12 +98,13 @@ def _svg(figure: Any, name: str) -> str:
     return text.replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")
 
 
-def _legend(figure: Any, axes: Any) -> None:
+def add_legend(figure: Any, axes: Any) -> None:
+    """What `axes` labels, below the drawing; `legend_height` is the room that it takes."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2 if len(labels) > 1 else 1)
 
 
-def _legend_height(entries: int) -> float:
+def legend_height(entries: int) -> float:
     return 0.2 * math.ceil(entries / 2) + 0.1
 
 
@@ -110,12 +113,12 @@ def short(length: float) -> str:
     return f"{length / 1024:g}k" if length >= 1024 and length % 1024 == 0 else f"{length:,.0f}"
 
 
-def _plain(value: float, _: object = None) -> str:
+def plain(value: float, _: object = None) -> str:
     """A number on an axis: 0.05, 500, 5,000, and 10k from there on."""
     return f"{value:,.10g}" if value < 10_000 else f"{value / 1000:,.10g}k"
 
 
-def _log_values(axis: Any, values: Iterable[float]) -> None:
+def log_values(axis: Any, values: Iterable[float]) -> None:
     """Plain numbers on a logarithmic axis: as many steps between the decades as the range has room for."""
     finite = [value for value in values if value > 0]
     decades = math.log10(max(finite) / min(finite))
@@ -123,7 +126,7 @@ def _log_values(axis: Any, values: Iterable[float]) -> None:
     subs = next((subs for subs in steps if len(subs) * decades <= 6), steps[-1])
     axis.set_major_locator(LogLocator(subs=subs, numticks=20))
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(_plain))
+    axis.set_major_formatter(FuncFormatter(plain))
 
 
 def lines(
@@ -141,7 +144,7 @@ def lines(
     series = {impl: points for impl, points in series.items() if points}
     if not any(len(points) > 1 for points in series.values()):
         return None
-    figure, axes = _figure(title, 3.0 + _legend_height(len(series)))
+    figure, axes = canvas(title, 3.0 + legend_height(len(series)))
     for place, (impl, points) in enumerate(series.items()):
         on_top = place / len(series)  # thinner, so that a line below another that it equals still shows
         size = {"linewidth": 3.0 - 1.6 * on_top, "markersize": 7.0 - 3.0 * on_top}
@@ -159,13 +162,13 @@ def lines(
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(round(value))))
     if log:
         axes.set_yscale("log")
-        _log_values(axes.yaxis, values)
+        log_values(axes.yaxis, values)
     else:
         axes.set_ylim(0, 1.08 * max([*values, ceiling[1] if ceiling else 0]))
-        axes.yaxis.set_major_formatter(FuncFormatter(_plain))
+        axes.yaxis.set_major_formatter(FuncFormatter(plain))
     axes.set(xlabel=xlabel, ylabel=unit)
-    _legend(figure, axes)
-    return Plot(name, title, caption, _svg(figure, name))
+    add_legend(figure, axes)
+    return Plot(name, title, caption, to_svg(figure, name))
 
 
 def heat_map(
@@ -180,7 +183,7 @@ def heat_map(
 ) -> Plot:
     """Ratios around 1, a row for each implementation and a column for each shape; `texts` stand in the cells."""
     slanted = sum(map(len, columns)) > 36
-    figure, axes = _figure(title, 0.25 * len(rows) + 0.8 + (0.055 * max(map(len, columns)) if slanted else 0))
+    figure, axes = canvas(title, 0.25 * len(rows) + 0.8 + (0.055 * max(map(len, columns)) if slanted else 0))
     shades = np.log2(np.array(values, dtype=float))
     span = math.log2(FULL_COLOUR)
     axes.imshow(shades, cmap="RdBu", vmin=-span, vmax=span, aspect="auto", alpha=0.85)
@@ -199,7 +202,7 @@ def heat_map(
     axes.grid(False)
     axes.set_facecolor("#f3f4f6")
     axes.spines[:].set_visible(False)
-    return Plot(name, title, caption, _svg(figure, name))
+    return Plot(name, title, caption, to_svg(figure, name))
 
 
 def roofline(
@@ -215,7 +218,7 @@ def roofline(
     points = {impl: found for impl, found in points.items() if found}
     if not points:
         return None
-    figure, axes = _figure(title, 3.0 + _legend_height(len(points)))
+    figure, axes = canvas(title, 3.0 + legend_height(len(points)))
     for impl, found in points.items():
         axes.plot(*zip(*found, strict=True), **{**style[impl].line(), "linestyle": "none", "alpha": 0.85})
     intensities = [x for found in points.values() for x, _ in found]
@@ -237,47 +240,7 @@ def roofline(
         rates.append(left * copy / 1e12)
     axes.set(xscale="log", yscale="log", xlim=(left, right), xlabel="arithmetic intensity, FLOP/byte", ylabel="TFLOP/s")
     axes.set_ylim(min(rates) / 1.6, max(rates) * 1.8)
-    _log_values(axes.xaxis, [left, right])
-    _log_values(axes.yaxis, rates)
-    _legend(figure, axes)
-    return Plot(name, title, caption, _svg(figure, name))
-
-
-def bars(
-    name: str,
-    title: str,
-    caption: str,
-    tiers: Sequence[str],
-    values: Mapping[str, Sequence[float]],
-    words: Mapping[str, Sequence[str]],
-    style: Mapping[str, Look],
-    unit: str,
-) -> Plot | None:
-    """A group of bars for each tier, a bar for each implementation, or its outcome's word; None without bars."""
-    values = {impl: line for impl, line in values.items() if any(map(math.isfinite, line)) or any(words[impl])}
-    finite = [value for line in values.values() for value in line if math.isfinite(value)]
-    if not finite:
-        return None
-    figure, axes = _figure(title, 3.0 + _legend_height(len(values)))
-    width = 0.84 / len(values)
-    floor = min(finite) / 2
-    for place, (impl, line) in enumerate(values.items()):
-        look = style[impl]
-        at = np.arange(len(tiers)) + (place - (len(values) - 1) / 2) * width
-        hatch = "////" if look.dashed else None
-        axes.bar(
-            at, line, width * 0.92, label=look.label, color=look.color, hatch=hatch, edgecolor="white", linewidth=0
-        )
-        for x, value, word in zip(at, line, words[impl], strict=True):
-            if not math.isfinite(value) and word:
-                axes.text(x, floor * 1.1, word, rotation=90, ha="center", va="bottom", fontsize=8, color=look.color)
-    axes.set_yscale("log")
-    axes.set_ylim(floor, max(finite) * 1.6)
-    _log_values(axes.yaxis, [floor, max(finite)])
-    slanted = sum(map(len, tiers)) > 45
-    axes.set_xticks(range(len(tiers)), tiers, rotation=45 if slanted else 0, ha="right" if slanted else "center")
-    axes.set_xlim(-0.5, len(tiers) - 0.5)  # bars without a height would not widen it to the words in their places
-    axes.grid(axis="x", visible=False)
-    axes.set_ylabel(unit)
-    _legend(figure, axes)
-    return Plot(name, title, caption, _svg(figure, name))
+    log_values(axes.xaxis, [left, right])
+    log_values(axes.yaxis, rates)
+    add_legend(figure, axes)
+    return Plot(name, title, caption, to_svg(figure, name))

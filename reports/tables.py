@@ -101,15 +101,18 @@ def legend(rows: Iterable[Iterable[str]]) -> list[str]:
     return [f"{NOT_RUN} not run."] if any(NOT_RUN in text for row in rows for text in row) else []
 
 
-def paired_speedups(frame: pd.DataFrame, same: list[str], baseline: str) -> list[float]:
+def paired_speedups(frame: pd.DataFrame, same: list[str], baseline: str, axis: str = "impl") -> list[float]:
     """Baseline time / row time for each row: the median over rounds sampled side by side.
 
-    `same` are the columns that say what was run. NaN unless the row and the baseline carry samples of one
-    `comparison`: rows measured at different times, under different clocks, have no ratio.
+    `same` are the columns that say what was run, `axis` the one that has the baseline as a value. NaN unless the
+    row and the baseline carry samples of one `comparison`: rows measured at different times, under different
+    clocks, have no ratio.
     """
     together = [*same, "comparison"]
     rows = list(frame.itertuples(index=False))
-    base = {tuple(getattr(row, key) for key in together): row.samples_s for row in rows if row.impl == baseline}
+    base = {
+        tuple(getattr(row, key) for key in together): row.samples_s for row in rows if getattr(row, axis) == baseline
+    }
     speedups = []
     for row in rows:
         ours, theirs = row.samples_s, base.get(tuple(getattr(row, key) for key in together))

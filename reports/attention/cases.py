@@ -7,8 +7,9 @@ from typing import Any
 import pandas as pd
 
 from reports import tables
-from reports.attention.shapes import SHAPE, held, span
+from reports.attention.shapes import SHAPE, held
 from reports.load import GIB, InputError, Machine, file_name
+from reports.metrics import Metric, timing
 from reports.plots import Look, assign_looks
 
 SECTIONS = {  # in page order
@@ -44,24 +45,6 @@ MEASURED = {
         "first": "forward and backward together",
     },
 }
-CLOCKS = {"cuda_event": "CUDA events, cache cleared before each call", "perf_counter": "wall clock"}
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A column of the records as tables and plots show it; `title` has places for the words of MEASURED."""
-
-    stem: str
-    field: str
-    title: str
-    short: str
-    unit: str = ""
-    scale: float = 1.0
-    clocked: bool = False
-
-    @property
-    def head(self) -> str:
-        return f"{self.short}, {self.unit}" if self.unit else self.short
 
 
 TIME = Metric("time", "time_s", "Median time", "Time", "ms", 1e3, True)
@@ -116,7 +99,7 @@ class Slice:
         what += f", {metric.unit}" if metric.unit else ""
         if metric is SPEEDUP:
             what = f"Time of {self.base} divided by time, median of rounds sampled side by side"
-        clock = _clock(frame) if metric.clocked else ""
+        clock = timing(frame, "mode") if metric.clocked else ""
         return f"{what}. {self.heading}; {held(frame)}. {clock}{self.machine.about(frame)}"
 
     @property
@@ -212,22 +195,3 @@ def merged(parts: list[Slice]) -> Iterator[Slice]:
 
 def section_title(section: str) -> str:
     return SECTIONS.get(section, section)
-
-
-def _clock(frame: pd.DataFrame) -> str:
-    """How the timed cases were timed, and how far their samples spread."""
-    timed = frame[frame["time_s"].notna()]
-    if timed.empty:
-        return ""
-    named = [CLOCKS.get(clock, clock) for clock in sorted(set(timed["clock"].dropna()))]
-    facts = [*named, *sorted(set(timed["mode"].dropna()))]
-    rounds = timed["rounds"].dropna()
-    if len(rounds):
-        facts.append(f"at least {int(rounds.min())} rounds")
-    if timed["sm_clock_mhz"].notna().any():
-        facts.append(f"SM clock {span(timed['sm_clock_mhz'])} MHz")
-    spread = ((timed["p80_s"] - timed["p20_s"]) / timed["time_s"]).max()
-    if spread == spread:
-        facts.append(f"p20 to p80 within {tables.number(100 * spread)} % of the median")
-    text = ", ".join(facts)
-    return f"{text[0].upper()}{text[1:]}. " if text else ""

@@ -6,9 +6,10 @@ from typing import Any
 
 import pandas as pd
 
-from reports import plots, tables
-from reports.attention.cases import PEAK, RATE, ROOFLINE, SPEEDUP, TIME, Metric, Slice
+from reports import bars, plots, tables
+from reports.attention.cases import PEAK, RATE, ROOFLINE, SPEEDUP, TIME, Slice
 from reports.attention.shapes import SHAPE, axis, columns, tokens
+from reports.metrics import Metric
 from reports.plots import Plot
 
 NO_BASE = "no base"
@@ -46,7 +47,7 @@ def tiers(part: Slice) -> Iterator[Plot | None]:
         cases = tables.by_key(facet, ["queries", "keys", "impl"])
         impls = [impl for impl in part.impls() if impl in set(facet["impl"])]
         grid = {impl: [cases.get((*shape, impl)) for shape in shapes] for impl in impls}
-        yield plots.bars(
+        yield bars.bars(
             name=f"{part.stem}-bars{suffix}",
             title=f"{TIME.short} · {part.heading}{title}",
             caption=part.caption(TIME, facet) + _apart(TIME, facet),

@@ -7,9 +7,10 @@ from typing import Any
 import pandas as pd
 
 from reports import tables
-from reports.attention.cases import RATE, SPEEDUP, TIME, Metric, Slice, section_title
+from reports.attention.cases import RATE, SPEEDUP, TIME, Slice, section_title
 from reports.attention.shapes import CASE, SHAPE, axis, columns
 from reports.load import Machine, file_name
+from reports.metrics import Metric
 from reports.plots import Look
 from reports.tables import Footnotes, Table
 

@@ -2,6 +2,8 @@
 
 import pandas as pd
 
+from reports.metrics import span
+
 SHAPE = ["batch", "heads", "kv_heads", "queries", "keys", "head_dim"]
 CASE = [*SHAPE, "causal"]
 
@@ -57,8 +59,3 @@ def held(frame: pd.DataFrame) -> str:
 def tokens(frame: pd.DataFrame) -> str:
     """The B·S of these cases when they hold it by varying both, else ""."""
     return span(frame["batch"] * frame["queries"]) if _balanced(frame, "batch", "queries") else ""
-
-
-def span(values: pd.Series) -> str:
-    low, high = round(values.min()), round(values.max())
-    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
