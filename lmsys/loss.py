@@ -46,31 +46,29 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         with torch.autocast(device, enabled=False):
             operand = weight.to(dtype)  # (V, M)
-            scale = 1 / (targets != IGNORED).sum()  # of a batch without targets the mean is NaN, as in torch
             total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
             d_hidden = torch.empty_like(hidden) if needs_hidden else None
             d_weight = torch.zeros_like(weight) if needs_weight else None
             for start in range(0, len(hidden), chunk):
                 rows, labels = hidden[start : start + chunk].to(dtype), targets[start : start + chunk]
                 logits = rows @ operand.mT  # (C, V)
-                loss, d_logits = _loss_and_gradient(logits, labels, scale)
+                loss, d_logits = _loss_and_gradient(logits, labels)
                 total += loss
                 if d_hidden is not None:
                     d_hidden[start : start + chunk] = d_logits @ operand
                 if d_weight is not None:
                     _add_product(d_weight, d_logits.mT, rows)
-        ctx.save_for_backward(*(x for x in (d_hidden, d_weight) if x is not None))
-        return total
+            scale = 1 / (targets != IGNORED).sum()  # of a batch without targets the mean is NaN, as in torch
+        ctx.save_for_backward(scale, *(x for x in (d_hidden, d_weight) if x is not None))
+        return total * scale
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        kept = iter(ctx.saved_tensors)
-        return (
-            *(next(kept) * grads[0].to(torch.float32) if need else None for need in ctx.needs_input_grad[:2]),
-            None,
-            None,
-        )
+        # Only here do 1 / N and a loss scale meet the gradients: before, float16 would round the small ones to zero.
+        scale, *gradients = ctx.saved_tensors
+        kept = iter([(x.to(grads[0].dtype) * (scale * grads[0])).to(x.dtype) for x in gradients])
+        return *(next(kept) if need else None for need in ctx.needs_input_grad[:2]), None, None
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -81,22 +79,22 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-def _loss_and_gradient(logits: Tensor, labels: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """scale · sum of the losses, and its gradient by the logits (C, V) in their dtype."""
+def _loss_and_gradient(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of the losses, and its gradient by the logits (C, V) in their dtype."""
     if logits.is_cuda and why_no_compiler("cuda") is None:
-        return compile_for(_plain_loss_and_gradient, layout_key(logits, labels))(logits, labels, scale)
-    return _plain_loss_and_gradient(logits, labels, scale)
+        return compile_for(_plain_loss_and_gradient, layout_key(logits, labels))(logits, labels)
+    return _plain_loss_and_gradient(logits, labels)
 
 
-def _plain_loss_and_gradient(logits: Tensor, labels: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def _plain_loss_and_gradient(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     lse = wide.logsumexp(dim=-1, keepdim=True)  # (C, 1)
     counted = (labels != IGNORED)[:, None]
     label = labels.clamp_min(0)[:, None]
     loss = torch.where(counted, lse - wide.gather(1, label), 0).sum()
     hit = torch.arange(logits.shape[1], device=logits.device) == label  # (C, V)
-    d_logits = torch.where(counted, (wide - lse).exp() - hit.to(wide.dtype), 0) * scale
-    return loss * scale, d_logits.to(logits.dtype)
+    d_logits = torch.where(counted, (wide - lse).exp() - hit.to(wide.dtype), 0)
+    return loss, d_logits.to(logits.dtype)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

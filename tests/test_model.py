@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -122,7 +123,7 @@ def test_grouped_heads_equal_repeated_key_and_value_projections(seed: int) -> No
     tokens=st.integers(1, 40),
     chunk=st.one_of(st.none(), st.integers(1, 50)),
     ignored=st.booleans(),
-    dtype=st.sampled_from([torch.float32, torch.float64]),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
 )
 def test_the_loss_in_chunks_equals_the_whole(
     seed: int, tokens: int, chunk: int | None, ignored: bool, dtype: torch.dtype
@@ -135,15 +136,29 @@ def test_the_loss_in_chunks_equals_the_whole(
 
     def results(compute: torch.dtype, loss: Any) -> list[Tensor]:
         leaves = [x.to(compute).requires_grad_() for x in (hidden, weight)]
-        value = 3 * loss(*leaves, targets)
+        value = 3 * loss(*leaves, targets).float()
         return [value, *torch.autograd.grad(value, leaves)]
 
     def whole(h: Tensor, w: Tensor, t: Tensor) -> Tensor:
-        return torch.nn.functional.cross_entropy(h @ w.mT, t, ignore_index=IGNORED)
+        return F.cross_entropy(h @ w.mT, t, ignore_index=IGNORED)
 
     found = results(dtype, partial(linear_cross_entropy, chunk=chunk))
-    for one, reference, plain in zip(found, results(torch.float64, whole), results(torch.float32, whole), strict=True):
-        assert error_ratio(one, reference.detach(), plain) <= 1
+    judged = torch.float32 if dtype == torch.float64 else dtype
+    plain = [x.to(judged) for x in results(judged, whole)]
+    for one, reference, low in zip(found, results(torch.float64, whole), plain, strict=True):
+        assert error_ratio(one, reference.detach(), low) <= 1
+
+
+def test_a_loss_scale_saves_small_gradients_from_float16() -> None:
+    """Divided by 4,096 tokens most are below what float16 holds; scaled by 2**16 before that, none is lost."""
+    torch.manual_seed(0)
+    leaves = [torch.randn(n, 8).half().requires_grad_() for n in (4096, 500)]
+    targets = torch.randint(500, (4096,))
+    found = torch.autograd.grad(2**16 * linear_cross_entropy(*leaves, targets, chunk=512), leaves)
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    reference = torch.autograd.grad(2**16 * F.cross_entropy(wide[0] @ wide[1].mT, targets), wide)
+    for one, ref in zip(found, reference, strict=True):
+        assert torch.count_nonzero(one) > 0.95 * one.numel() and error_ratio(one, ref, ref.half()) <= 1
 
 
 @pytest.mark.gpu
@@ -161,7 +176,7 @@ def test_the_loss_in_chunks_under_autocast(dtype: torch.dtype) -> None:
         return [value, *torch.autograd.grad(value, leaves)]
 
     def whole(h: Tensor, w: Tensor) -> Tensor:
-        return torch.nn.functional.cross_entropy(torch.nn.functional.linear(h, w), targets)
+        return F.cross_entropy(F.linear(h, w), targets)
 
     reference = results(torch.float64, False, whole)
     plain = [x.to(dtype) for x in results(torch.float32, True, whole)]  # what autocast rounds to on the way
