@@ -25,6 +25,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--dtype", help="float32, float16, bfloat16")
     group.addoption("--causal", help="yes, no")
     group.addoption("--direction", help="fwd, bwd, fwdbwd")
+    group.addoption("--size", help="of the language model: tiny, small, medium, large, xl, 2.7b")
+    group.addoption("--context", metavar="S", help="sequence lengths of the language model: 512,1024")
+    group.addoption("--precision", help="fp32, tf32, bf16 (autocast), fp16 (autocast and loss scaling)")
+    group.addoption("--mode", help="forward (inference), train_forward, backward, optimizer, step")
+    group.addoption("--compile", help="eager, compiled (block by block)")
     group.addoption("--memory-limit", metavar="SIZE", help="cap the GPU's allocator, such as 24GiB")
     group.addoption(
         "--resume", metavar="OUT.json", help="take what this result holds as done; alone, go on in that file"

@@ -2,14 +2,17 @@
 
 import difflib
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from benchmarks.sweeps import SWEEPS, Axes, Sweep
+from benchmarks.sweeps import MODES, SWEEPS, Axes, Sweep
+from lmsys.config import SIZES
 
 T = TypeVar("T")
 DTYPES = ("float32", "float16", "bfloat16")
 CAUSAL = {"yes": True, "no": False, "true": True, "false": False}
 DIRECTIONS = ("fwd", "bwd", "fwdbwd")
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+COMPILES = ("eager", "compiled")
 
 
 def sweep_called(name: str, device: str) -> Sweep:
@@ -18,20 +21,37 @@ def sweep_called(name: str, device: str) -> Sweep:
 
 def parse_axes(options: dict[str, str | None]) -> Axes:
     """Axes from the texts of --batch, --heads, --length, --tiers, --head-dim, --dtype, --causal and --direction."""
-
-    def every(option: str, parse: Callable[[str, str], T]) -> tuple[T, ...]:
-        text = options.get(option)
-        return () if text is None else tuple(parse(option, part.strip()) for part in text.split(","))
-
     return Axes(
-        batch=every("--batch", positive),
-        heads=every("--heads", _heads),
-        lengths=every("--length", _square) + every("--tiers", _tier),
-        head_dims=every("--head-dim", positive),
-        dtypes=every("--dtype", lambda option, text: choice(option, text, DTYPES)),
-        causal=every("--causal", lambda option, text: CAUSAL[choice(option, text.lower(), CAUSAL)]),
-        directions=every("--direction", lambda option, text: choice(option, text, DIRECTIONS)),
+        batch=_every(options, "--batch", positive),
+        heads=_every(options, "--heads", _heads),
+        lengths=_every(options, "--length", _square) + _every(options, "--tiers", _tier),
+        head_dims=_every(options, "--head-dim", positive),
+        dtypes=_every(options, "--dtype", _one_of(DTYPES)),
+        causal=_every(options, "--causal", lambda option, text: CAUSAL[choice(option, text.lower(), CAUSAL)]),
+        directions=_every(options, "--direction", _one_of(DIRECTIONS)),
     )
+
+
+def parse_model_axes(options: dict[str, str | None]) -> dict[str, Any]:
+    """The fields of a ModelSection that --size, --context, --batch, --precision, --mode and --compile give."""
+    given: dict[str, tuple[Any, ...]] = {
+        "sizes": _every(options, "--size", _one_of(tuple(SIZES))),
+        "contexts": _every(options, "--context", positive),
+        "batch": _every(options, "--batch", positive),
+        "precisions": _every(options, "--precision", _one_of(PRECISIONS)),
+        "modes": _every(options, "--mode", _one_of(MODES)),
+        "compiles": _every(options, "--compile", _one_of(COMPILES)),
+    }
+    return {name: values for name, values in given.items() if values}
+
+
+def _every(options: dict[str, str | None], option: str, parse: Callable[[str, str], T]) -> tuple[T, ...]:
+    text = options.get(option)
+    return () if text is None else tuple(parse(option, part.strip()) for part in text.split(","))
+
+
+def _one_of(known: tuple[str, ...]) -> Callable[[str, str], str]:
+    return lambda option, text: choice(option, text, known)
 
 
 def choice(option: str, text: str, known: dict[str, T] | tuple[str, ...]) -> str:

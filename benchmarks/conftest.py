@@ -11,7 +11,7 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from benchmarks.axes import parse_axes, sweep_called
+from benchmarks.axes import parse_axes, parse_model_axes, sweep_called
 from benchmarks.session import ResultFile, Session, Settings, read_results
 from benchmarks.sweeps import Axes, Sweep
 from lmsys.attention import ATTENTION
@@ -35,8 +35,10 @@ REFUSED = {
     "--benchmark-cprofile-dump": "what is replayed is already measured; profile the row itself",
 }
 AXES = ("batch", "heads", "length", "tiers", "head_dim", "dtype", "causal", "direction")
+MODEL_AXES = ("size", "context", "batch", "precision", "mode", "compile")
 SESSION = pytest.StashKey[Session]()
 SWEEP = pytest.StashKey[tuple[Sweep, Axes]]()
+MODEL = pytest.StashKey[dict[str, Any]]()  # the axes that the user named, as fields of a ModelSection
 ROWS = pytest.StashKey[tuple[list[Entry], bool]]()  # of the attention table, and whether the user named them
 
 
@@ -73,7 +75,7 @@ def measured(request: pytest.FixtureRequest, benchmark: BenchmarkFixture) -> Cal
         if result.samples is None and not (found["outcome"] == "ok" and benchmark.disabled):
             pytest.skip(f"{found['outcome']}: {found['reason']}")
         benchmark.extra_info |= {name: value for name, value in found.items() if name != "samples_s"}
-        benchmark.group = cell.removesuffix(f"-{found['impl']}")
+        benchmark.group, _, _ = found["comparison"].partition(" ")
         samples = result.samples or [0.0]
         timer = request.node.get_closest_marker("benchmark").kwargs["timer"]
         timer.replay(samples)
@@ -88,7 +90,8 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(f"{option} is not for these benchmarks: {reason}")
     try:
         session = _open_session(config)
-        axes = {f"--{name.replace('_', '-')}": config.getoption(name) for name in AXES}
+        axes = {f"--{name.replace('_', '-')}": config.getoption(name) for name in (*AXES, *MODEL_AXES)}
+        config.stash[MODEL] = parse_model_axes(axes)
         config.stash[SWEEP] = sweep_called(session.settings.sweep, session.settings.device), parse_axes(axes)
         named = config.getoption("attention")
         rows = ATTENTION.select(ATTENTION if named is None else named.split(","))

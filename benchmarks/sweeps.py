@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
+MODES = ("forward", "train_forward", "backward", "optimizer", "step")
 POWERS = tuple(2**n for n in range(7, 17))  # 128 ... 65536
 
 
@@ -60,11 +61,31 @@ class Section:
 
 
 @dataclass(frozen=True)
+class ModelSection:
+    """The axes of one table of the language model: named sizes, sequence lengths and what is done with them.
+
+    rows     attention rows; "auto" is the fastest that can
+    warmups  when given: so many untimed steps before ten timed ones, each in a process of its own
+    """
+
+    name: str
+    sizes: tuple[str, ...]
+    contexts: tuple[int, ...]
+    precisions: tuple[str, ...] = ("bf16",)
+    modes: tuple[str, ...] = MODES
+    compiles: tuple[str, ...] = ("eager", "compiled")
+    batch: tuple[int, ...] = (4,)
+    rows: tuple[str, ...] = ("auto",)
+    warmups: tuple[int | None, ...] = (None,)
+
+
+@dataclass(frozen=True)
 class Sweep:
     """Sections, and for how many seconds each row of a comparison is sampled."""
 
     seconds_per_row: float
     sections: tuple[Section, ...]
+    models: tuple[ModelSection, ...] = ()
 
 
 def square(*lengths: int) -> tuple[tuple[int, int], ...]:
@@ -134,6 +155,26 @@ LEADERBOARD = Section(
     directions=("fwdbwd",),
     heads=((16, 16),),
 )
+MODEL_SIZES = ("small", "medium", "large", "xl", "2.7b")
+MODEL_SMOKE = ModelSection("smoke", ("tiny",), (64,), ("fp32", "bf16"), compiles=("eager",), batch=(2,))
+MODEL = ModelSection("default", ("small", "medium"), (512, 1024))
+CPU_MODEL = (
+    ModelSection("default", ("tiny",), (128,), ("fp32",), batch=(2,)),
+    ModelSection("default", ("tiny",), (128,), ("bf16",), compiles=("eager",), batch=(2,)),
+)
+MODEL_FULL = (
+    ModelSection("sizes", MODEL_SIZES, (128, 256, 512, 1024), ("fp32", "bf16")),
+    ModelSection(
+        "warmup",
+        ("small", "medium"),
+        (128, 512),
+        ("fp32",),
+        modes=("forward", "train_forward", "backward"),
+        compiles=("eager",),
+        warmups=(0, 1, 2, 5),
+    ),
+    ModelSection("fits", MODEL_SIZES, (512, 1024), modes=("step",), compiles=("eager",), batch=(1, 4, 16)),
+)
 CPU_BY_LENGTH = replace(
     BY_LENGTH,
     lengths=square(256, 512, 1024),
@@ -163,8 +204,10 @@ def smoke(length: int, head_dim: int, batch: int, heads: int, compiled_dtype: st
 
 SWEEPS = {
     "smoke": {
-        "cpu": Sweep(0.02, smoke(length=64, head_dim=32, batch=1, heads=2, compiled_dtype="float32")),
-        "cuda": Sweep(0.05, smoke(length=512, head_dim=64, batch=2, heads=4, compiled_dtype="bfloat16")),
+        "cpu": Sweep(0.02, smoke(length=64, head_dim=32, batch=1, heads=2, compiled_dtype="float32"), (MODEL_SMOKE,)),
+        "cuda": Sweep(
+            0.05, smoke(length=512, head_dim=64, batch=2, heads=4, compiled_dtype="bfloat16"), (MODEL_SMOKE,)
+        ),
     },
     "default": {
         "cpu": Sweep(
@@ -190,6 +233,7 @@ SWEEPS = {
                     rows=("naive", "vectorized", "flash_torch", "sdpa_math", "sdpa_flash"),
                 ),
             ),
+            CPU_MODEL,
         ),
         "cuda": Sweep(
             0.15,
@@ -200,10 +244,11 @@ SWEEPS = {
                 replace(FLASH, lengths=square(1024, 4096, 16384), head_dims=(64,)),
                 replace(TIERS, lengths=((128, 64), (512, 256), (512, 2048)), causal=(False,), without=COMPILED_ROWS),
             ),
+            (MODEL,),
         ),
     },
 }
-_FULL = Sweep(0.3, (TOKENS16K, LEADERBOARD, BY_LENGTH, TIERS, EAGER_COMPILED, FLASH))
+_FULL = Sweep(0.3, (TOKENS16K, LEADERBOARD, BY_LENGTH, TIERS, EAGER_COMPILED, FLASH), MODEL_FULL)
 SWEEPS["full"] = {"cpu": _FULL, "cuda": _FULL}
 
 

@@ -1,10 +1,14 @@
-"""What attention must cost, from its shapes: floating-point operations and bytes moved. Imports no torch.
+"""What must be done, from shapes: operations and bytes of attention, parameters and operations of a model. No torch.
 
-Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head dimension.
+Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head dimension; M d_model, F d_ff, L layers,
+V vocabulary size, S sequence length.
 """
+
+from lmsys.config import ModelConfig
 
 DIRECTIONS = ("fwd", "bwd", "fwdbwd")
 FLOPS_OF_FORWARD = {"fwd": 1.0, "bwd": 2.5, "fwdbwd": 3.5}  # a backward does five matmuls where the forward does two
+FLOPS_OF_STEP = {"forward": 1 / 3, "train_forward": 1 / 3, "backward": 2 / 3, "step": 1.0}
 ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -47,6 +51,29 @@ def attention_bytes(
     key_side = batch * kv_heads * keys * head_dim  # k, v, dk, dv
     num_query_side, num_key_side = {"fwd": (2, 2), "bwd": (3, 4), "fwdbwd": (4, 4)}[direction]
     return (num_query_side * query_side + num_key_side * key_side) * ELEMENT_BYTES[dtype]
+
+
+def model_parameters(config: ModelConfig) -> int:
+    """How many numbers `TransformerLM` learns: two embeddings, a last norm; in each layer seven matrices, two norms."""
+    width = config.d_model
+    attention = 2 * width * config.head_dim * (config.num_heads + config.kv_heads)
+    layer = attention + 3 * width * config.d_ff + 2 * width
+    return 2 * config.vocab_size * width + config.num_layers * layer + width
+
+
+def model_flops(config: ModelConfig, *, tokens: int, context: int, mode: str) -> float:
+    """Operations of a training step, as MFU counts them: (6 · (parameters - V·M) + 6·L·S·M) · tokens.
+
+    Each weight but the input embedding's takes part in one multiplication and addition forward and two backward, and
+    causal attention adds half of 12·L·S·M. A forward is a third of it, a backward two thirds; recomputing and the
+    optimizer are not counted as work. Source: Chowdhery et al. 2022 (PaLM, arXiv 2204.02311), appendix B.
+    ValueError for a mode that has no such count.
+    """
+    if mode not in FLOPS_OF_STEP:
+        raise ValueError(f"{mode=} must be one of {tuple(FLOPS_OF_STEP)}")
+    weights = model_parameters(config) - config.vocab_size * config.d_model
+    step = (6 * weights + 6 * config.num_layers * context * config.d_model) * tokens
+    return step * FLOPS_OF_STEP[mode]
 
 
 def _check(direction: str) -> None:

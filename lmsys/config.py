@@ -87,4 +87,4 @@ def model_config(size: str, **changes: Any) -> ModelConfig:
     if size not in SIZES:
         near = difflib.get_close_matches(size, SIZES, n=2) or list(SIZES)
         raise ValueError(f"unknown {size=}; did you mean {' or '.join(near)}?")
-    return ModelConfig(**SIZES[size] | changes)
+    return ModelConfig(**{**SIZES[size], **changes})

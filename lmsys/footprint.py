@@ -5,6 +5,7 @@ Legend: N tokens (B·S), M d_model, F d_ff, H query heads, Hkv key/value heads, 
 
 from dataclasses import dataclass
 
+from lmsys.accounting import model_parameters
 from lmsys.config import ModelConfig
 
 MATMUL_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # of an element that a matmul reads
@@ -25,13 +26,6 @@ class Footprint:
         return self.parameters + self.gradients + self.optimizer + self.activations
 
 
-def num_parameters(config: ModelConfig) -> int:
-    """Of all weights, the input embedding and the head included; they are not tied."""
-    return (
-        config.num_layers * (_projections(config) + 2 * config.d_model) + (2 * config.vocab_size + 1) * config.d_model
-    )
-
-
 def training_memory(config: ModelConfig, batch: int, context: int, precision: str) -> Footprint:
     """AdamW in float32, blocks in eager mode, an attention row that keeps q, k, v, o and the log-sum-exp.
 
@@ -40,7 +34,7 @@ def training_memory(config: ModelConfig, batch: int, context: int, precision: st
     """
     if precision not in MATMUL_BYTES:
         raise ValueError(f"{precision=} must be one of {', '.join(MATMUL_BYTES)}")
-    wide, tokens = WIDE * num_parameters(config), batch * context
+    wide, tokens = WIDE * model_parameters(config), batch * context
     return Footprint(wide, wide, 2 * wide, _activations(config, tokens, MATMUL_BYTES[precision]))
 
 

@@ -1,22 +1,20 @@
 """The benchmarks as a user runs them: small sweeps in processes of their own, with kernels from a file."""
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 
 from benchmarks.axes import parse_axes, sweep_called
 from benchmarks.conftest import RecordedTimer
 from benchmarks.sweeps import Axes, Section
 from lmsys.measure import record
-
-ROOT = Path(__file__).parent.parent
 
 KERNELS = '''
 import functools
@@ -133,18 +131,8 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def command(*options: object) -> list[str]:
-    return [sys.executable, "-m", "pytest", "benchmarks", "-k", "attention", "-q", *map(str, options)]
-
-
-# One thread: tiny kernels on several wait for each other when the machine is busy.
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-ENVIRONMENT.pop("PYTEST_XDIST_WORKER", None)  # these are no workers, even if their caller is
-
-
-def run(*options: object) -> subprocess.CompletedProcess[str]:
-    line = command(*options)
-    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
+command = partial(processes.command, "attention")
+run = partial(processes.run, "attention")
 
 
 def by_case(path: Path) -> dict[tuple[str, str, str], dict[str, Any]]:
@@ -229,7 +217,9 @@ def test_what_an_interrupted_run_measured_is_kept_and_resumed(kernels: Path, tmp
     lengths = ("--length", "16,17,18,19,20,21,22,23")
     line = command(*options, *lengths, "--benchmark-json", output)
     heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731 - a test run in the background would not
-    process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT, preexec_fn=heed)
+    process = subprocess.Popen(
+        line, cwd=processes.ROOT, stdout=subprocess.PIPE, text=True, env=processes.ENVIRONMENT, preexec_fn=heed
+    )
     partial = output.with_name("out.json.partial")
     while process.poll() is None and (not partial.is_file() or partial.read_text().count("\n") < 4):
         time.sleep(0.05)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmsys.config import ModelConfig
-from lmsys.footprint import num_parameters, training_memory
+from lmsys.footprint import training_memory
 from lmsys.measure.memory import saved_bytes
 from lmsys.model import TransformerLM
 
@@ -40,7 +40,6 @@ def test_parameters_gradients_and_optimizer_are_exact(config: ModelConfig) -> No
     model.loss(tokens, tokens).backward()
     optimizer.step()
     predicted = training_memory(config, 1, 8, "fp32")
-    assert sum(x.numel() for x in model.parameters()) == num_parameters(config)
     assert bytes_of(model.parameters()) == predicted.parameters
     assert bytes_of(x.grad for x in model.parameters()) == predicted.gradients
     moments = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]

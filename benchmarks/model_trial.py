@@ -1,0 +1,205 @@
+"""One size, context, batch and precision of the language model put to the test: every row, eager and compiled."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.attention_trial import INTERPRETED
+from benchmarks.model_cells import AUTO, DTYPES, Cell
+from benchmarks.model_gate import Contender, arithmetic, gate
+from benchmarks.model_workbench import Workbench, cold_samples
+from benchmarks.session import NOT_TIMED, Result, Settings
+from benchmarks.sweeps import MODES
+from lmsys.accounting import FLOPS_OF_STEP, model_flops, model_parameters
+from lmsys.attention import ATTENTION
+from lmsys.attention.compiled import why_no_compiler
+from lmsys.attention.contract import AttentionCase
+from lmsys.measure.clock import synchronize
+from lmsys.measure.compare import Failure, attempt, interleave, release_memory
+from lmsys.measure.record import Record, summarize, trim
+
+PEAK_FLOPS_PER_S = {"H100": 989e12, "H200": 989e12}  # dense bfloat16 and float16, of the SXM modules' data sheets
+Contenders = dict[tuple[str, str, bool], Contender]  # by Cell.row
+
+
+@dataclass
+class Found:
+    """What sampling one cell gave. held_bytes: weights, gradients and optimizer state before what is timed."""
+
+    samples: list[float] | None = None
+    failure: Failure | None = None
+    sm_clock_mhz: float | None = None
+    held_bytes: int | None = None
+    peak_bytes: int | None = None
+
+
+def model_trial(cells: list[Cell], settings: Settings) -> Iterator[Result]:
+    """A result for each cell of a group.
+
+    In this order: the gate, on a model of two blocks; then, mode by mode on the whole model, each row alone, which
+    decides what is out of memory, the samples, a memory run; last, whether the model still gives finite numbers. What
+    fails outside a row's own calls fails every cell that was still good.
+    """
+    contenders = {cell.row: _contender(cell) for cell in cells}
+    found = {cell.id: Found() for cell in cells}
+    with arithmetic(cells[0].precision):
+        _, failure = attempt(lambda: _measure(cells, contenders, settings, found))
+    for contender in contenders.values():
+        if failure and contender.outcome == "ok":
+            contender.failed("error", f"the bench failed, not the row: {failure[1]}")
+    release_memory()
+    for cell in cells:
+        yield _result(cell, contenders[cell.row], found[cell.id], settings)
+
+
+def _contender(cell: Cell) -> Contender:
+    contender = Contender(cell.entry.name, cell.compile == "compiled", cell.grad)
+    if cell.precision == "tf32" and cell.device == "cpu":
+        reason: str | None = "TF32 is an arithmetic of CUDA devices"
+    elif contender.compiled and (reason := why_no_compiler(cell.device)):
+        pass
+    elif cell.entry == AUTO:
+        contender.attention = _fastest(cell.case)
+        reason = None if contender.attention != AUTO.name else "no row that auto knows can run this case"
+    elif cell.entry.name not in list(ATTENTION):
+        reason = "a model takes rows of the table: give the kernel a row there, or an entry point"
+    else:
+        reason = cell.entry.why_not(cell.case)
+    if reason:
+        contender.failed("unsupported", reason)
+    return contender
+
+
+def _fastest(case: AttentionCase) -> str:
+    """What "auto" stands for; on a CPU not a row that Triton interprets, which is never timed."""
+    able = (ATTENTION[name] for name in ATTENTION.auto if case.device == "cuda" or ATTENTION[name].extra != "triton")
+    return next((entry.name for entry in able if entry.why_not(case) is None), AUTO.name)
+
+
+def _measure(cells: list[Cell], contenders: Contenders, settings: Settings, found: dict[str, Found]) -> None:
+    first = cells[0]
+    right = [one for one in contenders.values() if one.outcome == "ok"]
+    if right:
+        gate(right, first.config, first.batch, first.precision, first.device, settings.seed)
+    release_memory()
+    able = {row: one for row, one in contenders.items() if one.outcome == "ok" and not one.interpreted}
+    timed = [cell for cell in cells if cell.row in able] if settings.timed else []
+    if first.warmup is not None:
+        for cell in timed:
+            one, start = found[cell.id], (able[cell.row], settings.seed, settings.memory_limit_bytes)
+            one.samples, one.failure = attempt(lambda cell=cell, start=start: cold_samples(cell, *start))
+    elif timed:
+        bench, failure = attempt(lambda: Workbench(first, able, settings.seed))
+        for cell in timed:
+            found[cell.id].failure = failure
+        if bench is not None:
+            _time(timed, bench, able, settings, found)
+
+
+def _time(
+    cells: list[Cell], bench: Workbench, contenders: Contenders, settings: Settings, found: dict[str, Found]
+) -> None:
+    compiled: set[tuple[str, str, bool]] = set()
+    for mode in MODES:
+        bench.clear()
+        of_mode = [cell for cell in cells if cell.mode == mode]
+        for cell in of_mode:
+            seconds, found[cell.id].failure = attempt(lambda cell=cell: _first_call(cell, bench))
+            if found[cell.id].failure:
+                bench.clear()
+            elif cell.row not in compiled:
+                compiled.add(cell.row)
+                contenders[cell.row].compile_s = seconds + (contenders[cell.row].compile_s or 0)
+        _sample([cell for cell in of_mode if not found[cell.id].failure], bench, settings, found)
+    for cell in {cell.row: cell for cell in cells if found[cell.id].samples}.values():
+        contenders[cell.row].check_after(lambda cell=cell: bench.forward(cell))
+
+
+def _first_call(cell: Cell, bench: Workbench) -> float:
+    """Seconds: what was compiled for two blocks is not compiled again, but where the gate's shape was a smaller one."""
+    step, start = bench.step_of(cell), time.perf_counter()
+    step.run(step.prepare())
+    synchronize(cell.device)
+    return time.perf_counter() - start
+
+
+def _sample(cells: list[Cell], bench: Workbench, settings: Settings, found: dict[str, Found]) -> None:
+    sampled = interleave(
+        {cell.id: bench.step_of(cell) for cell in cells},
+        settings.clock,
+        seconds=settings.seconds_per_row,
+        min_rounds=settings.min_rounds,
+        sm_clock=settings.sm_clock,
+    )
+    for cell in cells:
+        one = found[cell.id]
+        one.samples, one.failure = sampled.samples.get(cell.id), sampled.failures.get(cell.id)
+        one.sm_clock_mhz = sampled.sm_clock_mhz
+        measured, _ = attempt(lambda cell=cell: bench.memory_of(cell))
+        one.held_bytes, one.peak_bytes = measured or (None, None)
+
+
+def _result(cell: Cell, contender: Contender, found: Found, settings: Settings) -> Result:
+    outcome, reason = contender.outcome, contender.reason
+    if outcome == "ok" and found.failure:
+        outcome, reason = found.failure
+    if outcome == "ok" and found.samples is None:
+        reason = INTERPRETED if contender.interpreted else NOT_TIMED
+    samples = found.samples if outcome == "ok" else None
+    config = cell.config
+    record: Record = {
+        "id": cell.id,
+        "benchmark": "model",
+        "section": cell.section,
+        "impl": cell.entry.name,
+        "label": _label(cell, contender),
+        "peer": False,
+        "size": cell.size,
+        **{name: getattr(config, name) for name in ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size")},
+        "num_parameters": model_parameters(config),
+        "batch": cell.batch,
+        "context": cell.context,
+        "precision": cell.precision,
+        "mode": cell.mode,
+        "compile": cell.compile,
+        "attention": contender.attention,
+        "warmup_steps": cell.warmup,
+        "dtype": DTYPES[cell.precision],
+        "direction": cell.mode,
+        "device": cell.device,
+        "outcome": outcome,
+        "reason": reason,
+        "comparison": f"{cell.comparison} {settings.run}",
+        "clock": settings.clock.name,
+        "compile_s": contender.compile_s,
+        "error_ratio": contender.error_ratio,
+        "memory_limit_bytes": settings.memory_limit_bytes,
+    }
+    if samples:
+        record |= summarize(samples) | {"samples_s": trim(samples), "sm_clock_mhz": found.sm_clock_mhz}
+        record |= {"held_bytes": found.held_bytes, "peak_bytes": found.peak_bytes, "loss": contender.loss}
+    return Result(record | _rates(cell, record.get("time_s"), settings.machine), samples)
+
+
+def _label(cell: Cell, contender: Contender) -> str:
+    if cell.entry == AUTO and contender.attention != AUTO.name:
+        return f"auto: {ATTENTION[contender.attention].label}"
+    return cell.entry.label or cell.entry.name
+
+
+def _rates(cell: Cell, time_s: float | None, machine: dict[str, Any]) -> Record:
+    """Work, and with a time the rates and their share of what this machine reaches, and of what its maker promises."""
+    tokens = cell.batch * cell.context
+    rates: Record = {"tokens": tokens, "flops": None}
+    if cell.mode in FLOPS_OF_STEP:
+        rates["flops"] = model_flops(cell.config, tokens=tokens, context=cell.context, mode=cell.mode)
+    if time_s:
+        rates["tokens_per_s"] = tokens / time_s
+    if time_s and rates["flops"]:
+        rates["flops_per_s"] = speed = rates["flops"] / time_s
+        reached = machine["ceilings"]["matmul_flops_per_s"].get(DTYPES[cell.precision])
+        promised = [peak for name, peak in PEAK_FLOPS_PER_S.items() if name in (machine["gpu"] or "")]
+        rates["matmul_ceiling_fraction"] = speed / reached if reached and cell.precision != "tf32" else None
+        rates["mfu"] = speed / promised[0] if promised and cell.precision in ("bf16", "fp16") else None
+    return rates

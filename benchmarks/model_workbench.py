@@ -1,0 +1,97 @@
+"""The language model on its device, ready to be timed in every mode."""
+
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import torch
+
+from benchmarks.model_cells import Cell
+from benchmarks.model_gate import Batch, Contender, arithmetic, autocast, build, variant
+from lmsys.measure import memory
+from lmsys.measure.clock import clock_of, synchronize
+from lmsys.measure.compare import Step
+from lmsys.training.optimizer import AdamW
+
+COLD_ROUNDS = 10  # timed steps of the warm-up study
+LEARNING_RATE = 1e-6  # so small that hundreds of timed steps leave the weights as they were checked
+
+
+def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return AdamW(model.parameters(), lr=LEARNING_RATE)
+
+
+class Workbench:
+    """The model of a group in all its variants, on one set of weights, with one batch and one optimizer."""
+
+    def __init__(self, cell: Cell, contenders: dict[tuple[str, str, bool], Contender], seed: int):
+        self.device, self.precision = cell.device, cell.precision
+        self.base = build(cell.config, cell.device, seed)
+        self.models = {row: variant(self.base, one.attention, one.compiled) for row, one in contenders.items()}
+        self.data = Batch.draw(cell.config, cell.batch, cell.device, seed + 1)
+        self.clear()
+
+    def clear(self) -> None:
+        """No gradients and no optimizer: only the weights are left."""
+        self.base.zero_grad(set_to_none=True)
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.scaler = torch.amp.GradScaler(self.device, enabled=self.precision == "fp16")
+
+    def forward(self, cell: Cell) -> torch.Tensor:
+        """The logits of inference, or the loss of training."""
+        model, data = self.models[cell.row], self.data
+        with torch.set_grad_enabled(cell.grad), autocast(self.precision, self.device):
+            return model.loss(data.tokens, data.targets) if cell.grad else model(data.tokens)
+
+    def step_of(self, cell: Cell) -> Step:
+        """What is timed; a backward's forward, and an optimizer's gradients, are made untimed just before."""
+
+        def loss() -> torch.Tensor:
+            self.base.zero_grad(set_to_none=True)
+            return self.scaler.scale(self.forward(cell))
+
+        def update() -> None:
+            self.optimizer = self.optimizer or make_optimizer(self.base)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+        def whole() -> None:
+            loss().backward()
+            update()
+
+        return {
+            "forward": Step(lambda _: self.forward(cell)),
+            "train_forward": Step(lambda _: self.forward(cell)),
+            "backward": Step(lambda made: made.backward(), prepare=loss),
+            "optimizer": Step(lambda _: update(), prepare=lambda: loss().backward()),
+            "step": Step(lambda _: whole()),
+        }[cell.mode]
+
+    def memory_of(self, cell: Cell) -> tuple[int, int]:
+        """Bytes live before what is timed (weights, gradients, optimizer state), and the peak above all that was."""
+        step = self.step_of(cell)
+        self.base.zero_grad(set_to_none=True)
+        prepared = step.prepare()
+        held = sum(memory.breakdown(self.base, self.optimizer).values())
+        return held, memory.peak_bytes(lambda: step.run(prepared), self.device)
+
+
+def cold_samples(cell: Cell, contender: Contender, seed: int, memory_limit_bytes: int | None) -> list[float]:
+    """Seconds of COLD_ROUNDS steps after `cell.warmup` untimed ones, of a new model in a process of its own."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(_cold_samples, cell, contender, seed, memory_limit_bytes).result()
+
+
+def _cold_samples(cell: Cell, contender: Contender, seed: int, memory_limit_bytes: int | None) -> list[float]:
+    if memory_limit_bytes is not None:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(memory_limit_bytes / total)
+    assert cell.warmup is not None
+    clock, samples = clock_of(cell.device), []
+    with arithmetic(cell.precision):
+        step = Workbench(cell, {cell.row: contender}, seed).step_of(cell)
+        for _ in range(cell.warmup + COLD_ROUNDS):
+            prepared = step.prepare()
+            synchronize(cell.device)
+            samples += clock.seconds([clock.sample(lambda prepared=prepared: step.run(prepared))])
+            del prepared
+    return samples[cell.warmup :]

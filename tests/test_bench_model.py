@@ -1,0 +1,174 @@
+"""The language model's benchmark: which cells there are, what is wrong in them, and what their records say."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.axes import parse_model_axes
+from benchmarks.model_cells import cells_of
+from benchmarks.model_trial import model_trial
+from benchmarks.session import Settings
+from benchmarks.sweeps import MODES, SWEEPS, ModelSection
+from lmsys.accounting import model_flops, model_parameters
+from lmsys.attention import ATTENTION
+from lmsys.attention.compiled import why_no_compiler
+from lmsys.attention.naive import naive
+from lmsys.config import model_config
+from lmsys.registry import Entry
+
+TINY = ModelSection("s", ("tiny",), (8,), ("fp32",), compiles=("eager",), batch=(1,))
+ONE_CELL = "--size small --context 512 --batch 4 --precision bf16 --mode step --compile eager --attention sdpa_flash"
+
+
+@pytest.fixture(scope="module")
+def settings() -> Settings:
+    found = Settings("cpu", "smoke", 0.01, 10, True, None, "")
+    ceilings = {"matmul_flops_per_s": {"float32": 1e12, "bfloat16": 2e12}, "copy_bytes_per_s": 1e11}
+    found.__dict__["machine"] = {"date": "now", "gpu": None, "ceilings": ceilings}
+    return found
+
+
+def records(section: ModelSection, settings: Settings, *rows: Entry) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """By mode, compile and attention row."""
+    cells = list(cells_of(section, {}, list(rows) or None, "cpu"))
+    found = [result.record for result in model_trial(cells, settings)]
+    assert [one["id"] for one in found] == [cell.id for cell in cells]
+    return {(one["mode"], one["compile"], one["impl"]): one for one in found}
+
+
+def test_axes_name_exactly_one_cell() -> None:
+    ended = processes.run("model", "--benchmark-only", "--collect-only", *ONE_CELL.split())
+    tests = [line for line in ended.stdout.splitlines() if "::" in line]
+    assert tests == ["benchmarks/bench_model.py::test_model[default-small-S512B4-bf16-step-eager-sdpa_flash]"]
+    for sweep in SWEEPS.values():
+        for device in sweep.values():
+            sections = {one.name: one for one in device.models}
+            assert sections
+            for part in sections.values():
+                ids = [cell.id for cell in cells_of(part, {}, None, "cpu")]
+                assert len(set(ids)) == len(ids) and not any("attention" in one for one in ids)
+
+
+def test_a_run_writes_a_record_for_each_cell(tmp_path: Path) -> None:
+    output = tmp_path / "out.json"
+    small = "--sweep smoke --context 8 --batch 1 --precision fp32,tf32 --mode forward,step --attention naive,sdpa_math"
+    ended = processes.run("model", *small.split(), "--benchmark-only", "--benchmark-json", str(output))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    content = json.loads(output.read_text())
+    outcomes = {one["id"]: one["outcome"] for one in content["lmsys"]["records"]}
+    assert outcomes == {
+        f"smoke-tiny-S8B1-{precision}-{mode}-eager-{row}": "ok" if precision == "fp32" else "unsupported"
+        for precision in ("fp32", "tf32")
+        for mode in ("forward", "step")
+        for row in ("naive", "sdpa_math")
+    }
+    timed = {entry["group"] for entry in content["benchmarks"]}
+    assert timed == {"smoke-tiny-S8B1-fp32-forward", "smoke-tiny-S8B1-fp32-step"}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_every_mode_is_timed_and_accounted_for(precision: str, settings: Settings) -> None:
+    found = records(replace(TINY, precisions=(precision,)), settings)
+    config = model_config("tiny", context_length=8)
+    assert {mode for mode, _, _ in found} == set(MODES)
+    for (mode, _, _), one in found.items():
+        assert one["outcome"] == "ok", one["reason"]
+        assert 0 <= one["error_ratio"] <= 1 and one["rounds"] >= 10 and one["peak_bytes"] > 0
+        assert (
+            one["num_parameters"] == model_parameters(config) and one["mfu" if mode != "optimizer" else "flops"] is None
+        )
+        assert (one["loss"] is None) == (mode == "forward") and one["attention"] in ATTENTION
+        weights = 4 * one["num_parameters"]  # bytes: what is held also are gradients, two moments, and small change
+        copies = {"optimizer": 4, "step": 3, "backward": 1, "train_forward": 1, "forward": 1}[mode]
+        assert one["held_bytes"] == pytest.approx(copies * weights, rel=0.01)
+        if mode != "optimizer":
+            assert one["flops"] == model_flops(config, tokens=8, context=8, mode=mode)
+            assert one["tokens_per_s"] == pytest.approx(8 / one["time_s"])
+    fraction = found["step", "eager", "auto"]["matmul_ceiling_fraction"]
+    assert (fraction is None) == (precision == "fp16")
+
+
+@pytest.mark.skipif(why_no_compiler("cpu") is not None, reason=str(why_no_compiler("cpu")))
+def test_compiled_rows_run_beside_eager_ones(settings: Settings) -> None:
+    section = replace(TINY, compiles=("eager", "compiled"), modes=("step",), rows=("sdpa_math",))
+    found = records(section, settings)
+    eager, compiled = (found["step", one, "sdpa_math"] for one in ("eager", "compiled"))
+    assert eager["outcome"] == compiled["outcome"] == "ok", compiled["reason"]
+    assert eager["comparison"] == compiled["comparison"] and compiled["compile_s"] > eager["compile_s"]
+
+
+def test_wrong_oom_and_broken_rows_are_cells(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slightly_off(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+        return naive(q, k, v, causal=causal, scale=scale) * 1.001
+
+    def hungry(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+        return torch.empty(2**45, dtype=torch.int8)
+
+    monkeypatch.setattr("lmsys.attention.vectorized.vectorized", slightly_off)
+    monkeypatch.setattr("lmsys.attention.peers.sdpa_math", hungry)
+    rows = [*ATTENTION.select(["naive", "vectorized", "sdpa_math", "flash_attn_2"]), Entry("mine", "mine.py:mine")]
+    found = records(replace(TINY, modes=("forward", "train_forward")), settings, *rows)
+    outcomes = {(mode, row): one["outcome"] for (mode, _, row), one in found.items()}
+    expected = {"naive": "ok", "vectorized": "wrong", "sdpa_math": "oom", "flash_attn_2": "unsupported"}
+    assert outcomes == {(mode, row): o for mode in ("forward", "train_forward") for row, o in expected.items()} | {
+        (mode, "mine"): "unsupported" for mode in ("forward", "train_forward")
+    }
+    wrong = found["train_forward", "eager", "vectorized"]
+    assert wrong["error_ratio"] > 1 and "times the allowed error" in wrong["reason"] and "time_s" not in wrong
+
+
+@pytest.mark.parametrize(
+    ("what", "outcome"),
+    [("model_trial.Workbench", "oom"), ("model_trial.gate", "error"), ("model_trial._time", "error")],
+)
+def test_what_fails_outside_a_row_fails_every_cell(
+    what: str, outcome: str, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(f"benchmarks.{what}", fails)
+    for one in records(TINY, settings).values():
+        assert one["outcome"] == outcome and "no room" in one["reason"]
+
+
+def test_a_loss_that_is_no_longer_finite_is_wrong(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.model_workbench.LEARNING_RATE", 1e30)
+    found = records(replace(TINY, modes=("forward", "step")), settings)
+    assert {one["outcome"] for one in found.values()} == {"wrong"}
+    assert all("after timing" in one["reason"] for one in found.values())
+
+
+def test_the_study_of_warm_up_starts_cold_each_time(settings: Settings) -> None:
+    section = replace(TINY, modes=("forward",), warmups=(0,))
+    (one,) = records(section, settings).values()
+    assert one["outcome"] == "ok", one["reason"]
+    assert one["warmup_steps"] == 0 and one["rounds"] == 10 and one["std_s"] > 0
+    assert one["id"] == "s-tiny-S8B1-fp32-W0-forward-eager-auto"
+
+
+def test_without_timing_rows_are_checked_only(settings: Settings) -> None:
+    for one in records(TINY, replace(settings, timed=False)).values():
+        assert one["outcome"] == "ok" and "not timed" in one["reason"] and "time_s" not in one
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--size", "medum", "must be one of tiny, small, medium, large, xl, 2.7b; did you mean medium"),
+        ("--context", "0", "--context '0': must be a positive whole number"),
+        ("--precision", "bf61", "must be one of fp32, tf32, bf16, fp16"),
+        ("--mode", "fwd", "must be one of forward, train_forward, backward, optimizer, step"),
+        ("--compile", "yes", "must be one of eager, compiled"),
+    ],
+)
+def test_bad_axis_values_are_named(option: str, value: str, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        parse_model_axes({option: value})
+    assert message in str(caught.value)
