@@ -6,18 +6,18 @@ from typing import Any
 
 import torch
 
+from benchmarks import trial
 from benchmarks.attention_gate import Contender, Gate, gate
-from benchmarks.session import NOT_TIMED, Result, Settings
+from benchmarks.session import Result, Settings
 from benchmarks.sweeps import Axes, Section
+from benchmarks.trial import ending, sample
 from lmsys import accounting
 from lmsys.attention.contract import AttentionCase
 from lmsys.measure import memory
-from lmsys.measure.compare import Failure, Step, attempt, interleave, release_memory
+from lmsys.measure.compare import Step, attempt, release_memory
 from lmsys.measure.record import Record, summarize, trim
 from lmsys.registry import Entry
 from lmsys.testing import Inputs, make_inputs
-
-INTERPRETED = "verified in Triton's interpreter, never timed"
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,8 @@ def _measure(
         return
     able = [cell for cell in cells if is_timed(contenders[cell.entry.name, cell.grad])]
     for direction in dict.fromkeys(cell.direction for cell in able):
-        _sample([cell for cell in able if cell.direction == direction], contenders, inputs, settings, found)
+        of_direction = [(cell, contenders[cell.entry.name, cell.grad]) for cell in able if cell.direction == direction]
+        sample({cell.id: step_of(one, direction, inputs) for cell, one in of_direction}, settings, found)
     for cell in able:
         found[cell.id].memory = _memory_of(contenders[cell.entry.name, cell.grad], cell.direction, inputs)
     again = Gate(inputs.redraw_(settings.seed + 2), case)
@@ -113,12 +114,9 @@ def _measure(
 
 
 @dataclass
-class Found:
-    """What sampling one cell gave."""
+class Found(trial.Found):
+    """memory: peak bytes, and bytes saved for the backward."""
 
-    samples: list[float] | None = None
-    failure: Failure | None = None
-    sm_clock_mhz: float | None = None
     memory: tuple[int | None, int | None] = (None, None)
 
 
@@ -143,27 +141,6 @@ def step_of(contender: Contender, direction: str, inputs: Inputs) -> Step:
     return Step(torch.no_grad()(forward)) if direction == "fwd" else Step(lambda _: backward(forward()))
 
 
-def _sample(
-    cells: list[Cell],
-    contenders: dict[tuple[str, bool], Contender],
-    inputs: Inputs,
-    settings: Settings,
-    found: dict[str, Found],
-) -> None:
-    steps = {cell.id: step_of(contenders[cell.entry.name, cell.grad], cell.direction, inputs) for cell in cells}
-    sampled = interleave(
-        steps,
-        settings.clock,
-        seconds=settings.seconds_per_row,
-        min_rounds=settings.min_rounds,
-        sm_clock=settings.sm_clock,
-    )
-    for cell in cells:
-        one = found[cell.id]
-        one.samples, one.failure = sampled.samples.get(cell.id), sampled.failures.get(cell.id)
-        one.sm_clock_mhz = sampled.sm_clock_mhz
-
-
 def _memory_of(contender: Contender, direction: str, inputs: Inputs) -> tuple[int | None, int | None]:
     """Peak bytes of what is timed, above what was live before it, and the bytes saved from forward to backward."""
     step = step_of(contender, direction, inputs)
@@ -179,12 +156,7 @@ def _memory_of(contender: Contender, direction: str, inputs: Inputs) -> tuple[in
 
 
 def _result(cell: Cell, contender: Contender, found: Found, settings: Settings) -> Result:
-    outcome, reason = contender.outcome, contender.reason
-    if outcome == "ok" and found.failure:
-        outcome, reason = found.failure
-    if outcome == "ok" and found.samples is None:
-        reason = INTERPRETED if contender.interpreted else NOT_TIMED
-    samples = found.samples if outcome == "ok" else None
+    outcome, reason, samples = ending(contender, found)
     case = cell.case
     shape = {name: getattr(case, name) for name in ("batch", "heads", "kv_heads", "queries", "keys", "head_dim")}
     record: Record = {

@@ -6,12 +6,13 @@ from typing import Any, TypeVar
 
 from benchmarks.sweeps import MODES, SWEEPS, Axes, Sweep
 from lmsys.config import SIZES
+from lmsys.footprint import MATMUL_BYTES
 
 T = TypeVar("T")
 DTYPES = ("float32", "float16", "bfloat16")
 CAUSAL = {"yes": True, "no": False, "true": True, "false": False}
 DIRECTIONS = ("fwd", "bwd", "fwdbwd")
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+PRECISIONS = tuple(MATMUL_BYTES)
 COMPILES = ("eager", "compiled")
 
 

@@ -5,18 +5,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.attention_trial import INTERPRETED
+from benchmarks import trial
 from benchmarks.model_cells import AUTO, DTYPES, Cell
 from benchmarks.model_gate import Contender, arithmetic, gate
 from benchmarks.model_workbench import Workbench, cold_samples
-from benchmarks.session import NOT_TIMED, Result, Settings
+from benchmarks.session import Result, Settings
 from benchmarks.sweeps import MODES
+from benchmarks.trial import ending, sample
 from lmsys.accounting import FLOPS_OF_STEP, model_flops, model_parameters
 from lmsys.attention import ATTENTION
 from lmsys.attention.compiled import why_no_compiler
 from lmsys.attention.contract import AttentionCase
 from lmsys.measure.clock import synchronize
-from lmsys.measure.compare import Failure, attempt, interleave, release_memory
+from lmsys.measure.compare import attempt, release_memory
 from lmsys.measure.record import Record, summarize, trim
 
 PEAK_FLOPS_PER_S = {"H100": 989e12, "H200": 989e12}  # dense bfloat16 and float16, of the SXM modules' data sheets
@@ -24,12 +25,9 @@ Contenders = dict[tuple[str, str, bool], Contender]  # by Cell.row
 
 
 @dataclass
-class Found:
-    """What sampling one cell gave. held_bytes: weights, gradients and optimizer state before what is timed."""
+class Found(trial.Found):
+    """held_bytes: weights, gradients and optimizer state before what is timed."""
 
-    samples: list[float] | None = None
-    failure: Failure | None = None
-    sm_clock_mhz: float | None = None
     held_bytes: int | None = None
     peak_bytes: int | None = None
 
@@ -125,28 +123,14 @@ def _first_call(cell: Cell, bench: Workbench) -> float:
 
 
 def _sample(cells: list[Cell], bench: Workbench, settings: Settings, found: dict[str, Found]) -> None:
-    sampled = interleave(
-        {cell.id: bench.step_of(cell) for cell in cells},
-        settings.clock,
-        seconds=settings.seconds_per_row,
-        min_rounds=settings.min_rounds,
-        sm_clock=settings.sm_clock,
-    )
+    sample({cell.id: bench.step_of(cell) for cell in cells}, settings, found)
     for cell in cells:
-        one = found[cell.id]
-        one.samples, one.failure = sampled.samples.get(cell.id), sampled.failures.get(cell.id)
-        one.sm_clock_mhz = sampled.sm_clock_mhz
         measured, _ = attempt(lambda cell=cell: bench.memory_of(cell))
-        one.held_bytes, one.peak_bytes = measured or (None, None)
+        found[cell.id].held_bytes, found[cell.id].peak_bytes = measured or (None, None)
 
 
 def _result(cell: Cell, contender: Contender, found: Found, settings: Settings) -> Result:
-    outcome, reason = contender.outcome, contender.reason
-    if outcome == "ok" and found.failure:
-        outcome, reason = found.failure
-    if outcome == "ok" and found.samples is None:
-        reason = INTERPRETED if contender.interpreted else NOT_TIMED
-    samples = found.samples if outcome == "ok" else None
+    outcome, reason, samples = ending(contender, found)
     config = cell.config
     record: Record = {
         "id": cell.id,

@@ -56,9 +56,13 @@ def attention_bytes(
 def model_parameters(config: ModelConfig) -> int:
     """How many numbers `TransformerLM` learns: two embeddings, a last norm; in each layer seven matrices, two norms."""
     width = config.d_model
-    attention = 2 * width * config.head_dim * (config.num_heads + config.kv_heads)
-    layer = attention + 3 * width * config.d_ff + 2 * width
-    return 2 * config.vocab_size * width + config.num_layers * layer + width
+    return 2 * config.vocab_size * width + config.num_layers * (block_matrices(config) + 2 * width) + width
+
+
+def block_matrices(config: ModelConfig) -> int:
+    """How many numbers the seven matrices of a layer hold."""
+    attention = 2 * config.d_model * config.head_dim * (config.num_heads + config.kv_heads)
+    return attention + 3 * config.d_model * config.d_ff
 
 
 def model_flops(config: ModelConfig, *, tokens: int, context: int, mode: str) -> float:

@@ -5,7 +5,7 @@ Legend: N tokens (B·S), M d_model, F d_ff, H query heads, Hkv key/value heads, 
 
 from dataclasses import dataclass
 
-from lmsys.accounting import model_parameters
+from lmsys.accounting import block_matrices, model_parameters
 from lmsys.config import ModelConfig
 
 MATMUL_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # of an element that a matmul reads
@@ -43,7 +43,7 @@ def _activations(config: ModelConfig, tokens: int, narrow: int) -> int:
     inputs = 0
     if group:
         inputs, layers = -(-layers // group) * WIDE * config.d_model, group
-    casts = config.num_layers * _projections(config) * narrow if narrow < WIDE else 0  # autocast's copies of weights
+    casts = config.num_layers * block_matrices(config) * narrow if narrow < WIDE else 0  # autocast's copies of weights
     last = (WIDE + narrow) * config.d_model + WIDE + 8  # ln_final: input, scale; gradient of its output; token id
     head = WIDE * config.vocab_size * config.d_model  # its gradient is made in the forward
     return tokens * (layers * _block(config, narrow) + inputs + last) + casts + head
@@ -56,9 +56,3 @@ def _block(config: ModelConfig, narrow: int) -> int:
     attention = narrow * (2 * heads + 2 * kv_heads) * head_dim + WIDE * heads  # q, o, k, v, log-sum-exp
     feed_forward = 4 * narrow * config.d_ff  # w1 x, its silu, w3 x, their product
     return norms + attention + feed_forward
-
-
-def _projections(config: ModelConfig) -> int:
-    """Parameters of a block's matrices."""
-    attention = 2 * config.d_model * (config.num_heads + config.kv_heads) * config.head_dim
-    return attention + 3 * config.d_model * config.d_ff

@@ -13,14 +13,9 @@ import pytest
 from test_reports import ROOT, built, cells, refused, save
 from test_reports import case as attention_case
 
-SIZES = {  # d_model, d_ff, layers, heads
-    "tiny": (128, 512, 2, 4),
-    "small": (768, 3072, 12, 12),
-    "medium": (1024, 4096, 24, 16),
-    "large": (1280, 5120, 36, 20),
-    "xl": (1600, 6400, 48, 25),
-    "2.7b": (2560, 10240, 32, 32),
-}
+from lmsys import config
+
+SIZES = {name: tuple(size.values()) for name, size in config.SIZES.items()}  # d_model, d_ff, layers, heads
 LABELS = {"naive": "naive PyTorch", "flash_triton": "FlashAttention-2, Triton", "sdpa_flash": "SDPA flash"}
 SHARE = {"forward": 2, "train_forward": 2, "backward": 4, "optimizer": 0, "step": 6}
 RATE = {("fp32", "eager"): 3e14, ("fp32", "compiled"): 3.6e14, ("bf16", "eager"): 3.5e14, ("bf16", "compiled"): 4.9e14}

@@ -1,0 +1,44 @@
+"""What the trials of all benchmarks share: sampling cells side by side, and how a cell ends."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.session import NOT_TIMED, Settings
+from lmsys.measure.compare import Failure, Step, interleave
+
+INTERPRETED = "verified in Triton's interpreter, never timed"
+
+
+@dataclass
+class Found:
+    """What sampling one cell gave."""
+
+    samples: list[float] | None = None
+    failure: Failure | None = None
+    sm_clock_mhz: float | None = None
+
+
+def sample(steps: Mapping[str, Step], settings: Settings, found: Mapping[str, Found]) -> None:
+    """Times the steps in turns; `found` of each, by the same name, takes what came of it."""
+    sampled = interleave(
+        steps,
+        settings.clock,
+        seconds=settings.seconds_per_row,
+        min_rounds=settings.min_rounds,
+        sm_clock=settings.sm_clock,
+    )
+    for name in steps:
+        one = found[name]
+        one.samples, one.failure = sampled.samples.get(name), sampled.failures.get(name)
+        one.sm_clock_mhz = sampled.sm_clock_mhz
+
+
+def ending(contender: Any, found: Found) -> tuple[str, str | None, list[float] | None]:
+    """(outcome, reason, samples) of a cell: what its contender came to, else what failed while it was timed."""
+    outcome, reason = contender.outcome, contender.reason
+    if outcome == "ok" and found.failure:
+        outcome, reason = found.failure
+    if outcome == "ok" and found.samples is None:
+        reason = INTERPRETED if contender.interpreted else NOT_TIMED
+    return outcome, reason, found.samples if outcome == "ok" else None

@@ -1,0 +1,29 @@
+"""The README's figures are those of the published report, which `python -m reports` makes of committed runs."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TABLES = ROOT / "reports" / "published" / "nvidia-h200" / "tables"
+README = (ROOT / "README.md").read_text()
+RESULTS = README[README.index("## Results") : README.index("## Bring your own kernel")]
+
+
+def rows(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("|")]
+
+
+def test_the_table_is_the_published_one() -> None:
+    assert rows(RESULTS) == rows((TABLES / "nvidia-h200-tokens16k-bfloat16-fwd-tflops.md").read_text())
+
+
+def test_the_speedups_are_the_published_ones() -> None:
+    told = re.search(r"forward (\S+) \(causal\) and (\S+) times as fast, backward (\S+) and (\S+) times", RESULTS)
+    assert told is not None, "the sentence that gives the geometric means is gone"
+    (ours,) = (row for row in rows((TABLES / "nvidia-h200-tokens16k-summary.md").read_text()) if "Triton" in row)
+    forward, backward, forward_full, backward_full = re.findall(r"([\d.]+) \(6\)", ours)
+    assert told.groups() == (forward, forward_full, backward, backward_full)
+
+
+def test_files_that_it_shows_are_there() -> None:
+    assert all((ROOT / path).exists() for path in re.findall(r"\]\(([^):#]+)\)", README))
