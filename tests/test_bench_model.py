@@ -62,14 +62,15 @@ def test_a_run_writes_a_record_for_each_cell(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
     content = json.loads(output.read_text())
     outcomes = {one["id"]: one["outcome"] for one in content["lmsys"]["records"]}
+    able = ("fp32", "tf32") if torch.cuda.is_available() else ("fp32",)
     assert outcomes == {
-        f"smoke-tiny-S8B1-{precision}-{mode}-eager-{row}": "ok" if precision == "fp32" else "unsupported"
+        f"smoke-tiny-S8B1-{precision}-{mode}-eager-{row}": "ok" if precision in able else "unsupported"
         for precision in ("fp32", "tf32")
         for mode in ("forward", "step")
         for row in ("naive", "sdpa_math")
     }
     timed = {entry["group"] for entry in content["benchmarks"]}
-    assert timed == {"smoke-tiny-S8B1-fp32-forward", "smoke-tiny-S8B1-fp32-step"}
+    assert timed == {f"smoke-tiny-S8B1-{precision}-{mode}" for precision in able for mode in ("forward", "step")}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -108,7 +109,7 @@ def test_wrong_oom_and_broken_rows_are_cells(settings: Settings, monkeypatch: py
         return naive(q, k, v, causal=causal, scale=scale) * 1.001
 
     def hungry(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-        return torch.empty(2**45, dtype=torch.int8)
+        return torch.empty(2**60, dtype=torch.int8)
 
     monkeypatch.setattr("lmsys.attention.vectorized.vectorized", slightly_off)
     monkeypatch.setattr("lmsys.attention.peers.sdpa_math", hungry)
