@@ -1,0 +1,81 @@
+"""The softmax of a row of logits in Triton: its loss, and its gradient in the place of the logits.
+
+A program owns a row and walks over it twice. The first pass finds the maximum and the sum; each lane keeps both for
+itself, so that warps meet once a row and not once a tile. The second writes the gradient, from the end of the row
+to its beginning: what was read last lies in the L2 cache still, so memory sees about one read and one write of a logit.
+
+Legend: C rows, V vocabulary.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 2**14  # logits of a row at once
+ELEMENTS_PER_THREAD = 16
+NUM_STAGES = 1  # of the loads: more go through shared memory
+LOWEST = tl.constexpr(-3e38)  # finite: a lane that sees nothing but -inf must not take the difference of two
+
+
+@triton.jit
+def _load(row_ptr, cols, stride, V):
+    """In float32. What lies between V and the row's stride is loaded, so that loads are wide, and does not count."""
+    x = tl.load(row_ptr + cols, mask=cols < stride, other=0.0)
+    return tl.where(cols < V, x.to(tl.float32), float("-inf"))
+
+
+@triton.jit(do_not_specialize=["V"])
+def _cross_entropy_kernel(
+    logits_ptr, labels_ptr, losses_ptr, stride, V,
+    IGNORED: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)  # C x V may pass 2**31
+    logits_ptr += row * stride
+    label = tl.load(labels_ptr + row)
+    counted, is_class = label != IGNORED, (label >= 0) & (label < V)
+    # Before the second pass overwrites it: the reductions between wait for all warps.
+    chosen = tl.load(logits_ptr + label, mask=is_class, other=0.0).to(tl.float32)
+    BLOCK: tl.constexpr = LANES * VECTOR
+    tile = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]  # a lane's share is one wide load
+    top = tl.full([LANES], LOWEST, tl.float32)
+    total = tl.zeros([LANES], tl.float32)
+    for start in tl.range(0, V, BLOCK, num_stages=NUM_STAGES):
+        x = _load(logits_ptr, start + tile, stride, V)
+        new_top = tl.maximum(top, tl.max(x, 1))
+        total = total * tl.exp(top - new_top) + tl.sum(tl.exp(x - new_top[:, None]), 1)
+        top = new_top
+    row_top = tl.max(top, 0)
+    row_total = tl.sum(total * tl.exp(top - row_top), 0)
+    row_total = tl.where(is_class, row_total, float("nan"))  # and with it a row that counts without being of a class
+    tl.store(losses_ptr + row, tl.where(counted, row_top - chosen + tl.log(row_total), 0.0))
+    last = (V - 1) // BLOCK * BLOCK
+    for done in tl.range(0, V, BLOCK, num_stages=NUM_STAGES):
+        cols = last - done + tile
+        p = tl.exp(_load(logits_ptr, cols, stride, V) - row_top) * (1 / row_total)
+        gradient = tl.where(counted, p - tl.where(cols == label, 1.0, 0.0), 0.0)
+        tl.store(logits_ptr + cols, gradient.to(logits_ptr.dtype.element_ty), mask=cols < stride)
+
+
+def replace_by_gradient(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
+    """The loss of each row (C,) in float32, 0 where its label is `ignored`; `logits` (C, V) become its gradient.
+
+    The logits are float32, float16 or bfloat16, of unit stride within a row; what lies between two rows is overwritten.
+    The labels (C,) are classes; a row whose label is none, and not `ignored`, becomes NaN.
+    """
+    (num_rows, vocabulary), stride = logits.shape, logits.stride(0)
+    vector = 16 // logits.element_size()
+    tile = min(TILE, max(512, triton.next_power_of_2(vocabulary)))
+    losses = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    constants = ignored, tile // vector, vector, NUM_STAGES
+    with torch.cuda.device_of(logits):
+        _cross_entropy_kernel[(num_rows,)](
+            logits,
+            labels.contiguous(),
+            losses,
+            stride,
+            vocabulary,
+            *constants,
+            num_warps=tile // (32 * ELEMENTS_PER_THREAD),
+        )
+    return losses
