@@ -3,8 +3,8 @@
 Read from bottom to top it is TransformerLM -> Block -> Attention, FeedForward -> RMSNorm, Linear, Embedding. Parameter
 names are those of CS336, so checkpoints travel. Parameters are float32; matmuls run in lower precision under autocast.
 
-Sources: Vaswani et al. 2017 (arXiv 1706.03762); Zhang & Sennrich 2019 (RMSNorm, 1910.07467); Su et al. 2021 (RoPE,
-2104.09864); Shazeer 2020 (SwiGLU, 2002.05202).
+Sources: Vaswani et al. 2017 (arXiv 1706.03762); Zhang & Sennrich 2019 (RMSNorm, 1910.07467); Shazeer 2020 (SwiGLU,
+2002.05202).
 Legend: B batch, S sequence length, M d_model, F d_ff, H query heads, Hkv key/value heads, D head dimension, V ids.
 """
 
@@ -19,8 +19,10 @@ from torch.utils.checkpoint import checkpoint
 from lmsys.attention import ATTENTION
 from lmsys.attention.contract import DTYPE_NAMES, AttentionCase, adapt
 from lmsys.config import ModelConfig
+from lmsys.linear import linear
 from lmsys.loss import linear_cross_entropy
 from lmsys.measure.profile import part
+from lmsys.rotation import RotaryEmbedding
 
 
 class Linear(nn.Linear):
@@ -32,6 +34,16 @@ class Linear(nn.Linear):
     def reset_parameters(self) -> None:
         std = (2 / (self.in_features + self.out_features)) ** 0.5
         nn.init.trunc_normal_(self.weight, std=std, a=-3 * std, b=3 * std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
+
+
+class SideBySide(nn.Module):
+    """Linear layers that read one input, in one matmul: (..., the features of all). A module, so that hooks see it."""
+
+    def forward(self, x: Tensor, *layers: Linear) -> Tensor:
+        return linear(x, *(layer.weight for layer in layers))
 
 
 class Embedding(nn.Embedding):
@@ -64,40 +76,23 @@ class RMSNorm(nn.RMSNorm):
             return normalised.to(_matmul_dtype(x))
 
 
-class RotaryEmbedding(nn.Module):
-    """Turns the pair (2i, 2i + 1) of every query and key by position · theta^(-2i / D)."""
-
-    def __init__(self, head_dim: int, context_length: int, theta: float, device: Any = None):
-        super().__init__()
-        frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
-        angles = torch.arange(context_length, dtype=torch.float64, device=device)[:, None] * frequencies  # (S, D / 2)
-        self.register_buffer("cos", angles.cos().float(), persistent=False)
-        self.register_buffer("sin", angles.sin().float(), persistent=False)
-
-    def forward(self, x: Tensor, positions: Tensor | None) -> Tensor:
-        """x (B, S, H, D), positions (S) or (B, S), by default 0 ... S - 1 -> (B, S, H, D), of x's dtype."""
-        cos, sin = (t[: x.shape[1]] if positions is None else t[positions] for t in (self.cos, self.sin))
-        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # (..., S, 1, D / 2): the same for every head
-        even, odd = _wide(x).unflatten(-1, (-1, 2)).unbind(-1)
-        return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
-
-
 class Attention(nn.Module):
     """Causal self-attention of H query heads over Hkv key/value heads, by a row of the attention table."""
 
     def __init__(self, config: ModelConfig, **factory: Any):
         super().__init__()
-        self.head_dim = config.head_dim
+        self.num_heads = config.num_heads
         self.q_proj = Linear(config.d_model, config.num_heads * config.head_dim, **factory)
         self.k_proj = Linear(config.d_model, config.kv_heads * config.head_dim, **factory)
         self.v_proj = Linear(config.d_model, config.kv_heads * config.head_dim, **factory)
+        self.qkv = SideBySide()
         self.output_proj = Linear(config.num_heads * config.head_dim, config.d_model, **factory)
 
     def forward(self, x: Tensor, attend: Any, rope: RotaryEmbedding, positions: Tensor | None) -> Tensor:
         with part("projections"):
-            q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+            projected = self.qkv(x, self.q_proj, self.k_proj, self.v_proj)  # (B, S, (H + 2 Hkv) D)
         with part("rotation"):
-            q, k = rope(q, positions), rope(k, positions)  # (B, S, H, D), (B, S, Hkv, D)
+            q, k, v = rope(projected, self.num_heads, positions)  # (B, S, H, D), (B, S, Hkv, D) twice
         with part("attention"):
             o = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True)  # (B, H, S, D)
         with part("projections"):

@@ -63,7 +63,7 @@ def autocast_dtypes(model: TransformerLM, tokens: Tensor, dtype: torch.dtype) ->
 
         return hook
 
-    names = ["token_embeddings", "layers.0.ln1", "layers.0.attn.q_proj", "layers.0.attn", "layers.0.ffn.w1"]
+    names = ["token_embeddings", "layers.0.ln1", "layers.0.attn.qkv", "layers.0.attn", "layers.0.ffn.w1"]
     names += ["layers.0.ffn", "layers.0", "ln_final", "lm_head"]
     handles = [model.get_submodule(name).register_forward_hook(note(name)) for name in names]
     try:

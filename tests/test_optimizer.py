@@ -14,7 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lmsys.training.optimizer import AdamW, _fused_step, clip_grad_norm, cosine_schedule, set_lr
+from lmsys.testing import error_ratio
+from lmsys.training.optimizer import (
+    HAS_TRITON,
+    AdamW,
+    _fused_step,
+    _triton_step,
+    clip_grad_norm,
+    cosine_schedule,
+    set_lr,
+)
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 STATE = ["step", "exp_avg", "exp_avg_sq"]
@@ -40,6 +49,7 @@ class Case:
     missing: float  # share of gradients that a step does not have
     seed: int
     device: str = "cpu"
+    wide: bool = False  # the same values in float64
 
     def build(self, make: Callable[..., torch.optim.Optimizer], **more: Any) -> torch.optim.Optimizer:
         generator = torch.Generator().manual_seed(self.seed)
@@ -50,12 +60,13 @@ class Case:
         return make(groups, **more)
 
     def draw(self, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(self.device, dtype)
+        x = torch.randn(shape, generator=generator, dtype=torch.float64).to(self.device, dtype)
+        return x.double() if self.wide else x
 
     def set_grads(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         generator = torch.Generator().manual_seed(self.seed + step)
         for p in parameters_of(optimizer):
-            grad = self.draw(p.shape, p.dtype, generator)
+            grad = self.draw(p.shape, torch.float32 if self.wide else p.dtype, generator)
             p.grad = None if torch.rand((), generator=generator) < self.missing else grad
 
     def run(self, optimizer: torch.optim.Optimizer, first: int = 0, last: int | None = None) -> torch.optim.Optimizer:
@@ -101,6 +112,16 @@ def assert_identical(ours: torch.optim.Optimizer, peer: torch.optim.Optimizer) -
             torch.testing.assert_close(ours.state[p][name], value, rtol=0, atol=0)
 
 
+def assert_right(ours: torch.optim.Optimizer, plain: torch.optim.Optimizer, wide: torch.optim.Optimizer) -> None:
+    """As exact, against `wide` in float64, as torch's of ours' own dtype."""
+    for p, q, r in zip(*map(parameters_of, (ours, plain, wide)), strict=True):
+        assert ours.state[p].get("step") == plain.state[q].get("step")
+        moments = STATE[1:] if ours.state[p] else []
+        tensors = [[x, *(of.state[x][name] for name in moments)] for of, x in ((ours, p), (plain, q), (wide, r))]
+        for one, low, ref in zip(*tensors, strict=True):
+            assert not one.numel() or error_ratio(one, ref.detach(), low) <= 1
+
+
 def saved(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
@@ -135,6 +156,43 @@ def test_the_fused_step_is_that_of_torch(case: Case, scale: float | None, overfl
         peer.grad_scale, peer.found_inf = grad_scale, found_inf
         peer.step()
     assert_identical(ours, peer)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="pip install triton to test its kernels")
+@given(
+    sizes=st.lists(shapes | st.sampled_from([(1,), (2049,), (3, 2731)]), min_size=1, max_size=4),
+    chosen=options,
+    num_steps=st.integers(1, 5),
+    views=st.booleans(),
+    scale=st.sampled_from([None, 4.0]),
+    overflow=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_the_triton_step_is_that_of_torch(
+    sizes: list[tuple[int, ...]], chosen: dict[str, Any], num_steps: int, views: bool, scale: float | None,
+    overflow: bool, seed: int, device: str,
+) -> None:  # fmt: skip
+    """Gradients may be slices of one tensor, scaled, and new at every step; a step that overflowed does not count."""
+    case = Case([[(shape, torch.float32) for shape in sizes]], [chosen], num_steps, missing=0, seed=seed, device=device)
+    ours, plain, wide = case.build(AdamW), case.build(torch_adamw), replace(case, wide=True).build(torch_adamw)
+    for step in range(num_steps):
+        skipped = scale is not None and overflow and step == 1
+        for one, optimizer in ((case, plain), (replace(case, wide=True), wide)):
+            one.set_grads(optimizer, step)
+            if not skipped:
+                optimizer.step()
+        case.set_grads(ours, step)
+        unscaled = [p.grad for p in parameters_of(ours)]
+        for p in parameters_of(ours):
+            room = torch.zeros(p.numel() + views, device=device)  # 4 bytes off a multiple of 16
+            p.grad = room[int(views) :].view_as(p).copy_(p.grad * (scale or 1))
+        factor = None if scale is None else torch.tensor(scale, device=device)
+        found_inf = None if scale is None else torch.tensor(float(skipped), device=device)
+        for bundle in ours._plan(0).bundles:
+            _triton_step(bundle, ours.param_groups[0], factor, found_inf)
+        if not skipped:
+            assert all(torch.equal(p.grad, grad) for p, grad in zip(parameters_of(ours), unscaled, strict=True))
+    assert_right(ours, plain, wide)
 
 
 @given(chosen=options, num_steps=st.integers(1, 8), seed=st.integers(0, 2**32))
@@ -207,8 +265,9 @@ def test_a_step_number_of_old_checkpoints_is_taken() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_param_group_may_join_and_a_parameter_be_replaced(device: str) -> None:
-    def run(make: Callable[..., torch.optim.Optimizer]) -> torch.optim.Optimizer:
-        first, second, third = (torch.full((3,), x, device=device, requires_grad=True) for x in (1.0, 2.0, 3.0))
+    def run(make: Callable[..., torch.optim.Optimizer], dtype: torch.dtype) -> torch.optim.Optimizer:
+        values, factory = (1.0, 2.0, 3.0), {"device": device, "dtype": dtype, "requires_grad": True}
+        first, second, third = (torch.full((3,), x, **factory) for x in values)
         optimizer = make([first])
         for p in (first, second, third):
             p.grad = p.detach().clone()
@@ -219,7 +278,7 @@ def test_a_param_group_may_join_and_a_parameter_be_replaced(device: str) -> None
         optimizer.step()
         return optimizer
 
-    assert_identical(run(AdamW), run(torch_adamw if device == "cpu" else torch_fused))
+    assert_right(run(AdamW, torch.float32), *(run(torch_adamw, dtype) for dtype in (torch.float32, torch.float64)))
 
 
 def test_closure_runs_with_gradients_and_its_loss_comes_back() -> None:
@@ -443,8 +502,26 @@ def test_bad_limits_are_named(wrong: dict[str, float]) -> None:
 @pytest.mark.gpu
 @given(cases)
 def test_adamw_on_a_gpu_is_torchs_fused(case: Case) -> None:
-    case = replace(case, device="cuda")
+    """But for float32, which `test_the_triton_step_is_that_of_torch` is about."""
+    others = {torch.float32: torch.float16, torch.float64: torch.float64, torch.bfloat16: torch.bfloat16}
+    case = replace(case, device="cuda", groups=[[(shape, others[dtype]) for shape, dtype in g] for g in case.groups])
     assert_identical(case.run(case.build(AdamW)), case.run(case.build(torch_fused)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transposed", [False, True])
+def test_adamw_on_a_gpu_takes_any_layout(transposed: bool) -> None:
+    """Parameters that are not contiguous go to torch's kernel."""
+    case = Case([[((5, 3), torch.float32), ((7,), torch.float32)]], [{"lr": 0.1}], 3, missing=0, seed=0, device="cuda")
+    ours, plain, wide = case.build(AdamW), case.build(torch_fused), replace(case, wide=True).build(torch_adamw)
+    for step in range(3):
+        for one, optimizer in ((case, ours), (case, plain), (replace(case, wide=True), wide)):
+            one.set_grads(optimizer, step)
+            if transposed:
+                p = parameters_of(optimizer)[0]
+                p.data, p.grad = (x.mT.contiguous().mT for x in (p.data, p.grad))
+            optimizer.step()
+    assert_right(ours, plain, wide)
 
 
 @pytest.mark.gpu
@@ -454,16 +531,16 @@ def test_step_counts_that_torch_kept_on_the_host_move_to_the_gpu() -> None:
     state_dict = saved(half)
     state_dict["param_groups"][0]["fused"] = None
     state_dict["state"][0]["step"] = state_dict["state"][0]["step"].cpu()
-    resumed = case.build(AdamW)
+    resumed, wide = case.build(AdamW), replace(case, wide=True)
     load(resumed, half, state_dict)
-    assert_identical(case.run(resumed, first=1), case.run(case.build(torch_fused)))
+    assert_right(case.run(resumed, first=1), case.run(case.build(torch_fused)), wide.run(wide.build(torch_adamw)))
 
 
 @pytest.mark.gpu
 def test_scaled_gradients_are_unscaled_and_overflows_skipped_in_the_kernel() -> None:
     case = Case([[((5, 3), torch.float32), ((7,), torch.float32)]], [{"lr": 0.1}], 4, missing=0, seed=0, device="cuda")
 
-    def run(make: Callable[..., torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    def run(case: Case, make: Callable[..., torch.optim.Optimizer]) -> torch.optim.Optimizer:
         optimizer, scaler = case.build(make), torch.amp.GradScaler("cuda", init_scale=64.0)
         for step in range(case.num_steps):
             case.set_grads(optimizer, step)
@@ -474,8 +551,8 @@ def test_scaled_gradients_are_unscaled_and_overflows_skipped_in_the_kernel() -> 
             scaler.update()
         return optimizer
 
-    ours = run(AdamW)
-    assert_identical(ours, run(torch_fused))
+    ours = run(case, AdamW)
+    assert_right(ours, run(case, torch_fused), run(replace(case, wide=True), torch_adamw))
     assert {state["step"].item() for state in ours.state.values()} == {3}
 
 

@@ -19,7 +19,7 @@ def test_a_rounded_sum_loses_more_than_rounded_addends() -> None:
 def test_autocast_keeps_parameters_norms_loss_and_gradients_wide() -> None:
     found = dict(autocast_dtypes(TransformerLM(CONFIG), torch.arange(16)[None], torch.bfloat16))
     narrow = {name for name, dtype in found.items() if dtype == "bfloat16"}
-    assert {"output of layers.0.attn.q_proj", "output of layers.0.ffn.w1", "output of lm_head"} <= narrow
+    assert {"output of layers.0.attn.qkv", "output of layers.0.ffn.w1", "output of lm_head"} <= narrow
     assert {name for name, dtype in found.items() if dtype == "float32"} == {
         "parameters", "output of token_embeddings", "output of layers.0", "loss", "gradients"
     }  # fmt: skip

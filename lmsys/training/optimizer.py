@@ -3,6 +3,7 @@
 Schedule and clipping are those of CS336, assignment 1 (section 4, "Training a Transformer LM").
 """
 
+import importlib.util
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 OTHER_ALGORITHMS = {"amsgrad": True, "maximize": True, "decoupled_weight_decay": False}  # in a param group of torch
 
 
@@ -22,12 +24,14 @@ class AdamW(Optimizer):
         m = β1 m + (1 - β1) g,  v = β2 v + (1 - β2) g²
         p = p - lr weight_decay p - lr (m / (1 - β1ᵗ)) / (√(v / (1 - β2ᵗ)) + eps)
 
-    CUDA parameters are stepped by the fused kernel, one call for each param group, device and dtype, and all others
-    by the same arithmetic in `torch._foreach_*`. State is as in torch, so state dicts go both ways: `step` (float32
-    scalar, beside a CUDA parameter, else on the CPU), `exp_avg` and `exp_avg_sq` (as the parameter). The lists that
-    the kernels take are kept until other parameters have gradients: change state in place or by `load_state_dict`.
+    Parameters of one group, device and dtype are stepped at once. On CUDA: float32 ones by the kernel of
+    adamw_triton.py, where triton is installed and they, their state and their gradients are contiguous, else and in
+    other dtypes by torch's fused kernel; off CUDA by the same arithmetic in `torch._foreach_*`. torch's and ours differ
+    in rounding alone. State is as in torch, so state dicts go both ways: `step` (float32 scalar, beside a CUDA
+    parameter, else on the CPU), `exp_avg` and `exp_avg_sq` (as the parameter). The lists that the kernels take are kept
+    until other parameters have gradients: change state in place or by `load_state_dict`.
 
-    `torch.amp.GradScaler` leaves unscaling and the skipped step to the fused kernel when all parameters are on CUDA.
+    `torch.amp.GradScaler` leaves unscaling and the skipped step to the kernel when all parameters are on CUDA.
     ValueError: a negative, NaN or infinite lr, eps or weight_decay, a beta outside [0, 1), a gradient that is sparse
     or not floating-point, the state dict of another algorithm.
     """
@@ -77,7 +81,7 @@ class AdamW(Optimizer):
         for group, plan in zip(self.param_groups, plans, strict=True):
             for bundle in plan.bundles:
                 if bundle.params[0].is_cuda:
-                    _fused_step(bundle, group, *scaling)
+                    _cuda_step(bundle, group, *scaling)
                 else:
                     _foreach_step(bundle, group)
         return loss
@@ -113,6 +117,7 @@ class _Bundle:
     exp_avgs: list[Tensor] = field(default_factory=list)
     exp_avg_sqs: list[Tensor] = field(default_factory=list)
     steps: list[Tensor] = field(default_factory=list)
+    kernel: Any = None  # the FusedAdamW of adamw_triton.py that has stepped it before
 
     def append(self, p: Tensor, state: dict[str, Tensor]) -> None:
         self.params.append(p)
@@ -132,12 +137,27 @@ class _Plan:
     bundles: list[_Bundle]
 
 
-def _fused_step(
-    bundle: _Bundle, group: dict[str, Any], grad_scale: Tensor | None = None, found_inf: Tensor | None = None
-) -> None:
-    beta1, beta2 = group["betas"]
+def _cuda_step(bundle: _Bundle, group: dict[str, Any], *scaling: Tensor | None) -> None:
     device = bundle.params[0].device
-    grad_scale, found_inf = (None if x is None else x.to(device, non_blocking=True) for x in (grad_scale, found_inf))
+    grad_scale, found_inf = (None if x is None else x.to(device, non_blocking=True) for x in scaling)
+    lists = bundle.params, bundle.grads(), bundle.exp_avgs, bundle.exp_avg_sqs
+    wide = bundle.params[0].dtype == torch.float32
+    if HAS_TRITON and wide and all(x.is_contiguous() for tensors in lists for x in tensors):
+        _triton_step(bundle, group, grad_scale, found_inf)
+    else:
+        _fused_step(bundle, group, grad_scale, found_inf)
+
+
+def _triton_step(bundle: _Bundle, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    from lmsys.training.adamw_triton import FusedAdamW
+
+    bundle.kernel = bundle.kernel or FusedAdamW(bundle.params)
+    lists = bundle.params, bundle.grads(), bundle.exp_avgs, bundle.exp_avg_sqs, bundle.steps
+    bundle.kernel.step(lists, group, grad_scale, found_inf)
+
+
+def _fused_step(bundle: _Bundle, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    beta1, beta2 = group["betas"]
     torch._foreach_add_(bundle.steps, 1)
     torch._fused_adamw_(
         bundle.params,

@@ -1,0 +1,83 @@
+"""x Wᵀ under autocast, with weight gradients that no rounding to the narrow dtype has touched.
+
+Autocast turns the weights W (O, M) and the input x into copies of a narrow dtype, multiplies those, rounds the weight's
+gradient to the narrow dtype too, and widens it again. A matmul unit adds up in float32 anyway: here it writes that
+sum, which is more exact, moves fewer bytes and needs no kernel to widen it. And as each weight is copied in any case,
+several weights that read one input are copied side by side, for one matmul in place of several.
+
+Legend: T tokens, M input features, O output features.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def linear(x: Tensor, *weights: Tensor) -> Tensor:
+    """x (..., M), weights (O1, M), (O2, M), ... -> (..., O1 + O2 + ...): each x Wᵀ, side by side. Differentiable once.
+
+    Where autocast would cast float32 weights: one matmul in the autocast dtype, and float32 weight gradients, of which
+    those of one call are rows of one tensor. Elsewhere `F.linear` for each weight, in the dtype that it is given.
+    """
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and all(t.dtype == torch.float32 for t in weights):
+        dtype = torch.get_autocast_dtype(device)
+        if dtype.itemsize < 4 and x.dtype != torch.float64:  # autocast, too, leaves float64 alone
+            return _NarrowLinear.apply(x, dtype, *weights)
+    return F.linear(x, *weights) if len(weights) == 1 else torch.cat([F.linear(x, w) for w in weights], dim=-1)
+
+
+class _NarrowLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, *weights: Tensor) -> Tensor:
+        narrow, weight = x.reshape(-1, x.shape[-1]).to(dtype), _side_by_side(weights, dtype)  # (T, M), (O, M)
+        needs_x, _, *needs_weights = ctx.needs_input_grad
+        ctx.save_for_backward(narrow if any(needs_weights) else None, weight if needs_x else None)
+        ctx.wide, ctx.rows = x.dtype, [len(w) for w in weights]
+        return (narrow @ weight.mT).view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        narrow, weight = ctx.saved_tensors
+        needs_x, _, *needs_weights = ctx.needs_input_grad
+        grad = grads[0].reshape(-1, grads[0].shape[-1])  # (T, O)
+        dx, d_weights = None, [None] * len(needs_weights)
+        if needs_x:
+            dx = (grad @ weight).to(ctx.wide).view(*grads[0].shape[:-1], weight.shape[-1])
+        if any(needs_weights):
+            d_weights = wide_mm(grad.mT, narrow).split(ctx.rows)
+        return dx, None, *(d if need else None for d, need in zip(d_weights, needs_weights, strict=True))
+
+
+def _side_by_side(weights: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    """One copy of all rows. A compiler fuses cast and copy by itself; without one, `out` makes them one pass."""
+    if len(weights) == 1:
+        return weights[0].to(dtype)
+    if torch.compiler.is_compiling():
+        return torch.cat([w.to(dtype) for w in weights])
+    rows = sum(len(w) for w in weights)
+    return torch.cat(weights, out=weights[0].new_empty(rows, weights[0].shape[-1], dtype=dtype))
+
+
+# An operator, since not every version of torch.compile knows `mm` with an `out_dtype`; defined the plain way, since it
+# is called for every weight of every step and `torch.library.custom_op` takes 10 us to call.
+torch.library.define("lmsys::wide_mm", "(Tensor a, Tensor b) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
+
+
+@torch.library.impl("lmsys::wide_mm", "default")
+def _wide_mm(a: Tensor, b: Tensor) -> Tensor:
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.mm(a, b).float()
+
+
+@torch.library.register_fake("lmsys::wide_mm")
+def _(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(len(a), b.shape[1], dtype=torch.float32)
+
+
+def wide_mm(a: Tensor, b: Tensor) -> Tensor:
+    """a b in float32 of bfloat16 or float16 a (I, J) and b (J, K); on CUDA rounded nowhere on the way."""
+    return torch.ops.lmsys.wide_mm(a, b)
