@@ -1,6 +1,7 @@
 """Options, the device, and what must be settled before any kernel is imported."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "lmsys", "what the benchmarks run (comma lists; an axis not named takes its sweep's values)"
     )
     group.addoption("--sweep", default="default", help="smoke, default or full: see benchmarks/sweeps.py")
-    group.addoption("--attention", metavar="ROWS", help="exactly these rows: names, or path.py:function for your own")
+    group.addoption(
+        "--attention", metavar="ROWS", help="exactly these rows: names, path.py:function; of models also auto, llama"
+    )
     group.addoption("--length", metavar="S", help="sequence lengths, queries and keys alike: 1024,4096")
     group.addoption("--tiers", metavar="Q:K", help="queries and keys apart, powers of two: 128:64,256:128")
     group.addoption("--head-dim", metavar="D", help="head dimensions: 64,128")
@@ -30,6 +33,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--precision", help="fp32, tf32, bf16 (autocast), fp16 (autocast and loss scaling)")
     group.addoption("--mode", help="forward (inference), train_forward, backward, optimizer, step")
     group.addoption("--compile", help="eager, compiled (block by block)")
+    group.addoption(
+        "--traces", metavar="DIR", type=Path, help="keep what the anatomy reads: traces, and on CUDA memory snapshots"
+    )
     group.addoption("--memory-limit", metavar="SIZE", help="cap the GPU's allocator, such as 24GiB")
     group.addoption(
         "--resume", metavar="OUT.json", help="take what this result holds as done; alone, go on in that file"

@@ -1,7 +1,6 @@
 """Whether an attention row is right, asked in a way that a cache, a changed input or a lost stream cannot answer."""
 
 import importlib.util
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from benchmarks.trial import verdict
 from lmsys.attention.contract import AttentionCase, adapt
 from lmsys.measure.clock import synchronize
 from lmsys.measure.compare import Failure, attempt, release_memory
@@ -105,11 +105,10 @@ class Gate:
         if failure:
             return failure
         strictly = judged if contender.has_float32 else self._judge(outputs, rms=True)[0]
-        name, ratio = max(strictly.items(), key=lambda item: item[1])
-        if not ratio <= 1:
-            contender.error_ratio = ratio if math.isfinite(ratio) else None
-            size = f"is {ratio:.3g} times the allowed error" if math.isfinite(ratio) else "holds NaN or inf"
-            return "wrong", f"{name} {size} ({self.case.dtype})"
+        worst, wrong = verdict(strictly, self.case.dtype)
+        if wrong:
+            contender.error_ratio = worst
+            return wrong
         if self.case.dtype == contender.case.dtype:
             contender.error_ratio = max(*judged.values(), contender.error_ratio or 0.0)
         return ("wrong", "the row changes its inputs") if changed else None

@@ -4,16 +4,16 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks.conftest import MODEL, ROWS, SESSION, SWEEP, cell_params
+from benchmarks.conftest import MODEL, MODEL_ROWS, SESSION, SWEEP, cell_params
 from benchmarks.model_cells import cells_of
 from benchmarks.model_trial import model_trial
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     stash = metafunc.config.stash
-    (sweep, _), (entries, named), session = stash[SWEEP], stash[ROWS], stash[SESSION]
-    rows, device = entries if named else None, session.settings.device
-    cells = [cell for part in sweep.models for cell in cells_of(part, stash[MODEL], rows, device)]
+    (sweep, _), session = stash[SWEEP], stash[SESSION]
+    axes, rows, device = stash[MODEL], stash[MODEL_ROWS], session.settings.device
+    cells = [cell for part in sweep.models for cell in cells_of(part, axes, rows, device)]
     metafunc.parametrize("cell", cell_params(session.add(cells, model_trial)))
 
 

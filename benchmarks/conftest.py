@@ -12,7 +12,8 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks.axes import parse_axes, parse_model_axes, sweep_called
-from benchmarks.session import ResultFile, Session, Settings, read_results
+from benchmarks.model_cells import AUTO, LLAMA, rows_called
+from benchmarks.session import ResultFile, Session, Settings, cap_gpu_memory, read_results
 from benchmarks.sweeps import Axes, Sweep
 from lmsys.attention import ATTENTION
 from lmsys.measure.machine import commit
@@ -40,6 +41,7 @@ SESSION = pytest.StashKey[Session]()
 SWEEP = pytest.StashKey[tuple[Sweep, Axes]]()
 MODEL = pytest.StashKey[dict[str, Any]]()  # the axes that the user named, as fields of a ModelSection
 ROWS = pytest.StashKey[tuple[list[Entry], bool]]()  # of the attention table, and whether the user named them
+MODEL_ROWS = pytest.StashKey[list[Entry] | None]()  # what the user named to ask a model with
 
 
 class RecordedTimer:
@@ -74,7 +76,7 @@ def measured(request: pytest.FixtureRequest, benchmark: BenchmarkFixture) -> Cal
         found = result.record
         if result.samples is None and not (found["outcome"] == "ok" and benchmark.disabled):
             pytest.skip(f"{found['outcome']}: {found['reason']}")
-        benchmark.extra_info |= {name: value for name, value in found.items() if name != "samples_s"}
+        benchmark.extra_info |= {name: value for name, value in found.items() if not isinstance(value, list)}
         benchmark.group, _, _ = found["comparison"].partition(" ")
         samples = result.samples or [0.0]
         timer = request.node.get_closest_marker("benchmark").kwargs["timer"]
@@ -94,8 +96,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[MODEL] = parse_model_axes(axes)
         config.stash[SWEEP] = sweep_called(session.settings.sweep, session.settings.device), parse_axes(axes)
         named = config.getoption("attention")
-        rows = ATTENTION.select(ATTENTION if named is None else named.split(","))
-        config.stash[ROWS] = rows, named is not None
+        rows = None if named is None else rows_called(named.split(","))
+        only_attention = [*ATTENTION.values()] if rows is None else [row for row in rows if row not in (AUTO, LLAMA)]
+        config.stash[ROWS], config.stash[MODEL_ROWS] = (only_attention, named is not None), rows
         if resumed := config.getoption("resume"):
             _resume(session, Path(resumed))
     except ValueError as error:
@@ -161,10 +164,7 @@ def _limit_memory(text: str | None, device: str) -> int | None:
     limit = parse_size(text)
     if device != "cuda":
         raise ValueError(f"--memory-limit {text} caps the CUDA allocator, and this machine has no CUDA device")
-    total = torch.cuda.get_device_properties(0).total_memory
-    if limit > total:
-        raise ValueError(f"--memory-limit {text} is more than the {total / 2**30:.1f}GiB of this GPU")
-    torch.cuda.set_per_process_memory_fraction(limit / total)
+    cap_gpu_memory(limit)
     return limit
 
 
@@ -190,6 +190,9 @@ def _say(config: pytest.Config, text: str) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     cells = [item.callspec.params["cell"] for item in session.items if "cell" in getattr(item, "fixturenames", ())]
+    named = session.config.getoption("attention")
+    if named and cells and not any(isinstance(cell, str) for cell in cells):  # without any, pytest puts a mark
+        raise pytest.UsageError(f"--attention {named}: what is selected has no cell for these rows")
     session.config.stash[SESSION].select(cells)
 
 

@@ -1,9 +1,11 @@
 """Hugging Face's Llama at our dimensions: the model that a user would otherwise train, as a row beside ours."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lmsys.config import ModelConfig
 
@@ -22,22 +24,19 @@ NAMES = {"token_embeddings": "model.embed_tokens", "ln_final": "model.norm", "lm
 
 
 class Llama(nn.Module):
-    """LlamaForCausalLM with SDPA, called as `lmsys.model.TransformerLM` is.
+    """LlamaForCausalLM with SDPA, called as `lmsys.model.TransformerLM` is, once `take_weights` has given it weights.
 
-    ImportError that names the extra when transformers is missing; ValueError for a rope_theta that is not its default.
+    ValueError for a rope_theta that is not its default. Compiled by a torch before 2.14, transformers hands SDPA the
+    causal mask as a tensor, which its flash kernel does not take: so do its users get it.
     """
 
     def __init__(self, config: ModelConfig, device: Any = None):
         super().__init__()
-        try:
-            from transformers import LlamaConfig, LlamaForCausalLM
-        except ImportError as error:
-            raise ImportError(f"Llama needs transformers ({error}); pip install 'lmsys[peers]' brings it") from error
         if config.rope_theta != 10_000.0:
             raise ValueError(
                 f"rope_theta={config.rope_theta}: versions of transformers differ but for the default, 10000"
             )
-        with torch.device(device or "cpu"):
+        with torch.device("meta"):
             self.wrapped = LlamaForCausalLM(
                 LlamaConfig(
                     vocab_size=config.vocab_size,
@@ -52,28 +51,52 @@ class Llama(nn.Module):
                     attn_implementation="sdpa",
                 )
             )
+        with torch.device(device or "cpu"):  # its buffers are no weights
+            self.wrapped.model.rotary_emb = type(self.wrapped.model.rotary_emb)(self.wrapped.config)
         self.head_dim = config.head_dim
 
     def compile_blocks(self) -> "Llama":
         """As its users do: the whole model."""
-        self.wrapped.compile()
+        self.wrapped.compile(dynamic=False)
         return self
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.wrapped(input_ids=tokens).logits
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Its own loss, which shifts the tokens itself: `targets` are taken to be the tokens' successors."""
-        return self.wrapped(input_ids=tokens, labels=tokens).loss
+        """Its own loss; the targets are shifted already."""
+        return self.wrapped(input_ids=tokens, labels=targets, shift_labels=targets).loss
 
-    def take_weights(self, ours: nn.Module) -> "Llama":
-        """The weights of a TransformerLM, with query and key rows ordered for its rotation of (i, i + D / 2)."""
-        state = {}
-        for name, weight in ours.state_dict().items():
-            layer, _, part = name.removesuffix(".weight").partition(".")[2].partition(".")
-            if part in ("attn.q_proj", "attn.k_proj"):
-                weight = weight.unflatten(0, (-1, self.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
-            known = NAMES.get(name.removesuffix(".weight"))
-            state[f"{known or f'model.layers.{layer}.{LAYER_NAMES[part]}'}.weight"] = weight
-        self.wrapped.load_state_dict(state)
+    def take_weights(self, ours: nn.Module, shared: bool = False) -> "Llama":
+        """The weights of a TransformerLM, with query and key rows ordered for its rotation of (i, i + D / 2).
+
+        shared: the very parameters of `ours`, so that a second model needs no memory for weights and gradients. Their
+        rows stay as they are, for a rotation of (2i, 2i + 1): another function then, of the same operations.
+        """
+        weights = {_theirs(name): weight for name, weight in ours.state_dict(keep_vars=shared).items()}
+        if not shared:
+            weights = {
+                name: self._reordered(name, weight, (-1, self.head_dim // 2, 2)) for name, weight in weights.items()
+            }
+        self.wrapped.load_state_dict(weights, assign=True)
+        self.names = {_theirs(name): name for name in ours.state_dict()}
         return self
+
+    def as_ours(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What belongs to its parameters, by their names, as it belongs to ours: the mapping of weights undone."""
+        return {
+            self.names[name.removeprefix("wrapped.")]: self._reordered(name, x, (-1, 2, self.head_dim // 2))
+            for name, x in gradients.items()
+        }
+
+    def _reordered(self, name: str, x: Tensor, rows: tuple[int, int, int]) -> Tensor:
+        """Query and key matrices with the last two of their rows' axes exchanged; others as they are."""
+        rotated = "q_proj" in name or "k_proj" in name
+        return x.unflatten(0, rows).transpose(1, 2).flatten(0, 2) if rotated else x
+
+
+def _theirs(name: str) -> str:
+    """Llama's name of a parameter of ours."""
+    layer, _, part = name.removesuffix(".weight").partition(".")[2].partition(".")
+    known = NAMES.get(name.removesuffix(".weight"))
+    return f"{known or f'model.layers.{layer}.{LAYER_NAMES[part]}'}.weight"

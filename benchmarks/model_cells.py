@@ -1,6 +1,6 @@
 """The tests of the language model: what each is asked, and what it is called."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -11,9 +11,11 @@ from benchmarks.sweeps import ModelSection
 from lmsys.attention import ATTENTION
 from lmsys.attention.contract import AttentionCase
 from lmsys.config import ModelConfig, model_config
-from lmsys.registry import Entry
+from lmsys.registry import Entry, Table
 
+# What stands for an attention row in a model only: the choice of one, and a whole model of its own.
 AUTO = Entry("auto", "lmsys.attention:attention", "the fastest row that can")
+LLAMA = Entry("llama", "benchmarks.llama:Llama", "Hugging Face Llama", peer=True, extra="peers")
 DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # of the matmuls
 
 
@@ -57,6 +59,11 @@ class Cell:
         return self.compile, self.entry.name, self.grad
 
     @property
+    def peer(self) -> bool:
+        """Whether the whole model is somebody else's."""
+        return self.entry == LLAMA
+
+    @property
     def config(self) -> ModelConfig:
         return model_config(self.size, context_length=self.context)
 
@@ -71,10 +78,19 @@ class Cell:
         )
 
 
+def rows_called(names: Iterable[str]) -> list[Entry]:
+    """What a model can be asked with: rows of the attention table, of the user's own code, AUTO and LLAMA."""
+    return Table(ATTENTION.kind, [*ATTENTION.values(), AUTO, LLAMA]).select(names)
+
+
 def cells_of(section: ModelSection, axes: dict[str, Any], rows: list[Entry] | None, device: str) -> Iterator[Cell]:
-    """The section's cells with the command line's axes, and with the attention rows named there, if any."""
-    one = replace(section, **axes)
-    entries = rows or [AUTO if name == AUTO.name else ATTENTION[name] for name in one.rows]
+    """The section's cells with the command line's axes, and with the rows named there, if any.
+
+    A section that sets rows beside Llama is about that: there are none where the command line names rows without it.
+    """
+    one, entries = replace(section, **axes), rows_called(section.rows) if rows is None else rows
+    if LLAMA.name in one.rows and LLAMA not in entries:
+        return
     groups = product(one.sizes, one.contexts, one.batch, one.precisions, one.warmups)
     for group, mode, compiled, entry in product(groups, one.modes, one.compiles, entries):
         yield Cell(section.name, *group, mode, compiled, entry, device)

@@ -5,6 +5,8 @@ that is tested: `lmsys.testing.error_ratio`, for the logits of inference, or for
 Gradients are small and the rule has absolute terms, so each tensor is judged in units of its reference's largest value;
 all but the loss, which is one number, are held in root mean square too, as attention rows without a float32 form are.
 
+Llama is such a row: with the weights of ours, mapped to its own and its gradients back, it is the same function.
+
 Two blocks stand for all, since blocks share their code; the batch and context are the case's where naive's scores fit.
 """
 
@@ -16,14 +18,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.attention_gate import interpreted_kernels
+from benchmarks.model_cells import LLAMA
+from benchmarks.trial import verdict
 from lmsys.config import ModelConfig
 from lmsys.measure.clock import synchronize
 from lmsys.measure.compare import attempt
 from lmsys.model import TransformerLM
-from lmsys.testing import error_ratio
+from lmsys.testing import error_ratio, norm_rms, rms_budget
 
 NUM_BLOCKS = 2
 MAX_CONTEXT = 2048
@@ -35,7 +39,10 @@ ROUNDING = AUTOCAST | {"fp32": torch.float32, "tf32": torch.float16}  # by lengt
 
 @dataclass
 class Contender:
-    """A row of attention in the model, eager or compiled, with or without gradients; what has been found out of it."""
+    """A row, eager or compiled, with or without gradients, and what has been found out about it.
+
+    attention  a row of the attention table in our model; LLAMA's name: that model
+    """
 
     attention: str
     compiled: bool
@@ -49,6 +56,13 @@ class Contender:
 
     def failed(self, outcome: str, reason: str) -> None:
         self.outcome, self.reason = outcome, reason
+
+    def model(self, base: TransformerLM, shared: bool) -> nn.Module:
+        """The row's model with the weights of `base`: shared, or such that it is the same function."""
+        if self.attention != LLAMA.name:
+            return variant(base, self.attention, self.compiled)
+        llama = LLAMA.load()(base.config, base.lm_head.weight.device).take_weights(base, shared)
+        return llama.compile_blocks() if self.compiled else llama
 
     def check_after(self, forward: Callable[[], Tensor]) -> None:
         """After timing: the logits, or the loss, which is kept, must be finite still."""
@@ -131,6 +145,7 @@ def _judge(
     plain: dict[str, Tensor],
 ) -> None:
     def answer() -> dict[str, Tensor]:
+        model = contender.model(base, shared=False)
         start = time.perf_counter()
         with interpreted_kernels() as launched:
             found = _outputs(model, data, precision, contender.grad)
@@ -138,41 +153,32 @@ def _judge(
         contender.compile_s, contender.interpreted = time.perf_counter() - start, bool(launched)
         return found
 
-    model = variant(base, contender.attention, contender.compiled)
     found, failure = attempt(answer)
     if failure:
         contender.failed(*failure)
         return
-    ratios = {name: _ratio(found[name], reference[name], plain[name], ROUNDING[precision]) for name in reference}
-    name, ratio = max(ratios.items(), key=lambda item: item[1])
-    contender.error_ratio = ratio if math.isfinite(ratio) else None
-    if not ratio <= 1:
-        size = f"is {ratio:.3g} times the allowed error" if math.isfinite(ratio) else "holds NaN or inf"
-        contender.failed("wrong", f"{name} {size} ({precision})")
+    ratios = {name: ratio_of(found[name], reference[name], plain[name], ROUNDING[precision]) for name in reference}
+    contender.error_ratio, wrong = verdict(ratios, precision)
+    if wrong:
+        contender.failed(*wrong)
 
 
-def _outputs(model: TransformerLM, data: Batch, precision: str, grad: bool) -> dict[str, Tensor]:
-    """The logits, or the loss and the gradient of every parameter, by name."""
+def _outputs(model: nn.Module, data: Batch, precision: str, grad: bool) -> dict[str, Tensor]:
+    """The logits, or the loss and the gradient of every parameter, by its name in our model."""
     with torch.set_grad_enabled(grad), autocast(precision, data.tokens.device.type):
         if not grad:
             return {"logits": model(data.tokens)}
         loss = model.loss(data.tokens, data.targets)
     scale = LOSS_SCALE if precision == "fp16" else 1.0
     names, parameters = zip(*model.named_parameters(), strict=True)
-    gradients = torch.autograd.grad(loss * scale, parameters)
-    named = {f"gradient of {name}": x / scale for name, x in zip(names, gradients, strict=True)}
-    return {"loss": loss.detach()} | named
+    gradients = dict(zip(names, torch.autograd.grad(loss * scale, parameters), strict=True))
+    if not isinstance(model, TransformerLM):
+        gradients = model.as_ours(gradients)
+    return {"loss": loss.detach()} | {f"gradient of {name}": x / scale for name, x in gradients.items()}
 
 
-def _ratio(found: Tensor, reference: Tensor, plain: Tensor, dtype: torch.dtype) -> float:
+def ratio_of(found: Tensor, reference: Tensor, plain: Tensor, dtype: torch.dtype) -> float:
     _, exponent = math.frexp(reference.abs().max().item())
     found, reference, plain = (x.double() / 2.0**exponent for x in (found, reference, plain))
     ratio = error_ratio(found, reference, plain.to(dtype))
-    if found.dim():
-        budget = 2 * _rms(plain - reference) + 4 * torch.finfo(torch.float32).eps
-        ratio = max(ratio, _rms(found - reference) / budget)
-    return ratio
-
-
-def _rms(x: Tensor) -> float:
-    return x.square().mean().sqrt().item()
+    return max(ratio, norm_rms(found - reference) / rms_budget(reference, plain)) if found.dim() else ratio

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks import trial
-from benchmarks.model_cells import AUTO, DTYPES, Cell
+from benchmarks.model_cells import AUTO, DTYPES, LLAMA, Cell
 from benchmarks.model_gate import Contender, arithmetic, gate
 from benchmarks.model_workbench import Workbench, cold_samples
 from benchmarks.session import Result, Settings
@@ -15,12 +15,13 @@ from benchmarks.trial import ending, sample
 from lmsys.accounting import FLOPS_OF_STEP, model_flops, model_parameters
 from lmsys.attention import ATTENTION
 from lmsys.attention.compiled import why_no_compiler
-from lmsys.attention.contract import AttentionCase
+from lmsys.footprint import training_memory
 from lmsys.measure.clock import synchronize
 from lmsys.measure.compare import attempt, release_memory
 from lmsys.measure.record import Record, summarize, trim
 
 PEAK_FLOPS_PER_S = {"H100": 989e12, "H200": 989e12}  # dense bfloat16 and float16, of the SXM modules' data sheets
+KEEP_SCORES = ("naive", "naive_compiled", "vectorized", "sdpa_math")  # of all queries and keys, for the backward
 Contenders = dict[tuple[str, str, bool], Contender]  # by Cell.row
 
 
@@ -39,7 +40,7 @@ def model_trial(cells: list[Cell], settings: Settings) -> Iterator[Result]:
     decides what is out of memory, the samples, a memory run; last, whether the model still gives finite numbers. What
     fails outside a row's own calls fails every cell that was still good.
     """
-    contenders = {cell.row: _contender(cell) for cell in cells}
+    contenders = {cell.row: contender_of(cell) for cell in cells}
     found = {cell.id: Found() for cell in cells}
     with arithmetic(cells[0].precision):
         _, failure = attempt(lambda: _measure(cells, contenders, settings, found))
@@ -51,28 +52,24 @@ def model_trial(cells: list[Cell], settings: Settings) -> Iterator[Result]:
         yield _result(cell, contenders[cell.row], found[cell.id], settings)
 
 
-def _contender(cell: Cell) -> Contender:
+def contender_of(cell: Cell) -> Contender:
+    """What the cell's row is to be checked as; `unsupported`, with the reason, where it cannot run."""
     contender = Contender(cell.entry.name, cell.compile == "compiled", cell.grad)
-    if cell.precision == "tf32" and cell.device == "cpu":
-        reason: str | None = "TF32 is an arithmetic of CUDA devices"
-    elif contender.compiled and (reason := why_no_compiler(cell.device)):
-        pass
-    elif cell.entry == AUTO:
-        contender.attention = _fastest(cell.case)
-        reason = None if contender.attention != AUTO.name else "no row that auto knows can run this case"
-    elif cell.entry.name not in list(ATTENTION):
-        reason = "a model takes rows of the table: give the kernel a row there, or an entry point"
-    else:
-        reason = cell.entry.why_not(cell.case)
-    if reason:
+    if reason := _why_not(cell):
         contender.failed("unsupported", reason)
+    elif cell.entry == AUTO:
+        contender.attention = ATTENTION.pick(AUTO.name, cell.case).name
     return contender
 
 
-def _fastest(case: AttentionCase) -> str:
-    """What "auto" stands for; on a CPU not a row that Triton interprets, which is never timed."""
-    able = (ATTENTION[name] for name in ATTENTION.auto if case.device == "cuda" or ATTENTION[name].extra != "triton")
-    return next((entry.name for entry in able if entry.why_not(case) is None), AUTO.name)
+def _why_not(cell: Cell) -> str | None:
+    if cell.precision == "tf32" and cell.device == "cpu":
+        return "TF32 is an arithmetic of CUDA devices"
+    if cell.compile == "compiled" and (reason := why_no_compiler(cell.device)):
+        return reason
+    if cell.entry not in (AUTO, LLAMA) and cell.entry.name not in list(ATTENTION):
+        return "a model takes rows of the table: give the kernel a row there, or an entry point"
+    return None if cell.entry == AUTO else cell.entry.why_not(cell.case)
 
 
 def _measure(cells: list[Cell], contenders: Contenders, settings: Settings, found: dict[str, Found]) -> None:
@@ -104,9 +101,8 @@ def _time(
         of_mode = [cell for cell in cells if cell.mode == mode]
         for cell in of_mode:
             seconds, found[cell.id].failure = attempt(lambda cell=cell: _first_call(cell, bench))
-            if found[cell.id].failure:
-                bench.clear()
-            elif cell.row not in compiled:
+            bench.clear()  # each is alone, and nothing of one that failed stays
+            if not found[cell.id].failure and cell.row not in compiled:
                 compiled.add(cell.row)
                 contenders[cell.row].compile_s = seconds + (contenders[cell.row].compile_s or 0)
         _sample([cell for cell in of_mode if not found[cell.id].failure], bench, settings, found)
@@ -115,7 +111,7 @@ def _time(
 
 
 def _first_call(cell: Cell, bench: Workbench) -> float:
-    """Seconds: what was compiled for two blocks is not compiled again, but where the gate's shape was a smaller one."""
+    """Seconds: blocks are not compiled again, but where the gate's shape was smaller; what is compiled whole is."""
     step, start = bench.step_of(cell), time.perf_counter()
     step.run(step.prepare())
     synchronize(cell.device)
@@ -137,8 +133,8 @@ def _result(cell: Cell, contender: Contender, found: Found, settings: Settings) 
         "benchmark": "model",
         "section": cell.section,
         "impl": cell.entry.name,
-        "label": _label(cell, contender),
-        "peer": False,
+        "label": label_of(cell, contender),
+        "peer": cell.peer,
         "size": cell.size,
         **{name: getattr(config, name) for name in ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size")},
         "num_parameters": model_parameters(config),
@@ -158,6 +154,7 @@ def _result(cell: Cell, contender: Contender, found: Found, settings: Settings) 
         "clock": settings.clock.name,
         "compile_s": contender.compile_s,
         "error_ratio": contender.error_ratio,
+        "predicted_bytes": _predicted(cell, contender),
         "memory_limit_bytes": settings.memory_limit_bytes,
     }
     if samples:
@@ -166,10 +163,17 @@ def _result(cell: Cell, contender: Contender, found: Found, settings: Settings) 
     return Result(record | _rates(cell, record.get("time_s"), settings.machine), samples)
 
 
-def _label(cell: Cell, contender: Contender) -> str:
+def label_of(cell: Cell, contender: Contender) -> str:
     if cell.entry == AUTO and contender.attention != AUTO.name:
         return f"auto: {ATTENTION[contender.attention].label}"
     return cell.entry.label or cell.entry.name
+
+
+def _predicted(cell: Cell, contender: Contender) -> int | None:
+    """Bytes held and on top of that of what `training_memory` speaks of: an eager step of ours that keeps no scores."""
+    if cell.peer or (cell.mode, cell.compile) != ("step", "eager") or contender.attention in KEEP_SCORES:
+        return None
+    return training_memory(cell.config, cell.batch, cell.context, cell.precision).total
 
 
 def _rates(cell: Cell, time_s: float | None, machine: dict[str, Any]) -> Record:

@@ -6,7 +6,8 @@ from multiprocessing import get_context
 import torch
 
 from benchmarks.model_cells import Cell
-from benchmarks.model_gate import Batch, Contender, arithmetic, autocast, build, variant
+from benchmarks.model_gate import Batch, Contender, arithmetic, autocast, build
+from benchmarks.session import cap_gpu_memory
 from lmsys.measure import memory
 from lmsys.measure.clock import clock_of, synchronize
 from lmsys.measure.compare import Step
@@ -16,24 +17,31 @@ COLD_ROUNDS = 10  # timed steps of the warm-up study
 LEARNING_RATE = 1e-6  # so small that hundreds of timed steps leave the weights as they were checked
 
 
-def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return AdamW(model.parameters(), lr=LEARNING_RATE)
+def make_optimizer(model: torch.nn.Module, peer: bool) -> torch.optim.Optimizer:
+    """AdamW, ours, or for a peer torch's as its users take it; both have the same hyper-parameters by default."""
+    if not peer:
+        return AdamW(model.parameters(), lr=LEARNING_RATE)
+    on_gpu = next(model.parameters()).is_cuda
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True if on_gpu else None)
 
 
 class Workbench:
-    """The model of a group in all its variants, on one set of weights, with one batch and one optimizer."""
+    """The models of a group on one set of weights and gradients, with one batch.
+
+    All of ours have one optimizer, a peer has its own: while both are sampled, there are two sets of moments.
+    """
 
     def __init__(self, cell: Cell, contenders: dict[tuple[str, str, bool], Contender], seed: int):
         self.device, self.precision = cell.device, cell.precision
         self.base = build(cell.config, cell.device, seed)
-        self.models = {row: variant(self.base, one.attention, one.compiled) for row, one in contenders.items()}
+        self.models = {row: one.model(self.base, shared=True) for row, one in contenders.items()}
         self.data = Batch.draw(cell.config, cell.batch, cell.device, seed + 1)
         self.clear()
 
     def clear(self) -> None:
         """No gradients and no optimizer: only the weights are left."""
         self.base.zero_grad(set_to_none=True)
-        self.optimizer: torch.optim.Optimizer | None = None
+        self.optimizers: dict[bool, torch.optim.Optimizer] = {}  # by Cell.peer
         self.scaler = torch.amp.GradScaler(self.device, enabled=self.precision == "fp16")
 
     def forward(self, cell: Cell) -> torch.Tensor:
@@ -50,8 +58,9 @@ class Workbench:
             return self.scaler.scale(self.forward(cell))
 
         def update() -> None:
-            self.optimizer = self.optimizer or make_optimizer(self.base)
-            self.scaler.step(self.optimizer)
+            if cell.peer not in self.optimizers:
+                self.optimizers[cell.peer] = make_optimizer(self.base, cell.peer)
+            self.scaler.step(self.optimizers[cell.peer])
             self.scaler.update()
 
         def whole() -> None:
@@ -68,10 +77,12 @@ class Workbench:
 
     def memory_of(self, cell: Cell) -> tuple[int, int]:
         """Bytes live before what is timed (weights, gradients, optimizer state), and the peak above all that was."""
+        self.optimizers.clear()  # its own is made anew: another's moments are not this row's
         step = self.step_of(cell)
+        step.run(step.prepare())
         self.base.zero_grad(set_to_none=True)
         prepared = step.prepare()
-        held = sum(memory.breakdown(self.base, self.optimizer).values())
+        held = sum(memory.breakdown(self.models[cell.row], self.optimizers.get(cell.peer)).values())
         return held, memory.peak_bytes(lambda: step.run(prepared), self.device)
 
 
@@ -83,8 +94,7 @@ def cold_samples(cell: Cell, contender: Contender, seed: int, memory_limit_bytes
 
 def _cold_samples(cell: Cell, contender: Contender, seed: int, memory_limit_bytes: int | None) -> list[float]:
     if memory_limit_bytes is not None:
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(memory_limit_bytes / total)
+        cap_gpu_memory(memory_limit_bytes)
     assert cell.warmup is not None
     clock, samples = clock_of(cell.device), []
     with arithmetic(cell.precision):

@@ -10,6 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+import torch
+
 from lmsys.measure import machine, record
 from lmsys.measure.clock import Clock, clock_of
 from lmsys.measure.record import Record
@@ -199,6 +201,15 @@ def _limit_memory() -> None:
     available = int(facts["MemAvailable"].split()[0]) * 1024
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (available if hard < 0 else min(available, hard), hard))
+
+
+def cap_gpu_memory(limit_bytes: int) -> None:
+    """The allocator of this process gives no more. ValueError for more than the GPU has."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    if limit_bytes > total:
+        limit, most = (f"{size / 2**30:.4g}GiB" for size in (limit_bytes, total))
+        raise ValueError(f"--memory-limit {limit} is more than the {most} of this GPU")
+    torch.cuda.set_per_process_memory_fraction(limit_bytes / total)
 
 
 class ResultFile:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 MODES = ("forward", "train_forward", "backward", "optimizer", "step")
+ANATOMY_MODES = ("forward", "step")  # what is opened up: an inference and a whole training step
 POWERS = tuple(2**n for n in range(7, 17))  # 128 ... 65536
 
 
@@ -64,7 +65,7 @@ class Section:
 class ModelSection:
     """The axes of one table of the language model: named sizes, sequence lengths and what is done with them.
 
-    rows     attention rows; "auto" is the fastest that can
+    rows     attention rows; "auto" is the fastest that can; "llama" is no row but Hugging Face's whole model
     warmups  when given: so many untimed steps before ten timed ones, each in a process of its own
     """
 
@@ -80,12 +81,32 @@ class ModelSection:
 
 
 @dataclass(frozen=True)
+class LossSection:
+    """The axes of one table of the language model's head and loss, forward and backward.
+
+    rows   "chunked" is ours; "eager" and "compiled" make the logits of all tokens at once
+    """
+
+    name: str
+    vocab_sizes: tuple[int, ...]
+    tokens: tuple[int, ...] = (16384,)
+    d_models: tuple[int, ...] = (1024,)
+    precisions: tuple[str, ...] = ("bf16",)
+    rows: tuple[str, ...] = ("chunked", "eager", "compiled")
+
+
+@dataclass(frozen=True)
 class Sweep:
-    """Sections, and for how many seconds each row of a comparison is sampled."""
+    """Sections, and for how many seconds each row of a comparison is sampled.
+
+    anatomies   which models are opened up, to see where their time and memory go
+    """
 
     seconds_per_row: float
     sections: tuple[Section, ...]
     models: tuple[ModelSection, ...] = ()
+    anatomies: tuple[ModelSection, ...] = ()
+    losses: tuple[LossSection, ...] = ()
 
 
 def square(*lengths: int) -> tuple[tuple[int, int], ...]:
@@ -175,6 +196,19 @@ MODEL_FULL = (
     ),
     ModelSection("fits", MODEL_SIZES, (512, 1024), modes=("step",), compiles=("eager",), batch=(1, 4, 16)),
 )
+ANATOMY = ModelSection(
+    "anatomy", ("small",), (512,), modes=ANATOMY_MODES, compiles=("eager",), rows=("naive", "flash_triton")
+)
+ANATOMY_SMOKE = replace(ANATOMY, sizes=("tiny",), contexts=(64,), precisions=("fp32",), batch=(2,), rows=("auto",))
+CPU_ANATOMY = replace(ANATOMY_SMOKE, contexts=(128,), rows=("naive", "auto"))
+PEER = ModelSection(
+    "peers", ("small",), (1024,), modes=("step",), compiles=("compiled",), batch=(16,), rows=("auto", "llama")
+)
+PEERS = (PEER, replace(PEER, sizes=("medium",), batch=(8,)), replace(PEER, sizes=("xl",), batch=(4,)))
+LOSS = LossSection("default", (10_000, 128_000))
+LOSS_FULL = LossSection("vocabularies", (10_000, 32_000, 50_257, 128_000))
+LOSS_SMOKE = LossSection("smoke", (1000,), (256,), (64,), ("fp32", "bf16"), rows=("chunked", "eager"))
+CPU_LOSS = LossSection("default", (2000, 10_000), (256,), (64,), ("fp32",), rows=("chunked", "eager"))
 CPU_BY_LENGTH = replace(
     BY_LENGTH,
     lengths=square(256, 512, 1024),
@@ -202,11 +236,26 @@ def smoke(length: int, head_dim: int, batch: int, heads: int, compiled_dtype: st
     return every, replace(every, dtypes=(compiled_dtype,), causal=(True,), rows=COMPILED_ROWS, without=())
 
 
+def with_compiled(section: ModelSection) -> tuple[ModelSection, ...]:
+    """The section, and its last row compiled."""
+    return section, replace(section, compiles=("compiled",), rows=section.rows[-1:])
+
+
 SWEEPS = {
     "smoke": {
-        "cpu": Sweep(0.02, smoke(length=64, head_dim=32, batch=1, heads=2, compiled_dtype="float32"), (MODEL_SMOKE,)),
+        "cpu": Sweep(
+            0.02,
+            smoke(length=64, head_dim=32, batch=1, heads=2, compiled_dtype="float32"),
+            (MODEL_SMOKE,),
+            (ANATOMY_SMOKE,),
+            losses=(LOSS_SMOKE,),
+        ),
         "cuda": Sweep(
-            0.05, smoke(length=512, head_dim=64, batch=2, heads=4, compiled_dtype="bfloat16"), (MODEL_SMOKE,)
+            0.05,
+            smoke(length=512, head_dim=64, batch=2, heads=4, compiled_dtype="bfloat16"),
+            (MODEL_SMOKE,),
+            (ANATOMY_SMOKE,),
+            losses=(LOSS_SMOKE,),
         ),
     },
     "default": {
@@ -234,6 +283,8 @@ SWEEPS = {
                 ),
             ),
             CPU_MODEL,
+            (CPU_ANATOMY,),
+            losses=(CPU_LOSS,),
         ),
         "cuda": Sweep(
             0.15,
@@ -244,12 +295,18 @@ SWEEPS = {
                 replace(FLASH, lengths=square(1024, 4096, 16384), head_dims=(64,)),
                 replace(TIERS, lengths=((128, 64), (512, 256), (512, 2048)), causal=(False,), without=COMPILED_ROWS),
             ),
-            (MODEL,),
+            (MODEL, PEER),
+            with_compiled(ANATOMY),
+            losses=(LOSS,),
         ),
     },
 }
-_FULL = Sweep(0.3, (TOKENS16K, LEADERBOARD, BY_LENGTH, TIERS, EAGER_COMPILED, FLASH), MODEL_FULL)
-SWEEPS["full"] = {"cpu": _FULL, "cuda": _FULL}
+_FULL = Sweep(0.3, (TOKENS16K, LEADERBOARD, BY_LENGTH, TIERS, EAGER_COMPILED, FLASH), MODEL_FULL, losses=(LOSS_FULL,))
+_ANATOMY_FULL = replace(ANATOMY, sizes=("small", "medium", "xl"), contexts=(512, 1024))
+SWEEPS["full"] = {
+    "cpu": replace(_FULL, anatomies=(replace(_ANATOMY_FULL, rows=("naive", "auto")),)),
+    "cuda": replace(_FULL, models=MODEL_FULL + PEERS, anatomies=with_compiled(_ANATOMY_FULL)),
+}
 
 
 @dataclass(frozen=True)

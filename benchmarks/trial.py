@@ -1,5 +1,6 @@
 """What the trials of all benchmarks share: sampling cells side by side, and how a cell ends."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,19 @@ def sample(steps: Mapping[str, Step], settings: Settings, found: Mapping[str, Fo
         one = found[name]
         one.samples, one.failure = sampled.samples.get(name), sampled.failures.get(name)
         one.sm_clock_mhz = sampled.sm_clock_mhz
+
+
+def verdict(ratios: Mapping[str, float], judged_as: str) -> tuple[float | None, Failure | None]:
+    """Of errors over their budgets, by tensor: the worst, None where it is no number, and what is wrong if anything is.
+
+    `judged_as` is the dtype or the precision.
+    """
+    name, ratio = max(ratios.items(), key=lambda item: item[1])
+    worst = ratio if math.isfinite(ratio) else None
+    if ratio <= 1:
+        return worst, None
+    size = "holds NaN or inf" if worst is None else f"is {worst:.3g} times the allowed error"
+    return worst, ("wrong", f"{name} {size} ({judged_as})")
 
 
 def ending(contender: Any, found: Found) -> tuple[str, str | None, list[float] | None]:

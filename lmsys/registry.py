@@ -9,7 +9,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -89,10 +89,20 @@ class Entry:
 
 
 class Table(Mapping[str, Entry]):
-    """Rows by name, in table order; rows of other packages join through the entry point group `group`."""
+    """Rows by name, in table order.
 
-    def __init__(self, kind: str, entries: Iterable[Entry], group: str, auto: Iterable[str] = ()):
-        self.kind, self.group, self.auto = kind, group, tuple(auto)
+    group  the entry point group through which rows of other packages join; empty: none do
+    auto   what "auto" tries for a case: names, the fastest first
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        entries: Iterable[Entry],
+        group: str = "",
+        auto: Callable[[Any], Iterable[str]] = lambda case: (),
+    ):
+        self.kind, self.group, self.auto = kind, group, auto
         self._own = {entry.name: entry for entry in entries}
         self._all: dict[str, Entry] | None = None
 
@@ -142,11 +152,11 @@ class Table(Mapping[str, Entry]):
         return Entry(name, target)
 
     def pick(self, name: str, case: Any) -> Entry:
-        """The row `name`, or for "auto" the first of the table's order of preference, that can run `case`.
+        """The row `name`, or for "auto" the first of those that the table prefers for the case, that can run `case`.
 
         ValueError with every reason when none can. Never falls back from a named row to another.
         """
-        candidates = [self[row] for row in self.auto] if name == "auto" else [self[name]]
+        candidates = [self[row] for row in self.auto(case)] if name == "auto" else [self[name]]
         reasons = []
         for entry in candidates:
             if (reason := entry.why_not(case)) is None:

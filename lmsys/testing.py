@@ -149,7 +149,7 @@ class Oracle:
             error = found.double() - reference
             ratio = _norm_max(error) / self.budget[name]
             if rms and name != "lse" and self.dtype != torch.float32:
-                ratio = max(ratio, _norm_rms(error) / self._rms(name))
+                ratio = max(ratio, norm_rms(error) / self._rms(name))
             finite = math.isfinite(ratio) and bool(output.isfinite().all())
             ratios[name] = ratio if finite else math.inf
         return ratios
@@ -157,10 +157,7 @@ class Oracle:
     def _rms(self, name: str) -> float:
         if not self._rms_budget:
             mixed = self._run(torch.float32, self.dtype, partial(_mixed, dtype=self.dtype))
-            floor = 4 * torch.finfo(torch.float32).eps
-            for key in mixed.keys() - {"lse"}:
-                ref = self.reference[key]
-                self._rms_budget[key] = 2 * _norm_rms(mixed[key] - ref) + floor * max(1.0, _norm_max(ref))
+            self._rms_budget = {key: rms_budget(self.reference[key], mixed[key]) for key in mixed.keys() - {"lse"}}
         return self._rms_budget[name]
 
     def _recomputing(self) -> dict[str, float]:
@@ -243,6 +240,16 @@ def error_ratio(found: Tensor, reference: Tensor, plain: Tensor) -> float:
     return ratio if math.isfinite(ratio) else math.inf
 
 
+def rms_budget(reference: Tensor, plain: Tensor) -> float:
+    """What root mean square of error the second rule allows, where plain PyTorch makes `plain` of the reference."""
+    floor = 4 * torch.finfo(torch.float32).eps
+    return 2 * norm_rms(plain - reference) + floor * max(1.0, _norm_max(reference))
+
+
+def norm_rms(x: Tensor) -> float:
+    return x.square().mean().sqrt().item()
+
+
 def _budget(ref: Tensor, plain: Tensor, dtype: torch.dtype) -> float:
     rounded = ref.to(dtype)
     middle = (rounded + 0.3 - 0.3) - rounded
@@ -254,10 +261,6 @@ def _budget(ref: Tensor, plain: Tensor, dtype: torch.dtype) -> float:
 
 def _norm_max(x: Tensor) -> float:
     return x.abs().max().item()
-
-
-def _norm_rms(x: Tensor) -> float:
-    return x.square().mean().sqrt().item()
 
 
 def _mixed(

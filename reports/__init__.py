@@ -6,7 +6,7 @@ records into chapters, and a row below, keyed by the record's "benchmark".
 
 from collections.abc import Callable
 
-from reports import attention, model
+from reports import anatomy, attention, loss, model, precision
 from reports.load import Machine
 from reports.page import Chapter
 
@@ -16,4 +16,7 @@ __all__ = ["BUILDERS"]
 BUILDERS: dict[str, Callable[[Machine, str | None], list[Chapter]]] = {
     "attention": attention.chapters,
     "model": model.chapters,
+    "loss": loss.chapters,
+    "anatomy": anatomy.chapters,
+    "precision": precision.chapters,
 }

@@ -50,7 +50,8 @@ def build(paths: Sequence[Path], out: Path, baseline: str | None = None) -> Path
         chapters = [chapter for name, rows in own for chapter in BUILDERS[name](machine.only(rows), baseline)]
         parts += [(machine, chapters)] if chapters else []
     page.prepare(out)
-    csv = results.frame.drop(columns="samples_s", errors="ignore").to_csv(index=False, lineterminator="\n")
+    lists = [name for name, values in results.frame.items() if values.map(lambda value: isinstance(value, list)).any()]
+    csv = results.frame.drop(columns=lists).to_csv(index=False, lineterminator="\n")
     notes = [f"Not shown: {', '.join(strangers)}, which this version cannot report."] if strangers else []
     return page.write(out, parts, csv, notes)
 

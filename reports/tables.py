@@ -11,6 +11,7 @@ import pandas as pd
 
 WORDS = {"oom": "OOM", "unsupported": "n/a", "wrong": "wrong", "error": "error"}
 MEANINGS = {"oom": "out of memory", "unsupported": "not supported", "wrong": "wrong result", "error": "error"}
+ENDINGS = ["cases", "timed", "verified, untimed", *MEANINGS.values()]
 NOT_RUN = "–"
 SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -99,6 +100,18 @@ def distinct(frame: pd.DataFrame, keys: list[str]) -> list[tuple[Any, ...]]:
 def legend(rows: Iterable[Iterable[str]]) -> list[str]:
     """The line that explains a dash, where there is one."""
     return [f"{NOT_RUN} not run."] if any(NOT_RUN in text for row in rows for text in row) else []
+
+
+def endings(frame: pd.DataFrame) -> list[int]:
+    """How many of these cases ended how, in the order of ENDINGS."""
+    ok, timed = frame["outcome"] == "ok", frame["time_s"].notna()
+    counts = [ok & timed, ok & ~timed, *(frame["outcome"] == word for word in MEANINGS)]
+    return [len(frame), *(int(rows.sum()) for rows in counts)]
+
+
+def counts(endings: list[int]) -> list[str]:
+    """Those numbers as they are read: nothing for none."""
+    return [f"{count:,}" if count else "" for count in endings]
 
 
 def paired_speedups(frame: pd.DataFrame, same: list[str], baseline: str, axis: str = "impl") -> list[float]:

@@ -1,6 +1,7 @@
 """The language model's benchmark: which cells there are, what is wrong in them, and what their records say."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.axes import parse_model_axes
-from benchmarks.model_cells import cells_of
+from benchmarks.model_cells import LLAMA, cells_of, rows_called
 from benchmarks.model_trial import model_trial
 from benchmarks.session import Settings
 from benchmarks.sweeps import MODES, SWEEPS, ModelSection
@@ -55,6 +56,24 @@ def test_axes_name_exactly_one_cell() -> None:
                 assert len(set(ids)) == len(ids) and not any("attention" in one for one in ids)
 
 
+def test_one_cell_is_asked_whatever_the_sweep() -> None:
+    words = ONE_CELL.split()
+    axes = parse_model_axes(dict(zip(words[:-2:2], words[1:-2:2], strict=True)))
+    for sweep in SWEEPS["default"].values():
+        found = {cell.id for part in sweep.models for cell in cells_of(part, axes, rows_called(["sdpa_flash"]), "cpu")}
+        assert found == {"default-small-S512B4-bf16-step-eager-sdpa_flash"}
+
+
+def test_what_only_a_model_has_is_no_row_of_attention() -> None:
+    ended = processes.run("attention or model", "--collect-only", "--sweep", "smoke", "--attention", "auto,llama")
+    tests = [line.partition("[")[2] for line in ended.stdout.splitlines() if "::" in line]
+    assert {one.rpartition("-")[2] for one in tests if one != "NOTSET]"} == {"auto]", "llama]"}
+    ended = processes.run("attention", "--attention", "llama")
+    assert ended.returncode == 4 and "--attention llama: what is selected has no cell for these rows" in ended.stderr
+    ended = processes.run("model", "--collect-only", "--attention", "lama")
+    assert ended.returncode == 4 and "unknown attention 'lama'; did you mean llama" in ended.stderr
+
+
 def test_a_run_writes_a_record_for_each_cell(tmp_path: Path) -> None:
     output = tmp_path / "out.json"
     small = "--sweep smoke --context 8 --batch 1 --precision fp32,tf32 --mode forward,step --attention naive,sdpa_math"
@@ -93,6 +112,54 @@ def test_every_mode_is_timed_and_accounted_for(precision: str, settings: Setting
             assert one["tokens_per_s"] == pytest.approx(8 / one["time_s"])
     fraction = found["step", "eager", "auto"]["matmul_ceiling_fraction"]
     assert (fraction is None) == (precision == "fp16")
+
+
+@pytest.mark.skipif(LLAMA.why_not(None) is not None, reason=str(LLAMA.why_not(None)))
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_llama_stands_beside_ours(precision: str, settings: Settings) -> None:
+    section = replace(TINY, precisions=(precision,), rows=("auto", "llama"))
+    found = records(section, settings)
+    for mode in MODES:
+        ours, theirs = (found[mode, "eager", row] for row in ("auto", "llama"))
+        assert theirs["outcome"] == "ok", theirs["reason"]
+        assert theirs["peer"] and theirs["label"] == "Hugging Face Llama" and not ours["peer"]
+        assert theirs["comparison"] == ours["comparison"] and 0 <= theirs["error_ratio"] <= 1
+        assert (theirs["loss"] is None) == (mode == "forward")
+        assert theirs["held_bytes"] == pytest.approx(
+            ours["held_bytes"], rel=0.01
+        )  # one set of weights, no other moments
+        assert theirs["predicted_bytes"] is None and (ours["predicted_bytes"] is None) == (mode != "step")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(LLAMA.why_not(None) is not None, reason=str(LLAMA.why_not(None)))
+def test_llama_stands_compiled_beside_ours(settings: Settings) -> None:
+    section = replace(TINY, contexts=(128,), precisions=("bf16",), compiles=("compiled",), rows=("auto", "llama"))
+    on_gpu = replace(settings, device="cuda")
+    on_gpu.__dict__["machine"] = settings.machine
+    found = [result.record for result in model_trial(list(cells_of(section, {}, None, "cuda")), on_gpu)]
+    assert {one["outcome"] for one in found} == {"ok"}, [one["reason"] for one in found]
+    held = {(one["mode"], one["impl"]): one["held_bytes"] for one in found}
+    for mode in MODES:
+        assert held[mode, "llama"] == pytest.approx(held[mode, "auto"], rel=0.02)
+    (compiled,) = {one["compile_s"] for one in found if one["impl"] == "llama" and one["mode"] == "step"}
+    assert compiled > 1
+
+
+@pytest.mark.skipif(LLAMA.why_not(None) is not None, reason=str(LLAMA.why_not(None)))
+@pytest.mark.parametrize("mode", ["forward", "train_forward"])
+def test_a_llama_of_other_weights_is_wrong(mode: str, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.llama.Llama._reordered", lambda self, name, x, rows: x)
+    (one,) = records(replace(TINY, modes=(mode,), rows=("llama",)), settings).values()
+    assert one["outcome"] == "wrong" and one["error_ratio"] > 1
+
+
+def test_without_transformers_llama_is_unsupported(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "benchmarks.llama", raising=False)
+    found = records(replace(TINY, modes=("step",), rows=("auto", "llama")), settings)
+    assert [one["outcome"] for one in found.values()] == ["ok", "unsupported"]
+    assert "pip install 'lmsys[peers]'" in found["step", "eager", "llama"]["reason"]
 
 
 @pytest.mark.skipif(why_no_compiler("cpu") is not None, reason=str(why_no_compiler("cpu")))

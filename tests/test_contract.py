@@ -1,12 +1,14 @@
 """Bad input is a ValueError that names the value at fault; odd but good input gives q's shape and dtype."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.attention_gate import interpreted_kernels
 from lmsys.attention import ATTENTION, AttentionCase, attention
 from lmsys.attention.contract import adapt, as_4d, check_inputs
 from lmsys.attention.flash_torch import FlashTorch
@@ -70,6 +72,29 @@ def test_a_whole_number_is_a_scale_like_any_other(impl: str) -> None:
 def test_an_unknown_row_offers_the_nearest_names() -> None:
     with pytest.raises(ValueError, match="unknown attention 'flash_trtion'; did you mean flash_triton"):
         attention(*3 * [zeros(1, 2, 8, 16)], impl="flash_trtion")
+
+
+def preferred(**changes: Any) -> list[str]:
+    """What "auto" tries in bfloat16, of the rows that an H200 has."""
+    case = AttentionCase(1, 2, 2, 8, 8, 64, "bfloat16", device="cuda", capability=(9, 0))
+    return list(ATTENTION.auto(replace(case, **changes)))
+
+
+def test_auto_knows_what_was_faster() -> None:
+    assert preferred()[0] == preferred(head_dim=128)[0] == preferred(head_dim=128, grad=True)[0] == "sdpa_cudnn"
+    assert preferred(grad=True)[0] == preferred(grad=True, head_dim=16)[0] == "flash_triton"
+    assert preferred(grad=True, head_dim=80)[0] == "sdpa_cudnn"
+    assert set(preferred(grad=True)) == set(preferred()) and preferred()[-1] == "vectorized"
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_auto_takes_nothing_that_is_interpreted(grad: bool) -> None:
+    case = AttentionCase(1, 2, 2, 8, 8, 16, "float32", grad=grad)
+    assert not [name for name in ATTENTION.auto(case) if ATTENTION[name].extra == "triton"]
+    with interpreted_kernels() as launched:
+        q = torch.randn(1, 2, 8, 16, requires_grad=grad)
+        attention(q, q, q, causal=True).sum()
+    assert not launched
 
 
 def test_a_named_row_that_cannot_run_the_case_says_why() -> None:

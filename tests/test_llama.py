@@ -8,23 +8,53 @@ from hypothesis import strategies as st
 pytest.importorskip("transformers", reason="pip install transformers to compare with Llama")
 
 from benchmarks.llama import Llama  # noqa: E402
+from benchmarks.model_cells import LLAMA  # noqa: E402
+from benchmarks.model_gate import Contender  # noqa: E402
+from lmsys.attention.compiled import why_no_compiler  # noqa: E402
 from lmsys.config import ModelConfig  # noqa: E402
 from lmsys.model import TransformerLM  # noqa: E402
 from lmsys.testing import error_ratio  # noqa: E402
 
 
+def pair(kv_heads: int = 2, layers: int = 2) -> tuple[TransformerLM, torch.Tensor, torch.Tensor]:
+    config = ModelConfig(32, 48, layers, 4, kv_heads, vocab_size=61, context_length=16, attention="naive")
+    return TransformerLM(config), *torch.randint(61, (2, 2, 16))
+
+
 @settings(max_examples=5)
 @given(seed=st.integers(0, 2**16), kv_heads=st.sampled_from([1, 2, 4]), layers=st.integers(1, 3))
-def test_logits_equal_llamas_with_mapped_weights(seed: int, kv_heads: int, layers: int) -> None:
-    config = ModelConfig(32, 48, layers, 4, kv_heads, vocab_size=61, context_length=16, attention="naive")
+def test_logits_loss_and_gradients_equal_llamas_with_mapped_weights(seed: int, kv_heads: int, layers: int) -> None:
     torch.manual_seed(seed)
-    ours, tokens = TransformerLM(config), torch.randint(61, (2, 16))
-    theirs = Llama(config).take_weights(ours)
-    reference = TransformerLM(config).double()
+    ours, tokens, targets = pair(kv_heads, layers)
+    theirs = Llama(ours.config).take_weights(ours)
+    reference = TransformerLM(ours.config).double()
     reference.load_state_dict(ours.state_dict())
     assert error_ratio(theirs(tokens), reference(tokens).detach(), ours(tokens)) <= 1
-    shifted = ours.loss(tokens[:, :-1], tokens[:, 1:])
-    assert error_ratio(theirs.loss(tokens, tokens), shifted.detach().double(), shifted) <= 1
+    losses = [model.loss(tokens, targets) for model in (theirs, reference, ours)]
+    assert error_ratio(losses[0], losses[1].detach(), losses[2]) <= 1
+    for loss in losses:
+        loss.backward()
+    found = theirs.as_ours({name: weight.grad for name, weight in theirs.named_parameters() if weight.grad is not None})
+    assert found.keys() == dict(ours.named_parameters()).keys()
+    for name, weight in ours.named_parameters():
+        exact = reference.get_parameter(name).grad
+        assert exact is not None and weight.grad is not None
+        assert error_ratio(found[name], exact, weight.grad) <= 1, name
+
+
+def test_a_second_model_of_shared_weights_needs_no_memory() -> None:
+    ours, tokens, targets = pair()
+    theirs = Contender(LLAMA.name, compiled=False, grad=True).model(ours, shared=True)
+    assert {id(x) for x in theirs.parameters()} == {id(x) for x in ours.parameters()}
+    theirs.loss(tokens, targets).backward()
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in ours.parameters())
+
+
+@pytest.mark.skipif(why_no_compiler("cpu") is not None, reason=str(why_no_compiler("cpu")))
+def test_it_compiles_whole() -> None:
+    ours, tokens, targets = pair()
+    compiled, eager = (Contender(LLAMA.name, one, grad=True).model(ours, shared=False) for one in (True, False))
+    torch.testing.assert_close(compiled.loss(tokens, targets), eager.loss(tokens, targets))
 
 
 def test_another_theta_is_refused() -> None:

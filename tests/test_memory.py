@@ -1,5 +1,6 @@
 """Phases, breakdown, timeline and snapshot, where the bytes are known by construction."""
 
+import gc
 import itertools
 import pickle
 from pathlib import Path
@@ -95,18 +96,25 @@ def test_the_timeline_follows_each_event(device: str) -> None:
         del x
         return y.mul(2)
 
-    found = memory.timeline(call, device)
-    times, live = zip(*found, strict=True)
+    found = memory.timeline({"one": call, "two": lambda: zeros(device)}, device)
+    (times, live), (later, last) = (zip(*points, strict=True) for points in found.values())
     levels = [size // SIZE for size in live]  # without the scalars that operators make
     assert [level for level, _ in itertools.groupby(levels)][:4] == [4, 8, 4, 8]
-    assert times[0] == 0 and list(times) == sorted(times)
-    assert max(live) == memory.peak_bytes(call, device)
-    assert memory.timeline(lambda: None, device) == []
+    assert times[0] == 0 and [*times, *later] == sorted([*times, *later])
+    assert max(live) == memory.peak_bytes(call, device) and list(last) == [4 * SIZE, 0]
+    assert memory.timeline({"none": lambda: None}, device) == {"none": []}
+
+
+def test_lines_survive_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = memory._marked_source
+    monkeypatch.setattr(memory, "_marked_source", lambda event: (gc.collect(), read(event))[1])
+    events = memory.allocator_events(lambda: zeros("cpu"), "cpu", lines=True)
+    assert [event.function for event in events if event.bytes == 4 * SIZE] == ["zeros"]
 
 
 def test_events_are_asked_of_allocators_that_tell() -> None:
     with pytest.raises(ValueError, match="device='meta'.*cpu and cuda only"):
-        memory.timeline(lambda: None, "meta")
+        memory.timeline({"none": lambda: None}, "meta")
 
 
 def test_a_snapshot_needs_cuda(tmp_path: Path) -> None:

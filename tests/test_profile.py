@@ -51,6 +51,8 @@ NAMES = {  # as traces have them
         "aten::silu_backward",
         "aten::_foreach_addcdiv_",
         "aten::_fused_adamw_",
+        "_adamw_kernel",
+        "_rotate_kernel",
     ],
     "reduction": [
         "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::func_wrapper_t<float>>>()",

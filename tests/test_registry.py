@@ -23,7 +23,7 @@ def only_even(case: int) -> str | None:
 
 @pytest.fixture
 def table() -> Table:
-    return Table("number", TABLE_ROWS, group="lmsys.tests.none", auto=("absent", "choosy", "plain"))
+    return Table("number", TABLE_ROWS, auto=lambda case: ("absent", "choosy", "plain"))
 
 
 def test_rows_come_by_name_in_table_order(table: Table) -> None:
@@ -45,15 +45,23 @@ def test_a_missing_package_is_a_reason_and_names_the_extra(table: Table) -> None
         table["absent"].load()
 
 
-def test_auto_takes_the_first_that_can_and_a_named_row_never_falls_back(table: Table) -> None:
+def test_auto_takes_the_first_that_can(table: Table) -> None:
     assert table.pick("auto", 2).name == "choosy"
     assert table.pick("auto", 3).name == "plain"
+
+
+def test_auto_may_prefer_one_row_for_one_case_and_another_for_the_next() -> None:
+    table = Table("number", TABLE_ROWS, auto=lambda case: ("plain", "choosy") if case > 9 else ("choosy", "plain"))
+    assert [table.pick("auto", case).name for case in (2, 3, 10)] == ["choosy", "plain", "plain"]
+
+
+def test_a_named_row_never_falls_back(table: Table) -> None:
     with pytest.raises(ValueError, match="number 'choosy' cannot run 3: choosy: 3 is odd"):
         table.pick("choosy", 3)
 
 
 def test_auto_gives_every_reason_when_none_can() -> None:
-    table = Table("number", TABLE_ROWS, group="lmsys.tests.none", auto=("absent", "choosy"))
+    table = Table("number", TABLE_ROWS, auto=lambda case: ("absent", "choosy"))
     with pytest.raises(ValueError, match=r"absent: .*no_such_package.*; choosy: 3 is odd"):
         table.pick("auto", 3)
 

@@ -207,6 +207,68 @@ def test_attention_rows_side_by_side(tmp_path: Path) -> None:
     assert "Time of naive PyTorch divided" in again[f"tables/{STEM}-step-speedup-bf16-eager.md"].decode()
 
 
+def beside(size: str, batch: int, **changes: object) -> list[dict]:
+    """Our model and Llama in one comparison, Llama a fifth slower and of more memory."""
+    told = {"section": "peers", "context": 1024, "batch": batch, "compile": "compiled", "comparison": f"{size} {batch}"}
+    ours = case(size, impl="auto", **told)
+    theirs = ours | {"id": f"{ours['id']}-llama", "impl": "llama", "label": "Hugging Face Llama", "peer": True}
+    theirs |= {"samples_s": [1.2 * x for x in ours["samples_s"]], "tokens_per_s": ours["tokens_per_s"] / 1.2}
+    return [ours, theirs | {"time_s": ours["time_s"] * 1.2, "peak_bytes": ours["peak_bytes"] + 2**30} | changes]
+
+
+def test_ours_beside_a_peer(tmp_path: Path) -> None:
+    lost = {"outcome": "oom", "reason": "no room"} | dict.fromkeys(MEASURED)
+    records = [*beside("small", 16), *beside("medium", 8), *beside("xl", 4, **lost)]
+    files = built(tmp_path / "out", save(tmp_path / "r.json", records))
+    rows = cells(files, "synthetic-gpu-model-peers-step-beside-llama")
+    assert [(row["size"], row["batch"]) for row in rows] == [("small", "16"), ("medium", "8"), ("xl", "4")]
+    assert [row["speedup, ×"] for row in rows] == ["1.20", "1.20", "²"]
+    total = records[0]["held_bytes"] + records[0]["peak_bytes"]
+    assert rows[0]["memory, ×"] == f"{total / (total + 2**30):#.3g}"
+    assert float(rows[0]["tokens/s"].replace(",", "")) == pytest.approx(records[0]["tokens_per_s"], rel=0.01)
+    assert rows[0]["Llama MFU, %"] and rows[2]["Llama tokens/s"] == "OOM¹"
+    page = files["index.html"].decode()
+    assert "Model: Beside Hugging Face Llama" in page and "median of rounds sampled side by side" in page
+
+
+def test_a_peer_stands_first_in_any_section(tmp_path: Path) -> None:
+    records = [one | {"section": "sizes"} for one in beside("small", 4)]
+    files = built(tmp_path / "out", save(tmp_path / "r.json", records))
+    assert cells(files, f"{STEM}-step-beside-llama")[0]["speedup, ×"] == "1.20"
+    assert cells(files, f"{STEM}-step-speedup-bf16-compiled-auto")[0]["small"] == "1.20"
+
+
+def fitting(size: str, predicted: float, measured: float | None, limit: float | None) -> dict:
+    """A case of what fits; GiB."""
+    told = {"section": "fits", "memory_limit_bytes": limit and limit * 2**30, "predicted_bytes": predicted * 2**30}
+    if measured is None:
+        return case(size, **told, outcome="oom", reason="no room")
+    return case(size, **told, held_bytes=2**30, peak_bytes=(measured - 1) * 2**30)
+
+
+def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> None:
+    records = [fitting("small", 4, 5, 16), fitting("medium", 18, 15, 16), fitting("large", 18, None, 16)]
+    files = built(tmp_path / "out", save(tmp_path / "r.json", [*records, fitting("small", 4, 5, None)]))
+    rows = cells(files, "synthetic-gpu-model-fits-16gib-step-predicted")
+    assert [(row["predicted, GiB"], row["measured, GiB"]) for row in rows] == [
+        ("4.00", "5.00"), ("18.0", "15.0"), ("18.0", "OOM¹")
+    ]  # fmt: skip
+    assert [row["measured / predicted, %"] for row in rows] == ["125", "83.3", ""]
+    verdicts = [("fits", "fits"), ("too large", "fits"), ("too large", "too large")]
+    assert [(row["predicted"], row["tried"]) for row in rows] == verdicts
+    assert b"Room for 16.0 GiB: 2 of 3 cases ended as predicted" in files["index.html"]
+    assert b"Room for 128 GiB: 1 of 1 cases" in files["tables/synthetic-gpu-model-fits-step-predicted.md"]
+    assert [name for name in files if "fits-16gib-step-time" in name]
+
+
+def test_elsewhere_nothing_is_asked_to_fit(tmp_path: Path) -> None:
+    records = [case(predicted_bytes=2**32), case("medium"), case("small", "forward")]
+    rows = table(tmp_path, records, f"{STEM}-step-predicted")
+    assert [list(row) for row in rows] == [
+        ["size", "batch", "predicted, GiB", "measured, GiB", "measured / predicted, %"]
+    ]
+
+
 def test_batches_are_rows(tmp_path: Path) -> None:
     records = [case("small", batch=16), case("medium", batch=8)]
     rows = table(tmp_path, records, f"{STEM}-step-time-bf16-eager-flash_triton")

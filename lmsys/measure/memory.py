@@ -4,6 +4,7 @@ On CUDA the caching allocator tells, on a CPU the events that the profiler colle
 do not show that memory is freed which was allocated before the recording began.
 """
 
+import bisect
 import gc
 import itertools
 import os
@@ -11,6 +12,7 @@ import pickle
 import platform
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -34,9 +36,9 @@ TORCH = os.path.dirname(torch.__file__) + os.sep
 
 @dataclass(frozen=True)
 class AllocatorEvent:
-    """`bytes` allocated, or freed where negative, `time_s` after the first event; by which line, if that was asked."""
+    """`bytes` allocated, or freed where negative, when (since 1970), and by which line, if that was asked."""
 
-    time_s: float
+    time_ns: int
     bytes: int
     address: int
     where: str = ""  # file:line, relative to the working directory
@@ -158,11 +160,25 @@ def _tensors(state: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def timeline(call: Callable[[], Any], device: str) -> list[tuple[float, int]]:
-    """(time_s, live_bytes) after each event of the allocator during `call`, from the first on and above what was live
-    before. Bytes are as requested; on CUDA the allocator rounds each up to 512."""
-    events = allocator_events(call, device)
-    return list(zip((e.time_s for e in events), itertools.accumulate(e.bytes for e in events), strict=True))
+def timeline(steps: Mapping[str, Callable[[], Any]], device: str) -> dict[str, list[tuple[float, int]]]:
+    """Runs the steps as `phases` does: (time_s, live_bytes) after each event of the allocator, by step.
+
+    Time is since the first event, bytes are above what was live before it and as requested; on CUDA the allocator
+    rounds each up to 512. The time is that of the host, which asks for memory, however late the device is.
+    """
+    ends = []
+
+    def run() -> None:
+        for step in steps.values():
+            step()
+            ends.append(time.time_ns())
+
+    events = allocator_events(run, device)
+    found: dict[str, list[tuple[float, int]]] = {name: [] for name in steps}
+    for event, live in zip(events, itertools.accumulate(event.bytes for event in events), strict=True):
+        index = min(bisect.bisect_left(ends, event.time_ns), len(ends) - 1)
+        found[[*steps][index]].append(((event.time_ns - events[0].time_ns) / 1e9, live))
+    return found
 
 
 def write_snapshot(path: Path, call: Callable[[], Any], device: str) -> Path:
@@ -195,7 +211,7 @@ def _events_on_cuda(call: Callable[[], Any], lines: bool) -> list[AllocatorEvent
     found = [entry for entry in trace if entry["action"] in sign]
     return [
         AllocatorEvent(
-            (entry["time_us"] - found[0]["time_us"]) / 1e6,
+            entry["time_us"] * 1000,
             sign[entry["action"]] * entry["size"],
             entry["addr"],
             *(_source(entry.get("frames", [])) if lines and entry["action"] == "alloc" else ()),
@@ -231,15 +247,15 @@ def _source(frames: list[dict[str, Any]]) -> tuple[str, str]:
 
 def _events_on_cpu(call: Callable[[], Any], lines: bool) -> list[AllocatorEvent]:
     with _Lines() if lines else nullcontext():
-        events = _allocations(_profiled(call))
+        recorded = _profiled(call)  # held until the lines are read: an event does not keep the one around it alive
     return [
         AllocatorEvent(
-            (event.start_time_ns - events[0].start_time_ns) / 1e9,
+            event.start_time_ns,
             event.extra_fields.alloc_size,
             event.extra_fields.ptr,
             *(_marked_source(event) if lines else ()),
         )
-        for event in events
+        for event in _allocations(recorded)
     ]
 
 

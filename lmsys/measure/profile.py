@@ -55,7 +55,7 @@ PATTERNS = (  # the first that is found in a kernel's name says its kind
     ),
     (r"nll_loss|compute_grad_weight|embedding_backward|cross_entropy|^aten::_foreach_norm", "reduction"),
     (rf"^aten::({_REDUCTION}){_SUFFIX}", "reduction"),
-    (r"elementwise|multi_tensor_apply|pointwise|fused_dropout|triu_tril|adamw?_", "elementwise"),
+    (r"elementwise|multi_tensor_apply|pointwise|fused_dropout|triu_tril|adamw?_|^_rotate_kernel", "elementwise"),
     (rf"^aten::({_ELEMENTWISE}){_SUFFIX}", "elementwise"),
 )
 
@@ -136,8 +136,8 @@ class Part:
 class Profile:
     """Where a call's time goes, per call. `dataclasses.asdict` makes JSON of it.
 
-    kernel_s: the sum over kernels, which run side by side on several streams; profiled_s: wall time under the profiler;
-    clocked_s: the call without it, by events on CUDA; both medians. shares: of kernel_s, by kind.
+    kernel_s: the sum over kernels, which run side by side on several streams; profiled_s: wall time under the profiler,
+    the mean of the same calls; clocked_s: a call without it, by events on CUDA, the median. shares: of kernel_s.
     """
 
     device: str
@@ -175,7 +175,7 @@ def profile_call(call: Callable[[], Any], device: str, *, steps: int = 3, trace:
 
 
 def _write_trace(call: Callable[[], Any], device: str, steps: int, path: Path) -> float:
-    """The median wall time of a call, in seconds."""
+    """The mean wall time of a call, in seconds."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
     samples, plan = [], schedule(wait=0, warmup=1, active=steps, repeat=1)
     with parts_on(), profile(activities=activities, schedule=plan) as recorded:
@@ -183,7 +183,7 @@ def _write_trace(call: Callable[[], Any], device: str, steps: int, path: Path) -
             samples.append(CpuClock().sample(lambda: (call(), synchronize(device))))
             recorded.step()
     recorded.export_chrome_trace(str(path))
-    return statistics.median(samples[1:])
+    return statistics.fmean(samples[1:])
 
 
 class _Work(NamedTuple):

@@ -21,7 +21,7 @@ Record = dict[str, Any]
 
 
 def check_record(record: Record) -> Record:
-    """The record itself, or ValueError: an outcome it must have, a time only where it is ok, flat values."""
+    """The record itself, or ValueError: an outcome it must have, a time only where it is ok, values that JSON knows."""
     if record.get("outcome") not in OUTCOMES:
         raise ValueError(f"record {record.get('id')!r}: outcome={record.get('outcome')!r} must be one of {OUTCOMES}")
     if record["outcome"] != "ok" and record.get("time_s") is not None:

@@ -101,23 +101,18 @@ def joined(part: Slice, metric: Metric, wanted: Sequence[str]) -> Table | None:
 def implementations(machine: Machine, looks: dict[str, Look]) -> Table:
     """The rows that were run, and how their cases ended."""
     frame = machine.frame
-    timed = frame["time_s"].notna()
-    heads = ["cases", "timed", "verified, untimed", *tables.MEANINGS.values()]
     rows, raw = [], []
     for impl, look in looks.items():
-        own = frame["impl"] == impl
-        ok = own & (frame["outcome"] == "ok")
-        counts = [own, ok & timed, ok & ~timed, *(own & (frame["outcome"] == word) for word in tables.MEANINGS)]
-        line = [int(rows.sum()) for rows in counts]
-        rows.append([impl, look.label, "peer" if look.dashed else "ours", *(f"{n:,}" if n else "" for n in line)])
+        line = tables.endings(frame[frame["impl"] == impl])
+        rows.append([impl, look.label, "peer" if look.dashed else "ours", *tables.counts(line)])
         raw.append([impl, look.label, look.dashed, *line])
     return Table(
         name=f"{machine.slug}-attention-implementations",
         title="Implementations",
         caption=f"How the cases of each implementation ended. {machine.about(frame)}",
-        columns=["name", "label", "whose", *heads],
+        columns=["name", "label", "whose", *tables.ENDINGS],
         rows=rows,
-        frame=pd.DataFrame(raw, columns=["impl", "label", "peer", *heads]),
+        frame=pd.DataFrame(raw, columns=["impl", "label", "peer", *tables.ENDINGS]),
         keys=3,
     )
 

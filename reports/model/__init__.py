@@ -4,15 +4,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from reports.load import Machine
-from reports.model import pictures, pivots
+from reports.model import beside, pictures, pivots
 from reports.model.cases import (
     FIRST,
+    FITS,
     FRACTION,
     MFU,
     PEAK,
     TIME,
     TOKENS,
     TOTAL,
+    WARM_UP,
     Slice,
     groups,
     section_title,
@@ -24,8 +26,7 @@ from reports.page import Block, Chapter
 from reports.plots import Plot
 from reports.tables import Table
 
-WARM_UP = "warmup"  # its cases differ in steps of warm-up, which no other table shows
-FITS = "fits"  # asks for memory: its peaks are read before its times
+PEERS = "peers"  # sets our model beside somebody else's, which is read in one table
 
 
 def chapters(machine: Machine, baseline: str | None) -> list[Chapter]:
@@ -40,7 +41,8 @@ def chapters(machine: Machine, baseline: str | None) -> list[Chapter]:
         if section == WARM_UP:
             found.append(Chapter(title, [_warm_up(part) for part in own]))
             continue
-        glance = _present(*(pivots.best(part) for part in own), pivots.summary(own))
+        whole = [beside.peer(part.of_mode(part.modes()[-1])) for part in own]
+        glance = _present(*whole, *(pivots.best(part) for part in own if section != PEERS), pivots.summary(own))
         if glance:
             overview.insert(-1, Block(section_title(section), glance, chapter=title))
         found.append(Chapter(title, [block for part in own for block in _blocks(part, baseline)]))
@@ -73,10 +75,13 @@ def _block(part: Slice, baseline: str | None) -> Block:
     utilised, of_matmul, memory = (
         _present(*pictures.against_context(part, metric)) for metric in (MFU, FRACTION, TOTAL if totals else PEAK)
     )
-    if part.section == FITS and peaks:
+    side, predicted = _present(beside.peer(part)), _present(beside.predicted(part))
+    if part.section == PEERS and side:
+        return Block(part.heading, side, [*times, *peaks, *fraction, *first])
+    if part.section == FITS and (peaks or predicted):
         rest = [*times, *speedups, *rates, *share, *fraction, *first, *utilised, *of_matmul]
-        return Block(part.heading, [*totals, *peaks, *memory], rest)
-    lead, more = [*times, *speedups], [*fraction, *first, *of_matmul]
+        return Block(part.heading, [*predicted, *totals, *peaks, *memory], rest)
+    lead, more = [*side, *times, *speedups], [*predicted, *fraction, *first, *of_matmul]
     looked_at = [*rates, *share, *totals, *peaks, *utilised, *memory]  # at once of a whole step, else behind a click
     if part.modes() == ["step"]:
         return Block(part.heading, lead + looked_at, more)

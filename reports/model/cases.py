@@ -11,8 +11,11 @@ from reports.attention.cases import BASELINES, OURS, PEERS
 from reports.load import GIB, InputError, Machine, file_name
 from reports.metrics import Metric, span, timing
 
+WARM_UP = "warmup"  # its cases differ in steps of warm-up, which no other table shows
+FITS = "fits"  # asks for memory: its peaks are read before its times
 SECTIONS = {  # in page order
     "default": "Everyday sizes",
+    "peers": "Beside Hugging Face Llama",
     "sizes": "Sizes by context",
     "warmup": "Warm-up study",
     "fits": "What fits a card",
@@ -35,14 +38,14 @@ ORDER = {
     "mode": list(MODES),
     "precision": ["fp32", "tf32", "bf16", "fp16"],
     "compile": ["eager", "compiled"],
-    "impl": OURS + PEERS,
+    "impl": [*OURS, *PEERS, "auto", "llama"],
     "size": ["tiny", "small", "medium", "large", "xl", "2.7b"],
 }
 TEXT = ["id", "impl", "label", "size", "precision", "mode", "compile", "outcome", "reason", "comparison", "clock"]
 SHAPE = ["batch", "context", "vocab_size", "d_model", "d_ff", "num_layers", "num_heads", "num_parameters"]
 NUMBERS = (
     "time_s mean_s std_s p20_s p80_s rounds sm_clock_mhz compile_s held_bytes peak_bytes tokens_per_s"
-    " flops_per_s matmul_ceiling_fraction mfu warmup_steps memory_limit_bytes"
+    " flops_per_s matmul_ceiling_fraction mfu warmup_steps memory_limit_bytes predicted_bytes"
 ).split()
 
 TIME = Metric("time", "time_s", "Median time", "Time", "ms", 1e3, True)
@@ -153,11 +156,12 @@ def sizes(frame: pd.DataFrame) -> list[str]:
 
 def typed(frame: pd.DataFrame) -> pd.DataFrame:
     """The records with every column there, in reading order; InputError for one that is no case of a model."""
-    frame = frame.reindex(columns=["run", "benchmark", "section", *TEXT, "samples_s", *SHAPE, *NUMBERS])
+    frame = frame.reindex(columns=["run", "benchmark", "section", "peer", *TEXT, "samples_s", *SHAPE, *NUMBERS])
+    frame["peer"] = [peer is True for peer in frame["peer"]]
     for field in [*SHAPE, *NUMBERS]:
         frame[field] = pd.to_numeric(frame[field], errors="coerce").astype(float)
     required = ["section", "size", "precision", "mode", "compile", *SHAPE]
-    frame["warmup_steps"] = frame["warmup_steps"].where(frame["section"] == "warmup", 0)
+    frame["warmup_steps"] = frame["warmup_steps"].where(frame["section"] == WARM_UP, 0)
     for case in frame[frame[[*required, "warmup_steps"]].isna().any(axis=1)].itertuples():
         field = next(field for field in [*required, "warmup_steps"] if pd.isna(getattr(case, field)))
         raise InputError(f"record {case.id!r}: a model record needs a valid {field!r}")
@@ -206,7 +210,8 @@ def base_of(frame: pd.DataFrame, axis: str, baseline: str | None) -> str:
     """What the others of an axis are compared with: eager, the first precision, a named attention row; "" if none."""
     timed = ordered(axis, frame[axis][frame["time_s"].notna()])
     if axis == "impl":
-        return next((impl for impl in ([baseline] if baseline else BASELINES) if impl in timed), "")
+        wanted = [baseline] if baseline else [*BASELINES, *frame["impl"][frame["peer"]]]
+        return next((impl for impl in wanted if impl in timed), "")
     first = ORDER[axis][0]
     return first if first in timed else ""
 

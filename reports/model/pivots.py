@@ -26,7 +26,6 @@ from reports.model.cases import (
 from reports.tables import Footnotes, Table
 
 SPREAD_FIELDS = ["time_s", "mean_s", "std_s", "p20_s", "p80_s", "rounds"]
-COUNTED = ["cases", "timed", "not timed", *tables.MEANINGS.values()]
 
 
 def grid(part: Slice, metric: Metric, frame: pd.DataFrame, axis: str, head: str = "", what: str = "") -> Table | None:
@@ -226,22 +225,15 @@ def outcomes(machine: Machine) -> Table:
     """How the cases of each attention row, precision and way of running ended."""
     rows, raw = [], []
     for own in groups(machine.frame, []):
-        ok, timed = own["outcome"] == "ok", own["time_s"].notna()
-        counts = [
-            len(own),
-            (ok & timed).sum(),
-            (ok & ~timed).sum(),
-            *((own["outcome"] == w).sum() for w in tables.WORDS),
-        ]
-        case = own.iloc[0]
-        rows.append([case["label"], case["precision"], case["compile"], *(f"{n:,}" if n else "" for n in counts)])
-        raw.append([*case[["impl", "precision", "compile"]], *map(int, counts)])
+        case, line = own.iloc[0], tables.endings(own)
+        rows.append([case["label"], case["precision"], case["compile"], *tables.counts(line)])
+        raw.append([*case[["impl", "precision", "compile"]], *line])
     return Table(
         name=f"{machine.slug}-model-outcomes",
         title="How the cases ended",
         caption=f"Cases by attention row, precision and way of running. {machine.about(machine.frame)}",
-        columns=["attention", "precision", "compile", *COUNTED],
+        columns=["attention", "precision", "compile", *tables.ENDINGS],
         rows=rows,
-        frame=pd.DataFrame(raw, columns=["impl", "precision", "compile", *COUNTED]),
+        frame=pd.DataFrame(raw, columns=["impl", "precision", "compile", *tables.ENDINGS]),
         keys=3,
     )
