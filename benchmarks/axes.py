@@ -13,7 +13,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 CAUSAL = {"yes": True, "no": False, "true": True, "false": False}
 DIRECTIONS = ("fwd", "bwd", "fwdbwd")
 PRECISIONS = tuple(MATMUL_BYTES)
-COMPILES = ("eager", "compiled")
+COMPILES = ("eager", "compiled", "graphed")
 
 
 def sweep_called(name: str, device: str) -> Sweep:

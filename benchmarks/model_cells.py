@@ -21,7 +21,10 @@ DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "flo
 
 @dataclass(frozen=True)
 class Cell:
-    """One test: what is done (`mode`) with a model of some size by one attention row, eager or compiled."""
+    """One test: what is done (`mode`) with a model of some size by one attention row.
+
+    compile   eager, compiled, or graphed: compiled, with forward and backward replayed as one CUDA graph
+    """
 
     section: str
     size: str
@@ -56,7 +59,7 @@ class Cell:
     @property
     def row(self) -> tuple[str, str, bool]:
         """What is compiled and checked once for all its modes."""
-        return self.compile, self.entry.name, self.grad
+        return "eager" if self.compile == "eager" else "compiled", self.entry.name, self.grad
 
     @property
     def peer(self) -> bool:

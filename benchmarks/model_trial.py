@@ -17,7 +17,7 @@ from lmsys.attention import ATTENTION
 from lmsys.attention.compiled import why_no_compiler
 from lmsys.footprint import training_memory
 from lmsys.measure.clock import synchronize
-from lmsys.measure.compare import attempt, release_memory
+from lmsys.measure.compare import Failure, attempt, release_memory
 from lmsys.measure.record import Record, summarize, trim
 
 PEAK_FLOPS_PER_S = {"H100": 989e12, "H200": 989e12}  # dense bfloat16 and float16, of the SXM modules' data sheets
@@ -41,7 +41,7 @@ def model_trial(cells: list[Cell], settings: Settings) -> Iterator[Result]:
     fails outside a row's own calls fails every cell that was still good.
     """
     contenders = {cell.row: contender_of(cell) for cell in cells}
-    found = {cell.id: Found() for cell in cells}
+    found = {cell.id: Found(failure=_no_graph(cell)) for cell in cells}
     with arithmetic(cells[0].precision):
         _, failure = attempt(lambda: _measure(cells, contenders, settings, found))
     for contender in contenders.values():
@@ -54,7 +54,7 @@ def model_trial(cells: list[Cell], settings: Settings) -> Iterator[Result]:
 
 def contender_of(cell: Cell) -> Contender:
     """What the cell's row is to be checked as; `unsupported`, with the reason, where it cannot run."""
-    contender = Contender(cell.entry.name, cell.compile == "compiled", cell.grad)
+    contender = Contender(cell.entry.name, cell.compile != "eager", cell.grad)
     if reason := _why_not(cell):
         contender.failed("unsupported", reason)
     elif cell.entry == AUTO:
@@ -65,11 +65,20 @@ def contender_of(cell: Cell) -> Contender:
 def _why_not(cell: Cell) -> str | None:
     if cell.precision == "tf32" and cell.device == "cpu":
         return "TF32 is an arithmetic of CUDA devices"
-    if cell.compile == "compiled" and (reason := why_no_compiler(cell.device)):
+    if cell.compile != "eager" and (reason := why_no_compiler(cell.device)):
         return reason
     if cell.entry not in (AUTO, LLAMA) and cell.entry.name not in list(ATTENTION):
         return "a model takes rows of the table: give the kernel a row there, or an entry point"
     return None if cell.entry == AUTO else cell.entry.why_not(cell.case)
+
+
+def _no_graph(cell: Cell) -> Failure | None:
+    """Why what the row can do otherwise is not done as a graph."""
+    if cell.compile != "graphed" or (cell.mode == "step" and cell.device == "cuda"):
+        return None
+    if cell.device != "cuda":
+        return "unsupported", "CUDA graphs are of CUDA devices"
+    return "unsupported", "forward and backward are one graph: there is nothing but whole steps to time"
 
 
 def _measure(cells: list[Cell], contenders: Contenders, settings: Settings, found: dict[str, Found]) -> None:
@@ -79,7 +88,7 @@ def _measure(cells: list[Cell], contenders: Contenders, settings: Settings, foun
         gate(right, first.config, first.batch, first.precision, first.device, settings.seed)
     release_memory()
     able = {row: one for row, one in contenders.items() if one.outcome == "ok" and not one.interpreted}
-    timed = [cell for cell in cells if cell.row in able] if settings.timed else []
+    timed = [cell for cell in cells if cell.row in able and not found[cell.id].failure] if settings.timed else []
     if first.warmup is not None:
         for cell in timed:
             one, start = found[cell.id], (able[cell.row], settings.seed, settings.memory_limit_bytes)
@@ -101,6 +110,9 @@ def _time(
         of_mode = [cell for cell in cells if cell.mode == mode]
         for cell in of_mode:
             seconds, found[cell.id].failure = attempt(lambda cell=cell: _first_call(cell, bench))
+            if cell.compile == "graphed" and not found[cell.id].failure:
+                wrong, found[cell.id].failure = attempt(lambda cell=cell: bench.graph_fault(cell))
+                found[cell.id].failure = found[cell.id].failure or wrong
             bench.clear()  # each is alone, and nothing of one that failed stays
             if not found[cell.id].failure and cell.row not in compiled:
                 compiled.add(cell.row)

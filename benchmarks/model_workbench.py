@@ -10,7 +10,9 @@ from benchmarks.model_gate import Batch, Contender, arithmetic, autocast, build
 from benchmarks.session import cap_gpu_memory
 from lmsys.measure import memory
 from lmsys.measure.clock import clock_of, synchronize
-from lmsys.measure.compare import Step
+from lmsys.measure.compare import Failure, Step
+from lmsys.testing import norm_rms
+from lmsys.training.graph import GraphedGradients
 from lmsys.training.optimizer import AdamW
 
 COLD_ROUNDS = 10  # timed steps of the warm-up study
@@ -67,6 +69,14 @@ class Workbench:
             loss().backward()
             update()
 
+        if cell.compile == "graphed":
+            graph = self.graph_of(cell)
+
+            def replayed() -> None:
+                graph()
+                update()
+
+            return Step(lambda _: replayed(), prepare=graph.record)
         return {
             "forward": Step(lambda _: self.forward(cell)),
             "train_forward": Step(lambda _: self.forward(cell)),
@@ -75,13 +85,29 @@ class Workbench:
             "step": Step(lambda _: whole()),
         }[cell.mode]
 
+    def graph_of(self, cell: Cell) -> GraphedGradients:
+        return GraphedGradients(lambda: self.scaler.scale(self.forward(cell)), self.base.parameters())
+
+    def graph_fault(self, cell: Cell) -> Failure | None:
+        """What is wrong where a graph's gradients are not those of the same kernels, launched one by one."""
+        self.base.zero_grad(set_to_none=True)
+        self.scaler.scale(self.forward(cell)).backward()
+        launched = [p.grad for p in self.base.parameters()]
+        self.graph_of(cell)()
+        differences = [
+            norm_rms(p.grad - x) / norm_rms(x) for p, x in zip(self.base.parameters(), launched, strict=True)
+        ]
+        worst, allowed = max(differences), torch.finfo(torch.bfloat16).eps  # by the order of additions
+        return None if worst <= allowed else ("wrong", f"a gradient of the graph is off by {worst:.2g} of its size")
+
     def memory_of(self, cell: Cell) -> tuple[int, int]:
         """Bytes live before what is timed (weights, gradients, optimizer state), and the peak above all that was."""
         self.optimizers.clear()  # its own is made anew: another's moments are not this row's
         step = self.step_of(cell)
         step.run(step.prepare())
         self.base.zero_grad(set_to_none=True)
-        prepared = step.prepare()
+        step = self.step_of(cell)  # anew: a graph is recorded within what is measured
+        prepared = None if cell.compile == "graphed" else step.prepare()
         held = sum(memory.breakdown(self.models[cell.row], self.optimizers.get(cell.peer)).values())
         return held, memory.peak_bytes(lambda: step.run(prepared), self.device)
 

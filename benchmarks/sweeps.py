@@ -202,7 +202,13 @@ ANATOMY = ModelSection(
 ANATOMY_SMOKE = replace(ANATOMY, sizes=("tiny",), contexts=(64,), precisions=("fp32",), batch=(2,), rows=("auto",))
 CPU_ANATOMY = replace(ANATOMY_SMOKE, contexts=(128,), rows=("naive", "auto"))
 PEER = ModelSection(
-    "peers", ("small",), (1024,), modes=("step",), compiles=("compiled",), batch=(16,), rows=("auto", "llama")
+    "peers",
+    ("small",),
+    (1024,),
+    modes=("step",),
+    compiles=("compiled", "graphed"),
+    batch=(16,),
+    rows=("auto", "llama"),
 )
 PEERS = (PEER, replace(PEER, sizes=("medium",), batch=(8,)), replace(PEER, sizes=("xl",), batch=(4,)))
 LOSS = LossSection("default", (10_000, 128_000))

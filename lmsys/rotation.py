@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lmsys.operator import define
+
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -45,44 +47,38 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
 
 
-@torch.library.custom_op("lmsys::rotate", mutates_args=())
-def rotate(heads: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """heads (B, S, N, D), cos and sin (S, D / 2) or (B, S, D / 2) -> q, k, v, by the kernel of rotation_triton.py."""
-    from lmsys.rotation_triton import launch
+def _rotate(heads: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    from lmsys.rotation_triton import turn
 
-    parts = _like_parts(heads, num_heads)
-    launch(heads.contiguous(), parts, cos.contiguous(), sin.contiguous(), backward=False)
+    parts = _like_parts(heads, cos, sin, num_heads)
+    turn(heads.contiguous(), parts, cos.contiguous(), sin.contiguous(), backward=False)
     return parts
 
 
-@torch.library.custom_op("lmsys::rotate_backward", mutates_args=())
-def rotate_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The gradient of `heads`."""
-    from lmsys.rotation_triton import launch
+def _rotate_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    from lmsys.rotation_triton import turn
 
-    heads, parts = _like_heads(dq, dk), (dq.contiguous(), dk.contiguous(), dv.contiguous())
-    launch(heads, parts, cos.contiguous(), sin.contiguous(), backward=True)
+    heads, parts = _like_heads(dq, dk, dv, cos, sin), (dq.contiguous(), dk.contiguous(), dv.contiguous())
+    turn(heads, parts, cos.contiguous(), sin.contiguous(), backward=True)
     return heads
 
 
-def _like_parts(heads: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def _like_parts(heads: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     batch, length, total, head_dim = heads.shape
     q, k, v = (heads.new_empty(batch, length, n, head_dim) for n in (num_heads, *[(total - num_heads) // 2] * 2))
     return q, k, v
 
 
-def _like_heads(q: Tensor, k: Tensor) -> Tensor:
-    return q.new_empty(*q.shape[:2], q.shape[2] + 2 * k.shape[2], q.shape[3])
+def _like_heads(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return dq.new_empty(*dq.shape[:2], dq.shape[2] + 2 * dk.shape[2], dq.shape[3])
 
 
-@rotate.register_fake
-def _(heads: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    return _like_parts(heads, num_heads)
-
-
-@rotate_backward.register_fake
-def _(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return _like_heads(dq, dk)
+# heads (B, S, N, D), cos and sin (S, D / 2) or (B, S, D / 2) -> q, k, v, by the kernel of rotation_triton.py; and back.
+ANGLES, THREE = "Tensor cos, Tensor sin", "(Tensor, Tensor, Tensor)"
+rotate = define("rotate", f"(Tensor heads, {ANGLES}, int num_heads) -> {THREE}", _rotate, _like_parts)
+rotate_backward = define(
+    "rotate_backward", f"(Tensor dq, Tensor dk, Tensor dv, {ANGLES}) -> Tensor", _rotate_backward, _like_heads
+)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -93,4 +89,4 @@ def _differentiate(ctx: Any, *grads: Tensor) -> Any:
     return rotate_backward(*grads, *ctx.saved_tensors), None, None, None
 
 
-rotate.register_autograd(_differentiate, setup_context=_setup_context)
+torch.library.register_autograd("lmsys::rotate", _differentiate, setup_context=_setup_context)

@@ -5,12 +5,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lmsys.operator import launch
+
 ELEMENTS = 2048  # of a tile: 16 for each of 128 threads, two loads of 16 bytes in half precision
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_angles"])
 def _rotate_kernel(
-    HEADS, Q, K, V, COS, SIN, num_angles, H, HKV,
+    HEADS, Q, K, V, COS, SIN, num_angles, H: tl.constexpr, HKV: tl.constexpr,
     D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
     """A program turns BLOCK_H of the heads of one token: those of q, then of k, then of v, which it only copies."""
@@ -33,7 +35,7 @@ def _rotate_kernel(
     tl.store(target[:, None] + dim[None, :], y, mask=mask)
 
 
-def launch(heads: Tensor, parts: tuple[Tensor, Tensor, Tensor], cos: Tensor, sin: Tensor, *, backward: bool) -> None:
+def turn(heads: Tensor, parts: tuple[Tensor, Tensor, Tensor], cos: Tensor, sin: Tensor, *, backward: bool) -> None:
     """heads (B, S, H + 2 Hkv, D) into parts q (B, S, H, D), k and v (B, S, Hkv, D); `backward`: parts into heads, each
     pair turned back. cos and sin (S, D / 2) or (B, S, D / 2) in float32. All are contiguous.
     """
@@ -41,9 +43,12 @@ def launch(heads: Tensor, parts: tuple[Tensor, Tensor, Tensor], cos: Tensor, sin
     block_d = triton.next_power_of_2(head_dim)
     block_h = max(1, min(triton.next_power_of_2(total), ELEMENTS // block_d))
     if heads.numel():
-        grid = batch * length, triton.cdiv(total, block_h)
+        tensors = heads, *parts, cos, sin
+        constants = parts[0].shape[2], parts[1].shape[2], head_dim, block_h, block_d, backward
+        aligned = not any(t.data_ptr() % 16 for t in tensors)
+        grid = batch * length, triton.cdiv(total, block_h), 1
         with torch.cuda.device_of(heads):
-            _rotate_kernel[grid](
-                heads, *parts, cos, sin, cos.numel() // (head_dim // 2), parts[0].shape[2], parts[1].shape[2],
-                D=head_dim, BLOCK_H=block_h, BLOCK_D=block_d, BACKWARD=backward,
-            )  # fmt: skip
+            angles = cos.numel() // (head_dim // 2)
+            launch(
+                _rotate_kernel, (heads.dtype, aligned, *constants, heads.device), grid, [*tensors, angles, *constants]
+            )

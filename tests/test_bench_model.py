@@ -22,6 +22,7 @@ from lmsys.attention.compiled import why_no_compiler
 from lmsys.attention.naive import naive
 from lmsys.config import model_config
 from lmsys.registry import Entry
+from lmsys.training.graph import GraphedGradients
 
 TINY = ModelSection("s", ("tiny",), (8,), ("fp32",), compiles=("eager",), batch=(1,))
 ONE_CELL = "--size small --context 512 --batch 4 --precision bf16 --mode step --compile eager --attention sdpa_flash"
@@ -169,6 +170,49 @@ def test_compiled_rows_run_beside_eager_ones(settings: Settings) -> None:
     eager, compiled = (found["step", one, "sdpa_math"] for one in ("eager", "compiled"))
     assert eager["outcome"] == compiled["outcome"] == "ok", compiled["reason"]
     assert eager["comparison"] == compiled["comparison"] and compiled["compile_s"] > eager["compile_s"]
+
+
+def test_without_a_gpu_a_graph_is_unsupported(settings: Settings) -> None:
+    section = replace(TINY, compiles=("eager", "graphed"), modes=("step",), rows=("sdpa_math",))
+    found = records(section, settings)
+    assert found["step", "eager", "sdpa_math"]["outcome"] == "ok"
+    graphed = found["step", "graphed", "sdpa_math"]
+    assert graphed["outcome"] == "unsupported" and ("CUDA" in graphed["reason"] or "compile" in graphed["reason"])
+
+
+@pytest.mark.gpu
+def test_a_graph_is_measured_beside_what_it_replays(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    section = replace(TINY, contexts=(128,), precisions=("bf16", "fp16"), compiles=("compiled", "graphed"))
+    on_gpu = replace(settings, device="cuda")
+    on_gpu.__dict__["machine"] = settings.machine
+
+    def outcomes() -> dict[tuple[str, str], dict[str, Any]]:
+        cells = list(cells_of(section, {}, None, "cuda"))
+        found = [
+            r.record
+            for group in {c.group for c in cells}
+            for r in model_trial([c for c in cells if c.group == group], on_gpu)
+        ]
+        return {(one["precision"], one["mode"], one["compile"]): one for one in found}
+
+    found = outcomes()
+    for (_, mode, compiled), one in found.items():
+        assert one["outcome"] == (
+            "ok" if (mode, compiled) == ("step", "graphed") or compiled == "compiled" else "unsupported"
+        )
+    for precision in ("bf16", "fp16"):
+        compiled, graphed = (found[precision, "step", way] for way in ("compiled", "graphed"))
+        assert graphed["time_s"] < compiled["time_s"]  # a tiny model: the host is what takes time
+        assert graphed["peak_bytes"] == pytest.approx(compiled["peak_bytes"], rel=0.3)
+    record = GraphedGradients.record
+
+    def of_old_data(self: GraphedGradients, *inputs: Tensor) -> None:
+        record(self, *inputs)
+        self._gradients = [x * 1.02 for x in self._gradients]
+
+    monkeypatch.setattr(GraphedGradients, "record", of_old_data)
+    wrong = outcomes()["bf16", "step", "graphed"]
+    assert wrong["outcome"] == "wrong" and "gradient of the graph" in wrong["reason"]
 
 
 def test_wrong_oom_and_broken_rows_are_cells(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:

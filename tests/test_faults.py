@@ -1,5 +1,6 @@
 """The checks of test_attention must reject what is wrong: faults seeded into a row that is right."""
 
+import itertools
 import types
 from collections.abc import Callable
 
@@ -11,6 +12,7 @@ from lmsys.attention import AttentionCase, flash_torch
 from lmsys.testing import Inputs, Oracle, make_inputs, run
 
 TILE = 32
+numbers = itertools.count()
 FAULTS = {  # name -> the line that is right, the line that is not
     "dropped rescale of the sum of values": (
         "acc = acc.mul_(rescale).add_(_dot(p.to(operand), v_tile))",
@@ -55,8 +57,9 @@ def row_with(right: str, wrong: str) -> Callable[..., Tensor]:
     """flash_torch, in tiles of TILE, with one piece of its source replaced."""
     source = source_of(flash_torch)
     assert source.count(right) == 1, f"flash_torch.py has no single {right!r}; name the line anew"
-    faulty = source.replace(right, wrong).replace('operator("flash_torch"', 'operator("faulty"')
-    assert faulty.count('operator("faulty"') == 1, "else the fault is in the operator that other tests call"
+    own = f'operator("faulty_{next(numbers)}"'
+    faulty = source.replace(right, wrong).replace('operator("flash_torch"', own)
+    assert faulty.count(own) == 1, "else the fault is in the operator that other tests call"
     namespace: dict[str, object] = {"__name__": "faulty"}
     exec(compile(faulty, "faulty flash_torch.py", "exec"), namespace)
     function = namespace["FlashTorch"]

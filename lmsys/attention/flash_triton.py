@@ -31,6 +31,7 @@ from lmsys.attention.contract import AttentionCase, as_4d
 from lmsys.attention.flash_torch import backward_here
 from lmsys.attention.operators import operator
 from lmsys.attention.tuning import Tile, candidates, tune
+from lmsys.operator import launch
 
 INTERPRETED = triton.knobs.runtime.interpret
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -221,10 +222,7 @@ def _describe(x: Tensor, shape: list[int], strides: list[int], block: list[int])
     return descriptor
 
 
-_compiled: dict[tuple[Any, ...], Any] = {}  # by all that a binary is specialised on: to look it up ourselves is quicker
-
-
-class _Launch:
+class _Call:
     """What the three kernels of one call share; `run` picks a tile for a kernel and launches it."""
 
     def __init__(self, q: Tensor, k: Tensor, causal: bool, scale: float, tile: Tile | None):
@@ -245,24 +243,21 @@ class _Launch:
         lengths = [self.queries, self.keys] if name == "fwd" else [self.queries, self.queries_padded, self.keys]
         sizes = [self.scale, owners, self.heads, self.group, *lengths]
 
-        def launch(tile: Tile) -> None:
+        def launch_with(tile: Tile) -> None:
             num_tiles = triton.cdiv(self.keys, tile.block_k) if by_keys else triton.cdiv(rows, tile.block_q)
             constants = tile.block_q, tile.block_k, self.block_d, self.causal, self.precision
             args = [*(self._argument(x, kind, tile) for x, kind in tensors), *sizes, num_tiles, *constants]
-            key = name, tile, self.dtype, *constants, self.group, self.device
-            grid = (owners * num_tiles, 1, 1)
+            key = tile, self.dtype, *constants, self.group, self.device
+            grid, options = (owners * num_tiles, 1, 1), {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
             with torch.cuda.device_of(tensors[0][0]):
-                if (binary := _compiled.get(key)) is not None:
-                    binary[grid](*args)
-                else:
-                    _compiled[key] = kernel[grid](*args, num_warps=tile.num_warps, num_stages=tile.num_stages)
+                launch(kernel, key, grid, args, **options)
 
         if self.tile:
-            return launch(self.tile)
+            return launch_with(self.tile)
         owners_class = min(256, triton.next_power_of_2(owners))
         shape = self.block_d, self.causal, _length_class(self.queries), _length_class(self.keys), owners_class
         tiles = (Tile(32, 32, 4, 1),) if INTERPRETED else candidates(name, self.dtype, self.block_d, self.precision)
-        launch(tune((name, self.dtype, self.precision, *shape), tiles, launch, self.device))
+        launch_with(tune((name, self.dtype, self.precision, *shape), tiles, launch_with, self.device))
 
     def _argument(self, x: Tensor, kind: str, tile: Tile) -> Any:
         if not kind:
@@ -284,8 +279,8 @@ def _forward(
     o = _describable(torch.empty_like(q))  # in q's own layout: behind a projection that is (B, Q, H, D) memory
     q, k, v = (_describable(x) for x in (q, k, v))
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    launch = _Launch(q, k, causal, scale, tile)
-    launch.run("fwd", _fwd_kernel, [(q, "q"), (k, "k"), (v, "k"), (o, "q"), (lse, "")])
+    call = _Call(q, k, causal, scale, tile)
+    call.run("fwd", _fwd_kernel, [(q, "q"), (k, "k"), (v, "k"), (o, "q"), (lse, "")])
     return o, lse
 
 
@@ -307,15 +302,15 @@ def _backward(
         torch.cuda.is_current_stream_capturing()
     dq, dk, dv = (_describable(torch.empty_like(x)) for x in (q, k, v))
     q, k, v, o, do = (_describable(x) for x in (q, k, v, o, do))
-    launch = _Launch(q, k, causal, scale, tile)
-    rows = (q.shape[0] * q.shape[1] * launch.queries_padded,)
+    call = _Call(q, k, causal, scale, tile)
+    rows = (q.shape[0] * q.shape[1] * call.queries_padded,)
     lse2, delta = (torch.empty(rows, dtype=torch.float32, device=q.device) for _ in range(2))
-    launch.run(
+    call.run(
         "dq",
         _dq_kernel,
         [(q, "q"), (k, "k"), (v, "k"), (o, "q"), (do, "q"), (dq, "q"), (lse, ""), (lse2, ""), (delta, "")],
     )
-    launch.run(
+    call.run(
         "dkdv",
         _dkdv_kernel,
         [(q, "q"), (k, "k"), (v, "k"), (do, "q"), (dk, "k"), (dv, "k"), (lse2, "row"), (delta, "row")],

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmsys.operator import define
+
 Forward = Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
@@ -29,25 +31,21 @@ def operator(
     gives dq, dk, dv.
     """
 
-    @torch.library.custom_op(f"lmsys::{name}", mutates_args=())
     def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         o, lse = forward(q, k, v, causal, scale)
         return _laid_out(o), lse
 
-    @torch.library.custom_op(f"lmsys::{name}_backward", mutates_args=())
     def gradients(
         q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = backward(q, k, v, o, lse, do, causal, scale)
         return _laid_out(dq), _laid_out(dk), _laid_out(dv)
 
-    @attend.register_fake
-    def _(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def like_attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         lse = q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
         return _like(q), lse
 
-    @gradients.register_fake
-    def _(
+    def like_gradients(
         q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         return _like(q), _like(k), _like(v)
@@ -57,7 +55,14 @@ def operator(
         ctx.save_for_backward(q, k, v, *output)
 
     def differentiate(ctx: Any, do: Tensor, _: Any) -> Any:
-        return *gradients(*ctx.saved_tensors, do, ctx.causal, ctx.scale), None, None
+        return *backward_operator(*ctx.saved_tensors, do, ctx.causal, ctx.scale), None, None
 
-    attend.register_autograd(differentiate, setup_context=setup_context)
-    return lambda q, k, v, causal, scale: attend(q, k, v, causal, scale)[0]
+    last = "bool causal, float scale"
+    schemas = (
+        f"(Tensor q, Tensor k, Tensor v, {last}) -> (Tensor, Tensor)",
+        f"(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor do, {last}) -> (Tensor, Tensor, Tensor)",
+    )
+    forward_operator = define(name, schemas[0], attend, like_attend)
+    backward_operator = define(f"{name}_backward", schemas[1], gradients, like_gradients)
+    torch.library.register_autograd(f"lmsys::{name}", differentiate, setup_context=setup_context)
+    return lambda q, k, v, causal, scale: forward_operator(q, k, v, causal, scale)[0]

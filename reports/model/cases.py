@@ -37,7 +37,7 @@ ORDER = {
     "section": list(SECTIONS),
     "mode": list(MODES),
     "precision": ["fp32", "tf32", "bf16", "fp16"],
-    "compile": ["eager", "compiled"],
+    "compile": ["eager", "compiled", "graphed"],
     "impl": [*OURS, *PEERS, "auto", "llama"],
     "size": ["tiny", "small", "medium", "large", "xl", "2.7b"],
 }

@@ -1,0 +1,74 @@
+"""Forward and backward as one CUDA graph: the host launches them at once, and no longer kernel by kernel.
+
+A step of a small model, or on a slow host, takes the GPU less time than the host needs to launch its kernels. Recorded
+once, it is replayed at the GPU's own pace. The optimizer stays outside, so that learning rate, clipping and loss
+scaling are free to change from step to step.
+
+Source: Gray 2019, "Getting Started with CUDA Graphs" (developer.nvidia.com/blog/cuda-graphs).
+"""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+WARM_UPS = 3  # calls before the recording: what compiles, tunes or allocates for good on first use does it there
+
+
+class GraphedGradients:
+    """`loss_of(*inputs)` and its backward, recorded on the first call and replayed on every later one.
+
+    `loss_of` takes CUDA tensors and gives a scalar; it must do the same work on each call, in kernels alone, so without
+    a look at a value (`.item()`, boolean masks) and without random numbers of the host. A call copies its inputs to
+    those of the recording, whose shapes and dtypes they must have (ValueError), and leaves the gradients in `.grad`
+    of the `parameters` in place of what was there: the same tensors every time, and the loss likewise. Their memory,
+    and that of everything between, belongs to the graph until it is dropped.
+    """
+
+    def __init__(self, loss_of: Callable[..., Tensor], parameters: Iterable[nn.Parameter]) -> None:
+        self._loss_of = loss_of
+        self._parameters = [p for p in parameters if p.requires_grad]
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def record(self, *inputs: Tensor) -> None:
+        """Records, where that has not been done: otherwise part of the first call."""
+        if self._graph is not None:
+            return
+        if not all(x.is_cuda for x in inputs):
+            raise ValueError("a CUDA graph takes CUDA tensors; on a CPU call backward as usual")
+        self._inputs = [x.clone() for x in inputs]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                self._compute()
+        torch.cuda.current_stream().wait_stream(stream)
+        self._clear()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._loss = self._compute()
+        self._gradients = [p.grad for p in self._parameters]
+        self._graph = graph
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        """The loss, as of the recording: it is overwritten by the next call."""
+        self.record(*inputs)
+        given, recorded = ([(tuple(x.shape), x.dtype) for x in xs] for xs in (inputs, self._inputs))
+        if given != recorded:
+            raise ValueError(f"inputs of {given} for a graph that was recorded with {recorded}")
+        for x, into in zip(inputs, self._inputs, strict=True):
+            into.copy_(x)
+        self._graph.replay()
+        for p, gradient in zip(self._parameters, self._gradients, strict=True):
+            p.grad = gradient
+        return self._loss
+
+    def _compute(self) -> Tensor:
+        self._clear()
+        loss = self._loss_of(*self._inputs)
+        loss.backward()
+        return loss.detach()
+
+    def _clear(self) -> None:
+        for p in self._parameters:
+            p.grad = None
