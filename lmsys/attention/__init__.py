@@ -21,10 +21,13 @@ def _peer(name: str, label: str, extra: str = "peers") -> Entry:
 def _fastest_first(case: AttentionCase) -> tuple[str, ...]:
     """What "auto" tries, in the order measured on an H200; on a CPU nothing that Triton would interpret.
 
-    cuDNN has the faster forward, and above head_dim 64 the faster backward; up to 64 ours trains faster.
+    cuDNN has the faster forward, and above head_dim 64 the faster backward; up to 64 ours trains faster. Neither has
+    a fast float32: there Triton multiplies without tensor cores, and cuDNN not at all.
     """
     if case.device == "cpu":
         return "sdpa_flash", "vectorized"
+    if case.dtype == "float32":
+        return "sdpa_efficient", "flash_triton", "vectorized"
     first = ("flash_triton", "sdpa_cudnn") if case.grad and case.head_dim <= 64 else ("sdpa_cudnn", "flash_triton")
     return *first, "sdpa_flash", "sdpa_efficient", "vectorized"
 
