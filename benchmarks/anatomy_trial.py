@@ -78,7 +78,7 @@ def _measure(
         found[cell.id].failure = failure
     for mode in ANATOMY_MODES if bench is not None else ():
         of_mode = [cell for cell in cells if cell.mode == mode and cell.row in able]
-        sample({cell.id: bench.step_of(cell) for cell in of_mode}, settings, found)
+        sample({cell.id: bench.step_of(cell) for cell in of_mode}, settings, found, settings.loop_clock)
         for cell in (cell for cell in of_mode if not found[cell.id].failure):
             bench.clear()  # of the memory none is another row's
             opened, found[cell.id].failure = attempt(lambda cell=cell: _open(cell, bench, traces))
@@ -131,7 +131,6 @@ def _time_of(call: Callable[[], Any], device: str, trace: Path | None) -> Record
     profile = profile_call(call, device, trace=trace)
     kernels = [asdict(replace(one, name=_shortened(one.name))) for one in profile.kernels[:NUM_KERNELS]]
     return {
-        "clocked_s": profile.clocked_s,
         "profiled_s": profile.profiled_s,
         "kernel_s": profile.kernel_s,
         "num_launches": sum(kernel.count for kernel in profile.kernels),
@@ -208,7 +207,7 @@ def _result(cell: Cell, contender: Contender, found: Found, settings: Settings) 
         "outcome": outcome,
         "reason": reason,
         "comparison": f"{cell.comparison} {settings.run}",
-        "clock": settings.clock.name,
+        "clock": settings.loop_clock.name,
         "error_ratio": contender.error_ratio,
         "memory_limit_bytes": settings.memory_limit_bytes,
     }

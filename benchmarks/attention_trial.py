@@ -102,7 +102,8 @@ def _measure(
     able = [cell for cell in cells if is_timed(contenders[cell.entry.name, cell.grad])]
     for direction in dict.fromkeys(cell.direction for cell in able):
         of_direction = [(cell, contenders[cell.entry.name, cell.grad]) for cell in able if cell.direction == direction]
-        sample({cell.id: step_of(one, direction, inputs) for cell, one in of_direction}, settings, found)
+        steps = {cell.id: step_of(one, direction, inputs) for cell, one in of_direction}
+        sample(steps, settings, found, settings.clock)
     for cell in able:
         found[cell.id].memory = _memory_of(contenders[cell.entry.name, cell.grad], cell.direction, inputs)
     again = Gate(inputs.redraw_(settings.seed + 2), case)

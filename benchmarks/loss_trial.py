@@ -181,7 +181,8 @@ def _measure(cells: list[Cell], contenders: dict[str, Contender], settings: Sett
     _gate(able, inputs)
     release_memory()
     timed = {name: one for name, one in contenders.items() if one.outcome == "ok"} if settings.timed else {}
-    sample({name: Step(lambda _, one=one: inputs.run(one.call)) for name, one in timed.items()}, settings, found)
+    steps = {name: Step(lambda _, one=one: inputs.run(one.call)) for name, one in timed.items()}
+    sample(steps, settings, found, settings.clock)
     for name, one in timed.items():
         found[name].peak_bytes, _ = attempt(lambda one=one: _peak_bytes(one, inputs))
     _gate([*timed.values()], inputs.redraw_(settings.seed + 1))

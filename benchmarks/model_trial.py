@@ -131,7 +131,7 @@ def _first_call(cell: Cell, bench: Workbench) -> float:
 
 
 def _sample(cells: list[Cell], bench: Workbench, settings: Settings, found: dict[str, Found]) -> None:
-    sample({cell.id: bench.step_of(cell) for cell in cells}, settings, found)
+    sample({cell.id: bench.step_of(cell) for cell in cells}, settings, found, settings.loop_clock)
     for cell in cells:
         measured, _ = attempt(lambda cell=cell: bench.memory_of(cell))
         found[cell.id].held_bytes, found[cell.id].peak_bytes = measured or (None, None)
@@ -163,7 +163,7 @@ def _result(cell: Cell, contender: Contender, found: Found, settings: Settings) 
         "outcome": outcome,
         "reason": reason,
         "comparison": f"{cell.comparison} {settings.run}",
-        "clock": settings.clock.name,
+        "clock": settings.loop_clock.name,
         "compile_s": contender.compile_s,
         "error_ratio": contender.error_ratio,
         "predicted_bytes": _predicted(cell, contender),

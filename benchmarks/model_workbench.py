@@ -76,13 +76,13 @@ class Workbench:
                 graph()
                 update()
 
-            return Step(lambda _: replayed(), prepare=graph.record)
+            return Step(lambda _: replayed(), prepare=graph.record, before=replayed)
         return {
-            "forward": Step(lambda _: self.forward(cell)),
-            "train_forward": Step(lambda _: self.forward(cell)),
+            "forward": Step(lambda _: self.forward(cell), before=lambda: self.forward(cell)),
+            "train_forward": Step(lambda _: self.forward(cell), before=lambda: self.forward(cell)),
             "backward": Step(lambda made: made.backward(), prepare=loss),
             "optimizer": Step(lambda _: update(), prepare=lambda: loss().backward()),
-            "step": Step(lambda _: whole()),
+            "step": Step(lambda _: whole(), before=whole),
         }[cell.mode]
 
     def graph_of(self, cell: Cell) -> GraphedGradients:

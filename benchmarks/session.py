@@ -73,6 +73,11 @@ class Settings:
         return clock_of(self.device)
 
     @cached_property
+    def loop_clock(self) -> Clock:
+        """For what launches more than a device queues."""
+        return clock_of(self.device, ahead=False)
+
+    @cached_property
     def sm_clock(self) -> Callable[[], float | None]:
         return machine.sm_clock_reader()
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.session import NOT_TIMED, Settings
+from lmsys.measure.clock import Clock
 from lmsys.measure.compare import Failure, Step, interleave
 
 INTERPRETED = "verified in Triton's interpreter, never timed"
@@ -20,11 +21,11 @@ class Found:
     sm_clock_mhz: float | None = None
 
 
-def sample(steps: Mapping[str, Step], settings: Settings, found: Mapping[str, Found]) -> None:
+def sample(steps: Mapping[str, Step], settings: Settings, found: Mapping[str, Found], clock: Clock) -> None:
     """Times the steps in turns; `found` of each, by the same name, takes what came of it."""
     sampled = interleave(
         steps,
-        settings.clock,
+        clock,
         seconds=settings.seconds_per_row,
         min_rounds=settings.min_rounds,
         sm_clock=settings.sm_clock,

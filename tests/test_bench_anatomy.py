@@ -45,7 +45,7 @@ def test_records_tell_time_and_memory(settings: Settings, tmp_path: Path) -> Non
     for (mode, row), one in found.items():
         assert one["outcome"] == "ok", one["reason"]
         assert json.loads(json.dumps(one, allow_nan=False))["benchmark"] == "anatomy"
-        assert one["time_s"] > 0 and one["rounds"] >= 10 and one["clocked_s"] > 0
+        assert one["time_s"] > 0 and one["rounds"] >= 10
         assert 0 < one["kernel_s"] <= one["profiled_s"]
         assert sum(one[f"{kind}_share"] for kind in KINDS) == pytest.approx(1)
         assert 0 < len(one["kernels"]) <= 15 and len(one["allocations"]) == 10

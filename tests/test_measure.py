@@ -138,6 +138,25 @@ def test_the_machine_is_described_in_json(device: str) -> None:
 
 
 @pytest.mark.gpu
+def test_only_the_clock_of_a_loop_counts_the_host() -> None:
+    x, order = torch.zeros(2**20, device="cuda"), []
+
+    def slow(_: object) -> None:
+        order.append("run")
+        time.sleep(0.01)
+        x.add_(1)
+
+    step = Step(slow, prepare=lambda: order.append("prepare"), before=lambda: order.append("before"))
+    alone, in_a_loop = (
+        interleave({"x": step}, clock_of("cuda", ahead=ahead), seconds=0, min_rounds=10).samples["x"]
+        for ahead in (True, False)
+    )
+    assert max(alone) < 0.001 and min(in_a_loop) >= 0.01
+    looped = order[order.index("before") :]
+    assert looped == ["before", "prepare", "run"] * (len(looped) // 3)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("name", "length"), [("flash_triton", 8192), ("flash_triton", 16384), ("sdpa_flash", 8192)])
 @pytest.mark.parametrize("direction", ["fwd", "fwdbwd"])
 def test_the_device_clock_agrees_with_triton(

@@ -24,10 +24,11 @@ FIRST_LEAD_S = 0.02  # longer than the host takes to launch almost any call
 
 @dataclass
 class Step:
-    """What is timed: `run(prepare())`, without the prepare."""
+    """What is timed: `run(prepare())`, without the prepare. `before` is what comes before that in a loop."""
 
     run: Callable[[Any], Any]
     prepare: Callable[[], Any] = lambda: None
+    before: Callable[[], Any] = lambda: None
 
 
 @dataclass
@@ -75,8 +76,8 @@ def interleave(
     """Samples of every step, in turns. Each row runs for about `seconds` of wall time and at least `min_rounds` rounds.
 
     A slow row stops after its last round while the others go on, so the lists differ in length; they start together,
-    after rounds that only warm the device. The host gets a lead of two rounds, and keeps it: where it needs longer for
-    a round than the device, that waits.
+    after rounds that only warm the device. Where the clock has the host ahead, it gets a lead of two rounds, and keeps
+    it: where it needs longer for a round than the device, that waits. With another clock `before` comes before.
     """
     result, costs, rounds = Sampled(), {}, {}
     for name, step in steps.items():
@@ -114,6 +115,9 @@ def interleave(
 
 
 def _sample(step: Step, clock: Clock) -> Any:
+    if not clock.ahead:
+        torch.cuda.synchronize()
+        step.before()
     prepared = step.prepare()
     return clock.sample(lambda: step.run(prepared))
 

@@ -68,19 +68,19 @@ def clocks(view: View) -> Table:
     heads, notes, rows = view.heads, Footnotes(), []
     for case in view.cases:
         word = outcome(case, notes)
-        times = [_ms(case.kernel_s), _ms(case.clocked_s), _ms(case.profiled_s)]
-        told = [*times, f"{case.profiled_s / case.time_s:.2f}", f"{case.num_launches:,.0f}"] if not word else [""] * 5
+        times = [_ms(case.kernel_s), _ms(case.profiled_s)]
+        told = [*times, f"{case.profiled_s / case.time_s:.2f}", f"{case.num_launches:,.0f}"] if not word else [""] * 4
         rows.append([*keys_of(case, heads), word or _ms(case.time_s), *told])
     return Table(
         name=view.stem("anatomy-clocks"),
         title="Profiled against clocked",
         caption=view.caption(
-            "Median time of one call, ms: clocked as in the tables of models; all kernels added up; clocked in a loop "
-            "without a lead of the host, so with the gaps in which a GPU waits for its next kernel; and the wall time "
-            "under the profiler. " + timing(view.frame) + "The rest is of three calls. Launches: kernels, copies and "
-            "fills of one call."
+            "Time of one call, ms: clocked as in the tables of models, with the gaps in which a GPU waits for its next "
+            "kernel; all kernels added up; and the wall time under the profiler. "
+            + timing(view.frame)
+            + "The rest is the mean of three calls. Launches: kernels, copies and fills of one call."
         ),
-        columns=[*(KEYS[key] for key in heads), *"clocked,kernels,in a loop,profiled,profiled / clocked".split(",")]
+        columns=[*(KEYS[key] for key in heads), *"clocked,kernels,profiled,profiled / clocked".split(",")]
         + ["launches"],
         rows=rows,
         frame=view.frame[[*KEYS, "outcome", *SECONDS, "num_launches"]],
