@@ -19,15 +19,13 @@ class Cost:
 
 
 class CudaClock:
-    """Seconds by an event pair around each call, on the current stream.
+    """Seconds by an event pair around each call, on the current stream; read at the end, after one synchronize.
 
-    Before each call the device writes a buffer of at least twice the L2 cache, so that no call finds its inputs
-    there. Samples are enqueued and read at the end, after one synchronize.
-
-    ahead: the host launches ahead of the device, so that what is measured is the device's time alone. That holds for up
-    to about 1,000 launches, the most that a device queues. Of calls with more, ask for the pace of a loop: each sample
-    then begins on an idle device, with what comes before the call in a loop, and where the host launches more slowly
-    than the device works, that is the time.
+    ahead: the host launches ahead of the device, so that what is measured is the device's time alone, and before each
+    call the device writes a buffer of at least twice the L2 cache, so that no call finds its inputs there. A device
+    queues about 1,000 launches; of calls with more, measure the pace in a loop: each sample then begins on an idle
+    device, with what comes before the call in a loop, and where the host launches more slowly than the device works,
+    that is the time.
     """
 
     warm_s = 0.1  # of load, after which the power limit has had its say on the GPU's clock
@@ -35,7 +33,7 @@ class CudaClock:
     def __init__(self, ahead: bool = True) -> None:
         self.ahead, self.name = ahead, "cuda_event" if ahead else "cuda_event_in_a_loop"
         l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-        self._cleared = torch.empty(max(2 * l2_bytes, 2**28), dtype=torch.int8, device="cuda")
+        self._cleared = torch.empty(max(2 * l2_bytes, 2**28) if ahead else 0, dtype=torch.int8, device="cuda")
 
     def sample(self, call: Callable[[], Any]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         """Enqueue one timed call; `seconds` reads it later."""
