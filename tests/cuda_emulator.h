@@ -1,7 +1,7 @@
 // Runs flash_cuda.cu on a CPU, without CUDA: `g++ -include cuda_emulator.h -x c++ flash_cuda.cu` (tests/test_flash_cuda.py).
 //
 // Every CUDA thread is a fiber. Barriers and what a warp does together (shuffles, matrix loads, mma.sync) wait for all that
-// take part; asynchronous copies arrive only when they are waited for; shared memory begins as NaN. Fragments follow
+// take part; of asynchronous copies half arrive at once, half as late as they may; shared memory begins as NaN. Fragments follow
 // the PTX ISA (mma.m16n8k16, ldmatrix), so a wrong index, layout or wait gives a wrong result here as on a GPU.
 
 #include <csetjmp>
@@ -162,25 +162,36 @@ int cudaLaunchKernel(void (*kernel)(P), dim3 grid, dim3 threads, void** argument
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 inline void __syncthreads() { emulated::wait(emulated::all); }
-inline void __syncwarp() { emulated::wait(emulated::warps[threadIdx.x / 32].barrier); }
 inline float __shfl_sync(unsigned, float x, int lane) {
     float y;
     std::memcpy(&y, emulated::exchange(&x, 4)[lane], 4);
     return y;
 }
+inline bool __any_sync(unsigned, bool x) {
+    const auto shown = emulated::exchange(&x, sizeof x);
+    bool any = false;
+    for (int lane = 0; lane < 32; ++lane) any |= *reinterpret_cast<const bool*>(shown[lane]);
+    return any;
+}
 inline float __shfl_xor_sync(unsigned mask, float x, int bits) { return __shfl_sync(mask, x, threadIdx.x % 32 ^ bits); }
 
-template <int BYTES> void copy_later(void* to, const void* from, bool inside) {
-    emulated::fibers[threadIdx.x].copies.push_back([=] {
+template <int BYTES> void copy_now_or_later(void* to, const void* from, bool inside) {
+    const auto copy = [=] {
         if (inside) std::memcpy(to, from, BYTES);
         else std::memset(to, 0, BYTES);
-    });
+    };
+    if (threadIdx.x % 2) copy();
+    else emulated::fibers[threadIdx.x].copies.push_back(copy);
 }
-inline void copy_async(void* to, const void* from, bool inside) { copy_later<16>(to, from, inside); }
-inline void copy_async_8(void* to, const void* from, bool inside) { copy_later<8>(to, from, inside); }
+inline void copy_async(void* to, const void* from, bool inside) { copy_now_or_later<16>(to, from, inside); }
+inline void copy_async_8(void* to, const void* from, bool inside) { copy_now_or_later<8>(to, from, inside); }
 inline void wait_for_copies() {
     for (const auto& copy : emulated::fibers[threadIdx.x].copies) copy();
     emulated::fibers[threadIdx.x].copies.clear();
+}
+inline void __syncwarp() {
+    emulated::wait(emulated::warps[threadIdx.x / 32].barrier);
+    wait_for_copies(); // a copy that nobody has waited for may arrive on what was written since
 }
 
 inline void load_matrices(uint32_t (&to)[4], const void* row) {

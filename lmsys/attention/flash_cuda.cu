@@ -21,6 +21,7 @@
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 constexpr int HEADS_AT_ONCE = 8;
+constexpr float LAZY = 8;
 
 struct Tile {
     int block_q, block_k, warps;
@@ -74,37 +75,47 @@ __device__ inline void hide(float (&scores)[BLOCKS][COLUMNS][4], int row, int co
             }
 }
 
-// Online softmax: scores become P relative to the maximum so far; what was summed before is rescaled to it.
+// Online softmax: scores become P = 2 ** (scale (score - top)). `top` follows the maximum of a row only when that has grown
+// by more than a factor of 2 ** LAZY, and only then what was summed before is rescaled: any top gives the same quotient.
 template <int BLOCKS, int COLUMNS>
 __device__ inline void softmax(
     float (&scores)[BLOCKS][COLUMNS][4], float (&acc)[BLOCKS][D / 8][4], float (&top)[BLOCKS][2], float (&total)[BLOCKS][2], float scale) {
+    float new_top[BLOCKS][2];
+    bool grown = false;
 #pragma unroll
-    for (int block = 0; block < BLOCKS; ++block)
+    for (int i = 0; i < 2 * BLOCKS; ++i) {
+        float& largest = new_top[i / 2][i % 2] = top[i / 2][i % 2];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float new_top = top[block][half];
+        for (int j = 0; j < 2 * COLUMNS; ++j) largest = fmaxf(largest, scores[i / 2][j / 2][i % 2 * 2 + j % 2]);
+        largest = row_max(largest);
+        grown |= (largest - top[i / 2][i % 2]) * scale > LAZY;
+    }
+    if (__any_sync(0xffffffffu, grown)) {
 #pragma unroll
-            for (int i = 0; i < 2 * COLUMNS; ++i) new_top = fmaxf(new_top, scores[block][i / 2][half * 2 + i % 2]);
-            new_top = row_max(new_top);
-            const float rescale = exp2_fast((top[block][half] - new_top) * scale), shift = new_top * scale;
-            float sum = 0; // of this thread's columns
+        for (int i = 0; i < 2 * BLOCKS; ++i) {
+            const float rescale = exp2_fast((top[i / 2][i % 2] - new_top[i / 2][i % 2]) * scale);
+            top[i / 2][i % 2] = new_top[i / 2][i % 2];
+            total[i / 2][i % 2] *= rescale;
 #pragma unroll
-            for (int i = 0; i < 2 * COLUMNS; ++i) {
-                float& x = scores[block][i / 2][half * 2 + i % 2];
-                x = exp2_fast(fmaf(x, scale, -shift));
-                sum += x;
-            }
-            total[block][half] = total[block][half] * rescale + sum;
-            top[block][half] = new_top;
-#pragma unroll
-            for (int i = 0; i < D / 4; ++i) acc[block][i / 2][half * 2 + i % 2] *= rescale;
+            for (int j = 0; j < D / 4; ++j) acc[i / 2][j / 2][i % 2 * 2 + j % 2] *= rescale;
         }
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * BLOCKS; ++i) {
+        const float shift = top[i / 2][i % 2] * scale;
+#pragma unroll
+        for (int j = 0; j < 2 * COLUMNS; ++j) {
+            float& x = scores[i / 2][j / 2][i % 2 * 2 + j % 2];
+            x = exp2_fast(fmaf(x, scale, -shift));
+            total[i / 2][i % 2] += x; // of this thread's columns
+        }
+    }
 }
 
 extern __shared__ uint4 shared[];
 
 __global__ void __launch_bounds__(FWD.warps * 32, FWD.blocks) fwd_kernel(const __grid_constant__ Problem p) {
-    constexpr int BLOCK_Q = FWD.block_q, BLOCK_K = FWD.block_k, BLOCKS = BLOCK_Q / FWD.warps / 16;
+    constexpr int THREADS = FWD.warps * 32, BLOCK_Q = FWD.block_q, BLOCK_K = FWD.block_k, BLOCKS = BLOCK_Q / FWD.warps / 16;
     const int tiles = num_tiles(p.queries, BLOCK_Q);
     const auto [head_index, tile] = owned_tile(p.batch * p.heads, tiles);
     const int batch = head_index / p.heads, head = head_index % p.heads;
@@ -116,12 +127,12 @@ __global__ void __launch_bounds__(FWD.warps * 32, FWD.blocks) fwd_kernel(const _
     T* const stages = q_tile + (FWD.kept ? 0 : BLOCK_Q * D);
     const T *const k = p.k.head(batch, head / p.group), *const v = p.v.head(batch, head / p.group);
     const auto load = [&](int col, int stage) {
-        load_tile<BLOCK_K>(stages + stage * 2 * BLOCK_K * D, k, p.k.row_stride, col, p.keys);
-        load_tile<BLOCK_K>(stages + (stage * 2 + 1) * BLOCK_K * D, v, p.v.row_stride, col, p.keys);
+        load_tile<BLOCK_K, THREADS>(stages + stage * 2 * BLOCK_K * D, k, p.k.row_stride, col, p.keys);
+        load_tile<BLOCK_K, THREADS>(stages + (stage * 2 + 1) * BLOCK_K * D, v, p.v.row_stride, col, p.keys);
     };
 
     Rows<BLOCKS, FWD.kept> q(q_tile);
-    load_tile<BLOCK_Q>(q_tile, p.q.head(batch, head), p.q.row_stride, row, p.queries);
+    load_tile<BLOCK_Q, THREADS>(q_tile, p.q.head(batch, head), p.q.row_stride, row, p.queries);
     if (FWD.kept) { // the stages take its place
         wait_for_copies();
         __syncthreads();
@@ -158,7 +169,7 @@ __global__ void __launch_bounds__(FWD.warps * 32, FWD.blocks) fwd_kernel(const _
 }
 
 __global__ void __launch_bounds__(DQ.warps * 32, DQ.blocks) dq_kernel(const __grid_constant__ Problem p) {
-    constexpr int BLOCK_Q = DQ.block_q, BLOCK_K = DQ.block_k, BLOCKS = BLOCK_Q / DQ.warps / 16, AT_ONCE = DQ.at_once;
+    constexpr int THREADS = DQ.warps * 32, BLOCK_Q = DQ.block_q, BLOCK_K = DQ.block_k, BLOCKS = BLOCK_Q / DQ.warps / 16, AT_ONCE = DQ.at_once;
     const int tiles = num_tiles(p.queries, BLOCK_Q);
     const auto [head_index, tile] = owned_tile(p.batch * p.heads, tiles);
     const int batch = head_index / p.heads, head = head_index % p.heads;
@@ -172,13 +183,13 @@ __global__ void __launch_bounds__(DQ.warps * 32, DQ.blocks) dq_kernel(const __gr
     const T *const k = p.k.head(batch, head / p.group), *const v = p.v.head(batch, head / p.group);
     const T *const o = p.o.head(batch, head), *const d_o = p.d_o.head(batch, head);
     const auto load = [&](int col, int stage) {
-        load_tile<BLOCK_K>(stages + stage * 2 * BLOCK_K * D, k, p.k.row_stride, col, p.keys);
-        load_tile<BLOCK_K>(stages + (stage * 2 + 1) * BLOCK_K * D, v, p.v.row_stride, col, p.keys);
+        load_tile<BLOCK_K, THREADS>(stages + stage * 2 * BLOCK_K * D, k, p.k.row_stride, col, p.keys);
+        load_tile<BLOCK_K, THREADS>(stages + (stage * 2 + 1) * BLOCK_K * D, v, p.v.row_stride, col, p.keys);
     };
 
     Rows<BLOCKS, DQ.kept> q(q_tile), grad(do_tile);
-    load_tile<BLOCK_Q>(q_tile, p.q.head(batch, head), p.q.row_stride, row, p.queries);
-    load_tile<BLOCK_Q>(do_tile, d_o, p.d_o.row_stride, row, p.queries);
+    load_tile<BLOCK_Q, THREADS>(q_tile, p.q.head(batch, head), p.q.row_stride, row, p.queries);
+    load_tile<BLOCK_Q, THREADS>(do_tile, d_o, p.d_o.row_stride, row, p.queries);
     if (DQ.kept) {
         wait_for_copies();
         __syncthreads();
@@ -231,7 +242,7 @@ __global__ void __launch_bounds__(DQ.warps * 32, DQ.blocks) dq_kernel(const __gr
 }
 
 __global__ void __launch_bounds__(DKDV.warps * 32, DKDV.blocks) dkdv_kernel(const __grid_constant__ Problem p) {
-    constexpr int BLOCK_Q = DKDV.block_q, BLOCK_K = DKDV.block_k, BLOCKS = BLOCK_K / DKDV.warps / 16, AT_ONCE = DKDV.at_once;
+    constexpr int THREADS = DKDV.warps * 32, BLOCK_Q = DKDV.block_q, BLOCK_K = DKDV.block_k, BLOCKS = BLOCK_K / DKDV.warps / 16, AT_ONCE = DKDV.at_once;
     const int kv_heads = p.heads / p.group;
     const auto [head_index, tile] = owned_tile(p.batch * kv_heads, num_tiles(p.keys, BLOCK_K)); // of key/value heads
     const int batch = head_index / kv_heads, kv_head = head_index % kv_heads;
@@ -245,18 +256,18 @@ __global__ void __launch_bounds__(DKDV.warps * 32, DKDV.blocks) dkdv_kernel(cons
     T* const stages = k_tile + (DKDV.kept ? 0 : 2 * BLOCK_K * D);
     const auto load = [&](int step, int stage) {
         const int head = kv_head * p.group + step / steps, row = start + step % steps * BLOCK_Q;
-        load_tile<BLOCK_Q>(stages + stage * 2 * BLOCK_Q * D, p.q.head(batch, head), p.q.row_stride, row, p.queries);
-        load_tile<BLOCK_Q>(stages + (stage * 2 + 1) * BLOCK_Q * D, p.d_o.head(batch, head), p.d_o.row_stride, row, p.queries);
+        load_tile<BLOCK_Q, THREADS>(stages + stage * 2 * BLOCK_Q * D, p.q.head(batch, head), p.q.row_stride, row, p.queries);
+        load_tile<BLOCK_Q, THREADS>(stages + (stage * 2 + 1) * BLOCK_Q * D, p.d_o.head(batch, head), p.d_o.row_stride, row, p.queries);
         const float2* const stats = p.stats + (int64_t(batch) * p.heads + head) * p.queries;
-        for (int i = threadIdx.x; i < BLOCK_Q; i += blockDim.x) {
+        for (int i = threadIdx.x; i < BLOCK_Q; i += THREADS) {
             const bool inside = row + i < p.queries; // else zeros: P is 1 there, but q and do are zero
             copy_async_8(stats_stages + stage * BLOCK_Q + i, stats + (inside ? row + i : 0), inside);
         }
     };
 
     Rows<BLOCKS, DKDV.kept> k(k_tile), v(v_tile);
-    load_tile<BLOCK_K>(k_tile, p.k.head(batch, kv_head), p.k.row_stride, col, p.keys);
-    load_tile<BLOCK_K>(v_tile, p.v.head(batch, kv_head), p.v.row_stride, col, p.keys);
+    load_tile<BLOCK_K, THREADS>(k_tile, p.k.head(batch, kv_head), p.k.row_stride, col, p.keys);
+    load_tile<BLOCK_K, THREADS>(v_tile, p.v.head(batch, kv_head), p.v.row_stride, col, p.keys);
     if (DKDV.kept) {
         wait_for_copies();
         __syncthreads();
@@ -298,6 +309,7 @@ __global__ void __launch_bounds__(DKDV.warps * 32, DKDV.blocks) dkdv_kernel(cons
     }
 #pragma unroll
     for (int i = 0; i < BLOCKS * D / 2; ++i) dk[i / (D / 2)][i / 4 % (D / 8)][i % 4] *= p.scale;
+    wait_for_copies(); // of k and v, where no query sees these keys
     __syncthreads();
     store_rows(k_tile, dk, p.dk.head(batch, kv_head), p.dk.row_stride, col, p.keys);
     __syncwarp();
@@ -313,24 +325,23 @@ constexpr int FWD_BYTES = shared_bytes(1, FWD.block_q, FWD.block_k, FWD.kept);
 constexpr int DQ_BYTES = shared_bytes(2, DQ.block_q, DQ.block_k, DQ.kept);
 constexpr int DKDV_BYTES = shared_bytes(2, DKDV.block_k, DKDV.block_q, DKDV.kept) + 2 * DKDV.block_q * int(sizeof(float2));
 
-static cudaError_t launch(void (*kernel)(Problem), int64_t blocks, int warps, int bytes, const Problem& p) {
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+static cudaError_t launch(void (*kernel)(Problem), int heads, int tiles, int warps, int bytes, const Problem& p) {
+    cudaError_t error = cudaSetDevice(p.device);
+    if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) return error;
+    const int64_t blocks = int64_t(p.batch) * heads * tiles;
     void* arguments[] = {const_cast<Problem*>(&p)};
     return cudaLaunchKernel(kernel, dim3(unsigned(blocks)), dim3(warps * 32), arguments, bytes, p.stream);
 }
 
-// Both return a cudaError_t; they need q, k, v, o, lse, and the second all else.
-extern "C" int flash_forward(const Problem* p) {
-    if (cudaError_t error = cudaSetDevice(p->device)) return error;
-    return launch(fwd_kernel, int64_t(p->batch) * p->heads * num_tiles(p->queries, FWD.block_q), FWD.warps, FWD_BYTES, *p);
+// Each returns a cudaError_t. fwd reads q, k, v and writes o, lse; dq reads those and d_o and writes dq, stats; dkdv the rest.
+extern "C" int flash_fwd(const Problem* p) {
+    return launch(fwd_kernel, p->heads, num_tiles(p->queries, FWD.block_q), FWD.warps, FWD_BYTES, *p);
 }
-
-extern "C" int flash_backward(const Problem* p) {
-    if (cudaError_t error = cudaSetDevice(p->device)) return error;
-    const int64_t heads = int64_t(p->batch) * p->heads;
-    if (cudaError_t error = launch(dq_kernel, heads * num_tiles(p->queries, DQ.block_q), DQ.warps, DQ_BYTES, *p)) return error;
-    return launch(dkdv_kernel, heads / p->group * num_tiles(p->keys, DKDV.block_k), DKDV.warps, DKDV_BYTES, *p);
+extern "C" int flash_dq(const Problem* p) {
+    return launch(dq_kernel, p->heads, num_tiles(p->queries, DQ.block_q), DQ.warps, DQ_BYTES, *p);
 }
-
+extern "C" int flash_dkdv(const Problem* p) {
+    return launch(dkdv_kernel, p->heads / p->group, num_tiles(p->keys, DKDV.block_k), DKDV.warps, DKDV_BYTES, *p);
+}
 extern "C" const char* flash_error(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }

@@ -96,30 +96,45 @@ __device__ inline float row_sum(float x) {
 
 // A tile is rows of D elements, whose chunks are permuted: eight rows at one column, which a matrix load or a quarter of a
 // warp asks for at once, then lie in eight different groups of banks.
-__device__ inline T* chunk_at(T* tile, int row, int chunk) {
-    const int swizzled = chunk ^ (CHUNKS >= 8 ? row % 8 : row / 2 % 4);
-    return tile + (row * CHUNKS + swizzled) * PER_CHUNK;
+constexpr int WINDOW = CHUNKS < 8 ? CHUNKS : 8; // chunks that are permuted among themselves
+__device__ inline int permutation(int row) { return CHUNKS < 8 ? row / 2 % WINDOW : row % 8; }
+
+// A chunk of a tile. From there `at` finds the chunk `rows` (a multiple of 8) further down in the column that differs in the
+// bits of `columns`: with constants that costs an exclusive or, once for all tiles.
+struct Chunk {
+    const T* row;
+    int column;
+    __device__ Chunk(const T* tile, int row, int column) : row(tile + row * D), column(column ^ permutation(row)) {}
+    __device__ T* at(int rows, int columns) const {
+        const int permuted = (column ^ columns % WINDOW) + columns / WINDOW * WINDOW;
+        return const_cast<T*>(row) + permuted * PER_CHUNK + rows * D;
+    }
+};
+__device__ inline T* chunk_at(const T* tile, int row, int column) {
+    return Chunk(tile, row, column % WINDOW).at(0, column / WINDOW * WINDOW);
 }
-__device__ inline const T* chunk_at(const T* tile, int row, int chunk) { return chunk_at(const_cast<T*>(tile), row, chunk); }
 
 // Rows [row, row + ROWS) of one head, whose rows lie `stride` elements apart; zeros from `length` on.
-template <int ROWS>
+template <int ROWS, int THREADS>
 __device__ inline void load_tile(T* tile, const T* head, int64_t stride, int row, int length) {
+    constexpr int AT_ONCE = THREADS / CHUNKS; // rows
+    const int first = threadIdx.x / CHUNKS, column = threadIdx.x % CHUNKS;
+    const T* from = head + (row + first) * stride + column * PER_CHUNK;
 #pragma unroll
-    for (int i = threadIdx.x; i < ROWS * CHUNKS; i += blockDim.x) {
-        const int r = i / CHUNKS, chunk = i % CHUNKS;
-        const bool inside = row + r < length;
-        copy_async(chunk_at(tile, r, chunk), head + (inside ? row + r : 0) * stride + chunk * PER_CHUNK, inside);
-    }
+    for (int next = 0; next < ROWS; next += AT_ONCE, from += AT_ONCE * stride)
+        if (ROWS % AT_ONCE == 0 || first + next < ROWS)
+            copy_async(chunk_at(tile, first + next, column), from, row + first + next < length);
 }
 
 // The rows of a left operand that this warp owns: BLOCKS blocks of 16, read from their tile at every use, or KEPT in registers.
 template <int BLOCKS, bool KEPT>
 struct Rows {
     const T* tile;
+    Chunk lanes;
     uint32_t kept[KEPT ? BLOCKS : 1][KEPT ? D / 16 : 1][4];
 
-    __device__ explicit Rows(const T* all) : tile(all + warp() * BLOCKS * 16 * D) {}
+    __device__ explicit Rows(const T* all) 
+        : tile(all + warp() * BLOCKS * 16 * D), lanes(tile, lane() % 16, lane() / 16) {}
 
     __device__ void keep() {
         if constexpr (KEPT)
@@ -129,7 +144,7 @@ struct Rows {
                 for (int step = 0; step < D / 16; ++step) load(kept[block][step], block, step);
     }
     __device__ void load(uint32_t (&to)[4], int block, int step) const {
-        load_matrices(to, chunk_at(tile, block * 16 + lane() % 16, (2 * step) ^ (lane() / 16)));
+        load_matrices(to, lanes.at(block * 16, 2 * step));
     }
     __device__ void fragment(uint32_t (&to)[4], int block, int step) const {
         if constexpr (KEPT)
@@ -163,6 +178,7 @@ __device__ inline void dot_rows(float (&out)[BLOCKS][COLUMNS][4], const Rows<BLO
                 }
             }
     } else {
+        const Chunk lanes(b, lane() % 8 + lane() / 16 * 8, lane() / 8 % 2);
 #pragma unroll
         for (int step = 0; step < D / 16; ++step) {
             uint32_t x[BLOCKS][4];
@@ -171,7 +187,7 @@ __device__ inline void dot_rows(float (&out)[BLOCKS][COLUMNS][4], const Rows<BLO
 #pragma unroll
             for (int column = 0; column < COLUMNS; column += 2) {
                 uint32_t y[4]; // two blocks of 8 columns
-                load_matrices(y, chunk_at(b, column * 8 + lane() % 8 + lane() / 16 * 8, (2 * step) ^ (lane() / 8 % 2)));
+                load_matrices(y, lanes.at(column * 8, 2 * step));
 #pragma unroll
                 for (int block = 0; block < BLOCKS; ++block) {
                     mma(T(), out[block][column], x[block], y[0], y[1]);
@@ -210,6 +226,7 @@ __device__ inline void add_dot(float (&acc)[BLOCKS][D / 8][4], const float (&p)[
             for (int i = 0; i < 16 * BLOCKS; ++i) acc[i / 16][first + i / 4 % 4][i % 4] += sum[i / 16][i / 4 % 4][i % 4];
         }
     } else {
+        const Chunk lanes(b, lane() % 16, lane() / 16);
 #pragma unroll
         for (int step = 0; step < COLUMNS / 2; ++step) {
             uint32_t x[BLOCKS][4];
@@ -221,7 +238,7 @@ __device__ inline void add_dot(float (&acc)[BLOCKS][D / 8][4], const float (&p)[
 #pragma unroll
             for (int column = 0; column < D / 8; column += 2) {
                 uint32_t y[4]; // two blocks of 8 columns
-                load_matrices_transposed(y, chunk_at(b, step * 16 + lane() % 16, column ^ (lane() / 16)));
+                load_matrices_transposed(y, lanes.at(step * 16, column));
 #pragma unroll
                 for (int block = 0; block < BLOCKS; ++block) {
                     mma(T(), acc[block][column], x[block], y[0], y[1]);

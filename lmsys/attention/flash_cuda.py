@@ -62,10 +62,8 @@ def tiles_for(dtype: torch.dtype, head_dim: int) -> Tiles:
             Tile(64, keys, 4, keys, False, 1), Tile(64, part, 4, part, False, 1), Tile(part, 64, 4, part, False, 1)
         )
     if head_dim == 128:
-        return Tiles(
-            Tile(128, 64, 4, 64, False, 2), Tile(128, 64, 8, 64, True, 1), Tile(64, 128, 8, 16, True, 1)
-        )
-    return Tiles(Tile(128, 64, 4, 64, True, 2), Tile(128, 64, 4, 32, True, 2), Tile(64, 128, 4, 32, False, 2))
+        return Tiles(Tile(128, 64, 4, 64, False, 2), Tile(128, 32, 4, 32, False, 2), Tile(64, 64, 4, 32, False, 2))
+    return Tiles(Tile(128, 128, 4, 128, False, 2), Tile(128, 64, 4, 32, True, 2), Tile(64, 128, 4, 32, False, 2))
 
 
 class _View(ctypes.Structure):
@@ -147,8 +145,8 @@ def _addressable(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and whole else x.clone(memory_format=torch.contiguous_format)
 
 
-def _run(function: str, tensors: dict[str, Tensor], causal: bool, scale: float, tiles: Tiles | None) -> None:
-    """`tensors`: those of `_Problem`, by its names."""
+def _run(kernels: tuple[str, ...], tensors: dict[str, Tensor], causal: bool, scale: float, tiles: Tiles | None) -> None:
+    """Launches `kernels`, names in `Tiles`, one after another on `tensors`, those of `_Problem` by its names."""
     q, k = tensors["q"], tensors["k"]
     problem = _Problem(
         batch=q.shape[0],
@@ -165,8 +163,9 @@ def _run(function: str, tensors: dict[str, Tensor], causal: bool, scale: float, 
         setattr(problem, name, _View(x.data_ptr(), *x.stride()[:3]) if name in TENSORS else x.data_ptr())
     library = _library(q.dtype, q.shape[3], torch.cuda.get_device_capability(q.device), tiles)
     with torch.cuda.device_of(q):
-        if error := getattr(library, function)(ctypes.byref(problem)):
-            raise RuntimeError(f"{function} of flash_cuda: {library.flash_error(error).decode()}")
+        for kernel in kernels:
+            if error := getattr(library, f"flash_{kernel}")(ctypes.byref(problem)):
+                raise RuntimeError(f"the {kernel} kernel of flash_cuda: {library.flash_error(error).decode()}")
 
 
 def _forward(
@@ -176,7 +175,7 @@ def _forward(
     o = _addressable(torch.empty_like(q))  # in q's own layout: behind a projection that is (B, Q, H, D) memory
     q, k, v = (_addressable(x) for x in (q, k, v))
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    _run("flash_forward", {"q": q, "k": k, "v": v, "o": o, "lse": lse}, causal, scale, tiles)
+    _run(("fwd",), {"q": q, "k": k, "v": v, "o": o, "lse": lse}, causal, scale, tiles)
     return o, lse
 
 
@@ -196,7 +195,7 @@ def _backward(
     stats = torch.empty(*lse.shape, 2, dtype=torch.float32, device=q.device)
     inputs = {name: _addressable(x) for name, x in zip(TENSORS[:5], (q, k, v, o, do), strict=True)}
     others = {"dq": dq, "dk": dk, "dv": dv, "lse": lse.contiguous(), "stats": stats}
-    _run("flash_backward", inputs | others, causal, scale, tiles)
+    _run(("dq", "dkdv"), inputs | others, causal, scale, tiles)
     return dq, dk, dv
 
 
