@@ -33,8 +33,9 @@ constexpr Tile FWD{FWD_TILE}, DQ{DQ_TILE}, DKDV{DKDV_TILE};
 
 struct View { // a tensor (B, H, S, D) with D contiguous; strides in elements
     T* data;
-    int64_t batch_stride, head_stride, row_stride;
-    __device__ T* head(int batch, int head) const { return data + batch * batch_stride + head * head_stride; }
+    int64_t batch_stride, head_stride;
+    int row_stride;
+    __device__ Head head(int batch, int head) const { return {data + batch * batch_stride + head * head_stride, row_stride}; }
 };
 
 struct Problem {
@@ -125,14 +126,14 @@ __global__ void __launch_bounds__(FWD.warps * 32, FWD.blocks) fwd_kernel(const _
     const float scale = p.scale * LOG2_E; // scores in base 2: exp2 is one instruction
     T* const q_tile = reinterpret_cast<T*>(shared);
     T* const stages = q_tile + (FWD.kept ? 0 : BLOCK_Q * D);
-    const T *const k = p.k.head(batch, head / p.group), *const v = p.v.head(batch, head / p.group);
+    const Head k = p.k.head(batch, head / p.group), v = p.v.head(batch, head / p.group);
     const auto load = [&](int col, int stage) {
-        load_tile<BLOCK_K, THREADS>(stages + stage * 2 * BLOCK_K * D, k, p.k.row_stride, col, p.keys);
-        load_tile<BLOCK_K, THREADS>(stages + (stage * 2 + 1) * BLOCK_K * D, v, p.v.row_stride, col, p.keys);
+        load_tile<BLOCK_K, THREADS>(stages + stage * 2 * BLOCK_K * D, k, col, p.keys);
+        load_tile<BLOCK_K, THREADS>(stages + (stage * 2 + 1) * BLOCK_K * D, v, col, p.keys);
     };
 
     Rows<BLOCKS, FWD.kept> q(q_tile);
-    load_tile<BLOCK_Q, THREADS>(q_tile, p.q.head(batch, head), p.q.row_stride, row, p.queries);
+    load_tile<BLOCK_Q, THREADS>(q_tile, p.q.head(batch, head), row, p.queries);
     if (FWD.kept) { // the stages take its place
         wait_for_copies();
         __syncthreads();
@@ -165,7 +166,7 @@ __global__ void __launch_bounds__(FWD.warps * 32, FWD.blocks) fwd_kernel(const _
         for (int j = 0; j < D / 4; ++j) acc[i / 2][j / 2][i % 2 * 2 + j % 2] *= inverse;
     }
     __syncthreads();
-    store_rows(q_tile, acc, p.o.head(batch, head), p.o.row_stride, row, p.queries);
+    store_rows(q_tile, acc, p.o.head(batch, head), row, p.queries);
 }
 
 __global__ void __launch_bounds__(DQ.warps * 32, DQ.blocks) dq_kernel(const __grid_constant__ Problem p) {
@@ -180,16 +181,16 @@ __global__ void __launch_bounds__(DQ.warps * 32, DQ.blocks) dq_kernel(const __gr
     T* const q_tile = reinterpret_cast<T*>(shared);
     T* const do_tile = q_tile + BLOCK_Q * D;
     T* const stages = q_tile + (DQ.kept ? 0 : 2 * BLOCK_Q * D);
-    const T *const k = p.k.head(batch, head / p.group), *const v = p.v.head(batch, head / p.group);
-    const T *const o = p.o.head(batch, head), *const d_o = p.d_o.head(batch, head);
+    const Head k = p.k.head(batch, head / p.group), v = p.v.head(batch, head / p.group);
+    const Head o = p.o.head(batch, head), d_o = p.d_o.head(batch, head);
     const auto load = [&](int col, int stage) {
-        load_tile<BLOCK_K, THREADS>(stages + stage * 2 * BLOCK_K * D, k, p.k.row_stride, col, p.keys);
-        load_tile<BLOCK_K, THREADS>(stages + (stage * 2 + 1) * BLOCK_K * D, v, p.v.row_stride, col, p.keys);
+        load_tile<BLOCK_K, THREADS>(stages + stage * 2 * BLOCK_K * D, k, col, p.keys);
+        load_tile<BLOCK_K, THREADS>(stages + (stage * 2 + 1) * BLOCK_K * D, v, col, p.keys);
     };
 
     Rows<BLOCKS, DQ.kept> q(q_tile), grad(do_tile);
-    load_tile<BLOCK_Q, THREADS>(q_tile, p.q.head(batch, head), p.q.row_stride, row, p.queries);
-    load_tile<BLOCK_Q, THREADS>(do_tile, d_o, p.d_o.row_stride, row, p.queries);
+    load_tile<BLOCK_Q, THREADS>(q_tile, p.q.head(batch, head), row, p.queries);
+    load_tile<BLOCK_Q, THREADS>(do_tile, d_o, row, p.queries);
     if (DQ.kept) {
         wait_for_copies();
         __syncthreads();
@@ -206,7 +207,7 @@ __global__ void __launch_bounds__(DQ.warps * 32, DQ.blocks) dq_kernel(const __gr
         const int64_t at = int64_t(head_index) * p.queries + query;
         float sum = 0;
         for (int chunk = t(); inside && chunk < CHUNKS; chunk += 4)
-            sum += dot_chunk(o + query * p.o.row_stride + chunk * PER_CHUNK, d_o + query * p.d_o.row_stride + chunk * PER_CHUNK);
+            sum += dot_chunk(o.at(query, chunk), d_o.at(query, chunk));
         delta[i / 2][i % 2] = row_sum(sum);
         lse[i / 2][i % 2] = inside ? p.lse[at] * LOG2_E : INF; // of inf: P is zero
         if (t() == 0 && inside) p.stats[at] = {lse[i / 2][i % 2], delta[i / 2][i % 2]}; // for dkdv_kernel
@@ -238,7 +239,7 @@ __global__ void __launch_bounds__(DQ.warps * 32, DQ.blocks) dq_kernel(const __gr
 #pragma unroll
     for (int i = 0; i < BLOCKS * D / 2; ++i) dq[i / (D / 2)][i / 4 % (D / 8)][i % 4] *= p.scale;
     __syncthreads();
-    store_rows(q_tile, dq, p.dq.head(batch, head), p.dq.row_stride, row, p.queries);
+    store_rows(q_tile, dq, p.dq.head(batch, head), row, p.queries);
 }
 
 __global__ void __launch_bounds__(DKDV.warps * 32, DKDV.blocks) dkdv_kernel(const __grid_constant__ Problem p) {
@@ -256,8 +257,8 @@ __global__ void __launch_bounds__(DKDV.warps * 32, DKDV.blocks) dkdv_kernel(cons
     T* const stages = k_tile + (DKDV.kept ? 0 : 2 * BLOCK_K * D);
     const auto load = [&](int step, int stage) {
         const int head = kv_head * p.group + step / steps, row = start + step % steps * BLOCK_Q;
-        load_tile<BLOCK_Q, THREADS>(stages + stage * 2 * BLOCK_Q * D, p.q.head(batch, head), p.q.row_stride, row, p.queries);
-        load_tile<BLOCK_Q, THREADS>(stages + (stage * 2 + 1) * BLOCK_Q * D, p.d_o.head(batch, head), p.d_o.row_stride, row, p.queries);
+        load_tile<BLOCK_Q, THREADS>(stages + stage * 2 * BLOCK_Q * D, p.q.head(batch, head), row, p.queries);
+        load_tile<BLOCK_Q, THREADS>(stages + (stage * 2 + 1) * BLOCK_Q * D, p.d_o.head(batch, head), row, p.queries);
         const float2* const stats = p.stats + (int64_t(batch) * p.heads + head) * p.queries;
         for (int i = threadIdx.x; i < BLOCK_Q; i += THREADS) {
             const bool inside = row + i < p.queries; // else zeros: P is 1 there, but q and do are zero
@@ -266,8 +267,8 @@ __global__ void __launch_bounds__(DKDV.warps * 32, DKDV.blocks) dkdv_kernel(cons
     };
 
     Rows<BLOCKS, DKDV.kept> k(k_tile), v(v_tile);
-    load_tile<BLOCK_K, THREADS>(k_tile, p.k.head(batch, kv_head), p.k.row_stride, col, p.keys);
-    load_tile<BLOCK_K, THREADS>(v_tile, p.v.head(batch, kv_head), p.v.row_stride, col, p.keys);
+    load_tile<BLOCK_K, THREADS>(k_tile, p.k.head(batch, kv_head), col, p.keys);
+    load_tile<BLOCK_K, THREADS>(v_tile, p.v.head(batch, kv_head), col, p.keys);
     if (DKDV.kept) {
         wait_for_copies();
         __syncthreads();
@@ -311,9 +312,9 @@ __global__ void __launch_bounds__(DKDV.warps * 32, DKDV.blocks) dkdv_kernel(cons
     for (int i = 0; i < BLOCKS * D / 2; ++i) dk[i / (D / 2)][i / 4 % (D / 8)][i % 4] *= p.scale;
     wait_for_copies(); // of k and v, where no query sees these keys
     __syncthreads();
-    store_rows(k_tile, dk, p.dk.head(batch, kv_head), p.dk.row_stride, col, p.keys);
+    store_rows(k_tile, dk, p.dk.head(batch, kv_head), col, p.keys);
     __syncwarp();
-    store_rows(k_tile, dv, p.dv.head(batch, kv_head), p.dv.row_stride, col, p.keys);
+    store_rows(k_tile, dv, p.dv.head(batch, kv_head), col, p.keys);
 }
 
 // Bytes of shared memory: rows that are kept share theirs with the stages.

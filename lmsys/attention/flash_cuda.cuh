@@ -39,12 +39,12 @@ __device__ inline void load_matrices_transposed(uint32_t (&to)[4], const void* r
 
 // c (16 x 8) += a (16 x 16) b (16 x 8)
 __device__ inline void mma(__nv_bfloat16, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 __device__ inline void mma(__half, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
@@ -114,16 +114,23 @@ __device__ inline T* chunk_at(const T* tile, int row, int column) {
     return Chunk(tile, row, column % WINDOW).at(0, column / WINDOW * WINDOW);
 }
 
-// Rows [row, row + ROWS) of one head, whose rows lie `stride` elements apart; zeros from `length` on.
+// The rows (S, D) of one head of a tensor in memory, `row_stride` elements apart.
+struct Head {
+    T* data;
+    int row_stride;
+    __device__ T* at(int row, int chunk) const { return data + int64_t(row) * row_stride + chunk * PER_CHUNK; }
+};
+
+// Rows [row, row + ROWS) of `head` on their way to `tile`; zeros from `length` on.
 template <int ROWS, int THREADS>
-__device__ inline void load_tile(T* tile, const T* head, int64_t stride, int row, int length) {
+__device__ inline void load_tile(T* tile, const Head& head, int row, int length) {
     constexpr int AT_ONCE = THREADS / CHUNKS; // rows
-    const int first = threadIdx.x / CHUNKS, column = threadIdx.x % CHUNKS;
-    const T* from = head + (row + first) * stride + column * PER_CHUNK;
+    const int first = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
+    const T* from = head.at(row + first, chunk);
 #pragma unroll
-    for (int next = 0; next < ROWS; next += AT_ONCE, from += AT_ONCE * stride)
+    for (int next = 0; next < ROWS; next += AT_ONCE, from += int64_t(AT_ONCE) * head.row_stride)
         if (ROWS % AT_ONCE == 0 || first + next < ROWS)
-            copy_async(chunk_at(tile, first + next, column), from, row + first + next < length);
+            copy_async(chunk_at(tile, first + next, chunk), from, row + first + next < length);
 }
 
 // The rows of a left operand that this warp owns: BLOCKS blocks of 16, read from their tile at every use, or KEPT in registers.
@@ -251,7 +258,7 @@ __device__ inline void add_dot(float (&acc)[BLOCKS][D / 8][4], const float (&p)[
 
 // This warp's rows of a result to memory, through its own part of a tile so that every store is of 16 bytes.
 template <int BLOCKS>
-__device__ inline void store_rows(T* tile, const float (&acc)[BLOCKS][D / 8][4], T* head, int64_t stride, int row, int length) {
+__device__ inline void store_rows(T* tile, const float (&acc)[BLOCKS][D / 8][4], const Head& head, int row, int length) {
     tile += warp() * BLOCKS * 16 * D;
     row += warp() * BLOCKS * 16;
 #pragma unroll
@@ -267,7 +274,7 @@ __device__ inline void store_rows(T* tile, const float (&acc)[BLOCKS][D / 8][4],
     __syncwarp();
     for (int i = lane(); i < 16 * BLOCKS * CHUNKS; i += 32)
         if (row + i / CHUNKS < length)
-            *reinterpret_cast<uint4*>(head + (row + i / CHUNKS) * stride + i % CHUNKS * PER_CHUNK) =
+            *reinterpret_cast<uint4*>(head.at(row + i / CHUNKS, i % CHUNKS)) =
                 *reinterpret_cast<const uint4*>(chunk_at(tile, i / CHUNKS, i % CHUNKS));
 }
 

@@ -54,20 +54,23 @@ class Tiles(NamedTuple):
 
 
 def tiles_for(dtype: torch.dtype, head_dim: int) -> Tiles:
-    """Measured on one H200; all fit the 99 KiB of shared memory of the smallest GPU of compute capability 8."""
+    """As measured on one H200; each fits the 99 KiB of shared memory of the smallest GPU of compute capability 8."""
     if dtype == torch.float32:
-        keys = 32 if head_dim == 128 else 64
         part = 16 if head_dim == 128 else 32
-        return Tiles(
-            Tile(64, keys, 4, keys, False, 1), Tile(64, part, 4, part, False, 1), Tile(part, 64, 4, part, False, 1)
-        )
+        fwd, dq = Tile(64, 2 * part, 4, 2 * part, False, 1), Tile(64, part, 4, part, False, 1)
+        return Tiles(fwd, dq, Tile(part, 64, 4, part, False, 1))
     if head_dim == 128:
         return Tiles(Tile(128, 64, 4, 64, False, 2), Tile(128, 32, 4, 32, False, 2), Tile(64, 64, 4, 32, False, 2))
     return Tiles(Tile(128, 128, 4, 128, False, 2), Tile(128, 64, 4, 32, True, 2), Tile(64, 128, 4, 32, False, 2))
 
 
 class _View(ctypes.Structure):
-    _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("batch", "head", "row")))
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("batch_stride", ctypes.c_int64),
+        ("head_stride", ctypes.c_int64),
+        ("row_stride", ctypes.c_int),
+    )
 
 
 class _Problem(ctypes.Structure):
@@ -93,18 +96,18 @@ def _nvcc_version() -> str:
     return subprocess.run([str(nvcc()), "--version"], capture_output=True, text=True, check=True).stdout
 
 
-def defines(dtype: torch.dtype, head_dim: int, tiles: Tiles) -> list[str]:
-    """What a compiler is told of a variant, as (macro, value) lines of a preprocessor."""
-    numbers = {f"{name.upper()}_TILE": ",".join(str(int(x)) for x in tile) for name, tile in tiles._asdict().items()}
-    return [
-        f"-D{name}={value}" for name, value in {"ELEMENT": ELEMENTS[dtype], "HEAD_DIM": head_dim, **numbers}.items()
+def macros(dtype: torch.dtype, head_dim: int, tiles: Tiles) -> list[str]:
+    """What flash_cuda.cu is told of a variant."""
+    tile_macros = [
+        f"-D{name.upper()}_TILE={','.join(str(int(x)) for x in tile)}" for name, tile in tiles._asdict().items()
     ]
+    return [f"-DELEMENT={ELEMENTS[dtype]}", f"-DHEAD_DIM={head_dim}", *tile_macros]
 
 
 def nvcc_command(dtype: torch.dtype, head_dim: int, capability: tuple[int, int], tiles: Tiles) -> list[str]:
     """What builds a variant, less the name of the result."""
-    macros = [macro.replace(",", "\\,") for macro in defines(dtype, head_dim, tiles)]  # nvcc splits lists at commas
-    return [str(nvcc()), *FLAGS, f"-arch=sm_{capability[0]}{capability[1]}", *macros, str(SOURCE)]
+    escaped = [macro.replace(",", "\\,") for macro in macros(dtype, head_dim, tiles)]  # nvcc splits lists at commas
+    return [str(nvcc()), *FLAGS, f"-arch=sm_{capability[0]}{capability[1]}", *escaped, str(SOURCE)]
 
 
 def build(dtype: torch.dtype, head_dim: int, capability: tuple[int, int], tiles: Tiles | None = None) -> Path:
@@ -128,8 +131,8 @@ def build(dtype: torch.dtype, head_dim: int, capability: tuple[int, int], tiles:
 
 
 @cache
-def _library(dtype: torch.dtype, head_dim: int, capability: tuple[int, int], tiles: Tiles | None) -> ctypes.CDLL:
-    return load(build(dtype, head_dim, capability, tiles))
+def _library(dtype: torch.dtype, head_dim: int, device: torch.device, tiles: Tiles | None) -> ctypes.CDLL:
+    return load(build(dtype, head_dim, torch.cuda.get_device_capability(device), tiles))
 
 
 def load(path: Path) -> ctypes.CDLL:
@@ -138,11 +141,17 @@ def load(path: Path) -> ctypes.CDLL:
     return library
 
 
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
 def _addressable(x: Tensor) -> Tensor:
     """x itself when its rows can be moved by 16 bytes, else a copy."""
     size = x.element_size()
     whole = all(n == 1 or s * size % 16 == 0 for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True))
-    return x if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and whole else x.clone(memory_format=torch.contiguous_format)
+    return (
+        x if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and whole else x.clone(memory_format=torch.contiguous_format)
+    )
 
 
 def _run(kernels: tuple[str, ...], tensors: dict[str, Tensor], causal: bool, scale: float, tiles: Tiles | None) -> None:
@@ -156,12 +165,12 @@ def _run(kernels: tuple[str, ...], tensors: dict[str, Tensor], causal: bool, sca
         keys=k.shape[2],
         causal=causal,
         scale=scale,
-        device=q.device.index,
-        stream=torch.cuda.current_stream(q.device).cuda_stream,
+        device=q.get_device(),
+        stream=_stream(q.device),
     )
     for name, x in tensors.items():
         setattr(problem, name, _View(x.data_ptr(), *x.stride()[:3]) if name in TENSORS else x.data_ptr())
-    library = _library(q.dtype, q.shape[3], torch.cuda.get_device_capability(q.device), tiles)
+    library = _library(q.dtype, q.shape[3], q.device, tiles)
     with torch.cuda.device_of(q):
         for kernel in kernels:
             if error := getattr(library, f"flash_{kernel}")(ctypes.byref(problem)):

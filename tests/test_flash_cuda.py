@@ -1,0 +1,178 @@
+"""flash_cuda without a GPU: its source run by an emulator, faults seeded into it, what nvcc makes of it, its build."""
+
+import ctypes
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmsys.attention import AttentionCase, flash_cuda
+from lmsys.attention.contract import DTYPES
+from lmsys.attention.flash_cuda import HEAD_DIMS, Tile, Tiles
+from lmsys.testing import Oracle, make_inputs, run
+
+VARIANTS = [(dtype, head_dim) for dtype in ("float32", "float16", "bfloat16") for head_dim in HEAD_DIMS]
+SMALL = Tiles(Tile(64, 32, 4, 32, False, 1), Tile(64, 32, 4, 16, False, 1), Tile(32, 64, 4, 16, False, 1))
+KEPT = Tiles(Tile(64, 32, 4, 32, True, 1), Tile(64, 32, 4, 16, True, 1), Tile(32, 64, 4, 16, True, 1))
+CASES = [  # more keys than queries and fewer, in several tiles of SMALL, the last of them cut
+    AttentionCase(1, 4, 2, 70, 150, 32, "float16", causal=True, grad=True),
+    AttentionCase(2, 2, 1, 150, 101, 32, "float16", causal=False, grad=True),
+]
+STDS = (1.0, 3.0)  # of q and k; only with the larger does a maximum grow by enough to be followed
+
+
+@cache
+def emulated(source: str, header: str, dtype: torch.dtype, head_dim: int, tiles: Tiles) -> ctypes.CDLL:
+    """flash_cuda.cu for this machine's CPU."""
+    folder = Path(mkdtemp(prefix="lmsys-"))
+    (folder / "flash_cuda.cu").write_text(source)
+    (folder / "flash_cuda.cuh").write_text(header)
+    emulator = Path(__file__).with_name("cuda_emulator.h")
+    command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-include", emulator]
+    told = flash_cuda.macros(dtype, head_dim, tiles)
+    done = subprocess.run(
+        [*command, *told, "-x", "c++", folder / "flash_cuda.cu", "-o", folder / "out.so"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    library = flash_cuda.load(folder / "out.so")
+    shutil.rmtree(folder)
+    return library
+
+
+@pytest.fixture
+def emulate(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """`emulate(right, wrong)`: flash_cuda then runs on CPU tensors, `right` in its source replaced by `wrong`."""
+    if shutil.which("g++") is None:
+        pytest.skip("the emulator of CUDA needs g++")
+    texts = [flash_cuda.SOURCE.read_text(), flash_cuda.SOURCE.with_suffix(".cuh").read_text()]
+
+    def start(right: str = "", wrong: str = "") -> None:
+        assert not right or "".join(texts).count(right) == 1, f"no single {right!r}; name the line anew"
+        source, header = (text.replace(right, wrong) if right else text for text in texts)
+
+        def library(dtype: torch.dtype, head_dim: int, device: torch.device, tiles: Tiles | None) -> ctypes.CDLL:
+            return emulated(source, header, dtype, head_dim, tiles or flash_cuda.tiles_for(dtype, head_dim))
+
+        monkeypatch.setattr(flash_cuda, "_library", library)
+        monkeypatch.setattr(flash_cuda, "_stream", lambda device: 0)
+
+    return start
+
+
+def worst(
+    case: AttentionCase, seed: int, tiles: Tiles | None = None, scale: float | None = None, std: float = 1.0
+) -> float:
+    def row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float | None) -> torch.Tensor:
+        if tiles is None:
+            return flash_cuda.flash_cuda(q, k, v, causal=causal, scale=scale)
+        return flash_cuda.FlashCuda.apply(q, k, v, causal, scale, tiles)
+
+    inputs = make_inputs(case, seed, std=std, transposed=seed % 2 == 0)
+    outputs = run(row, inputs, causal=case.causal, scale=scale, lse=True)
+    return max(Oracle(case, inputs, scale).error_ratios(outputs).values())
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), VARIANTS)
+def test_every_variant_matches_the_oracle(dtype: str, head_dim: int, emulate: Callable[..., None]) -> None:
+    """o, the log-sum-exp and all gradients, with the tiles that ship, at any length, grouped or not, on views."""
+    emulate()
+    lengths = st.one_of(st.sampled_from([1, 2, 63, 64, 65, 128, 129]), st.integers(1, 150))
+    heads = st.sampled_from([(1, 1), (2, 1), (2, 2)])
+
+    @settings(max_examples=3)
+    @given(
+        heads=heads,
+        queries=lengths,
+        keys=lengths,
+        causal=st.booleans(),
+        std=st.sampled_from(STDS),
+        seed=st.integers(0, 2**31),
+    )
+    def holds(heads: tuple[int, int], queries: int, keys: int, causal: bool, std: float, seed: int) -> None:
+        case = AttentionCase(1, *heads, queries, keys, head_dim, dtype, causal=causal, grad=True)
+        scale = [None, 1.5, -0.5][seed % 3]
+        assert worst(case, seed, scale=scale and scale * head_dim**-0.5, std=std) <= 1
+
+    holds()
+
+
+@pytest.mark.parametrize("tiles", [SMALL, KEPT], ids=["small", "kept"])
+@pytest.mark.parametrize("case", CASES, ids=["causal", "not causal"])
+def test_the_tile_does_not_matter(tiles: Tiles, case: AttentionCase, emulate: Callable[..., None]) -> None:
+    emulate()
+    assert max(worst(case, 0, tiles, std=std) for std in STDS) <= 1
+
+
+FAULTS = {  # name -> the piece that is right, the one that is not
+    "dropped rescale of the sum of values": ("acc[i / 2][j / 2][i % 2 * 2 + j % 2] *= rescale;", ";"),
+    "dropped rescale of the sum of weights": ("total[i / 2][i % 2] *= rescale;", ""),
+    "maximum of one thread's columns only": ("largest = row_max(largest);", ""),
+    "one key too many": ("(p.causal && key > query)) scores", "(p.causal && key > query + 1)) scores"),
+    "one key too few": ("(p.causal && key > query)) scores", "(p.causal && key >= query)) scores"),
+    "a key past the end": ("if (key >= p.keys ||", "if (key > p.keys ||"),
+    "one key too many in dk and dv": ("if (cut && key > query)", "if (cut && key > query + 1)"),
+    "first tile on the diagonal left out of dk and dv": ("col / BLOCK_Q * BLOCK_Q", "(col / BLOCK_Q + 1) * BLOCK_Q"),
+    "a tile used before it is here": (
+        "wait_for_copies();\n        __syncthreads(); // this stage is here, and all have done with the other",
+        "__syncthreads();",
+    ),
+    "a tile overwritten while it is used": (
+        "__syncthreads(); // this stage is here, and all have done with the other",
+        "",
+    ),
+    "keys arriving over the results": ("wait_for_copies(); // of k and v, where no query sees these keys", ""),
+    "unwritten tail row": ("if (row + i / CHUNKS < length)", "if (row + i / CHUNKS < length - 1)"),
+    "delta left out of dq": ("(dp[block][i / 4][i % 4] - delta[block][i % 4 / 2])", "dp[block][i / 4][i % 4]"),
+    "delta of the neighbour in dk": ("ds = weight * (ds - (i % 2 ? two.w : two.y));", "ds = weight * (ds - two.w);"),
+    "swapped scale of dk": (
+        "dk[i / (D / 2)][i / 4 % (D / 8)][i % 4] *= p.scale",
+        "dk[i / (D / 2)][i / 4 % (D / 8)][i % 4] /= p.scale",
+    ),
+    "query head reads its neighbour's keys": (
+        "const Head k = p.k.head(batch, head / p.group), v = p.v.head(batch, head / p.group);\n    const auto load",
+        "const Head k = p.k.head(batch, head % (p.heads / p.group)), v = p.v.head(batch, head / p.group);\n"
+        "    const auto load",
+    ),
+    "swapped halves of a matrix": ("lane() % 8 + lane() / 16 * 8, lane() / 8 % 2)", "lane() % 16, lane() / 16)"),
+    "log-sum-exp in base 2": ("+ log2f(sum)) * LN_2", "+ log2f(sum))"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_seeded_fault_is_rejected(fault: str, emulate: Callable[..., None]) -> None:
+    emulate(*FAULTS[fault])
+    assert any(worst(case, 0, SMALL, std=std) > 1 for std in STDS for case in CASES)
+
+
+@pytest.mark.skipif(flash_cuda.nvcc() is None, reason="needs nvcc of the CUDA toolkit")
+@pytest.mark.parametrize(("dtype", "head_dim"), VARIANTS)
+def test_what_ships_compiles_for_ampere_and_hopper_and_hardly_spills(dtype: str, head_dim: int, tmp_path: Path) -> None:
+    """Some words that the loop over tiles does not change may spill, no more."""
+
+    def compiled(capability: tuple[int, int]) -> str:
+        command = flash_cuda.nvcc_command(
+            DTYPES[dtype], head_dim, capability, flash_cuda.tiles_for(DTYPES[dtype], head_dim)
+        )
+        out = tmp_path / f"{capability[0]}.so"
+        done = subprocess.run([*command, "-Xptxas", "-v", "-o", out], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    with ThreadPoolExecutor(2) as pool:
+        for told in pool.map(compiled, [(8, 0), (9, 0)]):
+            assert sorted(re.findall(r"entry function '_Z\d+(\w+)_kernel", told)) == ["dkdv", "dq", "fwd"]
+            registers = [int(n) for n in re.findall(r"Used (\d+) registers", told)]
+            spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", told)]
+            assert len(registers) == len(spilled) == 3 and max(registers) <= 255
+            assert max(spilled) <= (128 if dtype == "float32" else 32), told
