@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -176,3 +177,61 @@ def test_what_ships_compiles_for_ampere_and_hopper_and_hardly_spills(dtype: str,
             spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", told)]
             assert len(registers) == len(spilled) == 3 and max(registers) <= 255
             assert max(spilled) <= (128 if dtype == "float32" else 32), told
+
+
+@pytest.fixture
+def counting_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in that notes each compilation in the file returned, and fails where ELEMENT is __half."""
+    notes, script = tmp_path / "compiled", tmp_path / "nvcc"
+    script.write_text(
+        "#!/bin/sh\n"
+        "for last; do :; done\n"
+        'case "$*" in --version) echo release 1.0; exit;; *__half*) echo no such element >&2; exit 1;; esac\n'
+        f'echo "$*" >> {notes}; echo library > "$last"\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setattr(flash_cuda, "nvcc", lambda: str(script))
+    monkeypatch.setattr(flash_cuda, "_nvcc_version", lambda: "1.0")
+    monkeypatch.setenv("LMSYS_CACHE_DIR", str(tmp_path / "cache"))
+    return notes
+
+
+def test_a_build_is_kept_by_what_it_was_made_of(
+    counting_nvcc: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    variant = torch.bfloat16, 64, (9, 0)
+    first = flash_cuda.build(*variant)
+    assert first.read_text() == "library\n" and list(first.parent.iterdir()) == [first]
+    assert capsys.readouterr().err.count("\n") == 1, "one line of progress"
+    assert flash_cuda.build(*variant) == first and not capsys.readouterr().err
+    others = [flash_cuda.build(torch.float32, 64, (9, 0)), flash_cuda.build(torch.bfloat16, 128, (9, 0))]
+    others += [flash_cuda.build(torch.bfloat16, 64, (8, 0)), flash_cuda.build(*variant, SMALL)]
+    monkeypatch.setattr(flash_cuda, "_nvcc_version", lambda: "1.1")
+    others.append(flash_cuda.build(*variant))
+    for changed in (".cu", ".cuh"):
+        for suffix in (".cu", ".cuh"):
+            text = flash_cuda.SOURCE.with_suffix(suffix).read_text()
+            (tmp_path / f"copy{suffix}").write_text(text + "//" if suffix == changed else text)
+        with monkeypatch.context() as patch:
+            patch.setattr(flash_cuda, "SOURCE", tmp_path / "copy.cu")
+            others.append(flash_cuda.build(*variant))
+    assert len({first, *others}) == len(counting_nvcc.read_text().splitlines()) == 8
+
+
+def test_a_build_that_fails_leaves_nothing_and_says_what_nvcc_said(counting_nvcc: Path, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="no such element"):
+        flash_cuda.build(torch.float16, 64, (9, 0))
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_what_it_cannot_run_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = AttentionCase(1, 2, 2, 8, 8, 64, "bfloat16", device="cuda", capability=(9, 0))
+    supports = flash_cuda.flash_cuda_supports
+    monkeypatch.setattr(flash_cuda, "nvcc", lambda: "nvcc")
+    assert supports(case) is None
+    assert "80 is none of 32, 64, 128" in str(supports(replace(case, head_dim=80)))
+    assert "float64" in str(supports(replace(case, dtype="float64")))
+    assert "CUDA only" in str(supports(replace(case, device="cpu")))
+    assert "this GPU has 7.5" in str(supports(replace(case, capability=(7, 5))))
+    monkeypatch.setattr(flash_cuda, "nvcc", lambda: None)
+    assert "nvcc" in str(supports(case))

@@ -9,12 +9,12 @@ Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K k
 
 import ctypes
 import hashlib
+import itertools
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -31,6 +31,7 @@ SOURCE = Path(__file__).with_name("flash_cuda.cu")
 FLAGS = ("-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC")
 ELEMENTS = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 HEAD_DIMS = (32, 64, 128)
+NO_NVCC = "it is compiled on first use: put nvcc of the CUDA toolkit on the PATH, or set CUDA_HOME"
 TENSORS = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
 
 
@@ -263,21 +264,21 @@ def flash_cuda_supports(case: AttentionCase) -> str | None:
     if case.capability is not None and case.capability < (8, 0):
         return f"needs compute capability 8.0 or later; this GPU has {case.capability[0]}.{case.capability[1]}"
     if nvcc() is None:
-        return "is compiled on first use: put nvcc of the CUDA toolkit on the PATH, or set CUDA_HOME"
+        return NO_NVCC
     return None
 
 
-def build_all(capabilities: Iterable[tuple[int, int]]) -> list[Path]:
-    """Every variant for these GPUs, compiled side by side."""
-    variants = [(dtype, d, capability) for capability in capabilities for dtype in ELEMENTS for d in HEAD_DIMS]
+def main() -> int:
+    """Builds every variant for the GPUs here, side by side; 3 where there is nothing to build with, or for."""
+    if nvcc() is None or not torch.cuda.is_available():
+        print("flash_cuda is not built:", "there is no CUDA device" if nvcc() else NO_NVCC, file=sys.stderr)
+        return 3
+    capabilities = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(lambda variant: build(*variant), variants))
+        for path in pool.map(lambda variant: build(*variant), itertools.product(ELEMENTS, HEAD_DIMS, capabilities)):
+            print(path)
+    return 0
 
 
 if __name__ == "__main__":
-    if reason := flash_cuda_supports(AttentionCase(1, 1, 1, 1, 1, HEAD_DIMS[0], "bfloat16", device="cuda")):
-        sys.exit(f"flash_cuda {reason}")
-    if not torch.cuda.is_available():
-        sys.exit("flash_cuda is built for the GPU at hand, and there is none")
-    for path in build_all({torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}):
-        print(path)
+    sys.exit(main())
