@@ -1,8 +1,9 @@
-// Runs flash_cuda.cu on a CPU, without CUDA: `g++ -include cuda_emulator.h -x c++ flash_cuda.cu` (tests/test_flash_cuda.py).
+// Runs flash_cuda.cu on a CPU, without CUDA: `g++ -include cuda_emulator.h -x c++ flash_cuda.cu` (test_flash_cuda.py).
 //
-// Every CUDA thread is a fiber. Barriers and what a warp does together (shuffles, matrix loads, mma.sync) wait for all that
-// take part; of asynchronous copies half arrive at once, half as late as they may; shared memory begins as NaN. Fragments follow
-// the PTX ISA (mma.m16n8k16, ldmatrix), so a wrong index, layout or wait gives a wrong result here as on a GPU.
+// Every CUDA thread is a fiber. Barriers and what a warp does together (shuffles, matrix loads, mma.sync) wait for all
+// that take part. In one thread block of three the warps keep pace, in the others the first or the last runs ahead; of
+// asynchronous copies half arrive at once, half as late as they may; shared memory begins as NaN. Fragments follow the
+// PTX ISA (mma.m16n8k16, ldmatrix). So a wrong index, layout, wait or barrier gives a wrong result here as on a GPU.
 
 #include <csetjmp>
 #include <cmath>
@@ -36,7 +37,7 @@ struct __nv_bfloat16 { uint16_t bits; };
 using cudaError_t = int;
 using cudaStream_t = void*;
 constexpr int cudaSuccess = 0, cudaFuncAttributeMaxDynamicSharedMemorySize = 0;
-inline const char* cudaGetErrorString(int) { return "none"; }
+inline const char* cudaGetErrorString(int) { return "threads wait for one another, or shared memory is too small"; }
 inline int cudaSetDevice(int) { return 0; }
 template <class Kernel> int cudaFuncSetAttribute(Kernel, int, int bytes) { return bytes > 227 * 1024; }
 
@@ -86,20 +87,26 @@ inline void enter() {
     _longjmp(scheduler, 1);
 }
 
-inline void run_block(unsigned threads) {
+inline bool run_block(unsigned threads) {
     std::memset(shared, 0xff, sizeof shared);
     fibers = std::vector<Fiber>(threads);
     warps.assign(threads / 32, {});
     all = {threads};
     for (Warp& warp : warps) warp.barrier.size = 32;
-    volatile unsigned next = 0, left = threads;
-    _setjmp(scheduler);
+    volatile unsigned last = threads - 1, left = threads;
+    const auto ready = [](const Fiber& fiber) {
+        return !fiber.done && (!fiber.waits_for || fiber.waits_for->generation != fiber.since);
+    };
     while (left) {
-        next = (next + 1) % threads;
+        unsigned tried = 0, next = 0;
+        do {
+            const unsigned first = block.x % 3 == 0 ? last + 1 : 0;
+            next = (block.x % 3 == 2 ? threads - 1 - tried : first + tried) % threads;
+        } while (!ready(fibers[next]) && ++tried < threads);
+        if (tried == threads) return false; // all wait for one another
         Fiber& fiber = fibers[next];
-        if (fiber.done || (fiber.waits_for && fiber.waits_for->generation == fiber.since)) continue;
         fiber.waits_for = nullptr;
-        thread.x = next;
+        thread.x = last = next;
         if (!fiber.begun) {
             fiber.begun = true;
             fiber.stack.reset(new char[1 << 17]);
@@ -111,8 +118,9 @@ inline void run_block(unsigned threads) {
         } else if (!_setjmp(scheduler)) {
             _longjmp(fiber.at, 1);
         }
-        if (fiber.done) left = left - 1;
+        if (fibers[last].done) left = left - 1;
     }
+    return true;
 }
 
 // Shows 32 bytes to the warp and returns what all its lanes show.
@@ -154,7 +162,7 @@ int cudaLaunchKernel(void (*kernel)(P), dim3 grid, dim3 threads, void** argument
     emulated::body = [=] { kernel(*static_cast<P*>(arguments[0])); };
     for (unsigned i = 0; i < grid.x; ++i) {
         emulated::block.x = i;
-        emulated::run_block(threads.x);
+        if (!emulated::run_block(threads.x)) return 1;
     }
     return cudaSuccess;
 }

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -16,9 +16,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmsys.attention import AttentionCase, flash_cuda
+from lmsys.attention import ATTENTION, AttentionCase, flash_cuda
 from lmsys.attention.contract import DTYPES
 from lmsys.attention.flash_cuda import HEAD_DIMS, Tile, Tiles
+from lmsys.measure.memory import peak_bytes
 from lmsys.testing import Oracle, make_inputs, run
 
 VARIANTS = [(dtype, head_dim) for dtype in ("float32", "float16", "bfloat16") for head_dim in HEAD_DIMS]
@@ -26,7 +27,7 @@ SMALL = Tiles(Tile(64, 32, 4, 32, False, 1), Tile(64, 32, 4, 16, False, 1), Tile
 KEPT = Tiles(Tile(64, 32, 4, 32, True, 1), Tile(64, 32, 4, 16, True, 1), Tile(32, 64, 4, 16, True, 1))
 CASES = [  # more keys than queries and fewer, in several tiles of SMALL, the last of them cut
     AttentionCase(1, 4, 2, 70, 150, 32, "float16", causal=True, grad=True),
-    AttentionCase(2, 2, 1, 150, 101, 32, "float16", causal=False, grad=True),
+    AttentionCase(2, 2, 1, 150, 133, 32, "float16", causal=False, grad=True),
 ]
 STDS = (1.0, 3.0)  # of q and k; only with the larger does a maximum grow by enough to be followed
 
@@ -115,6 +116,31 @@ def test_the_tile_does_not_matter(tiles: Tiles, case: AttentionCase, emulate: Ca
     assert max(worst(case, 0, tiles, std=std) for std in STDS) <= 1
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "head_dim"), VARIANTS)
+def test_a_growing_maximum_is_followed_on_a_gpu(dtype: str, head_dim: int) -> None:
+    capability = torch.cuda.get_device_capability()
+    case = AttentionCase(
+        2, 4, 2, 700, 1000, head_dim, dtype, causal=True, grad=True, device="cuda", capability=capability
+    )
+    if reason := ATTENTION["flash_cuda"].why_not(case):
+        pytest.skip(reason)
+    assert max(worst(case, seed, std=3.0) for seed in range(3)) <= 1
+
+
+@pytest.mark.gpu
+def test_memory_is_linear_in_the_length() -> None:
+    peak = {}
+    case = AttentionCase(1, 8, 8, 8192, 8192, 64, "float32", causal=True, device="cuda")
+    inputs = make_inputs(case, 0)
+    for name in ("flash_cuda", "naive"):
+        if reason := ATTENTION[name].why_not(case):
+            pytest.skip(reason)
+        row = ATTENTION[name].load()
+        peak[name] = peak_bytes(partial(run, row, inputs, causal=True, grad=False), "cuda")
+    assert peak["flash_cuda"] <= peak["naive"] / 5
+
+
 FAULTS = {  # name -> the piece that is right, the one that is not
     "dropped rescale of the sum of values": ("acc[i / 2][j / 2][i % 2 * 2 + j % 2] *= rescale;", ";"),
     "dropped rescale of the sum of weights": ("total[i / 2][i % 2] *= rescale;", ""),
@@ -132,6 +158,8 @@ FAULTS = {  # name -> the piece that is right, the one that is not
         "__syncthreads(); // this stage is here, and all have done with the other",
         "",
     ),
+    "what is kept overwritten before it is read": ("grad.keep();\n        __syncthreads();", "grad.keep();"),
+    "results over what is still read": ("__syncthreads();\n    store_rows(q_tile, acc,", "store_rows(q_tile, acc,"),
     "keys arriving over the results": ("wait_for_copies(); // of k and v, where no query sees these keys", ""),
     "unwritten tail row": ("if (row + i / CHUNKS < length)", "if (row + i / CHUNKS < length - 1)"),
     "delta left out of dq": ("(dp[block][i / 4][i % 4] - delta[block][i % 4 / 2])", "dp[block][i / 4][i % 4]"),
@@ -153,7 +181,7 @@ FAULTS = {  # name -> the piece that is right, the one that is not
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_seeded_fault_is_rejected(fault: str, emulate: Callable[..., None]) -> None:
     emulate(*FAULTS[fault])
-    assert any(worst(case, 0, SMALL, std=std) > 1 for std in STDS for case in CASES)
+    assert any(worst(case, 0, tiles, std=std) > 1 for tiles in (SMALL, KEPT) for std in STDS for case in CASES)
 
 
 @pytest.mark.skipif(flash_cuda.nvcc() is None, reason="needs nvcc of the CUDA toolkit")

@@ -1,16 +1,18 @@
 // FlashAttention-2 in CUDA C++: the algorithm and the names of flash_triton.py, one level down.
 //
-// Forward (Dao 2023, arXiv 2307.08691, Algorithm 1): a thread block owns a tile of queries and walks over the keys that it
-// sees; o and the log-sum-exp leave the chip once. Backward (Algorithm 2) in two passes that recompute P: dq_kernel owns
-// query tiles, dkdv_kernel owns key tiles, so every sum has one owner and one order, and repeats are bitwise equal. The
-// price is 7 matmuls in place of 5.
+// Forward (Dao 2023, arXiv 2307.08691, Algorithm 1): a thread block owns a tile of queries and walks over the keys
+// that it sees; o and the log-sum-exp leave the chip once. Backward (Algorithm 2) in two passes that recompute P:
+// dq_kernel owns query tiles, dkdv_kernel owns key tiles, so every sum has one owner and one order, and repeats are
+// bitwise equal. The price is 7 matmuls in place of 5.
 //
 // How it is made for tensor cores (sm_80 and later; float32 runs the same code on plain arithmetic):
 // - A warp owns whole rows, 16 or 32, so a softmax needs shuffles among four threads and nothing else, and P and dS go
 //   from one product into the next in registers.
 // - Two stages of shared memory: while a tile is used, cp.async brings the next. One barrier a tile.
-// - What the walk does not change (Q and dO of dq_kernel, K and V of dkdv_kernel) is kept in registers where they suffice.
-// - A warp skips what its own rows do not see, and masks only the tiles that its own diagonal or the end of the keys cuts.
+// - What the walk does not change (Q and dO of dq_kernel, K and V of dkdv_kernel) is kept in registers where they
+//   suffice, else read from shared memory by each product.
+// - A warp skips what its own rows do not see, and masks only the tiles that its diagonal or the end of the keys cuts.
+// - Longest rows first when causal, in groups of heads whose keys and values stay in L2 together.
 //
 // Compiled for one dtype and head dimension: -DELEMENT=__nv_bfloat16 -DHEAD_DIM=128, and a tile for each kernel,
 // -DFWD_TILE=... -DDQ_TILE=... -DDKDV_TILE=... (flash_cuda.py chooses).
@@ -21,7 +23,8 @@
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 constexpr int HEADS_AT_ONCE = 8;
-constexpr float LAZY = 8;
+constexpr float LAZY = 8;                    // in base 2: how far scores may outgrow what P is relative to
+constexpr int SHARED_BYTES = 99 * 1024;      // of a thread block, on the smallest GPU of sm_80 and later
 
 struct Tile {
     int block_q, block_k, warps;
@@ -35,7 +38,9 @@ struct View { // a tensor (B, H, S, D) with D contiguous; strides in elements
     T* data;
     int64_t batch_stride, head_stride;
     int row_stride;
-    __device__ Head head(int batch, int head) const { return {data + batch * batch_stride + head * head_stride, row_stride}; }
+    __device__ Head head(int batch, int head) const {
+        return {data + batch * batch_stride + head * head_stride, row_stride};
+    }
 };
 
 struct Problem {
@@ -52,7 +57,7 @@ struct Owned {
     int head, tile;
 };
 
-// What this thread block owns: within HEADS_AT_ONCE heads tile 0 of each, then tile 1 of each ..., so that what they read stays in L2.
+// What this thread block owns: within HEADS_AT_ONCE heads tile 0 of each, then tile 1 of each ...
 __device__ inline Owned owned_tile(int num_heads, int num_tiles) {
     const int first_head = blockIdx.x / (HEADS_AT_ONCE * num_tiles) * HEADS_AT_ONCE;
     const int heads = min(HEADS_AT_ONCE, num_heads - first_head);
@@ -76,11 +81,12 @@ __device__ inline void hide(float (&scores)[BLOCKS][COLUMNS][4], int row, int co
             }
 }
 
-// Online softmax: scores become P = 2 ** (scale (score - top)). `top` follows the maximum of a row only when that has grown
-// by more than a factor of 2 ** LAZY, and only then what was summed before is rescaled: any top gives the same quotient.
+// Online softmax: scores become P = 2 ** (scale (score - top)). `top` follows the maximum of a row only when a row of
+// the warp has grown by more than 2 ** LAZY, and only then what was summed before is rescaled (as in FlashAttention-4):
+// any top gives the same quotient.
 template <int BLOCKS, int COLUMNS>
-__device__ inline void softmax(
-    float (&scores)[BLOCKS][COLUMNS][4], float (&acc)[BLOCKS][D / 8][4], float (&top)[BLOCKS][2], float (&total)[BLOCKS][2], float scale) {
+__device__ inline void softmax(float (&scores)[BLOCKS][COLUMNS][4], float (&acc)[BLOCKS][D / 8][4],
+                               float (&top)[BLOCKS][2], float (&total)[BLOCKS][2], float scale) {
     float new_top[BLOCKS][2];
     bool grown = false;
 #pragma unroll
@@ -116,7 +122,8 @@ __device__ inline void softmax(
 extern __shared__ uint4 shared[];
 
 __global__ void __launch_bounds__(FWD.warps * 32, FWD.blocks) fwd_kernel(const __grid_constant__ Problem p) {
-    constexpr int THREADS = FWD.warps * 32, BLOCK_Q = FWD.block_q, BLOCK_K = FWD.block_k, BLOCKS = BLOCK_Q / FWD.warps / 16;
+    constexpr int BLOCK_Q = FWD.block_q, BLOCK_K = FWD.block_k;
+    constexpr int THREADS = FWD.warps * 32, BLOCKS = BLOCK_Q / FWD.warps / 16;
     const int tiles = num_tiles(p.queries, BLOCK_Q);
     const auto [head_index, tile] = owned_tile(p.batch * p.heads, tiles);
     const int batch = head_index / p.heads, head = head_index % p.heads;
@@ -170,7 +177,8 @@ __global__ void __launch_bounds__(FWD.warps * 32, FWD.blocks) fwd_kernel(const _
 }
 
 __global__ void __launch_bounds__(DQ.warps * 32, DQ.blocks) dq_kernel(const __grid_constant__ Problem p) {
-    constexpr int THREADS = DQ.warps * 32, BLOCK_Q = DQ.block_q, BLOCK_K = DQ.block_k, BLOCKS = BLOCK_Q / DQ.warps / 16, AT_ONCE = DQ.at_once;
+    constexpr int BLOCK_Q = DQ.block_q, BLOCK_K = DQ.block_k, AT_ONCE = DQ.at_once;
+    constexpr int THREADS = DQ.warps * 32, BLOCKS = BLOCK_Q / DQ.warps / 16;
     const int tiles = num_tiles(p.queries, BLOCK_Q);
     const auto [head_index, tile] = owned_tile(p.batch * p.heads, tiles);
     const int batch = head_index / p.heads, head = head_index % p.heads;
@@ -243,7 +251,8 @@ __global__ void __launch_bounds__(DQ.warps * 32, DQ.blocks) dq_kernel(const __gr
 }
 
 __global__ void __launch_bounds__(DKDV.warps * 32, DKDV.blocks) dkdv_kernel(const __grid_constant__ Problem p) {
-    constexpr int THREADS = DKDV.warps * 32, BLOCK_Q = DKDV.block_q, BLOCK_K = DKDV.block_k, BLOCKS = BLOCK_K / DKDV.warps / 16, AT_ONCE = DKDV.at_once;
+    constexpr int BLOCK_Q = DKDV.block_q, BLOCK_K = DKDV.block_k, AT_ONCE = DKDV.at_once;
+    constexpr int THREADS = DKDV.warps * 32, BLOCKS = BLOCK_K / DKDV.warps / 16;
     const int kv_heads = p.heads / p.group;
     const auto [head_index, tile] = owned_tile(p.batch * kv_heads, num_tiles(p.keys, BLOCK_K)); // of key/value heads
     const int batch = head_index / kv_heads, kv_head = head_index % kv_heads;
@@ -324,7 +333,10 @@ constexpr int shared_bytes(int row_tiles, int rows, int stage_rows, bool kept) {
 }
 constexpr int FWD_BYTES = shared_bytes(1, FWD.block_q, FWD.block_k, FWD.kept);
 constexpr int DQ_BYTES = shared_bytes(2, DQ.block_q, DQ.block_k, DQ.kept);
-constexpr int DKDV_BYTES = shared_bytes(2, DKDV.block_k, DKDV.block_q, DKDV.kept) + 2 * DKDV.block_q * int(sizeof(float2));
+constexpr int STATS_BYTES = 2 * DKDV.block_q * int(sizeof(float2));
+constexpr int DKDV_BYTES = STATS_BYTES + shared_bytes(2, DKDV.block_k, DKDV.block_q, DKDV.kept);
+static_assert(FWD_BYTES <= SHARED_BYTES && DQ_BYTES <= SHARED_BYTES && DKDV_BYTES <= SHARED_BYTES);
+static_assert(!FLOAT32 || !(FWD.kept || DQ.kept || DKDV.kept), "fragments that are kept are of 16-bit elements");
 
 static cudaError_t launch(void (*kernel)(Problem), int heads, int tiles, int warps, int bytes, const Problem& p) {
     cudaError_t error = cudaSetDevice(p.device);
@@ -335,7 +347,8 @@ static cudaError_t launch(void (*kernel)(Problem), int heads, int tiles, int war
     return cudaLaunchKernel(kernel, dim3(unsigned(blocks)), dim3(warps * 32), arguments, bytes, p.stream);
 }
 
-// Each returns a cudaError_t. fwd reads q, k, v and writes o, lse; dq reads those and d_o and writes dq, stats; dkdv the rest.
+// Each returns a cudaError_t. fwd reads q, k, v and writes o and lse; dq reads those and d_o and writes dq and stats;
+// dkdv, after it, reads q, k, v, d_o and stats and writes dk and dv.
 extern "C" int flash_fwd(const Problem* p) {
     return launch(fwd_kernel, p->heads, num_tiles(p->queries, FWD.block_q), FWD.warps, FWD_BYTES, *p);
 }

@@ -1,9 +1,9 @@
 // What flash_cuda.cu is made of: the PTX instructions, tiles in shared memory, and products of tiles by one warp.
 //
-// T is the dtype and D the head dimension, fixed when compiling (-DELEMENT, -DHEAD_DIM). A warp owns BLOCKS blocks of 16 rows.
-// Results live in registers as mma.sync lays them out ("PTX ISA", mma.m16n8k16): of a block of 16 x 8, thread
+// T is the dtype and D the head dimension, fixed when compiling (-DELEMENT, -DHEAD_DIM). A warp owns BLOCKS blocks of
+// 16 rows. Results live in registers as mma.sync lays them out (PTX ISA, mma.m16n8k16): of a block of 16 x 8, thread
 // 4 g + t holds [0] and [1], row g, columns 2 t and 2 t + 1, and [2] and [3], the same columns of row g + 8. Two such
-// blocks side by side, rounded and packed, are the left operand of the next product, so P and dS never leave the registers.
+// blocks side by side, rounded and packed, are the left operand of the next product: P and dS stay in registers.
 
 #ifndef LMSYS_FLASH_CUDA_CUH
 #define LMSYS_FLASH_CUDA_CUH
@@ -14,14 +14,16 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-__device__ inline uint32_t shared_address(const void* x) { return static_cast<uint32_t>(__cvta_generic_to_shared(x)); }
+__device__ inline uint32_t shared_address(const void* x) { return uint32_t(__cvta_generic_to_shared(x)); }
 
 // 16 (or 8) bytes to shared memory behind the thread's back; zeros where not `inside`.
 __device__ inline void copy_async(void* to, const void* from, bool inside) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(inside ? 16 : 0));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+                 "r"(inside ? 16 : 0));
 }
 __device__ inline void copy_async_8(void* to, const void* from, bool inside) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address(to)), "l"(from), "r"(inside ? 8 : 0));
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address(to)), "l"(from),
+                 "r"(inside ? 8 : 0));
 }
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
@@ -39,14 +41,16 @@ __device__ inline void load_matrices_transposed(uint32_t (&to)[4], const void* r
 
 // c (16 x 8) += a (16 x 16) b (16 x 8)
 __device__ inline void mma(__nv_bfloat16, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 __device__ inline void mma(__half, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 __device__ inline uint32_t pack(__nv_bfloat16, float low, float high) {
@@ -59,7 +63,9 @@ __device__ inline uint32_t pack(__half, float low, float high) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
 }
-__device__ inline float2 unpack(__nv_bfloat16, uint32_t x) { return {__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)}; }
+__device__ inline float2 unpack(__nv_bfloat16, uint32_t x) {
+    return {__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)};
+}
 __device__ inline float2 unpack(__half, uint32_t x) { return __half22float2(*reinterpret_cast<const __half2*>(&x)); }
 
 __device__ inline float exp2_fast(float x) { // one instruction
@@ -94,13 +100,13 @@ __device__ inline float row_sum(float x) {
     return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// A tile is rows of D elements, whose chunks are permuted: eight rows at one column, which a matrix load or a quarter of a
-// warp asks for at once, then lie in eight different groups of banks.
+// A tile is rows of D elements, whose chunks are permuted: eight rows at one column, which a matrix load or a quarter
+// of a warp asks for at once, then lie in eight different groups of banks.
 constexpr int WINDOW = CHUNKS < 8 ? CHUNKS : 8; // chunks that are permuted among themselves
 __device__ inline int permutation(int row) { return CHUNKS < 8 ? row / 2 % WINDOW : row % 8; }
 
-// A chunk of a tile. From there `at` finds the chunk `rows` (a multiple of 8) further down in the column that differs in the
-// bits of `columns`: with constants that costs an exclusive or, once for all tiles.
+// A chunk of a tile. From there `at` finds the chunk `rows` (a multiple of 8) further down, in the column that differs
+// in the bits of `columns`: with constants that costs an exclusive or, once for all tiles.
 struct Chunk {
     const T* row;
     int column;
@@ -133,7 +139,8 @@ __device__ inline void load_tile(T* tile, const Head& head, int row, int length)
             copy_async(chunk_at(tile, first + next, chunk), from, row + first + next < length);
 }
 
-// The rows of a left operand that this warp owns: BLOCKS blocks of 16, read from their tile at every use, or KEPT in registers.
+// The rows of a left operand that this warp owns, BLOCKS blocks of 16: read from their tile at every use, or KEPT in
+// registers.
 template <int BLOCKS, bool KEPT>
 struct Rows {
     const T* tile;
@@ -230,7 +237,8 @@ __device__ inline void add_dot(float (&acc)[BLOCKS][D / 8][4], const float (&p)[
                 }
             }
 #pragma unroll
-            for (int i = 0; i < 16 * BLOCKS; ++i) acc[i / 16][first + i / 4 % 4][i % 4] += sum[i / 16][i / 4 % 4][i % 4];
+            for (int i = 0; i < 16 * BLOCKS; ++i)
+                acc[i / 16][first + i / 4 % 4][i % 4] += sum[i / 16][i / 4 % 4][i % 4];
         }
     } else {
         const Chunk lanes(b, lane() % 16, lane() / 16);
@@ -258,7 +266,8 @@ __device__ inline void add_dot(float (&acc)[BLOCKS][D / 8][4], const float (&p)[
 
 // This warp's rows of a result to memory, through its own part of a tile so that every store is of 16 bytes.
 template <int BLOCKS>
-__device__ inline void store_rows(T* tile, const float (&acc)[BLOCKS][D / 8][4], const Head& head, int row, int length) {
+__device__ inline void store_rows(T* tile, const float (&acc)[BLOCKS][D / 8][4], const Head& head, int row,
+                                  int length) {
     tile += warp() * BLOCKS * 16 * D;
     row += warp() * BLOCKS * 16;
 #pragma unroll
@@ -266,10 +275,11 @@ __device__ inline void store_rows(T* tile, const float (&acc)[BLOCKS][D / 8][4],
 #pragma unroll
         for (int column = 0; column < D / 8; ++column) {
             const float low = acc[i / 2][column][i % 2 * 2], high = acc[i / 2][column][i % 2 * 2 + 1];
+            T* const at = chunk_at(tile, 8 * i + g(), (8 * column + 2 * t()) / PER_CHUNK) + 2 * t() % PER_CHUNK;
             if constexpr (FLOAT32)
-                *reinterpret_cast<float2*>(chunk_at(tile, 8 * i + g(), 2 * column + t() / 2) + t() % 2 * 2) = {low, high};
+                *reinterpret_cast<float2*>(at) = {low, high};
             else
-                *reinterpret_cast<uint32_t*>(chunk_at(tile, 8 * i + g(), column) + 2 * t()) = pack(T(), low, high);
+                *reinterpret_cast<uint32_t*>(at) = pack(T(), low, high);
         }
     __syncwarp();
     for (int i = lane(); i < 16 * BLOCKS * CHUNKS; i += 32)
