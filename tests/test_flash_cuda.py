@@ -116,6 +116,22 @@ def test_the_tile_does_not_matter(tiles: Tiles, case: AttentionCase, emulate: Ca
     assert max(worst(case, 0, tiles, std=std) for std in STDS) <= 1
 
 
+@pytest.mark.parametrize("layout", ["a slice of wider rows", "every other element", "odd offset", "one for all rows"])
+def test_rows_of_any_layout(layout: str, emulate: Callable[..., None]) -> None:
+    """As they are where 16 bytes can be moved at once, else by a copy; gradients come in the shape of the inputs."""
+    emulate()
+    inputs = make_inputs(CASES[0], 0)
+    wide = torch.randn(*inputs.v.shape[:-1], 80, generator=torch.Generator().manual_seed(1)).to(inputs.v.dtype)
+    inputs.v = {
+        "a slice of wider rows": wide[..., 8:40],
+        "every other element": wide[..., :64:2],
+        "odd offset": wide[..., 3:35],
+        "one for all rows": wide[..., :1, 8:40].expand_as(inputs.v),
+    }[layout]
+    outputs = run(flash_cuda.flash_cuda, inputs, causal=True)
+    assert max(Oracle(CASES[0], inputs).error_ratios(outputs).values()) <= 1
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "head_dim"), VARIANTS)
 def test_a_growing_maximum_is_followed_on_a_gpu(dtype: str, head_dim: int) -> None:

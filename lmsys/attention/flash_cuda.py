@@ -55,7 +55,7 @@ class Tiles(NamedTuple):
 
 
 def tiles_for(dtype: torch.dtype, head_dim: int) -> Tiles:
-    """As measured on one H200; each fits the 99 KiB of shared memory of the smallest GPU of compute capability 8."""
+    """For bfloat16 and head_dim 64 and 128 the fastest of those measured on one H200, for the others the nearest."""
     if dtype == torch.float32:
         part = 16 if head_dim == 128 else 32
         fwd, dq = Tile(64, 2 * part, 4, 2 * part, False, 1), Tile(64, part, 4, part, False, 1)
@@ -147,12 +147,12 @@ def _stream(device: torch.device) -> int:
 
 
 def _addressable(x: Tensor) -> Tensor:
-    """x itself when its rows can be moved by 16 bytes, else a copy."""
+    """x itself when its rows can be moved by 16 bytes and their stride is an int32, else a copy."""
     size = x.element_size()
     whole = all(n == 1 or s * size % 16 == 0 for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True))
-    return (
-        x if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and whole else x.clone(memory_format=torch.contiguous_format)
-    )
+    if whole and x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and x.stride(-2) < 2**31:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _run(kernels: tuple[str, ...], tensors: dict[str, Tensor], causal: bool, scale: float, tiles: Tiles | None) -> None:
