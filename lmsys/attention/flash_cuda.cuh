@@ -187,8 +187,8 @@ __device__ inline void dot_rows(float (&out)[BLOCKS][COLUMNS][4], const Rows<BLO
 #pragma unroll
                 for (int j = 0; j < 2 * COLUMNS; ++j) {
                     const float4 y = *reinterpret_cast<const float4*>(chunk_at(b, j / 2 * 8 + 2 * t() + j % 2, chunk));
-                    float& sum = out[i / 2][j / 2][i % 2 * 2 + j % 2];
-                    sum = fmaf(x.w, y.w, fmaf(x.z, y.z, fmaf(x.y, y.y, fmaf(x.x, y.x, sum))));
+                    // Four products are summed apart: D roundings one after another lose what logits of 100 need.
+                    out[i / 2][j / 2][i % 2 * 2 + j % 2] += fmaf(x.w, y.w, fmaf(x.z, y.z, fmaf(x.y, y.y, x.x * y.x)));
                 }
             }
     } else {
