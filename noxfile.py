@@ -20,6 +20,7 @@ nox.options.reuse_venv = "yes"
 TORCH = "torch==2.13.0"
 TRITON = "triton==3.6.0"  # for a torch that brings none, as CPU builds: there its interpreter runs the kernels
 SITE = Path("reports/site")
+NOTHING_TO_BUILD = 3  # what flash_cuda's build exits with; its row then says why, and the others are tested
 PROJECT = nox.project.load_toml("pyproject.toml")
 
 
@@ -51,8 +52,9 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def gpu(session: nox.Session) -> None:
-    """The tests that need a CUDA device."""
+    """The tests that need a CUDA device, and before them the CUDA C++ kernels, compiled once and side by side."""
     install(session, "test")
+    session.run("python", "-m", "lmsys.attention.flash_cuda", success_codes=[0, NOTHING_TO_BUILD])
     session.run("python", "-m", "pytest", "-m", "gpu", *session.posargs)
 
 

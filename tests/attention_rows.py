@@ -16,7 +16,7 @@ from lmsys.attention.contract import adapt
 from lmsys.testing import Inputs, Oracle, make_inputs, run
 
 COMPILED = ("naive_compiled", "flex")  # compiled anew for each shape, which takes seconds
-KEEPS_LSE = ("flash_torch", "flash_triton", "flash_triton_torch_bwd")
+KEEPS_LSE = ("flash_torch", "flash_triton", "flash_triton_torch_bwd", "flash_cuda")
 HEADS = [(1, 1), (2, 1), (2, 2), (4, 2)]
 POOL = [  # batch, heads, key heads, queries, keys, head dim, dtype, causal: what compiled rows are asked on CPU
     (2, 4, 2, 33, 70, 32, "float32", True),

@@ -1,5 +1,6 @@
 """The laws of attention, held by every row that this machine can run, forward and every gradient."""
 
+import importlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -10,7 +11,7 @@ import torch
 from attention_rows import KEEPS_LSE, Row, assert_agree, law, quantised_inputs
 from hypothesis import assume
 
-from lmsys.attention import AttentionCase, attention
+from lmsys.attention import ATTENTION, AttentionCase, attention
 from lmsys.attention.flash_torch import FlashTorch
 from lmsys.measure.compare import release_memory
 from lmsys.testing import Inputs, Oracle, make_inputs, run, saved_lse
@@ -19,6 +20,7 @@ from lmsys.testing import Inputs, Oracle, make_inputs, run, saved_lse
 TILES = {
     "flash_torch": [(16, 16), (32, 32), (64, 64), (128, 128)],
     "flash_triton": [(16, 16), (32, 16), (16, 64), (64, 32)],
+    "flash_cuda": [(64, 16), (128, 32)],  # each is compiled for seconds
 }
 
 
@@ -26,6 +28,12 @@ def with_tile(row: Row, size: tuple[int, int]) -> Callable[..., torch.Tensor]:
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float | None) -> torch.Tensor:
         if row.name == "flash_torch":
             return FlashTorch.apply(q, k, v, causal, scale, size[0])
+        if row.name == "flash_cuda":
+            from lmsys.attention import flash_cuda
+
+            tile = flash_cuda.Tile(*size, warps=4, at_once=16, kept=False, blocks=1)
+            owns_keys = tile._replace(block_q=tile.block_k, block_k=tile.block_q)
+            return flash_cuda.FlashCuda.apply(q, k, v, causal, scale, flash_cuda.Tiles(tile, tile, owns_keys))
         from lmsys.attention.flash_triton import FlashTriton
         from lmsys.attention.tuning import Tile
 
@@ -196,22 +204,29 @@ def _apply_with_tile_of_two(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, c
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["flash_torch", "flash_triton"])
+@pytest.mark.parametrize("name", ["flash_torch", "flash_triton", "flash_cuda"])
 def test_very_long_sequences(name: str, dtype: str) -> None:
     """65,536 queries and keys: a matrix of scores would be 16 GiB for each head."""
     row = Row(name, "cuda")
     case = row.case(heads=1, kv_heads=1, queries=65536, keys=65536, head_dim=128, dtype=dtype, causal=True, grad=True)
+    if reason := row.why_not(case):
+        pytest.skip(reason)
     inputs = make_inputs(case, 0)
     ratios = Oracle(case, inputs).error_ratios(row.run(case, inputs))
     assert max(ratios.values()) <= 1, ratios
 
 
 @pytest.mark.gpu
-def test_a_backward_may_be_the_first_cuda_work_of_its_thread() -> None:
+@pytest.mark.parametrize("name", ["flash_triton", "flash_cuda"])
+def test_a_backward_may_be_the_first_cuda_work_of_its_thread(name: str) -> None:
     """As in autograd, which runs backwards in threads of its own."""
-    from lmsys.attention.flash_triton import _backward, _forward
+    case = Row(name, "cuda").case(queries=128, keys=128, head_dim=64)
+    if reason := ATTENTION[name].why_not(case):
+        pytest.skip(reason)
+    module = importlib.import_module(f"lmsys.attention.{name}")
+    _forward, _backward = module._forward, module._backward
 
-    x = make_inputs(Row("flash_triton", "cuda").case(queries=128, keys=128, head_dim=64), 0)
+    x = make_inputs(case, 0)
     o, lse = _forward(x.q, x.k, x.v, True, 0.125)
     arguments = x.q, x.k, x.v, o, lse, x.do, True, 0.125, None
     torch.cuda.synchronize()
@@ -222,10 +237,12 @@ def test_a_backward_may_be_the_first_cuda_work_of_its_thread() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("name", ["flash_torch", "flash_triton"])
+@pytest.mark.parametrize("name", ["flash_torch", "flash_triton", "flash_cuda"])
 def test_more_elements_than_an_int32_counts(name: str, transposed: bool) -> None:
     row = Row(name, "cuda")
     case = row.case(batch=192, heads=96, kv_heads=96, queries=1024, keys=1024, head_dim=128, causal=True, grad=True)
+    if reason := row.why_not(case):
+        pytest.skip(reason)
     assert case.batch * case.heads * case.queries * case.head_dim > 2**31
     release_memory()
     if (free := torch.cuda.mem_get_info()[0]) < 120 * 2**30:

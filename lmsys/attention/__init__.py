@@ -41,6 +41,7 @@ ATTENTION = Table(
         _ours("flash_torch", "flash_torch", "FlashAttention-2, PyTorch"),
         _ours("flash_triton", "flash_triton", "FlashAttention-2, Triton", extra="triton"),
         _ours("flash_triton_torch_bwd", "flash_triton", "Triton forward, PyTorch backward", extra="triton"),
+        _ours("flash_cuda", "flash_cuda", "FlashAttention-2, CUDA C++"),
         _peer("sdpa_math", "SDPA math"),
         _peer("sdpa_flash", "SDPA flash"),
         _peer("sdpa_efficient", "SDPA efficient"),

@@ -1,0 +1,284 @@
+"""FlashAttention-2 in CUDA C++ (flash_cuda.cu): built by nvcc on first use, called through ctypes.
+
+One library for each dtype and head dimension, compiled for the GPU at hand in seconds, without torch's headers,
+and kept in $LMSYS_CACHE_DIR (default ~/.cache/lmsys) by the hash of its sources, its flags and nvcc's version.
+`python -m lmsys.attention.flash_cuda` builds all of them.
+
+Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension.
+"""
+
+import ctypes
+import hashlib
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lmsys.attention.contract import DTYPE_NAMES, AttentionCase, as_4d
+from lmsys.attention.operators import operator
+
+SOURCE = Path(__file__).with_name("flash_cuda.cu")
+FLAGS = ("-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC")
+ELEMENTS = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
+HEAD_DIMS = (32, 64, 128)
+NO_NVCC = "it is compiled on first use: put nvcc of the CUDA toolkit on the PATH, or set CUDA_HOME"
+TENSORS = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
+
+
+class Tile(NamedTuple):
+    """Of a kernel, in the order of `Tile` in flash_cuda.cu."""
+
+    block_q: int
+    block_k: int
+    warps: int
+    at_once: int  # columns of scores that a warp of the backward holds
+    kept: bool  # whether the operands that the walk does not change are kept in registers
+    blocks: int  # thread blocks that a multiprocessor should hold
+
+
+class Tiles(NamedTuple):
+    """Of the three kernels."""
+
+    fwd: Tile
+    dq: Tile
+    dkdv: Tile
+
+
+def tiles_for(dtype: torch.dtype, head_dim: int) -> Tiles:
+    """For bfloat16 and head_dim 64 and 128 the fastest of those measured on one H200, for the others the nearest."""
+    if dtype == torch.float32:
+        part = 16 if head_dim == 128 else 32
+        fwd, dq = Tile(64, 2 * part, 4, 2 * part, False, 1), Tile(64, part, 4, part, False, 1)
+        return Tiles(fwd, dq, Tile(part, 64, 4, part, False, 1))
+    if head_dim == 128:
+        return Tiles(Tile(128, 64, 4, 64, False, 2), Tile(128, 32, 4, 32, False, 2), Tile(64, 64, 4, 32, False, 2))
+    return Tiles(Tile(128, 128, 4, 128, False, 2), Tile(128, 64, 4, 32, True, 2), Tile(64, 128, 4, 32, False, 2))
+
+
+class _View(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("batch_stride", ctypes.c_int64),
+        ("head_stride", ctypes.c_int64),
+        ("row_stride", ctypes.c_int),
+    )
+
+
+class _Problem(ctypes.Structure):
+    _fields_ = (
+        *((name, _View) for name in TENSORS),
+        *((name, ctypes.c_void_p) for name in ("lse", "stats")),
+        *((name, ctypes.c_int) for name in ("batch", "heads", "group", "queries", "keys", "causal")),
+        ("scale", ctypes.c_float),
+        ("device", ctypes.c_int),
+        ("stream", ctypes.c_void_p),
+    )
+
+
+@cache
+def nvcc() -> str | None:
+    """CUDA's compiler: on the path, else under $CUDA_HOME or /usr/local/cuda."""
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    return shutil.which("nvcc") or shutil.which(f"{home}/bin/nvcc")
+
+
+@cache
+def _nvcc_version() -> str:
+    return subprocess.run([str(nvcc()), "--version"], capture_output=True, text=True, check=True).stdout
+
+
+def macros(dtype: torch.dtype, head_dim: int, tiles: Tiles) -> list[str]:
+    """What flash_cuda.cu is told of a variant."""
+    tile_macros = [
+        f"-D{name.upper()}_TILE={','.join(str(int(x)) for x in tile)}" for name, tile in tiles._asdict().items()
+    ]
+    return [f"-DELEMENT={ELEMENTS[dtype]}", f"-DHEAD_DIM={head_dim}", *tile_macros]
+
+
+def nvcc_command(dtype: torch.dtype, head_dim: int, capability: tuple[int, int], tiles: Tiles) -> list[str]:
+    """What builds a variant, less the name of the result."""
+    escaped = [macro.replace(",", "\\,") for macro in macros(dtype, head_dim, tiles)]  # nvcc splits lists at commas
+    return [str(nvcc()), *FLAGS, f"-arch=sm_{capability[0]}{capability[1]}", *escaped, str(SOURCE)]
+
+
+def build(dtype: torch.dtype, head_dim: int, capability: tuple[int, int], tiles: Tiles | None = None) -> Path:
+    """The shared library of a variant, from the cache or compiled now. RuntimeError with nvcc's words if it fails."""
+    command = nvcc_command(dtype, head_dim, capability, tiles or tiles_for(dtype, head_dim))
+    sources = SOURCE.read_bytes() + SOURCE.with_suffix(".cuh").read_bytes()
+    told = "\0".join([*command[1:-1], _nvcc_version()]).encode()
+    name = f"flash_cuda-{hashlib.sha256(sources + told).hexdigest()[:16]}.so"
+    path = Path(os.environ.get("LMSYS_CACHE_DIR", "~/.cache/lmsys")).expanduser() / name
+    if not path.exists():
+        what = f"{DTYPE_NAMES[dtype]}, head_dim {head_dim}, sm_{capability[0]}{capability[1]}"
+        print(f"lmsys: compiling flash_cuda for {what} (once, some seconds)", file=sys.stderr, flush=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            result = Path(folder) / name
+            done = subprocess.run([*command, "-o", str(result)], capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(f"nvcc could not compile {SOURCE}:\n{done.stdout}{done.stderr}")
+            os.replace(result, path)  # atomic: of two processes that compile, the last one's stays
+    return path
+
+
+@cache
+def _library(dtype: torch.dtype, head_dim: int, device: torch.device, tiles: Tiles | None) -> ctypes.CDLL:
+    return load(build(dtype, head_dim, torch.cuda.get_device_capability(device), tiles))
+
+
+def load(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    library.flash_error.restype = ctypes.c_char_p
+    return library
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+def _addressable(x: Tensor) -> Tensor:
+    """x itself when its rows can be moved by 16 bytes and their stride is an int32, else a copy."""
+    size = x.element_size()
+    whole = all(n == 1 or s * size % 16 == 0 for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True))
+    if whole and x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and x.stride(-2) < 2**31:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _run(kernels: tuple[str, ...], tensors: dict[str, Tensor], causal: bool, scale: float, tiles: Tiles | None) -> None:
+    """Launches `kernels`, names in `Tiles`, one after another on `tensors`, those of `_Problem` by its names."""
+    q, k = tensors["q"], tensors["k"]
+    problem = _Problem(
+        batch=q.shape[0],
+        heads=q.shape[1],
+        group=q.shape[1] // k.shape[1],
+        queries=q.shape[2],
+        keys=k.shape[2],
+        causal=causal,
+        scale=scale,
+        device=q.get_device(),
+        stream=_stream(q.device),
+    )
+    for name, x in tensors.items():
+        setattr(problem, name, _View(x.data_ptr(), *x.stride()[:3]) if name in TENSORS else x.data_ptr())
+    library = _library(q.dtype, q.shape[3], q.device, tiles)
+    with torch.cuda.device_of(q):
+        for kernel in kernels:
+            if error := getattr(library, f"flash_{kernel}")(ctypes.byref(problem)):
+                raise RuntimeError(f"the {kernel} kernel of flash_cuda: {library.flash_error(error).decode()}")
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, tiles: Tiles | None = None
+) -> tuple[Tensor, Tensor]:
+    """q (B, H, Q, D), k and v (B, Hkv, K, D) -> o (B, H, Q, D) and lse (B, H, Q), natural log, float32."""
+    o = _addressable(torch.empty_like(q))  # in q's own layout: behind a projection that is (B, Q, H, D) memory
+    q, k, v = (_addressable(x) for x in (q, k, v))
+    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    _run(("fwd",), {"q": q, "k": k, "v": v, "o": o, "lse": lse}, causal, scale, tiles)
+    return o, lse
+
+
+def _backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    causal: bool,
+    scale: float,
+    tiles: Tiles | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq (B, H, Q, D), dk and dv (B, Hkv, K, D)."""
+    dq, dk, dv = (_addressable(torch.empty_like(x)) for x in (q, k, v))
+    stats = torch.empty(*lse.shape, 2, dtype=torch.float32, device=q.device)
+    inputs = {name: _addressable(x) for name, x in zip(TENSORS[:5], (q, k, v, o, do), strict=True)}
+    others = {"dq": dq, "dk": dk, "dv": dv, "lse": lse.contiguous(), "stats": stats}
+    _run(("dq", "dkdv"), inputs | others, causal, scale, tiles)
+    return dq, dk, dv
+
+
+class FlashCuda(torch.autograd.Function):
+    """`.apply(q, k, v, causal, scale, tiles)` on (..., H, S, D) or (B, S, D); the last three may be left out.
+
+    `scale` must be positive here (`flash_cuda` takes any); `tiles` fixes the tiles of the three kernels.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool = False,
+        scale: float | None = None,
+        tiles: Tiles | None = None,
+    ) -> Tensor:
+        ctx.causal, ctx.tiles = causal, tiles
+        ctx.scale = q.shape[-1] ** -0.5 if scale is None else scale
+        if ctx.scale <= 0:
+            raise ValueError(f"{scale=} must be positive in FlashCuda.apply; flash_cuda(...) takes any")
+        o, lse = _forward(*(as_4d(x) for x in (q, k, v)), causal, ctx.scale, tiles)
+        o = o.reshape(q.shape)
+        ctx.save_for_backward(q, k, v, o, lse.view(q.shape[:-1]))
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        q, k, v, o, lse = ctx.saved_tensors
+        q4, k4, v4, o4, do4 = (as_4d(x) for x in (q, k, v, o, grads[0]))
+        gradients = _backward(q4, k4, v4, o4, lse.view(q4.shape[:-1]), do4, ctx.causal, ctx.scale, ctx.tiles)
+        return *(x.reshape(like.shape) for x, like in zip(gradients, (q, k, v), strict=True)), None, None, None
+
+
+_operator = operator("flash_cuda", _forward, _backward)
+
+
+def flash_cuda(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    """softmax(scale · q kᵀ) v: q (B, H, Q, D), k and v (B, Hkv, K, D) -> (B, H, Q, D), in memory linear in Q and K."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if scale <= 0:  # the kernels take the maximum before they scale
+        q, scale = q * (-1 if scale < 0 else 0), -scale or 1.0
+    return (_operator if torch.compiler.is_compiling() else FlashCuda.apply)(q, k, v, causal, scale)
+
+
+def flash_cuda_supports(case: AttentionCase) -> str | None:
+    if case.head_dim not in HEAD_DIMS:
+        return f"head_dim {case.head_dim} is none of {', '.join(map(str, HEAD_DIMS))}"
+    if case.dtype == "float64":
+        return "float64 has no kernel; use naive"
+    if case.device != "cuda":
+        return "runs on CUDA only"
+    if case.capability is not None and case.capability < (8, 0):
+        return f"needs compute capability 8.0 or later; this GPU has {case.capability[0]}.{case.capability[1]}"
+    if nvcc() is None:
+        return NO_NVCC
+    return None
+
+
+def main() -> int:
+    """Builds every variant for the GPUs here, side by side; 3 where there is nothing to build with, or for."""
+    if nvcc() is None or not torch.cuda.is_available():
+        print("flash_cuda is not built:", "there is no CUDA device" if nvcc() else NO_NVCC, file=sys.stderr)
+        return 3
+    capabilities = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for path in pool.map(lambda variant: build(*variant), itertools.product(ELEMENTS, HEAD_DIMS, capabilities)):
+            print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
