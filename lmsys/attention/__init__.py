@@ -21,12 +21,12 @@ def _peer(name: str, label: str, extra: str = "peers") -> Entry:
 def _fastest_first(case: AttentionCase) -> tuple[str, ...]:
     """What "auto" tries, in the order measured on an H200; on a CPU nothing that Triton would interpret.
 
-    cuDNN has the faster forward, and above head_dim 64 the faster backward; up to 64 ours trains faster.
+    On Hopper flash_gluon leads; elsewhere cuDNN has the faster forward, and above head_dim 64 the faster backward; up to 64 ours trains faster.
     """
     if case.device == "cpu":
         return "sdpa_flash", "vectorized"
     first = ("flash_triton", "sdpa_cudnn") if case.grad and case.head_dim <= 64 else ("sdpa_cudnn", "flash_triton")
-    return *first, "sdpa_flash", "sdpa_efficient", "vectorized"
+    return "flash_gluon", *first, "sdpa_flash", "sdpa_efficient", "vectorized"
 
 
 ATTENTION = Table(
@@ -38,6 +38,13 @@ ATTENTION = Table(
         _ours("flash_torch", "flash_torch", "FlashAttention-2, PyTorch"),
         _ours("flash_triton", "flash_triton", "FlashAttention-2, Triton", extra="triton"),
         _ours("flash_triton_torch_bwd", "flash_triton", "Triton forward, PyTorch backward", extra="triton"),
+        Entry(
+            "flash_gluon",
+            "lmsys.attention.flash_gluon.kernels:flash_gluon",
+            "Gluon, Hopper",
+            supports="lmsys.attention.flash_gluon.support:flash_gluon_supports",
+            extra="triton",
+        ),
         _peer("sdpa_math", "SDPA math"),
         _peer("sdpa_flash", "SDPA flash"),
         _peer("sdpa_efficient", "SDPA efficient"),

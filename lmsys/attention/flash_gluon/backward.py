@@ -204,9 +204,7 @@ def _step(
     dk_token = warpgroup_mma(ds_operand, q, dk, is_async=True)
     if PREFETCH:
         following = step + 1
-        mbarrier.wait(
-            q_full.index(following % STAGES), (following // STAGES) & 1, pred=following < steps
-        )
+        mbarrier.wait(q_full.index(following % STAGES), (following // STAGES) & 1, pred=following < steps)
         lse = lses.index(following % STAGES).load(ROW_LAYOUT)
     dq, dv, p_operand = warpgroup_mma_wait(1, deps=[dq_token, dv_token, p_operand])
     _release(do_empty, stage, NAMED, DO_FREE)
@@ -240,8 +238,8 @@ def _convert_completed(
     stride_q = gl.load(parameters + 8)
     H = gl.load(parameters + 3).to(gl.int32)
     tickets = gl.load(parameters + 9).to(gl.pointer_type(gl.int32))
-    dq_ptr = gl.multiple_of(gl.load(parameters + 10), 16).to(gl.pointer_type(DTYPE))
-    dq32_ptr = gl.multiple_of(gl.load(parameters + 11), 16).to(gl.pointer_type(gl.float32))
+    dq_ptr = gl.multiple_of(gl.load(parameters + 10).to(gl.pointer_type(DTYPE)), 16)
+    dq32_ptr = gl.multiple_of(gl.load(parameters + 11).to(gl.pointer_type(gl.float32)), 16)
     num_tiles = gl.cdiv(Q, BLOCK_Q)
     first = n * BLOCK_K // BLOCK_Q if CAUSAL else 0
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -442,9 +440,7 @@ def prepare_kernel(
 
 
 @triton.jit(do_not_specialize=["H", "Q", "stride_b", "stride_h", "stride_q"])
-def convert_kernel(
-    dq32_ptr, dq_ptr, sm_scale, H, Q, stride_b, stride_h, stride_q, ROWS: tl.constexpr, D: tl.constexpr
-):
+def convert_kernel(dq32_ptr, dq_ptr, sm_scale, H, Q, stride_b, stride_h, stride_q, ROWS: tl.constexpr, D: tl.constexpr):
     """dq = sm_scale * dq32, in dq's own layout; the last tiles first, which the L2 cache may still hold."""
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     tiles = tl.cdiv(Q, ROWS)

@@ -34,9 +34,7 @@ def wait_for_writes():
     """Until the bulk stores and reductions that this thread issued are in global memory, not only read."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     ASM: gl.constexpr = "cp.async.bulk.wait_group 0; mov.b32 $0, $1;"
-    gl.inline_asm_elementwise(
-        ASM, "=r,r", [gl.full([128], 0, gl.int32, LAYOUT)], dtype=gl.int32, is_pure=False, pack=1
-    )
+    gl.inline_asm_elementwise(ASM, "=r,r", [gl.full([128], 0, gl.int32, LAYOUT)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @builtin
