@@ -112,7 +112,7 @@ def hazards(sass: str) -> int:
         elif "WARPGROUP.DEPBAR" in code:
             left = int(re.search(r"gsb0,\s*(0x[0-9a-f]+)", code)[1], 16)  # type: ignore[index]
             in_flight = in_flight[len(in_flight) - left :] if left else []
-        elif match := re.match(r"(?:@!?U?P\d+\s+)?([A-Z0-9.]+)\s+R(\d+)", code):
+        elif match := re.match(r"(?:@!?U?P\d+\s+)?([A-Z0-9.]+)\s+R(\d+)", code):  # noqa: SIM102
             if not match[1].startswith(("ST", "RED", "BAR", "SYNCS", "R2UR", "ISETP", "FSETP")):
                 width = 4 if ".128" in match[1] else 2 if ".64" in match[1] or ".WIDE" in match[1] else 1
                 written = set(range(int(match[2]), int(match[2]) + width))

@@ -1,4 +1,4 @@
-"""`flash_gluon` on a GPU: results exact to the bit where arithmetic allows it, repeats, graphs, streams, threads, views."""
+"""`flash_gluon` on a GPU: results exact to the bit where arithmetic allows it, repeats, graphs, streams, views."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -99,7 +99,7 @@ def test_soak(shape: dict[str, Any]) -> None:
 def test_gradients_of_whole_numbers_are_exact(
     shape: dict[str, Any], log_keys: int, of_queries: bool, deterministic: bool
 ) -> None:
-    """Equal weights of 2 ** -n: dq, or with the roles changed dk, are whole numbers over 2 ** n, in any order of sums."""
+    """Equal weights of 2 ** -n: dq, or with the roles changed dk, are whole numbers over 2 ** n, in any order."""
     shape |= {"keys": 2**log_keys, "causal": False}
     generator = torch.Generator("cuda").manual_seed(shape["seed"])
     q, k, v, do = drawn(shape, lambda *size: torch.randint(-1, 2, size, generator=generator, device="cuda").float())

@@ -21,7 +21,8 @@ def _peer(name: str, label: str, extra: str = "peers") -> Entry:
 def _fastest_first(case: AttentionCase) -> tuple[str, ...]:
     """What "auto" tries, in the order measured on an H200; on a CPU nothing that Triton would interpret.
 
-    On Hopper flash_gluon leads; elsewhere cuDNN has the faster forward, and above head_dim 64 the faster backward; up to 64 ours trains faster.
+    On Hopper flash_gluon leads. Elsewhere cuDNN has the faster forward, and above head_dim 64 the faster backward;
+    up to 64 flash_triton trains faster.
     """
     if case.device == "cpu":
         return "sdpa_flash", "vectorized"

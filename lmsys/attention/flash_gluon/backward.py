@@ -134,7 +134,7 @@ def _add_up(dq_desc, dq, buffer, bh, row, col, tickets, before, ticket, turn, DE
     else:
         tma.store_wait(0)
     gl.thread_barrier()  # the thread that issued the last addition has now seen it leave
-    if DETERMINISTIC:
+    if DETERMINISTIC:  # noqa: SIM102 - known when compiling, unlike the next
         if before >= 0:
             gl.atomic_add(tickets + before, 1)
     buffer.store(dq)
@@ -170,7 +170,7 @@ def _step(
     if not PREFETCH:
         lse = lses.index(stage).load(ROW_LAYOUT)
     p = gl.exp2(s * scale - lse[None, :])
-    if MASK:
+    if MASK:  # noqa: SIM102 - known when compiling, unlike the next
         if m < masked_until:
             p = _hide(p, n, m, K, WG, CAUSAL, BLOCK_Q, S_LAYOUT)
     p_narrow = narrow(p, DTYPE)
@@ -339,7 +339,8 @@ def backward_kernel(
 ):  # fmt: skip
     """dk and dv; dq / sm_scale is added to float32 zeros, and if FUSED also rounded to dq.
 
-    `scale` is in base 2; `parameters`: of `prepare_kernel`; `tickets`: zeros, two for each tile of queries; `num_heads`: B Hkv.
+    `scale` is in base 2; `parameters` are those of `prepare_kernel`; `tickets` zeros, two for each tile of queries;
+    `num_heads` is B Hkv.
     RAGGED: K is no multiple of BLOCK_K (which a causal kernel need not be told). GROUPED: G > 1.
     """
     DTYPE: gl.constexpr = q_desc.dtype
@@ -391,7 +392,8 @@ def backward_kernel(
 )  # fmt: skip
 def prepare_kernel(
     o_ptr, do_ptr, lse_ptr, lse2_ptr, delta_ptr, dq_ptr, dq32_ptr, tickets, parameters, sm_scale,
-    num_heads, H, G, Q, Q_PADDED, num_key_tiles, at_once, num_tickets, o_b, o_h, o_q, do_b, do_h, do_q, dq_b, dq_h, dq_q,
+    num_heads, H, G, Q, Q_PADDED, num_key_tiles, at_once, num_tickets,
+    o_b, o_h, o_q, do_b, do_h, do_q, dq_b, dq_h, dq_q,
     ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """delta and the log-sum-exp in base 2 (B H, Q_PADDED), zeros in dq and tickets. Strides are in 8 elements.

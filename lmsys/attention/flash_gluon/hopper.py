@@ -61,7 +61,7 @@ def store_rows(desc, batch, head, row, tile):
 @gluon.jit
 def narrow(x, DTYPE: gl.constexpr):
     """x.to(DTYPE), which LLVM would sink through the loop and out of the registers planned for it."""
-    if DTYPE == gl.bfloat16:
+    if gl.bfloat16 == DTYPE:
         ASM: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
         return gl.inline_asm_elementwise(ASM, "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
     else:
@@ -71,7 +71,7 @@ def narrow(x, DTYPE: gl.constexpr):
 
 @gluon.jit
 def widen(x, DTYPE: gl.constexpr):
-    if DTYPE == gl.bfloat16:
+    if gl.bfloat16 == DTYPE:
         ASM: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
     else:
         ASM: gl.constexpr = "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }"

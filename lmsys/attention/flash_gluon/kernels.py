@@ -131,7 +131,9 @@ class _Backward:
         self.convert_grid = num_heads * triton.cdiv(queries, self.rows)
         self.prepare, self.main, self.convert = self._compiled(q, head_dim, causal, keys, deterministic, group, plan)
 
-    def _compiled(self, q: Tensor, head_dim: int, causal: bool, keys: int, deterministic: bool, group: int, plan: BackwardPlan):  # fmt: skip
+    def _compiled(
+        self, q: Tensor, head_dim: int, causal: bool, keys: int, deterministic: bool, group: int, plan: BackwardPlan
+    ) -> tuple[Kernel, Kernel, Kernel]:
         like = {"device": q.device}
         half = torch.empty(1, 1, 1, head_dim, dtype=q.dtype, **like)
         floats, wide = torch.empty(128, **like), torch.empty(1, 1, head_dim, **like)

@@ -1,9 +1,9 @@
 """Launches compiled kernels with no more of Python than the driver needs.
 
-Triton's own launch looks the kernel up by all its arguments, and encodes each tensor descriptor (cuTensorMapEncodeTiled)
-again: 57 us, and 17 us for each descriptor, against 10 us or less for a short sequence's kernel. Here a kernel is
-compiled once and kept by its caller, and descriptors are kept by address and geometry: they own no memory, and any
-tensor that later takes the same place is described by them as well. Written for the launcher of triton 3.6.0.
+Triton's own launch looks the kernel up by all its arguments, and encodes each tensor descriptor again: 57 us, and
+17 us for each descriptor, against 10 us or less for the kernel of a short sequence. Here a kernel is compiled once
+and kept by its caller, and descriptors are kept by address and geometry: they own no memory, and any tensor that
+later takes the same place is described by them as well. Written for the launcher of triton 3.6.0.
 """
 
 import inspect

@@ -1,7 +1,7 @@
 """Times every candidate plan, interleaved with SDPA cuDNN: `python -m lmsys.attention.flash_gluon.tune [OUT.jsonl]`.
 
-B S = 16,384 tokens, H D = 2048, bfloat16. In a cell, all candidates and cuDNN are timed in turn, round after round, so that
-they see one clock; a line gives the median over rounds and the median of the ratios to cuDNN within a round.
+B S = 16,384 tokens, H D = 2048, bfloat16. In a cell, all candidates and cuDNN are timed in turn, round after round,
+so that they see one clock; a line gives the median over rounds and the median of the ratios to cuDNN within a round.
 `--direction`, `--head-dim`, `--causal`, `--length` narrow the cells, `--planned` times the plans of `plans.py` alone.
 """
 
@@ -121,12 +121,12 @@ def main(arguments: list[str]) -> None:
     batches = {(cell[:3], plan): (cell, [plan]) for cell, plans in jobs for plan in plans}
     with multiprocessing.get_context("spawn").Pool(min(12, len(batches))) as pool:
         pool.map(compile_plans, batches.values(), chunksize=max(1, len(batches) // 12))
-    out = open(chosen.out, "w") if chosen.out else None
     for cell, plans in jobs:
         lines = list(time_cell(cell, plans, chosen.rounds))
         for line in lines:
-            if out:
-                print(json.dumps(line), file=out, flush=True)
+            if chosen.out:
+                with open(chosen.out, "a") as out:
+                    print(json.dumps(line), file=out)
         best = sorted(lines, key=lambda line: line["time_s"])
         for line in [x for x in lines if x["plan"] == "cudnn"] + [x for x in best if x["plan"] != "cudnn"][:3]:
             plan = line["plan"] if line["plan"] == "cudnn" else list(line["plan"].values())
