@@ -24,6 +24,7 @@ from lmsys.attention.flash_gluon.hopper import (
     named_barrier,
     narrow,
     owned_tile,
+    scale_rows,
     store_rows,
 )
 
@@ -174,8 +175,7 @@ def _step(
     new_top = gl.maximum(top, gl.max(s, 1) * scale)
     weights = gl.exp2(s * scale - new_top[:, None])
     rescale = gl.exp2(top - new_top)
-    kept = gl.convert_layout(rescale, gl.SliceLayout(1, total.type.layout), assert_trivial=True)
-    total = total * kept[:, None] + _partial_sums(weights, BLOCK_K)
+    total = scale_rows(total, rescale) + _partial_sums(weights, BLOCK_K)
     acc, p = warpgroup_mma_wait(0, deps=[product, p])
     _release(v_empty, before, NAMED, V_FREE, WGS)
     acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, O_LAYOUT))[:, None]

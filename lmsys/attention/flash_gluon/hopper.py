@@ -79,6 +79,12 @@ def widen(x, DTYPE: gl.constexpr):
 
 
 @gluon.jit
+def scale_rows(x, factor):
+    """x times a factor for each row, which the threads that hold the row hold already."""
+    return x * gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout), assert_trivial=True)[:, None]
+
+
+@gluon.jit
 def owned_tile(index, num_tiles, num_heads, at_once):
     """(head, tile) of work item `index`: of `at_once` heads, which share the L2 cache, all tiles 0, then all 1 ..."""
     first_head = index // (at_once * num_tiles) * at_once
