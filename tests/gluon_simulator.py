@@ -4,7 +4,7 @@ Each partition of each CTA is a thread. Everything asynchronous is done as late,
 spoilt as early, as the rules allow, so that a wait or a release in the wrong place shows as NaN, a wrong sum, an
 error, or a deadlock (reported after a while without progress):
 - a bulk load fills its target with NaN when it is issued, and with data a while later;
-- a matmul reads its operands when it is waited for;
+- a matmul reads its operands when it is waited for, and they must be what they were when it was issued;
 - a bulk store reads its source when it is waited for, and writes when its writes are waited for, or at the end;
 - shared memory that was written by ordinary stores and not fenced cannot be an operand.
 Not simulated: layouts, registers, what 128 threads do apart from one another.
@@ -15,6 +15,7 @@ import ctypes
 import itertools
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -119,7 +120,7 @@ class Shared:
     def operand(self) -> Tensor:
         for other in self.unfenced:
             assert not _overlap(self.data, other), "written by ordinary stores and not fenced"
-        return self.data.float()
+        return self.data.float().clone()
 
 
 def _span(x: Tensor) -> tuple[int, int]:
@@ -141,10 +142,16 @@ class Token:
     acc: Tensor | None
     result: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        self.seen = self._operands()
+
+    def _operands(self) -> tuple[Tensor, Tensor]:
+        return self.a.operand() if isinstance(self.a, Shared) else self.a.float(), self.b.operand()
+
     def run(self) -> None:
-        a = self.a.operand() if isinstance(self.a, Shared) else self.a.float()
-        product = a @ self.b.operand()
-        self.result = product if self.acc is None else self.acc + product
+        a, b = self._operands()
+        assert torch.equal(a, self.seen[0]) and torch.equal(b, self.seen[1]), "an operand changed under a matmul"
+        self.result = a @ b if self.acc is None else self.acc + a @ b
 
 
 class Word(Tensor):
@@ -250,6 +257,9 @@ def _copy_in(desc: Descriptor, coord: list[Any], barrier: Barrier, target: Share
 
 def _copy_out(desc: Descriptor, coord: list[Any], source: Shared, add: bool = False) -> None:
     assert list(source.shape) == desc.block
+    source.operand()
+    if add:
+        time.sleep(random.uniform(0, 0.002))  # so that the order of additions is one of many
     here.stores.append((desc, [int(c) for c in coord], source, add))
 
 
@@ -342,8 +352,11 @@ def _atomic_add(pointer: Pointer, x: Any, mask: Any = None) -> Tensor:
         before = _load(pointer, mask, 0)
         _store(pointer, before + x, mask)
     if isinstance(x, int) and x == 0:  # polled
-        here.machine.await_(lambda: True, "")
-        threading.Event().wait(0.0005)
+        here.polled += 1
+        here.machine.await_(lambda: here.polled < PATIENCE_S / 0.0005, "a turn")
+        time.sleep(0.0005)
+    else:
+        here.polled = 0
     return before
 
 
@@ -374,7 +387,7 @@ def _specialize(functions: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
 
 def _enter(machine: Machine, cta: Cta) -> None:
     here.machine, here.cta = machine, cta
-    here.matmuls, here.stores, here.writes, here.stored = [], [], [], []
+    here.matmuls, here.stores, here.writes, here.stored, here.polled = [], [], [], [], 0
 
 
 class _Constant(int):
@@ -510,11 +523,15 @@ def simulated() -> Iterator[None]:
     from lmsys.attention.flash_gluon import kernels as product
 
     with ExitStack() as patches:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # partitions are threads enough
+        patches.callback(torch.set_num_threads, threads)
         for owner, name, stand_in in [
             (product, "Kernel", Kernel),
             (product, "raw_stream", lambda device: 0),
             (product, "_kernels", {}),
             (product, "_launches", {}),
+            (product, "_counters", {}),
             (torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=PROCESSORS)),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             (torch.cuda, "device_of", lambda x: nullcontext()),

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def every_plan(direction: str) -> list[tuple[int, bool, Any]]:
 
 
 @known
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(case=cases, seed=st.integers(0, 2**31), scale=st.sampled_from([None, 0.3, -0.2]))
 def test_simulated_it_matches_the_oracle(case: AttentionCase, seed: int, scale: float | None) -> None:
     inputs = make_inputs(case, seed, transposed=seed % 2 == 0)
@@ -64,7 +65,7 @@ def test_simulated_it_matches_the_oracle(case: AttentionCase, seed: int, scale: 
 
 
 @known
-@settings(max_examples=4)
+@settings(max_examples=2)
 @given(length=st.integers(1, 420), seed=st.integers(0, 2**31), group=st.sampled_from([1, 3]))
 @pytest.mark.parametrize(("head_dim", "causal", "plan"), every_plan("forward"))
 def test_every_forward_plan(head_dim: int, causal: bool, plan: Any, length: int, seed: int, group: int) -> None:
@@ -118,7 +119,7 @@ MUTANTS = [  # module, what stands there, what is put in its place: each would c
     ("forward", "            out.store(acc.to(DTYPE))\n            fence_async_shared()", "            out.store(acc.to(DTYPE))"),
     ("backward", "_await_free(do_empty, stage, step, NAMED, DO_FREE)\n", "pass\n"),
     ("backward", '    named_barrier("sync", EXCHANGE, 256)\n', ""),
-    ("backward", "        while seen != turn:\n", "        while seen < 0:\n"),
+    ("backward", "            gl.atomic_add(tickets + before, 1)\n    buffer", "            pass\n    buffer"),
     ("backward", "    if FUSED:\n        wait_for_writes()\n", "    if FUSED:\n"),
 ]  # fmt: skip
 
@@ -140,23 +141,31 @@ def test_the_simulation_catches_a_wait_left_out(mutant: int, monkeypatch: pytest
 
     monkeypatch.setattr(Path, "read_text", mutated)
     monkeypatch.setattr(gluon_simulator, "PATIENCE_S", 3.0)
-    case = AttentionCase(1, 3, 3, 600, 600, 64, "bfloat16", True, grad=True)
+    assert wrong(600, 600) or wrong(1500, 60), there
+
+
+def wrong(queries: int, keys: int) -> bool:
+    """Whether a simulated run with so many queries and keys fails, hangs, errs or does not repeat."""
+    case = AttentionCase(1, 3, 3, queries, keys, 64, "bfloat16", True, grad=True)
     x = make_inputs(case, 0)
-    wrong = False
-    with simulated():
-        for deterministic in (False, True):
-            try:
-                o, lse = product()._forward(x.q, x.k, x.v, True, 0.125)
-                grads = product()._backward(x.q, x.k, x.v, o, lse, x.do, True, 0.125, deterministic)
-            except AssertionError:
-                wrong = True
-                break
-            outputs = dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *grads), strict=True))
-            wrong |= max(Oracle(case, x).error_ratios(outputs, rms=True).values()) > 1
-            if deterministic:
-                again = product()._backward(x.q, x.k, x.v, o, lse, x.do, True, 0.125, True)
-                wrong |= not all(torch.equal(one, other) for one, other in zip(grads, again, strict=True))
-    assert wrong, there
+    arguments = x.q, x.k, x.v
+    try:
+        with simulated():
+            o, lse = product()._forward(*arguments, True, 0.125)
+            arguments = *arguments, o, lse, x.do, True, 0.125
+            grads, first, second = (product()._backward(*arguments, mode) for mode in (False, True, True))
+    except AssertionError:
+        return True
+    outputs = dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *grads), strict=True))
+    ratios = Oracle(case, x).error_ratios(outputs, rms=True)
+    return max(ratios.values()) > 1 or not all(
+        torch.equal(one, other) for one, other in zip(first, second, strict=True)
+    )
+
+
+@known
+def test_the_simulation_itself_finds_nothing_wrong() -> None:
+    assert not wrong(600, 600) and not wrong(1500, 60)
 
 
 @cache
@@ -199,10 +208,7 @@ def test_the_kernels_for_hopper_are_well_made() -> None:
 
 def test_it_says_what_it_cannot_run() -> None:
     assert flash_gluon_supports(CASE) == "runs on CUDA"
-    on = {"device": "cuda", "capability": (9, 0)}
-    case = AttentionCase(1, 2, 2, 64, 64, 64, "bfloat16", **on)
-    from dataclasses import replace
-
+    case = replace(CASE, device="cuda", capability=(9, 0))
     if triton.__version__ in KNOWN_TRITON:
         assert flash_gluon_supports(case) is None
         assert "float32" in str(flash_gluon_supports(replace(case, dtype="float32")))

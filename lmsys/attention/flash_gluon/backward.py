@@ -452,4 +452,4 @@ def convert_kernel(dq32_ptr, dq_ptr, sm_scale, H, Q, stride_b, stride_h, stride_
     inside = (rows < Q)[:, None]
     dq = tl.load(dq32_ptr + (bh.to(tl.int64) * Q + rows)[:, None] * D + cols[None, :], mask=inside)
     place = (bh // H).to(tl.int64) * stride_b + (bh % H).to(tl.int64) * stride_h + rows.to(tl.int64) * stride_q
-    tl.store(dq_ptr + place[:, None] * 8 + cols[None, :], (dq * sm_scale).to(dq_ptr.dtype.element_ty), mask=inside)
+    tl.store(dq_ptr + place[:, None] * 8 + cols[None, :], dq * sm_scale, mask=inside)
