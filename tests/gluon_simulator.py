@@ -250,7 +250,7 @@ def _copy_in(desc: Descriptor, coord: list[Any], barrier: Barrier, target: Share
             target.data.copy_(block)
             barrier.landed(desc.block_type.nbytes)
 
-    timer = threading.Timer(random.uniform(0, 0.002), land)
+    timer = threading.Timer(random.choice((0.0, 0.002, 0.02)), land)
     timer.daemon = True
     timer.start()
 
@@ -289,6 +289,7 @@ def _matmul(a: Any, b: Shared, acc: Any, *, use_acc: bool = True, is_async: bool
     assert is_async
     token = Token(a, b, acc if use_acc else None)
     here.matmuls.append(token)
+    time.sleep(random.choice((0, 0, 0.001)))  # others may come in between
     return token
 
 

@@ -137,7 +137,7 @@ def main(dtypes: list[str]) -> None:
                         report("forward", forward(dtype, head_dim, causal, ragged, plan), **what, ragged=ragged,
                                consumers=plan.consumers, ping_pong=plan.ping_pong)  # fmt: skip
                     for plan in {plan for _, plan in BACKWARD[head_dim, causal]}:
-                        for mode in ({}, {"deterministic": True}, {"grouped": True}):
+                        for mode in ({},) if ragged else ({}, {"deterministic": True}, {"grouped": True}):
                             report("backward", backward(dtype, head_dim, causal, ragged, plan, **mode), **what,
                                    ragged=ragged, **mode)  # fmt: skip
 

@@ -378,9 +378,20 @@ def backward_kernel(
     bh = kv_bh * G
     work = batch, kv_head, kv_head * G, n, first, num_tiles, steps
     gl.warp_specialize([
-        (_producer, (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, kvs, ring, work, H, Q_PADDED, BLOCK_Q, GROUPED, NAMED)),
-        (_consumer, (dq_desc, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss, dqs, bh, n, first, num_tiles, steps, masked_until, K, num_key_tiles, 0, D, BLOCK_Q, CAUSAL or RAGGED, CAUSAL, GROUPED, PREFETCH, NAMED, DETERMINISTIC, FUSED)),
-        (_consumer, (dq_desc, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss, dqs, bh, n, first, num_tiles, steps, masked_until, K, num_key_tiles, 1, D, BLOCK_Q, CAUSAL or RAGGED, CAUSAL, GROUPED, PREFETCH, NAMED, DETERMINISTIC, FUSED)),
+            (_producer, (
+                q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, kvs, ring, work, H, Q_PADDED, BLOCK_Q,
+                GROUPED, NAMED
+            )),
+            (_consumer, (
+                dq_desc, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss, dqs, bh, n, first,
+                num_tiles, steps, masked_until, K, num_key_tiles, 0, D, BLOCK_Q, CAUSAL or RAGGED, CAUSAL, GROUPED,
+                PREFETCH, NAMED, DETERMINISTIC, FUSED
+            )),
+            (_consumer, (
+                dq_desc, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss, dqs, bh, n, first,
+                num_tiles, steps, masked_until, K, num_key_tiles, 1, D, BLOCK_Q, CAUSAL or RAGGED, CAUSAL, GROUPED,
+                PREFETCH, NAMED, DETERMINISTIC, FUSED
+            )),
     ], [4, 4], [240, 240])  # fmt: skip
 
 

@@ -309,14 +309,35 @@ def forward_kernel(
     V_FREE: gl.constexpr = FIRST_BARRIER + WGS + STAGES
     if WGS == 2:
         gl.warp_specialize([
-            (_producer, (q_desc, k_desc, v_desc, counter, queries, ring, mailbox, sizes, WGS, BLOCK_K, STAGES, CAUSAL, NAMED, DYNAMIC, K_FREE, V_FREE)),
-            (_consumer, (o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 0, WGS, BLOCK_K, D, STAGES, PING_PONG, CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE)),
-            (_consumer, (o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 1, WGS, BLOCK_K, D, STAGES, PING_PONG, CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE)),
+            (_producer, (
+                q_desc, k_desc, v_desc, counter, queries, ring, mailbox, sizes, WGS, BLOCK_K, STAGES, CAUSAL,
+                NAMED, DYNAMIC, K_FREE, V_FREE
+            )),
+            (_consumer, (
+                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 0, WGS, BLOCK_K, D, STAGES, PING_PONG,
+                CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
+            )),
+            (_consumer, (
+                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 1, WGS, BLOCK_K, D, STAGES, PING_PONG,
+                CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
+            )),
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_producer, (q_desc, k_desc, v_desc, counter, queries, ring, mailbox, sizes, WGS, BLOCK_K, STAGES, CAUSAL, NAMED, DYNAMIC, K_FREE, V_FREE)),
-            (_consumer, (o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 0, WGS, BLOCK_K, D, STAGES, PING_PONG, CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE)),
-            (_consumer, (o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 1, WGS, BLOCK_K, D, STAGES, PING_PONG, CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE)),
-            (_consumer, (o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 2, WGS, BLOCK_K, D, STAGES, PING_PONG, CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE)),
+            (_producer, (
+                q_desc, k_desc, v_desc, counter, queries, ring, mailbox, sizes, WGS, BLOCK_K, STAGES, CAUSAL,
+                NAMED, DYNAMIC, K_FREE, V_FREE
+            )),
+            (_consumer, (
+                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 0, WGS, BLOCK_K, D, STAGES, PING_PONG,
+                CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
+            )),
+            (_consumer, (
+                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 1, WGS, BLOCK_K, D, STAGES, PING_PONG,
+                CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
+            )),
+            (_consumer, (
+                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 2, WGS, BLOCK_K, D, STAGES, PING_PONG,
+                CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
+            )),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
