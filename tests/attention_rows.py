@@ -16,7 +16,7 @@ from lmsys.attention.contract import adapt
 from lmsys.testing import Inputs, Oracle, make_inputs, run
 
 COMPILED = ("naive_compiled", "flex")  # compiled anew for each shape, which takes seconds
-KEEPS_LSE = ("flash_torch", "flash_triton", "flash_triton_torch_bwd", "flash_cuda")
+KEEPS_LSE = ("flash_torch", "flash_triton", "flash_triton_torch_bwd", "flash_cuda", "flash_gluon")
 HEADS = [(1, 1), (2, 1), (2, 2), (4, 2)]
 POOL = [  # batch, heads, key heads, queries, keys, head dim, dtype, causal: what compiled rows are asked on CPU
     (2, 4, 2, 33, 70, 32, "float32", True),
@@ -70,6 +70,8 @@ class Row:
 
     @property
     def head_dims(self) -> list[int]:
+        if self.name == "flash_gluon":
+            return [64, 128]
         if self.device == "cpu":
             return [16, 32] if self.interpreted else [16, 32, 96]
         return [16, 64, 128] if self.name in COMPILED else [16, 32, 64, 96, 128, 256]
@@ -79,7 +81,8 @@ class Row:
 
     def case(self, **changes: Any) -> AttentionCase:
         capability = torch.cuda.get_device_capability() if self.device == "cuda" else None
-        base = AttentionCase(1, 2, 2, 64, 64, 32, "float16", device=self.device, capability=capability)
+        head_dim = min(self.head_dims, key=lambda d: abs(d - 32))
+        base = AttentionCase(1, 2, 2, 64, 64, head_dim, "float16", device=self.device, capability=capability)
         return replace(base, **changes)
 
     @property

@@ -42,6 +42,13 @@ ATTENTION = Table(
         _ours("flash_triton", "flash_triton", "FlashAttention-2, Triton", extra="triton"),
         _ours("flash_triton_torch_bwd", "flash_triton", "Triton forward, PyTorch backward", extra="triton"),
         _ours("flash_cuda", "flash_cuda", "FlashAttention-2, CUDA C++"),
+        Entry(
+            "flash_gluon",
+            "lmsys.attention.flash_gluon.kernels:flash_gluon",
+            "Gluon, Hopper",
+            supports="lmsys.attention.flash_gluon.support:flash_gluon_supports",
+            extra="triton",
+        ),
         _peer("sdpa_math", "SDPA math"),
         _peer("sdpa_flash", "SDPA flash"),
         _peer("sdpa_efficient", "SDPA efficient"),

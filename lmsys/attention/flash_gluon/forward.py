@@ -1,0 +1,343 @@
+"""The forward: one producer warp group loads, two or three consumer warp groups of 64 queries each compute.
+
+After FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608, Algorithms 1 and 2). Keys are walked from the right,
+so that the tiles that need a mask come first. In every step the product Q Kᵀ of one tile and P V of the tile
+before it run under one another's softmax.
+
+Legend: B batch, H query heads, G query heads of one key head, Q queries, K keys, D head dimension.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from lmsys.attention.flash_gluon.hopper import (
+    FIRST_BARRIER,
+    barriers,
+    load_rows,
+    named_barrier,
+    narrow,
+    owned_tile,
+    scale_rows,
+    store_rows,
+)
+
+ROWS = gl.constexpr(64)  # queries of a consumer: the M of a warp group's matmul
+LN_2 = gl.constexpr(0.6931471805599453)
+LEAST = gl.constexpr(-1.0e30)  # a maximum over nothing: finite, so that exp2(-inf - LEAST) is 0
+
+
+@gluon.jit
+def _num_key_tiles(tile, K, CAUSAL: gl.constexpr, TILE_Q: gl.constexpr, BLOCK_K: gl.constexpr):
+    keys = gl.minimum(K, (tile + 1) * TILE_Q) if CAUSAL else K
+    return gl.cdiv(keys, BLOCK_K)
+
+
+@gluon.jit
+def _announce(tiles, full, empty, turn, index):
+    """The producer tells its consumers the next tile, in one of two slots."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    mbarrier.wait(empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+    tiles.index(turn & 1).store(gl.full([1], index, gl.int32, LAYOUT))
+    mbarrier.arrive(full.index(turn & 1), count=1)
+
+
+@gluon.jit
+def _announced(tiles, full, empty, turn):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    mbarrier.wait(full.index(turn & 1), (turn >> 1) & 1)
+    index = gl.max(tiles.index(turn & 1).load(LAYOUT), 0)
+    mbarrier.arrive(empty.index(turn & 1), count=1)
+    return index
+
+
+@gluon.jit
+def _await_free(empty, stage, fill, NAMED: gl.constexpr, FIRST: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr):
+    """Until all consumers have released what the ring's `stage` held."""
+    if NAMED:
+        if fill >= STAGES:
+            named_barrier("sync", FIRST + stage, 128 * (WGS + 1))
+    else:
+        mbarrier.wait(empty.index(stage), ((fill // STAGES) & 1) ^ 1)
+
+
+@gluon.jit
+def _release(empty, stage, NAMED: gl.constexpr, FIRST: gl.constexpr, WGS: gl.constexpr):
+    if NAMED:
+        named_barrier("arrive", FIRST + stage, 128 * (WGS + 1))
+    else:
+        mbarrier.arrive(empty.index(stage), count=1)
+
+
+@gluon.jit
+def _producer(
+    q_desc, k_desc, v_desc, counter, queries, ring, mailbox, sizes,
+    WGS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    NAMED: gl.constexpr, DYNAMIC: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
+):  # fmt: skip
+    qs, q_full, q_empty = queries
+    ks, k_full, k_empty, vs, v_full, v_empty = ring
+    tiles, tile_full, tile_empty = mailbox
+    num_heads, H, G, Q, K, num_tiles, at_once = sizes
+    fill = 0
+    turn = 0
+    index = gl.program_id(0)
+    total = num_heads * num_tiles
+    while index < total:
+        if DYNAMIC:
+            _announce(tiles, tile_full, tile_empty, turn, index)
+        bh, tile = owned_tile(index, num_tiles, num_heads, at_once)
+        if CAUSAL:
+            tile = num_tiles - 1 - tile
+        batch = bh // H
+        head = bh % H
+        slot = turn & 1
+        mbarrier.wait(q_empty.index(slot), ((turn >> 1) & 1) ^ 1)
+        mbarrier.expect(q_full.index(slot), WGS * q_desc.block_type.nbytes)
+        for w in gl.static_range(WGS):
+            row = (tile * WGS + w) * ROWS
+            load_rows(q_desc, batch, head, row, q_full.index(slot), qs.index(slot * WGS + w))
+        n = _num_key_tiles(tile, K, CAUSAL, WGS * ROWS, BLOCK_K)
+        for j in range(n):
+            col = (n - 1 - j) * BLOCK_K
+            stage = fill % STAGES
+            _await_free(k_empty, stage, fill, NAMED, K_FREE, WGS, STAGES)
+            mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+            load_rows(k_desc, batch, head // G, col, k_full.index(stage), ks.index(stage))
+            _await_free(v_empty, stage, fill, NAMED, V_FREE, WGS, STAGES)
+            mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+            load_rows(v_desc, batch, head // G, col, v_full.index(stage), vs.index(stage))
+            fill += 1
+        turn += 1
+        if DYNAMIC:
+            index = gl.atomic_add(counter, 1) + gl.num_programs(0)
+        else:
+            index += gl.num_programs(0)
+    if DYNAMIC:
+        # Before the ring is drained: consumers would otherwise wait for this, and the drain for them.
+        _announce(tiles, tile_full, tile_empty, turn, index)
+        done = gl.atomic_add(counter + 1, 1)
+        if done == gl.num_programs(0) - 1:  # the last leaves the counter as it was found
+            gl.store(counter, 0)
+            gl.store(counter + 1, 0)
+    if NAMED:  # every arrival has to be met before the CTA may end
+        for i in range(gl.maximum(fill - STAGES, 0), fill):
+            named_barrier("sync", K_FREE + i % STAGES, 128 * (WGS + 1))
+            named_barrier("sync", V_FREE + i % STAGES, 128 * (WGS + 1))
+
+
+@gluon.jit
+def _hide(scores, row, col, K, CAUSAL: gl.constexpr, BLOCK_K: gl.constexpr, LAYOUT: gl.constexpr):
+    """-inf where a query may not look; query `row` + i sees the keys up to min(row + i, K - 1)."""
+    if not CAUSAL:  # it is the same for all tiles of queries: say otherwise, or 32 registers would hold the mask
+        col = gl.where(row < 0, row, col)
+    cols = col + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, LAYOUT))
+    last = gl.full([ROWS], K - 1, gl.int32, gl.SliceLayout(1, LAYOUT))
+    if CAUSAL:
+        last = gl.minimum(last, row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)))
+    return gl.where(cols[None, :] <= last[:, None], scores, float("-inf"))
+
+
+@gluon.jit
+def _partial_sums(p, BLOCK_K: gl.constexpr):
+    """Sums of p (ROWS, BLOCK_K) over the columns that one thread holds: (ROWS, 4)."""
+    return gl.sum(gl.sum(gl.reshape(p, [ROWS, BLOCK_K // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _step(
+    q, ks, vs, zeros, acc, top, total, p, k_full, k_empty, v_full, v_empty, fill, scale, row, col, K,
+    WG: gl.constexpr, WGS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PING_PONG: gl.constexpr,
+    MASK: gl.constexpr, CAUSAL: gl.constexpr, NAMED: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
+    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
+    """Scores of this key tile, while P V of the one before it runs."""
+    stage = fill % STAGES
+    before = (fill - 1) % STAGES
+    mbarrier.wait(k_full.index(stage), (fill // STAGES) & 1)
+    if PING_PONG:
+        named_barrier("sync", FIRST_BARRIER + WG, 256)
+    scores = warpgroup_mma(q, ks.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(before), ((fill - 1) // STAGES) & 1)
+    product = warpgroup_mma(p, vs.index(before), acc, is_async=True)
+    if PING_PONG:
+        named_barrier("arrive", FIRST_BARRIER + (WG + 1) % WGS, 256)
+    s = warpgroup_mma_wait(1, deps=[scores])
+    _release(k_empty, stage, NAMED, K_FREE, WGS)
+    if MASK:
+        s = _hide(s, row, col, K, CAUSAL, BLOCK_K, S_LAYOUT)
+    new_top = gl.maximum(top, gl.max(s, 1) * scale)
+    weights = gl.exp2(s * scale - new_top[:, None])
+    rescale = gl.exp2(top - new_top)
+    total = scale_rows(total, rescale) + _partial_sums(weights, BLOCK_K)
+    acc, p = warpgroup_mma_wait(0, deps=[product, p])
+    _release(v_empty, before, NAMED, V_FREE, WGS)
+    acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, O_LAYOUT))[:, None]
+    p = gl.convert_layout(narrow(weights, DTYPE), P_LAYOUT)
+    return acc, new_top, total, p
+
+
+@gluon.jit
+def _consumer(
+    o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes,
+    WG: gl.constexpr, WGS: gl.constexpr, BLOCK_K: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    PING_PONG: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+    NAMED: gl.constexpr, DYNAMIC: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
+):  # fmt: skip
+    qs, q_full, q_empty = queries
+    ks, k_full, k_empty, vs, v_full, v_empty = ring
+    tiles, tile_full, tile_empty = mailbox
+    num_heads, H, G, Q, K, num_tiles, at_once = sizes
+    DTYPE: gl.constexpr = o_desc.dtype
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    fill = 0
+    turn = 0
+    if PING_PONG and WG == WGS - 1:
+        named_barrier("arrive", FIRST_BARRIER, 256)
+    index = gl.program_id(0)
+    if DYNAMIC:
+        index = _announced(tiles, tile_full, tile_empty, 0)
+    while index < num_heads * num_tiles:
+        bh, tile = owned_tile(index, num_tiles, num_heads, at_once)
+        if CAUSAL:
+            tile = num_tiles - 1 - tile
+        row = (tile * WGS + WG) * ROWS
+        n = _num_key_tiles(tile, K, CAUSAL, WGS * ROWS, BLOCK_K)
+        acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
+        zeros = gl.zeros([ROWS, BLOCK_K], gl.float32, S_LAYOUT)
+        slot = turn & 1
+        q = qs.index(slot * WGS + WG)
+        mbarrier.wait(q_full.index(slot), (turn >> 1) & 1)
+        stage = fill % STAGES
+        mbarrier.wait(k_full.index(stage), (fill // STAGES) & 1)
+        if PING_PONG:
+            named_barrier("sync", FIRST_BARRIER + WG, 256)
+        scores = warpgroup_mma(q, ks.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        if PING_PONG:
+            named_barrier("arrive", FIRST_BARRIER + (WG + 1) % WGS, 256)
+        s = warpgroup_mma_wait(0, deps=[scores])
+        _release(k_empty, stage, NAMED, K_FREE, WGS)
+        if CAUSAL or RAGGED:
+            s = _hide(s, row, (n - 1) * BLOCK_K, K, CAUSAL, BLOCK_K, S_LAYOUT)
+            top = gl.maximum(gl.max(s, 1) * scale, LEAST)
+        else:
+            top = gl.max(s, 1) * scale
+        weights = gl.exp2(s * scale - top[:, None])
+        total = _partial_sums(weights, BLOCK_K)
+        p = gl.convert_layout(narrow(weights, DTYPE), P_LAYOUT)
+        fill += 1
+        first_full = 1
+        if CAUSAL and WGS * ROWS > BLOCK_K:  # more than one tile may touch the diagonal
+            first_full = gl.minimum(gl.maximum(n - (row + 1) // BLOCK_K, 1), n)
+            for j in range(1, first_full):
+                acc, top, total, p = _step(
+                    q, ks, vs, zeros, acc, top, total, p, k_full, k_empty, v_full, v_empty, fill, scale,
+                    row, (n - 1 - j) * BLOCK_K, K, WG, WGS, BLOCK_K, STAGES, PING_PONG, True, CAUSAL,
+                    NAMED, K_FREE, V_FREE, S_LAYOUT, O_LAYOUT, P_LAYOUT, DTYPE,
+                )  # fmt: skip
+                fill += 1
+        for _ in range(first_full, n):
+            acc, top, total, p = _step(
+                q, ks, vs, zeros, acc, top, total, p, k_full, k_empty, v_full, v_empty, fill, scale,
+                row, 0, K, WG, WGS, BLOCK_K, STAGES, PING_PONG, False, CAUSAL,
+                NAMED, K_FREE, V_FREE, S_LAYOUT, O_LAYOUT, P_LAYOUT, DTYPE,
+            )  # fmt: skip
+            fill += 1
+        mbarrier.arrive(q_empty.index(slot), count=1)
+        before = (fill - 1) % STAGES
+        mbarrier.wait(v_full.index(before), ((fill - 1) // STAGES) & 1)
+        product = warpgroup_mma(p, vs.index(before), acc, is_async=True)
+        sums = gl.convert_layout(gl.sum(total, 1), ROW_LAYOUT)
+        lse = (top + gl.log2(sums)) * LN_2
+        inverse = gl.convert_layout(1.0 / sums, gl.SliceLayout(1, O_LAYOUT))
+        turn += 1
+        if DYNAMIC:
+            index = _announced(tiles, tile_full, tile_empty, turn)
+        else:
+            index += gl.num_programs(0)
+        acc, p = warpgroup_mma_wait(0, deps=[product, p])
+        _release(v_empty, before, NAMED, V_FREE, WGS)
+        acc = acc * inverse[:, None]
+        if row < Q:
+            out = outs.index(WG)
+            tma.store_wait(0)
+            gl.thread_barrier()  # the thread that issued the last store has now seen it leave
+            out.store(acc.to(DTYPE))
+            fence_async_shared()
+            store_rows(o_desc, bh // H, bh % H, row, out)
+            rows = row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
+            gl.store(lse_ptr + bh.to(gl.int64) * Q + rows, lse, mask=rows < Q)
+    if PING_PONG and WG == 0:
+        named_barrier("sync", FIRST_BARRIER, 256)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["num_heads", "H", "G", "Q", "K", "num_tiles", "at_once"])
+def forward_kernel(
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, counter, scale, num_heads, H, G, Q, K, num_tiles, at_once,
+    BLOCK_K: gl.constexpr, D: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    PING_PONG: gl.constexpr, NAMED: gl.constexpr, DYNAMIC: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+):  # fmt: skip
+    """o and the natural log-sum-exp. `scale` in base 2; `counter`: two int32 zeros, zero again at the end.
+
+    RAGGED: K is no multiple of BLOCK_K (which a causal kernel need not be told).
+    """
+    DTYPE: gl.constexpr = q_desc.dtype
+    Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], DTYPE)
+    K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, D], DTYPE)
+    qs = gl.allocate_shared_memory(DTYPE, [2 * WGS, ROWS, D], Q_LAYOUT)
+    outs = gl.allocate_shared_memory(DTYPE, [WGS, ROWS, D], Q_LAYOUT)
+    ks = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_K, D], K_LAYOUT)
+    vs = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_K, D], K_LAYOUT)
+    tiles = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    queries = qs, barriers(2, 1), barriers(2, WGS)
+    ring = ks, barriers(STAGES, 1), barriers(STAGES, WGS), vs, barriers(STAGES, 1), barriers(STAGES, WGS)
+    mailbox = tiles, barriers(2, 1), barriers(2, WGS)
+    sizes = num_heads, H, G, Q, K, num_tiles, at_once
+    fence_async_shared()
+    # Named barriers: WGS for the ping-pong, then one for each stage of K and of V.
+    K_FREE: gl.constexpr = FIRST_BARRIER + WGS
+    V_FREE: gl.constexpr = FIRST_BARRIER + WGS + STAGES
+    if WGS == 2:
+        gl.warp_specialize([
+            (_producer, (
+                q_desc, k_desc, v_desc, counter, queries, ring, mailbox, sizes, WGS, BLOCK_K, STAGES, CAUSAL,
+                NAMED, DYNAMIC, K_FREE, V_FREE
+            )),
+            (_consumer, (
+                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 0, WGS, BLOCK_K, D, STAGES, PING_PONG,
+                CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
+            )),
+            (_consumer, (
+                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 1, WGS, BLOCK_K, D, STAGES, PING_PONG,
+                CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
+            )),
+        ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_producer, (
+                q_desc, k_desc, v_desc, counter, queries, ring, mailbox, sizes, WGS, BLOCK_K, STAGES, CAUSAL,
+                NAMED, DYNAMIC, K_FREE, V_FREE
+            )),
+            (_consumer, (
+                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 0, WGS, BLOCK_K, D, STAGES, PING_PONG,
+                CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
+            )),
+            (_consumer, (
+                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 1, WGS, BLOCK_K, D, STAGES, PING_PONG,
+                CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
+            )),
+            (_consumer, (
+                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 2, WGS, BLOCK_K, D, STAGES, PING_PONG,
+                CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
+            )),
+        ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip

@@ -1,0 +1,102 @@
+"""What the kernels need of Hopper and Gluon's own surface lacks or hides. Written for triton 3.6.0.
+
+Named barriers by inline assembly: hardware has 16, Triton takes the low ones, the kernels 8 to 15. TMA
+reduce-add: in the compiler, not in Gluon's Python.
+"""
+
+import triton
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+FIRST_BARRIER = triton.language.constexpr(8)
+
+
+@gluon.constexpr_function
+def _barrier_asm(kind, num_threads):
+    return f"bar.{kind} $1, {num_threads}; mov.b32 $0, $1;"
+
+
+@gluon.jit
+def named_barrier(KIND: gl.constexpr, barrier, NUM_THREADS: gl.constexpr):
+    """`sync` waits until NUM_THREADS have come to the barrier, `arrive` comes and goes on. By all of 4 warps."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    ASM: gl.constexpr = _barrier_asm(KIND, NUM_THREADS)
+    gl.inline_asm_elementwise(
+        ASM, "=r,r", [gl.full([128], barrier, gl.int32, LAYOUT)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def wait_for_writes():
+    """Until the bulk stores and reductions that this thread issued are in global memory, not only read."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    ASM: gl.constexpr = "cp.async.bulk.wait_group 0; mov.b32 $0, $1;"
+    gl.inline_asm_elementwise(ASM, "=r,r", [gl.full([128], 0, gl.int32, LAYOUT)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@builtin
+def tma_reduce_add(desc, coord, source, _semantic=None):
+    """Adds a tile of shared memory to global memory, element by element; in no order among CTAs."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, source.handle)
+
+
+@gluon.jit
+def load_rows(desc, batch, head, row, barrier, tile):
+    """Starts the copy of rows [row, row + n) of a (B, H, S, D) tensor into tile (n, D); rows past the end are zero."""
+    wide = tile._reinterpret(desc.dtype, [1, 1, tile.shape[0], tile.shape[1]], desc.layout)
+    tma.async_copy_global_to_shared(desc, [batch, head, row, 0], barrier, wide)
+
+
+@gluon.jit
+def store_rows(desc, batch, head, row, tile):
+    """The way back; rows past the end are dropped."""
+    wide = tile._reinterpret(desc.dtype, [1, 1, tile.shape[0], tile.shape[1]], desc.layout)
+    tma.async_copy_shared_to_global(desc, [batch, head, row, 0], wide)
+
+
+@gluon.jit
+def narrow(x, DTYPE: gl.constexpr):
+    """x.to(DTYPE), which LLVM would sink through the loop and out of the registers planned for it."""
+    if gl.bfloat16 == DTYPE:
+        ASM: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
+        return gl.inline_asm_elementwise(ASM, "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
+    else:
+        ASM: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"
+        return gl.inline_asm_elementwise(ASM, "=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def widen(x, DTYPE: gl.constexpr):
+    if gl.bfloat16 == DTYPE:
+        ASM: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+    else:
+        ASM: gl.constexpr = "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }"
+    return gl.inline_asm_elementwise(ASM, "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2)
+
+
+@gluon.jit
+def scale_rows(x, factor):
+    """x times a factor for each row, which the threads that hold the row hold already."""
+    return x * gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout), assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def owned_tile(index, num_tiles, num_heads, at_once):
+    """(head, tile) of work item `index`: of `at_once` heads, which share the L2 cache, all tiles 0, then all 1 ..."""
+    first_head = index // (at_once * num_tiles) * at_once
+    heads = gl.minimum(at_once, num_heads - first_head)
+    within = index - first_head * num_tiles
+    return first_head + within % heads, within // heads
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """COUNT memory barriers, each of which waits for ARRIVALS."""
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(made.index(i), count=ARRIVALS)
+    return made

@@ -1,0 +1,281 @@
+"""The row `flash_gluon`: launchers, custom operator, autograd Function, public function.
+
+Legend: B batch, H query heads, Hkv key heads, G = H / Hkv, Q queries, K keys, D head dimension.
+"""
+
+import math
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lmsys.attention.contract import as_4d
+from lmsys.attention.flash_gluon.backward import backward_kernel, convert_kernel, prepare_kernel
+from lmsys.attention.flash_gluon.forward import forward_kernel
+from lmsys.attention.flash_gluon.launch import Kernel, raw_stream
+from lmsys.attention.flash_gluon.plans import (
+    BackwardPlan,
+    ForwardPlan,
+    backward_plan,
+    forward_plan,
+    heads_at_once,
+)
+from lmsys.attention.flash_gluon.support import flash_gluon_supports
+from lmsys.attention.operators import operator
+
+__all__ = ["FlashGluon", "flash_gluon", "flash_gluon_supports"]
+
+LOG2_E = math.log2(math.e)
+TILE_K = 128
+ROWS = 64  # of queries that one warp group of the forward owns
+NUM_PARAMETERS = 16  # int64, of which `prepare_kernel` writes some
+ROW_PADDING = 128  # of delta and the log-sum-exp
+REGISTERS = {2: (240, 168), 3: (160, 128)}  # by warp groups that compute: registers of theirs, and of the kernel
+
+_launches: dict[tuple[Any, ...], Any] = {}
+_kernels: dict[tuple[Any, ...], Kernel] = {}
+_counters: dict[tuple[int, int], Tensor] = {}
+
+
+def _addressable(x: Tensor) -> Tensor:
+    """x itself when TMA can address it, else a contiguous copy."""
+    b, h, s, d = x.stride()
+    if d == 1 and not (b | h | s) & 7 and b and h and s and not x.data_ptr() & 15:
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def _like(x: Tensor) -> Tensor:
+    """Room for a result, in x's own layout where rows are contiguous: behind a projection (B, S, H, D) memory."""
+    return torch.empty_like(x) if x.stride(-1) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _counter(device: int, stream: int) -> Tensor:
+    """Two zeros, which the kernel leaves zero: one pair for each stream, within which kernels do not overlap."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)  # a graph may be replayed on any stream
+    if (device, stream) not in _counters:
+        _counters[device, stream] = torch.zeros(2, dtype=torch.int32, device=device)
+    return _counters[device, stream]
+
+
+class _Forward:
+    """What all calls of one shape share."""
+
+    def __init__(self, q: Tensor, k: Tensor, causal: bool, plan: ForwardPlan):
+        (batch, heads, queries, head_dim), (_, kv_heads, keys, _) = q.shape, k.shape
+        self.device = q.device.index
+        num_tiles = triton.cdiv(queries, plan.consumers * ROWS)
+        num_heads, group = batch * heads, heads // kv_heads
+        at_once = heads_at_once(plan.l2_mib, 4 * keys * head_dim) * group if plan.l2_mib else 1
+        self.sizes = num_heads, heads, group, queries, keys, num_tiles, min(at_once, num_heads)
+        processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+        self.grid = min(processors, num_heads * num_tiles)
+        self.dynamic = plan.dynamic
+        ragged = not causal and keys % TILE_K != 0
+        key = "forward", self.device, q.dtype, head_dim, causal, ragged, plan
+        if key not in _kernels:
+            registers, cap = REGISTERS[plan.consumers]
+            counter = torch.zeros(2, dtype=torch.int32, device=q.device)
+            lse = torch.zeros(1, dtype=torch.float32, device=q.device)
+            q_block, k_block = [1, 1, ROWS, head_dim], [1, 1, TILE_K, head_dim]
+            sample = torch.empty(1, 1, 1, head_dim, dtype=q.dtype, device=q.device)
+            _kernels[key] = Kernel(
+                forward_kernel,
+                [sample] * 4,
+                [q_block, k_block, k_block, q_block],
+                [lse, counter, 1.5, *self.sizes],
+                BLOCK_K=TILE_K,
+                D=head_dim,
+                WGS=plan.consumers,
+                STAGES=plan.stages,
+                REGISTERS=registers,
+                PING_PONG=plan.ping_pong,
+                NAMED=plan.named,
+                DYNAMIC=plan.dynamic,
+                CAUSAL=causal,
+                RAGGED=ragged,
+                maxnreg=cap,
+            )
+        self.kernel = _kernels[key]
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float) -> None:
+        stream = raw_stream(self.device)
+        counter = _counter(self.device, stream).data_ptr() if self.dynamic else 0
+        self.kernel(self.grid, stream, (q, k, v, o), (lse.data_ptr(), counter, scale * LOG2_E, *self.sizes))
+
+
+class _Backward:
+    def __init__(self, q: Tensor, k: Tensor, causal: bool, deterministic: bool, plan: BackwardPlan):
+        (batch, heads, queries, head_dim), (_, kv_heads, keys, _) = q.shape, k.shape
+        self.device, self.heads, self.queries = q.device.index, heads, queries
+        self.block_q = 64 if head_dim == 128 else 128
+        group, num_heads, kv_num_heads = heads // kv_heads, batch * heads, batch * kv_heads
+        self.padded = triton.cdiv(queries, ROW_PADDING) * ROW_PADDING
+        num_key_tiles = triton.cdiv(keys, TILE_K)
+        at_once = heads_at_once(plan.l2_mib, 8 * max(queries * group, keys) * head_dim) if plan.l2_mib else 1
+        at_once = min(at_once, kv_num_heads)
+        self.grid = kv_num_heads * num_key_tiles
+        self.num_tickets = num_heads * triton.cdiv(queries, self.block_q) * 2
+        self.fused = plan.fused and not deterministic
+        self.sizes = kv_num_heads, heads, group, queries, self.padded, keys, num_key_tiles, at_once
+        self.prepare_sizes = num_heads, heads, group, queries, self.padded, num_key_tiles, at_once, self.num_tickets
+        # float32 dq (B H, Q, D), padded log-sum-exp and delta (B H, Qpad), parameters (int64), tickets (int32)
+        self.num_dq, self.num_rows = num_heads * queries * head_dim, num_heads * self.padded
+        self.dq_shape = num_heads, queries, head_dim
+        self.floats = self.num_dq + 2 * self.num_rows + 2 * NUM_PARAMETERS + self.num_tickets
+        self.rows = 4096 // head_dim  # of a program before and after
+        self.prepare_grid = num_heads * self.padded // self.rows
+        self.convert_grid = num_heads * triton.cdiv(queries, self.rows)
+        self.prepare, self.main, self.convert = self._compiled(q, head_dim, causal, keys, deterministic, group, plan)
+
+    def _compiled(
+        self, q: Tensor, head_dim: int, causal: bool, keys: int, deterministic: bool, group: int, plan: BackwardPlan
+    ) -> tuple[Kernel, Kernel, Kernel]:
+        like = {"device": q.device}
+        half = torch.empty(1, 1, 1, head_dim, dtype=q.dtype, **like)
+        floats, wide = torch.empty(128, **like), torch.empty(1, 1, head_dim, **like)
+        ints, longs = torch.empty(128, dtype=torch.int32, **like), torch.empty(16, dtype=torch.int64, **like)
+        ragged = not causal and keys % TILE_K != 0
+        same = self.device, q.dtype, head_dim
+
+        def kept(key: tuple[Any, ...], *arguments: Any, **options: Any) -> Kernel:
+            if key not in _kernels:
+                _kernels[key] = Kernel(*arguments, **options)
+            return _kernels[key]
+
+        prepare = kept(
+            ("prepare", *same), prepare_kernel, [], [],
+            [half, half, floats, floats, floats, half, floats, ints, longs, 0.5, *self.prepare_sizes, *[8] * 9],
+            ROWS=self.rows, D=head_dim,
+        )  # fmt: skip
+        convert = kept(
+            ("convert", *same), convert_kernel, [], [], [floats, half, 0.5, 8, 8, 8, 8, 8], ROWS=self.rows, D=head_dim
+        )
+        q_block, k_block, out_block = ([1, 1, rows, head_dim] for rows in (self.block_q, TILE_K, 64))
+        row_block = [self.block_q]
+        main = kept(
+            ("backward", *same, causal, ragged, deterministic, self.fused, group > 1, plan),
+            backward_kernel,
+            [half, half, half, half, floats, floats, wide, half, half],
+            [q_block, k_block, k_block, q_block, row_block, row_block, [1, 64, 64], out_block, out_block],
+            [longs, ints, 1.5, *self.sizes],
+            BLOCK_Q=self.block_q, D=head_dim, CAUSAL=causal, RAGGED=ragged, GROUPED=group > 1,
+            PREFETCH=plan.prefetch, NAMED=plan.named, DETERMINISTIC=deterministic, FUSED=self.fused, maxnreg=168,
+        )  # fmt: skip
+        return prepare, main, convert
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor,
+        dq: Tensor, dk: Tensor, dv: Tensor, scale: float,
+    ) -> None:  # fmt: skip
+        stream = raw_stream(self.device)
+        space = torch.empty(self.floats, dtype=torch.float32, device=q.device)
+        dq32, lse2, delta, rest = space.split_with_sizes(
+            (self.num_dq, self.num_rows, self.num_rows, self.floats - self.num_dq - 2 * self.num_rows)
+        )
+        dq32 = dq32.view(self.dq_shape)
+        parameters = rest.data_ptr()
+        tickets = parameters + 8 * NUM_PARAMETERS
+        dq_strides = _eighths(dq)
+        pointers = (o, do, lse, lse2, delta, dq, dq32)
+        self.prepare(
+            self.prepare_grid, stream, (),
+            (*(x.data_ptr() for x in pointers), tickets, parameters, scale, *self.prepare_sizes,
+             *_eighths(o), *_eighths(do), *dq_strides),
+        )  # fmt: skip
+        self.main(
+            self.grid, stream, (q, k, v, do, lse2, delta, dq32, dk, dv),
+            (parameters, tickets, scale * LOG2_E, *self.sizes),
+        )  # fmt: skip
+        if not self.fused:
+            self.convert(
+                self.convert_grid, stream, (),
+                (dq32.data_ptr(), dq.data_ptr(), scale, self.heads, self.queries, *dq_strides),
+            )  # fmt: skip
+
+
+def _eighths(x: Tensor) -> tuple[int, int, int]:
+    """The strides that kernels are given: in 8 elements, so that they know them for multiples of 16 bytes."""
+    b, h, s, _ = x.stride()
+    return b // 8, h // 8, s // 8
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, plan: ForwardPlan | None = None
+) -> tuple[Tensor, Tensor]:
+    """q (B, H, Q, D), k and v (B, Hkv, K, D) -> o (B, H, Q, D) and lse (B, H, Q), natural log, float32."""
+    o = _like(q)
+    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    q, k, v = _addressable(q), _addressable(k), _addressable(v)
+    key = "forward", q.shape, k.shape, q.dtype, causal, q.device.index, plan
+    launch = _launches.get(key)
+    with torch.cuda.device_of(q):
+        if launch is None:
+            chosen = plan or forward_plan(q.shape[-1], causal, k.shape[2])
+            launch = _launches[key] = _Forward(q, k, causal, chosen)
+        launch.run(q, k, v, o, lse, scale)
+    return o, lse
+
+
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, causal: bool, scale: float,
+    deterministic: bool | None = None, plan: BackwardPlan | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq (B, H, Q, D), dk and dv (B, Hkv, K, D). `deterministic` defaults to what torch is set to."""
+    # autograd runs this in a thread of its own, where nothing may have bound a CUDA context yet. This call does.
+    torch.cuda.is_current_stream_capturing()
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    dq, dk, dv = _like(q), _like(k), _like(v)
+    q, k, v, o, do = _addressable(q), _addressable(k), _addressable(v), _addressable(o), _addressable(do)
+    key = "backward", q.shape, k.shape, q.dtype, causal, q.device.index, deterministic, plan
+    launch = _launches.get(key)
+    with torch.cuda.device_of(q):
+        if launch is None:
+            chosen = plan or backward_plan(q.shape[-1], causal, k.shape[2])
+            launch = _launches[key] = _Backward(q, k, causal, deterministic, chosen)
+        launch.run(q, k, v, o, lse, do, dq, dk, dv, scale)
+    return dq, dk, dv
+
+
+class FlashGluon(torch.autograd.Function):
+    """`.apply(q, k, v, causal, scale)` on (..., H, S, D) or (B, S, D); the last two may be left out.
+
+    `scale` must be positive here (`flash_gluon` takes any).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None) -> Tensor:
+        ctx.causal = causal
+        ctx.scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+        if ctx.scale <= 0:
+            raise ValueError(f"{scale=} must be positive in FlashGluon.apply; flash_gluon(...) takes any")
+        o, lse = _forward(as_4d(q), as_4d(k), as_4d(v), causal, ctx.scale)
+        o = o.reshape(q.shape)
+        ctx.save_for_backward(q, k, v, o, lse.view(q.shape[:-1]))
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        q, k, v, o, lse = ctx.saved_tensors
+        q4, k4, v4, o4, do4 = as_4d(q), as_4d(k), as_4d(v), as_4d(o), as_4d(grads[0])
+        dq, dk, dv = _backward(q4, k4, v4, o4, lse.view(q4.shape[:-1]), do4, ctx.causal, ctx.scale)
+        return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape), None, None
+
+
+_operator = operator("flash_gluon", _forward, _backward)
+
+
+def flash_gluon(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    """softmax(scale · q kᵀ) v on Hopper: q (B, H, Q, D), k and v (B, Hkv, K, D) -> (B, H, Q, D), D 64 or 128.
+
+    bfloat16 or float16. dq is added up in no fixed order, unless `torch.use_deterministic_algorithms(True)`.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if scale <= 0:  # the kernels take the maximum before they scale, which such a scale would turn round
+        q, scale = q * (-1 if scale < 0 else 0), -scale or 1.0
+    return (_operator if torch.compiler.is_compiling() else FlashGluon.apply)(q, k, v, causal, scale)

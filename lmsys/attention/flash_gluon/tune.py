@@ -1,0 +1,137 @@
+"""Times every candidate plan, interleaved with SDPA cuDNN: `python -m lmsys.attention.flash_gluon.tune [OUT.jsonl]`.
+
+B S = 16,384 tokens, H D = 2048, bfloat16. In a cell, all candidates and cuDNN are timed in turn, round after round,
+so that they see one clock; a line gives the median over rounds and the median of the ratios to cuDNN within a round.
+`--direction`, `--head-dim`, `--causal`, `--length` narrow the cells, `--planned` times the plans of `plans.py` alone.
+"""
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lmsys.attention.flash_gluon import kernels
+from lmsys.attention.flash_gluon.plans import BackwardPlan, ForwardPlan, backward_plan, forward_plan
+
+TOKENS, WIDTH = 16384, 2048
+Cell = tuple[str, int, bool, int]  # direction, head_dim, causal, length
+
+
+def candidates(direction: str, head_dim: int, causal: bool) -> list[Any]:
+    """What is worth timing: every setting that once won a cell, and its neighbours."""
+    if direction == "fwd":
+        l2_mib = 32 if causal else 0
+        two = [
+            ForwardPlan(2, stages, ping_pong, named, dynamic, l2_mib)
+            for ping_pong, named, dynamic in itertools.product((False, True), repeat=3)
+            for stages in ((2, 3) if head_dim == 64 else (2,))
+        ]
+        three = [ForwardPlan(3, 2, True, True, dynamic, l2_mib) for dynamic in (False, True)]
+        return two + (three if head_dim == 64 else [])  # three of them want more registers than there are at 128
+    sizes = (5, 11, 22) if causal else (0, 5)
+    return [BackwardPlan(*flags, l2) for flags in itertools.product((False, True), repeat=3) for l2 in sizes]
+
+
+def planned(direction: str, head_dim: int, causal: bool, length: int) -> Any:
+    return (forward_plan if direction == "fwd" else backward_plan)(head_dim, causal, length)
+
+
+def inputs(head_dim: int, length: int, batch: int = 0) -> list[Tensor]:
+    shape = batch or TOKENS // length, WIDTH // head_dim, length, head_dim
+    return [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+
+
+def cudnn(direction: str, q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool) -> Callable[[], Any]:
+    def forward() -> Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    if direction == "fwd":
+        return forward
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    o = forward()
+    return lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
+
+
+def ours(direction: str, q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, plan: Any) -> Callable[[], Any]:
+    scale = q.shape[-1] ** -0.5
+    if direction == "fwd":
+        return lambda: kernels._forward(q, k, v, causal, scale, plan)
+    o, lse = kernels._forward(q, k, v, causal, scale)
+    return lambda: kernels._backward(q, k, v, o, lse, do, causal, scale, False, plan)
+
+
+def time_cell(cell: Cell, plans: list[Any], rounds: int) -> Iterator[dict[str, Any]]:
+    direction, head_dim, causal, length = cell
+    drawn = inputs(head_dim, length)
+    rows = [("cudnn", cudnn(direction, *(x.clone() for x in drawn), causal))]
+    rows += [(plan, ours(direction, *drawn, causal, plan)) for plan in plans]
+    samples: list[list[float]] = [[] for _ in rows]
+    for _ in range(rounds):
+        for (_, call), times in zip(rows, samples, strict=True):
+            times.append(triton.testing.do_bench(call, warmup=5, rep=25, return_mode="median"))
+    flops = 4 * TOKENS * WIDTH * length * (0.5 if causal else 1) * (1 if direction == "fwd" else 2.5)
+    for (row, _), times in zip(rows, samples, strict=True):
+        ratio = statistics.median(base / own for base, own in zip(samples[0], times, strict=True))
+        time_s = statistics.median(times) / 1e3
+        yield {
+            "direction": direction, "head_dim": head_dim, "causal": causal, "length": length,
+            "plan": row if row == "cudnn" else asdict(row), "time_s": time_s, "tflops": flops / time_s / 1e12,
+            "speedup_over_cudnn": ratio,
+        }  # fmt: skip
+
+
+def compile_plans(job: tuple[Cell, list[Any]]) -> None:
+    """In a process of its own, into Triton's cache on disk."""
+    (direction, head_dim, causal, _), plans = job
+    drawn = inputs(head_dim, 128, batch=1)
+    for plan in plans:
+        ours(direction, *drawn, causal, plan)()
+    torch.cuda.synchronize()
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", nargs="?", help="JSON lines of all that was timed")
+    parser.add_argument("--direction", default="fwd,bwd")
+    parser.add_argument("--head-dim", default="64,128")
+    parser.add_argument("--causal", default="yes,no")
+    parser.add_argument("--length", default="1024,4096,16384")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--planned", action="store_true")
+    chosen = parser.parse_args(arguments)
+    cells = [
+        (direction, int(head_dim), causal == "yes", int(length))
+        for direction, head_dim, causal, length in itertools.product(
+            *(getattr(chosen, name).split(",") for name in ("direction", "head_dim", "causal", "length"))
+        )
+    ]
+    jobs = [(cell, [planned(*cell)] if chosen.planned else candidates(*cell[:3])) for cell in cells]
+    batches = {(cell[:3], plan): (cell, [plan]) for cell, plans in jobs for plan in plans}
+    with multiprocessing.get_context("spawn").Pool(min(12, len(batches))) as pool:
+        pool.map(compile_plans, batches.values(), chunksize=max(1, len(batches) // 12))
+    for cell, plans in jobs:
+        lines = list(time_cell(cell, plans, chosen.rounds))
+        for line in lines:
+            if chosen.out:
+                with open(chosen.out, "a") as out:
+                    print(json.dumps(line), file=out)
+        best = sorted(lines, key=lambda line: line["time_s"])
+        for line in [x for x in lines if x["plan"] == "cudnn"] + [x for x in best if x["plan"] != "cudnn"][:3]:
+            plan = line["plan"] if line["plan"] == "cudnn" else list(line["plan"].values())
+            print(*cell, f"{line['tflops']:.0f} TFLOP/s x{line['speedup_over_cudnn']:.3f}", plan, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,225 @@
+"""The kernels of `flash_gluon` without a GPU: simulated on the CPU, host code and all, and compiled for sm_90a."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="pip install triton==3.6.0 for the Gluon kernels")
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+from gluon_simulator import simulated  # noqa: E402
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from lmsys.attention import AttentionCase  # noqa: E402
+from lmsys.attention.flash_gluon.support import KNOWN_TRITON, flash_gluon_supports  # noqa: E402
+from lmsys.testing import Oracle, make_inputs, run  # noqa: E402
+
+known = pytest.mark.skipif(
+    triton.__version__ not in KNOWN_TRITON, reason=f"pip install triton=={KNOWN_TRITON[0]}, for which they are written"
+)
+CASE = AttentionCase(1, 2, 2, 64, 64, 64, "bfloat16", grad=True)
+lengths = st.one_of(st.sampled_from([1, 64, 65, 128, 129, 192, 193, 256, 257]), st.integers(1, 420))
+cases = st.builds(
+    lambda heads, **fields: AttentionCase(heads=heads[0], kv_heads=heads[1], grad=True, **fields),
+    heads=st.sampled_from([(1, 1), (3, 3), (4, 2), (3, 1)]),
+    batch=st.integers(1, 2),
+    queries=lengths,
+    keys=lengths,
+    head_dim=st.sampled_from([64, 128]),
+    dtype=st.sampled_from(["bfloat16", "float16"]),
+    causal=st.booleans(),
+)
+
+
+def product() -> Any:
+    from lmsys.attention.flash_gluon import kernels
+
+    return kernels
+
+
+def every_plan(direction: str) -> list[tuple[int, bool, Any]]:
+    from lmsys.attention.flash_gluon import plans
+
+    table = plans.FORWARD if direction == "forward" else plans.BACKWARD
+    return [(*key, plan) for key, entries in table.items() for _, plan in entries]
+
+
+@known
+@settings(max_examples=4)
+@given(case=cases, seed=st.integers(0, 2**31), scale=st.sampled_from([None, 0.3, -0.2]))
+def test_simulated_it_matches_the_oracle(case: AttentionCase, seed: int, scale: float | None) -> None:
+    inputs = make_inputs(case, seed, transposed=seed % 2 == 0)
+    with simulated():
+        outputs = run(product().flash_gluon, inputs, causal=case.causal, scale=scale, lse=True)
+    ratios = Oracle(case, inputs, scale).error_ratios(outputs, rms=True)
+    assert max(ratios.values()) <= 1, ratios
+
+
+@known
+@settings(max_examples=2)
+@given(length=st.integers(1, 420), seed=st.integers(0, 2**31), group=st.sampled_from([1, 3]))
+@pytest.mark.parametrize(("head_dim", "causal", "plan"), every_plan("forward"))
+def test_every_forward_plan(head_dim: int, causal: bool, plan: Any, length: int, seed: int, group: int) -> None:
+    case = AttentionCase(1, 3, 3 // group, length, 1 + seed % 420, head_dim, "bfloat16", causal)
+    inputs = make_inputs(case, seed)
+    with simulated():
+        o, lse = product()._forward(inputs.q, inputs.k, inputs.v, causal, head_dim**-0.5, plan)
+    ratios = Oracle(case, inputs).error_ratios({"o": o, "lse": lse}, rms=True)
+    assert max(ratios.values()) <= 1, ratios
+
+
+@known
+@pytest.mark.parametrize("mode", ["fused", "apart", "deterministic"])
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@settings(max_examples=1)
+@given(length=st.integers(1, 420), seed=st.integers(0, 2**31), group=st.sampled_from([1, 3]))
+def test_every_way_through_the_backward(
+    mode: str, prefetch: bool, named: bool, causal: bool, length: int, seed: int, group: int
+) -> None:
+    from lmsys.attention.flash_gluon.plans import BackwardPlan
+
+    head_dim = [64, 128][seed % 2]
+    case = AttentionCase(1, 3, 3 // group, length, 1 + seed % 420, head_dim, "bfloat16", causal, grad=True)
+    x = make_inputs(case, seed)
+    scale = head_dim**-0.5
+    plan = BackwardPlan(prefetch, named, mode == "fused", seed % 3)
+    with simulated():
+        o, lse = product()._forward(x.q, x.k, x.v, causal, scale)
+        dq, dk, dv = product()._backward(x.q, x.k, x.v, o, lse, x.do, causal, scale, mode == "deterministic", plan)
+    ratios = Oracle(case, x).error_ratios({"dq": dq, "dk": dk, "dv": dv}, rms=True)
+    assert max(ratios.values()) <= 1, ratios
+
+
+@known
+def test_the_deterministic_order_does_not_hang_on_few_processors_nor_depend_on_chance() -> None:
+    case = AttentionCase(2, 2, 1, 700, 700, 64, "bfloat16", True, grad=True)
+    x = make_inputs(case, 0)
+    with simulated():
+        o, lse = product()._forward(x.q, x.k, x.v, True, 0.125)
+        found = [product()._backward(x.q, x.k, x.v, o, lse, x.do, True, 0.125, True) for _ in range(3)]
+    assert all(torch.equal(one, other) for again in found[1:] for one, other in zip(found[0], again, strict=True))
+
+
+MUTANTS = [  # module, what stands there, what is put in its place: each would corrupt or hang on a GPU, now and then
+    ("forward", "mbarrier.wait(v_full.index(before), ((fill - 1) // STAGES) & 1)\n    product", "product"),
+    ("forward", "_await_free(k_empty, stage, fill, NAMED, K_FREE, WGS, STAGES)\n", "pass\n"),
+    ("forward", "mbarrier.wait(q_empty.index(slot), ((turn >> 1) & 1) ^ 1)\n", "pass\n"),
+    ("forward", "            tma.store_wait(0)\n            gl.thread_barrier()", "            gl.thread_barrier()"),
+    ("forward", "(acc.to(DTYPE))\n            fence_async_shared()", "(acc.to(DTYPE))"),
+    ("backward", "_await_free(do_empty, stage, step, NAMED, DO_FREE)\n", "pass\n"),
+    ("backward", '    named_barrier("sync", EXCHANGE, 256)\n', ""),
+    ("backward", "            gl.atomic_add(tickets + before, 1)\n    buffer", "            pass\n    buffer"),
+    ("backward", "    if FUSED:\n        wait_for_writes()\n", "    if FUSED:\n"),
+]  # fmt: skip
+
+
+@known
+@pytest.mark.parametrize("mutant", range(len(MUTANTS)))
+def test_the_simulation_catches_a_wait_left_out(mutant: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gluon_simulator
+
+    module, there, instead = MUTANTS[mutant]
+    read = Path.read_text
+
+    def mutated(path: Path, *args: Any, **options: Any) -> str:
+        text = read(path, *args, **options)
+        if path.name == f"{module}.py":
+            assert text.count(there) == 1, (there, text.count(there))
+            text = text.replace(there, instead)
+        return text
+
+    monkeypatch.setattr(Path, "read_text", mutated)
+    monkeypatch.setattr(gluon_simulator, "PATIENCE_S", 3.0)
+    assert wrong(600, 600) or wrong(1500, 60), there
+
+
+def wrong(queries: int, keys: int) -> bool:
+    """Whether a simulated run with so many queries and keys fails, hangs, errs or does not repeat."""
+    case = AttentionCase(1, 3, 3, queries, keys, 64, "bfloat16", True, grad=True)
+    x = make_inputs(case, 0)
+    arguments = x.q, x.k, x.v
+    try:
+        with simulated():
+            o, lse = product()._forward(*arguments, True, 0.125)
+            arguments = *arguments, o, lse, x.do, True, 0.125
+            grads, first, second = (product()._backward(*arguments, mode) for mode in (False, True, True))
+    except AssertionError:
+        return True
+    outputs = dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *grads), strict=True))
+    ratios = Oracle(case, x).error_ratios(outputs, rms=True)
+    return max(ratios.values()) > 1 or not all(
+        torch.equal(one, other) for one, other in zip(first, second, strict=True)
+    )
+
+
+@known
+def test_the_simulation_itself_finds_nothing_wrong() -> None:
+    assert not wrong(600, 600) and not wrong(1500, 60)
+
+
+@cache
+def compiled() -> list[dict[str, Any]]:
+    """What `python -m tests.sass_gluon` found, in a process where Triton compiles rather than interprets."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.sass_gluon"]
+    root = Path(__file__).parents[1]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@known
+def test_the_kernels_for_hopper_are_well_made() -> None:
+    found = compiled()
+    assert {line["kernel"] for line in found} == {"forward", "backward", "prepare", "convert"}
+    for line in found:
+        if line["kernel"] in ("prepare", "convert"):
+            assert line["registers"] <= 255 and line["LDL"] == line["STL"] == 0, line
+            continue
+        forward, head_dim = line["kernel"] == "forward", line["head_dim"]
+        consumers = line.get("consumers", 2)
+        assert line["registers"] <= (168 if consumers == 2 else 128) and line["shared"] <= 227 * 1024, line
+        # Instructions of a step: Q K^T takes D / 16, P V 128 / 16; a loop of masked steps comes where a tile is wider.
+        steps = 1 + (consumers == 3 and line["causal"]) + 1
+        expected = consumers * steps * (head_dim // 16 + 8) if forward else 2 * 32
+        assert line["HGMMA"] == expected, line
+        assert line["waits"] <= line["HGMMA"] // 3, f"a wait after every matmul: the compiler serialised them: {line}"
+        assert line["UTMALDG"] >= (2 + consumers if forward else 6), line
+        assert line["UTMASTG"] == (consumers if forward else 4) and line["UTMAREDG"] == (0 if forward else 2), line
+        assert line["SYNCS"] >= 20 and line["BAR"] >= 20, line
+        assert line["hazards"] == 0, line
+        if forward:
+            assert line["LDL"] == line["STL"] == 0, f"registers spill: {line}"
+        else:
+            # 168 registers are all that there are. What is spilt is what the end needs; see `backward.py`.
+            assert line["LDL"] <= 100 and line["STL"] <= 100, line
+
+
+def test_it_says_what_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert flash_gluon_supports(CASE) == "runs on CUDA"
+    case = replace(CASE, device="cuda", capability=(9, 0))
+    if triton.__version__ in KNOWN_TRITON:
+        monkeypatch.delenv("LMSYS_FLASH_GLUON", raising=False)
+        assert "not passed its tests on a GPU" in str(flash_gluon_supports(case))
+        monkeypatch.setenv("LMSYS_FLASH_GLUON", "1")
+        assert flash_gluon_supports(case) is None
+        assert "float32" in str(flash_gluon_supports(replace(case, dtype="float32")))
+        assert "head_dim 64 and 128, not 96" in str(flash_gluon_supports(replace(case, head_dim=96)))
+    assert "10.0" in str(flash_gluon_supports(replace(case, capability=(10, 0))))
+
+
+def test_another_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "__version__", "3.9.1")
+    case = AttentionCase(1, 2, 2, 64, 64, 64, "bfloat16", device="cuda", capability=(9, 0))
+    assert "verified with triton 3.6.0; this is 3.9.1" in str(flash_gluon_supports(case))
