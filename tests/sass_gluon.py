@@ -1,8 +1,8 @@
 """Compiles the kernels of `flash_gluon` for sm_90a, with or without a GPU, and reads what came out.
 
-`python -m tests.sass_gluon` prints one JSON line for each kernel, with `every` for each that a plan launches. Beside the counts of
-`tests.sass`: reductions by TMA (UTMAREDG), bulk stores (UTMASTG), barriers, and `hazards`: writes to a register from
-which a matmul still reads its operand A. It must run without TRITON_INTERPRET.
+`python -m tests.sass_gluon` prints one JSON line for each kernel, with `every` for each that a plan launches. Beside
+the counts of `tests.sass`: reductions by TMA (UTMAREDG), bulk stores (UTMASTG), barriers, and `hazards`: writes to a
+register from which a matmul still reads its operand A. It must run without TRITON_INTERPRET.
 """
 
 import json
