@@ -38,7 +38,7 @@ def plan(
     closed += [tuple(bucket) for bucket in open_.values() if bucket]
     place = {index: position for position, index in enumerate(order)}
     closed.sort(key=lambda bucket: place[bucket[-1]])
-    return _small_tail(closed, sizes, min(edge, limit))
+    return sorted(_small_tail(closed, sizes, min(edge, limit)), key=lambda bucket: place[bucket[-1]])
 
 
 def _small_tail(buckets: list[tuple[int, ...]], sizes: Sequence[int], edge: float) -> list[tuple[int, ...]]:
@@ -92,10 +92,10 @@ def plan_segments(
     kinds: Sequence[Hashable] | None = None,
     loads: list[int] | None = None,
 ) -> list[Segmented]:
-    """Buckets of segments of whole tensors, of about `limit` elements or somewhat more where that saves padding.
+    """Buckets of segments of whole tensors, each segment of about `limit` elements, or more where that saves padding.
 
-    A bucket grows until it holds `limit` elements and its segments come out even, at most to four times `limit`, and
-    is then cut where they were most even. The longest segment goes to the rank that owns least so far: `loads`,
+    A bucket grows until its segments hold that on average and come out even, at most to four times as much, and is then
+    cut where they were most even. The longest segment goes to the rank that owns least so far: `loads`,
     elements by rank, goes on from earlier calls and is updated.
     """
     if not limit > 0:
@@ -106,7 +106,7 @@ def plan_segments(
     for kind in dict.fromkeys(kinds[index] for index in order):
         left = [index for index in order if kinds[index] == kind]
         while left:
-            end = _cut(numels, left, limit, world_size)
+            end = _cut(numels, left, limit * world_size, world_size)
             found.append(_segmented(numels, left[:end], world_size, loads))
             left = left[end:]
     place = {index: position for position, index in enumerate(order)}

@@ -1,5 +1,6 @@
 """What torch itself offers, behind the contract of our strategies: DDP, ZeroRedundancyOptimizer, FSDP2."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -48,8 +49,12 @@ class TorchDDPTuned(TorchDDP):
     """With what its users switch on where the graph is always the same; the bucket size is for them to sweep."""
 
     def __init__(self, module: nn.Module, process_group: Group = None, bucket_mb: float = 25):
+        for x in module.buffers():  # once, and not in every forward
+            broadcast_(x, process_group)
         options = {"gradient_as_bucket_view": True, "static_graph": True, "broadcast_buffers": False}
-        super().__init__(module, process_group, bucket_cap_mb=bucket_mb, **options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames broadcast_buffers
+            super().__init__(module, process_group, bucket_cap_mb=bucket_mb, **options)
 
 
 class TorchZero1(TorchDDP):

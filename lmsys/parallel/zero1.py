@@ -26,13 +26,13 @@ from lmsys.parallel.units import blocks_of, parameters_by_block
 
 
 class Zero1(Overlapped):
-    """bucket_mb  MiB of a bucket, or up to four times as many where its segments come out more even
+    """bucket_mb  MiB of a segment, or up to four times as many where segments come out more even
 
     Its optimizer is that of `make_optimizer`. Parameters are whole again from the next forward on, or from `wait()`.
     Gradients are to be zeroed after each step: to accumulate, use no_sync().
     """
 
-    def __init__(self, module: nn.Module, process_group: Group = None, bucket_mb: float = 64):
+    def __init__(self, module: nn.Module, process_group: Group = None, bucket_mb: float = 32):
         if isinstance(bucket_mb, str) or not 0 < bucket_mb < math.inf:
             raise ValueError(f"{bucket_mb=} must be a positive number of MiB")
         self.bucket_mb = bucket_mb
