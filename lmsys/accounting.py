@@ -6,7 +6,7 @@ V vocabulary size, S sequence length.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lmsys.config import ModelConfig
 
@@ -121,7 +121,7 @@ def optimal_bucket_bytes(total_bytes: float, latency_s: float, bytes_per_s: floa
     return math.sqrt(total_bytes * latency_s * bytes_per_s)
 
 
-BUS_FACTORS = {  # what a link carries of an operation's bytes, in a ring of n
+BUS_FACTORS: dict[str, Callable[[int], float]] = {  # what a link carries of an operation's bytes, in a ring of n
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,

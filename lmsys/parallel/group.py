@@ -184,6 +184,7 @@ class JoinedGroup:
         _initialize(backend, local_rank, timeout_s, init_method="env://")
         self.world_size, self.backend, self.timeout_s = dist.get_world_size(), backend, timeout_s
         self.rank = dist.get_rank()
+        self.num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float | None = None) -> list[Any]:
         return gather_objects(function(*args), None)
