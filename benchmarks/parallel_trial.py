@@ -17,11 +17,11 @@ from lmsys.measure.record import Record, summarize, trim
 from lmsys.parallel import STRATEGIES
 from lmsys.parallel.group import WorkerError
 
-PASSES = 3  # of each row, in turns: a GPU's clock moves, and rows are compared within a pass
+PASSES = {"gloo": 2, "nccl": 3}  # of each row, in turns: a GPU's clock moves, and rows are compared within a pass
 MOST_STEPS = 50  # of a row in one pass
-TUNED_CAPS = (10, 25, 100, 400)  # MiB, of torch DDP
+TUNED_CAPS = {"gloo": (1, 25), "nccl": (10, 25, 100, 400)}  # MiB, of torch DDP
 CLOCKS = {"gloo": "perf_counter", "nccl": "cuda_event_steps"}
-ZERO_STAGE = {"zero1": 1, "fsdp": 3}
+ZERO_STAGE = {"zero1": 2, "torch_zero1": 1, "fsdp": 3, "torch_fsdp2": 3}  # ours of ZeRO-1 keeps its own gradients only
 
 
 @dataclass
@@ -88,7 +88,9 @@ def _alone(cell: Cell, one: Found, settings: Settings) -> None:
     if not settings.timed:
         return
     if cell.entry.name == TUNED:
-        caps = {cap: max(_run(_with(cell, cap), settings, timed_under, settings.seed)) for cap in TUNED_CAPS}
+        caps = {
+            cap: max(_run(_with(cell, cap), settings, timed_under, settings.seed)) for cap in TUNED_CAPS[cell.backend]
+        }
         one.bucket_mb = min(caps, key=caps.__getitem__)
     one.seen = _run(_with(cell, one.bucket_mb), settings, examine, settings.seed)
     if not all(seen.finite for seen in one.seen):
@@ -101,8 +103,9 @@ def _with(cell: Cell, bucket_mb: float | None) -> Cell:
 
 
 def _passes(cells: list[Cell], found: dict[str, Found], settings: Settings) -> None:
-    count = {cell.id: _steps(found[cell.id], settings) for cell in cells}
-    for number, cell in product(range(PASSES), cells):
+    passes = PASSES[cells[0].backend]
+    count = {cell.id: _steps(found[cell.id], settings, passes) for cell in cells}
+    for number, cell in product(range(passes), cells):
         one = found[cell.id]
         if one.outcome != "ok":
             continue
@@ -118,13 +121,13 @@ def _passes(cells: list[Cell], found: dict[str, Found], settings: Settings) -> N
             one.failed("wrong", "after the timed steps ranks have different parameters")
 
 
-def _steps(one: Found, settings: Settings) -> int:
+def _steps(one: Found, settings: Settings, passes: int) -> int:
     """Of one pass: enough for the rounds asked for, and as many as fit the time."""
     if not one.seen:
         return 0
     slowest = max(seen.step_s for seen in one.seen)
-    least = -(-settings.min_rounds // PASSES)
-    return max(least, min(MOST_STEPS, int(settings.seconds_per_row / PASSES / slowest)))
+    least = -(-settings.min_rounds // passes)
+    return max(least, min(MOST_STEPS, int(settings.seconds_per_row / passes / slowest)))
 
 
 def _result(cell: Cell, found: dict[str, Found], settings: Settings) -> Result:
@@ -224,8 +227,8 @@ def _memory(cell: Cell, one: Found) -> Record:
     record: Record = {name: max(seen.memory[name] for seen in one.seen) for name in one.seen[0].memory}
     own = max(seen.memory["optimizer_bytes"] for seen in one.seen)
     record["optimizer_fraction"] = own / (8 * model_parameters(cell.config))
-    if not cell.entry.peer or cell.entry.name.startswith("torch_"):
-        stage = ZERO_STAGE.get(cell.entry.name.removeprefix("torch_").removesuffix("2"), 1 if cell.sharded else 0)
+    if cell.entry.name in list(STRATEGIES):
+        stage = ZERO_STAGE.get(cell.entry.name, 1 if cell.sharded else 0)
         predicted = zero_memory(model_parameters(cell.config), cell.world_size, stage)
         record |= {f"predicted_{name}_bytes": value for name, value in predicted.items()}
     return record

@@ -26,7 +26,7 @@ from lmsys.parallel.probe import latency_and_bandwidth
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer
 from lmsys.training.optimizer import AdamW
 
-WARM_STEPS = 3  # the first plans buckets, the second runs with them
+WARM_STEPS = {"cpu": 2, "cuda": 3}  # the first plans buckets, the second runs with them
 PROFILED_STEPS = 2
 MOST_INTERVALS = 400  # of a timeline that travels with a result
 
@@ -157,8 +157,11 @@ def examine(cell: Cell, seed: int) -> Seen | None:
     def update() -> None:
         rig = made["rig"]
         rig.optimizer.step()
-        made["held"] = memory.breakdown(rig.strategy.wrapper, rig.optimizer)
+        # ZeroRedundancyOptimizer keeps its share in an optimizer of its own
+        made["held"] = memory.breakdown(rig.strategy.wrapper, getattr(rig.optimizer, "optim", rig.optimizer))
         rig.optimizer.zero_grad(set_to_none=True)
+        if hasattr(rig.strategy.wrapper, "wait"):
+            rig.strategy.wrapper.wait()
 
     def first() -> None:
         start = time.perf_counter()
@@ -180,7 +183,7 @@ def examine(cell: Cell, seed: int) -> Seen | None:
         "activations_bytes": phases["forward"]["live_bytes"] - phases["first"]["live_bytes"],
         **held,
     }
-    for _ in range(WARM_STEPS):
+    for _ in range(WARM_STEPS[device().type]):
         rig.step()
     (seconds, *_) = sorted(rig.times(rig.step, 3))
     communication_s, hidden, timeline = _profile(rig, kind)
@@ -255,14 +258,14 @@ def take_pass(cell: Cell, seed: int, count: int) -> tuple[list[float], list[floa
         return None
     release()
     rig = Rig(cell, seed)
-    for _ in range(WARM_STEPS):
+    for _ in range(WARM_STEPS[device().type]):
         rig.step()
     samples = rig.times(rig.step, count)
     model = fingerprint(rig.strategy)
     alone: list[float] = []
     if cell.world_size > 1 and can_stay_local(cell, rig):
         rig.step_alone()
-        alone = rig.times(rig.step_alone, count)
+        alone = rig.times(rig.step_alone, -(-count // 2))
     return samples, alone, model
 
 
@@ -290,7 +293,7 @@ def timed_under(cell: Cell, seed: int, count: int = 4) -> float:
         return 0.0
     release()
     rig = Rig(cell, seed)
-    for _ in range(WARM_STEPS):
+    for _ in range(WARM_STEPS[device().type]):
         rig.step()
     samples = rig.times(rig.step, count)
     return sum(samples) / len(samples)

@@ -265,8 +265,8 @@ CPU_COLLECTIVES = replace(COLLECTIVES, megabytes=(1, 10))
 SMOKE_COLLECTIVES = replace(COLLECTIVES, name="smoke", megabytes=(1,))
 FULL_COLLECTIVES = replace(COLLECTIVES, name="sizes", world_sizes=(2, 4, 8))
 PARALLEL = ParallelSection("default", ("small",), (512,), batch=(16,), bucket_mbs=(25, "auto"))
-CPU_PARALLEL = ParallelSection("default", ("tiny",), (128,), ("fp32",), (2,))
-SMOKE_PARALLEL = ParallelSection("smoke", ("tiny",), (64,), ("fp32",), (2,), (2,))
+CPU_PARALLEL = ParallelSection("default", ("tiny",), (32,), ("fp32",), (2,))
+SMOKE_PARALLEL = ParallelSection("smoke", ("tiny",), (32,), ("fp32",), (2,), (2,))
 SCALING = replace(PARALLEL, name="scaling", world_sizes=(1, 2, 4, 8), strategies=("none", "bucketed", "zero1", "fsdp"))
 BUCKETS = ParallelSection(
     "buckets",
