@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.parallel_cells import TUNED, Cell
 from benchmarks.parallel_gate import gate
-from benchmarks.parallel_workbench import Seen, examine, network, take_pass, timed_under
+from benchmarks.parallel_workbench import Seen, examine, limit_memory, network, take_pass, timed_under
 from benchmarks.session import NOT_TIMED, Result, Settings
 from benchmarks.trial import verdict
 from lmsys.accounting import ddp_overhead, model_flops, model_parameters, zero_memory
@@ -76,6 +76,8 @@ def _attempt(one: Found, call: Callable[[], Any]) -> Any:
 
 def _run(cell: Cell, settings: Settings, function: Callable[..., Any], *args: Any) -> list[Any]:
     """What the ranks that take part return."""
+    if settings.memory_limit_bytes is not None:
+        settings.ranks.run(cell.world_size, cell.backend, limit_memory, settings.memory_limit_bytes)
     return settings.ranks.run(cell.world_size, cell.backend, function, cell, *args)[: cell.world_size]
 
 

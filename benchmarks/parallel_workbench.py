@@ -2,9 +2,12 @@
 
 import gc
 import hashlib
+import json
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from benchmarks.model_gate import Batch, autocast, build
 from benchmarks.model_workbench import LEARNING_RATE
 from benchmarks.parallel_cells import COMPUTE_IN_BF16, Cell
 from benchmarks.ranks import subgroup
+from benchmarks.session import cap_gpu_memory
 from lmsys.measure import memory
 from lmsys.measure.clock import synchronize
 from lmsys.measure.profile import kind_of
@@ -28,6 +32,7 @@ from lmsys.training.optimizer import AdamW
 
 WARM_STEPS = {"cpu": 2, "cuda": 3}  # the first plans buckets, the second runs with them
 PROFILED_STEPS = 2
+WORK = {"cpu": ("cpu_op", "user_annotation"), "cuda": ("kernel", "gpu_memcpy", "gpu_memset")}  # categories of a trace
 MOST_INTERVALS = 400  # of a timeline that travels with a result
 
 
@@ -71,6 +76,9 @@ class Rig:
         if self.cell.sharded:
             params = self.strategy.wrapper.parameters()
             return ShardedOptimizer(params, AdamW, self.group, lr=LEARNING_RATE)
+        if self.cell.entry.name == "torch_fsdp2":  # its parameters are DTensors, which only torch's own takes
+            fused = self.device != "cpu"
+            return self.strategy.make_optimizer(torch.optim.AdamW, lr=LEARNING_RATE, fused=fused)
         return self.strategy.make_optimizer(AdamW, lr=LEARNING_RATE)
 
     def loss(self) -> Tensor:
@@ -113,6 +121,11 @@ def takes_part(cell: Cell) -> bool:
     """Whether this rank is of those; asked of every rank, since groups are made by all."""
     subgroup(cell.world_size)
     return dist.get_rank() < cell.world_size
+
+
+def limit_memory(limit_bytes: int) -> None:
+    """Of this rank's GPU."""
+    cap_gpu_memory(limit_bytes)
 
 
 def release() -> None:
@@ -187,9 +200,9 @@ def examine(cell: Cell, seed: int) -> Seen | None:
         rig.step()
     (seconds, *_) = sorted(rig.times(rig.step, 3))
     communication_s, hidden, timeline = _profile(rig, kind)
-    finite = bool(rig.loss().isfinite())
+    with torch.no_grad():
+        finite = bool(rig.loss().isfinite())
     wrapper = rig.strategy.wrapper
-    rig.strategy.finish()  # of a forward that nothing followed there is nothing, but for parameters to be freed
     buckets = getattr(wrapper, "buckets", None)
     size = getattr(wrapper, "bucket_mb", None)
     return Seen(
@@ -207,17 +220,20 @@ def _profile(rig: Rig, kind: str) -> tuple[float, float | None, list[tuple[str, 
         for _ in range(PROFILED_STEPS):
             rig.step()
         synchronize(kind)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        recorded.export_chrome_trace(str(path))
+        events = json.loads(path.read_bytes())["traceEvents"]
     sending, computing = [], []
-    for event in recorded.profiler.kineto_results.events():
-        on_device = event.device_type().name == kind.upper()
-        name, start, length = event.name(), event.start_ns() / 1e9, event.duration_ns() / 1e9
-        if not on_device or length <= 0:
+    for event in events:
+        if event.get("cat") not in WORK[kind] or not event.get("dur"):
             continue
-        if kind_of(name) == "communication":
-            if kind == "cuda" or name.startswith("gloo:"):
-                sending.append((start, start + length))
-        elif kind == "cuda" or name.startswith("aten::"):
-            computing.append((start, start + length))
+        span = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+        if kind_of(event["name"]) != "communication":
+            if event["cat"] != "user_annotation":
+                computing.append(span)
+        elif kind == "cuda" or event["name"].startswith("gloo:"):  # on a CPU not the call, but what its thread does
+            sending.append(span)
     sending, computing = merged(sending), merged(computing)
     total = sum(end - start for start, end in sending)
     hidden = sum(max(0.0, min(b, d) - max(a, c)) for a, b in sending for c, d in _near(computing, a, b))

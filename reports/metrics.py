@@ -6,7 +6,11 @@ import pandas as pd
 
 from reports.tables import number
 
-CLOCKS = {"cuda_event": "CUDA events, cache cleared before each call", "perf_counter": "wall clock"}
+CLOCKS = {
+    "cuda_event": "CUDA events, cache cleared before each call",
+    "cuda_event_steps": "CUDA events, one call after another",
+    "perf_counter": "wall clock",
+}
 
 
 @dataclass(frozen=True)

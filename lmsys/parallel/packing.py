@@ -1,6 +1,8 @@
 """Tensors side by side in a flat one."""
 
+import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -10,7 +12,13 @@ from lmsys.parallel.buckets import offsets
 
 def views_of(flat: Tensor, like: Sequence[Tensor], starts: Sequence[int]) -> list[Tensor]:
     """Views of flat (N,) with the shapes of `like`, each from its start on."""
-    return [flat[start : start + x.numel()].view(x.shape) for x, start in zip(like, starts, strict=True)]
+    return [flat.as_strided(x.shape, _strides(x.shape), start) for x, start in zip(like, starts, strict=True)]
+
+
+@lru_cache(maxsize=1024)
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 @torch.no_grad()
