@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from lmsys.parallel.bucketed import Bucketed
 from lmsys.parallel.group import WorkerError, WorkerGroup, check_backend
 
 
@@ -25,11 +27,14 @@ def _fails(rank: int) -> None:
 
 
 def _is_killed(rank: int) -> None:
-    x = torch.ones(1000)
+    """In the middle of a backward, while gradients are on their way."""
+    model = Bucketed(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), bucket_mb=0.01)
     for step in range(1000):
-        dist.all_reduce(x)
+        hidden = model(torch.ones(2, 64, requires_grad=True))
         if dist.get_rank() == rank and step == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
+            model.trainable[0].register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        hidden.sum().backward()
+        model.finish_gradient_synchronization()
 
 
 def _leaves(rank: int) -> None:

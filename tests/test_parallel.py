@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from ranks import FAULTS, GROUPS, Net, Recipe, Training, group_of, train, worst_ratio
 from torch import nn
 
+from lmsys.config import ModelConfig
+from lmsys.model import TransformerLM
 from lmsys.parallel import STRATEGIES, shards
 from lmsys.parallel.bucketed import Bucketed
 from lmsys.parallel.fsdp import Fsdp
@@ -294,6 +296,54 @@ def _bitwise(recipe: Recipe) -> bool:
 
 def test_fully_sharded_float32_is_bitwise_equal(ranks: WorkerGroup) -> None:
     assert all(ranks.run(_bitwise, Recipe(width=7, layers=3, tied=True)))
+
+
+def _language_model(strategy: str, checkpoint_blocks: int) -> Any:
+    """Parameters of a Transformer after two steps on two ranks, and after the same on one."""
+    group, rank = group_of(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    config = ModelConfig(
+        16, 32, 4, 2, vocab_size=50, context_length=8, attention="naive", checkpoint_blocks=checkpoint_blocks
+    )
+    tokens = torch.randint(50, (2, 2, 9), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(3)
+    alone = _OfModel(TransformerLM(config))
+    wrapper = STRATEGIES[strategy].load()(on_ranks.copies(alone), group)
+    own, plain = wrapper.make_optimizer(torch.optim.SGD, lr=0.1), torch.optim.SGD(alone.parameters(), lr=0.1)
+    for _ in range(2):
+        wrapper(tokens[rank]).backward()
+        wrapper.finish_gradient_synchronization()
+        own.step()
+        own.zero_grad()
+        ((alone(tokens[0]) + alone(tokens[1])) / 2).backward()
+        plain.step()
+        plain.zero_grad()
+    with torch.no_grad():
+        wrapper(tokens[rank])
+    return wrapper.full_state_dict(), alone.state_dict()
+
+
+class _OfModel(nn.Module):
+    """Reads weights as attributes of other modules, which no hook of theirs sees."""
+
+    def __init__(self, model: TransformerLM):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.model.loss(tokens[:, :-1], tokens[:, 1:])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "checkpoint_blocks"), [("bucketed", 1), ("zero1", 0), ("fsdp", 0), ("fsdp", 1), ("fsdp", 3)]
+)
+def test_the_language_model_also_with_activation_checkpointing(
+    ranks: WorkerGroup, strategy: str, checkpoint_blocks: int
+) -> None:
+    found, expected = ranks.run(_language_model, strategy, checkpoint_blocks)[0]
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x)
 
 
 def _narrow(strategy: str, options: dict[str, Any]) -> Any:

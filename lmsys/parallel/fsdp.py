@@ -113,7 +113,7 @@ class Fsdp(Wrapper):
             unit.free()
             self._reducing.append(unit)
             self._to_reduce -= 1
-            if len(self._reducing) > 2:  # gradients that have arrived give back the memory they came in
+            if len(self._reducing) > 1:  # gradients that have arrived give back the memory they came in
                 self._reducing.pop(0).settle()
 
     def _enter_forward(self, number: int) -> None:

@@ -187,7 +187,16 @@ class JoinedGroup:
         self.num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float | None = None) -> list[Any]:
-        return gather_objects(function(*args), None)
+        """As of a WorkerGroup; a rank that waits for one that has failed ends when its collective's time is up."""
+        failure, result = None, None
+        try:
+            result = function(*args)
+        except Exception as error:
+            failure = _Failure(self.rank, type(error).__name__, traceback.format_exc(), time.monotonic())
+        found = gather_objects((failure, result), None)
+        if failures := [one for one, _ in found if one is not None]:
+            raise _blame(failures, [], self.timeout_s)
+        return [one for _, one in found]
 
     def close(self) -> None:
         if dist.is_initialized():
