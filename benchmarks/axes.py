@@ -46,6 +46,27 @@ def parse_model_axes(options: dict[str, str | None]) -> dict[str, Any]:
     return {name: values for name, values in given.items() if values}
 
 
+def parse_parallel_axes(options: dict[str, str | None]) -> dict[str, Any]:
+    """The fields of a ParallelSection that --strategy, --size, --context, --batch, --precision, --world-size,
+    --bucket-mb, --comm-dtype and --sharded-optimizer give."""
+    given: dict[str, tuple[Any, ...]] = {
+        "strategies": _every(options, "--strategy", lambda _, text: text),
+        "sizes": _every(options, "--size", _one_of(tuple(SIZES))),
+        "contexts": _every(options, "--context", positive),
+        "batch": _every(options, "--batch", positive),
+        "precisions": _every(options, "--precision", _one_of(PRECISIONS)),
+        "world_sizes": _every(options, "--world-size", positive),
+        "bucket_mbs": _every(options, "--bucket-mb", _bucket),
+        "comm_dtypes": _every(options, "--comm-dtype", _one_of(DTYPES)),
+        "sharded": _every(options, "--sharded-optimizer", lambda option, text: CAUSAL[choice(option, text, CAUSAL)]),
+    }
+    return {name: values for name, values in given.items() if values}
+
+
+def _bucket(option: str, text: str) -> int | str:
+    return text if text == "auto" else positive(option, text)
+
+
 def _every(options: dict[str, str | None], option: str, parse: Callable[[str, str], T]) -> tuple[T, ...]:
     text = options.get(option)
     return () if text is None else tuple(parse(option, part.strip()) for part in text.split(","))

@@ -11,8 +11,9 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from benchmarks.axes import parse_axes, parse_model_axes, sweep_called
+from benchmarks.axes import parse_axes, parse_model_axes, parse_parallel_axes, sweep_called
 from benchmarks.model_cells import AUTO, LLAMA, rows_called
+from benchmarks.ranks import joined
 from benchmarks.session import ResultFile, Session, Settings, cap_gpu_memory, read_results
 from benchmarks.sweeps import Axes, Sweep
 from lmsys.attention import ATTENTION
@@ -36,10 +37,12 @@ REFUSED = {
     "--benchmark-cprofile-dump": "what is replayed is already measured; profile the row itself",
 }
 AXES = ("batch", "heads", "length", "tiers", "head_dim", "dtype", "causal", "direction")
+PARALLEL_AXES = ("strategy", "world_size", "bucket_mb", "comm_dtype", "sharded_optimizer")
 MODEL_AXES = ("size", "context", "batch", "precision", "mode", "compile")
 SESSION = pytest.StashKey[Session]()
 SWEEP = pytest.StashKey[tuple[Sweep, Axes]]()
 MODEL = pytest.StashKey[dict[str, Any]]()  # the axes that the user named, as fields of a ModelSection
+PARALLEL = pytest.StashKey[dict[str, Any]]()  # the same of a ParallelSection
 ROWS = pytest.StashKey[tuple[list[Entry], bool]]()  # of the attention table, and whether the user named them
 MODEL_ROWS = pytest.StashKey[list[Entry] | None]()  # what the user named to ask a model with
 
@@ -92,8 +95,8 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(f"{option} is not for these benchmarks: {reason}")
     try:
         session = _open_session(config)
-        axes = {f"--{name.replace('_', '-')}": config.getoption(name) for name in (*AXES, *MODEL_AXES)}
-        config.stash[MODEL] = parse_model_axes(axes)
+        axes = {f"--{name.replace('_', '-')}": config.getoption(name) for name in (*AXES, *MODEL_AXES, *PARALLEL_AXES)}
+        config.stash[MODEL], config.stash[PARALLEL] = parse_model_axes(axes), parse_parallel_axes(axes)
         config.stash[SWEEP] = sweep_called(session.settings.sweep, session.settings.device), parse_axes(axes)
         named = config.getoption("attention")
         rows = None if named is None else rows_called(named.split(","))
@@ -103,6 +106,9 @@ def pytest_configure(config: pytest.Config) -> None:
             _resume(session, Path(resumed))
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
+    if (group := joined()) is not None and group.rank > 0:
+        session.output, session.say = None, lambda _: None  # one rank tells and writes
+        config.option.benchmark_json = None
     if session.output:
         _check_writable(session.output)
         config.option.benchmark_json = ResultFile(session.output)
@@ -132,6 +138,7 @@ def _resume(session: Session, path: Path) -> None:
 
 def _open_session(config: pytest.Config) -> Session:
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    joined()  # under torchrun each rank has a GPU of its own from here on
     name = config.getoption("sweep")
     seconds = sweep_called(name, device).seconds_per_row
     settings = Settings(
@@ -214,6 +221,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """The result is safe once pytest-benchmark has written it, which it leaves undone when no row was timed."""
     config = session.config
     found = config.stash[SESSION]
+    found.settings.ranks.close()
     if found.output is None or not found.records:
         return
     if not found.saved:

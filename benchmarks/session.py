@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, Protocol
 
 import torch
 
+from benchmarks.ranks import Ranks
 from lmsys.measure import machine, record
 from lmsys.measure.clock import Clock, clock_of
 from lmsys.measure.record import Record
@@ -59,6 +60,11 @@ class Settings:
     def machine(self) -> Record:
         facts = machine.describe(self.device, command=self.command, seed=self.seed, sweep=self.sweep)
         return facts | {"ceilings": machine.measure_ceilings(self.device)}
+
+    @cached_property
+    def ranks(self) -> Ranks:
+        """Processes for what several do together."""
+        return Ranks()
 
     @property
     def ceilings(self) -> Record:

@@ -9,6 +9,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 MODES = ("forward", "train_forward", "backward", "optimizer", "step")
+STRATEGIES = tuple(
+    "none naive flat overlapped bucketed zero1 fsdp torch_ddp torch_ddp_tuned torch_zero1 torch_fsdp2".split()
+)
 ANATOMY_MODES = ("forward", "step")  # what is opened up: an inference and a whole training step
 POWERS = tuple(2**n for n in range(7, 17))  # 128 ... 65536
 
@@ -96,6 +99,43 @@ class LossSection:
 
 
 @dataclass(frozen=True)
+class CollectiveSection:
+    """The axes of one table of collectives: operations on tensors of some megabytes, 10^6 bytes.
+
+    world_sizes  0: as many ranks as this machine has GPUs, on a CPU two
+    backends     empty: every one that this machine has
+    """
+
+    name: str
+    megabytes: tuple[int, ...]
+    operations: tuple[str, ...] = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+    world_sizes: tuple[int, ...] = (0,)
+    backends: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ParallelSection:
+    """The axes of one table of data parallelism; the batch is each rank's.
+
+    world_sizes  0: as in CollectiveSection; of one rank there is `none` only, which the others are compared with
+    bucket_mbs   MiB, or "auto": of `bucketed`
+    comm_dtypes  what `bucketed` sends: "float32", as the gradients are, or narrower
+    sharded      with the optimizer's state divided among ranks or not, of the strategies that all-reduce gradients
+    """
+
+    name: str
+    sizes: tuple[str, ...]
+    contexts: tuple[int, ...]
+    precisions: tuple[str, ...] = ("bf16",)
+    batch: tuple[int, ...] = (4,)
+    world_sizes: tuple[int, ...] = (1, 0)
+    strategies: tuple[str, ...] = STRATEGIES
+    bucket_mbs: tuple[int | str, ...] = (25,)
+    comm_dtypes: tuple[str, ...] = ("float32",)
+    sharded: tuple[bool, ...] = (False,)
+
+
+@dataclass(frozen=True)
 class Sweep:
     """Sections, and for how many seconds each row of a comparison is sampled.
 
@@ -107,6 +147,8 @@ class Sweep:
     models: tuple[ModelSection, ...] = ()
     anatomies: tuple[ModelSection, ...] = ()
     losses: tuple[LossSection, ...] = ()
+    collectives: tuple[CollectiveSection, ...] = ()
+    parallels: tuple[ParallelSection, ...] = ()
 
 
 def square(*lengths: int) -> tuple[tuple[int, int], ...]:
@@ -224,6 +266,35 @@ CPU_BY_LENGTH = replace(
     batch=(1,),
     heads=((8, 8),),
 )
+COLLECTIVES = CollectiveSection("default", (1, 10, 100, 1000))
+CPU_COLLECTIVES = replace(COLLECTIVES, megabytes=(1, 10))
+SMOKE_COLLECTIVES = replace(COLLECTIVES, name="smoke", megabytes=(1,))
+FULL_COLLECTIVES = replace(COLLECTIVES, name="sizes", world_sizes=(2, 4, 8))
+PARALLEL = ParallelSection("default", ("small",), (512,), batch=(16,), bucket_mbs=(25, "auto"))
+CPU_PARALLEL = ParallelSection("default", ("tiny",), (32,), ("fp32",), (2,))
+SMOKE_PARALLEL = ParallelSection("smoke", ("tiny",), (32,), ("fp32",), (2,), (2,))
+SCALING = replace(PARALLEL, name="scaling", world_sizes=(1, 2, 4, 8), strategies=("none", "bucketed", "zero1", "fsdp"))
+BUCKETS = ParallelSection(
+    "buckets",
+    ("xl",),
+    (256,),
+    batch=(2, 4, 8, 16, 32),
+    strategies=("none", "naive", "flat", "overlapped", "bucketed"),
+    bucket_mbs=(1, 10, 20, 100, 1000, "auto"),
+)
+SHARDED = replace(BUCKETS, name="sharded", strategies=("none", "overlapped"), sharded=(False, True))
+TARGETS = tuple(
+    ParallelSection("sizes", (size,), (512,), batch=(batch,), bucket_mbs=(25, 100, "auto"))
+    for size, batch in (("small", 16), ("medium", 8), ("xl", 4))
+)
+NARROW = replace(
+    TARGETS[-1],
+    name="narrow",
+    strategies=("none", "bucketed"),
+    bucket_mbs=(25,),
+    comm_dtypes=("float32", "bfloat16"),
+)
+PARALLEL_FULL = (*TARGETS, NARROW, BUCKETS, SHARDED, SCALING)
 
 
 def smoke(length: int, head_dim: int, batch: int, heads: int, compiled_dtype: str) -> tuple[Section, ...]:
@@ -255,6 +326,8 @@ SWEEPS = {
             (MODEL_SMOKE,),
             (ANATOMY_SMOKE,),
             losses=(LOSS_SMOKE,),
+            collectives=(SMOKE_COLLECTIVES,),
+            parallels=(SMOKE_PARALLEL,),
         ),
         "cuda": Sweep(
             0.05,
@@ -262,6 +335,8 @@ SWEEPS = {
             (MODEL_SMOKE,),
             (ANATOMY_SMOKE,),
             losses=(LOSS_SMOKE,),
+            collectives=(SMOKE_COLLECTIVES,),
+            parallels=(SMOKE_PARALLEL,),
         ),
     },
     "default": {
@@ -291,6 +366,8 @@ SWEEPS = {
             CPU_MODEL,
             (CPU_ANATOMY,),
             losses=(CPU_LOSS,),
+            collectives=(CPU_COLLECTIVES,),
+            parallels=(CPU_PARALLEL,),
         ),
         "cuda": Sweep(
             0.15,
@@ -304,10 +381,19 @@ SWEEPS = {
             (MODEL, PEER),
             with_compiled(ANATOMY),
             losses=(LOSS,),
+            collectives=(COLLECTIVES,),
+            parallels=(PARALLEL,),
         ),
     },
 }
-_FULL = Sweep(0.3, (TOKENS16K, LEADERBOARD, BY_LENGTH, TIERS, EAGER_COMPILED, FLASH), MODEL_FULL, losses=(LOSS_FULL,))
+_FULL = Sweep(
+    0.3,
+    (TOKENS16K, LEADERBOARD, BY_LENGTH, TIERS, EAGER_COMPILED, FLASH),
+    MODEL_FULL,
+    losses=(LOSS_FULL,),
+    collectives=(FULL_COLLECTIVES,),
+    parallels=PARALLEL_FULL,
+)
 _ANATOMY_FULL = replace(ANATOMY, sizes=("small", "medium", "xl"), contexts=(512, 1024))
 SWEEPS["full"] = {
     "cpu": replace(_FULL, anatomies=(replace(_ANATOMY_FULL, rows=("naive", "auto")),)),

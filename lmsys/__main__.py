@@ -1,4 +1,4 @@
-"""`python -m lmsys`: this machine, and which attention rows it can run, and why not."""
+"""`python -m lmsys`: this machine, which attention rows it can run, and why not, and the data-parallel strategies."""
 
 import argparse
 import os
@@ -11,6 +11,7 @@ if not torch.cuda.is_available():
 
 from lmsys.attention import ATTENTION, AttentionCase
 from lmsys.measure import machine
+from lmsys.parallel import STRATEGIES
 from lmsys.registry import Entry
 
 FACTS = ("name", "cores", "memory_bytes", "gpu_count", "capability", "driver", "cuda", "python", "torch", "triton")
@@ -28,6 +29,10 @@ def main() -> None:
     width = max(map(len, ATTENTION))
     for name, entry in ATTENTION.items():
         print(f"  {name:{width}}  {_verdict(entry, device)}")
+    ranks = f"{facts['gpu_count']} GPUs, NCCL" if device == "cuda" else "processes on this CPU, gloo"
+    print(f"\ndata-parallel strategies ({ranks})")
+    for name, entry in STRATEGIES.items():
+        print(f"  {name:{width}}  {entry.why_not(None) or entry.label}")
 
 
 def _verdict(entry: Entry, device: str) -> str:

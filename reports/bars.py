@@ -85,7 +85,8 @@ def stacked(
         axes.bar(0, 0, color=_shade("#111827", layer, len(layers)), label=label)
     axes.set_ylim(0, 1.25 * max(finite))
     axes.set_xlim(-0.5, len(groups) - 0.5)
-    axes.set_xticks(range(len(groups)), groups)
+    slanted = sum(map(len, groups)) > 45
+    axes.set_xticks(range(len(groups)), groups, rotation=45 if slanted else 0, ha="right" if slanted else "center")
     axes.grid(axis="x", visible=False)
     axes.yaxis.set_major_formatter(FuncFormatter(plain))
     axes.set_ylabel(unit)

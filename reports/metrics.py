@@ -10,6 +10,7 @@ CLOCKS = {
     "cuda_event": "CUDA events, cache cleared before each call",
     "cuda_event_in_a_loop": "CUDA events, calls following one another as in a loop: where the host launches slower "
     "than the GPU works, that is the time",
+    "cuda_event_steps": "CUDA events, one call after another",
     "perf_counter": "wall clock",
 }
 

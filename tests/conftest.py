@@ -2,13 +2,14 @@
 
 import importlib.util
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import hypothesis
 import pytest
-import torch
-from torch import Tensor
+from poison import poison
+
+from lmsys.parallel.group import WorkerGroup
 
 hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
 hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
@@ -19,17 +20,14 @@ hypothesis.settings.load_profile("ci")
 def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uninitialised floating-point memory is NaN, so an output that a kernel does not write cannot pass."""
 
-    def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def wrapper(*args: Any, **kwargs: Any) -> Tensor:
-            x = allocate(*args, **kwargs)
-            if x.is_floating_point() and x.device.type != "meta":
-                x.detach().fill_(float("nan"))
-            return x
+    poison(monkeypatch.setattr)
 
-        return wrapper
 
-    for owner, name in [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty")]:
-        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[WorkerGroup]:
+    """Four processes that stand ready, on the CPU."""
+    with WorkerGroup(4, "gloo", timeout_s=60) as group:
+        yield group
 
 
 @pytest.fixture(autouse=True)

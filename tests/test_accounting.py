@@ -1,5 +1,7 @@
 """Work, traffic and parameters against what can be counted one by one."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,8 +11,19 @@ from lmsys.accounting import (
     attention_bytes,
     attention_flops,
     attention_pairs,
+    bus_factor,
+    compute_bound_batch,
+    ddp_overhead,
+    devices_needed,
+    fit_latency_bandwidth,
+    fsdp_bytes,
     model_flops,
     model_parameters,
+    optimal_bucket_bytes,
+    stack_activation_bytes,
+    stack_parameters,
+    stack_state_bytes,
+    zero_memory,
 )
 from lmsys.config import SIZES, ModelConfig, model_config
 from lmsys.model import TransformerLM
@@ -96,3 +109,59 @@ def test_a_step_is_six_operations_a_weight_and_token_and_half_the_scores(
 def test_a_mode_without_operations_is_named() -> None:
     with pytest.raises(ValueError, match="mode='optimizer'"):
         model_flops(model_config("tiny"), tokens=1, context=1, mode="optimizer")
+
+
+BLOCKS = {"num_blocks": 126, "d_model": 16384, "d_ff": 53248}  # of the source document, with two matrices in each
+
+
+def test_the_document_s_own_numbers() -> None:
+    """CS336, assignment 2, "communication_accounting", as one published solution works it out."""
+    gib, tokens = 2**30, 2**20
+    assert stack_parameters(**BLOCKS) == 3276 * 2**26
+    assert stack_state_bytes(**BLOCKS) == 3276 * gib
+    assert stack_activation_bytes(**BLOCKS, tokens=1) == 2 * 1071 * 2**13
+    activations = stack_activation_bytes(**BLOCKS, tokens=tokens)
+    assert activations == 17136 * gib
+    assert devices_needed(3276 * gib + activations, 80 * gib) == 256
+    assert devices_needed(fsdp_bytes(**BLOCKS, tokens=tokens, world_size=1), 95 * gib) == 125
+    assert fsdp_bytes(**BLOCKS, tokens=tokens, world_size=125) < 95 * gib
+    least = compute_bound_batch(4.6e14, 2 * 9e10, 53248, fsdp_axes=2, tensor_axes=1)
+    assert least == pytest.approx(61.325, abs=1e-3)
+    assert math.ceil(least) * 16 * 4 == 3968
+
+
+@given(st.floats(1e5, 1e11), st.floats(1e-6, 1e-2), st.floats(1e6, 1e12))
+def test_the_best_bucket_is_where_the_overhead_is_least(total: float, latency: float, bandwidth: float) -> None:
+    best = total / optimal_bucket_bytes(total, latency, bandwidth)
+    least = ddp_overhead(total, best, latency, bandwidth)
+    assert least == pytest.approx(2 * math.sqrt(total * latency / bandwidth))
+    assert all(ddp_overhead(total, best * factor, latency, bandwidth) >= least * (1 - 1e-9) for factor in (0.5, 0.9, 2))
+
+
+@given(st.floats(1e-6, 1e-3), st.floats(1e8, 1e12))
+def test_a_fit_finds_latency_and_bandwidth(latency: float, bandwidth: float) -> None:
+    sizes = [1e3, 1e6, 1e8, 1e9]
+    found = fit_latency_bandwidth(sizes, [latency + size / bandwidth for size in sizes])
+    assert found == pytest.approx((latency, bandwidth), rel=1e-6)
+
+
+@pytest.mark.parametrize(("sizes", "times"), [([1], [1.0]), ([1, 2], [1.0, 0.0]), ([1, 2], [1.0, 0.5]), ([1, 2], [1])])
+def test_times_without_a_bandwidth_are_refused(sizes: list[float], times: list[float]) -> None:
+    with pytest.raises(ValueError, match=r"positive times|no bandwidth"):
+        fit_latency_bandwidth(sizes, times)
+
+
+def test_zero_divides_one_thing_after_another() -> None:
+    found = [zero_memory(10, 4, stage) for stage in range(4)]
+    assert [sum(one.values()) for one in found] == [160, 100, 70, 40]
+    assert found[1] == {"parameters": 40, "gradients": 40, "optimizer": 20}
+    with pytest.raises(ValueError, match="stage=4"):
+        zero_memory(10, 4, 4)
+
+
+def test_bus_bandwidth_counts_what_a_link_carries() -> None:
+    assert [bus_factor(name, 4) for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast")] == [
+        1.5, 0.75, 0.75, 1.0,
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="operation='gather'"):
+        bus_factor("gather", 2)

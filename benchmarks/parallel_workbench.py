@@ -1,0 +1,315 @@
+"""One rank of a data-parallel training, ready to be timed, looked into and compared. Runs on the ranks."""
+
+import gc
+import hashlib
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.model_gate import Batch, autocast, build
+from benchmarks.model_workbench import LEARNING_RATE
+from benchmarks.parallel_cells import COMPUTE_IN_BF16, Cell
+from benchmarks.ranks import subgroup
+from benchmarks.session import cap_gpu_memory
+from lmsys.measure import memory
+from lmsys.measure.clock import synchronize
+from lmsys.measure.profile import kind_of
+from lmsys.model import TransformerLM
+from lmsys.parallel.adapt import Adapted
+from lmsys.parallel.group import device
+from lmsys.parallel.probe import latency_and_bandwidth
+from lmsys.parallel.sharded_optimizer import ShardedOptimizer
+from lmsys.training.optimizer import AdamW
+
+WARM_STEPS = {"cpu": 2, "cuda": 3}  # the first plans buckets, the second runs with them
+PROFILED_STEPS = 2
+WORK = {"cpu": ("cpu_op", "user_annotation"), "cuda": ("kernel", "gpu_memcpy", "gpu_memset")}  # categories of a trace
+MOST_INTERVALS = 400  # of a timeline that travels with a result
+
+
+class Loss(nn.Module):
+    """The model's loss as a forward, which is what strategies wrap."""
+
+    def __init__(self, model: TransformerLM):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self.model.loss(tokens, targets)
+
+
+def options_of(cell: Cell) -> dict[str, Any]:
+    """What the strategy of this cell is built with."""
+    options: dict[str, Any] = {}
+    if cell.bucket_mb is not None:
+        options["bucket_mb"] = cell.bucket_mb
+    if cell.comm_dtype is not None:
+        options["comm_dtype"] = getattr(torch, cell.comm_dtype)
+    if cell.entry.name in COMPUTE_IN_BF16 and cell.precision == "bf16":
+        options["compute_dtype"] = torch.bfloat16
+    return options
+
+
+class Rig:
+    """A model, its strategy, its optimizer and this rank's batch. Ranks begin with weights of their own."""
+
+    def __init__(self, cell: Cell, seed: int):
+        self.cell, self.device = cell, str(device())
+        self.group = subgroup(cell.world_size)
+        self.strategy = Adapted(
+            cell.entry.load(), Loss(build(cell.config, self.device, seed + dist.get_rank())), self.group,
+            **options_of(cell),
+        )  # fmt: skip
+        self.data = Batch.draw(cell.config, cell.batch, self.device, seed + 1 + dist.get_rank())
+        self.optimizer = self._optimizer()
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        if self.cell.sharded:
+            params = self.strategy.wrapper.parameters()
+            return ShardedOptimizer(params, AdamW, self.group, lr=LEARNING_RATE)
+        if self.cell.entry.name == "torch_fsdp2":  # its parameters are DTensors, which only torch's own takes
+            fused = self.device != "cpu"
+            return self.strategy.make_optimizer(torch.optim.AdamW, lr=LEARNING_RATE, fused=fused)
+        return self.strategy.make_optimizer(AdamW, lr=LEARNING_RATE)
+
+    def loss(self) -> Tensor:
+        with autocast(self.cell.precision, self.device.partition(":")[0]):
+            return self.strategy(self.data.tokens, self.data.targets)
+
+    def step(self) -> None:
+        self.loss().backward()
+        self.strategy.finish()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def step_alone(self) -> None:
+        """The same without synchronization; gradients of what was never synchronized go as they came."""
+        with self.strategy.no_sync():
+            self.loss().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def times(self, step: Callable[[], None], count: int) -> list[float]:
+        """Seconds of each of so many steps, one after another; on a CPU ranks begin each together."""
+        if self.device == "cpu":
+            samples = []
+            for _ in range(count):
+                dist.barrier(self.group)
+                start = time.perf_counter()
+                step()
+                samples.append(time.perf_counter() - start)
+            return samples
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        for mark in marks[:-1]:
+            mark.record()
+            step()
+        marks[-1].record()
+        torch.cuda.synchronize()
+        return [a.elapsed_time(b) / 1e3 for a, b in zip(marks[:-1], marks[1:], strict=True)]
+
+
+def takes_part(cell: Cell) -> bool:
+    """Whether this rank is of those; asked of every rank, since groups are made by all."""
+    subgroup(cell.world_size)
+    return dist.get_rank() < cell.world_size
+
+
+def limit_memory(limit_bytes: int) -> None:
+    """Of this rank's GPU."""
+    cap_gpu_memory(limit_bytes)
+
+
+def release() -> None:
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+@dataclass
+class Seen:
+    """What examining a row found on this rank. timeline: (what, start_s, end_s) of one step."""
+
+    memory: dict[str, int]
+    communication_s: float
+    hidden_fraction: float | None
+    timeline: list[tuple[str, float, float]]
+    first_step_s: float
+    step_s: float
+    bucket_mb: float | None
+    num_buckets: int | None
+    finite: bool
+
+
+def examine(cell: Cell, seed: int) -> Seen | None:
+    """Memory, phase by phase, of a training from its beginning; then what communicates when, and how long a step is."""
+    if not takes_part(cell):
+        return None
+    release()
+    kind = device().type
+    made: dict[str, Any] = {}
+
+    def init() -> None:
+        made["rig"] = Rig(cell, seed)
+
+    def forward() -> None:
+        made["loss"] = made["rig"].loss()
+
+    def backward() -> None:
+        made.pop("loss").backward()
+        made["rig"].strategy.finish()
+
+    def update() -> None:
+        rig = made["rig"]
+        rig.optimizer.step()
+        # ZeroRedundancyOptimizer keeps its share in an optimizer of its own
+        made["held"] = memory.breakdown(rig.strategy.wrapper, getattr(rig.optimizer, "optim", rig.optimizer))
+        rig.optimizer.zero_grad(set_to_none=True)
+        if hasattr(rig.strategy.wrapper, "wait"):
+            rig.strategy.wrapper.wait()
+
+    def first() -> None:
+        start = time.perf_counter()
+        forward(), backward(), update()
+        synchronize(kind)
+        made["first_s"] = time.perf_counter() - start
+
+    phases = memory.phases(
+        {"init": init, "first": first, "forward": forward, "backward": backward, "optimizer": update}, kind
+    )
+    rig, held = made["rig"], made["held"]
+    found = {
+        "init_bytes": phases["init"]["live_bytes"],
+        "init_peak_bytes": phases["init"]["peak_bytes"],
+        "before_step_peak_bytes": max(phases["forward"]["peak_bytes"], phases["backward"]["peak_bytes"]),
+        "before_step_bytes": phases["backward"]["live_bytes"],
+        "after_step_peak_bytes": phases["optimizer"]["peak_bytes"],
+        "peak_bytes": max(phases[name]["peak_bytes"] for name in ("forward", "backward", "optimizer")),
+        "activations_bytes": phases["forward"]["live_bytes"] - phases["first"]["live_bytes"],
+        **held,
+    }
+    for _ in range(WARM_STEPS[device().type]):
+        rig.step()
+    (seconds, *_) = sorted(rig.times(rig.step, 3))
+    communication_s, hidden, timeline = _profile(rig, kind)
+    with torch.no_grad():
+        finite = bool(rig.loss().isfinite())
+    wrapper = rig.strategy.wrapper
+    buckets = getattr(wrapper, "buckets", None)
+    size = getattr(wrapper, "bucket_mb", None)
+    return Seen(
+        found, communication_s, hidden, timeline, made["first_s"], seconds,
+        float(size) if size else None, len(buckets) if buckets else None, finite,
+    )  # fmt: skip
+
+
+def _profile(rig: Rig, kind: str) -> tuple[float, float | None, list[tuple[str, float, float]]]:
+    """Seconds a step that anything communicates, how much of it computation hides, and the last step's intervals."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if kind == "cuda" else [])]
+    rig.step()
+    synchronize(kind)
+    with profile(activities=activities) as recorded:
+        for _ in range(PROFILED_STEPS):
+            rig.step()
+        synchronize(kind)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        recorded.export_chrome_trace(str(path))
+        events = json.loads(path.read_bytes())["traceEvents"]
+    sending, computing = [], []
+    for event in events:
+        if event.get("cat") not in WORK[kind] or not event.get("dur"):
+            continue
+        span = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+        if kind_of(event["name"]) != "communication":
+            if event["cat"] != "user_annotation":
+                computing.append(span)
+        elif kind == "cuda" or event["name"].startswith("gloo:"):  # on a CPU not the call, but what its thread does
+            sending.append(span)
+    sending, computing = merged(sending), merged(computing)
+    total = sum(end - start for start, end in sending)
+    hidden = sum(max(0.0, min(b, d) - max(a, c)) for a, b in sending for c, d in _near(computing, a, b))
+    return total / PROFILED_STEPS, hidden / total if total else None, _timeline(sending, computing)
+
+
+def _near(intervals: list[tuple[float, float]], start: float, end: float) -> list[tuple[float, float]]:
+    return [one for one in intervals if one[0] < end and one[1] > start]
+
+
+def merged(intervals: list[tuple[float, float]], gap: float = 0.0) -> list[tuple[float, float]]:
+    """Their union, in order; those less than `gap` apart are one."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1] + gap:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return found
+
+
+def _timeline(sending: list[Any], computing: list[Any]) -> list[tuple[str, float, float]]:
+    """Of the last of the profiled steps, coarse enough to travel with a result."""
+    if not computing:
+        return []
+    begin, end = computing[0][0], max(one[-1][1] for one in (sending, computing) if one)
+    middle, gap = begin + (end - begin) * (PROFILED_STEPS - 1) / PROFILED_STEPS, (end - begin) / 2000
+    rows = []
+    for what, intervals in (("communication", sending), ("computation", computing)):
+        late = [(max(a, middle) - middle, b - middle) for a, b in merged(intervals, gap) if b > middle]
+        rows += [(what, float(f"{a:.5g}"), float(f"{b:.5g}")) for a, b in late[:MOST_INTERVALS]]
+    return rows
+
+
+def take_pass(cell: Cell, seed: int, count: int) -> tuple[list[float], list[float], str] | None:
+    """(seconds of each step, of each step without synchronization, what tells whether ranks have one model)."""
+    if not takes_part(cell):
+        return None
+    release()
+    rig = Rig(cell, seed)
+    for _ in range(WARM_STEPS[device().type]):
+        rig.step()
+    samples = rig.times(rig.step, count)
+    model = fingerprint(rig.strategy)
+    alone: list[float] = []
+    if cell.world_size > 1 and can_stay_local(cell, rig):
+        rig.step_alone()
+        alone = rig.times(rig.step_alone, -(-count // 2))
+    return samples, alone, model
+
+
+def can_stay_local(cell: Cell, rig: Rig) -> bool:
+    """Whether a step without synchronization is the same computation: not where ranks hold or step parts only."""
+    return rig.strategy.can_stay_local and not cell.sharded and not cell.entry.name.endswith(("zero1", "fsdp", "fsdp2"))
+
+
+def fingerprint(strategy: Adapted) -> str:
+    """Of every bit of the parameters, as far as sums show it."""
+    parts = [x.double().sum() for x in strategy.full_state_dict().values() if x.is_floating_point()]
+    return hashlib.sha256(torch.stack(parts).cpu().numpy().tobytes()).hexdigest()
+
+
+def network(cell: Cell) -> tuple[float, float] | None:
+    """(o, w) of an all-reduce on the cell's ranks."""
+    if not takes_part(cell) or cell.world_size == 1:
+        return None
+    return latency_and_bandwidth(subgroup(cell.world_size), device())
+
+
+def timed_under(cell: Cell, seed: int, count: int = 4) -> float:
+    """Seconds of a step, the mean of a few: to choose among sizes of buckets."""
+    if not takes_part(cell):
+        return 0.0
+    release()
+    rig = Rig(cell, seed)
+    for _ in range(WARM_STEPS[device().type]):
+        rig.step()
+    samples = rig.times(rig.step, count)
+    return sum(samples) / len(samples)

@@ -1,0 +1,63 @@
+"""Any strategy behind one contract: ours, torch's, and a container written for CS336, assignment 2, as it is."""
+
+import inspect
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lmsys.parallel.collectives import Group
+
+BUCKET_NAMES = ("bucket_mb", "bucket_size_mb")
+
+
+class Adapted:
+    """What a strategy lacks of the contract is made good: no process group, no `make_optimizer`, no `no_sync`.
+
+    ValueError for a class that cannot be called with a module, or has no finish_gradient_synchronization().
+    """
+
+    def __init__(self, strategy: Any, module: nn.Module, group: Group, **options: Any):
+        self.module = module
+        self.wrapper = strategy(module, **_arguments(strategy, group, options))
+        if not hasattr(self.wrapper, "finish_gradient_synchronization"):
+            raise ValueError(f"{strategy.__name__} is no strategy: it has no finish_gradient_synchronization()")
+        self.finish = self.wrapper.finish_gradient_synchronization
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.wrapper(*args, **kwargs)
+
+    @property
+    def can_stay_local(self) -> bool:
+        """Whether a step without synchronization can be asked for."""
+        return hasattr(self.wrapper, "no_sync")
+
+    def no_sync(self) -> Any:
+        return self.wrapper.no_sync() if self.can_stay_local else nullcontext()
+
+    def make_optimizer(self, optimizer_cls: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        if hasattr(self.wrapper, "make_optimizer"):
+            return self.wrapper.make_optimizer(optimizer_cls, **kwargs)
+        return optimizer_cls(self.module.parameters(), **kwargs)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        whole = hasattr(self.wrapper, "full_state_dict")
+        return self.wrapper.full_state_dict() if whole else self.module.state_dict()
+
+
+def _arguments(strategy: Any, group: Group, options: dict[str, Any]) -> dict[str, Any]:
+    """Those that the strategy takes, by name."""
+    try:
+        taken = inspect.signature(strategy).parameters
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{strategy!r} cannot be called with a module: {error}") from error
+    given = dict(options)
+    if "process_group" in taken:
+        given["process_group"] = group
+    if "bucket_size_mb" in taken:
+        given["bucket_size_mb"] = given.pop("bucket_mb", 25)
+    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values())
+    if (unknown := sorted(given.keys() - taken.keys())) and not takes_all:
+        raise ValueError(f"{strategy.__name__} does not take {', '.join(unknown)}")
+    return given

@@ -1,0 +1,50 @@
+"""All-reduces of buckets of gradients that begin while the backward goes on.
+
+A bucket is a flat tensor that its gradients are views of. It is made when its last gradient is ready, and lives as long
+as the gradients do: `zero_grad(set_to_none=True)` frees it. The first bucket is small, so that communication begins
+early, and the last, which no computation is left to hide. See `overlapped` for the order.
+"""
+
+import math
+
+import torch
+from torch import nn
+
+from lmsys.accounting import optimal_bucket_bytes
+from lmsys.parallel.buckets import EDGE_BYTES, MIB, plan
+from lmsys.parallel.collectives import Group
+from lmsys.parallel.overlapped import Overlapped
+from lmsys.parallel.probe import latency_and_bandwidth
+
+
+class Bucketed(Overlapped):
+    """bucket_mb   MiB of a bucket, or "auto": √(s o w) of the measured latency o and bandwidth w of an all-reduce
+    comm_dtype  of what travels, such as torch.bfloat16; None: the gradients'. Gradients keep their own dtype.
+
+    ValueError for a bucket size that is not positive.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Group = None,
+        bucket_mb: float | str = 25,
+        comm_dtype: torch.dtype | None = None,
+    ):
+        if bucket_mb != "auto" and (isinstance(bucket_mb, str) or not 0 < bucket_mb < math.inf):
+            raise ValueError(f'{bucket_mb=} must be a positive number of MiB, or "auto"')
+        self.bucket_mb = bucket_mb
+        super().__init__(module, process_group, comm_dtype)
+
+    def _partition(self, order: list[int]) -> list[tuple[int, ...]]:
+        sizes = [p.numel() * (self.comm_dtype or p.dtype).itemsize for p in self.trainable]
+        if self.bucket_mb == "auto":
+            self.bucket_mb = self._best(sum(sizes))
+        kinds = [(p.device, p.dtype) for p in self.trainable]
+        return plan(sizes, order, float(self.bucket_mb) * MIB, EDGE_BYTES, kinds)
+
+    def _best(self, total: int) -> float:
+        if self.world_size == 1 or not total:
+            return 25
+        latency_s, bytes_per_s = latency_and_bandwidth(self.group, self.trainable[0].device)
+        return optimal_bucket_bytes(total, latency_s, bytes_per_s) / MIB

@@ -1,0 +1,143 @@
+"""Which gradients travel together: partitions of sizes, in the order in which gradients become ready. Plain arithmetic.
+
+A partition is a list of buckets, a bucket a tuple of indices into the sizes. Every index is in one bucket; buckets come
+in the order in which their last gradient is ready, which is the order in which they are sent.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+MIB = 2**20
+EDGE_BYTES = MIB  # of the first bucket, so that communication begins early, and of the last, which nothing hides
+ALIGNMENT = 64  # elements: every tensor in a bucket begins at a multiple of it, as wide loads like it
+BALANCED = 0.95  # of what travels in segments is gradients, not padding, before a bucket is closed
+
+
+def plan(
+    sizes: Sequence[int], order: Sequence[int], limit: float, edge: float, kinds: Sequence[Hashable] | None = None
+) -> list[tuple[int, ...]]:
+    """Buckets of at most `limit` bytes, the first and the last of at most `edge`, each of one kind (dtype, device).
+
+    What is larger than its limit has a bucket of its own. ValueError for a limit that is not positive, and for an
+    order that is not a permutation of the indices.
+    """
+    if not limit > 0:
+        raise ValueError(f"a bucket must hold something: its size is {limit:g} bytes, and must be positive")
+    if sorted(order) != list(range(len(sizes))):
+        raise ValueError(f"the order must hold each of {len(sizes)} indices once; got {list(order)}")
+    kinds = kinds or [None] * len(sizes)
+    closed: list[tuple[int, ...]] = []
+    open_: dict[Hashable, list[int]] = {}
+    for index in order:
+        bucket = open_.setdefault(kinds[index], [])
+        most = limit if closed else min(edge, limit)
+        if bucket and sum(sizes[i] for i in bucket) + sizes[index] > most:
+            closed.append(tuple(bucket))
+            bucket.clear()
+        bucket.append(index)
+    closed += [tuple(bucket) for bucket in open_.values() if bucket]
+    place = {index: position for position, index in enumerate(order)}
+    closed.sort(key=lambda bucket: place[bucket[-1]])
+    return sorted(_small_tail(closed, sizes, min(edge, limit)), key=lambda bucket: place[bucket[-1]])
+
+
+def _small_tail(buckets: list[tuple[int, ...]], sizes: Sequence[int], edge: float) -> list[tuple[int, ...]]:
+    """The last bucket cut so that at most `edge` bytes, or one gradient, are left for the end."""
+    if not buckets or len(buckets[-1]) == 1:
+        return buckets
+    *rest, last = buckets
+    cut = len(last) - 1
+    while cut > 0 and sum(sizes[i] for i in last[cut - 1 :]) <= edge:
+        cut -= 1
+    return [*rest, last[:cut], last[cut:]] if cut else buckets
+
+
+def offsets(numels: Sequence[int], alignment: int = ALIGNMENT) -> tuple[list[int], int]:
+    """Where each tensor begins in a flat one, in elements, and how long that is."""
+    starts, end = [], 0
+    for numel in numels:
+        starts.append(end)
+        end += -(-numel // alignment) * alignment
+    return starts, end
+
+
+@dataclass(frozen=True)
+class Segmented:
+    """A bucket of `world_size` segments of `length` elements: members[rank] are the indices that rank owns."""
+
+    members: tuple[tuple[int, ...], ...]
+    length: int
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        return tuple(index for owned in self.members for index in owned)
+
+
+def share_out(numels: Sequence[int], world_size: int) -> list[list[int]]:
+    """Indices by part, the largest number first to the part that has least (Graham 1969, longest processing time)."""
+    parts: list[list[int]] = [[] for _ in range(world_size)]
+    loads = [0] * world_size
+    for index in sorted(range(len(numels)), key=lambda i: -numels[i]):
+        least = loads.index(min(loads))
+        parts[least].append(index)
+        loads[least] += numels[index]
+    return parts
+
+
+def plan_segments(
+    numels: Sequence[int],
+    order: Sequence[int],
+    limit: float,
+    world_size: int,
+    kinds: Sequence[Hashable] | None = None,
+    loads: list[int] | None = None,
+) -> list[Segmented]:
+    """Buckets of segments of whole tensors, each segment of about `limit` elements, or more where that saves padding.
+
+    A bucket grows until its segments hold that on average and come out even, at most to four times as much, and is then
+    cut where they were most even. The longest segment goes to the rank that owns least so far: `loads`,
+    elements by rank, goes on from earlier calls and is updated.
+    """
+    if not limit > 0:
+        raise ValueError(f"a bucket must hold something: its size is {limit:g} elements, and must be positive")
+    kinds = kinds or [None] * len(numels)
+    loads = [0] * world_size if loads is None else loads
+    found = []
+    for kind in dict.fromkeys(kinds[index] for index in order):
+        left = [index for index in order if kinds[index] == kind]
+        while left:
+            end = _cut(numels, left, limit * world_size, world_size)
+            found.append(_segmented(numels, left[:end], world_size, loads))
+            left = left[end:]
+    place = {index: position for position, index in enumerate(order)}
+    return sorted(found, key=lambda bucket: max(place[index] for index in bucket.indices))
+
+
+def _cut(numels: Sequence[int], order: Sequence[int], limit: float, world_size: int) -> int:
+    """How many of these, in order, make the first bucket."""
+    best, most_even, total = len(order), 0.0, 0
+    for end, index in enumerate(order, start=1):
+        total += numels[index]
+        if total > 4 * limit and most_even:
+            break
+        if total >= limit or end == len(order):
+            parts = share_out([numels[i] for i in order[:end]], world_size)
+            longest = max(sum(numels[order[i]] for i in part) for part in parts)
+            evenness = total / (world_size * longest) if longest else 1.0
+            if evenness > most_even:
+                best, most_even = end, evenness
+            if evenness >= BALANCED:
+                break
+    return best
+
+
+def _segmented(numels: Sequence[int], indices: Sequence[int], world_size: int, loads: list[int]) -> Segmented:
+    parts = share_out([numels[i] for i in indices], world_size)
+    parts.sort(key=lambda part: -sum(numels[indices[i]] for i in part))
+    ranks = sorted(range(world_size), key=lambda rank: loads[rank])
+    members: list[tuple[int, ...]] = [()] * world_size
+    for rank, part in zip(ranks, parts, strict=True):
+        members[rank] = tuple(indices[i] for i in part)
+        loads[rank] += sum(numels[i] for i in members[rank])
+    length = max(offsets([numels[i] for i in owned])[1] for owned in members)
+    return Segmented(tuple(members), length)

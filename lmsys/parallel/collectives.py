@@ -1,0 +1,98 @@
+"""What the strategies ask of a process group: means and gathers that do not wait. The one file that knows backends.
+
+With NCCL a wait makes the current stream wait, not the host. gloo has no mean in every version of torch, so there it is
+a sum, divided once it is there. A group of one rank communicates nothing.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Group = Any  # a torch ProcessGroup, or None for the default one
+
+# Renamed in torch 2.13; the older names warn there.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass
+class Pending:
+    """A collective under way: `wait` once, before its result is read."""
+
+    work: Any = None
+    then: Callable[[], Any] | None = None
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+        if self.then is not None:
+            self.then()
+        self.work = self.then = None
+
+
+def size_and_rank(group: Group) -> tuple[int, int]:
+    """(1, 0) where no process group has been made."""
+    if not dist.is_initialized():
+        return 1, 0
+    return dist.get_world_size(group), dist.get_rank(group)
+
+
+def is_nccl(group: Group, x: Tensor) -> bool:
+    return x.is_cuda and "nccl" in str(dist.get_backend(group))
+
+
+def all_reduce_mean(x: Tensor, group: Group) -> Pending:
+    """x becomes the mean over ranks."""
+    world_size, _ = size_and_rank(group)
+    if world_size == 1:
+        return Pending()
+    if is_nccl(group, x):
+        return Pending(dist.all_reduce(x, dist.ReduceOp.AVG, group=group, async_op=True))
+    return Pending(dist.all_reduce(x, group=group, async_op=True), lambda: x.div_(world_size))
+
+
+def reduce_scatter_mean(out: Tensor, x: Tensor, group: Group) -> Pending:
+    """x (world_size · n,) -> out (n,): the mean over ranks of this rank's segment."""
+    world_size, _ = size_and_rank(group)
+    if world_size == 1:
+        out.copy_(x)
+        return Pending()
+    if is_nccl(group, x):
+        return Pending(_reduce_scatter(out, x, dist.ReduceOp.AVG, group=group, async_op=True))
+    return Pending(_reduce_scatter(out, x, group=group, async_op=True), lambda: out.div_(world_size))
+
+
+def all_gather(out: Tensor, x: Tensor, group: Group) -> Pending:
+    """x (n,) of every rank -> out (world_size · n,); x may be this rank's segment of out."""
+    if size_and_rank(group)[0] == 1:
+        if out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+        return Pending()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return Pending(_all_gather(out, x, group=group, async_op=True))
+
+
+def broadcast_(x: Tensor, group: Group) -> None:
+    """x becomes that of rank 0, whatever its dtype and layout."""
+    if size_and_rank(group)[0] == 1 or not x.numel():
+        return
+    content = x.detach().contiguous()
+    dist.broadcast(content.reshape(-1).view(torch.uint8), group=group, group_src=0)
+    if content.data_ptr() != x.data_ptr():
+        x.detach().copy_(content)
+
+
+def gather_objects(value: Any, group: Group) -> list[Any]:
+    """`value` of every rank, by rank."""
+    world_size, _ = size_and_rank(group)
+    if world_size == 1:
+        return [value]
+    found: list[Any] = [None] * world_size
+    dist.all_gather_object(found, value, group=group)
+    return found

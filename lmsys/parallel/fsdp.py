@@ -1,0 +1,278 @@
+"""Fully sharded data parallelism: a rank keeps a part of every parameter, gradient and optimizer state.
+
+The parameters of a block (an entry of a ModuleList), and those of no block, lie side by side in a flat tensor of which
+a rank keeps one of world_size equal parts, in its full precision: that is what the optimizer steps. Before a block's
+forward, and again before its backward, the whole is gathered, the next block's while this one computes; after it the
+whole is freed. A block's gradients are reduce-scattered while the block before it goes on with the backward.
+
+Source: Zhao et al. 2023, "PyTorch FSDP" (arXiv 2304.11277), sections 3.2 and 3.3; Rajbhandari et al. 2020, "ZeRO"
+(1910.02054), P_os+g+p.
+"""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from lmsys.parallel.buckets import offsets
+from lmsys.parallel.collectives import Group, Pending, all_gather, reduce_scatter_mean
+from lmsys.parallel.packing import copy_gradients, views_of
+from lmsys.parallel.units import blocks_of, parameters_by_block
+from lmsys.parallel.wrapper import Wrapper
+
+
+class Fsdp(Wrapper):
+    """compute_dtype  of the gathered parameters, of inputs and so of the computation; None: the parameters' own
+
+    `parameters()` are the parts that this rank keeps, flat: an optimizer that works element by element steps them as it
+    would the whole. Gradients are reduced in the parameters' precision, in every backward: under no_sync() too, as no
+    rank could keep them whole. A parameter that no rank has used has a gradient of zeros.
+    """
+
+    def __init__(self, module: nn.Module, process_group: Group = None, compute_dtype: torch.dtype | None = None):
+        super().__init__(module, process_group)
+        self.compute_dtype = compute_dtype
+        self._units = [_Unit(self, params) for params in parameters_by_block(module)]
+        self._to_reduce = len(self._units) - 1  # the next, from the last block to what is in no block
+        self._in_backward = False
+        self._reducing: list[_Unit] = []
+        for number, block in enumerate(blocks_of(module), start=1):
+            me = weakref.ref(self)
+            block.register_forward_pre_hook(partial(_before_forward, me, number))
+            block.register_forward_hook(partial(_after_forward, me, number))
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
+        for number, unit in enumerate(self._units):
+            for part, flat in enumerate(unit.flats):
+                yield f"{prefix}{'.' if prefix else ''}unit{number}.part{part}", flat.shard
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._unfinished:
+            return super().forward(*args, **kwargs)  # which refuses
+        if self._in_backward:  # one under no_sync()
+            self._end_backward()
+        self._units[0].gather()
+        if len(self._units) > 1:
+            self._units[1].gather()
+        self._units[0].wait()
+        args, kwargs = tree_map(self._cast, (args, kwargs))
+        output = super().forward(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            self._units[0].free()
+        return output
+
+    def finish_gradient_synchronization(self) -> None:
+        self._end_backward()
+        self._unfinished = False
+
+    @contextmanager
+    def full_parameters(self) -> Iterator[nn.Module]:
+        """The module with whole parameters in full precision, to be read. Asked of all ranks."""
+        for unit in self._units:
+            unit.show_whole()
+        try:
+            yield self.module
+        finally:
+            for unit in self._units:
+                unit.hide_whole()
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        with self.full_parameters() as module:
+            return {name: x.detach().clone() for name, x in module.state_dict().items()}
+
+    def _cast(self, x: Any) -> Any:
+        floating = isinstance(x, Tensor) and x.is_floating_point()
+        return x.to(self.compute_dtype) if floating and self.compute_dtype is not None else x
+
+    def _heard(self, index: int) -> None:
+        self._in_backward = True
+        self._unfinished |= self._synchronizing
+
+    def _end_backward(self) -> None:
+        self._reduce_down_to(0)
+        for unit in self._units:
+            unit.settle()
+            unit.free()
+        self._reducing.clear()
+        self._to_reduce, self._in_backward = len(self._units) - 1, False
+
+    def _reduce_down_to(self, number: int) -> None:
+        """Sends the gradients of units that are done with their backward, and frees their parameters.
+
+        On every rank at the same point, whichever of its parameters have gradients: collectives keep one order.
+        """
+        while self._to_reduce >= number:
+            unit = self._units[self._to_reduce]
+            unit.reduce()
+            unit.free()
+            self._reducing.append(unit)
+            self._to_reduce -= 1
+            if len(self._reducing) > 1:  # gradients that have arrived give back the memory they came in
+                self._reducing.pop(0).settle()
+
+    def _enter_forward(self, number: int) -> None:
+        unit = self._units[number]
+        unit.gather()
+        if not self._in_backward and number + 1 < len(self._units):
+            self._units[number + 1].gather()
+        unit.wait()
+
+    def _leave_forward(self, number: int, output: Any) -> Any:
+        if self._in_backward:  # activation checkpointing runs a forward again, and then the backward of it
+            return
+        is_last = number == len(self._units) - 1
+        if not (is_last and torch.is_grad_enabled()):
+            self._units[number].free()
+        tensors = [x for x in tree_flatten(output)[0] if isinstance(x, Tensor) and x.requires_grad]
+        if tensors:
+            begin = partial(_before_backward, weakref.ref(self), number)
+            torch.autograd.graph.register_multi_grad_hook(tensors, begin, mode="any")
+
+    def _enter_backward(self, number: int) -> None:
+        self._in_backward = True
+        unit = self._units[number]
+        unit.gather()
+        if number > 1:
+            self._units[number - 1].gather()
+        self._reduce_down_to(number + 1)
+        unit.wait()
+
+
+def _before_forward(wrapper: "weakref.ref[Fsdp]", number: int, *_: Any) -> None:
+    if (self := wrapper()) is not None:
+        self._enter_forward(number)
+
+
+def _after_forward(wrapper: "weakref.ref[Fsdp]", number: int, _: Any, __: Any, output: Any) -> None:
+    if (self := wrapper()) is not None:
+        self._leave_forward(number, output)
+
+
+def _before_backward(wrapper: "weakref.ref[Fsdp]", number: int, _: Any) -> None:
+    if (self := wrapper()) is not None:
+        self._enter_backward(number)
+
+
+class _Unit:
+    """What is gathered and freed together: a flat tensor for each dtype, trained or frozen."""
+
+    def __init__(self, wrapper: Fsdp, params: list[nn.Parameter]):
+        kinds: dict[Any, list[nn.Parameter]] = defaultdict(list)
+        for p in params:
+            kinds[p.dtype, p.device, p.requires_grad].append(p)
+        self.flats = [_Flat(wrapper, group) for group in kinds.values()]
+
+    def gather(self) -> None:
+        for flat in self.flats:
+            flat.gather()
+
+    def wait(self) -> None:
+        for flat in self.flats:
+            flat.wait()
+
+    def free(self) -> None:
+        for flat in self.flats:
+            flat.free()
+
+    def reduce(self) -> None:
+        for flat in self.flats:
+            flat.reduce()
+
+    def settle(self) -> None:
+        for flat in self.flats:
+            flat.settle()
+
+    def show_whole(self) -> None:
+        for flat in self.flats:
+            flat.show_whole()
+
+    def hide_whole(self) -> None:
+        for flat in self.flats:
+            flat.hide_whole()
+
+
+class _Flat:
+    """Parameters side by side: `shard` is this rank's part, `whole` the gathered tensor, without memory while freed."""
+
+    @torch.no_grad()
+    def __init__(self, wrapper: Fsdp, params: list[nn.Parameter]):
+        self.params, self.group, world_size = params, wrapper.group, wrapper.world_size
+        self.starts, used = offsets([p.numel() for p in params])
+        length = -(-used // world_size)
+        everything = params[0].new_zeros(world_size * length)
+        for p, view in zip(params, views_of(everything, params, self.starts), strict=True):
+            view.copy_(p)
+        part = everything[wrapper.rank * length : (wrapper.rank + 1) * length].clone()
+        self.shard = nn.Parameter(part, requires_grad=params[0].requires_grad)
+        narrow = wrapper.compute_dtype if params[0].is_floating_point() else None
+        self.whole = torch.empty(world_size * length, dtype=narrow or part.dtype, device=part.device)
+        self._nbytes = self.whole.untyped_storage().nbytes()
+        self._gathering: Pending | None = None
+        self._is_whole = False
+        self._reduced: list[tuple[Pending, Tensor]] = []
+        self._views = views_of(self.whole, params, self.starts)
+        self._point_to(self._views)
+        self.whole.untyped_storage().resize_(0)
+
+    def _point_to(self, views: list[Tensor]) -> None:
+        """The module's parameters become these, told to nobody: autograd sees no write when they are filled."""
+        for p, view in zip(self.params, views, strict=True):
+            p.data = view
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        if self._is_whole or self._gathering is not None:
+            return
+        self.whole.untyped_storage().resize_(self._nbytes)
+        self._gathering = all_gather(self.whole, self.shard.detach().to(self.whole.dtype), self.group)
+
+    def wait(self) -> None:
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering, self._is_whole = None, True
+
+    def free(self) -> None:
+        self.wait()
+        if self._is_whole:
+            self.whole.untyped_storage().resize_(0)
+            self._is_whole = False
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Begins the mean of this rank's part of the gradients."""
+        if not self.shard.requires_grad:
+            return
+        self.settle()
+        grads = self.shard.new_empty(self.whole.numel())
+        copy_gradients(self.params, views_of(grads, self.params, self.starts))
+        for p in self.params:
+            p.grad = None
+        part = torch.empty_like(self.shard)
+        self._reduced.append((reduce_scatter_mean(part, grads, self.group), part))
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Gradients that are on their way are added to the shard's."""
+        for pending, part in self._reduced:
+            pending.wait()
+            if self.shard.grad is None:
+                self.shard.grad = part
+            else:
+                self.shard.grad += part
+        self._reduced.clear()
+
+    @torch.no_grad()
+    def show_whole(self) -> None:
+        self.free()
+        whole = self.shard.new_empty(self.whole.numel())
+        all_gather(whole, self.shard.detach(), self.group).wait()
+        self._point_to(views_of(whole, self.params, self.starts))
+
+    def hide_whole(self) -> None:
+        self._point_to(self._views)

@@ -1,0 +1,112 @@
+"""All-reduces that begin while the backward goes on: one per parameter, from its post-accumulate-grad hook.
+
+Ranks must begin the same collectives in the same order, whatever order their gradients come in: a bucket is sent when
+it is complete and all before it have been. The order is at first the reverse of the parameters', then, once, the one in
+which rank 0 saw gradients come in the first backward. Here every parameter is a bucket of its own.
+
+Source: Li et al. 2020, "PyTorch Distributed" (arXiv 2006.15704), section 3.2.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lmsys.parallel.collectives import Group, Pending, all_reduce_mean, broadcast_
+from lmsys.parallel.packing import pack
+from lmsys.parallel.wrapper import Wrapper, dense
+
+
+class Overlapped(Wrapper):
+    """Gradients of one bucket travel in one call. A bucket of one gradient is that gradient, without a copy."""
+
+    def __init__(self, module: nn.Module, process_group: Group = None, comm_dtype: torch.dtype | None = None):
+        super().__init__(module, process_group)
+        self.comm_dtype = comm_dtype
+        self._seen: list[int] | None = []  # the order of gradients, until buckets are planned by it
+        self._plan(list(reversed(range(len(self.trainable)))))
+
+    def _partition(self, order: list[int]) -> list[tuple[int, ...]]:
+        """The buckets, in the order in which they are to be sent."""
+        return [(index,) for index in order]
+
+    def _plan(self, order: list[int]) -> None:
+        self.buckets = self._partition(order)
+        self._bucket_of = {index: number for number, bucket in enumerate(self.buckets) for index in bucket}
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing of the next backward has been sent."""
+        self._ready: set[int] = set()
+        self._waiting = [len(bucket) for bucket in self.buckets]
+        self._sent: list[tuple[Pending, Any]] = []
+        self._absent: list[int] = []
+
+    def _gradient_is_ready(self, index: int) -> None:
+        if self.world_size == 1:
+            return
+        if index in self._ready:
+            raise RuntimeError(
+                "a second backward before finish_gradient_synchronization(): the first belongs under no_sync()"
+            )
+        self._ready.add(index)
+        if self._seen is not None:
+            self._seen.append(index)
+        self._waiting[self._bucket_of[index]] -= 1
+        while len(self._sent) < len(self.buckets) and not self._waiting[len(self._sent)]:
+            self._send_next()
+
+    def _synchronize(self) -> None:
+        while len(self._sent) < len(self.buckets):  # gradients are missing, or were all made under no_sync()
+            self._send_next()
+        for pending, received in self._sent:
+            pending.wait()
+            received()
+        self._use_pending.wait()
+        self._forget_unused(self._used, self._absent)
+        self._begin()
+        if self._seen is not None:
+            self._plan_again(self._seen)
+
+    def _send_next(self) -> None:
+        number = len(self._sent)
+        self._absent += [index for index in self.buckets[number] if self.trainable[index].grad is None]
+        if number == len(self.buckets) - 1:  # all gradients that will come have come
+            self._used = self._use(self._absent)
+            self._use_pending = all_reduce_mean(self._used, self.group)
+        self._sent.append(self._send(number))
+
+    def _send(self, number: int) -> tuple[Pending, Any]:
+        """Begins a bucket's communication: it, and what is to be done when it has come."""
+        params = [self.trainable[index] for index in self.buckets[number]]
+        dtype = self.comm_dtype or params[0].dtype
+        if len(params) == 1 and dtype == params[0].dtype:
+            if params[0].grad is None:
+                params[0].grad = torch.zeros_like(params[0])
+            return all_reduce_mean(dense(params[0]), self.group), do_nothing
+        flat, views = pack(params, dtype)
+        if dtype != params[0].dtype:
+            return all_reduce_mean(flat, self.group), lambda: _widen(params, views)
+        for p, view in zip(params, views, strict=True):
+            p.grad = view
+        return all_reduce_mean(flat, self.group), do_nothing
+
+    def _plan_again(self, seen: list[int]) -> None:
+        """By the order that rank 0 saw; what it did not see comes last."""
+        unseen = [index for index in reversed(range(len(self.trainable))) if index not in set(seen)]
+        order = torch.tensor(seen + unseen, device=self.trainable[0].device)
+        broadcast_(order, self.group)
+        self._seen = None
+        self._plan(order.tolist())
+
+
+def do_nothing() -> None:
+    """Of a bucket that is done when it has come."""
+
+
+@torch.no_grad()
+def _widen(params: list[Any], views: list[Any]) -> None:
+    for p in params:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+    torch._foreach_copy_([p.grad for p in params], views)

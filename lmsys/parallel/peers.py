@@ -1,0 +1,107 @@
+"""What torch itself offers, behind the contract of our strategies: DDP, ZeroRedundancyOptimizer, FSDP2."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lmsys.parallel.collectives import Group, broadcast_
+from lmsys.parallel.units import blocks_of
+
+
+class TorchDDP(nn.Module):
+    """DistributedDataParallel as it comes."""
+
+    def __init__(self, module: nn.Module, process_group: Group = None, **options: Any):
+        super().__init__()
+        device = next(module.parameters()).device
+        devices = [device.index] if device.type == "cuda" else None
+        self.ddp = DistributedDataParallel(module, device_ids=devices, process_group=process_group, **options)
+        self.module, self.group = module, process_group
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.ddp(*args, **kwargs)
+
+    def finish_gradient_synchronization(self) -> None:
+        """Nothing: the backward ends when gradients are averaged."""
+
+    def no_sync(self) -> Any:
+        """DDP decides when a forward runs: it belongs inside, too."""
+        return self.ddp.no_sync()
+
+    def make_optimizer(self, optimizer_cls: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        return optimizer_cls(self.module.parameters(), **kwargs)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        return self.module.state_dict()
+
+
+class TorchDDPTuned(TorchDDP):
+    """With what its users switch on where the graph is always the same; the bucket size is for them to sweep."""
+
+    def __init__(self, module: nn.Module, process_group: Group = None, bucket_mb: float = 25):
+        for x in module.buffers():  # once, and not in every forward
+            broadcast_(x, process_group)
+        options = {"gradient_as_bucket_view": True, "static_graph": True, "broadcast_buffers": False}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames broadcast_buffers
+            super().__init__(module, process_group, bucket_cap_mb=bucket_mb, **options)
+
+
+class TorchZero1(TorchDDP):
+    """DDP, and an optimizer that shares out its state by parameter and broadcasts what each rank has stepped."""
+
+    def __init__(self, module: nn.Module, process_group: Group = None):
+        super().__init__(module, process_group, gradient_as_bucket_view=True)
+
+    def make_optimizer(self, optimizer_cls: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        return ZeroRedundancyOptimizer(
+            self.module.parameters(), optimizer_cls, self.group, parameters_as_bucket_view=True, **kwargs
+        )
+
+
+class TorchFSDP2(nn.Module):
+    """fully_shard on every block and on the rest; `compute_dtype` of parameters, gradients reduced in float32."""
+
+    def __init__(self, module: nn.Module, process_group: Group = None, compute_dtype: torch.dtype | None = None):
+        super().__init__()
+        for x in (*module.parameters(), *module.buffers()):
+            broadcast_(x, process_group)
+        group = dist.group.WORLD if process_group is None else process_group
+        mesh = DeviceMesh.from_group(group, next(module.parameters()).device.type)
+        policy = MixedPrecisionPolicy()
+        if compute_dtype is not None:
+            policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+        for block in blocks_of(module):
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        self.module = fully_shard(module, mesh=mesh, mp_policy=policy)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def finish_gradient_synchronization(self) -> None:
+        """Nothing: the backward ends when gradients are averaged."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.module.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.module.set_requires_gradient_sync(True)
+
+    def make_optimizer(self, optimizer_cls: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        return optimizer_cls(self.module.parameters(), **kwargs)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        state = self.module.state_dict()
+        return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in state.items()}

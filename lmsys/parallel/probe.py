@@ -1,0 +1,33 @@
+"""How long an all-reduce takes: a latency and a bandwidth, the same on every rank."""
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from lmsys.accounting import fit_latency_bandwidth
+from lmsys.parallel.collectives import Group, is_nccl
+
+SIZES = {"cpu": (2**12, 2**20, 2**22), "cuda": (2**12, 2**22, 2**26)}  # bytes
+CALLS = 5
+
+
+def latency_and_bandwidth(group: Group, device: torch.device) -> tuple[float, float]:
+    """(o in seconds, w in bytes/s) of t = o + bytes / w, by least squares over SIZES; the slowest rank's times."""
+    times = [_seconds(torch.zeros(size // 4, device=device), group) for size in SIZES[device.type]]
+    slowest = torch.tensor(times, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    return fit_latency_bandwidth(SIZES[device.type], slowest.tolist())
+
+
+def _seconds(x: torch.Tensor, group: Group) -> float:
+    """The least of CALLS, after one that connects."""
+    found = []
+    for _ in range(1 + CALLS):
+        dist.barrier(group) if not is_nccl(group, x) else torch.cuda.synchronize(x.device)
+        start = time.perf_counter()
+        dist.all_reduce(x, group=group)
+        if x.is_cuda:
+            torch.cuda.synchronize(x.device)
+        found.append(time.perf_counter() - start)
+    return min(found[1:])

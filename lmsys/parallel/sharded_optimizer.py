@@ -1,0 +1,185 @@
+"""An optimizer whose state is divided among ranks: each steps its own parameters, then all gather all of them.
+
+It works over any strategy that leaves every rank the mean gradients; `zero1` hands it the ownership that its own
+communication follows. Parameters become views of flat buffers of world_size equal segments, so that gathering them
+copies nothing. Source: Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), P_os.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lmsys.parallel.buckets import Segmented, offsets, plan_segments
+from lmsys.parallel.collectives import Group, Pending, all_gather, gather_objects, size_and_rank
+from lmsys.parallel.packing import views_of
+
+CHUNK = 2**26  # elements that one call gathers
+
+
+@dataclass
+class Home:
+    """A flat buffer (world_size · length,) that parameters live in, a segment for each rank's own."""
+
+    flat: Tensor
+    bucket: Segmented
+
+    def gather(self, rank: int, group: Group) -> Pending:
+        length = self.bucket.length
+        return all_gather(self.flat, self.flat[rank * length : (rank + 1) * length], group)
+
+
+@torch.no_grad()
+def settle(params: Sequence[Tensor], bucket: Segmented) -> Home:
+    """Moves the bucket's parameters into one buffer, each rank's own into that rank's segment."""
+    members = [params[index] for index in bucket.indices]
+    flat = members[0].new_zeros(len(bucket.members) * bucket.length)
+    for p, view in zip(members, views_of(flat, members, starts_of(params, bucket)), strict=True):
+        view.copy_(p)
+        p.data = view
+    return Home(flat, bucket)
+
+
+def starts_of(params: Sequence[Tensor], bucket: Segmented) -> list[int]:
+    """Where each of the bucket's indices begins in its buffer."""
+    found = []
+    for rank, owned in enumerate(bucket.members):
+        within, _ = offsets([params[index].numel() for index in owned])
+        found += [rank * bucket.length + start for start in within]
+    return found
+
+
+class ShardedOptimizer(Optimizer):
+    """`optimizer_cls` over the parameters that this rank owns, balanced by size; real param groups over all of them.
+
+    params  tensors or param groups, the same on every rank; `homes` and `owners`: where a strategy has already settled
+            them (owners by parameter), else they are settled here
+    `state_dict` is this rank's share; `full_state_dict` and `load_state_dict` go between any world sizes, and to and
+    from `optimizer_cls` itself. Asked of all ranks: the constructor, `step`, `full_state_dict`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_cls: Any,
+        process_group: Group = None,
+        homes: Sequence[Home] | None = None,
+        owners: dict[Tensor, int] | None = None,
+        **kwargs: Any,
+    ):
+        self.group = process_group
+        self.world_size, self.rank = size_and_rank(process_group)
+        self.homes = list(homes or [])
+        self.owners: dict[Tensor, int] = dict(owners or {})
+        self._loads = [0] * self.world_size
+        self._local: Optimizer | None = None
+        super().__init__(params, kwargs)
+        self._local = optimizer_cls([self._own(group) for group in self.param_groups], **kwargs)
+        self.defaults = self._local.defaults
+        for group, local in zip(self.param_groups, self._local.param_groups, strict=True):
+            group.update({name: value for name, value in local.items() if name != "params"})
+        self.state = self._local.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        strangers = [p for p in group["params"] if p not in self.owners]
+        if strangers:
+            self._settle(strangers)
+        if self._local is not None:
+            self._local.add_param_group(self._own(group))
+            group.update({k: v for k, v in self._local.param_groups[-1].items() if k != "params"})
+
+    def _settle(self, params: list[Tensor]) -> None:
+        kinds = [(p.device, p.dtype) for p in params]
+        numels = [p.numel() for p in params]
+        buckets = plan_segments(numels, range(len(params)), CHUNK, self.world_size, kinds, self._loads)
+        for bucket in buckets:
+            self.homes.append(settle(params, bucket))
+            for rank, owned in enumerate(bucket.members):
+                self.owners |= {params[index]: rank for index in owned}
+
+    def _own(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {**group, "params": [p for p in group["params"] if self.owners[p] == self.rank]}
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps this rank's parameters, then waits for everybody's."""
+        loss = self.step_own(closure)
+        for pending in self.gather():
+            pending.wait()
+        return loss
+
+    def step_own(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The step without the gathering: until `gather` others' parameters are the old ones."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        assert self._local is not None
+        for group, local in zip(self.param_groups, self._local.param_groups, strict=True):
+            local.update({name: value for name, value in group.items() if name != "params"})  # schedules set it there
+        self._local.step()
+        return loss
+
+    @torch.no_grad()
+    def gather(self) -> list[Pending]:
+        """Begins to fetch the parameters that others own: one pending call for each of `homes`."""
+        return [home.gather(self.rank, self.group) for home in self.homes] if self.world_size > 1 else []
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's share: state by the parameter's number over all groups, the groups, and whose share it is."""
+        numbers = self._numbers()
+        groups = [{**group, "params": [numbers[p] for p in group["params"]]} for group in self.param_groups]
+        state = {numbers[p]: dict(self.state[p]) for p in self.state}
+        return {"state": state, "param_groups": groups, "shard": [self.rank, self.world_size]}
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """What `optimizer_cls` without shards would give, on every rank, its tensors on the CPU."""
+        own = self.state_dict()
+        state = {number: {k: _on_cpu(v) for k, v in values.items()} for number, values in own["state"].items()}
+        merged: dict[int, Any] = {}
+        for one in gather_objects(state, self.group):
+            merged |= one
+        return {"state": dict(sorted(merged.items())), "param_groups": own["param_groups"]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes this rank's part of a full state dict, or its own share. ValueError for another's share."""
+        state, groups = state_dict["state"], state_dict["param_groups"]
+        if (share := state_dict.get("shard", [self.rank, self.world_size])) != [self.rank, self.world_size]:
+            raise ValueError(
+                f"the state dict is the share of rank {share[0]} of {share[1]}, this is rank {self.rank} of"
+                f" {self.world_size}: load a full one, by full_state_dict() or shards.load()"
+            )
+        found, here = ([len(group["params"]) for group in of] for of in (groups, self.param_groups))
+        if found != here:
+            raise ValueError(f"the state dict has param groups of {found} parameters, this optimizer of {here}")
+        order = [number for group in groups for number in group["params"]]
+        named = dict(zip(self._numbers(), order, strict=True))
+        for saved, group in zip(groups, self.param_groups, strict=True):
+            group.update({name: value for name, value in saved.items() if name != "params"})
+        self._load_own(state, groups, named)
+
+    def _load_own(self, state: dict[int, Any], groups: list[Any], named: dict[Tensor, int]) -> None:
+        assert self._local is not None
+        own: dict[int, Any] = {}
+        local_groups, count = [], 0
+        for saved, group in zip(groups, self._local.param_groups, strict=True):
+            numbers = []
+            for p in group["params"]:
+                if named[p] in state:
+                    own[count] = state[named[p]]
+                numbers.append(count)
+                count += 1
+            local_groups.append({**saved, "params": numbers})
+        self._local.load_state_dict({"state": own, "param_groups": local_groups})
+        self.state = self._local.state
+
+    def _numbers(self) -> dict[Tensor, int]:
+        return {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,33 @@
+"""The parts of a module that are sharded, gathered and waited for as one."""
+
+from torch import nn
+
+
+def blocks_of(module: nn.Module) -> list[nn.Module]:
+    """The entries of the outermost ModuleLists, in order: a Transformer's layers."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        found += list(child) if isinstance(child, nn.ModuleList) else blocks_of(child)
+    return found
+
+
+def parameters_by_block(module: nn.Module) -> list[list[nn.Parameter]]:
+    """First what is in no block, or in several; then each block's own. Every parameter once."""
+    blocks = blocks_of(module)
+    homes: dict[nn.Parameter, set[int]] = {p: set() for p in module.parameters()}
+    for number, block in enumerate(blocks, start=1):
+        for p in block.parameters():
+            homes[p].add(number)
+    inside = {id(p) for block in blocks for p in block.parameters()}
+    outside = {id(p) for p in _outside(module, blocks)}
+    units: list[list[nn.Parameter]] = [[] for _ in range(1 + len(blocks))]
+    for p, numbers in homes.items():
+        alone = len(numbers) == 1 and id(p) in inside and id(p) not in outside
+        units[next(iter(numbers)) if alone else 0].append(p)
+    return units
+
+
+def _outside(module: nn.Module, blocks: list[nn.Module]) -> list[nn.Parameter]:
+    """Parameters that a module outside every block holds."""
+    within = {id(child) for block in blocks for child in block.modules()}
+    return [p for child in module.modules() if id(child) not in within for p in child.parameters(recurse=False)]

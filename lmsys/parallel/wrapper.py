@@ -1,0 +1,141 @@
+"""The contract of a strategy, and what all of them share.
+
+    wrapper = Strategy(module, process_group=None, **options)
+    optimizer = wrapper.make_optimizer(AdamW, lr=1e-3)
+    loss = wrapper(batch of this rank); loss.backward()
+    wrapper.finish_gradient_synchronization()      # gradients are now the mean over ranks
+    optimizer.step(); optimizer.zero_grad()
+
+Every rank has the same module; rank 0's parameters and buffers are everybody's from the start. Buffers that a forward
+changes are each rank's own from then on. A parameter without a gradient on some ranks counts there as zero; one that
+has none on any rank keeps none, so that an optimizer leaves it alone. The mean is over ranks: ranks with equally
+large batches train as one process does on all of them.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lmsys.parallel.collectives import Group, broadcast_, gather_objects, size_and_rank
+
+
+class Wrapper(nn.Module):
+    """Base of the strategies: agreement, broadcast, hooks, `no_sync`. A strategy fills in `_synchronize`.
+
+    process_group  None: the default one, or a single rank where there is none
+    ValueError when ranks hold different modules, RuntimeError for a forward after a backward that was not finished.
+    """
+
+    def __init__(self, module: nn.Module, process_group: Group = None):
+        super().__init__()
+        self.module, self.group = module, process_group
+        self.world_size, self.rank = size_and_rank(process_group)
+        self.trainable = [p for p in module.parameters() if p.requires_grad]
+        self._synchronizing, self._unfinished = True, False
+        _agree(module, process_group)
+        for x in (*module.parameters(), *module.buffers()):
+            broadcast_(x, process_group)
+        for index, p in enumerate(self.trainable):
+            p.register_post_accumulate_grad_hook(partial(_told, weakref.ref(self), index))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._unfinished:
+            raise RuntimeError(
+                "a backward was not followed by finish_gradient_synchronization(): call it before the optimizer's step,"
+                " or run backwards that only accumulate gradients under no_sync()"
+            )
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside leave their gradients on this rank, for a later one to add to and to synchronize."""
+        before, self._synchronizing = self._synchronizing, False
+        try:
+            yield
+        finally:
+            self._synchronizing = before
+
+    def finish_gradient_synchronization(self) -> None:
+        """After backward, before the optimizer's step: every gradient is the mean over ranks. Asked of all ranks."""
+        if self.world_size > 1 and self.trainable:
+            self._synchronize()
+        self._unfinished = False
+
+    def make_optimizer(self, optimizer_cls: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """The optimizer that steps what this strategy trains."""
+        return optimizer_cls(self.parameters(), **kwargs)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The module's state dict, whole, on every rank. Asked of all ranks."""
+        return self.module.state_dict()
+
+    def _heard(self, index: int) -> None:
+        """`trainable[index].grad` has been added up by a backward."""
+        if self._synchronizing:
+            self._unfinished = True
+            self._gradient_is_ready(index)
+
+    def _gradient_is_ready(self, index: int) -> None:
+        """The same of one that is to be synchronized, where that begins before the backward is done."""
+
+    def _synchronize(self) -> None:
+        raise NotImplementedError
+
+    def _missing(self) -> list[int]:
+        """Which parameters have no gradient on this rank."""
+        return [index for index, p in enumerate(self.trainable) if p.grad is None]
+
+    def _use(self, missing: list[int]) -> Tensor:
+        """1 for each parameter with a gradient on this rank: its mean over ranks tells all of the others'."""
+        use = torch.ones(len(self.trainable), device=self.trainable[0].device)
+        if missing:
+            use[missing] = 0.0
+        return use
+
+    def _forget_unused(self, use: Tensor, missing: list[int]) -> None:
+        """No gradient where no rank had one. `use` is the mean over ranks; the host waits where one is missing only."""
+        if missing:
+            for index, share in zip(missing, use[missing].tolist(), strict=True):
+                if share == 0:
+                    self.trainable[index].grad = None
+
+
+def dense(p: Tensor) -> Tensor:
+    """The gradient of p, contiguous: collectives take no other."""
+    assert p.grad is not None
+    if not p.grad.is_contiguous():
+        p.grad = p.grad.contiguous()
+    return p.grad
+
+
+def _told(wrapper: "weakref.ref[Wrapper]", index: int, _: Tensor) -> None:
+    self = wrapper()  # a module may outlive its wrapper
+    if self is not None:
+        self._heard(index)
+
+
+def _agree(module: nn.Module, group: Group) -> None:
+    """ValueError on every rank that names the first difference between what ranks hold."""
+    own = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
+    own += [(name, tuple(x.shape), str(x.dtype), None) for name, x in module.named_buffers()]
+    first, *others = gather_objects(own, group)
+    for rank, other in enumerate(others, start=1):
+        if other != first:
+            place = next((i for i, pair in enumerate(zip(first, other, strict=False)) if pair[0] != pair[1]), None)
+            if place is None:
+                place = min(len(first), len(other))
+            here, there = (_words(found[place : place + 1]) for found in (first, other))
+            raise ValueError(f"ranks hold different modules: rank 0 has {here} where rank {rank} has {there}")
+
+
+def _words(found: list[Any]) -> str:
+    if not found:
+        return "nothing more"
+    name, shape, dtype, trained = found[0]
+    kind = {None: "buffer", True: "parameter", False: "frozen parameter"}[trained]
+    return f"the {kind} {name} {shape} {dtype.removeprefix('torch.')}"

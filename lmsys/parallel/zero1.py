@@ -1,0 +1,127 @@
+"""ZeRO stage 1: gradients are reduced to the rank that owns them, which steps them; then parameters are gathered.
+
+A bucket is a flat tensor of world_size equal segments of whole parameters, one segment for each rank. Its
+reduce-scatter begins while the backward goes on and leaves a rank the gradients of its own parameters and no others.
+After the step the parameters of one bucket after another are fetched, while the next forward begins: a block (an entry
+of a ModuleList) waits for the buckets of its own.
+
+Source: Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), section 7.
+"""
+
+import math
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lmsys.parallel.buckets import MIB, plan_segments
+from lmsys.parallel.collectives import Group, Pending, reduce_scatter_mean
+from lmsys.parallel.overlapped import Overlapped, do_nothing
+from lmsys.parallel.packing import copy_gradients, views_of
+from lmsys.parallel.sharded_optimizer import ShardedOptimizer, settle, starts_of
+from lmsys.parallel.units import blocks_of, parameters_by_block
+
+
+class Zero1(Overlapped):
+    """bucket_mb  MiB of a segment, or up to four times as many where segments come out more even
+
+    Its optimizer is that of `make_optimizer`. Parameters are whole again from the next forward on, or from `wait()`.
+    Gradients are to be zeroed after each step: to accumulate, use no_sync().
+    """
+
+    def __init__(self, module: nn.Module, process_group: Group = None, bucket_mb: float = 32):
+        if isinstance(bucket_mb, str) or not 0 < bucket_mb < math.inf:
+            raise ValueError(f"{bucket_mb=} must be a positive number of MiB")
+        self.bucket_mb = bucket_mb
+        super().__init__(module, process_group)
+        self._seen = None  # the division among ranks stays as it is
+        self.homes = [settle(self.trainable, segmented) for segmented in self.segments]
+        self.owners = {
+            self.trainable[index]: rank
+            for segmented in self.segments
+            for rank, owned in enumerate(segmented.members)
+            for index in owned
+        }
+        self._gathering: list[Pending] = []
+        self._wait_in_forward()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._wait_for(self._at_start)
+        return super().forward(*args, **kwargs)
+
+    def make_optimizer(self, optimizer_cls: Any, **kwargs: Any) -> "Zero1Optimizer":
+        return Zero1Optimizer(self, optimizer_cls, **kwargs)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        self.wait()
+        return super().full_state_dict()
+
+    def wait(self) -> None:
+        """Until every parameter is whole."""
+        for pending in self._gathering:
+            pending.wait()
+
+    def _wait_for(self, numbers: list[int]) -> None:
+        for number in numbers if self._gathering else ():
+            self._gathering[number].wait()
+
+    def _partition(self, order: list[int]) -> list[tuple[int, ...]]:
+        sizes = [p.numel() for p in self.trainable]
+        kinds = [(p.device, p.dtype) for p in self.trainable]
+        limit = self.bucket_mb * MIB / max((p.element_size() for p in self.trainable), default=1)
+        self.segments = plan_segments(sizes, order, limit, self.world_size, kinds)
+        return [segmented.indices for segmented in self.segments]
+
+    def _send(self, number: int) -> tuple[Pending, Callable[[], None]]:
+        segmented = self.segments[number]
+        params = [self.trainable[index] for index in segmented.indices]
+        starts = starts_of(self.trainable, segmented)
+        flat = params[0].new_empty(self.world_size * segmented.length)
+        with torch.no_grad():
+            copy_gradients(params, views_of(flat, params, starts))
+            own = flat.new_empty(segmented.length)
+        for p, start in zip(params, starts, strict=True):
+            first = start - self.rank * segmented.length
+            p.grad = own[first : first + p.numel()].view(p.shape) if self.owners[p] == self.rank else None
+        if number > 1:
+            self._sent[number - 2][0].wait()  # so that its flat tensor can be used again
+        return reduce_scatter_mean(own, flat, self.group), do_nothing
+
+    def _wait_in_forward(self) -> None:
+        """Each block, before its forward, for the buckets of its parameters; `forward` for the others."""
+        units = parameters_by_block(self.module)
+        unit_of = {p: number for number, params in enumerate(units) for p in params}
+        first_use = [min(unit_of[self.trainable[i]] for i in home.bucket.indices) for home in self.homes]
+        self.homes = [self.homes[i] for i in sorted(range(len(self.homes)), key=lambda i: first_use[i])]
+        needed: list[set[int]] = [set() for _ in units]
+        for number, home in enumerate(self.homes):
+            for index in home.bucket.indices:
+                needed[unit_of[self.trainable[index]]].add(number)
+        self._at_start = sorted(needed[0])
+        for block, numbers in zip(blocks_of(self.module), needed[1:], strict=True):
+            block.register_forward_pre_hook(partial(_wait, weakref.ref(self), sorted(numbers)))
+
+
+class Zero1Optimizer(ShardedOptimizer):
+    """A ShardedOptimizer whose gathering goes on while the next forward begins."""
+
+    def __init__(self, wrapper: Zero1, optimizer_cls: Any, params: Any = None, **kwargs: Any):
+        self._wrapper = weakref.ref(wrapper)
+        chosen = wrapper.trainable if params is None else params
+        super().__init__(chosen, optimizer_cls, wrapper.group, wrapper.homes, wrapper.owners, **kwargs)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        wrapper = self._wrapper()
+        assert wrapper is not None, "the strategy that this optimizer belongs to is gone"
+        loss = self.step_own(closure)
+        wrapper._gathering = self.gather()
+        return loss
+
+
+def _wait(wrapper: "weakref.ref[Zero1]", numbers: list[int], *_: Any) -> None:
+    self = wrapper()
+    if self is not None:
+        self._wait_for(numbers)

@@ -1,0 +1,103 @@
+"""Ranks that start once and run functions: results, and every way in which one of them can fail."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lmsys.parallel.bucketed import Bucketed
+from lmsys.parallel.group import WorkerError, WorkerGroup, check_backend
+
+
+def _facts(value: int) -> tuple[int, int, float]:
+    x = torch.tensor([float(value)])
+    dist.all_reduce(x)
+    return dist.get_rank(), dist.get_world_size(), x.item()
+
+
+def _fails(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise KeyError("no such layer")
+    dist.barrier()
+
+
+def _is_killed(rank: int) -> None:
+    """In the middle of a backward, while gradients are on their way."""
+    model = Bucketed(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), bucket_mb=0.01)
+    for step in range(1000):
+        hidden = model(torch.ones(2, 64, requires_grad=True))
+        if dist.get_rank() == rank and step == 5:
+            model.trainable[0].register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        hidden.sum().backward()
+        model.finish_gradient_synchronization()
+
+
+def _leaves(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os._exit(3)
+    dist.barrier()
+
+
+def _sleeps(rank: int) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(600)
+
+
+def pids(group: WorkerGroup) -> list[int]:
+    return [worker.pid for worker in group._workers]
+
+
+def ended(found: list[int]) -> bool:
+    """Whether none of these processes is left, not even as a zombie."""
+    return not any(Path(f"/proc/{pid}").exists() for pid in found)
+
+
+def test_functions_run_on_every_rank_and_results_come_by_rank(ranks: WorkerGroup) -> None:
+    for value in (1, 2):
+        assert ranks.run(_facts, value) == [(rank, 4, 4.0 * value) for rank in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "said"),
+    [
+        (_fails, "KeyError", "rank 1 failed:\nTraceback.*_fails.*KeyError: 'no such layer'"),
+        (_is_killed, "died", "rank 1 died: killed by SIGKILL"),
+        (_leaves, "died", "rank 1 died with exit code 3"),
+        (_sleeps, "timeout", "rank 1 did not answer within 3 s"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_others_within_seconds(function, kind: str, said: str) -> None:  # type: ignore[no-untyped-def]
+    group = WorkerGroup(2, "gloo", timeout_s=60)
+    processes, begin = pids(group), time.monotonic()
+    with pytest.raises(WorkerError, match=f"(?s){said}") as caught:
+        group.run(function, 1, timeout_s=3 if function is _sleeps else None)
+    assert (caught.value.rank, caught.value.kind) == (1, kind)
+    assert time.monotonic() - begin < 15 and ended(processes)
+    with pytest.raises(RuntimeError, match="this group has ended"):
+        group.run(_facts, 1)
+
+
+def test_closing_leaves_no_process() -> None:
+    with WorkerGroup(1, "gloo") as group:
+        processes = pids(group)
+        assert group.run(_facts, 3) == [(0, 1, 3.0)]
+    assert ended(processes)
+
+
+def test_what_a_machine_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="backend='mpi' must be one of"):
+        check_backend("mpi", 2)
+    with pytest.raises(ValueError, match="world_size=0 must be at least 1"):
+        check_backend("gloo", 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="'nccl' needs CUDA, and this machine has no CUDA device"):
+        WorkerGroup(2, "nccl")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="world_size=3 is more than the 2 GPUs"):
+        WorkerGroup(3, "nccl")
