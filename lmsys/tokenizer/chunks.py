@@ -1,7 +1,7 @@
 """Text files of any size, a piece at a time, cut where no pre-token crosses."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,12 +19,16 @@ class Chunk:
     start: int
     stop: int
 
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
     def read(self) -> bytes:
         """ValueError, with the place, for what is not UTF-8."""
         with self.path.open("rb") as file:
             file.seek(self.start)
-            data = file.read(self.stop - self.start)
-        if len(data) != self.stop - self.start:
+            data = file.read(self.size)
+        if len(data) != self.size:
             raise ValueError(f"{self.path} became shorter while it was read")
         try:
             data.decode()
@@ -34,27 +38,44 @@ class Chunk:
         return data
 
 
-def chunks(paths: Iterable[Path], pretokenizer: Pretokenizer, size: int = CHUNK_BYTES) -> Iterator[Chunk]:
-    """The files in pieces of about `size` bytes; longer where there is no place to cut. An empty file has none."""
-    for path in paths:
-        end, start = file_size(path), 0
-        with path.open("rb") as file:
-            while start < end:
-                os.posix_fadvise(file.fileno(), start, size, os.POSIX_FADV_WILLNEED)
-                stop = end if start + size >= end else _cut(file.fileno(), pretokenizer, start + size, end)
-                yield Chunk(path, start, stop)
+def chunks(parts: Iterable[Chunk], pretokenizer: Pretokenizer, size: int = CHUNK_BYTES) -> Iterator[Chunk]:
+    """Files, or parts of them, in pieces of about `size` bytes; longer where there is no place to cut."""
+    for part in parts:
+        start = part.start
+        with part.path.open("rb") as file:
+            while start < part.stop:
+                stop = cut_file(file.fileno(), pretokenizer, start + size, part.stop)
+                yield Chunk(part.path, start, stop)
                 start = stop
 
 
-def file_size(path: Path) -> int:
-    """In bytes. ValueError unless `path` is a file."""
-    if not path.is_file():
-        raise ValueError(f"{path}: there is no such file")
-    return path.stat().st_size
+def whole(file: Path | Chunk) -> Chunk:
+    """A file as one chunk. ValueError unless it is a file."""
+    if isinstance(file, Chunk):
+        return file
+    if not file.is_file():
+        raise ValueError(f"{file}: there is no such file")
+    return Chunk(file, 0, file.stat().st_size)
 
 
-def _cut(file: int, pretokenizer: Pretokenizer, after: int, end: int) -> int:
-    """The first place behind `after` where the file may be cut, or its end."""
+def split(parts: Sequence[Chunk], pretokenizer: Pretokenizer, count: int) -> list[list[Chunk]]:
+    """The parts dealt to `count` readers, in order, to each about as many bytes."""
+    total, done = sum(part.size for part in parts), 0
+    shares: list[list[Chunk]] = [[] for _ in range(count)]
+    for part in parts:
+        start = part.start
+        with part.path.open("rb") as file:
+            while start < part.stop:
+                share = min(count - 1, done * count // total)
+                border = start + -(-(share + 1) * total // count) - done
+                stop = part.stop if share == count - 1 else cut_file(file.fileno(), pretokenizer, border, part.stop)
+                shares[share].append(Chunk(part.path, start, stop))
+                start, done = stop, done + stop - start
+    return shares
+
+
+def cut_file(file: int, pretokenizer: Pretokenizer, after: int, end: int) -> int:
+    """The first place behind `after` where the file may be cut, or `end`."""
     window, context = _WINDOW, pretokenizer.context
     while after < end:
         begin = max(0, after - context)

@@ -6,10 +6,14 @@ those of its pre-tokens, which takes array operations only.
 Sources: Sennrich et al. 2016 (arXiv 1508.07909); Radford et al. 2019 (GPT-2), section 2.2.
 """
 
+import hashlib
 import heapq
+import json
 import threading
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import repeat
 from operator import add
 from pathlib import Path
 from typing import Any, Self
@@ -21,6 +25,9 @@ from lmsys.tokenizer.pretokens import Pretokenizer
 from lmsys.tokenizer.words import Words
 
 _PIECE = 1 << 18  # characters that `encode_iterable` gathers before it encodes
+_LONG = 100  # bytes of a pre-token that is merged with a queue
+_LAST = 1 << 62
+_NO_RANK = repeat(_LAST)  # for what is no pair of any merge
 _MOST_WORDS, _MOST_BYTES = 1 << 18, 1 << 25  # of pre-tokens that are kept
 
 
@@ -43,8 +50,9 @@ class Tokenizer:
         self._check()
         self._special_ids = {token.encode(): self._ids[token.encode()] for token in self.special_tokens}
         self._pretokenizer = Pretokenizer(self.special_tokens)
-        self._chars, self._merged = _as_chars(self.merges)
-        self._ids_of_chars = {char: self._ids[token] for token, char in self._chars.items()}
+        chars, self._steps = _as_chars(self.merges)
+        self._ranks = {pair: rank for rank, (pair, _) in enumerate(self._steps)}
+        self._ids_of_chars = {char: self._ids[token] for token, char in chars.items()}
         self._lock = threading.Lock()
         self._forget()
 
@@ -119,6 +127,13 @@ class Tokenizer:
         found, pairs, specials = files.load(Path(vocab), Path(merges))
         return cls(found, pairs, [*specials, *special_tokens])
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of vocabulary, merges and special tokens: equal where every text is encoded alike."""
+        vocab = [token.hex() for _, token in sorted(self.vocab.items())]
+        merges = [[left.hex(), right.hex()] for left, right in self.merges]
+        return hashlib.sha256(json.dumps([vocab, merges, sorted(self.special_tokens)]).encode()).hexdigest()
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.vocab, self.merges, self.special_tokens)
 
@@ -131,6 +146,8 @@ class Tokenizer:
             raise ValueError(f"two ids have the bytes {twice!r}")
         if missing := [byte for byte in range(256) if bytes([byte]) not in self._ids]:
             raise ValueError(f"the vocabulary lacks {len(missing)} of the 256 bytes, such as {bytes(missing[:1])!r}")
+        if len(set(self.merges)) != len(self.merges):
+            raise ValueError(f"{len(self.merges) - len(set(self.merges))} merges are listed twice")
         made = {left + right for left, right in self.merges}
         for left, right in self.merges:
             for token in (left, right, left + right):
@@ -164,20 +181,34 @@ class Tokenizer:
         """The ids of a pre-token: of the pairs that it has, the earliest merge is done everywhere, and so on."""
         if word in self._special_ids:
             return [self._special_ids[word]]
-        merged, text = self._merged, word.decode("latin-1")
-        queue = [merged[pair] for pair in set(map(add, text, text[1:])) if pair in merged]
+        text = word.decode("latin-1")
+        text = self._merge_long(text) if len(text) > _LONG else self._merge_short(text)
+        return [self._ids_of_chars[char] for char in text]
+
+    def _merge_short(self, text: str) -> str:
+        rank_of = self._ranks.get
+        while len(text) > 1:
+            rank = min(map(rank_of, map(add, text, text[1:]), _NO_RANK))
+            if rank == _LAST:
+                break
+            text = text.replace(*self._steps[rank])
+        return text
+
+    def _merge_long(self, text: str) -> str:
+        """The same with a queue of the merges to come, so that each pair of the text is looked up once."""
+        ranks, steps = self._ranks, self._steps
+        queue = [ranks[pair] for pair in set(map(add, text, text[1:])) if pair in ranks]
         heapq.heapify(queue)
         while queue:
-            _, pair, char = heapq.heappop(queue)
+            pair, char = steps[heapq.heappop(queue)]
             parts = text.split(pair)
             if len(parts) == 1:
                 continue
             text = char.join(parts)
             new = {part[-1] + char for part in parts[:-1] if part} | {char + part[0] for part in parts[1:] if part}
-            new.add(char + char)
-            for one in new & merged.keys():
-                heapq.heappush(queue, merged[one])
-        return [self._ids_of_chars[char] for char in text]
+            for one in (new | {char + char}) & ranks.keys():
+                heapq.heappush(queue, ranks[one])
+        return text
 
     def _late_cut(self, data: bytes) -> int:
         """A place to cut, near the end if there is one; 0 if there is none."""
@@ -194,15 +225,9 @@ def _utf8(text: str) -> bytes:
         raise ValueError(f"character {error.start} is {text[error.start]!r}, half of a surrogate pair") from None
 
 
-def _as_chars(
-    merges: Sequence[tuple[bytes, bytes]],
-) -> tuple[dict[bytes, str], dict[str, tuple[int, str, str]]]:
-    """A character for each token, in which words are merged, and by pair of characters (rank, pair, merged)."""
+def _as_chars(merges: Sequence[tuple[bytes, bytes]]) -> tuple[dict[bytes, str], list[tuple[str, str]]]:
+    """A character for each token, in which words are merged, and each merge as (pair of characters, merged)."""
     chars = {bytes([byte]): chr(byte) for byte in range(256)}
     for left, right in merges:
         chars.setdefault(left + right, chr(len(chars)))
-    pairs: dict[str, tuple[int, str, str]] = {}
-    for rank, (left, right) in enumerate(merges):
-        pair = chars[left] + chars[right]
-        pairs.setdefault(pair, (rank, pair, chars[left + right]))
-    return chars, pairs
+    return chars, [(chars[left] + chars[right], chars[left + right]) for left, right in merges]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lmsys.tokenizer.chunks import CHUNK_BYTES, Chunk, chunks, file_size
+from lmsys.tokenizer.chunks import CHUNK_BYTES, Chunk, chunks, whole
 from lmsys.tokenizer.codec import Tokenizer
 from lmsys.tokenizer.pretokens import PAD, Pretokenizer
 from lmsys.tokenizer.words import Words
@@ -19,10 +19,11 @@ from lmsys.tokenizer.workers import Workers
 
 Progress = Callable[[str, int, int], None]  # what is done, how much of it, of how much
 _NUM_BYTES = 256
+_SMALLEST_CHUNK = 1 << 16
 
 
 def train(
-    paths: Sequence[Path],
+    files: Sequence[Path | Chunk],
     vocab_size: int,
     special_tokens: Sequence[str] = (),
     processes: int = 1,
@@ -39,9 +40,9 @@ def train(
         raise ValueError(
             f"{vocab_size=} must be at least {smallest}: {_NUM_BYTES} bytes and {len(special_tokens)} special tokens"
         )
-    counts = count_pretokens(paths, special_tokens, processes, progress)
+    counts = count_pretokens(files, special_tokens, processes, progress)
     if not counts:
-        raise ValueError(f"there is no text in {', '.join(map(str, paths)) or 'no files'}")
+        raise ValueError(f"there is no text in {', '.join(str(whole(file).path) for file in files) or 'no files'}")
     merges = learn_merges(counts, vocab_size - smallest, progress)
     vocab = [bytes([byte]) for byte in range(_NUM_BYTES)]
     vocab += dict.fromkeys(left + right for left, right in merges)
@@ -65,17 +66,18 @@ class _Count:
 
 
 def count_pretokens(
-    paths: Sequence[Path],
+    files: Sequence[Path | Chunk],
     special_tokens: Sequence[str] = (),
     processes: int = 1,
     progress: Progress = lambda *_: None,
 ) -> dict[bytes, int]:
     """How often each pre-token stands in the files; special tokens are none."""
-    pretokenizer, total, done = Pretokenizer(special_tokens), sum(map(file_size, paths)), 0
-    size = max(1 << 16, min(CHUNK_BYTES, total // (4 * processes)))
+    parts, done = [whole(file) for file in files], 0
+    total = sum(part.size for part in parts)
+    size = max(_SMALLEST_CHUNK, min(CHUNK_BYTES, total // (4 * processes)))
     counts: defaultdict[bytes, int] = defaultdict(int)
     with Workers(processes, _Count(special_tokens)) as workers:
-        for num_bytes, text, lengths, found in workers.map(chunks(paths, pretokenizer, size)):
+        for num_bytes, text, lengths, found in workers.map(chunks(parts, Pretokenizer(special_tokens), size)):
             start = 0
             for length, count in zip(lengths.tolist(), found.tolist(), strict=True):
                 counts[text[start : start + length]] += count
