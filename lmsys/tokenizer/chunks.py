@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lmsys.tokenizer.pretokens import Pretokenizer
 
-CHUNK_BYTES = 4 << 20
+LARGEST, SMALLEST = 4 << 20, 1 << 16  # bytes
 _WINDOW = 1 << 16  # bytes that are searched for a cut at once
 
 
@@ -38,7 +38,7 @@ class Chunk:
         return data
 
 
-def chunks(parts: Iterable[Chunk], pretokenizer: Pretokenizer, size: int = CHUNK_BYTES) -> Iterator[Chunk]:
+def chunks(parts: Iterable[Chunk], pretokenizer: Pretokenizer, size: int) -> Iterator[Chunk]:
     """Files, or parts of them, in pieces of about `size` bytes; longer where there is no place to cut."""
     for part in parts:
         start = part.start
@@ -47,6 +47,11 @@ def chunks(parts: Iterable[Chunk], pretokenizer: Pretokenizer, size: int = CHUNK
                 stop = cut_file(file.fileno(), pretokenizer, start + size, part.stop)
                 yield Chunk(part.path, start, stop)
                 start = stop
+
+
+def chunk_size(total: int, processes: int) -> int:
+    """How many bytes of `total` a process takes at a time: some turns for each, in memory that is bounded."""
+    return max(SMALLEST, min(LARGEST, total // (4 * processes)))
 
 
 def whole(file: Path | Chunk) -> Chunk:

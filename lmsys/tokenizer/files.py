@@ -20,18 +20,24 @@ def names(folder: Path) -> tuple[Path, Path]:
     for vocab, merges in NAMES:
         if (folder / vocab).is_file() and (folder / merges).is_file():
             return folder / vocab, folder / merges
-    raise ValueError(f"{folder}: no tokenizer there: {' and no '.join(' and '.join(pair) for pair in NAMES)}")
+    raise ValueError(f"{folder}: has neither {' nor '.join(' with '.join(pair) for pair in NAMES)}")
 
 
 def save(
-    folder: Path, vocab: Mapping[int, bytes], merges: Iterable[tuple[bytes, bytes]], special_tokens: Sequence[str]
+    folder: Path, vocab: Mapping[int, bytes], merges: Sequence[tuple[bytes, bytes]], special_tokens: Sequence[str]
 ) -> None:
-    """Special tokens stand as they are. ValueError for one that another token's bytes are written as."""
+    """Special tokens stand as they are.
+
+    ValueError for one that an ordinary token is written as, and for a token that is neither a byte, made by a merge
+    nor special: it would be read as special.
+    """
+    ordinary = {bytes([byte]) for byte in range(256)} | {left + right for left, right in merges}
     specials = {token.encode(): token for token in special_tokens}
+    if strange := vocab.values() - ordinary - specials.keys():
+        raise ValueError(f"token {min(strange)!r} cannot be saved: no byte, made by no merge, and not special")
+    if clash := {_write(token) for token in ordinary}.intersection(special_tokens):
+        raise ValueError(f"special token {min(clash)!r} cannot be saved: an ordinary token is written so")
     written = {specials.get(token) or _write(token): number for number, token in sorted(vocab.items())}
-    if len(written) != len(vocab):
-        clash = next(token for token in special_tokens if written[token] != number_of(vocab, token))
-        raise ValueError(f"special token {clash!r} cannot be saved: an ordinary token is written so")
     folder.mkdir(parents=True, exist_ok=True)
     vocab_name, merges_name = NAMES[0]
     (folder / vocab_name).write_text(json.dumps(written, ensure_ascii=False), encoding="utf-8")
@@ -57,10 +63,6 @@ def load(vocab: Path, merges: Path) -> tuple[dict[int, bytes], list[tuple[bytes,
     found = {number: _bytes(text) if text in ordinary else text.encode() for text, number in written.items()}
     special_tokens = [text for text in sorted(written, key=written.__getitem__) if text not in ordinary]
     return found, [(_bytes(left), _bytes(right)) for left, right in pairs], special_tokens
-
-
-def number_of(vocab: Mapping[int, bytes], token: str) -> int:
-    return next(number for number, found in vocab.items() if found == token.encode())
 
 
 def _read(path: Path) -> str:

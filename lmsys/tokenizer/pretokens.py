@@ -56,6 +56,8 @@ class Pretokenizer:
     def starts(self, padded: bytes) -> np.ndarray:
         """Where each pre-token of a text begins, and the text's length: (P + 1), int64. `padded` is text and PAD."""
         n = len(padded) - PAD
+        if n == 0:
+            return np.zeros(1, np.int64)
         bytes_ = np.frombuffer(padded, np.uint8)
         kinds = np.frombuffer(bytearray(padded.translate(_KINDS)), np.uint8)
         specials = self._find_specials(padded, n)
@@ -64,8 +66,7 @@ class Pretokenizer:
         begins = np.ones(n + 1, bool)
         np.not_equal(kinds[1:n], kinds[: n - 1], out=begins[1:n])
         begins[[start for start, _ in specials]] = True
-        if n > 1:
-            _split_spaces(begins, bytes_, kinds, n)
+        _split_spaces(begins, bytes_, kinds, n)
         _join_contractions(begins, bytes_, kinds, n)
         if not padded.isascii():
             for start, end in _wide_pieces(kinds[:n]):

@@ -5,21 +5,20 @@ Sources: Sennrich et al. 2016 (arXiv 1508.07909), section 3.2, on bytes as in GP
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import add
 from pathlib import Path
 
 import numpy as np
 
-from lmsys.tokenizer.chunks import CHUNK_BYTES, Chunk, chunks, whole
+from lmsys.tokenizer.chunks import Chunk, chunk_size, chunks, whole
 from lmsys.tokenizer.codec import Tokenizer
-from lmsys.tokenizer.pretokens import PAD, Pretokenizer
+from lmsys.tokenizer.pretokens import Pretokenizer
 from lmsys.tokenizer.words import Words
 from lmsys.tokenizer.workers import Workers
 
 Progress = Callable[[str, int, int], None]  # what is done, how much of it, of how much
 _NUM_BYTES = 256
-_SMALLEST_CHUNK = 1 << 16
 
 
 def train(
@@ -74,10 +73,11 @@ def count_pretokens(
     """How often each pre-token stands in the files; special tokens are none."""
     parts, done = [whole(file) for file in files], 0
     total = sum(part.size for part in parts)
-    size = max(_SMALLEST_CHUNK, min(CHUNK_BYTES, total // (4 * processes)))
     counts: defaultdict[bytes, int] = defaultdict(int)
     with Workers(processes, _Count(special_tokens)) as workers:
-        for num_bytes, text, lengths, found in workers.map(chunks(parts, Pretokenizer(special_tokens), size)):
+        for num_bytes, text, lengths, found in workers.map(
+            chunks(parts, Pretokenizer(special_tokens), chunk_size(total, processes))
+        ):
             start = 0
             for length, count in zip(lengths.tolist(), found.tolist(), strict=True):
                 counts[text[start : start + length]] += count

@@ -11,6 +11,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
@@ -72,16 +73,16 @@ class Workers(Generic[Task, Result]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
         for worker in self._all:
             if kind is not None:
                 worker.kill()
             for pipe in (worker.stdin, worker.stdout):
                 assert pipe is not None
-                try:
+                with suppress(BrokenPipeError):  # it died with something unsent
                     pipe.close()
-                except BrokenPipeError:
-                    pass  # it died with something unsent
         for worker in self._all:
             worker.wait()
 

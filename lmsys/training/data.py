@@ -75,7 +75,9 @@ class RandomTokens:
     def read(self, start: int, stop: int) -> np.ndarray:
         stop = min(stop, self.length)
         blocks = range(start // _RANDOM_BLOCK, -(-stop // _RANDOM_BLOCK))
-        drawn = [np.random.default_rng((self.seed, block)).integers(self.vocab_size, size=_RANDOM_BLOCK) for block in blocks]
+        drawn = [
+            np.random.default_rng((self.seed, block)).integers(self.vocab_size, size=_RANDOM_BLOCK) for block in blocks
+        ]
         first = blocks.start * _RANDOM_BLOCK
         return np.concatenate(drawn)[start - first : stop - first] if drawn else np.zeros(0, np.int64)
 
@@ -85,10 +87,10 @@ _RANDOM_BLOCK = 4096
 
 @dataclass(frozen=True)
 class Batches:
-    """The batches of a rank: windows of context_length + 1 ids that share their borders, in an order drawn from `seed`.
+    """A rank's batches: windows of context_length + 1 ids that share their borders, in an order drawn from `seed`.
 
-    Every epoch takes each of the N windows once, in an order and from a first token of its own. A step's global batch is
-    batch_size · world_size · accumulation windows; one rank that accumulates as many times sees the same.
+    Every epoch takes each of the N windows once, in an order and from a first token of its own. A step's global batch
+    is batch_size · world_size · accumulation windows; one rank that accumulates as many times sees the same.
     ValueError for sizes below 1, a rank outside the world, a source with less than one window.
     """
 

@@ -14,12 +14,11 @@ from typing import BinaryIO
 import numpy as np
 
 from lmsys.tokenizer import Tokenizer
-from lmsys.tokenizer.chunks import CHUNK_BYTES, Chunk, chunks, split, whole
+from lmsys.tokenizer.chunks import Chunk, chunk_size, chunks, split, whole
 from lmsys.tokenizer.pretokens import Pretokenizer
 from lmsys.tokenizer.workers import Workers
 
 Progress = Callable[[str, int, int], None]  # what is done, how much of it, of how much
-_SMALLEST_CHUNK = 1 << 16
 
 
 class _Encode:
@@ -45,9 +44,9 @@ def encode_files(
     """
     parts, done = [whole(file) for file in files], 0
     total = sum(part.size for part in parts)
-    size = max(_SMALLEST_CHUNK, min(CHUNK_BYTES, total // (4 * processes)))
     with Workers(processes, _Encode(tokenizer)) as workers:
-        for num_bytes, ids in workers.map(chunks(parts, Pretokenizer(tokenizer.special_tokens), size)):
+        pieces = chunks(parts, Pretokenizer(tokenizer.special_tokens), chunk_size(total, processes))
+        for num_bytes, ids in workers.map(pieces):
             done += num_bytes
             progress("tokenizing bytes", done, total)
             yield ids
@@ -93,9 +92,10 @@ def shards(output: Path, world_size: int) -> list[Path]:
 
 
 def open_tokens(path: Path, tokenizer: Tokenizer | None = None) -> np.ndarray:
-    """The ids of one file, memory mapped. ValueError for what is no array of ids, is not whole, or is not of `tokenizer`.
+    """The ids of one file, memory mapped.
 
     An array of other making, with no .json beside it, is read once to see that its ids are in the vocabulary.
+    ValueError for what is no array of ids, is not whole, or is not of `tokenizer`.
     """
     try:
         ids = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -111,7 +111,9 @@ def open_tokens(path: Path, tokenizer: Tokenizer | None = None) -> np.ndarray:
         return ids
     facts = json.loads(facts_file.read_text())
     if facts["tokens"] != len(ids):
-        raise ValueError(f"{path}: holds {len(ids):,} ids, and {facts_file.name} says {facts['tokens']:,}: make it anew")
+        raise ValueError(
+            f"{path}: holds {len(ids):,} ids, and {facts_file.name} says {facts['tokens']:,}: make it anew"
+        )
     if tokenizer and facts["tokenizer"] != tokenizer.fingerprint:
         raise ValueError(
             f"{path}: was made with another tokenizer, of {facts['vocab_size']:,} tokens; this one has"

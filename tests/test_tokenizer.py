@@ -1,0 +1,455 @@
+"""Byte-level BPE: splitting, training and encoding against the plainest forms of each, and against tiktoken."""
+
+import json
+import os
+import pickle
+import sys
+from collections import Counter
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import regex
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmsys.tokenizer import Tokenizer, train
+from lmsys.tokenizer.chunks import Chunk, chunks, split, whole
+from lmsys.tokenizer.pretokens import PAD, PATTERN, Pretokenizer
+from lmsys.tokenizer.training import count_pretokens, learn_merges
+from lmsys.tokenizer.words import Words
+from lmsys.tokenizer.workers import Workers
+
+END = "<|endoftext|>"
+SPECIALS = [END, "<|end|>", "<|endoftext|><|end|>", "aab", "ba", "a b", "'s"]  # they contain and overlap each other
+# They meet at every rule of the pattern: letters, digits, blanks, contractions, wide spaces and digits, marks.
+PIECES = "a b é ß 中 1 ½ ٣ ' 's 'll 't 'LL . - _ \x1c \u0301 🙂 \x00".split(" ")
+PIECES += [" ", "  ", "\n", "\t", "\r\n", "\u00a0", "\u2003", "\u3000", "\x85", *SPECIALS]
+texts = st.lists(st.sampled_from(PIECES), max_size=30).map("".join) | st.text(
+    st.characters(exclude_categories=["Cs"]), max_size=40
+)
+special_lists = st.lists(st.sampled_from(SPECIALS), unique=True, max_size=4)
+
+
+def plain_split(text: str, specials: list[str]) -> list[str]:
+    """Special tokens, the leftmost and then the longest, and between them what the pattern finds."""
+    found, start = [], 0
+    while start < len(text):
+        ends = [
+            (at, -len(token), token) for token in specials if (at := text.find(token, start)) >= 0
+        ]  # fmt: skip
+        at, _, token = min(ends, default=(len(text), 0, ""))
+        found += regex.findall(PATTERN, text[start:at]) + ([token] if token else [])
+        start = at + len(token)
+    return found
+
+
+def plain_train(counts: dict[bytes, int], num_tokens: int) -> list[tuple[bytes, bytes]]:
+    """Every pair is counted anew for every merge."""
+    words = {word: [bytes([byte]) for byte in word] for word in counts}
+    known, merges = {bytes([byte]) for byte in range(256)}, []
+    while len(known) < 256 + num_tokens:
+        pairs: Counter[tuple[bytes, bytes]] = Counter()
+        for word, tokens in words.items():
+            for pair in pairwise(tokens):
+                pairs[pair] += counts[word]
+        if not pairs:
+            break
+        best = max(pairs, key=lambda pair: (pairs[pair], pair))
+        merges.append(best)
+        known.add(best[0] + best[1])
+        words = {word: merged(tokens, best) for word, tokens in words.items()}
+    return merges
+
+
+def merged(tokens: list[bytes], pair: tuple[bytes, bytes]) -> list[bytes]:
+    out, i = [], 0
+    while i < len(tokens):
+        both = tuple(tokens[i : i + 2]) == pair
+        out.append(tokens[i] + tokens[i + 1] if both else tokens[i])
+        i += 1 + both
+    return out
+
+
+def plain_encode(text: str, tokenizer: Tokenizer) -> list[int]:
+    """One merge after the other over every pre-token."""
+    ids = {token: number for number, token in tokenizer.vocab.items()}
+    found = []
+    for word in plain_split(text, tokenizer.special_tokens):
+        tokens = [word.encode()] if word in tokenizer.special_tokens else [bytes([byte]) for byte in word.encode()]
+        for pair in tokenizer.merges:
+            tokens = merged(tokens, pair)
+        found += [ids[token] for token in tokens]
+    return found
+
+
+def pretokens(text: bytes, specials: list[str]) -> list[bytes]:
+    padded = text + bytes(PAD)
+    starts = Pretokenizer(specials).starts(padded)
+    return [padded[start:end] for start, end in pairwise(starts.tolist())]
+
+
+@cache
+def small() -> Tokenizer:
+    """Trained on this file and what it tests."""
+    room = Path(__file__).parent
+    return train([Path(__file__), *sorted((room.parent / "lmsys" / "tokenizer").glob("*.py"))], 700, [END, "<|end|>"])
+
+
+@cache
+def small_texts() -> str:
+    return Path(__file__).read_text() + END + "naïve café, 中文 text.\n\n  It's we'll!" * 3
+
+
+@given(texts, special_lists)
+def test_splitting_equals_the_pattern(text: str, specials: list[str]) -> None:
+    assert pretokens(text.encode(), specials) == [word.encode() for word in plain_split(text, specials)]
+
+
+def test_every_character_is_of_the_kind_that_the_pattern_gives_it() -> None:
+    codes = [*range(0xD800), *range(0xE000, 0x20000), *range(0x20000, sys.maxunicode + 1, 97)]
+    every = list(map(chr, codes))
+    text = "".join(f"a{char}1{char} {char}" for char in every)
+    assert b"|".join(pretokens(text.encode(), [])).decode() == "|".join(regex.findall(PATTERN, text))
+
+
+@given(st.binary(max_size=60), special_lists)
+def test_splitting_loses_no_byte(data: bytes, specials: list[str]) -> None:
+    assert b"".join(pretokens(data, specials)) == data
+
+
+@given(texts, special_lists, st.integers(0, 30))
+def test_a_cut_changes_nothing(text: str, specials: list[str], after: int) -> None:
+    data, splitter = text.encode(), Pretokenizer(specials)
+    place = splitter.cut(data, after)
+    if place is not None:
+        assert after < place < len(data)
+        assert pretokens(data[:place], specials) + pretokens(data[place:], specials) == pretokens(data, specials)
+
+
+@given(st.lists(texts, max_size=6))
+def test_words_are_numbered_once_and_found_again(lines: list[str]) -> None:
+    words, splitter = Words(), Pretokenizer()
+    for text in [*lines, *lines]:
+        padded = text.encode() + bytes(PAD)
+        starts = splitter.starts(padded)
+        found = [words.list[number] for number in words.numbers(padded, starts).tolist()]
+        assert found == pretokens(text.encode(), [])
+    assert len(set(words.list)) == len(words) and words.num_bytes == sum(map(len, words.list))
+
+
+def test_many_words_are_kept_apart() -> None:
+    """Keys that differ in their length alone, or in one byte, and a table that grows."""
+    every = [bytes([65 + i % 7]) * (i % 23 + 1) + b"\x00" * (i % 3) + str(i // 100).encode() for i in range(30_000)]
+    starts = np.cumsum([0, *map(len, every)])
+    words = Words()
+    for _ in range(2):
+        numbers = words.numbers(b"".join(every) + bytes(PAD), starts)
+        assert [words.list[number] for number in numbers.tolist()] == every
+    assert sorted(words.list) == sorted(set(every))
+
+
+counted = st.dictionaries(
+    st.text("abc ", min_size=1, max_size=9).map(str.encode) | st.binary(min_size=1, max_size=4),
+    st.integers(1, 5),
+    max_size=12,
+)
+
+
+@given(counted, st.integers(0, 30))
+def test_incremental_training_equals_counting_anew(counts: dict[bytes, int], num_tokens: int) -> None:
+    assert learn_merges(counts, num_tokens) == plain_train(counts, num_tokens)
+
+
+def test_ties_go_to_the_greater_pair() -> None:
+    assert learn_merges({b"ab": 1, b"ac": 1, b"b": 9}, 1) == [(b"a", b"c")]
+    assert learn_merges({b"ab": 1, b"zb": 1, b"zab": 1}, 2) == [(b"a", b"b"), (b"z", b"b")]
+
+
+def test_overlapping_pairs_and_tokens_made_twice() -> None:
+    """A run of one letter, and `abc` made of ab + c and of a + bc: it stays one token."""
+    counts = {b"a" * n: n for n in range(2, 12)} | {b"abc": 3, b"ab": 9, b"xabc": 1, b"bc": 2, b"xbc": 30}
+    assert learn_merges(counts, 25) == plain_train(counts, 25)
+
+
+@settings(max_examples=20)
+@given(st.lists(texts, min_size=1, max_size=4), special_lists, st.integers(20, 200))
+def test_chunks_of_files_change_no_count(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[str], specials: list[str], size: int
+) -> None:
+    folder = tmp_path_factory.mktemp("text")
+    files = [folder / str(index) for index in range(len(lines))]
+    for file, text in zip(files, lines, strict=True):
+        file.write_bytes(text.encode() * 5)
+    parts = [whole(file) for file in files]
+    expected = Counter(word.encode() for text in lines for word in plain_split(text * 5, specials))
+    for cut in (list(chunks(parts, Pretokenizer(specials), size)), sum(split(parts, Pretokenizer(specials), 3), [])):
+        assert b"".join(chunk.read() for chunk in cut) == b"".join(file.read_bytes() for file in files)
+        found = Counter(word for chunk in cut for word in pretokens(chunk.read(), specials))
+        assert found == expected
+    for token in specials:
+        expected.pop(token.encode(), None)
+    assert count_pretokens(files, specials) == expected
+
+
+def test_any_number_of_processes_learns_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmsys.tokenizer.chunks.SMALLEST", 1000)
+    file = tmp_path / "text"
+    file.write_text(small_texts())
+    steps: list[tuple[str, int, int]] = []
+    one = train([file], 500, [END], 1, progress=lambda *step: steps.append(step))
+    two = train([file], 500, [END], 2)
+    assert one.vocab == two.vocab and one.merges == two.merges and one.vocab_size == 500
+    assert ("counting bytes", file.stat().st_size, file.stat().st_size) in steps and steps[-1] == ("merging", 243, 243)
+
+
+@settings(max_examples=200)
+@given(texts)
+def test_encoding_equals_one_merge_after_the_other(text: str) -> None:
+    tokenizer = small()
+    assert tokenizer.encode(text) == plain_encode(text, tokenizer)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@given(st.text("abcde_ ", min_size=100, max_size=400))
+def test_long_words_are_encoded_as_short_ones(text: str) -> None:
+    tokenizer = small()
+    assert tokenizer._merge_long(text) == tokenizer._merge_short(text)
+
+
+@given(st.binary(max_size=80))
+def test_any_bytes_come_back(data: bytes) -> None:
+    assert small().decode_bytes(small().encode(data)) == data
+
+
+@given(st.lists(texts, max_size=8), st.integers(1, 40))
+def test_pieces_of_a_text_are_encoded_as_the_whole(lines: list[str], size: int) -> None:
+    tokenizer = small()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lmsys.tokenizer.codec._PIECE", size)
+        patch.setattr("lmsys.tokenizer.pretokens._BLOCK", size)
+        assert list(tokenizer.encode_iterable(lines)) == tokenizer.encode("".join(lines))
+
+
+def test_an_endless_text_is_encoded_as_it_comes() -> None:
+    def lines():  # type: ignore[no-untyped-def]
+        while True:
+            yield "a line of text\n" * 1000
+
+    ids = small().encode_iterable(lines())
+    first = [next(ids) for _ in range(100_000)]
+    assert small().decode(first).startswith("a line of text\n" * 1000)
+
+
+def test_forgetting_words_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = small().encode(small_texts())
+    for name in ("_MOST_WORDS", "_MOST_BYTES"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"lmsys.tokenizer.codec.{name}", 100)
+            patch.setattr("lmsys.tokenizer.pretokens._BLOCK", 500)
+            tokenizer = pickle.loads(pickle.dumps(small()))
+            assert tokenizer.encode(small_texts()) == expected
+            assert len(tokenizer._words) < len(small()._words)
+
+
+def test_half_a_surrogate_pair_is_no_text() -> None:
+    with pytest.raises(ValueError, match="character 2 is .*surrogate"):
+        small().encode("ab\ud800")
+
+
+def test_decoding_replaces_what_is_not_utf8_and_refuses_strange_ids() -> None:
+    assert small().decode([0xC3]) == "\ufffd" and small().decode_bytes([0xC3, 0xA9]) == "é".encode()
+    with pytest.raises(ValueError, match="id 700 is not in the vocabulary: 0 to 699"):
+        small().decode([700])
+
+
+def test_the_dtype_holds_every_id() -> None:
+    assert small().dtype == np.uint16 and small().encode_array(b"ab").dtype == np.uint16
+    vocab = dict(small().vocab) | {number: b"\x00%d" % number for number in range(700, 65_537)}
+    assert Tokenizer(vocab, small().merges, small().special_tokens).dtype == np.uint32
+
+
+@given(st.text("abc <|endof>'s", max_size=40))
+def test_special_tokens_that_overlap(text: str) -> None:
+    specials = ["<|end|>", "<|end", "nd|>", END, "s<|", "'s<"]
+    tokenizer = Tokenizer({i: bytes([i]) for i in range(256)}, [], specials)
+    assert tokenizer.vocab_size == 262 and tokenizer.encode(text) == plain_encode(text, tokenizer)
+
+
+def test_saved_is_loaded(tmp_path: Path) -> None:
+    small().save(tmp_path / "new")
+    found = Tokenizer.load(tmp_path / "new")
+    assert found.vocab == small().vocab and found.merges == small().merges
+    assert found.special_tokens == [END, "<|end|>"] and found.fingerprint == small().fingerprint
+    assert Tokenizer.load(tmp_path / "new", ["<|pad|>"]).encode("<|pad|>") == [700]
+
+
+@given(st.lists(st.tuples(st.binary(min_size=1, max_size=3), st.integers(1, 9)), min_size=1, max_size=20))
+def test_tokens_of_any_bytes_are_saved(
+    tmp_path_factory: pytest.TempPathFactory, words: list[tuple[bytes, int]]
+) -> None:
+    merges = learn_merges(dict(words), 20)
+    made = dict.fromkeys(left + right for left, right in merges)
+    vocab = dict(enumerate([*(bytes([byte]) for byte in range(256)), *made]))
+    folder = tmp_path_factory.mktemp("saved")
+    Tokenizer(vocab, merges, ["<|é ß|>"]).save(folder)
+    found = Tokenizer.load(folder)
+    assert found.merges == merges and found.special_tokens == ["<|é ß|>"]
+
+
+def test_files_named_as_gpt2s_are_loaded(tmp_path: Path) -> None:
+    """Ids in GPT-2's order, which is not that of the bytes, and its older names."""
+    small().save(tmp_path)
+    shift = {number: (number + 300) % 700 for number in range(700)}
+    Tokenizer({shift[n]: token for n, token in small().vocab.items()}, small().merges, [END, "<|end|>"]).save(tmp_path)
+    (tmp_path / "vocab.json").rename(tmp_path / "encoder.json")
+    (tmp_path / "merges.txt").rename(tmp_path / "vocab.bpe")
+    found = Tokenizer.load(tmp_path)
+    assert found.encode(small_texts()) == [shift[number] for number in small().encode(small_texts())]
+
+
+def test_equal_to_tiktoken() -> None:
+    tiktoken = pytest.importorskip("tiktoken", reason="tiktoken is not installed: pip install tiktoken")
+    tokenizer = small()
+    ranks = {
+        token: number
+        for number, token in tokenizer.vocab.items()
+        if token.decode(errors="replace") not in (END, "<|end|>")
+    }
+    specials = {token: tokenizer.encode(token)[0] for token in tokenizer.special_tokens}
+    theirs = tiktoken.Encoding("small", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=specials)
+
+    @settings(max_examples=300)
+    @given(texts)
+    def same(text: str) -> None:
+        assert tokenizer.encode(text) == theirs.encode(text, allowed_special="all")
+
+    same()
+    assert tokenizer.encode(small_texts()) == theirs.encode(small_texts(), allowed_special="all")
+
+
+@settings(max_examples=30)
+@given(st.lists(st.text("abcdef ", min_size=3, max_size=12), min_size=1, max_size=30))
+def test_merges_equal_hugging_faces_until_there_is_a_tie(lines: list[str]) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install tokenizers")
+    counts = Counter(word.encode() for line in lines for word in regex.findall(PATTERN, line))
+    ours = learn_merges(counts, 20)
+    theirs = tokenizers.Tokenizer(tokenizers.models.BPE())
+    theirs.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=276, initial_alphabet=alphabet, show_progress=False)
+    theirs.train_from_iterator(lines, trainer)
+    written = json.loads(theirs.to_str())["model"]["merges"]
+    found = [tuple(token.replace("Ġ", " ").encode() for token in pair) for pair in written]
+    for index, (our, their) in enumerate(zip(ours, found, strict=False)):
+        if our != their:
+            pairs = pair_counts(counts, ours[:index])
+            assert pairs[our] == pairs[their] == max(pairs.values()), "they differ, and it is no tie"
+            break
+
+
+def pair_counts(counts: dict[bytes, int], merges: list[tuple[bytes, bytes]]) -> Counter[tuple[bytes, bytes]]:
+    pairs: Counter[tuple[bytes, bytes]] = Counter()
+    for word, count in counts.items():
+        tokens = [bytes([byte]) for byte in word]
+        for pair in merges:
+            tokens = merged(tokens, pair)
+        for pair in pairwise(tokens):
+            pairs[pair] += count
+    return pairs
+
+
+BYTES = {i: bytes([i]) for i in range(256)}
+
+
+@pytest.mark.parametrize(
+    ("vocab", "merges", "specials", "said"),
+    [
+        ({**BYTES, 300: b"ab"}, [], [], "ids must be 0 to 256; got .300."),
+        ({**BYTES, 256: b"a"}, [], [], "two ids have the bytes b'a'"),
+        ({0: b"a"}, [], [], "lacks 255 of the 256 bytes"),
+        (BYTES, [(b"a", b"b")], [], "b'ab' is not in the vocabulary"),
+        ({**BYTES, 256: b"ab"}, [(b"a", b"b")] * 2, [], "1 merges are listed twice"),
+        ({**BYTES, 256: b"ab"}, [(b"a", b"b")], ["ab"], "special token 'ab' is an ordinary token"),
+        (BYTES, [], ["a"], "special token 'a' is an ordinary token"),
+        (BYTES, [], [""], "must have at least one character"),
+    ],
+)
+def test_what_is_no_tokenizer_is_refused(vocab, merges, specials, said: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match=said):
+        Tokenizer(vocab, merges, specials)
+
+
+def test_bad_training_input_is_refused(tmp_path: Path) -> None:
+    text, empty, latin = (tmp_path / name for name in ("text", "empty", "latin"))
+    text.write_text("some text")
+    empty.write_text("")
+    latin.write_bytes("ab é".encode("latin-1"))
+    for files, size, said in (
+        ([text], 256, "vocab_size=256 must be at least 257: 256 bytes and 1 special"),
+        ([tmp_path / "gone"], 300, "gone: there is no such file"),
+        ([empty], 300, "there is no text in .*empty"),
+        ([], 300, "there is no text in no files"),
+        ([latin], 300, "latin is not UTF-8 text: .* at byte 3"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            train(files, size, [END])
+    with pytest.raises(ValueError, match="processes=0 must be at least 1"):
+        train([text], 300, [END], 0)
+    assert train([text], 5000).vocab_size < 300  # the text is used up
+
+
+def test_bad_files_are_refused(tmp_path: Path) -> None:
+    small().save(tmp_path)
+    vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
+    good = vocab.read_text(), merges.read_text()
+    for file, content, said in (
+        (vocab, "[", "not JSON"),
+        (vocab, '{"a": "b"}', "must be an object of token: id"),
+        (vocab, '{"a": 1, "b": 1}', "1 ids are given twice"),
+        (merges, "#version\nab\n", "line 2: 'ab' is no merge"),
+        (merges, "a\x01 b\n", "line 1"),
+    ):
+        file.write_text(content)
+        with pytest.raises(ValueError, match=said):
+            Tokenizer.load(tmp_path)
+        vocab.write_text(good[0])
+        merges.write_text(good[1])
+    vocab.unlink()
+    with pytest.raises(ValueError, match="has neither vocab.json with merges.txt nor encoder.json with vocab.bpe"):
+        Tokenizer.load(tmp_path)
+    with pytest.raises(ValueError, match="token b'xy' cannot be saved: no byte"):
+        Tokenizer({**BYTES, 256: b"xy"}, []).save(tmp_path)
+    with pytest.raises(ValueError, match="special token 'Ġa' cannot be saved"):
+        Tokenizer({**BYTES, 256: b" a"}, [(b" ", b"a")], ["Ġa"]).save(tmp_path)
+
+
+def _double(task: int) -> int:
+    if task == 13:
+        raise ValueError("13 is refused")
+    if task == 99:
+        os._exit(7)
+    print("a task may print")
+    return 2 * task
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_workers_answer_in_order_and_pass_errors_on(count: int) -> None:
+    with Workers(count, _double) as workers:
+        assert list(workers.map(range(12))) == [2 * task for task in range(12)]
+        with pytest.raises(ValueError, match="13 is refused"):
+            list(workers.map(range(20)))
+        assert list(workers.map([1])) == [2]
+
+
+def test_a_worker_that_dies_is_reported() -> None:
+    with Workers(2, _double) as workers, pytest.raises(RuntimeError, match="died with exit code 7"):
+        list(workers.map([1, 99, 2]))
+
+
+def test_a_chunk_that_became_shorter_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("abc")
+    with pytest.raises(ValueError, match="became shorter"):
+        Chunk(tmp_path / "text", 1, 9).read()
