@@ -33,7 +33,7 @@ def save(
     """
     ordinary = {bytes([byte]) for byte in range(256)} | {left + right for left, right in merges}
     specials = {token.encode(): token for token in special_tokens}
-    if strange := vocab.values() - ordinary - specials.keys():
+    if strange := set(vocab.values()) - ordinary - specials.keys():
         raise ValueError(f"token {min(strange)!r} cannot be saved: no byte, made by no merge, and not special")
     if clash := {_write(token) for token in ordinary}.intersection(special_tokens):
         raise ValueError(f"special token {min(clash)!r} cannot be saved: an ordinary token is written so")

@@ -141,12 +141,14 @@ def read(manifest: Path) -> Checkpoint:
     """The checkpoint that a manifest describes. ValueError for what is no manifest, or of a later format."""
     try:
         found = json.loads(Path(manifest).read_text())
+        if found.pop("sha256") != _digest(found):
+            raise ValueError(f"{manifest}: its SHA-256 is not the one that it was saved with")
         if found["format"] != _FORMAT:
             raise ValueError(f"{manifest}: format {found['format']} is not the {_FORMAT} of this version; update lmsys")
         return Checkpoint(Path(manifest), found["step"], found["world_size"], found["facts"], found["files"])
     except OSError as error:
         raise ValueError(f"{manifest}: cannot be read: {error.strerror}") from error
-    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
         raise ValueError(f"{manifest}: is no manifest of a checkpoint: {error}") from error
 
 
@@ -200,12 +202,16 @@ def _write_parts(folder: Path, step: int, parts: Mapping[str, State]) -> dict[st
 def _commit(manifest: Path, content: Mapping[str, Any]) -> None:
     unfinished = manifest.with_name(f"{manifest.name}.{secrets.token_hex(4)}.tmp")
     with unfinished.open("w") as file:
-        json.dump(content, file, indent=1)
+        json.dump({**content, "sha256": _digest(content)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     _sync_folder(manifest.parent)  # the names of the parts, before that of the manifest
     unfinished.replace(manifest)
     _sync_folder(manifest.parent)
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _sync_folder(folder: Path) -> None:

@@ -139,6 +139,8 @@ def generate(
     with torch.compiler.set_stance("force_eager"):
         for new in range(max_new_tokens):
             logits = _next_logits(model, tokens, lengths + new, cache, first=new == 0)  # (B, V)
+            if not logits.isfinite().all():
+                raise ValueError(f"the model's logits are not finite, of new token {new}")
             uniform = torch.stack([torch.rand((), dtype=torch.float64, generator=one) for one in generators])
             drawn = sampling.draw(logits, uniform.to(device))
             if stop is not None:
