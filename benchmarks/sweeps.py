@@ -96,6 +96,24 @@ class LossSection:
 
 
 @dataclass(frozen=True)
+class TokenizerSection:
+    """The axes of one table of tokenizers, each training and encoding on the standard library's text.
+
+    text_bytes  how much of the text; None: all, about 30 MB
+    processes   of ours, and threads of the others
+    rounds      how often each row is sampled at least: a training takes seconds
+    """
+
+    name: str
+    text_bytes: int | None
+    vocab_size: int
+    tasks: tuple[str, ...] = ("train", "encode")
+    rows: tuple[str, ...] = ("lmsys", "lmsys_serial", "tiktoken", "huggingface")
+    processes: int = 2
+    rounds: int = 3
+
+
+@dataclass(frozen=True)
 class Sweep:
     """Sections, and for how many seconds each row of a comparison is sampled.
 
@@ -107,6 +125,7 @@ class Sweep:
     models: tuple[ModelSection, ...] = ()
     anatomies: tuple[ModelSection, ...] = ()
     losses: tuple[LossSection, ...] = ()
+    tokenizers: tuple[TokenizerSection, ...] = ()
 
 
 def square(*lengths: int) -> tuple[tuple[int, int], ...]:
@@ -209,6 +228,9 @@ LOSS = LossSection("default", (10_000, 128_000))
 LOSS_FULL = LossSection("vocabularies", (10_000, 32_000, 50_257, 128_000))
 LOSS_SMOKE = LossSection("smoke", (1000,), (256,), (64,), ("fp32", "bf16"), rows=("chunked", "eager"))
 CPU_LOSS = LossSection("default", (2000, 10_000), (256,), (64,), ("fp32",), rows=("chunked", "eager"))
+TOKENIZER = TokenizerSection("default", 3_000_000, 4000)
+TOKENIZER_SMOKE = TokenizerSection("smoke", 100_000, 500, rounds=1)
+TOKENIZER_FULL = TokenizerSection("corpus", None, 10_000)
 CPU_BY_LENGTH = replace(
     BY_LENGTH,
     lengths=square(256, 512, 1024),
@@ -249,6 +271,7 @@ SWEEPS = {
             (MODEL_SMOKE,),
             (ANATOMY_SMOKE,),
             losses=(LOSS_SMOKE,),
+            tokenizers=(TOKENIZER_SMOKE,),
         ),
         "cuda": Sweep(
             0.05,
@@ -256,6 +279,7 @@ SWEEPS = {
             (MODEL_SMOKE,),
             (ANATOMY_SMOKE,),
             losses=(LOSS_SMOKE,),
+            tokenizers=(TOKENIZER_SMOKE,),
         ),
     },
     "default": {
@@ -285,6 +309,7 @@ SWEEPS = {
             CPU_MODEL,
             (CPU_ANATOMY,),
             losses=(CPU_LOSS,),
+            tokenizers=(TOKENIZER,),
         ),
         "cuda": Sweep(
             0.15,
@@ -298,10 +323,17 @@ SWEEPS = {
             (MODEL, PEER),
             with_compiled(ANATOMY),
             losses=(LOSS,),
+            tokenizers=(TOKENIZER,),
         ),
     },
 }
-_FULL = Sweep(0.3, (TOKENS16K, LEADERBOARD, BY_LENGTH, TIERS, EAGER_COMPILED, FLASH), MODEL_FULL, losses=(LOSS_FULL,))
+_FULL = Sweep(
+    0.3,
+    (TOKENS16K, LEADERBOARD, BY_LENGTH, TIERS, EAGER_COMPILED, FLASH),
+    MODEL_FULL,
+    losses=(LOSS_FULL,),
+    tokenizers=(TOKENIZER_FULL,),
+)
 _ANATOMY_FULL = replace(ANATOMY, sizes=("small", "medium", "xl"), contexts=(512, 1024))
 SWEEPS["full"] = {
     "cpu": replace(_FULL, anatomies=(replace(_ANATOMY_FULL, rows=("naive", "auto")),)),

@@ -15,7 +15,7 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmsys.tokenizer import Tokenizer, train
+from lmsys.tokenizer import Tokenizer, naive, train
 from lmsys.tokenizer.chunks import Chunk, chunks, split, whole
 from lmsys.tokenizer.pretokens import PAD, PATTERN, Pretokenizer
 from lmsys.tokenizer.training import count_pretokens, learn_merges
@@ -31,58 +31,6 @@ texts = st.lists(st.sampled_from(PIECES), max_size=30).map("".join) | st.text(
     st.characters(exclude_categories=["Cs"]), max_size=40
 )
 special_lists = st.lists(st.sampled_from(SPECIALS), unique=True, max_size=4)
-
-
-def plain_split(text: str, specials: list[str]) -> list[str]:
-    """Special tokens, the leftmost and then the longest, and between them what the pattern finds."""
-    found, start = [], 0
-    while start < len(text):
-        ends = [
-            (at, -len(token), token) for token in specials if (at := text.find(token, start)) >= 0
-        ]  # fmt: skip
-        at, _, token = min(ends, default=(len(text), 0, ""))
-        found += regex.findall(PATTERN, text[start:at]) + ([token] if token else [])
-        start = at + len(token)
-    return found
-
-
-def plain_train(counts: dict[bytes, int], num_tokens: int) -> list[tuple[bytes, bytes]]:
-    """Every pair is counted anew for every merge."""
-    words = {word: [bytes([byte]) for byte in word] for word in counts}
-    known, merges = {bytes([byte]) for byte in range(256)}, []
-    while len(known) < 256 + num_tokens:
-        pairs: Counter[tuple[bytes, bytes]] = Counter()
-        for word, tokens in words.items():
-            for pair in pairwise(tokens):
-                pairs[pair] += counts[word]
-        if not pairs:
-            break
-        best = max(pairs, key=lambda pair: (pairs[pair], pair))
-        merges.append(best)
-        known.add(best[0] + best[1])
-        words = {word: merged(tokens, best) for word, tokens in words.items()}
-    return merges
-
-
-def merged(tokens: list[bytes], pair: tuple[bytes, bytes]) -> list[bytes]:
-    out, i = [], 0
-    while i < len(tokens):
-        both = tuple(tokens[i : i + 2]) == pair
-        out.append(tokens[i] + tokens[i + 1] if both else tokens[i])
-        i += 1 + both
-    return out
-
-
-def plain_encode(text: str, tokenizer: Tokenizer) -> list[int]:
-    """One merge after the other over every pre-token."""
-    ids = {token: number for number, token in tokenizer.vocab.items()}
-    found = []
-    for word in plain_split(text, tokenizer.special_tokens):
-        tokens = [word.encode()] if word in tokenizer.special_tokens else [bytes([byte]) for byte in word.encode()]
-        for pair in tokenizer.merges:
-            tokens = merged(tokens, pair)
-        found += [ids[token] for token in tokens]
-    return found
 
 
 def pretokens(text: bytes, specials: list[str]) -> list[bytes]:
@@ -105,7 +53,7 @@ def small_texts() -> str:
 
 @given(texts, special_lists)
 def test_splitting_equals_the_pattern(text: str, specials: list[str]) -> None:
-    assert pretokens(text.encode(), specials) == [word.encode() for word in plain_split(text, specials)]
+    assert pretokens(text.encode(), specials) == [word.encode() for word in naive.split(text, specials)]
 
 
 def test_every_character_is_of_the_kind_that_the_pattern_gives_it() -> None:
@@ -160,7 +108,7 @@ counted = st.dictionaries(
 
 @given(counted, st.integers(0, 30))
 def test_incremental_training_equals_counting_anew(counts: dict[bytes, int], num_tokens: int) -> None:
-    assert learn_merges(counts, num_tokens) == plain_train(counts, num_tokens)
+    assert learn_merges(counts, num_tokens) == naive.learn_merges(counts, num_tokens)
 
 
 def test_ties_go_to_the_greater_pair() -> None:
@@ -171,7 +119,7 @@ def test_ties_go_to_the_greater_pair() -> None:
 def test_overlapping_pairs_and_tokens_made_twice() -> None:
     """A run of one letter, and `abc` made of ab + c and of a + bc: it stays one token."""
     counts = {b"a" * n: n for n in range(2, 12)} | {b"abc": 3, b"ab": 9, b"xabc": 1, b"bc": 2, b"xbc": 30}
-    assert learn_merges(counts, 25) == plain_train(counts, 25)
+    assert learn_merges(counts, 25) == naive.learn_merges(counts, 25)
 
 
 @settings(max_examples=20)
@@ -184,7 +132,7 @@ def test_chunks_of_files_change_no_count(
     for file, text in zip(files, lines, strict=True):
         file.write_bytes(text.encode() * 5)
     parts = [whole(file) for file in files]
-    expected = Counter(word.encode() for text in lines for word in plain_split(text * 5, specials))
+    expected = Counter(word.encode() for text in lines for word in naive.split(text * 5, specials))
     for cut in (list(chunks(parts, Pretokenizer(specials), size)), sum(split(parts, Pretokenizer(specials), 3), [])):
         assert b"".join(chunk.read() for chunk in cut) == b"".join(file.read_bytes() for file in files)
         found = Counter(word for chunk in cut for word in pretokens(chunk.read(), specials))
@@ -209,7 +157,7 @@ def test_any_number_of_processes_learns_the_same(tmp_path: Path, monkeypatch: py
 @given(texts)
 def test_encoding_equals_one_merge_after_the_other(text: str) -> None:
     tokenizer = small()
-    assert tokenizer.encode(text) == plain_encode(text, tokenizer)
+    assert tokenizer.encode(text) == naive.encode(text, tokenizer)
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
@@ -275,7 +223,7 @@ def test_the_dtype_holds_every_id() -> None:
 def test_special_tokens_that_overlap(text: str) -> None:
     specials = ["<|end|>", "<|end", "nd|>", END, "s<|", "'s<"]
     tokenizer = Tokenizer({i: bytes([i]) for i in range(256)}, [], specials)
-    assert tokenizer.vocab_size == 262 and tokenizer.encode(text) == plain_encode(text, tokenizer)
+    assert tokenizer.vocab_size == 262 and tokenizer.encode(text) == naive.encode(text, tokenizer)
 
 
 def test_saved_is_loaded(tmp_path: Path) -> None:
@@ -345,20 +293,12 @@ def test_merges_equal_hugging_faces_until_there_is_a_tie(lines: list[str]) -> No
     found = [tuple(token.replace("Ġ", " ").encode() for token in pair) for pair in written]
     for index, (our, their) in enumerate(zip(ours, found, strict=False)):
         if our != their:
-            pairs = pair_counts(counts, ours[:index])
+            words = {word: [bytes([byte]) for byte in word] for word in counts}
+            for pair in ours[:index]:
+                words = {word: naive.merge(tokens, pair) for word, tokens in words.items()}
+            pairs = naive.count_pairs(words, counts)
             assert pairs[our] == pairs[their] == max(pairs.values()), "they differ, and it is no tie"
             break
-
-
-def pair_counts(counts: dict[bytes, int], merges: list[tuple[bytes, bytes]]) -> Counter[tuple[bytes, bytes]]:
-    pairs: Counter[tuple[bytes, bytes]] = Counter()
-    for word, count in counts.items():
-        tokens = [bytes([byte]) for byte in word]
-        for pair in merges:
-            tokens = merged(tokens, pair)
-        for pair in pairwise(tokens):
-            pairs[pair] += count
-    return pairs
 
 
 BYTES = {i: bytes([i]) for i in range(256)}

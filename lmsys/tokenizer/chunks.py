@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lmsys.tokenizer.pretokens import Pretokenizer
 
-LARGEST, SMALLEST = 4 << 20, 1 << 16  # bytes
+LARGEST, SMALLEST = 4 << 20, 1 << 20  # bytes of a chunk
 _WINDOW = 1 << 16  # bytes that are searched for a cut at once
 
 
@@ -49,9 +49,16 @@ def chunks(parts: Iterable[Chunk], pretokenizer: Pretokenizer, size: int) -> Ite
                 start = stop
 
 
-def chunk_size(total: int, processes: int) -> int:
-    """How many bytes of `total` a process takes at a time: some turns for each, in memory that is bounded."""
-    return max(SMALLEST, min(LARGEST, total // (4 * processes)))
+def plan(parts: Sequence[Chunk], processes: int) -> tuple[int, int]:
+    """(bytes of a chunk, processes): some turns for each process, in memory that is bounded.
+
+    No more processes than chunks: to start one takes as long as to read some megabytes. ValueError for processes < 1.
+    """
+    if processes < 1:
+        raise ValueError(f"{processes=} must be at least 1")
+    total = sum(part.size for part in parts)
+    size = max(SMALLEST, min(LARGEST, total // (4 * processes)))
+    return size, max(1, min(processes, -(-total // size)))
 
 
 def whole(file: Path | Chunk) -> Chunk:

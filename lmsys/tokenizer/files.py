@@ -35,13 +35,13 @@ def save(
     specials = {token.encode(): token for token in special_tokens}
     if strange := set(vocab.values()) - ordinary - specials.keys():
         raise ValueError(f"token {min(strange)!r} cannot be saved: no byte, made by no merge, and not special")
-    if clash := {_write(token) for token in ordinary}.intersection(special_tokens):
+    if clash := {as_written(token) for token in ordinary}.intersection(special_tokens):
         raise ValueError(f"special token {min(clash)!r} cannot be saved: an ordinary token is written so")
-    written = {specials.get(token) or _write(token): number for number, token in sorted(vocab.items())}
+    written = {specials.get(token) or as_written(token): number for number, token in sorted(vocab.items())}
     folder.mkdir(parents=True, exist_ok=True)
     vocab_name, merges_name = NAMES[0]
     (folder / vocab_name).write_text(json.dumps(written, ensure_ascii=False), encoding="utf-8")
-    lines = [_VERSION, *(f"{_write(left)} {_write(right)}" for left, right in merges), ""]
+    lines = [_VERSION, *(f"{as_written(left)} {as_written(right)}" for left, right in merges), ""]
     (folder / merges_name).write_text("\n".join(lines), encoding="utf-8")
 
 
@@ -86,7 +86,8 @@ def _read_merge(path: Path, number: int, line: str) -> tuple[str, str]:
     return left, right
 
 
-def _write(token: bytes) -> str:
+def as_written(token: bytes) -> str:
+    """The token with a printable character for each byte."""
     return "".join(map(_CHAR_OF.__getitem__, token))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lmsys.tokenizer.chunks import Chunk, chunk_size, chunks, whole
+from lmsys.tokenizer.chunks import Chunk, chunks, plan, whole
 from lmsys.tokenizer.codec import Tokenizer
 from lmsys.tokenizer.pretokens import Pretokenizer
 from lmsys.tokenizer.words import Words
@@ -73,11 +73,11 @@ def count_pretokens(
     """How often each pre-token stands in the files; special tokens are none."""
     parts, done = [whole(file) for file in files], 0
     total = sum(part.size for part in parts)
+    size, processes = plan(parts, processes)
+    pieces = chunks(parts, Pretokenizer(special_tokens), size)
     counts: defaultdict[bytes, int] = defaultdict(int)
     with Workers(processes, _Count(special_tokens)) as workers:
-        for num_bytes, text, lengths, found in workers.map(
-            chunks(parts, Pretokenizer(special_tokens), chunk_size(total, processes))
-        ):
+        for num_bytes, text, lengths, found in workers.map(pieces):
             start = 0
             for length, count in zip(lengths.tolist(), found.tolist(), strict=True):
                 counts[text[start : start + length]] += count

@@ -31,8 +31,7 @@ class Workers(Generic[Task, Result]):
     """
 
     def __init__(self, count: int, function: Callable[[Task], Result]):
-        if count < 1:
-            raise ValueError(f"processes={count} must be at least 1")
+        assert count >= 1
         self._function = function
         self._all = [_start() for _ in range(count if count > 1 else 0)]
         self._idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()

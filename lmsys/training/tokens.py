@@ -14,7 +14,7 @@ from typing import BinaryIO
 import numpy as np
 
 from lmsys.tokenizer import Tokenizer
-from lmsys.tokenizer.chunks import Chunk, chunk_size, chunks, split, whole
+from lmsys.tokenizer.chunks import Chunk, chunks, plan, split, whole
 from lmsys.tokenizer.pretokens import Pretokenizer
 from lmsys.tokenizer.workers import Workers
 
@@ -44,8 +44,9 @@ def encode_files(
     """
     parts, done = [whole(file) for file in files], 0
     total = sum(part.size for part in parts)
+    size, processes = plan(parts, processes)
+    pieces = chunks(parts, Pretokenizer(tokenizer.special_tokens), size)
     with Workers(processes, _Encode(tokenizer)) as workers:
-        pieces = chunks(parts, Pretokenizer(tokenizer.special_tokens), chunk_size(total, processes))
         for num_bytes, ids in workers.map(pieces):
             done += num_bytes
             progress("tokenizing bytes", done, total)
