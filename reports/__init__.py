@@ -6,7 +6,7 @@ records into chapters, and a row below, keyed by the record's "benchmark".
 
 from collections.abc import Callable
 
-from reports import anatomy, attention, loss, model, precision
+from reports import anatomy, attention, loss, model, precision, tokenizer
 from reports.load import Machine
 from reports.page import Chapter
 
@@ -19,4 +19,5 @@ BUILDERS: dict[str, Callable[[Machine, str | None], list[Chapter]]] = {
     "loss": loss.chapters,
     "anatomy": anatomy.chapters,
     "precision": precision.chapters,
+    "tokenizer": tokenizer.chapters,
 }
