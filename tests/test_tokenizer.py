@@ -1,12 +1,9 @@
 """Byte-level BPE: splitting, training and encoding against the plainest forms of each, and against tiktoken."""
 
 import json
-import os
 import pickle
-import sys
 from collections import Counter
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,29 +11,11 @@ import pytest
 import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from texts import END, texts
 
 from lmsys.tokenizer import Tokenizer, naive, train
-from lmsys.tokenizer.chunks import Chunk, chunks, split, whole
-from lmsys.tokenizer.pretokens import PAD, PATTERN, Pretokenizer
-from lmsys.tokenizer.training import count_pretokens, learn_merges
-from lmsys.tokenizer.words import Words
-from lmsys.tokenizer.workers import Workers
-
-END = "<|endoftext|>"
-SPECIALS = [END, "<|end|>", "<|endoftext|><|end|>", "aab", "ba", "a b", "'s"]  # they contain and overlap each other
-# They meet at every rule of the pattern: letters, digits, blanks, contractions, wide spaces and digits, marks.
-PIECES = "a b é ß 中 1 ½ ٣ ' 's 'll 't 'LL . - _ \x1c \u0301 🙂 \x00".split(" ")
-PIECES += [" ", "  ", "\n", "\t", "\r\n", "\u00a0", "\u2003", "\u3000", "\x85", *SPECIALS]
-texts = st.lists(st.sampled_from(PIECES), max_size=30).map("".join) | st.text(
-    st.characters(exclude_categories=["Cs"]), max_size=40
-)
-special_lists = st.lists(st.sampled_from(SPECIALS), unique=True, max_size=4)
-
-
-def pretokens(text: bytes, specials: list[str]) -> list[bytes]:
-    padded = text + bytes(PAD)
-    starts = Pretokenizer(specials).starts(padded)
-    return [padded[start:end] for start, end in pairwise(starts.tolist())]
+from lmsys.tokenizer.pretokens import PATTERN
+from lmsys.tokenizer.training import learn_merges
 
 
 @cache
@@ -49,54 +28,6 @@ def small() -> Tokenizer:
 @cache
 def small_texts() -> str:
     return Path(__file__).read_text() + END + "naïve café, 中文 text.\n\n  It's we'll!" * 3
-
-
-@given(texts, special_lists)
-def test_splitting_equals_the_pattern(text: str, specials: list[str]) -> None:
-    assert pretokens(text.encode(), specials) == [word.encode() for word in naive.split(text, specials)]
-
-
-def test_every_character_is_of_the_kind_that_the_pattern_gives_it() -> None:
-    codes = [*range(0xD800), *range(0xE000, 0x20000), *range(0x20000, sys.maxunicode + 1, 97)]
-    every = list(map(chr, codes))
-    text = "".join(f"a{char}1{char} {char}" for char in every)
-    assert b"|".join(pretokens(text.encode(), [])).decode() == "|".join(regex.findall(PATTERN, text))
-
-
-@given(st.binary(max_size=60), special_lists)
-def test_splitting_loses_no_byte(data: bytes, specials: list[str]) -> None:
-    assert b"".join(pretokens(data, specials)) == data
-
-
-@given(texts, special_lists, st.integers(0, 30))
-def test_a_cut_changes_nothing(text: str, specials: list[str], after: int) -> None:
-    data, splitter = text.encode(), Pretokenizer(specials)
-    place = splitter.cut(data, after)
-    if place is not None:
-        assert after < place < len(data)
-        assert pretokens(data[:place], specials) + pretokens(data[place:], specials) == pretokens(data, specials)
-
-
-@given(st.lists(texts, max_size=6))
-def test_words_are_numbered_once_and_found_again(lines: list[str]) -> None:
-    words, splitter = Words(), Pretokenizer()
-    for text in [*lines, *lines]:
-        padded = text.encode() + bytes(PAD)
-        starts = splitter.starts(padded)
-        found = [words.list[number] for number in words.numbers(padded, starts).tolist()]
-        assert found == pretokens(text.encode(), [])
-    assert len(set(words.list)) == len(words) and words.num_bytes == sum(map(len, words.list))
-
-
-def test_many_words_are_kept_apart() -> None:
-    """Keys that differ in their length alone, or in one byte, and a table that grows."""
-    every = [bytes([65 + i % 7]) * (i % 23 + 1) + b"\x00" * (i % 3) + str(i // 100).encode() for i in range(30_000)]
-    starts = np.cumsum([0, *map(len, every)])
-    words = Words()
-    for _ in range(2):
-        numbers = words.numbers(b"".join(every) + bytes(PAD), starts)
-        assert [words.list[number] for number in numbers.tolist()] == every
-    assert sorted(words.list) == sorted(set(every))
 
 
 counted = st.dictionaries(
@@ -120,26 +51,6 @@ def test_overlapping_pairs_and_tokens_made_twice() -> None:
     """A run of one letter, and `abc` made of ab + c and of a + bc: it stays one token."""
     counts = {b"a" * n: n for n in range(2, 12)} | {b"abc": 3, b"ab": 9, b"xabc": 1, b"bc": 2, b"xbc": 30}
     assert learn_merges(counts, 25) == naive.learn_merges(counts, 25)
-
-
-@settings(max_examples=20)
-@given(st.lists(texts, min_size=1, max_size=4), special_lists, st.integers(20, 200))
-def test_chunks_of_files_change_no_count(
-    tmp_path_factory: pytest.TempPathFactory, lines: list[str], specials: list[str], size: int
-) -> None:
-    folder = tmp_path_factory.mktemp("text")
-    files = [folder / str(index) for index in range(len(lines))]
-    for file, text in zip(files, lines, strict=True):
-        file.write_bytes(text.encode() * 5)
-    parts = [whole(file) for file in files]
-    expected = Counter(word.encode() for text in lines for word in naive.split(text * 5, specials))
-    for cut in (list(chunks(parts, Pretokenizer(specials), size)), sum(split(parts, Pretokenizer(specials), 3), [])):
-        assert b"".join(chunk.read() for chunk in cut) == b"".join(file.read_bytes() for file in files)
-        found = Counter(word for chunk in cut for word in pretokens(chunk.read(), specials))
-        assert found == expected
-    for token in specials:
-        expected.pop(token.encode(), None)
-    assert count_pretokens(files, specials) == expected
 
 
 def test_any_number_of_processes_learns_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,32 +275,3 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
         Tokenizer({**BYTES, 256: b"xy"}, []).save(tmp_path)
     with pytest.raises(ValueError, match="special token 'Ġa' cannot be saved"):
         Tokenizer({**BYTES, 256: b" a"}, [(b" ", b"a")], ["Ġa"]).save(tmp_path)
-
-
-def _double(task: int) -> int:
-    if task == 13:
-        raise ValueError("13 is refused")
-    if task == 99:
-        os._exit(7)
-    print("a task may print")
-    return 2 * task
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_workers_answer_in_order_and_pass_errors_on(count: int) -> None:
-    with Workers(count, _double) as workers:
-        assert list(workers.map(range(12))) == [2 * task for task in range(12)]
-        with pytest.raises(ValueError, match="13 is refused"):
-            list(workers.map(range(20)))
-        assert list(workers.map([1])) == [2]
-
-
-def test_a_worker_that_dies_is_reported() -> None:
-    with Workers(2, _double) as workers, pytest.raises(RuntimeError, match="died with exit code 7"):
-        list(workers.map([1, 99, 2]))
-
-
-def test_a_chunk_that_became_shorter_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("abc")
-    with pytest.raises(ValueError, match="became shorter"):
-        Chunk(tmp_path / "text", 1, 9).read()

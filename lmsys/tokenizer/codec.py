@@ -153,9 +153,9 @@ class Tokenizer:
             for token in (left, right, left + right):
                 if token not in self._ids:
                     raise ValueError(f"merge ({left!r}, {right!r}): {token!r} is not in the vocabulary")
-        for token in self.special_tokens:
-            if len(token.encode()) == 1 or token.encode() in made:
-                raise ValueError(f"special token {token!r} is an ordinary token of this vocabulary")
+        for special in self.special_tokens:
+            if len(special.encode()) == 1 or special.encode() in made:
+                raise ValueError(f"special token {special!r} is an ordinary token of this vocabulary")
 
     def _forget(self) -> None:
         """No word is known: words, the place of each one's ids in `_flat`, and how many they are."""
