@@ -180,6 +180,12 @@ def test_one_rank_that_accumulates_sees_the_same_global_batch(sizes: tuple[int, 
         assert (alone.batch(step, micro)[0] == expected).all()
 
 
+def test_every_epoch_has_an_order_of_its_own() -> None:
+    batches = Batches(Row(1000), 8, 31)
+    first, second = (batches.batch(step * 4)[0][:, 0] // 8 for step in range(2))  # 124 windows, 4 batches
+    assert batches.num_windows == 124 and (first != second).any()
+
+
 def test_batches_are_a_function_of_seed_and_step() -> None:
     one, again, other = (Batches(Row(1000), 8, 4, seed) for seed in (0, 0, 1))
     later = [one.batch(step)[0] for step in range(5)][4]

@@ -35,13 +35,22 @@ def test_splitting_loses_no_byte(data: bytes, specials: list[str]) -> None:
     assert b"".join(pretokens(data, specials)) == data
 
 
-@given(texts, special_lists, st.integers(0, 30))
-def test_a_cut_changes_nothing(text: str, specials: list[str], after: int) -> None:
+@settings(max_examples=300)
+@given(texts, special_lists)
+def test_no_cut_changes_anything(text: str, specials: list[str]) -> None:
     data, splitter = text.encode(), Pretokenizer(specials)
-    place = splitter.cut(data, after)
-    if place is not None:
-        assert after < place < len(data)
-        assert pretokens(data[:place], specials) + pretokens(data[place:], specials) == pretokens(data, specials)
+    whole = pretokens(data, specials)
+    for after in range(len(data)):
+        place = splitter.cut(data, after)
+        if place is not None:
+            assert after < place < len(data)
+            assert pretokens(data[:place], specials) + pretokens(data[place:], specials) == whole
+
+
+def test_there_are_cuts_between_words_and_behind_special_tokens() -> None:
+    splitter = Pretokenizer(["<|end|>"])
+    assert [splitter.cut(b"ab cd ef<|end|>gh<|end|>..........", after) for after in (0, 2, 5, 15)] == [2, 5, 15, 24]
+    assert Pretokenizer(["<|end|>"]).cut(b"a" * 100, 0) is None
 
 
 @given(st.lists(texts, max_size=6))
@@ -84,6 +93,20 @@ def test_chunks_of_files_change_no_count(
     for token in specials:
         expected.pop(token.encode(), None)
     assert count_pretokens(files, specials) == expected
+
+
+@given(st.integers(1, 9), st.lists(st.integers(1, 400), min_size=1, max_size=5))
+@settings(max_examples=20)
+def test_readers_share_the_text_evenly(
+    tmp_path_factory: pytest.TempPathFactory, count: int, lengths: list[int]
+) -> None:
+    folder = tmp_path_factory.mktemp("text")
+    for index, length in enumerate(lengths):
+        (folder / str(index)).write_text("word " * length)
+    parts = [whole(folder / str(index)) for index in range(len(lengths))]
+    shares = [sum(chunk.size for chunk in share) for share in split(parts, Pretokenizer(), count)]
+    even = sum(part.size for part in parts) / count
+    assert all(abs(sum(shares[:reader]) - even * reader) <= 6 for reader in range(1, count + 1))
 
 
 def test_a_chunk_that_became_shorter_is_reported(tmp_path: Path) -> None:

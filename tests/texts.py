@@ -7,7 +7,16 @@ from hypothesis import strategies as st
 from lmsys.tokenizer.pretokens import PAD, Pretokenizer
 
 END = "<|endoftext|>"
-SPECIALS = [END, "<|end|>", "<|endoftext|><|end|>", "aab", "ba", "a b", "'s"]  # they contain and overlap each other
+SPECIALS = [
+    END,
+    "<|end|>",
+    "<|endoftext|><|end|>",
+    "aab",
+    "ba",
+    "a b",
+    "'s",
+    "l-",
+]  # they contain and overlap each other
 # They meet at every rule of the pattern: letters, digits, blanks, contractions, wide spaces and digits, marks.
 PIECES = "a b é ß 中 1 ½ ٣ ' 's 'll 't 'LL . - _ \x1c \u0301 🙂 \x00".split(" ")
 PIECES += [" ", "  ", "\n", "\t", "\r\n", "\u00a0", "\u2003", "\u3000", "\x85", *SPECIALS]

@@ -124,7 +124,7 @@ def _split_spaces(begins: np.ndarray, bytes_: np.ndarray, kinds: np.ndarray, n: 
 def _join_contractions(begins: np.ndarray, bytes_: np.ndarray, kinds: np.ndarray, n: int) -> None:
     """'s 't 'm 'd 're 've 'll where a pre-token begins with the apostrophe."""
     at = np.flatnonzero((bytes_[:n] == _APOSTROPHE) & begins[:n])
-    at = at[(kinds[at] == OTHER) & (kinds[at + 1] == LETTER)]
+    at = at[kinds[at + 1] == LETTER]  # in a special token it would be SPECIAL
     one, two = bytes_[at + 1], bytes_[at + 2]
     is_two = np.isin(one.astype(np.uint16) << 8 | two, _ENDS_TWO) & (kinds[at + 2] == LETTER)
     is_one = _ENDS_ONE[one]

@@ -94,8 +94,8 @@ def learn_merges(
 ) -> list[tuple[bytes, bytes]]:
     """The merges, in order, that make `num_tokens` tokens beside the bytes out of words and their counts.
 
-    The most frequent pair is merged, of several the lexicographically greater (left, right). A merge may make a
-    token that another merge has made: it is one token, so there can be more merges than tokens.
+    The most frequent pair is merged, of several the lexicographically greater (left, right). There are fewer when no
+    pair is left.
     """
     learner = _Learner(counts)
     merges: list[tuple[bytes, bytes]] = []
