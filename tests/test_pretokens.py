@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import regex
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from texts import pretokens, special_lists, texts
 
@@ -18,6 +18,7 @@ from lmsys.tokenizer.training import count_pretokens
 from lmsys.tokenizer.words import Words
 
 
+@example("'ll-", ["l-"])
 @given(texts, special_lists)
 def test_splitting_equals_the_pattern(text: str, specials: list[str]) -> None:
     assert pretokens(text.encode(), specials) == [word.encode() for word in naive.split(text, specials)]
@@ -36,6 +37,7 @@ def test_splitting_loses_no_byte(data: bytes, specials: list[str]) -> None:
 
 
 @settings(max_examples=300)
+@example("aabaaaa 1", ["aab", "ba"])
 @given(texts, special_lists)
 def test_no_cut_changes_anything(text: str, specials: list[str]) -> None:
     data, splitter = text.encode(), Pretokenizer(specials)
