@@ -227,11 +227,11 @@ def _attempt(call: Callable[[], Any]) -> tuple[Any, str | None]:
     try:
         return call(), None
     except Exception as error:
-        while error.__context__ is not None and not isinstance(error, OSError):
-            if not isinstance(error.__context__, Exception):
-                break
-            error = error.__context__  # torch hides the reason of a failed write behind one of its own
-        return None, f"{type(error).__name__}: {error}"
+        cause: BaseException | None = error  # torch hides the reason of a failed write behind an error of its own
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__context__
+        cause = cause or error
+        return None, f"{type(cause).__name__}: {cause}"
 
 
 def _tidy(folder: Path, step: int, keep: int | None) -> None:
