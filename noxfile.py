@@ -47,7 +47,7 @@ def lint(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """The laws, for every row that this machine can run."""
     install(session, "test")
-    session.run("python", "-m", "pytest", *session.posargs)
+    session.run("python", "-m", "pytest", "-n", "2", *session.posargs)
 
 
 @nox.session(default=False)

@@ -136,6 +136,24 @@ class ParallelSection:
 
 
 @dataclass(frozen=True)
+class TokenizerSection:
+    """The axes of one table of tokenizers, each training and encoding on the standard library's text.
+
+    text_bytes  how much of the text; None: all, about 30 MB
+    processes   of ours, and threads of the others
+    rounds      how often each row is sampled at least: a training takes seconds
+    """
+
+    name: str
+    text_bytes: int | None
+    vocab_size: int
+    tasks: tuple[str, ...] = ("train", "encode")
+    rows: tuple[str, ...] = ("lmsys", "lmsys_serial", "tiktoken", "huggingface")
+    processes: int = 2
+    rounds: int = 3
+
+
+@dataclass(frozen=True)
 class Sweep:
     """Sections, and for how many seconds each row of a comparison is sampled.
 
@@ -149,6 +167,7 @@ class Sweep:
     losses: tuple[LossSection, ...] = ()
     collectives: tuple[CollectiveSection, ...] = ()
     parallels: tuple[ParallelSection, ...] = ()
+    tokenizers: tuple[TokenizerSection, ...] = ()
 
 
 def square(*lengths: int) -> tuple[tuple[int, int], ...]:
@@ -257,6 +276,9 @@ LOSS = LossSection("default", (10_000, 128_000))
 LOSS_FULL = LossSection("vocabularies", (10_000, 32_000, 50_257, 128_000))
 LOSS_SMOKE = LossSection("smoke", (1000,), (256,), (64,), ("fp32", "bf16"), rows=("chunked", "eager"))
 CPU_LOSS = LossSection("default", (2000, 10_000), (256,), (64,), ("fp32",), rows=("chunked", "eager"))
+TOKENIZER = TokenizerSection("default", 3_000_000, 4000)
+TOKENIZER_SMOKE = TokenizerSection("smoke", 100_000, 500, rounds=1)
+TOKENIZER_FULL = TokenizerSection("corpus", None, 10_000)
 CPU_BY_LENGTH = replace(
     BY_LENGTH,
     lengths=square(256, 512, 1024),
@@ -328,6 +350,7 @@ SWEEPS = {
             losses=(LOSS_SMOKE,),
             collectives=(SMOKE_COLLECTIVES,),
             parallels=(SMOKE_PARALLEL,),
+            tokenizers=(TOKENIZER_SMOKE,),
         ),
         "cuda": Sweep(
             0.05,
@@ -337,6 +360,7 @@ SWEEPS = {
             losses=(LOSS_SMOKE,),
             collectives=(SMOKE_COLLECTIVES,),
             parallels=(SMOKE_PARALLEL,),
+            tokenizers=(TOKENIZER_SMOKE,),
         ),
     },
     "default": {
@@ -368,6 +392,7 @@ SWEEPS = {
             losses=(CPU_LOSS,),
             collectives=(CPU_COLLECTIVES,),
             parallels=(CPU_PARALLEL,),
+            tokenizers=(TOKENIZER,),
         ),
         "cuda": Sweep(
             0.15,
@@ -383,6 +408,7 @@ SWEEPS = {
             losses=(LOSS,),
             collectives=(COLLECTIVES,),
             parallels=(PARALLEL,),
+            tokenizers=(TOKENIZER,),
         ),
     },
 }
@@ -393,6 +419,7 @@ _FULL = Sweep(
     losses=(LOSS_FULL,),
     collectives=(FULL_COLLECTIVES,),
     parallels=PARALLEL_FULL,
+    tokenizers=(TOKENIZER_FULL,),
 )
 _ANATOMY_FULL = replace(ANATOMY, sizes=("small", "medium", "xl"), contexts=(512, 1024))
 SWEEPS["full"] = {

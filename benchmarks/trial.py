@@ -21,13 +21,19 @@ class Found:
     sm_clock_mhz: float | None = None
 
 
-def sample(steps: Mapping[str, Step], settings: Settings, found: Mapping[str, Found], clock: Clock) -> None:
-    """Times the steps in turns; `found` of each, by the same name, takes what came of it."""
+def sample(
+    steps: Mapping[str, Step], settings: Settings, found: Mapping[str, Found], clock: Clock, trials: int = 3
+) -> None:
+    """Times the steps in turns; `found` of each, by the same name, takes what came of it.
+
+    `trials` is how often each is called beforehand, to learn what it costs.
+    """
     sampled = interleave(
         steps,
         clock,
         seconds=settings.seconds_per_row,
         min_rounds=settings.min_rounds,
+        trials=trials,
         sm_clock=settings.sm_clock,
     )
     for name in steps:

@@ -149,15 +149,18 @@ class TransformerLM(nn.Module):
             layer.compile(fullgraph=True, dynamic=False, **options)
         return self
 
-    def hidden(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor, positions: Tensor | None = None, cache: Any = None) -> Tensor:
         """What the head reads: tokens (B, S) and positions (S) or (B, S) -> (B, S, M).
+
+        `cache` gives each layer a function to attend with, which may know keys and values of earlier tokens: see
+        `lmsys.training.generation`.
 
         ValueError for a sequence longer than the context, and on a CPU for ids outside the vocabulary; on CUDA such an
         id stops the process with a device-side assertion.
         """
         self._check(tokens)
         x = self.token_embeddings(tokens)
-        attend = self._attend(x)
+        attend = [self._attend(x)] * len(self.layers) if cache is None else cache.attend(lambda: self._attend(x))
         group = self.config.checkpoint_blocks
         if not group or not torch.is_grad_enabled():
             return self.ln_final(self._blocks(x, 0, len(self.layers), attend, positions))
@@ -182,9 +185,9 @@ class TransformerLM(nn.Module):
         except RuntimeError as error:
             raise ValueError(f"the state dict does not fit {self.config}: {error}") from error
 
-    def _blocks(self, x: Tensor, first: int, stop: int, attend: Any, positions: Tensor | None) -> Tensor:
-        for layer in self.layers[first:stop]:
-            x = layer(x, attend, self.rope, positions)
+    def _blocks(self, x: Tensor, first: int, stop: int, attend: list[Any], positions: Tensor | None) -> Tensor:
+        for layer, attend_here in zip(self.layers[first:stop], attend[first:stop], strict=True):
+            x = layer(x, attend_here, self.rope, positions)
         return x
 
     def _check(self, tokens: Tensor) -> None:

@@ -9,7 +9,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FILES = sorted(file for room in ("lmsys", "benchmarks", "reports") for file in (ROOT / room).rglob("*.py"))
 NO_TORCH = ["registry", "config", "accounting", "measure/record"]  # of lmsys; config comes with the model
+PLAIN_PACKAGES = tuple(f"lmsys/{name}__init__.py" for name in ("", "measure/", "training/"))
 ROWS = "lmsys.attention", "lmsys.parallel"
+DATA = tuple(f"lmsys/training/{name}.py" for name in ("corpora", "data", "download", "tokens"))
 
 
 def imports(file: Path) -> Iterator[str]:
@@ -49,9 +51,16 @@ def test_plain_modules_import_no_torch(file: Path) -> None:
     assert not imports_of(file, *others, *ROWS), "a plain module reaches one that imports torch"
 
 
-@pytest.mark.parametrize("file", within("lmsys/__init__.py", "lmsys/measure/__init__.py"), ids=name_of)
+@pytest.mark.parametrize("file", within(*PLAIN_PACKAGES), ids=name_of)
 def test_packages_on_the_way_to_a_plain_module_import_nothing(file: Path) -> None:
     assert not imports_of(file, "torch", "lmsys")
+
+
+@pytest.mark.parametrize("file", within("lmsys/tokenizer/", *DATA), ids=name_of)
+def test_what_workers_load_has_no_torch(file: Path) -> None:
+    assert not imports_of(file, "torch", "triton")
+    allowed = ["lmsys.tokenizer", *(path.removesuffix(".py").replace("/", ".") for path in DATA)]
+    assert sorted(imports_of(file, "lmsys")) == sorted(imports_of(file, *allowed))
 
 
 @pytest.mark.parametrize("file", within("lmsys/measure/"), ids=name_of)

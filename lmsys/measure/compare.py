@@ -71,17 +71,19 @@ def interleave(
     *,
     seconds: float,
     min_rounds: int,
+    trials: int = 3,
     sm_clock: Callable[[], float | None] = lambda: None,
 ) -> Sampled:
     """Samples of every step, in turns. Each row runs for about `seconds` of wall time and at least `min_rounds` rounds.
 
     A slow row stops after its last round while the others go on, so the lists differ in length; they start together,
     after rounds that only warm the device. Where the clock has the host ahead, it gets a lead of two rounds, and keeps
-    it: where it needs longer for a round than the device, that waits. With another clock `before` comes before.
+    it: where it needs longer for a round than the device, that waits. With another clock `before` comes before. What a
+    row costs is known from the least of `trials` calls.
     """
     result, costs, rounds = Sampled(), {}, {}
     for name, step in steps.items():
-        cost, failure = attempt(lambda step=step: _cost(step, clock))
+        cost, failure = attempt(lambda step=step: _cost(step, clock, trials))
         if failure:
             result.failures[name] = failure
         else:
@@ -122,7 +124,7 @@ def _sample(step: Step, clock: Clock) -> Any:
     return clock.sample(lambda: step.run(prepared))
 
 
-def _cost(step: Step, clock: Clock, calls: int = 3) -> Cost:
+def _cost(step: Step, clock: Clock, calls: int) -> Cost:
     """Of one sample with its prepare: the least of a few, on the way to warm caches and clocks."""
     costs = [clock.cost(lambda: _sample(step, clock), FIRST_LEAD_S)]
     for _ in range(calls - 1):

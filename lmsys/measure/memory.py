@@ -11,9 +11,11 @@ import os
 import pickle
 import platform
 import re
+import shlex
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +73,47 @@ def _peak_on_cuda(call: Callable[[], Any]) -> int:
 
 def _peak_on_cpu(call: Callable[[], Any]) -> int:
     return max(itertools.accumulate((event.bytes for event in allocator_events(call, "cpu")), initial=0))
+
+
+def peak_resident_bytes(command: Sequence[str], interval_s: float = 0.01) -> int:
+    """The most that a command and the processes that it starts were seen to hold in memory at once, on Linux.
+
+    Each process's resident set counts, so pages that several share count for each. OSError elsewhere;
+    RuntimeError when the command fails.
+    """
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    peak = 0
+    while process.poll() is None:
+        peak = max(peak, sum(map(_resident_bytes, _family(process.pid))))
+        time.sleep(interval_s)
+    assert process.stderr is not None
+    with process.stderr:
+        said = process.stderr.read().decode(errors="replace").strip()
+    if process.returncode:
+        raise RuntimeError(f"{shlex.join(command)} ended with {process.returncode}: {said.splitlines()[-1:]}")
+    return peak
+
+
+def _family(pid: int) -> list[int]:
+    """The process and those that descend from it."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has just ended
+        children.setdefault(parent, []).append(int(stat.parent.name))
+    found = [pid]
+    for one in found:
+        found += children.get(one, [])
+    return found
+
+
+def _resident_bytes(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
 
 
 def saved_bytes(forward: Callable[[], Any]) -> int:

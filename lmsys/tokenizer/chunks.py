@@ -1,0 +1,99 @@
+"""Text files of any size, a piece at a time, cut where no pre-token crosses."""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lmsys.tokenizer.pretokens import Pretokenizer
+
+LARGEST, SMALLEST = 4 << 20, 1 << 20  # bytes of a chunk
+_WINDOW = 1 << 16  # bytes that are searched for a cut at once
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Bytes `start` to `stop` of a file."""
+
+    path: Path
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def read(self) -> bytes:
+        """ValueError, with the place, for what is not UTF-8."""
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            data = file.read(self.size)
+        if len(data) != self.size:
+            raise ValueError(f"{self.path} became shorter while it was read")
+        try:
+            data.decode()
+        except UnicodeDecodeError as error:
+            place = self.start + error.start
+            raise ValueError(f"{self.path} is not UTF-8 text: {error.reason} at byte {place:,}") from None
+        return data
+
+
+def chunks(parts: Iterable[Chunk], pretokenizer: Pretokenizer, size: int) -> Iterator[Chunk]:
+    """Files, or parts of them, in pieces of about `size` bytes; longer where there is no place to cut."""
+    for part in parts:
+        start = part.start
+        with part.path.open("rb") as file:
+            while start < part.stop:
+                stop = cut_file(file.fileno(), pretokenizer, start + size, part.stop)
+                yield Chunk(part.path, start, stop)
+                start = stop
+
+
+def plan(parts: Sequence[Chunk], processes: int) -> tuple[int, int]:
+    """(bytes of a chunk, processes): some turns for each process, in memory that is bounded.
+
+    No more processes than chunks: to start one takes as long as to read some megabytes. ValueError for processes < 1.
+    """
+    if processes < 1:
+        raise ValueError(f"{processes=} must be at least 1")
+    total = sum(part.size for part in parts)
+    size = max(SMALLEST, min(LARGEST, total // (4 * processes)))
+    return size, max(1, min(processes, -(-total // size)))
+
+
+def whole(file: Path | Chunk) -> Chunk:
+    """A file as one chunk. ValueError unless it is a file."""
+    if isinstance(file, Chunk):
+        return file
+    if not file.is_file():
+        raise ValueError(f"{file}: there is no such file")
+    return Chunk(file, 0, file.stat().st_size)
+
+
+def split(parts: Sequence[Chunk], pretokenizer: Pretokenizer, count: int) -> list[list[Chunk]]:
+    """The parts dealt to `count` readers, in order, to each about as many bytes."""
+    total, done = sum(part.size for part in parts), 0
+    shares: list[list[Chunk]] = [[] for _ in range(count)]
+    for part in parts:
+        start = part.start
+        with part.path.open("rb") as file:
+            while start < part.stop:
+                share = min(count - 1, done * count // total)
+                border = start + -(-(share + 1) * total // count) - done
+                stop = part.stop if share == count - 1 else cut_file(file.fileno(), pretokenizer, border, part.stop)
+                shares[share].append(Chunk(part.path, start, stop))
+                start, done = stop, done + stop - start
+    return shares
+
+
+def cut_file(file: int, pretokenizer: Pretokenizer, after: int, end: int) -> int:
+    """The first place behind `after` where the file may be cut, or `end`."""
+    window, context = _WINDOW, pretokenizer.context
+    while after < end:
+        begin = max(0, after - context)
+        data = os.pread(file, window + 2 * context, begin)
+        place = pretokenizer.cut(data, after - begin)
+        if place is not None:
+            return begin + place
+        after += window
+    return end

@@ -1,0 +1,233 @@
+"""Text to token ids and back, byte-level BPE: every string of bytes has an encoding, and decoding gives it back.
+
+A text is split into pre-tokens; each distinct one is merged once and kept, and a text's ids are then gathered from
+those of its pre-tokens, which takes array operations only.
+
+Sources: Sennrich et al. 2016 (arXiv 1508.07909); Radford et al. 2019 (GPT-2), section 2.2.
+"""
+
+import hashlib
+import heapq
+import json
+import threading
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import repeat
+from operator import add
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from lmsys.tokenizer import files
+from lmsys.tokenizer.pretokens import Pretokenizer
+from lmsys.tokenizer.words import Words
+
+_PIECE = 1 << 18  # characters that `encode_iterable` gathers before it encodes
+_LONG = 100  # bytes of a pre-token that is merged with a queue
+_LAST = 1 << 62
+_NO_RANK = repeat(_LAST)  # for what is no pair of any merge
+_MOST_WORDS, _MOST_BYTES = 1 << 18, 1 << 25  # of pre-tokens that are kept
+
+
+class Tokenizer:
+    """`vocab` (id -> bytes), `merges` in the order in which they are done, `special_tokens` (what has no place in the
+    vocabulary gets the next ids). Special tokens are found in every text that is encoded.
+
+    ValueError: ids other than 0 to V - 1, two ids of the same bytes, a byte without an id, a merge of or into what
+    is no token, a special token that is a byte or made by a merge.
+    """
+
+    def __init__(
+        self, vocab: Mapping[int, bytes], merges: Sequence[tuple[bytes, bytes]], special_tokens: Iterable[str] = ()
+    ):
+        self.vocab, self.merges, self.special_tokens = dict(vocab), list(merges), list(dict.fromkeys(special_tokens))
+        known = set(self.vocab.values())
+        added = [token.encode() for token in self.special_tokens if token.encode() not in known]
+        self.vocab |= enumerate(added, len(self.vocab))
+        self._ids = {token: number for number, token in self.vocab.items()}
+        self._check()
+        self._special_ids = {token.encode(): self._ids[token.encode()] for token in self.special_tokens}
+        self._pretokenizer = Pretokenizer(self.special_tokens)
+        chars, self._steps = _as_chars(self.merges)
+        self._ranks = {pair: rank for rank, (pair, _) in enumerate(self._steps)}
+        self._ids_of_chars = {char: self._ids[token] for token, char in chars.items()}
+        self._lock = threading.Lock()
+        self._forget()
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.vocab)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The smallest unsigned integer that holds every id: uint16 up to 65,536 tokens, else uint32."""
+        return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
+
+    def encode(self, text: str | bytes) -> list[int]:
+        """Ids of a text, or of bytes, which need not be UTF-8. ValueError for half of a surrogate pair."""
+        return self.encode_array(_utf8(text) if isinstance(text, str) else text).tolist()
+
+    def encode_array(self, text: bytes) -> np.ndarray:
+        """Ids of UTF-8, in an array of `dtype`."""
+        with self._lock:
+            found = [self._encode(block) for block in self._pretokenizer.blocks(text)]
+        return np.concatenate(found) if found else np.zeros(0, self.dtype)
+
+    def encode_iterable(self, texts: Iterable[str]) -> Iterator[int]:
+        """Ids of the texts joined, such as the lines of a file; holds a piece of them at a time.
+
+        A piece ends where no pre-token crosses, so it grows for as long as there is no whitespace.
+        """
+        for found in self.encode_pieces(texts):
+            yield from found.tolist()
+
+    def encode_pieces(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
+        """What `encode_iterable` gives, an array for each piece."""
+        waiting, size, enough = [], 0, _PIECE
+        for text in texts:
+            waiting.append(text)
+            size += len(text)
+            if size < enough:
+                continue
+            data = _utf8("".join(waiting))
+            cut = self._late_cut(data)
+            yield self.encode_array(data[:cut])
+            waiting = [data[cut:].decode()]
+            size = len(waiting[0])
+            enough = max(_PIECE, 2 * size)  # where nothing could be cut, what is searched again has doubled
+        yield self.encode_array(_utf8("".join(waiting)))
+
+    def decode(self, ids: Iterable[int], errors: str = "replace") -> str:
+        """The text of the ids; U+FFFD for bytes that are not UTF-8, or as `bytes.decode` does by `errors`."""
+        return self.decode_bytes(ids).decode(errors=errors)
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """ValueError for an id outside the vocabulary."""
+        try:
+            return b"".join([self.vocab[number] for number in map(int, ids)])
+        except KeyError as error:
+            raise ValueError(f"id {error} is not in the vocabulary: 0 to {self.vocab_size - 1}") from None
+
+    def save(self, folder: Path) -> None:
+        """vocab.json and merges.txt, as GPT-2's: other tokenizers read them too."""
+        files.save(Path(folder), self.vocab, self.merges, self.special_tokens)
+
+    @classmethod
+    def load(cls, folder: Path, special_tokens: Iterable[str] = ()) -> Self:
+        """From a folder with vocab.json and merges.txt, or GPT-2's encoder.json and vocab.bpe.
+
+        Tokens of the vocabulary that are no bytes and no merge makes are special; `special_tokens` are added.
+        """
+        return cls.from_files(*files.names(Path(folder)), special_tokens)
+
+    @classmethod
+    def from_files(cls, vocab: Path, merges: Path, special_tokens: Iterable[str] = ()) -> Self:
+        found, pairs, specials = files.load(Path(vocab), Path(merges))
+        return cls(found, pairs, [*specials, *special_tokens])
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of vocabulary, merges and special tokens: equal where every text is encoded alike."""
+        vocab = [token.hex() for _, token in sorted(self.vocab.items())]
+        merges = [[left.hex(), right.hex()] for left, right in self.merges]
+        return hashlib.sha256(json.dumps([vocab, merges, sorted(self.special_tokens)]).encode()).hexdigest()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.vocab, self.merges, self.special_tokens)
+
+    def _check(self) -> None:
+        if set(self.vocab) != set(range(len(self.vocab))):
+            odd = sorted(set(self.vocab) - set(range(len(self.vocab))))
+            raise ValueError(f"ids must be 0 to {len(self.vocab) - 1}; got {odd[:5]} in place of some")
+        if len(self._ids) != len(self.vocab):
+            twice = next(token for number, token in self.vocab.items() if self._ids[token] != number)
+            raise ValueError(f"two ids have the bytes {twice!r}")
+        if missing := [byte for byte in range(256) if bytes([byte]) not in self._ids]:
+            raise ValueError(f"the vocabulary lacks {len(missing)} of the 256 bytes, such as {bytes(missing[:1])!r}")
+        if len(set(self.merges)) != len(self.merges):
+            raise ValueError(f"{len(self.merges) - len(set(self.merges))} merges are listed twice")
+        made = {left + right for left, right in self.merges}
+        for left, right in self.merges:
+            for token in (left, right, left + right):
+                if token not in self._ids:
+                    raise ValueError(f"merge ({left!r}, {right!r}): {token!r} is not in the vocabulary")
+        for special in self.special_tokens:
+            if len(special.encode()) == 1 or special.encode() in made:
+                raise ValueError(f"special token {special!r} is an ordinary token of this vocabulary")
+
+    def _forget(self) -> None:
+        """No word is known: words, the place of each one's ids in `_flat`, and how many they are."""
+        self._words = Words()
+        self._flat, self._places, self._lengths = array("I"), array("q"), array("i")
+
+    def _encode(self, block: bytes) -> np.ndarray:
+        if len(self._words) > _MOST_WORDS or self._words.num_bytes > _MOST_BYTES:
+            self._forget()
+        numbers = self._words.numbers(block, self._pretokenizer.starts(block))
+        for word in self._words.list[len(self._places) :]:
+            ids = self._merge(word)
+            self._places.append(len(self._flat))
+            self._lengths.append(len(ids))
+            self._flat.extend(ids)
+        flat, places, lengths = (np.frombuffer(x, x.typecode) for x in (self._flat, self._places, self._lengths))
+        lengths = lengths[numbers]
+        ends = np.cumsum(lengths)
+        inside = np.arange(ends[-1]) + np.repeat(places[numbers] - ends + lengths, lengths)
+        return flat[inside].astype(self.dtype)
+
+    def _merge(self, word: bytes) -> Sequence[int]:
+        """The ids of a pre-token: of the pairs that it has, the earliest merge is done everywhere, and so on."""
+        if word in self._special_ids:
+            return [self._special_ids[word]]
+        text = word.decode("latin-1")
+        text = self._merge_long(text) if len(text) > _LONG else self._merge_short(text)
+        return [self._ids_of_chars[char] for char in text]
+
+    def _merge_short(self, text: str) -> str:
+        rank_of = self._ranks.get
+        while len(text) > 1:
+            rank = min(map(rank_of, map(add, text, text[1:]), _NO_RANK))
+            if rank == _LAST:
+                break
+            text = text.replace(*self._steps[rank])
+        return text
+
+    def _merge_long(self, text: str) -> str:
+        """The same with a queue of the merges to come, so that each pair of the text is looked up once."""
+        ranks, steps = self._ranks, self._steps
+        queue = [ranks[pair] for pair in set(map(add, text, text[1:])) if pair in ranks]
+        heapq.heapify(queue)
+        while queue:
+            pair, char = steps[heapq.heappop(queue)]
+            parts = text.split(pair)
+            if len(parts) == 1:
+                continue
+            text = char.join(parts)
+            new = {part[-1] + char for part in parts[:-1] if part} | {char + part[0] for part in parts[1:] if part}
+            for one in (new | {char + char}) & ranks.keys():
+                heapq.heappush(queue, ranks[one])
+        return text
+
+    def _late_cut(self, data: bytes) -> int:
+        """A place to cut, near the end if there is one; 0 if there is none."""
+        for after in (len(data) - 4096, len(data) // 2, 0):
+            if place := self._pretokenizer.cut(data, max(0, after)):
+                return place
+        return 0
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"character {error.start} is {text[error.start]!r}, half of a surrogate pair") from None
+
+
+def _as_chars(merges: Sequence[tuple[bytes, bytes]]) -> tuple[dict[bytes, str], list[tuple[str, str]]]:
+    """A character for each token, in which words are merged, and each merge as (pair of characters, merged)."""
+    chars = {bytes([byte]): chr(byte) for byte in range(256)}
+    for left, right in merges:
+        chars.setdefault(left + right, chr(len(chars)))
+    return chars, [(chars[left] + chars[right], chars[left + right]) for left, right in merges]

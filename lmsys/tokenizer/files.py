@@ -1,0 +1,95 @@
+"""Vocabulary and merges in files, as GPT-2's: JSON and lines of text, with a printable character for each byte.
+
+Source: Radford et al. 2019 (GPT-2), the released encoder.py, `bytes_to_unicode`.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+NAMES = ("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")
+_VERSION = "#version: 0.2"
+_PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_CHAR_OF = {byte: chr(byte) for byte in _PRINTABLE} | {byte: chr(256 + i) for i, byte in enumerate(_OTHERS)}
+_BYTE_OF = {char: byte for byte, char in _CHAR_OF.items()}
+
+
+def names(folder: Path) -> tuple[Path, Path]:
+    """The vocabulary's and the merges' file. ValueError when the folder has no such pair."""
+    for vocab, merges in NAMES:
+        if (folder / vocab).is_file() and (folder / merges).is_file():
+            return folder / vocab, folder / merges
+    raise ValueError(f"{folder}: has neither {' nor '.join(' with '.join(pair) for pair in NAMES)}")
+
+
+def save(
+    folder: Path, vocab: Mapping[int, bytes], merges: Sequence[tuple[bytes, bytes]], special_tokens: Sequence[str]
+) -> None:
+    """Special tokens stand as they are.
+
+    ValueError for one that an ordinary token is written as, and for a token that is neither a byte, made by a merge
+    nor special: it would be read as special.
+    """
+    ordinary = {bytes([byte]) for byte in range(256)} | {left + right for left, right in merges}
+    specials = {token.encode(): token for token in special_tokens}
+    if strange := set(vocab.values()) - ordinary - specials.keys():
+        raise ValueError(f"token {min(strange)!r} cannot be saved: no byte, made by no merge, and not special")
+    if clash := {as_written(token) for token in ordinary}.intersection(special_tokens):
+        raise ValueError(f"special token {min(clash)!r} cannot be saved: an ordinary token is written so")
+    written = {specials.get(token) or as_written(token): number for number, token in sorted(vocab.items())}
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab_name, merges_name = NAMES[0]
+    (folder / vocab_name).write_text(json.dumps(written, ensure_ascii=False), encoding="utf-8")
+    lines = [_VERSION, *(f"{as_written(left)} {as_written(right)}" for left, right in merges), ""]
+    (folder / merges_name).write_text("\n".join(lines), encoding="utf-8")
+
+
+def load(vocab: Path, merges: Path) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]], list[str]]:
+    """Vocabulary, merges, and as special tokens what is neither a byte nor made by a merge.
+
+    ValueError, with file and place, for what is not written like that.
+    """
+    pairs = [_read_merge(merges, number, line) for number, line in _lines(merges)]
+    ordinary = {*_BYTE_OF, *(left + right for left, right in pairs)}
+    try:
+        written = json.loads(_read(vocab))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{vocab}: not JSON: {error}") from None
+    if not isinstance(written, dict) or not all(type(number) is int for number in written.values()):
+        raise ValueError(f'{vocab}: must be an object of token: id, as {{"!": 0, ...}}')
+    if len(set(written.values())) != len(written):
+        raise ValueError(f"{vocab}: {len(written) - len(set(written.values()))} ids are given twice")
+    found = {number: _bytes(text) if text in ordinary else text.encode() for text, number in written.items()}
+    special_tokens = [text for text in sorted(written, key=written.__getitem__) if text not in ordinary]
+    return found, [(_bytes(left), _bytes(right)) for left, right in pairs], special_tokens
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot read it: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8: {error.reason} at byte {error.start:,}") from None
+
+
+def _lines(path: Path) -> Iterable[tuple[int, str]]:
+    lines = enumerate(_read(path).split("\n"), 1)  # splitlines would also split at characters that stand for bytes
+    return [(number, line) for number, line in lines if line and not (number == 1 and line.startswith("#version"))]
+
+
+def _read_merge(path: Path, number: int, line: str) -> tuple[str, str]:
+    left, _, right = line.rstrip("\r").partition(" ")
+    if not left or not right or not all(char in _BYTE_OF for char in left + right):
+        raise ValueError(f"{path}, line {number}: {line!r} is no merge; one is written as two tokens: 'Ġ t'")
+    return left, right
+
+
+def as_written(token: bytes) -> str:
+    """The token with a printable character for each byte."""
+    return "".join(map(_CHAR_OF.__getitem__, token))
+
+
+def _bytes(text: str) -> bytes:
+    return bytes(map(_BYTE_OF.__getitem__, text))

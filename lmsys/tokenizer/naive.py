@@ -1,0 +1,73 @@
+"""Byte-pair encoding, line for line as it is defined: what the fast forms must equal. Slow.
+
+Sources: Sennrich et al. 2016 (arXiv 1508.07909), section 3.2; Radford et al. 2019 (GPT-2), encoder.py.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import regex
+
+from lmsys.tokenizer.codec import Tokenizer
+from lmsys.tokenizer.pretokens import PATTERN
+
+Pair = tuple[bytes, bytes]
+
+
+def split(text: str, special_tokens: Sequence[str] = ()) -> list[str]:
+    """Special tokens, the leftmost and of these the longest first, and between them what the pattern finds."""
+    found: list[str] = []
+    start = 0
+    while start < len(text):
+        places = [(at, -len(token), token) for token in special_tokens if (at := text.find(token, start)) >= 0]
+        at, _, token = min(places, default=(len(text), 0, ""))
+        found += regex.findall(PATTERN, text[start:at]) + ([token] if token else [])
+        start = at + len(token)
+    return found
+
+
+def count_pairs(words: Mapping[bytes, Sequence[bytes]], counts: Mapping[bytes, int]) -> Counter[Pair]:
+    pairs: Counter[Pair] = Counter()
+    for word, tokens in words.items():
+        for pair in pairwise(tokens):
+            pairs[pair] += counts[word]
+    return pairs
+
+
+def learn_merges(counts: Mapping[bytes, int], num_tokens: int) -> list[Pair]:
+    """The merges that make `num_tokens` tokens beside the bytes: all pairs are counted anew for each."""
+    words = {word: [bytes([byte]) for byte in word] for word in counts}
+    known, merges = {bytes([byte]) for byte in range(256)}, []
+    while len(known) < 256 + num_tokens and (pairs := count_pairs(words, counts)):
+        best = max(pairs, key=lambda pair: (pairs[pair], pair))
+        merges.append(best)
+        known.add(best[0] + best[1])
+        words = {word: merge(tokens, best) for word, tokens in words.items()}
+    return merges
+
+
+def merge(tokens: Sequence[bytes], pair: Pair) -> list[bytes]:
+    """Every occurrence of the pair made one token, from left to right."""
+    out, i = [], 0
+    while i < len(tokens):
+        both = tuple(tokens[i : i + 2]) == pair
+        out.append(tokens[i] + tokens[i + 1] if both else tokens[i])
+        i += 1 + both
+    return out
+
+
+def encode(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Of the pairs of each pre-token, the one whose merge is the earliest is merged, until none is left."""
+    ids = {token: number for number, token in tokenizer.vocab.items()}
+    ranks = {pair: rank for rank, pair in enumerate(tokenizer.merges)}
+    known = {token: [ids[token.encode()]] for token in tokenizer.special_tokens}
+    found: list[int] = []
+    for word in split(text, tokenizer.special_tokens):
+        if word not in known:
+            tokens = [bytes([byte]) for byte in word.encode()]
+            while pairs := [pair for pair in pairwise(tokens) if pair in ranks]:
+                tokens = merge(tokens, min(pairs, key=ranks.__getitem__))
+            known[word] = [ids[token] for token in tokens]
+        found += known[word]
+    return found

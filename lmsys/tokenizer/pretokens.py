@@ -1,0 +1,154 @@
+"""Text into pre-tokens by GPT-2's pattern, and where a text may be cut without changing one.
+
+A byte-level tokenizer merges bytes within a pre-token only. ASCII is split by array operations on the kinds of its
+bytes, at a tenth of the pattern's price; what stands around other characters goes through the pattern itself.
+
+Source: Radford et al. 2019 (GPT-2), section 2.2 and the released encoder.py.
+Legend: N bytes, P pre-tokens.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import regex
+
+PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+PAD = 16  # zero bytes behind a text, so that whoever reads past its end reads something
+
+_BLOCK = 1 << 18  # bytes
+_PRETOKEN = regex.compile(PATTERN)
+SPACE, LETTER, NUMBER, OTHER, WIDE, SPECIAL = range(6)
+_WHITESPACE = b" \t\n\v\f\r"
+_KINDS = bytes(
+    WIDE if byte > 127
+    else SPACE if byte in _WHITESPACE
+    else LETTER if chr(byte).isalpha()
+    else NUMBER if chr(byte).isdigit()
+    else OTHER
+    for byte in range(256)
+)  # fmt: skip
+_APOSTROPHE, _SPACE = ord("'"), ord(" ")
+_ENDS_ONE = np.isin(np.arange(256), list(b"stmd"))  # 's 't 'm 'd
+_ENDS_TWO = [first << 8 | second for first, second in (b"re", b"ve", b"ll")]
+_NEAR = 64  # bytes: pieces for the pattern that lie closer are one
+# The last byte of some whitespace beyond ASCII: 85, A0 and 80-8A, A8, A9, AF, 9F, 80 behind E1, E2 or E3.
+_MAY_END_WHITESPACE = rb"\x80-\x8a\x85\x9f\xa0\xa8\xa9\xaf"
+_CUT = re.compile(rb"[^ \t\n\v\f\r" + _MAY_END_WHITESPACE + rb"](?=[ \t\n\v\f\r])")
+
+
+class Pretokenizer:
+    """Splits bytes of UTF-8 into pre-tokens and special tokens, which are found first: the leftmost, then the longest.
+
+    Bytes that are no UTF-8 count as neither letter, number nor space.
+    """
+
+    def __init__(self, special_tokens: Iterable[str] = ()):
+        specials = sorted({token.encode() for token in special_tokens}, key=lambda token: (-len(token), token))
+        if b"" in specials:
+            raise ValueError("a special token must have at least one character; got ''")
+        self._specials = specials
+        self._pattern = re.compile(b"|".join(map(re.escape, specials))) if specials else None
+        apart = bool(specials) and not any(map(_may_overlap, *zip(*_pairs(specials), strict=True)))
+        self.context = max(map(len, specials), default=1)
+        self._cut = re.compile(b"|".join([_CUT.pattern, *map(re.escape, specials)])) if apart else _CUT
+
+    def starts(self, padded: bytes) -> np.ndarray:
+        """Where each pre-token of a text begins, and the text's length: (P + 1), int64. `padded` is text and PAD."""
+        n = len(padded) - PAD
+        if n == 0:
+            return np.zeros(1, np.int64)
+        bytes_ = np.frombuffer(padded, np.uint8)
+        kinds = np.frombuffer(bytearray(padded.translate(_KINDS)), np.uint8)
+        specials = self._find_specials(padded, n)
+        for start, end in specials:
+            kinds[start:end] = SPECIAL
+        begins = np.ones(n + 1, bool)
+        np.not_equal(kinds[1:n], kinds[: n - 1], out=begins[1:n])
+        begins[[start for start, _ in specials]] = True
+        _split_spaces(begins, bytes_, kinds, n)
+        _join_contractions(begins, bytes_, kinds, n)
+        if not padded.isascii():
+            for start, end in _wide_pieces(kinds[:n]):
+                lengths = [len(found) for found in _split_by_pattern(padded[start:end])]
+                begins[start:end] = False
+                begins[start + np.cumsum([0, *lengths])] = True
+        return np.flatnonzero(begins)
+
+    def blocks(self, text: bytes) -> Iterator[bytes]:
+        """The text in pieces that the caches hold, cut where no pre-token crosses, each with PAD behind it."""
+        start = 0
+        while start < len(text):
+            stop = self.cut(text, start + _BLOCK) or len(text)
+            yield text[start:stop] + bytes(PAD)
+            start = stop
+
+    def cut(self, data: bytes, after: int) -> int | None:
+        """The first place behind `after` where no pre-token or special token crosses, or None.
+
+        There whitespace follows on something else, or a special token ends. The text on either side is split as it
+        is in the whole. Special tokens are seen from `context` bytes in front of `after` to the end of `data`.
+        """
+        for found in self._cut.finditer(data, max(0, after - 1), max(0, len(data) - self.context + 1)):
+            place = found.end()
+            if place > after and not self._inside_special(data, place):
+                return place
+        return None
+
+    def _find_specials(self, data: bytes, end: int) -> list[tuple[int, int]]:
+        return [found.span() for found in self._pattern.finditer(data, 0, end)] if self._pattern else []
+
+    def _inside_special(self, data: bytes, place: int) -> bool:
+        """Whether a special token may stand there that begins before `place` and ends after."""
+        return any(data.find(one, max(0, place - len(one) + 1), place + len(one) - 1) >= 0 for one in self._specials)
+
+
+def _pairs(specials: list[bytes]) -> list[tuple[bytes, bytes]]:
+    return [(one, other) for one in specials for other in specials]
+
+
+def _may_overlap(one: bytes, other: bytes) -> bool:
+    """Whether some text holds both, neither apart nor the same."""
+    if one != other and other in one:
+        return True
+    return any(one.endswith(other[:size]) for size in range(1, min(len(one), len(other))))
+
+
+def _split_spaces(begins: np.ndarray, bytes_: np.ndarray, kinds: np.ndarray, n: int) -> None:
+    """The last of several spaces leaves the others; a blank joins the word behind it, anything else stands alone."""
+    before_word = begins[1:n] & (kinds[: n - 1] == SPACE) & (kinds[1:n] <= OTHER)
+    begins[: n - 1] |= before_word
+    begins[1:n] ^= before_word & (bytes_[: n - 1] == _SPACE)
+
+
+def _join_contractions(begins: np.ndarray, bytes_: np.ndarray, kinds: np.ndarray, n: int) -> None:
+    """'s 't 'm 'd 're 've 'll where a pre-token begins with the apostrophe."""
+    at = np.flatnonzero((bytes_[:n] == _APOSTROPHE) & begins[:n])
+    at = at[kinds[at + 1] == LETTER]  # in a special token it would be SPECIAL
+    one, two = bytes_[at + 1], bytes_[at + 2]
+    is_two = np.isin(one.astype(np.uint16) << 8 | two, _ENDS_TWO) & (kinds[at + 2] == LETTER)
+    is_one = _ENDS_ONE[one]
+    at, length = at[is_one | is_two], 1 + is_two[is_one | is_two]
+    begins[at + 1] = False
+    begins[at + 1 + length] = True
+
+
+def _wide_pieces(kinds: np.ndarray) -> Iterator[tuple[int, int]]:
+    """(start, end) of what holds characters beyond ASCII, from one safe cut to another."""
+    before, after = kinds[:-1], kinds[1:]
+    safe = (after == SPACE) & (before != SPACE) & (before <= OTHER)
+    border = (after == SPECIAL) != (before == SPECIAL)
+    cuts = np.concatenate([[0], 1 + np.flatnonzero(safe | border), [len(kinds)]])
+    pieces = np.unique(np.searchsorted(cuts, np.flatnonzero(kinds == WIDE), "right"))
+    starts, ends = cuts[pieces - 1], cuts[pieces]
+    if len(pieces) > 1:
+        crossed = np.searchsorted(1 + np.flatnonzero(border), [ends[:-1], starts[1:] + 1])
+        apart = (starts[1:] - ends[:-1] > _NEAR) | (crossed[0] != crossed[1])
+        starts, ends = starts[np.append(True, apart)], ends[np.append(apart, True)]
+    yield from zip(starts.tolist(), ends.tolist(), strict=True)
+
+
+def _split_by_pattern(text: bytes) -> list[bytes]:
+    """The pre-tokens of a text without special tokens."""
+    found = _PRETOKEN.findall(text.decode(errors="surrogateescape"))
+    return [one.encode(errors="surrogateescape") for one in found]

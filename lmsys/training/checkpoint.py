@@ -1,0 +1,263 @@
+"""Checkpoints that are whole or not there: files of tensors, and a manifest that names them with their checksums.
+
+A checkpoint of step 100 on two ranks is `step-00000100.json`, the manifest, and beside it a file of what all ranks
+share and one for each rank's own part, under names that no earlier save has used. The manifest is renamed into place
+last, when all that it names is on the disk, so a save that is killed at any moment leaves the earlier checkpoints as
+they were. All ranks write to one folder. Loading unpickles tensors and plain values only (`weights_only`).
+"""
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+State = dict[str, Any]  # tensors, numbers, strings, and dicts, lists and tuples of them
+_MANIFEST = re.compile(r"step-(\d{8,})\.json")
+_FORMAT = 1
+
+
+class SaveError(OSError):
+    """A checkpoint could not be written; the earlier ones are as they were."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A saved one. `facts` is what the saver said of it (such as the model's config), in plain JSON."""
+
+    manifest: Path
+    step: int
+    world_size: int
+    facts: Mapping[str, Any]
+    files: Mapping[str, Mapping[str, Any]]
+
+    def shared(self) -> State:
+        """What all ranks have in common, on the CPU. ValueError when its file is not as it was saved."""
+        return self._load("shared")
+
+    def own(self, rank: int) -> State:
+        """The part of a rank, of those that saved: at another world size, ask for all of them."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"{self.manifest}: saved by {self.world_size} ranks, has no part of {rank=}")
+        return self._load(f"rank-{rank}")
+
+    def require(self, **facts: Any) -> None:
+        """ValueError that names the first fact, and in it the first field, that is not as given."""
+        for name, expected in facts.items():
+            expected, found = json.loads(json.dumps(expected)), self.facts.get(name)
+            if found == expected:
+                continue
+            if isinstance(found, dict) and isinstance(expected, dict):
+                keys = [key for key in sorted(found.keys() | expected.keys()) if found.get(key) != expected.get(key)]
+                name, found, expected = f"{name}.{keys[0]}", found.get(keys[0]), expected.get(keys[0])
+            raise ValueError(f"{self.manifest}: saved with {name}={found!r}; this run has {expected!r}")
+
+    def verify(self) -> None:
+        """ValueError, with the file, unless each is there with its length and SHA-256."""
+        for name in self.files:
+            self._verified(name)
+
+    def _verified(self, name: str) -> Path:
+        entry = self.files[name]
+        path = self.manifest.with_name(entry["file"])
+        if not path.is_file():
+            raise ValueError(f"{path}: is missing")
+        if (size := path.stat().st_size) != entry["bytes"]:
+            raise ValueError(f"{path}: has {size:,} bytes and was saved with {entry['bytes']:,}")
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
+                raise ValueError(f"{path}: its SHA-256 is not the one that it was saved with")
+        return path
+
+    def _load(self, name: str) -> State:
+        found = torch.load(self._verified(name), map_location="cpu", weights_only=True)
+        assert isinstance(found, dict)
+        return found
+
+
+def save(
+    folder: Path,
+    step: int,
+    shared: State,
+    own: State | None = None,
+    *,
+    facts: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+    gather: Callable[[Any], list[Any]] = lambda mine: [mine],
+) -> Path:
+    """Save on every rank at once; returns the manifest's path when the checkpoint is whole and on the disk.
+
+    shared   of rank 0 alone: others' is not looked at
+    own      this rank's part
+    keep     how many checkpoints stay, this and the latest before it; None: all
+    gather   every rank's value in the order of ranks, as `all_gather_object` gives it
+
+    SaveError on every rank when one of them fails, as with a full disk; ValueError for keep < 1 or step < 0.
+    """
+    if step < 0 or (keep is not None and keep < 1):
+        raise ValueError(f"{step=} must be at least 0 and {keep=} at least 1, or None for all")
+    folder = Path(folder)
+    manifest = folder / f"step-{step:08}.json"
+    parts = {**({"shared": shared} if rank == 0 else {}), f"rank-{rank}": own or {}}
+    written, failure = _attempt(lambda: _write_parts(folder, step, parts))
+    reports = gather((written or {}, failure))
+    if rank == 0 and not any(failed for _, failed in reports):
+        files = {name: entry for found, _ in reports for name, entry in found.items()}
+        content = {"format": _FORMAT, "step": step, "world_size": world_size, "facts": facts or {}, "files": files}
+        _, failure = _attempt(lambda: _commit(manifest, content))
+    reports += gather((None, failure))
+    failures = dict.fromkeys(failed for _, failed in reports if failed)
+    if failures:
+        for entry in (written or {}).values():
+            (folder / entry["file"]).unlink(missing_ok=True)
+        raise SaveError(f"{manifest}: could not be saved: {'; '.join(failures)}; earlier checkpoints stand")
+    if rank == 0:
+        _tidy(folder, step, keep)
+    return manifest
+
+
+def newest(folder: Path) -> Checkpoint | None:
+    """The whole checkpoint of the highest step, or None. One that is torn is passed over with a warning."""
+    for manifest in sorted(_manifests(Path(folder)), key=_step_of, reverse=True):
+        try:
+            found = read(manifest)
+            found.verify()
+            return found
+        except ValueError as error:
+            warnings.warn(f"checkpoint passed over: {error}", stacklevel=2)
+    return None
+
+
+def read(manifest: Path) -> Checkpoint:
+    """The checkpoint that a manifest describes. ValueError for what is no manifest, or of a later format."""
+    try:
+        found = json.loads(Path(manifest).read_text())
+        if found.pop("sha256") != _digest(found):
+            raise ValueError(f"{manifest}: its SHA-256 is not the one that it was saved with")
+        if found["format"] != _FORMAT:
+            raise ValueError(f"{manifest}: format {found['format']} is not the {_FORMAT} of this version; update lmsys")
+        return Checkpoint(Path(manifest), found["step"], found["world_size"], found["facts"], found["files"])
+    except OSError as error:
+        raise ValueError(f"{manifest}: cannot be read: {error.strerror}") from error
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{manifest}: is no manifest of a checkpoint: {error}") from error
+
+
+def rng_state(device: str | torch.device = "cpu") -> State:
+    """torch's random numbers, of the CPU and, for a CUDA device, of that."""
+    found = {"cpu": torch.get_rng_state()}
+    return found | ({"cuda": torch.cuda.get_rng_state(device)} if torch.device(device).type == "cuda" else {})
+
+
+def set_rng_state(state: State, device: str | torch.device = "cpu") -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.device(device).type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+class _Hashed:
+    """A file that counts and hashes what is written to it."""
+
+    def __init__(self, file: BinaryIO):
+        self._file, self.digest, self.bytes = file, hashlib.sha256(), 0
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        self.bytes += memoryview(data).nbytes
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _write_parts(folder: Path, step: int, parts: Mapping[str, State]) -> dict[str, dict[str, Any]]:
+    folder.mkdir(parents=True, exist_ok=True)
+    entries: dict[str, dict[str, Any]] = {}
+    try:
+        for name, state in parts.items():
+            path = folder / f"step-{step:08}-{name}-{secrets.token_hex(4)}.pt"
+            entries[name] = {"file": path.name}
+            with path.open("xb") as file:
+                hashed = _Hashed(file)
+                torch.save(state, hashed)
+                file.flush()
+                os.fsync(file.fileno())
+            entries[name] |= {"bytes": hashed.bytes, "sha256": hashed.digest.hexdigest()}
+    except BaseException:
+        for entry in entries.values():
+            (folder / entry["file"]).unlink(missing_ok=True)
+        raise
+    return entries
+
+
+def _commit(manifest: Path, content: Mapping[str, Any]) -> None:
+    unfinished = manifest.with_name(f"{manifest.name}.{secrets.token_hex(4)}.tmp")
+    with unfinished.open("w") as file:
+        json.dump({**content, "sha256": _digest(content)}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_folder(manifest.parent)  # the names of the parts, before that of the manifest
+    unfinished.replace(manifest)
+    _sync_folder(manifest.parent)
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _attempt(call: Callable[[], Any]) -> tuple[Any, str | None]:
+    """(result, None), or (None, what failed): the other ranks wait to hear of it."""
+    try:
+        return call(), None
+    except Exception as error:
+        cause: BaseException | None = error  # torch hides the reason of a failed write behind an error of its own
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__context__
+        cause = cause or error
+        return None, f"{type(cause).__name__}: {cause}"
+
+
+def _tidy(folder: Path, step: int, keep: int | None) -> None:
+    """Remove the manifests beyond `keep`, then every part that no manifest names, such as those of killed saves.
+
+    Later steps stay and do not count: they are there when a run has gone back behind them, as behind a torn one.
+    """
+    manifests = sorted((found for found in _manifests(folder) if _step_of(found) <= step), key=_step_of, reverse=True)
+    for old in manifests[keep:] if keep is not None else []:
+        old.unlink(missing_ok=True)
+    named = set()
+    for manifest in _manifests(folder):
+        try:
+            named |= {entry["file"] for entry in read(manifest).files.values()}
+        except ValueError:
+            return  # a manifest that cannot be read may name any of them
+    for path in folder.glob("step-*"):
+        if path.suffix in (".pt", ".tmp") and path.name not in named:
+            path.unlink(missing_ok=True)
+
+
+def _manifests(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if _MANIFEST.fullmatch(path.name)] if folder.is_dir() else []
+
+
+def _step_of(manifest: Path) -> int:
+    found = _MANIFEST.fullmatch(manifest.name)
+    assert found
+    return int(found[1])

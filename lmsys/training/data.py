@@ -1,0 +1,162 @@
+"""Where training takes its tokens from, and which of them stand in which batch: a function of the step, not a state.
+
+Imports no torch: batches are numpy arrays, which `torch.from_numpy` takes as they are.
+Legend: B sequences of a micro-batch, S context length, N windows of a source.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from lmsys.tokenizer import Tokenizer
+from lmsys.training.tokens import open_tokens
+
+
+class Source(Protocol):
+    """A row of token ids."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Ids start to stop - 1, int64."""
+        ...
+
+
+class TokenFiles:
+    """The ids of .npy files, one behind another, read from disk as they are asked for."""
+
+    def __init__(self, paths: Sequence[Path], tokenizer: Tokenizer | None = None):
+        if not paths:
+            raise ValueError("no token files are given")
+        self._arrays = [open_tokens(Path(path), tokenizer) for path in paths]
+        self._ends = np.cumsum([len(ids) for ids in self._arrays])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        pieces = []
+        for index in range(int(np.searchsorted(self._ends, start, "right")), len(self._arrays)):
+            first = int(self._ends[index]) - len(self._arrays[index])
+            pieces.append(self._arrays[index][max(0, start - first) : max(0, stop - first)])
+            if stop <= self._ends[index]:
+                break
+        return np.concatenate(pieces).astype(np.int64) if pieces else np.zeros(0, np.int64)
+
+
+class TextTokens:
+    """The ids of a text, tokenized in memory: for small ones."""
+
+    def __init__(self, text: str, tokenizer: Tokenizer):
+        self._ids = np.array(tokenizer.encode(text), np.int64)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self._ids[start:stop]
+
+
+@dataclass(frozen=True)
+class RandomTokens:
+    """`length` ids drawn evenly from a vocabulary: for measuring, where what is learned does not matter."""
+
+    vocab_size: int
+    length: int
+    seed: int = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        stop = min(stop, self.length)
+        blocks = range(start // _RANDOM_BLOCK, -(-stop // _RANDOM_BLOCK))
+        drawn = [
+            np.random.default_rng((self.seed, block)).integers(self.vocab_size, size=_RANDOM_BLOCK) for block in blocks
+        ]
+        first = blocks.start * _RANDOM_BLOCK
+        return np.concatenate(drawn)[start - first : stop - first] if drawn else np.zeros(0, np.int64)
+
+
+_RANDOM_BLOCK = 4096
+
+
+@dataclass(frozen=True)
+class Batches:
+    """A rank's batches: windows of context_length + 1 ids that share their borders, in an order drawn from `seed`.
+
+    Every epoch takes each of the N windows once, in an order and from a first token of its own. A step's global batch
+    is batch_size · world_size · accumulation windows; one rank that accumulates as many times sees the same.
+    ValueError for sizes below 1, a rank outside the world, a source with less than one window.
+    """
+
+    source: Source
+    context_length: int
+    batch_size: int
+    seed: int = 0
+    rank: int = 0
+    world_size: int = 1
+    accumulation: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("context_length", "batch_size", "world_size", "accumulation"):
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank={self.rank} must lie in 0 to {self.world_size - 1}")
+        if self.num_windows < 1:
+            raise ValueError(
+                f"{len(self.source):,} tokens are too few: one window of context_length={self.context_length}"
+                f" needs {self.context_length + 1:,}"
+            )
+
+    @property
+    def num_windows(self) -> int:
+        return (len(self.source) - 1) // self.context_length
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences of a step, on all ranks."""
+        return self.batch_size * self.world_size * self.accumulation
+
+    def batch(self, step: int, micro: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and targets, (B, S) int64, of micro-batch `micro` of a step; both count from 0."""
+        if step < 0 or not 0 <= micro < self.accumulation:
+            raise ValueError(f"{step=} must be at least 0 and {micro=} in 0 to {self.accumulation - 1}")
+        first = step * self.global_batch + (micro * self.world_size + self.rank) * self.batch_size
+        windows = np.stack([self._window(index) for index in range(first, first + self.batch_size)])
+        return windows[:, :-1], windows[:, 1:]
+
+    def _window(self, index: int) -> np.ndarray:
+        epoch, place = divmod(index, self.num_windows)
+        slack = (len(self.source) - 1) % self.context_length
+        first, order = _epoch_order(self.seed, epoch, self.num_windows, slack)
+        start = first + int(order[place]) * self.context_length
+        return self.source.read(start, start + self.context_length + 1)
+
+
+@lru_cache(maxsize=4)
+def _epoch_order(seed: int, epoch: int, num_windows: int, slack: int) -> tuple[int, np.ndarray]:
+    """The first token, 0 to `slack`, and the order of the windows."""
+    generator = np.random.default_rng((seed, epoch))
+    return int(generator.integers(slack + 1)), generator.permutation(num_windows)
+
+
+def fixed_windows(source: Source, context_length: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and targets, (count, S) int64, spread evenly over the source: what a model is evaluated on.
+
+    Fewer where the source has fewer windows. ValueError when it has none.
+    """
+    num_windows = (len(source) - 1) // context_length
+    if num_windows < 1 or count < 1:
+        raise ValueError(
+            f"{count=} windows of {context_length=} cannot be taken from {len(source):,} tokens: one needs"
+            f" {context_length + 1:,}"
+        )
+    places = np.arange(min(count, num_windows)) * num_windows // min(count, num_windows) * context_length
+    windows = np.stack([source.read(int(place), int(place) + context_length + 1) for place in places])
+    return windows[:, :-1], windows[:, 1:]

@@ -1,0 +1,183 @@
+"""Text from a model, token by token: keys and values of earlier tokens are kept, so that a step reads one token a row.
+
+Sources: Holtzman et al. 2020 (top-p, arXiv 1904.09751); Fan et al. 2018 (top-k, 1805.04833).
+Legend: B prompts, S sequence length, H query heads, Hkv key/value heads, D head dimension, V ids.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lmsys.model import TransformerLM
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn from the logits.
+
+    temperature   what the logits are divided by; 0 takes the most likely token
+    top_k         only so many of the most likely; None: all
+    top_p         only the fewest of the most likely whose probabilities add up to this; 1: all
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature={self.temperature} must be finite and at least 0")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k={self.top_k} must be at least 1, or None for all")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must lie above 0 and be at most 1")
+
+    def probabilities(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits (B, V) -> (probabilities (B, V), float64, the likeliest first; the ids that they belong to).
+
+        Of equally likely ids the lower comes first.
+        """
+        ordered, ids = logits.double().sort(dim=-1, descending=True, stable=True)
+        if self.temperature == 0:
+            ordered[:, 1:] = -torch.inf
+        else:
+            ordered = (ordered - ordered[:, :1]) / self.temperature  # the largest to 0, so that none overflows
+        if self.top_k is not None:
+            ordered[:, self.top_k :] = -torch.inf
+        kept = torch.softmax(ordered, dim=-1)
+        before = kept.cumsum(dim=-1) - kept
+        kept = kept.masked_fill(before >= self.top_p, 0.0) if self.top_p < 1 else kept
+        return kept / kept.sum(dim=-1, keepdim=True), ids
+
+    def draw(self, logits: Tensor, uniform: Tensor) -> Tensor:
+        """Logits (B, V) and a number of [0, 1) for each row (B) -> ids (B)."""
+        probabilities, ids = self.probabilities(logits)
+        place = torch.searchsorted(probabilities.cumsum(dim=-1), uniform[:, None].to(probabilities), right=True)
+        last = (probabilities > 0).sum(dim=-1, keepdim=True) - 1  # the sum may fall short of 1 by rounding
+        return ids.gather(1, torch.minimum(place, last))[:, 0]
+
+
+class Cache:
+    """Keys and values of every layer, (B, Hkv, S, D) each, and the last position of each row.
+
+    The prompts are read first, side by side with padding behind them: no token sees what stands behind it, so padding
+    changes nothing, and later tokens are written over it. After that, one token of each row is read at a time.
+    """
+
+    def __init__(self, num_layers: int, capacity: int):
+        self._capacity = capacity
+        self._kept: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
+        self._positions: Tensor | None = None
+
+    def attend(self, of_model: Callable[[], Any]) -> list[Any]:
+        """What each layer attends with; `of_model` gives the model's own function, for the prompts."""
+        if self._positions is None:
+            row = of_model()
+            return [partial(self._read_prompts, index, row) for index in range(len(self._kept))]
+        return [partial(self._read_token, index) for index in range(len(self._kept))]
+
+    def at(self, positions: Tensor) -> Tensor:
+        """Where the next token of each row stands: (B) -> (B, 1), as the model takes it."""
+        self._positions = positions
+        self._longest = int(positions.max()) + 1
+        self._seen = torch.arange(self._longest, device=positions.device) <= positions[:, None]  # (B, S)
+        return positions[:, None]
+
+    def _read_prompts(self, index: int, row: Any, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+        keys, values = (x.new_zeros(*x.shape[:2], self._capacity, x.shape[3]) for x in (k, v))
+        keys[:, :, : k.shape[2]], values[:, :, : v.shape[2]] = k, v
+        self._kept[index] = keys, values
+        return row(q, k, v, causal=causal)
+
+    def _read_token(self, index: int, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+        assert causal and q.shape[2] == 1
+        kept = self._kept[index]
+        assert kept is not None
+        keys, values = kept
+        rows = torch.arange(len(q), device=q.device)
+        keys[rows, :, self._positions], values[rows, :, self._positions] = k[:, :, 0], v[:, :, 0]
+        keys, values = keys[:, :, : self._longest], values[:, :, : self._longest]
+        seen = self._seen[:, None, None]  # (B, 1, 1, S)
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=seen, enable_gqa=q.shape[1] != k.shape[1])
+
+
+@torch.no_grad()
+def generate(
+    model: TransformerLM,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    *,
+    stop: int | None = None,
+    seed: int = 0,
+    use_cache: bool = True,
+) -> list[list[int]]:
+    """What follows each prompt, at most `max_new_tokens` ids, without `stop`, which ends a row.
+
+    Row i draws with seed + i, so it does not depend on the other rows. The prompts are read with the model's attention
+    row, later tokens with torch's own attention; without the cache every step reads everything with the model's row.
+    Compiled blocks run uncompiled.
+    ValueError: no prompt, an empty one, ids outside the vocabulary, more tokens than the model's context.
+    """
+    sampling = sampling or Sampling()
+    _check(model, prompts, max_new_tokens, stop)
+    device = model.token_embeddings.weight.device
+    generators = [torch.Generator().manual_seed(seed + row) for row in range(len(prompts))]
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    capacity = int(lengths.max()) + max_new_tokens
+    tokens = torch.zeros(len(prompts), capacity, dtype=torch.int64, device=device)  # (B, S)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = torch.tensor(prompt)
+    cache = Cache(len(model.layers), capacity) if use_cache else None
+    ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+    made: list[list[int]] = [[] for _ in prompts]
+    with torch.compiler.set_stance("force_eager"):
+        for new in range(max_new_tokens):
+            logits = _next_logits(model, tokens, lengths + new, cache, first=new == 0)  # (B, V)
+            if not logits.isfinite().all():
+                raise ValueError(f"the model's logits are not finite, of new token {new}")
+            uniform = torch.stack([torch.rand((), dtype=torch.float64, generator=one) for one in generators])
+            drawn = sampling.draw(logits, uniform.to(device))
+            if stop is not None:
+                ended |= drawn == stop
+            for row, token in enumerate(drawn.tolist()):
+                if not ended[row]:
+                    made[row].append(token)
+            if ended.all():
+                break
+            tokens.scatter_(1, (lengths + new)[:, None], drawn[:, None])
+    return made
+
+
+def _next_logits(model: TransformerLM, tokens: Tensor, lengths: Tensor, cache: Cache | None, first: bool) -> Tensor:
+    """Logits (B, V) of what follows the first `lengths` (B) of the tokens (B, S)."""
+    last = lengths - 1
+    if cache is not None and not first:
+        hidden = model.hidden(tokens.gather(1, last[:, None]), cache.at(last), cache)  # (B, 1, M)
+        return model.lm_head(hidden[:, 0])
+    hidden = model.hidden(tokens[:, : int(lengths.max())], cache=cache)
+    return model.lm_head(hidden[torch.arange(len(tokens), device=tokens.device), last])
+
+
+def _check(model: TransformerLM, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop: int | None) -> None:
+    config = model.config
+    if max_new_tokens < 0:
+        raise ValueError(f"{max_new_tokens=} must be at least 0")
+    if not prompts or not all(len(prompt) for prompt in prompts):
+        raise ValueError("generation needs at least one prompt, and a token in each; start with the end-of-text token")
+    if (longest := max(map(len, prompts)) + max_new_tokens) > config.context_length:
+        raise ValueError(
+            f"the longest prompt and {max_new_tokens=} are {longest} tokens, more than"
+            f" context_length={config.context_length}"
+        )
+    for name, ids in (
+        ("a prompt", [i for prompt in prompts for i in prompt]),
+        ("stop", [] if stop is None else [stop]),
+    ):
+        if ids and not (min(ids) >= 0 and max(ids) < config.vocab_size):
+            raise ValueError(f"{name} has ids {min(ids)} to {max(ids)}; they must lie in 0 to {config.vocab_size - 1}")

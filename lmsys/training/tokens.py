@@ -1,0 +1,155 @@
+"""Text files into files of token ids, in parallel: a .npy array that is memory mapped, and a .json that says whose.
+
+With several ranks each makes a shard of its share of the text; the shards in order are what one rank makes alone.
+Imports no torch.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from lmsys.tokenizer import Tokenizer
+from lmsys.tokenizer.chunks import Chunk, chunks, plan, split, whole
+from lmsys.tokenizer.pretokens import Pretokenizer
+from lmsys.tokenizer.workers import Workers
+
+Progress = Callable[[str, int, int], None]  # what is done, how much of it, of how much
+
+
+class _Encode:
+    """(bytes, ids) of a chunk of text."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+
+    def __call__(self, chunk: Chunk) -> tuple[int, np.ndarray]:
+        data = chunk.read()
+        return len(data), self._tokenizer.encode_array(data)
+
+
+def encode_files(
+    tokenizer: Tokenizer,
+    files: Sequence[Path | Chunk],
+    processes: int = 1,
+    progress: Progress = lambda *_: None,
+) -> Iterator[np.ndarray]:
+    """The ids of the files' text, one file behind another, in pieces; each process holds a chunk of text at a time.
+
+    ValueError for a file that is absent or not UTF-8.
+    """
+    parts, done = [whole(file) for file in files], 0
+    total = sum(part.size for part in parts)
+    size, processes = plan(parts, processes)
+    pieces = chunks(parts, Pretokenizer(tokenizer.special_tokens), size)
+    with Workers(processes, _Encode(tokenizer)) as workers:
+        for num_bytes, ids in workers.map(pieces):
+            done += num_bytes
+            progress("tokenizing bytes", done, total)
+            yield ids
+
+
+def tokenize_files(
+    tokenizer: Tokenizer,
+    files: Sequence[Path | Chunk],
+    output: Path,
+    *,
+    processes: int = 1,
+    rank: int = 0,
+    world_size: int = 1,
+    progress: Progress = lambda *_: None,
+) -> Path:
+    """Write the ids to `output`, NAME.npy, or as one of several ranks to its shard NAME-00001-of-00004.npy.
+
+    uint16, or uint32 for more than 65,536 tokens. The file appears when it is whole. Returns its path.
+    ValueError: no text, a file that is absent or not UTF-8, `rank` outside the world.
+    """
+    if not 0 <= rank < world_size:
+        raise ValueError(f"{rank=} must lie in 0 to {world_size - 1}")
+    parts = [whole(file) for file in files]
+    if not sum(part.size for part in parts):
+        raise ValueError(f"there is no text in {', '.join(str(part.path) for part in parts) or 'no files'}")
+    share = split(parts, Pretokenizer(tokenizer.special_tokens), world_size)[rank]
+    path = shards(output, world_size)[rank]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".json").unlink(missing_ok=True)  # an array without it is of nobody's making
+    with _replacing(path) as file:
+        count = _write_array(file, encode_files(tokenizer, share, processes, progress), tokenizer.dtype)
+    facts = {"tokens": count, "vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.fingerprint}
+    with _replacing(path.with_suffix(".json")) as file:
+        file.write(json.dumps(facts).encode())
+    return path
+
+
+def shards(output: Path, world_size: int) -> list[Path]:
+    """The files that `world_size` ranks write for `output`."""
+    if world_size == 1:
+        return [output]
+    return [output.with_stem(f"{output.stem}-{rank:05}-of-{world_size:05}") for rank in range(world_size)]
+
+
+def open_tokens(path: Path, tokenizer: Tokenizer | None = None) -> np.ndarray:
+    """The ids of one file, memory mapped.
+
+    An array of other making, with no .json beside it, is read once to see that its ids are in the vocabulary.
+    ValueError for what is no array of ids, is not whole, or is not of `tokenizer`.
+    """
+    try:
+        ids = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ValueError(f"{path}: cannot be read as an array of token ids: {error}") from error
+    if ids.ndim != 1 or ids.dtype.kind not in "ui":
+        raise ValueError(f"{path}: must be one row of whole numbers; got {ids.dtype} of shape {ids.shape}")
+    facts_file = path.with_suffix(".json")
+    if not facts_file.is_file():
+        largest = int(ids.max()) if ids.size else 0
+        if tokenizer and largest >= tokenizer.vocab_size:
+            raise ValueError(f"{path}: id {largest} is not in this vocabulary of {tokenizer.vocab_size}")
+        return ids
+    facts = json.loads(facts_file.read_text())
+    if facts["tokens"] != len(ids):
+        raise ValueError(
+            f"{path}: holds {len(ids):,} ids, and {facts_file.name} says {facts['tokens']:,}: make it anew"
+        )
+    if tokenizer and facts["tokenizer"] != tokenizer.fingerprint:
+        raise ValueError(
+            f"{path}: was made with another tokenizer, of {facts['vocab_size']:,} tokens; this one has"
+            f" {tokenizer.vocab_size:,}: tokenize the text anew"
+        )
+    return ids
+
+
+def _write_array(file: BinaryIO, pieces: Iterator[np.ndarray], dtype: np.dtype) -> int:
+    """A one-dimensional .npy whose length is known at the end: numpy leaves room in the header for it."""
+
+    def write_header(count: int) -> None:
+        file.seek(0)
+        layout = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
+        np.lib.format.write_array_header_1_0(file, layout)
+
+    write_header(0)
+    start, count = file.tell(), 0
+    for ids in pieces:
+        file.write(ids.tobytes())
+        count += len(ids)
+    write_header(count)
+    assert file.tell() == start
+    return count
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file under a temporary name, which takes `path`'s place once it is on the disk."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with unfinished.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)

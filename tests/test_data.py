@@ -1,0 +1,246 @@
+"""Token files, sources and batches: what ranks and steps read, whatever the cuts between files, ranks and epochs."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmsys.tokenizer import Tokenizer, train
+from lmsys.training import tokens
+from lmsys.training.data import Batches, RandomTokens, TextTokens, TokenFiles, fixed_windows
+from lmsys.training.tokens import open_tokens, shards, tokenize_files
+
+END = "<|endoftext|>"
+TEXT = Path(__file__).read_text() + END + "café 中文\n" * 50
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return train([Path(__file__)], 400, [END])
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmsys.tokenizer.chunks.SMALLEST", 500)
+
+
+class Row:
+    """Ids 0, 1, 2, ...: each says where it stood."""
+
+    def __init__(self, length: int):
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return np.arange(start, min(stop, self.length))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_file_of_tokens_is_what_encode_gives(tmp_path: Path, processes: int) -> None:
+    (tmp_path / "a").write_text(TEXT)
+    (tmp_path / "b").write_text("more of it")
+    steps: list[tuple[str, int, int]] = []
+    path = tokenize_files(
+        tokenizer(),
+        [tmp_path / "a", tmp_path / "b"],
+        tmp_path / "new" / "ids.npy",
+        processes=processes,
+        progress=lambda *step: steps.append(step),
+    )
+    found = open_tokens(path, tokenizer())
+    assert isinstance(found, np.memmap) and found.dtype == np.uint16
+    assert found.tolist() == tokenizer().encode(TEXT) + tokenizer().encode("more of it")
+    assert steps[-1] == ("tokenizing bytes", len(TEXT.encode()) + 10, len(TEXT.encode()) + 10)
+    assert sorted(file.name for file in path.parent.iterdir()) == ["ids.json", "ids.npy"]
+
+
+@settings(max_examples=15)
+@given(st.integers(1, 6), st.integers(1, 4))
+def test_shards_of_ranks_are_the_whole(
+    tmp_path_factory: pytest.TempPathFactory, world_size: int, num_files: int
+) -> None:
+    folder = tmp_path_factory.mktemp("text")
+    files = [folder / f"{index}.txt" for index in range(num_files)]
+    for index, file in enumerate(files):
+        file.write_text(TEXT[index * 100 : index * 1500 + 1000])
+    output = folder / "ids.npy"
+    for rank in range(world_size):
+        tokenize_files(tokenizer(), files, output, rank=rank, world_size=world_size)
+    source = TokenFiles(shards(output, world_size), tokenizer())
+    expected = [number for file in files for number in tokenizer().encode(file.read_text())]
+    assert source.read(0, len(source)).tolist() == expected
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(0, 30), st.integers(0, 30))
+def test_reading_across_files(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], start: int, size: int
+) -> None:
+    folder = tmp_path_factory.mktemp("ids")
+    every, paths = np.arange(sum(lengths), dtype=np.uint32), []
+    for index, part in enumerate(np.split(every, np.cumsum(lengths)[:-1])):
+        paths.append(folder / f"{index}.npy")
+        np.save(paths[-1], part)
+    source = TokenFiles(paths)
+    assert len(source) == len(every)
+    assert source.read(start, start + size).tolist() == every[start : start + size].tolist()
+
+
+def test_large_vocabularies_are_uint32(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("ab")
+    vocab = {i: bytes([i]) for i in range(256)} | {i: b"\x00%d" % i for i in range(256, 65_537)}
+    found = open_tokens(tokenize_files(Tokenizer(vocab, []), [tmp_path / "a"], tmp_path / "ids.npy"))
+    assert found.dtype == np.uint32 and found.tolist() == [97, 98]
+
+
+def test_token_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text(TEXT)
+    path = tokenize_files(tokenizer(), [tmp_path / "a"], tmp_path / "ids.npy")
+    other = Tokenizer(tokenizer().vocab, tokenizer().merges, [END, "<|pad|>"])
+    with pytest.raises(ValueError, match="made with another tokenizer, of 400 tokens; this one has 401"):
+        open_tokens(path, other)
+    np.save(tmp_path / "own.npy", np.array([1, 2, 400]))
+    with pytest.raises(ValueError, match="id 400 is not in this vocabulary of 400"):
+        TokenFiles([tmp_path / "own.npy"], tokenizer())
+    for name, content in (("two.npy", np.zeros((2, 2), int)), ("real.npy", np.zeros(3))):
+        np.save(tmp_path / name, content)
+        with pytest.raises(ValueError, match="must be one row of whole numbers"):
+            open_tokens(tmp_path / name)
+    np.save(tmp_path / "code.npy", np.array([{}]), allow_pickle=True)
+    (tmp_path / "torn.npy").write_bytes(path.read_bytes()[:-10])
+    for name in ("code.npy", "torn.npy", "gone.npy"):
+        with pytest.raises(ValueError, match=f"{name}: cannot be read as an array of token ids"):
+            open_tokens(tmp_path / name)
+    (tmp_path / "ids.json").write_text(json.dumps(json.loads((tmp_path / "ids.json").read_text()) | {"tokens": 7}))
+    with pytest.raises(ValueError, match=r"ids.json says 7: make it anew"):
+        open_tokens(path)
+    with pytest.raises(ValueError, match="no token files"):
+        TokenFiles([])
+
+
+def test_a_failed_tokenization_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_bytes(TEXT.encode() + b" \xff")
+    with pytest.raises(ValueError, match="not UTF-8"):
+        tokenize_files(tokenizer(), [tmp_path / "a"], tmp_path / "out" / "ids.npy")
+    assert not list((tmp_path / "out").iterdir())
+    (tmp_path / "a").write_text("good")
+    monkeypatch.setattr(tokens.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space left"):
+        tokenize_files(tokenizer(), [tmp_path / "a"], tmp_path / "out" / "ids.npy")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_bad_tokenization_input_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("")
+    with pytest.raises(ValueError, match="there is no text in .*empty"):
+        tokenize_files(tokenizer(), [tmp_path / "empty"], tmp_path / "ids.npy")
+    with pytest.raises(ValueError, match="rank=2 must lie in 0 to 1"):
+        tokenize_files(tokenizer(), [tmp_path / "empty"], tmp_path / "ids.npy", rank=2, world_size=2)
+
+
+sizes = st.tuples(st.integers(1, 7), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(8, 200))
+
+
+@given(sizes, st.integers(0, 5))
+def test_an_epoch_takes_every_window_once_on_whatever_rank(sizes: tuple[int, ...], seed: int) -> None:
+    context, batch, world_size, accumulation, length = sizes
+    ranks = [
+        Batches(Row(length), context, batch, seed, rank, world_size, accumulation) for rank in range(world_size)
+    ]  # fmt: skip
+    num_windows, global_batch = ranks[0].num_windows, ranks[0].global_batch
+    starts = []
+    for step in range(-(-2 * num_windows // global_batch)):
+        for micro in range(accumulation):
+            for one in ranks:
+                inputs, targets = one.batch(step, micro)
+                assert inputs.shape == targets.shape == (batch, context) and inputs.dtype == np.int64
+                assert (targets == inputs + 1).all() and (np.diff(inputs) == 1).all()
+                starts += inputs[:, 0].tolist()
+    for epoch in range(2):
+        own = sorted(starts[epoch * num_windows : (epoch + 1) * num_windows])
+        assert len(set(own)) == num_windows and (np.diff(own) == context).all()
+        assert own[0] >= 0 and own[-1] + context < length
+
+
+@given(sizes, st.integers(0, 5), st.integers(0, 20))
+def test_one_rank_that_accumulates_sees_the_same_global_batch(sizes: tuple[int, ...], seed: int, step: int) -> None:
+    context, batch, world_size, accumulation, length = sizes
+    together = [
+        Batches(Row(length), context, batch, seed, rank, world_size, accumulation).batch(step, micro)[0]
+        for micro in range(accumulation)
+        for rank in range(world_size)
+    ]
+    alone = Batches(Row(length), context, batch, seed, accumulation=world_size * accumulation)
+    for micro, expected in enumerate(together):
+        assert (alone.batch(step, micro)[0] == expected).all()
+
+
+def test_every_epoch_has_an_order_of_its_own() -> None:
+    batches = Batches(Row(1000), 8, 31)
+    first, second = (batches.batch(step * 4)[0][:, 0] // 8 for step in range(2))  # 124 windows, 4 batches
+    assert batches.num_windows == 124 and (first != second).any()
+
+
+def test_batches_are_a_function_of_seed_and_step() -> None:
+    one, again, other = (Batches(Row(1000), 8, 4, seed) for seed in (0, 0, 1))
+    later = [one.batch(step)[0] for step in range(5)][4]
+    assert (again.batch(4)[0] == later).all() and (other.batch(4)[0] != later).any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"context_length": 0}, "context_length=0 must be at least 1"),
+        ({"batch_size": -1}, "batch_size=-1 must be at least 1"),
+        ({"rank": 1}, "rank=1 must lie in 0 to 0"),
+        ({"context_length": 10}, "10 tokens are too few: one window of context_length=10 needs 11"),
+    ],
+)
+def test_batches_that_cannot_be_are_refused(changes: dict[str, int], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Batches(**{"source": Row(10), "context_length": 4, "batch_size": 1, **changes})
+
+
+@pytest.mark.parametrize(("step", "micro"), [(-1, 0), (0, 2)])
+def test_a_batch_that_is_none_is_refused(step: int, micro: int) -> None:
+    with pytest.raises(ValueError, match="in 0 to 1"):
+        Batches(Row(10), 4, 1, accumulation=2).batch(step, micro)
+
+
+@given(st.integers(1, 20_000), st.integers(0, 20_000), st.integers(0, 9000))
+def test_random_tokens_are_the_same_however_they_are_read(length: int, start: int, size: int) -> None:
+    source = RandomTokens(17, length, seed=3)
+    every = source.read(0, length)
+    assert len(every) == length and every.min() >= 0 and every.max() < 17
+    assert (source.read(start, start + size) == every[start : start + size]).all()
+
+
+def test_random_tokens_are_drawn_evenly() -> None:
+    counts = np.bincount(RandomTokens(10, 100_000).read(0, 100_000), minlength=10)
+    assert (abs(counts - 10_000) < 5 * 100).all()  # five standard deviations
+
+
+def test_a_text_is_a_source() -> None:
+    source = TextTokens(TEXT, tokenizer())
+    assert source.read(3, 9).tolist() == tokenizer().encode(TEXT)[3:9] and len(source) == len(tokenizer().encode(TEXT))
+
+
+@given(st.integers(1, 9), st.integers(1, 12), st.integers(10, 90))
+def test_fixed_windows_are_apart_and_spread(context: int, count: int, length: int) -> None:
+    inputs, targets = fixed_windows(Row(length), context, count)
+    num_windows = (length - 1) // context
+    assert len(inputs) == min(count, num_windows) and (targets == inputs + 1).all()
+    starts = inputs[:, 0]
+    assert (starts % context == 0).all() and (np.diff(starts) >= context).all()
+    gaps = np.diff([*(starts // context), num_windows])
+    assert gaps.max() - gaps.min() <= 1
+
+
+def test_fixed_windows_need_a_window() -> None:
+    with pytest.raises(ValueError, match="one needs 11"):
+        fixed_windows(Row(10), 10, 1)
