@@ -25,7 +25,7 @@ STRATEGIES = Table(
         _ours("fsdp", "fsdp:Fsdp", "fully sharded"),
         _peer("torch_ddp", "TorchDDP", "torch DDP"),
         _peer("torch_ddp_tuned", "TorchDDPTuned", "torch DDP, tuned"),
-        _peer("torch_zero1", "TorchZero1", "torch DDP, ZeroRedundancyOptimizer"),
+        _peer("torch_zero1", "TorchZero1", "torch ZeRO-1"),
         _peer("torch_fsdp2", "TorchFSDP2", "torch FSDP2"),
     ],
     group="lmsys.parallel",
