@@ -18,14 +18,13 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from lmsys.attention.contract import DTYPE_NAMES, AttentionCase, as_4d
-from lmsys.attention.operators import operator
+from lmsys.attention.contract import DTYPE_NAMES, AttentionCase
+from lmsys.attention.operators import attend, function, operator
 
 SOURCE = Path(__file__).with_name("flash_cuda.cu")
 FLAGS = ("-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC")
@@ -209,49 +208,13 @@ def _backward(
     return dq, dk, dv
 
 
-class FlashCuda(torch.autograd.Function):
-    """`.apply(q, k, v, causal, scale, tiles)` on (..., H, S, D) or (B, S, D); the last three may be left out.
-
-    `scale` must be positive here (`flash_cuda` takes any); `tiles` fixes the tiles of the three kernels.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        causal: bool = False,
-        scale: float | None = None,
-        tiles: Tiles | None = None,
-    ) -> Tensor:
-        ctx.causal, ctx.tiles = causal, tiles
-        ctx.scale = q.shape[-1] ** -0.5 if scale is None else scale
-        if ctx.scale <= 0:
-            raise ValueError(f"{scale=} must be positive in FlashCuda.apply; flash_cuda(...) takes any")
-        o, lse = _forward(*(as_4d(x) for x in (q, k, v)), causal, ctx.scale, tiles)
-        o = o.reshape(q.shape)
-        ctx.save_for_backward(q, k, v, o, lse.view(q.shape[:-1]))
-        return o
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        q, k, v, o, lse = ctx.saved_tensors
-        q4, k4, v4, o4, do4 = (as_4d(x) for x in (q, k, v, o, grads[0]))
-        gradients = _backward(q4, k4, v4, o4, lse.view(q4.shape[:-1]), do4, ctx.causal, ctx.scale, ctx.tiles)
-        return *(x.reshape(like.shape) for x, like in zip(gradients, (q, k, v), strict=True)), None, None, None
-
-
+FlashCuda = function("FlashCuda", _forward, _backward)  # its `tile` is `Tiles`, of the three kernels
 _operator = operator("flash_cuda", _forward, _backward)
 
 
 def flash_cuda(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
     """softmax(scale · q kᵀ) v: q (B, H, Q, D), k and v (B, Hkv, K, D) -> (B, H, Q, D), in memory linear in Q and K."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if scale <= 0:  # the kernels take the maximum before they scale
-        q, scale = q * (-1 if scale < 0 else 0), -scale or 1.0
-    return (_operator if torch.compiler.is_compiling() else FlashCuda.apply)(q, k, v, causal, scale)
+    return attend(FlashCuda, _operator, q, k, v, causal, scale)
 
 
 def flash_cuda_supports(case: AttentionCase) -> str | None:

@@ -24,12 +24,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lmsys.attention.contract import AttentionCase, as_4d
+from lmsys.attention.contract import AttentionCase
 from lmsys.attention.flash_torch import backward_here
-from lmsys.attention.operators import operator
+from lmsys.attention.operators import attend, function, operator
 from lmsys.attention.tuning import Tile, candidates, tune
 from lmsys.operator import launch
 
@@ -319,71 +318,22 @@ def _backward(
     return dq, dk, dv
 
 
-class FlashTriton(torch.autograd.Function):
-    """`.apply(q, k, v, causal, scale, tile)` on (..., H, S, D) or (B, S, D); the last three may be left out.
-
-    `scale` must be positive here (`flash_triton` takes any); `tile` fixes the tile of all three kernels.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        causal: bool = False,
-        scale: float | None = None,
-        tile: Tile | None = None,
-    ) -> Tensor:
-        ctx.causal, ctx.tile = causal, tile
-        ctx.scale = q.shape[-1] ** -0.5 if scale is None else float(scale)  # of an int Triton would make a constant
-        if ctx.scale <= 0:
-            raise ValueError(f"{scale=} must be positive in FlashTriton.apply; flash_triton(...) takes any")
-        o, lse = _forward(*(as_4d(x) for x in (q, k, v)), causal, ctx.scale, tile)
-        o = o.reshape(q.shape)
-        ctx.save_for_backward(q, k, v, o, lse.view(q.shape[:-1]))
-        return o
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        q, k, v, o, lse = ctx.saved_tensors
-        q4, k4, v4, o4, do4 = (as_4d(x) for x in (q, k, v, o, grads[0]))
-        gradients = _backward(q4, k4, v4, o4, lse.view(q4.shape[:-1]), do4, ctx.causal, ctx.scale, ctx.tile)
-        return *(g.reshape(x.shape) for g, x in zip(gradients, (q, k, v), strict=True)), None, None, None
-
-
-class FlashTritonTorchBackward(FlashTriton):
-    """`FlashTriton` with the backward of `flash_torch`, compiled on CUDA."""
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return *backward_here(*ctx.saved_tensors, grads[0], ctx.causal, ctx.scale), None, None, None
-
-
+FlashTriton = function("FlashTriton", _forward, _backward)  # its `tile` is that of all three kernels
+FlashTritonTorchBackward = function("FlashTritonTorchBackward", _forward, backward_here)
 _operator = operator("flash_triton", _forward, _backward)
 _operator_torch_bwd = operator("flash_triton_torch_bwd", _forward, backward_here)
 
 
-def _apply(function: Any, opaque: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
-    """The kernels take the maximum before they scale, which a scale that is not positive would turn round."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if scale <= 0:
-        q, scale = q * (-1 if scale < 0 else 0), -scale or 1.0
-    return (opaque if torch.compiler.is_compiling() else function.apply)(q, k, v, causal, scale)
-
-
 def flash_triton(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
     """softmax(scale · q kᵀ) v: q (B, H, Q, D), k and v (B, Hkv, K, D) -> (B, H, Q, D), in memory linear in Q and K."""
-    return _apply(FlashTriton, _operator, q, k, v, causal, scale)
+    return attend(FlashTriton, _operator, q, k, v, causal, scale)
 
 
 def flash_triton_torch_bwd(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None
 ) -> Tensor:
     """`flash_triton` with a compiled PyTorch backward, as a course solution has it before its own Triton backward."""
-    return _apply(FlashTritonTorchBackward, _operator_torch_bwd, q, k, v, causal, scale)
+    return attend(FlashTritonTorchBackward, _operator_torch_bwd, q, k, v, causal, scale)
 
 
 def flash_triton_supports(case: AttentionCase) -> str | None:

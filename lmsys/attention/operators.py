@@ -1,11 +1,14 @@
-"""Kernels as custom operators: to torch.compile one node of known shapes, into which it does not look."""
+"""Kernels made differentiable: for eager PyTorch as an autograd Function, for torch.compile as a custom operator, to
+which it is one node of known shapes, into which it does not look."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from lmsys.attention.contract import as_4d
 from lmsys.operator import define
 
 Forward = Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
@@ -31,21 +34,21 @@ def operator(
     gives dq, dk, dv.
     """
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         o, lse = forward(q, k, v, causal, scale)
         return _laid_out(o), lse
 
-    def gradients(
+    def run_backward(
         q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = backward(q, k, v, o, lse, do, causal, scale)
         return _laid_out(dq), _laid_out(dk), _laid_out(dv)
 
-    def like_attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def like_run(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         lse = q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
         return _like(q), lse
 
-    def like_gradients(
+    def like_run_backward(
         q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         return _like(q), _like(k), _like(v)
@@ -62,7 +65,56 @@ def operator(
         f"(Tensor q, Tensor k, Tensor v, {last}) -> (Tensor, Tensor)",
         f"(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor do, {last}) -> (Tensor, Tensor, Tensor)",
     )
-    forward_operator = define(name, schemas[0], attend, like_attend)
-    backward_operator = define(f"{name}_backward", schemas[1], gradients, like_gradients)
+    forward_operator = define(name, schemas[0], run, like_run)
+    backward_operator = define(f"{name}_backward", schemas[1], run_backward, like_run_backward)
     torch.library.register_autograd(f"lmsys::{name}", differentiate, setup_context=setup_context)
     return lambda q, k, v, causal, scale: forward_operator(q, k, v, causal, scale)[0]
+
+
+def function(name: str, forward: Forward, backward: Backward) -> Any:
+    """The class `name` with `.apply(q, k, v, causal, scale, tile)` on (..., H, S, D) or (B, S, D).
+
+    The last three may be left out: `tile` is what `forward` and `backward`, else as for `operator`, take as their last
+    argument. They take the maximum before they scale, so `scale` must be positive (ValueError); `attend` takes any.
+    """
+
+    class Flash(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            ctx: Any,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            causal: bool = False,
+            scale: float | None = None,
+            tile: Any = None,
+        ) -> Tensor:
+            ctx.causal, ctx.tile = causal, () if tile is None else (tile,)
+            ctx.scale = q.shape[-1] ** -0.5 if scale is None else float(scale)  # of an int Triton makes a constant
+            if ctx.scale <= 0:
+                raise ValueError(f"{scale=} must be positive in {name}.apply; the row of the table takes any")
+            o, lse = forward(*(as_4d(x) for x in (q, k, v)), causal, ctx.scale, *ctx.tile)
+            o = o.reshape(q.shape)
+            ctx.save_for_backward(q, k, v, o, lse.view(q.shape[:-1]))
+            return o
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            q, k, v, o, lse = ctx.saved_tensors
+            q4, k4, v4, o4, do4 = (as_4d(x) for x in (q, k, v, o, grads[0]))
+            found = backward(q4, k4, v4, o4, lse.view(q4.shape[:-1]), do4, ctx.causal, ctx.scale, *ctx.tile)
+            return *(dx.reshape(x.shape) for dx, x in zip(found, (q, k, v), strict=True)), None, None, None
+
+    Flash.__name__ = Flash.__qualname__ = name
+    return Flash
+
+
+def attend(
+    eager: Any, compiled: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
+) -> Tensor:
+    """By a `function`, or inside torch.compile an `operator`, that need a positive scale; here it may be any."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if scale <= 0:
+        q, scale = q * (-1 if scale < 0 else 0), -scale or 1.0
+    return (compiled if torch.compiler.is_compiling() else eager.apply)(q, k, v, causal, scale)

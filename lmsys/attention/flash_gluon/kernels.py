@@ -9,9 +9,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from lmsys.attention.contract import as_4d
 from lmsys.attention.flash_gluon.backward import backward_kernel, convert_kernel, prepare_kernel
 from lmsys.attention.flash_gluon.forward import forward_kernel
 from lmsys.attention.flash_gluon.launch import Kernel, raw_stream
@@ -23,7 +21,7 @@ from lmsys.attention.flash_gluon.plans import (
     heads_at_once,
 )
 from lmsys.attention.flash_gluon.support import flash_gluon_supports
-from lmsys.attention.operators import operator
+from lmsys.attention.operators import attend, function, operator
 
 __all__ = ["FlashGluon", "flash_gluon", "flash_gluon_supports"]
 
@@ -241,32 +239,7 @@ def _backward(
     return dq, dk, dv
 
 
-class FlashGluon(torch.autograd.Function):
-    """`.apply(q, k, v, causal, scale)` on (..., H, S, D) or (B, S, D); the last two may be left out.
-
-    `scale` must be positive here (`flash_gluon` takes any).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None) -> Tensor:
-        ctx.causal = causal
-        ctx.scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-        if ctx.scale <= 0:
-            raise ValueError(f"{scale=} must be positive in FlashGluon.apply; flash_gluon(...) takes any")
-        o, lse = _forward(as_4d(q), as_4d(k), as_4d(v), causal, ctx.scale)
-        o = o.reshape(q.shape)
-        ctx.save_for_backward(q, k, v, o, lse.view(q.shape[:-1]))
-        return o
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        q, k, v, o, lse = ctx.saved_tensors
-        q4, k4, v4, o4, do4 = as_4d(q), as_4d(k), as_4d(v), as_4d(o), as_4d(grads[0])
-        dq, dk, dv = _backward(q4, k4, v4, o4, lse.view(q4.shape[:-1]), do4, ctx.causal, ctx.scale)
-        return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape), None, None
-
-
+FlashGluon = function("FlashGluon", _forward, _backward)
 _operator = operator("flash_gluon", _forward, _backward)
 
 
@@ -275,7 +248,4 @@ def flash_gluon(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale:
 
     bfloat16 or float16. dq is added up in no fixed order, unless `torch.use_deterministic_algorithms(True)`.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if scale <= 0:  # the kernels take the maximum before they scale, which such a scale would turn round
-        q, scale = q * (-1 if scale < 0 else 0), -scale or 1.0
-    return (_operator if torch.compiler.is_compiling() else FlashGluon.apply)(q, k, v, causal, scale)
+    return attend(FlashGluon, _operator, q, k, v, causal, scale)
