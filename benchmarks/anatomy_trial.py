@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import trial
-from benchmarks.model_cells import DTYPES, Cell, cells_of
+from benchmarks.model_cells import Cell, cells_of
 from benchmarks.model_gate import Contender, arithmetic, gate
-from benchmarks.model_trial import contender_of, label_of
+from benchmarks.model_trial import contender_of, facts_of
 from benchmarks.model_workbench import Workbench
 from benchmarks.session import Result, Settings
 from benchmarks.sweeps import ANATOMY_MODES, ModelSection
 from benchmarks.trial import ending, sample
-from lmsys.accounting import model_parameters
 from lmsys.footprint import training_memory
 from lmsys.measure import memory
 from lmsys.measure.compare import attempt, release_memory
@@ -184,33 +183,8 @@ def thinned(points: Sequence[tuple[float, int]], keep: int) -> list[tuple[float,
 
 def _result(cell: Cell, contender: Contender, found: Found, settings: Settings) -> Result:
     outcome, reason, samples = ending(contender, found)
-    config = cell.config
-    record: Record = {
-        "id": cell.id,
-        "benchmark": "anatomy",
-        "section": cell.section,
-        "impl": cell.entry.name,
-        "label": label_of(cell, contender),
-        "peer": False,
-        "size": cell.size,
-        **{name: getattr(config, name) for name in ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size")},
-        "num_parameters": model_parameters(config),
-        "batch": cell.batch,
-        "context": cell.context,
-        "precision": cell.precision,
-        "mode": cell.mode,
-        "compile": cell.compile,
-        "attention": contender.attention,
-        "dtype": DTYPES[cell.precision],
-        "direction": cell.mode,
-        "device": cell.device,
-        "outcome": outcome,
-        "reason": reason,
-        "comparison": f"{cell.comparison} {settings.run}",
-        "clock": settings.loop_clock.name,
-        "error_ratio": contender.error_ratio,
-        "memory_limit_bytes": settings.memory_limit_bytes,
-    }
+    record = facts_of(cell, contender, settings)
+    record |= {"benchmark": "anatomy", "peer": False, "outcome": outcome, "reason": reason}
     if samples:
         record |= summarize(samples) | {"samples_s": trim(samples), "sm_clock_mhz": found.sm_clock_mhz} | found.anatomy
     return Result(record, samples)

@@ -139,14 +139,29 @@ def _sample(cells: list[Cell], bench: Workbench, settings: Settings, found: dict
 
 def _result(cell: Cell, contender: Contender, found: Found, settings: Settings) -> Result:
     outcome, reason, samples = ending(contender, found)
-    config = cell.config
-    record: Record = {
-        "id": cell.id,
+    record = facts_of(cell, contender, settings) | {
         "benchmark": "model",
+        "peer": cell.peer,
+        "warmup_steps": cell.warmup,
+        "outcome": outcome,
+        "reason": reason,
+        "compile_s": contender.compile_s,
+        "predicted_bytes": _predicted(cell, contender),
+    }
+    if samples:
+        record |= summarize(samples) | {"samples_s": trim(samples), "sm_clock_mhz": found.sm_clock_mhz}
+        record |= {"held_bytes": found.held_bytes, "peak_bytes": found.peak_bytes, "loss": contender.loss}
+    return Result(record | _rates(cell, record.get("time_s"), settings.machine), samples)
+
+
+def facts_of(cell: Cell, contender: Contender, settings: Settings) -> Record:
+    """What was run, and how: all of a record but what became of it."""
+    config = cell.config
+    return {
+        "id": cell.id,
         "section": cell.section,
         "impl": cell.entry.name,
         "label": label_of(cell, contender),
-        "peer": cell.peer,
         "size": cell.size,
         **{name: getattr(config, name) for name in ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size")},
         "num_parameters": model_parameters(config),
@@ -156,23 +171,14 @@ def _result(cell: Cell, contender: Contender, found: Found, settings: Settings) 
         "mode": cell.mode,
         "compile": cell.compile,
         "attention": contender.attention,
-        "warmup_steps": cell.warmup,
         "dtype": DTYPES[cell.precision],
         "direction": cell.mode,
         "device": cell.device,
-        "outcome": outcome,
-        "reason": reason,
         "comparison": f"{cell.comparison} {settings.run}",
         "clock": settings.loop_clock.name,
-        "compile_s": contender.compile_s,
         "error_ratio": contender.error_ratio,
-        "predicted_bytes": _predicted(cell, contender),
         "memory_limit_bytes": settings.memory_limit_bytes,
     }
-    if samples:
-        record |= summarize(samples) | {"samples_s": trim(samples), "sm_clock_mhz": found.sm_clock_mhz}
-        record |= {"held_bytes": found.held_bytes, "peak_bytes": found.peak_bytes, "loss": contender.loss}
-    return Result(record | _rates(cell, record.get("time_s"), settings.machine), samples)
 
 
 def label_of(cell: Cell, contender: Contender) -> str:
