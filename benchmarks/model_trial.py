@@ -191,7 +191,7 @@ def _predicted(cell: Cell, contender: Contender) -> int | None:
     """Bytes held and on top of that of what `training_memory` speaks of: an eager step of ours that keeps no scores."""
     if cell.peer or (cell.mode, cell.compile) != ("step", "eager") or contender.attention in KEEP_SCORES:
         return None
-    return training_memory(cell.config, cell.batch, cell.context, cell.precision).total
+    return training_memory(cell.config, cell.batch, cell.context, cell.precision).peak
 
 
 def _rates(cell: Cell, time_s: float | None, machine: dict[str, Any]) -> Record:

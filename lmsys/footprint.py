@@ -22,8 +22,9 @@ class Footprint:
     activations: int
 
     @property
-    def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.activations
+    def peak(self) -> int:
+        """Of a step: as the backward makes gradients it lets activations go, so the larger of them is what counts."""
+        return self.parameters + self.optimizer + max(self.gradients, self.activations)
 
 
 def training_memory(config: ModelConfig, batch: int, context: int, precision: str) -> Footprint:

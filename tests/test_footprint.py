@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from lmsys.config import ModelConfig
 from lmsys.footprint import training_memory
-from lmsys.measure.memory import saved_bytes
+from lmsys.measure.memory import peak_bytes, saved_bytes
 from lmsys.model import TransformerLM
+from lmsys.training.optimizer import AdamW
 
 CONFIGS = st.builds(
     lambda heads, group, dim, **sizes: ModelConfig(
@@ -75,6 +76,36 @@ def test_activations_are_predicted(precision: str, device: str) -> None:
     if device == "cpu":  # there torch keeps the normalised input of each RMSNorm as well
         predicted += (2 * config.num_layers + 1) * 4 * 256 * config.d_model * 4
     assert predicted == pytest.approx(kept(config, 4, 256, precision, device), rel=0.03 if device == "cpu" else 0.15)
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_peak_of_a_step_is_predicted(precision: str, batch: int, device: str) -> None:
+    """Few activations beside many gradients, and the other way round."""
+    attention = "sdpa_efficient" if (device, precision) == ("cuda", "fp32") else "sdpa_flash"
+    config = ModelConfig(256, 1024, 4, 4, vocab_size=1024, context_length=128, attention=attention)
+    model = TransformerLM(config, device=device)
+    optimizer, tokens = AdamW(model.parameters()), torch.zeros(batch, 128, dtype=torch.int64, device=device)
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        with torch.autocast(device, torch.bfloat16, enabled=precision == "bf16"):
+            loss = model.loss(tokens, tokens)
+        loss.backward()
+        optimizer.step()
+
+    step()
+    model.zero_grad(set_to_none=True)
+    predicted = training_memory(config, batch, 128, precision)
+    if device == "cpu":  # there the optimizer needs room, and the normalised input of each RMSNorm is kept as well
+        norms = (2 * config.num_layers + 1) * 4 * batch * 128 * config.d_model
+        predicted = replace(
+            predicted,
+            gradients=predicted.gradients + predicted.parameters,
+            activations=predicted.activations + norms,
+        )
+    measured = peak_bytes(step, device) + predicted.parameters + predicted.optimizer
+    assert predicted.peak == pytest.approx(measured, rel=0.15)
 
 
 def test_an_unknown_precision_is_named() -> None:
