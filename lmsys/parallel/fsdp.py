@@ -35,6 +35,8 @@ class Fsdp(Wrapper):
     rank could keep them whole. A parameter that no rank has used has a gradient of zeros.
     """
 
+    shards_gradients = True
+
     def __init__(self, module: nn.Module, process_group: Group = None, compute_dtype: torch.dtype | None = None):
         super().__init__(module, process_group)
         self.compute_dtype = compute_dtype
