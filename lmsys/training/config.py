@@ -46,6 +46,7 @@ class TrainConfig:
     bucket_mb         MiB of a bucket where the strategy has them; None: its own choice
     sharded_optimizer the optimizer's state divided among ranks, over a strategy that all-reduces
     device            cpu or cuda; None: cuda where there is one
+    threads           of a rank on a CPU; those of a small model wait for each other; None: as torch has them
     max_nonfinite     steps in a row whose loss or gradient is not finite that are skipped; one more ends the run
     max_seconds       wall time of a speedrun; None: until all steps are done
     """
@@ -67,12 +68,13 @@ class TrainConfig:
     bucket_mb: float | None = None
     sharded_optimizer: bool = False
     device: str | None = None
+    threads: int | None = 1
     max_nonfinite: int = 10
     max_seconds: float | None = None
     log_interval: int = 20
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "steps", "batch_size", "micro_batch_size", "log_interval")
+        _at_least(self, 1, "steps", "batch_size", "micro_batch_size", "log_interval", "threads")
         _at_least(self, 0, "lr", "min_lr", "warmup_steps", "eps", "weight_decay", "clip_norm", "max_nonfinite")
         if self.min_lr > self.lr or self.warmup_steps >= self.steps:
             raise ValueError(
@@ -111,7 +113,11 @@ class EvaluateConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """interval: steps between; <= 0: only at the end, where there always is one. keep: the latest so many; null: all."""
+    """How often the state is saved, so that an interrupted run goes on.
+
+    interval  steps between; <= 0: only at the end, where there always is one
+    keep      so many stay, the latest; None: all
+    """
 
     interval: int = 100
     keep: int | None = 2

@@ -79,6 +79,8 @@ def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> i
     world_size, rank = size_and_rank(None)
     place = Place(config, rank, world_size)
     config.train.accumulation(world_size)  # refused here rather than after the data has been made
+    if place.device.type == "cpu" and config.train.threads is not None:
+        torch.set_num_threads(config.train.threads)
     skipped = ("tokenizer", "tokenize") if skip_data else ()
     alone = len(steps) == 1
     for step in steps:
@@ -171,7 +173,7 @@ def evaluate_model(place: Place) -> None:
     least = unigram(source, windows, config.model.vocab_size)
     place.say(
         f"step {step:,} on {found.tokens:,} held-out tokens: loss {found.loss:.4f}, perplexity"
-        f" {found.perplexity:,.1f}; knowing frequencies alone: loss {least.loss:.4f}, perplexity {least.perplexity:,.1f}"
+        f" {found.perplexity:,.1f}; a unigram model: loss {least.loss:.4f}, perplexity {least.perplexity:,.1f}"
     )
 
 

@@ -15,7 +15,7 @@ PREFIX = "model."  # of the names of what strategies wrap: see loop.Loss
 
 
 def layout(strategy: Adapted) -> str:
-    """How the optimizer numbers its state: `flat` parts of blocks, or `whole` parameters. One does not load the other."""
+    """How the optimizer numbers its state: `flat` parts of blocks, or `whole` parameters. Neither loads the other."""
     return "flat" if isinstance(strategy.wrapper, Fsdp) else "whole"
 
 

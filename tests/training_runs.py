@@ -1,0 +1,77 @@
+"""Small training runs: their settings, made and started in this process, in another, or on ranks."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lmsys.config import ModelConfig
+from lmsys.training import pipeline
+from lmsys.training.checkpoint import newest
+from lmsys.training.config import RunConfig
+from lmsys.training.data import RandomTokens, fixed_windows
+from lmsys.training.loop import Trainer
+
+MODEL = ModelConfig(16, 32, 2, 2, vocab_size=300, context_length=16, attention="naive")
+SETTINGS = [
+    *(
+        "train.steps=8",
+        "train.warmup_steps=2",
+        "train.batch_size=8",
+        "train.micro_batch_size=2",
+        "train.log_interval=4",
+    ),
+    *("train.device=cpu", "evaluate.interval=4", "evaluate.windows=4", "checkpoint.interval=3", "checkpoint.keep=3"),
+    *("generate.max_new_tokens=5", "data.processes=1"),
+]
+SETTINGS += [f"model.{name}={getattr(MODEL, name)}" for name in ("d_model", "d_ff", "num_layers", "num_heads")]
+SETTINGS += [f"model.{name}={getattr(MODEL, name)}" for name in ("vocab_size", "context_length", "attention")]
+ROOT = Path(__file__).parent.parent
+WORDS = "the cat sat on a mat and saw that the rat had eaten all of the oats\n"
+
+
+def config(output: Path, *settings: str) -> RunConfig:
+    return RunConfig(str(output)).changed([*SETTINGS, *settings])
+
+
+def corpus(folder: Path) -> Path:
+    path = folder / "text.txt"
+    path.write_text("".join(WORDS[i % 40 :] for i in range(400)))
+    return path
+
+
+def trainer(run: RunConfig, resume: bool = False) -> Trainer:
+    source = RandomTokens(300, 2000)
+    windows = fixed_windows(source, run.model.context_length, run.evaluate.windows)
+    found = newest(run.folder / "checkpoints") if resume else None
+    return Trainer(run, source, windows, torch.device("cpu"), found)
+
+
+def losses(output: Path) -> list[float]:
+    from lmsys.training.log import read_lines
+
+    return [line["loss"] for line in read_lines(output / "log.jsonl") if "loss" in line]
+
+
+def weights(output: Path) -> dict[str, Any]:
+    found = newest(output / "checkpoints")
+    assert found is not None
+    return found.shared()["model"]
+
+
+def train_on_rank(run: RunConfig) -> int:
+    """On a rank: train with the data that is there."""
+    return pipeline.run(run, ("train",))
+
+
+def start(output: Path, *options: str) -> subprocess.Popen[str]:
+    """`python -m lmsys.training`, as a user starts it."""
+    settings = [part for setting in SETTINGS for part in ("--set", setting)]
+    line = [sys.executable, "-m", "lmsys.training", *settings, "--output", str(output), *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
