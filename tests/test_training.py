@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from training_runs import SETTINGS, config, corpus, losses, start, train_on_rank, trainer, weights
+from training_runs import SETTINGS, config, corpus, error_on_rank, losses, start, train_on_rank, trainer, weights
 
 from lmsys.parallel.group import WorkerGroup
 from lmsys.training import pipeline
@@ -191,6 +191,10 @@ def test_all_steps_then_each_alone(data: Path, tmp_path: Path, capsys: pytest.Ca
 def test_two_ranks_equal_one_process_and_resume(data: Path, tmp_path: Path, group: WorkerGroup, strategy: str) -> None:
     name, sharded = strategy.removesuffix("+sharded"), strategy.endswith("+sharded")
     options = [f"train.strategy={name}", f"train.sharded_optimizer={json.dumps(sharded)}", "checkpoint.keep=null"]
+    if name == "torch_ddp_tuned":
+        (said, _) = group.run(error_on_rank, config(data, *options))
+        assert "cannot accumulate micro-batches: train.micro_batch_size is to be 4" in said
+        options.append("train.micro_batch_size=4")
     alone, both = copy_of(data, tmp_path / "alone"), copy_of(data, tmp_path / "both")
     assert pipeline.run(config(alone), ("train",)) == 0
     assert group.run(train_on_rank, config(both, *options)) == [0, 0]

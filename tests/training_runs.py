@@ -67,6 +67,15 @@ def train_on_rank(run: RunConfig) -> int:
     return pipeline.run(run, ("train",))
 
 
+def error_on_rank(run: RunConfig) -> str:
+    """On a rank: what training says is wrong, so that the group lives on."""
+    try:
+        train_on_rank(run)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
 def start(output: Path, *options: str) -> subprocess.Popen[str]:
     """`python -m lmsys.training`, as a user starts it."""
     settings = [part for setting in SETTINGS for part in ("--set", setting)]

@@ -251,7 +251,7 @@ class _Flat:
         if not self.shard.requires_grad:
             return
         self.settle()
-        grads = self.shard.new_empty(self.whole.numel())
+        grads = self.shard.new_zeros(self.whole.numel())  # padding is part of the shards, and of their norm
         copy_gradients(self.params, views_of(grads, self.params, self.starts))
         for p in self.params:
             p.grad = None

@@ -146,8 +146,12 @@ class Trainer:
         if entry.name in COMPUTE_IN_BF16 and train.precision == "bf16":
             options["compute_dtype"] = torch.bfloat16
         strategy = Adapted(entry.load(), Loss(self.model), None, **options)
-        if self.world_size > 1 and self.batches.accumulation > 1 and not strategy.can_stay_local:
-            raise ValueError(f"strategy {entry.name!r} has no no_sync(), so it cannot accumulate micro-batches")
+        able = strategy.can_stay_local and getattr(strategy.wrapper, "accumulates", True)
+        if self.world_size > 1 and self.batches.accumulation > 1 and not able:
+            raise ValueError(
+                f"strategy {entry.name!r} cannot accumulate micro-batches: train.micro_batch_size is to be"
+                f" {train.batch_size // self.world_size}, train.batch_size over {self.world_size} ranks"
+            )
         return strategy
 
     def _optimizer(self) -> torch.optim.Optimizer:
