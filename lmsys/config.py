@@ -143,9 +143,10 @@ def parse_setting(config: Any, setting: str) -> dict[str, Any]:
         value = text
     if _may_be(hint, str) and not isinstance(value, str | None):
         value = text
-    for key in reversed(keys):
-        value = {key: value}
-    return value
+    nested: dict[str, Any] = {keys[-1]: value}
+    for key in reversed(keys[:-1]):
+        nested = {key: nested}
+    return nested
 
 
 def paths(config: Any, path: str = "") -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Training runs: settings, resumed equals uninterrupted, many ranks equal one, what is not finite is left out."""
 
 import json
+import os
 import random
 import signal
 import time
@@ -208,6 +209,52 @@ def test_two_ranks_equal_one_process_and_resume(data: Path, tmp_path: Path, grou
     assert all(torch.equal(found[name], x) for name, x in expected.items())
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("zero1", "zero1"), ("fsdp", "fsdp"), ("zero1", "bucketed"), ("torch_zero1", "naive"), ("bucketed", "zero1")],
+)
+def test_another_number_of_ranks_goes_on(
+    data: Path, tmp_path: Path, group: WorkerGroup, before: str, after: str
+) -> None:
+    """From two ranks to one and, by what that has saved, back."""
+    alone, run = copy_of(data, tmp_path / "alone"), copy_of(data, tmp_path / "run")
+    assert pipeline.run(config(alone), ("train",)) == 0
+    options = ["checkpoint.keep=null", "checkpoint.interval=1"]
+    on_two, on_one = (config(run, *options, f"train.strategy={name}") for name in (before, after))
+    assert group.run(train_on_rank, on_two) == [0, 0]
+    _forget_after(run, 3)
+    assert pipeline.run(on_one, ("train",)) == 0
+    _forget_after(run, 6)
+    assert group.run(train_on_rank, on_two) == [0, 0]
+    assert len(losses(run)) == 8
+    assert max(abs(a - b) for a, b in zip(losses(alone), losses(run), strict=True)) < 1e-4
+    expected = weights(alone)
+    assert max((expected[name] - x).abs().max() for name, x in weights(run).items()) < 1e-3
+
+
+def _forget_after(folder: Path, step: int) -> None:
+    for manifest in (folder / "checkpoints").glob("step-*.json"):
+        if int(manifest.stem.partition("-")[2]) > step:
+            manifest.unlink()
+
+
+def test_flat_state_is_not_taken_for_that_of_whole_parameters(data: Path, tmp_path: Path) -> None:
+    run = copy_of(data, tmp_path / "run")
+    assert pipeline.run(config(run, "train.strategy=fsdp", "train.max_seconds=0.001"), ("train",)) == 0
+    with pytest.raises(ValueError, match="saved with optimizer='flat'; this run has 'whole'"):
+        pipeline.run(config(run), ("train",))
+
+
+def test_how_it_is_computed_changes_little(tmp_path: Path) -> None:
+    curves = []
+    for settings_ in ([], ["model.checkpoint_blocks=1"], ["train.precision=bf16"]):
+        one = trainer(config(tmp_path, *settings_))
+        curves.append(torch.tensor([one.train_step()[0].loss for _ in range(6)]))
+    plain, checkpointed, bf16 = curves
+    assert torch.equal(plain, checkpointed)
+    assert 0 < (plain - bf16).abs().max() < 0.05
+
+
 SLOW = ("--set", "train.steps=60", "--set", "checkpoint.interval=1")
 
 
@@ -230,6 +277,21 @@ def test_a_killed_run_goes_on(data: Path, tmp_path: Path, seed: int | range) -> 
         expected, found = weights(whole), weights(folder)
         assert all(torch.equal(found[name], x) for name, x in expected.items())
         assert losses(folder) == losses(whole)
+
+
+def test_a_rank_that_is_killed_is_started_again(data: Path, tmp_path: Path, group: WorkerGroup) -> None:
+    whole, run = copy_of(data, tmp_path / "whole"), copy_of(data, tmp_path / "run")
+    assert group.run(train_on_rank, config(whole, "train.steps=60")) == [0, 0]
+    launcher = "-m torch.distributed.run --nproc-per-node 2 --max-restarts 1 --standalone".split()
+    process = start(run, "train", *SLOW, launcher=tuple(launcher))
+    while not list(run.glob("checkpoints/step-*.json")) and process.poll() is None:
+        time.sleep(0.01)
+    ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(ranks[-1]), signal.SIGKILL)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0 and "going on from" in said, said
+    expected, found = weights(whole), weights(run)
+    assert all(torch.equal(found[name], x) for name, x in expected.items())
 
 
 @pytest.mark.parametrize(("ranks", "number"), [(None, signal.SIGINT), (2, signal.SIGTERM)])

@@ -76,10 +76,10 @@ def error_on_rank(run: RunConfig) -> str:
     return "nothing"
 
 
-def start(output: Path, *options: str) -> subprocess.Popen[str]:
-    """`python -m lmsys.training`, as a user starts it."""
+def start(output: Path, *options: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    """`python -m lmsys.training`, or `python LAUNCHER -m lmsys.training`, as a user starts it."""
     settings = [part for setting in SETTINGS for part in ("--set", setting)]
-    line = [sys.executable, "-m", "lmsys.training", *settings, "--output", str(output), *options]
+    line = [sys.executable, *launcher, "-m", "lmsys.training", *settings, "--output", str(output), *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
         line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -122,16 +122,18 @@ class Trainer:
         self.step, self.skipped, self.in_a_row, self.seconds = 0, 0, 0, 0.0
         model_facts = {k: v for k, v in asdict(config.model).items() if k not in RUNTIME_FIELDS}
         self.facts = {"model": model_facts, "batch_size": train.batch_size, "seed": train.seed, **(facts or {})}
+        shared = None
         if found is not None:
             found.require(**self.facts)
-            self.model.load_state_dict(found.shared()["model"])
+            shared = found.shared()
+            self.model.load_state_dict(shared["model"])
         if train.compile:
             self.model.compile_blocks()
         self.strategy = self._strategy()
         self.optimizer = self._optimizer()
         self.facts["optimizer"] = state.layout(self.strategy)
-        if found is not None:
-            self._resume(found)
+        if found is not None and shared is not None:
+            self._resume(found, shared)
 
     def _strategy(self) -> Adapted:
         train = self.config.train
@@ -165,10 +167,10 @@ class Trainer:
             )
         return ShardedOptimizer(self.model.parameters(), AdamW, None, **options)
 
-    def _resume(self, found: Checkpoint) -> None:
+    def _resume(self, found: Checkpoint, shared: dict[str, Any]) -> None:
         found.require(optimizer=self.facts["optimizer"])
-        state.restore_optimizer(self.strategy, self.optimizer, found, self.rank, self.world_size)
-        progress = found.shared()["progress"]
+        state.restore_optimizer(self.strategy, self.optimizer, found, shared, self.rank, self.world_size)
+        progress = shared["progress"]
         self.step = found.step
         self.skipped, self.in_a_row, self.seconds = (progress[name] for name in ("skipped", "in_a_row", "seconds"))
         if self.rank < found.world_size:

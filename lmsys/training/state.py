@@ -31,9 +31,10 @@ def capture(strategy: Adapted, optimizer: Optimizer, rank: int) -> tuple[State, 
     return shared | {"optimizer": optimizer.state_dict()}, {}
 
 
-def restore_optimizer(strategy: Adapted, optimizer: Optimizer, found: Checkpoint, rank: int, world_size: int) -> None:
-    """The optimizer's state of a checkpoint, saved by any number of ranks. The model's is to be loaded before."""
-    shared = found.shared()
+def restore_optimizer(
+    strategy: Adapted, optimizer: Optimizer, found: Checkpoint, shared: State, rank: int, world_size: int
+) -> None:
+    """The optimizer's state of a checkpoint, saved by any number of ranks; `shared` is what it has in common."""
     if "optimizer" in shared:
         optimizer.load_state_dict(shared["optimizer"])
         return
