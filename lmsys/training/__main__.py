@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -77,6 +78,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(config.to_json())
             return 0
         return start(config, (given.step,) if given.step else pipeline.STEPS, given.skip_data, given.ranks)
+    except KeyboardInterrupt:
+        return _failed(128 + signal.SIGINT, "interrupted at once; what was saved before stands")
     except NonFiniteError as error:
         return _failed(NONFINITE, str(error))
     except ValueError as error:
@@ -100,9 +103,11 @@ def start(config: RunConfig, steps: tuple[str, ...], skip_data: bool, ranks: int
     if ranks is None:
         return pipeline.run(config, steps, skip_data)
     with WorkerGroup(ranks, _backend(config), TIMEOUT_S) as group:
+        received: list[int] = []
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, _pass_on)
-        return max(group.run(pipeline.run, config, steps, skip_data, timeout_s=FOREVER_S))
+            signal.signal(number, partial(_pass_on, received))
+        code = max(group.run(pipeline.run, config, steps, skip_data, timeout_s=FOREVER_S))
+        return 128 + received[0] if code and received else code
 
 
 def _backend(config: RunConfig) -> str | None:
@@ -110,8 +115,9 @@ def _backend(config: RunConfig) -> str | None:
     return {"cpu": "gloo", "cuda": "nccl"}.get(config.train.device or "")
 
 
-def _pass_on(number: int, _: FrameType | None) -> None:
+def _pass_on(received: list[int], number: int, _: FrameType | None) -> None:
     """To the ranks, as SIGTERM: they save and end, and this process with them."""
+    received.append(number)
     for rank in multiprocessing.active_children():
         if rank.pid is not None:
             os.kill(rank.pid, signal.SIGTERM)
