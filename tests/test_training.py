@@ -4,9 +4,11 @@ import json
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -315,6 +317,29 @@ def test_a_log_begins_where_the_run_does(tmp_path: Path) -> None:
     log.write(step=3, loss=1.0)
     log.close()
     assert read_lines(path) == [{"step": 1}, {"step": 2}, {"step": 3, "loss": 1.0}]
+
+
+def test_figures_go_elsewhere_too(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for the packages; without them an error names the extra."""
+    run, heard = copy_of(data, tmp_path / "run"), []
+    wandb = SimpleNamespace(
+        init=lambda **given: SimpleNamespace(
+            log=lambda facts, step: heard.append((given["mode"], step, facts)), finish=lambda: heard.append("end")
+        )
+    )
+    writer = SimpleNamespace(add_scalar=lambda *scalar: heard.append(scalar), close=lambda: heard.append("end"))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    board = SimpleNamespace(SummaryWriter=lambda folder, purge_step: writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
+    settings_ = config(run, "log.tensorboard=true", "log.wandb=p")
+    assert pipeline.run(settings_, ("train",)) == 0
+    written = losses(run)
+    assert [value for name, value, _ in (x for x in heard if x[0] == "loss")] == written
+    assert [facts["loss"] for mode, _, facts in (x for x in heard if x[0] == "offline") if "loss" in facts] == written
+    assert heard.count("end") == 2
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match=r"pip install 'lmsys\[log\]' brings it"):
+        pipeline.run(settings_, ("train",))
 
 
 def test_the_progress_line(monkeypatch: pytest.MonkeyPatch) -> None:

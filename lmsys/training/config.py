@@ -127,6 +127,24 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class LogConfig:
+    """Where figures go beside log.jsonl; each needs the extra `log`.
+
+    tensorboard  into OUTPUT/tensorboard
+    wandb        the project of Weights & Biases; None: not there
+    wandb_mode   offline (kept in OUTPUT), online
+    """
+
+    tensorboard: bool = False
+    wandb: str | None = None
+    wandb_mode: str = "offline"
+
+    def __post_init__(self) -> None:
+        if self.wandb_mode not in ("offline", "online"):
+            raise ValueError(f"wandb_mode={self.wandb_mode!r} must be offline or online")
+
+
+@dataclass(frozen=True)
 class GenerateConfig:
     """A sample of what follows `prompt`, as in `lmsys.training.generation.Sampling`."""
 
@@ -155,6 +173,7 @@ class RunConfig:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
+    log: LogConfig = field(default_factory=LogConfig)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)

@@ -2,17 +2,30 @@
 
 import json
 import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from lmsys.training.config import RunConfig
 
 PEAK_FLOPS_PER_S = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}  # dense bfloat16, of data sheets
+
+
+class Other(Protocol):
+    """Where figures go as well."""
+
+    def write(self, facts: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class JsonLines:
     """A file with a JSON object a line, each with its `step`. Begins with what it holds up to `step`: a run that is
     resumed writes later steps anew, and a line that was cut off is gone."""
 
-    def __init__(self, path: Path, step: int):
+    def __init__(self, path: Path, step: int, others: Sequence[Other] = ()):
+        self._others = others
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= step]
         unfinished = path.with_name(path.name + ".tmp")
@@ -23,9 +36,54 @@ class JsonLines:
     def write(self, **facts: Any) -> None:
         self._file.write(json.dumps(facts) + "\n")
         self._file.flush()
+        for other in self._others:
+            other.write(facts)
 
     def close(self) -> None:
         self._file.close()
+        for other in self._others:
+            other.close()
+
+
+class TensorBoard:
+    def __init__(self, folder: Path, step: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=step + 1)
+
+    def write(self, facts: dict[str, Any]) -> None:
+        for name, value in facts.items():
+            if name != "step":
+                self._writer.add_scalar(name, value, facts["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    def __init__(self, folder: Path, project: str, mode: str, settings: dict[str, Any]):
+        import wandb
+
+        self._run = wandb.init(project=project, dir=str(folder), mode=mode, config=settings)
+
+    def write(self, facts: dict[str, Any]) -> None:
+        self._run.log({name: value for name, value in facts.items() if name != "step"}, step=facts["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def others(config: RunConfig, step: int) -> list[Other]:
+    """What the config asks for. ValueError that names the extra which would bring a package that is not here."""
+    found: list[Other] = []
+    try:
+        if config.log.tensorboard:
+            found.append(TensorBoard(config.folder / "tensorboard", step))
+        if config.log.wandb is not None:
+            found.append(WandB(config.folder, config.log.wandb, config.log.wandb_mode, asdict(config)))
+    except ImportError as error:
+        raise ValueError(f"log: {error}; pip install 'lmsys[log]' brings it") from error
+    return found
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ from lmsys.training.corpora import END_OF_TEXT, Corpus, corpus_called, text_file
 from lmsys.training.data import TokenFiles, fixed_windows
 from lmsys.training.evaluation import evaluate, unigram
 from lmsys.training.generation import Sampling, generate
-from lmsys.training.log import JsonLines, peak_flops_per_s
+from lmsys.training.log import JsonLines, others, peak_flops_per_s
 from lmsys.training.loop import Outcome, Trainer
 from lmsys.training.tokens import shards, tokenize_files
 
@@ -153,7 +153,7 @@ def train_model(place: Place) -> Outcome:
     if place.rank == 0:
         place.folder.mkdir(parents=True, exist_ok=True)
         (place.folder / "config.json").write_text(config.to_json())
-        log = JsonLines(place.folder / "log.jsonl", trainer.step)
+        log = JsonLines(place.folder / "log.jsonl", trainer.step, others(config, trainer.step))
     try:
         outcome = trainer.fit(place.checkpoints, log, place.say)
     finally:
