@@ -14,7 +14,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from training_runs import SETTINGS, config, corpus, error_on_rank, losses, start, train_on_rank, trainer, weights
+from training_runs import (
+    SETTINGS,
+    config,
+    corpus,
+    end_all,
+    error_on_rank,
+    losses,
+    nan_on_one_rank,
+    start,
+    train_on_rank,
+    trainer,
+    weights,
+)
 
 from lmsys.parallel.group import WorkerGroup
 from lmsys.training import pipeline
@@ -31,6 +43,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def nothing_goes_on() -> Iterator[None]:
+    yield
+    end_all()
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +186,12 @@ def test_a_step_that_is_not_finite_is_left_out(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(NonFiniteError, match=r"3 steps in a row were not finite, up to step 8"):
         one.fit(tmp_path / "checkpoints")
     assert all(x.isfinite().all() for x in weights(tmp_path).values()), "the last good checkpoint is there"
+
+
+@pytest.mark.parametrize("strategy", ["bucketed", "zero1", "fsdp"])
+def test_all_ranks_leave_out_what_is_not_finite_on_one(tmp_path: Path, group: WorkerGroup, strategy: str) -> None:
+    run = config(tmp_path, f"train.strategy={strategy}")
+    assert group.run(nan_on_one_rank, run) == [[True, True, False, True]] * 2
 
 
 def test_all_steps_then_each_alone(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """Small training runs: their settings, made and started in this process, in another, or on ranks."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ SETTINGS = [
 ]
 SETTINGS += [f"model.{name}={getattr(MODEL, name)}" for name in ("d_model", "d_ff", "num_layers", "num_heads")]
 SETTINGS += [f"model.{name}={getattr(MODEL, name)}" for name in ("vocab_size", "context_length", "attention")]
+STARTED: list[subprocess.Popen[str]] = []
 ROOT = Path(__file__).parent.parent
 WORDS = "the cat sat on a mat and saw that the rat had eaten all of the oats\n"
 
@@ -67,6 +69,16 @@ def train_on_rank(run: RunConfig) -> int:
     return pipeline.run(run, ("train",))
 
 
+def nan_on_one_rank(run: RunConfig) -> list[bool]:
+    """On a rank: which steps were taken, when the loss of rank 1 is NaN in step 2."""
+    one = trainer(run)
+    loss_of = one.model.loss
+    one.model.loss = lambda *batch: loss_of(*batch) * (torch.nan if (one.rank, one.step) == (1, 2) else 1.0)
+    taken = [one.train_step()[0].taken for _ in range(4)]
+    assert all(x.isfinite().all() for x in one.strategy.full_state_dict().values())
+    return taken
+
+
 def error_on_rank(run: RunConfig) -> str:
     """On a rank: what training says is wrong, so that the group lives on."""
     try:
@@ -81,6 +93,14 @@ def start(output: Path, *options: str, launcher: tuple[str, ...] = ()) -> subpro
     settings = [part for setting in SETTINGS for part in ("--set", setting)]
     line = [sys.executable, *launcher, "-m", "lmsys.training", *settings, "--output", str(output), *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(
-        line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    STARTED.append(subprocess.Popen(line, cwd=ROOT, env=environment, start_new_session=True, **pipes))
+    return STARTED[-1]
+
+
+def end_all() -> None:
+    """Nothing that a failed test has started goes on, nor its ranks."""
+    while STARTED:
+        if (process := STARTED.pop()).poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
