@@ -47,7 +47,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "on_request" not in (config.option.markexpr or ""):
+        on_request = pytest.mark.skip(reason="takes minutes: python -m pytest -m on_request runs it")
+        for item in items:
+            if item.get_closest_marker("on_request"):
+                item.add_marker(on_request)
     if torch.cuda.is_available():
         return
     no_gpu = pytest.mark.skip(reason="needs a CUDA device, and there is none")

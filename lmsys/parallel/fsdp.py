@@ -35,6 +35,8 @@ class Fsdp(Wrapper):
     rank could keep them whole. A parameter that no rank has used has a gradient of zeros.
     """
 
+    shards_gradients = True
+
     def __init__(self, module: nn.Module, process_group: Group = None, compute_dtype: torch.dtype | None = None):
         super().__init__(module, process_group)
         self.compute_dtype = compute_dtype
@@ -249,7 +251,7 @@ class _Flat:
         if not self.shard.requires_grad:
             return
         self.settle()
-        grads = self.shard.new_empty(self.whole.numel())
+        grads = self.shard.new_zeros(self.whole.numel())  # padding is part of the shards, and of their norm
         copy_gradients(self.params, views_of(grads, self.params, self.starts))
         for p in self.params:
             p.grad = None

@@ -181,10 +181,10 @@ class JoinedGroup:
         if backend is None:
             backend = "nccl" if torch.cuda.is_available() else "gloo"
         check_backend(backend, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-        _initialize(backend, local_rank, timeout_s, init_method="env://")
+        self.num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))
+        _initialize(backend, local_rank, timeout_s, **_torchrun_store(timeout_s, self.num_nodes))
         self.world_size, self.backend, self.timeout_s = dist.get_world_size(), backend, timeout_s
         self.rank = dist.get_rank()
-        self.num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float | None = None) -> list[Any]:
         """As of a WorkerGroup; a rank that waits for one that has failed ends when its collective's time is up."""
@@ -230,6 +230,19 @@ def _initialize(backend: str, local_rank: int, timeout_s: float, **rendezvous: A
         torch.cuda.set_device(gpu)
     limit = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(backend, timeout=limit, device_id=gpu, **rendezvous)
+
+
+def _torchrun_store(timeout_s: float, num_nodes: int) -> dict[str, Any]:
+    """torchrun's store, under a prefix of this start: it outlives restarts, with addresses of ranks that are gone.
+
+    Restarts are counted by each node on its own, so over several nodes the store is taken as it is: there, torchrun
+    makes a new one each time with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+    """
+    if num_nodes > 1:
+        return {"init_method": "env://"}
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s)))
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return {"store": dist.PrefixStore(f"start-{start}", store), "rank": rank, "world_size": world_size}
 
 
 def _serve(rank: int, world_size: int, backend: str, rendezvous: str, timeout_s: float, pipe: Connection) -> None:

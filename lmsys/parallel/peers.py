@@ -48,6 +48,8 @@ class TorchDDP(nn.Module):
 class TorchDDPTuned(TorchDDP):
     """With what its users switch on where the graph is always the same; the bucket size is for them to sweep."""
 
+    accumulates = False  # a static graph does not know backwards under no_sync(): torch ends with an assertion
+
     def __init__(self, module: nn.Module, process_group: Group = None, bucket_mb: float = 25):
         for x in module.buffers():  # once, and not in every forward
             broadcast_(x, process_group)

@@ -31,6 +31,8 @@ class Wrapper(nn.Module):
     ValueError when ranks hold different modules, RuntimeError for a forward after a backward that was not finished.
     """
 
+    shards_gradients = False  # whether each rank is left with a part of them: a norm is then that of all parts
+
     def __init__(self, module: nn.Module, process_group: Group = None):
         super().__init__()
         self.module, self.group = module, process_group

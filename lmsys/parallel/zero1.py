@@ -32,6 +32,8 @@ class Zero1(Overlapped):
     Gradients are to be zeroed after each step: to accumulate, use no_sync().
     """
 
+    shards_gradients = True
+
     def __init__(self, module: nn.Module, process_group: Group = None, bucket_mb: float = 32):
         if isinstance(bucket_mb, str) or not 0 < bucket_mb < math.inf:
             raise ValueError(f"{bucket_mb=} must be a positive number of MiB")

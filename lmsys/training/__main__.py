@@ -1,0 +1,132 @@
+"""From text to a trained model: `python -m lmsys.training [STEP] [--config FILE.json]`.
+
+Without a step all of them: tokenizer, tokenize, train, evaluate, generate. Alone, as ranks of torchrun, or with ranks
+of its own (--ranks 2). Exit codes: 0 done; 2 a setting or input that is wrong; 3 the loss was not finite for too long;
+1 anything else; 130 (Ctrl-C) and 143 (SIGTERM): interrupted, and a checkpoint was written.
+"""
+
+import argparse
+import multiprocessing
+import os
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported; without a GPU it can only interpret
+
+from lmsys.config import SIZES
+from lmsys.parallel.group import JoinedGroup, WorkerError, WorkerGroup, under_torchrun
+from lmsys.training import pipeline
+from lmsys.training.checkpoint import SaveError
+from lmsys.training.config import RunConfig
+from lmsys.training.nonfinite import NonFiniteError
+
+TIMEOUT_S = 1800.0  # of a collective: the longest that ranks wait for one that makes a tokenizer
+FOREVER_S = 20 * 86_400.0
+BAD_INPUT, NONFINITE, FAILED = 2, 3, 1
+SHORT = {
+    "attention": "model.attention",
+    "strategy": "train.strategy",
+    "output": "output",
+    "corpus": "data.corpus",
+    "steps": "train.steps",
+    "keep": "checkpoint.keep",
+    "max_seconds": "train.max_seconds",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(prog="python -m lmsys.training", description=__doc__.split("\n\n")[1])
+    found.add_argument("step", nargs="?", choices=pipeline.STEPS, help="one step alone")
+    found.add_argument("--config", type=Path, metavar="FILE.json", help="settings; those not given have defaults")
+    found.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="one: train.lr=3e-4")
+    found.add_argument("--print-config", action="store_true", help="all settings as JSON, and no more")
+    found.add_argument("--skip-data", action="store_true", help="take tokenizer and tokens as they are")
+    found.add_argument("--ranks", type=int, metavar="N", help="start so many processes of its own, with a GPU each")
+    found.add_argument("--size", choices=list(SIZES), help="of the model, by name")
+    for name, path in SHORT.items():
+        found.add_argument(f"--{name.replace('_', '-')}", metavar="X", help=f"the same as --set {path}=X")
+    return found
+
+
+def read_config(arguments: argparse.Namespace) -> RunConfig:
+    """The file's settings, then the size's, then those of the command line."""
+    config = RunConfig()
+    if arguments.config is not None:
+        try:
+            config = RunConfig.from_json(arguments.config.read_text())
+        except OSError as error:
+            raise ValueError(f"{arguments.config}: cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise ValueError(f"{arguments.config}: {error}") from error
+    settings = [f"model.{name}={value}" for name, value in SIZES.get(arguments.size, {}).items()]
+    given = {path: getattr(arguments, name) for name, path in SHORT.items()}
+    settings += [f"{path}={value}" for path, value in given.items() if value is not None]
+    return config.changed([*settings, *arguments.set])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parser().parse_args(arguments)
+    try:
+        config = read_config(given)
+        if given.print_config:
+            print(config.to_json())
+            return 0
+        return start(config, (given.step,) if given.step else pipeline.STEPS, given.skip_data, given.ranks)
+    except KeyboardInterrupt:
+        return _failed(128 + signal.SIGINT, "interrupted at once; what was saved before stands")
+    except NonFiniteError as error:
+        return _failed(NONFINITE, str(error))
+    except ValueError as error:
+        return _failed(BAD_INPUT, str(error))
+    except SaveError as error:
+        return _failed(FAILED, str(error))
+    except WorkerError as error:
+        code = {"ValueError": BAD_INPUT, "NonFiniteError": NONFINITE}.get(error.kind, FAILED)
+        return _failed(code, str(error) if code == FAILED else str(error).strip().splitlines()[-1])
+
+
+def start(config: RunConfig, steps: tuple[str, ...], skip_data: bool, ranks: int | None) -> int:
+    if under_torchrun():
+        if ranks is not None:
+            raise ValueError("--ranks starts processes of its own; torchrun has started them already")
+        joined = JoinedGroup(_backend(config), TIMEOUT_S)
+        try:
+            return pipeline.run(config, steps, skip_data)
+        finally:
+            joined.close()
+    if ranks is None:
+        return pipeline.run(config, steps, skip_data)
+    with WorkerGroup(ranks, _backend(config), TIMEOUT_S) as group:
+        received: list[int] = []
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, partial(_pass_on, received))
+        code = max(group.run(pipeline.run, config, steps, skip_data, timeout_s=FOREVER_S))
+        return 128 + received[0] if code and received else code
+
+
+def _backend(config: RunConfig) -> str | None:
+    """gloo where the config asks for the CPU; else as there are GPUs."""
+    return {"cpu": "gloo", "cuda": "nccl"}.get(config.train.device or "")
+
+
+def _pass_on(received: list[int], number: int, _: FrameType | None) -> None:
+    """To the ranks, as SIGTERM: they save and end, and this process with them."""
+    received.append(number)
+    for rank in multiprocessing.active_children():
+        if rank.pid is not None:
+            os.kill(rank.pid, signal.SIGTERM)
+
+
+def _failed(code: int, message: str) -> int:
+    print(f"lmsys.training: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

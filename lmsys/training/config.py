@@ -1,0 +1,209 @@
+"""Every setting of a training run, in plain values: frozen, checked, and JSON there and back. Imports no torch."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Self
+
+from lmsys.config import ModelConfig, model_config, overlay, parse_json, parse_setting
+
+PRECISIONS = ("fp32", "bf16")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The text, and how it becomes tokens.
+
+    corpus     stdlib, tinystories, or the path of a text file
+    valid      a text file to evaluate on; None: what the corpus holds out
+    folder     where corpora are kept; None: `corpora` in $LMSYS_CACHE_DIR
+    tokenizer  the folder of one that is there; None: one is trained on the corpus, of model.vocab_size tokens
+    processes  of tokenizing, on each rank; None: a rank's share of the cores
+    """
+
+    corpus: str = "stdlib"
+    valid: str | None = None
+    folder: str | None = None
+    tokenizer: str | None = None
+    processes: int | None = None
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "processes")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How the model is trained.
+
+    batch_size        sequences of a step, over all ranks and micro-batches: the same curve for any number of ranks
+    micro_batch_size  sequences that a rank holds at once
+    lr, min_lr        the cosine schedule's largest and last; warmup_steps from 0 to lr
+    clip_norm         of the gradient; 0: it is not clipped
+    precision         fp32, or bf16 by autocast
+    compile           each block by torch.compile
+    strategy          a row of `lmsys.parallel.STRATEGIES`, or path.py:Class
+    bucket_mb         MiB of a bucket where the strategy has them; None: its own choice
+    sharded_optimizer the optimizer's state divided among ranks, over a strategy that all-reduces
+    device            cpu or cuda; None: cuda where there is one
+    threads           of a rank on a CPU; those of a small model wait for each other; None: as torch has them
+    max_nonfinite     steps in a row whose loss or gradient is not finite that are skipped; one more ends the run
+    max_seconds       wall time of a speedrun; None: until all steps are done
+    """
+
+    steps: int = 400
+    batch_size: int = 16
+    micro_batch_size: int = 8
+    lr: float = 3e-3
+    min_lr: float = 3e-4
+    warmup_steps: int = 20
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    seed: int = 0
+    precision: str = "fp32"
+    compile: bool = False
+    strategy: str = "bucketed"
+    bucket_mb: float | None = None
+    sharded_optimizer: bool = False
+    device: str | None = None
+    threads: int | None = 1
+    max_nonfinite: int = 10
+    max_seconds: float | None = None
+    log_interval: int = 20
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "steps", "batch_size", "micro_batch_size", "log_interval", "threads")
+        _at_least(self, 0, "lr", "min_lr", "warmup_steps", "eps", "weight_decay", "clip_norm", "max_nonfinite")
+        if self.min_lr > self.lr or self.warmup_steps >= self.steps:
+            raise ValueError(
+                f"min_lr={self.min_lr} must be at most lr={self.lr}, and warmup_steps={self.warmup_steps} less than"
+                f" steps={self.steps}"
+            )
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas={self.betas} must be two numbers in [0, 1)")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision={self.precision!r} must be one of {PRECISIONS}")
+        if self.bucket_mb is not None and self.bucket_mb <= 0 or self.max_seconds is not None and self.max_seconds <= 0:
+            raise ValueError(f"bucket_mb={self.bucket_mb} and max_seconds={self.max_seconds} must be positive or null")
+
+    def accumulation(self, world_size: int) -> int:
+        """Micro-batches of a rank in a step. ValueError where they do not come out even."""
+        count, left = divmod(self.batch_size, self.micro_batch_size * world_size)
+        if left or not count:
+            raise ValueError(
+                f"train.batch_size={self.batch_size} must be a multiple of train.micro_batch_size"
+                f"={self.micro_batch_size} x {world_size} ranks"
+            )
+        return count
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """windows: how many pieces of the held-out text, the same each time; interval: steps between; <= 0: at the end."""
+
+    interval: int = 100
+    windows: int = 64
+    batch_size: int = 16
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "windows", "batch_size")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """How often the state is saved, so that an interrupted run goes on.
+
+    interval  steps between; <= 0: only at the end, where there always is one
+    keep      so many stay, the latest; None: all
+    """
+
+    interval: int = 100
+    keep: int | None = 2
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "keep")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Where figures go beside log.jsonl; each needs the extra `log`.
+
+    tensorboard  into OUTPUT/tensorboard
+    wandb        the project of Weights & Biases; None: not there
+    wandb_mode   offline (kept in OUTPUT), online
+    """
+
+    tensorboard: bool = False
+    wandb: str | None = None
+    wandb_mode: str = "offline"
+
+    def __post_init__(self) -> None:
+        if self.wandb_mode not in ("offline", "online"):
+            raise ValueError(f"wandb_mode={self.wandb_mode!r} must be offline or online")
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """A sample of what follows `prompt`, as in `lmsys.training.generation.Sampling`."""
+
+    prompt: str = "def "
+    max_new_tokens: int = 100
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float = 0.95
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least(self, 0, "max_new_tokens", "temperature")
+        _at_least(self, 1, "top_k")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must lie above 0 and be at most 1")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """output: the folder of the tokenizer, tokens, checkpoints and log of this run."""
+
+    output: str = "out/training"
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=lambda: model_config("tiny", vocab_size=4096, context_length=128))
+    train: TrainConfig = field(default_factory=TrainConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Settings that are not given have their defaults. ValueError with the JSON path of what is wrong."""
+        return overlay(cls(), parse_json(text))
+
+    def changed(self, settings: Iterable[str]) -> "RunConfig":
+        """With settings as on the command line, `train.lr=3e-4`; later ones win."""
+        merged: dict[str, object] = {}
+        for setting in settings:
+            _merge(merged, parse_setting(self, setting))
+        return overlay(self, merged)
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.output)
+
+
+def _merge(into: dict, more: dict) -> None:
+    for key, value in more.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def _at_least(config: object, least: int, *names: str) -> None:
+    for name in names:
+        if (value := getattr(config, name)) is not None and value < least:
+            raise ValueError(f"{name}={value} must be at least {least}")

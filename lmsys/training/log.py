@@ -1,0 +1,123 @@
+"""What a run tells: a line of JSON for every step and evaluation, and now and then one for the reader."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from lmsys.training.config import RunConfig
+
+PEAK_FLOPS_PER_S = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}  # dense bfloat16, of data sheets
+
+
+class Other(Protocol):
+    """Where figures go as well."""
+
+    def write(self, facts: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """A file with a JSON object a line, each with its `step`. Begins with what it holds up to `step`: a run that is
+    resumed writes later steps anew, and a line that was cut off is gone."""
+
+    def __init__(self, path: Path, step: int, others: Sequence[Other] = ()):
+        self._others = others
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= step]
+        unfinished = path.with_name(path.name + ".tmp")
+        unfinished.write_text("".join(line + "\n" for line in kept))
+        unfinished.replace(path)
+        self._file = path.open("a")
+
+    def write(self, **facts: Any) -> None:
+        self._file.write(json.dumps(facts) + "\n")
+        self._file.flush()
+        for other in self._others:
+            other.write(facts)
+
+    def close(self) -> None:
+        self._file.close()
+        for other in self._others:
+            other.close()
+
+
+class TensorBoard:
+    def __init__(self, folder: Path, step: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=step + 1)
+
+    def write(self, facts: dict[str, Any]) -> None:
+        for name, value in facts.items():
+            if name != "step":
+                self._writer.add_scalar(name, value, facts["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    def __init__(self, folder: Path, project: str, mode: str, settings: dict[str, Any]):
+        import wandb
+
+        self._run = wandb.init(project=project, dir=str(folder), mode=mode, config=settings)
+
+    def write(self, facts: dict[str, Any]) -> None:
+        self._run.log({name: value for name, value in facts.items() if name != "step"}, step=facts["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def others(config: RunConfig, step: int) -> list[Other]:
+    """What the config asks for. ValueError that names the extra which would bring a package that is not here."""
+    found: list[Other] = []
+    try:
+        if config.log.tensorboard:
+            found.append(TensorBoard(config.folder / "tensorboard", step))
+        if config.log.wandb is not None:
+            found.append(WandB(config.folder, config.log.wandb, config.log.wandb_mode, asdict(config)))
+    except ImportError as error:
+        raise ValueError(f"log: {error}; pip install 'lmsys[log]' brings it") from error
+    return found
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a log."""
+    return [json.loads(line) for line in _whole_lines(path)]
+
+
+class Progress:
+    """The line for the reader: tokens/s since the last one, MFU where the device's peak is known, loss, time left."""
+
+    def __init__(
+        self, step: int, steps: int, tokens_per_step: int, flops_per_step: float, peak_flops_per_s: float | None
+    ):
+        self._steps, self._tokens, self._flops, self._peak = steps, tokens_per_step, flops_per_step, peak_flops_per_s
+        self._last, self._since = step, time.perf_counter()
+
+    def line(self, step: int, loss: float, lr: float) -> str:
+        now = time.perf_counter()
+        step_s = (now - self._since) / max(1, step - self._last)
+        self._last, self._since = step, now
+        mfu = "" if self._peak is None else f"  MFU {100 * self._flops / step_s / self._peak:.1f} %"
+        left = round(step_s * (self._steps - step))
+        rate = f"{self._tokens / step_s:,.0f} tokens/s{mfu}"
+        return f"step {step:,}/{self._steps:,}  loss {loss:.4f}  lr {lr:.2e}  {rate}  ETA {left // 60}:{left % 60:02}"
+
+
+def peak_flops_per_s(gpu: str | None, precision: str, world_size: int) -> float | None:
+    """Of all ranks together, where the data sheet's figure is known: for bf16."""
+    known = [peak for name, peak in PEAK_FLOPS_PER_S.items() if gpu and name in gpu]
+    return known[0] * world_size if known and precision == "bf16" else None
+
+
+def _whole_lines(path: Path) -> list[str]:
+    if not path.is_file():
+        return []
+    text = path.read_text()
+    return text[: text.rfind("\n") + 1].splitlines()

@@ -1,0 +1,339 @@
+"""The training loop: micro-batches, strategy, clipping, schedule, a step that is left out when it is not finite; saves.
+
+A step is a function of the weights, the optimizer's state and its number, so a run that is resumed from a checkpoint
+equals one that was not interrupted. Loss and the wish to stop are agreed among ranks in one small all-reduce a step.
+"""
+
+import math
+import signal
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lmsys.accounting import model_flops
+from lmsys.model import TransformerLM
+from lmsys.parallel import STRATEGIES
+from lmsys.parallel.adapt import Adapted
+from lmsys.parallel.collectives import gather_objects, size_and_rank
+from lmsys.parallel.sharded_optimizer import ShardedOptimizer
+from lmsys.training import checkpoint, state
+from lmsys.training.checkpoint import Checkpoint
+from lmsys.training.config import RunConfig
+from lmsys.training.data import Batches, Source
+from lmsys.training.evaluation import Evaluation, Windows, evaluate
+from lmsys.training.log import JsonLines, Progress, peak_flops_per_s
+from lmsys.training.nonfinite import NonFiniteError, first_nonfinite
+from lmsys.training.optimizer import AdamW, clip_grad_norm, cosine_schedule, set_lr
+
+COMPUTE_IN_BF16 = ("fsdp",)  # parameters are gathered in what the matmuls read
+RUNTIME_FIELDS = ("attention", "checkpoint_blocks")  # of a model: how it is computed, not what it is
+Say = Callable[[str], None]
+
+
+class Loss(nn.Module):
+    """The model's loss as a forward, which is what strategies wrap."""
+
+    def __init__(self, model: TransformerLM):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self.model.loss(tokens, targets)
+
+
+@dataclass(frozen=True)
+class Step:
+    """loss: mean over the global batch; norm: of the gradient before clipping; taken: whether weights have moved."""
+
+    loss: float
+    norm: float
+    lr: float
+    taken: bool
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How training ended: `why` is done, time, or the name of a signal."""
+
+    step: int
+    why: str
+    loss: float | None
+    valid: Evaluation | None
+    seconds: float
+    skipped: int
+
+
+class StopSignals:
+    """SIGTERM and Ctrl-C, kept until the step is done; what is ignored stays so. A second one ends at once."""
+
+    def __init__(self) -> None:
+        self.seen: int = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: Any) -> None:
+        if self.seen:
+            raise KeyboardInterrupt
+        self.seen = number
+
+
+class Trainer:
+    """A model in training on this rank, of as many as torch.distributed has, or alone.
+
+    found   the checkpoint to go on from; None: from the beginning
+    facts   what a checkpoint must have been saved with, beside model, batch size and seed: such as the tokenizer
+    ValueError for a checkpoint of another run, a batch that ranks cannot share evenly, a strategy that cannot do this.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        source: Source,
+        windows: Windows,
+        device: torch.device,
+        found: Checkpoint | None = None,
+        facts: dict[str, Any] | None = None,
+    ):
+        train = config.train
+        self.config, self.windows, self.device = config, windows, device
+        self.world_size, self.rank = size_and_rank(None)
+        self.batches = Batches(
+            source, config.model.context_length, train.micro_batch_size, train.seed, self.rank, self.world_size,
+            train.accumulation(self.world_size),
+        )  # fmt: skip
+        torch.manual_seed(train.seed)
+        self.model = TransformerLM(config.model, device=device)
+        self.step, self.skipped, self.in_a_row, self.seconds = 0, 0, 0, 0.0
+        model_facts = {k: v for k, v in asdict(config.model).items() if k not in RUNTIME_FIELDS}
+        self.facts = {"model": model_facts, "batch_size": train.batch_size, "seed": train.seed, **(facts or {})}
+        shared = None
+        if found is not None:
+            found.require(**self.facts)
+            shared = found.shared()
+            self.model.load_state_dict(shared["model"])
+        if train.compile:
+            self.model.compile_blocks()
+        self.strategy = self._strategy()
+        self.optimizer = self._optimizer()
+        self.facts["optimizer"] = state.layout(self.strategy)
+        if found is not None and shared is not None:
+            self._resume(found, shared)
+
+    def _strategy(self) -> Adapted:
+        train = self.config.train
+        (entry,) = STRATEGIES.select([train.strategy])
+        if self.world_size > 1 and entry.name == "none":
+            raise ValueError("strategy 'none' lets ranks drift apart: it is for measuring, and trains on one rank only")
+        if entry.name == "torch_fsdp2":
+            raise ValueError("strategy 'torch_fsdp2' is not saved by this loop; fsdp shards as much, and is")
+        if entry.peer and not dist.is_initialized():
+            raise ValueError(f"strategy {entry.name!r} needs a process group: start it by --ranks 1 or torchrun")
+        options: dict[str, Any] = {} if train.bucket_mb is None else {"bucket_mb": train.bucket_mb}
+        if entry.name in COMPUTE_IN_BF16 and train.precision == "bf16":
+            options["compute_dtype"] = torch.bfloat16
+        strategy = Adapted(entry.load(), Loss(self.model), None, **options)
+        able = strategy.can_stay_local and getattr(strategy.wrapper, "accumulates", True)
+        if self.world_size > 1 and self.batches.accumulation > 1 and not able:
+            raise ValueError(
+                f"strategy {entry.name!r} cannot accumulate micro-batches: train.micro_batch_size is to be"
+                f" {train.batch_size // self.world_size}, train.batch_size over {self.world_size} ranks"
+            )
+        return strategy
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        train = self.config.train
+        options = {"lr": train.lr, "betas": train.betas, "eps": train.eps, "weight_decay": train.weight_decay}
+        if not train.sharded_optimizer:
+            return self.strategy.make_optimizer(AdamW, **options)
+        if self._shards_gradients:
+            raise ValueError(
+                f"strategy {train.strategy!r} shards its optimizer itself: train.sharded_optimizer is false"
+            )
+        return ShardedOptimizer(self.model.parameters(), AdamW, None, **options)
+
+    def _resume(self, found: Checkpoint, shared: dict[str, Any]) -> None:
+        found.require(optimizer=self.facts["optimizer"])
+        state.restore_optimizer(self.strategy, self.optimizer, found, shared, self.rank, self.world_size)
+        progress = shared["progress"]
+        self.step = found.step
+        self.skipped, self.in_a_row, self.seconds = (progress[name] for name in ("skipped", "in_a_row", "seconds"))
+        if self.rank < found.world_size:
+            checkpoint.set_rng_state(found.own(self.rank)["rng"], self.device)
+
+    @property
+    def _shards_gradients(self) -> bool:
+        return getattr(self.strategy.wrapper, "shards_gradients", False)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        bf16 = self.config.train.precision == "bf16"
+        return torch.autocast(self.device.type, torch.bfloat16) if bf16 else nullcontext()
+
+    def train_step(self, stop: int = 0) -> tuple[Step, int]:
+        """One step, and the largest `stop` of any rank."""
+        train, count = self.config.train, self.batches.accumulation
+        lr = cosine_schedule(
+            self.step, max_lr=train.lr, min_lr=train.min_lr, warmup_steps=train.warmup_steps, total_steps=train.steps
+        )
+        set_lr(self.optimizer, lr)
+        total = torch.zeros((), device=self.device)
+        for micro in range(count):
+            inputs, targets = self.batch(micro)
+            with nullcontext() if micro == count - 1 else self.strategy.no_sync():
+                with self.autocast():
+                    loss = self.strategy(inputs, targets)
+                (loss / count).backward()
+            total += loss.detach() / count
+        self.strategy.finish()
+        norm = self._clip()
+        mean, stop = self._agree(total, stop)
+        norm_value = norm.item()
+        taken = math.isfinite(mean) and math.isfinite(norm_value)
+        if taken:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.skipped += not taken
+        self.in_a_row = 0 if taken else self.in_a_row + 1
+        self.step += 1
+        return Step(mean, norm_value, lr, taken), stop
+
+    def batch(self, micro: int) -> tuple[Tensor, ...]:
+        return tuple(torch.from_numpy(x).to(self.device) for x in self.batches.batch(self.step, micro))
+
+    def _clip(self) -> Tensor:
+        """Clips by the norm of the whole gradient, and returns it, on every rank the same."""
+        max_norm = self.config.train.clip_norm or math.inf
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if not self._shards_gradients or self.world_size == 1:
+            return clip_grad_norm(params, max_norm)
+        square = clip_grad_norm(params, math.inf).to(self.device).square()  # infinite: only measured
+        dist.all_reduce(square)
+        norm = square.sqrt()
+        gradients = [p.grad for p in params if p.grad is not None]
+        if gradients and math.isfinite(max_norm):
+            torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1))
+        return norm
+
+    def _agree(self, loss: Tensor, stop: int) -> tuple[float, int]:
+        if self.world_size == 1:
+            return loss.item(), stop
+        told = torch.zeros(1 + _STOPS, dtype=torch.float64, device=self.device)
+        told[0] = loss.double() / self.world_size
+        if stop:
+            told[stop] = 1.0
+        dist.all_reduce(told)
+        mean, *stops = told.tolist()
+        return mean, max((number for number, count in enumerate(stops, start=1) if count), default=0)
+
+    def evaluate(self) -> Evaluation:
+        """On every rank the same windows: no collective of a strategy is left alone."""
+        return evaluate(_Evaluated(self), self.windows, self.config.evaluate.batch_size, self.autocast)
+
+    def save(self, folder: Path) -> Path:
+        shared, own = state.capture(self.strategy, self.optimizer, self.rank)
+        shared["progress"] = {"skipped": self.skipped, "in_a_row": self.in_a_row, "seconds": self.seconds}
+        own["rng"] = checkpoint.rng_state(self.device)
+        return checkpoint.save(
+            folder, self.step, shared, own, facts=self.facts, keep=self.config.checkpoint.keep, rank=self.rank,
+            world_size=self.world_size, gather=lambda mine: gather_objects(mine, None),
+        )  # fmt: skip
+
+    def fit(self, folder: Path, log: JsonLines | None = None, say: Say = lambda _: None) -> Outcome:
+        """Train to the end, or until a signal or the time that a speedrun has; the last step is always saved.
+
+        NonFiniteError when more steps in a row than allowed were not finite: the last good checkpoint stays.
+        """
+        train, began, before = self.config.train, time.perf_counter(), self.seconds
+        progress = self._progress()
+        valid, loss, why, saved = None, None, "done", -1
+        with StopSignals() as signals:
+            while self.step < train.steps:
+                late = train.max_seconds is not None and time.perf_counter() - began >= train.max_seconds
+                one, stop = self.train_step(signals.seen or (_TIME if late else 0))
+                self.seconds, loss = before + time.perf_counter() - began, one.loss
+                self._tell(one, log, say, progress)
+                last = self.step == train.steps or stop > 0
+                if last or _due(self.step, self.config.evaluate.interval):
+                    valid = self._validate(log, say)
+                if last or _due(self.step, self.config.checkpoint.interval):
+                    self.save(folder)
+                    saved = self.step
+                if stop and self.step < train.steps:
+                    why = "time" if stop == _TIME else signal.Signals(stop).name
+                    break
+        assert saved == self.step or loss is None
+        return Outcome(self.step, why, loss, valid, self.seconds, self.skipped)
+
+    def _progress(self) -> Progress:
+        config = self.config
+        tokens = config.train.batch_size * config.model.context_length
+        flops = model_flops(config.model, tokens=tokens, context=config.model.context_length, mode="step")
+        gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None
+        peak = peak_flops_per_s(gpu, config.train.precision, self.world_size)
+        return Progress(self.step, config.train.steps, tokens, flops, peak)
+
+    def _tell(self, one: Step, log: JsonLines | None, say: Say, progress: Progress) -> None:
+        facts = {"loss": one.loss, "lr": one.lr, "grad_norm": one.norm, "skipped": self.skipped}
+        if log is not None:
+            log.write(step=self.step, **facts, time_s=round(self.seconds, 3))
+        if not one.taken:
+            say(f"step {self.step:,}: loss {one.loss}, gradient norm {one.norm}: skipped, {self.in_a_row} in a row")
+        if self.in_a_row > self.config.train.max_nonfinite:
+            raise NonFiniteError(
+                f"{self.in_a_row} steps in a row were not finite, up to step {self.step}; {self._where()}the last"
+                " checkpoint stands; lower train.lr, or raise train.max_nonfinite"
+            )
+        if _due(self.step, self.config.train.log_interval) or self.step == self.config.train.steps:
+            say(progress.line(self.step, one.loss, one.lr))
+
+    def _where(self) -> str:
+        """The first module whose output is not finite, on the last batch; of one process."""
+        if self.world_size > 1:
+            return ""
+        self.step -= 1
+        batch = self.batch(self.batches.accumulation - 1)
+        self.step += 1
+        name = first_nonfinite(self.model, lambda: self.model.loss(*batch))
+        return f"first not finite: {name}; " if name else ""
+
+    def _validate(self, log: JsonLines | None, say: Say) -> Evaluation:
+        found = self.evaluate()
+        if log is not None:
+            log.write(step=self.step, valid_loss=found.loss, valid_perplexity=found.perplexity)
+        say(f"step {self.step:,}: validation loss {found.loss:.4f}, perplexity {found.perplexity:,.1f}")
+        return found
+
+
+_STOPS = 64  # numbers of signals, and one that is none
+_TIME = 64
+
+
+class _Evaluated(nn.Module):
+    """The strategy's forward where `evaluate` asks for the model's loss: some strategies gather parameters in it."""
+
+    def __init__(self, trainer: Trainer):
+        super().__init__()
+        self.model = trainer.model
+        self._strategy = [trainer.strategy]
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return self._strategy[0](inputs, targets)
+
+
+def _due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0
