@@ -14,8 +14,9 @@ from benchmarks.model_cells import Cell, cells_of
 from benchmarks.model_gate import Contender, arithmetic, gate
 from benchmarks.model_trial import contender_of, facts_of
 from benchmarks.model_workbench import Workbench
+from benchmarks.sections import ModelSection
 from benchmarks.session import Result, Settings
-from benchmarks.sweeps import ANATOMY_MODES, ModelSection
+from benchmarks.sweeps import ANATOMY_MODES
 from benchmarks.trial import ending, sample
 from lmsys.footprint import training_memory
 from lmsys.measure import memory

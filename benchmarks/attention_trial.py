@@ -8,8 +8,8 @@ import torch
 
 from benchmarks import trial
 from benchmarks.attention_gate import Contender, Gate, gate
+from benchmarks.sections import Axes, Section
 from benchmarks.session import Result, Settings
-from benchmarks.sweeps import Axes, Section
 from benchmarks.trial import ending, sample
 from lmsys import accounting
 from lmsys.attention.contract import AttentionCase

@@ -4,7 +4,8 @@ import difflib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from benchmarks.sweeps import MODES, SWEEPS, Axes, Sweep
+from benchmarks.sections import MODES, Axes, Sweep
+from benchmarks.sweeps import SWEEPS
 from lmsys.config import SIZES
 from lmsys.footprint import MATMUL_BYTES
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.ranks import default_world_size, subgroup
+from benchmarks.sections import CollectiveSection
 from benchmarks.session import NOT_TIMED, Result, Settings
-from benchmarks.sweeps import CollectiveSection
 from lmsys.accounting import bus_factor
 from lmsys.measure.clock import CYCLES_PER_S
 from lmsys.measure.compare import outcome_of

@@ -14,8 +14,8 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from benchmarks.axes import parse_axes, parse_model_axes, parse_parallel_axes, sweep_called
 from benchmarks.model_cells import AUTO, LLAMA, rows_called
 from benchmarks.ranks import joined
+from benchmarks.sections import Axes, Sweep
 from benchmarks.session import ResultFile, Session, Settings, cap_gpu_memory, read_results
-from benchmarks.sweeps import Axes, Sweep
 from lmsys.attention import ATTENTION
 from lmsys.measure.machine import commit
 from lmsys.measure.memory import parse_size

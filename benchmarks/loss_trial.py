@@ -17,8 +17,8 @@ from torch import Tensor
 from benchmarks import trial
 from benchmarks.model_cells import DTYPES
 from benchmarks.model_gate import LOSS_SCALE, ROUNDING, arithmetic, autocast, ratio_of
+from benchmarks.sections import LossSection
 from benchmarks.session import Result, Settings
-from benchmarks.sweeps import LossSection
 from benchmarks.trial import ending, sample, verdict
 from lmsys.attention.compiled import why_no_compiler
 from lmsys.loss import linear_cross_entropy

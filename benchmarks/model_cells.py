@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.sweeps import ModelSection
+from benchmarks.sections import ModelSection
 from lmsys.attention import ATTENTION
 from lmsys.attention.contract import AttentionCase
 from lmsys.config import ModelConfig, model_config

@@ -9,8 +9,8 @@ from benchmarks import trial
 from benchmarks.model_cells import AUTO, DTYPES, LLAMA, Cell
 from benchmarks.model_gate import Contender, arithmetic, gate
 from benchmarks.model_workbench import Workbench, cold_samples
+from benchmarks.sections import MODES
 from benchmarks.session import Result, Settings
-from benchmarks.sweeps import MODES
 from benchmarks.trial import ending, sample
 from lmsys.accounting import FLOPS_OF_STEP, model_flops, model_parameters
 from lmsys.attention import ATTENTION

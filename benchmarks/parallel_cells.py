@@ -6,7 +6,7 @@ from itertools import product
 from typing import Any
 
 from benchmarks.ranks import default_world_size
-from benchmarks.sweeps import ParallelSection
+from benchmarks.sections import ParallelSection
 from lmsys.config import ModelConfig, model_config
 from lmsys.parallel import STRATEGIES
 from lmsys.registry import Entry

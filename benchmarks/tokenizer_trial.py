@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks import trial
+from benchmarks.sections import TokenizerSection
 from benchmarks.session import Result, Settings
-from benchmarks.sweeps import TokenizerSection
 from benchmarks.tokenizer_rows import LABELS, PACKAGES, encoder, ids_of, trainer, why_not
 from benchmarks.trial import ending, sample
 from lmsys.measure.compare import Step, attempt

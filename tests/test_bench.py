@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.axes import parse_axes, sweep_called
 from benchmarks.conftest import RecordedTimer
-from benchmarks.sweeps import Axes, Section
+from benchmarks.sections import Axes, Section
 from lmsys.measure import record
 
 KERNELS = '''

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from benchmarks import anatomy_trial, bench_precision
 from benchmarks.anatomy_trial import TIMELINE_POINTS, anatomy_cells, thinned
+from benchmarks.sections import ModelSection
 from benchmarks.session import Settings
-from benchmarks.sweeps import SWEEPS, ModelSection
+from benchmarks.sweeps import SWEEPS
 from lmsys.config import model_config
 from lmsys.footprint import training_memory
 from lmsys.measure.profile import KINDS

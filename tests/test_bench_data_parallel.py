@@ -16,7 +16,8 @@ from benchmarks.axes import parse_parallel_axes
 from benchmarks.collectives_trial import cells_of as collective_cells
 from benchmarks.parallel_cells import cells_of
 from benchmarks.parallel_workbench import merged
-from benchmarks.sweeps import SWEEPS, CollectiveSection, ParallelSection
+from benchmarks.sections import CollectiveSection, ParallelSection
+from benchmarks.sweeps import SWEEPS
 from lmsys.parallel.adapt import Adapted
 from lmsys.parallel.none import NoSync
 

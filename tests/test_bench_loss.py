@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.loss_trial import BLOCK_LOGITS, Inputs, cells_of, loss_trial, unchunked
+from benchmarks.sections import LossSection
 from benchmarks.session import Settings
-from benchmarks.sweeps import SWEEPS, LossSection
+from benchmarks.sweeps import SWEEPS
 from lmsys.attention.compiled import why_no_compiler
 from lmsys.loss import linear_cross_entropy
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from benchmarks.axes import parse_model_axes
 from benchmarks.model_cells import LLAMA, cells_of, rows_called
 from benchmarks.model_trial import model_trial
+from benchmarks.sections import MODES, ModelSection
 from benchmarks.session import Settings
-from benchmarks.sweeps import MODES, SWEEPS, ModelSection
+from benchmarks.sweeps import SWEEPS
 from lmsys.accounting import model_flops, model_parameters
 from lmsys.attention import ATTENTION
 from lmsys.attention.compiled import why_no_compiler

@@ -12,8 +12,9 @@ import processes
 import pytest
 
 from benchmarks import tokenizer_trial
+from benchmarks.sections import TokenizerSection
 from benchmarks.session import Settings
-from benchmarks.sweeps import SWEEPS, TokenizerSection
+from benchmarks.sweeps import SWEEPS
 from benchmarks.tokenizer_rows import PACKAGES, why_not
 from benchmarks.tokenizer_trial import cells_of
 from benchmarks.tokenizer_trial import tokenizer_trial as run_trial

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.attention_trial import attention_trial, cells_of
+from benchmarks.sections import Axes, Section
 from benchmarks.session import Session, Settings, read_results
-from benchmarks.sweeps import Axes, Section
 from lmsys.attention import ATTENTION
 from lmsys.measure import machine, record
 
