@@ -17,7 +17,7 @@ from benchmarks.model_workbench import Workbench
 from benchmarks.sections import ModelSection
 from benchmarks.session import Result, Settings
 from benchmarks.sweeps import ANATOMY_MODES
-from benchmarks.trial import ending, sample
+from benchmarks.trial import ending, fail_the_good, sample
 from lmsys.footprint import training_memory
 from lmsys.measure import memory
 from lmsys.measure.compare import attempt, release_memory
@@ -50,9 +50,7 @@ def anatomy_trial(cells: list[Cell], settings: Settings, traces: Path | None) ->
     found = {cell.id: Found() for cell in cells}
     with arithmetic(cells[0].precision):
         _, failure = attempt(lambda: _measure(cells, contenders, settings, found, traces))
-    for contender in contenders.values():
-        if failure and contender.outcome == "ok":
-            contender.failed("error", f"the bench failed, not the row: {failure[1]}")
+    fail_the_good(contenders.values(), failure)
     release_memory()
     for cell in cells:
         yield _result(cell, contenders[cell.row], found[cell.id], settings)

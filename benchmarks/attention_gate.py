@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from benchmarks import trial
 from benchmarks.trial import verdict
 from lmsys.attention.contract import AttentionCase, adapt
 from lmsys.measure.clock import synchronize
@@ -22,21 +23,13 @@ SLEEP_CYCLES = 4 * 10**7  # about 20 ms, longer than a warm call takes to launch
 
 
 @dataclass
-class Contender:
+class Contender(trial.Contender):
     """A row with or without gradients, and what has been found out about it."""
 
     entry: Entry
     case: AttentionCase
     call: Callable[..., Tensor] | None = None
-    interpreted: bool = False
     has_float32: bool = False
-    outcome: str = "ok"
-    reason: str | None = None
-    error_ratio: float | None = None
-    compile_s: float | None = None
-
-    def failed(self, outcome: str, reason: str) -> None:
-        self.outcome, self.reason = outcome, reason
 
     def first_call(self, inputs: Inputs) -> None:
         """Load, compile and tune, with nothing live but the inputs: what runs out of memory here is `oom`."""

@@ -19,7 +19,7 @@ from benchmarks.model_cells import DTYPES
 from benchmarks.model_gate import LOSS_SCALE, ROUNDING, arithmetic, autocast, ratio_of
 from benchmarks.sections import LossSection
 from benchmarks.session import Result, Settings
-from benchmarks.trial import ending, sample, verdict
+from benchmarks.trial import ending, fail_the_good, sample, verdict
 from lmsys.attention.compiled import why_no_compiler
 from lmsys.loss import linear_cross_entropy
 from lmsys.measure import memory
@@ -68,18 +68,10 @@ def cells_of(section: LossSection, axes: dict[str, Any], device: str) -> Iterato
 
 
 @dataclass
-class Contender:
+class Contender(trial.Contender):
     """A row, and what has been found out about it."""
 
     call: Loss
-    outcome: str = "ok"
-    reason: str | None = None
-    error_ratio: float | None = None
-    compile_s: float | None = None
-    interpreted: bool = False  # never: on a CPU the loss is plain PyTorch
-
-    def failed(self, outcome: str, reason: str) -> None:
-        self.outcome, self.reason = outcome, reason
 
 
 @dataclass
@@ -155,9 +147,7 @@ def loss_trial(cells: list[Cell], settings: Settings) -> Iterator[Result]:
     with arithmetic(cells[0].precision):
         contenders = {cell.id: contender_of(cell) for cell in cells}
         _, failure = attempt(lambda: _measure(cells, contenders, settings, found))
-    for contender in contenders.values():
-        if failure and contender.outcome == "ok":
-            contender.failed("error", f"the bench failed, not the row: {failure[1]}")
+    fail_the_good(contenders.values(), failure)
     release_memory()
     for cell in cells:
         yield _result(cell, contenders[cell.id], found[cell.id], settings)

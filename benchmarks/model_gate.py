@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from benchmarks import trial
 from benchmarks.attention_gate import interpreted_kernels
 from benchmarks.model_cells import LLAMA
 from benchmarks.trial import verdict
@@ -38,7 +39,7 @@ ROUNDING = AUTOCAST | {"fp32": torch.float32, "tf32": torch.float16}  # by lengt
 
 
 @dataclass
-class Contender:
+class Contender(trial.Contender):
     """A row, eager or compiled, with or without gradients, and what has been found out about it.
 
     attention  a row of the attention table in our model; LLAMA's name: that model
@@ -47,15 +48,7 @@ class Contender:
     attention: str
     compiled: bool
     grad: bool
-    outcome: str = "ok"
-    reason: str | None = None
-    error_ratio: float | None = None
-    compile_s: float | None = None
-    interpreted: bool = False
     loss: float | None = None  # on the case's own batch, after timing
-
-    def failed(self, outcome: str, reason: str) -> None:
-        self.outcome, self.reason = outcome, reason
 
     def model(self, base: TransformerLM, shared: bool) -> nn.Module:
         """The row's model with the weights of `base`: shared, or such that it is the same function."""

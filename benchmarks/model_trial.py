@@ -11,7 +11,7 @@ from benchmarks.model_gate import Contender, arithmetic, gate
 from benchmarks.model_workbench import Workbench, cold_samples
 from benchmarks.sections import MODES
 from benchmarks.session import Result, Settings
-from benchmarks.trial import ending, sample
+from benchmarks.trial import ending, fail_the_good, sample
 from lmsys.accounting import FLOPS_OF_STEP, model_flops, model_parameters
 from lmsys.attention import ATTENTION
 from lmsys.attention.compiled import why_no_compiler
@@ -44,9 +44,7 @@ def model_trial(cells: list[Cell], settings: Settings) -> Iterator[Result]:
     found = {cell.id: Found(failure=_no_graph(cell)) for cell in cells}
     with arithmetic(cells[0].precision):
         _, failure = attempt(lambda: _measure(cells, contenders, settings, found))
-    for contender in contenders.values():
-        if failure and contender.outcome == "ok":
-            contender.failed("error", f"the bench failed, not the row: {failure[1]}")
+    fail_the_good(contenders.values(), failure)
     release_memory()
     for cell in cells:
         yield _result(cell, contenders[cell.row], found[cell.id], settings)

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from benchmarks.model_gate import NUM_BLOCKS, Batch, arithmetic, build, ratio_of
 from benchmarks.parallel_cells import Cell
-from benchmarks.parallel_workbench import Loss, options_of, release, takes_part
+from benchmarks.parallel_workbench import options_of, release, takes_part
 from benchmarks.ranks import subgroup
 from lmsys.config import ModelConfig
+from lmsys.model import Loss
 from lmsys.parallel.adapt import Adapted
 from lmsys.parallel.group import device
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer

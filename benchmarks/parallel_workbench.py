@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.model_gate import Batch, autocast, build
@@ -23,7 +23,7 @@ from benchmarks.session import cap_gpu_memory
 from lmsys.measure import memory
 from lmsys.measure.clock import synchronize
 from lmsys.measure.profile import kind_of
-from lmsys.model import TransformerLM
+from lmsys.model import Loss
 from lmsys.parallel.adapt import Adapted
 from lmsys.parallel.group import device
 from lmsys.parallel.probe import latency_and_bandwidth
@@ -34,17 +34,6 @@ WARM_STEPS = {"cpu": 2, "cuda": 3}  # the first plans buckets, the second runs w
 PROFILED_STEPS = 2
 WORK = {"cpu": ("cpu_op", "user_annotation"), "cuda": ("kernel", "gpu_memcpy", "gpu_memset")}  # categories of a trace
 MOST_INTERVALS = 400  # of a timeline that travels with a result
-
-
-class Loss(nn.Module):
-    """The model's loss as a forward, which is what strategies wrap."""
-
-    def __init__(self, model: TransformerLM):
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return self.model.loss(tokens, targets)
 
 
 def options_of(cell: Cell) -> dict[str, Any]:

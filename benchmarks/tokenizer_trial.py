@@ -18,7 +18,7 @@ from benchmarks import trial
 from benchmarks.sections import TokenizerSection
 from benchmarks.session import Result, Settings
 from benchmarks.tokenizer_rows import LABELS, PACKAGES, encoder, ids_of, trainer, why_not
-from benchmarks.trial import ending, sample
+from benchmarks.trial import ending, fail_the_good, sample
 from lmsys.measure.compare import Step, attempt
 from lmsys.measure.memory import peak_resident_bytes
 from lmsys.measure.record import Record, summarize, trim
@@ -57,16 +57,10 @@ def cells_of(section: TokenizerSection) -> Iterator[Cell]:
 
 
 @dataclass
-class Contender:
+class Contender(trial.Contender):
     """A row, and what has been found out about it."""
 
     make: Callable[[Path], Callable[[], Any]]  # of a text: the function that is timed
-    outcome: str = "ok"
-    reason: str | None = None
-    interpreted: bool = False  # never
-
-    def failed(self, outcome: str, reason: str) -> None:
-        self.outcome, self.reason = outcome, reason
 
 
 @dataclass
@@ -119,9 +113,7 @@ def tokenizer_trial(cells: list[Cell], settings: Settings) -> Iterator[Result]:
         if not failure:
             _, failure = attempt(lambda: _measure(cells, contenders, texts, settings, found))
         text_bytes = texts.timed.stat().st_size if texts else None
-    for contender in contenders.values():
-        if failure and contender.outcome == "ok":
-            contender.failed("error", f"the bench failed, not the row: {failure[1]}")
+    fail_the_good(contenders.values(), failure)
     for cell in cells:
         yield _result(cell, contenders[cell.id], found[cell.id], text_bytes, settings)
 

@@ -1,9 +1,8 @@
 """What the trials of all benchmarks share: sampling cells side by side, and how a cell ends."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from benchmarks.session import NOT_TIMED, Settings
 from lmsys.measure.clock import Clock
@@ -19,6 +18,27 @@ class Found:
     samples: list[float] | None = None
     failure: Failure | None = None
     sm_clock_mhz: float | None = None
+
+
+@dataclass(kw_only=True)
+class Contender:
+    """What has been found out about a row, whose trials derive from this; `interpreted` rows are never timed."""
+
+    outcome: str = "ok"
+    reason: str | None = None
+    error_ratio: float | None = None
+    compile_s: float | None = None
+    interpreted: bool = False
+
+    def failed(self, outcome: str, reason: str) -> None:
+        self.outcome, self.reason = outcome, reason
+
+
+def fail_the_good(contenders: Iterable[Contender], failure: Failure | None) -> None:
+    """What failed outside a row's own calls, if anything did, fails every row that was still good."""
+    for contender in contenders:
+        if failure and contender.outcome == "ok":
+            contender.failed("error", f"the bench failed, not the row: {failure[1]}")
 
 
 def sample(
@@ -55,7 +75,7 @@ def verdict(ratios: Mapping[str, float], judged_as: str) -> tuple[float | None, 
     return worst, ("wrong", f"{name} {size} ({judged_as})")
 
 
-def ending(contender: Any, found: Found) -> tuple[str, str | None, list[float] | None]:
+def ending(contender: Contender, found: Found) -> tuple[str, str | None, list[float] | None]:
     """(outcome, reason, samples) of a cell: what its contender came to, else what failed while it was timed."""
     outcome, reason = contender.outcome, contender.reason
     if outcome == "ok" and found.failure:

@@ -211,3 +211,14 @@ class TransformerLM(nn.Module):
         if case not in self._rows:
             self._rows[case] = adapt(ATTENTION.pick(config.attention, case).load())
         return self._rows[case]
+
+
+class Loss(nn.Module):
+    """The model's loss as a forward, which is what strategies wrap."""
+
+    def __init__(self, model: TransformerLM):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self.model.loss(tokens, targets)

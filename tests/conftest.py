@@ -7,6 +7,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+import torch
 from poison import poison
 
 from lmsys.parallel.group import WorkerGroup
@@ -28,6 +29,15 @@ def ranks() -> Iterator[WorkerGroup]:
     """Four processes that stand ready, on the CPU."""
     with WorkerGroup(4, "gloo", timeout_s=60) as group:
         yield group
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny tensors on several threads wait for each other when the machine is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

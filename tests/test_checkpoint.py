@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -28,13 +27,7 @@ CONFIG = ModelConfig(16, 32, 2, 2, vocab_size=40, context_length=8, attention="n
 STATE = {"x": torch.arange(5.0), "n": 3, "deep": {"list": [1, "two", None, (3.5, True)]}}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny tensors on several threads wait for each other when the machine is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Run:

@@ -1,7 +1,6 @@
 """Evaluation: a mean over tokens, whatever the batches, and the unigram model that knows frequencies only."""
 
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -19,13 +18,7 @@ CONFIG = ModelConfig(8, 16, 1, 2, vocab_size=30, context_length=12, attention="n
 SOURCE = RandomTokens(30, 500)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny tensors on several threads wait for each other when the machine is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @settings(max_examples=15)

@@ -1,7 +1,6 @@
 """Generation: what a cache must not change, and what each way of sampling may give."""
 
 import math
-from collections.abc import Iterator
 from itertools import product
 
 import pytest
@@ -19,13 +18,7 @@ GREEDY = Sampling(temperature=0)
 SAMPLINGS = [GREEDY, Sampling(0.8), Sampling(1.2, 5), Sampling(1.0, None, 0.7)]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny tensors on several threads wait for each other when the machine is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make_model(seed: int = 0, dtype: torch.dtype = torch.float64, **changes: object) -> TransformerLM:

@@ -35,14 +35,7 @@ from lmsys.training.config import RunConfig
 from lmsys.training.log import JsonLines, Progress, read_lines
 from lmsys.training.nonfinite import NonFiniteError
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny tensors on several threads wait for each other when the machine is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)

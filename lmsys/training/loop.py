@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lmsys.accounting import model_flops
-from lmsys.model import TransformerLM
+from lmsys.model import Loss, TransformerLM
 from lmsys.parallel import STRATEGIES
 from lmsys.parallel.adapt import Adapted
 from lmsys.parallel.collectives import gather_objects, size_and_rank
@@ -35,17 +35,6 @@ from lmsys.training.optimizer import AdamW, clip_grad_norm, cosine_schedule, set
 COMPUTE_IN_BF16 = ("fsdp",)  # parameters are gathered in what the matmuls read
 RUNTIME_FIELDS = ("attention", "checkpoint_blocks")  # of a model: how it is computed, not what it is
 Say = Callable[[str], None]
-
-
-class Loss(nn.Module):
-    """The model's loss as a forward, which is what strategies wrap."""
-
-    def __init__(self, model: TransformerLM):
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return self.model.loss(tokens, targets)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from lmsys.parallel.fsdp import Fsdp
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer
 from lmsys.training.checkpoint import Checkpoint, State
 
-PREFIX = "model."  # of the names of what strategies wrap: see loop.Loss
+PREFIX = "model."  # of the names of what strategies wrap: see lmsys.model.Loss
 
 
 def layout(strategy: Adapted) -> str:
