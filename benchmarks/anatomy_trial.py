@@ -40,8 +40,10 @@ class Found(trial.Found):
 
 
 def anatomy_cells(section: ModelSection, axes: Record, rows: list[Entry] | None, device: str) -> Iterator[Cell]:
-    """The section's cells in the modes that can be opened: a backward's or an optimizer's part is in the whole step."""
-    return (cell for cell in cells_of(section, axes, rows, device) if cell.mode in ANATOMY_MODES)
+    """The section's cells that can be opened: a backward's or an optimizer's part is in the whole step, a graph's are
+    those of what it replays."""
+    cells = cells_of(section, axes, rows, device)
+    return (cell for cell in cells if cell.mode in ANATOMY_MODES and cell.compile != "graphed")
 
 
 def anatomy_trial(cells: list[Cell], settings: Settings, traces: Path | None) -> Iterator[Result]:

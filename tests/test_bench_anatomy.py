@@ -94,6 +94,8 @@ def test_cells_have_names_of_their_own() -> None:
             ids = [cell.id for section in one.anatomies for cell in anatomy_cells(section, {}, None, device)]
             assert ids and len(set(ids)) == len(ids) and all(name.startswith("anatomy-") for name in ids)
             assert not [name for name in ids for other in OTHER_SELECTORS if other in name]
+    asked = {"compiles": ("eager", "graphed"), "modes": ("step",)}
+    assert {cell.compile for cell in anatomy_cells(TINY, asked, None, "cuda")} == {"eager"}  # a graph is not opened
     ended = processes.run("anatomy or precision", "--collect-only", "--size", "tiny", "--mode", "optimizer,step")
     tests = [line.partition("::")[2] for line in ended.stdout.splitlines() if "::" in line]
     assert all("-tiny-" in test and "-step-" in test for test in tests if "anatomy" in test)
