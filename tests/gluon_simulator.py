@@ -29,6 +29,7 @@ from torch import Tensor
 
 SOURCES = Path(__file__).parents[1] / "lmsys" / "attention" / "flash_gluon"
 PATIENCE_S = 30.0
+LANDINGS_S: tuple[float | None, ...] = (0.0, 0.002, 0.02)  # after which a load lands; None: once it is waited for
 
 here = threading.local()  # the partition that this thread is
 
@@ -63,7 +64,8 @@ class Barrier:
     """An mbarrier."""
 
     def __init__(self) -> None:
-        self.count = self.pending = self.bytes = self.phase = 0
+        self.count = self.pending = self.bytes = self.phase = self.waiting = 0
+        self.late: list[Callable[[], None]] = []  # loads that land once somebody waits
 
     def arrive(self, count: int = 1, expect: int = 0) -> None:
         with here.machine.change():
@@ -229,8 +231,16 @@ def _expect(barrier: Barrier, size: Any) -> None:
 
 
 def _wait(barrier: Barrier, parity: Any, pred: Any = True) -> None:
-    if bool(pred):
-        here.machine.await_(lambda: barrier.phase & 1 != int(parity), f"mbarrier at parity {int(parity)}")
+    if not bool(pred):
+        return
+    with here.machine.change():
+        barrier.waiting += 1
+        late, barrier.late = barrier.late, []
+    for land in late:
+        land()
+    here.machine.await_(lambda: barrier.phase & 1 != int(parity), f"mbarrier at parity {int(parity)}")
+    with here.machine.change():
+        barrier.waiting -= 1
 
 
 def _init(barrier: Barrier, count: int) -> None:
@@ -250,7 +260,13 @@ def _copy_in(desc: Descriptor, coord: list[Any], barrier: Barrier, target: Share
             target.data.copy_(block)
             barrier.landed(desc.block_type.nbytes)
 
-    timer = threading.Timer(random.choice((0.0, 0.002, 0.02)), land)
+    delay = random.choice(LANDINGS_S)
+    if delay is None:
+        with machine.change():
+            if not barrier.waiting:
+                barrier.late.append(land)
+                return
+    timer = threading.Timer(delay or 0.0, land)
     timer.daemon = True
     timer.start()
 
