@@ -203,7 +203,8 @@ def test_a_graph_is_measured_beside_what_it_replays(settings: Settings, monkeypa
         )
     for precision in ("bf16", "fp16"):
         compiled, graphed = (found[precision, "step", way] for way in ("compiled", "graphed"))
-        assert graphed["peak_bytes"] == pytest.approx(compiled["peak_bytes"], rel=0.3)
+        workspaces = 2**26  # of cuBLAS, which keeps one for each stream
+        assert 0.7 * compiled["peak_bytes"] < graphed["peak_bytes"] < 1.3 * compiled["peak_bytes"] + workspaces
     record = GraphedGradients.record
 
     def of_old_data(self: GraphedGradients, *inputs: Tensor) -> None:

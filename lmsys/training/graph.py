@@ -45,7 +45,7 @@ class GraphedGradients:
         torch.cuda.current_stream().wait_stream(stream)
         self._clear()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=stream):  # which has cuBLAS's workspace by now
             self._loss = self._compute()
         self._gradients = [p.grad for p in self._parameters]
         self._graph = graph
