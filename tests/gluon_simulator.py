@@ -13,6 +13,7 @@ Not simulated: layouts, registers, what 128 threads do apart from one another.
 import ast
 import ctypes
 import itertools
+import math
 import random
 import threading
 import time
@@ -90,26 +91,30 @@ class Shared:
 
     data: Tensor
     unfenced: list[Tensor]
+    together: bool = True  # one stretch of memory
 
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.data.shape)
 
-    def _view(self, data: Tensor) -> "Shared":
-        return Shared(data, self.unfenced)
+    def _view(self, data: Tensor, together: bool = True) -> "Shared":
+        return Shared(data, self.unfenced, together and self.together)
 
     def index(self, i: Any) -> "Shared":
         assert 0 <= int(i) < self.data.shape[0]
         return self._view(self.data[int(i)])
 
     def slice(self, start: int, length: int, dim: int = 0) -> "Shared":
-        return self._view(self.data.narrow(dim, start, length))
+        """Tiles lie in memory as panels of columns, 128 bytes wide."""
+        one_panel = self.data.shape[-1] * self.data.element_size() <= 128
+        return self._view(self.data.narrow(dim, start, length), dim == 0 and one_panel)
 
     def permute(self, order: tuple[int, ...]) -> "Shared":
         return self._view(self.data.permute(order))
 
     def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> "Shared":
-        return self._view(self.data.view(shape))
+        assert self.together, "a slice of several panels read as if it were a tile"
+        return self._view(self.data.flatten().view(dtype)[: math.prod(shape)].view(shape))
 
     def store(self, x: Tensor) -> None:
         self.data.copy_(x)
@@ -126,8 +131,9 @@ class Shared:
 
 
 def _span(x: Tensor) -> tuple[int, int]:
-    start = x.storage_offset()
-    return start, start + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    """The first byte and the last."""
+    last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    return x.storage_offset() * x.element_size(), (x.storage_offset() + last + 1) * x.element_size() - 1
 
 
 def _overlap(x: Tensor, y: Tensor) -> bool:

@@ -314,14 +314,19 @@ def _consumer(
     batch = kv_bh // kv_heads
     kv_head = kv_bh % kv_heads
     row = n * BLOCK_K + WG * 64
-    v.store(narrow(dv, DTYPE))
-    fence_async_shared()
-    store_rows(dv_desc, batch, kv_head, row, v)
+    # Through dq's buffer: as a slice of their tile, the rows of v do not lie together.
+    OUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], DTYPE)
+    out = dqs.index(WG)._reinterpret(DTYPE, [64, D], OUT)
     tma.store_wait(0)
     gl.thread_barrier()
-    v.store(narrow(dk * sm_scale, DTYPE))
+    out.store(narrow(dv, DTYPE))
     fence_async_shared()
-    store_rows(dk_desc, batch, kv_head, row, v)
+    store_rows(dv_desc, batch, kv_head, row, out)
+    tma.store_wait(0)
+    gl.thread_barrier()
+    out.store(narrow(dk * sm_scale, DTYPE))
+    fence_async_shared()
+    store_rows(dk_desc, batch, kv_head, row, out)
     if FUSED:
         wait_for_writes()
         gl.thread_barrier()
