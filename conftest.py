@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--dtype", help="float32, float16, bfloat16")
     group.addoption("--causal", help="yes, no")
     group.addoption("--direction", help="fwd, bwd, fwdbwd")
-    group.addoption("--size", help="of the language model: tiny, small, medium, large, xl, 2.7b")
+    group.addoption("--size", help="of the language model: tiny, small, medium, large, xl, 2.7b, 10b")
     group.addoption("--context", metavar="S", help="sequence lengths of the language model: 512,1024")
     group.addoption("--precision", help="fp32, tf32, bf16 (autocast), fp16 (autocast and loss scaling)")
     group.addoption("--mode", help="forward (inference), train_forward, backward, optimizer, step")

@@ -88,7 +88,8 @@ def test_parameters_are_those_of_the_network(config: ModelConfig) -> None:
 
 def test_parameters_of_the_named_sizes() -> None:
     millions = {name: round(model_parameters(model_config(name)) / 1e6) for name in SIZES}
-    assert millions == {"tiny": 3, "small": 129, "medium": 423, "large": 969, "xl": 1998, "2.7b": 3407}
+    told = {"tiny": 3, "small": 129, "medium": 423, "large": 969, "xl": 1998, "2.7b": 3407, "10b": 12833}
+    assert millions == told
 
 
 @given(configs, st.integers(1, 64), st.integers(1, 4))

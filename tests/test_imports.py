@@ -12,6 +12,7 @@ NO_TORCH = [
     "registry",
     "config",
     "accounting",
+    "scaling",
     "measure/record",
     "training/config",
 ]  # of lmsys; config comes with the model

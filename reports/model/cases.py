@@ -39,7 +39,7 @@ ORDER = {
     "precision": ["fp32", "tf32", "bf16", "fp16"],
     "compile": ["eager", "compiled", "graphed"],
     "impl": [*OURS, *PEERS, "auto", "llama"],
-    "size": ["tiny", "small", "medium", "large", "xl", "2.7b"],
+    "size": ["tiny", "small", "medium", "large", "xl", "2.7b", "10b"],
 }
 TEXT = ["id", "impl", "label", "size", "precision", "mode", "compile", "outcome", "reason", "comparison", "clock"]
 SHAPE = ["batch", "context", "vocab_size", "d_model", "d_ff", "num_layers", "num_heads", "num_parameters"]
