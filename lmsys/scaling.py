@@ -1,8 +1,8 @@
 """Over how many devices one feed-forward layer can be spread before it waits for communication. No torch.
 
-The layer is y = (f(x W1) * (x W2)) W3, x (B, D), W1 and W2 (D, F), W3 (F, D), in 16 bits. Every device computes C FLOP/s
-and sends W bytes/s, while it computes. Only matmuls count: 6·B·D·F operations forward, 12·B·D·F backward. A collective
-is a ring's (`lmsys.accounting.BUS_FACTORS`), its bytes those of the whole tensor.
+The layer is y = (f(x W1) * (x W2)) W3, x (B, D), W1 and W2 (D, F), W3 (F, D), in 16 bits. A device computes C FLOP/s
+and sends W bytes/s at once. Only matmuls count: 6·B·D·F operations forward, 12·B·D·F backward. A collective is
+a ring's (`lmsys.accounting.BUS_FACTORS`), its bytes those of the whole tensor.
 
     data      the batch is divided; backward: gradients of the three weights are all-reduced
     fsdp      weights are divided too; forward and backward: all-gathered; backward: gradients are reduce-scattered
@@ -89,4 +89,3 @@ class Layer:
         room = 3 * self.tokens * self.d_ff * self.bytes_per_s / self.flops_per_s + of_fsdp + of_tensor
         fsdp = min(max(room / 2 / of_fsdp, 1.0), (room - of_tensor) / of_fsdp)
         return fsdp, (room - of_fsdp * fsdp) / of_tensor
-

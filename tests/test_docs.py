@@ -1,0 +1,140 @@
+"""The page of CS336's problems: its commands collect, its names import, its code runs, a report makes its files."""
+
+import importlib
+import json
+import re
+import shlex
+import subprocess
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+import test_reports as attention
+import test_reports_anatomy as anatomy
+import test_reports_model as model
+import test_reports_parallel as parallel
+from processes import ENVIRONMENT, ROOT
+
+from lmsys.training.__main__ import parser
+from lmsys.training.config import RunConfig
+
+PAGE = (ROOT / "docs" / "cs336.md").read_text()
+ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and "`" in line]
+COMMANDS = sorted(set(re.findall(r"`python -m pytest ([^`]*)`", PAGE)))
+NAMES = sorted(set(re.findall(r"`(lmsys\.[\w.]+)`", PAGE)))
+FILES = re.compile(r"`((?:tables|plots)/[^`]*)`")
+SHELL, PYTHON, JSON = (re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL) for kind in ("sh", "python", "json"))
+PROBLEMS = {  # of both handouts, in their order
+    "benchmarking_script", "nsys_profile", "mixed_precision_accumulation", "benchmarking_mixed_precision",
+    "memory_profiling", "gradient_checkpointing", "pytorch_attention", "torch_compile", "flash_forward",
+    "flash_backward", "flash_benchmarking", "distributed_communication_single_node", "naive_ddp",
+    "naive_ddp_benchmarking", "minimal_ddp_flat_benchmarking", "ddp_overlap_individual_parameters",
+    "ddp_overlap_individual_parameters_benchmarking", "ddp_overlap_bucketed", "ddp_bucketed_benchmarking",
+    "communication_accounting", "optimizer_state_sharding", "optimizer_state_sharding_accounting", "fsdp",
+    "fsdp_accounting", "alternate_ring_all_reduce", "data_parallel_calcs", "fsdp_calcs", "tp_calcs", "fsdp_tp_calcs",
+    "leaderboard",
+}  # fmt: skip
+
+
+def test_every_problem_has_a_row() -> None:
+    assert len(PROBLEMS) == 30
+    told = {match[1] for row in ROWS if (match := re.match(r"\| `(\w+)`", row))}
+    assert told >= PROBLEMS
+
+
+@pytest.fixture(scope="module")
+def collected() -> dict[str, list[str]]:
+    """The ids of the tests that each command runs."""
+    arguments = [shlex.split(command.replace("--benchmark-json out.json", "")) for command in COMMANDS]
+    found = subprocess.run(
+        [sys.executable, Path(__file__).with_name("collected.py")],
+        input=json.dumps(arguments), cwd=ROOT, capture_output=True, text=True, timeout=120, env=ENVIRONMENT,
+    )  # fmt: skip
+    assert found.returncode == 0 and not found.stderr, found.stderr
+    return dict(zip(COMMANDS, json.loads(found.stdout), strict=True))
+
+
+def test_every_command_runs_something(collected: dict[str, list[str]]) -> None:
+    assert len(collected) > 15 and not [command for command, ids in collected.items() if not ids]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_import(name: str) -> None:
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[length:]:
+            found = getattr(found, part)
+        return
+    raise AssertionError(f"nothing of {name} can be imported")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A report of made-up cases of the sections that the page's commands run, without the machine's name."""
+    folder = tmp_path_factory.mktemp("cs336")
+    section = {
+        "flash": [("bfloat16", "fwd"), ("float32", "bwd"), ("bfloat16", "fwdbwd")],
+        "leaderboard": [("bfloat16", "fwdbwd")],
+        "eager_compiled": [("float32", "fwd"), ("float32", "bwd")],
+    }
+    records = [
+        attention.case(impl, name, dtype=dtype, direction=direction, causal=name != "eager_compiled")
+        for name, slices in section.items()
+        for dtype, direction in slices
+        for impl in ("naive", "naive_compiled")
+    ]
+    ways = [{"precision": "fp32", "compile": "eager"}, {"precision": "fp32", "compile": "compiled"}, {}]
+    records += [model.case("small", mode, **way) for mode in model.SHARE for way in ways]
+    records += model.warm_up()
+    records += [*(anatomy.case(mode) for mode in ("forward", "step")), *anatomy.STUDIES]
+    for name in ("sizes", "buckets", "sharded"):
+        cells = [parallel.case("none", batch, world) for batch in (2, 4) for world in (1, 2)]
+        cells += [parallel.case("bucketed-25MiB", batch) for batch in (2, 4)]
+        records += [cell | {"section": name, "id": name + cell["id"]} for cell in cells]
+    for megabytes in (1, 10):
+        cell = parallel.collective("all_reduce", megabytes)
+        records.append(cell | {"section": "sizes", "id": f"sizes-W2-nccl-all_reduce-{megabytes}MB"})
+    made = attention.built(folder / "out", attention.save(folder / "r.json", records))
+    return [name.replace("synthetic-gpu-", "").rpartition(".")[0] for name in made]
+
+
+def test_the_report_makes_the_files_of_each_row(files: list[str], collected: dict[str, list[str]]) -> None:
+    checked = 0
+    for row in ROWS:
+        for pattern in FILES.findall(row):
+            assert any(fnmatch(name, pattern) for name in files), f"no report has {pattern}"
+            checked += 1
+            for command in re.findall(r"`python -m pytest ([^`]*)`", row):
+                ids = [one[one.index("[") + 1 :] for one in collected[command] if "[" in one]
+                sections = {one.partition("-")[0] for one in ids}
+                assert any(section in pattern for section in sections), f"{pattern} is not of {sorted(sections)}"
+    assert checked > 40
+
+
+@pytest.mark.parametrize("code", PYTHON, ids=["memory", "paper"])
+def test_its_code_runs(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    small = code.replace('"2.7b", 2048, 4', '"tiny", 32, 2').replace("(1, 2, 4, 8)", "(1,)")
+    exec(compile(small, "docs/cs336.md", "exec"), {})
+    assert capsys.readouterr().out
+
+
+def test_its_settings_and_training_commands_are_read() -> None:
+    (settings,) = JSON
+    config = RunConfig.from_json(settings)
+    assert config.train.accumulation(world_size=2) == 1 and config.train.strategy == "fsdp"
+    lines = [line for block in SHELL for line in block.splitlines() if "lmsys.training" in line]
+    assert len(lines) == 3
+    for line in lines:
+        parser().parse_args(shlex.split(line.partition("-m lmsys.training ")[2]))
+
+
+def test_its_links_lead_somewhere() -> None:
+    assert all((ROOT / "docs" / path).exists() for path in re.findall(r"\]\((?!https)([^)#]+)", PAGE))
+    anchors = re.findall(r"README\.md#([\w-]+)", PAGE)
+    heads = {line.strip("# ").lower().replace(" ", "-") for line in (ROOT / "README.md").read_text().splitlines()}
+    assert anchors and set(anchors) <= heads
