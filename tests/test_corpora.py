@@ -2,6 +2,7 @@
 
 import hashlib
 import http.server
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from lmsys.training import corpora
-from lmsys.training.corpora import END_OF_TEXT, Corpus, corpus_called, stdlib, text_file, tinystories
-from lmsys.training.download import download
+from lmsys.training.__main__ import main
+from lmsys.training.config import DataConfig, RunConfig
+from lmsys.training.corpora import END_OF_TEXT, Corpus, corpus_of, stdlib, text_file, tinystories
+from lmsys.training.download import PAUSES_S, download
 
 CONTENT = bytes(range(256)) * 20_000
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
@@ -153,15 +155,99 @@ def test_busy_servers_are_asked_again_and_others_not(server: Server, tmp_path: P
         download("http://127.0.0.1:1/nobody", tmp_path / "g", pauses_s=())
 
 
+def stories(server: Server, **settings: object) -> DataConfig:
+    """TinyStories from the server here, under two names of its own."""
+    urls = {"url": f"{server.url}-train.txt?raw=1", "valid_url": f"{server.url}-valid.txt"}
+    return DataConfig(**{"corpus": "tinystories", **urls, **settings})  # type: ignore[arg-type]
+
+
 def test_tinystories_are_two_files_of_a_server(server: Server, tmp_path: Path) -> None:
-    base = server.url.removesuffix("/file")
     for _ in range(2):
-        found = tinystories(tmp_path, base, (SHA256, None))
-        assert [part.path.name for part in found.files] == [*corpora.TINYSTORIES_FILES]
+        found = tinystories(tmp_path, stories(server, sha256=SHA256))
+        assert [part.path.name for part in found.files] == ["file-train.txt", "file-valid.txt"]
         assert [part.size for part in found.files] == [len(CONTENT)] * 2
     assert len(server.asked) == 2  # the second time they are there
-    with pytest.raises(ValueError, match="removed"):
-        tinystories(tmp_path / "other", base, ("0" * 64, None))
+    for setting in ("sha256", "valid_sha256"):
+        with pytest.raises(ValueError, match="must be 0+; removed"):
+            tinystories(tmp_path / setting, stories(server, **{setting: "0" * 64}))
+    assert [part.path.name for part in tinystories(tmp_path, stories(server, url=f"{server.url}-2")).files][
+        0
+    ] == "file-2"
+
+
+def test_a_checksum_holds_for_a_file_that_is_there(server: Server, tmp_path: Path) -> None:
+    tinystories(tmp_path, stories(server))  # the first download notes what came
+    assert (tmp_path / "file-train.txt.sha256").read_text() == SHA256
+    tinystories(tmp_path, stories(server, sha256=SHA256.upper(), valid_sha256=SHA256))
+    with pytest.raises(ValueError, match=f"file-valid.txt: its SHA-256 is {SHA256}, and must be 1+; remove it"):
+        tinystories(tmp_path, stories(server, valid_sha256="1" * 64))
+    mine = tmp_path / "file-train.txt"
+    mine.write_bytes(b"another text")
+    os.utime(mine, (note := (tmp_path / "file-train.txt.sha256").stat().st_mtime + 10, note))
+    with pytest.raises(ValueError, match=f"its SHA-256 is {hashlib.sha256(b'another text').hexdigest()}"):
+        tinystories(tmp_path, stories(server, sha256=SHA256))
+    assert mine.read_bytes() == b"another text" and len(server.asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ('{"url": "ftp://host/a.txt"}', "data: url='ftp://host/a.txt' must begin with http:// or https://"),
+        ('{"valid_url": "https://host/"}', "data: valid_url='https://host/' must .* end in a file's name"),
+        ('{"url": "https:///a.txt"}', "data: url='https:///a.txt' must begin"),
+        ('{"url": "http://a/x", "valid_url": "http://b/x?v"}', "data: url='http://a/x' and .* in different names"),
+        ('{"sha256": "abc"}', "data: sha256='abc' must be 64 hexadecimal digits, or null"),
+        ('{"valid_sha256": 3}', "data.valid_sha256: must be a string or null; got 3"),
+        ('{"url": null}', "data.url: must be a string; got null"),
+        ('{"urls": "http://a/x"}', "data.urls: unknown key; did you mean data.url"),
+    ],
+)
+def test_settings_of_a_download_that_are_wrong_are_named(setting: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        RunConfig.from_json(f'{{"data": {setting}}}')
+
+
+def start(tmp_path: Path, *settings: str) -> int:
+    """`python -m lmsys.training tokenizer`, with a corpora folder of its own."""
+    given = [f"output={tmp_path / 'run'}", f"data.folder={tmp_path / 'corpora'}", "model.vocab_size=300", *settings]
+    return main(["tokenizer", *(part for one in given for part in ("--set", one))])
+
+
+def test_a_run_downloads_what_its_settings_say(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmsys.training.download.time.sleep", lambda _: None)
+    where = ["data.corpus=tinystories", f"data.url={server.url}-train", f"data.valid_url={server.url}-valid"]
+    server.status = [503] * (len(PAUSES_S) + 1)
+    assert start(tmp_path, *where) == 1
+    assert f"-train: 503 Service Unavailable, in {len(PAUSES_S) + 1} tries" in capsys.readouterr().err
+    assert start(tmp_path, *where, f"data.sha256={'0' * 64}") == 2
+    assert f"its SHA-256 is {SHA256}, and must be 0" in capsys.readouterr().err
+    server.cuts = [2_000_000]  # goes on by itself
+    assert start(tmp_path, *where, f"data.sha256={SHA256}") == 2  # CONTENT is no text
+    said = capsys.readouterr()
+    assert "downloading file-train: 5.1 of 5.1 MB" in said.out
+    assert "file-train is not UTF-8 text: invalid start byte at byte 128" in said.err
+    assert server.asked[-2:] == ["bytes=2000000-", None]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "must be stdlib, tinystories or the path of a text file"),
+        (b"", "there is no text in"),
+        (b"one" * 100, "has no whitespace to divide it at; name a file for validation"),
+        ("caf\u00e9 au lait ".encode("latin-1") * 100, "is not UTF-8 text: invalid continuation byte at byte 3"),
+    ],
+    ids=["missing", "empty", "one word", "not UTF-8"],
+)
+def test_a_run_says_what_is_wrong_with_its_text(
+    content: bytes | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if content is not None:
+        (tmp_path / "text").write_bytes(content)
+    assert start(tmp_path, f"data.corpus={tmp_path / 'text'}") == 2
+    assert said in capsys.readouterr().err
 
 
 def test_the_standard_library_is_divided_into_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,6 +272,11 @@ def test_the_standard_library_is_divided_into_documents(tmp_path: Path, monkeypa
 
 def test_the_standard_library_of_this_python_is_large(tmp_path: Path) -> None:
     found = stdlib(tmp_path)
+    (other := tmp_path / "other.txt").write_text("for validation")
+    chosen = corpus_of(DataConfig(folder=str(tmp_path), valid=str(other)))
+    assert chosen.train == found.train and chosen.valid[0].read() == b"for validation"
+    with pytest.raises(ValueError, match="gone.txt: there is no such file"):
+        corpus_of(DataConfig(folder=str(tmp_path), valid=str(tmp_path / "gone.txt")))
     sizes = [sum(part.size for part in parts) for parts in (found.train, found.valid)]
     assert sizes[0] > 5_000_000 and 0.01 < sizes[1] / sizes[0] < 0.15
 
@@ -200,7 +291,8 @@ def test_a_text_file_is_divided_between_words(tmp_path: Path) -> None:
     other = tmp_path / "other.txt"
     other.write_text("for validation")
     assert text_file(path, other).valid[0].read() == b"for validation"
-    assert corpus_called(str(path)) == found
+    assert corpus_of(DataConfig(corpus=str(path))) == found
+    assert corpus_of(DataConfig(corpus=str(path), valid=str(other))) == text_file(path, other)
     path.write_text("x" * 1000)
     with pytest.raises(ValueError, match="name a file for validation"):
         text_file(path)
@@ -208,11 +300,11 @@ def test_a_text_file_is_divided_between_words(tmp_path: Path) -> None:
 
 def test_an_unknown_corpus_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="'shakespeare': must be stdlib, tinystories or the path of a text file"):
-        corpus_called("shakespeare")
+        corpus_of(DataConfig(corpus="shakespeare"))
     with pytest.raises(ValueError, match="gone: there is no such file"):
         text_file(tmp_path / "gone")
     monkeypatch.setenv("LMSYS_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path / "nothing"))
     with pytest.raises(ValueError, match="nothing has no modules in source"):
-        corpus_called("stdlib")
+        corpus_of(DataConfig())
     assert isinstance(Corpus("x", (), ()).files, tuple)

@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
         return _failed(NONFINITE, str(error))
     except ValueError as error:
         return _failed(BAD_INPUT, str(error))
-    except SaveError as error:
+    except (SaveError, ConnectionError) as error:
         return _failed(FAILED, str(error))
     except WorkerError as error:
         code = {"ValueError": BAD_INPUT, "NonFiniteError": NONFINITE}.get(error.kind, FAILED)

@@ -1,35 +1,55 @@
 """Every setting of a training run, in plain values: frozen, checked, and JSON there and back. Imports no torch."""
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Self
+from urllib.parse import urlsplit
 
 from lmsys.config import ModelConfig, model_config, overlay, parse_json, parse_setting
 
 PRECISIONS = ("fp32", "bf16")
+TINYSTORIES = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main/TinyStoriesV2-GPT4-"
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """The text, and how it becomes tokens.
 
-    corpus     stdlib, tinystories, or the path of a text file
-    valid      a text file to evaluate on; None: what the corpus holds out
-    folder     where corpora are kept; None: `corpora` in $LMSYS_CACHE_DIR
-    tokenizer  the folder of one that is there; None: one is trained on the corpus, of model.vocab_size tokens
-    processes  of tokenizing, on each rank; None: a rank's share of the cores
+    corpus        stdlib, tinystories, or the path of a text file
+    valid         a text file to evaluate on; None: what the corpus holds out
+    folder        where corpora are kept; None: `corpora` in $LMSYS_CACHE_DIR
+    url           where tinystories is downloaded from; valid_url: the part to evaluate on. A file is kept by the name
+                  that its URL ends in
+    sha256        what the file of url must have, valid_sha256 that of valid_url; None: what its server names, or no
+                  particular one
+    tokenizer     the folder of one that is there; None: one is trained on the corpus, of model.vocab_size tokens
+    processes     of tokenizing, on each rank; None: a rank's share of the cores
     """
 
     corpus: str = "stdlib"
     valid: str | None = None
     folder: str | None = None
+    url: str = TINYSTORIES + "train.txt"
+    sha256: str | None = None
+    valid_url: str = TINYSTORIES + "valid.txt"
+    valid_sha256: str | None = None
     tokenizer: str | None = None
     processes: int | None = None
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "processes")
+        for name in ("url", "valid_url"):
+            parts = urlsplit(value := getattr(self, name))
+            if parts.scheme not in ("http", "https") or not parts.netloc or not file_of(value):
+                raise ValueError(f"{name}={value!r} must begin with http:// or https:// and end in a file's name")
+        if file_of(self.url) == file_of(self.valid_url):
+            raise ValueError(f"url={self.url!r} and valid_url={self.valid_url!r} must end in different names")
+        for name in ("sha256", "valid_sha256"):
+            if (value := getattr(self, name)) is not None and not re.fullmatch("[0-9a-fA-F]{64}", value):
+                raise ValueError(f"{name}={value!r} must be 64 hexadecimal digits, or null")
 
 
 @dataclass(frozen=True)
@@ -193,6 +213,11 @@ class RunConfig:
     @property
     def folder(self) -> Path:
         return Path(self.output)
+
+
+def file_of(url: str) -> str:
+    """The name that a URL ends in."""
+    return urlsplit(url).path.rpartition("/")[2]
 
 
 def _merge(into: dict, more: dict) -> None:

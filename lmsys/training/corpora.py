@@ -4,19 +4,17 @@ import os
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from platform import python_version
-from urllib.parse import urljoin
 
 from lmsys.tokenizer.chunks import Chunk, cut_file, whole
 from lmsys.tokenizer.pretokens import Pretokenizer
-from lmsys.training.download import download
+from lmsys.training.config import DataConfig, file_of
+from lmsys.training.download import download, sha256_of
 
 END_OF_TEXT = "<|endoftext|>"  # stands between documents; a special token of a tokenizer for them
 HELD_OUT = 20  # one file of so many is for validation
-TINYSTORIES_URL = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main/"
-TINYSTORIES_FILES = "TinyStoriesV2-GPT4-train.txt", "TinyStoriesV2-GPT4-valid.txt"
 
 Progress = Callable[[str, int, int], None]  # what is done, how much of it, of how much
 
@@ -58,31 +56,27 @@ def stdlib(folder: Path | None = None) -> Corpus:
 
 
 def tinystories(
-    folder: Path | None = None,
-    url: str = TINYSTORIES_URL,
-    sha256: tuple[str | None, str | None] = (None, None),
-    progress: Progress = lambda *_: None,
+    folder: Path | None = None, settings: DataConfig | None = None, progress: Progress = lambda *_: None
 ) -> Corpus:
     """TinyStories, as GPT-4 wrote it (Eldan & Li 2023, arXiv 2305.07759), 2.2 GB; downloaded where it is not there.
 
-    `url` is the folder of its two files on a server, `sha256` their checksums where they are known beforehand; where
-    the server names them, those are held too.
+    The settings name the URLs of its two files, and their checksums where they are known beforehand. A checksum holds
+    for a file that is there already, too; beside a file stands what it was when it came.
     """
-    folder = folder or default_folder()
-    base = url if url.endswith("/") else url + "/"
-    for name, checksum in zip(TINYSTORIES_FILES, sha256, strict=True):
-        if not (folder / name).is_file():
-            download(urljoin(base, name), folder / name, sha256=checksum, progress=progress)
-    train, valid = (whole(folder / name) for name in TINYSTORIES_FILES)
+    folder, settings = folder or default_folder(), settings or DataConfig()
+    wanted = ((settings.url, settings.sha256), (settings.valid_url, settings.valid_sha256))
+    train, valid = (whole(_download_once(url, folder, sha256, progress)) for url, sha256 in wanted)
     return Corpus("tinystories", (train,), (valid,))
 
 
 def text_file(path: Path, valid: Path | None = None) -> Corpus:
     """A file of UTF-8 and another one to evaluate on; without one, the last twentieth of the first.
 
-    ValueError for a file that is absent or too short to be divided.
+    ValueError for a file that is absent, empty or too short to be divided.
     """
     train = whole(Path(path))
+    if not train.size:
+        raise ValueError(f"there is no text in {path}")
     if valid is not None:
         return Corpus(train.path.stem, (train,), (whole(Path(valid)),))
     with train.path.open("rb") as file:
@@ -93,15 +87,31 @@ def text_file(path: Path, valid: Path | None = None) -> Corpus:
     return Corpus(train.path.stem, (Chunk(train.path, 0, border),), (Chunk(train.path, border, train.stop),))
 
 
-def corpus_called(name: str, folder: Path | None = None, progress: Progress = lambda *_: None) -> Corpus:
-    """`stdlib`, `tinystories` or the path of a text file."""
-    if name == "stdlib":
-        return stdlib(folder)
-    if name == "tinystories":
-        return tinystories(folder, progress=progress)
-    if not Path(name).is_file():
-        raise ValueError(f"corpus {name!r}: must be stdlib, tinystories or the path of a text file")
-    return text_file(Path(name))
+def corpus_of(settings: DataConfig, progress: Progress = lambda *_: None) -> Corpus:
+    """What a run's settings name: `stdlib`, `tinystories` or the path of a text file, and a text to evaluate on."""
+    name, folder = settings.corpus, Path(settings.folder) if settings.folder else None
+    valid = Path(settings.valid) if settings.valid else None
+    if name not in ("stdlib", "tinystories"):
+        if not Path(name).is_file():
+            raise ValueError(f"corpus {name!r}: must be stdlib, tinystories or the path of a text file")
+        return text_file(Path(name), valid)
+    found = stdlib(folder) if name == "stdlib" else tinystories(folder, settings, progress)
+    return found if valid is None else replace(found, valid=(whole(valid),))
+
+
+def _download_once(url: str, folder: Path, sha256: str | None, progress: Progress) -> Path:
+    """ValueError for a file that is there and has another checksum than it is to have."""
+    path = folder / file_of(url)
+    note = path.with_name(path.name + ".sha256")
+    if not path.is_file():
+        found = download(url, path, sha256=sha256, progress=progress)
+        note.write_text(found)
+    elif sha256 is not None:
+        if not note.is_file() or note.stat().st_mtime < path.stat().st_mtime:  # of a file that came in another way
+            note.write_text(sha256_of(path))
+        if (found := note.read_text()) != sha256.lower():
+            raise ValueError(f"{path}: its SHA-256 is {found}, and must be {sha256}; remove it to download it again")
+    return path
 
 
 def _stdlib_documents() -> Iterator[str]:

@@ -32,8 +32,9 @@ def download(
     sha256: str | None = None,
     progress: Callable[[str, int, int], None] = lambda *_: None,
     pauses_s: tuple[float, ...] = PAUSES_S,
-) -> None:
-    """Fetch `url` into `path`. What has come stands in `path`.part until it is whole, and a later call goes on from it.
+) -> str:
+    """Fetch `url` into `path`, and say its SHA-256. What has come stands in `path`.part until it is whole, and a later
+    call goes on from it.
 
     A cut or refused connection is tried again after each of `pauses_s`. The length must be the server's; the SHA-256
     must be `sha256`, and the one that the server names, if it does (X-Linked-ETag).
@@ -57,12 +58,12 @@ def download(
             kept = f"; {part} keeps the {part.stat().st_size:,} bytes that came" if part.is_file() else ""
             raise ConnectionError(f"{url}: {failure}, in {len(pauses_s) + 1} tries{kept}")
         time.sleep(pause_s)
-    if named:
-        found = _sha256(part)
-        if named != {found}:
-            part.unlink()
-            raise ValueError(f"{url}: its SHA-256 is {found}, and must be {' and '.join(sorted(named))}; removed")
+    found = sha256_of(part)
+    if named and named != {found}:
+        part.unlink()
+        raise ValueError(f"{url}: its SHA-256 is {found}, and must be {' and '.join(sorted(named))}; removed")
     part.replace(path)
+    return found
 
 
 def _fetch(url: str, part: Path, progress: Callable[[int, int], None]) -> set[str]:
@@ -101,6 +102,6 @@ def _fetch(url: str, part: Path, progress: Callable[[int, int], None]) -> set[st
     return {tag for tag in tags if re.fullmatch("[0-9a-f]{64}", tag)}
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

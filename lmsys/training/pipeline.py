@@ -11,6 +11,7 @@ A result that is there and was made of the same settings is taken as it is, so a
 import json
 import os
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from lmsys.tokenizer.chunks import Chunk
 from lmsys.training import checkpoint
 from lmsys.training.checkpoint import Checkpoint
 from lmsys.training.config import RunConfig
-from lmsys.training.corpora import END_OF_TEXT, Corpus, corpus_called, text_file
+from lmsys.training.corpora import END_OF_TEXT, Corpus, corpus_of
 from lmsys.training.data import TokenFiles, fixed_windows
 from lmsys.training.evaluation import evaluate, unigram
 from lmsys.training.generation import Sampling, generate
@@ -37,6 +38,7 @@ from lmsys.training.tokens import shards, tokenize_files
 
 STEPS = ("tokenizer", "tokenize", "train", "evaluate", "generate")
 PARTS = ("train", "valid")
+DOWNLOAD_LINES_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -224,10 +226,15 @@ def _newest(place: Place) -> Checkpoint | None:
 
 
 def _corpus(place: Place) -> Corpus:
-    data = place.config.data
-    if data.valid is not None:
-        return text_file(Path(data.corpus), Path(data.valid))
-    return corpus_called(data.corpus, Path(data.folder) if data.folder else None)
+    told = time.monotonic()
+
+    def tell(what: str, done: int, total: int) -> None:
+        nonlocal told
+        if time.monotonic() - told >= DOWNLOAD_LINES_S or done == total:
+            told = time.monotonic()
+            place.say(f"{what}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB")
+
+    return corpus_of(place.config.data, tell)
 
 
 def _tokenizer(place: Place) -> Tokenizer:
