@@ -170,9 +170,7 @@ def test_tinystories_are_two_files_of_a_server(server: Server, tmp_path: Path) -
     for setting in ("sha256", "valid_sha256"):
         with pytest.raises(ValueError, match="must be 0+; removed"):
             tinystories(tmp_path / setting, stories(server, **{setting: "0" * 64}))
-    assert [part.path.name for part in tinystories(tmp_path, stories(server, url=f"{server.url}-2")).files][
-        0
-    ] == "file-2"
+    assert tinystories(tmp_path, stories(server, url=f"{server.url}-2")).train[0].path.name == "file-2"
 
 
 def test_a_checksum_holds_for_a_file_that_is_there(server: Server, tmp_path: Path) -> None:
@@ -194,6 +192,7 @@ def test_a_checksum_holds_for_a_file_that_is_there(server: Server, tmp_path: Pat
     [
         ('{"url": "ftp://host/a.txt"}', "data: url='ftp://host/a.txt' must begin with http:// or https://"),
         ('{"valid_url": "https://host/"}', "data: valid_url='https://host/' must .* end in a file's name"),
+        ('{"url": "https://host/.."}', "data: url='https://host/..' must .* end in a file's name"),
         ('{"url": "https:///a.txt"}', "data: url='https:///a.txt' must begin"),
         ('{"url": "http://a/x", "valid_url": "http://b/x?v"}', "data: url='http://a/x' and .* in different names"),
         ('{"sha256": "abc"}', "data: sha256='abc' must be 64 hexadecimal digits, or null"),

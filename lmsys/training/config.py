@@ -43,7 +43,7 @@ class DataConfig:
         _at_least(self, 1, "processes")
         for name in ("url", "valid_url"):
             parts = urlsplit(value := getattr(self, name))
-            if parts.scheme not in ("http", "https") or not parts.netloc or not file_of(value):
+            if parts.scheme not in ("http", "https") or not parts.netloc or file_of(value) in ("", ".", ".."):
                 raise ValueError(f"{name}={value!r} must begin with http:// or https:// and end in a file's name")
         if file_of(self.url) == file_of(self.valid_url):
             raise ValueError(f"url={self.url!r} and valid_url={self.valid_url!r} must end in different names")
