@@ -31,6 +31,7 @@ from torch import Tensor
 SOURCES = Path(__file__).parents[1] / "lmsys" / "attention" / "flash_gluon"
 PATIENCE_S = 30.0
 LANDINGS_S: tuple[float | None, ...] = (0.0, 0.002, 0.02)  # after which a load lands; None: once it is waited for
+SLOW = 0.0  # share of the CTAs that take much longer than others
 
 here = threading.local()  # the partition that this thread is
 
@@ -45,6 +46,7 @@ class Machine:
     def __init__(self) -> None:
         self.changed = threading.Condition(threading.RLock())
         self.failure: BaseException | None = None
+        self.late: list[tuple[Any, ...]] = []  # stores that nobody waited for: they land when the kernel ends
 
     def await_(self, condition: Callable[[], bool], what: str) -> None:
         with self.changed:
@@ -218,6 +220,7 @@ class Cta:
     program: int
     grid: int
     named: dict[int, list[int]] = field(default_factory=dict)  # number: [threads that have come, times completed]
+    slow: bool = field(default_factory=lambda: random.random() < SLOW)
 
 
 def _scalar(x: Any) -> Any:
@@ -294,11 +297,16 @@ def _read_stores(pending: int) -> None:
 
 def _finish_writes() -> None:
     _read_stores(0)
+    time.sleep(1.0 if here.cta.slow else 0.0)
     with here.machine.change():
-        for desc, coord, block, add in here.writes:
-            inside, kept = desc.parts(coord)
-            desc.x[inside] = block[kept] + (desc.x[inside] if add else 0)
-    here.writes.clear()
+        _land(here.writes)
+
+
+def _land(writes: list[tuple[Any, ...]]) -> None:
+    for desc, coord, block, add in writes:
+        inside, kept = desc.parts(coord)
+        desc.x[inside] = block[kept] + (desc.x[inside] if add else 0)
+    writes.clear()
 
 
 def _fence(cluster: bool = False) -> None:
@@ -311,7 +319,7 @@ def _matmul(a: Any, b: Shared, acc: Any, *, use_acc: bool = True, is_async: bool
     assert is_async
     token = Token(a, b, acc if use_acc else None)
     here.matmuls.append(token)
-    time.sleep(random.choice((0, 0, 0.001)))  # others may come in between
+    time.sleep(0.15 if here.cta.slow else random.choice((0, 0, 0.001)))  # others may come in between
     return token
 
 
@@ -390,7 +398,9 @@ def _specialize(functions: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
         _enter(machine, cta)
         try:
             function(*arguments)
-            _finish_writes()
+            _read_stores(0)
+            with machine.change():
+                machine.late += here.writes
             assert not here.matmuls, "a matmul was never waited for"
         except BaseException as error:
             with machine.change():
@@ -471,6 +481,7 @@ def kernels(module: str) -> dict[str, Any]:
     stand_ins |= {  # in assembly, or from the compiler
         "named_barrier": _named_barrier,
         "wait_for_writes": _finish_writes,
+        "fence_async_global": lambda: None,
         "tma_reduce_add": lambda desc, coord, source: _copy_out(desc, coord, source, add=True),
         "narrow": lambda x, dtype: x.to(dtype),
         "scale_rows": lambda x, factor: x * factor[:, None],
@@ -515,6 +526,7 @@ def launch(kernel: Callable[..., None], grid: int, at_once: int, *args: Any, **c
         thread.start()
     for thread in processors:
         thread.join()
+    _land(machine.late)
     if machine.failure is not None:
         raise machine.failure
 

@@ -70,7 +70,8 @@ def backward(
     constants = {
         "BLOCK_Q": block_q, "D": head_dim, "CAUSAL": causal, "RAGGED": ragged, "GROUPED": grouped,
         "PREFETCH": plan.prefetch, "NAMED": plan.named, "DETERMINISTIC": deterministic,
-        "FUSED": plan.fused and not deterministic,
+        "RECYCLED": plan.recycled and not deterministic,
+        "REGISTERS": plan.registers,
     }  # fmt: skip
     return compile_kernel(backward_kernel, signature, constants, maxnreg=168)
 

@@ -78,7 +78,7 @@ def test_every_forward_plan(head_dim: int, causal: bool, plan: Any, length: int,
 
 
 @known
-@pytest.mark.parametrize("mode", ["fused", "apart", "deterministic"])
+@pytest.mark.parametrize("mode", ["recycled", "apart", "deterministic"])
 @pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
@@ -89,11 +89,13 @@ def test_every_way_through_the_backward(
 ) -> None:
     from lmsys.attention.flash_gluon.plans import BackwardPlan
 
-    head_dim = [64, 128][seed % 2]
-    case = AttentionCase(1, 3, 3 // group, length, 1 + seed % 420, head_dim, "bfloat16", causal, grad=True)
+    head_dim, batch, keys = [64, 128][seed % 2], 1, 1 + seed % 420
+    if mode == "recycled":  # which takes many heads
+        batch, length, keys = 6, 1 + length // 2, 1 + keys // 3
+    case = AttentionCase(batch, 3, 3 // group, length, keys, head_dim, "bfloat16", causal, grad=True)
     x = make_inputs(case, seed)
     scale = head_dim**-0.5
-    plan = BackwardPlan(prefetch, named, mode == "fused", seed % 3)
+    plan = BackwardPlan(prefetch, named, mode == "recycled", 240, seed % 3)
     with simulated():
         o, lse = product()._forward(x.q, x.k, x.v, causal, scale)
         dq, dk, dv = product()._backward(x.q, x.k, x.v, o, lse, x.do, causal, scale, mode == "deterministic", plan)
@@ -120,16 +122,26 @@ MUTANTS = [  # module, what stands there, what is put in its place: each would c
     ("backward", "_await_free(do_empty, stage, step, NAMED, DO_FREE)\n", "pass\n"),
     ("backward", '    named_barrier("sync", EXCHANGE, 256)\n', ""),
     ("backward", "            gl.atomic_add(tickets + before, 1)\n    buffer", "            pass\n    buffer"),
-    ("backward", "    if FUSED:\n        wait_for_writes()\n", "    if FUSED:\n"),
 ]  # fmt: skip
 
 
+MUTANTS_OF_SUMS = [  # memory of dq used again too early, which shows where some CTAs take much longer than others
+    ("backward", "        wait_for_writes()  # of dq\n", "        tma.store_wait(0)\n"),
+    ("backward", "        mbarrier.wait(ended, 0)\n", "        pass\n"),
+    ("backward", "        while seen != ctas:\n", "        while False:\n"),
+    ("backward", "            gl.store(sums, gl.zeros([ROWS, D], gl.float32, TILE), mask=inside)\n", ""),
+]
+SIZES = (1, 600, 600), (1, 1500, 60)  # batch, queries, keys
+OF_SUMS = 6, 60, 50  # so many heads that memory of dq is used again
+AS_THEY_COME, ONCE_WAITED_FOR = (0.0, 0.002, 0.02), (None,)  # loads; by the second none lands in time by luck
+
+
 @known
-@pytest.mark.parametrize("mutant", range(len(MUTANTS)))
-def test_the_simulation_catches_a_wait_left_out(mutant: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mutant", [*MUTANTS, *MUTANTS_OF_SUMS], ids=range(len(MUTANTS) + len(MUTANTS_OF_SUMS)))
+def test_the_simulation_catches_a_wait_left_out(mutant: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     import gluon_simulator
 
-    module, there, instead = MUTANTS[mutant]
+    module, there, instead = mutant
     read = Path.read_text
 
     def mutated(path: Path, *args: Any, **options: Any) -> str:
@@ -141,41 +153,50 @@ def test_the_simulation_catches_a_wait_left_out(mutant: int, monkeypatch: pytest
 
     monkeypatch.setattr(Path, "read_text", mutated)
     monkeypatch.setattr(gluon_simulator, "PATIENCE_S", 3.0)
-    sizes = (600, 600), (1500, 60)
-    if any(wrong(*size) for size in sizes):
-        return
-    monkeypatch.setattr(
-        gluon_simulator, "LANDINGS_S", (None,)
-    )  # however busy the machine, no load lands in time by luck
-    assert any(wrong(*size) for size in sizes), there
+    if mutant in MUTANTS_OF_SUMS:
+        monkeypatch.setattr(gluon_simulator, "SLOW", 0.2)
+        assert any(wrong(*OF_SUMS) for _ in range(6)), there
+    else:
+        if any(wrong(*size) for size in SIZES):
+            return
+        monkeypatch.setattr(gluon_simulator, "LANDINGS_S", ONCE_WAITED_FOR)
+        assert any(wrong(*size) for size in SIZES), there
 
 
-def wrong(queries: int, keys: int) -> bool:
+def wrong(batch: int, queries: int, keys: int) -> bool:
     """Whether a simulated run with so many queries and keys fails, hangs, errs or does not repeat."""
-    case = AttentionCase(1, 3, 3, queries, keys, 64, "bfloat16", True, grad=True)
+    from lmsys.attention.flash_gluon.plans import BackwardPlan
+
+    plan = BackwardPlan(False, True, True, 240, 0)
+    case = AttentionCase(batch, 3, 3, queries, keys, 64, "bfloat16", True, grad=True)
     x = make_inputs(case, 0)
     arguments = x.q, x.k, x.v
     try:
         with simulated():
             o, lse = product()._forward(*arguments, True, 0.125)
             arguments = *arguments, o, lse, x.do, True, 0.125
-            grads, first, second = (product()._backward(*arguments, mode) for mode in (False, True, True))
+            modes = (False,) if (batch, queries, keys) == OF_SUMS else (False, True, True)
+            grads, *repeats = (product()._backward(*arguments, mode, plan) for mode in modes)
     except AssertionError:
         return True
     outputs = dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *grads), strict=True))
     ratios = Oracle(case, x).error_ratios(outputs, rms=True)
-    return max(ratios.values()) > 1 or not all(
-        torch.equal(one, other) for one, other in zip(first, second, strict=True)
-    )
+    return max(ratios.values()) > 1 or not all(torch.equal(*both) for both in zip(*repeats, strict=True))
 
 
 @known
-@pytest.mark.parametrize("landings", [(0.0, 0.002, 0.02), (None,)])
-def test_the_simulation_itself_finds_nothing_wrong(landings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("landings", "slow", "sizes"),
+    [(AS_THEY_COME, 0.0, SIZES), (ONCE_WAITED_FOR, 0.0, SIZES), (ONCE_WAITED_FOR, 0.2, (OF_SUMS,))],
+)
+def test_the_simulation_itself_finds_nothing_wrong(
+    landings: Any, slow: float, sizes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import gluon_simulator
 
     monkeypatch.setattr(gluon_simulator, "LANDINGS_S", landings)
-    assert not wrong(600, 600) and not wrong(1500, 60)
+    monkeypatch.setattr(gluon_simulator, "SLOW", slow)
+    assert not any(wrong(*size) for size in sizes)
 
 
 @cache

@@ -1,9 +1,12 @@
 """The backward: one pass over tiles of keys, five matmuls for each tile of queries, dq added up in global memory.
 
 After FlashAttention-2 (Dao 2023, arXiv 2307.08691, Algorithm 2) with the transposed scores of FlashAttention-3:
-P and dS leave the registers of one matmul for the next. `prepare_kernel` comes before: delta = rowsum(o * do), the
-log-sum-exp in base 2, and zeros in dq. `convert_kernel` comes after, unless the last CTA to add to a tile of dq
-converts it (FUSED).
+P and dS leave the registers of one matmul for the next. dq is added up in float32. `prepare_kernel` comes before:
+delta = rowsum(o * do), the log-sum-exp in base 2, and zeros for dq; `convert_kernel` comes after: dq in its own dtype.
+
+RECYCLED, for what they read and write again, a quarter of the time at 1k: CTAs come in chunks of a GPU's worth of
+heads, and there is float32 dq for 2 LAG of them, which stays in the L2 cache. The producer, which has time, rounds
+the sums of the head at its place LAG chunks ago, a share in every step, and leaves zeros for LAG chunks on.
 
 Legend: B batch, H query heads, Hkv key heads, G = H / Hkv, Q queries, K keys, D head dimension.
 """
@@ -23,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from lmsys.attention.flash_gluon.hopper import (
     FIRST_BARRIER,
     barriers,
+    fence_async_global,
     load_rows,
     named_barrier,
     narrow,
@@ -39,6 +43,8 @@ EXCHANGE = FIRST_BARRIER  # named barriers: both consumers have written dS; then
 Q_FREE = gl.constexpr(FIRST_BARRIER.value + 1)
 DO_FREE = gl.constexpr(FIRST_BARRIER.value + 1 + STAGES.value)
 NEVER = gl.constexpr(2**31 - 1)
+ROUNDED = gl.constexpr(1024)  # numbers that the producer rounds at once
+LAG = gl.constexpr(2)  # chunks: when one begins, the CTAs of the one two before have ended, or are about to
 
 
 @gluon.jit
@@ -71,16 +77,62 @@ def _next_tile(head, m, first, num_tiles, GROUPED: gl.constexpr):
 
 
 @gluon.jit
+def _await_chunk(progress, kv_bh, parameters):
+    """Until the CTAs of LAG chunks ago have ended: their sums are whole, and those of this chunk's place cleared."""
+    size = gl.load(parameters + 13).to(gl.int32)
+    chunk = kv_bh // size
+    if chunk >= LAG:
+        ctas = size * gl.load(parameters + 1).to(gl.int32)
+        seen = gl.atomic_add(progress + (chunk - LAG), 0)
+        while seen != ctas:
+            seen = gl.atomic_add(progress + (chunk - LAG), 0)
+        fence_async_global()
+
+
+@gluon.jit
+def _round_share(parameters, bh, share, D: gl.constexpr, DTYPE: gl.constexpr):
+    """Rounds a share of the sums of query head `bh`, LAG chunks ago, to dq, and leaves zeros in their place."""
+    ROWS: gl.constexpr = ROUNDED // D
+    TILE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    H = gl.load(parameters + 3).to(gl.int32)
+    Q = gl.load(parameters + 5).to(gl.int32)
+    bh -= LAG * (gl.load(parameters + 13) * gl.load(parameters + 4)).to(gl.int32)
+    if bh >= 0:
+        rows_each = gl.load(parameters + 15).to(gl.int32)
+        start = share * rows_each
+        stop = gl.minimum(start + rows_each, Q)
+        rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, TILE))
+        cols = gl.arange(0, D, layout=gl.SliceLayout(0, TILE))
+        sm_scale = gl.load(parameters + 12).to(gl.int32).to(gl.float32, bitcast=True)
+        stride_q = gl.load(parameters + 8)
+        sums_ptr = gl.multiple_of(gl.load(parameters + 10).to(gl.pointer_type(gl.float32)), 16)
+        dq_ptr = gl.multiple_of(gl.load(parameters + 9).to(gl.pointer_type(DTYPE)), 16)
+        slot = (bh % gl.load(parameters + 14).to(gl.int32)).to(gl.int64) * Q
+        place = (bh // H) * gl.load(parameters + 6) + (bh % H) * gl.load(parameters + 7)
+        for row in range(start, stop, ROWS):
+            inside = (row + rows < stop)[:, None]
+            sums = sums_ptr + (slot + row) * D + (rows * D)[:, None] + cols[None, :]
+            x = gl.load(sums, mask=inside, other=0.0, cache_modifier=".cg")
+            gl.store(sums, gl.zeros([ROWS, D], gl.float32, TILE), mask=inside)
+            out = dq_ptr + (place + row * stride_q) * 8 + (rows * stride_q * 8)[:, None] + cols[None, :]
+            gl.store(out, (x * sm_scale).to(DTYPE), mask=inside)
+
+
+@gluon.jit
 def _producer(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, kvs, ring, work, H, Q_PADDED,
-    BLOCK_Q: gl.constexpr, GROUPED: gl.constexpr, NAMED: gl.constexpr,
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, parameters, progress, kvs, ring, ended, work, H, Q_PADDED,
+    D: gl.constexpr, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, GROUPED: gl.constexpr, NAMED: gl.constexpr,
+    RECYCLED: gl.constexpr,
 ):  # fmt: skip
     ks, vs, kv_full = kvs
     qs, lses, q_full, q_empty, dos, deltas, do_full, do_empty = ring
-    batch, kv_head, head, n, first, num_tiles, steps = work
+    batch, kv_head, kv_heads, head, n, first, num_tiles, steps = work
     mbarrier.expect(kv_full, 2 * k_desc.block_type.nbytes)
     load_rows(k_desc, batch, kv_head, n * BLOCK_K, kv_full, ks)
     load_rows(v_desc, batch, kv_head, n * BLOCK_K, kv_full, vs)
+    shares = n * num_tiles  # of the key tiles before this one, which has one for each of its own
+    if CAUSAL:
+        shares -= n * (n - 1) // 2 * (BLOCK_K // BLOCK_Q)
     m = first
     for step in range(steps):
         stage = step % STAGES
@@ -90,15 +142,25 @@ def _producer(
         mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + 4 * BLOCK_Q)
         load_rows(q_desc, batch, head, row, q_full.index(stage), qs.index(stage))
         tma.async_copy_global_to_shared(lse_desc, [padded], q_full.index(stage), lses.index(stage))
+        if RECYCLED:  # noqa: SIM102 - known when compiling, unlike the next
+            if step == 0:
+                _await_chunk(progress, batch * kv_heads + kv_head, parameters)
         _await_free(do_empty, stage, step, NAMED, DO_FREE)
         mbarrier.expect(do_full.index(stage), do_desc.block_type.nbytes + 4 * BLOCK_Q)
         load_rows(do_desc, batch, head, row, do_full.index(stage), dos.index(stage))
         tma.async_copy_global_to_shared(delta_desc, [padded], do_full.index(stage), deltas.index(stage))
+        if RECYCLED:
+            _round_share(parameters, batch * H + head, shares + m - first, D, q_desc.dtype)
         head, m = _next_tile(head, m, first, num_tiles, GROUPED)
     if NAMED:  # every arrival has to be met before the CTA may end
         for step in range(gl.maximum(steps - STAGES, 0), steps):
             named_barrier("sync", DO_FREE + step % STAGES, 384)
             named_barrier("sync", Q_FREE + step % STAGES, 384)
+    if RECYCLED:
+        mbarrier.wait(ended, 0)
+        fence_async_global()
+        gl.thread_barrier()
+        gl.atomic_add(progress + (batch * kv_heads + kv_head) // gl.load(parameters + 13).to(gl.int32), 1)
 
 
 @gluon.jit
@@ -226,56 +288,12 @@ def _assignment(index, num_key_tiles, num_heads, at_once, DETERMINISTIC: gl.cons
 
 
 @gluon.jit
-def _convert_completed(
-    parameters, kv_bh, n, num_key_tiles, sm_scale,
-    WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, DTYPE: gl.constexpr,
-):  # fmt: skip
-    """Counts this key tile at all the tiles of dq that it added to; those that it completes are rounded to dq."""
-    G = gl.load(parameters + 4).to(gl.int32)
-    Q = gl.load(parameters + 5).to(gl.int32)
-    stride_b = gl.load(parameters + 6)
-    stride_h = gl.load(parameters + 7)
-    stride_q = gl.load(parameters + 8)
-    H = gl.load(parameters + 3).to(gl.int32)
-    tickets = gl.load(parameters + 9).to(gl.pointer_type(gl.int32))
-    dq_ptr = gl.multiple_of(gl.load(parameters + 10).to(gl.pointer_type(DTYPE)), 16)
-    dq32_ptr = gl.multiple_of(gl.load(parameters + 11).to(gl.pointer_type(gl.float32)), 16)
-    num_tiles = gl.cdiv(Q, BLOCK_Q)
-    first = n * BLOCK_K // BLOCK_Q if CAUSAL else 0
-    FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    TILE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    for bh in range(kv_bh * G, kv_bh * G + G):
-        for start in range(first, num_tiles, 128):
-            tiles = start + gl.arange(0, 128, layout=FLAT)
-            ours = tiles < num_tiles
-            adders = _last_adder(tiles, num_key_tiles, CAUSAL, BLOCK_Q) + 1
-            count = gl.full([128], 1, gl.int32, FLAT)
-            seen = gl.atomic_add(tickets + (bh * num_tiles + tiles) * 2 + WG, count, mask=ours)
-            completed = gl.where(ours & (seen == adders - 1), tiles, NEVER)
-            tile = gl.min(completed, 0)
-            while tile != NEVER:
-                rows = tile * BLOCK_Q + gl.arange(0, 64, layout=gl.SliceLayout(1, TILE))
-                cols = gl.arange(0, 64, layout=gl.SliceLayout(0, TILE))
-                if D == 128:
-                    cols += WG * 64
-                else:
-                    rows += WG * 64
-                inside = (rows < Q)[:, None]
-                source = dq32_ptr + (bh.to(gl.int64) * Q + rows)[:, None] * D + cols[None, :]
-                dq = gl.load(source, mask=inside, other=0.0, cache_modifier=".cg")
-                place = (bh // H) * stride_b + (bh % H) * stride_h + rows * stride_q
-                gl.store(dq_ptr + place[:, None] * 8 + cols[None, :], (dq * sm_scale).to(DTYPE), mask=inside)
-                completed = gl.where(completed == tile, NEVER, completed)
-                tile = gl.min(completed, 0)
-
-
-@gluon.jit
 def _consumer(
-    dq_desc, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss, dqs,
+    dq_desc, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, ended, dss, dqs,
     bh, n, first, num_tiles, steps, masked_until, K, num_key_tiles,
     WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
     GROUPED: gl.constexpr, PREFETCH: gl.constexpr, NAMED: gl.constexpr,
-    DETERMINISTIC: gl.constexpr, FUSED: gl.constexpr,
+    DETERMINISTIC: gl.constexpr, RECYCLED: gl.constexpr,
 ):  # fmt: skip
     ks, vs, kv_full = kvs
     DTYPE: gl.constexpr = dk_desc.dtype
@@ -308,8 +326,8 @@ def _consumer(
     kv_heads = gl.load(parameters).to(gl.int32)
     num_key_tiles = gl.load(parameters + 1).to(gl.int32)
     num_heads = gl.load(parameters + 2).to(gl.int32)
-    at_once = gl.load(parameters + 12).to(gl.int32)
-    sm_scale = gl.load(parameters + 13).to(gl.int32).to(gl.float32, bitcast=True)
+    at_once = gl.load(parameters + 11).to(gl.int32)
+    sm_scale = gl.load(parameters + 12).to(gl.int32).to(gl.float32, bitcast=True)
     kv_bh, n = _assignment(gl.program_id(0), num_key_tiles, num_heads, at_once, DETERMINISTIC, CAUSAL)
     batch = kv_bh // kv_heads
     kv_head = kv_bh % kv_heads
@@ -322,17 +340,17 @@ def _consumer(
     out.store(narrow(dv, DTYPE))
     fence_async_shared()
     store_rows(dv_desc, batch, kv_head, row, out)
-    tma.store_wait(0)
+    if RECYCLED:
+        wait_for_writes()  # of dq
+    else:
+        tma.store_wait(0)
     gl.thread_barrier()
+    if RECYCLED:
+        mbarrier.arrive(ended, count=1)
     out.store(narrow(dk * sm_scale, DTYPE))
     fence_async_shared()
     store_rows(dk_desc, batch, kv_head, row, out)
-    if FUSED:
-        wait_for_writes()
-        gl.thread_barrier()
-        _convert_completed(parameters, kv_bh, n, num_key_tiles, sm_scale, WG, D, BLOCK_Q, CAUSAL, DTYPE)
-    else:
-        tma.store_wait(0)
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["num_heads", "H", "G", "Q", "Q_PADDED", "K", "num_key_tiles", "at_once"])
@@ -340,12 +358,13 @@ def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, parameters, tickets,
     scale, num_heads, H, G, Q, Q_PADDED, K, num_key_tiles, at_once,
     BLOCK_Q: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, GROUPED: gl.constexpr,
-    PREFETCH: gl.constexpr, NAMED: gl.constexpr, DETERMINISTIC: gl.constexpr, FUSED: gl.constexpr,
+    PREFETCH: gl.constexpr, NAMED: gl.constexpr, DETERMINISTIC: gl.constexpr, RECYCLED: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv; dq / sm_scale is added to float32 zeros, and if FUSED also rounded to dq.
+    """dk and dv; dq / sm_scale is added to float32 zeros, and if RECYCLED all but the last LAG chunks' rounded to dq.
 
-    `scale` is in base 2; `parameters` are those of `prepare_kernel`; `tickets` zeros, two for each tile of queries;
-    `num_heads` is B Hkv.
+    `scale` is in base 2; `parameters` are those of `prepare_kernel`; `tickets` zeros: if DETERMINISTIC two for each
+    tile of queries, if RECYCLED one for each chunk; `num_heads` is B Hkv.
     RAGGED: K is no multiple of BLOCK_K (which a causal kernel need not be told). GROUPED: G > 1.
     """
     DTYPE: gl.constexpr = q_desc.dtype
@@ -362,6 +381,7 @@ def backward_kernel(
     dss = gl.allocate_shared_memory(DTYPE, [2, BLOCK_K, BLOCK_Q], DS_LAYOUT)
     dqs = gl.allocate_shared_memory(gl.float32, [2, 64, 64], DQ_LAYOUT)
     kvs = ks, vs, barriers(1, 1).index(0)
+    ended = barriers(1, 2).index(0)
     ring = (
         qs, lses, barriers(STAGES, 1), barriers(STAGES, 2), dos, deltas, barriers(STAGES, 1), barriers(STAGES, 2)
     )  # fmt: skip
@@ -381,38 +401,40 @@ def backward_kernel(
     if GROUPED:
         steps *= G
     bh = kv_bh * G
-    work = batch, kv_head, kv_head * G, n, first, num_tiles, steps
+    if RECYCLED:
+        bh = bh % gl.load(parameters + 14).to(gl.int32)
+    work = batch, kv_head, H // G, kv_head * G, n, first, num_tiles, steps
     gl.warp_specialize([
             (_producer, (
-                q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, kvs, ring, work, H, Q_PADDED, BLOCK_Q,
-                GROUPED, NAMED
+                q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, parameters, tickets, kvs, ring, ended, work, H,
+                Q_PADDED, D, BLOCK_Q, CAUSAL, GROUPED, NAMED, RECYCLED
             )),
             (_consumer, (
-                dq_desc, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss, dqs, bh, n, first,
+                dq_desc, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, ended, dss, dqs, bh, n, first,
                 num_tiles, steps, masked_until, K, num_key_tiles, 0, D, BLOCK_Q, CAUSAL or RAGGED, CAUSAL, GROUPED,
-                PREFETCH, NAMED, DETERMINISTIC, FUSED
+                PREFETCH, NAMED, DETERMINISTIC, RECYCLED
             )),
             (_consumer, (
-                dq_desc, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss, dqs, bh, n, first,
+                dq_desc, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, ended, dss, dqs, bh, n, first,
                 num_tiles, steps, masked_until, K, num_key_tiles, 1, D, BLOCK_Q, CAUSAL or RAGGED, CAUSAL, GROUPED,
-                PREFETCH, NAMED, DETERMINISTIC, FUSED
+                PREFETCH, NAMED, DETERMINISTIC, RECYCLED
             )),
-    ], [4, 4], [240, 240])  # fmt: skip
+    ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
 
 
 @triton.jit(
     do_not_specialize=[
-        "num_heads", "H", "G", "Q", "Q_PADDED", "num_key_tiles", "at_once", "num_tickets",
-        "o_b", "o_h", "o_q", "do_b", "do_h", "do_q", "dq_b", "dq_h", "dq_q",
+        "num_heads", "H", "G", "Q", "Q_PADDED", "num_key_tiles", "at_once", "chunk", "ring", "rows_each",
+        "num_tickets", "o_b", "o_h", "o_q", "do_b", "do_h", "do_q", "dq_b", "dq_h", "dq_q",
     ]
 )  # fmt: skip
 def prepare_kernel(
     o_ptr, do_ptr, lse_ptr, lse2_ptr, delta_ptr, dq_ptr, dq32_ptr, tickets, parameters, sm_scale,
-    num_heads, H, G, Q, Q_PADDED, num_key_tiles, at_once, num_tickets,
+    num_heads, H, G, Q, Q_PADDED, num_key_tiles, at_once, chunk, ring, rows_each, num_tickets,
     o_b, o_h, o_q, do_b, do_h, do_q, dq_b, dq_h, dq_q,
     ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """delta and the log-sum-exp in base 2 (B H, Q_PADDED), zeros in dq and tickets. Strides are in 8 elements.
+    """delta and the log-sum-exp in base 2 (B H, Q_PADDED), zeros in dq (ring, Q, D) and tickets. Strides count 8.
 
     The last tiles come first, so that the L2 cache holds those that the next kernel begins with.
     """
@@ -434,13 +456,13 @@ def prepare_kernel(
     tl.store(lse2_ptr + padded, lse * 1.4426950408889634)
     tl.store(delta_ptr + padded, tl.sum(o * do, 1))
     dq = dq32_ptr + (bh.to(tl.int64) * Q + rows)[:, None] * D + cols[None, :]
-    tl.store(dq, tl.zeros([ROWS, D], tl.float32), mask=inside[:, None])
+    tl.store(dq, tl.zeros([ROWS, D], tl.float32), mask=inside[:, None] & (bh < ring))
     per_program = tl.cdiv(num_tickets, tl.num_programs(0))
     for first in range(0, per_program, 128):
         ticket = program * per_program + first + tl.arange(0, 128)
         last = tl.minimum((program + 1) * per_program, num_tickets)
         tl.store(tickets + ticket, tl.zeros([128], tl.int32), mask=ticket < last)
-    if program == 0:  # for the end of `backward_kernel`
+    if program == 0:  # for what would occupy registers all through `backward_kernel`
         tl.store(parameters, H // G)
         tl.store(parameters + 1, num_key_tiles)
         tl.store(parameters + 2, num_heads // G)
@@ -450,22 +472,27 @@ def prepare_kernel(
         tl.store(parameters + 6, dq_b)
         tl.store(parameters + 7, dq_h)
         tl.store(parameters + 8, dq_q)
-        tl.store(parameters + 9, tickets.to(tl.int64))
-        tl.store(parameters + 10, dq_ptr.to(tl.int64))
-        tl.store(parameters + 11, dq32_ptr.to(tl.int64))
-        tl.store(parameters + 12, at_once)
-        tl.store(parameters + 13, sm_scale.to(tl.int32, bitcast=True))
+        tl.store(parameters + 9, dq_ptr.to(tl.int64))
+        tl.store(parameters + 10, dq32_ptr.to(tl.int64))
+        tl.store(parameters + 11, at_once)
+        tl.store(parameters + 12, sm_scale.to(tl.int32, bitcast=True))
+        tl.store(parameters + 13, chunk)
+        tl.store(parameters + 14, ring)
+        tl.store(parameters + 15, rows_each)
 
 
-@triton.jit(do_not_specialize=["H", "Q", "stride_b", "stride_h", "stride_q"])
-def convert_kernel(dq32_ptr, dq_ptr, sm_scale, H, Q, stride_b, stride_h, stride_q, ROWS: tl.constexpr, D: tl.constexpr):
-    """dq = sm_scale * dq32, in dq's own layout; the last tiles first, which the L2 cache may still hold."""
+@triton.jit(do_not_specialize=["first", "ring", "H", "Q", "stride_b", "stride_h", "stride_q"])
+def convert_kernel(
+    dq32_ptr, dq_ptr, sm_scale, first, ring, H, Q, stride_b, stride_h, stride_q,
+    ROWS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """dq = sm_scale * dq32 of the heads from `first` on; the last tiles first, which the L2 cache may still hold."""
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     tiles = tl.cdiv(Q, ROWS)
-    bh = program // tiles
+    bh = first + program // tiles
     rows = program % tiles * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, D)
     inside = (rows < Q)[:, None]
-    dq = tl.load(dq32_ptr + (bh.to(tl.int64) * Q + rows)[:, None] * D + cols[None, :], mask=inside)
+    dq = tl.load(dq32_ptr + ((bh % ring).to(tl.int64) * Q + rows)[:, None] * D + cols[None, :], mask=inside)
     place = (bh // H).to(tl.int64) * stride_b + (bh % H).to(tl.int64) * stride_h + rows.to(tl.int64) * stride_q
     tl.store(dq_ptr + place[:, None] * 8 + cols[None, :], dq * sm_scale, mask=inside)

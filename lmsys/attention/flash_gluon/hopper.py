@@ -37,6 +37,14 @@ def wait_for_writes():
     gl.inline_asm_elementwise(ASM, "=r,r", [gl.full([128], 0, gl.int32, LAYOUT)], dtype=gl.int32, is_pure=False, pack=1)
 
 
+@gluon.jit
+def fence_async_global():
+    """Between ordinary accesses to global memory and those of bulk copies and reductions, in either order."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    ASM: gl.constexpr = "fence.proxy.async.global; mov.b32 $0, $1;"
+    gl.inline_asm_elementwise(ASM, "=r,r", [gl.full([128], 0, gl.int32, LAYOUT)], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @builtin
 def tma_reduce_add(desc, coord, source, _semantic=None):
     """Adds a tile of shared memory to global memory, element by element; in no order among CTAs."""

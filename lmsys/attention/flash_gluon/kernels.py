@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+from lmsys.attention.flash_gluon import backward
 from lmsys.attention.flash_gluon.backward import backward_kernel, convert_kernel, prepare_kernel
 from lmsys.attention.flash_gluon.forward import forward_kernel
 from lmsys.attention.flash_gluon.launch import Kernel, raw_stream
@@ -28,6 +29,7 @@ __all__ = ["FlashGluon", "flash_gluon", "flash_gluon_supports"]
 LOG2_E = math.log2(math.e)
 TILE_K = 128
 ROWS = 64  # of queries that one warp group of the forward owns
+LAG, ROUNDED = backward.LAG.value, backward.ROUNDED.value
 NUM_PARAMETERS = 16  # int64, of which `prepare_kernel` writes some
 ROW_PADDING = 128  # of delta and the log-sum-exp
 REGISTERS = {2: (240, 168), 3: (160, 128)}  # by warp groups that compute: registers of theirs, and of the kernel
@@ -105,6 +107,11 @@ class _Forward:
         self.kernel(self.grid, stream, (q, k, v, o), (lse.data_ptr(), counter, scale * LOG2_E, *self.sizes))
 
 
+def _chunk(at_once: int, num_key_tiles: int, processors: int) -> int:
+    """Key heads whose CTAs keep a GPU busy for a third longer than one takes: see RECYCLED in `backward.py`."""
+    return at_once * triton.cdiv(4 * processors, 3 * at_once * num_key_tiles)
+
+
 class _Backward:
     def __init__(self, q: Tensor, k: Tensor, causal: bool, deterministic: bool, plan: BackwardPlan):
         (batch, heads, queries, head_dim), (_, kv_heads, keys, _) = q.shape, k.shape
@@ -116,17 +123,28 @@ class _Backward:
         at_once = heads_at_once(plan.l2_mib, 8 * max(queries * group, keys) * head_dim) if plan.l2_mib else 1
         at_once = min(at_once, kv_num_heads)
         self.grid = kv_num_heads * num_key_tiles
-        self.num_tickets = num_heads * triton.cdiv(queries, self.block_q) * 2
-        self.fused = plan.fused and not deterministic
+        num_tiles = triton.cdiv(queries, self.block_q)
+        chunk = _chunk(at_once, num_key_tiles, torch.cuda.get_device_properties(q.device).multi_processor_count)
+        self.recycled = plan.recycled and not deterministic and kv_num_heads > LAG * chunk
+        self.ring = min(2 * LAG * chunk * group, num_heads) if self.recycled else num_heads
+        self.first_left = (kv_num_heads - LAG * chunk) * group if self.recycled else 0
+        self.num_tickets = 2 * num_heads * num_tiles if deterministic else triton.cdiv(kv_num_heads, chunk)
+        diagonal = TILE_K // self.block_q if causal else 0
+        shares = sum(max(num_tiles - n * diagonal, 0) for n in range(num_key_tiles))
+        at_least = ROUNDED // head_dim
+        rows_each = triton.cdiv(triton.cdiv(queries, shares), at_least) * at_least
         self.sizes = kv_num_heads, heads, group, queries, self.padded, keys, num_key_tiles, at_once
-        self.prepare_sizes = num_heads, heads, group, queries, self.padded, num_key_tiles, at_once, self.num_tickets
-        # float32 dq (B H, Q, D), padded log-sum-exp and delta (B H, Qpad), parameters (int64), tickets (int32)
-        self.num_dq, self.num_rows = num_heads * queries * head_dim, num_heads * self.padded
-        self.dq_shape = num_heads, queries, head_dim
+        self.prepare_sizes = (
+            num_heads, heads, group, queries, self.padded, num_key_tiles, at_once, chunk, self.ring, rows_each,
+            self.num_tickets,
+        )  # fmt: skip
+        # float32 dq (ring, Q, D), padded log-sum-exp and delta (B H, Qpad), parameters (int64), tickets (int32)
+        self.num_dq, self.num_rows = self.ring * queries * head_dim, num_heads * self.padded
+        self.dq_shape = self.ring, queries, head_dim
         self.floats = self.num_dq + 2 * self.num_rows + 2 * NUM_PARAMETERS + self.num_tickets
         self.rows = 4096 // head_dim  # of a program before and after
         self.prepare_grid = num_heads * self.padded // self.rows
-        self.convert_grid = num_heads * triton.cdiv(queries, self.rows)
+        self.convert_grid = (num_heads - self.first_left) * triton.cdiv(queries, self.rows)
         self.prepare, self.main, self.convert = self._compiled(q, head_dim, causal, keys, deterministic, group, plan)
 
     def _compiled(
@@ -150,18 +168,19 @@ class _Backward:
             ROWS=self.rows, D=head_dim,
         )  # fmt: skip
         convert = kept(
-            ("convert", *same), convert_kernel, [], [], [floats, half, 0.5, 8, 8, 8, 8, 8], ROWS=self.rows, D=head_dim
+            ("convert", *same), convert_kernel, [], [], [floats, half, 0.5, *[8] * 7], ROWS=self.rows, D=head_dim
         )
         q_block, k_block, out_block = ([1, 1, rows, head_dim] for rows in (self.block_q, TILE_K, 64))
         row_block = [self.block_q]
         main = kept(
-            ("backward", *same, causal, ragged, deterministic, self.fused, group > 1, plan),
+            ("backward", *same, causal, ragged, deterministic, self.recycled, group > 1, plan),
             backward_kernel,
             [half, half, half, half, floats, floats, wide, half, half],
             [q_block, k_block, k_block, q_block, row_block, row_block, [1, 64, 64], out_block, out_block],
             [longs, ints, 1.5, *self.sizes],
             BLOCK_Q=self.block_q, D=head_dim, CAUSAL=causal, RAGGED=ragged, GROUPED=group > 1,
-            PREFETCH=plan.prefetch, NAMED=plan.named, DETERMINISTIC=deterministic, FUSED=self.fused, maxnreg=168,
+            PREFETCH=plan.prefetch, NAMED=plan.named, DETERMINISTIC=deterministic, RECYCLED=self.recycled,
+            REGISTERS=plan.registers, maxnreg=168,
         )  # fmt: skip
         return prepare, main, convert
 
@@ -188,11 +207,10 @@ class _Backward:
             self.grid, stream, (q, k, v, do, lse2, delta, dq32, dk, dv),
             (parameters, tickets, scale * LOG2_E, *self.sizes),
         )  # fmt: skip
-        if not self.fused:
-            self.convert(
-                self.convert_grid, stream, (),
-                (dq32.data_ptr(), dq.data_ptr(), scale, self.heads, self.queries, *dq_strides),
-            )  # fmt: skip
+        self.convert(
+            self.convert_grid, stream, (),
+            (dq32.data_ptr(), dq.data_ptr(), scale, self.first_left, self.ring, self.heads, self.queries, *dq_strides),
+        )  # fmt: skip
 
 
 def _eighths(x: Tensor) -> tuple[int, int, int]:

@@ -9,8 +9,8 @@ The figures are those of the prototypes of these kernels on one H200 (bfloat16, 
   128 threads a BAR.SYNC. At 128 causal the consumers drift apart by themselves: none from 2k on.
 - The counter: static orders lose 15 to 20 % at head_dim 128 causal from 4k on. Full attention needs none (1 to 2 %).
 - Heads grouped for the L2 cache in a causal backward: 10 % at head_dim 64 and 1k. Full attention goes head by head.
-- `fused`: the kernels before and after the backward's main one took 122 us in every cell, a quarter of the time at
-  1k; rounding dq inside leaves out the reading again of float32 dq from memory. Not yet timed.
+- `recycled`: the kernels before and after the backward's main one took 122 us in every cell, a quarter of the time at
+  1k. Not yet timed. (The last CTA to add to a tile of dq rounding it: 0.67 to 1.03 of what they took apart, by spills.)
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,8 @@ class BackwardPlan:
 
     prefetch: bool  # the log-sum-exp is loaded a step ahead, rather than after the scores
     named: bool
-    fused: bool  # the last CTA to add to a tile of dq rounds it, rather than a kernel after all
+    recycled: bool  # float32 dq is rounded inside, and its memory used again, rather than by kernels before and after
+    registers: int  # of a thread that computes: what it leaves is for the producer, which has more to do if `recycled`
     l2_mib: int  # of what heads worked on together read and add up
 
 
@@ -48,10 +49,10 @@ FORWARD: dict[tuple[int, bool], tuple[tuple[int, ForwardPlan], ...]] = {
     (128, False): ((ANY, ForwardPlan(2, 2, True, True, False, 0)),),
 }
 BACKWARD: dict[tuple[int, bool], tuple[tuple[int, BackwardPlan], ...]] = {
-    (64, True): ((ANY, BackwardPlan(False, True, True, 5)),),
-    (64, False): ((ANY, BackwardPlan(False, True, True, 0)),),
-    (128, True): ((ANY, BackwardPlan(True, False, True, 11)),),
-    (128, False): ((ANY, BackwardPlan(True, True, True, 0)),),
+    (64, True): ((ANY, BackwardPlan(False, True, True, 232, 5)),),
+    (64, False): ((ANY, BackwardPlan(False, True, True, 232, 0)),),
+    (128, True): ((ANY, BackwardPlan(False, True, True, 240, 11)),),
+    (128, False): ((ANY, BackwardPlan(True, True, True, 240, 0)),),
 }
 
 

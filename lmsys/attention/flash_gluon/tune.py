@@ -40,7 +40,10 @@ def candidates(direction: str, head_dim: int, causal: bool) -> list[Any]:
         three = [ForwardPlan(3, 2, True, True, dynamic, l2_mib) for dynamic in (False, True)]
         return two + (three if head_dim == 64 else [])  # three of them want more registers than there are at 128
     sizes = (5, 11, 22) if causal else (0, 5)
-    return [BackwardPlan(*flags, l2) for flags in itertools.product((False, True), repeat=3) for l2 in sizes]
+    ways = [(False, 240), (True, 232), (True, 240)]  # recycled, registers
+    return [
+        BackwardPlan(prefetch, True, *way, l2) for prefetch, way, l2 in itertools.product((False, True), ways, sizes)
+    ]
 
 
 def planned(direction: str, head_dim: int, causal: bool, length: int) -> Any:
