@@ -95,11 +95,23 @@ def test_soak(shape: dict[str, Any]) -> None:
 
 
 @settings(max_examples=40)
-@given(shape=shapes, log_keys=st.integers(0, 11), of_queries=st.booleans(), deterministic=st.booleans())
+@given(
+    shape=shapes,
+    log_keys=st.integers(0, 11),
+    of_queries=st.booleans(),
+    deterministic=st.booleans(),
+    many=st.none() | st.tuples(st.integers(60, 140), st.integers(1, 300)),
+)
 def test_gradients_of_whole_numbers_are_exact(
-    shape: dict[str, Any], log_keys: int, of_queries: bool, deterministic: bool
+    shape: dict[str, Any], log_keys: int, of_queries: bool, deterministic: bool, many: tuple[int, int] | None
 ) -> None:
-    """Equal weights of 2 ** -n: dq, or with the roles changed dk, are whole numbers over 2 ** n, in any order."""
+    """Equal weights of 2 ** -n: dq, or with the roles changed dk, are whole numbers over 2 ** n, in any order.
+
+    `many`: a batch so large that memory of dq is used more than once, of so many queries.
+    """
+    if many:
+        shape |= {"batch": many[0], "queries": many[1]}
+        log_keys %= 9
     shape |= {"keys": 2**log_keys, "causal": False}
     generator = torch.Generator("cuda").manual_seed(shape["seed"])
     q, k, v, do = drawn(shape, lambda *size: torch.randint(-1, 2, size, generator=generator, device="cuda").float())
@@ -142,11 +154,15 @@ def plans() -> list[Any]:
 
 
 @pytest.mark.parametrize(("direction", "head_dim", "causal", "plan"), plans() if REASON is None else [])
-@pytest.mark.parametrize("length", [129, 1000, 2048])
-def test_every_plan_is_right_at_any_length(direction: str, head_dim: int, causal: bool, plan: Any, length: int) -> None:
+@pytest.mark.parametrize(("batch", "heads", "length"), [(1, 2, 129), (32, 32, 129), (7, 32, 1000), (1, 2, 2048)])
+def test_every_plan_is_right_at_any_length(
+    direction: str, head_dim: int, causal: bool, plan: Any, batch: int, heads: int, length: int
+) -> None:
+    """Many heads use the memory of dq more than once."""
     case = ROW.case(
-        heads=2, kv_heads=1, queries=length, keys=length, head_dim=head_dim, causal=causal, grad=True, dtype="bfloat16"
-    )
+        batch=batch, heads=heads, kv_heads=heads // 2, queries=length, keys=length, head_dim=head_dim, causal=causal,
+        grad=True, dtype="bfloat16",
+    )  # fmt: skip
     inputs = make_inputs(case, 0)
     fwd, bwd = (plan, None) if direction == "forward" else (None, plan)
     scale = head_dim**-0.5
