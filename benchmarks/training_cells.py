@@ -134,9 +134,7 @@ class Cell:
         return RunConfig(model=self.model, train=train)
 
 
-def cells_of(
-    section: TrainingSection, axes: dict[str, Any], rows: list[Entry] | None, device: str
-) -> Iterator[Cell]:
+def cells_of(section: TrainingSection, axes: dict[str, Any], rows: list[Entry] | None, device: str) -> Iterator[Cell]:
     """The section's cells with the command line's axes, and with the attention rows named there, if any.
 
     On one rank there is `none` only. ValueError for numbers of tokens on the command line that fill no step or window.
