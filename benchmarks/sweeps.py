@@ -185,7 +185,8 @@ CPU_TRAINING = TrainingSection(
     strategies=("none", "naive", "bucketed", "torch_ddp_tuned"),
     precisions=("fp32",),
     batch=(4,),
-    train_tokens=6144,
+    epochs=3,
+    train_tokens=4096,
     val_tokens=2048,
     vocab_size=1000,
 )

@@ -25,7 +25,7 @@ from lmsys.attention import ATTENTION
 from lmsys.measure.compare import Failure
 from lmsys.measure.record import Record, summarize, trim
 from lmsys.parallel import STRATEGIES
-from lmsys.testing import CURVE_STEPS, curve_ratios
+from lmsys.testing import CURVE_BUDGET, CURVE_STEPS, curve_ratios
 
 CURVE_POINTS = 100  # of a curve that travels with a record
 INTERPRETED = "its kernels are interpreted here, which is too slow to train with"
@@ -191,6 +191,8 @@ def _result(cell: Cell, one: Found, reference: Curve | None, settings: Settings)
         "row": cell.row,
         "label": cell.strategy.label or cell.strategy.name,
         "peer": cell.attention.peer or cell.strategy.peer,
+        "attention_peer": cell.attention.peer,
+        "strategy_peer": cell.strategy.peer,
         "size": cell.size,
         **{name: getattr(config, name) for name in ("d_model", "d_ff", "num_layers", "num_heads")},
         "vocab_size": section.vocab_size,
@@ -220,7 +222,7 @@ def _result(cell: Cell, one: Found, reference: Curve | None, settings: Settings)
         "memory_limit_bytes": settings.memory_limit_bytes,
     }
     if one.losses and reference is not None:
-        record |= _curve(one, reference)
+        record |= _curve(one, reference) | {"curve_budget": CURVE_BUDGET[record["dtype"]]}
     if samples:
         record |= summarize(samples) | {"samples_s": trim(samples)} | _costs(cell, one, record, samples)
     return Result(record, samples)
