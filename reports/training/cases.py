@@ -59,7 +59,7 @@ class Slice:
         held = (
             f"{self.heading}; {first.num_parameters / 1e6:,.1f} M parameters, {first.epochs} epochs of"
             f" {first.train_tokens:,} tokens of {first.corpus}; {'/'.join(sorted(set(self.frame['backend'])))}{across}."
-            f" {SINGLE} is one rank, which accumulates the batches of all; cells run one after another"
+            f" One process ({SINGLE}) accumulates the batches of all ranks; cells run one after another"
         )
         return f"{text} {held}. {timing(self.frame) if clocked else ''}{self.machine.about(self.frame)}"
 
@@ -83,8 +83,8 @@ def typed(frame: pd.DataFrame) -> pd.DataFrame:
     frame["section_place"] = [[*SECTIONS, name].index(name) for name in frame["section"]]
     frame["attention_place"] = [place(ATTENTION_ORDER, name) for name in frame["attention"]]
     frame["place"] = [place(ORDER, name) for name in frame["strategy"]]
-    order = ["section_place", "section", "num_parameters", *SETTING[2:], "attention_place", "attention", "place", "row"]
-    return frame.sort_values([*order, "id"], kind="stable").reset_index(drop=True)
+    order = ["section_place", "section", "num_parameters", *SETTING[2:], "attention_place", "attention", "place"]
+    return frame.sort_values([*order, "bucket_mb", "row", "id"], kind="stable").reset_index(drop=True)
 
 
 def place(order: list[str], name: str) -> int:
@@ -94,7 +94,7 @@ def place(order: list[str], name: str) -> int:
 def _label(case: object) -> str:
     """How a table calls a strategy: with its option, where a section has several."""
     strategy, row = str(getattr(case, "strategy", "")), str(getattr(case, "row", ""))
-    label = getattr(case, "label", None)
+    label = "one process" if strategy == SINGLE else getattr(case, "label", None)
     extra = row.removeprefix(strategy).strip("-").replace("MiB", " MiB")
     return ", ".join(filter(None, [label if isinstance(label, str) else strategy, extra]))
 

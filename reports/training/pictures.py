@@ -19,10 +19,9 @@ def _attention_looks(frame: pd.DataFrame) -> dict[str, Look]:
     return assign_looks(named, ATTENTION_ORDER)
 
 
-def _strategies(frame: pd.DataFrame) -> dict[str, str]:
-    """Label by row, in reading order."""
-    ordered = frame.sort_values(["place", "row"], kind="stable")
-    return dict(zip(ordered["row"], ordered["label"], strict=True))
+def _strategies(frame: pd.DataFrame) -> list[str]:
+    """Rows in reading order; their names, since labels are too long for an axis."""
+    return list(dict.fromkeys(frame.sort_values(["place", "bucket_mb", "row"], kind="stable")["row"]))
 
 
 def _strategy_looks(frame: pd.DataFrame) -> dict[str, Look]:
@@ -44,7 +43,7 @@ def by_strategy(part: Slice, metric: Metric) -> Plot | None:
         name=f"{part.stem}-{metric.stem}",
         title=f"{metric.short} by strategy · {part.heading}",
         caption=part.caption(f"{metric.title}, by strategy.", metric.clocked),
-        tiers=list(rows.values()),
+        tiers=rows,
         values={name: [_value(case, metric) for case in line] for name, line in found.items()},
         words={name: [WORDS.get(case.outcome, "") if case else "" for case in line] for name, line in found.items()},
         style=_attention_looks(frame),
@@ -70,7 +69,8 @@ def chain(part: Slice) -> Plot | None:
         at = [index for index, row in enumerate(places) if row in values]
         axes.plot(at, [values[places[index]] for index in at], **style[str(name)].line())
     axes.axhline(1.0, **CEILING)
-    axes.set_xticks(range(len(places)), [rows[row] for row in places], rotation=45, ha="right")
+    slanted = sum(map(len, places)) > 45
+    axes.set_xticks(range(len(places)), places, rotation=45 if slanted else 0, ha="right" if slanted else "center")
     axes.set_ylim(0, 1.1 * timed["speedup"].max())
     axes.set_ylabel(f"× of {BASE}")
     add_legend(figure, axes)

@@ -65,7 +65,10 @@ def _pivot(
     frame, notes = part.frame, Footnotes()
     cases = tables.by_key(frame, ["attention", "row"])
     strategies = dict(
-        zip(*(frame.sort_values(["place", "row"], kind="stable")[key] for key in ("row", "label")), strict=True)
+        zip(
+            *(frame.sort_values(["place", "bucket_mb", "row"], kind="stable")[key] for key in ("row", "label")),
+            strict=True,
+        )
     )
     rows = []
     for attention, label in tables.distinct(frame, ["attention", "attention_label"]):
@@ -107,7 +110,7 @@ def runs(part: Slice) -> Table:
         title=f"Every run · {part.heading}",
         caption=part.caption(
             f"Mean time of an epoch and what else a run has shown. Scaling: tokens/s of a rank over those of {SINGLE}. "
-            "First step: it compiles and tunes, in a run of its own. Norm: of the first gradient, beside the reference's.",
+            "First step: it compiles and tunes, in a run of its own. Norm: of the first gradient, and the reference's.",
             clocked=True,
         ),
         columns=["attention", "strategy", "ranks", "epoch, s", *COLUMNS],
