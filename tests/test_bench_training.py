@@ -28,11 +28,9 @@ from lmsys.testing import CURVE_BUDGET, CURVE_STEPS, NORM_BUDGET, curve_ratios
 from lmsys.training.corpora import END_OF_TEXT, Corpus, text_file
 
 STRATEGIES = '''
-import torch
 import torch.distributed as dist
 
 from lmsys.parallel.naive import Naive
-from lmsys.parallel.wrapper import Wrapper
 
 
 class one_percent_off(Naive):
@@ -65,11 +63,6 @@ class broken(Naive):
         if dist.get_rank() == 1:
             raise TypeError("no such collective")
         super()._synchronize()
-
-
-class hungry(Naive):
-    def _synchronize(self):
-        raise torch.OutOfMemoryError("no room")
 '''
 TINY = TrainingSection(
     "s", ("tiny",), (16,), ("naive",), ("none", "bucketed"), ("fp32",), batch=(2,), world_sizes=(2,), epochs=3,
@@ -195,7 +188,7 @@ def test_a_curve_is_right_within_its_budget(steps: list[tuple[float, float]], no
 def test_all_that_can_be_trained_has_one_curve(settings: Settings) -> None:
     said: list[str] = []
     settings.say = said.append
-    strategies = ("none", "naive", "zero1", "fsdp", "torch_ddp_tuned", "torch_fsdp2")
+    strategies = ("none", "zero1", "fsdp", "torch_ddp_tuned", "torch_fsdp2")
     found = records(replace(TINY, rows=("sdpa_flash",), strategies=strategies), settings)
     assert "torch_fsdp2" in found["sdpa_flash-torch_fsdp2"]["reason"]
     assert found.pop("sdpa_flash-torch_fsdp2")["outcome"] == "unsupported"
@@ -211,19 +204,16 @@ def test_all_that_can_be_trained_has_one_curve(settings: Settings) -> None:
     held_out = [one["valid_loss"] for one in found.values()]
     assert max(held_out) - min(held_out) < 1e-3
     assert found["sdpa_flash-none"]["curve_losses"][-1] < found["sdpa_flash-none"]["curve_losses"][0]
-    assert any("[2/6] sdpa_flash-naive" in line and "tokens/s" in line for line in said)
+    assert any("[2/5] sdpa_flash-zero1" in line and "tokens/s" in line for line in said)
 
 
 def test_what_is_wrong_or_fails_is_a_cell(settings: Settings, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(STRATEGIES)
-    names = "one_percent_off", "late", "apart", "broken", "hungry"
-    own = tuple(f"{tmp_path}/own.py:{name}" for name in names)
-    found = records(replace(TINY, strategies=(*own, "bucketed")), settings)
+    own = tuple(f"{tmp_path}/own.py:{name}" for name in ("one_percent_off", "late", "apart", "broken"))
+    found = records(replace(TINY, strategies=own), settings)
     outcomes = {name.removeprefix("naive-"): one["outcome"] for name, one in found.items()}
-    assert outcomes == {
-        "one_percent_off": "wrong", "late": "wrong", "apart": "wrong", "broken": "error", "hungry": "oom",
-        "bucketed": "ok",
-    }, {name: one["reason"] for name, one in found.items()}  # fmt: skip
+    wrong = dict.fromkeys(("one_percent_off", "late", "apart"), "wrong")
+    assert outcomes == wrong | {"broken": "error"}, [one["reason"] for one in found.values()]
     off = found["naive-one_percent_off"]
     assert "the first gradient's norm, off by 0.99 %" in off["reason"] and off["error_ratio"] > 5
     assert off["norm_difference"] == pytest.approx(0.0099, abs=1e-4) and "time_s" not in off
@@ -249,7 +239,8 @@ def test_what_cannot_run_is_a_cell_with_its_reason(changes: dict[str, Any], said
 
 
 def test_without_timing_cells_are_checked_only(settings: Settings) -> None:
-    found = records(TINY, replace(settings, timed=False))  # its ranks are of its own
+    settings.timed = False
+    found = records(TINY, settings)
     for one in found.values():
         assert one["outcome"] == "ok" and "not timed" in one["reason"] and "time_s" not in one
 
