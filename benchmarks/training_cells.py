@@ -17,8 +17,10 @@ from lmsys.registry import Entry
 from lmsys.training.config import RunConfig, TrainConfig
 
 WITH_BUCKETS = (BUCKETED, TUNED)
-LR, LEAST_LR = 1e-3, 1e-4
-WARMUP = 0.1  # of all steps
+LR_BY_WIDTH = (
+    0.256  # learning rate times d_model: Adam's goes with the inverse width (Yang et al. 2022, arXiv 2203.03466)
+)
+LEAST_LR, WARMUP = 0.1, 0.1  # of the learning rate; of all steps
 
 
 @dataclass(frozen=True)
@@ -117,13 +119,14 @@ class Cell:
             raise ValueError("the training loop has no automatic size of buckets: --bucket-mb is to name MiB")
         if self.compile == "graphed":
             raise ValueError("the training loop replays no CUDA graph: --compile is to be eager or compiled")
-        steps = self.steps * self.section.epochs
+        steps, model = self.steps * self.section.epochs, self.model
+        lr = LR_BY_WIDTH / model.d_model
         train = TrainConfig(
             steps=steps,
             batch_size=self.global_batch,
             micro_batch_size=self.micro or self.batch,
-            lr=LR,
-            min_lr=LEAST_LR,
+            lr=lr,
+            min_lr=LEAST_LR * lr,
             warmup_steps=int(WARMUP * steps),
             seed=seed,
             precision=self.precision,
@@ -131,7 +134,7 @@ class Cell:
             strategy=self.strategy.target if ".py:" in self.strategy.target else self.strategy.name,
             bucket_mb=self.bucket_mb,
         )
-        return RunConfig(model=self.model, train=train)
+        return RunConfig(model=model, train=train)
 
 
 def cells_of(section: TrainingSection, axes: dict[str, Any], rows: list[Entry] | None, device: str) -> Iterator[Cell]:

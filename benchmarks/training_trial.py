@@ -16,7 +16,7 @@ from benchmarks.model_gate import MAX_SCORES
 from benchmarks.model_trial import why_not
 from benchmarks.ranks import failure_of
 from benchmarks.session import NOT_TIMED, Result, Settings
-from benchmarks.training_cells import Cell
+from benchmarks.training_cells import LR_BY_WIDTH, Cell
 from benchmarks.training_data import CORPUS, Tokens, tokens_of
 from benchmarks.training_workbench import Seen, begin, end, epoch, examine
 from benchmarks.trial import verdict
@@ -211,6 +211,7 @@ def _result(cell: Cell, one: Found, reference: Curve | None, settings: Settings)
         "dtype": DTYPES[cell.precision],
         "direction": "step",
         "device": cell.device,
+        "lr": LR_BY_WIDTH / config.d_model,
         "epochs": section.epochs,
         "train_tokens": section.train_tokens,
         "val_tokens": section.val_tokens,

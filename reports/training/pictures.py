@@ -62,14 +62,15 @@ def chain(part: Slice) -> Plot | None:
     if timed["row"].nunique() < 2:
         return None
     style = _attention_looks(frame)
-    figure, axes = canvas(f"Speed-up over {BASE} · {part.heading}", 3.0 + legend_height(timed["attention"].nunique()))
     places = [row for row in rows if row in set(timed["row"])]
+    slanted = sum(map(len, places)) > 45
+    height = 3.0 + 0.8 * slanted + legend_height(timed["attention"].nunique())
+    figure, axes = canvas(f"Speed-up over {BASE} · {part.heading}", height)
     for name, own in timed.groupby("attention", sort=False):
         values = dict(zip(own["row"], own["speedup"], strict=True))
         at = [index for index, row in enumerate(places) if row in values]
         axes.plot(at, [values[places[index]] for index in at], **style[str(name)].line())
     axes.axhline(1.0, **CEILING)
-    slanted = sum(map(len, places)) > 45
     axes.set_xticks(range(len(places)), places, rotation=45 if slanted else 0, ha="right" if slanted else "center")
     axes.set_ylim(0, 1.1 * timed["speedup"].max())
     axes.set_ylabel(f"× of {BASE}")
@@ -78,57 +79,60 @@ def chain(part: Slice) -> Plot | None:
     return Plot(name, f"Speed-up over {BASE} · {part.heading}", part.caption(text, True), to_svg(figure, name))
 
 
+Points = dict[int, float]  # by step
+
+
 def curves(part: Slice) -> Plot | None:
-    """The loss of every cell by step, one colour a strategy: right cells have one curve."""
-    return _by_step(
-        part, "curve_losses", "curves", "Loss by step", "nats", "The loss over the global batch by step", False
-    )
+    """The loss of every cell: right ones have one curve."""
+    series = [(str(case.row), _points(case, case.curve_losses)) for case in part.frame.itertuples()]
+    text = "The loss over the global batch by step; a line for each attention row and strategy, coloured by strategy."
+    return _by_step(part, "curves", "Loss by step", text, series, None)
 
 
 def differences(part: Slice) -> Plot | None:
-    """How far from the reference's each loss is."""
-    text = "How far the loss of a step is from that of naive attention in one process; points at zero are left out"
-    return _by_step(part, "curve_differences", "differences", "Loss beside the reference", "nats", text, True)
+    """How far from the reference's each loss is, for each strategy at the attention row that is farthest."""
+    worst: dict[str, Points] = {}
+    for case in part.frame.itertuples():
+        own = worst.setdefault(str(case.row), {})
+        for step, value in _points(case, case.curve_differences).items():
+            own[step] = max(own.get(step, 0.0), abs(value))
+    nonzero = [(row, {step: value for step, value in own.items() if value}) for row, own in worst.items()]
+    text = (
+        "How far the loss of a step is from that of naive attention in one process, for each strategy with the "
+        "attention row that is farthest; where there is no point it is equal."
+    )
+    return _by_step(part, "differences", "Loss beside the reference", text, nonzero, part.frame["curve_budget"].max())
 
 
-def _by_step(part: Slice, field: str, stem: str, title: str, unit: str, text: str, apart: bool) -> Plot | None:
-    frame = part.frame[part.frame[field].map(lambda values: isinstance(values, list) and len(values) > 1)]
-    if frame.empty:
+def _points(case: Any, values: Any) -> Points:
+    """Of a curve; none of a cell that has none."""
+    if not isinstance(values, list):
+        return {}
+    pairs = zip(case.curve_steps, values, strict=False)
+    return {step: value for step, value in pairs if value is not None}
+
+
+def _by_step(
+    part: Slice, stem: str, title: str, text: str, series: list[tuple[str, Points]], budget: float | None
+) -> Plot | None:
+    """Lines coloured by strategy; with a budget on a logarithmic axis, and below it."""
+    series = [(row, points) for row, points in series if points]
+    if not series:
         return None
-    style, told = _strategy_looks(frame), set()
-    figure, axes = canvas(f"{title} · {part.heading}", 3.0 + legend_height(frame["row"].nunique()))
-    shown = 0
-    for place, case in enumerate(frame.itertuples()):
-        points = [
-            (step, _shown(value, apart)) for step, value in zip(case.curve_steps, getattr(case, field), strict=False)
-        ]
-        points = [(step, value) for step, value in points if math.isfinite(value)]
-        if not points:
-            continue
-        look = style[case.row].line() | {"marker": "none", "linewidth": 2.6 - 1.8 * place / len(frame)}
-        look["label"] = "_" if case.row in told else look["label"]
-        told.add(case.row)
-        shown += len(points)
-        axes.plot(*zip(*points, strict=True), **look)
-    if not shown:
-        return None
-    budget = frame["curve_budget"].max()
-    if apart:
+    style, labelled = _strategy_looks(part.frame), set()
+    figure, axes = canvas(f"{title} · {part.heading}", 3.0 + legend_height(len({row for row, _ in series})))
+    for index, (row, points) in enumerate(series):
+        line = style[row].line() | {"marker": "", "linewidth": 2.6 - 1.8 * index / len(series)}  # one below still shows
+        line["label"] = "_" if row in labelled else style[row].label
+        labelled.add(row)
+        axes.plot(list(points), list(points.values()), **line)
+    if budget is not None:
         axes.set_yscale("log")
-        if math.isfinite(budget):
-            axes.axhline(budget, **CEILING)
-            axes.annotate(
-                "allowed", (1, budget), (0, -11), ("axes fraction", "data"), "offset points", ha="right", fontsize=9
-            )
+        axes.axhline(budget, **CEILING)
+        place: dict[str, Any] = {"textcoords": "offset points", "xycoords": ("axes fraction", "data")}
+        axes.annotate("allowed", (1, budget), xytext=(0, -11), ha="right", fontsize=9, **place)
     axes.xaxis.set_major_formatter(FuncFormatter(plain))
-    axes.set(xlabel="step", ylabel=unit)
+    axes.set(xlabel="step", ylabel="nats")
     add_legend(figure, axes)
     name = f"{part.stem}-{stem}"
-    caption = part.caption(f"{text}; a line for each attention row and strategy, coloured by strategy.")
-    return Plot(name, f"{title} · {part.heading}", caption, to_svg(figure, name))
-
-
-def _shown(value: float | None, apart: bool) -> float:
-    if value is None:
-        return math.nan
-    return (abs(value) or math.nan) if apart else value
+    return Plot(name, f"{title} · {part.heading}", part.caption(text), to_svg(figure, name))
