@@ -18,7 +18,7 @@ from benchmarks.ranks import failure_of
 from benchmarks.session import NOT_TIMED, Result, Settings
 from benchmarks.training_cells import LR_BY_WIDTH, Cell
 from benchmarks.training_data import CORPUS, Tokens, tokens_of
-from benchmarks.training_workbench import Seen, begin, end, epoch, examine
+from benchmarks.training_workbench import Seen, begin, clear, end, epoch, examine
 from benchmarks.trial import verdict
 from lmsys.accounting import model_flops, model_parameters
 from lmsys.attention import ATTENTION
@@ -113,6 +113,7 @@ def _reference(cell: Cell, settings: Settings) -> tuple[Curve | None, Failure | 
             curve.losses += found.losses
             curve.norms += found.norms
             left -= len(found.losses)
+        _run(plain, settings, clear)
     except Exception as error:
         return None, failure_of(error)
     return curve, None
@@ -152,6 +153,7 @@ def _train(cell: Cell, one: Found, reference: Curve, settings: Settings) -> None
             wrong = "wrong", "a loss is not finite"
         if wrong:
             one.failed(*wrong)
+            _run(cell, settings, clear)
             return
     ended = _run(cell, settings, end)
     one.valid_loss = ended[0].valid_loss

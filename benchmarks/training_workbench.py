@@ -66,7 +66,7 @@ def examine(cell: Cell, tokens: Tokens, seed: int) -> Seen | None:
     """The first step, which compiles and tunes, and the memory of one behind it, in a run of their own."""
     if not takes_part(cell):
         return None
-    _end()
+    clear(cell)
     made: dict[str, Any] = {}
 
     def init() -> None:
@@ -94,7 +94,7 @@ def examine(cell: Cell, tokens: Tokens, seed: int) -> Seen | None:
 
 def begin(cell: Cell, tokens: Tokens, seed: int) -> None:
     if takes_part(cell):
-        _end()
+        clear(cell)
         _TRAINER.append(trainer(cell, tokens, seed))
 
 
@@ -103,7 +103,8 @@ def epoch(cell: Cell, steps: int) -> Epoch | None:
     if not takes_part(cell):
         return None
     (one,) = _TRAINER
-    dist.barrier(one.group)
+    if one.world_size > 1:
+        dist.barrier(one.group)
     synchronize(device().type)
     start = time.perf_counter()
     taken = [one.train_step()[0] for _ in range(steps)]
@@ -118,11 +119,11 @@ def end(cell: Cell) -> Ended | None:
         return None
     (one,) = _TRAINER
     found = Ended(one.evaluate().loss, fingerprint(one.strategy))
-    _end()
+    clear(cell)
     return found
 
 
-def _end() -> None:
-    """Nothing of a training stays, also of one that was given up."""
+def clear(_: Cell) -> None:
+    """Nothing of a training stays, also of one that is given up."""
     _TRAINER.clear()
     release()
