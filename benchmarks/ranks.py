@@ -70,8 +70,11 @@ def failure_of(error: Exception) -> Failure:
     """(outcome, reason) of what failed on ranks; `unsupported` for a ValueError here, before any rank was asked."""
     if isinstance(error, WorkerError):
         kind = "oom" if error.kind in ("OutOfMemoryError", "MemoryError") else "error"
-        lines = str(error).strip().splitlines()
-        return kind, f"{lines[0].removesuffix(':')}: {lines[-1]}"
+        first, *trace = str(error).strip().splitlines()
+        told = next(
+            (line for line in reversed(trace) if error.kind in line), "".join(trace[-1:])
+        )  # what advises may stand behind it
+        return kind, f"{first} {told}".strip()
     return ("unsupported", str(error)) if isinstance(error, ValueError) else outcome_of(error)
 
 
