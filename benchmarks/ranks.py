@@ -71,10 +71,8 @@ def failure_of(error: Exception) -> Failure:
     if isinstance(error, WorkerError):
         kind = "oom" if error.kind in ("OutOfMemoryError", "MemoryError") else "error"
         first, *trace = str(error).strip().splitlines()
-        told = next(
-            (line for line in reversed(trace) if error.kind in line), "".join(trace[-1:])
-        )  # what advises may stand behind it
-        return kind, f"{first} {told}".strip()
+        named = [line for line in trace if error.kind in line] or trace  # torch's advice may stand behind it
+        return kind, " ".join([first, *named[-1:]])
     return ("unsupported", str(error)) if isinstance(error, ValueError) else outcome_of(error)
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from benchmarks import training_data
 from benchmarks.axes import parse_training_axes
 from benchmarks.model_cells import rows_called
-from benchmarks.ranks import Ranks
+from benchmarks.ranks import Ranks, failure_of
 from benchmarks.sections import TrainingSection
 from benchmarks.session import Session, Settings, read_results
 from benchmarks.sweeps import SWEEPS
@@ -24,6 +24,7 @@ from benchmarks.training_cells import cells_of
 from benchmarks.training_data import tokens_of
 from benchmarks.training_trial import CURVE_POINTS, training_trial
 from lmsys.measure import machine, record
+from lmsys.parallel.group import WorkerError
 from lmsys.testing import CURVE_BUDGET, CURVE_STEPS, NORM_BUDGET, curve_ratios
 from lmsys.training.corpora import END_OF_TEXT, Corpus, text_file
 
@@ -220,6 +221,22 @@ def test_what_is_wrong_or_fails_is_a_cell(settings: Settings, tmp_path: Path) ->
     assert (
         "rank 1 failed" in found["naive-broken"]["reason"] and "no such collective" in found["naive-broken"]["reason"]
     )
+
+
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [
+        (ValueError("of no use"), ("unsupported", "of no use")),
+        (MemoryError("no room"), ("oom", "no room")),
+        (WorkerError(1, "died", "rank 1 died: killed by SIGKILL"), ("error", "rank 1 died: killed by SIGKILL")),
+        (
+            WorkerError(0, "OutOfMemoryError", "rank 0 failed:\nTrace\ntorch.OutOfMemoryError: CUDA\n\nSet X\n"),
+            ("oom", "rank 0 failed: torch.OutOfMemoryError: CUDA"),
+        ),
+    ],
+)
+def test_what_fails_on_ranks_is_told_in_a_line(error: Exception, failure: tuple[str, str]) -> None:
+    assert failure_of(error) == failure
 
 
 @pytest.mark.parametrize(
