@@ -3,12 +3,14 @@
 import csv
 import io
 import math
+import subprocess
+import sys
 from pathlib import Path
 from random import Random
 from statistics import mean, median, stdev
 
 import pytest
-from test_reports import built, cells, refused, save
+from test_reports import ROOT, built, cells, refused, save
 
 from reports.tables import number
 
@@ -125,6 +127,17 @@ def test_variants_and_other_settings_stay_apart(tmp_path: Path) -> None:
     assert "the bucketed, 10 MiB | the bucketed, 100 MiB" in files[f"tables/{STEM}-rate.md"].decode()
     other = STEM.replace("bf16-", "bf16-compiled-") + "-16gib"
     assert "blocks compiled" in files[f"tables/{other}-rate.md"].decode()
+
+
+def test_same_results_same_bytes_without_torch(tmp_path: Path) -> None:
+    result = save(tmp_path / "run.json", sweep()[:9])
+    first = built(tmp_path / "a", result)
+    without = "import sys; sys.modules['torch'] = None; from reports.__main__ import main; sys.exit(main())"
+    command = [sys.executable, "-c", without, str(result), "-o", str(tmp_path / "b")]
+    done = subprocess.run(command, cwd=ROOT, env={"PYTHONHASHSEED": "7", "HOME": str(tmp_path)}, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    second = {str(f.relative_to(tmp_path / "b")): f.read_bytes() for f in (tmp_path / "b").rglob("*") if f.is_file()}
+    assert first == second
 
 
 def test_a_record_without_its_batch_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
