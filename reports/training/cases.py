@@ -37,7 +37,13 @@ RATE = Metric("rate", "tokens_per_s", "Tokens of an epoch over its median time",
 TIME = Metric("time", "mean_s", "Time of an epoch, of the slowest rank", "Time of an epoch", "s", 1.0, True)
 PEAK = Metric("memory", "peak_bytes", "Peak memory of a step, of the rank with most", "Peak memory", "GiB", 1 / GIB)
 SPEED = Metric(
-    "speedup", "speedup", f"Median time of an epoch of {BASE} over that of the row", "Speed-up", "×", 1, True
+    "speedup",
+    "speedup",
+    f"Median time of an epoch by the strategy {BASE} over that of the row",
+    "Speed-up",
+    "×",
+    1,
+    True,
 )
 
 
@@ -79,7 +85,8 @@ def typed(frame: pd.DataFrame) -> pd.DataFrame:
         frame[field] = [peer is True for peer in frame[field]]
     frame["memory_limit_bytes"] = frame["memory_limit_bytes"].fillna(0)
     frame["attention_label"] = frame["attention_label"].where(frame["attention_label"].notna(), frame["attention"])
-    frame["label"] = [_label(case) for case in frame.itertuples()]
+    frame["label"] = frame["label"].where(frame["label"].notna(), frame["strategy"])
+    frame.loc[frame["strategy"] == SINGLE, "label"] = "one process"
     frame["section_place"] = [[*SECTIONS, name].index(name) for name in frame["section"]]
     frame["attention_place"] = [place(ATTENTION_ORDER, name) for name in frame["attention"]]
     frame["place"] = [place(ORDER, name) for name in frame["strategy"]]
@@ -89,14 +96,6 @@ def typed(frame: pd.DataFrame) -> pd.DataFrame:
 
 def place(order: list[str], name: str) -> int:
     return order.index(name) if name in order else len(order)
-
-
-def _label(case: object) -> str:
-    """How a table calls a strategy: with its option, where a section has several."""
-    strategy, row = str(getattr(case, "strategy", "")), str(getattr(case, "row", ""))
-    label = "one process" if strategy == SINGLE else getattr(case, "label", None)
-    extra = row.removeprefix(strategy).strip("-").replace("MiB", " MiB")
-    return ", ".join(filter(None, [label if isinstance(label, str) else strategy, extra]))
 
 
 def slices(machine: Machine) -> Iterator[Slice]:

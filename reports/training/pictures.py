@@ -25,7 +25,7 @@ def _strategies(frame: pd.DataFrame) -> list[str]:
 
 
 def _strategy_looks(frame: pd.DataFrame) -> dict[str, Look]:
-    named = {case.row: (case.label, case.strategy_peer) for case in frame.itertuples()}
+    named = {case.row: (case.row, case.strategy_peer) for case in frame.itertuples()}
     known = [row for name in ORDER for row in (_of_strategy(frame, name) or [name])]
     return assign_looks(named, known)
 

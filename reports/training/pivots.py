@@ -64,12 +64,8 @@ def _pivot(
     """Rows: attention rows; columns: strategies."""
     frame, notes = part.frame, Footnotes()
     cases = tables.by_key(frame, ["attention", "row"])
-    strategies = dict(
-        zip(
-            *(frame.sort_values(["place", "bucket_mb", "row"], kind="stable")[key] for key in ("row", "label")),
-            strict=True,
-        )
-    )
+    ordered = frame.sort_values(["place", "bucket_mb", "row"], kind="stable")
+    strategies = list(dict.fromkeys(ordered["row"]))
     rows = []
     for attention, label in tables.distinct(frame, ["attention", "attention_label"]):
         found = [cases.get((attention, row)) for row in strategies]
@@ -78,7 +74,7 @@ def _pivot(
         name=f"{part.stem}-{stem}",
         title=f"{title} · {part.heading}",
         caption=part.caption(text, clocked=stem in (RATE.stem, TIME.stem, SPEED.stem)),
-        columns=["attention", *strategies.values()],
+        columns=["attention", *strategies],
         rows=rows,
         frame=frame[[*KEYS, *fields]],
         notes=[*notes.notes(), *tables.legend(rows)],
@@ -104,7 +100,15 @@ def runs(part: Slice) -> Table:
         time = tables.cell(case, case.mean_s, notes)
         values = [getattr(case, field) * factor for field, factor in COLUMNS.values()]
         ranks = "" if pd.isna(case.world_size) else f"{case.world_size:.0f}"
-        rows.append([case.attention_label, case.label, ranks, time, *("" if pd.isna(v) else number(v) for v in values)])
+        rows.append(
+            [
+                case.attention_label,
+                f"{case.row}: {case.label}",
+                ranks,
+                time,
+                *("" if pd.isna(v) else number(v) for v in values),
+            ]
+        )
     return Table(
         name=f"{part.stem}-runs",
         title=f"Every run · {part.heading}",
