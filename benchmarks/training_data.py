@@ -43,7 +43,7 @@ def tokens_of(train_tokens: int, val_tokens: int, vocab_size: int) -> Tokens:
     size = max(LEAST_BYTES, BYTES_PER_TOKEN * train_tokens)
     tokenizer = train(_beginning(corpus.train, size), vocab_size, [END_OF_TEXT], len(os.sched_getaffinity(0)))
     place = Path(folder().name) / f"{train_tokens}-{val_tokens}-{vocab_size}"
-    place.mkdir()
+    place.mkdir(exist_ok=True)
     found = Tokens(place / "train.npy", place / "valid.npy")
     np.save(found.train, _first(tokenizer, corpus.train, train_tokens, "--train-tokens"))
     np.save(found.valid, _first(tokenizer, corpus.valid, val_tokens, "--val-tokens"))
