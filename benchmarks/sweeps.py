@@ -185,7 +185,6 @@ CPU_TRAINING = TrainingSection(
     strategies=("none", "naive", "bucketed", "torch_ddp_tuned"),
     precisions=("fp32",),
     batch=(4,),
-    epochs=3,
     train_tokens=4096,
     val_tokens=2048,
     vocab_size=1000,
