@@ -38,9 +38,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--strategy", metavar="ROWS", help="exactly these strategies: names, path.py:Class")
     group.addoption("--world-size", metavar="N", help="ranks: 1,2,4; a GPU each, or processes on a CPU")
-    group.addoption("--bucket-mb", metavar="MIB", help="of the bucketed strategy, MiB: 1,25,auto")
+    group.addoption(
+        "--bucket-mb", metavar="MIB", help="of the bucketed strategy, MiB: 1,25,auto; of a training also torch DDP's"
+    )
     group.addoption("--comm-dtype", help="what the bucketed strategy sends: float32, bfloat16, float16")
     group.addoption("--sharded-optimizer", help="optimizer state divided among ranks: yes, no")
+    group.addoption("--epochs", metavar="N", help="of a training; the first is not timed, the others are the samples")
+    group.addoption("--train-tokens", metavar="N", help="of a training: tokens of an epoch")
+    group.addoption("--val-tokens", metavar="N", help="of a training: held-out tokens of the loss at its end")
     group.addoption("--memory-limit", metavar="SIZE", help="cap the GPU's allocator, such as 24GiB")
     group.addoption(
         "--resume", metavar="OUT.json", help="take what this result holds as done; alone, go on in that file"

@@ -64,6 +64,21 @@ def parse_parallel_axes(options: dict[str, str | None]) -> dict[str, Any]:
     return {name: values for name, values in given.items() if values}
 
 
+def parse_training_axes(options: dict[str, str | None]) -> dict[str, Any]:
+    """The fields of a TrainingSection: those of models and strategies, and --epochs, --train-tokens, --val-tokens."""
+    named = {"epochs": "--epochs", "train_tokens": "--train-tokens", "val_tokens": "--val-tokens"}
+    found = {name: _one(option, options[option]) for name, option in named.items() if options.get(option) is not None}
+    if found.get("epochs", 2) < 2:
+        raise ValueError(f"--epochs {found['epochs']}: must be at least 2, since the first epoch is not timed")
+    return parse_model_axes(options) | parse_parallel_axes(options) | found
+
+
+def _one(option: str, text: str | None) -> int:
+    if text is None or not text.isdecimal() or int(text) == 0:
+        raise ValueError(f"{option} {text!r}: must be one positive whole number")
+    return int(text)
+
+
 def _bucket(option: str, text: str) -> int | str:
     return text if text == "auto" else positive(option, text)
 

@@ -10,15 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.ranks import default_world_size, subgroup
+from benchmarks.ranks import default_world_size, failure_of, subgroup
 from benchmarks.sections import CollectiveSection
 from benchmarks.session import NOT_TIMED, Result, Settings
 from lmsys.accounting import bus_factor
 from lmsys.measure.clock import CYCLES_PER_S
-from lmsys.measure.compare import outcome_of
 from lmsys.measure.record import Record, summarize, trim
 from lmsys.parallel import collectives
-from lmsys.parallel.group import WorkerError, device
+from lmsys.parallel.group import device
 
 MAX_ROUNDS = 200
 LEAD_S = 0.02  # that the host needs to launch MAX_ROUNDS calls
@@ -77,12 +76,8 @@ def _result(cell: Cell, settings: Settings) -> Result:
             found, outcome, reason = None, "wrong", wrong[0]
         elif not settings.timed:
             found, reason = None, NOT_TIMED
-    except WorkerError as error:
-        outcome, reason = ("oom" if error.kind == "OutOfMemoryError" else "error"), str(error).strip().splitlines()[-1]
-    except ValueError as error:
-        outcome, reason = "unsupported", str(error)
     except Exception as error:
-        outcome, reason = outcome_of(error)
+        outcome, reason = failure_of(error)
     samples = [max(times) for times in zip(*(times for _, times, _ in found), strict=True)] if found else None
     record: Record = {
         "id": cell.id,

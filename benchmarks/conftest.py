@@ -11,7 +11,7 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from benchmarks.axes import parse_axes, parse_model_axes, parse_parallel_axes, sweep_called
+from benchmarks.axes import parse_axes, parse_model_axes, parse_parallel_axes, parse_training_axes, sweep_called
 from benchmarks.model_cells import AUTO, LLAMA, rows_called
 from benchmarks.ranks import joined
 from benchmarks.sections import Axes, Sweep
@@ -38,11 +38,13 @@ REFUSED = {
 }
 AXES = ("batch", "heads", "length", "tiers", "head_dim", "dtype", "causal", "direction")
 PARALLEL_AXES = ("strategy", "world_size", "bucket_mb", "comm_dtype", "sharded_optimizer")
+TRAINING_AXES = ("epochs", "train_tokens", "val_tokens")
 MODEL_AXES = ("size", "context", "batch", "precision", "mode", "compile")
 SESSION = pytest.StashKey[Session]()
 SWEEP = pytest.StashKey[tuple[Sweep, Axes]]()
 MODEL = pytest.StashKey[dict[str, Any]]()  # the axes that the user named, as fields of a ModelSection
 PARALLEL = pytest.StashKey[dict[str, Any]]()  # the same of a ParallelSection
+TRAINING = pytest.StashKey[dict[str, Any]]()  # the same of a TrainingSection
 ROWS = pytest.StashKey[tuple[list[Entry], bool]]()  # of the attention table, and whether the user named them
 MODEL_ROWS = pytest.StashKey[list[Entry] | None]()  # what the user named to ask a model with
 
@@ -95,8 +97,10 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(f"{option} is not for these benchmarks: {reason}")
     try:
         session = _open_session(config)
-        axes = {f"--{name.replace('_', '-')}": config.getoption(name) for name in (*AXES, *MODEL_AXES, *PARALLEL_AXES)}
+        names = (*AXES, *MODEL_AXES, *PARALLEL_AXES, *TRAINING_AXES)
+        axes = {f"--{name.replace('_', '-')}": config.getoption(name) for name in names}
         config.stash[MODEL], config.stash[PARALLEL] = parse_model_axes(axes), parse_parallel_axes(axes)
+        config.stash[TRAINING] = parse_training_axes(axes)
         config.stash[SWEEP] = sweep_called(session.settings.sweep, session.settings.device), parse_axes(axes)
         named = config.getoption("attention")
         rows = None if named is None else rows_called(named.split(","))
@@ -108,6 +112,7 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(str(error)) from error
     if (group := joined()) is not None and group.rank > 0:
         session.output, session.say = None, lambda _: None  # one rank tells and writes
+        session.settings.say = session.say
         config.option.benchmark_json = None
     if session.output:
         _check_writable(session.output)
@@ -154,7 +159,8 @@ def _open_session(config: pytest.Config) -> Session:
     )
     output = config.getoption("benchmark_json")
     path = output if output is None or isinstance(output, Path) else Path(output.name)
-    return Session(settings, path, say=lambda text: _say(config, text))
+    settings.say = lambda text: _say(config, text)
+    return Session(settings, path, settings.say)
 
 
 def _min_rounds(config: pytest.Config) -> int:

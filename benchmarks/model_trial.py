@@ -53,14 +53,15 @@ def model_trial(cells: list[Cell], settings: Settings) -> Iterator[Result]:
 def contender_of(cell: Cell) -> Contender:
     """What the cell's row is to be checked as; `unsupported`, with the reason, where it cannot run."""
     contender = Contender(cell.entry.name, cell.compile != "eager", cell.grad)
-    if reason := _why_not(cell):
+    if reason := why_not(cell):
         contender.failed("unsupported", reason)
     elif cell.entry == AUTO:
         contender.attention = ATTENTION.pick(AUTO.name, cell.case).name
     return contender
 
 
-def _why_not(cell: Cell) -> str | None:
+def why_not(cell: Cell) -> str | None:
+    """The reason why the cell's row cannot run it at all, if there is one."""
     if cell.precision == "tf32" and cell.device == "cpu":
         return "TF32 is an arithmetic of CUDA devices"
     if cell.compile != "eager" and (reason := why_no_compiler(cell.device)):

@@ -1,12 +1,12 @@
 """The tests of data parallelism: what each is asked, and what it is called."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 from benchmarks.ranks import default_world_size
-from benchmarks.sections import ParallelSection
+from benchmarks.sections import ParallelSection, with_axes
 from lmsys.config import ModelConfig, model_config
 from lmsys.parallel import STRATEGIES
 from lmsys.registry import Entry
@@ -60,12 +60,6 @@ class Cell:
     @property
     def backend(self) -> str:
         return "nccl" if self.device == "cuda" else "gloo"
-
-
-def with_axes(section: ParallelSection, axes: dict[str, Any]) -> ParallelSection:
-    """The section with what the command line gives in the place of its own."""
-    known = {field.name for field in fields(section)}
-    return replace(section, **{name: value for name, value in axes.items() if name in known})
 
 
 def cells_of(section: ParallelSection, axes: dict[str, Any], device: str) -> Iterator[Cell]:

@@ -8,14 +8,13 @@ from typing import Any
 
 from benchmarks.parallel_cells import TUNED, Cell
 from benchmarks.parallel_gate import gate
-from benchmarks.parallel_workbench import Seen, examine, limit_memory, network, take_pass, timed_under
+from benchmarks.parallel_workbench import Seen, examine, network, take_pass, timed_under
+from benchmarks.ranks import failure_of
 from benchmarks.session import NOT_TIMED, Result, Settings
 from benchmarks.trial import verdict
 from lmsys.accounting import ddp_overhead, model_flops, model_parameters, zero_memory
-from lmsys.measure.compare import outcome_of
 from lmsys.measure.record import Record, summarize, trim
 from lmsys.parallel import STRATEGIES
-from lmsys.parallel.group import WorkerError
 
 PASSES = {"gloo": 2, "nccl": 3}  # of each row, in turns: a GPU's clock moves, and rows are compared within a pass
 MOST_STEPS = 50  # of a row in one pass
@@ -64,21 +63,14 @@ def parallel_trial(cells: list[Cell], settings: Settings) -> Iterator[Result]:
 def _attempt(one: Found, call: Callable[[], Any]) -> Any:
     try:
         return call()
-    except WorkerError as error:
-        kind = "oom" if error.kind in ("OutOfMemoryError", "MemoryError") else "error"
-        one.failed(kind, f"{str(error).splitlines()[0].removesuffix(':')}: {str(error).strip().splitlines()[-1]}")
-    except ValueError as error:
-        one.failed("unsupported", str(error))
     except Exception as error:
-        one.failed(*outcome_of(error))
+        one.failed(*failure_of(error))
     return None
 
 
 def _run(cell: Cell, settings: Settings, function: Callable[..., Any], *args: Any) -> list[Any]:
     """What the ranks that take part return."""
-    if settings.memory_limit_bytes is not None:
-        settings.ranks.run(cell.world_size, cell.backend, limit_memory, settings.memory_limit_bytes)
-    return settings.ranks.run(cell.world_size, cell.backend, function, cell, *args)[: cell.world_size]
+    return settings.on_ranks(cell.world_size, cell.backend, function, cell, *args)
 
 
 def _alone(cell: Cell, one: Found, settings: Settings) -> None:

@@ -19,7 +19,6 @@ from benchmarks.model_gate import Batch, autocast, build
 from benchmarks.model_workbench import LEARNING_RATE
 from benchmarks.parallel_cells import COMPUTE_IN_BF16, Cell
 from benchmarks.ranks import subgroup
-from benchmarks.session import cap_gpu_memory
 from lmsys.measure import memory
 from lmsys.measure.clock import synchronize
 from lmsys.measure.profile import kind_of
@@ -110,11 +109,6 @@ def takes_part(cell: Cell) -> bool:
     """Whether this rank is of those; asked of every rank, since groups are made by all."""
     subgroup(cell.world_size)
     return dist.get_rank() < cell.world_size
-
-
-def limit_memory(limit_bytes: int) -> None:
-    """Of this rank's GPU."""
-    cap_gpu_memory(limit_bytes)
 
 
 def release() -> None:

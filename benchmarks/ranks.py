@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lmsys.measure.compare import Failure, outcome_of
 from lmsys.parallel.group import JoinedGroup, WorkerError, WorkerGroup, under_torchrun
 
 TIMEOUT_S = 420.0
@@ -63,6 +64,16 @@ class Ranks:
         if self._group is None:
             self._group = WorkerGroup(world_size, backend, TIMEOUT_S)
         return self._group
+
+
+def failure_of(error: Exception) -> Failure:
+    """(outcome, reason) of what failed on ranks; `unsupported` for a ValueError here, before any rank was asked."""
+    if isinstance(error, WorkerError):
+        kind = "oom" if error.kind in ("OutOfMemoryError", "MemoryError") else "error"
+        first, *trace = str(error).strip().splitlines()
+        named = [line for line in trace if error.kind in line] or trace  # torch's advice may stand behind it
+        return kind, " ".join([first, *named[-1:]])
+    return ("unsupported", str(error)) if isinstance(error, ValueError) else outcome_of(error)
 
 
 def subgroup(world_size: int) -> Any:

@@ -1,8 +1,9 @@
 """What the tables of a sweep are made of: their axes. Plain data."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
+from typing import Any, TypeVar
 
 MODES = ("forward", "train_forward", "backward", "optimizer", "step")
 STRATEGIES = tuple(
@@ -130,6 +131,41 @@ class ParallelSection:
 
 
 @dataclass(frozen=True)
+class TrainingSection:
+    """The axes of one table of whole trainings, attention rows by strategies, on text; the batch is each rank's.
+
+    world_sizes   0: as in CollectiveSection; `none` is one rank that accumulates the batches of all
+    bucket_mbs    MiB: of the strategies that have buckets to set
+    epochs        passes over train_tokens tokens, rounded down to whole steps; the first is not timed
+    val_tokens    of held-out text, on which the loss after the last epoch is taken
+    """
+
+    name: str
+    sizes: tuple[str, ...]
+    contexts: tuple[int, ...]
+    rows: tuple[str, ...]
+    strategies: tuple[str, ...]
+    precisions: tuple[str, ...] = ("bf16",)
+    compiles: tuple[str, ...] = ("eager",)
+    batch: tuple[int, ...] = (8,)
+    world_sizes: tuple[int, ...] = (0,)
+    bucket_mbs: tuple[int | str, ...] = (25,)
+    epochs: int = 4
+    train_tokens: int = 491_520
+    val_tokens: int = 65_536
+    vocab_size: int = 10_000
+
+
+S = TypeVar("S", ParallelSection, TrainingSection)
+
+
+def with_axes(section: S, axes: dict[str, Any]) -> S:
+    """The section with what the command line gives in the place of its own."""
+    known = {field.name for field in fields(section)}
+    return replace(section, **{name: value for name, value in axes.items() if name in known})
+
+
+@dataclass(frozen=True)
 class TokenizerSection:
     """The axes of one table of tokenizers, each training and encoding on the standard library's text.
 
@@ -162,6 +198,7 @@ class Sweep:
     collectives: tuple[CollectiveSection, ...] = ()
     parallels: tuple[ParallelSection, ...] = ()
     tokenizers: tuple[TokenizerSection, ...] = ()
+    trainings: tuple[TrainingSection, ...] = ()
 
 
 @dataclass(frozen=True)

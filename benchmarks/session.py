@@ -55,6 +55,7 @@ class Settings:
     memory_limit_bytes: int | None
     command: str
     seed: int = 0
+    say: Callable[[str], None] = lambda _: None  # tells the user how far a long trial is
 
     @cached_property
     def machine(self) -> Record:
@@ -65,6 +66,12 @@ class Settings:
     def ranks(self) -> Ranks:
         """Processes for what several do together."""
         return Ranks()
+
+    def on_ranks(self, world_size: int, backend: str, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What function(*args) returns on each of the first `world_size` ranks, under the memory limit."""
+        if self.memory_limit_bytes is not None:
+            self.ranks.run(world_size, backend, cap_gpu_memory, self.memory_limit_bytes)
+        return self.ranks.run(world_size, backend, function, *args)[:world_size]
 
     @property
     def ceilings(self) -> Record:

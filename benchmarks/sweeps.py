@@ -14,6 +14,7 @@ from benchmarks.sections import (
     Section,
     Sweep,
     TokenizerSection,
+    TrainingSection,
 )
 
 ANATOMY_MODES = ("forward", "step")  # what is opened up: an inference and a whole training step
@@ -167,6 +168,47 @@ NARROW = replace(
     comm_dtypes=("float32", "bfloat16"),
 )
 PARALLEL_FULL = (*TARGETS, NARROW, BUCKETS, SHARDED, SCALING)
+TRAINING = TrainingSection(
+    "default",
+    ("small",),
+    (1024,),
+    rows=("flash_triton", "sdpa_cudnn"),
+    strategies=("none", "naive", "bucketed", "torch_ddp_tuned"),
+    epochs=3,
+    train_tokens=262_144,
+)
+CPU_TRAINING = TrainingSection(
+    "default",
+    ("tiny",),
+    (64,),
+    rows=("naive", "vectorized", "sdpa_flash"),
+    strategies=("none", "naive", "bucketed", "torch_ddp_tuned"),
+    precisions=("fp32",),
+    batch=(4,),
+    train_tokens=4096,
+    val_tokens=2048,
+    vocab_size=1000,
+)
+SMOKE_TRAINING = replace(
+    CPU_TRAINING,
+    name="smoke",
+    rows=("naive", "sdpa_flash"),
+    strategies=("none", "bucketed"),
+    batch=(2,),
+    epochs=2,
+    train_tokens=512,
+    val_tokens=256,
+    vocab_size=300,
+)
+MATRIX = replace(
+    TRAINING,
+    name="matrix",
+    rows=("naive_compiled", "vectorized", "flash_triton", "sdpa_cudnn"),
+    strategies=("none", "naive", "flat", "overlapped", "bucketed", "zero1", "torch_ddp_tuned"),
+    epochs=4,
+    train_tokens=491_520,
+)
+CPU_MATRIX = replace(CPU_TRAINING, name="matrix", strategies=MATRIX.strategies, train_tokens=12_800)
 
 
 def smoke(length: int, head_dim: int, batch: int, heads: int, compiled_dtype: str) -> tuple[Section, ...]:
@@ -201,6 +243,7 @@ SWEEPS = {
             collectives=(SMOKE_COLLECTIVES,),
             parallels=(SMOKE_PARALLEL,),
             tokenizers=(TOKENIZER_SMOKE,),
+            trainings=(SMOKE_TRAINING,),
         ),
         "cuda": Sweep(
             0.05,
@@ -211,6 +254,7 @@ SWEEPS = {
             collectives=(SMOKE_COLLECTIVES,),
             parallels=(SMOKE_PARALLEL,),
             tokenizers=(TOKENIZER_SMOKE,),
+            trainings=(SMOKE_TRAINING,),
         ),
     },
     "default": {
@@ -243,6 +287,7 @@ SWEEPS = {
             collectives=(CPU_COLLECTIVES,),
             parallels=(CPU_PARALLEL,),
             tokenizers=(TOKENIZER,),
+            trainings=(CPU_TRAINING,),
         ),
         "cuda": Sweep(
             0.15,
@@ -259,6 +304,7 @@ SWEEPS = {
             collectives=(COLLECTIVES,),
             parallels=(PARALLEL,),
             tokenizers=(TOKENIZER,),
+            trainings=(TRAINING,),
         ),
     },
 }
@@ -270,9 +316,10 @@ _FULL = Sweep(
     collectives=(FULL_COLLECTIVES,),
     parallels=PARALLEL_FULL,
     tokenizers=(TOKENIZER_FULL,),
+    trainings=(MATRIX,),
 )
 _ANATOMY_FULL = replace(ANATOMY, sizes=("small", "medium", "xl"), contexts=(512, 1024))
 SWEEPS["full"] = {
-    "cpu": replace(_FULL, anatomies=(replace(_ANATOMY_FULL, rows=("naive", "auto")),)),
+    "cpu": replace(_FULL, anatomies=(replace(_ANATOMY_FULL, rows=("naive", "auto")),), trainings=(CPU_MATRIX,)),
     "cuda": replace(_FULL, models=MODEL_FULL + PEERS, anatomies=with_compiled(_ANATOMY_FULL)),
 }

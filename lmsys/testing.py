@@ -17,13 +17,17 @@ A row that has no float32 form is also held in root mean square, since in bfloat
 an error of 1 % pass: rms(x - ref) <= 2 rms(mixed - ref) + 4 eps32 max(1, max|ref|), where `mixed` is
 `naive` with float32 scores and accumulation and only P, dS and the o of the backward rounded to t.
 
+Two trainings of one model on the same batches, which differ in kernel or strategy, are one training when their losses
+over the first 100 steps are at most 1e-3 apart in float32 and 0.03 in bfloat16, and the norms of their first gradients,
+made by the same weights, 1e-3 and 5e-3 of the norm: AdamW moves alike on a gradient that is off by a factor.
+
 Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension;
 U (batch, key head) pairs that are checked, each with its G query heads.
 """
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -36,6 +40,9 @@ from lmsys.attention.naive import masked_scores, naive
 
 MAX_SCORES = 2**31  # above it, a seeded sample of heads is checked
 MAX_ELEMENTS = 2**27  # of q or k in the sample: 1 GiB for each float64 tensor of the reference
+CURVE_STEPS = 100
+CURVE_BUDGET = {"float32": 1e-3, "bfloat16": 0.03}  # nats
+NORM_BUDGET = {"float32": 1e-3, "bfloat16": 5e-3}  # of the norm
 BLOCK_SCORES = {"cuda": 2**26, "cpu": 2**21}  # scores held at once
 
 
@@ -238,6 +245,25 @@ def error_ratio(found: Tensor, reference: Tensor, plain: Tensor) -> float:
     error = _norm_max(found.detach().double() - reference)
     ratio = error / _budget(reference, plain.detach().double(), plain.dtype)
     return ratio if math.isfinite(ratio) else math.inf
+
+
+def curve_ratios(
+    losses: Sequence[float], reference: Sequence[float], norm: float, reference_norm: float, dtype: str
+) -> dict[str, float]:
+    """Errors over their budgets of a training in `dtype`: of the loss where it is worst, and of the first gradient.
+
+    As many steps are compared as both have, CURVE_STEPS at most. 1 or less is right; inf where anything is not finite.
+    """
+    pairs = zip(losses[:CURVE_STEPS], reference, strict=False)
+    apart = [abs(a - b) if math.isfinite(a - b) else math.inf for a, b in pairs]
+    step = apart.index(max(apart))
+    off = abs(norm / reference_norm - 1)
+    return {
+        f"the loss of step {step + 1}, off by {apart[step]:.2g},": apart[step] / CURVE_BUDGET[dtype],
+        f"the first gradient's norm, off by {100 * off:.2g} %,": off / NORM_BUDGET[dtype]
+        if math.isfinite(off)
+        else math.inf,
+    }
 
 
 def rms_budget(reference: Tensor, plain: Tensor) -> float:

@@ -6,7 +6,7 @@ records into chapters, and a row below, keyed by the record's "benchmark".
 
 from collections.abc import Callable
 
-from reports import anatomy, attention, collectives, loss, model, parallel, precision, tokenizer
+from reports import anatomy, attention, collectives, loss, model, parallel, precision, tokenizer, training
 from reports.load import Machine
 from reports.page import Chapter
 
@@ -22,4 +22,5 @@ BUILDERS: dict[str, Callable[[Machine, str | None], list[Chapter]]] = {
     "collectives": collectives.chapters,
     "data_parallel": parallel.chapters,
     "tokenizer": tokenizer.chapters,
+    "training": training.chapters,
 }

@@ -21,7 +21,7 @@ from lmsys.accounting import model_flops
 from lmsys.model import Loss, TransformerLM
 from lmsys.parallel import STRATEGIES
 from lmsys.parallel.adapt import Adapted
-from lmsys.parallel.collectives import gather_objects, size_and_rank
+from lmsys.parallel.collectives import Group, gather_objects, size_and_rank
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer
 from lmsys.training import checkpoint, state
 from lmsys.training.checkpoint import Checkpoint
@@ -85,6 +85,7 @@ class StopSignals:
 class Trainer:
     """A model in training on this rank, of as many as torch.distributed has, or alone.
 
+    group   of the ranks that train; None: all
     found   the checkpoint to go on from; None: from the beginning
     facts   what a checkpoint must have been saved with, beside model, batch size and seed: such as the tokenizer
     ValueError for a checkpoint of another run, a batch that ranks cannot share evenly, a strategy that cannot do this.
@@ -98,10 +99,11 @@ class Trainer:
         device: torch.device,
         found: Checkpoint | None = None,
         facts: dict[str, Any] | None = None,
+        group: Group = None,
     ):
         train = config.train
-        self.config, self.windows, self.device = config, windows, device
-        self.world_size, self.rank = size_and_rank(None)
+        self.config, self.windows, self.device, self.group = config, windows, device, group
+        self.world_size, self.rank = size_and_rank(group)
         self.batches = Batches(
             source, config.model.context_length, train.micro_batch_size, train.seed, self.rank, self.world_size,
             train.accumulation(self.world_size),
@@ -136,7 +138,7 @@ class Trainer:
         options: dict[str, Any] = {} if train.bucket_mb is None else {"bucket_mb": train.bucket_mb}
         if entry.name in COMPUTE_IN_BF16 and train.precision == "bf16":
             options["compute_dtype"] = torch.bfloat16
-        strategy = Adapted(entry.load(), Loss(self.model), None, **options)
+        strategy = Adapted(entry.load(), Loss(self.model), self.group, **options)
         able = strategy.can_stay_local and getattr(strategy.wrapper, "accumulates", True)
         if self.world_size > 1 and self.batches.accumulation > 1 and not able:
             raise ValueError(
@@ -154,7 +156,7 @@ class Trainer:
             raise ValueError(
                 f"strategy {train.strategy!r} shards its optimizer itself: train.sharded_optimizer is false"
             )
-        return ShardedOptimizer(self.model.parameters(), AdamW, None, **options)
+        return ShardedOptimizer(self.model.parameters(), AdamW, self.group, **options)
 
     def _resume(self, found: Checkpoint, shared: dict[str, Any]) -> None:
         found.require(optimizer=self.facts["optimizer"])
@@ -211,7 +213,7 @@ class Trainer:
         if not self._shards_gradients or self.world_size == 1:
             return clip_grad_norm(params, max_norm)
         square = clip_grad_norm(params, math.inf).to(self.device).square()  # infinite: only measured
-        dist.all_reduce(square)
+        dist.all_reduce(square, group=self.group)
         norm = square.sqrt()
         gradients = [p.grad for p in params if p.grad is not None]
         if gradients and math.isfinite(max_norm):
@@ -225,7 +227,7 @@ class Trainer:
         told[0] = loss.double() / self.world_size
         if stop:
             told[stop] = 1.0
-        dist.all_reduce(told)
+        dist.all_reduce(told, group=self.group)
         mean, *stops = told.tolist()
         return mean, max((number for number, count in enumerate(stops, start=1) if count), default=0)
 
@@ -239,7 +241,7 @@ class Trainer:
         own["rng"] = checkpoint.rng_state(self.device)
         return checkpoint.save(
             folder, self.step, shared, own, facts=self.facts, keep=self.config.checkpoint.keep, rank=self.rank,
-            world_size=self.world_size, gather=lambda mine: gather_objects(mine, None),
+            world_size=self.world_size, gather=lambda mine: gather_objects(mine, self.group),
         )  # fmt: skip
 
     def fit(self, folder: Path, log: JsonLines | None = None, say: Say = lambda _: None) -> Outcome:
