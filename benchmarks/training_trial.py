@@ -232,7 +232,7 @@ def _result(cell: Cell, one: Found, reference: Curve | None, settings: Settings)
 
 
 def _curve(one: Found, reference: Curve) -> Record:
-    """At most CURVE_POINTS losses, each with its difference to the reference's as far as that goes; the largest of all."""
+    """At most CURVE_POINTS losses, each with its difference to the reference's as far as that goes; the largest one."""
     apart = [a - b for a, b in zip(one.losses[:CURVE_STEPS], reference.losses, strict=False)]
     every = -(-len(one.losses) // CURVE_POINTS)
     places = sorted({*range(0, len(one.losses), every), len(one.losses) - 1})
