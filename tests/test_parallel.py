@@ -298,7 +298,7 @@ def test_fully_sharded_float32_is_bitwise_equal(ranks: WorkerGroup) -> None:
     assert all(ranks.run(_bitwise, Recipe(width=7, layers=3, tied=True)))
 
 
-def _language_model(strategy: str, checkpoint_blocks: int) -> Any:
+def _language_model(strategy: str, checkpoint_blocks: int, compiled: bool = False) -> Any:
     """Parameters of a Transformer after two steps on two ranks, and after the same on one."""
     group, rank = group_of(2), dist.get_rank()
     if rank >= 2:
@@ -309,7 +309,10 @@ def _language_model(strategy: str, checkpoint_blocks: int) -> Any:
     tokens = torch.randint(50, (2, 2, 9), generator=torch.Generator().manual_seed(0))
     torch.manual_seed(3)
     alone = _OfModel(TransformerLM(config))
-    wrapper = STRATEGIES[strategy].load()(on_ranks.copies(alone), group)
+    on_rank = on_ranks.copies(alone)
+    if compiled:
+        on_rank.model.compile_blocks(backend="aot_eager")
+    wrapper = STRATEGIES[strategy].load()(on_rank, group)
     own, plain = wrapper.make_optimizer(torch.optim.SGD, lr=0.1), torch.optim.SGD(alone.parameters(), lr=0.1)
     for _ in range(2):
         wrapper(tokens[rank]).backward()
@@ -342,6 +345,13 @@ def test_the_language_model_also_with_activation_checkpointing(
     ranks: WorkerGroup, strategy: str, checkpoint_blocks: int
 ) -> None:
     found, expected = ranks.run(_language_model, strategy, checkpoint_blocks)[0]
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x)
+
+
+@pytest.mark.parametrize("strategy", ["overlapped", "bucketed", "zero1", "fsdp"])
+def test_the_language_model_with_compiled_blocks(ranks: WorkerGroup, strategy: str) -> None:
+    found, expected = ranks.run(_language_model, strategy, 0, True)[0]
     for name, x in expected.items():
         torch.testing.assert_close(found[name], x)
 

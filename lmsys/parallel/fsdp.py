@@ -11,7 +11,7 @@ Source: Zhao et al. 2023, "PyTorch FSDP" (arXiv 2304.11277), sections 3.2 and 3.
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -32,7 +32,8 @@ class Fsdp(Wrapper):
 
     `parameters()` are the parts that this rank keeps, flat: an optimizer that works element by element steps them as it
     would the whole. Gradients are reduced in the parameters' precision, in every backward: under no_sync() too, as no
-    rank could keep them whole. A parameter that no rank has used has a gradient of zeros.
+    rank could keep them whole. A parameter that no rank has used has a gradient of zeros. What is to be compiled, block
+    by block, is compiled before it is wrapped.
     """
 
     shards_gradients = True
@@ -46,8 +47,7 @@ class Fsdp(Wrapper):
         self._reducing: list[_Unit] = []
         for number, block in enumerate(blocks_of(module), start=1):
             me = weakref.ref(self)
-            block.register_forward_pre_hook(partial(_before_forward, me, number))
-            block.register_forward_hook(partial(_after_forward, me, number))
+            _surround(block, partial(_before_forward, me, number), partial(_after_forward, me, number))
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
         for number, unit in enumerate(self._units):
@@ -144,6 +144,23 @@ class Fsdp(Wrapper):
             self._units[number - 1].gather()
         self._reduce_down_to(number + 1)
         unit.wait()
+
+
+def _surround(block: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
+    """Runs both around the block's forward: as hooks, or where it is compiled around that, as it would look into hooks."""
+    compiled = block._compiled_call_impl
+    if compiled is None:
+        block.register_forward_pre_hook(before)
+        block.register_forward_hook(after)
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before(block, args)
+        output = compiled(*args, **kwargs)
+        after(block, args, output)
+        return output
+
+    block._compiled_call_impl = call
 
 
 def _before_forward(wrapper: "weakref.ref[Fsdp]", number: int, *_: Any) -> None:
