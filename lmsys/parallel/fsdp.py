@@ -147,7 +147,7 @@ class Fsdp(Wrapper):
 
 
 def _surround(block: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
-    """Runs both around the block's forward: as hooks, or where it is compiled around that, as it would look into hooks."""
+    """Runs both around the block's forward: as hooks, or around what is compiled, which would look into hooks."""
     compiled = block._compiled_call_impl
     if compiled is None:
         block.register_forward_pre_hook(before)
