@@ -22,14 +22,18 @@ def bars(
     style: Mapping[str, Look],
     unit: str,
 ) -> Plot | None:
-    """A group of bars for each tier, a bar for each implementation, or its outcome's word; None without bars."""
+    """A group of bars for each tier, a bar for each implementation, or its outcome's word; None without bars.
+
+    From zero, but where values differ by more than ten times: there the axis is logarithmic.
+    """
     values = {impl: line for impl, line in values.items() if any(map(math.isfinite, line)) or any(words[impl])}
     finite = [value for line in values.values() for value in line if math.isfinite(value)]
     if not finite:
         return None
     figure, axes = canvas(title, 3.0 + legend_height(len(values)))
     width = 0.84 / len(values)
-    floor = min(finite) / 2
+    log = max(finite) >= 10 * min(finite)
+    floor, top = (min(finite) / 2, max(finite) * 1.6) if log else (0.0, max(finite) * 1.1)
     for place, (impl, line) in enumerate(values.items()):
         look = style[impl]
         at = np.arange(len(tiers)) + (place - (len(values) - 1) / 2) * width
@@ -39,10 +43,22 @@ def bars(
         )
         for x, value, word in zip(at, line, words[impl], strict=True):
             if not math.isfinite(value) and word:
-                axes.text(x, floor * 1.1, word, rotation=90, ha="center", va="bottom", fontsize=8, color=look.color)
-    axes.set_yscale("log")
-    axes.set_ylim(floor, max(finite) * 1.6)
-    log_values(axes.yaxis, [floor, max(finite)])
+                axes.text(
+                    x,
+                    floor * 1.1 if log else top / 50,
+                    word,
+                    rotation=90,
+                    ha="center",
+                    va="bottom",
+                    fontsize=8,
+                    color=look.color,
+                )
+    if log:
+        axes.set_yscale("log")
+        log_values(axes.yaxis, [floor, max(finite)])
+    else:
+        axes.yaxis.set_major_formatter(FuncFormatter(plain))
+    axes.set_ylim(floor, top)
     slanted = sum(map(len, tiers)) > 45
     axes.set_xticks(range(len(tiers)), tiers, rotation=45 if slanted else 0, ha="right" if slanted else "center")
     axes.set_xlim(-0.5, len(tiers) - 0.5)  # bars without a height would not widen it to the words in their places
