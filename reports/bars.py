@@ -34,6 +34,7 @@ def bars(
     width = 0.84 / len(values)
     log = max(finite) >= 10 * min(finite)
     floor, top = (min(finite) / 2, max(finite) * 1.6) if log else (0.0, max(finite) * 1.1)
+    foot = floor * 1.1 if log else top / 50
     for place, (impl, line) in enumerate(values.items()):
         look = style[impl]
         at = np.arange(len(tiers)) + (place - (len(values) - 1) / 2) * width
@@ -45,7 +46,7 @@ def bars(
             if not math.isfinite(value) and word:
                 axes.text(
                     x,
-                    floor * 1.1 if log else top / 50,
+                    foot,
                     word,
                     rotation=90,
                     ha="center",
