@@ -44,16 +44,7 @@ def bars(
         )
         for x, value, word in zip(at, line, words[impl], strict=True):
             if not math.isfinite(value) and word:
-                axes.text(
-                    x,
-                    foot,
-                    word,
-                    rotation=90,
-                    ha="center",
-                    va="bottom",
-                    fontsize=8,
-                    color=look.color,
-                )
+                axes.text(x, foot, word, rotation=90, ha="center", va="bottom", fontsize=8, color=look.color)
     if log:
         axes.set_yscale("log")
         log_values(axes.yaxis, [floor, max(finite)])
