@@ -11,7 +11,7 @@ from benchmarks.parallel_gate import gate
 from benchmarks.parallel_workbench import Seen, examine, network, take_pass, timed_under
 from benchmarks.ranks import failure_of
 from benchmarks.session import NOT_TIMED, Result, Settings
-from benchmarks.trial import verdict
+from benchmarks.trial import Judged, verdict
 from lmsys.accounting import ddp_overhead, model_flops, model_parameters, zero_memory
 from lmsys.measure.record import Record, summarize, trim
 from lmsys.parallel import STRATEGIES
@@ -24,12 +24,9 @@ ZERO_STAGE = {"zero1": 2, "torch_zero1": 1, "fsdp": 3, "torch_fsdp2": 3}  # ours
 
 
 @dataclass
-class Found:
+class Found(Judged):
     """What has been found out about a cell. samples: seconds of each step, of the slowest rank; alone: without sync."""
 
-    outcome: str = "ok"
-    reason: str | None = None
-    error_ratio: float | None = None
     seen: list[Seen] = field(default_factory=list)
     samples: list[float] = field(default_factory=list)
     alone: list[float] = field(default_factory=list)
@@ -37,7 +34,7 @@ class Found:
     network: tuple[float, float] | None = None
 
     def failed(self, outcome: str, reason: str) -> None:
-        self.outcome, self.reason = outcome, reason
+        super().failed(outcome, reason)
         self.samples, self.alone = [], []
 
 

@@ -17,9 +17,8 @@ from lmsys.registry import Entry
 from lmsys.training.config import RunConfig, TrainConfig
 
 WITH_BUCKETS = (BUCKETED, TUNED)
-LR_BY_WIDTH = (
-    0.256  # learning rate times d_model: Adam's goes with the inverse width (Yang et al. 2022, arXiv 2203.03466)
-)
+# Learning rate times d_model: Adam's goes with the inverse width (Yang et al. 2022, arXiv 2203.03466).
+LR_BY_WIDTH = 0.256
 LEAST_LR, WARMUP = 0.1, 0.1  # of the learning rate; of all steps
 
 

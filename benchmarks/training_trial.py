@@ -19,7 +19,7 @@ from benchmarks.session import NOT_TIMED, Result, Settings
 from benchmarks.training_cells import LR_BY_WIDTH, Cell
 from benchmarks.training_data import CORPUS, Tokens, tokens_of
 from benchmarks.training_workbench import Seen, begin, clear, end, epoch, examine
-from benchmarks.trial import verdict
+from benchmarks.trial import Judged, verdict
 from lmsys.accounting import model_flops, model_parameters
 from lmsys.attention import ATTENTION
 from lmsys.measure.compare import Failure
@@ -40,19 +40,16 @@ class Curve:
 
 
 @dataclass
-class Found(Curve):
+class Found(Curve, Judged):
     """What has been found out about a cell. samples: seconds of each epoch but the first, of the slowest rank."""
 
-    outcome: str = "ok"
-    reason: str | None = None
-    error_ratio: float | None = None
     seen: list[Seen] = field(default_factory=list)
     samples: list[float] = field(default_factory=list)
     sm_clocks_mhz: list[float] = field(default_factory=list)
     valid_loss: float | None = None
 
     def failed(self, outcome: str, reason: str) -> None:
-        self.outcome, self.reason = outcome, reason
+        super().failed(outcome, reason)
         self.samples = []
 
 

@@ -21,17 +21,23 @@ class Found:
 
 
 @dataclass(kw_only=True)
-class Contender:
-    """What has been found out about a row, whose trials derive from this; `interpreted` rows are never timed."""
+class Judged:
+    """How a row or a cell ends, as far as is known."""
 
     outcome: str = "ok"
     reason: str | None = None
     error_ratio: float | None = None
-    compile_s: float | None = None
-    interpreted: bool = False
 
     def failed(self, outcome: str, reason: str) -> None:
         self.outcome, self.reason = outcome, reason
+
+
+@dataclass(kw_only=True)
+class Contender(Judged):
+    """What has been found out about a row, whose trials derive from this; `interpreted` rows are never timed."""
+
+    compile_s: float | None = None
+    interpreted: bool = False
 
 
 def fail_the_good(contenders: Iterable[Contender], failure: Failure | None) -> None:

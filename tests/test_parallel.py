@@ -298,7 +298,7 @@ def test_fully_sharded_float32_is_bitwise_equal(ranks: WorkerGroup) -> None:
     assert all(ranks.run(_bitwise, Recipe(width=7, layers=3, tied=True)))
 
 
-def _language_model(strategy: str, checkpoint_blocks: int, compiled: bool = False) -> Any:
+def _language_model(strategy: str, checkpoint_blocks: int, compiled: bool) -> Any:
     """Parameters of a Transformer after two steps on two ranks, and after the same on one."""
     group, rank = group_of(2), dist.get_rank()
     if rank >= 2:
@@ -339,19 +339,16 @@ class _OfModel(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "checkpoint_blocks"), [("bucketed", 1), ("zero1", 0), ("fsdp", 0), ("fsdp", 1), ("fsdp", 3)]
+    ("strategy", "checkpoint_blocks", "compiled"),
+    [
+        *(("bucketed", 1, False), ("zero1", 0, False), ("fsdp", 0, False), ("fsdp", 1, False), ("fsdp", 3, False)),
+        *(("overlapped", 0, True), ("bucketed", 0, True), ("zero1", 0, True), ("fsdp", 0, True)),
+    ],
 )
-def test_the_language_model_also_with_activation_checkpointing(
-    ranks: WorkerGroup, strategy: str, checkpoint_blocks: int
+def test_the_language_model_also_checkpointed_or_compiled(
+    ranks: WorkerGroup, strategy: str, checkpoint_blocks: int, compiled: bool
 ) -> None:
-    found, expected = ranks.run(_language_model, strategy, checkpoint_blocks)[0]
-    for name, x in expected.items():
-        torch.testing.assert_close(found[name], x)
-
-
-@pytest.mark.parametrize("strategy", ["overlapped", "bucketed", "zero1", "fsdp"])
-def test_the_language_model_with_compiled_blocks(ranks: WorkerGroup, strategy: str) -> None:
-    found, expected = ranks.run(_language_model, strategy, 0, True)[0]
+    found, expected = ranks.run(_language_model, strategy, checkpoint_blocks, compiled)[0]
     for name, x in expected.items():
         torch.testing.assert_close(found[name], x)
 

@@ -17,6 +17,14 @@ def test_the_table_is_the_published_one() -> None:
     assert rows(RESULTS) == rows((TABLES / "nvidia-h200-tokens16k-bfloat16-fwd-tflops.md").read_text())
 
 
+def test_the_commits_are_those_of_the_table() -> None:
+    caption = (TABLES / "nvidia-h200-tokens16k-bfloat16-fwd-tflops.md").read_text()
+    told, known = (
+        re.findall(r"\b(?=[0-9a-f]*[a-f])(?=[0-9a-f]*\d)[0-9a-f]{10}\b", text) for text in (RESULTS, caption)
+    )
+    assert told == known
+
+
 def test_the_speedups_are_the_published_ones() -> None:
     told = re.search(r"forward (\S+) \(causal\) and (\S+) times as fast, backward (\S+) and (\S+) times", RESULTS)
     assert told is not None, "the sentence that gives the geometric means is gone"

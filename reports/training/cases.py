@@ -57,6 +57,12 @@ class Slice:
     stem: str
     heading: str
 
+    @property
+    def strategies(self) -> list[str]:
+        """The rows in reading order; their names, since labels are too long for an axis."""
+        ordered = self.frame.sort_values(["place", "bucket_mb", "row"], kind="stable")
+        return list(dict.fromkeys(ordered["row"]))
+
     def caption(self, text: str, clocked: bool = False) -> str:
         """What is shown and every variable that is held constant."""
         first = self.frame.iloc[0]
@@ -88,14 +94,10 @@ def typed(frame: pd.DataFrame) -> pd.DataFrame:
     frame["label"] = frame["label"].where(frame["label"].notna(), frame["strategy"])
     frame.loc[frame["strategy"] == SINGLE, "label"] = "one process"
     frame["section_place"] = [[*SECTIONS, name].index(name) for name in frame["section"]]
-    frame["attention_place"] = [place(ATTENTION_ORDER, name) for name in frame["attention"]]
-    frame["place"] = [place(ORDER, name) for name in frame["strategy"]]
+    frame["attention_place"] = [[*ATTENTION_ORDER, name].index(name) for name in frame["attention"]]
+    frame["place"] = [[*ORDER, name].index(name) for name in frame["strategy"]]
     order = ["section_place", "section", "num_parameters", *SETTING[2:], "attention_place", "attention", "place"]
     return frame.sort_values([*order, "bucket_mb", "row", "id"], kind="stable").reset_index(drop=True)
-
-
-def place(order: list[str], name: str) -> int:
-    return order.index(name) if name in order else len(order)
 
 
 def slices(machine: Machine) -> Iterator[Slice]:

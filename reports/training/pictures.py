@@ -19,11 +19,6 @@ def _attention_looks(frame: pd.DataFrame) -> dict[str, Look]:
     return assign_looks(named, ATTENTION_ORDER)
 
 
-def _strategies(frame: pd.DataFrame) -> list[str]:
-    """Rows in reading order; their names, since labels are too long for an axis."""
-    return list(dict.fromkeys(frame.sort_values(["place", "bucket_mb", "row"], kind="stable")["row"]))
-
-
 def _strategy_looks(frame: pd.DataFrame) -> dict[str, Look]:
     named = {case.row: (case.row, case.strategy_peer) for case in frame.itertuples()}
     known = [row for name in ORDER for row in (_of_strategy(frame, name) or [name])]
@@ -36,7 +31,7 @@ def _of_strategy(frame: pd.DataFrame, name: str) -> list[str]:
 
 def by_strategy(part: Slice, metric: Metric) -> Plot | None:
     """A metric by strategy, a bar for each attention row."""
-    frame, rows = part.frame, _strategies(part.frame)
+    frame, rows = part.frame, part.strategies
     cases = by_key(frame, ["attention", "row"])
     found = {name: [cases.get((name, row)) for row in rows] for name in dict.fromkeys(frame["attention"])}
     return bars.bars(
@@ -57,12 +52,12 @@ def _value(case: Any, metric: Metric) -> float:
 
 def chain(part: Slice) -> Plot | None:
     """From one process over BASE to the others: how much faster each strategy is than BASE, a line for each row."""
-    frame, rows = part.frame, _strategies(part.frame)
+    frame = part.frame
     timed = frame[frame["speedup"].notna()]
     if timed["row"].nunique() < 2:
         return None
     style = _attention_looks(frame)
-    places = [row for row in rows if row in set(timed["row"])]
+    places = [row for row in part.strategies if row in set(timed["row"])]
     slanted = sum(map(len, places)) > 45
     height = 3.0 + 0.8 * slanted + legend_height(timed["attention"].nunique())
     figure, axes = canvas(f"Speed-up over {BASE} · {part.heading}", height)

@@ -64,17 +64,15 @@ def _pivot(
     """Rows: attention rows; columns: strategies."""
     frame, notes = part.frame, Footnotes()
     cases = tables.by_key(frame, ["attention", "row"])
-    ordered = frame.sort_values(["place", "bucket_mb", "row"], kind="stable")
-    strategies = list(dict.fromkeys(ordered["row"]))
     rows = []
     for attention, label in tables.distinct(frame, ["attention", "attention_label"]):
-        found = [cases.get((attention, row)) for row in strategies]
+        found = [cases.get((attention, row)) for row in part.strategies]
         rows.append([label, *(tables.NOT_RUN if case is None else shown(case, notes) for case in found)])
     return Table(
         name=f"{part.stem}-{stem}",
         title=f"{title} · {part.heading}",
         caption=part.caption(text, clocked=stem in (RATE.stem, TIME.stem, SPEED.stem)),
-        columns=["attention", *strategies],
+        columns=["attention", *part.strategies],
         rows=rows,
         frame=frame[[*KEYS, *fields]],
         notes=[*notes.notes(), *tables.legend(rows)],

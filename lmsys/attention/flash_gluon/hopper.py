@@ -30,19 +30,23 @@ def named_barrier(KIND: gl.constexpr, barrier, NUM_THREADS: gl.constexpr):
 
 
 @gluon.jit
+def _by_all(INSTRUCTION: gl.constexpr):
+    """An instruction without operands, by all of 4 warps."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    ASM: gl.constexpr = INSTRUCTION + "; mov.b32 $0, $1;"
+    gl.inline_asm_elementwise(ASM, "=r,r", [gl.full([128], 0, gl.int32, LAYOUT)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def wait_for_writes():
     """Until the bulk stores and reductions that this thread issued are in global memory, not only read."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    ASM: gl.constexpr = "cp.async.bulk.wait_group 0; mov.b32 $0, $1;"
-    gl.inline_asm_elementwise(ASM, "=r,r", [gl.full([128], 0, gl.int32, LAYOUT)], dtype=gl.int32, is_pure=False, pack=1)
+    _by_all("cp.async.bulk.wait_group 0")
 
 
 @gluon.jit
 def fence_async_global():
     """Between ordinary accesses to global memory and those of bulk copies and reductions, in either order."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    ASM: gl.constexpr = "fence.proxy.async.global; mov.b32 $0, $1;"
-    gl.inline_asm_elementwise(ASM, "=r,r", [gl.full([128], 0, gl.int32, LAYOUT)], dtype=gl.int32, is_pure=False, pack=1)
+    _by_all("fence.proxy.async.global")
 
 
 @builtin

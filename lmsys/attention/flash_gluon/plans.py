@@ -11,7 +11,7 @@ The figures are those of the prototypes of these kernels on one H200 (bfloat16, 
 - Heads grouped for the L2 cache in a causal backward: 10 % at head_dim 64 and 1k. Full attention goes head by head.
 - `recycled`: the kernels before and after the backward's main one took 122 us in every cell, a quarter of the time at
   1k. Not yet timed. (Rounding by the last CTA to add to a tile of dq cost registers: 332 TFLOP/s at head_dim 128 causal
-  and 16k, where 553 had been seen.)
+  and 16k, where 553 had been seen; commit aab98e2, by `python -m lmsys.attention.flash_gluon.tune --planned`.)
 """
 
 from dataclasses import dataclass
