@@ -111,8 +111,7 @@ def pytest_configure(config: pytest.Config) -> None:
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
     if (group := joined()) is not None and group.rank > 0:
-        session.output, session.say = None, lambda _: None  # one rank tells and writes
-        session.settings.say = session.say
+        session.output, session.settings.say = None, lambda _: None  # one rank tells and writes
         config.option.benchmark_json = None
     if session.output:
         _check_writable(session.output)
@@ -160,7 +159,7 @@ def _open_session(config: pytest.Config) -> Session:
     output = config.getoption("benchmark_json")
     path = output if output is None or isinstance(output, Path) else Path(output.name)
     settings.say = lambda text: _say(config, text)
-    return Session(settings, path, settings.say)
+    return Session(settings, path)
 
 
 def _min_rounds(config: pytest.Config) -> int:

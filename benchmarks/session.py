@@ -55,7 +55,7 @@ class Settings:
     memory_limit_bytes: int | None
     command: str
     seed: int = 0
-    say: Callable[[str], None] = lambda _: None  # tells the user how far a long trial is
+    say: Callable[[str], None] = lambda _: None  # tells the user what is going on
 
     @cached_property
     def machine(self) -> Record:
@@ -101,13 +101,11 @@ class Session:
     """The selected cells, their results, the journal and the final file.
 
     output    where the result goes, None when it is not kept
-    say       tells the user what is going on
     carried   records of an earlier run that stand as they are, and `carried_entries`, pytest-benchmark's share of them
     """
 
     settings: Settings
     output: Path | None
-    say: Callable[[str], None]
     carried: dict[str, Record] = field(default_factory=dict)
     carried_entries: list[Record] = field(default_factory=list)
     carried_machine: Record | None = None
@@ -146,11 +144,11 @@ class Session:
 
     def _run(self, group: str, trial: Trial) -> None:
         if not self.results:
-            self.say("measuring what this machine reaches")
+            self.settings.say("measuring what this machine reaches")
             self._ready()
         cells = self._groups[group]
         number = list(self._groups).index(group) + 1
-        self.say(f"[{number}/{len(self._groups)}] {group}: checking, then sampling {len(cells)} cells")
+        self.settings.say(f"[{number}/{len(self._groups)}] {group}: checking, then sampling {len(cells)} cells")
         for result in trial(cells, self.settings):
             if self.output:
                 self.journal.add(result.record)

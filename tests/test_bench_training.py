@@ -263,7 +263,7 @@ def test_what_an_interrupted_run_measured_is_kept_and_resumed(
 
     def session(say: Any) -> Session:
         settings.say = say
-        found = Session(settings, output, say)
+        found = Session(settings, output)
         found.add(cells, training_trial)
         return found
 

@@ -25,7 +25,7 @@ def test_only_answers_to_the_same_question_are_resumed(tmp_path: Path) -> None:
 
     def resumed(limit: int | None, **changed: str) -> list[str]:
         settings = Settings("cpu", "smoke", 0.1, 10, True, limit, "")
-        session = Session(settings, None, print)
+        session = Session(settings, None)
         session.resume(found | {"machine": facts | changed}, [])
         return list(session.carried)
 
@@ -41,7 +41,7 @@ def test_a_killed_run_that_resumed_another_loses_neither(tmp_path: Path) -> None
     output, entry = tmp_path / "out.json", {"extra_info": {"id": "a"}}
     output.write_text(json.dumps({"benchmarks": [entry], "lmsys": record.payload(facts, [one])}))
     record.Journal(output, facts).add(one | {"id": "b"})
-    session = Session(Settings("cpu", "smoke", 0.1, 10, True, None, ""), None, print)
+    session = Session(Settings("cpu", "smoke", 0.1, 10, True, None, ""), None)
     for found, entries in read_results(output):
         session.resume(found, entries)
     assert (list(session.carried), session.carried_entries) == (["a", "b"], [entry])
