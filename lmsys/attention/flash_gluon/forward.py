@@ -2,7 +2,7 @@
 
 After FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608, Algorithms 1 and 2). Keys are walked from the right,
 so that the tiles that need a mask come first. In every step the product Q Kᵀ of one tile and P V of the tile
-before it run under one another's softmax; the first Q Kᵀ of a tile of queries runs while the one before it is stored.
+before it run under one another's softmax.
 
 Legend: B batch, H query heads, G query heads of one key head, Q queries, K keys, D head dimension.
 """
@@ -184,28 +184,6 @@ def _step(
 
 
 @gluon.jit
-def _first_scores(
-    qs, q_full, ks, k_full, zeros, turn, fill, exists,
-    WG: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr, PING_PONG: gl.constexpr,
-):  # fmt: skip
-    """Starts the first product of a tile of queries; where there is none, of what lies in its place, for nothing.
-
-    A branch around it would make the compiler wait for the matmul.
-    """
-    slot = turn & 1
-    stage = fill % STAGES
-    mbarrier.wait(q_full.index(slot), (turn >> 1) & 1, pred=exists)
-    mbarrier.wait(k_full.index(stage), (fill // STAGES) & 1, pred=exists)
-    if PING_PONG:
-        named_barrier("sync", FIRST_BARRIER + WG, 256)
-    q = qs.index(slot * WGS + WG)
-    scores = warpgroup_mma(q, ks.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    if PING_PONG:
-        named_barrier("arrive", FIRST_BARRIER + (WG + 1) % WGS, 256)
-    return scores
-
-
-@gluon.jit
 def _consumer(
     o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes,
     WG: gl.constexpr, WGS: gl.constexpr, BLOCK_K: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
@@ -228,19 +206,24 @@ def _consumer(
     index = gl.program_id(0)
     if DYNAMIC:
         index = _announced(tiles, tile_full, tile_empty, 0)
-    zeros = gl.zeros([ROWS, BLOCK_K], gl.float32, S_LAYOUT)
-    total_tiles = num_heads * num_tiles
-    scores = _first_scores(qs, q_full, ks, k_full, zeros, turn, fill, index < total_tiles, WG, WGS, STAGES, PING_PONG)
-    while index < total_tiles:
+    while index < num_heads * num_tiles:
         bh, tile = owned_tile(index, num_tiles, num_heads, at_once)
         if CAUSAL:
             tile = num_tiles - 1 - tile
         row = (tile * WGS + WG) * ROWS
         n = _num_key_tiles(tile, K, CAUSAL, WGS * ROWS, BLOCK_K)
         acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
+        zeros = gl.zeros([ROWS, BLOCK_K], gl.float32, S_LAYOUT)
         slot = turn & 1
         q = qs.index(slot * WGS + WG)
+        mbarrier.wait(q_full.index(slot), (turn >> 1) & 1)
         stage = fill % STAGES
+        mbarrier.wait(k_full.index(stage), (fill // STAGES) & 1)
+        if PING_PONG:
+            named_barrier("sync", FIRST_BARRIER + WG, 256)
+        scores = warpgroup_mma(q, ks.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        if PING_PONG:
+            named_barrier("arrive", FIRST_BARRIER + (WG + 1) % WGS, 256)
         s = warpgroup_mma_wait(0, deps=[scores])
         _release(k_empty, stage, NAMED, K_FREE, WGS)
         if CAUSAL or RAGGED:
@@ -273,18 +256,15 @@ def _consumer(
         before = (fill - 1) % STAGES
         mbarrier.wait(v_full.index(before), ((fill - 1) // STAGES) & 1)
         product = warpgroup_mma(p, vs.index(before), acc, is_async=True)
+        sums = gl.convert_layout(gl.sum(total, 1), ROW_LAYOUT)
+        lse = (top + gl.log2(sums)) * LN_2
+        inverse = gl.convert_layout(1.0 / sums, gl.SliceLayout(1, O_LAYOUT))
         turn += 1
         if DYNAMIC:
             index = _announced(tiles, tile_full, tile_empty, turn)
         else:
             index += gl.num_programs(0)
-        scores = _first_scores(
-            qs, q_full, ks, k_full, zeros, turn, fill, index < total_tiles, WG, WGS, STAGES, PING_PONG
-        )
-        sums = gl.convert_layout(gl.sum(total, 1), ROW_LAYOUT)
-        lse = (top + gl.log2(sums)) * LN_2
-        inverse = gl.convert_layout(1.0 / sums, gl.SliceLayout(1, O_LAYOUT))
-        acc, p = warpgroup_mma_wait(1, deps=[product, p])
+        acc, p = warpgroup_mma_wait(0, deps=[product, p])
         _release(v_empty, before, NAMED, V_FREE, WGS)
         acc = acc * inverse[:, None]
         if row < Q:
@@ -296,7 +276,6 @@ def _consumer(
             store_rows(o_desc, bh // H, bh % H, row, out)
             rows = row + gl.arange(0, ROWS, layout=ROW_LAYOUT)
             gl.store(lse_ptr + bh.to(gl.int64) * Q + rows, lse, mask=rows < Q)
-    warpgroup_mma_wait(0, deps=[scores])
     if PING_PONG and WG == 0:
         named_barrier("sync", FIRST_BARRIER, 256)
     tma.store_wait(0)
