@@ -451,6 +451,7 @@ gl = SimpleNamespace(
     full=lambda shape, x, dtype, layout: torch.full(shape, x.item() if isinstance(x, Tensor) else x, dtype=dtype),
     zeros=lambda shape, dtype, layout=None: torch.zeros([int(n) for n in shape], dtype=dtype),
     where=lambda c, x, y: torch.where(torch.as_tensor(c), x, y),
+    zeros_like=torch.zeros_like, join=lambda x, y: torch.stack((x, y), -1),
     maximum=_both(torch.maximum), minimum=_both(torch.minimum),
     max=_reduced(torch.amax), min=_reduced(torch.amin), sum=_reduced(torch.sum),
     exp2=torch.exp2, log2=torch.log2, reshape=lambda x, shape: x.reshape([int(n) for n in shape]),

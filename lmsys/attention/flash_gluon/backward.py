@@ -5,8 +5,8 @@ P and dS leave the registers of one matmul for the next. dq is added up in float
 delta = rowsum(o * do), the log-sum-exp in base 2, and zeros for dq; `convert_kernel` comes after: dq in its own dtype.
 
 RECYCLED, for what they read and write again, a quarter of the time at 1k: CTAs come in chunks of a GPU's worth of
-heads, and there is float32 dq for 2 LAG of them, which stays in the L2 cache. The producer, which has time, rounds
-the sums of the head at its place LAG chunks ago, a share in every step, and leaves zeros for LAG chunks on.
+heads, and there is float32 dq for 2 LAG of them, which stays in the L2 cache. While the first tiles of a CTA are on
+their way, it rounds its share of the sums of LAG chunks ago, and leaves zeros for LAG chunks on.
 
 Legend: B batch, H query heads, Hkv key heads, G = H / Hkv, Q queries, K keys, D head dimension.
 """
@@ -43,7 +43,7 @@ EXCHANGE = FIRST_BARRIER  # named barriers: both consumers have written dS; then
 Q_FREE = gl.constexpr(FIRST_BARRIER.value + 1)
 DO_FREE = gl.constexpr(FIRST_BARRIER.value + 1 + STAGES.value)
 NEVER = gl.constexpr(2**31 - 1)
-ROUNDED = gl.constexpr(1024)  # numbers that the producer rounds at once
+ROUNDED = gl.constexpr(4096)  # numbers that are rounded at once
 LAG = gl.constexpr(2)  # chunks: when one begins, the CTAs of the one two before have ended, or are about to
 
 
@@ -77,90 +77,89 @@ def _next_tile(head, m, first, num_tiles, GROUPED: gl.constexpr):
 
 
 @gluon.jit
-def _await_chunk(progress, kv_bh, parameters):
+def _await_chunk(progress, kv_bh, size, num_key_tiles):
     """Until the CTAs of LAG chunks ago have ended: their sums are whole, and those of this chunk's place cleared."""
-    size = gl.load(parameters + 13).to(gl.int32)
     chunk = kv_bh // size
     if chunk >= LAG:
-        ctas = size * gl.load(parameters + 1).to(gl.int32)
+        consumers = 2 * size * num_key_tiles
         seen = gl.atomic_add(progress + (chunk - LAG), 0)
-        while seen != ctas:
+        while seen != consumers:
             seen = gl.atomic_add(progress + (chunk - LAG), 0)
         fence_async_global()
 
 
 @gluon.jit
-def _round_share(parameters, bh, share, D: gl.constexpr, DTYPE: gl.constexpr):
-    """Rounds a share of the sums of query head `bh`, LAG chunks ago, to dq, and leaves zeros in their place."""
+def _leave_chunk(parameters, kv_bh):
+    """Once what this consumer added up, and what its CTA cleared, has landed."""
+    wait_for_writes()
+    fence_async_global()
+    gl.thread_barrier()
+    progress = gl.load(parameters + 16).to(gl.pointer_type(gl.int32))
+    gl.atomic_add(progress + kv_bh // gl.load(parameters + 13).to(gl.int32), 1)
+
+
+@gluon.jit
+def _round_share(parameters, kv_bh, n, size, G, H, Q, D: gl.constexpr, DTYPE: gl.constexpr):
+    """Rounds rows of the sums of LAG chunks ago, key tile n's share, to dq, and leaves zeros in their place."""
     ROWS: gl.constexpr = ROUNDED // D
     TILE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    H = gl.load(parameters + 3).to(gl.int32)
-    Q = gl.load(parameters + 5).to(gl.int32)
-    bh -= LAG * (gl.load(parameters + 13) * gl.load(parameters + 4)).to(gl.int32)
-    if bh >= 0:
+    first_bh = (kv_bh - LAG * size) * G
+    if first_bh >= 0:
         rows_each = gl.load(parameters + 15).to(gl.int32)
-        start = share * rows_each
-        stop = gl.minimum(start + rows_each, Q)
         rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, TILE))
         cols = gl.arange(0, D, layout=gl.SliceLayout(0, TILE))
         sm_scale = gl.load(parameters + 12).to(gl.int32).to(gl.float32, bitcast=True)
         stride_q = gl.load(parameters + 8)
         sums_ptr = gl.multiple_of(gl.load(parameters + 10).to(gl.pointer_type(gl.float32)), 16)
         dq_ptr = gl.multiple_of(gl.load(parameters + 9).to(gl.pointer_type(DTYPE)), 16)
-        slot = (bh % gl.load(parameters + 14).to(gl.int32)).to(gl.int64) * Q
-        place = (bh // H) * gl.load(parameters + 6) + (bh % H) * gl.load(parameters + 7)
-        for row in range(start, stop, ROWS):
-            inside = (row + rows < stop)[:, None]
-            sums = sums_ptr + (slot + row) * D + (rows * D)[:, None] + cols[None, :]
-            x = gl.load(sums, mask=inside, other=0.0, cache_modifier=".cg")
-            gl.store(sums, gl.zeros([ROWS, D], gl.float32, TILE), mask=inside)
-            out = dq_ptr + (place + row * stride_q) * 8 + (rows * stride_q * 8)[:, None] + cols[None, :]
-            gl.store(out, (x * sm_scale).to(DTYPE), mask=inside)
+        stop = gl.minimum((n + 1) * rows_each, Q)
+        for bh in range(first_bh, first_bh + G):
+            slot = (bh % gl.load(parameters + 14).to(gl.int32)).to(gl.int64) * Q
+            place = (bh // H) * gl.load(parameters + 6) + (bh % H) * gl.load(parameters + 7)
+            for row in range(n * rows_each, stop, ROWS):
+                inside = (row + rows < stop)[:, None]
+                sums = sums_ptr + (slot + row) * D + (rows * D)[:, None] + cols[None, :]
+                x = gl.load(sums, mask=inside, other=0.0, cache_modifier=".cg")
+                gl.store(sums, gl.zeros([ROWS, D], gl.float32, TILE), mask=inside)
+                out = dq_ptr + (place + row * stride_q) * 8 + (rows * stride_q * 8)[:, None] + cols[None, :]
+                gl.store(out, (x * sm_scale).to(DTYPE), mask=inside)
+        fence_async_global()
+        gl.thread_barrier()
+
+
+@gluon.jit
+def _load_queries(
+    q_desc, do_desc, lse_desc, delta_desc, ring, batch, head, row, padded, step, NAMED: gl.constexpr
+):  # fmt: skip
+    qs, lses, q_full, q_empty, dos, deltas, do_full, do_empty = ring
+    stage = step % STAGES
+    _await_free(q_empty, stage, step, NAMED, Q_FREE)
+    mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
+    load_rows(q_desc, batch, head, row, q_full.index(stage), qs.index(stage))
+    tma.async_copy_global_to_shared(lse_desc, [padded], q_full.index(stage), lses.index(stage))
+    _await_free(do_empty, stage, step, NAMED, DO_FREE)
+    mbarrier.expect(do_full.index(stage), do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
+    load_rows(do_desc, batch, head, row, do_full.index(stage), dos.index(stage))
+    tma.async_copy_global_to_shared(delta_desc, [padded], do_full.index(stage), deltas.index(stage))
 
 
 @gluon.jit
 def _producer(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, parameters, progress, kvs, ring, ended, work, H, Q_PADDED,
-    D: gl.constexpr, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, GROUPED: gl.constexpr, NAMED: gl.constexpr,
-    RECYCLED: gl.constexpr,
+    q_desc, do_desc, lse_desc, delta_desc, ring, work, H, Q_PADDED,
+    BLOCK_Q: gl.constexpr, GROUPED: gl.constexpr, NAMED: gl.constexpr,
 ):  # fmt: skip
-    ks, vs, kv_full = kvs
-    qs, lses, q_full, q_empty, dos, deltas, do_full, do_empty = ring
-    batch, kv_head, kv_heads, head, n, first, num_tiles, steps = work
-    mbarrier.expect(kv_full, 2 * k_desc.block_type.nbytes)
-    load_rows(k_desc, batch, kv_head, n * BLOCK_K, kv_full, ks)
-    load_rows(v_desc, batch, kv_head, n * BLOCK_K, kv_full, vs)
-    shares = n * num_tiles  # of the key tiles before this one, which has one for each of its own
-    if CAUSAL:
-        shares -= n * (n - 1) // 2 * (BLOCK_K // BLOCK_Q)
+    """All tiles of queries but the first."""
+    batch, head, first, num_tiles, steps = work
     m = first
-    for step in range(steps):
-        stage = step % STAGES
+    for step in range(1, steps):
+        head, m = _next_tile(head, m, first, num_tiles, GROUPED)
         row = m * BLOCK_Q
         padded = (batch * H + head) * Q_PADDED + row
-        _await_free(q_empty, stage, step, NAMED, Q_FREE)
-        mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + 4 * BLOCK_Q)
-        load_rows(q_desc, batch, head, row, q_full.index(stage), qs.index(stage))
-        tma.async_copy_global_to_shared(lse_desc, [padded], q_full.index(stage), lses.index(stage))
-        if RECYCLED:  # noqa: SIM102 - known when compiling, unlike the next
-            if step == 0:
-                _await_chunk(progress, batch * kv_heads + kv_head, parameters)
-        _await_free(do_empty, stage, step, NAMED, DO_FREE)
-        mbarrier.expect(do_full.index(stage), do_desc.block_type.nbytes + 4 * BLOCK_Q)
-        load_rows(do_desc, batch, head, row, do_full.index(stage), dos.index(stage))
-        tma.async_copy_global_to_shared(delta_desc, [padded], do_full.index(stage), deltas.index(stage))
-        if RECYCLED:
-            _round_share(parameters, batch * H + head, shares + m - first, D, q_desc.dtype)
-        head, m = _next_tile(head, m, first, num_tiles, GROUPED)
+        _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, head, row, padded, step, NAMED)
     if NAMED:  # every arrival has to be met before the CTA may end
         for step in range(gl.maximum(steps - STAGES, 0), steps):
             named_barrier("sync", DO_FREE + step % STAGES, 384)
             named_barrier("sync", Q_FREE + step % STAGES, 384)
-    if RECYCLED:
-        mbarrier.wait(ended, 0)
-        fence_async_global()
-        gl.thread_barrier()
-        gl.atomic_add(progress + (batch * kv_heads + kv_head) // gl.load(parameters + 13).to(gl.int32), 1)
 
 
 @gluon.jit
@@ -289,7 +288,7 @@ def _assignment(index, num_key_tiles, num_heads, at_once, DETERMINISTIC: gl.cons
 
 @gluon.jit
 def _consumer(
-    dq_desc, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, ended, dss, dqs,
+    dq_desc, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss, dqs,
     bh, n, first, num_tiles, steps, masked_until, K, num_key_tiles,
     WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
     GROUPED: gl.constexpr, PREFETCH: gl.constexpr, NAMED: gl.constexpr,
@@ -341,12 +340,10 @@ def _consumer(
     fence_async_shared()
     store_rows(dv_desc, batch, kv_head, row, out)
     if RECYCLED:
-        wait_for_writes()  # of dq
+        _leave_chunk(parameters, kv_bh)
     else:
         tma.store_wait(0)
-    gl.thread_barrier()
-    if RECYCLED:
-        mbarrier.arrive(ended, count=1)
+        gl.thread_barrier()
     out.store(narrow(dk * sm_scale, DTYPE))
     fence_async_shared()
     store_rows(dk_desc, batch, kv_head, row, out)
@@ -381,7 +378,6 @@ def backward_kernel(
     dss = gl.allocate_shared_memory(DTYPE, [2, BLOCK_K, BLOCK_Q], DS_LAYOUT)
     dqs = gl.allocate_shared_memory(gl.float32, [2, 64, 64], DQ_LAYOUT)
     kvs = ks, vs, barriers(1, 1).index(0)
-    ended = barriers(1, 2).index(0)
     ring = (
         qs, lses, barriers(STAGES, 1), barriers(STAGES, 2), dos, deltas, barriers(STAGES, 1), barriers(STAGES, 2)
     )  # fmt: skip
@@ -403,19 +399,29 @@ def backward_kernel(
     bh = kv_bh * G
     if RECYCLED:
         bh = bh % gl.load(parameters + 14).to(gl.int32)
-    work = batch, kv_head, H // G, kv_head * G, n, first, num_tiles, steps
+    mbarrier.expect(kvs[2], 2 * k_desc.block_type.nbytes)
+    load_rows(k_desc, batch, kv_head, n * BLOCK_K, kvs[2], ks)
+    load_rows(v_desc, batch, kv_head, n * BLOCK_K, kvs[2], vs)
+    if steps > 0:
+        row = first * BLOCK_Q
+        padded = kv_bh * G * Q_PADDED + row
+        _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, kv_head * G, row, padded, 0, NAMED)
+    if RECYCLED:
+        size = gl.load(parameters + 13).to(gl.int32)
+        _await_chunk(tickets, kv_bh, size, num_key_tiles)
+        _round_share(parameters, kv_bh, n, size, G, H, Q, D, DTYPE)
+    work = batch, kv_head * G, first, num_tiles, steps
     gl.warp_specialize([
             (_producer, (
-                q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, parameters, tickets, kvs, ring, ended, work, H,
-                Q_PADDED, D, BLOCK_Q, CAUSAL, GROUPED, NAMED, RECYCLED
+                q_desc, do_desc, lse_desc, delta_desc, ring, work, H, Q_PADDED, BLOCK_Q, GROUPED, NAMED
             )),
             (_consumer, (
-                dq_desc, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, ended, dss, dqs, bh, n, first,
+                dq_desc, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss, dqs, bh, n, first,
                 num_tiles, steps, masked_until, K, num_key_tiles, 0, D, BLOCK_Q, CAUSAL or RAGGED, CAUSAL, GROUPED,
                 PREFETCH, NAMED, DETERMINISTIC, RECYCLED
             )),
             (_consumer, (
-                dq_desc, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, ended, dss, dqs, bh, n, first,
+                dq_desc, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss, dqs, bh, n, first,
                 num_tiles, steps, masked_until, K, num_key_tiles, 1, D, BLOCK_Q, CAUSAL or RAGGED, CAUSAL, GROUPED,
                 PREFETCH, NAMED, DETERMINISTIC, RECYCLED
             )),
@@ -479,6 +485,7 @@ def prepare_kernel(
         tl.store(parameters + 13, chunk)
         tl.store(parameters + 14, ring)
         tl.store(parameters + 15, rows_each)
+        tl.store(parameters + 16, tickets.to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["first", "ring", "H", "Q", "stride_b", "stride_h", "stride_q"])

@@ -151,13 +151,74 @@ def _partial_sums(p, BLOCK_K: gl.constexpr):
 
 
 @gluon.jit
-def _step(
-    q, ks, vs, zeros, acc, top, total, p, k_full, k_empty, v_full, v_empty, fill, scale, row, col, K,
-    WG: gl.constexpr, WGS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PING_PONG: gl.constexpr,
-    MASK: gl.constexpr, CAUSAL: gl.constexpr, NAMED: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
-    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
+def _weights(
+    q, k, scale, row, col, K,
+    WG: gl.constexpr, WGS: gl.constexpr, BLOCK_K: gl.constexpr, PING_PONG: gl.constexpr, CAUSAL: gl.constexpr,
+    RAGGED: gl.constexpr,
 ):  # fmt: skip
-    """Scores of this key tile, while P V of the one before it runs."""
+    """Maxima (ROWS) and weights (ROWS, BLOCK_K) of the first key tile, the only one that may hide keys."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
+    if PING_PONG:
+        named_barrier("sync", FIRST_BARRIER + WG, 256)
+    zeros = gl.zeros([ROWS, BLOCK_K], gl.float32, LAYOUT)
+    scores = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if PING_PONG:
+        named_barrier("arrive", FIRST_BARRIER + (WG + 1) % WGS, 256)
+    s = warpgroup_mma_wait(0, deps=[scores])
+    if CAUSAL or RAGGED:
+        s = _hide(s, row, col, K, CAUSAL, BLOCK_K, LAYOUT)
+        top = gl.maximum(gl.max(s, 1) * scale, LEAST)
+    else:
+        top = gl.max(s, 1) * scale
+    return top, gl.exp2(s * scale - top[:, None])
+
+
+@gluon.jit
+def _first_weights(
+    q, k, scale, row, col, K,
+    WG: gl.constexpr, WGS: gl.constexpr, BLOCK_K: gl.constexpr, PING_PONG: gl.constexpr, CAUSAL: gl.constexpr,
+    RAGGED: gl.constexpr, S_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """`_weights`, of which half are known to be zero where the tile begins with the queries' own keys."""
+    if CAUSAL:
+        if row == col:
+            top, left = _weights(q, k.slice(0, ROWS), scale, row, col, K, WG, WGS, ROWS, PING_PONG, CAUSAL, RAGGED)
+            both = gl.join(left, gl.zeros_like(left)).permute((0, 2, 1)).reshape([ROWS, BLOCK_K])
+            weights = gl.convert_layout(both, S_LAYOUT, assert_trivial=True)
+            top = gl.convert_layout(top, gl.SliceLayout(1, S_LAYOUT), assert_trivial=True)
+        else:
+            top, weights = _weights(q, k, scale, row, col, K, WG, WGS, BLOCK_K, PING_PONG, CAUSAL, RAGGED)
+    else:
+        top, weights = _weights(q, k, scale, row, col, K, WG, WGS, BLOCK_K, PING_PONG, CAUSAL, RAGGED)
+    return top, weights
+
+
+@gluon.jit
+def _pass_over(
+    k_full, k_empty, v_full, v_empty, fill,
+    WG: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr, PING_PONG: gl.constexpr,
+    NAMED: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
+):  # fmt: skip
+    """A key tile that only the other consumers see."""
+    stage = fill % STAGES
+    phase = (fill // STAGES) & 1
+    mbarrier.wait(k_full.index(stage), phase)
+    if PING_PONG:
+        named_barrier("sync", FIRST_BARRIER + WG, 256)
+        named_barrier("arrive", FIRST_BARRIER + (WG + 1) % WGS, 256)
+    _release(k_empty, stage, NAMED, K_FREE, WGS)
+    mbarrier.wait(v_full.index(stage), phase)
+    _release(v_empty, stage, NAMED, V_FREE, WGS)
+
+
+@gluon.jit
+def _step(
+    q, ks, vs, zeros, acc, top, total, p, k_full, k_empty, v_full, v_empty, fill, scale,
+    WG: gl.constexpr, WGS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PING_PONG: gl.constexpr,
+    NAMED: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
+    O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
+    """Scores of this key tile, which hides nothing, while P V of the one before it runs."""
     stage = fill % STAGES
     before = (fill - 1) % STAGES
     mbarrier.wait(k_full.index(stage), (fill // STAGES) & 1)
@@ -170,8 +231,6 @@ def _step(
         named_barrier("arrive", FIRST_BARRIER + (WG + 1) % WGS, 256)
     s = warpgroup_mma_wait(1, deps=[scores])
     _release(k_empty, stage, NAMED, K_FREE, WGS)
-    if MASK:
-        s = _hide(s, row, col, K, CAUSAL, BLOCK_K, S_LAYOUT)
     new_top = gl.maximum(top, gl.max(s, 1) * scale)
     weights = gl.exp2(s * scale - new_top[:, None])
     rescale = gl.exp2(top - new_top)
@@ -217,39 +276,25 @@ def _consumer(
         slot = turn & 1
         q = qs.index(slot * WGS + WG)
         mbarrier.wait(q_full.index(slot), (turn >> 1) & 1)
+        if CAUSAL and WGS * ROWS > BLOCK_K:
+            seen = gl.cdiv(gl.minimum(K, row + ROWS), BLOCK_K)
+            for _ in range(seen, n):
+                _pass_over(k_full, k_empty, v_full, v_empty, fill, WG, WGS, STAGES, PING_PONG, NAMED, K_FREE, V_FREE)
+                fill += 1
+            n = seen
         stage = fill % STAGES
         mbarrier.wait(k_full.index(stage), (fill // STAGES) & 1)
-        if PING_PONG:
-            named_barrier("sync", FIRST_BARRIER + WG, 256)
-        scores = warpgroup_mma(q, ks.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        if PING_PONG:
-            named_barrier("arrive", FIRST_BARRIER + (WG + 1) % WGS, 256)
-        s = warpgroup_mma_wait(0, deps=[scores])
+        top, weights = _first_weights(
+            q, ks.index(stage), scale, row, (n - 1) * BLOCK_K, K, WG, WGS, BLOCK_K, PING_PONG, CAUSAL, RAGGED, S_LAYOUT
+        )
         _release(k_empty, stage, NAMED, K_FREE, WGS)
-        if CAUSAL or RAGGED:
-            s = _hide(s, row, (n - 1) * BLOCK_K, K, CAUSAL, BLOCK_K, S_LAYOUT)
-            top = gl.maximum(gl.max(s, 1) * scale, LEAST)
-        else:
-            top = gl.max(s, 1) * scale
-        weights = gl.exp2(s * scale - top[:, None])
         total = _partial_sums(weights, BLOCK_K)
         p = gl.convert_layout(narrow(weights, DTYPE), P_LAYOUT)
         fill += 1
-        first_full = 1
-        if CAUSAL and WGS * ROWS > BLOCK_K:  # more than one tile may touch the diagonal
-            first_full = gl.minimum(gl.maximum(n - (row + 1) // BLOCK_K, 1), n)
-            for j in range(1, first_full):
-                acc, top, total, p = _step(
-                    q, ks, vs, zeros, acc, top, total, p, k_full, k_empty, v_full, v_empty, fill, scale,
-                    row, (n - 1 - j) * BLOCK_K, K, WG, WGS, BLOCK_K, STAGES, PING_PONG, True, CAUSAL,
-                    NAMED, K_FREE, V_FREE, S_LAYOUT, O_LAYOUT, P_LAYOUT, DTYPE,
-                )  # fmt: skip
-                fill += 1
-        for _ in range(first_full, n):
+        for _ in range(1, n):
             acc, top, total, p = _step(
                 q, ks, vs, zeros, acc, top, total, p, k_full, k_empty, v_full, v_empty, fill, scale,
-                row, 0, K, WG, WGS, BLOCK_K, STAGES, PING_PONG, False, CAUSAL,
-                NAMED, K_FREE, V_FREE, S_LAYOUT, O_LAYOUT, P_LAYOUT, DTYPE,
+                WG, WGS, BLOCK_K, STAGES, PING_PONG, NAMED, K_FREE, V_FREE, O_LAYOUT, P_LAYOUT, DTYPE,
             )  # fmt: skip
             fill += 1
         mbarrier.arrive(q_empty.index(slot), count=1)

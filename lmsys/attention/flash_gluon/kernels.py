@@ -29,8 +29,8 @@ __all__ = ["FlashGluon", "flash_gluon", "flash_gluon_supports"]
 LOG2_E = math.log2(math.e)
 TILE_K = 128
 ROWS = 64  # of queries that one warp group of the forward owns
-LAG, ROUNDED = backward.LAG.value, backward.ROUNDED.value
-NUM_PARAMETERS = 16  # int64, of which `prepare_kernel` writes some
+LAG = backward.LAG.value
+NUM_PARAMETERS = 18  # int64, of which `prepare_kernel` writes some
 ROW_PADDING = 128  # of delta and the log-sum-exp
 REGISTERS = {2: (240, 168), 3: (160, 128)}  # by warp groups that compute: registers of theirs, and of the kernel
 
@@ -129,10 +129,7 @@ class _Backward:
         self.ring = min(2 * LAG * chunk * group, num_heads) if self.recycled else num_heads
         self.first_left = (kv_num_heads - LAG * chunk) * group if self.recycled else 0
         self.num_tickets = 2 * num_heads * num_tiles if deterministic else triton.cdiv(kv_num_heads, chunk)
-        diagonal = TILE_K // self.block_q if causal else 0
-        shares = sum(max(num_tiles - n * diagonal, 0) for n in range(num_key_tiles))
-        at_least = ROUNDED // head_dim
-        rows_each = triton.cdiv(triton.cdiv(queries, shares), at_least) * at_least
+        rows_each = triton.cdiv(queries, num_key_tiles)
         self.sizes = kv_num_heads, heads, group, queries, self.padded, keys, num_key_tiles, at_once
         self.prepare_sizes = (
             num_heads, heads, group, queries, self.padded, num_key_tiles, at_once, chunk, self.ring, rows_each,
