@@ -69,9 +69,7 @@ def backward(
     }  # fmt: skip
     constants = {
         "BLOCK_Q": block_q, "D": head_dim, "CAUSAL": causal, "RAGGED": ragged, "GROUPED": grouped,
-        "PREFETCH": plan.prefetch, "NAMED": plan.named, "DETERMINISTIC": deterministic,
-        "RECYCLED": plan.recycled and not deterministic,
-        "REGISTERS": plan.registers,
+        "PREFETCH": plan.prefetch, "DETERMINISTIC": deterministic, "RECYCLED": plan.recycled and not deterministic,
     }  # fmt: skip
     return compile_kernel(backward_kernel, signature, constants, maxnreg=168)
 

@@ -80,12 +80,11 @@ def test_every_forward_plan(head_dim: int, causal: bool, plan: Any, length: int,
 @known
 @pytest.mark.parametrize("mode", ["recycled", "apart", "deterministic"])
 @pytest.mark.parametrize("prefetch", [False, True])
-@pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-@settings(max_examples=1)
+@settings(max_examples=2)
 @given(length=st.integers(1, 420), seed=st.integers(0, 2**31), group=st.sampled_from([1, 3]))
 def test_every_way_through_the_backward(
-    mode: str, prefetch: bool, named: bool, causal: bool, length: int, seed: int, group: int
+    mode: str, prefetch: bool, causal: bool, length: int, seed: int, group: int
 ) -> None:
     from lmsys.attention.flash_gluon.plans import BackwardPlan
 
@@ -95,7 +94,7 @@ def test_every_way_through_the_backward(
     case = AttentionCase(batch, 3, 3 // group, length, keys, head_dim, "bfloat16", causal, grad=True)
     x = make_inputs(case, seed)
     scale = head_dim**-0.5
-    plan = BackwardPlan(prefetch, named, mode == "recycled", 240, seed % 3)
+    plan = BackwardPlan(prefetch, mode == "recycled", seed % 3)
     with simulated():
         o, lse = product()._forward(x.q, x.k, x.v, causal, scale)
         dq, dk, dv = product()._backward(x.q, x.k, x.v, o, lse, x.do, causal, scale, mode == "deterministic", plan)
@@ -119,7 +118,7 @@ MUTANTS = [  # module, what stands there, what is put in its place: each would c
     ("forward", "mbarrier.wait(q_empty.index(slot), ((turn >> 1) & 1) ^ 1)\n", "pass\n"),
     ("forward", "            tma.store_wait(0)\n            gl.thread_barrier()", "            gl.thread_barrier()"),
     ("forward", "(acc.to(DTYPE))\n            fence_async_shared()", "(acc.to(DTYPE))"),
-    ("backward", "_await_free(do_empty, stage, step, NAMED, DO_FREE)\n", "pass\n"),
+    ("backward", "    _await_free(step, DO_FREE)\n    mbarrier", "    mbarrier"),
     ("backward", '    named_barrier("sync", EXCHANGE, 256)\n', ""),
     ("backward", "            gl.atomic_add(tickets + before, 1)\n    buffer", "            pass\n    buffer"),
 ]  # fmt: skip
@@ -166,7 +165,7 @@ def wrong(batch: int, queries: int, keys: int) -> bool:
     """Whether a simulated run with so many queries and keys fails, hangs, errs or does not repeat."""
     from lmsys.attention.flash_gluon.plans import BackwardPlan
 
-    plan = BackwardPlan(False, True, True, 240, 0)
+    plan = BackwardPlan(False, True, 0)
     case = AttentionCase(batch, 3, 3, queries, keys, 64, "bfloat16", True, grad=True)
     x = make_inputs(case, 0)
     arguments = x.q, x.k, x.v

@@ -48,20 +48,14 @@ LAG = gl.constexpr(2)  # chunks: when one begins, the CTAs of the one two before
 
 
 @gluon.jit
-def _await_free(empty, stage, step, NAMED: gl.constexpr, FIRST: gl.constexpr):
-    if NAMED:
-        if step >= STAGES:
-            named_barrier("sync", FIRST + stage, 384)
-    else:
-        mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+def _await_free(step, FIRST: gl.constexpr):
+    if step >= STAGES:
+        named_barrier("sync", FIRST + step % STAGES, 384)
 
 
 @gluon.jit
-def _release(empty, stage, NAMED: gl.constexpr, FIRST: gl.constexpr):
-    if NAMED:
-        named_barrier("arrive", FIRST + stage, 384)
-    else:
-        mbarrier.arrive(empty.index(stage), count=1)
+def _release(step, FIRST: gl.constexpr):
+    named_barrier("arrive", FIRST + step % STAGES, 384)
 
 
 @gluon.jit
@@ -128,16 +122,14 @@ def _round_share(parameters, kv_bh, n, size, G, H, Q, D: gl.constexpr, DTYPE: gl
 
 
 @gluon.jit
-def _load_queries(
-    q_desc, do_desc, lse_desc, delta_desc, ring, batch, head, row, padded, step, NAMED: gl.constexpr
-):  # fmt: skip
-    qs, lses, q_full, q_empty, dos, deltas, do_full, do_empty = ring
+def _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, head, row, padded, step):
+    qs, lses, q_full, dos, deltas, do_full = ring
     stage = step % STAGES
-    _await_free(q_empty, stage, step, NAMED, Q_FREE)
+    _await_free(step, Q_FREE)
     mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
     load_rows(q_desc, batch, head, row, q_full.index(stage), qs.index(stage))
     tma.async_copy_global_to_shared(lse_desc, [padded], q_full.index(stage), lses.index(stage))
-    _await_free(do_empty, stage, step, NAMED, DO_FREE)
+    _await_free(step, DO_FREE)
     mbarrier.expect(do_full.index(stage), do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
     load_rows(do_desc, batch, head, row, do_full.index(stage), dos.index(stage))
     tma.async_copy_global_to_shared(delta_desc, [padded], do_full.index(stage), deltas.index(stage))
@@ -145,9 +137,8 @@ def _load_queries(
 
 @gluon.jit
 def _producer(
-    q_desc, do_desc, lse_desc, delta_desc, ring, work, H, Q_PADDED,
-    BLOCK_Q: gl.constexpr, GROUPED: gl.constexpr, NAMED: gl.constexpr,
-):  # fmt: skip
+    q_desc, do_desc, lse_desc, delta_desc, ring, work, H, Q_PADDED, BLOCK_Q: gl.constexpr, GROUPED: gl.constexpr
+):
     """All tiles of queries but the first."""
     batch, head, first, num_tiles, steps = work
     m = first
@@ -155,11 +146,10 @@ def _producer(
         head, m = _next_tile(head, m, first, num_tiles, GROUPED)
         row = m * BLOCK_Q
         padded = (batch * H + head) * Q_PADDED + row
-        _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, head, row, padded, step, NAMED)
-    if NAMED:  # every arrival has to be met before the CTA may end
-        for step in range(gl.maximum(steps - STAGES, 0), steps):
-            named_barrier("sync", DO_FREE + step % STAGES, 384)
-            named_barrier("sync", Q_FREE + step % STAGES, 384)
+        _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, head, row, padded, step)
+    for step in range(gl.maximum(steps, STAGES), steps + STAGES):  # each arrival has to be met before the CTA may end
+        _await_free(step, DO_FREE)
+        _await_free(step, Q_FREE)
 
 
 @gluon.jit
@@ -212,10 +202,10 @@ def _step(
     dq_desc, tickets, scale, k, v, all_k, dss, dqs, ring, n, K, masked_until, num_tiles, num_key_tiles,
     step, steps, bh, m, dk, dv, lse, before,
     WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
-    PREFETCH: gl.constexpr, NAMED: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    PREFETCH: gl.constexpr, DETERMINISTIC: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    qs, lses, q_full, q_empty, dos, deltas, do_full, do_empty = ring
+    qs, lses, q_full, dos, deltas, do_full = ring
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     stage = step % STAGES
@@ -268,12 +258,12 @@ def _step(
         mbarrier.wait(q_full.index(following % STAGES), (following // STAGES) & 1, pred=following < steps)
         lse = lses.index(following % STAGES).load(ROW_LAYOUT)
     dq, dv, p_operand = warpgroup_mma_wait(1, deps=[dq_token, dv_token, p_operand])
-    _release(do_empty, stage, NAMED, DO_FREE)
+    _release(step, DO_FREE)
     ticket = (bh * num_tiles + m) * 2 + WG
     turn = _turn_of(n, m, num_key_tiles, CAUSAL, BLOCK_Q)
     _add_up(dq_desc, dq, dqs.index(WG), bh, dq_row, dq_col, tickets, before, ticket, turn, DETERMINISTIC)
     dk, ds_operand = warpgroup_mma_wait(0, deps=[dk_token, ds_operand])
-    _release(q_empty, stage, NAMED, Q_FREE)
+    _release(step, Q_FREE)
     return dk, dv, lse, ticket
 
 
@@ -291,8 +281,7 @@ def _consumer(
     dq_desc, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss, dqs,
     bh, n, first, num_tiles, steps, masked_until, K, num_key_tiles,
     WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
-    GROUPED: gl.constexpr, PREFETCH: gl.constexpr, NAMED: gl.constexpr,
-    DETERMINISTIC: gl.constexpr, RECYCLED: gl.constexpr,
+    GROUPED: gl.constexpr, PREFETCH: gl.constexpr, DETERMINISTIC: gl.constexpr, RECYCLED: gl.constexpr,
 ):  # fmt: skip
     ks, vs, kv_full = kvs
     DTYPE: gl.constexpr = dk_desc.dtype
@@ -313,7 +302,7 @@ def _consumer(
         dk, dv, lse, before = _step(
             dq_desc, tickets, scale, k, v, ks, dss, dqs, ring, n, K, masked_until, num_tiles, num_key_tiles,
             step, steps, bh, m, dk, dv, lse, before,
-            WG, D, BLOCK_Q, MASK, CAUSAL, PREFETCH, NAMED, DETERMINISTIC, S_LAYOUT, O_LAYOUT, DQ_LAYOUT, DTYPE,
+            WG, D, BLOCK_Q, MASK, CAUSAL, PREFETCH, DETERMINISTIC, S_LAYOUT, O_LAYOUT, DQ_LAYOUT, DTYPE,
         )  # fmt: skip
         bh, m = _next_tile(bh, m, first, num_tiles, GROUPED)
     if DETERMINISTIC:
@@ -355,8 +344,7 @@ def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, parameters, tickets,
     scale, num_heads, H, G, Q, Q_PADDED, K, num_key_tiles, at_once,
     BLOCK_Q: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, GROUPED: gl.constexpr,
-    PREFETCH: gl.constexpr, NAMED: gl.constexpr, DETERMINISTIC: gl.constexpr, RECYCLED: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    PREFETCH: gl.constexpr, DETERMINISTIC: gl.constexpr, RECYCLED: gl.constexpr,
 ):  # fmt: skip
     """dk and dv; dq / sm_scale is added to float32 zeros, and if RECYCLED all but the last LAG chunks' rounded to dq.
 
@@ -378,9 +366,7 @@ def backward_kernel(
     dss = gl.allocate_shared_memory(DTYPE, [2, BLOCK_K, BLOCK_Q], DS_LAYOUT)
     dqs = gl.allocate_shared_memory(gl.float32, [2, 64, 64], DQ_LAYOUT)
     kvs = ks, vs, barriers(1, 1).index(0)
-    ring = (
-        qs, lses, barriers(STAGES, 1), barriers(STAGES, 2), dos, deltas, barriers(STAGES, 1), barriers(STAGES, 2)
-    )  # fmt: skip
+    ring = qs, lses, barriers(STAGES, 1), dos, deltas, barriers(STAGES, 1)
     fence_async_shared()
     kv_bh, n = _assignment(gl.program_id(0), num_key_tiles, num_heads, at_once, DETERMINISTIC, CAUSAL)
     num_tiles = gl.cdiv(Q, BLOCK_Q)
@@ -405,7 +391,7 @@ def backward_kernel(
     if steps > 0:
         row = first * BLOCK_Q
         padded = kv_bh * G * Q_PADDED + row
-        _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, kv_head * G, row, padded, 0, NAMED)
+        _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, kv_head * G, row, padded, 0)
     if RECYCLED:
         size = gl.load(parameters + 13).to(gl.int32)
         _await_chunk(tickets, kv_bh, size, num_key_tiles)
@@ -413,19 +399,19 @@ def backward_kernel(
     work = batch, kv_head * G, first, num_tiles, steps
     gl.warp_specialize([
             (_producer, (
-                q_desc, do_desc, lse_desc, delta_desc, ring, work, H, Q_PADDED, BLOCK_Q, GROUPED, NAMED
+                q_desc, do_desc, lse_desc, delta_desc, ring, work, H, Q_PADDED, BLOCK_Q, GROUPED
             )),
             (_consumer, (
                 dq_desc, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss, dqs, bh, n, first,
                 num_tiles, steps, masked_until, K, num_key_tiles, 0, D, BLOCK_Q, CAUSAL or RAGGED, CAUSAL, GROUPED,
-                PREFETCH, NAMED, DETERMINISTIC, RECYCLED
+                PREFETCH, DETERMINISTIC, RECYCLED
             )),
             (_consumer, (
                 dq_desc, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss, dqs, bh, n, first,
                 num_tiles, steps, masked_until, K, num_key_tiles, 1, D, BLOCK_Q, CAUSAL or RAGGED, CAUSAL, GROUPED,
-                PREFETCH, NAMED, DETERMINISTIC, RECYCLED
+                PREFETCH, DETERMINISTIC, RECYCLED
             )),
-    ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
+    ], [4, 4], [240, 240])  # fmt: skip
 
 
 @triton.jit(

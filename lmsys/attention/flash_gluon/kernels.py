@@ -176,8 +176,7 @@ class _Backward:
             [q_block, k_block, k_block, q_block, row_block, row_block, [1, 64, 64], out_block, out_block],
             [longs, ints, 1.5, *self.sizes],
             BLOCK_Q=self.block_q, D=head_dim, CAUSAL=causal, RAGGED=ragged, GROUPED=group > 1,
-            PREFETCH=plan.prefetch, NAMED=plan.named, DETERMINISTIC=deterministic, RECYCLED=self.recycled,
-            REGISTERS=plan.registers, maxnreg=168,
+            PREFETCH=plan.prefetch, DETERMINISTIC=deterministic, RECYCLED=self.recycled, maxnreg=168,
         )  # fmt: skip
         return prepare, main, convert
 

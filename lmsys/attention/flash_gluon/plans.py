@@ -34,9 +34,7 @@ class BackwardPlan:
     """How `backward_kernel` runs."""
 
     prefetch: bool  # the log-sum-exp is loaded a step ahead, rather than after the scores
-    named: bool
     recycled: bool  # float32 dq is rounded inside, and its memory used again, rather than by kernels before and after
-    registers: int  # of a thread that computes: what it leaves is for the producer, which has more to do if `recycled`
     l2_mib: int  # of what heads worked on together read and add up
 
 
@@ -50,10 +48,10 @@ FORWARD: dict[tuple[int, bool], tuple[tuple[int, ForwardPlan], ...]] = {
     (128, False): ((ANY, ForwardPlan(2, 2, True, True, False, 0)),),
 }
 BACKWARD: dict[tuple[int, bool], tuple[tuple[int, BackwardPlan], ...]] = {
-    (64, True): ((ANY, BackwardPlan(False, True, True, 232, 5)),),
-    (64, False): ((ANY, BackwardPlan(False, True, True, 232, 0)),),
-    (128, True): ((ANY, BackwardPlan(False, True, True, 240, 11)),),
-    (128, False): ((ANY, BackwardPlan(True, True, True, 240, 0)),),
+    (64, True): ((ANY, BackwardPlan(False, True, 11)),),
+    (64, False): ((ANY, BackwardPlan(False, True, 5)),),
+    (128, True): ((ANY, BackwardPlan(False, True, 22)),),
+    (128, False): ((ANY, BackwardPlan(True, True, 0)),),
 }
 
 
