@@ -160,7 +160,8 @@ class Token:
 
     def run(self) -> None:
         a, b = self._operands()
-        assert torch.equal(a, self.seen[0]) and torch.equal(b, self.seen[1]), "an operand changed under a matmul"
+        for now, before in zip((a, b), self.seen, strict=True):  # memory nobody wrote is NaN, and stays so
+            assert torch.equal(now.nan_to_num(1e9), before.nan_to_num(1e9)), "an operand changed under a matmul"
         self.result = a @ b if self.acc is None else self.acc + a @ b
 
 
@@ -457,6 +458,7 @@ gl = SimpleNamespace(
     exp2=torch.exp2, log2=torch.log2, reshape=lambda x, shape: x.reshape([int(n) for n in shape]),
     convert_layout=lambda x, layout, assert_trivial=False: x, multiple_of=lambda x, _: x,
     load=_load, store=_store, atomic_add=_atomic_add,
+    extra=SimpleNamespace(cuda=SimpleNamespace(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None)),
 )  # fmt: skip
 mbarrier = SimpleNamespace(
     MBarrierLayout=lambda: "mbarrier", init=_init, expect=_expect, wait=_wait,
@@ -482,7 +484,8 @@ def kernels(module: str) -> dict[str, Any]:
     stand_ins |= {  # in assembly, or from the compiler
         "named_barrier": _named_barrier,
         "wait_for_writes": _finish_writes,
-        "fence_async_global": lambda: None,
+        "await_kernel_before": lambda: None,  # kernels do not run beside one another
+        "admit_kernel_after": lambda: None,
         "tma_reduce_add": lambda desc, coord, source: _copy_out(desc, coord, source, add=True),
         "narrow": lambda x, dtype: x.to(dtype),
         "scale_rows": lambda x, factor: x * factor[:, None],

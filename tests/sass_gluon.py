@@ -69,7 +69,7 @@ def backward(
     }  # fmt: skip
     constants = {
         "BLOCK_Q": block_q, "D": head_dim, "CAUSAL": causal, "RAGGED": ragged, "GROUPED": grouped,
-        "PREFETCH": plan.prefetch, "DETERMINISTIC": deterministic, "RECYCLED": plan.recycled and not deterministic,
+        "PREFETCH": plan.prefetch, "AHEAD": plan.ahead, "DETERMINISTIC": deterministic,
     }  # fmt: skip
     return compile_kernel(backward_kernel, signature, constants, maxnreg=168)
 
@@ -77,7 +77,7 @@ def backward(
 def around(dtype: torch.dtype, head_dim: int) -> Iterator[tuple[str, Any]]:
     half = "*" + TRITON_NAMES[dtype]
     constants = {"ROWS": 4096 // head_dim, "D": head_dim}
-    yield "prepare", compile_kernel(prepare_kernel, dict.fromkeys(("o_ptr", "do_ptr", "dq_ptr"), half), constants)
+    yield "prepare", compile_kernel(prepare_kernel, dict.fromkeys(("o_ptr", "do_ptr"), half), constants)
     yield "convert", compile_kernel(convert_kernel, {"dq_ptr": half}, constants)
 
 

@@ -4,10 +4,6 @@ After FlashAttention-2 (Dao 2023, arXiv 2307.08691, Algorithm 2) with the transp
 P and dS leave the registers of one matmul for the next. dq is added up in float32. `prepare_kernel` comes before:
 delta = rowsum(o * do), the log-sum-exp in base 2, and zeros for dq; `convert_kernel` comes after: dq in its own dtype.
 
-RECYCLED, for what they read and write again, a quarter of the time at 1k: CTAs come in chunks of a GPU's worth of
-heads, and there is float32 dq for 2 LAG of them, which stays in the L2 cache. While the first tiles of a CTA are on
-their way, it rounds its share of the sums of LAG chunks ago, and leaves zeros for LAG chunks on.
-
 Legend: B batch, H query heads, Hkv key heads, G = H / Hkv, Q queries, K keys, D head dimension.
 """
 
@@ -25,8 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from lmsys.attention.flash_gluon.hopper import (
     FIRST_BARRIER,
+    admit_kernel_after,
+    await_kernel_before,
     barriers,
-    fence_async_global,
     load_rows,
     named_barrier,
     narrow,
@@ -37,24 +34,23 @@ from lmsys.attention.flash_gluon.hopper import (
     widen,
 )
 
-STAGES = gl.constexpr(2)
 BLOCK_K = gl.constexpr(128)  # keys of a CTA, 64 of each consumer
 EXCHANGE = FIRST_BARRIER  # named barriers: both consumers have written dS; then the stages of q, and of do
 Q_FREE = gl.constexpr(FIRST_BARRIER.value + 1)
-DO_FREE = gl.constexpr(FIRST_BARRIER.value + 1 + STAGES.value)
+Q_STAGES = gl.constexpr(3)  # a tile is read by the step before its own
+DO_FREE = gl.constexpr(FIRST_BARRIER.value + 1 + Q_STAGES.value)
+DO_STAGES = gl.constexpr(2)
 NEVER = gl.constexpr(2**31 - 1)
-ROUNDED = gl.constexpr(4096)  # numbers that are rounded at once
-LAG = gl.constexpr(2)  # chunks: when one begins, the CTAs of the one two before have ended, or are about to
 
 
 @gluon.jit
-def _await_free(step, FIRST: gl.constexpr):
+def _await_free(step, FIRST: gl.constexpr, STAGES: gl.constexpr):
     if step >= STAGES:
         named_barrier("sync", FIRST + step % STAGES, 384)
 
 
 @gluon.jit
-def _release(step, FIRST: gl.constexpr):
+def _release(step, FIRST: gl.constexpr, STAGES: gl.constexpr):
     named_barrier("arrive", FIRST + step % STAGES, 384)
 
 
@@ -71,65 +67,15 @@ def _next_tile(head, m, first, num_tiles, GROUPED: gl.constexpr):
 
 
 @gluon.jit
-def _await_chunk(progress, kv_bh, size, num_key_tiles):
-    """Until the CTAs of LAG chunks ago have ended: their sums are whole, and those of this chunk's place cleared."""
-    chunk = kv_bh // size
-    if chunk >= LAG:
-        consumers = 2 * size * num_key_tiles
-        seen = gl.atomic_add(progress + (chunk - LAG), 0)
-        while seen != consumers:
-            seen = gl.atomic_add(progress + (chunk - LAG), 0)
-        fence_async_global()
-
-
-@gluon.jit
-def _leave_chunk(parameters, kv_bh):
-    """Once what this consumer added up, and what its CTA cleared, has landed."""
-    wait_for_writes()
-    fence_async_global()
-    gl.thread_barrier()
-    progress = gl.load(parameters + 16).to(gl.pointer_type(gl.int32))
-    gl.atomic_add(progress + kv_bh // gl.load(parameters + 13).to(gl.int32), 1)
-
-
-@gluon.jit
-def _round_share(parameters, kv_bh, n, size, G, H, Q, D: gl.constexpr, DTYPE: gl.constexpr):
-    """Rounds rows of the sums of LAG chunks ago, key tile n's share, to dq, and leaves zeros in their place."""
-    ROWS: gl.constexpr = ROUNDED // D
-    TILE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    first_bh = (kv_bh - LAG * size) * G
-    if first_bh >= 0:
-        rows_each = gl.load(parameters + 15).to(gl.int32)
-        rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, TILE))
-        cols = gl.arange(0, D, layout=gl.SliceLayout(0, TILE))
-        sm_scale = gl.load(parameters + 12).to(gl.int32).to(gl.float32, bitcast=True)
-        stride_q = gl.load(parameters + 8)
-        sums_ptr = gl.multiple_of(gl.load(parameters + 10).to(gl.pointer_type(gl.float32)), 16)
-        dq_ptr = gl.multiple_of(gl.load(parameters + 9).to(gl.pointer_type(DTYPE)), 16)
-        stop = gl.minimum((n + 1) * rows_each, Q)
-        for bh in range(first_bh, first_bh + G):
-            slot = (bh % gl.load(parameters + 14).to(gl.int32)).to(gl.int64) * Q
-            place = (bh // H) * gl.load(parameters + 6) + (bh % H) * gl.load(parameters + 7)
-            for row in range(n * rows_each, stop, ROWS):
-                inside = (row + rows < stop)[:, None]
-                sums = sums_ptr + (slot + row) * D + (rows * D)[:, None] + cols[None, :]
-                x = gl.load(sums, mask=inside, other=0.0, cache_modifier=".cg")
-                gl.store(sums, gl.zeros([ROWS, D], gl.float32, TILE), mask=inside)
-                out = dq_ptr + (place + row * stride_q) * 8 + (rows * stride_q * 8)[:, None] + cols[None, :]
-                gl.store(out, (x * sm_scale).to(DTYPE), mask=inside)
-        fence_async_global()
-        gl.thread_barrier()
-
-
-@gluon.jit
 def _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, head, row, padded, step):
     qs, lses, q_full, dos, deltas, do_full = ring
-    stage = step % STAGES
-    _await_free(step, Q_FREE)
+    stage = step % Q_STAGES
+    _await_free(step, Q_FREE, Q_STAGES)
     mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
     load_rows(q_desc, batch, head, row, q_full.index(stage), qs.index(stage))
     tma.async_copy_global_to_shared(lse_desc, [padded], q_full.index(stage), lses.index(stage))
-    _await_free(step, DO_FREE)
+    stage = step % DO_STAGES
+    _await_free(step, DO_FREE, DO_STAGES)
     mbarrier.expect(do_full.index(stage), do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
     load_rows(do_desc, batch, head, row, do_full.index(stage), dos.index(stage))
     tma.async_copy_global_to_shared(delta_desc, [padded], do_full.index(stage), deltas.index(stage))
@@ -147,9 +93,10 @@ def _producer(
         row = m * BLOCK_Q
         padded = (batch * H + head) * Q_PADDED + row
         _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, head, row, padded, step)
-    for step in range(gl.maximum(steps, STAGES), steps + STAGES):  # each arrival has to be met before the CTA may end
-        _await_free(step, DO_FREE)
-        _await_free(step, Q_FREE)
+    for step in range(gl.maximum(steps, Q_STAGES), steps + Q_STAGES):  # arrivals have to be met before the CTA may end
+        _await_free(step, Q_FREE, Q_STAGES)
+    for step in range(gl.maximum(steps, DO_STAGES), steps + DO_STAGES):
+        _await_free(step, DO_FREE, DO_STAGES)
 
 
 @gluon.jit
@@ -200,26 +147,28 @@ def _add_up(dq_desc, dq, buffer, bh, row, col, tickets, before, ticket, turn, DE
 @gluon.jit
 def _step(
     dq_desc, tickets, scale, k, v, all_k, dss, dqs, ring, n, K, masked_until, num_tiles, num_key_tiles,
-    step, steps, bh, m, dk, dv, lse, before,
+    step, steps, bh, m, s, dk, dv, lse, before,
     WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
-    PREFETCH: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    PREFETCH: gl.constexpr, AHEAD: gl.constexpr, DETERMINISTIC: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     qs, lses, q_full, dos, deltas, do_full = ring
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-    stage = step % STAGES
-    phase = (step // STAGES) & 1
-    q = qs.index(stage)
+    q_stage = step % Q_STAGES
+    stage = step % DO_STAGES
+    q = qs.index(q_stage)
     do = dos.index(stage)
     zeros = gl.zeros([64, BLOCK_Q], gl.float32, S_LAYOUT)
-    mbarrier.wait(q_full.index(stage), phase)
-    s_token = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    mbarrier.wait(do_full.index(stage), phase)
+    if not AHEAD:
+        mbarrier.wait(q_full.index(q_stage), (step // Q_STAGES) & 1)
+        s_token = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(do_full.index(stage), (step // DO_STAGES) & 1)
     dp_token = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(1, deps=[s_token])
+    if not AHEAD:
+        s = warpgroup_mma_wait(1, deps=[s_token])
     if not PREFETCH:
-        lse = lses.index(stage).load(ROW_LAYOUT)
+        lse = lses.index(q_stage).load(ROW_LAYOUT)
     p = gl.exp2(s * scale - lse[None, :])
     if MASK:  # noqa: SIM102 - known when compiling, unlike the next
         if m < masked_until:
@@ -234,8 +183,16 @@ def _step(
         dp = warpgroup_mma_wait(1, deps=[dp_token])
         delta = deltas.index(stage).load(ROW_LAYOUT)
     ds = narrow(widen(p_narrow, DTYPE) * (dp - delta[None, :]), DTYPE)  # p itself would cost its registers until here
+    if AHEAD:  # or there would be more in flight than registers can hold
+        dv, p_operand = warpgroup_mma_wait(0, deps=[dv_token, p_operand])
+        _release(step, DO_FREE, DO_STAGES)
     ds_shared = dss.index(step & 1)
     ds_shared.slice(WG * 64, 64).store(ds)
+    following = step + 1
+    next_stage = following % Q_STAGES
+    if AHEAD:  # after the last tile of what lies there, for nothing: a branch would make the compiler wait
+        mbarrier.wait(q_full.index(next_stage), (following // Q_STAGES) & 1, pred=following < steps)
+        s_token = warpgroup_mma(k, qs.index(next_stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     fence_async_shared()
     named_barrier("sync", EXCHANGE, 256)
     dq_zeros = gl.zeros([64, 64], gl.float32, DQ_LAYOUT)
@@ -254,17 +211,20 @@ def _step(
     ds_operand = gl.convert_layout(ds, P_LAYOUT)
     dk_token = warpgroup_mma(ds_operand, q, dk, is_async=True)
     if PREFETCH:
-        following = step + 1
-        mbarrier.wait(q_full.index(following % STAGES), (following // STAGES) & 1, pred=following < steps)
-        lse = lses.index(following % STAGES).load(ROW_LAYOUT)
-    dq, dv, p_operand = warpgroup_mma_wait(1, deps=[dq_token, dv_token, p_operand])
-    _release(step, DO_FREE)
+        if not AHEAD:
+            mbarrier.wait(q_full.index(next_stage), (following // Q_STAGES) & 1, pred=following < steps)
+        lse = lses.index(next_stage).load(ROW_LAYOUT)
+    if AHEAD:
+        s, dq = warpgroup_mma_wait(1, deps=[s_token, dq_token])
+    else:
+        dq, dv, p_operand = warpgroup_mma_wait(1, deps=[dq_token, dv_token, p_operand])
+        _release(step, DO_FREE, DO_STAGES)
     ticket = (bh * num_tiles + m) * 2 + WG
     turn = _turn_of(n, m, num_key_tiles, CAUSAL, BLOCK_Q)
     _add_up(dq_desc, dq, dqs.index(WG), bh, dq_row, dq_col, tickets, before, ticket, turn, DETERMINISTIC)
     dk, ds_operand = warpgroup_mma_wait(0, deps=[dk_token, ds_operand])
-    _release(step, Q_FREE)
-    return dk, dv, lse, ticket
+    _release(step, Q_FREE, Q_STAGES)
+    return s, dk, dv, lse, ticket
 
 
 @gluon.jit
@@ -281,7 +241,7 @@ def _consumer(
     dq_desc, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss, dqs,
     bh, n, first, num_tiles, steps, masked_until, K, num_key_tiles,
     WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
-    GROUPED: gl.constexpr, PREFETCH: gl.constexpr, DETERMINISTIC: gl.constexpr, RECYCLED: gl.constexpr,
+    GROUPED: gl.constexpr, PREFETCH: gl.constexpr, AHEAD: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     ks, vs, kv_full = kvs
     DTYPE: gl.constexpr = dk_desc.dtype
@@ -293,16 +253,21 @@ def _consumer(
     k = ks.slice(WG * 64, 64)
     v = vs.slice(WG * 64, 64)
     mbarrier.wait(kv_full, 0)
-    if PREFETCH:
-        mbarrier.wait(ring[2].index(0), 0, pred=steps > 0)
-    lse = ring[1].index(0).load(gl.SliceLayout(0, S_LAYOUT))
+    qs, lses, q_full = ring[0], ring[1], ring[2]
+    s = gl.zeros([64, BLOCK_Q], gl.float32, S_LAYOUT)
+    if PREFETCH or AHEAD:
+        mbarrier.wait(q_full.index(0), 0, pred=steps > 0)
+    if AHEAD:
+        token = warpgroup_mma(k, qs.index(0).permute((1, 0)), s, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[token])
+    lse = lses.index(0).load(gl.SliceLayout(0, S_LAYOUT))
     m = first
     before = -1
     for step in range(steps):
-        dk, dv, lse, before = _step(
+        s, dk, dv, lse, before = _step(
             dq_desc, tickets, scale, k, v, ks, dss, dqs, ring, n, K, masked_until, num_tiles, num_key_tiles,
-            step, steps, bh, m, dk, dv, lse, before,
-            WG, D, BLOCK_Q, MASK, CAUSAL, PREFETCH, DETERMINISTIC, S_LAYOUT, O_LAYOUT, DQ_LAYOUT, DTYPE,
+            step, steps, bh, m, s, dk, dv, lse, before,
+            WG, D, BLOCK_Q, MASK, CAUSAL, PREFETCH, AHEAD, DETERMINISTIC, S_LAYOUT, O_LAYOUT, DQ_LAYOUT, DTYPE,
         )  # fmt: skip
         bh, m = _next_tile(bh, m, first, num_tiles, GROUPED)
     if DETERMINISTIC:
@@ -314,12 +279,13 @@ def _consumer(
     kv_heads = gl.load(parameters).to(gl.int32)
     num_key_tiles = gl.load(parameters + 1).to(gl.int32)
     num_heads = gl.load(parameters + 2).to(gl.int32)
-    at_once = gl.load(parameters + 11).to(gl.int32)
-    sm_scale = gl.load(parameters + 12).to(gl.int32).to(gl.float32, bitcast=True)
+    at_once = gl.load(parameters + 3).to(gl.int32)
+    sm_scale = gl.load(parameters + 4).to(gl.int32).to(gl.float32, bitcast=True)
     kv_bh, n = _assignment(gl.program_id(0), num_key_tiles, num_heads, at_once, DETERMINISTIC, CAUSAL)
     batch = kv_bh // kv_heads
     kv_head = kv_bh % kv_heads
     row = n * BLOCK_K + WG * 64
+    admit_kernel_after()
     # Through dq's buffer: as a slice of their tile, the rows of v do not lie together.
     OUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], DTYPE)
     out = dqs.index(WG)._reinterpret(DTYPE, [64, D], OUT)
@@ -328,11 +294,8 @@ def _consumer(
     out.store(narrow(dv, DTYPE))
     fence_async_shared()
     store_rows(dv_desc, batch, kv_head, row, out)
-    if RECYCLED:
-        _leave_chunk(parameters, kv_bh)
-    else:
-        tma.store_wait(0)
-        gl.thread_barrier()
+    tma.store_wait(0)
+    gl.thread_barrier()
     out.store(narrow(dk * sm_scale, DTYPE))
     fence_async_shared()
     store_rows(dk_desc, batch, kv_head, row, out)
@@ -344,12 +307,12 @@ def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, parameters, tickets,
     scale, num_heads, H, G, Q, Q_PADDED, K, num_key_tiles, at_once,
     BLOCK_Q: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, GROUPED: gl.constexpr,
-    PREFETCH: gl.constexpr, DETERMINISTIC: gl.constexpr, RECYCLED: gl.constexpr,
+    PREFETCH: gl.constexpr, AHEAD: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv; dq / sm_scale is added to float32 zeros, and if RECYCLED all but the last LAG chunks' rounded to dq.
+    """dk and dv; dq / sm_scale is added to float32 zeros.
 
-    `scale` is in base 2; `parameters` are those of `prepare_kernel`; `tickets` zeros: if DETERMINISTIC two for each
-    tile of queries, if RECYCLED one for each chunk; `num_heads` is B Hkv.
+    `scale` is in base 2; `parameters` are those of `prepare_kernel`; `tickets` two zeros for each tile of queries if
+    DETERMINISTIC; `num_heads` is B Hkv.
     RAGGED: K is no multiple of BLOCK_K (which a causal kernel need not be told). GROUPED: G > 1.
     """
     DTYPE: gl.constexpr = q_desc.dtype
@@ -359,14 +322,14 @@ def backward_kernel(
     DQ_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.float32)
     ks = gl.allocate_shared_memory(DTYPE, [BLOCK_K, D], K_LAYOUT)
     vs = gl.allocate_shared_memory(DTYPE, [BLOCK_K, D], K_LAYOUT)
-    qs = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_Q, D], Q_LAYOUT)
-    dos = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_Q, D], Q_LAYOUT)
-    lses = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], lse_desc.layout)
-    deltas = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], delta_desc.layout)
+    qs = gl.allocate_shared_memory(DTYPE, [Q_STAGES, BLOCK_Q, D], Q_LAYOUT)
+    dos = gl.allocate_shared_memory(DTYPE, [DO_STAGES, BLOCK_Q, D], Q_LAYOUT)
+    lses = gl.allocate_shared_memory(gl.float32, [Q_STAGES, BLOCK_Q], lse_desc.layout)
+    deltas = gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK_Q], delta_desc.layout)
     dss = gl.allocate_shared_memory(DTYPE, [2, BLOCK_K, BLOCK_Q], DS_LAYOUT)
     dqs = gl.allocate_shared_memory(gl.float32, [2, 64, 64], DQ_LAYOUT)
     kvs = ks, vs, barriers(1, 1).index(0)
-    ring = qs, lses, barriers(STAGES, 1), dos, deltas, barriers(STAGES, 1)
+    ring = qs, lses, barriers(Q_STAGES, 1), dos, deltas, barriers(DO_STAGES, 1)
     fence_async_shared()
     kv_bh, n = _assignment(gl.program_id(0), num_key_tiles, num_heads, at_once, DETERMINISTIC, CAUSAL)
     num_tiles = gl.cdiv(Q, BLOCK_Q)
@@ -383,19 +346,14 @@ def backward_kernel(
     if GROUPED:
         steps *= G
     bh = kv_bh * G
-    if RECYCLED:
-        bh = bh % gl.load(parameters + 14).to(gl.int32)
     mbarrier.expect(kvs[2], 2 * k_desc.block_type.nbytes)
     load_rows(k_desc, batch, kv_head, n * BLOCK_K, kvs[2], ks)
     load_rows(v_desc, batch, kv_head, n * BLOCK_K, kvs[2], vs)
+    await_kernel_before()
     if steps > 0:
         row = first * BLOCK_Q
         padded = kv_bh * G * Q_PADDED + row
         _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, kv_head * G, row, padded, 0)
-    if RECYCLED:
-        size = gl.load(parameters + 13).to(gl.int32)
-        _await_chunk(tickets, kv_bh, size, num_key_tiles)
-        _round_share(parameters, kv_bh, n, size, G, H, Q, D, DTYPE)
     work = batch, kv_head * G, first, num_tiles, steps
     gl.warp_specialize([
             (_producer, (
@@ -404,32 +362,32 @@ def backward_kernel(
             (_consumer, (
                 dq_desc, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss, dqs, bh, n, first,
                 num_tiles, steps, masked_until, K, num_key_tiles, 0, D, BLOCK_Q, CAUSAL or RAGGED, CAUSAL, GROUPED,
-                PREFETCH, DETERMINISTIC, RECYCLED
+                PREFETCH, AHEAD, DETERMINISTIC
             )),
             (_consumer, (
                 dq_desc, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss, dqs, bh, n, first,
                 num_tiles, steps, masked_until, K, num_key_tiles, 1, D, BLOCK_Q, CAUSAL or RAGGED, CAUSAL, GROUPED,
-                PREFETCH, DETERMINISTIC, RECYCLED
+                PREFETCH, AHEAD, DETERMINISTIC
             )),
     ], [4, 4], [240, 240])  # fmt: skip
 
 
 @triton.jit(
     do_not_specialize=[
-        "num_heads", "H", "G", "Q", "Q_PADDED", "num_key_tiles", "at_once", "chunk", "ring", "rows_each",
-        "num_tickets", "o_b", "o_h", "o_q", "do_b", "do_h", "do_q", "dq_b", "dq_h", "dq_q",
+        "num_heads", "H", "G", "Q", "Q_PADDED", "num_key_tiles", "at_once", "num_tickets",
+        "o_b", "o_h", "o_q", "do_b", "do_h", "do_q",
     ]
 )  # fmt: skip
 def prepare_kernel(
-    o_ptr, do_ptr, lse_ptr, lse2_ptr, delta_ptr, dq_ptr, dq32_ptr, tickets, parameters, sm_scale,
-    num_heads, H, G, Q, Q_PADDED, num_key_tiles, at_once, chunk, ring, rows_each, num_tickets,
-    o_b, o_h, o_q, do_b, do_h, do_q, dq_b, dq_h, dq_q,
+    o_ptr, do_ptr, lse_ptr, lse2_ptr, delta_ptr, dq32_ptr, tickets, parameters, sm_scale,
+    num_heads, H, G, Q, Q_PADDED, num_key_tiles, at_once, num_tickets, o_b, o_h, o_q, do_b, do_h, do_q,
     ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """delta and the log-sum-exp in base 2 (B H, Q_PADDED), zeros in dq (ring, Q, D) and tickets. Strides count 8.
+    """delta and the log-sum-exp in base 2 (B H, Q_PADDED), zeros in dq (B H, Q, D) and tickets. Strides count 8.
 
     The last tiles come first, so that the L2 cache holds those that the next kernel begins with.
     """
+    tl.extra.cuda.gdc_launch_dependents()
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     tiles = Q_PADDED // ROWS
     bh = program // tiles
@@ -448,7 +406,7 @@ def prepare_kernel(
     tl.store(lse2_ptr + padded, lse * 1.4426950408889634)
     tl.store(delta_ptr + padded, tl.sum(o * do, 1))
     dq = dq32_ptr + (bh.to(tl.int64) * Q + rows)[:, None] * D + cols[None, :]
-    tl.store(dq, tl.zeros([ROWS, D], tl.float32), mask=inside[:, None] & (bh < ring))
+    tl.store(dq, tl.zeros([ROWS, D], tl.float32), mask=inside[:, None])
     per_program = tl.cdiv(num_tickets, tl.num_programs(0))
     for first in range(0, per_program, 128):
         ticket = program * per_program + first + tl.arange(0, 128)
@@ -458,34 +416,20 @@ def prepare_kernel(
         tl.store(parameters, H // G)
         tl.store(parameters + 1, num_key_tiles)
         tl.store(parameters + 2, num_heads // G)
-        tl.store(parameters + 3, H)
-        tl.store(parameters + 4, G)
-        tl.store(parameters + 5, Q)
-        tl.store(parameters + 6, dq_b)
-        tl.store(parameters + 7, dq_h)
-        tl.store(parameters + 8, dq_q)
-        tl.store(parameters + 9, dq_ptr.to(tl.int64))
-        tl.store(parameters + 10, dq32_ptr.to(tl.int64))
-        tl.store(parameters + 11, at_once)
-        tl.store(parameters + 12, sm_scale.to(tl.int32, bitcast=True))
-        tl.store(parameters + 13, chunk)
-        tl.store(parameters + 14, ring)
-        tl.store(parameters + 15, rows_each)
-        tl.store(parameters + 16, tickets.to(tl.int64))
+        tl.store(parameters + 3, at_once)
+        tl.store(parameters + 4, sm_scale.to(tl.int32, bitcast=True))
 
 
-@triton.jit(do_not_specialize=["first", "ring", "H", "Q", "stride_b", "stride_h", "stride_q"])
-def convert_kernel(
-    dq32_ptr, dq_ptr, sm_scale, first, ring, H, Q, stride_b, stride_h, stride_q,
-    ROWS: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """dq = sm_scale * dq32 of the heads from `first` on; the last tiles first, which the L2 cache may still hold."""
+@triton.jit(do_not_specialize=["H", "Q", "stride_b", "stride_h", "stride_q"])
+def convert_kernel(dq32_ptr, dq_ptr, sm_scale, H, Q, stride_b, stride_h, stride_q, ROWS: tl.constexpr, D: tl.constexpr):
+    """dq = sm_scale * dq32; the last tiles first, which the L2 cache may still hold."""
+    tl.extra.cuda.gdc_wait()
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     tiles = tl.cdiv(Q, ROWS)
-    bh = first + program // tiles
+    bh = program // tiles
     rows = program % tiles * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, D)
     inside = (rows < Q)[:, None]
-    dq = tl.load(dq32_ptr + ((bh % ring).to(tl.int64) * Q + rows)[:, None] * D + cols[None, :], mask=inside)
+    dq = tl.load(dq32_ptr + (bh.to(tl.int64) * Q + rows)[:, None] * D + cols[None, :], mask=inside)
     place = (bh // H).to(tl.int64) * stride_b + (bh % H).to(tl.int64) * stride_h + rows.to(tl.int64) * stride_q
     tl.store(dq_ptr + place[:, None] * 8 + cols[None, :], dq * sm_scale, mask=inside)

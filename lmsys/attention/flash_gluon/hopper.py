@@ -44,9 +44,15 @@ def wait_for_writes():
 
 
 @gluon.jit
-def fence_async_global():
-    """Between ordinary accesses to global memory and those of bulk copies and reductions, in either order."""
-    _by_all("fence.proxy.async.global")
+def await_kernel_before():
+    """Until the kernel before this one in its stream has ended, where this one was allowed to begin `early`."""
+    _by_all("griddepcontrol.wait")
+
+
+@gluon.jit
+def admit_kernel_after():
+    """The kernel after this one may begin, as far as this CTA is concerned."""
+    _by_all("griddepcontrol.launch_dependents")
 
 
 @builtin

@@ -10,7 +10,6 @@ import torch
 import triton
 from torch import Tensor
 
-from lmsys.attention.flash_gluon import backward
 from lmsys.attention.flash_gluon.backward import backward_kernel, convert_kernel, prepare_kernel
 from lmsys.attention.flash_gluon.forward import forward_kernel
 from lmsys.attention.flash_gluon.launch import Kernel, raw_stream
@@ -29,8 +28,7 @@ __all__ = ["FlashGluon", "flash_gluon", "flash_gluon_supports"]
 LOG2_E = math.log2(math.e)
 TILE_K = 128
 ROWS = 64  # of queries that one warp group of the forward owns
-LAG = backward.LAG.value
-NUM_PARAMETERS = 18  # int64, of which `prepare_kernel` writes some
+NUM_PARAMETERS = 6  # int64, of which `prepare_kernel` writes some
 ROW_PADDING = 128  # of delta and the log-sum-exp
 REGISTERS = {2: (240, 168), 3: (160, 128)}  # by warp groups that compute: registers of theirs, and of the kernel
 
@@ -107,11 +105,6 @@ class _Forward:
         self.kernel(self.grid, stream, (q, k, v, o), (lse.data_ptr(), counter, scale * LOG2_E, *self.sizes))
 
 
-def _chunk(at_once: int, num_key_tiles: int, processors: int) -> int:
-    """Key heads whose CTAs keep a GPU busy for a third longer than one takes: see RECYCLED in `backward.py`."""
-    return at_once * triton.cdiv(4 * processors, 3 * at_once * num_key_tiles)
-
-
 class _Backward:
     def __init__(self, q: Tensor, k: Tensor, causal: bool, deterministic: bool, plan: BackwardPlan):
         (batch, heads, queries, head_dim), (_, kv_heads, keys, _) = q.shape, k.shape
@@ -124,24 +117,18 @@ class _Backward:
         at_once = min(at_once, kv_num_heads)
         self.grid = kv_num_heads * num_key_tiles
         num_tiles = triton.cdiv(queries, self.block_q)
-        chunk = _chunk(at_once, num_key_tiles, torch.cuda.get_device_properties(q.device).multi_processor_count)
-        self.recycled = plan.recycled and not deterministic and kv_num_heads > LAG * chunk
-        self.ring = min(2 * LAG * chunk * group, num_heads) if self.recycled else num_heads
-        self.first_left = (kv_num_heads - LAG * chunk) * group if self.recycled else 0
-        self.num_tickets = 2 * num_heads * num_tiles if deterministic else triton.cdiv(kv_num_heads, chunk)
-        rows_each = triton.cdiv(queries, num_key_tiles)
+        self.num_tickets = 2 * num_heads * num_tiles if deterministic else 0
         self.sizes = kv_num_heads, heads, group, queries, self.padded, keys, num_key_tiles, at_once
         self.prepare_sizes = (
-            num_heads, heads, group, queries, self.padded, num_key_tiles, at_once, chunk, self.ring, rows_each,
-            self.num_tickets,
+            num_heads, heads, group, queries, self.padded, num_key_tiles, at_once, self.num_tickets
         )  # fmt: skip
-        # float32 dq (ring, Q, D), padded log-sum-exp and delta (B H, Qpad), parameters (int64), tickets (int32)
-        self.num_dq, self.num_rows = self.ring * queries * head_dim, num_heads * self.padded
-        self.dq_shape = self.ring, queries, head_dim
+        # float32 dq (B H, Q, D), padded log-sum-exp and delta (B H, Qpad), parameters (int64), tickets (int32)
+        self.num_dq, self.num_rows = num_heads * queries * head_dim, num_heads * self.padded
+        self.dq_shape = num_heads, queries, head_dim
         self.floats = self.num_dq + 2 * self.num_rows + 2 * NUM_PARAMETERS + self.num_tickets
         self.rows = 4096 // head_dim  # of a program before and after
         self.prepare_grid = num_heads * self.padded // self.rows
-        self.convert_grid = (num_heads - self.first_left) * triton.cdiv(queries, self.rows)
+        self.convert_grid = num_heads * triton.cdiv(queries, self.rows)
         self.prepare, self.main, self.convert = self._compiled(q, head_dim, causal, keys, deterministic, group, plan)
 
     def _compiled(
@@ -161,22 +148,23 @@ class _Backward:
 
         prepare = kept(
             ("prepare", *same), prepare_kernel, [], [],
-            [half, half, floats, floats, floats, half, floats, ints, longs, 0.5, *self.prepare_sizes, *[8] * 9],
+            [half, half, floats, floats, floats, floats, ints, longs, 0.5, *self.prepare_sizes, *[8] * 6],
             ROWS=self.rows, D=head_dim,
         )  # fmt: skip
         convert = kept(
-            ("convert", *same), convert_kernel, [], [], [floats, half, 0.5, *[8] * 7], ROWS=self.rows, D=head_dim
-        )
+            ("convert", *same), convert_kernel, [], [], [floats, half, 0.5, *[8] * 5], ROWS=self.rows, D=head_dim,
+            early=True,
+        )  # fmt: skip
         q_block, k_block, out_block = ([1, 1, rows, head_dim] for rows in (self.block_q, TILE_K, 64))
         row_block = [self.block_q]
         main = kept(
-            ("backward", *same, causal, ragged, deterministic, self.recycled, group > 1, plan),
+            ("backward", *same, causal, ragged, deterministic, group > 1, plan),
             backward_kernel,
             [half, half, half, half, floats, floats, wide, half, half],
             [q_block, k_block, k_block, q_block, row_block, row_block, [1, 64, 64], out_block, out_block],
             [longs, ints, 1.5, *self.sizes],
             BLOCK_Q=self.block_q, D=head_dim, CAUSAL=causal, RAGGED=ragged, GROUPED=group > 1,
-            PREFETCH=plan.prefetch, DETERMINISTIC=deterministic, RECYCLED=self.recycled, maxnreg=168,
+            PREFETCH=plan.prefetch, AHEAD=plan.ahead, DETERMINISTIC=deterministic, maxnreg=168, early=True,
         )  # fmt: skip
         return prepare, main, convert
 
@@ -192,12 +180,11 @@ class _Backward:
         dq32 = dq32.view(self.dq_shape)
         parameters = rest.data_ptr()
         tickets = parameters + 8 * NUM_PARAMETERS
-        dq_strides = _eighths(dq)
-        pointers = (o, do, lse, lse2, delta, dq, dq32)
+        pointers = (o, do, lse, lse2, delta, dq32)
         self.prepare(
             self.prepare_grid, stream, (),
             (*(x.data_ptr() for x in pointers), tickets, parameters, scale, *self.prepare_sizes,
-             *_eighths(o), *_eighths(do), *dq_strides),
+             *_eighths(o), *_eighths(do)),
         )  # fmt: skip
         self.main(
             self.grid, stream, (q, k, v, do, lse2, delta, dq32, dk, dv),
@@ -205,7 +192,7 @@ class _Backward:
         )  # fmt: skip
         self.convert(
             self.convert_grid, stream, (),
-            (dq32.data_ptr(), dq.data_ptr(), scale, self.first_left, self.ring, self.heads, self.queries, *dq_strides),
+            (dq32.data_ptr(), dq.data_ptr(), scale, self.heads, self.queries, *_eighths(dq)),
         )  # fmt: skip
 
 

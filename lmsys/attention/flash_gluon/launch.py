@@ -44,13 +44,16 @@ def geometry(x: Tensor) -> tuple[list[int], list[int]]:
 class Kernel:
     """One binary of `function`, compiled for constants and for the dtypes and blocks of its descriptors.
 
+    `early`: it may begin before the kernel before it in its stream has ended, and waits for that one by itself.
+
     `blocks`: block shape of each descriptor, the first arguments. `others`: a value for each further argument,
     for its type alone; tensors among them are pointers.
     """
 
     def __init__(
-        self, function: Any, tensors: list[Tensor], blocks: list[list[int]], others: list[Any], **options: Any
-    ):
+        self, function: Any, tensors: list[Tensor], blocks: list[list[int]], others: list[Any],
+        early: bool = False, **options: Any,
+    ):  # fmt: skip
         described = [
             TensorDescriptor(x, *geometry(x), block, layout(block, x.dtype))
             for x, block in zip(tensors, blocks, strict=True)
@@ -68,7 +71,7 @@ class Kernel:
             self._launch = inspect.getclosurevars(self._launch).nonlocals["launcher"]
         assert len(self._metas) == len(tensors)
         self._constants = (None,) * (len(function.arg_names) - len(tensors) - len(others))
-        self._head = compiled.function, False, False, None, None, compiled.packed_metadata, None, None, None
+        self._head = compiled.function, False, early, None, None, compiled.packed_metadata, None, None, None
         self._encode = triton.runtime.driver.active.utils.fill_tma_descriptor
 
     def __call__(self, grid: int, stream: int, tensors: tuple[Tensor, ...], others: tuple[Any, ...]) -> None:

@@ -34,7 +34,7 @@ class BackwardPlan:
     """How `backward_kernel` runs."""
 
     prefetch: bool  # the log-sum-exp is loaded a step ahead, rather than after the scores
-    recycled: bool  # float32 dq is rounded inside, and its memory used again, rather than by kernels before and after
+    ahead: bool  # the scores of a step are begun in the step before, to run while its dS is exchanged
     l2_mib: int  # of what heads worked on together read and add up
 
 
