@@ -13,7 +13,7 @@ from torch import Tensor
 from lmsys.attention.flash_gluon import backward
 from lmsys.attention.flash_gluon.backward import backward_kernel, convert_kernel, prepare_kernel
 from lmsys.attention.flash_gluon.forward import forward_kernel
-from lmsys.attention.flash_gluon.launch import Kernel, raw_stream
+from lmsys.attention.flash_gluon.launch import Kernel
 from lmsys.attention.flash_gluon.plans import (
     BackwardPlan,
     ForwardPlan,
@@ -23,6 +23,7 @@ from lmsys.attention.flash_gluon.plans import (
 )
 from lmsys.attention.flash_gluon.support import flash_gluon_supports
 from lmsys.attention.operators import attend, function, operator
+from lmsys.launch import raw_stream
 
 __all__ = ["FlashGluon", "flash_gluon", "flash_gluon_supports"]
 
