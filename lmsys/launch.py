@@ -25,6 +25,11 @@ _descriptors: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # absent where torch is built without CUDA
 
 
+def stream_of(x: Tensor) -> int:
+    """The current stream of x's device, as kernels take it; on a CPU, where Triton's interpreter takes none, 0."""
+    return raw_stream(x.device.index) if x.is_cuda else 0
+
+
 def geometry(x: Tensor) -> tuple[list[int], list[int]]:
     """Shape and strides for a descriptor. Strides of dimensions of length 1 never matter, but are checked."""
     shape = list(x.shape)

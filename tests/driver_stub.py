@@ -1,4 +1,4 @@
-"""Triton's own launcher on a machine without a GPU: kernels are compiled, loaded and launched into a stub of the driver.
+"""Triton's own launcher without a GPU: kernels are compiled, loaded and launched, into a stub of the CUDA driver.
 
 In a process without TRITON_INTERPRET, and of its own: what stands for the CUDA driver stays so.
 """
@@ -32,13 +32,13 @@ class Stub:
     """Triton's active driver, of a GPU of `capability` (80 or 90), which records launches while `recording`."""
 
     def __init__(self, capability: int):
-        folder = Path(tempfile.mkdtemp())
-        library = folder / "libcuda.so.1"
+        self.folder = tempfile.TemporaryDirectory()  # as long as this lives: launchers are linked with what is in it
+        library = Path(self.folder.name, "libcuda.so.1")
         include = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
         source = Path(__file__).with_suffix(".c")
         flags = ["-shared", "-fPIC", "-O1", "-Wl,-soname,libcuda.so.1", f"-I{include}"]
         subprocess.run(["gcc", source, *flags, "-o", library], check=True)
-        os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
+        os.environ["TRITON_LIBCUDA_PATH"] = self.folder.name
         self.library = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
         self.capability, self.sizes = capability, {}
         self.recorded: list[Launch] = []

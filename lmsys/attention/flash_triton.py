@@ -18,6 +18,7 @@ Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K k
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy
@@ -31,7 +32,7 @@ from lmsys.attention.contract import AttentionCase
 from lmsys.attention.flash_torch import backward_here
 from lmsys.attention.operators import attend, function, operator
 from lmsys.attention.tuning import Tile, candidates, tune
-from lmsys.launch import Kernel, geometry, raw_stream
+from lmsys.launch import Kernel, geometry, stream_of
 
 INTERPRETED = triton.knobs.runtime.interpret
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -263,8 +264,7 @@ class _Launch:
         self.kernel = _kernels[key]
 
     def __call__(self, tensors: tuple[Tensor, ...], others: tuple[Any, ...]) -> None:
-        stream = raw_stream(tensors[0].device.index) if tensors[0].is_cuda else 0
-        self.kernel(self.grid, stream, tensors, (*others, *self.sizes))
+        self.kernel(self.grid, stream_of(tensors[0]), tensors, (*others, *self.sizes))
 
 
 def _block_d(head_dim: int) -> int:
@@ -275,9 +275,7 @@ def _length_class(length: int) -> int:
     return max(128, triton.next_power_of_2(length))
 
 
-def _run(
-    name: str, tensors: tuple[Tensor, ...], others: tuple[Any, ...], causal: bool, tile: Tile | None
-) -> None:
+def _run(name: str, tensors: tuple[Tensor, ...], others: tuple[Any, ...], causal: bool, tile: Tile | None) -> None:
     """Launches a kernel on `tensors` to describe, the first of them q and k, and `others`: pointers, then the scale."""
     q, k = tensors[:2]
     tf32 = q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
@@ -286,10 +284,11 @@ def _run(
     launch = _launches.get(key)
     if launch is None:
 
-        def launch_with(tile: Tile) -> None:
-            _Launch(name, tensors, others, causal, precision, tile)(tensors, others)
+        @cache
+        def made(tile: Tile) -> _Launch:
+            return _Launch(name, tensors, others, causal, precision, tile)
 
-        launch = _Launch(name, tensors, others, causal, precision, tile or _tuned(name, q, k, causal, precision, launch_with))
+        launch = made(tile or _tuned(name, q, k, causal, precision, lambda tile: made(tile)(tensors, others)))
         if len(_launches) >= MAX_LAUNCHES:
             _launches.clear()
         if not (q.is_cuda and torch.cuda.is_current_stream_capturing()):  # the tile may be one for want of another
