@@ -1,5 +1,6 @@
 """The rotation of queries and keys in Triton: one pass over the projections, forward and backward."""
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,13 +40,20 @@ def _rotate_kernel(
     tl.store(target[:, None] + dim[None, :], y, mask=mask)
 
 
+@cache
+def _blocks(total: int, head_dim: int) -> tuple[int, int, int]:
+    """Heads and dimensions of a tile, and tiles of a token's heads."""
+    block_d = triton.next_power_of_2(head_dim)
+    block_h = max(1, min(triton.next_power_of_2(total), ELEMENTS // block_d))
+    return block_h, block_d, triton.cdiv(total, block_h)
+
+
 def turn(heads: Tensor, parts: tuple[Tensor, Tensor, Tensor], cos: Tensor, sin: Tensor, *, backward: bool) -> None:
     """heads (B, S, H + 2 Hkv, D) into parts q (B, S, H, D), k and v (B, S, Hkv, D); `backward`: parts into heads, each
     pair turned back. cos and sin (S, D / 2) or (B, S, D / 2) in float32. All are contiguous.
     """
     batch, length, total, head_dim = heads.shape
-    block_d = triton.next_power_of_2(head_dim)
-    block_h = max(1, min(triton.next_power_of_2(total), ELEMENTS // block_d))
+    block_h, block_d, num_blocks = _blocks(total, head_dim)
     if heads.numel():
         others = heads, *parts, cos, sin, cos.numel() // (head_dim // 2)
         constants = {
@@ -62,4 +70,4 @@ def turn(heads: Tensor, parts: tuple[Tensor, Tensor, Tensor], cos: Tensor, sin: 
             kernel = _kernels.get(key)
             if kernel is None:
                 kernel = _kernels[key] = Kernel(_rotate_kernel, [], [*others], **constants)
-            kernel(batch * length, stream_of(heads), (), others, grid_y=triton.cdiv(total, block_h))
+            kernel(batch * length, stream_of(heads), (), others, grid_y=num_blocks)
