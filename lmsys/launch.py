@@ -5,8 +5,9 @@ Triton's own launch looks a kernel up by all its arguments, and encodes each ten
 and kept by its caller, and descriptors are kept by address and geometry: they own no memory, and any tensor that
 later takes the same place is described by them as well.
 
-That takes the launcher of Triton's CUDA backend, as it is in the versions `KNOWN_TRITON`: `DirectKernel`. Where another
-runs (a later Triton, ROCm, Triton's interpreter) `Kernel` is `PublicKernel`, which launches as Triton's users do.
+That takes the launcher of Triton's CUDA backend, as it is in the versions `KNOWN_TRITON`: `DirectKernel`, of whose
+launches Triton's hooks are not told. Where another runs (a later Triton, ROCm, Triton's interpreter) `Kernel` is
+`PublicKernel`, which launches as Triton's users do.
 """
 
 import functools
@@ -113,7 +114,7 @@ class PublicKernel:
 
 
 def _describe(x: Tensor, block: list[int]) -> TensorDescriptor:
-    """Without the constructor's checks, made when the kernel was: they cost the host more than the launch."""
+    """Without the constructor's checks, passed by the kernel's first call: they cost more than the launch."""
     descriptor = TensorDescriptor.__new__(TensorDescriptor)
     descriptor.base, (descriptor.shape, descriptor.strides), descriptor.block_shape = x, geometry(x), block
     return descriptor

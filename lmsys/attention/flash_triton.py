@@ -12,6 +12,7 @@ Choices, each measured on one H200 with bfloat16 inputs:
 - One loop, with the mask under a branch, instead of a masked and an unmasked loop: fewer registers, one prologue.
 - `_dq_kernel` runs first and leaves delta = rowsum(o * do) and the log-sum-exp, in base 2 and padded, to the other.
 - Longest rows first when causal, in groups of heads whose keys and values stay in L2 together.
+- What calls of one case share is worked out once (`_Launch`), and descriptors are kept: short calls wait for the host.
 
 Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension.
 """
