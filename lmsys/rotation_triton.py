@@ -1,13 +1,18 @@
 """The rotation of queries and keys in Triton: one pass over the projections, forward and backward."""
 
+from functools import cache
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lmsys.operator import launch
+from lmsys.launch import Kernel, stream_of
 
 ELEMENTS = 2048  # of a tile: 16 for each of 128 threads, two loads of 16 bytes in half precision
+
+_kernels: dict[tuple[Any, ...], Any] = {}
 
 
 @triton.jit(do_not_specialize=["num_angles"])
@@ -35,20 +40,34 @@ def _rotate_kernel(
     tl.store(target[:, None] + dim[None, :], y, mask=mask)
 
 
+@cache
+def _blocks(total: int, head_dim: int) -> tuple[int, int, int]:
+    """Heads and dimensions of a tile, and tiles of a token's heads."""
+    block_d = triton.next_power_of_2(head_dim)
+    block_h = max(1, min(triton.next_power_of_2(total), ELEMENTS // block_d))
+    return block_h, block_d, triton.cdiv(total, block_h)
+
+
 def turn(heads: Tensor, parts: tuple[Tensor, Tensor, Tensor], cos: Tensor, sin: Tensor, *, backward: bool) -> None:
     """heads (B, S, H + 2 Hkv, D) into parts q (B, S, H, D), k and v (B, S, Hkv, D); `backward`: parts into heads, each
     pair turned back. cos and sin (S, D / 2) or (B, S, D / 2) in float32. All are contiguous.
     """
     batch, length, total, head_dim = heads.shape
-    block_d = triton.next_power_of_2(head_dim)
-    block_h = max(1, min(triton.next_power_of_2(total), ELEMENTS // block_d))
+    block_h, block_d, num_blocks = _blocks(total, head_dim)
     if heads.numel():
-        tensors = heads, *parts, cos, sin
-        constants = parts[0].shape[2], parts[1].shape[2], head_dim, block_h, block_d, backward
-        aligned = not any(t.data_ptr() % 16 for t in tensors)
-        grid = batch * length, triton.cdiv(total, block_h), 1
+        others = heads, *parts, cos, sin, cos.numel() // (head_dim // 2)
+        constants = {
+            "H": parts[0].shape[2],
+            "HKV": parts[1].shape[2],
+            "D": head_dim,
+            "BLOCK_H": block_h,
+            "BLOCK_D": block_d,
+            "BACKWARD": backward,
+        }
+        aligned = [x.data_ptr() % 16 == 0 for x in others[:-1]]
+        key = heads.dtype, heads.device, *aligned, *constants.values()
         with torch.cuda.device_of(heads):
-            angles = cos.numel() // (head_dim // 2)
-            launch(
-                _rotate_kernel, (heads.dtype, aligned, *constants, heads.device), grid, [*tensors, angles, *constants]
-            )
+            kernel = _kernels.get(key)
+            if kernel is None:
+                kernel = _kernels[key] = Kernel(_rotate_kernel, [], [*others], **constants)
+            kernel(batch * length, stream_of(heads), (), others, grid_y=num_blocks)

@@ -99,6 +99,7 @@ def test_no_tile_that_fits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_kernel_is_timed_once_and_then_read(monkeypatch: pytest.MonkeyPatch) -> None:
     from lmsys.attention.flash_triton import flash_triton
 
+    monkeypatch.setattr("lmsys.attention.flash_triton._launches", {})
     timed: list[Tile] = []
     real = tuning._time
     monkeypatch.setattr(tuning, "_time", lambda tile, launch: timed.append(tile) or real(tile, launch))
@@ -110,4 +111,5 @@ def test_a_kernel_is_timed_once_and_then_read(monkeypatch: pytest.MonkeyPatch) -
     (key,) = tuning._read()
     assert torch.cuda.get_device_name() in key and "bfloat16" in key
     monkeypatch.setattr(tuning, "_chosen", {})  # as a later process finds it
+    monkeypatch.setattr("lmsys.attention.flash_triton._launches", {})
     assert torch.equal(flash_triton(q, k, v, causal=True), first) and tuple(timed) == expected

@@ -12,11 +12,14 @@ Choices, each measured on one H200 with bfloat16 inputs:
 - One loop, with the mask under a branch, instead of a masked and an unmasked loop: fewer registers, one prologue.
 - `_dq_kernel` runs first and leaves delta = rowsum(o * do) and the log-sum-exp, in base 2 and padded, to the other.
 - Longest rows first when causal, in groups of heads whose keys and values stay in L2 together.
+- What calls of one case share is worked out once (`_Launch`), and descriptors are kept: short calls wait for the host.
 
 Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension.
 """
 
 import math
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy
@@ -30,14 +33,15 @@ from lmsys.attention.contract import AttentionCase
 from lmsys.attention.flash_torch import backward_here
 from lmsys.attention.operators import attend, function, operator
 from lmsys.attention.tuning import Tile, candidates, tune
-from lmsys.operator import launch
+from lmsys.launch import Kernel, geometry, stream_of
 
 INTERPRETED = triton.knobs.runtime.interpret
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2.0))
 HEADS_AT_ONCE = tl.constexpr(8)
 ROW_PADDING = 128  # of delta and the log-sum-exp: a multiple of every BLOCK_Q
-RUNTIME_SIZES = ["num_heads", "H", "Q", "Q_PADDED", "K", "num_tiles"]  # one binary for all lengths
+# One binary for all lengths and addresses.
+UNSPECIALISED = ["num_heads", "H", "Q", "Q_PADDED", "K", "num_tiles", "lse_ptr", "lse2_ptr", "delta_ptr"]
 
 
 @triton.jit
@@ -88,7 +92,7 @@ def _hide(scores, rows, cols, K, CAUSAL: tl.constexpr):
     return tl.where(visible, scores, float("-inf"))
 
 
-@triton.jit(do_not_specialize=RUNTIME_SIZES)
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def _fwd_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, scale, num_heads, H, G, Q, K, num_tiles,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
@@ -122,7 +126,7 @@ def _fwd_kernel(
     tl.store(lse_ptr + head_index.to(tl.int64) * Q + rows, (top + tl.log2(total)) * LN_2, mask=rows < Q)
 
 
-@triton.jit(do_not_specialize=RUNTIME_SIZES)
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def _dq_kernel(
     q_desc, k_desc, v_desc, o_desc, do_desc, dq_desc, lse_ptr, lse2_ptr, delta_ptr,
     scale, num_heads, H, G, Q, Q_PADDED, K, num_tiles,
@@ -159,7 +163,7 @@ def _dq_kernel(
     _store(dq_desc, batch, head, row, dq * scale, BLOCK_Q, D)
 
 
-@triton.jit(do_not_specialize=RUNTIME_SIZES)
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def _dkdv_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse2_desc, delta_desc,
     scale, num_heads, H, G, Q, Q_PADDED, K, num_tiles,
@@ -198,77 +202,108 @@ def _dkdv_kernel(
     _store(dv_desc, batch, kv_head, col, dv, BLOCK_K, D)
 
 
-def _length_class(length: int) -> int:
-    return max(128, triton.next_power_of_2(length))
+# Each kernel, and what its descriptors are tiled by: rows of q queries or k keys, or a vector over rows of queries.
+KERNELS = {
+    "fwd": (_fwd_kernel, ["q", "k", "k", "q"]),
+    "dq": (_dq_kernel, ["q", "k", "k", "q", "q", "q"]),
+    "dkdv": (_dkdv_kernel, ["q", "k", "k", "q", "k", "k", "vector", "vector"]),
+}
+MAX_LAUNCHES = 4096  # about 1 KiB each
+
+_kernels: dict[tuple[Any, ...], Any] = {}
+_launches: dict[tuple[Any, ...], "_Launch"] = {}
 
 
 def _describable(x: Tensor) -> Tensor:
     """x itself when a tensor descriptor can address it, else a copy whose rows start at multiples of 16 bytes."""
-    size = x.element_size()
-    outer = [stride * size for stride, length in zip(x.stride()[:-1], x.shape[:-1], strict=True) if length > 1]
-    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % 16 == 0 for s in outer):
+    b, h, s, d = x.stride()
+    if d == 1 and b and h and s and not (b | h | s) * x.element_size() & 15 and not x.data_ptr() & 15:
         return x
-    padding = -x.shape[-1] % (16 // size)
+    padding = -x.shape[-1] % (16 // x.element_size())
     copy = x.new_empty(*x.shape[:-1], x.shape[-1] + padding)[..., : x.shape[-1]]
     return copy.copy_(x)
 
 
-def _describe(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
-    """Without the constructor's checks, which `_describable` has made and which cost the host more than the launch."""
-    descriptor = TensorDescriptor.__new__(TensorDescriptor)
-    descriptor.base, descriptor.shape, descriptor.strides, descriptor.block_shape = x, shape, strides, block
-    descriptor.padding = "zero"
-    return descriptor
+def _padded(queries: int) -> int:
+    return -(-queries // ROW_PADDING) * ROW_PADDING  # triton.cdiv takes 2 us
 
 
-class _Call:
-    """What the three kernels of one call share; `run` picks a tile for a kernel and launches it."""
+class _Launch:
+    """A kernel with a tile, and what all calls of one case share."""
 
-    def __init__(self, q: Tensor, k: Tensor, causal: bool, scale: float, tile: Tile | None):
-        (self.batch, self.heads, self.queries, head_dim), (_, self.kv_heads, self.keys, _) = q.shape, k.shape
-        self.group = self.heads // self.kv_heads
-        self.block_d = max(16, triton.next_power_of_2(head_dim))
-        self.queries_padded = triton.cdiv(self.queries, ROW_PADDING) * ROW_PADDING
-        self.causal, self.scale, self.tile = causal, scale, tile
-        self.dtype, self.device = q.dtype, q.device
-        tf32 = q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-        self.precision = "tf32" if tf32 else "ieee"
+    def __init__(
+        self, name: str, tensors: tuple[Tensor, ...], others: tuple[Any, ...], causal: bool, precision: str, tile: Tile
+    ):
+        function, tiled_by = KERNELS[name]
+        q, k = tensors[:2]
+        (batch, heads, queries, head_dim), (_, kv_heads, keys, _) = q.shape, k.shape
+        lengths = [queries, keys] if name == "fwd" else [queries, _padded(queries), keys]
+        if name == "dkdv":
+            owners, num_tiles = batch * kv_heads, triton.cdiv(keys, tile.block_k)
+        else:  # the padding of the row vectors is written too: a later tile of queries may be longer
+            owners = batch * heads
+            num_tiles = triton.cdiv(_padded(queries) if name == "dq" else queries, tile.block_q)
+        self.grid = owners * num_tiles
+        self.sizes = owners, heads, heads // kv_heads, *lengths, num_tiles
+        block_d = _block_d(head_dim)
+        key = name, tile, q.dtype, block_d, causal, precision, heads // kv_heads, q.device
+        if key not in _kernels:
+            q_block, k_block = ([1, 1, rows, block_d] for rows in (tile.block_q, tile.block_k))
+            blocks = {"q": q_block, "k": k_block, "vector": [tile.block_q]}
+            _kernels[key] = Kernel(
+                function,
+                [TensorDescriptor(x, *geometry(x), blocks[by]) for x, by in zip(tensors, tiled_by, strict=True)],
+                [*others, *self.sizes],
+                BLOCK_Q=tile.block_q,
+                BLOCK_K=tile.block_k,
+                D=block_d,
+                CAUSAL=causal,
+                PRECISION=precision,
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+            )
+        self.kernel = _kernels[key]
 
-    def run(self, name: str, kernel: Any, tensors: list[tuple[Tensor, str]], by_keys: bool = False) -> None:
-        """`tensors`: each with what it is tiled by, "q" or "k" rows, "row" vectors, or "" for a plain pointer."""
-        owners = self.batch * (self.kv_heads if by_keys else self.heads)
-        # The padding of the row vectors is written too: a later tile of queries may be longer.
-        rows = self.queries_padded if name == "dq" else self.queries
-        lengths = [self.queries, self.keys] if name == "fwd" else [self.queries, self.queries_padded, self.keys]
-        sizes = [self.scale, owners, self.heads, self.group, *lengths]
+    def __call__(self, tensors: tuple[Tensor, ...], others: tuple[Any, ...]) -> None:
+        self.kernel(self.grid, stream_of(tensors[0]), tensors, (*others, *self.sizes))
 
-        def launch_with(tile: Tile) -> None:
-            num_tiles = triton.cdiv(self.keys, tile.block_k) if by_keys else triton.cdiv(rows, tile.block_q)
-            constants = tile.block_q, tile.block_k, self.block_d, self.causal, self.precision
-            args = [*(self._argument(x, kind, tile) for x, kind in tensors), *sizes, num_tiles, *constants]
-            key = tile, self.dtype, *constants, self.group, self.device
-            grid, options = (owners * num_tiles, 1, 1), {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-            with torch.cuda.device_of(tensors[0][0]):
-                launch(kernel, key, grid, args, **options)
 
-        if self.tile:
-            return launch_with(self.tile)
-        owners_class = min(256, triton.next_power_of_2(owners))
-        shape = self.block_d, self.causal, _length_class(self.queries), _length_class(self.keys), owners_class
-        tiles = (Tile(32, 32, 4, 1),) if INTERPRETED else candidates(name, self.dtype, self.block_d, self.precision)
-        launch_with(tune((name, self.dtype, self.precision, *shape), tiles, launch_with, self.device))
+def _block_d(head_dim: int) -> int:
+    return max(16, triton.next_power_of_2(head_dim))
 
-    def _argument(self, x: Tensor, kind: str, tile: Tile) -> Any:
-        if not kind:
-            return x
-        block = tile.block_k if kind == "k" else tile.block_q
-        if kind == "row":
-            return _describe(x, [x.numel()], [1], [block])
-        shape = list(x.shape)
-        # Strides of dimensions of length 1 never matter, but must be multiples of 16 bytes.
-        strides = [s if n > 1 else shape[-1] * 16 for s, n in zip(x.stride(), shape, strict=True)]
-        strides[-1] = 1
-        return _describe(x, shape, strides, [1, 1, block, self.block_d])
+
+def _length_class(length: int) -> int:
+    return max(128, triton.next_power_of_2(length))
+
+
+def _run(name: str, tensors: tuple[Tensor, ...], others: tuple[Any, ...], causal: bool, tile: Tile | None) -> None:
+    """Launches a kernel on `tensors` to describe, the first of them q and k, and `others`: pointers, then the scale."""
+    q, k = tensors[:2]
+    tf32 = q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    precision = "tf32" if tf32 else "ieee"
+    key = name, q.shape, k.shape, q.dtype, q.device, causal, precision, tile
+    launch = _launches.get(key)
+    if launch is None:
+
+        @cache
+        def made(tile: Tile) -> _Launch:
+            return _Launch(name, tensors, others, causal, precision, tile)
+
+        launch = made(tile or _tuned(name, q, k, causal, precision, lambda tile: made(tile)(tensors, others)))
+        if len(_launches) >= MAX_LAUNCHES:
+            _launches.clear()
+        if not (q.is_cuda and torch.cuda.is_current_stream_capturing()):  # the tile may be one for want of another
+            _launches[key] = launch
+    launch(tensors, others)
+
+
+def _tuned(name: str, q: Tensor, k: Tensor, causal: bool, precision: str, launch: Callable[[Tile], None]) -> Tile:
+    (batch, heads, queries, head_dim), (_, kv_heads, keys, _) = q.shape, k.shape
+    block_d = _block_d(head_dim)
+    tiles = (Tile(32, 32, 4, 1),) if INTERPRETED else candidates(name, q.dtype, block_d, precision)
+    owners_class = min(256, triton.next_power_of_2(batch * (kv_heads if name == "dkdv" else heads)))
+    shape = block_d, causal, _length_class(queries), _length_class(keys), owners_class
+    return tune((name, q.dtype, precision, *shape), tiles, launch, q.device)
 
 
 def _forward(
@@ -276,10 +311,10 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """q (B, H, Q, D), k and v (B, Hkv, K, D) -> o (B, H, Q, D) and lse (B, H, Q), natural log, float32."""
     o = _describable(torch.empty_like(q))  # in q's own layout: behind a projection that is (B, Q, H, D) memory
-    q, k, v = (_describable(x) for x in (q, k, v))
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    call = _Call(q, k, causal, scale, tile)
-    call.run("fwd", _fwd_kernel, [(q, "q"), (k, "k"), (v, "k"), (o, "q"), (lse, "")])
+    q, k, v = _describable(q), _describable(k), _describable(v)
+    with torch.cuda.device_of(q):
+        _run("fwd", (q, k, v, o), (lse, scale), causal, tile)
     return o, lse
 
 
@@ -297,24 +332,15 @@ def _backward(
     """dq (B, H, Q, D), dk and dv (B, Hkv, K, D)."""
     if q.is_cuda:
         # autograd runs this in a thread of its own, where nothing may have bound a CUDA context yet: Triton binds one
-        # on launch, but encodes descriptors before. This call binds it, also while a graph is captured.
+        # on launch, but descriptors are encoded before. This call binds it, also while a graph is captured.
         torch.cuda.is_current_stream_capturing()
     dq, dk, dv = (_describable(torch.empty_like(x)) for x in (q, k, v))
     q, k, v, o, do = (_describable(x) for x in (q, k, v, o, do))
-    call = _Call(q, k, causal, scale, tile)
-    rows = (q.shape[0] * q.shape[1] * call.queries_padded,)
+    rows = q.shape[0] * q.shape[1] * _padded(q.shape[2])
     lse2, delta = (torch.empty(rows, dtype=torch.float32, device=q.device) for _ in range(2))
-    call.run(
-        "dq",
-        _dq_kernel,
-        [(q, "q"), (k, "k"), (v, "k"), (o, "q"), (do, "q"), (dq, "q"), (lse, ""), (lse2, ""), (delta, "")],
-    )
-    call.run(
-        "dkdv",
-        _dkdv_kernel,
-        [(q, "q"), (k, "k"), (v, "k"), (do, "q"), (dk, "k"), (dv, "k"), (lse2, "row"), (delta, "row")],
-        by_keys=True,
-    )
+    with torch.cuda.device_of(q):
+        _run("dq", (q, k, v, o, do, dq), (lse, lse2, delta, scale), causal, tile)
+        _run("dkdv", (q, k, v, do, dk, dv, lse2, delta), (scale,), causal, tile)
     return dq, dk, dv
 
 

@@ -60,7 +60,7 @@ def cache_file() -> Path:
     return Path(os.environ.get("LMSYS_CACHE_DIR", "~/.cache/lmsys")).expanduser() / "tuning.json"
 
 
-_chosen: dict[tuple[object, ...], Tile] = {}  # looked up on every launch, so by the plain case
+_chosen: dict[tuple[object, ...], Tile] = {}  # by device and the plain case
 
 
 def tune(case: tuple[object, ...], tiles: Sequence[Tile], launch: Callable[[Tile], None], device: torch.device) -> Tile:

@@ -45,7 +45,7 @@ def wait_for_writes():
 
 @gluon.jit
 def await_kernel_before():
-    """Until the kernel before this one in its stream has ended, where this one was allowed to begin `early`."""
+    """Until the kernel before this one in its stream has ended, where `launch_pdl` let this one begin before."""
     _by_all("griddepcontrol.wait")
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lmsys.attention.flash_gluon.backward import backward_kernel, convert_kernel, prepare_kernel
 from lmsys.attention.flash_gluon.forward import forward_kernel
-from lmsys.attention.flash_gluon.launch import Kernel, raw_stream
+from lmsys.attention.flash_gluon.launch import Kernel
 from lmsys.attention.flash_gluon.plans import (
     BackwardPlan,
     ForwardPlan,
@@ -22,6 +22,7 @@ from lmsys.attention.flash_gluon.plans import (
 )
 from lmsys.attention.flash_gluon.support import flash_gluon_supports
 from lmsys.attention.operators import attend, function, operator
+from lmsys.launch import raw_stream
 
 __all__ = ["FlashGluon", "flash_gluon", "flash_gluon_supports"]
 
@@ -153,7 +154,7 @@ class _Backward:
         )  # fmt: skip
         convert = kept(
             ("convert", *same), convert_kernel, [], [], [floats, half, 0.5, *[8] * 5], ROWS=self.rows, D=head_dim,
-            early=True,
+            launch_pdl=True,
         )  # fmt: skip
         q_block, k_block, out_block = ([1, 1, rows, head_dim] for rows in (self.block_q, TILE_K, 64))
         row_block = [self.block_q]
@@ -164,7 +165,7 @@ class _Backward:
             [q_block, k_block, k_block, q_block, row_block, row_block, [1, 64, 64], out_block, out_block],
             [longs, ints, 1.5, *self.sizes],
             BLOCK_Q=self.block_q, D=head_dim, CAUSAL=causal, RAGGED=ragged, GROUPED=group > 1,
-            PREFETCH=plan.prefetch, AHEAD=plan.ahead, DETERMINISTIC=deterministic, maxnreg=168, early=True,
+            PREFETCH=plan.prefetch, AHEAD=plan.ahead, DETERMINISTIC=deterministic, maxnreg=168, launch_pdl=True,
         )  # fmt: skip
         return prepare, main, convert
 

@@ -1,0 +1,129 @@
+"""Launches compiled Triton kernels with no more of Python than the driver needs.
+
+Triton's own launch looks a kernel up by all its arguments, and encodes each tensor descriptor again: 57 us, and
+17 us for each descriptor, against 10 us or less for the kernel of a short sequence. Here a kernel is compiled once
+and kept by its caller, and descriptors are kept by address and geometry: they own no memory, and any tensor that
+later takes the same place is described by them as well.
+
+That takes the launcher of Triton's CUDA backend, as it is in the versions `KNOWN_TRITON`: `DirectKernel`, of whose
+launches Triton's hooks are not told. Where another runs (a later Triton, ROCm, Triton's interpreter) `Kernel` is
+`PublicKernel`, which launches as Triton's users do.
+"""
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+KNOWN_TRITON = ("3.6.0",)
+MAX_DESCRIPTORS = 8192  # about 1 KiB each
+
+_descriptors: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # absent where torch is built without CUDA
+
+
+def stream_of(x: Tensor) -> int:
+    """The current stream of x's device, as kernels take it; on a CPU, where Triton's interpreter takes none, 0."""
+    return raw_stream(x.device.index) if x.is_cuda else 0
+
+
+def geometry(x: Tensor) -> tuple[list[int], list[int]]:
+    """Shape and strides for a descriptor. Strides of dimensions of length 1 never matter, but are checked."""
+    shape = list(x.shape)
+    strides = [s if n > 1 else 16 * shape[-1] for s, n in zip(x.stride(), shape, strict=True)]
+    strides[-1] = 1
+    return shape, strides
+
+
+class DirectKernel:
+    """One binary of `function`, compiled for constants and for the dtypes and blocks of its descriptors.
+
+    `descriptors`: the first arguments. `others`: a value for each further argument, tensors for pointers. What they
+    are specialised on (types, and by Triton's rules alignment and divisibility) must hold in every call. `options`:
+    the constants, by name, and those of the compiler.
+    """
+
+    def __init__(self, function: Any, descriptors: list[Any], others: list[Any], **options: Any):
+        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+        compiled = function.warmup(*descriptors, *others, grid=(1, 1, 1), **options)
+        launcher = compiled.run  # loads the binary
+        if isinstance(launcher, functools.partial):
+            launcher()  # raises what it did when this binary was loaded before, such as OutOfResources
+        assert launcher.global_scratch_size == launcher.profile_scratch_size == 0
+        self.compiled = compiled
+        self._launch = launcher.launch
+        if descriptors:  # what encodes the descriptors again wraps what takes them encoded
+            self._launch = inspect.getclosurevars(self._launch).nonlocals["launcher"]
+        metas = compiled.metadata.tensordesc_meta  # empty where the GPU has no TMA
+        self._metas = [
+            (meta["swizzle"], meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], *meta["block_size"])
+            for meta in metas or ()
+        ] or [None] * len(descriptors)
+        assert len(self._metas) == len(descriptors)
+        self._constants = (None,) * (len(function.arg_names) - len(descriptors) - len(others))
+        ways = launcher.launch_cooperative_grid, launcher.launch_pdl
+        self._head = compiled.function, *ways, None, None, compiled.packed_metadata, None, None, None
+        self._encode = triton.runtime.driver.active.utils.fill_tma_descriptor
+
+    def __call__(
+        self, grid: int, stream: int, tensors: tuple[Tensor, ...], others: tuple[Any, ...], grid_y: int = 1
+    ) -> None:
+        """Launches on `stream`, of the current device. `others`: ints, floats, and pointers as tensors or ints."""
+        args: list[Any] = []
+        for x, meta in zip(tensors, self._metas, strict=True):
+            key = x.data_ptr(), x.shape, x.stride(), meta
+            found = _descriptors.get(key)
+            args += self._described(x, key) if found is None else found
+        self._launch(grid, grid_y, 1, stream, *self._head, *args, *others, *self._constants)
+
+    def _described(self, x: Tensor, key: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments that a kernel takes for a descriptor: a tensor map, or without TMA what Triton loads by."""
+        address, _, _, meta = key
+        shape, strides = geometry(x)
+        if meta is None:
+            found = address, *shape, *strides, False, *shape, *strides  # False: zeros, not NaN, outside
+        else:
+            swizzle, element_size, element_type, *block = meta
+            encoded = self._encode(address, swizzle, element_size, element_type, block, shape, strides, 0)
+            found = encoded, *shape, *strides
+        if len(_descriptors) >= MAX_DESCRIPTORS:
+            _descriptors.clear()
+        _descriptors[key] = found
+        return found
+
+
+class PublicKernel:
+    """What `DirectKernel` is, by the ways that Triton documents; pointers among `others` are tensors."""
+
+    def __init__(self, function: Any, descriptors: list[TensorDescriptor], others: list[Any], **options: Any):
+        self._blocks = [descriptor.block_shape for descriptor in descriptors]
+        self._constants = [options.pop(name) for name in function.arg_names[len(descriptors) + len(others) :]]
+        args = *descriptors, *others, *self._constants
+        binary = function.warmup(*args, grid=(1, 1, 1), **options)
+        self._kernel = function if binary is None else binary  # None in Triton's interpreter
+
+    def __call__(
+        self, grid: int, stream: int, tensors: tuple[Tensor, ...], others: tuple[Any, ...], grid_y: int = 1
+    ) -> None:
+        described = [_describe(x, block) for x, block in zip(tensors, self._blocks, strict=True)]
+        self._kernel[grid, grid_y, 1](*described, *others, *self._constants, stream=stream)
+
+
+def _describe(x: Tensor, block: list[int]) -> TensorDescriptor:
+    """Without the constructor's checks, passed by the kernel's first call: they cost more than the launch."""
+    descriptor = TensorDescriptor.__new__(TensorDescriptor)
+    descriptor.base, (descriptor.shape, descriptor.strides), descriptor.block_shape = x, geometry(x), block
+    return descriptor
+
+
+DIRECT = (
+    triton.__version__.split("+")[0] in KNOWN_TRITON
+    and torch.version.hip is None
+    and not triton.knobs.runtime.interpret
+)
+Kernel = DirectKernel if DIRECT else PublicKernel
