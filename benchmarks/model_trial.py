@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from benchmarks import trial
 from benchmarks.model_cells import AUTO, DTYPES, LLAMA, Cell
 from benchmarks.model_gate import Contender, arithmetic, gate
@@ -84,7 +86,7 @@ def _measure(cells: list[Cell], contenders: Contenders, settings: Settings, foun
     first = cells[0]
     right = [one for one in contenders.values() if one.outcome == "ok"]
     if right:
-        gate(right, first.config, first.batch, first.precision, first.device, settings.seed)
+        _gate(right, first, first.batch, settings.seed)
     release_memory()
     able = {row: one for row, one in contenders.items() if one.outcome == "ok" and not one.interpreted}
     timed = [cell for cell in cells if cell.row in able and not found[cell.id].failure] if settings.timed else []
@@ -98,6 +100,17 @@ def _measure(cells: list[Cell], contenders: Contenders, settings: Settings, foun
             found[cell.id].failure = failure
         if bench is not None:
             _time(timed, bench, able, settings, found)
+
+
+def _gate(contenders: list[Contender], cell: Cell, batch: int, seed: int) -> None:
+    """On half the batch, and half again, where it is not the rows but the gate's own reference that has no room."""
+    try:
+        return gate(contenders, cell.config, batch, cell.precision, cell.device, seed)
+    except (torch.OutOfMemoryError, MemoryError):
+        if batch == 1:
+            raise
+    release_memory()  # only here is the traceback gone, which held the reference's tensors
+    _gate(contenders, cell, batch // 2, seed)
 
 
 def _time(

@@ -140,7 +140,7 @@ def main(dtypes: list[str], every: bool) -> None:
                         modes = ({}, {"deterministic": True}, {"grouped": True}) if every and not ragged else ({},)
                         for mode in modes:
                             report("backward", backward(dtype, head_dim, causal, ragged, plan, **mode), **what,
-                                   ragged=ragged, **mode)  # fmt: skip
+                                   ragged=ragged, ahead=plan.ahead, **mode)  # fmt: skip
 
 
 def _some(plans: dict[Any, None], every: bool) -> list[Any]:

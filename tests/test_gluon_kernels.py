@@ -221,7 +221,8 @@ def test_the_kernels_for_hopper_are_well_made() -> None:
         # Of the first tile and of a step: Q K^T takes D / 16, P V 128 / 16. Causal, half a first tile for those
         # consumers whose queries may begin with it: of two the first, of three any.
         halves = line["causal"] * {2: 1, 3: 3}[consumers] * head_dim // 16
-        expected = consumers * 2 * (head_dim // 16 + 8) + halves if forward else 2 * 32
+        first_scores = 2 * head_dim // 16 if line.get("ahead") else 0
+        expected = consumers * 2 * (head_dim // 16 + 8) + halves if forward else 2 * 32 + first_scores
         assert line["HGMMA"] == expected, line
         assert line["waits"] <= line["HGMMA"] // 3, f"a wait after every matmul: the compiler serialised them: {line}"
         assert line["UTMALDG"] >= (2 + consumers if forward else 6), line
@@ -235,13 +236,10 @@ def test_the_kernels_for_hopper_are_well_made() -> None:
             assert line["LDL"] <= 100 and line["STL"] <= 100, line
 
 
-def test_it_says_what_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_says_what_it_cannot_run() -> None:
     assert flash_gluon_supports(CASE) == "runs on CUDA"
     case = replace(CASE, device="cuda", capability=(9, 0))
     if triton.__version__ in KNOWN_TRITON:
-        monkeypatch.delenv("LMSYS_FLASH_GLUON", raising=False)
-        assert "not passed its tests on a GPU" in str(flash_gluon_supports(case))
-        monkeypatch.setenv("LMSYS_FLASH_GLUON", "1")
         assert flash_gluon_supports(case) is None
         assert "float32" in str(flash_gluon_supports(replace(case, dtype="float32")))
         assert "head_dim 64 and 128, not 96" in str(flash_gluon_supports(replace(case, head_dim=96)))

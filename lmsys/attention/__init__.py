@@ -21,15 +21,15 @@ def _peer(name: str, label: str, extra: str = "peers") -> Entry:
 def _fastest_first(case: AttentionCase) -> tuple[str, ...]:
     """What "auto" tries, in the order measured on an H200; on a CPU nothing that Triton would interpret.
 
-    cuDNN has the faster forward, and above head_dim 64 the faster backward; up to 64 ours trains faster. Neither has
-    a fast float32: there Triton multiplies without tensor cores, and cuDNN not at all.
+    Where `flash_gluon` cannot run, cuDNN has the faster forward, and above head_dim 64 the faster backward; up to 64
+    `flash_triton` trains faster. None has a fast float32: there Triton multiplies without tensor cores.
     """
     if case.device == "cpu":
         return "sdpa_flash", "vectorized"
     if case.dtype == "float32":
         return "sdpa_efficient", "flash_triton", "vectorized"
-    first = ("flash_triton", "sdpa_cudnn") if case.grad and case.head_dim <= 64 else ("sdpa_cudnn", "flash_triton")
-    return *first, "sdpa_flash", "sdpa_efficient", "vectorized"
+    next_ = ("flash_triton", "sdpa_cudnn") if case.grad and case.head_dim <= 64 else ("sdpa_cudnn", "flash_triton")
+    return "flash_gluon", *next_, "sdpa_flash", "sdpa_efficient", "vectorized"
 
 
 ATTENTION = Table(

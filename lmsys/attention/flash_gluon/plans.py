@@ -42,16 +42,16 @@ ANY = 2**31
 
 # (head_dim, causal): (keys up to, plan), ...
 FORWARD: dict[tuple[int, bool], tuple[tuple[int, ForwardPlan], ...]] = {
-    (64, True): ((2048, ForwardPlan(2, 3, True, True, True, 32)), (ANY, ForwardPlan(3, 2, True, True, True, 32))),
+    (64, True): ((2048, ForwardPlan(2, 3, True, True, False, 32)), (ANY, ForwardPlan(3, 2, True, True, True, 32))),
     (64, False): ((1024, ForwardPlan(2, 3, True, True, True, 0)), (ANY, ForwardPlan(3, 2, True, True, False, 0))),
-    (128, True): ((1024, ForwardPlan(2, 2, True, False, True, 32)), (ANY, ForwardPlan(2, 2, False, False, True, 32))),
-    (128, False): ((ANY, ForwardPlan(2, 2, True, True, False, 0)),),
+    (128, True): ((1024, ForwardPlan(2, 2, False, False, True, 32)), (ANY, ForwardPlan(2, 2, False, True, True, 32))),
+    (128, False): ((1024, ForwardPlan(2, 2, True, True, False, 0)), (ANY, ForwardPlan(2, 2, False, True, False, 0))),
 }
 BACKWARD: dict[tuple[int, bool], tuple[tuple[int, BackwardPlan], ...]] = {
-    (64, True): ((ANY, BackwardPlan(False, True, 11)),),
-    (64, False): ((ANY, BackwardPlan(False, True, 5)),),
-    (128, True): ((ANY, BackwardPlan(False, True, 22)),),
-    (128, False): ((ANY, BackwardPlan(True, True, 0)),),
+    (64, True): ((ANY, BackwardPlan(False, False, 11)),),
+    (64, False): ((ANY, BackwardPlan(False, False, 5)),),
+    (128, True): ((ANY, BackwardPlan(False, False, 22)),),
+    (128, False): ((ANY, BackwardPlan(True, False, 0)),),
 }
 
 

@@ -1,14 +1,11 @@
 """Which cases the row runs. Apart from the kernels, which a Triton of another version could not even import."""
 
-import os
-
 import triton
 
 from lmsys.attention.contract import AttentionCase
 
 KNOWN_TRITON = ("3.6.0",)  # Gluon's names, its launcher and the compiler's output change from version to version
 HEAD_DIMS = (64, 128)
-UNVERIFIED = "has not passed its tests on a GPU yet; LMSYS_FLASH_GLUON=1 runs it all the same"
 
 
 def flash_gluon_supports(case: AttentionCase) -> str | None:
@@ -22,4 +19,4 @@ def flash_gluon_supports(case: AttentionCase) -> str | None:
         return f"knows float16 and bfloat16, not {case.dtype}"
     if case.head_dim not in HEAD_DIMS:
         return f"knows head_dim 64 and 128, not {case.head_dim}"
-    return None if os.environ.get("LMSYS_FLASH_GLUON") == "1" else UNVERIFIED
+    return None
