@@ -1,8 +1,8 @@
 """Compiles the kernels of `flash_gluon` for sm_90a, with or without a GPU, and reads what came out.
 
 `python -m tests.sass_gluon` prints one JSON line for each kernel, with `every` for each that a plan launches. Beside
-the counts of `tests.sass`: reductions by TMA (UTMAREDG), bulk stores (UTMASTG), barriers, and `hazards`: writes to a
-register from which a matmul still reads its operand A. It must run without TRITON_INTERPRET.
+the counts of `tests.sass`: reductions by TMA (UTMAREDG) and from registers (REDG), bulk stores (UTMASTG), barriers,
+and `hazards`: writes to a register from which a matmul still reads its operand A. It must run without TRITON_INTERPRET.
 """
 
 import json
@@ -28,7 +28,8 @@ from lmsys.attention.flash_gluon.plans import BACKWARD, FORWARD, BackwardPlan, F
 from tests.sass import TRITON_NAMES, resources
 
 POINTERS = {"tickets": "*i32", "counter": "*i32", "parameters": "*i64"}
-MNEMONICS = {"UTMAREDG": "UTMAREDG", "UTMASTG": "UTMASTG", "SYNCS": "SYNCS", "BAR": r"BAR\.(?:SYNC|ARV)"}
+ADDS = {"UTMAREDG": "UTMAREDG", "REDG": r"REDG\.E\.ADD\.F32x4"}
+MNEMONICS = ADDS | {"UTMASTG": "UTMASTG", "SYNCS": "SYNCS", "BAR": r"BAR\.(?:SYNC|ARV)"}
 
 
 def descriptor(block: list[int], dtype: torch.dtype) -> str:
@@ -69,7 +70,8 @@ def backward(
     }  # fmt: skip
     constants = {
         "BLOCK_Q": block_q, "D": head_dim, "CAUSAL": causal, "RAGGED": ragged, "GROUPED": grouped,
-        "PREFETCH": plan.prefetch, "AHEAD": plan.ahead, "DETERMINISTIC": deterministic,
+        "PREFETCH": plan.prefetch, "AHEAD": plan.ahead, "DIRECT": plan.direct and not deterministic,
+        "DETERMINISTIC": deterministic,
     }  # fmt: skip
     return compile_kernel(backward_kernel, signature, constants, maxnreg=168)
 
@@ -78,7 +80,8 @@ def around(dtype: torch.dtype, head_dim: int) -> Iterator[tuple[str, Any]]:
     half = "*" + TRITON_NAMES[dtype]
     constants = {"ROWS": 4096 // head_dim, "D": head_dim}
     yield "prepare", compile_kernel(prepare_kernel, dict.fromkeys(("o_ptr", "do_ptr"), half), constants)
-    yield "convert", compile_kernel(convert_kernel, {"dq_ptr": half}, constants)
+    for direct in (False, True):
+        yield "convert", compile_kernel(convert_kernel, {"dq_ptr": half}, constants | {"ROWS": ROWS, "DIRECT": direct})
 
 
 def read(kernel: Any) -> dict[str, int]:
@@ -140,7 +143,7 @@ def main(dtypes: list[str], every: bool) -> None:
                         modes = ({}, {"deterministic": True}, {"grouped": True}) if every and not ragged else ({},)
                         for mode in modes:
                             report("backward", backward(dtype, head_dim, causal, ragged, plan, **mode), **what,
-                                   ragged=ragged, ahead=plan.ahead, **mode)  # fmt: skip
+                                   ragged=ragged, ahead=plan.ahead, direct=plan.direct, **mode)  # fmt: skip
 
 
 def _some(plans: dict[Any, None], every: bool) -> list[Any]:

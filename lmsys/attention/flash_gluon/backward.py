@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from lmsys.attention.flash_gluon.hopper import (
     FIRST_BARRIER,
+    add_registers,
     admit_kernel_after,
     await_kernel_before,
     barriers,
@@ -37,8 +38,7 @@ from lmsys.attention.flash_gluon.hopper import (
 BLOCK_K = gl.constexpr(128)  # keys of a CTA, 64 of each consumer
 EXCHANGE = FIRST_BARRIER  # named barriers: both consumers have written dS; then the stages of q, and of do
 Q_FREE = gl.constexpr(FIRST_BARRIER.value + 1)
-Q_STAGES = gl.constexpr(3)  # a tile is read by the step before its own
-DO_FREE = gl.constexpr(FIRST_BARRIER.value + 1 + Q_STAGES.value)
+DO_FREE = gl.constexpr(FIRST_BARRIER.value + 5)
 DO_STAGES = gl.constexpr(2)
 NEVER = gl.constexpr(2**31 - 1)
 
@@ -67,7 +67,9 @@ def _next_tile(head, m, first, num_tiles, GROUPED: gl.constexpr):
 
 
 @gluon.jit
-def _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, head, row, padded, step):
+def _load_queries(
+    q_desc, do_desc, lse_desc, delta_desc, ring, batch, head, row, padded, step, Q_STAGES: gl.constexpr
+):  # fmt: skip
     qs, lses, q_full, dos, deltas, do_full = ring
     stage = step % Q_STAGES
     _await_free(step, Q_FREE, Q_STAGES)
@@ -83,8 +85,9 @@ def _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, head, row,
 
 @gluon.jit
 def _producer(
-    q_desc, do_desc, lse_desc, delta_desc, ring, work, H, Q_PADDED, BLOCK_Q: gl.constexpr, GROUPED: gl.constexpr
-):
+    q_desc, do_desc, lse_desc, delta_desc, ring, work, H, Q_PADDED,
+    BLOCK_Q: gl.constexpr, GROUPED: gl.constexpr, Q_STAGES: gl.constexpr,
+):  # fmt: skip
     """All tiles of queries but the first."""
     batch, head, first, num_tiles, steps = work
     m = first
@@ -92,7 +95,7 @@ def _producer(
         head, m = _next_tile(head, m, first, num_tiles, GROUPED)
         row = m * BLOCK_Q
         padded = (batch * H + head) * Q_PADDED + row
-        _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, head, row, padded, step)
+        _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, head, row, padded, step, Q_STAGES)
     for step in range(gl.maximum(steps, Q_STAGES), steps + Q_STAGES):  # arrivals have to be met before the CTA may end
         _await_free(step, Q_FREE, Q_STAGES)
     for step in range(gl.maximum(steps, DO_STAGES), steps + DO_STAGES):
@@ -146,15 +149,16 @@ def _add_up(dq_desc, dq, buffer, bh, row, col, tickets, before, ticket, turn, DE
 
 @gluon.jit
 def _step(
-    dq_desc, tickets, scale, k, v, all_k, dss, dqs, ring, n, K, masked_until, num_tiles, num_key_tiles,
+    dq_desc, dq_ptr, tickets, scale, k, v, all_k, dss, dqs, ring, n, K, masked_until, num_tiles, num_key_tiles,
     step, steps, bh, m, s, dk, dv, lse, before,
     WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
-    PREFETCH: gl.constexpr, AHEAD: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    PREFETCH: gl.constexpr, AHEAD: gl.constexpr, DIRECT: gl.constexpr, DETERMINISTIC: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     qs, lses, q_full, dos, deltas, do_full = ring
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    Q_STAGES: gl.constexpr = qs.shape[0]
     q_stage = step % Q_STAGES
     stage = step % DO_STAGES
     q = qs.index(q_stage)
@@ -220,8 +224,11 @@ def _step(
         dq, dv, p_operand = warpgroup_mma_wait(1, deps=[dq_token, dv_token, p_operand])
         _release(step, DO_FREE, DO_STAGES)
     ticket = (bh * num_tiles + m) * 2 + WG
-    turn = _turn_of(n, m, num_key_tiles, CAUSAL, BLOCK_Q)
-    _add_up(dq_desc, dq, dqs.index(WG), bh, dq_row, dq_col, tickets, before, ticket, turn, DETERMINISTIC)
+    if DIRECT:
+        add_registers(dq_ptr + ticket.to(gl.int64) * 4096, dq)
+    else:
+        turn = _turn_of(n, m, num_key_tiles, CAUSAL, BLOCK_Q)
+        _add_up(dq_desc, dq, dqs.index(WG), bh, dq_row, dq_col, tickets, before, ticket, turn, DETERMINISTIC)
     dk, ds_operand = warpgroup_mma_wait(0, deps=[dk_token, ds_operand])
     _release(step, Q_FREE, Q_STAGES)
     return s, dk, dv, lse, ticket
@@ -238,10 +245,11 @@ def _assignment(index, num_key_tiles, num_heads, at_once, DETERMINISTIC: gl.cons
 
 @gluon.jit
 def _consumer(
-    dq_desc, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss, dqs,
+    dq_desc, dq_ptr, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss, dqs,
     bh, n, first, num_tiles, steps, masked_until, K, num_key_tiles,
     WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
-    GROUPED: gl.constexpr, PREFETCH: gl.constexpr, AHEAD: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    GROUPED: gl.constexpr, PREFETCH: gl.constexpr, AHEAD: gl.constexpr, DIRECT: gl.constexpr,
+    DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     ks, vs, kv_full = kvs
     DTYPE: gl.constexpr = dk_desc.dtype
@@ -265,9 +273,10 @@ def _consumer(
     before = -1
     for step in range(steps):
         s, dk, dv, lse, before = _step(
-            dq_desc, tickets, scale, k, v, ks, dss, dqs, ring, n, K, masked_until, num_tiles, num_key_tiles,
+            dq_desc, dq_ptr, tickets, scale, k, v, ks, dss, dqs, ring, n, K, masked_until, num_tiles, num_key_tiles,
             step, steps, bh, m, s, dk, dv, lse, before,
-            WG, D, BLOCK_Q, MASK, CAUSAL, PREFETCH, AHEAD, DETERMINISTIC, S_LAYOUT, O_LAYOUT, DQ_LAYOUT, DTYPE,
+            WG, D, BLOCK_Q, MASK, CAUSAL, PREFETCH, AHEAD, DIRECT, DETERMINISTIC, S_LAYOUT, O_LAYOUT, DQ_LAYOUT,
+            DTYPE,
         )  # fmt: skip
         bh, m = _next_tile(bh, m, first, num_tiles, GROUPED)
     if DETERMINISTIC:
@@ -286,11 +295,14 @@ def _consumer(
     kv_head = kv_bh % kv_heads
     row = n * BLOCK_K + WG * 64
     admit_kernel_after()
-    # Through dq's buffer: as a slice of their tile, the rows of v do not lie together.
+    # Through a buffer that is free now: as a slice of their tile, the rows of v do not lie together.
     OUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], DTYPE)
     out = dqs.index(WG)._reinterpret(DTYPE, [64, D], OUT)
-    tma.store_wait(0)
-    gl.thread_barrier()
+    if DIRECT:
+        named_barrier("sync", EXCHANGE, 256)  # the other consumer may still read the last dS
+    else:
+        tma.store_wait(0)
+        gl.thread_barrier()
     out.store(narrow(dv, DTYPE))
     fence_async_shared()
     store_rows(dv_desc, batch, kv_head, row, out)
@@ -304,12 +316,15 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=["num_heads", "H", "G", "Q", "Q_PADDED", "K", "num_key_tiles", "at_once"])
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, parameters, tickets,
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, dq_ptr, parameters, tickets,
     scale, num_heads, H, G, Q, Q_PADDED, K, num_key_tiles, at_once,
     BLOCK_Q: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, GROUPED: gl.constexpr,
-    PREFETCH: gl.constexpr, AHEAD: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    PREFETCH: gl.constexpr, AHEAD: gl.constexpr, DIRECT: gl.constexpr,
+    DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv; dq / sm_scale is added to float32 zeros.
+    """dk and dv; dq / sm_scale is added to float32 zeros (B H, Q_PADDED, D), Q_PADDED a multiple of BLOCK_Q.
+
+    DIRECT: from registers, tiles (64, 64) in the order that `add_registers` leaves them in; else row by row, by TMA.
 
     `scale` is in base 2; `parameters` are those of `prepare_kernel`; `tickets` two zeros for each tile of queries if
     DETERMINISTIC; `num_heads` is B Hkv.
@@ -317,6 +332,7 @@ def backward_kernel(
     """
     DTYPE: gl.constexpr = q_desc.dtype
     K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, D], DTYPE)
+    Q_STAGES: gl.constexpr = 2 if not AHEAD else 4 if DIRECT else 3  # a tile is read by the step before its own, too
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_Q, D], DTYPE)
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_Q], DTYPE)
     DQ_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.float32)
@@ -327,7 +343,9 @@ def backward_kernel(
     lses = gl.allocate_shared_memory(gl.float32, [Q_STAGES, BLOCK_Q], lse_desc.layout)
     deltas = gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK_Q], delta_desc.layout)
     dss = gl.allocate_shared_memory(DTYPE, [2, BLOCK_K, BLOCK_Q], DS_LAYOUT)
-    dqs = gl.allocate_shared_memory(gl.float32, [2, 64, 64], DQ_LAYOUT)
+    dqs = dss
+    if not DIRECT:
+        dqs = gl.allocate_shared_memory(gl.float32, [2, 64, 64], DQ_LAYOUT)
     kvs = ks, vs, barriers(1, 1).index(0)
     ring = qs, lses, barriers(Q_STAGES, 1), dos, deltas, barriers(DO_STAGES, 1)
     fence_async_shared()
@@ -353,21 +371,21 @@ def backward_kernel(
     if steps > 0:
         row = first * BLOCK_Q
         padded = kv_bh * G * Q_PADDED + row
-        _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, kv_head * G, row, padded, 0)
+        _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, kv_head * G, row, padded, 0, Q_STAGES)
     work = batch, kv_head * G, first, num_tiles, steps
     gl.warp_specialize([
             (_producer, (
-                q_desc, do_desc, lse_desc, delta_desc, ring, work, H, Q_PADDED, BLOCK_Q, GROUPED
+                q_desc, do_desc, lse_desc, delta_desc, ring, work, H, Q_PADDED, BLOCK_Q, GROUPED, Q_STAGES
             )),
             (_consumer, (
-                dq_desc, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss, dqs, bh, n, first,
+                dq_desc, dq_ptr, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss, dqs, bh, n, first,
                 num_tiles, steps, masked_until, K, num_key_tiles, 0, D, BLOCK_Q, CAUSAL or RAGGED, CAUSAL, GROUPED,
-                PREFETCH, AHEAD, DETERMINISTIC
+                PREFETCH, AHEAD, DIRECT, DETERMINISTIC
             )),
             (_consumer, (
-                dq_desc, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss, dqs, bh, n, first,
+                dq_desc, dq_ptr, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss, dqs, bh, n, first,
                 num_tiles, steps, masked_until, K, num_key_tiles, 1, D, BLOCK_Q, CAUSAL or RAGGED, CAUSAL, GROUPED,
-                PREFETCH, AHEAD, DETERMINISTIC
+                PREFETCH, AHEAD, DIRECT, DETERMINISTIC
             )),
     ], [4, 4], [240, 240])  # fmt: skip
 
@@ -383,7 +401,7 @@ def prepare_kernel(
     num_heads, H, G, Q, Q_PADDED, num_key_tiles, at_once, num_tickets, o_b, o_h, o_q, do_b, do_h, do_q,
     ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """delta and the log-sum-exp in base 2 (B H, Q_PADDED), zeros in dq (B H, Q, D) and tickets. Strides count 8.
+    """delta and the log-sum-exp in base 2 (B H, Q_PADDED), zeros in dq (B H, Q_PADDED, D) and tickets. Strides count 8.
 
     The last tiles come first, so that the L2 cache holds those that the next kernel begins with.
     """
@@ -405,8 +423,7 @@ def prepare_kernel(
     padded = bh * Q_PADDED + rows
     tl.store(lse2_ptr + padded, lse * 1.4426950408889634)
     tl.store(delta_ptr + padded, tl.sum(o * do, 1))
-    dq = dq32_ptr + (bh.to(tl.int64) * Q + rows)[:, None] * D + cols[None, :]
-    tl.store(dq, tl.zeros([ROWS, D], tl.float32), mask=inside[:, None])
+    tl.store(dq32_ptr + (padded.to(tl.int64) * D)[:, None] + cols[None, :], tl.zeros([ROWS, D], tl.float32))
     per_program = tl.cdiv(num_tickets, tl.num_programs(0))
     for first in range(0, per_program, 128):
         ticket = program * per_program + first + tl.arange(0, 128)
@@ -420,16 +437,23 @@ def prepare_kernel(
         tl.store(parameters + 4, sm_scale.to(tl.int32, bitcast=True))
 
 
-@triton.jit(do_not_specialize=["H", "Q", "stride_b", "stride_h", "stride_q"])
-def convert_kernel(dq32_ptr, dq_ptr, sm_scale, H, Q, stride_b, stride_h, stride_q, ROWS: tl.constexpr, D: tl.constexpr):
+@triton.jit(do_not_specialize=["H", "Q", "Q_PADDED", "stride_b", "stride_h", "stride_q"])
+def convert_kernel(
+    dq32_ptr, dq_ptr, sm_scale, H, Q, Q_PADDED, stride_b, stride_h, stride_q,
+    ROWS: tl.constexpr, D: tl.constexpr, DIRECT: tl.constexpr,
+):  # fmt: skip
     """dq = sm_scale * dq32; the last tiles first, which the L2 cache may still hold."""
     tl.extra.cuda.gdc_wait()
     program = tl.num_programs(0) - 1 - tl.program_id(0)
-    tiles = tl.cdiv(Q, ROWS)
+    tiles = Q_PADDED // ROWS
     bh = program // tiles
     rows = program % tiles * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, D)
     inside = (rows < Q)[:, None]
-    dq = tl.load(dq32_ptr + (bh.to(tl.int64) * Q + rows)[:, None] * D + cols[None, :], mask=inside)
+    if DIRECT:  # see `add_registers`
+        flat = tl.load(dq32_ptr + program.to(tl.int64) * ROWS * D + tl.arange(0, ROWS * D))
+        dq = flat.reshape(D // 64, 8, 4, 8, 4, 2, 2).permute(2, 5, 3, 0, 1, 4, 6).reshape(ROWS, D)
+    else:
+        dq = tl.load(dq32_ptr + (program.to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None] * D + cols[None, :])
     place = (bh // H).to(tl.int64) * stride_b + (bh % H).to(tl.int64) * stride_h + rows.to(tl.int64) * stride_q
     tl.store(dq_ptr + place[:, None] * 8 + cols[None, :], dq * sm_scale, mask=inside)

@@ -63,6 +63,21 @@ def tma_reduce_add(desc, coord, source, _semantic=None):
 
 
 @gluon.jit
+def add_registers(ptr, x):
+    """Adds x (64, 64), as a matmul leaves it, to 4096 numbers at `ptr`, in the order of its registers.
+
+    Four that a thread holds lie together: 512 bytes for an instruction of a warp. In no order among CTAs.
+    """
+    x = x.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([1024, 2, 2])
+    left, right = gl.split(x)
+    a, c = gl.split(left)
+    b, d = gl.split(right)
+    places = (ptr + 4 * gl.arange(0, 1024, layout=a.type.layout)).to(gl.int64)
+    ASM: gl.constexpr = "red.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;"
+    gl.inline_asm_elementwise(ASM, "=r,l,f,f,f,f", [places, a, b, c, d], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def load_rows(desc, batch, head, row, barrier, tile):
     """Starts the copy of rows [row, row + n) of a (B, H, S, D) tensor into tile (n, D); rows past the end are zero."""
     wide = tile._reinterpret(desc.dtype, [1, 1, tile.shape[0], tile.shape[1]], desc.layout)

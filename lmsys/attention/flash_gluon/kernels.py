@@ -30,7 +30,6 @@ LOG2_E = math.log2(math.e)
 TILE_K = 128
 ROWS = 64  # of queries that one warp group of the forward owns
 NUM_PARAMETERS = 6  # int64, of which `prepare_kernel` writes some
-ROW_PADDING = 128  # of delta and the log-sum-exp
 REGISTERS = {2: (240, 168), 3: (160, 128)}  # by warp groups that compute: registers of theirs, and of the kernel
 
 _launches: dict[tuple[Any, ...], Any] = {}
@@ -112,7 +111,7 @@ class _Backward:
         self.device, self.heads, self.queries = q.device.index, heads, queries
         self.block_q = 64 if head_dim == 128 else 128
         group, num_heads, kv_num_heads = heads // kv_heads, batch * heads, batch * kv_heads
-        self.padded = triton.cdiv(queries, ROW_PADDING) * ROW_PADDING
+        self.padded = triton.cdiv(queries, self.block_q) * self.block_q  # of dq, delta and the log-sum-exp
         num_key_tiles = triton.cdiv(keys, TILE_K)
         at_once = heads_at_once(plan.l2_mib, 8 * max(queries * group, keys) * head_dim) if plan.l2_mib else 1
         at_once = min(at_once, kv_num_heads)
@@ -123,13 +122,13 @@ class _Backward:
         self.prepare_sizes = (
             num_heads, heads, group, queries, self.padded, num_key_tiles, at_once, self.num_tickets
         )  # fmt: skip
-        # float32 dq (B H, Q, D), padded log-sum-exp and delta (B H, Qpad), parameters (int64), tickets (int32)
-        self.num_dq, self.num_rows = num_heads * queries * head_dim, num_heads * self.padded
-        self.dq_shape = num_heads, queries, head_dim
+        # float32 dq (B H, Qpad, D), padded log-sum-exp and delta (B H, Qpad), parameters (int64), tickets (int32)
+        self.num_rows = num_heads * self.padded
+        self.num_dq, self.dq_shape = self.num_rows * head_dim, (num_heads, self.padded, head_dim)
         self.floats = self.num_dq + 2 * self.num_rows + 2 * NUM_PARAMETERS + self.num_tickets
-        self.rows = 4096 // head_dim  # of a program before and after
-        self.prepare_grid = num_heads * self.padded // self.rows
-        self.convert_grid = num_heads * triton.cdiv(queries, self.rows)
+        self.rows = 4096 // head_dim  # of a program of the kernel before
+        self.prepare_grid = self.num_rows // self.rows
+        self.convert_grid = self.num_rows // ROWS
         self.prepare, self.main, self.convert = self._compiled(q, head_dim, causal, keys, deterministic, group, plan)
 
     def _compiled(
@@ -152,9 +151,10 @@ class _Backward:
             [half, half, floats, floats, floats, floats, ints, longs, 0.5, *self.prepare_sizes, *[8] * 6],
             ROWS=self.rows, D=head_dim,
         )  # fmt: skip
+        direct = plan.direct and not deterministic
         convert = kept(
-            ("convert", *same), convert_kernel, [], [], [floats, half, 0.5, *[8] * 5], ROWS=self.rows, D=head_dim,
-            launch_pdl=True,
+            ("convert", *same, direct), convert_kernel, [], [], [floats, half, 0.5, *[8] * 6],
+            ROWS=ROWS, D=head_dim, DIRECT=direct, launch_pdl=True,
         )  # fmt: skip
         q_block, k_block, out_block = ([1, 1, rows, head_dim] for rows in (self.block_q, TILE_K, 64))
         row_block = [self.block_q]
@@ -163,9 +163,10 @@ class _Backward:
             backward_kernel,
             [half, half, half, half, floats, floats, wide, half, half],
             [q_block, k_block, k_block, q_block, row_block, row_block, [1, 64, 64], out_block, out_block],
-            [longs, ints, 1.5, *self.sizes],
+            [floats, longs, ints, 1.5, *self.sizes],
             BLOCK_Q=self.block_q, D=head_dim, CAUSAL=causal, RAGGED=ragged, GROUPED=group > 1,
-            PREFETCH=plan.prefetch, AHEAD=plan.ahead, DETERMINISTIC=deterministic, maxnreg=168, launch_pdl=True,
+            PREFETCH=plan.prefetch, AHEAD=plan.ahead, DIRECT=direct, DETERMINISTIC=deterministic,
+            maxnreg=168, launch_pdl=True,
         )  # fmt: skip
         return prepare, main, convert
 
@@ -189,11 +190,11 @@ class _Backward:
         )  # fmt: skip
         self.main(
             self.grid, stream, (q, k, v, do, lse2, delta, dq32, dk, dv),
-            (parameters, tickets, scale * LOG2_E, *self.sizes),
+            (dq32.data_ptr(), parameters, tickets, scale * LOG2_E, *self.sizes),
         )  # fmt: skip
         self.convert(
             self.convert_grid, stream, (),
-            (dq32.data_ptr(), dq.data_ptr(), scale, self.heads, self.queries, *_eighths(dq)),
+            (dq32.data_ptr(), dq.data_ptr(), scale, self.heads, self.queries, self.padded, *_eighths(dq)),
         )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ class BackwardPlan:
     """How `backward_kernel` runs."""
 
     prefetch: bool  # the log-sum-exp is loaded a step ahead, rather than after the scores
+    direct: bool  # dq is added from registers, rather than through shared memory by TMA
     ahead: bool  # the scores of a step are begun in the step before, to run while its dS is exchanged
     l2_mib: int  # of what heads worked on together read and add up
 
@@ -48,10 +49,10 @@ FORWARD: dict[tuple[int, bool], tuple[tuple[int, ForwardPlan], ...]] = {
     (128, False): ((1024, ForwardPlan(2, 2, True, True, False, 0)), (ANY, ForwardPlan(2, 2, False, True, False, 0))),
 }
 BACKWARD: dict[tuple[int, bool], tuple[tuple[int, BackwardPlan], ...]] = {
-    (64, True): ((ANY, BackwardPlan(False, False, 11)),),
-    (64, False): ((ANY, BackwardPlan(False, False, 5)),),
-    (128, True): ((ANY, BackwardPlan(False, False, 22)),),
-    (128, False): ((ANY, BackwardPlan(True, False, 0)),),
+    (64, True): ((ANY, BackwardPlan(False, True, True, 11)),),
+    (64, False): ((ANY, BackwardPlan(False, True, True, 5)),),
+    (128, True): ((ANY, BackwardPlan(False, True, False, 22)),),
+    (128, False): ((ANY, BackwardPlan(True, True, False, 0)),),
 }
 
 
