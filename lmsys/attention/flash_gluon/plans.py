@@ -49,9 +49,9 @@ FORWARD: dict[tuple[int, bool], tuple[tuple[int, ForwardPlan], ...]] = {
     (128, False): ((1024, ForwardPlan(2, 2, True, True, False, 0)), (ANY, ForwardPlan(2, 2, False, True, False, 0))),
 }
 BACKWARD: dict[tuple[int, bool], tuple[tuple[int, BackwardPlan], ...]] = {
-    (64, True): ((ANY, BackwardPlan(False, True, True, 11)),),
-    (64, False): ((ANY, BackwardPlan(False, True, True, 5)),),
-    (128, True): ((ANY, BackwardPlan(False, True, False, 22)),),
+    (64, True): ((ANY, BackwardPlan(False, True, False, 11)),),
+    (64, False): ((ANY, BackwardPlan(False, True, False, 0)),),
+    (128, True): ((ANY, BackwardPlan(True, True, False, 11)),),
     (128, False): ((ANY, BackwardPlan(True, True, False, 0)),),
 }
 
