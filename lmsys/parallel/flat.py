@@ -3,7 +3,7 @@
 from collections import defaultdict
 
 from lmsys.parallel.collectives import all_reduce_mean
-from lmsys.parallel.packing import pack
+from lmsys.parallel.packing import Layout, pack
 from lmsys.parallel.wrapper import Wrapper
 
 
@@ -18,7 +18,7 @@ class Flat(Wrapper):
         for p in self.trainable:
             kinds[p.device, p.dtype].append(p)
         for params in kinds.values():
-            flat, views = pack(params, params[0].dtype)
+            flat, views = pack(params, Layout.of(params), params[0].dtype)
             all_reduce_mean(flat, self.group).wait()
             for p, view in zip(params, views, strict=True):
                 p.grad = view
