@@ -98,7 +98,7 @@ def _traffic(name: str, options: dict[str, Any], recipe: Recipe) -> tuple[int, i
     sent: list[int] = []
 
     def counting(real: Any) -> Any:
-        return lambda x, g: sent.append(x.numel()) or real(x, g)
+        return lambda x, g, **options: sent.append(x.numel()) or real(x, g, **options)
 
     from lmsys.parallel import flat, naive, overlapped
 

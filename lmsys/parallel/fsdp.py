@@ -236,7 +236,7 @@ class _Flat:
         self._gathering: Pending | None = None
         self._is_whole = False
         self._reduced: list[tuple[Pending, Tensor]] = []
-        self._views = self.layout.views(self.whole)
+        self._views, self._padding = self.layout.views(self.whole), self.layout.gaps(self.whole.numel())
         self._point_to(self._views)
         self.whole.untyped_storage().resize_(0)
 
@@ -269,7 +269,9 @@ class _Flat:
         if not self.shard.requires_grad:
             return
         self.settle()
-        grads = self.shard.new_zeros(self.whole.numel())  # padding is part of the shards, and of their norm
+        grads = self.shard.new_empty(self.whole.numel())
+        if self._padding:  # it is part of the shards, and of their norm
+            torch._foreach_zero_([grads[gap] for gap in self._padding])
         copy_gradients(self.params, self.layout.views(grads))
         for p in self.params:
             p.grad = None

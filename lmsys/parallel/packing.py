@@ -33,6 +33,12 @@ class Layout:
         """The tensors in flat (length,)."""
         return [flat.as_strided(shape, strides, start) for shape, strides, start in self.places]
 
+    def gaps(self, numel: int) -> list[slice]:
+        """Where no tensor lies in a flat one of so many elements, `length` or more."""
+        ends = [0, *(start + math.prod(shape) for shape, _, start in self.places)]
+        starts = [*(start for _, _, start in self.places), numel]
+        return [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
+
 
 def _strides(shape: torch.Size) -> tuple[int, ...]:
     """Of a contiguous tensor."""
