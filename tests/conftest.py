@@ -45,7 +45,7 @@ def gpu_ranks(_on_gpus: list[WorkerGroup]) -> WorkerGroup:
     if torch.cuda.device_count() < 2:
         pytest.skip(f"NCCL needs a GPU for each of two ranks, and here are {torch.cuda.device_count()}")
     if not _on_gpus or _on_gpus[-1].ended:
-        _on_gpus.append(WorkerGroup(2, "nccl", timeout_s=100))
+        _on_gpus.append(WorkerGroup(2, "nccl", timeout_s=60))
     return _on_gpus[-1]
 
 
