@@ -140,11 +140,11 @@ def _ours(cell: Cell, x: Tensor, group: Any) -> Callable[[], Tensor]:
 
     def run() -> Tensor:
         if cell.operation == "all_reduce":
-            collectives.all_reduce_mean(out, group).wait()
+            collectives.all_reduce_mean(out, group, async_op=False).wait()
         elif cell.operation == "reduce_scatter":
-            collectives.reduce_scatter_mean(out, x, group).wait()
+            collectives.reduce_scatter_mean(out, x, group, async_op=False).wait()
         elif cell.operation == "all_gather":
-            collectives.all_gather(out, part, group).wait()
+            collectives.all_gather(out, part, group, async_op=False).wait()
         else:
             dist.broadcast(out, group=group, group_src=0)
         return out

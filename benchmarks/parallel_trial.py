@@ -1,6 +1,7 @@
 """One size, context, batch and precision of data parallel training put to the test: every strategy on every group."""
 
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -25,36 +26,61 @@ ZERO_STAGE = {"zero1": 2, "torch_zero1": 1, "fsdp": 3, "torch_fsdp2": 3}  # ours
 
 @dataclass
 class Found(Judged):
-    """What has been found out about a cell. samples: seconds of each step, of the slowest rank; alone: without sync."""
+    """What has been found out about a cell. passes: seconds of each step, of the slowest rank; alone: without sync."""
 
     seen: list[Seen] = field(default_factory=list)
-    samples: list[float] = field(default_factory=list)
+    passes: list[list[float]] = field(default_factory=list)
     alone: list[float] = field(default_factory=list)
     bucket_mb: float | None = None
     network: tuple[float, float] | None = None
 
+    @property
+    def samples(self) -> list[float]:
+        """In turns of every pass: the first few, which are kept with a result, are of all of them."""
+        return [one for together in zip(*self.passes, strict=True) for one in together]
+
     def failed(self, outcome: str, reason: str) -> None:
         super().failed(outcome, reason)
-        self.samples, self.alone = [], []
+        self.passes, self.alone = [], []
 
 
 def parallel_trial(cells: list[Cell], settings: Settings) -> Iterator[Result]:
     """A result for each cell of a group.
 
     In this order: each row alone is held to one process, tuned, and examined for memory and communication; then all
-    are timed, pass after pass in turns; after the steps of a pass all ranks must have one model.
+    are timed, pass after pass in turns; after the steps of a pass all ranks must have one model. When a user ends it
+    while rows are timed, those that have samples enough have a result.
     """
     found = {cell.id: Found() for cell in cells}
-    for cell in cells:
+    for number, cell in enumerate(sorted(cells, key=lambda cell: -cell.world_size), start=1):  # one start of ranks
         one = found[cell.id]
         if reason := cell.entry.why_not(cell):
             one.failed("unsupported", reason)
             continue
+        start = time.perf_counter()
         _attempt(one, lambda cell=cell, one=one: _alone(cell, one, settings))
+        told = one.outcome if one.reason is None else f"{one.outcome}: {one.reason}"
+        settings.say(f"  [{number}/{len(cells)}] {cell.id}: {told}, {time.perf_counter() - start:.1f} s")
+    interrupt = None
     if settings.timed:
-        _passes(cells, found, settings)
+        try:
+            _passes(cells, found, settings)
+        except KeyboardInterrupt as error:
+            interrupt = error
+            _even_out(list(found.values()))
     for cell in cells:
-        yield _result(cell, found, settings)
+        one = found[cell.id]
+        if interrupt is None or one.outcome != "ok" or len(one.samples) >= settings.min_rounds:
+            yield _result(cell, found, settings)
+    if interrupt is not None:
+        raise interrupt
+
+
+def _even_out(found: list[Found]) -> None:
+    """Leaves every row the passes that all rows have, or that it alone has of the first."""
+    complete = min((len(one.passes) for one in found if one.outcome == "ok"), default=0)
+    for one in found:
+        one.passes = one.passes[: max(1, complete)]
 
 
 def _attempt(one: Found, call: Callable[[], Any]) -> Any:
@@ -95,18 +121,18 @@ def _with(cell: Cell, bucket_mb: float | None) -> Cell:
 
 def _passes(cells: list[Cell], found: dict[str, Found], settings: Settings) -> None:
     passes = PASSES[cells[0].backend]
-    count = {cell.id: _steps(found[cell.id], settings, passes) for cell in cells}
+    good = [found[cell.id] for cell in cells if found[cell.id].outcome == "ok"]
+    steps = min((_steps(one, settings, passes) for one in good), default=0)  # of every row as many: they are paired
     for number, cell in product(range(passes), cells):
         one = found[cell.id]
         if one.outcome != "ok":
             continue
         row, seed = _with(cell, one.bucket_mb), settings.seed + number
-        steps = count[cell.id]
-        answer = _attempt(one, lambda row=row, seed=seed, n=steps: _run(row, settings, take_pass, seed, n))
+        answer = _attempt(one, lambda row=row, seed=seed: _run(row, settings, take_pass, seed, steps))
         if answer is None:
             continue
         samples, alone, models = zip(*answer, strict=True)
-        one.samples += map(max, zip(*samples, strict=True))
+        one.passes.append([max(ranks) for ranks in zip(*samples, strict=True)])
         one.alone += map(max, zip(*alone, strict=True))
         if len(set(models)) > 1 and cell.entry.name != "none":
             one.failed("wrong", "after the timed steps ranks have different parameters")
@@ -114,8 +140,6 @@ def _passes(cells: list[Cell], found: dict[str, Found], settings: Settings) -> N
 
 def _steps(one: Found, settings: Settings, passes: int) -> int:
     """Of one pass: enough for the rounds asked for, and as many as fit the time."""
-    if not one.seen:
-        return 0
     slowest = max(seen.step_s for seen in one.seen)
     least = -(-settings.min_rounds // passes)
     return max(least, min(MOST_STEPS, int(settings.seconds_per_row / passes / slowest)))
@@ -187,10 +211,9 @@ def _communication(cell: Cell, one: Found, found: dict[str, Found], time_s: floa
         record |= {"unsynchronized_s": statistics.median(alone), "unsynchronized_by": by}
         record["exposed_s"] = time_s - record["unsynchronized_s"]
     # A rank that comes early waits inside of a collective: the one that waits least tells what that takes.
-    seconds = min(seen.communication_s for seen in one.seen)
-    hidden = [seen.hidden_fraction for seen in one.seen if seen.hidden_fraction is not None]
-    record |= {"communication_s": seconds, "communication_fraction": seconds / time_s}
-    record["overlap_fraction"] = statistics.median(hidden) if hidden else None
+    last = min(one.seen, key=lambda seen: seen.communication_s)
+    record |= {"communication_s": last.communication_s, "communication_fraction": last.communication_s / time_s}
+    record["overlap_fraction"] = last.hidden_fraction
     naive = found.get(replace(cell, entry=STRATEGIES["naive"], bucket_mb=None, comm_dtype=None).id)
     if naive is not None and naive.samples:
         theirs = min(seen.communication_s for seen in naive.seen)

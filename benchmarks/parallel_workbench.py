@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from benchmarks.model_gate import Batch, autocast, build
 from benchmarks.model_workbench import LEARNING_RATE
@@ -30,7 +30,7 @@ from lmsys.parallel.sharded_optimizer import ShardedOptimizer
 from lmsys.training.optimizer import AdamW
 
 WARM_STEPS = {"cpu": 2, "cuda": 3}  # the first plans buckets, the second runs with them
-PROFILED_STEPS = 2
+PROFILED_STEPS = 3
 WORK = {"cpu": ("cpu_op", "user_annotation"), "cuda": ("kernel", "gpu_memcpy", "gpu_memset")}  # categories of a trace
 MOST_INTERVALS = 400  # of a timeline that travels with a result
 
@@ -113,6 +113,7 @@ def takes_part(cell: Cell) -> bool:
 
 def release() -> None:
     gc.collect()
+    gc.freeze()  # what is left is code: the next collections, of which some fall into a timed step, pass it over
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
@@ -195,11 +196,17 @@ def examine(cell: Cell, seed: int) -> Seen | None:
 
 
 def _profile(rig: Rig, kind: str) -> tuple[float, float | None, list[tuple[str, float, float]]]:
-    """Seconds a step that anything communicates, how much of it computation hides, and the last step's intervals."""
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if kind == "cuda" else [])]
-    rig.step()
-    synchronize(kind)
-    with profile(activities=activities) as recorded:
+    """Seconds a step that anything communicates, how much of it computation hides, and the last step's intervals.
+
+    On CUDA the host's calls are not recorded: that would slow down the host, which is what many a step waits for. Ranks
+    begin together, after a step under the profiler: who comes early waits inside a collective, which counts as its own.
+    """
+    activity = ProfilerActivity.CUDA if kind == "cuda" else ProfilerActivity.CPU
+    with profile(activities=[activity], schedule=schedule(wait=0, warmup=1, active=1)) as recorded:
+        rig.step()
+        synchronize(kind)
+        dist.barrier(rig.group)
+        recorded.step()
         for _ in range(PROFILED_STEPS):
             rig.step()
         synchronize(kind)

@@ -31,6 +31,24 @@ def ranks() -> Iterator[WorkerGroup]:
         yield group
 
 
+@pytest.fixture(scope="session")
+def _on_gpus() -> Iterator[list[WorkerGroup]]:
+    groups: list[WorkerGroup] = []
+    yield groups
+    for group in groups:
+        group.close()
+
+
+@pytest.fixture
+def gpu_ranks(_on_gpus: list[WorkerGroup]) -> WorkerGroup:
+    """Two processes with a GPU each that stand ready: others where a test before has ended them."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"NCCL needs a GPU for each of two ranks, and here are {torch.cuda.device_count()}")
+    if not _on_gpus or _on_gpus[-1].ended:
+        _on_gpus.append(WorkerGroup(2, "nccl", timeout_s=60))
+    return _on_gpus[-1]
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Tiny tensors on several threads wait for each other when the machine is busy."""

@@ -221,10 +221,10 @@ def _twice() -> Any:
     from lmsys.parallel import naive
 
     def sends_twice(mean: Any) -> Any:
-        def sends(x: Tensor, group: Any) -> Any:
+        def sends(x: Tensor, group: Any, **options: Any) -> Any:
             if x.dim() == 2 and x.shape[0] == x.shape[1]:
                 dist.all_reduce(x, group=group)
-            return mean(x, group)
+            return mean(x, group, **options)
 
         return sends
 

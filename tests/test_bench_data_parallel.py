@@ -12,11 +12,13 @@ import processes
 import pytest
 from torch import nn
 
+from benchmarks import parallel_trial
 from benchmarks.axes import parse_parallel_axes
 from benchmarks.collectives_trial import cells_of as collective_cells
 from benchmarks.parallel_cells import cells_of
-from benchmarks.parallel_workbench import merged
+from benchmarks.parallel_workbench import Seen, merged
 from benchmarks.sections import CollectiveSection, ParallelSection
+from benchmarks.session import Settings
 from benchmarks.sweeps import SWEEPS
 from lmsys.parallel.adapt import Adapted
 from lmsys.parallel.none import NoSync
@@ -125,6 +127,42 @@ def test_gloo_alone_without_cuda_and_two_ranks_at_least() -> None:
 def test_intervals_are_united() -> None:
     assert merged([(3.0, 4.0), (0.0, 1.0), (0.5, 2.0)]) == [(0.0, 2.0), (3.0, 4.0)]
     assert merged([(0.0, 1.0), (1.5, 2.0)], gap=0.6) == [(0.0, 2.0)]
+
+
+def test_passes_are_kept_in_turns_and_an_interrupted_group_keeps_what_all_rows_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Interrupted in the second pass of two rows, of which the third has failed: both keep the first."""
+    section = ParallelSection("s", ("tiny",), (16,), ("fp32",), (2,), strategies=("none", "naive", "flat"))
+    cells = [cell for cell in cells_of(section, {}, "cpu") if cell.world_size == 2]
+    seen = Seen({"optimizer_bytes": 8}, 0.0, None, [], 0.1, 0.1, None, None, True)
+    asked: list[str] = []
+
+    def looked_at(cell: Any, one: parallel_trial.Found, _: Any) -> None:
+        one.seen = [seen, seen]
+        if cell.entry.name == "flat":
+            raise ValueError("no such thing")
+
+    def timed(cell: Any, *_: Any) -> list[Any]:
+        asked.append(cell.entry.name)
+        if len(asked) == 4:
+            raise KeyboardInterrupt
+        return [([rank + number / 10 for number in range(10)], [], "model") for rank in range(2)]
+
+    monkeypatch.setattr(parallel_trial, "_alone", looked_at)
+    monkeypatch.setattr(parallel_trial, "_run", timed)
+    settings = Settings("cpu", "smoke", 2.0, 10, True, None, "")
+    monkeypatch.setattr(type(settings), "run", "now")
+    results = parallel_trial.parallel_trial(cells, settings)
+    found = {one.record["impl"]: one for one in (next(results), next(results), next(results))}
+    with pytest.raises(KeyboardInterrupt):
+        next(results)
+    assert asked == ["none", "naive", "none", "naive"]
+    slowest = [1 + number / 10 for number in range(10)]
+    assert found["none"].samples == found["naive"].samples == slowest
+    assert (found["flat"].samples, found["flat"].record["outcome"]) == (None, "unsupported")
+    one = parallel_trial.Found(passes=[[1.0, 2.0], [3.0, 4.0]])
+    assert one.samples == [1.0, 3.0, 2.0, 4.0]
 
 
 def test_a_run_measures_ours_and_a_strategy_of_the_user_s(tmp_path: Path) -> None:

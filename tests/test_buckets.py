@@ -3,12 +3,14 @@
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lmsys.accounting import model_parameters
 from lmsys.config import model_config
 from lmsys.parallel.buckets import ALIGNMENT, offsets, plan, plan_segments, share_out
+from lmsys.parallel.packing import Layout
 
 sizes = st.lists(st.integers(1, 100), min_size=1, max_size=30)
 limits = st.integers(1, 200)
@@ -99,3 +101,14 @@ def test_the_models_of_the_benchmark_come_out_even(size: str, world_size: int) -
     share = sum(numels) / world_size
     assert max(loads) <= {2: 1.02, 4: 1.06, 8: 1.08}[world_size] * share
     assert sum(one.length for one in found) <= 1.1 * share
+
+
+@given(st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=1, max_size=8), st.integers(0, 70))
+def test_every_element_of_a_flat_tensor_is_in_one_view_or_in_a_gap(shapes, more) -> None:  # type: ignore[no-untyped-def]
+    layout = Layout.of([torch.empty(shape) for shape in shapes])
+    flat = torch.zeros(layout.length + more)
+    views = layout.views(flat)
+    assert [list(view.shape) for view in views] == shapes and all(view.is_contiguous() for view in views)
+    for part in (*views, *(flat[gap] for gap in layout.gaps(len(flat)))):
+        part += 1
+    assert flat.eq(1).all()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lmsys.parallel.bucketed import Bucketed
-from lmsys.parallel.group import WorkerError, WorkerGroup, check_backend
+from lmsys.parallel.group import WorkerError, WorkerGroup, check_backend, device
 
 
 def _facts(value: int) -> tuple[int, int, float]:
@@ -28,9 +28,9 @@ def _fails(rank: int) -> None:
 
 def _is_killed(rank: int) -> None:
     """In the middle of a backward, while gradients are on their way."""
-    model = Bucketed(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), bucket_mb=0.01)
+    model = Bucketed(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).to(device()), bucket_mb=0.01)
     for step in range(1000):
-        hidden = model(torch.ones(2, 64, requires_grad=True))
+        hidden = model(torch.ones(2, 64, device=device(), requires_grad=True))
         if dist.get_rank() == rank and step == 5:
             model.trainable[0].register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
         hidden.sum().backward()
@@ -72,12 +72,30 @@ def test_functions_run_on_every_rank_and_results_come_by_rank(ranks: WorkerGroup
     ],
 )
 def test_a_rank_that_fails_ends_the_others_within_seconds(function, kind: str, said: str) -> None:  # type: ignore[no-untyped-def]
-    group = WorkerGroup(2, "gloo", timeout_s=60)
+    _fails_within_seconds("gloo", function, kind, said)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each of two ranks")
+@pytest.mark.parametrize(
+    ("function", "kind", "said"),
+    [
+        (_fails, "KeyError", "rank 1 failed:\nTraceback.*_fails.*KeyError: 'no such layer'"),
+        (_is_killed, "died", "rank 1 died: killed by SIGKILL"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_others_on_nccl(function, kind: str, said: str) -> None:  # type: ignore[no-untyped-def]
+    _fails_within_seconds("nccl", function, kind, said)
+
+
+def _fails_within_seconds(backend: str, function, kind: str, said: str) -> None:  # type: ignore[no-untyped-def]
+    group = WorkerGroup(2, backend, timeout_s=60)
     processes, begin = pids(group), time.monotonic()
     with pytest.raises(WorkerError, match=f"(?s){said}") as caught:
         group.run(function, 1, timeout_s=3 if function is _sleeps else None)
     assert (caught.value.rank, caught.value.kind) == (1, kind)
     assert time.monotonic() - begin < 15 and ended(processes)
+    assert group.ended
     with pytest.raises(RuntimeError, match="this group has ended"):
         group.run(_facts, 1)
 

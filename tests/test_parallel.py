@@ -1,6 +1,7 @@
 """Data parallel training against one process on the whole batch: random models, every strategy, one to four ranks."""
 
 import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from lmsys.model import TransformerLM
 from lmsys.parallel import STRATEGIES, shards
 from lmsys.parallel.bucketed import Bucketed
 from lmsys.parallel.fsdp import Fsdp
-from lmsys.parallel.group import WorkerGroup
+from lmsys.parallel.group import WorkerGroup, device
 from lmsys.parallel.naive import Naive
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer
 from lmsys.parallel.zero1 import Zero1
@@ -98,7 +99,7 @@ def _traffic(name: str, options: dict[str, Any], recipe: Recipe) -> tuple[int, i
     sent: list[int] = []
 
     def counting(real: Any) -> Any:
-        return lambda x, g: sent.append(x.numel()) or real(x, g)
+        return lambda x, g, **options: sent.append(x.numel()) or real(x, g, **options)
 
     from lmsys.parallel import flat, naive, overlapped
 
@@ -306,9 +307,9 @@ def _language_model(strategy: str, checkpoint_blocks: int, compiled: bool) -> An
     config = ModelConfig(
         16, 32, 4, 2, vocab_size=50, context_length=8, attention="naive", checkpoint_blocks=checkpoint_blocks
     )
-    tokens = torch.randint(50, (2, 2, 9), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(50, (2, 2, 9), generator=torch.Generator().manual_seed(0)).to(device())
     torch.manual_seed(3)
-    alone = _OfModel(TransformerLM(config))
+    alone = _OfModel(TransformerLM(config, device()))
     on_rank = on_ranks.copies(alone)
     if compiled:
         on_rank.model.compile_blocks(backend="aot_eager")
@@ -324,7 +325,11 @@ def _language_model(strategy: str, checkpoint_blocks: int, compiled: bool) -> An
         plain.zero_grad()
     with torch.no_grad():
         wrapper(tokens[rank])
-    return wrapper.full_state_dict(), alone.state_dict()
+    return _on_cpu(wrapper.full_state_dict()), _on_cpu(alone.state_dict())
+
+
+def _on_cpu(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: x.cpu() for name, x in state.items()}
 
 
 class _OfModel(nn.Module):
@@ -338,13 +343,16 @@ class _OfModel(nn.Module):
         return self.model.loss(tokens[:, :-1], tokens[:, 1:])
 
 
-@pytest.mark.parametrize(
+LANGUAGE_MODELS = pytest.mark.parametrize(
     ("strategy", "checkpoint_blocks", "compiled"),
     [
         *(("bucketed", 1, False), ("zero1", 0, False), ("fsdp", 0, False), ("fsdp", 1, False), ("fsdp", 3, False)),
         *(("overlapped", 0, True), ("bucketed", 0, True), ("zero1", 0, True), ("fsdp", 0, True)),
     ],
 )
+
+
+@LANGUAGE_MODELS
 def test_the_language_model_also_checkpointed_or_compiled(
     ranks: WorkerGroup, strategy: str, checkpoint_blocks: int, compiled: bool
 ) -> None:
@@ -361,21 +369,21 @@ def _narrow(strategy: str, options: dict[str, Any]) -> Any:
     recipe, found = Recipe(width=8), []
     for chosen in (options, {}):
         torch.manual_seed(2)
-        wrapper = STRATEGIES[strategy].load()(Net(recipe), group, **chosen)
+        wrapper = STRATEGIES[strategy].load()(Net(recipe).to(device()), group, **chosen)
         optimizer = wrapper.make_optimizer(torch.optim.SGD, lr=0.1)
-        for x in torch.randn(3, 2, 4, 8, generator=torch.Generator().manual_seed(2)):
-            with torch.autocast("cpu", torch.bfloat16, enabled="compute_dtype" in chosen):
+        for x in torch.randn(3, 2, 4, 8, generator=torch.Generator().manual_seed(2)).to(device()):
+            with torch.autocast(device().type, torch.bfloat16, enabled="compute_dtype" in chosen):
                 loss = wrapper(x[rank])
             loss.backward()
             wrapper.finish_gradient_synchronization()
             dtypes = {p.grad.dtype for p in wrapper.parameters()}
             optimizer.step()
             optimizer.zero_grad()
-        found.append({name: x.clone() for name, x in wrapper.full_state_dict().items()})
+        found.append({name: x.cpu().clone() for name, x in wrapper.full_state_dict().items()})
     return *found, dtypes
 
 
-@pytest.mark.parametrize(
+LOW_PRECISION = pytest.mark.parametrize(
     ("strategy", "options"),
     [
         ("bucketed", {"comm_dtype": torch.bfloat16, "bucket_mb": 1e-4}),
@@ -383,6 +391,9 @@ def _narrow(strategy: str, options: dict[str, Any]) -> Any:
         ("fsdp", {"compute_dtype": torch.bfloat16}),
     ],
 )
+
+
+@LOW_PRECISION
 def test_low_precision_is_close_and_gradients_stay_wide(
     ranks: WorkerGroup, strategy: str, options: dict[str, Any]
 ) -> None:
@@ -472,13 +483,36 @@ def test_alone_no_process_group_is_needed() -> None:
         assert any(not torch.equal(a, b) for a, b in zip(before, wrapper.full_state_dict().values(), strict=True)), name
 
 
+UNEVEN = Recipe(width=8, layers=3, tied=True, rare=True), Recipe(width=5, frozen=True, unused=True, mixed=True)
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each of two ranks")
-def test_the_same_on_nccl() -> None:
-    options = {"bucketed": {"bucket_mb": 1e-4}, "zero1": {"bucket_mb": 1e-4}}
-    recipe = Recipe(width=8, layers=3, tied=True, rare=True)
-    with WorkerGroup(2, "nccl", timeout_s=120) as group:
-        for name in OWN:
-            for optimizer in ("sgd", "adamw"):
-                training = Training(name, options.get(name, {}), optimizer=optimizer, microbatches=2)
-                assert worst_ratio(group.run(train, recipe, training, 0), recipe, training, 0) <= 1, name
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize("name", OWN)
+def test_the_same_on_nccl(gpu_ranks: WorkerGroup, name: str, sharded: bool) -> None:
+    if sharded and name in ("zero1", "fsdp"):
+        pytest.skip("it shards its optimizer by itself")
+    options = {"bucket_mb": 1e-4} if name in ("bucketed", "zero1") else {}
+    for recipe, optimizer in product(UNEVEN, ("momentum", "adamw")):
+        training = Training(name, options, optimizer=optimizer, microbatches=2, sharded=sharded)
+        assert worst_ratio(gpu_ranks.run(train, recipe, training, 0), recipe, training, 0) <= 1, (recipe, optimizer)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name, row in STRATEGIES.items() if row.peer])
+def test_peers_are_that_too_on_nccl(gpu_ranks: WorkerGroup, name: str) -> None:
+    test_peers_are_that_too(gpu_ranks, name)
+
+
+@pytest.mark.gpu
+@LANGUAGE_MODELS
+def test_the_language_model_on_nccl(
+    gpu_ranks: WorkerGroup, strategy: str, checkpoint_blocks: int, compiled: bool
+) -> None:
+    test_the_language_model_also_checkpointed_or_compiled(gpu_ranks, strategy, checkpoint_blocks, compiled)
+
+
+@pytest.mark.gpu
+@LOW_PRECISION
+def test_low_precision_on_nccl(gpu_ranks: WorkerGroup, strategy: str, options: dict[str, Any]) -> None:
+    test_low_precision_is_close_and_gradients_stay_wide(gpu_ranks, strategy, options)

@@ -1,10 +1,10 @@
 """What the strategies ask of a process group: means and gathers that do not wait. The one file that knows backends.
 
-With NCCL a wait makes the current stream wait, not the host. gloo has no mean in every version of torch, so there it is
-a sum, divided once it is there. A group of one rank communicates nothing.
+With NCCL a wait makes the current stream wait, not the host; what is waited for at once is best asked for with
+`async_op=False`: NCCL then works on the current stream itself, without events between two. gloo has no mean in every
+version of torch, so there it is a sum, divided once it is there. A group of one rank communicates nothing.
 """
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -46,36 +46,34 @@ def is_nccl(group: Group, x: Tensor) -> bool:
     return x.is_cuda and "nccl" in str(dist.get_backend(group))
 
 
-def all_reduce_mean(x: Tensor, group: Group) -> Pending:
+def all_reduce_mean(x: Tensor, group: Group, async_op: bool = True) -> Pending:
     """x becomes the mean over ranks."""
     world_size, _ = size_and_rank(group)
     if world_size == 1:
         return Pending()
     if is_nccl(group, x):
-        return Pending(dist.all_reduce(x, dist.ReduceOp.AVG, group=group, async_op=True))
-    return Pending(dist.all_reduce(x, group=group, async_op=True), lambda: x.div_(world_size))
+        return Pending(dist.all_reduce(x, dist.ReduceOp.AVG, group=group, async_op=async_op))
+    return Pending(dist.all_reduce(x, group=group, async_op=async_op), lambda: x.div_(world_size))
 
 
-def reduce_scatter_mean(out: Tensor, x: Tensor, group: Group) -> Pending:
+def reduce_scatter_mean(out: Tensor, x: Tensor, group: Group, async_op: bool = True) -> Pending:
     """x (world_size · n,) -> out (n,): the mean over ranks of this rank's segment."""
     world_size, _ = size_and_rank(group)
     if world_size == 1:
         out.copy_(x)
         return Pending()
     if is_nccl(group, x):
-        return Pending(_reduce_scatter(out, x, dist.ReduceOp.AVG, group=group, async_op=True))
-    return Pending(_reduce_scatter(out, x, group=group, async_op=True), lambda: out.div_(world_size))
+        return Pending(_reduce_scatter(out, x, dist.ReduceOp.AVG, group=group, async_op=async_op))
+    return Pending(_reduce_scatter(out, x, group=group, async_op=async_op), lambda: out.div_(world_size))
 
 
-def all_gather(out: Tensor, x: Tensor, group: Group) -> Pending:
+def all_gather(out: Tensor, x: Tensor, group: Group, async_op: bool = True) -> Pending:
     """x (n,) of every rank -> out (world_size · n,); x may be this rank's segment of out."""
     if size_and_rank(group)[0] == 1:
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
         return Pending()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        return Pending(_all_gather(out, x, group=group, async_op=True))
+    return Pending(_all_gather(out, x, group=group, async_op=async_op))
 
 
 def broadcast_(x: Tensor, group: Group) -> None:

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from lmsys.parallel.buckets import offsets
 from lmsys.parallel.collectives import Group, Pending, all_gather, reduce_scatter_mean
-from lmsys.parallel.packing import copy_gradients, views_of
+from lmsys.parallel.packing import Layout, copy_gradients
 from lmsys.parallel.units import blocks_of, parameters_by_block
 from lmsys.parallel.wrapper import Wrapper
 
@@ -93,8 +92,10 @@ class Fsdp(Wrapper):
         return x.to(self.compute_dtype) if floating and self.compute_dtype is not None else x
 
     def _heard(self, index: int) -> None:
-        self._in_backward = True
-        self._unfinished |= self._synchronizing
+        if not self._in_backward:  # asked first, as in Wrapper
+            self._in_backward = True
+        if self._synchronizing and not self._unfinished:
+            self._unfinished = True
 
     def _end_backward(self) -> None:
         self._reduce_down_to(0)
@@ -222,10 +223,10 @@ class _Flat:
     @torch.no_grad()
     def __init__(self, wrapper: Fsdp, params: list[nn.Parameter]):
         self.params, self.group, world_size = params, wrapper.group, wrapper.world_size
-        self.starts, used = offsets([p.numel() for p in params])
-        length = -(-used // world_size)
+        self.layout = Layout.of(params)
+        length = -(-self.layout.length // world_size)
         everything = params[0].new_zeros(world_size * length)
-        for p, view in zip(params, views_of(everything, params, self.starts), strict=True):
+        for p, view in zip(params, self.layout.views(everything), strict=True):
             view.copy_(p)
         part = everything[wrapper.rank * length : (wrapper.rank + 1) * length].clone()
         self.shard = nn.Parameter(part, requires_grad=params[0].requires_grad)
@@ -235,7 +236,7 @@ class _Flat:
         self._gathering: Pending | None = None
         self._is_whole = False
         self._reduced: list[tuple[Pending, Tensor]] = []
-        self._views = views_of(self.whole, params, self.starts)
+        self._views, self._padding = self.layout.views(self.whole), self.layout.gaps(self.whole.numel())
         self._point_to(self._views)
         self.whole.untyped_storage().resize_(0)
 
@@ -268,8 +269,10 @@ class _Flat:
         if not self.shard.requires_grad:
             return
         self.settle()
-        grads = self.shard.new_zeros(self.whole.numel())  # padding is part of the shards, and of their norm
-        copy_gradients(self.params, views_of(grads, self.params, self.starts))
+        grads = self.shard.new_empty(self.whole.numel())
+        if self._padding:  # it is part of the shards, and of their norm
+            torch._foreach_zero_([grads[gap] for gap in self._padding])
+        copy_gradients(self.params, self.layout.views(grads))
         for p in self.params:
             p.grad = None
         part = torch.empty_like(self.shard)
@@ -291,7 +294,7 @@ class _Flat:
         self.free()
         whole = self.shard.new_empty(self.whole.numel())
         all_gather(whole, self.shard.detach(), self.group).wait()
-        self._point_to(views_of(whole, self.params, self.starts))
+        self._point_to(self.layout.views(whole))
 
     def hide_whole(self) -> None:
         self._point_to(self._views)

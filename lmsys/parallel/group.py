@@ -99,9 +99,14 @@ class WorkerGroup:
             self._pipes.append(ours)
         self._collect(timeout_s)  # each says that it is there
 
+    @property
+    def ended(self) -> bool:
+        """Whether it was closed, or a rank has failed."""
+        return not self._workers
+
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float | None = None) -> list[Any]:
         """function(*args) on every rank; what each returned, by rank."""
-        if not self._workers:
+        if self.ended:
             raise RuntimeError("this group has ended: a rank failed, or it was closed; start another")
         for pipe in self._pipes:
             try:

@@ -12,9 +12,9 @@ class Naive(Wrapper):
     def _synchronize(self) -> None:
         missing = self._missing()
         use = self._use(missing)
-        all_reduce_mean(use, self.group).wait()
+        all_reduce_mean(use, self.group, async_op=False).wait()
         for p in self.trainable:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-            all_reduce_mean(dense(p), self.group).wait()
+            all_reduce_mean(dense(p), self.group, async_op=False).wait()
         self._forget_unused(use, missing)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lmsys.parallel.collectives import Group, Pending, all_reduce_mean, broadcast_
-from lmsys.parallel.packing import pack
+from lmsys.parallel.packing import Layout, pack
 from lmsys.parallel.wrapper import Wrapper, dense
 
 
@@ -33,7 +33,13 @@ class Overlapped(Wrapper):
     def _plan(self, order: list[int]) -> None:
         self.buckets = self._partition(order)
         self._bucket_of = {index: number for number, bucket in enumerate(self.buckets) for index in bucket}
+        self._members = [[self.trainable[index] for index in bucket] for bucket in self.buckets]
+        self._layouts = [self._layout(number) for number in range(len(self.buckets))]
         self._begin()
+
+    def _layout(self, number: int) -> Layout:
+        """Of a bucket's flat tensor."""
+        return Layout.of(self._members[number])
 
     def _begin(self) -> None:
         """Nothing of the next backward has been sent."""
@@ -52,9 +58,11 @@ class Overlapped(Wrapper):
         self._ready.add(index)
         if self._seen is not None:
             self._seen.append(index)
-        self._waiting[self._bucket_of[index]] -= 1
-        while len(self._sent) < len(self.buckets) and not self._waiting[len(self._sent)]:
-            self._send_next()
+        number = self._bucket_of[index]
+        self._waiting[number] -= 1
+        if not self._waiting[number]:
+            while len(self._sent) < len(self.buckets) and not self._waiting[len(self._sent)]:
+                self._send_next()
 
     def _synchronize(self) -> None:
         while len(self._sent) < len(self.buckets):  # gradients are missing, or were all made under no_sync()
@@ -78,13 +86,13 @@ class Overlapped(Wrapper):
 
     def _send(self, number: int) -> tuple[Pending, Any]:
         """Begins a bucket's communication: it, and what is to be done when it has come."""
-        params = [self.trainable[index] for index in self.buckets[number]]
+        params = self._members[number]
         dtype = self.comm_dtype or params[0].dtype
         if len(params) == 1 and dtype == params[0].dtype:
             if params[0].grad is None:
                 params[0].grad = torch.zeros_like(params[0])
             return all_reduce_mean(dense(params[0]), self.group), do_nothing
-        flat, views = pack(params, dtype)
+        flat, views = pack(params, self._layouts[number], dtype)
         if dtype != params[0].dtype:
             return all_reduce_mean(flat, self.group), lambda: _widen(params, views)
         for p, view in zip(params, views, strict=True):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,49 +10,75 @@ from torch import Tensor
 from lmsys.parallel.buckets import offsets
 
 
-def views_of(flat: Tensor, like: Sequence[Tensor], starts: Sequence[int]) -> list[Tensor]:
-    """Views of flat (N,) with the shapes of `like`, each from its start on."""
-    return [flat.as_strided(x.shape, _strides(x.shape), start) for x, start in zip(like, starts, strict=True)]
+@dataclass(frozen=True)
+class Layout:
+    """Where tensors lie in a flat one of `length` elements: of each its shape, strides and start.
+
+    Known once, it makes the views of every step's flat tensor: the host is often what a step waits for.
+    """
+
+    places: tuple[tuple[torch.Size, tuple[int, ...], int], ...]
+    length: int
+
+    @classmethod
+    def of(cls, like: Sequence[Tensor]) -> "Layout":
+        """Of tensors like these, one behind the other."""
+        return cls.at(like, *offsets([x.numel() for x in like]))
+
+    @classmethod
+    def at(cls, like: Sequence[Tensor], starts: Sequence[int], length: int) -> "Layout":
+        return cls(tuple((x.shape, _strides(x.shape), start) for x, start in zip(like, starts, strict=True)), length)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The tensors in flat (length,)."""
+        return [flat.as_strided(shape, strides, start) for shape, strides, start in self.places]
+
+    def gaps(self, numel: int) -> list[slice]:
+        """Where no tensor lies in a flat one of so many elements, `length` or more."""
+        ends = [0, *(start + math.prod(shape) for shape, _, start in self.places)]
+        starts = [*(start for _, _, start in self.places), numel]
+        return [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
 
-@lru_cache(maxsize=1024)
 def _strides(shape: torch.Size) -> tuple[int, ...]:
     """Of a contiguous tensor."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 @torch.no_grad()
-def pack(params: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+def pack(params: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
     """Copies gradients into a new flat tensor of `dtype`, zero where there is none: it, and the view for each.
 
     No copy where they already are views of such a tensor, as after `zero_grad(set_to_none=False)`.
     """
-    starts, length = offsets([p.numel() for p in params])
-    flat = _whole(params, starts, length, dtype)
+    flat = _whole(params, layout, dtype)
     if flat is not None:
         return flat, [p.grad for p in params if p.grad is not None]
-    flat = params[0].new_empty(length, dtype=dtype)
-    views = views_of(flat, params, starts)
+    flat = params[0].new_empty(layout.length, dtype=dtype)
+    views = layout.views(flat)
     copy_gradients(params, views)
     return flat, views
 
 
 def copy_gradients(params: Sequence[Tensor], views: Sequence[Tensor]) -> None:
     """Into `views`, in one kernel; zero where a parameter has no gradient."""
-    there = [(view, p.grad) for p, view in zip(params, views, strict=True) if p.grad is not None]
+    grads = [p.grad for p in params]
+    there = [grad for grad in grads if grad is not None]
+    if len(there) == len(params):
+        torch._foreach_copy_(views, there)
+        return
     if there:
-        torch._foreach_copy_([view for view, _ in there], [grad for _, grad in there])
-    if len(there) < len(params):
-        torch._foreach_zero_([view for p, view in zip(params, views, strict=True) if p.grad is None])
+        torch._foreach_copy_([view for view, grad in zip(views, grads, strict=True) if grad is not None], there)
+    torch._foreach_zero_([view for view, grad in zip(views, grads, strict=True) if grad is None])
 
 
-def _whole(params: Sequence[Tensor], starts: Sequence[int], length: int, dtype: torch.dtype) -> Tensor | None:
+def _whole(params: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor | None:
     """The flat tensor of which all gradients are views, each in its place; None when there is no such."""
     first = params[0].grad
     flat = None if first is None else first._base
-    if flat is None or flat.dim() != 1 or flat.numel() != length or flat.dtype != dtype:
+    if flat is None or flat.dim() != 1 or flat.numel() != layout.length or flat.dtype != dtype:
         return None
-    for p, start in zip(params, starts, strict=True):
+    for p, (_, _, start) in zip(params, layout.places, strict=True):
         grad = p.grad
         if grad is None or grad._base is not flat or grad.storage_offset() != start or not grad.is_contiguous():
             return None

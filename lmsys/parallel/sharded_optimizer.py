@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lmsys.parallel.buckets import Segmented, offsets, plan_segments
 from lmsys.parallel.collectives import Group, Pending, all_gather, gather_objects, size_and_rank
-from lmsys.parallel.packing import views_of
+from lmsys.parallel.packing import Layout
 
 CHUNK = 2**26  # elements that one call gathers
 
@@ -36,20 +36,21 @@ class Home:
 def settle(params: Sequence[Tensor], bucket: Segmented) -> Home:
     """Moves the bucket's parameters into one buffer, each rank's own into that rank's segment."""
     members = [params[index] for index in bucket.indices]
-    flat = members[0].new_zeros(len(bucket.members) * bucket.length)
-    for p, view in zip(members, views_of(flat, members, starts_of(params, bucket)), strict=True):
+    layout = layout_of(params, bucket)
+    flat = members[0].new_zeros(layout.length)
+    for p, view in zip(members, layout.views(flat), strict=True):
         view.copy_(p)
         p.data = view
     return Home(flat, bucket)
 
 
-def starts_of(params: Sequence[Tensor], bucket: Segmented) -> list[int]:
-    """Where each of the bucket's indices begins in its buffer."""
-    found = []
+def layout_of(params: Sequence[Tensor], bucket: Segmented) -> Layout:
+    """Where each of the bucket's indices lies in its buffer."""
+    starts = []
     for rank, owned in enumerate(bucket.members):
         within, _ = offsets([params[index].numel() for index in owned])
-        found += [rank * bucket.length + start for start in within]
-    return found
+        starts += [rank * bucket.length + start for start in within]
+    return Layout.at([params[index] for index in bucket.indices], starts, len(bucket.members) * bucket.length)
 
 
 class ShardedOptimizer(Optimizer):

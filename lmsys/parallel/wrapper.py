@@ -79,7 +79,8 @@ class Wrapper(nn.Module):
     def _heard(self, index: int) -> None:
         """`trainable[index].grad` has been added up by a backward."""
         if self._synchronizing:
-            self._unfinished = True
+            if not self._unfinished:  # asked first: a module's attributes are slow to set, and this is once a parameter
+                self._unfinished = True
             self._gradient_is_ready(index)
 
     def _gradient_is_ready(self, index: int) -> None:

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lmsys.parallel.buckets import MIB, plan_segments
+from lmsys.parallel.buckets import MIB, Segmented, offsets, plan_segments
 from lmsys.parallel.collectives import Group, Pending, reduce_scatter_mean
 from lmsys.parallel.overlapped import Overlapped, do_nothing
-from lmsys.parallel.packing import copy_gradients, views_of
-from lmsys.parallel.sharded_optimizer import ShardedOptimizer, settle, starts_of
+from lmsys.parallel.packing import Layout, copy_gradients
+from lmsys.parallel.sharded_optimizer import ShardedOptimizer, layout_of, settle
 from lmsys.parallel.units import blocks_of, parameters_by_block
 
 
@@ -40,6 +40,7 @@ class Zero1(Overlapped):
         self.bucket_mb = bucket_mb
         super().__init__(module, process_group)
         self._seen = None  # the division among ranks stays as it is
+        self._owned = [self._own_layout(segmented) for segmented in self.segments]
         self.homes = [settle(self.trainable, segmented) for segmented in self.segments]
         self.owners = {
             self.trainable[index]: rank
@@ -77,17 +78,26 @@ class Zero1(Overlapped):
         self.segments = plan_segments(sizes, order, limit, self.world_size, kinds)
         return [segmented.indices for segmented in self.segments]
 
+    def _layout(self, number: int) -> Layout:
+        return layout_of(self.trainable, self.segments[number])
+
+    def _own_layout(self, segmented: Segmented) -> Layout:
+        """Of what is left of a bucket on this rank."""
+        own = [self.trainable[index] for index in segmented.members[self.rank]]
+        starts, _ = offsets([p.numel() for p in own])
+        return Layout.at(own, starts, segmented.length)
+
     def _send(self, number: int) -> tuple[Pending, Callable[[], None]]:
-        segmented = self.segments[number]
-        params = [self.trainable[index] for index in segmented.indices]
-        starts = starts_of(self.trainable, segmented)
-        flat = params[0].new_empty(self.world_size * segmented.length)
+        params, layout = self._members[number], self._layouts[number]
+        flat = params[0].new_empty(layout.length)
         with torch.no_grad():
-            copy_gradients(params, views_of(flat, params, starts))
-            own = flat.new_empty(segmented.length)
-        for p, start in zip(params, starts, strict=True):
-            first = start - self.rank * segmented.length
-            p.grad = own[first : first + p.numel()].view(p.shape) if self.owners[p] == self.rank else None
+            copy_gradients(params, layout.views(flat))
+            own = flat.new_empty(self._owned[number].length)
+            views = self._owned[number].views(own)
+        for p in params:
+            p.grad = None
+        for index, view in zip(self.segments[number].members[self.rank], views, strict=True):
+            self.trainable[index].grad = view
         if number > 1:
             self._sent[number - 2][0].wait()  # so that its flat tensor can be used again
         return reduce_scatter_mean(own, flat, self.group), do_nothing
