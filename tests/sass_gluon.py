@@ -70,8 +70,7 @@ def backward(
     }  # fmt: skip
     constants = {
         "BLOCK_Q": block_q, "D": head_dim, "CAUSAL": causal, "RAGGED": ragged, "GROUPED": grouped,
-        "PREFETCH": plan.prefetch, "AHEAD": plan.ahead, "DIRECT": plan.direct and not deterministic,
-        "DETERMINISTIC": deterministic,
+        "PREFETCH": plan.prefetch, "DETERMINISTIC": deterministic,
     }  # fmt: skip
     return compile_kernel(backward_kernel, signature, constants, maxnreg=168)
 
@@ -80,8 +79,13 @@ def around(dtype: torch.dtype, head_dim: int) -> Iterator[tuple[str, Any]]:
     half = "*" + TRITON_NAMES[dtype]
     constants = {"ROWS": 4096 // head_dim, "D": head_dim}
     yield "prepare", compile_kernel(prepare_kernel, dict.fromkeys(("o_ptr", "do_ptr"), half), constants)
-    for direct in (False, True):
-        yield "convert", compile_kernel(convert_kernel, {"dq_ptr": half}, constants | {"ROWS": ROWS, "DIRECT": direct})
+    for deterministic in (False, True):
+        yield (
+            "convert",
+            compile_kernel(
+                convert_kernel, {"dq_ptr": half}, constants | {"ROWS": ROWS, "DETERMINISTIC": deterministic}
+            ),
+        )
 
 
 def read(kernel: Any) -> dict[str, int]:
@@ -143,7 +147,7 @@ def main(dtypes: list[str], every: bool) -> None:
                         modes = ({}, {"deterministic": True}, {"grouped": True}) if every and not ragged else ({},)
                         for mode in modes:
                             report("backward", backward(dtype, head_dim, causal, ragged, plan, **mode), **what,
-                                   ragged=ragged, ahead=plan.ahead, direct=plan.direct, **mode)  # fmt: skip
+                                   ragged=ragged, **mode)  # fmt: skip
 
 
 def _some(plans: dict[Any, None], every: bool) -> list[Any]:

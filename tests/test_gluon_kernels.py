@@ -78,14 +78,13 @@ def test_every_forward_plan(head_dim: int, causal: bool, plan: Any, length: int,
 
 
 @known
-@pytest.mark.parametrize("way", ["by TMA", "direct", "deterministic"])
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-@settings(max_examples=1)
+@settings(max_examples=2)
 @given(length=st.integers(1, 420), seed=st.integers(0, 2**31), group=st.sampled_from([1, 3]))
 def test_every_way_through_the_backward(
-    way: str, ahead: bool, prefetch: bool, causal: bool, length: int, seed: int, group: int
+    deterministic: bool, prefetch: bool, causal: bool, length: int, seed: int, group: int
 ) -> None:
     from lmsys.attention.flash_gluon.plans import BackwardPlan
 
@@ -93,10 +92,10 @@ def test_every_way_through_the_backward(
     case = AttentionCase(1, 3, 3 // group, length, keys, head_dim, "bfloat16", causal, grad=True)
     x = make_inputs(case, seed)
     scale = head_dim**-0.5
-    plan = BackwardPlan(prefetch, way == "direct", ahead, seed % 3)
+    plan = BackwardPlan(prefetch, seed % 3)
     with simulated():
         o, lse = product()._forward(x.q, x.k, x.v, causal, scale)
-        dq, dk, dv = product()._backward(x.q, x.k, x.v, o, lse, x.do, causal, scale, way == "deterministic", plan)
+        dq, dk, dv = product()._backward(x.q, x.k, x.v, o, lse, x.do, causal, scale, deterministic, plan)
     ratios = Oracle(case, x).error_ratios({"dq": dq, "dk": dk, "dv": dv}, rms=True)
     assert max(ratios.values()) <= 1, ratios
 
@@ -117,10 +116,9 @@ MUTANTS = [  # module, what stands there, what is put in its place: each would c
     ("forward", "mbarrier.wait(q_empty.index(slot), ((turn >> 1) & 1) ^ 1)\n", "pass\n"),
     ("forward", "            tma.store_wait(0)\n            gl.thread_barrier()", "            gl.thread_barrier()"),
     ("forward", "(acc.to(DTYPE))\n            fence_async_shared()", "(acc.to(DTYPE))"),
-    ("backward", "    _await_free(step, DO_FREE, DO_STAGES)\n    mbarrier", "    mbarrier"),
+    ("backward", "    _await_free(step, DO_FREE)\n    mbarrier", "    mbarrier"),
     ("backward", '    named_barrier("sync", EXCHANGE, 256)\n', ""),
-    ("backward", "if DIRECT:\n        named_barrier", "if False:\n        named_barrier"),
-    ("backward", "& 1, pred=following < steps)\n        s_token", "& 1, pred=False)\n        s_token"),
+    ("backward", "    else:\n        named_barrier", "    else:\n        (lambda *_: None)"),
     ("backward", "            gl.atomic_add(tickets + before, 1)\n    buffer", "            pass\n    buffer"),
 ]  # fmt: skip
 SIZES = (1, 600, 600), (1, 1500, 60)  # batch, queries, keys
@@ -154,7 +152,7 @@ def wrong(batch: int, queries: int, keys: int) -> bool:
     """Whether a simulated run with so many queries and keys fails, hangs, errs or does not repeat."""
     from lmsys.attention.flash_gluon.plans import BackwardPlan
 
-    plan = BackwardPlan(False, True, True, 0)
+    plan = BackwardPlan(False, 0)
     case = AttentionCase(batch, 3, 3, queries, keys, 64, "bfloat16", True, grad=True)
     x = make_inputs(case, 0)
     arguments = x.q, x.k, x.v
@@ -204,14 +202,12 @@ def test_the_kernels_for_hopper_are_well_made() -> None:
         # Of the first tile and of a step: Q K^T takes D / 16, P V 128 / 16. Causal, half a first tile for those
         # consumers whose queries may begin with it: of two the first, of three any.
         halves = line["causal"] * {2: 1, 3: 3}[consumers] * head_dim // 16
-        first_scores = 2 * head_dim // 16 if line.get("ahead") else 0
-        expected = consumers * 2 * (head_dim // 16 + 8) + halves if forward else 2 * 32 + first_scores
+        expected = consumers * 2 * (head_dim // 16 + 8) + halves if forward else 2 * 32
         assert line["HGMMA"] == expected, line
         assert line["waits"] <= line["HGMMA"] // 3, f"a wait after every matmul: the compiler serialised them: {line}"
         assert line["UTMALDG"] >= (2 + consumers if forward else 6), line
         assert line["UTMASTG"] == (consumers if forward else 4), line
-        direct = line.get("direct")
-        assert (line["UTMAREDG"], line["REDG"]) == ((0, 0) if forward else (0, 16) if direct else (2, 0)), line
+        assert (line["UTMAREDG"], line["REDG"]) == (0, 0 if forward else 16), line
         assert line["SYNCS"] >= 20 and line["BAR"] >= 20, line
         assert line["hazards"] == 0, line
         if forward:

@@ -35,22 +35,22 @@ from lmsys.attention.flash_gluon.hopper import (
     widen,
 )
 
+STAGES = gl.constexpr(2)
 BLOCK_K = gl.constexpr(128)  # keys of a CTA, 64 of each consumer
 EXCHANGE = FIRST_BARRIER  # named barriers: both consumers have written dS; then the stages of q, and of do
 Q_FREE = gl.constexpr(FIRST_BARRIER.value + 1)
-DO_FREE = gl.constexpr(FIRST_BARRIER.value + 5)
-DO_STAGES = gl.constexpr(2)
+DO_FREE = gl.constexpr(FIRST_BARRIER.value + 1 + STAGES.value)
 NEVER = gl.constexpr(2**31 - 1)
 
 
 @gluon.jit
-def _await_free(step, FIRST: gl.constexpr, STAGES: gl.constexpr):
+def _await_free(step, FIRST: gl.constexpr):
     if step >= STAGES:
         named_barrier("sync", FIRST + step % STAGES, 384)
 
 
 @gluon.jit
-def _release(step, FIRST: gl.constexpr, STAGES: gl.constexpr):
+def _release(step, FIRST: gl.constexpr):
     named_barrier("arrive", FIRST + step % STAGES, 384)
 
 
@@ -68,16 +68,15 @@ def _next_tile(head, m, first, num_tiles, GROUPED: gl.constexpr):
 
 @gluon.jit
 def _load_queries(
-    q_desc, do_desc, lse_desc, delta_desc, ring, batch, head, row, padded, step, Q_STAGES: gl.constexpr
+    q_desc, do_desc, lse_desc, delta_desc, ring, batch, head, row, padded, step
 ):  # fmt: skip
     qs, lses, q_full, dos, deltas, do_full = ring
-    stage = step % Q_STAGES
-    _await_free(step, Q_FREE, Q_STAGES)
+    stage = step % STAGES
+    _await_free(step, Q_FREE)
     mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
     load_rows(q_desc, batch, head, row, q_full.index(stage), qs.index(stage))
     tma.async_copy_global_to_shared(lse_desc, [padded], q_full.index(stage), lses.index(stage))
-    stage = step % DO_STAGES
-    _await_free(step, DO_FREE, DO_STAGES)
+    _await_free(step, DO_FREE)
     mbarrier.expect(do_full.index(stage), do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
     load_rows(do_desc, batch, head, row, do_full.index(stage), dos.index(stage))
     tma.async_copy_global_to_shared(delta_desc, [padded], do_full.index(stage), deltas.index(stage))
@@ -86,7 +85,7 @@ def _load_queries(
 @gluon.jit
 def _producer(
     q_desc, do_desc, lse_desc, delta_desc, ring, work, H, Q_PADDED,
-    BLOCK_Q: gl.constexpr, GROUPED: gl.constexpr, Q_STAGES: gl.constexpr,
+    BLOCK_Q: gl.constexpr, GROUPED: gl.constexpr,
 ):  # fmt: skip
     """All tiles of queries but the first."""
     batch, head, first, num_tiles, steps = work
@@ -95,11 +94,11 @@ def _producer(
         head, m = _next_tile(head, m, first, num_tiles, GROUPED)
         row = m * BLOCK_Q
         padded = (batch * H + head) * Q_PADDED + row
-        _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, head, row, padded, step, Q_STAGES)
-    for step in range(gl.maximum(steps, Q_STAGES), steps + Q_STAGES):  # arrivals have to be met before the CTA may end
-        _await_free(step, Q_FREE, Q_STAGES)
-    for step in range(gl.maximum(steps, DO_STAGES), steps + DO_STAGES):
-        _await_free(step, DO_FREE, DO_STAGES)
+        _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, head, row, padded, step)
+    for step in range(gl.maximum(steps, STAGES), steps + STAGES):  # arrivals have to be met before the CTA may end
+        _await_free(step, Q_FREE)
+    for step in range(gl.maximum(steps, STAGES), steps + STAGES):
+        _await_free(step, DO_FREE)
 
 
 @gluon.jit
@@ -128,51 +127,43 @@ def _hide(p, n, m, K, WG: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_Q: gl.conste
 
 
 @gluon.jit
-def _add_up(dq_desc, dq, buffer, bh, row, col, tickets, before, ticket, turn, DETERMINISTIC: gl.constexpr):
-    """Adds dq (64, 64) to its place; when deterministic in its turn, once `before`, the last addition, has landed."""
-    if DETERMINISTIC:
-        wait_for_writes()
-    else:
-        tma.store_wait(0)
-    gl.thread_barrier()  # the thread that issued the last addition has now seen it leave
-    if DETERMINISTIC:  # noqa: SIM102 - known when compiling, unlike the next
-        if before >= 0:
-            gl.atomic_add(tickets + before, 1)
+def _add_in_turn(dq_desc, dq, buffer, bh, row, col, tickets, before, ticket, turn):
+    """Adds dq (64, 64) to its place in its turn, once `before`, the last addition, has landed."""
+    wait_for_writes()
+    gl.thread_barrier()  # the thread that issued the last addition has now seen it land
+    if before >= 0:
+        gl.atomic_add(tickets + before, 1)
     buffer.store(dq)
     fence_async_shared()
-    if DETERMINISTIC:
+    seen = gl.atomic_add(tickets + ticket, 0)
+    while seen != turn:
         seen = gl.atomic_add(tickets + ticket, 0)
-        while seen != turn:
-            seen = gl.atomic_add(tickets + ticket, 0)
     tma_reduce_add(dq_desc, [bh, row, col], buffer._reinterpret(gl.float32, [1, 64, 64], dq_desc.layout))
 
 
 @gluon.jit
 def _step(
     dq_desc, dq_ptr, tickets, scale, k, v, all_k, dss, dqs, ring, n, K, masked_until, num_tiles, num_key_tiles,
-    step, steps, bh, m, s, dk, dv, lse, before,
+    step, steps, bh, m, dk, dv, lse, before,
     WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
-    PREFETCH: gl.constexpr, AHEAD: gl.constexpr, DIRECT: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    PREFETCH: gl.constexpr, DETERMINISTIC: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     qs, lses, q_full, dos, deltas, do_full = ring
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-    Q_STAGES: gl.constexpr = qs.shape[0]
-    q_stage = step % Q_STAGES
-    stage = step % DO_STAGES
-    q = qs.index(q_stage)
+    stage = step % STAGES
+    phase = (step // STAGES) & 1
+    q = qs.index(stage)
     do = dos.index(stage)
     zeros = gl.zeros([64, BLOCK_Q], gl.float32, S_LAYOUT)
-    if not AHEAD:
-        mbarrier.wait(q_full.index(q_stage), (step // Q_STAGES) & 1)
-        s_token = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    mbarrier.wait(do_full.index(stage), (step // DO_STAGES) & 1)
+    mbarrier.wait(q_full.index(stage), phase)
+    s_token = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(do_full.index(stage), phase)
     dp_token = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    if not AHEAD:
-        s = warpgroup_mma_wait(1, deps=[s_token])
+    s = warpgroup_mma_wait(1, deps=[s_token])
     if not PREFETCH:
-        lse = lses.index(q_stage).load(ROW_LAYOUT)
+        lse = lses.index(stage).load(ROW_LAYOUT)
     p = gl.exp2(s * scale - lse[None, :])
     if MASK:  # noqa: SIM102 - known when compiling, unlike the next
         if m < masked_until:
@@ -187,16 +178,8 @@ def _step(
         dp = warpgroup_mma_wait(1, deps=[dp_token])
         delta = deltas.index(stage).load(ROW_LAYOUT)
     ds = narrow(widen(p_narrow, DTYPE) * (dp - delta[None, :]), DTYPE)  # p itself would cost its registers until here
-    if AHEAD:  # or there would be more in flight than registers can hold
-        dv, p_operand = warpgroup_mma_wait(0, deps=[dv_token, p_operand])
-        _release(step, DO_FREE, DO_STAGES)
     ds_shared = dss.index(step & 1)
     ds_shared.slice(WG * 64, 64).store(ds)
-    following = step + 1
-    next_stage = following % Q_STAGES
-    if AHEAD:  # after the last tile of what lies there, for nothing: a branch would make the compiler wait
-        mbarrier.wait(q_full.index(next_stage), (following // Q_STAGES) & 1, pred=following < steps)
-        s_token = warpgroup_mma(k, qs.index(next_stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     fence_async_shared()
     named_barrier("sync", EXCHANGE, 256)
     dq_zeros = gl.zeros([64, 64], gl.float32, DQ_LAYOUT)
@@ -215,23 +198,20 @@ def _step(
     ds_operand = gl.convert_layout(ds, P_LAYOUT)
     dk_token = warpgroup_mma(ds_operand, q, dk, is_async=True)
     if PREFETCH:
-        if not AHEAD:
-            mbarrier.wait(q_full.index(next_stage), (following // Q_STAGES) & 1, pred=following < steps)
-        lse = lses.index(next_stage).load(ROW_LAYOUT)
-    if AHEAD:
-        s, dq = warpgroup_mma_wait(1, deps=[s_token, dq_token])
-    else:
-        dq, dv, p_operand = warpgroup_mma_wait(1, deps=[dq_token, dv_token, p_operand])
-        _release(step, DO_FREE, DO_STAGES)
+        following = step + 1
+        mbarrier.wait(q_full.index(following % STAGES), (following // STAGES) & 1, pred=following < steps)
+        lse = lses.index(following % STAGES).load(ROW_LAYOUT)
+    dq, dv, p_operand = warpgroup_mma_wait(1, deps=[dq_token, dv_token, p_operand])
+    _release(step, DO_FREE)
     ticket = (bh * num_tiles + m) * 2 + WG
-    if DIRECT:
-        add_registers(dq_ptr + ticket.to(gl.int64) * 4096, dq)
-    else:
+    if DETERMINISTIC:
         turn = _turn_of(n, m, num_key_tiles, CAUSAL, BLOCK_Q)
-        _add_up(dq_desc, dq, dqs.index(WG), bh, dq_row, dq_col, tickets, before, ticket, turn, DETERMINISTIC)
+        _add_in_turn(dq_desc, dq, dqs.index(WG), bh, dq_row, dq_col, tickets, before, ticket, turn)
+    else:
+        add_registers(dq_ptr + ticket.to(gl.int64) * 4096, dq)
     dk, ds_operand = warpgroup_mma_wait(0, deps=[dk_token, ds_operand])
-    _release(step, Q_FREE, Q_STAGES)
-    return s, dk, dv, lse, ticket
+    _release(step, Q_FREE)
+    return dk, dv, lse, ticket
 
 
 @gluon.jit
@@ -248,8 +228,7 @@ def _consumer(
     dq_desc, dq_ptr, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss, dqs,
     bh, n, first, num_tiles, steps, masked_until, K, num_key_tiles,
     WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
-    GROUPED: gl.constexpr, PREFETCH: gl.constexpr, AHEAD: gl.constexpr, DIRECT: gl.constexpr,
-    DETERMINISTIC: gl.constexpr,
+    GROUPED: gl.constexpr, PREFETCH: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     ks, vs, kv_full = kvs
     DTYPE: gl.constexpr = dk_desc.dtype
@@ -261,22 +240,16 @@ def _consumer(
     k = ks.slice(WG * 64, 64)
     v = vs.slice(WG * 64, 64)
     mbarrier.wait(kv_full, 0)
-    qs, lses, q_full = ring[0], ring[1], ring[2]
-    s = gl.zeros([64, BLOCK_Q], gl.float32, S_LAYOUT)
-    if PREFETCH or AHEAD:
-        mbarrier.wait(q_full.index(0), 0, pred=steps > 0)
-    if AHEAD:
-        token = warpgroup_mma(k, qs.index(0).permute((1, 0)), s, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=[token])
-    lse = lses.index(0).load(gl.SliceLayout(0, S_LAYOUT))
+    if PREFETCH:
+        mbarrier.wait(ring[2].index(0), 0, pred=steps > 0)
+    lse = ring[1].index(0).load(gl.SliceLayout(0, S_LAYOUT))
     m = first
     before = -1
     for step in range(steps):
-        s, dk, dv, lse, before = _step(
+        dk, dv, lse, before = _step(
             dq_desc, dq_ptr, tickets, scale, k, v, ks, dss, dqs, ring, n, K, masked_until, num_tiles, num_key_tiles,
-            step, steps, bh, m, s, dk, dv, lse, before,
-            WG, D, BLOCK_Q, MASK, CAUSAL, PREFETCH, AHEAD, DIRECT, DETERMINISTIC, S_LAYOUT, O_LAYOUT, DQ_LAYOUT,
-            DTYPE,
+            step, steps, bh, m, dk, dv, lse, before,
+            WG, D, BLOCK_Q, MASK, CAUSAL, PREFETCH, DETERMINISTIC, S_LAYOUT, O_LAYOUT, DQ_LAYOUT, DTYPE,
         )  # fmt: skip
         bh, m = _next_tile(bh, m, first, num_tiles, GROUPED)
     if DETERMINISTIC:
@@ -298,11 +271,11 @@ def _consumer(
     # Through a buffer that is free now: as a slice of their tile, the rows of v do not lie together.
     OUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], DTYPE)
     out = dqs.index(WG)._reinterpret(DTYPE, [64, D], OUT)
-    if DIRECT:
-        named_barrier("sync", EXCHANGE, 256)  # the other consumer may still read the last dS
-    else:
+    if DETERMINISTIC:
         tma.store_wait(0)
         gl.thread_barrier()
+    else:
+        named_barrier("sync", EXCHANGE, 256)  # the other consumer may still read the last dS
     out.store(narrow(dv, DTYPE))
     fence_async_shared()
     store_rows(dv_desc, batch, kv_head, row, out)
@@ -319,12 +292,11 @@ def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, dq_ptr, parameters, tickets,
     scale, num_heads, H, G, Q, Q_PADDED, K, num_key_tiles, at_once,
     BLOCK_Q: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, GROUPED: gl.constexpr,
-    PREFETCH: gl.constexpr, AHEAD: gl.constexpr, DIRECT: gl.constexpr,
-    DETERMINISTIC: gl.constexpr,
+    PREFETCH: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     """dk and dv; dq / sm_scale is added to float32 zeros (B H, Q_PADDED, D), Q_PADDED a multiple of BLOCK_Q.
 
-    DIRECT: from registers, tiles (64, 64) in the order that `add_registers` leaves them in; else row by row, by TMA.
+    It holds tiles (64, 64) in the order that `add_registers` leaves them in; if DETERMINISTIC rows, added by TMA.
 
     `scale` is in base 2; `parameters` are those of `prepare_kernel`; `tickets` two zeros for each tile of queries if
     DETERMINISTIC; `num_heads` is B Hkv.
@@ -332,22 +304,21 @@ def backward_kernel(
     """
     DTYPE: gl.constexpr = q_desc.dtype
     K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, D], DTYPE)
-    Q_STAGES: gl.constexpr = 2 if not AHEAD else 4 if DIRECT else 3  # a tile is read by the step before its own, too
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_Q, D], DTYPE)
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_Q], DTYPE)
     DQ_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.float32)
     ks = gl.allocate_shared_memory(DTYPE, [BLOCK_K, D], K_LAYOUT)
     vs = gl.allocate_shared_memory(DTYPE, [BLOCK_K, D], K_LAYOUT)
-    qs = gl.allocate_shared_memory(DTYPE, [Q_STAGES, BLOCK_Q, D], Q_LAYOUT)
-    dos = gl.allocate_shared_memory(DTYPE, [DO_STAGES, BLOCK_Q, D], Q_LAYOUT)
-    lses = gl.allocate_shared_memory(gl.float32, [Q_STAGES, BLOCK_Q], lse_desc.layout)
-    deltas = gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK_Q], delta_desc.layout)
+    qs = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_Q, D], Q_LAYOUT)
+    dos = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_Q, D], Q_LAYOUT)
+    lses = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], lse_desc.layout)
+    deltas = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], delta_desc.layout)
     dss = gl.allocate_shared_memory(DTYPE, [2, BLOCK_K, BLOCK_Q], DS_LAYOUT)
     dqs = dss
-    if not DIRECT:
+    if DETERMINISTIC:
         dqs = gl.allocate_shared_memory(gl.float32, [2, 64, 64], DQ_LAYOUT)
     kvs = ks, vs, barriers(1, 1).index(0)
-    ring = qs, lses, barriers(Q_STAGES, 1), dos, deltas, barriers(DO_STAGES, 1)
+    ring = qs, lses, barriers(STAGES, 1), dos, deltas, barriers(STAGES, 1)
     fence_async_shared()
     kv_bh, n = _assignment(gl.program_id(0), num_key_tiles, num_heads, at_once, DETERMINISTIC, CAUSAL)
     num_tiles = gl.cdiv(Q, BLOCK_Q)
@@ -371,21 +342,21 @@ def backward_kernel(
     if steps > 0:
         row = first * BLOCK_Q
         padded = kv_bh * G * Q_PADDED + row
-        _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, kv_head * G, row, padded, 0, Q_STAGES)
+        _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, kv_head * G, row, padded, 0)
     work = batch, kv_head * G, first, num_tiles, steps
     gl.warp_specialize([
             (_producer, (
-                q_desc, do_desc, lse_desc, delta_desc, ring, work, H, Q_PADDED, BLOCK_Q, GROUPED, Q_STAGES
+                q_desc, do_desc, lse_desc, delta_desc, ring, work, H, Q_PADDED, BLOCK_Q, GROUPED
             )),
             (_consumer, (
                 dq_desc, dq_ptr, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss, dqs, bh, n, first,
                 num_tiles, steps, masked_until, K, num_key_tiles, 0, D, BLOCK_Q, CAUSAL or RAGGED, CAUSAL, GROUPED,
-                PREFETCH, AHEAD, DIRECT, DETERMINISTIC
+                PREFETCH, DETERMINISTIC
             )),
             (_consumer, (
                 dq_desc, dq_ptr, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss, dqs, bh, n, first,
                 num_tiles, steps, masked_until, K, num_key_tiles, 1, D, BLOCK_Q, CAUSAL or RAGGED, CAUSAL, GROUPED,
-                PREFETCH, AHEAD, DIRECT, DETERMINISTIC
+                PREFETCH, DETERMINISTIC
             )),
     ], [4, 4], [240, 240])  # fmt: skip
 
@@ -440,7 +411,7 @@ def prepare_kernel(
 @triton.jit(do_not_specialize=["H", "Q", "Q_PADDED", "stride_b", "stride_h", "stride_q"])
 def convert_kernel(
     dq32_ptr, dq_ptr, sm_scale, H, Q, Q_PADDED, stride_b, stride_h, stride_q,
-    ROWS: tl.constexpr, D: tl.constexpr, DIRECT: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, DETERMINISTIC: tl.constexpr,
 ):  # fmt: skip
     """dq = sm_scale * dq32; the last tiles first, which the L2 cache may still hold."""
     tl.extra.cuda.gdc_wait()
@@ -450,10 +421,10 @@ def convert_kernel(
     rows = program % tiles * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, D)
     inside = (rows < Q)[:, None]
-    if DIRECT:  # see `add_registers`
+    if DETERMINISTIC:
+        dq = tl.load(dq32_ptr + (program.to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None] * D + cols[None, :])
+    else:  # see `add_registers`
         flat = tl.load(dq32_ptr + program.to(tl.int64) * ROWS * D + tl.arange(0, ROWS * D))
         dq = flat.reshape(D // 64, 8, 4, 8, 4, 2, 2).permute(2, 5, 3, 0, 1, 4, 6).reshape(ROWS, D)
-    else:
-        dq = tl.load(dq32_ptr + (program.to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None] * D + cols[None, :])
     place = (bh // H).to(tl.int64) * stride_b + (bh % H).to(tl.int64) * stride_h + rows.to(tl.int64) * stride_q
     tl.store(dq_ptr + place[:, None] * 8 + cols[None, :], dq * sm_scale, mask=inside)

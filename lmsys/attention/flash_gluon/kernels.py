@@ -151,10 +151,9 @@ class _Backward:
             [half, half, floats, floats, floats, floats, ints, longs, 0.5, *self.prepare_sizes, *[8] * 6],
             ROWS=self.rows, D=head_dim,
         )  # fmt: skip
-        direct = plan.direct and not deterministic
         convert = kept(
-            ("convert", *same, direct), convert_kernel, [], [], [floats, half, 0.5, *[8] * 6],
-            ROWS=ROWS, D=head_dim, DIRECT=direct, launch_pdl=True,
+            ("convert", *same, deterministic), convert_kernel, [], [], [floats, half, 0.5, *[8] * 6],
+            ROWS=ROWS, D=head_dim, DETERMINISTIC=deterministic, launch_pdl=True,
         )  # fmt: skip
         q_block, k_block, out_block = ([1, 1, rows, head_dim] for rows in (self.block_q, TILE_K, 64))
         row_block = [self.block_q]
@@ -165,8 +164,7 @@ class _Backward:
             [q_block, k_block, k_block, q_block, row_block, row_block, [1, 64, 64], out_block, out_block],
             [floats, longs, ints, 1.5, *self.sizes],
             BLOCK_Q=self.block_q, D=head_dim, CAUSAL=causal, RAGGED=ragged, GROUPED=group > 1,
-            PREFETCH=plan.prefetch, AHEAD=plan.ahead, DIRECT=direct, DETERMINISTIC=deterministic,
-            maxnreg=168, launch_pdl=True,
+            PREFETCH=plan.prefetch, DETERMINISTIC=deterministic, maxnreg=168, launch_pdl=True,
         )  # fmt: skip
         return prepare, main, convert
 

@@ -1,17 +1,27 @@
 """The settings of the kernels, by head dimension, mask and length, and why each won.
 
-The figures are those of the prototypes of these kernels on one H200 (bfloat16, B S = 16,384 tokens, H D = 2048);
-`python -m lmsys.attention.flash_gluon.tune` times every candidate again.
+Figures: one H200, bfloat16, B S = 16,384 tokens, H D = 2048; `python -m lmsys.attention.flash_gluon.tune` times every
+candidate again, beside SDPA cuDNN.
 
-- Two consumers of 64 queries at head_dim 128, where a third has no registers; three at 64 from 4k keys on (1k full
-  attention: two), whose 192 queries read each key tile less often.
-- Ping-pong and release by named barriers: 3 to 6 % at head_dim 64, where a step is short; an mbarrier's arrive costs
-  128 threads a BAR.SYNC. At 128 causal the consumers drift apart by themselves: none from 2k on.
-- The counter: static orders lose 15 to 20 % at head_dim 128 causal from 4k on. Full attention needs none (1 to 2 %).
-- Heads grouped for the L2 cache in a causal backward: 10 % at head_dim 64 and 1k. Full attention goes head by head.
-- `recycled`: the kernels before and after the backward's main one took 122 us in every cell, a quarter of the time at
-  1k. Not yet timed. (Rounding by the last CTA to add to a tile of dq cost registers: 332 TFLOP/s at head_dim 128 causal
-  and 16k, where 553 had been seen; commit aab98e2, by `python -m lmsys.attention.flash_gluon.tune --planned`.)
+- Two consumers of 64 queries at head_dim 128, where a third has no registers. At 64 a third pays from 4k keys on
+  (6 % at 16k), where its tile of 192 queries reads each key tile less often; at 1k it costs 7 to 11 %.
+- Release by named barriers: 1 to 6 %, since an mbarrier's arrive costs 128 threads a BAR.SYNC (but 128 causal at 1k).
+  Ping-pong is worth 1 % at 64 and 1k, and nothing elsewhere with two consumers.
+- The counter: static orders lose 12 to 15 % at 128 causal from 4k on, 7 % at 64 causal and 16k. At 64 causal and 1k it
+  costs 2 %, in full attention at 128 1 to 3 %.
+- Heads grouped for the L2 cache in a causal backward: 10 % at 64 and 1k in the prototype. Full attention goes head by head.
+- The log-sum-exp a step ahead: 3 to 10 % at 128 (not causal at 16k); at 64 it costs 1 to 6 %.
+
+What the kernels do in every plan, and what lost against it:
+
+- dq is added to from registers, 16 bytes a thread. By way of shared memory and TMA, with its fence and two barriers in
+  every step: 3 to 11 % slower, in all 12 cells.
+- On the diagonal a consumer computes half a tile, or none, where the rest is hidden: 4 % at 64 and 1k.
+- The scores of a step begun in the step before, to run while dS is exchanged: 3 to 10 % slower at 128, 0 to 3 % at 64.
+- float32 dq in memory used again and again, in the L2 cache, rounded by the main kernel in place of one before and one
+  after (122 us in every cell): 20 to 70 % slower at 1k, as what it waits for adds 7 to 18 us to the 16 of a CTA; by 1 to 2 %
+  faster at 64 full from 4k on. Rounded by the last CTA to add to a tile: slower still, as it spills registers.
+- The first Q Kᵀ of a tile begun while the one before it is stored: 2 to 5 % slower.
 """
 
 from dataclasses import dataclass
@@ -34,8 +44,6 @@ class BackwardPlan:
     """How `backward_kernel` runs."""
 
     prefetch: bool  # the log-sum-exp is loaded a step ahead, rather than after the scores
-    direct: bool  # dq is added from registers, rather than through shared memory by TMA
-    ahead: bool  # the scores of a step are begun in the step before, to run while its dS is exchanged
     l2_mib: int  # of what heads worked on together read and add up
 
 
@@ -49,10 +57,10 @@ FORWARD: dict[tuple[int, bool], tuple[tuple[int, ForwardPlan], ...]] = {
     (128, False): ((1024, ForwardPlan(2, 2, True, True, False, 0)), (ANY, ForwardPlan(2, 2, False, True, False, 0))),
 }
 BACKWARD: dict[tuple[int, bool], tuple[tuple[int, BackwardPlan], ...]] = {
-    (64, True): ((ANY, BackwardPlan(False, True, False, 11)),),
-    (64, False): ((ANY, BackwardPlan(False, True, False, 0)),),
-    (128, True): ((ANY, BackwardPlan(True, True, False, 11)),),
-    (128, False): ((ANY, BackwardPlan(True, True, False, 0)),),
+    (64, True): ((ANY, BackwardPlan(False, 11)),),
+    (64, False): ((ANY, BackwardPlan(False, 0)),),
+    (128, True): ((8192, BackwardPlan(True, 11)), (ANY, BackwardPlan(False, 11))),
+    (128, False): ((ANY, BackwardPlan(True, 0)),),
 }
 
 
