@@ -9,7 +9,8 @@ candidate again, beside SDPA cuDNN.
   Ping-pong is worth 1 % at 64 and 1k, and nothing elsewhere with two consumers.
 - The counter: static orders lose 12 to 15 % at 128 causal from 4k on, 7 % at 64 causal and 16k. At 64 causal and 1k it
   costs 2 %, in full attention at 128 1 to 3 %.
-- Heads grouped for the L2 cache in a causal backward: 10 % at 64 and 1k in the prototype. Full attention goes head by head.
+- Heads grouped for the L2 cache in a causal backward: 10 % at 64 and 1k in the prototype. Full attention goes head by
+  head.
 - The log-sum-exp a step ahead: 3 to 10 % at 128 (not causal at 16k); at 64 it costs 1 to 6 %.
 
 What the kernels do in every plan, and what lost against it:
@@ -19,8 +20,8 @@ What the kernels do in every plan, and what lost against it:
 - On the diagonal a consumer computes half a tile, or none, where the rest is hidden: 4 % at 64 and 1k.
 - The scores of a step begun in the step before, to run while dS is exchanged: 3 to 10 % slower at 128, 0 to 3 % at 64.
 - float32 dq in memory used again and again, in the L2 cache, rounded by the main kernel in place of one before and one
-  after (122 us in every cell): 20 to 70 % slower at 1k, as what it waits for adds 7 to 18 us to the 16 of a CTA; by 1 to 2 %
-  faster at 64 full from 4k on. Rounded by the last CTA to add to a tile: slower still, as it spills registers.
+  after (122 us in every cell): 20 to 70 % slower at 1k, as what it waits for adds 7 to 18 us to the 16 of a CTA; by 1
+  to 2 % faster at 64 full from 4k on. Rounded by the last CTA to add to a tile: slower still, as it spills registers.
 - The first Q Kᵀ of a tile begun while the one before it is stored: 2 to 5 % slower.
 """
 
