@@ -118,7 +118,8 @@ class Slice:
         return self.labels[value] if axis == "impl" else value
 
     def words(self, frame: pd.DataFrame, axis: str) -> str:
-        return " / ".join(self.word(axis, value) for value in ordered(axis, frame[axis]))
+        names = labels_of(frame) if axis == "impl" else {}
+        return " / ".join(names.get(value, value) for value in ordered(axis, frame[axis]))
 
     def constants(self, frame: pd.DataFrame) -> dict[str, str]:
         """The axes that have one value among these cases, with it."""
@@ -133,6 +134,15 @@ class Slice:
         held += f"{self.words(frame, 'compile')}, attention {self.words(frame, 'impl')}"
         clock = timing(frame) if metric.clocked else ""
         return f"{what}. {held}. {clock}{self.machine.about(frame)}"
+
+
+def labels_of(frame: pd.DataFrame) -> dict[str, str]:
+    """Attention rows as they are read. "auto: X" names what was taken, which may differ from case to case."""
+    found: dict[str, str] = {}
+    for impl, rows in frame.groupby("impl", sort=False):
+        first, *others = dict.fromkeys(rows["label"])
+        found[str(impl)] = " or ".join([first, *(label.removeprefix(f"{impl}: ") for label in others)])
+    return found
 
 
 def section_title(section: str) -> str:
@@ -178,7 +188,7 @@ def typed(frame: pd.DataFrame) -> pd.DataFrame:
 def slices(machine: Machine) -> Iterator[Slice]:
     """The typed records cut by SETTING, in page order."""
     frame = machine.frame
-    labels = dict(zip(frame["impl"], frame["label"], strict=True))
+    labels = labels_of(frame)
     for section in ordered("section", frame["section"]):
         own = frame[frame["section"] == section]
         for (_, vocabulary, limit), rows in own.groupby(SETTING, sort=True):
