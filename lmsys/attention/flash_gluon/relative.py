@@ -1,0 +1,144 @@
+"""What a case costs beside a plainer one: `python -m lmsys.attention.flash_gluon.relative [OUT.jsonl]`.
+
+The two of a pair are timed in turn, round after round; a line gives the median over rounds of their ratio of speeds:
+FLOP rate over FLOP rate, or for short sequences the wall time of SDPA cuDNN over ours. bfloat16, H D = 2048.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lmsys.attention.flash_gluon import kernels
+from lmsys.attention.flash_gluon.tune import TOKENS, inputs
+
+CALLS = 100  # of a short sequence, back to back
+Pair = tuple[dict[str, Any], Callable[[], Any], Callable[[], Any], float]  # what, it, the plainer one, their work
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Any]:
+    return lambda: kernels._forward(q, k, v, causal, q.shape[-1] ** -0.5)
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, deterministic: bool = False
+) -> Callable[[], Any]:
+    scale = q.shape[-1] ** -0.5
+    o, lse = kernels._forward(q, k, v, causal, scale)
+    return lambda: kernels._backward(q, k, v, o, lse, do, causal, scale, deterministic)
+
+
+def both(x: list[Tensor], causal: bool) -> list[Callable[[], Any]]:
+    return [forward(*x[:3], causal), backward(x[0], x[1], x[2], x[3], causal)]
+
+
+def transposed(x: Tensor) -> Tensor:
+    """The same in (B, S, H, D) memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def variants(head_dim: int, causal: bool) -> Iterator[Pair]:
+    """Order of additions, ragged lengths, views, grouped heads."""
+    what = {"head_dim": head_dim, "causal": causal}
+    for length in (1024, 4096, 16384):
+        x = q, k, v, do = inputs(head_dim, length)
+        named = what | {"pair": "deterministic, default", "direction": "bwd", "length": length}
+        yield named, backward(q, k, v, do, causal, deterministic=True), backward(q, k, v, do, causal), 1.0
+    for length in (4096, 8192):
+        x = inputs(head_dim, length)
+        odd = [t[:, :, :-1].contiguous() for t in x]
+        named = what | {"pair": f"S {length - 1}, S {length}", "length": length - 1}
+        for direction, one, plain in zip(("fwd", "bwd"), both(odd, causal), both(x, causal), strict=True):
+            yield named | {"direction": direction}, one, plain, ((length - 1) / length) ** 2
+    x = inputs(head_dim, 4096)
+    group = x[1].shape[1] // 8
+    of_eight = [x[0], x[1][:, :group].contiguous(), x[2][:, :group].contiguous(), x[3]]
+    for pair, other in (("(B, S, H, D), contiguous", [transposed(t) for t in x]), ("8 to 1, full heads", of_eight)):
+        for direction, one, plain in zip(("fwd", "bwd"), both(other, causal), both(x, causal), strict=True):
+            yield what | {"pair": pair, "direction": direction, "length": 4096}, one, plain, 1.0
+
+
+def graph_of(call: Callable[[], Any]) -> Callable[[], None]:
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = [call() for _ in range(CALLS)]  # their memory is the graph's
+
+    def replay(_: Any = kept) -> None:
+        graph.replay()
+
+    return replay
+
+
+def short(head_dim: int, causal: bool, length: int, batch: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """CALLS forwards of ours and of SDPA: one after another, or for a batch of 1 as a CUDA graph."""
+    q, k, v, _ = inputs(head_dim, length, batch)
+    own = lambda: kernels.flash_gluon(q, k, v, causal=causal)  # noqa: E731
+    base = lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal)  # noqa: E731
+    if batch == 1:
+        return graph_of(own), graph_of(base)
+    return tuple(lambda call=call: [call() for _ in range(CALLS)] for call in (own, base))  # type: ignore[return-value]
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def milliseconds(call: Callable[[], Any]) -> float:
+    return triton.testing.do_bench(call, warmup=5, rep=25, return_mode="median")
+
+
+def compared(
+    what: dict[str, Any], one: Callable[[], Any], plain: Callable[[], Any], work: float,
+    timed: Callable[[Callable[[], Any]], float], rounds: int,
+) -> dict[str, Any]:  # fmt: skip
+    for call in (one, plain):
+        call()
+    ratios = []
+    for _ in range(rounds):
+        base = timed(plain)
+        ratios.append(work * base / timed(one))
+    return what | {"ratio": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", nargs="?", help="JSON lines")
+    parser.add_argument("--rounds", type=int, default=5)
+    chosen = parser.parse_args(arguments)
+
+    def tell(line: dict[str, Any]) -> None:
+        print(*(line[name] for name in ("pair", "direction", "head_dim", "causal", "length")), f"{line['ratio']:.3f}")
+        sys.stdout.flush()
+        if chosen.out:
+            with open(chosen.out, "a") as out:
+                print(json.dumps(line), file=out)
+
+    with torch.no_grad(), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        for head_dim, causal in itertools.product((64, 128), (True, False)):
+            for what, one, plain, work in variants(head_dim, causal):
+                tell(compared(what, one, plain, work, milliseconds, chosen.rounds))
+            for length, alone in itertools.product((128, 256, 512), (False, True)):
+                calls = short(head_dim, causal, length, 1 if alone else TOKENS // length)
+                pair = f"{CALLS} calls{' in a graph, B 1' if alone else ''}, SDPA cuDNN"
+                what = {"pair": pair, "direction": "fwd", "head_dim": head_dim, "causal": causal, "length": length}
+                tell(compared(what, *calls, 1.0, seconds, 3 * chosen.rounds))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
