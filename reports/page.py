@@ -109,7 +109,7 @@ def _anchor(machine: Machine, title: str) -> str:
 
 
 def _facts(machine: Machine) -> str:
-    """The runs behind this machine's figures: a column of facts for each."""
+    """The runs behind this machine's figures: what all have in common, then a line for each with what they have not."""
     runs = [
         {**run, "commit": f"{run.get('commit')}{' with local changes' * bool(run.get('dirty'))}"}
         for run in machine.runs
@@ -127,8 +127,14 @@ def _facts(machine: Machine) -> str:
     copies = [(run.get("ceilings") or {}).get("copy_bytes_per_s") for run in machine.runs]
     if any(copies):
         rows.append(("copy", [f"{number(rate / 1e9)} GB/s" if rate else "–" for rate in copies]))
-    lines = "".join(f"<tr><th>{name}{''.join(f'<td>{escape(v)}' for v in values)}" for name, values in rows)
-    return f'<div class="scroll"><table class="facts">{lines}</table></div>'
+    common = "".join(f"<tr><th>{name}<td>{escape(values[0])}" for name, values in rows if len(set(values)) == 1)
+    own = [(name, values) for name, values in rows if len(set(values)) > 1]
+    head = "".join(f"<th>{name}" for name, _ in own)
+    lines = "".join(
+        "<tr>" + "".join(f"<td>{escape(v)}" for v in line) for line in zip(*(v for _, v in own), strict=True)
+    )
+    each = f'<div class="scroll"><table class="facts"><thead><tr>{head}<tbody>{lines}</table></div>' if own else ""
+    return f'<div class="scroll"><table class="facts">{common}</table></div>{each}'
 
 
 def _ceilings(run: dict[str, object]) -> dict[str, float]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from benchmarks.axes import parse_model_axes
 from benchmarks.model_cells import LLAMA, cells_of, rows_called
+from benchmarks.model_gate import gate
 from benchmarks.model_trial import model_trial
 from benchmarks.sections import MODES, ModelSection
 from benchmarks.session import Settings
@@ -249,6 +250,21 @@ def test_what_fails_outside_a_row_fails_every_cell(
     monkeypatch.setattr(f"benchmarks.{what}", fails)
     for one in records(TINY, settings).values():
         assert one["outcome"] == outcome and "no room" in one["reason"]
+
+
+def test_a_reference_without_room_is_of_half_the_batch(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = []
+
+    def fits_two(rows: Any, config: Any, batch: int, *rest: Any) -> None:
+        batches.append(batch)
+        if batch > 2:
+            raise torch.OutOfMemoryError("no room")
+        gate(rows, config, batch, *rest)
+
+    monkeypatch.setattr("benchmarks.model_trial.gate", fits_two)
+    found = records(replace(TINY, batch=(8,)), settings)
+    assert batches == [8, 4, 2]
+    assert all(one["outcome"] == "ok" and one["batch"] == 8 for one in found.values())
 
 
 def test_a_loss_that_is_no_longer_finite_is_wrong(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
