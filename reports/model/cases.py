@@ -188,7 +188,6 @@ def typed(frame: pd.DataFrame) -> pd.DataFrame:
 def slices(machine: Machine) -> Iterator[Slice]:
     """The typed records cut by SETTING, in page order."""
     frame = machine.frame
-    labels = labels_of(frame)
     for section in ordered("section", frame["section"]):
         own = frame[frame["section"] == section]
         for (_, vocabulary, limit), rows in own.groupby(SETTING, sort=True):
@@ -199,7 +198,7 @@ def slices(machine: Machine) -> Iterator[Slice]:
                 stem.append(f"{limit / GIB:g}gib")
                 heading.append(f"memory limit {limit / GIB:g} GiB")
             rows = rows.reset_index(drop=True)
-            yield Slice(machine, section, rows, file_name("-".join(stem)), ", ".join(heading), labels)
+            yield Slice(machine, section, rows, file_name("-".join(stem)), ", ".join(heading), labels_of(rows))
 
 
 def groups(frame: pd.DataFrame, free: Iterable[str]) -> list[pd.DataFrame]:
