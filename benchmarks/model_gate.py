@@ -7,7 +7,8 @@ all but the loss, which is one number, are held in root mean square too, as atte
 
 Llama is such a row: with the weights of ours, mapped to its own and its gradients back, it is the same function.
 
-As many blocks as make one compiled graph stand for all, since blocks share their code; the batch and context are the case's where naive's scores fit.
+As many blocks as make one compiled graph stand for all, since graphs share their code; the batch and context are the
+case's where naive's scores fit.
 """
 
 import copy

@@ -24,7 +24,7 @@ from lmsys.loss import linear_cross_entropy
 from lmsys.measure.profile import part
 from lmsys.rotation import RotaryEmbedding
 
-TOGETHER = 4  # blocks of a compiled graph, where none needs to be a module: more gain little, and take longer to compile
+TOGETHER = 4  # blocks of a compiled graph, where none needs to be a module: more gain little and compile for longer
 
 
 class Linear(nn.Linear):
@@ -130,9 +130,7 @@ class Block(nn.Module):
         return x + self.ffn(self.ln2(x))
 
 
-def _run(
-    layers: list[Block], x: Tensor, attend: list[Any], rope: RotaryEmbedding, positions: Tensor | None
-) -> Tensor:
+def _run(layers: list[Block], x: Tensor, attend: list[Any], rope: RotaryEmbedding, positions: Tensor | None) -> Tensor:
     """What compile_blocks makes one graph of, where it takes several blocks."""
     for layer, attend_here in zip(layers, attend, strict=True):
         x = layer(x, attend_here, rope, positions)
