@@ -7,7 +7,8 @@ all but the loss, which is one number, are held in root mean square too, as atte
 
 Llama is such a row: with the weights of ours, mapped to its own and its gradients back, it is the same function.
 
-Two blocks stand for all, since blocks share their code; the batch and context are the case's where naive's scores fit.
+As many blocks as make one compiled graph stand for all, since graphs share their code; the batch and context are the
+case's where naive's scores fit.
 """
 
 import copy
@@ -27,10 +28,10 @@ from benchmarks.trial import verdict
 from lmsys.config import ModelConfig
 from lmsys.measure.clock import synchronize
 from lmsys.measure.compare import attempt
-from lmsys.model import TransformerLM
+from lmsys.model import TOGETHER, TransformerLM
 from lmsys.testing import error_ratio, norm_rms, rms_budget
 
-NUM_BLOCKS = 2
+NUM_BLOCKS = TOGETHER
 MAX_CONTEXT = 2048
 MAX_SCORES = 2**28  # of naive attention in one block: 2 GiB in float64
 LOSS_SCALE = 2.0**12  # keeps float16 gradients above its smallest value
@@ -110,7 +111,7 @@ def variant(base: TransformerLM, attention: str, compiled: bool) -> TransformerL
     shared = {id(x): x for x in (*base.parameters(), *base.buffers())}
     model = copy.deepcopy(base, shared)
     model.config = replace(base.config, attention=attention)
-    return model.compile_blocks() if compiled else model
+    return model.compile_blocks(TOGETHER) if compiled else model
 
 
 def gate(contenders: list[Contender], config: ModelConfig, batch: int, precision: str, device: str, seed: int) -> None:

@@ -38,7 +38,7 @@ class Found(trial.Found):
 def model_trial(cells: list[Cell], settings: Settings) -> Iterator[Result]:
     """A result for each cell of a group.
 
-    In this order: the gate, on a model of two blocks; then, mode by mode on the whole model, each row alone, which
+    In this order: the gate, on a model of a few blocks; then, mode by mode on the whole model, each row alone, which
     decides what is out of memory, the samples, a memory run; last, whether the model still gives finite numbers. What
     fails outside a row's own calls fails every cell that was still good.
     """

@@ -15,8 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lmsys.operator import define
-
 
 def linear(x: Tensor, *weights: Tensor) -> Tensor:
     """x (..., M), weights (O1, M), (O2, M), ... -> (..., O1 + O2 + ...): each x Wᵀ, side by side. Differentiable once.
@@ -65,18 +63,6 @@ def _side_by_side(weights: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
     return torch.cat(weights, out=weights[0].new_empty(rows, weights[0].shape[-1], dtype=dtype))
 
 
-def _wide_mm(a: Tensor, b: Tensor) -> Tensor:
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.mm(a, b).float()
-
-
-def _like_product(a: Tensor, b: Tensor) -> Tensor:
-    return a.new_empty(len(a), b.shape[1], dtype=torch.float32)
-
-
-# An operator, since not every version of torch.compile knows `mm` with an `out_dtype`.
-_wide_mm_operator = define("wide_mm", "(Tensor a, Tensor b) -> Tensor", _wide_mm, _like_product)
-
-
 def wide_mm(a: Tensor, b: Tensor) -> Tensor:
     """a b in float32 of bfloat16 or float16 a (I, J) and b (J, K); on CUDA rounded nowhere on the way."""
-    return _wide_mm_operator(a, b)
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.mm(a, b).float()

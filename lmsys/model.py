@@ -24,6 +24,8 @@ from lmsys.loss import linear_cross_entropy
 from lmsys.measure.profile import part
 from lmsys.rotation import RotaryEmbedding
 
+TOGETHER = 4  # blocks of a compiled graph, where none needs to be a module: more gain little and compile for longer
+
 
 class Linear(nn.Linear):
     """y = x Wᵀ, W (out, in) drawn from a normal of variance 2 / (in + out), cut off at three standard deviations."""
@@ -128,6 +130,13 @@ class Block(nn.Module):
         return x + self.ffn(self.ln2(x))
 
 
+def _run(layers: list[Block], x: Tensor, attend: list[Any], rope: RotaryEmbedding, positions: Tensor | None) -> Tensor:
+    """What compile_blocks makes one graph of, where it takes several blocks."""
+    for layer, attend_here in zip(layers, attend, strict=True):
+        x = layer(x, attend_here, rope, positions)
+    return x
+
+
 class TransformerLM(nn.Module):
     """Token ids (B, S) -> logits (B, S, V); `loss` gives the mean cross-entropy without holding them."""
 
@@ -142,11 +151,26 @@ class TransformerLM(nn.Module):
         self.rope = RotaryEmbedding(config.head_dim, config.context_length, config.rope_theta, device)
         _ = ATTENTION[config.attention] if config.attention != "auto" else None  # an unknown name fails here
         self._rows: dict[AttentionCase, Any] = {}
+        self._together, self._run = 1, _run
 
-    def compile_blocks(self, **options: Any) -> "TransformerLM":
-        """Compile every block in place: as the blocks share their code, the second and all later ones are free."""
-        for layer in self.layers:
-            layer.compile(fullgraph=True, dynamic=False, **options)
+    def compile_blocks(self, together: int = 1, **options: Any) -> "TransformerLM":
+        """Compile `together` blocks as one graph: as blocks share their code, all later graphs of a size are free.
+
+        1: each block in place, still a module that hooks and wrappers may surround. More: the host enters fewer graphs,
+        and a block's last addition is part of the next one's norm; nothing may be hooked between the blocks of a graph.
+        `options` are torch.compile's. Unless they say otherwise, compiled code does not check shapes that its guards
+        have checked. ValueError for less than one block.
+        """
+        if together < 1:
+            raise ValueError(f"{together=} must be at least one block")
+        if "backend" not in options and "mode" not in options:
+            options["options"] = {"size_asserts": False} | options.get("options", {})
+        options = {"fullgraph": True, "dynamic": False} | options
+        if together == 1:
+            for layer in self.layers:
+                layer.compile(**options)
+        else:
+            self._together, self._run = together, torch.compile(_run, **options)
         return self
 
     def hidden(self, tokens: Tensor, positions: Tensor | None = None, cache: Any = None) -> Tensor:
@@ -186,8 +210,10 @@ class TransformerLM(nn.Module):
             raise ValueError(f"the state dict does not fit {self.config}: {error}") from error
 
     def _blocks(self, x: Tensor, first: int, stop: int, attend: list[Any], positions: Tensor | None) -> Tensor:
-        for layer, attend_here in zip(self.layers[first:stop], attend[first:stop], strict=True):
-            x = layer(x, attend_here, self.rope, positions)
+        layers = list(self.layers)
+        for start in range(first, stop, self._together):
+            some = slice(start, min(start + self._together, stop))
+            x = self._run(layers[some], x, attend[some], self.rope, positions)
         return x
 
     def _check(self, tokens: Tensor) -> None:

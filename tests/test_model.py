@@ -97,12 +97,46 @@ def test_checkpointing_changes_no_gradient(group: int, seed: int) -> None:
     assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
 
 
-@pytest.mark.skipif(why_no_compiler("cpu") is not None, reason=str(why_no_compiler("cpu")))
+needs_compiler = pytest.mark.skipif(why_no_compiler("cpu") is not None, reason=str(why_no_compiler("cpu")))
+
+
+@needs_compiler
 @pytest.mark.parametrize("row", ["naive", "sdpa_flash", "flash_torch", "flash_triton"])
 def test_compiled_blocks_equal_eager_ones_without_graph_breaks(row: str) -> None:
     if row not in ROWS:
         pytest.skip(f"{row} does not run here: see python -m lmsys")
     assert_right(tiny(3, attention=row).compile_blocks(), 3)
+
+
+@needs_compiler
+@pytest.mark.parametrize("together", [2, 3])
+@pytest.mark.parametrize("checkpointed", [0, 4])
+def test_blocks_compiled_together_equal_eager_ones(together: int, checkpointed: int) -> None:
+    """Also where the last graph has fewer blocks; shapes that the guards let through are asserted too."""
+    shape = {"num_layers": 4, "checkpoint_blocks": checkpointed}
+    eager, compiled = tiny(3, **shape), tiny(3, **shape).compile_blocks(together, options={"size_asserts": True})
+    expected, found = (outcome(model, ids(3), ids(4)) for model in (eager, compiled))
+    for name, one in expected.items():
+        torch.testing.assert_close(found[name], one, msg=name)
+
+
+@needs_compiler
+@pytest.mark.parametrize("together", [1, 4])
+def test_a_deep_model_compiles_once(together: int) -> None:
+    """One graph for each shape, however many blocks there are."""
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    model = tiny(num_layers=12).compile_blocks(together, backend=backend)
+    for length, count in ((12, 1), (12, 1), (8, 2)):
+        model.loss(ids(0, length=length), ids(1, length=length)).backward()
+        assert len(graphs) == count
+    with pytest.raises(ValueError, match="together=0 must be at least one block"):
+        model.compile_blocks(0)
 
 
 @settings(max_examples=10)

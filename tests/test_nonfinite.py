@@ -33,3 +33,11 @@ def test_a_finite_loss_is_no_error() -> None:
     assert first_nonfinite(model, lambda: model(tokens)) is None
     with pytest.raises(NonFiniteError, match="the loss is nan at step 3$"):
         check_loss(torch.tensor(float("nan")), 3)
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_compiled_blocks_are_looked_into_as_well(together: int) -> None:
+    model, tokens = TransformerLM(CONFIG), torch.arange(8)[None]
+    model.compile_blocks(together, backend="aot_eager").loss(tokens, tokens).backward()
+    model.layers[1].ffn.w2.weight.data[:] = float("nan")
+    assert first_nonfinite(model, lambda: model(tokens)) == "layers.1.ffn.w2 (Linear)"

@@ -18,7 +18,7 @@ Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 def _like(x: Tensor) -> Tensor:
     """Room for a result of x's shape (B, H, S, D), in (B, S, H, D) memory: what the projections around it read."""
     batch, heads, length, head_dim = x.shape
-    return x.new_empty(batch, length, heads, head_dim).transpose(1, 2)
+    return x.new_empty_strided(x.shape, (length * heads * head_dim, head_dim, heads * head_dim, 1))
 
 
 def _laid_out(found: Tensor) -> Tensor:
@@ -53,13 +53,6 @@ def operator(
     ) -> tuple[Tensor, Tensor, Tensor]:
         return _like(q), _like(k), _like(v)
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        q, k, v, ctx.causal, ctx.scale = inputs
-        ctx.save_for_backward(q, k, v, *output)
-
-    def differentiate(ctx: Any, do: Tensor, _: Any) -> Any:
-        return *backward_operator(*ctx.saved_tensors, do, ctx.causal, ctx.scale), None, None
-
     last = "bool causal, float scale"
     schemas = (
         f"(Tensor q, Tensor k, Tensor v, {last}) -> (Tensor, Tensor)",
@@ -67,8 +60,23 @@ def operator(
     )
     forward_operator = define(name, schemas[0], run, like_run)
     backward_operator = define(f"{name}_backward", schemas[1], run_backward, like_run_backward)
-    torch.library.register_autograd(f"lmsys::{name}", differentiate, setup_context=setup_context)
-    return lambda q, k, v, causal, scale: forward_operator(q, k, v, causal, scale)[0]
+
+    class Operator(torch.autograd.Function):
+        """Not registered with the operators: the host would pay for it at each call in compiled code, about 15 us."""
+
+        @staticmethod
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+            ctx.causal, ctx.scale = causal, scale
+            o, lse = forward_operator(q, k, v, causal, scale)
+            ctx.save_for_backward(q, k, v, o, lse)
+            return o
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            return *backward_operator(*ctx.saved_tensors, grads[0], ctx.causal, ctx.scale), None, None
+
+    return Operator.apply
 
 
 def function(name: str, forward: Forward, backward: Backward) -> Any:
@@ -93,15 +101,21 @@ def function(name: str, forward: Forward, backward: Backward) -> Any:
             ctx.scale = q.shape[-1] ** -0.5 if scale is None else float(scale)  # of an int Triton makes a constant
             if ctx.scale <= 0:
                 raise ValueError(f"{scale=} must be positive in {name}.apply; the row of the table takes any")
-            o, lse = forward(*(as_4d(x) for x in (q, k, v)), causal, ctx.scale, *ctx.tile)
-            o = o.reshape(q.shape)
-            ctx.save_for_backward(q, k, v, o, lse.view(q.shape[:-1]))
+            if q.dim() == 4:  # apart, since each view costs the host two microseconds
+                o, lse = forward(q, k, v, causal, ctx.scale, *ctx.tile)
+            else:
+                o, lse = forward(*(as_4d(x) for x in (q, k, v)), causal, ctx.scale, *ctx.tile)
+                o, lse = o.reshape(q.shape), lse.view(q.shape[:-1])
+            ctx.save_for_backward(q, k, v, o, lse)
             return o
 
         @staticmethod
         @once_differentiable
         def backward(ctx: Any, *grads: Tensor) -> Any:
             q, k, v, o, lse = ctx.saved_tensors
+            if q.dim() == 4:
+                found = backward(q, k, v, o, lse, grads[0], ctx.causal, ctx.scale, *ctx.tile)
+                return *found, None, None, None
             q4, k4, v4, o4, do4 = (as_4d(x) for x in (q, k, v, o, grads[0]))
             found = backward(q4, k4, v4, o4, lse.view(q4.shape[:-1]), do4, ctx.causal, ctx.scale, *ctx.tile)
             return *(dx.reshape(x.shape) for dx, x in zip(found, (q, k, v), strict=True)), None, None, None

@@ -6,6 +6,9 @@ IEEE division and square root; the bias corrections 1 - βᵗ, in which float32 
 """
 
 import math
+from functools import reduce
+from itertools import chain
+from operator import or_
 from typing import Any
 
 import torch
@@ -95,7 +98,8 @@ class FusedAdamW:
 
     def step(self, lists: tuple[list[Tensor], ...], group: dict[str, Any], scale: Any, found_inf: Any) -> None:
         """`lists`: parameters, gradients, exp_avgs, exp_avg_sqs and step counters. The host does not wait."""
-        self._locate([x.data_ptr() for tensors in lists for x in tensors])
+        tensors = list(chain(*lists))
+        self._locate(list(map(Tensor.data_ptr, tensors)))
         num_tensors, (beta1, beta2), lr = len(self.sizes), group["betas"], float(group["lr"])
         logs = (math.log2(beta) if beta else -math.inf for beta in (beta1, beta2))
         with torch.cuda.device_of(self.rates):
@@ -108,13 +112,13 @@ class FusedAdamW:
                     lr * group["weight_decay"], beta1, 1 - beta1, beta2, 1 - beta2, group["eps"],
                     BLOCK=BLOCK, ALIGNED=self._aligned, num_warps=NUM_WARPS,
                 )  # fmt: skip
-        torch.autograd.graph.increment_version([x for tensors in lists for x in tensors])  # as torch's kernels do
+        torch.autograd.graph.increment_version(tensors)  # as torch's kernels do
 
     def _locate(self, addresses: list[int]) -> None:
         """Gradients move from step to step: their addresses follow, from pinned memory that the copy still reads when
         this returns, and that torch's allocator does not give out again before."""
         if addresses == self._addresses:
             return
-        self._addresses, self._aligned = addresses, not any(address % 16 for address in addresses[: -len(self.sizes)])
+        self._addresses, self._aligned = addresses, reduce(or_, addresses[: -len(self.sizes)]) % 16 == 0
         table = torch.tensor(addresses, dtype=torch.int64, pin_memory=self.rates.is_cuda)
         self._table = table.to(self.rates.device, non_blocking=True)

@@ -61,7 +61,7 @@ class TrainConfig:
     lr, min_lr        the cosine schedule's largest and last; warmup_steps from 0 to lr
     clip_norm         of the gradient; 0: it is not clipped
     precision         fp32, or bf16 by autocast
-    compile           each block by torch.compile
+    compile           the blocks by torch.compile, several to a graph where the strategy is none
     strategy          a row of `lmsys.parallel.STRATEGIES`, or path.py:Class
     bucket_mb         MiB of a bucket where the strategy has them; None: its own choice
     sharded_optimizer the optimizer's state divided among ranks, over a strategy that all-reduces

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lmsys.accounting import model_flops
-from lmsys.model import Loss, TransformerLM
+from lmsys.model import TOGETHER, Loss, TransformerLM
 from lmsys.parallel import STRATEGIES
 from lmsys.parallel.adapt import Adapted
 from lmsys.parallel.collectives import Group, gather_objects, size_and_rank
@@ -119,7 +119,8 @@ class Trainer:
             shared = found.shared()
             self.model.load_state_dict(shared["model"])
         if train.compile:
-            self.model.compile_blocks()
+            alone = train.strategy == "none"  # a strategy may surround each block, and reduce its gradients early
+            self.model.compile_blocks(TOGETHER if alone else 1)
         self.strategy = self._strategy()
         self.optimizer = self._optimizer()
         self.facts["optimizer"] = state.layout(self.strategy)

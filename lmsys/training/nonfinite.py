@@ -29,7 +29,8 @@ def check_loss(loss: Tensor, step: int, model: nn.Module | None = None, again: C
 
 def first_nonfinite(model: nn.Module, forward: Callable[[], Any]) -> str | None:
     """The name and class of the first module whose output holds NaN or inf while `forward` runs, or None."""
-    with _watched(model) as found, torch.no_grad():
+    eager = torch.compiler.set_stance("force_eager")  # a compiled graph holds no hooks
+    with _watched(model) as found, torch.no_grad(), eager:
         forward()
     return found[0] if found else None
 

@@ -7,6 +7,7 @@ import importlib.util
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -142,7 +143,7 @@ def _cuda_step(bundle: _Bundle, group: dict[str, Any], *scaling: Tensor | None) 
     grad_scale, found_inf = (None if x is None else x.to(device, non_blocking=True) for x in scaling)
     lists = bundle.params, bundle.grads(), bundle.exp_avgs, bundle.exp_avg_sqs
     wide = bundle.params[0].dtype == torch.float32
-    if HAS_TRITON and wide and all(x.is_contiguous() for tensors in lists for x in tensors):
+    if HAS_TRITON and wide and all(map(Tensor.is_contiguous, chain(*lists))):
         _triton_step(bundle, group, grad_scale, found_inf)
     else:
         _fused_step(bundle, group, grad_scale, found_inf)
@@ -253,8 +254,8 @@ def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, eps: 
     norms: list[Tensor] = []
     for (_, dtype), grads in bundles.items():
         wide = torch.promote_types(dtype, torch.float32)
-        norms += [norm.to(first_device) for norm in torch._foreach_norm(grads, 2, dtype=wide)]
-    norm = torch.linalg.vector_norm(torch.stack(norms))
+        norms.append(torch.stack(torch._foreach_norm(grads, 2, dtype=wide)).to(first_device))
+    norm = torch.linalg.vector_norm(torch.cat(norms))
     scale = (max_norm / (norm + eps)).clamp(max=1)
     for (device, dtype), grads in bundles.items():
         torch._foreach_mul_(grads, scale.to(device, dtype))
