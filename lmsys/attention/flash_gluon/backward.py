@@ -67,9 +67,7 @@ def _next_tile(head, m, first, num_tiles, GROUPED: gl.constexpr):
 
 
 @gluon.jit
-def _load_queries(
-    q_desc, do_desc, lse_desc, delta_desc, ring, batch, head, row, padded, step
-):  # fmt: skip
+def _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, head, row, padded, step):
     qs, lses, q_full, dos, deltas, do_full = ring
     stage = step % STAGES
     _await_free(step, Q_FREE)
@@ -296,8 +294,7 @@ def backward_kernel(
 ):  # fmt: skip
     """dk and dv; dq / sm_scale is added to float32 zeros (B H, Q_PADDED, D), Q_PADDED a multiple of BLOCK_Q.
 
-    It holds tiles (64, 64) in the order that `add_registers` leaves them in; if DETERMINISTIC rows, added by TMA.
-
+    dq ends as tiles (64, 64) in the order that `add_registers` leaves them in; if DETERMINISTIC as rows, added by TMA.
     `scale` is in base 2; `parameters` are those of `prepare_kernel`; `tickets` two zeros for each tile of queries if
     DETERMINISTIC; `num_heads` is B Hkv.
     RAGGED: K is no multiple of BLOCK_K (which a causal kernel need not be told). GROUPED: G > 1.
