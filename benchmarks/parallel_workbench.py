@@ -157,8 +157,7 @@ def examine(cell: Cell, seed: int) -> Seen | None:
         # ZeroRedundancyOptimizer keeps its share in an optimizer of its own
         made["held"] = memory.breakdown(rig.strategy.wrapper, getattr(rig.optimizer, "optim", rig.optimizer))
         rig.optimizer.zero_grad(set_to_none=True)
-        if hasattr(rig.strategy.wrapper, "wait"):
-            rig.strategy.wrapper.wait()
+        settle(rig)
 
     def first() -> None:
         start = time.perf_counter()
@@ -200,15 +199,18 @@ def _profile(rig: Rig, kind: str) -> tuple[float, float | None, list[tuple[str, 
 
     On CUDA the host's calls are not recorded: that would slow down the host, which is what many a step waits for. Ranks
     begin together, after a step under the profiler: who comes early waits inside a collective, which counts as its own.
+    Nothing is under way when it begins or ends: torch's profiler may crash on what a thread of gloo's is recording.
     """
     activity = ProfilerActivity.CUDA if kind == "cuda" else ProfilerActivity.CPU
     with profile(activities=[activity], schedule=schedule(wait=0, warmup=1, active=1)) as recorded:
         rig.step()
+        settle(rig)
         synchronize(kind)
         dist.barrier(rig.group)
         recorded.step()
         for _ in range(PROFILED_STEPS):
             rig.step()
+        settle(rig)
         synchronize(kind)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
@@ -228,6 +230,12 @@ def _profile(rig: Rig, kind: str) -> tuple[float, float | None, list[tuple[str, 
     total = sum(end - start for start, end in sending)
     hidden = sum(max(0.0, min(b, d) - max(a, c)) for a, b in sending for c, d in _near(computing, a, b))
     return total / PROFILED_STEPS, hidden / total if total else None, _timeline(sending, computing)
+
+
+def settle(rig: Rig) -> None:
+    """Waits for what a step leaves under way, as ZeRO-1 its gather."""
+    if hasattr(rig.strategy.wrapper, "wait"):
+        rig.strategy.wrapper.wait()
 
 
 def _near(intervals: list[tuple[float, float]], start: float, end: float) -> list[tuple[float, float]]:
