@@ -13,16 +13,18 @@ candidate again, beside SDPA cuDNN.
   head.
 - The log-sum-exp a step ahead: 3 to 10 % at 128 (not causal at 16k); at 64 it costs 1 to 6 %.
 
-What the kernels do in every plan, and what lost against it:
+What the kernels do in every plan, and what lost against it (at the commits named, which have it still):
 
 - dq is added to from registers, 16 bytes a thread. By way of shared memory and TMA, with its fence and two barriers in
-  every step: 3 to 11 % slower, in all 12 cells.
+  every step: 3 to 11 % slower, in all 12 cells (e0dee24).
 - On the diagonal a consumer computes half a tile, or none, where the rest is hidden: 4 % at 64 and 1k.
-- The scores of a step begun in the step before, to run while dS is exchanged: 3 to 10 % slower at 128, 0 to 3 % at 64.
+- The scores of a step begun in the step before, to run while dS is exchanged: 3 to 10 % slower at 128, 0 to 3 % at 64
+  (e0dee24).
 - float32 dq in memory used again and again, in the L2 cache, rounded by the main kernel in place of one before and one
   after (122 us in every cell): 20 to 70 % slower at 1k, as what it waits for adds 7 to 18 us to the 16 of a CTA; by 1
-  to 2 % faster at 64 full from 4k on. Rounded by the last CTA to add to a tile: slower still, as it spills registers.
-- The first Q Kᵀ of a tile begun while the one before it is stored: 2 to 5 % slower.
+  to 2 % faster at 64 full from 4k on. Rounded by the last CTA to add to a tile: slower still, as it spills registers
+  (f56e3f0 and d363d9b; by the last CTA aab98e2).
+- The first Q Kᵀ of a tile begun while the one before it is stored: 2 to 5 % slower (f56e3f0, beside aab98e2).
 """
 
 from dataclasses import dataclass

@@ -20,26 +20,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lmsys.attention.flash_gluon import kernels
-from lmsys.attention.flash_gluon.tune import TOKENS, inputs
+from lmsys.attention.flash_gluon.tune import TOKENS, inputs, ours
 
 CALLS = 100  # of a short sequence, back to back
 Pair = tuple[dict[str, Any], Callable[[], Any], Callable[[], Any], float]  # what, it, the plainer one, their work
-
-
-def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Any]:
-    return lambda: kernels._forward(q, k, v, causal, q.shape[-1] ** -0.5)
-
-
-def backward(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, deterministic: bool = False
-) -> Callable[[], Any]:
-    scale = q.shape[-1] ** -0.5
-    o, lse = kernels._forward(q, k, v, causal, scale)
-    return lambda: kernels._backward(q, k, v, o, lse, do, causal, scale, deterministic)
-
-
-def both(x: list[Tensor], causal: bool) -> list[Callable[[], Any]]:
-    return [forward(*x[:3], causal), backward(x[0], x[1], x[2], x[3], causal)]
 
 
 def transposed(x: Tensor) -> Tensor:
@@ -51,21 +35,23 @@ def variants(head_dim: int, causal: bool) -> Iterator[Pair]:
     """Order of additions, ragged lengths, views, grouped heads."""
     what = {"head_dim": head_dim, "causal": causal}
     for length in (1024, 4096, 16384):
-        x = q, k, v, do = inputs(head_dim, length)
+        x = inputs(head_dim, length)
         named = what | {"pair": "deterministic, default", "direction": "bwd", "length": length}
-        yield named, backward(q, k, v, do, causal, deterministic=True), backward(q, k, v, do, causal), 1.0
+        yield named, ours("bwd", *x, causal, deterministic=True), ours("bwd", *x, causal), 1.0
     for length in (4096, 8192):
         x = inputs(head_dim, length)
         odd = [t[:, :, :-1].contiguous() for t in x]
         named = what | {"pair": f"S {length - 1}, S {length}", "length": length - 1}
-        for direction, one, plain in zip(("fwd", "bwd"), both(odd, causal), both(x, causal), strict=True):
-            yield named | {"direction": direction}, one, plain, ((length - 1) / length) ** 2
+        for direction in ("fwd", "bwd"):
+            pair = ours(direction, *odd, causal), ours(direction, *x, causal)
+            yield named | {"direction": direction}, *pair, ((length - 1) / length) ** 2
     x = inputs(head_dim, 4096)
     group = x[1].shape[1] // 8
     of_eight = [x[0], x[1][:, :group].contiguous(), x[2][:, :group].contiguous(), x[3]]
-    for pair, other in (("(B, S, H, D), contiguous", [transposed(t) for t in x]), ("8 to 1, full heads", of_eight)):
-        for direction, one, plain in zip(("fwd", "bwd"), both(other, causal), both(x, causal), strict=True):
-            yield what | {"pair": pair, "direction": direction, "length": 4096}, one, plain, 1.0
+    for name, other in (("(B, S, H, D), contiguous", [transposed(t) for t in x]), ("8 to 1, full heads", of_eight)):
+        for direction in ("fwd", "bwd"):
+            pair = ours(direction, *other, causal), ours(direction, *x, causal)
+            yield what | {"pair": name, "direction": direction, "length": 4096}, *pair, 1.0
 
 
 def graph_of(call: Callable[[], Any]) -> Callable[[], None]:

@@ -64,12 +64,15 @@ def cudnn(direction: str, q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: b
     return lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
 
 
-def ours(direction: str, q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, plan: Any) -> Callable[[], Any]:
+def ours(
+    direction: str, q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool,
+    plan: Any = None, deterministic: bool = False,
+) -> Callable[[], Any]:  # fmt: skip
     scale = q.shape[-1] ** -0.5
     if direction == "fwd":
         return lambda: kernels._forward(q, k, v, causal, scale, plan)
     o, lse = kernels._forward(q, k, v, causal, scale)
-    return lambda: kernels._backward(q, k, v, o, lse, do, causal, scale, False, plan)
+    return lambda: kernels._backward(q, k, v, o, lse, do, causal, scale, deterministic, plan)
 
 
 def time_cell(cell: Cell, plans: list[Any], rounds: int) -> Iterator[dict[str, Any]]:
