@@ -279,31 +279,23 @@ def _copy_in(desc: Descriptor, coord: list[Any], barrier: Barrier, target: Share
     timer.start()
 
 
-def _copy_out(desc: Descriptor, coord: list[Any], source: Shared, add: bool = False) -> None:
+def _copy_out(desc: Descriptor, coord: list[Any], source: Shared) -> None:
     assert list(source.shape) == desc.block
     source.operand()
-    if add:
-        time.sleep(random.uniform(0, 0.002))  # so that the order of additions is one of many
-    here.stores.append((desc, [int(c) for c in coord], source, add))
+    here.stores.append((desc, [int(c) for c in coord], source))
 
 
 def _read_stores(pending: int) -> None:
     while len(here.stores) > pending:
-        desc, coord, source, add = here.stores.pop(0)
+        desc, coord, source = here.stores.pop(0)
         source.operand()
-        here.writes.append((desc, coord, source.data.clone(), add))
-
-
-def _finish_writes() -> None:
-    _read_stores(0)
-    with here.machine.change():
-        _land(here.writes)
+        here.writes.append((desc, coord, source.data.clone()))
 
 
 def _land(writes: list[tuple[Any, ...]]) -> None:
-    for desc, coord, block, add in writes:
+    for desc, coord, block in writes:
         inside, kept = desc.parts(coord)
-        desc.x[inside] = block[kept] + (desc.x[inside] if add else 0)
+        desc.x[inside] = block[kept]
     writes.clear()
 
 
@@ -380,19 +372,33 @@ def _atomic_add(pointer: Pointer, x: Any, mask: Any = None) -> Tensor:
     with here.machine.change():
         before = _load(pointer, mask, 0)
         _store(pointer, before + x, mask)
-    if isinstance(x, int) and x == 0:  # polled
-        here.polled += 1
-        here.machine.await_(lambda: here.polled < PATIENCE_S / 0.0005, "a turn")
-        time.sleep(0.0005)
-    else:
-        here.polled = 0
     return before
 
 
 def _add_registers(pointer: Pointer, x: Tensor) -> None:
-    start = int(pointer.offset)
-    with here.cta.machine.change():
-        pointer.window(start + 4096)[start:].add_(x.reshape(4, 2, 8, 8, 4, 2).permute(3, 0, 2, 4, 1, 5).reshape(4096))
+    """Lands at once or, as others may see it, when it is published; at the latest when the partition ends."""
+    time.sleep(random.uniform(0, 0.002))  # so that the order of additions is one of many
+    here.added.append((pointer, x.reshape(4, 2, 8, 8, 4, 2).permute(3, 0, 2, 4, 1, 5).reshape(4096)))
+    if random.random() < 0.5:
+        _finish_additions()
+
+
+def _finish_additions() -> None:
+    with here.machine.change():
+        for pointer, numbers in here.added:
+            start = int(pointer.offset)
+            pointer.window(start + 4096)[start:].add_(numbers)
+        here.added.clear()
+
+
+def _publish(count: Pointer) -> None:
+    _finish_additions()
+    _atomic_add(count, 1)
+
+
+def _await_count(count: Pointer, expected: Any) -> None:
+    assert int(_load(count)) <= int(expected), "the turn is over"
+    here.machine.await_(lambda: int(_load(count)) == int(expected), f"a count of {int(expected)}")
 
 
 def _specialize(functions: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
@@ -403,6 +409,7 @@ def _specialize(functions: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
         try:
             function(*arguments)
             _read_stores(0)
+            _finish_additions()
             with machine.change():
                 machine.late += here.writes
             assert not here.matmuls, "a matmul was never waited for"
@@ -424,7 +431,7 @@ def _specialize(functions: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
 
 def _enter(machine: Machine, cta: Cta) -> None:
     here.machine, here.cta = machine, cta
-    here.matmuls, here.stores, here.writes, here.stored, here.polled = [], [], [], [], 0
+    here.matmuls, here.stores, here.writes, here.stored, here.added = [], [], [], [], []
 
 
 class _Constant(int):
@@ -486,11 +493,11 @@ def kernels(module: str) -> dict[str, Any]:
     _run_source("hopper", stand_ins)
     stand_ins |= {  # in assembly, or from the compiler
         "named_barrier": _named_barrier,
-        "wait_for_writes": _finish_writes,
+        "publish": _publish,
+        "await_count": _await_count,
         "await_kernel_before": lambda: None,  # kernels do not run beside one another
         "admit_kernel_after": lambda: None,
         "add_registers": _add_registers,
-        "tma_reduce_add": lambda desc, coord, source: _copy_out(desc, coord, source, add=True),
         "narrow": lambda x, dtype: x.to(dtype),
         "scale_rows": lambda x, factor: x * factor[:, None],
         "widen": lambda x, dtype: x.float(),
@@ -539,7 +546,7 @@ def launch(kernel: Callable[..., None], grid: int, at_once: int, *args: Any, **c
         raise machine.failure
 
 
-PROCESSORS = 3
+PROCESSORS = 6
 
 
 class Kernel:

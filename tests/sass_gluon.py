@@ -22,7 +22,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from lmsys.attention.flash_gluon.backward import backward_kernel, convert_kernel, prepare_kernel
 from lmsys.attention.flash_gluon.forward import forward_kernel
-from lmsys.attention.flash_gluon.kernels import REGISTERS, ROWS, TILE_K
+from lmsys.attention.flash_gluon.kernels import BLOCK_Q, REGISTERS, ROWS, TILE_K, backward_options
 from lmsys.attention.flash_gluon.launch import layout
 from lmsys.attention.flash_gluon.plans import BACKWARD, FORWARD, BackwardPlan, ForwardPlan
 from tests.sass import TRITON_NAMES, resources
@@ -61,17 +61,14 @@ def backward(
     dtype: torch.dtype, head_dim: int, causal: bool, ragged: bool, plan: BackwardPlan,
     deterministic: bool = False, grouped: bool = False,
 ) -> Any:  # fmt: skip
-    block_q = 64 if head_dim == 128 else 128
-    q, k, out = (descriptor([1, 1, rows, head_dim], dtype) for rows in (block_q, TILE_K, 64))
-    row = descriptor([block_q], torch.float32)
+    queries = BLOCK_Q[head_dim]
+    q, k, out = (descriptor([1, 1, rows, head_dim], dtype) for rows in (queries, TILE_K, 64))
+    row = descriptor([queries], torch.float32)
     signature = {
         "q_desc": q, "k_desc": k, "v_desc": k, "do_desc": q, "lse_desc": row, "delta_desc": row,
-        "dq_desc": descriptor([1, 64, 64], torch.float32), "dk_desc": out, "dv_desc": out,
+        "dk_desc": out, "dv_desc": out,
     }  # fmt: skip
-    constants = {
-        "BLOCK_Q": block_q, "D": head_dim, "CAUSAL": causal, "RAGGED": ragged, "GROUPED": grouped,
-        "PREFETCH": plan.prefetch, "DETERMINISTIC": deterministic,
-    }  # fmt: skip
+    constants = backward_options(head_dim, causal, ragged, grouped, deterministic, plan)
     return compile_kernel(backward_kernel, signature, constants, maxnreg=168)
 
 
@@ -79,13 +76,7 @@ def around(dtype: torch.dtype, head_dim: int) -> Iterator[tuple[str, Any]]:
     half = "*" + TRITON_NAMES[dtype]
     constants = {"ROWS": 4096 // head_dim, "D": head_dim}
     yield "prepare", compile_kernel(prepare_kernel, dict.fromkeys(("o_ptr", "do_ptr"), half), constants)
-    for deterministic in (False, True):
-        yield (
-            "convert",
-            compile_kernel(
-                convert_kernel, {"dq_ptr": half}, constants | {"ROWS": ROWS, "DETERMINISTIC": deterministic}
-            ),
-        )
+    yield "convert", compile_kernel(convert_kernel, {"dq_ptr": half}, {"ROWS": ROWS, "D": head_dim})
 
 
 def read(kernel: Any) -> dict[str, int]:

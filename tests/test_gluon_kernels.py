@@ -92,7 +92,7 @@ def test_every_way_through_the_backward(
     case = AttentionCase(1, 3, 3 // group, length, keys, head_dim, "bfloat16", causal, grad=True)
     x = make_inputs(case, seed)
     scale = head_dim**-0.5
-    plan = BackwardPlan(prefetch, seed % 3)
+    plan = BackwardPlan(prefetch, bool(seed & 4), seed % 3)
     with simulated():
         o, lse = product()._forward(x.q, x.k, x.v, causal, scale)
         dq, dk, dv = product()._backward(x.q, x.k, x.v, o, lse, x.do, causal, scale, deterministic, plan)
@@ -101,13 +101,43 @@ def test_every_way_through_the_backward(
 
 
 @known
-def test_the_deterministic_order_does_not_hang_on_few_processors_nor_depend_on_chance() -> None:
-    case = AttentionCase(2, 2, 1, 700, 700, 64, "bfloat16", True, grad=True)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), [(700, 700), (130, 1100), (1100, 520)])
+def test_the_deterministic_order_does_not_hang_on_few_processors_nor_depend_on_chance(
+    queries: int, keys: int, causal: bool
+) -> None:
+    """With teams of up to three key tiles, as six processors allow."""
+    case = AttentionCase(2, 2, 1, queries, keys, 64, "bfloat16", causal, grad=True)
     x = make_inputs(case, 0)
     with simulated():
-        o, lse = product()._forward(x.q, x.k, x.v, True, 0.125)
-        found = [product()._backward(x.q, x.k, x.v, o, lse, x.do, True, 0.125, True) for _ in range(3)]
+        o, lse = product()._forward(x.q, x.k, x.v, causal, 0.125)
+        found = [product()._backward(x.q, x.k, x.v, o, lse, x.do, causal, 0.125, True) for _ in range(2)]
     assert all(torch.equal(one, other) for again in found[1:] for one, other in zip(found[0], again, strict=True))
+
+
+@given(num_tiles=st.integers(1, 40), num_key_tiles=st.integers(1, 40), most=st.integers(1, 40), causal=st.booleans())
+def test_every_tile_of_queries_gives_every_key_tile_a_turn(
+    num_tiles: int, num_key_tiles: int, most: int, causal: bool
+) -> None:
+    """Of each tile of queries the turns are 0, 1, 2 ..., in the order in which a team in step comes to it."""
+    import gluon_simulator
+
+    backward = gluon_simulator.kernels("backward")
+    team = -(-num_key_tiles // -(-num_key_tiles // most))
+    block_q = 128
+    for m in range(num_tiles):
+        adders = range(min(num_key_tiles, m + 1)) if causal else range(num_key_tiles)
+        turns = {}
+        for n in adders:
+            place, number = n % team, n // team
+            members = min(team, num_key_tiles - number * team)
+            start = n if causal else int(backward["_at_start"](place, num_tiles, members))
+            arrival = (0 if causal else number, (m - start) % num_tiles, -n if causal else place)
+            values = map(torch.tensor, (n, m, num_tiles, num_key_tiles, team))
+            turns[int(backward["_turn_of"](*values, causal, block_q))] = arrival
+        assert sorted(turns) == list(range(len(adders)))
+        arrivals = [turns[i] for i in sorted(turns)]
+        assert causal or arrivals == sorted(arrivals)
 
 
 MUTANTS = [  # module, what stands there, what is put in its place: each would corrupt or hang on a GPU, now and then
@@ -118,8 +148,10 @@ MUTANTS = [  # module, what stands there, what is put in its place: each would c
     ("forward", "(acc.to(DTYPE))\n            fence_async_shared()", "(acc.to(DTYPE))"),
     ("backward", "    _await_free(step, DO_FREE)\n    mbarrier", "    mbarrier"),
     ("backward", '    named_barrier("sync", EXCHANGE, 256)\n', ""),
-    ("backward", "    else:\n        named_barrier", "    else:\n        (lambda *_: None)"),
-    ("backward", "            gl.atomic_add(tickets + before, 1)\n    buffer", "            pass\n    buffer"),
+    ("backward", '    named_barrier("sync", EXCHANGE, 256)  # the other', "    #"),
+    ("backward", "            publish(tickets + before)  #", "            pass  #"),
+    ("backward", "        await_count(tickets", "        (lambda *_: None)(tickets"),
+    ("backward", "return last - n", "return last"),
 ]  # fmt: skip
 SIZES = (1, 600, 600), (1, 1500, 60)  # batch, queries, keys
 AS_THEY_COME, ONCE_WAITED_FOR = (0.0, 0.002, 0.02), (None,)  # loads; by the second none lands in time by luck
@@ -152,7 +184,7 @@ def wrong(batch: int, queries: int, keys: int) -> bool:
     """Whether a simulated run with so many queries and keys fails, hangs, errs or does not repeat."""
     from lmsys.attention.flash_gluon.plans import BackwardPlan
 
-    plan = BackwardPlan(False, 0)
+    plan = BackwardPlan(False, False, 0)
     case = AttentionCase(batch, 3, 3, queries, keys, 64, "bfloat16", True, grad=True)
     x = make_inputs(case, 0)
     arguments = x.q, x.k, x.v

@@ -23,15 +23,15 @@ from lmsys.attention.flash_gluon.hopper import (
     FIRST_BARRIER,
     add_registers,
     admit_kernel_after,
+    await_count,
     await_kernel_before,
     barriers,
     load_rows,
     named_barrier,
     narrow,
     owned_tile,
+    publish,
     store_rows,
-    tma_reduce_add,
-    wait_for_writes,
     widen,
 )
 
@@ -55,14 +55,12 @@ def _release(step, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def _next_tile(head, m, first, num_tiles, GROUPED: gl.constexpr):
-    """After the last tile of a query head the first of the next."""
-    if GROUPED:
-        last = m + 1 == num_tiles
-        head = gl.where(last, head + 1, head)
-        m = gl.where(last, first, m + 1)
-    else:
-        m += 1
+def _next_tile(head, m, low, start, num_tiles, AROUND: gl.constexpr):
+    """After the last tile of queries the lowest, and where that leads to the start again the next query head."""
+    m += 1
+    if AROUND:
+        m = gl.where(m == num_tiles, low, m)
+        head = gl.where(m == start, head + 1, head)
     return head, m
 
 
@@ -82,14 +80,13 @@ def _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, head, row,
 
 @gluon.jit
 def _producer(
-    q_desc, do_desc, lse_desc, delta_desc, ring, work, H, Q_PADDED,
-    BLOCK_Q: gl.constexpr, GROUPED: gl.constexpr,
+    q_desc, do_desc, lse_desc, delta_desc, ring, work, H, Q_PADDED, BLOCK_Q: gl.constexpr, AROUND: gl.constexpr
 ):  # fmt: skip
     """All tiles of queries but the first."""
-    batch, head, first, num_tiles, steps = work
-    m = first
+    batch, head, low, start, num_tiles, steps = work
+    m = start
     for step in range(1, steps):
-        head, m = _next_tile(head, m, first, num_tiles, GROUPED)
+        head, m = _next_tile(head, m, low, start, num_tiles, AROUND)
         row = m * BLOCK_Q
         padded = (batch * H + head) * Q_PADDED + row
         _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, head, row, padded, step)
@@ -100,19 +97,34 @@ def _producer(
 
 
 @gluon.jit
-def _last_adder(m, num_key_tiles, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr):
-    """The highest of the key tiles that add to dq's tile m."""
-    last = num_key_tiles - 1
-    return gl.minimum(last, ((m + 1) * BLOCK_Q - 1) // BLOCK_K) if CAUSAL else last
+def _at_start(place, num_tiles, members):
+    """The tile of queries that a member of a team begins with: members begin evenly spread."""
+    return place * num_tiles // members
 
 
 @gluon.jit
-def _turn_of(n, m, num_key_tiles, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr):
+def _before(m, num_tiles, members):
+    """How many members of a team begin with tile m or a lower one."""
+    return ((m + 1) * members + num_tiles - 1) // num_tiles
+
+
+@gluon.jit
+def _turn_of(n, m, num_tiles, num_key_tiles, team, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr):
     """How many add to dq's tile m before key tile n, in the order of the deterministic mode.
 
-    Causal tiles start at their diagonal, so the highest key tile comes first to every m, and all go on in step.
+    That is the order in which they come to it if all of a team keep step: nobody waits. Causal tiles begin at their
+    diagonal, so the highest comes first to every m. In full attention the members of a team begin evenly spread.
     """
-    return _last_adder(m, num_key_tiles, CAUSAL, BLOCK_Q) - n if CAUSAL else n
+    if CAUSAL:
+        last = gl.minimum(num_key_tiles - 1, ((m + 1) * BLOCK_Q - 1) // BLOCK_K)
+        return last - n
+    else:
+        place = n % team
+        members = gl.minimum(team, num_key_tiles - n + place)
+        start = _at_start(place, num_tiles, members)
+        closer = _before(m, num_tiles, members) - _before(start, num_tiles, members)
+        equal = place - _before(start - 1, num_tiles, members)
+        return n - place + closer + equal + gl.where(m < start, members, 0)
 
 
 @gluon.jit
@@ -125,23 +137,8 @@ def _hide(p, n, m, K, WG: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_Q: gl.conste
 
 
 @gluon.jit
-def _add_in_turn(dq_desc, dq, buffer, bh, row, col, tickets, before, ticket, turn):
-    """Adds dq (64, 64) to its place in its turn, once `before`, the last addition, has landed."""
-    wait_for_writes()
-    gl.thread_barrier()  # the thread that issued the last addition has now seen it land
-    if before >= 0:
-        gl.atomic_add(tickets + before, 1)
-    buffer.store(dq)
-    fence_async_shared()
-    seen = gl.atomic_add(tickets + ticket, 0)
-    while seen != turn:
-        seen = gl.atomic_add(tickets + ticket, 0)
-    tma_reduce_add(dq_desc, [bh, row, col], buffer._reinterpret(gl.float32, [1, 64, 64], dq_desc.layout))
-
-
-@gluon.jit
 def _step(
-    dq_desc, dq_ptr, tickets, scale, k, v, all_k, dss, dqs, ring, n, K, masked_until, num_tiles, num_key_tiles,
+    dq_ptr, tickets, scale, k, v, all_k, dss, ring, n, K, masked_until, num_tiles, num_key_tiles, team,
     step, steps, bh, m, dk, dv, lse, before,
     WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
     PREFETCH: gl.constexpr, DETERMINISTIC: gl.constexpr,
@@ -159,6 +156,9 @@ def _step(
     s_token = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(do_full.index(stage), phase)
     dp_token = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if DETERMINISTIC:  # noqa: SIM102
+        if before >= 0:
+            publish(tickets + before)  # by now it costs little to see the last addition land
     s = warpgroup_mma_wait(1, deps=[s_token])
     if not PREFETCH:
         lse = lses.index(stage).load(ROW_LAYOUT)
@@ -185,95 +185,119 @@ def _step(
         dq_token = warpgroup_mma(
             ds_shared.permute((1, 0)), all_k.slice(WG * 64, 64, dim=1), dq_zeros, use_acc=False, is_async=True
         )
-        dq_row = m * BLOCK_Q
-        dq_col = WG * 64
     else:
         dq_token = warpgroup_mma(
             ds_shared.slice(WG * 64, 64, dim=1).permute((1, 0)), all_k, dq_zeros, use_acc=False, is_async=True
         )
-        dq_row = m * BLOCK_Q + WG * 64
-        dq_col = 0
     ds_operand = gl.convert_layout(ds, P_LAYOUT)
     dk_token = warpgroup_mma(ds_operand, q, dk, is_async=True)
     if PREFETCH:
         following = step + 1
         mbarrier.wait(q_full.index(following % STAGES), (following // STAGES) & 1, pred=following < steps)
         lse = lses.index(following % STAGES).load(ROW_LAYOUT)
-    dq, dv, p_operand = warpgroup_mma_wait(1, deps=[dq_token, dv_token, p_operand])
-    _release(step, DO_FREE)
     ticket = (bh * num_tiles + m) * 2 + WG
     if DETERMINISTIC:
-        turn = _turn_of(n, m, num_key_tiles, CAUSAL, BLOCK_Q)
-        _add_in_turn(dq_desc, dq, dqs.index(WG), bh, dq_row, dq_col, tickets, before, ticket, turn)
-    else:
-        add_registers(dq_ptr + ticket.to(gl.int64) * 4096, dq)
+        await_count(tickets + ticket, _turn_of(n, m, num_tiles, num_key_tiles, team, CAUSAL, BLOCK_Q))
+    dq, dv, p_operand = warpgroup_mma_wait(1, deps=[dq_token, dv_token, p_operand])
+    _release(step, DO_FREE)
+    add_registers(dq_ptr + ticket.to(gl.int64) * 4096, dq)
     dk, ds_operand = warpgroup_mma_wait(0, deps=[dk_token, ds_operand])
     _release(step, Q_FREE)
     return dk, dv, lse, ticket
 
 
 @gluon.jit
-def _assignment(index, num_key_tiles, num_heads, at_once, DETERMINISTIC: gl.constexpr, CAUSAL: gl.constexpr):
-    """(B Hkv index, key tile) of a CTA; causal tiles the longest first, when deterministic the first to add first."""
-    kv_bh, n = owned_tile(index, num_key_tiles, num_heads, at_once)
-    if CAUSAL and DETERMINISTIC:
-        n = num_key_tiles - 1 - n
+def _assignment(index, num_key_tiles, num_heads, at_once, team, DETERMINISTIC: gl.constexpr, CAUSAL: gl.constexpr):
+    """(B Hkv index, key tile) of a CTA; causal tiles the longest first. num_key_tiles: it has nothing to do.
+
+    In the deterministic mode teams follow one another, the one whose tiles add first before the others of its head.
+    """
+    if DETERMINISTIC:
+        place = index % team
+        kv_bh, number = owned_tile(index // team, gl.cdiv(num_key_tiles, team), num_heads, at_once)
+        members = gl.minimum(team, num_key_tiles - number * team)
+        n = (num_key_tiles - number * team - members if CAUSAL else number * team) + place
+        n = gl.where(place < members, n, num_key_tiles)
+    else:
+        kv_bh, n = owned_tile(index, num_key_tiles, num_heads, at_once)
     return kv_bh, n
 
 
 @gluon.jit
-def _consumer(
-    dq_desc, dq_ptr, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss, dqs,
-    bh, n, first, num_tiles, steps, masked_until, K, num_key_tiles,
+def _walk(
+    dq_ptr, tickets, scale, k, v, all_k, dss, ring, n, K, masked_until, num_key_tiles, team, bh, low, start,
+    num_tiles, steps,
     WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
-    GROUPED: gl.constexpr, PREFETCH: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    AROUND: gl.constexpr, PREFETCH: gl.constexpr, DETERMINISTIC: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    ks, vs, kv_full = kvs
-    DTYPE: gl.constexpr = dk_desc.dtype
+    """dk / sm_scale and dv of this consumer's keys (64, D), over all tiles of queries."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     dk = gl.zeros([64, D], gl.float32, O_LAYOUT)
     dv = gl.zeros([64, D], gl.float32, O_LAYOUT)
-    k = ks.slice(WG * 64, 64)
-    v = vs.slice(WG * 64, 64)
-    mbarrier.wait(kv_full, 0)
     if PREFETCH:
         mbarrier.wait(ring[2].index(0), 0, pred=steps > 0)
     lse = ring[1].index(0).load(gl.SliceLayout(0, S_LAYOUT))
-    m = first
+    m = start
     before = -1
     for step in range(steps):
         dk, dv, lse, before = _step(
-            dq_desc, dq_ptr, tickets, scale, k, v, ks, dss, dqs, ring, n, K, masked_until, num_tiles, num_key_tiles,
+            dq_ptr, tickets, scale, k, v, all_k, dss, ring, n, K, masked_until, num_tiles, num_key_tiles, team,
             step, steps, bh, m, dk, dv, lse, before,
             WG, D, BLOCK_Q, MASK, CAUSAL, PREFETCH, DETERMINISTIC, S_LAYOUT, O_LAYOUT, DQ_LAYOUT, DTYPE,
         )  # fmt: skip
-        bh, m = _next_tile(bh, m, first, num_tiles, GROUPED)
-    if DETERMINISTIC:
-        wait_for_writes()
-        gl.thread_barrier()
+        bh, m = _next_tile(bh, m, low, start, num_tiles, AROUND)
+    if DETERMINISTIC:  # noqa: SIM102
         if before >= 0:
-            gl.atomic_add(tickets + before, 1)
+            publish(tickets + before)
+    return dk, dv
+
+
+@gluon.jit
+def _consumer(
+    dq_ptr, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss,
+    bh, n, low, start, num_tiles, steps, masked_until, K, num_key_tiles, team,
+    WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+    AROUND: gl.constexpr, PREFETCH: gl.constexpr, DETERMINISTIC: gl.constexpr,
+):  # fmt: skip
+    ks, vs, kv_full = kvs
+    DTYPE: gl.constexpr = dk_desc.dtype
+    k = ks.slice(WG * 64, 64)
+    v = vs.slice(WG * 64, 64)
+    mbarrier.wait(kv_full, 0)
+    if RAGGED:  # a walk of its own for the one tile that ends the keys: a branch in every step costs all tiles 5 %
+        if masked_until > 0:
+            dk, dv = _walk(
+                dq_ptr, tickets, scale, k, v, ks, dss, ring, n, K, masked_until, num_key_tiles, team, bh, low, start,
+                num_tiles, steps, WG, D, BLOCK_Q, True, CAUSAL, AROUND, PREFETCH, DETERMINISTIC, DTYPE,
+            )  # fmt: skip
+        else:
+            dk, dv = _walk(
+                dq_ptr, tickets, scale, k, v, ks, dss, ring, n, K, masked_until, num_key_tiles, team, bh, low, start,
+                num_tiles, steps, WG, D, BLOCK_Q, False, CAUSAL, AROUND, PREFETCH, DETERMINISTIC, DTYPE,
+            )  # fmt: skip
+    else:
+        dk, dv = _walk(
+            dq_ptr, tickets, scale, k, v, ks, dss, ring, n, K, masked_until, num_key_tiles, team, bh, low, start,
+            num_tiles, steps, WG, D, BLOCK_Q, CAUSAL, CAUSAL, AROUND, PREFETCH, DETERMINISTIC, DTYPE,
+        )  # fmt: skip
     # Once more, and from memory: what is not needed until here would occupy registers all through the loop.
     kv_heads = gl.load(parameters).to(gl.int32)
     num_key_tiles = gl.load(parameters + 1).to(gl.int32)
     num_heads = gl.load(parameters + 2).to(gl.int32)
     at_once = gl.load(parameters + 3).to(gl.int32)
     sm_scale = gl.load(parameters + 4).to(gl.int32).to(gl.float32, bitcast=True)
-    kv_bh, n = _assignment(gl.program_id(0), num_key_tiles, num_heads, at_once, DETERMINISTIC, CAUSAL)
+    team = gl.load(parameters + 5).to(gl.int32)
+    kv_bh, n = _assignment(gl.program_id(0), num_key_tiles, num_heads, at_once, team, DETERMINISTIC, CAUSAL)
     batch = kv_bh // kv_heads
     kv_head = kv_bh % kv_heads
     row = n * BLOCK_K + WG * 64
     admit_kernel_after()
     # Through a buffer that is free now: as a slice of their tile, the rows of v do not lie together.
     OUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], DTYPE)
-    out = dqs.index(WG)._reinterpret(DTYPE, [64, D], OUT)
-    if DETERMINISTIC:
-        tma.store_wait(0)
-        gl.thread_barrier()
-    else:
-        named_barrier("sync", EXCHANGE, 256)  # the other consumer may still read the last dS
+    out = dss.index(WG)._reinterpret(DTYPE, [64, D], OUT)
+    named_barrier("sync", EXCHANGE, 256)  # the other consumer may still read the last dS
     out.store(narrow(dv, DTYPE))
     fence_async_shared()
     store_rows(dv_desc, batch, kv_head, row, out)
@@ -285,25 +309,25 @@ def _consumer(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_heads", "H", "G", "Q", "Q_PADDED", "K", "num_key_tiles", "at_once"])
+@gluon.jit(do_not_specialize=["num_heads", "H", "G", "Q", "Q_PADDED", "K", "num_key_tiles", "at_once", "team"])
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, dq_ptr, parameters, tickets,
-    scale, num_heads, H, G, Q, Q_PADDED, K, num_key_tiles, at_once,
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_ptr, parameters, tickets,
+    scale, num_heads, H, G, Q, Q_PADDED, K, num_key_tiles, at_once, team,
     BLOCK_Q: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, GROUPED: gl.constexpr,
-    PREFETCH: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    PREFETCH: gl.constexpr, SPREAD: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     """dk and dv; dq / sm_scale is added to float32 zeros (B H, Q_PADDED, D), Q_PADDED a multiple of BLOCK_Q.
 
-    dq ends as tiles (64, 64) in the order that `add_registers` leaves them in; if DETERMINISTIC as rows, added by TMA.
-    `scale` is in base 2; `parameters` are those of `prepare_kernel`; `tickets` two zeros for each tile of queries if
-    DETERMINISTIC; `num_heads` is B Hkv.
+    dq ends as tiles (64, 64) in the order that `add_registers` leaves them in. `scale` is in base 2; `parameters` are
+    those of `prepare_kernel`; `tickets` two zeros for each tile of queries if DETERMINISTIC; `num_heads` is B Hkv.
     RAGGED: K is no multiple of BLOCK_K (which a causal kernel need not be told). GROUPED: G > 1.
+    SPREAD: the key tiles of a `team` begin with tiles of queries that are evenly spread, and go around.
+    DETERMINISTIC: they add to dq in a fixed order, in which those of a team wait for one another: it must fit the GPU.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, D], DTYPE)
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_Q, D], DTYPE)
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_Q], DTYPE)
-    DQ_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.float32)
     ks = gl.allocate_shared_memory(DTYPE, [BLOCK_K, D], K_LAYOUT)
     vs = gl.allocate_shared_memory(DTYPE, [BLOCK_K, D], K_LAYOUT)
     qs = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_Q, D], Q_LAYOUT)
@@ -311,24 +335,28 @@ def backward_kernel(
     lses = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], lse_desc.layout)
     deltas = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], delta_desc.layout)
     dss = gl.allocate_shared_memory(DTYPE, [2, BLOCK_K, BLOCK_Q], DS_LAYOUT)
-    dqs = dss
-    if DETERMINISTIC:
-        dqs = gl.allocate_shared_memory(gl.float32, [2, 64, 64], DQ_LAYOUT)
     kvs = ks, vs, barriers(1, 1).index(0)
     ring = qs, lses, barriers(STAGES, 1), dos, deltas, barriers(STAGES, 1)
     fence_async_shared()
-    kv_bh, n = _assignment(gl.program_id(0), num_key_tiles, num_heads, at_once, DETERMINISTIC, CAUSAL)
+    AROUND: gl.constexpr = GROUPED or SPREAD
+    kv_bh, n = _assignment(gl.program_id(0), num_key_tiles, num_heads, at_once, team, DETERMINISTIC, CAUSAL)
     num_tiles = gl.cdiv(Q, BLOCK_Q)
-    first = 0
+    low = 0  # the lowest tile of queries that sees these keys
     masked_until = 0  # tiles of queries up to here need a mask
     if CAUSAL:
-        first = n * BLOCK_K // BLOCK_Q
+        low = n * BLOCK_K // BLOCK_Q
         masked_until = (n + 1) * BLOCK_K // BLOCK_Q
     if (n + 1) * BLOCK_K > K:
         masked_until = num_tiles
+    start = low
+    if SPREAD:
+        place = n % team
+        start = _at_start(place, num_tiles, gl.minimum(team, num_key_tiles - n + place))
     batch = kv_bh // (H // G)
     kv_head = kv_bh % (H // G)
-    steps = gl.maximum(num_tiles - first, 0)
+    steps = gl.maximum(num_tiles - low, 0)
+    if DETERMINISTIC:
+        steps = gl.where(n < num_key_tiles, steps, 0)
     if GROUPED:
         steps *= G
     bh = kv_bh * G
@@ -337,22 +365,22 @@ def backward_kernel(
     load_rows(v_desc, batch, kv_head, n * BLOCK_K, kvs[2], vs)
     await_kernel_before()
     if steps > 0:
-        row = first * BLOCK_Q
+        row = start * BLOCK_Q
         padded = kv_bh * G * Q_PADDED + row
         _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, kv_head * G, row, padded, 0)
-    work = batch, kv_head * G, first, num_tiles, steps
+    work = batch, kv_head * G, low, start, num_tiles, steps
     gl.warp_specialize([
             (_producer, (
-                q_desc, do_desc, lse_desc, delta_desc, ring, work, H, Q_PADDED, BLOCK_Q, GROUPED
+                q_desc, do_desc, lse_desc, delta_desc, ring, work, H, Q_PADDED, BLOCK_Q, AROUND
             )),
             (_consumer, (
-                dq_desc, dq_ptr, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss, dqs, bh, n, first,
-                num_tiles, steps, masked_until, K, num_key_tiles, 0, D, BLOCK_Q, CAUSAL or RAGGED, CAUSAL, GROUPED,
+                dq_ptr, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss, bh, n, low, start,
+                num_tiles, steps, masked_until, K, num_key_tiles, team, 0, D, BLOCK_Q, CAUSAL, RAGGED, AROUND,
                 PREFETCH, DETERMINISTIC
             )),
             (_consumer, (
-                dq_desc, dq_ptr, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss, dqs, bh, n, first,
-                num_tiles, steps, masked_until, K, num_key_tiles, 1, D, BLOCK_Q, CAUSAL or RAGGED, CAUSAL, GROUPED,
+                dq_ptr, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss, bh, n, low, start,
+                num_tiles, steps, masked_until, K, num_key_tiles, team, 1, D, BLOCK_Q, CAUSAL, RAGGED, AROUND,
                 PREFETCH, DETERMINISTIC
             )),
     ], [4, 4], [240, 240])  # fmt: skip
@@ -360,13 +388,13 @@ def backward_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "num_heads", "H", "G", "Q", "Q_PADDED", "num_key_tiles", "at_once", "num_tickets",
+        "num_heads", "H", "G", "Q", "Q_PADDED", "num_key_tiles", "at_once", "team", "num_tickets",
         "o_b", "o_h", "o_q", "do_b", "do_h", "do_q",
     ]
 )  # fmt: skip
 def prepare_kernel(
     o_ptr, do_ptr, lse_ptr, lse2_ptr, delta_ptr, dq32_ptr, tickets, parameters, sm_scale,
-    num_heads, H, G, Q, Q_PADDED, num_key_tiles, at_once, num_tickets, o_b, o_h, o_q, do_b, do_h, do_q,
+    num_heads, H, G, Q, Q_PADDED, num_key_tiles, at_once, team, num_tickets, o_b, o_h, o_q, do_b, do_h, do_q,
     ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """delta and the log-sum-exp in base 2 (B H, Q_PADDED), zeros in dq (B H, Q_PADDED, D) and tickets. Strides count 8.
@@ -403,12 +431,13 @@ def prepare_kernel(
         tl.store(parameters + 2, num_heads // G)
         tl.store(parameters + 3, at_once)
         tl.store(parameters + 4, sm_scale.to(tl.int32, bitcast=True))
+        tl.store(parameters + 5, team)
 
 
 @triton.jit(do_not_specialize=["H", "Q", "Q_PADDED", "stride_b", "stride_h", "stride_q"])
 def convert_kernel(
     dq32_ptr, dq_ptr, sm_scale, H, Q, Q_PADDED, stride_b, stride_h, stride_q,
-    ROWS: tl.constexpr, D: tl.constexpr, DETERMINISTIC: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """dq = sm_scale * dq32; the last tiles first, which the L2 cache may still hold."""
     tl.extra.cuda.gdc_wait()
@@ -418,10 +447,7 @@ def convert_kernel(
     rows = program % tiles * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, D)
     inside = (rows < Q)[:, None]
-    if DETERMINISTIC:
-        dq = tl.load(dq32_ptr + (program.to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None] * D + cols[None, :])
-    else:  # see `add_registers`
-        flat = tl.load(dq32_ptr + program.to(tl.int64) * ROWS * D + tl.arange(0, ROWS * D))
-        dq = flat.reshape(D // 64, 8, 4, 8, 4, 2, 2).permute(2, 5, 3, 0, 1, 4, 6).reshape(ROWS, D)
+    flat = tl.load(dq32_ptr + program.to(tl.int64) * ROWS * D + tl.arange(0, ROWS * D))  # see `add_registers`
+    dq = flat.reshape(D // 64, 8, 4, 8, 4, 2, 2).permute(2, 5, 3, 0, 1, 4, 6).reshape(ROWS, D)
     place = (bh // H).to(tl.int64) * stride_b + (bh % H).to(tl.int64) * stride_h + rows.to(tl.int64) * stride_q
     tl.store(dq_ptr + place[:, None] * 8 + cols[None, :], dq * sm_scale, mask=inside)

@@ -1,14 +1,11 @@
 """What the kernels need of Hopper and Gluon's own surface lacks or hides. Written for triton 3.6.0.
 
-Named barriers by inline assembly: hardware has 16, Triton takes the low ones, the kernels 8 to 15. TMA
-reduce-add: in the compiler, not in Gluon's Python.
+By inline assembly. Of named barriers hardware has 16, Triton takes the low ones, the kernels 8 to 15.
 """
 
 import triton
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 FIRST_BARRIER = triton.language.constexpr(8)
@@ -38,9 +35,27 @@ def _by_all(INSTRUCTION: gl.constexpr):
 
 
 @gluon.jit
-def wait_for_writes():
-    """Until the bulk stores and reductions that this thread issued are in global memory, not only read."""
-    _by_all("cp.async.bulk.wait_group 0")
+def publish(count):
+    """Counts one more at `count`, once all that this warp group has added to memory can be seen by other CTAs."""
+    _by_all("fence.acq_rel.gpu")
+    gl.thread_barrier()
+    gl.atomic_add(count, 1)
+
+
+@gluon.jit
+def await_count(count, expected):
+    """Until the number at `count` is as expected, and with it what was published before can be seen."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    ASM: gl.constexpr = """{
+        .reg .pred late;
+        again: ld.acquire.gpu.global.b32 $0, [$1];
+        setp.ne.b32 late, $0, $2;
+        vote.sync.any.pred late, late, 0xffffffff;
+        @late bra.uni again;
+    }"""
+    places = (count + gl.full([128], 0, gl.int32, LAYOUT)).to(gl.int64)
+    wanted = gl.full([128], expected, gl.int32, LAYOUT)
+    gl.inline_asm_elementwise(ASM, "=&r,l,r", [places, wanted], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -53,13 +68,6 @@ def await_kernel_before():
 def admit_kernel_after():
     """The kernel after this one may begin, as far as this CTA is concerned."""
     _by_all("griddepcontrol.launch_dependents")
-
-
-@builtin
-def tma_reduce_add(desc, coord, source, _semantic=None):
-    """Adds a tile of shared memory to global memory, element by element; in no order among CTAs."""
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, source.handle)
 
 
 @gluon.jit

@@ -30,6 +30,8 @@ LOG2_E = math.log2(math.e)
 TILE_K = 128
 ROWS = 64  # of queries that one warp group of the forward owns
 NUM_PARAMETERS = 6  # int64, of which `prepare_kernel` writes some
+BLOCK_Q = {64: 128, 128: 64}  # by head_dim: queries of a step of the backward
+FEW_WAVES = 8  # of CTAs: then the end of the last one counts
 REGISTERS = {2: (240, 168), 3: (160, 128)}  # by warp groups that compute: registers of theirs, and of the kernel
 
 _launches: dict[tuple[Any, ...], Any] = {}
@@ -105,26 +107,47 @@ class _Forward:
         self.kernel(self.grid, stream, (q, k, v, o), (lse.data_ptr(), counter, scale * LOG2_E, *self.sizes))
 
 
+def backward_options(
+    head_dim: int, causal: bool, ragged: bool, grouped: bool, deterministic: bool, plan: BackwardPlan
+) -> dict[str, Any]:
+    """What `backward_kernel` is compiled with. Where it has more to keep, there are no registers for a prefetch."""
+    return {
+        "BLOCK_Q": BLOCK_Q[head_dim], "D": head_dim, "CAUSAL": causal, "RAGGED": ragged, "GROUPED": grouped,
+        "PREFETCH": plan.prefetch and not ragged and not deterministic,
+        "SPREAD": not causal and (plan.spread or deterministic), "DETERMINISTIC": deterministic,
+    }  # fmt: skip
+
+
 class _Backward:
     def __init__(self, q: Tensor, k: Tensor, causal: bool, deterministic: bool, plan: BackwardPlan):
         (batch, heads, queries, head_dim), (_, kv_heads, keys, _) = q.shape, k.shape
         self.device, self.heads, self.queries = q.device.index, heads, queries
-        self.block_q = 64 if head_dim == 128 else 128
+        self.block_q = BLOCK_Q[head_dim]
         group, num_heads, kv_num_heads = heads // kv_heads, batch * heads, batch * kv_heads
         self.padded = triton.cdiv(queries, self.block_q) * self.block_q  # of dq, delta and the log-sum-exp
         num_key_tiles = triton.cdiv(keys, TILE_K)
-        at_once = heads_at_once(plan.l2_mib, 8 * max(queries * group, keys) * head_dim) if plan.l2_mib else 1
-        at_once = min(at_once, kv_num_heads)
+        processors = torch.cuda.get_device_properties(q.device).multi_processor_count
         self.grid = kv_num_heads * num_key_tiles
+        team = num_key_tiles
+        if deterministic:  # CTAs that wait for one another are on the GPU together, also where they have half of it
+            num_teams = triton.cdiv(num_key_tiles, max(1, processors // 2))
+            team = triton.cdiv(num_key_tiles, num_teams)
+            at_once = processors // team  # heads whose first teams come before their second ones
+            self.grid = kv_num_heads * num_teams * team
+        elif plan.l2_mib and self.grid > FEW_WAVES * processors:
+            at_once = heads_at_once(plan.l2_mib, 8 * max(queries * group, keys) * head_dim)
+        else:  # causal, all of the longest tiles first: the last head's would end alone
+            at_once = kv_num_heads if causal else 1
+        at_once = min(at_once, kv_num_heads)
         num_tiles = triton.cdiv(queries, self.block_q)
         self.num_tickets = 2 * num_heads * num_tiles if deterministic else 0
-        self.sizes = kv_num_heads, heads, group, queries, self.padded, keys, num_key_tiles, at_once
+        self.sizes = kv_num_heads, heads, group, queries, self.padded, keys, num_key_tiles, at_once, team
         self.prepare_sizes = (
-            num_heads, heads, group, queries, self.padded, num_key_tiles, at_once, self.num_tickets
+            num_heads, heads, group, queries, self.padded, num_key_tiles, at_once, team, self.num_tickets
         )  # fmt: skip
         # float32 dq (B H, Qpad, D), padded log-sum-exp and delta (B H, Qpad), parameters (int64), tickets (int32)
         self.num_rows = num_heads * self.padded
-        self.num_dq, self.dq_shape = self.num_rows * head_dim, (num_heads, self.padded, head_dim)
+        self.num_dq = self.num_rows * head_dim
         self.floats = self.num_dq + 2 * self.num_rows + 2 * NUM_PARAMETERS + self.num_tickets
         self.rows = 4096 // head_dim  # of a program of the kernel before
         self.prepare_grid = self.num_rows // self.rows
@@ -136,7 +159,7 @@ class _Backward:
     ) -> tuple[Kernel, Kernel, Kernel]:
         like = {"device": q.device}
         half = torch.empty(1, 1, 1, head_dim, dtype=q.dtype, **like)
-        floats, wide = torch.empty(128, **like), torch.empty(1, 1, head_dim, **like)
+        floats = torch.empty(128, **like)
         ints, longs = torch.empty(128, dtype=torch.int32, **like), torch.empty(16, dtype=torch.int64, **like)
         ragged = not causal and keys % TILE_K != 0
         same = self.device, q.dtype, head_dim
@@ -152,19 +175,18 @@ class _Backward:
             ROWS=self.rows, D=head_dim,
         )  # fmt: skip
         convert = kept(
-            ("convert", *same, deterministic), convert_kernel, [], [], [floats, half, 0.5, *[8] * 6],
-            ROWS=ROWS, D=head_dim, DETERMINISTIC=deterministic, launch_pdl=True,
+            ("convert", *same), convert_kernel, [], [], [floats, half, 0.5, *[8] * 6],
+            ROWS=ROWS, D=head_dim, launch_pdl=True,
         )  # fmt: skip
         q_block, k_block, out_block = ([1, 1, rows, head_dim] for rows in (self.block_q, TILE_K, 64))
         row_block = [self.block_q]
         main = kept(
             ("backward", *same, causal, ragged, deterministic, group > 1, plan),
             backward_kernel,
-            [half, half, half, half, floats, floats, wide, half, half],
-            [q_block, k_block, k_block, q_block, row_block, row_block, [1, 64, 64], out_block, out_block],
+            [half, half, half, half, floats, floats, half, half],
+            [q_block, k_block, k_block, q_block, row_block, row_block, out_block, out_block],
             [floats, longs, ints, 1.5, *self.sizes],
-            BLOCK_Q=self.block_q, D=head_dim, CAUSAL=causal, RAGGED=ragged, GROUPED=group > 1,
-            PREFETCH=plan.prefetch, DETERMINISTIC=deterministic, maxnreg=168, launch_pdl=True,
+            **backward_options(head_dim, causal, ragged, group > 1, deterministic, plan), maxnreg=168, launch_pdl=True,
         )  # fmt: skip
         return prepare, main, convert
 
@@ -177,7 +199,6 @@ class _Backward:
         dq32, lse2, delta, rest = space.split_with_sizes(
             (self.num_dq, self.num_rows, self.num_rows, self.floats - self.num_dq - 2 * self.num_rows)
         )
-        dq32 = dq32.view(self.dq_shape)
         parameters = rest.data_ptr()
         tickets = parameters + 8 * NUM_PARAMETERS
         pointers = (o, do, lse, lse2, delta, dq32)
@@ -187,7 +208,7 @@ class _Backward:
              *_eighths(o), *_eighths(do)),
         )  # fmt: skip
         self.main(
-            self.grid, stream, (q, k, v, do, lse2, delta, dq32, dk, dv),
+            self.grid, stream, (q, k, v, do, lse2, delta, dk, dv),
             (dq32.data_ptr(), parameters, tickets, scale * LOG2_E, *self.sizes),
         )  # fmt: skip
         self.convert(
