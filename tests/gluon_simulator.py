@@ -393,12 +393,13 @@ def _finish_additions() -> None:
 
 def _publish(count: Pointer) -> None:
     _finish_additions()
-    _atomic_add(count, 1)
+    assert _atomic_add(count, 1) == here.turn, "added out of turn"
 
 
 def _await_count(count: Pointer, expected: Any) -> None:
     assert int(_load(count)) <= int(expected), "the turn is over"
     here.machine.await_(lambda: int(_load(count)) == int(expected), f"a count of {int(expected)}")
+    here.turn = int(expected)
 
 
 def _specialize(functions: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
@@ -432,6 +433,7 @@ def _specialize(functions: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
 def _enter(machine: Machine, cta: Cta) -> None:
     here.machine, here.cta = machine, cta
     here.matmuls, here.stores, here.writes, here.stored, here.added = [], [], [], [], []
+    here.turn = None
 
 
 class _Constant(int):
