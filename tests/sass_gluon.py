@@ -51,7 +51,8 @@ def forward(dtype: torch.dtype, head_dim: int, causal: bool, ragged: bool, plan:
     registers, cap = REGISTERS[plan.consumers]
     constants = {
         "BLOCK_K": TILE_K, "D": head_dim, "WGS": plan.consumers, "STAGES": plan.stages, "REGISTERS": registers,
-        "PING_PONG": plan.ping_pong, "NAMED": plan.named, "DYNAMIC": plan.dynamic, "CAUSAL": causal, "RAGGED": ragged,
+        "PING_PONG": plan.ping_pong, "NAMED": plan.named, "DYNAMIC": plan.dynamic, "LAZY": plan.lazy,
+        "CAUSAL": causal, "RAGGED": ragged,
     }  # fmt: skip
     signature = {"q_desc": q, "k_desc": k, "v_desc": k, "o_desc": q}
     return compile_kernel(forward_kernel, signature, constants, maxnreg=cap)

@@ -117,6 +117,30 @@ def scale_rows(x, factor):
     return x * gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout), assert_trivial=True)[:, None]
 
 
+@gluon.constexpr_function
+def _rescale_asm(count):
+    """Of `count` registers of a thread, 0 and 1 are of one row, 2 and 3 of the other, and so on in turn."""
+    moves = "".join(f"mov.f32 ${i}, ${count + i}; " for i in range(count))
+    products = "".join(f"mul.f32 ${i}, ${i}, ${2 * count + i}; " for i in range(count))
+    vote = f"setp.neu.f32 p, ${2 * count}, 0f3F800000; setp.neu.or.f32 p, ${2 * count + 2}, 0f3F800000, p; "
+    branch = "vote.sync.any.pred p, p, 0xffffffff; @!p bra.uni KEPT; "
+    return "{ .reg .pred p; " + moves + vote + branch + products + "KEPT: }"
+
+
+@gluon.constexpr_function
+def _rescale_constraints(count):
+    return ",".join(["=&f"] * count + ["f"] * 2 * count)
+
+
+@gluon.jit
+def rescale_rows(x, factor, COUNT: gl.constexpr):
+    """x, a matmul's result of COUNT registers a thread, times a factor for each row; a warp of ones goes around."""
+    ASM: gl.constexpr = _rescale_asm(COUNT)
+    CONSTRAINTS: gl.constexpr = _rescale_constraints(COUNT)
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None]
+    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [x, factor], dtype=gl.float32, is_pure=False, pack=COUNT)
+
+
 @gluon.jit
 def owned_tile(index, num_tiles, num_heads, at_once):
     """(head, tile) of work item `index`: of `at_once` heads, which share the L2 cache, all tiles 0, then all 1 ..."""

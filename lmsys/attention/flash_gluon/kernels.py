@@ -93,6 +93,7 @@ class _Forward:
                 PING_PONG=plan.ping_pong,
                 NAMED=plan.named,
                 DYNAMIC=plan.dynamic,
+                LAZY=plan.lazy,
                 CAUSAL=causal,
                 RAGGED=ragged,
                 maxnreg=cap,
