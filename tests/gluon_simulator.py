@@ -395,6 +395,11 @@ def _add_registers(pointer: Pointer, x: Tensor) -> None:
         pointer.window(start + 4096)[start:].add_(x.reshape(4, 2, 8, 8, 4, 2).permute(3, 0, 2, 4, 1, 5).reshape(4096))
 
 
+def _rescale_rows(x: Tensor, factor: Tensor) -> Tensor:
+    warps = factor.reshape(4, 16)
+    return torch.where((warps == 1).all(1).repeat_interleave(16)[:, None], x, x * factor[:, None])
+
+
 def _specialize(functions: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
     machine, cta = here.machine, here.cta
 
@@ -493,6 +498,7 @@ def kernels(module: str) -> dict[str, Any]:
         "tma_reduce_add": lambda desc, coord, source: _copy_out(desc, coord, source, add=True),
         "narrow": lambda x, dtype: x.to(dtype),
         "scale_rows": lambda x, factor: x * factor[:, None],
+        "rescale_rows": _rescale_rows,
         "widen": lambda x, dtype: x.float(),
     }
     _run_source(module, stand_ins)

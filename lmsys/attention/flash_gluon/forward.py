@@ -246,7 +246,7 @@ def _step(
     acc, p = warpgroup_mma_wait(0, deps=[product, p])
     _release(v_empty, before, NAMED, V_FREE, WGS)
     if LAZY:
-        acc = rescale_rows(acc, rescale, acc.shape[1] // 2)
+        acc = rescale_rows(acc, rescale)
     else:
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, O_LAYOUT))[:, None]
     p = gl.convert_layout(narrow(weights, DTYPE), P_LAYOUT)

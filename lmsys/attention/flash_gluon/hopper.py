@@ -119,7 +119,7 @@ def scale_rows(x, factor):
 
 @gluon.constexpr_function
 def _rescale_asm(count):
-    """Of `count` registers of a thread, 0 and 1 are of one row, 2 and 3 of the other, and so on in turn."""
+    """$0 .. of `count` products, `count` numbers and `count` factors: two of one row, two of the other, and so on."""
     moves = "".join(f"mov.f32 ${i}, ${count + i}; " for i in range(count))
     products = "".join(f"mul.f32 ${i}, ${i}, ${2 * count + i}; " for i in range(count))
     vote = f"setp.neu.f32 p, ${2 * count}, 0f3F800000; setp.neu.or.f32 p, ${2 * count + 2}, 0f3F800000, p; "
@@ -133,8 +133,9 @@ def _rescale_constraints(count):
 
 
 @gluon.jit
-def rescale_rows(x, factor, COUNT: gl.constexpr):
-    """x, a matmul's result of COUNT registers a thread, times a factor for each row; a warp of ones goes around."""
+def rescale_rows(x, factor):
+    """x, a matmul's result, times a factor for each row; a warp all of whose factors are 1 jumps over it."""
+    COUNT: gl.constexpr = x.shape[0] * x.shape[1] // 128  # registers of a thread
     ASM: gl.constexpr = _rescale_asm(COUNT)
     CONSTRAINTS: gl.constexpr = _rescale_constraints(COUNT)
     factor = gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None]
