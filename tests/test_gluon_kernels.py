@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="pip install triton==3.6.0 for the Gluon ke
 
 import torch  # noqa: E402
 import triton  # noqa: E402
+from attention_rows import growing  # noqa: E402
 from gluon_simulator import simulated  # noqa: E402
 from hypothesis import example, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
@@ -26,7 +27,6 @@ from lmsys.testing import Oracle, make_inputs, run  # noqa: E402
 known = pytest.mark.skipif(
     triton.__version__ not in KNOWN_TRITON, reason=f"pip install triton=={KNOWN_TRITON[0]}, for which they are written"
 )
-LOG2_E = 1.4426950408889634
 CASE = AttentionCase(1, 2, 2, 64, 64, 64, "bfloat16", grad=True)
 lengths = st.one_of(st.sampled_from([1, 64, 65, 128, 129, 192, 193, 256, 257]), st.integers(1, 420))
 cases = st.builds(
@@ -95,13 +95,8 @@ def test_every_forward_plan(head_dim: int, causal: bool, plan: Any, length: int,
 @example(growth=[7.9] * 8, seed=0)
 @example(growth=[4.1, 4.1, 7.9, 7.9, 0.0, 7.9, 200.0, 7.9, -20.0], seed=1)
 def test_a_lazy_forward_wherever_maxima_grow(causal: bool, growth: list[float], seed: int) -> None:
-    """By as much from key tile to key tile, in powers of 2 and right to left; less in other rows, or downwards."""
-    keys = 128 * (len(growth) + 1)
-    case = AttentionCase(1, 1, 1, keys if causal else 100, keys, [64, 128][seed % 2], "bfloat16", causal)
-    inputs = make_inputs(case, seed)
+    case, inputs = growing(growth, causal, seed, "cpu")
     scale = case.head_dim**-0.5
-    inputs.k[..., 0] = torch.tensor([0.0, *growth]).cumsum(0).flip(0).repeat_interleave(128) / scale / LOG2_E
-    inputs.q[..., 0] = torch.tensor([1.0, 1.0, 0.5, -1.0, 0.0]).repeat_interleave(16).repeat(keys)[: case.queries]
     plan = lazy_plan(case.head_dim, causal)
     with simulated():
         o, lse = product()._forward(inputs.q, inputs.k, inputs.v, causal, scale, plan)
