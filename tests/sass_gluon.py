@@ -2,8 +2,9 @@
 
 `python -m tests.sass_gluon` prints one JSON line for each kernel, with `every` for each that a plan launches. Beside
 the counts of `tests.sass`: reductions by TMA (UTMAREDG) and from registers (REDG), bulk stores (UTMASTG), barriers,
-`hazards`: writes to a register from which a matmul still reads its operand A, and `jumps`: branches around products
-and nothing else, by the number of them. It must run without TRITON_INTERPRET.
+`hazards`: writes to a register from which a matmul still reads its operand A, `jumps`: branches around products and
+nothing else, by the number of them, and `under`: of every step of the forward, the exponentials before its P V is
+waited for. It must run without TRITON_INTERPRET.
 """
 
 import json
@@ -54,7 +55,7 @@ def forward(dtype: torch.dtype, head_dim: int, causal: bool, ragged: bool, plan:
     constants = {
         "BLOCK_K": TILE_K, "D": head_dim, "WGS": plan.consumers, "STAGES": plan.stages, "REGISTERS": registers,
         "PING_PONG": plan.ping_pong, "NAMED": plan.named, "DYNAMIC": plan.dynamic, "LAZY": plan.lazy,
-        "CAUSAL": causal, "RAGGED": ragged,
+        "EARLY": plan.early, "CAUSAL": causal, "RAGGED": ragged,
     }  # fmt: skip
     signature = {"q_desc": q, "k_desc": k, "v_desc": k, "o_desc": q}
     return compile_kernel(forward_kernel, signature, constants, maxnreg=cap)
@@ -98,7 +99,12 @@ def read(kernel: Any) -> dict[str, Any]:
         file.flush()
         sass = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
     counts = {key: len(re.findall(rf"\b{mnemonic}", sass)) for key, mnemonic in MNEMONICS.items()}
-    return resources(kernel) | counts | {"hazards": hazards(sass), "jumps": jumps(sass)}
+    return resources(kernel) | counts | {"hazards": hazards(sass), "jumps": jumps(sass), "under": under(sass)}
+
+
+def under(sass: str) -> list[int]:
+    steps = re.findall(r"DEPBAR\S* gsb0, 0x1 .*?DEPBAR\S* gsb0, 0x0 ", sass, re.DOTALL)
+    return [step.count("MUFU.EX2") for step in steps]
 
 
 def jumps(sass: str) -> list[int]:
@@ -158,10 +164,10 @@ def main(dtypes: list[str], every: bool) -> None:
                 what = {"head_dim": head_dim, "causal": causal}
                 for ragged in (False, True) if every and not causal else (False,):
                     for plan in _some({plan: None for _, plan in FORWARD[head_dim, causal]}, every):
-                        for lazy in (False, True):
-                            binary = forward(dtype, head_dim, causal, ragged, replace(plan, lazy=lazy))
+                        for lazy, early in ((False, False), (True, False), (False, True)):
+                            binary = forward(dtype, head_dim, causal, ragged, replace(plan, lazy=lazy, early=early))
                             report("forward", binary, **what, ragged=ragged, consumers=plan.consumers,
-                                   ping_pong=plan.ping_pong, lazy=lazy)  # fmt: skip
+                                   ping_pong=plan.ping_pong, lazy=lazy, early=early)  # fmt: skip
                     for plan in _some({plan: None for _, plan in BACKWARD[head_dim, causal]}, every):
                         modes = ({}, {"deterministic": True}, {"grouped": True}) if every and not ragged else ({},)
                         for mode in modes:

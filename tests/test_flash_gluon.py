@@ -152,7 +152,8 @@ def plans() -> list[Any]:
 
     table = [("forward", plans.FORWARD), ("backward", plans.BACKWARD)]
     shipped = [(name, *key, plan) for name, of in table for key, entries in of.items() for _, plan in entries]
-    return shipped + [(*row, replace(plan, lazy=True)) for *row, plan in shipped if row[0] == "forward"]
+    changes: list[dict[str, bool]] = [{"lazy": True}, {"early": True}]
+    return shipped + [(*x, replace(plan, **more)) for *x, plan in shipped if x[0] == "forward" for more in changes]
 
 
 @pytest.mark.parametrize(("direction", "head_dim", "causal", "plan"), plans() if REASON is None else [])

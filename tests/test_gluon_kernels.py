@@ -76,7 +76,7 @@ def test_simulated_it_matches_the_oracle(case: AttentionCase, seed: int, scale: 
 @given(length=st.integers(1, 420), seed=st.integers(0, 2**31), group=st.sampled_from([1, 3]))
 @pytest.mark.parametrize(("head_dim", "causal", "plan"), every_plan("forward"))
 def test_every_forward_plan(head_dim: int, causal: bool, plan: Any, length: int, seed: int, group: int) -> None:
-    plan = replace(plan, lazy=seed % 2 == 1)
+    plan = replace(plan, lazy=seed % 2 == 1, early=seed % 3 == 1)
     case = AttentionCase(1, 3, 3 // group, length, 1 + seed % 420, head_dim, "bfloat16", causal)
     inputs = make_inputs(case, seed)
     with simulated():
@@ -240,6 +240,7 @@ def test_the_kernels_for_hopper_are_well_made() -> None:
         # An output of 64 queries has D / 2 registers a thread, which a lazy step multiplies or jumps over.
         assert line["jumps"] == consumers * [head_dim // 2] * line.get("lazy", False), line
         if forward:
+            assert len(line["under"]) == consumers and (not line["early"] or min(line["under"]) >= 64), line
             assert line["LDL"] == line["STL"] == 0, f"registers spill: {line}"
         else:
             # 168 registers are all that there are. What is spilt is what the end needs; see `backward.py`.

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from lmsys.attention.flash_gluon.hopper import (
     FIRST_BARRIER,
     barriers,
+    finish,
     load_rows,
     named_barrier,
     narrow,
@@ -217,7 +218,7 @@ def _pass_over(
 def _step(
     q, ks, vs, zeros, acc, top, total, p, k_full, k_empty, v_full, v_empty, fill, scale,
     WG: gl.constexpr, WGS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PING_PONG: gl.constexpr,
-    NAMED: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr, LAZY: gl.constexpr,
+    NAMED: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr, LAZY: gl.constexpr, EARLY: gl.constexpr,
     O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """Scores of this key tile, which hides nothing, while P V of the one before it runs.
@@ -243,6 +244,8 @@ def _step(
     weights = gl.exp2(s * scale - new_top[:, None])
     rescale = gl.exp2(top - new_top)
     total = scale_rows(total, rescale) + _partial_sums(weights, BLOCK_K)
+    if EARLY:
+        finish(total)
     acc, p = warpgroup_mma_wait(0, deps=[product, p])
     _release(v_empty, before, NAMED, V_FREE, WGS)
     if LAZY:
@@ -258,7 +261,8 @@ def _consumer(
     o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes,
     WG: gl.constexpr, WGS: gl.constexpr, BLOCK_K: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     PING_PONG: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
-    LAZY: gl.constexpr, NAMED: gl.constexpr, DYNAMIC: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
+    LAZY: gl.constexpr, EARLY: gl.constexpr, NAMED: gl.constexpr, DYNAMIC: gl.constexpr,
+    K_FREE: gl.constexpr, V_FREE: gl.constexpr,
 ):  # fmt: skip
     qs, q_full, q_empty = queries
     ks, k_full, k_empty, vs, v_full, v_empty = ring
@@ -305,7 +309,7 @@ def _consumer(
         for _ in range(1, n):
             acc, top, total, p = _step(
                 q, ks, vs, zeros, acc, top, total, p, k_full, k_empty, v_full, v_empty, fill, scale,
-                WG, WGS, BLOCK_K, STAGES, PING_PONG, NAMED, K_FREE, V_FREE, LAZY, O_LAYOUT, P_LAYOUT, DTYPE,
+                WG, WGS, BLOCK_K, STAGES, PING_PONG, NAMED, K_FREE, V_FREE, LAZY, EARLY, O_LAYOUT, P_LAYOUT, DTYPE,
             )  # fmt: skip
             fill += 1
         mbarrier.arrive(q_empty.index(slot), count=1)
@@ -341,7 +345,7 @@ def _consumer(
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, counter, scale, num_heads, H, G, Q, K, num_tiles, at_once,
     BLOCK_K: gl.constexpr, D: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    PING_PONG: gl.constexpr, NAMED: gl.constexpr, DYNAMIC: gl.constexpr, LAZY: gl.constexpr,
+    PING_PONG: gl.constexpr, NAMED: gl.constexpr, DYNAMIC: gl.constexpr, LAZY: gl.constexpr, EARLY: gl.constexpr,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """o and the natural log-sum-exp. `scale` in base 2; `counter`: two int32 zeros, zero again at the end.
@@ -372,11 +376,11 @@ def forward_kernel(
             )),
             (_consumer, (
                 o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 0, WGS, BLOCK_K, D, STAGES, PING_PONG,
-                CAUSAL, RAGGED, LAZY, NAMED, DYNAMIC, K_FREE, V_FREE
+                CAUSAL, RAGGED, LAZY, EARLY, NAMED, DYNAMIC, K_FREE, V_FREE
             )),
             (_consumer, (
                 o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 1, WGS, BLOCK_K, D, STAGES, PING_PONG,
-                CAUSAL, RAGGED, LAZY, NAMED, DYNAMIC, K_FREE, V_FREE
+                CAUSAL, RAGGED, LAZY, EARLY, NAMED, DYNAMIC, K_FREE, V_FREE
             )),
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
     else:
@@ -387,14 +391,14 @@ def forward_kernel(
             )),
             (_consumer, (
                 o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 0, WGS, BLOCK_K, D, STAGES, PING_PONG,
-                CAUSAL, RAGGED, LAZY, NAMED, DYNAMIC, K_FREE, V_FREE
+                CAUSAL, RAGGED, LAZY, EARLY, NAMED, DYNAMIC, K_FREE, V_FREE
             )),
             (_consumer, (
                 o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 1, WGS, BLOCK_K, D, STAGES, PING_PONG,
-                CAUSAL, RAGGED, LAZY, NAMED, DYNAMIC, K_FREE, V_FREE
+                CAUSAL, RAGGED, LAZY, EARLY, NAMED, DYNAMIC, K_FREE, V_FREE
             )),
             (_consumer, (
                 o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 2, WGS, BLOCK_K, D, STAGES, PING_PONG,
-                CAUSAL, RAGGED, LAZY, NAMED, DYNAMIC, K_FREE, V_FREE
+                CAUSAL, RAGGED, LAZY, EARLY, NAMED, DYNAMIC, K_FREE, V_FREE
             )),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip

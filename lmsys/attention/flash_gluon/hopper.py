@@ -143,6 +143,19 @@ def rescale_rows(x, factor):
 
 
 @gluon.jit
+def finish(sums):
+    """Sums (ROWS, 4) of what is not negative, and all that they take, are computed before what stands after this.
+
+    The assembler puts arithmetic off until after a wait, but not beyond a branch, here one that no warp takes.
+    """
+    ASM: gl.constexpr = (
+        "{ .reg .pred p; .reg .f32 both; add.f32 both, $2, $3; setp.lt.f32 p, both, 0f00000000; "
+        "vote.sync.any.pred p, p, 0xffffffff; @!p bra.uni DONE; nanosleep.u32 0; DONE: mov.b32 $0, 0; mov.b32 $1, 0; }"
+    )
+    gl.inline_asm_elementwise(ASM, "=r,=r,f,f", [sums], dtype=gl.int32, is_pure=False, pack=2)
+
+
+@gluon.jit
 def owned_tile(index, num_tiles, num_heads, at_once):
     """(head, tile) of work item `index`: of `at_once` heads, which share the L2 cache, all tiles 0, then all 1 ..."""
     first_head = index // (at_once * num_tiles) * at_once

@@ -94,6 +94,7 @@ class _Forward:
                 NAMED=plan.named,
                 DYNAMIC=plan.dynamic,
                 LAZY=plan.lazy,
+                EARLY=plan.early,
                 CAUSAL=causal,
                 RAGGED=ragged,
                 maxnreg=cap,

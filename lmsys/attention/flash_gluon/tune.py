@@ -38,9 +38,14 @@ def candidates(direction: str, head_dim: int, causal: bool) -> list[Any]:
             for stages in ((2, 3) if head_dim == 64 else (2,))
         ]
         three = [ForwardPlan(3, 2, True, True, dynamic, l2_mib) for dynamic in (False, True)]
-        lazy = [replace(plan, lazy=True) for _, plan in FORWARD[head_dim, causal]]
+        changed = [
+            replace(plan, lazy=lazy, early=early)
+            for _, plan in FORWARD[head_dim, causal]
+            for lazy, early in ((True, False), (False, True), (True, True))
+            if not (lazy and early and plan.consumers == 3)  # which spills registers
+        ]
         # three of them want more registers than there are at 128
-        return list(dict.fromkeys(two + (three if head_dim == 64 else []) + lazy))
+        return list(dict.fromkeys(two + (three if head_dim == 64 else []) + changed))
     sizes = (5, 11, 22) if causal else (0, 5)
     return [BackwardPlan(*plan) for plan in itertools.product((False, True), sizes)]
 
