@@ -1,5 +1,6 @@
 """Every row of the attention table on every device, and the cases that hypothesis draws for it."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,6 +24,23 @@ POOL = [  # batch, heads, key heads, queries, keys, head dim, dtype, causal: wha
     (1, 2, 1, 128, 100, 16, "bfloat16", True),
     (2, 1, 1, 65, 65, 64, "float16", False),
 ]
+
+
+def growing(growth: list[float], causal: bool, seed: int, device: str) -> tuple[AttentionCase, Inputs]:
+    """Scores that grow by 2 to the power of `growth` from 128 keys to the 128 on their left.
+
+    In one row; in others by half as much, by nothing, or downwards. Rows of a kind by 16, or in turn.
+    """
+    keys = 128 * (len(growth) + 1)
+    head_dim = 64 << seed % 2
+    queries = keys if causal else 100
+    case = AttentionCase(1, 2, 2, queries, keys, head_dim, "bfloat16", causal, device=device)
+    inputs = make_inputs(case, seed)
+    sums = torch.tensor([0.0, *growth], device=device).cumsum(0).flip(0).repeat_interleave(128)
+    kinds = torch.tensor([1.0, 1.0, 0.5, -1.0, 0.0], device=device).repeat_interleave(16 >> seed % 3 * 2)
+    inputs.k[..., 0] = sums * math.log(2) * head_dim**0.5
+    inputs.q[..., 0] = kinds.repeat(keys)[:queries]
+    return case, inputs
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,8 @@ class ForwardPlan:
     named: bool  # stages are released through a named barrier: an mbarrier costs 128 threads a BAR.SYNC
     dynamic: bool  # the next tile comes from a counter, not from the CTA's number
     l2_mib: int  # of keys and values that heads worked on together may take; 0: one head after another
+    lazy: bool = False  # the output is rescaled only where a maximum has grown by more than 2^8
+    early: bool = False  # weights are computed under P V of the tile before, where the compiler likes to wait first
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import multiprocessing
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lmsys.attention.flash_gluon import kernels
-from lmsys.attention.flash_gluon.plans import BackwardPlan, ForwardPlan, backward_plan, forward_plan
+from lmsys.attention.flash_gluon.plans import FORWARD, BackwardPlan, ForwardPlan, backward_plan, forward_plan
 
 TOKENS, WIDTH = 16384, 2048
 Cell = tuple[str, int, bool, int]  # direction, head_dim, causal, length
@@ -38,7 +38,14 @@ def candidates(direction: str, head_dim: int, causal: bool) -> list[Any]:
             for stages in ((2, 3) if head_dim == 64 else (2,))
         ]
         three = [ForwardPlan(3, 2, True, True, dynamic, l2_mib) for dynamic in (False, True)]
-        return two + (three if head_dim == 64 else [])  # three of them want more registers than there are at 128
+        changed = [
+            replace(plan, lazy=lazy, early=early)
+            for _, plan in FORWARD[head_dim, causal]
+            for lazy, early in ((True, False), (False, True), (True, True))
+            if not (lazy and early and plan.consumers == 3)  # which spills registers
+        ]
+        # three of them want more registers than there are at 128
+        return list(dict.fromkeys(two + (three if head_dim == 64 else []) + changed))
     sizes = (5, 11, 22) if causal else (0, 5)
     spreads = (False,) if causal else (False, True)
     return [BackwardPlan(*plan) for plan in itertools.product((False, True), spreads, sizes)]
