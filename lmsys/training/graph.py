@@ -23,10 +23,21 @@ class GraphedGradients:
     those of the recording, whose shapes and dtypes they must have (ValueError), and leaves the gradients in `.grad`
     of the `parameters` in place of what was there: the same tensors every time, and the loss likewise. Their memory,
     and that of everything between, belongs to the graph until it is dropped.
+
+    finish    called after the backward, part of the recording: the end of a synchronization of gradients. Collectives of
+              NCCL are recorded too. Those begun before a call must have been waited for, and those begun inside must be
+              by `finish`; every rank records, and replays, at the same points of its program.
+    warm_ups  calls before the recording, which leave nothing but gradients behind
     """
 
-    def __init__(self, loss_of: Callable[..., Tensor], parameters: Iterable[nn.Parameter]) -> None:
-        self._loss_of = loss_of
+    def __init__(
+        self,
+        loss_of: Callable[..., Tensor],
+        parameters: Iterable[nn.Parameter],
+        finish: Callable[[], None] | None = None,
+        warm_ups: int = WARM_UPS,
+    ) -> None:
+        self._loss_of, self._finish, self._warm_ups = loss_of, finish, warm_ups
         self._parameters = [p for p in parameters if p.requires_grad]
         self._graph: torch.cuda.CUDAGraph | None = None
 
@@ -40,12 +51,13 @@ class GraphedGradients:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
+            for _ in range(self._warm_ups):
                 self._compute()
         torch.cuda.current_stream().wait_stream(stream)
         self._clear()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):  # which has cuBLAS's workspace by now
+        # The stream has cuBLAS's workspace by now. NCCL's watchdog, a thread of its own, asks for events meanwhile.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             self._loss = self._compute()
         self._gradients = [p.grad for p in self._parameters]
         self._graph = graph
@@ -67,6 +79,8 @@ class GraphedGradients:
         self._clear()
         loss = self._loss_of(*self._inputs)
         loss.backward()
+        if self._finish is not None:
+            self._finish()
         return loss.detach()
 
     def _clear(self) -> None:
