@@ -22,7 +22,7 @@ FULLY_SHARDED = ("fsdp", "torch_fsdp2")  # parameters are gathered inside of a s
 class Cell:
     """One test: a model trained by a strategy on so many ranks, each with a batch of its own.
 
-    compile     eager; compiled, each block a graph of its own; graphed: that, replayed as one CUDA graph with all it sends
+    compile     eager; compiled, each block for itself; graphed: that, replayed as one CUDA graph with all that it sends
     bucket_mb   MiB, "auto", or None: the strategy has no buckets, or its own size for them
     comm_dtype  what is sent, where that is not what gradients are
     """

@@ -59,7 +59,7 @@ def compiling(cell: Cell) -> Iterator[None]:
 
     torch would cut a block's graph by the buckets of a DDP that it is compiled in, and not where it finds it compiled.
     """
-    if _COMPILED != [cell.group]:
+    if cell.group not in _COMPILED:
         _COMPILED[:] = [cell.group]
         torch.compiler.reset()
     with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, optimize_ddp=False):

@@ -116,7 +116,7 @@ class ParallelSection:
     bucket_mbs   MiB, or "auto": of `bucketed`
     comm_dtypes  what `bucketed` sends: "float32", as the gradients are, or narrower
     sharded      with the optimizer's state divided among ranks or not, of the strategies that all-reduce gradients
-    compiles     eager, compiled block by block, or graphed: compiled, and replayed as one CUDA graph with all that is sent
+    compiles     eager, compiled block by block, or graphed: that, replayed as one CUDA graph with all that is sent
     """
 
     name: str

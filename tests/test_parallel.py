@@ -313,7 +313,9 @@ def _language_model(strategy: str, checkpoint_blocks: int, compiled: bool) -> An
     on_rank = on_ranks.copies(alone)
     if compiled:
         on_rank.model.compile_blocks(backend="aot_eager")
-    options = {"bucket_mb": 1e-3} if strategy in ("bucketed", "zero1") else {}  # several, of which blocks have their own
+    options = (
+        {"bucket_mb": 1e-3} if strategy in ("bucketed", "zero1") else {}
+    )  # several, so that blocks wait for theirs
     wrapper = STRATEGIES[strategy].load()(on_rank, group, **options)
     assert not options or len(wrapper.buckets) > 3
     own, plain = wrapper.make_optimizer(torch.optim.SGD, lr=0.1), torch.optim.SGD(alone.parameters(), lr=0.1)

@@ -24,9 +24,9 @@ class GraphedGradients:
     of the `parameters` in place of what was there: the same tensors every time, and the loss likewise. Their memory,
     and that of everything between, belongs to the graph until it is dropped.
 
-    finish    called after the backward, part of the recording: the end of a synchronization of gradients. Collectives of
-              NCCL are recorded too. Those begun before a call must have been waited for, and those begun inside must be
-              by `finish`; every rank records, and replays, at the same points of its program.
+    finish    called after the backward, part of the recording: the end of a synchronization of gradients. NCCL's
+              collectives are recorded too: those begun before a call must have been waited for by then, those begun
+              inside by the end of `finish`, and every rank records, and replays, where the others do
     warm_ups  calls before the recording, which leave nothing but gradients behind
     """
 

@@ -37,7 +37,8 @@ NUMBERS = (
     " memory_limit_bytes num_nodes"
 ).split() + list(PARTS)
 TEXT = (
-    "section impl strategy label size precision compile comm_dtype outcome reason comparison clock backend unsynchronized_by"
+    "section impl strategy label size precision compile comm_dtype outcome reason comparison clock backend"
+    " unsynchronized_by"
 ).split()
 
 

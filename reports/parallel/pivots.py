@@ -139,7 +139,8 @@ def against_peers(machine: Machine, section: str) -> Table | None:
     for how, world in sorted({setting[4:6] for setting in found}, key=lambda one: (COMPILES.index(one[0]), one[1])):
         chosen = [ratios for setting, ratios in found.items() if setting[4:6] == (how, world)]
         means = [tables.geometric_mean(column) for column in zip(*chosen, strict=True)]
-        rows.append([f"geometric mean, {world} ranks{blocks(how)}", *(f"{_text(mean)} ({n})" if n else "" for mean, n in means)])
+        words = [f"{_text(mean)} ({n})" if n else "" for mean, n in means]
+        rows.append([f"geometric mean, {world} ranks{blocks(how)}", *words])
     return Table(
         name=file_name(f"{machine.slug}-data-parallel-{section}-peers"),
         title=f"Speed of ours, × of the row beside it · {section}",
