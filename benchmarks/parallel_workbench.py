@@ -29,7 +29,7 @@ from lmsys.parallel.adapt import Adapted
 from lmsys.parallel.group import device
 from lmsys.parallel.probe import latency_and_bandwidth
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer
-from lmsys.training.graph import WARM_UPS, GraphedGradients
+from lmsys.training.graph import WARM_UPS, GraphedGradients, beside
 from lmsys.training.optimizer import AdamW
 
 P = ParamSpec("P")
@@ -69,21 +69,11 @@ def compiling(cell: Cell) -> Iterator[None]:
 def wrap(cell: Cell, model: TransformerLM, options: dict[str, Any]) -> Adapted:
     """The model's loss under the cell's strategy, compiled before where the cell asks for it.
 
-    What is to be graphed is wrapped on a stream of its own: DDP makes the nodes that accumulate gradients at once, on
-    the current stream, and in a recording nothing may wait for the default one.
+    What is to be graphed is wrapped on the stream of recordings, which DDP keeps.
     """
     module = Loss(model if cell.compile == "eager" else model.compile_blocks(1))
-    with _beside() if cell.compile == "graphed" else nullcontext():
+    with beside() if cell.compile == "graphed" else nullcontext():
         return Adapted(cell.entry.load(), module, subgroup(cell.world_size), **options)
-
-
-@contextmanager
-def _beside() -> Iterator[None]:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        yield
-    torch.cuda.current_stream().wait_stream(stream)
 
 
 class Gradients:

@@ -7,12 +7,31 @@ scaling are free to change from step to step.
 Source: Gray 2019, "Getting Started with CUDA Graphs" (developer.nvidia.com/blog/cuda-graphs).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+_STREAMS: dict[int, torch.cuda.Stream] = {}  # by device: that of all recordings
 WARM_UPS = 3  # calls before the recording: what compiles, tunes or allocates for good on first use does it there
+
+
+@contextmanager
+def beside() -> Iterator[torch.cuda.Stream]:
+    """On the stream that graphs are recorded on, after what the current one has been given and before what it will be.
+
+    For what keeps its stream: torch's DDP makes the nodes that accumulate gradients when it is made, on the current
+    one, and a recording may not wait for the default one.
+    """
+    device = torch.cuda.current_device()
+    if device not in _STREAMS:
+        _STREAMS[device] = torch.cuda.Stream()
+    stream = _STREAMS[device]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield stream
+    torch.cuda.current_stream().wait_stream(stream)
 
 
 class GraphedGradients:
@@ -48,12 +67,9 @@ class GraphedGradients:
         if not all(x.is_cuda for x in inputs):
             raise ValueError("a CUDA graph takes CUDA tensors; on a CPU call backward as usual")
         self._inputs = [x.clone() for x in inputs]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        with beside() as stream:
             for _ in range(self._warm_ups):
                 self._compute()
-        torch.cuda.current_stream().wait_stream(stream)
         self._clear()
         graph = torch.cuda.CUDAGraph()
         # The stream has cuBLAS's workspace by now. NCCL's watchdog, a thread of its own, asks for events meanwhile.
