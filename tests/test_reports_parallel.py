@@ -83,9 +83,14 @@ def test_tables_and_plots_of_one_size(tmp_path: Path) -> None:
 def test_ways_of_compiling_are_kept_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What an older file does not say is eager, and keeps its names."""
     eager = [case(impl) for impl in SPEED]
-    other = {"compile": "compiled", "comparison": "sizes-compiled now"}
-    compiled = [case(impl, id=f"sizes-compiled-W2-{impl}", **other) for impl in SPEED]
-    files = built(tmp_path / "out", save(tmp_path / "r.json", compiled + eager))
+    others = [
+        case(impl, id=f"sizes-{how}-W2-{impl}", compile=how, comparison=f"sizes-{how} now")
+        for how in ("graphed", "compiled")
+        for impl in SPEED
+    ]
+    files = built(tmp_path / "out", save(tmp_path / "r.json", others + eager))
+    for suffix in ("", "-compiled", "-graphed"):
+        assert ("before it is recorded" in files[f"tables/{STEM}{suffix}-memory.md"].decode()) == (suffix == "-graphed")
     for stem, said in ((STEM, "xl, context 512, bf16;"), (f"{STEM}-compiled", "bf16, blocks compiled;")):
         assert len(numbers(files, f"{stem}-step")) == len(SPEED)
         assert said in files[f"tables/{stem}-step.md"].decode()

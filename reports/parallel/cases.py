@@ -52,6 +52,12 @@ class Slice:
     stem: str
     heading: str
 
+    @property
+    def unrecorded(self) -> str:
+        """What a caption says of memory where steps are replayed."""
+        graphed = set(self.frame["compile"]) == {"graphed"}
+        return " All of the step before it is recorded: a graph's memory is set aside as a whole." if graphed else ""
+
     def caption(self, text: str, clocked: bool = False) -> str:
         """What is shown and every variable that is held constant."""
         nodes = self.frame["num_nodes"].max()

@@ -107,7 +107,7 @@ def memory(part: Slice) -> Table | None:
             "What the rank with most holds after the model, strategy and optimizer are made; its peak before the "
             "optimizer's step, which is that of forward and backward; and its peak during the step. By kind: as it is "
             "after the step, activations as they are after the forward. State: of that of one process alone. "
-            "Predicted: parameters, gradients and optimizer state of that stage of ZeRO."
+            f"Predicted: parameters, gradients and optimizer state of that stage of ZeRO.{part.unrecorded}"
         ),
         columns=[
             *("batch", "ranks", "strategy", "after init", "before step", "after step"),
