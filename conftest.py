@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--context", metavar="S", help="sequence lengths of the language model: 512,1024")
     group.addoption("--precision", help="fp32, tf32, bf16 (autocast), fp16 (autocast and loss scaling)")
     group.addoption("--mode", help="forward (inference), train_forward, backward, optimizer, step")
-    group.addoption("--compile", help="eager, compiled (block by block)")
+    group.addoption("--compile", help="eager, compiled (block by block), graphed (and replayed as a CUDA graph)")
     group.addoption(
         "--traces", metavar="DIR", type=Path, help="keep what the anatomy reads: traces, and on CUDA memory snapshots"
     )

@@ -49,7 +49,7 @@ def parse_model_axes(options: dict[str, str | None]) -> dict[str, Any]:
 
 def parse_parallel_axes(options: dict[str, str | None]) -> dict[str, Any]:
     """The fields of a ParallelSection that --strategy, --size, --context, --batch, --precision, --world-size,
-    --bucket-mb, --comm-dtype and --sharded-optimizer give."""
+    --bucket-mb, --comm-dtype, --sharded-optimizer and --compile give."""
     given: dict[str, tuple[Any, ...]] = {
         "strategies": _every(options, "--strategy", lambda _, text: text),
         "sizes": _every(options, "--size", _one_of(tuple(SIZES))),
@@ -60,6 +60,7 @@ def parse_parallel_axes(options: dict[str, str | None]) -> dict[str, Any]:
         "bucket_mbs": _every(options, "--bucket-mb", _bucket),
         "comm_dtypes": _every(options, "--comm-dtype", _one_of(DTYPES)),
         "sharded": _every(options, "--sharded-optimizer", lambda option, text: CAUSAL[choice(option, text, CAUSAL)]),
+        "compiles": _every(options, "--compile", _one_of(COMPILES)),
     }
     return {name: values for name, values in given.items() if values}
 

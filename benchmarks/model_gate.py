@@ -34,6 +34,7 @@ from lmsys.testing import error_ratio, norm_rms, rms_budget
 NUM_BLOCKS = TOGETHER
 MAX_CONTEXT = 2048
 MAX_SCORES = 2**28  # of naive attention in one block: 2 GiB in float64
+RECOMPILE_LIMIT = 64  # every row makes graphs of the same block
 LOSS_SCALE = 2.0**12  # keeps float16 gradients above its smallest value
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ROUNDING = AUTOCAST | {"fp32": torch.float32, "tf32": torch.float16}  # by length of the mantissa
@@ -86,15 +87,23 @@ class Batch:
 
 @contextmanager
 def arithmetic(precision: str) -> Iterator[None]:
-    """Float32 matmuls in TF32 or, for every other precision, in full. What is compiled meanwhile is dropped."""
+    """As `matmuls`. What is compiled meanwhile is dropped."""
+    try:
+        with matmuls(precision), torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
+            yield
+    finally:
+        torch.compiler.reset()
+
+
+@contextmanager
+def matmuls(precision: str) -> Iterator[None]:
+    """Float32 matmuls in TF32 or, for every other precision, in full."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     try:
-        with torch._dynamo.config.patch(recompile_limit=64):  # every row makes graphs of the same block
-            yield
+        yield
     finally:
         torch.set_float32_matmul_precision(before)
-        torch.compiler.reset()
 
 
 def autocast(precision: str, device: str) -> torch.autocast:

@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.ranks import default_world_size
 from benchmarks.sections import ParallelSection, with_axes
+from lmsys.attention.compiled import why_no_compiler
 from lmsys.config import ModelConfig, model_config
 from lmsys.parallel import STRATEGIES
 from lmsys.registry import Entry
@@ -14,13 +15,14 @@ from lmsys.registry import Entry
 ALL_REDUCE = ("naive", "flat", "overlapped", "bucketed", "torch_ddp", "torch_ddp_tuned")  # others shard by themselves
 BUCKETED = "bucketed"
 TUNED = "torch_ddp_tuned"
-COMPUTE_IN_BF16 = ("fsdp", "torch_fsdp2")  # parameters are gathered in what the matmuls read
+FULLY_SHARDED = ("fsdp", "torch_fsdp2")  # parameters are gathered inside of a step, in what the matmuls read
 
 
 @dataclass(frozen=True)
 class Cell:
     """One test: a model trained by a strategy on so many ranks, each with a batch of its own.
 
+    compile     eager; compiled, each block for itself; graphed: that, replayed as one CUDA graph with all that it sends
     bucket_mb   MiB, "auto", or None: the strategy has no buckets, or its own size for them
     comm_dtype  what is sent, where that is not what gradients are
     """
@@ -30,6 +32,7 @@ class Cell:
     context: int
     batch: int
     precision: str
+    compile: str
     world_size: int
     entry: Entry
     device: str
@@ -40,7 +43,8 @@ class Cell:
     @property
     def group(self) -> str:
         """What is compared: all strategies, sizes of buckets and numbers of ranks."""
-        return f"{self.section}-{self.size}-S{self.context}B{self.batch}-{self.precision}"
+        compiled = "" if self.compile == "eager" else f"-{self.compile}"
+        return f"{self.section}-{self.size}-S{self.context}B{self.batch}-{self.precision}{compiled}"
 
     @property
     def row(self) -> str:
@@ -61,6 +65,19 @@ class Cell:
     def backend(self) -> str:
         return "nccl" if self.device == "cuda" else "gloo"
 
+    def why_not(self) -> str | None:
+        """The reason why this cannot be run, if there is one."""
+        if self.compile != "eager" and (reason := why_no_compiler(self.device)):
+            return reason
+        if self.compile == "graphed" and self.device != "cuda":
+            return "CUDA graphs are of CUDA devices"
+        if self.compile == "graphed" and self.entry.name in FULLY_SHARDED:
+            return (
+                "it allocates and frees whole parameters inside of every step, and the memory of what a CUDA graph"
+                " replays stays where it is: --compile compiled runs it"
+            )
+        return self.entry.why_not(self)
+
 
 def cells_of(section: ParallelSection, axes: dict[str, Any], device: str) -> Iterator[Cell]:
     """Numbers of ranks that the section sets and the machine has not are left out; those asked for are not."""
@@ -69,10 +86,10 @@ def cells_of(section: ParallelSection, axes: dict[str, Any], device: str) -> Ite
     most = default_world_size("nccl" if device == "cuda" else "gloo")
     asked = "world_sizes" in axes
     sizes = list(dict.fromkeys(size or most for size in one.world_sizes if asked or size <= most))
-    for size, context, batch, precision in product(one.sizes, one.contexts, one.batch, one.precisions):
+    for group in product(one.sizes, one.contexts, one.batch, one.precisions, one.compiles):
         for world_size, entry in product(sizes, entries):
             if world_size > 1 or entry.name == "none":
-                start = (section.name, size, context, batch, precision, world_size, entry, device)
+                start = (section.name, *group, world_size, entry, device)
                 yield from (Cell(*start, *variant) for variant in variants(one, entry.name))
 
 

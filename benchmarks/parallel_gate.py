@@ -14,13 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.model_gate import NUM_BLOCKS, Batch, arithmetic, build, ratio_of
+from benchmarks.model_gate import NUM_BLOCKS, Batch, build, matmuls, ratio_of
 from benchmarks.parallel_cells import Cell
-from benchmarks.parallel_workbench import options_of, release, takes_part
+from benchmarks.parallel_workbench import Gradients, compiling, options_of, release, takes_part, wrap
 from benchmarks.ranks import subgroup
 from lmsys.config import ModelConfig
 from lmsys.model import Loss
-from lmsys.parallel.adapt import Adapted
 from lmsys.parallel.group import device
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer
 
@@ -37,7 +36,7 @@ def gate(cell: Cell, seed: int) -> dict[str, float]:
         return {}
     options = options_of(cell)
     wide = {name: value for name, value in options.items() if name not in NARROW}
-    with arithmetic("fp32"):
+    with matmuls("fp32"), compiling(cell):
         ratios = _ratios(cell, wide, seed, None)
         if narrow := [options[name] for name in NARROW if name in options]:
             kind = next(name for name in NARROW if name in options)
@@ -79,18 +78,18 @@ def _of_rank(data: Batch, rank: int) -> tuple[Tensor, Tensor]:
 
 def _trained(cell: Cell, config: ModelConfig, options: dict[str, object], seed: int) -> dict[str, Tensor]:
     rank, group = dist.get_rank(), subgroup(cell.world_size)
-    module = Loss(build(config, str(device()), seed + rank))
-    strategy = Adapted(cell.entry.load(), module, group, **options)
+    strategy = wrap(cell, build(config, str(device()), seed + rank), options)
     if cell.sharded:
         optimizer: torch.optim.Optimizer = ShardedOptimizer(
             strategy.wrapper.parameters(), torch.optim.SGD, group, **SGD
         )
     else:
         optimizer = strategy.make_optimizer(torch.optim.SGD, **SGD)
+    gradients = Gradients(strategy, "fp32")
+    if cell.compile == "graphed":
+        gradients.record()
     for data in _batches(config, cell.world_size, seed):
-        loss = strategy(*_of_rank(data, rank))
-        loss.backward()
-        strategy.finish()
+        gradients(*_of_rank(data, rank))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return {name.removeprefix("module."): x.detach().clone() for name, x in strategy.full_state_dict().items()}

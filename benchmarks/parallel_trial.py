@@ -54,7 +54,7 @@ def parallel_trial(cells: list[Cell], settings: Settings) -> Iterator[Result]:
     found = {cell.id: Found() for cell in cells}
     for number, cell in enumerate(sorted(cells, key=lambda cell: -cell.world_size), start=1):  # one start of ranks
         one = found[cell.id]
-        if reason := cell.entry.why_not(cell):
+        if reason := cell.why_not():
             one.failed("unsupported", reason)
             continue
         start = time.perf_counter()
@@ -164,6 +164,7 @@ def _result(cell: Cell, found: dict[str, Found], settings: Settings) -> Result:
         "context": cell.context,
         "batch": cell.batch,
         "precision": cell.precision,
+        "compile": cell.compile,
         "world_size": cell.world_size,
         "num_nodes": settings.ranks.num_nodes,
         "backend": cell.backend,

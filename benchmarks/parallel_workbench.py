@@ -5,34 +5,40 @@ import hashlib
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from benchmarks.model_gate import Batch, autocast, build
+from benchmarks.model_gate import RECOMPILE_LIMIT, Batch, autocast, build
 from benchmarks.model_workbench import LEARNING_RATE
-from benchmarks.parallel_cells import COMPUTE_IN_BF16, Cell
+from benchmarks.parallel_cells import FULLY_SHARDED, Cell
 from benchmarks.ranks import subgroup
 from lmsys.measure import memory
 from lmsys.measure.clock import synchronize
 from lmsys.measure.profile import kind_of
-from lmsys.model import Loss
+from lmsys.model import Loss, TransformerLM
 from lmsys.parallel.adapt import Adapted
 from lmsys.parallel.group import device
 from lmsys.parallel.probe import latency_and_bandwidth
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer
+from lmsys.training.graph import WARM_UPS, GraphedGradients, beside
 from lmsys.training.optimizer import AdamW
 
+P = ParamSpec("P")
+T = TypeVar("T")
 WARM_STEPS = {"cpu": 2, "cuda": 3}  # the first plans buckets, the second runs with them
 PROFILED_STEPS = 3
 WORK = {"cpu": ("cpu_op", "user_annotation"), "cuda": ("kernel", "gpu_memcpy", "gpu_memset")}  # categories of a trace
 MOST_INTERVALS = 400  # of a timeline that travels with a result
+_COMPILED: list[str] = []  # the group of cells whose graphs this rank holds
 
 
 def options_of(cell: Cell) -> dict[str, Any]:
@@ -42,9 +48,66 @@ def options_of(cell: Cell) -> dict[str, Any]:
         options["bucket_mb"] = cell.bucket_mb
     if cell.comm_dtype is not None:
         options["comm_dtype"] = getattr(torch, cell.comm_dtype)
-    if cell.entry.name in COMPUTE_IN_BF16 and cell.precision == "bf16":
+    if cell.entry.name in FULLY_SHARDED and cell.precision == "bf16":
         options["compute_dtype"] = torch.bfloat16
     return options
+
+
+@contextmanager
+def compiling(cell: Cell) -> Iterator[None]:
+    """What is compiled meanwhile stays for the group's other rows and passes, whose blocks are the same, and then goes.
+
+    torch would cut a block's graph by the buckets of a DDP that it is compiled in, and not where it finds it compiled.
+    """
+    if cell.group not in _COMPILED:
+        _COMPILED[:] = [cell.group]
+        torch.compiler.reset()
+    with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, optimize_ddp=False):
+        yield
+
+
+def wrap(cell: Cell, model: TransformerLM, options: dict[str, Any]) -> Adapted:
+    """The model's loss under the cell's strategy, compiled before where the cell asks for it.
+
+    What is to be graphed is wrapped on the stream of recordings, which DDP keeps.
+    """
+    module = Loss(model if cell.compile == "eager" else model.compile_blocks(1))
+    with beside() if cell.compile == "graphed" else nullcontext():
+        return Adapted(cell.entry.load(), module, subgroup(cell.world_size), **options)
+
+
+class Gradients:
+    """Forward, backward and synchronization of a strategy: call by call, or, once it is asked to, as one CUDA graph.
+
+    Holds no reference to itself: a graph with NCCL's calls inside must go before the process group does.
+    """
+
+    def __init__(self, strategy: Adapted, precision: str):
+        self.strategy = strategy
+        kind = device().type
+
+        def loss(*inputs: Tensor) -> Tensor:
+            with autocast(precision, kind):
+                return strategy(*inputs)
+
+        self.loss = loss
+        self._graph: GraphedGradients | None = None
+
+    def record(self) -> None:
+        """From the next call on it is a graph; that call records it."""
+        warm_ups = getattr(self.strategy.wrapper, "warm_ups_before_graph", WARM_UPS)
+        parameters = self.strategy.module.parameters()
+        self._graph = GraphedGradients(self.loss, parameters, self.strategy.finish, warm_ups)
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        """The loss; the gradients are there and are the mean over ranks."""
+        if self._graph is not None:
+            settle(self.strategy)  # a graph cannot wait for what was begun before it
+            return self._graph(*inputs)
+        loss = self.loss(*inputs)
+        loss.backward()
+        self.strategy.finish()
+        return loss.detach()
 
 
 class Rig:
@@ -53,12 +116,10 @@ class Rig:
     def __init__(self, cell: Cell, seed: int):
         self.cell, self.device = cell, str(device())
         self.group = subgroup(cell.world_size)
-        self.strategy = Adapted(
-            cell.entry.load(), Loss(build(cell.config, self.device, seed + dist.get_rank())), self.group,
-            **options_of(cell),
-        )  # fmt: skip
+        self.strategy = wrap(cell, build(cell.config, self.device, seed + dist.get_rank()), options_of(cell))
         self.data = Batch.draw(cell.config, cell.batch, self.device, seed + 1 + dist.get_rank())
         self.optimizer = self._optimizer()
+        self.gradients = Gradients(self.strategy, cell.precision)
 
     def _optimizer(self) -> torch.optim.Optimizer:
         if self.cell.sharded:
@@ -70,14 +131,21 @@ class Rig:
         return self.strategy.make_optimizer(AdamW, lr=LEARNING_RATE)
 
     def loss(self) -> Tensor:
-        with autocast(self.cell.precision, self.device.partition(":")[0]):
-            return self.strategy(self.data.tokens, self.data.targets)
+        return self.gradients.loss(self.data.tokens, self.data.targets)
 
-    def step(self) -> None:
-        self.loss().backward()
-        self.strategy.finish()
+    def warm(self) -> None:
+        """Everything is planned, compiled and recorded when this is done."""
+        if self.cell.compile == "graphed":
+            self.gradients.record()
+        for _ in range(WARM_STEPS[device().type]):
+            self.step()
+
+    def step(self) -> Tensor:
+        """The loss before it."""
+        loss = self.gradients(self.data.tokens, self.data.targets)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        return loss
 
     def step_alone(self) -> None:
         """The same without synchronization; gradients of what was never synchronized go as they came."""
@@ -86,7 +154,7 @@ class Rig:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def times(self, step: Callable[[], None], count: int) -> list[float]:
+    def times(self, step: Callable[[], Any], count: int) -> list[float]:
         """Seconds of each of so many steps, one after another; on a CPU ranks begin each together."""
         if self.device == "cpu":
             samples = []
@@ -118,6 +186,20 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
+def on_part(function: Callable[Concatenate[Cell, P], T]) -> Callable[Concatenate[Cell, P], T | None]:
+    """The function on the ranks that take part, None on the others; what was there before it is released."""
+
+    @wraps(function)
+    def run(cell: Cell, *args: P.args, **kwargs: P.kwargs) -> T | None:
+        if not takes_part(cell):
+            return None
+        release()
+        with compiling(cell):
+            return function(cell, *args, **kwargs)
+
+    return run
+
+
 @dataclass
 class Seen:
     """What examining a row found on this rank. timeline: (what, start_s, end_s) of one step."""
@@ -133,11 +215,12 @@ class Seen:
     finite: bool
 
 
-def examine(cell: Cell, seed: int) -> Seen | None:
-    """Memory, phase by phase, of a training from its beginning; then what communicates when, and how long a step is."""
-    if not takes_part(cell):
-        return None
-    release()
+@on_part
+def examine(cell: Cell, seed: int) -> Seen:
+    """Memory, phase by phase, of a training from its beginning; then what communicates when, and how long a step is.
+
+    The phases are those of what a graph records: its own memory is set aside as a whole.
+    """
     kind = device().type
     made: dict[str, Any] = {}
 
@@ -157,7 +240,7 @@ def examine(cell: Cell, seed: int) -> Seen | None:
         # ZeroRedundancyOptimizer keeps its share in an optimizer of its own
         made["held"] = memory.breakdown(rig.strategy.wrapper, getattr(rig.optimizer, "optim", rig.optimizer))
         rig.optimizer.zero_grad(set_to_none=True)
-        settle(rig)
+        settle(rig.strategy)
 
     def first() -> None:
         start = time.perf_counter()
@@ -179,12 +262,10 @@ def examine(cell: Cell, seed: int) -> Seen | None:
         "activations_bytes": phases["forward"]["live_bytes"] - phases["first"]["live_bytes"],
         **held,
     }
-    for _ in range(WARM_STEPS[device().type]):
-        rig.step()
+    rig.warm()
     (seconds, *_) = sorted(rig.times(rig.step, 3))
     communication_s, hidden, timeline = _profile(rig, kind)
-    with torch.no_grad():
-        finite = bool(rig.loss().isfinite())
+    finite = bool(rig.step().isfinite())
     wrapper = rig.strategy.wrapper
     buckets = getattr(wrapper, "buckets", None)
     size = getattr(wrapper, "bucket_mb", None)
@@ -204,13 +285,13 @@ def _profile(rig: Rig, kind: str) -> tuple[float, float | None, list[tuple[str, 
     activity = ProfilerActivity.CUDA if kind == "cuda" else ProfilerActivity.CPU
     with profile(activities=[activity], schedule=schedule(wait=0, warmup=1, active=1)) as recorded:
         rig.step()
-        settle(rig)
+        settle(rig.strategy)
         synchronize(kind)
         dist.barrier(rig.group)
         recorded.step()
         for _ in range(PROFILED_STEPS):
             rig.step()
-        settle(rig)
+        settle(rig.strategy)
         synchronize(kind)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
@@ -232,10 +313,10 @@ def _profile(rig: Rig, kind: str) -> tuple[float, float | None, list[tuple[str, 
     return total / PROFILED_STEPS, hidden / total if total else None, _timeline(sending, computing)
 
 
-def settle(rig: Rig) -> None:
+def settle(strategy: Adapted) -> None:
     """Waits for what a step leaves under way, as ZeRO-1 its gather."""
-    if hasattr(rig.strategy.wrapper, "wait"):
-        rig.strategy.wrapper.wait()
+    if hasattr(strategy.wrapper, "wait"):
+        strategy.wrapper.wait()
 
 
 def _near(intervals: list[tuple[float, float]], start: float, end: float) -> list[tuple[float, float]]:
@@ -266,14 +347,11 @@ def _timeline(sending: list[Any], computing: list[Any]) -> list[tuple[str, float
     return rows
 
 
-def take_pass(cell: Cell, seed: int, count: int) -> tuple[list[float], list[float], str] | None:
+@on_part
+def take_pass(cell: Cell, seed: int, count: int) -> tuple[list[float], list[float], str]:
     """(seconds of each step, of each step without synchronization, what tells whether ranks have one model)."""
-    if not takes_part(cell):
-        return None
-    release()
     rig = Rig(cell, seed)
-    for _ in range(WARM_STEPS[device().type]):
-        rig.step()
+    rig.warm()
     samples = rig.times(rig.step, count)
     model = fingerprint(rig.strategy)
     alone: list[float] = []
@@ -284,8 +362,10 @@ def take_pass(cell: Cell, seed: int, count: int) -> tuple[list[float], list[floa
 
 
 def can_stay_local(cell: Cell, rig: Rig) -> bool:
-    """Whether a step without synchronization is the same computation: not where ranks hold or step parts only."""
-    return rig.strategy.can_stay_local and not cell.sharded and not cell.entry.name.endswith(("zero1", "fsdp", "fsdp2"))
+    """Whether a step without synchronization is the same computation: not where ranks hold or step parts only, and not
+    where it would be a recording of its own."""
+    whole = not cell.sharded and not cell.entry.name.endswith(("zero1", "fsdp", "fsdp2"))
+    return rig.strategy.can_stay_local and whole and cell.compile != "graphed"
 
 
 def fingerprint(strategy: Adapted) -> str:
@@ -301,13 +381,10 @@ def network(cell: Cell) -> tuple[float, float] | None:
     return latency_and_bandwidth(subgroup(cell.world_size), device())
 
 
+@on_part
 def timed_under(cell: Cell, seed: int, count: int = 4) -> float:
     """Seconds of a step, the mean of a few: to choose among sizes of buckets."""
-    if not takes_part(cell):
-        return 0.0
-    release()
     rig = Rig(cell, seed)
-    for _ in range(WARM_STEPS[device().type]):
-        rig.step()
+    rig.warm()
     samples = rig.times(rig.step, count)
     return sum(samples) / len(samples)

@@ -116,6 +116,7 @@ class ParallelSection:
     bucket_mbs   MiB, or "auto": of `bucketed`
     comm_dtypes  what `bucketed` sends: "float32", as the gradients are, or narrower
     sharded      with the optimizer's state divided among ranks or not, of the strategies that all-reduce gradients
+    compiles     eager, compiled block by block, or graphed: that, replayed as one CUDA graph with all that is sent
     """
 
     name: str
@@ -128,6 +129,7 @@ class ParallelSection:
     bucket_mbs: tuple[int | str, ...] = (25,)
     comm_dtypes: tuple[str, ...] = ("float32",)
     sharded: tuple[bool, ...] = (False,)
+    compiles: tuple[str, ...] = ("eager",)
 
 
 @dataclass(frozen=True)

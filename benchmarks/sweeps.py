@@ -143,7 +143,7 @@ COLLECTIVES = CollectiveSection("default", (1, 10, 100, 1000))
 CPU_COLLECTIVES = replace(COLLECTIVES, megabytes=(1, 10))
 SMOKE_COLLECTIVES = replace(COLLECTIVES, name="smoke", megabytes=(1,))
 FULL_COLLECTIVES = replace(COLLECTIVES, name="sizes", world_sizes=(2, 4, 8))
-PARALLEL = ParallelSection("default", ("small",), (512,), batch=(16,), bucket_mbs=(25, "auto"))
+PARALLEL = ParallelSection("default", ("small",), (512,), batch=(16,), bucket_mbs=(25, "auto"), compiles=("compiled",))
 CPU_PARALLEL = ParallelSection("default", ("tiny",), (32,), ("fp32",), (2,))
 SMOKE_PARALLEL = ParallelSection("smoke", ("tiny",), (32,), ("fp32",), (2,), (2,))
 SCALING = replace(PARALLEL, name="scaling", world_sizes=(1, 2, 4, 8), strategies=("none", "bucketed", "zero1", "fsdp"))
@@ -157,7 +157,14 @@ BUCKETS = ParallelSection(
 )
 SHARDED = replace(BUCKETS, name="sharded", strategies=("none", "overlapped"), sharded=(False, True))
 TARGETS = tuple(
-    ParallelSection("sizes", (size,), (512,), batch=(batch,), bucket_mbs=(25, 100, "auto"))
+    ParallelSection(
+        "sizes",
+        (size,),
+        (512,),
+        batch=(batch,),
+        bucket_mbs=(25, 100, "auto"),
+        compiles=("eager", "compiled", "graphed"),
+    )
     for size, batch in (("small", 16), ("medium", 8), ("xl", 4))
 )
 NARROW = replace(
@@ -166,6 +173,7 @@ NARROW = replace(
     strategies=("none", "bucketed"),
     bucket_mbs=(25,),
     comm_dtypes=("float32", "bfloat16"),
+    compiles=("compiled",),
 )
 PARALLEL_FULL = (*TARGETS, NARROW, BUCKETS, SHARDED, SCALING)
 TRAINING = TrainingSection(

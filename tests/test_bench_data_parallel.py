@@ -5,22 +5,27 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import processes
 import pytest
 from torch import nn
+from torch._dynamo.utils import counters
 
 from benchmarks import parallel_trial
 from benchmarks.axes import parse_parallel_axes
 from benchmarks.collectives_trial import cells_of as collective_cells
-from benchmarks.parallel_cells import cells_of
-from benchmarks.parallel_workbench import Seen, merged
+from benchmarks.parallel_cells import Cell, cells_of
+from benchmarks.parallel_workbench import Seen, merged, take_pass
 from benchmarks.sections import CollectiveSection, ParallelSection
 from benchmarks.session import Settings
 from benchmarks.sweeps import SWEEPS
+from lmsys.attention.compiled import why_no_compiler
+from lmsys.parallel import STRATEGIES as TABLE
 from lmsys.parallel.adapt import Adapted
+from lmsys.parallel.group import WorkerGroup
 from lmsys.parallel.none import NoSync
 
 STRATEGIES = '''
@@ -91,9 +96,53 @@ def test_the_command_line_names_rows_and_their_variants() -> None:
     }
 
 
+def test_ways_of_compiling_are_groups_of_their_own() -> None:
+    section = ParallelSection("s", ("tiny",), (16,), strategies=("none", "zero1", "fsdp"), world_sizes=(2,))
+    axes = parse_parallel_axes({"--compile": "eager,compiled,graphed"})
+    assert {cell.group for cell in cells_of(section, axes, "cpu")} == {
+        f"s-tiny-S16B4-bf16{how}" for how in ("", "-compiled", "-graphed")
+    }
+    assert {cell.group for cell in cells_of(section, {}, "cpu")} == {"s-tiny-S16B4-bf16"}
+
+
+@pytest.mark.skipif(reason := why_no_compiler("cpu"), reason=str(reason))
+def test_what_cannot_be_graphed_says_why() -> None:
+    section = ParallelSection("s", ("tiny",), (16,), strategies=("none", "zero1", "fsdp"), world_sizes=(2,))
+    one, *_ = cells_of(section, {"compiles": ("graphed",)}, "cpu")
+    assert one.why_not() == "CUDA graphs are of CUDA devices"
+    on_gpu = replace(one, device="cuda")
+    found = {name: replace(on_gpu, entry=TABLE[name]).why_not() for name in ("zero1", "fsdp", "torch_fsdp2")}
+    if not why_no_compiler("cuda"):
+        assert found["zero1"] is None
+        assert found["fsdp"] == found["torch_fsdp2"] and "--compile compiled runs it" in found["fsdp"]
+    assert replace(one, compile="compiled").why_not() is None
+
+
+def _graphs(cells: list[Cell]) -> list[int]:
+    """On a rank: how many graphs there are after a pass of each cell."""
+    found = []
+    counters.clear()
+    for cell in cells:
+        take_pass(cell, 0, 1)
+        found.append(counters["stats"]["unique_graphs"])
+    return found
+
+
+@pytest.mark.skipif(reason := why_no_compiler("cpu"), reason=str(reason))
+def test_all_rows_of_a_group_share_compiled_blocks(ranks: WorkerGroup) -> None:
+    """One graph, whoever comes first, also within DDP, and in every pass."""
+    names = ("torch_ddp_tuned", "bucketed", "zero1", "fsdp")
+    section = ParallelSection("s", ("tiny",), (16,), ("fp32",), (2,), (2,), names)
+    cells = [replace(cell, bucket_mb=0.01) for cell in cells_of(section, {"compiles": ("compiled",)}, "cpu")]
+    cells[-1] = replace(cells[-1], bucket_mb=None)  # fsdp has no buckets
+    first, *others = ranks.run(_graphs, [*cells, cells[0]])[0]
+    assert first == 1 and others == [1] * len(cells)
+
+
 @pytest.mark.parametrize(
     ("option", "text", "said"),
     [
+        ("--compile", "jit", "--compile 'jit': must be one of eager, compiled, graphed"),
         ("--bucket-mb", "0", "--bucket-mb '0': must be a positive whole number"),
         ("--world-size", "two", "--world-size 'two': must be a positive whole number"),
         ("--comm-dtype", "bf16", "--comm-dtype 'bf16': must be one of float32, float16, bfloat16"),
@@ -192,6 +241,21 @@ def test_a_run_measures_ours_and_a_strategy_of_the_user_s(tmp_path: Path) -> Non
     assert found["naive"]["unsynchronized_by"] == "no_sync" and found["zero1"]["unsynchronized_by"] == "none"
     assert found["zero1"]["optimizer_fraction"] == pytest.approx(0.5, abs=0.02)
     assert found["naive"]["optimizer_bytes"] == pytest.approx(found["naive"]["predicted_optimizer_bytes"], rel=0.01)
+
+
+@pytest.mark.skipif(reason := why_no_compiler("cpu"), reason=str(reason))
+def test_compiled_rows_are_checked_and_timed(tmp_path: Path) -> None:
+    output = tmp_path / "out.json"
+    options = "--sweep smoke --strategy none,bucketed,zero1 --bucket-mb 1 --compile compiled"
+    small = "--benchmark-max-time 0.01 --benchmark-only --benchmark-json"
+    ended = processes.run("data_parallel", *options.split(), *small.split(), output)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = records(output)
+    assert set(found) == {"none", "bucketed-1MiB", "zero1"}
+    for one in found.values():
+        assert (one["outcome"], one["compile"]) == ("ok", "compiled"), one["reason"]
+        assert one["comparison"].startswith("smoke-tiny-S32B2-fp32-compiled ")
+    assert found["zero1"]["error_ratio"] <= 1 and found["zero1"]["unsynchronized_by"] == "none"
 
 
 def test_collectives_are_checked_and_timed(tmp_path: Path) -> None:

@@ -2,10 +2,17 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.model_gate import Batch, build
+from benchmarks.parallel_cells import Cell
+from benchmarks.parallel_gate import gate
+from benchmarks.parallel_workbench import Gradients, compiling, options_of, takes_part, wrap
 from lmsys.config import model_config
 from lmsys.model import TransformerLM
+from lmsys.parallel import STRATEGIES
+from lmsys.parallel.group import WorkerGroup, device
 from lmsys.training.graph import GraphedGradients
 from lmsys.training.optimizer import AdamW, clip_grad_norm, set_lr
 
@@ -67,3 +74,71 @@ def test_inputs_of_another_shape_are_named() -> None:
     assert weight.grad.tolist() == [1, 2]
     with pytest.raises(ValueError, match=r"\(3,\).*\(2,\)"):
         graph(torch.ones(3, device="cuda"))
+
+
+def on_ranks(cell: Cell, graphed: bool) -> tuple[list[float], dict[str, Tensor]] | None:
+    """On a rank: losses of some steps with data of their own, and the parameters after them.
+
+    The first two are plain, as where a benchmark looks into memory; the host runs ahead of the others.
+    """
+    if not takes_part(cell):
+        return None
+    with compiling(cell):
+        rank, losses = dist.get_rank(), []
+        strategy = wrap(cell, build(cell.config, str(device()), rank), options_of(cell))
+        optimizer = strategy.make_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+        gradients = Gradients(strategy, cell.precision)
+        for step in range(6):
+            if graphed and step == 2:
+                gradients.record()
+            data = Batch.draw(cell.config, cell.batch, str(device()), 10 * step + rank)
+            losses.append(gradients(data.tokens, data.targets).clone())
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        state = {name: x.cpu() for name, x in strategy.full_state_dict().items()}
+    return [loss.item() for loss in losses], state
+
+
+def cell_of(strategy: str, world_size: int, bucket_mb: float | None) -> Cell:
+    return Cell("s", "tiny", 32, 2, "fp32", "graphed", world_size, STRATEGIES[strategy], "cuda", bucket_mb)
+
+
+SYNCHRONIZED = pytest.mark.parametrize(
+    ("strategy", "world_size", "bucket_mb"),
+    [
+        ("none", 1, None),
+        ("naive", 2, None),
+        ("flat", 2, None),
+        ("overlapped", 2, None),
+        ("bucketed", 2, 0.05),
+        ("zero1", 2, 0.05),
+        ("torch_ddp", 2, None),
+        ("torch_ddp_tuned", 2, 1),
+        ("torch_zero1", 2, None),
+    ],
+)
+
+
+@pytest.mark.gpu
+@SYNCHRONIZED
+def test_with_nccl_inside_it_trains_as_without(
+    gpu_ranks: WorkerGroup, strategy: str, world_size: int, bucket_mb: float | None
+) -> None:
+    cell = cell_of(strategy, world_size, bucket_mb)
+    found, plain = (gpu_ranks.run(on_ranks, cell, graphed)[:world_size] for graphed in (True, False))
+    for (losses, weights), (expected, others) in zip(found, plain, strict=True):
+        assert losses == pytest.approx(expected, rel=1e-4)
+        for name, weight in weights.items():
+            assert (weight - others[name]).norm() <= 1e-3 * others[name].norm(), name
+    assert all(torch.equal(x, found[-1][1][name]) for name, x in found[0][1].items())  # one model
+
+
+@pytest.mark.gpu
+@SYNCHRONIZED
+def test_replays_train_as_one_process_on_the_whole_batch(
+    gpu_ranks: WorkerGroup, strategy: str, world_size: int, bucket_mb: float | None
+) -> None:
+    if strategy == "none":
+        pytest.skip("nothing is synchronized: there is no one process to be equal to")
+    ratios = gpu_ranks.run(gate, cell_of(strategy, world_size, bucket_mb), 0)[0]
+    assert max(ratios.values()) <= 1

@@ -313,7 +313,9 @@ def _language_model(strategy: str, checkpoint_blocks: int, compiled: bool) -> An
     on_rank = on_ranks.copies(alone)
     if compiled:
         on_rank.model.compile_blocks(backend="aot_eager")
-    wrapper = STRATEGIES[strategy].load()(on_rank, group)
+    options = {"bucket_mb": 1e-3} if strategy in ("bucketed", "zero1") else {}  # several: blocks wait for theirs
+    wrapper = STRATEGIES[strategy].load()(on_rank, group, **options)
+    assert not options or len(wrapper.buckets) > 3
     own, plain = wrapper.make_optimizer(torch.optim.SGD, lr=0.1), torch.optim.SGD(alone.parameters(), lr=0.1)
     for _ in range(2):
         wrapper(tokens[rank]).backward()
@@ -325,6 +327,7 @@ def _language_model(strategy: str, checkpoint_blocks: int, compiled: bool) -> An
         plain.zero_grad()
     with torch.no_grad():
         wrapper(tokens[rank])
+    assert all(pending.work is None for pending in getattr(wrapper, "_gathering", ()))  # blocks have waited for theirs
     return _on_cpu(wrapper.full_state_dict()), _on_cpu(alone.state_dict())
 
 

@@ -80,6 +80,29 @@ def test_tables_and_plots_of_one_size(tmp_path: Path) -> None:
         assert f"plots/{STEM}-{plot}.svg" in files
 
 
+def test_ways_of_compiling_are_kept_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What an older file does not say is eager, and keeps its names."""
+    eager = [case(impl) for impl in SPEED]
+    others = [
+        case(impl, id=f"sizes-{how}-W2-{impl}", compile=how, comparison=f"sizes-{how} now")
+        for how in ("graphed", "compiled")
+        for impl in SPEED
+    ]
+    files = built(tmp_path / "out", save(tmp_path / "r.json", others + eager))
+    for suffix in ("", "-compiled", "-graphed"):
+        assert ("before it is recorded" in files[f"tables/{STEM}{suffix}-memory.md"].decode()) == (suffix == "-graphed")
+    for stem, said in ((STEM, "xl, context 512, bf16;"), (f"{STEM}-compiled", "bf16, blocks compiled;")):
+        assert len(numbers(files, f"{stem}-step")) == len(SPEED)
+        assert said in files[f"tables/{stem}-step.md"].decode()
+    assert b"blocks eager" not in files["index.html"]
+    text = files["tables/synthetic-gpu-data-parallel-sizes-peers.md"].decode()
+    assert "| xl b4 s512, bf16, 2 ranks |" in text and "| xl b4 s512, bf16, 2 ranks, blocks compiled |" in text
+    assert "| geometric mean, 2 ranks, blocks compiled |" in text
+    capsys.readouterr()
+    result = save(tmp_path / "bad.json", [case("none", compile="jit")])
+    refused([str(result), "-o", str(tmp_path / "bad")], "'compile' must be one of eager, compiled, graphed", capsys)
+
+
 def test_without_peers_and_samples_there_is_no_comparison(tmp_path: Path) -> None:
     files = built(tmp_path / "out", save(tmp_path / "r.json", [case("none"), case("bucketed-auto")]))
     assert "tables/synthetic-gpu-data-parallel-sizes-peers.md" not in files

@@ -11,7 +11,7 @@ Source: Zhao et al. 2023, "PyTorch FSDP" (arXiv 2304.11277), sections 3.2 and 3.
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from lmsys.parallel.collectives import Group, Pending, all_gather, reduce_scatter_mean
 from lmsys.parallel.packing import Layout, copy_gradients
-from lmsys.parallel.units import blocks_of, parameters_by_block
+from lmsys.parallel.units import blocks_of, parameters_by_block, surround
 from lmsys.parallel.wrapper import Wrapper
 
 
@@ -46,7 +46,7 @@ class Fsdp(Wrapper):
         self._reducing: list[_Unit] = []
         for number, block in enumerate(blocks_of(module), start=1):
             me = weakref.ref(self)
-            _surround(block, partial(_before_forward, me, number), partial(_after_forward, me, number))
+            surround(block, partial(_before_forward, me, number), partial(_after_forward, me, number))
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
         for number, unit in enumerate(self._units):
@@ -145,23 +145,6 @@ class Fsdp(Wrapper):
             self._units[number - 1].gather()
         self._reduce_down_to(number + 1)
         unit.wait()
-
-
-def _surround(block: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
-    """Runs both around the block's forward: as hooks, or around what is compiled, which would look into hooks."""
-    compiled = block._compiled_call_impl
-    if compiled is None:
-        block.register_forward_pre_hook(before)
-        block.register_forward_hook(after)
-        return
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        before(block, args)
-        output = compiled(*args, **kwargs)
-        after(block, args, output)
-        return output
-
-    block._compiled_call_impl = call
 
 
 def _before_forward(wrapper: "weakref.ref[Fsdp]", number: int, *_: Any) -> None:

@@ -21,6 +21,8 @@ from lmsys.parallel.units import blocks_of
 class TorchDDP(nn.Module):
     """DistributedDataParallel as it comes."""
 
+    warm_ups_before_graph = 11  # its reducer takes times in the first ten steps, which no recording may
+
     def __init__(self, module: nn.Module, process_group: Group = None, **options: Any):
         super().__init__()
         device = next(module.parameters()).device

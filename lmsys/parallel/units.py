@@ -1,5 +1,8 @@
 """The parts of a module that are sharded, gathered and waited for as one."""
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import nn
 
 
@@ -31,3 +34,25 @@ def _outside(module: nn.Module, blocks: list[nn.Module]) -> list[nn.Parameter]:
     """Parameters that a module outside every block holds."""
     within = {id(child) for block in blocks for child in block.modules()}
     return [p for child in module.modules() if id(child) not in within for p in child.parameters(recurse=False)]
+
+
+def surround(block: nn.Module, before: Callable[..., None], after: Callable[..., None] | None = None) -> None:
+    """Runs before(block, args) and after(block, args, output) around the block's forward.
+
+    As hooks, or around what `block.compile()` has made, which would look into hooks: compile first, then surround.
+    """
+    compiled = block._compiled_call_impl
+    if compiled is None:
+        block.register_forward_pre_hook(before)
+        if after is not None:
+            block.register_forward_hook(after)
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before(block, args)
+        output = compiled(*args, **kwargs)
+        if after is not None:
+            after(block, args, output)
+        return output
+
+    block._compiled_call_impl = call

@@ -22,7 +22,7 @@ from lmsys.parallel.collectives import Group, Pending, reduce_scatter_mean
 from lmsys.parallel.overlapped import Overlapped, do_nothing
 from lmsys.parallel.packing import Layout, copy_gradients
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer, layout_of, settle
-from lmsys.parallel.units import blocks_of, parameters_by_block
+from lmsys.parallel.units import blocks_of, parameters_by_block, surround
 
 
 class Zero1(Overlapped):
@@ -114,7 +114,7 @@ class Zero1(Overlapped):
                 needed[unit_of[self.trainable[index]]].add(number)
         self._at_start = sorted(needed[0])
         for block, numbers in zip(blocks_of(self.module), needed[1:], strict=True):
-            block.register_forward_pre_hook(partial(_wait, weakref.ref(self), sorted(numbers)))
+            surround(block, partial(_wait, weakref.ref(self), sorted(numbers)))
 
 
 class Zero1Optimizer(ShardedOptimizer):

@@ -7,12 +7,31 @@ scaling are free to change from step to step.
 Source: Gray 2019, "Getting Started with CUDA Graphs" (developer.nvidia.com/blog/cuda-graphs).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+_STREAMS: dict[int, torch.cuda.Stream] = {}  # by device: that of all recordings
 WARM_UPS = 3  # calls before the recording: what compiles, tunes or allocates for good on first use does it there
+
+
+@contextmanager
+def beside() -> Iterator[torch.cuda.Stream]:
+    """On the stream that graphs are recorded on, after what the current one has been given and before what it will be.
+
+    For what keeps its stream: torch's DDP makes the nodes that accumulate gradients when it is made, on the current
+    one, and a recording may not wait for the default one.
+    """
+    device = torch.cuda.current_device()
+    if device not in _STREAMS:
+        _STREAMS[device] = torch.cuda.Stream()
+    stream = _STREAMS[device]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield stream
+    torch.cuda.current_stream().wait_stream(stream)
 
 
 class GraphedGradients:
@@ -23,10 +42,21 @@ class GraphedGradients:
     those of the recording, whose shapes and dtypes they must have (ValueError), and leaves the gradients in `.grad`
     of the `parameters` in place of what was there: the same tensors every time, and the loss likewise. Their memory,
     and that of everything between, belongs to the graph until it is dropped.
+
+    finish    called after the backward, part of the recording: the end of a synchronization of gradients. NCCL's
+              collectives are recorded too: those begun before a call must have been waited for by then, those begun
+              inside by the end of `finish`, and every rank records, and replays, where the others do
+    warm_ups  calls before the recording, which leave nothing but gradients behind
     """
 
-    def __init__(self, loss_of: Callable[..., Tensor], parameters: Iterable[nn.Parameter]) -> None:
-        self._loss_of = loss_of
+    def __init__(
+        self,
+        loss_of: Callable[..., Tensor],
+        parameters: Iterable[nn.Parameter],
+        finish: Callable[[], None] | None = None,
+        warm_ups: int = WARM_UPS,
+    ) -> None:
+        self._loss_of, self._finish, self._warm_ups = loss_of, finish, warm_ups
         self._parameters = [p for p in parameters if p.requires_grad]
         self._graph: torch.cuda.CUDAGraph | None = None
 
@@ -37,15 +67,13 @@ class GraphedGradients:
         if not all(x.is_cuda for x in inputs):
             raise ValueError("a CUDA graph takes CUDA tensors; on a CPU call backward as usual")
         self._inputs = [x.clone() for x in inputs]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
+        with beside() as stream:
+            for _ in range(self._warm_ups):
                 self._compute()
-        torch.cuda.current_stream().wait_stream(stream)
         self._clear()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):  # which has cuBLAS's workspace by now
+        # The stream has cuBLAS's workspace by now. NCCL's watchdog, a thread of its own, asks for events meanwhile.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             self._loss = self._compute()
         self._gradients = [p.grad for p in self._parameters]
         self._graph = graph
@@ -67,6 +95,8 @@ class GraphedGradients:
         self._clear()
         loss = self._loss_of(*self._inputs)
         loss.backward()
+        if self._finish is not None:
+            self._finish()
         return loss.detach()
 
     def _clear(self) -> None:

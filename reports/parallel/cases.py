@@ -20,7 +20,8 @@ SECTIONS = {  # in page order
 ORDER = (
     "none naive flat overlapped bucketed zero1 fsdp torch_ddp torch_ddp_tuned torch_zero1 torch_fsdp2"
 ).split()  # of strategies, in reading order
-SETTING = ["section", "size", "context", "precision", "memory_limit_bytes"]
+SETTING = ["section", "size", "context", "precision", "compile", "memory_limit_bytes"]
+COMPILES = ["eager", "compiled", "graphed"]  # in reading order
 SHAPE = ["batch", "context", "world_size", "num_parameters"]
 PARTS = {
     "parameters_bytes": "parameters",
@@ -36,19 +37,26 @@ NUMBERS = (
     " memory_limit_bytes num_nodes"
 ).split() + list(PARTS)
 TEXT = (
-    "section impl strategy label size precision comm_dtype outcome reason comparison clock backend unsynchronized_by"
+    "section impl strategy label size precision compile comm_dtype outcome reason comparison clock backend"
+    " unsynchronized_by"
 ).split()
 
 
 @dataclass(frozen=True)
 class Slice:
-    """The cases of one section, size, context and precision on one machine."""
+    """The cases of one section, size, context, precision and way of compiling on one machine."""
 
     machine: Machine
     section: str
     frame: pd.DataFrame
     stem: str
     heading: str
+
+    @property
+    def unrecorded(self) -> str:
+        """What a caption says of memory where steps are replayed."""
+        graphed = set(self.frame["compile"]) == {"graphed"}
+        return " All of the step before it is recorded: a graph's memory is set aside as a whole." if graphed else ""
 
     def caption(self, text: str, clocked: bool = False) -> str:
         """What is shown and every variable that is held constant."""
@@ -71,12 +79,17 @@ def typed(frame: pd.DataFrame) -> pd.DataFrame:
     frame[SHAPE] = frame[SHAPE].astype(int)
     frame["peer"] = [peer is True for peer in frame["peer"]]
     frame["memory_limit_bytes"] = frame["memory_limit_bytes"].fillna(0)
+    frame["compile"] = frame["compile"].where(frame["compile"].notna(), "eager")  # older files do not say
+    for case in frame[~frame["compile"].isin(COMPILES)].itertuples():
+        raise InputError(f"record {case.id!r}: 'compile' must be one of {', '.join(COMPILES)}; got {case.compile!r}")
+    frame["compile_place"] = [COMPILES.index(name) for name in frame["compile"]]
     frame["label"] = frame["label"].where(frame["label"].notna(), frame["impl"])
     frame["row"] = [_row(case) for case in frame.itertuples()]
     frame["place"] = [ORDER.index(name) if name in ORDER else len(ORDER) for name in frame["strategy"]]
     frame["section_place"] = [[*SECTIONS, name].index(name) for name in frame["section"]]
     frame["bucket_place"] = frame["bucket_mb"].fillna(0)
-    order = ["section_place", "section", "num_parameters", "precision", "context", "batch", "world_size", "place"]
+    order = ["section_place", "section", "num_parameters", "precision", "context", "compile_place"]
+    order += ["batch", "world_size", "place"]
     return frame.sort_values([*order, "bucket_place", "impl", "id"], kind="stable").reset_index(drop=True)
 
 
@@ -89,11 +102,19 @@ def _row(case: object) -> str:
     return ", ".join(filter(None, [str(getattr(case, "label", "")), extra]))
 
 
+def blocks(compiled: str) -> str:
+    """What a heading says of the way of compiling: of the usual one, nothing."""
+    return "" if compiled == "eager" else f", blocks {compiled}"
+
+
 def slices(machine: Machine) -> Iterator[Slice]:
     """The typed records cut by SETTING, in page order."""
-    for (section, size, context, precision, limit), rows in machine.frame.groupby(SETTING, sort=False):
+    for (section, size, context, precision, compiled, limit), rows in machine.frame.groupby(SETTING, sort=False):
         stem = [machine.slug, "data-parallel", section, size, f"S{context}", precision]
         heading = [size, f"context {context:,}", precision]
+        if compiled != "eager":
+            stem.append(compiled)
+            heading[-1] += blocks(compiled)
         if limit:
             stem.append(f"{limit / GIB:g}gib")
             heading.append(f"memory limit {limit / GIB:g} GiB")

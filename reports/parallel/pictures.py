@@ -70,6 +70,7 @@ def memory_by_kind(part: Slice) -> Plot | None:
         caption=part.caption(
             f"Parameters, gradients and optimizer state after a step and activations after a forward, on "
             f"{frame['world_size'].max()} ranks, batch {frame['batch'].max()}; the line is the peak of a whole step."
+            f"{part.unrecorded}"
         ),
         groups=[str(impl) for impl in frame["impl"]],
         stacks={"held": layers},

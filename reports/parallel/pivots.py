@@ -7,7 +7,7 @@ import pandas as pd
 
 from reports import tables
 from reports.load import GIB, Machine, file_name
-from reports.parallel.cases import PARTS, Slice
+from reports.parallel.cases import COMPILES, PARTS, Slice, blocks
 from reports.tables import Footnotes, Table, number
 
 # (ours, what it is measured against): the best-sized buckets of ours, as torch DDP is tuned by its caps
@@ -107,7 +107,7 @@ def memory(part: Slice) -> Table | None:
             "What the rank with most holds after the model, strategy and optimizer are made; its peak before the "
             "optimizer's step, which is that of forward and backward; and its peak during the step. By kind: as it is "
             "after the step, activations as they are after the forward. State: of that of one process alone. "
-            "Predicted: parameters, gradients and optimizer state of that stage of ZeRO."
+            f"Predicted: parameters, gradients and optimizer state of that stage of ZeRO.{part.unrecorded}"
         ),
         columns=[
             *("batch", "ranks", "strategy", "after init", "before step", "after step"),
@@ -123,7 +123,7 @@ def against_peers(machine: Machine, section: str) -> Table | None:
     """Rows: sizes and batches; columns: how much faster ours is than the peer beside it; last, the geometric mean."""
     frame = machine.frame[(machine.frame["section"] == section) & (machine.frame["world_size"] > 1)]
     frame = frame[~(frame["sharded_optimizer"] == True) & (frame["comm_dtype"] != "bfloat16")]  # noqa: E712
-    keys = ["size", "batch", "context", "precision", "world_size", "memory_limit_bytes"]
+    keys = ["size", "batch", "context", "precision", "compile", "world_size", "memory_limit_bytes"]
     found: dict[tuple[Any, ...], list[float]] = {}
     for setting, own in frame.groupby(keys, sort=False):
         ratios = [_ratio(own, ours, theirs) for ours, theirs in PAIRS]
@@ -132,11 +132,15 @@ def against_peers(machine: Machine, section: str) -> Table | None:
     if not found:
         return None
     columns = [f"{ours} / {theirs}" for ours, theirs in PAIRS]
-    rows = [[f"{s} b{b} s{c}, {p}, {w} ranks", *map(_text, ratios)] for (s, b, c, p, w, _), ratios in found.items()]
-    for world in sorted({setting[4] for setting in found}):
-        chosen = [ratios for setting, ratios in found.items() if setting[4] == world]
+    rows = [
+        [f"{s} b{b} s{c}, {p}, {w} ranks{blocks(how)}", *map(_text, ratios)]
+        for (s, b, c, p, how, w, _), ratios in found.items()
+    ]
+    for how, world in sorted({setting[4:6] for setting in found}, key=lambda one: (COMPILES.index(one[0]), one[1])):
+        chosen = [ratios for setting, ratios in found.items() if setting[4:6] == (how, world)]
         means = [tables.geometric_mean(column) for column in zip(*chosen, strict=True)]
-        rows.append([f"geometric mean, {world} ranks", *(f"{_text(mean)} ({n})" if n else "" for mean, n in means)])
+        words = [f"{_text(mean)} ({n})" if n else "" for mean, n in means]
+        rows.append([f"geometric mean, {world} ranks{blocks(how)}", *words])
     return Table(
         name=file_name(f"{machine.slug}-data-parallel-{section}-peers"),
         title=f"Speed of ours, × of the row beside it · {section}",
