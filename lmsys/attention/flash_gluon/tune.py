@@ -12,7 +12,7 @@ import multiprocessing
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lmsys.attention.flash_gluon import kernels
-from lmsys.attention.flash_gluon.plans import FORWARD, BackwardPlan, ForwardPlan, backward_plan, forward_plan
+from lmsys.attention.flash_gluon.plans import BackwardPlan, ForwardPlan, backward_plan, forward_plan
 
 TOKENS, WIDTH = 16384, 2048
 Cell = tuple[str, int, bool, int]  # direction, head_dim, causal, length
@@ -31,21 +31,15 @@ Cell = tuple[str, int, bool, int]  # direction, head_dim, causal, length
 def candidates(direction: str, head_dim: int, causal: bool) -> list[Any]:
     """What is worth timing: every setting that once won a cell, and its neighbours."""
     if direction == "fwd":
-        l2_mib = 32 if causal else 0
-        two = [
-            ForwardPlan(2, stages, ping_pong, named, dynamic, l2_mib)
-            for ping_pong, named, dynamic in itertools.product((False, True), repeat=3)
-            for stages in ((2, 3) if head_dim == 64 else (2,))
+        l2_mib, both = 32 if causal else 0, (False, True)
+        if head_dim == 128:  # three consumers want more registers than there are
+            ways = itertools.product(both, both, (causal,), (l2_mib,), both, both)
+            return [ForwardPlan(2, 2, *way) for way in ways]
+        two = list(itertools.product((True,), both, (l2_mib,), both, both))
+        three = itertools.product(both, (l2_mib,), ((False, False), (True, False), (False, True)))  # both spill
+        return [ForwardPlan(2, 3, ping_pong, *way) for ping_pong in both for way in two] + [
+            ForwardPlan(3, 2, True, True, dynamic, size, *more) for dynamic, size, more in three
         ]
-        three = [ForwardPlan(3, 2, True, True, dynamic, l2_mib) for dynamic in (False, True)]
-        changed = [
-            replace(plan, lazy=lazy, early=early)
-            for _, plan in FORWARD[head_dim, causal]
-            for lazy, early in ((True, False), (False, True), (True, True))
-            if not (lazy and early and plan.consumers == 3)  # which spills registers
-        ]
-        # three of them want more registers than there are at 128
-        return list(dict.fromkeys(two + (three if head_dim == 64 else []) + changed))
     sizes = (5, 11, 22) if causal else (0, 5)
     spreads = (False,) if causal else (False, True)
     return [BackwardPlan(*plan) for plan in itertools.product((False, True), spreads, sizes)]
