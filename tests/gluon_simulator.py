@@ -402,11 +402,6 @@ def _await_count(count: Pointer, expected: Any) -> None:
     here.turn = int(expected)
 
 
-def _rescale_rows(x: Tensor, factor: Tensor) -> Tensor:
-    warps = factor.reshape(4, 16)
-    return torch.where((warps == 1).all(1).repeat_interleave(16)[:, None], x, x * factor[:, None])
-
-
 def _specialize(functions: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
     machine, cta = here.machine, here.cta
 
@@ -507,8 +502,6 @@ def kernels(module: str) -> dict[str, Any]:
         "add_registers": _add_registers,
         "narrow": lambda x, dtype: x.to(dtype),
         "scale_rows": lambda x, factor: x * factor[:, None],
-        "rescale_rows": _rescale_rows,
-        "finish": lambda sums: None,
         "widen": lambda x, dtype: x.float(),
     }
     _run_source(module, stand_ins)

@@ -2,9 +2,7 @@
 
 `python -m tests.sass_gluon` prints one JSON line for each kernel, with `every` for each that a plan launches. Beside
 the counts of `tests.sass`: reductions by TMA (UTMAREDG) and from registers (REDG), bulk stores (UTMASTG), barriers,
-`hazards`: writes to a register from which a matmul still reads its operand A, `jumps`: branches around products and
-nothing else, by the number of them, and `under`: of every step of the forward, the exponentials before its P V is
-waited for. It must run without TRITON_INTERPRET.
+and `hazards`: writes to a register from which a matmul still reads its operand A. It must run without TRITON_INTERPRET.
 """
 
 import json
@@ -13,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +51,7 @@ def forward(dtype: torch.dtype, head_dim: int, causal: bool, ragged: bool, plan:
     registers, cap = REGISTERS[plan.consumers]
     constants = {
         "BLOCK_K": TILE_K, "D": head_dim, "WGS": plan.consumers, "STAGES": plan.stages, "REGISTERS": registers,
-        "PING_PONG": plan.ping_pong, "NAMED": plan.named, "DYNAMIC": plan.dynamic, "LAZY": plan.lazy,
-        "EARLY": plan.early, "CAUSAL": causal, "RAGGED": ragged,
+        "PING_PONG": plan.ping_pong, "NAMED": plan.named, "DYNAMIC": plan.dynamic, "CAUSAL": causal, "RAGGED": ragged,
     }  # fmt: skip
     signature = {"q_desc": q, "k_desc": k, "v_desc": k, "o_desc": q}
     return compile_kernel(forward_kernel, signature, constants, maxnreg=cap)
@@ -83,33 +79,14 @@ def around(dtype: torch.dtype, head_dim: int) -> Iterator[tuple[str, Any]]:
     yield "convert", compile_kernel(convert_kernel, {"dq_ptr": half}, {"ROWS": ROWS, "D": head_dim})
 
 
-def read(kernel: Any) -> dict[str, Any]:
+def read(kernel: Any) -> dict[str, int]:
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         sass = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
     counts = {key: len(re.findall(rf"\b{mnemonic}", sass)) for key, mnemonic in MNEMONICS.items()}
-    return resources(kernel) | counts | {"hazards": hazards(sass), "jumps": jumps(sass), "under": under(sass)}
-
-
-def under(sass: str) -> list[int]:
-    steps = re.findall(r"DEPBAR\S* gsb0, 0x1 .*?DEPBAR\S* gsb0, 0x0 ", sass, re.DOTALL)
-    return [step.count("MUFU.EX2") for step in steps]
-
-
-def jumps(sass: str) -> list[int]:
-    """Of every forward branch that a vote decides on and that skips floating-point products alone: how many."""
-    code = re.findall(r"/\*([0-9a-f]{4,})\*/ +(.*?) *;", sass)
-    places = {place: i for i, (place, _) in enumerate(code)}
-    found = []
-    for i, (_, instruction) in enumerate(code):
-        if match := re.fullmatch(r"@!P\d BRA 0x([0-9a-f]+)", instruction):
-            skipped = code[i + 1 : places[match[1].rjust(4, "0")]]
-            voted = any(re.search(r"\bVOTE\.ANY\b", earlier) for _, earlier in code[max(0, i - 100) : i])
-            if voted and skipped and all(text.startswith("FMUL ") for _, text in skipped):
-                found.append(len(skipped))
-    return found
+    return resources(kernel) | counts | {"hazards": hazards(sass)}
 
 
 def hazards(sass: str) -> int:
@@ -155,10 +132,8 @@ def main(dtypes: list[str], every: bool) -> None:
                 what = {"head_dim": head_dim, "causal": causal}
                 for ragged in (False, True) if every and not causal else (False,):
                     for plan in _some({plan: None for _, plan in FORWARD[head_dim, causal]}, every):
-                        for lazy, early in ((False, False), (True, False), (False, True)):
-                            binary = forward(dtype, head_dim, causal, ragged, replace(plan, lazy=lazy, early=early))
-                            report("forward", binary, **what, ragged=ragged, consumers=plan.consumers,
-                                   ping_pong=plan.ping_pong, lazy=lazy, early=early)  # fmt: skip
+                        report("forward", forward(dtype, head_dim, causal, ragged, plan), **what, ragged=ragged,
+                               consumers=plan.consumers, ping_pong=plan.ping_pong)  # fmt: skip
                     for plan in _some({plan: None for _, plan in BACKWARD[head_dim, causal]}, every):
                         modes = ({}, {"deterministic": True}, {"grouped": True}) if every and not ragged else ({},)
                         for mode in modes:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -151,9 +150,7 @@ def plans() -> list[Any]:
     from lmsys.attention.flash_gluon import plans
 
     table = [("forward", plans.FORWARD), ("backward", plans.BACKWARD)]
-    shipped = [(name, *key, plan) for name, of in table for key, entries in of.items() for _, plan in entries]
-    changes: list[dict[str, bool]] = [{"lazy": True}, {"early": True}]
-    return shipped + [(*x, replace(plan, **more)) for *x, plan in shipped if x[0] == "forward" for more in changes]
+    return [(name, *key, plan) for name, of in table for key, entries in of.items() for _, plan in entries]
 
 
 @pytest.mark.parametrize(("direction", "head_dim", "causal", "plan"), plans() if REASON is None else [])
@@ -176,18 +173,16 @@ def test_every_plan_is_right_at_any_length(
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@settings(max_examples=60, deadline=None)
-@given(growth=st.lists(st.sampled_from([-20.0, 0.0, 3.0, 7.9, 8.1, 30.0, 200.0]), min_size=1, max_size=12),
-       seed=st.integers(0, 2**31))  # fmt: skip
-def test_a_lazy_forward_wherever_maxima_grow(causal: bool, growth: list[float], seed: int) -> None:
-    from lmsys.attention.flash_gluon.plans import FORWARD
-
+@settings(max_examples=40)
+@given(
+    growth=st.lists(st.sampled_from([-20.0, 0.0, 3.0, 7.9, 30.0, 200.0]), min_size=1, max_size=12),
+    seed=st.integers(0, 2**31),
+)
+def test_maxima_may_grow(causal: bool, growth: list[float], seed: int) -> None:
     case, inputs = growing(growth, causal, seed, "cuda")
-    for _, plan in FORWARD[case.head_dim, causal]:
-        lazy = replace(plan, lazy=True)
-        o, lse = kernels()._forward(inputs.q, inputs.k, inputs.v, causal, case.head_dim**-0.5, lazy)
-        ratios = Oracle(case, inputs).error_ratios({"o": o, "lse": lse}, rms=True)
-        assert max(ratios.values()) <= 1, (plan, ratios)
+    o, lse = kernels()._forward(inputs.q, inputs.k, inputs.v, causal, case.head_dim**-0.5)
+    ratios = Oracle(case, inputs).error_ratios({"o": o, "lse": lse}, rms=True)
+    assert max(ratios.values()) <= 1, ratios
 
 
 def both(x: Any, causal: bool) -> tuple[Tensor, ...]:

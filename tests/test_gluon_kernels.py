@@ -54,12 +54,6 @@ def every_plan(direction: str) -> list[tuple[int, bool, Any]]:
     return [(*key, plan) for key, entries in table.items() for _, plan in entries]
 
 
-def lazy_plan(head_dim: int, causal: bool) -> Any:
-    from lmsys.attention.flash_gluon.plans import ANY, forward_plan
-
-    return replace(forward_plan(head_dim, causal, ANY), lazy=True)
-
-
 @known
 @settings(max_examples=4)
 @given(case=cases, seed=st.integers(0, 2**31), scale=st.sampled_from([None, 0.3, -0.2]))
@@ -76,7 +70,6 @@ def test_simulated_it_matches_the_oracle(case: AttentionCase, seed: int, scale: 
 @given(length=st.integers(1, 420), seed=st.integers(0, 2**31), group=st.sampled_from([1, 3]))
 @pytest.mark.parametrize(("head_dim", "causal", "plan"), every_plan("forward"))
 def test_every_forward_plan(head_dim: int, causal: bool, plan: Any, length: int, seed: int, group: int) -> None:
-    plan = replace(plan, lazy=seed % 2 == 1, early=seed % 3 == 1)
     case = AttentionCase(1, 3, 3 // group, length, 1 + seed % 420, head_dim, "bfloat16", causal)
     inputs = make_inputs(case, seed)
     with simulated():
@@ -87,19 +80,16 @@ def test_every_forward_plan(head_dim: int, causal: bool, plan: Any, length: int,
 
 @known
 @pytest.mark.parametrize("causal", [False, True])
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(
-    growth=st.lists(st.sampled_from([-20.0, 0.0, 3.0, 7.9, 8.1, 30.0, 200.0]), min_size=1, max_size=6),
+    growth=st.lists(st.sampled_from([-20.0, 0.0, 3.0, 7.9, 30.0, 200.0]), min_size=1, max_size=6),
     seed=st.integers(0, 2**31),
 )
 @example(growth=[7.9] * 8, seed=0)
-@example(growth=[4.1, 4.1, 7.9, 7.9, 0.0, 7.9, 200.0, 7.9, -20.0], seed=1)
-def test_a_lazy_forward_wherever_maxima_grow(causal: bool, growth: list[float], seed: int) -> None:
+def test_maxima_may_grow(causal: bool, growth: list[float], seed: int) -> None:
     case, inputs = growing(growth, causal, seed, "cpu")
-    scale = case.head_dim**-0.5
-    plan = lazy_plan(case.head_dim, causal)
     with simulated():
-        o, lse = product()._forward(inputs.q, inputs.k, inputs.v, causal, scale, plan)
+        o, lse = product()._forward(inputs.q, inputs.k, inputs.v, causal, case.head_dim**-0.5)
     ratios = Oracle(case, inputs).error_ratios({"o": o, "lse": lse}, rms=True)
     assert max(ratios.values()) <= 1, ratios
 
@@ -269,10 +259,7 @@ def test_the_kernels_for_hopper_are_well_made() -> None:
         assert (line["UTMAREDG"], line["REDG"]) == (0, 0 if forward else 16), line
         assert line["SYNCS"] >= 20 and line["BAR"] >= 20, line
         assert line["hazards"] == 0, line
-        # An output of 64 queries has D / 2 registers a thread, which a lazy step multiplies or jumps over.
-        assert line["jumps"] == consumers * [head_dim // 2] * line.get("lazy", False), line
         if forward:
-            assert len(line["under"]) == consumers and (not line["early"] or min(line["under"]) >= 64), line
             assert line["LDL"] == line["STL"] == 0, f"registers spill: {line}"
         else:
             # 168 registers are all that there are. What is spilt is what the end needs; see `backward.py`.

@@ -20,12 +20,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from lmsys.attention.flash_gluon.hopper import (
     FIRST_BARRIER,
     barriers,
-    finish,
     load_rows,
     named_barrier,
     narrow,
     owned_tile,
-    rescale_rows,
     scale_rows,
     store_rows,
 )
@@ -33,7 +31,6 @@ from lmsys.attention.flash_gluon.hopper import (
 ROWS = gl.constexpr(64)  # queries of a consumer: the M of a warp group's matmul
 LN_2 = gl.constexpr(0.6931471805599453)
 LEAST = gl.constexpr(-1.0e30)  # a maximum over nothing: finite, so that exp2(-inf - LEAST) is 0
-SLACK = gl.constexpr(8.0)  # log2 of the largest weight of a lazy step
 
 
 @gluon.jit
@@ -218,14 +215,10 @@ def _pass_over(
 def _step(
     q, ks, vs, zeros, acc, top, total, p, k_full, k_empty, v_full, v_empty, fill, scale,
     WG: gl.constexpr, WGS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PING_PONG: gl.constexpr,
-    NAMED: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr, LAZY: gl.constexpr, EARLY: gl.constexpr,
+    NAMED: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
     O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """Scores of this key tile, which hides nothing, while P V of the one before it runs.
-
-    LAZY: `top` of a row follows its maximum only by more than SLACK (FlashAttention-4), and stands for it as well: the
-    sum and the output have the factor that it differs by in common.
-    """
+    """Scores of this key tile, which hides nothing, while P V of the one before it runs."""
     stage = fill % STAGES
     before = (fill - 1) % STAGES
     mbarrier.wait(k_full.index(stage), (fill // STAGES) & 1)
@@ -239,19 +232,12 @@ def _step(
     s = warpgroup_mma_wait(1, deps=[scores])
     _release(k_empty, stage, NAMED, K_FREE, WGS)
     new_top = gl.maximum(top, gl.max(s, 1) * scale)
-    if LAZY:
-        new_top = gl.where(new_top > top + SLACK, new_top, top)
     weights = gl.exp2(s * scale - new_top[:, None])
     rescale = gl.exp2(top - new_top)
     total = scale_rows(total, rescale) + _partial_sums(weights, BLOCK_K)
-    if EARLY:
-        finish(total)
     acc, p = warpgroup_mma_wait(0, deps=[product, p])
     _release(v_empty, before, NAMED, V_FREE, WGS)
-    if LAZY:
-        acc = rescale_rows(acc, rescale)
-    else:
-        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, O_LAYOUT))[:, None]
+    acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, O_LAYOUT))[:, None]
     p = gl.convert_layout(narrow(weights, DTYPE), P_LAYOUT)
     return acc, new_top, total, p
 
@@ -261,8 +247,7 @@ def _consumer(
     o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes,
     WG: gl.constexpr, WGS: gl.constexpr, BLOCK_K: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     PING_PONG: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
-    LAZY: gl.constexpr, EARLY: gl.constexpr, NAMED: gl.constexpr, DYNAMIC: gl.constexpr,
-    K_FREE: gl.constexpr, V_FREE: gl.constexpr,
+    NAMED: gl.constexpr, DYNAMIC: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
 ):  # fmt: skip
     qs, q_full, q_empty = queries
     ks, k_full, k_empty, vs, v_full, v_empty = ring
@@ -309,7 +294,7 @@ def _consumer(
         for _ in range(1, n):
             acc, top, total, p = _step(
                 q, ks, vs, zeros, acc, top, total, p, k_full, k_empty, v_full, v_empty, fill, scale,
-                WG, WGS, BLOCK_K, STAGES, PING_PONG, NAMED, K_FREE, V_FREE, LAZY, EARLY, O_LAYOUT, P_LAYOUT, DTYPE,
+                WG, WGS, BLOCK_K, STAGES, PING_PONG, NAMED, K_FREE, V_FREE, O_LAYOUT, P_LAYOUT, DTYPE,
             )  # fmt: skip
             fill += 1
         mbarrier.arrive(q_empty.index(slot), count=1)
@@ -345,8 +330,7 @@ def _consumer(
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, counter, scale, num_heads, H, G, Q, K, num_tiles, at_once,
     BLOCK_K: gl.constexpr, D: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    PING_PONG: gl.constexpr, NAMED: gl.constexpr, DYNAMIC: gl.constexpr, LAZY: gl.constexpr, EARLY: gl.constexpr,
-    CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+    PING_PONG: gl.constexpr, NAMED: gl.constexpr, DYNAMIC: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """o and the natural log-sum-exp. `scale` in base 2; `counter`: two int32 zeros, zero again at the end.
 
@@ -376,11 +360,11 @@ def forward_kernel(
             )),
             (_consumer, (
                 o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 0, WGS, BLOCK_K, D, STAGES, PING_PONG,
-                CAUSAL, RAGGED, LAZY, EARLY, NAMED, DYNAMIC, K_FREE, V_FREE
+                CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
             )),
             (_consumer, (
                 o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 1, WGS, BLOCK_K, D, STAGES, PING_PONG,
-                CAUSAL, RAGGED, LAZY, EARLY, NAMED, DYNAMIC, K_FREE, V_FREE
+                CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
             )),
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
     else:
@@ -391,14 +375,14 @@ def forward_kernel(
             )),
             (_consumer, (
                 o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 0, WGS, BLOCK_K, D, STAGES, PING_PONG,
-                CAUSAL, RAGGED, LAZY, EARLY, NAMED, DYNAMIC, K_FREE, V_FREE
+                CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
             )),
             (_consumer, (
                 o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 1, WGS, BLOCK_K, D, STAGES, PING_PONG,
-                CAUSAL, RAGGED, LAZY, EARLY, NAMED, DYNAMIC, K_FREE, V_FREE
+                CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
             )),
             (_consumer, (
                 o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 2, WGS, BLOCK_K, D, STAGES, PING_PONG,
-                CAUSAL, RAGGED, LAZY, EARLY, NAMED, DYNAMIC, K_FREE, V_FREE
+                CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
             )),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip

@@ -125,44 +125,6 @@ def scale_rows(x, factor):
     return x * gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout), assert_trivial=True)[:, None]
 
 
-@gluon.constexpr_function
-def _rescale_asm(count):
-    """$0 .. of `count` products, `count` numbers and `count` factors: two of one row, two of the other, and so on."""
-    moves = "".join(f"mov.f32 ${i}, ${count + i}; " for i in range(count))
-    products = "".join(f"mul.f32 ${i}, ${i}, ${2 * count + i}; " for i in range(count))
-    vote = f"setp.neu.f32 p, ${2 * count}, 0f3F800000; setp.neu.or.f32 p, ${2 * count + 2}, 0f3F800000, p; "
-    branch = "vote.sync.any.pred p, p, 0xffffffff; @!p bra.uni KEPT; "
-    return "{ .reg .pred p; " + moves + vote + branch + products + "KEPT: }"
-
-
-@gluon.constexpr_function
-def _rescale_constraints(count):
-    return ",".join(["=&f"] * count + ["f"] * 2 * count)
-
-
-@gluon.jit
-def rescale_rows(x, factor):
-    """x, a matmul's result, times a factor for each row; a warp all of whose factors are 1 jumps over it."""
-    COUNT: gl.constexpr = x.shape[0] * x.shape[1] // 128  # registers of a thread
-    ASM: gl.constexpr = _rescale_asm(COUNT)
-    CONSTRAINTS: gl.constexpr = _rescale_constraints(COUNT)
-    factor = gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None]
-    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [x, factor], dtype=gl.float32, is_pure=False, pack=COUNT)
-
-
-@gluon.jit
-def finish(sums):
-    """Sums (ROWS, 4) of what is not negative, and all that they take, are computed before what stands after this.
-
-    The assembler puts arithmetic off until after a wait, but not beyond a branch, here one that no warp takes.
-    """
-    ASM: gl.constexpr = (
-        "{ .reg .pred p; .reg .f32 both; add.f32 both, $2, $3; setp.lt.f32 p, both, 0f00000000; "
-        "vote.sync.any.pred p, p, 0xffffffff; @!p bra.uni DONE; nanosleep.u32 0; DONE: mov.b32 $0, 0; mov.b32 $1, 0; }"
-    )
-    gl.inline_asm_elementwise(ASM, "=r,=r,f,f", [sums], dtype=gl.int32, is_pure=False, pack=2)
-
-
 @gluon.jit
 def owned_tile(index, num_tiles, num_heads, at_once):
     """(head, tile) of work item `index`: of `at_once` heads, which share the L2 cache, all tiles 0, then all 1 ..."""

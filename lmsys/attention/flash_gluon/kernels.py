@@ -95,8 +95,6 @@ class _Forward:
                 PING_PONG=plan.ping_pong,
                 NAMED=plan.named,
                 DYNAMIC=plan.dynamic,
-                LAZY=plan.lazy,
-                EARLY=plan.early,
                 CAUSAL=causal,
                 RAGGED=ragged,
                 maxnreg=cap,

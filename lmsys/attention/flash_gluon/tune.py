@@ -31,15 +31,14 @@ Cell = tuple[str, int, bool, int]  # direction, head_dim, causal, length
 def candidates(direction: str, head_dim: int, causal: bool) -> list[Any]:
     """What is worth timing: every setting that once won a cell, and its neighbours."""
     if direction == "fwd":
-        l2_mib, both = 32 if causal else 0, (False, True)
-        if head_dim == 128:  # three consumers want more registers than there are
-            ways = itertools.product(both, both, (causal,), (l2_mib,), both, both)
-            return [ForwardPlan(2, 2, *way) for way in ways]
-        two = list(itertools.product((True,), both, (l2_mib,), both, both))
-        three = itertools.product(both, (l2_mib,), ((False, False), (True, False), (False, True)))  # both spill
-        return [ForwardPlan(2, 3, ping_pong, *way) for ping_pong in both for way in two] + [
-            ForwardPlan(3, 2, True, True, dynamic, size, *more) for dynamic, size, more in three
+        l2_mib = 32 if causal else 0
+        two = [
+            ForwardPlan(2, stages, ping_pong, named, dynamic, l2_mib)
+            for ping_pong, named, dynamic in itertools.product((False, True), repeat=3)
+            for stages in ((2, 3) if head_dim == 64 else (2,))
         ]
+        three = [ForwardPlan(3, 2, True, True, dynamic, l2_mib) for dynamic in (False, True)]
+        return two + (three if head_dim == 64 else [])  # three of them want more registers than there are at 128
     sizes = (5, 11, 22) if causal else (0, 5)
     spreads = (False,) if causal else (False, True)
     return [BackwardPlan(*plan) for plan in itertools.product((False, True), spreads, sizes)]
