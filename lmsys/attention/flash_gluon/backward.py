@@ -144,7 +144,7 @@ def _step(
     dq_desc, dq_ptr, tickets, scale, k, v, all_k, dss, dqs, ring, n, K, masked_until, num_tiles, num_key_tiles,
     step, steps, bh, m, dk, dv, lse, before,
     WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
-    PREFETCH: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    PREFETCH: gl.constexpr, EARLY: gl.constexpr, DETERMINISTIC: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     qs, lses, q_full, dos, deltas, do_full = ring
@@ -176,6 +176,9 @@ def _step(
         dp = warpgroup_mma_wait(1, deps=[dp_token])
         delta = deltas.index(stage).load(ROW_LAYOUT)
     ds = narrow(widen(p_narrow, DTYPE) * (dp - delta[None, :]), DTYPE)  # p itself would cost its registers until here
+    if EARLY:
+        ds_operand = gl.convert_layout(ds, P_LAYOUT)
+        dk_token = warpgroup_mma(ds_operand, q, dk, is_async=True)
     ds_shared = dss.index(step & 1)
     ds_shared.slice(WG * 64, 64).store(ds)
     fence_async_shared()
@@ -193,22 +196,30 @@ def _step(
         )
         dq_row = m * BLOCK_Q + WG * 64
         dq_col = 0
-    ds_operand = gl.convert_layout(ds, P_LAYOUT)
-    dk_token = warpgroup_mma(ds_operand, q, dk, is_async=True)
+    if not EARLY:
+        ds_operand = gl.convert_layout(ds, P_LAYOUT)
+        dk_token = warpgroup_mma(ds_operand, q, dk, is_async=True)
     if PREFETCH:
         following = step + 1
         mbarrier.wait(q_full.index(following % STAGES), (following // STAGES) & 1, pred=following < steps)
         lse = lses.index(following % STAGES).load(ROW_LAYOUT)
-    dq, dv, p_operand = warpgroup_mma_wait(1, deps=[dq_token, dv_token, p_operand])
-    _release(step, DO_FREE)
+    if EARLY:
+        dk, dv, p_operand, ds_operand = warpgroup_mma_wait(1, deps=[dk_token, dv_token, p_operand, ds_operand])
+        _release(step, DO_FREE)
+        _release(step, Q_FREE)
+        dq = warpgroup_mma_wait(0, deps=[dq_token])
+    else:
+        dq, dv, p_operand = warpgroup_mma_wait(1, deps=[dq_token, dv_token, p_operand])
+        _release(step, DO_FREE)
     ticket = (bh * num_tiles + m) * 2 + WG
     if DETERMINISTIC:
         turn = _turn_of(n, m, num_key_tiles, CAUSAL, BLOCK_Q)
         _add_in_turn(dq_desc, dq, dqs.index(WG), bh, dq_row, dq_col, tickets, before, ticket, turn)
     else:
         add_registers(dq_ptr + ticket.to(gl.int64) * 4096, dq)
-    dk, ds_operand = warpgroup_mma_wait(0, deps=[dk_token, ds_operand])
-    _release(step, Q_FREE)
+    if not EARLY:
+        dk, ds_operand = warpgroup_mma_wait(0, deps=[dk_token, ds_operand])
+        _release(step, Q_FREE)
     return dk, dv, lse, ticket
 
 
@@ -226,7 +237,7 @@ def _consumer(
     dq_desc, dq_ptr, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss, dqs,
     bh, n, first, num_tiles, steps, masked_until, K, num_key_tiles,
     WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
-    GROUPED: gl.constexpr, PREFETCH: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    GROUPED: gl.constexpr, PREFETCH: gl.constexpr, EARLY: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     ks, vs, kv_full = kvs
     DTYPE: gl.constexpr = dk_desc.dtype
@@ -247,7 +258,7 @@ def _consumer(
         dk, dv, lse, before = _step(
             dq_desc, dq_ptr, tickets, scale, k, v, ks, dss, dqs, ring, n, K, masked_until, num_tiles, num_key_tiles,
             step, steps, bh, m, dk, dv, lse, before,
-            WG, D, BLOCK_Q, MASK, CAUSAL, PREFETCH, DETERMINISTIC, S_LAYOUT, O_LAYOUT, DQ_LAYOUT, DTYPE,
+            WG, D, BLOCK_Q, MASK, CAUSAL, PREFETCH, EARLY, DETERMINISTIC, S_LAYOUT, O_LAYOUT, DQ_LAYOUT, DTYPE,
         )  # fmt: skip
         bh, m = _next_tile(bh, m, first, num_tiles, GROUPED)
     if DETERMINISTIC:
@@ -290,7 +301,7 @@ def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, dq_ptr, parameters, tickets,
     scale, num_heads, H, G, Q, Q_PADDED, K, num_key_tiles, at_once,
     BLOCK_Q: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, GROUPED: gl.constexpr,
-    PREFETCH: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    PREFETCH: gl.constexpr, EARLY: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     """dk and dv; dq / sm_scale is added to float32 zeros (B H, Q_PADDED, D), Q_PADDED a multiple of BLOCK_Q.
 
@@ -348,12 +359,12 @@ def backward_kernel(
             (_consumer, (
                 dq_desc, dq_ptr, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss, dqs, bh, n, first,
                 num_tiles, steps, masked_until, K, num_key_tiles, 0, D, BLOCK_Q, CAUSAL or RAGGED, CAUSAL, GROUPED,
-                PREFETCH, DETERMINISTIC
+                PREFETCH, EARLY, DETERMINISTIC
             )),
             (_consumer, (
                 dq_desc, dq_ptr, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss, dqs, bh, n, first,
                 num_tiles, steps, masked_until, K, num_key_tiles, 1, D, BLOCK_Q, CAUSAL or RAGGED, CAUSAL, GROUPED,
-                PREFETCH, DETERMINISTIC
+                PREFETCH, EARLY, DETERMINISTIC
             )),
     ], [4, 4], [240, 240])  # fmt: skip
 

@@ -47,6 +47,7 @@ class BackwardPlan:
     """How `backward_kernel` runs."""
 
     prefetch: bool  # the log-sum-exp is loaded a step ahead, rather than after the scores
+    early: bool
     l2_mib: int  # of what heads worked on together read and add up
 
 
@@ -60,10 +61,10 @@ FORWARD: dict[tuple[int, bool], tuple[tuple[int, ForwardPlan], ...]] = {
     (128, False): ((1024, ForwardPlan(2, 2, True, True, False, 0)), (ANY, ForwardPlan(2, 2, False, True, False, 0))),
 }
 BACKWARD: dict[tuple[int, bool], tuple[tuple[int, BackwardPlan], ...]] = {
-    (64, True): ((ANY, BackwardPlan(False, 11)),),
-    (64, False): ((ANY, BackwardPlan(False, 0)),),
-    (128, True): ((8192, BackwardPlan(True, 11)), (ANY, BackwardPlan(False, 11))),
-    (128, False): ((ANY, BackwardPlan(True, 0)),),
+    (64, True): ((ANY, BackwardPlan(False, False, 11)),),
+    (64, False): ((ANY, BackwardPlan(False, False, 0)),),
+    (128, True): ((8192, BackwardPlan(True, False, 11)), (ANY, BackwardPlan(False, False, 11))),
+    (128, False): ((ANY, BackwardPlan(True, False, 0)),),
 }
 
 
