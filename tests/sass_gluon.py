@@ -70,7 +70,7 @@ def backward(
     }  # fmt: skip
     constants = {
         "BLOCK_Q": block_q, "D": head_dim, "CAUSAL": causal, "RAGGED": ragged, "GROUPED": grouped,
-        "PREFETCH": plan.prefetch, "EARLY": plan.early, "DETERMINISTIC": deterministic,
+        "PREFETCH": plan.prefetch, "EARLY": plan.early, "AHEAD": plan.ahead, "DETERMINISTIC": deterministic,
     }  # fmt: skip
     return compile_kernel(backward_kernel, signature, constants, maxnreg=168)
 

@@ -92,7 +92,7 @@ def test_every_way_through_the_backward(
     case = AttentionCase(1, 3, 3 // group, length, keys, head_dim, "bfloat16", causal, grad=True)
     x = make_inputs(case, seed)
     scale = head_dim**-0.5
-    plan = BackwardPlan(prefetch, seed % 2 == 0, seed % 3)
+    plan = BackwardPlan(prefetch, *[(False, False), (True, False), (True, True)][seed % 3], seed % 3)
     with simulated():
         o, lse = product()._forward(x.q, x.k, x.v, causal, scale)
         dq, dk, dv = product()._backward(x.q, x.k, x.v, o, lse, x.do, causal, scale, deterministic, plan)
@@ -152,7 +152,7 @@ def wrong(batch: int, queries: int, keys: int) -> bool:
     """Whether a simulated run with so many queries and keys fails, hangs, errs or does not repeat."""
     from lmsys.attention.flash_gluon.plans import BackwardPlan
 
-    plan = BackwardPlan(False, True, 0)
+    plan = BackwardPlan(False, True, True, 0)
     case = AttentionCase(batch, 3, 3, queries, keys, 64, "bfloat16", True, grad=True)
     x = make_inputs(case, 0)
     arguments = x.q, x.k, x.v

@@ -142,9 +142,9 @@ def _add_in_turn(dq_desc, dq, buffer, bh, row, col, tickets, before, ticket, tur
 @gluon.jit
 def _step(
     dq_desc, dq_ptr, tickets, scale, k, v, all_k, dss, dqs, ring, n, K, masked_until, num_tiles, num_key_tiles,
-    step, steps, bh, m, dk, dv, lse, before,
+    step, steps, bh, m, s, dk, dv, lse, before,
     WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
-    PREFETCH: gl.constexpr, EARLY: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    PREFETCH: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, DETERMINISTIC: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     qs, lses, q_full, dos, deltas, do_full = ring
@@ -155,11 +155,13 @@ def _step(
     q = qs.index(stage)
     do = dos.index(stage)
     zeros = gl.zeros([64, BLOCK_Q], gl.float32, S_LAYOUT)
-    mbarrier.wait(q_full.index(stage), phase)
-    s_token = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if not AHEAD:
+        mbarrier.wait(q_full.index(stage), phase)
+        s_token = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(do_full.index(stage), phase)
     dp_token = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(1, deps=[s_token])
+    if not AHEAD:
+        s = warpgroup_mma_wait(1, deps=[s_token])
     if not PREFETCH:
         lse = lses.index(stage).load(ROW_LAYOUT)
     p = gl.exp2(s * scale - lse[None, :])
@@ -199,11 +201,20 @@ def _step(
     if not EARLY:
         ds_operand = gl.convert_layout(ds, P_LAYOUT)
         dk_token = warpgroup_mma(ds_operand, q, dk, is_async=True)
-    if PREFETCH:
-        following = step + 1
+    following = step + 1
+    if PREFETCH or AHEAD:
         mbarrier.wait(q_full.index(following % STAGES), (following // STAGES) & 1, pred=following < steps)
+    if AHEAD:
+        dk, dv, p_operand, ds_operand = warpgroup_mma_wait(1, deps=[dk_token, dv_token, p_operand, ds_operand])
+        _release(step, DO_FREE)
+        _release(step, Q_FREE)
+        next_q = qs.index(following % STAGES)
+        s_token = warpgroup_mma(k, next_q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if PREFETCH:
         lse = lses.index(following % STAGES).load(ROW_LAYOUT)
-    if EARLY:
+    if AHEAD:
+        dq = warpgroup_mma_wait(1, deps=[dq_token])
+    elif EARLY:
         dk, dv, p_operand, ds_operand = warpgroup_mma_wait(1, deps=[dk_token, dv_token, p_operand, ds_operand])
         _release(step, DO_FREE)
         _release(step, Q_FREE)
@@ -217,10 +228,12 @@ def _step(
         _add_in_turn(dq_desc, dq, dqs.index(WG), bh, dq_row, dq_col, tickets, before, ticket, turn)
     else:
         add_registers(dq_ptr + ticket.to(gl.int64) * 4096, dq)
+    if AHEAD:
+        s = warpgroup_mma_wait(0, deps=[s_token])
     if not EARLY:
         dk, ds_operand = warpgroup_mma_wait(0, deps=[dk_token, ds_operand])
         _release(step, Q_FREE)
-    return dk, dv, lse, ticket
+    return s, dk, dv, lse, ticket
 
 
 @gluon.jit
@@ -237,7 +250,8 @@ def _consumer(
     dq_desc, dq_ptr, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss, dqs,
     bh, n, first, num_tiles, steps, masked_until, K, num_key_tiles,
     WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
-    GROUPED: gl.constexpr, PREFETCH: gl.constexpr, EARLY: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    GROUPED: gl.constexpr, PREFETCH: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr,
+    DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     ks, vs, kv_full = kvs
     DTYPE: gl.constexpr = dk_desc.dtype
@@ -249,16 +263,20 @@ def _consumer(
     k = ks.slice(WG * 64, 64)
     v = vs.slice(WG * 64, 64)
     mbarrier.wait(kv_full, 0)
-    if PREFETCH:
+    s = gl.zeros([64, BLOCK_Q], gl.float32, S_LAYOUT)
+    if PREFETCH or AHEAD:
         mbarrier.wait(ring[2].index(0), 0, pred=steps > 0)
+    if AHEAD:
+        token = warpgroup_mma(k, ring[0].index(0).permute((1, 0)), s, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[token])
     lse = ring[1].index(0).load(gl.SliceLayout(0, S_LAYOUT))
     m = first
     before = -1
     for step in range(steps):
-        dk, dv, lse, before = _step(
+        s, dk, dv, lse, before = _step(
             dq_desc, dq_ptr, tickets, scale, k, v, ks, dss, dqs, ring, n, K, masked_until, num_tiles, num_key_tiles,
-            step, steps, bh, m, dk, dv, lse, before,
-            WG, D, BLOCK_Q, MASK, CAUSAL, PREFETCH, EARLY, DETERMINISTIC, S_LAYOUT, O_LAYOUT, DQ_LAYOUT, DTYPE,
+            step, steps, bh, m, s, dk, dv, lse, before,
+            WG, D, BLOCK_Q, MASK, CAUSAL, PREFETCH, EARLY, AHEAD, DETERMINISTIC, S_LAYOUT, O_LAYOUT, DQ_LAYOUT, DTYPE,
         )  # fmt: skip
         bh, m = _next_tile(bh, m, first, num_tiles, GROUPED)
     if DETERMINISTIC:
@@ -301,7 +319,7 @@ def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, dq_ptr, parameters, tickets,
     scale, num_heads, H, G, Q, Q_PADDED, K, num_key_tiles, at_once,
     BLOCK_Q: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, GROUPED: gl.constexpr,
-    PREFETCH: gl.constexpr, EARLY: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    PREFETCH: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     """dk and dv; dq / sm_scale is added to float32 zeros (B H, Q_PADDED, D), Q_PADDED a multiple of BLOCK_Q.
 
@@ -359,12 +377,12 @@ def backward_kernel(
             (_consumer, (
                 dq_desc, dq_ptr, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss, dqs, bh, n, first,
                 num_tiles, steps, masked_until, K, num_key_tiles, 0, D, BLOCK_Q, CAUSAL or RAGGED, CAUSAL, GROUPED,
-                PREFETCH, EARLY, DETERMINISTIC
+                PREFETCH, EARLY, AHEAD, DETERMINISTIC
             )),
             (_consumer, (
                 dq_desc, dq_ptr, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss, dqs, bh, n, first,
                 num_tiles, steps, masked_until, K, num_key_tiles, 1, D, BLOCK_Q, CAUSAL or RAGGED, CAUSAL, GROUPED,
-                PREFETCH, EARLY, DETERMINISTIC
+                PREFETCH, EARLY, AHEAD, DETERMINISTIC
             )),
     ], [4, 4], [240, 240])  # fmt: skip
 

@@ -164,7 +164,7 @@ class _Backward:
             [q_block, k_block, k_block, q_block, row_block, row_block, [1, 64, 64], out_block, out_block],
             [floats, longs, ints, 1.5, *self.sizes],
             BLOCK_Q=self.block_q, D=head_dim, CAUSAL=causal, RAGGED=ragged, GROUPED=group > 1,
-            PREFETCH=plan.prefetch, EARLY=plan.early, DETERMINISTIC=deterministic, maxnreg=168, launch_pdl=True,
+            PREFETCH=plan.prefetch, EARLY=plan.early, AHEAD=plan.ahead, DETERMINISTIC=deterministic, maxnreg=168, launch_pdl=True,
         )  # fmt: skip
         return prepare, main, convert
 

@@ -48,6 +48,7 @@ class BackwardPlan:
 
     prefetch: bool  # the log-sum-exp is loaded a step ahead, rather than after the scores
     early: bool
+    ahead: bool
     l2_mib: int  # of what heads worked on together read and add up
 
 
@@ -61,10 +62,10 @@ FORWARD: dict[tuple[int, bool], tuple[tuple[int, ForwardPlan], ...]] = {
     (128, False): ((1024, ForwardPlan(2, 2, True, True, False, 0)), (ANY, ForwardPlan(2, 2, False, True, False, 0))),
 }
 BACKWARD: dict[tuple[int, bool], tuple[tuple[int, BackwardPlan], ...]] = {
-    (64, True): ((ANY, BackwardPlan(False, False, 11)),),
-    (64, False): ((ANY, BackwardPlan(False, False, 0)),),
-    (128, True): ((8192, BackwardPlan(True, False, 11)), (ANY, BackwardPlan(False, False, 11))),
-    (128, False): ((ANY, BackwardPlan(True, False, 0)),),
+    (64, True): ((ANY, BackwardPlan(False, False, False, 11)),),
+    (64, False): ((ANY, BackwardPlan(False, False, False, 0)),),
+    (128, True): ((8192, BackwardPlan(True, False, False, 11)), (ANY, BackwardPlan(False, False, False, 11))),
+    (128, False): ((ANY, BackwardPlan(True, False, False, 0)),),
 }
 
 

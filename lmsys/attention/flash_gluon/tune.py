@@ -40,7 +40,8 @@ def candidates(direction: str, head_dim: int, causal: bool) -> list[Any]:
         three = [ForwardPlan(3, 2, True, True, dynamic, l2_mib) for dynamic in (False, True)]
         return two + (three if head_dim == 64 else [])  # three of them want more registers than there are at 128
     sizes = (5, 11, 22) if causal else (0, 5)
-    return [BackwardPlan(*plan) for plan in itertools.product((False, True), (False, True), sizes)]
+    ways = [(False, False), (True, False), (True, True)]
+    return [BackwardPlan(pre, *way, size) for pre, way, size in itertools.product((False, True), ways, sizes)]
 
 
 def planned(direction: str, head_dim: int, causal: bool, length: int) -> Any:
