@@ -99,10 +99,13 @@ class Gradients:
         parameters = self.strategy.module.parameters()
         self._graph = GraphedGradients(self.loss, parameters, self.strategy.finish, warm_ups)
 
+    @property
+    def recorded(self) -> bool:
+        return self._graph is not None
+
     def __call__(self, *inputs: Tensor) -> Tensor:
         """The loss; the gradients are there and are the mean over ranks."""
         if self._graph is not None:
-            settle(self.strategy)  # a graph cannot wait for what was begun before it
             return self._graph(*inputs)
         loss = self.loss(*inputs)
         loss.backward()
@@ -240,7 +243,7 @@ def examine(cell: Cell, seed: int) -> Seen:
         # ZeroRedundancyOptimizer keeps its share in an optimizer of its own
         made["held"] = memory.breakdown(rig.strategy.wrapper, getattr(rig.optimizer, "optim", rig.optimizer))
         rig.optimizer.zero_grad(set_to_none=True)
-        settle(rig.strategy)
+        settle(rig)
 
     def first() -> None:
         start = time.perf_counter()
@@ -285,13 +288,13 @@ def _profile(rig: Rig, kind: str) -> tuple[float, float | None, list[tuple[str, 
     activity = ProfilerActivity.CUDA if kind == "cuda" else ProfilerActivity.CPU
     with profile(activities=[activity], schedule=schedule(wait=0, warmup=1, active=1)) as recorded:
         rig.step()
-        settle(rig.strategy)
+        settle(rig)
         synchronize(kind)
         dist.barrier(rig.group)
         recorded.step()
         for _ in range(PROFILED_STEPS):
             rig.step()
-        settle(rig.strategy)
+        settle(rig)
         synchronize(kind)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
@@ -313,10 +316,10 @@ def _profile(rig: Rig, kind: str) -> tuple[float, float | None, list[tuple[str, 
     return total / PROFILED_STEPS, hidden / total if total else None, _timeline(sending, computing)
 
 
-def settle(strategy: Adapted) -> None:
-    """Waits for what a step leaves under way, as ZeRO-1 its gather."""
-    if hasattr(strategy.wrapper, "wait"):
-        strategy.wrapper.wait()
+def settle(rig: Rig) -> None:
+    """Waits for what a step leaves under way, as ZeRO-1 its gather; what is recorded leaves nothing."""
+    if not rig.gradients.recorded and hasattr(rig.strategy.wrapper, "wait"):
+        rig.strategy.wrapper.wait()
 
 
 def _near(intervals: list[tuple[float, float]], start: float, end: float) -> list[tuple[float, float]]:

@@ -4,6 +4,7 @@ import math
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import ranks as on_ranks
@@ -299,8 +300,11 @@ def test_fully_sharded_float32_is_bitwise_equal(ranks: WorkerGroup) -> None:
     assert all(ranks.run(_bitwise, Recipe(width=7, layers=3, tied=True)))
 
 
-def _language_model(strategy: str, checkpoint_blocks: int, compiled: bool) -> Any:
-    """Parameters of a Transformer after two steps on two ranks, and after the same on one."""
+def _language_model(strategy: str, checkpoint_blocks: int, compiled: bool, recorded: bool = False) -> Any:
+    """Parameters of a Transformer after two steps on two ranks, and after the same on one.
+
+    recorded: the second forward takes itself for one that is recorded, so the step after it leaves others' parameters.
+    """
     group, rank = group_of(2), dist.get_rank()
     if rank >= 2:
         return None
@@ -317,11 +321,14 @@ def _language_model(strategy: str, checkpoint_blocks: int, compiled: bool) -> An
     wrapper = STRATEGIES[strategy].load()(on_rank, group, **options)
     assert not options or len(wrapper.buckets) > 3
     own, plain = wrapper.make_optimizer(torch.optim.SGD, lr=0.1), torch.optim.SGD(alone.parameters(), lr=0.1)
-    for _ in range(2):
-        wrapper(tokens[rank]).backward()
+    for step in range(2):
+        with patch.object(Zero1, "_is_being_recorded", lambda _, step=step: recorded and step == 1):
+            wrapper(tokens[rank]).backward()
         wrapper.finish_gradient_synchronization()
         own.step()
         own.zero_grad()
+        if recorded:
+            assert wrapper._stale == (step == 1)
         ((alone(tokens[0]) + alone(tokens[1])) / 2).backward()
         plain.step()
         plain.zero_grad()
@@ -360,6 +367,12 @@ def test_the_language_model_also_checkpointed_or_compiled(
     ranks: WorkerGroup, strategy: str, checkpoint_blocks: int, compiled: bool
 ) -> None:
     found, expected = ranks.run(_language_model, strategy, checkpoint_blocks, compiled)[0]
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x)
+
+
+def test_a_recorded_forward_fetches_what_the_step_before_it_left(ranks: WorkerGroup) -> None:
+    found, expected = ranks.run(_language_model, "zero1", 0, False, True)[0]
     for name, x in expected.items():
         torch.testing.assert_close(found[name], x)
 

@@ -29,7 +29,8 @@ class Zero1(Overlapped):
     """bucket_mb  MiB of a segment, or up to four times as many where segments come out more even
 
     Its optimizer is that of `make_optimizer`. Parameters are whole again from the next forward on, or from `wait()`.
-    Gradients are to be zeroed after each step: to accumulate, use no_sync().
+    Gradients are to be zeroed after each step: to accumulate, use no_sync(). Once a forward is recorded as part of a
+    CUDA graph the fetching is too, and no step begins it any more.
     """
 
     shards_gradients = True
@@ -49,9 +50,13 @@ class Zero1(Overlapped):
             for index in owned
         }
         self._gathering: list[Pending] = []
+        self._stale, self._recorded = False, False  # others' parameters are the old ones; a recorded forward fetches
         self._wait_in_forward()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_being_recorded():
+            self._recorded, self._stale = True, self.world_size > 1  # as it is when this is replayed
+        self._fetch()
         self._wait_for(self._at_start)
         return super().forward(*args, **kwargs)
 
@@ -64,8 +69,24 @@ class Zero1(Overlapped):
 
     def wait(self) -> None:
         """Until every parameter is whole."""
+        self._fetch()
         for pending in self._gathering:
             pending.wait()
+
+    def stepped(self) -> None:
+        """This rank's parameters have been."""
+        self._stale = self.world_size > 1
+        if not self._recorded:
+            self._fetch()
+
+    def _is_being_recorded(self) -> bool:
+        return any(p.is_cuda for p in self.trainable[:1]) and torch.cuda.is_current_stream_capturing()
+
+    @torch.no_grad()
+    def _fetch(self) -> None:
+        if self._stale:
+            self._gathering = [home.gather(self.rank, self.group) for home in self.homes]
+            self._stale = False
 
     def _wait_for(self, numbers: list[int]) -> None:
         for number in numbers if self._gathering else ():
@@ -129,7 +150,7 @@ class Zero1Optimizer(ShardedOptimizer):
         wrapper = self._wrapper()
         assert wrapper is not None, "the strategy that this optimizer belongs to is gone"
         loss = self.step_own(closure)
-        wrapper._gathering = self.gather()
+        wrapper.stepped()
         return loss
 
 
