@@ -109,6 +109,8 @@ def _results(cases: Sequence[tuple[str, str, Record]]) -> Results:
         runs = sorted({run for run, _ in own}, key=lambda run: (_date(json.loads(run)), run))
         facts = [json.loads(run) for run in runs]
         title = _title(facts[-1])
+        if title in (machine.title for machine in machines) and facts[-1].get("cores"):
+            title += f", {facts[-1]['cores']} cores"
         slug = file_name(title.lower())
         taken[slug] += 1
         slug += f"-{taken[slug]}" if taken[slug] > 1 else ""

@@ -40,5 +40,31 @@ def test_the_speedups_are_the_published_ones() -> None:
     assert list(told.groups()) == known
 
 
+def cell(table: str, row: str, column: str) -> str:
+    """The first word of a cell of a published table, in the one row that begins with `row`."""
+    head, _, *body = rows((TABLES / f"{table}.md").read_text())
+    (found,) = (line for line in body if line.startswith(f"| {row} |"))
+    texts = (dict(zip(head.split("|"), found.split("|"), strict=True))[f" {column} "]).split()
+    return texts[0]
+
+
+def test_the_steps_beside_others_are_the_published_ones() -> None:
+    """Each number of the paragraph, in its order."""
+    start = RESULTS.index("A compiled training step")
+    told = re.findall(r"\d\.\d\d", RESULTS[start : RESULTS.index("Everything else")])
+    llama, parallel = "model-peers-step-beside-llama", "2-nvidia-h200-data-parallel-sizes-peers"
+    eager = "geometric mean, 2 ranks"
+    graphed = f"{eager}, as one CUDA graph"
+    assert told == [
+        cell(f"nvidia-h200-{llama}", "small | 16 | compiled", "speedup, ×"),
+        cell(f"nvidia-h200-{llama}", "medium | 8 | compiled", "speedup, ×"),
+        cell(f"nvidia-h200-20-cores-{llama}", "xl | 4 | compiled", "speedup, ×"),
+        cell(parallel, graphed, "bucketed / torch_ddp_tuned"),
+        cell(parallel, graphed, "bucketed / naive"),
+        cell(parallel, graphed, "zero1 / torch_zero1"),
+        cell(parallel, eager, "fsdp / torch_fsdp2"),
+    ]
+
+
 def test_files_that_it_shows_are_there() -> None:
     assert all((ROOT / path).exists() for path in re.findall(r"\]\(([^):#]+)\)", README))

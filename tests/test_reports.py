@@ -174,6 +174,14 @@ def test_the_later_run_wins_and_machines_stay_apart(tmp_path: Path) -> None:
     assert built(tmp_path / "reversed", other, later, first, undated) == files
 
 
+def test_machines_of_one_name_are_told_apart_by_their_cores(tmp_path: Path) -> None:
+    few = save(tmp_path / "1.json", [case("naive", peak_bytes=2**20)], cores=4)
+    many = save(tmp_path / "2.json", [case("naive", peak_bytes=2**21)], cores=8)
+    page = built(tmp_path / "out", few, many)["index.html"].decode()
+    title = MACHINE["name"]
+    assert re.findall(r"<h2[^>]*>([^<]*)</h2>", page)[:2] == [title, f"{title}, 8 cores"]
+
+
 def test_of_one_date_the_file_named_last_wins(tmp_path: Path) -> None:
     one, two = (save(tmp_path / f"{n}.json", [case("naive", peak_bytes=n * 2**20)]) for n in (1, 2))
     for paths, shown in (((one, two), "2.00"), ((two, one), "1.00")):

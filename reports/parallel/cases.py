@@ -104,7 +104,8 @@ def _row(case: object) -> str:
 
 def blocks(compiled: str) -> str:
     """What a heading says of the way of compiling: of the usual one, nothing."""
-    return "" if compiled == "eager" else f", blocks {compiled}"
+    known = {"eager": "", "graphed": ", as one CUDA graph"}
+    return known.get(compiled, f", blocks {compiled}")
 
 
 def slices(machine: Machine) -> Iterator[Slice]:
