@@ -103,7 +103,7 @@ def _date(machine: Record) -> str:
 
 def _results(cases: Sequence[tuple[str, str, Record]]) -> Results:
     taken: Counter[str] = Counter()
-    machines = []
+    machines: list[Machine] = []
     for hardware in sorted({hardware for hardware, _, _ in cases}):
         own = [(run, case) for owner, run, case in cases if owner == hardware]
         runs = sorted({run for run, _ in own}, key=lambda run: (_date(json.loads(run)), run))
