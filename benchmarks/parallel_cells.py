@@ -76,6 +76,8 @@ class Cell:
                 "it allocates and frees whole parameters inside of every step, and the memory of what a CUDA graph"
                 " replays stays where it is: --compile compiled runs it"
             )
+        if self.precision == "fp16":
+            return "float16 gradients need loss scaling, which no strategy here does: --precision bf16"
         return self.entry.why_not(self)
 
 

@@ -197,7 +197,6 @@ def _rates(cell: Cell, time_s: float) -> Record:
 def _communication(cell: Cell, one: Found, found: dict[str, Found], time_s: float) -> Record:
     """Of the step: what synchronizing adds (against the same step without, or `none` beside it), and what it takes."""
     record: Record = {
-        "first_step_s": max(seen.first_step_s for seen in one.seen),
         "bucket_mb": one.seen[0].bucket_mb or one.bucket_mb,
         "num_buckets": one.seen[0].num_buckets,
         "timeline": [list(row) for row in one.seen[0].timeline],

@@ -2,28 +2,23 @@
 
 import gc
 import hashlib
-import json
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
-from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, schedule
 
-from benchmarks.model_gate import RECOMPILE_LIMIT, Batch, autocast, build
+from benchmarks.model_gate import RECOMPILE_LIMIT, Batch, autocast, build, matmuls
 from benchmarks.model_workbench import LEARNING_RATE
 from benchmarks.parallel_cells import FULLY_SHARDED, Cell
+from benchmarks.parallel_profile import communication_of
 from benchmarks.ranks import subgroup
 from lmsys.measure import memory
-from lmsys.measure.clock import synchronize
-from lmsys.measure.profile import kind_of
 from lmsys.model import Loss, TransformerLM
 from lmsys.parallel.adapt import Adapted
 from lmsys.parallel.group import device
@@ -35,9 +30,6 @@ from lmsys.training.optimizer import AdamW
 P = ParamSpec("P")
 T = TypeVar("T")
 WARM_STEPS = {"cpu": 2, "cuda": 3}  # the first plans buckets, the second runs with them
-PROFILED_STEPS = 3
-WORK = {"cpu": ("cpu_op", "user_annotation"), "cuda": ("kernel", "gpu_memcpy", "gpu_memset")}  # categories of a trace
-MOST_INTERVALS = 400  # of a timeline that travels with a result
 _COMPILED: list[str] = []  # the group of cells whose graphs this rank holds
 
 
@@ -197,7 +189,7 @@ def on_part(function: Callable[Concatenate[Cell, P], T]) -> Callable[Concatenate
         if not takes_part(cell):
             return None
         release()
-        with compiling(cell):
+        with matmuls(cell.precision), compiling(cell):
             return function(cell, *args, **kwargs)
 
     return run
@@ -211,7 +203,6 @@ class Seen:
     communication_s: float
     hidden_fraction: float | None
     timeline: list[tuple[str, float, float]]
-    first_step_s: float
     step_s: float
     bucket_mb: float | None
     num_buckets: int | None
@@ -246,10 +237,7 @@ def examine(cell: Cell, seed: int) -> Seen:
         settle(rig)
 
     def first() -> None:
-        start = time.perf_counter()
         forward(), backward(), update()
-        synchronize(kind)
-        made["first_s"] = time.perf_counter() - start
 
     phases = memory.phases(
         {"init": init, "first": first, "forward": forward, "backward": backward, "optimizer": update}, kind
@@ -267,87 +255,21 @@ def examine(cell: Cell, seed: int) -> Seen:
     }
     rig.warm()
     (seconds, *_) = sorted(rig.times(rig.step, 3))
-    communication_s, hidden, timeline = _profile(rig, kind)
+    communication_s, hidden, timeline = communication_of(rig.step, lambda: settle(rig), rig.group, kind)
     finite = bool(rig.step().isfinite())
     wrapper = rig.strategy.wrapper
     buckets = getattr(wrapper, "buckets", None)
     size = getattr(wrapper, "bucket_mb", None)
     return Seen(
-        found, communication_s, hidden, timeline, made["first_s"], seconds,
+        found, communication_s, hidden, timeline, seconds,
         float(size) if size else None, len(buckets) if buckets else None, finite,
     )  # fmt: skip
-
-
-def _profile(rig: Rig, kind: str) -> tuple[float, float | None, list[tuple[str, float, float]]]:
-    """Seconds a step that anything communicates, how much of it computation hides, and the last step's intervals.
-
-    On CUDA the host's calls are not recorded: that would slow down the host, which is what many a step waits for. Ranks
-    begin together, after a step under the profiler: who comes early waits inside a collective, which counts as its own.
-    Nothing is under way when it begins or ends: torch's profiler may crash on what a thread of gloo's is recording.
-    """
-    activity = ProfilerActivity.CUDA if kind == "cuda" else ProfilerActivity.CPU
-    with profile(activities=[activity], schedule=schedule(wait=0, warmup=1, active=1)) as recorded:
-        rig.step()
-        settle(rig)
-        synchronize(kind)
-        dist.barrier(rig.group)
-        recorded.step()
-        for _ in range(PROFILED_STEPS):
-            rig.step()
-        settle(rig)
-        synchronize(kind)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        recorded.export_chrome_trace(str(path))
-        events = json.loads(path.read_bytes())["traceEvents"]
-    sending, computing = [], []
-    for event in events:
-        if event.get("cat") not in WORK[kind] or not event.get("dur"):
-            continue
-        span = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
-        if kind_of(event["name"]) != "communication":
-            if event["cat"] != "user_annotation":
-                computing.append(span)
-        elif kind == "cuda" or event["name"].startswith("gloo:"):  # on a CPU not the call, but what its thread does
-            sending.append(span)
-    sending, computing = merged(sending), merged(computing)
-    total = sum(end - start for start, end in sending)
-    hidden = sum(max(0.0, min(b, d) - max(a, c)) for a, b in sending for c, d in _near(computing, a, b))
-    return total / PROFILED_STEPS, hidden / total if total else None, _timeline(sending, computing)
 
 
 def settle(rig: Rig) -> None:
     """Waits for what a step leaves under way, as ZeRO-1 its gather; what is recorded leaves nothing."""
     if not rig.gradients.recorded and hasattr(rig.strategy.wrapper, "wait"):
         rig.strategy.wrapper.wait()
-
-
-def _near(intervals: list[tuple[float, float]], start: float, end: float) -> list[tuple[float, float]]:
-    return [one for one in intervals if one[0] < end and one[1] > start]
-
-
-def merged(intervals: list[tuple[float, float]], gap: float = 0.0) -> list[tuple[float, float]]:
-    """Their union, in order; those less than `gap` apart are one."""
-    found: list[tuple[float, float]] = []
-    for start, end in sorted(intervals):
-        if found and start <= found[-1][1] + gap:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        else:
-            found.append((start, end))
-    return found
-
-
-def _timeline(sending: list[Any], computing: list[Any]) -> list[tuple[str, float, float]]:
-    """Of the last of the profiled steps, coarse enough to travel with a result."""
-    if not computing:
-        return []
-    begin, end = computing[0][0], max(one[-1][1] for one in (sending, computing) if one)
-    middle, gap = begin + (end - begin) * (PROFILED_STEPS - 1) / PROFILED_STEPS, (end - begin) / 2000
-    rows = []
-    for what, intervals in (("communication", sending), ("computation", computing)):
-        late = [(max(a, middle) - middle, b - middle) for a, b in merged(intervals, gap) if b > middle]
-        rows += [(what, float(f"{a:.5g}"), float(f"{b:.5g}")) for a, b in late[:MOST_INTERVALS]]
-    return rows
 
 
 @on_part

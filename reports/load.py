@@ -104,13 +104,16 @@ def _date(machine: Record) -> str:
 def _results(cases: Sequence[tuple[str, str, Record]]) -> Results:
     taken: Counter[str] = Counter()
     machines: list[Machine] = []
+    oldest: dict[str, str] = {}  # by title: of several machines the one that ran first, which alone is called that
+    for hardware, run, _ in sorted(cases, key=lambda case: (_date(json.loads(case[1])), case[0])):
+        oldest.setdefault(_title(json.loads(run)), hardware)
     for hardware in sorted({hardware for hardware, _, _ in cases}):
         own = [(run, case) for owner, run, case in cases if owner == hardware]
         runs = sorted({run for run, _ in own}, key=lambda run: (_date(json.loads(run)), run))
         facts = [json.loads(run) for run in runs]
         title = _title(facts[-1])
-        if title in (machine.title for machine in machines) and facts[-1].get("cores"):
-            title += f", {facts[-1]['cores']} cores"
+        if hardware != oldest[title]:
+            title += f", {facts[-1].get('cores')} cores"
         slug = file_name(title.lower())
         taken[slug] += 1
         slug += f"-{taken[slug]}" if taken[slug] > 1 else ""

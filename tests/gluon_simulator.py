@@ -5,7 +5,7 @@ spoilt as early, as the rules allow, so that a wait or a release in the wrong pl
 error, or a deadlock (reported after a while without progress):
 - a bulk load fills its target with NaN when it is issued, and with data a while later;
 - a matmul reads its operands when it is waited for, and they must be what they were when it was issued;
-- a bulk store reads its source when it is waited for, and writes when its writes are waited for, or at the end;
+- a bulk store reads its source when it is waited for, and writes at the end; an addition lands when it is published;
 - shared memory that was written by ordinary stores and not fenced cannot be an operand.
 Not simulated: layouts, registers, what 128 threads do apart from one another.
 """
@@ -489,11 +489,11 @@ def kernels(module: str) -> dict[str, Any]:
     """What the source of `module` defines, over the stand-ins."""
     stand_ins = {
         "gluon": SimpleNamespace(jit=_jit, constexpr_function=_jit), "gl": gl, "mbarrier": mbarrier, "tma": tma,
-        "builtin": _jit, "fence_async_shared": _fence, "warpgroup_mma": _matmul, "warpgroup_mma_wait": _wait_matmuls,
+        "fence_async_shared": _fence, "warpgroup_mma": _matmul, "warpgroup_mma_wait": _wait_matmuls,
         "triton": SimpleNamespace(jit=_jit, language=gl), "tl": gl, "range": _ranged,
     }  # fmt: skip
     _run_source("hopper", stand_ins)
-    stand_ins |= {  # in assembly, or from the compiler
+    stand_ins |= {  # in assembly
         "named_barrier": _named_barrier,
         "publish": _publish,
         "await_count": _await_count,
@@ -557,8 +557,7 @@ class Kernel:
     def __init__(
         self, function: Any, tensors: list[Tensor], blocks: list[list[int]], others: list[Any], **options: Any
     ):
-        name = function.__name__
-        self.kernel = kernels("forward" if name == "forward_kernel" else "backward")[name]
+        self.kernel = kernels(function.fn.__module__.rpartition(".")[2])[function.__name__]
         self.blocks = blocks
         self.pointers = [x.dtype if isinstance(x, Tensor) else None for x in others]
         self.constants = {name: x for name, x in options.items() if name.isupper()}

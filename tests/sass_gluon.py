@@ -20,7 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from lmsys.attention.flash_gluon.backward import backward_kernel, convert_kernel, prepare_kernel
+from lmsys.attention.flash_gluon.around import convert_kernel, prepare_kernel
+from lmsys.attention.flash_gluon.backward import backward_kernel
 from lmsys.attention.flash_gluon.forward import forward_kernel
 from lmsys.attention.flash_gluon.kernels import BLOCK_Q, REGISTERS, ROWS, TILE_K, backward_options
 from lmsys.attention.flash_gluon.launch import layout
@@ -118,7 +119,10 @@ def hazards(sass: str) -> int:
 
 
 def main(dtypes: list[str], every: bool) -> None:
-    """One of each kernel by head_dim and mask; `every`: of each plan, ragged, deterministic and grouped too."""
+    """One of each kernel by head_dim and mask, and a backward that is all that one can be.
+
+    `every`: of each plan, ragged, deterministic and grouped too.
+    """
     for dtype_name in dtypes:
         dtype = getattr(torch, dtype_name)
 
@@ -139,6 +143,10 @@ def main(dtypes: list[str], every: bool) -> None:
                         for mode in modes:
                             report("backward", backward(dtype, head_dim, causal, ragged, plan, **mode), **what,
                                    ragged=ragged, **mode)  # fmt: skip
+            most = {"deterministic": True, "grouped": True}
+            plan = BACKWARD[head_dim, False][-1][1]
+            report("backward", backward(dtype, head_dim, False, True, plan, **most), head_dim=head_dim, causal=False,
+                   ragged=True, **most)  # fmt: skip
 
 
 def _some(plans: dict[Any, None], every: bool) -> list[Any]:

@@ -18,7 +18,8 @@ from benchmarks import parallel_trial
 from benchmarks.axes import parse_parallel_axes
 from benchmarks.collectives_trial import cells_of as collective_cells
 from benchmarks.parallel_cells import Cell, cells_of
-from benchmarks.parallel_workbench import Seen, merged, take_pass
+from benchmarks.parallel_profile import merged
+from benchmarks.parallel_workbench import Seen, take_pass
 from benchmarks.sections import CollectiveSection, ParallelSection
 from benchmarks.session import Settings
 from benchmarks.sweeps import SWEEPS
@@ -184,7 +185,7 @@ def test_passes_are_kept_in_turns_and_an_interrupted_group_keeps_what_all_rows_h
     """Interrupted in the second pass of two rows, of which the third has failed: both keep the first."""
     section = ParallelSection("s", ("tiny",), (16,), ("fp32",), (2,), strategies=("none", "naive", "flat"))
     cells = [cell for cell in cells_of(section, {}, "cpu") if cell.world_size == 2]
-    seen = Seen({"optimizer_bytes": 8}, 0.0, None, [], 0.1, 0.1, None, None, True)
+    seen = Seen({"optimizer_bytes": 8}, 0.0, None, [], 0.1, None, None, True)
     asked: list[str] = []
 
     def looked_at(cell: Any, one: parallel_trial.Found, _: Any) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,7 +108,7 @@ def test_gradients_of_whole_numbers_are_exact(
 ) -> None:
     """Equal weights of 2 ** -n: dq, or with the roles changed dk, are whole numbers over 2 ** n, in any order.
 
-    `many`: a batch so large that memory of dq is used more than once, of so many queries.
+    `many`: a batch of so many, of so many queries.
     """
     if many:
         shape |= {"batch": many[0], "queries": many[1]}
@@ -146,6 +147,29 @@ def test_repeats_are_bitwise_equal(shape: dict[str, Any]) -> None:
         assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("queries", "keys", "processors"), [(700, 3000, 6), (3000, 3000, 7), (600, 17000, None)])
+def test_teams_that_follow_one_another(
+    queries: int, keys: int, processors: int | None, causal: bool, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fixed order where the key tiles of a head are more than half of the processors, real or supposed."""
+    if processors is not None:
+        few = SimpleNamespace(multi_processor_count=processors)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few)
+        monkeypatch.setattr(kernels(), "_launches", {})
+    case = ROW.case(
+        batch=2, heads=4, kv_heads=2, queries=queries, keys=keys, head_dim=head_dim, causal=causal, grad=True,
+        dtype="bfloat16",
+    )  # fmt: skip
+    x, scale = make_inputs(case, 0), head_dim**-0.5
+    o, lse = kernels()._forward(x.q, x.k, x.v, causal, scale)
+    first, again = (kernels()._backward(x.q, x.k, x.v, o, lse, x.do, causal, scale, True) for _ in range(2))
+    ratios = Oracle(case, x).error_ratios(dict(zip(("dq", "dk", "dv"), first, strict=True)), rms=True)
+    assert max(ratios.values()) <= 1, ratios
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+
+
 def plans() -> list[Any]:
     from lmsys.attention.flash_gluon import plans
 
@@ -154,11 +178,11 @@ def plans() -> list[Any]:
 
 
 @pytest.mark.parametrize(("direction", "head_dim", "causal", "plan"), plans() if REASON is None else [])
-@pytest.mark.parametrize(("batch", "heads", "length"), [(1, 2, 129), (32, 32, 129), (7, 32, 1000), (1, 2, 2048)])
+@pytest.mark.parametrize(("batch", "heads", "length"), [(1, 2, 129), (48, 32, 129), (7, 32, 1000), (1, 2, 2048)])
 def test_every_plan_is_right_at_any_length(
     direction: str, head_dim: int, causal: bool, plan: Any, batch: int, heads: int, length: int
 ) -> None:
-    """Many heads use the memory of dq more than once."""
+    """More CTAs than the GPU takes at once."""
     case = ROW.case(
         batch=batch, heads=heads, kv_heads=heads // 2, queries=length, keys=length, head_dim=head_dim, causal=causal,
         grad=True, dtype="bfloat16",

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -95,14 +96,14 @@ def test_maxima_may_grow(causal: bool, growth: list[float], seed: int) -> None:
 
 
 @known
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize(("deterministic", "prefetch"), [(False, False), (False, True), (True, False)])
 @pytest.mark.parametrize("causal", [False, True])
-@settings(max_examples=2)
-@given(length=st.integers(1, 420), seed=st.integers(0, 2**31), group=st.sampled_from([1, 3]))
+@settings(max_examples=3)
+@given(length=st.integers(1, 420), seed=st.integers(0, 2**31), group=st.sampled_from([1, 3]), many=st.booleans())
 def test_every_way_through_the_backward(
-    deterministic: bool, prefetch: bool, causal: bool, length: int, seed: int, group: int
+    deterministic: bool, prefetch: bool, causal: bool, length: int, seed: int, group: int, many: bool
 ) -> None:
+    """`many`: as where there are so many CTAs that heads are worked on in groups."""
     from lmsys.attention.flash_gluon.plans import BackwardPlan
 
     head_dim, keys = [64, 128][seed % 2], 1 + seed % 420
@@ -110,7 +111,7 @@ def test_every_way_through_the_backward(
     x = make_inputs(case, seed)
     scale = head_dim**-0.5
     plan = BackwardPlan(prefetch, bool(seed & 4), seed % 3)
-    with simulated():
+    with simulated(), patch.object(product(), "FEW_WAVES", 0 if many else product().FEW_WAVES):
         o, lse = product()._forward(x.q, x.k, x.v, causal, scale)
         dq, dk, dv = product()._backward(x.q, x.k, x.v, o, lse, x.do, causal, scale, deterministic, plan)
     ratios = Oracle(case, x).error_ratios({"dq": dq, "dk": dk, "dv": dv}, rms=True)
@@ -132,29 +133,35 @@ def test_the_deterministic_order_does_not_hang_on_few_processors_nor_depend_on_c
     assert all(torch.equal(one, other) for again in found[1:] for one, other in zip(found[0], again, strict=True))
 
 
-@given(num_tiles=st.integers(1, 40), num_key_tiles=st.integers(1, 40), most=st.integers(1, 40), causal=st.booleans())
+@given(
+    num_tiles=st.integers(1, 40),
+    num_key_tiles=st.integers(1, 40),
+    most=st.integers(1, 40),
+    causal=st.booleans(),
+    block_q=st.sampled_from([64, 128]),
+)
 def test_every_tile_of_queries_gives_every_key_tile_a_turn(
-    num_tiles: int, num_key_tiles: int, most: int, causal: bool
+    num_tiles: int, num_key_tiles: int, most: int, causal: bool, block_q: int
 ) -> None:
     """Of each tile of queries the turns are 0, 1, 2 ..., in the order in which a team in step comes to it."""
     import gluon_simulator
 
     backward = gluon_simulator.kernels("backward")
     team = -(-num_key_tiles // -(-num_key_tiles // most))
-    block_q = 128
     for m in range(num_tiles):
-        adders = range(min(num_key_tiles, m + 1)) if causal else range(num_key_tiles)
+        seen = ((m + 1) * block_q - 1) // 128 + 1
+        adders = range(min(num_key_tiles, seen)) if causal else range(num_key_tiles)
         turns = {}
         for n in adders:
             place, number = n % team, n // team
             members = min(team, num_key_tiles - number * team)
-            start = n if causal else int(backward["_at_start"](place, num_tiles, members))
+            start = n * 128 // block_q if causal else int(backward["_at_start"](place, num_tiles, members))
             arrival = (0 if causal else number, (m - start) % num_tiles, -n if causal else place)
             values = map(torch.tensor, (n, m, num_tiles, num_key_tiles, team))
             turns[int(backward["_turn_of"](*values, causal, block_q))] = arrival
         assert sorted(turns) == list(range(len(adders)))
         arrivals = [turns[i] for i in sorted(turns)]
-        assert causal or arrivals == sorted(arrivals)
+        assert arrivals == sorted(arrivals)
 
 
 MUTANTS = [  # module, what stands there, what is put in its place: each would corrupt or hang on a GPU, now and then
@@ -245,18 +252,18 @@ def test_the_kernels_for_hopper_are_well_made() -> None:
         if line["kernel"] in ("prepare", "convert"):
             assert line["registers"] <= 255 and line["LDL"] == line["STL"] == 0, line
             continue
-        forward, head_dim = line["kernel"] == "forward", line["head_dim"]
+        forward, head_dim, walks = line["kernel"] == "forward", line["head_dim"], 1 + line["ragged"]
         consumers = line.get("consumers", 2)
         assert line["registers"] <= (168 if consumers == 2 else 128) and line["shared"] <= 227 * 1024, line
         # Of the first tile and of a step: Q K^T takes D / 16, P V 128 / 16. Causal, half a first tile for those
         # consumers whose queries may begin with it: of two the first, of three any.
         halves = line["causal"] * {2: 1, 3: 3}[consumers] * head_dim // 16
-        expected = consumers * 2 * (head_dim // 16 + 8) + halves if forward else 2 * 32
+        expected = consumers * 2 * (head_dim // 16 + 8) + halves if forward else walks * 2 * 32
         assert line["HGMMA"] == expected, line
         assert line["waits"] <= line["HGMMA"] // 3, f"a wait after every matmul: the compiler serialised them: {line}"
         assert line["UTMALDG"] >= (2 + consumers if forward else 6), line
         assert line["UTMASTG"] == (consumers if forward else 4), line
-        assert (line["UTMAREDG"], line["REDG"]) == (0, 0 if forward else 16), line
+        assert (line["UTMAREDG"], line["REDG"]) == (0, 0 if forward else walks * 16), line
         assert line["SYNCS"] >= 20 and line["BAR"] >= 20, line
         assert line["hazards"] == 0, line
         if forward:

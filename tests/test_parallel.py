@@ -22,7 +22,7 @@ from lmsys.parallel.bucketed import Bucketed
 from lmsys.parallel.fsdp import Fsdp
 from lmsys.parallel.group import WorkerGroup, device
 from lmsys.parallel.naive import Naive
-from lmsys.parallel.sharded_optimizer import ShardedOptimizer
+from lmsys.parallel.sharded_optimizer import Home, ShardedOptimizer
 from lmsys.parallel.zero1 import Zero1
 
 flags = st.booleans()
@@ -303,7 +303,7 @@ def test_fully_sharded_float32_is_bitwise_equal(ranks: WorkerGroup) -> None:
 def _language_model(strategy: str, checkpoint_blocks: int, compiled: bool, recorded: bool = False) -> Any:
     """Parameters of a Transformer after two steps on two ranks, and after the same on one.
 
-    recorded: the second forward takes itself for one that is recorded, so the step after it leaves others' parameters.
+    recorded: the second forward takes itself for one that is recorded, so it fetches, and the step after it does not.
     """
     group, rank = group_of(2), dist.get_rank()
     if rank >= 2:
@@ -322,18 +322,25 @@ def _language_model(strategy: str, checkpoint_blocks: int, compiled: bool, recor
     assert not options or len(wrapper.buckets) > 3
     own, plain = wrapper.make_optimizer(torch.optim.SGD, lr=0.1), torch.optim.SGD(alone.parameters(), lr=0.1)
     for step in range(2):
-        with patch.object(Zero1, "_is_being_recorded", lambda _, step=step: recorded and step == 1):
-            wrapper(tokens[rank]).backward()
+        inside = recorded and step == 1
+        with (
+            patch.object(Zero1, "_is_being_recorded", lambda _, inside=inside: inside),
+            patch.object(Home, "gather", autospec=True, side_effect=Home.gather) as gather,
+        ):
+            loss = wrapper(tokens[rank])
+        assert not recorded or gather.call_count == inside * len(wrapper.homes)
+        torch.testing.assert_close(loss, alone(tokens[rank]))
+        loss.backward()
         wrapper.finish_gradient_synchronization()
         own.step()
         own.zero_grad()
         if recorded:
-            assert wrapper._stale == (step == 1)
+            assert wrapper._stale == inside
         ((alone(tokens[0]) + alone(tokens[1])) / 2).backward()
         plain.step()
         plain.zero_grad()
     with torch.no_grad():
-        wrapper(tokens[rank])
+        torch.testing.assert_close(wrapper(tokens[rank]), alone(tokens[rank]))
     assert all(pending.work is None for pending in getattr(wrapper, "_gathering", ()))  # blocks have waited for theirs
     return _on_cpu(wrapper.full_state_dict()), _on_cpu(alone.state_dict())
 
@@ -369,6 +376,27 @@ def test_the_language_model_also_checkpointed_or_compiled(
     found, expected = ranks.run(_language_model, strategy, checkpoint_blocks, compiled)[0]
     for name, x in expected.items():
         torch.testing.assert_close(found[name], x)
+
+
+def _strangers() -> list[str]:
+    group = group_of(2)
+    if dist.get_rank() >= 2:
+        return []
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[1].requires_grad_(False)
+    wrapper = Zero1(module, group)
+    module[1].requires_grad_(True)
+    optimizer = wrapper.make_optimizer(torch.optim.SGD, lr=0.1)
+    group = {"params": list(module[1].parameters())}
+    return [
+        on_ranks.error_of(lambda: wrapper.make_optimizer(torch.optim.SGD, params=module.parameters(), lr=0.1)),
+        on_ranks.error_of(lambda: optimizer.add_param_group(group)),
+    ]
+
+
+def test_zero1_refuses_parameters_that_it_does_not_train(ranks: WorkerGroup) -> None:
+    for told in ranks.run(_strangers)[0]:
+        assert told.startswith("ValueError: 2 parameters, of 6 numbers, are none that ZeRO-1 trains")
 
 
 def test_a_recorded_forward_fetches_what_the_step_before_it_left(ranks: WorkerGroup) -> None:

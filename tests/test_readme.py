@@ -61,7 +61,6 @@ def test_the_steps_beside_others_are_the_published_ones() -> None:
         cell(f"nvidia-h200-20-cores-{llama}", "xl | 4 | compiled", "speedup, ×"),
         cell(parallel, graphed, "bucketed / torch_ddp_tuned"),
         cell(parallel, graphed, "bucketed / naive"),
-        cell(parallel, graphed, "zero1 / torch_zero1"),
         cell(parallel, eager, "fsdp / torch_fsdp2"),
     ]
 

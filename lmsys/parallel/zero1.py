@@ -30,7 +30,8 @@ class Zero1(Overlapped):
 
     Its optimizer is that of `make_optimizer`. Parameters are whole again from the next forward on, or from `wait()`.
     Gradients are to be zeroed after each step: to accumulate, use no_sync(). Once a forward is recorded as part of a
-    CUDA graph the fetching is too, and no step begins it any more.
+    CUDA graph the fetching is too, and no step begins it any more: other forwards and `wait()` are then asked of all
+    ranks. Its optimizer takes parameters that were trained when this was made, and no others (ValueError).
     """
 
     shards_gradients = True
@@ -74,13 +75,13 @@ class Zero1(Overlapped):
             pending.wait()
 
     def stepped(self) -> None:
-        """This rank's parameters have been."""
+        """Told by the optimizer: this rank's parameters have moved, others' are to be fetched."""
         self._stale = self.world_size > 1
         if not self._recorded:
             self._fetch()
 
     def _is_being_recorded(self) -> bool:
-        return any(p.is_cuda for p in self.trainable[:1]) and torch.cuda.is_current_stream_capturing()
+        return bool(self.trainable) and self.trainable[0].is_cuda and torch.cuda.is_current_stream_capturing()
 
     @torch.no_grad()
     def _fetch(self) -> None:
@@ -145,6 +146,12 @@ class Zero1Optimizer(ShardedOptimizer):
         self._wrapper = weakref.ref(wrapper)
         chosen = wrapper.trainable if params is None else params
         super().__init__(chosen, optimizer_cls, wrapper.group, wrapper.homes, wrapper.owners, **kwargs)
+
+    def _settle(self, params: list[Tensor]) -> None:
+        raise ValueError(
+            f"{len(params)} parameters, of {sum(p.numel() for p in params)} numbers, are none that ZeRO-1 trains: of"
+            " what is unfrozen or added after wrapping no rank reduces gradients; wrap the module again"
+        )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         wrapper = self._wrapper()

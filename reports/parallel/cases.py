@@ -56,7 +56,7 @@ class Slice:
     def unrecorded(self) -> str:
         """What a caption says of memory where steps are replayed."""
         graphed = set(self.frame["compile"]) == {"graphed"}
-        return " All of the step before it is recorded: a graph's memory is set aside as a whole." if graphed else ""
+        return " Of a step launched call by call, before one is recorded." if graphed else ""
 
     def caption(self, text: str, clocked: bool = False) -> str:
         """What is shown and every variable that is held constant."""

@@ -1,6 +1,6 @@
 """What the kernels need of Hopper and Gluon's own surface lacks or hides. Written for triton 3.6.0.
 
-By inline assembly. Of named barriers hardware has 16, Triton takes the low ones, the kernels 8 to 15.
+It is inline assembly. Of named barriers hardware has 16, Triton takes the low ones, the kernels 8 to 15.
 """
 
 import triton
@@ -74,7 +74,8 @@ def admit_kernel_after():
 def add_registers(ptr, x):
     """Adds x (64, 64), as a matmul leaves it, to 4096 numbers at `ptr`, in the order of its registers.
 
-    Four that a thread holds lie together: 512 bytes for an instruction of a warp. In no order among CTAs.
+    Four that a thread holds lie together: 512 bytes for an instruction of a warp. In no order among CTAs but that of
+    `await_count`.
     """
     x = x.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([1024, 2, 2])
     left, right = gl.split(x)

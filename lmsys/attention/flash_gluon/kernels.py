@@ -10,7 +10,8 @@ import torch
 import triton
 from torch import Tensor
 
-from lmsys.attention.flash_gluon.backward import backward_kernel, convert_kernel, prepare_kernel
+from lmsys.attention.flash_gluon.around import convert_kernel, prepare_kernel
+from lmsys.attention.flash_gluon.backward import backward_kernel
 from lmsys.attention.flash_gluon.forward import forward_kernel
 from lmsys.attention.flash_gluon.launch import Kernel
 from lmsys.attention.flash_gluon.plans import (
@@ -29,9 +30,9 @@ __all__ = ["FlashGluon", "flash_gluon", "flash_gluon_supports"]
 LOG2_E = math.log2(math.e)
 TILE_K = 128
 ROWS = 64  # of queries that one warp group of the forward owns
-NUM_PARAMETERS = 6  # int64, of which `prepare_kernel` writes some
+NUM_PARAMETERS = 6  # int64, which `prepare_kernel` writes
 BLOCK_Q = {64: 128, 128: 64}  # by head_dim: queries of a step of the backward
-FEW_WAVES = 8  # of CTAs: then the end of the last one counts
+FEW_WAVES = 8  # of CTAs: so few that the time in which the last ones run alone counts more than what L2 keeps
 REGISTERS = {2: (240, 168), 3: (160, 128)}  # by warp groups that compute: registers of theirs, and of the kernel
 
 _launches: dict[tuple[Any, ...], Any] = {}

@@ -39,7 +39,7 @@ def candidates(direction: str, head_dim: int, causal: bool) -> list[Any]:
         ]
         three = [ForwardPlan(3, 2, True, True, dynamic, l2_mib) for dynamic in (False, True)]
         return two + (three if head_dim == 64 else [])  # three of them want more registers than there are at 128
-    sizes = (5, 11, 22) if causal else (0, 5)
+    sizes = (5, 11, 22) if causal else (0,)
     spreads = (False,) if causal else (False, True)
     return [BackwardPlan(*plan) for plan in itertools.product((False, True), spreads, sizes)]
 

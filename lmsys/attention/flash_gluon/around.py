@@ -1,0 +1,74 @@
+"""Before and after the backward: what it reads of the output, zeros for dq, and dq in its own dtype.
+
+Legend: B batch, H query heads, G = H / key heads, Q queries, D head dimension.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_heads", "H", "G", "Q", "Q_PADDED", "num_key_tiles", "at_once", "team", "num_tickets",
+        "o_b", "o_h", "o_q", "do_b", "do_h", "do_q",
+    ]
+)  # fmt: skip
+def prepare_kernel(
+    o_ptr, do_ptr, lse_ptr, lse2_ptr, delta_ptr, dq32_ptr, tickets, parameters, sm_scale,
+    num_heads, H, G, Q, Q_PADDED, num_key_tiles, at_once, team, num_tickets, o_b, o_h, o_q, do_b, do_h, do_q,
+    ROWS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """delta and the log-sum-exp in base 2 (B H, Q_PADDED), zeros in dq (B H, Q_PADDED, D) and tickets. Strides count 8.
+
+    The last tiles come first, so that the L2 cache holds those that the next kernel begins with.
+    """
+    tl.extra.cuda.gdc_launch_dependents()
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    tiles = Q_PADDED // ROWS
+    bh = program // tiles
+    start = program % tiles * ROWS
+    rows = start + tl.arange(0, ROWS)
+    cols = tl.arange(0, D)
+    inside = rows < Q
+    batch, head = (bh // H).to(tl.int64), (bh % H).to(tl.int64)
+    o_rows = (batch * o_b + head * o_h + rows.to(tl.int64) * o_q) * 8
+    do_rows = (batch * do_b + head * do_h + rows.to(tl.int64) * do_q) * 8
+    o = tl.load(o_ptr + o_rows[:, None] + cols[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+    do = tl.load(do_ptr + do_rows[:, None] + cols[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+    # Rows past the end get a log-sum-exp of inf, which makes their P zero.
+    lse = tl.load(lse_ptr + bh.to(tl.int64) * Q + rows, mask=inside, other=float("inf"))
+    padded = bh * Q_PADDED + rows
+    tl.store(lse2_ptr + padded, lse * 1.4426950408889634)
+    tl.store(delta_ptr + padded, tl.sum(o * do, 1))
+    tl.store(dq32_ptr + (padded.to(tl.int64) * D)[:, None] + cols[None, :], tl.zeros([ROWS, D], tl.float32))
+    per_program = tl.cdiv(num_tickets, tl.num_programs(0))
+    for first in range(0, per_program, 128):
+        ticket = program * per_program + first + tl.arange(0, 128)
+        last = tl.minimum((program + 1) * per_program, num_tickets)
+        tl.store(tickets + ticket, tl.zeros([128], tl.int32), mask=ticket < last)
+    if program == 0:  # for what would occupy registers all through `backward_kernel`
+        tl.store(parameters, H // G)
+        tl.store(parameters + 1, num_key_tiles)
+        tl.store(parameters + 2, num_heads // G)
+        tl.store(parameters + 3, at_once)
+        tl.store(parameters + 4, sm_scale.to(tl.int32, bitcast=True))
+        tl.store(parameters + 5, team)
+
+
+@triton.jit(do_not_specialize=["H", "Q", "Q_PADDED", "stride_b", "stride_h", "stride_q"])
+def convert_kernel(
+    dq32_ptr, dq_ptr, sm_scale, H, Q, Q_PADDED, stride_b, stride_h, stride_q,
+    ROWS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """dq = sm_scale * dq32; the last tiles first, which the L2 cache may still hold."""
+    tl.extra.cuda.gdc_wait()
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    tiles = Q_PADDED // ROWS
+    bh = program // tiles
+    rows = program % tiles * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, D)
+    inside = (rows < Q)[:, None]
+    flat = tl.load(dq32_ptr + program.to(tl.int64) * ROWS * D + tl.arange(0, ROWS * D))  # see `add_registers`
+    dq = flat.reshape(D // 64, 8, 4, 8, 4, 2, 2).permute(2, 5, 3, 0, 1, 4, 6).reshape(ROWS, D)
+    place = (bh // H).to(tl.int64) * stride_b + (bh % H).to(tl.int64) * stride_h + rows.to(tl.int64) * stride_q
+    tl.store(dq_ptr + place[:, None] * 8 + cols[None, :], dq * sm_scale, mask=inside)
