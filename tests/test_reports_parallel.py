@@ -90,7 +90,8 @@ def test_ways_of_compiling_are_kept_apart(tmp_path: Path, capsys: pytest.Capture
     ]
     files = built(tmp_path / "out", save(tmp_path / "r.json", others + eager))
     for suffix in ("", "-compiled", "-graphed"):
-        assert ("before one is recorded" in files[f"tables/{STEM}{suffix}-memory.md"].decode()) == (suffix == "-graphed")
+        memory = files[f"tables/{STEM}{suffix}-memory.md"].decode()
+        assert ("before one is recorded" in memory) == (suffix == "-graphed")
     for stem, said in ((STEM, "xl, context 512, bf16;"), (f"{STEM}-compiled", "bf16, blocks compiled;")):
         assert len(numbers(files, f"{stem}-step")) == len(SPEED)
         assert said in files[f"tables/{stem}-step.md"].decode()
