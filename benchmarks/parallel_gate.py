@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks.model_gate import NUM_BLOCKS, Batch, build, matmuls, ratio_of
 from benchmarks.parallel_cells import Cell
-from benchmarks.parallel_workbench import Gradients, compiling, options_of, release, takes_part, wrap
+from benchmarks.parallel_workbench import Gradients, on_part, options_of, wrap
 from benchmarks.ranks import subgroup
 from lmsys.config import ModelConfig
 from lmsys.model import Loss
@@ -30,19 +30,17 @@ NARROW = ("comm_dtype", "compute_dtype")
 Narrow = tuple[str, torch.dtype] | None  # which of these, and what it is
 
 
+@on_part
 def gate(cell: Cell, seed: int) -> dict[str, float]:
     """Errors over their budgets, by parameter, on the rank where they are worst; on every rank the same."""
-    if not takes_part(cell):
-        return {}
     options = options_of(cell)
     wide = {name: value for name, value in options.items() if name not in NARROW}
-    with matmuls("fp32"), compiling(cell):
+    with matmuls("fp32"):
         ratios = _ratios(cell, wide, seed, None)
         if narrow := [options[name] for name in NARROW if name in options]:
             kind = next(name for name in NARROW if name in options)
             more = _ratios(cell, options, seed, (kind, narrow[0]))
             ratios = {name: max(ratio, more[name]) for name, ratio in ratios.items()}
-    release()
     return ratios
 
 

@@ -92,7 +92,8 @@ class Gradients:
         self._graph = GraphedGradients(self.loss, parameters, self.strategy.finish, warm_ups)
 
     @property
-    def recorded(self) -> bool:
+    def graphed(self) -> bool:
+        """Whether a call replays a graph, or is to record it."""
         return self._graph is not None
 
     def __call__(self, *inputs: Tensor) -> Tensor:
@@ -268,7 +269,7 @@ def examine(cell: Cell, seed: int) -> Seen:
 
 def settle(rig: Rig) -> None:
     """Waits for what a step leaves under way, as ZeRO-1 its gather; what is recorded leaves nothing."""
-    if not rig.gradients.recorded and hasattr(rig.strategy.wrapper, "wait"):
+    if not rig.gradients.graphed and hasattr(rig.strategy.wrapper, "wait"):
         rig.strategy.wrapper.wait()
 
 

@@ -387,11 +387,15 @@ def _strangers() -> list[str]:
     wrapper = Zero1(module, group)
     module[1].requires_grad_(True)
     optimizer = wrapper.make_optimizer(torch.optim.SGD, lr=0.1)
-    group = {"params": list(module[1].parameters())}
-    return [
+    more = {"params": list(module[1].parameters())}
+    told = [
         on_ranks.error_of(lambda: wrapper.make_optimizer(torch.optim.SGD, params=module.parameters(), lr=0.1)),
-        on_ranks.error_of(lambda: optimizer.add_param_group(group)),
+        on_ranks.error_of(lambda: optimizer.add_param_group(more)),
     ]
+    wrapper(torch.ones(1, 2)).sum().backward()
+    wrapper.finish_gradient_synchronization()
+    optimizer.step()  # as if nothing had been asked
+    return told
 
 
 def test_zero1_refuses_parameters_that_it_does_not_train(ranks: WorkerGroup) -> None:

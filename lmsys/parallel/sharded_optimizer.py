@@ -44,6 +44,13 @@ def settle(params: Sequence[Tensor], bucket: Segmented) -> Home:
     return Home(flat, bucket)
 
 
+@torch.no_grad()
+def gather(homes: Sequence[Home], group: Group) -> list[Pending]:
+    """Begins to fetch the parameters that others own: one pending call for each home, none on a single rank."""
+    world_size, rank = size_and_rank(group)
+    return [home.gather(rank, group) for home in homes] if world_size > 1 else []
+
+
 def layout_of(params: Sequence[Tensor], bucket: Segmented) -> Layout:
     """Where each of the bucket's indices lies in its buffer."""
     starts = []
@@ -109,7 +116,7 @@ class ShardedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps this rank's parameters, then waits for everybody's."""
         loss = self.step_own(closure)
-        for pending in self.gather():
+        for pending in gather(self.homes, self.group):
             pending.wait()
         return loss
 
@@ -124,11 +131,6 @@ class ShardedOptimizer(Optimizer):
             local.update({name: value for name, value in group.items() if name != "params"})  # schedules set it there
         self._local.step()
         return loss
-
-    @torch.no_grad()
-    def gather(self) -> list[Pending]:
-        """Begins to fetch the parameters that others own: one pending call for each of `homes`."""
-        return [home.gather(self.rank, self.group) for home in self.homes] if self.world_size > 1 else []
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's share: state by the parameter's number over all groups, the groups, and whose share it is."""

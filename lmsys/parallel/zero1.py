@@ -21,7 +21,7 @@ from lmsys.parallel.buckets import MIB, Segmented, offsets, plan_segments
 from lmsys.parallel.collectives import Group, Pending, reduce_scatter_mean
 from lmsys.parallel.overlapped import Overlapped, do_nothing
 from lmsys.parallel.packing import Layout, copy_gradients
-from lmsys.parallel.sharded_optimizer import ShardedOptimizer, layout_of, settle
+from lmsys.parallel.sharded_optimizer import ShardedOptimizer, gather, layout_of, settle
 from lmsys.parallel.units import blocks_of, parameters_by_block, surround
 
 
@@ -56,7 +56,7 @@ class Zero1(Overlapped):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_being_recorded():
-            self._recorded, self._stale = True, self.world_size > 1  # as it is when this is replayed
+            self._recorded = self._stale = True  # as it is when this is replayed
         self._fetch()
         self._wait_for(self._at_start)
         return super().forward(*args, **kwargs)
@@ -76,18 +76,16 @@ class Zero1(Overlapped):
 
     def stepped(self) -> None:
         """Told by the optimizer: this rank's parameters have moved, others' are to be fetched."""
-        self._stale = self.world_size > 1
+        self._stale = True
         if not self._recorded:
             self._fetch()
 
     def _is_being_recorded(self) -> bool:
         return bool(self.trainable) and self.trainable[0].is_cuda and torch.cuda.is_current_stream_capturing()
 
-    @torch.no_grad()
     def _fetch(self) -> None:
         if self._stale:
-            self._gathering = [home.gather(self.rank, self.group) for home in self.homes]
-            self._stale = False
+            self._gathering, self._stale = gather(self.homes, self.group), False
 
     def _wait_for(self, numbers: list[int]) -> None:
         for number in numbers if self._gathering else ():
@@ -148,6 +146,7 @@ class Zero1Optimizer(ShardedOptimizer):
         super().__init__(chosen, optimizer_cls, wrapper.group, wrapper.homes, wrapper.owners, **kwargs)
 
     def _settle(self, params: list[Tensor]) -> None:
+        self.param_groups.pop()  # the one that they came in
         raise ValueError(
             f"{len(params)} parameters, of {sum(p.numel() for p in params)} numbers, are none that ZeRO-1 trains: of"
             " what is unfrozen or added after wrapping no rank reduces gradients; wrap the module again"

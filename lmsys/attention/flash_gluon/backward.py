@@ -264,7 +264,7 @@ def _consumer(
     k = ks.slice(WG * 64, 64)
     v = vs.slice(WG * 64, 64)
     mbarrier.wait(kv_full, 0)
-    if RAGGED:  # a walk of its own for the one tile that ends the keys: a branch in every step costs all tiles 5 %
+    if RAGGED:  # a walk of its own for the tile that ends the keys: a branch in every step would cost all tiles
         if masked_until > 0:
             dk, dv = _walk(
                 dq_ptr, tickets, scale, k, v, ks, dss, ring, n, K, masked_until, num_key_tiles, team, bh, low, start,
