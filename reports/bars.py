@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.colors import to_rgb
 from matplotlib.ticker import FuncFormatter
 
-from reports.plots import Look, Plot, add_legend, canvas, legend_height, log_values, plain, to_svg
+from reports.plots import Look, Plot, add_legend, canvas, crowded, legend_height, log_values, plain, to_svg
 from reports.tables import number
 
 
@@ -51,7 +51,7 @@ def bars(
     else:
         axes.yaxis.set_major_formatter(FuncFormatter(plain))
     axes.set_ylim(floor, top)
-    slanted = sum(map(len, tiers)) > 45
+    slanted = crowded(tiers)
     axes.set_xticks(range(len(tiers)), tiers, rotation=45 if slanted else 0, ha="right" if slanted else "center")
     axes.set_xlim(-0.5, len(tiers) - 0.5)  # bars without a height would not widen it to the words in their places
     axes.grid(axis="x", visible=False)
@@ -93,7 +93,7 @@ def stacked(
         axes.bar(0, 0, color=_shade("#111827", layer, len(layers)), label=label)
     axes.set_ylim(0, 1.25 * max(finite))
     axes.set_xlim(-0.5, len(groups) - 0.5)
-    slanted = sum(map(len, groups)) > 45
+    slanted = crowded(groups)
     axes.set_xticks(range(len(groups)), groups, rotation=45 if slanted else 0, ha="right" if slanted else "center")
     axes.grid(axis="x", visible=False)
     axes.yaxis.set_major_formatter(FuncFormatter(plain))

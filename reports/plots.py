@@ -99,13 +99,26 @@ def to_svg(figure: Any, name: str) -> str:
 
 
 def add_legend(figure: Any, axes: Any) -> None:
-    """What `axes` labels, below the drawing; `legend_height` is the room that it takes."""
+    """What `axes` labels, below the drawing, in two columns; `legend_height` is the room that it takes.
+
+    Where two are wider than the drawing it is one, and the drawing grows by as much.
+    """
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2 if len(labels) > 1 else 1)
+    place = {"handles": handles, "labels": labels, "loc": "outside lower center"}
+    legend = figure.legend(**place, ncols=2 if len(labels) > 1 else 1)
+    if legend.get_window_extent().width > figure.bbox.width:
+        legend.remove()
+        figure.legend(**place, ncols=1)
+        figure.set_figheight(figure.get_figheight() + legend_height(2 * len(labels)) - legend_height(len(labels)))
 
 
 def legend_height(entries: int) -> float:
     return 0.2 * math.ceil(entries / 2) + 0.1
+
+
+def crowded(labels: Sequence[str]) -> bool:
+    """Whether labels of places side by side run into one another unless they are slanted."""
+    return len(labels) * max(map(len, labels), default=0) > 45
 
 
 def short(length: float) -> str:

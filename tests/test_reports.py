@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reports import tables
+from reports import plots, tables
 from reports.__main__ import main
 from reports.load import read
 
@@ -489,3 +489,21 @@ def test_one_frame_of_all_machines(tmp_path: Path) -> None:
     results = read(paths)
     assert len(results.frame) == 2 * len(small())
     assert results.frame.groupby("machine").size().to_dict() == {"gpu-1": len(small()), "gpu-2": len(small())}
+
+
+@pytest.mark.parametrize(("length", "rows"), [(5, 2), (15, 2), (25, 4), (45, 4)])
+def test_legends_lie_within_the_drawing(length: int, rows: int) -> None:
+    """Two columns of long labels would be cut off on both sides; the drawing keeps its own height."""
+    figure, axes = plots.canvas("title", 3.0 + plots.legend_height(4))
+    height = figure.get_figheight()
+    for i in range(4):
+        axes.plot([0, 1], [0, i], label=f"{i}" * length)
+    plots.add_legend(figure, axes)
+    (legend,) = figure.legends
+    assert legend.get_window_extent().width <= figure.bbox.width
+    assert figure.get_figheight() == pytest.approx(height + 0.2 * (rows - 2))
+
+
+def test_labels_that_would_run_into_one_another_are_slanted() -> None:
+    assert not plots.crowded(["64", "128", "256"])
+    assert plots.crowded(["none", "bucketed-25MiB", "bucketed-25MiB-bfloat16"])

@@ -9,7 +9,7 @@ from matplotlib.ticker import FuncFormatter
 from reports import bars
 from reports.metrics import Metric
 from reports.parallel.cases import ORDER
-from reports.plots import CEILING, Look, Plot, add_legend, assign_looks, canvas, legend_height, plain, to_svg
+from reports.plots import CEILING, Look, Plot, add_legend, assign_looks, canvas, crowded, legend_height, plain, to_svg
 from reports.tables import WORDS, by_key
 from reports.training.cases import ATTENTION_ORDER, BASE, SPEED, Slice
 
@@ -58,7 +58,7 @@ def chain(part: Slice) -> Plot | None:
         return None
     style = _attention_looks(frame)
     places = [row for row in part.strategies if row in set(timed["row"])]
-    slanted = sum(map(len, places)) > 45
+    slanted = crowded(places)
     height = 3.0 + 0.8 * slanted + legend_height(timed["attention"].nunique())
     figure, axes = canvas(f"Speed-up over {BASE} · {part.heading}", height)
     for name, own in timed.groupby("attention", sort=False):
