@@ -37,9 +37,9 @@ class Bucketed(Overlapped):
     ):
         if bucket_mb != "auto" and (isinstance(bucket_mb, str) or not 0 < bucket_mb < math.inf):
             raise ValueError(f'{bucket_mb=} must be a positive number of MiB, or "auto"')
+        check_transport(transport, process_group, [p for p in module.parameters() if p.requires_grad])
         self.bucket_mb, self.transport = bucket_mb, transport
         super().__init__(module, process_group, comm_dtype)
-        check_transport(transport, process_group, self.trainable if self.world_size > 1 else [])
 
     def _partition(self, order: list[int]) -> list[tuple[int, ...]]:
         sizes = [p.numel() * (self.comm_dtype or p.dtype).itemsize for p in self.trainable]

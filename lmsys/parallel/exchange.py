@@ -1,4 +1,4 @@
-"""The mean over ranks of one node by copies between their GPUs: copy engines move everything, SMs only add. Experimental.
+"""The mean over ranks of one node by copies between their GPUs: copy engines move, SMs only add. Experimental.
 
 Each rank owns a segment of every bucket, and reads its peers' memory. For each bucket, in the order in which all ranks
 send them:
@@ -67,7 +67,7 @@ class Exchange:
         most = max(
             (cut[self.rank].stop - cut[self.rank].start) * x.itemsize for cut, x in zip(segments, flats, strict=True)
         )
-        scratch = torch.empty(2, (world_size - 1) * most, dtype=torch.uint8, device=flats[0].device)
+        scratch = [torch.empty((world_size - 1) * most, dtype=torch.uint8, device=flats[0].device) for _ in range(2)]
         self._buckets = [
             _bucket(flat, handle, cut, scratch[number % 2])
             for number, (flat, handle, cut) in enumerate(zip(flats, handles, segments, strict=True))

@@ -20,9 +20,9 @@ def _mean_kernel(
         if rank == RANK:
             x = tl.load(OWN + place, mask=mask, other=0.0)
         elif rank < RANK:
-            x = tl.load(OTHERS + rank * between.to(tl.int64) + place, mask=mask, other=0.0)
+            x = tl.load(OTHERS + rank * tl.cast(between, tl.int64) + place, mask=mask, other=0.0)
         else:
-            x = tl.load(OTHERS + (rank - 1) * between.to(tl.int64) + place, mask=mask, other=0.0)
+            x = tl.load(OTHERS + (rank - 1) * tl.cast(between, tl.int64) + place, mask=mask, other=0.0)
         total += x.to(WIDE)
     tl.store(OWN + place, (total / WORLD_SIZE).to(OWN.dtype.element_ty), mask=mask)
 

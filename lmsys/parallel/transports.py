@@ -16,22 +16,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lmsys.parallel.collectives import Group, Pending, gather_objects, is_nccl
+from lmsys.parallel.buckets import ALIGNMENT
+from lmsys.parallel.collectives import Group, Pending, gather_objects, is_nccl, size_and_rank
 from lmsys.parallel.exchange import Exchange
 
 TRANSPORTS = ("nccl", "registered", "copy")
 
 
 def check_transport(transport: str, group: Group, params: Sequence[Tensor]) -> None:
-    """ValueError for one that is not known, and where ranks are not the GPUs of one node. Asked of all ranks."""
+    """ValueError for one that is not known, and where ranks are not GPUs of one node. Asked of all ranks."""
     if transport not in TRANSPORTS:
         raise ValueError(f"{transport=} must be one of {TRANSPORTS}")
-    if transport == "nccl":
+    if transport == "nccl" or size_and_rank(group)[0] == 1:
         return
     if not all(is_nccl(group, p) for p in params):
-        raise ValueError(
-            f'{transport=} is for NCCL and parameters on a GPU: elsewhere transport="nccl" is the backend\'s'
-        )
+        raise ValueError(f'{transport=} is for NCCL and parameters on GPUs: elsewhere it must be "nccl", the default')
     if len(nodes := sorted(set(gather_objects(platform.node(), group)))) > 1:
         raise ValueError(f'{transport=} is for ranks of one node, and these are on {", ".join(nodes)}: use "nccl"')
 
@@ -39,6 +38,7 @@ def check_transport(transport: str, group: Group, params: Sequence[Tensor]) -> N
 def keep(transport: str, lengths: Sequence[int], dtypes: Sequence[torch.dtype], group: Group) -> Any:
     """What has the `flats` that buckets are packed into, the `scale` of what is, and `send`. Asked of all ranks."""
     group = dist.group.WORLD if group is None else group
+    lengths = [max(length, ALIGNMENT) for length in lengths]  # none without an address
     return {"registered": Registered, "copy": exchange}[transport](lengths, dtypes, group)
 
 
