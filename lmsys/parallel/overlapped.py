@@ -20,6 +20,8 @@ from lmsys.parallel.wrapper import Wrapper, dense
 class Overlapped(Wrapper):
     """Gradients of one bucket travel in one call. A bucket of one gradient is that gradient, without a copy."""
 
+    _kept: Any = None  # of `transports.keep`: where buckets are packed in every step, and what sends them
+
     def __init__(self, module: nn.Module, process_group: Group = None, comm_dtype: torch.dtype | None = None):
         super().__init__(module, process_group)
         self.comm_dtype = comm_dtype
@@ -88,16 +90,21 @@ class Overlapped(Wrapper):
         """Begins a bucket's communication: it, and what is to be done when it has come."""
         params = self._members[number]
         dtype = self.comm_dtype or params[0].dtype
-        if len(params) == 1 and dtype == params[0].dtype:
+        if self._kept is None and len(params) == 1 and dtype == params[0].dtype:
             if params[0].grad is None:
                 params[0].grad = torch.zeros_like(params[0])
             return all_reduce_mean(dense(params[0]), self.group), do_nothing
-        flat, views = pack(params, self._layouts[number], dtype)
+        if self._kept is None:
+            flat, views = pack(params, self._layouts[number], dtype)
+            pending = all_reduce_mean(flat, self.group)
+        else:
+            _, views = pack(params, self._layouts[number], dtype, self._kept.flats[number], self._kept.scale)
+            pending = self._kept.send(number)
         if dtype != params[0].dtype:
-            return all_reduce_mean(flat, self.group), lambda: _widen(params, views)
+            return pending, lambda: _widen(params, views)
         for p, view in zip(params, views, strict=True):
             p.grad = view
-        return all_reduce_mean(flat, self.group), do_nothing
+        return pending, do_nothing
 
     def _plan_again(self, seen: list[int]) -> None:
         """By the order that rank 0 saw; what it did not see comes last."""

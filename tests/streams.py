@@ -1,0 +1,120 @@
+"""Streams of several GPUs, symmetric memory between them, any order that they may run in: a simulation on the host.
+
+What ranks launch is written down, step by step; then `run` takes one step after another, of a queue chosen by chance,
+where it can be done. A copy takes several steps, a signal those of torch's barrier: put to each peer, wait for each.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNKS = 3  # steps of a copy, of an addition and of a packing
+
+
+@dataclass
+class Queue:
+    """What one queue of a GPU runs in order: (whether it can be done, doing it)."""
+
+    steps: list[tuple[Callable[[], bool], Callable[[], Any]]] = field(default_factory=list)
+    done: int = 0
+    speed: float = 1.0
+
+    def add(self, do: Callable[[], Any], ready: Callable[[], bool] = lambda: True) -> None:
+        self.steps.append((ready, do))
+
+
+@dataclass
+class Stream:
+    queue: Queue
+    forgets_events: bool = False  # a fault
+
+    def record_event(self) -> tuple[Queue, int]:
+        return self.queue, len(self.queue.steps)
+
+    def wait_event(self, event: tuple[Queue, int]) -> None:
+        queue, position = event
+        if not self.forgets_events and queue is not self.queue:
+            self.queue.add(lambda: None, lambda: queue.done >= position)
+
+    def wait_stream(self, other: "Stream") -> None:
+        queue, position = other.record_event()
+        if queue is not self.queue:
+            self.queue.add(lambda: None, lambda: queue.done >= position)
+
+
+class Gpu:
+    """What `Exchange` asks of torch.cuda. queues: of the stream of computation, and of those made, by number."""
+
+    def __init__(self, queues: Sequence[int], speeds: Sequence[float]):
+        self.queues = [Queue(speed=speed) for speed in speeds]
+        self._numbers = iter(queues)
+        self.current = self.Stream()
+
+    def Stream(self, priority: int = 0) -> Stream:
+        return Stream(self.queues[next(self._numbers)])
+
+    def current_stream(self) -> Stream:
+        return self.current
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def launch(self, numel: int, do: Callable[[slice], Any]) -> None:
+        """do(part) of so many elements, in several steps."""
+        cuts = [numel * i // CHUNKS for i in range(CHUNKS + 1)]
+        for start, stop in zip(cuts[:-1], cuts[1:], strict=True):
+            self.current.queue.add(lambda part=slice(start, stop): do(part))
+
+    def copy(self, into: Tensor, source: Tensor) -> None:
+        assert into.shape == source.shape
+        self.launch(into.numel(), lambda part: into[part].copy_(source[part]))
+
+    def mean(self, parts: list[Tensor], rank: int) -> None:
+        self.launch(
+            parts[rank].numel(), lambda part: parts[rank][part].copy_(torch.stack([x[part] for x in parts]).mean(0))
+        )
+
+
+class Handle:
+    """A bucket's symmetric memory. signals: (channel, by whom, to whom) that are set, shared by the ranks."""
+
+    def __init__(
+        self, gpu: Gpu, rank: int, buffers: list[Tensor], signals: set[tuple[int, int, int]], without: int | None
+    ):
+        self.gpu, self.rank, self.world_size = gpu, rank, len(buffers)
+        self.buffers, self.signals, self.without = buffers, signals, without
+
+    def get_buffer(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, start: int) -> Tensor:
+        assert dtype == self.buffers[rank].dtype
+        return self.buffers[rank][start : start + shape[0]]
+
+    def barrier(self, channel: int, timeout_ms: int) -> None:
+        if channel == self.without:
+            return
+        queue, signals = self.gpu.current.queue, self.signals
+        peers = [peer for peer in range(self.world_size) if peer != self.rank]
+        for signal in [(channel, self.rank, peer) for peer in peers]:
+            queue.add(lambda signal=signal: signals.add(signal), lambda signal=signal: signal not in signals)
+        for signal in [(channel, peer, self.rank) for peer in peers]:
+            queue.add(lambda signal=signal: signals.remove(signal), lambda signal=signal: signal in signals)
+
+
+def run(gpus: Sequence[Gpu], seed: int) -> None:
+    """RuntimeError where GPUs wait for each other."""
+    chance = random.Random(seed)
+    queues = [queue for gpu in gpus for queue in gpu.queues]
+    while left := [queue for queue in queues if queue.done < len(queue.steps)]:
+        able = [queue for queue in left if queue.steps[queue.done][0]()]
+        if not able:
+            raise RuntimeError("all wait for each other")
+        queue = chance.choices(able, [queue.speed for queue in able])[0]
+        queue.steps[queue.done][1]()
+        queue.done += 1
