@@ -12,8 +12,8 @@ from lmsys.config import ModelConfig, model_config
 from lmsys.parallel import STRATEGIES
 from lmsys.registry import Entry
 
-ALL_REDUCE = ("naive", "flat", "overlapped", "bucketed", "torch_ddp", "torch_ddp_tuned")  # others shard by themselves
-BUCKETED = "bucketed"
+BUCKETED = ("bucketed", "copy_engine")
+ALL_REDUCE = ("naive", "flat", "overlapped", *BUCKETED, "torch_ddp", "torch_ddp_tuned")  # others shard by themselves
 TUNED = "torch_ddp_tuned"
 FULLY_SHARDED = ("fsdp", "torch_fsdp2")  # parameters are gathered inside of a step, in what the matmuls read
 
@@ -96,8 +96,8 @@ def cells_of(section: ParallelSection, axes: dict[str, Any], device: str) -> Ite
 
 
 def variants(section: ParallelSection, strategy: str) -> Iterable[tuple[float | str | None, str | None, bool]]:
-    """(bucket_mb, comm_dtype, sharded): of the bucketed strategy all, of the others what they know."""
-    bucketed = strategy == BUCKETED
+    """(bucket_mb, comm_dtype, sharded): of the bucketed strategies all, of the others what they know."""
+    bucketed = strategy in BUCKETED
     buckets = section.bucket_mbs if bucketed else (None,)
     dtypes = [None if name == "float32" else name for name in section.comm_dtypes] if bucketed else [None]
     sharded = section.sharded if strategy in ALL_REDUCE else (False,)

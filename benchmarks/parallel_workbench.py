@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
+from itertools import product
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -244,6 +245,9 @@ def examine(cell: Cell, seed: int) -> Seen:
         {"init": init, "first": first, "forward": forward, "backward": backward, "optimizer": update}, kind
     )
     rig, held = made["rig"], made["held"]
+    outside = getattr(rig.strategy.wrapper, "outside_bytes", 0)  # which torch does not count; from the first step on
+    for name, level in product(("first", "forward", "backward", "optimizer"), ("live_bytes", "peak_bytes")):
+        phases[name][level] += outside
     found = {
         "init_bytes": phases["init"]["live_bytes"],
         "init_peak_bytes": phases["init"]["peak_bytes"],

@@ -113,8 +113,8 @@ class ParallelSection:
     """The axes of one table of data parallelism; the batch is each rank's.
 
     world_sizes  0: as in CollectiveSection; of one rank there is `none` only, which the others are compared with
-    bucket_mbs   MiB, or "auto": of `bucketed`
-    comm_dtypes  what `bucketed` sends: "float32", as the gradients are, or narrower
+    bucket_mbs   MiB, or "auto": of `bucketed` and `copy_engine`
+    comm_dtypes  what these send: "float32", as the gradients are, or narrower
     sharded      with the optimizer's state divided among ranks or not, of the strategies that all-reduce gradients
     compiles     eager, compiled block by block, or graphed: that, replayed as one CUDA graph with all that is sent
     """

@@ -16,7 +16,7 @@ from lmsys.parallel import STRATEGIES
 from lmsys.registry import Entry
 from lmsys.training.config import RunConfig, TrainConfig
 
-WITH_BUCKETS = (BUCKETED, TUNED)
+WITH_BUCKETS = (*BUCKETED, TUNED)
 # Learning rate times d_model: Adam's goes with the inverse width (Yang et al. 2022, arXiv 2203.03466).
 LR_BY_WIDTH = 0.256
 LEAST_LR, WARMUP = 0.1, 0.1  # of the learning rate; of all steps

@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from types import SimpleNamespace
 
 import torch
 
@@ -32,7 +33,7 @@ def main() -> None:
     ranks = f"{facts['gpu_count']} GPUs, NCCL" if device == "cuda" else "processes on this CPU, gloo"
     print(f"\ndata-parallel strategies ({ranks})")
     for name, entry in STRATEGIES.items():
-        print(f"  {name:{width}}  {entry.why_not(None) or entry.label}")
+        print(f"  {name:{width}}  {entry.why_not(SimpleNamespace(device=device)) or entry.label}")
 
 
 def _verdict(entry: Entry, device: str) -> str:

@@ -77,14 +77,14 @@ class Gpu:
         assert into.shape == source.shape
         self.launch(into.numel(), lambda part: into[part].copy_(source[part]))
 
-    def mean(self, parts: list[Tensor], rank: int) -> None:
-        self.launch(
-            parts[rank].numel(), lambda part: parts[rank][part].copy_(torch.stack([x[part] for x in parts]).mean(0))
-        )
+    def mean(self, own: Tensor, others: list[Tensor], out: Tensor, rank: int) -> None:
+        parts = [*others]
+        parts.insert(rank, own)
+        self.launch(out.numel(), lambda part: out[part].copy_(torch.stack([x[part] for x in parts]).mean(0)))
 
 
 class Handle:
-    """A bucket's symmetric memory. signals: (channel, by whom, to whom) that are set, shared by the ranks."""
+    """One symmetric memory. signals: (channel, by whom, to whom) that are set, shared by the ranks."""
 
     def __init__(
         self, gpu: Gpu, rank: int, buffers: list[Tensor], signals: set[tuple[int, int, int]], without: int | None
@@ -93,8 +93,7 @@ class Handle:
         self.buffers, self.signals, self.without = buffers, signals, without
 
     def get_buffer(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, start: int) -> Tensor:
-        assert dtype == self.buffers[rank].dtype
-        return self.buffers[rank][start : start + shape[0]]
+        return self.buffers[rank].view(dtype)[start : start + shape[0]]
 
     def barrier(self, channel: int, timeout_ms: int) -> None:
         if channel == self.without:

@@ -111,6 +111,7 @@ SYNCHRONIZED = pytest.mark.parametrize(
         ("flat", 2, None),
         ("overlapped", 2, None),
         ("bucketed", 2, 0.05),
+        ("copy_engine", 2, 0.05),
         ("zero1", 2, 0.05),
         ("torch_ddp", 2, None),
         ("torch_ddp_tuned", 2, 1),

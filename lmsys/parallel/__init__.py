@@ -5,8 +5,8 @@ from lmsys.registry import Entry, Table
 __all__ = ["STRATEGIES"]
 
 
-def _ours(name: str, target: str, label: str) -> Entry:
-    return Entry(name, f"lmsys.parallel.{target}", label)
+def _ours(name: str, target: str, label: str, supports: str = "") -> Entry:
+    return Entry(name, f"lmsys.parallel.{target}", label, supports=supports and f"lmsys.parallel.{supports}")
 
 
 def _peer(name: str, attribute: str, label: str) -> Entry:
@@ -21,6 +21,7 @@ STRATEGIES = Table(
         _ours("flat", "flat:Flat", "one flat all-reduce"),
         _ours("overlapped", "overlapped:Overlapped", "overlapped, per parameter"),
         _ours("bucketed", "bucketed:Bucketed", "overlapped, bucketed"),
+        _ours("copy_engine", "copy_engine:CopyEngine", "bucketed, copy engines", "copy_engine:copy_engine_supports"),
         _ours("zero1", "zero1:Zero1", "ZeRO-1"),
         _ours("fsdp", "fsdp:Fsdp", "fully sharded"),
         _peer("torch_ddp", "TorchDDP", "torch DDP"),

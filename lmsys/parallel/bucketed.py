@@ -15,16 +15,13 @@ from lmsys.parallel.buckets import EDGE_BYTES, MIB, plan
 from lmsys.parallel.collectives import Group
 from lmsys.parallel.overlapped import Overlapped
 from lmsys.parallel.probe import latency_and_bandwidth
-from lmsys.parallel.transports import check_transport, keep
 
 
 class Bucketed(Overlapped):
     """bucket_mb   MiB of a bucket, or "auto": √(s o w) of the measured latency o and bandwidth w of an all-reduce
     comm_dtype  of what travels, such as torch.bfloat16; None: the gradients'. Gradients keep their own dtype.
-    transport   experimental: "registered" or "copy" instead of "nccl" among the GPUs of one node, from the second step
-                on, in buckets that stay: see `transports`
 
-    ValueError for a bucket size that is not positive, and for a transport that is unknown or cannot be used here.
+    ValueError for a bucket size that is not positive.
     """
 
     def __init__(
@@ -33,12 +30,10 @@ class Bucketed(Overlapped):
         process_group: Group = None,
         bucket_mb: float | str = 25,
         comm_dtype: torch.dtype | None = None,
-        transport: str = "nccl",
     ):
         if bucket_mb != "auto" and (isinstance(bucket_mb, str) or not 0 < bucket_mb < math.inf):
             raise ValueError(f'{bucket_mb=} must be a positive number of MiB, or "auto"')
-        check_transport(transport, process_group, [p for p in module.parameters() if p.requires_grad])
-        self.bucket_mb, self.transport = bucket_mb, transport
+        self.bucket_mb = bucket_mb
         super().__init__(module, process_group, comm_dtype)
 
     def _partition(self, order: list[int]) -> list[tuple[int, ...]]:
@@ -47,13 +42,6 @@ class Bucketed(Overlapped):
             self.bucket_mb = self._best(sum(sizes))
         kinds = [(p.device, p.dtype) for p in self.trainable]
         return plan(sizes, order, float(self.bucket_mb) * MIB, EDGE_BYTES, kinds)
-
-    def _plan_again(self, seen: list[int]) -> None:
-        super()._plan_again(seen)
-        if self.transport != "nccl":
-            lengths = [layout.length for layout in self._layouts]
-            dtypes = [self.comm_dtype or members[0].dtype for members in self._members]
-            self._kept = keep(self.transport, lengths, dtypes, self.group)
 
     def _best(self, total: int) -> float:
         if self.world_size == 1 or not total:

@@ -10,9 +10,10 @@ BLOCK = 4096  # elements of a program: 32 for each of 128 threads
 
 @triton.jit
 def _mean_kernel(
-    OWN, OTHERS, num, between, RANK: tl.constexpr, WORLD_SIZE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
-):
-    """OWN (num,) becomes the mean of it and of those that begin every `between` elements from OTHERS on."""
+    OWN, OTHERS, OUT, num, between,
+    RANK: tl.constexpr, WORLD_SIZE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """OUT (num,) becomes the mean of OWN and of those that begin every `between` elements from OTHERS on."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = place < num
     total = tl.zeros((BLOCK,), WIDE)
@@ -24,15 +25,18 @@ def _mean_kernel(
         else:
             x = tl.load(OTHERS + (rank - 1) * tl.cast(between, tl.int64) + place, mask=mask, other=0.0)
         total += x.to(WIDE)
-    tl.store(OWN + place, (total / WORLD_SIZE).to(OWN.dtype.element_ty), mask=mask)
+    tl.store(OUT + place, (total / WORLD_SIZE).to(OUT.dtype.element_ty), mask=mask)
 
 
-def mean_(parts: list[Tensor], rank: int) -> None:
-    """parts[rank] (n,) becomes the mean of all; the others (n,) lie one behind another, n elements apart."""
-    own, others = parts[rank], [part for place, part in enumerate(parts) if place != rank]
+def mean_(own: Tensor, others: list[Tensor], out: Tensor, rank: int) -> None:
+    """out (n,) becomes the mean of own (n,), which is `rank`'s, and of the others' (n,), equally far apart in memory.
+
+    out may be own.
+    """
     num = own.numel()
-    assert all(x.data_ptr() == others[0].data_ptr() + i * num * x.itemsize for i, x in enumerate(others))
+    between = (others[-1].data_ptr() - others[0].data_ptr()) // own.itemsize // max(len(others) - 1, 1)
+    assert all(x.data_ptr() == others[0].data_ptr() + i * between * x.itemsize for i, x in enumerate(others))
     wide = tl.float64 if own.dtype == torch.float64 else tl.float32
     _mean_kernel[(triton.cdiv(num, BLOCK),)](
-        own, others[0], num, num, RANK=rank, WORLD_SIZE=len(parts), WIDE=wide, BLOCK=BLOCK
+        own, others[0], out, num, between, RANK=rank, WORLD_SIZE=len(others) + 1, WIDE=wide, BLOCK=BLOCK
     )

@@ -20,8 +20,6 @@ from lmsys.parallel.wrapper import Wrapper, dense
 class Overlapped(Wrapper):
     """Gradients of one bucket travel in one call. A bucket of one gradient is that gradient, without a copy."""
 
-    _kept: Any = None  # of `transports.keep`: where buckets are packed in every step, and what sends them
-
     def __init__(self, module: nn.Module, process_group: Group = None, comm_dtype: torch.dtype | None = None):
         super().__init__(module, process_group)
         self.comm_dtype = comm_dtype
@@ -90,21 +88,16 @@ class Overlapped(Wrapper):
         """Begins a bucket's communication: it, and what is to be done when it has come."""
         params = self._members[number]
         dtype = self.comm_dtype or params[0].dtype
-        if self._kept is None and len(params) == 1 and dtype == params[0].dtype:
+        if len(params) == 1 and dtype == params[0].dtype:
             if params[0].grad is None:
                 params[0].grad = torch.zeros_like(params[0])
             return all_reduce_mean(dense(params[0]), self.group), do_nothing
-        if self._kept is None:
-            flat, views = pack(params, self._layouts[number], dtype)
-            pending = all_reduce_mean(flat, self.group)
-        else:
-            _, views = pack(params, self._layouts[number], dtype, self._kept.flats[number], self._kept.scale)
-            pending = self._kept.send(number)
+        flat, views = pack(params, self._layouts[number], dtype)
         if dtype != params[0].dtype:
-            return pending, lambda: _widen(params, views)
+            return all_reduce_mean(flat, self.group), lambda: widen(params, views)
         for p, view in zip(params, views, strict=True):
             p.grad = view
-        return pending, do_nothing
+        return all_reduce_mean(flat, self.group), do_nothing
 
     def _plan_again(self, seen: list[int]) -> None:
         """By the order that rank 0 saw; what it did not see comes last."""
@@ -120,7 +113,8 @@ def do_nothing() -> None:
 
 
 @torch.no_grad()
-def _widen(params: list[Any], views: list[Any]) -> None:
+def widen(params: list[Any], views: list[Any]) -> None:
+    """Gradients from what has travelled in another dtype."""
     for p in params:
         if p.grad is None:
             p.grad = torch.zeros_like(p)

@@ -46,31 +46,24 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def pack(
-    params: Sequence[Tensor], layout: Layout, dtype: torch.dtype, into: Tensor | None = None, scale: float = 1.0
-) -> tuple[Tensor, list[Tensor]]:
-    """Copies gradients, times `scale`, into a flat tensor of `dtype`: it, and the view for each; zero for none.
+def pack(params: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """Copies gradients into a new flat tensor of `dtype`, zero where there is none: it, and the view for each.
 
-    into  this one, else a new one: then no copy where they already are views of one, as after
-          `zero_grad(set_to_none=False)`, or of this one
+    No copy where they already are views of such a tensor, as after `zero_grad(set_to_none=False)`.
     """
     flat = _whole(params, layout, dtype)
-    if flat is not None and (into is None or flat is into):
-        return flat if scale == 1 else flat.mul_(scale), [p.grad for p in params if p.grad is not None]
-    flat = params[0].new_empty(layout.length, dtype=dtype) if into is None else into
+    if flat is not None:
+        return flat, [p.grad for p in params if p.grad is not None]
+    flat = params[0].new_empty(layout.length, dtype=dtype)
     views = layout.views(flat)
-    copy_gradients(params, views, scale)
+    copy_gradients(params, views)
     return flat, views
 
 
-def copy_gradients(params: Sequence[Tensor], views: Sequence[Tensor], scale: float = 1.0) -> None:
-    """Into `views`, in one kernel, or times `scale` in one for each; zero where a parameter has no gradient."""
+def copy_gradients(params: Sequence[Tensor], views: Sequence[Tensor]) -> None:
+    """Into `views`, in one kernel; zero where a parameter has no gradient."""
     grads = [p.grad for p in params]
     there = [grad for grad in grads if grad is not None]
-    if scale != 1:
-        for view, grad in zip(views, grads, strict=True):
-            view.zero_() if grad is None else torch.mul(grad, scale, out=view)
-        return
     if len(there) == len(params):
         torch._foreach_copy_(views, there)
         return

@@ -15,6 +15,7 @@ PAIRS = (
     ("bucketed", "torch_ddp_tuned"),
     ("bucketed", "torch_ddp"),
     ("bucketed", "naive"),
+    ("copy_engine", "torch_ddp_tuned"),
     ("zero1", "torch_zero1"),
     ("fsdp", "torch_fsdp2"),
 )

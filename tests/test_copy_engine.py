@@ -1,4 +1,4 @@
-"""Buckets that stay from step to step: on CPUs with a stand-in that all-reduces them, on GPUs those of `transports`."""
+"""Buckets that copy engines carry: on CPUs with a stand-in for these that all-reduces, on GPUs as they are."""
 
 from typing import Any
 
@@ -11,37 +11,43 @@ from hypothesis import strategies as st
 from ranks import Net, Recipe, Training, group_of, train, worst_ratio
 from torch import nn
 
-from lmsys.parallel import bucketed
+from lmsys.parallel import copy_engine
 from lmsys.parallel.bucketed import Bucketed
-from lmsys.parallel.collectives import Pending
+from lmsys.parallel.collectives import Pending, all_reduce_mean
+from lmsys.parallel.copy_engine import CopyEngine, check_copy_engine
 from lmsys.parallel.group import WorkerGroup, device
-from lmsys.parallel.packing import Layout, pack
-from lmsys.parallel.transports import TRANSPORTS, check_transport
 from lmsys.training.graph import GraphedGradients
 
 flags = st.booleans()
 recipes = st.builds(Recipe, width=st.integers(1, 9), tied=flags, frozen=flags, unused=flags, rare=flags, mixed=flags)
 
 
-class Staying:
-    """Sums over gloo, of gradients packed divided by the number of ranks, as `Registered` does over NCCL."""
+class StandIn:
+    """An `Exchange` over gloo. What it does not own of its gradients it spoils, when they have been sent."""
 
-    def __init__(self, lengths: Any, dtypes: Any, group: Any):
-        self.group, self.scale = group, 1 / dist.get_world_size(group)
-        self.flats = [torch.empty(n, dtype=dtype) for n, dtype in zip(lengths, dtypes, strict=True)]
+    def __init__(self, layouts: Any, dtypes: Any, group: Any):
+        self.group = group
+        self.flats = [torch.empty(layout.length, dtype=dtype) for layout, dtype in zip(layouts, dtypes, strict=True)]
+        self.views = [layout.views(flat) for layout, flat in zip(layouts, self.flats, strict=True)]
 
-    def send(self, number: int) -> Pending:
-        return Pending(dist.all_reduce(self.flats[number], group=self.group, async_op=True))
+    def send(self, number: int, gradients: Any) -> Pending:
+        assert all(x.is_contiguous() for x in gradients)
+        for x, view in zip(gradients, self.views[number], strict=True):
+            assert x.dtype == view.dtype and x.shape == view.shape
+            if x.data_ptr() != view.data_ptr():
+                view.copy_(x)
+                x.fill_(torch.nan)
+        return all_reduce_mean(self.flats[number], self.group)
 
 
 def stand_in() -> Any:
-    def keep(_: Any) -> Any:
-        return lambda transport, lengths, dtypes, group: Staying(lengths, dtypes, group)
+    unchecked = lambda _: lambda *_: None  # noqa: E731
+    return on_ranks.use(
+        (copy_engine, "over_symmetric_memory", lambda _: StandIn), (copy_engine, "check_copy_engine", unchecked)
+    )
 
-    return on_ranks.use((bucketed, "keep", keep), (bucketed, "check_transport", lambda _: lambda *_: None))
 
-
-def train_staying(recipe: Recipe, training: Training, seed: int) -> Any:
+def train_with_it(recipe: Recipe, training: Training, seed: int) -> Any:
     with stand_in():
         return train(recipe, training, seed)
 
@@ -64,17 +70,16 @@ def test_it_trains_as_one_process_on_the_whole_batch(
     set_to_none: bool,
     seed: int,
 ) -> None:
-    options = {"bucket_mb": bucket_mb, "transport": "registered"}
     training = Training(
-        "bucketed",
-        options,
+        "copy_engine",
+        {"bucket_mb": bucket_mb},
         world_size,
         "momentum",
         steps=4,
         microbatches=microbatches,
         set_to_none=set_to_none,
     )
-    assert worst_ratio(ranks.run(train_staying, recipe, training, seed), recipe, training, seed) <= 1
+    assert worst_ratio(ranks.run(train_with_it, recipe, training, seed), recipe, training, seed) <= 1
 
 
 def _places(comm_dtype: torch.dtype | None) -> Any:
@@ -84,14 +89,14 @@ def _places(comm_dtype: torch.dtype | None) -> Any:
         return None
     found = []
     with stand_in():
-        wrapper = Bucketed(Net(Recipe(width=8)), group, 1e-4, comm_dtype, "registered")
+        wrapper = CopyEngine(Net(Recipe(width=8)), group, 1e-4, comm_dtype)
         for to_none in (True, True, False, True):
             wrapper(torch.randn(3, 8)).backward()
             wrapper.finish_gradient_synchronization()
-            kept = wrapper._kept
+            flats = wrapper._exchange.flats
             bases = {id(p.grad._base) for p in wrapper.trainable}
-            found.append((bases == {id(flat) for flat in kept.flats}, [flat.data_ptr() for flat in kept.flats]))
-            dtypes = {flat.dtype for flat in kept.flats}, {p.grad.dtype for p in wrapper.trainable}
+            found.append((bases == {id(flat) for flat in flats}, [flat.data_ptr() for flat in flats]))
+            dtypes = {flat.dtype for flat in flats}, {p.grad.dtype for p in wrapper.trainable}
             wrapper.zero_grad(set_to_none=to_none)
     return found, len(wrapper.buckets), *dtypes
 
@@ -105,48 +110,27 @@ def test_buckets_stay_and_gradients_are_their_views(ranks: WorkerGroup, comm_dty
     assert sent == {comm_dtype or torch.float32} and dtypes == {torch.float32}
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_are_packed_where_they_are_to_stay(scale: float, dtype: torch.dtype) -> None:
-    params = [nn.Parameter(torch.ones(shape)) for shape in ((3, 4), (5,), (2, 2))]
-    layout, into = Layout.of(params), torch.full((192,), 7, dtype=dtype)
-    params[0].grad, params[2].grad = torch.full((3, 4), 6.0), torch.full((2, 2), 8.0)
-    flat, views = pack(params, layout, dtype, into, scale)
-    assert flat is into and [view.unique().tolist() for view in views] == [[6 * scale], [0], [8 * scale]]
-    if dtype == torch.float32:
-        for p, view in zip(params, views, strict=True):
-            p.grad = view
-        again, same = pack(params, layout, dtype, into, scale)
-        assert again is into and [x.data_ptr() for x in same] == [x.data_ptr() for x in views]
-        assert same[0].unique().tolist() == [6 * scale**2]
-        other, _ = pack(params, layout, dtype, torch.zeros_like(into), scale)
-        assert other is not into and other[:12].unique().tolist() == [6 * scale**3]
-
-
-def _refused(transport: str) -> str:
+def _refused() -> str:
     group = group_of(2)
-    return on_ranks.error_of(Bucketed, Net(Recipe()), group, 1, None, transport) if dist.get_rank() < 2 else ""
+    return on_ranks.error_of(CopyEngine, Net(Recipe()), group) if dist.get_rank() < 2 else ""
 
 
 def test_what_it_is_not_for_is_told(ranks: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"transport='nvlink' must be one of \('nccl', 'registered', 'copy'\)"):
-        Bucketed(nn.Linear(2, 2), transport="nvlink")
-    for transport in ("registered", "copy"):
-        for error in ranks.run(_refused, transport)[:2]:
-            assert error.startswith(f"ValueError: {transport=} is for NCCL and parameters on GPUs")
-    module = "lmsys.parallel.transports"
+    for error in ranks.run(_refused)[:2]:
+        assert error == "ValueError: copy_engine is for NCCL and parameters on GPUs: elsewhere take bucketed"
+    module = "lmsys.parallel.copy_engine"
     monkeypatch.setattr(f"{module}.size_and_rank", lambda group: (2, 0))
     monkeypatch.setattr(f"{module}.is_nccl", lambda group, p: True)
     monkeypatch.setattr(f"{module}.gather_objects", lambda node, group: ["here", "there"])
-    with pytest.raises(ValueError, match="transport='copy' is for ranks of one node, and these are on here, there"):
-        check_transport("copy", None, [])
+    with pytest.raises(ValueError, match="copy_engine is for ranks of one node, and these are on here, there"):
+        check_copy_engine(nn.Linear(2, 2), None)
 
 
-def _trained(options: dict[str, Any], graphed: bool) -> dict[str, torch.Tensor]:
+def _trained(strategy: type[Bucketed], comm_dtype: torch.dtype | None, graphed: bool) -> dict[str, torch.Tensor]:
     """Parameters after six steps with clipping in place; the first of a graph's are plain."""
     torch.manual_seed(dist.get_rank())
     model = Net(Recipe(width=40, layers=4, tied=True)).to(device())
-    wrapper = Bucketed(model, group_of(2), 5e-3, **options)
+    wrapper = strategy(model, group_of(2), 5e-3, comm_dtype)
     optimizer = wrapper.make_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
     graph = GraphedGradients(wrapper, model.parameters(), wrapper.finish_gradient_synchronization)
     for step in range(6):
@@ -161,20 +145,20 @@ def _trained(options: dict[str, Any], graphed: bool) -> dict[str, torch.Tensor]:
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad(set_to_none=graphed or step % 2 == 0)
-    assert wrapper._kept is None or len(wrapper._kept.flats) > 3
+    if isinstance(wrapper, CopyEngine):
+        assert wrapper.outside_bytes > 4 * sum(p.numel() for p in model.parameters()) and len(wrapper.buckets) > 3
     return {name: x.cpu() for name, x in wrapper.full_state_dict().items()}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graphed"])
 @pytest.mark.parametrize("comm_dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("transport", TRANSPORTS[1:])
 def test_it_trains_bit_for_bit_as_with_nccl(
-    gpu_ranks: WorkerGroup, transport: str, comm_dtype: torch.dtype | None, graphed: bool
+    gpu_ranks: WorkerGroup, comm_dtype: torch.dtype | None, graphed: bool
 ) -> None:
     """Halves of two numbers are exact, and their sum is rounded once, whoever adds."""
-    expected = gpu_ranks.run(_trained, {"comm_dtype": comm_dtype}, graphed)[:2]
-    found = gpu_ranks.run(_trained, {"comm_dtype": comm_dtype, "transport": transport}, graphed)[:2]
+    expected = gpu_ranks.run(_trained, Bucketed, comm_dtype, graphed)[:2]
+    found = gpu_ranks.run(_trained, CopyEngine, comm_dtype, graphed)[:2]
     for states in (found, expected):
         for name, x in states[0].items():
             assert torch.equal(x, states[1][name]), name
@@ -183,9 +167,7 @@ def test_it_trains_bit_for_bit_as_with_nccl(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("transport", TRANSPORTS[1:])
 @pytest.mark.parametrize("recipe", [Recipe(width=8, tied=True, rare=True), Recipe(width=5, unused=True, mixed=True)])
-def test_as_one_process_on_gpus(gpu_ranks: WorkerGroup, recipe: Recipe, transport: str) -> None:
-    options = {"bucket_mb": 1e-4, "transport": transport}
-    training = Training("bucketed", options, optimizer="momentum", steps=5, microbatches=2)
+def test_as_one_process_on_gpus(gpu_ranks: WorkerGroup, recipe: Recipe) -> None:
+    training = Training("copy_engine", {"bucket_mb": 1e-4}, optimizer="momentum", steps=5, microbatches=2)
     assert worst_ratio(gpu_ranks.run(train, recipe, training, 0), recipe, training, 0) <= 1

@@ -1,0 +1,75 @@
+"""Buckets of gradients whose all-reduces the GPUs' copy engines carry, which take no SM from the backward beside them.
+
+NCCL's kernels do: of a large model's step they cost more than the part of them that no computation hides. So gradients
+are copied from where autograd left them, and only added up by a kernel; see `exchange`. For the GPUs of one node. The
+first step, by which buckets are planned, is NCCL's.
+
+Buckets stay where they are from step to step: a gradient is a view of one, and overwritten by the next step's.
+"""
+
+import platform
+from typing import Any
+
+import torch
+from torch import nn
+
+from lmsys.parallel.bucketed import Bucketed
+from lmsys.parallel.collectives import Group, Pending, gather_objects, is_nccl, size_and_rank
+from lmsys.parallel.exchange import Exchange, over_symmetric_memory
+from lmsys.parallel.overlapped import do_nothing, widen
+from lmsys.parallel.packing import copy_gradients
+from lmsys.parallel.wrapper import dense
+
+
+class CopyEngine(Bucketed):
+    """bucket_mb, comm_dtype: as of `Bucketed`. ValueError where ranks are not GPUs of one node under NCCL."""
+
+    _exchange: Exchange | None = None
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Group = None,
+        bucket_mb: float | str = 25,
+        comm_dtype: torch.dtype | None = None,
+    ):
+        check_copy_engine(module, process_group)
+        super().__init__(module, process_group, bucket_mb, comm_dtype)
+
+    @property
+    def outside_bytes(self) -> int:
+        """Of GPU memory that torch's allocator does not count."""
+        return 0 if self._exchange is None else self._exchange.num_bytes
+
+    def _plan_again(self, seen: list[int]) -> None:
+        super()._plan_again(seen)
+        dtypes = [self.comm_dtype or members[0].dtype for members in self._members]
+        self._exchange = over_symmetric_memory(self._layouts, dtypes, self.group)
+        self._views = [layout.views(x) for layout, x in zip(self._layouts, self._exchange.flats, strict=True)]
+
+    def _send(self, number: int) -> tuple[Pending, object]:
+        if self._exchange is None:
+            return super()._send(number)
+        params, views = self._members[number], self._views[number]
+        if views[0].dtype != params[0].dtype:
+            copy_gradients(params, views)
+            return self._exchange.send(number, views), lambda: widen(params, views)
+        gradients = [view.zero_() if p.grad is None else dense(p) for p, view in zip(params, views, strict=True)]
+        for p, view in zip(params, views, strict=True):
+            p.grad = view
+        return self._exchange.send(number, gradients), do_nothing
+
+
+def copy_engine_supports(case: Any) -> str | None:
+    """None for a `case` that has a CUDA device, else why it cannot run."""
+    return None if case.device == "cuda" else "copy engines are of GPUs: bucketed is the same elsewhere"
+
+
+def check_copy_engine(module: nn.Module, group: Group) -> None:
+    """ValueError where ranks are not GPUs of one node under NCCL. Asked of all ranks."""
+    if size_and_rank(group)[0] == 1:
+        return
+    if not all(is_nccl(group, p) for p in module.parameters()):
+        raise ValueError("copy_engine is for NCCL and parameters on GPUs: elsewhere take bucketed")
+    if len(nodes := sorted(set(gather_objects(platform.node(), group)))) > 1:
+        raise ValueError(f"copy_engine is for ranks of one node, and these are on {', '.join(nodes)}: take bucketed")
