@@ -21,7 +21,8 @@ PASSES = {"gloo": 2, "nccl": 3}  # of each row, in turns: a GPU's clock moves, a
 MOST_STEPS = 50  # of a row in one pass
 TUNED_CAPS = {"gloo": (1, 25), "nccl": (10, 25, 100, 400)}  # MiB, of torch DDP
 CLOCKS = {"gloo": "perf_counter", "nccl": "cuda_event_steps"}
-ZERO_STAGE = {"zero1": 2, "torch_zero1": 1, "fsdp": 3, "torch_fsdp2": 3}  # ours of ZeRO-1 keeps its own gradients only
+# Ours of ZeRO-1 keep their own gradients only.
+ZERO_STAGE = {"zero1": 2, "copy_engine_zero1": 2, "torch_zero1": 1, "fsdp": 3, "torch_fsdp2": 3}
 
 
 @dataclass

@@ -165,7 +165,7 @@ TARGETS = tuple(
         (size,),
         (512,),
         batch=(batch,),
-        strategies=(*STRATEGIES, "copy_engine"),
+        strategies=(*STRATEGIES, "copy_engine", "copy_engine_zero1"),
         bucket_mbs=(25, 100, "auto"),
         compiles=("eager", "compiled", "graphed"),
     )

@@ -87,7 +87,7 @@ class Handle:
     """One symmetric memory. signals: (channel, by whom, to whom) that are set, shared by the ranks."""
 
     def __init__(
-        self, gpu: Gpu, rank: int, buffers: list[Tensor], signals: set[tuple[int, int, int]], without: int | None
+        self, gpu: Gpu, rank: int, buffers: list[Tensor], signals: set[tuple[int, int, int]], without: int | None = None
     ):
         self.gpu, self.rank, self.world_size = gpu, rank, len(buffers)
         self.buffers, self.signals, self.without = buffers, signals, without

@@ -1,5 +1,6 @@
 """Buckets that copy engines carry: on CPUs with a stand-in for these that all-reduces, on GPUs as they are."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,40 +12,71 @@ from hypothesis import strategies as st
 from ranks import Net, Recipe, Training, group_of, train, worst_ratio
 from torch import nn
 
-from lmsys.parallel import copy_engine
-from lmsys.parallel.bucketed import Bucketed
-from lmsys.parallel.collectives import Pending, all_reduce_mean
-from lmsys.parallel.copy_engine import CopyEngine, check_copy_engine
+from lmsys.parallel import STRATEGIES as TABLE
+from lmsys.parallel import copy_engine, copy_engine_zero1
+from lmsys.parallel.collectives import Pending, all_gather, all_reduce_mean
+from lmsys.parallel.copy_engine import CopyEngine, symmetric_memory
 from lmsys.parallel.group import WorkerGroup, device
 from lmsys.training.graph import GraphedGradients
 
 flags = st.booleans()
+STRATEGIES = st.sampled_from(["copy_engine", "copy_engine_zero1"])
 recipes = st.builds(Recipe, width=st.integers(1, 9), tied=flags, frozen=flags, unused=flags, rare=flags, mixed=flags)
 
 
-class StandIn:
-    """An `Exchange` over gloo. What it does not own of its gradients it spoils, when they have been sent."""
+class OverGloo:
+    """An `Exchange` by gloo. Gradients that are elsewhere than their means it spoils, once they are sent."""
 
-    def __init__(self, layouts: Any, dtypes: Any, group: Any):
-        self.group = group
-        self.flats = [torch.empty(layout.length, dtype=dtype) for layout, dtype in zip(layouts, dtypes, strict=True)]
-        self.views = [layout.views(flat) for layout, flat in zip(layouts, self.flats, strict=True)]
+    def __init__(self, layouts: Any, dtypes: Any, whole: bool, group: Any):
+        self.whole, self.group, self.rank = whole, group, dist.get_rank(group)
+        parts = 1 if whole else dist.get_world_size(group)
+        self.layouts = layouts
+        self.flats = [torch.empty(x.length // parts, dtype=dtype) for x, dtype in zip(layouts, dtypes, strict=True)]
 
     def send(self, number: int, gradients: Any) -> Pending:
-        assert all(x.is_contiguous() for x in gradients)
-        for x, view in zip(gradients, self.views[number], strict=True):
-            assert x.dtype == view.dtype and x.shape == view.shape
-            if x.data_ptr() != view.data_ptr():
-                view.copy_(x)
-                x.fill_(torch.nan)
-        return all_reduce_mean(self.flats[number], self.group)
+        layout, flat = self.layouts[number], self.flats[number]
+        assert [(x.shape, x.dtype) for x in gradients] == [(shape, flat.dtype) for shape, _, _ in layout.places]
+        packed = torch.zeros(layout.length, dtype=flat.dtype)
+        for x, view in zip(gradients, layout.views(packed), strict=True):
+            view.copy_(x)
+            if x.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr():
+                x.view(-1).fill_(torch.nan)  # which a gradient that is not contiguous refuses
+
+        def finish() -> None:
+            start = 0 if self.whole else self.rank * flat.numel()
+            flat.copy_(packed[start : start + flat.numel()])
+
+        pending = all_reduce_mean(packed, self.group)
+        return Pending(then=lambda: (pending.wait(), finish()))
+
+
+class StandIn:
+    """`Symmetric` memory on a CPU."""
+
+    num_bytes = 0
+
+    def __init__(self, group: Any):
+        self.group = group
+
+    def empty(self, length: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(length, dtype=dtype)
+
+    def exchange(self, layouts: Any, dtypes: Any, whole: bool) -> OverGloo:
+        return OverGloo(layouts, dtypes, whole, self.group)
+
+    def spread(self, flats: Any) -> Any:
+        rank, world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        segments = [flat.view(world_size, -1)[rank] for flat in flats]
+
+        def begin() -> list[Pending]:
+            return [all_gather(flat, own.clone(), self.group) for flat, own in zip(flats, segments, strict=True)]
+
+        return SimpleNamespace(begin=begin)
 
 
 def stand_in() -> Any:
-    unchecked = lambda _: lambda *_: None  # noqa: E731
-    return on_ranks.use(
-        (copy_engine, "over_symmetric_memory", lambda _: StandIn), (copy_engine, "check_copy_engine", unchecked)
-    )
+    change = lambda _: lambda module, group: StandIn(group)  # noqa: E731
+    return on_ranks.use((copy_engine, "symmetric_memory", change), (copy_engine_zero1, "symmetric_memory", change))
 
 
 def train_with_it(recipe: Recipe, training: Training, seed: int) -> Any:
@@ -54,6 +86,7 @@ def train_with_it(recipe: Recipe, training: Training, seed: int) -> Any:
 
 @settings(max_examples=25)
 @given(
+    strategy=STRATEGIES,
     recipe=recipes,
     bucket_mb=st.sampled_from([1e-5, 1e-4, 5e-4, 1.0]),
     world_size=st.integers(2, 3),
@@ -63,6 +96,7 @@ def train_with_it(recipe: Recipe, training: Training, seed: int) -> Any:
 )
 def test_it_trains_as_one_process_on_the_whole_batch(
     ranks: WorkerGroup,
+    strategy: str,
     recipe: Recipe,
     bucket_mb: float,
     world_size: int,
@@ -71,13 +105,13 @@ def test_it_trains_as_one_process_on_the_whole_batch(
     seed: int,
 ) -> None:
     training = Training(
-        "copy_engine",
+        strategy,
         {"bucket_mb": bucket_mb},
         world_size,
         "momentum",
         steps=4,
         microbatches=microbatches,
-        set_to_none=set_to_none,
+        set_to_none=set_to_none or strategy != "copy_engine",
     )
     assert worst_ratio(ranks.run(train_with_it, recipe, training, seed), recipe, training, seed) <= 1
 
@@ -123,14 +157,14 @@ def test_what_it_is_not_for_is_told(ranks: WorkerGroup, monkeypatch: pytest.Monk
     monkeypatch.setattr(f"{module}.is_nccl", lambda group, p: True)
     monkeypatch.setattr(f"{module}.gather_objects", lambda node, group: ["here", "there"])
     with pytest.raises(ValueError, match="copy_engine is for ranks of one node, and these are on here, there"):
-        check_copy_engine(nn.Linear(2, 2), None)
+        symmetric_memory(nn.Linear(2, 2), None)
 
 
-def _trained(strategy: type[Bucketed], comm_dtype: torch.dtype | None, graphed: bool) -> dict[str, torch.Tensor]:
+def _trained(strategy: str, options: dict[str, Any], graphed: bool) -> dict[str, torch.Tensor]:
     """Parameters after six steps with clipping in place; the first of a graph's are plain."""
     torch.manual_seed(dist.get_rank())
     model = Net(Recipe(width=40, layers=4, tied=True)).to(device())
-    wrapper = strategy(model, group_of(2), 5e-3, comm_dtype)
+    wrapper = TABLE[strategy].load()(model, group_of(2), 5e-3, **options)
     optimizer = wrapper.make_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
     graph = GraphedGradients(wrapper, model.parameters(), wrapper.finish_gradient_synchronization)
     for step in range(6):
@@ -142,23 +176,26 @@ def _trained(strategy: type[Bucketed], comm_dtype: torch.dtype | None, graphed: 
                 wrapper(x + 1).backward()
             wrapper(x).backward()
             wrapper.finish_gradient_synchronization()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], 0.5)  # in place, as by clipping
         optimizer.step()
-        optimizer.zero_grad(set_to_none=graphed or step % 2 == 0)
-    if isinstance(wrapper, CopyEngine):
-        assert wrapper.outside_bytes > 4 * sum(p.numel() for p in model.parameters()) and len(wrapper.buckets) > 3
+        optimizer.zero_grad(set_to_none=graphed or "zero1" in strategy or step % 2 == 0)
+    if strategy.startswith("copy_engine"):
+        assert wrapper.outside_bytes > 2 * sum(p.numel() for p in model.parameters()) and len(wrapper.buckets) > 3
     return {name: x.cpu() for name, x in wrapper.full_state_dict().items()}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graphed"])
-@pytest.mark.parametrize("comm_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("strategy", "options"), [("bucketed", {}), ("bucketed", {"comm_dtype": torch.bfloat16}), ("zero1", {})]
+)
 def test_it_trains_bit_for_bit_as_with_nccl(
-    gpu_ranks: WorkerGroup, comm_dtype: torch.dtype | None, graphed: bool
+    gpu_ranks: WorkerGroup, strategy: str, options: dict[str, Any], graphed: bool
 ) -> None:
     """Halves of two numbers are exact, and their sum is rounded once, whoever adds."""
-    expected = gpu_ranks.run(_trained, Bucketed, comm_dtype, graphed)[:2]
-    found = gpu_ranks.run(_trained, CopyEngine, comm_dtype, graphed)[:2]
+    ours = {"bucketed": "copy_engine", "zero1": "copy_engine_zero1"}[strategy]
+    expected = gpu_ranks.run(_trained, strategy, options, graphed)[:2]
+    found = gpu_ranks.run(_trained, ours, options, graphed)[:2]
     for states in (found, expected):
         for name, x in states[0].items():
             assert torch.equal(x, states[1][name]), name
@@ -168,6 +205,7 @@ def test_it_trains_bit_for_bit_as_with_nccl(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", [Recipe(width=8, tied=True, rare=True), Recipe(width=5, unused=True, mixed=True)])
-def test_as_one_process_on_gpus(gpu_ranks: WorkerGroup, recipe: Recipe) -> None:
-    training = Training("copy_engine", {"bucket_mb": 1e-4}, optimizer="momentum", steps=5, microbatches=2)
+@pytest.mark.parametrize("strategy", ["copy_engine", "copy_engine_zero1"])
+def test_as_one_process_on_gpus(gpu_ranks: WorkerGroup, strategy: str, recipe: Recipe) -> None:
+    training = Training(strategy, {"bucket_mb": 1e-4}, optimizer="momentum", steps=5, microbatches=2)
     assert worst_ratio(gpu_ranks.run(train, recipe, training, 0), recipe, training, 0) <= 1

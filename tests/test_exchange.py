@@ -10,7 +10,7 @@ from streams import Gpu, Handle, run
 from torch import Tensor
 
 from lmsys.parallel.buckets import ALIGNMENT
-from lmsys.parallel.exchange import ARRIVED, DONE, READY, Exchange, inbox_bytes, parts_of, segments_of
+from lmsys.parallel.exchange import ARRIVED, DONE, READY, Exchange, Spread, inbox_bytes, parts_of, segments_of
 from lmsys.parallel.packing import Layout
 from lmsys.testing import error_ratio
 
@@ -34,6 +34,7 @@ def wrong_elements(
     speeds: list[Any],
     seed: int,
     in_place: bool = False,
+    whole: bool = True,
     without: int | None = None,
     fault: str = "",
 ) -> int:
@@ -41,23 +42,24 @@ def wrong_elements(
 
     queues, speeds  of each rank
     in_place        gradients are where their means will be, as after `zero_grad(set_to_none=False)`
+    whole           every rank is to have all means, else those of its segments
     """
     ranks, dtype = range(len(queues)), torch.float64
     gpus = [Gpu(*one) for one in zip(queues, speeds, strict=True)]
     layouts = [Layout.of([torch.empty(n) for n in numels]) for numels in buckets]
-    flats = [[torch.full((max(x.length, ALIGNMENT),), torch.nan, dtype=dtype) for x in layouts] for _ in ranks]
-    inboxes = [torch.zeros(inbox_bytes(flats[0], len(ranks)), dtype=torch.uint8) for _ in ranks]
-    signals: list[Any] = [set() for _ in buckets]
+    cuts = [segments_of(x.length, len(ranks)) for x in layouts]
+    flats = [[torch.full((x.length,), torch.nan, dtype=dtype) for x in layouts] for _ in ranks]
+    room = inbox_bytes(layouts, [dtype.itemsize] * len(layouts), len(ranks))
+    inboxes = [torch.zeros(room, dtype=torch.uint8) for _ in ranks]
+    signals: set[Any] = set()
     wrong: list[int] = []
     for rank, gpu in enumerate(gpus):
-        handles = [
-            Handle(gpu, rank, [flats[peer][number] for peer in ranks], signals[number], without)
-            for number in range(len(buckets))
-        ]
-        inbox = Handle(gpu, rank, inboxes, set(), None)
-        exchange = Exchange(flats[rank], layouts, handles, inboxes[rank], inbox, gpu.mean, gpu.copy, gpu)
+        handles = [Handle(gpu, rank, [flats[peer][n] for peer in ranks], set()) for n in range(len(buckets))]
+        inbox = Handle(gpu, rank, inboxes, signals, without)
+        outs = flats[rank] if whole else [x[cut[rank]] for x, cut in zip(flats[rank], cuts, strict=True)]
+        exchange = Exchange(layouts, outs, inboxes[rank], inbox, handles if whole else [], gpu.mean, gpu.copy, gpu)
         exchange._inward.forgets_events = fault == "inbox"
-        views = [layout.views(flat) for layout, flat in zip(layouts, exchange.flats, strict=True)]
+        views = [layout.views(flat) for layout, flat in zip(layouts, flats[rank], strict=True)]
         for step in range(STEPS):
             pending, made = [], []
             for number, numels in enumerate(buckets):
@@ -71,17 +73,18 @@ def wrong_elements(
                 for one in pending:
                     one.wait()
             exchange._begin()
-            for number, outs in enumerate(views):
-                for index, out in enumerate(outs):
-                    mean = sum(gradient(out.numel(), step, number, index, peer) for peer in ranks) / len(ranks)
+            for number, (layout, cut) in enumerate(zip(layouts, cuts, strict=True)):
+                for index, part, _ in parts_of(layout, slice(0, layout.length) if whole else cut[rank]):
+                    out, numel = views[number][index][part], views[number][index].numel()
+                    mean = sum(gradient(numel, step, number, index, peer)[part] for peer in ranks) / len(ranks)
                     gpu.launch(
                         out.numel(),
-                        lambda part, out=out, mean=mean: wrong.append(int((out[part] != mean[part]).sum())),
+                        lambda some, out=out, mean=mean: wrong.append(int((out[some] != mean[some]).sum())),
                     )
             for x in (*made, *(out for outs in views for out in outs)):
                 gpu.launch(x.numel(), lambda part, x=x: x[part].fill_(torch.nan))
     run(gpus, seed)
-    assert not any(signals), "a signal is left set"
+    assert not signals, "a signal is left set"
     return sum(wrong)
 
 
@@ -89,15 +92,65 @@ def wrong_elements(
     world_size=st.integers(2, 4),
     buckets=st.lists(tensors, min_size=1, max_size=4),
     in_place=st.booleans(),
+    whole=st.booleans(),
     seed=st.integers(0, 2**31),
     data=st.data(),
 )
 def test_every_bucket_of_every_step_is_the_mean(
-    world_size: int, buckets: list[list[int]], in_place: bool, seed: int, data: Any
+    world_size: int, buckets: list[list[int]], in_place: bool, whole: bool, seed: int, data: Any
 ) -> None:
     """Also where a GPU runs several streams in one queue, in the order of launches: which, each may choose itself."""
     queues = [data.draw(st.lists(st.integers(0, 2), min_size=3, max_size=3)) for _ in range(world_size)]
-    assert wrong_elements(buckets, queues, [data.draw(speeds) for _ in queues], seed, in_place) == 0
+    assert wrong_elements(buckets, queues, [data.draw(speeds) for _ in queues], seed, in_place, whole) == 0
+
+
+def wrong_parameters(
+    lengths: list[int], queues: list[Any], speeds: list[Any], seed: int, without: int | None = None
+) -> int:
+    """Of all steps: each rank moves its segments, which are spread, reads all of them, and moves its own again."""
+    ranks = range(len(queues))
+    gpus = [Gpu(*one) for one in zip(queues, speeds, strict=True)]
+    flats = [[torch.zeros(n * len(ranks), dtype=torch.float64) for n in lengths] for _ in ranks]
+    signals: set[Any] = set()
+    wrong: list[int] = []
+    for rank, gpu in enumerate(gpus):
+        handles = [
+            Handle(gpu, rank, [flats[peer][number] for peer in ranks], signals, without)
+            for number in range(len(lengths))
+        ]
+        spread = Spread(flats[rank], handles, gpu.copy, gpu)
+        for step in range(STEPS):
+            for n, flat in zip(lengths, flats[rank], strict=True):
+                own = flat[rank * n : (rank + 1) * n]
+                gpu.launch(n, lambda part, own=own, step=step: own[part].fill_(step + 1))
+            for pending in spread.begin():
+                pending.wait()
+            for flat in flats[rank]:
+                gpu.launch(
+                    flat.numel(),
+                    lambda part, flat=flat, step=step: wrong.append(int((flat[part] != step + 1).sum())),
+                )
+    run(gpus, seed)
+    assert not signals, "a signal is left set"
+    return sum(wrong)
+
+
+@given(
+    world_size=st.integers(2, 4),
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    seed=st.integers(0, 2**31),
+    data=st.data(),
+)
+def test_parameters_of_every_step_come_to_all_ranks(world_size: int, lengths: list[int], seed: int, data: Any) -> None:
+    queues = [data.draw(st.lists(st.integers(0, 1), min_size=2, max_size=2)) for _ in range(world_size)]
+    assert wrong_parameters(lengths, queues, [data.draw(speeds) for _ in queues], seed) == 0
+
+
+@pytest.mark.parametrize("without", [READY, ARRIVED], ids=["READY", "ARRIVED"])
+def test_each_signal_of_parameters_is_needed(without: int) -> None:
+    slow = [[1.0, 1.0], [0.001, 0.001]]
+    assert sum(wrong_parameters([5, 3], [[0, 1]] * 2, slow, seed) for seed in range(20)) == 0
+    assert sum(wrong_parameters([5, 3], [[0, 1]] * 2, slow, seed, without) for seed in range(20)) > 0
 
 
 def seeds_that_tell(**fault: Any) -> int:

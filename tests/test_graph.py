@@ -113,6 +113,7 @@ SYNCHRONIZED = pytest.mark.parametrize(
         ("bucketed", 2, 0.05),
         ("copy_engine", 2, 0.05),
         ("zero1", 2, 0.05),
+        ("copy_engine_zero1", 2, 0.05),
         ("torch_ddp", 2, None),
         ("torch_ddp_tuned", 2, 1),
         ("torch_zero1", 2, None),

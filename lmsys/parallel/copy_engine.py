@@ -11,11 +11,12 @@ import platform
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lmsys.parallel.bucketed import Bucketed
 from lmsys.parallel.collectives import Group, Pending, gather_objects, is_nccl, size_and_rank
-from lmsys.parallel.exchange import Exchange, over_symmetric_memory
+from lmsys.parallel.exchange import Exchange, Symmetric
 from lmsys.parallel.overlapped import do_nothing, widen
 from lmsys.parallel.packing import copy_gradients
 from lmsys.parallel.wrapper import dense
@@ -33,18 +34,18 @@ class CopyEngine(Bucketed):
         bucket_mb: float | str = 25,
         comm_dtype: torch.dtype | None = None,
     ):
-        check_copy_engine(module, process_group)
+        self._symmetric = symmetric_memory(module, process_group)
         super().__init__(module, process_group, bucket_mb, comm_dtype)
 
     @property
     def outside_bytes(self) -> int:
         """Of GPU memory that torch's allocator does not count."""
-        return 0 if self._exchange is None else self._exchange.num_bytes
+        return self._symmetric.num_bytes
 
     def _plan_again(self, seen: list[int]) -> None:
         super()._plan_again(seen)
         dtypes = [self.comm_dtype or members[0].dtype for members in self._members]
-        self._exchange = over_symmetric_memory(self._layouts, dtypes, self.group)
+        self._exchange = self._symmetric.exchange(self._layouts, dtypes, whole=True)
         self._views = [layout.views(x) for layout, x in zip(self._layouts, self._exchange.flats, strict=True)]
 
     def _send(self, number: int) -> tuple[Pending, object]:
@@ -65,11 +66,12 @@ def copy_engine_supports(case: Any) -> str | None:
     return None if case.device == "cuda" else "copy engines are of GPUs: bucketed is the same elsewhere"
 
 
-def check_copy_engine(module: nn.Module, group: Group) -> None:
+def symmetric_memory(module: nn.Module, group: Group) -> Symmetric:
     """ValueError where ranks are not GPUs of one node under NCCL. Asked of all ranks."""
     if size_and_rank(group)[0] == 1:
-        return
+        return Symmetric(None)
     if not all(is_nccl(group, p) for p in module.parameters()):
         raise ValueError("copy_engine is for NCCL and parameters on GPUs: elsewhere take bucketed")
     if len(nodes := sorted(set(gather_objects(platform.node(), group)))) > 1:
         raise ValueError(f"copy_engine is for ranks of one node, and these are on {', '.join(nodes)}: take bucketed")
+    return Symmetric(dist.group.WORLD if group is None else group)

@@ -1,4 +1,4 @@
-"""The mean over the GPUs of one node, where copy engines move what is sent, and SMs only add.
+"""Means over the GPUs of one node, where copy engines move what is sent, and SMs only add.
 
 Each rank adds up one segment of every bucket. For each bucket, in the order in which all ranks send them:
 
@@ -6,7 +6,7 @@ Each rank adds up one segment of every bucket. For each bucket, in the order in 
                     copy     gradients of the peers' segments, from where autograd left them, to the peers
                     ARRIVED  all have come
     another         mean     of the own segment, by rank, into the own bucket
-                    copy     that, into the peers' buckets
+                    copy     that, into the peers' buckets, unless all is reduced to its owner only
     at the end      DONE     all buckets are whole
 
 A signal is a kernel of one warp: nothing of this waits on the host, so a CUDA graph can record it. Copies of one bucket
@@ -20,6 +20,7 @@ Source: the two halves are Thakur et al. 2005, "Optimization of Collective Commu
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,23 +37,24 @@ TIMEOUT_MS = 300_000  # of a signal, in milliseconds: then its kernel traps, and
 
 @dataclass(frozen=True)
 class _Bucket:
-    """handle: of the flat tensor's symmetric memory. A part is (number of the gradient, which of its elements).
+    """A part is (number of the gradient, which of its elements).
 
     sending    parts, and where they go in a peer's memory
     adding     parts, what peers send of them, by rank, and where the mean goes
     returning  pairs (into a peer's flat tensor, from the own)
     """
 
-    handle: Any
     sending: list[tuple[int, slice, Tensor]]
     adding: list[tuple[int, slice, list[Tensor], Tensor]]
     returning: list[tuple[Tensor, Tensor]]
 
 
 class Exchange:
-    """flats    (L,) of each bucket, where its means are to be; layouts: where gradients lie in it
-    handles  torch's symmetric memory of each, or what has its rank, world_size, get_buffer and barrier
-    inbox    (`inbox_bytes`,) for what peers send; inboxes: the handle of it
+    """layouts  of each bucket of length L: where gradients lie in it
+    flats    where its means are to be: (L,), or, without handles, of this rank's segment only
+    inbox    (`inbox_bytes`,) for what peers send
+    inboxes  torch's symmetric memory of it, or what has its rank, world_size, get_buffer and barrier
+    handles  the same of each flat tensor
     mean     mean(own, others, out, rank): out becomes the mean of own and others by rank
     copy     copy(into, from)
     cuda     torch.cuda, or what has its Stream, stream and current_stream
@@ -60,22 +62,23 @@ class Exchange:
 
     def __init__(
         self,
-        flats: Sequence[Tensor],
         layouts: Sequence[Layout],
-        handles: Sequence[Any],
+        flats: Sequence[Tensor],
         inbox: Tensor,
         inboxes: Any,
+        handles: Sequence[Any],
         mean: Callable[[Tensor, list[Tensor], Tensor, int], None],
         copy: Callable[[Tensor, Tensor], Any] = Tensor.copy_,
         cuda: Any = torch.cuda,
     ):
         self.flats, self._mean, self._copy, self._cuda = list(flats), mean, copy, cuda
-        self.rank = inboxes.rank
-        self.num_bytes = sum(x.nbytes for x in (*flats, inbox))
+        self._inboxes, self.rank = inboxes, inboxes.rank
         half = inbox.numel() // HALVES
         self._buckets = [
-            _bucket(flat, layout, handle, inbox, inboxes, number % HALVES * half)
-            for number, (flat, layout, handle) in enumerate(zip(flats, layouts, handles, strict=True))
+            _bucket(layout, flat, inbox, inboxes, number % HALVES * half, handle)
+            for number, (layout, flat, handle) in enumerate(
+                zip(layouts, flats, handles or [None] * len(flats), strict=True)
+            )
         ]
         # Before others: a kernel of these is short, and what follows waits for it.
         self._inward, self._outward = (cuda.Stream(priority=-1) for _ in range(2))
@@ -97,10 +100,10 @@ class Exchange:
         if number >= HALVES:
             self._inward.wait_event(self._added[number - HALVES])  # its half of the inbox is free again
         with self._cuda.stream(self._inward):
-            bucket.handle.barrier(channel=READY, timeout_ms=TIMEOUT_MS)
+            self._signal(READY)
             for index, part, into in bucket.sending:
                 self._copy(into, flat_gradients[index][part])
-            bucket.handle.barrier(channel=ARRIVED, timeout_ms=TIMEOUT_MS)
+            self._signal(ARRIVED)
         self._outward.wait_event(self._inward.record_event())
         with self._cuda.stream(self._outward):
             for index, part, others, out in bucket.adding:
@@ -115,9 +118,54 @@ class Exchange:
         if not self._added:
             return
         with self._cuda.stream(self._outward):
-            self._buckets[0].handle.barrier(channel=DONE, timeout_ms=TIMEOUT_MS)
+            self._signal(DONE)
         self._cuda.current_stream().wait_stream(self._outward)
         self._begin()  # events are of this step: a recording knows none of before
+
+    def _signal(self, channel: int) -> None:
+        self._inboxes.barrier(channel=channel, timeout_ms=TIMEOUT_MS)
+
+
+class Spread:
+    """Every rank's own segments of flats (W n,) to all peers: an all-gather, without a kernel but its signals'.
+
+    flats, handles, copy, cuda: as of `Exchange`
+    """
+
+    def __init__(
+        self,
+        flats: Sequence[Tensor],
+        handles: Sequence[Any],
+        copy: Callable[[Tensor, Tensor], Any] = Tensor.copy_,
+        cuda: Any = torch.cuda,
+    ):
+        self._handle, self._copy, self._cuda = handles[0], copy, cuda
+        rank, world_size = self._handle.rank, self._handle.world_size
+        self._copies = []
+        for flat, handle in zip(flats, handles, strict=True):
+            length = flat.numel() // world_size
+            own = flat[rank * length : (rank + 1) * length]
+            peers = [peer for peer in range(world_size) if peer != rank]
+            self._copies.append(
+                [(handle.get_buffer(peer, (length,), flat.dtype, rank * length), own) for peer in peers]
+            )
+        self._stream = cuda.Stream(priority=-1)
+
+    def begin(self) -> list[Pending]:
+        """After all that the current stream has been given, on every rank: for each flat, until it is whole."""
+        self._stream.wait_stream(self._cuda.current_stream())
+        found = []
+        with self._cuda.stream(self._stream):
+            self._handle.barrier(channel=READY, timeout_ms=TIMEOUT_MS)
+            for copies in self._copies:
+                for into, source in copies:
+                    self._copy(into, source)
+                self._handle.barrier(channel=ARRIVED, timeout_ms=TIMEOUT_MS)
+                found.append(Pending(then=partial(self._await, self._stream.record_event())))
+        return found
+
+    def _await(self, event: Any) -> None:
+        self._cuda.current_stream().wait_event(event)
 
 
 def segments_of(length: int, world_size: int) -> list[slice]:
@@ -126,10 +174,11 @@ def segments_of(length: int, world_size: int) -> list[slice]:
     return [slice(min(rank * each, length), min((rank + 1) * each, length)) for rank in range(world_size)]
 
 
-def inbox_bytes(flats: Sequence[Tensor], world_size: int) -> int:
+def inbox_bytes(layouts: Sequence[Layout], itemsizes: Sequence[int], world_size: int) -> int:
     """In each half the largest bucket's segment of every peer."""
-    longest = max(segments_of(x.numel(), world_size)[0].stop * x.itemsize for x in flats)
-    return HALVES * (world_size - 1) * longest
+    ends = [segments_of(layout.length, world_size)[0].stop for layout in layouts]
+    longest = max(end * size for end, size in zip(ends, itemsizes, strict=True))
+    return HALVES * (world_size - 1) * max(longest, ALIGNMENT)
 
 
 def parts_of(layout: Layout, segment: slice) -> list[tuple[int, slice, int]]:
@@ -142,11 +191,12 @@ def parts_of(layout: Layout, segment: slice) -> list[tuple[int, slice, int]]:
     return found
 
 
-def _bucket(flat: Tensor, layout: Layout, handle: Any, inbox: Tensor, inboxes: Any, half: int) -> _Bucket:
+def _bucket(layout: Layout, flat: Tensor, inbox: Tensor, inboxes: Any, half: int, handle: Any) -> _Bucket:
     """half: where its half of every rank's inbox begins, in bytes."""
     rank, world_size = inboxes.rank, inboxes.world_size
     peers = [peer for peer in range(world_size) if peer != rank]
-    segments = segments_of(flat.numel(), world_size)
+    segments = segments_of(layout.length, world_size)
+    mine = flat if handle is None else flat[segments[rank]]
     between = segments[0].stop  # elements from what one peer sends to what the next does
     first = half // flat.itemsize
     own = inbox.view(flat.dtype)
@@ -165,25 +215,51 @@ def _bucket(flat: Tensor, layout: Layout, handle: Any, inbox: Tensor, inboxes: A
     for index, part, start in parts_of(layout, segments[rank]):
         length = part.stop - part.start
         places = [first + place * between + start for place in range(len(peers))]
-        out = flat[segments[rank]][start : start + length]
-        adding.append((index, part, [own[place : place + length] for place in places], out))
-    mine = flat[segments[rank]]
-    into = [handle.get_buffer(peer, (mine.numel(),), flat.dtype, segments[rank].start) for peer in peers]
-    return _Bucket(handle, sending, adding, [(x, mine) for x in into if mine.numel()])
+        adding.append((index, part, [own[place : place + length] for place in places], mine[start : start + length]))
+    returning = []
+    if handle is not None and mine.numel():
+        into = [handle.get_buffer(peer, (mine.numel(),), flat.dtype, segments[rank].start) for peer in peers]
+        returning = [(x, mine) for x in into]
+    return _Bucket(sending, adding, returning)
 
 
-def over_symmetric_memory(layouts: Sequence[Layout], dtypes: Sequence[torch.dtype], group: Any) -> Exchange:
-    """Over torch's symmetric memory, an allocation of its own for each bucket, with the signals of its own."""
-    from torch.distributed._symmetric_memory import _SymmetricMemory, rendezvous
+@dataclass
+class Symmetric:
+    """Symmetric memory among the GPUs of a group, for what is made here, and how much of it. Asked of all ranks."""
 
-    from lmsys.parallel.mean_triton import mean_
+    group: Any
+    num_bytes: int = 0
 
-    device, name = torch.device("cuda", torch.cuda.current_device()), group.group_name
+    def empty(self, length: int, dtype: torch.dtype) -> Tensor:
+        """(length,), on the current device; one element at least, for an address."""
+        from torch.distributed._symmetric_memory import _SymmetricMemory
 
-    def allocated(length: int, dtype: torch.dtype) -> Tensor:
-        return _SymmetricMemory.empty_strided_p2p((length,), (1,), dtype, device, name)
+        device = torch.device("cuda", torch.cuda.current_device())
+        made = _SymmetricMemory.empty_strided_p2p((max(length, 1),), (1,), dtype, device, self.group.group_name)
+        self.num_bytes += made.nbytes
+        return made if length else made[:0]
 
-    lengths = [max(layout.length, ALIGNMENT) for layout in layouts]  # none without an address
-    flats = [allocated(length, dtype) for length, dtype in zip(lengths, dtypes, strict=True)]
-    inbox = allocated(inbox_bytes(flats, group.size()), torch.uint8)
-    return Exchange(flats, layouts, [rendezvous(x, name) for x in flats], inbox, rendezvous(inbox, name), mean_)
+    def handle(self, flat: Tensor) -> Any:
+        from torch.distributed._symmetric_memory import rendezvous
+
+        return rendezvous(flat, self.group.group_name)
+
+    def exchange(self, layouts: Sequence[Layout], dtypes: Sequence[torch.dtype], whole: bool) -> Exchange:
+        """Of buckets that are to be whole on every rank, or of which each rank is to have its segment."""
+        from lmsys.parallel.mean_triton import mean_
+
+        world_size, rank = self.group.size(), self.group.rank()
+        inbox = self.empty(inbox_bytes(layouts, [dtype.itemsize for dtype in dtypes], world_size), torch.uint8)
+        inboxes = self.handle(inbox)
+        if whole:
+            flats = [self.empty(layout.length, dtype) for layout, dtype in zip(layouts, dtypes, strict=True)]
+            return Exchange(layouts, flats, inbox, inboxes, [self.handle(flat) for flat in flats], mean_)
+        own = [segments_of(layout.length, world_size)[rank] for layout in layouts]
+        flats = [
+            torch.empty(cut.stop - cut.start, dtype=dtype, device=inbox.device)
+            for cut, dtype in zip(own, dtypes, strict=True)
+        ]
+        return Exchange(layouts, flats, inbox, inboxes, [], mean_)
+
+    def spread(self, flats: Sequence[Tensor]) -> Spread:
+        return Spread(flats, [self.handle(flat) for flat in flats])

@@ -33,11 +33,11 @@ class Home:
 
 
 @torch.no_grad()
-def settle(params: Sequence[Tensor], bucket: Segmented) -> Home:
-    """Moves the bucket's parameters into one buffer, each rank's own into that rank's segment."""
+def settle(params: Sequence[Tensor], bucket: Segmented, flat: Tensor | None = None) -> Home:
+    """Moves the bucket's parameters into one buffer, `flat` or a new one, each rank's own into that rank's segment."""
     members = [params[index] for index in bucket.indices]
     layout = layout_of(params, bucket)
-    flat = members[0].new_zeros(layout.length)
+    flat = members[0].new_zeros(layout.length) if flat is None else flat
     for p, view in zip(members, layout.views(flat), strict=True):
         view.copy_(p)
         p.data = view

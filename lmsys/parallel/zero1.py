@@ -21,7 +21,7 @@ from lmsys.parallel.buckets import MIB, Segmented, offsets, plan_segments
 from lmsys.parallel.collectives import Group, Pending, reduce_scatter_mean
 from lmsys.parallel.overlapped import Overlapped, do_nothing
 from lmsys.parallel.packing import Layout, copy_gradients
-from lmsys.parallel.sharded_optimizer import ShardedOptimizer, gather, layout_of, settle
+from lmsys.parallel.sharded_optimizer import Home, ShardedOptimizer, gather, layout_of, settle
 from lmsys.parallel.units import blocks_of, parameters_by_block, surround
 
 
@@ -43,7 +43,7 @@ class Zero1(Overlapped):
         super().__init__(module, process_group)
         self._seen = None  # the division among ranks stays as it is
         self._owned = [self._own_layout(segmented) for segmented in self.segments]
-        self.homes = [settle(self.trainable, segmented) for segmented in self.segments]
+        self.homes = [self._settle(segmented) for segmented in self.segments]
         self.owners = {
             self.trainable[index]: rank
             for segmented in self.segments
@@ -85,7 +85,14 @@ class Zero1(Overlapped):
 
     def _fetch(self) -> None:
         if self._stale:
-            self._gathering, self._stale = gather(self.homes, self.group), False
+            self._gathering, self._stale = self._begin_gathering(), False
+
+    def _settle(self, segmented: Segmented) -> Home:
+        return settle(self.trainable, segmented)
+
+    def _begin_gathering(self) -> list[Pending]:
+        """One for each home, in order."""
+        return gather(self.homes, self.group)
 
     def _wait_for(self, numbers: list[int]) -> None:
         for number in numbers if self._gathering else ():

@@ -18,7 +18,8 @@ SECTIONS = {  # in page order
     "smoke": "Smoke test",
 }
 ORDER = (
-    "none naive flat overlapped bucketed copy_engine zero1 fsdp torch_ddp torch_ddp_tuned torch_zero1 torch_fsdp2"
+    "none naive flat overlapped bucketed copy_engine zero1 copy_engine_zero1 fsdp"
+    " torch_ddp torch_ddp_tuned torch_zero1 torch_fsdp2"
 ).split()  # of strategies, in reading order
 SETTING = ["section", "size", "context", "precision", "compile", "memory_limit_bytes"]
 COMPILES = ["eager", "compiled", "graphed"]  # in reading order

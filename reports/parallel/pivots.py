@@ -17,6 +17,7 @@ PAIRS = (
     ("bucketed", "naive"),
     ("copy_engine", "torch_ddp_tuned"),
     ("zero1", "torch_zero1"),
+    ("copy_engine_zero1", "torch_zero1"),
     ("fsdp", "torch_fsdp2"),
 )
 STEP = {  # column: field, factor

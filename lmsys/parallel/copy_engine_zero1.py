@@ -1,0 +1,58 @@
+"""ZeRO stage 1 whose gradients and parameters the GPUs' copy engines carry: see `zero1` and `exchange`.
+
+Parameters live in memory that the GPUs of one node see of one another, and are copied to peers by who has stepped them.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from lmsys.parallel.buckets import Segmented
+from lmsys.parallel.collectives import Group, Pending
+from lmsys.parallel.copy_engine import symmetric_memory
+from lmsys.parallel.overlapped import do_nothing
+from lmsys.parallel.sharded_optimizer import Home, settle
+from lmsys.parallel.wrapper import dense
+from lmsys.parallel.zero1 import Zero1
+
+
+class CopyEngineZero1(Zero1):
+    """bucket_mb: as of `Zero1`. ValueError where ranks are not GPUs of one node under NCCL."""
+
+    def __init__(self, module: nn.Module, process_group: Group = None, bucket_mb: float = 32):
+        self._symmetric = symmetric_memory(module, process_group)
+        super().__init__(module, process_group, bucket_mb)
+        if self.world_size > 1 and self.trainable:
+            dtypes = [members[0].dtype for members in self._members]
+            self._exchange = self._symmetric.exchange(self._layouts, dtypes, whole=False)
+            self._views = [layout.views(x) for layout, x in zip(self._owned, self._exchange.flats, strict=True)]
+            self._spread = self._symmetric.spread([home.flat for home in self.homes])
+
+    @property
+    def outside_bytes(self) -> int:
+        """Of GPU memory that torch's allocator does not count."""
+        return self._symmetric.num_bytes
+
+    def _settle(self, segmented: Segmented) -> Home:
+        if self.world_size == 1:
+            return super()._settle(segmented)
+        first = self.trainable[segmented.indices[0]]
+        length = self.world_size * segmented.length
+        return settle(self.trainable, segmented, self._symmetric.empty(length, first.dtype).zero_())
+
+    def _begin_gathering(self) -> list[Pending]:
+        return self._spread.begin() if self.world_size > 1 and self.trainable else []
+
+    def _synchronize(self) -> None:
+        self._wait_for(list(range(len(self._gathering))))  # before the next step moves what is still sent
+        super()._synchronize()
+
+    def _send(self, number: int) -> tuple[Pending, Callable[[], None]]:
+        params, own = self._members[number], self.segments[number].members[self.rank]
+        gradients = [torch.zeros_like(p) if p.grad is None else dense(p) for p in params]
+        for p in params:
+            p.grad = None
+        for index, view in zip(own, self._views[number], strict=True):
+            self.trainable[index].grad = view
+        return self._exchange.send(number, gradients), do_nothing
