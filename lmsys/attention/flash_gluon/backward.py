@@ -276,15 +276,15 @@ def _consumer(
     v = vs.slice(WG * 64, 64)
     mbarrier.wait(kv_full, 0)
     if RAGGED:  # a walk of its own for the tile that ends the keys: a branch in every step would cost all tiles
-        if masked_until > 0:
+        if masked_until == 0:
             dk, dv = _walk(
                 dq_ptr, scale, k, v, ks, dss, ring, n, K, masked_until, bh, low, start, num_tiles, steps,
-                WG, D, BLOCK_Q, True, CAUSAL, AROUND, False, DETERMINISTIC, DTYPE,
+                WG, D, BLOCK_Q, False, CAUSAL, AROUND, PREFETCH, DETERMINISTIC, DTYPE,
             )  # fmt: skip
         else:
             dk, dv = _walk(
                 dq_ptr, scale, k, v, ks, dss, ring, n, K, masked_until, bh, low, start, num_tiles, steps,
-                WG, D, BLOCK_Q, False, CAUSAL, AROUND, PREFETCH, DETERMINISTIC, DTYPE,
+                WG, D, BLOCK_Q, True, CAUSAL, AROUND, PREFETCH, DETERMINISTIC, DTYPE,
             )  # fmt: skip
     else:
         dk, dv = _walk(
