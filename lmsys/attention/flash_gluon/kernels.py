@@ -120,6 +120,16 @@ def backward_options(
     }  # fmt: skip
 
 
+def team_of(num_key_tiles: int, num_tiles: int, processors: int) -> int:
+    """How many key tiles add to dq in turns, in full attention and fixed order.
+
+    Those who wait for one another are on the GPU together, also where they have half of it. They begin two tiles of
+    queries apart, so that one has long published what it added when the next one comes.
+    """
+    num_teams = triton.cdiv(num_key_tiles, max(1, min(processors, num_tiles) // 2))
+    return triton.cdiv(num_key_tiles, num_teams)
+
+
 class _Backward:
     def __init__(self, q: Tensor, k: Tensor, causal: bool, deterministic: bool, plan: BackwardPlan):
         (batch, heads, queries, head_dim), (_, kv_heads, keys, _) = q.shape, k.shape
@@ -135,12 +145,9 @@ class _Backward:
         if deterministic and causal:
             at_once = HEADS_IN_ORDER[head_dim]
         elif deterministic:
-            # Those who wait for one another are on the GPU together, also where they have half of it. They begin two
-            # tiles of queries apart, so that one has seen the addition of the one before it when its own turn comes.
-            num_teams = triton.cdiv(num_key_tiles, max(1, min(processors, num_tiles) // 2))
-            team = triton.cdiv(num_key_tiles, num_teams)
+            team = team_of(num_key_tiles, num_tiles, processors)
             at_once = processors // team  # heads whose first teams come before their second ones
-            self.grid = kv_num_heads * num_teams * team
+            self.grid = kv_num_heads * triton.cdiv(num_key_tiles, team) * team
         elif plan.l2_mib and self.grid > FEW_WAVES * processors:
             at_once = heads_at_once(plan.l2_mib, 8 * max(queries * group, keys) * head_dim)
         else:  # causal, all of the longest tiles first: the last head's would end alone
