@@ -32,7 +32,7 @@ TILE_K = 128
 ROWS = 64  # of queries that one warp group of the forward owns
 NUM_PARAMETERS = 6  # int64, which `prepare_kernel` writes
 BLOCK_Q = {64: 128, 128: 64}  # by head_dim: queries of a step of the backward
-HEADS_IN_ORDER = {64: 8, 128: 4}  # by head_dim: of a causal backward in fixed order, so that neighbours lie apart
+HEADS_IN_ORDER = {64: 8, 128: 4}  # by head_dim: whose key tiles take turns in a causal backward of fixed order
 FEW_WAVES = 8  # of CTAs: so few that the time in which the last ones run alone counts more than what L2 keeps
 REGISTERS = {2: (240, 168), 3: (160, 128)}  # by warp groups that compute: registers of theirs, and of the kernel
 
@@ -121,7 +121,7 @@ def backward_options(
 
 
 def team_of(num_key_tiles: int, num_tiles: int, processors: int) -> int:
-    """How many key tiles add to dq in turns, in full attention and fixed order.
+    """How many key tiles of a head are worked on together in full attention of fixed order.
 
     Those who wait for one another are on the GPU together, also where they have half of it. They begin two tiles of
     queries apart, so that one has long published what it added when the next one comes.
