@@ -2,7 +2,7 @@
 
 `python -m tests.sass_gluon` prints one JSON line for each kernel, with `every` for each that a plan launches. Beside
 the counts of `tests.sass`: reductions by TMA (UTMAREDG) and from registers (REDG), bulk stores (UTMASTG), barriers,
-and `hazards`: writes to a register from which a matmul still reads its operand A. It must run without TRITON_INTERPRET.
+fences that reach other CTAs, and `hazards`: writes to a register from which a matmul still reads its operand A. It must run without TRITON_INTERPRET.
 """
 
 import json
@@ -30,7 +30,7 @@ from tests.sass import TRITON_NAMES, resources
 
 POINTERS = {"tickets": "*i32", "counter": "*i32", "parameters": "*i64"}
 ADDS = {"UTMAREDG": "UTMAREDG", "REDG": r"REDG\.E\.ADD\.F32x4"}
-MNEMONICS = ADDS | {"UTMASTG": "UTMASTG", "SYNCS": "SYNCS", "BAR": r"BAR\.(?:SYNC|ARV)"}
+MNEMONICS = ADDS | {"UTMASTG": "UTMASTG", "SYNCS": "SYNCS", "BAR": r"BAR\.(?:SYNC|ARV)", "fences": r"MEMBAR\.\w+\.GPU"}
 
 
 def descriptor(block: list[int], dtype: torch.dtype) -> str:

@@ -83,7 +83,7 @@ def _producer(
     q_desc, do_desc, lse_desc, delta_desc, ring, work, order, H, Q_PADDED,
     BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, AROUND: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    """All tiles of queries but the first; and in the deterministic mode the consumers' turns, for which they wait."""
+    """All tiles of queries but the first. In the deterministic mode also the consumers' turns to add to dq."""
     batch, head, low, start, num_tiles, steps = work
     m = start
     turn_bh, turn_m = batch * H + head, start
@@ -240,7 +240,7 @@ def _assignment(index, num_key_tiles, num_heads, at_once, team, DETERMINISTIC: g
 
 @gluon.jit
 def _walk(
-    dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked_until, bh, low, start, num_tiles, steps,
+    dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked_until, bh, low, start, num_tiles, steps, dk, dv,
     WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
     AROUND: gl.constexpr, PREFETCH: gl.constexpr, DETERMINISTIC: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
@@ -248,8 +248,6 @@ def _walk(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    dk = gl.zeros([64, D], gl.float32, O_LAYOUT)
-    dv = gl.zeros([64, D], gl.float32, O_LAYOUT)
     if PREFETCH:
         mbarrier.wait(ring[2].index(0), 0, pred=steps > 0)
     lse = ring[1].index(0).load(gl.SliceLayout(0, S_LAYOUT))
@@ -275,22 +273,22 @@ def _consumer(
     k = ks.slice(WG * 64, 64)
     v = vs.slice(WG * 64, 64)
     mbarrier.wait(kv_full, 0)
-    if RAGGED:  # a walk of its own for the tile that ends the keys: a branch in every step would cost all tiles
-        if masked_until == 0:
-            dk, dv = _walk(
-                dq_ptr, scale, k, v, ks, dss, ring, n, K, masked_until, bh, low, start, num_tiles, steps,
-                WG, D, BLOCK_Q, False, CAUSAL, AROUND, PREFETCH, DETERMINISTIC, DTYPE,
-            )  # fmt: skip
-        else:
-            dk, dv = _walk(
-                dq_ptr, scale, k, v, ks, dss, ring, n, K, masked_until, bh, low, start, num_tiles, steps,
-                WG, D, BLOCK_Q, True, CAUSAL, AROUND, PREFETCH, DETERMINISTIC, DTYPE,
-            )  # fmt: skip
-    else:
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    dk = gl.zeros([64, D], gl.float32, O_LAYOUT)
+    dv = gl.zeros([64, D], gl.float32, O_LAYOUT)
+    # The tile that ends the keys has a walk of its own: a branch in every step would cost all tiles. One walk of the
+    # two has no steps; as the branches of an `if`, they spill registers.
+    if RAGGED:
         dk, dv = _walk(
-            dq_ptr, scale, k, v, ks, dss, ring, n, K, masked_until, bh, low, start, num_tiles, steps,
-            WG, D, BLOCK_Q, CAUSAL, CAUSAL, AROUND, PREFETCH, DETERMINISTIC, DTYPE,
+            dq_ptr, scale, k, v, ks, dss, ring, n, K, masked_until, bh, low, start, num_tiles,
+            gl.where(masked_until == 0, steps, 0), dk, dv,
+            WG, D, BLOCK_Q, False, CAUSAL, AROUND, PREFETCH, DETERMINISTIC, DTYPE,
         )  # fmt: skip
+        steps = gl.where(masked_until == 0, 0, steps)
+    dk, dv = _walk(
+        dq_ptr, scale, k, v, ks, dss, ring, n, K, masked_until, bh, low, start, num_tiles, steps, dk, dv,
+        WG, D, BLOCK_Q, CAUSAL or RAGGED, CAUSAL, AROUND, PREFETCH, DETERMINISTIC, DTYPE,
+    )  # fmt: skip
     # Once more, and from memory: what is not needed until here would occupy registers all through the loop.
     kv_heads = gl.load(parameters).to(gl.int32)
     num_key_tiles = gl.load(parameters + 1).to(gl.int32)
