@@ -2,7 +2,8 @@
 
 `python -m tests.sass_gluon` prints one JSON line for each kernel, with `every` for each that a plan launches. Beside
 the counts of `tests.sass`: reductions by TMA (UTMAREDG) and from registers (REDG), bulk stores (UTMASTG), barriers,
-fences that reach other CTAs, and `hazards`: writes to a register from which a matmul still reads its operand A. It must run without TRITON_INTERPRET.
+fences that reach other CTAs, and `hazards`: writes to a register from which a matmul still reads its operand A. It must
+run without TRITON_INTERPRET.
 """
 
 import json
