@@ -5,7 +5,8 @@ spoilt as early, as the rules allow, so that a wait or a release in the wrong pl
 error, or a deadlock (reported after a while without progress):
 - a bulk load fills its target with NaN when it is issued, and with data a while later;
 - a matmul reads its operands when it is waited for, and they must be what they were when it was issued;
-- a bulk store reads its source when it is waited for, and writes at the end; an addition lands when it is published;
+- a bulk store reads its source when it is waited for, and writes at the end; an addition lands when it is published,
+  by its own partition or one that a named barrier has told of it;
 - shared memory that was written by ordinary stores and not fenced cannot be an operand.
 Not simulated: layouts, registers, what 128 threads do apart from one another.
 """
@@ -219,7 +220,8 @@ class Cta:
     machine: Machine
     program: int
     grid: int
-    named: dict[int, list[int]] = field(default_factory=dict)  # number: [threads that have come, times completed]
+    # number: [threads that have come, times completed, additions to memory that those who came know of]
+    named: dict[int, list[Any]] = field(default_factory=dict)
 
 
 def _scalar(x: Any) -> Any:
@@ -321,18 +323,20 @@ def _wait_matmuls(outstanding: int, deps: list[Any]) -> Any:
     return found[0] if len(found) == 1 else tuple(found)
 
 
-def _named_barrier(kind: str, number: Any, num_threads: int) -> None:
+def _named_barrier(kind: str, number: Any, num_threads: int, come: int = 128) -> None:
     number, cta = int(number), here.cta
     assert 8 <= number < 16
-    state = cta.named.setdefault(number, [0, 0])
     with cta.machine.change():
+        state = cta.named.setdefault(number, [0, 0, []])
         before = state[1]
-        state[0] += 128
+        state[0] += come
+        state[2] = [x for x in state[2] + here.added if not x.landed]
         assert state[0] <= num_threads
         if state[0] == num_threads:
-            state[:] = 0, state[1] + 1
+            state[:2] = 0, state[1] + 1
     if kind == "sync":
         cta.machine.await_(lambda: state[1] > before, f"named barrier {number}")
+        here.added = list(state[2])
 
 
 def _allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
@@ -375,31 +379,42 @@ def _atomic_add(pointer: Pointer, x: Any, mask: Any = None) -> Tensor:
     return before
 
 
+@dataclass(eq=False)
+class Addition:
+    pointer: Pointer
+    numbers: Tensor
+    landed: bool = False
+
+
 def _add_registers(pointer: Pointer, x: Tensor) -> None:
     """Lands at once or, as others may see it, when it is published; at the latest when the partition ends."""
     time.sleep(random.uniform(0, 0.002))  # so that the order of additions is one of many
-    here.added.append((pointer, x.reshape(4, 2, 8, 8, 4, 2).permute(3, 0, 2, 4, 1, 5).reshape(4096)))
+    here.added.append(Addition(pointer, x.reshape(4, 2, 8, 8, 4, 2).permute(3, 0, 2, 4, 1, 5).reshape(4096)))
     if random.random() < 0.5:
         _finish_additions()
 
 
 def _finish_additions() -> None:
     with here.machine.change():
-        for pointer, numbers in here.added:
-            start = int(pointer.offset)
-            pointer.window(start + 4096)[start:].add_(numbers)
+        for x in here.added:
+            if not x.landed:
+                start = int(x.pointer.offset)
+                x.pointer.window(start + 4096)[start:].add_(x.numbers)
+                x.landed = True
         here.added.clear()
 
 
 def _publish(count: Pointer) -> None:
     _finish_additions()
-    assert _atomic_add(count, 1) == here.turn, "added out of turn"
+    assert _atomic_add(count, 1) == here.turns.pop(int(count.offset), None), "added out of turn"
 
 
-def _await_count(count: Pointer, expected: Any) -> None:
+def _give_turn(count: Pointer, expected: Any, first: int) -> None:
     assert int(_load(count)) <= int(expected), "the turn is over"
     here.machine.await_(lambda: int(_load(count)) == int(expected), f"a count of {int(expected)}")
-    here.turn = int(expected)
+    here.turns[int(count.offset)] = int(expected)
+    for number in (first, first + 1):
+        _named_barrier("arrive", number, 160, come=32)
 
 
 def _specialize(functions: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
@@ -414,6 +429,7 @@ def _specialize(functions: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
             with machine.change():
                 machine.late += here.writes
             assert not here.matmuls, "a matmul was never waited for"
+            assert not here.turns, "a turn was never over"
         except BaseException as error:
             with machine.change():
                 machine.failure = machine.failure or error
@@ -433,7 +449,7 @@ def _specialize(functions: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
 def _enter(machine: Machine, cta: Cta) -> None:
     here.machine, here.cta = machine, cta
     here.matmuls, here.stores, here.writes, here.stored, here.added = [], [], [], [], []
-    here.turn = None
+    here.turns = {}  # by place of the count
 
 
 class _Constant(int):
@@ -496,7 +512,7 @@ def kernels(module: str) -> dict[str, Any]:
     stand_ins |= {  # in assembly
         "named_barrier": _named_barrier,
         "publish": _publish,
-        "await_count": _await_count,
+        "give_turn": _give_turn,
         "await_kernel_before": lambda: None,  # kernels do not run beside one another
         "admit_kernel_after": lambda: None,
         "add_registers": _add_registers,

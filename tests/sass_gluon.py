@@ -2,7 +2,8 @@
 
 `python -m tests.sass_gluon` prints one JSON line for each kernel, with `every` for each that a plan launches. Beside
 the counts of `tests.sass`: reductions by TMA (UTMAREDG) and from registers (REDG), bulk stores (UTMASTG), barriers,
-and `hazards`: writes to a register from which a matmul still reads its operand A. It must run without TRITON_INTERPRET.
+fences that reach other CTAs, and `hazards`: writes to a register from which a matmul still reads its operand A. It must
+run without TRITON_INTERPRET.
 """
 
 import json
@@ -30,7 +31,7 @@ from tests.sass import TRITON_NAMES, resources
 
 POINTERS = {"tickets": "*i32", "counter": "*i32", "parameters": "*i64"}
 ADDS = {"UTMAREDG": "UTMAREDG", "REDG": r"REDG\.E\.ADD\.F32x4"}
-MNEMONICS = ADDS | {"UTMASTG": "UTMASTG", "SYNCS": "SYNCS", "BAR": r"BAR\.(?:SYNC|ARV)"}
+MNEMONICS = ADDS | {"UTMASTG": "UTMASTG", "SYNCS": "SYNCS", "BAR": r"BAR\.(?:SYNC|ARV)", "fences": r"MEMBAR\.\w+\.GPU"}
 
 
 def descriptor(block: list[int], dtype: torch.dtype) -> str:
@@ -119,9 +120,9 @@ def hazards(sass: str) -> int:
 
 
 def main(dtypes: list[str], every: bool) -> None:
-    """One of each kernel by head_dim and mask, and a backward that is all that one can be.
+    """One of each kernel by head_dim and mask, of the backward in both orders and one that is all that it can be.
 
-    `every`: of each plan, ragged, deterministic and grouped too.
+    `every`: of each plan, ragged and grouped too.
     """
     for dtype_name in dtypes:
         dtype = getattr(torch, dtype_name)
@@ -139,8 +140,7 @@ def main(dtypes: list[str], every: bool) -> None:
                         report("forward", forward(dtype, head_dim, causal, ragged, plan), **what, ragged=ragged,
                                consumers=plan.consumers, ping_pong=plan.ping_pong)  # fmt: skip
                     for plan in _some({plan: None for _, plan in BACKWARD[head_dim, causal]}, every):
-                        modes = ({}, {"deterministic": True}, {"grouped": True}) if every and not ragged else ({},)
-                        for mode in modes:
+                        for mode in ({}, {"deterministic": True}, {"grouped": True})[: 3 if every else 2]:
                             report("backward", backward(dtype, head_dim, causal, ragged, plan, **mode), **what,
                                    ragged=ragged, **mode)  # fmt: skip
             most = {"deterministic": True, "grouped": True}

@@ -149,15 +149,23 @@ def test_repeats_are_bitwise_equal(shape: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("queries", "keys", "processors"), [(700, 3000, 6), (3000, 3000, 7), (600, 17000, None)])
-def test_teams_that_follow_one_another(
-    queries: int, keys: int, processors: int | None, causal: bool, head_dim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The fixed order where the key tiles of a head are more than half of the processors, real or supposed."""
+@pytest.mark.parametrize(
+    ("queries", "keys", "processors", "in_order"),
+    [(700, 3000, 6, 1), (3000, 3000, 7, 3), (600, 17000, None, 4), (6000, 6000, None, 4), (100, 129, None, 8)],
+)
+def test_those_who_add_in_turn_follow_one_another(
+    queries: int, keys: int, processors: int | None, in_order: int, causal: bool, head_dim: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The fixed order where a head has more key tiles than a team, or than run at once, on real or supposed processors.
+
+    `in_order`: heads of a causal backward that take turns; there are four.
+    """
+    monkeypatch.setattr(kernels(), "HEADS_IN_ORDER", {64: in_order, 128: in_order})
+    monkeypatch.setattr(kernels(), "_launches", {})
     if processors is not None:
         few = SimpleNamespace(multi_processor_count=processors)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few)
-        monkeypatch.setattr(kernels(), "_launches", {})
     case = ROW.case(
         batch=2, heads=4, kv_heads=2, queries=queries, keys=keys, head_dim=head_dim, causal=causal, grad=True,
         dtype="bfloat16",
@@ -182,7 +190,7 @@ def plans() -> list[Any]:
 def test_every_plan_is_right_at_any_length(
     direction: str, head_dim: int, causal: bool, plan: Any, batch: int, heads: int, length: int
 ) -> None:
-    """More CTAs than the GPU takes at once."""
+    """More CTAs than the GPU takes at once, and both orders of additions."""
     case = ROW.case(
         batch=batch, heads=heads, kv_heads=heads // 2, queries=length, keys=length, head_dim=head_dim, causal=causal,
         grad=True, dtype="bfloat16",
@@ -191,9 +199,11 @@ def test_every_plan_is_right_at_any_length(
     fwd, bwd = (plan, None) if direction == "forward" else (None, plan)
     scale = head_dim**-0.5
     o, lse = kernels()._forward(inputs.q, inputs.k, inputs.v, causal, scale, fwd)
-    dq, dk, dv = kernels()._backward(inputs.q, inputs.k, inputs.v, o, lse, inputs.do, causal, scale, False, bwd)
-    ratios = Oracle(case, inputs).error_ratios({"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}, rms=True)
-    assert max(ratios.values()) <= 1, ratios
+    oracle = Oracle(case, inputs)
+    for mode in (False, True):
+        grads = kernels()._backward(inputs.q, inputs.k, inputs.v, o, lse, inputs.do, causal, scale, mode, bwd)
+        ratios = oracle.error_ratios(dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *grads), strict=True)), rms=True)
+        assert max(ratios.values()) <= 1, ratios
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -21,9 +21,10 @@ from lmsys.attention.flash_gluon.hopper import (
     FIRST_BARRIER,
     add_registers,
     admit_kernel_after,
-    await_count,
     await_kernel_before,
+    await_turn,
     barriers,
+    give_turn,
     load_rows,
     named_barrier,
     narrow,
@@ -35,9 +36,10 @@ from lmsys.attention.flash_gluon.hopper import (
 
 STAGES = gl.constexpr(2)
 BLOCK_K = gl.constexpr(128)  # keys of a CTA, 64 of each consumer
-EXCHANGE = FIRST_BARRIER  # named barriers: both consumers have written dS; then the stages of q, and of do
+EXCHANGE = FIRST_BARRIER  # named barriers: both consumers have written dS; stages of q, of do; turns of the consumers
 Q_FREE = gl.constexpr(FIRST_BARRIER.value + 1)
 DO_FREE = gl.constexpr(FIRST_BARRIER.value + 1 + STAGES.value)
+TURN = gl.constexpr(FIRST_BARRIER.value + 1 + 2 * STAGES.value)
 NEVER = gl.constexpr(2**31 - 1)
 
 
@@ -78,18 +80,29 @@ def _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, head, row,
 
 @gluon.jit
 def _producer(
-    q_desc, do_desc, lse_desc, delta_desc, ring, work, H, Q_PADDED, BLOCK_Q: gl.constexpr, AROUND: gl.constexpr
+    q_desc, do_desc, lse_desc, delta_desc, ring, work, order, H, Q_PADDED,
+    BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, AROUND: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    """All tiles of queries but the first."""
+    """All tiles of queries but the first. In the deterministic mode also the consumers' turns to add to dq."""
     batch, head, low, start, num_tiles, steps = work
     m = start
+    turn_bh, turn_m = batch * H + head, start
     for step in range(1, steps):
         head, m = _next_tile(head, m, low, start, num_tiles, AROUND)
         row = m * BLOCK_Q
         padded = (batch * H + head) * Q_PADDED + row
         _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, head, row, padded, step)
-    for step in range(gl.maximum(steps, STAGES), steps + STAGES):  # arrivals have to be met before the CTA may end
+        if DETERMINISTIC:
+            turn_bh, turn_m = _pass_on(
+                order, step, steps, turn_bh, turn_m, low, start, num_tiles, BLOCK_Q, CAUSAL, AROUND
+            )
+    FIRST: gl.constexpr = 1 if DETERMINISTIC else STAGES
+    for step in range(gl.maximum(steps, FIRST), steps + STAGES):  # arrivals have to be met before the CTA may end
         _await_free(step, Q_FREE)
+        if DETERMINISTIC:
+            turn_bh, turn_m = _pass_on(
+                order, step, steps, turn_bh, turn_m, low, start, num_tiles, BLOCK_Q, CAUSAL, AROUND
+            )
     for step in range(gl.maximum(steps, STAGES), steps + STAGES):
         _await_free(step, DO_FREE)
 
@@ -101,17 +114,12 @@ def _at_start(place, num_tiles, members):
 
 
 @gluon.jit
-def _before(m, num_tiles, members):
-    """How many members of a team begin with tile m or a lower one."""
-    return ((m + 1) * members + num_tiles - 1) // num_tiles
-
-
-@gluon.jit
 def _turn_of(n, m, num_tiles, num_key_tiles, team, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr):
     """How many add to dq's tile m before key tile n, in the order of the deterministic mode.
 
     That is the order in which they come to it if all of a team keep step: nobody waits. Causal tiles begin at their
-    diagonal, so the highest comes first to every m. In full attention the members of a team begin evenly spread.
+    diagonal, so the highest comes first to every m. In full attention the members of a team begin evenly spread: first
+    comes the one that begins closest below m, or at it.
     """
     if CAUSAL:
         last = gl.minimum(num_key_tiles - 1, ((m + 1) * BLOCK_Q - 1) // BLOCK_K)
@@ -119,10 +127,24 @@ def _turn_of(n, m, num_tiles, num_key_tiles, team, CAUSAL: gl.constexpr, BLOCK_Q
     else:
         place = n % team
         members = gl.minimum(team, num_key_tiles - n + place)
-        start = _at_start(place, num_tiles, members)
-        closer = _before(m, num_tiles, members) - _before(start, num_tiles, members)
-        equal = place - _before(start - 1, num_tiles, members)
-        return n - place + closer + equal + gl.where(m < start, members, 0)
+        first = ((m + 1) * members - 1) // num_tiles
+        return n - place + first - place + gl.where(first < place, members, 0)
+
+
+@gluon.jit
+def _pass_on(
+    order, step, steps, bh, m, low, start, num_tiles,
+    BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, AROUND: gl.constexpr,
+):  # fmt: skip
+    """Publishes step - STAGES, which is over and added to dq's tile m; then the turn of the step after it."""
+    tickets, n, num_key_tiles, team = order
+    if step >= STAGES:
+        publish(tickets + (bh * num_tiles + m))
+        bh, m = _next_tile(bh, m, low, start, num_tiles, AROUND)
+    if step <= steps:
+        turn = _turn_of(n, m, num_tiles, num_key_tiles, team, CAUSAL, BLOCK_Q)
+        give_turn(tickets + (bh * num_tiles + m), turn, TURN)
+    return bh, m
 
 
 @gluon.jit
@@ -136,8 +158,7 @@ def _hide(p, n, m, K, WG: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_Q: gl.conste
 
 @gluon.jit
 def _step(
-    dq_ptr, tickets, scale, k, v, all_k, dss, ring, n, K, masked_until, num_tiles, num_key_tiles, team,
-    step, steps, bh, m, dk, dv, lse, before,
+    dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked_until, num_tiles, step, steps, bh, m, dk, dv, lse,
     WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
     PREFETCH: gl.constexpr, DETERMINISTIC: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
@@ -154,9 +175,6 @@ def _step(
     s_token = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(do_full.index(stage), phase)
     dp_token = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    if DETERMINISTIC:  # noqa: SIM102
-        if before >= 0:
-            publish(tickets + before)  # by now it costs little to see the last addition land
     s = warpgroup_mma_wait(1, deps=[s_token])
     if not PREFETCH:
         lse = lses.index(stage).load(ROW_LAYOUT)
@@ -193,38 +211,36 @@ def _step(
         following = step + 1
         mbarrier.wait(q_full.index(following % STAGES), (following // STAGES) & 1, pred=following < steps)
         lse = lses.index(following % STAGES).load(ROW_LAYOUT)
-    ticket = (bh * num_tiles + m) * 2 + WG
+    place = (bh * num_tiles + m) * 2 + WG
     if DETERMINISTIC:
-        await_count(tickets + ticket, _turn_of(n, m, num_tiles, num_key_tiles, team, CAUSAL, BLOCK_Q))
+        await_turn(TURN + WG)
     dq, dv, p_operand = warpgroup_mma_wait(1, deps=[dq_token, dv_token, p_operand])
     _release(step, DO_FREE)
-    add_registers(dq_ptr + ticket.to(gl.int64) * 4096, dq)
+    add_registers(dq_ptr + place.to(gl.int64) * 4096, dq)
     dk, ds_operand = warpgroup_mma_wait(0, deps=[dk_token, ds_operand])
     _release(step, Q_FREE)
-    return dk, dv, lse, ticket
+    return dk, dv, lse
 
 
 @gluon.jit
 def _assignment(index, num_key_tiles, num_heads, at_once, team, DETERMINISTIC: gl.constexpr, CAUSAL: gl.constexpr):
-    """(B Hkv index, key tile) of a CTA; causal tiles the longest first. num_key_tiles: it has nothing to do.
+    """(B Hkv index, key tile) of a CTA; causal tiles the longest first. From num_key_tiles on: it has nothing to do.
 
-    In the deterministic mode teams follow one another, the one whose tiles add first before the others of its head.
+    In the deterministic mode those who add first come first: causal tiles the shortest first, else team after team.
     """
-    if DETERMINISTIC:
-        place = index % team
+    if DETERMINISTIC and not CAUSAL:
         kv_bh, number = owned_tile(index // team, gl.cdiv(num_key_tiles, team), num_heads, at_once)
-        members = gl.minimum(team, num_key_tiles - number * team)
-        n = (num_key_tiles - number * team - members if CAUSAL else number * team) + place
-        n = gl.where(place < members, n, num_key_tiles)
+        n = number * team + index % team
     else:
         kv_bh, n = owned_tile(index, num_key_tiles, num_heads, at_once)
+        if DETERMINISTIC:
+            n = num_key_tiles - 1 - n
     return kv_bh, n
 
 
 @gluon.jit
 def _walk(
-    dq_ptr, tickets, scale, k, v, all_k, dss, ring, n, K, masked_until, num_key_tiles, team, bh, low, start,
-    num_tiles, steps,
+    dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked_until, bh, low, start, num_tiles, steps, dk, dv,
     WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
     AROUND: gl.constexpr, PREFETCH: gl.constexpr, DETERMINISTIC: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
@@ -232,30 +248,23 @@ def _walk(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    dk = gl.zeros([64, D], gl.float32, O_LAYOUT)
-    dv = gl.zeros([64, D], gl.float32, O_LAYOUT)
     if PREFETCH:
         mbarrier.wait(ring[2].index(0), 0, pred=steps > 0)
     lse = ring[1].index(0).load(gl.SliceLayout(0, S_LAYOUT))
     m = start
-    before = -1
     for step in range(steps):
-        dk, dv, lse, before = _step(
-            dq_ptr, tickets, scale, k, v, all_k, dss, ring, n, K, masked_until, num_tiles, num_key_tiles, team,
-            step, steps, bh, m, dk, dv, lse, before,
+        dk, dv, lse = _step(
+            dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked_until, num_tiles, step, steps, bh, m, dk, dv, lse,
             WG, D, BLOCK_Q, MASK, CAUSAL, PREFETCH, DETERMINISTIC, S_LAYOUT, O_LAYOUT, DQ_LAYOUT, DTYPE,
         )  # fmt: skip
         bh, m = _next_tile(bh, m, low, start, num_tiles, AROUND)
-    if DETERMINISTIC:  # noqa: SIM102
-        if before >= 0:
-            publish(tickets + before)
     return dk, dv
 
 
 @gluon.jit
 def _consumer(
-    dq_ptr, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss,
-    bh, n, low, start, num_tiles, steps, masked_until, K, num_key_tiles, team,
+    dq_ptr, dk_desc, dv_desc, parameters, scale, kvs, ring, dss,
+    bh, n, low, start, num_tiles, steps, masked_until, K,
     WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
     AROUND: gl.constexpr, PREFETCH: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
@@ -264,22 +273,22 @@ def _consumer(
     k = ks.slice(WG * 64, 64)
     v = vs.slice(WG * 64, 64)
     mbarrier.wait(kv_full, 0)
-    if RAGGED:  # a walk of its own for the tile that ends the keys: a branch in every step would cost all tiles
-        if masked_until > 0:
-            dk, dv = _walk(
-                dq_ptr, tickets, scale, k, v, ks, dss, ring, n, K, masked_until, num_key_tiles, team, bh, low, start,
-                num_tiles, steps, WG, D, BLOCK_Q, True, CAUSAL, AROUND, PREFETCH, DETERMINISTIC, DTYPE,
-            )  # fmt: skip
-        else:
-            dk, dv = _walk(
-                dq_ptr, tickets, scale, k, v, ks, dss, ring, n, K, masked_until, num_key_tiles, team, bh, low, start,
-                num_tiles, steps, WG, D, BLOCK_Q, False, CAUSAL, AROUND, PREFETCH, DETERMINISTIC, DTYPE,
-            )  # fmt: skip
-    else:
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    dk = gl.zeros([64, D], gl.float32, O_LAYOUT)
+    dv = gl.zeros([64, D], gl.float32, O_LAYOUT)
+    # The tile that ends the keys has a walk of its own: a branch in every step would cost all tiles. One walk of the
+    # two has no steps; as the branches of an `if`, they spill registers.
+    if RAGGED:
         dk, dv = _walk(
-            dq_ptr, tickets, scale, k, v, ks, dss, ring, n, K, masked_until, num_key_tiles, team, bh, low, start,
-            num_tiles, steps, WG, D, BLOCK_Q, CAUSAL, CAUSAL, AROUND, PREFETCH, DETERMINISTIC, DTYPE,
+            dq_ptr, scale, k, v, ks, dss, ring, n, K, masked_until, bh, low, start, num_tiles,
+            gl.where(masked_until == 0, steps, 0), dk, dv,
+            WG, D, BLOCK_Q, False, CAUSAL, AROUND, PREFETCH, DETERMINISTIC, DTYPE,
         )  # fmt: skip
+        steps = gl.where(masked_until == 0, 0, steps)
+    dk, dv = _walk(
+        dq_ptr, scale, k, v, ks, dss, ring, n, K, masked_until, bh, low, start, num_tiles, steps, dk, dv,
+        WG, D, BLOCK_Q, CAUSAL or RAGGED, CAUSAL, AROUND, PREFETCH, DETERMINISTIC, DTYPE,
+    )  # fmt: skip
     # Once more, and from memory: what is not needed until here would occupy registers all through the loop.
     kv_heads = gl.load(parameters).to(gl.int32)
     num_key_tiles = gl.load(parameters + 1).to(gl.int32)
@@ -317,10 +326,11 @@ def backward_kernel(
     """dk and dv; dq / sm_scale is added to float32 zeros (B H, Q_PADDED, D), Q_PADDED a multiple of BLOCK_Q.
 
     dq ends as tiles (64, 64) in the order that `add_registers` leaves them in. `scale` is in base 2; `parameters` are
-    those of `prepare_kernel`; `tickets` two zeros for each tile of queries if DETERMINISTIC; `num_heads` is B Hkv.
+    those of `prepare_kernel`; `tickets` a zero for each tile of queries if DETERMINISTIC; `num_heads` is B Hkv.
     RAGGED: K is no multiple of BLOCK_K (which a causal kernel need not be told). GROUPED: G > 1.
     SPREAD: the key tiles of a `team` begin with tiles of queries that are evenly spread, and go around.
-    DETERMINISTIC: they add to dq in a fixed order, in which those of a team wait for one another: it must fit the GPU.
+    DETERMINISTIC: they add to dq in a fixed order, in which those of a team wait for one another: it must fit the GPU,
+    and have no more members than tiles of queries.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, D], DTYPE)
@@ -367,18 +377,18 @@ def backward_kernel(
         padded = kv_bh * G * Q_PADDED + row
         _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, kv_head * G, row, padded, 0)
     work = batch, kv_head * G, low, start, num_tiles, steps
+    order = tickets, n, num_key_tiles, team
     gl.warp_specialize([
             (_producer, (
-                q_desc, do_desc, lse_desc, delta_desc, ring, work, H, Q_PADDED, BLOCK_Q, AROUND
+                q_desc, do_desc, lse_desc, delta_desc, ring, work, order, H, Q_PADDED, BLOCK_Q, CAUSAL, AROUND,
+                DETERMINISTIC
             )),
             (_consumer, (
-                dq_ptr, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss, bh, n, low, start,
-                num_tiles, steps, masked_until, K, num_key_tiles, team, 0, D, BLOCK_Q, CAUSAL, RAGGED, AROUND,
-                PREFETCH, DETERMINISTIC
+                dq_ptr, dk_desc, dv_desc, parameters, scale, kvs, ring, dss, bh, n, low, start, num_tiles, steps,
+                masked_until, K, 0, D, BLOCK_Q, CAUSAL, RAGGED, AROUND, PREFETCH, DETERMINISTIC
             )),
             (_consumer, (
-                dq_ptr, dk_desc, dv_desc, parameters, tickets, scale, kvs, ring, dss, bh, n, low, start,
-                num_tiles, steps, masked_until, K, num_key_tiles, team, 1, D, BLOCK_Q, CAUSAL, RAGGED, AROUND,
-                PREFETCH, DETERMINISTIC
+                dq_ptr, dk_desc, dv_desc, parameters, scale, kvs, ring, dss, bh, n, low, start, num_tiles, steps,
+                masked_until, K, 1, D, BLOCK_Q, CAUSAL, RAGGED, AROUND, PREFETCH, DETERMINISTIC
             )),
     ], [4, 4], [240, 240])  # fmt: skip

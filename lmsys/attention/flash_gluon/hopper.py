@@ -16,6 +16,23 @@ def _barrier_asm(kind, num_threads):
     return f"bar.{kind} $1, {num_threads}; mov.b32 $0, $1;"
 
 
+@gluon.constexpr_function
+def _turn_asm(first):
+    return f"""{{
+        .reg .pred other, late;
+        mov.b32 $0, $2;
+        setp.ge.s32 other, $3, 32;
+        @other bra.uni given;
+        again: ld.acquire.gpu.global.b32 $0, [$1];
+        setp.ne.b32 late, $0, $2;
+        vote.sync.any.pred late, late, 0xffffffff;
+        @late bra.uni again;
+        bar.arrive {first}, 160;
+        bar.arrive {first + 1}, 160;
+        given:
+    }}"""
+
+
 @gluon.jit
 def named_barrier(KIND: gl.constexpr, barrier, NUM_THREADS: gl.constexpr):
     """`sync` waits until NUM_THREADS have come to the barrier, `arrive` comes and goes on. By all of 4 warps."""
@@ -36,26 +53,40 @@ def _by_all(INSTRUCTION: gl.constexpr):
 
 @gluon.jit
 def publish(count):
-    """Counts one more at `count`, once all that this warp group has added to memory can be seen by other CTAs."""
-    _by_all("fence.acq_rel.gpu")
-    gl.thread_barrier()
-    gl.atomic_add(count, 1)
+    """Counts one more at `count`, once all that came before it in this CTA can be seen by other CTAs.
+
+    By the last of 4 warps: the others do not wait until what was added to memory has landed there.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    ASM: gl.constexpr = """{
+        .reg .pred mine;
+        setp.eq.s32 mine, $2, 96;
+        @mine red.release.gpu.global.add.u32 [$1], 1;
+        mov.b32 $0, $2;
+    }"""
+    places = (count + gl.full([128], 0, gl.int32, LAYOUT)).to(gl.int64)
+    thread = gl.arange(0, 128, layout=LAYOUT)
+    gl.inline_asm_elementwise(ASM, "=r,l,r", [places, thread], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def await_count(count, expected):
-    """Until the number at `count` is as expected, and with it what was published before can be seen."""
+def give_turn(count, expected, FIRST: gl.constexpr):
+    """Once the number at `count` is as expected, those who `await_turn` at barriers FIRST and FIRST + 1 go on.
+
+    With it, they can see what was published before. By the first of 4 warps; the others go on at once.
+    """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    ASM: gl.constexpr = """{
-        .reg .pred late;
-        again: ld.acquire.gpu.global.b32 $0, [$1];
-        setp.ne.b32 late, $0, $2;
-        vote.sync.any.pred late, late, 0xffffffff;
-        @late bra.uni again;
-    }"""
+    ASM: gl.constexpr = _turn_asm(FIRST)
     places = (count + gl.full([128], 0, gl.int32, LAYOUT)).to(gl.int64)
     wanted = gl.full([128], expected, gl.int32, LAYOUT)
-    gl.inline_asm_elementwise(ASM, "=&r,l,r", [places, wanted], dtype=gl.int32, is_pure=False, pack=1)
+    thread = gl.arange(0, 128, layout=LAYOUT)
+    gl.inline_asm_elementwise(ASM, "=&r,l,r,r", [places, wanted, thread], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def await_turn(barrier):
+    """By all of 4 warps, until one of another warp group has given them their turn."""
+    named_barrier("sync", barrier, 160)
 
 
 @gluon.jit
@@ -75,7 +106,7 @@ def add_registers(ptr, x):
     """Adds x (64, 64), as a matmul leaves it, to 4096 numbers at `ptr`, in the order of its registers.
 
     Four that a thread holds lie together: 512 bytes for an instruction of a warp. In no order among CTAs but that of
-    `await_count`.
+    `give_turn`.
     """
     x = x.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([1024, 2, 2])
     left, right = gl.split(x)

@@ -32,6 +32,7 @@ TILE_K = 128
 ROWS = 64  # of queries that one warp group of the forward owns
 NUM_PARAMETERS = 6  # int64, which `prepare_kernel` writes
 BLOCK_Q = {64: 128, 128: 64}  # by head_dim: queries of a step of the backward
+HEADS_IN_ORDER = {64: 8, 128: 4}  # by head_dim: whose key tiles take turns in a causal backward of fixed order
 FEW_WAVES = 8  # of CTAs: so few that the time in which the last ones run alone counts more than what L2 keeps
 REGISTERS = {2: (240, 168), 3: (160, 128)}  # by warp groups that compute: registers of theirs, and of the kernel
 
@@ -111,12 +112,22 @@ class _Forward:
 def backward_options(
     head_dim: int, causal: bool, ragged: bool, grouped: bool, deterministic: bool, plan: BackwardPlan
 ) -> dict[str, Any]:
-    """What `backward_kernel` is compiled with. Where it has more to keep, there are no registers for a prefetch."""
+    """What `backward_kernel` is compiled with."""
     return {
         "BLOCK_Q": BLOCK_Q[head_dim], "D": head_dim, "CAUSAL": causal, "RAGGED": ragged, "GROUPED": grouped,
-        "PREFETCH": plan.prefetch and not ragged and not deterministic,
+        "PREFETCH": plan.prefetch,
         "SPREAD": not causal and (plan.spread or deterministic), "DETERMINISTIC": deterministic,
     }  # fmt: skip
+
+
+def team_of(num_key_tiles: int, num_tiles: int, processors: int) -> int:
+    """How many key tiles of a head are worked on together in full attention of fixed order.
+
+    Those who wait for one another are on the GPU together, also where they have half of it. They begin two tiles of
+    queries apart, so that one has long published what it added when the next one comes.
+    """
+    num_teams = triton.cdiv(num_key_tiles, max(1, min(processors, num_tiles) // 2))
+    return triton.cdiv(num_key_tiles, num_teams)
 
 
 class _Backward:
@@ -129,19 +140,20 @@ class _Backward:
         num_key_tiles = triton.cdiv(keys, TILE_K)
         processors = torch.cuda.get_device_properties(q.device).multi_processor_count
         self.grid = kv_num_heads * num_key_tiles
+        num_tiles = triton.cdiv(queries, self.block_q)
         team = num_key_tiles
-        if deterministic:  # CTAs that wait for one another are on the GPU together, also where they have half of it
-            num_teams = triton.cdiv(num_key_tiles, max(1, processors // 2))
-            team = triton.cdiv(num_key_tiles, num_teams)
+        if deterministic and causal:
+            at_once = HEADS_IN_ORDER[head_dim]
+        elif deterministic:
+            team = team_of(num_key_tiles, num_tiles, processors)
             at_once = processors // team  # heads whose first teams come before their second ones
-            self.grid = kv_num_heads * num_teams * team
+            self.grid = kv_num_heads * triton.cdiv(num_key_tiles, team) * team
         elif plan.l2_mib and self.grid > FEW_WAVES * processors:
             at_once = heads_at_once(plan.l2_mib, 8 * max(queries * group, keys) * head_dim)
         else:  # causal, all of the longest tiles first: the last head's would end alone
             at_once = kv_num_heads if causal else 1
         at_once = min(at_once, kv_num_heads)
-        num_tiles = triton.cdiv(queries, self.block_q)
-        self.num_tickets = 2 * num_heads * num_tiles if deterministic else 0
+        self.num_tickets = num_heads * num_tiles if deterministic else 0
         self.sizes = kv_num_heads, heads, group, queries, self.padded, keys, num_key_tiles, at_once, team
         self.prepare_sizes = (
             num_heads, heads, group, queries, self.padded, num_key_tiles, at_once, team, self.num_tickets

@@ -11,8 +11,7 @@ candidate again, beside SDPA cuDNN.
   costs 2 %, in full attention at 128 1 to 3 %.
 - Heads grouped for the L2 cache in a causal backward: 10 % at 64 and 1k in the prototype. Full attention goes head by
   head.
-- The log-sum-exp a step ahead: 1 to 3 % at 128, but for full attention at 1k; at 64 it costs up to 6 %. Not where
-  lengths are ragged or the order of additions is fixed: there it has no registers.
+- The log-sum-exp a step ahead: 1 to 3 % at 128, but for full attention at 1k; at 64 it costs up to 6 %.
 - Key tiles of a head that begin at tiles of queries evenly spread, so that they do not add to one place of dq all at
   once: 1 to 5 % in full attention. Causal ones begin at their diagonal, each elsewhere.
 
