@@ -23,7 +23,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from lmsys.attention.flash_gluon.around import convert_kernel, prepare_kernel
 from lmsys.attention.flash_gluon.backward import backward_kernel
 from lmsys.attention.flash_gluon.forward import forward_kernel
-from lmsys.attention.flash_gluon.kernels import BLOCK_Q, REGISTERS, ROWS, TILE_K, backward_options
+from lmsys.attention.flash_gluon.kernels import BLOCK_Q, ROWS, TILE_K, backward_options, forward_options
 from lmsys.attention.flash_gluon.launch import layout
 from lmsys.attention.flash_gluon.plans import BACKWARD, FORWARD, BackwardPlan, ForwardPlan
 from tests.sass import TRITON_NAMES, resources
@@ -48,12 +48,9 @@ def compile_kernel(function: Any, signature: dict[str, str], constants: dict[str
 
 
 def forward(dtype: torch.dtype, head_dim: int, causal: bool, ragged: bool, plan: ForwardPlan) -> Any:
-    q, k = (descriptor([1, 1, rows, head_dim], dtype) for rows in (ROWS, TILE_K))
-    registers, cap = REGISTERS[plan.consumers]
-    constants = {
-        "BLOCK_K": TILE_K, "D": head_dim, "WGS": plan.consumers, "STAGES": plan.stages, "REGISTERS": registers,
-        "PING_PONG": plan.ping_pong, "NAMED": plan.named, "DYNAMIC": plan.dynamic, "CAUSAL": causal, "RAGGED": ragged,
-    }  # fmt: skip
+    q, k = (descriptor([1, 1, rows, head_dim], dtype) for rows in (ROWS, plan.tile_k))
+    constants = forward_options(head_dim, causal, ragged, plan)
+    cap = constants.pop("maxnreg")
     signature = {"q_desc": q, "k_desc": k, "v_desc": k, "o_desc": q}
     return compile_kernel(forward_kernel, signature, constants, maxnreg=cap)
 
