@@ -129,15 +129,17 @@ def time_cell(cell: Cell, plans: list[Any], rounds: int) -> Iterator[dict[str, A
         rows = [("cudnn", cudnn(direction, *(x.clone() for x in drawn), causal))]
         rows += [(plan, ours(direction, *drawn, causal, plan)) for plan in plans]
         short = direction == "fwd" and length <= SHORT
-        for i in range(1 + rounds if short else rounds):
+        if short:
+            rows = [(row, repeated(call)) for row, call in rows]
+            for _, call in rows:  # loads its binary, finds memory
+                call()
+        for _ in range(rounds):
             for (_, call), times in zip(rows, samples, strict=True):
-                times.append(seconds(repeated(call)) / CALLS * 1e3 if short else milliseconds(call))
-    if short:  # binaries are loaded, and memory is found, in the first round
-        samples = [times[1:] for times in samples]
+                times.append(seconds(call) / CALLS if short else milliseconds(call) / 1e3)
     flops = 4 * TOKENS * WIDTH * length * (0.5 if causal else 1) * (1 if direction == "fwd" else 2.5)
     for (row, _), times in zip(rows, samples, strict=True):
         ratio = statistics.median(base / own for base, own in zip(samples[0], times, strict=True))
-        time_s = statistics.median(times) / 1e3
+        time_s = statistics.median(times)
         yield {
             "direction": direction, "head_dim": head_dim, "causal": causal, "length": length,
             "plan": row if row == "cudnn" else asdict(row), "time_s": time_s, "tflops": flops / time_s / 1e12,
