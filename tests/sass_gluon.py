@@ -26,6 +26,7 @@ from lmsys.attention.flash_gluon.forward import forward_kernel
 from lmsys.attention.flash_gluon.kernels import BLOCK_Q, ROWS, TILE_K, backward_options, forward_options
 from lmsys.attention.flash_gluon.launch import layout
 from lmsys.attention.flash_gluon.plans import BACKWARD, FORWARD, BackwardPlan, ForwardPlan
+from lmsys.attention.flash_gluon.tune import SHORT, SHORT_FORMS, candidates
 from tests.sass import TRITON_NAMES, resources
 
 POINTERS = {"tickets": "*i32", "counter": "*i32", "parameters": "*i64"}
@@ -118,7 +119,7 @@ def hazards(sass: str) -> int:
 def main(dtypes: list[str], every: bool) -> None:
     """One of each kernel by head_dim and mask, and a backward that is all that one can be.
 
-    `every`: of each plan, ragged, deterministic and grouped too.
+    Of those for short sequences, each form. `every`: of each plan and candidate, ragged, deterministic and grouped too.
     """
     for dtype_name in dtypes:
         dtype = getattr(torch, dtype_name)
@@ -132,9 +133,11 @@ def main(dtypes: list[str], every: bool) -> None:
             for causal in (True, False):
                 what = {"head_dim": head_dim, "causal": causal}
                 for ragged in (False, True) if every and not causal else (False,):
-                    for plan in _some({plan: None for _, plan in FORWARD[head_dim, causal]}, every):
+                    plans = _some({plan: None for _, plan in FORWARD[head_dim, causal]}, every)
+                    shorts = candidates("fwd", head_dim, causal, SHORT) if every else causal * SHORT_FORMS[head_dim]
+                    for plan in dict.fromkeys([*plans, *shorts]):
                         report("forward", forward(dtype, head_dim, causal, ragged, plan), **what, ragged=ragged,
-                               consumers=plan.consumers, ping_pong=plan.ping_pong)  # fmt: skip
+                               consumers=plan.consumers, tile_k=plan.tile_k, ctas=plan.ctas)  # fmt: skip
                     for plan in _some({plan: None for _, plan in BACKWARD[head_dim, causal]}, every):
                         modes = ({}, {"deterministic": True}, {"grouped": True}) if every and not ragged else ({},)
                         for mode in modes:
