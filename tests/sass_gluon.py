@@ -32,6 +32,7 @@ from tests.sass import TRITON_NAMES, resources
 POINTERS = {"tickets": "*i32", "counter": "*i32", "parameters": "*i64"}
 ADDS = {"UTMAREDG": "UTMAREDG", "REDG": r"REDG\.E\.ADD\.F32x4"}
 MNEMONICS = ADDS | {"UTMASTG": "UTMASTG", "SYNCS": "SYNCS", "BAR": r"BAR\.(?:SYNC|ARV)"}
+MNEMONICS |= {"ACQBULK": "ACQBULK", "PREEXIT": "PREEXIT"}  # waits for the kernel before, admits the one after
 
 
 def descriptor(block: list[int], dtype: torch.dtype) -> str:
@@ -50,10 +51,10 @@ def compile_kernel(function: Any, signature: dict[str, str], constants: dict[str
 
 def forward(dtype: torch.dtype, head_dim: int, causal: bool, ragged: bool, plan: ForwardPlan) -> Any:
     q, k = (descriptor([1, 1, rows, head_dim], dtype) for rows in (ROWS, plan.tile_k))
-    constants = forward_options(head_dim, causal, ragged, plan)
-    cap = constants.pop("maxnreg")
+    options = forward_options(head_dim, causal, ragged, plan)
+    constants = {name: options.pop(name) for name in list(options) if name.isupper()}
     signature = {"q_desc": q, "k_desc": k, "v_desc": k, "o_desc": q}
-    return compile_kernel(forward_kernel, signature, constants, maxnreg=cap)
+    return compile_kernel(forward_kernel, signature, constants, **options)
 
 
 def backward(
@@ -134,10 +135,13 @@ def main(dtypes: list[str], every: bool) -> None:
                 what = {"head_dim": head_dim, "causal": causal}
                 for ragged in (False, True) if every and not causal else (False,):
                     plans = _some({plan: None for _, plan in FORWARD[head_dim, causal]}, every)
-                    shorts = candidates("fwd", head_dim, causal, SHORT) if every else causal * SHORT_FORMS[head_dim]
+                    shorts = candidates("fwd", head_dim, causal, SHORT) if every else []
+                    if not every and causal:
+                        shorts = [form for form in SHORT_FORMS[head_dim] if form.ctas > 1]
                     for plan in dict.fromkeys([*plans, *shorts]):
+                        fields = {name: getattr(plan, name) for name in ("consumers", "tile_k", "ctas", "chained")}
                         report("forward", forward(dtype, head_dim, causal, ragged, plan), **what, ragged=ragged,
-                               consumers=plan.consumers, tile_k=plan.tile_k, ctas=plan.ctas)  # fmt: skip
+                               **fields)  # fmt: skip
                     for plan in _some({plan: None for _, plan in BACKWARD[head_dim, causal]}, every):
                         modes = ({}, {"deterministic": True}, {"grouped": True}) if every and not ragged else ({},)
                         for mode in modes:

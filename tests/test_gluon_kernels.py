@@ -299,6 +299,7 @@ def test_the_kernels_for_hopper_are_well_made() -> None:
         assert line["SYNCS"] >= 20 and line["BAR"] >= 20, line
         assert line["hazards"] == 0, line
         if forward:
+            assert line["ACQBULK"] == line["PREEXIT"] == line["chained"], line
             assert line["LDL"] == line["STL"] == 0, f"registers spill: {line}"
         else:
             # 168 registers are all that there are. What is spilt is what the end needs; see `backward.py`.

@@ -19,6 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from lmsys.attention.flash_gluon.hopper import (
     FIRST_BARRIER,
+    admit_kernel_after,
+    await_kernel_before,
     barriers,
     load_rows,
     named_barrier,
@@ -79,7 +81,7 @@ def _release(empty, stage, NAMED: gl.constexpr, FIRST: gl.constexpr, WGS: gl.con
 def _producer(
     q_desc, k_desc, v_desc, counter, queries, ring, mailbox, sizes,
     WGS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    NAMED: gl.constexpr, DYNAMIC: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
+    NAMED: gl.constexpr, DYNAMIC: gl.constexpr, CHAINED: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
 ):  # fmt: skip
     qs, q_full, q_empty = queries
     ks, k_full, k_empty, vs, v_full, v_empty = ring
@@ -89,6 +91,8 @@ def _producer(
     turn = 0
     index = gl.program_id(0)
     total = num_heads * num_tiles
+    if CHAINED:  # ahead of the first load and the counter, and so of all that consumers write
+        await_kernel_before()
     while index < total:
         if DYNAMIC:
             _announce(tiles, tile_full, tile_empty, turn, index)
@@ -119,6 +123,8 @@ def _producer(
             index = gl.atomic_add(counter, 1) + gl.num_programs(0)
         else:
             index += gl.num_programs(0)
+    if CHAINED:
+        admit_kernel_after()
     if DYNAMIC:
         # Before the ring is drained: consumers would otherwise wait for this, and the drain for them.
         _announce(tiles, tile_full, tile_empty, turn, index)
@@ -337,7 +343,7 @@ def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, counter, scale, num_heads, H, G, Q, K, num_tiles, at_once,
     BLOCK_K: gl.constexpr, D: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     PING_PONG: gl.constexpr, OVERLAP: gl.constexpr, NAMED: gl.constexpr, DYNAMIC: gl.constexpr,
-    CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+    CHAINED: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """o and the natural log-sum-exp. `scale` in base 2; `counter`: two int32 zeros, zero again at the end.
 
@@ -363,7 +369,7 @@ def forward_kernel(
         gl.warp_specialize([
             (_producer, (
                 q_desc, k_desc, v_desc, counter, queries, ring, mailbox, sizes, WGS, BLOCK_K, STAGES, CAUSAL,
-                NAMED, DYNAMIC, K_FREE, V_FREE
+                NAMED, DYNAMIC, CHAINED, K_FREE, V_FREE
             )),
             (_consumer, (
                 o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 0, WGS, BLOCK_K, D, STAGES, PING_PONG,
@@ -374,7 +380,7 @@ def forward_kernel(
         gl.warp_specialize([
             (_producer, (
                 q_desc, k_desc, v_desc, counter, queries, ring, mailbox, sizes, WGS, BLOCK_K, STAGES, CAUSAL,
-                NAMED, DYNAMIC, K_FREE, V_FREE
+                NAMED, DYNAMIC, CHAINED, K_FREE, V_FREE
             )),
             (_consumer, (
                 o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 0, WGS, BLOCK_K, D, STAGES, PING_PONG,
@@ -389,7 +395,7 @@ def forward_kernel(
         gl.warp_specialize([
             (_producer, (
                 q_desc, k_desc, v_desc, counter, queries, ring, mailbox, sizes, WGS, BLOCK_K, STAGES, CAUSAL,
-                NAMED, DYNAMIC, K_FREE, V_FREE
+                NAMED, DYNAMIC, CHAINED, K_FREE, V_FREE
             )),
             (_consumer, (
                 o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 0, WGS, BLOCK_K, D, STAGES, PING_PONG,

@@ -71,7 +71,7 @@ def forward_options(head_dim: int, causal: bool, ragged: bool, plan: ForwardPlan
     return {
         "BLOCK_K": plan.tile_k, "D": head_dim, "WGS": plan.consumers, "STAGES": plan.stages, "REGISTERS": registers,
         "PING_PONG": plan.ping_pong, "OVERLAP": plan.overlap, "NAMED": plan.named, "DYNAMIC": plan.dynamic,
-        "CAUSAL": causal, "RAGGED": ragged, "maxnreg": cap,
+        "CHAINED": plan.chained, "CAUSAL": causal, "RAGGED": ragged, "maxnreg": cap, "launch_pdl": plan.chained,
     }  # fmt: skip
 
 

@@ -51,6 +51,7 @@ class ForwardPlan:
     tile_k: int = 128  # keys of a tile
     ctas: int = 1  # on a processor at a time: one computes while another waits for its first keys or stores its last
     overlap: bool = True  # the scores of a step are begun before P V of the one before; otherwise registers are fewer
+    chained: bool = False  # begins while the kernel before it in its stream ends: programmatic dependent launch
 
 
 @dataclass(frozen=True)
