@@ -69,9 +69,10 @@ def forward_options(head_dim: int, causal: bool, ragged: bool, plan: ForwardPlan
     """What `forward_kernel` is compiled with."""
     registers, cap = REGISTERS[plan.consumers, plan.ctas]
     return {
-        "BLOCK_K": plan.tile_k, "D": head_dim, "WGS": plan.consumers, "STAGES": plan.stages, "REGISTERS": registers,
-        "PING_PONG": plan.ping_pong, "OVERLAP": plan.overlap, "NAMED": plan.named, "DYNAMIC": plan.dynamic,
-        "CHAINED": plan.chained, "CAUSAL": causal, "RAGGED": ragged, "maxnreg": cap, "launch_pdl": plan.chained,
+        "BLOCK_K": plan.tile_k, "D": head_dim, "WGS": plan.consumers, "STAGES": plan.stages, "SLOTS": plan.slots,
+        "REGISTERS": registers, "PING_PONG": plan.ping_pong, "OVERLAP": plan.overlap, "NAMED": plan.named,
+        "DYNAMIC": plan.dynamic, "CHAINED": plan.chained, "CAUSAL": causal, "RAGGED": ragged, "maxnreg": cap,
+        "launch_pdl": plan.chained,
     }  # fmt: skip
 
 

@@ -38,7 +38,7 @@ SHORT_FORMS = {
         ForwardPlan(1, 2, False, True, False, 0, tile_k=128, ctas=2, chained=True),
         ForwardPlan(1, 2, False, True, False, 0, tile_k=64, ctas=3, chained=True),
         ForwardPlan(1, 3, False, True, False, 0, tile_k=64, ctas=3, chained=True),
-        ForwardPlan(1, 1, False, True, False, 0, tile_k=64, ctas=4, overlap=False, chained=True),
+        ForwardPlan(1, 2, False, True, False, 0, tile_k=64, slots=1, ctas=4, overlap=False, chained=True),
         ForwardPlan(2, 3, False, True, False, 0, tile_k=64, ctas=2, overlap=False, chained=True),
         ForwardPlan(2, 3, True, True, False, 0, tile_k=64, ctas=2, overlap=False, chained=True),
         ForwardPlan(2, 3, True, True, False, 0, chained=True),
