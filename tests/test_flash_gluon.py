@@ -165,7 +165,8 @@ def test_those_who_add_in_turn_follow_one_another(
     monkeypatch.setattr(kernels(), "HEADS_IN_ORDER", {64: in_order, 128: in_order})
     monkeypatch.setattr(kernels(), "_launches", {})
     if processors is not None:
-        few = SimpleNamespace(multi_processor_count=processors)
+        major, minor = torch.cuda.get_device_capability()
+        few = SimpleNamespace(multi_processor_count=processors, major=major, minor=minor)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few)
     case = ROW.case(
         batch=2, heads=4, kv_heads=2, queries=queries, keys=keys, head_dim=head_dim, causal=causal, grad=True,

@@ -32,7 +32,7 @@ TILE_K = 128
 ROWS = 64  # of queries that one warp group of the forward owns
 NUM_PARAMETERS = 6  # int64, which `prepare_kernel` writes
 BLOCK_Q = {64: 128, 128: 64}  # by head_dim: queries of a step of the backward
-HEADS_IN_ORDER = {64: 8, 128: 4}  # by head_dim: whose key tiles take turns in a causal backward of fixed order
+HEADS_IN_ORDER = {64: 4, 128: 2}  # by head_dim: whose key tiles take turns in a causal backward of fixed order
 FEW_WAVES = 8  # of CTAs: so few that the time in which the last ones run alone counts more than what L2 keeps
 REGISTERS = {  # by consumers and CTAs of a processor: of a consumer's threads, and of all threads at the start
     (1, 2): (232, 128), (1, 3): (136, 80), (1, 4): (104, 64),
