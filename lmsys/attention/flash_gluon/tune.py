@@ -2,7 +2,6 @@
 
 B S = 16,384 tokens, H D = 2048, bfloat16. In a cell, all candidates and cuDNN are timed in turn, round after round,
 so that they see one clock; a line gives the median over rounds and the median of the ratios to cuDNN within a round.
-Forwards of up to 512 keys are timed by the wall, 100 calls one after another, as their claim is.
 `--direction`, `--head-dim`, `--causal`, `--length` narrow the cells, `--planned` times the plans of `plans.py` alone.
 """
 
@@ -12,9 +11,8 @@ import json
 import multiprocessing
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -27,36 +25,11 @@ from lmsys.attention.flash_gluon import kernels
 from lmsys.attention.flash_gluon.plans import BackwardPlan, ForwardPlan, backward_plan, forward_plan
 
 TOKENS, WIDTH = 16384, 2048
-SHORT = 512  # keys, up to which a forward has few key tiles to hide the beginning and the end of a tile behind
-CALLS = 100  # of a short sequence, back to back
 Cell = tuple[str, int, bool, int]  # direction, head_dim, causal, length
 
 
-# By head_dim: several CTAs on a processor, then one, as for longer sequences.
-SHORT_FORMS = {
-    64: (
-        ForwardPlan(2, 3, True, True, False, 0, tile_k=64, ctas=2, overlap=False, chained=True),
-        ForwardPlan(2, 3, True, True, False, 0, chained=True),
-        ForwardPlan(2, 3, True, True, False, 0),
-    ),
-    128: (
-        ForwardPlan(1, 2, False, True, False, 0, tile_k=64, ctas=2, chained=True),
-        ForwardPlan(2, 2, False, True, False, 0, chained=True),
-        ForwardPlan(2, 2, True, True, False, 0, chained=True),
-        ForwardPlan(2, 2, True, True, False, 0),
-    ),
-}
-
-
-def candidates(direction: str, head_dim: int, causal: bool, length: int) -> list[Any]:
+def candidates(direction: str, head_dim: int, causal: bool) -> list[Any]:
     """What is worth timing: every setting that once won a cell, and its neighbours."""
-    if direction == "fwd" and length <= SHORT:
-        orders = ((False, 32), (True, 0)) if causal else ((False, 0), (True, 0))
-        return [
-            replace(form, dynamic=dynamic, l2_mib=l2_mib)
-            for form in SHORT_FORMS[head_dim]
-            for dynamic, l2_mib in orders
-        ]
     if direction == "fwd":
         l2_mib = 32 if causal else 0
         two = [
@@ -81,10 +54,14 @@ def inputs(head_dim: int, length: int, batch: int = 0) -> list[Tensor]:
 
 
 def cudnn(direction: str, q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool) -> Callable[[], Any]:
+    def forward() -> Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
     if direction == "fwd":
-        return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        return forward
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    o = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    o = forward()
     return lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
 
 
@@ -99,41 +76,19 @@ def ours(
     return lambda: kernels._backward(q, k, v, o, lse, do, causal, scale, deterministic, plan)
 
 
-def repeated(call: Callable[[], Any]) -> Callable[[], list[Any]]:
-    return lambda: [call() for _ in range(CALLS)]
-
-
-def seconds(call: Callable[[], Any]) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def milliseconds(call: Callable[[], Any]) -> float:
-    return triton.testing.do_bench(call, warmup=5, rep=25, return_mode="median")
-
-
 def time_cell(cell: Cell, plans: list[Any], rounds: int) -> Iterator[dict[str, Any]]:
     direction, head_dim, causal, length = cell
     drawn = inputs(head_dim, length)
-    samples: list[list[float]] = [[] for _ in range(1 + len(plans))]
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        rows = [("cudnn", cudnn(direction, *(x.clone() for x in drawn), causal))]
-        rows += [(plan, ours(direction, *drawn, causal, plan)) for plan in plans]
-        short = direction == "fwd" and length <= SHORT
-        if short:
-            rows = [(row, repeated(call)) for row, call in rows]
-            for _, call in rows:  # loads its binary, finds memory
-                call()
-        for _ in range(rounds):
-            for (_, call), times in zip(rows, samples, strict=True):
-                times.append(seconds(call) / CALLS if short else milliseconds(call) / 1e3)
+    rows = [("cudnn", cudnn(direction, *(x.clone() for x in drawn), causal))]
+    rows += [(plan, ours(direction, *drawn, causal, plan)) for plan in plans]
+    samples: list[list[float]] = [[] for _ in rows]
+    for _ in range(rounds):
+        for (_, call), times in zip(rows, samples, strict=True):
+            times.append(triton.testing.do_bench(call, warmup=5, rep=25, return_mode="median"))
     flops = 4 * TOKENS * WIDTH * length * (0.5 if causal else 1) * (1 if direction == "fwd" else 2.5)
     for (row, _), times in zip(rows, samples, strict=True):
         ratio = statistics.median(base / own for base, own in zip(samples[0], times, strict=True))
-        time_s = statistics.median(times)
+        time_s = statistics.median(times) / 1e3
         yield {
             "direction": direction, "head_dim": head_dim, "causal": causal, "length": length,
             "plan": row if row == "cudnn" else asdict(row), "time_s": time_s, "tflops": flops / time_s / 1e12,
@@ -166,7 +121,7 @@ def main(arguments: list[str]) -> None:
             *(getattr(chosen, name).split(",") for name in ("direction", "head_dim", "causal", "length"))
         )
     ]
-    jobs = [(cell, [planned(*cell)] if chosen.planned else candidates(*cell)) for cell in cells]
+    jobs = [(cell, [planned(*cell)] if chosen.planned else candidates(*cell[:3])) for cell in cells]
     batches = {(cell[:3], plan): (cell, [plan]) for cell, plans in jobs for plan in plans}
     with multiprocessing.get_context("spawn").Pool(min(12, len(batches))) as pool:
         pool.map(compile_plans, batches.values(), chunksize=max(1, len(batches) // 12))
