@@ -39,9 +39,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--strategy", metavar="ROWS", help="exactly these strategies: names, path.py:Class")
     group.addoption("--world-size", metavar="N", help="ranks: 1,2,4; a GPU each, or processes on a CPU")
     group.addoption(
-        "--bucket-mb", metavar="MIB", help="of the bucketed strategy, MiB: 1,25,auto; of a training also torch DDP's"
+        "--bucket-mb", metavar="MIB", help="of bucketed and copy_engine, MiB: 1,25,auto; of a training also torch DDP's"
     )
-    group.addoption("--comm-dtype", help="what the bucketed strategy sends: float32, bfloat16, float16")
+    group.addoption("--comm-dtype", help="what bucketed and copy_engine send: float32, bfloat16, float16")
     group.addoption("--sharded-optimizer", help="optimizer state divided among ranks: yes, no")
     group.addoption("--epochs", metavar="N", help="of a training; the first is not timed, the others are the samples")
     group.addoption("--train-tokens", metavar="N", help="of a training: tokens of an epoch")

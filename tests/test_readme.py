@@ -59,6 +59,7 @@ def test_the_steps_beside_others_are_the_published_ones() -> None:
         cell(f"nvidia-h200-{llama}", "small | 16 | compiled", "speedup, ×"),
         cell(f"nvidia-h200-{llama}", "medium | 8 | compiled", "speedup, ×"),
         cell(f"nvidia-h200-20-cores-{llama}", "xl | 4 | compiled", "speedup, ×"),
+        cell(parallel, graphed, "copy_engine / torch_ddp_tuned"),
         cell(parallel, graphed, "bucketed / torch_ddp_tuned"),
         cell(parallel, graphed, "bucketed / naive"),
         cell(parallel, eager, "fsdp / torch_fsdp2"),
