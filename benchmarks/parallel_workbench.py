@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
-from itertools import product
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -211,6 +210,11 @@ class Seen:
     finite: bool
 
 
+def _outside_bytes(rig: Rig) -> int:
+    """Of GPU memory that a strategy holds and torch's allocator does not count."""
+    return getattr(rig.strategy.wrapper, "outside_bytes", 0)
+
+
 @on_part
 def examine(cell: Cell, seed: int) -> Seen:
     """Memory, phase by phase, of a training from its beginning; then what communicates when, and how long a step is.
@@ -222,6 +226,7 @@ def examine(cell: Cell, seed: int) -> Seen:
 
     def init() -> None:
         made["rig"] = Rig(cell, seed)
+        made["outside at init"] = _outside_bytes(made["rig"])
 
     def forward() -> None:
         made["loss"] = made["rig"].loss()
@@ -245,9 +250,10 @@ def examine(cell: Cell, seed: int) -> Seen:
         {"init": init, "first": first, "forward": forward, "backward": backward, "optimizer": update}, kind
     )
     rig, held = made["rig"], made["held"]
-    outside = getattr(rig.strategy.wrapper, "outside_bytes", 0)  # which torch does not count; from the first step on
-    for name, level in product(("first", "forward", "backward", "optimizer"), ("live_bytes", "peak_bytes")):
-        phases[name][level] += outside
+    for name, levels in phases.items():
+        outside = made["outside at init"] if name == "init" else _outside_bytes(rig)
+        for level in levels:
+            levels[level] += outside
     found = {
         "init_bytes": phases["init"]["live_bytes"],
         "init_peak_bytes": phases["init"]["peak_bytes"],

@@ -53,6 +53,7 @@ class Container(nn.Module):
             p.grad /= dist.get_world_size() * self.factor
 
     factor = 1.0
+    outside_bytes = 2**40  # from the beginning
 
 
 class slightly_off(Container):
@@ -238,6 +239,8 @@ def test_a_run_measures_ours_and_a_strategy_of_the_user_s(tmp_path: Path) -> Non
         assert one["exposed_s"] == pytest.approx(one["time_s"] - one["unsynchronized_s"])
         assert one["communication_s"] > 0 and 0 <= one["overlap_fraction"] <= 1 and one["scaling_efficiency"] > 0
         assert one["peak_bytes"] >= one["parameters_bytes"] and one["activations_bytes"] > 0
+    for name in ("init_bytes", "init_peak_bytes", "before_step_bytes", "peak_bytes"):
+        assert found["Container"][name] > 2**40 > found["naive"][name]
     assert found["naive"]["improvement"] == 0 and found["bucketed-1MiB"]["num_buckets"] > 3
     assert found["naive"]["unsynchronized_by"] == "no_sync" and found["zero1"]["unsynchronized_by"] == "none"
     assert found["zero1"]["optimizer_fraction"] == pytest.approx(0.5, abs=0.02)
