@@ -151,13 +151,16 @@ def _refused() -> str:
 
 def test_what_it_is_not_for_is_told(ranks: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     for error in ranks.run(_refused)[:2]:
-        assert error == "ValueError: copy_engine is for NCCL and parameters on GPUs: elsewhere take bucketed"
+        assert error.startswith("ValueError: copy engines are for NCCL and parameters on GPUs: elsewhere take bucketed")
     module = "lmsys.parallel.copy_engine"
     monkeypatch.setattr(f"{module}.size_and_rank", lambda group: (2, 0))
     monkeypatch.setattr(f"{module}.is_nccl", lambda group, p: True)
     monkeypatch.setattr(f"{module}.gather_objects", lambda node, group: ["here", "there"])
-    with pytest.raises(ValueError, match="copy_engine is for ranks of one node, and these are on here, there"):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    with pytest.raises(ValueError, match="parameters are on cpu, and the current GPU is cuda:1: set_device, or take"):
         symmetric_memory(nn.Linear(2, 2), None)
+    with pytest.raises(ValueError, match="copy engines are for ranks of one node, and these are on here, there"):
+        symmetric_memory(nn.Identity(), None)
 
 
 def _trained(strategy: str, options: dict[str, Any], graphed: bool) -> dict[str, torch.Tensor]:

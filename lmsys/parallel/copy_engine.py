@@ -21,6 +21,8 @@ from lmsys.parallel.overlapped import do_nothing, widen
 from lmsys.parallel.packing import copy_gradients
 from lmsys.parallel.wrapper import dense
 
+INSTEAD = "take bucketed or zero1, which are the same by collectives"
+
 
 class CopyEngine(Bucketed):
     """bucket_mb, comm_dtype: as of `Bucketed`. ValueError where ranks are not GPUs of one node under NCCL."""
@@ -63,15 +65,18 @@ class CopyEngine(Bucketed):
 
 def copy_engine_supports(case: Any) -> str | None:
     """None for a `case` that has a CUDA device, else why it cannot run."""
-    return None if case.device == "cuda" else "copy engines are of GPUs: bucketed is the same elsewhere"
+    return None if case.device == "cuda" else f"copy engines are of GPUs: elsewhere {INSTEAD}"
 
 
 def symmetric_memory(module: nn.Module, group: Group) -> Symmetric:
-    """ValueError where ranks are not GPUs of one node under NCCL. Asked of all ranks."""
+    """ValueError where ranks are not GPUs of one node under NCCL, each the current one. Asked of all ranks."""
     if size_and_rank(group)[0] == 1:
         return Symmetric(None)
     if not all(is_nccl(group, p) for p in module.parameters()):
-        raise ValueError("copy_engine is for NCCL and parameters on GPUs: elsewhere take bucketed")
+        raise ValueError(f"copy engines are for NCCL and parameters on GPUs: elsewhere {INSTEAD}")
+    here = torch.device("cuda", torch.cuda.current_device())
+    if others := sorted({str(p.device) for p in module.parameters()} - {str(here)}):
+        raise ValueError(f"parameters are on {', '.join(others)}, and the current GPU is {here}: set_device, or {INSTEAD}")
     if len(nodes := sorted(set(gather_objects(platform.node(), group)))) > 1:
-        raise ValueError(f"copy_engine is for ranks of one node, and these are on {', '.join(nodes)}: take bucketed")
+        raise ValueError(f"copy engines are for ranks of one node, and these are on {', '.join(nodes)}: {INSTEAD}")
     return Symmetric(dist.group.WORLD if group is None else group)
