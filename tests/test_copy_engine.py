@@ -144,6 +144,31 @@ def test_buckets_stay_and_gradients_are_their_views(ranks: WorkerGroup, comm_dty
     assert sent == {comm_dtype or torch.float32} and dtypes == {torch.float32}
 
 
+def _kept_graphs(strategy: str, comm_dtype: torch.dtype | None) -> list[bool]:
+    """Whether a bucket is part of a graph after a step whose backward makes one of its own."""
+    group, found = group_of(2), []
+    if dist.get_rank() < 2:
+        with stand_in():
+            options = {"comm_dtype": comm_dtype} if strategy == "copy_engine" else {}
+            wrapper = TABLE[strategy].load()(Net(Recipe(width=8)), group, 1e-4, **options)
+            for _ in range(2):
+                wrapper(torch.randn(3, 8)).backward(create_graph=True)
+                wrapper.finish_gradient_synchronization()
+                found += [x.requires_grad for x in wrapper._exchange.flats]
+                wrapper.zero_grad()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize(
+    ("strategy", "comm_dtype"), [("copy_engine", None), ("copy_engine", torch.bfloat16), ("copy_engine_zero1", None)]
+)
+def test_buckets_that_stay_keep_no_graph(ranks: WorkerGroup, strategy: str, comm_dtype: torch.dtype | None) -> None:
+    """Of a backward with create_graph=True: it would grow from step to step."""
+    found = ranks.run(_kept_graphs, strategy, comm_dtype)[0]
+    assert found and not any(found)
+
+
 def _refused() -> str:
     group = group_of(2)
     return on_ranks.error_of(CopyEngine, Net(Recipe()), group) if dist.get_rank() < 2 else ""

@@ -50,6 +50,7 @@ class CopyEngine(Bucketed):
         self._exchange = self._symmetric.exchange(self._layouts, dtypes, whole=True)
         self._views = [layout.views(x) for layout, x in zip(self._layouts, self._exchange.flats, strict=True)]
 
+    @torch.no_grad()
     def _send(self, number: int) -> tuple[Pending, object]:
         if self._exchange is None:
             return super()._send(number)

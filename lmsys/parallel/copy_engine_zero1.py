@@ -48,6 +48,7 @@ class CopyEngineZero1(Zero1):
         self._wait_for(list(range(len(self._gathering))))  # before the next step moves what is still sent
         super()._synchronize()
 
+    @torch.no_grad()
     def _send(self, number: int) -> tuple[Pending, Callable[[], None]]:
         params, own = self._members[number], self.segments[number].members[self.rank]
         gradients = [torch.zeros_like(p) if p.grad is None else dense(p) for p in params]
