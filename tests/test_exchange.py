@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from streams import Gpu, Handle, run
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lmsys.parallel.buckets import ALIGNMENT
-from lmsys.parallel.exchange import ARRIVED, DONE, READY, Exchange, Spread, inbox_bytes, parts_of, segments_of
+from lmsys.parallel.exchange import ARRIVED, DONE, READY, Exchange, Spread, inbox_bytes, parts_of, peers_of, segments_of
 from lmsys.parallel.packing import Layout
 from lmsys.testing import error_ratio
 
@@ -173,6 +174,29 @@ def seeds_that_tell(**fault: Any) -> int:
 def test_each_signal_and_each_wait_is_needed(fault: dict[str, Any]) -> None:
     assert seeds_that_tell() == 0
     assert seeds_that_tell(**fault) > 0
+
+
+@given(st.integers(1, 9))
+def test_ranks_in_step_send_to_each_one_at_a_time(world_size: int) -> None:
+    orders = [peers_of(rank, world_size) for rank in range(world_size)]
+    assert all(sorted([rank, *order]) == list(range(world_size)) for rank, order in enumerate(orders))
+    assert all(len(set(peers)) == world_size for peers in zip(*orders, strict=True))
+
+
+def test_gradients_are_held_until_the_end() -> None:
+    """The backward's stream would be given their memory again, while other streams read it."""
+    layout, memory = Layout.of([torch.empty(64)]), torch.zeros(64)
+    gpu, inbox = Gpu([0, 1, 2], [1.0] * 3), torch.zeros(1024, dtype=torch.uint8)
+    handles = [Handle(gpu, 0, [x, x], set()) for x in (inbox, memory)]
+    nothing = lambda *_: None  # noqa: E731
+    exchange = Exchange([layout], [memory], inbox, handles[0], handles[1:], nothing, nothing, gpu)
+    gradient = torch.zeros(64)
+    storage = StorageWeakRef(gradient.untyped_storage())
+    exchange.send(0, [gradient])
+    del gradient
+    assert not storage.expired()
+    exchange.finish()
+    assert storage.expired()
 
 
 @given(st.integers(0, 1000), st.integers(1, 9))

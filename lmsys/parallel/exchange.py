@@ -145,7 +145,7 @@ class Spread:
         for flat, handle in zip(flats, handles, strict=True):
             length = flat.numel() // world_size
             own = flat[rank * length : (rank + 1) * length]
-            peers = [peer for peer in range(world_size) if peer != rank]
+            peers = peers_of(rank, world_size)
             self._copies.append(
                 [(handle.get_buffer(peer, (length,), flat.dtype, rank * length), own) for peer in peers]
             )
@@ -166,6 +166,11 @@ class Spread:
 
     def _await(self, event: Any) -> None:
         self._cuda.current_stream().wait_event(event)
+
+
+def peers_of(rank: int, world_size: int) -> list[int]:
+    """In the order in which they are sent to: all ranks together send to each at no time more than one."""
+    return [(rank + i) % world_size for i in range(1, world_size)]
 
 
 def segments_of(length: int, world_size: int) -> list[slice]:
@@ -194,7 +199,7 @@ def parts_of(layout: Layout, segment: slice) -> list[tuple[int, slice, int]]:
 def _bucket(layout: Layout, flat: Tensor, inbox: Tensor, inboxes: Any, half: int, handle: Any) -> _Bucket:
     """half: where its half of every rank's inbox begins, in bytes."""
     rank, world_size = inboxes.rank, inboxes.world_size
-    peers = [peer for peer in range(world_size) if peer != rank]
+    peers = peers_of(rank, world_size)
     segments = segments_of(layout.length, world_size)
     mine = flat if handle is None else flat[segments[rank]]
     between = segments[0].stop  # elements from what one peer sends to what the next does
