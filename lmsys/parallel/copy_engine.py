@@ -4,7 +4,9 @@ NCCL's kernels do: of a large model's step they cost more than the part of them 
 are copied from where autograd left them, and only added up by a kernel; see `exchange`. For the GPUs of one node. The
 first step, by which buckets are planned, is NCCL's.
 
-Buckets stay where they are from step to step: a gradient is a view of one, and overwritten by the next step's.
+Buckets stay where they are from step to step: a gradient is a view of one, and overwritten by the next step's. What
+autograd has made is held beside them until the end of the synchronization. From the second step on a rank that waits
+five minutes for another ends with a CUDA error, whatever the group's time limit.
 """
 
 import platform
@@ -77,7 +79,8 @@ def symmetric_memory(module: nn.Module, group: Group) -> Symmetric:
         raise ValueError(f"copy engines are for NCCL and parameters on GPUs: elsewhere {INSTEAD}")
     here = torch.device("cuda", torch.cuda.current_device())
     if others := sorted({str(p.device) for p in module.parameters()} - {str(here)}):
-        raise ValueError(f"parameters are on {', '.join(others)}, and the current GPU is {here}: set_device, or {INSTEAD}")
+        places = ", ".join(others)
+        raise ValueError(f"parameters are on {places}, and the current GPU is {here}: set_device, or {INSTEAD}")
     if len(nodes := sorted(set(gather_objects(platform.node(), group)))) > 1:
         raise ValueError(f"copy engines are for ranks of one node, and these are on {', '.join(nodes)}: {INSTEAD}")
     return Symmetric(dist.group.WORLD if group is None else group)

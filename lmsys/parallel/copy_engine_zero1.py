@@ -1,6 +1,7 @@
 """ZeRO stage 1 whose gradients and parameters the GPUs' copy engines carry: see `zero1` and `exchange`.
 
 Parameters live in memory that the GPUs of one node see of one another, and are copied to peers by who has stepped them.
+Unlike those of `zero1`, gradients of all ranks' parameters are held until the end of the synchronization.
 """
 
 from collections.abc import Callable
