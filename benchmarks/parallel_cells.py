@@ -13,6 +13,7 @@ from lmsys.parallel import STRATEGIES
 from lmsys.registry import Entry
 
 BUCKETED = ("bucketed", "copy_engine")
+COPY_ENGINES = ("copy_engine", "copy_engine_zero1")
 ALL_REDUCE = ("naive", "flat", "overlapped", *BUCKETED, "torch_ddp", "torch_ddp_tuned")  # others shard by themselves
 TUNED = "torch_ddp_tuned"
 FULLY_SHARDED = ("fsdp", "torch_fsdp2")  # parameters are gathered inside of a step, in what the matmuls read

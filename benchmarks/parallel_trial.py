@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from benchmarks.parallel_cells import TUNED, Cell
+from benchmarks.parallel_cells import COPY_ENGINES, TUNED, Cell
 from benchmarks.parallel_gate import gate
 from benchmarks.parallel_workbench import Seen, examine, network, take_pass, timed_under
 from benchmarks.ranks import failure_of
@@ -222,7 +222,7 @@ def _communication(cell: Cell, one: Found, found: dict[str, Found], time_s: floa
     if one.network is not None:
         latency, bandwidth = one.network
         record |= {"latency_s": latency, "bandwidth_bytes_per_s": bandwidth}
-        if record["num_buckets"] and "copy_engine" not in cell.entry.name:  # what is fitted is an all-reduce of NCCL's
+        if record["num_buckets"] and cell.entry.name not in COPY_ENGINES:  # what is fitted is an all-reduce of NCCL's
             total = 4 * model_parameters(cell.config)
             record["predicted_exposed_s"] = ddp_overhead(total, record["num_buckets"], latency, bandwidth)
     return record

@@ -58,7 +58,7 @@ def wrong_elements(
         handles = [Handle(gpu, rank, [flats[peer][n] for peer in ranks], set()) for n in range(len(buckets))]
         inbox = Handle(gpu, rank, inboxes, signals, without)
         outs = flats[rank] if whole else [x[cut[rank]] for x, cut in zip(flats[rank], cuts, strict=True)]
-        exchange = Exchange(layouts, outs, inboxes[rank], inbox, handles if whole else [], gpu.mean, gpu.copy, gpu)
+        exchange = Exchange(layouts, outs, inboxes[rank], inbox, handles if whole else [], gpu.mean, 1, gpu.copy, gpu)
         exchange._inward.forgets_events = fault == "inbox"
         views = [layout.views(flat) for layout, flat in zip(layouts, flats[rank], strict=True)]
         for step in range(STEPS):
@@ -73,7 +73,8 @@ def wrong_elements(
             if fault != "never waited for":
                 for one in pending:
                     one.wait()
-            exchange._begin()
+            else:
+                exchange._begin()
             for number, (layout, cut) in enumerate(zip(layouts, cuts, strict=True)):
                 for index, part, _ in parts_of(layout, slice(0, layout.length) if whole else cut[rank]):
                     out, numel = views[number][index][part], views[number][index].numel()
@@ -106,9 +107,17 @@ def test_every_bucket_of_every_step_is_the_mean(
 
 
 def wrong_parameters(
-    lengths: list[int], queues: list[Any], speeds: list[Any], seed: int, without: int | None = None
+    lengths: list[int],
+    queues: list[Any],
+    speeds: list[Any],
+    seed: int,
+    without: int | None = None,
+    hasty: int | None = None,
 ) -> int:
-    """Of all steps: each rank moves its segments, which are spread, reads all of them, and moves its own again."""
+    """Of all steps: each rank moves its segments, which are spread, reads all of them, and moves its own again.
+
+    hasty  a rank that neither waits for what it sends nor reads
+    """
     ranks = range(len(queues))
     gpus = [Gpu(*one) for one in zip(queues, speeds, strict=True)]
     flats = [[torch.zeros(n * len(ranks), dtype=torch.float64) for n in lengths] for _ in ranks]
@@ -119,12 +128,15 @@ def wrong_parameters(
             Handle(gpu, rank, [flats[peer][number] for peer in ranks], signals, without)
             for number in range(len(lengths))
         ]
-        spread = Spread(flats[rank], handles, gpu.copy, gpu)
+        spread = Spread(flats[rank], handles, 1, gpu.copy, gpu)
         for step in range(STEPS):
             for n, flat in zip(lengths, flats[rank], strict=True):
                 own = flat[rank * n : (rank + 1) * n]
                 gpu.launch(n, lambda part, own=own, step=step: own[part].fill_(step + 1))
-            for pending in spread.begin():
+            begun = spread.begin()
+            if rank == hasty:
+                continue
+            for pending in begun:
                 pending.wait()
             for flat in flats[rank]:
                 gpu.launch(
@@ -147,11 +159,16 @@ def test_parameters_of_every_step_come_to_all_ranks(world_size: int, lengths: li
     assert wrong_parameters(lengths, queues, [data.draw(speeds) for _ in queues], seed) == 0
 
 
-@pytest.mark.parametrize("without", [READY, ARRIVED], ids=["READY", "ARRIVED"])
-def test_each_signal_of_parameters_is_needed(without: int) -> None:
-    slow = [[1.0, 1.0], [0.001, 0.001]]
-    assert sum(wrong_parameters([5, 3], [[0, 1]] * 2, slow, seed) for seed in range(20)) == 0
-    assert sum(wrong_parameters([5, 3], [[0, 1]] * 2, slow, seed, without) for seed in range(20)) > 0
+@pytest.mark.parametrize(
+    "fault", [{"without": READY}, {"without": ARRIVED}, {"hasty": 0}], ids=["READY", "ARRIVED", "own moved while sent"]
+)
+def test_each_signal_and_wait_of_parameters_is_needed(fault: dict[str, Any]) -> None:
+    found = 0
+    for seed in range(40):
+        slow = [[0.001 if seed >> 2 * rank + stream & 1 else 1.0 for stream in range(2)] for rank in range(2)]
+        assert wrong_parameters([5, 3], [[0, 1]] * 2, slow, seed) == 0
+        found += wrong_parameters([5, 3], [[0, 1]] * 2, slow, seed, **fault)
+    assert found > 0
 
 
 def seeds_that_tell(**fault: Any) -> int:
@@ -189,7 +206,7 @@ def test_gradients_are_held_until_the_end() -> None:
     gpu, inbox = Gpu([0, 1, 2], [1.0] * 3), torch.zeros(1024, dtype=torch.uint8)
     handles = [Handle(gpu, 0, [x, x], set()) for x in (inbox, memory)]
     nothing = lambda *_: None  # noqa: E731
-    exchange = Exchange([layout], [memory], inbox, handles[0], handles[1:], nothing, nothing, gpu)
+    exchange = Exchange([layout], [memory], inbox, handles[0], handles[1:], nothing, 1, nothing, gpu)
     gradient = torch.zeros(64)
     storage = StorageWeakRef(gradient.untyped_storage())
     exchange.send(0, [gradient])

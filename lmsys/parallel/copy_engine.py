@@ -6,9 +6,10 @@ first step, by which buckets are planned, is NCCL's.
 
 Buckets stay where they are from step to step: a gradient is a view of one, and overwritten by the next step's. What
 autograd has made is held beside them until the end of the synchronization. From the second step on a rank that waits
-five minutes for another ends with a CUDA error, whatever the group's time limit.
+for another beyond the group's time limit ends with a CUDA error.
 """
 
+import importlib
 import platform
 from typing import Any
 
@@ -83,4 +84,5 @@ def symmetric_memory(module: nn.Module, group: Group) -> Symmetric:
         raise ValueError(f"parameters are on {places}, and the current GPU is {here}: set_device, or {INSTEAD}")
     if len(nodes := sorted(set(gather_objects(platform.node(), group)))) > 1:
         raise ValueError(f"copy engines are for ranks of one node, and these are on {', '.join(nodes)}: {INSTEAD}")
+    importlib.import_module("lmsys.parallel.mean_triton")  # without triton it fails now, not after the first step
     return Symmetric(dist.group.WORLD if group is None else group)

@@ -32,7 +32,6 @@ from lmsys.parallel.packing import Layout
 
 READY, ARRIVED, DONE = range(3)  # channels of a bucket's signals
 HALVES = 2
-TIMEOUT_MS = 300_000  # of a signal, in milliseconds: then its kernel traps, and a CUDA error is raised
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,7 @@ class Exchange:
     inboxes  torch's symmetric memory of it, or what has its rank, world_size, get_buffer and barrier
     handles  the same of each flat tensor
     mean     mean(own, others, out, rank): out becomes the mean of own and others by rank
+    timeout_ms  of a signal: then its kernel traps, and a CUDA error is raised
     copy     copy(into, from)
     cuda     torch.cuda, or what has its Stream, stream and current_stream
     """
@@ -68,11 +68,12 @@ class Exchange:
         inboxes: Any,
         handles: Sequence[Any],
         mean: Callable[[Tensor, list[Tensor], Tensor, int], None],
+        timeout_ms: int,
         copy: Callable[[Tensor, Tensor], Any] = Tensor.copy_,
         cuda: Any = torch.cuda,
     ):
         self.flats, self._mean, self._copy, self._cuda = list(flats), mean, copy, cuda
-        self._inboxes, self.rank = inboxes, inboxes.rank
+        self._inboxes, self.rank, self._timeout_ms = inboxes, inboxes.rank, timeout_ms
         half = inbox.numel() // HALVES
         self._buckets = [
             _bucket(layout, flat, inbox, inboxes, number % HALVES * half, handle)
@@ -123,23 +124,24 @@ class Exchange:
         self._begin()  # events are of this step: a recording knows none of before
 
     def _signal(self, channel: int) -> None:
-        self._inboxes.barrier(channel=channel, timeout_ms=TIMEOUT_MS)
+        self._inboxes.barrier(channel=channel, timeout_ms=self._timeout_ms)
 
 
 class Spread:
     """Every rank's own segments of flats (W n,) to all peers: an all-gather, without a kernel but its signals'.
 
-    flats, handles, copy, cuda: as of `Exchange`
+    flats, handles, timeout_ms, copy, cuda: as of `Exchange`
     """
 
     def __init__(
         self,
         flats: Sequence[Tensor],
         handles: Sequence[Any],
+        timeout_ms: int,
         copy: Callable[[Tensor, Tensor], Any] = Tensor.copy_,
         cuda: Any = torch.cuda,
     ):
-        self._handle, self._copy, self._cuda = handles[0], copy, cuda
+        self._handle, self._timeout_ms, self._copy, self._cuda = handles[0], timeout_ms, copy, cuda
         rank, world_size = self._handle.rank, self._handle.world_size
         self._copies = []
         for flat, handle in zip(flats, handles, strict=True):
@@ -156,11 +158,11 @@ class Spread:
         self._stream.wait_stream(self._cuda.current_stream())
         found = []
         with self._cuda.stream(self._stream):
-            self._handle.barrier(channel=READY, timeout_ms=TIMEOUT_MS)
+            self._handle.barrier(channel=READY, timeout_ms=self._timeout_ms)
             for copies in self._copies:
                 for into, source in copies:
                     self._copy(into, source)
-                self._handle.barrier(channel=ARRIVED, timeout_ms=TIMEOUT_MS)
+                self._handle.barrier(channel=ARRIVED, timeout_ms=self._timeout_ms)
                 found.append(Pending(then=partial(self._await, self._stream.record_event())))
         return found
 
@@ -258,13 +260,19 @@ class Symmetric:
         inboxes = self.handle(inbox)
         if whole:
             flats = [self.empty(layout.length, dtype) for layout, dtype in zip(layouts, dtypes, strict=True)]
-            return Exchange(layouts, flats, inbox, inboxes, [self.handle(flat) for flat in flats], mean_)
+            handles = [self.handle(flat) for flat in flats]
+            return Exchange(layouts, flats, inbox, inboxes, handles, mean_, self._timeout_ms())
         own = [segments_of(layout.length, world_size)[rank] for layout in layouts]
         flats = [
             torch.empty(cut.stop - cut.start, dtype=dtype, device=inbox.device)
             for cut, dtype in zip(own, dtypes, strict=True)
         ]
-        return Exchange(layouts, flats, inbox, inboxes, [], mean_)
+        return Exchange(layouts, flats, inbox, inboxes, [], mean_, self._timeout_ms())
 
     def spread(self, flats: Sequence[Tensor]) -> Spread:
-        return Spread(flats, [self.handle(flat) for flat in flats])
+        return Spread(flats, [self.handle(flat) for flat in flats], self._timeout_ms())
+
+    def _timeout_ms(self) -> int:
+        """The group's own limit."""
+        backend = self.group._get_backend(torch.device("cuda", torch.cuda.current_device()))
+        return round(1000 * backend.options._timeout.total_seconds())

@@ -80,8 +80,8 @@ def typed(frame: pd.DataFrame) -> pd.DataFrame:
         raise InputError(f"record {case.id!r}: a data-parallel record needs a valid {field!r}")
     frame[SHAPE] = frame[SHAPE].astype(int)
     frame["peer"] = [peer is True for peer in frame["peer"]]
-    ours = frame["strategy"].str.startswith("copy_engine")  # older files predict them by what NCCL takes
-    frame.loc[ours, "predicted_exposed_s"] = math.nan
+    by_copies = frame["strategy"].isin(["copy_engine", "copy_engine_zero1"])  # older files predict them by NCCL's times
+    frame.loc[by_copies, "predicted_exposed_s"] = math.nan
     frame["memory_limit_bytes"] = frame["memory_limit_bytes"].fillna(0)
     frame["compile"] = frame["compile"].where(frame["compile"].notna(), "eager")  # older files do not say
     for case in frame[~frame["compile"].isin(COMPILES)].itertuples():
