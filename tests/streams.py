@@ -77,7 +77,7 @@ class Gpu:
         assert into.shape == source.shape
         self.launch(into.numel(), lambda part: into[part].copy_(source[part]))
 
-    def mean(self, own: Tensor, others: list[Tensor], out: Tensor, rank: int) -> None:
+    def mean(self, own: Tensor, others: Tensor, out: Tensor, rank: int) -> None:
         parts = [*others]
         parts.insert(rank, own)
         self.launch(out.numel(), lambda part: out[part].copy_(torch.stack([x[part] for x in parts]).mean(0)))

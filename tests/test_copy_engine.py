@@ -13,7 +13,7 @@ from ranks import Net, Recipe, Training, group_of, train, worst_ratio
 from torch import nn
 
 from lmsys.parallel import STRATEGIES as TABLE
-from lmsys.parallel import copy_engine, copy_engine_zero1
+from lmsys.parallel import copy_engine
 from lmsys.parallel.collectives import Pending, all_gather, all_reduce_mean
 from lmsys.parallel.copy_engine import CopyEngine, symmetric_memory
 from lmsys.parallel.group import WorkerGroup, device
@@ -76,7 +76,7 @@ class StandIn:
 
 def stand_in() -> Any:
     change = lambda _: lambda module, group: StandIn(group)  # noqa: E731
-    return on_ranks.use((copy_engine, "symmetric_memory", change), (copy_engine_zero1, "symmetric_memory", change))
+    return on_ranks.use((copy_engine, "symmetric_memory", change))
 
 
 def train_with_it(recipe: Recipe, training: Training, seed: int) -> Any:

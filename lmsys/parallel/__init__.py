@@ -13,7 +13,7 @@ def _peer(name: str, attribute: str, label: str) -> Entry:
     return Entry(name, f"lmsys.parallel.peers:{attribute}", label, peer=True)
 
 
-COPY_ENGINES = "copy_engine:copy_engine_supports"
+ON_GPUS = "copy_engine:copy_engine_supports"
 STRATEGIES = Table(
     "strategy",
     [
@@ -22,9 +22,9 @@ STRATEGIES = Table(
         _ours("flat", "flat:Flat", "one flat all-reduce"),
         _ours("overlapped", "overlapped:Overlapped", "overlapped, per parameter"),
         _ours("bucketed", "bucketed:Bucketed", "overlapped, bucketed"),
-        _ours("copy_engine", "copy_engine:CopyEngine", "bucketed, copy engines", COPY_ENGINES),
+        _ours("copy_engine", "copy_engine:CopyEngine", "bucketed, copy engines", ON_GPUS),
         _ours("zero1", "zero1:Zero1", "ZeRO-1"),
-        _ours("copy_engine_zero1", "copy_engine_zero1:CopyEngineZero1", "ZeRO-1, copy engines", COPY_ENGINES),
+        _ours("copy_engine_zero1", "copy_engine_zero1:CopyEngineZero1", "ZeRO-1, copy engines", ON_GPUS),
         _ours("fsdp", "fsdp:Fsdp", "fully sharded"),
         _peer("torch_ddp", "TorchDDP", "torch DDP"),
         _peer("torch_ddp_tuned", "TorchDDPTuned", "torch DDP, tuned"),

@@ -9,7 +9,6 @@ autograd has made is held beside them until the end of the synchronization. From
 for another beyond the group's time limit ends with a CUDA error.
 """
 
-import importlib
 import platform
 from typing import Any
 
@@ -22,30 +21,27 @@ from lmsys.parallel.collectives import Group, Pending, gather_objects, is_nccl, 
 from lmsys.parallel.exchange import Exchange, Symmetric
 from lmsys.parallel.overlapped import do_nothing, widen
 from lmsys.parallel.packing import copy_gradients
-from lmsys.parallel.wrapper import dense
+from lmsys.parallel.wrapper import Wrapper, dense
 
 INSTEAD = "take bucketed or zero1, which are the same by collectives"
 
 
-class CopyEngine(Bucketed):
-    """bucket_mb, comm_dtype: as of `Bucketed`. ValueError where ranks are not GPUs of one node under NCCL."""
+class OverSymmetricMemory(Wrapper):
+    """A strategy that sends through memory that GPUs see of one another."""
 
-    _exchange: Exchange | None = None
-
-    def __init__(
-        self,
-        module: nn.Module,
-        process_group: Group = None,
-        bucket_mb: float | str = 25,
-        comm_dtype: torch.dtype | None = None,
-    ):
-        self._symmetric = symmetric_memory(module, process_group)
-        super().__init__(module, process_group, bucket_mb, comm_dtype)
+    def _prepare(self) -> None:
+        self._symmetric = symmetric_memory(self.module, self.group)
 
     @property
     def outside_bytes(self) -> int:
         """Of GPU memory that torch's allocator does not count."""
         return self._symmetric.num_bytes
+
+
+class CopyEngine(OverSymmetricMemory, Bucketed):
+    """bucket_mb, comm_dtype: as of `Bucketed`. ValueError where ranks are not GPUs of one node under NCCL."""
+
+    _exchange: Exchange | None = None
 
     def _plan_again(self, seen: list[int]) -> None:
         super()._plan_again(seen)
@@ -75,7 +71,7 @@ def copy_engine_supports(case: Any) -> str | None:
 def symmetric_memory(module: nn.Module, group: Group) -> Symmetric:
     """ValueError where ranks are not GPUs of one node under NCCL, each the current one. Asked of all ranks."""
     if size_and_rank(group)[0] == 1:
-        return Symmetric(None)
+        return Symmetric(None, None)
     if not all(is_nccl(group, p) for p in module.parameters()):
         raise ValueError(f"copy engines are for NCCL and parameters on GPUs: elsewhere {INSTEAD}")
     here = torch.device("cuda", torch.cuda.current_device())
@@ -84,5 +80,6 @@ def symmetric_memory(module: nn.Module, group: Group) -> Symmetric:
         raise ValueError(f"parameters are on {places}, and the current GPU is {here}: set_device, or {INSTEAD}")
     if len(nodes := sorted(set(gather_objects(platform.node(), group)))) > 1:
         raise ValueError(f"copy engines are for ranks of one node, and these are on {', '.join(nodes)}: {INSTEAD}")
-    importlib.import_module("lmsys.parallel.mean_triton")  # without triton it fails now, not after the first step
-    return Symmetric(dist.group.WORLD if group is None else group)
+    from lmsys.parallel.mean_triton import mean_  # without triton it fails now, not after the first step
+
+    return Symmetric(dist.group.WORLD if group is None else group, mean_)

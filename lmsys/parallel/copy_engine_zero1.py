@@ -11,29 +11,23 @@ from torch import nn
 
 from lmsys.parallel.buckets import Segmented
 from lmsys.parallel.collectives import Group, Pending
-from lmsys.parallel.copy_engine import symmetric_memory
+from lmsys.parallel.copy_engine import OverSymmetricMemory
 from lmsys.parallel.overlapped import do_nothing
 from lmsys.parallel.sharded_optimizer import Home, settle
 from lmsys.parallel.wrapper import dense
 from lmsys.parallel.zero1 import Zero1
 
 
-class CopyEngineZero1(Zero1):
+class CopyEngineZero1(OverSymmetricMemory, Zero1):
     """bucket_mb: as of `Zero1`. ValueError where ranks are not GPUs of one node under NCCL."""
 
     def __init__(self, module: nn.Module, process_group: Group = None, bucket_mb: float = 32):
-        self._symmetric = symmetric_memory(module, process_group)
         super().__init__(module, process_group, bucket_mb)
         if self.world_size > 1 and self.trainable:
             dtypes = [members[0].dtype for members in self._members]
             self._exchange = self._symmetric.exchange(self._layouts, dtypes, whole=False)
             self._views = [layout.views(x) for layout, x in zip(self._owned, self._exchange.flats, strict=True)]
             self._spread = self._symmetric.spread([home.flat for home in self.homes])
-
-    @property
-    def outside_bytes(self) -> int:
-        """Of GPU memory that torch's allocator does not count."""
-        return self._symmetric.num_bytes
 
     def _settle(self, segmented: Segmented) -> Home:
         if self.world_size == 1:

@@ -10,9 +10,8 @@ Each rank adds up one segment of every bucket. For each bucket, in the order in 
     at the end      DONE     all buckets are whole
 
 A signal is a kernel of one warp: nothing of this waits on the host, so a CUDA graph can record it. Copies of one bucket
-run while another is added up, through the two halves of an inbox. Before it waits for a signal of its
-peers, every rank has given the same one, in the same order on all: whatever a GPU puts into one queue, no ranks wait
-for each other.
+run while another is added up, through the two halves of an inbox. Before it waits for a signal of its peers, every rank
+has given the same one, in the same order on all: whatever a GPU puts into one queue, no ranks wait for each other.
 
 Source: the two halves are Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH", 4.5
 (reduce-scatter, then all-gather); the copies are those of torch's asynchronous tensor parallelism.
@@ -32,6 +31,7 @@ from lmsys.parallel.packing import Layout
 
 READY, ARRIVED, DONE = range(3)  # channels of a bucket's signals
 HALVES = 2
+Mean = Callable[[Tensor, Tensor, Tensor, int], None]
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class _Bucket:
     """A part is (number of the gradient, which of its elements).
 
     sending    parts, and where they go in a peer's memory
-    adding     parts, what peers send of them, by rank, and where the mean goes
+    adding     parts, what peers send of them (peers by rank, n), and where the mean goes
     returning  pairs (into a peer's flat tensor, from the own)
     """
 
     sending: list[tuple[int, slice, Tensor]]
-    adding: list[tuple[int, slice, list[Tensor], Tensor]]
+    adding: list[tuple[int, slice, Tensor, Tensor]]
     returning: list[tuple[Tensor, Tensor]]
 
 
@@ -67,7 +67,7 @@ class Exchange:
         inbox: Tensor,
         inboxes: Any,
         handles: Sequence[Any],
-        mean: Callable[[Tensor, list[Tensor], Tensor, int], None],
+        mean: Mean,
         timeout_ms: int,
         copy: Callable[[Tensor, Tensor], Any] = Tensor.copy_,
         cuda: Any = torch.cuda,
@@ -206,35 +206,33 @@ def _bucket(layout: Layout, flat: Tensor, inbox: Tensor, inboxes: Any, half: int
     mine = flat if handle is None else flat[segments[rank]]
     between = segments[0].stop  # elements from what one peer sends to what the next does
     first = half // flat.itemsize
-    own = inbox.view(flat.dtype)
-
-    def at(peer: int, part: slice, start: int) -> tuple[int, int]:
-        """Where `peer` keeps what this rank sends: first element, and how many."""
-        place = rank - (rank > peer)
-        return first + place * between + start, part.stop - part.start
-
     sending = []
     for peer in peers:
+        place = first + (rank - (rank > peer)) * between  # where that peer keeps what this rank sends
         for index, part, start in parts_of(layout, segments[peer]):
-            offset, length = at(peer, part, start)
-            sending.append((index, part, inboxes.get_buffer(peer, (length,), flat.dtype, offset)))
+            into = inboxes.get_buffer(peer, (part.stop - part.start,), flat.dtype, place + start)
+            sending.append((index, part, into))
+    theirs = inbox.view(flat.dtype)[first : first + len(peers) * between].view(len(peers), between)
     adding = []
     for index, part, start in parts_of(layout, segments[rank]):
-        length = part.stop - part.start
-        places = [first + place * between + start for place in range(len(peers))]
-        adding.append((index, part, [own[place : place + length] for place in places], mine[start : start + length]))
+        cut = slice(start, start + part.stop - part.start)
+        adding.append((index, part, theirs[:, cut], mine[cut]))
     returning = []
     if handle is not None and mine.numel():
-        into = [handle.get_buffer(peer, (mine.numel(),), flat.dtype, segments[rank].start) for peer in peers]
-        returning = [(x, mine) for x in into]
+        shape, start = (mine.numel(),), segments[rank].start
+        returning = [(handle.get_buffer(peer, shape, flat.dtype, start), mine) for peer in peers]
     return _Bucket(sending, adding, returning)
 
 
 @dataclass
 class Symmetric:
-    """Symmetric memory among the GPUs of a group, for what is made here, and how much of it. Asked of all ranks."""
+    """Symmetric memory among the GPUs of a group, for what is made here, and how much of it. Asked of all ranks.
+
+    mean: as of `Exchange`
+    """
 
     group: Any
+    mean: Mean | None
     num_bytes: int = 0
 
     def empty(self, length: int, dtype: torch.dtype) -> Tensor:
@@ -253,21 +251,20 @@ class Symmetric:
 
     def exchange(self, layouts: Sequence[Layout], dtypes: Sequence[torch.dtype], whole: bool) -> Exchange:
         """Of buckets that are to be whole on every rank, or of which each rank is to have its segment."""
-        from lmsys.parallel.mean_triton import mean_
-
+        assert self.mean is not None
         world_size, rank = self.group.size(), self.group.rank()
         inbox = self.empty(inbox_bytes(layouts, [dtype.itemsize for dtype in dtypes], world_size), torch.uint8)
         inboxes = self.handle(inbox)
         if whole:
             flats = [self.empty(layout.length, dtype) for layout, dtype in zip(layouts, dtypes, strict=True)]
             handles = [self.handle(flat) for flat in flats]
-            return Exchange(layouts, flats, inbox, inboxes, handles, mean_, self._timeout_ms())
+            return Exchange(layouts, flats, inbox, inboxes, handles, self.mean, self._timeout_ms())
         own = [segments_of(layout.length, world_size)[rank] for layout in layouts]
         flats = [
             torch.empty(cut.stop - cut.start, dtype=dtype, device=inbox.device)
             for cut, dtype in zip(own, dtypes, strict=True)
         ]
-        return Exchange(layouts, flats, inbox, inboxes, [], mean_, self._timeout_ms())
+        return Exchange(layouts, flats, inbox, inboxes, [], self.mean, self._timeout_ms())
 
     def spread(self, flats: Sequence[Tensor]) -> Spread:
         return Spread(flats, [self.handle(flat) for flat in flats], self._timeout_ms())

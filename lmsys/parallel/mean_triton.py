@@ -28,15 +28,10 @@ def _mean_kernel(
     tl.store(OUT + place, (total / WORLD_SIZE).to(OUT.dtype.element_ty), mask=mask)
 
 
-def mean_(own: Tensor, others: list[Tensor], out: Tensor, rank: int) -> None:
-    """out (n,) becomes the mean of own (n,), which is `rank`'s, and of the others' (n,), equally far apart in memory.
-
-    out may be own.
-    """
+def mean_(own: Tensor, others: Tensor, out: Tensor, rank: int) -> None:
+    """out (n,), which may be own, becomes the mean of own (n,), which is `rank`'s, and of the others' (others, n)."""
     num = own.numel()
-    between = (others[-1].data_ptr() - others[0].data_ptr()) // own.itemsize // max(len(others) - 1, 1)
-    assert all(x.data_ptr() == others[0].data_ptr() + i * between * x.itemsize for i, x in enumerate(others))
     wide = tl.float64 if own.dtype == torch.float64 else tl.float32
     _mean_kernel[(triton.cdiv(num, BLOCK),)](
-        own, others[0], out, num, between, RANK=rank, WORLD_SIZE=len(others) + 1, WIDE=wide, BLOCK=BLOCK
+        own, others, out, num, others.stride(0), RANK=rank, WORLD_SIZE=len(others) + 1, WIDE=wide, BLOCK=BLOCK
     )

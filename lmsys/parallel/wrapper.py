@@ -38,12 +38,16 @@ class Wrapper(nn.Module):
         self.module, self.group = module, process_group
         self.world_size, self.rank = size_and_rank(process_group)
         self.trainable = [p for p in module.parameters() if p.requires_grad]
+        self._prepare()
         self._synchronizing, self._unfinished = True, False
         _agree(module, process_group)
         for x in (*module.parameters(), *module.buffers()):
             broadcast_(x, process_group)
         for index, p in enumerate(self.trainable):
             p.register_post_accumulate_grad_hook(partial(_told, weakref.ref(self), index))
+
+    def _prepare(self) -> None:
+        """Before anything is sent, on all ranks: ValueError where the strategy is not for them."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._unfinished:
