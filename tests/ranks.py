@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lmsys.parallel import STRATEGIES
 from lmsys.parallel.group import device
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer
+from lmsys.parallel.zero1 import Zero1
 from lmsys.testing import error_ratio
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -50,6 +51,7 @@ class Training:
     steps: int = 3
     microbatches: int = 1
     set_to_none: bool = True
+    recorded: bool = False  # ZeRO-1's forwards take themselves for recorded: they fetch, and steps do not
 
 
 class Block(nn.Module):
@@ -118,7 +120,7 @@ def train(recipe: Recipe, training: Training, seed: int, fault: str = "") -> dic
         return None
     poison(setattr)
     torch.manual_seed(seed + rank)  # ranks begin differently: the broadcast has to make them equal
-    with FAULTS[fault]() if fault else nullcontext():
+    with FAULTS[fault]() if fault else nullcontext(), recording(training.recorded):
         wrapper = STRATEGIES[training.strategy].load()(Net(recipe).to(device()), group, **training.options)
         optimizer = build_optimizer(wrapper, training, group)
         data = batches(recipe, training, seed).to(device())
@@ -174,6 +176,11 @@ def use(*targets: tuple[Any, str, Callable[[Any], Any]]) -> Any:
                 setattr(owner, name, old)
 
     return Changed()
+
+
+def recording(recorded: bool) -> Any:
+    """A context in which forwards of ZeRO-1 take themselves for recorded, or not."""
+    return use((Zero1, "_is_being_recorded", lambda _: lambda self: recorded))
 
 
 def _summed() -> Any:

@@ -31,7 +31,8 @@ class Queue:
 @dataclass
 class Stream:
     queue: Queue
-    forgets_events: bool = False  # a fault
+    forgets_events: bool = False  # a fault, as the next
+    forgets_streams: bool = False
 
     def record_event(self) -> tuple[Queue, int]:
         return self.queue, len(self.queue.steps)
@@ -43,7 +44,7 @@ class Stream:
 
     def wait_stream(self, other: "Stream") -> None:
         queue, position = other.record_event()
-        if queue is not self.queue:
+        if not self.forgets_streams and queue is not self.queue:
             self.queue.add(lambda: None, lambda: queue.done >= position)
 
 

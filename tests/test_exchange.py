@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lmsys.parallel.buckets import ALIGNMENT
+from lmsys.parallel.collectives import Pending
 from lmsys.parallel.exchange import ARRIVED, DONE, READY, Exchange, Spread, inbox_bytes, parts_of, peers_of, segments_of
 from lmsys.parallel.packing import Layout
 from lmsys.testing import error_ratio
@@ -111,12 +112,16 @@ def wrong_parameters(
     queues: list[Any],
     speeds: list[Any],
     seed: int,
+    ahead: int,
     without: int | None = None,
     hasty: int | None = None,
+    deaf: int | None = None,
 ) -> int:
-    """Of all steps: each rank moves its segments, which are spread, reads all of them, and moves its own again.
+    """Of all steps: each rank moves its segments, each sent once it has moved, and reads what it has waited for.
 
+    ahead  flats that are sent beyond the one that is waited for
     hasty  a rank that neither waits for what it sends nor reads
+    deaf   the first flat that is sent without waiting for what moves it
     """
     ranks = range(len(queues))
     gpus = [Gpu(*one) for one in zip(queues, speeds, strict=True)]
@@ -130,15 +135,16 @@ def wrong_parameters(
         ]
         spread = Spread(flats[rank], handles, 1, gpu.copy, gpu)
         for step in range(STEPS):
-            for n, flat in zip(lengths, flats[rank], strict=True):
-                own = flat[rank * n : (rank + 1) * n]
-                gpu.launch(n, lambda part, own=own, step=step: own[part].fill_(step + 1))
-            begun = spread.begin()
-            if rank == hasty:
-                continue
-            for pending in begun:
-                pending.wait()
-            for flat in flats[rank]:
+            sent: list[Pending] = []
+            for number, flat in enumerate(flats[rank]):
+                for n in lengths[len(sent) : number + 1 + ahead]:
+                    own = flats[rank][len(sent)][rank * n : (rank + 1) * n]
+                    gpu.launch(n, lambda part, own=own, step=step: own[part].fill_(step + 1))
+                    spread._stream.forgets_streams = deaf is not None and len(sent) >= deaf
+                    sent.append(spread.send(len(sent)))
+                if rank == hasty:
+                    continue
+                sent[number].wait()
                 gpu.launch(
                     flat.numel(),
                     lambda part, flat=flat, step=step: wrong.append(int((flat[part] != step + 1).sum())),
@@ -150,24 +156,30 @@ def wrong_parameters(
 
 @given(
     world_size=st.integers(2, 4),
-    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    ahead=st.integers(0, 3),
     seed=st.integers(0, 2**31),
     data=st.data(),
 )
-def test_parameters_of_every_step_come_to_all_ranks(world_size: int, lengths: list[int], seed: int, data: Any) -> None:
+def test_parameters_of_every_step_come_to_all_ranks(
+    world_size: int, lengths: list[int], ahead: int, seed: int, data: Any
+) -> None:
     queues = [data.draw(st.lists(st.integers(0, 1), min_size=2, max_size=2)) for _ in range(world_size)]
-    assert wrong_parameters(lengths, queues, [data.draw(speeds) for _ in queues], seed) == 0
+    assert wrong_parameters(lengths, queues, [data.draw(speeds) for _ in queues], seed, ahead) == 0
 
 
 @pytest.mark.parametrize(
-    "fault", [{"without": READY}, {"without": ARRIVED}, {"hasty": 0}], ids=["READY", "ARRIVED", "own moved while sent"]
+    "fault",
+    [{"without": READY}, {"without": ARRIVED}, {"hasty": 0}, {"deaf": 0}, {"deaf": 1}],
+    ids=["READY", "ARRIVED", "own moved while sent", "sent before moved", "later ones sent before moved"],
 )
 def test_each_signal_and_wait_of_parameters_is_needed(fault: dict[str, Any]) -> None:
+    """All flats are sent before one is read: where they are not, a peer's signal of one tells that others are read."""
     found = 0
     for seed in range(40):
         slow = [[0.001 if seed >> 2 * rank + stream & 1 else 1.0 for stream in range(2)] for rank in range(2)]
-        assert wrong_parameters([5, 3], [[0, 1]] * 2, slow, seed) == 0
-        found += wrong_parameters([5, 3], [[0, 1]] * 2, slow, seed, **fault)
+        assert wrong_parameters([5, 3, 4], [[0, 1]] * 2, slow, seed, ahead=2) == 0
+        found += wrong_parameters([5, 3, 4], [[0, 1]] * 2, slow, seed, ahead=2, **fault)
     assert found > 0
 
 

@@ -324,7 +324,7 @@ def _language_model(strategy: str, checkpoint_blocks: int, compiled: bool, recor
     for step in range(2):
         inside = recorded and step == 1
         with (
-            patch.object(Zero1, "_is_being_recorded", lambda _, inside=inside: inside),
+            on_ranks.recording(inside),
             patch.object(Home, "gather", autospec=True, side_effect=Home.gather) as gather,
         ):
             loss = wrapper(tokens[rank])

@@ -36,11 +36,11 @@ class CopyEngineZero1(OverSymmetricMemory, Zero1):
         length = self.world_size * segmented.length
         return settle(self.trainable, segmented, self._symmetric.empty(length, first.dtype).zero_())
 
-    def _begin_gathering(self) -> list[Pending]:
-        return self._spread.begin() if self.world_size > 1 and self.trainable else []
+    def _gather(self, number: int) -> Pending:
+        return self._spread.send(number)
 
     def _synchronize(self) -> None:
-        self._wait_for(list(range(len(self._gathering))))  # before the next step moves what is still sent
+        self._wait_for(range(len(self.homes)))  # before the next step moves what is still sent
         super()._synchronize()
 
     @torch.no_grad()

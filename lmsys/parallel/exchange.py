@@ -130,6 +130,10 @@ class Exchange:
 class Spread:
     """Every rank's own segments of flats (W n,) to all peers: an all-gather, without a kernel but its signals'.
 
+    One stream      READY    of the first flat only: no rank reads any longer what peers had sent before
+                    copy     the own segment, to the peers
+                    ARRIVED  all have come
+
     flats, handles, timeout_ms, copy, cuda: as of `Exchange`
     """
 
@@ -152,19 +156,26 @@ class Spread:
                 [(handle.get_buffer(peer, (length,), flat.dtype, rank * length), own) for peer in peers]
             )
         self._stream = cuda.Stream(priority=-1)
+        self._next = 0
 
-    def begin(self) -> list[Pending]:
-        """After all that the current stream has been given, on every rank: for each flat, until it is whole."""
+    def send(self, number: int) -> Pending:
+        """Begins with a flat, after all that the current stream has been given: until it is whole.
+
+        From 0 on, one after another, and after the last from 0 again. The own segment stays as it is until the wait.
+        """
+        assert number == self._next, f"flat {number}, and the next is {self._next}"
+        self._next = (number + 1) % len(self._copies)
         self._stream.wait_stream(self._cuda.current_stream())
-        found = []
         with self._cuda.stream(self._stream):
-            self._handle.barrier(channel=READY, timeout_ms=self._timeout_ms)
-            for copies in self._copies:
-                for into, source in copies:
-                    self._copy(into, source)
-                self._handle.barrier(channel=ARRIVED, timeout_ms=self._timeout_ms)
-                found.append(Pending(then=partial(self._await, self._stream.record_event())))
-        return found
+            if number == 0:
+                self._signal(READY)
+            for into, source in self._copies[number]:
+                self._copy(into, source)
+            self._signal(ARRIVED)
+            return Pending(then=partial(self._await, self._stream.record_event()))
+
+    def _signal(self, channel: int) -> None:
+        self._handle.barrier(channel=channel, timeout_ms=self._timeout_ms)
 
     def _await(self, event: Any) -> None:
         self._cuda.current_stream().wait_event(event)
