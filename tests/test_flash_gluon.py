@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -205,6 +206,59 @@ def test_every_plan_is_right_at_any_length(
         grads = kernels()._backward(inputs.q, inputs.k, inputs.v, o, lse, inputs.do, causal, scale, mode, bwd)
         ratios = oracle.error_ratios(dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *grads), strict=True)), rms=True)
         assert max(ratios.values()) <= 1, ratios
+
+
+def short_forms() -> list[Any]:
+    from lmsys.attention.flash_gluon.tune import SHORT_FORMS
+
+    return [(head_dim, form) for head_dim, forms in SHORT_FORMS.items() for form in forms]
+
+
+@pytest.mark.parametrize(("head_dim", "form"), short_forms() if REASON is None else [])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("batch", "length", "dynamic"), [(50, 256, True), (100, 129, False)])
+def test_every_form_for_short_sequences_alone_and_in_a_chain(
+    head_dim: int, form: Any, causal: bool, batch: int, length: int, dynamic: bool
+) -> None:
+    """What one forward wrote is read by the next at once: bit for bit as where each is waited for.
+
+    A hang ends the process, so that its worker's end names the test and the line before it what ran.
+    """
+    from lmsys.attention.flash_gluon.tune import time_limit
+
+    case = ROW.case(
+        batch=batch, heads=16, kv_heads=8, queries=length, keys=length, head_dim=head_dim, causal=causal,
+        dtype="bfloat16",
+    )  # fmt: skip
+    x, plan = make_inputs(case, 0), replace(form, dynamic=dynamic, l2_mib=32 * causal)
+    what = f"{plan}, {causal=}, {batch=}, {length=}"
+
+    def chain(wait: bool) -> list[Tensor]:
+        outputs, q = [], x.q
+        for _ in range(20):
+            q, lse = kernels()._forward(q, x.k, x.v, causal, head_dim**-0.5, plan)
+            outputs += [q, lse]
+            if wait:
+                torch.cuda.synchronize()
+        return outputs
+
+    def differing(found: list[Tensor]) -> list[int]:
+        return [i for i, (one, other) in enumerate(zip(found, alone, strict=True)) if not torch.equal(one, other)]
+
+    kernels()._forward(x.q, x.k, x.v, causal, head_dim**-0.5, plan)  # compiles
+    with time_limit(f"one by one: {what}"):
+        alone = chain(wait=True)
+    ratios = Oracle(case, x).error_ratios({"o": alone[0], "lse": alone[1]}, rms=True)
+    assert max(ratios.values()) <= 1, ratios
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain(wait=False)
+    for _ in range(5):
+        with time_limit(f"a graph: {what}"):
+            graph.replay()
+            assert differing(captured) == [], "a graph differs"
+        with time_limit(f"one after another: {what}"):
+            assert differing(chain(wait=False)) == [], "one after another differ"
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -51,6 +51,11 @@ class ForwardPlan:
     named: bool  # stages are released through a named barrier: an mbarrier costs 128 threads a BAR.SYNC
     dynamic: bool  # the next tile comes from a counter, not from the CTA's number
     l2_mib: int  # of keys and values that heads worked on together may take; 0: one head after another
+    tile_k: int = 128  # keys of a tile
+    slots: int = 2  # tiles of queries that there is room for, 1 or 2
+    ctas: int = 1  # on a processor at a time: one computes while another waits for its first keys or stores its last
+    overlap: bool = True  # the scores of a step are begun before P V of the one before; otherwise registers are fewer
+    chained: bool = False  # begins while the kernel before it in its stream ends: programmatic dependent launch
 
 
 @dataclass(frozen=True)
