@@ -87,7 +87,20 @@ def read(kernel: Any) -> dict[str, int]:
         file.flush()
         sass = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
     counts = {key: len(re.findall(rf"\b{mnemonic}", sass)) for key, mnemonic in MNEMONICS.items()}
-    return resources(kernel) | counts | {"hazards": hazards(sass)}
+    return resources(kernel) | counts | {"hazards": hazards(sass), "reused": reused(kernel.asm["ptx"])}
+
+
+def reused(ptx: str) -> int:
+    """Places in shared memory where a barrier is made and something else too: another one, or what an atomic returns.
+
+    Triton gives the memory of a barrier that nobody waits at to others, and never says so to the GPU (PTX:
+    mbarrier.inval): forwards then hung, or left tiles out, where processes took turns on it.
+    """
+    offsets = dict(re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx))
+    made = [offsets[name] for name in re.findall(r"mbarrier\.init\.shared::cta\.b64 \[(%r\d+)\]", ptx)]
+    stored = {offsets.get(name) for name in re.findall(r"st\.shared\.\S+ \[ *(%r\d+) *\+ 0 *\]", ptx)}
+    stored |= set(re.findall(r"(?:st|ld)\.shared\.\S+.*\[global_smem\+(\d+)\]", ptx))
+    return len(made) - len(set(made) - stored)
 
 
 def hazards(sass: str) -> int:

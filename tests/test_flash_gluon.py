@@ -1,8 +1,11 @@
 """`flash_gluon` on a GPU: results exact to the bit where arithmetic allows it, repeats, graphs, streams, views."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -259,6 +262,18 @@ def test_every_form_for_short_sequences_alone_and_in_a_chain(
             assert differing(captured) == [], "a graph differs"
         with time_limit(f"one after another: {what}"):
             assert differing(chain(wait=False)) == [], "one after another differ"
+
+
+def test_processes_that_take_turns_on_a_gpu() -> None:
+    """See `tests/turns.py`."""
+    command = [sys.executable, "-m", "tests.turns", "15"]
+    root = Path(__file__).parents[1]
+    started = [
+        subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for _ in range(4)
+    ]
+    said = [process.communicate(timeout=200)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * 4, said
 
 
 @pytest.mark.parametrize("causal", [False, True])

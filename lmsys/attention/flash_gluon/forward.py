@@ -358,8 +358,17 @@ def forward_kernel(
     vs = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_K, D], K_LAYOUT)
     tiles = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     queries = qs, barriers(SLOTS, 1), barriers(SLOTS, WGS)
-    ring = ks, barriers(STAGES, 1), barriers(STAGES, WGS), vs, barriers(STAGES, 1), barriers(STAGES, WGS)
-    mailbox = tiles, barriers(2, 1), barriers(2, WGS)
+    k_full, v_full = barriers(STAGES, 1), barriers(STAGES, 1)
+    # A barrier that nobody waits at is not made: its memory would be used again, by what the counter returns, and where
+    # processes take turns on the GPU, such kernels hang or leave tiles out.
+    if NAMED:
+        ring = ks, k_full, k_full, vs, v_full, v_full
+    else:
+        ring = ks, k_full, barriers(STAGES, WGS), vs, v_full, barriers(STAGES, WGS)
+    if DYNAMIC:
+        mailbox = tiles, barriers(2, 1), barriers(2, WGS)
+    else:
+        mailbox = tiles, k_full, k_full
     sizes = num_heads, H, G, Q, K, num_tiles, at_once
     fence_async_shared()
     # Named barriers: WGS for the ping-pong, then one for each stage of K and of V.

@@ -39,23 +39,24 @@ Cell = tuple[str, int, bool, int]  # direction, head_dim, causal, length
 # By head_dim: ways to have more tiles in work on a processor, then one CTA, as for longer sequences.
 SHORT_FORMS = {
     64: (
-        ForwardPlan(1, 2, False, True, False, 0, tile_k=128, ctas=2, chained=True),
         ForwardPlan(1, 2, False, True, False, 0, tile_k=64, ctas=3, chained=True),
-        ForwardPlan(1, 3, False, True, False, 0, tile_k=64, ctas=3, chained=True),
         ForwardPlan(1, 2, False, True, False, 0, tile_k=64, slots=1, ctas=4, overlap=False, chained=True),
+        ForwardPlan(1, 2, False, True, False, 0, tile_k=128, ctas=2, chained=True),
         ForwardPlan(2, 3, False, True, False, 0, tile_k=64, ctas=2, overlap=False, chained=True),
         ForwardPlan(2, 3, True, True, False, 0, tile_k=64, ctas=2, overlap=False, chained=True),
+        ForwardPlan(2, 3, True, False, False, 0, tile_k=64, ctas=2, overlap=False, chained=True),
         ForwardPlan(2, 3, True, True, False, 0, chained=True),
         ForwardPlan(2, 3, True, True, False, 0),
     ),
     128: (
         ForwardPlan(1, 1, False, True, False, 0, tile_k=128, ctas=2, chained=True),
         ForwardPlan(1, 2, False, True, False, 0, tile_k=64, ctas=2, chained=True),
-        ForwardPlan(1, 2, False, False, False, 0, tile_k=64, ctas=2, chained=True),
+        ForwardPlan(2, 4, False, True, False, 0, tile_k=64, chained=True),
+        ForwardPlan(2, 4, True, True, False, 0, tile_k=64, chained=True),
         ForwardPlan(2, 2, False, False, False, 0, chained=True),
+        ForwardPlan(2, 2, True, False, False, 0, chained=True),
         ForwardPlan(2, 2, False, True, False, 0, chained=True),
         ForwardPlan(2, 2, True, True, False, 0, chained=True),
-        ForwardPlan(2, 2, False, False, False, 0),
         ForwardPlan(2, 2, True, True, False, 0),
     ),
 }
