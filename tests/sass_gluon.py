@@ -26,8 +26,8 @@ from lmsys.attention.flash_gluon.backward import backward_kernel
 from lmsys.attention.flash_gluon.forward import forward_kernel
 from lmsys.attention.flash_gluon.kernels import BLOCK_Q, ROWS, TILE_K, backward_options, forward_options
 from lmsys.attention.flash_gluon.launch import layout
-from lmsys.attention.flash_gluon.plans import BACKWARD, FORWARD, BackwardPlan, ForwardPlan
-from lmsys.attention.flash_gluon.tune import SHORT, SHORT_FORMS, candidates
+from lmsys.attention.flash_gluon.plans import BACKWARD, FORWARD, BackwardPlan, ForwardPlan, forward_plan
+from lmsys.attention.flash_gluon.tune import SHORT, candidates
 from tests.sass import TRITON_NAMES, resources
 
 POINTERS = {"tickets": "*i32", "counter": "*i32", "parameters": "*i64"}
@@ -134,7 +134,7 @@ def hazards(sass: str) -> int:
 def main(dtypes: list[str], every: bool) -> None:
     """One of each kernel by head_dim and mask, of the backward in both orders and one that is all that it can be.
 
-    Of those for short sequences, each form. `every`: of each plan and candidate, ragged and grouped too.
+    Of the forward also the one for short sequences. `every`: of each plan and candidate, ragged and grouped too.
     """
     for dtype_name in dtypes:
         dtype = getattr(torch, dtype_name)
@@ -150,9 +150,7 @@ def main(dtypes: list[str], every: bool) -> None:
                 for ragged in (False, True) if every and not causal else (False,):
                     plans = _some({plan: None for _, plan in FORWARD[head_dim, causal]}, every)
                     shorts = candidates("fwd", head_dim, causal, SHORT) if every else []
-                    if not every and causal:
-                        shorts = [form for form in SHORT_FORMS[head_dim] if form.ctas > 1]
-                    for plan in dict.fromkeys([*plans, *shorts]):
+                    for plan in dict.fromkeys([forward_plan(head_dim, causal, SHORT), *plans, *shorts]):
                         fields = {name: getattr(plan, name) for name in ("consumers", "tile_k", "ctas", "chained")}
                         report("forward", forward(dtype, head_dim, causal, ragged, plan), **what, ragged=ragged,
                                **fields)  # fmt: skip

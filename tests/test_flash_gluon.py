@@ -211,29 +211,27 @@ def test_every_plan_is_right_at_any_length(
         assert max(ratios.values()) <= 1, ratios
 
 
-def short_forms() -> list[Any]:
-    from lmsys.attention.flash_gluon.tune import SHORT_FORMS
+def short_plans() -> list[Any]:
+    from lmsys.attention.flash_gluon.tune import SHORT, candidates
 
-    return [(head_dim, form) for head_dim, forms in SHORT_FORMS.items() for form in forms]
+    return [(head_dim, plan) for head_dim in (64, 128) for plan in candidates("fwd", head_dim, False, SHORT)]
 
 
-@pytest.mark.parametrize(("head_dim", "form"), short_forms() if REASON is None else [])
+@pytest.mark.parametrize(("head_dim", "plan"), short_plans() if REASON is None else [])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("batch", "length", "dynamic"), [(50, 256, True), (100, 129, False)])
-def test_every_form_for_short_sequences_alone_and_in_a_chain(
-    head_dim: int, form: Any, causal: bool, batch: int, length: int, dynamic: bool
-) -> None:
+def test_every_candidate_for_short_sequences_alone_and_in_a_chain(head_dim: int, plan: Any, causal: bool) -> None:
     """What one forward wrote is read by the next at once: bit for bit as where each is waited for.
 
     A hang ends the process, so that its worker's end names the test and the line before it what ran.
     """
     from lmsys.attention.flash_gluon.tune import time_limit
 
+    batch, length = (50, 256) if plan.dynamic else (100, 129)
     case = ROW.case(
         batch=batch, heads=16, kv_heads=8, queries=length, keys=length, head_dim=head_dim, causal=causal,
         dtype="bfloat16",
     )  # fmt: skip
-    x, plan = make_inputs(case, 0), replace(form, dynamic=dynamic, l2_mib=32 * causal)
+    x, plan = make_inputs(case, 0), replace(plan, l2_mib=32 * causal)
     what = f"{plan}, {causal=}, {batch=}, {length=}"
 
     def chain(wait: bool) -> list[Tensor]:

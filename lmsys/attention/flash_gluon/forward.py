@@ -1,4 +1,4 @@
-"""The forward: one producer warp group loads, one to three consumer warp groups of 64 queries each compute.
+"""The forward: one producer warp group loads, two or three consumer warp groups of 64 queries each compute.
 
 After FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608, Algorithms 1 and 2). Keys are walked from the right,
 so that the tiles that need a mask come first. In every step the product Q Kᵀ of one tile and P V of the tile
@@ -80,7 +80,7 @@ def _release(empty, stage, NAMED: gl.constexpr, FIRST: gl.constexpr, WGS: gl.con
 @gluon.jit
 def _producer(
     q_desc, k_desc, v_desc, counter, queries, ring, mailbox, sizes,
-    WGS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr,
+    WGS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     NAMED: gl.constexpr, DYNAMIC: gl.constexpr, CHAINED: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
 ):  # fmt: skip
     qs, q_full, q_empty = queries
@@ -101,8 +101,8 @@ def _producer(
             tile = num_tiles - 1 - tile
         batch = bh // H
         head = bh % H
-        slot = turn & (SLOTS - 1)
-        mbarrier.wait(q_empty.index(slot), ((turn >> (SLOTS - 1)) & 1) ^ 1)
+        slot = turn & 1
+        mbarrier.wait(q_empty.index(slot), ((turn >> 1) & 1) ^ 1)
         mbarrier.expect(q_full.index(slot), WGS * q_desc.block_type.nbytes)
         for w in gl.static_range(WGS):
             row = (tile * WGS + w) * ROWS
@@ -258,7 +258,7 @@ def _step(
 def _consumer(
     o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes,
     WG: gl.constexpr, WGS: gl.constexpr, BLOCK_K: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    SLOTS: gl.constexpr, PING_PONG: gl.constexpr, OVERLAP: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+    PING_PONG: gl.constexpr, OVERLAP: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
     NAMED: gl.constexpr, DYNAMIC: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
 ):  # fmt: skip
     qs, q_full, q_empty = queries
@@ -285,9 +285,9 @@ def _consumer(
         n = _num_key_tiles(tile, K, CAUSAL, WGS * ROWS, BLOCK_K)
         acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
         zeros = gl.zeros([ROWS, BLOCK_K], gl.float32, S_LAYOUT)
-        slot = turn & (SLOTS - 1)
+        slot = turn & 1
         q = qs.index(slot * WGS + WG)
-        mbarrier.wait(q_full.index(slot), (turn >> (SLOTS - 1)) & 1)
+        mbarrier.wait(q_full.index(slot), (turn >> 1) & 1)
         if CAUSAL and WGS * ROWS > BLOCK_K:
             seen = gl.cdiv(gl.minimum(K, row + ROWS), BLOCK_K)
             for _ in range(seen, n):
@@ -341,7 +341,7 @@ def _consumer(
 @gluon.jit(do_not_specialize=["num_heads", "H", "G", "Q", "K", "num_tiles", "at_once"])
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, counter, scale, num_heads, H, G, Q, K, num_tiles, at_once,
-    BLOCK_K: gl.constexpr, D: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
+    BLOCK_K: gl.constexpr, D: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, PING_PONG: gl.constexpr, OVERLAP: gl.constexpr, NAMED: gl.constexpr, DYNAMIC: gl.constexpr,
     CHAINED: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
@@ -352,12 +352,12 @@ def forward_kernel(
     DTYPE: gl.constexpr = q_desc.dtype
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], DTYPE)
     K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, D], DTYPE)
-    qs = gl.allocate_shared_memory(DTYPE, [SLOTS * WGS, ROWS, D], Q_LAYOUT)
+    qs = gl.allocate_shared_memory(DTYPE, [2 * WGS, ROWS, D], Q_LAYOUT)
     outs = gl.allocate_shared_memory(DTYPE, [WGS, ROWS, D], Q_LAYOUT)
     ks = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_K, D], K_LAYOUT)
     vs = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_K, D], K_LAYOUT)
     tiles = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    queries = qs, barriers(SLOTS, 1), barriers(SLOTS, WGS)
+    queries = qs, barriers(2, 1), barriers(2, WGS)
     k_full, v_full = barriers(STAGES, 1), barriers(STAGES, 1)
     # A barrier that nobody waits at is not made: its memory would be used again, by what the counter returns, and where
     # processes take turns on the GPU, such kernels hang or leave tiles out.
@@ -374,48 +374,38 @@ def forward_kernel(
     # Named barriers: WGS for the ping-pong, then one for each stage of K and of V.
     K_FREE: gl.constexpr = FIRST_BARRIER + WGS
     V_FREE: gl.constexpr = FIRST_BARRIER + WGS + STAGES
-    if WGS == 1:
+    gl.static_assert(not NAMED or V_FREE + STAGES <= 16, "there are 16 named barriers")
+    if WGS == 2:
         gl.warp_specialize([
             (_producer, (
-                q_desc, k_desc, v_desc, counter, queries, ring, mailbox, sizes, WGS, BLOCK_K, STAGES, SLOTS, CAUSAL,
+                q_desc, k_desc, v_desc, counter, queries, ring, mailbox, sizes, WGS, BLOCK_K, STAGES, CAUSAL,
                 NAMED, DYNAMIC, CHAINED, K_FREE, V_FREE
             )),
             (_consumer, (
-                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 0, WGS, BLOCK_K, D, STAGES, SLOTS,
-                PING_PONG, OVERLAP, CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
-            )),
-        ], [4], [REGISTERS])  # fmt: skip
-    elif WGS == 2:
-        gl.warp_specialize([
-            (_producer, (
-                q_desc, k_desc, v_desc, counter, queries, ring, mailbox, sizes, WGS, BLOCK_K, STAGES, SLOTS, CAUSAL,
-                NAMED, DYNAMIC, CHAINED, K_FREE, V_FREE
-            )),
-            (_consumer, (
-                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 0, WGS, BLOCK_K, D, STAGES, SLOTS,
+                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 0, WGS, BLOCK_K, D, STAGES,
                 PING_PONG, OVERLAP, CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
             )),
             (_consumer, (
-                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 1, WGS, BLOCK_K, D, STAGES, SLOTS,
+                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 1, WGS, BLOCK_K, D, STAGES,
                 PING_PONG, OVERLAP, CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
             )),
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (_producer, (
-                q_desc, k_desc, v_desc, counter, queries, ring, mailbox, sizes, WGS, BLOCK_K, STAGES, SLOTS, CAUSAL,
+                q_desc, k_desc, v_desc, counter, queries, ring, mailbox, sizes, WGS, BLOCK_K, STAGES, CAUSAL,
                 NAMED, DYNAMIC, CHAINED, K_FREE, V_FREE
             )),
             (_consumer, (
-                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 0, WGS, BLOCK_K, D, STAGES, SLOTS,
+                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 0, WGS, BLOCK_K, D, STAGES,
                 PING_PONG, OVERLAP, CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
             )),
             (_consumer, (
-                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 1, WGS, BLOCK_K, D, STAGES, SLOTS,
+                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 1, WGS, BLOCK_K, D, STAGES,
                 PING_PONG, OVERLAP, CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
             )),
             (_consumer, (
-                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 2, WGS, BLOCK_K, D, STAGES, SLOTS,
+                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 2, WGS, BLOCK_K, D, STAGES,
                 PING_PONG, OVERLAP, CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
             )),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip

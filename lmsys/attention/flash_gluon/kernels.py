@@ -34,10 +34,8 @@ NUM_PARAMETERS = 6  # int64, which `prepare_kernel` writes
 BLOCK_Q = {64: 128, 128: 64}  # by head_dim: queries of a step of the backward
 HEADS_IN_ORDER = {64: 4, 128: 2}  # by head_dim: whose key tiles take turns in a causal backward of fixed order
 FEW_WAVES = 8  # of CTAs: so few that the time in which the last ones run alone counts more than what L2 keeps
-REGISTERS = {  # by consumers and CTAs of a processor: of a consumer's threads, and of all threads at the start
-    (1, 2): (232, 128), (1, 3): (136, 80), (1, 4): (104, 64),
-    (2, 1): (240, 168), (2, 2): (104, 80), (3, 1): (160, 128),
-}  # fmt: skip
+# By consumers and CTAs of a processor: registers of a consumer's threads, and of all threads at the start.
+REGISTERS = {(2, 1): (240, 168), (2, 2): (104, 80), (3, 1): (160, 128)}
 
 _launches: dict[tuple[Any, ...], Any] = {}
 _kernels: dict[tuple[Any, ...], Kernel] = {}
@@ -70,8 +68,8 @@ def forward_options(head_dim: int, causal: bool, ragged: bool, plan: ForwardPlan
     """What `forward_kernel` is compiled with."""
     registers, cap = REGISTERS[plan.consumers, plan.ctas]
     return {
-        "BLOCK_K": plan.tile_k, "D": head_dim, "WGS": plan.consumers, "STAGES": plan.stages, "SLOTS": plan.slots,
-        "REGISTERS": registers, "PING_PONG": plan.ping_pong, "OVERLAP": plan.overlap, "NAMED": plan.named,
+        "BLOCK_K": plan.tile_k, "D": head_dim, "WGS": plan.consumers, "STAGES": plan.stages,
+        "REGISTERS": registers, "PING_PONG": plan.ping_pong, "OVERLAP": plan.ctas == 1, "NAMED": plan.named,
         "DYNAMIC": plan.dynamic, "CHAINED": plan.chained, "CAUSAL": causal, "RAGGED": ragged, "maxnreg": cap,
         "launch_pdl": plan.chained,
     }  # fmt: skip

@@ -36,53 +36,24 @@ LIMIT_S = 20.0  # for what takes milliseconds
 Cell = tuple[str, int, bool, int]  # direction, head_dim, causal, length
 
 
-# By head_dim: ways to have more tiles in work on a processor, then one CTA, as for longer sequences.
-SHORT_FORMS = {
-    64: (
-        ForwardPlan(1, 2, False, True, False, 0, tile_k=64, ctas=3, chained=True),
-        ForwardPlan(1, 2, False, True, False, 0, tile_k=64, slots=1, ctas=4, overlap=False, chained=True),
-        ForwardPlan(1, 2, False, True, False, 0, tile_k=128, ctas=2, chained=True),
-        ForwardPlan(2, 3, False, True, False, 0, tile_k=64, ctas=2, overlap=False, chained=True),
-        ForwardPlan(2, 3, True, True, False, 0, tile_k=64, ctas=2, overlap=False, chained=True),
-        ForwardPlan(2, 3, True, False, False, 0, tile_k=64, ctas=2, overlap=False, chained=True),
-        ForwardPlan(2, 3, True, True, False, 0, chained=True),
-        ForwardPlan(2, 3, True, True, False, 0),
-    ),
-    128: (
-        ForwardPlan(1, 1, False, True, False, 0, tile_k=128, ctas=2, chained=True),
-        ForwardPlan(1, 2, False, True, False, 0, tile_k=64, ctas=2, chained=True),
-        ForwardPlan(2, 4, False, True, False, 0, tile_k=64, chained=True),
-        ForwardPlan(2, 4, True, True, False, 0, tile_k=64, chained=True),
-        ForwardPlan(2, 2, False, False, False, 0, chained=True),
-        ForwardPlan(2, 2, True, False, False, 0, chained=True),
-        ForwardPlan(2, 2, False, True, False, 0, chained=True),
-        ForwardPlan(2, 2, True, True, False, 0, chained=True),
-        ForwardPlan(2, 2, True, True, False, 0),
-    ),
-}
-
-
 def candidates(direction: str, head_dim: int, causal: bool, length: int) -> list[Any]:
     """What is worth timing: every setting that once won a cell, and its neighbours."""
-    if direction == "fwd" and length <= SHORT:
-        orders = ((False, 32), (True, 32), (True, 0)) if causal else ((False, 0), (True, 0))
-        return [
-            replace(form, dynamic=dynamic, l2_mib=l2_mib)
-            for form in SHORT_FORMS[head_dim]
-            for dynamic, l2_mib in orders
-        ]
-    if direction == "fwd":
-        l2_mib = 32 if causal else 0
-        two = [
-            ForwardPlan(2, stages, ping_pong, named, dynamic, l2_mib)
-            for ping_pong, named, dynamic in itertools.product((False, True), repeat=3)
-            for stages in ((2, 3) if head_dim == 64 else (2,))
-        ]
-        three = [ForwardPlan(3, 2, True, True, dynamic, l2_mib) for dynamic in (False, True)]
+    if direction == "bwd":
+        sizes = (5, 11, 22) if causal else (0,)
+        spreads = (False,) if causal else (False, True)
+        return [BackwardPlan(*plan) for plan in itertools.product((False, True), spreads, sizes)]
+    sizes = (0, 32) if causal and length <= SHORT else (32,) if causal else (0,)
+    two = [
+        ForwardPlan(2, stages, *flags, l2_mib, chained=length <= SHORT)
+        for flags in itertools.product((False, True), repeat=3)
+        for stages in ((2, 3) if head_dim == 64 else (2,))
+        for l2_mib in sizes
+    ]
+    if length > 2 * SHORT:
+        three = [ForwardPlan(3, 2, True, True, dynamic, sizes[0]) for dynamic in (False, True)]
         return two + (three if head_dim == 64 else [])  # three of them want more registers than there are at 128
-    sizes = (5, 11, 22) if causal else (0,)
-    spreads = (False,) if causal else (False, True)
-    return [BackwardPlan(*plan) for plan in itertools.product((False, True), spreads, sizes)]
+    small = [replace(plan, stages=3, tile_k=64, ctas=2 if head_dim == 64 else 1, chained=True) for plan in two]
+    return list(dict.fromkeys(two + small))
 
 
 def planned(direction: str, head_dim: int, causal: bool, length: int) -> Any:
