@@ -475,7 +475,7 @@ gl = SimpleNamespace(
     NVMMADistributedLayout=lambda *a: None, DotOperandLayout=lambda **k: None,
     allocate_shared_memory=_allocate, warp_specialize=_specialize, thread_barrier=lambda: None,
     program_id=lambda axis: torch.tensor(here.cta.program), num_programs=lambda axis: here.cta.grid,
-    static_range=range, cdiv=lambda x, y: (x + y - 1) // y,
+    static_range=range, static_assert=lambda holds, why: None, cdiv=lambda x, y: (x + y - 1) // y,
     arange=lambda start, stop, layout=None: torch.arange(start, stop),
     full=lambda shape, x, dtype, layout: torch.full(shape, x.item() if isinstance(x, Tensor) else x, dtype=dtype),
     zeros=lambda shape, dtype, layout=None: torch.zeros([int(n) for n in shape], dtype=dtype),

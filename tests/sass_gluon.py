@@ -24,14 +24,16 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from lmsys.attention.flash_gluon.around import convert_kernel, prepare_kernel
 from lmsys.attention.flash_gluon.backward import backward_kernel
 from lmsys.attention.flash_gluon.forward import forward_kernel
-from lmsys.attention.flash_gluon.kernels import BLOCK_Q, REGISTERS, ROWS, TILE_K, backward_options
+from lmsys.attention.flash_gluon.kernels import BLOCK_Q, ROWS, TILE_K, backward_options, forward_options
 from lmsys.attention.flash_gluon.launch import layout
-from lmsys.attention.flash_gluon.plans import BACKWARD, FORWARD, BackwardPlan, ForwardPlan
+from lmsys.attention.flash_gluon.plans import BACKWARD, FORWARD, BackwardPlan, ForwardPlan, forward_plan
+from lmsys.attention.flash_gluon.tune import SHORT, candidates
 from tests.sass import TRITON_NAMES, resources
 
 POINTERS = {"tickets": "*i32", "counter": "*i32", "parameters": "*i64"}
 ADDS = {"UTMAREDG": "UTMAREDG", "REDG": r"REDG\.E\.ADD\.F32x4"}
 MNEMONICS = ADDS | {"UTMASTG": "UTMASTG", "SYNCS": "SYNCS", "BAR": r"BAR\.(?:SYNC|ARV)", "fences": r"MEMBAR\.\w+\.GPU"}
+MNEMONICS |= {"ACQBULK": "ACQBULK", "PREEXIT": "PREEXIT"}  # waits for the kernel before, admits the one after
 
 
 def descriptor(block: list[int], dtype: torch.dtype) -> str:
@@ -49,14 +51,11 @@ def compile_kernel(function: Any, signature: dict[str, str], constants: dict[str
 
 
 def forward(dtype: torch.dtype, head_dim: int, causal: bool, ragged: bool, plan: ForwardPlan) -> Any:
-    q, k = (descriptor([1, 1, rows, head_dim], dtype) for rows in (ROWS, TILE_K))
-    registers, cap = REGISTERS[plan.consumers]
-    constants = {
-        "BLOCK_K": TILE_K, "D": head_dim, "WGS": plan.consumers, "STAGES": plan.stages, "REGISTERS": registers,
-        "PING_PONG": plan.ping_pong, "NAMED": plan.named, "DYNAMIC": plan.dynamic, "CAUSAL": causal, "RAGGED": ragged,
-    }  # fmt: skip
+    q, k = (descriptor([1, 1, rows, head_dim], dtype) for rows in (ROWS, plan.tile_k))
+    options = forward_options(head_dim, causal, ragged, plan)
+    constants = {name: options.pop(name) for name in list(options) if name.isupper()}
     signature = {"q_desc": q, "k_desc": k, "v_desc": k, "o_desc": q}
-    return compile_kernel(forward_kernel, signature, constants, maxnreg=cap)
+    return compile_kernel(forward_kernel, signature, constants, **options)
 
 
 def backward(
@@ -88,7 +87,20 @@ def read(kernel: Any) -> dict[str, int]:
         file.flush()
         sass = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
     counts = {key: len(re.findall(rf"\b{mnemonic}", sass)) for key, mnemonic in MNEMONICS.items()}
-    return resources(kernel) | counts | {"hazards": hazards(sass)}
+    return resources(kernel) | counts | {"hazards": hazards(sass), "reused": reused(kernel.asm["ptx"])}
+
+
+def reused(ptx: str) -> int:
+    """Places in shared memory where a barrier is made and something else too: another one, or what an atomic returns.
+
+    Triton gives the memory of a barrier that nobody waits at to others, and never says so to the GPU (PTX:
+    mbarrier.inval): forwards then hung, or left tiles out, where processes took turns on it.
+    """
+    offsets = dict(re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx))
+    made = [offsets[name] for name in re.findall(r"mbarrier\.init\.shared::cta\.b64 \[(%r\d+)\]", ptx)]
+    stored = {offsets.get(name) for name in re.findall(r"st\.shared\.\S+ \[ *(%r\d+) *\+ 0 *\]", ptx)}
+    stored |= set(re.findall(r"(?:st|ld)\.shared\.\S+.*\[global_smem\+(\d+)\]", ptx))
+    return len(made) - len(set(made) - stored)
 
 
 def hazards(sass: str) -> int:
@@ -122,7 +134,7 @@ def hazards(sass: str) -> int:
 def main(dtypes: list[str], every: bool) -> None:
     """One of each kernel by head_dim and mask, of the backward in both orders and one that is all that it can be.
 
-    `every`: of each plan, ragged and grouped too.
+    Of the forward also the one for short sequences. `every`: of each plan and candidate, ragged and grouped too.
     """
     for dtype_name in dtypes:
         dtype = getattr(torch, dtype_name)
@@ -136,9 +148,12 @@ def main(dtypes: list[str], every: bool) -> None:
             for causal in (True, False):
                 what = {"head_dim": head_dim, "causal": causal}
                 for ragged in (False, True) if every and not causal else (False,):
-                    for plan in _some({plan: None for _, plan in FORWARD[head_dim, causal]}, every):
+                    plans = _some({plan: None for _, plan in FORWARD[head_dim, causal]}, every)
+                    shorts = candidates("fwd", head_dim, causal, SHORT) if every else []
+                    for plan in dict.fromkeys([forward_plan(head_dim, causal, SHORT), *plans, *shorts]):
+                        fields = {name: getattr(plan, name) for name in ("consumers", "tile_k", "ctas", "chained")}
                         report("forward", forward(dtype, head_dim, causal, ragged, plan), **what, ragged=ragged,
-                               consumers=plan.consumers, ping_pong=plan.ping_pong)  # fmt: skip
+                               **fields)  # fmt: skip
                     for plan in _some({plan: None for _, plan in BACKWARD[head_dim, causal]}, every):
                         for mode in ({}, {"deterministic": True}, {"grouped": True})[: 3 if every else 2]:
                             report("backward", backward(dtype, head_dim, causal, ragged, plan, **mode), **what,

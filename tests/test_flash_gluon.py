@@ -1,7 +1,11 @@
 """`flash_gluon` on a GPU: results exact to the bit where arithmetic allows it, repeats, graphs, streams, views."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -205,6 +209,69 @@ def test_every_plan_is_right_at_any_length(
         grads = kernels()._backward(inputs.q, inputs.k, inputs.v, o, lse, inputs.do, causal, scale, mode, bwd)
         ratios = oracle.error_ratios(dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *grads), strict=True)), rms=True)
         assert max(ratios.values()) <= 1, ratios
+
+
+def short_plans() -> list[Any]:
+    from lmsys.attention.flash_gluon.tune import SHORT, candidates
+
+    return [(head_dim, plan) for head_dim in (64, 128) for plan in candidates("fwd", head_dim, False, SHORT)]
+
+
+@pytest.mark.parametrize(("head_dim", "plan"), short_plans() if REASON is None else [])
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_candidate_for_short_sequences_alone_and_in_a_chain(head_dim: int, plan: Any, causal: bool) -> None:
+    """What one forward wrote is read by the next at once: bit for bit as where each is waited for.
+
+    A hang ends the process, so that its worker's end names the test and the line before it what ran.
+    """
+    from lmsys.attention.flash_gluon.tune import time_limit
+
+    batch, length = (50, 256) if plan.dynamic else (100, 129)
+    case = ROW.case(
+        batch=batch, heads=16, kv_heads=8, queries=length, keys=length, head_dim=head_dim, causal=causal,
+        dtype="bfloat16",
+    )  # fmt: skip
+    x, plan = make_inputs(case, 0), replace(plan, l2_mib=32 * causal)
+    what = f"{plan}, {causal=}, {batch=}, {length=}"
+
+    def chain(wait: bool) -> list[Tensor]:
+        outputs, q = [], x.q
+        for _ in range(20):
+            q, lse = kernels()._forward(q, x.k, x.v, causal, head_dim**-0.5, plan)
+            outputs += [q, lse]
+            if wait:
+                torch.cuda.synchronize()
+        return outputs
+
+    def differing(found: list[Tensor]) -> list[int]:
+        return [i for i, (one, other) in enumerate(zip(found, alone, strict=True)) if not torch.equal(one, other)]
+
+    kernels()._forward(x.q, x.k, x.v, causal, head_dim**-0.5, plan)  # compiles
+    with time_limit(f"one by one: {what}"):
+        alone = chain(wait=True)
+    ratios = Oracle(case, x).error_ratios({"o": alone[0], "lse": alone[1]}, rms=True)
+    assert max(ratios.values()) <= 1, ratios
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain(wait=False)
+    for _ in range(5):
+        with time_limit(f"a graph: {what}"):
+            graph.replay()
+            assert differing(captured) == [], "a graph differs"
+        with time_limit(f"one after another: {what}"):
+            assert differing(chain(wait=False)) == [], "one after another differ"
+
+
+def test_processes_that_take_turns_on_a_gpu() -> None:
+    """See `tests/turns.py`."""
+    command = [sys.executable, "-m", "tests.turns", "15"]
+    root = Path(__file__).parents[1]
+    started = [
+        subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for _ in range(4)
+    ]
+    said = [process.communicate(timeout=200)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * 4, said
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -19,6 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from lmsys.attention.flash_gluon.hopper import (
     FIRST_BARRIER,
+    admit_kernel_after,
+    await_kernel_before,
     barriers,
     load_rows,
     named_barrier,
@@ -79,7 +81,7 @@ def _release(empty, stage, NAMED: gl.constexpr, FIRST: gl.constexpr, WGS: gl.con
 def _producer(
     q_desc, k_desc, v_desc, counter, queries, ring, mailbox, sizes,
     WGS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    NAMED: gl.constexpr, DYNAMIC: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
+    NAMED: gl.constexpr, DYNAMIC: gl.constexpr, CHAINED: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
 ):  # fmt: skip
     qs, q_full, q_empty = queries
     ks, k_full, k_empty, vs, v_full, v_empty = ring
@@ -89,6 +91,8 @@ def _producer(
     turn = 0
     index = gl.program_id(0)
     total = num_heads * num_tiles
+    if CHAINED:  # ahead of the first load and the counter, and so of all that consumers write
+        await_kernel_before()
     while index < total:
         if DYNAMIC:
             _announce(tiles, tile_full, tile_empty, turn, index)
@@ -119,6 +123,8 @@ def _producer(
             index = gl.atomic_add(counter, 1) + gl.num_programs(0)
         else:
             index += gl.num_programs(0)
+    if CHAINED:
+        admit_kernel_after()
     if DYNAMIC:
         # Before the ring is drained: consumers would otherwise wait for this, and the drain for them.
         _announce(tiles, tile_full, tile_empty, turn, index)
@@ -179,8 +185,8 @@ def _first_weights(
     WG: gl.constexpr, WGS: gl.constexpr, BLOCK_K: gl.constexpr, PING_PONG: gl.constexpr, CAUSAL: gl.constexpr,
     RAGGED: gl.constexpr, S_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """`_weights`, of which half are known to be zero where the tile begins with the queries' own keys."""
-    if CAUSAL:
+    """`_weights`, of which half are known to be zero where a tile of more keys than queries begins with their own."""
+    if CAUSAL and BLOCK_K > ROWS:
         if row == col:
             top, left = _weights(q, k.slice(0, ROWS), scale, row, col, K, WG, WGS, ROWS, PING_PONG, CAUSAL, RAGGED)
             both = gl.join(left, gl.zeros_like(left)).permute((0, 2, 1)).reshape([ROWS, BLOCK_K])
@@ -215,28 +221,34 @@ def _pass_over(
 def _step(
     q, ks, vs, zeros, acc, top, total, p, k_full, k_empty, v_full, v_empty, fill, scale,
     WG: gl.constexpr, WGS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PING_PONG: gl.constexpr,
-    NAMED: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
+    OVERLAP: gl.constexpr, NAMED: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
     O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """Scores of this key tile, which hides nothing, while P V of the one before it runs."""
+    """Scores of this key tile, which hides nothing, while P V of the one before it runs, or (not OVERLAP) after it."""
     stage = fill % STAGES
     before = (fill - 1) % STAGES
     mbarrier.wait(k_full.index(stage), (fill // STAGES) & 1)
     if PING_PONG:
         named_barrier("sync", FIRST_BARRIER + WG, 256)
-    scores = warpgroup_mma(q, ks.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if OVERLAP:
+        scores = warpgroup_mma(q, ks.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(before), ((fill - 1) // STAGES) & 1)
     product = warpgroup_mma(p, vs.index(before), acc, is_async=True)
+    if not OVERLAP:
+        acc, p = warpgroup_mma_wait(0, deps=[product, p])
+        _release(v_empty, before, NAMED, V_FREE, WGS)
+        scores = warpgroup_mma(q, ks.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     if PING_PONG:
         named_barrier("arrive", FIRST_BARRIER + (WG + 1) % WGS, 256)
-    s = warpgroup_mma_wait(1, deps=[scores])
+    s = warpgroup_mma_wait(1 if OVERLAP else 0, deps=[scores])
     _release(k_empty, stage, NAMED, K_FREE, WGS)
     new_top = gl.maximum(top, gl.max(s, 1) * scale)
     weights = gl.exp2(s * scale - new_top[:, None])
     rescale = gl.exp2(top - new_top)
     total = scale_rows(total, rescale) + _partial_sums(weights, BLOCK_K)
-    acc, p = warpgroup_mma_wait(0, deps=[product, p])
-    _release(v_empty, before, NAMED, V_FREE, WGS)
+    if OVERLAP:
+        acc, p = warpgroup_mma_wait(0, deps=[product, p])
+        _release(v_empty, before, NAMED, V_FREE, WGS)
     acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, O_LAYOUT))[:, None]
     p = gl.convert_layout(narrow(weights, DTYPE), P_LAYOUT)
     return acc, new_top, total, p
@@ -246,7 +258,7 @@ def _step(
 def _consumer(
     o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes,
     WG: gl.constexpr, WGS: gl.constexpr, BLOCK_K: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    PING_PONG: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+    PING_PONG: gl.constexpr, OVERLAP: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
     NAMED: gl.constexpr, DYNAMIC: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
 ):  # fmt: skip
     qs, q_full, q_empty = queries
@@ -294,7 +306,7 @@ def _consumer(
         for _ in range(1, n):
             acc, top, total, p = _step(
                 q, ks, vs, zeros, acc, top, total, p, k_full, k_empty, v_full, v_empty, fill, scale,
-                WG, WGS, BLOCK_K, STAGES, PING_PONG, NAMED, K_FREE, V_FREE, O_LAYOUT, P_LAYOUT, DTYPE,
+                WG, WGS, BLOCK_K, STAGES, PING_PONG, OVERLAP, NAMED, K_FREE, V_FREE, O_LAYOUT, P_LAYOUT, DTYPE,
             )  # fmt: skip
             fill += 1
         mbarrier.arrive(q_empty.index(slot), count=1)
@@ -329,8 +341,9 @@ def _consumer(
 @gluon.jit(do_not_specialize=["num_heads", "H", "G", "Q", "K", "num_tiles", "at_once"])
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, counter, scale, num_heads, H, G, Q, K, num_tiles, at_once,
-    BLOCK_K: gl.constexpr, D: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    PING_PONG: gl.constexpr, NAMED: gl.constexpr, DYNAMIC: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+    BLOCK_K: gl.constexpr, D: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr, PING_PONG: gl.constexpr, OVERLAP: gl.constexpr, NAMED: gl.constexpr, DYNAMIC: gl.constexpr,
+    CHAINED: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """o and the natural log-sum-exp. `scale` in base 2; `counter`: two int32 zeros, zero again at the end.
 
@@ -345,44 +358,54 @@ def forward_kernel(
     vs = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_K, D], K_LAYOUT)
     tiles = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     queries = qs, barriers(2, 1), barriers(2, WGS)
-    ring = ks, barriers(STAGES, 1), barriers(STAGES, WGS), vs, barriers(STAGES, 1), barriers(STAGES, WGS)
-    mailbox = tiles, barriers(2, 1), barriers(2, WGS)
+    k_full, v_full = barriers(STAGES, 1), barriers(STAGES, 1)
+    # A barrier that nobody waits at is not made: its memory would be used again, by what the counter returns, and where
+    # processes take turns on the GPU, such kernels hang or leave tiles out.
+    if NAMED:
+        ring = ks, k_full, k_full, vs, v_full, v_full
+    else:
+        ring = ks, k_full, barriers(STAGES, WGS), vs, v_full, barriers(STAGES, WGS)
+    if DYNAMIC:
+        mailbox = tiles, barriers(2, 1), barriers(2, WGS)
+    else:
+        mailbox = tiles, k_full, k_full
     sizes = num_heads, H, G, Q, K, num_tiles, at_once
     fence_async_shared()
     # Named barriers: WGS for the ping-pong, then one for each stage of K and of V.
     K_FREE: gl.constexpr = FIRST_BARRIER + WGS
     V_FREE: gl.constexpr = FIRST_BARRIER + WGS + STAGES
+    gl.static_assert(not NAMED or V_FREE + STAGES <= 16, "there are 16 named barriers")
     if WGS == 2:
         gl.warp_specialize([
             (_producer, (
                 q_desc, k_desc, v_desc, counter, queries, ring, mailbox, sizes, WGS, BLOCK_K, STAGES, CAUSAL,
-                NAMED, DYNAMIC, K_FREE, V_FREE
+                NAMED, DYNAMIC, CHAINED, K_FREE, V_FREE
             )),
             (_consumer, (
-                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 0, WGS, BLOCK_K, D, STAGES, PING_PONG,
-                CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
+                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 0, WGS, BLOCK_K, D, STAGES,
+                PING_PONG, OVERLAP, CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
             )),
             (_consumer, (
-                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 1, WGS, BLOCK_K, D, STAGES, PING_PONG,
-                CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
+                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 1, WGS, BLOCK_K, D, STAGES,
+                PING_PONG, OVERLAP, CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
             )),
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (_producer, (
                 q_desc, k_desc, v_desc, counter, queries, ring, mailbox, sizes, WGS, BLOCK_K, STAGES, CAUSAL,
-                NAMED, DYNAMIC, K_FREE, V_FREE
+                NAMED, DYNAMIC, CHAINED, K_FREE, V_FREE
             )),
             (_consumer, (
-                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 0, WGS, BLOCK_K, D, STAGES, PING_PONG,
-                CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
+                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 0, WGS, BLOCK_K, D, STAGES,
+                PING_PONG, OVERLAP, CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
             )),
             (_consumer, (
-                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 1, WGS, BLOCK_K, D, STAGES, PING_PONG,
-                CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
+                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 1, WGS, BLOCK_K, D, STAGES,
+                PING_PONG, OVERLAP, CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
             )),
             (_consumer, (
-                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 2, WGS, BLOCK_K, D, STAGES, PING_PONG,
-                CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
+                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 2, WGS, BLOCK_K, D, STAGES,
+                PING_PONG, OVERLAP, CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
             )),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip

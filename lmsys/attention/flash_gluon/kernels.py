@@ -34,7 +34,8 @@ NUM_PARAMETERS = 6  # int64, which `prepare_kernel` writes
 BLOCK_Q = {64: 128, 128: 64}  # by head_dim: queries of a step of the backward
 HEADS_IN_ORDER = {64: 4, 128: 2}  # by head_dim: whose key tiles take turns in a causal backward of fixed order
 FEW_WAVES = 8  # of CTAs: so few that the time in which the last ones run alone counts more than what L2 keeps
-REGISTERS = {2: (240, 168), 3: (160, 128)}  # by warp groups that compute: registers of theirs, and of the kernel
+# By consumers and CTAs of a processor: registers of a consumer's threads, and of all threads at the start.
+REGISTERS = {(2, 1): (240, 168), (2, 2): (104, 80), (3, 1): (160, 128)}
 
 _launches: dict[tuple[Any, ...], Any] = {}
 _kernels: dict[tuple[Any, ...], Kernel] = {}
@@ -63,6 +64,17 @@ def _counter(device: int, stream: int) -> Tensor:
     return _counters[device, stream]
 
 
+def forward_options(head_dim: int, causal: bool, ragged: bool, plan: ForwardPlan) -> dict[str, Any]:
+    """What `forward_kernel` is compiled with."""
+    registers, cap = REGISTERS[plan.consumers, plan.ctas]
+    return {
+        "BLOCK_K": plan.tile_k, "D": head_dim, "WGS": plan.consumers, "STAGES": plan.stages,
+        "REGISTERS": registers, "PING_PONG": plan.ping_pong, "OVERLAP": plan.ctas == 1, "NAMED": plan.named,
+        "DYNAMIC": plan.dynamic, "CHAINED": plan.chained, "CAUSAL": causal, "RAGGED": ragged, "maxnreg": cap,
+        "launch_pdl": plan.chained,
+    }  # fmt: skip
+
+
 class _Forward:
     """What all calls of one shape share."""
 
@@ -74,32 +86,21 @@ class _Forward:
         at_once = heads_at_once(plan.l2_mib, 4 * keys * head_dim) * group if plan.l2_mib else 1
         self.sizes = num_heads, heads, group, queries, keys, num_tiles, min(at_once, num_heads)
         processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-        self.grid = min(processors, num_heads * num_tiles)
+        self.grid = min(plan.ctas * processors, num_heads * num_tiles)
         self.dynamic = plan.dynamic
-        ragged = not causal and keys % TILE_K != 0
+        ragged = not causal and keys % plan.tile_k != 0
         key = "forward", self.device, q.dtype, head_dim, causal, ragged, plan
         if key not in _kernels:
-            registers, cap = REGISTERS[plan.consumers]
             counter = torch.zeros(2, dtype=torch.int32, device=q.device)
             lse = torch.zeros(1, dtype=torch.float32, device=q.device)
-            q_block, k_block = [1, 1, ROWS, head_dim], [1, 1, TILE_K, head_dim]
+            q_block, k_block = [1, 1, ROWS, head_dim], [1, 1, plan.tile_k, head_dim]
             sample = torch.empty(1, 1, 1, head_dim, dtype=q.dtype, device=q.device)
             _kernels[key] = Kernel(
                 forward_kernel,
                 [sample] * 4,
                 [q_block, k_block, k_block, q_block],
                 [lse, counter, 1.5, *self.sizes],
-                BLOCK_K=TILE_K,
-                D=head_dim,
-                WGS=plan.consumers,
-                STAGES=plan.stages,
-                REGISTERS=registers,
-                PING_PONG=plan.ping_pong,
-                NAMED=plan.named,
-                DYNAMIC=plan.dynamic,
-                CAUSAL=causal,
-                RAGGED=ragged,
-                maxnreg=cap,
+                **forward_options(head_dim, causal, ragged, plan),
             )
         self.kernel = _kernels[key]
 

@@ -51,6 +51,9 @@ class ForwardPlan:
     named: bool  # stages are released through a named barrier: an mbarrier costs 128 threads a BAR.SYNC
     dynamic: bool  # the next tile comes from a counter, not from the CTA's number
     l2_mib: int  # of keys and values that heads worked on together may take; 0: one head after another
+    tile_k: int = 128  # keys of a tile
+    ctas: int = 1  # on a processor at a time: 2, with half the registers each, begin scores after P V, not before
+    chained: bool = False  # begins while the kernel before it in its stream ends: programmatic dependent launch
 
 
 @dataclass(frozen=True)
@@ -64,12 +67,32 @@ class BackwardPlan:
 
 ANY = 2**31
 
+SHORT_64 = ForwardPlan(2, 3, True, True, True, 0, tile_k=64, ctas=2, chained=True)
+
 # (head_dim, causal): (keys up to, plan), ...
 FORWARD: dict[tuple[int, bool], tuple[tuple[int, ForwardPlan], ...]] = {
-    (64, True): ((2048, ForwardPlan(2, 3, True, True, False, 32)), (ANY, ForwardPlan(3, 2, True, True, True, 32))),
-    (64, False): ((1024, ForwardPlan(2, 3, True, True, True, 0)), (ANY, ForwardPlan(3, 2, True, True, False, 0))),
-    (128, True): ((1024, ForwardPlan(2, 2, False, False, True, 32)), (ANY, ForwardPlan(2, 2, False, True, True, 32))),
-    (128, False): ((1024, ForwardPlan(2, 2, True, True, False, 0)), (ANY, ForwardPlan(2, 2, False, True, False, 0))),
+    (64, True): (
+        (512, SHORT_64),
+        (2048, ForwardPlan(2, 3, True, True, False, 32)),
+        (ANY, ForwardPlan(3, 2, True, True, True, 32)),
+    ),
+    (64, False): (
+        (512, SHORT_64),
+        (1024, ForwardPlan(2, 3, True, True, True, 0)),
+        (ANY, ForwardPlan(3, 2, True, True, False, 0)),
+    ),
+    (128, True): (
+        (128, ForwardPlan(2, 2, True, False, True, 32, chained=True)),
+        (512, ForwardPlan(2, 2, True, True, False, 32, chained=True)),
+        (1024, ForwardPlan(2, 2, False, False, True, 32)),
+        (ANY, ForwardPlan(2, 2, False, True, True, 32)),
+    ),
+    (128, False): (
+        (128, ForwardPlan(2, 2, True, False, True, 0, chained=True)),
+        (512, ForwardPlan(2, 2, True, True, False, 0, chained=True)),
+        (1024, ForwardPlan(2, 2, True, True, False, 0)),
+        (ANY, ForwardPlan(2, 2, False, True, False, 0)),
+    ),
 }
 BACKWARD: dict[tuple[int, bool], tuple[tuple[int, BackwardPlan], ...]] = {
     (64, True): ((ANY, BackwardPlan(False, False, 11)),),

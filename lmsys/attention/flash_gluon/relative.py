@@ -9,20 +9,17 @@ import itertools
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lmsys.attention.flash_gluon import kernels
-from lmsys.attention.flash_gluon.tune import TOKENS, inputs, ours
+from lmsys.attention.flash_gluon.tune import CALLS, TOKENS, inputs, milliseconds, ours, repeated, seconds
 
-CALLS = 100  # of a short sequence, back to back
 Pair = tuple[dict[str, Any], Callable[[], Any], Callable[[], Any], float]  # what, it, the plainer one, their work
 
 
@@ -74,19 +71,7 @@ def short(head_dim: int, causal: bool, length: int, batch: int) -> tuple[Callabl
     base = lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal)  # noqa: E731
     if batch == 1:
         return graph_of(own), graph_of(base)
-    return tuple(lambda call=call: [call() for _ in range(CALLS)] for call in (own, base))  # type: ignore[return-value]
-
-
-def seconds(call: Callable[[], Any]) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def milliseconds(call: Callable[[], Any]) -> float:
-    return triton.testing.do_bench(call, warmup=5, rep=25, return_mode="median")
+    return repeated(own), repeated(base)
 
 
 def compared(

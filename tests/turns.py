@@ -1,0 +1,59 @@
+"""A process that takes turns on a GPU with others: python -m tests.turns SECONDS. Ends with 1 where it found a fault.
+
+The GPU interrupts kernels anywhere to let another process go on. What flash_gluon's plans write one after another must
+be, bit for bit, what each wrote alone.
+"""
+
+import itertools
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lmsys.attention.flash_gluon import kernels
+from lmsys.attention.flash_gluon.tune import inputs, time_limit
+
+CALLS = 40
+LENGTHS = (128, 256, 512, 1024, 4096)
+Call = Callable[[], tuple[Tensor, ...]]
+
+
+def calls() -> dict[str, Call]:
+    """Each plan's forward, and a backward of fixed order, by name."""
+    found: dict[str, Call] = {}
+    for head_dim, causal, length in itertools.product((64, 128), (False, True), LENGTHS):
+        q, k, v, do = inputs(head_dim, length, batch=max(1, 4096 // length))
+        arguments = causal, head_dim**-0.5
+        name = f"{head_dim=} {causal=} {length=}"
+        found[name] = lambda q=q, k=k, v=v, rest=arguments: kernels._forward(q, k, v, *rest)
+        if length == 1024:
+            o, lse = kernels._forward(q, k, v, *arguments)
+            tensors = q, k, v, o, lse, do
+            found[f"backward {name}"] = lambda x=tensors, rest=arguments: kernels._backward(*x, *rest, True)
+    return found
+
+
+def main(seconds: float) -> None:
+    todo = calls()
+    alone = {}
+    for name, call in todo.items():
+        alone[name] = call()
+        torch.cuda.synchronize()
+    end = time.monotonic() + seconds
+    for rounds in itertools.count():
+        for name, call in todo.items():
+            if rounds and time.monotonic() > end:
+                print(f"{rounds} rounds")
+                return
+            with time_limit(name, 60.0):
+                results = [call() for _ in range(CALLS)]
+                torch.cuda.synchronize()
+            for number, result in enumerate(results):
+                if not all(torch.equal(one, other) for one, other in zip(result, alone[name], strict=True)):
+                    sys.exit(f"{name}: call {number} of round {rounds} differs from one that was alone")
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]))
