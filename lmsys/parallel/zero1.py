@@ -26,9 +26,9 @@ from lmsys.parallel.sharded_optimizer import Home, ShardedOptimizer, layout_of, 
 from lmsys.parallel.units import blocks_of, parameters_by_block, surround
 
 # Homes that a recorded forward has begun beyond those it has waited for. Were all begun at its start, a memset of
-# cuBLAS in the first block of the CUDA graph would wait until the whole chain of gathers is over: 15 of the 18 ms that
-# a forward of `xl` takes. Two ahead, its step takes 82.0 ms instead of 90.1, that of `medium` 29.2 instead of 30.3;
-# four and eight ahead are the same (two H200s, one run each).
+# cuBLAS in the first block of the CUDA graph would wait until the whole chain of gathers is over, 15 ms in `xl`. Two
+# ahead, a step of it takes 82.0 ms instead of 90.1, one of `medium` 29.2 instead of 30.3; four and eight ahead are the
+# same (two H200s, one run).
 AHEAD = 2
 
 
