@@ -20,7 +20,7 @@ Source: the two halves are Thakur et al. 2005, "Optimization of Collective Commu
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -239,12 +239,15 @@ def _bucket(layout: Layout, flat: Tensor, inbox: Tensor, inboxes: Any, half: int
 class Symmetric:
     """Symmetric memory among the GPUs of a group, for what is made here, and how much of it. Asked of all ranks.
 
-    mean: as of `Exchange`
+    mean    as of `Exchange`
+    shared  how often this process has shared memory. Torch numbers what ranks tell one another for that by the process,
+            not by the group: where two have other numbers, each waits for the other without end.
     """
 
     group: Any
     mean: Mean | None
     num_bytes: int = 0
+    shared: ClassVar[int] = 0
 
     def empty(self, length: int, dtype: torch.dtype) -> Tensor:
         """(length,), on the current device; one element at least, for an address."""
@@ -258,6 +261,7 @@ class Symmetric:
     def handle(self, flat: Tensor) -> Any:
         from torch.distributed._symmetric_memory import rendezvous
 
+        Symmetric.shared += 1
         return rendezvous(flat, self.group.group_name)
 
     def exchange(self, layouts: Sequence[Layout], dtypes: Sequence[torch.dtype], whole: bool) -> Exchange:

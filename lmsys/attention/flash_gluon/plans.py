@@ -38,7 +38,7 @@ What the kernels do in every plan, and what lost against it (at the commits name
 - All of the softmax ahead of the wait for P V, behind which the assembler puts most of it: 0 to 12 % slower (681f76f).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ SHORT_64 = ForwardPlan(2, 3, True, True, True, 0, tile_k=64, ctas=2, chained=Tru
 FORWARD: dict[tuple[int, bool], tuple[tuple[int, ForwardPlan], ...]] = {
     (64, True): (
         (512, SHORT_64),
+        (1024, replace(SHORT_64, l2_mib=32)),
         (2048, ForwardPlan(2, 3, True, True, False, 32)),
         (ANY, ForwardPlan(3, 2, True, True, True, 32)),
     ),
@@ -82,13 +83,14 @@ FORWARD: dict[tuple[int, bool], tuple[tuple[int, ForwardPlan], ...]] = {
         (ANY, ForwardPlan(3, 2, True, True, False, 0)),
     ),
     (128, True): (
-        (128, ForwardPlan(2, 2, True, False, True, 32, chained=True)),
-        (512, ForwardPlan(2, 2, True, True, False, 32, chained=True)),
+        (128, ForwardPlan(2, 2, True, True, True, 0, chained=True)),
+        (256, ForwardPlan(2, 3, True, False, True, 0, tile_k=64, chained=True)),
+        (512, ForwardPlan(2, 2, True, False, False, 32, chained=True)),
         (1024, ForwardPlan(2, 2, False, False, True, 32)),
         (ANY, ForwardPlan(2, 2, False, True, True, 32)),
     ),
     (128, False): (
-        (128, ForwardPlan(2, 2, True, False, True, 0, chained=True)),
+        (128, ForwardPlan(2, 2, True, True, True, 0, chained=True)),
         (512, ForwardPlan(2, 2, True, True, False, 0, chained=True)),
         (1024, ForwardPlan(2, 2, True, True, False, 0)),
         (ANY, ForwardPlan(2, 2, False, True, False, 0)),
