@@ -11,13 +11,13 @@ candidate again, beside SDPA cuDNN.
   costs 2 %, in full attention at 128 1 to 3 %.
 - Heads grouped for the L2 cache in a causal backward: 10 % at 64 and 1k in the prototype. Full attention goes head by
   head.
-- Up to 512 keys, and causal to 1,024, at head_dim 64: two CTAs on a processor with tiles of 64 keys, so that one computes
-  while the other waits for its first keys or stores its last rows. Over one CTA with tiles of 128: 3 to 26 % from 256 keys
-  on, 6 % at 1k causal, where full attention loses 5 %; at 128 keys it loses 2 to 6 %. One consumer and three or four CTAs
-  win nothing but at 128 keys, 2 % behind the best (9c5168b). At 128 a second CTA has no room; tiles of 64 keys are
-  ahead at 256 causal alone, by 1 %.
-- A start under the kernel before (programmatic dependent launch), in the same cells: 2 to 5 % at 128 and 256 keys, nothing
-  from 512 on. It is worth what a launch takes, some 2 us.
+- Up to 512 keys, and causal up to 1,024, at head_dim 64: two CTAs on a processor with tiles of 64 keys, so that one
+  computes while the other waits for its first keys or stores its last rows. Over one CTA with tiles of 128: 3 to 26 %
+  from 256 keys on and 6 % at 1k causal, where full attention loses 5 %; at 128 keys it loses 2 to 6 %. One consumer and
+  three or four CTAs win nothing (9c5168b has them). At 128 a second CTA has no room; tiles of 64 keys are ahead at 256
+  causal alone, by 1 %.
+- A start under the kernel before (programmatic dependent launch), in the same cells: 2 to 5 % at 128 and 256 keys,
+  nothing from 512 on; it hides some 2 us.
 - The log-sum-exp a step ahead: 1 to 3 % at 128, but for full attention at 1k; at 64 it costs up to 6 %.
 - Key tiles of a head that begin at tiles of queries evenly spread, so that they do not add to one place of dq all at
   once: 1 to 5 % in full attention. Causal ones begin at their diagonal, each elsewhere.
