@@ -147,6 +147,7 @@ FULL_COLLECTIVES = replace(COLLECTIVES, name="sizes", world_sizes=(2, 4, 8))
 PARALLEL = ParallelSection("default", ("small",), (512,), batch=(16,), bucket_mbs=(25, "auto"), compiles=("compiled",))
 CPU_PARALLEL = ParallelSection("default", ("tiny",), (32,), ("fp32",), (2,))
 SMOKE_PARALLEL = ParallelSection("smoke", ("tiny",), (32,), ("fp32",), (2,), (2,))
+# Without copy engines: in one process they work in groups of one size.
 SCALING = replace(PARALLEL, name="scaling", world_sizes=(1, 2, 4, 8), strategies=("none", "bucketed", "zero1", "fsdp"))
 BUCKETS = ParallelSection(
     "buckets",

@@ -93,8 +93,8 @@ def read(kernel: Any) -> dict[str, int]:
 def reused(ptx: str) -> int:
     """Places in shared memory where a barrier is made and something else too: another one, or what an atomic returns.
 
-    Triton gives the memory of a barrier that nobody waits at to others, and never says so to the GPU (PTX:
-    mbarrier.inval): forwards then hung, or left tiles out, where processes took turns on it.
+    Triton gives the memory of a barrier that nobody waits at to others, without mbarrier.inval: forwards then hung, or
+    left tiles out, where processes took turns on a GPU.
     """
     offsets = dict(re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx))
     made = [offsets[name] for name in re.findall(r"mbarrier\.init\.shared::cta\.b64 \[(%r\d+)\]", ptx)]
@@ -150,7 +150,7 @@ def main(dtypes: list[str], every: bool) -> None:
                 for ragged in (False, True) if every and not causal else (False,):
                     plans = _some({plan: None for _, plan in FORWARD[head_dim, causal]}, every)
                     shorts = candidates("fwd", head_dim, causal, SHORT) if every else []
-                    for plan in dict.fromkeys([forward_plan(head_dim, causal, SHORT), *plans, *shorts]):
+                    for plan in dict.fromkeys([forward_plan(head_dim, causal, 256), *plans, *shorts]):
                         fields = {name: getattr(plan, name) for name in ("consumers", "tile_k", "ctas", "chained")}
                         report("forward", forward(dtype, head_dim, causal, ragged, plan), **what, ragged=ragged,
                                **fields)  # fmt: skip

@@ -185,14 +185,11 @@ def test_what_it_is_not_for_is_told(ranks: WorkerGroup, monkeypatch: pytest.Monk
     module = "lmsys.parallel.copy_engine"
     monkeypatch.setattr(f"{module}.size_and_rank", lambda group: (2, 0))
     monkeypatch.setattr(f"{module}.is_nccl", lambda group, p: True)
-    monkeypatch.setattr(f"{module}.gather_objects", lambda mine, group: [("here", 3), ("there", 3)])
+    monkeypatch.setattr(f"{module}.gather_objects", lambda node, group: ["here", "there"])
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     with pytest.raises(ValueError, match="parameters are on cpu, and the current GPU is cuda:1: set_device, or take"):
         symmetric_memory(nn.Linear(2, 2), None)
     with pytest.raises(ValueError, match="copy engines are for ranks of one node, and these are on here, there"):
-        symmetric_memory(nn.Identity(), None)
-    monkeypatch.setattr(f"{module}.gather_objects", lambda mine, group: [("here", 3), ("here", 5)])
-    with pytest.raises(ValueError, match="ranks have shared memory 3, 5 times, and must have as often as one another"):
         symmetric_memory(nn.Identity(), None)
 
 

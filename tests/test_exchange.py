@@ -12,7 +12,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lmsys.parallel.buckets import ALIGNMENT
 from lmsys.parallel.collectives import Pending
-from lmsys.parallel.exchange import ARRIVED, DONE, READY, Exchange, Spread, inbox_bytes, parts_of, peers_of, segments_of
+from lmsys.parallel.exchange import (
+    ARRIVED,
+    DONE,
+    READY,
+    Exchange,
+    Spread,
+    Symmetric,
+    inbox_bytes,
+    parts_of,
+    peers_of,
+    segments_of,
+)
 from lmsys.parallel.packing import Layout
 from lmsys.testing import error_ratio
 
@@ -174,7 +185,9 @@ def test_parameters_of_every_step_come_to_all_ranks(
     ids=["READY", "ARRIVED", "own moved while sent", "sent before moved", "later ones sent before moved"],
 )
 def test_each_signal_and_wait_of_parameters_is_needed(fault: dict[str, Any]) -> None:
-    """All flats are sent before one is read: where they are not, a peer's signal of one tells that others are read."""
+    """All flats are sent before one is read: were they sent one at a time, ARRIVED of one would tell that the one
+    before has been read, and READY would not be missed.
+    """
     found = 0
     for seed in range(40):
         slow = [[0.001 if seed >> 2 * rank + stream & 1 else 1.0 for stream in range(2)] for rank in range(2)]
@@ -270,3 +283,34 @@ def test_the_kernel_adds_by_rank(device: str, dtype: torch.dtype, world_size: in
         assert error_ratio(out, exact, plain) <= 1
         found.append(out)
     assert all(torch.equal(x, found[0]) for x in found)
+
+
+class _OfTwo:
+    """A group as `Symmetric` asks for it."""
+
+    group_name = "two"
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 0
+
+
+def test_ranks_that_have_shared_memory_unequally_often_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would wait for the other without end."""
+    monkeypatch.setattr("torch.distributed._symmetric_memory.rendezvous", lambda flat, name: None)
+    told: list[int] = []
+
+    def gather_objects(mine: int, group: Any) -> list[int]:
+        told.append(mine)
+        return [mine, 5]
+
+    monkeypatch.setattr("lmsys.parallel.exchange.gather_objects", gather_objects)
+    monkeypatch.setattr(Symmetric, "shared", 3)
+    memory = Symmetric(_OfTwo(), lambda own, others, out, rank: None)
+    for share in (lambda: memory.spread([]), lambda: memory.exchange([], [], whole=True)):
+        with pytest.raises(ValueError, match=f"ranks have shared memory {Symmetric.shared}, 5 times, and must have as"):
+            share()
+        memory.handle(torch.zeros(1))
+    assert told == [3, 4] and Symmetric.shared == 5

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -217,12 +217,20 @@ def short_plans() -> list[Any]:
     return [(head_dim, plan) for head_dim in (64, 128) for plan in candidates("fwd", head_dim, False, SHORT)]
 
 
+@pytest.fixture
+def uncaptured(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
+    """What a process says before it ends itself is seen."""
+    with capfd.disabled():
+        yield
+
+
+@pytest.mark.usefixtures("uncaptured")
 @pytest.mark.parametrize(("head_dim", "plan"), short_plans() if REASON is None else [])
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_candidate_for_short_sequences_alone_and_in_a_chain(head_dim: int, plan: Any, causal: bool) -> None:
     """What one forward wrote is read by the next at once: bit for bit as where each is waited for.
 
-    A hang ends the process, so that its worker's end names the test and the line before it what ran.
+    A hang ends the process, which says before what hung.
     """
     from lmsys.attention.flash_gluon.tune import time_limit
 
@@ -262,15 +270,19 @@ def test_every_candidate_for_short_sequences_alone_and_in_a_chain(head_dim: int,
             assert differing(chain(wait=False)) == [], "one after another differ"
 
 
-def test_processes_that_take_turns_on_a_gpu() -> None:
+def test_processes_that_take_turns_on_a_gpu(tmp_path: Path) -> None:
     """See `tests/turns.py`."""
-    command = [sys.executable, "-m", "tests.turns", "15"]
+    command = [sys.executable, "-m", "tests.turns", "15", str(tmp_path), "4"]
     root = Path(__file__).parents[1]
     started = [
         subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for _ in range(4)
     ]
-    said = [process.communicate(timeout=200)[0] for process in started]
+    try:
+        said = [process.communicate(timeout=600)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
     assert [process.returncode for process in started] == [0] * 4, said
 
 

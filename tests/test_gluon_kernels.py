@@ -81,22 +81,22 @@ def test_every_forward_plan(head_dim: int, causal: bool, plan: Any, length: int,
 
 
 def small_tiles() -> list[tuple[int, Any]]:
-    """Candidates for short sequences with tiles of 64 keys, by the way in which stages are released."""
+    """Candidates for short sequences with tiles of 64 keys."""
     from lmsys.attention.flash_gluon.tune import SHORT, candidates
 
     plans = [(head_dim, plan) for head_dim in (64, 128) for plan in candidates("fwd", head_dim, False, SHORT)]
-    return [(head_dim, plan) for head_dim, plan in plans if plan.tile_k == 64 and plan.ping_pong > plan.dynamic]
+    return [(head_dim, plan) for head_dim, plan in plans if plan.tile_k == 64 and not plan.dynamic]
 
 
 @known
-@settings(max_examples=4)
+@settings(max_examples=2)
 @given(
     queries=lengths, keys=lengths, seed=st.integers(0, 2**31), group=st.sampled_from([1, 3]), causal=st.booleans(),
     dynamic=st.booleans(),
 )  # fmt: skip
 @example(queries=512, keys=512, seed=0, group=1, causal=True, dynamic=True)
 @example(queries=256, keys=256, seed=0, group=1, causal=False, dynamic=False)
-@pytest.mark.parametrize(("head_dim", "plan"), small_tiles())
+@pytest.mark.parametrize(("head_dim", "plan"), small_tiles() if triton.__version__ in KNOWN_TRITON else [])
 def test_small_tiles_of_keys(
     head_dim: int, plan: Any, queries: int, keys: int, seed: int, group: int, causal: bool, dynamic: bool
 ) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
@@ -138,3 +139,33 @@ def test_recorded_forwards_train_as_one_process(
         "zero1", {"bucket_mb": bucket_mb}, world_size, "momentum", microbatches=microbatches, recorded=True
     )
     assert worst_ratio(ranks.run(train, recipe, training, seed), recipe, training, seed) <= 1
+
+
+def _after_a_recording_that_failed(order: list[int], bucket_mb: float) -> list[int] | None:
+    """Homes that are begun by the forward after it; none where those are not all."""
+    group = group_of(2)
+    if dist.get_rank() >= 2:
+        return None
+    module = Some()
+    wrapper = Zero1(module, group, bucket_mb)
+    begun: list[int] = []
+
+    def noting(gather: Any) -> Any:
+        return lambda self, number: (begun.append(number), gather(self, number))[1]
+
+    module.order = [*order, NUM_BLOCKS]  # there is no such block
+    with recording(True), pytest.raises(IndexError):
+        wrapper(torch.ones(2, 4))
+    module.order = order
+    with use((Zero1, "_gather", noting)), recording(False):
+        wrapper(torch.ones(2, 4))
+    return begun if len(wrapper.homes) == len(begun) else []
+
+
+@settings(max_examples=10)
+@given(order=orders, bucket_mb=bucket_mbs)
+def test_after_a_recording_that_failed_all_homes_are_fetched(
+    ranks: WorkerGroup, order: list[int], bucket_mb: float
+) -> None:
+    for begun in ranks.run(_after_a_recording_that_failed, order, bucket_mb)[:2]:
+        assert begun and begun == list(range(len(begun)))

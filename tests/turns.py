@@ -1,13 +1,17 @@
-"""A process that takes turns on a GPU with others: python -m tests.turns SECONDS. Ends with 1 where it found a fault.
+"""A process that takes turns on a GPU with others: python -m tests.turns SECONDS FOLDER PROCESSES.
 
 The GPU interrupts kernels anywhere to let another process go on. What flash_gluon's plans write one after another must
-be, bit for bit, what each wrote alone.
+be, bit for bit, what each wrote alone. Ends with 1 where it found a fault. FOLDER: empty, where the processes find one
+another.
 """
 
+import fcntl
 import itertools
+import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,7 +20,7 @@ from lmsys.attention.flash_gluon import kernels
 from lmsys.attention.flash_gluon.tune import inputs, time_limit
 
 CALLS = 40
-LENGTHS = (128, 256, 512, 1024, 4096)
+LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 Call = Callable[[], tuple[Tensor, ...]]
 
 
@@ -35,12 +39,18 @@ def calls() -> dict[str, Call]:
     return found
 
 
-def main(seconds: float) -> None:
-    todo = calls()
+def main(seconds: float, folder: Path, processes: int) -> None:
     alone = {}
-    for name, call in todo.items():
-        alone[name] = call()
-        torch.cuda.synchronize()
+    with open(folder / "lock", "w") as lock, time_limit("alone", 120.0 * processes):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        todo = calls()
+        for name, call in todo.items():
+            alone[name] = call()
+            torch.cuda.synchronize()
+        (folder / f"ready-{os.getpid()}").touch()
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        while len(list(folder.glob("ready-*"))) < processes:
+            time.sleep(0.01)
     end = time.monotonic() + seconds
     for rounds in itertools.count():
         for name, call in todo.items():
@@ -56,4 +66,4 @@ def main(seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]))
+    main(float(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

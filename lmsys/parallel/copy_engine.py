@@ -78,15 +78,8 @@ def symmetric_memory(module: nn.Module, group: Group) -> Symmetric:
     if others := sorted({str(p.device) for p in module.parameters()} - {str(here)}):
         places = ", ".join(others)
         raise ValueError(f"parameters are on {places}, and the current GPU is {here}: set_device, or {INSTEAD}")
-    nodes, shared = zip(*gather_objects((platform.node(), Symmetric.shared), group), strict=True)
-    if len(set(nodes)) > 1:
-        places = ", ".join(sorted(set(nodes)))
-        raise ValueError(f"copy engines are for ranks of one node, and these are on {places}: {INSTEAD}")
-    if len(set(shared)) > 1:
-        raise ValueError(
-            f"ranks have shared memory {', '.join(map(str, shared))} times, and must have as often as one another: in"
-            f" one process let copy engines work in groups of one size, or {INSTEAD}"
-        )
+    if len(nodes := sorted(set(gather_objects(platform.node(), group)))) > 1:
+        raise ValueError(f"copy engines are for ranks of one node, and these are on {', '.join(nodes)}: {INSTEAD}")
     from lmsys.parallel.mean_triton import mean_  # without triton it fails now, not after the first step
 
     return Symmetric(dist.group.WORLD if group is None else group, mean_)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lmsys.parallel.buckets import ALIGNMENT
-from lmsys.parallel.collectives import Pending
+from lmsys.parallel.collectives import Pending, gather_objects
 from lmsys.parallel.packing import Layout
 
 READY, ARRIVED, DONE = range(3)  # channels of a bucket's signals
@@ -161,9 +161,9 @@ class Spread:
     def send(self, number: int) -> Pending:
         """Begins with a flat, after all that the current stream has been given: until it is whole.
 
-        From 0 on, one after another, and after the last from 0 again. The own segment stays as it is until the wait.
+        From 0 on, one after another; 0 begins anew. The own segment stays as it is until the wait.
         """
-        assert number == self._next, f"flat {number}, and the next is {self._next}"
+        assert number in (0, self._next), f"flat {number}, and the next is {self._next}"
         self._next = (number + 1) % len(self._copies)
         self._stream.wait_stream(self._cuda.current_stream())
         with self._cuda.stream(self._stream):
@@ -240,8 +240,8 @@ class Symmetric:
     """Symmetric memory among the GPUs of a group, for what is made here, and how much of it. Asked of all ranks.
 
     mean    as of `Exchange`
-    shared  how often this process has shared memory. Torch numbers what ranks tell one another for that by the process,
-            not by the group: where two have other numbers, each waits for the other without end.
+    shared  how often this process has shared memory in this way. Torch numbers what ranks tell one another for that by
+            the process, not by the group: where two have other numbers, each waits for the other without end.
     """
 
     group: Any
@@ -267,6 +267,7 @@ class Symmetric:
     def exchange(self, layouts: Sequence[Layout], dtypes: Sequence[torch.dtype], whole: bool) -> Exchange:
         """Of buckets that are to be whole on every rank, or of which each rank is to have its segment."""
         assert self.mean is not None
+        self._agree()
         world_size, rank = self.group.size(), self.group.rank()
         inbox = self.empty(inbox_bytes(layouts, [dtype.itemsize for dtype in dtypes], world_size), torch.uint8)
         inboxes = self.handle(inbox)
@@ -282,7 +283,17 @@ class Symmetric:
         return Exchange(layouts, flats, inbox, inboxes, [], self.mean, self._timeout_ms())
 
     def spread(self, flats: Sequence[Tensor]) -> Spread:
+        self._agree()
         return Spread(flats, [self.handle(flat) for flat in flats], self._timeout_ms())
+
+    def _agree(self) -> None:
+        """ValueError on all ranks, where they would wait without end."""
+        shared = gather_objects(Symmetric.shared, self.group)
+        if len(set(shared)) > 1:
+            raise ValueError(
+                f"ranks have shared memory {', '.join(map(str, shared))} times, and must have as often as one another:"
+                " in one process let copy engines work in groups of one size"
+            )
 
     def _timeout_ms(self) -> int:
         """The group's own limit."""

@@ -25,10 +25,9 @@ from lmsys.parallel.packing import Layout, copy_gradients
 from lmsys.parallel.sharded_optimizer import Home, ShardedOptimizer, layout_of, settle
 from lmsys.parallel.units import blocks_of, parameters_by_block, surround
 
-# Homes that a recorded forward has begun beyond those it has waited for. Were all begun at its start, a memset of
-# cuBLAS in the first block of the CUDA graph would wait until the whole chain of gathers is over, 15 ms in `xl`. Two
-# ahead, a step of it takes 82.0 ms instead of 90.1, one of `medium` 29.2 instead of 30.3; four and eight ahead are the
-# same (two H200s, one run).
+# Homes that a recorded forward has begun beyond those it has waited for. Were all begun at its start, the first memset
+# of cuBLAS in the CUDA graph would wait until the last gather is over, as traces of two H200s show: 15 ms in `xl`, 2 ms
+# in `medium`. Two ahead, steps took 82.0 ms instead of 90.1 and 29.2 instead of 30.3; four and eight ahead were alike.
 AHEAD = 2
 
 
@@ -65,11 +64,15 @@ class Zero1(Overlapped):
         recorded = self._is_being_recorded()
         if recorded:
             self._recorded = self._stale = True  # as it is when this is replayed
-        self._fetch()
-        self._wait_for(self._at_start)
-        output = super().forward(*args, **kwargs)
-        if recorded:
-            self.wait()  # also for blocks that it has not run
+        try:
+            self._fetch()
+            self._wait_for(self._at_start)
+            output = super().forward(*args, **kwargs)
+            if recorded:
+                self.wait()  # also for blocks that it has not run
+        except BaseException:
+            self._stale |= recorded  # what a recording began that failed has never run
+            raise
         return output
 
     def make_optimizer(self, optimizer_cls: Any, **kwargs: Any) -> "Zero1Optimizer":
@@ -94,7 +97,7 @@ class Zero1(Overlapped):
         return bool(self.trainable) and self.trainable[0].is_cuda and torch.cuda.is_current_stream_capturing()
 
     def _fetch(self) -> None:
-        """Begins all homes, so that a forward of one rank alone asks nothing of others; while it is recorded, none."""
+        """Begins all homes, so that a forward of one rank alone asks nothing of others; if recorded, `_wait_for` does."""
         if self._stale and self.world_size > 1:
             self._gathering, self._stale = [], False
             if not self._is_being_recorded():

@@ -2,7 +2,8 @@
 
 After FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608, Algorithms 1 and 2). Keys are walked from the right,
 so that the tiles that need a mask come first. In every step the product Q Kᵀ of one tile and P V of the tile
-before it run under one another's softmax.
+before it run under one another's softmax; where two CTAs share a processor, P V comes first, and both run under the
+other CTA's softmax.
 
 Legend: B batch, H query heads, G query heads of one key head, Q queries, K keys, D head dimension.
 """
@@ -359,8 +360,9 @@ def forward_kernel(
     tiles = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     queries = qs, barriers(2, 1), barriers(2, WGS)
     k_full, v_full = barriers(STAGES, 1), barriers(STAGES, 1)
-    # A barrier that nobody waits at is not made: its memory would be used again, by what the counter returns, and where
-    # processes take turns on the GPU, such kernels hang or leave tiles out.
+    # A barrier that nobody waits at is not made: Triton sees no use of it once it is initialised, and gives its memory
+    # to what `atomic_add` returns, without mbarrier.inval. Where processes took turns on a GPU, such kernels hung or
+    # left tiles out.
     if NAMED:
         ring = ks, k_full, k_full, vs, v_full, v_full
     else:

@@ -11,13 +11,13 @@ candidate again, beside SDPA cuDNN.
   costs 2 %, in full attention at 128 1 to 3 %.
 - Heads grouped for the L2 cache in a causal backward: 10 % at 64 and 1k in the prototype. Full attention goes head by
   head.
-- Up to 512 keys, and causal up to 1,024, at head_dim 64: two CTAs on a processor with tiles of 64 keys, so that one
-  computes while the other waits for its first keys or stores its last rows. Over one CTA with tiles of 128: 3 to 26 %
-  from 256 keys on and 6 % at 1k causal, where full attention loses 5 %; at 128 keys it loses 2 to 6 %. One consumer and
-  three or four CTAs win nothing (9c5168b has them). At 128 a second CTA has no room; tiles of 64 keys are ahead at 256
-  causal alone, by 1 %.
-- A start under the kernel before (programmatic dependent launch), in the same cells: 2 to 5 % at 128 and 256 keys,
-  nothing from 512 on; it hides some 2 us.
+- Two CTAs on a processor, with tiles of 64 keys, from 256 to 512 keys at head_dim 64 and to 1,024 causal: one computes
+  while the other waits for its first keys or stores its last rows. By ratio to cuDNN, best against best with tiles of
+  128: causal 21 % at 256 keys, 11 % at 512 and 6 % at 1,024; in full attention 3 % and nothing, and 5 % lost at 1,024.
+  Named barriers and ping-pong then cost up to 7 %. At 128 keys two CTAs lose 2 to 6 %; one consumer and three or four
+  CTAs lose there too (9c5168b has them). At head_dim 128 a second CTA has no room; tiles of 64 are ahead at 256 causal,
+  by 1 %.
+- A start under the kernel before (programmatic dependent launch), head_dim 64: 5 % at 128 keys, noise from 256 on.
 - The log-sum-exp a step ahead: 1 to 3 % at 128, but for full attention at 1k; at 64 it costs up to 6 %.
 - Key tiles of a head that begin at tiles of queries evenly spread, so that they do not add to one place of dq all at
   once: 1 to 5 % in full attention. Causal ones begin at their diagonal, each elsewhere.
@@ -74,17 +74,19 @@ class BackwardPlan:
 
 ANY = 2**31
 
-SHORT_64 = ForwardPlan(2, 3, True, True, True, 0, tile_k=64, ctas=2, chained=True)
+SHORT_64 = ForwardPlan(2, 3, False, False, True, 0, tile_k=64, ctas=2, chained=True)
 
 # (head_dim, causal): (keys up to, plan), ...
 FORWARD: dict[tuple[int, bool], tuple[tuple[int, ForwardPlan], ...]] = {
     (64, True): (
+        (128, ForwardPlan(2, 3, True, True, False, 32, chained=True)),
         (512, SHORT_64),
-        (1024, replace(SHORT_64, l2_mib=32)),
+        (1024, replace(SHORT_64, ping_pong=True, named=True, l2_mib=32)),
         (2048, ForwardPlan(2, 3, True, True, False, 32)),
         (ANY, ForwardPlan(3, 2, True, True, True, 32)),
     ),
     (64, False): (
+        (128, ForwardPlan(2, 3, True, True, False, 0, chained=True)),
         (512, SHORT_64),
         (1024, ForwardPlan(2, 3, True, True, True, 0)),
         (ANY, ForwardPlan(3, 2, True, True, False, 0)),

@@ -31,13 +31,14 @@ from lmsys.attention.flash_gluon.plans import BackwardPlan, ForwardPlan, backwar
 
 TOKENS, WIDTH = 16384, 2048
 SHORT = 512  # keys, up to which a forward has few key tiles to hide the beginning and the end of a tile behind
+SMALL_TILES = 1024  # keys, up to which tiles of 64 of them may win
 CALLS = 100  # of a short sequence, back to back
 LIMIT_S = 20.0  # for what takes milliseconds
 Cell = tuple[str, int, bool, int]  # direction, head_dim, causal, length
 
 
 def candidates(direction: str, head_dim: int, causal: bool, length: int) -> list[Any]:
-    """What is worth timing: every setting that once won a cell, and its neighbours."""
+    """What is worth timing: settings that once won such a cell, and their neighbours."""
     if direction == "bwd":
         sizes = (5, 11, 22) if causal else (0,)
         spreads = (False,) if causal else (False, True)
@@ -49,7 +50,7 @@ def candidates(direction: str, head_dim: int, causal: bool, length: int) -> list
         for stages in ((2, 3) if head_dim == 64 else (2,))
         for l2_mib in sizes
     ]
-    if length > 2 * SHORT:
+    if length > SMALL_TILES:
         three = [ForwardPlan(3, 2, True, True, dynamic, sizes[0]) for dynamic in (False, True)]
         return two + (three if head_dim == 64 else [])  # three of them want more registers than there are at 128
     small = [replace(plan, stages=3, tile_k=64, ctas=2 if head_dim == 64 else 1, chained=True) for plan in two]
