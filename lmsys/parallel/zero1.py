@@ -27,7 +27,7 @@ from lmsys.parallel.units import blocks_of, parameters_by_block, surround
 
 # Homes that a recorded forward has begun beyond those it has waited for. Were all begun at its start, the first memset
 # of cuBLAS in the CUDA graph would wait until the last gather is over, as traces of two H200s show: 15 ms in `xl`, 2 ms
-# in `medium`. Two ahead, steps took 82.0 ms instead of 90.1 and 29.2 instead of 30.3; four and eight ahead were alike.
+# in `medium`. Two ahead, steps took 82.0 ms instead of 90.1 and 29.2 instead of 30.3; four and eight were alike.
 AHEAD = 2
 
 
@@ -97,7 +97,7 @@ class Zero1(Overlapped):
         return bool(self.trainable) and self.trainable[0].is_cuda and torch.cuda.is_current_stream_capturing()
 
     def _fetch(self) -> None:
-        """Begins all homes, so that a forward of one rank alone asks nothing of others; if recorded, `_wait_for` does."""
+        """Begins all homes, so that a forward of one rank alone asks nothing of others; recorded, `_wait_for` does."""
         if self._stale and self.world_size > 1:
             self._gathering, self._stale = [], False
             if not self._is_being_recorded():
