@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
@@ -34,6 +35,7 @@ SHORT = 512  # keys, up to which a forward has few key tiles to hide the beginni
 SMALL_TILES = 1024  # keys, up to which tiles of 64 of them may win
 CALLS = 100  # of a short sequence, back to back
 LIMIT_S = 20.0  # for what takes milliseconds
+COMPILE_LIMIT_S = 300.0
 Cell = tuple[str, int, bool, int]  # direction, head_dim, causal, length
 
 
@@ -151,8 +153,9 @@ def compile_plans(job: tuple[Cell, list[Any]]) -> None:
     (direction, head_dim, causal, _), plans = job
     drawn = inputs(head_dim, 128, batch=1)
     for plan in plans:
-        ours(direction, *drawn, causal, plan)()
-    torch.cuda.synchronize()
+        with time_limit(f"{plan}, {direction} {head_dim=} {causal=}", COMPILE_LIMIT_S):
+            ours(direction, *drawn, causal, plan)()
+            torch.cuda.synchronize()
 
 
 def main(arguments: list[str]) -> None:
@@ -173,8 +176,8 @@ def main(arguments: list[str]) -> None:
     ]
     jobs = [(cell, [planned(*cell)] if chosen.planned else candidates(*cell)) for cell in cells]
     batches = {(cell[:3], plan): (cell, [plan]) for cell, plans in jobs for plan in plans}
-    with multiprocessing.get_context("spawn").Pool(min(12, len(batches))) as pool:
-        pool.map(compile_plans, batches.values(), chunksize=max(1, len(batches) // 12))
+    with ProcessPoolExecutor(min(12, len(batches)), multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(compile_plans, batches.values(), chunksize=max(1, len(batches) // 12)))  # raises where one ended
     for cell, plans in jobs:
         lines = list(time_cell(cell, plans, chosen.rounds))
         for line in lines:
