@@ -26,8 +26,8 @@ from lmsys.parallel.sharded_optimizer import Home, ShardedOptimizer, layout_of, 
 from lmsys.parallel.units import blocks_of, parameters_by_block, surround
 
 # Homes that a recorded forward has begun beyond those it has waited for. Were all begun at its start, the first memset
-# of cuBLAS in the CUDA graph would wait until the last gather is over, as traces of two H200s show: 15 ms in `xl`, 2 ms
-# in `medium`. Two ahead, steps took 82.0 ms instead of 90.1 and 29.2 instead of 30.3; four and eight were alike.
+# of cuBLAS in the CUDA graph would wait until the last gather is over, as traces on two H200s show. In the committed
+# runs there a step of `medium` took 31.1 ms, and takes 29.4.
 AHEAD = 2
 
 
@@ -61,18 +61,17 @@ class Zero1(Overlapped):
         self._wait_in_forward()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        recorded = self._is_being_recorded()
-        if recorded:
-            self._recorded = self._stale = True  # as it is when this is replayed
-        try:
+        recorded = self.world_size > 1 and self._is_being_recorded()
+        if recorded:  # stale as when this is replayed, and still where it fails: what it has begun then never runs
+            self._recorded = self._stale = True
+            self._gathering = []
+        else:
             self._fetch()
-            self._wait_for(self._at_start)
-            output = super().forward(*args, **kwargs)
-            if recorded:
-                self.wait()  # also for blocks that it has not run
-        except BaseException:
-            self._stale |= recorded  # what a recording began that failed has never run
-            raise
+        self._wait_for(self._at_start)
+        output = super().forward(*args, **kwargs)
+        if recorded:
+            self._wait_for(range(len(self.homes)))  # also for blocks that it has not run
+            self._stale = False
         return output
 
     def make_optimizer(self, optimizer_cls: Any, **kwargs: Any) -> "Zero1Optimizer":
@@ -97,11 +96,10 @@ class Zero1(Overlapped):
         return bool(self.trainable) and self.trainable[0].is_cuda and torch.cuda.is_current_stream_capturing()
 
     def _fetch(self) -> None:
-        """Begins all homes, so that a forward of one rank alone asks nothing of others; recorded, `_wait_for` does."""
+        """Begins all homes, so that a forward of one rank alone asks nothing of others."""
         if self._stale and self.world_size > 1:
             self._gathering, self._stale = [], False
-            if not self._is_being_recorded():
-                self._begin_gathering(len(self.homes))
+            self._begin_gathering(len(self.homes))
 
     def _settle(self, segmented: Segmented) -> Home:
         return settle(self.trainable, segmented)

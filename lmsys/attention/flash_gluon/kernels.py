@@ -56,8 +56,7 @@ def _like(x: Tensor) -> Tensor:
 
 
 def _counter(device: int, stream: int) -> Tensor:
-    """Two zeros, which the kernel leaves zero: one pair for each stream, of which a kernel
-    touches it only when the one before has ended."""
+    """Two zeros, which the kernel leaves zero: a pair for each stream, touched once the one before has ended."""
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)  # a graph may be replayed on any stream
     if (device, stream) not in _counters:
