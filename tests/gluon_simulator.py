@@ -6,7 +6,7 @@ error, or a deadlock (reported after a while without progress):
 - a bulk load fills its target with NaN when it is issued, and with data a while later;
 - a matmul reads its operands when it is waited for, and they must be what they were when it was issued;
 - a bulk store reads its source when it is waited for, and writes at the end; an addition lands when it is published,
-  by its own partition or one that a named barrier has told of it;
+  by its own partition or one that a named barrier has told of it; so do zeros;
 - shared memory that was written by ordinary stores and not fenced cannot be an operand.
 Not simulated: layouts, registers, what 128 threads do apart from one another.
 """
@@ -404,17 +404,35 @@ def _finish_additions() -> None:
         here.added.clear()
 
 
+def _clear(pointer: Pointer) -> None:
+    """Lands when it is published; before, what is there is no number."""
+    start = int(pointer.offset)
+    with here.machine.change():
+        pointer.window(start + 4096)[start:].fill_(float("nan"))
+    here.cleared.append(pointer)
+
+
 def _publish(count: Pointer) -> None:
     _finish_additions()
-    assert _atomic_add(count, 1) == here.turns.pop(int(count.offset), None), "added out of turn"
+    with here.machine.change():
+        for x in here.cleared:
+            start = int(x.offset)
+            x.window(start + 4096)[start:].zero_()
+        here.cleared.clear()
+    before = _atomic_add(count, 1)
+    assert before == here.turns.pop(int(count.offset), before), "added out of turn"
+
+
+def _admit(count: Pointer, expected: Any, first: int) -> None:
+    assert int(_load(count)) <= int(expected), "the turn is over"
+    here.machine.await_(lambda: int(_load(count)) == int(expected), f"a count of {int(expected)}")
+    for number in (first, first + 1):
+        _named_barrier("arrive", number, 160, come=32)
 
 
 def _give_turn(count: Pointer, expected: Any, first: int) -> None:
-    assert int(_load(count)) <= int(expected), "the turn is over"
-    here.machine.await_(lambda: int(_load(count)) == int(expected), f"a count of {int(expected)}")
     here.turns[int(count.offset)] = int(expected)
-    for number in (first, first + 1):
-        _named_barrier("arrive", number, 160, come=32)
+    _admit(count, expected, first)
 
 
 def _specialize(functions: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
@@ -430,6 +448,7 @@ def _specialize(functions: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
                 machine.late += here.writes
             assert not here.matmuls, "a matmul was never waited for"
             assert not here.turns, "a turn was never over"
+            assert not here.cleared, "what was cleared was never published"
         except BaseException as error:
             with machine.change():
                 machine.failure = machine.failure or error
@@ -448,7 +467,7 @@ def _specialize(functions: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
 
 def _enter(machine: Machine, cta: Cta) -> None:
     here.machine, here.cta = machine, cta
-    here.matmuls, here.stores, here.writes, here.stored, here.added = [], [], [], [], []
+    here.matmuls, here.stores, here.writes, here.stored, here.added, here.cleared = [], [], [], [], [], []
     here.turns = {}  # by place of the count
 
 
@@ -513,6 +532,8 @@ def kernels(module: str) -> dict[str, Any]:
         "named_barrier": _named_barrier,
         "publish": _publish,
         "give_turn": _give_turn,
+        "admit": _admit,
+        "clear": _clear,
         "await_kernel_before": lambda: None,  # kernels do not run beside one another
         "admit_kernel_after": lambda: None,
         "add_registers": _add_registers,

@@ -7,6 +7,7 @@ another.
 
 import fcntl
 import itertools
+import math
 import os
 import sys
 import time
@@ -25,7 +26,7 @@ Call = Callable[[], tuple[Tensor, ...]]
 
 
 def calls() -> dict[str, Call]:
-    """Each plan's forward, and a backward of fixed order, by name."""
+    """Each plan's forward, a backward of fixed order, and one of no order that is exact in any, by name."""
     found: dict[str, Call] = {}
     for head_dim, causal, length in itertools.product((64, 128), (False, True), LENGTHS):
         q, k, v, do = inputs(head_dim, length, batch=max(1, 4096 // length))
@@ -36,7 +37,19 @@ def calls() -> dict[str, Call]:
             o, lse = kernels._forward(q, k, v, *arguments)
             tensors = q, k, v, o, lse, do
             found[f"backward {name}"] = lambda x=tensors, rest=arguments: kernels._backward(*x, *rest, True)
+            if not causal:
+                found[f"backward of whole numbers {name}"] = whole_numbers(tensors, arguments)
     return found
+
+
+def whole_numbers(like: tuple[Tensor, ...], arguments: tuple[bool, float]) -> Call:
+    """Equal weights of a power of two, and an output of zero: sums over keys are exact."""
+    q, k, v, o, lse, do = (torch.zeros_like(x) for x in like)
+    for x in (k, v, do):
+        x.random_(-1, 2)
+    v[:, :, 1::2] = -v[:, :, ::2]
+    lse.fill_(math.log(k.shape[2]))
+    return lambda: kernels._backward(q, k, v, o, lse, do, *arguments)
 
 
 def main(seconds: float, folder: Path, processes: int) -> None:

@@ -9,17 +9,19 @@ import triton.language as tl
 
 @triton.jit(
     do_not_specialize=[
-        "num_heads", "H", "G", "Q", "Q_PADDED", "num_key_tiles", "at_once", "team", "num_tickets",
+        "num_heads", "H", "G", "Q", "Q_PADDED", "num_key_tiles", "at_once", "team", "num_tickets", "num_cleared",
         "o_b", "o_h", "o_q", "do_b", "do_h", "do_q",
     ]
 )  # fmt: skip
 def prepare_kernel(
     o_ptr, do_ptr, lse_ptr, lse2_ptr, delta_ptr, dq32_ptr, tickets, parameters, sm_scale,
-    num_heads, H, G, Q, Q_PADDED, num_key_tiles, at_once, team, num_tickets, o_b, o_h, o_q, do_b, do_h, do_q,
+    num_heads, H, G, Q, Q_PADDED, num_key_tiles, at_once, team, num_tickets, num_cleared,
+    o_b, o_h, o_q, do_b, do_h, do_q,
     ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """delta and the log-sum-exp in base 2 (B H, Q_PADDED), zeros in dq (B H, Q_PADDED, D) and tickets. Strides count 8.
+    """delta and the log-sum-exp in base 2 (B H, Q_PADDED), zeros in tickets and the first `num_cleared` heads of dq.
 
+    dq is (B H, Q_PADDED, D). Strides count 8.
     The last tiles come first, so that the L2 cache holds those that the next kernel begins with.
     """
     tl.extra.cuda.gdc_launch_dependents()
@@ -40,7 +42,8 @@ def prepare_kernel(
     padded = bh * Q_PADDED + rows
     tl.store(lse2_ptr + padded, lse * 1.4426950408889634)
     tl.store(delta_ptr + padded, tl.sum(o * do, 1))
-    tl.store(dq32_ptr + (padded.to(tl.int64) * D)[:, None] + cols[None, :], tl.zeros([ROWS, D], tl.float32))
+    if bh < num_cleared:
+        tl.store(dq32_ptr + (padded.to(tl.int64) * D)[:, None] + cols[None, :], tl.zeros([ROWS, D], tl.float32))
     per_program = tl.cdiv(num_tickets, tl.num_programs(0))
     for first in range(0, per_program, 128):
         ticket = program * per_program + first + tl.arange(0, 128)

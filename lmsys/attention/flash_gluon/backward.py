@@ -20,10 +20,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from lmsys.attention.flash_gluon.hopper import (
     FIRST_BARRIER,
     add_registers,
+    admit,
     admit_kernel_after,
     await_kernel_before,
     await_turn,
     barriers,
+    clear,
     give_turn,
     load_rows,
     named_barrier,
@@ -79,30 +81,68 @@ def _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, head, row,
 
 
 @gluon.jit
-def _producer(
-    q_desc, do_desc, lse_desc, delta_desc, ring, work, order, H, Q_PADDED,
+def _clear_ahead(dq_ptr, cleared, kv_bh, n, num_heads, num_key_tiles, ahead, size):
+    """Consumers may add to dq once all its `size` tiles are zero. Then this CTA clears its share of them for a head
+    that comes so many heads later.
+    """
+    admit(cleared + kv_bh, gl.where(kv_bh < ahead, 0, num_key_tiles), TURN)
+    later = kv_bh + ahead
+    if later < num_heads:
+        share = gl.cdiv(size, num_key_tiles)
+        tile = later.to(gl.int64) * size
+        for i in range(n * share, gl.minimum((n + 1) * share, size)):
+            clear(dq_ptr + (tile + i) * 4096)
+        gl.thread_barrier()
+        publish(cleared + later)
+
+
+@gluon.jit
+def _load_tiles(
+    q_desc, do_desc, lse_desc, delta_desc, ring, work, order, turn, place, first, last, H, Q_PADDED,
     BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, AROUND: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    """All tiles of queries but the first. In the deterministic mode also the consumers' turns to add to dq."""
-    batch, head, low, start, num_tiles, steps = work
-    m = start
-    turn_bh, turn_m = batch * H + head, start
-    for step in range(1, steps):
+    batch, first_head, low, start, num_tiles, steps = work
+    head, m = place
+    for step in range(first, last):
         head, m = _next_tile(head, m, low, start, num_tiles, AROUND)
         row = m * BLOCK_Q
         padded = (batch * H + head) * Q_PADDED + row
         _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, head, row, padded, step)
         if DETERMINISTIC:
-            turn_bh, turn_m = _pass_on(
-                order, step, steps, turn_bh, turn_m, low, start, num_tiles, BLOCK_Q, CAUSAL, AROUND
-            )
+            turn = _pass_on(order, step, steps, turn, low, start, num_tiles, BLOCK_Q, CAUSAL, AROUND)
+    return turn, (head, m)
+
+
+@gluon.jit
+def _producer(
+    q_desc, do_desc, lse_desc, delta_desc, ring, work, order, clearing, H, Q_PADDED, BLOCK_Q: gl.constexpr,
+    CAUSAL: gl.constexpr, AROUND: gl.constexpr, DETERMINISTIC: gl.constexpr,
+):  # fmt: skip
+    """All tiles of queries but the first. In the deterministic mode also the consumers' turns to add to dq, else zeros
+    in it for a later head, once the ring is full.
+    """
+    batch, head, low, start, num_tiles, steps = work
+    turn = batch * H + head, start
+    place = head, start
+    first = 1
+    if not DETERMINISTIC:
+        first = gl.minimum(steps, STAGES)
+        turn, place = _load_tiles(
+            q_desc, do_desc, lse_desc, delta_desc, ring, work, order, turn, place, 1, first, H, Q_PADDED,
+            BLOCK_Q, CAUSAL, AROUND, DETERMINISTIC,
+        )  # fmt: skip
+        dq_ptr, kv_bh, num_heads, ahead, size = clearing
+        cleared, n, num_key_tiles, team = order
+        _clear_ahead(dq_ptr, cleared, kv_bh, n, num_heads, num_key_tiles, ahead, size)
+    turn, place = _load_tiles(
+        q_desc, do_desc, lse_desc, delta_desc, ring, work, order, turn, place, first, steps, H, Q_PADDED,
+        BLOCK_Q, CAUSAL, AROUND, DETERMINISTIC,
+    )  # fmt: skip
     FIRST: gl.constexpr = 1 if DETERMINISTIC else STAGES
     for step in range(gl.maximum(steps, FIRST), steps + STAGES):  # arrivals have to be met before the CTA may end
         _await_free(step, Q_FREE)
         if DETERMINISTIC:
-            turn_bh, turn_m = _pass_on(
-                order, step, steps, turn_bh, turn_m, low, start, num_tiles, BLOCK_Q, CAUSAL, AROUND
-            )
+            turn = _pass_on(order, step, steps, turn, low, start, num_tiles, BLOCK_Q, CAUSAL, AROUND)
     for step in range(gl.maximum(steps, STAGES), steps + STAGES):
         _await_free(step, DO_FREE)
 
@@ -133,17 +173,18 @@ def _turn_of(n, m, num_tiles, num_key_tiles, team, CAUSAL: gl.constexpr, BLOCK_Q
 
 @gluon.jit
 def _pass_on(
-    order, step, steps, bh, m, low, start, num_tiles,
+    order, step, steps, turn, low, start, num_tiles,
     BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, AROUND: gl.constexpr,
 ):  # fmt: skip
     """Publishes step - STAGES, which is over and added to dq's tile m; then the turn of the step after it."""
     tickets, n, num_key_tiles, team = order
+    bh, m = turn
     if step >= STAGES:
         publish(tickets + (bh * num_tiles + m))
         bh, m = _next_tile(bh, m, low, start, num_tiles, AROUND)
     if step <= steps:
-        turn = _turn_of(n, m, num_tiles, num_key_tiles, team, CAUSAL, BLOCK_Q)
-        give_turn(tickets + (bh * num_tiles + m), turn, TURN)
+        number = _turn_of(n, m, num_tiles, num_key_tiles, team, CAUSAL, BLOCK_Q)
+        give_turn(tickets + (bh * num_tiles + m), number, TURN)
     return bh, m
 
 
@@ -272,6 +313,8 @@ def _consumer(
     DTYPE: gl.constexpr = dk_desc.dtype
     k = ks.slice(WG * 64, 64)
     v = vs.slice(WG * 64, 64)
+    if not DETERMINISTIC:
+        await_turn(TURN + WG)
     mbarrier.wait(kv_full, 0)
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dk = gl.zeros([64, D], gl.float32, O_LAYOUT)
@@ -316,21 +359,23 @@ def _consumer(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_heads", "H", "G", "Q", "Q_PADDED", "K", "num_key_tiles", "at_once", "team"])
+@gluon.jit(do_not_specialize=["num_heads", "H", "G", "Q", "Q_PADDED", "K", "num_key_tiles", "at_once", "team", "ahead"])
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_ptr, parameters, tickets,
-    scale, num_heads, H, G, Q, Q_PADDED, K, num_key_tiles, at_once, team,
+    scale, num_heads, H, G, Q, Q_PADDED, K, num_key_tiles, at_once, team, ahead,
     BLOCK_Q: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, GROUPED: gl.constexpr,
-    PREFETCH: gl.constexpr, SPREAD: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    PREFETCH: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv; dq / sm_scale is added to float32 zeros (B H, Q_PADDED, D), Q_PADDED a multiple of BLOCK_Q.
+    """dk and dv; dq / sm_scale is added up in float32 (B H, Q_PADDED, D), Q_PADDED a multiple of BLOCK_Q.
 
     dq ends as tiles (64, 64) in the order that `add_registers` leaves them in. `scale` is in base 2; `parameters` are
-    those of `prepare_kernel`; `tickets` a zero for each tile of queries if DETERMINISTIC; `num_heads` is B Hkv.
+    those of `prepare_kernel`; `num_heads` is B Hkv. Of dq, what belongs to the first `ahead` key heads begins as zeros.
+    The CTAs of each head clear the rest, for the head so many later: as a look-back does, that takes CTAs which begin
+    in the order of their numbers. `tickets` is a zero for each key head.
     RAGGED: K is no multiple of BLOCK_K (which a causal kernel need not be told). GROUPED: G > 1.
-    SPREAD: the key tiles of a `team` begin with tiles of queries that are evenly spread, and go around.
-    DETERMINISTIC: they add to dq in a fixed order, in which those of a team wait for one another: it must fit the GPU,
-    and have no more members than tiles of queries.
+    DETERMINISTIC: CTAs add to dq, all of which begins as zeros, in a fixed order; `tickets` is a zero for each tile of
+    queries. In full attention key tiles of a `team` wait for one another: it must fit the GPU, and have no more members
+    than tiles of queries.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, D], DTYPE)
@@ -346,6 +391,7 @@ def backward_kernel(
     kvs = ks, vs, barriers(1, 1).index(0)
     ring = qs, lses, barriers(STAGES, 1), dos, deltas, barriers(STAGES, 1)
     fence_async_shared()
+    SPREAD: gl.constexpr = DETERMINISTIC and not CAUSAL  # a team begins with tiles of queries evenly spread
     AROUND: gl.constexpr = GROUPED or SPREAD
     kv_bh, n = _assignment(gl.program_id(0), num_key_tiles, num_heads, at_once, team, DETERMINISTIC, CAUSAL)
     num_tiles = gl.cdiv(Q, BLOCK_Q)
@@ -378,10 +424,11 @@ def backward_kernel(
         _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, kv_head * G, row, padded, 0)
     work = batch, kv_head * G, low, start, num_tiles, steps
     order = tickets, n, num_key_tiles, team
+    clearing = dq_ptr, kv_bh, num_heads, ahead, G * (Q_PADDED * D // 4096)
     gl.warp_specialize([
             (_producer, (
-                q_desc, do_desc, lse_desc, delta_desc, ring, work, order, H, Q_PADDED, BLOCK_Q, CAUSAL, AROUND,
-                DETERMINISTIC
+                q_desc, do_desc, lse_desc, delta_desc, ring, work, order, clearing, H, Q_PADDED, BLOCK_Q, CAUSAL,
+                AROUND, DETERMINISTIC
             )),
             (_consumer, (
                 dq_ptr, dk_desc, dv_desc, parameters, scale, kvs, ring, dss, bh, n, low, start, num_tiles, steps,

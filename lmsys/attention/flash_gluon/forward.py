@@ -374,8 +374,8 @@ def forward_kernel(
     sizes = num_heads, H, G, Q, K, num_tiles, at_once
     fence_async_shared()
     # Named barriers: WGS for the ping-pong, then one for each stage of K and of V.
-    K_FREE: gl.constexpr = FIRST_BARRIER + WGS
-    V_FREE: gl.constexpr = FIRST_BARRIER + WGS + STAGES
+    K_FREE: gl.constexpr = FIRST_BARRIER + (WGS if PING_PONG else 0)
+    V_FREE: gl.constexpr = K_FREE + STAGES
     gl.static_assert(not NAMED or V_FREE + STAGES <= 16, "there are 16 named barriers")
     if WGS == 2:
         gl.warp_specialize([

@@ -33,6 +33,12 @@ def _turn_asm(first):
     }}"""
 
 
+@gluon.constexpr_function
+def _clear_asm():
+    stores = [f"st.global.v4.b32 [$1 + {2048 * i}], {{$0, $0, $0, $0}};" for i in range(8)]
+    return " ".join(["mov.b32 $0, 0;", *stores])
+
+
 @gluon.jit
 def named_barrier(KIND: gl.constexpr, barrier, NUM_THREADS: gl.constexpr):
     """`sync` waits until NUM_THREADS have come to the barrier, `arrive` comes and goes on. By all of 4 warps."""
@@ -55,7 +61,7 @@ def _by_all(INSTRUCTION: gl.constexpr):
 def publish(count):
     """Counts one more at `count`, once all that came before it in this CTA can be seen by other CTAs.
 
-    By the last of 4 warps: the others do not wait until what was added to memory has landed there.
+    By the last of 4 warps: the others do not wait until what was written to memory has landed there.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     ASM: gl.constexpr = """{
@@ -70,7 +76,7 @@ def publish(count):
 
 
 @gluon.jit
-def give_turn(count, expected, FIRST: gl.constexpr):
+def admit(count, expected, FIRST: gl.constexpr):
     """Once the number at `count` is as expected, those who `await_turn` at barriers FIRST and FIRST + 1 go on.
 
     With it, they can see what was published before. By the first of 4 warps; the others go on at once.
@@ -84,8 +90,14 @@ def give_turn(count, expected, FIRST: gl.constexpr):
 
 
 @gluon.jit
+def give_turn(count, expected, FIRST: gl.constexpr):
+    """As `admit`; theirs is the next `publish` at `count`."""
+    admit(count, expected, FIRST)
+
+
+@gluon.jit
 def await_turn(barrier):
-    """By all of 4 warps, until one of another warp group has given them their turn."""
+    """By all of 4 warps, until one of another warp group has admitted them."""
     named_barrier("sync", barrier, 160)
 
 
@@ -115,6 +127,15 @@ def add_registers(ptr, x):
     places = (ptr + 4 * gl.arange(0, 1024, layout=a.type.layout)).to(gl.int64)
     ASM: gl.constexpr = "red.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;"
     gl.inline_asm_elementwise(ASM, "=r,l,f,f,f,f", [places, a, b, c, d], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def clear(ptr):
+    """4096 float32 zeros at `ptr`, by all of 4 warps."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    ASM: gl.constexpr = _clear_asm()
+    places = (ptr + 4 * gl.arange(0, 128, layout=LAYOUT)).to(gl.int64)
+    gl.inline_asm_elementwise(ASM, "=&r,l", [places], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

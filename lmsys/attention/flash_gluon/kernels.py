@@ -34,6 +34,8 @@ NUM_PARAMETERS = 6  # int64, which `prepare_kernel` writes
 BLOCK_Q = {64: 128, 128: 64}  # by head_dim: queries of a step of the backward
 HEADS_IN_ORDER = {64: 4, 128: 2}  # by head_dim: whose key tiles take turns in a causal backward of fixed order
 FEW_WAVES = 8  # of CTAs: so few that the time in which the last ones run alone counts more than what L2 keeps
+TILE = 4096  # numbers of dq that are added to at a time
+MOST_CLEARED = 8  # tiles of dq: more of them would keep the loads of a CTA that clears them waiting
 # By consumers and CTAs of a processor: registers of a consumer's threads, and of all threads at the start.
 REGISTERS = {(2, 1): (240, 168), (2, 2): (104, 80), (3, 1): (160, 128)}
 
@@ -116,8 +118,7 @@ def backward_options(
     """What `backward_kernel` is compiled with."""
     return {
         "BLOCK_Q": BLOCK_Q[head_dim], "D": head_dim, "CAUSAL": causal, "RAGGED": ragged, "GROUPED": grouped,
-        "PREFETCH": plan.prefetch,
-        "SPREAD": not causal and (plan.spread or deterministic), "DETERMINISTIC": deterministic,
+        "PREFETCH": plan.prefetch, "DETERMINISTIC": deterministic,
     }  # fmt: skip
 
 
@@ -154,16 +155,22 @@ class _Backward:
         else:  # causal, all of the longest tiles first: the last head's would end alone
             at_once = kv_num_heads if causal else 1
         at_once = min(at_once, kv_num_heads)
-        self.num_tickets = num_heads * num_tiles if deterministic else 0
-        self.sizes = kv_num_heads, heads, group, queries, self.padded, keys, num_key_tiles, at_once, team
+        # dq is cleared by the CTAs of so many heads before, one round of the GPU or more; before that, by `prepare`.
+        share = triton.cdiv(group * self.padded * head_dim, num_key_tiles * TILE)
+        groups = triton.cdiv(processors, at_once * num_key_tiles)
+        by_prepare = deterministic or share > MOST_CLEARED
+        ahead = kv_num_heads if by_prepare else min(groups * at_once, kv_num_heads)
+        self.num_tickets = num_heads * num_tiles if deterministic else kv_num_heads
+        self.sizes = kv_num_heads, heads, group, queries, self.padded, keys, num_key_tiles, at_once, team, ahead
         self.prepare_sizes = (
-            num_heads, heads, group, queries, self.padded, num_key_tiles, at_once, team, self.num_tickets
+            num_heads, heads, group, queries, self.padded, num_key_tiles, at_once, team, self.num_tickets,
+            ahead * group,
         )  # fmt: skip
         # float32 dq (B H, Qpad, D), padded log-sum-exp and delta (B H, Qpad), parameters (int64), tickets (int32)
         self.num_rows = num_heads * self.padded
         self.num_dq = self.num_rows * head_dim
         self.floats = self.num_dq + 2 * self.num_rows + 2 * NUM_PARAMETERS + self.num_tickets
-        self.rows = 4096 // head_dim  # of a program of the kernel before
+        self.rows = TILE // head_dim  # of a program of the kernel before
         self.prepare_grid = self.num_rows // self.rows
         self.convert_grid = self.num_rows // ROWS
         self.prepare, self.main, self.convert = self._compiled(q, head_dim, causal, keys, deterministic, group, plan)

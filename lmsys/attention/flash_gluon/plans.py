@@ -68,7 +68,6 @@ class BackwardPlan:
     """How `backward_kernel` runs."""
 
     prefetch: bool  # the log-sum-exp is loaded a step ahead, rather than after the scores
-    spread: bool  # full attention: key tiles of a head begin at tiles of queries evenly spread, not all at the first
     l2_mib: int  # of what heads worked on together read and add up; 0: one head after another
 
 
@@ -81,15 +80,15 @@ FORWARD: dict[tuple[int, bool], tuple[tuple[int, ForwardPlan], ...]] = {
     (64, True): (
         (128, ForwardPlan(2, 3, True, True, False, 32, chained=True)),
         (512, SHORT_64),
-        (1024, replace(SHORT_64, ping_pong=True, named=True, l2_mib=32)),
-        (2048, ForwardPlan(2, 3, True, True, False, 32)),
-        (ANY, ForwardPlan(3, 2, True, True, True, 32)),
+        (1024, replace(SHORT_64, named=True, l2_mib=32)),
+        (2048, ForwardPlan(3, 2, True, False, True, 32)),
+        (ANY, ForwardPlan(3, 3, True, False, True, 32)),
     ),
     (64, False): (
         (128, ForwardPlan(2, 3, True, True, False, 0, chained=True)),
         (512, SHORT_64),
-        (1024, ForwardPlan(2, 3, True, True, True, 0)),
-        (ANY, ForwardPlan(3, 2, True, True, False, 0)),
+        (1024, ForwardPlan(2, 3, False, True, True, 0)),
+        (ANY, ForwardPlan(3, 3, True, False, True, 0)),
     ),
     (128, True): (
         (128, ForwardPlan(2, 2, True, True, True, 0, chained=True)),
@@ -106,10 +105,10 @@ FORWARD: dict[tuple[int, bool], tuple[tuple[int, ForwardPlan], ...]] = {
     ),
 }
 BACKWARD: dict[tuple[int, bool], tuple[tuple[int, BackwardPlan], ...]] = {
-    (64, True): ((ANY, BackwardPlan(False, False, 11)),),
-    (64, False): ((ANY, BackwardPlan(False, True, 0)),),
-    (128, True): ((ANY, BackwardPlan(True, False, 22)),),
-    (128, False): ((1024, BackwardPlan(False, True, 0)), (ANY, BackwardPlan(True, True, 0))),
+    (64, True): ((ANY, BackwardPlan(False, 11)),),
+    (64, False): ((ANY, BackwardPlan(False, 0)),),
+    (128, True): ((1024, BackwardPlan(True, 5)), (ANY, BackwardPlan(True, 22))),
+    (128, False): ((ANY, BackwardPlan(True, 0)),),
 }
 
 

@@ -43,8 +43,7 @@ def candidates(direction: str, head_dim: int, causal: bool, length: int) -> list
     """What is worth timing: settings that once won such a cell, and their neighbours."""
     if direction == "bwd":
         sizes = (5, 11, 22) if causal else (0,)
-        spreads = (False,) if causal else (False, True)
-        return [BackwardPlan(*plan) for plan in itertools.product((False, True), spreads, sizes)]
+        return [BackwardPlan(*plan) for plan in itertools.product((False, True), sizes)]
     sizes = (0, 32) if causal and length <= SHORT else (32,) if causal else (0,)
     two = [
         ForwardPlan(2, stages, *flags, l2_mib, chained=length <= SHORT)
@@ -52,11 +51,15 @@ def candidates(direction: str, head_dim: int, causal: bool, length: int) -> list
         for stages in ((2, 3) if head_dim == 64 else (2,))
         for l2_mib in sizes
     ]
-    if length > SMALL_TILES:
-        three = [ForwardPlan(3, 2, True, True, dynamic, sizes[0]) for dynamic in (False, True)]
-        return two + (three if head_dim == 64 else [])  # three of them want more registers than there are at 128
+    three = [
+        ForwardPlan(3, stages, ping_pong, named, dynamic, sizes[0])
+        for stages, ping_pong, named, dynamic in itertools.product((2, 3), *[(False, True)] * 3)
+        if not (stages == 3 and ping_pong and named)  # wants more named barriers than there are
+    ]
     small = [replace(plan, stages=3, tile_k=64, ctas=2 if head_dim == 64 else 1, chained=True) for plan in two]
-    return list(dict.fromkeys(two + small))
+    if head_dim == 64 and length > SHORT:  # three of them want more registers than there are at 128
+        two += three
+    return list(dict.fromkeys(two + small if length <= SMALL_TILES else two))
 
 
 def planned(direction: str, head_dim: int, causal: bool, length: int) -> Any:
@@ -133,8 +136,10 @@ def time_cell(cell: Cell, plans: list[Any], rounds: int) -> Iterator[dict[str, A
             for row, call in rows:  # loads its binary, finds memory
                 with time_limit(f"first {CALLS} calls of {row} in {cell}"):
                     seconds(call)
+        timed = list(zip(rows, samples, strict=True))
         for _ in range(rounds):
-            for (row, call), times in zip(rows, samples, strict=True):
+            timed.append(timed.pop(0))  # nobody is always the first, when the GPU is cool
+            for (row, call), times in timed:
                 with time_limit(f"{row} in {cell}"):
                     times.append(seconds(call) / CALLS if short else milliseconds(call) / 1e3)
     flops = 4 * TOKENS * WIDTH * length * (0.5 if causal else 1) * (1 if direction == "fwd" else 2.5)
