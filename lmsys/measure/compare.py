@@ -1,12 +1,15 @@
 """Callables sampled side by side, and what becomes of one that fails. Knows no kernel.
 
 Under load the clock of a GPU moves, which swings a figure by up to a fifth, so rows measured minutes apart
-cannot be compared. Here all rows of a comparison take turns (A B C, A B C, ...): round i of one ran beside
-round i of the others, and a speedup is the median of the ratios round by round.
+cannot be compared. Here all rows of a comparison take turns (A B C, C A B, ...): round i of one ran beside
+round i of the others, and a speedup is the median of the ratios round by round. The clock also depends on the row
+just before, so that each round has an order of its own: in one order for all, a backward that came after a hot row
+was 7 % slower beside one that came after a cool one.
 """
 
 import gc
 import math
+import random
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -102,7 +105,7 @@ def interleave(
             break
         host_s = reading.host_s + sum(costs[name].host_s for name in taking_turns)
         clock.wait(MARGIN * host_s - sum(costs[name].device_s for name in taking_turns))
-        for name in taking_turns:
+        for name in random.Random(index).sample(taking_turns, len(taking_turns)):
             sample, failure = attempt(lambda name=name: _sample(steps[name], clock))
             if failure:
                 result.failures[name] = failure

@@ -364,7 +364,7 @@ def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_ptr, parameters, tickets,
     scale, num_heads, H, G, Q, Q_PADDED, K, num_key_tiles, at_once, team, ahead,
     BLOCK_Q: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, GROUPED: gl.constexpr,
-    PREFETCH: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    PREFETCH: gl.constexpr, SPREAD: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     """dk and dv; dq / sm_scale is added up in float32 (B H, Q_PADDED, D), Q_PADDED a multiple of BLOCK_Q.
 
@@ -373,9 +373,10 @@ def backward_kernel(
     The CTAs of each head clear the rest, for the head so many later: as a look-back does, that takes CTAs which begin
     in the order of their numbers. `tickets` is a zero for each key head.
     RAGGED: K is no multiple of BLOCK_K (which a causal kernel need not be told). GROUPED: G > 1.
+    SPREAD: the key tiles of a `team` begin with tiles of queries that are evenly spread, and go around.
     DETERMINISTIC: CTAs add to dq, all of which begins as zeros, in a fixed order; `tickets` is a zero for each tile of
-    queries. In full attention key tiles of a `team` wait for one another: it must fit the GPU, and have no more members
-    than tiles of queries.
+    queries. In full attention those of a team wait for one another: it must fit the GPU, and have no more members than
+    tiles of queries.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, D], DTYPE)
@@ -391,7 +392,6 @@ def backward_kernel(
     kvs = ks, vs, barriers(1, 1).index(0)
     ring = qs, lses, barriers(STAGES, 1), dos, deltas, barriers(STAGES, 1)
     fence_async_shared()
-    SPREAD: gl.constexpr = DETERMINISTIC and not CAUSAL  # a team begins with tiles of queries evenly spread
     AROUND: gl.constexpr = GROUPED or SPREAD
     kv_bh, n = _assignment(gl.program_id(0), num_key_tiles, num_heads, at_once, team, DETERMINISTIC, CAUSAL)
     num_tiles = gl.cdiv(Q, BLOCK_Q)

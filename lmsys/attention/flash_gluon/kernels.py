@@ -118,7 +118,7 @@ def backward_options(
     """What `backward_kernel` is compiled with."""
     return {
         "BLOCK_Q": BLOCK_Q[head_dim], "D": head_dim, "CAUSAL": causal, "RAGGED": ragged, "GROUPED": grouped,
-        "PREFETCH": plan.prefetch, "DETERMINISTIC": deterministic,
+        "PREFETCH": plan.prefetch, "SPREAD": not causal and (ragged or deterministic), "DETERMINISTIC": deterministic,
     }  # fmt: skip
 
 

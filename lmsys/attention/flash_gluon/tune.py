@@ -11,6 +11,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import random
 import statistics
 import sys
 import threading
@@ -138,7 +139,7 @@ def time_cell(cell: Cell, plans: list[Any], rounds: int) -> Iterator[dict[str, A
                     seconds(call)
         timed = list(zip(rows, samples, strict=True))
         for _ in range(rounds):
-            timed.append(timed.pop(0))  # nobody is always the first, when the GPU is cool
+            random.shuffle(timed)  # nobody is always the first, when the GPU is cool, or after a hot one
             for (row, call), times in timed:
                 with time_limit(f"{row} in {cell}"):
                     times.append(seconds(call) / CALLS if short else milliseconds(call) / 1e3)
