@@ -13,8 +13,9 @@ from lmsys.measure import record
 from lmsys.measure.record import Record
 
 GIB = 2**30
-# What makes two runs runs of one machine. Versions, driver and commit may differ between runs: captions name them.
-HARDWARE = ("name", "device", "cores", "gpu", "gpu_count", "capability")
+# What makes two runs runs of one machine. Versions, driver, commit and the host of a GPU may differ between runs:
+# captions name them.
+HARDWARE = ("name", "device", "gpu", "gpu_count", "capability")
 # Asking a case again replaces its answer; asking it under a memory limit is another question.
 IDENTITY = ("benchmark", "section", "id", "memory_limit_bytes")
 
@@ -80,7 +81,8 @@ def read(paths: Iterable[Path]) -> Results:
     # The sort is stable: among files of one date, such as the parts of one run, the last named wins.
     for found in sorted(map(_load, paths), key=lambda found: _date(found["machine"])):
         machine = found["machine"]
-        hardware = json.dumps([machine.get(key) for key in HARDWARE])
+        cores = None if machine.get("device") == "cuda" else machine.get("cores")
+        hardware = json.dumps([*(machine.get(key) for key in HARDWARE), cores])
         for case in found["records"]:
             key = (hardware, *(case.get(field) for field in IDENTITY))
             cases[key] = (hardware, json.dumps(machine, sort_keys=True), case)
@@ -104,16 +106,11 @@ def _date(machine: Record) -> str:
 def _results(cases: Sequence[tuple[str, str, Record]]) -> Results:
     taken: Counter[str] = Counter()
     machines: list[Machine] = []
-    oldest: dict[str, str] = {}  # by title: of several machines the one that ran first, which alone is called that
-    for hardware, run, _ in sorted(cases, key=lambda case: (_date(json.loads(case[1])), case[0])):
-        oldest.setdefault(_title(json.loads(run)), hardware)
     for hardware in sorted({hardware for hardware, _, _ in cases}):
         own = [(run, case) for owner, run, case in cases if owner == hardware]
         runs = sorted({run for run, _ in own}, key=lambda run: (_date(json.loads(run)), run))
         facts = [json.loads(run) for run in runs]
         title = _title(facts[-1])
-        if hardware != oldest[title]:
-            title += f", {facts[-1].get('cores')} cores"
         slug = file_name(title.lower())
         taken[slug] += 1
         slug += f"-{taken[slug]}" if taken[slug] > 1 else ""
@@ -141,5 +138,7 @@ def _title(machine: Record) -> str:
 def _versions(run: Record) -> str:
     named = [("driver", "driver"), ("CUDA", "cuda"), ("torch", "torch"), ("triton", "triton"), ("Python", "python")]
     versions = [f"{label} {run[key]}" for label, key in named if run.get(key)]
+    if run.get("device") == "cuda" and run.get("cores"):
+        versions.insert(0, f"{run['cores']} CPU cores")
     commit = str(run.get("commit") or "unknown")[:10] + (" with local changes" if run.get("dirty") else "")
     return ", ".join([*versions, f"commit {commit}", str(run.get("date") or "undated")[:10]])

@@ -174,12 +174,16 @@ def test_the_later_run_wins_and_machines_stay_apart(tmp_path: Path) -> None:
     assert built(tmp_path / "reversed", other, later, first, undated) == files
 
 
-def test_machines_of_one_name_are_told_apart_by_their_cores(tmp_path: Path) -> None:
-    few = save(tmp_path / "1.json", [case("naive", peak_bytes=2**20)], cores=4)
-    many = save(tmp_path / "2.json", [case("naive", peak_bytes=2**21)], cores=8)
-    page = built(tmp_path / "out", few, many)["index.html"].decode()
-    title = MACHINE["name"]
-    assert re.findall(r"<h2[^>]*>([^<]*)</h2>", page)[:2] == [title, f"{title}, 8 cores"]
+@pytest.mark.parametrize(("device", "titles"), [("cpu", ["{}, 4 cores", "{}, 8 cores"]), ("cuda", ["{}"])])
+def test_a_cpu_is_known_by_its_cores_and_a_gpu_in_whatever_host(device: str, titles: list[str], tmp_path: Path) -> None:
+    few = save(tmp_path / "1.json", [case("naive", peak_bytes=2**20)], cores=4, device=device)
+    many = save(tmp_path / "2.json", [case("sdpa_flash", peak_bytes=2**21)], cores=8, device=device)
+    files = built(tmp_path / "out", few, many)
+    found = re.findall(r"<h2[^>]*>([^<]*)</h2>", files["index.html"].decode())
+    assert found[: len(titles)] == [title.format(MACHINE["name"]) for title in titles]
+    if device == "cuda":
+        table = files[f"tables/{STEM}-peak.md"].decode()
+        assert "4 CPU cores" in table and "8 CPU cores" in table
 
 
 def test_of_one_date_the_file_named_last_wins(tmp_path: Path) -> None:
