@@ -129,7 +129,7 @@ def test_captions_fix_what_is_constant(swept: dict[str, bytes]) -> None:
         "Whole step; batch 4, context 128 to 1,024",
         "vocabulary 10,000, bf16, eager / compiled, attention FlashAttention-2, Triton",
         "at least 10 rounds",
-        "Synthetic GPU; driver 000.00",
+        "Synthetic GPU; 2 CPU cores, driver 000.00",
         "torch 0.0.0",
         "commit 0123456789, 2000-01-02",
     ):

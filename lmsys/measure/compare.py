@@ -3,8 +3,7 @@
 Under load the clock of a GPU moves, which swings a figure by up to a fifth, so rows measured minutes apart
 cannot be compared. Here all rows of a comparison take turns (A B C, C A B, ...): round i of one ran beside
 round i of the others, and a speedup is the median of the ratios round by round. The clock also depends on the row
-just before, so that each round has an order of its own: in one order for all, a backward that came after a hot row
-was 7 % slower beside one that came after a cool one.
+just before: each round has an order of its own, or one row would always come after the hottest.
 """
 
 import gc

@@ -1,29 +1,35 @@
 """The settings of the kernels, by head dimension, mask and length, and why each won.
 
 Figures: one H200, bfloat16, B S = 16,384 tokens, H D = 2048; `python -m lmsys.attention.flash_gluon.tune` times every
-candidate again, beside SDPA cuDNN.
+candidate again, beside SDPA cuDNN, and `relative --candidates` those for short sequences in a graph too.
 
-- Two consumers of 64 queries at head_dim 128, where a third has no registers. At 64 a third pays from 4k keys on
-  (6 % at 16k), where its tile of 192 queries reads each key tile less often; at 1k it costs 7 to 11 %.
-- Release by named barriers: 1 to 6 %, since an mbarrier's arrive costs 128 threads a BAR.SYNC (but 128 causal at 1k).
-  Ping-pong is worth 1 % at 64 and 1k, and nothing elsewhere with two consumers.
-- The counter: static orders lose 12 to 15 % at 128 causal from 4k on, 7 % at 64 causal and 16k. At 64 causal and 1k it
-  costs 2 %, in full attention at 128 1 to 3 %.
-- Heads grouped for the L2 cache in a causal backward: 10 % at 64 and 1k in the prototype. Full attention goes head by
-  head.
+- Two consumers of 64 queries at head_dim 128, where a third has no registers. At 64 a third pays from 2k keys on (1 to
+  4 %, 8 to 9 % at 16k), where its tile of 192 queries reads each key tile less often; at 1k it costs 5 to 9 %.
+- Release by named barriers: 1 to 5 % with two consumers, since an mbarrier's arrive costs 128 threads a BAR.SYNC (but
+  128 causal at 1k, where it costs 3 %). Three wait for one another there: up to 5 % lost.
+- Ping-pong is worth up to 4 % with three consumers, and costs as much with two, but for full attention at 128 and 1k.
+- The counter: static orders lose 6 to 15 % at 128 causal, 5 % at 64 causal and 16k, 4 % at 64 full and 1k. In full
+  attention at 128 the counter costs 1 %. At 64 full and 512 keys it costs 2 %, but with one sequence alone, in a graph,
+  a static order is 1.26 times as fast as cuDNN and the counter 0.97 times.
+- Heads grouped for the L2 cache in a causal backward: 10 % at 64 and 1k in the prototype; groups of 5 to 22 MiB are
+  within 2 %. Full attention goes head by head.
 - Two CTAs on a processor, with tiles of 64 keys, from 256 to 512 keys at head_dim 64 and to 1,024 causal: one computes
   while the other waits for its first keys or stores its last rows. By ratio to cuDNN, best against best with tiles of
-  128: causal 21 % at 256 keys, 11 % at 512 and 6 % at 1,024; in full attention 3 % and nothing, and 5 % lost at 1,024.
-  Named barriers and ping-pong then cost up to 7 %. At 128 keys two CTAs lose 2 to 6 %; one consumer and three or four
-  CTAs lose there too (9c5168b has them). At head_dim 128 a second CTA has no room; tiles of 64 are ahead at 256 causal,
-  by 1 %.
+  128: causal 21 % at 256 keys, 11 % at 512 and 4 % at 1,024; in full attention 3 % and nothing, and 5 % lost at 1,024.
+  At 128 keys two CTAs lose 2 to 6 %; one consumer and three or four CTAs lose there too (9c5168b has them). At
+  head_dim 128 a second CTA has no room; tiles of 64 are ahead at 256 causal, by 1 %.
 - A start under the kernel before (programmatic dependent launch), head_dim 64: 5 % at 128 keys, noise from 256 on.
-- The log-sum-exp a step ahead: 1 to 3 % at 128, but for full attention at 1k; at 64 it costs up to 6 %.
-- Key tiles of a head that begin at tiles of queries evenly spread, so that they do not add to one place of dq all at
-  once: 1 to 5 % in full attention. Causal ones begin at their diagonal, each elsewhere.
+- The log-sum-exp a step ahead: 2 to 8 % at 128; at 64 it costs 1 to 3 %.
 
 What the kernels do in every plan, and what lost against it (at the commits named, which have it still):
 
+- The zeros of dq are written by CTAs a round of the GPU earlier, so that additions find them in the L2 cache. Beside
+  44415a2, where the kernel before writes them all: 4 to 5 % faster at 128, but for full attention from 4k on, 2 to 3 %
+  at 64 and 1k, within 2 % elsewhere. Two rounds earlier: 1 % less. After a CTA's last loads rather than its first: no
+  gain. With it, key tiles of a head that begin at tiles of queries evenly spread gain nothing more, but for 4 to 5 % at
+  64 where the last key tile is not full.
+- dq rounded by CTAs a round later, through shared memory and TMA, in place of the kernel after: the main kernel grew
+  slower by what that saves (1.003 of 44415a2 in geometric mean, where the zeros alone are at 1.015).
 - dq is added to from registers, 16 bytes a thread. By way of shared memory and TMA, with its fence and two barriers in
   every step: 3 to 11 % slower, in all 12 cells (e0dee24).
 - On the diagonal a consumer computes half a tile, or none, where the rest is hidden: 4 % at 64 and 1k.
@@ -31,7 +37,7 @@ What the kernels do in every plan, and what lost against it (at the commits name
   (e0dee24).
 - A fixed order of additions to dq: the producer counts, in global memory, what consumers have added, waits there for
   their turn and hands it on by a barrier; of a causal head the shortest tiles come first, in full attention teams begin
-  evenly spread. 0.89 to 0.98 of the default's speed. With consumers that count and wait themselves, the longest first:
+  evenly spread. 0.90 to 0.98 of the default's speed. With consumers that count and wait themselves, the longest first:
   0.60 to 0.74 (f899023). Of 1, 2, 4 ... 32 heads that take turns, 2 to 4 win from 4k on: 16 cost up to 30 %.
 - float32 dq in memory used again and again, in the L2 cache, rounded by the main kernel in place of one before and one
   after (122 us in every cell): 20 to 70 % slower at 1k, as what it waits for adds 7 to 18 us to the 16 of a CTA; by 1
@@ -86,7 +92,8 @@ FORWARD: dict[tuple[int, bool], tuple[tuple[int, ForwardPlan], ...]] = {
     ),
     (64, False): (
         (128, ForwardPlan(2, 3, True, True, False, 0, chained=True)),
-        (512, SHORT_64),
+        (256, SHORT_64),
+        (512, replace(SHORT_64, ping_pong=True, dynamic=False)),
         (1024, ForwardPlan(2, 3, False, True, True, 0)),
         (ANY, ForwardPlan(3, 3, True, False, True, 0)),
     ),

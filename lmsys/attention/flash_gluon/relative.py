@@ -2,6 +2,7 @@
 
 The two of a pair are timed in turn, round after round; a line gives the median over rounds of their ratio of speeds:
 FLOP rate over FLOP rate, or for short sequences the wall time of SDPA cuDNN over ours. bfloat16, H D = 2048.
+`--candidates`: only short sequences, with every plan that `tune` takes for worth timing.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lmsys.attention.flash_gluon import kernels
-from lmsys.attention.flash_gluon.tune import CALLS, TOKENS, inputs, milliseconds, ours, repeated, seconds
+from lmsys.attention.flash_gluon.tune import CALLS, TOKENS, candidates, inputs, milliseconds, ours, repeated, seconds
 
 Pair = tuple[dict[str, Any], Callable[[], Any], Callable[[], Any], float]  # what, it, the plainer one, their work
 
@@ -64,10 +66,12 @@ def graph_of(call: Callable[[], Any]) -> Callable[[], None]:
     return replay
 
 
-def short(head_dim: int, causal: bool, length: int, batch: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def short(
+    head_dim: int, causal: bool, length: int, batch: int, plan: Any = None
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """CALLS forwards of ours and of SDPA: one after another, or for a batch of 1 as a CUDA graph."""
-    q, k, v, _ = inputs(head_dim, length, batch)
-    own = lambda: kernels.flash_gluon(q, k, v, causal=causal)  # noqa: E731
+    q, k, v, do = inputs(head_dim, length, batch)
+    own = ours("fwd", q, k, v, do, causal, plan) if plan else lambda: kernels.flash_gluon(q, k, v, causal=causal)
     base = lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal)  # noqa: E731
     if batch == 1:
         return graph_of(own), graph_of(base)
@@ -91,10 +95,12 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", nargs="?", help="JSON lines")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--candidates", action="store_true")
     chosen = parser.parse_args(arguments)
 
     def tell(line: dict[str, Any]) -> None:
-        print(*(line[name] for name in ("pair", "direction", "head_dim", "causal", "length")), f"{line['ratio']:.3f}")
+        print(*(line[name] for name in ("pair", "direction", "head_dim", "causal", "length")), end=" ")
+        print(f"{line['ratio']:.3f}", *line.get("plan", {}).values())
         sys.stdout.flush()
         if chosen.out:
             with open(chosen.out, "a") as out:
@@ -102,13 +108,15 @@ def main(arguments: list[str]) -> None:
 
     with torch.no_grad(), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         for head_dim, causal in itertools.product((64, 128), (True, False)):
-            for what, one, plain, work in variants(head_dim, causal):
+            for what, one, plain, work in () if chosen.candidates else variants(head_dim, causal):
                 tell(compared(what, one, plain, work, milliseconds, chosen.rounds))
             for length, alone in itertools.product((128, 256, 512), (False, True)):
-                calls = short(head_dim, causal, length, 1 if alone else TOKENS // length)
                 pair = f"{CALLS} calls{' in a graph, B 1' if alone else ''}, SDPA cuDNN"
                 what = {"pair": pair, "direction": "fwd", "head_dim": head_dim, "causal": causal, "length": length}
-                tell(compared(what, *calls, 1.0, seconds, 3 * chosen.rounds))
+                for plan in candidates("fwd", head_dim, causal, length) if chosen.candidates else [None]:
+                    calls = short(head_dim, causal, length, 1 if alone else TOKENS // length, plan)
+                    line = what | ({"plan": asdict(plan)} if plan else {})
+                    tell(compared(line, *calls, 1.0, seconds, 3 * chosen.rounds))
 
 
 if __name__ == "__main__":
