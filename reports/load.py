@@ -49,7 +49,7 @@ class Machine:
 
     def about(self, frame: pd.DataFrame) -> str:
         """Machine, versions, commit and date of these rows, in one sentence."""
-        facts = list(dict.fromkeys(_versions(run) for run in self.runs_of(frame)))
+        facts = list(dict.fromkeys(_about(run) for run in self.runs_of(frame)))
         return f"{self.title}; " + "; also ".join(facts) + "."
 
     def ceiling(self, frame: pd.DataFrame, dtype: str | None = None) -> float | None:
@@ -135,7 +135,7 @@ def _title(machine: Record) -> str:
     return f"{name}, {machine['cores']} cores" if machine.get("cores") else name
 
 
-def _versions(run: Record) -> str:
+def _about(run: Record) -> str:
     named = [("driver", "driver"), ("CUDA", "cuda"), ("torch", "torch"), ("triton", "triton"), ("Python", "python")]
     versions = [f"{label} {run[key]}" for label, key in named if run.get(key)]
     if run.get("device") == "cuda" and run.get("cores"):

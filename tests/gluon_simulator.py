@@ -405,25 +405,35 @@ def _finish_additions() -> None:
 
 
 def _clear(pointer: Pointer) -> None:
-    """Lands when it is published; before, what is there is no number."""
+    """Lands when it is published, after its warps have met; before, what is there is no number."""
     start = int(pointer.offset)
     with here.machine.change():
         pointer.window(start + 4096)[start:].fill_(float("nan"))
     here.cleared.append(pointer)
 
 
+def _thread_barrier() -> None:
+    here.met += here.cleared
+    here.cleared.clear()
+
+
 def _publish(count: Pointer) -> None:
     _finish_additions()
     with here.machine.change():
-        for x in here.cleared:
+        for x in here.met:
             start = int(x.offset)
             x.window(start + 4096)[start:].zero_()
-        here.cleared.clear()
+        here.met.clear()
     before = _atomic_add(count, 1)
-    assert before == here.turns.pop(int(count.offset), before), "added out of turn"
+    assert not here.in_turns or before == here.turns.pop(int(count.offset), None), "added out of turn"
 
 
 def _admit(count: Pointer, expected: Any, first: int) -> None:
+    here.in_turns = False  # what this partition publishes is no turn
+    _let_add(count, expected, first)
+
+
+def _let_add(count: Pointer, expected: Any, first: int) -> None:
     assert int(_load(count)) <= int(expected), "the turn is over"
     here.machine.await_(lambda: int(_load(count)) == int(expected), f"a count of {int(expected)}")
     for number in (first, first + 1):
@@ -432,7 +442,7 @@ def _admit(count: Pointer, expected: Any, first: int) -> None:
 
 def _give_turn(count: Pointer, expected: Any, first: int) -> None:
     here.turns[int(count.offset)] = int(expected)
-    _admit(count, expected, first)
+    _let_add(count, expected, first)
 
 
 def _specialize(functions: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
@@ -448,7 +458,7 @@ def _specialize(functions: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
                 machine.late += here.writes
             assert not here.matmuls, "a matmul was never waited for"
             assert not here.turns, "a turn was never over"
-            assert not here.cleared, "what was cleared was never published"
+            assert not here.cleared and not here.met, "what was cleared was never published"
         except BaseException as error:
             with machine.change():
                 machine.failure = machine.failure or error
@@ -467,8 +477,9 @@ def _specialize(functions: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
 
 def _enter(machine: Machine, cta: Cta) -> None:
     here.machine, here.cta = machine, cta
-    here.matmuls, here.stores, here.writes, here.stored, here.added, here.cleared = [], [], [], [], [], []
-    here.turns = {}  # by place of the count
+    here.matmuls, here.stores, here.writes, here.stored, here.added = [], [], [], [], []
+    here.cleared, here.met = [], []  # zeros that warps have written, apart from one another; that all of them have
+    here.turns, here.in_turns = {}, True  # by place of the count
 
 
 class _Constant(int):
@@ -492,7 +503,7 @@ gl = SimpleNamespace(
     NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *a: "tiles"),
     SwizzledSharedLayout=lambda *a: "plain", BlockedLayout=lambda *a: None, SliceLayout=lambda *a: None,
     NVMMADistributedLayout=lambda *a: None, DotOperandLayout=lambda **k: None,
-    allocate_shared_memory=_allocate, warp_specialize=_specialize, thread_barrier=lambda: None,
+    allocate_shared_memory=_allocate, warp_specialize=_specialize, thread_barrier=_thread_barrier,
     program_id=lambda axis: torch.tensor(here.cta.program), num_programs=lambda axis: here.cta.grid,
     static_range=range, static_assert=lambda holds, why: None, cdiv=lambda x, y: (x + y - 1) // y,
     arange=lambda start, stop, layout=None: torch.arange(start, stop),
@@ -541,7 +552,8 @@ def kernels(module: str) -> dict[str, Any]:
         "scale_rows": lambda x, factor: x * factor[:, None],
         "widen": lambda x, dtype: x.float(),
     }
-    _run_source(module, stand_ins)
+    for name in ("dq", module) if module == "backward" else (module,):
+        _run_source(name, stand_ins)
     return stand_ins
 
 

@@ -1,4 +1,4 @@
-"""Before and after the backward: what it reads of the output, zeros for dq, and dq in its own dtype.
+"""Before and after the backward: what it reads of the output, the first zeros of dq, and dq in its own dtype.
 
 Legend: B batch, H query heads, G = H / key heads, Q queries, D head dimension.
 """

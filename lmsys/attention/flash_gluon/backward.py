@@ -17,31 +17,33 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from lmsys.attention.flash_gluon.dq import (
+    BLOCK_K,
+    STAGES,
+    TURN,
+    at_start,
+    clear_ahead,
+    next_tile,
+    pass_on,
+)
 from lmsys.attention.flash_gluon.hopper import (
     FIRST_BARRIER,
     add_registers,
-    admit,
     admit_kernel_after,
     await_kernel_before,
     await_turn,
     barriers,
-    clear,
-    give_turn,
     load_rows,
     named_barrier,
     narrow,
     owned_tile,
-    publish,
     store_rows,
     widen,
 )
 
-STAGES = gl.constexpr(2)
-BLOCK_K = gl.constexpr(128)  # keys of a CTA, 64 of each consumer
-EXCHANGE = FIRST_BARRIER  # named barriers: both consumers have written dS; stages of q, of do; turns of the consumers
+EXCHANGE = FIRST_BARRIER  # named barriers: both consumers have written dS; stages of q, of do; then those of `dq`
 Q_FREE = gl.constexpr(FIRST_BARRIER.value + 1)
 DO_FREE = gl.constexpr(FIRST_BARRIER.value + 1 + STAGES.value)
-TURN = gl.constexpr(FIRST_BARRIER.value + 1 + 2 * STAGES.value)
 NEVER = gl.constexpr(2**31 - 1)
 
 
@@ -54,16 +56,6 @@ def _await_free(step, FIRST: gl.constexpr):
 @gluon.jit
 def _release(step, FIRST: gl.constexpr):
     named_barrier("arrive", FIRST + step % STAGES, 384)
-
-
-@gluon.jit
-def _next_tile(head, m, low, start, num_tiles, AROUND: gl.constexpr):
-    """After the last tile of queries the lowest, and where that leads to the start again the next query head."""
-    m += 1
-    if AROUND:
-        m = gl.where(m == num_tiles, low, m)
-        head = gl.where(m == start, head + 1, head)
-    return head, m
 
 
 @gluon.jit
@@ -81,35 +73,20 @@ def _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, head, row,
 
 
 @gluon.jit
-def _clear_ahead(dq_ptr, cleared, kv_bh, n, num_heads, num_key_tiles, ahead, size):
-    """Consumers may add to dq once all its `size` tiles are zero. Then this CTA clears its share of them for a head
-    that comes so many heads later.
-    """
-    admit(cleared + kv_bh, gl.where(kv_bh < ahead, 0, num_key_tiles), TURN)
-    later = kv_bh + ahead
-    if later < num_heads:
-        share = gl.cdiv(size, num_key_tiles)
-        tile = later.to(gl.int64) * size
-        for i in range(n * share, gl.minimum((n + 1) * share, size)):
-            clear(dq_ptr + (tile + i) * 4096)
-        gl.thread_barrier()
-        publish(cleared + later)
-
-
-@gluon.jit
 def _load_tiles(
     q_desc, do_desc, lse_desc, delta_desc, ring, work, order, turn, place, first, last, H, Q_PADDED,
     BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, AROUND: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
+    """Tiles of queries of the steps from `first` to `last`, after the one at `place`; in a fixed order also turns."""
     batch, first_head, low, start, num_tiles, steps = work
     head, m = place
     for step in range(first, last):
-        head, m = _next_tile(head, m, low, start, num_tiles, AROUND)
+        head, m = next_tile(head, m, low, start, num_tiles, AROUND)
         row = m * BLOCK_Q
         padded = (batch * H + head) * Q_PADDED + row
         _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, head, row, padded, step)
         if DETERMINISTIC:
-            turn = _pass_on(order, step, steps, turn, low, start, num_tiles, BLOCK_Q, CAUSAL, AROUND)
+            turn = pass_on(order, step, steps, turn, low, start, num_tiles, BLOCK_Q, CAUSAL, AROUND)
     return turn, (head, m)
 
 
@@ -133,7 +110,7 @@ def _producer(
         )  # fmt: skip
         dq_ptr, kv_bh, num_heads, ahead, size = clearing
         cleared, n, num_key_tiles, team = order
-        _clear_ahead(dq_ptr, cleared, kv_bh, n, num_heads, num_key_tiles, ahead, size)
+        clear_ahead(dq_ptr, cleared, kv_bh, n, num_heads, num_key_tiles, ahead, size)
     turn, place = _load_tiles(
         q_desc, do_desc, lse_desc, delta_desc, ring, work, order, turn, place, first, steps, H, Q_PADDED,
         BLOCK_Q, CAUSAL, AROUND, DETERMINISTIC,
@@ -142,50 +119,9 @@ def _producer(
     for step in range(gl.maximum(steps, FIRST), steps + STAGES):  # arrivals have to be met before the CTA may end
         _await_free(step, Q_FREE)
         if DETERMINISTIC:
-            turn = _pass_on(order, step, steps, turn, low, start, num_tiles, BLOCK_Q, CAUSAL, AROUND)
+            turn = pass_on(order, step, steps, turn, low, start, num_tiles, BLOCK_Q, CAUSAL, AROUND)
     for step in range(gl.maximum(steps, STAGES), steps + STAGES):
         _await_free(step, DO_FREE)
-
-
-@gluon.jit
-def _at_start(place, num_tiles, members):
-    """The tile of queries that a member of a team begins with: members begin evenly spread."""
-    return place * num_tiles // members
-
-
-@gluon.jit
-def _turn_of(n, m, num_tiles, num_key_tiles, team, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr):
-    """How many add to dq's tile m before key tile n, in the order of the deterministic mode.
-
-    That is the order in which they come to it if all of a team keep step: nobody waits. Causal tiles begin at their
-    diagonal, so the highest comes first to every m. In full attention the members of a team begin evenly spread: first
-    comes the one that begins closest below m, or at it.
-    """
-    if CAUSAL:
-        last = gl.minimum(num_key_tiles - 1, ((m + 1) * BLOCK_Q - 1) // BLOCK_K)
-        return last - n
-    else:
-        place = n % team
-        members = gl.minimum(team, num_key_tiles - n + place)
-        first = ((m + 1) * members - 1) // num_tiles
-        return n - place + first - place + gl.where(first < place, members, 0)
-
-
-@gluon.jit
-def _pass_on(
-    order, step, steps, turn, low, start, num_tiles,
-    BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, AROUND: gl.constexpr,
-):  # fmt: skip
-    """Publishes step - STAGES, which is over and added to dq's tile m; then the turn of the step after it."""
-    tickets, n, num_key_tiles, team = order
-    bh, m = turn
-    if step >= STAGES:
-        publish(tickets + (bh * num_tiles + m))
-        bh, m = _next_tile(bh, m, low, start, num_tiles, AROUND)
-    if step <= steps:
-        number = _turn_of(n, m, num_tiles, num_key_tiles, team, CAUSAL, BLOCK_Q)
-        give_turn(tickets + (bh * num_tiles + m), number, TURN)
-    return bh, m
 
 
 @gluon.jit
@@ -298,7 +234,7 @@ def _walk(
             dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked_until, num_tiles, step, steps, bh, m, dk, dv, lse,
             WG, D, BLOCK_Q, MASK, CAUSAL, PREFETCH, DETERMINISTIC, S_LAYOUT, O_LAYOUT, DQ_LAYOUT, DTYPE,
         )  # fmt: skip
-        bh, m = _next_tile(bh, m, low, start, num_tiles, AROUND)
+        bh, m = next_tile(bh, m, low, start, num_tiles, AROUND)
     return dk, dv
 
 
@@ -370,8 +306,7 @@ def backward_kernel(
 
     dq ends as tiles (64, 64) in the order that `add_registers` leaves them in. `scale` is in base 2; `parameters` are
     those of `prepare_kernel`; `num_heads` is B Hkv. Of dq, what belongs to the first `ahead` key heads begins as zeros.
-    The CTAs of each head clear the rest, for the head so many later: as a look-back does, that takes CTAs which begin
-    in the order of their numbers. `tickets` is a zero for each key head.
+    The CTAs of each head clear the rest, for the head so many later. `tickets` is a zero for each key head.
     RAGGED: K is no multiple of BLOCK_K (which a causal kernel need not be told). GROUPED: G > 1.
     SPREAD: the key tiles of a `team` begin with tiles of queries that are evenly spread, and go around.
     DETERMINISTIC: CTAs add to dq, all of which begins as zeros, in a fixed order; `tickets` is a zero for each tile of
@@ -405,7 +340,7 @@ def backward_kernel(
     start = low
     if SPREAD:
         place = n % team
-        start = _at_start(place, num_tiles, gl.minimum(team, num_key_tiles - n + place))
+        start = at_start(place, num_tiles, gl.minimum(team, num_key_tiles - n + place))
     batch = kv_bh // (H // G)
     kv_head = kv_bh % (H // G)
     steps = gl.maximum(num_tiles - low, 0)

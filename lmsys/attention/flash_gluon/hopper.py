@@ -17,7 +17,7 @@ def _barrier_asm(kind, num_threads):
 
 
 @gluon.constexpr_function
-def _turn_asm(first):
+def _admit_asm(first):
     return f"""{{
         .reg .pred other, late;
         mov.b32 $0, $2;
@@ -82,7 +82,7 @@ def admit(count, expected, FIRST: gl.constexpr):
     With it, they can see what was published before. By the first of 4 warps; the others go on at once.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    ASM: gl.constexpr = _turn_asm(FIRST)
+    ASM: gl.constexpr = _admit_asm(FIRST)
     places = (count + gl.full([128], 0, gl.int32, LAYOUT)).to(gl.int64)
     wanted = gl.full([128], expected, gl.int32, LAYOUT)
     thread = gl.arange(0, 128, layout=LAYOUT)
@@ -91,7 +91,7 @@ def admit(count, expected, FIRST: gl.constexpr):
 
 @gluon.jit
 def give_turn(count, expected, FIRST: gl.constexpr):
-    """As `admit`; theirs is the next `publish` at `count`."""
+    """As `admit`, of those whose turn ends with the next `publish` at `count`: a simulation holds them to it."""
     admit(count, expected, FIRST)
 
 

@@ -34,7 +34,7 @@ NUM_PARAMETERS = 6  # int64, which `prepare_kernel` writes
 BLOCK_Q = {64: 128, 128: 64}  # by head_dim: queries of a step of the backward
 HEADS_IN_ORDER = {64: 4, 128: 2}  # by head_dim: whose key tiles take turns in a causal backward of fixed order
 FEW_WAVES = 8  # of CTAs: so few that the time in which the last ones run alone counts more than what L2 keeps
-TILE = 4096  # numbers of dq that are added to at a time
+DQ_TILE = 4096  # numbers of dq that are added to at a time
 MOST_CLEARED = 8  # tiles of dq: more of them would keep the loads of a CTA that clears them waiting
 # By consumers and CTAs of a processor: registers of a consumer's threads, and of all threads at the start.
 REGISTERS = {(2, 1): (240, 168), (2, 2): (104, 80), (3, 1): (160, 128)}
@@ -132,6 +132,15 @@ def team_of(num_key_tiles: int, num_tiles: int, processors: int) -> int:
     return triton.cdiv(num_key_tiles, num_teams)
 
 
+def ahead_of(at_once: int, num_key_tiles: int, num_heads: int, processors: int) -> int:
+    """How many key heads later the zeros of dq are needed that a CTA writes: so many that theirs fill the GPU once.
+
+    In whole groups, so that CTAs wait for those of lower numbers alone; the first `ahead` heads' are there before.
+    """
+    groups = triton.cdiv(processors, at_once * num_key_tiles)
+    return min(groups * at_once, num_heads)
+
+
 class _Backward:
     def __init__(self, q: Tensor, k: Tensor, causal: bool, deterministic: bool, plan: BackwardPlan):
         (batch, heads, queries, head_dim), (_, kv_heads, keys, _) = q.shape, k.shape
@@ -155,11 +164,10 @@ class _Backward:
         else:  # causal, all of the longest tiles first: the last head's would end alone
             at_once = kv_num_heads if causal else 1
         at_once = min(at_once, kv_num_heads)
-        # dq is cleared by the CTAs of so many heads before, one round of the GPU or more; before that, by `prepare`.
-        share = triton.cdiv(group * self.padded * head_dim, num_key_tiles * TILE)
-        groups = triton.cdiv(processors, at_once * num_key_tiles)
-        by_prepare = deterministic or share > MOST_CLEARED
-        ahead = kv_num_heads if by_prepare else min(groups * at_once, kv_num_heads)
+        share = triton.cdiv(group * self.padded * head_dim, num_key_tiles * DQ_TILE)  # to be cleared by a CTA
+        ahead = kv_num_heads
+        if not deterministic and share <= MOST_CLEARED:
+            ahead = ahead_of(at_once, num_key_tiles, kv_num_heads, processors)
         self.num_tickets = num_heads * num_tiles if deterministic else kv_num_heads
         self.sizes = kv_num_heads, heads, group, queries, self.padded, keys, num_key_tiles, at_once, team, ahead
         self.prepare_sizes = (
@@ -170,7 +178,7 @@ class _Backward:
         self.num_rows = num_heads * self.padded
         self.num_dq = self.num_rows * head_dim
         self.floats = self.num_dq + 2 * self.num_rows + 2 * NUM_PARAMETERS + self.num_tickets
-        self.rows = TILE // head_dim  # of a program of the kernel before
+        self.rows = DQ_TILE // head_dim  # of a program of the kernel before
         self.prepare_grid = self.num_rows // self.rows
         self.convert_grid = self.num_rows // ROWS
         self.prepare, self.main, self.convert = self._compiled(q, head_dim, causal, keys, deterministic, group, plan)
@@ -202,7 +210,7 @@ class _Backward:
         q_block, k_block, out_block = ([1, 1, rows, head_dim] for rows in (self.block_q, TILE_K, 64))
         row_block = [self.block_q]
         main = kept(
-            ("backward", *same, causal, ragged, deterministic, group > 1, plan),
+            ("backward", *same, causal, ragged, deterministic, group > 1, plan.prefetch),
             backward_kernel,
             [half, half, half, half, floats, floats, half, half],
             [q_block, k_block, k_block, q_block, row_block, row_block, out_block, out_block],

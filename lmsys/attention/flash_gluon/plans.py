@@ -7,12 +7,13 @@ candidate again, beside SDPA cuDNN, and `relative --candidates` those for short 
   4 %, 8 to 9 % at 16k), where its tile of 192 queries reads each key tile less often; at 1k it costs 5 to 9 %.
 - Release by named barriers: 1 to 5 % with two consumers, since an mbarrier's arrive costs 128 threads a BAR.SYNC (but
   128 causal at 1k, where it costs 3 %). Three wait for one another there: up to 5 % lost.
-- Ping-pong is worth up to 4 % with three consumers, and costs as much with two, but for full attention at 128 and 1k.
+- Ping-pong is worth up to 4 % with three consumers. With two it costs as much, but in some cells of 1k, and is noise at
+  128 full and 16k.
 - The counter: static orders lose 6 to 15 % at 128 causal, 5 % at 64 causal and 16k, 4 % at 64 full and 1k. In full
-  attention at 128 the counter costs 1 %. At 64 full and 512 keys it costs 2 %, but with one sequence alone, in a graph,
-  a static order is 1.26 times as fast as cuDNN and the counter 0.97 times.
+  attention at 128 the counter costs 1 %. At 64 full and 512 keys a static order costs 2 %; with one sequence alone, in
+  a graph, it is 1.26 times as fast as cuDNN, and the counter 0.97 times.
 - Heads grouped for the L2 cache in a causal backward: 10 % at 64 and 1k in the prototype; groups of 5 to 22 MiB are
-  within 2 %. Full attention goes head by head.
+  within 3 %. Full attention goes head by head.
 - Two CTAs on a processor, with tiles of 64 keys, from 256 to 512 keys at head_dim 64 and to 1,024 causal: one computes
   while the other waits for its first keys or stores its last rows. By ratio to cuDNN, best against best with tiles of
   128: causal 21 % at 256 keys, 11 % at 512 and 4 % at 1,024; in full attention 3 % and nothing, and 5 % lost at 1,024.
@@ -21,13 +22,13 @@ candidate again, beside SDPA cuDNN, and `relative --candidates` those for short 
 - A start under the kernel before (programmatic dependent launch), head_dim 64: 5 % at 128 keys, noise from 256 on.
 - The log-sum-exp a step ahead: 2 to 8 % at 128; at 64 it costs 1 to 3 %.
 
-What the kernels do in every plan, and what lost against it (at the commits named, which have it still):
+What the kernels do in every plan, and what lost against it (commits that are named have it still):
 
-- The zeros of dq are written by CTAs a round of the GPU earlier, so that additions find them in the L2 cache. Beside
-  44415a2, where the kernel before writes them all: 4 to 5 % faster at 128, but for full attention from 4k on, 2 to 3 %
-  at 64 and 1k, within 2 % elsewhere. Two rounds earlier: 1 % less. After a CTA's last loads rather than its first: no
-  gain. With it, key tiles of a head that begin at tiles of queries evenly spread gain nothing more, but for 4 to 5 % at
-  64 where the last key tile is not full.
+- The zeros of dq are written by CTAs a round of the GPU earlier, so that additions find them in the L2 cache, where a
+  CTA's share is small and heads go in groups. Beside 44415a2, where the kernel before writes them all: 4 to 5 % faster
+  at 128, but for full attention from 4k on, 2 to 3 % at 64 and 1k, within 2 % elsewhere. Two rounds earlier: 1 % less.
+  After a CTA's last loads rather than its first: no gain. With it, key tiles of a head that begin at tiles of queries
+  evenly spread gain nothing more, but for 4 to 5 % at 64 where the last key tile is not full.
 - dq rounded by CTAs a round later, through shared memory and TMA, in place of the kernel after: the main kernel grew
   slower by what that saves (1.003 of 44415a2 in geometric mean, where the zeros alone are at 1.015).
 - dq is added to from registers, 16 bytes a thread. By way of shared memory and TMA, with its fence and two barriers in

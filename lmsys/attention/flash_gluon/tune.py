@@ -138,8 +138,8 @@ def time_cell(cell: Cell, plans: list[Any], rounds: int) -> Iterator[dict[str, A
                 with time_limit(f"first {CALLS} calls of {row} in {cell}"):
                     seconds(call)
         timed = list(zip(rows, samples, strict=True))
-        for _ in range(rounds):
-            random.shuffle(timed)  # nobody is always the first, when the GPU is cool, or after a hot one
+        for number in range(rounds):
+            random.Random(number).shuffle(timed)  # nobody is always the first, when the GPU is cool, or after a hot one
             for (row, call), times in timed:
                 with time_limit(f"{row} in {cell}"):
                     times.append(seconds(call) / CALLS if short else milliseconds(call) / 1e3)
