@@ -225,7 +225,7 @@ def test_what_an_interrupted_run_measured_is_kept_and_resumed(kernels: Path, tmp
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     printed, _ = process.communicate(timeout=60)
-    assert process.returncode == 2, printed
+    assert process.returncode in (1, 2), printed  # 1: pytest cannot show where, if Python was at no line just then
     before = {one["id"]: one for one in record.load(output)["records"]}
     assert 0 < len(before) < 8 * 2 * 3
 
