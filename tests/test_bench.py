@@ -213,7 +213,19 @@ def test_replayed_samples_are_the_stats(benchmark: Any) -> None:
 def test_what_an_interrupted_run_measured_is_kept_and_resumed(kernels: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.json"
     rows = f"naive,{kernels}:slow,{kernels}:wrong_dk"
-    options = (*SMALL, "--causal", "yes", "--dtype", "float32", "--direction", "fwd,bwd", "--attention", rows)
+    options = (
+        *SMALL,
+        "--benchmark-max-time",
+        "0.05",
+        "--causal",
+        "yes",
+        "--dtype",
+        "float32",
+        "--direction",
+        "fwd,bwd",
+        "--attention",
+        rows,
+    )
     lengths = ("--length", "16,17,18,19,20,21,22,23")
     line = command(*options, *lengths, "--benchmark-json", output)
     heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731 - a test run in the background would not

@@ -192,6 +192,16 @@ def test_the_device_clock_agrees_with_triton(
     assert statistics.median(ours) == pytest.approx(statistics.median(theirs), rel=0.03)
 
 
+@pytest.mark.parametrize(("long_s", "count"), [(0.0, 1), (60.0, 5)])
+def test_of_a_ceiling_that_takes_long_one_call_is_enough(
+    long_s: float, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "LONG_S", long_s)
+    calls: list[int] = []
+    assert 0 < machine._best(lambda: calls.append(0), "cpu") < 1
+    assert len(calls) == count
+
+
 @pytest.mark.gpu
 def test_ceilings_are_positive() -> None:
     ceilings = machine.measure_ceilings("cuda")
