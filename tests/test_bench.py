@@ -230,14 +230,16 @@ def test_what_an_interrupted_run_measured_is_kept_and_resumed(kernels: Path, tmp
     line = command(*options, *lengths, "--benchmark-json", output)
     heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731 - a test run in the background would not
     process = subprocess.Popen(
-        line, cwd=processes.ROOT, stdout=subprocess.PIPE, text=True, env=processes.ENVIRONMENT, preexec_fn=heed
-    )
+        line, cwd=processes.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=processes.ENVIRONMENT,
+        preexec_fn=heed,
+    )  # fmt: skip
     partial = output.with_name("out.json.partial")
     while process.poll() is None and (not partial.is_file() or partial.read_text().count("\n") < 4):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    printed, _ = process.communicate(timeout=60)
-    assert process.returncode in (1, 2), printed  # 1: pytest cannot show where, if Python was at no line just then
+    printed, said = process.communicate(timeout=60)
+    # pytest itself fails to show where, now and then: in Python 3.11 an interrupt may fall between two lines.
+    assert process.returncode == 2 or "self._rawentry.tb_lineno - 1" in said, printed + said
     before = {one["id"]: one for one in record.load(output)["records"]}
     assert 0 < len(before) < 8 * 2 * 3
 

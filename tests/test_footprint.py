@@ -78,10 +78,12 @@ def test_activations_are_predicted(precision: str, device: str) -> None:
     assert predicted == pytest.approx(kept(config, 4, 256, precision, device), rel=0.03 if device == "cpu" else 0.15)
 
 
-@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("batch", [1, 16])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_peak_of_a_step_is_predicted(precision: str, batch: int, device: str) -> None:
     """Few activations beside many gradients, and the other way round."""
+    if (device, precision) == ("cpu", "bf16"):
+        batch = min(batch, 4)  # twice the gradients; with more, a CPU without instructions for it takes a minute
     attention = "sdpa_efficient" if (device, precision) == ("cuda", "fp32") else "sdpa_flash"
     config = ModelConfig(256, 1024, 4, 4, vocab_size=1024, context_length=128, attention=attention)
     model = TransformerLM(config, device=device)

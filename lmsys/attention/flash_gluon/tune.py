@@ -58,9 +58,9 @@ def candidates(direction: str, head_dim: int, causal: bool, length: int) -> list
         if not (stages == 3 and ping_pong and named)  # wants more named barriers than there are
     ]
     small = [replace(plan, stages=3, tile_k=64, ctas=2 if head_dim == 64 else 1, chained=True) for plan in two]
-    if head_dim == 64 and length > SHORT:  # three of them want more registers than there are at 128
-        two += three
-    return list(dict.fromkeys(two + small if length <= SMALL_TILES else two))
+    room = head_dim == 64 and length > SHORT  # three of them want more registers than there are at 128
+    plans = [*two, *(three if room else []), *(small if length <= SMALL_TILES else [])]
+    return list(dict.fromkeys(plans))
 
 
 def planned(direction: str, head_dim: int, causal: bool, length: int) -> Any:
