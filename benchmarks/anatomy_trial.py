@@ -18,7 +18,7 @@ from benchmarks.sections import ModelSection
 from benchmarks.session import Result, Settings
 from benchmarks.sweeps import ANATOMY_MODES
 from benchmarks.trial import ending, fail_the_good, sample
-from lmsys.footprint import training_memory
+from lmsys.cost.memory import training_memory
 from lmsys.measure import memory
 from lmsys.measure.compare import attempt, release_memory
 from lmsys.measure.profile import KINDS, largest_allocations, part, profile_call

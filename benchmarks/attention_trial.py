@@ -11,8 +11,8 @@ from benchmarks.attention_gate import Contender, Gate, gate
 from benchmarks.sections import Axes, Section
 from benchmarks.session import Result, Settings
 from benchmarks.trial import ending, sample
-from lmsys import accounting
 from lmsys.attention.contract import AttentionCase
+from lmsys.cost import operations
 from lmsys.measure import memory
 from lmsys.measure.compare import Step, attempt, release_memory
 from lmsys.measure.record import Record, summarize, trim
@@ -191,8 +191,8 @@ def _rates(cell: Cell, shape: dict[str, int], time_s: float | None, ceilings: di
     """Work, ideal traffic, and with a time the rates and their share of what this machine reaches."""
     case = cell.case
     without_kv = {name: value for name, value in shape.items() if name != "kv_heads"}
-    flops = accounting.attention_flops(**without_kv, causal=case.causal, direction=cell.direction)
-    moved = accounting.attention_bytes(**shape, dtype=case.dtype, direction=cell.direction)
+    flops = operations.attention_flops(**without_kv, causal=case.causal, direction=cell.direction)
+    moved = operations.attention_bytes(**shape, dtype=case.dtype, direction=cell.direction)
     rates: Record = {"flops": flops, "bytes": moved}
     if time_s:
         matmul = ceilings["matmul_flops_per_s"].get(case.dtype)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from benchmarks.sections import MODES, Axes, Sweep
 from benchmarks.sweeps import SWEEPS
 from lmsys.config import SIZES
-from lmsys.footprint import MATMUL_BYTES
+from lmsys.cost.memory import MATMUL_BYTES
 
 T = TypeVar("T")
 DTYPES = ("float32", "float16", "bfloat16")

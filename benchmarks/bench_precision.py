@@ -12,7 +12,7 @@ from benchmarks.session import Result, Settings
 from lmsys.measure.compare import attempt
 from lmsys.measure.record import Record
 from lmsys.model import TransformerLM
-from lmsys.precision import ADDEND, CONFIG, TIMES, accumulation, autocast_dtypes
+from lmsys.model.precision import ADDEND, CONFIG, TIMES, accumulation, autocast_dtypes
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 STUDY = "a study: nothing is timed"

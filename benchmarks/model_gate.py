@@ -28,10 +28,10 @@ from benchmarks.trial import verdict
 from lmsys.config import ModelConfig
 from lmsys.measure.clock import synchronize
 from lmsys.measure.compare import attempt
-from lmsys.model import TOGETHER, TransformerLM
+from lmsys.model import BLOCKS_PER_GRAPH, TransformerLM
 from lmsys.testing import error_ratio, norm_rms, rms_budget
 
-NUM_BLOCKS = TOGETHER
+NUM_BLOCKS = BLOCKS_PER_GRAPH
 MAX_CONTEXT = 2048
 MAX_SCORES = 2**28  # of naive attention in one block: 2 GiB in float64
 RECOMPILE_LIMIT = 64  # every row makes graphs of the same block
@@ -120,7 +120,7 @@ def variant(base: TransformerLM, attention: str, compiled: bool) -> TransformerL
     shared = {id(x): x for x in (*base.parameters(), *base.buffers())}
     model = copy.deepcopy(base, shared)
     model.config = replace(base.config, attention=attention)
-    return model.compile_blocks(TOGETHER) if compiled else model
+    return model.compile_blocks(BLOCKS_PER_GRAPH) if compiled else model
 
 
 def gate(contenders: list[Contender], config: ModelConfig, batch: int, precision: str, device: str, seed: int) -> None:

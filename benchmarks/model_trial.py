@@ -14,10 +14,10 @@ from benchmarks.model_workbench import Workbench, cold_samples
 from benchmarks.sections import MODES
 from benchmarks.session import Result, Settings
 from benchmarks.trial import ending, fail_the_good, sample
-from lmsys.accounting import FLOPS_OF_STEP, model_flops, model_parameters
 from lmsys.attention import ATTENTION
 from lmsys.attention.compiled import why_no_compiler
-from lmsys.footprint import training_memory
+from lmsys.cost.memory import training_memory
+from lmsys.cost.operations import FLOPS_OF_STEP, model_flops, model_parameters
 from lmsys.measure.clock import synchronize
 from lmsys.measure.compare import Failure, attempt, release_memory
 from lmsys.measure.record import Record, summarize, trim

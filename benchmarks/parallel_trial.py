@@ -13,7 +13,9 @@ from benchmarks.parallel_workbench import Seen, examine, network, take_pass, tim
 from benchmarks.ranks import failure_of
 from benchmarks.session import NOT_TIMED, Result, Settings
 from benchmarks.trial import Judged, verdict
-from lmsys.accounting import ddp_overhead, model_flops, model_parameters, zero_memory
+from lmsys.cost.communication import ddp_overhead
+from lmsys.cost.memory import zero_memory
+from lmsys.cost.operations import model_flops, model_parameters
 from lmsys.measure.record import Record, summarize, trim
 from lmsys.parallel import STRATEGIES
 

@@ -20,8 +20,8 @@ from benchmarks.training_cells import LR_BY_WIDTH, Cell
 from benchmarks.training_data import CORPUS, Tokens, tokens_of
 from benchmarks.training_workbench import Seen, begin, clear, end, epoch, examine
 from benchmarks.trial import Judged, verdict
-from lmsys.accounting import model_flops, model_parameters
 from lmsys.attention import ATTENTION
+from lmsys.cost.operations import model_flops, model_parameters
 from lmsys.measure.compare import Failure
 from lmsys.measure.record import Record, summarize, trim
 from lmsys.parallel import STRATEGIES

@@ -10,7 +10,7 @@ import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,7 @@ class Entry:
     peer      True for code that is not ours and stands in the table to be compared with
     supports  `module:attr` of a function `case -> None | reason why not`; empty: every case
     extra     the optional dependency that brings the packages the row needs
+    traits    facts about the row that others act on, plain values by name: read them by `trait`
     """
 
     name: str
@@ -65,6 +66,19 @@ class Entry:
     peer: bool = False
     supports: str = ""
     extra: str = ""
+    traits: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def trait(self, name: str, default: Any = None) -> Any:
+        """A fact about the row: as the table states it, else the attribute of its function or class, else the default.
+
+        So a row from a user's file has traits too: they are attributes of what the file defines.
+        """
+        if name in self.traits:
+            return self.traits[name]
+        try:
+            return getattr(self.load(), name, default)
+        except ImportError:
+            return default
 
     def load(self) -> Any:
         """The implementation itself. ImportError names the extra that would bring a missing package."""

@@ -8,9 +8,9 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
-from poison import poison
 
 from lmsys.parallel.group import WorkerGroup
+from tests.support.poison import poison
 
 hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
 hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)

@@ -10,14 +10,14 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
-import test_reports as attention
-import test_reports_anatomy as anatomy
-import test_reports_model as model
-import test_reports_parallel as parallel
-from processes import ENVIRONMENT, ROOT
 
 from lmsys.training.__main__ import parser
 from lmsys.training.config import RunConfig
+from tests.reports import test_reports as attention
+from tests.reports import test_reports_anatomy as anatomy
+from tests.reports import test_reports_model as model
+from tests.reports import test_reports_parallel as parallel
+from tests.support.processes import ENVIRONMENT, ROOT
 
 PAGE = (ROOT / "docs" / "cs336.md").read_text()
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and "`" in line]
@@ -48,7 +48,7 @@ def collected() -> dict[str, list[str]]:
     """The ids of the tests that each command runs."""
     arguments = [shlex.split(command.replace("--benchmark-json out.json", "")) for command in COMMANDS]
     found = subprocess.run(
-        [sys.executable, Path(__file__).with_name("collected.py")],
+        [sys.executable, Path(__file__).with_name("support") / "collected.py"],
         input=json.dumps(arguments), cwd=ROOT, capture_output=True, text=True, timeout=120, env=ENVIRONMENT,
     )  # fmt: skip
     assert found.returncode == 0 and not found.stderr, found.stderr

@@ -11,12 +11,14 @@ FILES = sorted(file for room in ("lmsys", "benchmarks", "reports") for file in (
 NO_TORCH = [
     "registry",
     "config",
-    "accounting",
-    "scaling",
+    "strict_json",
+    "cost/operations",
+    "cost/memory",
+    "cost/communication",
     "measure/record",
     "training/config",
 ]  # of lmsys; config comes with the model
-PLAIN_PACKAGES = tuple(f"lmsys/{name}__init__.py" for name in ("", "measure/", "training/"))
+PLAIN_PACKAGES = tuple(f"lmsys/{name}__init__.py" for name in ("", "measure/", "training/", "cost/"))
 ROWS = "lmsys.attention", "lmsys.parallel"
 DATA = tuple(f"lmsys/training/{name}.py" for name in ("corpora", "data", "download", "tokens"))
 

@@ -33,7 +33,7 @@ from lmsys.attention.contract import AttentionCase
 from lmsys.attention.flash_torch import backward_here
 from lmsys.attention.operators import attend, function, operator
 from lmsys.attention.tuning import Tile, candidates, tune
-from lmsys.launch import Kernel, geometry, stream_of
+from lmsys.kernels.launch import Kernel, geometry, stream_of
 
 INTERPRETED = triton.knobs.runtime.interpret
 LOG2_E = tl.constexpr(math.log2(math.e))

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import nn
 
-from lmsys.accounting import optimal_bucket_bytes
+from lmsys.cost.communication import optimal_bucket_bytes
 from lmsys.parallel.buckets import EDGE_BYTES, MIB, plan
 from lmsys.parallel.collectives import Group
 from lmsys.parallel.overlapped import Overlapped

@@ -5,7 +5,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from lmsys.accounting import fit_latency_bandwidth
+from lmsys.cost.communication import fit_latency_bandwidth
 from lmsys.parallel.collectives import Group, is_nccl
 
 SIZES = {"cpu": (2**12, 2**20, 2**22), "cuda": (2**12, 2**22, 2**26)}  # bytes

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
 
-from lmsys.config import ModelConfig, model_config, overlay, parse_json, parse_setting
+from lmsys.config import ModelConfig, model_config
+from lmsys.strict_json import overlay, parse_json, parse_setting
 
 PRECISIONS = ("fp32", "bf16")
 TINYSTORIES = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main/TinyStoriesV2-GPT4-"

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lmsys.accounting import model_flops
-from lmsys.model import TOGETHER, Loss, TransformerLM
+from lmsys.cost.operations import model_flops
+from lmsys.model import BLOCKS_PER_GRAPH, Loss, TransformerLM
 from lmsys.parallel import STRATEGIES
 from lmsys.parallel.adapt import Adapted
 from lmsys.parallel.collectives import Group, gather_objects, size_and_rank
@@ -120,7 +120,7 @@ class Trainer:
             self.model.load_state_dict(shared["model"])
         if train.compile:
             alone = train.strategy == "none"  # a strategy may surround each block, and reduce its gradients early
-            self.model.compile_blocks(TOGETHER if alone else 1)
+            self.model.compile_blocks(BLOCKS_PER_GRAPH if alone else 1)
         self.strategy = self._strategy()
         self.optimizer = self._optimizer()
         self.facts["optimizer"] = state.layout(self.strategy)

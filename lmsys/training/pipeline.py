@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lmsys.accounting import model_flops
+from lmsys.cost.operations import model_flops
 from lmsys.model import TransformerLM
 from lmsys.parallel import group
 from lmsys.parallel.collectives import gather_objects, size_and_rank

@@ -23,7 +23,7 @@ from lmsys.attention.flash_gluon.plans import (
 )
 from lmsys.attention.flash_gluon.support import flash_gluon_supports
 from lmsys.attention.operators import attend, function, operator
-from lmsys.launch import raw_stream
+from lmsys.kernels.launch import raw_stream
 
 __all__ = ["FlashGluon", "flash_gluon", "flash_gluon_supports"]
 

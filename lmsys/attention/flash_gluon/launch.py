@@ -1,4 +1,4 @@
-"""Kernels in Gluon for `lmsys.launch`: their descriptors say how a block lies in shared memory."""
+"""Kernels in Gluon for `lmsys.kernels.launch`: their descriptors say how a block lies in shared memory."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from triton.experimental.gluon.language import float16 as gl_float16
 from triton.experimental.gluon.language import float32 as gl_float32
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from lmsys.launch import DirectKernel, geometry
+from lmsys.kernels.launch import DirectKernel, geometry
 
 GLUON_DTYPES = {torch.bfloat16: gl_bfloat16, torch.float16: gl_float16, torch.float32: gl_float32}
 

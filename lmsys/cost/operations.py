@@ -1,0 +1,85 @@
+"""Work from shapes: operations and bytes of attention, parameters and operations of a model. No torch.
+
+Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head dimension; M d_model, F d_ff, L layers,
+V vocabulary size, S sequence length.
+"""
+
+from lmsys.config import ModelConfig
+
+DIRECTIONS = ("fwd", "bwd", "fwdbwd")
+FLOPS_OF_FORWARD = {"fwd": 1.0, "bwd": 2.5, "fwdbwd": 3.5}  # a backward does five matmuls where the forward does two
+FLOPS_OF_STEP = {"forward": 1 / 3, "train_forward": 1 / 3, "backward": 2 / 3, "step": 1.0}
+ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+def attention_pairs(queries: int, keys: int, causal: bool) -> float:
+    """How many (query, key) pairs count as work, for one head.
+
+    All Q·K without a mask. Causal and Q == K: half of them, Q·K / 2, as FlashAttention and the papers after
+    it count (the diagonal adds another Q / 2). Causal and Q != K: exactly the pairs with key j <= query i.
+    """
+    if not causal:
+        return float(queries * keys)
+    if queries == keys:
+        return queries * keys / 2
+    rows_with_a_limit = min(queries, keys)  # query i sees i + 1 keys, and all of them from query K - 1 on
+    return float(rows_with_a_limit * (rows_with_a_limit + 1) // 2 + (queries - rows_with_a_limit) * keys)
+
+
+def attention_flops(
+    batch: int, heads: int, queries: int, keys: int, head_dim: int, *, causal: bool, direction: str
+) -> float:
+    """Operations of the two matmuls: forward 4·B·H·D for each pair, backward 2.5 times that, both 3.5 times.
+
+    Recomputing scores in the backward is not counted as work, nor is the softmax. ValueError for an unknown direction.
+    """
+    _check(direction)
+    forward = 4 * batch * heads * head_dim * attention_pairs(queries, keys, causal)
+    return forward * FLOPS_OF_FORWARD[direction]
+
+
+def attention_bytes(
+    batch: int, heads: int, kv_heads: int, queries: int, keys: int, head_dim: int, *, dtype: str, direction: str
+) -> int:
+    """The least that must move: each input read once, each output written once.
+
+    fwd reads q, k, v and writes o; bwd reads q, k, v, do and writes dq, dk, dv; fwdbwd writes o as well. What a
+    row saves between the two is its own affair and not counted.
+    """
+    _check(direction)
+    query_side = batch * heads * queries * head_dim  # q, o, do, dq
+    key_side = batch * kv_heads * keys * head_dim  # k, v, dk, dv
+    num_query_side, num_key_side = {"fwd": (2, 2), "bwd": (3, 4), "fwdbwd": (4, 4)}[direction]
+    return (num_query_side * query_side + num_key_side * key_side) * ELEMENT_BYTES[dtype]
+
+
+def model_parameters(config: ModelConfig) -> int:
+    """How many numbers `TransformerLM` learns: two embeddings, a last norm; in each layer seven matrices, two norms."""
+    width = config.d_model
+    return 2 * config.vocab_size * width + config.num_layers * (block_matrices(config) + 2 * width) + width
+
+
+def block_matrices(config: ModelConfig) -> int:
+    """How many numbers the seven matrices of a layer hold."""
+    attention = 2 * config.d_model * config.head_dim * (config.num_heads + config.kv_heads)
+    return attention + 3 * config.d_model * config.d_ff
+
+
+def model_flops(config: ModelConfig, *, tokens: int, context: int, mode: str) -> float:
+    """Operations of a training step, as MFU counts them: (6 · (parameters - V·M) + 6·L·S·M) · tokens.
+
+    Each weight but the input embedding's takes part in one multiplication and addition forward and two backward, and
+    causal attention adds half of 12·L·S·M. A forward is a third of it, a backward two thirds; recomputing and the
+    optimizer are not counted as work. Source: Chowdhery et al. 2022 (PaLM, arXiv 2204.02311), appendix B.
+    ValueError for a mode that has no such count.
+    """
+    if mode not in FLOPS_OF_STEP:
+        raise ValueError(f"{mode=} must be one of {tuple(FLOPS_OF_STEP)}")
+    weights = model_parameters(config) - config.vocab_size * config.d_model
+    step = (6 * weights + 6 * config.num_layers * context * config.d_model) * tokens
+    return step * FLOPS_OF_STEP[mode]
+
+
+def _check(direction: str) -> None:
+    if direction not in DIRECTIONS:
+        raise ValueError(f"{direction=} must be one of {DIRECTIONS}")

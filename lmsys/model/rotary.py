@@ -1,0 +1,97 @@
+"""Rotary position embedding: q, k and v out of the projections side by side, q and k turned by their positions.
+
+On CUDA one kernel reads the projections and writes q, k and v, and one brings their gradients back together; in plain
+PyTorch, and as torch.compile fuses it, the pairs of neighbours are read a value at a time, at half the memory's speed.
+
+Source: Su et al. 2021 (arXiv 2104.09864).
+Legend: B batch, S sequence length, H query heads, Hkv key/value heads, D head dimension, N = H + 2 Hkv.
+"""
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lmsys.kernels.custom_op import define
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+class RotaryEmbedding(nn.Module):
+    """Turns the pair (2i, 2i + 1) of every query and key by position · theta^(-2i / D)."""
+
+    def __init__(self, head_dim: int, context_length: int, theta: float, device: Any = None):
+        super().__init__()
+        frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
+        angles = torch.arange(context_length, dtype=torch.float64, device=device)[:, None] * frequencies  # (S, D / 2)
+        self.register_buffer("cos", angles.cos().float(), persistent=False)
+        self.register_buffer("sin", angles.sin().float(), persistent=False)
+
+    def forward(self, projected: Tensor, num_heads: int, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """projected (B, S, N D), positions (S) or (B, S), by default 0 ... S - 1 -> q (B, S, H, D) and k, v
+        (B, S, Hkv, D), each in memory of its own, of projected's dtype."""
+        cos, sin = (t[: projected.shape[1]] if positions is None else t[positions] for t in (self.cos, self.sin))
+        heads = projected.unflatten(-1, (-1, 2 * cos.shape[-1]))  # (B, S, N, D)
+        if HAS_TRITON and projected.is_cuda and projected.dtype != torch.float64:
+            return _Rotate.apply(heads, cos, sin, num_heads)
+        kv_heads = (heads.shape[2] - num_heads) // 2
+        q, k, v = heads.split([num_heads, kv_heads, kv_heads], dim=2)
+        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # (..., S, 1, D / 2): the same for every head
+        return _turn(q, cos, sin), _turn(k, cos, sin), v.contiguous()  # a view would keep all of `projected`
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    even, odd = wide.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
+
+
+def _rotate(heads: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    from lmsys.model.rotary_triton import turn
+
+    parts = _like_parts(heads, cos, sin, num_heads)
+    turn(heads.contiguous(), parts, cos.contiguous(), sin.contiguous(), backward=False)
+    return parts
+
+
+def _rotate_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    from lmsys.model.rotary_triton import turn
+
+    heads, parts = _like_heads(dq, dk, dv, cos, sin), (dq.contiguous(), dk.contiguous(), dv.contiguous())
+    turn(heads, parts, cos.contiguous(), sin.contiguous(), backward=True)
+    return heads
+
+
+def _like_parts(heads: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    batch, length, total, head_dim = heads.shape
+    q, k, v = (heads.new_empty(batch, length, n, head_dim) for n in (num_heads, *[(total - num_heads) // 2] * 2))
+    return q, k, v
+
+
+def _like_heads(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return dq.new_empty(*dq.shape[:2], dq.shape[2] + 2 * dk.shape[2], dq.shape[3])
+
+
+# heads (B, S, N, D), cos and sin (S, D / 2) or (B, S, D / 2) -> q, k, v, by the kernel of rotation_triton.py; and back.
+ANGLES, THREE = "Tensor cos, Tensor sin", "(Tensor, Tensor, Tensor)"
+rotate = define("rotate", f"(Tensor heads, {ANGLES}, int num_heads) -> {THREE}", _rotate, _like_parts)
+rotate_backward = define(
+    "rotate_backward", f"(Tensor dq, Tensor dk, Tensor dv, {ANGLES}) -> Tensor", _rotate_backward, _like_heads
+)
+
+
+class _Rotate(torch.autograd.Function):
+    """Not registered with the operators: the host would pay for it at each call in compiled code, about 15 us."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        return (rotate if torch.compiler.is_compiling() else _rotate)(heads, cos, sin, num_heads)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        backward = rotate_backward if torch.compiler.is_compiling() else _rotate_backward
+        return backward(*grads, *ctx.saved_tensors), None, None, None

@@ -1,0 +1,252 @@
+"""A Transformer language model, from token ids to logits and loss: pre-norm, RMSNorm, RoPE, SwiGLU, no biases.
+
+Read from bottom to top it is TransformerLM -> Block -> Attention, FeedForward -> RMSNorm, Linear, Embedding. Parameter
+names are those of CS336, so checkpoints travel. Parameters are float32; matmuls run in lower precision under autocast.
+
+Sources: Vaswani et al. 2017 (arXiv 1706.03762); Zhang & Sennrich 2019 (RMSNorm, 1910.07467); Shazeer 2020 (SwiGLU,
+2002.05202).
+Legend: B batch, S sequence length, M d_model, F d_ff, H query heads, Hkv key/value heads, D head dimension, V ids.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lmsys.attention import ATTENTION
+from lmsys.attention.contract import DTYPE_NAMES, AttentionCase, adapt
+from lmsys.config import ModelConfig
+from lmsys.measure.profile import part
+from lmsys.model.linear import linear
+from lmsys.model.loss import linear_cross_entropy
+from lmsys.model.rotary import RotaryEmbedding
+
+BLOCKS_PER_GRAPH = (
+    4  # blocks of a compiled graph, where none needs to be a module: more gain little and compile for longer
+)
+
+
+class Linear(nn.Linear):
+    """y = x Wᵀ, W (out, in) drawn from a normal of variance 2 / (in + out), cut off at three standard deviations."""
+
+    def __init__(self, in_features: int, out_features: int, **factory: Any):
+        super().__init__(in_features, out_features, bias=False, **factory)
+
+    def reset_parameters(self) -> None:
+        std = (2 / (self.in_features + self.out_features)) ** 0.5
+        nn.init.trunc_normal_(self.weight, std=std, a=-3 * std, b=3 * std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
+
+
+class SideBySide(nn.Module):
+    """Linear layers that read one input, in one matmul: (..., the features of all). A module, so that hooks see it."""
+
+    def forward(self, x: Tensor, *layers: Linear) -> Tensor:
+        return linear(x, *(layer.weight for layer in layers))
+
+
+class Embedding(nn.Embedding):
+    """A row of W (V, M) for each token id; W standard normal, cut off at three."""
+
+    def reset_parameters(self) -> None:
+        nn.init.trunc_normal_(self.weight, std=1.0, a=-3.0, b=3.0)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _matmul_dtype(x: Tensor) -> torch.dtype:
+    """What autocast turns x into in front of a matmul."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+class RMSNorm(nn.RMSNorm):
+    """x / rms(x) · weight over the last dimension, in float32 at least.
+
+    The result has the dtype that the matmuls behind it read, so that they share one cast, and one tensor kept for
+    their backward, where autocast would make three.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        with part("norms"):
+            normalised = F.rms_norm(_wide(x), self.normalized_shape, _wide(self.weight), self.eps)
+            return normalised.to(_matmul_dtype(x))
+
+
+class Attention(nn.Module):
+    """Causal self-attention of H query heads over Hkv key/value heads, by a row of the attention table."""
+
+    def __init__(self, config: ModelConfig, **factory: Any):
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.q_proj = Linear(config.d_model, config.num_heads * config.head_dim, **factory)
+        self.k_proj = Linear(config.d_model, config.kv_heads * config.head_dim, **factory)
+        self.v_proj = Linear(config.d_model, config.kv_heads * config.head_dim, **factory)
+        self.qkv = SideBySide()
+        self.output_proj = Linear(config.num_heads * config.head_dim, config.d_model, **factory)
+
+    def forward(self, x: Tensor, attend: Any, rope: RotaryEmbedding, positions: Tensor | None) -> Tensor:
+        with part("projections"):
+            projected = self.qkv(x, self.q_proj, self.k_proj, self.v_proj)  # (B, S, (H + 2 Hkv) D)
+        with part("rotation"):
+            q, k, v = rope(projected, self.num_heads, positions)  # (B, S, H, D), (B, S, Hkv, D) twice
+        with part("attention"):
+            o = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True)  # (B, H, S, D)
+        with part("projections"):
+            return self.output_proj(o.transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: W2 (silu(W1 x) · W3 x)."""
+
+    def __init__(self, config: ModelConfig, **factory: Any):
+        super().__init__()
+        self.w1 = Linear(config.d_model, config.d_ff, **factory)
+        self.w2 = Linear(config.d_ff, config.d_model, **factory)
+        self.w3 = Linear(config.d_model, config.d_ff, **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with part("feed-forward"):
+            return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    """x + attn(ln1(x)), then y + ffn(ln2(y))."""
+
+    def __init__(self, config: ModelConfig, **factory: Any):
+        super().__init__()
+        self.ln1 = RMSNorm(config.d_model, config.norm_eps, **factory)
+        self.attn = Attention(config, **factory)
+        self.ln2 = RMSNorm(config.d_model, config.norm_eps, **factory)
+        self.ffn = FeedForward(config, **factory)
+
+    def forward(self, x: Tensor, attend: Any, rope: RotaryEmbedding, positions: Tensor | None) -> Tensor:
+        x = x + self.attn(self.ln1(x), attend, rope, positions)
+        return x + self.ffn(self.ln2(x))
+
+
+def _run(layers: list[Block], x: Tensor, attend: list[Any], rope: RotaryEmbedding, positions: Tensor | None) -> Tensor:
+    """What compile_blocks makes one graph of, where it takes several blocks."""
+    for layer, attend_here in zip(layers, attend, strict=True):
+        x = layer(x, attend_here, rope, positions)
+    return x
+
+
+class TransformerLM(nn.Module):
+    """Token ids (B, S) -> logits (B, S, V); `loss` gives the mean cross-entropy without holding them."""
+
+    def __init__(self, config: ModelConfig, device: Any = None, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.config = config
+        factory = {"device": device, "dtype": dtype}
+        self.token_embeddings = Embedding(config.vocab_size, config.d_model, **factory)
+        self.layers = nn.ModuleList(Block(config, **factory) for _ in range(config.num_layers))
+        self.ln_final = RMSNorm(config.d_model, config.norm_eps, **factory)
+        self.lm_head = Linear(config.d_model, config.vocab_size, **factory)
+        self.rope = RotaryEmbedding(config.head_dim, config.context_length, config.rope_theta, device)
+        _ = ATTENTION[config.attention] if config.attention != "auto" else None  # an unknown name fails here
+        self._rows: dict[AttentionCase, Any] = {}
+        self._together, self._run = 1, _run
+
+    def compile_blocks(self, together: int = 1, **options: Any) -> "TransformerLM":
+        """Compile `together` blocks as one graph: as blocks share their code, all later graphs of a size are free.
+
+        1: each block in place, still a module that hooks and wrappers may surround. More: the host enters fewer graphs,
+        and a block's last addition is part of the next one's norm; nothing may be hooked between the blocks of a graph.
+        `options` are torch.compile's. Unless they say otherwise, compiled code does not check shapes that its guards
+        have checked. ValueError for less than one block.
+        """
+        if together < 1:
+            raise ValueError(f"{together=} must be at least one block")
+        if "backend" not in options and "mode" not in options:
+            options["options"] = {"size_asserts": False} | options.get("options", {})
+        options = {"fullgraph": True, "dynamic": False} | options
+        if together == 1:
+            for layer in self.layers:
+                layer.compile(**options)
+        else:
+            self._together, self._run = together, torch.compile(_run, **options)
+        return self
+
+    def hidden(self, tokens: Tensor, positions: Tensor | None = None, cache: Any = None) -> Tensor:
+        """What the head reads: tokens (B, S) and positions (S) or (B, S) -> (B, S, M).
+
+        `cache` gives each layer a function to attend with, which may know keys and values of earlier tokens: see
+        `lmsys.training.generation`.
+
+        ValueError for a sequence longer than the context, and on a CPU for ids outside the vocabulary; on CUDA such an
+        id stops the process with a device-side assertion.
+        """
+        self._check(tokens)
+        x = self.token_embeddings(tokens)
+        attend = [self._attend(x)] * len(self.layers) if cache is None else cache.attend(lambda: self._attend(x))
+        group = self.config.checkpoint_blocks
+        if not group or not torch.is_grad_enabled():
+            return self.ln_final(self._blocks(x, 0, len(self.layers), attend, positions))
+        for first in range(0, len(self.layers), group):
+            x = checkpoint(self._blocks, x, first, first + group, attend, positions, use_reentrant=False)
+        return self.ln_final(x)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        return self.lm_head(self.hidden(tokens, positions))
+
+    def loss(self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Mean cross-entropy of the targets (B, S), in float32."""
+        hidden = self.hidden(tokens, positions)
+        with part("head and loss"):
+            return linear_cross_entropy(hidden, self.lm_head.weight, targets)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch's, also for a dict saved from a wrapped or compiled model (prefixes `module.`, `_orig_mod.`)."""
+        plain = {key.removeprefix("module.").replace("_orig_mod.", ""): value for key, value in state_dict.items()}
+        try:
+            return super().load_state_dict(plain, strict=strict, assign=assign)
+        except RuntimeError as error:
+            raise ValueError(f"the state dict does not fit {self.config}: {error}") from error
+
+    def _blocks(self, x: Tensor, first: int, stop: int, attend: list[Any], positions: Tensor | None) -> Tensor:
+        layers = list(self.layers)
+        for start in range(first, stop, self._together):
+            some = slice(start, min(start + self._together, stop))
+            x = self._run(layers[some], x, attend[some], self.rope, positions)
+        return x
+
+    def _check(self, tokens: Tensor) -> None:
+        if tokens.dim() != 2 or tokens.is_floating_point():
+            raise ValueError(f"tokens must be ids of shape (B, S); got {tokens.dtype} of shape {tuple(tokens.shape)}")
+        if tokens.shape[1] > self.config.context_length:
+            raise ValueError(f"{tokens.shape[1]} tokens are more than context_length={self.config.context_length}")
+        if tokens.device.type == "cpu" and tokens.numel():
+            low, high = int(tokens.min()), int(tokens.max())
+            if low < 0 or high >= self.config.vocab_size:
+                raise ValueError(f"token ids {low} to {high} must lie in 0 to {self.config.vocab_size - 1}")
+
+    def _attend(self, x: Tensor) -> Any:
+        """The row's function for this shape, dtype and mode, looked up outside of what is compiled."""
+        capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else None
+        (batch, length, _), config = x.shape, self.config
+        case = AttentionCase(
+            batch, config.num_heads, config.kv_heads, length, length, config.head_dim, DTYPE_NAMES[_matmul_dtype(x)],
+            causal=True, grad=torch.is_grad_enabled(), device=x.device.type, capability=capability,
+        )  # fmt: skip
+        if case not in self._rows:
+            self._rows[case] = adapt(ATTENTION.pick(config.attention, case).load())
+        return self._rows[case]
+
+
+class Loss(nn.Module):
+    """The model's loss as a forward, which is what strategies wrap."""
+
+    def __init__(self, model: TransformerLM):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self.model.loss(tokens, targets)

@@ -1,0 +1,404 @@
+"""The kernels of `flash_gluon` without a GPU: simulated on the CPU, host code and all, and compiled for sm_90a."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+pytest.importorskip("triton", reason="pip install triton==3.6.0 for the Gluon kernels")
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+from hypothesis import example, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from lmsys.attention import AttentionCase  # noqa: E402
+from lmsys.attention.flash_gluon.support import KNOWN_TRITON, flash_gluon_supports  # noqa: E402
+from lmsys.testing import Oracle, make_inputs, run  # noqa: E402
+from tests.support.attention_rows import growing  # noqa: E402
+from tests.support.gluon_simulator import simulated  # noqa: E402
+
+known = pytest.mark.skipif(
+    triton.__version__ not in KNOWN_TRITON, reason=f"pip install triton=={KNOWN_TRITON[0]}, for which they are written"
+)
+CASE = AttentionCase(1, 2, 2, 64, 64, 64, "bfloat16", grad=True)
+lengths = st.one_of(st.sampled_from([1, 64, 65, 128, 129, 192, 193, 256, 257]), st.integers(1, 420))
+cases = st.builds(
+    lambda heads, **fields: AttentionCase(heads=heads[0], kv_heads=heads[1], grad=True, **fields),
+    heads=st.sampled_from([(1, 1), (3, 3), (4, 2), (3, 1)]),
+    batch=st.integers(1, 2),
+    queries=lengths,
+    keys=lengths,
+    head_dim=st.sampled_from([64, 128]),
+    dtype=st.sampled_from(["bfloat16", "float16"]),
+    causal=st.booleans(),
+)
+
+
+def product() -> Any:
+    from lmsys.attention.flash_gluon import kernels
+
+    return kernels
+
+
+def every_plan(direction: str) -> list[tuple[int, bool, Any]]:
+    from lmsys.attention.flash_gluon import plans
+
+    table = plans.FORWARD if direction == "forward" else plans.BACKWARD
+    return [(*key, plan) for key, entries in table.items() for _, plan in entries]
+
+
+@known
+@settings(max_examples=4)
+@given(case=cases, seed=st.integers(0, 2**31), scale=st.sampled_from([None, 0.3, -0.2]))
+def test_simulated_it_matches_the_oracle(case: AttentionCase, seed: int, scale: float | None) -> None:
+    inputs = make_inputs(case, seed, transposed=seed % 2 == 0)
+    with simulated():
+        outputs = run(product().flash_gluon, inputs, causal=case.causal, scale=scale, lse=True)
+    ratios = Oracle(case, inputs, scale).error_ratios(outputs, rms=True)
+    assert max(ratios.values()) <= 1, ratios
+
+
+@known
+@settings(max_examples=2)
+@given(length=st.integers(1, 420), seed=st.integers(0, 2**31), group=st.sampled_from([1, 3]))
+@pytest.mark.parametrize(("head_dim", "causal", "plan"), every_plan("forward"))
+def test_every_forward_plan(head_dim: int, causal: bool, plan: Any, length: int, seed: int, group: int) -> None:
+    case = AttentionCase(1, 3, 3 // group, length, 1 + seed % 420, head_dim, "bfloat16", causal)
+    inputs = make_inputs(case, seed)
+    with simulated():
+        o, lse = product()._forward(inputs.q, inputs.k, inputs.v, causal, head_dim**-0.5, plan)
+    ratios = Oracle(case, inputs).error_ratios({"o": o, "lse": lse}, rms=True)
+    assert max(ratios.values()) <= 1, ratios
+
+
+def small_tiles() -> list[tuple[int, Any]]:
+    """Candidates for short sequences with tiles of 64 keys."""
+    from lmsys.attention.flash_gluon.tune import SHORT, candidates
+
+    plans = [(head_dim, plan) for head_dim in (64, 128) for plan in candidates("fwd", head_dim, False, SHORT)]
+    return [(head_dim, plan) for head_dim, plan in plans if plan.tile_k == 64 and not plan.dynamic]
+
+
+@known
+@settings(max_examples=1)
+@given(
+    queries=lengths, keys=lengths, seed=st.integers(0, 2**31), group=st.sampled_from([1, 3]), causal=st.booleans(),
+    dynamic=st.booleans(),
+)  # fmt: skip
+@example(queries=512, keys=512, seed=0, group=1, causal=True, dynamic=True)
+@example(queries=256, keys=256, seed=0, group=1, causal=False, dynamic=False)
+@pytest.mark.parametrize(("head_dim", "plan"), small_tiles() if triton.__version__ in KNOWN_TRITON else [])
+def test_small_tiles_of_keys(
+    head_dim: int, plan: Any, queries: int, keys: int, seed: int, group: int, causal: bool, dynamic: bool
+) -> None:
+    """On a GPU of two multiprocessors, so that a CTA comes to several tiles."""
+    from tests.support import gluon_simulator
+
+    case = AttentionCase(2, 3, 3 // group, queries, keys, head_dim, "bfloat16", causal)
+    inputs = make_inputs(case, seed)
+    plan = replace(plan, dynamic=dynamic, l2_mib=seed % 2)
+    with patch.object(gluon_simulator, "PROCESSORS", 2), simulated():
+        o, lse = product()._forward(inputs.q, inputs.k, inputs.v, causal, head_dim**-0.5, plan)
+    ratios = Oracle(case, inputs).error_ratios({"o": o, "lse": lse}, rms=True)
+    assert max(ratios.values()) <= 1, ratios
+
+
+@known
+@pytest.mark.parametrize("causal", [False, True])
+@settings(max_examples=4)
+@given(
+    growth=st.lists(st.sampled_from([-20.0, 0.0, 3.0, 7.9, 30.0, 200.0]), min_size=1, max_size=6),
+    seed=st.integers(0, 2**31),
+)
+@example(growth=[7.9] * 8, seed=0)
+def test_maxima_may_grow(causal: bool, growth: list[float], seed: int) -> None:
+    case, inputs = growing(growth, causal, seed, "cpu")
+    with simulated():
+        o, lse = product()._forward(inputs.q, inputs.k, inputs.v, causal, case.head_dim**-0.5)
+    ratios = Oracle(case, inputs).error_ratios({"o": o, "lse": lse}, rms=True)
+    assert max(ratios.values()) <= 1, ratios
+
+
+@known
+@pytest.mark.parametrize(("deterministic", "prefetch"), [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("causal", [False, True])
+@settings(max_examples=3)
+@given(length=st.integers(1, 420), seed=st.integers(0, 2**31), group=st.sampled_from([1, 3]), many=st.booleans())
+def test_every_way_through_the_backward(
+    deterministic: bool, prefetch: bool, causal: bool, length: int, seed: int, group: int, many: bool
+) -> None:
+    """`many`: as where there are so many CTAs that heads are worked on in groups."""
+    from lmsys.attention.flash_gluon.plans import BackwardPlan
+
+    head_dim, keys = [64, 128][seed % 2], 1 + seed % 420
+    case = AttentionCase(1, 3, 3 // group, length, keys, head_dim, "bfloat16", causal, grad=True)
+    x = make_inputs(case, seed)
+    scale = head_dim**-0.5
+    plan = BackwardPlan(prefetch, seed % 3)
+    few_waves, in_order = (0, {64: 1, 128: 2}) if many else (product().FEW_WAVES, product().HEADS_IN_ORDER)
+    with simulated(), patch.multiple(product(), FEW_WAVES=few_waves, HEADS_IN_ORDER=in_order):
+        o, lse = product()._forward(x.q, x.k, x.v, causal, scale)
+        dq, dk, dv = product()._backward(x.q, x.k, x.v, o, lse, x.do, causal, scale, deterministic, plan)
+    ratios = Oracle(case, x).error_ratios({"dq": dq, "dk": dk, "dv": dv}, rms=True)
+    assert max(ratios.values()) <= 1, ratios
+
+
+@known
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), [(700, 700), (130, 1100), (1100, 520)])
+def test_the_deterministic_order_does_not_hang_on_few_processors_nor_depend_on_chance(
+    queries: int, keys: int, causal: bool
+) -> None:
+    """With teams of up to three key tiles, as six processors and few tiles of queries allow."""
+    case = AttentionCase(2, 2, 1, queries, keys, 64, "bfloat16", causal, grad=True)
+    x = make_inputs(case, 0)
+    with simulated():
+        o, lse = product()._forward(x.q, x.k, x.v, causal, 0.125)
+        found = [product()._backward(x.q, x.k, x.v, o, lse, x.do, causal, 0.125, True) for _ in range(2)]
+    assert all(torch.equal(one, other) for again in found[1:] for one, other in zip(found[0], again, strict=True))
+
+
+@settings(max_examples=40)
+@given(
+    num_tiles=st.integers(1, 40),
+    num_key_tiles=st.integers(1, 40),
+    processors=st.integers(1, 80),
+    causal=st.booleans(),
+    block_q=st.sampled_from([64, 128]),
+)
+def test_every_tile_of_queries_gives_every_key_tile_a_turn(
+    num_tiles: int, num_key_tiles: int, processors: int, causal: bool, block_q: int
+) -> None:
+    """Of each tile of queries the turns are 0, 1, 2 ..., in the order in which a team in step comes to it.
+
+    One comes to it two steps or more after the one before it in the team.
+    """
+    from tests.support import gluon_simulator
+
+    backward = gluon_simulator.kernels("backward")
+    team = product().team_of(num_key_tiles, num_tiles, processors)
+    assert team == 1 or team <= min(processors, num_tiles) // 2
+    for m in range(num_tiles):
+        seen = ((m + 1) * block_q - 1) // 128 + 1
+        adders = range(min(num_key_tiles, seen)) if causal else range(num_key_tiles)
+        turns = {}
+        for n in adders:
+            place, number = n % team, n // team
+            members = min(team, num_key_tiles - number * team)
+            start = n * 128 // block_q if causal else int(backward["at_start"](place, num_tiles, members))
+            arrival = (0 if causal else number, (m - start) % num_tiles, -n if causal else place)
+            values = map(torch.tensor, (n, m, num_tiles, num_key_tiles, team))
+            turns[int(backward["turn_of"](*values, causal, block_q))] = arrival
+        assert sorted(turns) == list(range(len(adders)))
+        arrivals = [turns[i] for i in sorted(turns)]
+        assert arrivals == sorted(arrivals)
+        if not causal:
+            assert all(x[0] < y[0] or x[1] + 2 <= y[1] for x, y in itertools.pairwise(arrivals))
+
+
+@settings(max_examples=60)
+@given(
+    at_once=st.integers(1, 20),
+    num_key_tiles=st.integers(1, 20),
+    num_heads=st.integers(1, 60),
+    processors=st.integers(1, 80),
+)
+def test_ctas_wait_for_those_of_lower_numbers_alone(
+    at_once: int, num_key_tiles: int, num_heads: int, processors: int
+) -> None:
+    """To clear a head of dq, `ahead` heads before it, begins before all that need it: they may take all processors."""
+    from tests.support import gluon_simulator
+
+    at_once = min(at_once, num_heads)
+    ahead = product().ahead_of(at_once, num_key_tiles, num_heads, processors)
+    owned_tile = gluon_simulator.kernels("hopper")["owned_tile"]
+    numbers: dict[int, list[int]] = {}
+    for index in range(num_heads * num_key_tiles):
+        head, _ = owned_tile(*map(torch.tensor, (index, num_key_tiles, num_heads, at_once)))
+        numbers.setdefault(int(head), []).append(index)
+    assert 1 <= ahead <= num_heads
+    assert ahead == num_heads or ahead * num_key_tiles >= processors
+    assert all(max(numbers[head - ahead]) < min(numbers[head]) for head in range(ahead, num_heads))
+
+
+@known
+@pytest.mark.parametrize("causal", [False, True])
+@settings(max_examples=1)
+@given(group=st.integers(1, 2), queries=st.integers(1, 300), keys=st.integers(1, 300), seed=st.integers(0, 2**31))
+@example(group=2, queries=200, keys=300, seed=0)
+def test_heads_are_cleared_by_those_before_them(causal: bool, group: int, queries: int, keys: int, seed: int) -> None:
+    """All but the first, on a GPU of two multiprocessors."""
+    from lmsys.attention.flash_gluon.plans import BackwardPlan
+    from tests.support import gluon_simulator
+
+    plan, head_dim = BackwardPlan(False, 1), [64, 128][seed % 2]
+    case = AttentionCase(2, 2 * group, 2, queries, keys, head_dim, "bfloat16", causal, grad=True)
+    x, scale = make_inputs(case, seed), head_dim**-0.5
+    with (
+        patch.object(gluon_simulator, "PROCESSORS", 2),
+        patch.multiple(product(), FEW_WAVES=0, MOST_CLEARED=100, heads_at_once=lambda *_: 1),
+        simulated(),
+    ):
+        o, lse = product()._forward(x.q, x.k, x.v, causal, scale)
+        dq, dk, dv = product()._backward(x.q, x.k, x.v, o, lse, x.do, causal, scale, False, plan)
+    ratios = Oracle(case, x).error_ratios({"dq": dq, "dk": dk, "dv": dv}, rms=True)
+    assert max(ratios.values()) <= 1, ratios
+
+
+MUTANTS = [  # module, what stands there, what is put in its place: each would corrupt or hang on a GPU, now and then
+    ("forward", "mbarrier.wait(v_full.index(before), ((fill - 1) // STAGES) & 1)\n    product", "product"),
+    ("forward", "_await_free(k_empty, stage, fill, NAMED, K_FREE, WGS, STAGES)\n", "pass\n"),
+    ("forward", "mbarrier.wait(q_empty.index(slot), ((turn >> 1) & 1) ^ 1)\n", "pass\n"),
+    ("forward", "            tma.store_wait(0)\n            gl.thread_barrier()", "            gl.thread_barrier()"),
+    ("forward", "(acc.to(DTYPE))\n            fence_async_shared()", "(acc.to(DTYPE))"),
+    ("backward", "    _await_free(step, DO_FREE)\n    mbarrier", "    mbarrier"),
+    ("backward", '    named_barrier("sync", EXCHANGE, 256)\n', ""),
+    ("backward", '    named_barrier("sync", EXCHANGE, 256)  # the other', "    #"),
+    ("dq", "        publish(tickets", "        (lambda *_: None)(tickets"),
+    ("backward", "        await_turn(TURN + WG)\n    dq", "        pass\n    dq"),
+    ("dq", "        give_turn(tickets", "        (lambda *_: None)(tickets"),
+    ("dq", "    if step <= steps:", "    if step < steps:"),
+    ("backward", "        _await_free(step, Q_FREE)\n        if DETERMINISTIC", "        if DETERMINISTIC"),
+    ("backward", "            n = num_key_tiles - 1 - n", "            pass"),
+    ("dq", "return last - n", "return last"),
+    ("dq", "        publish(cleared", "        (lambda *_: None)(cleared"),
+    ("dq", "    admit(cleared", "    (lambda *_: None)(cleared"),
+    ("dq", "gl.where(kv_bh < ahead, 0, num_key_tiles)", "0"),
+    ("dq", "        gl.thread_barrier()\n", ""),
+    ("backward", "        await_turn(TURN + WG)\n    mbarrier", "        pass\n    mbarrier"),
+]  # fmt: skip
+SIZES = (1, 600, 600), (1, 1500, 60)  # batch, queries, keys
+AS_THEY_COME, ONCE_WAITED_FOR = (0.0, 0.002, 0.02), (None,)  # loads; by the second none lands in time by luck
+
+
+@known
+@pytest.mark.parametrize("mutant", MUTANTS, ids=range(len(MUTANTS)))
+def test_the_simulation_catches_a_wait_left_out(mutant: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.support import gluon_simulator
+
+    module, there, instead = mutant
+    read = Path.read_text
+
+    def mutated(path: Path, *args: Any, **options: Any) -> str:
+        text = read(path, *args, **options)
+        if path.name == f"{module}.py":
+            assert text.count(there) == 1, (there, text.count(there))
+            text = text.replace(there, instead)
+        return text
+
+    monkeypatch.setattr(Path, "read_text", mutated)
+    monkeypatch.setattr(gluon_simulator, "PATIENCE_S", 3.0)
+    if any(wrong(*size) for size in SIZES):
+        return
+    monkeypatch.setattr(gluon_simulator, "LANDINGS_S", ONCE_WAITED_FOR)
+    assert any(wrong(*size) for size in SIZES), there
+
+
+def wrong(batch: int, queries: int, keys: int) -> bool:
+    """Whether a simulated run with so many queries and keys fails, hangs, errs or does not repeat."""
+    from lmsys.attention.flash_gluon.plans import BackwardPlan
+
+    plan = BackwardPlan(False, 1)
+    case = AttentionCase(batch, 3, 3, queries, keys, 64, "bfloat16", True, grad=True)
+    x = make_inputs(case, 0)
+    arguments = x.q, x.k, x.v
+    try:
+        with simulated(), patch.object(product(), "FEW_WAVES", 0):  # heads in groups, that clear for those after them
+            o, lse = product()._forward(*arguments, True, 0.125)
+            arguments = *arguments, o, lse, x.do, True, 0.125
+            grads, *repeats = (product()._backward(*arguments, mode, plan) for mode in (False, True, True))
+    except AssertionError:
+        return True
+    outputs = dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *grads), strict=True))
+    ratios = Oracle(case, x).error_ratios(outputs, rms=True)
+    return max(ratios.values()) > 1 or not all(torch.equal(*both) for both in zip(*repeats, strict=True))
+
+
+@known
+@pytest.mark.parametrize("landings", [AS_THEY_COME, ONCE_WAITED_FOR])
+def test_the_simulation_itself_finds_nothing_wrong(landings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.support import gluon_simulator
+
+    monkeypatch.setattr(gluon_simulator, "LANDINGS_S", landings)
+    assert not any(wrong(*size) for size in SIZES)
+
+
+@cache
+def compiled() -> list[dict[str, Any]]:
+    """What `python -m tests.support.sass_gluon` found, in a process where Triton compiles rather than interprets."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.support.sass_gluon"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@known
+def test_the_kernels_for_hopper_are_well_made() -> None:
+    found = compiled()
+    assert {line["kernel"] for line in found} == {"forward", "backward", "prepare", "convert"}
+    for line in found:
+        if line["kernel"] in ("prepare", "convert"):
+            assert line["registers"] <= 255 and line["LDL"] == line["STL"] == 0, line
+            continue
+        forward, head_dim, walks = line["kernel"] == "forward", line["head_dim"], 1 + line["ragged"]
+        consumers, ctas, tile_k = line.get("consumers", 2), line.get("ctas", 1), line.get("tile_k", 128)
+        assert line["registers"] * 128 * (1 + consumers) * ctas <= 65536, line
+        assert (line["shared"] + 1024) * ctas <= 228 * 1024, line
+        # Of the first tile and of a step: Q K^T takes D / 16, P V tile_k / 16. Causal, half a first tile of 128 keys
+        # for those consumers whose queries may begin with it: of two the first, of three any.
+        halves = line["causal"] * (tile_k == 128) * {2: 1, 3: 3}[consumers] * head_dim // 16
+        expected = consumers * 2 * (head_dim + tile_k) // 16 + halves if forward else walks * 2 * 32
+        assert line["HGMMA"] == expected, line
+        assert line["waits"] <= line["HGMMA"] // 3, f"a wait after every matmul: the compiler serialised them: {line}"
+        assert line["UTMALDG"] >= (2 + consumers if forward else 6), line
+        assert line["UTMASTG"] == (consumers if forward else 4), line
+        assert (line["UTMAREDG"], line["REDG"]) == (0, 0 if forward else walks * 16), line
+        assert line["SYNCS"] >= 20 and line["BAR"] >= 20, line
+        assert line["hazards"] == line["reused"] == 0, line
+        if forward:
+            registers, cap = product().REGISTERS[consumers, ctas]  # consumers that ask for more than there are, hang
+            assert line["registers"] == cap and 24 + consumers * registers <= (1 + consumers) * cap, line
+            assert line["ACQBULK"] == line["PREEXIT"] == line["chained"], line
+            assert line["LDL"] == line["STL"] == 0, f"registers spill: {line}"
+        else:
+            # 168 registers are all that there are. What is spilt is what the end needs; see `backward.py`.
+            assert line["LDL"] <= 60 and line["STL"] <= 60, line
+            assert line["fences"] == (2 if line.get("deterministic") else 1), line
+
+
+def test_a_hang_is_told_and_ends_the_process() -> None:
+    """Also where the main thread is in a wait that no exception reaches."""
+    script = "from lmsys.attention.flash_gluon.tune import time_limit\nimport time\n"
+    script += "with time_limit('this form', 5.0): pass\nwith time_limit('that form', 0.1): time.sleep(60)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=50, cwd=Path(__file__).parents[2]
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "no end after 0.1 s: that form"
+
+
+def test_it_says_what_it_cannot_run() -> None:
+    assert flash_gluon_supports(CASE) == "runs on CUDA"
+    case = replace(CASE, device="cuda", capability=(9, 0))
+    if triton.__version__ in KNOWN_TRITON:
+        assert flash_gluon_supports(case) is None
+        assert "float32" in str(flash_gluon_supports(replace(case, dtype="float32")))
+        assert "head_dim 64 and 128, not 96" in str(flash_gluon_supports(replace(case, head_dim=96)))
+    assert "10.0" in str(flash_gluon_supports(replace(case, capability=(10, 0))))
+
+
+def test_another_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "__version__", "3.9.1")
+    case = AttentionCase(1, 2, 2, 64, 64, 64, "bfloat16", device="cuda", capability=(9, 0))
+    assert "verified with triton 3.6.0; this is 3.9.1" in str(flash_gluon_supports(case))

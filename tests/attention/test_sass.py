@@ -1,0 +1,41 @@
+"""The Triton kernels, compiled for sm_90 without a GPU: no spills, tensor cores in use and not serialised."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="pip install triton==3.6.0 to compile the kernels")
+
+KERNELS = [
+    (kernel, head_dim, causal) for kernel in ("fwd", "dq", "dkdv") for head_dim in (64, 128) for causal in (0, 1)
+]
+
+
+@cache
+def compiled() -> dict[tuple[str, int, int], dict[str, int]]:
+    """What `python -m tests.support.sass` found, in a process where Triton compiles rather than interprets."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.support.sass"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return {(line["kernel"], line["head_dim"], int(line["causal"])): line for line in lines}
+
+
+@pytest.mark.parametrize(("kernel", "head_dim", "causal"), KERNELS)
+def test_a_kernel_for_hopper_is_well_made(kernel: str, head_dim: int, causal: int) -> None:
+    found = compiled()[kernel, head_dim, causal]
+    assert found["LDL"] == found["STL"] == 0, "registers spill to local memory"
+    assert found["registers"] <= 255
+    assert found["HGMMA"] >= {"fwd": 2, "dq": 3, "dkdv": 4}[kernel] * 4, "every product runs on tensor cores"
+    assert found["waits"] <= found["HGMMA"] // 3, (
+        "a wait after every instruction means that the compiler serialised them"
+    )
+    assert found["UTMALDG"] >= 3, "tiles arrive by bulk tensor loads"
+    assert found["shared"] <= 227 * 1024

@@ -1,0 +1,172 @@
+"""Work, traffic and parameters against what can be counted one by one."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmsys.config import SIZES, ModelConfig, model_config
+from lmsys.cost.communication import (
+    bus_factor,
+    compute_bound_batch,
+    ddp_overhead,
+    fit_latency_bandwidth,
+    optimal_bucket_bytes,
+)
+from lmsys.cost.memory import (
+    devices_needed,
+    fsdp_bytes,
+    stack_activation_bytes,
+    stack_parameters,
+    stack_state_bytes,
+    zero_memory,
+)
+from lmsys.cost.operations import (
+    DIRECTIONS,
+    attention_bytes,
+    attention_flops,
+    attention_pairs,
+    model_flops,
+    model_parameters,
+)
+from lmsys.model import TransformerLM
+
+lengths = st.integers(1, 60)
+
+
+@given(lengths, lengths)
+def test_pairs_are_those_that_the_mask_leaves(queries: int, keys: int) -> None:
+    assert attention_pairs(queries, keys, causal=False) == queries * keys
+    visible = sum(j <= i for i in range(queries) for j in range(keys))
+    expected = queries * keys / 2 if queries == keys else visible
+    assert attention_pairs(queries, keys, causal=True) == expected
+
+
+def test_flops_of_a_published_case() -> None:
+    """FlashAttention's own convention: 4 · B · H · S² · D forward, half of it when causal, 2.5 times that backward."""
+    forward = 4 * 16 * 16 * 1024**2 * 128
+    case = {"batch": 16, "heads": 16, "queries": 1024, "keys": 1024, "head_dim": 128}
+    assert attention_flops(**case, causal=False, direction="fwd") == forward
+    assert attention_flops(**case, causal=True, direction="bwd") == 2.5 * forward / 2
+    assert attention_flops(**case, causal=True, direction="fwdbwd") == 3.5 * forward / 2
+
+
+@given(batch=st.integers(1, 4), heads=st.integers(1, 4), group=st.integers(1, 3), queries=lengths, keys=lengths)
+def test_bytes_are_the_sizes_of_inputs_and_outputs(batch: int, heads: int, group: int, queries: int, keys: int) -> None:
+    q, k = batch * heads * group * queries * 8 * 2, batch * heads * keys * 8 * 2
+    moved = {
+        direction: attention_bytes(batch, heads * group, heads, queries, keys, 8, dtype="bfloat16", direction=direction)
+        for direction in DIRECTIONS
+    }
+    assert moved == {
+        "fwd": q + k + k + q,
+        "bwd": (q + k + k + q) + (q + k + k),
+        "fwdbwd": (q + k + k + q) + (q + q + k + k),
+    }
+
+
+def test_an_unknown_direction_is_named() -> None:
+    with pytest.raises(ValueError, match="direction='forward'"):
+        attention_flops(1, 1, 1, 1, 1, causal=False, direction="forward")
+
+
+configs = st.builds(
+    lambda heads, group, half, **rest: ModelConfig(
+        d_model=2 * half * heads * group, num_heads=heads * group, num_kv_heads=heads, **rest
+    ),
+    heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    half=st.integers(1, 3),
+    d_ff=st.integers(1, 40),
+    num_layers=st.integers(1, 3),
+    vocab_size=st.integers(1, 50),
+)
+
+
+@given(configs)
+def test_parameters_are_those_of_the_network(config: ModelConfig) -> None:
+    built = TransformerLM(config, device="meta")
+    assert model_parameters(config) == sum(p.numel() for p in built.parameters())
+
+
+def test_parameters_of_the_named_sizes() -> None:
+    millions = {name: round(model_parameters(model_config(name)) / 1e6) for name in SIZES}
+    told = {"tiny": 3, "small": 129, "medium": 423, "large": 969, "xl": 1998, "2.7b": 3407, "10b": 12833}
+    assert millions == told
+
+
+@given(configs, st.integers(1, 64), st.integers(1, 4))
+def test_a_step_is_six_operations_a_weight_and_token_and_half_the_scores(
+    config: ModelConfig, context: int, batch: int
+) -> None:
+    tokens, width = batch * context, config.d_model
+    weights = model_parameters(config) - config.vocab_size * width
+    forward = attention_flops(batch, 1, context, context, width, causal=True, direction="fwd") * config.num_layers
+    flops = {
+        mode: model_flops(config, tokens=tokens, context=context, mode=mode) for mode in ("forward", "backward", "step")
+    }
+    assert flops["step"] == pytest.approx(6 * weights * tokens + 3 * forward)
+    assert flops["forward"] * 2 == pytest.approx(flops["backward"])
+    assert flops["forward"] + flops["backward"] == pytest.approx(flops["step"])
+
+
+def test_a_mode_without_operations_is_named() -> None:
+    with pytest.raises(ValueError, match="mode='optimizer'"):
+        model_flops(model_config("tiny"), tokens=1, context=1, mode="optimizer")
+
+
+BLOCKS = {"num_blocks": 126, "d_model": 16384, "d_ff": 53248}  # of the source document, with two matrices in each
+
+
+def test_the_document_s_own_numbers() -> None:
+    """CS336, assignment 2, "communication_accounting", as one published solution works it out."""
+    gib, tokens = 2**30, 2**20
+    assert stack_parameters(**BLOCKS) == 3276 * 2**26
+    assert stack_state_bytes(**BLOCKS) == 3276 * gib
+    assert stack_activation_bytes(**BLOCKS, tokens=1) == 2 * 1071 * 2**13
+    activations = stack_activation_bytes(**BLOCKS, tokens=tokens)
+    assert activations == 17136 * gib
+    assert devices_needed(3276 * gib + activations, 80 * gib) == 256
+    assert devices_needed(fsdp_bytes(**BLOCKS, tokens=tokens, world_size=1), 95 * gib) == 125
+    assert fsdp_bytes(**BLOCKS, tokens=tokens, world_size=125) < 95 * gib
+    least = compute_bound_batch(4.6e14, 2 * 9e10, 53248, fsdp_axes=2, tensor_axes=1)
+    assert least == pytest.approx(61.325, abs=1e-3)
+    assert math.ceil(least) * 16 * 4 == 3968
+
+
+@given(st.floats(1e5, 1e11), st.floats(1e-6, 1e-2), st.floats(1e6, 1e12))
+def test_the_best_bucket_is_where_the_overhead_is_least(total: float, latency: float, bandwidth: float) -> None:
+    best = total / optimal_bucket_bytes(total, latency, bandwidth)
+    least = ddp_overhead(total, best, latency, bandwidth)
+    assert least == pytest.approx(2 * math.sqrt(total * latency / bandwidth))
+    assert all(ddp_overhead(total, best * factor, latency, bandwidth) >= least * (1 - 1e-9) for factor in (0.5, 0.9, 2))
+
+
+@given(st.floats(1e-6, 1e-3), st.floats(1e8, 1e12))
+def test_a_fit_finds_latency_and_bandwidth(latency: float, bandwidth: float) -> None:
+    sizes = [1e3, 1e6, 1e8, 1e9]
+    found = fit_latency_bandwidth(sizes, [latency + size / bandwidth for size in sizes])
+    assert found == pytest.approx((latency, bandwidth), rel=1e-6)
+
+
+@pytest.mark.parametrize(("sizes", "times"), [([1], [1.0]), ([1, 2], [1.0, 0.0]), ([1, 2], [1.0, 0.5]), ([1, 2], [1])])
+def test_times_without_a_bandwidth_are_refused(sizes: list[float], times: list[float]) -> None:
+    with pytest.raises(ValueError, match=r"positive times|no bandwidth"):
+        fit_latency_bandwidth(sizes, times)
+
+
+def test_zero_divides_one_thing_after_another() -> None:
+    found = [zero_memory(10, 4, stage) for stage in range(4)]
+    assert [sum(one.values()) for one in found] == [160, 100, 70, 40]
+    assert found[1] == {"parameters": 40, "gradients": 40, "optimizer": 20}
+    with pytest.raises(ValueError, match="stage=4"):
+        zero_memory(10, 4, 4)
+
+
+def test_bus_bandwidth_counts_what_a_link_carries() -> None:
+    assert [bus_factor(name, 4) for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast")] == [
+        1.5, 0.75, 0.75, 1.0,
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="operation='gather'"):
+        bus_factor("gather", 2)

@@ -1,0 +1,86 @@
+"""The head's loss in chunks: the memory that it takes, gradients asked for twice, targets that are no class."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lmsys.measure import memory
+from lmsys.model import loss
+from lmsys.model.loss import CHUNK_LOGITS, CHUNK_MULTIPLE, IGNORED, linear_cross_entropy
+
+TOKENS, VOCABULARY, WIDTH = 1024, 500, 32
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def head(device: str, dtype: torch.dtype = torch.float32, tokens: int = TOKENS) -> tuple[Tensor, Tensor, Tensor]:
+    """hidden, weight (both leaves) and targets."""
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(n, WIDTH, device=device).to(dtype).requires_grad_() for n in (tokens, VOCABULARY))
+    return hidden, weight, torch.randint(VOCABULARY, (tokens,), device=device)
+
+
+@given(tokens=st.integers(0, 10**6), vocabulary=st.integers(1, 10**6))
+def test_chunks_are_even_and_few(tokens: int, vocabulary: int) -> None:
+    chunk = loss._even_chunk(tokens, vocabulary)
+    needed = math.ceil(tokens * vocabulary / CHUNK_LOGITS)
+    assert 1 <= chunk <= max(1, tokens) + CHUNK_MULTIPLE
+    assert math.ceil(tokens / chunk) <= max(1, needed)
+    if chunk > CHUNK_MULTIPLE:
+        assert chunk % CHUNK_MULTIPLE == 0 and (chunk - CHUNK_MULTIPLE) * vocabulary <= CHUNK_LOGITS
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_graph_that_is_kept_gives_the_same_gradients_again(dtype: torch.dtype, device: str) -> None:
+    hidden, weight, targets = head(device, dtype)
+    value = linear_cross_entropy(hidden, weight, targets, chunk=300)
+    first, second, doubled, last = (
+        torch.autograd.grad(factor * value, (hidden, weight), retain_graph=keep)
+        for factor, keep in ((1, True), (1, True), (2, True), (1, False))
+    )
+    for one, again, two, end in zip(first, second, doubled, last, strict=True):
+        assert torch.equal(one, again) and torch.equal(one, end) and one.count_nonzero()
+        if dtype != torch.float16:  # whose smallest numbers round
+            assert torch.equal(2 * one, two)
+
+
+def test_forward_and_backward_hold_one_chunk_of_logits_and_one_gradient_of_each() -> None:
+    hidden, weight, targets = head("cpu")
+    chunk = 64
+    peak = memory.peak_bytes(lambda: linear_cross_entropy(hidden, weight, targets, chunk).backward(), "cpu")
+    of_logits = 4 * chunk * VOCABULARY
+    assert peak - hidden.nbytes - weight.nbytes < 1.5 * of_logits
+    weight.grad = hidden.grad = None
+    value = linear_cross_entropy(hidden, weight, targets, chunk)
+    assert memory.peak_bytes(value.backward, "cpu") < weight.nbytes / 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocabulary", [2**17, 2**17 - 1])
+def test_memory_on_cuda(vocabulary: int) -> None:
+    """Above what was live and the gradients: a chunk of logits, the weight in the autocast dtype, small change."""
+    weight = torch.randn(vocabulary, WIDTH, device="cuda", requires_grad=True)
+    hidden, targets = torch.randn(4096, WIDTH, device="cuda", requires_grad=True), torch.arange(4096, device="cuda")
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            linear_cross_entropy(hidden, weight, targets).backward()
+
+    step()
+    weight.grad = hidden.grad = None
+    above = memory.peak_bytes(step, "cuda") - weight.nbytes - hidden.nbytes
+    assert above < 1.02 * (2 * CHUNK_LOGITS + weight.nbytes / 2) + 2**22
+
+
+@pytest.mark.parametrize("target", [VOCABULARY, -1, -99])
+def test_a_target_that_is_no_class_is_an_error(target: int) -> None:
+    hidden, weight, targets = head("cpu", tokens=8)
+    targets[3] = target
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        linear_cross_entropy(hidden, weight, targets)
+    targets[3] = IGNORED
+    assert linear_cross_entropy(hidden, weight, targets).isfinite()

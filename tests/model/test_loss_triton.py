@@ -1,0 +1,145 @@
+"""The kernel of the loss: on a CPU in Triton's interpreter, on a GPU as it is, and compiled for sm_90 without one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lmsys.model.loss import IGNORED, linear_cross_entropy
+from lmsys.testing import error_ratio
+
+triton = pytest.importorskip("triton", reason="pip install triton==3.6.0 to run the kernel in its interpreter")
+loss_triton = pytest.importorskip("lmsys.model.loss_triton")
+
+interpreted = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="Triton compiles here: see the cuda test")
+DEVICES = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
+TILE = loss_triton.TILE
+EDGES = (1, 2, 15, 16, 17, 511, 512, 513, TILE - 1, TILE, TILE + 1, 2 * TILE + 5)
+# Triton's interpreter computes bfloat16 wrongly, without a word.
+DTYPES = {"cpu": [torch.float32, torch.float16], "cuda": [torch.float32, torch.float16, torch.bfloat16]}
+
+
+def reference(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """torch's loss of each row, and the gradient of their sum."""
+    leaf = logits.detach().requires_grad_()
+    losses = F.cross_entropy(leaf, labels, ignore_index=IGNORED, reduction="none")
+    return losses.detach(), torch.autograd.grad(losses.sum(), leaf)[0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_loss_and_gradient_equal_those_of_torch(device: str) -> None:
+    @settings(max_examples=60 if device == "cuda" else 25)
+    @given(
+        vocabulary=st.one_of(st.sampled_from(EDGES), st.integers(1, 3000)),
+        rows=st.integers(1, 5),
+        gap=st.integers(0, 20),
+        std=st.sampled_from([0.01, 1.0, 30.0]),
+        ignored=st.booleans(),
+        dtype=st.sampled_from(DTYPES[device]),
+        seed=st.integers(0, 2**31),
+    )
+    def holds(vocabulary: int, rows: int, gap: int, std: float, ignored: bool, dtype: torch.dtype, seed: int) -> None:
+        generator = torch.Generator(device).manual_seed(seed)
+        room = torch.full((rows + 1, vocabulary + gap), float("nan"), dtype=dtype, device=device)
+        logits = room[:rows, :vocabulary].normal_(std=std, generator=generator)
+        labels = torch.randint(vocabulary, (2 * rows,), device=device, generator=generator)[::2]
+        if ignored:
+            labels[:: 1 + seed % 3] = IGNORED
+        exact, plain = reference(logits.double(), labels), reference(logits.float(), labels)
+        losses = loss_triton.replace_by_gradient(logits, labels, IGNORED)
+        assert losses.dtype == torch.float32 and error_ratio(losses, exact[0], plain[0]) <= 1
+        assert error_ratio(logits, exact[1], plain[1].to(dtype)) <= 1
+        assert not losses[labels == IGNORED].any() and not logits[labels == IGNORED].any()
+        assert room[rows].isnan().all(), "the kernel writes past its last row"
+
+    holds()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_label_that_is_no_class_makes_its_row_nan(device: str) -> None:
+    logits, labels = torch.ones(4, 40, device=device), torch.tensor([40, -1, IGNORED, 39], device=device)
+    losses = loss_triton.replace_by_gradient(logits, labels, IGNORED)
+    for found in (losses, logits.sum(1)):
+        assert found.isnan().tolist() == [True, True, False, False]
+
+
+@pytest.mark.gpu
+def test_rows_beyond_two_billion_logits() -> None:
+    vocabulary, rows = 2**16, 2**15 + 4
+    logits = torch.zeros(rows, vocabulary, dtype=torch.bfloat16, device="cuda")
+    logits[-1, 7] = 5.0
+    labels = torch.full((rows,), 7, device="cuda")
+    exact, _ = reference(logits[-2:].double(), labels[-2:])
+    losses = loss_triton.replace_by_gradient(logits, labels, IGNORED)
+    assert error_ratio(losses[-2:], exact, exact.float()) <= 1
+    assert torch.equal(logits[0], logits[-2]) and logits[-1, 7] > logits[-2, 7] and (logits[:, 7] < 0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_triton", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_loss_in_chunks_with_it_and_without(
+    dtype: torch.dtype, has_triton: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A vocabulary that no tile divides, targets left out, weights of the dtype that is computed in."""
+    monkeypatch.setattr("lmsys.model.loss._has_triton", lambda: has_triton)
+    torch.manual_seed(0)
+    leaves = [torch.randn(n, 128, device="cuda").to(dtype) for n in (700, 1001)]
+    leaves[1] *= 0.1
+    targets = torch.randint(1001, (700,), device="cuda")
+    targets[::5] = IGNORED
+
+    def results(compute: torch.dtype, chunk: int | None) -> list[Tensor]:
+        own = [x.to(compute).requires_grad_() for x in leaves]
+        if chunk:
+            value = linear_cross_entropy(*own, targets, chunk)
+        else:
+            value = F.cross_entropy(F.linear(*own), targets, ignore_index=IGNORED)
+        return [value.detach(), *torch.autograd.grad(value, own)]
+
+    exact, plain = results(torch.float64, None), results(dtype, None)
+    for chunk in (100, 700):
+        for one, ref, low in zip(results(dtype, chunk), exact, plain, strict=True):
+            assert error_ratio(one, ref, low) <= 1
+
+
+def build() -> dict[str, int]:
+    """What the kernel takes on sm_90, and its wide loads and stores of bfloat16; compiles, and so not interpreted."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from tests.support.sass import resources
+
+    kernel, pointers = loss_triton._cross_entropy_kernel, {"logits": "bf16", "labels": "i64", "losses": "fp32"}
+    constants = {"IGNORED": IGNORED, "LANES": TILE // 8, "VECTOR": 8, "NUM_STAGES": loss_triton.NUM_STAGES}
+    types = {f"{name}_ptr": f"*{dtype}" for name, dtype in pointers.items()} | dict.fromkeys(constants, "constexpr")
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names}
+    aligned = {
+        (index,): [["tt.divisibility", 16]] for index, name in enumerate(signature) if name not in ("V", *constants)
+    }
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature=signature, constexprs=places, attrs=aligned)
+    num_warps = TILE // (32 * loss_triton.ELEMENTS_PER_THREAD)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+    wide = {name: compiled.asm["ptx"].count(name) for name in ("ld.global.v4", "st.global.v4")}
+    return resources(compiled) | wide
+
+
+def test_for_hopper_it_is_well_made() -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    line = "import json; from tests.test_loss_triton import build; print(json.dumps(build()))"
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", line]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["LDL"] == found["STL"] == 0, "registers spill to local memory"
+    assert found["ld.global.v4"] >= 4 and found["st.global.v4"] >= 2, "a thread moves 16 bytes at once"

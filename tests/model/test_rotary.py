@@ -1,0 +1,75 @@
+"""The rotation of queries and keys: laws, and the kernel against plain PyTorch."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lmsys.attention.compiled import why_no_compiler
+from lmsys.model.rotary import HAS_TRITON, RotaryEmbedding, rotate, rotate_backward
+
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="pip install triton to test its kernels")
+sizes = st.tuples(*(st.integers(1, n) for n in (3, 6, 6, 4, 10)))  # B, S, H, Hkv, D / 2
+seeds = st.integers(0, 2**16)
+
+
+def draw(size: tuple[int, ...], seed: int, dtype: torch.dtype, device: str = "cpu") -> tuple[RotaryEmbedding, Tensor]:
+    batch, length, heads, kv_heads, half = size
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(batch, length, (heads + 2 * kv_heads) * 2 * half, generator=generator)
+    return RotaryEmbedding(2 * half, 16, 10_000.0, device), x.to(device, dtype).requires_grad_()
+
+
+@given(sizes, seeds)
+def test_v_is_copied_and_q_and_k_keep_their_length(size: tuple[int, ...], seed: int) -> None:
+    batch, length, heads, kv_heads, half = size
+    rope, x = draw(size, seed, torch.float64)
+    q, k, v = rope.double()(x, heads, None)
+    parts = x.unflatten(-1, (-1, 2 * half)).split([heads, kv_heads, kv_heads], dim=2)
+    assert torch.equal(v, parts[2])
+    for turned, part in ((q, parts[0]), (k, parts[1])):
+        torch.testing.assert_close(turned.norm(dim=-1), part.norm(dim=-1), rtol=1e-6, atol=0)  # the angles are float32
+        assert torch.equal(turned[:, 0], part[:, 0])  # position 0: not turned
+
+
+@needs_triton
+@given(size=sizes, seed=seeds, dtype=st.sampled_from([torch.float32, torch.float16]), where=st.sampled_from("-sb"))
+def test_the_kernel_is_the_plain_rotation(
+    size: tuple[int, ...], seed: int, dtype: torch.dtype, where: str, device: str
+) -> None:
+    """At positions 0 ... S - 1, the same for all of the batch, and of each sequence; forward and backward."""
+    batch, length, heads, _, half = size
+    rope, x = draw(size, seed, dtype)
+    positions = {"-": None, "s": torch.randint(16, (length,)), "b": torch.randint(16, (batch, length))}[where]
+    plain = rope(x, heads, positions)
+    grads = [torch.randn_like(part) for part in plain]
+    (dx,) = torch.autograd.grad(plain, x, grads)
+    cos, sin = (t[:length] if positions is None else t[positions] for t in (rope.cos, rope.sin))
+    angles = [t.to(device) for t in (cos, sin)]
+    parts = rotate(x.detach().unflatten(-1, (-1, 2 * half)).to(device), *angles, heads)
+    together = rotate_backward(*(g.to(device) for g in grads), *angles)
+    for found, expected in zip((*parts, together.flatten(-2)), (*plain, dx), strict=True):
+        torch.testing.assert_close(found.cpu(), expected.detach())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_on_a_gpu_the_kernel_is_differentiated_and_compiled(dtype: torch.dtype, compiled: bool) -> None:
+    rope, x = draw((2, 16, 25, 5, 40), 0, dtype, "cuda")
+    function = torch.compile(rope, fullgraph=True, dynamic=False) if compiled else rope
+    found, expected = function(x, 25, None), [y.cuda() for y in rope.cpu()(x.cpu(), 25, None)]
+    grads = [torch.randn_like(part).transpose(1, 2).contiguous().transpose(1, 2) for part in found]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    gradients = (torch.autograd.grad(parts, x, grads)[0] for parts in (found, expected))
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.skipif(why_no_compiler("cpu") is not None, reason=str(why_no_compiler("cpu")))
+def test_compiled_equals_eager() -> None:
+    rope, x = draw((2, 5, 4, 2, 4), 0, torch.float32)
+    compiled = torch.compile(lambda x: rope(x, 4, None), fullgraph=True, dynamic=False)
+    for one, other in zip(compiled(x), rope(x, 4, None), strict=True):
+        torch.testing.assert_close(one, other)

@@ -1,0 +1,244 @@
+"""Buckets that copy engines carry: on CPUs with a stand-in for these that all-reduces, on GPUs as they are."""
+
+from itertools import cycle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lmsys.parallel import STRATEGIES as TABLE
+from lmsys.parallel import copy_engine
+from lmsys.parallel.collectives import Pending, all_gather, all_reduce_mean
+from lmsys.parallel.copy_engine import CopyEngine, symmetric_memory
+from lmsys.parallel.group import WorkerGroup, device
+from lmsys.training.graph import GraphedGradients
+from tests.support import ranks as on_ranks
+from tests.support.ranks import Net, Recipe, Training, group_of, train, worst_ratio
+
+flags = st.booleans()
+STRATEGIES = st.sampled_from(["copy_engine", "copy_engine_zero1"])
+recipes = st.builds(Recipe, width=st.integers(1, 9), tied=flags, frozen=flags, unused=flags, rare=flags, mixed=flags)
+
+
+class OverGloo:
+    """An `Exchange` by gloo. Gradients that are elsewhere than their means it spoils, once they are sent."""
+
+    def __init__(self, layouts: Any, dtypes: Any, whole: bool, group: Any):
+        self.whole, self.group, self.rank = whole, group, dist.get_rank(group)
+        parts = 1 if whole else dist.get_world_size(group)
+        self.layouts = layouts
+        self.flats = [torch.empty(x.length // parts, dtype=dtype) for x, dtype in zip(layouts, dtypes, strict=True)]
+
+    def send(self, number: int, gradients: Any) -> Pending:
+        layout, flat = self.layouts[number], self.flats[number]
+        assert [(x.shape, x.dtype) for x in gradients] == [(shape, flat.dtype) for shape, _, _ in layout.places]
+        packed = torch.zeros(layout.length, dtype=flat.dtype)
+        for x, view in zip(gradients, layout.views(packed), strict=True):
+            view.copy_(x)
+            if x.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr():
+                x.view(-1).fill_(torch.nan)  # which a gradient that is not contiguous refuses
+
+        def finish() -> None:
+            start = 0 if self.whole else self.rank * flat.numel()
+            flat.copy_(packed[start : start + flat.numel()])
+
+        pending = all_reduce_mean(packed, self.group)
+        return Pending(then=lambda: (pending.wait(), finish()))
+
+
+class StandIn:
+    """`Symmetric` memory on a CPU."""
+
+    num_bytes = 0
+
+    def __init__(self, group: Any):
+        self.group = group
+
+    def empty(self, length: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(length, dtype=dtype)
+
+    def exchange(self, layouts: Any, dtypes: Any, whole: bool) -> OverGloo:
+        return OverGloo(layouts, dtypes, whole, self.group)
+
+    def spread(self, flats: Any) -> Any:
+        rank, world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        turns = cycle(range(len(flats)))
+
+        def send(number: int) -> Pending:
+            assert number == next(turns)
+            return all_gather(flats[number], flats[number].view(world_size, -1)[rank].clone(), self.group)
+
+        return SimpleNamespace(send=send)
+
+
+def stand_in() -> Any:
+    change = lambda _: lambda module, group: StandIn(group)  # noqa: E731
+    return on_ranks.use((copy_engine, "symmetric_memory", change))
+
+
+def train_with_it(recipe: Recipe, training: Training, seed: int) -> Any:
+    with stand_in():
+        return train(recipe, training, seed)
+
+
+@settings(max_examples=25)
+@given(
+    strategy=STRATEGIES,
+    recipe=recipes,
+    bucket_mb=st.sampled_from([1e-5, 1e-4, 5e-4, 1.0]),
+    world_size=st.integers(2, 3),
+    microbatches=st.integers(1, 2),
+    set_to_none=flags,
+    recorded=flags,
+    seed=st.integers(0, 99),
+)
+def test_it_trains_as_one_process_on_the_whole_batch(
+    ranks: WorkerGroup,
+    strategy: str,
+    recipe: Recipe,
+    bucket_mb: float,
+    world_size: int,
+    microbatches: int,
+    set_to_none: bool,
+    recorded: bool,
+    seed: int,
+) -> None:
+    training = Training(
+        strategy,
+        {"bucket_mb": bucket_mb},
+        world_size,
+        "momentum",
+        steps=4,
+        microbatches=microbatches,
+        set_to_none=set_to_none or strategy != "copy_engine",
+        recorded=recorded and strategy != "copy_engine",
+    )
+    assert worst_ratio(ranks.run(train_with_it, recipe, training, seed), recipe, training, seed) <= 1
+
+
+def _places(comm_dtype: torch.dtype | None) -> Any:
+    """Of each of four steps: which memory gradients and buckets are in, and whether they are the buckets'."""
+    group = group_of(2)
+    if dist.get_rank() >= 2:
+        return None
+    found = []
+    with stand_in():
+        wrapper = CopyEngine(Net(Recipe(width=8)), group, 1e-4, comm_dtype)
+        for to_none in (True, True, False, True):
+            wrapper(torch.randn(3, 8)).backward()
+            wrapper.finish_gradient_synchronization()
+            flats = wrapper._exchange.flats
+            bases = {id(p.grad._base) for p in wrapper.trainable}
+            found.append((bases == {id(flat) for flat in flats}, [flat.data_ptr() for flat in flats]))
+            dtypes = {flat.dtype for flat in flats}, {p.grad.dtype for p in wrapper.trainable}
+            wrapper.zero_grad(set_to_none=to_none)
+    return found, len(wrapper.buckets), *dtypes
+
+
+@pytest.mark.parametrize("comm_dtype", [None, torch.bfloat16])
+def test_buckets_stay_and_gradients_are_their_views(ranks: WorkerGroup, comm_dtype: torch.dtype | None) -> None:
+    """After the first step, by which buckets are planned; where another dtype travels gradients keep their own."""
+    found, num_buckets, sent, dtypes = ranks.run(_places, comm_dtype)[0]
+    assert [views for views, _ in found] == [False, *[comm_dtype is None] * 3]
+    assert len({tuple(places) for _, places in found}) == 1 and len(set(found[0][1])) == num_buckets > 3
+    assert sent == {comm_dtype or torch.float32} and dtypes == {torch.float32}
+
+
+def _kept_graphs(strategy: str, comm_dtype: torch.dtype | None) -> list[bool]:
+    """Whether a bucket is part of a graph after a step whose backward makes one of its own."""
+    group, found = group_of(2), []
+    if dist.get_rank() < 2:
+        with stand_in():
+            options = {"comm_dtype": comm_dtype} if strategy == "copy_engine" else {}
+            wrapper = TABLE[strategy].load()(Net(Recipe(width=8)), group, 1e-4, **options)
+            for _ in range(2):
+                wrapper(torch.randn(3, 8)).backward(create_graph=True)
+                wrapper.finish_gradient_synchronization()
+                found += [x.requires_grad for x in wrapper._exchange.flats]
+                wrapper.zero_grad()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize(
+    ("strategy", "comm_dtype"), [("copy_engine", None), ("copy_engine", torch.bfloat16), ("copy_engine_zero1", None)]
+)
+def test_buckets_that_stay_keep_no_graph(ranks: WorkerGroup, strategy: str, comm_dtype: torch.dtype | None) -> None:
+    """Of a backward with create_graph=True: it would grow from step to step."""
+    found = ranks.run(_kept_graphs, strategy, comm_dtype)[0]
+    assert found and not any(found)
+
+
+def _refused() -> str:
+    group = group_of(2)
+    return on_ranks.error_of(CopyEngine, Net(Recipe()), group) if dist.get_rank() < 2 else ""
+
+
+def test_what_it_is_not_for_is_told(ranks: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    for error in ranks.run(_refused)[:2]:
+        assert error.startswith("ValueError: copy engines are for NCCL and parameters on GPUs: elsewhere take bucketed")
+    module = "lmsys.parallel.copy_engine"
+    monkeypatch.setattr(f"{module}.size_and_rank", lambda group: (2, 0))
+    monkeypatch.setattr(f"{module}.is_nccl", lambda group, p: True)
+    monkeypatch.setattr(f"{module}.gather_objects", lambda node, group: ["here", "there"])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    with pytest.raises(ValueError, match="parameters are on cpu, and the current GPU is cuda:1: set_device, or take"):
+        symmetric_memory(nn.Linear(2, 2), None)
+    with pytest.raises(ValueError, match="copy engines are for ranks of one node, and these are on here, there"):
+        symmetric_memory(nn.Identity(), None)
+
+
+def _trained(strategy: str, options: dict[str, Any], graphed: bool) -> dict[str, torch.Tensor]:
+    """Parameters after six steps with clipping in place; the first of a graph's are plain."""
+    torch.manual_seed(dist.get_rank())
+    model = Net(Recipe(width=40, layers=4, tied=True)).to(device())
+    wrapper = TABLE[strategy].load()(model, group_of(2), 5e-3, **options)
+    optimizer = wrapper.make_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    graph = GraphedGradients(wrapper, model.parameters(), wrapper.finish_gradient_synchronization)
+    for step in range(6):
+        x = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())).to(device())
+        if graphed and step > 1:
+            graph(x)
+        else:
+            with wrapper.no_sync():
+                wrapper(x + 1).backward()
+            wrapper(x).backward()
+            wrapper.finish_gradient_synchronization()
+        torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], 0.5)  # in place, as by clipping
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=graphed or "zero1" in strategy or step % 2 == 0)
+    if strategy.startswith("copy_engine"):
+        assert wrapper.outside_bytes > 2 * sum(p.numel() for p in model.parameters()) and len(wrapper.buckets) > 3
+    return {name: x.cpu() for name, x in wrapper.full_state_dict().items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graphed"])
+@pytest.mark.parametrize(
+    ("strategy", "options"), [("bucketed", {}), ("bucketed", {"comm_dtype": torch.bfloat16}), ("zero1", {})]
+)
+def test_it_trains_bit_for_bit_as_with_nccl(
+    gpu_ranks: WorkerGroup, strategy: str, options: dict[str, Any], graphed: bool
+) -> None:
+    """Halves of two numbers are exact, and their sum is rounded once, whoever adds."""
+    ours = {"bucketed": "copy_engine", "zero1": "copy_engine_zero1"}[strategy]
+    expected = gpu_ranks.run(_trained, strategy, options, graphed)[:2]
+    found = gpu_ranks.run(_trained, ours, options, graphed)[:2]
+    for states in (found, expected):
+        for name, x in states[0].items():
+            assert torch.equal(x, states[1][name]), name
+    for name, x in found[0].items():
+        assert torch.equal(x, expected[0][name]), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", [Recipe(width=8, tied=True, rare=True), Recipe(width=5, unused=True, mixed=True)])
+@pytest.mark.parametrize("strategy", ["copy_engine", "copy_engine_zero1"])
+def test_as_one_process_on_gpus(gpu_ranks: WorkerGroup, strategy: str, recipe: Recipe) -> None:
+    training = Training(strategy, {"bucket_mb": 1e-4}, optimizer="momentum", steps=5, microbatches=2)
+    assert worst_ratio(gpu_ranks.run(train, recipe, training, 0), recipe, training, 0) <= 1

@@ -1,0 +1,316 @@
+"""The exchange of buckets by copies: in every order that streams and ranks may run in, over steps. And its addition."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lmsys.parallel.buckets import ALIGNMENT
+from lmsys.parallel.collectives import Pending
+from lmsys.parallel.exchange import (
+    ARRIVED,
+    DONE,
+    READY,
+    Exchange,
+    Spread,
+    Symmetric,
+    inbox_bytes,
+    parts_of,
+    peers_of,
+    segments_of,
+)
+from lmsys.parallel.packing import Layout
+from lmsys.testing import error_ratio
+from tests.support.streams import Gpu, Handle, run
+
+triton = pytest.importorskip("triton", reason="pip install triton==3.6.0 to run the kernel in its interpreter")
+mean_triton = pytest.importorskip("lmsys.parallel.mean_triton")
+
+STEPS = 3
+tensors = st.lists(st.integers(0, 5 * ALIGNMENT), min_size=1, max_size=3)  # numbers of elements, of one bucket
+speeds = st.lists(st.sampled_from([1.0, 0.1, 0.001]), min_size=3, max_size=3)
+
+
+def gradient(numel: int, step: int, number: int, index: int, rank: int) -> Tensor:
+    """Whole numbers, whose means are exact."""
+    generator = torch.Generator().manual_seed(10000 * step + 100 * number + 10 * index + rank)
+    return 12.0 * torch.randint(-99, 99, (numel,), generator=generator).double()
+
+
+def wrong_elements(
+    buckets: list[list[int]],
+    queues: list[Any],
+    speeds: list[Any],
+    seed: int,
+    in_place: bool = False,
+    whole: bool = True,
+    without: int | None = None,
+    fault: str = "",
+) -> int:
+    """Of all steps' means on all ranks. After each step gradients and buckets are overwritten, as by clipping in place.
+
+    queues, speeds  of each rank
+    in_place        gradients are where their means will be, as after `zero_grad(set_to_none=False)`
+    whole           every rank is to have all means, else those of its segments
+    """
+    ranks, dtype = range(len(queues)), torch.float64
+    gpus = [Gpu(*one) for one in zip(queues, speeds, strict=True)]
+    layouts = [Layout.of([torch.empty(n) for n in numels]) for numels in buckets]
+    cuts = [segments_of(x.length, len(ranks)) for x in layouts]
+    flats = [[torch.full((x.length,), torch.nan, dtype=dtype) for x in layouts] for _ in ranks]
+    room = inbox_bytes(layouts, [dtype.itemsize] * len(layouts), len(ranks))
+    inboxes = [torch.zeros(room, dtype=torch.uint8) for _ in ranks]
+    signals: set[Any] = set()
+    wrong: list[int] = []
+    for rank, gpu in enumerate(gpus):
+        handles = [Handle(gpu, rank, [flats[peer][n] for peer in ranks], set()) for n in range(len(buckets))]
+        inbox = Handle(gpu, rank, inboxes, signals, without)
+        outs = flats[rank] if whole else [x[cut[rank]] for x, cut in zip(flats[rank], cuts, strict=True)]
+        exchange = Exchange(layouts, outs, inboxes[rank], inbox, handles if whole else [], gpu.mean, 1, gpu.copy, gpu)
+        exchange._inward.forgets_events = fault == "inbox"
+        views = [layout.views(flat) for layout, flat in zip(layouts, flats[rank], strict=True)]
+        for step in range(STEPS):
+            pending, made = [], []
+            for number, numels in enumerate(buckets):
+                gradients = views[number] if in_place else [torch.full((n,), torch.nan, dtype=dtype) for n in numels]
+                for index, into in enumerate(gradients):
+                    new = gradient(into.numel(), step, number, index, rank)
+                    gpu.launch(into.numel(), lambda part, into=into, new=new: into[part].copy_(new[part]))
+                pending.append(exchange.send(number, gradients))
+                made += gradients
+            if fault != "never waited for":
+                for one in pending:
+                    one.wait()
+            else:
+                exchange._begin()
+            for number, (layout, cut) in enumerate(zip(layouts, cuts, strict=True)):
+                for index, part, _ in parts_of(layout, slice(0, layout.length) if whole else cut[rank]):
+                    out, numel = views[number][index][part], views[number][index].numel()
+                    mean = sum(gradient(numel, step, number, index, peer)[part] for peer in ranks) / len(ranks)
+                    gpu.launch(
+                        out.numel(),
+                        lambda some, out=out, mean=mean: wrong.append(int((out[some] != mean[some]).sum())),
+                    )
+            for x in (*made, *(out for outs in views for out in outs)):
+                gpu.launch(x.numel(), lambda part, x=x: x[part].fill_(torch.nan))
+    run(gpus, seed)
+    assert not signals, "a signal is left set"
+    return sum(wrong)
+
+
+@given(
+    world_size=st.integers(2, 4),
+    buckets=st.lists(tensors, min_size=1, max_size=4),
+    in_place=st.booleans(),
+    whole=st.booleans(),
+    seed=st.integers(0, 2**31),
+    data=st.data(),
+)
+def test_every_bucket_of_every_step_is_the_mean(
+    world_size: int, buckets: list[list[int]], in_place: bool, whole: bool, seed: int, data: Any
+) -> None:
+    """Also where a GPU runs several streams in one queue, in the order of launches: which, each may choose itself."""
+    queues = [data.draw(st.lists(st.integers(0, 2), min_size=3, max_size=3)) for _ in range(world_size)]
+    assert wrong_elements(buckets, queues, [data.draw(speeds) for _ in queues], seed, in_place, whole) == 0
+
+
+def wrong_parameters(
+    lengths: list[int],
+    queues: list[Any],
+    speeds: list[Any],
+    seed: int,
+    ahead: int,
+    without: int | None = None,
+    hasty: int | None = None,
+    deaf: int | None = None,
+) -> int:
+    """Of all steps: each rank moves its segments, each sent once it has moved, and reads what it has waited for.
+
+    ahead  flats that are sent beyond the one that is waited for
+    hasty  a rank that neither waits for what it sends nor reads
+    deaf   the first flat that is sent without waiting for what moves it
+    """
+    ranks = range(len(queues))
+    gpus = [Gpu(*one) for one in zip(queues, speeds, strict=True)]
+    flats = [[torch.zeros(n * len(ranks), dtype=torch.float64) for n in lengths] for _ in ranks]
+    signals: set[Any] = set()
+    wrong: list[int] = []
+    for rank, gpu in enumerate(gpus):
+        handles = [
+            Handle(gpu, rank, [flats[peer][number] for peer in ranks], signals, without)
+            for number in range(len(lengths))
+        ]
+        spread = Spread(flats[rank], handles, 1, gpu.copy, gpu)
+        for step in range(STEPS):
+            sent: list[Pending] = []
+            for number, flat in enumerate(flats[rank]):
+                for n in lengths[len(sent) : number + 1 + ahead]:
+                    own = flats[rank][len(sent)][rank * n : (rank + 1) * n]
+                    gpu.launch(n, lambda part, own=own, step=step: own[part].fill_(step + 1))
+                    spread._stream.forgets_streams = deaf is not None and len(sent) >= deaf
+                    sent.append(spread.send(len(sent)))
+                if rank == hasty:
+                    continue
+                sent[number].wait()
+                gpu.launch(
+                    flat.numel(),
+                    lambda part, flat=flat, step=step: wrong.append(int((flat[part] != step + 1).sum())),
+                )
+    run(gpus, seed)
+    assert not signals, "a signal is left set"
+    return sum(wrong)
+
+
+@given(
+    world_size=st.integers(2, 4),
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    ahead=st.integers(0, 3),
+    seed=st.integers(0, 2**31),
+    data=st.data(),
+)
+def test_parameters_of_every_step_come_to_all_ranks(
+    world_size: int, lengths: list[int], ahead: int, seed: int, data: Any
+) -> None:
+    queues = [data.draw(st.lists(st.integers(0, 1), min_size=2, max_size=2)) for _ in range(world_size)]
+    assert wrong_parameters(lengths, queues, [data.draw(speeds) for _ in queues], seed, ahead) == 0
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [{"without": READY}, {"without": ARRIVED}, {"hasty": 0}, {"deaf": 0}, {"deaf": 1}],
+    ids=["READY", "ARRIVED", "own moved while sent", "sent before moved", "later ones sent before moved"],
+)
+def test_each_signal_and_wait_of_parameters_is_needed(fault: dict[str, Any]) -> None:
+    """All flats are sent before one is read: were they sent one at a time, ARRIVED of one would tell that the one
+    before has been read, and READY would not be missed.
+    """
+    found = 0
+    for seed in range(40):
+        slow = [[0.001 if seed >> 2 * rank + stream & 1 else 1.0 for stream in range(2)] for rank in range(2)]
+        assert wrong_parameters([5, 3, 4], [[0, 1]] * 2, slow, seed, ahead=2) == 0
+        found += wrong_parameters([5, 3, 4], [[0, 1]] * 2, slow, seed, ahead=2, **fault)
+    assert found > 0
+
+
+def seeds_that_tell(**fault: Any) -> int:
+    """Of twenty, with one slow stream each."""
+    found = 0
+    for seed in range(20):
+        slow = [[0.001 if seed // 3**rank % 3 == stream else 1.0 for stream in range(3)] for rank in range(2)]
+        try:
+            found += wrong_elements([[70, 58], [256], [64, 1, 127], [64]], [[0, 1, 2]] * 2, slow, seed, **fault) > 0
+        except AssertionError:
+            found += 1
+    return found
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [{"without": READY}, {"without": ARRIVED}, {"without": DONE}, {"fault": "inbox"}, {"fault": "never waited for"}],
+    ids=["READY", "ARRIVED", "DONE", "inbox", "finish"],
+)
+def test_each_signal_and_each_wait_is_needed(fault: dict[str, Any]) -> None:
+    assert seeds_that_tell() == 0
+    assert seeds_that_tell(**fault) > 0
+
+
+@given(st.integers(1, 9))
+def test_ranks_in_step_send_to_each_one_at_a_time(world_size: int) -> None:
+    orders = [peers_of(rank, world_size) for rank in range(world_size)]
+    assert all(sorted([rank, *order]) == list(range(world_size)) for rank, order in enumerate(orders))
+    assert all(len(set(peers)) == world_size for peers in zip(*orders, strict=True))
+
+
+def test_gradients_are_held_until_the_end() -> None:
+    """The backward's stream would be given their memory again, while other streams read it."""
+    layout, memory = Layout.of([torch.empty(64)]), torch.zeros(64)
+    gpu, inbox = Gpu([0, 1, 2], [1.0] * 3), torch.zeros(1024, dtype=torch.uint8)
+    handles = [Handle(gpu, 0, [x, x], set()) for x in (inbox, memory)]
+    nothing = lambda *_: None  # noqa: E731
+    exchange = Exchange([layout], [memory], inbox, handles[0], handles[1:], nothing, 1, nothing, gpu)
+    gradient = torch.zeros(64)
+    storage = StorageWeakRef(gradient.untyped_storage())
+    exchange.send(0, [gradient])
+    del gradient
+    assert not storage.expired()
+    exchange.finish()
+    assert storage.expired()
+
+
+@given(st.integers(0, 1000), st.integers(1, 9))
+def test_segments_cover_a_bucket_once_and_are_aligned(length: int, world_size: int) -> None:
+    segments = segments_of(length, world_size)
+    assert [i for cut in segments for i in range(cut.start, cut.stop)] == list(range(length))
+    assert len(segments) == world_size and all(cut.start % ALIGNMENT == 0 or cut.start == length for cut in segments)
+
+
+@given(tensors, st.integers(1, 5))
+def test_parts_cover_every_tensor_once(numels: list[int], world_size: int) -> None:
+    layout = Layout.of([torch.empty(n) for n in numels])
+    seen = [[0] * n for n in numels]
+    for cut in segments_of(layout.length, world_size):
+        for index, part, start in parts_of(layout, cut):
+            assert cut.start + start == layout.places[index][2] + part.start
+            for i in range(part.start, part.stop):
+                seen[index][i] += 1
+    assert all(count == 1 for counts in seen for count in counts)
+
+
+interpreted = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="Triton compiles here: see the cuda test")
+DEVICES = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+@pytest.mark.parametrize(("world_size", "num"), [(2, 64), (2, 4096 + 64), (3, 1), (4, 3 * 4096), (8, 5000)])
+def test_the_kernel_adds_by_rank(device: str, dtype: torch.dtype, world_size: int, num: int) -> None:
+    """Every rank's answer is the same, whichever of the parts is its own; nothing else is written."""
+    generator = torch.Generator(device).manual_seed(num)
+    data = torch.randn(world_size, num, device=device, generator=generator).to(dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    exact, plain, found = data.double().mean(0), data.to(wide).mean(0).to(dtype), []
+    for rank in range(world_size):
+        own, room = data[rank].clone(), torch.zeros(world_size - 1, num + 64, device=device, dtype=dtype)
+        others = room[:, :num]
+        others.copy_(data[[i for i in range(world_size) if i != rank]])
+        kept, out = room.clone(), own if rank % 2 else torch.empty_like(own)
+        mean_triton.mean_(own, others, out, rank)
+        assert torch.equal(room, kept) and (out is own or torch.equal(own, data[rank]))
+        assert error_ratio(out, exact, plain) <= 1
+        found.append(out)
+    assert all(torch.equal(x, found[0]) for x in found)
+
+
+class _OfTwo:
+    """A group as `Symmetric` asks for it."""
+
+    group_name = "two"
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 0
+
+
+def test_ranks_that_have_shared_memory_unequally_often_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would wait for the other without end."""
+    monkeypatch.setattr("torch.distributed._symmetric_memory.rendezvous", lambda flat, name: None)
+    told: list[int] = []
+
+    def gather_objects(mine: int, group: Any) -> list[int]:
+        told.append(mine)
+        return [mine, 5]
+
+    monkeypatch.setattr("lmsys.parallel.exchange.gather_objects", gather_objects)
+    monkeypatch.setattr(Symmetric, "shared", 3)
+    memory = Symmetric(_OfTwo(), lambda own, others, out, rank: None)
+    for share in (lambda: memory.spread([]), lambda: memory.exchange([], [], whole=True)):
+        with pytest.raises(ValueError, match=f"ranks have shared memory {Symmetric.shared}, 5 times, and must have as"):
+            share()
+        memory.handle(torch.zeros(1))
+    assert told == [3, 4] and Symmetric.shared == 5

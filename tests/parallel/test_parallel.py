@@ -1,0 +1,566 @@
+"""Data parallel training against one process on the whole batch: random models, every strategy, one to four ranks."""
+
+import math
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lmsys.config import ModelConfig
+from lmsys.model import TransformerLM
+from lmsys.parallel import STRATEGIES, shards
+from lmsys.parallel.bucketed import Bucketed
+from lmsys.parallel.fsdp import Fsdp
+from lmsys.parallel.group import WorkerGroup, device
+from lmsys.parallel.naive import Naive
+from lmsys.parallel.sharded_optimizer import Home, ShardedOptimizer
+from lmsys.parallel.zero1 import Zero1
+from tests.support import ranks as on_ranks
+from tests.support.ranks import FAULTS, GROUPS, Net, Recipe, Training, group_of, train, worst_ratio
+
+flags = st.booleans()
+recipes = st.builds(
+    Recipe,
+    width=st.integers(1, 9),
+    layers=st.integers(1, 3),
+    tied=flags,
+    frozen=flags,
+    unused=flags,
+    rare=flags,
+    mixed=flags,
+)
+bucket_mbs = st.sampled_from([1e-5, 1e-4, 5e-4, 1.0])
+OWN = {
+    "naive": st.just({}),
+    "flat": st.just({}),
+    "overlapped": st.just({}),
+    "bucketed": st.fixed_dictionaries({"bucket_mb": st.one_of(bucket_mbs, st.just("auto"))}),
+    "zero1": st.fixed_dictionaries({"bucket_mb": bucket_mbs}),
+    "fsdp": st.just({}),
+}
+trainings = st.sampled_from([*OWN]).flatmap(
+    lambda name: st.builds(
+        Training,
+        strategy=st.just(name),
+        options=OWN[name],
+        world_size=st.integers(1, 4),
+        optimizer=st.sampled_from([*on_ranks.OPTIMIZERS]),
+        sharded=flags if name not in ("zero1", "fsdp") else st.just(False),
+        microbatches=st.integers(1, 2),
+        set_to_none=flags if name != "zero1" else st.just(True),
+    )
+)
+
+
+@settings(max_examples=60)
+@given(recipe=recipes, training=trainings, seed=st.integers(0, 99))
+def test_equal_to_one_process_on_the_whole_batch(
+    ranks: WorkerGroup, recipe: Recipe, training: Training, seed: int
+) -> None:
+    found = ranks.run(train, recipe, training, seed)
+    assert worst_ratio(found, recipe, training, seed) <= 1
+
+
+@pytest.mark.parametrize("name", [name for name, row in STRATEGIES.items() if row.peer])
+def test_peers_are_that_too(ranks: WorkerGroup, name: str) -> None:
+    recipe, training = Recipe(tied=True), Training(name, optimizer="adamw", steps=4)
+    assert worst_ratio(ranks.run(train, recipe, training, 0), recipe, training, 0) <= 1
+
+
+CAUGHT = {
+    "gradient summed, not averaged": (Recipe(), Training("bucketed", {"bucket_mb": 1e-4})),
+    "one bucket never waited for": (Recipe(), Training("bucketed", {"bucket_mb": 1e-4})),
+    "bucket boundary off by one": (Recipe(width=5), Training("bucketed", {"bucket_mb": 1.0})),
+    "buffers not broadcast": (Recipe(), Training("bucketed")),
+    "tied weight reduced twice": (Recipe(tied=True), Training("naive")),
+    "optimizer shard updated on the wrong rank": (Recipe(), Training("bucketed", sharded=True)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_seeded_fault_is_caught(ranks: WorkerGroup, fault: str) -> None:
+    recipe, training = CAUGHT[fault]
+    assert worst_ratio(ranks.run(train, recipe, training, 0), recipe, training, 0) <= 1
+    assert worst_ratio(ranks.run(train, recipe, training, 0, fault), recipe, training, 0) > 1
+
+
+def _traffic(name: str, options: dict[str, Any], recipe: Recipe) -> tuple[int, int]:
+    """Elements that one step sends as gradients, and how many are trained."""
+    group = group_of(2)
+    if dist.get_rank() >= 2:
+        return 0, 0
+    wrapper = STRATEGIES[name].load()(Net(recipe), group, **options)
+    sent: list[int] = []
+
+    def counting(real: Any) -> Any:
+        return lambda x, g, **options: sent.append(x.numel()) or real(x, g, **options)
+
+    from lmsys.parallel import flat, naive, overlapped
+
+    places = [(module, "all_reduce_mean", counting) for module in (flat, naive, overlapped)]
+    with on_ranks.use(*places):
+        wrapper(torch.randn(3, recipe.width)).backward()
+        wrapper.finish_gradient_synchronization()
+    return sum(sent), sum(p.numel() for p in wrapper.trainable)
+
+
+@pytest.mark.parametrize("name", ["naive", "flat", "overlapped", "bucketed"])
+def test_every_gradient_travels_once(ranks: WorkerGroup, name: str) -> None:
+    sent, trained = ranks.run(_traffic, name, {}, Recipe(width=16, tied=True, frozen=True))[0]
+    flags_and_padding = 64 * 30
+    assert trained <= sent <= trained + flags_and_padding
+
+
+def _views(bucket_mb: float) -> list[Any]:
+    """What gradients are after each of three steps: how many are views, and whether memory is freed between."""
+    group = group_of(2)
+    if dist.get_rank() >= 2:
+        return []
+    wrapper = Bucketed(Net(Recipe(width=8)), group, bucket_mb)
+    seen = []
+    for to_none in (True, True, False):
+        wrapper(torch.randn(3, 8)).backward()
+        wrapper.finish_gradient_synchronization()
+        bases = {id(p.grad._base) for p in wrapper.trainable if p.grad is not None and p.grad._base is not None}
+        seen.append((len(bases), len(wrapper.buckets)))
+        wrapper.zero_grad(set_to_none=to_none)
+    return seen
+
+
+def test_gradients_are_views_of_buckets_also_after_zero_grad(ranks: WorkerGroup) -> None:
+    seen = ranks.run(_views, 1.0)[0]
+    assert all(0 < bases <= buckets for bases, buckets in seen) and len(seen) == 3
+
+
+def _orders() -> tuple[list[Any], list[Any]]:
+    """Buckets before and after the first step, of a model whose layers are listed against the order of use."""
+
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last, self.first = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.first(x)).sum()
+
+    group = group_of(2)
+    if dist.get_rank() >= 2:
+        return [], []
+    wrapper = Bucketed(Backwards(), group, 1e-5)
+    before = list(wrapper.buckets)
+    for _ in range(2):
+        wrapper(torch.ones(2, 4)).backward()
+        wrapper.finish_gradient_synchronization()
+    return before, list(wrapper.buckets)
+
+
+def test_buckets_are_planned_again_in_the_order_that_gradients_come_in(ranks: WorkerGroup) -> None:
+    assert ranks.run(_orders)[0] == ([(1,), (0,)], [(0,), (1,)])
+
+
+def _shares() -> tuple[list[int], list[int], int]:
+    """Which parameters have state on this rank, by number and by owner, and how many elements that is."""
+    group = group_of(3)
+    if dist.get_rank() >= 3:
+        return [], [], 0
+    wrapper = Zero1(Net(Recipe(width=9, layers=3)), group, bucket_mb=1e-4)
+    optimizer = wrapper.make_optimizer(torch.optim.AdamW, lr=0.1)
+    wrapper(torch.randn(2, 9)).backward()
+    wrapper.finish_gradient_synchronization()
+    optimizer.step()
+    held = [number for number, p in enumerate(wrapper.trainable) if p in optimizer.state]
+    owned = [number for number, p in enumerate(wrapper.trainable) if wrapper.owners[p] == wrapper.rank]
+    return held, owned, len(wrapper.trainable)
+
+
+def test_state_of_every_parameter_is_owned_once(ranks: WorkerGroup) -> None:
+    found = ranks.run(_shares)[:3]
+    assert all(held == owned for held, owned, _ in found)
+    assert sorted(number for held, _, _ in found for number in held) == list(range(found[0][2]))
+
+
+def _part_of_a_run(strategy: str, world_size: int, steps: range, folder: str, seed: int) -> Any:
+    """Trains `steps` of a run, from what `folder` holds, and leaves there what the next part needs."""
+    group, rank = group_of(world_size), dist.get_rank()
+    if rank >= world_size:
+        return None
+    recipe = Recipe(width=5, layers=2, tied=True)
+    torch.manual_seed(seed)
+    wrapper = STRATEGIES[strategy].load()(Net(recipe), group)
+    if steps.start:
+        state = torch.load(f"{folder}/model.pt")
+        for name, x in wrapper.module.state_dict().items():
+            x.copy_(state[name])
+    if strategy == "zero1":
+        optimizer = wrapper.make_optimizer(torch.optim.AdamW, lr=0.01, eps=1e-2)
+    else:
+        optimizer = ShardedOptimizer(wrapper.parameters(), torch.optim.AdamW, group, lr=0.01, eps=1e-2)
+    if steps.start:
+        shards.load(optimizer, Path(folder))
+        for old in Path(folder).glob("optimizer-*.pt"):
+            dist.barrier(group)
+            old.unlink(missing_ok=True)
+    data = torch.randn(8, 12, 5, generator=torch.Generator().manual_seed(seed))
+    for step in steps:
+        wrapper(data[step].chunk(world_size)[rank]).backward()
+        wrapper.finish_gradient_synchronization()
+        optimizer.step()
+        optimizer.zero_grad()
+    shards.save(optimizer, Path(folder))
+    state = {name: x.clone() for name, x in wrapper.full_state_dict().items()}
+    if rank == 0:
+        torch.save(state, f"{folder}/model.pt")
+    dist.barrier(group)
+    return state, optimizer.full_state_dict()
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "bucketed"])
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 4)])
+def test_state_is_saved_and_loaded_across_world_sizes(
+    ranks: WorkerGroup, strategy: str, before: int, after: int, tmp_path: Path
+) -> None:
+    whole, _ = ranks.run(_part_of_a_run, strategy, 1, range(6), str(tmp_path / "whole"), 3)[0]
+    ranks.run(_part_of_a_run, strategy, before, range(3), str(tmp_path), 3)
+    state, full = ranks.run(_part_of_a_run, strategy, after, range(3, 6), str(tmp_path), 3)[0]
+    for name, x in whole.items():
+        torch.testing.assert_close(state[name], x)
+    plain = torch.optim.AdamW(Net(Recipe(width=5, layers=2, tied=True)).parameters())
+    plain.load_state_dict(full)  # the optimizer without shards takes it
+    assert {float(one["step"]) for one in plain.state.values()} == {6.0}
+
+
+def test_a_shard_that_is_not_there_is_named(tmp_path: Path) -> None:
+    optimizer = ShardedOptimizer(nn.Linear(3, 3).parameters(), torch.optim.AdamW)
+    with pytest.raises(ValueError, match="holds shards of no optimizers"):
+        shards.load(optimizer, tmp_path)
+    torch.save({"state": {}, "param_groups": []}, tmp_path / "optimizer-00001-of-00003.pt")
+    with pytest.raises(ValueError, match=r"optimizer-00000-of-00003\.pt, optimizer-00002-of-00003\.pt are not there"):
+        shards.load(optimizer, tmp_path)
+    with pytest.raises(ValueError, match="share of rank 1 of 2, this is rank 0 of 1"):
+        optimizer.load_state_dict({**optimizer.state_dict(), "shard": [1, 2]})
+    with pytest.raises(ValueError, match=r"groups of \[1\] parameters, this optimizer of \[2\]"):
+        optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0]}]})
+
+
+def test_a_sharded_optimizer_is_an_optimizer() -> None:
+    """Groups with their own options, a schedule, a group added later, a closure: as without shards."""
+    torch.manual_seed(0)
+    nets = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    made = []
+    for net, make in zip(nets, (torch.optim.AdamW, ShardedOptimizer), strict=True):
+        groups = [{"params": [net.weight], "weight_decay": 0.5}]
+        optimizer = make(groups, lr=0.1) if make is torch.optim.AdamW else make(groups, torch.optim.AdamW, lr=0.1)
+        optimizer.add_param_group({"params": [net.bias], "lr": 0.3})
+        made.append((net, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)))
+    for net, optimizer, schedule in made:
+        for _ in range(3):
+
+            def closure(net: nn.Module = net, optimizer: Any = optimizer) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = net(torch.ones(2, 4)).square().sum()
+                loss.backward()
+                return loss
+
+            assert optimizer.step(closure) > 0
+            schedule.step()
+    assert torch.equal(nets[0].weight, nets[1].weight) and torch.equal(nets[0].bias, nets[1].bias)
+
+
+def _bitwise(recipe: Recipe) -> bool:
+    """Whether two ranks' parameters are those that the mean of both ranks' gradients gives, bit for bit."""
+    group, rank = group_of(2), dist.get_rank()
+    if rank >= 2:
+        return True
+    torch.manual_seed(1)
+    alone = Net(recipe)
+    wrapper = Fsdp(on_ranks.copies(alone), group)
+    own, plain = (cls(x.parameters(), lr=0.01) for cls, x in ((torch.optim.AdamW, wrapper), (torch.optim.AdamW, alone)))
+    for x in torch.randn(3, 2, 4, recipe.width):
+        wrapper(x[rank]).backward()
+        wrapper.finish_gradient_synchronization()
+        own.step()
+        own.zero_grad()
+        halves = [torch.autograd.grad(alone(half), [*alone.parameters()]) for half in x]
+        for p, g0, g1 in zip(alone.parameters(), *halves, strict=True):
+            p.grad = (g0 + g1) / 2
+        plain.step()
+    state = wrapper.full_state_dict()
+    return all(torch.equal(state[name], x) for name, x in alone.state_dict().items())
+
+
+def test_fully_sharded_float32_is_bitwise_equal(ranks: WorkerGroup) -> None:
+    assert all(ranks.run(_bitwise, Recipe(width=7, layers=3, tied=True)))
+
+
+def _language_model(strategy: str, checkpoint_blocks: int, compiled: bool, recorded: bool = False) -> Any:
+    """Parameters of a Transformer after two steps on two ranks, and after the same on one.
+
+    recorded: the second forward takes itself for one that is recorded, so it fetches, and the step after it does not.
+    """
+    group, rank = group_of(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    config = ModelConfig(
+        16, 32, 4, 2, vocab_size=50, context_length=8, attention="naive", checkpoint_blocks=checkpoint_blocks
+    )
+    tokens = torch.randint(50, (2, 2, 9), generator=torch.Generator().manual_seed(0)).to(device())
+    torch.manual_seed(3)
+    alone = _OfModel(TransformerLM(config, device()))
+    on_rank = on_ranks.copies(alone)
+    if compiled:
+        on_rank.model.compile_blocks(backend="aot_eager")
+    options = {"bucket_mb": 1e-3} if strategy in ("bucketed", "zero1") else {}  # several: blocks wait for theirs
+    wrapper = STRATEGIES[strategy].load()(on_rank, group, **options)
+    assert not options or len(wrapper.buckets) > 3
+    own, plain = wrapper.make_optimizer(torch.optim.SGD, lr=0.1), torch.optim.SGD(alone.parameters(), lr=0.1)
+    for step in range(2):
+        inside = recorded and step == 1
+        with (
+            on_ranks.recording(inside),
+            patch.object(Home, "gather", autospec=True, side_effect=Home.gather) as gather,
+        ):
+            loss = wrapper(tokens[rank])
+        assert not recorded or gather.call_count == inside * len(wrapper.homes)
+        torch.testing.assert_close(loss, alone(tokens[rank]))
+        loss.backward()
+        wrapper.finish_gradient_synchronization()
+        own.step()
+        own.zero_grad()
+        if recorded:
+            assert wrapper._stale == inside
+        ((alone(tokens[0]) + alone(tokens[1])) / 2).backward()
+        plain.step()
+        plain.zero_grad()
+    with torch.no_grad():
+        torch.testing.assert_close(wrapper(tokens[rank]), alone(tokens[rank]))
+    assert all(pending.work is None for pending in getattr(wrapper, "_gathering", ()))  # blocks have waited for theirs
+    return _on_cpu(wrapper.full_state_dict()), _on_cpu(alone.state_dict())
+
+
+def _on_cpu(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: x.cpu() for name, x in state.items()}
+
+
+class _OfModel(nn.Module):
+    """Reads weights as attributes of other modules, which no hook of theirs sees."""
+
+    def __init__(self, model: TransformerLM):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.model.loss(tokens[:, :-1], tokens[:, 1:])
+
+
+LANGUAGE_MODELS = pytest.mark.parametrize(
+    ("strategy", "checkpoint_blocks", "compiled"),
+    [
+        *(("bucketed", 1, False), ("zero1", 0, False), ("fsdp", 0, False), ("fsdp", 1, False), ("fsdp", 3, False)),
+        *(("overlapped", 0, True), ("bucketed", 0, True), ("zero1", 0, True), ("fsdp", 0, True)),
+    ],
+)
+
+
+@LANGUAGE_MODELS
+def test_the_language_model_also_checkpointed_or_compiled(
+    ranks: WorkerGroup, strategy: str, checkpoint_blocks: int, compiled: bool
+) -> None:
+    found, expected = ranks.run(_language_model, strategy, checkpoint_blocks, compiled)[0]
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x)
+
+
+def _strangers() -> list[str]:
+    group = group_of(2)
+    if dist.get_rank() >= 2:
+        return []
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[1].requires_grad_(False)
+    wrapper = Zero1(module, group)
+    module[1].requires_grad_(True)
+    optimizer = wrapper.make_optimizer(torch.optim.SGD, lr=0.1)
+    more = {"params": list(module[1].parameters())}
+    told = [
+        on_ranks.error_of(lambda: wrapper.make_optimizer(torch.optim.SGD, params=module.parameters(), lr=0.1)),
+        on_ranks.error_of(lambda: optimizer.add_param_group(more)),
+    ]
+    wrapper(torch.ones(1, 2)).sum().backward()
+    wrapper.finish_gradient_synchronization()
+    optimizer.step()  # as if nothing had been asked
+    return told
+
+
+def test_zero1_refuses_parameters_that_it_does_not_train(ranks: WorkerGroup) -> None:
+    for told in ranks.run(_strangers)[0]:
+        assert told.startswith("ValueError: 2 parameters, of 6 numbers, are none that ZeRO-1 trains")
+
+
+def test_a_recorded_forward_fetches_what_the_step_before_it_left(ranks: WorkerGroup) -> None:
+    found, expected = ranks.run(_language_model, "zero1", 0, False, True)[0]
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x)
+
+
+def _narrow(strategy: str, options: dict[str, Any]) -> Any:
+    """Parameters after three steps with what is narrow, without it, and on the whole batch in float64."""
+    group, rank = group_of(2), dist.get_rank()
+    if rank >= 2:
+        return None
+    recipe, found = Recipe(width=8), []
+    for chosen in (options, {}):
+        torch.manual_seed(2)
+        wrapper = STRATEGIES[strategy].load()(Net(recipe).to(device()), group, **chosen)
+        optimizer = wrapper.make_optimizer(torch.optim.SGD, lr=0.1)
+        for x in torch.randn(3, 2, 4, 8, generator=torch.Generator().manual_seed(2)).to(device()):
+            with torch.autocast(device().type, torch.bfloat16, enabled="compute_dtype" in chosen):
+                loss = wrapper(x[rank])
+            loss.backward()
+            wrapper.finish_gradient_synchronization()
+            dtypes = {p.grad.dtype for p in wrapper.parameters()}
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append({name: x.cpu().clone() for name, x in wrapper.full_state_dict().items()})
+    return *found, dtypes
+
+
+LOW_PRECISION = pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("bucketed", {"comm_dtype": torch.bfloat16, "bucket_mb": 1e-4}),
+        ("overlapped", {"comm_dtype": torch.bfloat16}),
+        ("fsdp", {"compute_dtype": torch.bfloat16}),
+    ],
+)
+
+
+@LOW_PRECISION
+def test_low_precision_is_close_and_gradients_stay_wide(
+    ranks: WorkerGroup, strategy: str, options: dict[str, Any]
+) -> None:
+    """Three steps of rate 0.1 with gradients rounded to bfloat16, of a relative error of 2^-8 each."""
+    narrow, wide, dtypes = ranks.run(_narrow, strategy, options)[0]
+    assert dtypes == {torch.float32}
+    torch.manual_seed(2)
+    start = Net(Recipe(width=8)).state_dict()
+    for name, x in wide.items():
+        moved = (x - start[name]).abs().max()
+        difference = (narrow[name] - x).abs().max()
+        assert difference <= 8 * torch.finfo(torch.bfloat16).eps * max(moved, 0.1)
+    assert any(not torch.equal(narrow[name], x) for name, x in wide.items())
+
+
+def _differ(what: str) -> str:
+    group, rank = group_of(2), dist.get_rank()
+    if rank >= 2:
+        return ""
+    layers: list[nn.Module] = [nn.Linear(4, 4), nn.Linear(4, 5)]
+    if rank and what == "shape":
+        layers[1] = nn.Linear(4, 6)
+    if rank and what == "order":
+        layers.reverse()
+    if rank and what == "more":
+        layers.append(nn.Linear(5, 5))
+    return on_ranks.error_of(Naive, nn.Sequential(*layers), group)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("shape", "rank 0 has the parameter 1.weight (5, 4) float32 where rank 1 has the parameter 1.weight (6, 4)"),
+        ("order", "rank 0 has the parameter 0.weight (4, 4) float32 where rank 1 has the parameter 0.weight (5, 4)"),
+        ("more", "rank 0 has nothing more where rank 1 has the parameter 2.weight (5, 5)"),
+    ],
+)
+def test_ranks_that_build_different_models_are_told(ranks: WorkerGroup, what: str, said: str) -> None:
+    for error in ranks.run(_differ, what)[:2]:
+        assert error.startswith("ValueError: ranks hold different modules") and said in error
+
+
+def _unfinished(strategy: str) -> list[str]:
+    group = group_of(2)
+    if dist.get_rank() >= 2:
+        return []
+    wrapper = STRATEGIES[strategy].load()(Net(Recipe()), group)
+    x, found = torch.randn(2, 6), []
+    with wrapper.no_sync():
+        wrapper(x).backward()
+    wrapper(x).backward()
+    found.append(on_ranks.error_of(wrapper, x))
+    wrapper.finish_gradient_synchronization()
+    found.append(on_ranks.error_of(wrapper, x))
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["naive", "flat", "overlapped", "bucketed", "zero1", "fsdp"])
+def test_a_step_without_finish_is_an_error_at_the_next_forward(ranks: WorkerGroup, strategy: str) -> None:
+    first, second = ranks.run(_unfinished, strategy)[0]
+    assert first.startswith("RuntimeError: a backward was not followed by finish_gradient_synchronization()")
+    assert second == "nothing raised"
+
+
+def test_bad_options_are_refused() -> None:
+    for strategy in (Bucketed, Zero1):
+        for value in (0, -1, math.inf, math.nan):
+            with pytest.raises(ValueError, match="bucket_mb="):
+                strategy(nn.Linear(2, 2), None, bucket_mb=value)
+    with pytest.raises(ValueError, match="bucket_mb='large'"):
+        Bucketed(nn.Linear(2, 2), None, bucket_mb="large")
+    with pytest.raises(ValueError, match="unknown strategy 'buckted'; did you mean bucketed"):
+        _ = STRATEGIES["buckted"]
+
+
+def test_alone_no_process_group_is_needed() -> None:
+    assert not dist.is_initialized() and not GROUPS
+    for name, row in STRATEGIES.items():
+        if row.peer:
+            continue
+        wrapper = row.load()(Net(Recipe()))
+        optimizer = wrapper.make_optimizer(torch.optim.SGD, lr=0.1)
+        before = [x.clone() for x in wrapper.full_state_dict().values()]
+        wrapper(torch.randn(2, 6)).backward()
+        wrapper.finish_gradient_synchronization()
+        optimizer.step()
+        assert any(not torch.equal(a, b) for a, b in zip(before, wrapper.full_state_dict().values(), strict=True)), name
+
+
+UNEVEN = Recipe(width=8, layers=3, tied=True, rare=True), Recipe(width=5, frozen=True, unused=True, mixed=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize("name", OWN)
+def test_the_same_on_nccl(gpu_ranks: WorkerGroup, name: str, sharded: bool) -> None:
+    if sharded and name in ("zero1", "fsdp"):
+        pytest.skip("it shards its optimizer by itself")
+    options = {"bucket_mb": 1e-4} if name in ("bucketed", "zero1") else {}
+    for recipe, optimizer in product(UNEVEN, ("momentum", "adamw")):
+        training = Training(name, options, optimizer=optimizer, microbatches=2, sharded=sharded)
+        assert worst_ratio(gpu_ranks.run(train, recipe, training, 0), recipe, training, 0) <= 1, (recipe, optimizer)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name, row in STRATEGIES.items() if row.peer])
+def test_peers_are_that_too_on_nccl(gpu_ranks: WorkerGroup, name: str) -> None:
+    test_peers_are_that_too(gpu_ranks, name)
+
+
+@pytest.mark.gpu
+@LANGUAGE_MODELS
+def test_the_language_model_on_nccl(
+    gpu_ranks: WorkerGroup, strategy: str, checkpoint_blocks: int, compiled: bool
+) -> None:
+    test_the_language_model_also_checkpointed_or_compiled(gpu_ranks, strategy, checkpoint_blocks, compiled)
+
+
+@pytest.mark.gpu
+@LOW_PRECISION
+def test_low_precision_on_nccl(gpu_ranks: WorkerGroup, strategy: str, options: dict[str, Any]) -> None:
+    test_low_precision_is_close_and_gradients_stay_wide(gpu_ranks, strategy, options)

@@ -1,0 +1,171 @@
+"""When ZeRO-1 fetches parameters: at once after a step, and a few at a time in a forward that is recorded."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lmsys.parallel.collectives import Pending
+from lmsys.parallel.group import WorkerGroup
+from lmsys.parallel.zero1 import AHEAD, Zero1
+from tests.support.ranks import Recipe, Training, group_of, recording, train, use, worst_ratio
+
+NUM_BLOCKS = 5
+orders = st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True)  # of blocks that a forward runs
+bucket_mbs = st.sampled_from([1e-5, 1e-4, 2e-4, 1.0])
+flags = st.booleans()
+recipes = st.builds(
+    Recipe, st.integers(1, 9), st.integers(1, 4), tied=flags, frozen=flags, unused=flags, rare=flags, mixed=flags
+)
+
+
+class Some(nn.Module):
+    """Of its blocks it runs those in `order`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(NUM_BLOCKS))
+        self.order = list(range(NUM_BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for number in self.order:
+            x = self.blocks[number](x)
+        return x.sum()
+
+
+@dataclass
+class Fetched:
+    """events  of a step and the next forward: (begun or waited, home) and (ran, block)
+    needed  homes, by block
+    state   parameters right after that forward
+    """
+
+    events: list[tuple[str, int]]
+    needed: list[set[int]]
+    num_homes: int
+    state: list[Tensor]
+
+
+def _fetched(recorded: bool, order: list[int], bucket_mb: float) -> Fetched | None:
+    """All blocks have moved in the step."""
+    group, events = group_of(2), []
+    if dist.get_rank() >= 2:
+        return None
+
+    def noting(gather: Any) -> Any:
+        def gathers(self: Zero1, number: int) -> Pending:
+            events.append(("begun", number))
+            pending = gather(self, number)
+            return Pending(then=lambda: (pending.wait(), events.append(("waited", number))))
+
+        return gathers
+
+    torch.manual_seed(0)
+    module = Some()
+    for number, block in enumerate(module.blocks):
+        block.register_forward_hook(lambda *_, number=number: events.append(("ran", number)))
+    wrapper = Zero1(module, group, bucket_mb)
+    optimizer = wrapper.make_optimizer(torch.optim.SGD, lr=0.1)
+    with use((Zero1, "_gather", noting)), recording(recorded):
+        wrapper(torch.ones(2, 4)).backward()
+        wrapper.finish_gradient_synchronization()
+        events.clear()
+        optimizer.step()
+        module.order = order
+        wrapper(torch.ones(2, 4))
+    state = [p.detach().clone() for p in module.parameters()]
+    index_of = {p: index for index, p in enumerate(wrapper.trainable)}
+    members = [set(home.bucket.indices) for home in wrapper.homes]
+    own = [{index_of[p] for p in block.parameters()} for block in module.blocks]
+    needed = [{number for number, found in enumerate(members) if found & of_block} for of_block in own]
+    return Fetched(events, needed, len(wrapper.homes), state)
+
+
+@settings(max_examples=25)
+@given(order=orders, bucket_mb=bucket_mbs)
+def test_a_recorded_forward_begins_a_few_homes_ahead_and_waits_for_all(
+    ranks: WorkerGroup, order: list[int], bucket_mb: float
+) -> None:
+    """Whichever blocks it runs, in whatever order."""
+    found = ranks.run(_fetched, True, order, bucket_mb)[:2]
+    for one in found:
+        begun, waited = [], set()
+        for what, number in one.events:
+            if what == "begun":
+                begun.append(number)
+            elif what == "waited":
+                waited.add(number)
+            else:
+                assert one.needed[number] <= waited
+                assert len(begun) == min(max(waited) + 1 + AHEAD, one.num_homes)
+        assert begun == sorted(waited) == list(range(one.num_homes))
+        assert [number for what, number in one.events if what == "ran"] == order
+    assert all(torch.equal(x, y) for x, y in zip(*(one.state for one in found), strict=True))
+
+
+@settings(max_examples=10)
+@given(order=orders, bucket_mb=bucket_mbs)
+def test_else_a_step_begins_all_homes_and_a_forward_none(
+    ranks: WorkerGroup, order: list[int], bucket_mb: float
+) -> None:
+    """So that a forward may be of one rank alone."""
+    for one in ranks.run(_fetched, False, order, bucket_mb)[:2]:
+        assert one.events[: one.num_homes] == [("begun", number) for number in range(one.num_homes)]
+        waited, rest = set(), one.events[one.num_homes :]
+        for what, number in rest:
+            assert what == "waited" or (what == "ran" and one.needed[number] <= waited)
+            waited |= {number} if what == "waited" else set()
+
+
+@settings(max_examples=25)
+@given(
+    recipe=recipes,
+    bucket_mb=bucket_mbs,
+    world_size=st.integers(1, 4),
+    microbatches=st.integers(1, 2),
+    seed=st.integers(0, 99),
+)
+def test_recorded_forwards_train_as_one_process(
+    ranks: WorkerGroup, recipe: Recipe, bucket_mb: float, world_size: int, microbatches: int, seed: int
+) -> None:
+    training = Training(
+        "zero1", {"bucket_mb": bucket_mb}, world_size, "momentum", microbatches=microbatches, recorded=True
+    )
+    assert worst_ratio(ranks.run(train, recipe, training, seed), recipe, training, seed) <= 1
+
+
+def _after_a_recording_that_failed(order: list[int], bucket_mb: float) -> list[int] | None:
+    """Homes that are begun by the forward after it; none where those are not all."""
+    group = group_of(2)
+    if dist.get_rank() >= 2:
+        return None
+    module = Some()
+    wrapper = Zero1(module, group, bucket_mb)
+    begun: list[int] = []
+
+    def noting(gather: Any) -> Any:
+        return lambda self, number: (begun.append(number), gather(self, number))[1]
+
+    module.order = [*order, NUM_BLOCKS]  # there is no such block
+    with recording(True), pytest.raises(IndexError):
+        wrapper(torch.ones(2, 4))
+    module.order = order
+    with use((Zero1, "_gather", noting)), recording(False):
+        wrapper(torch.ones(2, 4))
+    return begun if len(wrapper.homes) == len(begun) else []
+
+
+@settings(max_examples=10)
+@given(order=orders, bucket_mb=bucket_mbs)
+def test_after_a_recording_that_failed_all_homes_are_fetched(
+    ranks: WorkerGroup, order: list[int], bucket_mb: float
+) -> None:
+    for begun in ranks.run(_after_a_recording_that_failed, order, bucket_mb)[:2]:
+        assert begun and begun == list(range(len(begun)))

@@ -1,0 +1,641 @@
+"""Runs the Gluon kernels of `flash_gluon` on a CPU: their Python, with NumPy-like stand-ins for what Gluon gives.
+
+Each partition of each CTA is a thread. Everything asynchronous is done as late, and memory that a copy will fill is
+spoilt as early, as the rules allow, so that a wait or a release in the wrong place shows as NaN, a wrong sum, an
+error, or a deadlock (reported after a while without progress):
+- a bulk load fills its target with NaN when it is issued, and with data a while later;
+- a matmul reads its operands when it is waited for, and they must be what they were when it was issued;
+- a bulk store reads its source when it is waited for, and writes at the end; an addition lands when it is published,
+  by its own partition or one that a named barrier has told of it; so do zeros;
+- shared memory that was written by ordinary stores and not fenced cannot be an operand.
+Not simulated: layouts, registers, what 128 threads do apart from one another.
+"""
+
+import ast
+import ctypes
+import itertools
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+SOURCES = Path(__file__).parents[2] / "lmsys" / "attention" / "flash_gluon"
+PATIENCE_S = 30.0
+LANDINGS_S: tuple[float | None, ...] = (0.0, 0.002, 0.02)  # after which a load lands; None: once it is waited for
+
+here = threading.local()  # the partition that this thread is
+
+
+class Deadlock(AssertionError):
+    pass
+
+
+class Machine:
+    """One lock for all: whoever changes anything wakes all that wait."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition(threading.RLock())
+        self.failure: BaseException | None = None
+        self.late: list[tuple[Any, ...]] = []  # stores that nobody waited for: they land when the kernel ends
+
+    def await_(self, condition: Callable[[], bool], what: str) -> None:
+        with self.changed:
+            done = self.changed.wait_for(lambda: self.failure is not None or condition(), PATIENCE_S)
+            if self.failure is not None:
+                raise Deadlock("another partition failed") from self.failure
+            if not done:
+                raise Deadlock(f"waits for ever: {what} in {threading.current_thread().name}")
+
+    @contextmanager
+    def change(self) -> Iterator[None]:
+        with self.changed:
+            yield
+            self.changed.notify_all()
+
+
+class Barrier:
+    """An mbarrier."""
+
+    def __init__(self) -> None:
+        self.count = self.pending = self.bytes = self.phase = self.waiting = 0
+        self.late: list[Callable[[], None]] = []  # loads that land once somebody waits
+
+    def arrive(self, count: int = 1, expect: int = 0) -> None:
+        with here.machine.change():
+            self.bytes += expect
+            self.pending -= count
+            assert self.pending >= 0, "more arrivals than the barrier was made for"
+            self._turn()
+
+    def landed(self, size: int) -> None:
+        self.bytes -= size
+        assert self.bytes >= 0, "more bytes than were expected"
+        self._turn()
+
+    def _turn(self) -> None:
+        if self.pending == 0 and self.bytes == 0:
+            self.phase, self.pending = self.phase + 1, self.count
+
+
+@dataclass
+class Shared:
+    """A view of shared memory; `written` is common to all views of one allocation."""
+
+    data: Tensor
+    unfenced: list[Tensor]
+    together: bool = True  # one stretch of memory
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.data.shape)
+
+    def _view(self, data: Tensor, together: bool = True) -> "Shared":
+        return Shared(data, self.unfenced, together and self.together)
+
+    def index(self, i: Any) -> "Shared":
+        assert 0 <= int(i) < self.data.shape[0]
+        return self._view(self.data[int(i)])
+
+    def slice(self, start: int, length: int, dim: int = 0) -> "Shared":
+        """Tiles lie in memory as panels of columns, 128 bytes wide."""
+        one_panel = self.data.shape[-1] * self.data.element_size() <= 128
+        return self._view(self.data.narrow(dim, start, length), dim == 0 and one_panel)
+
+    def permute(self, order: tuple[int, ...]) -> "Shared":
+        return self._view(self.data.permute(order))
+
+    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> "Shared":
+        assert self.together, "a slice of several panels read as if it were a tile"
+        return self._view(self.data.flatten().view(dtype)[: math.prod(shape)].view(shape))
+
+    def store(self, x: Tensor) -> None:
+        self.data.copy_(x)
+        self.unfenced.append(self.data)
+        here.stored.append(self)
+
+    def load(self, layout: Any) -> Tensor:
+        return self.data.clone()
+
+    def operand(self) -> Tensor:
+        for other in self.unfenced:
+            assert not _overlap(self.data, other), "written by ordinary stores and not fenced"
+        return self.data.float().clone()
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """The first byte and the last."""
+    last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    return x.storage_offset() * x.element_size(), (x.storage_offset() + last + 1) * x.element_size() - 1
+
+
+def _overlap(x: Tensor, y: Tensor) -> bool:
+    (a, b), (c, d) = _span(x), _span(y)
+    return a <= d and c <= b
+
+
+@dataclass
+class Token:
+    """A matmul under way."""
+
+    a: Any
+    b: Shared
+    acc: Tensor | None
+    result: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.seen = self._operands()
+
+    def _operands(self) -> tuple[Tensor, Tensor]:
+        return self.a.operand() if isinstance(self.a, Shared) else self.a.float(), self.b.operand()
+
+    def run(self) -> None:
+        a, b = self._operands()
+        for now, before in zip((a, b), self.seen, strict=True):  # memory nobody wrote is NaN, and stays so
+            assert torch.equal(now.nan_to_num(1e9), before.nan_to_num(1e9)), "an operand changed under a matmul"
+        self.result = a @ b if self.acc is None else self.acc + a @ b
+
+
+class Word(Tensor):
+    """A scalar of a kernel: an address becomes a pointer, bits another type."""
+
+    def to(self, what: Any, bitcast: bool = False) -> Any:  # type: ignore[override]
+        if isinstance(what, Pointer):
+            return Pointer(int(self), what.dtype)
+        plain = self.as_subclass(Tensor)
+        return (plain.view(what) if bitcast else plain.to(what)).as_subclass(Word)
+
+
+def word(x: Any, dtype: torch.dtype | None = None) -> Word:
+    return torch.tensor(x, dtype=dtype).as_subclass(Word)
+
+
+@dataclass
+class Pointer:
+    """Into the memory of this process, `offset` elements after `address`."""
+
+    address: int
+    dtype: torch.dtype
+    offset: Any = 0
+
+    def __add__(self, offset: Any) -> "Pointer":
+        return Pointer(self.address, self.dtype, self.offset + offset)
+
+    def to(self, _: Any) -> Word:
+        return word(self.address)
+
+    def window(self, length: int) -> Tensor:
+        size = torch.empty(0, dtype=self.dtype).element_size()
+        return torch.frombuffer((ctypes.c_char * (length * size)).from_address(self.address), dtype=self.dtype)
+
+
+class Descriptor:
+    def __init__(self, x: Tensor, block: list[int]):
+        self.x, self.block, self.dtype, self.layout = x, block, x.dtype, None
+        nbytes = x.element_size() * torch.Size(block).numel()
+        self.block_type = SimpleNamespace(shape=block, nbytes=nbytes)
+
+    def parts(self, coord: list[Any]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """Where a block lies in the tensor, and the part of the block that does; empty outside."""
+        inside, kept = [], []
+        for start, size, length in zip(map(int, coord), self.block, self.x.shape, strict=True):
+            assert start >= 0
+            stop = max(start, min(start + size, length))
+            inside.append(slice(start, stop))
+            kept.append(slice(0, stop - start))
+        return tuple(inside), tuple(kept)
+
+
+@dataclass
+class Cta:
+    machine: Machine
+    program: int
+    grid: int
+    # number: [threads that have come, times completed, additions to memory that those who came know of]
+    named: dict[int, list[Any]] = field(default_factory=dict)
+
+
+def _scalar(x: Any) -> Any:
+    return x if isinstance(x, Tensor) else torch.tensor(x)
+
+
+def _both(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    def apply(x: Any, y: Any) -> Any:
+        x, y = _scalar(x), _scalar(y)
+        return function(x.to(y.dtype) if x.dim() < y.dim() else x, y.to(x.dtype) if y.dim() <= x.dim() else y)
+
+    return apply
+
+
+def _expect(barrier: Barrier, size: Any) -> None:
+    barrier.arrive(expect=int(size))
+
+
+def _wait(barrier: Barrier, parity: Any, pred: Any = True) -> None:
+    if not bool(pred):
+        return
+    with here.machine.change():
+        barrier.waiting += 1
+        late, barrier.late = barrier.late, []
+    for land in late:
+        land()
+    here.machine.await_(lambda: barrier.phase & 1 != int(parity), f"mbarrier at parity {int(parity)}")
+    with here.machine.change():
+        barrier.waiting -= 1
+
+
+def _init(barrier: Barrier, count: int) -> None:
+    barrier.count = barrier.pending = count
+
+
+def _copy_in(desc: Descriptor, coord: list[Any], barrier: Barrier, target: Shared, pred: bool = True) -> None:
+    assert list(target.shape) == desc.block, (target.shape, desc.block)
+    target.data.fill_(float("nan"))
+    inside, kept = desc.parts(coord)
+    machine = here.machine
+
+    def land() -> None:
+        with machine.change():
+            block = torch.zeros(desc.block, dtype=desc.dtype)
+            block[kept] = desc.x[inside]
+            target.data.copy_(block)
+            barrier.landed(desc.block_type.nbytes)
+
+    delay = random.choice(LANDINGS_S)
+    if delay is None:
+        with machine.change():
+            if not barrier.waiting:
+                barrier.late.append(land)
+                return
+    timer = threading.Timer(delay or 0.0, land)
+    timer.daemon = True
+    timer.start()
+
+
+def _copy_out(desc: Descriptor, coord: list[Any], source: Shared) -> None:
+    assert list(source.shape) == desc.block
+    source.operand()
+    here.stores.append((desc, [int(c) for c in coord], source))
+
+
+def _read_stores(pending: int) -> None:
+    while len(here.stores) > pending:
+        desc, coord, source = here.stores.pop(0)
+        source.operand()
+        here.writes.append((desc, coord, source.data.clone()))
+
+
+def _land(writes: list[tuple[Any, ...]]) -> None:
+    for desc, coord, block in writes:
+        inside, kept = desc.parts(coord)
+        desc.x[inside] = block[kept]
+    writes.clear()
+
+
+def _fence(cluster: bool = False) -> None:
+    for shared in here.stored:
+        shared.unfenced[:] = [x for x in shared.unfenced if x is not shared.data]
+    here.stored.clear()
+
+
+def _matmul(a: Any, b: Shared, acc: Any, *, use_acc: bool = True, is_async: bool = False) -> Token:
+    assert is_async
+    token = Token(a, b, acc if use_acc else None)
+    here.matmuls.append(token)
+    time.sleep(random.choice((0, 0, 0.001)))  # others may come in between
+    return token
+
+
+def _wait_matmuls(outstanding: int, deps: list[Any]) -> Any:
+    while len(here.matmuls) > outstanding:
+        here.matmuls.pop(0).run()
+    found = [x.result if isinstance(x, Token) else x for x in deps]
+    assert all(x is not None for x in found), "a result is used before its matmul was waited for"
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+def _named_barrier(kind: str, number: Any, num_threads: int, come: int = 128) -> None:
+    number, cta = int(number), here.cta
+    assert 8 <= number < 16
+    with cta.machine.change():
+        state = cta.named.setdefault(number, [0, 0, []])
+        before = state[1]
+        state[0] += come
+        state[2] = [x for x in state[2] + here.added if not x.landed]
+        assert state[0] <= num_threads
+        if state[0] == num_threads:
+            state[:2] = 0, state[1] + 1
+    if kind == "sync":
+        cta.machine.await_(lambda: state[1] > before, f"named barrier {number}")
+        here.added = list(state[2])
+
+
+def _allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
+    if layout == "mbarrier":
+        made = [Barrier() for _ in range(shape[0])]
+        return SimpleNamespace(index=lambda i: made[int(i)])
+    data = torch.full([int(n) for n in shape], float("nan") if dtype.is_floating_point else -1, dtype=dtype)
+    return Shared(data, [])
+
+
+def _places(pointer: Pointer, mask: Any) -> tuple[Tensor, Tensor]:
+    offset = _scalar(pointer.offset).as_subclass(Tensor)
+    return offset, torch.ones(offset.shape, dtype=torch.bool) if mask is None else mask.expand(offset.shape)
+
+
+def _load(pointer: Pointer, mask: Any = None, other: float = 0.0, cache_modifier: str = "") -> Tensor:
+    offset, inside = _places(pointer, mask)
+    found = torch.full(offset.shape, other, dtype=pointer.dtype)
+    if inside.any():
+        assert offset[inside].min() >= 0
+        found[inside] = pointer.window(int(offset[inside].max()) + 1)[offset[inside]]
+    return found.as_subclass(Word) if found.dim() == 0 else found
+
+
+def _store(pointer: Pointer, x: Any, mask: Any = None) -> None:
+    offset, inside = _places(pointer, mask)
+    if isinstance(x, Pointer):
+        x = x.address
+    x = _scalar(x).as_subclass(Tensor).expand(offset.shape)
+    with here.machine.change():
+        if inside.any():
+            assert offset[inside].min() >= 0
+            pointer.window(int(offset[inside].max()) + 1)[offset[inside]] = x[inside].to(pointer.dtype)
+
+
+def _atomic_add(pointer: Pointer, x: Any, mask: Any = None) -> Tensor:
+    with here.machine.change():
+        before = _load(pointer, mask, 0)
+        _store(pointer, before + x, mask)
+    return before
+
+
+@dataclass(eq=False)
+class Addition:
+    pointer: Pointer
+    numbers: Tensor
+    landed: bool = False
+
+
+def _add_registers(pointer: Pointer, x: Tensor) -> None:
+    """Lands at once or, as others may see it, when it is published; at the latest when the partition ends."""
+    time.sleep(random.uniform(0, 0.002))  # so that the order of additions is one of many
+    here.added.append(Addition(pointer, x.reshape(4, 2, 8, 8, 4, 2).permute(3, 0, 2, 4, 1, 5).reshape(4096)))
+    if random.random() < 0.5:
+        _finish_additions()
+
+
+def _finish_additions() -> None:
+    with here.machine.change():
+        for x in here.added:
+            if not x.landed:
+                start = int(x.pointer.offset)
+                x.pointer.window(start + 4096)[start:].add_(x.numbers)
+                x.landed = True
+        here.added.clear()
+
+
+def _clear(pointer: Pointer) -> None:
+    """Lands when it is published, after its warps have met; before, what is there is no number."""
+    start = int(pointer.offset)
+    with here.machine.change():
+        pointer.window(start + 4096)[start:].fill_(float("nan"))
+    here.cleared.append(pointer)
+
+
+def _thread_barrier() -> None:
+    here.met += here.cleared
+    here.cleared.clear()
+
+
+def _publish(count: Pointer) -> None:
+    _finish_additions()
+    with here.machine.change():
+        for x in here.met:
+            start = int(x.offset)
+            x.window(start + 4096)[start:].zero_()
+        here.met.clear()
+    before = _atomic_add(count, 1)
+    assert not here.in_turns or before == here.turns.pop(int(count.offset), None), "added out of turn"
+
+
+def _admit(count: Pointer, expected: Any, first: int) -> None:
+    here.in_turns = False  # what this partition publishes is no turn
+    _let_add(count, expected, first)
+
+
+def _let_add(count: Pointer, expected: Any, first: int) -> None:
+    assert int(_load(count)) <= int(expected), "the turn is over"
+    here.machine.await_(lambda: int(_load(count)) == int(expected), f"a count of {int(expected)}")
+    for number in (first, first + 1):
+        _named_barrier("arrive", number, 160, come=32)
+
+
+def _give_turn(count: Pointer, expected: Any, first: int) -> None:
+    here.turns[int(count.offset)] = int(expected)
+    _let_add(count, expected, first)
+
+
+def _specialize(functions: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
+    machine, cta = here.machine, here.cta
+
+    def partition(function: Any, arguments: tuple[Any, ...]) -> None:
+        _enter(machine, cta)
+        try:
+            function(*arguments)
+            _read_stores(0)
+            _finish_additions()
+            with machine.change():
+                machine.late += here.writes
+            assert not here.matmuls, "a matmul was never waited for"
+            assert not here.turns, "a turn was never over"
+            assert not here.cleared and not here.met, "what was cleared was never published"
+        except BaseException as error:
+            with machine.change():
+                machine.failure = machine.failure or error
+
+    threads = [
+        threading.Thread(target=partition, args=work, name=f"CTA {cta.program} partition {i}", daemon=True)
+        for i, work in enumerate(functions)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if machine.failure is None:
+        assert not any(state[0] for state in cta.named.values()), "threads were left behind at a named barrier"
+
+
+def _enter(machine: Machine, cta: Cta) -> None:
+    here.machine, here.cta = machine, cta
+    here.matmuls, here.stores, here.writes, here.stored, here.added = [], [], [], [], []
+    here.cleared, here.met = [], []  # zeros that warps have written, apart from one another; that all of them have
+    here.turns, here.in_turns = {}, True  # by place of the count
+
+
+class _Constant(int):
+    @property
+    def value(self) -> int:
+        return int(self)
+
+
+def _ranged(*bounds: Any) -> Iterator[Tensor]:
+    return (torch.tensor(i) for i in range(*map(int, bounds)))
+
+
+def _reduced(function: Callable[..., Tensor]) -> Callable[[Tensor, int], Tensor]:
+    return lambda x, axis: function(x, dim=axis)
+
+
+gl = SimpleNamespace(
+    constexpr=lambda x: _Constant(x) if isinstance(x, int) else x,
+    bfloat16=torch.bfloat16, float16=torch.float16, float32=torch.float32, int32=torch.int32, int64=torch.int64,
+    pointer_type=lambda dtype: Pointer(0, dtype),
+    NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *a: "tiles"),
+    SwizzledSharedLayout=lambda *a: "plain", BlockedLayout=lambda *a: None, SliceLayout=lambda *a: None,
+    NVMMADistributedLayout=lambda *a: None, DotOperandLayout=lambda **k: None,
+    allocate_shared_memory=_allocate, warp_specialize=_specialize, thread_barrier=_thread_barrier,
+    program_id=lambda axis: torch.tensor(here.cta.program), num_programs=lambda axis: here.cta.grid,
+    static_range=range, static_assert=lambda holds, why: None, cdiv=lambda x, y: (x + y - 1) // y,
+    arange=lambda start, stop, layout=None: torch.arange(start, stop),
+    full=lambda shape, x, dtype, layout: torch.full(shape, x.item() if isinstance(x, Tensor) else x, dtype=dtype),
+    zeros=lambda shape, dtype, layout=None: torch.zeros([int(n) for n in shape], dtype=dtype),
+    where=lambda c, x, y: torch.where(torch.as_tensor(c), x, y),
+    zeros_like=torch.zeros_like, join=lambda x, y: torch.stack((x, y), -1),
+    maximum=_both(torch.maximum), minimum=_both(torch.minimum),
+    max=_reduced(torch.amax), min=_reduced(torch.amin), sum=_reduced(torch.sum),
+    exp2=torch.exp2, log2=torch.log2, reshape=lambda x, shape: x.reshape([int(n) for n in shape]),
+    convert_layout=lambda x, layout, assert_trivial=False: x, multiple_of=lambda x, _: x,
+    load=_load, store=_store, atomic_add=_atomic_add,
+    extra=SimpleNamespace(cuda=SimpleNamespace(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None)),
+)  # fmt: skip
+mbarrier = SimpleNamespace(
+    MBarrierLayout=lambda: "mbarrier", init=_init, expect=_expect, wait=_wait,
+    arrive=lambda barrier, count: barrier.arrive(count),
+)  # fmt: skip
+tma = SimpleNamespace(
+    async_copy_global_to_shared=_copy_in, async_copy_shared_to_global=_copy_out, store_wait=_read_stores
+)
+
+
+def _jit(function: Any = None, **_: Any) -> Any:
+    return function or (lambda function: function)
+
+
+def kernels(module: str) -> dict[str, Any]:
+    """What the source of `module` defines, over the stand-ins."""
+    stand_ins = {
+        "gluon": SimpleNamespace(jit=_jit, constexpr_function=_jit), "gl": gl, "mbarrier": mbarrier, "tma": tma,
+        "fence_async_shared": _fence, "warpgroup_mma": _matmul, "warpgroup_mma_wait": _wait_matmuls,
+        "triton": SimpleNamespace(jit=_jit, language=gl), "tl": gl, "range": _ranged,
+    }  # fmt: skip
+    _run_source("hopper", stand_ins)
+    stand_ins |= {  # in assembly
+        "named_barrier": _named_barrier,
+        "publish": _publish,
+        "give_turn": _give_turn,
+        "admit": _admit,
+        "clear": _clear,
+        "await_kernel_before": lambda: None,  # kernels do not run beside one another
+        "admit_kernel_after": lambda: None,
+        "add_registers": _add_registers,
+        "narrow": lambda x, dtype: x.to(dtype),
+        "scale_rows": lambda x, factor: x * factor[:, None],
+        "widen": lambda x, dtype: x.float(),
+    }
+    for name in ("dq", module) if module == "backward" else (module,):
+        _run_source(name, stand_ins)
+    return stand_ins
+
+
+class _Values(ast.NodeTransformer):
+    """x += y makes a new value in a kernel, but would change the tensor that stands in for it."""
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.Assign:
+        assert isinstance(node.target, ast.Name)
+        read = ast.Name(node.target.id, ast.Load())
+        return ast.copy_location(ast.Assign([node.target], ast.BinOp(read, node.op, node.value)), node)
+
+
+def _run_source(module: str, names: dict[str, Any]) -> None:
+    path = SOURCES / f"{module}.py"
+    tree = ast.parse(path.read_text())
+    tree.body = [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom)]
+    exec(compile(ast.fix_missing_locations(_Values().visit(tree)), str(path), "exec"), names)
+
+
+def launch(kernel: Callable[..., None], grid: int, at_once: int, *args: Any, **constants: Any) -> None:
+    """All CTAs, `at_once` at a time, started in order."""
+    machine, numbers = Machine(), itertools.count()
+    args = tuple(word(x) if type(x) in (int, float) else x for x in args)
+
+    def processor() -> None:
+        while (program := next(numbers)) < grid and machine.failure is None:
+            _enter(machine, Cta(machine, program, grid))
+            try:
+                kernel(*args, **constants)
+            except BaseException as error:
+                with machine.change():
+                    machine.failure = machine.failure or error
+
+    processors = [threading.Thread(target=processor, daemon=True) for _ in range(min(grid, at_once))]
+    for thread in processors:
+        thread.start()
+    for thread in processors:
+        thread.join()
+    _land(machine.late)
+    if machine.failure is not None:
+        raise machine.failure
+
+
+PROCESSORS = 6
+
+
+class Kernel:
+    """In the place of `lmsys.attention.flash_gluon.launch.Kernel`."""
+
+    def __init__(
+        self, function: Any, tensors: list[Tensor], blocks: list[list[int]], others: list[Any], **options: Any
+    ):
+        self.kernel = kernels(function.fn.__module__.rpartition(".")[2])[function.__name__]
+        self.blocks = blocks
+        self.pointers = [x.dtype if isinstance(x, Tensor) else None for x in others]
+        self.constants = {name: x for name, x in options.items() if name.isupper()}
+
+    def __call__(self, grid: int, stream: int, tensors: tuple[Tensor, ...], others: tuple[Any, ...]) -> None:
+        described = [Descriptor(x.detach(), block) for x, block in zip(tensors, self.blocks, strict=True)]
+        args = [Pointer(x, dtype) if dtype else x for x, dtype in zip(others, self.pointers, strict=True)]
+        launch(self.kernel, grid, PROCESSORS, *described, *args, **self.constants)
+
+
+@contextmanager
+def simulated() -> Iterator[None]:
+    """Within, `flash_gluon` runs on CPU tensors, on a GPU of PROCESSORS multiprocessors."""
+    from lmsys.attention.flash_gluon import kernels as product
+
+    with ExitStack() as patches:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # partitions are threads enough
+        patches.callback(torch.set_num_threads, threads)
+        for owner, name, stand_in in [
+            (product, "Kernel", Kernel),
+            (product, "raw_stream", lambda device: 0),
+            (product, "_kernels", {}),
+            (product, "_launches", {}),
+            (product, "_counters", {}),
+            (torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=PROCESSORS)),
+            (torch.cuda, "is_current_stream_capturing", lambda: False),
+            (torch.cuda, "device_of", lambda x: nullcontext()),
+        ]:
+            patches.enter_context(patch.object(owner, name, stand_in))
+        yield
+        assert not any(counter.any() for counter in product._counters.values()), "a counter was not left at zero"

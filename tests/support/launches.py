@@ -1,0 +1,95 @@
+"""Launches the Triton kernels into a stub of the driver, directly and by Triton's own ways.
+
+`python -m tests.support.launches 90` (a GPU with TMA; 80: one without) prints a JSON line for each launch: the
+kernel, whether both ways gave it one grid, one stream and the same bytes for each of its parameters, how many bytes
+those are, and how many descriptors are kept by then, at most how many. Successive calls differ in length, layout and
+address, and come back to addresses that they had before. It must run without TRITON_INTERPRET, so the tests start it
+in a process of its own.
+"""
+
+import json
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+from lmsys.attention import flash_triton
+from lmsys.attention.tuning import Tile
+from lmsys.kernels import launch
+from lmsys.model import rotary_triton
+from tests.support.driver_stub import Stub
+
+MAX_DESCRIPTORS = 40
+BATCH, HEADS = 2, 4
+TILE, OTHER = Tile(32, 16, 4, 1), Tile(16, 32, 4, 1)
+CASES = [  # key heads, head dimension, dtype, causal
+    (4, 64, torch.bfloat16, True),
+    (2, 20, torch.float32, False),
+]
+LENGTHS = (64, 40, 64, 33)
+
+
+def main(capability: int) -> None:
+    stub = Stub(capability)
+    launch.MAX_DESCRIPTORS = MAX_DESCRIPTORS
+
+    class Both:
+        """In the place of `Kernel`: launches each call in both ways."""
+
+        def __init__(self, *args: Any, **options: Any):
+            self.ways = launch.DirectKernel(*args, **options), launch.PublicKernel(*args, **options)
+
+        def __call__(self, *args: Any, **options: Any) -> None:
+            (direct,), (public,) = (stub.launches(partial(way, *args, **options)) for way in self.ways)
+            line = {"kernel": direct[0], "same": direct == public, "bytes": sum(map(len, direct[3]))}
+            kept = {"descriptors": len(launch._descriptors), "most": MAX_DESCRIPTORS}
+            print(json.dumps(line | kept), flush=True)
+
+    flash_triton.Kernel = rotary_triton.Kernel = Both
+    for case in CASES:
+        for transposed in (False, True):
+            for length in LENGTHS:
+                attend(*case, length, transposed)
+    for length in LENGTHS:
+        heads = torch.randn(BATCH, length, 3 * HEADS, 256)  # on a grid of two dimensions
+        parts = tuple(torch.empty(BATCH, length, HEADS, 256) for _ in range(3))
+        rotary_triton.turn(heads, parts, *torch.randn(2, length, 128), backward=False)
+    if capability == 90:  # without TMA tiles take less of shared memory
+        print(json.dumps({"kernel": "too large", "same": too_large() == too_large() != ""}))
+
+
+def too_large() -> str:
+    """What Triton says of a tile that no GPU has room for."""
+    q = torch.zeros(1, 1, 128, 128, dtype=torch.bfloat16)
+    try:
+        flash_triton._forward(q, q, q, True, 0.125, Tile(128, 128, 4, 6))
+    except OutOfResources as error:
+        return str(error)
+    return ""
+
+
+memory = torch.zeros(6, BATCH * HEADS * max(LENGTHS) * 64)  # float32: room for q, k, v, o, do in any dtype
+
+
+def attend(kv_heads: int, head_dim: int, dtype: torch.dtype, causal: bool, length: int, transposed: bool) -> None:
+    def placed(i: int, heads: int) -> Tensor:
+        place = memory[i].view(dtype)
+        if transposed:
+            place = place[: BATCH * length * heads * head_dim]
+            return place.view(BATCH, length, heads, head_dim).transpose(1, 2)
+        place = place[: BATCH * heads * max(LENGTHS) * head_dim]
+        return place.view(BATCH, heads, max(LENGTHS), head_dim)[:, :, :length]
+
+    q, o, do = (placed(i, HEADS) for i in range(3))
+    k, v = (placed(i, kv_heads) for i in range(3, 5))
+    lse = memory[5, length % 2 :][: BATCH * HEADS * length].view(BATCH, HEADS, length)  # aligned, or not
+    for tile in (TILE, OTHER):
+        flash_triton._forward(q, k, v, causal, 0.125, tile)
+    flash_triton._backward(q, k, v, o, lse, do, causal, 0.125, TILE)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,271 @@
+"""What the tests of data parallelism run on ranks, and on one process to compare with. Importable by the ranks."""
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lmsys.parallel import STRATEGIES
+from lmsys.parallel.group import device
+from lmsys.parallel.sharded_optimizer import ShardedOptimizer
+from lmsys.parallel.zero1 import Zero1
+from lmsys.testing import error_ratio
+from tests.support.poison import poison
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "eps": 1e-2, "weight_decay": 0.0}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.05, "eps": 1e-2}),
+}
+GROUPS: dict[int, Any] = {}  # of this rank, by world size
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A small model: some of its weights tied, frozen, unused on some ranks or on all, in float64; with a buffer."""
+
+    width: int = 6
+    layers: int = 2
+    tied: bool = False
+    frozen: bool = False
+    unused: bool = False
+    rare: bool = False  # a layer that only rank 0 uses
+    mixed: bool = False
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a recipe is trained: strategy, optimizer, steps and microbatches of each."""
+
+    strategy: str
+    options: dict[str, Any] = field(default_factory=dict)
+    world_size: int = 2
+    optimizer: str = "sgd"
+    sharded: bool = False
+    steps: int = 3
+    microbatches: int = 1
+    set_to_none: bool = True
+    recorded: bool = False  # ZeRO-1's forwards take themselves for recorded: they fetch, and steps do not
+
+
+class Block(nn.Module):
+    def __init__(self, recipe: Recipe):
+        super().__init__()
+        self.up = nn.Linear(recipe.width, recipe.width + 3, dtype=torch.float64 if recipe.mixed else None)
+        self.down = nn.Linear(recipe.width + 3, recipe.width)
+        self.register_buffer("scale", torch.rand(recipe.width) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = torch.tanh(self.up(x.to(self.up.weight.dtype)))
+        return x + self.scale * self.down(up.to(self.down.weight.dtype))
+
+
+class Net(nn.Module):
+    """x (B, width) -> a loss."""
+
+    def __init__(self, recipe: Recipe):
+        super().__init__()
+        width = recipe.width
+        self.first = nn.Linear(width, width)
+        self.layers = nn.ModuleList(Block(recipe) for _ in range(recipe.layers))
+        self.rare = nn.Linear(width, width) if recipe.rare else None
+        self.unused = nn.Linear(width, width) if recipe.unused else None
+        self.last = nn.Linear(width, width, bias=False)
+        if recipe.tied:
+            self.last.weight = self.first.weight
+        if recipe.frozen:
+            self.layers[0].down.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor, rare: bool = False) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        if rare and self.rare is not None:
+            x = x + self.rare(x)
+        return (self.last(x) - 1).square().mean()
+
+
+def group_of(world_size: int) -> Any:
+    """Made on first use, by all ranks at once."""
+    if not GROUPS:
+        for size in range(1, dist.get_world_size() + 1):
+            GROUPS[size] = dist.new_group(range(size))
+    return GROUPS[world_size]
+
+
+def batches(recipe: Recipe, training: Training, seed: int) -> Tensor:
+    """(steps, microbatches, ranks, examples, width)"""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (training.steps, training.microbatches, training.world_size, 4, recipe.width)
+    return torch.randn(shape, generator=generator)
+
+
+def build_optimizer(wrapper: Any, training: Training, group: Any) -> torch.optim.Optimizer:
+    cls, options = OPTIMIZERS[training.optimizer]
+    if training.sharded:
+        return ShardedOptimizer(wrapper.parameters(), cls, group, **options)
+    return wrapper.make_optimizer(cls, **options)
+
+
+def train(recipe: Recipe, training: Training, seed: int, fault: str = "") -> dict[str, Tensor] | str | None:
+    """On a rank: the full state dict after training. Ranks beyond the world size have nothing to do."""
+    group, rank = group_of(training.world_size), dist.get_rank()
+    if rank >= training.world_size:
+        return None
+    poison(setattr)
+    torch.manual_seed(seed + rank)  # ranks begin differently: the broadcast has to make them equal
+    with FAULTS[fault]() if fault else nullcontext(), recording(training.recorded):
+        wrapper = STRATEGIES[training.strategy].load()(Net(recipe).to(device()), group, **training.options)
+        optimizer = build_optimizer(wrapper, training, group)
+        data = batches(recipe, training, seed).to(device())
+        for step in data:
+            for number, micro in enumerate(step):
+                last = number == len(step) - 1
+                with nullcontext() if last else wrapper.no_sync():
+                    (wrapper(micro[rank], rare=rank == 0) / len(step)).backward()
+            wrapper.finish_gradient_synchronization()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=training.set_to_none)
+        return {name: x.cpu().clone() for name, x in wrapper.full_state_dict().items()}
+
+
+def train_alone(recipe: Recipe, training: Training, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The same on one process, on the batch of all ranks."""
+    torch.manual_seed(seed)
+    model = Net(recipe)
+    if dtype == torch.float64:
+        model = model.double()
+    cls, options = OPTIMIZERS[training.optimizer]
+    optimizer = cls(model.parameters(), **options)
+    for step in batches(recipe, training, seed).to(dtype):
+        losses = [model(x, rare=rank == 0) for micro in step for rank, x in enumerate(micro)]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: x.clone() for name, x in model.state_dict().items()}
+
+
+def worst_ratio(found: list[Any], recipe: Recipe, training: Training, seed: int) -> float:
+    """The largest error over its budget, of any tensor on any rank: at most 1 is right."""
+    exact = train_alone(recipe, training, seed, torch.float64)
+    plain = train_alone(recipe, training, seed, torch.float32)
+    states = [state for state in found if state is not None]
+    assert len(states) == training.world_size and all(state.keys() == exact.keys() for state in states)
+    return max(
+        error_ratio(state[name], exact[name].double(), plain[name].float()) for state in states for name in exact
+    )
+
+
+def use(*targets: tuple[Any, str, Callable[[Any], Any]]) -> Any:
+    """A context in which attributes are what `change` makes of them."""
+
+    class Changed:
+        def __enter__(self) -> None:
+            self.before = [getattr(owner, name) for owner, name, _ in targets]
+            for (owner, name, change), old in zip(targets, self.before, strict=True):
+                setattr(owner, name, change(old))
+
+        def __exit__(self, *_: object) -> None:
+            for (owner, name, _), old in zip(targets, self.before, strict=True):
+                setattr(owner, name, old)
+
+    return Changed()
+
+
+def recording(recorded: bool) -> Any:
+    """A context in which forwards of ZeRO-1 take themselves for recorded, or not."""
+    return use((Zero1, "_is_being_recorded", lambda _: lambda self: recorded))
+
+
+def _summed() -> Any:
+    from lmsys.parallel import overlapped
+    from lmsys.parallel.collectives import Pending
+
+    return use((overlapped, "all_reduce_mean", lambda _: lambda x, g: Pending(dist.all_reduce(x, group=g))))
+
+
+def _never_waited() -> Any:
+    from lmsys.parallel import overlapped
+    from lmsys.parallel.collectives import Pending
+
+    def forgets(send: Any) -> Any:
+        def sends(self: Any, number: int) -> Any:
+            pending, received = send(self, number)
+            return (Pending(), received) if number == 1 else (pending, received)
+
+        return sends
+
+    return use((overlapped.Overlapped, "_send", forgets))
+
+
+def _off_by_one() -> Any:
+    from lmsys.parallel import packing
+
+    def shifted(offsets: Any) -> Any:
+        def off(numels: Any, alignment: int = 1) -> Any:
+            starts, end = offsets(numels, 1)
+            return [max(0, start - 1) for start in starts], end
+
+        return off
+
+    return use((packing, "offsets", shifted))
+
+
+def _buffers_left() -> Any:
+    from lmsys.parallel import wrapper
+
+    return use((wrapper, "broadcast_", lambda send: lambda x, g: send(x, g) if isinstance(x, nn.Parameter) else None))
+
+
+def _twice() -> Any:
+    """A weight that stands in two places is listed twice, and its sum is divided once."""
+    from lmsys.parallel import naive
+
+    def sends_twice(mean: Any) -> Any:
+        def sends(x: Tensor, group: Any, **options: Any) -> Any:
+            if x.dim() == 2 and x.shape[0] == x.shape[1]:
+                dist.all_reduce(x, group=group)
+            return mean(x, group, **options)
+
+        return sends
+
+    return use((naive, "all_reduce_mean", sends_twice))
+
+
+def _wrong_owner() -> Any:
+    def own(_: Any) -> Any:
+        return lambda self, group: {
+            **group,
+            "params": [p for p in group["params"] if self.owners[p] != self.rank] or group["params"][:1],
+        }
+
+    return use((ShardedOptimizer, "_own", own))
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "gradient summed, not averaged": _summed,
+    "one bucket never waited for": _never_waited,
+    "bucket boundary off by one": _off_by_one,
+    "buffers not broadcast": _buffers_left,
+    "tied weight reduced twice": _twice,
+    "optimizer shard updated on the wrong rank": _wrong_owner,
+}
+
+
+def error_of(function: Callable[..., Any], *args: Any) -> str:
+    """On a rank: what the call raises, so that the group lives on."""
+    try:
+        function(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing raised"
+
+
+def copies(x: Any) -> Any:
+    return copy.deepcopy(x)

@@ -1,0 +1,88 @@
+"""Compiles the Triton kernels for sm_90, with or without a GPU, and reads what came out.
+
+`python -m tests.support.sass` prints one JSON line for each kernel, dtype, head dimension, mask and tile: registers,
+spills (LDL, STL), tensor-core instructions (HGMMA, and the DEPBAR that wait for them) and bulk tensor loads
+(UTMALDG). It must run without TRITON_INTERPRET, so the tests start it in a process of its own.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from lmsys.attention import flash_triton
+from lmsys.attention.tuning import Tile, candidates
+
+KERNELS = {"fwd": flash_triton._fwd_kernel, "dq": flash_triton._dq_kernel, "dkdv": flash_triton._dkdv_kernel}
+TRITON_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+TILED_BY_QUERIES = {"fwd": ("q", "o"), "dq": ("q", "o", "do", "dq"), "dkdv": ("q", "do")}
+
+
+def compile_kernel(name: str, dtype: torch.dtype, block_d: int, causal: bool, tile: Tile, precision: str) -> Any:
+    """The compiled kernel, as `lmsys.attention.flash_triton` launches it with G = 1."""
+    kernel = KERNELS[name]
+    constants = {
+        "BLOCK_Q": tile.block_q,
+        "BLOCK_K": tile.block_k,
+        "D": block_d,
+        "CAUSAL": causal,
+        "PRECISION": precision,
+        "G": 1,
+    }
+    signature = {}
+    for argument in kernel.arg_names:
+        stem = argument.rpartition("_")[0]
+        block = tile.block_q if stem in TILED_BY_QUERIES[name] else tile.block_k
+        if argument in constants:
+            signature[argument] = "constexpr"
+        elif argument in ("lse2_desc", "delta_desc"):
+            signature[argument] = f"tensordesc<fp32[{tile.block_q}]>"
+        elif argument.endswith("_desc"):
+            signature[argument] = f"tensordesc<{TRITON_NAMES[dtype]}[1, 1, {block}, {block_d}]>"
+        else:
+            signature[argument] = "*fp32" if argument.endswith("_ptr") else "fp32" if argument == "scale" else "i32"
+    indices = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
+    source = ASTSource(kernel, signature=signature, constexprs=indices, attrs={})
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def resources(kernel: Any) -> dict[str, int]:
+    """Registers a thread, shared memory in bytes, and counts of the instructions that tell a good build."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        sass, usage = (
+            subprocess.run([tool, flag, file.name], capture_output=True, text=True, check=True).stdout
+            for flag in ("-sass", "-res-usage")
+        )
+    registers = re.search(r"REG:(\d+)", usage)
+    assert registers is not None, usage
+    mnemonics = {"HGMMA": "HGMMA", "waits": r"WARPGROUP\.DEPBAR", "UTMALDG": "UTMALDG", "LDL": "LDL", "STL": "STL"}
+    counts = {key: len(re.findall(rf"\b{mnemonic}", sass)) for key, mnemonic in mnemonics.items()}
+    return {"registers": int(registers[1]), "shared": kernel.metadata.shared, **counts}
+
+
+def main(dtypes: list[str]) -> None:
+    for dtype_name in dtypes:
+        dtype = getattr(torch, dtype_name)
+        for name in KERNELS:
+            for block_d in (64, 128) if dtype != torch.float32 else (64,):
+                tile = candidates(name, dtype, block_d, "ieee")[0]
+                for causal in (True, False):
+                    found = resources(compile_kernel(name, dtype, block_d, causal, tile, "ieee"))
+                    line = {"kernel": name, "dtype": dtype_name, "head_dim": block_d, "causal": causal, **found}
+                    print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or ["bfloat16"])

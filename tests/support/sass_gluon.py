@@ -1,0 +1,172 @@
+"""Compiles the kernels of `flash_gluon` for sm_90a, with or without a GPU, and reads what came out.
+
+`python -m tests.support.sass_gluon` prints one JSON line for each kernel, with `every` for each that a plan launches.
+Beside the counts of `tests.support.sass`: reductions by TMA (UTMAREDG) and from registers (REDG), bulk stores
+(UTMASTG), barriers, fences that reach other CTAs, and `hazards`: writes to a register from which a matmul still reads
+its operand A. It must run without TRITON_INTERPRET.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from lmsys.attention.flash_gluon.around import convert_kernel, prepare_kernel
+from lmsys.attention.flash_gluon.backward import backward_kernel
+from lmsys.attention.flash_gluon.forward import forward_kernel
+from lmsys.attention.flash_gluon.kernels import BLOCK_Q, ROWS, TILE_K, backward_options, forward_options
+from lmsys.attention.flash_gluon.launch import layout
+from lmsys.attention.flash_gluon.plans import BACKWARD, FORWARD, BackwardPlan, ForwardPlan, forward_plan
+from lmsys.attention.flash_gluon.tune import SHORT, candidates
+from tests.support.sass import TRITON_NAMES, resources
+
+POINTERS = {"tickets": "*i32", "counter": "*i32", "parameters": "*i64"}
+ADDS = {"UTMAREDG": "UTMAREDG", "REDG": r"REDG\.E\.ADD\.F32x4"}
+MNEMONICS = ADDS | {"UTMASTG": "UTMASTG", "SYNCS": "SYNCS", "BAR": r"BAR\.(?:SYNC|ARV)", "fences": r"MEMBAR\.\w+\.GPU"}
+MNEMONICS |= {"ACQBULK": "ACQBULK", "PREEXIT": "PREEXIT"}  # waits for the kernel before, admits the one after
+
+
+def descriptor(block: list[int], dtype: torch.dtype) -> str:
+    return f"tensordesc<{TRITON_NAMES[dtype]}[{', '.join(map(str, block))}],{layout(block, dtype)!r}>"
+
+
+def compile_kernel(function: Any, signature: dict[str, str], constants: dict[str, Any], **options: Any) -> Any:
+    types = {}
+    for name in function.arg_names:
+        plain = "fp32" if name.endswith("scale") else "*fp32" if name.endswith("_ptr") else "i32"
+        types[name] = "constexpr" if name in constants else signature.get(name) or POINTERS.get(name) or plain
+    indices = {(function.arg_names.index(name),): value for name, value in constants.items()}
+    source = (GluonASTSource if function.is_gluon() else ASTSource)(function, types, indices, {})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, **options})
+
+
+def forward(dtype: torch.dtype, head_dim: int, causal: bool, ragged: bool, plan: ForwardPlan) -> Any:
+    q, k = (descriptor([1, 1, rows, head_dim], dtype) for rows in (ROWS, plan.tile_k))
+    options = forward_options(head_dim, causal, ragged, plan)
+    constants = {name: options.pop(name) for name in list(options) if name.isupper()}
+    signature = {"q_desc": q, "k_desc": k, "v_desc": k, "o_desc": q}
+    return compile_kernel(forward_kernel, signature, constants, **options)
+
+
+def backward(
+    dtype: torch.dtype, head_dim: int, causal: bool, ragged: bool, plan: BackwardPlan,
+    deterministic: bool = False, grouped: bool = False,
+) -> Any:  # fmt: skip
+    queries = BLOCK_Q[head_dim]
+    q, k, out = (descriptor([1, 1, rows, head_dim], dtype) for rows in (queries, TILE_K, 64))
+    row = descriptor([queries], torch.float32)
+    signature = {
+        "q_desc": q, "k_desc": k, "v_desc": k, "do_desc": q, "lse_desc": row, "delta_desc": row,
+        "dk_desc": out, "dv_desc": out,
+    }  # fmt: skip
+    constants = backward_options(head_dim, causal, ragged, grouped, deterministic, plan)
+    return compile_kernel(backward_kernel, signature, constants, maxnreg=168)
+
+
+def around(dtype: torch.dtype, head_dim: int) -> Iterator[tuple[str, Any]]:
+    half = "*" + TRITON_NAMES[dtype]
+    constants = {"ROWS": 4096 // head_dim, "D": head_dim}
+    yield "prepare", compile_kernel(prepare_kernel, dict.fromkeys(("o_ptr", "do_ptr"), half), constants)
+    yield "convert", compile_kernel(convert_kernel, {"dq_ptr": half}, {"ROWS": ROWS, "D": head_dim})
+
+
+def read(kernel: Any) -> dict[str, int]:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        sass = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+    counts = {key: len(re.findall(rf"\b{mnemonic}", sass)) for key, mnemonic in MNEMONICS.items()}
+    return resources(kernel) | counts | {"hazards": hazards(sass), "reused": reused(kernel.asm["ptx"])}
+
+
+def reused(ptx: str) -> int:
+    """Places in shared memory where a barrier is made and something else too: another one, or what an atomic returns.
+
+    Triton gives the memory of a barrier that nobody waits at to others, without mbarrier.inval: forwards then hung, or
+    left tiles out, where processes took turns on a GPU.
+    """
+    offsets = dict(re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx))
+    made = [offsets[name] for name in re.findall(r"mbarrier\.init\.shared::cta\.b64 \[(%r\d+)\]", ptx)]
+    stored = {offsets.get(name) for name in re.findall(r"st\.shared\.\S+ \[ *(%r\d+) *\+ 0 *\]", ptx)}
+    stored |= set(re.findall(r"(?:st|ld)\.shared\.\S+.*\[global_smem\+(\d+)\]", ptx))
+    return len(made) - len(set(made) - stored)
+
+
+def hazards(sass: str) -> int:
+    """Writes to registers of a matmul's operand A before a wait has retired it, in the order of the text.
+
+    Matmuls retire in order of their groups, and a `DEPBAR` with n leaves the last n groups in flight. A group ends at
+    the matmul that carries `gsb0`. Branches are not followed: text between a matmul and its wait runs straight.
+    """
+    in_flight: list[set[int]] = []
+    group: set[int] = set()
+    found = 0
+    for line in sass.splitlines():
+        code = line.split("*/", 1)[-1].strip()
+        if match := re.search(r"\bHGMMA\S*\s+R\d+,\s*(\S+?),\s*(.*)", code):
+            if operand := re.fullmatch(r"R(\d+)(?:\.reuse)?", match[1]):
+                group |= set(range(int(operand[1]), int(operand[1]) + 4))
+            if "gsb0" in code:
+                in_flight.append(group)
+                group = set()
+        elif "WARPGROUP.DEPBAR" in code:
+            left = int(re.search(r"gsb0,\s*(0x[0-9a-f]+)", code)[1], 16)  # type: ignore[index]
+            in_flight = in_flight[len(in_flight) - left :] if left else []
+        elif match := re.match(r"(?:@!?U?P\d+\s+)?([A-Z0-9.]+)\s+R(\d+)", code):  # noqa: SIM102
+            if not match[1].startswith(("ST", "RED", "BAR", "SYNCS", "R2UR", "ISETP", "FSETP")):
+                width = 4 if ".128" in match[1] else 2 if ".64" in match[1] or ".WIDE" in match[1] else 1
+                written = set(range(int(match[2]), int(match[2]) + width))
+                found += any(written & operand for operand in [*in_flight, group])
+    return found
+
+
+def main(dtypes: list[str], every: bool) -> None:
+    """One of each kernel by head_dim and mask, of the backward in both orders and one that is all that it can be.
+
+    Of the forward also the one for short sequences. `every`: of each plan and candidate, ragged and grouped too.
+    """
+    for dtype_name in dtypes:
+        dtype = getattr(torch, dtype_name)
+
+        def report(kernel: str, binary: Any, name: str = dtype_name, **what: Any) -> None:
+            print(json.dumps({"kernel": kernel, "dtype": name, **what, **read(binary)}), flush=True)
+
+        for head_dim in (64, 128):
+            for name, binary in around(dtype, head_dim):
+                report(name, binary, head_dim=head_dim)
+            for causal in (True, False):
+                what = {"head_dim": head_dim, "causal": causal}
+                for ragged in (False, True) if every and not causal else (False,):
+                    plans = _some({plan: None for _, plan in FORWARD[head_dim, causal]}, every)
+                    shorts = candidates("fwd", head_dim, causal, SHORT) if every else []
+                    for plan in dict.fromkeys([forward_plan(head_dim, causal, 256), *plans, *shorts]):
+                        fields = {name: getattr(plan, name) for name in ("consumers", "tile_k", "ctas", "chained")}
+                        report("forward", forward(dtype, head_dim, causal, ragged, plan), **what, ragged=ragged,
+                               **fields)  # fmt: skip
+                    for plan in _some({plan: None for _, plan in BACKWARD[head_dim, causal]}, every):
+                        for mode in ({}, {"deterministic": True}, {"grouped": True})[: 3 if every else 2]:
+                            report("backward", backward(dtype, head_dim, causal, ragged, plan, **mode), **what,
+                                   ragged=ragged, **mode)  # fmt: skip
+            most = {"deterministic": True, "grouped": True}
+            plan = BACKWARD[head_dim, False][-1][1]
+            report("backward", backward(dtype, head_dim, False, True, plan, **most), head_dim=head_dim, causal=False,
+                   ragged=True, **most)  # fmt: skip
+
+
+def _some(plans: dict[Any, None], every: bool) -> list[Any]:
+    return list(plans) if every else list(plans)[-1:]
+
+
+if __name__ == "__main__":
+    main([name for name in sys.argv[1:] if name != "every"] or ["bfloat16"], "every" in sys.argv)

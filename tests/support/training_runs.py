@@ -1,0 +1,106 @@
+"""Small training runs: their settings, made and started in this process, in another, or on ranks."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lmsys.config import ModelConfig
+from lmsys.training import pipeline
+from lmsys.training.checkpoint import newest
+from lmsys.training.config import RunConfig
+from lmsys.training.data import RandomTokens, fixed_windows
+from lmsys.training.loop import Trainer
+
+MODEL = ModelConfig(16, 32, 2, 2, vocab_size=300, context_length=16, attention="naive")
+SETTINGS = [
+    *(
+        "train.steps=8",
+        "train.warmup_steps=2",
+        "train.batch_size=8",
+        "train.micro_batch_size=2",
+        "train.log_interval=4",
+    ),
+    *("train.device=cpu", "evaluate.interval=4", "evaluate.windows=4", "checkpoint.interval=3", "checkpoint.keep=3"),
+    *("generate.max_new_tokens=5", "data.processes=1"),
+]
+SETTINGS += [f"model.{name}={getattr(MODEL, name)}" for name in ("d_model", "d_ff", "num_layers", "num_heads")]
+SETTINGS += [f"model.{name}={getattr(MODEL, name)}" for name in ("vocab_size", "context_length", "attention")]
+STARTED: list[subprocess.Popen[str]] = []
+ROOT = Path(__file__).parents[2]
+WORDS = "the cat sat on a mat and saw that the rat had eaten all of the oats\n"
+
+
+def config(output: Path, *settings: str) -> RunConfig:
+    return RunConfig(str(output)).changed([*SETTINGS, *settings])
+
+
+def corpus(folder: Path) -> Path:
+    path = folder / "text.txt"
+    path.write_text("".join(WORDS[i % 40 :] for i in range(400)))
+    return path
+
+
+def trainer(run: RunConfig, resume: bool = False) -> Trainer:
+    source = RandomTokens(300, 2000)
+    windows = fixed_windows(source, run.model.context_length, run.evaluate.windows)
+    found = newest(run.folder / "checkpoints") if resume else None
+    return Trainer(run, source, windows, torch.device("cpu"), found)
+
+
+def losses(output: Path) -> list[float]:
+    from lmsys.training.log import read_lines
+
+    return [line["loss"] for line in read_lines(output / "log.jsonl") if "loss" in line]
+
+
+def weights(output: Path) -> dict[str, Any]:
+    found = newest(output / "checkpoints")
+    assert found is not None
+    return found.shared()["model"]
+
+
+def train_on_rank(run: RunConfig) -> int:
+    """On a rank: train with the data that is there."""
+    return pipeline.run(run, ("train",))
+
+
+def nan_on_one_rank(run: RunConfig) -> list[bool]:
+    """On a rank: which steps were taken, when the loss of rank 1 is NaN in step 2."""
+    one = trainer(run)
+    loss_of = one.model.loss
+    one.model.loss = lambda *batch: loss_of(*batch) * (torch.nan if (one.rank, one.step) == (1, 2) else 1.0)
+    taken = [one.train_step()[0].taken for _ in range(4)]
+    assert all(x.isfinite().all() for x in one.strategy.full_state_dict().values())
+    return taken
+
+
+def error_on_rank(run: RunConfig) -> str:
+    """On a rank: what training says is wrong, so that the group lives on."""
+    try:
+        train_on_rank(run)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def start(output: Path, *options: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    """`python -m lmsys.training`, or `python LAUNCHER -m lmsys.training`, as a user starts it."""
+    settings = [part for setting in SETTINGS for part in ("--set", setting)]
+    line = [sys.executable, *launcher, "-m", "lmsys.training", *settings, "--output", str(output), *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    STARTED.append(subprocess.Popen(line, cwd=ROOT, env=environment, start_new_session=True, **pipes))
+    return STARTED[-1]
+
+
+def end_all() -> None:
+    """Nothing that a failed test has started goes on, nor its ranks."""
+    while STARTED:
+        if (process := STARTED.pop()).poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()

@@ -1,0 +1,81 @@
+"""A process that takes turns on a GPU with others: python -m tests.support.turns SECONDS FOLDER PROCESSES.
+
+The GPU interrupts kernels anywhere to let another process go on. What flash_gluon's plans write one after another must
+be, bit for bit, what each wrote alone. Ends with 1 where it found a fault. FOLDER: empty, where the processes find one
+another.
+"""
+
+import fcntl
+import itertools
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lmsys.attention.flash_gluon import kernels
+from lmsys.attention.flash_gluon.tune import inputs, time_limit
+
+CALLS = 40
+LENGTHS = (128, 256, 512, 1024, 2048, 4096)
+Call = Callable[[], tuple[Tensor, ...]]
+
+
+def calls() -> dict[str, Call]:
+    """Each plan's forward, a backward of fixed order, and one of no order that is exact in any, by name."""
+    found: dict[str, Call] = {}
+    for head_dim, causal, length in itertools.product((64, 128), (False, True), LENGTHS):
+        q, k, v, do = inputs(head_dim, length, batch=max(1, 4096 // length))
+        arguments = causal, head_dim**-0.5
+        name = f"{head_dim=} {causal=} {length=}"
+        found[name] = lambda q=q, k=k, v=v, rest=arguments: kernels._forward(q, k, v, *rest)
+        if length == 1024:
+            o, lse = kernels._forward(q, k, v, *arguments)
+            tensors = q, k, v, o, lse, do
+            found[f"backward {name}"] = lambda x=tensors, rest=arguments: kernels._backward(*x, *rest, True)
+            found[f"backward of whole numbers {name}"] = whole_numbers(tensors, arguments)
+    return found
+
+
+def whole_numbers(like: tuple[Tensor, ...], arguments: tuple[bool, float]) -> Call:
+    """Equal weights of a power of two, and an output that is said to be zero: sums are exact."""
+    q, k, v, o, lse, do = (torch.zeros_like(x) for x in like)
+    for x in (k, v, do):
+        x.random_(-1, 2)
+    lse.fill_(math.log(k.shape[2]))
+    return lambda: kernels._backward(q, k, v, o, lse, do, *arguments)
+
+
+def main(seconds: float, folder: Path, processes: int) -> None:
+    kernels.FEW_WAVES = 0  # causal heads in groups, which clear dq for those after them, though there are few
+    alone = {}
+    with open(folder / "lock", "w") as lock, time_limit("alone", 120.0 * processes):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        todo = calls()
+        for name, call in todo.items():
+            alone[name] = call()
+            torch.cuda.synchronize()
+        (folder / f"ready-{os.getpid()}").touch()
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        while len(list(folder.glob("ready-*"))) < processes:
+            time.sleep(0.01)
+    end = time.monotonic() + seconds
+    for rounds in itertools.count():
+        for name, call in todo.items():
+            if rounds and time.monotonic() > end:
+                print(f"{rounds} rounds")
+                return
+            with time_limit(name, 60.0):
+                results = [call() for _ in range(CALLS)]
+                torch.cuda.synchronize()
+            for number, result in enumerate(results):
+                if not all(torch.equal(one, other) for one, other in zip(result, alone[name], strict=True)):
+                    sys.exit(f"{name}: call {number} of round {rounds} differs from one that was alone")
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

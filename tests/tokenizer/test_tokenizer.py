@@ -1,0 +1,281 @@
+"""Byte-level BPE: splitting, training and encoding against the plainest forms of each, and against tiktoken."""
+
+import json
+import pickle
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import regex
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmsys.tokenizer import Tokenizer, naive, train
+from lmsys.tokenizer.pretokens import PATTERN
+from lmsys.tokenizer.training import learn_merges
+from tests.support.texts import END, texts
+
+
+@cache
+def small() -> Tokenizer:
+    """Trained on this file and what it tests."""
+    room = Path(__file__).parents[1]
+    return train([Path(__file__), *sorted((room.parent / "lmsys" / "tokenizer").glob("*.py"))], 700, [END, "<|end|>"])
+
+
+@cache
+def small_texts() -> str:
+    return Path(__file__).read_text() + END + "naïve café, 中文 text.\n\n  It's we'll!" * 3
+
+
+counted = st.dictionaries(
+    st.text("abc ", min_size=1, max_size=9).map(str.encode) | st.binary(min_size=1, max_size=4),
+    st.integers(1, 5),
+    max_size=12,
+)
+
+
+@given(counted, st.integers(0, 30))
+def test_incremental_training_equals_counting_anew(counts: dict[bytes, int], num_tokens: int) -> None:
+    assert learn_merges(counts, num_tokens) == naive.learn_merges(counts, num_tokens)
+
+
+def test_ties_go_to_the_greater_pair() -> None:
+    assert learn_merges({b"ab": 1, b"ac": 1, b"b": 9}, 1) == [(b"a", b"c")]
+    assert learn_merges({b"ab": 1, b"zb": 1, b"zab": 1}, 2) == [(b"a", b"b"), (b"z", b"b")]
+
+
+def test_runs_of_one_letter_whose_pairs_overlap() -> None:
+    counts = {b"a" * n: n for n in range(2, 12)} | {b"ab" + b"a" * n + b"b": 3 * n for n in range(2, 7)}
+    assert learn_merges(counts, 25) == naive.learn_merges(counts, 25)
+
+
+def test_any_number_of_processes_learns_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmsys.tokenizer.chunks.SMALLEST", 1000)
+    file = tmp_path / "text"
+    file.write_text(small_texts())
+    steps: list[tuple[str, int, int]] = []
+    one = train([file], 500, [END], 1, progress=lambda *step: steps.append(step))
+    two = train([file], 500, [END], 2)
+    assert one.vocab == two.vocab and one.merges == two.merges and one.vocab_size == 500
+    assert ("counting bytes", file.stat().st_size, file.stat().st_size) in steps and steps[-1] == ("merging", 243, 243)
+
+
+@settings(max_examples=200)
+@given(texts)
+def test_encoding_equals_one_merge_after_the_other(text: str) -> None:
+    tokenizer = small()
+    assert tokenizer.encode(text) == naive.encode(text, tokenizer)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@given(st.text("abcde_ ", min_size=100, max_size=400))
+def test_long_words_are_encoded_as_short_ones(text: str) -> None:
+    tokenizer = small()
+    assert tokenizer._merge_long(text) == tokenizer._merge_short(text)
+
+
+@given(st.binary(max_size=80))
+def test_any_bytes_come_back(data: bytes) -> None:
+    assert small().decode_bytes(small().encode(data)) == data
+
+
+broken_words = st.lists(
+    st.sampled_from(["re", "turn", " ret", "urn self", "the", " ", "\n", "def", " test_"]), max_size=12
+)
+
+
+@given(st.lists(texts, max_size=8) | broken_words, st.integers(1, 40))
+def test_pieces_of_a_text_are_encoded_as_the_whole(lines: list[str], size: int) -> None:
+    tokenizer = small()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lmsys.tokenizer.codec._PIECE", size)
+        patch.setattr("lmsys.tokenizer.pretokens._BLOCK", size)
+        assert list(tokenizer.encode_iterable(lines)) == tokenizer.encode("".join(lines))
+
+
+def test_an_endless_text_is_encoded_as_it_comes() -> None:
+    def lines():  # type: ignore[no-untyped-def]
+        while True:
+            yield "a line of text\n" * 1000
+
+    ids = small().encode_iterable(lines())
+    first = [next(ids) for _ in range(100_000)]
+    assert small().decode(first).startswith("a line of text\n" * 1000)
+
+
+def test_forgetting_words_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = small().encode(small_texts())
+    for name in ("_MOST_WORDS", "_MOST_BYTES"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"lmsys.tokenizer.codec.{name}", 100)
+            patch.setattr("lmsys.tokenizer.pretokens._BLOCK", 500)
+            tokenizer = pickle.loads(pickle.dumps(small()))
+            assert tokenizer.encode(small_texts()) == expected
+            assert len(tokenizer._words) < len(small()._words)
+
+
+def test_half_a_surrogate_pair_is_no_text() -> None:
+    with pytest.raises(ValueError, match="character 2 is .*surrogate"):
+        small().encode("ab\ud800")
+
+
+def test_decoding_replaces_what_is_not_utf8_and_refuses_strange_ids() -> None:
+    assert small().decode([0xC3]) == "\ufffd" and small().decode_bytes([0xC3, 0xA9]) == "é".encode()
+    with pytest.raises(ValueError, match="id 700 is not in the vocabulary: 0 to 699"):
+        small().decode([700])
+
+
+def test_the_dtype_holds_every_id() -> None:
+    assert small().dtype == np.uint16 and small().encode_array(b"ab").dtype == np.uint16
+    vocab = dict(small().vocab) | {number: b"\x00%d" % number for number in range(700, 65_537)}
+    assert Tokenizer(vocab, small().merges, small().special_tokens).dtype == np.uint32
+
+
+@given(st.text("abc <|endof>'s", max_size=40))
+def test_special_tokens_that_overlap(text: str) -> None:
+    specials = ["<|end|>", "<|end", "nd|>", END, "s<|", "'s<"]
+    tokenizer = Tokenizer({i: bytes([i]) for i in range(256)}, [], specials)
+    assert tokenizer.vocab_size == 262 and tokenizer.encode(text) == naive.encode(text, tokenizer)
+
+
+def test_saved_is_loaded(tmp_path: Path) -> None:
+    small().save(tmp_path / "new")
+    found = Tokenizer.load(tmp_path / "new")
+    assert found.vocab == small().vocab and found.merges == small().merges
+    assert found.special_tokens == [END, "<|end|>"] and found.fingerprint == small().fingerprint
+    assert Tokenizer.load(tmp_path / "new", ["<|pad|>"]).encode("<|pad|>") == [700]
+
+
+@given(st.lists(st.tuples(st.binary(min_size=1, max_size=3), st.integers(1, 9)), min_size=1, max_size=20))
+def test_tokens_of_any_bytes_are_saved(
+    tmp_path_factory: pytest.TempPathFactory, words: list[tuple[bytes, int]]
+) -> None:
+    merges = learn_merges(dict(words), 20)
+    made = dict.fromkeys(left + right for left, right in merges)
+    vocab = dict(enumerate([*(bytes([byte]) for byte in range(256)), *made]))
+    folder = tmp_path_factory.mktemp("saved")
+    Tokenizer(vocab, merges, ["<|é ß|>"]).save(folder)
+    found = Tokenizer.load(folder)
+    assert found.merges == merges and found.special_tokens == ["<|é ß|>"]
+
+
+def test_files_named_as_gpt2s_are_loaded(tmp_path: Path) -> None:
+    """Ids in GPT-2's order, which is not that of the bytes, and its older names."""
+    small().save(tmp_path)
+    shift = {number: (number + 300) % 700 for number in range(700)}
+    Tokenizer({shift[n]: token for n, token in small().vocab.items()}, small().merges, [END, "<|end|>"]).save(tmp_path)
+    (tmp_path / "vocab.json").rename(tmp_path / "encoder.json")
+    (tmp_path / "merges.txt").rename(tmp_path / "vocab.bpe")
+    found = Tokenizer.load(tmp_path)
+    assert found.encode(small_texts()) == [shift[number] for number in small().encode(small_texts())]
+
+
+def test_equal_to_tiktoken() -> None:
+    tiktoken = pytest.importorskip("tiktoken", reason="tiktoken is not installed: pip install tiktoken")
+    tokenizer = small()
+    ranks = {
+        token: number
+        for number, token in tokenizer.vocab.items()
+        if token.decode(errors="replace") not in (END, "<|end|>")
+    }
+    specials = {token: tokenizer.encode(token)[0] for token in tokenizer.special_tokens}
+    theirs = tiktoken.Encoding("small", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=specials)
+
+    @settings(max_examples=300)
+    @given(texts)
+    def same(text: str) -> None:
+        assert tokenizer.encode(text) == theirs.encode(text, allowed_special="all")
+
+    same()
+    assert tokenizer.encode(small_texts()) == theirs.encode(small_texts(), allowed_special="all")
+
+
+@settings(max_examples=30)
+@given(st.lists(st.text("abcdef ", min_size=3, max_size=12), min_size=1, max_size=30))
+def test_merges_equal_hugging_faces_until_there_is_a_tie(lines: list[str]) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install tokenizers")
+    counts = Counter(word.encode() for line in lines for word in regex.findall(PATTERN, line))
+    ours = learn_merges(counts, 20)
+    theirs = tokenizers.Tokenizer(tokenizers.models.BPE())
+    theirs.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=276, initial_alphabet=alphabet, show_progress=False)
+    theirs.train_from_iterator(lines, trainer)
+    written = json.loads(theirs.to_str())["model"]["merges"]
+    found = [tuple(token.replace("Ġ", " ").encode() for token in pair) for pair in written]
+    for index, (our, their) in enumerate(zip(ours, found, strict=False)):
+        if our != their:
+            words = {word: [bytes([byte]) for byte in word] for word in counts}
+            for pair in ours[:index]:
+                words = {word: naive.merge(tokens, pair) for word, tokens in words.items()}
+            pairs = naive.count_pairs(words, counts)
+            assert pairs[our] == pairs[their] == max(pairs.values()), "they differ, and it is no tie"
+            break
+
+
+BYTES = {i: bytes([i]) for i in range(256)}
+
+
+@pytest.mark.parametrize(
+    ("vocab", "merges", "specials", "said"),
+    [
+        ({**BYTES, 300: b"ab"}, [], [], "ids must be 0 to 256; got .300."),
+        ({**BYTES, 256: b"a"}, [], [], "two ids have the bytes b'a'"),
+        ({0: b"a"}, [], [], "lacks 255 of the 256 bytes"),
+        (BYTES, [(b"a", b"b")], [], "b'ab' is not in the vocabulary"),
+        ({**BYTES, 256: b"ab"}, [(b"a", b"b")] * 2, [], "1 merges are listed twice"),
+        ({**BYTES, 256: b"ab"}, [(b"a", b"b")], ["ab"], "special token 'ab' is an ordinary token"),
+        (BYTES, [], ["a"], "special token 'a' is an ordinary token"),
+        (BYTES, [], [""], "must have at least one character"),
+    ],
+)
+def test_what_is_no_tokenizer_is_refused(vocab, merges, specials, said: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match=said):
+        Tokenizer(vocab, merges, specials)
+
+
+def test_bad_training_input_is_refused(tmp_path: Path) -> None:
+    text, empty, latin = (tmp_path / name for name in ("text", "empty", "latin"))
+    text.write_text("some text")
+    empty.write_text("")
+    latin.write_bytes("ab é".encode("latin-1"))
+    for files, size, said in (
+        ([text], 256, "vocab_size=256 must be at least 257: 256 bytes and 1 special"),
+        ([tmp_path / "gone"], 300, "gone: there is no such file"),
+        ([empty], 300, "there is no text in .*empty"),
+        ([], 300, "there is no text in no files"),
+        ([latin], 300, "latin is not UTF-8 text: .* at byte 3"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            train(files, size, [END])
+    with pytest.raises(ValueError, match="processes=0 must be at least 1"):
+        train([text], 300, [END], 0)
+    assert train([text], 5000).vocab_size < 300  # the text is used up
+
+
+def test_bad_files_are_refused(tmp_path: Path) -> None:
+    small().save(tmp_path)
+    vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
+    good = vocab.read_text(), merges.read_text()
+    for file, content, said in (
+        (vocab, "[", "not JSON"),
+        (vocab, '{"a": "b"}', "must be an object of token: id"),
+        (vocab, '{"a": 1, "b": 1}', "1 ids are given twice"),
+        (merges, "#version\nab\n", "line 2: 'ab' is no merge"),
+        (merges, "a\x01 b\n", "line 1"),
+    ):
+        file.write_text(content)
+        with pytest.raises(ValueError, match=said):
+            Tokenizer.load(tmp_path)
+        vocab.write_text(good[0])
+        merges.write_text(good[1])
+    vocab.unlink()
+    with pytest.raises(ValueError, match="has neither vocab.json with merges.txt nor encoder.json with vocab.bpe"):
+        Tokenizer.load(tmp_path)
+    with pytest.raises(ValueError, match="token b'xy' cannot be saved: no byte"):
+        Tokenizer({**BYTES, 256: b"xy"}, []).save(tmp_path)
+    with pytest.raises(ValueError, match="special token 'Ġa' cannot be saved"):
+        Tokenizer({**BYTES, 256: b" a"}, [(b" ", b"a")], ["Ġa"]).save(tmp_path)

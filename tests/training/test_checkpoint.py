@@ -1,0 +1,308 @@
+"""Checkpoints: resumed is uninterrupted, torn is passed over, and a save that fails or is killed changes nothing."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmsys.config import ModelConfig
+from lmsys.model import TransformerLM
+from lmsys.training import checkpoint
+from lmsys.training.checkpoint import SaveError, newest, read, rng_state, save, set_rng_state
+from lmsys.training.data import Batches, RandomTokens
+from lmsys.training.optimizer import AdamW, clip_grad_norm, cosine_schedule, set_lr
+
+CONFIG = ModelConfig(16, 32, 2, 2, vocab_size=40, context_length=8, attention="naive")
+STATE = {"x": torch.arange(5.0), "n": 3, "deep": {"list": [1, "two", None, (3.5, True)]}}
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Run:
+    """A training run, as plain as it can be: what must be saved, and what a step does with it."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = TransformerLM(CONFIG)
+        self.optimizer = AdamW(self.model.parameters())
+        self.batches = Batches(RandomTokens(40, 700), 8, 3, seed=1)
+        self.step = 0
+
+    def train(self, until: int) -> "Run":
+        while self.step < until:
+            inputs, targets = map(torch.from_numpy, self.batches.batch(self.step))
+            noise = torch.rand(())  # stands for dropout: the random numbers are part of the state
+            (self.model.loss(inputs, targets) * (1 + noise)).backward()
+            clip_grad_norm(self.model.parameters(), 1.0)
+            set_lr(self.optimizer, cosine_schedule(self.step, max_lr=1e-2, min_lr=1e-3, warmup_steps=2, total_steps=12))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.step += 1
+        return self
+
+    def save(self, folder: Path) -> None:
+        shared = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        save(folder, self.step, shared, {"rng": rng_state()}, facts={"vocab_size": 40})
+
+    @classmethod
+    def resumed(cls, folder: Path) -> "Run":
+        run, found = cls(), newest(folder)
+        assert found is not None
+        found.require(vocab_size=40)
+        shared = found.shared()
+        run.model.load_state_dict(shared["model"])
+        run.optimizer.load_state_dict(shared["optimizer"])
+        set_rng_state(found.own(0)["rng"])
+        run.step = found.step
+        return run
+
+    def weights(self) -> dict[str, Any]:
+        return self.model.state_dict()
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
+@settings(max_examples=8)
+@given(st.lists(st.integers(1, 9), unique=True, min_size=1, max_size=3).map(sorted))
+def test_a_resumed_run_equals_the_uninterrupted(
+    tmp_path_factory: pytest.TempPathFactory, interruptions: list[int]
+) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    expected = Run().train(10).weights()
+    run = Run()
+    for step in interruptions:
+        run.train(step).save(folder)
+        torch.rand(7)  # what another process has drawn
+        run = Run.resumed(folder)
+    assert equal(run.train(10).weights(), expected)
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    manifest = save(tmp_path / "new", 7, STATE, {"own": 1}, facts={"model": {"d": 16}, "seeds": (1, 2)})
+    found = newest(tmp_path / "new")
+    assert found is not None and found.manifest == manifest and (found.step, found.world_size) == (7, 1)
+    assert equal(found.shared(), STATE) and found.own(0) == {"own": 1}
+    found.require(model={"d": 16}, seeds=(1, 2))
+    with pytest.raises(ValueError, match=r"saved with model.d=16; this run has 32"):
+        found.require(model={"d": 32})
+    with pytest.raises(ValueError, match="saved with tokenizer=None; this run has 'abc'"):
+        found.require(tokenizer="abc")
+    with pytest.raises(ValueError, match="saved by 1 ranks, has no part of rank=1"):
+        found.own(1)
+
+
+def test_nothing_is_found_where_nothing_is(tmp_path: Path) -> None:
+    assert newest(tmp_path) is None and newest(tmp_path / "gone") is None
+
+
+TEARS = {
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-7]),
+    "flipped": lambda path: path.write_bytes(path.read_bytes()[:-99] + b"\x55" + path.read_bytes()[-98:]),
+    "gone": Path.unlink,
+}
+
+
+@pytest.mark.parametrize("part", ["shared", "rank-0", "manifest"])
+@pytest.mark.parametrize("tear", TEARS)
+def test_a_torn_checkpoint_is_passed_over(tmp_path: Path, part: str, tear: str) -> None:
+    for step in (1, 2):
+        save(tmp_path, step, {**STATE, "step": step}, {"rng": rng_state()})
+    found = newest(tmp_path)
+    assert found is not None and found.step == 2
+    TEARS[tear](found.manifest if part == "manifest" else tmp_path / found.files[part]["file"])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        earlier = newest(tmp_path)
+    assert earlier is not None and earlier.step == 1 and earlier.shared()["step"] == 1
+    if (part, tear) != ("manifest", "gone"):
+        assert len(said) == 1 and "checkpoint passed over" in str(said[0].message)
+        if part != "manifest":
+            with pytest.raises(ValueError):
+                found.shared() if part == "shared" else found.own(0)
+
+
+def test_a_later_format_is_refused(tmp_path: Path) -> None:
+    manifest = save(tmp_path, 1, STATE)
+    content = json.loads(manifest.read_text()) | {"format": 2}
+    del content["sha256"]
+    manifest.write_text(json.dumps({**content, "sha256": checkpoint._digest(content)}))
+    with pytest.raises(ValueError, match="format 2 is not the 1 of this version"):
+        read(manifest)
+
+
+class Code:
+    def __reduce__(self) -> Any:
+        return os.system, ("echo",)
+
+
+def test_code_is_never_unpickled(tmp_path: Path) -> None:
+    save(tmp_path, 1, {"x": Code()})
+    found = newest(tmp_path)
+    assert found is not None
+    with pytest.raises(Exception, match="[Ww]eights only"):
+        found.shared()
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=8), st.integers(1, 4))
+@settings(max_examples=20)
+def test_as_many_stay_as_are_asked_for(tmp_path_factory: pytest.TempPathFactory, steps: list[int], keep: int) -> None:
+    folder, expected = tmp_path_factory.mktemp("kept"), set()
+    for step in steps:
+        save(folder, step, {"step": step}, keep=keep)
+        expected.add(step)
+        earlier = sorted(one for one in expected if one <= step)
+        expected -= set(earlier[:-keep])
+        found = [read(path) for path in sorted(folder.glob("*.json"))]
+        assert {one.step for one in found} == expected and all(one.shared() == {"step": one.step} for one in found)
+        assert len(list(folder.iterdir())) == 3 * len(expected)
+
+
+def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
+    for value in (1, 2):
+        save(tmp_path, 5, {"value": value})
+    found = newest(tmp_path)
+    assert found is not None and found.shared() == {"value": 2} and len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace", "write"])
+def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    save(tmp_path, 1, STATE)
+    before = sorted(path.name for path in tmp_path.iterdir())
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        if call == "fsync":
+            patch.setattr(checkpoint.os, "fsync", full)
+        elif call == "replace":
+            patch.setattr(Path, "replace", full)
+        else:
+            patch.setattr(checkpoint._Hashed, "write", full)
+        with pytest.raises(SaveError, match="No space left on device; earlier checkpoints stand"):
+            save(tmp_path, 2, STATE)
+    found = newest(tmp_path)
+    assert found is not None and found.step == 1 and equal(found.shared(), STATE)
+    left = sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".tmp")
+    assert left == before
+    save(tmp_path, 2, STATE)
+    assert len(list(tmp_path.iterdir())) == 6
+
+
+def on_ranks(world_size: int, function: Any) -> list[Any]:
+    """function(rank, gather) on a thread for each rank; the results, or the exceptions, in the order of ranks."""
+    barrier, slots, results = threading.Barrier(world_size, timeout=20), [None] * world_size, [None] * world_size
+
+    def run(rank: int) -> None:
+        def gather(mine: Any) -> list[Any]:
+            slots[rank] = mine
+            barrier.wait()
+            found = list(slots)
+            barrier.wait()
+            return found
+
+        try:
+            results[rank] = function(rank, gather)
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_every_rank_saves_its_own_part(tmp_path: Path) -> None:
+    def saves(rank: int, gather: Any) -> Path:
+        return save(tmp_path, 3, {"shared": rank}, {"mine": rank}, rank=rank, world_size=3, gather=gather)
+
+    assert on_ranks(3, saves) == [tmp_path / "step-00000003.json"] * 3
+    found = newest(tmp_path)
+    assert found is not None and found.world_size == 3 and found.shared() == {"shared": 0}
+    assert [found.own(rank) for rank in range(3)] == [{"mine": rank} for rank in range(3)]
+
+
+def test_when_one_rank_fails_all_hear_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1, STATE)
+    true_save = torch.save
+
+    def fails_on_rank_2(state: Any, file: Any) -> None:
+        if state == {"mine": 2}:
+            raise OSError(28, "No space left on device")
+        true_save(state, file)
+
+    monkeypatch.setattr(checkpoint.torch, "save", fails_on_rank_2)
+
+    def saves(rank: int, gather: Any) -> Path:
+        return save(tmp_path, 3, STATE, {"mine": rank}, rank=rank, world_size=3, gather=gather)
+
+    for failed in on_ranks(3, saves):
+        assert isinstance(failed, SaveError) and "No space left" in str(failed)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+SAVER = """
+import sys, torch
+from pathlib import Path
+from lmsys.training.checkpoint import save
+step = 0
+while True:
+    step += 1
+    save(Path(sys.argv[1]), step, {"step": step, "x": torch.full((200_000,), step)}, {"n": step}, keep=2)
+    print(step, flush=True)
+"""
+
+
+def test_killed_at_any_moment_the_newest_is_whole(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    process = subprocess.Popen(
+        [sys.executable, "-c", SAVER, tmp_path], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stdout is not None
+    random = Random(0)
+    for _ in range(random.randrange(3, 9)):
+        said = process.stdout.readline()
+    time.sleep(random.uniform(0, 0.02))
+    process.kill()
+    said = (process.stdout.read().split() or [said])[-1]
+    process.wait()
+    process.stdout.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is torn: what is not whole has no manifest
+        found = newest(tmp_path)
+    assert found is not None and found.step >= int(said)
+    state = found.shared()
+    assert state["step"] == found.step and bool((state["x"] == found.step).all()) and found.own(0) == {"n": found.step}
+    save(tmp_path, found.step + 1, STATE, keep=1)
+    assert len(list(tmp_path.iterdir())) == 3  # and nothing of the killed one stays
+
+
+def test_what_cannot_be_saved_so_is_refused(tmp_path: Path) -> None:
+    for step, keep in ((-1, None), (1, 0)):
+        with pytest.raises(ValueError, match="must be at least"):
+            save(tmp_path, step, STATE, keep=keep)
+    (tmp_path / "step-00000001.json").write_text(json.dumps([1]))
+    with pytest.raises(ValueError, match="is no manifest"):
+        read(tmp_path / "step-00000001.json")

@@ -1,0 +1,366 @@
+"""Training runs: settings, resumed equals uninterrupted, many ranks equal one, what is not finite is left out."""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmsys.parallel.group import WorkerGroup
+from lmsys.training import pipeline
+from lmsys.training.__main__ import main
+from lmsys.training.config import RunConfig
+from lmsys.training.log import JsonLines, Progress, read_lines
+from lmsys.training.nonfinite import NonFiniteError
+from tests.support.training_runs import (
+    SETTINGS,
+    config,
+    corpus,
+    end_all,
+    error_on_rank,
+    losses,
+    nan_on_one_rank,
+    start,
+    train_on_rank,
+    trainer,
+    weights,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def nothing_goes_on() -> Iterator[None]:
+    yield
+    end_all()
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[WorkerGroup]:
+    with WorkerGroup(2, "gloo") as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder with tokenizer and tokens, and nothing trained."""
+    folder = tmp_path_factory.mktemp("data")
+    assert pipeline.run(config(folder, f"data.corpus={corpus(folder)}"), ("tokenizer", "tokenize")) == 0
+    return folder
+
+
+def copy_of(data: Path, folder: Path) -> Path:
+    """Another run on the same data."""
+    folder.mkdir(parents=True)
+    for name in ("tokenizer", "tokens", "text.txt"):
+        (folder / name).symlink_to(data / name)
+    return folder
+
+
+@given(
+    st.integers(1, 10**6), st.floats(1e-8, 1), st.booleans(), st.none() | st.integers(1, 9), st.text(max_size=9),
+    st.tuples(st.floats(0, 0.99), st.floats(0, 0.99)),
+)  # fmt: skip
+@settings(max_examples=30)
+def test_a_config_goes_through_json(
+    batch: int, lr: float, flag: bool, keep: int | None, prompt: str, betas: tuple[float, float]
+) -> None:
+    given_ = {"train": {"batch_size": batch, "lr": lr, "min_lr": 0, "compile": flag, "betas": list(betas)}}
+    given_ |= {"checkpoint": {"keep": keep}, "generate": {"prompt": prompt}}
+    found = RunConfig.from_json(json.dumps(given_))
+    assert (found.train.batch_size, found.train.lr, found.train.compile, found.train.betas) == (batch, lr, flag, betas)
+    assert (found.checkpoint.keep, found.generate.prompt) == (keep, prompt)
+    assert RunConfig.from_json(found.to_json()) == found and found.model == RunConfig().model
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ('{"trian": {}}', "trian: unknown key; did you mean train?"),
+        ('{"train": {"stesp": 3}}', "train.stesp: unknown key; did you mean train.steps?"),
+        ('{"learning": {}}', "learning: unknown key; did you mean output or data or model"),
+        ('{"min_lr": 1}', "min_lr: unknown key; did you mean train.min_lr"),
+        ('{"train": {"steps": "3"}}', 'train.steps: must be a whole number; got "3"'),
+        ('{"train": {"steps": true}}', "train.steps: must be a whole number; got true"),
+        ('{"train": {"lr": 1e999}}', "train.lr: must be a finite number"),
+        ('{"train": {"lr": NaN}}', "NaN is not a JSON number"),
+        ('{"train": {"betas": [0.9]}}', "train.betas: must be a list of 2 numbers"),
+        ('{"train": {"betas": [0.9, "x"]}}', r"train.betas\[1\]: must be a finite number"),
+        ('{"train": {"lr": 1, "lr": 2}}', "'lr' is given twice"),
+        ('{"train": 3}', "train: must be a JSON object; got 3"),
+        ('{"model": {"num_heads": 3}}', "model: d_model=128 must divide"),
+        ('{"train": {"precision": "bf17"}}', "train: precision='bf17' must be one of"),
+        ('{"checkpoint": {"keep": 0}}', "checkpoint: keep=0 must be at least 1"),
+        ("[]", "the config: must be a JSON object"),
+        ("{", "Expecting"),
+    ],
+)  # fmt: skip
+def test_a_config_that_is_wrong_says_where(text: str, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        RunConfig.from_json(text)
+
+
+def test_settings_of_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "c.json"
+    file.write_text('{"train": {"lr": 0.5, "seed": 7}}')
+    options = [
+        "--config",
+        str(file),
+        "--strategy",
+        "zero1",
+        "--attention",
+        "naive",
+        "--size",
+        "small",
+        "--print-config",
+    ]
+    assert (
+        main([*options, "--set", "train.lr=3e-1", "--set", "generate.prompt=12", "--set", "checkpoint.keep=null"]) == 0
+    )
+    found = RunConfig.from_json(capsys.readouterr().out)
+    assert (found.train.lr, found.train.seed, found.train.strategy) == (0.3, 7, "zero1")
+    assert (found.model.attention, found.model.d_model, found.generate.prompt) == ("naive", 768, "12")
+    assert found.checkpoint.keep is None
+    assert main(["--set", "train.lr"]) == 2 and "must be PATH=VALUE" in capsys.readouterr().err
+    assert main(["--config", str(tmp_path / "no.json")]) == 2 and "No such file" in capsys.readouterr().err
+
+
+@given(st.lists(st.integers(1, 7), unique=True, max_size=2).map(sorted))
+@settings(max_examples=4)
+def test_a_resumed_run_equals_the_uninterrupted(tmp_path_factory: pytest.TempPathFactory, cuts: list[int]) -> None:
+    folder = tmp_path_factory.mktemp("runs")
+    trainer(config(folder / "whole")).fit(folder / "whole" / "checkpoints")
+    run = config(folder / "cut", "checkpoint.interval=0")
+    for cut in cuts:
+        one = trainer(run, resume=True)
+        while one.step < cut:
+            one.train_step()
+        one.save(run.folder / "checkpoints")
+    torch.rand(3)
+    trainer(run, resume=True).fit(run.folder / "checkpoints")
+    expected, found = weights(folder / "whole"), weights(folder / "cut")
+    assert all(torch.equal(found[name], x) for name, x in expected.items())
+
+
+def test_accumulated_micro_batches_equal_one_batch(tmp_path: Path) -> None:
+    curves = []
+    for micro in (8, 4, 1):
+        one = trainer(config(tmp_path, f"train.micro_batch_size={micro}"))
+        curves.append(torch.tensor([one.train_step()[0].loss for _ in range(8)]))
+    assert max((curve - curves[0]).abs().max().item() for curve in curves) < 1e-5
+
+
+def test_a_step_that_is_not_finite_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = config(tmp_path, "train.max_nonfinite=2", "checkpoint.interval=1")
+    one = trainer(run)
+    loss_of, bad = one.model.loss, {2, 3}
+
+    def loss(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return loss_of(inputs, targets) * (torch.nan if one.step in bad else 1.0)
+
+    monkeypatch.setattr(one.model, "loss", loss)
+    for _ in range(2):
+        assert one.train_step()[0].taken
+    before = {name: x.clone() for name, x in one.model.state_dict().items()}
+    for skipped in (1, 2):
+        assert not one.train_step()[0].taken and one.skipped == one.in_a_row == skipped
+    assert all(torch.equal(before[name], x) for name, x in one.model.state_dict().items())
+    assert one.train_step()[0].taken and (one.skipped, one.in_a_row) == (2, 0)
+    bad |= set(range(5, 99))
+    with pytest.raises(NonFiniteError, match=r"3 steps in a row were not finite, up to step 8"):
+        one.fit(tmp_path / "checkpoints")
+    assert all(x.isfinite().all() for x in weights(tmp_path).values()), "the last good checkpoint is there"
+
+
+@pytest.mark.parametrize("strategy", ["bucketed", "zero1", "fsdp"])
+def test_all_ranks_leave_out_what_is_not_finite_on_one(tmp_path: Path, group: WorkerGroup, strategy: str) -> None:
+    run = config(tmp_path, f"train.strategy={strategy}")
+    assert group.run(nan_on_one_rank, run) == [[True, True, False, True]] * 2
+
+
+def test_all_steps_then_each_alone(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = copy_of(data, tmp_path / "run")
+    options = ["--output", str(folder), "--corpus", str(folder / "text.txt")]
+    options += [part for setting in SETTINGS for part in ("--set", setting)]
+    assert main([*options, "--skip-data"]) == 0
+    said = capsys.readouterr().out
+    assert "a unigram model: loss" in said and "sample of step 8:\ndef " in said and "step 8/8  loss" in said
+    assert [line["step"] for line in read_lines(folder / "log.jsonl") if "loss" in line] == list(range(1, 9))
+    assert RunConfig.from_json((folder / "config.json").read_text()).folder == folder
+    for step in ("train", "evaluate", "generate"):
+        assert main([step, *options]) == 0
+    assert losses(folder) == losses(folder) and len(losses(folder)) == 8, "a run that is done is not trained again"
+    assert main(["train", *options, "--set", "model.d_ff=64"]) == 2
+    assert "saved with model.d_ff=32; this run has 64" in capsys.readouterr().err
+    assert main(["train", *options, "--output", str(tmp_path / "new")]) == 2
+    assert "there is no tokenizer; make one" in capsys.readouterr().err
+    assert main(["tokenizer", *options, "--corpus", "gone.txt", "--output", str(tmp_path / "new")]) == 2
+    assert "must be stdlib, tinystories or the path of a text file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("strategy", ["bucketed", "zero1", "fsdp", "naive+sharded", "torch_ddp_tuned", "torch_zero1"])
+def test_two_ranks_equal_one_process_and_resume(data: Path, tmp_path: Path, group: WorkerGroup, strategy: str) -> None:
+    name, sharded = strategy.removesuffix("+sharded"), strategy.endswith("+sharded")
+    options = [f"train.strategy={name}", f"train.sharded_optimizer={json.dumps(sharded)}", "checkpoint.keep=null"]
+    if name == "torch_ddp_tuned":
+        (said, _) = group.run(error_on_rank, config(data, *options))
+        assert "cannot accumulate micro-batches: train.micro_batch_size is to be 4" in said
+        options.append("train.micro_batch_size=4")
+    alone, both = copy_of(data, tmp_path / "alone"), copy_of(data, tmp_path / "both")
+    assert pipeline.run(config(alone), ("train",)) == 0
+    assert group.run(train_on_rank, config(both, *options)) == [0, 0]
+    assert max(abs(a - b) for a, b in zip(losses(alone), losses(both), strict=True)) < 1e-4
+    expected = weights(both)
+    assert max((expected[name] - x).abs().max() for name, x in weights(alone).items()) < 1e-3
+    for manifest in (both / "checkpoints").glob("step-0000000[78].json"):
+        manifest.unlink()
+    assert group.run(train_on_rank, config(both, *options)) == [0, 0]
+    found = weights(both)
+    assert all(torch.equal(found[name], x) for name, x in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("zero1", "zero1"), ("fsdp", "fsdp"), ("zero1", "bucketed"), ("torch_zero1", "naive"), ("bucketed", "zero1")],
+)
+def test_another_number_of_ranks_goes_on(
+    data: Path, tmp_path: Path, group: WorkerGroup, before: str, after: str
+) -> None:
+    """From two ranks to one and, by what that has saved, back."""
+    alone, run = copy_of(data, tmp_path / "alone"), copy_of(data, tmp_path / "run")
+    assert pipeline.run(config(alone), ("train",)) == 0
+    options = ["checkpoint.keep=null", "checkpoint.interval=1"]
+    on_two, on_one = (config(run, *options, f"train.strategy={name}") for name in (before, after))
+    assert group.run(train_on_rank, on_two) == [0, 0]
+    _forget_after(run, 3)
+    assert pipeline.run(on_one, ("train",)) == 0
+    _forget_after(run, 6)
+    assert group.run(train_on_rank, on_two) == [0, 0]
+    assert len(losses(run)) == 8
+    assert max(abs(a - b) for a, b in zip(losses(alone), losses(run), strict=True)) < 1e-4
+    expected = weights(alone)
+    assert max((expected[name] - x).abs().max() for name, x in weights(run).items()) < 1e-3
+
+
+def _forget_after(folder: Path, step: int) -> None:
+    for manifest in (folder / "checkpoints").glob("step-*.json"):
+        if int(manifest.stem.partition("-")[2]) > step:
+            manifest.unlink()
+
+
+def test_flat_state_is_not_taken_for_that_of_whole_parameters(data: Path, tmp_path: Path) -> None:
+    run = copy_of(data, tmp_path / "run")
+    assert pipeline.run(config(run, "train.strategy=fsdp", "train.max_seconds=0.001"), ("train",)) == 0
+    with pytest.raises(ValueError, match="saved with optimizer='flat'; this run has 'whole'"):
+        pipeline.run(config(run), ("train",))
+
+
+def test_how_it_is_computed_changes_little(tmp_path: Path) -> None:
+    curves = []
+    for settings_ in ([], ["model.checkpoint_blocks=1"], ["train.precision=bf16"]):
+        one = trainer(config(tmp_path, *settings_))
+        curves.append(torch.tensor([one.train_step()[0].loss for _ in range(6)]))
+    plain, checkpointed, bf16 = curves
+    assert torch.equal(plain, checkpointed)
+    assert 0 < (plain - bf16).abs().max() < 0.05
+
+
+SLOW = ("--set", "train.steps=60", "--set", "checkpoint.interval=1")
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(range(1, 21), marks=pytest.mark.on_request)])
+def test_a_killed_run_goes_on(data: Path, tmp_path: Path, seed: int | range) -> None:
+    """Killed at a random moment, twice; `-m on_request` is twenty such runs."""
+    whole = copy_of(data, tmp_path / "whole")
+    run = config(whole, "train.steps=60", "checkpoint.interval=0")
+    assert pipeline.run(run, ("train",)) == 0
+    for one in [seed] if isinstance(seed, int) else seed:
+        folder, moments = copy_of(data, tmp_path / f"killed-{one}"), random.Random(one)
+        process = start(folder, "train", *SLOW)
+        while not list(folder.glob("checkpoints/step-*.json")) and process.poll() is None:
+            time.sleep(0.01)
+        time.sleep(moments.uniform(0, 0.4))
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=60)
+        assert process.returncode == -signal.SIGKILL, "it was done before it was killed"
+        assert pipeline.run(config(folder, "train.steps=60"), ("train",)) == 0
+        expected, found = weights(whole), weights(folder)
+        assert all(torch.equal(found[name], x) for name, x in expected.items())
+        assert losses(folder) == losses(whole)
+
+
+def test_a_rank_that_is_killed_is_started_again(data: Path, tmp_path: Path, group: WorkerGroup) -> None:
+    whole, run = copy_of(data, tmp_path / "whole"), copy_of(data, tmp_path / "run")
+    assert group.run(train_on_rank, config(whole, "train.steps=60")) == [0, 0]
+    launcher = "-m torch.distributed.run --nproc-per-node 2 --max-restarts 1 --standalone".split()
+    process = start(run, "train", *SLOW, launcher=tuple(launcher))
+    while not list(run.glob("checkpoints/step-*.json")) and process.poll() is None:
+        time.sleep(0.01)
+    ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(ranks[-1]), signal.SIGKILL)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0 and "going on from" in said, said
+    expected, found = weights(whole), weights(run)
+    assert all(torch.equal(found[name], x) for name, x in expected.items())
+
+
+@pytest.mark.parametrize(("ranks", "number"), [(None, signal.SIGTERM), (2, signal.SIGINT)])
+def test_a_signal_ends_with_a_checkpoint(data: Path, tmp_path: Path, ranks: int | None, number: int) -> None:
+    folder = copy_of(data, tmp_path / "run")
+    options = ["--set", "train.steps=100000", "--set", "checkpoint.interval=0"]
+    process = start(folder, "train", *options, *(["--ranks", str(ranks)] if ranks else []))
+    while not losses(folder) and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, said
+    last = read_lines(folder / "log.jsonl")[-1]["step"]
+    assert (folder / "checkpoints" / f"step-{last:08}.json").is_file() and f"saved at step {last:,}" in said
+
+
+def test_a_log_begins_where_the_run_does(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    log = JsonLines(path, 2)
+    log.write(step=3, loss=1.0)
+    log.close()
+    assert read_lines(path) == [{"step": 1}, {"step": 2}, {"step": 3, "loss": 1.0}]
+
+
+def test_figures_go_elsewhere_too(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for the packages; without them an error names the extra."""
+    run, heard = copy_of(data, tmp_path / "run"), []
+    wandb = SimpleNamespace(
+        init=lambda **given: SimpleNamespace(
+            log=lambda facts, step: heard.append((given["mode"], step, facts)), finish=lambda: heard.append("end")
+        )
+    )
+    writer = SimpleNamespace(add_scalar=lambda *scalar: heard.append(scalar), close=lambda: heard.append("end"))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    board = SimpleNamespace(SummaryWriter=lambda folder, purge_step: writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
+    settings_ = config(run, "log.tensorboard=true", "log.wandb=p")
+    assert pipeline.run(settings_, ("train",)) == 0
+    written = losses(run)
+    assert [value for name, value, _ in (x for x in heard if x[0] == "loss")] == written
+    assert [facts["loss"] for mode, _, facts in (x for x in heard if x[0] == "offline") if "loss" in facts] == written
+    assert heard.count("end") == 2
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match=r"pip install 'lmsys\[log\]' brings it"):
+        pipeline.run(settings_, ("train",))
+
+
+def test_the_progress_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([100.0, 110.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    line = Progress(0, 30, 1000, 5e11, 1e12).line(10, 2.5, 1e-3)
+    assert line == "step 10/30  loss 2.5000  lr 1.00e-03  1,000 tokens/s  MFU 50.0 %  ETA 0:20"
