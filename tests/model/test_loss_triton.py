@@ -135,7 +135,7 @@ def build() -> dict[str, int]:
 
 def test_for_hopper_it_is_well_made() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    line = "import json; from tests.test_loss_triton import build; print(json.dumps(build()))"
+    line = "import json; from tests.model.test_loss_triton import build; print(json.dumps(build()))"
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", line]
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=300)
