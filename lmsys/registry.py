@@ -80,6 +80,10 @@ class Entry:
         except ImportError:
             return default
 
+    def to_json(self) -> dict[str, Any]:
+        """What a report must know of the row: name, label, whose it is, and the traits that its table states."""
+        return {"name": self.name, "label": self.label or self.name, "peer": self.peer, **self.traits}
+
     def load(self) -> Any:
         """The implementation itself. ImportError names the extra that would bring a missing package."""
         try:

@@ -53,7 +53,12 @@ def attempt(call: Callable[[], Any]) -> tuple[Any, Failure | None]:
 
 
 def outcome_of(error: Exception) -> Failure:
-    """Out of memory is an outcome of its own, everything else an error; the reason is one line."""
+    """Out of memory is an outcome of its own, everything else an error; the reason is one line.
+
+    An exception that knows better says so: its `failure` is the outcome and the reason.
+    """
+    if (known := getattr(error, "failure", None)) is not None:
+        return known
     text = str(error).strip()
     no_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator: can't allocate" in text
     if no_memory:

@@ -11,6 +11,7 @@ import os
 import pickle
 import platform
 import re
+import resource
 import shlex
 import subprocess
 import sys
@@ -45,6 +46,25 @@ class AllocatorEvent:
     address: int
     where: str = ""  # file:line, relative to the working directory
     function: str = ""  # with the node of the backward, if it is one's
+
+
+def cap_gpu_memory(limit_bytes: int) -> None:
+    """The allocator of this process gives no more. ValueError for more than the GPU has."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    if limit_bytes > total:
+        limit, most = (f"{size / 2**30:.4g}GiB" for size in (limit_bytes, total))
+        raise ValueError(f"--memory-limit {limit} is more than the {most} of this GPU")
+    torch.cuda.set_per_process_memory_fraction(limit_bytes / total)
+
+
+def cap_host_memory() -> None:
+    """On a CPU, what is too large must fail as the GPU's allocator does, not bring the machine down."""
+    if sys.platform != "linux":
+        return
+    facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(facts["MemAvailable"].split()[0]) * 1024
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (available if hard < 0 else min(available, hard), hard))
 
 
 def parse_size(text: str) -> int:

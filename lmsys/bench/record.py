@@ -1,9 +1,13 @@
 """The result schema: one flat record per case, and the file they travel in. Imports no torch.
 
 A result file is pytest-benchmark's JSON with a top-level key
-`"lmsys": {"schema": 1, "machine": {...}, "records": [...]}`. While a run lasts, the same content is
-appended to a journal, `<result>.partial`: a JSON line for the machine, then one for each record.
-Field names carry their SI unit (`time_s`, `peak_bytes`).
+`"lmsys": {"schema": 2, "machine": {...}, "fields": {...}, "rows": {...}, "records": [...]}`.
+
+    fields  for each benchmark the declarations of its records' fields (`lmsys.bench.fields`), in their order
+    rows    for each table of rows their names, labels and traits, in the table's order
+
+While a run lasts, the same content is appended to a journal, `<result>.partial`: a JSON line with all but the records,
+then one for each record. Files of schema 1, which had neither fields nor rows, are read as if they were of schema 2.
 """
 
 import json
@@ -14,10 +18,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 1
-OUTCOMES = ("ok", "oom", "unsupported", "wrong", "error")
+from lmsys.bench import schema1
+from lmsys.bench.fields import Record
 
-Record = dict[str, Any]
+SCHEMA = 2
+OUTCOMES = ("ok", "oom", "unsupported", "wrong", "error")
 
 
 def check_record(record: Record) -> Record:
@@ -60,13 +65,13 @@ def trim(samples_s: Sequence[float], keep: int = 30) -> list[float]:
 
 
 class Journal:
-    """Appends the machine and each record to `<result>.partial` as they come; flushed to disk each time."""
+    """Appends the head and each record to `<result>.partial` as they come; flushed to disk each time."""
 
-    def __init__(self, result: Path, machine: Record):
+    def __init__(self, result: Path, head: Record):
         self.path = result.with_name(result.name + ".partial")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text("")
-        self._append({"schema": SCHEMA, "machine": machine})
+        self._append({"schema": SCHEMA, **head})
 
     def add(self, record: Record) -> None:
         self._append(check_record(record))
@@ -78,13 +83,13 @@ class Journal:
             os.fsync(file.fileno())
 
 
-def payload(machine: Record, records: Iterable[Record]) -> Record:
-    """What stands under the result file's "lmsys" key."""
-    return {"schema": SCHEMA, "machine": machine, "records": [check_record(record) for record in records]}
+def payload(head: Record, records: Iterable[Record]) -> Record:
+    """What stands under the result file's "lmsys" key; `head` has the machine, fields and rows."""
+    return {"schema": SCHEMA, **head, "records": [check_record(record) for record in records]}
 
 
 def load(path: Path) -> Record:
-    """The `{"schema", "machine", "records"}` of a result file, or of its journal when the run was killed.
+    """The `{"machine", "fields", "rows", "records"}` of a result file, or of its journal when the run was killed.
 
     ValueError, with the path, for a file that is absent, not JSON, not ours, or of a later schema.
     """
@@ -106,8 +111,12 @@ def load(path: Path) -> Record:
         raise ValueError(f'{path}: not a result of this bench: it has no "lmsys" key with schema, machine and records')
     if not isinstance(found["machine"], dict) or not _all_dicts(found["records"]):
         raise ValueError(f"{path}: not a result of this bench: machine must be an object, records a list of objects")
+    if found["schema"] == 1:
+        found = schema1.upgraded(found)
     if found["schema"] != SCHEMA:
         raise ValueError(f"{path}: schema {found['schema']} is not the {SCHEMA} that this version reads; update lmsys")
+    if not isinstance(found.get("fields"), dict) or not isinstance(found.get("rows"), dict):
+        raise ValueError(f"{path}: not a result of this bench: fields and rows must be objects")
     try:
         for record in found["records"]:
             check_record(record)

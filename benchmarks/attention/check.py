@@ -1,0 +1,95 @@
+"""Whether an attention row is right, asked in a way that a cache, a changed input or a lost stream cannot answer."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lmsys.attention.contract import AttentionCase
+from lmsys.bench import Candidate
+from lmsys.bench.benchmark import verdict
+from lmsys.measure.clock import synchronize
+from lmsys.measure.compare import Failure, attempt, release_memory
+from lmsys.testing import Inputs, Oracle, make_inputs, run
+
+SLEEP_CYCLES = 4 * 10**7  # about 20 ms, longer than a warm call takes to launch its first kernel
+
+
+def check_float32(candidates: Sequence[Candidate], case: AttentionCase, seed: int) -> None:
+    """Fails each candidate that has a float32 form and is wrong in it."""
+    able = [one for one in candidates if one.entry.why_not(replace(case, grad=one.case.asked.grad)) is None]
+    if not able:
+        return
+    in_float32 = Gate(make_inputs(case, seed), case)
+    for candidate in able:
+        candidate.state = "has float32"
+        failure = in_float32.check(candidate)
+        if failure and failure[0] == "wrong":
+            candidate.failed(*failure)
+        elif failure:
+            candidate.state = None  # it cannot, in this memory
+
+
+class Gate:
+    """Inputs, their copy, and the oracle of one case; `check` judges one candidate after another."""
+
+    def __init__(self, inputs: Inputs, case: AttentionCase):
+        self.inputs, self.case = inputs, case
+        self._tensors = (inputs.q, inputs.k, inputs.v, inputs.do)
+        self._saved = [x.clone() for x in self._tensors]
+        self._oracle: Oracle | None = None
+
+    def check(self, candidate: Candidate) -> Failure | None:
+        """None when the row is right, else outcome and reason.
+
+        The candidate's `error_ratio` becomes the ratio that failed, or the largest that its own dtype showed.
+        """
+        outputs, failure = attempt(lambda: self._outputs(candidate))
+        if failure and failure[0] == "oom" and self._oracle is not None:
+            self._oracle = None  # the row fits alone; that it does not beside the oracle must not be held against it
+            release_memory()
+            outputs, failure = attempt(lambda: {name: x.cpu() for name, x in self._outputs(candidate).items()})
+        if failure:
+            return failure
+        changed = not all(torch.equal(x, saved) for x, saved in zip(self._tensors, self._saved, strict=True))
+        self.restore()
+        judged, failure = self._judge(outputs, rms=False)
+        if failure:
+            return failure
+        strictly = judged if candidate.state == "has float32" else self._judge(outputs, rms=True)[0]
+        worst, wrong = verdict(strictly, self.case.dtype)
+        if wrong:
+            candidate.error_ratio = worst
+            return wrong
+        if self.case.dtype == candidate.case.dtype:
+            candidate.error_ratio = max(*judged.values(), candidate.error_ratio or 0.0)
+        return ("wrong", "the row changes its inputs") if changed else None
+
+    def restore(self) -> None:
+        for x, saved in zip(self._tensors, self._saved, strict=True):
+            x.data.copy_(saved)
+
+    def _outputs(self, candidate: Candidate) -> dict[str, Tensor]:
+        """The row's answer to inputs that arrive at the last moment on the current stream.
+
+        Until then the inputs hold other values, and no version counter tells that they change. On CUDA they arrive
+        behind a long sleep, while the host goes on: work on a stream that does not wait reads the old ones, and a
+        clone taken at once finds no result of a stream that nobody waits for.
+        """
+        for x in self._tensors:
+            x.data.mul_(0.5)
+        synchronize(self.case.device)
+        if self.case.device == "cuda":
+            torch.cuda._sleep(SLEEP_CYCLES)
+        self.restore()
+        found = run(candidate.call, self.inputs, causal=self.case.causal, grad=candidate.case.asked.grad)
+        return {name: x.clone() for name, x in found.items() if name != "lse"}
+
+    def _judge(self, outputs: dict[str, Tensor], rms: bool) -> tuple[dict[str, float], Failure | None]:
+        if self._oracle is None:
+            self._oracle = Oracle(self.case, self.inputs)
+        oracle, device = self._oracle, self.inputs.q.device
+        judged, failure = attempt(lambda: oracle.error_ratios({k: x.to(device) for k, x in outputs.items()}, rms=rms))
+        assert not (failure and failure[0] == "oom"), f"the oracle does not fit beside {self.case}: {failure}"
+        return judged, failure

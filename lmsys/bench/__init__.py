@@ -1,0 +1,23 @@
+"""The harness: benchmarks that are verified, sampled side by side and recorded, as a pytest plugin. Imports no torch."""
+
+from lmsys.bench.axes import Axis, Grid, Sweep, one_of, positive, yes_no
+from lmsys.bench.benchmark import Benchmark, Candidate, Case, Settings, bench
+from lmsys.bench.fields import Field
+from lmsys.registry import Entry, Table
+
+__all__ = [
+    "Axis",
+    "Benchmark",
+    "Candidate",
+    "Case",
+    "Entry",
+    "Field",
+    "Grid",
+    "Settings",
+    "Sweep",
+    "Table",
+    "bench",
+    "one_of",
+    "positive",
+    "yes_no",
+]

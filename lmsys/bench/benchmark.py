@@ -1,0 +1,248 @@
+"""What a benchmark says; the runner alone owns the order. Imports no torch.
+
+class Matmul(Benchmark):
+    name = "matmul"
+    axes = (Axis("size", positive, (256, 1024)),)
+    fields = (*axes_("size"), TIME, ...)
+    def cases(self, grid, settings): ...            # what is run, and what it is compared with
+    def setup(self, cases, settings): ...           # inputs, which all candidates of a group share
+    def check(self, candidate, setup): ...          # errors over their budgets, by tensor
+    def step(self, case, candidate, setup): ...     # what is timed
+
+test_matmul = bench(Matmul)
+"""
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from lmsys.bench.axes import Axis, Grid
+from lmsys.bench.fields import Field, Record
+from lmsys.registry import Entry, Table
+
+if TYPE_CHECKING:
+    from lmsys.bench.runner import Runner
+    from lmsys.measure.compare import Failure, Step
+
+DEFAULT_ROUNDS = 10
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to measure, in plain values."""
+
+    device: str = "cpu"
+    sweep: str = "default"
+    seconds_per_row: float = 0.2
+    min_rounds: int = DEFAULT_ROUNDS
+    timed: bool = True
+    memory_limit_bytes: int | None = None
+    command: str = ""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One test, in plain values: a row and the axes that a subclass adds as fields.
+
+    group       what is set up together; its cases run one after another
+    comparison  what is sampled together, and has ratios
+    id          the test's id, which is the key of the history
+    """
+
+    section: str
+    entry: Entry
+    device: str
+
+    @property
+    def axes(self) -> Record:
+        """The subclass's own fields, which go into the record as they are."""
+        return {one.name: getattr(self, one.name) for one in fields(self)[len(fields(Case)) :]}
+
+    @property
+    def impl(self) -> str:
+        """The row with its options, as records and reports call it."""
+        return self.entry.name
+
+    @property
+    def rows(self) -> Mapping[str, Entry]:
+        """The rows that the case is about, by their kind."""
+        return {"row": self.entry}
+
+    @property
+    def comparison(self) -> str:
+        return "-".join([self.section, *map(str, self.axes.values())])
+
+    @property
+    def group(self) -> str:
+        return self.comparison
+
+    @property
+    def id(self) -> str:
+        return f"{self.comparison}-{self.impl}"
+
+
+@dataclass
+class Ending:
+    """How something ends, as far as is known."""
+
+    outcome: str = "ok"
+    reason: str | None = None
+    error_ratio: float | None = None
+
+    def failed(self, outcome: str, reason: str) -> None:
+        self.outcome, self.reason = outcome, reason
+
+    def judge(self, ratios: Mapping[str, float], judged_as: str = "") -> None:
+        """Takes errors over their budgets, by tensor: above 1, or no number, is wrong."""
+        self.error_ratio, wrong = verdict(ratios, judged_as)
+        if wrong:
+            self.failed(*wrong)
+
+
+@dataclass
+class Candidate(Ending):
+    """A row on its way through the runner.
+
+    case   the first of its cases
+    call   what `open` made of it; `state`: whatever else a benchmark keeps of it
+    notes  fields of its records, found on the way
+    """
+
+    case: Any = None
+    call: Any = None
+    state: Any = None
+    compile_s: float | None = None
+    interpreted: bool = False
+    notes: Record = field(default_factory=dict)
+
+    @property
+    def entry(self) -> Entry:
+        entry: Entry = self.case.entry
+        return entry
+
+
+@dataclass
+class Measurement:
+    """What came of one case. `record`: the fields that `inspect` found."""
+
+    samples: list[float] | None = None
+    failure: "Failure | None" = None
+    sm_clock_mhz: float | None = None
+    record: Record = field(default_factory=dict)
+
+
+Cases = Sequence[Any]
+
+
+class Benchmark:
+    """The base: what every benchmark can leave as it is.
+
+    tables          the tables that its rows come from, by their kind
+    clock           "device": each call alone, its device time; "loop": the pace of a loop, for calls with more launches
+                    than a device queues; "host": wall time
+    trials          calls before sampling, from which the runner learns what one costs
+    streams         whether a case's result is given as its turn ends, not as its group ends
+    keeps_interrupted  whether samples taken before an interrupt make a result
+    """
+
+    name = ""
+    axes: tuple[Axis, ...] = ()
+    fields: tuple[Field, ...] = ()
+    tables: Mapping[str, Table] = {}
+    clock = "device"
+    trials = 3
+    streams = False
+    keeps_interrupted = False
+
+    def cases(self, grid: Grid, settings: Settings) -> Iterator[Any]:
+        """The cases of a grid, whose ids are unique."""
+        raise NotImplementedError
+
+    def why_not(self, case: Any) -> str | None:
+        """None, or why the case cannot run here, for a reader who may act on it."""
+        return case.entry.why_not(case)
+
+    def no_sample(self, case: Any) -> "Failure | None":
+        """Why what its candidate can do otherwise is not done in this case."""
+        return None
+
+    def key(self, case: Any) -> Hashable:
+        """Cases with one key share a candidate: it is opened and checked once for all of them."""
+        return case.id
+
+    def context(self, cases: Cases) -> AbstractContextManager[Any]:
+        """What all of a group runs in."""
+        return nullcontext()
+
+    def setup(self, cases: Cases, settings: Settings) -> Any:
+        """What the candidates of a group share. What fails here fails the group."""
+        return None
+
+    def open(self, candidate: Candidate, setup: Any) -> None:
+        """Makes `candidate.call`, and calls it once, which compiles and tunes; nothing but the setup is live."""
+        candidate.call = candidate.entry.load()
+
+    def check(self, candidate: Candidate, setup: Any) -> Mapping[str, float]:
+        """Errors over their budgets by tensor, at most 1 where it is right; {} for nothing to check."""
+        return {}
+
+    def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: "Runner") -> None:
+        """Judges each; overridden where checks share what does not fit twice."""
+        from lmsys.measure.compare import attempt
+
+        for candidate in candidates:
+            ratios, failure = attempt(lambda one=candidate: self.check(one, setup))
+            if failure:
+                candidate.failed(*failure)
+            elif ratios:
+                candidate.judge(ratios)
+
+    def redraw(self, setup: Any, seed: int) -> None:
+        """New inputs in the same memory, for the check after timing."""
+
+    def turns(self, cases: Cases) -> Iterable[Cases]:
+        """Which cases are sampled together, one turn after another."""
+        found: dict[str, list[Any]] = {}
+        for case in cases:
+            found.setdefault(case.comparison, []).append(case)
+        return found.values()
+
+    def step(self, case: Any, candidate: Candidate, setup: Any) -> "Step":
+        """What is timed. It may run alone here first: what runs out of memory then is `oom`."""
+        raise NotImplementedError
+
+    def sample(self, turn: Cases, trial: Any) -> None:
+        """Fills the measurements of a turn: interleaved, with the runner's clock."""
+        trial.interleave(turn)
+
+    def inspect(self, case: Any, candidate: Candidate, setup: Any) -> Record:
+        """Fields that need a run of their own, after timing: memory."""
+        return {}
+
+    def metrics(self, case: Any, record: Record, machine: Record) -> Record:
+        """Work and rates, from shapes and the record's time, which is missing where nothing was timed."""
+        return {}
+
+
+def bench(cls: type[Benchmark]) -> Callable[..., None]:
+    """The test of a benchmark, for pytest: `test_matmul = bench(Matmul)`; one test for each of its cases."""
+
+    def test(cell: str, measured: Callable[[str], None]) -> None:
+        measured(cell)
+
+    test.benchmark = cls  # type: ignore[attr-defined]
+    test.__doc__, test.__name__ = cls.__doc__, f"test_{cls.name}"
+    return test
+
+
+def verdict(ratios: Mapping[str, float], judged_as: str = "") -> "tuple[float | None, Failure | None]":
+    """The worst of errors over their budgets, None where it is no number, and what is wrong if anything is."""
+    name, ratio = max(ratios.items(), key=lambda item: item[1] if not math.isnan(item[1]) else math.inf)
+    worst = ratio if math.isfinite(ratio) else None
+    if ratio <= 1:
+        return worst, None
+    size = "holds NaN or inf" if worst is None else f"is {worst:.3g} times the allowed error"
+    return worst, ("wrong", f"{name} {size}" + (f" ({judged_as})" if judged_as else ""))

@@ -1,0 +1,102 @@
+"""The fields of a record: each is declared once, where the record is made, and travels with the results.
+
+The report builder reads these declarations, so a new metric is a line in a benchmark and then a column. Imports no
+torch.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+ROLES = ("axis", "metric", "outcome", "detail")
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of a record.
+
+    name    its key, with the SI unit in it where it has one: `time_s`, `peak_bytes`
+    unit    the unit of the stored number: s, B, FLOP/s, B/s, tokens/s, Hz; empty for ratios and words
+    label   the head of its column; the name without its unit when empty
+    role    axis: what was asked; metric: a number that is shown; outcome: how the case ended; detail: the rest, such as
+            lists that a drawing reads
+    about   a sentence for captions: what the number is
+    shown   the unit that readers see, such as ms, GiB, TFLOP/s or %; the stored one when empty
+    of      a function of the finished record that gives the value; it may raise KeyError or TypeError where the record
+            lacks what it needs, and the field is then None
+    """
+
+    name: str
+    unit: str = ""
+    label: str = ""
+    role: str = "metric"
+    about: str = ""
+    shown: str = ""
+    of: Callable[[Record], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise ValueError(f"field {self.name!r}: role={self.role!r} must be one of {', '.join(ROLES)}")
+
+    def called(self, **changes: Any) -> "Field":
+        """The same field with other words."""
+        return replace(self, **changes)
+
+    def to_json(self) -> Record:
+        return {key: value for key, value in asdict(self).items() if key != "of" and value}
+
+
+def axes(*names: str) -> tuple[Field, ...]:
+    """Fields that say what was asked, labelled by their names."""
+    return tuple(Field(name, label=name.replace("_", " "), role="axis") for name in names)
+
+
+def details(*names: str) -> tuple[Field, ...]:
+    """Fields that are kept and not shown in a column of their own."""
+    return tuple(Field(name, role="detail") for name in names)
+
+
+TIME = Field("time_s", "s", "Time", about="Median time", shown="ms")
+PEAK = Field("peak_bytes", "B", "Peak memory", about="Peak memory above what was live before", shown="MiB")
+ERROR = Field("error_ratio", label="Error ratio", about="Worst error as a share of its budget (right: at most 1)")
+COMPILE = Field("compile_s", "s", "First call", about="First call (compiles and tunes)", shown="s")
+RATE = Field("flops_per_s", "FLOP/s", "Rate", about="Achieved rate", shown="TFLOP/s")
+MATMUL_FRACTION = Field(
+    "matmul_ceiling_fraction",
+    label="Share of measured matmul",
+    about="Work over median time, as a share of the large matmul measured in this run",
+    shown="%",
+)
+COPY_FRACTION = Field(
+    "copy_ceiling_fraction",
+    label="Share of measured copy",
+    about="Bytes over median time, as a share of the large copy measured in this run",
+    shown="%",
+)
+
+# What every record has, whatever was measured.
+COMMON = (
+    *(Field(name, role="detail") for name in ("id", "benchmark")),
+    *axes("section", "impl", "device"),
+    Field("label", role="axis", about="How tables and plots call the row"),
+    Field("peer", role="axis", about="Whether the row is somebody else's code"),
+    Field("memory_limit_bytes", "B", "memory limit", "axis", shown="GiB"),
+    Field("outcome", role="outcome"),
+    Field("reason", role="outcome"),
+    *details("comparison", "clock", "samples_s"),
+    TIME,
+    Field("mean_s", "s", "mean", "detail", shown="ms"),
+    Field("std_s", "s", "standard deviation", "detail", shown="ms"),
+    *(Field(name, "s", role="detail", shown="ms") for name in ("p20_s", "p80_s", "min_s")),
+    Field("rounds", role="detail"),
+    Field("sm_clock_mhz", "MHz", "SM clock", "detail"),
+    ERROR,
+    COMPILE,
+    Field("flops", "FLOP", "work", "detail"),
+)
+
+
+def declared(*groups: Iterable[Field]) -> dict[str, Field]:
+    """The fields by name; of two declarations of one name the later stands, in the place of the earlier."""
+    return {field.name: field for group in groups for field in group}

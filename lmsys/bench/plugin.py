@@ -1,0 +1,372 @@
+"""pytest's side of a run: options, collection, progress, replay into pytest-benchmark, the result file.
+
+Nothing happens, and torch is not imported, until a test of a benchmark is collected or one of the fixtures is used.
+"""
+
+import json
+import os
+import shlex
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmsys.bench.axes import OPTION, Sweep, choice
+from lmsys.bench.benchmark import DEFAULT_ROUNDS, Settings
+from lmsys.bench.results import Key, ResultFile, Session, read_results
+
+REPLAYED = "what is replayed is already measured"
+TOGETHER = "rows are sampled side by side; --benchmark-max-time sets how long"
+REFUSED = {
+    "--benchmark-timer": "the clock is the device's: CUDA events on a GPU, perf_counter on a CPU",
+    "--benchmark-min-time": "each sample is one call; --benchmark-max-time sets how long a row is sampled",
+    "--benchmark-calibration-precision": "each sample is one call, nothing is calibrated",
+    "--benchmark-precision": TOGETHER,
+    "--benchmark-confidence": TOGETHER,
+    "--benchmark-warmup": "every row is compiled, tuned and warm before its first sample",
+    "--benchmark-warmup-iterations": "every row is compiled, tuned and warm before its first sample",
+    "--benchmark-disable-gc": REPLAYED,
+    "--benchmark-cprofile": f"{REPLAYED}; profile the row itself",
+    "--benchmark-cprofile-loops": f"{REPLAYED}; profile the row itself",
+    "--benchmark-cprofile-top": f"{REPLAYED}; profile the row itself",
+    "--benchmark-cprofile-dump": f"{REPLAYED}; profile the row itself",
+}
+SESSION = pytest.StashKey[Session]()
+FAULT = pytest.StashKey[str]()  # what is wrong with the options, told when collection ends
+
+
+class Hooks:
+    """What a repository's conftest may tell the plugin."""
+
+    @pytest.hookspec(firstresult=True)
+    def pytest_lmsys_sweeps(self) -> Mapping[str, Mapping[str, Sweep]]:
+        """Sweeps by name, each by device ("cpu", "cuda"); without it every benchmark runs its axes' defaults."""
+        raise NotImplementedError
+
+
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    pluginmanager.add_hookspecs(Hooks)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("lmsys", "benchmarks (comma lists; an axis not named keeps its sweep's values)")
+    group.addoption("--sweep", default="default", help="a named set of sizes to run")
+    group.addoption(
+        "--axis", action="append", default=[], metavar="NAME=A,B", help="values for an axis of a benchmark, by its name"
+    )
+    group.addoption("--memory-limit", metavar="SIZE", help="cap the GPU's allocator, such as 24GiB")
+    group.addoption(
+        "--resume", metavar="OUT.json", help="take what this result holds as done; alone, go on in that file"
+    )
+
+
+class RecordedTimer:
+    """pytest-benchmark's timer while it replays: it reads 0 and a sample in turn, so each difference is the sample."""
+
+    __name__ = "recorded"
+
+    def replay(self, samples: Iterable[float]) -> None:
+        self._ticks = iter([tick for sample in samples for tick in (0.0, sample)])
+
+    def __call__(self) -> float:
+        return next(self._ticks)
+
+
+@pytest.fixture
+def recorded_timer(request: pytest.FixtureRequest) -> RecordedTimer:
+    """The timer that pytest-benchmark's fixture, made after this one, replays samples by."""
+    marker = request.node.get_closest_marker("benchmark")
+    timer = RecordedTimer()
+    options = {**(marker.kwargs if marker else {}), "timer": timer}
+    request.node.add_marker(pytest.mark.benchmark(**options), append=False)
+    return timer
+
+
+@pytest.fixture
+def measured(request: pytest.FixtureRequest, recorded_timer: RecordedTimer, benchmark: Any) -> Callable[[str], None]:
+    """`measured(cell)`: check, warm, time and record the case's whole group, and replay the case's own samples.
+
+    Out of memory, unsupported, wrong and failed rows are cells of the table: the test is skipped with the reason.
+    """
+    session = request.config.stash[SESSION]
+
+    def measure(cell: str) -> None:
+        key = request.function.benchmark.name, cell
+        if key in session.carried:
+            pytest.skip(f"already measured: {session.carried[key]['outcome']}")
+        result = session.result(key)
+        found = result.record
+        if result.samples is None and not (found["outcome"] == "ok" and benchmark.disabled):
+            pytest.skip(f"{found['outcome']}: {found['reason']}")
+        benchmark.extra_info |= {name: value for name, value in found.items() if not isinstance(value, list)}
+        benchmark.group, _, _ = found["comparison"].partition(" ")
+        replay(benchmark, recorded_timer, result.samples or [0.0])
+
+    return measure
+
+
+@pytest.fixture
+def device_benchmark(
+    request: pytest.FixtureRequest, recorded_timer: RecordedTimer, benchmark: Any
+) -> Callable[..., Any]:
+    """`device_benchmark(fn)`: time one function by the device's clock; nothing is checked. Returns what fn returned.
+
+    On CUDA by events, the cache cleared before each call; on a CPU by wall time. It runs in this process.
+    --benchmark-min-rounds and --benchmark-max-time say how often.
+    """
+    import torch
+
+    from lmsys.measure.clock import clock_of
+    from lmsys.measure.compare import Step, interleave
+
+    def measure(fn: Callable[[], Any]) -> Any:
+        clock = clock_of("cuda" if torch.cuda.is_available() else "cpu")
+        config, result = request.config, fn()
+        found = interleave(
+            {"fn": Step(lambda _: fn())},
+            clock,
+            seconds=float(config.getoption("benchmark_max_time")),
+            min_rounds=config.getoption("benchmark_min_rounds"),
+        )
+        if found.failures:
+            raise RuntimeError(f"the function failed while it was timed: {found.failures['fn'][1]}")
+        benchmark.extra_info["clock"] = clock.name
+        replay(benchmark, recorded_timer, found.samples["fn"])
+        return result
+
+    return measure
+
+
+def replay(benchmark: Any, timer: RecordedTimer, samples: list[float]) -> None:
+    """Hands pytest-benchmark these samples as its own."""
+    timer.replay(samples)
+    benchmark.pedantic(lambda: None, rounds=len(samples))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    cls = getattr(metafunc.function, "benchmark", None)
+    if cls is None or "cell" not in metafunc.fixturenames:
+        return
+    ids: list[str] = []
+    try:
+        ids = _session(metafunc.config).add(cls)
+    except ValueError as error:
+        metafunc.config.stash.setdefault(FAULT, str(error))
+    metafunc.parametrize("cell", [pytest.param(one, id=one) for one in ids])
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    config, items = session.config, [item for item in session.items if _benchmark_of(item)]
+    if FAULT in config.stash:
+        raise pytest.UsageError(config.stash[FAULT])
+    if SESSION not in config.stash:
+        return
+    ours = config.stash[SESSION]
+    known = {axis.name for benchmark in ours.benchmarks.values() for axis in benchmark.axes}
+    for text in config.getoption("axis"):
+        try:
+            choice(text.partition("=")[0], known)
+        except ValueError as error:
+            raise pytest.UsageError(f"--axis {text}: {error}") from None
+    keys: list[Key] = [(_benchmark_of(item).name, item.callspec.params["cell"]) for item in items]  # type: ignore[attr-defined]
+    if ours.texts and keys and not any(isinstance(cell, str) for _, cell in keys):  # without any, pytest puts a mark
+        said = " ".join(f"{name} {text}" for name, text in ours.texts.items())
+        raise pytest.UsageError(f"{said}: what is selected has no case for these values")
+    ours.select(keys)
+
+
+def _benchmark_of(item: pytest.Item) -> Any:
+    return getattr(getattr(item, "function", None), "benchmark", None)
+
+
+def _session(config: pytest.Config) -> Session:
+    """This run's session, opened when the first benchmark is collected. ValueError for options that are wrong."""
+    if SESSION in config.stash:
+        return config.stash[SESSION]
+    if FAULT in config.stash:
+        raise ValueError(config.stash[FAULT])
+    import torch
+
+    from lmsys.bench.ranks import joined
+
+    group = joined()  # under torchrun each rank has a GPU of its own from here on
+    for option, reason in REFUSED.items():
+        if _given(config, option):
+            raise ValueError(f"{option} is not for these benchmarks: {reason}")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    sweep = _sweep(config, device)
+    session = Session(
+        Settings(
+            device=device,
+            sweep=config.getoption("sweep"),
+            seconds_per_row=_seconds(config, sweep),
+            min_rounds=_min_rounds(config),
+            timed=config.getoption("benchmark_enable") or not config.getoption("benchmark_disable"),
+            memory_limit_bytes=_limit_memory(config.getoption("memory_limit"), device),
+            command="python -m pytest " + shlex.join(str(one) for one in config.invocation_params.args),
+        ),
+        sweep,
+        _output(config),
+        _texts(config),
+        lambda text: _say(config, text),
+    )
+    if resumed := config.getoption("resume"):
+        _resume(session, Path(resumed))
+    if group is not None and group.rank > 0:
+        session.output, session.say = None, lambda _: None  # one rank tells and writes
+    if session.output:
+        _check_writable(session.output)
+    benchmarks: Any = config._benchmarksession  # type: ignore[attr-defined]
+    benchmarks.json = ResultFile(session.output) if session.output else None
+    config.stash[SESSION] = session
+    return session
+
+
+def _sweep(config: pytest.Config, device: str) -> Sweep:
+    sweeps: Mapping[str, Mapping[str, Sweep]] = config.hook.pytest_lmsys_sweeps() or {"default": {device: Sweep()}}
+    name = config.getoption("sweep")
+    try:
+        return sweeps[choice(name, sweeps)][device]
+    except ValueError as error:
+        raise ValueError(f"--sweep {name!r}: {error}") from None
+
+
+def _texts(config: pytest.Config) -> dict[str, str]:
+    named = {name.removeprefix(OPTION): text for name, text in vars(config.option).items() if name.startswith(OPTION)}
+    texts = {option: text for option, text in named.items() if text is not None}
+    for one in config.getoption("axis"):
+        name, equals, text = one.partition("=")
+        if not equals:
+            raise ValueError(f"--axis {one!r}: must read NAME=A,B, as in --axis size=256,512")
+        texts[name] = text
+    return texts
+
+
+def _output(config: pytest.Config) -> Path | None:
+    output = config.getoption("benchmark_json")  # a path, or before pytest-benchmark 5.3.1 an open file
+    return output if output is None or isinstance(output, Path) else Path(getattr(output, "name", output))
+
+
+def _seconds(config: pytest.Config, sweep: Sweep) -> float:
+    given = _given(config, "--benchmark-max-time")
+    return float(config.getoption("benchmark_max_time")) if given else sweep.seconds_per_row
+
+
+def _min_rounds(config: pytest.Config) -> int:
+    if not _given(config, "--benchmark-min-rounds"):
+        return DEFAULT_ROUNDS
+    if (rounds := config.getoption("benchmark_min_rounds")) < DEFAULT_ROUNDS:
+        raise ValueError(f"--benchmark-min-rounds {rounds}: a median needs at least {DEFAULT_ROUNDS} samples")
+    return int(rounds)
+
+
+def _limit_memory(text: str | None, device: str) -> int | None:
+    from lmsys.measure.memory import cap_gpu_memory, parse_size
+
+    if text is None:
+        return None
+    limit = parse_size(text)
+    if device != "cuda":
+        raise ValueError(f"--memory-limit {text} caps the CUDA allocator, and this machine has no CUDA device")
+    cap_gpu_memory(limit)
+    return limit
+
+
+def _resume(session: Session, path: Path) -> None:
+    try:
+        for found, entries in read_results(path):
+            session.resume(found, entries)
+    except ValueError as error:
+        raise ValueError(f"--resume {path}: {error}") from error
+    session.output = session.output or path
+
+
+def _check_writable(output: Path) -> None:
+    """Before anything is measured, not after."""
+    existed = output.exists()
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.open("ab").close()
+    except OSError as error:
+        raise ValueError(f"cannot write the result to {output}: {error.strerror}") from error
+    if not existed:
+        output.unlink()
+
+
+def _given(config: pytest.Config, option: str) -> bool:
+    """Whether the user wrote the option, even with the value that is its default."""
+    words = [
+        *config.getini("addopts"),
+        *shlex.split(os.environ.get("PYTEST_ADDOPTS", "")),
+        *config.invocation_params.args,
+    ]
+    return any(str(word).partition("=")[0] == option for word in words)
+
+
+def _say(config: pytest.Config, text: str) -> None:
+    """A line for the user now, whether or not pytest captures what tests print."""
+    reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
+    capture: Any = config.pluginmanager.get_plugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        reporter.ensure_newline()
+        reporter.write_line(text)
+        reporter.flush()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
+    if SESSION in config.stash:
+        machine_info.pop("node", None)  # results are published, and the host's name is nobody's affair
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_update_commit_info(config: pytest.Config, commit_info: dict[str, Any]) -> None:
+    if SESSION in config.stash:
+        found = config.stash[SESSION].runner.machine  # $LMSYS_COMMIT goes before what git says
+        commit_info |= {"id": found["commit"], "dirty": found["dirty"]}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
+    if SESSION in config.stash:
+        config.stash[SESSION].complete(output_json)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """The result is safe once pytest-benchmark has written it, which it leaves undone when no row was timed."""
+    config = session.config
+    found = config.stash.get(SESSION, None)
+    if found is None:
+        return
+    found.close()
+    if found.output is None or not found.records:
+        return
+    if not found.saved:
+        _write_untimed(config, found.output)
+    found.output.with_name(found.output.name + ".partial").unlink(missing_ok=True)
+
+
+def _write_untimed(config: pytest.Config, output: Path) -> None:
+    machine_info = config.hook.pytest_benchmark_generate_machine_info(config=config)
+    config.hook.pytest_benchmark_update_machine_info(config=config, machine_info=machine_info)
+    content = config.hook.pytest_benchmark_generate_json(
+        config=config,
+        benchmarks=[],
+        include_data=True,
+        machine_info=machine_info,
+        commit_info=config.hook.pytest_benchmark_generate_commit_info(config=config),
+    )
+    config.hook.pytest_benchmark_update_json(config=config, benchmarks=[], output_json=content)
+    output.write_text(json.dumps(content, indent=4))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    session = terminalreporter.config.stash.get(SESSION, None)
+    lines = list(session.summary()) if session else []
+    if lines:
+        terminalreporter.section("cases")
+    for line in lines:
+        terminalreporter.write_line(line)

@@ -1,0 +1,101 @@
+"""The ranks of a run: started when first needed, again when one has failed; under torchrun those that are there."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lmsys.measure.memory import cap_gpu_memory
+from lmsys.parallel.group import JoinedGroup, WorkerError, WorkerGroup, under_torchrun
+
+TIMEOUT_S = 420.0
+CLOCKS = {"gloo": "perf_counter", "nccl": "cuda_event_steps"}  # of calls that follow one another on a rank
+_SUBGROUPS: dict[int, Any] = {}  # of a rank, by world size
+
+
+class Unsupported(ValueError):
+    """There are no such ranks here."""
+
+    failure = property(lambda self: ("unsupported", str(self)))
+
+
+@cache
+def joined() -> JoinedGroup | None:
+    """The group that torchrun has started, if this process is one of its ranks."""
+    return JoinedGroup(timeout_s=TIMEOUT_S) if under_torchrun() else None
+
+
+def backend_of(device: str) -> str:
+    return "nccl" if device == "cuda" else "gloo"
+
+
+def default_world_size(backend: str) -> int:
+    """Every GPU; on a CPU two; under torchrun all that there are."""
+    if (group := joined()) is not None:
+        return group.world_size
+    return torch.cuda.device_count() if backend == "nccl" else 2
+
+
+class Ranks:
+    """One group at a time, each rank under the memory limit."""
+
+    def __init__(self, memory_limit_bytes: int | None = None) -> None:
+        self._group: WorkerGroup | JoinedGroup | None = joined()
+        self._limit = memory_limit_bytes
+
+    @property
+    def num_nodes(self) -> int:
+        return self._group.num_nodes if isinstance(self._group, JoinedGroup) else 1
+
+    def run(self, world_size: int, backend: str, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What function(*args) returned on each of the first `world_size` ranks; all ranks are asked.
+
+        Unsupported where there are fewer, WorkerError where a rank failed.
+        """
+        try:
+            group = self._ready(world_size, backend)
+            if self._limit is not None:
+                group.run(cap_gpu_memory, self._limit)
+            return group.run(function, *args)[:world_size]
+        except WorkerError:
+            self._group = None  # it has ended
+            raise
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+        self._group = None
+
+    def _ready(self, world_size: int, backend: str) -> WorkerGroup | JoinedGroup:
+        if isinstance(self._group, JoinedGroup):
+            if self._group.world_size < world_size or self._group.backend != backend:
+                raise Unsupported(
+                    f"torchrun has started {self._group.world_size} ranks with {self._group.backend}: there are no"
+                    f" {world_size} with {backend}"
+                )
+            return self._group
+        if self._group is not None and (self._group.backend != backend or self._group.world_size < world_size):
+            self.close()
+        if self._group is None:
+            try:
+                self._group = WorkerGroup(world_size, backend, TIMEOUT_S)
+            except ValueError as error:
+                raise Unsupported(str(error)) from error
+        return self._group
+
+
+def subgroup(world_size: int) -> Any:
+    """On a rank: the group of the first `world_size` ranks. Asked of all of them."""
+    if world_size == dist.get_world_size():
+        return dist.group.WORLD
+    if world_size not in _SUBGROUPS:
+        _SUBGROUPS[world_size] = dist.new_group(range(world_size))
+    return _SUBGROUPS[world_size]
+
+
+def takes_part(world_size: int) -> bool:
+    """Whether this rank is one of the first `world_size`; asked of every rank, since all make a group."""
+    subgroup(world_size)
+    return dist.get_rank() < world_size

@@ -1,0 +1,216 @@
+"""One pytest run of benchmarks: the selected cases, their results, and where these are kept. Imports no torch."""
+
+import gc
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from lmsys.bench import record
+from lmsys.bench.axes import Axis, Grid, Sweep, given_axes
+from lmsys.bench.benchmark import Benchmark, Settings
+from lmsys.bench.fields import COMMON, Record, declared
+
+if TYPE_CHECKING:
+    from lmsys.bench.runner import Result, Runner
+
+DONE = ("ok", "oom", "unsupported")  # what --resume takes over; wrong and error are run again
+SAME = ("name", "torch", "triton", "driver", "commit")  # facts that one file states once for all its records
+Key = tuple[str, str]  # a benchmark's name and a case's id
+
+
+@dataclass
+class Session:
+    """The selected cases, their results, the journal and the final file.
+
+    output    where the result goes, None when it is not kept
+    texts     what the command line says of axes, by option or axis name
+    carried   records of an earlier run that stand as they are, and `carried_entries`, pytest-benchmark's share of them
+    """
+
+    settings: Settings
+    sweep: Sweep = Sweep()
+    output: Path | None = None
+    texts: Mapping[str, str] = field(default_factory=dict)
+    say: Callable[[str], None] = lambda _: None
+    carried: dict[Key, Record] = field(default_factory=dict)
+    carried_entries: list[Record] = field(default_factory=list)
+    carried_head: Record = field(default_factory=lambda: {"machine": {}, "fields": {}, "rows": {}})
+    results: "dict[Key, Result]" = field(default_factory=dict)
+    saved: bool = False
+    benchmarks: dict[str, Benchmark] = field(default_factory=dict)
+    _cases: dict[Key, Any] = field(default_factory=dict)
+    _groups: dict[Key, list[Any]] = field(default_factory=dict)
+    _failed: dict[Key, str] = field(default_factory=dict)
+
+    def add(self, cls: type[Benchmark]) -> list[str]:
+        """The ids of a benchmark's cases, with what the command line says of its axes. ValueError for bad values."""
+        benchmark = self.benchmarks.setdefault(cls.name, cls())
+        given = given_axes(benchmark.axes, self.texts)
+        cases = [
+            case
+            for grid in self.sweep.grids.get(cls.name) or (Grid("default"),)
+            for case in benchmark.cases(_filled(grid, benchmark.axes, given), self.settings)
+        ]
+        self._cases |= {(cls.name, case.id): case for case in cases}
+        return list(dict.fromkeys(case.id for case in cases))
+
+    def select(self, keys: Iterable[Key]) -> None:
+        """The cases that are left after -k and the like: a group is these, whichever of its tests comes first."""
+        for key in keys:
+            if key in self._cases and key not in self.carried:
+                self._groups.setdefault((key[0], self._cases[key].group), []).append(self._cases[key])
+
+    def result(self, key: Key) -> "Result":
+        """The case's result; the first of a group to ask has the whole group run."""
+        group = key[0], self._cases[key].group
+        if group in self._failed:
+            raise RuntimeError(f"{group[1]} could not be run: {self._failed[group]}")
+        if key not in self.results:
+            try:
+                self._run(group)
+            except KeyboardInterrupt:
+                # A new one: a traceback into the middle of a kernel can hold frames that pytest fails to print.
+                raise KeyboardInterrupt(f"interrupted in {group[1]}") from None
+            except Exception as error:
+                self._failed[group] = f"{type(error).__name__}: {error}"
+                raise
+        return self.results[key]
+
+    def _run(self, group: Key) -> None:
+        if not self.results:
+            self.say("measuring what this machine reaches")
+            self.runner.ready()
+        cases = self._groups[group]
+        number = list(self._groups).index(group) + 1
+        self.say(f"[{number}/{len(self._groups)}] {group[1]}: checking, then sampling {len(cases)} cases")
+        for result in self.runner.run(self.benchmarks[group[0]], cases):
+            if self.output:
+                self.journal.add(result.record)
+            self.results[group[0], result.record["id"]] = result
+        gc.freeze()  # what lives between groups is code, which the many collections of the next need not visit again
+
+    @cached_property
+    def runner(self) -> "Runner":
+        from lmsys.bench.runner import Runner
+
+        return Runner(self.settings, self.say)
+
+    @cached_property
+    def journal(self) -> record.Journal:
+        """Begins with what was carried over, so that it never holds less than the file that it goes on from."""
+        assert self.output is not None
+        journal = record.Journal(self.output, self._head(self.runner.machine))
+        for one in self.carried.values():
+            journal.add(one)
+        return journal
+
+    @property
+    def records(self) -> list[Record]:
+        return [*self.carried.values(), *(result.record for result in self.results.values())]
+
+    def _head(self, machine: Record) -> Record:
+        """What a file says of its records: the machine, their fields by benchmark, the rows of their tables."""
+        fields = {
+            name: [one.to_json() for one in declared(COMMON, benchmark.fields).values()]
+            for name, benchmark in self.benchmarks.items()
+        }
+        rows: dict[str, dict[str, Record]] = {}
+        for benchmark in self.benchmarks.values():
+            for kind, table in benchmark.tables.items():
+                rows.setdefault(kind, {}).update({entry.name: entry.to_json() for entry in table.values()})
+        for case in self._cases.values():
+            for kind, entry in case.rows.items():
+                rows.setdefault(kind, {}).setdefault(entry.name, entry.to_json())
+        tables = {kind: list(table.values()) for kind, table in rows.items()}
+        return {
+            "machine": machine,
+            "fields": self.carried_head["fields"] | fields,
+            "rows": self.carried_head["rows"] | tables,
+        }
+
+    def complete(self, output_json: Record) -> None:
+        """pytest-benchmark's JSON with its samples trimmed, what was carried over, and our records."""
+        for entry in output_json["benchmarks"]:
+            if "data" in entry["stats"]:
+                entry["stats"]["data"] = record.trim(entry["stats"]["data"])
+        output_json["benchmarks"] = [*self.carried_entries, *output_json["benchmarks"]]
+        machine = self.runner.machine if self.results else self.carried_head["machine"]
+        output_json["lmsys"] = record.payload(self._head(machine), self.records)
+        self.saved = True
+
+    def resume(self, found: Record, entries: Sequence[Record]) -> None:
+        """Take over what an earlier run has done, under the same memory limit.
+
+        ValueError when a fact of the machine or the code was another.
+        """
+        from lmsys.measure import machine
+
+        here = machine.describe(self.settings.device, command="", seed=0, sweep="")
+        for fact in SAME:
+            if (there := found["machine"].get(fact)) != here[fact]:
+                raise ValueError(f"it was measured with {fact} {there!r}, this is {here[fact]!r}: run that apart")
+        self.carried |= {(one["benchmark"], one["id"]): one for one in found["records"] if self._stands(one)}
+        ids = {key[1] for key in self.carried}
+        self.carried_entries += [one for one in entries if one["extra_info"].get("id") in ids]
+        self.carried_head = {key: found[key] for key in ("machine", "fields", "rows")}
+
+    def _stands(self, one: Record) -> bool:
+        same_question = one.get("memory_limit_bytes") == self.settings.memory_limit_bytes
+        answered = one["outcome"] != "ok" or one.get("time_s") is not None or not self.settings.timed
+        return one["outcome"] in DONE and answered and same_question
+
+    def summary(self) -> Iterator[str]:
+        counts = Counter(one["outcome"] for one in self.records)
+        if counts:
+            yield ", ".join(f"{counts[outcome]} {outcome}" for outcome in record.OUTCOMES if counts[outcome])
+        for one in self.records:
+            if one["outcome"] in ("wrong", "error"):
+                ratio = f" (error ratio {one['error_ratio']:.3g})" if one.get("error_ratio") is not None else ""
+                yield f"{one['outcome']} {one['id']}{ratio}: {one['reason']}"
+
+    def close(self) -> None:
+        if "runner" in self.__dict__:
+            self.runner.close()
+
+
+def _filled(grid: Grid, axes: Sequence[Axis], given: Mapping[str, Any]) -> Grid:
+    """The grid with the axes' defaults for what it leaves out, and what the command line gives in place of its own."""
+    defaults = {axis.name: axis.default for axis in axes}
+    return Grid(grid.name, given=frozenset(given), **(defaults | dict(grid) | given))
+
+
+class ResultFile:
+    """pytest-benchmark's output file, opened when it is written and not before: until then the old content stands.
+
+    pytest-benchmark takes a path from 5.3.1 on, before that an open file; this is either.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __enter__(self) -> BinaryIO:
+        self._file = self.path.open("wb")
+        return self._file
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def __repr__(self) -> str:
+        return str(self.path)
+
+
+def read_results(path: Path) -> Iterator[tuple[Record, list[Record]]]:
+    """(our part, pytest-benchmark's entries) of a result file, then of the journal of a killed run that resumed it."""
+    journal = path.with_name(path.name + ".partial")
+    is_result = path.suffix != ".partial" and path.is_file() and path.stat().st_size
+    if is_result or not journal.is_file():
+        yield record.load(path), json.loads(path.read_text()).get("benchmarks", []) if is_result else []
+    if journal.is_file():
+        yield record.load(journal), []

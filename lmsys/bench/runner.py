@@ -1,0 +1,287 @@
+"""The one runner. For each group of cases it owns the order:
+
+why not -> setup -> first call -> check -> samples, in turns -> memory -> check again, on new inputs -> record.
+"""
+
+import importlib.util
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+from unittest import mock
+
+from lmsys.bench import fields
+from lmsys.bench.benchmark import Benchmark, Candidate, Case, Cases, Measurement, Settings
+from lmsys.bench.fields import Record
+from lmsys.bench.ranks import Ranks
+from lmsys.bench.record import summarize, trim
+from lmsys.measure import machine
+from lmsys.measure.clock import Clock, CpuClock, clock_of, synchronize
+from lmsys.measure.compare import attempt, interleave, release_memory
+
+NOT_TIMED = "verified, not timed (--benchmark-disable)"
+INTERPRETED = "verified in Triton's interpreter, never timed"
+
+
+@dataclass
+class Result:
+    """A case's record, and all its samples in seconds if it was timed."""
+
+    record: Record
+    samples: list[float] | None
+
+
+class Runner:
+    """Runs groups of cases. The clocks, the machine and its ceilings are made on first use, once a run.
+
+    say  tells the user what is going on
+    """
+
+    def __init__(self, settings: Settings, say: Callable[[str], None] = lambda _: None):
+        self.settings, self.say = settings, say
+
+    def run(self, benchmark: Benchmark, cases: Cases) -> Iterator[Result]:
+        """A result for each case of one group, in their order unless the benchmark streams them.
+
+        What fails outside a row's own calls fails every case that was still good.
+        """
+        trial = Trial(benchmark, cases, self)
+        with benchmark.context(cases):
+            trial.attempt(trial.prepare)
+            try:
+                for turn in trial.turns():
+                    trial.attempt(lambda turn=turn: trial.take(turn))
+                    if benchmark.streams:
+                        yield from trial.results(turn)
+            except KeyboardInterrupt:
+                if benchmark.keeps_interrupted:
+                    yield from trial.results(trial.sampled(self.settings.min_rounds))
+                raise
+            trial.attempt(trial.check_again)
+        release_memory()
+        yield from trial.results(cases)
+
+    def ready(self) -> None:
+        """Everything that is made once, before a row runs: nothing may differ for the first of them."""
+        _ = self.machine, self.clock("device"), self.clock("loop"), self.sm_clock
+
+    @cached_property
+    def machine(self) -> Record:
+        one = self.settings
+        facts = machine.describe(one.device, command=one.command, seed=one.seed, sweep=one.sweep)
+        return facts | {"ceilings": machine.measure_ceilings(one.device)}
+
+    @cached_property
+    def _clocks(self) -> dict[str, Clock]:
+        device = self.settings.device
+        return {"device": clock_of(device), "loop": clock_of(device, ahead=False), "host": CpuClock()}
+
+    def clock(self, kind: str) -> Clock:
+        return self._clocks[kind]
+
+    @cached_property
+    def sm_clock(self) -> Callable[[], float | None]:
+        return machine.sm_clock_reader()
+
+    @cached_property
+    def ranks(self) -> Ranks:
+        """Processes for what several do together."""
+        return Ranks(self.settings.memory_limit_bytes)
+
+    def close(self) -> None:
+        if "ranks" in self.__dict__:
+            self.ranks.close()
+
+
+class Trial:
+    """One group on its way: its candidates by key, and what was measured by case."""
+
+    def __init__(self, benchmark: Benchmark, cases: Cases, runner: Runner):
+        self.benchmark, self.cases, self.runner = benchmark, cases, runner
+        self.settings = runner.settings
+        self.candidates: dict[Any, Candidate] = {}
+        for case in cases:
+            self.candidates.setdefault(benchmark.key(case), Candidate(case=case))
+        self.measurements = {case.id: Measurement() for case in cases}
+        self.setup: Any = None
+        self._told: set[str] = set()
+
+    def candidate(self, case: Case) -> Candidate:
+        return self.candidates[self.benchmark.key(case)]
+
+    def good(self) -> list[Candidate]:
+        return [one for one in self.candidates.values() if one.outcome == "ok"]
+
+    def attempt(self, call: Callable[[], Any]) -> None:
+        """A part of the trial that is the bench's own: where it fails, so does every candidate that was still good."""
+        _, failure = attempt(call)
+        for candidate in self.good() if failure else ():
+            candidate.failed(failure[0], f"the bench failed, not the row: {failure[1]}")
+
+    def prepare(self) -> None:
+        benchmark = self.benchmark
+        for candidate in self.candidates.values():
+            reason, failure = attempt(lambda one=candidate: benchmark.why_not(one.case))
+            if reason or failure:
+                candidate.failed(*(failure or ("unsupported", reason)))
+        if not self.good():
+            return
+        for case in self.cases:
+            self.measurements[case.id].failure = benchmark.no_sample(case)
+        self.setup = benchmark.setup(self.cases, self.settings)
+        for candidate in self.good():
+            self._first_call(candidate)
+        benchmark.check_all(self.good(), self.setup, self.runner)
+        release_memory()
+
+    def _first_call(self, candidate: Candidate) -> None:
+        def seconds() -> float:
+            start = time.perf_counter()
+            with interpreted_kernels() as launched:
+                self.benchmark.open(candidate, self.setup)
+            synchronize(self.settings.device)
+            candidate.interpreted = bool(launched)
+            return time.perf_counter() - start
+
+        candidate.compile_s, failure = attempt(seconds)
+        if failure:
+            candidate.failed(*failure)
+
+    def turns(self) -> Iterable[Cases]:
+        if not self.settings.timed and not self.benchmark.streams:
+            return ()
+        return self.benchmark.turns([case for case in self.cases if self.is_able(case)])
+
+    def is_able(self, case: Case) -> bool:
+        """Whether the case is still to be timed."""
+        one = self.candidate(case)
+        return one.outcome == "ok" and not one.interpreted and not self.measurements[case.id].failure
+
+    def take(self, turn: Cases) -> None:
+        self.benchmark.sample(turn, self)
+        for case in turn:
+            measurement = self.measurements[case.id]
+            if self.is_able(case) and measurement.samples is not None:
+                found, _ = attempt(lambda case=case: self.benchmark.inspect(case, self.candidate(case), self.setup))
+                measurement.record |= found or {}
+
+    def interleave(self, turn: Cases) -> None:
+        """Times the steps of a turn side by side."""
+        steps = {}
+        for case in turn:
+            step, failure = attempt(lambda case=case: self.benchmark.step(case, self.candidate(case), self.setup))
+            self.measurements[case.id].failure = failure
+            if not failure:
+                steps[case.id] = step
+        sampled = interleave(
+            steps,
+            self.runner.clock(self.benchmark.clock),
+            seconds=self.settings.seconds_per_row,
+            min_rounds=self.settings.min_rounds,
+            trials=self.benchmark.trials,
+            sm_clock=self.runner.sm_clock,
+        )
+        for name in steps:
+            one = self.measurements[name]
+            one.samples, one.failure = sampled.samples.get(name), sampled.failures.get(name)
+            one.sm_clock_mhz = sampled.sm_clock_mhz
+
+    def sampled(self, least: int = 1) -> list[Case]:
+        """The cases with that many samples or more, and those that ended without."""
+        return [
+            case
+            for case in self.cases
+            if self.candidate(case).outcome != "ok" or len(self.measurements[case.id].samples or ()) >= least
+        ]
+
+    def check_again(self) -> None:
+        timed = {id(one): one for one in map(self.candidate, self.cases) if one.outcome == "ok"}
+        timed = {key: one for key, one in timed.items() if any(self._has_samples(case, one) for case in self.cases)}
+        if not timed:
+            return
+        self.benchmark.redraw(self.setup, self.settings.seed + 2)
+        self.benchmark.check_all(list(timed.values()), self.setup, self.runner)
+        for one in timed.values():
+            if one.outcome != "ok":
+                one.reason = f"right before it was timed, not after: {one.reason}"
+
+    def _has_samples(self, case: Case, candidate: Candidate) -> bool:
+        return self.candidate(case) is candidate and bool(self.measurements[case.id].samples)
+
+    def results(self, cases: Iterable[Case]) -> Iterator[Result]:
+        for case in cases:
+            if case.id not in self._told:
+                self._told.add(case.id)
+                yield self._result(case)
+
+    def _result(self, case: Case) -> Result:
+        benchmark, candidate, measurement = self.benchmark, self.candidate(case), self.measurements[case.id]
+        outcome, reason = candidate.outcome, candidate.reason
+        if outcome == "ok" and measurement.failure:
+            outcome, reason = measurement.failure
+        samples = measurement.samples if outcome == "ok" else None
+        if outcome == "ok" and samples is None and reason is None:
+            reason = INTERPRETED if candidate.interpreted else NOT_TIMED
+        record: Record = {
+            "id": case.id,
+            "benchmark": benchmark.name,
+            "section": case.section,
+            "impl": case.impl,
+            "label": case.entry.label or case.impl,
+            "peer": case.entry.peer,
+            **case.axes,
+            "device": case.device,
+            "outcome": outcome,
+            "reason": reason,
+            "comparison": f"{case.comparison} {self.runner.machine['date']}",
+            "clock": self.runner.clock(benchmark.clock).name,
+            "compile_s": candidate.compile_s,
+            "error_ratio": candidate.error_ratio,
+            "memory_limit_bytes": self.settings.memory_limit_bytes,
+        }
+        record |= candidate.notes
+        if samples:
+            record |= summarize(samples) | {"samples_s": trim(samples), "sm_clock_mhz": measurement.sm_clock_mhz}
+            record |= measurement.record
+        record |= benchmark.metrics(case, record, self.runner.machine)
+        return Result(_completed(record, benchmark), samples)
+
+
+def _completed(record: Record, benchmark: Benchmark) -> Record:
+    """With the fields that are functions of others. ValueError for a field that nobody has declared."""
+    known = fields.declared(fields.COMMON, benchmark.fields)
+    for field in known.values():
+        if field.of is not None:
+            record[field.name] = _value_of(field, record)
+    if undeclared := sorted(record.keys() - known.keys()):
+        raise ValueError(f"benchmark {benchmark.name!r}: the fields {undeclared} of its records are declared nowhere")
+    return record
+
+
+def _value_of(field: fields.Field, record: Record) -> Any:
+    assert field.of is not None
+    try:
+        return field.of(record)
+    except (KeyError, TypeError):
+        return None
+
+
+@contextmanager
+def interpreted_kernels() -> Iterator[list[Any]]:
+    """A list that grows by every kernel that Triton's interpreter runs meanwhile, wherever it is defined."""
+    launched: list[Any] = []
+    if importlib.util.find_spec("triton") is None:
+        yield launched
+        return
+    from triton.runtime.interpreter import GridExecutor
+
+    launch = GridExecutor.__call__
+
+    def noted(self: Any, *args: Any, **options: Any) -> Any:
+        launched.append(self)
+        return launch(self, *args, **options)
+
+    with mock.patch.object(GridExecutor, "__call__", noted):
+        yield launched
