@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from lmsys.cost.communication import optimal_bucket_bytes
+from lmsys.parallel.alpha_beta import latency_and_bandwidth
 from lmsys.parallel.buckets import EDGE_BYTES, MIB, plan
 from lmsys.parallel.collectives import Group
 from lmsys.parallel.overlapped import Overlapped
-from lmsys.parallel.probe import latency_and_bandwidth
 
 
 class Bucketed(Overlapped):

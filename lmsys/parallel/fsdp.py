@@ -74,7 +74,7 @@ class Fsdp(Wrapper):
 
     @contextmanager
     def full_parameters(self) -> Iterator[nn.Module]:
-        """The module with whole parameters in full precision, to be read. Asked of all ranks."""
+        """The module with whole parameters in full precision, to be read. All ranks call it."""
         for unit in self._units:
             unit.show_whole()
         try:
@@ -91,8 +91,8 @@ class Fsdp(Wrapper):
         floating = isinstance(x, Tensor) and x.is_floating_point()
         return x.to(self.compute_dtype) if floating and self.compute_dtype is not None else x
 
-    def _heard(self, index: int) -> None:
-        if not self._in_backward:  # asked first, as in Wrapper
+    def _on_grad(self, index: int) -> None:
+        if not self._in_backward:  # attributes are slow to set, as in Wrapper
             self._in_backward = True
         if self._synchronizing and not self._unfinished:
             self._unfinished = True
@@ -100,7 +100,7 @@ class Fsdp(Wrapper):
     def _end_backward(self) -> None:
         self._reduce_down_to(0)
         for unit in self._units:
-            unit.settle()
+            unit.finish_reduce()
             unit.free()
         self._reducing.clear()
         self._to_reduce, self._in_backward = len(self._units) - 1, False
@@ -117,7 +117,7 @@ class Fsdp(Wrapper):
             self._reducing.append(unit)
             self._to_reduce -= 1
             if len(self._reducing) > 1:  # gradients that have arrived give back the memory they came in
-                self._reducing.pop(0).settle()
+                self._reducing.pop(0).finish_reduce()
 
     def _enter_forward(self, number: int) -> None:
         unit = self._units[number]
@@ -163,7 +163,7 @@ def _before_backward(wrapper: "weakref.ref[Fsdp]", number: int, _: Any) -> None:
 
 
 class _Unit:
-    """What is gathered and freed together: a flat tensor for each dtype, trained or frozen."""
+    """Parameters that are gathered and freed together: a flat tensor for each dtype, trained or frozen."""
 
     def __init__(self, wrapper: Fsdp, params: list[nn.Parameter]):
         kinds: dict[Any, list[nn.Parameter]] = defaultdict(list)
@@ -187,9 +187,9 @@ class _Unit:
         for flat in self.flats:
             flat.reduce()
 
-    def settle(self) -> None:
+    def finish_reduce(self) -> None:
         for flat in self.flats:
-            flat.settle()
+            flat.finish_reduce()
 
     def show_whole(self) -> None:
         for flat in self.flats:
@@ -224,7 +224,7 @@ class _Flat:
         self.whole.untyped_storage().resize_(0)
 
     def _point_to(self, views: list[Tensor]) -> None:
-        """The module's parameters become these, told to nobody: autograd sees no write when they are filled."""
+        """Makes the module's parameters these, through `.data`: autograd sees no write when they are filled."""
         for p, view in zip(self.params, views, strict=True):
             p.data = view
 
@@ -251,7 +251,7 @@ class _Flat:
         """Begins the mean of this rank's part of the gradients."""
         if not self.shard.requires_grad:
             return
-        self.settle()
+        self.finish_reduce()
         grads = self.shard.new_empty(self.whole.numel())
         if self._padding:  # it is part of the shards, and of their norm
             torch._foreach_zero_([grads[gap] for gap in self._padding])
@@ -262,8 +262,8 @@ class _Flat:
         self._reduced.append((reduce_scatter_mean(part, grads, self.group), part))
 
     @torch.no_grad()
-    def settle(self) -> None:
-        """Gradients that are on their way are added to the shard's."""
+    def finish_reduce(self) -> None:
+        """Waits for the reductions that have begun, and adds their gradients to the shard's."""
         for pending, part in self._reduced:
             pending.wait()
             if self.shard.grad is None:

@@ -1,4 +1,4 @@
-"""No synchronization: every rank trains for itself. What the others' cost is measured against."""
+"""No synchronization: every rank trains for itself. The cost of the other strategies is measured against it."""
 
 from lmsys.parallel.wrapper import Wrapper
 

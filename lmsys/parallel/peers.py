@@ -1,4 +1,4 @@
-"""What torch itself offers, behind the contract of our strategies: DDP, ZeroRedundancyOptimizer, FSDP2."""
+"""torch's own data parallelism behind the contract of our strategies: DDP, ZeroRedundancyOptimizer, FSDP2."""
 
 import warnings
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ class TorchDDP(nn.Module):
 
 
 class TorchDDPTuned(TorchDDP):
-    """With what its users switch on where the graph is always the same; the bucket size is for them to sweep."""
+    """DDP with the options for a graph that is always the same; its users sweep the bucket size."""
 
     accumulates = False  # a static graph does not know backwards under no_sync(): torch ends with an assertion
 
@@ -62,7 +62,7 @@ class TorchDDPTuned(TorchDDP):
 
 
 class TorchZero1(TorchDDP):
-    """DDP, and an optimizer that shares out its state by parameter and broadcasts what each rank has stepped."""
+    """DDP, and an optimizer that divides its state by parameter; each rank broadcasts what it has stepped."""
 
     def __init__(self, module: nn.Module, process_group: Group = None):
         super().__init__(module, process_group, gradient_as_bucket_view=True)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lmsys.cost.operations import model_flops
 from lmsys.model import BLOCKS_PER_GRAPH, Loss, TransformerLM
 from lmsys.parallel import STRATEGIES
-from lmsys.parallel.adapt import Adapted
+from lmsys.parallel.adapter import Adapter
 from lmsys.parallel.collectives import Group, gather_objects, size_and_rank
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer
 from lmsys.training import checkpoint, state
@@ -127,7 +127,7 @@ class Trainer:
         if found is not None and shared is not None:
             self._resume(found, shared)
 
-    def _strategy(self) -> Adapted:
+    def _strategy(self) -> Adapter:
         train = self.config.train
         (entry,) = STRATEGIES.select([train.strategy])
         if self.world_size > 1 and entry.name == "none":
@@ -139,7 +139,7 @@ class Trainer:
         options: dict[str, Any] = {} if train.bucket_mb is None else {"bucket_mb": train.bucket_mb}
         if entry.name in COMPUTE_IN_BF16 and train.precision == "bf16":
             options["compute_dtype"] = torch.bfloat16
-        strategy = Adapted(entry.load(), Loss(self.model), self.group, **options)
+        strategy = Adapter(entry.load(), Loss(self.model), self.group, **options)
         able = strategy.can_stay_local and getattr(strategy.wrapper, "accumulates", True)
         if self.world_size > 1 and self.batches.accumulation > 1 and not able:
             raise ValueError(
