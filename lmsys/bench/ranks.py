@@ -7,8 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lmsys.bench.axes import Grid
 from lmsys.measure.memory import cap_gpu_memory
-from lmsys.parallel.group import JoinedGroup, WorkerError, WorkerGroup, under_torchrun
+from lmsys.parallel.group import TorchrunGroup, WorkerError, WorkerGroup, under_torchrun
 
 TIMEOUT_S = 420.0
 CLOCKS = {"gloo": "perf_counter", "nccl": "cuda_event_steps"}  # of calls that follow one another on a rank
@@ -16,15 +17,15 @@ _SUBGROUPS: dict[int, Any] = {}  # of a rank, by world size
 
 
 class Unsupported(ValueError):
-    """There are no such ranks here."""
+    """What was asked for is not to be had here, such as more ranks than GPUs; the reason is for a reader."""
 
     failure = property(lambda self: ("unsupported", str(self)))
 
 
 @cache
-def joined() -> JoinedGroup | None:
+def joined() -> TorchrunGroup | None:
     """The group that torchrun has started, if this process is one of its ranks."""
-    return JoinedGroup(timeout_s=TIMEOUT_S) if under_torchrun() else None
+    return TorchrunGroup(timeout_s=TIMEOUT_S) if under_torchrun() else None
 
 
 def backend_of(device: str) -> str:
@@ -38,16 +39,23 @@ def default_world_size(backend: str) -> int:
     return torch.cuda.device_count() if backend == "nccl" else 2
 
 
+def num_nodes() -> int:
+    """The machines that the ranks stand on."""
+    return group.num_nodes if (group := joined()) is not None else 1
+
+
+def world_sizes(grid: Grid, backend: str) -> list[int]:
+    """The grid's numbers of ranks, where 0 is as many as there are; more only where the command line asks for them."""
+    most, asked = default_world_size(backend), "world_size" in grid.given
+    return list(dict.fromkeys(size or most for size in grid["world_size"] if asked or size <= most))
+
+
 class Ranks:
     """One group at a time, each rank under the memory limit."""
 
     def __init__(self, memory_limit_bytes: int | None = None) -> None:
-        self._group: WorkerGroup | JoinedGroup | None = joined()
+        self._group: WorkerGroup | TorchrunGroup | None = joined()
         self._limit = memory_limit_bytes
-
-    @property
-    def num_nodes(self) -> int:
-        return self._group.num_nodes if isinstance(self._group, JoinedGroup) else 1
 
     def run(self, world_size: int, backend: str, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What function(*args) returned on each of the first `world_size` ranks; all ranks are asked.
@@ -68,8 +76,8 @@ class Ranks:
             self._group.close()
         self._group = None
 
-    def _ready(self, world_size: int, backend: str) -> WorkerGroup | JoinedGroup:
-        if isinstance(self._group, JoinedGroup):
+    def _ready(self, world_size: int, backend: str) -> WorkerGroup | TorchrunGroup:
+        if isinstance(self._group, TorchrunGroup):
             if self._group.world_size < world_size or self._group.backend != backend:
                 raise Unsupported(
                     f"torchrun has started {self._group.world_size} ranks with {self._group.backend}: there are no"
