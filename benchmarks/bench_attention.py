@@ -104,8 +104,8 @@ class Attention(Benchmark):
             shown="MiB",
         ),
         f.ERROR.called(
-            about="Worst error as a share of its budget (right: at most 1): the largest of the check in this dtype, the "
-            "check in float32 where the row has a float32 form, and the root-mean-square rule where it has none"
+            about="Worst error as a share of its budget (right: at most 1): the largest of the check in this dtype, "
+            "the check in float32 where the row has a float32 form, and the root-mean-square rule where it has none"
         ),
         f.COMPILE.called(
             about="First call of {direction} (compiles and tunes; tuned choices already on disk are not timed again)"

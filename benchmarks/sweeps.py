@@ -101,8 +101,8 @@ def smoke(length: int, head_dim: int, batch: int, heads: int, compiled_dtype: st
     return every, every.but(dtype=(compiled_dtype,), causal=(True,), attention=COMPILED_ROWS, without=())
 
 
-# The language model. attention: its rows; "auto" is the fastest that can, "llama" is Hugging Face's whole model. warmup:
-# so many untimed steps before ten timed ones, each in a process of its own.
+# The language model. attention: its rows; "auto" is the fastest that can, "llama" is Hugging Face's whole model.
+# warmup: so many untimed steps before ten timed ones, each in a process of its own.
 MODEL_SIZES = ("small", "medium", "large", "xl", "2.7b")
 MODEL_SMOKE = Grid("smoke", size=("tiny",), context=(64,), precision=("fp32", "bf16"), compile=("eager",), batch=(2,))
 MODEL = Grid("default", size=("small", "medium"), context=(512, 1024))

@@ -1,4 +1,4 @@
-"""The harness: benchmarks that are verified, sampled side by side and recorded, as a pytest plugin. Imports no torch."""
+"""The harness, a pytest plugin: benchmarks are verified, sampled side by side and recorded. Imports no torch."""
 
 from lmsys.bench.axes import Axis, Grid, Sweep, one_of, positive, yes_no
 from lmsys.bench.benchmark import Benchmark, Candidate, Case, Settings, bench
