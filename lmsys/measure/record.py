@@ -79,7 +79,7 @@ class Journal:
 
 
 def payload(machine: Record, records: Iterable[Record]) -> Record:
-    """What stands under the result file's "lmsys" key."""
+    """The value of the result file's "lmsys" key."""
     return {"schema": SCHEMA, "machine": machine, "records": [check_record(record) for record in records]}
 
 
