@@ -19,12 +19,13 @@ from benchmarks.parallel_cells import FULLY_SHARDED, Cell
 from benchmarks.parallel_profile import communication_of
 from benchmarks.ranks import subgroup
 from lmsys.measure import memory
+from lmsys.measure.profile import register_kernels
 from lmsys.model import Loss, TransformerLM
 from lmsys.parallel.adapter import Adapter
 from lmsys.parallel.alpha_beta import latency_and_bandwidth
 from lmsys.parallel.group import device
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer
-from lmsys.training.graph import WARM_UPS, GraphedGradients, beside
+from lmsys.training.graph import WARM_UPS, GraphedGradients, on_capture_stream
 from lmsys.training.optimizer import AdamW
 
 P = ParamSpec("P")
@@ -64,7 +65,7 @@ def wrap(cell: Cell, model: TransformerLM, options: dict[str, Any]) -> Adapter:
     What is to be graphed is wrapped on the stream of recordings, which DDP keeps.
     """
     module = Loss(model if cell.compile == "eager" else model.compile_blocks(1))
-    with beside() if cell.compile == "graphed" else nullcontext():
+    with on_capture_stream() if cell.compile == "graphed" else nullcontext():
         return Adapter(cell.entry.load(), module, subgroup(cell.world_size), **options)
 
 
@@ -266,6 +267,7 @@ def examine(cell: Cell, seed: int) -> Seen:
     }
     rig.warm()
     (seconds, *_) = sorted(rig.times(rig.step, 3))
+    register_kernels(cell.entry.trait("kernels", ""), "communication")
     communication_s, hidden, timeline = communication_of(rig.step, lambda: settle(rig), rig.group, kind)
     finite = bool(rig.step().isfinite())
     wrapper = rig.strategy.wrapper
