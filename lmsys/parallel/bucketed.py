@@ -24,6 +24,10 @@ class Bucketed(Overlapped):
     ValueError for a bucket size that is not positive.
     """
 
+    takes_bucket_mb = True
+    comm_dtypes = True
+    rivals = ("torch_ddp_tuned", "torch_ddp", "naive")
+
     def __init__(
         self,
         module: nn.Module,

@@ -29,6 +29,9 @@ INSTEAD = "take bucketed or zero1, which are the same by collectives"
 class OverSymmetricMemory(Wrapper):
     """A strategy that sends through symmetric memory, which the GPUs of a node see of one another."""
 
+    all_reduce_model = False  # latency and bandwidth are those of NCCL's all-reduce
+    kernels = r"^_mean_kernel$"  # signals are torch's kernels, and copies have none
+
     def _prepare(self) -> None:
         self._symmetric = symmetric_memory(self.module, self.group)
 
@@ -39,8 +42,9 @@ class OverSymmetricMemory(Wrapper):
 
 
 class CopyEngine(OverSymmetricMemory, Bucketed):
-    """bucket_mb, comm_dtype: as of `Bucketed`. ValueError where ranks are not GPUs of one node under NCCL."""
+    """bucket_mb, comm_dtype: as in `Bucketed`. ValueError where ranks are not GPUs of one node under NCCL."""
 
+    rivals = ("torch_ddp_tuned",)
     _exchange: Exchange | None = None
 
     def _plan_again(self, seen: list[int]) -> None:

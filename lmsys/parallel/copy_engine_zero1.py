@@ -20,7 +20,7 @@ from lmsys.parallel.zero1 import Zero1
 
 
 class CopyEngineZero1(OverSymmetricMemory, Zero1):
-    """bucket_mb: as of `Zero1`. ValueError where ranks are not GPUs of one node under NCCL."""
+    """bucket_mb: as in `Zero1`. ValueError where ranks are not GPUs of one node under NCCL."""
 
     def __init__(self, module: nn.Module, process_group: Group = None, bucket_mb: float = 32):
         super().__init__(module, process_group, bucket_mb)

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from lmsys.parallel.collectives import Group, Pending, all_gather, reduce_scatter_mean
 from lmsys.parallel.packing import Layout, copy_gradients
+from lmsys.parallel.traits import RESIZES_PARAMETERS
 from lmsys.parallel.units import blocks_of, parameters_by_block, surround
 from lmsys.parallel.wrapper import Wrapper
 
@@ -35,11 +36,16 @@ class Fsdp(Wrapper):
     by block, is compiled before it is wrapped.
     """
 
+    zero_stage = 3
     shards_gradients = True
+    local_step = False
+    compute_dtype = True
+    why_not_graphed = RESIZES_PARAMETERS
+    rivals = ("torch_fsdp2",)
 
     def __init__(self, module: nn.Module, process_group: Group = None, compute_dtype: torch.dtype | None = None):
         super().__init__(module, process_group)
-        self.compute_dtype = compute_dtype
+        self.gathered_dtype = compute_dtype
         self._units = [_Unit(self, params) for params in parameters_by_block(module)]
         self._to_reduce = len(self._units) - 1  # the next, from the last block to what is in no block
         self._in_backward = False
@@ -89,7 +95,7 @@ class Fsdp(Wrapper):
 
     def _cast(self, x: Any) -> Any:
         floating = isinstance(x, Tensor) and x.is_floating_point()
-        return x.to(self.compute_dtype) if floating and self.compute_dtype is not None else x
+        return x.to(self.gathered_dtype) if floating and self.gathered_dtype is not None else x
 
     def _on_grad(self, index: int) -> None:
         if not self._in_backward:  # attributes are slow to set, as in Wrapper
@@ -213,7 +219,7 @@ class _Flat:
             view.copy_(p)
         part = everything[wrapper.rank * length : (wrapper.rank + 1) * length].clone()
         self.shard = nn.Parameter(part, requires_grad=params[0].requires_grad)
-        narrow = wrapper.compute_dtype if params[0].is_floating_point() else None
+        narrow = wrapper.gathered_dtype if params[0].is_floating_point() else None
         self.whole = torch.empty(world_size * length, dtype=narrow or part.dtype, device=part.device)
         self._nbytes = self.whole.untyped_storage().nbytes()
         self._gathering: Pending | None = None

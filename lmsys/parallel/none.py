@@ -6,5 +6,7 @@ from lmsys.parallel.wrapper import Wrapper
 class NoSync(Wrapper):
     """Gradients stay each rank's own."""
 
+    synchronizes = False
+
     def _synchronize(self) -> None:
         """Nothing."""

@@ -20,6 +20,8 @@ from lmsys.parallel.wrapper import Wrapper, dense
 class Overlapped(Wrapper):
     """Gradients of one bucket travel in one call. A bucket of one gradient is that gradient, without a copy."""
 
+    all_reduces = True
+
     def __init__(self, module: nn.Module, process_group: Group = None, comm_dtype: torch.dtype | None = None):
         super().__init__(module, process_group)
         self.comm_dtype = comm_dtype

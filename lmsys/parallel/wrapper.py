@@ -22,16 +22,17 @@ import torch
 from torch import Tensor, nn
 
 from lmsys.parallel.collectives import Group, broadcast_, gather_objects, size_and_rank
+from lmsys.parallel.traits import Traits
 
 
-class Wrapper(nn.Module):
+class Wrapper(Traits, nn.Module):
     """Base of the strategies: agreement, broadcast, hooks, `no_sync`. A strategy fills in `_synchronize`.
+
+    Facts about a strategy are class attributes: `Traits` lists them with their defaults.
 
     process_group  None: the default one, or a single rank where there is none
     ValueError when ranks hold different modules, RuntimeError for a forward after a backward that was not finished.
     """
-
-    shards_gradients = False  # whether each rank is left with a part of them: a norm is then that of all parts
 
     def __init__(self, module: nn.Module, process_group: Group = None):
         super().__init__()

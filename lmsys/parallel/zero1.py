@@ -40,7 +40,11 @@ class Zero1(Overlapped):
     ranks. Its optimizer takes parameters that were trained when this was made, and no others (ValueError).
     """
 
+    zero_stage = 2
     shards_gradients = True
+    all_reduces = False
+    local_step = False
+    rivals = ("torch_zero1",)
 
     def __init__(self, module: nn.Module, process_group: Group = None, bucket_mb: float = 32):
         if isinstance(bucket_mb, str) or not 0 < bucket_mb < math.inf:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a training run, and back: at the same world size, or sharded state at another."""
+"""The state of a training run for a checkpoint, and back: at the same world size, or sharded state at another."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def layout(strategy: Adapter) -> str:
 
 
 def capture(strategy: Adapter, optimizer: Optimizer, rank: int) -> tuple[State, State]:
-    """(what rank 0 saves for all, what this rank saves). Asked of all ranks."""
+    """(the state that rank 0 saves for all, the state that this rank saves). All ranks call it."""
     model = {name.removeprefix(PREFIX): x for name, x in strategy.full_state_dict().items()}
     shared: State = {"model": model}
     if isinstance(optimizer, ShardedOptimizer) or layout(strategy) == "flat":
