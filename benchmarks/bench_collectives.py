@@ -17,14 +17,14 @@ from benchmarks import axes
 from lmsys.bench import Axis, Benchmark, Case, Entry, Field, Grid, Settings, Table, bench, one_of, positive
 from lmsys.bench import fields as f
 from lmsys.bench.fields import Record
-from lmsys.bench.ranks import CLOCKS, subgroup, takes_part, world_sizes
+from lmsys.bench.ranks import CLOCKS, subgroup, takes_part, times, world_sizes
 from lmsys.cost.communication import bus_factor
-from lmsys.measure.clock import CYCLES_PER_S, synchronize
+from lmsys.measure.clock import synchronize
 from lmsys.parallel import collectives
 from lmsys.parallel.group import BACKENDS, device
 
 MAX_ROUNDS = 200
-LEAD_S = 0.02  # that the host needs to launch MAX_ROUNDS calls
+LEAD_S = 0.02  # longer than the host needs to launch MAX_ROUNDS calls
 LOOP = 20  # calls of the plain loop
 OPERATIONS = Table(
     "operation",
@@ -171,7 +171,7 @@ def measure(case: CollectiveCase, seconds: float | None, min_rounds: int, seed: 
     loop = min(_loop(plain, group) for _ in range(2))
     rounds = torch.tensor(max(min_rounds, min(MAX_ROUNDS, int(seconds / loop))), device=device())
     dist.broadcast(rounds, 0, group=group)
-    samples = _sample(call, int(rounds), group)
+    samples = times(call, int(rounds), group, LEAD_S)
     return Measured("", samples, min(loop, _loop(plain, group)))
 
 
@@ -227,26 +227,6 @@ def _check(case: CollectiveCase, found: Tensor, seed: int) -> str:
     if torch.allclose(found, expected):  # exact but for the division, by numbers like 3
         return ""
     return f"rank {rank}: the result of {case.impl} is off by {(found - expected).abs().max().item():.3g}"
-
-
-def _sample(call: Callable[[], Any], rounds: int, group: Any) -> list[float]:
-    if device().type == "cuda":
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
-        dist.barrier(group)
-        torch.cuda._sleep(int(LEAD_S * CYCLES_PER_S))  # the host runs ahead: what is timed is the device
-        for mark in marks[:-1]:
-            mark.record()
-            call()
-        marks[-1].record()
-        torch.cuda.synchronize()
-        return [a.elapsed_time(b) / 1e3 for a, b in zip(marks[:-1], marks[1:], strict=True)]
-    samples = []
-    for _ in range(rounds):
-        dist.barrier(group)
-        start = time.perf_counter()
-        call()
-        samples.append(time.perf_counter() - start)
-    return samples
 
 
 def _loop(call: Callable[[], Any], group: Any) -> float:
