@@ -115,10 +115,16 @@ class Trial:
         return [one for one in self.candidates.values() if one.outcome == "ok"]
 
     def attempt(self, call: Callable[[], Any]) -> None:
-        """A part of the trial that is the bench's own: where it fails, so does every candidate that was still good."""
+        """A part of the trial that is the bench's own: where it fails, so does every candidate that was still good.
+
+        Inputs that find no room are out of memory for every row; whatever else fails is an error of the bench.
+        """
         _, failure = attempt(call)
-        for candidate in self.good() if failure else ():
-            candidate.failed(failure[0], f"the bench failed, not the row: {failure[1]}")
+        if failure is None:
+            return
+        outcome = failure[0] if self.setup is None else "error"
+        for candidate in self.good():
+            candidate.failed(outcome, f"the bench failed, not the row: {failure[1]}")
 
     def prepare(self) -> None:
         benchmark = self.benchmark

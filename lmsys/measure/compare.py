@@ -17,20 +17,12 @@ from typing import Any
 import torch
 
 from lmsys.measure.clock import Clock, Cost, CpuClock
+from lmsys.measure.step import Step
 
 Failure = tuple[str, str]  # outcome ("oom" or "error") and reason
 MAX_ROUNDS = 500
 MARGIN = 1.25  # launching takes now longer, now shorter
 FIRST_LEAD_S = 0.02  # longer than the host takes to launch almost any call
-
-
-@dataclass
-class Step:
-    """What is timed: `run(prepare())`, without the prepare. `before` is what comes before that in a loop."""
-
-    run: Callable[[Any], Any]
-    prepare: Callable[[], Any] = lambda: None
-    before: Callable[[], Any] = lambda: None
 
 
 @dataclass
