@@ -25,13 +25,7 @@ class Matmul(Benchmark):
     axes = (Axis("size", positive, (64, 256)), Axis("dtype", default=tuple(DTYPES)))
     fields = (
         *fields.axes("size", "dtype"),
-        Field(
-            "flops_per_s",
-            "FLOP/s",
-            "rate",
-            shown="GFLOP/s",
-            of=lambda record: 2 * record["size"] ** 3 / record["time_s"],
-        ),
+        Field("flops_per_s", "FLOP/s", "rate", shown="GFLOP/s", of=lambda one: 2 * one["size"] ** 3 / one["time_s"]),
     )
 
     def cases(self, grid, settings):

@@ -1,4 +1,4 @@
-"""A runner for tests, with machine facts that cost nothing, and a benchmark that tells the order of what it is asked."""
+"""A runner for tests, whose machine facts cost nothing, and a benchmark that tells what it is asked, in order."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
