@@ -180,7 +180,7 @@ class Session:
 def _filled(grid: Grid, axes: Sequence[Axis], given: Mapping[str, Any]) -> Grid:
     """The grid with the axes' defaults for what it leaves out, and what the command line gives in place of its own."""
     defaults = {axis.name: axis.default for axis in axes}
-    return Grid(grid.name, given=frozenset(given), **(defaults | dict(grid) | given))
+    return Grid(grid.name, frozenset(given), **{**defaults, **grid, **given})
 
 
 class ResultFile:

@@ -34,10 +34,10 @@ class Sampled:
     sm_clock_mhz: float | None = None
 
 
-def attempt(call: Callable[[], Any]) -> tuple[Any, Failure | None]:
-    """(result, None), or (None, outcome and reason) with the memory of the failed call released."""
+def attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, Failure | None]:
+    """(result of call(*args), None), or (None, outcome and reason) with the memory of the failed call released."""
     try:
-        return call(), None
+        return call(*args), None
     except Exception as error:
         failure = outcome_of(error)
     release_memory()  # only here is the traceback gone, which held the call's tensors
