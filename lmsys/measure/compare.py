@@ -26,7 +26,7 @@ FIRST_LEAD_S = 0.02  # longer than the host takes to launch almost any call
 
 @dataclass
 class Step:
-    """What is timed: `run(prepare())`, without the prepare. `before` is what comes before that in a loop."""
+    """A call to be timed: `run(prepare())`, without the prepare. `before` runs before that in a loop."""
 
     run: Callable[[Any], Any]
     prepare: Callable[[], Any] = lambda: None
@@ -132,7 +132,7 @@ def _sample(step: Step, clock: Clock) -> Any:
 
 
 def _cost(step: Step, clock: Clock, calls: int) -> Cost:
-    """Of one sample with its prepare: the least of a few, on the way to warm caches and clocks."""
+    """The cost of one sample with its prepare: the least of a few, which also warm caches and clocks."""
     costs = [clock.cost(lambda: _sample(step, clock), FIRST_LEAD_S)]
     for _ in range(calls - 1):
         costs.append(clock.cost(lambda: _sample(step, clock), 2 * costs[-1].host_s))
