@@ -172,8 +172,8 @@ class Trial:
                 found, _ = attempt(self.benchmark.inspect, case, self.candidate(case), self.setup)
                 measurement.record |= found or {}
 
-    def interleave(self, turn: Cases) -> None:
-        """Times the steps of a turn side by side."""
+    def interleave(self, turn: Cases, min_rounds: int | None = None) -> None:
+        """Times the steps of a turn side by side, in `min_rounds` rounds or the settings' at least."""
         steps = {}
         for case in turn:
             step, failure = attempt(self.benchmark.step, case, self.candidate(case), self.setup)
@@ -184,7 +184,7 @@ class Trial:
             steps,
             self.runner.clock(self.benchmark.clock),
             seconds=self.settings.seconds_per_row,
-            min_rounds=self.settings.min_rounds,
+            min_rounds=min_rounds or self.settings.min_rounds,
             trials=self.benchmark.trials,
             sm_clock=self.runner.sm_clock,
         )
