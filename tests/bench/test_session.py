@@ -1,4 +1,4 @@
-"""What a run of the benchmarks keeps: of an earlier run, of a killed one, and of its own failures."""
+"""A run of the benchmarks keeps results of an earlier run and of a killed one, and its own failures."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What commands of pytest would run: on stdin a JSON list of argument lists, on stdout a list of test ids for each."""
+"""Lists the tests that pytest would run: on stdin a JSON list of argument lists, on stdout a list of ids for each."""
 
 import contextlib
 import io
