@@ -13,7 +13,7 @@ PEAK_FLOPS_PER_S = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250
 
 
 class Other(Protocol):
-    """Where figures go as well."""
+    """Another log that figures go to."""
 
     def write(self, facts: dict[str, Any]) -> None: ...
 
