@@ -12,17 +12,18 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks import axes
-from benchmarks.model.benchmark import ModelBenchmark
+from benchmarks.model.benchmark import ModelBenchmark, Setup
 from benchmarks.model.cases import FIELDS, ModelTest
 from benchmarks.model.rig import Rig
 from benchmarks.sweeps import ANATOMY_MODES
+from lmsys.attention import ATTENTION
 from lmsys.bench import Field, Grid, Settings, bench
 from lmsys.bench import fields as f
 from lmsys.bench.fields import Record
 from lmsys.cost.memory import training_memory
 from lmsys.measure import memory
 from lmsys.measure.compare import attempt, release_memory
-from lmsys.measure.profile import KINDS, largest_allocations, part, profile_call
+from lmsys.measure.profile import KINDS, largest_allocations, part, profile_call, register_kernels
 
 NUM_KERNELS = 15  # a record names the longest
 NUM_ALLOCATIONS = 10
@@ -88,17 +89,23 @@ class Anatomy(ModelBenchmark):
             if case.mode in ANATOMY_MODES and case.compile != "graphed":
                 yield AnatomyTest(**vars(case), traces=grid["traces"])
 
+    def setup(self, cases: Sequence[AnatomyTest], settings: Settings) -> Setup:
+        for row in (*ATTENTION.values(), *(case.entry for case in cases)):
+            register_kernels(row.trait("kernels", ""), "attention")
+        return super().setup(cases, settings)
+
     def sample(self, turn: Sequence[AnatomyTest], trial: Any) -> None:
         trial.interleave(turn)
         for case in turn:
             one = trial.measurements[case.id]
             if one.samples:
-                found, one.failure = attempt(lambda case=case: anatomy_of(case, trial.setup.rig))
+                found, one.failure = attempt(anatomy_of, case, trial.setup)
                 one.record |= found or {}
 
 
-def anatomy_of(case: AnatomyTest, rig: Rig) -> Record:
+def anatomy_of(case: AnatomyTest, setup: Setup) -> Record:
     """What the record says of one case beside its time."""
+    rig = setup.rig
     rig.clear()  # of the memory none is another row's
     phases = phases_of(case, rig)
 

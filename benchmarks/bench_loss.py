@@ -15,11 +15,10 @@ from torch import Tensor
 from benchmarks import axes
 from benchmarks.arithmetic import LOSS_SCALE, ROUNDING, arithmetic, autocast, matmul_rates, ratio_of, why_no_precision
 from lmsys.attention.compiled import why_no_compiler
-from lmsys.bench import Axis, Benchmark, Candidate, Case, Entry, Field, Grid, Settings, Table, bench, positive
+from lmsys.bench import Axis, Benchmark, Candidate, Case, Entry, Field, Grid, Settings, Step, Table, bench, positive
 from lmsys.bench import fields as f
 from lmsys.bench.fields import Record
 from lmsys.measure import memory
-from lmsys.measure.compare import Step
 
 BLOCK_LOGITS = {"cuda": 2**26, "cpu": 2**22}  # of the reference, held at once
 OUTPUTS = ("loss", "gradient of hidden", "gradient of weight")

@@ -23,7 +23,6 @@ class Model(ModelBenchmark):
     fields: tuple[Field, ...] = (
         *FIELDS,
         *f.axes("warmup_steps"),
-        f.TIME,
         Field("tokens_per_s", "tokens/s", "Rate", about="Rate: tokens of the batch over median time"),
         Field(
             "mfu",
@@ -60,7 +59,6 @@ class Model(ModelBenchmark):
             about="Memory in all as the shapes predict it, for an eager step with attention that keeps no scores",
             shown="GiB",
         ),
-        f.COMPILE,
     )
 
     def sample(self, turn: Sequence[ModelTest], trial: Any) -> None:
@@ -68,8 +66,8 @@ class Model(ModelBenchmark):
         for case in turn:
             if case.warmup is None:
                 return trial.interleave(turn)
-            one, cold = trial.measurements[case.id], (cold_samples, case, trial.settings)
-            one.samples, one.failure = attempt(lambda cold=cold: in_own_process(*cold))
+            one = trial.measurements[case.id]
+            one.samples, one.failure = attempt(in_own_process, cold_samples, case, trial.settings)
 
     def inspect(self, case: ModelTest, candidate: Candidate, setup: Setup) -> Record:
         if case.warmup is not None:

@@ -11,8 +11,8 @@ from benchmarks.arithmetic import arithmetic
 from benchmarks.model.cases import AXES, ModelTest, cases_of, model_of
 from benchmarks.model.check import Gate
 from benchmarks.model.rig import Rig
-from lmsys.bench import Axis, Benchmark, Candidate, Grid, Settings
-from lmsys.measure.compare import Failure, Step
+from lmsys.bench import Axis, Benchmark, Candidate, Grid, Settings, Step
+from lmsys.measure.compare import Failure
 
 
 @dataclass

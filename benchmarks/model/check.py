@@ -45,9 +45,9 @@ class Gate:
         while True:
             try:
                 return self.judge([one for one in candidates if one.outcome == "ok"])
-            except (torch.OutOfMemoryError, MemoryError) as error:
+            except (torch.OutOfMemoryError, MemoryError):
                 if self.batch == 1:
-                    raise RuntimeError(f"the reference: {error}") from error
+                    raise
             release_memory()  # only here is the traceback gone, which held the reference's tensors
             self._draw(self.batch // 2)
 
@@ -58,7 +58,7 @@ class Gate:
             del exact
             plain = self.outputs(variant(self.base, "naive", compiled=False), grad)
             for candidate in (one for one in candidates if one.case.grad == grad):
-                found, failure = attempt(lambda one=candidate, grad=grad: self.outputs(one.call, grad))
+                found, failure = attempt(self.outputs, candidate.call, grad)
                 if failure:
                     candidate.failed(*failure)
                     continue

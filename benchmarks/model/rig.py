@@ -12,10 +12,9 @@ from torch import nn
 from benchmarks.arithmetic import arithmetic, autocast
 from benchmarks.model.cases import ModelTest, model_of
 from benchmarks.models import LEARNING_RATE, Batch, build
-from lmsys.bench import Settings
+from lmsys.bench import Settings, Step
 from lmsys.measure import memory
 from lmsys.measure.clock import clock_of, synchronize
-from lmsys.measure.compare import Step
 from lmsys.testing import norm_rms
 from lmsys.training.graph import GraphedGradients
 from lmsys.training.optimizer import AdamW

@@ -1,4 +1,4 @@
-"""What a run tells: a line of JSON for every step and evaluation, and now and then one for the reader."""
+"""The log of a run: a line of JSON for every step and evaluation, and now and then one for the reader."""
 
 import json
 import time
@@ -72,7 +72,7 @@ class WandB:
 
 
 def others(config: RunConfig, step: int) -> list[Other]:
-    """What the config asks for. ValueError that names the extra which would bring a package that is not here."""
+    """The other logs that the config asks for. ValueError names the extra that would bring a missing package."""
     found: list[Other] = []
     try:
         if config.log.tensorboard:
