@@ -131,6 +131,7 @@ PEER = Grid(
     compile=("compiled", "graphed"),
     batch=(16,),
     attention=("auto", "llama"),
+    against="llama",
 )
 PEERS = (PEER, PEER.but(size=("medium",), batch=(8,)), PEER.but(size=("xl",), batch=(4,)))
 ANATOMY = Grid(

@@ -68,6 +68,16 @@ class Case:
         return self.entry.name
 
     @property
+    def label(self) -> str:
+        """How tables and plots call it."""
+        return self.entry.label or self.impl
+
+    @property
+    def peer(self) -> bool:
+        """Whether it is somebody else's code."""
+        return self.entry.peer
+
+    @property
     def rows(self) -> Mapping[str, Entry]:
         """The rows that the case is about, by their kind."""
         return {"row": self.entry}

@@ -60,7 +60,7 @@ class Runner:
                     yield from trial.results(trial.sampled(self.settings.min_rounds))
                 raise
             trial.attempt(trial.check_again)
-        release_memory()
+        trial.release()
         yield from trial.results(cases)
 
     def ready(self) -> None:
@@ -215,6 +215,13 @@ class Trial:
     def _has_samples(self, case: Case, candidate: Candidate) -> bool:
         return self.candidate(case) is candidate and bool(self.measurements[case.id].samples)
 
+    def release(self) -> None:
+        """Drops what the group holds, before what is left is taken for code that stays."""
+        self.setup = None
+        for candidate in self.candidates.values():
+            candidate.call = candidate.state = None
+        release_memory()
+
     def results(self, cases: Iterable[Case]) -> Iterator[Result]:
         for case in cases:
             if case.id not in self._told:
@@ -234,8 +241,8 @@ class Trial:
             "benchmark": benchmark.name,
             "section": case.section,
             "impl": case.impl,
-            "label": case.entry.label or case.impl,
-            "peer": case.entry.peer,
+            "label": case.label,
+            "peer": case.peer,
             **case.axes,
             "device": case.device,
             "outcome": outcome,

@@ -15,6 +15,8 @@ from lmsys.measure.clock import clock_of
 from lmsys.measure.compare import release_memory
 
 LONG_S = 0.5  # the first call on a CPU, if it takes longer, is the only one
+# Dense bfloat16 and float16, from data sheets.
+PEAK_FLOPS_PER_S = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 
 def describe(device: str, *, command: str, seed: int, sweep: str) -> dict[str, Any]:
@@ -60,6 +62,12 @@ def measure_ceilings(device: str) -> dict[str, Any]:
     copy = _copy_bytes_per_s(copied, device)
     release_memory()
     return {"matmul_flops_per_s": matmul, "copy_bytes_per_s": copy}
+
+
+def peak_flops_per_s(gpu: str | None, precision: str, world_size: int = 1) -> float | None:
+    """The peak that the data sheet states for all ranks together, or None where it is not known: bf16 and fp16 only."""
+    known = [peak for name, peak in PEAK_FLOPS_PER_S.items() if gpu and name in gpu]
+    return known[0] * world_size if known and precision in ("bf16", "fp16") else None
 
 
 def _copy_bytes_per_s(size: int, device: str) -> float:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lmsys.cost.operations import model_flops
+from lmsys.measure.machine import peak_flops_per_s
 from lmsys.model import BLOCKS_PER_GRAPH, Loss, TransformerLM
 from lmsys.parallel import STRATEGIES
 from lmsys.parallel.adapter import Adapter
@@ -29,7 +30,7 @@ from lmsys.training.checkpoint import Checkpoint
 from lmsys.training.config import RunConfig
 from lmsys.training.data import Batches, Source
 from lmsys.training.evaluation import Evaluation, Windows, evaluate
-from lmsys.training.log import JsonLines, Progress, peak_flops_per_s
+from lmsys.training.log import JsonLines, Progress
 from lmsys.training.nonfinite import NonFiniteError, first_nonfinite
 from lmsys.training.optimizer import AdamW, clip_grad_norm, cosine_schedule, set_lr
 
