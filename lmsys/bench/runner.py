@@ -137,7 +137,7 @@ class Trial:
         for case in self.cases:
             self.measurements[case.id].failure = benchmark.no_sample(case)
         self.setup = benchmark.setup(self.cases, self.settings)
-        for candidate in self.good():
+        for candidate in self.good() if benchmark.opens else ():
             self._first_call(candidate)
         benchmark.check_all(self.good(), self.setup, self.runner)
         release_memory()
@@ -150,9 +150,7 @@ class Trial:
             synchronize(self.settings.device)
             candidate.compile_s, candidate.interpreted = time.perf_counter() - start, bool(launched)
 
-        _, failure = attempt(opened)
-        if failure:
-            candidate.failed(*failure)
+        candidate.attempt(opened)
 
     def turns(self) -> Iterable[Cases]:
         if not self.settings.timed and not self.benchmark.streams:
@@ -165,7 +163,8 @@ class Trial:
         return one.outcome == "ok" and not one.interpreted and not self.measurements[case.id].failure
 
     def take(self, turn: Cases) -> None:
-        self.benchmark.sample(turn, self)
+        if turn := [case for case in turn if self.is_able(case)]:  # what fails in one turn is not in the next
+            self.benchmark.sample(turn, self)
         for case in turn:
             measurement = self.measurements[case.id]
             if self.is_able(case) and measurement.samples is not None:
@@ -248,7 +247,7 @@ class Trial:
             "outcome": outcome,
             "reason": reason,
             "comparison": f"{case.comparison} {self.runner.machine['date']}",
-            "clock": self.runner.clock(benchmark.clock).name,
+            "clock": benchmark.clock_name(case, self.runner),
             "compile_s": candidate.compile_s,
             "error_ratio": candidate.error_ratio,
             "memory_limit_bytes": self.settings.memory_limit_bytes,

@@ -30,6 +30,7 @@ from lmsys.parallel.collectives import gather_objects
 
 BACKENDS = ("gloo", "nccl")
 GRACE_S = 2.0  # grace period for other ranks' errors: the first to fail is to blame
+OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
 LOCK_STEP_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
 
 
@@ -39,6 +40,13 @@ class WorkerError(RuntimeError):
     def __init__(self, rank: int, kind: str, message: str):
         super().__init__(message)
         self.rank, self.kind = rank, kind
+
+    @property
+    def failure(self) -> tuple[str, str]:
+        """The outcome, "oom" or "error", and the reason in a line: which rank, and the line that names the kind."""
+        first, *trace = str(self).strip().splitlines()
+        named = [line for line in trace if self.kind in line] or trace  # torch's advice may stand behind it
+        return "oom" if self.kind in OUT_OF_MEMORY else "error", " ".join([first, *named[-1:]])
 
 
 @dataclass(frozen=True)

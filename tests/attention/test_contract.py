@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.attention_gate import interpreted_kernels
 from torch import Tensor
 
-from benchmarks.attention_gate import interpreted_kernels
 from lmsys.attention import ATTENTION, AttentionCase, attention
 from lmsys.attention.contract import adapt, as_4d, check_inputs
 from lmsys.attention.flash_torch import FlashTorch
