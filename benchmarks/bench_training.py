@@ -145,7 +145,7 @@ class Training(Benchmark):
     def sample(self, turn: Sequence[TrainingCase], trial: Any) -> None:
         (case,) = turn
         candidate, curve = trial.candidate(case), Curve()
-        candidate.attempt(lambda: self._train(case, candidate, curve, trial))
+        candidate.attempt(self._train, case, candidate, curve, trial)
         if curve.losses:
             candidate.notes |= curve.fields(trial.setup, DTYPES[case.precision])
         number = trial.cases.index(case) + 1

@@ -39,9 +39,9 @@ def attention_case(config: ModelConfig, batch: int, precision: str, device: str,
     return AttentionCase(*shape, DTYPES[precision], causal=True, grad=grad, device=device, capability=capability)
 
 
-def attention_of(entry: Entry, case: AttentionCase) -> str:
-    """The name of the row that computes attention: for AUTO the fastest that can."""
-    return ATTENTION.pick(AUTO.name, case).name if entry == AUTO else entry.name
+def attention_row(entry: Entry, case: AttentionCase) -> Entry:
+    """The row that computes attention: for AUTO the fastest that can."""
+    return ATTENTION.pick(AUTO.name, case) if entry == AUTO else entry
 
 
 def why_not(entry: Entry, case: AttentionCase, precision: str, compile: str) -> str | None:

@@ -3,6 +3,7 @@
 from lmsys.bench.axes import Axis, Grid, Sweep, one_of, positive, yes_no
 from lmsys.bench.benchmark import Benchmark, Candidate, Case, Settings, bench
 from lmsys.bench.fields import Field
+from lmsys.measure.step import Step
 from lmsys.registry import Entry, Table
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Field",
     "Grid",
     "Settings",
+    "Step",
     "Sweep",
     "Table",
     "bench",

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from lmsys.bench.axes import Axis, Grid
 from lmsys.bench.fields import Field, Record
+from lmsys.measure.step import Step
 from lmsys.registry import Entry, Table
 
 if TYPE_CHECKING:
     from lmsys.bench.runner import Runner
-    from lmsys.measure.compare import Failure, Step
+    from lmsys.measure.compare import Failure
 
 DEFAULT_ROUNDS = 10
 
@@ -65,6 +66,16 @@ class Case:
     def impl(self) -> str:
         """The row with its options, as records and reports call it."""
         return self.entry.name
+
+    @property
+    def label(self) -> str:
+        """How tables and plots call it."""
+        return self.entry.label or self.impl
+
+    @property
+    def peer(self) -> bool:
+        """Whether it is somebody else's code."""
+        return self.entry.peer
 
     @property
     def rows(self) -> Mapping[str, Entry]:
@@ -123,11 +134,11 @@ class Candidate(Ending):
         entry: Entry = self.case.entry
         return entry
 
-    def attempt(self, call: Callable[[], Any]) -> Any:
-        """What the call returns; where it fails, None, and the candidate has failed."""
+    def attempt(self, call: Callable[..., Any], *args: Any) -> Any:
+        """The result of call(*args); where that fails, None, and the candidate has failed."""
         from lmsys.measure.compare import attempt
 
-        found, failure = attempt(call)
+        found, failure = attempt(call, *args)
         if failure:
             self.failed(*failure)
         return found
@@ -203,7 +214,7 @@ class Benchmark:
     def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: "Runner") -> None:
         """Judges each; overridden where checks share what does not fit twice."""
         for candidate in candidates:
-            if ratios := candidate.attempt(lambda one=candidate: self.check(one, setup)):
+            if ratios := candidate.attempt(self.check, candidate, setup):
                 candidate.judge(ratios)
 
     def redraw(self, setup: Any, seed: int) -> None:
@@ -216,7 +227,7 @@ class Benchmark:
             found.setdefault(case.comparison, []).append(case)
         return found.values()
 
-    def step(self, case: Any, candidate: Candidate, setup: Any) -> "Step":
+    def step(self, case: Any, candidate: Candidate, setup: Any) -> Step:
         """What is timed. It may run alone here first: what runs out of memory then is `oom`."""
         raise NotImplementedError
 

@@ -52,7 +52,7 @@ class Runner:
             trial.attempt(trial.prepare)
             try:
                 for turn in trial.turns():
-                    trial.attempt(lambda turn=turn: trial.take(turn))
+                    trial.attempt(trial.take, turn)
                     if benchmark.streams:
                         yield from trial.results(turn)
             except KeyboardInterrupt:
@@ -60,7 +60,7 @@ class Runner:
                     yield from trial.results(trial.sampled(self.settings.min_rounds))
                 raise
             trial.attempt(trial.check_again)
-        release_memory()
+        trial.release()
         yield from trial.results(cases)
 
     def ready(self) -> None:
@@ -114,16 +114,22 @@ class Trial:
     def good(self) -> list[Candidate]:
         return [one for one in self.candidates.values() if one.outcome == "ok"]
 
-    def attempt(self, call: Callable[[], Any]) -> None:
-        """A part of the trial that is the bench's own: where it fails, so does every candidate that was still good."""
-        _, failure = attempt(call)
-        for candidate in self.good() if failure else ():
-            candidate.failed(failure[0], f"the bench failed, not the row: {failure[1]}")
+    def attempt(self, call: Callable[..., Any], *args: Any) -> None:
+        """A part of the trial that is the bench's own: where it fails, so does every candidate that was still good.
+
+        Inputs that find no room are out of memory for every row; whatever else fails is an error of the bench.
+        """
+        _, failure = attempt(call, *args)
+        if failure is None:
+            return
+        outcome = failure[0] if self.setup is None else "error"
+        for candidate in self.good():
+            candidate.failed(outcome, f"the bench failed, not the row: {failure[1]}")
 
     def prepare(self) -> None:
         benchmark = self.benchmark
         for candidate in self.candidates.values():
-            reason, failure = attempt(lambda one=candidate: benchmark.why_not(one.case))
+            reason, failure = attempt(benchmark.why_not, candidate.case)
             if reason or failure:
                 candidate.failed(*(failure or ("unsupported", reason)))
         if not self.good():
@@ -137,15 +143,14 @@ class Trial:
         release_memory()
 
     def _first_call(self, candidate: Candidate) -> None:
-        def seconds() -> float:
+        def opened() -> None:
             start = time.perf_counter()
             with interpreted_kernels() as launched:
                 self.benchmark.open(candidate, self.setup)
             synchronize(self.settings.device)
-            candidate.interpreted = bool(launched)
-            return time.perf_counter() - start
+            candidate.compile_s, candidate.interpreted = time.perf_counter() - start, bool(launched)
 
-        candidate.compile_s = candidate.attempt(seconds)
+        candidate.attempt(opened)
 
     def turns(self) -> Iterable[Cases]:
         if not self.settings.timed and not self.benchmark.streams:
@@ -163,14 +168,14 @@ class Trial:
         for case in turn:
             measurement = self.measurements[case.id]
             if self.is_able(case) and measurement.samples is not None:
-                found, _ = attempt(lambda case=case: self.benchmark.inspect(case, self.candidate(case), self.setup))
+                found, _ = attempt(self.benchmark.inspect, case, self.candidate(case), self.setup)
                 measurement.record |= found or {}
 
-    def interleave(self, turn: Cases) -> None:
-        """Times the steps of a turn side by side."""
+    def interleave(self, turn: Cases, min_rounds: int | None = None) -> None:
+        """Times the steps of a turn side by side, in `min_rounds` rounds or the settings' at least."""
         steps = {}
         for case in turn:
-            step, failure = attempt(lambda case=case: self.benchmark.step(case, self.candidate(case), self.setup))
+            step, failure = attempt(self.benchmark.step, case, self.candidate(case), self.setup)
             self.measurements[case.id].failure = failure
             if not failure:
                 steps[case.id] = step
@@ -178,7 +183,7 @@ class Trial:
             steps,
             self.runner.clock(self.benchmark.clock),
             seconds=self.settings.seconds_per_row,
-            min_rounds=self.settings.min_rounds,
+            min_rounds=min_rounds or self.settings.min_rounds,
             trials=self.benchmark.trials,
             sm_clock=self.runner.sm_clock,
         )
@@ -209,6 +214,13 @@ class Trial:
     def _has_samples(self, case: Case, candidate: Candidate) -> bool:
         return self.candidate(case) is candidate and bool(self.measurements[case.id].samples)
 
+    def release(self) -> None:
+        """Drops what the group holds, before what is left is taken for code that stays."""
+        self.setup = None
+        for candidate in self.candidates.values():
+            candidate.call = candidate.state = None
+        release_memory()
+
     def results(self, cases: Iterable[Case]) -> Iterator[Result]:
         for case in cases:
             if case.id not in self._told:
@@ -228,8 +240,8 @@ class Trial:
             "benchmark": benchmark.name,
             "section": case.section,
             "impl": case.impl,
-            "label": case.entry.label or case.entry.name,
-            "peer": case.entry.peer,
+            "label": case.label,
+            "peer": case.peer,
             **case.axes,
             "device": case.device,
             "outcome": outcome,

@@ -17,20 +17,12 @@ from typing import Any
 import torch
 
 from lmsys.measure.clock import Clock, Cost, CpuClock
+from lmsys.measure.step import Step
 
 Failure = tuple[str, str]  # outcome ("oom" or "error") and reason
 MAX_ROUNDS = 500
 MARGIN = 1.25  # launching takes now longer, now shorter
 FIRST_LEAD_S = 0.02  # longer than the host takes to launch almost any call
-
-
-@dataclass
-class Step:
-    """A call to be timed: `run(prepare())`, without the prepare. `before` runs before that in a loop."""
-
-    run: Callable[[Any], Any]
-    prepare: Callable[[], Any] = lambda: None
-    before: Callable[[], Any] = lambda: None
 
 
 @dataclass
@@ -42,10 +34,10 @@ class Sampled:
     sm_clock_mhz: float | None = None
 
 
-def attempt(call: Callable[[], Any]) -> tuple[Any, Failure | None]:
-    """(result, None), or (None, outcome and reason) with the memory of the failed call released."""
+def attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, Failure | None]:
+    """(result of call(*args), None), or (None, outcome and reason) with the memory of the failed call released."""
     try:
-        return call(), None
+        return call(*args), None
     except Exception as error:
         failure = outcome_of(error)
     release_memory()  # only here is the traceback gone, which held the call's tensors

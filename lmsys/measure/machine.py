@@ -14,7 +14,7 @@ import torch
 from lmsys.measure.clock import clock_of
 from lmsys.measure.compare import release_memory
 
-LONG_S = 0.5  # of a call on a CPU
+LONG_S = 0.5  # the first call on a CPU, if it takes longer, is the only one
 # Dense bfloat16 and float16, from data sheets.
 PEAK_FLOPS_PER_S = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
@@ -128,7 +128,7 @@ def _triton_version() -> str | None:
 
 
 def commit() -> dict[str, Any]:
-    """From $LMSYS_COMMIT, for a copy of the tree that has no .git, else from git."""
+    """The commit: from $LMSYS_COMMIT, for a copy of the tree that has no .git, else from git."""
     if commit := os.environ.get("LMSYS_COMMIT"):
         return {"commit": commit.removesuffix("-dirty"), "dirty": commit.endswith("-dirty")}
 

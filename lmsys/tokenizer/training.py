@@ -17,7 +17,7 @@ from lmsys.tokenizer.pretokens import Pretokenizer
 from lmsys.tokenizer.words import Words
 from lmsys.tokenizer.workers import Workers
 
-Progress = Callable[[str, int, int], None]  # what is done, how much of it, of how much
+Progress = Callable[[str, int, int], None]  # (work, how much of it is done, of how much)
 _NUM_BYTES = 256
 
 

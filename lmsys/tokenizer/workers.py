@@ -104,7 +104,7 @@ def serve() -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group, and the caller ends its workers
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a task prints is no result
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a task's output is no result
     function = pickle.load(sys.stdin.buffer)
     while True:
         try:

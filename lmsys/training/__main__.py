@@ -26,7 +26,7 @@ from lmsys.training.checkpoint import SaveError
 from lmsys.training.config import RunConfig
 from lmsys.training.nonfinite import NonFiniteError
 
-TIMEOUT_S = 1800.0  # of a collective: the longest that ranks wait for one that makes a tokenizer
+TIMEOUT_S = 1800.0  # for a collective: ranks wait so long for one that makes a tokenizer
 FOREVER_S = 20 * 86_400.0
 BAD_INPUT, NONFINITE, FAILED = 2, 3, 1
 SHORT = {
@@ -116,7 +116,7 @@ def _backend(config: RunConfig) -> str | None:
 
 
 def _pass_on(received: list[int], number: int, _: FrameType | None) -> None:
-    """To the ranks, as SIGTERM: they save and end, and this process with them."""
+    """Sends SIGTERM to the ranks: they save and end, and this process with them."""
     received.append(number)
     for rank in multiprocessing.active_children():
         if rank.pid is not None:

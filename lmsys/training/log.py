@@ -11,7 +11,7 @@ from lmsys.training.config import RunConfig
 
 
 class Other(Protocol):
-    """Where figures go as well."""
+    """Another log that figures go to."""
 
     def write(self, facts: dict[str, Any]) -> None: ...
 

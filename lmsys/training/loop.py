@@ -34,7 +34,7 @@ from lmsys.training.log import JsonLines, Progress
 from lmsys.training.nonfinite import NonFiniteError, first_nonfinite
 from lmsys.training.optimizer import AdamW, clip_grad_norm, cosine_schedule, set_lr
 
-RUNTIME_FIELDS = ("attention", "checkpoint_blocks")  # of a model: how it is computed, not what it is
+RUNTIME_FIELDS = ("attention", "checkpoint_blocks")  # fields of a model config: how it is computed, not what it is
 Say = Callable[[str], None]
 
 
@@ -231,7 +231,7 @@ class Trainer:
         return mean, max((number for number, count in enumerate(stops, start=1) if count), default=0)
 
     def evaluate(self) -> Evaluation:
-        """On every rank the same windows: no collective of a strategy is left alone."""
+        """Evaluates the same windows on every rank: no collective of a strategy is left alone."""
         return evaluate(_Evaluated(self), self.windows, self.config.evaluate.batch_size, self.autocast)
 
     def save(self, folder: Path) -> Path:

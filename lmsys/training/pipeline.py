@@ -141,7 +141,7 @@ def make_tokens(context: RunContext, anew: bool) -> None:
 
 
 def train_model(context: RunContext) -> Outcome:
-    """From the newest whole checkpoint, where there is one."""
+    """Trains on, from the newest whole checkpoint where there is one."""
     config, tokenizer = context.config, _tokenizer(context)
     source, valid = (_tokens(context, part, tokenizer) for part in PARTS)
     windows = fixed_windows(valid, config.model.context_length, config.evaluate.windows)

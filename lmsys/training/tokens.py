@@ -18,7 +18,7 @@ from lmsys.tokenizer.chunks import Chunk, chunks, plan, split, whole
 from lmsys.tokenizer.pretokens import Pretokenizer
 from lmsys.tokenizer.workers import Workers
 
-Progress = Callable[[str, int, int], None]  # what is done, how much of it, of how much
+Progress = Callable[[str, int, int], None]  # (work, how much of it is done, of how much)
 
 
 class _Encode:

@@ -53,7 +53,7 @@ def pids(group: WorkerGroup) -> list[int]:
 
 
 def ended(found: list[int]) -> bool:
-    """Whether none of these processes is left, not even as a zombie."""
+    """True if none of these processes is left, not even as a zombie."""
     return not any(Path(f"/proc/{pid}").exists() for pid in found)
 
 

@@ -1,11 +1,17 @@
-"""What commands of pytest would run: on stdin a JSON list of argument lists, on stdout a list of test ids for each."""
+"""Several commands of pytest in one process, collecting only: on stdin a JSON list of argument lists, on stdout for
+each its exit code, the ids of its tests, and what it printed."""
 
 import contextlib
 import io
 import json
+import subprocess
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
+
+from tests.support.processes import ENVIRONMENT, ROOT
 
 # Nothing is run: there is no cache to keep, and no unraisable error, which pytest collects garbage for each time.
 OPTIONS = "--collect-only -q -p no:cacheprovider -p no:unraisableexception".split()
@@ -15,18 +21,26 @@ class Collected:
     def __init__(self) -> None:
         self.ids: list[str] = []
 
+    @pytest.hookimpl(trylast=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self.ids = [item.name for item in session.items]
 
 
-def ids_of(arguments: list[str]) -> list[str]:
-    found = Collected()
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+def collect(commands: Sequence[Sequence[object]], timeout: float = 240) -> list[dict[str, Any]]:
+    """{"code", "ids", "said"} of each command, in a process of their own."""
+    texts = json.dumps([[str(word) for word in command] for command in commands])
+    line = [sys.executable, "-m", "tests.support.collected"]
+    done = subprocess.run(line, input=texts, cwd=ROOT, capture_output=True, text=True, timeout=timeout, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def collected(arguments: list[str]) -> dict[str, Any]:
+    found, said = Collected(), io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         code = pytest.main([*arguments, *OPTIONS], plugins=[found])
-    if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-        print(f"python -m pytest {' '.join(arguments)}\n{said.getvalue()}", file=sys.stderr)
-    return found.ids
+    return {"code": int(code), "ids": found.ids, "said": said.getvalue()}
 
 
 if __name__ == "__main__":
-    json.dump([ids_of(arguments) for arguments in json.load(sys.stdin)], sys.stdout)
+    json.dump([collected(arguments) for arguments in json.load(sys.stdin)], sys.stdout)

@@ -1,0 +1,50 @@
+"""Axes and grids: what the command line may say, what is refused, and what a grid becomes."""
+
+import pytest
+
+from benchmarks import axes
+from benchmarks.bench_attention import shapes
+from lmsys.bench import Axis, Grid, positive
+from lmsys.bench.axes import given_axes
+from lmsys.bench.results import _filled
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--tiers", "128:64,100:64", "--tiers '100:64': must read queries:keys, both powers of two"),
+        ("--tiers", "128", "powers of two"),
+        ("--length", "0", "--length '0': must be a positive whole number"),
+        ("--head-dim", "64.5", "positive whole number"),
+        ("--dtype", "bfloat", "must be one of float32, float16, bfloat16; did you mean bfloat16"),
+        ("--direction", "forward", "must be one of fwd, bwd, fwdbwd"),
+        ("--causal", "maybe", "must be one of yes, no"),
+        ("--heads", "12:5", "must be a multiple of key/value heads"),
+        ("--epochs", "1", "--epochs '1': must be at least 2"),
+        ("--bucket-mb", "few", "must be a positive whole number"),
+    ],
+)
+def test_bad_values_are_named(option: str, value: str, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        given_axes(axes.NAMED, {option: value})
+    assert message in str(caught.value)
+
+
+def test_every_option_is_declared_once_and_has_help() -> None:
+    options = [axis.option for axis in axes.NAMED]
+    assert len(set(options)) == len(options) and all(axis.help for axis in axes.NAMED)
+
+
+def test_named_axes_take_the_place_of_a_grids_own() -> None:
+    section = Grid("s", length=((1024, 1024),), head_dim=(64,), tokens=4096, width=256)
+    known = (axes.LENGTH, axes.TIERS, axes.HEAD_DIM, axes.BATCH, axes.HEADS)
+    assert list(shapes(_filled(section, known, {}))) == [(4, 4, 4, 1024, 1024, 64)]
+    given = given_axes(known, {"--tiers": "128:64", "--heads": "8:2", "--head-dim": "32,128"})
+    assert given == {"length": ((128, 64),), "heads": ((8, 2),), "head_dim": (32, 128)}
+    assert list(shapes(_filled(section, known, given))) == [(32, 8, 2, 128, 64, dim) for dim in (32, 128)]
+
+
+def test_two_options_of_one_axis_add_up_and_an_axis_is_known_by_its_name() -> None:
+    both = given_axes((axes.LENGTH, axes.TIERS), {"--length": "8", "--tiers": "4:2"})
+    assert both == {"length": ((8, 8), (4, 2))}
+    assert given_axes([Axis("size", positive)], {"size": "3,5"}) == {"size": (3, 5)}

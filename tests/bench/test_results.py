@@ -1,0 +1,76 @@
+"""What a run of benchmarks keeps: of an earlier run, of a killed one, of one whose files are of schema 1."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lmsys.bench import Settings, record
+from lmsys.bench.results import Session, read_results
+from lmsys.measure import machine
+
+ONE = {
+    "id": "a",
+    "benchmark": "attention",
+    "section": "s",
+    "impl": "i",
+    "outcome": "ok",
+    "device": "cpu",
+    "time_s": 1.0,
+}
+
+
+def facts() -> dict[str, object]:
+    return machine.describe("cpu", command="", seed=0, sweep="smoke")
+
+
+def head(**changes: object) -> dict[str, object]:
+    return {"machine": facts() | changes, "fields": {}, "rows": {}}
+
+
+def test_only_answers_to_the_same_question_are_resumed(tmp_path: Path) -> None:
+    records = [
+        ONE,
+        ONE | {"id": "b", "memory_limit_bytes": 2**30},
+        {**ONE, "id": "c", "outcome": "wrong", "time_s": None},
+        {**ONE, "id": "d", "time_s": None, "reason": "verified, not timed"},
+    ]
+    journal = record.Journal(tmp_path / "out.json", head())
+    for each in records:
+        journal.add(each)
+    (tmp_path / "out.json").touch()  # as a killed run leaves it
+    found = record.load(tmp_path / "out.json")
+    assert found["records"] == records
+
+    def resumed(limit: int | None, timed: bool = True, **changed: str) -> list[str]:
+        session = Session(Settings(device="cpu", memory_limit_bytes=limit, timed=timed))
+        session.resume(found | {"machine": found["machine"] | changed}, [])
+        return [name for _, name in session.carried]
+
+    assert (resumed(None), resumed(2**30), resumed(None, timed=False)) == (["a"], ["b"], ["a", "d"])
+    for fact in ("name", "torch", "triton", "driver", "commit"):
+        with pytest.raises(ValueError, match=f"measured with {fact} 'another'"):
+            resumed(None, **{fact: "another"})
+
+
+def test_a_killed_run_that_resumed_another_loses_neither(tmp_path: Path) -> None:
+    output, entry = tmp_path / "out.json", {"extra_info": {"id": "a"}}
+    output.write_text(json.dumps({"benchmarks": [entry], "lmsys": record.payload(head(), [ONE])}))
+    record.Journal(output, head()).add(ONE | {"id": "b"})
+    session = Session(Settings(device="cpu"))
+    for found, entries in read_results(output):
+        session.resume(found, entries)
+    assert ([name for _, name in session.carried], session.carried_entries) == (["a", "b"], [entry])
+
+
+def test_files_of_schema_1_are_read_and_resumed(tmp_path: Path) -> None:
+    old = ONE | {"matmul_fraction": 0.5, "copy_fraction": 0.1, "mode": "eager"}
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps({"lmsys": {"schema": 1, "machine": facts(), "records": [old]}, "benchmarks": []}))
+    found = record.load(path)
+    (upgraded,) = found["records"]
+    assert upgraded == ONE | {"matmul_ceiling_fraction": 0.5, "copy_ceiling_fraction": 0.1}
+    session = Session(Settings(device="cpu"))
+    for found, entries in read_results(path):
+        session.resume(found, entries)
+    assert list(session.carried) == [("attention", "a")]

@@ -1,0 +1,107 @@
+"""The runner: its order, what a fault costs, and what a record may say."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmsys.bench import Entry, Field, Table
+from lmsys.bench.benchmark import verdict
+from tests.support.harness import Telling, cases_of, records, results
+
+ORDER = [
+    *("why_not right", "why_not also", "setup", "open right", "open also", "check right", "check also"),
+    *("step right", "step also", "inspect right", "inspect also", "redraw", "check right", "check also"),
+]
+
+
+class WithSize(Telling):
+    fields = (Field("size", role="axis"),)
+
+
+def test_the_order_is_the_runners() -> None:
+    benchmark = WithSize()
+    found = records(benchmark, cases_of(benchmark))
+    assert benchmark.told == ORDER
+    for one in found.values():
+        assert one["outcome"] == "ok" and one["reason"] is None and one["size"] == 1 and one["error_ratio"] == 0
+        assert one["rounds"] >= 10 and one["time_s"] > 0 and one["comparison"] == "s-1 now"
+
+
+def test_without_timing_rows_are_checked_only() -> None:
+    benchmark = WithSize()
+    for one in records(benchmark, cases_of(benchmark), timed=False).values():
+        assert one["outcome"] == "ok" and "not timed" in one["reason"] and "time_s" not in one
+    assert "step right" not in benchmark.told
+
+
+@pytest.mark.parametrize(("hook", "outcome"), [("setup", "oom"), ("redraw", "error")])
+def test_what_fails_in_the_bench_itself_is_a_cell_too(hook: str, outcome: str) -> None:
+    benchmark = WithSize(**{hook: MemoryError("no room")})
+    for one in records(benchmark, cases_of(benchmark)).values():
+        assert one["outcome"] == outcome and one["reason"] == "the bench failed, not the row: no room"
+        assert "time_s" not in one
+
+
+@pytest.mark.parametrize(("hook", "outcome"), [("open", "error"), ("check", "error"), ("step", "error")])
+def test_what_fails_in_a_row_is_the_rows(hook: str, outcome: str) -> None:
+    benchmark = WithSize(**{hook: TypeError("no such thing")})
+    for one in records(benchmark, cases_of(benchmark)).values():
+        assert (one["outcome"], one["reason"]) == (outcome, "TypeError: no such thing") and "time_s" not in one
+
+
+def test_a_fault_in_inspecting_costs_the_figure_only() -> None:
+    benchmark = WithSize(inspect=MemoryError("no room"))
+    assert all(one["outcome"] == "ok" and one["time_s"] > 0 for one in records(benchmark, cases_of(benchmark)).values())
+
+
+CALLS = [0]
+
+
+def right_at_first(a: int, b: int) -> int:
+    """Right as long as it is checked the first time, and wrong from its third call on."""
+    CALLS[0] += 1
+    return a + b if CALLS[0] < 3 else 0
+
+
+def test_wrong_and_stale_rows_are_refused() -> None:
+    class Bad(WithSize):
+        rows = Table(
+            "adder",
+            [Entry("wrong", "operator:sub"), Entry("stale", f"{__name__}:right_at_first"), Entry("gone", "nowhere:f")],
+        )
+
+        def why_not(self, case: Any) -> str | None:
+            return case.entry.why_not(case)
+
+    found = records(Bad(), cases_of(Bad()))
+    assert found["wrong"]["outcome"] == "wrong" and found["wrong"]["error_ratio"] == 7
+    assert found["wrong"]["reason"] == "sum is 7 times the allowed error"
+    assert found["stale"]["outcome"] == "wrong" and "right before it was timed, not after" in found["stale"]["reason"]
+    assert found["gone"]["outcome"] == "unsupported" and "needs a package that is not here" in found["gone"]["reason"]
+    assert not any("time_s" in one for one in found.values())
+
+
+def test_a_field_that_nobody_declared_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'telling': the fields \['size'\] of its records are declared nowhere"):
+        results(Telling(), cases_of(Telling()))
+
+
+def test_a_metric_is_one_line() -> None:
+    class Metered(WithSize):
+        fields = (*WithSize.fields, Field("sizes_per_s", "1/s", of=lambda record: record["size"] / record["time_s"]))
+
+    for timed in (True, False):
+        for one in records(Metered(), cases_of(Metered()), timed=timed).values():
+            assert one["sizes_per_s"] == (pytest.approx(1 / one["time_s"]) if timed else None)
+
+
+@given(st.dictionaries(st.text(min_size=1), st.floats(min_value=0) | st.just(float("nan")), min_size=1))
+def test_a_verdict_is_the_worst_tensors(ratios: dict[str, float]) -> None:
+    worst, wrong = verdict(ratios)
+    assert (wrong is None) == all(ratio <= 1 for ratio in ratios.values())
+    if worst is not None:
+        assert worst == max(ratios.values())
+    elif wrong is not None:
+        assert "holds NaN or inf" in wrong[1]

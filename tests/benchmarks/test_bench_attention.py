@@ -1,0 +1,218 @@
+"""The benchmark of attention: right rows are timed, and wrong ones of every kind are cells without a time."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.bench_attention import Attention, rows_of
+from lmsys.attention import ATTENTION
+from lmsys.bench import Grid, Settings
+from tests.support.harness import cases_of, results
+
+KERNELS = '''
+import functools
+import time
+import torch
+from lmsys.attention.naive import naive
+
+
+def right(q, k, v, *, causal=False, scale=None):
+    return naive(q, k, v, causal=causal, scale=scale)
+
+
+class Explicit(torch.autograd.Function):
+    """Called as f(q, k, v, is_causal) on (B, S, D); its backward is exact but for a factor on dk."""
+
+    dk_factor = 1.0
+
+    @classmethod
+    def forward(cls, ctx, q, k, v, is_causal):
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        with torch.enable_grad():
+            ctx.o = naive(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), causal=is_causal).squeeze(1)
+        ctx.inputs = q, k, v
+        return ctx.o.detach()
+
+    @classmethod
+    def backward(cls, ctx, do):
+        dq, dk, dv = torch.autograd.grad(ctx.o, ctx.inputs, do)
+        return dq, dk * cls.dk_factor, dv, None
+
+
+class wrong_dk(Explicit):
+    dk_factor = 1.01
+
+
+ANSWERS = {}
+
+
+def cached(q, k, v, *, causal=False, scale=None):
+    key = (q.data_ptr(), q.shape, q.dtype, causal)
+    if key not in ANSWERS:
+        ANSWERS[key] = naive(q, k, v, causal=causal, scale=scale)
+    return ANSWERS[key]
+
+
+memoised = functools.lru_cache(naive)
+
+
+def versioned(q, k, v, *, causal=False, scale=None):
+    key = (q.data_ptr(), q._version, q.shape, q.dtype, causal)
+    if key not in ANSWERS:
+        ANSWERS[key] = naive(q, k, v, causal=causal, scale=scale)
+    return ANSWERS[key]
+
+
+class changing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, is_causal):
+        ctx.mark_dirty()
+        o = naive(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), causal=is_causal).squeeze(1)
+        q.mul_(1.5)
+        return o
+
+
+def hungry(q, k, v, *, causal=False, scale=None):
+    return torch.empty(2**45, dtype=torch.int8, device=q.device)
+
+
+def broken(q, k, v, *, causal=False, scale=None):
+    raise TypeError("no such kernel")
+
+
+def undefined(q, k, v, *, causal=False, scale=None):
+    return (q + k + v) * float("nan")
+
+
+def only_bfloat16_and_off(q, k, v, *, causal=False, scale=None):
+    assert q.dtype == torch.bfloat16
+    return naive(q, k, v, causal=causal, scale=scale) * 1.02
+
+
+def slow(q, k, v, *, causal=False, scale=None):
+    time.sleep(0.02)
+    return naive(q, k, v, causal=causal, scale=scale)
+
+
+if torch.cuda.is_available():
+    SIDE = torch.cuda.Stream()
+
+
+def reads_early(q, k, v, *, causal=False, scale=None):
+    """On a stream that does not wait for what the caller has asked for before."""
+    with torch.cuda.stream(SIDE):
+        o = naive(q, k, v, causal=causal, scale=scale)
+    torch.cuda.current_stream().wait_stream(SIDE)
+    return o
+
+
+def nobody_waits(q, k, v, *, causal=False, scale=None):
+    """On a stream that the caller does not wait for."""
+    SIDE.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(SIDE):
+        return naive(q, k, v, causal=causal, scale=scale)
+'''
+
+CACHED = ("cached", "memoised", "versioned")
+SMALL = {
+    "length": ((33, 33),),
+    "head_dim": (16,),
+    "heads": ((2, 2),),
+    "causal": (True,),
+    "direction": ("fwd", "bwd", "fwdbwd"),
+}
+Records = dict[tuple[str, str, str], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("kernels") / "mine.py"
+    path.write_text(KERNELS)
+    return path
+
+
+def swept_rows(rows: list[str], device: str = "cpu", **changes: Any) -> Records:
+    """The records of these rows by row, dtype and direction."""
+    values = {"dtype": ("float32", "bfloat16"), **SMALL, **changes}
+    cases = cases_of(Attention(), Settings(device=device), attention=tuple(rows), **values)
+    found: Records = {}
+    for group in dict.fromkeys(case.group for case in cases):
+        for result in results(
+            Attention(), [case for case in cases if case.group == group], min_rounds=12, device=device
+        ):
+            one = result.record
+            found[one["impl"], one["dtype"], one["direction"]] = one
+    return found
+
+
+@pytest.fixture(scope="module")
+def swept(kernels: Path) -> Records:
+    names = ("right", "Explicit", "wrong_dk", *CACHED, "changing", "hungry", "broken", "undefined")
+    return swept_rows(["naive", *(f"{kernels}:{name}" for name in (*names, "only_bfloat16_and_off")), "flash_attn_2"])
+
+
+def test_every_row_ends_as_a_cell(swept: Records) -> None:
+    for dtype in ("float32", "bfloat16"):
+        for direction in ("fwd", "bwd", "fwdbwd"):
+            outcome = {row: one["outcome"] for (row, *rest), one in swept.items() if rest == [dtype, direction]}
+            assert {outcome[row] for row in ("naive", "right", "Explicit")} == {"ok"}
+            assert outcome["wrong_dk"] == ("ok" if direction == "fwd" else "wrong")
+            assert (outcome["hungry"], outcome["broken"], outcome["undefined"]) == ("oom", "error", "wrong")
+            assert outcome["flash_attn_2"] == "unsupported"
+            for row in CACHED:
+                assert outcome[row] == ("wrong" if direction == "fwd" else "error")  # its graph is used up
+            assert outcome["changing"] == ("wrong" if direction == "fwd" else "error")  # and it has no backward
+    assert swept["changing", "float32", "fwd"]["reason"] == "the row changes its inputs"
+    assert swept["only_bfloat16_and_off", "bfloat16", "fwd"]["outcome"] == "wrong"  # the root-mean-square rule
+
+
+def test_a_wrong_row_has_its_error_ratio_and_no_time(swept: Records) -> None:
+    for (row, _, direction), one in swept.items():
+        if row == "wrong_dk" and direction != "fwd":
+            assert one["error_ratio"] > 1 and "dk" in one["reason"]
+        if one["outcome"] == "ok":
+            assert 0 <= one["error_ratio"] <= 1 and one["time_s"] > 0 and one["rounds"] >= 12
+            assert one["peak_bytes"] > 0 and (one["saved_bytes"] is None) == (direction == "fwd")
+            assert one["flops_per_s"] == pytest.approx(one["flops"] / one["time_s"])
+            assert one["matmul_ceiling_fraction"] == pytest.approx(
+                one["flops_per_s"] / (1e12 if one["dtype"] == "float32" else 2e12)
+            )
+        else:
+            assert "time_s" not in one and "samples_s" not in one and one["reason"]
+    assert len({one["comparison"] for one in swept.values()}) == 2 * 3
+
+
+@pytest.mark.parametrize(
+    ("what", "outcome"), [("bench_attention.make_inputs", "oom"), ("attention.check.Oracle", "error")]
+)
+def test_what_fails_in_the_bench_itself_is_a_cell_too(what: str, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(f"benchmarks.{what}", fails)
+    found = swept_rows(["naive", "sdpa_cudnn"], dtype=("float32",))
+    naive = [one for (row, *_), one in found.items() if row == "naive"]
+    assert {one["outcome"] for one in naive} == {outcome} and all("no room" in one["reason"] for one in naive)
+
+
+def test_rows_named_on_the_command_line_run_in_every_grid_and_others_by_the_grids() -> None:
+    def rows(**values: Any) -> list[str]:
+        named = {"attention": (), "without": ()} | values
+        cases = cases_of(Attention(), dtype=("float32",), **(SMALL | {"direction": ("fwd",)}), **named)
+        return [case.impl for case in cases]
+
+    assert rows(attention=("vectorized", "auto", "naive", "llama")) == ["vectorized", "naive"]
+    grid = Grid("s", attention=("vectorized", "naive"), without=("naive",))
+    assert [row.name for row in rows_of(grid)] == ["vectorized"]
+    assert [row.name for row in rows_of(grid.but(attention=(), without=("flex",)))] == [
+        n for n in ATTENTION if n != "flex"
+    ]
+
+
+@pytest.mark.gpu
+def test_work_on_another_stream_is_wrong(kernels: Path) -> None:
+    rows = ["naive", f"{kernels}:reads_early", f"{kernels}:nobody_waits"]
+    found = swept_rows(rows, "cuda", length=((2048, 2048),), dtype=("float32",), causal=(False,), direction=("fwd",))
+    outcome = {row: one["outcome"] for (row, *_), one in found.items()}
+    assert outcome == {"naive": "ok", "reads_early": "wrong", "nobody_waits": "wrong"}

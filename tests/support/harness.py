@@ -1,0 +1,89 @@
+"""A runner for tests, whose machine facts cost nothing, and a benchmark that tells what it is asked, in order."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lmsys.bench import Axis, Benchmark, Candidate, Case, Entry, Grid, Settings, Step, Table
+from lmsys.bench.runner import Result, Runner
+
+CEILINGS = {"matmul_flops_per_s": {"float32": 1e12, "bfloat16": 2e12}, "copy_bytes_per_s": 1e11}
+MACHINE = {"date": "now", "gpu": None, "name": "a machine", "ceilings": CEILINGS}
+
+
+def runner(**changes: Any) -> Runner:
+    """On the CPU, quick, with the machine facts above."""
+    found = Runner(replace(Settings(device="cpu", sweep="smoke", seconds_per_row=0.01), **changes))
+    found.__dict__["machine"] = MACHINE
+    return found
+
+
+def records(benchmark: Benchmark, cases: Sequence[Any], **changes: Any) -> dict[str, dict[str, Any]]:
+    """What the runner says of one group's cases, by row."""
+    return {one.record["impl"]: one.record for one in results(benchmark, cases, **changes)}
+
+
+def results(benchmark: Benchmark, cases: Sequence[Any], **changes: Any) -> list[Result]:
+    found = list(runner(**changes).run(benchmark, cases))
+    assert sorted(one.record["id"] for one in found) == sorted(case.id for case in cases)
+    return found
+
+
+@dataclass(frozen=True)
+class Number(Case):
+    size: int
+
+
+class Telling(Benchmark):
+    """Adds a number to itself; `told` is what it was asked, in order, and `faults` what fails, by hook."""
+
+    name = "telling"
+    axes = (Axis("size", int, (1,)),)
+    rows = Table("adder", [Entry("right", "operator:add"), Entry("also", "operator:add")])
+
+    def __init__(self, **faults: Exception):
+        self.told: list[str] = []
+        self.faults = faults
+
+    def _asked(self, hook: str, who: Any = "") -> None:
+        self.told.append(f"{hook} {who}".strip())
+        if hook in self.faults:
+            raise self.faults[hook]
+
+    def cases(self, grid: Grid, settings: Settings) -> Iterator[Number]:
+        for (size,) in grid.product("size"):
+            yield from (Number(grid.name, row, settings.device, size) for row in self.rows.values())
+
+    def why_not(self, case: Number) -> str | None:
+        self._asked("why_not", case.impl)
+        return None
+
+    def setup(self, cases: Sequence[Number], settings: Settings) -> list[int]:
+        self._asked("setup")
+        return [cases[0].size]
+
+    def open(self, candidate: Candidate, setup: Any) -> None:
+        self._asked("open", candidate.case.impl)
+        super().open(candidate, setup)
+
+    def check(self, candidate: Candidate, setup: Any) -> Mapping[str, float]:
+        self._asked("check", candidate.case.impl)
+        return {"sum": float(candidate.call(setup[0], setup[0]) != 2 * setup[0]) * 7}
+
+    def redraw(self, setup: Any, seed: int) -> None:
+        self._asked("redraw")
+
+    def step(self, case: Number, candidate: Candidate, setup: Any) -> Step:
+        self._asked("step", case.impl)
+        return Step(lambda _: candidate.call(setup[0], setup[0]))
+
+    def inspect(self, case: Number, candidate: Candidate, setup: Any) -> dict[str, Any]:
+        self._asked("inspect", case.impl)
+        return {}
+
+
+def cases_of(benchmark: Benchmark, settings: Settings | None = None, **values: Any) -> list[Any]:
+    """The cases of one grid, with the axes' defaults."""
+    defaults = {axis.name: axis.default for axis in benchmark.axes}
+    grid = Grid("s", frozenset(values), **(defaults | values))
+    return list(benchmark.cases(grid, settings or Settings(device="cpu")))
