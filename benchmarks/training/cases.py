@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from benchmarks.models import MAX_SCORES, attention_case, attention_of
+from benchmarks.models import MAX_SCORES, attention_case, attention_row
 from lmsys.attention import ATTENTION
 from lmsys.attention.contract import AttentionCase
 from lmsys.bench import Case, Entry
@@ -52,7 +52,11 @@ class TrainingCase(Case):
         labels = {"attention_label": self.attention.label or self.attention.name}
         peers = {"attention_peer": self.attention.peer, "strategy_peer": self.entry.peer}
         ranks = {"global_batch": self.global_batch, "world_size": self.world_size, "backend": self.backend}
-        return {**own, **rows, **labels, **peers, "peer": any(peers.values()), **ranks}
+        return {**own, **rows, **labels, **peers, **ranks}
+
+    @property
+    def peer(self) -> bool:
+        return self.attention.peer or self.entry.peer
 
     @property
     def rows(self) -> Mapping[str, Entry]:
@@ -153,4 +157,5 @@ class TrainingCase(Case):
             strategy=self.entry.target if ".py:" in self.entry.target else self.entry.name,
             bucket_mb=self.bucket_mb,
         )
-        return RunConfig(model=replace(self.shape, attention=attention_of(self.attention, self.asked)), train=train)
+        row = attention_row(self.attention, self.asked)
+        return RunConfig(model=replace(self.shape, attention=row.name), train=train)
