@@ -26,6 +26,7 @@ from lmsys.bench.fields import Record
 from lmsys.bench.ranks import backend_of, num_nodes, world_sizes
 from lmsys.bench.runner import NOT_TIMED
 from lmsys.cost.operations import model_flops, model_parameters
+from lmsys.measure.compare import attempt
 from lmsys.parallel import STRATEGIES
 from lmsys.testing import CURVE_STEPS
 
@@ -125,13 +126,17 @@ class Training(Benchmark):
         return Curve()
 
     def check_all(self, candidates: Sequence[Candidate], reference: Curve, runner: Any) -> None:
-        """Trains the reference as far as curves are compared, once."""
+        """Makes the reference, once: there is none to compare with where it fails."""
         if reference.losses:
             return
         runner.say(f"  the reference: naive attention, one process, {CORPUS}")
-        plain = candidates[0].case.reference
-        run = _on_ranks(plain, runner)
-        left = min(CURVE_STEPS, plain.epochs * plain.steps)
+        _, failure = attempt(self._train_reference, candidates[0].case.reference, reference, runner)
+        for candidate in candidates if failure else ():
+            candidate.failed(failure[0], f"the bench failed, not the row: the reference: {failure[1]}")
+
+    def _train_reference(self, plain: TrainingCase, reference: Curve, runner: Any) -> None:
+        """As far as curves are compared."""
+        run, left = _on_ranks(plain, runner), min(CURVE_STEPS, plain.epochs * plain.steps)
         run(begin, _tokens(plain), runner.settings.seed)
         while left > len(reference.losses):
             (found,) = run(epoch, min(left - len(reference.losses), plain.steps))
@@ -157,7 +162,8 @@ class Training(Benchmark):
         tokens, dtype = _tokens(case), DTYPES[case.precision]
         seen, samples, clocks = run(inspect, tokens, settings.seed), [], []
         if seen[0].refused is not None or seen[0].interpreted:
-            return candidate.failed("unsupported", seen[0].refused or INTERPRETED)
+            candidate.failed("unsupported", seen[0].refused or INTERPRETED)
+            return
         run(begin, tokens, settings.seed)
         for number in range(case.epochs):
             if not settings.timed and len(curve.losses) >= CURVE_STEPS:
@@ -172,7 +178,7 @@ class Training(Benchmark):
                 candidate.failed("wrong", "a loss is not finite")
             if candidate.outcome != "ok":
                 run(clear)
-                return None
+                return
         ended = run(end)
         curve.valid_loss = ended[0].valid_loss
         if len({one.model for one in ended}) > 1:
