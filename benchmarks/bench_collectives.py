@@ -120,8 +120,7 @@ class Collectives(Benchmark):
         (case,) = turn
         settings, candidate = trial.settings, trial.candidate(case)
         arguments = case, settings.seconds_per_row if settings.timed else None, settings.min_rounds, settings.seed
-        ranks = trial.runner.ranks
-        found = candidate.attempt(lambda: ranks.run(case.world_size, case.backend, measure, *arguments)) or ()
+        found = candidate.attempt(trial.runner.ranks.run, case.world_size, case.backend, measure, *arguments) or ()
         if wrong := [one.wrong for one in found if one.wrong]:
             candidate.failed("wrong", wrong[0])
         elif found and settings.timed:

@@ -159,7 +159,7 @@ class DataParallel(Benchmark):
         new = sorted((one for one in candidates if one.state is None), key=lambda one: -one.case.world_size)
         for number, candidate in enumerate(new, start=1):  # the largest first: one start of ranks
             start = time.perf_counter()
-            candidate.attempt(lambda one=candidate: self._look_into(one, runner))
+            candidate.attempt(self._look_into, candidate, runner)
             told = candidate.outcome if candidate.reason is None else f"{candidate.outcome}: {candidate.reason}"
             runner.say(f"  [{number}/{len(new)}] {candidate.case.id}: {told}, {time.perf_counter() - start:.1f} s")
 
@@ -188,7 +188,7 @@ class DataParallel(Benchmark):
             for number, case in product(range(passes), turn):
                 candidate = trial.candidate(case)
                 if candidate.outcome == "ok":
-                    candidate.attempt(lambda one=candidate, n=number: self._take_pass(one, n, steps, trial.runner))
+                    candidate.attempt(self._take_pass, candidate, number, steps, trial.runner)
         finally:
             rows = {case.id: trial.candidate(case).state for case in turn if trial.candidate(case).outcome == "ok"}
             complete = min((len(row.passes) for row in rows.values()), default=0)

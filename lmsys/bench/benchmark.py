@@ -69,8 +69,8 @@ class Case:
 
     @property
     def label(self) -> str:
-        """How tables and plots call it."""
-        return self.entry.label or self.impl
+        """How tables and plots call its row."""
+        return self.entry.label or self.entry.name
 
     @property
     def peer(self) -> bool:

@@ -56,10 +56,15 @@ def communication_of(
         path = Path(folder) / "trace.json"
         recorded.export_chrome_trace(str(path))
         events = json.loads(path.read_bytes())["traceEvents"]
+    return read_overlap(events, device, PROFILED_STEPS)
+
+
+def read_overlap(events: list[dict[str, Any]], device: str, steps: int) -> Communication:
+    """The communication of a step in the `traceEvents` of a trace over so many."""
     sending, computing = _intervals(events, device)
     total = sum(end - start for start, end in sending)
     hidden = sum(max(0.0, min(b, d) - max(a, c)) for a, b in sending for c, d in computing if c < b and d > a)
-    return Communication(total / PROFILED_STEPS, hidden / total if total else None, _timeline(sending, computing))
+    return Communication(total / steps, hidden / total if total else None, _timeline(sending, computing, steps))
 
 
 def _intervals(events: list[dict[str, Any]], device: str) -> tuple[Intervals, Intervals]:
@@ -88,12 +93,12 @@ def merged(intervals: Intervals, gap: float = 0.0) -> Intervals:
     return found
 
 
-def _timeline(sending: Intervals, computing: Intervals) -> list[tuple[str, float, float]]:
-    """The last of the profiled steps, coarse enough to travel with a result."""
+def _timeline(sending: Intervals, computing: Intervals, steps: int) -> list[tuple[str, float, float]]:
+    """The last of the steps, coarse enough to travel with a result."""
     if not computing:
         return []
     begin, end = computing[0][0], max(one[-1][1] for one in (sending, computing) if one)
-    middle, gap = begin + (end - begin) * (PROFILED_STEPS - 1) / PROFILED_STEPS, (end - begin) / 2000
+    middle, gap = begin + (end - begin) * (steps - 1) / steps, (end - begin) / 2000
     rows = []
     for what, intervals in (("communication", sending), ("computation", computing)):
         late = [(max(a, middle) - middle, b - middle) for a, b in merged(intervals, gap) if b > middle]
