@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from benchmarks import axes
 from benchmarks.model.benchmark import ModelBenchmark, Setup
 from benchmarks.model.cases import FIELDS, ModelTest
@@ -127,23 +125,14 @@ def anatomy_of(case: AnatomyTest, setup: Setup) -> Record:
 
 def phases_of(case: AnatomyTest, rig: Rig) -> Phases:
     """What a call consists of, in order: an inference is a forward."""
-    made: list[Tensor] = []
-
-    def inference() -> None:
-        rig.forward(case)
-
-    def forward() -> None:
-        made.append(rig.scaler.scale(rig.forward(case)))
-
-    def backward() -> None:
-        made.pop().backward()
-
-    def optimizer() -> None:
-        rig.update(case.peer)
-
+    peer, losses = case.peer, []
     if case.mode == "forward":
-        return {"forward": inference}
-    return {"forward": forward, "backward": backward, "optimizer": optimizer}
+        return {"forward": lambda: rig.forward(case)}
+    return {
+        "forward": lambda: losses.append(rig.scaler.scale(rig.forward(case))),
+        "backward": lambda: losses.pop().backward(),
+        "optimizer": lambda: rig.update(peer),
+    }
 
 
 def times_of(call: Callable[[], Any], device: str, trace: Path | None) -> Record:

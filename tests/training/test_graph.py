@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.model_gate import Batch, build
+from benchmarks.models import Batch, build
 from benchmarks.parallel_cells import Cell
 from benchmarks.parallel_gate import gate
 from benchmarks.parallel_workbench import Gradients, compiling, options_of, takes_part, wrap
