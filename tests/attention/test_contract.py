@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.attention_gate import interpreted_kernels
 from torch import Tensor
 
 from lmsys.attention import ATTENTION, AttentionCase, attention
 from lmsys.attention.contract import adapt, as_4d, check_inputs
 from lmsys.attention.flash_torch import FlashTorch
 from lmsys.attention.naive import naive
+from lmsys.bench.runner import interpreted_kernels
 
 
 def zeros(*shape: int, **options: Any) -> Tensor:
