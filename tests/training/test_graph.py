@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
-from benchmarks.models import Batch, build
 from benchmarks.parallel_cells import Cell
 from benchmarks.parallel_gate import gate
 from benchmarks.parallel_workbench import Gradients, compiling, options_of, takes_part, wrap
+from torch import Tensor
+
+from benchmarks.models import Batch, build
 from lmsys.config import model_config
 from lmsys.model import TransformerLM
 from lmsys.parallel import STRATEGIES
