@@ -20,6 +20,7 @@ from lmsys.bench.record import summarize, trim
 from lmsys.measure import machine
 from lmsys.measure.clock import Clock, CpuClock, clock_of, synchronize
 from lmsys.measure.compare import attempt, interleave, release_memory
+from lmsys.measure.memory import cap_host_memory
 
 NOT_TIMED = "verified, not timed (--benchmark-disable)"
 INTERPRETED = "verified in Triton's interpreter, never timed"
@@ -66,6 +67,8 @@ class Runner:
     def ready(self) -> None:
         """Everything that is made once, before a row runs: nothing may differ for the first of them."""
         _ = self.machine, self.clock("device"), self.clock("loop"), self.sm_clock
+        if self.settings.device == "cpu":
+            cap_host_memory()
 
     @cached_property
     def machine(self) -> Record:
