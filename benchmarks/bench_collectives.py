@@ -148,7 +148,7 @@ test_collectives = bench(Collectives)
 
 @dataclass(frozen=True)
 class Measured:
-    """What is wrong, else seconds of each call through ours, and of a call in a plain loop of torch's."""
+    """The answer of a rank: what is wrong, else seconds of each call through ours, and of one in torch's plain loop."""
 
     wrong: str = ""
     samples: Sequence[float] = ()
@@ -213,7 +213,7 @@ def _plain(case: CollectiveCase, x: Tensor, group: Any) -> Callable[[], Any]:
 
 
 def _check(case: CollectiveCase, found: Tensor, seed: int) -> str:
-    """What is wrong with the result, if anything is."""
+    """Says what is wrong with the result; empty where it is right."""
     every = [_draw(case, seed + rank) for rank in range(case.world_size)]
     rank = dist.get_rank()
     if case.impl in ("all_reduce", "reduce_scatter"):

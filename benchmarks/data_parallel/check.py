@@ -1,9 +1,9 @@
-"""Whether a strategy trains as one process does on the batch of all ranks. Runs on the ranks.
+"""The check of a strategy: it trains as one process does on the batch of all ranks. Runs on the ranks.
 
 The reference is three steps of SGD with momentum in float64 on the whole batch, the budget what the same steps lose in
 float32: `lmsys.testing.error_ratio` of how far each parameter has moved, in units of the farthest. Models of two blocks
-stand for all, with the widths of the case. What communicates or computes in a narrower dtype is first held to that
-without it, and then to a budget of the same steps with gradients, or parameters, rounded alike.
+stand for all, with the widths of the case. A row that communicates or computes in a narrower dtype is first held to
+that without it, and then to a budget of the same steps with gradients, or parameters, rounded alike.
 """
 
 from collections.abc import Iterator

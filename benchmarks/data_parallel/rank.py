@@ -33,7 +33,7 @@ _COMPILED: list[str] = []  # the group of cases whose graphs this rank holds
 
 @contextmanager
 def compiling(case: ParallelCase) -> Iterator[None]:
-    """What is compiled meanwhile stays for the group's other rows and passes, whose blocks are the same, and then goes.
+    """Keeps what is compiled meanwhile for the group's other rows and passes, whose blocks are the same.
 
     torch would cut a block's graph by the buckets of a DDP that it is compiled in, and not where it finds it compiled.
     """
@@ -61,7 +61,7 @@ def on_part(function: Callable[Concatenate[ParallelCase, P], T]) -> Callable[Con
 def wrap(case: ParallelCase, model: TransformerLM, options: dict[str, Any]) -> Adapter:
     """The model's loss under the case's strategy, compiled before where the case asks for it.
 
-    What is to be graphed is wrapped on the stream of captures, which DDP keeps.
+    A model to be graphed is wrapped on the stream of captures, which DDP keeps.
     """
     module = Loss(model if case.compile == "eager" else model.compile_blocks(1))
     with on_capture_stream() if case.compile == "graphed" else nullcontext():
@@ -174,7 +174,7 @@ class Rig:
 
 @dataclass
 class Inspection:
-    """What looking into a row has found on this rank.
+    """Findings about a row on this rank.
 
     network  (latency, bandwidth) of an all-reduce of the ranks, None for one rank
     """

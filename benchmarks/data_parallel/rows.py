@@ -1,4 +1,4 @@
-"""What is found out about the rows of a comparison, and the fields of their records beside the time."""
+"""Findings about the rows of a comparison, and the fields of their records beside the time."""
 
 import statistics
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ MOST_STEPS = 50  # of a row in one pass
 
 @dataclass
 class Row:
-    """What has been found out about a strategy of a case, whose buckets are tuned.
+    """Findings about the strategy of a case, whose buckets are tuned.
 
     seen    by rank
     passes  seconds of each step, of the slowest rank; alone: of each step without synchronization
@@ -40,8 +40,8 @@ class Row:
 
 
 def communication(row: Row, rows: Sequence[Row]) -> Record:
-    """What synchronizing adds to a step, against the same step without or the row that does not synchronize, and what
-    it takes."""
+    """The cost of synchronizing: what it adds to a step, against the same step without it or the row that does not
+    synchronize, and how long it takes."""
     case, time_s, seen = row.case, statistics.median(row.samples), row.seen[0]
     record: Record = {
         "bucket_mb": seen.bucket_mb or case.asked_bucket_mb,

@@ -122,7 +122,7 @@ class TrainingCase(Case):
 
     @property
     def asked(self) -> AttentionCase:
-        """What the model asks of its attention row."""
+        """The case that the attention row is asked for."""
         return attention_case(self.shape, self.batch, self.precision, self.device)
 
     @property

@@ -26,7 +26,7 @@ sm_clock = cache(sm_clock_reader)
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a first look has shown. refused: why the training loop does not take the case."""
+    """Findings of the first steps. refused: why the training loop does not take the case."""
 
     refused: str | None = None
     first_step_s: float = 0.0

@@ -20,7 +20,7 @@ _SUBGROUPS: dict[int, Any] = {}  # of a rank, by world size
 
 
 class Unsupported(ValueError):
-    """What was asked for is not to be had here, such as more ranks than GPUs; the reason is for a reader."""
+    """A request that cannot be met here, such as for more ranks than GPUs; the text says why, for a reader."""
 
     failure = property(lambda self: ("unsupported", str(self)))
 
