@@ -12,6 +12,7 @@ NO_TORCH = [
     "registry",
     "config",
     "strict_json",
+    "processes",
     "cost/operations",
     "cost/memory",
     "cost/communication",
@@ -69,6 +70,7 @@ def test_packages_on_the_way_to_a_plain_module_import_nothing(file: Path) -> Non
 def test_what_workers_load_has_no_torch(file: Path) -> None:
     assert not imports_of(file, "torch", "triton")
     allowed = [
+        "lmsys.processes",
         "lmsys.tokenizer",
         "lmsys.training.config",
         *(path.removesuffix(".py").replace("/", ".") for path in DATA),
