@@ -18,11 +18,12 @@ from benchmarks.sections import ModelSection
 from benchmarks.session import Result, Settings
 from benchmarks.sweeps import ANATOMY_MODES
 from benchmarks.trial import ending, fail_the_good, sample
+from lmsys.attention import ATTENTION
+from lmsys.bench.record import Record, summarize, trim
 from lmsys.cost.memory import training_memory
 from lmsys.measure import memory
 from lmsys.measure.compare import attempt, release_memory
-from lmsys.measure.profile import KINDS, largest_allocations, part, profile_call
-from lmsys.measure.record import Record, summarize, trim
+from lmsys.measure.profile import KINDS, largest_allocations, part, profile_call, register_kernels
 from lmsys.registry import Entry
 
 NUM_KERNELS = 15  # a record names the longest
@@ -48,6 +49,8 @@ def anatomy_cells(section: ModelSection, axes: Record, rows: list[Entry] | None,
 
 def anatomy_trial(cells: list[Cell], settings: Settings, traces: Path | None) -> Iterator[Result]:
     """A result for each cell of a group; `traces` is the folder that keeps traces and memory snapshots."""
+    for row in (*ATTENTION.values(), *(cell.entry for cell in cells)):
+        register_kernels(row.trait("kernels", ""), "attention")
     contenders = {cell.row: contender_of(cell) for cell in cells}
     found = {cell.id: Found() for cell in cells}
     with arithmetic(cells[0].precision):

@@ -12,12 +12,12 @@ from benchmarks import axes
 from benchmarks.attention.check import Gate, check_float32
 from lmsys.attention import ATTENTION, AttentionCase
 from lmsys.attention.contract import adapt
-from lmsys.bench import Axis, Benchmark, Candidate, Case, Field, Grid, Settings, bench
+from lmsys.bench import Axis, Benchmark, Candidate, Case, Field, Grid, Settings, Step, bench
 from lmsys.bench import fields as f
 from lmsys.bench.fields import Record
 from lmsys.cost import operations
 from lmsys.measure import memory
-from lmsys.measure.compare import Step, attempt, release_memory
+from lmsys.measure.compare import attempt, release_memory
 from lmsys.registry import Entry
 from lmsys.testing import Inputs, make_inputs, run
 

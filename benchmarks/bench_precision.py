@@ -9,8 +9,8 @@ import torch
 
 from benchmarks.conftest import SESSION, cell_params
 from benchmarks.session import Result, Settings
+from lmsys.bench.record import Record
 from lmsys.measure.compare import attempt
-from lmsys.measure.record import Record
 from lmsys.model import TransformerLM
 from lmsys.model.precision import ADDEND, CONFIG, TIMES, accumulation, autocast_dtypes
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from benchmarks.ranks import default_world_size, failure_of, subgroup
 from benchmarks.sections import CollectiveSection
 from benchmarks.session import NOT_TIMED, Result, Settings
+from lmsys.bench.record import Record, summarize, trim
 from lmsys.cost.communication import bus_factor
 from lmsys.measure.clock import CYCLES_PER_S
-from lmsys.measure.record import Record, summarize, trim
 from lmsys.parallel import collectives
 from lmsys.parallel.group import device
 

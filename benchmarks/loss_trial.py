@@ -21,10 +21,10 @@ from benchmarks.sections import LossSection
 from benchmarks.session import Result, Settings
 from benchmarks.trial import ending, fail_the_good, sample, verdict
 from lmsys.attention.compiled import why_no_compiler
+from lmsys.bench.record import Record, summarize, trim
 from lmsys.measure import memory
 from lmsys.measure.clock import synchronize
 from lmsys.measure.compare import Step, attempt, release_memory
-from lmsys.measure.record import Record, summarize, trim
 from lmsys.model.loss import linear_cross_entropy
 
 BLOCK_LOGITS = {"cuda": 2**26, "cpu": 2**22}  # of the reference, held at once

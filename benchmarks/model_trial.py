@@ -16,11 +16,11 @@ from benchmarks.session import Result, Settings
 from benchmarks.trial import ending, fail_the_good, sample
 from lmsys.attention import ATTENTION
 from lmsys.attention.compiled import why_no_compiler
+from lmsys.bench.record import Record, summarize, trim
 from lmsys.cost.memory import training_memory
 from lmsys.cost.operations import FLOPS_OF_STEP, model_flops, model_parameters
 from lmsys.measure.clock import synchronize
 from lmsys.measure.compare import Failure, attempt, release_memory
-from lmsys.measure.record import Record, summarize, trim
 
 PEAK_FLOPS_PER_S = {"H100": 989e12, "H200": 989e12}  # dense bfloat16 and float16, of the SXM modules' data sheets
 KEEP_SCORES = ("naive", "naive_compiled", "vectorized", "sdpa_math")  # of all queries and keys, for the backward

@@ -13,10 +13,10 @@ from benchmarks.parallel_workbench import Seen, examine, network, take_pass, tim
 from benchmarks.ranks import failure_of
 from benchmarks.session import NOT_TIMED, Result, Settings
 from benchmarks.trial import Judged, verdict
+from lmsys.bench.record import Record, summarize, trim
 from lmsys.cost.communication import ddp_overhead
 from lmsys.cost.memory import zero_memory
 from lmsys.cost.operations import model_flops, model_parameters
-from lmsys.measure.record import Record, summarize, trim
 from lmsys.parallel import STRATEGIES
 
 PASSES = {"gloo": 2, "nccl": 3}  # of each row, in turns: a GPU's clock moves, and rows are compared within a pass

@@ -19,12 +19,13 @@ from benchmarks.parallel_cells import FULLY_SHARDED, Cell
 from benchmarks.parallel_profile import communication_of
 from benchmarks.ranks import subgroup
 from lmsys.measure import memory
+from lmsys.measure.profile import register_kernels
 from lmsys.model import Loss, TransformerLM
-from lmsys.parallel.adapt import Adapted
+from lmsys.parallel.adapter import Adapter
+from lmsys.parallel.alpha_beta import latency_and_bandwidth
 from lmsys.parallel.group import device
-from lmsys.parallel.probe import latency_and_bandwidth
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer
-from lmsys.training.graph import WARM_UPS, GraphedGradients, beside
+from lmsys.training.graph import WARM_UPS, GraphedGradients, on_capture_stream
 from lmsys.training.optimizer import AdamW
 
 P = ParamSpec("P")
@@ -58,14 +59,14 @@ def compiling(cell: Cell) -> Iterator[None]:
         yield
 
 
-def wrap(cell: Cell, model: TransformerLM, options: dict[str, Any]) -> Adapted:
+def wrap(cell: Cell, model: TransformerLM, options: dict[str, Any]) -> Adapter:
     """The model's loss under the cell's strategy, compiled before where the cell asks for it.
 
     What is to be graphed is wrapped on the stream of recordings, which DDP keeps.
     """
     module = Loss(model if cell.compile == "eager" else model.compile_blocks(1))
-    with beside() if cell.compile == "graphed" else nullcontext():
-        return Adapted(cell.entry.load(), module, subgroup(cell.world_size), **options)
+    with on_capture_stream() if cell.compile == "graphed" else nullcontext():
+        return Adapter(cell.entry.load(), module, subgroup(cell.world_size), **options)
 
 
 class Gradients:
@@ -74,7 +75,7 @@ class Gradients:
     Holds no reference to itself: a graph with NCCL's calls inside must go before the process group does.
     """
 
-    def __init__(self, strategy: Adapted, precision: str):
+    def __init__(self, strategy: Adapter, precision: str):
         self.strategy = strategy
         kind = device().type
 
@@ -266,6 +267,7 @@ def examine(cell: Cell, seed: int) -> Seen:
     }
     rig.warm()
     (seconds, *_) = sorted(rig.times(rig.step, 3))
+    register_kernels(cell.entry.trait("kernels", ""), "communication")
     communication_s, hidden, timeline = communication_of(rig.step, lambda: settle(rig), rig.group, kind)
     finite = bool(rig.step().isfinite())
     wrapper = rig.strategy.wrapper
@@ -304,7 +306,7 @@ def can_stay_local(cell: Cell, rig: Rig) -> bool:
     return rig.strategy.can_stay_local and whole and cell.compile != "graphed"
 
 
-def fingerprint(strategy: Adapted) -> str:
+def fingerprint(strategy: Adapter) -> str:
     """Of every bit of the parameters, as far as sums show it."""
     parts = [x.double().sum() for x in strategy.full_state_dict().values() if x.is_floating_point()]
     return hashlib.sha256(torch.stack(parts).cpu().numpy().tobytes()).hexdigest()

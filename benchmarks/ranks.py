@@ -8,16 +8,16 @@ import torch
 import torch.distributed as dist
 
 from lmsys.measure.compare import Failure, outcome_of
-from lmsys.parallel.group import JoinedGroup, WorkerError, WorkerGroup, under_torchrun
+from lmsys.parallel.group import TorchrunGroup, WorkerError, WorkerGroup, under_torchrun
 
 TIMEOUT_S = 420.0
 _SUBGROUPS: dict[int, Any] = {}  # of a rank, by world size
 
 
 @cache
-def joined() -> JoinedGroup | None:
+def joined() -> TorchrunGroup | None:
     """The group that torchrun has started, if this process is one of its ranks."""
-    return JoinedGroup(timeout_s=TIMEOUT_S) if under_torchrun() else None
+    return TorchrunGroup(timeout_s=TIMEOUT_S) if under_torchrun() else None
 
 
 def default_world_size(backend: str) -> int:
@@ -31,11 +31,11 @@ class Ranks:
     """One group at a time."""
 
     def __init__(self) -> None:
-        self._group: WorkerGroup | JoinedGroup | None = joined()
+        self._group: WorkerGroup | TorchrunGroup | None = joined()
 
     @property
     def num_nodes(self) -> int:
-        return self._group.num_nodes if isinstance(self._group, JoinedGroup) else 1
+        return self._group.num_nodes if isinstance(self._group, TorchrunGroup) else 1
 
     def run(self, world_size: int, backend: str, function: Callable[..., Any], *args: Any) -> list[Any]:
         """function(*args) on `world_size` ranks or more; what each returned. ValueError where there are fewer."""
@@ -51,8 +51,8 @@ class Ranks:
             self._group.close()
         self._group = None
 
-    def _ready(self, world_size: int, backend: str) -> WorkerGroup | JoinedGroup:
-        if isinstance(self._group, JoinedGroup):
+    def _ready(self, world_size: int, backend: str) -> WorkerGroup | TorchrunGroup:
+        if isinstance(self._group, TorchrunGroup):
             if (self._group.backend, self._group.world_size) < (backend, world_size) or self._group.backend != backend:
                 raise ValueError(
                     f"torchrun has started {self._group.world_size} ranks with {self._group.backend}: there are no"

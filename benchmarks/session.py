@@ -14,9 +14,9 @@ from typing import Any, BinaryIO, Protocol
 import torch
 
 from benchmarks.ranks import Ranks
+from lmsys.bench.record import Record
 from lmsys.measure import machine, record
 from lmsys.measure.clock import Clock, clock_of
-from lmsys.measure.record import Record
 
 NOT_TIMED = "verified, not timed (--benchmark-disable)"
 DONE = ("ok", "oom", "unsupported")  # what --resume takes over; wrong and error are run again

@@ -153,9 +153,10 @@ def with_compiled(grid: Grid) -> tuple[Grid, ...]:
 # The head and loss. row: "chunked" is ours; "eager" and "compiled" make the logits of all tokens at once.
 LOSS = Grid("default", vocab_size=(10_000, 128_000))
 LOSS_FULL = Grid("vocabularies", vocab_size=(10_000, 32_000, 50_257, 128_000))
-SMALL_LOSS = {"tokens": (256,), "d_model": (64,), "row": ("chunked", "eager")}
-LOSS_SMOKE = Grid("smoke", vocab_size=(1000,), precision=("fp32", "bf16"), **SMALL_LOSS)
-CPU_LOSS = Grid("default", vocab_size=(2000, 10_000), precision=("fp32",), **SMALL_LOSS)
+CPU_LOSS = Grid(
+    "default", vocab_size=(2000, 10_000), tokens=(256,), d_model=(64,), precision=("fp32",), row=("chunked", "eager")
+)
+LOSS_SMOKE = CPU_LOSS.but("smoke", vocab_size=(1000,), precision=("fp32", "bf16"))
 
 # Tokenizers, on the standard library's text. text_bytes: how much of it, None: all, about 30 MB; rounds: how often each
 # row is sampled at least, since a training takes seconds.

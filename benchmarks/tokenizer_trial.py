@@ -19,9 +19,9 @@ from benchmarks.sections import TokenizerSection
 from benchmarks.session import Result, Settings
 from benchmarks.tokenizer_rows import LABELS, PACKAGES, encoder, ids_of, trainer, why_not
 from benchmarks.trial import ending, fail_the_good, sample
+from lmsys.bench.record import Record, summarize, trim
 from lmsys.measure.compare import Step, attempt
 from lmsys.measure.memory import peak_resident_bytes
-from lmsys.measure.record import Record, summarize, trim
 from lmsys.tokenizer import Tokenizer, naive, train
 from lmsys.tokenizer.chunks import Chunk, cut_file
 from lmsys.tokenizer.pretokens import Pretokenizer

@@ -21,9 +21,9 @@ from benchmarks.training_data import CORPUS, Tokens, tokens_of
 from benchmarks.training_workbench import Seen, begin, clear, end, epoch, examine
 from benchmarks.trial import Judged, verdict
 from lmsys.attention import ATTENTION
+from lmsys.bench.record import Record, summarize, trim
 from lmsys.cost.operations import model_flops, model_parameters
 from lmsys.measure.compare import Failure
-from lmsys.measure.record import Record, summarize, trim
 from lmsys.parallel import STRATEGIES
 from lmsys.testing import CURVE_BUDGET, CURVE_STEPS, curve_ratios
 
