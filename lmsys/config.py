@@ -1,4 +1,4 @@
-"""What is to be built, in plain values: frozen, checked, and JSON there and back. Imports no torch."""
+"""The configuration of a model, in plain values: frozen, checked, and JSON there and back. Imports no torch."""
 
 import difflib
 import json

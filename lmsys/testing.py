@@ -1,4 +1,4 @@
-"""What tests and gates share: inputs, the float64 oracle, and the one policy of when a result is right.
+"""Shared by tests and gates: inputs, the float64 oracle, and the one policy of when a result is right.
 
 The reference is `naive` in float64 on the same quantised inputs. A tensor x of dtype t (o, dq, dk, dv)
 is right when
@@ -8,7 +8,7 @@ is right when
 with naive_t, the middle term and eps in t: twice what plain PyTorch of that dtype loses itself. The
 log-sum-exp is judged as float32, and a float64 result too, for the reference is no more exact than it.
 
-What flash backwards add, and naive is spared, is allowed for in float32 terms; in bfloat16 it is nothing.
+A flash backward makes errors that naive does not; the budget allows for them in float32, in bfloat16 they are nothing.
 P is recomputed as exp(score - lse), so dv has 4 eps32 max|lse| max|dv| more. dS = P (dP - delta) may cancel
 wholly (a query that sees one key), so dq has 4 eps32 scale max‖do‖ max‖v‖ max|k| more (norms of rows, whose
 product bounds dP), and dk the same with q for k, times sqrt(max(1, G Q / K)) for its sum over queries.
@@ -168,7 +168,7 @@ class Oracle:
         return self._rms_budget[name]
 
     def _recomputing(self) -> dict[str, float]:
-        """What a backward that keeps only the log-sum-exp may lose beside naive, in float32."""
+        """Errors that a backward may add to naive's, in float32, when it keeps only the log-sum-exp."""
         (_, group, queries, head_dim), keys = self._q.shape, self._k.shape[2]
         eps = 4 * torch.finfo(torch.float32).eps
         summed = max(1.0, group * queries / keys) ** 0.5
@@ -267,7 +267,7 @@ def curve_ratios(
 
 
 def rms_budget(reference: Tensor, plain: Tensor) -> float:
-    """What root mean square of error the second rule allows, where plain PyTorch makes `plain` of the reference."""
+    """The root mean square of error that the second rule allows; `plain` is the reference as plain PyTorch makes it."""
     floor = 4 * torch.finfo(torch.float32).eps
     return 2 * norm_rms(plain - reference) + floor * max(1.0, _norm_max(reference))
 

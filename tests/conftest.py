@@ -1,8 +1,10 @@
 """hypothesis profiles, and memory that no test may mistake for a result."""
 
 import importlib.util
+import os
 import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -11,6 +13,7 @@ import torch
 
 from lmsys.parallel.group import WorkerGroup
 from tests.support.poison import poison
+from tests.support.processes import smoke_sweep
 
 hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
 hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
@@ -22,6 +25,13 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uninitialised floating-point memory is NaN, so an output that a kernel does not write cannot pass."""
 
     poison(monkeypatch.setattr)
+
+
+@pytest.fixture(scope="session")
+def smoke_result(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The result file of the whole smoke sweep, run once for all tests; what it printed is beside it, in smoke.txt."""
+    own = tmp_path_factory.getbasetemp()
+    return smoke_sweep(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
 
 
 @pytest.fixture(scope="session")

@@ -8,19 +8,15 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(file for room in ("lmsys", "benchmarks", "reports") for file in (ROOT / room).rglob("*.py"))
-NO_TORCH = [
-    "registry",
-    "config",
-    "strict_json",
-    "cost/operations",
-    "cost/memory",
-    "cost/communication",
-    "measure/record",
-    "training/config",
-]  # of lmsys; config comes with the model
-PLAIN_PACKAGES = tuple(f"lmsys/{name}__init__.py" for name in ("", "measure/", "training/", "cost/"))
+PLAIN = (  # of lmsys: what a machine without torch can import
+    *("__init__", "registry", "config", "strict_json", "measure/__init__", "measure/step", "training/config"),
+    *("cost/__init__", "cost/operations", "cost/memory", "cost/communication"),
+    *(f"bench/{name}" for name in "__init__ axes benchmark fields plugin record results schema1".split()),
+)
+LATE = ("bench/benchmark", "bench/plugin", "bench/results")  # these import what needs torch inside of functions
 ROWS = "lmsys.attention", "lmsys.parallel"
 DATA = tuple(f"lmsys/training/{name}.py" for name in ("corpora", "data", "download", "tokens"))
+OF_REPORTS = ("lmsys.reports", "lmsys.bench.fields", "lmsys.bench.record", "lmsys.bench.schema1")
 
 
 def imports(file: Path) -> Iterator[str]:
@@ -47,22 +43,38 @@ def name_of(file: Path) -> str:
     return file.relative_to(ROOT).as_posix()
 
 
+def outside(file: Path) -> Iterator[str]:
+    """What a file imports when it is imported itself: not inside of functions, not for type checkers only."""
+    tree = ast.parse(file.read_text(), str(file))
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
 @pytest.mark.parametrize("file", within("lmsys/"), ids=name_of)
-def test_the_library_imports_neither_benchmarks_nor_tests_nor_reports(file: Path) -> None:
-    assert not imports_of(file, "benchmarks", "tests", "reports", "pytest", "pandas", "matplotlib")
+def test_the_library_imports_neither_benchmarks_nor_tests(file: Path) -> None:
+    assert not imports_of(file, "benchmarks", "tests", "reports")
+    if not within_room(file, "reports"):
+        assert not imports_of(file, "pandas", "matplotlib", "lmsys.reports")
+    if not within_room(file, "bench"):
+        assert not imports_of(file, "pytest")
 
 
-@pytest.mark.parametrize("file", [f for f in within("lmsys/") if name_of(f)[6:-3] in NO_TORCH], ids=name_of)
-def test_plain_modules_import_no_torch(file: Path) -> None:
-    assert not imports_of(file, "torch", "triton", "numpy")
-    reached = [f for f in within("lmsys/") if name_of(f)[6:-3].replace("/", ".") not in NO_TORCH]
-    others = [name_of(f)[:-3].replace("/", ".") for f in reached if f.name != "__init__.py"]
-    assert not imports_of(file, *others, *ROWS), "a plain module reaches one that imports torch"
+def within_room(file: Path, room: str) -> bool:
+    return name_of(file).startswith(f"lmsys/{room}/")
 
 
-@pytest.mark.parametrize("file", within(*PLAIN_PACKAGES), ids=name_of)
-def test_packages_on_the_way_to_a_plain_module_import_nothing(file: Path) -> None:
-    assert not imports_of(file, "torch", "lmsys")
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_modules_import_no_torch(name: str) -> None:
+    file = ROOT / "lmsys" / f"{name}.py"
+    found = list(outside(file)) if name in LATE else list(imports(file))
+    plain = {f"lmsys.{one.replace('/', '.').removesuffix('.__init__')}" for one in PLAIN} | {"lmsys"}
+    for one in found:
+        assert one.partition(".")[0] not in ("torch", "triton", "numpy", "pandas")
+        if one.partition(".")[0] == "lmsys":
+            assert one in plain or one.rpartition(".")[0] in plain, f"{name} reaches {one}, which may import torch"
 
 
 @pytest.mark.parametrize("file", within("lmsys/tokenizer/", *DATA), ids=name_of)
@@ -81,16 +93,32 @@ def test_measuring_names_no_kernel(file: Path) -> None:
     assert not imports_of(file, *ROWS, "lmsys.model", "lmsys.testing", "lmsys.registry")
 
 
-@pytest.mark.parametrize("file", within("reports/"), ids=name_of)
-def test_reports_know_only_the_record(file: Path) -> None:
+@pytest.mark.parametrize("file", within("lmsys/reports/", "reports/"), ids=name_of)
+def test_reports_know_only_what_a_result_is(file: Path) -> None:
     assert not imports_of(file, "torch", "benchmarks", "tests", "pytest")
-    ours = imports_of(file, "lmsys")
-    assert all(found.startswith("lmsys.measure.record") or found == "lmsys.measure.record" for found in ours), ours
+    assert sorted(imports_of(file, "lmsys")) == sorted(imports_of(file, *OF_REPORTS))
+
+
+@pytest.mark.parametrize("file", within("benchmarks/"), ids=name_of)
+def test_no_family_of_benchmarks_imports_another(file: Path) -> None:
+    families = {one.stem.removeprefix("bench_") for one in (ROOT / "benchmarks").glob("bench_*.py")}
+    families |= {one.name for one in (ROOT / "benchmarks").iterdir() if one.is_dir() and one.name != "__pycache__"}
+    own = SHARED.get(family_of(file), family_of(file))
+    for one in imports_of(file, "benchmarks"):
+        family = one.split(".")[1].removeprefix("bench_")
+        assert family not in families or SHARED.get(family, family) == own, f"{name_of(file)} imports {one}"
+
+
+SHARED = {"anatomy": "model"}  # the anatomy is of the model's own cases
+
+
+def family_of(file: Path) -> str:
+    return file.relative_to(ROOT / "benchmarks").parts[0].removeprefix("bench_").removesuffix(".py")
 
 
 def test_the_rules_would_see_a_forbidden_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("test_imports.ROOT", tmp_path)
+    monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
     file = tmp_path / "lmsys" / "measure" / "clock.py"
     file.parent.mkdir(parents=True)
-    file.write_text("def f():\n    from ..attention import naive\n    import reports.load\n    from . import record\n")
-    assert list(imports(file)) == ["lmsys.attention.naive", "reports.load", "lmsys.measure.record"]
+    file.write_text("def f():\n    from ..attention import naive\n    import reports.load\n    from . import clock\n")
+    assert list(imports(file)) == ["lmsys.attention.naive", "reports.load", "lmsys.measure.clock"]

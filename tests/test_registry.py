@@ -131,7 +131,22 @@ def test_a_row_from_a_file_is_callable_and_has_a_name_of_its_own(table: Table, t
         table.select([f"{tmp_path}/mine.py:plain"])
 
 
-@pytest.mark.parametrize("module", ["lmsys.registry", "lmsys.measure.record"])
+@pytest.mark.parametrize("module", ["lmsys.registry", "lmsys.bench", "lmsys.bench.plugin", "lmsys.bench.record"])
 def test_plain_modules_run_where_torch_is_not_installed(module: str) -> None:
     code = f"import sys; sys.modules['torch'] = None; import {module}"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+
+
+def test_traits_are_the_tables_else_the_rows_own_else_the_default(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("class Kernel:\n    stage = 2\n")
+    (own,) = Table("row", []).select([f"{file}:Kernel"])
+    assert (own.trait("stage", 0), own.trait("other", 7)) == (2, 7)
+    assert Entry("a", f"{file}:Kernel", traits={"stage": 3}).trait("stage") == 3
+    assert Entry("absent", "no_such_package:x").trait("stage", 5) == 5
+    assert Entry("a", "m:a", "A", traits={"color": "#123456"}).to_json() == {
+        "name": "a",
+        "label": "A",
+        "peer": False,
+        "color": "#123456",
+    }

@@ -1,4 +1,6 @@
-"""The attention table. A new kernel is a file beside this one and a row below."""
+"""The attention table, in reading order. A new kernel is a file beside this one and a row below."""
+
+from typing import Any
 
 from torch import Tensor
 
@@ -7,19 +9,29 @@ from lmsys.registry import Entry, Table
 
 __all__ = ["ATTENTION", "AttentionCase", "attention"]
 
+# Facts about a row. A function in a user's file has them as attributes.
+TRAITS: dict[str, Any] = {
+    "keeps_scores": False,  # it holds Q x K scores: memory grows as the square of the length
+    "baseline": 0,  # speedups are over the timed row of the largest number; 0: never over this one
+    "compiles": False,  # its first call runs torch.compile, for seconds
+    "kernels": "",  # a regular expression found in the names of its own device kernels: they count as attention
+}
 
-def _ours(name: str, module: str, label: str, extra: str = "") -> Entry:
+
+def _ours(name: str, module: str, label: str, extra: str = "", any_case: bool = False, **traits: Any) -> Entry:
     module = f"lmsys.attention.{module}"
-    return Entry(name, f"{module}:{name}", label, supports=f"{module}:{name}_supports", extra=extra)
+    supports = "" if any_case else f"{module}:{name}_supports"
+    return Entry(name, f"{module}:{name}", label, supports=supports, extra=extra, traits=TRAITS | traits)
 
 
-def _peer(name: str, label: str, extra: str = "peers") -> Entry:
+def _peer(name: str, label: str, extra: str = "peers", **traits: Any) -> Entry:
     module = "lmsys.attention.peers"
-    return Entry(name, f"{module}:{name}", label, peer=True, supports=f"{module}:{name}_supports", extra=extra)
+    supports = f"{module}:{name}_supports"
+    return Entry(name, f"{module}:{name}", label, peer=True, supports=supports, extra=extra, traits=TRAITS | traits)
 
 
 def _fastest_first(case: AttentionCase) -> tuple[str, ...]:
-    """What "auto" tries, in the order measured on an H200; on a CPU nothing that Triton would interpret.
+    """The rows that "auto" tries, in the order measured on an H200; on a CPU none that Triton would interpret.
 
     Where `flash_gluon` cannot run, cuDNN has the faster forward, and above head_dim 64 the faster backward; up to 64
     `flash_triton` trains faster. None has a fast float32: there Triton multiplies without tensor cores.
@@ -35,27 +47,48 @@ def _fastest_first(case: AttentionCase) -> tuple[str, ...]:
 ATTENTION = Table(
     "attention",
     [
-        Entry("naive", "lmsys.attention.naive:naive", "naive PyTorch"),
-        _ours("naive_compiled", "naive", "naive, torch.compile"),
-        Entry("vectorized", "lmsys.attention.vectorized:vectorized", "vectorized PyTorch"),
-        _ours("flash_torch", "flash_torch", "FlashAttention-2, PyTorch"),
-        _ours("flash_triton", "flash_triton", "FlashAttention-2, Triton", extra="triton"),
-        _ours("flash_triton_torch_bwd", "flash_triton", "Triton forward, PyTorch backward", extra="triton"),
-        _ours("flash_cuda", "flash_cuda", "FlashAttention-2, CUDA C++"),
+        _ours("naive", "naive", "naive PyTorch", any_case=True, color="#6b7280", keeps_scores=True, baseline=1),
+        _ours("naive_compiled", "naive", "naive, torch.compile", color="#a16207", keeps_scores=True, compiles=True),
+        _ours("vectorized", "vectorized", "vectorized PyTorch", any_case=True, color="#65a30d", keeps_scores=True),
+        _ours("flash_torch", "flash_torch", "FlashAttention-2, PyTorch", color="#9333ea"),
+        _ours(
+            "flash_triton_torch_bwd",
+            "flash_triton",
+            "Triton forward, PyTorch backward",
+            extra="triton",
+            color="#f59e0b",
+            kernels=r"^_fwd_kernel$",
+        ),
+        _ours(
+            "flash_triton",
+            "flash_triton",
+            "FlashAttention-2, Triton",
+            extra="triton",
+            color="#dc2626",
+            kernels=r"^_(fwd|dq|dkdv)_kernel$",
+        ),
         Entry(
             "flash_gluon",
             "lmsys.attention.flash_gluon.kernels:flash_gluon",
             "Gluon, Hopper",
             supports="lmsys.attention.flash_gluon.support:flash_gluon_supports",
             extra="triton",
+            traits=TRAITS | {"color": "#be185d", "kernels": r"^(forward|preprocess|backward|postprocess)_kernel$"},
         ),
-        _peer("sdpa_math", "SDPA math"),
-        _peer("sdpa_flash", "SDPA flash"),
-        _peer("sdpa_efficient", "SDPA efficient"),
-        _peer("sdpa_cudnn", "SDPA cuDNN"),
-        _peer("flex", "FlexAttention"),
-        _peer("flash_attn_2", "flash-attn 2", extra=""),
-        _peer("flash_attn_4", "flash-attn 4 (CuTe)"),
+        _ours(
+            "flash_cuda",
+            "flash_cuda",
+            "FlashAttention-2, CUDA C++",
+            color="#7c2d12",
+            kernels=r"^(fwd|dq|dkdv)_kernel\b",
+        ),
+        _peer("sdpa_math", "SDPA math", color="#9ca3af", keeps_scores=True),
+        _peer("sdpa_efficient", "SDPA efficient", color="#0891b2"),
+        _peer("sdpa_flash", "SDPA flash", color="#2563eb", baseline=2),
+        _peer("sdpa_cudnn", "SDPA cuDNN", color="#16a34a"),
+        _peer("flex", "FlexAttention", color="#1e3a8a", compiles=True),
+        _peer("flash_attn_2", "flash-attn 2", extra="", color="#38bdf8"),
+        _peer("flash_attn_4", "flash-attn 4 (CuTe)", color="#0f766e"),
     ],
     group="lmsys.attention",
     auto=_fastest_first,

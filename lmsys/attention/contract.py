@@ -1,4 +1,4 @@
-"""What every attention row agrees to: the case it is asked to run, validation, and foreign signatures.
+"""The contract of every attention row: the case it is asked to run, validation, and foreign signatures.
 
 Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head dimension.
 """

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lmsys.attention.contract import DTYPE_NAMES, AttentionCase
-from lmsys.attention.operators import attend, function, operator
+from lmsys.attention.custom_ops import attend, autograd_function, custom_op
 
 SOURCE = Path(__file__).with_name("flash_cuda.cu")
 FLAGS = ("-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC")
@@ -35,18 +35,18 @@ TENSORS = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
 
 
 class Tile(NamedTuple):
-    """Of a kernel, in the order of `Tile` in flash_cuda.cu."""
+    """The tile sizes of one kernel, in the order of `Tile` in flash_cuda.cu."""
 
     block_q: int
     block_k: int
     warps: int
     at_once: int  # columns of scores that a warp of the backward holds
-    kept: bool  # whether the operands that the walk does not change are kept in registers
+    kept: bool  # the operands that the loop does not change are kept in registers
     blocks: int  # thread blocks that a multiprocessor should hold
 
 
 class Tiles(NamedTuple):
-    """Of the three kernels."""
+    """Tiles of the fwd, dq and dkdv kernels."""
 
     fwd: Tile
     dq: Tile
@@ -54,7 +54,7 @@ class Tiles(NamedTuple):
 
 
 def tiles_for(dtype: torch.dtype, head_dim: int) -> Tiles:
-    """For bfloat16 and head_dim 64 and 128 the fastest of those measured on one H200, for the others the nearest."""
+    """The fastest tiles measured on one H200 for bfloat16 and head_dim 64 and 128; for others the nearest of them."""
     if dtype == torch.float32:
         part = 16 if head_dim == 128 else 32
         fwd, dq = Tile(64, 2 * part, 4, 2 * part, False, 1), Tile(64, part, 4, part, False, 1)
@@ -97,7 +97,7 @@ def _nvcc_version() -> str:
 
 
 def macros(dtype: torch.dtype, head_dim: int, tiles: Tiles) -> list[str]:
-    """What flash_cuda.cu is told of a variant."""
+    """The macros that make a variant of flash_cuda.cu."""
     tile_macros = [
         f"-D{name.upper()}_TILE={','.join(str(int(x)) for x in tile)}" for name, tile in tiles._asdict().items()
     ]
@@ -105,7 +105,7 @@ def macros(dtype: torch.dtype, head_dim: int, tiles: Tiles) -> list[str]:
 
 
 def nvcc_command(dtype: torch.dtype, head_dim: int, capability: tuple[int, int], tiles: Tiles) -> list[str]:
-    """What builds a variant, less the name of the result."""
+    """The command that builds a variant, without the name of the result."""
     escaped = [macro.replace(",", "\\,") for macro in macros(dtype, head_dim, tiles)]  # nvcc splits lists at commas
     return [str(nvcc()), *FLAGS, f"-arch=sm_{capability[0]}{capability[1]}", *escaped, str(SOURCE)]
 
@@ -208,13 +208,13 @@ def _backward(
     return dq, dk, dv
 
 
-FlashCuda = function("FlashCuda", _forward, _backward)  # its `tile` is `Tiles`, of the three kernels
-_operator = operator("flash_cuda", _forward, _backward)
+FlashCuda = autograd_function("FlashCuda", _forward, _backward)  # its `tile` is `Tiles`
+_custom_op = custom_op("flash_cuda", _forward, _backward)
 
 
 def flash_cuda(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
     """softmax(scale · q kᵀ) v: q (B, H, Q, D), k and v (B, Hkv, K, D) -> (B, H, Q, D), in memory linear in Q and K."""
-    return attend(FlashCuda, _operator, q, k, v, causal, scale)
+    return attend(FlashCuda, _custom_op, q, k, v, causal, scale)
 
 
 def flash_cuda_supports(case: AttentionCase) -> str | None:

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from lmsys.attention.compiled import compile_for, layout_key, why_no_compiler
 from lmsys.attention.contract import AttentionCase, as_4d
-from lmsys.attention.operators import operator
+from lmsys.attention.custom_ops import custom_op
 
 TILE_SCORES = {"cuda": 2**24, "cpu": 2**20}  # scores of one tile over all heads: 64 MiB, 4 MiB
 MIN_TILE, MAX_TILE = 64, 2048
@@ -222,13 +222,13 @@ class FlashTorch(torch.autograd.Function):
         return *gradients, None, None, None
 
 
-_operator = operator("flash_torch", flash_forward, backward_here)
+_custom_op = custom_op("flash_torch", flash_forward, backward_here)
 
 
 def flash_torch(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
     """softmax(scale · q kᵀ) v: q (B, H, Q, D), k and v (B, Hkv, K, D) -> (B, H, Q, D), in memory linear in Q and K."""
     if torch.compiler.is_compiling():
-        return _operator(q, k, v, causal, q.shape[-1] ** -0.5 if scale is None else scale)
+        return _custom_op(q, k, v, causal, q.shape[-1] ** -0.5 if scale is None else scale)
     return FlashTorch.apply(q, k, v, causal, scale)
 
 

@@ -30,8 +30,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lmsys.attention.contract import AttentionCase
+from lmsys.attention.custom_ops import attend, autograd_function, custom_op
 from lmsys.attention.flash_torch import backward_here
-from lmsys.attention.operators import attend, function, operator
 from lmsys.attention.tuning import Tile, candidates, tune
 from lmsys.kernels.launch import Kernel, geometry, stream_of
 
@@ -344,22 +344,22 @@ def _backward(
     return dq, dk, dv
 
 
-FlashTriton = function("FlashTriton", _forward, _backward)  # its `tile` is that of all three kernels
-FlashTritonTorchBackward = function("FlashTritonTorchBackward", _forward, backward_here)
-_operator = operator("flash_triton", _forward, _backward)
-_operator_torch_bwd = operator("flash_triton_torch_bwd", _forward, backward_here)
+FlashTriton = autograd_function("FlashTriton", _forward, _backward)  # its `tile` is that of all three kernels
+FlashTritonTorchBackward = autograd_function("FlashTritonTorchBackward", _forward, backward_here)
+_custom_op = custom_op("flash_triton", _forward, _backward)
+_custom_op_torch_bwd = custom_op("flash_triton_torch_bwd", _forward, backward_here)
 
 
 def flash_triton(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
     """softmax(scale · q kᵀ) v: q (B, H, Q, D), k and v (B, Hkv, K, D) -> (B, H, Q, D), in memory linear in Q and K."""
-    return attend(FlashTriton, _operator, q, k, v, causal, scale)
+    return attend(FlashTriton, _custom_op, q, k, v, causal, scale)
 
 
 def flash_triton_torch_bwd(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None
 ) -> Tensor:
     """`flash_triton` with a compiled PyTorch backward, as a course solution has it before its own Triton backward."""
-    return attend(FlashTritonTorchBackward, _operator_torch_bwd, q, k, v, causal, scale)
+    return attend(FlashTritonTorchBackward, _custom_op_torch_bwd, q, k, v, causal, scale)
 
 
 def flash_triton_supports(case: AttentionCase) -> str | None:

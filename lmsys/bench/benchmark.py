@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from lmsys.bench.axes import Axis, Grid
 from lmsys.bench.fields import Field, Record
+from lmsys.measure.step import Step
 from lmsys.registry import Entry, Table
 
 if TYPE_CHECKING:
     from lmsys.bench.runner import Runner
-    from lmsys.measure.compare import Failure, Step
+    from lmsys.measure.compare import Failure
 
 DEFAULT_ROUNDS = 10
 
@@ -194,7 +195,7 @@ class Benchmark:
         from lmsys.measure.compare import attempt
 
         for candidate in candidates:
-            ratios, failure = attempt(lambda one=candidate: self.check(one, setup))
+            ratios, failure = attempt(self.check, candidate, setup)
             if failure:
                 candidate.failed(*failure)
             elif ratios:
@@ -210,7 +211,7 @@ class Benchmark:
             found.setdefault(case.comparison, []).append(case)
         return found.values()
 
-    def step(self, case: Any, candidate: Candidate, setup: Any) -> "Step":
+    def step(self, case: Any, candidate: Candidate, setup: Any) -> Step:
         """What is timed. It may run alone here first: what runs out of memory then is `oom`."""
         raise NotImplementedError
 

@@ -118,7 +118,8 @@ def device_benchmark(
     import torch
 
     from lmsys.measure.clock import clock_of
-    from lmsys.measure.compare import Step, interleave
+    from lmsys.measure.compare import interleave
+    from lmsys.measure.step import Step
 
     def measure(fn: Callable[[], Any]) -> Any:
         clock = clock_of("cuda" if torch.cuda.is_available() else "cpu")

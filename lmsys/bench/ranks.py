@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lmsys.measure.memory import cap_gpu_memory
-from lmsys.parallel.group import JoinedGroup, WorkerError, WorkerGroup, under_torchrun
+from lmsys.parallel.group import TorchrunGroup, WorkerError, WorkerGroup, under_torchrun
 
 TIMEOUT_S = 420.0
 CLOCKS = {"gloo": "perf_counter", "nccl": "cuda_event_steps"}  # of calls that follow one another on a rank
@@ -22,9 +22,9 @@ class Unsupported(ValueError):
 
 
 @cache
-def joined() -> JoinedGroup | None:
+def joined() -> TorchrunGroup | None:
     """The group that torchrun has started, if this process is one of its ranks."""
-    return JoinedGroup(timeout_s=TIMEOUT_S) if under_torchrun() else None
+    return TorchrunGroup(timeout_s=TIMEOUT_S) if under_torchrun() else None
 
 
 def backend_of(device: str) -> str:
@@ -42,12 +42,12 @@ class Ranks:
     """One group at a time, each rank under the memory limit."""
 
     def __init__(self, memory_limit_bytes: int | None = None) -> None:
-        self._group: WorkerGroup | JoinedGroup | None = joined()
+        self._group: WorkerGroup | TorchrunGroup | None = joined()
         self._limit = memory_limit_bytes
 
     @property
     def num_nodes(self) -> int:
-        return self._group.num_nodes if isinstance(self._group, JoinedGroup) else 1
+        return self._group.num_nodes if isinstance(self._group, TorchrunGroup) else 1
 
     def run(self, world_size: int, backend: str, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What function(*args) returned on each of the first `world_size` ranks; all ranks are asked.
@@ -68,8 +68,8 @@ class Ranks:
             self._group.close()
         self._group = None
 
-    def _ready(self, world_size: int, backend: str) -> WorkerGroup | JoinedGroup:
-        if isinstance(self._group, JoinedGroup):
+    def _ready(self, world_size: int, backend: str) -> WorkerGroup | TorchrunGroup:
+        if isinstance(self._group, TorchrunGroup):
             if self._group.world_size < world_size or self._group.backend != backend:
                 raise Unsupported(
                     f"torchrun has started {self._group.world_size} ranks with {self._group.backend}: there are no"

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 DONE = ("ok", "oom", "unsupported")  # what --resume takes over; wrong and error are run again
 SAME = ("name", "torch", "triton", "driver", "commit")  # facts that one file states once for all its records
+REPORTED = ("color", "baseline", "rivals")  # traits of rows that a report reads
 Key = tuple[str, str]  # a benchmark's name and a case's id
 
 
@@ -122,9 +123,11 @@ class Session:
         for benchmark in self.benchmarks.values():
             for kind, table in benchmark.tables.items():
                 rows.setdefault(kind, {}).update({entry.name: entry.to_json() for entry in table.values()})
-        for case in self._cases.values():
-            for kind, entry in case.rows.items():
-                rows.setdefault(kind, {}).setdefault(entry.name, entry.to_json())
+        own = {(kind, row.name): row for case in self._cases.values() for kind, row in case.rows.items()}
+        for (kind, name), row in own.items():
+            traits = {trait: row.trait(trait) for trait in REPORTED}
+            told = row.to_json() | {trait: value for trait, value in traits.items() if value}
+            rows.setdefault(kind, {})[name] = told
         tables = {kind: list(table.values()) for kind, table in rows.items()}
         return {
             "machine": machine,
@@ -180,7 +183,7 @@ class Session:
 def _filled(grid: Grid, axes: Sequence[Axis], given: Mapping[str, Any]) -> Grid:
     """The grid with the axes' defaults for what it leaves out, and what the command line gives in place of its own."""
     defaults = {axis.name: axis.default for axis in axes}
-    return Grid(grid.name, given=frozenset(given), **(defaults | dict(grid) | given))
+    return Grid(grid.name, frozenset(given), **{**defaults, **grid, **given})
 
 
 class ResultFile:

@@ -52,7 +52,7 @@ class Runner:
             trial.attempt(trial.prepare)
             try:
                 for turn in trial.turns():
-                    trial.attempt(lambda turn=turn: trial.take(turn))
+                    trial.attempt(trial.take, turn)
                     if benchmark.streams:
                         yield from trial.results(turn)
             except KeyboardInterrupt:
@@ -114,12 +114,12 @@ class Trial:
     def good(self) -> list[Candidate]:
         return [one for one in self.candidates.values() if one.outcome == "ok"]
 
-    def attempt(self, call: Callable[[], Any]) -> None:
+    def attempt(self, call: Callable[..., Any], *args: Any) -> None:
         """A part of the trial that is the bench's own: where it fails, so does every candidate that was still good.
 
         Inputs that find no room are out of memory for every row; whatever else fails is an error of the bench.
         """
-        _, failure = attempt(call)
+        _, failure = attempt(call, *args)
         if failure is None:
             return
         outcome = failure[0] if self.setup is None else "error"
@@ -129,7 +129,7 @@ class Trial:
     def prepare(self) -> None:
         benchmark = self.benchmark
         for candidate in self.candidates.values():
-            reason, failure = attempt(lambda one=candidate: benchmark.why_not(one.case))
+            reason, failure = attempt(benchmark.why_not, candidate.case)
             if reason or failure:
                 candidate.failed(*(failure or ("unsupported", reason)))
         if not self.good():
@@ -143,15 +143,14 @@ class Trial:
         release_memory()
 
     def _first_call(self, candidate: Candidate) -> None:
-        def seconds() -> float:
+        def opened() -> None:
             start = time.perf_counter()
             with interpreted_kernels() as launched:
                 self.benchmark.open(candidate, self.setup)
             synchronize(self.settings.device)
-            candidate.interpreted = bool(launched)
-            return time.perf_counter() - start
+            candidate.compile_s, candidate.interpreted = time.perf_counter() - start, bool(launched)
 
-        candidate.compile_s, failure = attempt(seconds)
+        _, failure = attempt(opened)
         if failure:
             candidate.failed(*failure)
 
@@ -170,14 +169,14 @@ class Trial:
         for case in turn:
             measurement = self.measurements[case.id]
             if self.is_able(case) and measurement.samples is not None:
-                found, _ = attempt(lambda case=case: self.benchmark.inspect(case, self.candidate(case), self.setup))
+                found, _ = attempt(self.benchmark.inspect, case, self.candidate(case), self.setup)
                 measurement.record |= found or {}
 
     def interleave(self, turn: Cases) -> None:
         """Times the steps of a turn side by side."""
         steps = {}
         for case in turn:
-            step, failure = attempt(lambda case=case: self.benchmark.step(case, self.candidate(case), self.setup))
+            step, failure = attempt(self.benchmark.step, case, self.candidate(case), self.setup)
             self.measurements[case.id].failure = failure
             if not failure:
                 steps[case.id] = step

@@ -6,8 +6,10 @@ from pathlib import Path
 
 from lmsys.bench.fields import Record
 
-RENAMED = {"attention": {"matmul_fraction": "matmul_ceiling_fraction", "copy_fraction": "copy_ceiling_fraction"}}
-DROPPED = {"attention": ("mode",)}
+RENAMED: dict[str, dict[str, str]] = {
+    "attention": {"matmul_fraction": "matmul_ceiling_fraction", "copy_fraction": "copy_ceiling_fraction"}
+}
+DROPPED: dict[str, tuple[str, ...]] = {"attention": ("mode",)}
 
 
 @cache
@@ -23,6 +25,6 @@ def upgraded(found: Record) -> Record:
 
 
 def _upgraded(record: Record) -> Record:
-    benchmark = record.get("benchmark")
+    benchmark = str(record.get("benchmark"))
     names, dropped = RENAMED.get(benchmark, {}), DROPPED.get(benchmark, ())
     return {names.get(name, name): value for name, value in record.items() if name not in dropped}

@@ -81,12 +81,12 @@ def bus_factor(operation: str, world_size: int) -> float:
 
 
 def ring_seconds(operation: str, total_bytes: float, world_size: int, bytes_per_s: float) -> float:
-    """Of a collective in a ring, (n - 1) / n · S / W; an all-reduce is a reduce-scatter and an all-gather."""
+    """The time of a collective in a ring, (n - 1) / n · S / W; an all-reduce is a reduce-scatter and an all-gather."""
     return bus_factor(operation, world_size) * total_bytes / bytes_per_s
 
 
 def circulating_all_reduce_seconds(total_bytes: float, world_size: int, bytes_per_s: float) -> float:
-    """Of an all-reduce that passes each rank's whole tensor round the ring: n - 1 steps of S bytes."""
+    """The time of an all-reduce that passes each rank's whole tensor round the ring: n - 1 steps of S bytes."""
     return (world_size - 1) * total_bytes / bytes_per_s
 
 
@@ -126,7 +126,7 @@ class Layer:
         return 1 + self.compute_seconds(direction, 1) / per_device if per_device else float("inf")
 
     def mesh_seconds(self, fsdp: float, tensor: float) -> tuple[float, float]:
-        """Of a forward over fsdp x tensor devices: all-gathers along the one axis, the all-reduce along the other."""
+        """Times of a forward over fsdp x tensor devices: all-gathers along one axis, the all-reduce along the other."""
         weights = 3 * self.d_model * self.d_ff * ELEMENT / tensor
         outputs = self.tokens / fsdp * self.d_model * ELEMENT
         gathered = (fsdp - 1) / fsdp * weights / self.bytes_per_s

@@ -1,4 +1,4 @@
-"""What training a model must hold in memory, in bytes, from its config. Imports no torch.
+"""The memory that training a model needs, in bytes, from its config. Imports no torch.
 
 Legend: N tokens (B·S), M d_model, F d_ff, H query heads, Hkv key/value heads, D head dimension, V vocabulary.
 """
@@ -24,7 +24,7 @@ class Footprint:
 
     @property
     def peak(self) -> int:
-        """Of a step: as the backward makes gradients it lets activations go, so the larger of them is what counts."""
+        """The peak of a step: the backward frees activations as it makes gradients, so the larger of the two counts."""
         return self.parameters + self.optimizer + max(self.gradients, self.activations)
 
 
@@ -64,7 +64,7 @@ def stack_state_bytes(num_blocks: int, d_model: int, d_ff: int) -> int:
 
 
 def stack_activation_bytes(num_blocks: int, d_model: int, d_ff: int, tokens: int) -> int:
-    """What the same blocks keep for their backward in bfloat16: the input of each matrix."""
+    """Bytes that the same blocks keep for their backward in bfloat16: the input of each matrix."""
     return 2 * tokens * num_blocks * (d_model + d_ff)
 
 

@@ -1,1 +1,1 @@
-"""What all Triton and Gluon kernels share: how they are launched, and how they become operators of torch."""
+"""Code that all Triton and Gluon kernels share: how they are launched, and how they become custom operators."""

@@ -1,4 +1,4 @@
-"""What a kernel of ours needs around it to be a node of torch.compile's graphs."""
+"""Custom operators: they make a kernel of ours a node of torch.compile's graphs."""
 
 from collections.abc import Callable
 from typing import Any

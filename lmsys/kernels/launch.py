@@ -98,7 +98,7 @@ class DirectKernel:
 
 
 class PublicKernel:
-    """What `DirectKernel` is, by the ways that Triton documents; pointers among `others` are tensors."""
+    """Does the same as `DirectKernel` by documented ways of Triton; pointers among `others` are tensors."""
 
     def __init__(self, function: Any, descriptors: list[TensorDescriptor], others: list[Any], **options: Any):
         self._blocks = [descriptor.block_shape for descriptor in descriptors]

@@ -56,7 +56,7 @@ class CudaClock:
             torch.cuda._sleep(int(seconds * CYCLES_PER_S))
 
     def cost(self, call: Callable[[], Any], lead_s: float) -> Cost:
-        """What a call costs when the device waits `lead_s` before it: best a little longer than launching takes."""
+        """The cost of a call when the device waits `lead_s` before it: best a little longer than launching takes."""
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
         self.wait(lead_s)

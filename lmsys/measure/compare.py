@@ -34,10 +34,10 @@ class Sampled:
     sm_clock_mhz: float | None = None
 
 
-def attempt(call: Callable[[], Any]) -> tuple[Any, Failure | None]:
-    """(result, None), or (None, outcome and reason) with the memory of the failed call released."""
+def attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, Failure | None]:
+    """(result of call(*args), None), or (None, outcome and reason) with the memory of the failed call released."""
     try:
-        return call(), None
+        return call(*args), None
     except Exception as error:
         failure = outcome_of(error)
     release_memory()  # only here is the traceback gone, which held the call's tensors
@@ -124,7 +124,7 @@ def _sample(step: Step, clock: Clock) -> Any:
 
 
 def _cost(step: Step, clock: Clock, calls: int) -> Cost:
-    """Of one sample with its prepare: the least of a few, on the way to warm caches and clocks."""
+    """The cost of one sample with its prepare: the least of a few, which also warm caches and clocks."""
     costs = [clock.cost(lambda: _sample(step, clock), FIRST_LEAD_S)]
     for _ in range(calls - 1):
         costs.append(clock.cost(lambda: _sample(step, clock), 2 * costs[-1].host_s))

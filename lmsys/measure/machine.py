@@ -1,4 +1,4 @@
-"""What machine this is, and the ceilings that it reaches: facts that travel with every result."""
+"""Facts about this machine and the ceilings that it reaches; they travel with every result."""
 
 import datetime
 import os

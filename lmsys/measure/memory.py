@@ -1,4 +1,4 @@
-"""What one call needs: its peak, what its forward keeps for the backward, phase by phase and event by event.
+"""The memory of one call: its peak, what its forward keeps for the backward, phase by phase and event by event.
 
 On CUDA the caching allocator tells, on a CPU the events that the profiler collects from torch's allocator. The CPU's
 do not show that memory is freed which was allocated before the recording began.
@@ -257,7 +257,7 @@ def write_snapshot(path: Path, call: Callable[[], Any], device: str) -> Path:
 
 
 def allocator_events(call: Callable[[], Any], device: str, *, lines: bool = False) -> list[AllocatorEvent]:
-    """What the allocator did during `call`, in order, with the lines that asked for it if `lines`.
+    """The allocator's events during `call`, in order, with the lines that asked for memory if `lines`.
 
     A line is the innermost outside torch. A backward on CUDA runs in a thread of its own, which has none: `where` is
     "(backward)". Of compiled code none may be known. ValueError for a device whose allocator reports no events.

@@ -39,11 +39,11 @@ _ELEMENTWISE = (
     r"full|arange|eq|ne|lt|le|gt|ge|logical_\w+|bitwise_\w+|isnan|normal|uniform|(native_)?dropout|_foreach_\w+|_fused_\w+"
 )
 
-PATTERNS = (  # the first that is found in a kernel's name says its kind
+PATTERNS = (  # kernels of torch and its libraries: the first pattern that is found in a name says its kind
     (r"^triton_(poi|for)_|distribution_elementwise", "elementwise"),  # Inductor's names tell all that was fused
     (r"^triton_(red|per|spl|mix)_", "reduction"),
-    (r"nccl|gloo:|^c10d::|_c10d_functional|multimem_|(all|shot)_reduce_|Memcpy PtoP", "communication"),
-    (r"(?i)flash|fmha|sdpa|scaled_dot_product|attention|attn|^_?(fwd|bwd|dq|dkdv|dkv)_kernel", "attention"),
+    (r"nccl|gloo:|c10d::|_c10d_functional|multimem_|(all|shot)_reduce_|Memcpy PtoP", "communication"),
+    (r"(?i)flash|fmha|sdpa|scaled_dot_product|attention|attn", "attention"),
     (r"(?i)gemm|gemv|cutlass|xmma|nvjet|cublas|splitk|^triton_(tem|mm|bmm)_|^triton_\w*_mm_", "matmul"),
     (rf"^aten::({_MATMUL}){_SUFFIX}", "matmul"),
     (r"Memcpy|Memset|copy_kernel|::Copy<|BatchedCopy|chunk_cat|split_with_sizes|(?i:gather|scatter)", "copy"),
@@ -55,17 +55,33 @@ PATTERNS = (  # the first that is found in a kernel's name says its kind
     ),
     (r"nll_loss|compute_grad_weight|embedding_backward|cross_entropy|^aten::_foreach_norm", "reduction"),
     (rf"^aten::({_REDUCTION}){_SUFFIX}", "reduction"),
-    (r"elementwise|multi_tensor_apply|pointwise|fused_dropout|triu_tril|adamw?_|^_rotate_kernel", "elementwise"),
+    (r"elementwise|multi_tensor_apply|pointwise|fused_dropout|triu_tril", "elementwise"),
     (rf"^aten::({_ELEMENTWISE}){_SUFFIX}", "elementwise"),
 )
 
 _parts_are_on = _nvtx = False
+_registered: dict[str, str] = {}  # kind by pattern: kernels that this file does not know
+
+
+def register_kernels(pattern: str, kind: str) -> None:
+    """Kernels whose name holds the regular expression are of this kind, of KINDS; an empty one stands for none.
+
+    A file of kernels registers its own when it is imported, except those of a table's row: they are the row's trait
+    `kernels`, which whoever profiles the row registers. ValueError for another kind.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"{kind=} must be one of {', '.join(KINDS)}")
+    if pattern:
+        re.compile(pattern)
+        _registered[pattern] = kind
+        kind_of.cache_clear()
 
 
 @lru_cache(maxsize=4096)
 def kind_of(name: str) -> str:
     """The kind, of KINDS, of the kernel or operator that a trace calls `name`."""
-    return next((kind for pattern, kind in PATTERNS if re.search(pattern, name)), "other")
+    patterns = (*_registered.items(), *PATTERNS)
+    return next((kind for pattern, kind in patterns if re.search(pattern, name)), "other")
 
 
 class part(ContextDecorator):
@@ -233,7 +249,7 @@ def _self_times(operators: list[dict[str, Any]]) -> list[_Work]:
 
 def _parts(events: dict[str, list[dict[str, Any]]], work: list[_Work], steps: int) -> list[Part]:
     ranges = [event for event in events["user_annotation"] if event["name"].startswith(PART)]
-    # Of any thread: autograd works in threads of its own while the one that called it waits inside the part.
+    # Ranges hold for every thread: autograd works in threads of its own while its caller waits inside the part.
     spans = [(None, range_["ts"], range_["end"], range_["name"].removeprefix(PART)) for range_ in ranges]
     launched = [item for item in work if item.launch]
     inside = _enclosing(spans, [(None, item.launch[1]) for item in launched])

@@ -1,4 +1,4 @@
-"""What is timed. Imports no torch."""
+"""The call that a benchmark times. Imports no torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass
 class Step:
-    """What is timed: `run(prepare())`, without the prepare. `before` is what comes before that in a loop."""
+    """A call to be timed: `run(prepare())`, without the prepare. `before` runs before that in a loop."""
 
     run: Callable[[Any], Any]
     prepare: Callable[[], Any] = lambda: None

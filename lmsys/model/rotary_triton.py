@@ -9,10 +9,13 @@ import triton.language as tl
 from torch import Tensor
 
 from lmsys.kernels.launch import Kernel, stream_of
+from lmsys.measure.profile import register_kernels
 
 ELEMENTS = 2048  # of a tile: 16 for each of 128 threads, two loads of 16 bytes in half precision
 
 _kernels: dict[tuple[Any, ...], Any] = {}
+
+register_kernels(r"^_rotate_kernel$", "elementwise")
 
 
 @triton.jit(do_not_specialize=["num_angles"])

@@ -62,7 +62,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _matmul_dtype(x: Tensor) -> torch.dtype:
-    """What autocast turns x into in front of a matmul."""
+    """The dtype that autocast gives x for a matmul."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
@@ -133,7 +133,7 @@ class Block(nn.Module):
 
 
 def _run(layers: list[Block], x: Tensor, attend: list[Any], rope: RotaryEmbedding, positions: Tensor | None) -> Tensor:
-    """What compile_blocks makes one graph of, where it takes several blocks."""
+    """Several blocks in a row: compile_blocks makes one graph of it, where it takes more than one block."""
     for layer, attend_here in zip(layers, attend, strict=True):
         x = layer(x, attend_here, rope, positions)
     return x
@@ -176,7 +176,7 @@ class TransformerLM(nn.Module):
         return self
 
     def hidden(self, tokens: Tensor, positions: Tensor | None = None, cache: Any = None) -> Tensor:
-        """What the head reads: tokens (B, S) and positions (S) or (B, S) -> (B, S, M).
+        """The hidden states that the head reads: tokens (B, S) and positions (S) or (B, S) -> (B, S, M).
 
         `cache` gives each layer a function to attend with, which may know keys and values of earlier tokens: see
         `lmsys.training.generation`.

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from lmsys.cost.communication import optimal_bucket_bytes
+from lmsys.parallel.alpha_beta import latency_and_bandwidth
 from lmsys.parallel.buckets import EDGE_BYTES, MIB, plan
 from lmsys.parallel.collectives import Group
 from lmsys.parallel.overlapped import Overlapped
-from lmsys.parallel.probe import latency_and_bandwidth
 
 
 class Bucketed(Overlapped):
@@ -23,6 +23,10 @@ class Bucketed(Overlapped):
 
     ValueError for a bucket size that is not positive.
     """
+
+    takes_bucket_mb = True
+    comm_dtypes = True
+    rivals = ("torch_ddp_tuned", "torch_ddp", "naive")
 
     def __init__(
         self,

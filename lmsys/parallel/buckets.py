@@ -1,4 +1,4 @@
-"""Which gradients travel together: partitions of sizes, in the order in which gradients become ready. Plain arithmetic.
+"""Plans buckets: partitions of sizes, in the order in which gradients become ready. Plain arithmetic.
 
 A partition is a list of buckets, a bucket a tuple of indices into the sizes. Every index is in one bucket; buckets come
 in the order in which their last gradient is ready, which is the order in which they are sent.
@@ -8,9 +8,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 MIB = 2**20
-EDGE_BYTES = MIB  # of the first bucket, so that communication begins early, and of the last, which nothing hides
+EDGE_BYTES = MIB  # the first bucket, so that communication begins early, and the last, which nothing hides
 ALIGNMENT = 64  # elements: every tensor in a bucket begins at a multiple of it, as wide loads like it
-BALANCED = 0.95  # of what travels in segments is gradients, not padding, before a bucket is closed
+BALANCED = 0.95  # a bucket is closed once this share of its segments is gradients, not padding
 
 
 def plan(
@@ -18,7 +18,7 @@ def plan(
 ) -> list[tuple[int, ...]]:
     """Buckets of at most `limit` bytes, the first and the last of at most `edge`, each of one kind (dtype, device).
 
-    What is larger than its limit has a bucket of its own. ValueError for a limit that is not positive, and for an
+    A gradient larger than its limit has a bucket of its own. ValueError for a limit that is not positive, and for an
     order that is not a permutation of the indices.
     """
     if not limit > 0:

@@ -1,8 +1,8 @@
-"""What the strategies ask of a process group: means and gathers that do not wait. The one file that knows backends.
+"""The collectives of the strategies: means and gathers that do not wait. The one file that knows backends.
 
-With NCCL a wait makes the current stream wait, not the host; what is waited for at once is best asked for with
-`async_op=False`: NCCL then works on the current stream itself, without events between two. gloo has no mean in every
-version of torch, so there it is a sum, divided once it is there. A group of one rank communicates nothing.
+With NCCL a wait makes the current stream wait, not the host. A caller that waits at once passes `async_op=False`: NCCL
+then works on the current stream itself, without events between two. gloo has no mean in every version of torch, so
+there it is a sum, divided once it has arrived. A group of one rank communicates nothing.
 """
 
 from collections.abc import Callable

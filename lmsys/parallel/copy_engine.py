@@ -1,8 +1,8 @@
 """Buckets of gradients whose all-reduces the GPUs' copy engines carry, which take no SM from the backward beside them.
 
-NCCL's kernels do: of a large model's step they cost more than the part of them that no computation hides. So gradients
-are copied from where autograd left them, and only added up by a kernel; see `exchange`. For the GPUs of one node. The
-first step, by which buckets are planned, is NCCL's.
+NCCL's kernels do take SMs: in a large model's step they cost more than the part of them that no computation hides. So
+gradients are copied from where autograd left them, and only added up by a kernel; see `exchange`. For the GPUs of one
+node. NCCL carries the first step, by which buckets are planned.
 
 Buckets stay where they are from step to step: a gradient is a view of one, and overwritten by the next step's. What
 autograd has made is held beside them until the end of the synchronization. From the second step on a rank that waits
@@ -27,20 +27,24 @@ INSTEAD = "take bucketed or zero1, which are the same by collectives"
 
 
 class OverSymmetricMemory(Wrapper):
-    """A strategy that sends through memory that GPUs see of one another."""
+    """A strategy that sends through symmetric memory, which the GPUs of a node see of one another."""
+
+    all_reduce_model = False  # latency and bandwidth are those of NCCL's all-reduce
+    kernels = r"^_mean_kernel$"  # signals are torch's kernels, and copies have none
 
     def _prepare(self) -> None:
         self._symmetric = symmetric_memory(self.module, self.group)
 
     @property
     def outside_bytes(self) -> int:
-        """Of GPU memory that torch's allocator does not count."""
+        """Bytes of GPU memory that torch's allocator does not count."""
         return self._symmetric.num_bytes
 
 
 class CopyEngine(OverSymmetricMemory, Bucketed):
-    """bucket_mb, comm_dtype: as of `Bucketed`. ValueError where ranks are not GPUs of one node under NCCL."""
+    """bucket_mb, comm_dtype: as in `Bucketed`. ValueError where ranks are not GPUs of one node under NCCL."""
 
+    rivals = ("torch_ddp_tuned",)
     _exchange: Exchange | None = None
 
     def _plan_again(self, seen: list[int]) -> None:
@@ -65,15 +69,15 @@ class CopyEngine(OverSymmetricMemory, Bucketed):
 
 def copy_engine_supports(case: Any) -> str | None:
     """None for a `case` that has a CUDA device, else why it cannot run."""
-    return None if case.device == "cuda" else f"copy engines are of GPUs: elsewhere {INSTEAD}"
+    return None if case.device == "cuda" else f"copy engines need GPUs; on a CPU {INSTEAD}"
 
 
 def symmetric_memory(module: nn.Module, group: Group) -> Symmetric:
-    """ValueError where ranks are not GPUs of one node under NCCL, each the current one. Asked of all ranks."""
+    """ValueError where ranks are not GPUs of one node under NCCL, each the current one. All ranks call it."""
     if size_and_rank(group)[0] == 1:
         return Symmetric(None, None)
     if not all(is_nccl(group, p) for p in module.parameters()):
-        raise ValueError(f"copy engines are for NCCL and parameters on GPUs: elsewhere {INSTEAD}")
+        raise ValueError(f"copy engines need NCCL and parameters on GPUs; elsewhere {INSTEAD}")
     here = torch.device("cuda", torch.cuda.current_device())
     if others := sorted({str(p.device) for p in module.parameters()} - {str(here)}):
         places = ", ".join(others)

@@ -1,6 +1,7 @@
 """ZeRO stage 1 whose gradients and parameters the GPUs' copy engines carry: see `zero1` and `exchange`.
 
-Parameters live in memory that the GPUs of one node see of one another, and are copied to peers by who has stepped them.
+Parameters live in memory that the GPUs of one node see of one another. The rank that has stepped them copies them to
+its peers.
 Unlike those of `zero1`, gradients of all ranks' parameters are held until the end of the synchronization.
 """
 
@@ -13,13 +14,13 @@ from lmsys.parallel.buckets import Segmented
 from lmsys.parallel.collectives import Group, Pending
 from lmsys.parallel.copy_engine import OverSymmetricMemory
 from lmsys.parallel.overlapped import do_nothing
-from lmsys.parallel.sharded_optimizer import Home, settle
+from lmsys.parallel.sharded_optimizer import FlatBuffer, flatten
 from lmsys.parallel.wrapper import dense
 from lmsys.parallel.zero1 import Zero1
 
 
 class CopyEngineZero1(OverSymmetricMemory, Zero1):
-    """bucket_mb: as of `Zero1`. ValueError where ranks are not GPUs of one node under NCCL."""
+    """bucket_mb: as in `Zero1`. ValueError where ranks are not GPUs of one node under NCCL."""
 
     def __init__(self, module: nn.Module, process_group: Group = None, bucket_mb: float = 32):
         super().__init__(module, process_group, bucket_mb)
@@ -27,20 +28,20 @@ class CopyEngineZero1(OverSymmetricMemory, Zero1):
             dtypes = [members[0].dtype for members in self._members]
             self._exchange = self._symmetric.exchange(self._layouts, dtypes, whole=False)
             self._views = [layout.views(x) for layout, x in zip(self._owned, self._exchange.flats, strict=True)]
-            self._spread = self._symmetric.spread([home.flat for home in self.homes])
+            self._all_gather = self._symmetric.all_gather([buffer.flat for buffer in self.flat_buffers])
 
-    def _settle(self, segmented: Segmented) -> Home:
+    def _flatten(self, segmented: Segmented) -> FlatBuffer:
         if self.world_size == 1:
-            return super()._settle(segmented)
+            return super()._flatten(segmented)
         first = self.trainable[segmented.indices[0]]
         length = self.world_size * segmented.length
-        return settle(self.trainable, segmented, self._symmetric.empty(length, first.dtype).zero_())
+        return flatten(self.trainable, segmented, self._symmetric.empty(length, first.dtype).zero_())
 
     def _gather(self, number: int) -> Pending:
-        return self._spread.send(number)
+        return self._all_gather.send(number)
 
     def _synchronize(self) -> None:
-        self._wait_for(range(len(self.homes)))  # before the next step moves what is still sent
+        self._wait_for(range(len(self.flat_buffers)))  # before the next step moves what is still sent
         super()._synchronize()
 
     @torch.no_grad()

@@ -49,13 +49,13 @@ class _Bucket:
 
 
 class Exchange:
-    """layouts  of each bucket of length L: where gradients lie in it
-    flats    where its means are to be: (L,), or, without handles, of this rank's segment only
+    """layouts  for each bucket of length L, where gradients lie in it
+    flats    for each bucket, where its means are to be: (L,), or, without handles, this rank's segment only
     inbox    (`inbox_bytes`,) for what peers send
     inboxes  torch's symmetric memory of it, or what has its rank, world_size, get_buffer and barrier
-    handles  the same of each flat tensor
+    handles  the same for each flat tensor
     mean     mean(own, others, out, rank): out becomes the mean of own and others by rank
-    timeout_ms  of a signal: then its kernel traps, and a CUDA error is raised
+    timeout_ms  how long a signal waits: then its kernel traps, and a CUDA error is raised
     copy     copy(into, from)
     cuda     torch.cuda, or what has its Stream, stream and current_stream
     """
@@ -81,12 +81,12 @@ class Exchange:
                 zip(layouts, flats, handles or [None] * len(flats), strict=True)
             )
         ]
-        # Before others: a kernel of these is short, and what follows waits for it.
+        # High-priority streams: their kernels are short, and what follows waits for them.
         self._inward, self._outward = (cuda.Stream(priority=-1) for _ in range(2))
         self._begin()
 
     def _begin(self) -> None:
-        self._added: list[Any] = []  # of each bucket sent: the event of its addition
+        self._added: list[Any] = []  # for each bucket sent, the event of its addition
         self._held: list[Sequence[Tensor]] = []  # gradients that are still read
 
     def send(self, number: int, gradients: Sequence[Tensor]) -> Pending:
@@ -127,14 +127,14 @@ class Exchange:
         self._inboxes.barrier(channel=channel, timeout_ms=self._timeout_ms)
 
 
-class Spread:
-    """Every rank's own segments of flats (W n,) to all peers: an all-gather, without a kernel but its signals'.
+class AllGather:
+    """An all-gather by copy engines: a rank copies its segment of each flat tensor (W n,) to all peers.
 
-    One stream      READY    of the first flat only: no rank reads any longer what peers had sent before
+    One stream      READY    for the first flat only: no rank reads any longer what peers had sent before
                     copy     the own segment, to the peers
                     ARRIVED  all have come
 
-    flats, handles, timeout_ms, copy, cuda: as of `Exchange`
+    Its signals are its only kernels. flats, handles, timeout_ms, copy, cuda: as in `Exchange`.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Spread:
         self._next = 0
 
     def send(self, number: int) -> Pending:
-        """Begins with a flat, after all that the current stream has been given: until it is whole.
+        """Begins to gather a flat tensor, after all that the current stream has so far. The wait ends when it is whole.
 
         From 0 on, one after another; 0 begins anew. The own segment stays as it is until the wait.
         """
@@ -182,25 +182,25 @@ class Spread:
 
 
 def peers_of(rank: int, world_size: int) -> list[int]:
-    """In the order in which they are sent to: all ranks together send to each at no time more than one."""
+    """The other ranks, in the order in which this one sends to them: each rank receives from one at a time."""
     return [(rank + i) % world_size for i in range(1, world_size)]
 
 
 def segments_of(length: int, world_size: int) -> list[slice]:
-    """Of a flat tensor, by rank, in order; the last may be shorter than others, or empty."""
+    """The segments of a flat tensor, by rank, in order; the last may be shorter than others, or empty."""
     each = -(-length // (world_size * ALIGNMENT)) * ALIGNMENT
     return [slice(min(rank * each, length), min((rank + 1) * each, length)) for rank in range(world_size)]
 
 
 def inbox_bytes(layouts: Sequence[Layout], itemsizes: Sequence[int], world_size: int) -> int:
-    """In each half the largest bucket's segment of every peer."""
+    """The size of an inbox: each half holds every peer's segment of the largest bucket."""
     ends = [segments_of(layout.length, world_size)[0].stop for layout in layouts]
     longest = max(end * size for end, size in zip(ends, itemsizes, strict=True))
     return HALVES * (world_size - 1) * max(longest, ALIGNMENT)
 
 
 def parts_of(layout: Layout, segment: slice) -> list[tuple[int, slice, int]]:
-    """Of each tensor that has elements in a segment: its number, which these are, and where in the segment."""
+    """The tensors that have elements in a segment: the number of each, which elements, and where in the segment."""
     found = []
     for index, (shape, _, start) in enumerate(layout.places):
         first, last = max(segment.start, start), min(segment.stop, start + shape.numel())
@@ -237,9 +237,9 @@ def _bucket(layout: Layout, flat: Tensor, inbox: Tensor, inboxes: Any, half: int
 
 @dataclass
 class Symmetric:
-    """Symmetric memory among the GPUs of a group, for what is made here, and how much of it. Asked of all ranks.
+    """Allocates symmetric memory among the GPUs of a group, and counts it. All ranks call its methods together.
 
-    mean    as of `Exchange`
+    mean    as in `Exchange`
     shared  how often this process has shared memory in this way. Torch numbers what ranks tell one another for that by
             the process, not by the group: where two have other numbers, each waits for the other without end.
     """
@@ -265,7 +265,7 @@ class Symmetric:
         return rendezvous(flat, self.group.group_name)
 
     def exchange(self, layouts: Sequence[Layout], dtypes: Sequence[torch.dtype], whole: bool) -> Exchange:
-        """Of buckets that are to be whole on every rank, or of which each rank is to have its segment."""
+        """An exchange after which every rank has whole buckets, or (`whole` false) its segment of each."""
         assert self.mean is not None
         self._agree()
         world_size, rank = self.group.size(), self.group.rank()
@@ -282,9 +282,9 @@ class Symmetric:
         ]
         return Exchange(layouts, flats, inbox, inboxes, [], self.mean, self._timeout_ms())
 
-    def spread(self, flats: Sequence[Tensor]) -> Spread:
+    def all_gather(self, flats: Sequence[Tensor]) -> AllGather:
         self._agree()
-        return Spread(flats, [self.handle(flat) for flat in flats], self._timeout_ms())
+        return AllGather(flats, [self.handle(flat) for flat in flats], self._timeout_ms())
 
     def _agree(self) -> None:
         """ValueError on all ranks, where they would wait without end."""
@@ -296,6 +296,6 @@ class Symmetric:
             )
 
     def _timeout_ms(self) -> int:
-        """The group's own limit."""
+        """The group's own timeout."""
         backend = self.group._get_backend(torch.device("cuda", torch.cuda.current_device()))
         return round(1000 * backend.options._timeout.total_seconds())

@@ -10,6 +10,8 @@ from lmsys.parallel.wrapper import Wrapper
 class Flat(Wrapper):
     """One flat tensor per dtype; the gradients are views of it from then on."""
 
+    all_reduces = True
+
     def _synchronize(self) -> None:
         missing = self._missing()
         use = self._use(missing)

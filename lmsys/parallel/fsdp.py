@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from lmsys.parallel.collectives import Group, Pending, all_gather, reduce_scatter_mean
 from lmsys.parallel.packing import Layout, copy_gradients
+from lmsys.parallel.traits import RESIZES_PARAMETERS
 from lmsys.parallel.units import blocks_of, parameters_by_block, surround
 from lmsys.parallel.wrapper import Wrapper
 
@@ -35,11 +36,16 @@ class Fsdp(Wrapper):
     by block, is compiled before it is wrapped.
     """
 
+    zero_stage = 3
     shards_gradients = True
+    local_step = False
+    compute_dtype = True
+    why_not_graphed = RESIZES_PARAMETERS
+    rivals = ("torch_fsdp2",)
 
     def __init__(self, module: nn.Module, process_group: Group = None, compute_dtype: torch.dtype | None = None):
         super().__init__(module, process_group)
-        self.compute_dtype = compute_dtype
+        self.gathered_dtype = compute_dtype
         self._units = [_Unit(self, params) for params in parameters_by_block(module)]
         self._to_reduce = len(self._units) - 1  # the next, from the last block to what is in no block
         self._in_backward = False
@@ -74,7 +80,7 @@ class Fsdp(Wrapper):
 
     @contextmanager
     def full_parameters(self) -> Iterator[nn.Module]:
-        """The module with whole parameters in full precision, to be read. Asked of all ranks."""
+        """The module with whole parameters in full precision, to be read. All ranks call it."""
         for unit in self._units:
             unit.show_whole()
         try:
@@ -89,10 +95,10 @@ class Fsdp(Wrapper):
 
     def _cast(self, x: Any) -> Any:
         floating = isinstance(x, Tensor) and x.is_floating_point()
-        return x.to(self.compute_dtype) if floating and self.compute_dtype is not None else x
+        return x.to(self.gathered_dtype) if floating and self.gathered_dtype is not None else x
 
-    def _heard(self, index: int) -> None:
-        if not self._in_backward:  # asked first, as in Wrapper
+    def _on_grad(self, index: int) -> None:
+        if not self._in_backward:  # attributes are slow to set, as in Wrapper
             self._in_backward = True
         if self._synchronizing and not self._unfinished:
             self._unfinished = True
@@ -100,7 +106,7 @@ class Fsdp(Wrapper):
     def _end_backward(self) -> None:
         self._reduce_down_to(0)
         for unit in self._units:
-            unit.settle()
+            unit.finish_reduce()
             unit.free()
         self._reducing.clear()
         self._to_reduce, self._in_backward = len(self._units) - 1, False
@@ -117,7 +123,7 @@ class Fsdp(Wrapper):
             self._reducing.append(unit)
             self._to_reduce -= 1
             if len(self._reducing) > 1:  # gradients that have arrived give back the memory they came in
-                self._reducing.pop(0).settle()
+                self._reducing.pop(0).finish_reduce()
 
     def _enter_forward(self, number: int) -> None:
         unit = self._units[number]
@@ -163,7 +169,7 @@ def _before_backward(wrapper: "weakref.ref[Fsdp]", number: int, _: Any) -> None:
 
 
 class _Unit:
-    """What is gathered and freed together: a flat tensor for each dtype, trained or frozen."""
+    """Parameters that are gathered and freed together: a flat tensor for each dtype, trained or frozen."""
 
     def __init__(self, wrapper: Fsdp, params: list[nn.Parameter]):
         kinds: dict[Any, list[nn.Parameter]] = defaultdict(list)
@@ -187,9 +193,9 @@ class _Unit:
         for flat in self.flats:
             flat.reduce()
 
-    def settle(self) -> None:
+    def finish_reduce(self) -> None:
         for flat in self.flats:
-            flat.settle()
+            flat.finish_reduce()
 
     def show_whole(self) -> None:
         for flat in self.flats:
@@ -213,7 +219,7 @@ class _Flat:
             view.copy_(p)
         part = everything[wrapper.rank * length : (wrapper.rank + 1) * length].clone()
         self.shard = nn.Parameter(part, requires_grad=params[0].requires_grad)
-        narrow = wrapper.compute_dtype if params[0].is_floating_point() else None
+        narrow = wrapper.gathered_dtype if params[0].is_floating_point() else None
         self.whole = torch.empty(world_size * length, dtype=narrow or part.dtype, device=part.device)
         self._nbytes = self.whole.untyped_storage().nbytes()
         self._gathering: Pending | None = None
@@ -224,7 +230,7 @@ class _Flat:
         self.whole.untyped_storage().resize_(0)
 
     def _point_to(self, views: list[Tensor]) -> None:
-        """The module's parameters become these, told to nobody: autograd sees no write when they are filled."""
+        """Makes the module's parameters these, through `.data`: autograd sees no write when they are filled."""
         for p, view in zip(self.params, views, strict=True):
             p.data = view
 
@@ -251,7 +257,7 @@ class _Flat:
         """Begins the mean of this rank's part of the gradients."""
         if not self.shard.requires_grad:
             return
-        self.settle()
+        self.finish_reduce()
         grads = self.shard.new_empty(self.whole.numel())
         if self._padding:  # it is part of the shards, and of their norm
             torch._foreach_zero_([grads[gap] for gap in self._padding])
@@ -262,8 +268,8 @@ class _Flat:
         self._reduced.append((reduce_scatter_mean(part, grads, self.group), part))
 
     @torch.no_grad()
-    def settle(self) -> None:
-        """Gradients that are on their way are added to the shard's."""
+    def finish_reduce(self) -> None:
+        """Waits for the reductions that have begun, and adds their gradients to the shard's."""
         for pending, part in self._reduced:
             pending.wait()
             if self.shard.grad is None:

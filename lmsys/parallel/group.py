@@ -4,7 +4,7 @@
         results = group.run(function, argument)    # function(argument) on every rank; results by rank
 
 Inside, torch.distributed is initialized and `device()` is the rank's. The function travels by name, so it stands at the
-top of a module that the ranks can import. Under torchrun, whose processes are the ranks already, `JoinedGroup` is the
+top of a module that the ranks can import. Under torchrun, whose processes are the ranks already, `TorchrunGroup` is the
 same from within one of them: each calls `run` with the same function.
 """
 
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from lmsys.parallel.collectives import gather_objects
 
 BACKENDS = ("gloo", "nccl")
-GRACE_S = 2.0  # for the ranks that a failing one takes with it to report: the first to fail is to blame
+GRACE_S = 2.0  # grace period for other ranks' errors: the first to fail is to blame
 LOCK_STEP_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
 
 
@@ -43,7 +43,7 @@ class WorkerError(RuntimeError):
 
 @dataclass(frozen=True)
 class _Failure:
-    """What went wrong on a rank, and when on the clock that all processes of a machine share."""
+    """An error on a rank; at_s is read on the clock that all processes of a machine share."""
 
     rank: int
     kind: str
@@ -52,7 +52,7 @@ class _Failure:
 
 
 def device() -> torch.device:
-    """Of this rank: its GPU under NCCL, else the CPU."""
+    """This rank's device: its GPU under NCCL, else the CPU."""
     nccl = dist.is_initialized() and "nccl" in str(dist.get_backend())
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
@@ -74,8 +74,8 @@ class WorkerGroup:
     """world_size ranks on this machine.
 
     backend    None: NCCL where there are as many GPUs, else gloo
-    timeout_s  of every `run` and of every collective
-    ValueError as `check_backend`; WorkerError when a rank raises, dies or is not done in time: then all are ended.
+    timeout_s  for every `run` and every collective
+    ValueError as in `check_backend`; WorkerError when a rank raises, dies or is not done in time: then all are ended.
     """
 
     def __init__(self, world_size: int, backend: str | None = None, timeout_s: float = 300.0):
@@ -101,7 +101,7 @@ class WorkerGroup:
 
     @property
     def ended(self) -> bool:
-        """Whether it was closed, or a rank has failed."""
+        """True once it was closed or a rank has failed."""
         return not self._workers
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float | None = None) -> list[Any]:
@@ -129,7 +129,7 @@ class WorkerGroup:
         self.close()
 
     def _collect(self, timeout_s: float) -> list[Any]:
-        """What every rank sends, or WorkerError, with all ranks ended, when one does not."""
+        """Waits for the answer of every rank. WorkerError, with all ranks ended, when one fails or is silent."""
         deadline = time.monotonic() + timeout_s
         results: dict[int, Any] = {}
         failures: list[_Failure] = []
@@ -138,7 +138,7 @@ class WorkerGroup:
             by_handle: dict[Any, int] = {self._pipes[rank]: rank for rank in open_}
             by_handle |= {self._workers[rank].sentinel: rank for rank in open_}
             for rank in sorted({by_handle[handle] for handle in wait(list(by_handle), left)}):
-                failure, result = self._heard_of(rank)
+                failure, result = self._receive(rank)
                 open_.discard(rank)
                 if failure is None:
                     results[rank] = result
@@ -152,7 +152,7 @@ class WorkerGroup:
         self._end(grace_s=0.0)
         raise error
 
-    def _heard_of(self, rank: int) -> tuple[_Failure | None, Any]:
+    def _receive(self, rank: int) -> tuple[_Failure | None, Any]:
         pipe, worker = self._pipes[rank], self._workers[rank]
         try:
             if pipe.poll():
@@ -178,7 +178,7 @@ class WorkerGroup:
         self._folder.cleanup()
 
 
-class JoinedGroup:
+class TorchrunGroup:
     """The group that torchrun has started, seen from one of its ranks. A rank that fails ends this process's run."""
 
     def __init__(self, backend: str | None = None, timeout_s: float = 300.0):
@@ -192,7 +192,7 @@ class JoinedGroup:
         self.rank = dist.get_rank()
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float | None = None) -> list[Any]:
-        """As of a WorkerGroup; a rank that waits for one that has failed ends when its collective's time is up."""
+        """As `WorkerGroup.run`; a rank that waits for one that has failed ends when its collective times out."""
         failure, result = None, None
         try:
             result = function(*args)
@@ -213,7 +213,7 @@ def under_torchrun() -> bool:
 
 
 def _blame(failures: list[_Failure], silent: list[int], timeout_s: float) -> WorkerError:
-    """A dead rank before one that raised, and of those the first, but for what losing a peer raises."""
+    """The error to report: a dead rank comes first, then the first that raised something else than a lost peer."""
     if not failures:
         ranks = ", ".join(map(str, silent))
         return WorkerError(silent[0], "timeout", f"rank {ranks} did not answer within {timeout_s:g} s; all were ended")
@@ -253,7 +253,7 @@ def _torchrun_store(timeout_s: float, num_nodes: int) -> dict[str, Any]:
 def _serve(rank: int, world_size: int, backend: str, rendezvous: str, timeout_s: float, pipe: Connection) -> None:
     """A rank's life: join, then run what is sent until there is no more."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's affair
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     try:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
         _initialize(backend, rank, timeout_s, init_method=rendezvous, rank=rank, world_size=world_size)

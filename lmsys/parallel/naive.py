@@ -9,6 +9,9 @@ from lmsys.parallel.wrapper import Wrapper, dense
 class Naive(Wrapper):
     """Each gradient in turn, and the next when it is done."""
 
+    all_reduces = True
+    baseline = 1
+
     def _synchronize(self) -> None:
         missing = self._missing()
         use = self._use(missing)

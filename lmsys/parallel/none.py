@@ -1,10 +1,12 @@
-"""No synchronization: every rank trains for itself. What the others' cost is measured against."""
+"""No synchronization: every rank trains for itself. The cost of the other strategies is measured against it."""
 
 from lmsys.parallel.wrapper import Wrapper
 
 
 class NoSync(Wrapper):
     """Gradients stay each rank's own."""
+
+    synchronizes = False
 
     def _synchronize(self) -> None:
         """Nothing."""

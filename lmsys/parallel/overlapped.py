@@ -20,6 +20,8 @@ from lmsys.parallel.wrapper import Wrapper, dense
 class Overlapped(Wrapper):
     """Gradients of one bucket travel in one call. A bucket of one gradient is that gradient, without a copy."""
 
+    all_reduces = True
+
     def __init__(self, module: nn.Module, process_group: Group = None, comm_dtype: torch.dtype | None = None):
         super().__init__(module, process_group)
         self.comm_dtype = comm_dtype
@@ -38,11 +40,11 @@ class Overlapped(Wrapper):
         self._begin()
 
     def _layout(self, number: int) -> Layout:
-        """Of a bucket's flat tensor."""
+        """Where the gradients of a bucket lie in its flat tensor."""
         return Layout.of(self._members[number])
 
     def _begin(self) -> None:
-        """Nothing of the next backward has been sent."""
+        """Prepares for the next backward, of which nothing has been sent."""
         self._ready: set[int] = set()
         self._waiting = [len(bucket) for bucket in self.buckets]
         self._sent: list[tuple[Pending, Any]] = []
@@ -85,7 +87,7 @@ class Overlapped(Wrapper):
         self._sent.append(self._send(number))
 
     def _send(self, number: int) -> tuple[Pending, Any]:
-        """Begins a bucket's communication: it, and what is to be done when it has come."""
+        """Begins a bucket's communication. Returns it, and a function to call once it has been waited for."""
         params = self._members[number]
         dtype = self.comm_dtype or params[0].dtype
         if len(params) == 1 and dtype == params[0].dtype:
@@ -100,7 +102,7 @@ class Overlapped(Wrapper):
         return all_reduce_mean(flat, self.group), do_nothing
 
     def _plan_again(self, seen: list[int]) -> None:
-        """By the order that rank 0 saw; what it did not see comes last."""
+        """Plans buckets in the order in which rank 0 saw gradients; those that it did not see come last."""
         unseen = [index for index in reversed(range(len(self.trainable))) if index not in set(seen)]
         order = torch.tensor(seen + unseen, device=self.trainable[0].device)
         broadcast_(order, self.group)
@@ -109,12 +111,12 @@ class Overlapped(Wrapper):
 
 
 def do_nothing() -> None:
-    """Of a bucket that is done when it has come."""
+    """No-op, after communication that leaves gradients in place."""
 
 
 @torch.no_grad()
 def widen(params: list[Any], views: list[Any]) -> None:
-    """Gradients from what has travelled in another dtype."""
+    """Copies gradients back from the dtype in which they were sent."""
     for p in params:
         if p.grad is None:
             p.grad = torch.zeros_like(p)

@@ -12,9 +12,9 @@ from lmsys.parallel.buckets import offsets
 
 @dataclass(frozen=True)
 class Layout:
-    """Where tensors lie in a flat one of `length` elements: of each its shape, strides and start.
+    """Where tensors lie in a flat one of `length` elements: the shape, strides and start of each.
 
-    Known once, it makes the views of every step's flat tensor: the host is often what a step waits for.
+    It is made once and gives the views of every step's flat tensor, since a step often waits for the host.
     """
 
     places: tuple[tuple[torch.Size, tuple[int, ...], int], ...]
@@ -22,7 +22,7 @@ class Layout:
 
     @classmethod
     def of(cls, like: Sequence[Tensor]) -> "Layout":
-        """Of tensors like these, one behind the other."""
+        """The layout of tensors like these, one behind the other."""
         return cls.at(like, *offsets([x.numel() for x in like]))
 
     @classmethod
@@ -34,20 +34,20 @@ class Layout:
         return [flat.as_strided(shape, strides, start) for shape, strides, start in self.places]
 
     def gaps(self, numel: int) -> list[slice]:
-        """Where no tensor lies in a flat one of so many elements, `length` or more."""
+        """The ranges that hold no tensor, in a flat one of `numel` elements, `length` or more."""
         ends = [0, *(start + math.prod(shape) for shape, _, start in self.places)]
         starts = [*(start for _, _, start in self.places), numel]
         return [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
 
 def _strides(shape: torch.Size) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
+    """The strides of a contiguous tensor."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 @torch.no_grad()
 def pack(params: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-    """Copies gradients into a new flat tensor of `dtype`, zero where there is none: it, and the view for each.
+    """Copies gradients into a new flat tensor of `dtype`, zero where there is none. Returns it and its views.
 
     No copy where they already are views of such a tensor, as after `zero_grad(set_to_none=False)`.
     """
@@ -61,7 +61,7 @@ def pack(params: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> tuple[
 
 
 def copy_gradients(params: Sequence[Tensor], views: Sequence[Tensor]) -> None:
-    """Into `views`, in one kernel; zero where a parameter has no gradient."""
+    """Copies gradients into `views`, in one kernel; zero where a parameter has no gradient."""
     grads = [p.grad for p in params]
     there = [grad for grad in grads if grad is not None]
     if len(there) == len(params):

@@ -1,4 +1,4 @@
-"""What torch itself offers, behind the contract of our strategies: DDP, ZeroRedundancyOptimizer, FSDP2."""
+"""torch's own data parallelism behind the contract of our strategies: DDP, ZeroRedundancyOptimizer, FSDP2."""
 
 import warnings
 from collections.abc import Iterator
@@ -15,12 +15,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lmsys.parallel.collectives import Group, broadcast_
+from lmsys.parallel.traits import RESIZES_PARAMETERS, Traits
 from lmsys.parallel.units import blocks_of
 
 
-class TorchDDP(nn.Module):
+class TorchDDP(Traits, nn.Module):
     """DistributedDataParallel as it comes."""
 
+    all_reduces = True
     warm_ups_before_graph = 11  # its reducer takes times in the first ten steps, which no recording may
 
     def __init__(self, module: nn.Module, process_group: Group = None, **options: Any):
@@ -48,8 +50,9 @@ class TorchDDP(nn.Module):
 
 
 class TorchDDPTuned(TorchDDP):
-    """With what its users switch on where the graph is always the same; the bucket size is for them to sweep."""
+    """DDP with the options for a graph that is always the same; its users sweep the bucket size."""
 
+    tuned_bucket_mb = True
     accumulates = False  # a static graph does not know backwards under no_sync(): torch ends with an assertion
 
     def __init__(self, module: nn.Module, process_group: Group = None, bucket_mb: float = 25):
@@ -62,7 +65,11 @@ class TorchDDPTuned(TorchDDP):
 
 
 class TorchZero1(TorchDDP):
-    """DDP, and an optimizer that shares out its state by parameter and broadcasts what each rank has stepped."""
+    """DDP, and an optimizer that divides its state by parameter; each rank broadcasts what it has stepped."""
+
+    zero_stage = 1
+    all_reduces = False
+    local_step = False
 
     def __init__(self, module: nn.Module, process_group: Group = None):
         super().__init__(module, process_group, gradient_as_bucket_view=True)
@@ -73,8 +80,16 @@ class TorchZero1(TorchDDP):
         )
 
 
-class TorchFSDP2(nn.Module):
+class TorchFSDP2(Traits, nn.Module):
     """fully_shard on every block and on the rest; `compute_dtype` of parameters, gradients reduced in float32."""
+
+    zero_stage = 3
+    shards_gradients = True
+    local_step = False
+    compute_dtype = True
+    fused_adamw = True
+    why_not_graphed = RESIZES_PARAMETERS
+    why_not_saved = "its DTensors are not saved by this loop; fsdp shards as much, and is saved"
 
     def __init__(self, module: nn.Module, process_group: Group = None, compute_dtype: torch.dtype | None = None):
         super().__init__()

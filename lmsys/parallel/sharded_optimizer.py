@@ -21,7 +21,7 @@ CHUNK = 2**26  # elements that one call gathers
 
 
 @dataclass
-class Home:
+class FlatBuffer:
     """A flat buffer (world_size · length,) that parameters live in, a segment for each rank's own."""
 
     flat: Tensor
@@ -33,7 +33,7 @@ class Home:
 
 
 @torch.no_grad()
-def settle(params: Sequence[Tensor], bucket: Segmented, flat: Tensor | None = None) -> Home:
+def flatten(params: Sequence[Tensor], bucket: Segmented, flat: Tensor | None = None) -> FlatBuffer:
     """Moves the bucket's parameters into one buffer, `flat` or a new one, each rank's own into that rank's segment."""
     members = [params[index] for index in bucket.indices]
     layout = layout_of(params, bucket)
@@ -41,18 +41,18 @@ def settle(params: Sequence[Tensor], bucket: Segmented, flat: Tensor | None = No
     for p, view in zip(members, layout.views(flat), strict=True):
         view.copy_(p)
         p.data = view
-    return Home(flat, bucket)
+    return FlatBuffer(flat, bucket)
 
 
 @torch.no_grad()
-def gather(homes: Sequence[Home], group: Group) -> list[Pending]:
-    """Begins to fetch the parameters that others own: one pending call for each home, none on a single rank."""
+def gather(buffers: Sequence[FlatBuffer], group: Group) -> list[Pending]:
+    """Begins to gather the parameters that others own: one pending call for each buffer, none on a single rank."""
     world_size, rank = size_and_rank(group)
-    return [home.gather(rank, group) for home in homes] if world_size > 1 else []
+    return [buffer.gather(rank, group) for buffer in buffers] if world_size > 1 else []
 
 
 def layout_of(params: Sequence[Tensor], bucket: Segmented) -> Layout:
-    """Where each of the bucket's indices lies in its buffer."""
+    """Where each of the bucket's parameters lies in its flat buffer."""
     starts = []
     for rank, owned in enumerate(bucket.members):
         within, _ = offsets([params[index].numel() for index in owned])
@@ -63,10 +63,10 @@ def layout_of(params: Sequence[Tensor], bucket: Segmented) -> Layout:
 class ShardedOptimizer(Optimizer):
     """`optimizer_cls` over the parameters that this rank owns, balanced by size; real param groups over all of them.
 
-    params  tensors or param groups, the same on every rank; `homes` and `owners`: where a strategy has already settled
-            them (owners by parameter), else they are settled here
+    params  tensors or param groups, the same on every rank
+    flat_buffers, owners  the buffers and the owner of each parameter, where a strategy has made them; else made here
     `state_dict` is this rank's share; `full_state_dict` and `load_state_dict` go between any world sizes, and to and
-    from `optimizer_cls` itself. Asked of all ranks: the constructor, `step`, `full_state_dict`.
+    from `optimizer_cls` itself. All ranks call the constructor, `step` and `full_state_dict`.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class ShardedOptimizer(Optimizer):
         params: Iterable[Any],
         optimizer_cls: Any,
         process_group: Group = None,
-        homes: Sequence[Home] | None = None,
+        flat_buffers: Sequence[FlatBuffer] | None = None,
         owners: dict[Tensor, int] | None = None,
         **kwargs: Any,
     ):
         self.group = process_group
         self.world_size, self.rank = size_and_rank(process_group)
-        self.homes = list(homes or [])
+        self.flat_buffers = list(flat_buffers or [])
         self.owners: dict[Tensor, int] = dict(owners or {})
         self._loads = [0] * self.world_size
         self._local: Optimizer | None = None
@@ -96,17 +96,17 @@ class ShardedOptimizer(Optimizer):
         group = self.param_groups[-1]
         strangers = [p for p in group["params"] if p not in self.owners]
         if strangers:
-            self._settle(strangers)
+            self._flatten(strangers)
         if self._local is not None:
             self._local.add_param_group(self._own(group))
             group.update({k: v for k, v in self._local.param_groups[-1].items() if k != "params"})
 
-    def _settle(self, params: list[Tensor]) -> None:
+    def _flatten(self, params: list[Tensor]) -> None:
         kinds = [(p.device, p.dtype) for p in params]
         numels = [p.numel() for p in params]
         buckets = plan_segments(numels, range(len(params)), CHUNK, self.world_size, kinds, self._loads)
         for bucket in buckets:
-            self.homes.append(settle(params, bucket))
+            self.flat_buffers.append(flatten(params, bucket))
             for rank, owned in enumerate(bucket.members):
                 self.owners |= {params[index]: rank for index in owned}
 
@@ -116,12 +116,12 @@ class ShardedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps this rank's parameters, then waits for everybody's."""
         loss = self.step_own(closure)
-        for pending in gather(self.homes, self.group):
+        for pending in gather(self.flat_buffers, self.group):
             pending.wait()
         return loss
 
     def step_own(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The step without the gathering: until `gather` others' parameters are the old ones."""
+        """The step without the gathering: until `gather` this rank has the old values of others' parameters."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -140,7 +140,7 @@ class ShardedOptimizer(Optimizer):
         return {"state": state, "param_groups": groups, "shard": [self.rank, self.world_size]}
 
     def full_state_dict(self) -> dict[str, Any]:
-        """What `optimizer_cls` without shards would give, on every rank, its tensors on the CPU."""
+        """The state dict of `optimizer_cls` without shards, on every rank, its tensors on the CPU."""
         own = self.state_dict()
         state = {number: {k: _on_cpu(v) for k, v in values.items()} for number, values in own["state"].items()}
         merged: dict[int, Any] = {}

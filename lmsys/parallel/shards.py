@@ -12,7 +12,7 @@ NAME = re.compile(r"optimizer-(\d{5})-of-(\d{5})\.pt")
 
 
 def save(optimizer: ShardedOptimizer, folder: Path) -> Path:
-    """Writes this rank's share; the path. Asked of every rank."""
+    """Writes this rank's share and returns its path. Every rank calls it."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"optimizer-{optimizer.rank:05}-of-{optimizer.world_size:05}.pt"

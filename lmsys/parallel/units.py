@@ -15,16 +15,16 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
 
 
 def parameters_by_block(module: nn.Module) -> list[list[nn.Parameter]]:
-    """First what is in no block, or in several; then each block's own. Every parameter once."""
+    """First the parameters in no block, or in several; then each block's own. Every parameter once."""
     blocks = blocks_of(module)
-    homes: dict[nn.Parameter, set[int]] = {p: set() for p in module.parameters()}
+    numbers_of: dict[nn.Parameter, set[int]] = {p: set() for p in module.parameters()}
     for number, block in enumerate(blocks, start=1):
         for p in block.parameters():
-            homes[p].add(number)
+            numbers_of[p].add(number)
     inside = {id(p) for block in blocks for p in block.parameters()}
     outside = {id(p) for p in _outside(module, blocks)}
     units: list[list[nn.Parameter]] = [[] for _ in range(1 + len(blocks))]
-    for p, numbers in homes.items():
+    for p, numbers in numbers_of.items():
         alone = len(numbers) == 1 and id(p) in inside and id(p) not in outside
         units[next(iter(numbers)) if alone else 0].append(p)
     return units

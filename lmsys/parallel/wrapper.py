@@ -22,16 +22,17 @@ import torch
 from torch import Tensor, nn
 
 from lmsys.parallel.collectives import Group, broadcast_, gather_objects, size_and_rank
+from lmsys.parallel.traits import Traits
 
 
-class Wrapper(nn.Module):
+class Wrapper(Traits, nn.Module):
     """Base of the strategies: agreement, broadcast, hooks, `no_sync`. A strategy fills in `_synchronize`.
+
+    Facts about a strategy are class attributes: `Traits` lists them with their defaults.
 
     process_group  None: the default one, or a single rank where there is none
     ValueError when ranks hold different modules, RuntimeError for a forward after a backward that was not finished.
     """
-
-    shards_gradients = False  # whether each rank is left with a part of them: a norm is then that of all parts
 
     def __init__(self, module: nn.Module, process_group: Group = None):
         super().__init__()
@@ -44,10 +45,10 @@ class Wrapper(nn.Module):
         for x in (*module.parameters(), *module.buffers()):
             broadcast_(x, process_group)
         for index, p in enumerate(self.trainable):
-            p.register_post_accumulate_grad_hook(partial(_told, weakref.ref(self), index))
+            p.register_post_accumulate_grad_hook(partial(_grad_hook, weakref.ref(self), index))
 
     def _prepare(self) -> None:
-        """Before anything is sent, on all ranks: ValueError where the strategy is not for them."""
+        """Runs on all ranks before anything is sent. ValueError where the strategy cannot run there."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._unfinished:
@@ -67,7 +68,7 @@ class Wrapper(nn.Module):
             self._synchronizing = before
 
     def finish_gradient_synchronization(self) -> None:
-        """After backward, before the optimizer's step: every gradient is the mean over ranks. Asked of all ranks."""
+        """After backward, before the optimizer's step: every gradient is the mean over ranks. All ranks call it."""
         if self.world_size > 1 and self.trainable:
             self._synchronize()
         self._unfinished = False
@@ -77,35 +78,35 @@ class Wrapper(nn.Module):
         return optimizer_cls(self.parameters(), **kwargs)
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The module's state dict, whole, on every rank. Asked of all ranks."""
+        """The module's state dict, whole, on every rank. All ranks call it."""
         return self.module.state_dict()
 
-    def _heard(self, index: int) -> None:
-        """`trainable[index].grad` has been added up by a backward."""
+    def _on_grad(self, index: int) -> None:
+        """Called when a backward has accumulated `trainable[index].grad`."""
         if self._synchronizing:
-            if not self._unfinished:  # asked first: a module's attributes are slow to set, and this is once a parameter
+            if not self._unfinished:  # a module's attributes are slow to set, and this runs once a parameter
                 self._unfinished = True
             self._gradient_is_ready(index)
 
     def _gradient_is_ready(self, index: int) -> None:
-        """The same of one that is to be synchronized, where that begins before the backward is done."""
+        """Called as `_on_grad` for a gradient to be synchronized: communication may begin during the backward."""
 
     def _synchronize(self) -> None:
         raise NotImplementedError
 
     def _missing(self) -> list[int]:
-        """Which parameters have no gradient on this rank."""
+        """The indices of parameters without a gradient on this rank."""
         return [index for index, p in enumerate(self.trainable) if p.grad is None]
 
     def _use(self, missing: list[int]) -> Tensor:
-        """1 for each parameter with a gradient on this rank: its mean over ranks tells all of the others'."""
+        """Mask of present gradients, 1 or 0; its mean over ranks is 0 for parameters that no rank has used."""
         use = torch.ones(len(self.trainable), device=self.trainable[0].device)
         if missing:
             use[missing] = 0.0
         return use
 
     def _forget_unused(self, use: Tensor, missing: list[int]) -> None:
-        """No gradient where no rank had one. `use` is the mean over ranks; the host waits where one is missing only."""
+        """Drops gradients that no rank had. `use` is the mean over ranks; the host waits only where one is missing."""
         if missing:
             for index, share in zip(missing, use[missing].tolist(), strict=True):
                 if share == 0:
@@ -120,10 +121,11 @@ def dense(p: Tensor) -> Tensor:
     return p.grad
 
 
-def _told(wrapper: "weakref.ref[Wrapper]", index: int, _: Tensor) -> None:
+def _grad_hook(wrapper: "weakref.ref[Wrapper]", index: int, _: Tensor) -> None:
+    """The post-accumulate-grad hook of a parameter."""
     self = wrapper()  # a module may outlive its wrapper
     if self is not None:
-        self._heard(index)
+        self._on_grad(index)
 
 
 def _agree(module: nn.Module, group: Group) -> None:

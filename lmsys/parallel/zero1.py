@@ -22,12 +22,12 @@ from lmsys.parallel.buckets import MIB, Segmented, offsets, plan_segments
 from lmsys.parallel.collectives import Group, Pending, reduce_scatter_mean
 from lmsys.parallel.overlapped import Overlapped, do_nothing
 from lmsys.parallel.packing import Layout, copy_gradients
-from lmsys.parallel.sharded_optimizer import Home, ShardedOptimizer, layout_of, settle
+from lmsys.parallel.sharded_optimizer import FlatBuffer, ShardedOptimizer, flatten, layout_of
 from lmsys.parallel.units import blocks_of, parameters_by_block, surround
 
-# Homes that a recorded forward has begun beyond those it has waited for. Were all begun at its start, the first memset
-# of cuBLAS in the CUDA graph would wait until the last gather is over, as traces on two H200s show. In the committed
-# runs there a step of `medium` took 31.1 ms, and takes 29.1.
+# Flat buffers that a recorded forward has begun to gather beyond those it has waited for. Were all begun at its start,
+# the first memset of cuBLAS in the CUDA graph would wait until the last gather is over, as traces on two H200s show. In
+# the committed runs there a step of `medium` took 31.1 ms, and takes 29.1.
 AHEAD = 2
 
 
@@ -40,7 +40,11 @@ class Zero1(Overlapped):
     ranks. Its optimizer takes parameters that were trained when this was made, and no others (ValueError).
     """
 
+    zero_stage = 2
     shards_gradients = True
+    all_reduces = False
+    local_step = False
+    rivals = ("torch_zero1",)
 
     def __init__(self, module: nn.Module, process_group: Group = None, bucket_mb: float = 32):
         if isinstance(bucket_mb, str) or not 0 < bucket_mb < math.inf:
@@ -49,14 +53,14 @@ class Zero1(Overlapped):
         super().__init__(module, process_group)
         self._seen = None  # the division among ranks stays as it is
         self._owned = [self._own_layout(segmented) for segmented in self.segments]
-        self.homes = [self._settle(segmented) for segmented in self.segments]
+        self.flat_buffers = [self._flatten(segmented) for segmented in self.segments]
         self.owners = {
             self.trainable[index]: rank
             for segmented in self.segments
             for rank, owned in enumerate(segmented.members)
             for index in owned
         }
-        self._gathering = [Pending() for _ in self.homes]  # those begun, in order; at first there is nothing to fetch
+        self._gathering = [Pending() for _ in self.flat_buffers]  # those begun, in order; at first none is needed
         self._stale, self._recorded = False, False  # others' parameters are the old ones; a recorded forward fetches
         self._wait_in_forward()
 
@@ -70,7 +74,7 @@ class Zero1(Overlapped):
         self._wait_for(self._at_start)
         output = super().forward(*args, **kwargs)
         if recorded:
-            self._wait_for(range(len(self.homes)))  # also for blocks that it has not run
+            self._wait_for(range(len(self.flat_buffers)))  # also for blocks that it has not run
             self._stale = False
         return output
 
@@ -82,12 +86,12 @@ class Zero1(Overlapped):
         return super().full_state_dict()
 
     def wait(self) -> None:
-        """Until every parameter is whole."""
+        """Waits until every parameter is whole."""
         self._fetch()
-        self._wait_for(range(len(self.homes)))
+        self._wait_for(range(len(self.flat_buffers)))
 
     def stepped(self) -> None:
-        """Told by the optimizer: this rank's parameters have moved, others' are to be fetched."""
+        """Called by the optimizer: this rank's parameters have moved, others' are to be gathered."""
         self._stale = True
         if not self._recorded:
             self._fetch()
@@ -96,25 +100,25 @@ class Zero1(Overlapped):
         return bool(self.trainable) and self.trainable[0].is_cuda and torch.cuda.is_current_stream_capturing()
 
     def _fetch(self) -> None:
-        """Begins all homes, so that a forward of one rank alone asks nothing of others."""
+        """Begins to gather all flat buffers, so that a forward of one rank alone asks nothing of others."""
         if self._stale and self.world_size > 1:
             self._gathering, self._stale = [], False
-            self._begin_gathering(len(self.homes))
+            self._begin_gathering(len(self.flat_buffers))
 
-    def _settle(self, segmented: Segmented) -> Home:
-        return settle(self.trainable, segmented)
+    def _flatten(self, segmented: Segmented) -> FlatBuffer:
+        return flatten(self.trainable, segmented)
 
     def _gather(self, number: int) -> Pending:
-        """Begins a home: asked for from 0 on, one after another."""
-        return self.homes[number].gather(self.rank, self.group)
+        """Begins to gather a flat buffer: called from 0 on, one after another."""
+        return self.flat_buffers[number].gather(self.rank, self.group)
 
     def _begin_gathering(self, count: int) -> None:
-        """So many homes, in order, have been begun after this, or all."""
-        for number in range(len(self._gathering), min(count, len(self.homes))):
+        """Begins, in order, until `count` flat buffers, or all, have been begun."""
+        for number in range(len(self._gathering), min(count, len(self.flat_buffers))):
             self._gathering.append(self._gather(number))
 
     def _wait_for(self, numbers: Sequence[int]) -> None:
-        """Until these homes are whole; those that come next are begun, where they have not been."""
+        """Waits until these flat buffers are whole; begins those that come next, where they have not been."""
         count = max(numbers, default=-1) + 1
         self._begin_gathering(count)
         for number in numbers:
@@ -132,7 +136,7 @@ class Zero1(Overlapped):
         return layout_of(self.trainable, self.segments[number])
 
     def _own_layout(self, segmented: Segmented) -> Layout:
-        """Of what is left of a bucket on this rank."""
+        """The layout of the segment of a bucket that this rank is left with."""
         own = [self.trainable[index] for index in segmented.members[self.rank]]
         starts, _ = offsets([p.numel() for p in own])
         return Layout.at(own, starts, segmented.length)
@@ -153,14 +157,16 @@ class Zero1(Overlapped):
         return reduce_scatter_mean(own, flat, self.group), do_nothing
 
     def _wait_in_forward(self) -> None:
-        """Each block, before its forward, for the buckets of its parameters; `forward` for the others."""
+        """Makes each block wait before its forward for its own parameters; `forward` waits for the others."""
         units = parameters_by_block(self.module)
         unit_of = {p: number for number, params in enumerate(units) for p in params}
-        first_use = [min(unit_of[self.trainable[i]] for i in home.bucket.indices) for home in self.homes]
-        self.homes = [self.homes[i] for i in sorted(range(len(self.homes)), key=lambda i: first_use[i])]
+        first_use = [min(unit_of[self.trainable[i]] for i in buffer.bucket.indices) for buffer in self.flat_buffers]
+        self.flat_buffers = [
+            self.flat_buffers[i] for i in sorted(range(len(self.flat_buffers)), key=lambda i: first_use[i])
+        ]
         needed: list[set[int]] = [set() for _ in units]
-        for number, home in enumerate(self.homes):
-            for index in home.bucket.indices:
+        for number, buffer in enumerate(self.flat_buffers):
+            for index in buffer.bucket.indices:
                 needed[unit_of[self.trainable[index]]].add(number)
         self._at_start = sorted(needed[0])
         for block, numbers in zip(blocks_of(self.module), needed[1:], strict=True):
@@ -173,9 +179,9 @@ class Zero1Optimizer(ShardedOptimizer):
     def __init__(self, wrapper: Zero1, optimizer_cls: Any, params: Any = None, **kwargs: Any):
         self._wrapper = weakref.ref(wrapper)
         chosen = wrapper.trainable if params is None else params
-        super().__init__(chosen, optimizer_cls, wrapper.group, wrapper.homes, wrapper.owners, **kwargs)
+        super().__init__(chosen, optimizer_cls, wrapper.group, wrapper.flat_buffers, wrapper.owners, **kwargs)
 
-    def _settle(self, params: list[Tensor]) -> None:
+    def _flatten(self, params: list[Tensor]) -> None:
         self.param_groups.pop()  # the one that they came in
         raise ValueError(
             f"{len(params)} parameters, of {sum(p.numel() for p in params)} numbers, are none that ZeRO-1 trains: of"

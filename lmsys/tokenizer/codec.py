@@ -84,7 +84,7 @@ class Tokenizer:
             yield from found.tolist()
 
     def encode_pieces(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
-        """What `encode_iterable` gives, an array for each piece."""
+        """The same ids as `encode_iterable`, in an array for each piece."""
         waiting, size, enough = [], 0, _PIECE
         for text in texts:
             waiting.append(text)
@@ -129,7 +129,7 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of vocabulary, merges and special tokens: equal where every text is encoded alike."""
+        """A hash of vocabulary, merges and special tokens: equal where every text is encoded alike."""
         vocab = [token.hex() for _, token in sorted(self.vocab.items())]
         merges = [[left.hex(), right.hex()] for left, right in self.merges]
         return hashlib.sha256(json.dumps([vocab, merges, sorted(self.special_tokens)]).encode()).hexdigest()

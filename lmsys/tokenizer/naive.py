@@ -58,7 +58,7 @@ def merge(tokens: Sequence[bytes], pair: Pair) -> list[bytes]:
 
 
 def encode(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Of the pairs of each pre-token, the one whose merge is the earliest is merged, until none is left."""
+    """Merges, in each pre-token, the pair whose merge is the earliest, until no pair has one."""
     ids = {token: number for number, token in tokenizer.vocab.items()}
     ranks = {pair: rank for rank, pair in enumerate(tokenizer.merges)}
     known = {token: [ids[token.encode()]] for token in tokenizer.special_tokens}

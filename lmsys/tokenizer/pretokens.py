@@ -99,7 +99,7 @@ class Pretokenizer:
         return [found.span() for found in self._pattern.finditer(data, 0, end)] if self._pattern else []
 
     def _inside_special(self, data: bytes, place: int) -> bool:
-        """Whether a special token may stand there that begins before `place` and ends after."""
+        """True if a special token may stand there that begins before `place` and ends after it."""
         return any(data.find(one, max(0, place - len(one) + 1), place + len(one) - 1) >= 0 for one in self._specials)
 
 
@@ -108,7 +108,7 @@ def _pairs(specials: list[bytes]) -> list[tuple[bytes, bytes]]:
 
 
 def _may_overlap(one: bytes, other: bytes) -> bool:
-    """Whether some text holds both, neither apart nor the same."""
+    """True if some text holds both so that they overlap, but are not the same."""
     if one != other and other in one:
         return True
     return any(one.endswith(other[:size]) for size in range(1, min(len(one), len(other))))

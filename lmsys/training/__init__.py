@@ -1,1 +1,1 @@
-"""What training a model needs beside the model."""
+"""Everything that training a model needs except the model."""

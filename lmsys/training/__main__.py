@@ -20,7 +20,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported; without a GPU it can only interpret
 
 from lmsys.config import SIZES
-from lmsys.parallel.group import JoinedGroup, WorkerError, WorkerGroup, under_torchrun
+from lmsys.parallel.group import TorchrunGroup, WorkerError, WorkerGroup, under_torchrun
 from lmsys.training import pipeline
 from lmsys.training.checkpoint import SaveError
 from lmsys.training.config import RunConfig
@@ -95,7 +95,7 @@ def start(config: RunConfig, steps: tuple[str, ...], skip_data: bool, ranks: int
     if under_torchrun():
         if ranks is not None:
             raise ValueError("--ranks starts processes of its own; torchrun has started them already")
-        joined = JoinedGroup(_backend(config), TIMEOUT_S)
+        joined = TorchrunGroup(_backend(config), TIMEOUT_S)
         try:
             return pipeline.run(config, steps, skip_data)
         finally:

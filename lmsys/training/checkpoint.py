@@ -39,7 +39,7 @@ class Checkpoint:
     files: Mapping[str, Mapping[str, Any]]
 
     def shared(self) -> State:
-        """What all ranks have in common, on the CPU. ValueError when its file is not as it was saved."""
+        """The state that all ranks have in common, on the CPU. ValueError when its file is not as it was saved."""
         return self._load("shared")
 
     def own(self, rank: int) -> State:

@@ -88,7 +88,7 @@ def text_file(path: Path, valid: Path | None = None) -> Corpus:
 
 
 def corpus_of(settings: DataConfig, progress: Progress = lambda *_: None) -> Corpus:
-    """What a run's settings name: `stdlib`, `tinystories` or the path of a text file, and a text to evaluate on."""
+    """The corpus that settings name: `stdlib`, `tinystories` or the path of a text file, and a text to evaluate on."""
     name, folder = settings.corpus, Path(settings.folder) if settings.folder else None
     valid = Path(settings.valid) if settings.valid else None
     if name not in ("stdlib", "tinystories"):

@@ -40,7 +40,7 @@ class Sampling:
     def probabilities(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Logits (B, V) -> (probabilities (B, V), float64, the likeliest first; the ids that they belong to).
 
-        Of equally likely ids the lower comes first.
+        Among equally likely ids the lower comes first.
         """
         ordered, ids = logits.double().sort(dim=-1, descending=True, stable=True)
         if self.temperature == 0:
@@ -75,7 +75,7 @@ class Cache:
         self._positions: Tensor | None = None
 
     def attend(self, of_model: Callable[[], Any]) -> list[Any]:
-        """What each layer attends with; `of_model` gives the model's own function, for the prompts."""
+        """The function each layer attends with; `of_model` gives the model's own, for the prompts."""
         if self._positions is None:
             row = of_model()
             return [partial(self._read_prompts, index, row) for index in range(len(self._kept))]
@@ -117,7 +117,7 @@ def generate(
     seed: int = 0,
     use_cache: bool = True,
 ) -> list[list[int]]:
-    """What follows each prompt, at most `max_new_tokens` ids, without `stop`, which ends a row.
+    """Continues each prompt by at most `max_new_tokens` ids, without `stop`, which ends a row.
 
     Row i draws with seed + i, so it does not depend on the other rows. The prompts are read with the model's attention
     row, later tokens with torch's own attention; without the cache every step reads everything with the model's row.

@@ -18,11 +18,11 @@ WARM_UPS = 3  # calls before the recording: what compiles, tunes or allocates fo
 
 
 @contextmanager
-def beside() -> Iterator[torch.cuda.Stream]:
-    """On the stream that graphs are recorded on, after what the current one has been given and before what it will be.
+def on_capture_stream() -> Iterator[torch.cuda.Stream]:
+    """Makes the stream that graphs are captured on current: after the work that the current one has, before its next.
 
-    For what keeps its stream: torch's DDP makes the nodes that accumulate gradients when it is made, on the current
-    one, and a recording may not wait for the default one.
+    Needed by what keeps its stream: torch's DDP makes the nodes that accumulate gradients in its constructor, on the
+    current stream, and a capture may not wait for the default one.
     """
     device = torch.cuda.current_device()
     if device not in _STREAMS:
@@ -67,7 +67,7 @@ class GraphedGradients:
         if not all(x.is_cuda for x in inputs):
             raise ValueError("a CUDA graph takes CUDA tensors; on a CPU call backward as usual")
         self._inputs = [x.clone() for x in inputs]
-        with beside() as stream:
+        with on_capture_stream() as stream:
             for _ in range(self._warm_ups):
                 self._compute()
         self._clear()

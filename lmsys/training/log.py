@@ -1,4 +1,4 @@
-"""What a run tells: a line of JSON for every step and evaluation, and now and then one for the reader."""
+"""The log of a run: a line of JSON for every step and evaluation, and now and then one for the reader."""
 
 import json
 import time
@@ -74,7 +74,7 @@ class WandB:
 
 
 def others(config: RunConfig, step: int) -> list[Other]:
-    """What the config asks for. ValueError that names the extra which would bring a package that is not here."""
+    """The other logs that the config asks for. ValueError names the extra that would bring a missing package."""
     found: list[Other] = []
     try:
         if config.log.tensorboard:
@@ -111,7 +111,7 @@ class Progress:
 
 
 def peak_flops_per_s(gpu: str | None, precision: str, world_size: int) -> float | None:
-    """Of all ranks together, where the data sheet's figure is known: for bf16."""
+    """The data sheet's peak of all ranks together, or None where it is not known: it is for bf16."""
     known = [peak for name, peak in PEAK_FLOPS_PER_S.items() if gpu and name in gpu]
     return known[0] * world_size if known and precision == "bf16" else None
 

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from lmsys.cost.operations import model_flops
 from lmsys.model import BLOCKS_PER_GRAPH, Loss, TransformerLM
 from lmsys.parallel import STRATEGIES
-from lmsys.parallel.adapt import Adapted
+from lmsys.parallel.adapter import Adapter
 from lmsys.parallel.collectives import Group, gather_objects, size_and_rank
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer
+from lmsys.registry import Entry
 from lmsys.training import checkpoint, state
 from lmsys.training.checkpoint import Checkpoint
 from lmsys.training.config import RunConfig
@@ -32,7 +33,6 @@ from lmsys.training.log import JsonLines, Progress, peak_flops_per_s
 from lmsys.training.nonfinite import NonFiniteError, first_nonfinite
 from lmsys.training.optimizer import AdamW, clip_grad_norm, cosine_schedule, set_lr
 
-COMPUTE_IN_BF16 = ("fsdp",)  # parameters are gathered in what the matmuls read
 RUNTIME_FIELDS = ("attention", "checkpoint_blocks")  # of a model: how it is computed, not what it is
 Say = Callable[[str], None]
 
@@ -118,32 +118,33 @@ class Trainer:
             found.require(**self.facts)
             shared = found.shared()
             self.model.load_state_dict(shared["model"])
-        if train.compile:
-            alone = train.strategy == "none"  # a strategy may surround each block, and reduce its gradients early
-            self.model.compile_blocks(BLOCKS_PER_GRAPH if alone else 1)
-        self.strategy = self._strategy()
+        (row,) = STRATEGIES.select([train.strategy])
+        if train.compile:  # a strategy may surround each block, and reduce its gradients early
+            self.model.compile_blocks(1 if row.trait("synchronizes", True) else BLOCKS_PER_GRAPH)
+        self.strategy, self._shards_gradients = self._strategy(row), row.trait("shards_gradients", False)
         self.optimizer = self._optimizer()
         self.facts["optimizer"] = state.layout(self.strategy)
         if found is not None and shared is not None:
             self._resume(found, shared)
 
-    def _strategy(self) -> Adapted:
+    def _strategy(self, row: Entry) -> Adapter:
         train = self.config.train
-        (entry,) = STRATEGIES.select([train.strategy])
-        if self.world_size > 1 and entry.name == "none":
-            raise ValueError("strategy 'none' lets ranks drift apart: it is for measuring, and trains on one rank only")
-        if entry.name == "torch_fsdp2":
-            raise ValueError("strategy 'torch_fsdp2' is not saved by this loop; fsdp shards as much, and is")
-        if entry.peer and not dist.is_initialized():
-            raise ValueError(f"strategy {entry.name!r} needs a process group: start it by --ranks 1 or torchrun")
+        if self.world_size > 1 and not row.trait("synchronizes", True):
+            raise ValueError(
+                f"strategy {row.name!r} lets ranks drift apart: it is for measuring, and trains on one rank only"
+            )
+        if reason := row.trait("why_not_saved", ""):
+            raise ValueError(f"strategy {row.name!r}: {reason}")
+        if row.peer and not dist.is_initialized():
+            raise ValueError(f"strategy {row.name!r} needs a process group: start it by --ranks 1 or torchrun")
         options: dict[str, Any] = {} if train.bucket_mb is None else {"bucket_mb": train.bucket_mb}
-        if entry.name in COMPUTE_IN_BF16 and train.precision == "bf16":
+        if row.trait("compute_dtype", False) and train.precision == "bf16":
             options["compute_dtype"] = torch.bfloat16
-        strategy = Adapted(entry.load(), Loss(self.model), self.group, **options)
-        able = strategy.can_stay_local and getattr(strategy.wrapper, "accumulates", True)
+        strategy = Adapter(row.load(), Loss(self.model), self.group, **options)
+        able = strategy.can_stay_local and row.trait("accumulates", True)
         if self.world_size > 1 and self.batches.accumulation > 1 and not able:
             raise ValueError(
-                f"strategy {entry.name!r} cannot accumulate micro-batches: train.micro_batch_size is to be"
+                f"strategy {row.name!r} cannot accumulate micro-batches: train.micro_batch_size is to be"
                 f" {train.batch_size // self.world_size}, train.batch_size over {self.world_size} ranks"
             )
         return strategy
@@ -167,10 +168,6 @@ class Trainer:
         self.skipped, self.in_a_row, self.seconds = (progress[name] for name in ("skipped", "in_a_row", "seconds"))
         if self.rank < found.world_size:
             checkpoint.set_rng_state(found.own(self.rank)["rng"], self.device)
-
-    @property
-    def _shards_gradients(self) -> bool:
-        return getattr(self.strategy.wrapper, "shards_gradients", False)
 
     def autocast(self) -> AbstractContextManager[Any]:
         bf16 = self.config.train.precision == "bf16"

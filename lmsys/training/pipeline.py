@@ -42,8 +42,8 @@ DOWNLOAD_LINES_S = 5.0
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a step runs."""
+class RunContext:
+    """The settings and the rank of a step, and where it reads and writes."""
 
     config: RunConfig
     rank: int
@@ -79,9 +79,9 @@ class Place:
 def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> int:
     """The exit code: 0, or 128 + the number of the signal that training was interrupted by."""
     world_size, rank = size_and_rank(None)
-    place = Place(config, rank, world_size)
+    context = RunContext(config, rank, world_size)
     config.train.accumulation(world_size)  # refused here rather than after the data has been made
-    if place.device.type == "cpu" and config.train.threads is not None:
+    if context.device.type == "cpu" and config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     skipped = ("tokenizer", "tokenize") if skip_data else ()
     alone = len(steps) == 1
@@ -89,100 +89,100 @@ def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> i
         if step in skipped:
             continue
         if step == "tokenizer":
-            make_tokenizer(place, anew=alone)
+            make_tokenizer(context, anew=alone)
         elif step == "tokenize":
-            make_tokens(place, anew=alone)
+            make_tokens(context, anew=alone)
         elif step == "train":
-            outcome = train_model(place)
+            outcome = train_model(context)
             if outcome.why.startswith("SIG"):
                 return 128 + signal.Signals[outcome.why]
         elif rank == 0:
-            (evaluate_model if step == "evaluate" else print_sample)(place)
-    _wait(place)
+            (evaluate_model if step == "evaluate" else print_sample)(context)
+    _wait(context)
     return 0
 
 
-def make_tokenizer(place: Place, anew: bool) -> None:
+def make_tokenizer(context: RunContext, anew: bool) -> None:
     """Trained by rank 0 on the training text, unless a folder of one is given."""
-    if place.config.data.tokenizer is not None or place.rank != 0:
-        return _wait(place)
-    corpus, vocab_size = _corpus(place), place.config.model.vocab_size
+    if context.config.data.tokenizer is not None or context.rank != 0:
+        return _wait(context)
+    corpus, vocab_size = _corpus(context), context.config.model.vocab_size
     made = {"vocab_size": vocab_size, "text": _facts(corpus.train)}
-    if anew or _read(place.folder / "tokenizer" / "made.json") != made:
-        place.say(f"training a tokenizer of {vocab_size:,} tokens on {_size(corpus.train) / 1e6:,.1f} MB")
-        tokenizer = train(corpus.train, vocab_size, [END_OF_TEXT], place.processes)
-        tokenizer.save(place.folder / "tokenizer")
-        _write(place.folder / "tokenizer" / "made.json", made)
-    _wait(place)
+    if anew or _read(context.folder / "tokenizer" / "made.json") != made:
+        context.say(f"training a tokenizer of {vocab_size:,} tokens on {_size(corpus.train) / 1e6:,.1f} MB")
+        tokenizer = train(corpus.train, vocab_size, [END_OF_TEXT], context.processes)
+        tokenizer.save(context.folder / "tokenizer")
+        _write(context.folder / "tokenizer" / "made.json", made)
+    _wait(context)
 
 
-def make_tokens(place: Place, anew: bool) -> None:
+def make_tokens(context: RunContext, anew: bool) -> None:
     """Each rank tokenizes its share of the text."""
-    if place.rank == 0:
-        _corpus(place)  # made or downloaded by one
-    _wait(place)
-    corpus, tokenizer, folder = _corpus(place), _tokenizer(place), place.folder / "tokens"
+    if context.rank == 0:
+        _corpus(context)  # made or downloaded by one
+    _wait(context)
+    corpus, tokenizer, folder = _corpus(context), _tokenizer(context), context.folder / "tokens"
     made = {"tokenizer": tokenizer.fingerprint, "text": [_facts(corpus.train), _facts(corpus.valid)]}
     found = _read(folder / "made.json") or {}
     if not anew and {name: found.get(name) for name in made} == made:
         return
-    place.say(f"tokenizing {_size(corpus.files) / 1e6:,.1f} MB")
-    _wait(place)  # all have read made.json
+    context.say(f"tokenizing {_size(corpus.files) / 1e6:,.1f} MB")
+    _wait(context)  # all have read made.json
     for part, files in zip(PARTS, (corpus.train, corpus.valid), strict=True):
         tokenize_files(
             tokenizer, files, folder / f"{part}.npy",
-            processes=place.processes, rank=place.rank, world_size=place.world_size,
+            processes=context.processes, rank=context.rank, world_size=context.world_size,
         )  # fmt: skip
-    _wait(place)
-    if place.rank == 0:
-        _write(folder / "made.json", {**made, "shards": place.world_size})
-    _wait(place)
+    _wait(context)
+    if context.rank == 0:
+        _write(folder / "made.json", {**made, "shards": context.world_size})
+    _wait(context)
 
 
-def train_model(place: Place) -> Outcome:
+def train_model(context: RunContext) -> Outcome:
     """From the newest whole checkpoint, where there is one."""
-    config, tokenizer = place.config, _tokenizer(place)
-    source, valid = (_tokens(place, part, tokenizer) for part in PARTS)
+    config, tokenizer = context.config, _tokenizer(context)
+    source, valid = (_tokens(context, part, tokenizer) for part in PARTS)
     windows = fixed_windows(valid, config.model.context_length, config.evaluate.windows)
-    found = _newest(place)
-    trainer = Trainer(config, source, windows, place.device, found, {"tokenizer": tokenizer.fingerprint})
+    found = _newest(context)
+    trainer = Trainer(config, source, windows, context.device, found, {"tokenizer": tokenizer.fingerprint})
     if trainer.step:
-        place.say(f"going on from {found.manifest}, step {trainer.step:,}" if found else "")
-    parameters = sum(x.numel() for x in trainer.model.parameters()) if place.world_size == 1 else None
+        context.say(f"going on from {found.manifest}, step {trainer.step:,}" if found else "")
+    parameters = sum(x.numel() for x in trainer.model.parameters()) if context.world_size == 1 else None
     size = f"{parameters:,} parameters, " if parameters else ""
-    place.say(f"training: {size}{len(source):,} tokens of text, {place.world_size} x {place.device.type}")
+    context.say(f"training: {size}{len(source):,} tokens of text, {context.world_size} x {context.device.type}")
     log = None
-    if place.rank == 0:
-        place.folder.mkdir(parents=True, exist_ok=True)
-        (place.folder / "config.json").write_text(config.to_json())
-        log = JsonLines(place.folder / "log.jsonl", trainer.step, others(config, trainer.step))
+    if context.rank == 0:
+        context.folder.mkdir(parents=True, exist_ok=True)
+        (context.folder / "config.json").write_text(config.to_json())
+        log = JsonLines(context.folder / "log.jsonl", trainer.step, others(config, trainer.step))
     try:
-        outcome = trainer.fit(place.checkpoints, log, place.say)
+        outcome = trainer.fit(context.checkpoints, log, context.say)
     finally:
         if log is not None:
             log.close()
-    _tell_outcome(place, outcome)
+    _tell_outcome(context, outcome)
     return outcome
 
 
-def evaluate_model(place: Place) -> None:
+def evaluate_model(context: RunContext) -> None:
     """The newest checkpoint's loss on the fixed windows, and that of a model that knows frequencies alone."""
-    config, tokenizer = place.config, _tokenizer(place)
-    source, valid = (_tokens(place, part, tokenizer) for part in PARTS)
+    config, tokenizer = context.config, _tokenizer(context)
+    source, valid = (_tokens(context, part, tokenizer) for part in PARTS)
     windows = fixed_windows(valid, config.model.context_length, config.evaluate.windows)
-    model, step = _trained(place, tokenizer)
+    model, step = _trained(context, tokenizer)
     found = evaluate(model, windows, config.evaluate.batch_size)
     least = unigram(source, windows, config.model.vocab_size)
-    place.say(
+    context.say(
         f"step {step:,} on {found.tokens:,} held-out tokens: loss {found.loss:.4f}, perplexity"
         f" {found.perplexity:,.1f}; a unigram model: loss {least.loss:.4f}, perplexity {least.perplexity:,.1f}"
     )
 
 
-def print_sample(place: Place) -> None:
-    """What the newest checkpoint makes of the prompt."""
-    config, tokenizer = place.config.generate, _tokenizer(place)
-    model, step = _trained(place, tokenizer)
+def print_sample(context: RunContext) -> None:
+    """Prints how the newest checkpoint continues the prompt."""
+    config, tokenizer = context.config.generate, _tokenizer(context)
+    model, step = _trained(context, tokenizer)
     stop = tokenizer.encode(END_OF_TEXT)
     prompt = tokenizer.encode(config.prompt) or stop
     sampling = Sampling(config.temperature, config.top_k, config.top_p)
@@ -190,65 +190,67 @@ def print_sample(place: Place) -> None:
     if room < 0:
         raise ValueError(f"generate.prompt is {len(prompt)} tokens, more than {model.config.context_length=}")
     (made,) = generate(model, [prompt], room, sampling, stop=stop[0] if len(stop) == 1 else None, seed=config.seed)
-    place.say(f"sample of step {step:,}:\n{tokenizer.decode(prompt + made)}")
+    context.say(f"sample of step {step:,}:\n{tokenizer.decode(prompt + made)}")
 
 
-def _tell_outcome(place: Place, outcome: Outcome) -> None:
-    config = place.config
+def _tell_outcome(context: RunContext, outcome: Outcome) -> None:
+    config = context.config
     if outcome.why.startswith("SIG"):
-        place.say(f"interrupted by {outcome.why}; saved at step {outcome.step:,}: the same command goes on from there")
+        context.say(
+            f"interrupted by {outcome.why}; saved at step {outcome.step:,}: the same command goes on from there"
+        )
     elif outcome.why == "time" and outcome.valid is not None:
         tokens = outcome.step * config.train.batch_size * config.model.context_length
         flops = model_flops(config.model, tokens=tokens, context=config.model.context_length, mode="step")
-        gpu = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else None
-        peak = peak_flops_per_s(gpu, config.train.precision, place.world_size)
+        gpu = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else None
+        peak = peak_flops_per_s(gpu, config.train.precision, context.world_size)
         mfu = "" if peak is None else f", MFU {100 * flops / outcome.seconds / peak:.1f} %"
-        place.say(
+        context.say(
             f"speedrun: {tokens:,} tokens in {outcome.seconds:.1f} s{mfu}, validation loss {outcome.valid.loss:.4f}"
         )
 
 
-def _trained(place: Place, tokenizer: Tokenizer) -> tuple[TransformerLM, int]:
-    found = checkpoint.newest(place.checkpoints)
+def _trained(context: RunContext, tokenizer: Tokenizer) -> tuple[TransformerLM, int]:
+    found = checkpoint.newest(context.checkpoints)
     if found is None:
-        raise ValueError(f"{place.checkpoints}: there is no checkpoint; train first")
+        raise ValueError(f"{context.checkpoints}: there is no checkpoint; train first")
     found.require(tokenizer=tokenizer.fingerprint)
-    model = TransformerLM(place.config.model, device=place.device)
+    model = TransformerLM(context.config.model, device=context.device)
     model.load_state_dict(found.shared()["model"])
     return model, found.step
 
 
-def _newest(place: Place) -> Checkpoint | None:
+def _newest(context: RunContext) -> Checkpoint | None:
     """Looked for by rank 0: finding it reads every file."""
-    found = checkpoint.newest(place.checkpoints) if place.rank == 0 else None
+    found = checkpoint.newest(context.checkpoints) if context.rank == 0 else None
     (manifest, *_) = gather_objects(found and found.manifest, None)
-    return found if place.rank == 0 or manifest is None else checkpoint.read(manifest)
+    return found if context.rank == 0 or manifest is None else checkpoint.read(manifest)
 
 
-def _corpus(place: Place) -> Corpus:
+def _corpus(context: RunContext) -> Corpus:
     told = time.monotonic()
 
     def tell(what: str, done: int, total: int) -> None:
         nonlocal told
         if time.monotonic() - told >= DOWNLOAD_LINES_S or done == total:
             told = time.monotonic()
-            place.say(f"{what}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB")
+            context.say(f"{what}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB")
 
-    return corpus_of(place.config.data, tell)
+    return corpus_of(context.config.data, tell)
 
 
-def _tokenizer(place: Place) -> Tokenizer:
-    folder = Path(place.config.data.tokenizer or place.folder / "tokenizer")
+def _tokenizer(context: RunContext) -> Tokenizer:
+    folder = Path(context.config.data.tokenizer or context.folder / "tokenizer")
     if not folder.is_dir():
         raise ValueError(f"{folder}: there is no tokenizer; make one by the step `tokenizer`, without --skip-data")
-    tokenizer = Tokenizer.load(folder, [END_OF_TEXT] if place.config.data.tokenizer else [])
-    if tokenizer.vocab_size > (vocab_size := place.config.model.vocab_size):
+    tokenizer = Tokenizer.load(folder, [END_OF_TEXT] if context.config.data.tokenizer else [])
+    if tokenizer.vocab_size > (vocab_size := context.config.model.vocab_size):
         raise ValueError(f"{folder}: has {tokenizer.vocab_size:,} tokens, more than model.vocab_size={vocab_size:,}")
     return tokenizer
 
 
-def _tokens(place: Place, part: str, tokenizer: Tokenizer) -> TokenFiles:
-    folder = place.folder / "tokens"
+def _tokens(context: RunContext, part: str, tokenizer: Tokenizer) -> TokenFiles:
+    folder = context.folder / "tokens"
     made = _read(folder / "made.json")
     if made is None:
         raise ValueError(f"{folder}: there are no tokens; make them by the step `tokenize`, without --skip-data")
@@ -264,7 +266,7 @@ def _size(files: tuple[Chunk, ...]) -> int:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """What a step has written last, or None where it has not come to its end."""
+    """The facts that a step wrote last, or None where it has not come to its end."""
     try:
         return json.loads(path.read_text())
     except (FileNotFoundError, json.JSONDecodeError):
@@ -275,6 +277,6 @@ def _write(path: Path, facts: dict[str, Any]) -> None:
     path.write_text(json.dumps(facts, indent=1))
 
 
-def _wait(place: Place) -> None:
-    if place.world_size > 1:
+def _wait(context: RunContext) -> None:
+    if context.world_size > 1:
         dist.barrier()

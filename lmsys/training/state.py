@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a training run, and back: at the same world size, or sharded state at another."""
+"""The state of a training run for a checkpoint, and back: at the same world size, or sharded state at another."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lmsys.parallel.adapt import Adapted
+from lmsys.parallel.adapter import Adapter
 from lmsys.parallel.fsdp import Fsdp
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer
 from lmsys.training.checkpoint import Checkpoint, State
@@ -14,13 +14,13 @@ from lmsys.training.checkpoint import Checkpoint, State
 PREFIX = "model."  # of the names of what strategies wrap: see lmsys.model.Loss
 
 
-def layout(strategy: Adapted) -> str:
+def layout(strategy: Adapter) -> str:
     """How the optimizer numbers its state: `flat` parts of blocks, or `whole` parameters. Neither loads the other."""
     return "flat" if isinstance(strategy.wrapper, Fsdp) else "whole"
 
 
-def capture(strategy: Adapted, optimizer: Optimizer, rank: int) -> tuple[State, State]:
-    """(what rank 0 saves for all, what this rank saves). Asked of all ranks."""
+def capture(strategy: Adapter, optimizer: Optimizer, rank: int) -> tuple[State, State]:
+    """(the state that rank 0 saves for all, the state that this rank saves). All ranks call it."""
     model = {name.removeprefix(PREFIX): x for name, x in strategy.full_state_dict().items()}
     shared: State = {"model": model}
     if isinstance(optimizer, ShardedOptimizer) or layout(strategy) == "flat":
@@ -32,7 +32,7 @@ def capture(strategy: Adapted, optimizer: Optimizer, rank: int) -> tuple[State, 
 
 
 def restore_optimizer(
-    strategy: Adapted, optimizer: Optimizer, found: Checkpoint, shared: State, rank: int, world_size: int
+    strategy: Adapter, optimizer: Optimizer, found: Checkpoint, shared: State, rank: int, world_size: int
 ) -> None:
     """The optimizer's state of a checkpoint, saved by any number of ranks; `shared` is what it has in common."""
     if "optimizer" in shared:

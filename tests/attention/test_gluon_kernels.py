@@ -175,12 +175,12 @@ def test_the_deterministic_order_does_not_hang_on_few_processors_nor_depend_on_c
     causal=st.booleans(),
     block_q=st.sampled_from([64, 128]),
 )
-def test_every_tile_of_queries_gives_every_key_tile_a_turn(
+def test_every_key_tile_waits_for_a_value_of_its_own_at_every_tile_of_queries(
     num_tiles: int, num_key_tiles: int, processors: int, causal: bool, block_q: int
 ) -> None:
-    """Of each tile of queries the turns are 0, 1, 2 ..., in the order in which a team in step comes to it.
+    """At each tile of queries the values are 0, 1, 2 ..., in the order in which a team in step comes to it.
 
-    One comes to it two steps or more after the one before it in the team.
+    A CTA comes to it two steps or more after the one before it in the team.
     """
     from tests.support import gluon_simulator
 
@@ -190,16 +190,16 @@ def test_every_tile_of_queries_gives_every_key_tile_a_turn(
     for m in range(num_tiles):
         seen = ((m + 1) * block_q - 1) // 128 + 1
         adders = range(min(num_key_tiles, seen)) if causal else range(num_key_tiles)
-        turns = {}
+        arrival_of = {}
         for n in adders:
             place, number = n % team, n // team
             members = min(team, num_key_tiles - number * team)
             start = n * 128 // block_q if causal else int(backward["at_start"](place, num_tiles, members))
             arrival = (0 if causal else number, (m - start) % num_tiles, -n if causal else place)
             values = map(torch.tensor, (n, m, num_tiles, num_key_tiles, team))
-            turns[int(backward["turn_of"](*values, causal, block_q))] = arrival
-        assert sorted(turns) == list(range(len(adders)))
-        arrivals = [turns[i] for i in sorted(turns)]
+            arrival_of[int(backward["semaphore_value"](*values, causal, block_q))] = arrival
+        assert sorted(arrival_of) == list(range(len(adders)))
+        arrivals = [arrival_of[i] for i in sorted(arrival_of)]
         assert arrivals == sorted(arrivals)
         if not causal:
             assert all(x[0] < y[0] or x[1] + 2 <= y[1] for x, y in itertools.pairwise(arrivals))
@@ -263,18 +263,18 @@ MUTANTS = [  # module, what stands there, what is put in its place: each would c
     ("backward", "    _await_free(step, DO_FREE)\n    mbarrier", "    mbarrier"),
     ("backward", '    named_barrier("sync", EXCHANGE, 256)\n', ""),
     ("backward", '    named_barrier("sync", EXCHANGE, 256)  # the other', "    #"),
-    ("dq", "        publish(tickets", "        (lambda *_: None)(tickets"),
-    ("backward", "        await_turn(TURN + WG)\n    dq", "        pass\n    dq"),
-    ("dq", "        give_turn(tickets", "        (lambda *_: None)(tickets"),
+    ("dq", "        semaphore_release(dq_semaphore", "        (lambda *_: None)(dq_semaphore"),
+    ("backward", "        await_acquired(DQ_ACQUIRED + WG)\n    dq", "        pass\n    dq"),
+    ("dq", "        semaphore_acquire(dq_semaphore", "        (lambda *_: None)(dq_semaphore"),
     ("dq", "    if step <= steps:", "    if step < steps:"),
     ("backward", "        _await_free(step, Q_FREE)\n        if DETERMINISTIC", "        if DETERMINISTIC"),
     ("backward", "            n = num_key_tiles - 1 - n", "            pass"),
     ("dq", "return last - n", "return last"),
-    ("dq", "        publish(cleared", "        (lambda *_: None)(cleared"),
-    ("dq", "    admit(cleared", "    (lambda *_: None)(cleared"),
+    ("dq", "        semaphore_release(cleared", "        (lambda *_: None)(cleared"),
+    ("dq", "    semaphore_wait(cleared", "    (lambda *_: None)(cleared"),
     ("dq", "gl.where(kv_bh < ahead, 0, num_key_tiles)", "0"),
     ("dq", "        gl.thread_barrier()\n", ""),
-    ("backward", "        await_turn(TURN + WG)\n    mbarrier", "        pass\n    mbarrier"),
+    ("backward", "        await_acquired(DQ_ACQUIRED + WG)\n    mbarrier", "        pass\n    mbarrier"),
 ]  # fmt: skip
 SIZES = (1, 600, 600), (1, 1500, 60)  # batch, queries, keys
 AS_THEY_COME, ONCE_WAITED_FOR = (0.0, 0.002, 0.02), (None,)  # loads; by the second none lands in time by luck
@@ -346,9 +346,9 @@ def compiled() -> list[dict[str, Any]]:
 @known
 def test_the_kernels_for_hopper_are_well_made() -> None:
     found = compiled()
-    assert {line["kernel"] for line in found} == {"forward", "backward", "prepare", "convert"}
+    assert {line["kernel"] for line in found} == {"forward", "backward", "preprocess", "postprocess"}
     for line in found:
-        if line["kernel"] in ("prepare", "convert"):
+        if line["kernel"] in ("preprocess", "postprocess"):
             assert line["registers"] <= 255 and line["LDL"] == line["STL"] == 0, line
             continue
         forward, head_dim, walks = line["kernel"] == "forward", line["head_dim"], 1 + line["ragged"]

@@ -24,7 +24,7 @@ from benchmarks.session import Settings
 from benchmarks.sweeps import SWEEPS
 from lmsys.attention.compiled import why_no_compiler
 from lmsys.parallel import STRATEGIES as TABLE
-from lmsys.parallel.adapt import Adapted
+from lmsys.parallel.adapter import Adapter
 from lmsys.parallel.group import WorkerGroup
 from lmsys.parallel.none import NoSync
 from tests.support import processes
@@ -163,9 +163,9 @@ def test_an_unknown_strategy_is_refused() -> None:
 
 def test_what_is_no_strategy_is_told_so() -> None:
     with pytest.raises(ValueError, match="Identity is no strategy: it has no finish_gradient_synchronization"):
-        Adapted(nn.Identity, nn.Linear(2, 2), None)
+        Adapter(nn.Identity, nn.Linear(2, 2), None)
     with pytest.raises(ValueError, match="NoSync does not take bucket_mb"):
-        Adapted(NoSync, nn.Linear(2, 2), None, bucket_mb=1)
+        Adapter(NoSync, nn.Linear(2, 2), None, bucket_mb=1)
 
 
 def test_gloo_alone_without_cuda_and_two_ranks_at_least() -> None:

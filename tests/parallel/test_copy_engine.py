@@ -65,7 +65,7 @@ class StandIn:
     def exchange(self, layouts: Any, dtypes: Any, whole: bool) -> OverGloo:
         return OverGloo(layouts, dtypes, whole, self.group)
 
-    def spread(self, flats: Any) -> Any:
+    def all_gather(self, flats: Any) -> Any:
         rank, world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         turns = cycle(range(len(flats)))
 
@@ -181,7 +181,7 @@ def _refused() -> str:
 
 def test_what_it_is_not_for_is_told(ranks: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     for error in ranks.run(_refused)[:2]:
-        assert error.startswith("ValueError: copy engines are for NCCL and parameters on GPUs: elsewhere take bucketed")
+        assert error.startswith("ValueError: copy engines need NCCL and parameters on GPUs; elsewhere take bucketed")
     module = "lmsys.parallel.copy_engine"
     monkeypatch.setattr(f"{module}.size_and_rank", lambda group: (2, 0))
     monkeypatch.setattr(f"{module}.is_nccl", lambda group, p: True)

@@ -15,8 +15,8 @@ from lmsys.parallel.exchange import (
     ARRIVED,
     DONE,
     READY,
+    AllGather,
     Exchange,
-    Spread,
     Symmetric,
     inbox_bytes,
     parts_of,
@@ -144,15 +144,15 @@ def wrong_parameters(
             Handle(gpu, rank, [flats[peer][number] for peer in ranks], signals, without)
             for number in range(len(lengths))
         ]
-        spread = Spread(flats[rank], handles, 1, gpu.copy, gpu)
+        all_gather = AllGather(flats[rank], handles, 1, gpu.copy, gpu)
         for step in range(STEPS):
             sent: list[Pending] = []
             for number, flat in enumerate(flats[rank]):
                 for n in lengths[len(sent) : number + 1 + ahead]:
                     own = flats[rank][len(sent)][rank * n : (rank + 1) * n]
                     gpu.launch(n, lambda part, own=own, step=step: own[part].fill_(step + 1))
-                    spread._stream.forgets_streams = deaf is not None and len(sent) >= deaf
-                    sent.append(spread.send(len(sent)))
+                    all_gather._stream.forgets_streams = deaf is not None and len(sent) >= deaf
+                    sent.append(all_gather.send(len(sent)))
                 if rank == hasty:
                     continue
                 sent[number].wait()
@@ -309,7 +309,7 @@ def test_ranks_that_have_shared_memory_unequally_often_are_told(monkeypatch: pyt
     monkeypatch.setattr("lmsys.parallel.exchange.gather_objects", gather_objects)
     monkeypatch.setattr(Symmetric, "shared", 3)
     memory = Symmetric(_OfTwo(), lambda own, others, out, rank: None)
-    for share in (lambda: memory.spread([]), lambda: memory.exchange([], [], whole=True)):
+    for share in (lambda: memory.all_gather([]), lambda: memory.exchange([], [], whole=True)):
         with pytest.raises(ValueError, match=f"ranks have shared memory {Symmetric.shared}, 5 times, and must have as"):
             share()
         memory.handle(torch.zeros(1))

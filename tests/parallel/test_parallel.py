@@ -20,7 +20,7 @@ from lmsys.parallel.bucketed import Bucketed
 from lmsys.parallel.fsdp import Fsdp
 from lmsys.parallel.group import WorkerGroup, device
 from lmsys.parallel.naive import Naive
-from lmsys.parallel.sharded_optimizer import Home, ShardedOptimizer
+from lmsys.parallel.sharded_optimizer import FlatBuffer, ShardedOptimizer
 from lmsys.parallel.zero1 import Zero1
 from tests.support import ranks as on_ranks
 from tests.support.ranks import FAULTS, GROUPS, Net, Recipe, Training, group_of, train, worst_ratio
@@ -325,10 +325,10 @@ def _language_model(strategy: str, checkpoint_blocks: int, compiled: bool, recor
         inside = recorded and step == 1
         with (
             on_ranks.recording(inside),
-            patch.object(Home, "gather", autospec=True, side_effect=Home.gather) as gather,
+            patch.object(FlatBuffer, "gather", autospec=True, side_effect=FlatBuffer.gather) as gather,
         ):
             loss = wrapper(tokens[rank])
-        assert not recorded or gather.call_count == inside * len(wrapper.homes)
+        assert not recorded or gather.call_count == inside * len(wrapper.flat_buffers)
         torch.testing.assert_close(loss, alone(tokens[rank]))
         loss.backward()
         wrapper.finish_gradient_synchronization()

@@ -42,14 +42,14 @@ class Some(nn.Module):
 
 @dataclass
 class Fetched:
-    """events  of a step and the next forward: (begun or waited, home) and (ran, block)
-    needed  homes, by block
+    """events  of a step and the next forward: (begun or waited, buffer) and (ran, block)
+    needed  buffers, by block
     state   parameters right after that forward
     """
 
     events: list[tuple[str, int]]
     needed: list[set[int]]
-    num_homes: int
+    num_buffers: int
     state: list[Tensor]
 
 
@@ -82,15 +82,15 @@ def _fetched(recorded: bool, order: list[int], bucket_mb: float) -> Fetched | No
         wrapper(torch.ones(2, 4))
     state = [p.detach().clone() for p in module.parameters()]
     index_of = {p: index for index, p in enumerate(wrapper.trainable)}
-    members = [set(home.bucket.indices) for home in wrapper.homes]
+    members = [set(buffer.bucket.indices) for buffer in wrapper.flat_buffers]
     own = [{index_of[p] for p in block.parameters()} for block in module.blocks]
     needed = [{number for number, found in enumerate(members) if found & of_block} for of_block in own]
-    return Fetched(events, needed, len(wrapper.homes), state)
+    return Fetched(events, needed, len(wrapper.flat_buffers), state)
 
 
 @settings(max_examples=25)
 @given(order=orders, bucket_mb=bucket_mbs)
-def test_a_recorded_forward_begins_a_few_homes_ahead_and_waits_for_all(
+def test_a_recorded_forward_begins_a_few_buffers_ahead_and_waits_for_all(
     ranks: WorkerGroup, order: list[int], bucket_mb: float
 ) -> None:
     """Whichever blocks it runs, in whatever order."""
@@ -104,21 +104,21 @@ def test_a_recorded_forward_begins_a_few_homes_ahead_and_waits_for_all(
                 waited.add(number)
             else:
                 assert one.needed[number] <= waited
-                assert len(begun) == min(max(waited) + 1 + AHEAD, one.num_homes)
-        assert begun == sorted(waited) == list(range(one.num_homes))
+                assert len(begun) == min(max(waited) + 1 + AHEAD, one.num_buffers)
+        assert begun == sorted(waited) == list(range(one.num_buffers))
         assert [number for what, number in one.events if what == "ran"] == order
     assert all(torch.equal(x, y) for x, y in zip(*(one.state for one in found), strict=True))
 
 
 @settings(max_examples=10)
 @given(order=orders, bucket_mb=bucket_mbs)
-def test_else_a_step_begins_all_homes_and_a_forward_none(
+def test_else_a_step_begins_all_buffers_and_a_forward_none(
     ranks: WorkerGroup, order: list[int], bucket_mb: float
 ) -> None:
     """So that a forward may be of one rank alone."""
     for one in ranks.run(_fetched, False, order, bucket_mb)[:2]:
-        assert one.events[: one.num_homes] == [("begun", number) for number in range(one.num_homes)]
-        waited, rest = set(), one.events[one.num_homes :]
+        assert one.events[: one.num_buffers] == [("begun", number) for number in range(one.num_buffers)]
+        waited, rest = set(), one.events[one.num_buffers :]
         for what, number in rest:
             assert what == "waited" or (what == "ran" and one.needed[number] <= waited)
             waited |= {number} if what == "waited" else set()
@@ -142,7 +142,7 @@ def test_recorded_forwards_train_as_one_process(
 
 
 def _after_a_recording_that_failed(order: list[int], bucket_mb: float) -> list[int] | None:
-    """Homes that are begun by the forward after it; none where those are not all."""
+    """Flat buffers that are begun by the forward after it; none where those are not all."""
     group = group_of(2)
     if dist.get_rank() >= 2:
         return None
@@ -159,12 +159,12 @@ def _after_a_recording_that_failed(order: list[int], bucket_mb: float) -> list[i
     module.order = order
     with use((Zero1, "_gather", noting)), recording(False):
         wrapper(torch.ones(2, 4))
-    return begun if len(wrapper.homes) == len(begun) else []
+    return begun if len(wrapper.flat_buffers) == len(begun) else []
 
 
 @settings(max_examples=10)
 @given(order=orders, bucket_mb=bucket_mbs)
-def test_after_a_recording_that_failed_all_homes_are_fetched(
+def test_after_a_recording_that_failed_all_buffers_are_fetched(
     ranks: WorkerGroup, order: list[int], bucket_mb: float
 ) -> None:
     for begun in ranks.run(_after_a_recording_that_failed, order, bucket_mb)[:2]:

@@ -5,8 +5,8 @@ spoilt as early, as the rules allow, so that a wait or a release in the wrong pl
 error, or a deadlock (reported after a while without progress):
 - a bulk load fills its target with NaN when it is issued, and with data a while later;
 - a matmul reads its operands when it is waited for, and they must be what they were when it was issued;
-- a bulk store reads its source when it is waited for, and writes at the end; an addition lands when it is published,
-  by its own partition or one that a named barrier has told of it; so do zeros;
+- a bulk store reads its source when it is waited for, and writes at the end; an addition lands when a semaphore is
+  released, by its own partition or one that a named barrier has told of it; so do zeros;
 - shared memory that was written by ordinary stores and not fenced cannot be an operand.
 Not simulated: layouts, registers, what 128 threads do apart from one another.
 """
@@ -387,7 +387,7 @@ class Addition:
 
 
 def _add_registers(pointer: Pointer, x: Tensor) -> None:
-    """Lands at once or, as others may see it, when it is published; at the latest when the partition ends."""
+    """Lands at once or, as others may see it, when a semaphore is released; at the latest when the partition ends."""
     time.sleep(random.uniform(0, 0.002))  # so that the order of additions is one of many
     here.added.append(Addition(pointer, x.reshape(4, 2, 8, 8, 4, 2).permute(3, 0, 2, 4, 1, 5).reshape(4096)))
     if random.random() < 0.5:
@@ -405,7 +405,7 @@ def _finish_additions() -> None:
 
 
 def _clear(pointer: Pointer) -> None:
-    """Lands when it is published, after its warps have met; before, what is there is no number."""
+    """Lands when a semaphore is released, after its warps have met; before, the memory holds NaN."""
     start = int(pointer.offset)
     with here.machine.change():
         pointer.window(start + 4096)[start:].fill_(float("nan"))
@@ -417,32 +417,32 @@ def _thread_barrier() -> None:
     here.cleared.clear()
 
 
-def _publish(count: Pointer) -> None:
+def _semaphore_release(semaphore: Pointer) -> None:
     _finish_additions()
     with here.machine.change():
         for x in here.met:
             start = int(x.offset)
             x.window(start + 4096)[start:].zero_()
         here.met.clear()
-    before = _atomic_add(count, 1)
-    assert not here.in_turns or before == here.turns.pop(int(count.offset), None), "added out of turn"
+    before = _atomic_add(semaphore, 1)
+    assert not here.in_order or before == here.acquired.pop(int(semaphore.offset), None), "added out of order"
 
 
-def _admit(count: Pointer, expected: Any, first: int) -> None:
-    here.in_turns = False  # what this partition publishes is no turn
-    _let_add(count, expected, first)
+def _semaphore_wait(semaphore: Pointer, expected: Any, first: int) -> None:
+    here.in_order = False  # this partition releases what it has not acquired
+    _let_add(semaphore, expected, first)
 
 
-def _let_add(count: Pointer, expected: Any, first: int) -> None:
-    assert int(_load(count)) <= int(expected), "the turn is over"
-    here.machine.await_(lambda: int(_load(count)) == int(expected), f"a count of {int(expected)}")
+def _let_add(semaphore: Pointer, expected: Any, first: int) -> None:
+    assert int(_load(semaphore)) <= int(expected), "the semaphore has passed this value"
+    here.machine.await_(lambda: int(_load(semaphore)) == int(expected), f"a semaphore at {int(expected)}")
     for number in (first, first + 1):
         _named_barrier("arrive", number, 160, come=32)
 
 
-def _give_turn(count: Pointer, expected: Any, first: int) -> None:
-    here.turns[int(count.offset)] = int(expected)
-    _let_add(count, expected, first)
+def _semaphore_acquire(semaphore: Pointer, expected: Any, first: int) -> None:
+    here.acquired[int(semaphore.offset)] = int(expected)
+    _let_add(semaphore, expected, first)
 
 
 def _specialize(functions: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
@@ -457,8 +457,8 @@ def _specialize(functions: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
             with machine.change():
                 machine.late += here.writes
             assert not here.matmuls, "a matmul was never waited for"
-            assert not here.turns, "a turn was never over"
-            assert not here.cleared and not here.met, "what was cleared was never published"
+            assert not here.acquired, "a semaphore was acquired and never released"
+            assert not here.cleared and not here.met, "zeros were written and never released"
         except BaseException as error:
             with machine.change():
                 machine.failure = machine.failure or error
@@ -479,7 +479,7 @@ def _enter(machine: Machine, cta: Cta) -> None:
     here.machine, here.cta = machine, cta
     here.matmuls, here.stores, here.writes, here.stored, here.added = [], [], [], [], []
     here.cleared, here.met = [], []  # zeros that warps have written, apart from one another; that all of them have
-    here.turns, here.in_turns = {}, True  # by place of the count
+    here.acquired, here.in_order = {}, True  # values by place of the semaphore
 
 
 class _Constant(int):
@@ -541,12 +541,12 @@ def kernels(module: str) -> dict[str, Any]:
     _run_source("hopper", stand_ins)
     stand_ins |= {  # in assembly
         "named_barrier": _named_barrier,
-        "publish": _publish,
-        "give_turn": _give_turn,
-        "admit": _admit,
+        "semaphore_release": _semaphore_release,
+        "semaphore_acquire": _semaphore_acquire,
+        "semaphore_wait": _semaphore_wait,
         "clear": _clear,
-        "await_kernel_before": lambda: None,  # kernels do not run beside one another
-        "admit_kernel_after": lambda: None,
+        "gdc_wait": lambda: None,  # kernels do not run beside one another
+        "gdc_launch_dependents": lambda: None,
         "add_registers": _add_registers,
         "narrow": lambda x, dtype: x.to(dtype),
         "scale_rows": lambda x, factor: x * factor[:, None],

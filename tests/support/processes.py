@@ -1,5 +1,6 @@
 """The benchmarks as a user starts them: pytest in a process of its own."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -11,10 +12,25 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 ENVIRONMENT.pop("PYTEST_XDIST_WORKER", None)  # these are no workers, even if their caller is
 
 
-def command(selector: str, *options: object) -> list[str]:
-    return [sys.executable, "-m", "pytest", "benchmarks", "-k", selector, "-q", *map(str, options)]
+def command(*options: object) -> list[str]:
+    return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, options)]
 
 
-def run(selector: str, *options: object) -> subprocess.CompletedProcess[str]:
-    line = command(selector, *options)
-    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
+def run(*options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*options), cwd=ROOT, capture_output=True, text=True, timeout=600, env=ENVIRONMENT
+    )  # fmt: skip
+
+
+def smoke_sweep(folder: Path) -> Path:
+    """The result file of the whole smoke sweep: whoever of several processes comes first makes it, the others wait."""
+    result = folder / "smoke.json"
+    with (folder / "smoke.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not result.exists():
+            quick = ("--sweep", "smoke", "--benchmark-only", "--benchmark-max-time", "0.005")
+            ended = run("benchmarks", *quick, "--benchmark-json", folder / "making.json")
+            (folder / "smoke.txt").write_text(ended.stdout + ended.stderr)
+            assert ended.returncode == 0, ended.stdout + ended.stderr
+            (folder / "making.json").rename(result)
+    return result

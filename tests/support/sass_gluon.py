@@ -21,19 +21,20 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from lmsys.attention.flash_gluon.around import convert_kernel, prepare_kernel
 from lmsys.attention.flash_gluon.backward import backward_kernel
 from lmsys.attention.flash_gluon.forward import forward_kernel
 from lmsys.attention.flash_gluon.kernels import BLOCK_Q, ROWS, TILE_K, backward_options, forward_options
 from lmsys.attention.flash_gluon.launch import layout
 from lmsys.attention.flash_gluon.plans import BACKWARD, FORWARD, BackwardPlan, ForwardPlan, forward_plan
+from lmsys.attention.flash_gluon.postprocess import postprocess_kernel
+from lmsys.attention.flash_gluon.preprocess import preprocess_kernel
 from lmsys.attention.flash_gluon.tune import SHORT, candidates
 from tests.support.sass import TRITON_NAMES, resources
 
-POINTERS = {"tickets": "*i32", "counter": "*i32", "parameters": "*i64"}
+POINTERS = {"dq_semaphore": "*i32", "counter": "*i32", "parameters": "*i64"}
 ADDS = {"UTMAREDG": "UTMAREDG", "REDG": r"REDG\.E\.ADD\.F32x4"}
 MNEMONICS = ADDS | {"UTMASTG": "UTMASTG", "SYNCS": "SYNCS", "BAR": r"BAR\.(?:SYNC|ARV)", "fences": r"MEMBAR\.\w+\.GPU"}
-MNEMONICS |= {"ACQBULK": "ACQBULK", "PREEXIT": "PREEXIT"}  # waits for the kernel before, admits the one after
+MNEMONICS |= {"ACQBULK": "ACQBULK", "PREEXIT": "PREEXIT"}  # griddepcontrol.wait and .launch_dependents
 
 
 def descriptor(block: list[int], dtype: torch.dtype) -> str:
@@ -73,11 +74,11 @@ def backward(
     return compile_kernel(backward_kernel, signature, constants, maxnreg=168)
 
 
-def around(dtype: torch.dtype, head_dim: int) -> Iterator[tuple[str, Any]]:
+def pre_and_postprocess(dtype: torch.dtype, head_dim: int) -> Iterator[tuple[str, Any]]:
     half = "*" + TRITON_NAMES[dtype]
     constants = {"ROWS": 4096 // head_dim, "D": head_dim}
-    yield "prepare", compile_kernel(prepare_kernel, dict.fromkeys(("o_ptr", "do_ptr"), half), constants)
-    yield "convert", compile_kernel(convert_kernel, {"dq_ptr": half}, {"ROWS": ROWS, "D": head_dim})
+    yield "preprocess", compile_kernel(preprocess_kernel, dict.fromkeys(("o_ptr", "do_ptr"), half), constants)
+    yield "postprocess", compile_kernel(postprocess_kernel, {"dq_ptr": half}, {"ROWS": ROWS, "D": head_dim})
 
 
 def read(kernel: Any) -> dict[str, int]:
@@ -143,7 +144,7 @@ def main(dtypes: list[str], every: bool) -> None:
             print(json.dumps({"kernel": kernel, "dtype": name, **what, **read(binary)}), flush=True)
 
         for head_dim in (64, 128):
-            for name, binary in around(dtype, head_dim):
+            for name, binary in pre_and_postprocess(dtype, head_dim):
                 report(name, binary, head_dim=head_dim)
             for causal in (True, False):
                 what = {"head_dim": head_dim, "causal": causal}

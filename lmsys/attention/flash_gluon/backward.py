@@ -1,8 +1,8 @@
 """The backward: one pass over tiles of keys, five matmuls for each tile of queries, dq added up in global memory.
 
 After FlashAttention-2 (Dao 2023, arXiv 2307.08691, Algorithm 2) with the transposed scores of FlashAttention-3:
-P and dS leave the registers of one matmul for the next. dq is added up in float32. What comes before and after is in
-`around`.
+P and dS leave the registers of one matmul for the next. dq is added up in float32. `preprocess` and `postprocess` hold
+the kernels before and after.
 
 Legend: B batch, H query heads, Hkv key heads, G = H / Hkv, Q queries, K keys, D head dimension.
 """
@@ -19,20 +19,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from lmsys.attention.flash_gluon.dq import (
     BLOCK_K,
+    DQ_ACQUIRED,
     STAGES,
-    TURN,
     at_start,
     clear_ahead,
     next_tile,
-    pass_on,
+    release_and_acquire,
 )
 from lmsys.attention.flash_gluon.hopper import (
     FIRST_BARRIER,
     add_registers,
-    admit_kernel_after,
-    await_kernel_before,
-    await_turn,
+    await_acquired,
     barriers,
+    gdc_launch_dependents,
+    gdc_wait,
     load_rows,
     named_barrier,
     narrow,
@@ -74,10 +74,10 @@ def _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, head, row,
 
 @gluon.jit
 def _load_tiles(
-    q_desc, do_desc, lse_desc, delta_desc, ring, work, order, turn, place, first, last, H, Q_PADDED,
+    q_desc, do_desc, lse_desc, delta_desc, ring, work, order, dq_tile, place, first, last, H, Q_PADDED,
     BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, AROUND: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of queries of the steps from `first` to `last`, after the one at `place`; in a fixed order also turns."""
+    """Loads the queries of steps `first` to `last`, after the tile at `place`; in a fixed order also acquires dq's."""
     batch, first_head, low, start, num_tiles, steps = work
     head, m = place
     for step in range(first, last):
@@ -86,8 +86,8 @@ def _load_tiles(
         padded = (batch * H + head) * Q_PADDED + row
         _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, head, row, padded, step)
         if DETERMINISTIC:
-            turn = pass_on(order, step, steps, turn, low, start, num_tiles, BLOCK_Q, CAUSAL, AROUND)
-    return turn, (head, m)
+            dq_tile = release_and_acquire(order, step, steps, dq_tile, low, start, num_tiles, BLOCK_Q, CAUSAL, AROUND)
+    return dq_tile, (head, m)
 
 
 @gluon.jit
@@ -95,31 +95,31 @@ def _producer(
     q_desc, do_desc, lse_desc, delta_desc, ring, work, order, clearing, H, Q_PADDED, BLOCK_Q: gl.constexpr,
     CAUSAL: gl.constexpr, AROUND: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    """All tiles of queries but the first. In the deterministic mode also the consumers' turns to add to dq, else zeros
-    in it for a later head, once the ring is full.
+    """Loads all tiles of queries but the first. In the deterministic mode it also acquires and releases dq's tiles for
+    the consumers; else, once the ring is full, it writes zeros into dq for a later head.
     """
     batch, head, low, start, num_tiles, steps = work
-    turn = batch * H + head, start
+    dq_tile = batch * H + head, start
     place = head, start
     first = 1
     if not DETERMINISTIC:
         first = gl.minimum(steps, STAGES)
-        turn, place = _load_tiles(
-            q_desc, do_desc, lse_desc, delta_desc, ring, work, order, turn, place, 1, first, H, Q_PADDED,
+        dq_tile, place = _load_tiles(
+            q_desc, do_desc, lse_desc, delta_desc, ring, work, order, dq_tile, place, 1, first, H, Q_PADDED,
             BLOCK_Q, CAUSAL, AROUND, DETERMINISTIC,
         )  # fmt: skip
         dq_ptr, kv_bh, num_heads, ahead, size = clearing
         cleared, n, num_key_tiles, team = order
         clear_ahead(dq_ptr, cleared, kv_bh, n, num_heads, num_key_tiles, ahead, size)
-    turn, place = _load_tiles(
-        q_desc, do_desc, lse_desc, delta_desc, ring, work, order, turn, place, first, steps, H, Q_PADDED,
+    dq_tile, place = _load_tiles(
+        q_desc, do_desc, lse_desc, delta_desc, ring, work, order, dq_tile, place, first, steps, H, Q_PADDED,
         BLOCK_Q, CAUSAL, AROUND, DETERMINISTIC,
     )  # fmt: skip
     FIRST: gl.constexpr = 1 if DETERMINISTIC else STAGES
     for step in range(gl.maximum(steps, FIRST), steps + STAGES):  # arrivals have to be met before the CTA may end
         _await_free(step, Q_FREE)
         if DETERMINISTIC:
-            turn = pass_on(order, step, steps, turn, low, start, num_tiles, BLOCK_Q, CAUSAL, AROUND)
+            dq_tile = release_and_acquire(order, step, steps, dq_tile, low, start, num_tiles, BLOCK_Q, CAUSAL, AROUND)
     for step in range(gl.maximum(steps, STAGES), steps + STAGES):
         _await_free(step, DO_FREE)
 
@@ -190,7 +190,7 @@ def _step(
         lse = lses.index(following % STAGES).load(ROW_LAYOUT)
     place = (bh * num_tiles + m) * 2 + WG
     if DETERMINISTIC:
-        await_turn(TURN + WG)
+        await_acquired(DQ_ACQUIRED + WG)
     dq, dv, p_operand = warpgroup_mma_wait(1, deps=[dq_token, dv_token, p_operand])
     _release(step, DO_FREE)
     add_registers(dq_ptr + place.to(gl.int64) * 4096, dq)
@@ -250,7 +250,7 @@ def _consumer(
     k = ks.slice(WG * 64, 64)
     v = vs.slice(WG * 64, 64)
     if not DETERMINISTIC:
-        await_turn(TURN + WG)
+        await_acquired(DQ_ACQUIRED + WG)
     mbarrier.wait(kv_full, 0)
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dk = gl.zeros([64, D], gl.float32, O_LAYOUT)
@@ -279,7 +279,7 @@ def _consumer(
     batch = kv_bh // kv_heads
     kv_head = kv_bh % kv_heads
     row = n * BLOCK_K + WG * 64
-    admit_kernel_after()
+    gdc_launch_dependents()
     # Through a buffer that is free now: as a slice of their tile, the rows of v do not lie together.
     OUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], DTYPE)
     out = dss.index(WG)._reinterpret(DTYPE, [64, D], OUT)
@@ -297,7 +297,7 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=["num_heads", "H", "G", "Q", "Q_PADDED", "K", "num_key_tiles", "at_once", "team", "ahead"])
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_ptr, parameters, tickets,
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_ptr, parameters, dq_semaphore,
     scale, num_heads, H, G, Q, Q_PADDED, K, num_key_tiles, at_once, team, ahead,
     BLOCK_Q: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, GROUPED: gl.constexpr,
     PREFETCH: gl.constexpr, SPREAD: gl.constexpr, DETERMINISTIC: gl.constexpr,
@@ -305,13 +305,13 @@ def backward_kernel(
     """dk and dv; dq / sm_scale is added up in float32 (B H, Q_PADDED, D), Q_PADDED a multiple of BLOCK_Q.
 
     dq ends as tiles (64, 64) in the order that `add_registers` leaves them in. `scale` is in base 2; `parameters` are
-    those of `prepare_kernel`; `num_heads` is B Hkv. Of dq, what belongs to the first `ahead` key heads begins as zeros.
-    The CTAs of each head clear the rest, for the head so many later. `tickets` is a zero for each key head.
+    those of `preprocess_kernel`; `num_heads` is B Hkv. dq begins as zeros for the first `ahead` key heads.
+    The CTAs of each head clear the rest, for the head so many later. `dq_semaphore` is a zero for each key head.
     RAGGED: K is no multiple of BLOCK_K (which a causal kernel need not be told). GROUPED: G > 1.
     SPREAD: the key tiles of a `team` begin with tiles of queries that are evenly spread, and go around.
-    DETERMINISTIC: CTAs add to dq, all of which begins as zeros, in a fixed order; `tickets` is a zero for each tile of
-    queries. In full attention those of a team wait for one another: it must fit the GPU, and have no more members than
-    tiles of queries.
+    DETERMINISTIC: CTAs add to dq, all of which begins as zeros, in a fixed order; `dq_semaphore` is a zero for each
+    tile of queries. In full attention those of a team wait for one another: it must fit the GPU, and have no more
+    members than tiles of queries.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, D], DTYPE)
@@ -352,13 +352,13 @@ def backward_kernel(
     mbarrier.expect(kvs[2], 2 * k_desc.block_type.nbytes)
     load_rows(k_desc, batch, kv_head, n * BLOCK_K, kvs[2], ks)
     load_rows(v_desc, batch, kv_head, n * BLOCK_K, kvs[2], vs)
-    await_kernel_before()
+    gdc_wait()
     if steps > 0:
         row = start * BLOCK_Q
         padded = kv_bh * G * Q_PADDED + row
         _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, kv_head * G, row, padded, 0)
     work = batch, kv_head * G, low, start, num_tiles, steps
-    order = tickets, n, num_key_tiles, team
+    order = dq_semaphore, n, num_key_tiles, team
     clearing = dq_ptr, kv_bh, num_heads, ahead, G * (Q_PADDED * D // 4096)
     gl.warp_specialize([
             (_producer, (

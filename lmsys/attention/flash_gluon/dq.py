@@ -1,21 +1,28 @@
-"""How the backward adds up dq: over zeros that CTAs write for one another, or in a fixed order.
+"""Additions to dq: over zeros that CTAs write for one another, or in a fixed order.
 
-In both the producer waits until a count in global memory says that its CTA's consumers may add, and then lets them.
+In both modes a semaphore in global memory (FlashAttention's `dq_semaphore`) says when the consumers of a CTA may add.
+The producer waits for it and then lets the consumers pass a named barrier.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lmsys.attention.flash_gluon.hopper import FIRST_BARRIER, admit, clear, give_turn, publish
+from lmsys.attention.flash_gluon.hopper import (
+    FIRST_BARRIER,
+    clear,
+    semaphore_acquire,
+    semaphore_release,
+    semaphore_wait,
+)
 
 STAGES = gl.constexpr(2)
 BLOCK_K = gl.constexpr(128)  # keys of a CTA, 64 of each consumer
-TURN = gl.constexpr(FIRST_BARRIER.value + 1 + 2 * STAGES.value)  # named barriers: each consumer may add to dq
+DQ_ACQUIRED = gl.constexpr(FIRST_BARRIER.value + 1 + 2 * STAGES.value)  # named barriers: each consumer may add to dq
 
 
 @gluon.jit
 def next_tile(head, m, low, start, num_tiles, AROUND: gl.constexpr):
-    """After the last tile of queries the lowest, and where that leads to the start again the next query head."""
+    """The tile of queries after m: after the last the lowest, and back at the start the next query head."""
     m += 1
     if AROUND:
         m = gl.where(m == num_tiles, low, m)
@@ -29,7 +36,7 @@ def clear_ahead(dq_ptr, cleared, kv_bh, n, num_heads, num_key_tiles, ahead, size
 
     CTAs wait for those of lower numbers alone, see `ahead_of`: they must begin in the order of their numbers.
     """
-    admit(cleared + kv_bh, gl.where(kv_bh < ahead, 0, num_key_tiles), TURN)
+    semaphore_wait(cleared + kv_bh, gl.where(kv_bh < ahead, 0, num_key_tiles), DQ_ACQUIRED)
     later = kv_bh + ahead
     if later < num_heads:
         share = gl.cdiv(size, num_key_tiles)
@@ -37,7 +44,7 @@ def clear_ahead(dq_ptr, cleared, kv_bh, n, num_heads, num_key_tiles, ahead, size
         for i in range(n * share, gl.minimum((n + 1) * share, size)):
             clear(dq_ptr + (tile + i) * 4096)
         gl.thread_barrier()
-        publish(cleared + later)
+        semaphore_release(cleared + later)
 
 
 @gluon.jit
@@ -47,8 +54,8 @@ def at_start(place, num_tiles, members):
 
 
 @gluon.jit
-def turn_of(n, m, num_tiles, num_key_tiles, team, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr):
-    """How many add to dq's tile m before key tile n, in the order of the deterministic mode.
+def semaphore_value(n, m, num_tiles, num_key_tiles, team, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr):
+    """How many CTAs add to dq's tile m before key tile n, in the deterministic order: the value to wait for.
 
     That is the order in which they come to it if all of a team keep step: nobody waits. Causal tiles begin at their
     diagonal, so the highest comes first to every m. In full attention the members of a team begin evenly spread: first
@@ -65,17 +72,17 @@ def turn_of(n, m, num_tiles, num_key_tiles, team, CAUSAL: gl.constexpr, BLOCK_Q:
 
 
 @gluon.jit
-def pass_on(
-    order, step, steps, turn, low, start, num_tiles,
+def release_and_acquire(
+    order, step, steps, dq_tile, low, start, num_tiles,
     BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, AROUND: gl.constexpr,
 ):  # fmt: skip
-    """Publishes step - STAGES, which is over and added to dq's tile m; then the turn of the step after it."""
-    tickets, n, num_key_tiles, team = order
-    bh, m = turn
+    """Releases the tile of dq that step - STAGES has added to; then acquires the one of the step after it."""
+    dq_semaphore, n, num_key_tiles, team = order
+    bh, m = dq_tile
     if step >= STAGES:
-        publish(tickets + (bh * num_tiles + m))
+        semaphore_release(dq_semaphore + (bh * num_tiles + m))
         bh, m = next_tile(bh, m, low, start, num_tiles, AROUND)
     if step <= steps:
-        number = turn_of(n, m, num_tiles, num_key_tiles, team, CAUSAL, BLOCK_Q)
-        give_turn(tickets + (bh * num_tiles + m), number, TURN)
+        number = semaphore_value(n, m, num_tiles, num_key_tiles, team, CAUSAL, BLOCK_Q)
+        semaphore_acquire(dq_semaphore + (bh * num_tiles + m), number, DQ_ACQUIRED)
     return bh, m

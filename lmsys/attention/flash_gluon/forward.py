@@ -20,9 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from lmsys.attention.flash_gluon.hopper import (
     FIRST_BARRIER,
-    admit_kernel_after,
-    await_kernel_before,
     barriers,
+    gdc_launch_dependents,
+    gdc_wait,
     load_rows,
     named_barrier,
     narrow,
@@ -93,7 +93,7 @@ def _producer(
     index = gl.program_id(0)
     total = num_heads * num_tiles
     if CHAINED:  # ahead of the first load and the counter, and so of all that consumers write
-        await_kernel_before()
+        gdc_wait()
     while index < total:
         if DYNAMIC:
             _announce(tiles, tile_full, tile_empty, turn, index)
@@ -125,7 +125,7 @@ def _producer(
         else:
             index += gl.num_programs(0)
     if CHAINED:
-        admit_kernel_after()
+        gdc_launch_dependents()
     if DYNAMIC:
         # Before the ring is drained: consumers would otherwise wait for this, and the drain for them.
         _announce(tiles, tile_full, tile_empty, turn, index)

@@ -1,6 +1,6 @@
-"""What the kernels need of Hopper and Gluon's own surface lacks or hides. Written for triton 3.6.0.
+"""Instructions of Hopper that Gluon's own surface lacks or hides, in inline assembly. Written for triton 3.6.0.
 
-It is inline assembly. Of named barriers hardware has 16, Triton takes the low ones, the kernels 8 to 15.
+The hardware has 16 named barriers: Triton takes the low ones, the kernels 8 to 15.
 """
 
 import triton
@@ -17,7 +17,7 @@ def _barrier_asm(kind, num_threads):
 
 
 @gluon.constexpr_function
-def _admit_asm(first):
+def _acquire_asm(first):
     return f"""{{
         .reg .pred other, late;
         mov.b32 $0, $2;
@@ -58,8 +58,8 @@ def _by_all(INSTRUCTION: gl.constexpr):
 
 
 @gluon.jit
-def publish(count):
-    """Counts one more at `count`, once all that came before it in this CTA can be seen by other CTAs.
+def semaphore_release(semaphore):
+    """Adds 1 to the semaphore, once other CTAs can see everything that this CTA has done before.
 
     By the last of 4 warps: the others do not wait until what was written to memory has landed there.
     """
@@ -70,46 +70,46 @@ def publish(count):
         @mine red.release.gpu.global.add.u32 [$1], 1;
         mov.b32 $0, $2;
     }"""
-    places = (count + gl.full([128], 0, gl.int32, LAYOUT)).to(gl.int64)
+    places = (semaphore + gl.full([128], 0, gl.int32, LAYOUT)).to(gl.int64)
     thread = gl.arange(0, 128, layout=LAYOUT)
     gl.inline_asm_elementwise(ASM, "=r,l,r", [places, thread], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def admit(count, expected, FIRST: gl.constexpr):
-    """Once the number at `count` is as expected, those who `await_turn` at barriers FIRST and FIRST + 1 go on.
+def semaphore_wait(semaphore, expected, FIRST: gl.constexpr):
+    """Waits until the semaphore has the expected value, then lets consumers pass named barriers FIRST and FIRST + 1.
 
-    With it, they can see what was published before. By the first of 4 warps; the others go on at once.
+    They can then see everything that was done before the releases. By the first of 4 warps; the others go on at once.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    ASM: gl.constexpr = _admit_asm(FIRST)
-    places = (count + gl.full([128], 0, gl.int32, LAYOUT)).to(gl.int64)
+    ASM: gl.constexpr = _acquire_asm(FIRST)
+    places = (semaphore + gl.full([128], 0, gl.int32, LAYOUT)).to(gl.int64)
     wanted = gl.full([128], expected, gl.int32, LAYOUT)
     thread = gl.arange(0, 128, layout=LAYOUT)
     gl.inline_asm_elementwise(ASM, "=&r,l,r,r", [places, wanted, thread], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def give_turn(count, expected, FIRST: gl.constexpr):
-    """As `admit`, of those whose turn ends with the next `publish` at `count`: a simulation holds them to it."""
-    admit(count, expected, FIRST)
+def semaphore_acquire(semaphore, expected, FIRST: gl.constexpr):
+    """`semaphore_wait` by a CTA that is the next to release this semaphore: a simulation holds it to that."""
+    semaphore_wait(semaphore, expected, FIRST)
 
 
 @gluon.jit
-def await_turn(barrier):
-    """By all of 4 warps, until one of another warp group has admitted them."""
+def await_acquired(barrier):
+    """Waits, with all of 4 warps, until a warp of the producer has acquired the semaphore for them."""
     named_barrier("sync", barrier, 160)
 
 
 @gluon.jit
-def await_kernel_before():
-    """Until the kernel before this one in its stream has ended, where `launch_pdl` let this one begin before."""
+def gdc_wait():
+    """Waits until the kernel before this one in its stream has ended, where `launch_pdl` let this one begin early."""
     _by_all("griddepcontrol.wait")
 
 
 @gluon.jit
-def admit_kernel_after():
-    """The kernel after this one may begin, as far as this CTA is concerned."""
+def gdc_launch_dependents():
+    """Lets the kernel after this one in its stream begin, once all CTAs have come here."""
     _by_all("griddepcontrol.launch_dependents")
 
 
@@ -117,8 +117,8 @@ def admit_kernel_after():
 def add_registers(ptr, x):
     """Adds x (64, 64), as a matmul leaves it, to 4096 numbers at `ptr`, in the order of its registers.
 
-    Four that a thread holds lie together: 512 bytes for an instruction of a warp. In no order among CTAs but that of
-    `give_turn`.
+    Four that a thread holds lie together: 512 bytes for an instruction of a warp. CTAs add in no order but that of
+    `semaphore_acquire`.
     """
     x = x.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([1024, 2, 2])
     left, right = gl.split(x)

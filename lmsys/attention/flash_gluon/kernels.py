@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from lmsys.attention.flash_gluon.around import convert_kernel, prepare_kernel
+from lmsys.attention.custom_ops import attend, autograd_function, custom_op
 from lmsys.attention.flash_gluon.backward import backward_kernel
 from lmsys.attention.flash_gluon.forward import forward_kernel
 from lmsys.attention.flash_gluon.launch import Kernel
@@ -21,19 +21,20 @@ from lmsys.attention.flash_gluon.plans import (
     forward_plan,
     heads_at_once,
 )
+from lmsys.attention.flash_gluon.postprocess import postprocess_kernel
+from lmsys.attention.flash_gluon.preprocess import preprocess_kernel
 from lmsys.attention.flash_gluon.support import flash_gluon_supports
-from lmsys.attention.operators import attend, function, operator
 from lmsys.kernels.launch import raw_stream
 
 __all__ = ["FlashGluon", "flash_gluon", "flash_gluon_supports"]
 
 LOG2_E = math.log2(math.e)
 TILE_K = 128
-ROWS = 64  # of queries that one warp group of the forward owns
-NUM_PARAMETERS = 6  # int64, which `prepare_kernel` writes
+ROWS = 64  # queries that one warp group of the forward owns
+NUM_PARAMETERS = 6  # int64, which `preprocess_kernel` writes
 BLOCK_Q = {64: 128, 128: 64}  # by head_dim: queries of a step of the backward
-HEADS_IN_ORDER = {64: 4, 128: 2}  # by head_dim: whose key tiles take turns in a causal backward of fixed order
-FEW_WAVES = 8  # of CTAs: so few that the time in which the last ones run alone counts more than what L2 keeps
+HEADS_IN_ORDER = {64: 4, 128: 2}  # by head_dim: heads whose key tiles alternate in a causal backward of fixed order
+FEW_WAVES = 8  # of CTAs: below this, the tail costs more than L2 reuse gains
 DQ_TILE = 4096  # numbers of dq that are added to at a time
 MOST_CLEARED = 8  # tiles of dq: more of them would keep the loads of a CTA that clears them waiting
 # By consumers and CTAs of a processor: registers of a consumer's threads, and of all threads at the start.
@@ -53,12 +54,12 @@ def _addressable(x: Tensor) -> Tensor:
 
 
 def _like(x: Tensor) -> Tensor:
-    """Room for a result, in x's own layout where rows are contiguous: behind a projection (B, S, H, D) memory."""
+    """An empty result, in x's own layout where rows are contiguous: (B, S, H, D) memory after a projection."""
     return torch.empty_like(x) if x.stride(-1) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _counter(device: int, stream: int) -> Tensor:
-    """Two zeros, which the kernel leaves zero: a pair for each stream, touched once the one before has ended."""
+    """Two zeros, which the kernel leaves zero: a pair for each stream, used once the kernel before has ended."""
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)  # a graph may be replayed on any stream
     if (device, stream) not in _counters:
@@ -67,7 +68,7 @@ def _counter(device: int, stream: int) -> Tensor:
 
 
 def forward_options(head_dim: int, causal: bool, ragged: bool, plan: ForwardPlan) -> dict[str, Any]:
-    """What `forward_kernel` is compiled with."""
+    """The constants and compiler options of `forward_kernel`."""
     registers, cap = REGISTERS[plan.consumers, plan.ctas]
     return {
         "BLOCK_K": plan.tile_k, "D": head_dim, "WGS": plan.consumers, "STAGES": plan.stages,
@@ -78,7 +79,7 @@ def forward_options(head_dim: int, causal: bool, ragged: bool, plan: ForwardPlan
 
 
 class _Forward:
-    """What all calls of one shape share."""
+    """The sizes, the grid and the binary that all calls of one shape share."""
 
     def __init__(self, q: Tensor, k: Tensor, causal: bool, plan: ForwardPlan):
         (batch, heads, queries, head_dim), (_, kv_heads, keys, _) = q.shape, k.shape
@@ -115,7 +116,7 @@ class _Forward:
 def backward_options(
     head_dim: int, causal: bool, ragged: bool, grouped: bool, deterministic: bool, plan: BackwardPlan
 ) -> dict[str, Any]:
-    """What `backward_kernel` is compiled with."""
+    """The constants of `backward_kernel`."""
     return {
         "BLOCK_Q": BLOCK_Q[head_dim], "D": head_dim, "CAUSAL": causal, "RAGGED": ragged, "GROUPED": grouped,
         "PREFETCH": plan.prefetch, "SPREAD": not causal and (ragged or deterministic), "DETERMINISTIC": deterministic,
@@ -125,17 +126,17 @@ def backward_options(
 def team_of(num_key_tiles: int, num_tiles: int, processors: int) -> int:
     """How many key tiles of a head are worked on together in full attention of fixed order.
 
-    Those who wait for one another are on the GPU together, also where they have half of it. They begin two tiles of
-    queries apart, so that one has long published what it added when the next one comes.
+    CTAs that wait for one another are on the GPU together, also where they have half of it. They begin two tiles of
+    queries apart, so that one has long released a tile of dq when the next one comes to it.
     """
     num_teams = triton.cdiv(num_key_tiles, max(1, min(processors, num_tiles) // 2))
     return triton.cdiv(num_key_tiles, num_teams)
 
 
 def ahead_of(at_once: int, num_key_tiles: int, num_heads: int, processors: int) -> int:
-    """How many key heads later the zeros of dq are needed that a CTA writes: so many that theirs fill the GPU once.
+    """How many key heads ahead a CTA writes the zeros of dq: so many that their CTAs fill the GPU once.
 
-    In whole groups, so that CTAs wait for those of lower numbers alone; the first `ahead` heads' are there before.
+    In whole groups, so that CTAs wait for those of lower numbers alone; the first `ahead` heads are zero before.
     """
     groups = triton.cdiv(processors, at_once * num_key_tiles)
     return min(groups * at_once, num_heads)
@@ -168,20 +169,22 @@ class _Backward:
         ahead = kv_num_heads
         if not deterministic and share <= MOST_CLEARED:
             ahead = ahead_of(at_once, num_key_tiles, kv_num_heads, processors)
-        self.num_tickets = num_heads * num_tiles if deterministic else kv_num_heads
+        self.num_semaphores = num_heads * num_tiles if deterministic else kv_num_heads
         self.sizes = kv_num_heads, heads, group, queries, self.padded, keys, num_key_tiles, at_once, team, ahead
-        self.prepare_sizes = (
-            num_heads, heads, group, queries, self.padded, num_key_tiles, at_once, team, self.num_tickets,
+        self.preprocess_sizes = (
+            num_heads, heads, group, queries, self.padded, num_key_tiles, at_once, team, self.num_semaphores,
             ahead * group,
         )  # fmt: skip
-        # float32 dq (B H, Qpad, D), padded log-sum-exp and delta (B H, Qpad), parameters (int64), tickets (int32)
+        # float32 dq (B H, Qpad, D), padded log-sum-exp and delta (B H, Qpad), parameters (int64), dq_semaphore (int32)
         self.num_rows = num_heads * self.padded
         self.num_dq = self.num_rows * head_dim
-        self.floats = self.num_dq + 2 * self.num_rows + 2 * NUM_PARAMETERS + self.num_tickets
+        self.floats = self.num_dq + 2 * self.num_rows + 2 * NUM_PARAMETERS + self.num_semaphores
         self.rows = DQ_TILE // head_dim  # of a program of the kernel before
-        self.prepare_grid = self.num_rows // self.rows
-        self.convert_grid = self.num_rows // ROWS
-        self.prepare, self.main, self.convert = self._compiled(q, head_dim, causal, keys, deterministic, group, plan)
+        self.preprocess_grid = self.num_rows // self.rows
+        self.postprocess_grid = self.num_rows // ROWS
+        self.preprocess, self.main, self.postprocess = self._compiled(
+            q, head_dim, causal, keys, deterministic, group, plan
+        )
 
     def _compiled(
         self, q: Tensor, head_dim: int, causal: bool, keys: int, deterministic: bool, group: int, plan: BackwardPlan
@@ -198,13 +201,13 @@ class _Backward:
                 _kernels[key] = Kernel(*arguments, **options)
             return _kernels[key]
 
-        prepare = kept(
-            ("prepare", *same), prepare_kernel, [], [],
-            [half, half, floats, floats, floats, floats, ints, longs, 0.5, *self.prepare_sizes, *[8] * 6],
+        preprocess = kept(
+            ("preprocess", *same), preprocess_kernel, [], [],
+            [half, half, floats, floats, floats, floats, ints, longs, 0.5, *self.preprocess_sizes, *[8] * 6],
             ROWS=self.rows, D=head_dim,
         )  # fmt: skip
-        convert = kept(
-            ("convert", *same), convert_kernel, [], [], [floats, half, 0.5, *[8] * 6],
+        postprocess = kept(
+            ("postprocess", *same), postprocess_kernel, [], [], [floats, half, 0.5, *[8] * 6],
             ROWS=ROWS, D=head_dim, launch_pdl=True,
         )  # fmt: skip
         q_block, k_block, out_block = ([1, 1, rows, head_dim] for rows in (self.block_q, TILE_K, 64))
@@ -217,7 +220,7 @@ class _Backward:
             [floats, longs, ints, 1.5, *self.sizes],
             **backward_options(head_dim, causal, ragged, group > 1, deterministic, plan), maxnreg=168, launch_pdl=True,
         )  # fmt: skip
-        return prepare, main, convert
+        return preprocess, main, postprocess
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor,
@@ -229,19 +232,19 @@ class _Backward:
             (self.num_dq, self.num_rows, self.num_rows, self.floats - self.num_dq - 2 * self.num_rows)
         )
         parameters = rest.data_ptr()
-        tickets = parameters + 8 * NUM_PARAMETERS
+        dq_semaphore = parameters + 8 * NUM_PARAMETERS
         pointers = (o, do, lse, lse2, delta, dq32)
-        self.prepare(
-            self.prepare_grid, stream, (),
-            (*(x.data_ptr() for x in pointers), tickets, parameters, scale, *self.prepare_sizes,
+        self.preprocess(
+            self.preprocess_grid, stream, (),
+            (*(x.data_ptr() for x in pointers), dq_semaphore, parameters, scale, *self.preprocess_sizes,
              *_eighths(o), *_eighths(do)),
         )  # fmt: skip
         self.main(
             self.grid, stream, (q, k, v, do, lse2, delta, dk, dv),
-            (dq32.data_ptr(), parameters, tickets, scale * LOG2_E, *self.sizes),
+            (dq32.data_ptr(), parameters, dq_semaphore, scale * LOG2_E, *self.sizes),
         )  # fmt: skip
-        self.convert(
-            self.convert_grid, stream, (),
+        self.postprocess(
+            self.postprocess_grid, stream, (),
             (dq32.data_ptr(), dq.data_ptr(), scale, self.heads, self.queries, self.padded, *_eighths(dq)),
         )  # fmt: skip
 
@@ -290,8 +293,8 @@ def _backward(
     return dq, dk, dv
 
 
-FlashGluon = function("FlashGluon", _forward, _backward)
-_operator = operator("flash_gluon", _forward, _backward)
+FlashGluon = autograd_function("FlashGluon", _forward, _backward)
+_custom_op = custom_op("flash_gluon", _forward, _backward)
 
 
 def flash_gluon(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
@@ -299,4 +302,4 @@ def flash_gluon(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale:
 
     bfloat16 or float16. dq is added up in no fixed order, unless `torch.use_deterministic_algorithms(True)`.
     """
-    return attend(FlashGluon, _operator, q, k, v, causal, scale)
+    return attend(FlashGluon, _custom_op, q, k, v, causal, scale)

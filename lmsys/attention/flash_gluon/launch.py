@@ -16,7 +16,7 @@ GLUON_DTYPES = {torch.bfloat16: gl_bfloat16, torch.float16: gl_float16, torch.fl
 
 
 def layout(block: list[int], dtype: torch.dtype) -> NVMMASharedLayout:
-    """Of a block in shared memory, as TMA writes and wgmma reads it."""
+    """The layout of a block in shared memory, as TMA writes and wgmma reads it."""
     if len(block) == 1:
         return NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     return NVMMASharedLayout.get_default_for(block, GLUON_DTYPES[dtype])

@@ -22,7 +22,7 @@ candidate again, beside SDPA cuDNN, and `relative --candidates` those for short 
 - A start under the kernel before (programmatic dependent launch), head_dim 64: 5 % at 128 keys, noise from 256 on.
 - The log-sum-exp a step ahead: 2 to 8 % at 128; at 64 it costs 1 to 3 %.
 
-What the kernels do in every plan, and what lost against it (commits that are named have it still):
+Choices that hold in every plan, and alternatives that lost (the named commits still have them):
 
 - The zeros of dq are written by CTAs a round of the GPU earlier, so that additions find them in the L2 cache, where a
   CTA's share is small and heads go in groups. Beside 44415a2, where the kernel before writes them all: 4 to 5 % faster
@@ -36,10 +36,10 @@ What the kernels do in every plan, and what lost against it (commits that are na
 - On the diagonal a consumer computes half a tile, or none, where the rest is hidden: 4 % at 64 and 1k.
 - The scores of a step begun in the step before, to run while dS is exchanged: 3 to 10 % slower at 128, 0 to 3 % at 64
   (e0dee24).
-- A fixed order of additions to dq: the producer counts, in global memory, what consumers have added, waits there for
-  their turn and hands it on by a barrier; of a causal head the shortest tiles come first, in full attention teams begin
+- A fixed order of additions to dq: the producer waits for a semaphore in global memory, lets the consumers add by a
+  barrier, and releases the semaphore; of a causal head the shortest tiles come first, in full attention teams begin
   evenly spread. 0.90 to 0.98 of the default's speed. With consumers that count and wait themselves, the longest first:
-  0.60 to 0.74 (f899023). Of 1, 2, 4 ... 32 heads that take turns, 2 to 4 win from 4k on: 16 cost up to 30 %.
+  0.60 to 0.74 (f899023). Of 1, 2, 4 ... 32 heads that alternate, 2 to 4 win from 4k on: 16 cost up to 30 %.
 - float32 dq in memory used again and again, in the L2 cache, rounded by the main kernel in place of one before and one
   after (122 us in every cell): 20 to 70 % slower at 1k, as what it waits for adds 7 to 18 us to the 16 of a CTA; by 1
   to 2 % faster at 64 full from 4k on. Rounded by the last CTA to add to a tile: slower still, as it spills registers

@@ -1,8 +1,8 @@
-"""What a case costs beside a plainer one: `python -m lmsys.attention.flash_gluon.relative [OUT.jsonl]`.
+"""The cost of a case against a plainer one: `python -m lmsys.attention.flash_gluon.relative [OUT.jsonl]`.
 
 The two of a pair are timed in turn, round after round; a line gives the median over rounds of their ratio of speeds:
 FLOP rate over FLOP rate, or for short sequences the wall time of SDPA cuDNN over ours. bfloat16, H D = 2048.
-`--candidates`: only short sequences, with every plan that `tune` takes for worth timing.
+`--candidates`: only short sequences, with every plan that `tune` would time.
 """
 
 import argparse

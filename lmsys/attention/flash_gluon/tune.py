@@ -41,7 +41,7 @@ Cell = tuple[str, int, bool, int]  # direction, head_dim, causal, length
 
 
 def candidates(direction: str, head_dim: int, causal: bool, length: int) -> list[Any]:
-    """What is worth timing: settings that once won such a cell, and their neighbours."""
+    """The plans worth timing: settings that once won such a cell, and their neighbours."""
     if direction == "bwd":
         sizes = (5, 11, 22) if causal else (0,)
         return [BackwardPlan(*plan) for plan in itertools.product((False, True), sizes)]

@@ -1,4 +1,4 @@
-"""How long an all-reduce takes: a latency and a bandwidth, the same on every rank."""
+"""The alpha-beta model of an all-reduce, measured: a latency and a bandwidth, the same on every rank."""
 
 import time
 
@@ -26,7 +26,7 @@ def latency_and_bandwidth(group: Group, device: torch.device) -> tuple[float, fl
         slowest = least.clone()
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
         found = slowest.tolist()
-        if found == sorted(found) or not left:  # which ranks find alike
+        if found == sorted(found) or not left:  # all ranks decide alike
             break
     return fit_latency_bandwidth(sizes, found)
 

@@ -12,8 +12,8 @@ from lmsys.parallel.collectives import Group
 BUCKET_NAMES = ("bucket_mb", "bucket_size_mb")
 
 
-class Adapted:
-    """What a strategy lacks of the contract is made good: no process group, no `make_optimizer`, no `no_sync`.
+class Adapter:
+    """Gives a strategy what it lacks of the contract: `make_optimizer`, `no_sync`, `full_state_dict`, a process group.
 
     ValueError for a class that cannot be called with a module, or has no finish_gradient_synchronization().
     """
@@ -30,7 +30,7 @@ class Adapted:
 
     @property
     def can_stay_local(self) -> bool:
-        """Whether a step without synchronization can be asked for."""
+        """True where a step without synchronization can be asked for."""
         return hasattr(self.wrapper, "no_sync")
 
     def no_sync(self) -> Any:
@@ -47,7 +47,7 @@ class Adapted:
 
 
 def _arguments(strategy: Any, group: Group, options: dict[str, Any]) -> dict[str, Any]:
-    """Those that the strategy takes, by name."""
+    """The keyword arguments of the strategy: the options, and the process group where it takes one."""
     try:
         taken = inspect.signature(strategy).parameters
     except (TypeError, ValueError) as error:

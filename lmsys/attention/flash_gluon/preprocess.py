@@ -1,4 +1,4 @@
-"""Before and after the backward: what it reads of the output, the first zeros of dq, and dq in its own dtype.
+"""The kernel before the backward: delta and the log-sum-exp as the backward reads them, and the first zeros of dq.
 
 Legend: B batch, H query heads, G = H / key heads, Q queries, D head dimension.
 """
@@ -9,17 +9,17 @@ import triton.language as tl
 
 @triton.jit(
     do_not_specialize=[
-        "num_heads", "H", "G", "Q", "Q_PADDED", "num_key_tiles", "at_once", "team", "num_tickets", "num_cleared",
+        "num_heads", "H", "G", "Q", "Q_PADDED", "num_key_tiles", "at_once", "team", "num_semaphores", "num_cleared",
         "o_b", "o_h", "o_q", "do_b", "do_h", "do_q",
     ]
 )  # fmt: skip
-def prepare_kernel(
-    o_ptr, do_ptr, lse_ptr, lse2_ptr, delta_ptr, dq32_ptr, tickets, parameters, sm_scale,
-    num_heads, H, G, Q, Q_PADDED, num_key_tiles, at_once, team, num_tickets, num_cleared,
+def preprocess_kernel(
+    o_ptr, do_ptr, lse_ptr, lse2_ptr, delta_ptr, dq32_ptr, dq_semaphore, parameters, sm_scale,
+    num_heads, H, G, Q, Q_PADDED, num_key_tiles, at_once, team, num_semaphores, num_cleared,
     o_b, o_h, o_q, do_b, do_h, do_q,
     ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """delta and the log-sum-exp in base 2 (B H, Q_PADDED), zeros in tickets and the first `num_cleared` heads of dq.
+    """delta and the base-2 log-sum-exp (B H, Q_PADDED), zeros in dq_semaphore and the first `num_cleared` heads of dq.
 
     dq is (B H, Q_PADDED, D). Strides count 8.
     The last tiles come first, so that the L2 cache holds those that the next kernel begins with.
@@ -44,34 +44,15 @@ def prepare_kernel(
     tl.store(delta_ptr + padded, tl.sum(o * do, 1))
     if bh < num_cleared:
         tl.store(dq32_ptr + (padded.to(tl.int64) * D)[:, None] + cols[None, :], tl.zeros([ROWS, D], tl.float32))
-    per_program = tl.cdiv(num_tickets, tl.num_programs(0))
+    per_program = tl.cdiv(num_semaphores, tl.num_programs(0))
     for first in range(0, per_program, 128):
-        ticket = program * per_program + first + tl.arange(0, 128)
-        last = tl.minimum((program + 1) * per_program, num_tickets)
-        tl.store(tickets + ticket, tl.zeros([128], tl.int32), mask=ticket < last)
-    if program == 0:  # for what would occupy registers all through `backward_kernel`
+        semaphore = program * per_program + first + tl.arange(0, 128)
+        last = tl.minimum((program + 1) * per_program, num_semaphores)
+        tl.store(dq_semaphore + semaphore, tl.zeros([128], tl.int32), mask=semaphore < last)
+    if program == 0:  # parameters that would occupy registers all through `backward_kernel`
         tl.store(parameters, H // G)
         tl.store(parameters + 1, num_key_tiles)
         tl.store(parameters + 2, num_heads // G)
         tl.store(parameters + 3, at_once)
         tl.store(parameters + 4, sm_scale.to(tl.int32, bitcast=True))
         tl.store(parameters + 5, team)
-
-
-@triton.jit(do_not_specialize=["H", "Q", "Q_PADDED", "stride_b", "stride_h", "stride_q"])
-def convert_kernel(
-    dq32_ptr, dq_ptr, sm_scale, H, Q, Q_PADDED, stride_b, stride_h, stride_q,
-    ROWS: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """dq = sm_scale * dq32; the last tiles first, which the L2 cache may still hold."""
-    tl.extra.cuda.gdc_wait()
-    program = tl.num_programs(0) - 1 - tl.program_id(0)
-    tiles = Q_PADDED // ROWS
-    bh = program // tiles
-    rows = program % tiles * ROWS + tl.arange(0, ROWS)
-    cols = tl.arange(0, D)
-    inside = (rows < Q)[:, None]
-    flat = tl.load(dq32_ptr + program.to(tl.int64) * ROWS * D + tl.arange(0, ROWS * D))  # see `add_registers`
-    dq = flat.reshape(D // 64, 8, 4, 8, 4, 2, 2).permute(2, 5, 3, 0, 1, 4, 6).reshape(ROWS, D)
-    place = (bh // H).to(tl.int64) * stride_b + (bh % H).to(tl.int64) * stride_h + rows.to(tl.int64) * stride_q
-    tl.store(dq_ptr + place[:, None] * 8 + cols[None, :], dq * sm_scale, mask=inside)

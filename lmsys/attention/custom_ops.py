@@ -1,5 +1,5 @@
-"""Kernels made differentiable: for eager PyTorch as an autograd Function, for torch.compile as a custom operator, to
-which it is one node of known shapes, into which it does not look."""
+"""Makes kernels differentiable: for eager PyTorch as an autograd Function, for torch.compile as a custom operator, one
+node of known shapes into which it does not look."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 def _like(x: Tensor) -> Tensor:
-    """Room for a result of x's shape (B, H, S, D), in (B, S, H, D) memory: what the projections around it read."""
+    """An empty result of x's shape (B, H, S, D), in (B, S, H, D) memory, as the next projection reads it."""
     batch, heads, length, head_dim = x.shape
     return x.new_empty_strided(x.shape, (length * heads * head_dim, head_dim, heads * head_dim, 1))
 
@@ -25,7 +25,7 @@ def _laid_out(found: Tensor) -> Tensor:
     return found if found.transpose(1, 2).is_contiguous() else _like(found).copy_(found)
 
 
-def operator(
+def custom_op(
     name: str, forward: Forward, backward: Backward
 ) -> Callable[[Tensor, Tensor, Tensor, bool, float], Tensor]:
     """`lmsys::<name>`: (q, k, v, causal, scale) -> o on 4-D tensors, differentiable once.
@@ -58,31 +58,31 @@ def operator(
         f"(Tensor q, Tensor k, Tensor v, {last}) -> (Tensor, Tensor)",
         f"(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor do, {last}) -> (Tensor, Tensor, Tensor)",
     )
-    forward_operator = define(name, schemas[0], run, like_run)
-    backward_operator = define(f"{name}_backward", schemas[1], run_backward, like_run_backward)
+    forward_op = define(name, schemas[0], run, like_run)
+    backward_op = define(f"{name}_backward", schemas[1], run_backward, like_run_backward)
 
-    class Operator(torch.autograd.Function):
+    class CustomOp(torch.autograd.Function):
         """Not registered with the operators: the host would pay for it at each call in compiled code, about 15 us."""
 
         @staticmethod
         def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
             ctx.causal, ctx.scale = causal, scale
-            o, lse = forward_operator(q, k, v, causal, scale)
+            o, lse = forward_op(q, k, v, causal, scale)
             ctx.save_for_backward(q, k, v, o, lse)
             return o
 
         @staticmethod
         @once_differentiable
         def backward(ctx: Any, *grads: Tensor) -> Any:
-            return *backward_operator(*ctx.saved_tensors, grads[0], ctx.causal, ctx.scale), None, None
+            return *backward_op(*ctx.saved_tensors, grads[0], ctx.causal, ctx.scale), None, None
 
-    return Operator.apply
+    return CustomOp.apply
 
 
-def function(name: str, forward: Forward, backward: Backward) -> Any:
+def autograd_function(name: str, forward: Forward, backward: Backward) -> Any:
     """The class `name` with `.apply(q, k, v, causal, scale, tile)` on (..., H, S, D) or (B, S, D).
 
-    The last three may be left out: `tile` is what `forward` and `backward`, else as for `operator`, take as their last
+    The last three may be left out: `tile` is what `forward` and `backward`, else as for `custom_op`, take as their last
     argument. They take the maximum before they scale, so `scale` must be positive (ValueError); `attend` takes any.
     """
 
@@ -127,7 +127,7 @@ def function(name: str, forward: Forward, backward: Backward) -> Any:
 def attend(
     eager: Any, compiled: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
 ) -> Tensor:
-    """By a `function`, or inside torch.compile an `operator`, that need a positive scale; here it may be any."""
+    """Calls an `autograd_function`, or inside torch.compile a `custom_op`. They need scale > 0; here any will do."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if scale <= 0:
         q, scale = q * (-1 if scale < 0 else 0), -scale or 1.0

@@ -1,0 +1,43 @@
+"""The facts about attention rows that benchmarks and reports act on."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lmsys.attention import ATTENTION, TRAITS
+from lmsys.registry import Entry
+
+
+@pytest.mark.parametrize("row", ATTENTION.values(), ids=ATTENTION.keys())
+def test_every_row_states_every_trait(row: Entry) -> None:
+    """In the table itself: to read one must not import what the row needs."""
+    assert row.traits.keys() == TRAITS.keys() | {"color"}
+    assert all(type(row.trait(name)) is type(default) for name, default in TRAITS.items())
+    assert re.fullmatch("#[0-9a-f]{6}", row.trait("color"))
+
+
+def test_rows_stand_in_reading_order_in_colors_of_their_own() -> None:
+    peers = [row.peer for row in ATTENTION.values()]
+    assert peers == sorted(peers)
+    colors = [row.trait("color") for row in ATTENTION.values()]
+    assert len(set(colors)) == len(colors)
+
+
+def test_facts_that_single_rows_have() -> None:
+    def where(trait: str) -> list[str]:
+        return [name for name, row in ATTENTION.items() if row.trait(trait) != TRAITS[trait]]
+
+    assert where("keeps_scores") == ["naive", "naive_compiled", "vectorized", "sdpa_math"]
+    assert sorted(where("baseline"), key=lambda name: -ATTENTION[name].trait("baseline")) == ["sdpa_flash", "naive"]
+    assert where("compiles") == ["naive_compiled", "flex"]
+
+
+def test_a_function_in_a_file_has_traits_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "def own(q, k, v, *, causal, scale): ...\n\nown.keeps_scores = True\nown.kernels = '^_own_kernel'\n"
+    )
+    (row,) = ATTENTION.select([f"{file}:own"])
+    assert row.trait("keeps_scores") is True and row.trait("kernels") == "^_own_kernel"
+    assert row.trait("compiles", False) is False
