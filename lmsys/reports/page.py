@@ -1,14 +1,15 @@
 """The page: chapters as one self-contained HTML file, and the folder of tables and plots beside it."""
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from lmsys.reports.load import GIB, InputError, Machine
-from lmsys.reports.plots import Plot
-from lmsys.reports.tables import Table, number
+from lmsys.bench.fields import Record
+from lmsys.reports.canvas import Plot
+from lmsys.reports.load import InputError, Machine, file_name, matmul_rates
+from lmsys.reports.tables import Table
+from lmsys.reports.words import number
 
 GENERATOR = '<meta name="generator" content="lmsys reports">'
 CSS = (Path(__file__).parent / "page.css").read_text()
@@ -21,6 +22,7 @@ addEventListener("DOMContentLoaded", () => {
   document.querySelectorAll(".scroll").forEach(t => watch.observe(t));
 });
 """
+FACTS = "date commit command sweep seed driver cuda torch triton python platform".split()
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,8 @@ class Block:
     """What belongs together: `lead` is read at once, `more` behind a click; the title leads to `chapter`, if named."""
 
     title: str
-    lead: Sequence[Table | Plot]
-    more: Sequence[Table | Plot] = field(default_factory=list)
+    lead: Sequence[Table | Plot | None]
+    more: Sequence[Table | Plot | None] = field(default_factory=list)
     chapter: str = ""
 
 
@@ -39,33 +41,45 @@ class Chapter:
     blocks: Sequence[Block]
 
 
-Part = tuple[Machine, list[Chapter]]
+Part = tuple[Machine, Sequence[Chapter]]
+
+
+class Html(str):
+    """Text that is HTML already."""
+
+
+def tag(name: str, *inside: str, **attributes: str) -> Html:
+    """An element. The one place where text is made safe: all but Html is escaped, attributes too."""
+    said = "".join(f' {key.rstrip("_").replace("_", "-")}="{escape(value)}"' for key, value in attributes.items())
+    return Html(f"<{name}{said}>{joined(inside)}</{name}>")
+
+
+def joined(parts: Iterable[str]) -> Html:
+    return Html("".join(part if isinstance(part, Html) else escape(part) for part in parts))
 
 
 def prepare(out: Path) -> None:
     """Make the output folders, cleared of an earlier report's files. InputError when they cannot be written."""
+    page = out / "index.html"
     try:
-        ours = (
-            GENERATOR in (out / "index.html").read_text(encoding="utf-8", errors="replace")
-            if (out / "index.html").is_file()
-            else False
-        )
+        ours = page.is_file() and GENERATOR in page.read_text(encoding="utf-8", errors="replace")
         for folder, endings in (("tables", (".md", ".csv")), ("plots", (".svg",))):
             (out / folder).mkdir(parents=True, exist_ok=True)
             for file in sorted((out / folder).iterdir()) if ours else []:
                 if file.suffix in endings:
                     file.unlink()
-        (out / "index.html").write_text(GENERATOR)
+        page.write_text(GENERATOR)
     except OSError as error:
         raise InputError(f"cannot write the report to {str(out)!r}: {error.strerror}") from error
 
 
 def write(out: Path, parts: Sequence[Part], records_csv: str, notes: Sequence[str]) -> Path:
     """Fill the folder that `prepare` made; returns the path of its index.html."""
-    for item in _items(parts):
+    blocks = [block for _, chapters in parts for chapter in chapters for block in chapter.blocks]
+    for item in (item for block in blocks for item in (*block.lead, *block.more)):
         if isinstance(item, Plot):
             (out / "plots" / f"{item.name}.svg").write_text(item.svg, encoding="utf-8")
-        else:
+        elif item:
             (out / "tables" / f"{item.name}.md").write_text(item.markdown(), encoding="utf-8")
             (out / "tables" / f"{item.name}.csv").write_text(item.csv(), encoding="utf-8")
     (out / "tables" / "records.csv").write_text(records_csv, encoding="utf-8")
@@ -73,84 +87,67 @@ def write(out: Path, parts: Sequence[Part], records_csv: str, notes: Sequence[st
     return out / "index.html"
 
 
-def _items(parts: Sequence[Part]) -> Iterable[Table | Plot]:
-    for _, chapters in parts:
-        for chapter in chapters:
-            for block in chapter.blocks:
-                yield from [*block.lead, *block.more]
-
-
 def html(parts: Sequence[Part], notes: Sequence[str]) -> str:
     """The page: a contents list, then every machine with its facts and chapters."""
     contents, body = [], []
     for machine, chapters in parts:
-        links = "".join(
-            f'<li><a href="#{_anchor(machine, chapter.title)}">{escape(chapter.title)}</a>' for chapter in chapters
-        )
-        contents.append(f'<li><a href="#{machine.slug}">{escape(machine.title)}</a><ul>{links}</ul>')
-        body.append(f'<section><h2 id="{machine.slug}">{escape(machine.title)}</h2>{_facts(machine)}')
+        anchors = {chapter.title: _anchor(machine, chapter.title) for chapter in chapters}
+        links = [tag("li", tag("a", title, href=f"#{anchor}")) for title, anchor in anchors.items()]
+        contents.append(tag("li", tag("a", machine.title, href=f"#{machine.slug}"), tag("ul", *links)))
+        inside = [tag("h2", machine.title, id=machine.slug), _facts(machine.runs)]
         for chapter in chapters:
-            body.append(f'<h3 id="{_anchor(machine, chapter.title)}">{escape(chapter.title)}</h3>')
-            body += [_block(machine, block) for block in chapter.blocks]
-        body.append("</section>")
-    said = "".join(f"<p>{escape(note)}</p>" for note in notes)
+            inside.append(tag("h3", chapter.title, id=anchors[chapter.title]))
+            inside += [_block(block, anchors) for block in chapter.blocks]
+        body.append(tag("section", *inside))
+    csv = tag("a", "records.csv", href="tables/records.csv")
+    said = [tag("p", note) for note in notes]
+    said.append(tag("p", "Every measured case is in ", csv, "; each table and plot links to its own file."))
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{GENERATOR}\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>lmsys report</title>\n<style>\n{CSS}</style>\n<script>{SCRIPT}</script></head>\n<body>\n"
-        f'<h1>lmsys report</h1>\n{said}<p>Every measured case is in <a href="tables/records.csv">records.csv</a>; '
-        "each table and plot links to its own file.</p>\n"
-        f"<nav><ul>{''.join(contents)}</ul></nav>\n" + "\n".join(body) + "\n</body></html>\n"
+        + joined([tag("h1", "lmsys report"), *said, tag("nav", tag("ul", *contents)), *body])
+        + "\n</body></html>\n"
     )
 
 
 def _anchor(machine: Machine, title: str) -> str:
-    return f"{machine.slug}-" + re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+    return f"{machine.slug}-{file_name(title.lower())}"
 
 
-def _facts(machine: Machine) -> str:
-    """The runs behind this machine's figures: what all have in common, then a line for each with what they have not."""
-    runs = [
-        {**run, "commit": f"{run.get('commit')}{' with local changes' * bool(run.get('dirty'))}"}
-        for run in machine.runs
-    ]
-    rows = []
-    for name in "date commit command sweep seed driver cuda torch triton python platform".split():
-        values = ["–" if run.get(name) in (None, "") else str(run[name]) for run in runs]
-        if any(value != "–" for value in values):
-            rows.append((name, values))
-    memory = [f"{run['memory_bytes'] / GIB:.1f} GiB" if run.get("memory_bytes") else "–" for run in machine.runs]
-    rows.append(("memory", memory))
-    for dtype in sorted({d for run in machine.runs for d in _ceilings(run)}):
-        rates = [_ceilings(run).get(dtype) for run in machine.runs]
-        rows.append((f"matmul {dtype}", [f"{number(rate / 1e12)} TFLOP/s" if rate else "–" for rate in rates]))
-    copies = [(run.get("ceilings") or {}).get("copy_bytes_per_s") for run in machine.runs]
-    if any(copies):
-        rows.append(("copy", [f"{number(rate / 1e9)} GB/s" if rate else "–" for rate in copies]))
-    common = "".join(f"<tr><th>{name}<td>{escape(values[0])}" for name, values in rows if len(set(values)) == 1)
-    own = [(name, values) for name, values in rows if len(set(values)) > 1]
-    head = "".join(f"<th>{name}" for name, _ in own)
-    lines = "".join(
-        "<tr>" + "".join(f"<td>{escape(v)}" for v in line) for line in zip(*(v for _, v in own), strict=True)
-    )
-    each = f'<div class="scroll"><table class="facts"><thead><tr>{head}<tbody>{lines}</table></div>' if own else ""
-    return f'<div class="scroll"><table class="facts">{common}</table></div>{each}'
+def _facts(runs: Sequence[Record]) -> Html:
+    """The runs behind a machine's figures: what all have in common, then a line for each with what they have not."""
+    told = [_facts_of(run) for run in runs]
+    names = [*FACTS, "memory", *sorted({name for facts in told for name in facts} - {*FACTS, "memory", "copy"}), "copy"]
+    rows = {name: [facts.get(name, "–") for facts in told] for name in names}
+    common = [tag("tr", tag("th", n), tag("td", v[0])) for n, v in rows.items() if len(set(v)) == 1 and v[0] != "–"]
+    own = {name: values for name, values in rows.items() if len(set(values)) > 1}
+    head = tag("thead", tag("tr", *(tag("th", name) for name in own)))
+    lines = [tag("tr", *(tag("td", value) for value in line)) for line in zip(*own.values(), strict=True)]
+    found = [[*common], [head, tag("tbody", *lines)]] if own else [common]
+    return joined(tag("div", tag("table", *rows, class_="facts"), class_="scroll") for rows in found)
 
 
-def _ceilings(run: dict[str, object]) -> dict[str, float]:
-    ceilings = run.get("ceilings")
-    return (ceilings.get("matmul_flops_per_s") or {}) if isinstance(ceilings, dict) else {}
+def _facts_of(run: Record) -> dict[str, str]:
+    facts = {name: str(run[name]) for name in FACTS if run.get(name) not in (None, "")}
+    facts["commit"] = f"{run.get('commit')}{' with local changes' * bool(run.get('dirty'))}"
+    facts |= {f"matmul {dtype}": f"{number(rate / 1e12)} TFLOP/s" for dtype, rate in matmul_rates(run).items()}
+    if run.get("memory_bytes"):
+        facts["memory"] = f"{run['memory_bytes'] / 2**30:.1f} GiB"
+    if copy := (run.get("ceilings") or {}).get("copy_bytes_per_s"):
+        facts["copy"] = f"{number(copy / 1e9)} GB/s"
+    return facts
 
 
-def _block(machine: Machine, block: Block) -> str:
-    title = escape(block.title)
-    title = f'<a href="#{_anchor(machine, block.chapter)}">{title}</a>' if block.chapter else title
-    title = f"<h4>{title}</h4>" if title else ""
-    more = ""
-    if block.more:
-        names = ", ".join(dict.fromkeys(_brief(item).split(",")[0].lower() for item in block.more))
-        more = f"<details><summary>More: {escape(names)}</summary>{_figures(block.more)}</details>"
-    return f"{title}{_figures(block.lead)}{more}"
+def _block(block: Block, anchors: dict[str, str]) -> Html:
+    title = tag("a", block.title, href=f"#{anchors[block.chapter]}") if block.chapter else block.title
+    head = [tag("h4", title)] if title else []
+    more = [item for item in block.more if item]
+    if more:
+        names = ", ".join(dict.fromkeys(_brief(item).split(",")[0].lower() for item in more))
+        head_of_more = tag("summary", f"More: {names}")
+        return joined([*head, _figures(block.lead), tag("details", head_of_more, _figures(more))])
+    return joined([*head, _figures(block.lead)])
 
 
 def _brief(item: Table | Plot) -> str:
@@ -158,35 +155,29 @@ def _brief(item: Table | Plot) -> str:
     return item.title.split(" · ")[0]
 
 
-def _figures(items: Sequence[Table | Plot]) -> str:
+def _figures(items: Sequence[Table | Plot | None]) -> Html:
     """Tables one below another, then plots side by side as far as the screen is wide."""
-    tables = "".join(_table(item) for item in items if isinstance(item, Table))
-    plots = "".join(_plot(item) for item in items if isinstance(item, Plot))
-    return tables + (f'<div class="plots">{plots}</div>' if plots else "")
+    plots = [_plot(item) for item in items if isinstance(item, Plot)]
+    tables = [_table(item) for item in items if isinstance(item, Table)]
+    return joined([*tables, *([tag("div", *plots, class_="plots")] if plots else [])])
 
 
-def _table(table: Table) -> str:
-    head = "".join(f"<th>{escape(column)}" for column in table.columns[: table.keys])
-    head += "".join(f'<th class="value">{escape(column)}' for column in table.columns[table.keys :])
-    rows = "".join(
-        "<tr>"
-        + "".join(f"<th>{escape(text)}" for text in row[: table.keys])
-        + "".join(f"<td>{escape(text)}" for text in row[table.keys :])
+def _table(table: Table) -> Html:
+    keys = table.keys
+    head = [tag("th", column, **({"class_": "value"} if i >= keys else {})) for i, column in enumerate(table.columns)]
+    rows = [
+        tag("tr", *(tag("th", text) for text in row[:keys]), *(tag("td", text) for text in row[keys:]))
         for row in table.rows
-    )
-    notes = "".join(f"<li>{escape(note)}" for note in table.notes)
-    notes = f'<ul class="notes">{notes}</ul>' if notes else ""
-    links = f'<a href="tables/{table.name}.csv">CSV</a> <a href="tables/{table.name}.md">Markdown</a>'
-    return (
-        f"<figure><h5>{escape(_brief(table))}</h5>"
-        f'<div class="scroll"><table><thead><tr>{head}</thead><tbody>{rows}</tbody></table></div>{notes}'
-        f"<figcaption>{escape(table.caption)} {links}</figcaption></figure>\n"
-    )
+    ]
+    inside = tag("table", tag("thead", tag("tr", *head)), tag("tbody", *rows))
+    notes = [tag("ul", *(tag("li", note) for note in table.notes), class_="notes")] if table.notes else []
+    files = [tag("a", name, href=f"tables/{table.name}.{end}") for name, end in (("CSV", "csv"), ("Markdown", "md"))]
+    caption = tag("figcaption", table.caption, " ", files[0], " ", files[1])
+    return tag("figure", tag("h5", _brief(table)), tag("div", inside, class_="scroll"), *notes, caption)
 
 
-def _plot(plot: Plot) -> str:
-    drawing = plot.svg[plot.svg.index("<svg") :]
-    label = escape(plot.title, quote=True)
-    drawing = drawing.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
-    link = f'<a href="plots/{plot.name}.svg">SVG</a>'
-    return f"<figure>{drawing}<figcaption>{escape(plot.caption)} {link}</figcaption></figure>\n"
+def _plot(plot: Plot) -> Html:
+    drawing = Html(plot.svg[plot.svg.index("<svg") :])
+    link = tag("a", "SVG", href=f"plots/{plot.name}.svg")
+    image = tag("div", drawing, role="img", aria_label=plot.title)
+    return tag("figure", image, tag("figcaption", plot.caption, " ", link))

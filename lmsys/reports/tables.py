@@ -1,24 +1,39 @@
-"""Tables of measurements: cells with outcomes and footnotes, Markdown and CSV, and the speedup law."""
+"""Tables of cases: their cells with outcomes and footnotes, as Markdown and as CSV."""
 
-import math
+import csv
+import io
 import textwrap
-from collections.abc import Hashable, Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import pandas as pd
+from lmsys.bench.fields import Field, Record
+from lmsys.reports.speedups import SPEEDUP, geometric_mean, mean_text
+from lmsys.reports.views import View
+from lmsys.reports.words import (
+    FILES,
+    MEANINGS,
+    OUTCOMES,
+    exact,
+    head_of,
+    is_clocked,
+    label_of,
+    number,
+    scaled,
+    sentence,
+    unit_of,
+)
 
-WORDS = {"oom": "OOM", "unsupported": "n/a", "wrong": "wrong", "error": "error"}
-MEANINGS = {"oom": "out of memory", "unsupported": "not supported", "wrong": "wrong result", "error": "error"}
-ENDINGS = ["cases", "timed", "verified, untimed", *MEANINGS.values()]
+ENDINGS = ("timed", "verified, untimed", *MEANINGS.values())
+SPREAD = ("mean_s", "std_s", "p20_s", "p80_s", "rounds")  # stand beside a time in its CSV
 NOT_RUN = "–"
 SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table as it is read (`columns`, `rows` of text, `notes` below) and as numbers (`frame`, SI units).
+    """A table as it is read (`columns`, `rows` of text, `notes` below) and as numbers (`data`, SI units, by field).
 
     The first `keys` columns say what a row is; `name` is the stem of its files.
     """
@@ -26,21 +41,39 @@ class Table:
     name: str
     title: str
     caption: str
-    columns: list[str]
-    rows: list[list[str]]
-    frame: pd.DataFrame
-    notes: list[str] = field(default_factory=list)
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    data: Sequence[Mapping[str, Any]]
+    notes: Sequence[str] = field(default_factory=list)
     keys: int = 1
 
     def markdown(self) -> str:
         align = ["---"] * self.keys + ["---:"] * (len(self.columns) - self.keys)
         lines = [self.columns, align, *self.rows]
-        body = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-        notes = "".join(f"{note}  \n" for note in self.notes)
-        return f"### {self.title}\n\n{self.caption}\n\n{body}\n" + (f"\n{notes}" if notes else "")
+        body = "\n".join("| " + " | ".join(_plain(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+        notes = "".join(f"{_plain(note)}  \n" for note in self.notes)
+        return f"### {_plain(self.title)}\n\n{_plain(self.caption)}\n\n{body}\n" + (f"\n{notes}" if notes else "")
 
     def csv(self) -> str:
-        return str(self.frame.to_csv(index=False, lineterminator="\n"))
+        return csv_of(self.data)
+
+
+def _plain(text: str) -> str:
+    """On one line: a line break of a result file must not end a table's row."""
+    return " ".join(text.split()) if "\n" in text or "\r" in text else text
+
+
+def csv_of(records: Sequence[Mapping[str, Any]]) -> str:
+    """Every field that is no list, in order of appearance."""
+    names = dict.fromkeys(name for one in records for name in one)
+    lists = {name for one in records for name, value in one.items() if isinstance(value, list)}
+    file = io.StringIO()
+    writer = csv.DictWriter(
+        file, [name for name in names if name not in lists], lineterminator="\n", extrasaction="ignore"
+    )
+    writer.writeheader()
+    writer.writerows(records)
+    return file.getvalue()
 
 
 class Footnotes:
@@ -54,89 +87,205 @@ class Footnotes:
         text = textwrap.shorten(text, 160, placeholder=" …")
         return str(self._numbers.setdefault(text, len(self._numbers) + 1)).translate(SUPERSCRIPT)
 
-    def notes(self) -> list[str]:
-        return [f"{str(number).translate(SUPERSCRIPT)} {text}" for text, number in self._numbers.items()]
+    def below(self, rows: Iterable[Sequence[str]]) -> list[str]:
+        """What stands below these rows: the reasons, and what a dash is where there is one."""
+        dash = [f"{NOT_RUN} not run."] if any(NOT_RUN in text for row in rows for text in row) else []
+        return [f"{str(number).translate(SUPERSCRIPT)} {text}" for text, number in self._numbers.items()] + dash
 
 
-def number(value: float) -> str:
-    """Three significant digits, never an exponent: 0.0123, 1.23, 12.3, 12,345."""
-    if value == 0 or not math.isfinite(value):
-        return f"{value:g}"
-    digits = 2 - math.floor(math.log10(abs(float(f"{value:.3g}"))))
-    return f"{value:,.{max(0, digits)}f}"
-
-
-def cell(case: Any, value: float, notes: Footnotes) -> str:
-    """What stands in the table for one case (None: not run), given its value in the table's unit or NaN."""
+def cell(view: View, name: str, case: Record | None, notes: Footnotes, ending: bool = True) -> str:
+    """A field of one case (None: not run); with `ending` also how the case ended, if without a number."""
     if case is None:
         return NOT_RUN
-    reason = case.reason if isinstance(case.reason, str) and case.reason else ""
-    shown = "" if pd.isna(value) else number(value)
-    if case.outcome != "ok":
-        text = MEANINGS[case.outcome] + (f": {reason}" if reason else "")
-        return f"{shown} {WORDS[case.outcome]}".strip() + notes.mark(text)
-    if not shown and reason:
+    text, reason = shown(view, name, case), case["reason"] or ""
+    if ending and case["outcome"] != "ok":
+        meaning = MEANINGS[case["outcome"]] + (f": {reason}" if reason else "")
+        return f"{text} {OUTCOMES[case['outcome']]}".strip() + notes.mark(meaning)
+    if ending and not text and case["time_s"] is None and reason:
         return "untimed" + notes.mark(reason)
-    return shown
+    remark = case.get("remark") if name == SPEEDUP else ""
+    return (text or "no baseline") + notes.mark(remark) if remark else text
 
 
-def value_or_word(case: Any, value: float) -> float | str | None:
-    """The CSV cell: the number as it is, else the outcome's word; nothing when not run or not measured."""
-    if case is None or (pd.isna(value) and case.outcome == "ok"):
-        return None
-    return WORDS[case.outcome] if pd.isna(value) else float(value)
+def shown(view: View, name: str, case: Record) -> str:
+    """A field's value as tables show it: of axes all digits, of metrics three."""
+    one, value = view.fields[name], case[name]
+    if value is None or one.role == "axis" or not isinstance(value, (int, float)):
+        return view.text(name, value)
+    text = exact(value) if isinstance(value, int) and not unit_of(one)[0] else number(scaled(one, value))
+    return f"{text} ± {number(scaled(one, case['std_s']))}" if name == "mean_s" and case["std_s"] is not None else text
 
 
-def by_key(frame: pd.DataFrame, keys: list[str]) -> dict[tuple[Hashable, ...], Any]:
-    """The rows of a frame, as named tuples, by the values of some columns."""
-    return {tuple(getattr(row, key) for key in keys): row for row in frame.itertuples(index=False)}
+def data_of(view: View, *names: str) -> list[Record]:
+    """A line for each case: its axes, how it ended, and these fields."""
+    declared = view.machine.fields[view.benchmark].values()
+    axes = [
+        one.name for one in declared if one.role == "axis" and one.name not in ("label", "peer") and view.has(one.name)
+    ]
+    fields = dict.fromkeys([*axes, "outcome", *names])
+    return [{name: case.get(name) for name in fields} for case in view.cases]
 
 
-def distinct(frame: pd.DataFrame, keys: list[str]) -> list[tuple[Any, ...]]:
-    """The values that some columns take together, in order of first appearance."""
-    return list(dict.fromkeys(frame[keys].itertuples(index=False, name=None)))
+def pivot(
+    view: View,
+    metric: str,
+    rows: Sequence[str],
+    columns: str = "impl",
+    inside: str = "",
+    word: str = "",
+    about: str = "",
+    data: Sequence[str] = (),
+) -> Table | None:
+    """A metric; rows: the values of some fields, columns: those of another, in a cell: those of `inside`, as a / b.
 
-
-def legend(rows: Iterable[Iterable[str]]) -> list[str]:
-    """The line that explains a dash, where there is one."""
-    return [f"{NOT_RUN} not run."] if any(NOT_RUN in text for row in rows for text in row) else []
-
-
-def endings(frame: pd.DataFrame) -> list[int]:
-    """How many of these cases ended how, in the order of ENDINGS."""
-    ok, timed = frame["outcome"] == "ok", frame["time_s"].notna()
-    counts = [ok & timed, ok & ~timed, *(frame["outcome"] == word for word in MEANINGS)]
-    return [len(frame), *(int(rows.sum()) for rows in counts)]
-
-
-def counts(endings: list[int]) -> list[str]:
-    """Those numbers as they are read: nothing for none."""
-    return [f"{count:,}" if count else "" for count in endings]
-
-
-def paired_speedups(frame: pd.DataFrame, same: list[str], baseline: str, axis: str = "impl") -> list[float]:
-    """Baseline time / row time for each row: the median over rounds sampled side by side.
-
-    `same` are the columns that say what was run, `axis` the one that has the baseline as a value. NaN unless the
-    row and the baseline carry samples of one `comparison`: rows measured at different times, under different
-    clocks, have no ratio.
+    An axis that is none of these, but tells cases apart, is one more field of the rows. None without a number to show,
+    unless it is the table of times, which says how cases ended. `data` are the fields of the CSV, where the metric is text.
     """
-    together = [*same, "comparison"]
-    rows = list(frame.itertuples(index=False))
-    base = {
-        tuple(getattr(row, key) for key in together): row.samples_s for row in rows if getattr(row, axis) == baseline
-    }
-    speedups = []
-    for row in rows:
-        ours, theirs = row.samples_s, base.get(tuple(getattr(row, key) for key in together))
-        ratios = []
-        if isinstance(row.comparison, str) and isinstance(ours, list) and isinstance(theirs, list):
-            ratios = [b / a for a, b in zip(ours, theirs, strict=False) if a > 0]
-        speedups.append(float(np.median(ratios)) if ratios else math.nan)
-    return speedups
+    one = view.fields[metric]
+    if not view.has(metric) and metric != "time_s":
+        return None
+    rows = view.telling(rows, columns, inside) or ["section"]
+    cases = {(*(case[name] for name in rows), case[columns], case.get(inside)): case for case in view.cases}
+    heads, inner, notes, lines = view.values(columns), view.values(inside) if inside else [None], Footnotes(), []
+    compares = is_clocked(one) and metric != SPEEDUP
+    for key in view.ordered(*rows).distinct(*rows):
+        found = [[cases.get((*key, head, value)) for value in inner] for head in heads]
+        line = [case for group in found for case in group] if columns == "impl" and compares else []
+        beside = [group if inside == "impl" and compares else line for group in found]
+        texts = [
+            _group(view, metric, group, _reference(view, own), notes) for group, own in zip(found, beside, strict=True)
+        ]
+        lines.append([*map(view.text, rows, key), *texts])
+    below = []
+    if metric == SPEEDUP and columns == "impl":
+        blank = any("" in line for line in lines)
+        below = [f"Blank: not sampled together with {view.text('impl', view.base)}."] if blank else []
+        means = [mean_text(case[SPEEDUP] for case in view.cases if case[columns] == head) for head in heads]
+        lines.append(["geometric mean (cells)", *[""] * (len(rows) - 1), *means])
+    several = " / ".join(view.text(inside, value) for value in inner) if len(inner) > 1 else ""
+    about = (f"In each cell: {several}. " if several else "") + (about or about_of(one))
+    return Table(
+        name=view.file(word or FILES.get(metric, metric)),
+        title=titled(head_of(one) + (f" ({several})" if several else ""), view),
+        caption=view.caption(about, is_clocked(one)),
+        columns=[*(label_of(view.fields[name]) for name in rows), *(_head(view, columns, head) for head in heads)],
+        rows=lines,
+        data=data_of(view, *(data or (metric, *(SPREAD if metric in ("time_s", "mean_s") else ())))),
+        notes=[*notes.below(lines), *below],
+        keys=len(rows),
+    )
 
 
-def geometric_mean(values: Iterable[float]) -> tuple[float, int]:
-    """The geometric mean of the finite values, NaN of none, and how many there are."""
-    finite = [value for value in values if pd.notna(value) and value > 0]
-    return (math.exp(math.fsum(map(math.log, finite)) / len(finite)) if finite else math.nan), len(finite)
+def _head(view: View, name: str, value: Any) -> str:
+    """The head of a column: a number says of what it is."""
+    text = view.text(name, value)
+    return (
+        f"{label_of(view.fields[name])} {text}"
+        if type(value) in (int, float) and value not in view.words.get(name, ())
+        else text
+    )
+
+
+def _reference(view: View, cases: Sequence[Record | None]) -> Record | None:
+    """The case that others beside it compare with: that of the base, else the first that was timed."""
+    timed = [case for case in cases if case and case["time_s"] is not None]
+    return next((case for case in timed if case["impl"] == view.base), timed[0] if timed else None)
+
+
+def _group(view: View, metric: str, group: Sequence[Record | None], against: Record | None, notes: Footnotes) -> str:
+    """One cell, of one case or of several; what was not sampled beside `against` is marked so."""
+    texts = []
+    for case in group:
+        texts.append(cell(view, metric, case, notes))
+        if against and case and case["time_s"] is not None and case["comparison"] != against["comparison"]:
+            other = view.text("impl", against["impl"])
+            far = f"measured in another run than {other}: not comparable within a few per cent"
+            texts[-1] += notes.mark(far)
+    if len(group) == 1:
+        return texts[0]
+    return " / ".join(text or "·" for text in texts) if any(group) else NOT_RUN
+
+
+def about_of(field: Field) -> str:
+    """A field in words, with its unit."""
+    unit, _ = unit_of(field)
+    return (field.about or sentence(label_of(field))) + (f", {unit}" if unit else "")
+
+
+def titled(head: str, view: View) -> str:
+    return f"{head} · {view.title}" if view.heading else head
+
+
+def listing(
+    view: View,
+    keys: Sequence[str],
+    metrics: Sequence[str],
+    word: str,
+    title: str,
+    about: str = "",
+    data: Sequence[str] = (),
+) -> Table | None:
+    """Rows: cases; columns: what tells them apart, then metrics, of which the first says how a case ended."""
+    if not view.cases:
+        return None
+    keys, fields, notes, rows = view.telling(keys), [view.fields[name] for name in metrics], Footnotes(), []
+    for case in view.cases:
+        found = [cell(view, name, case, notes, ending=name == metrics[0]) for name in metrics]
+        rows.append([*view.texts(case, keys), *found])
+    told = [f"{sentence(label_of(one))}: {one.about[:1].lower()}{one.about[1:]}" for one in fields if one.about]
+    return Table(
+        name=view.file(word),
+        title=titled(title, view),
+        caption=view.caption(about or ". ".join(told), any(map(is_clocked, fields))),
+        columns=[*(label_of(view.fields[name]) for name in keys), *map(head_of, fields)],
+        rows=rows,
+        data=data_of(view, *(data or metrics), *(SPREAD if {"time_s", "mean_s"} & {*metrics} else ())),
+        notes=notes.below(rows),
+        keys=len(keys),
+    )
+
+
+def endings(view: View, *keys: str, word: str, title: str) -> Table:
+    """How the cases of each row ended."""
+    data = []
+    for key, own in view.groups(*keys).items():
+        ends = Counter(_ending(case) for case in own.cases)
+        data.append(
+            {**dict(zip(keys, key, strict=True)), "cases": len(own.cases), **{end: ends[end] for end in ENDINGS}}
+        )
+    counts = ("cases", *ENDINGS)
+    return Table(
+        name=view.file(word),
+        title=title,
+        caption=f"How the cases ended. {view.machine.about(view.cases)}",
+        columns=[*(label_of(view.fields[key]) for key in keys), *counts],
+        rows=[[*view.texts(one, keys), *(f"{one[end]:,}" if one[end] else "" for end in counts)] for one in data],
+        data=data,
+        keys=len(keys),
+    )
+
+
+def _ending(case: Record) -> str:
+    if case["outcome"] != "ok":
+        return MEANINGS[case["outcome"]]
+    return ENDINGS[0] if case["time_s"] is not None else ENDINGS[1]
+
+
+def means(view: View, found: Mapping[tuple[str, str], Sequence[float | None]], word: str, title: str) -> Table | None:
+    """Geometric means of speedups by (row, column), with how many each is of; None without any."""
+    found = {key: values for key, values in found.items() if any(values)}
+    rows, heads = (list(dict.fromkeys(key[place] for key in found)) for place in (0, 1))
+    if not found:
+        return None
+    return Table(
+        name=view.file(word),
+        title=title,
+        caption="Geometric mean of the speedups, with how many it is of in brackets. Compare two rows only if these "
+        f"counts are equal. {view.machine.about(view.cases)}",
+        columns=["", *heads],
+        rows=[[row, *(mean_text(found.get((row, head), ())) for head in heads)] for row in rows],
+        data=[
+            {"row": row, "column": head, "speedup": geometric_mean(values)[0], "cells": geometric_mean(values)[1]}
+            for (row, head), values in found.items()
+        ],
+    )
