@@ -102,7 +102,7 @@ class Anatomy(ModelBenchmark):
 
 
 def anatomy_of(case: AnatomyTest, setup: Setup) -> Record:
-    """What the record says of one case beside its time."""
+    """All that the record says of one case beside its time."""
     rig = setup.rig
     rig.clear()  # of the memory none is another row's
     phases = phases_of(case, rig)
@@ -124,7 +124,7 @@ def anatomy_of(case: AnatomyTest, setup: Setup) -> Record:
 
 
 def phases_of(case: AnatomyTest, rig: Rig) -> Phases:
-    """What a call consists of, in order: an inference is a forward."""
+    """The parts of a call, in order: an inference is a forward."""
     peer, losses = case.peer, []
     if case.mode == "forward":
         return {"forward": lambda: rig.forward(case)}

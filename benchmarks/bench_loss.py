@@ -100,7 +100,7 @@ class Inputs:
         self.exact, self.plain = (tuple(x.cpu() for x in self.in_blocks(exact)) for exact in (True, False))
 
     def in_blocks(self, exact: bool) -> Answer:
-        """What `run` gives for the eager row, from one block of tokens after another; in float64 where `exact`."""
+        """The eager row's answer, made from one block of tokens after another; in float64 where `exact`."""
         dtype, precision = (torch.float64, "fp32") if exact else (torch.float32, self.precision)
         weight = self.weight.detach().to(dtype).requires_grad_()
         total, d_hidden, d_weight = weight.new_zeros(()), [], torch.zeros_like(weight)

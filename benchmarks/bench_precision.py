@@ -38,7 +38,7 @@ def tensors(dtype: torch.dtype, settings: Settings) -> Record:
 
 @dataclass(frozen=True)
 class Study(Case):
-    """What is looked at, in which dtype of lower precision."""
+    """One study in one dtype of lower precision."""
 
     dtype: str
 

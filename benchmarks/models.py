@@ -32,7 +32,7 @@ MODEL_ROWS = Table(ATTENTION.kind, [*ATTENTION.values(), AUTO, LLAMA])  # all th
 
 
 def attention_case(config: ModelConfig, batch: int, precision: str, device: str, grad: bool = True) -> AttentionCase:
-    """What a model asks of its attention row."""
+    """The case that a model makes for its attention row."""
     context = config.context_length
     shape = (batch, config.num_heads, config.kv_heads, context, context, config.head_dim)
     capability = torch.cuda.get_device_capability() if device == "cuda" else None

@@ -1,4 +1,4 @@
-"""What the benchmarks of whole language models share: a gate on a few blocks, then the whole models, mode by mode."""
+"""The base of all benchmarks of whole language models: a gate on a few blocks, then the whole models, mode by mode."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager

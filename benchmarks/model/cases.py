@@ -1,4 +1,4 @@
-"""What is done with a language model: the cases that its benchmarks share, and the rows' models of one set of weights.
+"""The cases that benchmarks of language models share, and a row's model with given weights.
 
 A row is an attention row in our model, eager or compiled, or somebody else's whole model.
 """
@@ -41,7 +41,7 @@ FIELDS = (
 
 @dataclass(frozen=True)
 class ModelTest(Case):
-    """What is done (`mode`) with a model of some size by one row.
+    """One thing (`mode`) that is done with a model of some size by one row.
 
     warmup   when given: so many untimed steps before ten timed ones, in a process of its own
     compile  eager, compiled, or graphed: compiled, with forward and backward replayed as one CUDA graph
@@ -73,7 +73,7 @@ class ModelTest(Case):
 
     @property
     def peer(self) -> bool:
-        """Whether the whole model is somebody else's."""
+        """True where the whole model is somebody else's, not only its attention."""
         return self.entry.trait("whole_model", False)
 
     @property
@@ -95,7 +95,7 @@ class ModelTest(Case):
 
     @property
     def row(self) -> tuple[bool, str, bool]:
-        """What is compiled and checked once for all its modes."""
+        """The key of a candidate, which is compiled and checked once for all its modes."""
         return self.compile != "eager", self.entry.name, self.grad
 
     @property
@@ -104,7 +104,7 @@ class ModelTest(Case):
 
     @property
     def asked(self) -> AttentionCase:
-        """What the model asks of an attention row."""
+        """The case that the model makes for an attention row."""
         return attention_case(self.config, self.batch, self.precision, self.device, self.grad)
 
     @property

@@ -1,4 +1,4 @@
-"""Whether a language model with some attention row, eager or compiled, computes what the plain one does.
+"""The gate: a language model with some attention row, eager or compiled, must compute what the plain one does.
 
 The reference is the eager model with naive attention in float64, the budget what the same model loses in the precision
 that is tested: see `benchmarks.arithmetic.ratio_of`, for the logits of inference, or for the loss and each gradient of
@@ -20,7 +20,7 @@ from benchmarks.arithmetic import LOSS_SCALE, ROUNDING, autocast, ratio_of
 from benchmarks.model.cases import ModelTest
 from benchmarks.models import MAX_SCORES, NUM_BLOCKS, Batch, build, variant
 from lmsys.bench import Candidate
-from lmsys.measure.compare import attempt, release_memory
+from lmsys.measure.compare import release_memory
 from lmsys.model import TransformerLM
 
 MAX_CONTEXT = 2048
@@ -41,7 +41,7 @@ class Gate:
         self.data = Batch.draw(self.base.config, batch, self.base.lm_head.weight.device.type, self.seed)
 
     def check(self, candidates: Sequence[Candidate]) -> None:
-        """On half the batch, and half again, where it is not the rows but the gate's own reference that has no room."""
+        """Judges each; on half the batch, and half again, where it is the gate's own reference that has no room."""
         while True:
             try:
                 return self.judge([one for one in candidates if one.outcome == "ok"])
@@ -58,12 +58,12 @@ class Gate:
             del exact
             plain = self.outputs(variant(self.base, "naive", compiled=False), grad)
             for candidate in (one for one in candidates if one.case.grad == grad):
-                found, failure = attempt(self.outputs, candidate.call, grad)
-                if failure:
-                    candidate.failed(*failure)
-                    continue
-                dtype = ROUNDING[self.precision]
-                candidate.judge({name: ratio_of(found[name], x, plain[name], dtype) for name, x in reference.items()})
+                self._judge(candidate, reference, plain)
+
+    def _judge(self, candidate: Candidate, reference: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
+        if found := candidate.attempt(self.outputs, candidate.call, candidate.case.grad):
+            dtype = ROUNDING[self.precision]
+            candidate.judge({name: ratio_of(found[name], x, plain[name], dtype) for name, x in reference.items()})
 
     def outputs(self, model: nn.Module, grad: bool, precision: str = "") -> dict[str, Tensor]:
         """The logits, or the loss and the gradient of every parameter, by its name in our model."""

@@ -79,7 +79,7 @@ class Rig:
         self.scaler.update()
 
     def step_of(self, case: ModelTest) -> Step:
-        """What is timed; a backward's forward, and an optimizer's gradients, are made untimed just before."""
+        """The call to time; a backward's forward, and an optimizer's gradients, are made untimed just before."""
         peer = case.peer
 
         def whole() -> None:
@@ -145,7 +145,7 @@ class Rig:
 
 
 def in_own_process(function: Callable[..., Any], *args: Any) -> Any:
-    """What function(*args) returns in a process of its own."""
+    """Runs function(*args) in a process of its own, and returns its result."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(function, *args).result()
 

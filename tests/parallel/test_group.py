@@ -51,7 +51,7 @@ def _sleeps(rank: int) -> None:
 
 
 def pids(group: WorkerGroup) -> list[int]:
-    return [worker.pid for worker in group._workers]
+    return group.pids
 
 
 def ended(found: list[int]) -> bool:

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reports import plots, tables
-from reports.__main__ import main
-from reports.load import read
+from lmsys.reports import plots, tables
+from lmsys.reports.__main__ import main
+from lmsys.reports.load import read
 
 ROOT = Path(__file__).parents[2]
 ROWS = {  # label, peer, synthetic TFLOP/s
@@ -141,7 +141,7 @@ def test_same_results_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     result = save(tmp_path / "run.json", small())
     first = built(tmp_path / "a", result)
     # Another process with another hash seed, which would shuffle every set.
-    command = [sys.executable, "-m", "reports", str(result), "-o", str(tmp_path / "b")]
+    command = [sys.executable, "-m", "lmsys.reports", str(result), "-o", str(tmp_path / "b")]
     done = subprocess.run(command, cwd=ROOT, env={"PYTHONHASHSEED": "7", "HOME": str(tmp_path)}, capture_output=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.decode().strip() == str(tmp_path / "b" / "index.html")
@@ -446,7 +446,7 @@ def test_a_second_report_leaves_nothing_of_the_first(tmp_path: Path) -> None:
 
 def test_needs_no_torch(tmp_path: Path) -> None:
     result = save(tmp_path / "r.json", [case("naive")])
-    block = "import sys; sys.modules['torch'] = sys.modules['triton'] = None; from reports.__main__ import main; "
+    block = "import sys; sys.modules['torch'] = sys.modules['triton'] = None; from lmsys.reports.__main__ import main; "
     code = f"{block}sys.exit(main([{str(result)!r}, '-o', {str(tmp_path / 'out')!r}]))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 

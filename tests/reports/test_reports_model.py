@@ -338,7 +338,7 @@ def test_same_results_same_bytes_without_torch(tmp_path: Path, swept: dict[str, 
     records = sweep()
     Random(0).shuffle(records)
     result = save(tmp_path / "r.json", records)
-    block = "import sys; sys.modules['torch'] = sys.modules['triton'] = None; from reports.__main__ import main; "
+    block = "import sys; sys.modules['torch'] = sys.modules['triton'] = None; from lmsys.reports.__main__ import main; "
     code = f"{block}sys.exit(main([{str(result)!r}, '-o', {str(tmp_path / 'out')!r}]))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={"PYTHONHASHSEED": "7", "HOME": str(tmp_path)})
     assert done.returncode == 0

@@ -11,7 +11,7 @@ from statistics import mean, median, stdev
 
 import pytest
 
-from reports.tables import number
+from lmsys.reports.tables import number
 from tests.reports.test_reports import ROOT, built, cells, refused, save
 
 STEM = "synthetic-gpu-training-matrix-small-S1024B8-bf16-W2-T491520x4"
@@ -138,7 +138,7 @@ def test_variants_and_other_settings_stay_apart(tmp_path: Path) -> None:
 def test_same_results_same_bytes_without_torch(tmp_path: Path) -> None:
     result = save(tmp_path / "run.json", sweep()[:9])
     first = built(tmp_path / "a", result)
-    without = "import sys; sys.modules['torch'] = None; from reports.__main__ import main; sys.exit(main())"
+    without = "import sys; sys.modules['torch'] = None; from lmsys.reports.__main__ import main; sys.exit(main())"
     command = [sys.executable, "-c", without, str(result), "-o", str(tmp_path / "b")]
     done = subprocess.run(command, cwd=ROOT, env={"PYTHONHASHSEED": "7", "HOME": str(tmp_path)}, capture_output=True)
     assert done.returncode == 0, done.stderr

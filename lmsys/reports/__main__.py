@@ -1,0 +1,77 @@
+"""`python -m lmsys.reports RESULT.json ... [-o DIR] [--baseline NAME]`: tables, plots and a page from result files.
+
+Several files, such as the parts of a split run or the journals (*.partial) of interrupted ones, are reported as one;
+for a case that several hold, the run of the latest date wins. Ends with exit code 2 and one line on stderr when
+something given cannot be used.
+"""
+
+import argparse
+import difflib
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from lmsys.reports import page
+from lmsys.reports.chapters import CHAPTERS, OTHERS
+from lmsys.reports.load import InputError, Machine, read
+from lmsys.reports.tables import csv_of
+from lmsys.reports.views import view_of
+
+
+def main(
+    arguments: Sequence[str] | None = None,
+    results: Sequence[Path] = (),
+    output: Path = Path("site"),
+    program: str = "python -m lmsys.reports",
+) -> int:
+    """Build the report; the exit code. `results` and `output` are taken where the arguments name none."""
+    parser = argparse.ArgumentParser(program, description="Tables, plots and a page from result files.")
+    parser.add_argument("results", nargs="*", type=Path, metavar="RESULT.json", help="result files, reported as one")
+    parser.add_argument("-o", "--output", type=Path, default=output, metavar="DIR", help=f"default: {output}")
+    parser.add_argument(
+        "--baseline", metavar="NAME", help="the row that speeds are relative to (default: as its table says)"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        print(build(options.results or results, options.output, options.baseline))
+    except InputError as error:
+        print(f"{program}: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def build(paths: Sequence[Path], out: Path, baseline: str | None = None) -> Path:
+    """Report these result files into the folder `out`; the path of the page. InputError says what cannot be used."""
+    if not paths:
+        raise InputError("nothing to report: name the result files")
+    machines = read(paths)
+    records = [one for machine in machines for one in machine.records]
+    if baseline is not None and baseline not in (names := sorted({one["impl"] for one in records})):
+        near = difflib.get_close_matches(baseline, names, n=3) or names
+        raise InputError(f"unknown baseline {baseline!r}; did you mean {', '.join(near)}?")
+    counts = Counter(one["benchmark"] for one in records)
+    undeclared = [f"{counts[name]} records of {name!r}" for name in sorted(counts) if name not in machines[0].fields]
+    if len(undeclared) == len(counts):
+        raise InputError(f"nothing to report: {', '.join(undeclared)}, and nothing declares their fields")
+    parts = [
+        (machine, [one for name in _benchmarks(machine) for one in _chapters(machine, name, baseline)])
+        for machine in machines
+    ]
+    page.prepare(out)
+    notes = [f"Not shown: {', '.join(undeclared)}, since nothing declares their fields."] if undeclared else []
+    return page.write(out, [part for part in parts if part[1]], csv_of(records), notes)
+
+
+def _benchmarks(machine: Machine) -> list[str]:
+    """Those with declared fields, in page order."""
+    names = sorted({one["benchmark"] for one in machine.records} & machine.fields.keys())
+    return sorted(names, key=lambda name: [*CHAPTERS, name].index(name))
+
+
+def _chapters(machine: Machine, benchmark: str, baseline: str | None) -> Sequence[page.Chapter]:
+    return CHAPTERS.get(benchmark, OTHERS)(view_of(machine, benchmark, baseline))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""Figures in one style, and as SVG text that is the same for the same drawing."""
+
+import io
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+WIDTH_IN = 5.0  # about a phone's width at matplotlib's 72 points an inch, so that text keeps its size there
+INK = "#111827"
+CEILING = {"color": INK, "linewidth": 1.0, "linestyle": (0, (1, 1.5)), "zorder": 1}
+RC = {
+    "font.family": "DejaVu Sans",  # comes with matplotlib: text is laid out alike on every machine
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e5e7eb",
+    "grid.linewidth": 0.7,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "legend.handlelength": 2.6,
+    "lines.markersize": 5,
+    "svg.fonttype": "none",
+    "text.parse_math": False,  # a dollar sign of a result file is a dollar sign
+}
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A drawing; `name` is the stem of its file."""
+
+    name: str
+    title: str
+    caption: str
+    svg: str
+
+
+def canvas(title: str, height_in: float) -> tuple[Any, Any]:
+    """A figure in our style and its axes; " · " in the title begins a line."""
+    matplotlib.rcdefaults()  # a matplotlibrc of the user's must not change the bytes
+    matplotlib.rcParams.update(RC)
+    figure = Figure(figsize=(WIDTH_IN, 0.3 + height_in), layout="constrained")
+    figure.suptitle(title.replace(" · ", "\n"), x=0.01, ha="left", fontsize=10)
+    return figure, figure.add_subplot()
+
+
+def to_svg(figure: Any, name: str) -> str:
+    """The drawing as text: the same bytes for the same figure and name."""
+    file = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": name}):
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    # Group ids repeat from plot to plot and would clash where several plots stand in one page.
+    text = re.sub(r'<g id="[^"]*">', "<g>", file.getvalue())
+    # Where the font is not installed: its twin in width, or at least no serifs.
+    return text.replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")
+
+
+def add_legend(figure: Any, axes: Any) -> None:
+    """What `axes` labels, below the drawing, in two columns; `legend_height` is the room that it takes.
+
+    Where two are wider than the drawing it is one, and the drawing grows by as much.
+    """
+    handles, labels = axes.get_legend_handles_labels()
+    place = {"handles": handles, "labels": labels, "loc": "outside lower center"}
+    legend = figure.legend(**place, ncols=2 if len(labels) > 1 else 1)
+    if legend.get_window_extent().width > figure.bbox.width:
+        legend.remove()
+        figure.legend(**place, ncols=1)
+        figure.set_figheight(figure.get_figheight() + legend_height(2 * len(labels)) - legend_height(len(labels)))
+
+
+def legend_height(entries: int) -> float:
+    return 0.2 * math.ceil(entries / 2) + 0.1
+
+
+def crowded(labels: Sequence[str]) -> bool:
+    """Whether labels of places side by side run into one another unless they are slanted."""
+    return len(labels) * max(map(len, labels), default=0) > 45
+
+
+def add_places(axes: Any, labels: Sequence[str]) -> None:
+    """Names for the places 0, 1, ... of the x axis."""
+    slanted = crowded(labels)
+    axes.set_xticks(range(len(labels)), labels, rotation=45 if slanted else 0, ha="right" if slanted else "center")
+    axes.set_xlim(-0.5, len(labels) - 0.5)  # bars without a height would not widen it to the words in their places
+
+
+def short(length: float) -> str:
+    """A length for an axis: 512, 1k, 64k."""
+    return f"{length / 1024:g}k" if length >= 1024 and length % 1024 == 0 else f"{length:,.10g}"
+
+
+def plain(value: float, _: object = None) -> str:
+    """A number on an axis: 0.05, 500, 5,000, and 10k from there on."""
+    return f"{value:,.10g}" if value < 10_000 else f"{value / 1000:,.10g}k"
+
+
+def log_values(axis: Any, values: Iterable[float]) -> None:
+    """Plain numbers on a logarithmic axis: as many steps between the decades as the range has room for."""
+    finite = [value for value in values if value > 0]
+    decades = math.log10(max(finite) / min(finite))
+    steps = [(1.0, 1.5, 2.0, 3.0, 5.0, 7.0), (1.0, 2.0, 5.0), (1.0, 3.0), (1.0,)]
+    subs = next((subs for subs in steps if len(subs) * decades <= 6), steps[-1])
+    axis.set_major_locator(LogLocator(subs=subs, numticks=20))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(plain))

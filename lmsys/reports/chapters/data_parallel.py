@@ -1,0 +1,191 @@
+"""Data parallelism: a step by strategy, what communication costs, memory, and ours beside torch's."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from lmsys.bench.fields import Field, Record
+from lmsys.reports import plots
+from lmsys.reports.canvas import Plot, add_legend, canvas, legend_height
+from lmsys.reports.page import Block, Chapter
+from lmsys.reports.speedups import mean_text, ratio_of
+from lmsys.reports.styles import Style
+from lmsys.reports.tables import Table, listing, pivot, titled
+from lmsys.reports.views import View
+from lmsys.reports.words import number
+
+SECTIONS = {  # in page order
+    "default": "Everyday sizes",
+    "sizes": "Sizes",
+    "buckets": "By batch and size of buckets",
+    "sharded": "Sharded against unsharded optimizer",
+    "narrow": "Communication in lower precision",
+    "scaling": "Scaling by number of ranks",
+    "smoke": "Smoke test",
+}
+HOW = {"eager": "", "graphed": ", as one CUDA graph"}  # what a heading says of the way of compiling
+PARTS = ("parameters_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes")
+PREDICTED = ("predicted_parameters_bytes", "predicted_gradients_bytes", "predicted_optimizer_bytes")
+COLOURS = {"computation": "#2563eb", "communication": "#dc2626"}
+SETTING = ("size", "batch", "context", "precision", "compile", "world_size", "memory_limit_bytes")
+NUMBERS = ("context", "batch", "world_size")
+
+
+def chapters(view: View) -> list[Chapter]:
+    """A chapter for each grid."""
+    compiled = view.fields["compile"].called(of=lambda case: case["compile"] or "eager")  # older files do not say
+    view = view.with_fields(compiled).checked(NUMBERS, ("section", "size", "precision", "strategy"))
+    rows, exposed = view.table("strategy"), view.fields["predicted_exposed_s"]
+    view = view.read_as(section=SECTIONS).with_fields(
+        exposed.called(of=lambda case: case["predicted_exposed_s"] if _is_modelled(rows, case) else None),
+        Field("called", role="detail", of=_called),
+        Field("way", role="detail", of=lambda case: "" if case["compile"] == "eager" else f"-{case['compile']}"),
+        Field("how", role="detail", of=lambda case: HOW.get(case["compile"], f", blocks {case['compile']}")),
+        Field("held", role="detail", of=lambda case: "held"),
+        Field(
+            "predicted_bytes",
+            "B",
+            "predicted without activations",
+            "detail",
+            shown="GiB",
+            of=lambda case: sum(case[name] for name in PREDICTED),
+        ),
+    )
+    view = view.styled("impl", "strategy", "called").ordered(
+        "section", "num_parameters", "precision", "context", "compile", "batch", "world_size", "impl"
+    )
+    found = []
+    for (section,), own in view.groups("section").items():
+        blocks = [Block("Beside torch's own", [peers])] if (peers := _peers(own, section)) else []
+        parts = own.cut(
+            "data-parallel-{section}-{size}-S{context}-{precision}{way}", "{size}, context {context}, {precision}{how}"
+        )
+        found.append(
+            Chapter(f"Data parallel: {own.text('section', section)}", blocks + [_block(part) for part in parts])
+        )
+    return found
+
+
+def _called(case: Record) -> str:
+    """How a table calls a row: its label, with the size of its buckets and what else is its own."""
+    extra = case["impl"].removeprefix(case["strategy"]).strip("-").replace("-", ", ").replace("MiB", " MiB")
+    if extra.startswith("auto"):
+        extra = extra.replace("auto", f"auto ({case['bucket_mb'] or 0:.0f} MiB)", 1)
+    return ", ".join(filter(None, [case["label"] or case["strategy"], extra]))
+
+
+def _is_modelled(rows: Mapping[str, Record], case: Record) -> bool:
+    """Not of copy engines, whose communication older files predict by the times of NCCL."""
+    return bool(rows.get(case["strategy"], {}).get("all_reduce_model", True))
+
+
+def _block(part: View) -> Block:
+    nodes = max(case["num_nodes"] or 1 for case in part.cases)
+    graphed = part.cases[0]["compile"] == "graphed"
+    said = ["batch is that of each rank", f"on {nodes} nodes" if nodes > 1 else ""]
+    said += ["memory is that of a step launched call by call, before one is recorded" if graphed else ""]
+    part = replace(part, also="; ".join(filter(None, said))).labelled(mean_s="step")
+    largest = part.only(lambda case: case["world_size"] == max(part.values("world_size")))
+    costs = [name for name in part.metrics() if not _is_memory(part.fields[name]) and name != "time_s"]
+    memory = [*(name for name in part.metrics() if _is_memory(part.fields[name])), "predicted_bytes"]
+    keys = ("batch", "world_size", "impl")
+    measured = part.only(lambda case: case["peak_bytes"])
+    lead = [
+        pivot(largest, "time_s", ["batch"], word="by-batch") if largest.varies("batch") else None,
+        listing(part, keys, ["mean_s", *costs], "step", "Step by strategy"),
+        listing(measured, keys, memory, "memory", "Memory of a rank"),
+        plots.bars(largest, "tokens_per_s", "batch", word="rate"),
+        plots.bars(largest, "exposed_s", "batch", word="exposed"),
+        _memory(largest),
+        _scaling(part),
+        _timelines(largest),
+    ]
+    return Block(part.title, lead)
+
+
+def _is_memory(field: Field) -> bool:
+    return field.unit == "B" or field.name == "optimizer_fraction"
+
+
+def _at_batch(own: View, batch: int) -> View:
+    """The cases of one batch, which the heading says."""
+    return own.only(lambda case: case["batch"] == batch).cut("", "batch {batch}")[0]
+
+
+def _memory(own: View) -> Plot | None:
+    """A stack for each strategy at the largest batch that ran, the peak of a step as a line."""
+    own = own.only(lambda case: case["peak_bytes"])
+    if not own.cases:
+        return None
+    own = _at_batch(own, max(own.values("batch")))
+    style = {"held": Style("held, by kind (line: peak of a step)", COLOURS["computation"])}
+    own = replace(own, styles={**own.styles, "held": style, "impl": {}})  # labels are too long for an axis
+    about = "Parameters, gradients and optimizer state after a step and activations after a forward; the line is the peak of a whole step"
+    return plots.stacked(own, PARTS, "impl", "held", "peak_bytes", "memory", "Memory of a rank by kind", about)
+
+
+def _scaling(part: View) -> Plot | None:
+    """Scaling efficiency against the number of ranks."""
+    own = part.only(lambda case: case["scaling_efficiency"] and case["world_size"] > 1)
+    if not own.cases:
+        return None
+    own = _at_batch(own, max(own.values("batch")))
+    alone = [{**case, "world_size": 1, "scaling_efficiency": 1.0} for case in own.cases]
+    return plots.lines(replace(own, cases=[*alone, *own.cases]), "scaling_efficiency", "world_size", word="scaling")
+
+
+def _timelines(own: View) -> Plot | None:
+    """When a step computes and when it communicates, a pair of lanes for each strategy."""
+    own = own.only(lambda case: any(kind == "communication" for kind, _, _ in case["timeline"] or ()))
+    if not own.cases:
+        return None
+    own = _at_batch(own, min(own.values("batch")))
+    head = "A step's timeline"
+    figure, axes = canvas(titled(head, own), 0.45 * len(own.cases) + 0.6 + legend_height(2))
+    for lane, case in enumerate(own.cases):
+        for (what, color), top in zip(COLOURS.items(), (lane - 0.36, lane - 0.02), strict=True):
+            spans = [(1e3 * start, 1e3 * (end - start)) for kind, start, end in case["timeline"] if kind == what]
+            axes.broken_barh(spans, (top, 0.34), color=color, linewidth=0, label=what if lane == 0 else None)
+    axes.set_yticks(range(len(own.cases)), [case["impl"] for case in own.cases], fontsize=8)
+    axes.set_ylim(len(own.cases) - 0.5, -0.5)
+    axes.set_xlabel("ms")
+    add_legend(figure, axes)
+    about = "From a profiler's trace of one step on rank 0: above what computes, below what communicates"
+    return plots.drawn(own, figure, head, "timeline", own.caption(about))
+
+
+def _peers(own: View, section: str) -> Table | None:
+    """Rows: trainings; columns: how much faster ours is than the rival beside it; last, the geometric mean."""
+    own = own.only(
+        lambda case: case["world_size"] > 1 and not case["sharded_optimizer"] and case["comm_dtype"] != "bfloat16"
+    )
+    pairs = [(name, rival) for name, row in own.table("strategy").items() for rival in row.get("rivals", ())]
+    found: dict[tuple[str, ...], list[float | None]] = {}
+    for (size, batch, context, precision, way, ranks, _), trained in own.groups(*SETTING).items():
+        ratios = [_ratio(trained, *pair) for pair in pairs]
+        if any(ratios):
+            how = f"{ranks} ranks{trained.cases[0]['how']}"
+            found[f"{size} b{batch} s{context}, {precision}, {how}", how] = ratios
+    if not found:
+        return None
+    rows = [
+        [name, *("" if ratio is None else number(ratio) for ratio in ratios)] for (name, _), ratios in found.items()
+    ]
+    for how in dict.fromkeys(how for _, how in found):
+        columns = zip(*(ratios for (_, one), ratios in found.items() if one == how), strict=True)
+        rows.append([f"geometric mean, {how}", *map(mean_text, columns)])
+    heads = [f"{ours} / {theirs}" for ours, theirs in pairs]
+    return Table(
+        name=own.file(f"data-parallel-{section}-peers"),
+        title=f"Speed of ours, × of the row beside it · {section}",
+        caption="Median of step-time ratios, steps alternating; of the best bucket size of each. Above 1: ours is faster. "
+        + own.machine.about(own.cases),
+        columns=["training", *heads],
+        rows=rows,
+        data=[{"training": name, **dict(zip(heads, ratios, strict=True))} for (name, _), ratios in found.items()],
+    )
+
+
+def _ratio(trained: View, ours: str, theirs: str) -> float | None:
+    """Theirs over ours, of the fastest case of each."""
+    timed = [[case for case in trained.cases if case["strategy"] == name and case["time_s"]] for name in (ours, theirs)]
+    return ratio_of(*(min(cases, key=lambda case: case["time_s"]) for cases in timed)) if all(timed) else None

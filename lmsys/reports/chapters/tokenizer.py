@@ -1,0 +1,28 @@
+"""Tokenizers: how fast each trains and encodes, and in how much memory."""
+
+from lmsys.reports import plots
+from lmsys.reports.page import Block, Chapter
+from lmsys.reports.speedups import bases_of, compared
+from lmsys.reports.tables import listing
+from lmsys.reports.views import View
+
+SECTIONS = {"corpus": "All of the text", "default": "Everyday sizes", "smoke": "Smoke test"}  # in page order
+TASKS = {"train": "training", "encode": "encoding"}  # in page order
+
+
+def chapters(view: View) -> list[Chapter]:
+    view = view.checked(("vocab_size", "processes"), ("section", "task")).read_as(section=SECTIONS, task=TASKS)
+    view = view.ordered("section", "vocab_size", "text_bytes", "task", "impl")
+    parts = view.cut("tokenizer-{section}-V{vocab_size}", "{section}, vocabulary {vocab_size}, {text_bytes}")
+    return [Chapter("Tokenizers", [_block(part) for part in parts])]
+
+
+def _block(part: View) -> Block:
+    """A table of all metrics, with speeds beside those of the packages."""
+    own, bases = part, bases_of(part)
+    for base in bases:
+        own = compared(own, base, name=f"speedup_over_{base}", same=("task",))
+    first, *others = part.metrics() or ["time_s"]
+    metrics = [first, *(f"speedup_over_{base}" for base in bases), *others]
+    table = listing(own, ("task", "impl", "processes"), metrics, "", "Time, rate, speed and memory")
+    return Block(part.title, [table, plots.bars(part, "bytes_per_s", "task", word="rate")])

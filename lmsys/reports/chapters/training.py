@@ -1,0 +1,186 @@
+"""Whole trainings: attention rows by strategies, their speed, memory and loss curves."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from matplotlib.ticker import FuncFormatter
+
+from lmsys.bench.fields import Field, Record
+from lmsys.reports import plots
+from lmsys.reports.canvas import CEILING, Plot, add_legend, add_places, canvas, crowded, legend_height, plain
+from lmsys.reports.page import Block, Chapter
+from lmsys.reports.speedups import SPEEDUP, besides
+from lmsys.reports.tables import Table, listing, pivot, titled
+from lmsys.reports.views import View
+
+SECTIONS = {  # in page order
+    "default": "Everyday sizes",
+    "matrix": "Matrix of attention rows and strategies",
+    "smoke": "Smoke test",
+}
+NUMBERS = ("context", "batch", "num_ranks", "train_tokens", "val_tokens", "epochs")
+WORDS = ("section", "size", "attention", "strategy", "row", "precision", "compile")
+SINGLE = "none"  # one process, which accumulates the batches of all ranks
+SAME = ("attention", "comparison")
+Points = dict[int, float]  # by step
+
+
+def chapters(view: View) -> list[Chapter]:
+    """A chapter for each grid."""
+    view = view.checked(NUMBERS, WORDS).read_as(section=SECTIONS)
+    view = (
+        view.styled("attention", label="attention_label")
+        .styled("row", "strategy", "row")
+        .with_fields(
+            Field("way", role="detail", of=lambda case: "" if case["compile"] == "eager" else f"-{case['compile']}"),
+            Field(
+                "how",
+                role="detail",
+                of=lambda case: "" if case["compile"] == "eager" else f", blocks {case['compile']}",
+            ),
+        )
+    )
+    view = view.ordered("section", "size", *NUMBERS, "precision", "compile", "attention", "row")
+    stem = "training-{section}-{size}-S{context}B{batch}-{precision}{way}-W{num_ranks}-T{train_tokens}x{epochs}"
+    heading = "{size}, context {context}, batch {batch} of each of {num_ranks} ranks, {precision}{how}"
+    also = f"one process ({SINGLE}) accumulates the batches of all ranks; cases run one after another"
+    return [
+        Chapter(
+            f"Training: {own.text('section', section)}",
+            [_block(_with_speeds(replace(part, also=also))) for part in own.cut(stem, heading)],
+        )
+        for (section,), own in view.groups("section").items()
+    ]
+
+
+def _with_speeds(part: View) -> View:
+    """With what a case's speed is relative to: the table's baseline with the same attention, and one process alone.
+
+    Ratios of medians: cases are not sampled together.
+    """
+    base = next((name for name, row in part.table("strategy").items() if row.get("baseline")), "")
+    bases, singles = (besides(part, strategy, "strategy", SAME) for strategy in (base, SINGLE))
+    return part.with_fields(
+        Field(
+            SPEEDUP,
+            label=f"Speed-up over {base}",
+            role="detail",
+            about=f"Median time of an epoch by the strategy {base} over that of the row",
+            shown="×",
+            of=lambda case: bases[case["id"]]["time_s"] / case["time_s"],
+        ),
+        Field(
+            "efficiency",
+            label="scaling",
+            role="detail",
+            about=f"Tokens/s of a rank over those of {SINGLE}",
+            shown="%",
+            of=lambda case: singles[case["id"]]["time_s"] / case["time_s"] / case["world_size"],
+        ),
+        Field("ended", label="Loss", role="detail", of=_ended),
+    )
+
+
+def _ended(case: Record) -> str:
+    """The held-out loss, and in brackets how far the curve was at most from the reference's."""
+    loss = "" if case["valid_loss"] is None else f"{case['valid_loss']:.4f}"
+    return loss + f" ({case['curve_difference']:.1e})"
+
+
+def _block(part: View) -> Block:
+    def table(metric: str, word: str, about: str = "", data: Sequence[str] = ()) -> Table | None:
+        """Rows: attention; columns: strategies, by name, since labels are too long."""
+        return pivot(part, metric, ["attention"], "row", word=word, about=about, data=data)
+
+    def bars(metric: str, word: str) -> Plot | None:
+        return plots.bars(part, metric, "row", "attention", word)
+
+    budget = max((case["curve_budget"] or 0 for case in part.cases), default=0)
+    about = (
+        f"Loss after the last epoch on {part.cases[0]['val_tokens']:,} held-out tokens, nats; in brackets how far the loss"
+        " of a step was at most from that of naive attention in one process, over the first 100 steps"
+    ) + (f" (right: {budget:g} or less)" if budget else "")
+    numbers = ("valid_loss", "loss", "curve_difference", "norm_difference")
+    lead = [table("tokens_per_s", "rate"), bars("tokens_per_s", "rate"), table(SPEEDUP, "speedup"), _chain(part)]
+    lead += [table("ended", "loss", about, numbers), _curves(part), _differences(part, budget)]
+    more = [
+        table("mean_s", "time"),
+        bars("mean_s", "time"),
+        table("peak_bytes", "memory"),
+        bars("peak_bytes", "memory"),
+    ]
+    metrics = ["mean_s", SPEEDUP, "efficiency", *(name for name in part.metrics() if name not in ("time_s", "mean_s"))]
+    return Block(part.title, lead, [*more, listing(part, ("attention", "row"), metrics, "runs", "Every run")])
+
+
+def _chain(part: View) -> Plot | None:
+    """From strategy to strategy how much faster each is than the baseline, a line for each attention row."""
+    places = [row for row in part.values("row") if any(case[SPEEDUP] for case in part.cases if case["row"] == row)]
+    if len(places) < 2:
+        return None
+    lines = {name: own.only(lambda case: case[SPEEDUP]) for (name,), own in part.groups("attention").items()}
+    field = part.fields[SPEEDUP]
+    figure, axes = canvas(titled(field.label, part), 3.0 + 0.8 * crowded(places) + legend_height(len(lines)))
+    for name, own in lines.items():
+        values = {places.index(case["row"]): case[SPEEDUP] for case in own.cases}
+        axes.plot(list(values), list(values.values()), **part.style("attention", name).line())
+    axes.axhline(1.0, **CEILING)
+    add_places(axes, places)
+    axes.set_ylim(0, 1.1 * max(case[SPEEDUP] or 0 for case in part.cases))
+    axes.set_ylabel("×")
+    add_legend(figure, axes)
+    return plots.drawn(part, figure, field.label, "chain", part.caption(f"{field.about}, strategy by strategy", True))
+
+
+def _curves(part: View) -> Plot | None:
+    """The loss of every case: right ones have one curve."""
+    series = [(case["row"], _points(case, "curve_losses")) for case in part.cases]
+    about = "The loss over the global batch by step; a line for each attention row and strategy, coloured by strategy"
+    return _by_step(part, "curves", "Loss by step", about, series, 0)
+
+
+def _differences(part: View, budget: float) -> Plot | None:
+    """How far from the reference's each loss is, for each strategy at the attention row that is farthest."""
+    series = []
+    for (row,), own in part.groups("row").items():
+        points = [point for case in own.cases for point in _points(case, "curve_differences").items()]
+        worst = {step: max(abs(value) for at, value in points if at == step) for step, _ in sorted(points)}
+        series.append((row, {step: value for step, value in worst.items() if value}))
+    about = (
+        "How far the loss of a step is from that of naive attention in one process, for each strategy with the attention "
+        "row that is farthest; where there is no point it is equal"
+    )
+    return _by_step(part, "differences", "Loss beside the reference", about, series, budget)
+
+
+def _points(case: Record, name: str) -> Points:
+    pairs = zip(case["curve_steps"] or (), case[name] or (), strict=False)
+    return {step: value for step, value in pairs if value is not None}
+
+
+def _by_step(
+    part: View, word: str, title: str, about: str, series: Sequence[tuple[str, Points]], budget: float
+) -> Plot | None:
+    """Lines coloured by strategy; with a budget on a logarithmic axis, and below it."""
+    series = [(row, points) for row, points in series if points]
+    if not series:
+        return None
+    labelled = set[str]()
+    figure, axes = canvas(titled(title, part), 3.0 + legend_height(len({row for row, _ in series})))
+    for place, (row, points) in enumerate(series):
+        look = part.style("row", row).line() | {
+            "marker": "",
+            "linewidth": 2.6 - 1.8 * place / len(series),
+        }  # one below still shows
+        look["label"] = "_" if row in labelled else part.text("row", row)
+        labelled.add(row)
+        axes.plot(list(points), list(points.values()), **look)
+    if budget:
+        axes.set_yscale("log")
+        axes.axhline(budget, **CEILING)
+        at = {"textcoords": "offset points", "xycoords": ("axes fraction", "data")}
+        axes.annotate("allowed", (1, budget), (0, -11), ha="right", fontsize=9, **at)
+    axes.xaxis.set_major_formatter(FuncFormatter(plain))
+    axes.set(xlabel="step", ylabel="nats")
+    add_legend(figure, axes)
+    return plots.drawn(part, figure, title, word, part.caption(about))

@@ -1,0 +1,147 @@
+"""Result files as one: their records by machine, how fields are read, and the tables that rows come from."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lmsys.bench import record
+from lmsys.bench.fields import Field, Record
+
+# What makes two runs runs of one machine. Versions, driver, commit and the host of a GPU may differ between runs:
+# captions name them.
+HARDWARE = ("name", "device", "gpu", "gpu_count", "capability")
+# Asking a case again replaces its answer; asking it under a memory limit is another question.
+IDENTITY = ("benchmark", "section", "id", "memory_limit_bytes")
+FACTS = {"driver": "driver", "cuda": "CUDA", "torch": "torch", "triton": "triton", "python": "Python"}
+Fields = dict[str, dict[str, Field]]  # by benchmark and name, in declared order
+Rows = dict[str, dict[str, Record]]  # by kind of table and name, in the table's order
+
+
+class InputError(ValueError):
+    """What the user gave cannot be reported; the message is one line that names the value."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One machine's part of the results.
+
+    slug     its name in file names
+    title    its name on the page
+    runs     the machine facts of each run, oldest first; a record's "run" counts into it
+    records  in an order that does not depend on how they were split over files
+    """
+
+    slug: str
+    title: str
+    runs: Sequence[Record]
+    records: Sequence[Record]
+    fields: Fields
+    rows: Rows
+
+    def runs_of(self, cases: Iterable[Record]) -> list[Record]:
+        """The runs that these cases come from."""
+        return [self.runs[run] for run in sorted({case["run"] for case in cases})]
+
+    def about(self, cases: Iterable[Record]) -> str:
+        """Machine, versions, commit and date of these cases, in one sentence."""
+        return f"{self.title}; " + "; also ".join(dict.fromkeys(map(_about, self.runs_of(cases)))) + "."
+
+    def ceiling(self, cases: Iterable[Record], dtype: str | None = None) -> float | None:
+        """The best measured ceiling of these cases' runs: matmul FLOP/s in a dtype, or copy bytes/s without one."""
+        found = []
+        for run in self.runs_of(cases):
+            rates = matmul_rates(run)
+            found.append(rates.get(dtype) if dtype else (run.get("ceilings") or {}).get("copy_bytes_per_s"))
+        return max(filter(None, found), default=None)
+
+
+def read(paths: Iterable[Path]) -> list[Machine]:
+    """The machines of many files, as one result; for a case that several hold, the run of the latest date wins, whatever their order.
+
+    InputError, with the file, for one that is absent, not ours or of a later version, and when there are no records.
+    """
+    paths, fields, rows = list(paths), Fields(), Rows()
+    cases: dict[tuple[object, ...], tuple[str, str, Record]] = {}
+    # The sort is stable: among files of one date, such as the parts of one run, the last named wins.
+    for found in sorted(map(_load, paths), key=lambda found: _date(found["machine"])):
+        machine = found["machine"]
+        for benchmark, declared in found["fields"].items():
+            fields.setdefault(benchmark, {}).update(declared)
+        for kind, table in found["rows"].items():
+            rows[kind] = table | {name: row for name, row in rows.get(kind, {}).items() if name not in table}
+        cores = None if machine.get("device") == "cuda" else machine.get("cores")
+        hardware = json.dumps([*(machine.get(key) for key in HARDWARE), cores])
+        for case in found["records"]:
+            key = (hardware, *(case.get(name) for name in IDENTITY))
+            cases[key] = (hardware, json.dumps(machine, sort_keys=True), case)
+    if not cases:
+        raise InputError(f"nothing to report: no records in {', '.join(map(str, paths)) or 'no files'}")
+    return _machines(list(cases.values()), fields, rows)
+
+
+def _load(path: Path) -> Record:
+    """A result file, with its fields and rows by name."""
+    try:
+        found = record.load(path)
+        fields = {name: [Field(**one) for one in declared] for name, declared in found["fields"].items()}
+        rows = {kind: {row["name"]: row for row in table} for kind, table in found["rows"].items()}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{path}: not a result of this bench: its fields or rows are not what they should be"
+        ) from error
+    except ValueError as error:
+        raise InputError(" ".join(str(error).split())) from error
+    by_name = {name: {one.name: one for one in declared} for name, declared in fields.items()}
+    return found | {"fields": by_name, "rows": rows}
+
+
+def _date(machine: Mapping[str, Any]) -> str:
+    """When the run began (ISO 8601 in UTC, so text sorts as time); "" sorts an undated run first."""
+    return str(machine.get("date") or "")
+
+
+def _machines(cases: Sequence[tuple[str, str, Record]], fields: Fields, rows: Rows) -> list[Machine]:
+    taken: Counter[str] = Counter()
+    machines = []
+    for hardware in sorted({hardware for hardware, _, _ in cases}):
+        own = [(run, case) for owner, run, case in cases if owner == hardware]
+        runs = sorted({run for run, _ in own}, key=lambda run: (_date(json.loads(run)), run))
+        facts = [json.loads(run) for run in runs]
+        title = _title(facts[-1])
+        slug = file_name(title.lower())
+        taken[slug] += 1
+        slug += f"-{taken[slug]}" if taken[slug] > 1 else ""
+        records = [{"machine": slug, "run": runs.index(run), **case} for run, case in own]
+        records.sort(key=lambda one: tuple(str(one.get(name)) for name in IDENTITY))
+        machines.append(Machine(slug, title, facts, records, fields, rows))
+    return machines
+
+
+def file_name(text: str) -> str:
+    """The text as part of a file name: nothing but letters, digits and `_-` whatever a result file says."""
+    return re.sub(r"[^A-Za-z0-9_]+", "-", text).strip("-") or "unnamed"
+
+
+def matmul_rates(run: Mapping[str, Any]) -> dict[str, float]:
+    """The matmul ceilings of a run by dtype, FLOP/s."""
+    return (run.get("ceilings") or {}).get("matmul_flops_per_s") or {}
+
+
+def _title(machine: Mapping[str, Any]) -> str:
+    name = str(machine.get("name") or "unnamed machine")
+    if machine.get("device") == "cuda":
+        count = machine.get("gpu_count") or 1
+        return f"{count} × {name}" if count > 1 else name
+    return f"{name}, {machine['cores']} cores" if machine.get("cores") else name
+
+
+def _about(run: Mapping[str, Any]) -> str:
+    versions = [f"{label} {run[key]}" for key, label in FACTS.items() if run.get(key)]
+    if run.get("device") == "cuda" and run.get("cores"):
+        versions.insert(0, f"{run['cores']} CPU cores")
+    commit = str(run.get("commit") or "unknown")[:10] + (" with local changes" if run.get("dirty") else "")
+    return ", ".join([*versions, f"commit {commit}", str(run.get("date") or "undated")[:10]])

@@ -1,0 +1,183 @@
+"""The page: chapters as one self-contained HTML file, and the folder of tables and plots beside it."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+
+from lmsys.bench.fields import Record
+from lmsys.reports.canvas import Plot
+from lmsys.reports.load import InputError, Machine, file_name, matmul_rates
+from lmsys.reports.tables import Table
+from lmsys.reports.words import number
+
+GENERATOR = '<meta name="generator" content="lmsys reports">'
+CSS = (Path(__file__).parent / "page.css").read_text()
+# Closed details would be missing on paper; a table wider than the screen says that it scrolls.
+SCRIPT = """
+addEventListener("beforeprint", () => document.querySelectorAll("details").forEach(d => d.open = true));
+addEventListener("DOMContentLoaded", () => {
+  const watch = new ResizeObserver(seen => seen.forEach(({target: t}) =>
+    t.classList.toggle("wide", t.scrollWidth > t.clientWidth)));
+  document.querySelectorAll(".scroll").forEach(t => watch.observe(t));
+});
+"""
+FACTS = "date commit command sweep seed driver cuda torch triton python platform".split()
+
+
+@dataclass(frozen=True)
+class Block:
+    """What belongs together: `lead` is read at once, `more` behind a click; the title leads to `chapter`, if named."""
+
+    title: str
+    lead: Sequence[Table | Plot | None]
+    more: Sequence[Table | Plot | None] = field(default_factory=list)
+    chapter: str = ""
+
+
+@dataclass(frozen=True)
+class Chapter:
+    title: str
+    blocks: Sequence[Block]
+
+
+Part = tuple[Machine, Sequence[Chapter]]
+
+
+class Html(str):
+    """Text that is HTML already."""
+
+
+def tag(name: str, *inside: str, **attributes: str) -> Html:
+    """An element. The one place where text is made safe: all but Html is escaped, attributes too."""
+    said = "".join(f' {key.rstrip("_").replace("_", "-")}="{escape(value)}"' for key, value in attributes.items())
+    return Html(f"<{name}{said}>{joined(inside)}</{name}>")
+
+
+def joined(parts: Iterable[str]) -> Html:
+    return Html("".join(part if isinstance(part, Html) else escape(part) for part in parts))
+
+
+def prepare(out: Path) -> None:
+    """Make the output folders, cleared of an earlier report's files. InputError when they cannot be written."""
+    page = out / "index.html"
+    try:
+        ours = page.is_file() and GENERATOR in page.read_text(encoding="utf-8", errors="replace")
+        for folder, endings in (("tables", (".md", ".csv")), ("plots", (".svg",))):
+            (out / folder).mkdir(parents=True, exist_ok=True)
+            for file in sorted((out / folder).iterdir()) if ours else []:
+                if file.suffix in endings:
+                    file.unlink()
+        page.write_text(GENERATOR)
+    except OSError as error:
+        raise InputError(f"cannot write the report to {str(out)!r}: {error.strerror}") from error
+
+
+def write(out: Path, parts: Sequence[Part], records_csv: str, notes: Sequence[str]) -> Path:
+    """Fill the folder that `prepare` made; returns the path of its index.html."""
+    blocks = [block for _, chapters in parts for chapter in chapters for block in chapter.blocks]
+    for item in (item for block in blocks for item in (*block.lead, *block.more)):
+        if isinstance(item, Plot):
+            (out / "plots" / f"{item.name}.svg").write_text(item.svg, encoding="utf-8")
+        elif item:
+            (out / "tables" / f"{item.name}.md").write_text(item.markdown(), encoding="utf-8")
+            (out / "tables" / f"{item.name}.csv").write_text(item.csv(), encoding="utf-8")
+    (out / "tables" / "records.csv").write_text(records_csv, encoding="utf-8")
+    (out / "index.html").write_text(html(parts, notes), encoding="utf-8")
+    return out / "index.html"
+
+
+def html(parts: Sequence[Part], notes: Sequence[str]) -> str:
+    """The page: a contents list, then every machine with its facts and chapters."""
+    contents, body = [], []
+    for machine, chapters in parts:
+        anchors = {chapter.title: _anchor(machine, chapter.title) for chapter in chapters}
+        links = [tag("li", tag("a", title, href=f"#{anchor}")) for title, anchor in anchors.items()]
+        contents.append(tag("li", tag("a", machine.title, href=f"#{machine.slug}"), tag("ul", *links)))
+        inside = [tag("h2", machine.title, id=machine.slug), _facts(machine.runs)]
+        for chapter in chapters:
+            inside.append(tag("h3", chapter.title, id=anchors[chapter.title]))
+            inside += [_block(block, anchors) for block in chapter.blocks]
+        body.append(tag("section", *inside))
+    csv = tag("a", "records.csv", href="tables/records.csv")
+    said = [tag("p", note) for note in notes]
+    said.append(tag("p", "Every measured case is in ", csv, "; each table and plot links to its own file."))
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{GENERATOR}\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>lmsys report</title>\n<style>\n{CSS}</style>\n<script>{SCRIPT}</script></head>\n<body>\n"
+        + joined([tag("h1", "lmsys report"), *said, tag("nav", tag("ul", *contents)), *body])
+        + "\n</body></html>\n"
+    )
+
+
+def _anchor(machine: Machine, title: str) -> str:
+    return f"{machine.slug}-{file_name(title.lower())}"
+
+
+def _facts(runs: Sequence[Record]) -> Html:
+    """The runs behind a machine's figures: what all have in common, then a line for each with what they have not."""
+    told = [_facts_of(run) for run in runs]
+    names = [*FACTS, "memory", *sorted({name for facts in told for name in facts} - {*FACTS, "memory", "copy"}), "copy"]
+    rows = {name: [facts.get(name, "–") for facts in told] for name in names}
+    common = [tag("tr", tag("th", n), tag("td", v[0])) for n, v in rows.items() if len(set(v)) == 1 and v[0] != "–"]
+    own = {name: values for name, values in rows.items() if len(set(values)) > 1}
+    head = tag("thead", tag("tr", *(tag("th", name) for name in own)))
+    lines = [tag("tr", *(tag("td", value) for value in line)) for line in zip(*own.values(), strict=True)]
+    found = [[*common], [head, tag("tbody", *lines)]] if own else [common]
+    return joined(tag("div", tag("table", *rows, class_="facts"), class_="scroll") for rows in found)
+
+
+def _facts_of(run: Record) -> dict[str, str]:
+    facts = {name: str(run[name]) for name in FACTS if run.get(name) not in (None, "")}
+    facts["commit"] = f"{run.get('commit')}{' with local changes' * bool(run.get('dirty'))}"
+    facts |= {f"matmul {dtype}": f"{number(rate / 1e12)} TFLOP/s" for dtype, rate in matmul_rates(run).items()}
+    if run.get("memory_bytes"):
+        facts["memory"] = f"{run['memory_bytes'] / 2**30:.1f} GiB"
+    if copy := (run.get("ceilings") or {}).get("copy_bytes_per_s"):
+        facts["copy"] = f"{number(copy / 1e9)} GB/s"
+    return facts
+
+
+def _block(block: Block, anchors: dict[str, str]) -> Html:
+    title = tag("a", block.title, href=f"#{anchors[block.chapter]}") if block.chapter else block.title
+    head = [tag("h4", title)] if title else []
+    more = [item for item in block.more if item]
+    if more:
+        names = ", ".join(dict.fromkeys(_brief(item).split(",")[0].lower() for item in more))
+        head_of_more = tag("summary", f"More: {names}")
+        return joined([*head, _figures(block.lead), tag("details", head_of_more, _figures(more))])
+    return joined([*head, _figures(block.lead)])
+
+
+def _brief(item: Table | Plot) -> str:
+    """The title without what the heading above it already says."""
+    return item.title.split(" · ")[0]
+
+
+def _figures(items: Sequence[Table | Plot | None]) -> Html:
+    """Tables one below another, then plots side by side as far as the screen is wide."""
+    plots = [_plot(item) for item in items if isinstance(item, Plot)]
+    tables = [_table(item) for item in items if isinstance(item, Table)]
+    return joined([*tables, *([tag("div", *plots, class_="plots")] if plots else [])])
+
+
+def _table(table: Table) -> Html:
+    keys = table.keys
+    head = [tag("th", column, **({"class_": "value"} if i >= keys else {})) for i, column in enumerate(table.columns)]
+    rows = [
+        tag("tr", *(tag("th", text) for text in row[:keys]), *(tag("td", text) for text in row[keys:]))
+        for row in table.rows
+    ]
+    inside = tag("table", tag("thead", tag("tr", *head)), tag("tbody", *rows))
+    notes = [tag("ul", *(tag("li", note) for note in table.notes), class_="notes")] if table.notes else []
+    files = [tag("a", name, href=f"tables/{table.name}.{end}") for name, end in (("CSV", "csv"), ("Markdown", "md"))]
+    caption = tag("figcaption", table.caption, " ", files[0], " ", files[1])
+    return tag("figure", tag("h5", _brief(table)), tag("div", inside, class_="scroll"), *notes, caption)
+
+
+def _plot(plot: Plot) -> Html:
+    drawing = Html(plot.svg[plot.svg.index("<svg") :])
+    link = tag("a", "SVG", href=f"plots/{plot.name}.svg")
+    image = tag("div", drawing, role="img", aria_label=plot.title)
+    return tag("figure", image, tag("figcaption", plot.caption, " ", link))

@@ -1,0 +1,102 @@
+"""How much faster one case is than another: from rounds that were sampled together, and their geometric means."""
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from lmsys.bench.fields import Field, Record
+from lmsys.reports.views import View
+from lmsys.reports.words import MEANINGS, number
+
+SPEEDUP = "speedup"
+
+
+def ratio_of(ours: Record, theirs: Record) -> float | None:
+    """Their time over ours: the median over rounds, None where the two were not sampled together.
+
+    Cases measured at different times, under different clocks, have no ratio.
+    """
+    if not ours["comparison"] or ours["comparison"] != theirs["comparison"]:
+        return None
+    rounds = zip(ours["samples_s"] or (), theirs["samples_s"] or (), strict=False)
+    ratios = [b / a for a, b in rounds if a > 0]
+    return statistics.median(ratios) if ratios else None
+
+
+def bases_of(view: View, otherwise: Iterable[str] = ()) -> list[str]:
+    """The rows that speeds are relative to: the user's choice, else those of the table, as far as they were timed here."""
+    preferred = {name: row["baseline"] for name, row in view.table().items() if row.get("baseline")}
+    names = [view.wanted] if view.wanted else [*sorted(preferred, key=lambda name: -preferred[name]), *otherwise]
+    timed = {case["impl"] for case in view.cases if case["time_s"] is not None}
+    return [name for name in dict.fromkeys(names) if name in timed]
+
+
+def base_of(view: View, otherwise: Iterable[str] = ()) -> str | None:
+    """The first of these, None without any."""
+    return next(iter(bases_of(view, otherwise)), None)
+
+
+def compared(
+    view: View,
+    base: str | None,
+    axis: str = "impl",
+    same: Sequence[str] | None = None,
+    medians: bool = False,
+    name: str = SPEEDUP,
+) -> View:
+    """With the speedup, as the field `name`, over the case that has `base` on an axis and is otherwise the same.
+
+    Of cases that were not sampled together there is none, or with `medians` the ratio of their medians. `remark` says
+    why a timed case has none, or that its speedup is such a ratio while others' are not.
+    """
+    label, others, cases = view.text(axis, base), besides(view, base, axis, same), []
+    for case in view.cases:
+        other = others[case["id"]]
+        remark = "" if base is None or case["time_s"] is None else _no_base(label, other)
+        cases.append({**case, name: other and ratio_of(case, other), "remark": remark})
+    paired = any(case[name] for case in cases if case[axis] != base)
+    for case in cases if medians else ():
+        if (other := others[case["id"]]) and case[name] is None and case["time_s"] and not case["remark"]:
+            case[name] = other["time_s"] / case["time_s"]
+            case["remark"] = "ratio of medians: not sampled together" if paired else ""
+    how = "median of rounds sampled together" if paired or not medians else "ratio of medians, not sampled together"
+    about = f"Time of {label} divided by time, {how}"
+    field = Field(name, label=f"Speedup over {label}", role="detail", about=about, shown="×")
+    return replace(view, cases=cases, base=base, fields={**view.fields, name: field})
+
+
+def besides(
+    view: View, base: str | None, axis: str = "impl", same: Sequence[str] | None = None
+) -> dict[str, Record | None]:
+    """By id the case that has `base` on an axis and is otherwise the same: on the axes `same`, else on all."""
+    same = [name for name in view.axes() if name not in (axis, "label", "peer")] if same is None else same
+    bases = {tuple(case[name] for name in same): case for case in view.cases if case[axis] == base}
+    return {case["id"]: bases.get(tuple(case[name] for name in same)) for case in view.cases}
+
+
+def _no_base(label: str, base: Record | None) -> str:
+    """Why nothing has a speedup over this case of the base, None where it was not run; "" where it was timed."""
+    if base is None:
+        return f"{label} was not run here"
+    if base["time_s"] is not None:
+        return ""
+    ended = MEANINGS.get(base["outcome"], "not timed")
+    return f"{label} has no time here: {ended}" + (f" ({base['reason']})" if base["reason"] else "")
+
+
+def is_compared(view: View) -> bool:
+    """Whether there is a speedup of more than the base itself."""
+    return any(case[SPEEDUP] is not None and case["impl"] != view.base for case in view.cases)
+
+
+def geometric_mean(values: Iterable[float | None]) -> tuple[float, int]:
+    """The geometric mean of the values that there are, NaN of none, and how many."""
+    found = [math.log(value) for value in values if value]
+    return (math.exp(math.fsum(found) / len(found)) if found else math.nan), len(found)
+
+
+def mean_text(values: Iterable[float | None]) -> str:
+    """The geometric mean as tables show it, with how many it is of."""
+    mean, count = geometric_mean(values)
+    return f"{number(mean)} ({count})" if count else ""

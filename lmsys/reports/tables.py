@@ -1,0 +1,291 @@
+"""Tables of cases: their cells with outcomes and footnotes, as Markdown and as CSV."""
+
+import csv
+import io
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmsys.bench.fields import Field, Record
+from lmsys.reports.speedups import SPEEDUP, geometric_mean, mean_text
+from lmsys.reports.views import View
+from lmsys.reports.words import (
+    FILES,
+    MEANINGS,
+    OUTCOMES,
+    exact,
+    head_of,
+    is_clocked,
+    label_of,
+    number,
+    scaled,
+    sentence,
+    unit_of,
+)
+
+ENDINGS = ("timed", "verified, untimed", *MEANINGS.values())
+SPREAD = ("mean_s", "std_s", "p20_s", "p80_s", "rounds")  # stand beside a time in its CSV
+NOT_RUN = "–"
+SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table as it is read (`columns`, `rows` of text, `notes` below) and as numbers (`data`, SI units, by field).
+
+    The first `keys` columns say what a row is; `name` is the stem of its files.
+    """
+
+    name: str
+    title: str
+    caption: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    data: Sequence[Mapping[str, Any]]
+    notes: Sequence[str] = field(default_factory=list)
+    keys: int = 1
+
+    def markdown(self) -> str:
+        align = ["---"] * self.keys + ["---:"] * (len(self.columns) - self.keys)
+        lines = [self.columns, align, *self.rows]
+        body = "\n".join("| " + " | ".join(_plain(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+        notes = "".join(f"{_plain(note)}  \n" for note in self.notes)
+        return f"### {_plain(self.title)}\n\n{_plain(self.caption)}\n\n{body}\n" + (f"\n{notes}" if notes else "")
+
+    def csv(self) -> str:
+        return csv_of(self.data)
+
+
+def _plain(text: str) -> str:
+    """On one line: a line break of a result file must not end a table's row."""
+    return " ".join(text.split()) if "\n" in text or "\r" in text else text
+
+
+def csv_of(records: Sequence[Mapping[str, Any]]) -> str:
+    """Every field that is no list, in order of appearance."""
+    names = dict.fromkeys(name for one in records for name in one)
+    lists = {name for one in records for name, value in one.items() if isinstance(value, list)}
+    file = io.StringIO()
+    writer = csv.DictWriter(
+        file, [name for name in names if name not in lists], lineterminator="\n", extrasaction="ignore"
+    )
+    writer.writeheader()
+    writer.writerows(records)
+    return file.getvalue()
+
+
+class Footnotes:
+    """Numbers the reasons that stand below a table, each once."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def mark(self, text: str) -> str:
+        """The superscript that refers to this reason."""
+        text = textwrap.shorten(text, 160, placeholder=" …")
+        return str(self._numbers.setdefault(text, len(self._numbers) + 1)).translate(SUPERSCRIPT)
+
+    def below(self, rows: Iterable[Sequence[str]]) -> list[str]:
+        """What stands below these rows: the reasons, and what a dash is where there is one."""
+        dash = [f"{NOT_RUN} not run."] if any(NOT_RUN in text for row in rows for text in row) else []
+        return [f"{str(number).translate(SUPERSCRIPT)} {text}" for text, number in self._numbers.items()] + dash
+
+
+def cell(view: View, name: str, case: Record | None, notes: Footnotes, ending: bool = True) -> str:
+    """A field of one case (None: not run); with `ending` also how the case ended, if without a number."""
+    if case is None:
+        return NOT_RUN
+    text, reason = shown(view, name, case), case["reason"] or ""
+    if ending and case["outcome"] != "ok":
+        meaning = MEANINGS[case["outcome"]] + (f": {reason}" if reason else "")
+        return f"{text} {OUTCOMES[case['outcome']]}".strip() + notes.mark(meaning)
+    if ending and not text and case["time_s"] is None and reason:
+        return "untimed" + notes.mark(reason)
+    remark = case.get("remark") if name == SPEEDUP else ""
+    return (text or "no baseline") + notes.mark(remark) if remark else text
+
+
+def shown(view: View, name: str, case: Record) -> str:
+    """A field's value as tables show it: of axes all digits, of metrics three."""
+    one, value = view.fields[name], case[name]
+    if value is None or one.role == "axis" or not isinstance(value, (int, float)):
+        return view.text(name, value)
+    text = exact(value) if isinstance(value, int) and not unit_of(one)[0] else number(scaled(one, value))
+    return f"{text} ± {number(scaled(one, case['std_s']))}" if name == "mean_s" and case["std_s"] is not None else text
+
+
+def data_of(view: View, *names: str) -> list[Record]:
+    """A line for each case: its axes, how it ended, and these fields."""
+    declared = view.machine.fields[view.benchmark].values()
+    axes = [
+        one.name for one in declared if one.role == "axis" and one.name not in ("label", "peer") and view.has(one.name)
+    ]
+    fields = dict.fromkeys([*axes, "outcome", *names])
+    return [{name: case.get(name) for name in fields} for case in view.cases]
+
+
+def pivot(
+    view: View,
+    metric: str,
+    rows: Sequence[str],
+    columns: str = "impl",
+    inside: str = "",
+    word: str = "",
+    about: str = "",
+    data: Sequence[str] = (),
+) -> Table | None:
+    """A metric; rows: the values of some fields, columns: those of another, in a cell: those of `inside`, as a / b.
+
+    An axis that is none of these, but tells cases apart, is one more field of the rows. None without a number to show,
+    unless it is the table of times, which says how cases ended. `data` are the fields of the CSV, where the metric is text.
+    """
+    one = view.fields[metric]
+    if not view.has(metric) and metric != "time_s":
+        return None
+    rows = view.telling(rows, columns, inside) or ["section"]
+    cases = {(*(case[name] for name in rows), case[columns], case.get(inside)): case for case in view.cases}
+    heads, inner, notes, lines = view.values(columns), view.values(inside) if inside else [None], Footnotes(), []
+    compares = is_clocked(one) and metric != SPEEDUP
+    for key in view.ordered(*rows).distinct(*rows):
+        found = [[cases.get((*key, head, value)) for value in inner] for head in heads]
+        line = [case for group in found for case in group] if columns == "impl" and compares else []
+        beside = [group if inside == "impl" and compares else line for group in found]
+        texts = [
+            _group(view, metric, group, _reference(view, own), notes) for group, own in zip(found, beside, strict=True)
+        ]
+        lines.append([*map(view.text, rows, key), *texts])
+    below = []
+    if metric == SPEEDUP and columns == "impl":
+        blank = any("" in line for line in lines)
+        below = [f"Blank: not sampled together with {view.text('impl', view.base)}."] if blank else []
+        means = [mean_text(case[SPEEDUP] for case in view.cases if case[columns] == head) for head in heads]
+        lines.append(["geometric mean (cells)", *[""] * (len(rows) - 1), *means])
+    several = " / ".join(view.text(inside, value) for value in inner) if len(inner) > 1 else ""
+    about = (f"In each cell: {several}. " if several else "") + (about or about_of(one))
+    return Table(
+        name=view.file(word or FILES.get(metric, metric)),
+        title=titled(head_of(one) + (f" ({several})" if several else ""), view),
+        caption=view.caption(about, is_clocked(one)),
+        columns=[*(label_of(view.fields[name]) for name in rows), *(_head(view, columns, head) for head in heads)],
+        rows=lines,
+        data=data_of(view, *(data or (metric, *(SPREAD if metric in ("time_s", "mean_s") else ())))),
+        notes=[*notes.below(lines), *below],
+        keys=len(rows),
+    )
+
+
+def _head(view: View, name: str, value: Any) -> str:
+    """The head of a column: a number says of what it is."""
+    text = view.text(name, value)
+    return (
+        f"{label_of(view.fields[name])} {text}"
+        if type(value) in (int, float) and value not in view.words.get(name, ())
+        else text
+    )
+
+
+def _reference(view: View, cases: Sequence[Record | None]) -> Record | None:
+    """The case that others beside it compare with: that of the base, else the first that was timed."""
+    timed = [case for case in cases if case and case["time_s"] is not None]
+    return next((case for case in timed if case["impl"] == view.base), timed[0] if timed else None)
+
+
+def _group(view: View, metric: str, group: Sequence[Record | None], against: Record | None, notes: Footnotes) -> str:
+    """One cell, of one case or of several; what was not sampled beside `against` is marked so."""
+    texts = []
+    for case in group:
+        texts.append(cell(view, metric, case, notes))
+        if against and case and case["time_s"] is not None and case["comparison"] != against["comparison"]:
+            other = view.text("impl", against["impl"])
+            far = f"measured in another run than {other}: not comparable within a few per cent"
+            texts[-1] += notes.mark(far)
+    if len(group) == 1:
+        return texts[0]
+    return " / ".join(text or "·" for text in texts) if any(group) else NOT_RUN
+
+
+def about_of(field: Field) -> str:
+    """A field in words, with its unit."""
+    unit, _ = unit_of(field)
+    return (field.about or sentence(label_of(field))) + (f", {unit}" if unit else "")
+
+
+def titled(head: str, view: View) -> str:
+    return f"{head} · {view.title}" if view.heading else head
+
+
+def listing(
+    view: View,
+    keys: Sequence[str],
+    metrics: Sequence[str],
+    word: str,
+    title: str,
+    about: str = "",
+    data: Sequence[str] = (),
+) -> Table | None:
+    """Rows: cases; columns: what tells them apart, then metrics, of which the first says how a case ended."""
+    if not view.cases:
+        return None
+    keys, fields, notes, rows = view.telling(keys), [view.fields[name] for name in metrics], Footnotes(), []
+    for case in view.cases:
+        found = [cell(view, name, case, notes, ending=name == metrics[0]) for name in metrics]
+        rows.append([*view.texts(case, keys), *found])
+    told = [f"{sentence(label_of(one))}: {one.about[:1].lower()}{one.about[1:]}" for one in fields if one.about]
+    return Table(
+        name=view.file(word),
+        title=titled(title, view),
+        caption=view.caption(about or ". ".join(told), any(map(is_clocked, fields))),
+        columns=[*(label_of(view.fields[name]) for name in keys), *map(head_of, fields)],
+        rows=rows,
+        data=data_of(view, *(data or metrics), *(SPREAD if {"time_s", "mean_s"} & {*metrics} else ())),
+        notes=notes.below(rows),
+        keys=len(keys),
+    )
+
+
+def endings(view: View, *keys: str, word: str, title: str) -> Table:
+    """How the cases of each row ended."""
+    data = []
+    for key, own in view.groups(*keys).items():
+        ends = Counter(_ending(case) for case in own.cases)
+        data.append(
+            {**dict(zip(keys, key, strict=True)), "cases": len(own.cases), **{end: ends[end] for end in ENDINGS}}
+        )
+    counts = ("cases", *ENDINGS)
+    return Table(
+        name=view.file(word),
+        title=title,
+        caption=f"How the cases ended. {view.machine.about(view.cases)}",
+        columns=[*(label_of(view.fields[key]) for key in keys), *counts],
+        rows=[[*view.texts(one, keys), *(f"{one[end]:,}" if one[end] else "" for end in counts)] for one in data],
+        data=data,
+        keys=len(keys),
+    )
+
+
+def _ending(case: Record) -> str:
+    if case["outcome"] != "ok":
+        return MEANINGS[case["outcome"]]
+    return ENDINGS[0] if case["time_s"] is not None else ENDINGS[1]
+
+
+def means(view: View, found: Mapping[tuple[str, str], Sequence[float | None]], word: str, title: str) -> Table | None:
+    """Geometric means of speedups by (row, column), with how many each is of; None without any."""
+    found = {key: values for key, values in found.items() if any(values)}
+    rows, heads = (list(dict.fromkeys(key[place] for key in found)) for place in (0, 1))
+    if not found:
+        return None
+    return Table(
+        name=view.file(word),
+        title=title,
+        caption="Geometric mean of the speedups, with how many it is of in brackets. Compare two rows only if these "
+        f"counts are equal. {view.machine.about(view.cases)}",
+        columns=["", *heads],
+        rows=[[row, *(mean_text(found.get((row, head), ())) for head in heads)] for row in rows],
+        data=[
+            {"row": row, "column": head, "speedup": geometric_mean(values)[0], "cells": geometric_mean(values)[1]}
+            for (row, head), values in found.items()
+        ],
+    )

@@ -1,0 +1,248 @@
+"""Some cases of one benchmark on one machine: typed by their declared fields, cut by axes, and put into words."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from string import Formatter
+from typing import Any
+
+from lmsys.bench.fields import Field, Record
+from lmsys.reports.load import InputError, Machine, file_name
+from lmsys.reports.styles import Style, styles_of
+from lmsys.reports.words import VALUES, exact, label_of, scaled, sentence, span, timing, unit_of
+
+LIMIT = "memory_limit_bytes"
+UNSAID = ("section", "label", "peer", "device")  # axes that captions leave out
+Key = tuple[Any, ...]
+
+
+def view_of(machine: Machine, benchmark: str, baseline: str | None = None) -> "View":
+    """All cases of a benchmark. InputError for a record that has something else where a number is declared."""
+    fields = machine.fields[benchmark]
+    cases = []
+    for record in machine.records:
+        if record["benchmark"] != benchmark:
+            continue
+        case = {**dict.fromkeys(fields), **record}
+        for one in fields.values():
+            if (one.unit or one.role == "metric") and not _fits(one, case[one.name]):
+                raise InputError(f"record {case['id']!r}: {one.name}={case[one.name]!r} must be a number")
+        cases.append(case)
+    return View(machine, benchmark, fields, cases, wanted=baseline, stem=machine.slug).styled()
+
+
+def _fits(field: Field, value: Any) -> bool:
+    several = field.role == "detail" and isinstance(value, list)
+    return value is None or several or (isinstance(value, (int, float)) and not isinstance(value, bool))
+
+
+@dataclass(frozen=True)
+class View:
+    """Some cases, and how to read them.
+
+    fields    how each field is read, by name
+    words     how values are read, by field, in reading order
+    styles    how rows look, by field, in reading order
+    wanted    the row that the user wants speeds to be relative to; `base` is the one that they are relative to
+    stem      begins the names of files, and `tail` ends them
+    heading   what all the cases have in common; it says the fields `said`, and `also` is what captions say besides
+    """
+
+    machine: Machine
+    benchmark: str
+    fields: Mapping[str, Field]
+    cases: Sequence[Record]
+    words: Mapping[str, Mapping[Any, str]] = field(default_factory=lambda: VALUES)
+    styles: Mapping[str, Mapping[Any, Style]] = field(default_factory=dict)
+    wanted: str | None = None
+    base: str | None = None
+    stem: str = ""
+    tail: str = ""
+    heading: str = ""
+    said: tuple[str, ...] = ()
+    also: str = ""
+
+    def only(self, test: Callable[[Record], Any]) -> "View":
+        return replace(self, cases=[case for case in self.cases if test(case)])
+
+    def ordered(self, *names: str) -> "View":
+        """The cases in the reading order of these fields."""
+        return replace(self, cases=sorted(self.cases, key=lambda case: [self.place(n, case[n]) for n in names]))
+
+    def groups(self, *names: str) -> "dict[Key, View]":
+        """The cases by the values of some fields, in order of appearance."""
+        found: dict[Key, list[Record]] = {}
+        for case in self.cases:
+            found.setdefault(tuple(case[name] for name in names), []).append(case)
+        return {key: replace(self, cases=cases) for key, cases in found.items()}
+
+    def cut(self, stem: str, heading: str, tail: bool = False) -> "list[View]":
+        """The cases by the fields that stand in braces and by memory limit, each part named by their values.
+
+        The names of files get `stem` behind what they begin with, or with `tail` at their end.
+        """
+        names = [name for _, name, _, _ in Formatter().parse(stem + heading) if name]
+        limits = [] if LIMIT in self.said else [LIMIT]
+        parts = []
+        for part in self.groups(*names, *limits).values():
+            first = part.cases[0]
+            limit = part.text(LIMIT, first[LIMIT]) if limits else ""
+            texts = {name: part.text(name, first[name]) for name in names}
+            heads = [heading.format_map(texts), limit and f"memory limit {limit}", self.heading]
+            words = "".join(f"-{word}" for word in (stem.format_map(first), limit.replace(" ", "").lower()) if word)
+            file = {"tail": self.tail + words} if tail else {"stem": self.stem + words}
+            said = (*self.said, *names, *limits)
+            parts.append(replace(part, heading=", ".join(filter(None, heads)), said=said, **file))
+        return parts
+
+    def file(self, word: str = "") -> str:
+        """The stem of a file's name."""
+        return file_name("-".join(filter(None, [self.stem, word])) + self.tail)
+
+    # What is known of the cases, and what is added
+
+    def checked(self, numbers: Sequence[str] = (), words: Sequence[str] = ()) -> "View":
+        """The same. InputError for a case in which one of these fields is missing, or something else."""
+        for case in self.cases:
+            for name in (*words, *numbers):
+                if not isinstance(case.get(name), str if name in words else (int, float)):
+                    found = f"{name}={case.get(name)!r}"
+                    raise InputError(f"record {case['id']!r}: {found} is not what a record of {self.benchmark!r} needs")
+        return self
+
+    def read_as(self, **words: Mapping[Any, str]) -> "View":
+        """With words for the values of some fields, in reading order."""
+        return replace(self, words={**self.words, **words})
+
+    def labelled(self, **labels: str) -> "View":
+        """With other labels for some fields."""
+        return self.with_fields(*(self.fields[name].called(label=label) for name, label in labels.items()))
+
+    def with_fields(self, *fields: Field) -> "View":
+        """With these declarations. One that has `of` is a function of the others; None where a case lacks their values."""
+        cases = [dict(case) for case in self.cases]
+        for one in fields:
+            for case in cases if one.of else ():
+                case[one.name] = _value_of(one, case)
+        return replace(self, fields={**self.fields, **{one.name: one for one in fields}}, cases=cases)
+
+    def unfolded(self, name: str, *fields: Field) -> "View":
+        """A case for each line of a list that the cases hold, with the fields of that line."""
+        lines = [{**case, **line} for case in self.cases for line in case[name] or ()]
+        return replace(self, cases=lines, fields={**self.fields, **{one.name: one for one in fields}})
+
+    def styled(self, name: str = "impl", row: str = "", label: str = "label") -> "View":
+        """With a look for each value of a field, by the row of a table that the field `row` names."""
+        row = row or name
+        styles = styles_of(self.cases, name, row, label, self.table(row))
+        return replace(self, styles={**self.styles, name: styles})
+
+    def table(self, row: str = "impl") -> Mapping[str, Record]:
+        """The table that the values of a field are rows of: the one of its name, else the one that has most of them."""
+        rows, values = self.machine.rows, {case[row] for case in self.cases}
+        named = next((kind for kind in (row, self.benchmark) if kind in rows), "")
+        return rows.get(named or max(rows, key=lambda kind: len(values & rows[kind].keys()), default=""), {})
+
+    def has(self, name: str) -> bool:
+        return any(case.get(name) is not None for case in self.cases)
+
+    def varies(self, name: str) -> bool:
+        return len({case[name] for case in self.cases}) > 1
+
+    def axes(self) -> list[str]:
+        return [name for name, one in self.fields.items() if one.role == "axis" and self.has(name)]
+
+    def metrics(self) -> list[str]:
+        """What is shown of these cases, as far as it was measured."""
+        return [name for name, one in self.fields.items() if one.role == "metric" and self.has(name)]
+
+    def distinct(self, *names: str) -> list[Key]:
+        """The values that some fields have together, in order of appearance."""
+        return list(self.groups(*names))
+
+    def values(self, name: str) -> list[Any]:
+        """The values of a field, in reading order; words that have none, in order of appearance."""
+        values = dict.fromkeys(case[name] for case in self.cases)
+        return sorted(values, key=lambda value: self.place(name, value)[:2])
+
+    def telling(self, names: Sequence[str], *others: str) -> list[str]:
+        """These fields, and those axes without which, and without the `others`, cases would fall together."""
+        found, known = list(names), [name for name in others if name]
+        for name in self.axes():
+            if name not in (*found, *known, "label", "peer"):
+                if len(self.distinct(*found, *known)) < len(self.distinct(*found, *known, name)):
+                    found.append(name)
+        return found
+
+    def place(self, name: str, value: Any) -> tuple[int, float, str]:
+        """Where a value stands in reading order: as its style or its words do, else by size, else by the alphabet."""
+        known = list(self.styles.get(name) or self.words.get(name, ()))
+        if value in known:
+            return 0, known.index(value), ""
+        return (1, value, "") if isinstance(value, (int, float)) else (2, 0, "" if value is None else str(value))
+
+    # Words
+
+    def text(self, name: str, value: Any) -> str:
+        """A value as it is read."""
+        if value is None:
+            return ""
+        if value in self.styles.get(name, ()):
+            return self.style(name, value).label
+        if value in (words := self.words.get(name, {})):
+            return words[value]
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return {True: "yes", False: "no"}.get(value, str(value))
+        unit, factor = unit_of(self.fields[name])
+        return f"{exact(value * factor)} {unit}".strip()
+
+    def texts(self, case: Record, names: Sequence[str]) -> list[str]:
+        """The values that one case has."""
+        return [replace(self, cases=[case]).text(name, case[name]) for name in names]
+
+    def style(self, name: str, value: Any) -> Style:
+        """A value's look, with its label in these cases: of "auto: A" and "auto: B" it is "auto: A or B"."""
+        style = self.styles[name][value]
+        own = [case[style.said_by] for case in self.cases if case[name] == value and case.get(style.said_by)]
+        first, *others = dict.fromkeys(own) or [style.label]
+        return replace(style, label=" or ".join([first, *(label.removeprefix(f"{value}: ") for label in others)]))
+
+    @property
+    def title(self) -> str:
+        return sentence(self.heading)
+
+    def held(self) -> str:
+        """What the heading does not say: axes that are constant among these cases, and the range of the others."""
+        told = []
+        for name in self.axes():
+            values = [value for value in self.values(name) if value is not None]
+            if name in (*self.said, *UNSAID) or (name == "impl" and len(values) > 1):
+                continue
+            texts = [self.text(name, value) for value in values]
+            is_range = name not in self.words and all(type(value) in (int, float) for value in values)
+            told.append(f"{label_of(self.fields[name])} {span(texts) if is_range else ' / '.join(texts)}")
+        return ", ".join(told)
+
+    def caption(self, about: str, clocked: bool = False) -> str:
+        """What is shown, every axis that is held, how it was timed, and where."""
+        texts = {name: self.text(name, self.cases[0][name]) for name in self.axes() if not self.varies(name)}
+        about = re.sub(r"\{(\w+)\}", lambda found: texts.get(found[1], found[0]), about)
+        held = sentence("; ".join(filter(None, [self.heading, self.held(), self.also])))
+        how = timing(self.cases) if clocked else ""
+        return f"{about}. {held}. {how}{self.machine.about(self.cases)}"
+
+    def series(self, metric: str, axis: str, by: str = "impl") -> dict[Any, dict[float, float]]:
+        """A metric against an axis, for each value of the field `by`."""
+        found: dict[Any, dict[float, float]] = {value: {} for value in self.values(by)}
+        for case in self.ordered(axis).cases:
+            if (case[metric] or 0) > 0:
+                found[case[by]][case[axis]] = scaled(self.fields[metric], case[metric])
+        return found
+
+
+def _value_of(field: Field, case: Record) -> Any:
+    assert field.of is not None
+    try:
+        return field.of(case)
+    except (KeyError, TypeError, ZeroDivisionError):
+        return None
