@@ -6,7 +6,7 @@ from typing import Any
 from benchmarks.arithmetic import matmul_rates
 from benchmarks.model.benchmark import ModelBenchmark, Setup
 from benchmarks.model.cases import FIELDS, ModelTest
-from benchmarks.model.rig import cold_samples, in_own_process
+from benchmarks.model.rig import cold_samples
 from lmsys.bench import Candidate, Field, bench
 from lmsys.bench import fields as f
 from lmsys.bench.fields import Record
@@ -14,6 +14,7 @@ from lmsys.cost.memory import training_memory
 from lmsys.cost.operations import FLOPS_OF_STEP, model_flops
 from lmsys.measure.compare import attempt
 from lmsys.measure.machine import peak_flops_per_s
+from lmsys.processes import in_own_process
 
 
 class Model(ModelBenchmark):

@@ -85,11 +85,11 @@ class Failure:
             return ProcessError(DIED, f"a worker process {self.text}")
         there = ProcessError(self.kind, f"{self.text.splitlines()[-1]} (in a worker process)\n{self.text}")
         try:
-            error = pickle.loads(self.exception)
+            error: Exception = pickle.loads(self.exception)
         except Exception:
             return there
         error.__cause__ = there
-        return error  # type: ignore[no-any-return]
+        return error
 
 
 class Worker:

@@ -1,10 +1,6 @@
 """The whole language models of a group on their device, ready to be timed in every mode."""
 
 import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-from typing import Any
 
 import torch
 from torch import nn
@@ -142,12 +138,6 @@ class Rig:
         prepared = None if case.compile == "graphed" else step.prepare()
         held = sum(memory.breakdown(self.model(case), self.optimizers.get(case.peer)).values())
         return held, memory.peak_bytes(lambda: step.run(prepared), self.device)
-
-
-def in_own_process(function: Callable[..., Any], *args: Any) -> Any:
-    """Runs function(*args) in a process of its own, and returns its result."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(function, *args).result()
 
 
 def cold_samples(case: ModelTest, settings: Settings) -> list[float]:

@@ -157,6 +157,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("cell", [pytest.param(one, id=one) for one in ids])
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects benchmarks that have no case in this sweep, where others have some: pytest would skip them."""
+    ours = [item for item in items if _benchmark_of(item)]
+    empty = [item for item in ours if not _has_case(item)]
+    if empty and len(empty) < len(ours):
+        config.hook.pytest_deselected(items=empty)
+        items[:] = [item for item in items if item not in empty]
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     config, items = session.config, [item for item in session.items if _benchmark_of(item)]
     if FAULT in config.stash:
@@ -171,7 +181,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         except ValueError as error:
             raise pytest.UsageError(f"--axis {text}: {error}") from None
     keys: list[Key] = [(_benchmark_of(item).name, item.callspec.params["cell"]) for item in items]  # type: ignore[attr-defined]
-    if ours.texts and keys and not any(isinstance(cell, str) for _, cell in keys):  # without any, pytest puts a mark
+    if ours.texts and items and not any(map(_has_case, items)):
         said = " ".join(f"{name} {text}" for name, text in ours.texts.items())
         raise pytest.UsageError(f"{said}: what is selected has no case for these values")
     ours.select(keys)
@@ -179,6 +189,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def _benchmark_of(item: pytest.Item) -> Any:
     return getattr(getattr(item, "function", None), "benchmark", None)
+
+
+def _has_case(item: pytest.Item) -> bool:
+    return isinstance(item.callspec.params["cell"], str)  # type: ignore[attr-defined]  # pytest puts a mark for none
 
 
 def _session(config: pytest.Config) -> Session:

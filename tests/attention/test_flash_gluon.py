@@ -212,7 +212,7 @@ def test_every_plan_is_right_at_any_length(
 
 
 def short_plans() -> list[Any]:
-    from lmsys.attention.flash_gluon.tune import SHORT, candidates
+    from lmsys.attention.flash_gluon.plans import SHORT, candidates
 
     return [(head_dim, plan) for head_dim in (64, 128) for plan in candidates("fwd", head_dim, False, SHORT)]
 
@@ -232,7 +232,7 @@ def test_every_candidate_for_short_sequences_alone_and_in_a_chain(head_dim: int,
 
     A hang ends the process, which first prints what hung.
     """
-    from lmsys.attention.flash_gluon.tune import time_limit
+    from tests.support.time_limit import time_limit
 
     batch, length = (50, 256) if plan.dynamic else (100, 129)
     case = ROW.case(

@@ -82,7 +82,7 @@ def test_every_forward_plan(head_dim: int, causal: bool, plan: Any, length: int,
 
 def small_tiles() -> list[tuple[int, Any]]:
     """Candidates for short sequences with tiles of 64 keys."""
-    from lmsys.attention.flash_gluon.tune import SHORT, candidates
+    from lmsys.attention.flash_gluon.plans import SHORT, candidates
 
     plans = [(head_dim, plan) for head_dim in (64, 128) for plan in candidates("fwd", head_dim, False, SHORT)]
     return [(head_dim, plan) for head_dim, plan in plans if plan.tile_k == 64 and not plan.dynamic]
@@ -379,7 +379,7 @@ def test_the_kernels_for_hopper_are_well_made() -> None:
 
 def test_a_hang_is_told_and_ends_the_process() -> None:
     """Also where the main thread is in a wait that no exception reaches."""
-    script = "from lmsys.attention.flash_gluon.tune import time_limit\nimport time\n"
+    script = "from tests.support.time_limit import time_limit\nimport time\n"
     script += "with time_limit('this form', 5.0): pass\nwith time_limit('that form', 0.1): time.sleep(60)"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=50, cwd=Path(__file__).parents[2]

@@ -25,10 +25,17 @@ from lmsys.attention.flash_gluon.backward import backward_kernel
 from lmsys.attention.flash_gluon.forward import forward_kernel
 from lmsys.attention.flash_gluon.kernels import BLOCK_Q, ROWS, TILE_K, backward_options, forward_options
 from lmsys.attention.flash_gluon.launch import layout
-from lmsys.attention.flash_gluon.plans import BACKWARD, FORWARD, BackwardPlan, ForwardPlan, forward_plan
+from lmsys.attention.flash_gluon.plans import (
+    BACKWARD,
+    FORWARD,
+    SHORT,
+    BackwardPlan,
+    ForwardPlan,
+    candidates,
+    forward_plan,
+)
 from lmsys.attention.flash_gluon.postprocess import postprocess_kernel
 from lmsys.attention.flash_gluon.preprocess import preprocess_kernel
-from lmsys.attention.flash_gluon.tune import SHORT, candidates
 from tests.support.sass import TRITON_NAMES, resources
 
 POINTERS = {"dq_semaphore": "*i32", "counter": "*i32", "parameters": "*i64"}

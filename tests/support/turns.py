@@ -18,11 +18,17 @@ import torch
 from torch import Tensor
 
 from lmsys.attention.flash_gluon import kernels
-from lmsys.attention.flash_gluon.tune import inputs, time_limit
+from tests.support.time_limit import time_limit
 
 CALLS = 40
+WIDTH = 2048  # heads x head_dim
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 Call = Callable[[], tuple[Tensor, ...]]
+
+
+def inputs(head_dim: int, length: int, batch: int) -> list[Tensor]:
+    shape = batch, WIDTH // head_dim, length, head_dim
+    return [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
 
 
 def calls() -> dict[str, Call]:

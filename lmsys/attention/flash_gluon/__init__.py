@@ -2,6 +2,5 @@
 
 `kernels.py` holds the row and its launchers; `forward.py`, `preprocess.py`, `backward.py` with `dq.py`, and
 `postprocess.py` the kernels; `hopper.py` instructions of the hardware; `plans.py` the settings as data, and why each
-won; `tune.py` the sweep that finds them. Importing this package imports none of them: the table still has its row, with
-the reason, where Triton is missing.
+won. Importing this package imports none of them: the table still has its row, with the reason, where Triton is missing.
 """

@@ -1,7 +1,7 @@
 """The settings of the kernels, by head dimension, mask and length, and why each won.
 
-Figures: one H200, bfloat16, B S = 16,384 tokens, H D = 2048; `python -m lmsys.attention.flash_gluon.tune` times every
-candidate again, beside SDPA cuDNN, and `relative --candidates` those for short sequences in a graph too.
+Figures: one H200, bfloat16, B S = 16,384 tokens, H D = 2048. `python -m pytest benchmarks/bench_plans.py
+--benchmark-only --axis plan=candidates` times every candidate again, beside SDPA cuDNN.
 
 - Two consumers of 64 queries at head_dim 128, where a third has no registers. At 64 a third pays from 2k keys on (1 to
   4 %, 8 to 9 % at 16k), where its tile of 192 queries reads each key tile less often; at 1k it costs 5 to 9 %.
@@ -53,6 +53,7 @@ Choices that hold in every plan, and alternatives that lost (the named commits s
 """
 
 from dataclasses import dataclass, replace
+from itertools import product
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class BackwardPlan:
 
 
 ANY = 2**31
+SHORT = 512  # keys, up to which a forward has few key tiles to hide the beginning and the end of a tile behind
+SMALL_TILES = 1024  # keys, up to which tiles of 64 of them may win
 
 SHORT_64 = ForwardPlan(2, 3, False, False, True, 0, tile_k=64, ctas=2, chained=True)
 
@@ -126,6 +129,27 @@ def forward_plan(head_dim: int, causal: bool, keys: int) -> ForwardPlan:
 
 def backward_plan(head_dim: int, causal: bool, keys: int) -> BackwardPlan:
     return next(plan for longest, plan in BACKWARD[head_dim, causal] if keys <= longest)
+
+
+def candidates(direction: str, head_dim: int, causal: bool, keys: int) -> list[ForwardPlan] | list[BackwardPlan]:
+    """The plans worth timing: settings that once won such a shape, and their neighbours."""
+    if direction == "bwd":
+        return [BackwardPlan(*plan) for plan in product((False, True), (5, 11, 22) if causal else (0,))]
+    sizes = (0, 32) if causal and keys <= SHORT else (32,) if causal else (0,)
+    two = [
+        ForwardPlan(2, stages, *flags, l2_mib, chained=keys <= SHORT)
+        for flags in product((False, True), repeat=3)
+        for stages in ((2, 3) if head_dim == 64 else (2,))
+        for l2_mib in sizes
+    ]
+    three = [
+        ForwardPlan(3, stages, ping_pong, named, dynamic, sizes[0])
+        for stages, ping_pong, named, dynamic in product((2, 3), *[(False, True)] * 3)
+        if not (stages == 3 and ping_pong and named)  # wants more named barriers than there are
+    ]
+    small = [replace(plan, stages=3, tile_k=64, ctas=2 if head_dim == 64 else 1, chained=True) for plan in two]
+    room = head_dim == 64 and keys > SHORT  # three of them want more registers than there are at 128
+    return list(dict.fromkeys([*two, *(three if room else []), *(small if keys <= SMALL_TILES else [])]))
 
 
 def heads_at_once(l2_mib: int, bytes_per_head: int) -> int:

@@ -1,0 +1,26 @@
+"""A limit for work on a GPU that may hang. No exception reaches a thread that waits for the GPU."""
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+LIMIT_S = 20.0  # for what takes milliseconds
+
+
+@contextmanager
+def time_limit(what: str, limit_s: float = LIMIT_S) -> Iterator[None]:
+    """If the GPU hangs, prints `what` and ends the process."""
+
+    def give_up() -> None:
+        print(f"no end after {limit_s:g} s: {what}", file=sys.__stderr__, flush=True)
+        os._exit(1)
+
+    timer = threading.Timer(limit_s, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
