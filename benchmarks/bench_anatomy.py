@@ -1,22 +1,193 @@
-"""The language model opened up: time by kind of kernel and by part, memory by phase and by allocation."""
+"""The language model opened up: where the time and the memory of a forward and of a whole step go, row by row.
 
-from collections.abc import Callable
-from functools import partial
+What is profiled is not what is timed: a profiler slows the host.
+"""
 
-import pytest
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from benchmarks.anatomy_trial import anatomy_cells, anatomy_trial
-from benchmarks.conftest import MODEL, MODEL_ROWS, SESSION, SWEEP, cell_params
+from benchmarks import axes
+from benchmarks.model.benchmark import ModelBenchmark, Setup
+from benchmarks.model.cases import FIELDS, ModelTest
+from benchmarks.model.rig import Rig
+from benchmarks.sweeps import ANATOMY_MODES
+from lmsys.attention import ATTENTION
+from lmsys.bench import Field, Grid, Settings, bench
+from lmsys.bench import fields as f
+from lmsys.bench.fields import Record
+from lmsys.cost.memory import training_memory
+from lmsys.measure import memory
+from lmsys.measure.compare import attempt, release_memory
+from lmsys.measure.profile import KINDS, largest_allocations, part, profile_call, register_kernels
+
+NUM_KERNELS = 15  # a record names the longest
+NUM_ALLOCATIONS = 10
+NAME_LENGTH = 120  # of a kernel: the rest of a C++ template says little
+TIMELINE_POINTS = 400  # more than a plot can show
+HELD_IN_A_STEP = {
+    "parameters": "Weights",
+    "gradients": "Gradients at the end of a step",
+    "optimizer": "The optimizer's state",
+    "activations": "What a forward leaves for its backward, and the head's gradient, made there",
+}
+Phases = dict[str, Callable[[], Any]]
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    stash = metafunc.config.stash
-    (sweep, _), session = stash[SWEEP], stash[SESSION]
-    axes, rows, device = stash[MODEL], stash[MODEL_ROWS], session.settings.device
-    cells = [cell for part in sweep.anatomies for cell in anatomy_cells(part, axes, rows, device)]
-    trial = partial(anatomy_trial, traces=metafunc.config.getoption("traces"))
-    metafunc.parametrize("cell", cell_params(session.add(cells, trial)))
+@dataclass(frozen=True)
+class AnatomyTest(ModelTest):
+    """An inference or a whole step. traces: the folder for traces and memory snapshots, where they are asked for."""
+
+    traces: Path | None = None
 
 
-def test_anatomy(cell: str, measured: Callable[[str], None]) -> None:
-    measured(cell)
+class Anatomy(ModelBenchmark):
+    """Time by kind of kernel and by part, memory by phase and by allocation."""
+
+    name = "anatomy"
+    axes = (*ModelBenchmark.axes, axes.TRACES)
+    fields: tuple[Field, ...] = (
+        *FIELDS,
+        Field("kernel_s", "s", "kernels", about="Time of all kernels of one call, added up", shown="ms"),
+        Field("profiled_s", "s", "profiled", about="Wall time of one call under the profiler, mean of 3", shown="ms"),
+        Field("num_launches", label="launches", about="Kernels, copies and fills of one call"),
+        *(
+            Field(f"{kind}_share", label=kind, about=f"Share of {kind} in the time of all kernels", shown="%")
+            for kind in KINDS
+        ),
+        Field(
+            "held_bytes",
+            "B",
+            "held",
+            about="Memory held before the call: weights, and in a step the optimizer's state",
+            shown="MiB",
+        ),
+        f.PEAK.called(about="The most memory in use in the call above what was held before"),
+        *(Field(f"{name}_bytes", "B", name, about=about, shown="MiB") for name, about in HELD_IN_A_STEP.items()),
+        Field("buffers_bytes", "B", "buffers", "detail", shown="MiB"),
+        *(
+            Field(
+                f"predicted_{name}_bytes",
+                "B",
+                f"{name}, predicted",
+                about=f"{about}, as the shapes predict it",
+                shown="MiB",
+            )
+            for name, about in HELD_IN_A_STEP.items()
+        ),
+        *f.details("kernels", "parts", "phases", "timeline", "allocations"),
+    )
+
+    def cases(self, grid: Grid, settings: Settings) -> Iterator[AnatomyTest]:
+        """Those that can be opened: a backward's or an optimizer's part is in the whole step, a graph's are those of
+        what it replays."""
+        for case in super().cases(grid, settings):
+            if case.mode in ANATOMY_MODES and case.compile != "graphed":
+                yield AnatomyTest(**vars(case), traces=grid["traces"])
+
+    def setup(self, cases: Sequence[AnatomyTest], settings: Settings) -> Setup:
+        for row in (*ATTENTION.values(), *(case.entry for case in cases)):
+            register_kernels(row.trait("kernels", ""), "attention")
+        return super().setup(cases, settings)
+
+    def sample(self, turn: Sequence[AnatomyTest], trial: Any) -> None:
+        trial.interleave(turn)
+        for case in turn:
+            one = trial.measurements[case.id]
+            if one.samples:
+                found, one.failure = attempt(anatomy_of, case, trial.setup)
+                one.record |= found or {}
+
+
+def anatomy_of(case: AnatomyTest, setup: Setup) -> Record:
+    """All that the record says of one case beside its time."""
+    rig = setup.rig
+    rig.clear()  # of the memory none is another row's
+    phases = phases_of(case, rig)
+
+    def call() -> None:
+        rig.base.zero_grad(set_to_none=True)
+        for name, phase in phases.items():
+            with part(name):
+                phase()
+
+    found = times_of(call, case.device, case.traces / f"{case.id}.json" if case.traces else None)
+    found |= memory_of(case, rig, phases)
+    rig.base.zero_grad(set_to_none=True)
+    found["allocations"] = [asdict(one) for one in largest_allocations(call, case.device, top=NUM_ALLOCATIONS)]
+    if case.traces and case.device == "cuda":
+        rig.base.zero_grad(set_to_none=True)
+        memory.write_snapshot(case.traces / f"{case.id}.pickle", call, case.device)
+    return found
+
+
+def phases_of(case: AnatomyTest, rig: Rig) -> Phases:
+    """The parts of a call, in order: an inference is a forward."""
+    peer, losses = case.peer, []
+    if case.mode == "forward":
+        return {"forward": lambda: rig.forward(case)}
+    return {
+        "forward": lambda: losses.append(rig.scaler.scale(rig.forward(case))),
+        "backward": lambda: losses.pop().backward(),
+        "optimizer": lambda: rig.update(peer),
+    }
+
+
+def times_of(call: Callable[[], Any], device: str, trace: Path | None) -> Record:
+    profile = profile_call(call, device, trace=trace)
+    kernels = [asdict(replace(one, name=shortened(one.name))) for one in profile.kernels[:NUM_KERNELS]]
+    return {
+        "profiled_s": profile.profiled_s,
+        "kernel_s": profile.kernel_s,
+        "num_launches": sum(kernel.count for kernel in profile.kernels),
+        **{f"{kind}_share": profile.shares[kind] for kind in KINDS},
+        "kernels": kernels,
+        "parts": [asdict(one) for one in profile.parts],
+    }
+
+
+def shortened(name: str) -> str:
+    return name if len(name) <= NAME_LENGTH else f"{name[: NAME_LENGTH - 1]}…"
+
+
+def memory_of(case: AnatomyTest, rig: Rig, phases: Phases) -> Record:
+    """Bytes: held before the call, above that phase by phase and event by event, of a step measured and predicted."""
+    rig.base.zero_grad(set_to_none=True)
+    release_memory()  # a GPU's allocator hands out a cached block that is a little too large whole, and counts it so
+    model, optimizer = rig.model(case), rig.optimizers.get(case.peer)
+    held = sum(memory.breakdown(model, optimizer).values())
+    by_phase = memory.phases(phases, case.device)
+    found: Record = {
+        "held_bytes": held,
+        "peak_bytes": max(phase["peak_bytes"] for phase in by_phase.values()),
+        "phases": [{"name": name, **phase} for name, phase in by_phase.items()],
+    }
+    if case.mode == "step":
+        found |= memory.breakdown(model, optimizer) | {"activations_bytes": by_phase["forward"]["live_bytes"]}
+    if case.mode == "step" and not case.peer:
+        predicted = training_memory(case.config, case.batch, case.context, case.precision)
+        found |= {f"predicted_{name}_bytes": size for name, size in asdict(predicted).items()}
+    rig.base.zero_grad(set_to_none=True)
+    timeline = memory.timeline(phases, case.device)
+    keep = TIMELINE_POINTS // len(timeline)
+    found["timeline"] = [
+        {"name": name, "points": [(float(f"{at:.7f}"), size) for at, size in thinned(points, keep)]}
+        for name, points in timeline.items()
+    ]
+    return found
+
+
+def thinned(points: Sequence[tuple[float, int]], keep: int) -> list[tuple[float, int]]:
+    """At most `keep` (two or more) of the points (time_s, bytes): of each stretch the least and the most bytes."""
+    if len(points) <= keep:
+        return list(points)
+    stretch, kept = math.ceil(len(points) / (keep // 2)), []
+    for start in range(0, len(points), stretch):
+        by_bytes = sorted(points[start : start + stretch], key=lambda point: point[1])
+        kept += sorted({by_bytes[0], by_bytes[-1]})
+    return kept
+
+
+test_anatomy = bench(Anatomy)

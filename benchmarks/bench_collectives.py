@@ -1,20 +1,245 @@
-"""All-reduce, reduce-scatter, all-gather and broadcast, by size, number of ranks and backend."""
+"""Collectives: all-reduce, reduce-scatter, all-gather and broadcast, by size, number of ranks and backend.
 
-from collections.abc import Callable
+The result of each is checked. Then it is timed through our own calls, and in a plain loop of torch's.
+"""
 
-import pytest
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
 
-from benchmarks.collectives_trial import cells_of, collectives_trial
-from benchmarks.conftest import PARALLEL, SESSION, SWEEP, cell_params
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks import axes
+from lmsys.bench import Axis, Benchmark, Case, Entry, Field, Grid, Settings, Table, bench, one_of, positive
+from lmsys.bench import fields as f
+from lmsys.bench.fields import Record
+from lmsys.bench.ranks import CLOCKS, subgroup, takes_part, times, world_sizes
+from lmsys.cost.communication import bus_factor
+from lmsys.measure.clock import synchronize
+from lmsys.parallel import collectives
+from lmsys.parallel.group import BACKENDS, device
+
+MAX_ROUNDS = 200
+LEAD_S = 0.02  # longer than the host needs to launch MAX_ROUNDS calls
+LOOP = 20  # calls of the plain loop
+OPERATIONS = Table(
+    "operation",
+    [
+        Entry("all_reduce", "lmsys.parallel.collectives:all_reduce_mean", "all-reduce"),
+        Entry("reduce_scatter", "lmsys.parallel.collectives:reduce_scatter_mean", "reduce-scatter"),
+        Entry("all_gather", "lmsys.parallel.collectives:all_gather", "all-gather"),
+        Entry("broadcast", "torch.distributed:broadcast", "broadcast"),
+    ],
+)
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    stash = metafunc.config.stash
-    (sweep, _), session = stash[SWEEP], stash[SESSION]
-    world_sizes = stash[PARALLEL].get("world_sizes", ())
-    cells = [one for part in sweep.collectives for one in cells_of(part, world_sizes, session.settings.device)]
-    metafunc.parametrize("cell", cell_params(session.add(cells, collectives_trial)))
+@dataclass(frozen=True)
+class CollectiveCase(Case):
+    """An operation on so many megabytes, of 10^6 bytes, over so many ranks."""
+
+    megabytes: int
+    world_size: int
+    backend: str
+
+    @property
+    def comparison(self) -> str:
+        return f"{self.section}-W{self.world_size}-{self.backend}"
+
+    @property
+    def id(self) -> str:
+        return f"{self.comparison}-{self.impl}-{self.megabytes}MB"
+
+    @property
+    def numel(self) -> int:
+        """float32 elements of the whole tensor, a multiple of the world size."""
+        return self.megabytes * 10**6 // 4 // self.world_size * self.world_size
 
 
-def test_collectives(cell: str, measured: Callable[[str], None]) -> None:
-    measured(cell)
+class Collectives(Benchmark):
+    """Each operation is checked, and timed on the ranks; one after another, since they share the wires."""
+
+    name = "collectives"
+    tables = {"operation": OPERATIONS}
+    opens = False
+    streams = True
+    axes: tuple[Axis, ...] = (
+        axes.WORLD_SIZE,
+        Axis("megabytes", positive),
+        Axis("operation", one_of(*OPERATIONS), tuple(OPERATIONS)),
+        Axis("backend", one_of(*BACKENDS)),
+    )
+    fields: tuple[Field, ...] = (
+        Field("megabytes", label="MB", role="axis", about="Size of the whole tensor, float32, in MB of 10⁶ bytes"),
+        Field("world_size", label="ranks", role="axis"),
+        *f.axes("backend"),
+        f.TIME.called(about="Median time of a call, of the slowest rank"),
+        Field(
+            "algorithm_bytes_per_s",
+            "B/s",
+            "Algorithm bandwidth",
+            about="Algorithm bandwidth: bytes of the whole tensor over median time",
+            shown="GB/s",
+        ),
+        Field(
+            "bus_bytes_per_s",
+            "B/s",
+            "Bus bandwidth",
+            about="Bus bandwidth: the bytes that a link of a ring carries over median time (all-reduce 2 (n - 1) / n, "
+            "reduce-scatter and all-gather (n - 1) / n of the tensor)",
+            shown="GB/s",
+        ),
+        Field(
+            "loop_fraction",
+            label="Of a plain loop",
+            about="Time of a call in a loop of torch's own calls with one wait at its end, over the time of ours",
+            shown="%",
+        ),
+        Field("loop_s", "s", "plain loop", "detail", "Time of a call in a plain loop of torch's own calls", shown="ms"),
+        Field("bytes", "B", "size", "detail", shown="MiB"),
+    )
+
+    def cases(self, grid: Grid, settings: Settings) -> Iterator[CollectiveCase]:
+        """Two ranks or more, for each backend of the grid, else for each that this machine has."""
+        for backend in grid["backend"] or (("nccl", "gloo") if settings.device == "cuda" else ("gloo",)):
+            on = "cuda" if backend == "nccl" else "cpu"
+            for world_size in world_sizes(grid, backend):
+                for operation, megabytes in product(OPERATIONS.select(grid["operation"]), grid["megabytes"]):
+                    if world_size > 1:
+                        yield CollectiveCase(grid.name, operation, on, megabytes, world_size, backend)
+
+    def turns(self, cases: Sequence[CollectiveCase]) -> Iterator[list[CollectiveCase]]:
+        for case in cases:
+            yield [case]
+
+    def sample(self, turn: Sequence[CollectiveCase], trial: Any) -> None:
+        """Checks the only case of the turn, and takes its samples: seconds of each call, of the slowest rank."""
+        (case,) = turn
+        settings, candidate = trial.settings, trial.candidate(case)
+        arguments = case, settings.seconds_per_row if settings.timed else None, settings.min_rounds, settings.seed
+        found = candidate.attempt(trial.runner.ranks.run, case.world_size, case.backend, measure, *arguments) or ()
+        if wrong := [one.wrong for one in found if one.wrong]:
+            candidate.failed("wrong", wrong[0])
+        elif found and settings.timed:
+            calls = zip(*(one.samples for one in found), strict=True)
+            trial.measurements[case.id].samples = [max(seconds) for seconds in calls]
+            candidate.notes["loop_s"] = max(one.loop_s for one in found)
+
+    def clock_name(self, case: CollectiveCase, runner: Any) -> str:
+        return CLOCKS[case.backend]
+
+    def metrics(self, case: CollectiveCase, record: Record, machine: Record) -> Record:
+        found: Record = {"bytes": 4 * case.numel}
+        if time_s := record.get("time_s"):
+            found["algorithm_bytes_per_s"] = found["bytes"] / time_s
+            found["bus_bytes_per_s"] = found["algorithm_bytes_per_s"] * bus_factor(case.impl, case.world_size)
+            found["loop_fraction"] = record["loop_s"] / time_s
+        return found
+
+
+test_collectives = bench(Collectives)
+
+
+# The rest runs on the ranks.
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The answer of a rank: what is wrong, else seconds of each call through ours, and of one in torch's plain loop."""
+
+    wrong: str = ""
+    samples: Sequence[float] = ()
+    loop_s: float = 0.0
+
+
+def measure(case: CollectiveCase, seconds: float | None, min_rounds: int, seed: int) -> Measured:
+    """Checks the operation and, where `seconds` are given, samples it for about that long."""
+    if not takes_part(case.world_size):
+        return Measured()
+    group = subgroup(case.world_size)
+    x = _draw(case, seed + dist.get_rank())
+    call = _ours(case, x, group)
+    if wrong := _check(case, call(), seed):
+        return Measured(wrong)
+    if seconds is None:
+        return Measured()
+    plain = _plain(case, x, group)
+    loop = min(_loop(plain, group) for _ in range(2))
+    rounds = torch.tensor(max(min_rounds, min(MAX_ROUNDS, int(seconds / loop))), device=device())
+    dist.broadcast(rounds, 0, group=group)
+    samples = times(call, int(rounds), group, LEAD_S)
+    return Measured("", samples, min(loop, _loop(plain, group)))
+
+
+def _draw(case: CollectiveCase, seed: int) -> Tensor:
+    """Whole numbers, so that any order of addition gives the same sum."""
+    generator = torch.Generator().manual_seed(seed)
+    few = torch.randint(-8, 8, (2**16,), generator=generator).float()
+    return few.to(device()).repeat(-(-case.numel // len(few)))[: case.numel].contiguous()
+
+
+def _ours(case: CollectiveCase, x: Tensor, group: Any) -> Callable[[], Tensor]:
+    part = x.chunk(case.world_size)[dist.get_rank()]
+    out = (part if case.impl == "reduce_scatter" else x).clone()
+
+    def run() -> Tensor:
+        if case.impl == "all_reduce":
+            collectives.all_reduce_mean(out, group, async_op=False).wait()
+        elif case.impl == "reduce_scatter":
+            collectives.reduce_scatter_mean(out, x, group, async_op=False).wait()
+        elif case.impl == "all_gather":
+            collectives.all_gather(out, part, group, async_op=False).wait()
+        else:
+            dist.broadcast(out, group=group, group_src=0)
+        return out
+
+    return run
+
+
+def _plain(case: CollectiveCase, x: Tensor, group: Any) -> Callable[[], Any]:
+    """One call of torch.distributed, as its documentation has it."""
+    part = x.chunk(case.world_size)[dist.get_rank()].clone()
+    out = torch.empty_like(x)
+    average = dist.ReduceOp.AVG if case.backend == "nccl" else dist.ReduceOp.SUM
+    return {
+        "all_reduce": lambda: dist.all_reduce(out.zero_() if case.backend == "gloo" else out, average, group=group),
+        "reduce_scatter": lambda: collectives._reduce_scatter(part, x, average, group=group),
+        "all_gather": lambda: collectives._all_gather(out, part, group=group),
+        "broadcast": lambda: dist.broadcast(out, group=group, group_src=0),
+    }[case.impl]
+
+
+def _check(case: CollectiveCase, found: Tensor, seed: int) -> str:
+    """Says what is wrong with the result; empty where it is right."""
+    every = [_draw(case, seed + rank) for rank in range(case.world_size)]
+    rank = dist.get_rank()
+    if case.impl in ("all_reduce", "reduce_scatter"):
+        mean = torch.stack(every).sum(0) / case.world_size
+        expected = mean if case.impl == "all_reduce" else mean.chunk(case.world_size)[rank]
+    elif case.impl == "all_gather":
+        expected = torch.cat([x.chunk(case.world_size)[rank] for rank, x in enumerate(every)])
+    else:
+        expected = every[0]
+    if torch.allclose(found, expected):  # exact but for the division, by numbers like 3
+        return ""
+    return f"rank {rank}: the result of {case.impl} is off by {(found - expected).abs().max().item():.3g}"
+
+
+def _loop(call: Callable[[], Any], group: Any) -> float:
+    """Seconds of a call among LOOP, one after another, or fewer where that would take long; of the slowest rank."""
+    seconds, calls = 0.0, 1
+    for _ in range(2):  # once to see how long one takes
+        dist.barrier(group)
+        synchronize(device().type)
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        synchronize(device().type)
+        slowest = torch.tensor((time.perf_counter() - start) / calls, device=device())
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+        seconds = slowest.item()
+        calls = max(2, min(LOOP, int(0.3 / seconds)))
+    return seconds

@@ -1,21 +1,101 @@
 """The language model: what is done with it, by size, context, batch, precision, compile mode and attention row."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
 
-import pytest
-
-from benchmarks.conftest import MODEL, MODEL_ROWS, SESSION, SWEEP, cell_params
-from benchmarks.model_cells import cells_of
-from benchmarks.model_trial import model_trial
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    stash = metafunc.config.stash
-    (sweep, _), session = stash[SWEEP], stash[SESSION]
-    axes, rows, device = stash[MODEL], stash[MODEL_ROWS], session.settings.device
-    cells = [cell for part in sweep.models for cell in cells_of(part, axes, rows, device)]
-    metafunc.parametrize("cell", cell_params(session.add(cells, model_trial)))
+from benchmarks.arithmetic import matmul_rates
+from benchmarks.model.benchmark import ModelBenchmark, Setup
+from benchmarks.model.cases import FIELDS, ModelTest
+from benchmarks.model.rig import cold_samples, in_own_process
+from lmsys.bench import Candidate, Field, bench
+from lmsys.bench import fields as f
+from lmsys.bench.fields import Record
+from lmsys.cost.memory import training_memory
+from lmsys.cost.operations import FLOPS_OF_STEP, model_flops
+from lmsys.measure.compare import attempt
+from lmsys.measure.machine import peak_flops_per_s
 
 
-def test_model(cell: str, measured: Callable[[str], None]) -> None:
-    measured(cell)
+class Model(ModelBenchmark):
+    """Every row, eager and compiled, in every mode, at one size, context, batch and precision."""
+
+    name = "model"
+    fields: tuple[Field, ...] = (
+        *FIELDS,
+        *f.axes("warmup_steps"),
+        Field("tokens_per_s", "tokens/s", "Rate", about="Rate: tokens of the batch over median time"),
+        Field(
+            "mfu",
+            label="MFU",
+            about="Model FLOP utilisation: the arithmetic of the formula over median time, as a share of the peak that "
+            "the device's maker states",
+            shown="%",
+        ),
+        f.MATMUL_FRACTION.called(
+            about="The arithmetic of the formula over median time, as a share of the large matmul measured in this run"
+        ),
+        f.RATE.called(role="detail"),
+        f.PEAK.called(shown="GiB"),
+        Field(
+            "held_bytes",
+            "B",
+            "Held",
+            "detail",
+            "Weights, gradients and optimizer state that were live before what is timed",
+            "GiB",
+        ),
+        Field(
+            "total_bytes",
+            "B",
+            "Memory in all",
+            about="Memory in all: weights, gradients and optimizer state live before, and the peak above them",
+            shown="GiB",
+            of=lambda record: record["held_bytes"] + record["peak_bytes"],
+        ),
+        Field(
+            "predicted_bytes",
+            "B",
+            "Memory predicted",
+            about="Memory in all as the shapes predict it, for an eager step with attention that keeps no scores",
+            shown="GiB",
+        ),
+    )
+
+    def sample(self, turn: Sequence[ModelTest], trial: Any) -> None:
+        """In turns; but a cold start in a process of its own, one after another."""
+        for case in turn:
+            if case.warmup is None:
+                return trial.interleave(turn)
+            one = trial.measurements[case.id]
+            one.samples, one.failure = attempt(in_own_process, cold_samples, case, trial.settings)
+
+    def inspect(self, case: ModelTest, candidate: Candidate, setup: Setup) -> Record:
+        if case.warmup is not None:
+            return {}
+        held, peak = setup.rig.memory_of(case)
+        return {"held_bytes": held, "peak_bytes": peak}
+
+    def metrics(self, case: ModelTest, record: Record, machine: Record) -> Record:
+        """Work, and with a time the rates and their share of what this machine reaches and what its maker states."""
+        tokens, time_s = case.batch * case.context, record.get("time_s")
+        found: Record = {"predicted_bytes": predicted_bytes(case), "flops": None}
+        if time_s:
+            found["tokens_per_s"] = tokens / time_s
+        if case.mode not in FLOPS_OF_STEP:
+            return found
+        found["flops"] = model_flops(case.config, tokens=tokens, context=case.context, mode=case.mode)
+        if time_s:
+            found |= matmul_rates(found["flops"], time_s, case.precision, machine)
+            stated = peak_flops_per_s(machine["gpu"], case.precision)
+            found["mfu"] = found["flops_per_s"] / stated if stated else None
+        return found
+
+
+def predicted_bytes(case: ModelTest) -> int | None:
+    """Bytes held and the peak above them, where `training_memory` says them: ours, eager, and keeping no scores."""
+    if (case.mode, case.compile) != ("step", "eager") or case.peer or case.attention.trait("keeps_scores", False):
+        return None
+    return training_memory(case.config, case.batch, case.context, case.precision).peak
+
+
+test_model = bench(Model)

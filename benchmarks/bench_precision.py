@@ -1,72 +1,76 @@
 """Mixed precision: what rounding does to a long sum, and which dtype autocast gives each tensor. Nothing is timed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import product
 
-import pytest
 import torch
 
-from benchmarks.conftest import SESSION, cell_params
-from benchmarks.session import Result, Settings
-from lmsys.bench.record import Record
-from lmsys.measure.compare import attempt
+from lmsys.bench import Benchmark, Candidate, Case, Entry, Field, Grid, Settings, Table, bench
+from lmsys.bench import fields as f
+from lmsys.bench.fields import Record
 from lmsys.model import TransformerLM
 from lmsys.model.precision import ADDEND, CONFIG, TIMES, accumulation, autocast_dtypes
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-STUDY = "a study: nothing is timed"
+STUDIES = Table(
+    "study",
+    [
+        Entry("accumulation", "benchmarks.bench_precision:sums"),
+        Entry("autocast", "benchmarks.bench_precision:tensors"),
+    ],
+)
 
 
-@dataclass(frozen=True)
-class Study:
-    """What is looked at, in which dtype of lower precision."""
-
-    topic: str
-    dtype: str
-    group = "precision"
-
-    @property
-    def id(self) -> str:
-        return f"precision-{self.topic}-{self.dtype}"
+def sums(dtype: torch.dtype, settings: Settings) -> Record:
+    return {
+        "addend": ADDEND,
+        "times": TIMES,
+        "sums": [{**asdict(one), "error": one.error} for one in accumulation(dtype)],
+    }
 
 
-STUDIES = [Study(topic, dtype) for topic, dtype in product(("accumulation", "autocast"), DTYPES)]
-
-
-def precision_trial(studies: list[Study], settings: Settings) -> Iterator[Result]:
-    for study in studies:
-        found, failure = attempt(lambda study=study: _look_at(study, settings))
-        outcome, reason = failure or ("ok", STUDY)
-        record: Record = {
-            "id": study.id,
-            "benchmark": "precision",
-            "section": study.topic,
-            "impl": study.dtype,
-            "dtype": study.dtype,
-            "device": settings.device,
-            "outcome": outcome,
-            "reason": reason,
-            "memory_limit_bytes": settings.memory_limit_bytes,
-        }
-        yield Result(record | (found or {}), None)
-
-
-def _look_at(study: Study, settings: Settings) -> Record:
-    dtype = DTYPES[study.dtype]
-    if study.topic == "accumulation":
-        sums = [{**asdict(one), "error": one.error} for one in accumulation(dtype)]
-        return {"addend": ADDEND, "times": TIMES, "sums": sums}
+def tensors(dtype: torch.dtype, settings: Settings) -> Record:
     torch.manual_seed(settings.seed)
     tokens = torch.arange(CONFIG.context_length, device=settings.device)[None]
     found = autocast_dtypes(TransformerLM(CONFIG, device=settings.device), tokens, dtype)
     return {"tensors": [{"name": name, "dtype": kept_in} for name, kept_in in found]}
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    session = metafunc.config.stash[SESSION]
-    metafunc.parametrize("cell", cell_params(session.add(STUDIES, precision_trial)))
+@dataclass(frozen=True)
+class Study(Case):
+    """One study in one dtype of lower precision."""
+
+    dtype: str
+
+    @property
+    def impl(self) -> str:
+        return self.dtype
+
+    @property
+    def comparison(self) -> str:
+        return f"precision-{self.section}"
 
 
-def test_precision(cell: str, measured: Callable[[str], None]) -> None:
-    measured(cell)
+class Precision(Benchmark):
+    """Two studies that say what rounding does; nothing is timed."""
+
+    name = "precision"
+    fields: tuple[Field, ...] = (*f.axes("dtype"), *f.details("addend", "times", "sums", "tensors"))
+
+    def cases(self, grid: Grid, settings: Settings) -> Iterator[Study]:
+        for study in STUDIES.values():
+            for dtype in DTYPES:
+                yield Study(study.name, study, settings.device, dtype)
+
+    def setup(self, cases: Sequence[Study], settings: Settings) -> Settings:
+        return settings
+
+    def open(self, candidate: Candidate, setup: Settings) -> None:
+        candidate.notes |= candidate.entry.load()(DTYPES[candidate.case.dtype], setup)
+        candidate.reason = "a study: nothing is timed"
+
+    def turns(self, cases: Sequence[Study]) -> Iterable[Sequence[Study]]:
+        return ()
+
+
+test_precision = bench(Precision)

@@ -1,19 +1,198 @@
 """Tokenizers: training and encoding, ours beside tiktoken and Hugging Face tokenizers, where they are installed."""
 
-from collections.abc import Callable
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-import pytest
+from benchmarks.tokenizer import TOKENIZERS, rows
+from lmsys.bench import Axis, Benchmark, Candidate, Case, Entry, Field, Grid, Settings, bench, one_of, positive
+from lmsys.bench import fields as f
+from lmsys.bench.benchmark import DEFAULT_ROUNDS
+from lmsys.bench.fields import Record
+from lmsys.measure.compare import Failure, Step, attempt
+from lmsys.measure.memory import peak_resident_bytes
+from lmsys.tokenizer import Tokenizer, naive, train
+from lmsys.tokenizer.chunks import Chunk, cut_file
+from lmsys.tokenizer.pretokens import Pretokenizer
+from lmsys.tokenizer.training import count_pretokens
+from lmsys.training.corpora import END_OF_TEXT, stdlib
 
-from benchmarks.conftest import SESSION, SWEEP, cell_params
-from benchmarks.tokenizer_trial import cells_of, tokenizer_trial
+SMALL_BYTES, SMALL_TOKENS = 30_000, 200  # what the definition can train on in a second
+TASKS = ("train", "encode")
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    stash = metafunc.config.stash
-    (sweep, _), session = stash[SWEEP], stash[SESSION]
-    cells = [cell for part in sweep.tokenizers for cell in cells_of(part)]
-    metafunc.parametrize("cell", cell_params(session.add(cells, tokenizer_trial)))
+@dataclass(frozen=True)
+class TokenizerCase(Case):
+    """A task on a text, and who does it. text_bytes: about how much of the text, None: all of it."""
+
+    task: str
+    text_bytes: int | None
+    vocab_size: int
+    processes: int
+    min_rounds: int
+
+    @property
+    def axes(self) -> Record:
+        return {"task": self.task, "vocab_size": self.vocab_size, "processes": self.processes}
+
+    @property
+    def rows(self) -> Mapping[str, Entry]:
+        return {"tokenizer": self.entry}
+
+    @property
+    def comparison(self) -> str:
+        text = "all" if self.text_bytes is None else f"{self.text_bytes // 1000}kB"
+        return f"{self.section}-{self.task}-{text}-V{self.vocab_size}"
 
 
-def test_tokenizer(cell: str, measured: Callable[[str], None]) -> None:
-    measured(cell)
+@dataclass
+class Texts:
+    """The text that is timed, another one, a small one, and the tokenizer that encodes them.
+
+    checked  the text whose ids are compared: the timed one first, then the other
+    """
+
+    timed: Path
+    other: Path
+    small: Path
+    tokenizer: Tokenizer
+    checked: Path
+
+    @classmethod
+    def prepare(cls, case: TokenizerCase, folder: Path) -> "Texts":
+        """Writes all into the folder."""
+        corpus, most = stdlib(), case.text_bytes
+        timed = _beginning(corpus.train + (corpus.valid if most is None else ()), most, folder / "timed.txt")
+        other = _beginning(corpus.valid, min(200_000, most or 200_000), folder / "other.txt")
+        small = _beginning(corpus.valid, SMALL_BYTES, folder / "small.txt")
+        tokenizer = train([timed], case.vocab_size, [END_OF_TEXT], case.processes)
+        tokenizer.save(folder)
+        return cls(timed, other, small, tokenizer, timed)
+
+
+def _beginning(parts: tuple[Chunk, ...], num_bytes: int | None, path: Path) -> Path:
+    """The text of the parts, or about so many bytes of it, in a file."""
+    with path.open("wb") as out:
+        for part in parts:
+            with part.path.open("rb") as file:
+                after = part.stop if num_bytes is None else num_bytes
+                stop = cut_file(file.fileno(), Pretokenizer([END_OF_TEXT]), after, part.stop)
+                out.write(file.read(stop))
+    return path
+
+
+class Tokenizers(Benchmark):
+    """A row that encodes must give the ids of the definition, on the text that is timed and later on another one.
+
+    Ours must learn the merges of the definition on a small text; others break ties in other ways.
+    """
+
+    name = "tokenizer"
+    tables = {"tokenizer": TOKENIZERS}
+    clock = "host"
+    trials = 1
+    axes = (
+        Axis("tokenizer", one_of(*TOKENIZERS), tuple(TOKENIZERS)),
+        Axis("task", one_of(*TASKS), TASKS),
+        Axis("text_bytes", positive, None, single=True),  # how much of the text; None: all, about 30 MB
+        Axis("vocab_size", positive, 10_000, single=True),
+        Axis("processes", positive, 2, single=True),  # of ours, and threads of the others
+        Axis("rounds", positive, 3, single=True),  # samples of each row at least: a training takes seconds
+    )
+    fields = (
+        *f.axes("task", "vocab_size"),
+        Field("text_bytes", "B", "text", "axis", shown="MB"),
+        Field("processes", label="processes", role="axis", about="Processes of ours, and threads of the others"),
+        f.TIME.called(shown="s"),
+        Field("bytes_per_s", "B/s", "Rate", about="Bytes of text over median time", shown="MB/s"),
+        f.PEAK.called(
+            about="Peak memory, resident, of a process that does the task once and of those that it starts, added up",
+            shown="MB",
+        ),
+        f.COMPILE.called(role="detail"),  # an import
+    )
+
+    def cases(self, grid: Grid, settings: Settings) -> Iterator[TokenizerCase]:
+        for task, name in grid.product("task", "tokenizer"):
+            entry = TOKENIZERS[name]
+            asked = grid["text_bytes"], grid["vocab_size"], entry.trait("processes", grid["processes"]), grid["rounds"]
+            yield TokenizerCase(grid.name, entry, "cpu", task, *asked)
+
+    @contextmanager
+    def context(self, cases: Sequence[TokenizerCase]) -> Iterator[None]:
+        """A folder for the texts. All records of a group say how long the text is, also of rows that cannot run."""
+        self.text_bytes = None
+        with tempfile.TemporaryDirectory() as folder:
+            self.folder = Path(folder)
+            yield
+
+    def setup(self, cases: Sequence[TokenizerCase], settings: Settings) -> Texts:
+        texts = Texts.prepare(cases[0], self.folder)
+        self.text_bytes = texts.timed.stat().st_size
+        return texts
+
+    def check_all(self, candidates: Sequence[Candidate], setup: Texts, runner: Any) -> None:
+        judged = [one for one in candidates if one.case.task == "encode" or not one.entry.peer]
+        expected = by_definition(judged[0].case.task, setup) if judged else []
+        for one in judged:
+            found, failure = attempt(lambda one=one: found_by(one, setup))
+            if failure := failure or difference(one.case.task, found, expected):
+                one.failed(*failure)
+
+    def redraw(self, setup: Texts, seed: int) -> None:
+        setup.checked = setup.other
+
+    def step(self, case: TokenizerCase, candidate: Candidate, setup: Texts) -> Step:
+        return Step(lambda call: call(), lambda: call_of(case, setup, setup.timed))
+
+    def sample(self, turn: Sequence[TokenizerCase], trial: Any) -> None:
+        told = trial.settings.min_rounds
+        trial.interleave(turn, turn[0].min_rounds if told == DEFAULT_ROUNDS else told)
+
+    def inspect(self, case: TokenizerCase, candidate: Candidate, setup: Texts) -> Record:
+        what = case.task, case.entry.target, case.processes, setup.timed, setup.timed.parent, case.vocab_size
+        return {"peak_bytes": peak_resident_bytes([sys.executable, "-m", rows.__name__, *map(str, what)])}
+
+    def metrics(self, case: TokenizerCase, record: Record, machine: Record) -> Record:
+        rate = {"bytes_per_s": self.text_bytes / record["time_s"]} if "time_s" in record else {}
+        return {"text_bytes": self.text_bytes} | rate
+
+
+def call_of(case: TokenizerCase, texts: Texts, text: Path) -> rows.Call:
+    """The function that is timed, on this text."""
+    row = case.entry.load()
+    if case.task == "train":
+        return row.trainer(text, case.vocab_size, case.processes)
+    return row.encoder(text, texts.tokenizer, case.processes)
+
+
+def by_definition(task: str, texts: Texts) -> list[Any]:
+    """The ids of the text that is checked, or the merges of the small one."""
+    if task == "encode":
+        return naive.encode(texts.checked.read_text(encoding="utf-8"), texts.tokenizer)
+    return naive.learn_merges(count_pretokens([texts.small], [END_OF_TEXT]), SMALL_TOKENS)
+
+
+def found_by(candidate: Candidate, texts: Texts) -> list[Any]:
+    case = candidate.case
+    if case.task == "encode":
+        return rows.ids_of(call_of(case, texts, texts.checked)(), texts.tokenizer.encode(END_OF_TEXT)[0])
+    return call_of(replace(case, vocab_size=257 + SMALL_TOKENS), texts, texts.small)().merges
+
+
+def difference(task: str, found: list[Any], expected: list[Any]) -> Failure | None:
+    """Says where the two differ first."""
+    if found == expected:
+        return None
+    what = "id" if task == "encode" else "merge"
+    for place, (one, other) in enumerate(zip(found, expected, strict=False)):
+        if one != other:
+            return "wrong", f"{what} {place:,} is {one}, by definition {other}"
+    return "wrong", f"{len(found):,} {what}s, by definition {len(expected):,}"
+
+
+test_tokenizer = bench(Tokenizers)

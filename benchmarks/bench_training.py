@@ -1,21 +1,230 @@
-"""Whole trainings on text: attention rows by parallel strategies, held to the curve of one plain process."""
+"""Whole trainings on text: attention rows by parallel strategies, held to the curve of one plain process.
 
-from collections.abc import Callable
+All cases see the same tokens in the same order from the same weights, so all have one curve. The reference is one
+process with naive attention that accumulates the batches of all ranks; a case whose losses leave it, or whose first
+gradient has another norm, is wrong as soon as that shows: see `lmsys.testing`.
+"""
 
-import pytest
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
 
-from benchmarks.conftest import MODEL_ROWS, SESSION, SWEEP, TRAINING, cell_params
-from benchmarks.training_cells import cells_of
-from benchmarks.training_trial import training_trial
+from benchmarks import axes
+from benchmarks.arithmetic import DTYPES
+from benchmarks.models import AUTO, LLAMA, MODEL_ROWS, why_not
+from benchmarks.training.cases import TrainingCase
+from benchmarks.training.curve import Curve
+from benchmarks.training.rank import begin, clear, end, epoch, inspect
+from benchmarks.training.tokens import CORPUS, tokens_of
+from lmsys.attention import ATTENTION
+from lmsys.bench import Axis, Benchmark, Candidate, Field, Grid, Settings, bench, positive
+from lmsys.bench import fields as f
+from lmsys.bench.fields import Record
+from lmsys.bench.ranks import backend_of, num_nodes, world_sizes
+from lmsys.bench.runner import NOT_TIMED
+from lmsys.cost.operations import model_flops, model_parameters
+from lmsys.measure.compare import attempt
+from lmsys.parallel import STRATEGIES
+from lmsys.testing import CURVE_STEPS
+
+INTERPRETED = "its kernels are interpreted here, which is too slow to train with"
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    stash = metafunc.config.stash
-    (sweep, _), session = stash[SWEEP], stash[SESSION]
-    axes, rows, device = stash[TRAINING], stash[MODEL_ROWS], session.settings.device
-    cells = [cell for part in sweep.trainings for cell in cells_of(part, axes, rows, device)]
-    metafunc.parametrize("cell", cell_params(session.add(cells, training_trial)))
+class Training(Benchmark):
+    """Each case alone is looked into, then trains; each epoch is held to the reference before the next. The first
+    epoch is not timed, the others are the samples."""
+
+    name = "training"
+    tables = {"attention": ATTENTION, "strategy": STRATEGIES}
+    clock = "host"
+    opens = False
+    streams = True
+    axes: tuple[Axis, ...] = (
+        *(axes.SIZE, axes.CONTEXT, replace(axes.BATCH, default=(8,)), axes.PRECISION, axes.COMPILE, axes.ATTENTION),
+        *(axes.STRATEGY, axes.WORLD_SIZE, axes.BUCKET_MB, axes.EPOCHS, axes.TRAIN_TOKENS, axes.VAL_TOKENS),
+        Axis("vocab_size", positive, 10_000, single=True),
+    )
+    fields: tuple[Field, ...] = (
+        *f.axes("attention", "strategy", "row", "attention_label", "attention_peer", "strategy_peer"),
+        *f.axes("size", "context", "batch", "global_batch", "precision", "compile"),
+        Field("num_ranks", label="ranks", role="axis", about="Ranks of the group: with the batch, the global batch"),
+        Field("world_size", label="ranks that train", role="axis"),
+        *f.axes("backend"),
+        Field("num_nodes", label="nodes", role="axis"),
+        Field("bucket_mb", "MiB", "bucket size", "axis"),
+        *f.axes("epochs", "train_tokens", "val_tokens", "vocab_size", "corpus"),
+        Field("num_parameters", label="parameters", role="axis"),
+        f.TIME.called(about="Median time of an epoch, of the slowest rank", shown="s"),
+        Field("mean_s", "s", "Time of an epoch", about="Mean time of an epoch, of the slowest rank", shown="s"),
+        Field("tokens_per_s", "tokens/s", "Throughput", about="Tokens of an epoch over its median time"),
+        f.PEAK.called(about="Peak memory of a step, of the rank with most", shown="GiB"),
+        Field(
+            "first_step_s",
+            "s",
+            "First step",
+            about="Time of the first step, which compiles and tunes, in a run of its own",
+            shown="s",
+        ),
+        Field("loss", "nats", "Last loss", about="Loss of the last step over the global batch"),
+        Field("valid_loss", "nats", "Held-out loss", about="Loss on held-out tokens after the last epoch"),
+        Field(
+            "curve_difference",
+            "nats",
+            "Off the reference",
+            about="How far the loss of a step is at most from that of naive attention in one process, over the first "
+            f"{CURVE_STEPS} steps",
+        ),
+        Field(
+            "norm_difference",
+            label="Norm off",
+            about="How far the norm of the first gradient is from the reference's",
+            shown="%",
+        ),
+        f.ERROR.called(
+            about="Worst difference, of the curve or the first norm, as a share of what is allowed (right: at most 1)"
+        ),
+        f.RATE.called(role="detail"),
+        Field("curve_budget", "nats", role="detail", about="How far a loss may be from the reference's"),
+        *f.details("lr", "tokens", "steps", "steps_per_epoch", "rank_peak_bytes"),
+        *f.details("curve_steps", "curve_losses", "curve_differences"),
+    )
+
+    def cases(self, grid: Grid, settings: Settings) -> Iterator[TrainingCase]:
+        """On one rank there is only the strategy that does not synchronize.
+
+        ValueError for numbers of tokens on the command line that fill no step or window.
+        """
+        attention = [row for row in MODEL_ROWS.select(grid["attention"] or [AUTO.name]) if row != LLAMA]
+        ranks, strategies = world_sizes(grid, backend_of(settings.device)), STRATEGIES.select(grid["strategy"])
+        works = product(grid.product("size", "context", "batch", "precision", "compile"), ranks)
+        for (model, num_ranks), row, entry in product(works, attention, strategies):
+            if num_ranks == 1 and entry.trait("synchronizes", True):
+                continue
+            buckets = grid["bucket_mb"] if _sets_bucket_mb(entry) else (None,)
+            text = [grid[name] for name in ("epochs", "train_tokens", "val_tokens", "vocab_size")]
+            for bucket_mb in buckets:
+                start = (grid.name, entry, settings.device, row, *model, num_ranks, bucket_mb, *text)
+                case = TrainingCase(*start, names_bucket=len(buckets) > 1)
+                if grid.given & {"train_tokens", "val_tokens"}:
+                    _ = case.steps, case.windows
+                yield case
+
+    def why_not(self, case: TrainingCase) -> str | None:
+        try:
+            _ = case.steps, case.windows
+            reason = why_not(case.attention, case.asked, case.precision, case.compile) or case.entry.why_not(case)
+            _ = reason or case.config(seed=0)
+        except ValueError as error:
+            return str(error)
+        return reason
+
+    def setup(self, cases: Sequence[TrainingCase], settings: Settings) -> Curve:
+        """The reference, which `check_all` fills."""
+        return Curve()
+
+    def check_all(self, candidates: Sequence[Candidate], reference: Curve, runner: Any) -> None:
+        """Makes the reference, once: there is none to compare with where it fails."""
+        if reference.losses:
+            return
+        runner.say(f"  the reference: naive attention, one process, {CORPUS}")
+        _, failure = attempt(self._train_reference, candidates[0].case.reference, reference, runner)
+        for candidate in candidates if failure else ():
+            candidate.failed(failure[0], f"the bench failed, not the row: the reference: {failure[1]}")
+
+    def _train_reference(self, plain: TrainingCase, reference: Curve, runner: Any) -> None:
+        """As far as curves are compared."""
+        run, left = _on_ranks(plain, runner), min(CURVE_STEPS, plain.epochs * plain.steps)
+        run(begin, _tokens(plain), runner.settings.seed)
+        while left > len(reference.losses):
+            (found,) = run(epoch, min(left - len(reference.losses), plain.steps))
+            reference.add(found)
+        run(clear)
+
+    def turns(self, cases: Sequence[TrainingCase]) -> Iterator[list[TrainingCase]]:
+        for case in cases:
+            yield [case]
+
+    def sample(self, turn: Sequence[TrainingCase], trial: Any) -> None:
+        (case,) = turn
+        candidate, curve = trial.candidate(case), Curve()
+        candidate.attempt(self._train, case, candidate, curve, trial)
+        if curve.losses:
+            candidate.notes |= curve.fields(trial.setup, DTYPES[case.precision])
+        number = trial.cases.index(case) + 1
+        trial.runner.say(f"  [{number}/{len(trial.cases)}] {case.impl}: {self._told(case, candidate, trial)}")
+
+    def _train(self, case: TrainingCase, candidate: Candidate, curve: Curve, trial: Any) -> None:
+        """The first look, the epochs, each held to the reference before the next, and the model at the end."""
+        run, settings, measurement = _on_ranks(case, trial.runner), trial.settings, trial.measurements[case.id]
+        tokens, dtype = _tokens(case), DTYPES[case.precision]
+        seen, samples, clocks = run(inspect, tokens, settings.seed), [], []
+        if seen[0].refused is not None or seen[0].interpreted:
+            candidate.failed("unsupported", seen[0].refused or INTERPRETED)
+            return
+        run(begin, tokens, settings.seed)
+        for number in range(case.epochs):
+            if not settings.timed and len(curve.losses) >= CURVE_STEPS:
+                break
+            found = run(epoch, case.steps)
+            curve.add(found[0])
+            if number:
+                samples.append(max(one.seconds for one in found))
+                clocks += [one.sm_clock_mhz for one in found if one.sm_clock_mhz is not None]
+            candidate.judge(curve.ratios(trial.setup, dtype), dtype)
+            if candidate.outcome == "ok" and not math.isfinite(math.fsum(curve.losses)):
+                candidate.failed("wrong", "a loss is not finite")
+            if candidate.outcome != "ok":
+                run(clear)
+                return
+        ended = run(end)
+        curve.valid_loss = ended[0].valid_loss
+        if len({one.model for one in ended}) > 1:
+            candidate.failed("wrong", "after the last epoch ranks have different parameters")
+        elif settings.timed:
+            peaks = [one.peak_bytes for one in seen]
+            measurement.samples, measurement.sm_clock_mhz = samples, statistics.median(clocks) if clocks else None
+            measurement.record = {"peak_bytes": max(peaks), "rank_peak_bytes": peaks}
+            measurement.record["first_step_s"] = max(one.first_step_s for one in seen)
+
+    def _told(self, case: TrainingCase, candidate: Candidate, trial: Any) -> str:
+        """How the case has ended, in a line."""
+        samples = trial.measurements[case.id].samples
+        if candidate.outcome != "ok" or not samples:
+            return f"{candidate.outcome}: {candidate.reason or NOT_TIMED}"
+        rate, notes = case.tokens / statistics.median(samples), candidate.notes
+        return (
+            f"{rate:,.0f} tokens/s, {statistics.fmean(samples):.3g} s an epoch, loss {notes['valid_loss']:.4f},"
+            f" at most {notes['curve_difference']:.1e} from the reference"
+        )
+
+    def metrics(self, case: TrainingCase, record: Record, machine: Record) -> Record:
+        found: Record = {"num_parameters": model_parameters(case.shape), "num_nodes": num_nodes()}
+        found |= {"corpus": CORPUS, "lr": case.lr}
+        if time_s := record.get("time_s"):
+            flops = model_flops(case.shape, tokens=case.tokens, context=case.context, mode="step")
+            found |= {"steps_per_epoch": case.steps, "tokens": case.tokens, "tokens_per_s": case.tokens / time_s}
+            found |= {"flops": flops, "flops_per_s": flops / time_s}
+        return found
 
 
-def test_training(cell: str, measured: Callable[[str], None]) -> None:
-    measured(cell)
+def _sets_bucket_mb(entry: Any) -> bool:
+    return entry.trait("takes_bucket_mb", False) or entry.trait("tuned_bucket_mb", False)
+
+
+def _on_ranks(case: TrainingCase, runner: Any) -> Callable[..., list[Any]]:
+    """A function that runs others on the group, and gives the answers of the ranks that train."""
+
+    def run(function: Callable[..., Any], *args: Any) -> list[Any]:
+        return runner.ranks.run(case.num_ranks, case.backend, function, case, *args)[: case.world_size]
+
+    return run
+
+
+def _tokens(case: TrainingCase) -> Any:
+    return tokens_of(case.tokens, case.val_tokens, case.vocab_size)
+
+
+test_training = bench(Training)

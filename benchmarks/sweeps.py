@@ -131,6 +131,7 @@ PEER = Grid(
     compile=("compiled", "graphed"),
     batch=(16,),
     attention=("auto", "llama"),
+    against="llama",
 )
 PEERS = (PEER, PEER.but(size=("medium",), batch=(8,)), PEER.but(size=("xl",), batch=(4,)))
 ANATOMY = Grid(
@@ -171,8 +172,16 @@ SMOKE_COLLECTIVES = COLLECTIVES.but("smoke", megabytes=(1,))
 FULL_COLLECTIVES = COLLECTIVES.but("sizes", world_size=(2, 4, 8))
 
 # Data parallelism; the batch is each rank's. On one rank there is `none` only, which the others are compared with.
-PARALLEL = Grid("default", size=("small",), context=(512,), batch=(16,), bucket_mb=(25, "auto"), compile=("compiled",))
-CPU_PARALLEL = Grid("default", size=("tiny",), context=(32,), precision=("fp32",), batch=(2,))
+PARALLEL = Grid(
+    "default",
+    size=("small",),
+    context=(512,),
+    batch=(16,),
+    strategy=STRATEGIES,
+    bucket_mb=(25, "auto"),
+    compile=("compiled",),
+)
+CPU_PARALLEL = Grid("default", size=("tiny",), context=(32,), precision=("fp32",), batch=(2,), strategy=STRATEGIES)
 SMOKE_PARALLEL = CPU_PARALLEL.but("smoke", world_size=(2,))
 # Without copy engines: in one process they work in groups of one size.
 SCALING = PARALLEL.but("scaling", world_size=(1, 2, 4, 8), strategy=("none", "bucketed", "zero1", "fsdp"))

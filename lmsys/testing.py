@@ -39,10 +39,10 @@ from lmsys.attention.contract import DTYPES, AttentionCase, repeat_heads
 from lmsys.attention.naive import masked_scores, naive
 
 MAX_SCORES = 2**31  # above it, a seeded sample of heads is checked
-MAX_ELEMENTS = 2**27  # of q or k in the sample: 1 GiB for each float64 tensor of the reference
+MAX_ELEMENTS = 2**27  # elements of q or k in the sample: 1 GiB for each float64 tensor of the reference
 CURVE_STEPS = 100
 CURVE_BUDGET = {"float32": 1e-3, "bfloat16": 0.03}  # nats
-NORM_BUDGET = {"float32": 1e-3, "bfloat16": 5e-3}  # of the norm
+NORM_BUDGET = {"float32": 1e-3, "bfloat16": 5e-3}  # relative error of the norm
 BLOCK_SCORES = {"cuda": 2**26, "cpu": 2**21}  # scores held at once
 
 

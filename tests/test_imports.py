@@ -9,7 +9,16 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FILES = sorted(file for room in ("lmsys", "benchmarks", "reports") for file in (ROOT / room).rglob("*.py"))
 PLAIN = (  # of lmsys: what a machine without torch can import
-    *("__init__", "registry", "config", "strict_json", "measure/__init__", "measure/step", "training/config"),
+    *(
+        "__init__",
+        "registry",
+        "config",
+        "strict_json",
+        "processes",
+        "measure/__init__",
+        "measure/step",
+        "training/config",
+    ),
     *("cost/__init__", "cost/operations", "cost/memory", "cost/communication"),
     *(f"bench/{name}" for name in "__init__ axes benchmark fields plugin record results schema1".split()),
 )
@@ -81,6 +90,7 @@ def test_plain_modules_import_no_torch(name: str) -> None:
 def test_what_workers_load_has_no_torch(file: Path) -> None:
     assert not imports_of(file, "torch", "triton")
     allowed = [
+        "lmsys.processes",
         "lmsys.tokenizer",
         "lmsys.training.config",
         *(path.removesuffix(".py").replace("/", ".") for path in DATA),

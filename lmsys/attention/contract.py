@@ -32,7 +32,7 @@ class AttentionCase:
     causal: bool = False
     grad: bool = False
     device: str = "cpu"
-    capability: tuple[int, int] | None = None  # of the CUDA device, else None
+    capability: tuple[int, int] | None = None  # the CUDA device's, else None
     scale: float | None = None  # head_dim ** -0.5
 
 

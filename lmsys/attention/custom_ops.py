@@ -98,7 +98,7 @@ def autograd_function(name: str, forward: Forward, backward: Backward) -> Any:
             tile: Any = None,
         ) -> Tensor:
             ctx.causal, ctx.tile = causal, () if tile is None else (tile,)
-            ctx.scale = q.shape[-1] ** -0.5 if scale is None else float(scale)  # of an int Triton makes a constant
+            ctx.scale = q.shape[-1] ** -0.5 if scale is None else float(scale)  # Triton would make an int a constant
             if ctx.scale <= 0:
                 raise ValueError(f"{scale=} must be positive in {name}.apply; the row of the table takes any")
             if q.dim() == 4:  # apart, since each view costs the host two microseconds

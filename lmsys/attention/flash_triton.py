@@ -39,7 +39,7 @@ INTERPRETED = triton.knobs.runtime.interpret
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2.0))
 HEADS_AT_ONCE = tl.constexpr(8)
-ROW_PADDING = 128  # of delta and the log-sum-exp: a multiple of every BLOCK_Q
+ROW_PADDING = 128  # delta and the log-sum-exp are padded to it: a multiple of every BLOCK_Q
 # One binary for all lengths and addresses.
 UNSPECIALISED = ["num_heads", "H", "Q", "Q_PADDED", "K", "num_tiles", "lse_ptr", "lse2_ptr", "delta_ptr"]
 
@@ -169,7 +169,7 @@ def _dkdv_kernel(
     scale, num_heads, H, G, Q, Q_PADDED, K, num_tiles,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    head_index, tile = _owned_tile(num_heads, num_tiles)  # of key/value heads
+    head_index, tile = _owned_tile(num_heads, num_tiles)  # a key/value head
     batch, kv_head = head_index // (H // G), head_index % (H // G)
     col = tile * BLOCK_K
     cols = col + tl.arange(0, BLOCK_K)

@@ -56,7 +56,7 @@ def candidates(kernel: str, dtype: torch.dtype, block_d: int, precision: str) ->
 
 
 def cache_file() -> Path:
-    """Where tuned choices are kept."""
+    """The file that keeps tuned choices."""
     return Path(os.environ.get("LMSYS_CACHE_DIR", "~/.cache/lmsys")).expanduser() / "tuning.json"
 
 

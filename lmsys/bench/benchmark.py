@@ -68,6 +68,16 @@ class Case:
         return self.entry.name
 
     @property
+    def label(self) -> str:
+        """How tables and plots call its row."""
+        return self.entry.label or self.entry.name
+
+    @property
+    def peer(self) -> bool:
+        """Whether it is somebody else's code."""
+        return self.entry.peer
+
+    @property
     def rows(self) -> Mapping[str, Entry]:
         """The rows that the case is about, by their kind."""
         return {"row": self.entry}
@@ -124,6 +134,15 @@ class Candidate(Ending):
         entry: Entry = self.case.entry
         return entry
 
+    def attempt(self, call: Callable[..., Any], *args: Any) -> Any:
+        """The result of call(*args); where that fails, None, and the candidate has failed."""
+        from lmsys.measure.compare import attempt
+
+        found, failure = attempt(call, *args)
+        if failure:
+            self.failed(*failure)
+        return found
+
 
 @dataclass
 class Measurement:
@@ -145,6 +164,7 @@ class Benchmark:
     clock           "device": each call alone, its device time; "loop": the pace of a loop, for calls with more launches
                     than a device queues; "host": wall time
     trials          calls before sampling, from which the runner learns what one costs
+    opens           whether a row is opened and called in this process; not where ranks do everything
     streams         whether a case's result is given as its turn ends, not as its group ends
     keeps_interrupted  whether samples taken before an interrupt make a result
     """
@@ -155,6 +175,7 @@ class Benchmark:
     tables: Mapping[str, Table] = {}
     clock = "device"
     trials = 3
+    opens = True
     streams = False
     keeps_interrupted = False
 
@@ -192,13 +213,8 @@ class Benchmark:
 
     def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: "Runner") -> None:
         """Judges each; overridden where checks share what does not fit twice."""
-        from lmsys.measure.compare import attempt
-
         for candidate in candidates:
-            ratios, failure = attempt(self.check, candidate, setup)
-            if failure:
-                candidate.failed(*failure)
-            elif ratios:
+            if ratios := candidate.attempt(self.check, candidate, setup):
                 candidate.judge(ratios)
 
     def redraw(self, setup: Any, seed: int) -> None:
@@ -218,6 +234,10 @@ class Benchmark:
     def sample(self, turn: Cases, trial: Any) -> None:
         """Fills the measurements of a turn: interleaved, with the runner's clock."""
         trial.interleave(turn)
+
+    def clock_name(self, case: Any, runner: "Runner") -> str:
+        """How the case is timed, as its record says it."""
+        return runner.clock(self.clock).name
 
     def inspect(self, case: Any, candidate: Candidate, setup: Any) -> Record:
         """Fields that need a run of their own, after timing: memory."""

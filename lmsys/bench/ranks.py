@@ -1,5 +1,6 @@
 """The ranks of a run: started when first needed, again when one has failed; under torchrun those that are there."""
 
+import gc
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -7,16 +8,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lmsys.bench.axes import Grid
+from lmsys.measure.clock import CYCLES_PER_S, CpuClock
+from lmsys.measure.compare import release_memory
 from lmsys.measure.memory import cap_gpu_memory
-from lmsys.parallel.group import TorchrunGroup, WorkerError, WorkerGroup, under_torchrun
+from lmsys.parallel.group import TorchrunGroup, WorkerError, WorkerGroup, device, under_torchrun
 
 TIMEOUT_S = 420.0
-CLOCKS = {"gloo": "perf_counter", "nccl": "cuda_event_steps"}  # of calls that follow one another on a rank
+CLOCKS = {"gloo": "perf_counter", "nccl": "cuda_event_steps"}  # of `times`
 _SUBGROUPS: dict[int, Any] = {}  # of a rank, by world size
 
 
 class Unsupported(ValueError):
-    """There are no such ranks here."""
+    """A request that cannot be met here, such as for more ranks than GPUs; the text says why, for a reader."""
 
     failure = property(lambda self: ("unsupported", str(self)))
 
@@ -38,16 +42,23 @@ def default_world_size(backend: str) -> int:
     return torch.cuda.device_count() if backend == "nccl" else 2
 
 
+def num_nodes() -> int:
+    """The machines that the ranks stand on."""
+    return group.num_nodes if (group := joined()) is not None else 1
+
+
+def world_sizes(grid: Grid, backend: str) -> list[int]:
+    """The grid's numbers of ranks, where 0 is as many as there are; more only where the command line asks for them."""
+    most, asked = default_world_size(backend), "world_size" in grid.given
+    return list(dict.fromkeys(size or most for size in grid["world_size"] if asked or size <= most))
+
+
 class Ranks:
     """One group at a time, each rank under the memory limit."""
 
     def __init__(self, memory_limit_bytes: int | None = None) -> None:
         self._group: WorkerGroup | TorchrunGroup | None = joined()
         self._limit = memory_limit_bytes
-
-    @property
-    def num_nodes(self) -> int:
-        return self._group.num_nodes if isinstance(self._group, TorchrunGroup) else 1
 
     def run(self, world_size: int, backend: str, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What function(*args) returned on each of the first `world_size` ranks; all ranks are asked.
@@ -99,3 +110,33 @@ def takes_part(world_size: int) -> bool:
     """Whether this rank is one of the first `world_size`; asked of every rank, since all make a group."""
     subgroup(world_size)
     return dist.get_rank() < world_size
+
+
+def times(call: Callable[[], Any], count: int, group: Any, lead_s: float = 0.0) -> list[float]:
+    """On a rank: seconds of each of so many calls, one after another.
+
+    On a CPU ranks begin each together. On a GPU they begin the first together where `lead_s` is given: so long the
+    device idles, while the host launches ahead.
+    """
+    if device().type == "cpu":
+        clock, samples = CpuClock(), []
+        for _ in range(count):
+            dist.barrier(group)
+            samples.append(clock.sample(call))
+        return samples
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    if lead_s:
+        dist.barrier(group)
+        torch.cuda._sleep(int(lead_s * CYCLES_PER_S))
+    for mark in marks[:-1]:
+        mark.record()
+        call()
+    marks[-1].record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) / 1e3 for a, b in zip(marks[:-1], marks[1:], strict=True)]
+
+
+def release() -> None:
+    """On a rank: frees what a call before has left. What stays is code, which collections in a timed step pass over."""
+    release_memory()
+    gc.freeze()

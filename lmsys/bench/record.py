@@ -84,7 +84,7 @@ class Journal:
 
 
 def payload(head: Record, records: Iterable[Record]) -> Record:
-    """What stands under the result file's "lmsys" key; `head` has the machine, fields and rows."""
+    """The value of the result file's "lmsys" key; `head` has the machine, fields and rows."""
     return {"schema": SCHEMA, **head, "records": [check_record(record) for record in records]}
 
 

@@ -53,7 +53,7 @@ class Session:
         given = given_axes(benchmark.axes, self.texts)
         cases = [
             case
-            for grid in self.sweep.grids.get(cls.name) or (Grid("default"),)
+            for grid in self.sweep.grids.get(cls.name, (Grid("default"),))
             for case in benchmark.cases(_filled(grid, benchmark.axes, given), self.settings)
         ]
         self._cases |= {(cls.name, case.id): case for case in cases}

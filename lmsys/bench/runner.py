@@ -20,6 +20,7 @@ from lmsys.bench.record import summarize, trim
 from lmsys.measure import machine
 from lmsys.measure.clock import Clock, CpuClock, clock_of, synchronize
 from lmsys.measure.compare import attempt, interleave, release_memory
+from lmsys.measure.memory import cap_host_memory
 
 NOT_TIMED = "verified, not timed (--benchmark-disable)"
 INTERPRETED = "verified in Triton's interpreter, never timed"
@@ -60,12 +61,14 @@ class Runner:
                     yield from trial.results(trial.sampled(self.settings.min_rounds))
                 raise
             trial.attempt(trial.check_again)
-        release_memory()
+        trial.release()
         yield from trial.results(cases)
 
     def ready(self) -> None:
         """Everything that is made once, before a row runs: nothing may differ for the first of them."""
         _ = self.machine, self.clock("device"), self.clock("loop"), self.sm_clock
+        if self.settings.device == "cpu":
+            cap_host_memory()
 
     @cached_property
     def machine(self) -> Record:
@@ -137,7 +140,7 @@ class Trial:
         for case in self.cases:
             self.measurements[case.id].failure = benchmark.no_sample(case)
         self.setup = benchmark.setup(self.cases, self.settings)
-        for candidate in self.good():
+        for candidate in self.good() if benchmark.opens else ():
             self._first_call(candidate)
         benchmark.check_all(self.good(), self.setup, self.runner)
         release_memory()
@@ -150,9 +153,7 @@ class Trial:
             synchronize(self.settings.device)
             candidate.compile_s, candidate.interpreted = time.perf_counter() - start, bool(launched)
 
-        _, failure = attempt(opened)
-        if failure:
-            candidate.failed(*failure)
+        candidate.attempt(opened)
 
     def turns(self) -> Iterable[Cases]:
         if not self.settings.timed and not self.benchmark.streams:
@@ -165,15 +166,16 @@ class Trial:
         return one.outcome == "ok" and not one.interpreted and not self.measurements[case.id].failure
 
     def take(self, turn: Cases) -> None:
-        self.benchmark.sample(turn, self)
+        if turn := [case for case in turn if self.is_able(case)]:  # what fails in one turn is not in the next
+            self.benchmark.sample(turn, self)
         for case in turn:
             measurement = self.measurements[case.id]
             if self.is_able(case) and measurement.samples is not None:
                 found, _ = attempt(self.benchmark.inspect, case, self.candidate(case), self.setup)
                 measurement.record |= found or {}
 
-    def interleave(self, turn: Cases) -> None:
-        """Times the steps of a turn side by side."""
+    def interleave(self, turn: Cases, min_rounds: int | None = None) -> None:
+        """Times the steps of a turn side by side, in `min_rounds` rounds or the settings' at least."""
         steps = {}
         for case in turn:
             step, failure = attempt(self.benchmark.step, case, self.candidate(case), self.setup)
@@ -184,7 +186,7 @@ class Trial:
             steps,
             self.runner.clock(self.benchmark.clock),
             seconds=self.settings.seconds_per_row,
-            min_rounds=self.settings.min_rounds,
+            min_rounds=min_rounds or self.settings.min_rounds,
             trials=self.benchmark.trials,
             sm_clock=self.runner.sm_clock,
         )
@@ -215,6 +217,13 @@ class Trial:
     def _has_samples(self, case: Case, candidate: Candidate) -> bool:
         return self.candidate(case) is candidate and bool(self.measurements[case.id].samples)
 
+    def release(self) -> None:
+        """Drops what the group holds, before what is left is taken for code that stays."""
+        self.setup = None
+        for candidate in self.candidates.values():
+            candidate.call = candidate.state = None
+        release_memory()
+
     def results(self, cases: Iterable[Case]) -> Iterator[Result]:
         for case in cases:
             if case.id not in self._told:
@@ -234,14 +243,14 @@ class Trial:
             "benchmark": benchmark.name,
             "section": case.section,
             "impl": case.impl,
-            "label": case.entry.label or case.impl,
-            "peer": case.entry.peer,
+            "label": case.label,
+            "peer": case.peer,
             **case.axes,
             "device": case.device,
             "outcome": outcome,
             "reason": reason,
             "comparison": f"{case.comparison} {self.runner.machine['date']}",
-            "clock": self.runner.clock(benchmark.clock).name,
+            "clock": benchmark.clock_name(case, self.runner),
             "compile_s": candidate.compile_s,
             "error_ratio": candidate.error_ratio,
             "memory_limit_bytes": self.settings.memory_limit_bytes,

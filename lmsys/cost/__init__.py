@@ -1,1 +1,1 @@
-"""On paper, from shapes: operations, memory, communication. Imports no torch."""
+"""Costs on paper, from shapes: operations, memory, communication. Imports no torch."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 ELEMENT = 2  # bytes
-FLOPS = {"forward": 6, "backward": 12}  # of B·D·F: three matmuls, and two for each of them
+FLOPS = {"forward": 6, "backward": 12}  # times B·D·F: three matmuls, and in the backward two for each
 WEIGHT_COLLECTIVES: dict[str, dict[str, tuple[str, ...]]] = {
     "data": {"forward": (), "backward": ("all_reduce",)},
     "fsdp": {"forward": ("all_gather",), "backward": ("all_gather", "reduce_scatter")},
@@ -62,7 +62,7 @@ def optimal_bucket_bytes(total_bytes: float, latency_s: float, bytes_per_s: floa
     return math.sqrt(total_bytes * latency_s * bytes_per_s)
 
 
-BUS_FACTORS: dict[str, Callable[[int], float]] = {  # what a link carries of an operation's bytes, in a ring of n
+BUS_FACTORS: dict[str, Callable[[int], float]] = {  # share of the bytes that a link carries, in a ring of n
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
@@ -122,7 +122,7 @@ class Layer:
         data, fsdp   n <= 1 + B W / C
         tensor       n <= 1 + 3 F W / (2 C) forward, twice the second term backward
         """
-        per_device = self.communication_seconds(kind, direction, 2) * 2  # of (n - 1) / n, without it
+        per_device = self.communication_seconds(kind, direction, 2) * 2  # without the factor (n - 1) / n
         return 1 + self.compute_seconds(direction, 1) / per_device if per_device else float("inf")
 
     def mesh_seconds(self, fsdp: float, tensor: float) -> tuple[float, float]:

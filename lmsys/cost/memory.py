@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lmsys.config import ModelConfig
 from lmsys.cost.operations import block_matrices, model_parameters
 
-MATMUL_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # of an element that a matmul reads
+MATMUL_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # bytes of an element that a matmul reads
 WIDE = 4  # parameters, gradients, optimizer state, the residual stream
 
 
@@ -74,7 +74,7 @@ def devices_needed(total_bytes: float, device_bytes: float) -> int:
 
 
 def fsdp_bytes(num_blocks: int, d_model: int, d_ff: int, tokens: int, world_size: int) -> float:
-    """On each device, with state and every second block's activations sharded and the others not kept."""
+    """Bytes on each device, with state and every second block's activations sharded and the others not kept."""
     state = stack_state_bytes(num_blocks, d_model, d_ff)
     return (state + stack_activation_bytes(num_blocks, d_model, d_ff, tokens) / 2) / world_size
 

@@ -57,7 +57,7 @@ class DirectKernel:
         assert launcher.global_scratch_size == launcher.profile_scratch_size == 0
         self.compiled = compiled
         self._launch = launcher.launch
-        if descriptors:  # what encodes the descriptors again wraps what takes them encoded
+        if descriptors:  # inside of it is the launcher that takes encoded descriptors
             self._launch = inspect.getclosurevars(self._launch).nonlocals["launcher"]
         metas = compiled.metadata.tensordesc_meta  # empty where the GPU has no TMA
         self._metas = [

@@ -28,7 +28,7 @@ class CudaClock:
     that is the time.
     """
 
-    warm_s = 0.1  # of load, after which the power limit has had its say on the GPU's clock
+    warm_s = 0.1  # of load, until clocks settle under the power limit
 
     def __init__(self, ahead: bool = True) -> None:
         self.ahead, self.name = ahead, "cuda_event" if ahead else "cuda_event_in_a_loop"
@@ -73,7 +73,7 @@ class CpuClock:
 
     name = "perf_counter"
     warm_s = 0.0
-    ahead = True  # of nothing: host and device are one
+    ahead = True  # host and device are one
 
     def sample(self, call: Callable[[], Any]) -> float:
         start = time.perf_counter()

@@ -14,7 +14,9 @@ import torch
 from lmsys.measure.clock import clock_of
 from lmsys.measure.compare import release_memory
 
-LONG_S = 0.5  # of a call on a CPU
+LONG_S = 0.5  # the first call on a CPU, if it takes longer, is the only one
+# Dense bfloat16 and float16, from data sheets.
+PEAK_FLOPS_PER_S = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 
 def describe(device: str, *, command: str, seed: int, sweep: str) -> dict[str, Any]:
@@ -60,6 +62,12 @@ def measure_ceilings(device: str) -> dict[str, Any]:
     copy = _copy_bytes_per_s(copied, device)
     release_memory()
     return {"matmul_flops_per_s": matmul, "copy_bytes_per_s": copy}
+
+
+def peak_flops_per_s(gpu: str | None, precision: str, world_size: int = 1) -> float | None:
+    """The peak that the data sheet states for all ranks together, or None where it is not known: bf16 and fp16 only."""
+    known = [peak for name, peak in PEAK_FLOPS_PER_S.items() if gpu and name in gpu]
+    return known[0] * world_size if known and precision in ("bf16", "fp16") else None
 
 
 def _copy_bytes_per_s(size: int, device: str) -> float:
@@ -120,7 +128,7 @@ def _triton_version() -> str | None:
 
 
 def commit() -> dict[str, Any]:
-    """From $LMSYS_COMMIT, for a copy of the tree that has no .git, else from git."""
+    """The commit: from $LMSYS_COMMIT, for a copy of the tree that has no .git, else from git."""
     if commit := os.environ.get("LMSYS_COMMIT"):
         return {"commit": commit.removesuffix("-dirty"), "dirty": commit.endswith("-dirty")}
 

@@ -33,7 +33,7 @@ UNITS = {
     **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)},
 }
 
-LINE, PHASE = "line: ", "phase: "  # what marks our ranges among a profiler's events
+LINE, PHASE = "line: ", "phase: "  # prefixes of our ranges among a profiler's events
 TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
@@ -169,7 +169,7 @@ def _phases_on_cuda(steps: Mapping[str, Callable[[], Any]]) -> dict[str, dict[st
     for name, step in steps.items():
         torch.cuda.reset_peak_memory_stats()
         step()
-        peak, live = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()  # what the host has asked for
+        peak, live = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()  # as the host has asked for
         found[name] = {"peak_bytes": peak - before, "live_bytes": live - before}
     return found
 
@@ -346,7 +346,7 @@ class _Lines(TorchDispatchMode):
     supports_higher_order_operators = True
 
     @classmethod
-    def ignore_compile_internals(cls) -> bool:  # what is compiled stays so
+    def ignore_compile_internals(cls) -> bool:  # compiled code stays compiled
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

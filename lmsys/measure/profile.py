@@ -23,10 +23,10 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from lmsys.measure.clock import CpuClock, clock_of, synchronize
 from lmsys.measure.memory import allocator_events
 
-PART = "part: "  # what marks our ranges in a trace
+PART = "part: "  # the prefix of our ranges in a trace
 KINDS = ("matmul", "attention", "elementwise", "reduction", "copy", "communication", "other")
 
-_SUFFIX = r"(_backward)?(_data)?_?$"  # of an operator's name
+_SUFFIX = r"(_backward)?(_data)?_?$"  # the end of an operator's name
 _MATMUL = "mm|addmm|bmm|baddbmm|matmul|linear|mv|addmv|dot|vdot|einsum|mkldnn_linear|_scaled_mm|_grouped_mm|convolution"
 _COPY = r"copy|_to_copy|to|clone|contiguous|cat|repeat\w*|index\w*|_index_put_impl|gather|scatter\w*|embedding"
 _REDUCTION = (

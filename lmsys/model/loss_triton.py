@@ -16,7 +16,7 @@ from lmsys.measure.profile import register_kernels
 
 TILE = 2**14  # logits of a row at once
 ELEMENTS_PER_THREAD = 16
-NUM_STAGES = 1  # of the loads: more go through shared memory
+NUM_STAGES = 1  # stages of the loads: with more they go through shared memory
 LOWEST = tl.constexpr(-3e38)  # finite: a lane that sees nothing but -inf must not take the difference of two
 
 register_kernels(r"^_cross_entropy_kernel$", "reduction")
@@ -24,7 +24,7 @@ register_kernels(r"^_cross_entropy_kernel$", "reduction")
 
 @triton.jit
 def _load(row_ptr, cols, stride, V):
-    """In float32. What lies between V and the row's stride is loaded, so that loads are wide, and does not count."""
+    """Loads in float32, and -inf from V on: up to the row's stride memory is read too, so that loads are wide."""
     x = tl.load(row_ptr + cols, mask=cols < stride, other=0.0)
     return tl.where(cols < V, x.to(tl.float32), float("-inf"))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from lmsys.kernels.launch import Kernel, stream_of
 from lmsys.measure.profile import register_kernels
 
-ELEMENTS = 2048  # of a tile: 16 for each of 128 threads, two loads of 16 bytes in half precision
+ELEMENTS = 2048  # elements of a tile: 16 for each of 128 threads, two loads of 16 bytes in half precision
 
 _kernels: dict[tuple[Any, ...], Any] = {}
 

@@ -114,7 +114,7 @@ def plan_segments(
 
 
 def _cut(numels: Sequence[int], order: Sequence[int], limit: float, world_size: int) -> int:
-    """How many of these, in order, make the first bucket."""
+    """The number of these, in order, that make the first bucket."""
     best, most_even, total = len(order), 0.0, 0
     for end, index in enumerate(order, start=1):
         total += numels[index]

@@ -8,18 +8,11 @@ top of a module that the ranks can import. Under torchrun, whose processes are t
 same from within one of them: each calls `run` with the same function.
 """
 
-import contextlib
 import datetime
-import multiprocessing
 import os
-import signal
 import tempfile
-import threading
 import time
-import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,9 +20,11 @@ import torch
 import torch.distributed as dist
 
 from lmsys.parallel.collectives import gather_objects
+from lmsys.processes import DIED, GRACE_S, TIMEOUT, Failure, Worker, answered
 
 BACKENDS = ("gloo", "nccl")
-GRACE_S = 2.0  # grace period for other ranks' errors: the first to fail is to blame
+OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
+ERRORS_S = 2.0  # grace period for other ranks' errors: the first to fail is to blame
 LOCK_STEP_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
 
 
@@ -40,15 +35,12 @@ class WorkerError(RuntimeError):
         super().__init__(message)
         self.rank, self.kind = rank, kind
 
-
-@dataclass(frozen=True)
-class _Failure:
-    """An error on a rank; at_s is read on the clock that all processes of a machine share."""
-
-    rank: int
-    kind: str
-    text: str
-    at_s: float
+    @property
+    def failure(self) -> tuple[str, str]:
+        """The outcome, "oom" or "error", and the reason in a line: which rank, and the line that names the kind."""
+        first, *trace = str(self).strip().splitlines()
+        named = [line for line in trace if self.kind in line] or trace  # torch's advice may stand behind it
+        return "oom" if self.kind in OUT_OF_MEMORY else "error", " ".join([first, *named[-1:]])
 
 
 def device() -> torch.device:
@@ -85,42 +77,35 @@ class WorkerGroup:
         check_backend(backend, world_size)
         self.world_size, self.backend, self.timeout_s = world_size, backend, timeout_s
         self._folder = tempfile.TemporaryDirectory(prefix="lmsys-ranks-")
-        context = multiprocessing.get_context("spawn")
-        self._workers: list[Any] = []
-        self._pipes: list[Connection] = []
         rendezvous = f"file://{Path(self._folder.name) / 'rendezvous'}"
-        for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            arguments = (rank, world_size, backend, rendezvous, timeout_s, theirs)
-            worker = context.Process(target=_serve, args=arguments, daemon=True, name=f"lmsys-rank-{rank}")
-            worker.start()
-            theirs.close()
-            self._workers.append(worker)
-            self._pipes.append(ours)
-        self._collect(timeout_s)  # each says that it is there
+        self._workers = [Worker() for _ in range(world_size)]
+        for rank, worker in enumerate(self._workers):
+            worker.send(_join, backend, rank, world_size, rendezvous, timeout_s)
+        self._collect(timeout_s)
 
     @property
     def ended(self) -> bool:
         """True once it was closed or a rank has failed."""
         return not self._workers
 
+    @property
+    def pids(self) -> list[int]:
+        return [worker.pid for worker in self._workers]
+
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float | None = None) -> list[Any]:
         """function(*args) on every rank; what each returned, by rank."""
         if self.ended:
             raise RuntimeError("this group has ended: a rank failed, or it was closed; start another")
-        for pipe in self._pipes:
-            try:
-                pipe.send((function, args))
-            except OSError:
-                break  # its end is noticed below
+        for worker in self._workers:
+            worker.send(function, *args)
         return self._collect(self.timeout_s if timeout_s is None else timeout_s)
 
     def close(self) -> None:
         """Ends the ranks; nothing of them is left."""
-        for pipe in self._pipes:
-            with contextlib.suppress(OSError):
-                pipe.send(None)
-        self._end(grace_s=5.0)
+        for worker in self._workers:
+            worker.send(dist.destroy_process_group)
+            worker.end()
+        self._end(GRACE_S)
 
     def __enter__(self) -> Self:
         return self
@@ -132,49 +117,26 @@ class WorkerGroup:
         """Waits for the answer of every rank. WorkerError, with all ranks ended, when one fails or is silent."""
         deadline = time.monotonic() + timeout_s
         results: dict[int, Any] = {}
-        failures: list[_Failure] = []
-        open_ = set(range(self.world_size))
-        while open_ and (left := deadline - time.monotonic()) > 0:
-            by_handle: dict[Any, int] = {self._pipes[rank]: rank for rank in open_}
-            by_handle |= {self._workers[rank].sentinel: rank for rank in open_}
-            for rank in sorted({by_handle[handle] for handle in wait(list(by_handle), left)}):
-                failure, result = self._receive(rank)
-                open_.discard(rank)
-                if failure is None:
-                    results[rank] = result
-                    continue
-                if not failures:
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
-                failures.append(failure)
-        if not open_ and not failures:
+        failures: dict[int, Failure] = {}
+        waiting = {worker: rank for rank, worker in enumerate(self._workers)}
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for worker in answered(waiting, left):
+                rank = waiting.pop(worker)
+                failure, results[rank] = worker.receive()
+                if failure is not None:
+                    failures[rank] = failure
+                    deadline = min(deadline, time.monotonic() + ERRORS_S)
+        if not waiting and not failures:
             return [results[rank] for rank in range(self.world_size)]
-        error = _blame(failures, sorted(open_), timeout_s)
+        error = _blame(failures, sorted(waiting.values()), timeout_s)
         self._end(grace_s=0.0)
         raise error
-
-    def _receive(self, rank: int) -> tuple[_Failure | None, Any]:
-        pipe, worker = self._pipes[rank], self._workers[rank]
-        try:
-            if pipe.poll():
-                failure, result = pipe.recv()
-                return failure, result
-        except (EOFError, OSError):
-            pass
-        worker.join(1.0)
-        return _Failure(rank, "died", _how_it_ended(worker.exitcode), 0.0), None
 
     def _end(self, grace_s: float) -> None:
         deadline = time.monotonic() + grace_s
         for worker in self._workers:
-            worker.join(max(0.0, deadline - time.monotonic()))
-            if worker.is_alive():
-                worker.kill()
-        for worker in self._workers:
-            worker.join()
-            worker.close()
-        for pipe in self._pipes:
-            pipe.close()
-        self._workers, self._pipes = [], []
+            worker.close(deadline - time.monotonic())
+        self._workers = []
         self._folder.cleanup()
 
 
@@ -197,9 +159,9 @@ class TorchrunGroup:
         try:
             result = function(*args)
         except Exception as error:
-            failure = _Failure(self.rank, type(error).__name__, traceback.format_exc(), time.monotonic())
+            failure = Failure.of(error)
         found = gather_objects((failure, result), None)
-        if failures := [one for one, _ in found if one is not None]:
+        if failures := {rank: one for rank, (one, _) in enumerate(found) if one is not None}:
             raise _blame(failures, [], self.timeout_s)
         return [one for _, one in found]
 
@@ -212,21 +174,19 @@ def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
-def _blame(failures: list[_Failure], silent: list[int], timeout_s: float) -> WorkerError:
+def _blame(failures: Mapping[int, Failure], silent: Sequence[int], timeout_s: float) -> WorkerError:
     """The error to report: a dead rank comes first, then the first that raised something else than a lost peer."""
     if not failures:
         ranks = ", ".join(map(str, silent))
-        return WorkerError(silent[0], "timeout", f"rank {ranks} did not answer within {timeout_s:g} s; all were ended")
-    order = sorted(failures, key=lambda one: (one.kind != "died", one.kind in LOCK_STEP_ERRORS, one.at_s))
-    first = order[0]
-    verb = first.text if first.kind == "died" else f"failed:\n{first.text}"
-    return WorkerError(first.rank, first.kind, f"rank {first.rank} {verb}")
+        return WorkerError(silent[0], TIMEOUT, f"rank {ranks} did not answer within {timeout_s:g} s; all were ended")
 
+    def order(rank: int) -> tuple[bool, bool, float]:
+        one = failures[rank]
+        return one.kind != DIED, one.kind in LOCK_STEP_ERRORS, one.at_s
 
-def _how_it_ended(exitcode: int | None) -> str:
-    if exitcode is not None and exitcode < 0:
-        return f"died: killed by {signal.Signals(-exitcode).name}"
-    return f"died with exit code {exitcode}"
+    rank = min(sorted(failures), key=order)
+    kind, text = failures[rank].kind, failures[rank].text
+    return WorkerError(rank, kind, f"rank {rank} {text}" if kind == DIED else f"rank {rank} failed:\n{text}")
 
 
 def _initialize(backend: str, local_rank: int, timeout_s: float, **rendezvous: Any) -> None:
@@ -250,28 +210,7 @@ def _torchrun_store(timeout_s: float, num_nodes: int) -> dict[str, Any]:
     return {"store": dist.PrefixStore(f"start-{start}", store), "rank": rank, "world_size": world_size}
 
 
-def _serve(rank: int, world_size: int, backend: str, rendezvous: str, timeout_s: float, pipe: Connection) -> None:
-    """A rank's life: join, then run what is sent until there is no more."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    try:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
-        _initialize(backend, rank, timeout_s, init_method=rendezvous, rank=rank, world_size=world_size)
-        pipe.send((None, None))
-        while (task := pipe.recv()) is not None:
-            function, args = task
-            pipe.send((None, function(*args)))
-        dist.destroy_process_group()
-    except EOFError:  # the parent is gone
-        return
-    except BaseException as error:
-        pipe.send((_Failure(rank, type(error).__name__, traceback.format_exc(), time.monotonic()), None))
-        # Not through what is still open: a peer may wait for a collective that never comes. The parent ends us.
-        time.sleep(timeout_s)
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
+def _join(backend: str, rank: int, world_size: int, rendezvous: str, timeout_s: float) -> None:
+    """The first call to a rank."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+    _initialize(backend, rank, timeout_s, init_method=rendezvous, rank=rank, world_size=world_size)

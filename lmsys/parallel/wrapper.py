@@ -68,7 +68,7 @@ class Wrapper(Traits, nn.Module):
             self._synchronizing = before
 
     def finish_gradient_synchronization(self) -> None:
-        """After backward, before the optimizer's step: every gradient is the mean over ranks. All ranks call it."""
+        """Makes every gradient the mean over ranks. All ranks call it between backward and the optimizer's step."""
         if self.world_size > 1 and self.trainable:
             self._synchronize()
         self._unfinished = False

@@ -28,7 +28,7 @@ _PIECE = 1 << 18  # characters that `encode_iterable` gathers before it encodes
 _LONG = 100  # bytes of a pre-token that is merged with a queue
 _LAST = 1 << 62
 _NO_RANK = repeat(_LAST)  # for what is no pair of any merge
-_MOST_WORDS, _MOST_BYTES = 1 << 18, 1 << 25  # of pre-tokens that are kept
+_MOST_WORDS, _MOST_BYTES = 1 << 18, 1 << 25  # limits of the pre-tokens that are kept
 
 
 class Tokenizer:
@@ -116,7 +116,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, special_tokens: Iterable[str] = ()) -> Self:
-        """From a folder with vocab.json and merges.txt, or GPT-2's encoder.json and vocab.bpe.
+        """Loads from a folder with vocab.json and merges.txt, or GPT-2's encoder.json and vocab.bpe.
 
         Tokens of the vocabulary that are no bytes and no merge makes are special; `special_tokens` are added.
         """

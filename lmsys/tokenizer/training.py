@@ -6,6 +6,7 @@ Sources: Sennrich et al. 2016 (arXiv 1508.07909), section 3.2, on bytes as in GP
 import heapq
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from operator import add
 from pathlib import Path
 
@@ -15,9 +16,9 @@ from lmsys.tokenizer.chunks import Chunk, chunks, plan, whole
 from lmsys.tokenizer.codec import Tokenizer
 from lmsys.tokenizer.pretokens import Pretokenizer
 from lmsys.tokenizer.words import Words
-from lmsys.tokenizer.workers import Workers
+from lmsys.tokenizer.workers import each
 
-Progress = Callable[[str, int, int], None]  # what is done, how much of it, of how much
+Progress = Callable[[str, int, int], None]  # (work, how much of it is done, of how much)
 _NUM_BYTES = 256
 
 
@@ -76,8 +77,8 @@ def count_pretokens(
     size, processes = plan(parts, processes)
     pieces = chunks(parts, Pretokenizer(special_tokens), size)
     counts: defaultdict[bytes, int] = defaultdict(int)
-    with Workers(processes, _Count(special_tokens)) as workers:
-        for num_bytes, text, lengths, found in workers.map(pieces):
+    with closing(each(_Count(special_tokens), pieces, processes)) as counted:
+        for num_bytes, text, lengths, found in counted:
             start = 0
             for length, count in zip(lengths.tolist(), found.tolist(), strict=True):
                 counts[text[start : start + length]] += count

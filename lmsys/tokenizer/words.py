@@ -63,7 +63,7 @@ class Words:
         while len(open_):
             at = slots[open_]
             free = self._number[at] < 0
-            self._number[at[free]] = open_[free]  # of several that claim a slot, the last written has it
+            self._number[at[free]] = open_[free]  # if several claim a slot, the last written has it
             claims = open_[free][self._number[at[free]] == open_[free]]
             self._low[slots[claims]], self._high[slots[claims]] = low[claims], high[claims]
             self._number[slots[claims]] = np.arange(len(self.list), len(self.list) + len(claims))

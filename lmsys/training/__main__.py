@@ -6,7 +6,6 @@ of its own (--ranks 2). Exit codes: 0 done; 2 a setting or input that is wrong; 
 """
 
 import argparse
-import multiprocessing
 import os
 import signal
 import sys
@@ -26,7 +25,7 @@ from lmsys.training.checkpoint import SaveError
 from lmsys.training.config import RunConfig
 from lmsys.training.nonfinite import NonFiniteError
 
-TIMEOUT_S = 1800.0  # of a collective: the longest that ranks wait for one that makes a tokenizer
+TIMEOUT_S = 1800.0  # for a collective: ranks wait so long for one that makes a tokenizer
 FOREVER_S = 20 * 86_400.0
 BAD_INPUT, NONFINITE, FAILED = 2, 3, 1
 SHORT = {
@@ -105,7 +104,7 @@ def start(config: RunConfig, steps: tuple[str, ...], skip_data: bool, ranks: int
     with WorkerGroup(ranks, _backend(config), TIMEOUT_S) as group:
         received: list[int] = []
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, partial(_pass_on, received))
+            signal.signal(number, partial(_pass_on, group, received))
         code = max(group.run(pipeline.run, config, steps, skip_data, timeout_s=FOREVER_S))
         return 128 + received[0] if code and received else code
 
@@ -115,12 +114,11 @@ def _backend(config: RunConfig) -> str | None:
     return {"cpu": "gloo", "cuda": "nccl"}.get(config.train.device or "")
 
 
-def _pass_on(received: list[int], number: int, _: FrameType | None) -> None:
-    """To the ranks, as SIGTERM: they save and end, and this process with them."""
+def _pass_on(group: WorkerGroup, received: list[int], number: int, _: FrameType | None) -> None:
+    """Sends SIGTERM to the ranks: they save and end, and this process with them."""
     received.append(number)
-    for rank in multiprocessing.active_children():
-        if rank.pid is not None:
-            os.kill(rank.pid, signal.SIGTERM)
+    for pid in group.pids:
+        os.kill(pid, signal.SIGTERM)
 
 
 def _failed(code: int, message: str) -> int:

@@ -93,7 +93,7 @@ class FusedAdamW:
         device, sizes = params[0].device, torch.tensor([p.numel() for p in params])
         chunks = (sizes + BLOCK - 1) // BLOCK
         owners = torch.repeat_interleave(torch.arange(len(params)), chunks)
-        numbers = torch.arange(len(owners)) - (chunks.cumsum(0) - chunks)[owners]  # of a tensor's chunks: 0, 1, ...
+        numbers = torch.arange(len(owners)) - (chunks.cumsum(0) - chunks)[owners]  # a chunk in its tensor: 0, 1, ...
         self.sizes, self.owners, self.chunks = sizes.to(device), owners.int().to(device), numbers.int().to(device)
         self.rates = torch.empty(2, len(params), device=device)
         self._addresses: list[int] = []

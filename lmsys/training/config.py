@@ -205,7 +205,7 @@ class RunConfig:
         return overlay(cls(), parse_json(text))
 
     def changed(self, settings: Iterable[str]) -> "RunConfig":
-        """With settings as on the command line, `train.lr=3e-4`; later ones win."""
+        """The config with settings as on the command line, `train.lr=3e-4`; later ones win."""
         merged: dict[str, object] = {}
         for setting in settings:
             _merge(merged, parse_setting(self, setting))

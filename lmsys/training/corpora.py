@@ -16,7 +16,7 @@ from lmsys.training.download import download, sha256_of
 END_OF_TEXT = "<|endoftext|>"  # stands between documents; a special token of a tokenizer for them
 HELD_OUT = 20  # one file of so many is for validation
 
-Progress = Callable[[str, int, int], None]  # what is done, how much of it, of how much
+Progress = Callable[[str, int, int], None]  # (work, how much of it is done, of how much)
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _download_once(url: str, folder: Path, sha256: str | None, progress: Progres
         found = download(url, path, sha256=sha256, progress=progress)
         note.write_text(found)
     elif sha256 is not None:
-        if not note.is_file() or note.stat().st_mtime < path.stat().st_mtime:  # of a file that came in another way
+        if not note.is_file() or note.stat().st_mtime < path.stat().st_mtime:  # the file came in another way
             note.write_text(sha256_of(path))
         if (found := note.read_text()) != sha256.lower():
             raise ValueError(f"{path}: its SHA-256 is {found}, and must be {sha256}; remove it to download it again")

@@ -68,7 +68,7 @@ def download(
 
 def _fetch(url: str, part: Path, progress: Callable[[int, int], None]) -> set[str]:
     """Append what is missing to `part`; the checksums that the server names. OSError when the connection is cut."""
-    validator = part.with_name(part.name + ".etag")  # of what the part is a part of
+    validator = part.with_name(part.name + ".etag")  # the ETag of the whole file
     have = part.stat().st_size if part.is_file() and validator.is_file() else 0
     headers = {"Range": f"bytes={have}-", "If-Range": validator.read_text()} if have else {}
     redirects = _Redirects()

@@ -9,11 +9,9 @@ from typing import Any, Protocol
 
 from lmsys.training.config import RunConfig
 
-PEAK_FLOPS_PER_S = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}  # dense bfloat16, of data sheets
-
 
 class Other(Protocol):
-    """Where figures go as well."""
+    """Another log that figures go to."""
 
     def write(self, facts: dict[str, Any]) -> None: ...
 
@@ -108,12 +106,6 @@ class Progress:
         left = round(step_s * (self._steps - step))
         rate = f"{self._tokens / step_s:,.0f} tokens/s{mfu}"
         return f"step {step:,}/{self._steps:,}  loss {loss:.4f}  lr {lr:.2e}  {rate}  ETA {left // 60}:{left % 60:02}"
-
-
-def peak_flops_per_s(gpu: str | None, precision: str, world_size: int) -> float | None:
-    """The data sheet's peak of all ranks together, or None where it is not known: it is for bf16."""
-    known = [peak for name, peak in PEAK_FLOPS_PER_S.items() if gpu and name in gpu]
-    return known[0] * world_size if known and precision == "bf16" else None
 
 
 def _whole_lines(path: Path) -> list[str]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lmsys.cost.operations import model_flops
+from lmsys.measure.machine import peak_flops_per_s
 from lmsys.model import BLOCKS_PER_GRAPH, Loss, TransformerLM
 from lmsys.parallel import STRATEGIES
 from lmsys.parallel.adapter import Adapter
@@ -29,11 +30,11 @@ from lmsys.training.checkpoint import Checkpoint
 from lmsys.training.config import RunConfig
 from lmsys.training.data import Batches, Source
 from lmsys.training.evaluation import Evaluation, Windows, evaluate
-from lmsys.training.log import JsonLines, Progress, peak_flops_per_s
+from lmsys.training.log import JsonLines, Progress
 from lmsys.training.nonfinite import NonFiniteError, first_nonfinite
 from lmsys.training.optimizer import AdamW, clip_grad_norm, cosine_schedule, set_lr
 
-RUNTIME_FIELDS = ("attention", "checkpoint_blocks")  # of a model: how it is computed, not what it is
+RUNTIME_FIELDS = ("attention", "checkpoint_blocks")  # fields of a model config: how it is computed, not what it is
 Say = Callable[[str], None]
 
 
@@ -230,7 +231,7 @@ class Trainer:
         return mean, max((number for number, count in enumerate(stops, start=1) if count), default=0)
 
     def evaluate(self) -> Evaluation:
-        """On every rank the same windows: no collective of a strategy is left alone."""
+        """Evaluates the same windows on every rank: no collective of a strategy is left alone."""
         return evaluate(_Evaluated(self), self.windows, self.config.evaluate.batch_size, self.autocast)
 
     def save(self, folder: Path) -> Path:

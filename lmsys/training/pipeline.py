@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lmsys.cost.operations import model_flops
+from lmsys.measure.machine import peak_flops_per_s
 from lmsys.model import TransformerLM
 from lmsys.parallel import group
 from lmsys.parallel.collectives import gather_objects, size_and_rank
@@ -32,7 +33,7 @@ from lmsys.training.corpora import END_OF_TEXT, Corpus, corpus_of
 from lmsys.training.data import TokenFiles, fixed_windows
 from lmsys.training.evaluation import evaluate, unigram
 from lmsys.training.generation import Sampling, generate
-from lmsys.training.log import JsonLines, others, peak_flops_per_s
+from lmsys.training.log import JsonLines, others
 from lmsys.training.loop import Outcome, Trainer
 from lmsys.training.tokens import shards, tokenize_files
 
@@ -140,7 +141,7 @@ def make_tokens(context: RunContext, anew: bool) -> None:
 
 
 def train_model(context: RunContext) -> Outcome:
-    """From the newest whole checkpoint, where there is one."""
+    """Trains on, from the newest whole checkpoint where there is one."""
     config, tokenizer = context.config, _tokenizer(context)
     source, valid = (_tokens(context, part, tokenizer) for part in PARTS)
     windows = fixed_windows(valid, config.model.context_length, config.evaluate.windows)

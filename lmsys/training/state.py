@@ -11,7 +11,7 @@ from lmsys.parallel.fsdp import Fsdp
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer
 from lmsys.training.checkpoint import Checkpoint, State
 
-PREFIX = "model."  # of the names of what strategies wrap: see lmsys.model.Loss
+PREFIX = "model."  # the names of parameters begin with it: strategies wrap lmsys.model.Loss
 
 
 def layout(strategy: Adapter) -> str:
@@ -66,7 +66,7 @@ def _reparted(shares: list[State], params: list[nn.Parameter], rank: int, world_
 def _part(parts: list[Tensor], length: int, rank: int, world_size: int) -> Tensor:
     before = torch.cat(parts)
     whole = before.new_zeros(world_size * length)
-    common = min(len(before), len(whole))  # what one has more is padding
+    common = min(len(before), len(whole))  # the rest is padding
     whole[:common] = before[:common]
     return whole[rank * length : (rank + 1) * length].clone()
 

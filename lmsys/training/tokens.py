@@ -7,7 +7,7 @@ Imports no torch.
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,9 +16,9 @@ import numpy as np
 from lmsys.tokenizer import Tokenizer
 from lmsys.tokenizer.chunks import Chunk, chunks, plan, split, whole
 from lmsys.tokenizer.pretokens import Pretokenizer
-from lmsys.tokenizer.workers import Workers
+from lmsys.tokenizer.workers import each
 
-Progress = Callable[[str, int, int], None]  # what is done, how much of it, of how much
+Progress = Callable[[str, int, int], None]  # (work, how much of it is done, of how much)
 
 
 class _Encode:
@@ -46,8 +46,8 @@ def encode_files(
     total = sum(part.size for part in parts)
     size, processes = plan(parts, processes)
     pieces = chunks(parts, Pretokenizer(tokenizer.special_tokens), size)
-    with Workers(processes, _Encode(tokenizer)) as workers:
-        for num_bytes, ids in workers.map(pieces):
+    with closing(each(_Encode(tokenizer), pieces, processes)) as encoded:
+        for num_bytes, ids in encoded:
             done += num_bytes
             progress("tokenizing bytes", done, total)
             yield ids

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.attention_gate import interpreted_kernels
 from lmsys.attention import ATTENTION, AttentionCase, attention
 from lmsys.attention.contract import adapt, as_4d, check_inputs
 from lmsys.attention.flash_torch import FlashTorch
 from lmsys.attention.naive import naive
+from lmsys.bench.runner import interpreted_kernels
 
 
 def zeros(*shape: int, **options: Any) -> Tensor:
@@ -75,7 +75,7 @@ def test_an_unknown_row_offers_the_nearest_names() -> None:
 
 
 def preferred(**changes: Any) -> list[str]:
-    """What "auto" tries in bfloat16 on an H200, after `flash_gluon`."""
+    """The rows that "auto" tries in bfloat16 on an H200, after `flash_gluon`."""
     case = AttentionCase(1, 2, 2, 8, 8, 64, "bfloat16", device="cuda", capability=(9, 0))
     return [name for name in ATTENTION.auto(replace(case, **changes)) if name != "flash_gluon"]
 

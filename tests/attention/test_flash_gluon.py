@@ -157,13 +157,13 @@ def test_repeats_are_bitwise_equal(shape: dict[str, Any]) -> None:
     ("queries", "keys", "processors", "in_order"),
     [(700, 3000, 6, 1), (3000, 3000, 7, 3), (600, 17000, None, 4), (6000, 6000, None, 4), (100, 129, None, 8)],
 )
-def test_those_who_add_in_turn_follow_one_another(
+def test_ctas_that_add_in_order_follow_one_another(
     queries: int, keys: int, processors: int | None, in_order: int, causal: bool, head_dim: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """The fixed order where a head has more key tiles than a team, or than run at once, on real or supposed processors.
 
-    `in_order`: heads of a causal backward that take turns; there are four.
+    `in_order`: heads of a causal backward that alternate; there are four.
     """
     monkeypatch.setattr(kernels(), "HEADS_IN_ORDER", {64: in_order, 128: in_order})
     monkeypatch.setattr(kernels(), "_launches", {})
@@ -219,7 +219,7 @@ def short_plans() -> list[Any]:
 
 @pytest.fixture
 def uncaptured(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
-    """What a process says before it ends itself is seen."""
+    """Shows what a process prints before it ends itself."""
     with capfd.disabled():
         yield
 
@@ -228,9 +228,9 @@ def uncaptured(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
 @pytest.mark.parametrize(("head_dim", "plan"), short_plans() if REASON is None else [])
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_candidate_for_short_sequences_alone_and_in_a_chain(head_dim: int, plan: Any, causal: bool) -> None:
-    """What one forward wrote is read by the next at once: bit for bit as where each is waited for.
+    """A forward reads at once what the one before it wrote: bit for bit as where each is waited for.
 
-    A hang ends the process, which says before what hung.
+    A hang ends the process, which first prints what hung.
     """
     from lmsys.attention.flash_gluon.tune import time_limit
 

@@ -304,7 +304,7 @@ def test_the_simulation_catches_a_wait_left_out(mutant: tuple[str, str, str], mo
 
 
 def wrong(batch: int, queries: int, keys: int) -> bool:
-    """Whether a simulated run with so many queries and keys fails, hangs, errs or does not repeat."""
+    """True if a simulated run with so many queries and keys fails, hangs, errs or does not repeat."""
     from lmsys.attention.flash_gluon.plans import BackwardPlan
 
     plan = BackwardPlan(False, 1)
@@ -334,7 +334,7 @@ def test_the_simulation_itself_finds_nothing_wrong(landings: Any, monkeypatch: p
 
 @cache
 def compiled() -> list[dict[str, Any]]:
-    """What `python -m tests.support.sass_gluon` found, in a process where Triton compiles rather than interprets."""
+    """Runs `python -m tests.support.sass_gluon` in a process where Triton compiles rather than interprets."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.support.sass_gluon"]
     root = Path(__file__).parents[2]
@@ -355,7 +355,7 @@ def test_the_kernels_for_hopper_are_well_made() -> None:
         consumers, ctas, tile_k = line.get("consumers", 2), line.get("ctas", 1), line.get("tile_k", 128)
         assert line["registers"] * 128 * (1 + consumers) * ctas <= 65536, line
         assert (line["shared"] + 1024) * ctas <= 228 * 1024, line
-        # Of the first tile and of a step: Q K^T takes D / 16, P V tile_k / 16. Causal, half a first tile of 128 keys
+        # In the first tile and in a step Q K^T takes D / 16, P V tile_k / 16. Causal, half a first tile of 128 keys
         # for those consumers whose queries may begin with it: of two the first, of three any.
         halves = line["causal"] * (tile_k == 128) * {2: 1, 3: 3}[consumers] * head_dim // 16
         expected = consumers * 2 * (head_dim + tile_k) // 16 + halves if forward else walks * 2 * 32

@@ -18,7 +18,7 @@ KERNELS = [
 
 @cache
 def compiled() -> dict[tuple[str, int, int], dict[str, int]]:
-    """What `python -m tests.support.sass` found, in a process where Triton compiles rather than interprets."""
+    """Runs `python -m tests.support.sass` in a process where Triton compiles rather than interprets."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.support.sass"]
     root = Path(__file__).parents[2]

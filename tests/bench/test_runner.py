@@ -1,5 +1,6 @@
 """The runner: its order, what a fault costs, and what a record may say."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from lmsys.bench import Entry, Field, Table
 from lmsys.bench.benchmark import verdict
-from tests.support.harness import Telling, cases_of, records, results
+from tests.support.harness import Telling, cases_of, records, results, runner
 
 ORDER = [
     *("why_not right", "why_not also", "setup", "open right", "open also", "check right", "check also"),
@@ -105,3 +106,21 @@ def test_a_verdict_is_the_worst_tensors(ratios: dict[str, float]) -> None:
         assert worst == max(ratios.values())
     elif wrong is not None:
         assert "holds NaN or inf" in wrong[1]
+
+
+def test_a_group_is_dropped_before_its_results_are_told() -> None:
+    class Big:
+        """Stands for weights."""
+
+    class Holding(WithSize):
+        def setup(self, cases: Any, settings: Any) -> Any:
+            self.held = weakref.WeakSet([big := Big()])
+            return [super().setup(cases, settings)[0], big]
+
+        def open(self, candidate: Any, setup: Any) -> None:
+            super().open(candidate, setup)
+            candidate.state = setup
+
+    benchmark = Holding()
+    told = runner().run(benchmark, cases_of(benchmark))
+    assert next(told).record["outcome"] == "ok" and not benchmark.held

@@ -1,10 +1,11 @@
-"""The benchmarks of data parallelism and collectives: their cells, their records, a user's own strategy, torchrun."""
+"""The benchmark of data parallelism: its cases, its records, a user's own strategy, torchrun."""
 
 import json
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,23 +14,25 @@ import pytest
 from torch import nn
 from torch._dynamo.utils import counters
 
-from benchmarks import parallel_trial
-from benchmarks.axes import parse_parallel_axes
-from benchmarks.collectives_trial import cells_of as collective_cells
-from benchmarks.parallel_cells import Cell, cells_of
-from benchmarks.parallel_profile import merged
-from benchmarks.parallel_workbench import Seen, take_pass
-from benchmarks.sections import CollectiveSection, ParallelSection
-from benchmarks.session import Settings
-from benchmarks.sweeps import SWEEPS
+from benchmarks.bench_data_parallel import DataParallel
+from benchmarks.data_parallel.cases import ParallelCase
+from benchmarks.data_parallel.check import gate
+from benchmarks.data_parallel.rank import Inspection, inspect, take_pass
+from benchmarks.data_parallel.rows import Row
+from benchmarks.sweeps import STRATEGIES, SWEEPS
 from lmsys.attention.compiled import why_no_compiler
+from lmsys.bench import Grid, Settings, Sweep
+from lmsys.bench.axes import given_axes
+from lmsys.bench.ranks import Ranks, Unsupported
+from lmsys.bench.results import Session
+from lmsys.measure.overlap import Communication
 from lmsys.parallel import STRATEGIES as TABLE
 from lmsys.parallel.adapter import Adapter
 from lmsys.parallel.group import WorkerGroup
 from lmsys.parallel.none import NoSync
-from tests.support import processes
+from tests.support import harness, processes
 
-STRATEGIES = '''
+OWN = '''
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -56,6 +59,19 @@ class Container(nn.Module):
     outside_bytes = 2**40  # from the beginning
 
 
+class divided(Container):
+    """Says of itself what the table says of its rows."""
+
+    zero_stage = 2
+    takes_bucket_mb = True
+    why_not_graphed = "its author has not tried"
+    outside_bytes = 0
+
+    def __init__(self, module, bucket_mb=25.0):
+        super().__init__(module)
+        self.bucket_mb = bucket_mb
+
+
 class slightly_off(Container):
     factor = 1.01
 
@@ -67,31 +83,47 @@ class broken(Container):
         return self.module(*inputs)
 
 '''
-OTHERS = "attention", "model", "loss", "anatomy", "precision", "tokenizer", "training"
+OTHERS = "attention", "model", "loss", "anatomy", "precision", "tokenizer", "training", "collectives"
+TINY = {"size": ("tiny",), "context": (16,), "precision": ("fp32",), "batch": (2,), "world_size": (2,)}
+Records = dict[str, dict[str, Any]]
 
 
-def records(output: Path) -> dict[str, dict[str, Any]]:
-    return {one["impl"]: one for one in json.loads(output.read_text())["lmsys"]["records"]}
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Ranks]:
+    found = Ranks()
+    yield found
+    found.close()
 
 
-def test_every_sweep_has_cells_of_its_own() -> None:
+def cases_of(**values: Any) -> list[ParallelCase]:
+    return harness.cases_of(DataParallel(), **(TINY | values))
+
+
+def records(cases: list[ParallelCase], ranks: Any) -> Records:
+    """The records of one group by row."""
+    runner = harness.runner()
+    runner.__dict__["ranks"] = ranks
+    return {one.record["impl"]: one.record for one in runner.run(DataParallel(), cases)}
+
+
+def ids(sweep: Sweep, **texts: str) -> list[str]:
+    options = {"--" + name.replace("_", "-"): text for name, text in texts.items()}
+    return Session(Settings(device="cpu"), sweep, texts=options).add(DataParallel)
+
+
+def test_every_sweep_has_cases_of_its_own() -> None:
     for sweep in SWEEPS.values():
         for device in sweep.values():
-            ids = [cell.id for part in device.parallels for cell in cells_of(part, {}, "cpu")]
-            assert ids and len(set(ids)) == len(ids)
-            found = [cell.id for part in device.collectives for cell in collective_cells(part, (), "cpu")]
+            found = ids(device)
             assert found and len(set(found)) == len(found)
-            assert not any(word in one for one in ids for word in (*OTHERS, "collectives"))
-            assert not any(word in one for one in found for word in (*OTHERS, "data_parallel"))
+            assert not any(word in one for one in found for word in OTHERS)
 
 
 def test_the_command_line_names_rows_and_their_variants() -> None:
-    section = ParallelSection("s", ("tiny",), (16,))
-    options = {"--strategy": "none,bucketed,naive", "--world-size": "1,2", "--bucket-mb": "1,auto"}
-    options |= {"--comm-dtype": "float32,bfloat16", "--sharded-optimizer": "yes,no", "--precision": "fp32"}
-    found = [
-        cell.id.removeprefix("s-tiny-S16B4-fp32-") for cell in cells_of(section, parse_parallel_axes(options), "cpu")
-    ]
+    sweep = Sweep(grids={"data_parallel": (Grid("s", size=("tiny",), context=(16,), batch=(4,)),)})
+    options = {"strategy": "none,bucketed,naive", "world_size": "1,2", "bucket_mb": "1,auto", "precision": "fp32"}
+    options |= {"comm_dtype": "float32,bfloat16", "sharded_optimizer": "yes,no"}
+    found = [one.removeprefix("s-tiny-S16B4-fp32-") for one in ids(sweep, **options)]
     buckets = [f"W2-bucketed-{size}{dtype}" for size in ("1MiB", "auto") for dtype in ("", "-bfloat16")]
     assert set(found) == {"W1-none", "W2-none", "W2-naive", "W2-naive-sharded", *buckets} | {
         f"{one}-sharded" for one in buckets
@@ -99,33 +131,30 @@ def test_the_command_line_names_rows_and_their_variants() -> None:
 
 
 def test_ways_of_compiling_are_groups_of_their_own() -> None:
-    section = ParallelSection("s", ("tiny",), (16,), strategies=("none", "zero1", "fsdp"), world_sizes=(2,))
-    axes = parse_parallel_axes({"--compile": "eager,compiled,graphed"})
-    assert {cell.group for cell in cells_of(section, axes, "cpu")} == {
-        f"s-tiny-S16B4-bf16{how}" for how in ("", "-compiled", "-graphed")
-    }
-    assert {cell.group for cell in cells_of(section, {}, "cpu")} == {"s-tiny-S16B4-bf16"}
+    cases = cases_of(strategy=("none", "zero1", "fsdp"), compile=("eager", "compiled", "graphed"))
+    assert {case.group for case in cases} == {f"s-tiny-S16B2-fp32{how}" for how in ("", "-compiled", "-graphed")}
+    assert {case.group for case in cases_of(strategy=("none", "zero1", "fsdp"))} == {"s-tiny-S16B2-fp32"}
 
 
 @pytest.mark.skipif(reason := why_no_compiler("cpu"), reason=str(reason))
 def test_what_cannot_be_graphed_says_why() -> None:
-    section = ParallelSection("s", ("tiny",), (16,), strategies=("none", "zero1", "fsdp"), world_sizes=(2,))
-    one, *_ = cells_of(section, {"compiles": ("graphed",)}, "cpu")
-    assert one.why_not() == "CUDA graphs are of CUDA devices"
+    why_not = DataParallel().why_not
+    one, *_ = cases_of(strategy=("none",), compile=("graphed",))
+    assert why_not(one) == "CUDA graphs need a CUDA device"
     on_gpu = replace(one, device="cuda")
-    found = {name: replace(on_gpu, entry=TABLE[name]).why_not() for name in ("zero1", "fsdp", "torch_fsdp2")}
+    found = {name: why_not(replace(on_gpu, entry=TABLE[name])) for name in ("zero1", "fsdp", "torch_fsdp2")}
     if not why_no_compiler("cuda"):
         assert found["zero1"] is None
         assert found["fsdp"] == found["torch_fsdp2"] and "--compile compiled runs it" in found["fsdp"]
-    assert replace(one, compile="compiled").why_not() is None
+    assert why_not(replace(one, compile="compiled")) is None
 
 
-def _graphs(cells: list[Cell]) -> list[int]:
-    """On a rank: how many graphs there are after a pass of each cell."""
+def _graphs(cases: list[ParallelCase]) -> list[int]:
+    """On a rank: how many graphs there are after a pass of each case."""
     found = []
     counters.clear()
-    for cell in cells:
-        take_pass(cell, 0, 1)
+    for case in cases:
+        take_pass(case, 0, 1)
         found.append(counters["stats"]["unique_graphs"])
     return found
 
@@ -133,12 +162,10 @@ def _graphs(cells: list[Cell]) -> list[int]:
 @pytest.mark.skipif(reason := why_no_compiler("cpu"), reason=str(reason))
 def test_all_rows_of_a_group_share_compiled_blocks(ranks: WorkerGroup) -> None:
     """One graph, whoever comes first, also within DDP, and in every pass."""
-    names = ("torch_ddp_tuned", "bucketed", "zero1", "fsdp")
-    section = ParallelSection("s", ("tiny",), (16,), ("fp32",), (2,), (2,), names)
-    cells = [replace(cell, bucket_mb=0.01) for cell in cells_of(section, {"compiles": ("compiled",)}, "cpu")]
-    cells[-1] = replace(cells[-1], bucket_mb=None)  # fsdp has no buckets
-    first, *others = ranks.run(_graphs, [*cells, cells[0]])[0]
-    assert first == 1 and others == [1] * len(cells)
+    cases = cases_of(strategy=("torch_ddp_tuned", "bucketed", "zero1", "fsdp"), compile=("compiled",))
+    cases = [replace(case, asked_bucket_mb=None if case.impl == "fsdp" else 0.01) for case in cases]
+    first, *others = ranks.run(_graphs, [*cases, cases[0]], timeout_s=300)[0]
+    assert first == 1 and others == [1] * len(cases)
 
 
 @pytest.mark.parametrize(
@@ -153,12 +180,12 @@ def test_all_rows_of_a_group_share_compiled_blocks(ranks: WorkerGroup) -> None:
 )
 def test_a_bad_value_is_refused(option: str, text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        parse_parallel_axes({option: text})
+        given_axes(DataParallel.axes, {option: text})
 
 
 def test_an_unknown_strategy_is_refused() -> None:
-    ended = processes.run("data_parallel", "--sweep", "smoke", "--strategy", "buckted", "--benchmark-only")
-    assert ended.returncode != 0 and "did you mean bucketed" in ended.stdout + ended.stderr
+    with pytest.raises(ValueError, match="did you mean bucketed"):
+        ids(SWEEPS["smoke"]["cpu"], strategy="buckted")
 
 
 def test_what_is_no_strategy_is_told_so() -> None:
@@ -168,67 +195,59 @@ def test_what_is_no_strategy_is_told_so() -> None:
         Adapter(NoSync, nn.Linear(2, 2), None, bucket_mb=1)
 
 
-def test_gloo_alone_without_cuda_and_two_ranks_at_least() -> None:
-    section = CollectiveSection("s", (1,), ("broadcast",), world_sizes=(0, 2, 64))
-    assert [cell.id for cell in collective_cells(section, (), "cpu")] == ["s-W2-gloo-broadcast-1MB"]
-    assert [cell.world_size for cell in collective_cells(section, (3,), "cpu")] == [3]
-    assert next(collective_cells(section, (3,), "cpu")).numel % 3 == 0
+class Answers(Ranks):
+    """Ranks that answer without running: flat is not to be had, and the fourth pass is interrupted."""
 
+    def __init__(self) -> None:
+        self.asked: list[str] = []
 
-def test_intervals_are_united() -> None:
-    assert merged([(3.0, 4.0), (0.0, 1.0), (0.5, 2.0)]) == [(0.0, 2.0), (3.0, 4.0)]
-    assert merged([(0.0, 1.0), (1.5, 2.0)], gap=0.6) == [(0.0, 2.0)]
-
-
-def test_passes_are_kept_in_turns_and_an_interrupted_group_keeps_what_all_rows_have(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Interrupted in the second pass of two rows, of which the third has failed: both keep the first."""
-    section = ParallelSection("s", ("tiny",), (16,), ("fp32",), (2,), strategies=("none", "naive", "flat"))
-    cells = [cell for cell in cells_of(section, {}, "cpu") if cell.world_size == 2]
-    seen = Seen({"optimizer_bytes": 8}, 0.0, None, [], 0.1, None, None, True)
-    asked: list[str] = []
-
-    def looked_at(cell: Any, one: parallel_trial.Found, _: Any) -> None:
-        one.seen = [seen, seen]
-        if cell.entry.name == "flat":
-            raise ValueError("no such thing")
-
-    def timed(cell: Any, *_: Any) -> list[Any]:
-        asked.append(cell.entry.name)
-        if len(asked) == 4:
+    def run(self, world_size: int, backend: str, function: Any, case: ParallelCase, *_: Any) -> list[Any]:
+        if function is gate:
+            return [{"weight": 0.5}] * world_size
+        if function is inspect:
+            if case.impl == "flat":
+                raise Unsupported("no such thing")
+            seen = Inspection({"optimizer_bytes": 8}, Communication(0.0, None, []), 0.1, None, None, True)
+            return [seen] * world_size
+        assert function is take_pass
+        self.asked.append(case.impl)
+        if len(self.asked) == 4:
             raise KeyboardInterrupt
-        return [([rank + number / 10 for number in range(10)], [], "model") for rank in range(2)]
+        return [([rank + number / 10 for number in range(10)], [], "model") for rank in range(world_size)]
 
-    monkeypatch.setattr(parallel_trial, "_alone", looked_at)
-    monkeypatch.setattr(parallel_trial, "_run", timed)
-    settings = Settings("cpu", "smoke", 2.0, 10, True, None, "")
-    monkeypatch.setattr(type(settings), "run", "now")
-    results = parallel_trial.parallel_trial(cells, settings)
+
+def test_passes_are_kept_in_turns_and_an_interrupted_group_keeps_what_all_rows_have() -> None:
+    """Interrupted in the second pass of two rows, of which the third has failed: both keep the first."""
+    runner, ranks = harness.runner(seconds_per_row=2.0), Answers()
+    runner.__dict__["ranks"] = ranks
+    results = runner.run(DataParallel(), cases_of(strategy=("none", "naive", "flat")))
     found = {one.record["impl"]: one for one in (next(results), next(results), next(results))}
     with pytest.raises(KeyboardInterrupt):
         next(results)
-    assert asked == ["none", "naive", "none", "naive"]
+    assert ranks.asked == ["none", "naive", "none", "naive"]
     slowest = [1 + number / 10 for number in range(10)]
     assert found["none"].samples == found["naive"].samples == slowest
+    assert found["naive"].record["exposed_s"] == 0 and found["naive"].record["unsynchronized_by"] == "none"
     assert (found["flat"].samples, found["flat"].record["outcome"]) == (None, "unsupported")
-    one = parallel_trial.Found(passes=[[1.0, 2.0], [3.0, 4.0]])
-    assert one.samples == [1.0, 3.0, 2.0, 4.0]
+    (case, *_) = cases_of(strategy=("none",))
+    assert Row(case, [], passes=[[1.0, 2.0], [3.0, 4.0]]).samples == [1.0, 3.0, 2.0, 4.0]
 
 
-def test_a_run_measures_ours_and_a_strategy_of_the_user_s(tmp_path: Path) -> None:
-    """One run for all rows: ours with their accounts, the user's as it is, what is wrong or fails as cells."""
-    (tmp_path / "own.py").write_text(STRATEGIES)
-    own = ",".join(f"{tmp_path}/own.py:{name}" for name in ("Container", "slightly_off", "broken"))
-    output = tmp_path / "out.json"
-    options = f"--sweep smoke --strategy none,naive,bucketed,zero1,{own} --world-size 1,2 --bucket-mb 1"
-    small = "--benchmark-max-time 0.01 --benchmark-only --benchmark-json"
-    ended = processes.run("data_parallel", *options.split(), *small.split(), output)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    found = records(output)
+@pytest.fixture(scope="module")
+def found(two_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Records:
+    """One run for all rows: ours with their accounts, the user's as they are, what is wrong or fails as cells."""
+    file = tmp_path_factory.mktemp("strategies") / "own.py"
+    file.write_text(OWN)
+    own = [f"{file}:{name}" for name in ("Container", "divided", "slightly_off", "broken")]
+    strategies = ("none", "naive", "bucketed", "zero1", *own)
+    cases = cases_of(strategy=strategies, world_size=(1, 2), context=(32,), bucket_mb=(1, 25))
+    return records([case for case in cases if case.impl != "bucketed-25MiB"], two_ranks)
+
+
+def test_a_run_measures_ours_and_a_strategy_of_the_users(found: Records) -> None:
     assert {name for name, one in found.items() if one["outcome"] == "ok"} == {
-        "none", "naive", "bucketed-1MiB", "zero1", "Container",
-    }, [one["reason"] for one in found.values()]  # fmt: skip
+        *("none", "naive", "bucketed-1MiB", "zero1", "Container", "divided-1MiB", "divided-25MiB")
+    }, [one["reason"] for one in found.values()]
     assert found["slightly_off"]["outcome"] == "wrong" and found["slightly_off"]["error_ratio"] > 1
     assert found["broken"]["outcome"] == "error" and "rank 1 failed" in found["broken"]["reason"]
     assert "TypeError: no such layer" in found["broken"]["reason"]
@@ -247,33 +266,38 @@ def test_a_run_measures_ours_and_a_strategy_of_the_user_s(tmp_path: Path) -> Non
     assert found["naive"]["optimizer_bytes"] == pytest.approx(found["naive"]["predicted_optimizer_bytes"], rel=0.01)
 
 
+def test_what_a_users_class_says_of_itself_is_in_its_records(found: Records, tmp_path: Path) -> None:
+    """Stage 2 has its prediction, and bucket sizes their variants, with no edit outside the user's file."""
+    for size in (1, 25):
+        one = found[f"divided-{size}MiB"]
+        whole = 4 * one["num_parameters"]
+        assert (one["label"], one["asked_bucket_mb"], one["bucket_mb"]) == ("divided", size, size)
+        predicted = [one[f"predicted_{kind}_bytes"] for kind in ("parameters", "gradients", "optimizer")]
+        assert predicted == [whole, whole / 2, whole]
+        assert one["unsynchronized_by"] == "none"  # it has no no_sync()
+    assert "predicted_gradients_bytes" not in found["Container"]  # which says no stage
+    (tmp_path / "own.py").write_text(OWN)
+    (one,) = cases_of(strategy=(f"{tmp_path}/own.py:divided",), compile=("graphed",))
+    if not why_no_compiler("cuda"):
+        assert DataParallel().why_not(replace(one, device="cuda")) == "its author has not tried"
+
+
 @pytest.mark.skipif(reason := why_no_compiler("cpu"), reason=str(reason))
-def test_compiled_rows_are_checked_and_timed(tmp_path: Path) -> None:
-    output = tmp_path / "out.json"
-    options = "--sweep smoke --strategy none,bucketed,zero1 --bucket-mb 1 --compile compiled"
-    small = "--benchmark-max-time 0.01 --benchmark-only --benchmark-json"
-    ended = processes.run("data_parallel", *options.split(), *small.split(), output)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    found = records(output)
+def test_compiled_rows_are_checked_and_timed(two_ranks: Ranks) -> None:
+    cases = cases_of(strategy=("none", "bucketed", "zero1"), bucket_mb=(1,), compile=("compiled",), context=(32,))
+    found = records(cases, two_ranks)
     assert set(found) == {"none", "bucketed-1MiB", "zero1"}
     for one in found.values():
         assert (one["outcome"], one["compile"]) == ("ok", "compiled"), one["reason"]
-        assert one["comparison"].startswith("smoke-tiny-S32B2-fp32-compiled ")
+        assert one["comparison"].startswith("s-tiny-S32B2-fp32-compiled ")
     assert found["zero1"]["error_ratio"] <= 1 and found["zero1"]["unsynchronized_by"] == "none"
 
 
-def test_collectives_are_checked_and_timed(tmp_path: Path) -> None:
-    output = tmp_path / "out.json"
-    small = "--sweep smoke --benchmark-max-time 0.01 --benchmark-only --benchmark-json"
-    ended = processes.run("collectives", *small.split(), output)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    found = records(output)
-    assert set(found) == {"all_reduce", "reduce_scatter", "all_gather", "broadcast"}
-    for one in found.values():
-        assert one["outcome"] == "ok" and one["rounds"] >= 10 and one["loop_s"] > 0, one["reason"]
-        assert one["algorithm_bytes_per_s"] == pytest.approx(one["bytes"] / one["time_s"])
-    assert found["all_reduce"]["bus_bytes_per_s"] == found["all_reduce"]["algorithm_bytes_per_s"]
-    assert found["all_gather"]["bus_bytes_per_s"] == found["all_gather"]["algorithm_bytes_per_s"] / 2
+def test_a_run_writes_a_record_for_each_case(smoke_result: Path) -> None:
+    every = json.loads(smoke_result.read_text())["lmsys"]["records"]
+    strategies = [one["strategy"] for one in every if one["benchmark"] == "data_parallel"]
+    assert strategies == list(STRATEGIES)
+    assert "-W2-torch_fsdp2: ok, " in smoke_result.with_name("smoke.txt").read_text()
 
 
 def test_two_rendezvous_agents_are_one_group_and_write_one_result(tmp_path: Path) -> None:
@@ -283,7 +307,7 @@ def test_two_rendezvous_agents_are_one_group_and_write_one_result(tmp_path: Path
         port = free.getsockname()[1]
     line = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     line += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test", "-m", "pytest"]
-    line += "benchmarks -q -k data_parallel --sweep smoke --strategy none,bucketed --benchmark-only".split()
+    line += "benchmarks/bench_data_parallel.py -q --sweep smoke --strategy none,bucketed --benchmark-only".split()
     line += ["--benchmark-max-time", "0.01"]
     environment = processes.ENVIRONMENT | {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
     agents = []
@@ -293,6 +317,6 @@ def test_two_rendezvous_agents_are_one_group_and_write_one_result(tmp_path: Path
     said = [agent.communicate(timeout=240)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], said
     assert [path.name for path in tmp_path.glob("*.json*")] == ["out.json"]
-    found = records(tmp_path / "out.json")
-    assert {name: one["outcome"] for name, one in found.items()} == {"none": "ok", "bucketed-25MiB": "ok"}
-    assert all((one["num_nodes"], one["world_size"]) == (2, 2) for one in found.values())
+    every = json.loads((tmp_path / "out.json").read_text())["lmsys"]["records"]
+    assert {one["impl"]: one["outcome"] for one in every} == {"none": "ok", "bucketed-25MiB": "ok"}
+    assert all((one["num_nodes"], one["world_size"]) == (2, 2) for one in every)

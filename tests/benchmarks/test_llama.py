@@ -7,13 +7,16 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers", reason="pip install transformers to compare with Llama")
 
-from benchmarks.llama import Llama  # noqa: E402
-from benchmarks.model_cells import LLAMA  # noqa: E402
-from benchmarks.model_gate import Contender  # noqa: E402
+from benchmarks.bench_model import Model  # noqa: E402
+from benchmarks.model.cases import model_of  # noqa: E402
+from benchmarks.model.llama import Llama  # noqa: E402
 from lmsys.attention.compiled import why_no_compiler  # noqa: E402
 from lmsys.config import ModelConfig  # noqa: E402
 from lmsys.model import TransformerLM  # noqa: E402
 from lmsys.testing import error_ratio  # noqa: E402
+from tests.support.harness import cases_of  # noqa: E402
+
+LLAMA_STEP = {"size": ("tiny",), "context": (16,), "mode": ("step",), "attention": ("llama",)}
 
 
 def pair(kv_heads: int = 2, layers: int = 2) -> tuple[TransformerLM, torch.Tensor, torch.Tensor]:
@@ -44,7 +47,8 @@ def test_logits_loss_and_gradients_equal_llamas_with_mapped_weights(seed: int, k
 
 def test_a_second_model_of_shared_weights_needs_no_memory() -> None:
     ours, tokens, targets = pair()
-    theirs = Contender(LLAMA.name, compiled=False, grad=True).model(ours, shared=True)
+    (case,) = cases_of(Model(), **LLAMA_STEP, compile=("eager",))
+    theirs = model_of(case, ours, shared=True)
     assert {id(x) for x in theirs.parameters()} == {id(x) for x in ours.parameters()}
     theirs.loss(tokens, targets).backward()
     assert all(x.grad is not None and x.grad.isfinite().all() for x in ours.parameters())
@@ -53,7 +57,8 @@ def test_a_second_model_of_shared_weights_needs_no_memory() -> None:
 @pytest.mark.skipif(why_no_compiler("cpu") is not None, reason=str(why_no_compiler("cpu")))
 def test_it_compiles_whole() -> None:
     ours, tokens, targets = pair()
-    compiled, eager = (Contender(LLAMA.name, one, grad=True).model(ours, shared=False) for one in (True, False))
+    cases = cases_of(Model(), **LLAMA_STEP, compile=("compiled", "eager"))
+    compiled, eager = (model_of(case, ours, shared=False) for case in cases)
     torch.testing.assert_close(compiled.loss(tokens, targets), eager.loss(tokens, targets))
 
 

@@ -48,7 +48,7 @@ def test_parameters_gradients_and_optimizer_are_exact(config: ModelConfig) -> No
 
 
 def kept(config: ModelConfig, batch: int, context: int, precision: str, device: str) -> int:
-    """What a forward saves for its backward, the parameters left out: `saved_bytes` less those that are saved."""
+    """Bytes that a forward saves for its backward, without parameters: `saved_bytes` less those that are saved."""
     model = TransformerLM(config, device=device)
     tokens = torch.zeros(batch, context, dtype=torch.int64, device=device)
     parameters = {x.data_ptr(): x.nbytes for x in model.parameters()}

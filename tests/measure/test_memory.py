@@ -3,6 +3,8 @@
 import gc
 import itertools
 import pickle
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -134,8 +136,8 @@ def test_frames_of_a_snapshot_are_read() -> None:
     }
     inside = {"filename": memory.TORCH + "nn/functional.py", "line": 7, "name": "softmax"}
     line = {"filename": ours, "line": 12, "name": "call"}
-    assert memory._source([cpp, inside, line]) == ("tests/test_memory.py:12", "call")
-    assert memory._source([cpp, line, node]) == ("tests/test_memory.py:12", "call MmBackward0")
+    assert memory._source([cpp, inside, line]) == ("tests/measure/test_memory.py:12", "call")
+    assert memory._source([cpp, line, node]) == ("tests/measure/test_memory.py:12", "call MmBackward0")
     assert memory._source([cpp, node]) == ("(backward)", "MmBackward0")
     assert memory._source([cpp]) == memory._source([]) == ("", "")
 
@@ -148,3 +150,15 @@ def test_a_snapshot_holds_the_call(tmp_path: Path) -> None:
     trace = snapshot["device_traces"][torch.cuda.current_device()]
     (allocated,) = [entry for entry in trace if entry["action"] == "alloc"]
     assert allocated["size"] == 4 * SIZE and any(frame["filename"] == __file__ for frame in allocated["frames"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, which Linux has")
+def test_the_memory_of_a_command_is_that_of_its_processes_together() -> None:
+    alone = "import time; x = bytearray(50_000_000); time.sleep(0.3)"
+    start = time.perf_counter()
+    small = memory.peak_resident_bytes([sys.executable, "-c", alone])
+    assert 50_000_000 < small < 80_000_000 and time.perf_counter() - start < 10
+    both = f"import subprocess, sys; x = bytearray(50_000_000); subprocess.run([sys.executable, '-c', {alone!r}])"
+    assert memory.peak_resident_bytes([sys.executable, "-c", both]) > 1.8 * small
+    with pytest.raises(RuntimeError, match="ended with 1: .*no such thing"):
+        memory.peak_resident_bytes([sys.executable, "-c", "raise ValueError('no such thing')"])

@@ -112,7 +112,7 @@ def test_the_loss_in_chunks_with_it_and_without(
 
 
 def build() -> dict[str, int]:
-    """What the kernel takes on sm_90, and its wide loads and stores of bfloat16; compiles, and so not interpreted."""
+    """Resources of the kernel on sm_90, and its wide loads and stores of bfloat16; not in the interpreter."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 

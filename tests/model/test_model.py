@@ -47,7 +47,7 @@ def outcome(model: TransformerLM, tokens: Tensor, targets: Tensor) -> dict[str, 
 
 @cache
 def expected(seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What the plain model makes of `ids(seed)` in float64 and in float32."""
+    """The outcome of the plain model on `ids(seed)`, in float64 and in float32."""
     tokens, targets = ids(seed), ids(seed + 1)
     return outcome(tiny(seed, torch.float64), tokens, targets), outcome(tiny(seed), tokens, targets)
 

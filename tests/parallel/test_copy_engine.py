@@ -122,7 +122,7 @@ def test_it_trains_as_one_process_on_the_whole_batch(
 
 
 def _places(comm_dtype: torch.dtype | None) -> Any:
-    """Of each of four steps: which memory gradients and buckets are in, and whether they are the buckets'."""
+    """For each of four steps: whether gradients are views of the buckets, and where these are in memory."""
     group = group_of(2)
     if dist.get_rank() >= 2:
         return None
@@ -150,7 +150,7 @@ def test_buckets_stay_and_gradients_are_their_views(ranks: WorkerGroup, comm_dty
 
 
 def _kept_graphs(strategy: str, comm_dtype: torch.dtype | None) -> list[bool]:
-    """Whether a bucket is part of a graph after a step whose backward makes one of its own."""
+    """For each bucket: True if it is part of a graph after a step whose backward makes one of its own."""
     group, found = group_of(2), []
     if dist.get_rank() < 2:
         with stand_in():
@@ -169,7 +169,7 @@ def _kept_graphs(strategy: str, comm_dtype: torch.dtype | None) -> list[bool]:
     ("strategy", "comm_dtype"), [("copy_engine", None), ("copy_engine", torch.bfloat16), ("copy_engine_zero1", None)]
 )
 def test_buckets_that_stay_keep_no_graph(ranks: WorkerGroup, strategy: str, comm_dtype: torch.dtype | None) -> None:
-    """Of a backward with create_graph=True: it would grow from step to step."""
+    """A backward with create_graph=True makes one, which would grow from step to step."""
     found = ranks.run(_kept_graphs, strategy, comm_dtype)[0]
     assert found and not any(found)
 

@@ -51,9 +51,11 @@ def wrong_elements(
     without: int | None = None,
     fault: str = "",
 ) -> int:
-    """Of all steps' means on all ranks. After each step gradients and buckets are overwritten, as by clipping in place.
+    """Counts wrong elements in all steps' means on all ranks.
 
-    queues, speeds  of each rank
+    After each step gradients and buckets are overwritten, as by clipping in place.
+
+    queues, speeds  for each rank
     in_place        gradients are where their means will be, as after `zero_grad(set_to_none=False)`
     whole           every rank is to have all means, else those of its segments
     """
@@ -128,7 +130,7 @@ def wrong_parameters(
     hasty: int | None = None,
     deaf: int | None = None,
 ) -> int:
-    """Of all steps: each rank moves its segments, each sent once it has moved, and reads what it has waited for.
+    """Counts wrong parameters in all steps: a rank moves its segments, sends each, and reads what it has waited for.
 
     ahead  flats that are sent beyond the one that is waited for
     hasty  a rank that neither waits for what it sends nor reads
@@ -197,7 +199,7 @@ def test_each_signal_and_wait_of_parameters_is_needed(fault: dict[str, Any]) -> 
 
 
 def seeds_that_tell(**fault: Any) -> int:
-    """Of twenty, with one slow stream each."""
+    """Counts, among twenty seeds with one slow stream on each rank, those that show the fault."""
     found = 0
     for seed in range(20):
         slow = [[0.001 if seed // 3**rank % 3 == stream else 1.0 for stream in range(3)] for rank in range(2)]

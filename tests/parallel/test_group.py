@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lmsys.bench.ranks import Unsupported
+from lmsys.measure.compare import outcome_of
 from lmsys.parallel.bucketed import Bucketed
 from lmsys.parallel.group import WorkerError, WorkerGroup, check_backend, device
 
@@ -49,12 +51,28 @@ def _sleeps(rank: int) -> None:
 
 
 def pids(group: WorkerGroup) -> list[int]:
-    return [worker.pid for worker in group._workers]
+    return group.pids
 
 
 def ended(found: list[int]) -> bool:
-    """Whether none of these processes is left, not even as a zombie."""
+    """True if none of these processes is left, not even as a zombie."""
     return not any(Path(f"/proc/{pid}").exists() for pid in found)
+
+
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [
+        (MemoryError("no room"), ("oom", "no room")),
+        (WorkerError(1, "died", "rank 1 died: killed by SIGKILL"), ("error", "rank 1 died: killed by SIGKILL")),
+        (
+            WorkerError(0, "OutOfMemoryError", "rank 0 failed:\nTrace\ntorch.OutOfMemoryError: CUDA\n\nSet X\n"),
+            ("oom", "rank 0 failed: torch.OutOfMemoryError: CUDA"),
+        ),
+        (Unsupported("of no use"), ("unsupported", "of no use")),
+    ],
+)
+def test_a_failure_of_ranks_is_told_in_a_line(error: Exception, failure: tuple[str, str]) -> None:
+    assert outcome_of(error) == failure
 
 
 def test_functions_run_on_every_rank_and_results_come_by_rank(ranks: WorkerGroup) -> None:

@@ -119,7 +119,7 @@ def test_every_gradient_travels_once(ranks: WorkerGroup, name: str) -> None:
 
 
 def _views(bucket_mb: float) -> list[Any]:
-    """What gradients are after each of three steps: how many are views, and whether memory is freed between."""
+    """The gradients after each of three steps: how many are views, and whether memory is freed between."""
     group = group_of(2)
     if dist.get_rank() >= 2:
         return []
@@ -275,7 +275,7 @@ def test_a_sharded_optimizer_is_an_optimizer() -> None:
 
 
 def _bitwise(recipe: Recipe) -> bool:
-    """Whether two ranks' parameters are those that the mean of both ranks' gradients gives, bit for bit."""
+    """True if two ranks' parameters are those that the mean of both ranks' gradients gives, bit for bit."""
     group, rank = group_of(2), dist.get_rank()
     if rank >= 2:
         return True

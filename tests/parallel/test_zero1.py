@@ -25,7 +25,7 @@ recipes = st.builds(
 
 
 class Some(nn.Module):
-    """Of its blocks it runs those in `order`."""
+    """Runs the blocks in `order`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,8 +42,8 @@ class Some(nn.Module):
 
 @dataclass
 class Fetched:
-    """events  of a step and the next forward: (begun or waited, buffer) and (ran, block)
-    needed  buffers, by block
+    """events  in a step and the next forward: (begun or waited, flat buffer) and (ran, block)
+    needed  flat buffers, by block
     state   parameters right after that forward
     """
 

@@ -82,7 +82,7 @@ def test_tables_and_plots_of_one_size(tmp_path: Path) -> None:
 
 
 def test_ways_of_compiling_are_kept_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What an older file does not say is eager, and keeps its names."""
+    """A case of an older file, which does not say how it was compiled, is eager and keeps its names."""
     eager = [case(impl) for impl in SPEED]
     others = [
         case(impl, id=f"sizes-{how}-W2-{impl}", compile=how, comparison=f"sizes-{how} now")

@@ -66,7 +66,7 @@ class Stub:
         )
 
     def launches(self, call: Callable[[], Any]) -> list[Launch]:
-        """What `call` launches."""
+        """The launches of `call`."""
         self.recorded = []
         self.library.stub_set(self.capability, self._observer)
         call()

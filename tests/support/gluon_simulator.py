@@ -532,7 +532,7 @@ def _jit(function: Any = None, **_: Any) -> Any:
 
 
 def kernels(module: str) -> dict[str, Any]:
-    """What the source of `module` defines, over the stand-ins."""
+    """The names that the source of `module` defines, over the stand-ins."""
     stand_ins = {
         "gluon": SimpleNamespace(jit=_jit, constexpr_function=_jit), "gl": gl, "mbarrier": mbarrier, "tma": tma,
         "fence_async_shared": _fence, "warpgroup_mma": _matmul, "warpgroup_mma_wait": _wait_matmuls,

@@ -62,7 +62,7 @@ def main(capability: int) -> None:
 
 
 def too_large() -> str:
-    """What Triton says of a tile that no GPU has room for."""
+    """Triton's message about a tile that no GPU has room for."""
     q = torch.zeros(1, 1, 128, 128, dtype=torch.bfloat16)
     try:
         flash_triton._forward(q, q, q, True, 0.125, Tile(128, 128, 4, 6))

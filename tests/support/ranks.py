@@ -1,4 +1,4 @@
-"""What the tests of data parallelism run on ranks, and on one process to compare with. Importable by the ranks."""
+"""Trainings that the tests of data parallelism run on ranks, and on one process to compare with. Ranks import it."""
 
 import copy
 from collections.abc import Callable

@@ -18,7 +18,7 @@ CHUNKS = 3  # steps of a copy, of an addition and of a packing
 
 @dataclass
 class Queue:
-    """What one queue of a GPU runs in order: (whether it can be done, doing it)."""
+    """The work of one queue of a GPU, done in order: (whether it can be done, doing it)."""
 
     steps: list[tuple[Callable[[], bool], Callable[[], Any]]] = field(default_factory=list)
     done: int = 0
@@ -49,7 +49,7 @@ class Stream:
 
 
 class Gpu:
-    """What `Exchange` asks of torch.cuda. queues: of the stream of computation, and of those made, by number."""
+    """A stand-in for torch.cuda. queues: the number of the computation stream's, then those of streams as made."""
 
     def __init__(self, queues: Sequence[int], speeds: Sequence[float]):
         self.queues = [Queue(speed=speed) for speed in speeds]

@@ -5,10 +5,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.model_gate import Batch, build
-from benchmarks.parallel_cells import Cell
-from benchmarks.parallel_gate import gate
-from benchmarks.parallel_workbench import Gradients, compiling, options_of, takes_part, wrap
+from benchmarks.data_parallel.cases import ParallelCase
+from benchmarks.data_parallel.check import gate
+from benchmarks.data_parallel.rank import Gradients, compiling, wrap
+from benchmarks.models import Batch, build
+from lmsys.bench.ranks import takes_part
 from lmsys.config import model_config
 from lmsys.model import TransformerLM
 from lmsys.parallel import STRATEGIES
@@ -76,22 +77,22 @@ def test_inputs_of_another_shape_are_named() -> None:
         graph(torch.ones(3, device="cuda"))
 
 
-def on_ranks(cell: Cell, graphed: bool) -> tuple[list[float], dict[str, Tensor]] | None:
+def on_ranks(case: ParallelCase, graphed: bool) -> tuple[list[float], dict[str, Tensor]] | None:
     """On a rank: losses of some steps with data of their own, and the parameters after them.
 
     The first two are plain, as where a benchmark looks into memory; the host runs ahead of the others.
     """
-    if not takes_part(cell):
+    if not takes_part(case.world_size):
         return None
-    with compiling(cell):
+    with compiling(case):
         rank, losses = dist.get_rank(), []
-        strategy = wrap(cell, build(cell.config, str(device()), rank), options_of(cell))
+        strategy = wrap(case, build(case.config, str(device()), rank), case.options)
         optimizer = strategy.make_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
-        gradients = Gradients(strategy, cell.precision)
+        gradients = Gradients(strategy, case.precision)
         for step in range(6):
             if graphed and step == 2:
                 gradients.record()
-            data = Batch.draw(cell.config, cell.batch, str(device()), 10 * step + rank)
+            data = Batch.draw(case.config, case.batch, str(device()), 10 * step + rank)
             losses.append(gradients(data.tokens, data.targets).clone())
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -99,8 +100,9 @@ def on_ranks(cell: Cell, graphed: bool) -> tuple[list[float], dict[str, Tensor]]
     return [loss.item() for loss in losses], state
 
 
-def cell_of(strategy: str, world_size: int, bucket_mb: float | None) -> Cell:
-    return Cell("s", "tiny", 32, 2, "fp32", "graphed", world_size, STRATEGIES[strategy], "cuda", bucket_mb)
+def case_of(strategy: str, world_size: int, bucket_mb: float | None) -> ParallelCase:
+    work = ("tiny", 32, 2, "fp32", "graphed", world_size)
+    return ParallelCase("s", STRATEGIES[strategy], "cuda", *work, bucket_mb)
 
 
 SYNCHRONIZED = pytest.mark.parametrize(
@@ -126,8 +128,8 @@ SYNCHRONIZED = pytest.mark.parametrize(
 def test_with_nccl_inside_it_trains_as_without(
     gpu_ranks: WorkerGroup, strategy: str, world_size: int, bucket_mb: float | None
 ) -> None:
-    cell = cell_of(strategy, world_size, bucket_mb)
-    found, plain = (gpu_ranks.run(on_ranks, cell, graphed)[:world_size] for graphed in (True, False))
+    case = case_of(strategy, world_size, bucket_mb)
+    found, plain = (gpu_ranks.run(on_ranks, case, graphed)[:world_size] for graphed in (True, False))
     for (losses, weights), (expected, others) in zip(found, plain, strict=True):
         assert losses == pytest.approx(expected, rel=1e-4)
         for name, weight in weights.items():
@@ -142,5 +144,5 @@ def test_replays_train_as_one_process_on_the_whole_batch(
 ) -> None:
     if strategy == "none":
         pytest.skip("nothing is synchronized: there is no one process to be equal to")
-    ratios = gpu_ranks.run(gate, cell_of(strategy, world_size, bucket_mb), 0)[0]
+    ratios = gpu_ranks.run(gate, case_of(strategy, world_size, bucket_mb), 0)[0]
     assert max(ratios.values()) <= 1

@@ -62,7 +62,7 @@ def _announced(tiles, full, empty, turn):
 
 @gluon.jit
 def _await_free(empty, stage, fill, NAMED: gl.constexpr, FIRST: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr):
-    """Until all consumers have released what the ring's `stage` held."""
+    """Waits until all consumers have released what the ring's `stage` held."""
     if NAMED:
         if fill >= STAGES:
             named_barrier("sync", FIRST + stage, 128 * (WGS + 1))

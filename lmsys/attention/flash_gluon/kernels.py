@@ -34,7 +34,7 @@ ROWS = 64  # queries that one warp group of the forward owns
 NUM_PARAMETERS = 6  # int64, which `preprocess_kernel` writes
 BLOCK_Q = {64: 128, 128: 64}  # by head_dim: queries of a step of the backward
 HEADS_IN_ORDER = {64: 4, 128: 2}  # by head_dim: heads whose key tiles alternate in a causal backward of fixed order
-FEW_WAVES = 8  # of CTAs: below this, the tail costs more than L2 reuse gains
+FEW_WAVES = 8  # waves of CTAs: below this, the tail costs more than L2 reuse gains
 DQ_TILE = 4096  # numbers of dq that are added to at a time
 MOST_CLEARED = 8  # tiles of dq: more of them would keep the loads of a CTA that clears them waiting
 # By consumers and CTAs of a processor: registers of a consumer's threads, and of all threads at the start.
@@ -148,7 +148,7 @@ class _Backward:
         self.device, self.heads, self.queries = q.device.index, heads, queries
         self.block_q = BLOCK_Q[head_dim]
         group, num_heads, kv_num_heads = heads // kv_heads, batch * heads, batch * kv_heads
-        self.padded = triton.cdiv(queries, self.block_q) * self.block_q  # of dq, delta and the log-sum-exp
+        self.padded = triton.cdiv(queries, self.block_q) * self.block_q  # rows of dq, delta and the log-sum-exp
         num_key_tiles = triton.cdiv(keys, TILE_K)
         processors = torch.cuda.get_device_properties(q.device).multi_processor_count
         self.grid = kv_num_heads * num_key_tiles
@@ -179,7 +179,7 @@ class _Backward:
         self.num_rows = num_heads * self.padded
         self.num_dq = self.num_rows * head_dim
         self.floats = self.num_dq + 2 * self.num_rows + 2 * NUM_PARAMETERS + self.num_semaphores
-        self.rows = DQ_TILE // head_dim  # of a program of the kernel before
+        self.rows = DQ_TILE // head_dim  # rows of a program of the kernel before
         self.preprocess_grid = self.num_rows // self.rows
         self.postprocess_grid = self.num_rows // ROWS
         self.preprocess, self.main, self.postprocess = self._compiled(

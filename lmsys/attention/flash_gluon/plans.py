@@ -64,7 +64,7 @@ class ForwardPlan:
     ping_pong: bool  # consumers take turns at the tensor cores, so that one's softmax runs under another's matmul
     named: bool  # stages are released through a named barrier: an mbarrier costs 128 threads a BAR.SYNC
     dynamic: bool  # the next tile comes from a counter, not from the CTA's number
-    l2_mib: int  # of keys and values that heads worked on together may take; 0: one head after another
+    l2_mib: int  # MiB of keys and values for heads worked on together; 0: one head after another
     tile_k: int = 128  # keys of a tile
     ctas: int = 1  # on a processor at a time: 2, with half the registers each, begin scores after P V, not before
     chained: bool = False  # begins while the kernel before it in its stream ends: programmatic dependent launch
@@ -75,7 +75,7 @@ class BackwardPlan:
     """How `backward_kernel` runs."""
 
     prefetch: bool  # the log-sum-exp is loaded a step ahead, rather than after the scores
-    l2_mib: int  # of what heads worked on together read and add up; 0: one head after another
+    l2_mib: int  # MiB that heads worked on together read and add to; 0: one head after another
 
 
 ANY = 2**31

@@ -1,4 +1,4 @@
-"""Which cases the row runs. Apart from the kernels, which a Triton of another version could not even import."""
+"""The cases that the row runs; apart from the kernels, which a Triton of another version could not even import."""
 
 import triton
 

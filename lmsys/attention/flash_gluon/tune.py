@@ -34,7 +34,7 @@ from lmsys.attention.flash_gluon.plans import BackwardPlan, ForwardPlan, backwar
 TOKENS, WIDTH = 16384, 2048
 SHORT = 512  # keys, up to which a forward has few key tiles to hide the beginning and the end of a tile behind
 SMALL_TILES = 1024  # keys, up to which tiles of 64 of them may win
-CALLS = 100  # of a short sequence, back to back
+CALLS = 100  # calls of a short sequence, back to back
 LIMIT_S = 20.0  # for what takes milliseconds
 COMPILE_LIMIT_S = 300.0
 Cell = tuple[str, int, bool, int]  # direction, head_dim, causal, length
@@ -93,7 +93,7 @@ def ours(
 
 @contextmanager
 def time_limit(what: str, limit_s: float = LIMIT_S) -> Iterator[None]:
-    """Where the GPU hangs, says at `what` and ends the process: no exception reaches a thread that waits for it."""
+    """If the GPU hangs, prints `what` and ends the process: no exception reaches a thread that waits for the GPU."""
 
     def give_up() -> None:
         print(f"no end after {limit_s:g} s: {what}", file=sys.__stderr__, flush=True)
@@ -155,7 +155,7 @@ def time_cell(cell: Cell, plans: list[Any], rounds: int) -> Iterator[dict[str, A
 
 
 def compile_plans(job: tuple[Cell, list[Any]]) -> None:
-    """In a process of its own, into Triton's cache on disk."""
+    """Compiles plans in a process of its own, into Triton's cache on disk."""
     (direction, head_dim, causal, _), plans = job
     drawn = inputs(head_dim, 128, batch=1)
     for plan in plans:

@@ -1,4 +1,4 @@
-"""What ranks do for the benchmark of trainings: each is examined, then trains epoch by epoch, then is evaluated."""
+"""A training on its rank: the first step is looked into, then it goes epoch by epoch, then it is evaluated."""
 
 import time
 from dataclasses import dataclass
@@ -8,11 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.attention_gate import interpreted_kernels
-from benchmarks.parallel_workbench import fingerprint, release, takes_part
-from benchmarks.ranks import subgroup
-from benchmarks.training_cells import Cell
-from benchmarks.training_data import Tokens
+from benchmarks.training.cases import TrainingCase
+from benchmarks.training.tokens import Tokens
+from lmsys.bench.ranks import release, subgroup, takes_part
+from lmsys.bench.runner import interpreted_kernels
 from lmsys.measure import memory
 from lmsys.measure.clock import synchronize
 from lmsys.measure.machine import sm_clock_reader
@@ -26,8 +25,8 @@ sm_clock = cache(sm_clock_reader)
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a first look has shown. refused: why the training loop does not take the cell."""
+class Inspection:
+    """Findings of the first steps. refused: why the training loop does not take the case."""
 
     refused: str | None = None
     first_step_s: float = 0.0
@@ -37,7 +36,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Epoch:
-    """seconds of all its steps; of each step the loss of all ranks, and the norm of the gradient."""
+    """seconds of all its steps together; the loss of all ranks, and the norm of the gradient, by step."""
 
     seconds: float
     losses: list[float]
@@ -53,24 +52,24 @@ class Ended:
     model: str
 
 
-def trainer(cell: Cell, tokens: Tokens, seed: int) -> Trainer:
-    config = cell.config(seed)
-    windows = fixed_windows(TokenFiles([tokens.valid]), cell.context, cell.windows)
+def trainer(case: TrainingCase, tokens: Tokens, seed: int) -> Trainer:
+    config = case.config(seed)
+    windows = fixed_windows(TokenFiles([tokens.valid]), case.context, case.windows)
     if config.train.compile:
-        torch.compiler.reset()  # the blocks of one cell are not to count as those of another again
-    group = subgroup(cell.world_size)
+        torch.compiler.reset()  # the blocks of one case are not to count as those of another again
+    group = subgroup(case.world_size)
     return Trainer(config, TokenFiles([tokens.train]), windows, device(), group=group)
 
 
-def examine(cell: Cell, tokens: Tokens, seed: int) -> Seen | None:
+def inspect(case: TrainingCase, tokens: Tokens, seed: int) -> Inspection | None:
     """The first step, which compiles and tunes, and the memory of one behind it, in a run of their own."""
-    if not takes_part(cell):
+    if not takes_part(case.world_size):
         return None
-    clear(cell)
+    clear(case)
     made: dict[str, Any] = {}
 
     def init() -> None:
-        made["trainer"] = trainer(cell, tokens, seed)
+        made["trainer"] = trainer(case, tokens, seed)
 
     def first() -> None:
         start = time.perf_counter()
@@ -88,19 +87,19 @@ def examine(cell: Cell, tokens: Tokens, seed: int) -> Seen | None:
     except ValueError as error:
         if made:
             raise
-        return Seen(refused=str(error))
-    return Seen(None, made["first_s"], found["step"]["peak_bytes"], made["interpreted"])
+        return Inspection(refused=str(error))
+    return Inspection(None, made["first_s"], found["step"]["peak_bytes"], made["interpreted"])
 
 
-def begin(cell: Cell, tokens: Tokens, seed: int) -> None:
-    if takes_part(cell):
-        clear(cell)
-        _TRAINER.append(trainer(cell, tokens, seed))
+def begin(case: TrainingCase, tokens: Tokens, seed: int) -> None:
+    if takes_part(case.world_size):
+        clear(case)
+        _TRAINER.append(trainer(case, tokens, seed))
 
 
-def epoch(cell: Cell, steps: int) -> Epoch | None:
+def epoch(case: TrainingCase, steps: int) -> Epoch | None:
     """The next steps, which ranks begin together."""
-    if not takes_part(cell):
+    if not takes_part(case.world_size):
         return None
     (one,) = _TRAINER
     if one.world_size > 1:
@@ -114,16 +113,16 @@ def epoch(cell: Cell, steps: int) -> Epoch | None:
     return Epoch(seconds, [step.loss for step in taken], [step.norm for step in taken], clock)
 
 
-def end(cell: Cell) -> Ended | None:
-    if not takes_part(cell):
+def end(case: TrainingCase) -> Ended | None:
+    if not takes_part(case.world_size):
         return None
     (one,) = _TRAINER
-    found = Ended(one.evaluate().loss, fingerprint(one.strategy))
-    clear(cell)
+    found = Ended(one.evaluate().loss, one.strategy.fingerprint())
+    clear(case)
     return found
 
 
-def clear(_: Cell) -> None:
-    """Nothing of a training stays, also of one that is given up."""
+def clear(_: TrainingCase) -> None:
+    """Drops a training, also one that is given up."""
     _TRAINER.clear()
     release()

@@ -83,7 +83,7 @@ class Llama(nn.Module):
         return self
 
     def as_ours(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What belongs to its parameters, by their names, as it belongs to ours: the mapping of weights undone."""
+        """Gradients of its parameters, by their names, as gradients of ours: the mapping of weights undone."""
         return {
             self.names[name.removeprefix("wrapped.")]: self._reordered(name, x, (-1, 2, self.head_dim // 2))
             for name, x in gradients.items()

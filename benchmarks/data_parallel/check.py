@@ -1,9 +1,9 @@
-"""Whether a strategy trains as one process does on the batch of all ranks. Runs on the ranks.
+"""The check of a strategy: it trains as one process does on the batch of all ranks. Runs on the ranks.
 
 The reference is three steps of SGD with momentum in float64 on the whole batch, the budget what the same steps lose in
 float32: `lmsys.testing.error_ratio` of how far each parameter has moved, in units of the farthest. Models of two blocks
-stand for all, with the widths of the case. What communicates or computes in a narrower dtype is first held to that
-without it, and then to a budget of the same steps with gradients, or parameters, rounded alike.
+stand for all, with the widths of the case. A row that communicates or computes in a narrower dtype is first held to
+that without it, and then to a budget of the same steps with gradients, or parameters, rounded alike.
 """
 
 from collections.abc import Iterator
@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.model_gate import NUM_BLOCKS, Batch, build, matmuls, ratio_of
-from benchmarks.parallel_cells import Cell
-from benchmarks.parallel_workbench import Gradients, on_part, options_of, wrap
-from benchmarks.ranks import subgroup
+from benchmarks.arithmetic import matmuls, ratio_of
+from benchmarks.data_parallel.cases import ParallelCase
+from benchmarks.data_parallel.rank import Gradients, on_part, wrap
+from benchmarks.models import NUM_BLOCKS, Batch, build
+from lmsys.bench.ranks import subgroup
 from lmsys.config import ModelConfig
 from lmsys.model import Loss
 from lmsys.parallel.group import device
@@ -28,43 +29,43 @@ SGD = {"lr": 0.1, "momentum": 0.9}
 BATCH, CONTEXT = 2, 64
 NARROW = ("comm_dtype", "compute_dtype")
 Narrow = tuple[str, torch.dtype] | None  # which of these, and what it is
+State = dict[str, Tensor]
 
 
 @on_part
-def gate(cell: Cell, seed: int) -> dict[str, float]:
+def gate(case: ParallelCase, seed: int) -> dict[str, float]:
     """Errors over their budgets, by parameter, on the rank where they are worst; on every rank the same."""
-    options = options_of(cell)
+    options = case.options
     wide = {name: value for name, value in options.items() if name not in NARROW}
     with matmuls("fp32"):
-        ratios = _ratios(cell, wide, seed, None)
-        if narrow := [options[name] for name in NARROW if name in options]:
-            kind = next(name for name in NARROW if name in options)
-            more = _ratios(cell, options, seed, (kind, narrow[0]))
+        ratios = _ratios(case, wide, seed, None)
+        for kind in [name for name in NARROW if name in options][:1]:
+            more = _ratios(case, options, seed, (kind, options[kind]))
             ratios = {name: max(ratio, more[name]) for name, ratio in ratios.items()}
     return ratios
 
 
-def _ratios(cell: Cell, options: dict[str, object], seed: int, narrow: Narrow) -> dict[str, float]:
-    config = _config(cell)
-    start, exact, plain = _references(config, cell.world_size, seed, narrow)
-    found = _trained(cell, config, options, seed)
+def _ratios(case: ParallelCase, options: dict[str, object], seed: int, narrow: Narrow) -> dict[str, float]:
+    config = _config(case)
+    start, exact, plain = _references(config, case.world_size, seed, narrow)
+    found = _trained(case, config, options, seed)
     dtype = torch.float32 if narrow is None else narrow[1]
     ratios = {}
     for name, first in start.items():
         moved = [x[name].double() - first.double() for x in (found, exact, plain)]
         ratios[name] = ratio_of(moved[0], moved[1], moved[2].to(torch.float32), dtype) if moved[1].any() else 0.0
     worst = torch.tensor([*ratios.values()], dtype=torch.float64, device=device())
-    dist.all_reduce(worst, dist.ReduceOp.MAX, group=subgroup(cell.world_size))
+    dist.all_reduce(worst, dist.ReduceOp.MAX, group=subgroup(case.world_size))
     return dict(zip(ratios, worst.tolist(), strict=True))
 
 
-def _config(cell: Cell) -> ModelConfig:
-    layers, context = min(cell.config.num_layers, NUM_BLOCKS), min(cell.context, CONTEXT)
-    return replace(cell.config, num_layers=layers, context_length=context, attention="naive")
+def _config(case: ParallelCase) -> ModelConfig:
+    layers, context = min(case.config.num_layers, NUM_BLOCKS), min(case.context, CONTEXT)
+    return replace(case.config, num_layers=layers, context_length=context, attention="naive")
 
 
 def _batches(config: ModelConfig, world_size: int, seed: int) -> Iterator[Batch]:
-    """Of every step, all ranks' examples, rank by rank."""
+    """The examples of every step, those of all ranks, rank by rank."""
     for step in range(STEPS):
         yield Batch.draw(config, BATCH * world_size, str(device()), seed + step)
 
@@ -74,19 +75,18 @@ def _of_rank(data: Batch, rank: int) -> tuple[Tensor, Tensor]:
     return data.tokens[mine], data.targets[mine]
 
 
-def _trained(cell: Cell, config: ModelConfig, options: dict[str, object], seed: int) -> dict[str, Tensor]:
-    rank, group = dist.get_rank(), subgroup(cell.world_size)
-    strategy = wrap(cell, build(config, str(device()), seed + rank), options)
-    if cell.sharded:
-        optimizer: torch.optim.Optimizer = ShardedOptimizer(
-            strategy.wrapper.parameters(), torch.optim.SGD, group, **SGD
-        )
+def _trained(case: ParallelCase, config: ModelConfig, options: dict[str, object], seed: int) -> State:
+    rank, group = dist.get_rank(), subgroup(case.world_size)
+    strategy = wrap(case, build(config, str(device()), seed + rank), options)
+    if case.sharded_optimizer:
+        params = strategy.wrapper.parameters()
+        optimizer: torch.optim.Optimizer = ShardedOptimizer(params, torch.optim.SGD, group, **SGD)
     else:
         optimizer = strategy.make_optimizer(torch.optim.SGD, **SGD)
     gradients = Gradients(strategy, "fp32")
-    if cell.compile == "graphed":
+    if case.compile == "graphed":
         gradients.record()
-    for data in _batches(config, cell.world_size, seed):
+    for data in _batches(config, case.world_size, seed):
         gradients(*_of_rank(data, rank))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -94,16 +94,14 @@ def _trained(cell: Cell, config: ModelConfig, options: dict[str, object], seed: 
 
 
 @lru_cache(maxsize=2)
-def _references(
-    config: ModelConfig, world_size: int, seed: int, narrow: Narrow
-) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+def _references(config: ModelConfig, world_size: int, seed: int, narrow: Narrow) -> tuple[State, State, State]:
     """The parameters at the start, after training in float64, and in float32 with what is narrow rounded."""
     start = {name: x.detach().clone() for name, x in Loss(build(config, str(device()), seed)).named_parameters()}
     exact = _alone(config, world_size, seed, None, torch.float64)
     return start, exact, _alone(config, world_size, seed, narrow, torch.float32)
 
 
-def _alone(config: ModelConfig, world_size: int, seed: int, narrow: Narrow, dtype: torch.dtype) -> dict[str, Tensor]:
+def _alone(config: ModelConfig, world_size: int, seed: int, narrow: Narrow, dtype: torch.dtype) -> State:
     module = Loss(build(config, str(device()), seed)).to(dtype)
     optimizer = torch.optim.SGD(module.parameters(), **SGD)
     for data in _batches(config, world_size, seed):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lmsys.bench.ranks import Unsupported
 from lmsys.tokenizer import Tokenizer, train
 from lmsys.tokenizer.chunks import Chunk, chunks
 from lmsys.tokenizer.pretokens import Pretokenizer
@@ -35,9 +36,9 @@ def folder() -> "tempfile.TemporaryDirectory[str]":
 
 @cache
 def tokens_of(train_tokens: int, val_tokens: int, vocab_size: int) -> Tokens:
-    """So many ids of the standard library's text, and of what it holds out, in a vocabulary of its beginning.
+    """So many ids of the standard library's text, and of what it holds out; the vocabulary is trained on its beginning.
 
-    ValueError where the text has fewer.
+    Unsupported where the text has fewer.
     """
     corpus = stdlib()
     size = max(LEAST_BYTES, BYTES_PER_TOKEN * train_tokens)
@@ -51,7 +52,7 @@ def tokens_of(train_tokens: int, val_tokens: int, vocab_size: int) -> Tokens:
 
 
 def _beginning(parts: tuple[Chunk, ...], size: int) -> list[Chunk]:
-    """About so many bytes, to where the text may be cut."""
+    """The first part of the text, about so many bytes, to where it may be cut."""
     (first, *_) = parts
     return [next(chunks([first], Pretokenizer([END_OF_TEXT]), size))]
 
@@ -63,7 +64,7 @@ def _first(tokenizer: Tokenizer, parts: tuple[Chunk, ...], count: int, option: s
         found.append(ids)
         if sum(map(len, found)) > count:
             return np.concatenate(found)[: count + 1]
-    raise ValueError(f"{option} {count}: must be less than {sum(map(len, found))}, which is all that {CORPUS} has")
+    raise Unsupported(f"{option} {count}: must be less than {sum(map(len, found))}, which is all that {CORPUS} has")
 
 
 def _pieces(tokenizer: Tokenizer, parts: tuple[Chunk, ...], count: int) -> Iterator[np.ndarray]:

@@ -1,0 +1,70 @@
+"""Precisions as a user names them: how a model computes in each, and how far a result may be from the exact one.
+
+fp32 and tf32 keep float32 tensors and differ in their matmuls; bf16 is autocast, and fp16 is autocast with a scaled
+loss.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lmsys.bench.fields import Record
+from lmsys.testing import error_ratio, norm_rms, rms_budget
+
+DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # of the matmuls
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+ROUNDING = AUTOCAST | {"fp32": torch.float32, "tf32": torch.float16}  # by length of the mantissa
+LOSS_SCALE = 2.0**12  # keeps float16 gradients above its smallest value
+RECOMPILE_LIMIT = 64  # every row makes graphs of the same block
+
+
+def why_no_precision(precision: str, device: str) -> str | None:
+    """None, or why the device has no such arithmetic."""
+    return "TF32 is an arithmetic of CUDA devices" if precision == "tf32" and device == "cpu" else None
+
+
+@contextmanager
+def arithmetic(precision: str) -> Iterator[None]:
+    """As `matmuls`. What is compiled meanwhile is dropped."""
+    try:
+        with matmuls(precision), torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
+            yield
+    finally:
+        torch.compiler.reset()
+
+
+@contextmanager
+def matmuls(precision: str) -> Iterator[None]:
+    """Float32 matmuls in TF32 or, for every other precision, in full."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def autocast(precision: str, device: str) -> torch.autocast:
+    return torch.autocast(device, AUTOCAST.get(precision, torch.bfloat16), enabled=precision in AUTOCAST)
+
+
+def ratio_of(found: Tensor, reference: Tensor, plain: Tensor, dtype: torch.dtype) -> float:
+    """The error of `found` over its budget, which is what the `plain` computation loses when it is rounded to `dtype`.
+
+    `lmsys.testing.error_ratio` has absolute terms and gradients are small, so all are taken in units of the reference's
+    largest value. More than one number is held in root mean square too, as attention rows without a float32 form are.
+    """
+    _, exponent = math.frexp(reference.abs().max().item())
+    found, reference, plain = (x.double() / 2.0**exponent for x in (found, reference, plain))
+    ratio = error_ratio(found, reference, plain.to(dtype))
+    return max(ratio, norm_rms(found - reference) / rms_budget(reference, plain)) if found.dim() else ratio
+
+
+def matmul_rates(flops: float, time_s: float, precision: str, machine: Record) -> Record:
+    """The rate of so much work, and its share of the large matmul measured in this run, None where none was."""
+    reached = machine["ceilings"]["matmul_flops_per_s"].get(DTYPES[precision]) if precision != "tf32" else None
+    speed = flops / time_s
+    return {"flops_per_s": speed, "matmul_ceiling_fraction": speed / reached if reached else None}

@@ -1,0 +1,90 @@
+"""Findings about the rows of a comparison, and the fields of their records beside the time."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.data_parallel.cases import ParallelCase
+from benchmarks.data_parallel.rank import Inspection
+from lmsys.bench import Settings
+from lmsys.bench.fields import Record
+from lmsys.cost.communication import ddp_overhead
+from lmsys.cost.memory import zero_memory
+from lmsys.cost.operations import model_parameters
+
+MOST_STEPS = 50  # of a row in one pass
+
+
+@dataclass
+class Row:
+    """Findings about the strategy of a case, whose buckets are tuned.
+
+    seen    by rank
+    passes  seconds of each step, of the slowest rank; alone: of each step without synchronization
+    """
+
+    case: ParallelCase
+    seen: list[Inspection]
+    passes: list[list[float]] = field(default_factory=list)
+    alone: list[float] = field(default_factory=list)
+
+    @property
+    def samples(self) -> list[float]:
+        """In turns of every pass: the first few, which are kept with a record, are of all of them."""
+        return [one for together in zip(*self.passes, strict=True) for one in together]
+
+    def steps(self, settings: Settings, passes: int) -> int:
+        """Steps of one pass: enough for the rounds asked for, and as many as fit the time."""
+        slowest = max(seen.step_s for seen in self.seen)
+        return max(-(-settings.min_rounds // passes), min(MOST_STEPS, int(settings.seconds_per_row / passes / slowest)))
+
+
+def communication(row: Row, rows: Sequence[Row]) -> Record:
+    """The cost of synchronizing: what it adds to a step, against the same step without it or the row that does not
+    synchronize, and how long it takes."""
+    case, time_s, seen = row.case, statistics.median(row.samples), row.seen[0]
+    record: Record = {
+        "bucket_mb": seen.bucket_mb or case.asked_bucket_mb,
+        "num_buckets": seen.num_buckets,
+        "timeline": [list(interval) for interval in seen.communication.timeline],
+    }
+    alone = {one.case.world_size: one for one in rows if one.passes and not one.case.synchronizes}
+    if 1 in alone:
+        record["scaling_efficiency"] = statistics.median(alone[1].samples) / time_s
+    if case.world_size == 1 or not case.synchronizes:
+        return record
+    if row.alone or case.world_size in alone:
+        other = alone.get(case.world_size)
+        steps, by = (row.alone, "no_sync") if row.alone else (other.samples, other.case.impl)
+        record |= {"unsynchronized_s": statistics.median(steps), "unsynchronized_by": by}
+    # A rank that comes early waits inside of a collective: the one that waits least tells what that takes.
+    least = min((one.communication for one in row.seen), key=lambda one: one.time_s)
+    record |= {"communication_s": least.time_s, "overlap_fraction": least.overlap_fraction}
+    if (base := baseline(row, rows)) is not None and (theirs := min(one.communication.time_s for one in base.seen)):
+        record["improvement"] = (statistics.median(base.samples) - time_s) / theirs
+    if seen.network is not None:
+        latency, bandwidth = seen.network
+        record |= {"latency_s": latency, "bandwidth_bytes_per_s": bandwidth}
+        if seen.num_buckets and case.entry.trait("all_reduce_model", True):
+            total = 4 * model_parameters(case.config)
+            record["predicted_exposed_s"] = ddp_overhead(total, seen.num_buckets, latency, bandwidth)
+    return record
+
+
+def baseline(row: Row, rows: Sequence[Row]) -> Row | None:
+    """The row that a row's communication is compared with, if it has been timed: on as many ranks, sharded alike."""
+    asked = row.case.world_size, row.case.sharded_optimizer
+    same = [one for one in rows if one.passes and (one.case.world_size, one.case.sharded_optimizer) == asked]
+    found = max(same, key=lambda one: one.case.entry.trait("baseline", 0))
+    return found if found.case.entry.trait("baseline", 0) else None
+
+
+def memory(row: Row) -> Record:
+    """The largest of any rank, and what the accounting of ZeRO predicts where the strategy says its stage."""
+    case, num_parameters = row.case, model_parameters(row.case.config)
+    record: Record = {name: max(seen.memory[name] for seen in row.seen) for name in row.seen[0].memory}
+    record["optimizer_fraction"] = record["optimizer_bytes"] / (8 * num_parameters)
+    if (stage := case.entry.trait("zero_stage")) is not None:
+        predicted = zero_memory(num_parameters, case.world_size, max(stage, int(case.sharded_optimizer)))
+        record |= {f"predicted_{name}_bytes": value for name, value in predicted.items()}
+    return record

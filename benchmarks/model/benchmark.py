@@ -1,0 +1,91 @@
+"""The base of all benchmarks of whole language models: a gate on a few blocks, then the whole models, mode by mode."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from benchmarks import models
+from benchmarks.arithmetic import arithmetic
+from benchmarks.model.cases import AXES, ModelTest, cases_of, model_of
+from benchmarks.model.check import Gate
+from benchmarks.model.rig import Rig
+from lmsys.bench import Axis, Benchmark, Candidate, Grid, Settings, Step
+from lmsys.measure.compare import Failure
+
+
+@dataclass
+class Setup:
+    """The gate, until it has judged; from the first step on the whole models, which need its room."""
+
+    case: ModelTest
+    seed: int
+    gate: Gate | None
+
+    @cached_property
+    def rig(self) -> Rig:
+        return Rig(self.case, self.seed)
+
+
+class ModelBenchmark(Benchmark):
+    """A row is opened once for all modes with gradients, and once for inference.
+
+    Each case runs alone once before it is sampled, which decides whether it is out of memory.
+    """
+
+    tables = {"attention": models.MODEL_ROWS}
+    axes: tuple[Axis, ...] = AXES
+    clock = "loop"
+
+    def cases(self, grid: Grid, settings: Settings) -> Iterator[ModelTest]:
+        return cases_of(grid, settings.device)
+
+    def key(self, case: ModelTest) -> tuple[bool, str, bool]:
+        return case.row
+
+    def why_not(self, case: ModelTest) -> str | None:
+        return models.why_not(case.entry, case.asked, case.precision, case.compile)
+
+    def no_sample(self, case: ModelTest) -> Failure | None:
+        if case.compile != "graphed" or (case.mode == "step" and case.device == "cuda"):
+            return None
+        if case.device != "cuda":
+            return "unsupported", "CUDA graphs need a CUDA device"
+        return "unsupported", "forward and backward are one graph: only whole steps can be timed"
+
+    def context(self, cases: Sequence[ModelTest]) -> AbstractContextManager[None]:
+        return arithmetic(cases[0].precision)
+
+    def setup(self, cases: Sequence[ModelTest], settings: Settings) -> Setup:
+        return Setup(cases[0], settings.seed, Gate(cases[0], settings.seed))
+
+    def open(self, candidate: Candidate, setup: Setup) -> None:
+        assert setup.gate is not None
+        model = model_of(candidate.case, setup.gate.base, shared=False)
+        setup.gate.outputs(model, candidate.case.grad)
+        candidate.call = model
+
+    def check_all(self, candidates: Sequence[Candidate], setup: Setup, runner: Any) -> None:
+        if setup.gate is None:
+            return super().check_all(candidates, setup, runner)
+        setup.gate.check(candidates)
+        setup.gate = None
+        for candidate in candidates:
+            candidate.call = None
+
+    def check(self, candidate: Candidate, setup: Setup) -> Mapping[str, float]:
+        """After timing: the logits, or the loss, which is kept, must be finite still. A cold start leaves no model."""
+        if "rig" in vars(setup):
+            result = setup.rig.forward(candidate.case).detach()
+            if not result.isfinite().all():
+                candidate.failed("wrong", "the loss or the logits hold NaN or inf")
+            candidate.notes["loss"] = result.item() if candidate.case.grad else None
+        return {}
+
+    def step(self, case: ModelTest, candidate: Candidate, setup: Setup) -> Step:
+        seconds = setup.rig.alone(case)
+        if candidate.state is None:
+            candidate.state = "has run whole"
+            candidate.compile_s = seconds + (candidate.compile_s or 0.0)
+        return setup.rig.step_of(case)

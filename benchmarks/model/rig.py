@@ -1,0 +1,166 @@
+"""The whole language models of a group on their device, ready to be timed in every mode."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.arithmetic import arithmetic, autocast
+from benchmarks.model.cases import ModelTest, model_of
+from benchmarks.models import LEARNING_RATE, Batch, build
+from lmsys.bench import Settings, Step
+from lmsys.measure import memory
+from lmsys.measure.clock import clock_of, synchronize
+from lmsys.testing import norm_rms
+from lmsys.training.graph import GraphedGradients
+from lmsys.training.optimizer import AdamW
+
+COLD_ROUNDS = 10  # timed steps of the warm-up study
+GRAPH_BUDGET = 4 * torch.finfo(torch.bfloat16).eps  # of a gradient's size: additions have no fixed order
+
+
+class GraphFault(ValueError):
+    """A graph's gradients are not those of the same kernels, launched one by one."""
+
+    failure = property(lambda self: ("wrong", str(self)))
+
+
+def make_optimizer(model: nn.Module, peer: bool) -> torch.optim.Optimizer:
+    """AdamW, ours, or for a peer torch's as its users take it; both have the same hyper-parameters by default."""
+    if not peer:
+        return AdamW(model.parameters(), lr=LEARNING_RATE)
+    on_gpu = next(model.parameters()).is_cuda
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True if on_gpu else None)
+
+
+class Rig:
+    """The models of a group on one set of weights and gradients, with one batch; each is made when it is first used.
+
+    All of ours have one optimizer, a peer has its own: while both are sampled, there are two sets of moments.
+    """
+
+    def __init__(self, case: ModelTest, seed: int):
+        self.device, self.precision = case.device, case.precision
+        self.base = build(case.config, case.device, seed)
+        self.models: dict[tuple[bool, str, bool], nn.Module] = {}  # by ModelTest.row
+        self.data = Batch.draw(case.config, case.batch, case.device, seed + 1)
+        self.clear()
+
+    def clear(self) -> None:
+        """No gradients and no optimizer: only the weights are left."""
+        self.base.zero_grad(set_to_none=True)
+        self.optimizers: dict[bool, torch.optim.Optimizer] = {}  # by ModelTest.peer
+        self.scaler = torch.amp.GradScaler(self.device, enabled=self.precision == "fp16")
+
+    def model(self, case: ModelTest) -> nn.Module:
+        if case.row not in self.models:
+            self.models[case.row] = model_of(case, self.base, shared=True)
+        return self.models[case.row]
+
+    def forward(self, case: ModelTest) -> torch.Tensor:
+        """The logits of inference, or the loss of training."""
+        model, data = self.model(case), self.data
+        with torch.set_grad_enabled(case.grad), autocast(self.precision, self.device):
+            return model.loss(data.tokens, data.targets) if case.grad else model(data.tokens)
+
+    def loss(self, case: ModelTest) -> torch.Tensor:
+        """Scaled, with no gradients from before."""
+        self.base.zero_grad(set_to_none=True)
+        return self.scaler.scale(self.forward(case))
+
+    def update(self, peer: bool) -> None:
+        if peer not in self.optimizers:
+            self.optimizers[peer] = make_optimizer(self.base, peer)
+        self.scaler.step(self.optimizers[peer])
+        self.scaler.update()
+
+    def step_of(self, case: ModelTest) -> Step:
+        """The call to time; a backward's forward, and an optimizer's gradients, are made untimed just before."""
+        peer = case.peer
+
+        def whole() -> None:
+            self.loss(case).backward()
+            self.update(peer)
+
+        def replayed() -> None:
+            graph()
+            self.update(peer)
+
+        if case.compile == "graphed":
+            graph = self.graph_of(case)
+            return Step(lambda _: replayed(), prepare=graph.record, before=replayed)
+        if case.mode in ("forward", "train_forward"):
+            return Step(lambda _: self.forward(case), before=lambda: self.forward(case))
+        return {
+            "backward": Step(lambda made: made.backward(), prepare=lambda: self.loss(case)),
+            "optimizer": Step(lambda _: self.update(peer), prepare=lambda: self.loss(case).backward()),
+            "step": Step(lambda _: whole(), before=whole),
+        }[case.mode]
+
+    def graph_of(self, case: ModelTest) -> GraphedGradients:
+        return GraphedGradients(lambda: self.scaler.scale(self.forward(case)), self.base.parameters())
+
+    def alone(self, case: ModelTest) -> float:
+        """Seconds of the case's first call, with nothing else live and nothing left afterwards, even where it fails.
+
+        Blocks are not compiled again, but where the gate's shape was smaller; what is compiled whole is. GraphFault
+        where a graph is wrong.
+        """
+        self.clear()
+        try:
+            step, start = self.step_of(case), time.perf_counter()
+            step.run(step.prepare())
+            synchronize(self.device)
+            seconds = time.perf_counter() - start
+            del step  # with the memory of its graph
+            if case.compile == "graphed":
+                self.check_graph(case)
+            return seconds
+        finally:
+            self.clear()
+
+    def check_graph(self, case: ModelTest) -> None:
+        self.loss(case).backward()
+        launched = [p.grad for p in self.base.parameters()]
+        self.graph_of(case)()
+        pairs = zip(self.base.parameters(), launched, strict=True)
+        worst = max(norm_rms(p.grad - x) / norm_rms(x) for p, x in pairs)
+        if not worst <= GRAPH_BUDGET:
+            raise GraphFault(f"a gradient of the graph is off by {worst:.2g} of its size")
+
+    def memory_of(self, case: ModelTest) -> tuple[int, int]:
+        """Bytes live before what is timed (weights, gradients, optimizer state), and the peak above all that was."""
+        self.optimizers.clear()  # its own is made anew: another's moments are not this row's
+        step = self.step_of(case)
+        step.run(step.prepare())
+        self.base.zero_grad(set_to_none=True)
+        step = self.step_of(case)  # anew: a graph is recorded within what is measured
+        prepared = None if case.compile == "graphed" else step.prepare()
+        held = sum(memory.breakdown(self.model(case), self.optimizers.get(case.peer)).values())
+        return held, memory.peak_bytes(lambda: step.run(prepared), self.device)
+
+
+def in_own_process(function: Callable[..., Any], *args: Any) -> Any:
+    """Runs function(*args) in a process of its own, and returns its result."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *args).result()
+
+
+def cold_samples(case: ModelTest, settings: Settings) -> list[float]:
+    """Seconds of COLD_ROUNDS steps after `case.warmup` untimed ones, of a new model; for a process of its own."""
+    if settings.memory_limit_bytes is not None:
+        memory.cap_gpu_memory(settings.memory_limit_bytes)
+    assert case.warmup is not None
+    clock, samples = clock_of(case.device), []
+    with arithmetic(case.precision):
+        step = Rig(case, settings.seed).step_of(case)
+        for _ in range(case.warmup + COLD_ROUNDS):
+            prepared = step.prepare()
+            synchronize(case.device)
+            samples += clock.seconds([clock.sample(lambda prepared=prepared: step.run(prepared))])
+            del prepared
+    return samples[case.warmup :]

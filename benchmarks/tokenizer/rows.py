@@ -1,0 +1,125 @@
+"""What each tokenizer does, as its users would have it done.
+
+`python -m benchmarks.tokenizer.rows TASK CLASS PROCESSES TEXT FOLDER VOCAB_SIZE` does a task once, in a process of its
+own, with nothing else loaded: that is how its memory is measured. Imports no torch.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lmsys.registry import load_target
+from lmsys.tokenizer import Tokenizer, train
+from lmsys.tokenizer.files import as_written
+from lmsys.tokenizer.pretokens import PATTERN
+from lmsys.training.corpora import END_OF_TEXT
+from lmsys.training.tokens import encode_files
+
+Call = Callable[[], Any]
+
+
+class Ours:
+    """Reads the file, and starts its processes, within what is timed; the others have the documents in memory."""
+
+    @staticmethod
+    def trainer(text: Path, vocab_size: int, processes: int) -> Call:
+        """A function that trains once."""
+        return lambda: train([text], vocab_size, [END_OF_TEXT], processes)
+
+    @staticmethod
+    def encoder(text: Path, tokenizer: Tokenizer, processes: int) -> Call:
+        """A function that encodes the text once, from a start at which no word is known; `ids_of` reads its result."""
+        new = Tokenizer(tokenizer.vocab, tokenizer.merges, tokenizer.special_tokens)
+        return lambda: list(encode_files(new, [text], processes))
+
+
+class Tiktoken:
+    """OpenAI's, which encodes and does not train; it has threads for processes."""
+
+    @staticmethod
+    def encoder(text: Path, tokenizer: Tokenizer, processes: int) -> Call:
+        import tiktoken
+
+        specials = {token: tokenizer.encode(token)[0] for token in tokenizer.special_tokens}
+        ranks = {token: number for number, token in tokenizer.vocab.items() if number not in specials.values()}
+        theirs = tiktoken.Encoding("own", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=specials)
+        documents = documents_of(text)
+        return lambda: theirs.encode_ordinary_batch(documents, num_threads=processes)
+
+
+class HuggingFace:
+    """Hugging Face's tokenizers; it has threads for processes, as many at every call as at the first."""
+
+    @staticmethod
+    def trainer(text: Path, vocab_size: int, processes: int) -> Call:
+        documents = documents_of(text)
+
+        def train_once() -> int:
+            tokenizers, pre_tokenizer = _huggingface(processes)
+            learner = tokenizers.Tokenizer(tokenizers.models.BPE())
+            learner.pre_tokenizer = pre_tokenizer
+            options = {"initial_alphabet": pre_tokenizer.alphabet(), "show_progress": False}
+            options |= {"vocab_size": vocab_size, "special_tokens": [END_OF_TEXT]}
+            learner.train_from_iterator(documents, tokenizers.trainers.BpeTrainer(**options))
+            return int(learner.get_vocab_size())
+
+        return train_once
+
+    @staticmethod
+    def encoder(text: Path, tokenizer: Tokenizer, processes: int) -> Call:
+        tokenizers, pre_tokenizer = _huggingface(processes)
+        vocab = {as_written(token): number for number, token in tokenizer.vocab.items()}
+        merges = [(as_written(left), as_written(right)) for left, right in tokenizer.merges]
+        theirs = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
+        theirs.pre_tokenizer = pre_tokenizer
+        documents = documents_of(text)
+        return lambda: theirs.encode_batch_fast(documents)
+
+
+def _huggingface(threads: int) -> tuple[Any, Any]:
+    """The package, and the rule by which it cuts text into words."""
+    os.environ.setdefault("RAYON_NUM_THREADS", str(threads))  # read when it first works
+    import tokenizers
+
+    return tokenizers, tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+
+
+def documents_of(text: Path) -> list[str]:
+    return text.read_text(encoding="utf-8").split(END_OF_TEXT)
+
+
+def ids_of(result: list[Any], end_of_text: int) -> list[int]:
+    """One list of ids; between the documents of a row that was given them apart, the token that was there."""
+    if result and isinstance(result[0], np.ndarray):
+        return np.concatenate(result).tolist()
+    documents = [one if isinstance(one, list) else one.ids for one in result]
+    return list(chain.from_iterable((*one, end_of_text) for one in documents))[:-1]
+
+
+def tiktoken_supports(case: Any) -> str | None:
+    if case.task == "train":
+        return "tiktoken does not train"
+    import tiktoken  # noqa: F401
+
+    return None
+
+
+def huggingface_supports(case: Any) -> None:
+    import tokenizers  # noqa: F401
+
+
+def main(task: str, target: str, processes: str, text: str, folder: str, vocab_size: str) -> None:
+    row = load_target(target)
+    if task == "train":
+        row.trainer(Path(text), int(vocab_size), int(processes))()
+    else:
+        row.encoder(Path(text), Tokenizer.load(Path(folder)), int(processes))()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

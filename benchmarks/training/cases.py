@@ -1,0 +1,161 @@
+"""The tests of whole trainings: what each is asked, and what it is called."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from benchmarks.models import MAX_SCORES, attention_case, attention_row
+from lmsys.attention import ATTENTION
+from lmsys.attention.contract import AttentionCase
+from lmsys.bench import Case, Entry
+from lmsys.bench.fields import Record
+from lmsys.bench.ranks import backend_of
+from lmsys.config import ModelConfig, model_config
+from lmsys.parallel import STRATEGIES
+from lmsys.training.config import RunConfig, TrainConfig
+
+# Learning rate times d_model: Adam's goes with the inverse width (Yang et al. 2022, arXiv 2203.03466).
+LR_BY_WIDTH = 0.256
+LEAST_LR, WARMUP = 0.1, 0.1  # of the learning rate; of all steps
+
+
+@dataclass(frozen=True)
+class TrainingCase(Case):
+    """A model with some attention row, trained by a strategy, the `entry`, on ranks with a batch each.
+
+    num_ranks     of the group, which all strategies share: with the batch they make the global batch
+    epochs        passes over train_tokens tokens, rounded down to whole steps
+    bucket_mb     MiB, or None: the strategy has no buckets to set
+    names_bucket  the bucket size is part of the row's name, since there are others
+    micro         sequences that a rank holds at once; 0: its batch
+    """
+
+    attention: Entry
+    size: str
+    context: int
+    batch: int
+    precision: str
+    compile: str
+    num_ranks: int
+    bucket_mb: float | str | None
+    epochs: int
+    train_tokens: int
+    val_tokens: int
+    vocab_size: int
+    names_bucket: bool = False
+    micro: int = 0
+
+    @property
+    def axes(self) -> Record:
+        own = super().axes
+        del own["names_bucket"], own["micro"]
+        rows = {"attention": self.attention.name, "strategy": self.entry.name, "row": self.row}
+        labels = {"attention_label": self.attention.label or self.attention.name}
+        peers = {"attention_peer": self.attention.peer, "strategy_peer": self.entry.peer}
+        ranks = {"global_batch": self.global_batch, "world_size": self.world_size, "backend": self.backend}
+        return {**own, **rows, **labels, **peers, **ranks}
+
+    @property
+    def peer(self) -> bool:
+        return self.attention.peer or self.entry.peer
+
+    @property
+    def rows(self) -> Mapping[str, Entry]:
+        return {"attention": self.attention, "strategy": self.entry}
+
+    @property
+    def comparison(self) -> str:
+        """All attention rows and strategies."""
+        compiled = "" if self.compile == "eager" else f"-{self.compile}"
+        return (
+            f"{self.section}-{self.size}-S{self.context}B{self.batch}-{self.precision}{compiled}"
+            f"-W{self.num_ranks}-T{self.train_tokens}x{self.epochs}"
+        )
+
+    @property
+    def row(self) -> str:
+        """The strategy with its option."""
+        return f"{self.entry.name}-{self.bucket_mb}MiB" if self.names_bucket else self.entry.name
+
+    @property
+    def impl(self) -> str:
+        return f"{self.attention.name}-{self.row}"
+
+    @property
+    def world_size(self) -> int:
+        """The ranks that train: one, which accumulates the batches of all, where the strategy does not synchronize."""
+        return self.num_ranks if self.entry.trait("synchronizes", True) else 1
+
+    @property
+    def global_batch(self) -> int:
+        return self.batch * self.num_ranks
+
+    @property
+    def steps(self) -> int:
+        """Steps of an epoch. ValueError where its tokens do not fill one."""
+        tokens = self.global_batch * self.context
+        if self.train_tokens < tokens:
+            raise ValueError(
+                f"--train-tokens {self.train_tokens}: must be at least {tokens}, which one step takes"
+                f" (batch {self.batch} x {self.num_ranks} ranks x context {self.context})"
+            )
+        return self.train_tokens // tokens
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of an epoch: as many as its steps take, so that steps and epochs end together."""
+        return self.steps * self.global_batch * self.context
+
+    @property
+    def windows(self) -> int:
+        """Windows of the held-out text. ValueError where its tokens do not fill one."""
+        if self.val_tokens < self.context:
+            raise ValueError(f"--val-tokens {self.val_tokens}: must be at least the context, {self.context}")
+        return self.val_tokens // self.context
+
+    @property
+    def backend(self) -> str:
+        return backend_of(self.device)
+
+    @property
+    def shape(self) -> ModelConfig:
+        return model_config(self.size, context_length=self.context, vocab_size=self.vocab_size)
+
+    @property
+    def asked(self) -> AttentionCase:
+        """The case that the attention row is asked for."""
+        return attention_case(self.shape, self.batch, self.precision, self.device)
+
+    @property
+    def lr(self) -> float:
+        return LR_BY_WIDTH / self.shape.d_model
+
+    @property
+    def reference(self) -> "TrainingCase":
+        """One process with naive attention, in micro-batches whose scores fit."""
+        alone = next(row for row in STRATEGIES.values() if not row.trait("synchronizes", True))
+        fitting = max(1, MAX_SCORES // (self.shape.num_heads * self.context**2))
+        micro = max(size for size in range(1, self.batch + 1) if self.batch % size == 0 and size <= fitting)
+        return replace(self, attention=ATTENTION["naive"], entry=alone, bucket_mb=None, compile="eager", micro=micro)
+
+    def config(self, seed: int) -> RunConfig:
+        """The case as the training loop takes it. ValueError for what it has not."""
+        if self.bucket_mb == "auto":
+            raise ValueError("the training loop has no automatic size of buckets: --bucket-mb is to name MiB")
+        if self.compile == "graphed":
+            raise ValueError("the training loop replays no CUDA graph: --compile is to be eager or compiled")
+        steps = self.steps * self.epochs
+        train = TrainConfig(
+            steps=steps,
+            batch_size=self.global_batch,
+            micro_batch_size=self.micro or self.batch,
+            lr=self.lr,
+            min_lr=LEAST_LR * self.lr,
+            warmup_steps=int(WARMUP * steps),
+            seed=seed,
+            precision=self.precision,
+            compile=self.compile == "compiled",
+            strategy=self.entry.target if ".py:" in self.entry.target else self.entry.name,
+            bucket_mb=self.bucket_mb,
+        )
+        row = attention_row(self.attention, self.asked)
+        return RunConfig(model=replace(self.shape, attention=row.name), train=train)

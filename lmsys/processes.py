@@ -1,0 +1,355 @@
+"""Functions in Python processes of their own, which end with this one. Imports no torch.
+
+    with Worker() as worker:
+        result = worker.call(function, argument, timeout_s=10.0)
+
+A worker is a new interpreter that imports what its calls need. It is not forked, since a process with threads, such as
+torch's, cannot be forked safely; nor does it run the caller's main module again, as those of multiprocessing do.
+
+A function travels by its module and name, as pickle has it, or is named by a text that `lmsys.registry.load_target`
+reads, such as "path.py:function". Arguments and results are pickled. What it prints goes where this process prints.
+What a worker starts is in its process group and is killed with it.
+"""
+
+import contextlib
+import io
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+Function = Callable[..., Any] | str
+DIED, TIMEOUT = "died", "timeout"  # how a call may fail without an exception
+GRACE_S = 5.0  # for a process to end by itself
+_SIZE_BYTES = 8  # before each message: how long it is; a message of length 0 says that there are no more
+_callers_main: dict[str, str] = {}  # in a worker: the caller's main module, as multiprocessing names it
+
+
+class ProcessError(RuntimeError):
+    """A call failed in another process, in a way that cannot be raised here as it was there.
+
+    kind  the exception's name, "died" for a process that has ended, "timeout" for one that was killed for being late
+    """
+
+    def __init__(self, kind: str, message: str):
+        super().__init__(message)
+        self.kind = kind
+
+    @property
+    def failure(self) -> tuple[str, str]:
+        """The outcome of what failed and the reason, in a line."""
+        return "error", str(self).splitlines()[0]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a call failed.
+
+    kind       as of a ProcessError
+    text       the traceback, or how the process ended
+    at_s       when, on the clock that all processes of a machine share
+    exception  the exception, pickled, where it can be
+    """
+
+    kind: str
+    text: str
+    at_s: float = 0.0
+    exception: bytes = b""
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Failure":
+        """To be made where the error is handled."""
+        exception = b""
+        if isinstance(error, Exception):
+            with contextlib.suppress(Exception):
+                exception = pickle.dumps(error)
+        return cls(type(error).__name__, traceback.format_exc(), time.monotonic(), exception)
+
+    def error(self) -> Exception:
+        """What to raise for it: the exception itself, caused by a ProcessError with its traceback; else the latter."""
+        if self.kind == DIED:
+            return ProcessError(DIED, f"a worker process {self.text}")
+        there = ProcessError(self.kind, f"{self.text.splitlines()[-1]} (in a worker process)\n{self.text}")
+        try:
+            error = pickle.loads(self.exception)
+        except Exception:
+            return there
+        error.__cause__ = there
+        return error  # type: ignore[no-any-return]
+
+
+class Worker:
+    """A process that runs one call after another and keeps what its modules keep. A call to a dead one starts another.
+
+    environment  variables besides those of this process
+    """
+
+    def __init__(self, environment: Mapping[str, str] | None = None):
+        self._environment = os.environ | (environment or {})
+        self._start()
+
+    def call(self, function: Function, *args: Any, timeout_s: float | None = None) -> Any:
+        """What function(*args) returns there.
+
+        Raises what it raises. ProcessError: the process has died, or was killed as it was late; or the exception cannot
+        be pickled.
+        """
+        request = pickle.dumps((function, args), protocol=5)
+        if answered([self], 0.0):  # nothing was asked, so it is the end of the line
+            self.close(0.0)
+            self._start()
+        with self._killed_after(timeout_s) as is_late:
+            self._write(request)
+            failure, result = self.receive()
+        if is_late.is_set():
+            raise ProcessError(TIMEOUT, f"a worker process did not answer within {timeout_s:g} s and was killed")
+        if failure is not None:
+            raise failure.error()
+        return result
+
+    def send(self, function: Function, *args: Any) -> None:
+        """Begins a call, for those who wait for several workers; `receive` comes before the next."""
+        self._write(pickle.dumps((function, args), protocol=5))
+
+    def receive(self) -> tuple[Failure | None, Any]:
+        """How the call failed, or None and what it returned."""
+        answer = _read(self._stream)
+        if not answer:
+            return Failure(DIED, self._how_it_ended()), None
+        try:
+            failure, result = pickle.loads(answer)
+        except Exception as error:
+            return Failure.of(error), None
+        return failure, result
+
+    def end(self) -> None:
+        """The process is to end when its calls are done."""
+        self._write(b"")
+
+    def kill(self) -> None:
+        """Ends the process at once, and what it has started."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def close(self, grace_s: float = GRACE_S) -> None:
+        """Ends the process, which has so long to do it by itself."""
+        if grace_s > 0:
+            self.end()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(grace_s)
+        self.kill()
+        with contextlib.suppress(OSError):  # what it did not take
+            self._stream.close()
+        self._socket.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(GRACE_S if kind is None else 0.0)
+
+    def _start(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._stream = self._socket.makefile("rwb")
+        path = [str(folder) for folder in sys.path]
+        begin = f"import sys; sys.path[:] = {path}; from {__name__} import _serve"
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", f"{begin}; _serve({theirs.fileno()}, {_main_module()})"],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                process_group=0,
+                env=self._environment,
+            )
+
+    def _write(self, message: bytes) -> None:
+        with contextlib.suppress(OSError, ValueError):  # it has ended, which the next `receive` says
+            _write(self._stream, message)
+
+    @contextlib.contextmanager
+    def _killed_after(self, timeout_s: float | None) -> Iterator[threading.Event]:
+        """The process is killed when the time is up, and on an interrupt: nobody would be there for its answer."""
+        is_late = threading.Event()
+
+        def give_up() -> None:
+            is_late.set()
+            self.kill()
+
+        timer = threading.Timer(timeout_s or 0.0, give_up)
+        timer.daemon = True
+        if timeout_s is not None:
+            timer.start()
+        try:
+            yield is_late
+        except BaseException:
+            self.kill()
+            raise
+        finally:
+            timer.cancel()
+
+    def _how_it_ended(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        self.kill()  # it lives on and has closed its end of the line
+        code = self._process.wait()
+        return f"died: killed by {signal.Signals(-code).name}" if code < 0 else f"died with exit code {code}"
+
+
+def in_own_process(function: Function, *args: Any, timeout_s: float | None = None) -> Any:
+    """`Worker.call` in a process that does nothing else."""
+    with Worker() as worker:
+        return worker.call(function, *args, timeout_s=timeout_s)
+
+
+def answered(workers: Iterable[Worker], timeout_s: float) -> list[Worker]:
+    """Those from which there is something to receive, as soon as there is one; none when the time is up."""
+    by_number = {worker.fileno(): worker for worker in workers}
+    poll = select.poll()
+    for number in by_number:
+        poll.register(number, select.POLLIN)
+    return [by_number[number] for number, _ in poll.poll(min(1e3 * timeout_s, 2**31 - 1))]
+
+
+def futures(
+    function: Callable[[Any], Any],
+    tasks: Iterable[Any],
+    count: int,
+    *,
+    timeout_s: float | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator["Future[Any]"]:
+    """function(task) of each task in `count` processes, in the order of the tasks; `result()` waits or raises.
+
+    No more tasks are taken than are soon done, so that `tasks` may be endless.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+    from queue import SimpleQueue
+
+    pickled, pending = pickle.dumps(function, protocol=5), deque[Any]()
+    workers = [Worker(environment) for _ in range(count)]
+    idle: SimpleQueue[Worker] = SimpleQueue()
+    for worker in workers:
+        idle.put(worker)
+
+    def run(task: Any) -> Any:
+        worker = idle.get()
+        try:
+            return worker.call(_apply, pickled, task, timeout_s=timeout_s)
+        finally:
+            idle.put(worker)
+
+    threads = ThreadPoolExecutor(count)
+    try:
+        for task in tasks:
+            pending.append(threads.submit(run, task))
+            if len(pending) >= 2 * count:  # each worker has one that it does and one that waits
+                yield pending.popleft()
+        yield from pending
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+        for worker in workers:
+            worker.kill()
+        threads.shutdown()
+        for worker in workers:
+            worker.close(0.0)
+
+
+def _apply(function: bytes, task: Any) -> Any:
+    return _loaded(function)(task)
+
+
+@lru_cache(1)
+def _loaded(pickled: bytes) -> Any:
+    """A function may hold much, such as a vocabulary, and is the same for all tasks."""
+    return _Unpickler(io.BytesIO(pickled)).load()
+
+
+class _Unpickler(pickle.Unpickler):
+    """In a worker: finds in the caller's main module what stands there, and only then runs it."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "__main__" and "__mp_main__" not in sys.modules:
+            from multiprocessing.spawn import prepare
+
+            prepare(_callers_main)
+        return super().find_class(module, name)
+
+
+def _main_module() -> dict[str, str]:
+    main = sys.modules["__main__"]
+    if (spec := getattr(main, "__spec__", None)) is not None:
+        return {"init_main_from_name": spec.name}
+    file = getattr(main, "__file__", None)
+    return {"init_main_from_path": os.path.abspath(file)} if file else {}
+
+
+def _write(stream: Any, message: bytes) -> None:
+    stream.write(len(message).to_bytes(_SIZE_BYTES, "little"))
+    stream.write(message)
+    stream.flush()
+
+
+def _read(stream: Any) -> bytes:
+    """A message; b"" when the other end wants no more, or is gone."""
+    try:
+        size = int.from_bytes(stream.read(_SIZE_BYTES), "little")
+        message = stream.read(size)
+    except OSError:
+        return b""
+    return message if len(message) == size else b""
+
+
+def _serve(number: int, callers_main: dict[str, str]) -> None:
+    """A worker's life: a call after another, until there are no more."""
+    _callers_main.update(callers_main)
+    os.set_inheritable(number, False)  # what it starts must not hold the line open
+    threading.Thread(target=_end_with_caller, args=(number,), daemon=True).start()
+    stream = socket.socket(fileno=number).makefile("rwb")
+    while request := _read(stream):
+        _answer(stream, request)
+        sys.stdout.flush()
+
+
+def _answer(stream: Any, request: bytes) -> None:
+    try:
+        function, args = _Unpickler(io.BytesIO(request)).load()
+        if isinstance(function, str):
+            from lmsys.registry import load_target
+
+            function = load_target(function)
+        answer = pickle.dumps((None, function(*args)), protocol=5)
+    except BaseException as error:
+        # Here, before what the call holds is let go, which may wait for others.
+        _write(stream, pickle.dumps((Failure.of(error), None)))
+    else:
+        _write(stream, answer)
+
+
+def _end_with_caller(number: int) -> None:
+    poll = select.poll()
+    poll.register(number, 0)  # that the other end is closed is always told
+    poll.poll()
+    os.killpg(os.getpid(), signal.SIGKILL)

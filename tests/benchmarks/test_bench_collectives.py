@@ -1,0 +1,65 @@
+"""The benchmark of collectives: its cases and its records."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.bench_collectives import Collectives
+from benchmarks.sweeps import SWEEPS
+from lmsys.bench import Grid, Settings, Sweep
+from lmsys.bench.ranks import Ranks
+from lmsys.bench.results import Session
+from tests.support.harness import cases_of, runner
+
+OTHERS = "attention", "model", "loss", "anatomy", "precision", "tokenizer", "training", "data_parallel"
+SMALL = {"megabytes": (1,), "operation": ("broadcast",)}
+
+
+def ids(sweep: Sweep, **texts: str) -> list[str]:
+    return Session(Settings(device="cpu"), sweep, texts=texts).add(Collectives)
+
+
+def test_every_sweep_has_cases_of_its_own() -> None:
+    for sweep in SWEEPS.values():
+        for device in sweep.values():
+            found = ids(device)
+            assert found and len(set(found)) == len(found)
+            assert not any(word in one for one in found for word in OTHERS)
+
+
+def test_gloo_alone_without_cuda_and_two_ranks_at_least() -> None:
+    sweep = Sweep(grids={"collectives": (Grid("s", world_size=(0, 2, 64), **SMALL),)})
+    assert ids(sweep) == ["s-W2-gloo-broadcast-1MB"]
+    assert ids(sweep, **{"--world-size": "3"}) == ["s-W3-gloo-broadcast-1MB"]
+    (one,) = cases_of(Collectives(), world_size=(3,), **SMALL)
+    assert one.numel % 3 == 0
+
+
+def test_collectives_are_checked_and_timed(smoke_result: Path) -> None:
+    every = json.loads(smoke_result.read_text())["lmsys"]["records"]
+    found = {one["impl"]: one for one in every if one["benchmark"] == "collectives"}
+    assert set(found) == {"all_reduce", "reduce_scatter", "all_gather", "broadcast"}
+    for one in found.values():
+        assert one["outcome"] == "ok" and one["rounds"] >= 10 and one["loop_s"] > 0, one["reason"]
+        assert one["algorithm_bytes_per_s"] == pytest.approx(one["bytes"] / one["time_s"])
+    assert found["all_reduce"]["bus_bytes_per_s"] == found["all_reduce"]["algorithm_bytes_per_s"]
+    assert found["all_gather"]["bus_bytes_per_s"] == found["all_gather"]["algorithm_bytes_per_s"] / 2
+
+
+def test_a_wrong_result_is_a_case_without_a_time_and_without_timing_there_is_only_the_check() -> None:
+    class Answers(Ranks):
+        def run(self, world_size: int, backend: str, function: object, case: object, *rest: object) -> list[object]:
+            from benchmarks.bench_collectives import Measured
+
+            asked.append(rest[0])
+            return [Measured(), Measured("rank 1: off" if case.megabytes == 2 else "")]  # type: ignore[attr-defined]
+
+    asked: list[object] = []
+    cases = cases_of(Collectives(), **(SMALL | {"megabytes": (1, 2)}))
+    harness = runner(timed=False)
+    harness.__dict__["ranks"] = Answers()
+    right, wrong = [one.record for one in harness.run(Collectives(), cases)]
+    assert asked == [None, None], "no time to sample"
+    assert right["outcome"] == "ok" and "not timed" in right["reason"] and "time_s" not in right
+    assert (wrong["outcome"], wrong["reason"]) == ("wrong", "rank 1: off")

@@ -1,0 +1,35 @@
+"""Communication in a trace: intervals whose union and overlap are known by construction."""
+
+import pytest
+
+from lmsys.measure.overlap import merged, read_overlap
+
+STEP_US = 1000.0
+
+
+def test_intervals_are_united() -> None:
+    assert merged([(3.0, 4.0), (0.0, 1.0), (0.5, 2.0)]) == [(0.0, 2.0), (3.0, 4.0)]
+    assert merged([(0.0, 1.0), (1.5, 2.0)], gap=0.6) == [(0.0, 2.0)]
+
+
+@pytest.mark.parametrize(("device", "category"), [("cpu", "cpu_op"), ("cuda", "kernel")])
+def test_time_of_communication_and_its_overlap_are_those_of_the_trace(device: str, category: str) -> None:
+    """Three steps of 1 ms: a matmul for 600 us, two transfers of 200 us that share 100, half of them beside it."""
+    sends = {"cpu": ("user_annotation", "gloo:all_reduce"), "cuda": ("kernel", "ncclDevKernel_AllReduce")}[device]
+    events = [{"cat": "cpu_op", "name": "c10d::allreduce_", "ts": 0.0, "dur": STEP_US}, {"ph": "M", "name": "meta"}]
+    for number in range(3):
+        start = 10.0 + number * STEP_US
+        events.append({"cat": category, "name": "aten::mm", "ts": start, "dur": 600.0})
+        events.append({"cat": sends[0], "name": sends[1], "ts": start + 450, "dur": 200.0})
+        events.append({"cat": sends[0], "name": sends[1], "ts": start + 550, "dur": 200.0})
+    found = read_overlap(events, device, steps=3)
+    assert found.time_s == pytest.approx(300e-6) and found.overlap_fraction == pytest.approx(0.5)
+    assert {what for what, _, _ in found.timeline} == {"communication", "computation"}
+    longest = max(end for _, _, end in found.timeline)
+    assert 0 < longest <= STEP_US / 1e6
+
+
+def test_a_step_that_sends_nothing_has_no_overlap() -> None:
+    found = read_overlap([{"cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 5.0}], "cpu", steps=1)
+    assert (found.time_s, found.overlap_fraction) == (0.0, None)
+    assert read_overlap([], "cpu", steps=1).timeline == []

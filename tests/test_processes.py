@@ -1,0 +1,268 @@
+"""Workers: what they return, and every way in which a call can fail, each of which costs that call alone."""
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmsys.processes import ProcessError, Worker, answered, futures, in_own_process
+from lmsys.tokenizer.workers import each
+
+KEPT: list[int] = []
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    with Worker() as one:
+        yield one
+
+
+def keep(value: int) -> list[int]:
+    KEPT.append(value)
+    return KEPT
+
+
+def says(text: str) -> int:
+    print(f"{text} in Python", end=" ")
+    sys.stdout.flush()
+    os.write(1, b"and past it")
+    return len(text)
+
+
+def double(task: int) -> int:
+    if task == 13:
+        raise ValueError("13 is refused")
+    if task == 99:
+        os._exit(7)
+    print("a task may print")
+    return 2 * task
+
+
+def hangs_with_a_child(file: Path) -> None:
+    file.write_text(str(subprocess.Popen(["sleep", "60"]).pid))
+    time.sleep(60)
+
+
+class Unpicklable(Exception):
+    def __reduce__(self) -> Any:
+        raise TypeError("not by pickle")
+
+
+class Unloadable(Exception):
+    """As of many libraries: what pickle calls it with is not what it takes."""
+
+    def __init__(self, one: str, other: str):
+        super().__init__(f"{one} and {other}")
+
+
+def raises(kind: str) -> None:
+    raise {
+        "unpicklable": Unpicklable("holds a lock"),
+        "unloadable": Unloadable("this", "that"),
+        "exit": SystemExit(3),
+        "interrupt": KeyboardInterrupt("there"),
+    }[kind]
+
+
+def lives(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text()
+
+
+def eventually(found: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 20
+    while not found() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found()
+
+
+def test_a_worker_lives_from_call_to_call(worker: Worker) -> None:
+    assert [worker.call(keep, value) for value in (1, 2)] == [[1], [1, 2]] and KEPT == []
+    assert worker.call(os.getpid) == worker.pid != os.getpid()
+    assert [worker.call(abs, -value) for value in range(500)] == list(range(500))
+
+
+def test_functions_are_named_by_texts_too(worker: Worker, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def add(one, other): return one + other")
+    assert worker.call(f"{tmp_path}/mine.py:add", 1, 2) == 3
+    assert worker.call("os:getpid") == worker.pid
+    with pytest.raises(ValueError, match="defines no 'nothing'"):
+        worker.call("os:nothing")
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "kind", "said"),
+    [
+        (signal.raise_signal, (signal.SIGKILL,), "died", "a worker process died: killed by SIGKILL"),
+        (signal.raise_signal, (signal.SIGSEGV,), "died", "a worker process died: killed by SIGSEGV"),
+        (os._exit, (3,), "died", "a worker process died with exit code 3"),
+        (os._exit, (0,), "died", "a worker process died with exit code 0"),
+        (time.sleep, (60,), "timeout", "a worker process did not answer within 0.5 s and was killed"),
+    ],
+)
+def test_a_death_costs_one_call(worker: Worker, function: Any, arguments: Any, kind: str, said: str) -> None:
+    worker.call(abs, 1)  # has begun
+    before, begin = worker.pid, time.monotonic()
+    with pytest.raises(ProcessError) as caught:
+        worker.call(function, *arguments, timeout_s=0.5 if function is time.sleep else None)
+    assert (caught.value.kind, str(caught.value)) == (kind, said) and caught.value.failure == ("error", said)
+    assert time.monotonic() - begin < 20 and not lives(before)
+    assert worker.call(double, 4) == 8 and worker.pid != before
+
+
+def test_one_that_dies_between_calls_is_replaced(worker: Worker) -> None:
+    os.kill(worker.pid, signal.SIGKILL)
+    assert eventually(lambda: bool(answered([worker], 0.0))) and worker.call(double, 4) == 8
+
+
+def test_an_exception_is_raised_here_with_its_traceback(worker: Worker) -> None:
+    with pytest.raises(ValueError, match="^13 is refused$") as caught:
+        worker.call(double, 13)
+    told = str(caught.value.__cause__)
+    assert told.startswith("ValueError: 13 is refused (in a worker process)\nTraceback") and "in double" in told
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "said"),
+    [
+        ("unpicklable", "Unpicklable", "Unpicklable: holds a lock"),
+        ("unloadable", "Unloadable", "Unloadable: this and that"),
+        ("exit", "SystemExit", "SystemExit: 3"),
+        ("interrupt", "KeyboardInterrupt", "KeyboardInterrupt: there"),
+    ],
+)
+def test_an_exception_that_cannot_come_is_told(worker: Worker, kind: str, name: str, said: str) -> None:
+    before = worker.pid
+    with pytest.raises(ProcessError) as caught:
+        worker.call(raises, kind)
+    assert caught.value.kind == name and said in caught.value.failure[1] and "in raises" in str(caught.value)
+    assert worker.call(abs, -1) == 1 and worker.pid == before
+
+
+def test_what_cannot_be_pickled_is_an_error_of_that_call(worker: Worker) -> None:
+    before = worker.pid
+    with pytest.raises(Exception, match="pickle"):
+        worker.call(abs, lambda: 0)
+    with pytest.raises(Exception, match="pickle"):
+        worker.call(open, os.devnull)
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        worker.call("no_such_module:function")
+    assert worker.call(abs, -1) == 1 and worker.pid == before
+
+
+def test_a_deadline_ends_what_the_worker_has_started_too(worker: Worker, tmp_path: Path) -> None:
+    with pytest.raises(ProcessError, match="did not answer within 3 s"):
+        worker.call(hangs_with_a_child, tmp_path / "pid", timeout_s=3)
+    child = int((tmp_path / "pid").read_text())
+    assert eventually(lambda: not lives(child))
+
+
+def test_an_interrupt_leaves_no_answer_for_the_next_call(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(worker, "receive", interrupted)
+        worker.call(abs, -5)
+    assert worker.call(abs, -6) == 6
+
+
+def test_printing_is_not_answering(capfd: pytest.CaptureFixture[str]) -> None:
+    with Worker() as fresh:  # `worker` has the output of the test that it was started in
+        assert fresh.call(says, "four") == 4
+    assert capfd.readouterr().out == "four in Python and past it"
+
+
+def test_large_arguments_and_results(worker: Worker) -> None:
+    data = os.urandom(2**20) * 64
+    assert worker.call(bytes, data, timeout_s=60) == data
+
+
+def test_a_worker_imports_what_its_calls_need() -> None:
+    loaded = in_own_process(eval, "sorted(__import__('sys').modules)")
+    assert "lmsys.processes" in loaded and not {"torch", "numpy", "pytest"} & set(loaded)
+
+
+def test_a_worker_inherits_the_output_and_its_line_alone() -> None:
+    with open(os.devnull) as file:
+        os.set_inheritable(file.fileno(), True)
+        with Worker() as first, Worker() as second:
+            for worker in (first, second):
+                found = set(worker.call(os.listdir, "/proc/self/fd")) - {"0", "1", "2"}
+                assert len(found) == 2  # its line, and the folder that is read
+
+
+def test_nothing_is_left_of_a_worker() -> None:
+    pid = in_own_process(os.getpid)
+    assert not Path(f"/proc/{pid}").exists()
+    with pytest.raises(KeyError), Worker() as worker:
+        raise KeyError
+    assert not Path(f"/proc/{worker.pid}").exists()
+
+
+CALLER = """
+import os, subprocess, sys, time
+from lmsys.processes import Worker
+
+def begin(file):
+    child = subprocess.Popen(["sleep", "60"])
+    with open(file + ".new", "w") as out:
+        print(os.getpid(), child.pid, file=out)
+    os.rename(file + ".new", file)
+    time.sleep(60)
+
+if __name__ == "__main__":
+    print("ran as main", flush=True)
+    Worker().call(begin, sys.argv[1])
+"""
+
+
+def test_workers_end_with_their_caller_and_find_functions_in_its_main_module(tmp_path: Path) -> None:
+    (tmp_path / "caller.py").write_text(CALLER)
+    command = [sys.executable, tmp_path / "caller.py", tmp_path / "pids"]
+    with open(tmp_path / "printed", "w") as printed:
+        path = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+        caller = subprocess.Popen(command, env=path, stdout=printed)
+    try:
+        assert eventually((tmp_path / "pids").exists), "the call has not begun"
+        pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+        assert all(map(lives, pids))
+    finally:
+        caller.kill()
+        caller.wait()
+    assert eventually(lambda: not any(map(lives, pids)))
+    assert (tmp_path / "printed").read_text() == "ran as main\n"
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_tasks_are_answered_in_order_and_errors_passed_on(processes: int) -> None:
+    assert list(each(double, range(12), processes)) == [2 * task for task in range(12)]
+    with pytest.raises(ValueError, match="13 is refused"):
+        list(each(double, range(20), processes))
+
+
+def test_a_failure_among_many_tasks_is_that_of_one() -> None:
+    found = []
+    for future in futures(double, (1, 99, 2, 13, 3, 4), 2):
+        error = future.exception()
+        found.append(future.result() if error is None else str(error))
+    assert found == [2, "a worker process died with exit code 7", 4, "13 is refused", 6, 8]
+
+
+def test_no_more_tasks_are_taken_than_are_soon_done() -> None:
+    taken: list[int] = []
+    endless = (taken.append(task) or task for task in itertools.count())  # type: ignore[func-returns-value]
+    found = futures(double, endless, 2)
+    assert [next(found).result() for _ in range(5)] == [0, 2, 4, 6, 8] and len(taken) <= 5 + 2 * 2
+    found.close()  # type: ignore[attr-defined]
+
+
+def test_each_task_has_a_deadline() -> None:
+    late, right = [future.exception() for future in futures(time.sleep, (60.0, 0.0), 2, timeout_s=3)]
+    assert isinstance(late, ProcessError) and late.kind == "timeout" and right is None
