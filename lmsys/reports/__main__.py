@@ -54,23 +54,17 @@ def build(paths: Sequence[Path], out: Path, baseline: str | None = None) -> Path
     undeclared = [f"{counts[name]} records of {name!r}" for name in sorted(counts) if name not in machines[0].fields]
     if len(undeclared) == len(counts):
         raise InputError(f"nothing to report: {', '.join(undeclared)}, and nothing declares their fields")
-    parts = [
-        (machine, [one for name in _benchmarks(machine) for one in _chapters(machine, name, baseline)])
-        for machine in machines
-    ]
+    parts = [(machine, _chapters(machine, baseline)) for machine in machines]
     page.prepare(out)
     notes = [f"Not shown: {', '.join(undeclared)}, since nothing declares their fields."] if undeclared else []
     return page.write(out, [part for part in parts if part[1]], csv_of(records), notes)
 
 
-def _benchmarks(machine: Machine) -> list[str]:
-    """Those with declared fields, in page order."""
-    names = sorted({one["benchmark"] for one in machine.records} & machine.fields.keys())
-    return sorted(names, key=lambda name: [*CHAPTERS, name].index(name))
-
-
-def _chapters(machine: Machine, benchmark: str, baseline: str | None) -> Sequence[page.Chapter]:
-    return CHAPTERS.get(benchmark, OTHERS)(view_of(machine, benchmark, baseline))
+def _chapters(machine: Machine, baseline: str | None) -> list[page.Chapter]:
+    """Of each benchmark whose fields are declared, in page order."""
+    names = {one["benchmark"] for one in machine.records} & machine.fields.keys()
+    ordered = [name for name in (*CHAPTERS, *sorted(names - CHAPTERS.keys())) if name in names]
+    return [chapter for name in ordered for chapter in CHAPTERS.get(name, OTHERS)(view_of(machine, name, baseline))]
 
 
 if __name__ == "__main__":

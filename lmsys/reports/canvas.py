@@ -93,8 +93,9 @@ def add_places(axes: Any, labels: Sequence[str]) -> None:
 
 
 def short(length: float) -> str:
-    """A length for an axis: 512, 1k, 64k."""
-    return f"{length / 1024:g}k" if length >= 1024 and length % 1024 == 0 else f"{length:,.10g}"
+    """A length for an axis: 512, 1,000, and powers of two as 1k, 64k."""
+    power = length >= 1024 and length % 1 == 0 and int(length).bit_count() == 1
+    return f"{length / 1024:g}k" if power else f"{length:,.10g}"
 
 
 def plain(value: float, _: object = None) -> str:
@@ -111,3 +112,13 @@ def log_values(axis: Any, values: Iterable[float]) -> None:
     axis.set_major_locator(LogLocator(subs=subs, numticks=20))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(plain))
+
+
+def scale_values(axes: Any, values: Sequence[float], log: bool, room: float) -> None:
+    """The y axis for these values: logarithmic, or from zero with room above them."""
+    if log:
+        axes.set_yscale("log")
+        log_values(axes.yaxis, values)
+    else:
+        axes.set_ylim(0, room * max(values))
+        axes.yaxis.set_major_formatter(FuncFormatter(plain))

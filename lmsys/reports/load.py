@@ -60,7 +60,9 @@ class Machine:
 
 
 def read(paths: Iterable[Path]) -> list[Machine]:
-    """The machines of many files, as one result; for a case that several hold, the run of the latest date wins, whatever their order.
+    """The machines of many files, as one result.
+
+    For a case that several hold, the run of the latest date wins, whatever the order of the files.
 
     InputError, with the file, for one that is absent, not ours or of a later version, and when there are no records.
     """

@@ -118,25 +118,25 @@ def _anchor(machine: Machine, title: str) -> str:
 def _facts(runs: Sequence[Record]) -> Html:
     """The runs behind a machine's figures: what all have in common, then a line for each with what they have not."""
     told = [_facts_of(run) for run in runs]
-    names = [*FACTS, "memory", *sorted({name for facts in told for name in facts} - {*FACTS, "memory", "copy"}), "copy"]
+    names = dict.fromkeys(name for facts in told for name in facts)
     rows = {name: [facts.get(name, "–") for facts in told] for name in names}
-    common = [tag("tr", tag("th", n), tag("td", v[0])) for n, v in rows.items() if len(set(v)) == 1 and v[0] != "–"]
+    common = [
+        tag("tr", tag("th", name), tag("td", values[0])) for name, values in rows.items() if len(set(values)) == 1
+    ]
     own = {name: values for name, values in rows.items() if len(set(values)) > 1}
     head = tag("thead", tag("tr", *(tag("th", name) for name in own)))
     lines = [tag("tr", *(tag("td", value) for value in line)) for line in zip(*own.values(), strict=True)]
-    found = [[*common], [head, tag("tbody", *lines)]] if own else [common]
+    found = [common, [head, tag("tbody", *lines)]] if own else [common]
     return joined(tag("div", tag("table", *rows, class_="facts"), class_="scroll") for rows in found)
 
 
 def _facts_of(run: Record) -> dict[str, str]:
+    copy, memory = (run.get("ceilings") or {}).get("copy_bytes_per_s"), run.get("memory_bytes")
     facts = {name: str(run[name]) for name in FACTS if run.get(name) not in (None, "")}
-    facts["commit"] = f"{run.get('commit')}{' with local changes' * bool(run.get('dirty'))}"
-    facts |= {f"matmul {dtype}": f"{number(rate / 1e12)} TFLOP/s" for dtype, rate in matmul_rates(run).items()}
-    if run.get("memory_bytes"):
-        facts["memory"] = f"{run['memory_bytes'] / 2**30:.1f} GiB"
-    if copy := (run.get("ceilings") or {}).get("copy_bytes_per_s"):
-        facts["copy"] = f"{number(copy / 1e9)} GB/s"
-    return facts
+    facts |= {"commit": f"{facts['commit']} with local changes"} if run.get("dirty") and "commit" in facts else {}
+    facts |= {"memory": f"{memory / 2**30:.1f} GiB"} if memory else {}
+    facts |= {f"matmul {dtype}": f"{number(rate / 1e12)} TFLOP/s" for dtype, rate in sorted(matmul_rates(run).items())}
+    return facts | ({"copy": f"{number(copy / 1e9)} GB/s"} if copy else {})
 
 
 def _block(block: Block, anchors: dict[str, str]) -> Html:

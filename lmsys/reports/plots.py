@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from lmsys.bench.fields import Record
+from lmsys.bench.fields import Field, Record
 from lmsys.reports.canvas import (
     CEILING,
     INK,
@@ -17,7 +17,7 @@ from lmsys.reports.canvas import (
     canvas,
     legend_height,
     log_values,
-    plain,
+    scale_values,
     short,
     to_svg,
 )
@@ -25,7 +25,7 @@ from lmsys.reports.speedups import SPEEDUP
 from lmsys.reports.styles import Style, lighter
 from lmsys.reports.tables import NOT_RUN, about_of, titled
 from lmsys.reports.views import View
-from lmsys.reports.words import FILES, OUTCOMES, is_clocked, label_of, number, scaled, unit_of
+from lmsys.reports.words import FILES, OUTCOMES, is_clocked, label_of, number, scaled, sentence, unit_of
 
 FULL_COLOUR = 4.0  # the ratio from which a heat map's colour says no more, the same in every plot
 NO_BASE = "no base"
@@ -45,51 +45,50 @@ def lines(
     word: str = "",
     xlabel: str = "",
     ceiling: tuple[str, float] | None = None,
-    beside: Sequence[tuple[Style, Mapping[float, float]]] = (),
+    beside: Sequence[tuple[Style, Mapping[Any, float]]] = (),
 ) -> Plot | None:
     """A metric against an axis, a line for each value of `by`, and lines `beside` them; None where none has two points.
 
     Rates and shares are drawn from zero, and so is what is of one order of magnitude.
     """
-    one = view.fields[metric]
+    one, (unit, _) = view.fields[metric], unit_of(view.fields[metric])
     series = [(view.style(by, value), points) for value, points in view.series(metric, axis, by).items()] + list(beside)
     series = [(style, points) for style, points in series if points]
     if not any(len(points) > 1 for _, points in series):
         return None
-    figure, axes = canvas(titled(label_of(one), view), 3.0 + legend_height(len(series)))
-    for place, (style, points) in enumerate(series):
-        on_top = place / len(series)  # thinner, so that a line below another that it equals still shows
+    places = [place for place in view.values(axis) if any(place in points for _, points in series)]
+    numbers = all(type(place) in (int, float) for place in places)
+    head = sentence(label_of(one))
+    figure, axes = canvas(titled(head, view), 3.0 + legend_height(len(series)))
+    for order, (style, points) in enumerate(series):
+        on_top = order / len(series)  # thinner, so that a line below another that it equals still shows
         size = {"linewidth": 3.0 - 1.6 * on_top, "markersize": 7.0 - 3.0 * on_top}
-        axes.plot(list(points), list(points.values()), **style.line(), **size)
-    places = sorted({place for _, points in series for place in points})
+        at = [place if numbers else places.index(place) for place in points]
+        axes.plot(at, list(points.values()), **style.line(), **size)
     values = [value for _, points in series for value in points.values()]
     if ceiling:
         axes.axhline(ceiling[1], **CEILING)
-        at = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
-        axes.annotate(ceiling[0], (1, ceiling[1]), (0, 3), ha="right", fontsize=9, **at)
-    if places[0] > 0:
-        axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(places))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
-    unit = unit_of(one)[0]
-    if max(values) >= 10 * min(values) and unit != "%" and not unit.endswith("/s"):
-        axes.set_yscale("log")
-        log_values(axes.yaxis, values)
+        on_axes = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+        axes.annotate(ceiling[0], (1, ceiling[1]), (0, 3), ha="right", fontsize=9, **on_axes)
+    if not numbers:
+        add_places(axes, [view.text(axis, place) for place in places])
     else:
-        axes.set_ylim(0, 1.08 * max([*values, ceiling[1] if ceiling else 0]))
-        axes.yaxis.set_major_formatter(FuncFormatter(plain))
+        axes.set_xscale("log", base=2) if places[0] > 0 else None
+        axes.xaxis.set_major_locator(FixedLocator(places))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    log = max(values) >= 10 * min(values) and unit != "%" and not unit.endswith("/s")
+    scale_values(axes, [*values, *([ceiling[1]] if ceiling and not log else [])], log, 1.08)
     axes.set(xlabel=xlabel or label_of(view.fields[axis]), ylabel=unit)
     add_legend(figure, axes)
-    apart = _apart(view, axis) if is_clocked(one) and by == "impl" else ""
-    caption = view.caption(about_of(one), is_clocked(one)) + apart + _lost(view, axis, by)
-    return drawn(view, figure, label_of(one), word or FILES.get(metric, metric), caption)
+    caption = view.caption(about_of(one), is_clocked(one)) + _apart(view, one, axis, by) + _lost(view, axis, by)
+    return drawn(view, figure, head, word or FILES.get(metric, metric), caption)
 
 
-def _apart(view: View, *axes: str) -> str:
+def _apart(view: View, one: Field, axis: str, by: str) -> str:
     """A warning where the points of one place were not sampled together."""
-    timed = view.only(lambda case: case["time_s"] is not None).groups(*axes).values()
-    several = any(len(own.distinct("comparison")) > 1 for own in timed)
+    timed = view.only(lambda case: case["time_s"] is not None).groups(axis).values()
+    several = is_clocked(one) and by == "impl" and any(len(own.distinct("comparison")) > 1 for own in timed)
     return " Points of one place come from several runs: not comparable within a few per cent." if several else ""
 
 
@@ -103,139 +102,100 @@ def _lost(view: View, axis: str, by: str) -> str:
     return f" Out of memory: {'; '.join(found)}." if found else ""
 
 
-def bars(view: View, metric: str, axis: str, by: str = "impl", word: str = "") -> Plot | None:
-    """A group of bars for each value of an axis, a bar for each value of `by`, or its outcome's word; None without bars.
+def bars(
+    view: View,
+    metrics: Sequence[str],
+    axis: str,
+    by: str = "impl",
+    word: str = "",
+    mark: str = "",
+    head: str = "",
+    about: str = "",
+) -> Plot | None:
+    """A group of bars for each value of an axis, a bar for each value of `by`; None without bars.
 
-    From zero, but where values differ by more than ten times: there the axis is logarithmic.
+    Several metrics stand one upon another, lighter below, with their sum above and a line at the field `mark`. Where a
+    case lacks one of them stands its outcome's word. From zero, but where single metrics differ by more than ten times:
+    there the axis is logarithmic.
     """
-    one, groups = view.fields[metric], view.values(axis)
+    fields, groups = [view.fields[name] for name in metrics], view.values(axis)
     cases = {(case[by], case[axis]): case for case in view.cases}
-    heights = {key: scaled(one, case[metric]) for key, case in cases.items() if (case[metric] or 0) > 0}
-    words = {key: OUTCOMES.get(case["outcome"], "") for key, case in cases.items() if key not in heights}
-    shown = [
-        value for value in view.values(by) if any(heights.get((value, g)) or words.get((value, g)) for g in groups)
-    ]
-    if not heights:
+    stacks = {key: [scaled(one, case[one.name]) for one in fields] for key, case in cases.items()}
+    sums = {key: math.fsum(stack) for key, stack in stacks.items() if math.fsum(stack) > 0}
+    if not sums:
         return None
-    head = f"{label_of(one)} by {label_of(view.fields[axis])}"
-    figure, axes = canvas(titled(head, view), 3.0 + legend_height(len(shown)))
-    low, high, width = min(heights.values()), max(heights.values()), 0.84 / len(shown)
-    log = high >= 10 * low
-    floor, top = (low / 2, high * 1.6) if log else (0.0, high * 1.1)
-    for place, value in enumerate(shown):
-        style = view.style(by, value)
-        at = np.arange(len(groups)) + (place - (len(shown) - 1) / 2) * width
-        line = [heights.get((value, group), math.nan) for group in groups]
-        look = {"color": style.color, "hatch": "////" if style.dashed else None, "edgecolor": "white", "linewidth": 0}
-        axes.bar(at, line, width * 0.92, label=style.label, **look)
-        for x, group in zip(at, groups, strict=True):
-            foot = {"rotation": 90, "ha": "center", "va": "bottom", "fontsize": 8, "color": style.color}
-            axes.text(x, floor * 1.1 if log else top / 50, words.get((value, group), ""), **foot)
+    words = {key: OUTCOMES.get(case["outcome"], "") for key, case in cases.items() if key not in sums}
+    marks = {key: scaled(view.fields[mark], cases[key][mark]) for key in sums} if mark else {}
+    tops = {key: max(total, marks.get(key, 0.0)) for key, total in sums.items()}
+    shown = [
+        value for value in view.values(by) if any(key[0] == value and (key in sums or words[key]) for key in cases)
+    ]
+    several, low, high, width = len(fields) > 1, min(sums.values()), max(tops.values()), 0.84 / len(shown)
+    log = not several and high >= 10 * low
+    head = head or sentence(f"{label_of(fields[0])} by {label_of(view.fields[axis])}")
+    figure, axes = canvas(titled(head, view), 3.0 + legend_height(len(shown) + several * len(fields)))
+    upright = {"rotation": 90, "ha": "center", "va": "bottom", "fontsize": 7}
+    for key in (key for key in cases if key[0] in shown):
+        style = view.style(by, key[0])
+        x = groups.index(key[1]) + (shown.index(key[0]) - (len(shown) - 1) / 2) * width
+        if key not in sums:
+            axes.text(x, low * 0.55 if log else high / 50, words[key], color=style.color, **upright)
+            continue
+        for layer, height in enumerate(stacks[key]):
+            look = _look(style.color, layer, len(fields)) | {"hatch": "////" if style.dashed else None}
+            axes.bar(x, height, 0.92 * width, math.fsum(stacks[key][:layer]), **look)
+        if several:
+            axes.text(x, tops[key], f" {number(sums[key])}", **upright)
+            axes.plot([x - 0.46 * width, x + 0.46 * width], [marks.get(key, math.nan)] * 2, color=INK, linewidth=1.2)
+    for style in (view.style(by, value) for value in shown):
+        axes.bar(0, 0, label=style.label, hatch="////" if style.dashed else None, **_look(style.color, 0, 1))
+    for layer, one in enumerate(fields if several else ()):
+        axes.bar(0, 0, label=label_of(one), **_look(INK, layer, len(fields)))
+    scale_values(axes, [low / 2, high], log, 1.25 if several else 1.1)
     if log:
-        axes.set_yscale("log")
-        log_values(axes.yaxis, [floor, high])
-    else:
-        axes.yaxis.set_major_formatter(FuncFormatter(plain))
-    axes.set_ylim(floor, top)
+        axes.set_ylim(low / 2, high * 1.6)
     add_places(axes, [_short_text(view, axis, group) for group in groups])
     axes.grid(axis="x", visible=False)
-    axes.set_ylabel(unit_of(one)[0])
+    axes.set_ylabel(unit_of(fields[0])[0])
     add_legend(figure, axes)
-    apart = _apart(view, axis) if is_clocked(one) and by == "impl" else ""
-    caption = view.caption(about_of(one), is_clocked(one)) + apart
-    return drawn(view, figure, head, word or FILES.get(metric, metric), caption)
+    caption = view.caption(about or about_of(fields[0]), is_clocked(fields[0])) + _apart(view, fields[0], axis, by)
+    return drawn(view, figure, head, word or FILES.get(metrics[0], metrics[0]), caption)
+
+
+def _look(color: str, layer: int, layers: int) -> dict[str, Any]:
+    """How a layer of a bar is drawn: the lighter the lower."""
+    return {"color": lighter(color, 1 - (layer + 1) / layers), "edgecolor": "white", "linewidth": 0}
 
 
 def _short_text(view: View, axis: str, value: Any) -> str:
-    return short(value) if type(value) is int and axis not in view.words else view.text(axis, value)
+    return short(value) if type(value) is int and value not in view.words.get(axis, ()) else view.text(axis, value)
 
 
-def stacked(
-    view: View, layers: Sequence[str], axis: str, by: str, mark: str, word: str, head: str, about: str
-) -> Plot | None:
-    """Groups of bars, each a stack of fields (lighter below), its sum above and a line at the field `mark`.
-
-    A case that lacks one of them has its outcome's word instead. None without a whole stack.
-    """
-    cases = {(case[by], case[axis]): case for case in view.cases}
-    fields, groups, values = [view.fields[name] for name in layers], view.values(axis), view.values(by)
-    stacks = {key: [scaled(one, case[one.name]) for one in fields] for key, case in cases.items()}
-    marks = {key: scaled(view.fields[mark], case[mark]) for key, case in cases.items()}
-    sums = {key: math.fsum(stack) for key, stack in stacks.items()}
-    finite = [value for value in (*sums.values(), *marks.values()) if math.isfinite(value)]
-    if not any(map(math.isfinite, sums.values())):
-        return None
-    figure, axes = canvas(titled(head, view), 3.0 + legend_height(len(values) + len(layers)))
-    width, text = 0.84 / len(values), {"rotation": 90, "ha": "center", "va": "bottom", "fontsize": 7}
-    for (value, group), stack in stacks.items():
-        x, total, line = (
-            groups.index(group) + (values.index(value) - (len(values) - 1) / 2) * width,
-            0.0,
-            marks[value, group],
-        )
-        if not math.isfinite(sums[value, group]):
-            axes.text(x, 0, f" {OUTCOMES.get(cases[value, group]['outcome'], '')}", **text)
-            continue
-        for layer, height in enumerate(stack):
-            axes.bar(x, height, width * 0.92, total, color=_shade(view.style(by, value).color, layer, len(layers)))
-            total += height
-        if math.isfinite(line):
-            axes.plot([x - 0.46 * width, x + 0.46 * width], [line, line], color=INK, linewidth=1.2)
-        axes.text(x, max(total, line) if math.isfinite(line) else total, f" {number(total)}", **text)
-    for style in (view.style(by, value) for value in values):
-        axes.bar(0, 0, color=style.color, label=style.label)
-    for layer, one in enumerate(fields):
-        axes.bar(0, 0, color=_shade(INK, layer, len(layers)), label=label_of(one))
-    axes.set_ylim(0, 1.25 * max(finite))
-    add_places(axes, [view.text(axis, group) for group in groups])
-    axes.grid(axis="x", visible=False)
-    axes.yaxis.set_major_formatter(FuncFormatter(plain))
-    axes.set_ylabel(unit_of(fields[0])[0])
-    add_legend(figure, axes)
-    return drawn(view, figure, head, word, view.caption(about, is_clocked(fields[0])))
-
-
-def _shade(color: str, layer: int, layers: int) -> str:
-    """The colour, the lighter the lower the layer."""
-    return lighter(color, 1 - (layer + 1) / layers)
-
-
-def heat_map(view: View, axes_: Sequence[str]) -> Plot | None:
+def heat_map(view: View, settings: Sequence[str]) -> Plot | None:
     """Speedups: a row for each row of the table, a column for each setting of some axes; None without any but 1.
 
     A row without any speedup is there too: its words say why.
     """
     if len({case["impl"] for case in view.cases if case[SPEEDUP]}) < 2:  # the base beside nothing
         return None
-    cases = {(case["impl"], *(case[name] for name in axes_)): case for case in view.cases}
-    rows, columns = view.values("impl"), view.distinct(*axes_)
-    texts = [[_speed_text(view, cases.get((row, *key))) for key in columns] for row in rows]
-    if len(axes_) == 1:
-        heads, xlabel = [_short_text(view, axes_[0], key[0]) for key in columns], label_of(view.fields[axes_[0]])
-    else:
-        names = [label_of(view.fields[name]) for name in axes_]
-        heads = [
-            ", ".join(f"{n} {view.text(a, v)}" for n, a, v in zip(names, axes_, key, strict=True)) for key in columns
-        ]
-        xlabel = ""
-    slanted = sum(map(len, heads)) > 36
-    base = view.text("impl", view.base)
-    figure, axes = canvas(
-        titled(f"Speedup over {base}", view), 0.25 * len(rows) + 0.8 + (0.055 * max(map(len, heads)) if slanted else 0)
-    )
+    cases = {(case["impl"], *(case[name] for name in settings)): case for case in view.cases}
+    rows, columns, base = view.values("impl"), view.distinct(*settings), view.text("impl", view.base)
+    texts = [[_speed_text(cases.get((row, *key))) for key in columns] for row in rows]
     speeds = [[(cases.get((row, *key)) or {}).get(SPEEDUP) or math.nan for key in columns] for row in rows]
+    heads = [", ".join(_short_text(view, *one) for one in zip(settings, key, strict=True)) for key in columns]
+    slanted = 0.055 * max(map(len, heads)) if sum(map(len, heads)) > 36 else 0
+    figure, axes = canvas(titled(f"Speedup over {base}", view), 0.25 * len(rows) + 0.8 + slanted)
     full = math.log2(FULL_COLOUR)
     axes.imshow(np.log2(np.array(speeds)), cmap="RdBu", vmin=-full, vmax=full, aspect="auto", alpha=0.85)
-    for y, line in enumerate(speeds):
-        for x, value in enumerate(line):
-            strong = math.isfinite(value) and abs(math.log2(value)) > 0.6 * full
-            look = {"ha": "center", "va": "center", "fontsize": 8.5 if len(columns) <= 8 else 7}
-            axes.text(x, y, texts[y][x], color="white" if strong else INK, **look)
+    for (y, x), value in np.ndenumerate(np.array(speeds)):
+        strong = math.isfinite(value) and abs(math.log2(value)) > 0.6 * full
+        look = {"ha": "center", "va": "center", "fontsize": 8.5 if len(columns) <= 8 else 7}
+        axes.text(x, y, texts[y][x], color="white" if strong else INK, **look)
     axes.set_xticks(range(len(heads)), heads, fontsize=9)
     axes.tick_params(axis="x", rotation=40 if slanted else 0)
     axes.set_yticks(range(len(rows)), [view.text("impl", row) for row in rows], fontsize=9)
     axes.tick_params(length=0)
-    axes.set(xlabel=xlabel, facecolor="#f3f4f6")
+    axes.set(xlabel=", ".join(label_of(view.fields[name]) for name in settings), facecolor="#f3f4f6")
     axes.grid(False)
     axes.spines[:].set_visible(False)
     also = [f"Blue is faster, red slower, full colour from {FULL_COLOUR:g}×."]
@@ -245,12 +205,10 @@ def heat_map(view: View, axes_: Sequence[str]) -> Plot | None:
     return drawn(view, figure, f"Speedup over {base}", "heat", caption)
 
 
-def _speed_text(view: View, case: Record | None) -> str:
+def _speed_text(case: Record | None) -> str:
     """What stands in a cell of the heat map: the speedup, or why there is none."""
-    if case is None:
-        return NOT_RUN
-    if case["outcome"] != "ok":
-        return OUTCOMES[case["outcome"]]
+    if case is None or case["outcome"] != "ok":
+        return OUTCOMES[case["outcome"]] if case else NOT_RUN
     if speed := case[SPEEDUP]:
         return f"{speed:.2f}" if speed < 10 else f"{speed:.0f}"
     return "untimed" if case["time_s"] is None else NO_BASE if case["remark"] else ""

@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from lmsys.bench.fields import Field, Record
 from lmsys.reports.views import View
@@ -25,7 +26,7 @@ def ratio_of(ours: Record, theirs: Record) -> float | None:
 
 
 def bases_of(view: View, otherwise: Iterable[str] = ()) -> list[str]:
-    """The rows that speeds are relative to: the user's choice, else those of the table, as far as they were timed here."""
+    """The rows that speeds are relative to, of those timed here: the user's choice, else those that the table names."""
     preferred = {name: row["baseline"] for name, row in view.table().items() if row.get("baseline")}
     names = [view.wanted] if view.wanted else [*sorted(preferred, key=lambda name: -preferred[name]), *otherwise]
     timed = {case["impl"] for case in view.cases if case["time_s"] is not None}
@@ -66,9 +67,7 @@ def compared(
     return replace(view, cases=cases, base=base, fields={**view.fields, name: field})
 
 
-def besides(
-    view: View, base: str | None, axis: str = "impl", same: Sequence[str] | None = None
-) -> dict[str, Record | None]:
+def besides(view: View, base: str | None, axis: str = "impl", same: Sequence[str] | None = None) -> dict[str, Any]:
     """By id the case that has `base` on an axis and is otherwise the same: on the axes `same`, else on all."""
     same = [name for name in view.axes() if name not in (axis, "label", "peer")] if same is None else same
     bases = {tuple(case[name] for name in same): case for case in view.cases if case[axis] == base}

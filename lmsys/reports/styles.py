@@ -33,13 +33,6 @@ class Style:
         return {"label": self.label, "color": self.color, "marker": self.marker, "linestyle": style}
 
 
-def numbered(labels: Iterable[str]) -> dict[str, Style]:
-    """Styles of what is no row of a table, such as model sizes, by their order."""
-    return {
-        name: Style(name, PALETTE[i % len(PALETTE)], marker=MARKERS[i % len(MARKERS)]) for i, name in enumerate(labels)
-    }
-
-
 def styles_of(
     cases: Iterable[Record], name: str, row: str, label: str, table: Mapping[str, Record]
 ) -> dict[Any, Style]:

@@ -139,7 +139,8 @@ def pivot(
     """A metric; rows: the values of some fields, columns: those of another, in a cell: those of `inside`, as a / b.
 
     An axis that is none of these, but tells cases apart, is one more field of the rows. None without a number to show,
-    unless it is the table of times, which says how cases ended. `data` are the fields of the CSV, where the metric is text.
+    unless it is the table of times, which says how cases ended. `data` are the fields of the CSV where the metric is
+    text.
     """
     one = view.fields[metric]
     if not view.has(metric) and metric != "time_s":
@@ -147,19 +148,16 @@ def pivot(
     rows = view.telling(rows, columns, inside) or ["section"]
     cases = {(*(case[name] for name in rows), case[columns], case.get(inside)): case for case in view.cases}
     heads, inner, notes, lines = view.values(columns), view.values(inside) if inside else [None], Footnotes(), []
-    compares = is_clocked(one) and metric != SPEEDUP
+    compares = is_clocked(one) and metric != SPEEDUP and "impl" in (columns, inside)
     for key in view.ordered(*rows).distinct(*rows):
         found = [[cases.get((*key, head, value)) for value in inner] for head in heads]
-        line = [case for group in found for case in group] if columns == "impl" and compares else []
-        beside = [group if inside == "impl" and compares else line for group in found]
-        texts = [
-            _group(view, metric, group, _reference(view, own), notes) for group, own in zip(found, beside, strict=True)
-        ]
+        line = [case for group in found for case in group] if compares else []
+        texts = [_group(view, metric, group, group if inside == "impl" else line, notes) for group in found]
         lines.append([*map(view.text, rows, key), *texts])
     below = []
     if metric == SPEEDUP and columns == "impl":
-        blank = any("" in line for line in lines)
-        below = [f"Blank: not sampled together with {view.text('impl', view.base)}."] if blank else []
+        blank = f"Blank: not sampled together with {view.text('impl', view.base)}."
+        below = [blank] if any("" in line for line in lines) else []
         means = [mean_text(case[SPEEDUP] for case in view.cases if case[columns] == head) for head in heads]
         lines.append(["geometric mean (cells)", *[""] * (len(rows) - 1), *means])
     several = " / ".join(view.text(inside, value) for value in inner) if len(inner) > 1 else ""
@@ -178,32 +176,25 @@ def pivot(
 
 def _head(view: View, name: str, value: Any) -> str:
     """The head of a column: a number says of what it is."""
-    text = view.text(name, value)
-    return (
-        f"{label_of(view.fields[name])} {text}"
-        if type(value) in (int, float) and value not in view.words.get(name, ())
-        else text
-    )
+    text, is_number = view.text(name, value), type(value) in (int, float) and value not in view.words.get(name, ())
+    return f"{label_of(view.fields[name])} {text}" if is_number else text
 
 
-def _reference(view: View, cases: Sequence[Record | None]) -> Record | None:
-    """The case that others beside it compare with: that of the base, else the first that was timed."""
-    timed = [case for case in cases if case and case["time_s"] is not None]
-    return next((case for case in timed if case["impl"] == view.base), timed[0] if timed else None)
-
-
-def _group(view: View, metric: str, group: Sequence[Record | None], against: Record | None, notes: Footnotes) -> str:
-    """One cell, of one case or of several; what was not sampled beside `against` is marked so."""
-    texts = []
-    for case in group:
-        texts.append(cell(view, metric, case, notes))
-        if against and case and case["time_s"] is not None and case["comparison"] != against["comparison"]:
+def _group(
+    view: View, metric: str, group: Sequence[Record | None], beside: Sequence[Record | None], notes: Footnotes
+) -> str:
+    """One cell, of one case or of several. Marked is what was not sampled together with those beside it: with the base,
+    else with the first that was timed."""
+    timed = [case for case in beside if case and case["time_s"] is not None]
+    against = next((case for case in timed if case["impl"] == view.base), timed[0] if timed else None)
+    texts = [cell(view, metric, case, notes) for case in group]
+    for place, case in enumerate(group):
+        if case and against and case in timed and case["comparison"] != against["comparison"]:
             other = view.text("impl", against["impl"])
-            far = f"measured in another run than {other}: not comparable within a few per cent"
-            texts[-1] += notes.mark(far)
-    if len(group) == 1:
-        return texts[0]
-    return " / ".join(text or "·" for text in texts) if any(group) else NOT_RUN
+            texts[place] += notes.mark(f"measured in another run than {other}: not comparable within a few per cent")
+    if len(group) > 1 and not any(group):
+        return NOT_RUN
+    return " / ".join(text or "·" for text in texts) if len(group) > 1 else texts[0]
 
 
 def about_of(field: Field) -> str:
@@ -247,19 +238,17 @@ def listing(
 
 def endings(view: View, *keys: str, word: str, title: str) -> Table:
     """How the cases of each row ended."""
-    data = []
+    counts, data, rows = ("cases", *ENDINGS), [], []
     for key, own in view.groups(*keys).items():
-        ends = Counter(_ending(case) for case in own.cases)
-        data.append(
-            {**dict(zip(keys, key, strict=True)), "cases": len(own.cases), **{end: ends[end] for end in ENDINGS}}
-        )
-    counts = ("cases", *ENDINGS)
+        found = {"cases": len(own.cases), **Counter(map(_ending, own.cases))}
+        data.append({**dict(zip(keys, key, strict=True)), **{name: found.get(name, 0) for name in counts}})
+        rows.append([*map(own.text, keys, key), *(f"{found[name]:,}" if name in found else "" for name in counts)])
     return Table(
         name=view.file(word),
         title=title,
         caption=f"How the cases ended. {view.machine.about(view.cases)}",
         columns=[*(label_of(view.fields[key]) for key in keys), *counts],
-        rows=[[*view.texts(one, keys), *(f"{one[end]:,}" if one[end] else "" for end in counts)] for one in data],
+        rows=rows,
         data=data,
         keys=len(keys),
     )

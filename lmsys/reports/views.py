@@ -1,15 +1,13 @@
 """Some cases of one benchmark on one machine: typed by their declared fields, cut by axes, and put into words."""
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from string import Formatter
 from typing import Any
 
 from lmsys.bench.fields import Field, Record
 from lmsys.reports.load import InputError, Machine, file_name
 from lmsys.reports.styles import Style, styles_of
-from lmsys.reports.words import VALUES, exact, label_of, scaled, sentence, span, timing, unit_of
+from lmsys.reports.words import NAMES, VALUES, exact, filled, label_of, scaled, sentence, span, timing, unit_of
 
 LIMIT = "memory_limit_bytes"
 UNSAID = ("section", "label", "peer", "device")  # axes that captions leave out
@@ -19,21 +17,19 @@ Key = tuple[Any, ...]
 def view_of(machine: Machine, benchmark: str, baseline: str | None = None) -> "View":
     """All cases of a benchmark. InputError for a record that has something else where a number is declared."""
     fields = machine.fields[benchmark]
-    cases = []
-    for record in machine.records:
-        if record["benchmark"] != benchmark:
-            continue
-        case = {**dict.fromkeys(fields), **record}
+    cases = [{**dict.fromkeys(fields), **one} for one in machine.records if one["benchmark"] == benchmark]
+    for case in cases:
         for one in fields.values():
-            if (one.unit or one.role == "metric") and not _fits(one, case[one.name]):
-                raise InputError(f"record {case['id']!r}: {one.name}={case[one.name]!r} must be a number")
-        cases.append(case)
+            if not _fits(one, value := case[one.name]):
+                raise InputError(f"record {case['id']!r}: {one.name}={value!r} is not what the field is declared as")
     return View(machine, benchmark, fields, cases, wanted=baseline, stem=machine.slug).styled()
 
 
 def _fits(field: Field, value: Any) -> bool:
-    several = field.role == "detail" and isinstance(value, list)
-    return value is None or several or (isinstance(value, (int, float)) and not isinstance(value, bool))
+    """Whether it can be a value of the field: a number where one is declared, and a list only among details."""
+    if value is None or isinstance(value, (list, dict)):
+        return value is None or field.role == "detail"
+    return type(value) in (int, float) or not (field.unit or field.role == "metric")
 
 
 @dataclass(frozen=True)
@@ -81,18 +77,18 @@ class View:
 
         The names of files get `stem` behind what they begin with, or with `tail` at their end.
         """
-        names = [name for _, name, _, _ in Formatter().parse(stem + heading) if name]
+        told, named = ([name for name in NAMES.findall(text) if name in self.fields] for text in (heading, stem))
         limits = [] if LIMIT in self.said else [LIMIT]
         parts = []
-        for part in self.groups(*names, *limits).values():
+        for part in self.groups(*told, *named, *limits).values():
             first = part.cases[0]
             limit = part.text(LIMIT, first[LIMIT]) if limits else ""
-            texts = {name: part.text(name, first[name]) for name in names}
-            heads = [heading.format_map(texts), limit and f"memory limit {limit}", self.heading]
-            words = "".join(f"-{word}" for word in (stem.format_map(first), limit.replace(" ", "").lower()) if word)
-            file = {"tail": self.tail + words} if tail else {"stem": self.stem + words}
-            said = (*self.said, *names, *limits)
-            parts.append(replace(part, heading=", ".join(filter(None, heads)), said=said, **file))
+            texts = {name: part.text(name, first[name]) for name in told}
+            heads = [filled(heading, texts), limit and f"memory limit {limit}", self.heading]
+            end = "".join(f"-{word}" for word in (filled(stem, first), limit.replace(" ", "").lower()) if word)
+            stems = (self.stem, self.tail + end) if tail else (self.stem + end, self.tail)
+            said = ", ".join(filter(None, heads)), (*self.said, *told, *limits)
+            parts.append(replace(part, stem=stems[0], tail=stems[1], heading=said[0], said=said[1]))
         return parts
 
     def file(self, word: str = "") -> str:
@@ -119,7 +115,7 @@ class View:
         return self.with_fields(*(self.fields[name].called(label=label) for name, label in labels.items()))
 
     def with_fields(self, *fields: Field) -> "View":
-        """With these declarations. One that has `of` is a function of the others; None where a case lacks their values."""
+        """With these declarations. One with `of` is a function of the others; None where a case lacks what it needs."""
         cases = [dict(case) for case in self.cases]
         for one in fields:
             for case in cases if one.of else ():
@@ -137,11 +133,15 @@ class View:
         styles = styles_of(self.cases, name, row, label, self.table(row))
         return replace(self, styles={**self.styles, name: styles})
 
-    def table(self, row: str = "impl") -> Mapping[str, Record]:
-        """The table that the values of a field are rows of: the one of its name, else the one that has most of them."""
-        rows, values = self.machine.rows, {case[row] for case in self.cases}
-        named = next((kind for kind in (row, self.benchmark) if kind in rows), "")
-        return rows.get(named or max(rows, key=lambda kind: len(values & rows[kind].keys()), default=""), {})
+    def table(self, row: str = "impl") -> Mapping[Any, Record]:
+        """The table that the values of a field are rows of: that of its name, else the one that has most of them.
+
+        Where no table has any, it is the words for the field's values.
+        """
+        tables, values = self.machine.rows, {case[row] for case in self.cases}
+        named = {kind: table for kind, table in tables.items() if kind in (row, self.benchmark)}
+        found = max((named or tables).values(), key=lambda table: len(values & table.keys()), default={})
+        return found if values & found.keys() else {value: {} for value in self.words.get(row, ())}
 
     def has(self, name: str) -> bool:
         return any(case.get(name) is not None for case in self.cases)
@@ -169,14 +169,13 @@ class View:
         """These fields, and those axes without which, and without the `others`, cases would fall together."""
         found, known = list(names), [name for name in others if name]
         for name in self.axes():
-            if name not in (*found, *known, "label", "peer"):
-                if len(self.distinct(*found, *known)) < len(self.distinct(*found, *known, name)):
-                    found.append(name)
+            fewer, more = (self.distinct(*found, *known, *also) for also in ((), (name,)))
+            found += [name] if name not in ("label", "peer") and len(fewer) < len(more) else []
         return found
 
     def place(self, name: str, value: Any) -> tuple[int, float, str]:
         """Where a value stands in reading order: as its style or its words do, else by size, else by the alphabet."""
-        known = list(self.styles.get(name) or self.words.get(name, ()))
+        known: list[Any] = [*(self.styles.get(name) or self.words.get(name, {}))]
         if value in known:
             return 0, known.index(value), ""
         return (1, value, "") if isinstance(value, (int, float)) else (2, 0, "" if value is None else str(value))
@@ -212,21 +211,25 @@ class View:
         return sentence(self.heading)
 
     def held(self) -> str:
-        """What the heading does not say: axes that are constant among these cases, and the range of the others."""
+        """What the heading does not say: axes that are constant among these cases, and the range of numbers.
+
+        Words that vary stand in the table or plot itself.
+        """
         told = []
         for name in self.axes():
             values = [value for value in self.values(name) if value is not None]
-            if name in (*self.said, *UNSAID) or (name == "impl" and len(values) > 1):
+            words = self.words.get(name, ())
+            if len(values) > 1 and any(type(value) not in (int, float) or value in words for value in values):
                 continue
-            texts = [self.text(name, value) for value in values]
-            is_range = name not in self.words and all(type(value) in (int, float) for value in values)
-            told.append(f"{label_of(self.fields[name])} {span(texts) if is_range else ' / '.join(texts)}")
+            if name not in (*self.said, *UNSAID):
+                told.append(f"{label_of(self.fields[name])} {span([self.text(name, value) for value in values])}")
         return ", ".join(told)
 
     def caption(self, about: str, clocked: bool = False) -> str:
         """What is shown, every axis that is held, how it was timed, and where."""
-        texts = {name: self.text(name, self.cases[0][name]) for name in self.axes() if not self.varies(name)}
-        about = re.sub(r"\{(\w+)\}", lambda found: texts.get(found[1], found[0]), about)
+        about = filled(
+            about, {name: self.text(name, self.cases[0][name]) for name in self.axes() if not self.varies(name)}
+        )
         held = sentence("; ".join(filter(None, [self.heading, self.held(), self.also])))
         how = timing(self.cases) if clocked else ""
         return f"{about}. {held}. {how}{self.machine.about(self.cases)}"

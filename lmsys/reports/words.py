@@ -19,6 +19,7 @@ PREFIXES = {
     "Mi": 2**20,
     "Gi": 2**30,
 }
+NAMES = re.compile(r"\{(\w+)\}")
 UNITS_IN_NAMES = re.compile(r"_(s|bytes|per_s|mhz|ratio)$")
 CLOCKED = ("time_s", "mean_s", "speedup", "mfu", "matmul_ceiling_fraction")  # come from samples, as all rates do
 OUTCOMES = {"oom": "OOM", "unsupported": "n/a", "wrong": "wrong", "error": "error"}  # as tables and plots show them
@@ -66,6 +67,11 @@ def exact(value: float) -> str:
 
 def sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
+
+
+def filled(text: str, values: Mapping[str, Any]) -> str:
+    """The text with what stands for each name in braces; braces around anything else stay as they are."""
+    return NAMES.sub(lambda found: str(values.get(found[1], found[0])), text)
 
 
 def unit_of(field: Field) -> tuple[str, float]:

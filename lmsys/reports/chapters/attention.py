@@ -2,14 +2,14 @@
 
 from dataclasses import replace
 
-from lmsys.bench.fields import Field, Record
+from lmsys.bench.fields import Field
 from lmsys.reports import plots
 from lmsys.reports.canvas import Plot
 from lmsys.reports.page import Block, Chapter
 from lmsys.reports.speedups import SPEEDUP, base_of, compared, is_compared
 from lmsys.reports.tables import Table, endings, means, pivot
 from lmsys.reports.views import View
-from lmsys.reports.words import number
+from lmsys.reports.words import FILES, number
 
 SECTIONS = {  # in page order
     "default": "Everyday shapes",
@@ -37,10 +37,7 @@ def chapters(view: View) -> list[Chapter]:
     """An overview, then a chapter for each grid."""
     view = _shaped(view.checked(numbers=SHAPE, words=("section", "dtype", "direction")).read_as(section=SECTIONS))
     view = view.ordered("section", "dtype", "causal", "direction", "memory_limit_bytes", *SHAPE, "impl")
-    named = view.labelled(impl="name", peer="whose").read_as(peer={True: "peer", False: "ours"})
-    rows = endings(
-        replace(named, styles={}), "impl", "label", "peer", word="attention-implementations", title="Implementations"
-    )
+    rows = _rows(view)
     overview = [Block("", [rows])]
     found = [Chapter("Attention", overview)]
     for (section,), own in view.groups("section").items():
@@ -55,8 +52,15 @@ def chapters(view: View) -> list[Chapter]:
         if summary := _summary(own, section, parts):
             overview.insert(-1, Block(name, [summary], chapter=f"Attention: {name}"))
         blocks = _glance(own) if section in GLANCE else []
-        found.append(Chapter(f"Attention: {name}", blocks + [_block(part, section, parts) for part in parts]))
+        found.append(Chapter(f"Attention: {name}", blocks + [_block(part, section) for part in parts]))
     return found
+
+
+def _rows(view: View) -> Table:
+    """Which rows were run, and how their cases ended."""
+    own = view.ordered("impl").with_fields(Field("name", of=lambda case: case["impl"])).labelled(peer="whose")
+    own = own.read_as(peer={True: "peer", False: "ours"})
+    return endings(own, "name", "label", "peer", word="attention-implementations", title="Implementations")
 
 
 def _shaped(view: View) -> View:
@@ -103,49 +107,42 @@ def _summary(own: View, section: str, parts: list[View]) -> Table | None:
 
 def _glance(own: View) -> list[Block]:
     """The rates of all cells of both masks, of the rows that were timed."""
-    blocks = []
-    for part in own.cut("{section}-{dtype}-{direction}", "{direction}, {dtype}, both masks"):
-        timed = {case["impl"] for case in part.cases if case["time_s"] is not None}
-        part = _compared(part.only(lambda case: case["impl"] in timed))
-        if timed and part.varies("causal"):
-            blocks.append(Block(part.title, [pivot(part, "flops_per_s", _keys(part))]))
-    return blocks
+    timed = {case["impl"] for case in own.cases if case["time_s"] is not None}
+    parts = own.only(lambda case: case["impl"] in timed).cut(
+        "{section}-{dtype}-{direction}", "{direction}, {dtype}, both masks"
+    )
+    return [
+        Block(part.title, [pivot(_compared(part), "flops_per_s", _keys(part))])
+        for part in parts
+        if part.varies("causal")
+    ]
 
 
-def _block(part: View, section: str, parts: list[View]) -> Block:
-    tables = {metric: pivot(part, metric, _keys(part)) for metric in part.metrics()}
-    time, speedup = [tables.pop("time_s", None)], [pivot(part, SPEEDUP, _keys(part))] if is_compared(part) else []
-    facets = _facets(part)
+def _block(part: View, section: str) -> Block:
+    facets, keys = _facets(part), _keys(part)
+    tables = {metric: pivot(part, metric, keys) for metric in part.metrics()}
+    time: Items = [tables.pop("time_s", None), pivot(part, SPEEDUP, keys) if is_compared(part) else None]
+    rest: Items = list(tables.values())
     heat = [plots.heat_map(facet, _keys(facet)) for facet in (facets if part.varies("S") else [part])]
     roofline: Items = [_roofline(facet) for facet in facets]
-    rest: Items = list(tables.values())
-    if joined := _by_dim(part, section, parts):
+    if joined := _by_dim(part, section):
         lead = [*joined, *_by_length(part, DRAWN[:1]), *heat]
-        return Block(part.title, lead, [*time, *speedup, *rest, *_by_length(part, DRAWN[1:]), *roofline])
-    bars = [plots.bars(facet, "time_s", "S", word="bars") for facet in facets] if section in BARS else []
-    lead = [*time, *speedup, *bars, *_by_length(part, DRAWN), *heat]
+        return Block(part.title, lead, [*time, *rest, *_by_length(part, DRAWN[1:]), *roofline])
+    bars = [plots.bars(facet, ["time_s"], "S", word="bars") for facet in facets] if section in BARS else []
+    lead = [*time, *bars, *_by_length(part, DRAWN), *heat]
     # One shape is a handful of points in one place: its roofline says little more than the table.
     single = len(part.distinct(*SHAPE)) == 1
     return Block(part.title, lead if single else lead + roofline, rest + roofline if single else rest)
 
 
-def _by_dim(part: View, section: str, parts: list[View]) -> Items:
-    """The tables of time, and once for each dtype and mask of what is saved, which no direction changes."""
+def _by_dim(part: View, section: str) -> Items:
+    """The tables of time and of what is saved, of square shapes."""
     wanted = JOINED.get(section, ())
     own = part.only(lambda case: case["impl"] in wanted and case["queries"] == case["keys"])
-    if not own.varies("impl"):
-        return []
-    found = [pivot(own, "time_s", ["D"], "S", "impl", "time-by-dim")]
-    alike = [
-        one
-        for one in parts
-        if one.has("saved_bytes")
-        and one.cases[0]["dtype"] == own.cases[0]["dtype"]
-        and one.cases[0]["mask"] == own.cases[0]["mask"]
+    tables: Items = [
+        pivot(own, metric, ["D"], "S", "impl", f"{FILES[metric]}-by-dim") for metric in ("time_s", "saved_bytes")
     ]
-    if section == "eager_compiled" and part in alike[:1]:
-        found.append(pivot(own, "saved_bytes", ["D"], "S", "impl", "saved-by-dim"))
-    return found
+    return tables if own.varies("impl") else []
 
 
 def _facets(part: View) -> list[View]:

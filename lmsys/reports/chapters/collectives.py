@@ -28,7 +28,7 @@ def chapters(view: View) -> list[Chapter]:
 
 def _block(part: View) -> Block:
     fitted = [fit for own in part.groups("impl", "world_size").values() for fit in _fit(own)]
-    fits = replace(part, cases=fitted).with_fields(*FITTED)
+    fits = replace(part, cases=fitted, said=(*part.said, "megabytes")).with_fields(*FITTED)
     about = "o and w of t = o + bytes / w, least squares of relative errors over the sizes that were timed"
     table = listing(
         fits, ("impl", "world_size"), [one.name for one in FITTED], "fit", "Fitted latency and bandwidth", about

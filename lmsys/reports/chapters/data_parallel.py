@@ -1,6 +1,5 @@
 """Data parallelism: a step by strategy, what communication costs, memory, and ours beside torch's."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from lmsys.bench.fields import Field, Record
@@ -34,9 +33,10 @@ def chapters(view: View) -> list[Chapter]:
     """A chapter for each grid."""
     compiled = view.fields["compile"].called(of=lambda case: case["compile"] or "eager")  # older files do not say
     view = view.with_fields(compiled).checked(NUMBERS, ("section", "size", "precision", "strategy"))
-    rows, exposed = view.table("strategy"), view.fields["predicted_exposed_s"]
+    exposed = view.fields["predicted_exposed_s"]  # of copy engines older files predict it by the times of NCCL
+    copied = {name for name, row in view.table("strategy").items() if row.get("all_reduce_model") is False}
     view = view.read_as(section=SECTIONS).with_fields(
-        exposed.called(of=lambda case: case["predicted_exposed_s"] if _is_modelled(rows, case) else None),
+        exposed.called(of=lambda case: None if case["strategy"] in copied else case["predicted_exposed_s"]),
         Field("called", role="detail", of=_called),
         Field("way", role="detail", of=lambda case: "" if case["compile"] == "eager" else f"-{case['compile']}"),
         Field("how", role="detail", of=lambda case: HOW.get(case["compile"], f", blocks {case['compile']}")),
@@ -73,37 +73,26 @@ def _called(case: Record) -> str:
     return ", ".join(filter(None, [case["label"] or case["strategy"], extra]))
 
 
-def _is_modelled(rows: Mapping[str, Record], case: Record) -> bool:
-    """Not of copy engines, whose communication older files predict by the times of NCCL."""
-    return bool(rows.get(case["strategy"], {}).get("all_reduce_model", True))
-
-
 def _block(part: View) -> Block:
-    nodes = max(case["num_nodes"] or 1 for case in part.cases)
     graphed = part.cases[0]["compile"] == "graphed"
-    said = ["batch is that of each rank", f"on {nodes} nodes" if nodes > 1 else ""]
-    said += ["memory is that of a step launched call by call, before one is recorded" if graphed else ""]
-    part = replace(part, also="; ".join(filter(None, said))).labelled(mean_s="step")
+    memory = "; memory is that of a step launched call by call, before one is recorded" if graphed else ""
+    part = replace(part, also=f"batch is that of each rank{memory}").labelled(mean_s="step")
     largest = part.only(lambda case: case["world_size"] == max(part.values("world_size")))
-    costs = [name for name in part.metrics() if not _is_memory(part.fields[name]) and name != "time_s"]
-    memory = [*(name for name in part.metrics() if _is_memory(part.fields[name])), "predicted_bytes"]
+    sizes = [name for name in part.metrics() if part.fields[name].unit == "B" or name == "optimizer_fraction"]
+    costs = [name for name in part.metrics() if name not in (*sizes, "time_s")]
     keys = ("batch", "world_size", "impl")
     measured = part.only(lambda case: case["peak_bytes"])
     lead = [
         pivot(largest, "time_s", ["batch"], word="by-batch") if largest.varies("batch") else None,
         listing(part, keys, ["mean_s", *costs], "step", "Step by strategy"),
-        listing(measured, keys, memory, "memory", "Memory of a rank"),
-        plots.bars(largest, "tokens_per_s", "batch", word="rate"),
-        plots.bars(largest, "exposed_s", "batch", word="exposed"),
+        listing(measured, keys, [*sizes, "predicted_bytes"], "memory", "Memory of a rank"),
+        plots.bars(largest, ["tokens_per_s"], "batch", word="rate"),
+        plots.bars(largest, ["exposed_s"], "batch", word="exposed"),
         _memory(largest),
         _scaling(part),
         _timelines(largest),
     ]
     return Block(part.title, lead)
-
-
-def _is_memory(field: Field) -> bool:
-    return field.unit == "B" or field.name == "optimizer_fraction"
 
 
 def _at_batch(own: View, batch: int) -> View:
@@ -119,8 +108,11 @@ def _memory(own: View) -> Plot | None:
     own = _at_batch(own, max(own.values("batch")))
     style = {"held": Style("held, by kind (line: peak of a step)", COLOURS["computation"])}
     own = replace(own, styles={**own.styles, "held": style, "impl": {}})  # labels are too long for an axis
-    about = "Parameters, gradients and optimizer state after a step and activations after a forward; the line is the peak of a whole step"
-    return plots.stacked(own, PARTS, "impl", "held", "peak_bytes", "memory", "Memory of a rank by kind", about)
+    about = (
+        "Parameters, gradients and optimizer state after a step and activations after a forward; the line is the peak of "
+        "a whole step"
+    )
+    return plots.bars(own, PARTS, "impl", "held", "memory", "peak_bytes", "Memory of a rank by kind", about)
 
 
 def _scaling(part: View) -> Plot | None:
@@ -160,7 +152,7 @@ def _peers(own: View, section: str) -> Table | None:
     )
     pairs = [(name, rival) for name, row in own.table("strategy").items() for rival in row.get("rivals", ())]
     found: dict[tuple[str, ...], list[float | None]] = {}
-    for (size, batch, context, precision, way, ranks, _), trained in own.groups(*SETTING).items():
+    for (size, batch, context, precision, _, ranks, _), trained in own.groups(*SETTING).items():
         ratios = [_ratio(trained, *pair) for pair in pairs]
         if any(ratios):
             how = f"{ranks} ranks{trained.cases[0]['how']}"
@@ -177,8 +169,8 @@ def _peers(own: View, section: str) -> Table | None:
     return Table(
         name=own.file(f"data-parallel-{section}-peers"),
         title=f"Speed of ours, × of the row beside it · {section}",
-        caption="Median of step-time ratios, steps alternating; of the best bucket size of each. Above 1: ours is faster. "
-        + own.machine.about(own.cases),
+        caption="Median of step-time ratios, steps alternating; of the best bucket size of each. Above 1: ours is "
+        f"faster. {own.machine.about(own.cases)}",
         columns=["training", *heads],
         rows=rows,
         data=[{"training": name, **dict(zip(heads, ratios, strict=True))} for (name, _), ratios in found.items()],

@@ -1,6 +1,7 @@
 """Any benchmark that has no chapter of its own: its grids, by the fields that it declares."""
 
 from lmsys.reports import plots
+from lmsys.reports.canvas import Plot
 from lmsys.reports.page import Block, Chapter
 from lmsys.reports.speedups import SPEEDUP, base_of, compared, is_compared
 from lmsys.reports.tables import listing, pivot
@@ -28,7 +29,7 @@ def _block(part: View, axes: list[str]) -> Block:
     return Block(part.title, tables, _lines(part, free, metrics))
 
 
-def _lines(part: View, free: list[str], metrics: list[str]) -> list[plots.Plot | None]:
+def _lines(part: View, free: list[str], metrics: list[str]) -> list[Plot | None]:
     """Each metric against the axis that has most numbers, a plot for each setting of the others."""
     numbers = [name for name in free if all(type(value) in (int, float) for value in part.values(name))]
     if not numbers:

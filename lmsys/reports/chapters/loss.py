@@ -27,7 +27,7 @@ def _block(part: View) -> Block:
         own = own.with_fields(_share(own, base))
     first, *others = part.metrics() or ["time_s"]
     metrics = [first, *(f"speedup_over_{base}" for base in bases), *others, *(f"peak_of_{base}" for base in bases)]
-    bars = [plots.bars(part, metric, "vocab_size") for metric in ("time_s", "peak_bytes")]
+    bars = [plots.bars(part, [metric], "vocab_size") for metric in ("time_s", "peak_bytes")]
     return Block(part.title, [listing(own, ("vocab_size", "impl"), metrics, "", TITLE), *bars])
 
 

@@ -2,12 +2,11 @@
 
 from dataclasses import replace
 
-from lmsys.bench.fields import Field, Record
+from lmsys.bench.fields import Field
 from lmsys.reports import plots
 from lmsys.reports.canvas import Plot
 from lmsys.reports.page import Block, Chapter
 from lmsys.reports.speedups import SPEEDUP, base_of, besides, compared
-from lmsys.reports.styles import numbered
 from lmsys.reports.tables import Table, endings, listing, means, pivot
 from lmsys.reports.views import View
 from lmsys.reports.words import OUTCOMES, number
@@ -55,7 +54,11 @@ def chapters(view: View) -> list[Chapter]:
     view = view.checked(("batch", "context", "vocab_size"), ("section", "size", *AXES, "mode"))
     view = view.read_as(section=SECTIONS, mode=MODES).with_fields(TOTAL)
     view = view.ordered("section", "mode", *AXES, "num_parameters", "size", "context", "batch", "warmup_steps")
-    overview = [Block("", [_sizes(view), endings(view, *AXES, word="model-outcomes", title="How the cases ended")])]
+    overview = [
+        Block(
+            "", [_sizes(view), endings(view.ordered(*AXES), *AXES, word="model-outcomes", title="How the cases ended")]
+        )
+    ]
     found = [Chapter("Model", overview)]
     for (section,), own in view.groups("section").items():
         name, blocks, glance = own.text("section", section), [], []
@@ -187,29 +190,26 @@ def _beside(part: View) -> Table | None:
     others = besides(own, theirs, same=same)
     columns: list[str] = []
     for name, label in (("tokens_per_s", "rate"), ("mfu", "MFU"), ("total_bytes", "memory")):
-        told = f"{theirs.capitalize()} {label}"
         other = own.fields[name].called(
-            name=f"peer_{name}", label=told, of=lambda case, name=name: _known(others[case["id"]], name)
+            name=f"peer_{name}",
+            label=f"{theirs.capitalize()} {label}",
+            of=lambda case, name=name: OUTCOMES.get(others[case["id"]]["outcome"], others[case["id"]][name]),
         )
         own = own.labelled(**{name: label}).with_fields(other)
-        columns += [name, other.name, *([SPEEDUP] if name == "tokens_per_s" else [])]
-    share = Field(
+        columns += [name, other.name]
+    columns.insert(2, SPEEDUP)
+    ratio = Field(
         "memory_ratio", label="memory", shown="×", of=lambda case: case["total_bytes"] / case["peer_total_bytes"]
     )
     own = (
-        own.with_fields(share).labelled(speedup="speedup").only(lambda case: not case["peer"]).ordered("size", "batch")
+        own.with_fields(ratio).labelled(speedup="speedup").ordered("size", "batch").only(lambda case: not case["peer"])
     )
     name = part.text("impl", theirs)
     about = f"Ours beside {name}. {own.fields[SPEEDUP].about}. {TOTAL.about}"
     varying = [axis for axis in ("context", *AXES) if own.varies(axis)]
     return listing(
-        own, ("size", "batch", *varying), [*columns, share.name], f"beside-{theirs}", f"Ours beside {name}", about
+        own, ("size", "batch", *varying), [*columns, ratio.name], f"beside-{theirs}", f"Ours beside {name}", about
     )
-
-
-def _known(case: Record | None, name: str) -> object:
-    """A field of a case, or the word for how it ended."""
-    return case and OUTCOMES.get(case["outcome"], case[name])
 
 
 def _predicted(part: View, section: str) -> Table | None:
@@ -250,52 +250,34 @@ def _phases(part: View) -> Items:
     cases = []
     for own in part.groups(*AXES, *SAME[1:]).values():
         by_mode = {case["mode"]: case for case in own.cases}
-        lost = next(
-            (by_mode[phase] for phase in PHASES if phase in by_mode and by_mode[phase]["outcome"] != "ok"), own.cases[0]
-        )
+        lost = [by_mode[phase]["outcome"] for phase in PHASES if phase in by_mode and by_mode[phase]["outcome"] != "ok"]
         times = {mode: by_mode[mode]["time_s"] if mode in by_mode else None for mode in (*PHASES, "step")}
-        cases.append(
-            {
-                **own.cases[0],
-                **times,
-                "outcome": lost["outcome"],
-                "variant": f"{own.cases[0]['precision']}, {own.cases[0]['compile']}",
-            }
-        )
-    fields = {
-        mode: part.fields["time_s"].called(name=mode, label=label) for mode, label in {**PHASES, "step": "step"}.items()
-    }
-    known = [f"{precision}, {way}" for precision in part.words["precision"] for way in part.words["compile"]]
-    styles = {**part.styles, "variant": {name: style for name, style in numbered(known).items()}}
-    whole = replace(
-        part, cases=cases, fields={**part.fields, **fields, "variant": Field("variant", role="detail")}, styles=styles
+        cases.append({**own.cases[0], **times, "outcome": lost[0] if lost else "ok"})
+    time = part.fields["time_s"]
+    phases = [time.called(name=mode, label=label) for mode, label in {**PHASES, "step": "step"}.items()]
+    variant = Field("variant", role="detail", of=lambda case: f"{case['precision']}, {case['compile']}")
+    whole = replace(part, cases=cases).with_fields(*phases, variant).styled("variant", row="precision")
+    about = (
+        "Median times of the phases, ms, one upon another; their sum above. The black line is the whole step timed as "
+        "one. No bar without all three phases"
     )
-    about = "Median times of the phases, ms, one upon another; their sum above. The black line is the whole step timed as one. No bar without all three phases"
     return [
-        plots.stacked(facet, list(PHASES), "size", "variant", "step", "phases", "Time of a step by phase", about)
+        plots.bars(facet, list(PHASES), "size", "variant", "phases", "step", "Time of a step by phase", about)
         for facet in whole.cut("{impl}-S{context}-B{batch}", "context {context}, batch {batch}, {impl}", tail=True)
     ]
 
 
 def _by_context(part: View, metric: str) -> Items:
-    """A metric by context, a line for each size (dashed: eager); a plot for each precision, attention row and batch."""
+    """A metric by context, a line for each size and way of running; a plot for each precision, row and batch."""
     found: Items = []
-    for own in _cuts(part, "compile"):
-        both = own.varies("compile")
-        styles = {
-            (f"{size}, {way}" if both else size): replace(
-                style, label=f"{size}, {way}" if both else size, dashed=both and way == "eager"
-            )
-            for size, style in numbered(own.words["size"]).items()
-            for way in own.values("compile")
-        }
-        line = Field(
-            "line",
-            role="detail",
-            of=lambda case, both=both: f"{case['size']}, {case['compile']}" if both else case["size"],
-        )
-        own = replace(own, styles={**own.styles, "line": styles}).with_fields(line)
-        named = _named(part, own)
-        facets = named.cut("B{batch}", "batch {batch}", tail=True) if own.varies("batch") else [named]
+    for own in (_named(part, _with_lines(own)) for own in _cuts(part, "compile")):
+        facets = own.cut("B{batch}", "batch {batch}", tail=True) if own.varies("batch") else [own]
         found += [plots.lines(facet, metric, "context", "line") for facet in facets]
     return found
+
+
+def _with_lines(own: View) -> View:
+    """With a field that says which line a case is a point of."""
+    names = ["size", "compile"] if own.varies("compile") else ["size"]
+    line = Field("line", role="detail", of=lambda case: ", ".join(case[name] for name in names))
+    return own.with_fields(line).styled("line", row="size")

@@ -28,8 +28,9 @@ def _sums(view: View) -> Table | None:
         Field("off", label="error", of=lambda case: f"{case['error']:+.1e}"),
     )
     about = (
-        f"The running sum and the addend, by dtype; the sum is {addend * times:g} without rounding. What the addend lost "
-        "when it was rounded no accumulator brings back; a sum that is itself rounded after each step loses far more"
+        f"The running sum and the addend, by dtype; the sum is {addend * times:g} without rounding. What the addend "
+        "lost when it was rounded no accumulator brings back; a sum that is itself rounded after each step loses far "
+        "more"
     )
     return listing(own, keys[:2], ("sum", "off"), "accumulation", f"{addend:g} added {times:,} times", about, data=keys)
 

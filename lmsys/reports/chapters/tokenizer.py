@@ -25,4 +25,4 @@ def _block(part: View) -> Block:
     first, *others = part.metrics() or ["time_s"]
     metrics = [first, *(f"speedup_over_{base}" for base in bases), *others]
     table = listing(own, ("task", "impl", "processes"), metrics, "", "Time, rate, speed and memory")
-    return Block(part.title, [table, plots.bars(part, "bytes_per_s", "task", word="rate")])
+    return Block(part.title, [table, plots.bars(part, ["bytes_per_s"], "task", word="rate")])

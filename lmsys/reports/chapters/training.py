@@ -7,7 +7,15 @@ from matplotlib.ticker import FuncFormatter
 
 from lmsys.bench.fields import Field, Record
 from lmsys.reports import plots
-from lmsys.reports.canvas import CEILING, Plot, add_legend, add_places, canvas, crowded, legend_height, plain
+from lmsys.reports.canvas import (
+    CEILING,
+    Plot,
+    add_legend,
+    canvas,
+    legend_height,
+    plain,
+    scale_values,
+)
 from lmsys.reports.page import Block, Chapter
 from lmsys.reports.speedups import SPEEDUP, besides
 from lmsys.reports.tables import Table, listing, pivot, titled
@@ -93,15 +101,16 @@ def _block(part: View) -> Block:
         return pivot(part, metric, ["attention"], "row", word=word, about=about, data=data)
 
     def bars(metric: str, word: str) -> Plot | None:
-        return plots.bars(part, metric, "row", "attention", word)
+        return plots.bars(part, [metric], "row", "attention", word)
 
     budget = max((case["curve_budget"] or 0 for case in part.cases), default=0)
     about = (
-        f"Loss after the last epoch on {part.cases[0]['val_tokens']:,} held-out tokens, nats; in brackets how far the loss"
-        " of a step was at most from that of naive attention in one process, over the first 100 steps"
+        f"Loss after the last epoch on {part.cases[0]['val_tokens']:,} held-out tokens, nats; in brackets how far the "
+        "loss of a step was at most from that of naive attention in one process, over the first 100 steps"
     ) + (f" (right: {budget:g} or less)" if budget else "")
     numbers = ("valid_loss", "loss", "curve_difference", "norm_difference")
-    lead = [table("tokens_per_s", "rate"), bars("tokens_per_s", "rate"), table(SPEEDUP, "speedup"), _chain(part)]
+    chain = plots.lines(part, SPEEDUP, "row", "attention", "chain", ceiling=("", 1.0))
+    lead = [table("tokens_per_s", "rate"), bars("tokens_per_s", "rate"), table(SPEEDUP, "speedup"), chain]
     lead += [table("ended", "loss", about, numbers), _curves(part), _differences(part, budget)]
     more = [
         table("mean_s", "time"),
@@ -111,25 +120,6 @@ def _block(part: View) -> Block:
     ]
     metrics = ["mean_s", SPEEDUP, "efficiency", *(name for name in part.metrics() if name not in ("time_s", "mean_s"))]
     return Block(part.title, lead, [*more, listing(part, ("attention", "row"), metrics, "runs", "Every run")])
-
-
-def _chain(part: View) -> Plot | None:
-    """From strategy to strategy how much faster each is than the baseline, a line for each attention row."""
-    places = [row for row in part.values("row") if any(case[SPEEDUP] for case in part.cases if case["row"] == row)]
-    if len(places) < 2:
-        return None
-    lines = {name: own.only(lambda case: case[SPEEDUP]) for (name,), own in part.groups("attention").items()}
-    field = part.fields[SPEEDUP]
-    figure, axes = canvas(titled(field.label, part), 3.0 + 0.8 * crowded(places) + legend_height(len(lines)))
-    for name, own in lines.items():
-        values = {places.index(case["row"]): case[SPEEDUP] for case in own.cases}
-        axes.plot(list(values), list(values.values()), **part.style("attention", name).line())
-    axes.axhline(1.0, **CEILING)
-    add_places(axes, places)
-    axes.set_ylim(0, 1.1 * max(case[SPEEDUP] or 0 for case in part.cases))
-    axes.set_ylabel("×")
-    add_legend(figure, axes)
-    return plots.drawn(part, figure, field.label, "chain", part.caption(f"{field.about}, strategy by strategy", True))
 
 
 def _curves(part: View) -> Plot | None:
@@ -147,8 +137,8 @@ def _differences(part: View, budget: float) -> Plot | None:
         worst = {step: max(abs(value) for at, value in points if at == step) for step, _ in sorted(points)}
         series.append((row, {step: value for step, value in worst.items() if value}))
     about = (
-        "How far the loss of a step is from that of naive attention in one process, for each strategy with the attention "
-        "row that is farthest; where there is no point it is equal"
+        "How far the loss of a step is from that of naive attention in one process, for each strategy with the "
+        "attention row that is farthest; where there is no point it is equal"
     )
     return _by_step(part, "differences", "Loss beside the reference", about, series, budget)
 
@@ -176,7 +166,7 @@ def _by_step(
         labelled.add(row)
         axes.plot(list(points), list(points.values()), **look)
     if budget:
-        axes.set_yscale("log")
+        scale_values(axes, [budget, *(value for _, points in series for value in points.values())], True, 1)
         axes.axhline(budget, **CEILING)
         at = {"textcoords": "offset points", "xycoords": ("axes fraction", "data")}
         axes.annotate("allowed", (1, budget), (0, -11), ha="right", fontsize=9, **at)
