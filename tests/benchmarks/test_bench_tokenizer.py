@@ -2,7 +2,6 @@
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +10,14 @@ import pytest
 
 from benchmarks import bench_tokenizer
 from benchmarks.bench_tokenizer import Tokenizers
-from benchmarks.tokenizer import TOKENIZERS, rows
-from lmsys.bench import Grid, Settings
-from lmsys.bench.runner import Runner
+from benchmarks.tokenizer import rows
 from lmsys.training.corpora import END_OF_TEXT, Corpus, text_file
+from tests.support.harness import cases_of, records
 
 PACKAGES = {"tiktoken": "tiktoken", "huggingface": "tokenizers"}
 SERIAL = ("lmsys_serial",)
-GRID = Grid(
-    "s",
-    tokenizer=tuple(TOKENIZERS),
-    task=("encode",),
-    text_bytes=40_000,
-    vocab_size=300,
-    processes=2,
-    rounds=2,
-)
-CHECKED_ONLY = Settings(timed=False)
+CHECKED_ONLY, TIMED = {"timed": False}, {"seconds_per_row": 0.0}
+TINY = {"task": ("encode",), "text_bytes": 40_000, "vocab_size": 300, "rounds": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -41,20 +31,16 @@ def small_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_tokenizer, "peak_resident_bytes", lambda _: 7)
 
 
-def records(settings: Settings = CHECKED_ONLY, **values: Any) -> dict[str, dict[str, Any]]:
-    """By row."""
-    benchmark, runner = Tokenizers(), Runner(replace(settings, seconds_per_row=0.0))
-    runner.__dict__["machine"] = {"date": "now", "gpu": None}
-    cases = list(benchmark.cases(GRID.but(**values), settings))
-    found = [result.record for result in runner.run(benchmark, cases)]
-    assert [one["id"] for one in found] == [case.id for case in cases]
-    return {one["impl"]: one for one in found}
+def found(settings: Any = CHECKED_ONLY, **values: Any) -> dict[str, dict[str, Any]]:
+    """Records by row."""
+    benchmark = Tokenizers()
+    return records(benchmark, cases_of(benchmark, **(TINY | values)), **settings)
 
 
 @pytest.mark.parametrize("task", ["train", "encode"])
 def test_rows_are_timed_and_held_to_the_definition(task: str) -> None:
-    found = records(Settings(), task=(task,))
-    for row, one in found.items():
+    ended = found(TIMED, task=(task,))
+    for row, one in ended.items():
         if one["outcome"] == "unsupported":
             assert row in PACKAGES and (
                 "does not train" in one["reason"] or "a package that is not here" in one["reason"]
@@ -64,21 +50,21 @@ def test_rows_are_timed_and_held_to_the_definition(task: str) -> None:
         assert one["rounds"] == 2 and one["peak_bytes"] == 7 and one["device"] == "cpu"
         assert one["bytes_per_s"] == pytest.approx(one["text_bytes"] / one["time_s"])
         assert one["processes"] == (1 if row == "lmsys_serial" else 2) and one["peer"] == (row in PACKAGES)
-    assert len({one["comparison"] for one in found.values()}) == 1
-    assert all(39_000 < one["text_bytes"] < 50_000 for one in found.values())
+    assert len({one["comparison"] for one in ended.values()}) == 1
+    assert all(39_000 < one["text_bytes"] < 50_000 for one in ended.values())
 
 
 def test_the_user_says_how_many_rounds_there_are() -> None:
-    assert records(Settings(min_rounds=4), tokenizer=SERIAL)["lmsys_serial"]["rounds"] == 4
+    assert found(TIMED | {"min_rounds": 4}, tokenizer=SERIAL)["lmsys_serial"]["rounds"] == 4
 
 
 def test_what_is_not_installed_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
     for package in PACKAGES.values():
         monkeypatch.setitem(sys.modules, package, None)
-    for row, one in records(tokenizer=tuple(PACKAGES)).items():
+    for row, one in found(tokenizer=tuple(PACKAGES)).items():
         assert one["outcome"] == "unsupported" and f"{row} needs a package that is not here" in one["reason"]
         assert PACKAGES[row] in one["reason"] and "pip install 'lmsys[peers]' brings it" in one["reason"]
-    assert records(tokenizer=("tiktoken",), task=("train",))["tiktoken"]["reason"] == "tiktoken does not train"
+    assert found(tokenizer=("tiktoken",), task=("train",))["tiktoken"]["reason"] == "tiktoken does not train"
 
 
 def test_wrong_ids_and_merges_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,16 +83,16 @@ def test_wrong_ids_and_merges_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
         (with_change(lambda ids: ids + 1, "other"), "right before it was timed, not after: id 0 is"),
     ):
         monkeypatch.setattr(rows.Ours, "encoder", changed)
-        one = records(Settings(), tokenizer=SERIAL)["lmsys_serial"]
+        one = found(TIMED, tokenizer=SERIAL)["lmsys_serial"]
         assert one["outcome"] == "wrong" and said in one["reason"] and "time_s" not in one
 
     def in_another_order(*arguments: Any) -> Any:
-        found = true_train(*arguments)
-        found.merges[10:12] = found.merges[11:9:-1]
-        return found
+        learned = true_train(*arguments)
+        learned.merges[10:12] = learned.merges[11:9:-1]
+        return learned
 
     monkeypatch.setattr(rows, "train", in_another_order)
-    one = records(tokenizer=SERIAL, task=("train",))["lmsys_serial"]
+    one = found(tokenizer=SERIAL, task=("train",))["lmsys_serial"]
     assert one["outcome"] == "wrong" and "merge 10 is" in one["reason"]
 
 
@@ -115,18 +101,18 @@ def test_what_fails_outside_a_row_fails_every_case(monkeypatch: pytest.MonkeyPat
         raise ValueError("no text")
 
     monkeypatch.setattr(bench_tokenizer, "stdlib", fails)
-    one = records()["lmsys"]
+    one = found()["lmsys"]
     assert one["outcome"] == "error" and "the bench failed, not the row: ValueError: no text" in one["reason"]
     assert one["text_bytes"] is None
 
 
 def test_without_timing_rows_are_checked_only() -> None:
-    one = records(tokenizer=SERIAL)["lmsys_serial"]
+    one = found(tokenizer=SERIAL)["lmsys_serial"]
     assert one["outcome"] == "ok" and "not timed" in one["reason"] and "time_s" not in one
 
 
 def test_a_run_writes_a_record_for_each_case(smoke_result: Path) -> None:
-    records = json.loads(smoke_result.read_text())["lmsys"]["records"]
-    found = {one["impl"]: one for one in records if one["benchmark"] == "tokenizer" and one["task"] == "encode"}
-    assert list(found) == ["lmsys", "lmsys_serial", "tiktoken", "huggingface"]
-    assert found["lmsys"]["outcome"] == "ok" and found["lmsys"]["peak_bytes"] > 20_000_000
+    written = json.loads(smoke_result.read_text())["lmsys"]["records"]
+    ours = {one["impl"]: one for one in written if one["benchmark"] == "tokenizer" and one["task"] == "encode"}
+    assert list(ours) == ["lmsys", "lmsys_serial", "tiktoken", "huggingface"]
+    assert ours["lmsys"]["outcome"] == "ok" and ours["lmsys"]["peak_bytes"] > 20_000_000
