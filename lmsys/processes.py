@@ -89,7 +89,7 @@ class Failure:
         except Exception:
             return there
         error.__cause__ = there
-        return error  # type: ignore[no-any-return]
+        return error
 
 
 class Worker:

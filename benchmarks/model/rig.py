@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
@@ -161,6 +162,6 @@ def cold_samples(case: ModelTest, settings: Settings) -> list[float]:
         for _ in range(case.warmup + COLD_ROUNDS):
             prepared = step.prepare()
             synchronize(case.device)
-            samples += clock.seconds([clock.sample(lambda prepared=prepared: step.run(prepared))])
+            samples += clock.seconds([clock.sample(partial(step.run, prepared))])
             del prepared
     return samples[case.warmup :]
