@@ -87,7 +87,7 @@ class Anatomy(ModelBenchmark):
             if case.mode in ANATOMY_MODES and case.compile != "graphed":
                 yield AnatomyTest(**vars(case), traces=grid["traces"])
 
-    def setup(self, cases: Sequence[AnatomyTest], settings: Settings) -> Setup:
+    def setup(self, cases: Sequence[ModelTest], settings: Settings) -> Setup:
         for row in (*ATTENTION.values(), *(case.entry for case in cases)):
             register_kernels(row.trait("kernels", ""), "attention")
         return super().setup(cases, settings)

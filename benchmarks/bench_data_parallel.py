@@ -141,7 +141,7 @@ class DataParallel(Benchmark):
             for world_size, entry in product(sizes, STRATEGIES.select(grid["strategy"] or STRATEGIES)):
                 if world_size > 1 or not entry.trait("synchronizes", True):
                     for variant in variants(grid, entry):
-                        yield ParallelCase(grid.name, entry, settings.device, *model, world_size, *variant)
+                        yield ParallelCase(grid.name, entry, settings.device, *(*model, world_size, *variant))
 
     def why_not(self, case: ParallelCase) -> str | None:
         if case.compile != "eager" and (reason := why_no_compiler(case.device)):

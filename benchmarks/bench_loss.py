@@ -174,8 +174,8 @@ class Loss(Benchmark):
         """Only the row's own answer is on the device while it runs."""
         device, dtype = setup.hidden.device, ROUNDING[setup.precision]
         answer = [x.cpu() for x in setup.run(candidate.call)]
-        triples = zip(OUTPUTS, answer, setup.exact, setup.plain, strict=True)
-        return {name: ratio_of(*(x.to(device) for x in triple), dtype) for name, *triple in triples}
+        rows = zip(OUTPUTS, answer, setup.exact, setup.plain, strict=True)
+        return {name: ratio_of(x.to(device), y.to(device), z.to(device), dtype) for name, x, y, z in rows}
 
     def redraw(self, setup: Inputs, seed: int) -> None:
         setup.redraw_(seed)

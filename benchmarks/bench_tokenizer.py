@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tokenizer import TOKENIZERS, rows
-from lmsys.bench import Axis, Benchmark, Candidate, Case, Entry, Field, Grid, Settings, bench, one_of, positive
+from lmsys.bench import Axis, Benchmark, Candidate, Case, Entry, Field, Grid, Settings, Step, bench, one_of, positive
 from lmsys.bench import fields as f
 from lmsys.bench.benchmark import DEFAULT_ROUNDS
 from lmsys.bench.fields import Record
-from lmsys.measure.compare import Failure, Step, attempt
+from lmsys.measure.compare import Failure, attempt
 from lmsys.measure.memory import peak_resident_bytes
 from lmsys.tokenizer import Tokenizer, naive, train
 from lmsys.tokenizer.chunks import Chunk, cut_file
@@ -125,7 +125,7 @@ class Tokenizers(Benchmark):
     @contextmanager
     def context(self, cases: Sequence[TokenizerCase]) -> Iterator[None]:
         """A folder for the texts. All records of a group say how long the text is, also of rows that cannot run."""
-        self.text_bytes = None
+        self.text_bytes: int | None = None
         with tempfile.TemporaryDirectory() as folder:
             self.folder = Path(folder)
             yield
@@ -158,8 +158,9 @@ class Tokenizers(Benchmark):
         return {"peak_bytes": peak_resident_bytes([sys.executable, "-m", rows.__name__, *map(str, what)])}
 
     def metrics(self, case: TokenizerCase, record: Record, machine: Record) -> Record:
-        rate = {"bytes_per_s": self.text_bytes / record["time_s"]} if "time_s" in record else {}
-        return {"text_bytes": self.text_bytes} | rate
+        if self.text_bytes is None or "time_s" not in record:
+            return {"text_bytes": self.text_bytes}
+        return {"text_bytes": self.text_bytes, "bytes_per_s": self.text_bytes / record["time_s"]}
 
 
 def call_of(case: TokenizerCase, texts: Texts, text: Path) -> rows.Call:

@@ -106,8 +106,8 @@ class Training(Benchmark):
             buckets = grid["bucket_mb"] if _sets_bucket_mb(entry) else (None,)
             text = [grid[name] for name in ("epochs", "train_tokens", "val_tokens", "vocab_size")]
             for bucket_mb in buckets:
-                start = (grid.name, entry, settings.device, row, *model, num_ranks, bucket_mb, *text)
-                case = TrainingCase(*start, names_bucket=len(buckets) > 1)
+                start = (grid.name, entry, settings.device, row, *model, num_ranks, bucket_mb, *text, len(buckets) > 1)
+                case = TrainingCase(*start)
                 if grid.given & {"train_tokens", "val_tokens"}:
                     _ = case.steps, case.windows
                 yield case
@@ -131,8 +131,9 @@ class Training(Benchmark):
             return
         runner.say(f"  the reference: naive attention, one process, {CORPUS}")
         _, failure = attempt(self._train_reference, candidates[0].case.reference, reference, runner)
-        for candidate in candidates if failure else ():
-            candidate.failed(failure[0], f"the bench failed, not the row: the reference: {failure[1]}")
+        if failure:
+            for candidate in candidates:
+                candidate.failed(failure[0], f"the bench failed, not the row: the reference: {failure[1]}")
 
     def _train_reference(self, plain: TrainingCase, reference: Curve, runner: Any) -> None:
         """As far as curves are compared."""

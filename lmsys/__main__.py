@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import sys
 from types import SimpleNamespace
 
 import torch
@@ -48,4 +47,4 @@ def _verdict(entry: Entry, device: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

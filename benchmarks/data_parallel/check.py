@@ -9,6 +9,7 @@ that without it, and then to a budget of the same steps with gradients, or param
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from lmsys.parallel.group import device
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer
 
 STEPS = 3
-SGD = {"lr": 0.1, "momentum": 0.9}
+SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
 BATCH, CONTEXT = 2, 64
 NARROW = ("comm_dtype", "compute_dtype")
 Narrow = tuple[str, torch.dtype] | None  # which of these, and what it is

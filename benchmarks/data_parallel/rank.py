@@ -48,7 +48,7 @@ def on_part(function: Callable[Concatenate[ParallelCase, P], T]) -> Callable[Con
     """The function on the ranks that take part, None on the others; what was there before it is released."""
 
     @wraps(function)
-    def run(case: ParallelCase, *args: P.args, **kwargs: P.kwargs) -> T | None:
+    def run(case: ParallelCase, /, *args: P.args, **kwargs: P.kwargs) -> T | None:
         if not takes_part(case.world_size):
             return None
         release()
@@ -231,7 +231,9 @@ def _phases(case: ParallelCase, seed: int) -> tuple[Rig, dict[str, int]]:
         rig.finish()
 
     def first() -> None:
-        forward(), backward(), update()
+        forward()
+        backward()
+        update()
 
     steps = {"init": init, "first": first, "forward": forward, "backward": backward, "optimizer": update}
     phases, rig = memory.phases(steps, device().type), made["rig"]

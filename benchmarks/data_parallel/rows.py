@@ -54,7 +54,7 @@ def communication(row: Row, rows: Sequence[Row]) -> Record:
     if case.world_size == 1 or not case.synchronizes:
         return record
     if row.alone or case.world_size in alone:
-        other = alone.get(case.world_size)
+        other = alone.get(case.world_size, row)
         steps, by = (row.alone, "no_sync") if row.alone else (other.samples, other.case.impl)
         record |= {"unsynchronized_s": statistics.median(steps), "unsynchronized_by": by}
     # A rank that comes early waits inside of a collective: the one that waits least tells what that takes.

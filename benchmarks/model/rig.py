@@ -1,6 +1,7 @@
 """The whole language models of a group on their device, ready to be timed in every mode."""
 
 import time
+from functools import partial
 
 import torch
 from torch import nn
@@ -151,6 +152,6 @@ def cold_samples(case: ModelTest, settings: Settings) -> list[float]:
         for _ in range(case.warmup + COLD_ROUNDS):
             prepared = step.prepare()
             synchronize(case.device)
-            samples += clock.seconds([clock.sample(lambda prepared=prepared: step.run(prepared))])
+            samples += clock.seconds([clock.sample(partial(step.run, prepared))])
             del prepared
     return samples[case.warmup :]

@@ -139,7 +139,7 @@ class TrainingCase(Case):
 
     def config(self, seed: int) -> RunConfig:
         """The case as the training loop takes it. ValueError for what it has not."""
-        if self.bucket_mb == "auto":
+        if isinstance(self.bucket_mb, str):
             raise ValueError("the training loop has no automatic size of buckets: --bucket-mb is to name MiB")
         if self.compile == "graphed":
             raise ValueError("the training loop replays no CUDA graph: --compile is to be eager or compiled")

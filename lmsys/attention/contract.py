@@ -77,7 +77,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
 
 def _is_finite(scale: Any) -> bool:
     try:
-        return isinstance(scale, Real) and not isinstance(scale, bool) and math.isfinite(scale)
+        return not isinstance(scale, bool) and isinstance(scale, Real) and math.isfinite(scale)
     except OverflowError:  # an int beyond every float
         return False
 
@@ -101,7 +101,7 @@ def adapt(implementation: Any) -> Callable[..., Tensor]:
     A `torch.autograd.Function`, or a function without a `causal` parameter, is taken as CS336 writes
     them: `f(q, k, v, is_causal)` on (B, S, D) with as many key heads as query heads and the default scale.
     """
-    if isinstance(implementation, type) and issubclass(implementation, torch.autograd.Function):
+    if isinstance(implementation, type(torch.autograd.Function)):  # the metaclass of every such class
         return _adapt_cs336(implementation.apply)
     if not callable(implementation):
         raise ValueError(f"an attention row must be callable; got {implementation!r}")

@@ -104,7 +104,7 @@ def autograd_function(name: str, forward: Forward, backward: Backward) -> Any:
             if q.dim() == 4:  # apart, since each view costs the host two microseconds
                 o, lse = forward(q, k, v, causal, ctx.scale, *ctx.tile)
             else:
-                o, lse = forward(*(as_4d(x) for x in (q, k, v)), causal, ctx.scale, *ctx.tile)
+                o, lse = forward(as_4d(q), as_4d(k), as_4d(v), causal, ctx.scale, *ctx.tile)
                 o, lse = o.reshape(q.shape), lse.view(q.shape[:-1])
             ctx.save_for_backward(q, k, v, o, lse)
             return o

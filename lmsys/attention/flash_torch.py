@@ -184,7 +184,7 @@ def flash_backward(
         dk[:, column : column + tile] = dk_tile
         dv[:, column : column + tile] = dv_tile
     grads = dq.to(q.dtype), dk, dv
-    return tuple(x.reshape(shape) for x, shape in zip(grads, shapes, strict=True))  # type: ignore[return-value]
+    return tuple(x.reshape(shape) for x, shape in zip(grads, shapes, strict=True))
 
 
 compiled_flash_backward = partial(flash_backward, tile_weights=_tile_weights_compiled)
@@ -210,7 +210,7 @@ class FlashTorch(torch.autograd.Function):
     ) -> Tensor:
         ctx.causal, ctx.tile = causal, tile
         ctx.scale = q.shape[-1] ** -0.5 if scale is None else scale
-        o, lse = flash_forward(*(as_4d(x) for x in (q, k, v)), causal, ctx.scale, tile)
+        o, lse = flash_forward(as_4d(q), as_4d(k), as_4d(v), causal, ctx.scale, tile)
         o = o.view(q.shape)
         ctx.save_for_backward(q, k, v, o, lse.view(q.shape[:-1]))
         return o

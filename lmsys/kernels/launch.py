@@ -23,7 +23,7 @@ KNOWN_TRITON = ("3.6.0",)
 MAX_DESCRIPTORS = 8192  # about 1 KiB each
 
 _descriptors: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # absent where torch is built without CUDA
+raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # absent where torch is built without CUDA
 
 
 def stream_of(x: Tensor) -> int:
@@ -60,7 +60,7 @@ class DirectKernel:
         if descriptors:  # inside of it is the launcher that takes encoded descriptors
             self._launch = inspect.getclosurevars(self._launch).nonlocals["launcher"]
         metas = compiled.metadata.tensordesc_meta  # empty where the GPU has no TMA
-        self._metas = [
+        self._metas: list[tuple[Any, ...] | None] = [
             (meta["swizzle"], meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], *meta["block_size"])
             for meta in metas or ()
         ] or [None] * len(descriptors)

@@ -187,16 +187,24 @@ def profile_call(call: Callable[[], Any], device: str, *, steps: int = 3, trace:
     shares = dict.fromkeys(KINDS, 0.0)
     for kernel in kernels:
         shares[kernel.kind] += kernel.total_s / kernel_s
-    return Profile(device, steps, clocked_s, profiled_s, kernel_s, shares, kernels, parts, trace and str(trace))
+    return Profile(
+        device, steps, clocked_s, profiled_s, kernel_s, shares, kernels, parts, str(trace) if trace else None
+    )
 
 
 def _write_trace(call: Callable[[], Any], device: str, steps: int, path: Path) -> float:
     """The mean wall time of a call, in seconds."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
     samples, plan = [], schedule(wait=0, warmup=1, active=steps, repeat=1)
+
+    def run() -> Any:
+        result = call()
+        synchronize(device)
+        return result
+
     with parts_on(), profile(activities=activities, schedule=plan) as recorded:
         for _ in range(1 + steps):
-            samples.append(CpuClock().sample(lambda: (call(), synchronize(device))))
+            samples.append(CpuClock().sample(run))
             recorded.step()
     recorded.export_chrome_trace(str(path))
     return statistics.fmean(samples[1:])
@@ -212,14 +220,15 @@ class _Work(NamedTuple):
 
 def read_trace(events: Iterable[dict[str, Any]], device: str, steps: int) -> tuple[list[Kernel], list[Part]]:
     """Kernels and parts, the longest first, of the `traceEvents` of a trace over `steps` calls."""
-    by_category = defaultdict(list)
+    by_category: defaultdict[Any, list[dict[str, Any]]] = defaultdict(list)
     for event in events:
         by_category[event.get("cat")].append({**event, "end": event.get("ts", 0) + event.get("dur", 0)})
     work = _device_work(by_category) if device == "cuda" else _self_times(by_category["cpu_op"])
-    total, count = Counter[str](), Counter(item.name for item in work)
+    total: dict[str, float] = defaultdict(float)
     for item in work:
         total[item.name] += item.duration_s
-    kernels = [Kernel(name, kind_of(name), s / steps, count[name] / steps) for name, s in total.most_common()]
+    count, longest = Counter(item.name for item in work), sorted(total.items(), key=lambda one: -one[1])
+    kernels = [Kernel(name, kind_of(name), s / steps, count[name] / steps) for name, s in longest]
     return kernels, _parts(by_category, work, steps)
 
 
@@ -251,17 +260,19 @@ def _parts(events: dict[str, list[dict[str, Any]]], work: list[_Work], steps: in
     ranges = [event for event in events["user_annotation"] if event["name"].startswith(PART)]
     # Ranges hold for every thread: autograd works in threads of its own while its caller waits inside the part.
     spans = [(None, range_["ts"], range_["end"], range_["name"].removeprefix(PART)) for range_ in ranges]
-    launched = [item for item in work if item.launch]
-    inside = _enclosing(spans, [(None, item.launch[1]) for item in launched])
-    nodes = _enclosing(_backward_spans(events), [item.launch for item in launched])
+    launched = [(item, item.launch) for item in work if item.launch]
+    inside = _enclosing(spans, [(None, time) for _, (_, time) in launched])
+    nodes = _enclosing(_backward_spans(events), [launch for _, launch in launched])
     origins = _enclosing(spans, [(None, max(forward, default=-1.0)) for forward in nodes])
-    total, backward, kinds = Counter[str](), Counter[str](), defaultdict(Counter)
-    for item, names, origin in zip(launched, inside, origins, strict=True):
-        backward.update(dict.fromkeys(origin, item.duration_s))
+    count = Counter(name for *_, name in spans)
+    total, backward = dict.fromkeys(count, 0.0), dict.fromkeys(count, 0.0)
+    kinds: dict[str, dict[str, float]] = {name: defaultdict(float) for name in count}
+    for (item, _), names, origin in zip(launched, inside, origins, strict=True):
+        for name in origin:
+            backward[name] += item.duration_s
         for name in names:
             total[name] += item.duration_s
             kinds[name][kind_of(item.name)] += item.duration_s / steps
-    count = Counter(name for *_, name in spans)
     found = [Part(n, total[n] / steps, backward[n] / steps, count[n] / steps, dict(kinds[n])) for n in count]
     return sorted(found, key=lambda part: -(part.total_s + part.backward_s))
 
@@ -306,7 +317,7 @@ def largest_allocations(call: Callable[[], Any], device: str, *, top: int = 10) 
         raise ValueError(f"{top=} must be at least 1")
     events = allocator_events(call, device, lines=True)
     levels = [0, *itertools.accumulate(event.bytes for event in events)]
-    live = {}
+    live: dict[int, tuple[int, str, str]] = {}
     for event in events[: levels.index(max(levels))]:
         live.pop(event.address, None)
         if event.bytes > 0:

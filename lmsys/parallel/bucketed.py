@@ -26,7 +26,7 @@ class Bucketed(Overlapped):
 
     takes_bucket_mb = True
     comm_dtypes = True
-    rivals = ("torch_ddp_tuned", "torch_ddp", "naive")
+    rivals: tuple[str, ...] = ("torch_ddp_tuned", "torch_ddp", "naive")
 
     def __init__(
         self,

@@ -46,7 +46,7 @@ class Zero1(Overlapped):
     local_step = False
     rivals = ("torch_zero1",)
 
-    def __init__(self, module: nn.Module, process_group: Group = None, bucket_mb: float = 32):
+    def __init__(self, module: nn.Module, process_group: Group = None, bucket_mb: float | str = 32):
         if isinstance(bucket_mb, str) or not 0 < bucket_mb < math.inf:
             raise ValueError(f"{bucket_mb=} must be a positive number of MiB")
         self.bucket_mb = bucket_mb

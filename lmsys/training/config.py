@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 from lmsys.config import ModelConfig, model_config
@@ -221,7 +221,7 @@ def file_of(url: str) -> str:
     return urlsplit(url).path.rpartition("/")[2]
 
 
-def _merge(into: dict, more: dict) -> None:
+def _merge(into: dict[str, Any], more: dict[str, Any]) -> None:
     for key, value in more.items():
         if isinstance(value, dict) and isinstance(into.get(key), dict):
             _merge(into[key], value)

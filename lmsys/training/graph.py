@@ -86,6 +86,7 @@ class GraphedGradients:
             raise ValueError(f"inputs of {given} for a graph that was recorded with {recorded}")
         for x, into in zip(inputs, self._inputs, strict=True):
             into.copy_(x)
+        assert self._graph is not None
         self._graph.replay()
         for p, gradient in zip(self._parameters, self._gradients, strict=True):
             p.grad = gradient

@@ -152,7 +152,7 @@ class Trainer:
 
     def _optimizer(self) -> torch.optim.Optimizer:
         train = self.config.train
-        options = {"lr": train.lr, "betas": train.betas, "eps": train.eps, "weight_decay": train.weight_decay}
+        options = dict[str, Any](lr=train.lr, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay)
         if not train.sharded_optimizer:
             return self.strategy.make_optimizer(AdamW, **options)
         if self._shards_gradients:

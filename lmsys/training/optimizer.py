@@ -46,7 +46,7 @@ class AdamW(Optimizer):
         weight_decay: float = 1e-2,
     ) -> None:
         self._plans: dict[int, _Plan] = {}
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         _validate(**defaults)
         super().__init__(params, defaults)
 
