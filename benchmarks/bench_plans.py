@@ -64,7 +64,8 @@ def plan_called(text: str) -> str | Plan:
                 return cls(**(flags | given))
             except TypeError:  # a field has no value
                 continue
-    examples = map(name_of, (plans.forward_plan(64, True, 512), plans.backward_plan(128, True, 512)))
+    known: list[Plan] = [plans.forward_plan(64, True, 512), plans.backward_plan(128, True, 512)]
+    examples = map(name_of, known)
     raise ValueError(f"must be {PLANNED}, {CANDIDATES}, or a plan by its fields, such as {' or '.join(examples)}")
 
 
@@ -258,13 +259,14 @@ class ShortPlans(Plans):
 
 def plans_of(case: PlanCase, asked: Sequence[str | Plan]) -> list[tuple[Plan, bool]]:
     """The plans for the case's direction and shape, each with whether the row takes it by itself; none for fwdbwd."""
-    shape, found = (case.head_dim, case.causal, case.length), []
+    shape = case.head_dim, case.causal, case.length
+    found: list[tuple[Plan, bool]] = []
     for one in asked if case.direction in PLANS else ():
         if one == CANDIDATES:
             found += [(plan, False) for plan in plans.candidates(case.direction, *shape)]
-        elif one != PLANNED:
-            found += [(one, False)] if isinstance(one, PLANS[case.direction]) else []
-        elif shape[:2] in plans.FORWARD:
+        elif isinstance(one, PLANS[case.direction]):
+            found.append((one, False))
+        elif one == PLANNED and shape[:2] in plans.FORWARD:
             own = plans.forward_plan if case.direction == "fwd" else plans.backward_plan
             found.append((own(*shape), True))
     return list(dict.fromkeys(found))
@@ -273,6 +275,7 @@ def plans_of(case: PlanCase, asked: Sequence[str | Plan]) -> list[tuple[Plan, bo
 def call_of(case: PlanCase, setup: Setup) -> Call:
     """What is timed: it returns o and perhaps its log-sum-exp, or the gradients; then the forward has run already."""
     inputs, causal, scale = setup.inputs(case), case.causal, case.head_dim**-0.5
+    plan: Any = case.plan
     q, k, v = inputs.leaves(grad=case.plan is None and case.direction == "bwd")
     if case.plan is None:
         if case.direction == "fwd":
@@ -284,10 +287,10 @@ def call_of(case: PlanCase, setup: Setup) -> Call:
     if case.direction == "bwd":
         o, lse = kernels._forward(q, k, v, causal, scale)
         order = case.form == DETERMINISTIC
-        return lambda: kernels._backward(q, k, v, o, lse, inputs.do, causal, scale, order, case.plan)
+        return lambda: kernels._backward(q, k, v, o, lse, inputs.do, causal, scale, order, plan)
     if case.planned and case.calls > 1:
         return lambda: (kernels.flash_gluon(q, k, v, causal=causal),)
-    return lambda: kernels._forward(q, k, v, causal, scale, case.plan)
+    return lambda: kernels._forward(q, k, v, causal, scale, plan)
 
 
 def first_call(case: PlanCase) -> None:
