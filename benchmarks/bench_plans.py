@@ -264,7 +264,7 @@ def plans_of(case: PlanCase, asked: Sequence[str | Plan]) -> list[tuple[Plan, bo
     for one in asked if case.direction in PLANS else ():
         if one == CANDIDATES:
             found += [(plan, False) for plan in plans.candidates(case.direction, *shape)]
-        elif isinstance(one, PLANS[case.direction]):
+        elif not isinstance(one, str) and isinstance(one, PLANS[case.direction]):
             found.append((one, False))
         elif one == PLANNED and shape[:2] in plans.FORWARD:
             own = plans.forward_plan if case.direction == "fwd" else plans.backward_plan
