@@ -28,8 +28,8 @@ LOSSES = Table(
     "loss",
     [
         Entry("chunked", "lmsys.model.loss:linear_cross_entropy", "in chunks"),
-        Entry("eager", UNCHUNKED, "all logits, eager"),
-        Entry("compiled", UNCHUNKED, "all logits, torch.compile", peer=True, traits={"compiles": True}),
+        Entry("eager", UNCHUNKED, "all logits, eager", traits={"baseline": 1}),
+        Entry("compiled", UNCHUNKED, "all logits, torch.compile", peer=True, traits={"baseline": 2, "compiles": True}),
     ],
 )
 Answer = tuple[Tensor, Tensor, Tensor]  # the loss, and the gradients of hidden and weight

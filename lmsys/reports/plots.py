@@ -218,7 +218,7 @@ def roofline(view: View, matmul: float | None, copy: float | None) -> Plot | Non
     """Achieved TFLOP/s against FLOP/byte, under the measured ceilings (FLOP/s, bytes/s); None without points."""
     points: dict[Any, list[tuple[float, float]]] = {}
     for case in view.ordered("impl").cases:
-        if case["bytes"] and case["flops_per_s"]:
+        if case["bytes"] and case["flops"] and case["flops_per_s"]:
             points.setdefault(case["impl"], []).append((case["flops"] / case["bytes"], case["flops_per_s"] / 1e12))
     if not points:
         return None

@@ -29,7 +29,7 @@ def _fits(field: Field, value: Any) -> bool:
     """Whether it can be a value of the field: a number where one is declared, and a list only among details."""
     if value is None or isinstance(value, (list, dict)):
         return value is None or field.role == "detail"
-    return type(value) in (int, float) or not (field.unit or field.role == "metric")
+    return type(value) in (int, float) or field.role == "axis" or not (field.unit or field.role == "metric")
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,10 @@ class View:
         """With other labels for some fields."""
         return self.with_fields(*(self.fields[name].called(label=label) for name, label in labels.items()))
 
+    def quiet(self, *names: str) -> "View":
+        """With these fields as details, which neither captions nor keys of tables tell."""
+        return self.with_fields(*(self.fields[name].called(role="detail") for name in names if name in self.fields))
+
     def with_fields(self, *fields: Field) -> "View":
         """With these declarations. One with `of` is a function of the others; None where a case lacks what it needs."""
         cases = [dict(case) for case in self.cases]
@@ -153,8 +157,9 @@ class View:
         return [name for name, one in self.fields.items() if one.role == "axis" and self.has(name)]
 
     def metrics(self) -> list[str]:
-        """What is shown of these cases, as far as it was measured."""
-        return [name for name, one in self.fields.items() if one.role == "metric" and self.has(name)]
+        """What is shown of these cases: what was measured, and the time, whose place says how a case ended."""
+        names = [name for name, one in self.fields.items() if one.role == "metric"]
+        return [name for name in names if name == "time_s" or self.has(name)]
 
     def distinct(self, *names: str) -> list[Key]:
         """The values that some fields have together, in order of appearance."""
@@ -217,8 +222,7 @@ class View:
         """
         told = []
         for name in self.axes():
-            values = [value for value in self.values(name) if value is not None]
-            words = self.words.get(name, ())
+            values, words = self.values(name), self.words.get(name, ())
             if len(values) > 1 and any(type(value) not in (int, float) or value in words for value in values):
                 continue
             if name not in (*self.said, *UNSAID):

@@ -8,6 +8,7 @@ from typing import Any
 from lmsys.bench.fields import Field, Record
 
 PREFIXES = {
+    "u": 1e-6,
     "µ": 1e-6,
     "m": 1e-3,
     "": 1.0,

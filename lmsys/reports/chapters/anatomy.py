@@ -35,14 +35,19 @@ PARTS = (
 SOFTMAX_OPERATIONS = 5  # for each score: greatest, minus, exp, sum, divide
 NARROW = 0.06  # a segment with less of the bar has no room for its number
 SHAPE = ("batch", "context", "d_model", "num_layers", "num_heads")
+REST = ("d_ff", "num_parameters")  # of what a size stands for
 CASE = ("{mode}-{compile}-{impl}", "{mode}, {compile}, {impl}")
 
 
 def chapters(view: View) -> list[Chapter]:
     """All cases beside one another, then each setting for itself."""
-    view = view.checked(SHAPE, ("size", "precision", "mode", "compile")).read_as(mode=CALLS)
-    view = view.read_as(name={name: name for name in PARTS}).with_fields(
-        Field("variant", role="detail", of=lambda case: f"{case['compile']}, {view.text('impl', case['impl'])}")
+    view = view.checked(SHAPE, ("size", "precision", "mode", "compile")).read_as(mode=CALLS).quiet(*SHAPE[2:], *REST)
+    view = (
+        view.labelled(impl="attention", mode="call")
+        .read_as(name={name: name for name in PARTS})
+        .with_fields(
+            Field("variant", role="detail", of=lambda case: f"{case['compile']}, {view.text('impl', case['impl'])}")
+        )
     )
     view = view.ordered("size", "context", "batch", LIMIT, "precision", "mode", "compile", "impl")
     stem, heading = (
@@ -81,7 +86,7 @@ def _clocks(view: View) -> Table | None:
     view = view.with_fields(
         Field("slowdown", label="profiled / clocked", of=lambda case: case["profiled_s"] / case["time_s"])
     )
-    metrics = [name for name in view.metrics() if not name.endswith("_share")] or ["time_s"]
+    metrics = [one for one in view.metrics() if not one.endswith("_share") and view.fields[one].unit != "B"]
     about = (
         "Time of one call: clocked as in the tables of models, with the gaps in which a GPU waits for its next "
         "kernel; all kernels added up; and the wall time under the profiler. All but the first are means of three "

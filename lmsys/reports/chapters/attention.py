@@ -65,13 +65,16 @@ def _rows(view: View) -> Table:
 
 def _shaped(view: View) -> View:
     """With B, H, S and D for the six numbers of a shape, and the mask as names of files have it."""
-    return view.labelled(causal="mask").with_fields(
-        *(view.fields[name].called(role="detail") for name in SHAPE),
-        Field("B", role="axis", of=lambda case: case["batch"]),
-        Field("H", role="axis", of=lambda case: _pair(case["heads"], case["kv_heads"], ":")),
-        Field("S", role="axis", of=lambda case: _pair(case["queries"], case["keys"], "×")),
-        Field("D", role="axis", of=lambda case: case["head_dim"]),
-        Field("mask", role="detail", of=lambda case: "causal" if case["causal"] else "full"),
+    return (
+        view.labelled(causal="mask")
+        .quiet(*SHAPE)
+        .with_fields(
+            Field("B", role="axis", of=lambda case: case["batch"]),
+            Field("H", role="axis", of=lambda case: _pair(case["heads"], case["kv_heads"], ":")),
+            Field("S", role="axis", of=lambda case: _pair(case["queries"], case["keys"], "×")),
+            Field("D", role="axis", of=lambda case: case["head_dim"]),
+            Field("mask", role="detail", of=lambda case: "causal" if case["causal"] else "full"),
+        )
     )
 
 
@@ -121,7 +124,7 @@ def _glance(own: View) -> list[Block]:
 def _block(part: View, section: str) -> Block:
     facets, keys = _facets(part), _keys(part)
     tables = {metric: pivot(part, metric, keys) for metric in part.metrics()}
-    time: Items = [tables.pop("time_s", None), pivot(part, SPEEDUP, keys) if is_compared(part) else None]
+    time: Items = [tables.pop("time_s"), pivot(part, SPEEDUP, keys) if is_compared(part) else None]
     rest: Items = list(tables.values())
     heat = [plots.heat_map(facet, _keys(facet)) for facet in (facets if part.varies("S") else [part])]
     roofline: Items = [_roofline(facet) for facet in facets]

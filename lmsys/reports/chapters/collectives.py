@@ -18,6 +18,7 @@ FITTED = (Field("latency_s", "s", "o", shown="µs"), Field("bytes_per_s", "B/s",
 
 def chapters(view: View) -> list[Chapter]:
     view = view.checked(("megabytes", "world_size"), ("section", "backend"))
+    view = view.labelled(impl="operation")
     sizes = {size: f"{size:,} MB" for size in view.values("megabytes")}
     view = view.read_as(section=SECTIONS, megabytes=sizes).ordered(
         "section", "backend", "impl", "world_size", "megabytes"

@@ -35,20 +35,24 @@ def chapters(view: View) -> list[Chapter]:
     view = view.with_fields(compiled).checked(NUMBERS, ("section", "size", "precision", "strategy"))
     exposed = view.fields["predicted_exposed_s"]  # of copy engines older files predict it by the times of NCCL
     copied = {name for name, row in view.table("strategy").items() if row.get("all_reduce_model") is False}
-    view = view.read_as(section=SECTIONS).with_fields(
-        exposed.called(of=lambda case: None if case["strategy"] in copied else case["predicted_exposed_s"]),
-        Field("called", role="detail", of=_called),
-        Field("way", role="detail", of=lambda case: "" if case["compile"] == "eager" else f"-{case['compile']}"),
-        Field("how", role="detail", of=lambda case: HOW.get(case["compile"], f", blocks {case['compile']}")),
-        Field("held", role="detail", of=lambda case: "held"),
-        Field(
-            "predicted_bytes",
-            "B",
-            "predicted without activations",
-            "detail",
-            shown="GiB",
-            of=lambda case: sum(case[name] for name in PREDICTED),
-        ),
+    view = (
+        view.read_as(section=SECTIONS)
+        .labelled(impl="strategy", mean_s="step")
+        .with_fields(
+            exposed.called(of=lambda case: None if case["strategy"] in copied else case["predicted_exposed_s"]),
+            Field("called", role="detail", of=_called),
+            Field("way", role="detail", of=lambda case: "" if case["compile"] == "eager" else f"-{case['compile']}"),
+            Field("how", role="detail", of=lambda case: HOW.get(case["compile"], f", blocks {case['compile']}")),
+            Field("held", role="detail", of=lambda case: "held"),
+            Field(
+                "predicted_bytes",
+                "B",
+                "predicted without activations",
+                "detail",
+                shown="GiB",
+                of=lambda case: sum(case[name] for name in PREDICTED),
+            ),
+        )
     )
     view = view.styled("impl", "strategy", "called").ordered(
         "section", "num_parameters", "precision", "context", "compile", "batch", "world_size", "impl"
@@ -76,7 +80,7 @@ def _called(case: Record) -> str:
 def _block(part: View) -> Block:
     graphed = part.cases[0]["compile"] == "graphed"
     memory = "; memory is that of a step launched call by call, before one is recorded" if graphed else ""
-    part = replace(part, also=f"batch is that of each rank{memory}").labelled(mean_s="step")
+    part = replace(part, also=f"batch is that of each rank{memory}")
     largest = part.only(lambda case: case["world_size"] == max(part.values("world_size")))
     sizes = [name for name in part.metrics() if part.fields[name].unit == "B" or name == "optimizer_fraction"]
     costs = [name for name in part.metrics() if name not in (*sizes, "time_s")]

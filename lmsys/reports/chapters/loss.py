@@ -13,6 +13,7 @@ TITLE = "Time, speed and peak memory"
 
 def chapters(view: View) -> list[Chapter]:
     view = view.checked(("tokens", "d_model", "vocab_size"), ("section", "precision")).read_as(section=SECTIONS)
+    view = view.labelled(impl="implementation", vocab_size="vocabulary")
     view = view.ordered("section", "precision", "tokens", "d_model", "vocab_size", "impl")
     heading = "{section}, {precision}, {tokens} tokens, d_model {d_model}"
     parts = view.cut("loss-{section}-{precision}-N{tokens}-M{d_model}", heading)
@@ -25,7 +26,7 @@ def _block(part: View) -> Block:
     for base in bases:
         own = compared(own, base, name=f"speedup_over_{base}")
         own = own.with_fields(_share(own, base))
-    first, *others = part.metrics() or ["time_s"]
+    first, *others = part.metrics()
     metrics = [first, *(f"speedup_over_{base}" for base in bases), *others, *(f"peak_of_{base}" for base in bases)]
     bars = [plots.bars(part, [metric], "vocab_size") for metric in ("time_s", "peak_bytes")]
     return Block(part.title, [listing(own, ("vocab_size", "impl"), metrics, "", TITLE), *bars])

@@ -32,7 +32,7 @@ MODES = {
 PHASES = {"train_forward": "forward", "backward": "backward", "optimizer": "optimizer"}  # what a step consists of
 AXES = ("precision", "compile", "impl")  # may stand side by side in one cell
 SAME = ("mode", "size", "context", "batch")
-SHAPE = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "num_parameters")
+SHAPE = ("d_model", "d_ff", "num_layers", "num_heads", "num_parameters")  # what a size stands for
 DRAWN = ("mfu", "matmul_ceiling_fraction", "total_bytes")  # by context
 LEAD = {PEERS: ("beside",), FITS: ("predicted", "total_bytes", "peak_bytes")}  # what is read at once
 OTHERWISE = ("beside", "time_s")
@@ -52,7 +52,8 @@ Items = list[Table | Plot | None]
 def chapters(view: View) -> list[Chapter]:
     """An overview, then a chapter for each grid."""
     view = view.checked(("batch", "context", "vocab_size"), ("section", "size", *AXES, "mode"))
-    view = view.read_as(section=SECTIONS, mode=MODES).with_fields(TOTAL)
+    view = view.read_as(section=SECTIONS, mode=MODES).with_fields(TOTAL).quiet(*SHAPE)
+    view = view.labelled(impl="attention", vocab_size="vocabulary")
     view = view.ordered("section", "mode", *AXES, "num_parameters", "size", "context", "batch", "warmup_steps")
     overview = [
         Block(
@@ -82,7 +83,7 @@ def _sizes(view: View) -> Table | None:
     """What the names of sizes stand for."""
     own = replace(view, cases=[one.cases[0] for one in view.groups("size", "vocab_size").values()])
     own = own.ordered("num_parameters").labelled(num_layers="layers", num_heads="heads", num_parameters="parameters")
-    return listing(own, ("size", *SHAPE), (), "model-sizes", "Sizes", "The models that were run")
+    return listing(own, ("size", "vocab_size", *SHAPE), (), "model-sizes", "Sizes", "The models that were run")
 
 
 def _block(part: View, section: str, whole: bool) -> Block:

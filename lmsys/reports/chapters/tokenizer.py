@@ -12,6 +12,7 @@ TASKS = {"train": "training", "encode": "encoding"}  # in page order
 
 def chapters(view: View) -> list[Chapter]:
     view = view.checked(("vocab_size", "processes"), ("section", "task")).read_as(section=SECTIONS, task=TASKS)
+    view = view.labelled(impl="implementation")
     view = view.ordered("section", "vocab_size", "text_bytes", "task", "impl")
     parts = view.cut("tokenizer-{section}-V{vocab_size}", "{section}, vocabulary {vocab_size}, {text_bytes}")
     return [Chapter("Tokenizers", [_block(part) for part in parts])]
@@ -19,10 +20,11 @@ def chapters(view: View) -> list[Chapter]:
 
 def _block(part: View) -> Block:
     """A table of all metrics, with speeds beside those of the packages."""
-    own, bases = part, bases_of(part)
+    own, styles = part, part.styles["impl"]
+    bases = bases_of(part, otherwise=[row for row in styles if styles[row].dashed])
     for base in bases:
         own = compared(own, base, name=f"speedup_over_{base}", same=("task",))
-    first, *others = part.metrics() or ["time_s"]
+    first, *others = part.metrics()
     metrics = [first, *(f"speedup_over_{base}" for base in bases), *others]
     table = listing(own, ("task", "impl", "processes"), metrics, "", "Time, rate, speed and memory")
     return Block(part.title, [table, plots.bars(part, ["bytes_per_s"], "task", word="rate")])

@@ -28,6 +28,7 @@ SECTIONS = {  # in page order
 }
 NUMBERS = ("context", "batch", "num_ranks", "train_tokens", "val_tokens", "epochs")
 WORDS = ("section", "size", "attention", "strategy", "row", "precision", "compile")
+QUIET = ("attention_label", "attention_peer", "strategy_peer", "global_batch", "world_size", "bucket_mb", "vocab_size")
 SINGLE = "none"  # one process, which accumulates the batches of all ranks
 SAME = ("attention", "comparison")
 Points = dict[int, float]  # by step
@@ -35,7 +36,7 @@ Points = dict[int, float]  # by step
 
 def chapters(view: View) -> list[Chapter]:
     """A chapter for each grid."""
-    view = view.checked(NUMBERS, WORDS).read_as(section=SECTIONS)
+    view = view.checked(NUMBERS, WORDS).read_as(section=SECTIONS).quiet(*QUIET)
     view = (
         view.styled("attention", label="attention_label")
         .styled("row", "strategy", "row")

@@ -1,0 +1,228 @@
+"""Result files as one, whatever they are split into; and what cannot be used is one clear line."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lmsys.bench import schema1
+from lmsys.reports.__main__ import main
+from lmsys.reports.load import read
+from lmsys.reports.tables import csv_of
+from tests.support.processes import ROOT
+from tests.support.records import MACHINE, built, cells, fields_of, of_everything, record, rows_of, save
+
+STEM = "default-bfloat16-causal-fwd"
+PEAK = f"tables/synthetic-gpu-{STEM}-peak.md"
+
+
+def small() -> list[dict]:
+    impls = ("naive", "flash_triton", "sdpa_flash")
+    return [record("attention", impl, queries=s, keys=s) for s in (512, 1024) for impl in impls]
+
+
+def naive(mib: int, **told: object) -> dict:
+    return record("attention", "naive", peak_bytes=mib * 2**20, **told)
+
+
+def test_same_results_same_bytes_without_torch(tmp_path: Path) -> None:
+    """In another process, with another hash seed, which shuffles every set, and with torch and pandas out of reach."""
+    first = built(tmp_path / "a", save(tmp_path / "r.json", small()))
+    absent = "import sys; sys.modules['torch'] = sys.modules['triton'] = sys.modules['pandas'] = None; "
+    code = f"{absent}from lmsys.reports.__main__ import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, str(tmp_path / "r.json"), "-o", str(tmp_path / "b")]
+    environment = {"PYTHONHASHSEED": "7", "HOME": str(tmp_path), "PATH": os.environ["PATH"]}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(tmp_path / "b" / "index.html")
+    files = [file for file in (tmp_path / "b").rglob("*") if file.is_file()]
+    assert {file.relative_to(tmp_path / "b").as_posix(): file.read_bytes() for file in files} == first
+    assert any(name.startswith("plots/") for name in first)
+
+
+def test_split_files_equal_the_whole_in_any_order(tmp_path: Path) -> None:
+    records = small()
+    whole = built(tmp_path / "whole", save(tmp_path / "whole.json", records[::-1]))
+    one = save(tmp_path / "one.json", records[1::2])
+    head = json.loads(one.read_text())["lmsys"] | {"records": []}
+    journal = tmp_path / "two.json.partial"
+    journal.write_text("".join(json.dumps(line) + "\n" for line in [head, *records[::2]]) + '{"id": "cut sho')
+    assert built(tmp_path / "split", journal, one) == whole
+    assert built(tmp_path / "named-by-result", one, tmp_path / "two.json") == whole
+
+
+def test_the_later_run_wins_and_machines_stay_apart(tmp_path: Path) -> None:
+    first, other = save(tmp_path / "1.json", [naive(1)]), save(tmp_path / "3.json", [naive(4)], name="Other GPU")
+    later = save(tmp_path / "2.json", [naive(2)], commit="fedcba", date="2000-01-03")
+    undated = save(tmp_path / "4.json", [naive(8)], date=None)
+    files = built(tmp_path / "out", undated, first, later, other)
+    assert cells(files, f"{STEM}-peak")[0]["naive PyTorch"] == "2.00"
+    assert "| 1,024 | 4.00 |" in files[PEAK.replace("synthetic", "other")].decode()
+    assert b"commit fedcba, 2000-01-03" in files[PEAK] and b"0123456789" not in files[PEAK]
+    assert built(tmp_path / "reversed", other, later, first, undated) == files
+
+
+def test_of_one_date_the_file_named_last_wins(tmp_path: Path) -> None:
+    one, two = (save(tmp_path / f"{mib}.json", [naive(mib)]) for mib in (1, 2))
+    for paths, shown in (((one, two), "2.00"), ((two, one), "1.00")):
+        assert cells(built(tmp_path / "out", *paths), f"{STEM}-peak")[0]["naive PyTorch"] == shown
+
+
+@pytest.mark.parametrize(("device", "titles"), [("cpu", ["{}, 4 cores", "{}, 8 cores"]), ("cuda", ["{}"])])
+def test_a_cpu_is_known_by_its_cores_and_a_gpu_in_whatever_host(device: str, titles: list[str], tmp_path: Path) -> None:
+    paths = [save(tmp_path / f"{cores}.json", [naive(1)], cores=cores, device=device) for cores in (4, 8)]
+    machines = read(paths)
+    assert [machine.title for machine in machines] == [title.format(MACHINE["name"]) for title in titles]
+    about = "; ".join(machine.about(machine.records) for machine in machines)
+    assert device == "cpu" or "8 CPU cores" in about
+
+
+def test_a_memory_limit_makes_another_question(tmp_path: Path) -> None:
+    limited = record("attention", "naive", outcome="oom", reason="limit", memory_limit_bytes=24 * 2**30)
+    files = built(tmp_path / "out", save(tmp_path / "r.json", [naive(1), limited]))
+    assert cells(files, f"{STEM}-time")[0]["naive PyTorch"][0].isdigit()
+    assert cells(files, f"{STEM}-24gib-time")[0]["naive PyTorch"] == "OOM¹"
+    assert "memory limit 24 GiB" in files[f"tables/synthetic-gpu-{STEM}-24gib-time.md"].decode()
+
+
+def test_a_second_report_leaves_nothing_of_the_first(tmp_path: Path) -> None:
+    full, part = save(tmp_path / "full.json", small()), save(tmp_path / "part.json", [naive(1)])
+    built(tmp_path / "out", full)
+    assert built(tmp_path / "out", part) == built(tmp_path / "fresh", part)
+
+
+def test_later_declarations_stand_for_earlier_ones(tmp_path: Path) -> None:
+    """A row or a field that only an older run has is kept, behind those of the newer."""
+    paths = [save(tmp_path / f"{n}.json", [naive(n)], date=f"2000-01-0{n}") for n in (1, 2)]
+    content = json.loads(paths[0].read_text())
+    content["lmsys"]["rows"]["attention"].insert(0, {"name": "older", "label": "the older one", "peer": False})
+    content["lmsys"]["fields"]["attention"].append({"name": "gone", "role": "detail"})
+    paths[0].write_text(json.dumps(content))
+    (machine,) = read(paths)
+    assert list(machine.rows["attention"]) == [*rows_of("attention"), "older"]
+    assert list(machine.fields["attention"]) == [*fields_of("attention"), "gone"]
+
+
+def refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and said in err and err.count("\n") == 1
+
+
+FIELDS = {"attention": [one.to_json() for one in fields_of("attention").values()]}
+RESULT = {"schema": 2, "machine": {}, "fields": FIELDS, "rows": {}, "records": []}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("not json", "not JSON"),
+        ("{}", "not a result of this bench"),
+        ("[1]", "not"),
+        (RESULT | {"schema": 99}, "schema 99"),
+        (RESULT | {"records": [1]}, "not a result of this bench"),
+        (RESULT | {"machine": []}, "not a result of this bench"),
+        (RESULT | {"fields": {"attention": [{"name": "x", "units": "s"}]}}, "not a result of this bench"),
+        (RESULT | {"fields": {"attention": [{"name": "x", "role": "hero"}]}}, "role='hero'"),
+        (RESULT | {"rows": {"attention": [{"label": "x"}]}}, "not a result of this bench"),
+        (RESULT, "nothing to report"),
+        (RESULT | {"fields": {}, "records": [naive(1)]}, "'attention', and nothing declares their fields"),
+        (RESULT | {"records": [naive(1) | {"peak_bytes": "much"}]}, "peak_bytes='much'"),
+        (RESULT | {"records": [naive(1) | {"error_ratio": True}]}, "error_ratio=True"),
+        (RESULT | {"records": [naive(1) | {"batch": [1, 2]}]}, "batch=[1, 2]"),
+    ],
+)
+def test_unusable_results_are_one_clear_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: object, said: str
+) -> None:
+    path = tmp_path / "result.json"
+    path.write_text(content if isinstance(content, str) else json.dumps({"lmsys": content}))
+    refused([str(path), "-o", str(tmp_path / "out")], said, capsys)
+
+
+@pytest.mark.parametrize(
+    ("kind", "impl", "field"),
+    [
+        ("attention", "naive", "heads"),
+        ("model", "auto", "context"),
+        ("loss", "eager", "d_model"),
+        ("anatomy", "auto", "size"),
+        ("collectives", "all_reduce", "megabytes"),
+        ("data_parallel", "none", "world_size"),
+        ("tokenizer", "lmsys", "task"),
+        ("training", "none", "batch"),
+    ],
+)
+def test_a_record_without_what_its_chapter_needs_is_one_clear_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, impl: str, field: str
+) -> None:
+    for value in (None, ["wrong"]):
+        bad = record(kind, impl) | {field: value, "id": "the bad one"}
+        result = save(tmp_path / "r.json", [bad])
+        refused([str(result), "-o", str(tmp_path / "out")], f"record 'the bad one': {field}={value!r}", capsys)
+
+
+def test_other_bad_input_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = str(save(tmp_path / "r.json", small()))
+    refused([result, "-o", str(tmp_path / "out"), "--baseline", "sdpa_flush"], "sdpa_flash", capsys)
+    refused([result, "-o", f"{result}/site"], "r.json/site", capsys)
+    refused([str(tmp_path / "absent.json")], "absent.json", capsys)
+    refused([str(tmp_path)], str(tmp_path), capsys)
+    refused([], "name the result files", capsys)
+
+
+def test_a_file_of_schema_1_is_read_by_the_frozen_declarations(tmp_path: Path) -> None:
+    records = small()
+    for one in records:
+        one["mode"], one["matmul_fraction"] = "eager", one.pop("matmul_ceiling_fraction")
+    old = save(tmp_path / "old.json", records, schema=1)
+    new = save(tmp_path / "new.json", small())
+    names = [name for name in built(tmp_path / "old", old) if name.startswith("tables/")]
+    assert names == [name for name in built(tmp_path / "new", new) if name.startswith("tables/")]
+    table = (tmp_path / "old" / "tables" / f"synthetic-gpu-{STEM}-time.md").read_text()
+    assert "| naive PyTorch | FlashAttention-2, Triton | SDPA flash |" in table
+
+
+def test_every_field_of_a_committed_run_is_declared() -> None:
+    known = json.loads(Path(schema1.__file__).with_name("schema1.json").read_text())
+    for path in sorted((ROOT / "reports" / "results").glob("*.json")):
+        for one in schema1.upgraded(json.loads(path.read_text())["lmsys"])["records"]:
+            declared = {field["name"] for field in known["fields"][one["benchmark"]]}
+            assert one.keys() <= declared, f"{path.name}: {sorted(one.keys() - declared)}"
+
+
+def test_the_published_records_are_those_of_the_committed_runs() -> None:
+    machines = read((ROOT / "reports" / "results").glob("*.json"))
+    published = ROOT / "reports" / "published" / "nvidia-h200" / "tables" / "records.csv"
+    assert csv_of([one for machine in machines for one in machine.records]) == published.read_text()
+
+
+def test_the_page_reports_a_sweep_of_every_benchmark(smoke_result: Path, tmp_path: Path) -> None:
+    """End to end: each benchmark of a real run has its chapter, and every case is in the CSV of all."""
+    files = built(tmp_path / "out", smoke_result)
+    records = json.loads(smoke_result.read_text())["lmsys"]["records"]
+    assert len(files["tables/records.csv"].decode().splitlines()) == len(records) + 1
+    page = files["index.html"].decode()
+    titles = ("Attention", "Model", "Head and loss", "Where time goes", "Mixed precision", "Collectives", "Tokenizers")
+    assert all(f">{title}</h3>" in page for title in titles)
+    assert ">Data parallel: Smoke test</h3>" in page and ">Training: Smoke test</h3>" in page
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("everything")
+    return built(folder / "out", save(folder / "r.json", of_everything()))
+
+
+def test_every_benchmark_has_its_chapters_in_page_order(everything: dict[str, bytes]) -> None:
+    page = everything["index.html"].decode()
+    titles = ["Attention", "Model", "Head and loss", "Where time goes", "Where memory goes", "Mixed precision"]
+    titles += ["Collectives", "Data parallel: Everyday sizes", "Tokenizers", "Training: Everyday sizes"]
+    places = [page.index(f">{title}</h3>") for title in titles]
+    assert places == sorted(places)
+    header = everything["tables/records.csv"].decode().splitlines()[0].split(",")
+    assert "kernels" not in header and "samples_s" not in header and "time_s" in header

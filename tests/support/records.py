@@ -1,0 +1,213 @@
+"""Made-up records of every benchmark, by the fields that it declares, and reports of them. No result is real."""
+
+import csv
+import io
+import json
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from benchmarks.bench_anatomy import Anatomy
+from benchmarks.bench_attention import Attention
+from benchmarks.bench_collectives import Collectives
+from benchmarks.bench_data_parallel import DataParallel
+from benchmarks.bench_loss import Loss
+from benchmarks.bench_model import Model
+from benchmarks.bench_precision import Precision
+from benchmarks.bench_tokenizer import Tokenizers
+from benchmarks.bench_training import Training
+from lmsys.bench.fields import COMMON, Field, declared
+from lmsys.bench.record import summarize
+from lmsys.bench.results import REPORTED
+from lmsys.config import SIZES
+from lmsys.reports.__main__ import main
+
+Record = dict[str, Any]
+ALL = (Attention, Model, Loss, Anatomy, Precision, Collectives, DataParallel, Tokenizers, Training)
+BENCHMARKS = {cls.name: cls for cls in ALL}
+MACHINE = {
+    "name": "Synthetic GPU", "device": "cuda", "cores": 2, "memory_bytes": 2**37, "gpu": "Synthetic GPU",
+    "gpu_count": 1, "capability": [9, 0], "driver": "000.00", "cuda": "0.0", "python": "3.12.0",
+    "torch": "0.0.0", "triton": "0.0.0", "platform": "test", "commit": "0123456789abcdef", "dirty": False,
+    "date": "2000-01-02T03:04:05+00:00", "command": "pytest", "seed": 0, "sweep": "test",
+    "ceilings": {"matmul_flops_per_s": {"bfloat16": 8e14, "float32": 4e14}, "copy_bytes_per_s": 4e12},
+}  # fmt: skip
+GIB = 2**30
+MODEL = {"size": "small", "context": 512, "batch": 4, "precision": "bf16", "compile": "eager", "vocab_size": 10_000}
+ASKED: dict[str, Record] = {  # of a case, where a test says nothing else
+    "attention": {
+        "batch": 2, "heads": 8, "kv_heads": 8, "queries": 1024, "keys": 1024, "head_dim": 64,
+        "dtype": "bfloat16", "causal": True, "direction": "fwd",
+    },
+    "model": {**MODEL, "mode": "step"},
+    "anatomy": {**MODEL, "mode": "step", "section": "anatomy"},
+    "loss": {"tokens": 16_384, "d_model": 1024, "vocab_size": 10_000, "precision": "bf16"},
+    "precision": {"section": "accumulation", "addend": 0.01, "times": 1000},
+    "collectives": {"megabytes": 1, "world_size": 2, "backend": "nccl"},
+    "data_parallel": {
+        **MODEL, "world_size": 2, "asked_bucket_mb": None, "comm_dtype": "float32", "sharded_optimizer": False,
+        "backend": "nccl", "num_nodes": 1, "bucket_mb": None,
+    },
+    "tokenizer": {"task": "encode", "vocab_size": 10_000, "text_bytes": 30_000_000, "processes": 2},
+    "training": {
+        **MODEL, "attention": "naive", "num_ranks": 2, "world_size": 2, "backend": "nccl", "num_nodes": 1,
+        "bucket_mb": None, "epochs": 3, "train_tokens": 4096, "val_tokens": 2048, "corpus": "stdlib",
+    },
+}  # fmt: skip
+OF_ROWS = {  # what the rows of one comparison may differ in
+    "impl", "label", "peer", "compile", "strategy", "row", "attention", "attention_label", "attention_peer",
+    "strategy_peer", "asked_bucket_mb", "bucket_mb", "comm_dtype", "sharded_optimizer", "world_size", "megabytes",
+    "processes", "device", "memory_limit_bytes",
+}  # fmt: skip
+KIND_OF = {
+    "model": "attention", "anatomy": "attention", "training": "strategy", "data_parallel": "strategy",
+    "collectives": "operation", "precision": "none",
+}  # fmt: skip
+PHASES = {"forward": (3, 2), "backward": (4, 1), "optimizer": (2, 1)}  # peak and live, GiB
+
+
+@cache
+def fields_of(benchmark: str) -> dict[str, Field]:
+    return declared(COMMON, BENCHMARKS[benchmark].fields)
+
+
+@cache
+def rows_of(kind: str) -> dict[str, Record]:
+    """A table's rows as a result file has them, with the traits that a report reads."""
+    table = {name: row for cls in ALL for name, row in cls.tables.get(kind, {}).items()}
+    traits = {name: {trait: row.trait(trait) for trait in REPORTED} for name, row in table.items()}
+    return {name: row.to_json() | {k: v for k, v in traits[name].items() if v} for name, row in table.items()}
+
+
+def record(benchmark: str, impl: str, seconds: float = 1e-3, outcome: str = "ok", **told: Any) -> Record:
+    """A case that took so long; rows of one comparison share the noise of its rounds, so that their ratios are exact.
+
+    What is not told is as in ASKED, and metrics are some numbers of their unit.
+    """
+    fields = fields_of(benchmark)
+    kind = KIND_OF.get(benchmark, benchmark)
+    strategy = impl.partition("-")[0]
+    row = rows_of(kind).get(strategy, {})
+    found: Record = {"benchmark": benchmark, "section": "default", "impl": impl, "device": "cuda"}
+    found |= {"label": row.get("label", impl), "peer": row.get("peer", False), "memory_limit_bytes": None}
+    found |= ASKED[benchmark] | ({"strategy": strategy, "row": impl} if kind == "strategy" else {})
+    found |= SIZES.get(told.get("size", found.get("size")), {}) if "d_ff" in fields else {}
+    found |= {name: value for name, value in told.items() if fields[name].role == "axis"}
+    assert told.keys() <= fields.keys(), told.keys() - fields.keys()
+    asked = [f"{name}{found.get(name)}" for name in fields if fields[name].role == "axis" and name not in OF_ROWS]
+    own = [str(found[name]) for name in sorted(OF_ROWS & found.keys() - {"label", "peer", "device"})]
+    found |= {"comparison": "-".join(asked), "id": told.get("id", f"{found['section']}-" + "-".join([*asked, *own]))}
+    found |= {"outcome": outcome, "reason": None, "clock": "cuda_event", "num_parameters": 1000 * found.get("d_ff", 1)}
+    if outcome == "ok":
+        rounds = Random(found["comparison"])
+        samples = [seconds * rounds.uniform(0.97, 1.06) for _ in range(10)]
+        found |= summarize(samples) | {"samples_s": samples, "sm_clock_mhz": 1800.0, **MEASURED.get(benchmark, {})}
+        for one in fields.values():
+            if one.name not in found and (one.role == "metric" or one.unit in ("B", "FLOP")):
+                found[one.name] = _some_number(one, found)
+    found |= told
+    return {name: found.get(name) for name in fields}
+
+
+def _some_number(one: Field, found: Record) -> Any:
+    number = Random(f"{found['id']}{one.name}").uniform(0.1, 0.9)
+    scale = {"B": 8 * GIB, "FLOP": 1e12, "FLOP/s": 1e15, "B/s": 1e11, "tokens/s": 1e5, "nats": 1e-2}.get(one.unit, 1.0)
+    return int(scale * number) if one.unit == "B" else scale * number
+
+
+def part(name: str, total_s: float, backward_s: float = 0.0, **kinds: float) -> Record:
+    return {"name": name, "total_s": total_s, "backward_s": backward_s, "count": 1.0, "kinds": kinds}
+
+
+KINDS = ("matmul", "attention", "elementwise", "reduction", "copy", "communication", "other")
+MEASURED: dict[str, Record] = {  # what metrics and lists of a timed case are, where a test says nothing else
+    "anatomy": {
+        **{f"{kind}_share": share for kind, share in zip(KINDS, (0.5, 0.125, 0.25, 0.125, 0.0, 0.0, 0.0), strict=True)},
+        "kernels": [{"name": "nvjet<a|b>", "kind": "matmul", "total_s": 0.024, "count": 84.0}],
+        "parts": [part("forward", 0.02, 0.04), part("scores", 4e-3, 8e-3, matmul=1e-3), part("softmax", 2e-3, 3e-3)],
+        "phases": [{"name": n, "peak_bytes": peak * GIB, "live_bytes": GIB} for n, (peak, _) in PHASES.items()],
+        "timeline": [{"name": n, "points": [[0.01, 0], [0.02, p * GIB]]} for n, (p, _) in PHASES.items()],
+        "allocations": [{"bytes": 2**20, "count": 3, "at_peak": 2, "where": "loss.py:9", "function": "loss"}],
+    },
+    "data_parallel": {"timeline": [["computation", 0.0, 0.08], ["communication", 0.02, 0.1]], "bucket_mb": 24.7},
+    "training": {
+        "curve_steps": [1, 3, 5], "curve_losses": [9.0, 8.0, 7.5], "curve_differences": [0.0, 1e-3, -2e-3],
+        "curve_budget": 0.03,
+    },
+}  # fmt: skip
+
+
+def sums(dtype: str, result: float) -> list[Record]:
+    exact = {"accumulator": "float32", "addend": "float32", "result": 10.0001, "error": 1e-4}
+    return [exact, {"accumulator": dtype, "addend": dtype, "result": result, "error": result - 10}]
+
+
+def of_everything() -> list[Record]:
+    """Some cases of every benchmark, with rows to compare and each outcome."""
+    lost = {"outcome": "oom", "reason": "needs 64 GiB"}
+    attention = [
+        record("attention", impl, seconds * length, queries=length, keys=length, direction=direction)
+        for impl, seconds in (("naive", 4e-6), ("flash_triton", 1e-6), ("sdpa_flash", 2e-6))
+        for length in (512, 1024)
+        for direction in ("fwd", "bwd")
+    ]
+    attention.append(record("attention", "naive", queries=65536, keys=65536, **lost))
+    attention.append(record("attention", "mine", outcome="wrong", reason="dk is off", error_ratio=37.2))
+    models = [
+        record("model", "auto", seconds, mode=mode, compile=way, context=context, label="auto: SDPA flash")
+        for mode, seconds in (("train_forward", 0.1), ("backward", 0.2), ("optimizer", 0.05), ("step", 0.35))
+        for way in ("eager", "compiled")
+        for context in (512, 1024)
+    ]
+    losses = [
+        record("loss", impl, vocab_size=size) for impl in ("chunked", "eager", "compiled") for size in (10_000, 128_000)
+    ]
+    opened = [record("anatomy", impl, mode=mode) for impl in ("naive", "flash_triton") for mode in ("forward", "step")]
+    studies = [record("precision", dtype, sums=sums(dtype, 9.95)) for dtype in ("float16", "bfloat16")]
+    tensors = [{"name": "loss", "dtype": "float32"}]
+    studies += [record("precision", dtype, section="autocast", tensors=tensors) for dtype in ("float16", "bfloat16")]
+    parallel = [
+        record("data_parallel", impl, seconds, batch=batch)
+        for impl, seconds in (("naive", 0.14), ("bucketed-auto", 0.11), ("torch_ddp_tuned", 0.12))
+        for batch in (2, 4)
+    ]
+    parallel += [record("data_parallel", "none", 0.1, world_size=1), record("data_parallel", "flat", **lost)]
+    trained = [
+        record("training", strategy, seconds, attention=attention)
+        for strategy, seconds in (("none", 1.9), ("naive", 1.2), ("bucketed", 1.0))
+        for attention in ("naive", "sdpa_flash")
+    ]
+    words = [record("tokenizer", impl, task=task) for impl in ("lmsys", "huggingface") for task in ("train", "encode")]
+    sent = [record("collectives", "all_reduce", 1e-5 * mb, megabytes=mb, bytes=mb * 10**6) for mb in (1, 10, 100)]
+    return [*attention, *models, *losses, *opened, *studies, *sent, *parallel, *words, *trained]
+
+
+def save(path: Path, records: list[Record], schema: int = 2, **machine: Any) -> Path:
+    """A result file of these records."""
+    names = {one["benchmark"] for one in records} & BENCHMARKS.keys()
+    fields = {name: [one.to_json() for one in fields_of(name).values()] for name in sorted(names)}
+    rows = {kind: list(rows_of(kind).values()) for kind in ("attention", "strategy", "loss", "tokenizer", "operation")}
+    head = {"fields": fields, "rows": rows} if schema == 2 else {}
+    path.write_text(json.dumps({"lmsys": {"schema": schema, "machine": MACHINE | machine, **head, "records": records}}))
+    return path
+
+
+def built(out: Path, *arguments: object) -> dict[str, bytes]:
+    """The files of a report, by path."""
+    assert main([*map(str, arguments), "-o", str(out)]) == 0
+    return {file.relative_to(out).as_posix(): file.read_bytes() for file in sorted(out.rglob("*")) if file.is_file()}
+
+
+def cells(files: dict[str, bytes], name: str) -> list[dict[str, str]]:
+    """A Markdown table of the machine above, as a list of rows by column head."""
+    text = files[f"tables/synthetic-gpu-{name}.md"].decode().replace("\\|", "¦")
+    head, _, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")
+    ]
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
+def numbers(files: dict[str, bytes], name: str) -> list[dict[str, str]]:
+    """The table's CSV."""
+    return list(csv.DictReader(io.StringIO(files[f"tables/synthetic-gpu-{name}.csv"].decode())))
