@@ -9,12 +9,9 @@ import pytest
 
 from lmsys.training.__main__ import parser
 from lmsys.training.config import RunConfig
-from tests.reports import test_reports as attention
-from tests.reports import test_reports_anatomy as anatomy
-from tests.reports import test_reports_model as model
-from tests.reports import test_reports_parallel as parallel
 from tests.support.collected import collect
 from tests.support.processes import ROOT
+from tests.support.records import built, of_everything, record, save
 
 PAGE = (ROOT / "docs" / "cs336.md").read_text()
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and "`" in line]
@@ -77,23 +74,33 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "eager_compiled": [("float32", "fwd"), ("float32", "bwd")],
     }
     records = [
-        attention.case(impl, name, dtype=dtype, direction=direction, causal=name != "eager_compiled")
+        record("attention", impl, section=name, dtype=dtype, direction=direction, causal=name != "eager_compiled")
         for name, slices in section.items()
         for dtype, direction in slices
         for impl in ("naive", "naive_compiled")
     ]
     ways = [{"precision": "fp32", "compile": "eager"}, {"precision": "fp32", "compile": "compiled"}, {}]
-    records += [model.case("small", mode, **way) for mode in model.SHARE for way in ways]
-    records += model.warm_up()
-    records += [*(anatomy.case(mode) for mode in ("forward", "step")), *anatomy.STUDIES]
-    for name in ("sizes", "buckets", "sharded"):
-        cells = [parallel.case("none", batch, world) for batch in (2, 4) for world in (1, 2)]
-        cells += [parallel.case("bucketed-25MiB", batch) for batch in (2, 4)]
-        records += [cell | {"section": name, "id": name + cell["id"]} for cell in cells]
-    for megabytes in (1, 10):
-        cell = parallel.collective("all_reduce", megabytes)
-        records.append(cell | {"section": "sizes", "id": f"sizes-W2-nccl-all_reduce-{megabytes}MB"})
-    made = attention.built(folder / "out", attention.save(folder / "r.json", records))
+    modes = ("forward", "train_forward", "backward", "optimizer", "step")
+    for name in ("sizes", "fits"):
+        records += [
+            record("model", "auto", section=name, mode=mode, context=context, predicted_bytes=2**30, **way)
+            for mode in modes
+            for way in ways
+            for context in (512, 1024)
+        ]
+    records += [record("model", "auto", section="warmup", warmup_steps=steps, mode="forward") for steps in (0, 1)]
+    records += [one for one in of_everything() if one["benchmark"] in ("anatomy", "precision")]
+    for name in ("sizes", "buckets", "sharded", "narrow"):
+        asked = {"section": name, "size": "xl"}
+        shapes = [(batch, world) for batch in (2, 4) for world in (1, 2)]
+        records += [record("data_parallel", "none", batch=batch, world_size=world, **asked) for batch, world in shapes]
+        rows = ("naive", "bucketed-25MiB", "torch_ddp_tuned")
+        records += [record("data_parallel", row, batch=batch, **asked) for row in rows for batch in (2, 4)]
+    records += [
+        record("collectives", "all_reduce", 1e-5 * mb, section="sizes", megabytes=mb, bytes=mb * 10**6)
+        for mb in (1, 10)
+    ]
+    made = built(folder / "out", save(folder / "r.json", records))
     return [name.replace("synthetic-gpu-", "").rpartition(".")[0] for name in made]
 
 

@@ -20,6 +20,7 @@ from benchmarks.bench_training import Training
 from lmsys.bench.fields import COMMON, Field, declared
 from lmsys.bench.record import summarize
 from lmsys.bench.results import REPORTED
+from lmsys.bench.runner import _value_of
 from lmsys.config import SIZES
 from lmsys.reports.__main__ import main
 
@@ -106,6 +107,7 @@ def record(benchmark: str, impl: str, seconds: float = 1e-3, outcome: str = "ok"
         for one in fields.values():
             if one.name not in found and (one.role == "metric" or one.unit in ("B", "FLOP")):
                 found[one.name] = _some_number(one, found)
+        found |= {one.name: _value_of(one, found) for one in fields.values() if one.of}
     found |= told
     return {name: found.get(name) for name in fields}
 
