@@ -6,13 +6,14 @@ from lmsys.reports.page import Block, Chapter
 from lmsys.reports.speedups import SPEEDUP, base_of, compared, is_compared
 from lmsys.reports.tables import listing, pivot
 from lmsys.reports.views import View
+from lmsys.reports.words import sentence
 
 
 def chapters(view: View) -> list[Chapter]:
     """A block for each grid."""
     axes = [name for name in view.axes() if name not in ("section", "impl", "label", "peer")]
     parts = view.ordered("section", *axes, "impl").cut(f"{view.benchmark}-{{section}}", "{section}")
-    return [Chapter(view.benchmark.replace("_", " ").capitalize(), [_block(part, axes) for part in parts])]
+    return [Chapter(sentence(view.benchmark.replace("_", " ")), [_block(part, axes) for part in parts])]
 
 
 def _block(part: View, axes: list[str]) -> Block:

@@ -1,0 +1,77 @@
+"""The page is one safe file: what a result file says is text in it and no more, and every link leads somewhere."""
+
+import re
+from html import escape
+from pathlib import Path
+
+import pytest
+
+from lmsys.reports.page import Html, tag
+from tests.support.records import built, fields_of, of_everything, record, save
+
+EVIL = '"><script>alert(1)</script>&\n$x_$ | ../../evil'
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("page")
+    return built(folder / "out", save(folder / "r.json", of_everything()))
+
+
+def test_every_link_leads_somewhere(everything: dict[str, bytes]) -> None:
+    page = everything["index.html"].decode()
+    links = re.findall(r'(?:href|src)="(?!data:)([^"]+)"', page)
+    assert len(links) > 100 and not [link for link in links if "//" in link]
+    for link in links:
+        assert f'id="{link[1:]}"' in page if link.startswith("#") else link in everything
+    plots = [name for name in everything if name.endswith(".svg")]
+    assert page.count("<svg") == len(plots) == page.count('role="img"')
+    assert all(name == "tables/records.csv" or name in links for name in everything if name != "index.html")
+
+
+def test_ids_are_each_ones_own(everything: dict[str, bytes]) -> None:
+    ids = re.findall(r' id="([^"]+)"', re.sub(r"<svg.*?</svg>", "", everything["index.html"].decode(), flags=re.S))
+    assert len(ids) == len(set(ids))
+
+
+def test_what_a_result_file_says_is_text(tmp_path: Path) -> None:
+    """In names of machines, runs, rows, labels, grids, reasons, axes and fields alike; and names of files are slugs."""
+    told = {"section": EVIL, "label": EVIL, "dtype": EVIL, "id": EVIL}
+    records = [
+        record("attention", impl, queries=s, keys=s) | told | {"id": f"{EVIL}{impl}{s}"}
+        for impl in (EVIL, "naive")
+        for s in (64, 128)
+    ]
+    records.append(
+        record("attention", "flex", outcome="error", reason=EVIL, **{k: v for k, v in told.items() if k != "label"})
+    )
+    records += [record("training", "none", corpus=EVIL, attention=EVIL), record("model", EVIL, label=EVIL)]
+    files = built(
+        tmp_path / "out", save(tmp_path / "r.json", records, name=EVIL, commit=EVIL, command=EVIL, torch=EVIL)
+    )
+    page = files["index.html"].decode()
+    assert "<script>alert" not in page and escape("<script>alert(1)") in page
+    assert page.count("<script>") == 1 and page.count("<h2") == 1
+    assert all(re.fullmatch(r"(tables|plots)/[\w-]+\.(md|csv|svg)|index\.html", name) for name in files)
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "r.json"}
+    for name in (name for name in files if name.endswith(".md")):
+        heads = [line.count(" | ") for line in files[name].decode().splitlines() if line.startswith("|")]
+        assert len(set(heads)) <= 1 or "\\|" in files[name].decode(), name
+    for name in (name for name in files if name.endswith(".svg")):
+        assert b"<script" not in files[name]
+
+
+def test_a_hostile_declaration_is_text_too(tmp_path: Path) -> None:
+    """Of a benchmark of one's own: its name and its fields' labels, with braces and tags."""
+    path = save(tmp_path / "r.json", [record("attention", impl) for impl in ("naive", "flex")])
+    text = path.read_text().replace('"Error ratio"', '"{0}<i>{time_s}"')
+    for key in ('"benchmark": ', '"fields": {'):
+        text = text.replace(f'{key}"attention"', f'{key}"{{x.y}}<b>"')
+    path.write_text(text)
+    page = built(tmp_path / "out", path)["index.html"].decode()
+    assert "{x.y}&lt;b&gt;" in page and "{0}&lt;i&gt;" in page and "<b>" not in page and "<i>" not in page
+
+
+def test_tags_escape_all_but_html() -> None:
+    assert tag("p", "<b>", tag("i", "&"), class_='"x"') == '<p class="&quot;x&quot;">&lt;b&gt;<i>&amp;</i></p>'
+    assert isinstance(tag("p"), Html) and fields_of("attention")

@@ -1,0 +1,102 @@
+"""What plots show: a look for each row, words where there is no value, legends and labels that can be read."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lmsys.reports import canvas
+from lmsys.reports.load import read
+from lmsys.reports.styles import Style
+from lmsys.reports.views import View, view_of
+from tests.support.records import built, of_everything, record, rows_of, save
+
+
+@pytest.mark.parametrize(("length", "rows"), [(5, 2), (15, 2), (25, 4), (45, 4)])
+def test_legends_lie_within_the_drawing(length: int, rows: int) -> None:
+    """Two columns of long labels would be cut off on both sides; the drawing keeps its own height."""
+    figure, axes = canvas.canvas("title", 3.0 + canvas.legend_height(4))
+    height = figure.get_figheight()
+    for i in range(4):
+        axes.plot([0, 1], [0, i], label=f"{i}" * length)
+    canvas.add_legend(figure, axes)
+    (legend,) = figure.legends
+    assert legend.get_window_extent().width <= figure.bbox.width
+    assert figure.get_figheight() == pytest.approx(height + 0.2 * (rows - 2))
+
+
+def test_labels_that_would_run_into_one_another_are_slanted() -> None:
+    assert not canvas.crowded(["64", "128", "256"])
+    assert canvas.crowded(["none", "bucketed-25MiB", "bucketed-25MiB-bfloat16"])
+
+
+@pytest.mark.parametrize(
+    ("length", "text"), [(512, "512"), (1024, "1k"), (65536, "64k"), (1000, "1,000"), (128_000, "128,000")]
+)
+def test_only_powers_of_two_are_written_short(length: int, text: str) -> None:
+    assert canvas.short(length) == text
+
+
+def test_a_row_has_one_colour_in_all_chapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each chapter draws of a row of a table has the colour of that row, and is dashed where it is a peer's."""
+    seen: set[tuple[str, str, str, bool]] = set()
+
+    def style(self: View, name: str, value: str) -> Style:
+        found = drawn(self, name, value)
+        seen.add((self.benchmark, str(value), found.color, found.dashed))
+        return found
+
+    drawn = View.style
+    monkeypatch.setattr(View, "style", style)
+    built(tmp_path / "out", save(tmp_path / "r.json", of_everything()))
+    for kind, benchmarks in (("attention", {"attention", "anatomy"}), ("strategy", {"data_parallel"})):
+        table = {name: (row["color"], row["peer"]) for name, row in rows_of(kind).items() if "color" in row}
+        found = [
+            (value, (color, dashed)) for name, value, color, dashed in seen if name in benchmarks and value in table
+        ]
+        assert len(found) >= 4 and all(look == table[value] for value, look in found)
+    trained = {value: (color, dashed) for name, value, color, dashed in seen if name == "training"}
+    assert trained["sdpa_flash"] == (rows_of("attention")["sdpa_flash"]["color"], True)
+    assert trained["bucketed"] == (rows_of("strategy")["bucketed"]["color"], False)
+    parallel = {value: color for name, value, color, _ in seen if name == "data_parallel"}
+    assert parallel["bucketed-auto"] == rows_of("strategy")["bucketed"]["color"]
+
+
+def test_variants_of_a_row_are_its_lighter_shades(tmp_path: Path) -> None:
+    records = [record("data_parallel", f"bucketed-{size}MiB") for size in (100, 25)]
+    (machine,) = read([save(tmp_path / "r.json", records)])
+    view = view_of(machine, "data_parallel").styled("impl", "strategy")
+    small, large = (view.style("impl", f"bucketed-{size}MiB").color for size in (25, 100))
+    assert small == rows_of("strategy")["bucketed"]["color"]
+    assert all(int(large[i : i + 2], 16) >= int(small[i : i + 2], 16) for i in (1, 3, 5)) and large != small
+    assert list(view.styles["impl"]) == ["bucketed-25MiB", "bucketed-100MiB"]
+
+
+def test_words_of_bars_stand_at_their_tiers(tmp_path: Path) -> None:
+    told = {"section": "tiers", "keys": 64}
+    records = [record("attention", "naive", queries=128, **told)]
+    records += [record("attention", "naive", queries=q, outcome="oom", **told) for q in (64, 256)]
+    files = built(tmp_path / "out", save(tmp_path / "r.json", records))
+    drawing = files["plots/synthetic-gpu-tiers-bfloat16-causal-fwd-bars.svg"].decode()
+    words = [float(x) for x in re.findall(r"translate\(([-\d.]+) [^>]*>OOM<", drawing)]
+    ticks = [float(x) for x in re.findall(r'x="([-\d.]+)"[^>]*>(?:64|128×64|256×64)<', drawing)]
+    assert len(words) == 2 and len(ticks) == 3
+    assert sorted(words) == pytest.approx([ticks[0], ticks[2]], abs=5)
+    assert 0 < min(words) < max(words) < 360
+
+
+def test_the_heat_map_keeps_rows_of_words(tmp_path: Path) -> None:
+    records = [record("attention", impl, queries=s, keys=s) for impl in ("naive", "sdpa_flash") for s in (512, 1024)]
+    records += [record("attention", "sdpa_cudnn", queries=s, keys=s, outcome="unsupported") for s in (512, 1024)]
+    files = built(tmp_path / "out", save(tmp_path / "r.json", records))
+    drawing = files["plots/synthetic-gpu-default-bfloat16-causal-fwd-heat.svg"].decode()
+    assert ">SDPA cuDNN<" in drawing and drawing.count(">n/a<") == 2
+
+
+@pytest.mark.parametrize(("growth", "from_zero"), [(1, True), (8, False)])
+def test_a_narrow_range_is_drawn_from_zero(tmp_path: Path, growth: int, from_zero: bool) -> None:
+    sizes = {s: (s // 256) ** growth * 2**20 for s in (512, 1024)}
+    records = [record("attention", "naive", queries=s, keys=s, peak_bytes=size) for s, size in sizes.items()]
+    files = built(tmp_path / "out", save(tmp_path / "r.json", records))
+    drawing = files["plots/synthetic-gpu-default-bfloat16-causal-fwd-peak.svg"].decode()
+    assert (">0</text>" in drawing) is from_zero

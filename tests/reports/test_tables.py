@@ -1,0 +1,226 @@
+"""What tables say: every case in one cell, each outcome with its reason, honest speedups, the numbers of records."""
+
+import math
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmsys.bench.fields import Field
+from lmsys.reports.load import read
+from lmsys.reports.speedups import SPEEDUP, compared, geometric_mean, ratio_of
+from lmsys.reports.tables import NOT_RUN, pivot
+from lmsys.reports.views import View, view_of
+from lmsys.reports.words import head_of, number, scaled
+from tests.support.records import MACHINE, built, cells, fields_of, numbers, of_everything, record, save
+
+STEM = "default-bfloat16-causal-fwd"
+LENGTH = {"queries": 4096, "keys": 4096}
+
+
+def report(folder: Path, records: list[dict], *arguments: str) -> dict[str, bytes]:
+    return built(folder / "out", save(folder / "r.json", records), *arguments)
+
+
+def view(folder: Path, records: list[dict]) -> View:
+    (machine,) = read([save(folder / "r.json", records)])
+    return view_of(machine, records[0]["benchmark"])
+
+
+@given(st.lists(st.tuples(*[st.floats(1e-6, 1e-1)] * 3), min_size=1, max_size=12))
+def test_a_speedup_is_the_median_of_per_round_ratios(rounds: list[tuple[float, ...]]) -> None:
+    base, beside, later = (
+        {"comparison": f"run {run}", "samples_s": list(samples)}
+        for run, samples in zip((1, 1, 2), zip(*rounds, strict=True), strict=True)
+    )
+    assert ratio_of(base, base) == 1
+    assert ratio_of(beside, base) == pytest.approx(statistics.median(b / a for b, a, _ in rounds))
+    for other in (later, base | {"comparison": None}, base | {"samples_s": None}):
+        assert ratio_of(other, base) is None
+
+
+@given(st.lists(st.floats(1e-3, 1e3)))
+def test_a_geometric_mean_is_of_what_there_is(values: list[float]) -> None:
+    mean, count = geometric_mean([None, *values])
+    assert count == len(values)
+    assert mean == pytest.approx(math.prod(values) ** (1 / count)) if count else math.isnan(mean)
+
+
+@given(st.sets(st.tuples(*[st.integers(0, 2)] * 4), min_size=1), st.permutations(range(4)))
+def test_a_pivot_has_every_case_in_one_cell(settings: set[tuple[int, ...]], order: list[int]) -> None:
+    """Whatever differs: an axis that nobody has named is one more field of the rows."""
+    names = [("batch", "heads", "head_dim", "dtype")[place] for place in order]
+    machine = read_machine([dict(zip(names, values, strict=True)) for values in settings])
+    table = pivot(view_of(machine, "attention"), "time_s", names[:1], names[1])
+    assert table is not None
+    texts = [text for row in table.rows for text in row[table.keys :]]
+    assert sum(text != NOT_RUN for text in texts) == len(settings) == len(table.data)
+    assert len({tuple(row[: table.keys]) for row in table.rows}) == len(table.rows)
+
+
+def read_machine(settings: list[dict[str, Any]]) -> Any:
+    from lmsys.reports.load import Machine
+
+    cases = [record("attention", "naive") | told | {"id": str(told), "run": 0} for told in settings]
+    return Machine("slug", "title", [MACHINE], cases, {"attention": fields_of("attention")}, {})
+
+
+@pytest.mark.parametrize(
+    ("field", "stored", "head", "shown"),
+    [
+        (Field("time_s", "s", "Time", shown="ms"), 0.5, "Time, ms", 500),
+        (Field("o", "s", shown="µs"), 2e-5, "o, µs", 20),
+        (Field("peak_bytes", "B", shown="GiB"), 2**31, "peak, GiB", 2),
+        (Field("text_bytes", "B", shown="MB"), 3e6, "text, MB", 3),
+        (Field("flops_per_s", "FLOP/s", "Rate", shown="TFLOP/s"), 2e12, "Rate, TFLOP/s", 2),
+        (Field("copied", "B/s", shown="GB/s"), 3e9, "copied, GB/s", 3),
+        (Field("mfu", shown="%"), 0.5, "mfu, %", 50),
+        (Field("times", shown="x"), 1.5, "times, ×", 1.5),
+        (Field("tokens_per_s", "tokens/s", "Rate"), 7.0, "Rate, tokens/s", 7),
+        (Field("far", "s", shown="parsecs"), 7.0, "far, s", 7),
+    ],
+)
+def test_units_are_those_that_readers_see(field: Field, stored: float, head: str, shown: float) -> None:
+    assert head_of(field) == head and scaled(field, stored) == pytest.approx(shown)
+    assert math.isnan(scaled(field, None))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.01234, "0.0123"), (1.2, "1.20"), (12345.6, "12,346"), (0.0, "0"), (0.9996, "1.00")]
+)
+def test_numbers_have_three_digits_and_no_exponent(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+def test_outcomes_are_cells_with_reasons(tmp_path: Path) -> None:
+    records = [
+        record("attention", "naive"),
+        record("attention", "sdpa_cudnn", outcome="unsupported", reason="head_dim 64 | no\n## really"),
+        record("attention", "flex", outcome="oom"),
+        record("attention", "mine", outcome="wrong", reason="dk is off", error_ratio=37.2),
+        record("attention", "flash_triton") | {"time_s": None, "reason": "verified in Triton's interpreter"},
+        record("attention", "naive", outcome="error", reason="it broke", **LENGTH),
+        record("attention", "sdpa_flash", **LENGTH),
+    ]
+    files = report(tmp_path, records)
+    first, second = cells(files, f"{STEM}-time")
+    marks = {head: re.sub(r"[⁰-⁹¹²³]", "", text) for head, text in first.items()}
+    assert first["naive PyTorch"][0].isdigit() and marks["FlashAttention-2, Triton"] == "untimed"
+    assert (marks["mine"], marks["SDPA cuDNN"], marks["FlexAttention"]) == ("wrong", "n/a", "OOM")
+    assert marks["SDPA flash"] == NOT_RUN == second["mine"] and second["naive PyTorch"].startswith("error")
+    text = files[f"tables/synthetic-gpu-{STEM}-time.md"].decode()
+    reasons = ("wrong result: dk is off", "not supported: head_dim 64 | no ## really", "error: it broke", "– not run")
+    assert all(reason in text for reason in reasons)
+    assert cells(files, f"{STEM}-error")[0]["mine"].startswith("37.2 wrong")
+    (mine,) = (row for row in cells(files, "attention-implementations") if row["name"] == "mine")
+    assert (mine["whose"], mine["cases"], mine["timed"], mine["wrong result"]) == ("ours", "1", "", "1")
+
+
+def test_times_of_another_run_are_marked(tmp_path: Path) -> None:
+    records = [record("attention", impl) for impl in ("naive", "sdpa_flash", "flash_triton")]
+    records += [record("attention", impl, comparison="the second run") for impl in ("sdpa_cudnn", "flex")]
+    files = report(tmp_path, records)
+    for metric in ("time", "tflops"):
+        (row,) = cells(files, f"{STEM}-{metric}")
+        assert {head for head, text in row.items() if text.endswith("¹")} == {"SDPA cuDNN", "FlexAttention"}
+        note = "¹ measured in another run than SDPA flash: not comparable within a few per cent"
+        assert note in files[f"tables/synthetic-gpu-{STEM}-{metric}.md"].decode()
+    assert "¹" not in files[f"tables/synthetic-gpu-{STEM}-peak.md"].decode()
+    (row, mean) = cells(files, f"{STEM}-speedup")
+    assert row["SDPA cuDNN"] == "" == mean["SDPA cuDNN"] and mean["naive PyTorch"] == f"{row['naive PyTorch']} (1)"
+    assert b"Blank: not sampled together with SDPA flash." in files[f"tables/synthetic-gpu-{STEM}-speedup.md"]
+
+
+def test_a_baseline_without_a_time_is_named_as_the_reason(tmp_path: Path) -> None:
+    lost = record("attention", "sdpa_flash", outcome="oom", reason="needs 64 GiB", **LENGTH)
+    absent = record("attention", "naive", queries=8192, keys=8192)
+    records = [record("attention", "sdpa_flash"), record("attention", "naive"), lost]
+    files = report(tmp_path, [*records, record("attention", "naive", **LENGTH), absent])
+    assert [row["naive PyTorch"][:11] for row in cells(files, f"{STEM}-speedup")[1:3]] == ["no baseline"] * 2
+    text = files[f"tables/synthetic-gpu-{STEM}-speedup.md"].decode()
+    assert "SDPA flash has no time here: out of memory (needs 64 GiB)" in text
+    assert "SDPA flash was not run here" in text and "Blank" not in text
+    assert "no base<" in files[f"plots/synthetic-gpu-{STEM}-heat.svg"].decode()
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [record("attention", "flash_triton"), record("attention", "naive", outcome="oom")],
+        [record("attention", "sdpa_flash"), record("attention", "flash_triton", comparison="another run")],
+        [record("attention", "sdpa_flash"), record("attention", "naive", outcome="wrong")],
+    ],
+    ids=["none timed", "none beside it", "none but it"],
+)
+def test_no_speedups_without_a_baseline_beside_something(tmp_path: Path, records: list[dict]) -> None:
+    files = report(tmp_path, records)
+    assert not [name for name in files if "speedup" in name or "heat" in name or "summary" in name]
+
+
+def test_the_baseline_is_the_tables_or_the_users(tmp_path: Path) -> None:
+    records = [
+        record("attention", "naive", 4e-3),
+        record("attention", "sdpa_flash", 2e-3),
+        record("attention", "flex", 1e-3),
+    ]
+    for arguments, expected in (((), ["0.500", "1.00", "2.00"]), (("--baseline", "naive"), ["1.00", "2.00", "4.00"])):
+        row, _ = cells(report(tmp_path, records, *arguments), f"{STEM}-speedup")
+        assert [row[head] for head in ("naive PyTorch", "SDPA flash", "FlexAttention")] == expected
+
+
+def test_ratios_of_medians_are_told_apart(tmp_path: Path) -> None:
+    apart = {"context": 1024, "comparison": "other"}
+    records = [record("model", "auto", seconds, compile=way) for way, seconds in (("eager", 0.3), ("compiled", 0.1))]
+    records += [
+        record("model", "auto", 0.2, compile="eager", **apart),
+        record("model", "auto", 0.1, compile="compiled", context=1024),
+    ]
+    found = compared(view(tmp_path, records), "eager", "compile", ("context",), medians=True)
+    speeds = {(case["context"], case["compile"]): (case[SPEEDUP], case["remark"]) for case in found.cases}
+    assert speeds[512, "compiled"] == (pytest.approx(3.0), "")
+    assert speeds[1024, "compiled"][1] == "ratio of medians: not sampled together"
+    assert speeds[1024, "compiled"][0] == pytest.approx(records[2]["time_s"] / records[3]["time_s"])
+    assert "median of rounds sampled together" in found.fields[SPEEDUP].about
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    return report(tmp_path_factory.mktemp("everything"), of_everything())
+
+
+def test_csvs_hold_the_numbers_of_the_records(everything: dict[str, bytes]) -> None:
+    """Each line that is of a case says of the fields of records what one record says."""
+    records = [{name: "" if value is None else str(value) for name, value in one.items()} for one in of_everything()]
+    lists, checked = {"name", "where", "accumulator", "latency_s"}, 0  # of a line of a list, or of what was fitted
+    names = [path[21:-4] for path in everything if path.startswith("tables/synthetic-gpu-") and path.endswith(".csv")]
+    for line in (line for name in names for line in numbers(everything, name)):
+        if "outcome" in line and not lists & line.keys():
+            same = [one for one in records if all(one[key] == line[key] for key in line.keys() & one.keys())]
+            assert any(len(line.keys() & one.keys()) >= 6 for one in same), line
+            checked += len(line)
+    assert checked > 3000
+
+
+def test_captions_fix_what_is_constant(everything: dict[str, bytes]) -> None:
+    text = everything[f"tables/synthetic-gpu-{STEM}-time.md"].decode()
+    for fact in (
+        "Median time, ms. Forward, bfloat16, causal; B 2, H 8, S 512 to 65,536, D 64.",
+        "CUDA events, cache cleared before each call, at least 10 rounds, SM clock 1,800 MHz",
+        "Synthetic GPU; 2 CPU cores, driver 000.00, CUDA 0.0, torch 0.0.0",
+        "commit 0123456789, 2000-01-02",
+    ):
+        assert fact in text, fact
+    assert b"Peak memory of forward above" in everything[f"tables/synthetic-gpu-{STEM}-peak.md"]
+    text = everything["tables/synthetic-gpu-model-default-step-time-bf16-auto.md"].decode()
+    for fact in (
+        "In each cell: eager / compiled.",
+        "Whole step; ",
+        "context 512 to 1,024",
+        "precision bf16",
+        "auto: SDPA flash",
+    ):
+        assert fact in text, fact
