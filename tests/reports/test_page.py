@@ -1,4 +1,4 @@
-"""The page is one safe file: what a result file says is no more than text in it, and every link leads somewhere."""
+"""The page is one safe file: what a result file says is text in it and no more, and every link leads somewhere."""
 
 import re
 from html import escape

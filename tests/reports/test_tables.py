@@ -195,15 +195,13 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 def test_csvs_hold_the_numbers_of_the_records(everything: dict[str, bytes]) -> None:
     """Each line that is of a case says of the fields of records what one record says."""
     records = [{name: "" if value is None else str(value) for name, value in one.items()} for one in of_everything()]
-    known, checked = {name for one in records for name in one}, 0
-    lists = {"name", "where", "accumulator", "latency_s"}  # of a line of a list, or of what was fitted
+    lists, checked = {"name", "where", "accumulator", "latency_s"}, 0  # of a line of a list, or of what was fitted
     names = [path[21:-4] for path in everything if path.startswith("tables/synthetic-gpu-") and path.endswith(".csv")]
     for line in (line for name in names for line in numbers(everything, name)):
         if "outcome" in line and not lists & line.keys():
-            told = {key: value for key, value in line.items() if key in known}
-            near = min(([k for k, v in told.items() if one.get(k, "") != v] for one in records), key=len)
-            assert not near, {key: told[key] for key in near}
-            checked += len(told)
+            same = [one for one in records if all(one[key] == line[key] for key in line.keys() & one.keys())]
+            assert any(len(line.keys() & one.keys()) >= 6 for one in same), line
+            checked += len(line)
     assert checked > 3000
 
 

@@ -104,10 +104,10 @@ def record(benchmark: str, impl: str, seconds: float = 1e-3, outcome: str = "ok"
         rounds = Random(found["comparison"])
         samples = [seconds * rounds.uniform(0.97, 1.06) for _ in range(10)]
         found |= summarize(samples) | {"samples_s": samples, "sm_clock_mhz": 1800.0, **MEASURED.get(benchmark, {})}
-        for one in fields.values():
-            if one.name not in found and (one.role == "metric" or one.unit in ("B", "FLOP")):
-                found[one.name] = _some_number(one, found)
-        found |= {one.name: _value_of(one, found) for one in fields.values() if one.of}
+        numbers = [one for one in fields.values() if one.role == "metric" or one.unit in ("s", "B", "FLOP")]
+        for one in sorted(numbers, key=lambda one: one.of is not None):
+            if one.name not in found:
+                found[one.name] = one.of(found) if one.of else _some_number(one, found)
     found |= told
     return {name: found.get(name) for name in fields}
 

@@ -39,4 +39,6 @@ def _tensors(view: View) -> Table | None:
     """Rows: tensors of a training step; columns: the dtype that autocast gives them, for each dtype asked of it."""
     own = view.unfolded("tensors", Field("name", label="tensor"), Field("dtype", label="Dtypes under autocast"))
     about = "Tensors of one training step of a model of one block, and the dtype that each has under autocast"
-    return pivot(own.labelled(impl="autocast to"), "dtype", ["name"], word="autocast", about=about)
+    return pivot(
+        own.labelled(impl="autocast to"), "dtype", ["name"], word="autocast", about=about, data=("name", "dtype")
+    )

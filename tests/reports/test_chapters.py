@@ -1,0 +1,399 @@
+"""What is particular to each chapter: the tables that documents refer to, and the numbers that only it works out."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lmsys.reports.words import number
+from tests.support.records import GIB, built, cells, numbers, part, record, save, sums
+
+ROWS = {"naive": 6e-3, "naive_compiled": 4e-3, "flash_triton": 1e-3, "flash_triton_torch_bwd": 2e-3, "sdpa_flash": 3e-3}
+
+
+def report(folder: Path, records: list[dict], *arguments: str) -> dict[str, bytes]:
+    return built(folder / "out", save(folder / "r.json", records), *arguments)
+
+
+@pytest.fixture(scope="module")
+def attention(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Grids of each kind: both masks at 16k tokens, head dimension by length, tiers."""
+    records = []
+    for causal in (True, False):
+        for dim, length in ((64, 1024), (64, 4096), (128, 1024), (128, 4096)):
+            shape = {"batch": 16384 // length, "heads": 2048 // dim, "kv_heads": 2048 // dim, "head_dim": dim}
+            shape |= {"queries": length, "keys": length, "causal": causal, "section": "tokens16k"}
+            records += [record("attention", impl, seconds, **shape) for impl, seconds in ROWS.items()]
+            records.append(record("attention", "flex", outcome="unsupported", **shape))
+    for dim in (16, 64):
+        for length in (512, 65536):
+            told = {"section": "flash", "head_dim": dim, "queries": length, "keys": length, "direction": "fwdbwd"}
+            lost = {"outcome": "oom", "reason": "needs 64 GiB"} if length == 65536 else {}
+            records.append(record("attention", "naive", **told, **lost))
+            records += [record("attention", impl, **told) for impl in ("flash_triton_torch_bwd", "flash_triton")]
+    for q, k in ((1024, 512), (128, 64), (256, 128)):
+        records += [record("attention", impl, section="tiers", queries=q, keys=k) for impl in ("naive", "sdpa_flash")]
+    return report(tmp_path_factory.mktemp("attention"), records)
+
+
+def test_all_cells_of_both_masks_stand_in_one_table(attention: dict[str, bytes]) -> None:
+    name = "tokens16k-bfloat16-fwd-tflops"
+    rows = cells(attention, name)
+    assert list(rows[0])[:3] == ["mask", "D", "S"] and "FlexAttention" not in rows[0], "nor a row that was never timed"
+    assert [row["mask"] for row in rows] == ["causal"] * 4 + ["not causal"] * 4
+    caption = attention[f"tables/synthetic-gpu-{name}.md"].decode()
+    assert "B·S = 16,384, H·D = 2,048" in caption and "S 1,024 to 4,096" in caption
+    drawn = {path.removeprefix("plots/synthetic-gpu-tokens16k-bfloat16-causal-fwd-") for path in attention}
+    assert {
+        f"{what}-D{dim}.svg" for what in ("time", "tflops", "peak", "heat", "roofline") for dim in (64, 128)
+    } <= drawn
+
+
+def test_rows_stand_side_by_side_by_head_dimension(attention: dict[str, bytes]) -> None:
+    rows = cells(attention, "flash-bfloat16-causal-fwdbwd-time-by-dim")
+    assert [row["D"] for row in rows] == ["16", "64"] and list(rows[0])[1:] == ["S 512", "S 65,536"]
+    assert re.fullmatch(r"OOM¹ / [\d.,]+ / [\d.,]+", rows[0]["S 65,536"])
+
+
+def test_tiers_are_in_order_of_length(attention: dict[str, bytes]) -> None:
+    rows = cells(attention, "tiers-bfloat16-causal-fwd-time")
+    assert [row["Q×K"] for row in rows] == ["128×64", "256×128", "1,024×512"]
+
+
+def test_key_columns_are_in_sort_order(attention: dict[str, bytes]) -> None:
+    """Read from left to right, the rows of every table only grow: masks, head dimensions, lengths."""
+    for name in (path[21:-3] for path in attention if re.search(r"-(time|tflops|peak|saved|error)\.md$", path)):
+        table = cells(attention, name)
+        heads = [head for head in table[0] if head in ("mask", "D", "H", "S", "B", "Q×K")]
+        told = [[row[head].replace(",", "") for head in heads] for row in table]
+        keys = [[[int(n) for n in re.findall(r"\d+", text)] or text for text in row] for row in told]
+        assert keys == sorted(keys) and len({str(key) for key in keys}) == len(keys), name
+
+
+def test_the_summary_has_a_row_for_each_implementation_with_a_value(attention: dict[str, bytes]) -> None:
+    rows = {row[""]: row["Forward, bfloat16, causal"] for row in cells(attention, "tokens16k-summary")}
+    assert rows["SDPA flash"] == "1.00 (4)" and rows["naive PyTorch"] == "0.500 (4)" and "FlexAttention" not in rows
+    link = '<h4><a href="#synthetic-gpu-attention-16-384-tokens-by-length">16,384 tokens, by length</a></h4>'
+    assert link in attention["index.html"].decode()
+
+
+MODES = {"forward": 0.02, "train_forward": 0.1, "backward": 0.2, "optimizer": 0.05, "step": 0.4}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Sizes by context with a case out of memory and one that was not run; the warm-up study; what fits."""
+    records = []
+    for size, scale in (("small", 1), ("xl", 10)):
+        for context in (128, 1024):
+            for precision, compile_, share in (
+                ("fp32", "eager", 1.0),
+                ("fp32", "compiled", 0.8),
+                ("bf16", "eager", 0.5),
+            ):
+                told = {
+                    "section": "sizes",
+                    "size": size,
+                    "context": context,
+                    "precision": precision,
+                    "compile": compile_,
+                }
+                lost = (
+                    {"outcome": "oom", "reason": "needs 150 GiB"}
+                    if (size, context, precision) == ("xl", 1024, "fp32")
+                    else {}
+                )
+                records += [
+                    record("model", "naive", seconds * scale * share, mode=mode, **told, **lost)
+                    for mode, seconds in MODES.items()
+                ]
+    records = [one for one in records if (one["size"], one["context"], one["precision"]) != ("small", 1024, "bf16")]
+    for steps in (0, 5, 1):
+        told = {"section": "warmup", "warmup_steps": steps}
+        records += [
+            record("model", "naive", mode=mode, mean_s=0.1, std_s=0.01, **told) for mode in ("forward", "backward")
+        ]
+    for size, predicted, measured in (("small", 4, 5), ("medium", 18, 15), ("large", 18, None)):
+        told = {"section": "fits", "size": size, "memory_limit_bytes": 16 * GIB, "predicted_bytes": predicted * GIB}
+        lost = (
+            {"outcome": "oom"}
+            if measured is None
+            else {"total_bytes": measured * GIB, "held_bytes": GIB, "peak_bytes": (measured - 1) * GIB}
+        )
+        records.append(record("model", "naive", **told, **lost))
+    return report(tmp_path_factory.mktemp("models"), records)
+
+
+def test_models_are_contexts_by_sizes(models: dict[str, bytes]) -> None:
+    for mode in MODES:
+        rows = cells(models, f"model-sizes-{mode}-time-fp32-naive")
+        assert list(rows[0]) == ["context", "small", "xl"] and [row["context"] for row in rows] == ["128", "1,024"]
+        assert re.fullmatch(r"[\d.,]+ / [\d.,]+", rows[0]["small"]) and rows[1]["xl"] == "OOM¹ / OOM¹"
+    assert cells(models, "model-sizes-step-time-eager-naive")[1]["small"].endswith(" / –")
+    assert cells(models, "model-sizes-step-speedup-fp32-compiled-naive")[0]["small"] == "1.25"
+    assert cells(models, "model-sizes-summary")[-1]["fp32"] == "1.25 (3)"
+    assert [row["size"] for row in cells(models, "model-sizes-best")] == ["small", "xl"]
+    assert [row["parameters"] for row in cells(models, "model-sizes")] == [
+        "3,072,000",
+        "4,096,000",
+        "5,120,000",
+        "6,400,000",
+    ]
+    outcomes = cells(models, "model-outcomes")
+    assert sum(int(row["cases"]) for row in outcomes) == 5 * 11 + 9 and outcomes[0]["out of memory"] == "5"
+
+
+def test_the_warm_up_study_is_means_and_deviations(models: dict[str, bytes]) -> None:
+    rows = cells(models, "model-warmup-spread-bf16-eager-naive")
+    assert list(rows[0]) == ["size", "context", "warm-up", "Forward (inference)", "Backward"]
+    assert [row["warm-up"] for row in rows] == ["0", "1", "5"] and rows[0]["Backward"] == "100 ± 10.0"
+
+
+def test_what_was_predicted_stands_beside_what_was_measured(models: dict[str, bytes]) -> None:
+    rows = cells(models, "model-fits-16gib-step-predicted")
+    assert [(row["measured, GiB"], row["predicted, GiB"]) for row in rows] == [
+        ("5.00", "4.00"),
+        ("15.0", "18.0"),
+        ("OOM¹", "18.0"),
+    ]
+    assert [row["measured / predicted, %"] for row in rows] == ["125", "83.3", ""]
+    assert [(row["on paper"], row["tried"]) for row in rows] == [
+        ("fits", "fits"),
+        ("too large", "fits"),
+        ("too large", "too large"),
+    ]
+    assert b"Room for 16.0 GiB: 2 of 3 cases ended as predicted" in models["index.html"]
+
+
+def test_phases_stand_on_one_another(models: dict[str, bytes]) -> None:
+    drawing = models["plots/synthetic-gpu-model-sizes-phases-naive-S1024-B4.svg"].decode()
+    assert drawing.count("OOM<") == 2  # xl in fp32, eager and compiled
+    wanted = [
+        record("model", "naive", MODES[mode], section="sizes", context=128, precision="fp32", mode=mode)
+        for mode in list(MODES)[1:4]
+    ]
+    total = number(1e3 * sum(one["time_s"] for one in wanted))
+    assert f">{total}<" in models["plots/synthetic-gpu-model-sizes-phases-naive-S128-B4.svg"].decode().replace(
+        "> ", ">"
+    )
+
+
+def test_our_model_stands_beside_a_peers(tmp_path: Path) -> None:
+    told = {"section": "peers", "context": 1024, "compile": "compiled"}
+    peer = {"label": "Hugging Face Llama", "peer": True}
+    records = []
+    for size, batch, lost in (("small", 16, {}), ("xl", 4, {"outcome": "oom", "reason": "no room"})):
+        records.append(record("model", "auto", 0.1, size=size, batch=batch, total_bytes=GIB, **told))
+        records.append(record("model", "llama", 0.12, size=size, batch=batch, **told, **peer, **lost))
+    rows = cells(report(tmp_path, records), "model-peers-step-beside-llama")
+    assert [(row["size"], row["batch"]) for row in rows] == [("small", "16"), ("xl", "4")]
+    assert [row["speedup, ×"] for row in rows] == ["1.20", "no baseline¹"]
+    assert float(rows[0]["memory, ×"]) == pytest.approx(
+        (records[0]["held_bytes"] + records[0]["peak_bytes"]) / records[1]["total_bytes"], rel=0.01
+    )
+    assert rows[0]["rate, tokens/s"] == number(records[0]["tokens_per_s"]) and rows[1]["Llama rate, tokens/s"] == "OOM"
+
+
+def test_an_opened_model_is_divided_by_kind_part_phase_and_kernel(tmp_path: Path) -> None:
+    parts = [part("forward", 0.02, 0.04), part("scores", 4e-3, 8e-3, matmul=1e-3), part("softmax", 2e-3, 3e-3)]
+    sizes = {
+        f"{way}{name}_bytes": GIB for way in ("", "predicted_") for name in ("parameters", "gradients", "optimizer")
+    }
+    sizes |= {"activations_bytes": 2 * GIB, "predicted_activations_bytes": 1.5 * GIB, "held_bytes": GIB}
+    told = {"kernel_s": 0.048, "profiled_s": 0.1, "parts": parts, "time_s": 0.05, **sizes}
+    lost = record("anatomy", "naive", context=1024, outcome="oom", reason="needs 200 GiB")
+    files = report(tmp_path, [record("anatomy", "naive", **told), lost])
+    stem = "anatomy-small-S512B4-bf16-step"
+    first, second = cells(files, "anatomy-shares")
+    assert (first["kernels, ms"], first["matmul, %"], first["elementwise, %"]) == ("48.0", "50.0", "25.0")
+    assert "copy, %" not in first and second["kernels, ms"] == "OOM¹"
+    (clocks, _) = cells(files, "anatomy-clocks")
+    assert [clocks[head] for head in ("kernels, ms", "profiled, ms", "profiled / clocked")] == ["48.0", "100", "2.00"]
+    assert cells(files, f"{stem}-parts")[0]["eager, naive PyTorch"] == "20.0 / 40.0"
+    scores, softmax = cells(files, "anatomy-small-S512B4-bf16-softmax")
+    square = 12 * 4 * 12 * 512**2  # layers, batch, heads, scores
+    assert float(scores["forward, GFLOP"]) == pytest.approx(2 * 64 * square / 1e9, rel=0.01)
+    assert float(softmax["forward, GFLOP"]) == pytest.approx(5 * square / 1e9, rel=0.01)
+    assert (scores["time, ms"], scores["of it matmul kernels, ms"], scores["backward, ms"]) == ("4.00", "1.00", "8.00")
+    (kernel,) = cells(files, f"{stem}-eager-naive-kernels")
+    assert list(kernel.values()) == ["nvjet<a¦b>", "matmul", "24.0", "84", "50.0"]
+    (peak, unopened) = cells(files, "anatomy-peaks")
+    names = ("held", "forward", "backward", "optimizer")
+    assert [peak[f"step: {name}"] for name in names] == ["1.00", "4.00", "5.00", "3.00"]
+    assert {unopened[f"step: {name}"] for name in names} == {"OOM¹"}
+    (predicted,) = cells(files, "anatomy-predicted")
+    assert (predicted["activations"], predicted["gradients"]) == ("2.00 / 1.50 (-25.0 %)", "1.00 / 1.00 (+0.0 %)")
+    (largest,) = cells(files, f"{stem}-eager-naive-allocations")
+    assert list(largest.values()) == ["loss.py:9", "loss", "1.00", "3", "2"]
+    drawing = files[f"plots/synthetic-gpu-{stem}-eager-naive-timeline.svg"].decode()
+    assert "peak 5.00 GiB" in drawing and all(f">{name}<" in drawing for name in ("held before", *names[1:]))
+    assert f"plots/synthetic-gpu-{stem[:-5]}-shares.svg" in files
+
+
+def test_the_precision_study_is_two_tables(tmp_path: Path) -> None:
+    records = [
+        record("precision", dtype, sums=sums(dtype, total)) for dtype, total in (("bfloat16", 4), ("float16", 9.95))
+    ]
+    tensors = [{"name": "loss", "dtype": "float32"}]
+    records += [record("precision", dtype, section="autocast", tensors=tensors) for dtype in ("bfloat16", "float16")]
+    files = report(tmp_path, records)
+    rows = cells(files, "precision-accumulation")
+    found = [(row["sum"], row["result"]) for row in rows]
+    assert found == [("float32", "10.00010"), ("float16", "9.95000"), ("bfloat16", "4.00000")]
+    (loss,) = cells(files, "precision-autocast")
+    assert loss == {"tensor": "loss", "float16": "float32", "bfloat16": "float32"}
+
+
+def test_the_loss_stands_beside_all_logits_at_once(tmp_path: Path) -> None:
+    records = [
+        record("loss", impl, seconds, vocab_size=size, peak_bytes=peak)
+        for size in (128_000, 10_000)
+        for impl, seconds, peak in (("chunked", 1e-3, GIB), ("eager", 2e-3, 10 * GIB), ("compiled", 1.2e-3, 4 * GIB))
+    ]
+    records += [
+        record("loss", "chunked", vocab_size=200_000),
+        record("loss", "eager", vocab_size=200_000, outcome="oom"),
+    ]
+    rows = {
+        (row["vocabulary"], row["implementation"]): row
+        for row in cells(report(tmp_path, records), "loss-default-bf16-N16384-M1024")
+    }
+    assert [size for size, _ in rows] == ["10,000"] * 3 + ["128,000"] * 3 + ["200,000"] * 2
+    ours = rows["10,000", "in chunks"]
+    assert [ours[f"Speedup over all logits, {way}, ×"] for way in ("torch.compile", "eager")] == ["1.20", "2.00"]
+    assert [ours[f"peak, share of all logits, {way}, %"] for way in ("torch.compile", "eager")] == ["25.0", "10.0"]
+    assert rows["200,000", "all logits, eager"]["Time, ms"] == "OOM¹"
+
+
+def test_tokenizers_stand_beside_the_packages(tmp_path: Path) -> None:
+    seconds = {"lmsys": 2.0, "lmsys_serial": 3.0, "tiktoken": 4.0, "huggingface": 8.0}
+    records = [
+        record("tokenizer", impl, s, section="corpus", task=task)
+        for task in ("encode", "train")
+        for impl, s in seconds.items()
+    ]
+    records[6] = record(
+        "tokenizer", "tiktoken", section="corpus", task="train", outcome="unsupported", reason="does not train"
+    )
+    files = report(tmp_path, records)
+    rows = cells(files, "tokenizer-corpus-V10000")
+    assert [row["task"] for row in rows] == ["training"] * 4 + ["encoding"] * 4
+    ours = rows[4]
+    assert [ours[f"Speedup over {name}, ×"] for name in ("Hugging Face tokenizers", "tiktoken")] == ["4.00", "2.00"]
+    assert rows[2]["Time, s"] == "n/a¹" and "plots/synthetic-gpu-tokenizer-corpus-V10000-rate.svg" in files
+    assert "30 MB" in files["tables/synthetic-gpu-tokenizer-corpus-V10000.md"].decode()
+
+
+def test_collectives_have_a_fitted_latency_and_bandwidth(tmp_path: Path) -> None:
+    records = [
+        record("collectives", impl, megabytes=mb, bytes=mb * 10**6, time_s=2e-5 + mb * 1e6 / 3e11)
+        for impl in ("broadcast", "all_reduce")
+        for mb in (100, 1, 1000, 10)
+    ]
+    files = report(tmp_path, records)
+    fits = numbers(files, "collectives-default-nccl-fit")
+    assert [row["impl"] for row in fits] == ["all_reduce", "broadcast"]
+    for row in fits:
+        assert float(row["latency_s"]) == pytest.approx(2e-5) and float(row["bytes_per_s"]) == pytest.approx(3e11)
+    rows = cells(files, "collectives-default-nccl-time")
+    assert list(rows[0]) == ["operation", "ranks", "1 MB", "10 MB", "100 MB", "1,000 MB"]
+    assert "plots/synthetic-gpu-collectives-default-nccl-W2-bandwidth.svg" in files
+
+
+STRATEGIES = {
+    "none": 1.0, "naive": 1.4, "bucketed-25MiB": 1.12, "bucketed-auto": 1.1, "zero1": 1.15, "fsdp": 1.3,
+    "torch_ddp_tuned": 1.2, "torch_zero1": 1.5, "torch_fsdp2": 1.35,
+}  # fmt: skip
+
+
+def test_strategies_stand_beside_torchs_own(tmp_path: Path) -> None:
+    records = [
+        record(
+            "data_parallel",
+            impl,
+            0.1 * seconds * batch,
+            section="sizes",
+            batch=batch,
+            compile=way,
+            comparison=f"{way}{batch}",
+        )
+        for way in ("eager", "graphed", "compiled")
+        for batch in (4, 2)
+        for impl, seconds in STRATEGIES.items()
+    ]
+    records += [record("data_parallel", "none", section="sizes", batch=2, world_size=1, compile="eager")]
+    records += [
+        record("data_parallel", "flat", section="sizes", batch=8, compile="eager", outcome="oom", reason="needs 40 GiB")
+    ]
+    files = report(tmp_path, records)
+    rows = cells(files, "data-parallel-sizes-peers")
+    assert rows[0]["training"] == "small b2 s512, bf16, 2 ranks" and rows[2]["training"].endswith(", blocks compiled")
+    mean = next(row for row in rows if row["training"] == "geometric mean, 2 ranks, as one CUDA graph")
+    told = {
+        "bucketed / torch_ddp_tuned": 1.2 / 1.1,
+        "bucketed / naive": 1.4 / 1.1,
+        "zero1 / torch_zero1": 1.5 / 1.15,
+        "fsdp / torch_fsdp2": 1.35 / 1.3,
+    }
+    assert {name: mean[name] for name in told} == {name: f"{number(ratio)} (2)" for name, ratio in told.items()}
+    stem = "data-parallel-sizes-small-S512-bf16"
+    step = cells(files, f"{stem}-step")
+    labels = {row["strategy"] for row in step}
+    assert {"overlapped, bucketed, 25 MiB", "overlapped, bucketed, auto (25 MiB)"} <= labels
+    assert "±" in step[0]["step, ms"] and step[-1]["step, ms"] == "OOM¹"
+    assert [row["batch"] for row in cells(files, f"{stem}-by-batch")] == ["2", "4", "8"]
+    for suffix, said in (("", False), ("-graphed", True), ("-compiled", False)):
+        memory = files[f"tables/synthetic-gpu-{stem}{suffix}-memory.md"].decode()
+        assert ("before one is recorded" in memory) is said and "Optimizer state, GiB" in memory
+    plots = [f"plots/synthetic-gpu-{stem}-{name}.svg" for name in ("rate", "exposed", "memory", "scaling", "timeline")]
+    assert set(plots) <= files.keys()
+
+
+STEM = "training-matrix-small-S512B4-bf16-W2-T4096x3"
+SPEEDS = {"none": 1.9, "naive": 1.2, "bucketed": 1.0, "torch_ddp_tuned": 0.9}
+
+
+def training(attention: str, strategy: str, **told: object) -> dict:
+    told = {"section": "matrix", "attention": attention, "world_size": 1 if strategy == "none" else 2, **told}
+    return record("training", strategy, SPEEDS[strategy] * (2 if attention == "naive" else 1), **told)
+
+
+def test_trainings_are_relative_to_naive_and_to_one_process_of_the_same_attention_row(tmp_path: Path) -> None:
+    records = [training(attention, strategy) for attention in ("naive", "sdpa_flash") for strategy in SPEEDS]
+    files = report(tmp_path, records)
+    runs = {(row["attention"], row["strategy"]): row for row in numbers(files, f"{STEM}-runs")}
+    for one in records:
+        times = {other["strategy"]: other["time_s"] for other in records if other["attention"] == one["attention"]}
+        row = runs[one["attention"], one["strategy"]]
+        assert float(row["speedup"]) == pytest.approx(times["naive"] / one["time_s"])
+        assert float(row["efficiency"]) == pytest.approx(times["none"] / one["time_s"] / one["world_size"])
+    (row,) = (row for row in cells(files, f"{STEM}-rate") if row["attention"] == "SDPA flash")
+    assert list(row)[1:] == list(SPEEDS) and row["bucketed"] == number(records[6]["tokens_per_s"])
+    plots = [
+        f"plots/synthetic-gpu-{STEM}-{name}.svg"
+        for name in ("rate", "time", "memory", "chain", "curves", "differences")
+    ]
+    assert set(plots) <= files.keys()
+    alone = report(tmp_path / "alone", [training("naive", "none")]) if (tmp_path / "alone").mkdir() is None else {}
+    assert f"plots/synthetic-gpu-{STEM}-chain.svg" not in alone and f"plots/synthetic-gpu-{STEM}-rate.svg" in alone
+
+
+def test_a_training_that_failed_is_a_word_with_how_far_it_went(tmp_path: Path) -> None:
+    gone = {"valid_loss": None, "curve_difference": 2e-3}
+    records = [
+        training("naive", "none"),
+        training("naive", "bucketed", outcome="wrong", reason="the loss of step 3", **gone),
+    ]
+    files = report(tmp_path, records)
+    (row,) = cells(files, f"{STEM}-loss")
+    assert row["bucketed"] == "(2.0e-03) wrong¹" and re.fullmatch(r"[\d.]+ \([\d.]+e-0\d\)", row["none"])
+    assert "the loss of step 3" in files[f"tables/synthetic-gpu-{STEM}-rate.md"].decode()
+
+
+def test_trainings_of_other_settings_stay_apart(tmp_path: Path) -> None:
+    wide = [training("naive", "bucketed", row=f"bucketed-{mb}MiB", bucket_mb=mb, id=f"{mb}") for mb in (100, 10)]
+    limited = training("naive", "bucketed", memory_limit_bytes=16 * GIB, compile="compiled")
+    files = report(tmp_path, [*wide, limited])
+    assert list(cells(files, f"{STEM}-rate")[0])[1:] == ["bucketed-10MiB", "bucketed-100MiB"]
+    other = STEM.replace("bf16-", "bf16-compiled-") + "-16gib"
+    assert "blocks compiled" in files[f"tables/synthetic-gpu-{other}-rate.md"].decode()

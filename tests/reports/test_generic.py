@@ -1,0 +1,72 @@
+"""What nobody wrote a chapter for: another metric of attention, and a benchmark of one's own. Both are really run."""
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bench_attention import Attention
+from lmsys.bench.benchmark import Benchmark
+from lmsys.bench.fields import COMMON, Field, declared
+from lmsys.bench.record import payload
+from tests.support.harness import cases_of, results
+from tests.support.processes import ROOT
+from tests.support.records import MACHINE, built, cells
+
+
+class Intense(Attention):
+    """Attention with one metric more, which is one line."""
+
+    fields = (
+        *Attention.fields,
+        Field(
+            "intensity", label="Intensity", about="Operations for each byte", of=lambda one: one["flops"] / one["bytes"]
+        ),
+    )
+
+
+def reported(folder: Path, benchmark: Benchmark, found: list[dict[str, Any]]) -> dict[str, bytes]:
+    """The report of what a runner has recorded, in a result file as a session writes it."""
+    fields = {benchmark.name: [one.to_json() for one in declared(COMMON, benchmark.fields).values()]}
+    rows = {kind: [row.to_json() for row in table.values()] for kind, table in benchmark.tables.items()}
+    content = {"lmsys": payload({"machine": MACHINE, "fields": fields, "rows": rows}, found)}
+    (folder / "r.json").write_text(json.dumps(content))
+    return built(folder / "out", folder / "r.json")
+
+
+def test_a_metric_declared_in_the_benchmark_is_a_table_of_its_chapter(tmp_path: Path) -> None:
+    shapes = {"length": ((16, 16), (32, 32)), "head_dim": (16,), "dtype": ("float32",), "causal": (True,)}
+    benchmark = Intense()
+    cases = cases_of(benchmark, attention=("naive", "sdpa_math"), direction=("fwd",), **shapes)
+    groups = {case.group: [one for one in cases if one.group == case.group] for case in cases}
+    found = [one.record for group in groups.values() for one in results(benchmark, group)]
+    files = reported(tmp_path, benchmark, found)
+    rows = cells(files, "s-float32-causal-fwd-intensity")
+    assert [row["S"] for row in rows] == ["16", "32"]
+    for row, length in zip(rows, (16, 32), strict=True):
+        (known,) = {one["intensity"] for one in found if one["queries"] == length}
+        assert float(row["naive PyTorch"]) == float(row["SDPA math"]) == round(known, 3 - len(str(int(known))))
+    text = files["tables/synthetic-gpu-s-float32-causal-fwd-intensity.md"].decode()
+    assert "### Intensity · Forward, float32, causal" in text and "Operations for each byte." in text
+
+
+def test_a_benchmark_of_ones_own_is_reported_by_its_declarations(tmp_path: Path) -> None:
+    matmul = runpy.run_path(str(ROOT / "docs" / "examples" / "bench_matmul.py"))["Matmul"]
+    benchmark, found = matmul(), []
+    for size in (8, 16, 32):
+        cases = cases_of(benchmark, size=(size,), dtype=("float32",))
+        found += [one.record for one in results(benchmark, [case for case in cases if case.impl == "matmul"])]
+    files = reported(tmp_path, benchmark, found)
+    rows = cells(files, "matmul-s-metrics")
+    assert [row["size"] for row in rows] == ["8", "16", "32"] and "rate, GFLOP/s" in rows[0]
+    assert "plots/synthetic-gpu-matmul-s-time.svg" in files and b">Matmul</h3>" in files["index.html"]
+    beside = [one | {"impl": "mine", "label": "mine", "id": f"{one['id']}-mine"} for one in found]
+    for one in beside:
+        one["samples_s"] = [2 * sample for sample in one["samples_s"]]
+    files = reported(tmp_path, benchmark, [*found, *beside])
+    *rows, mean = cells(files, "matmul-s-speedup")
+    assert [(row["matmul"], row["mine"]) for row in rows] == [("1.00", "0.500")] * 3
+    assert mean["mine"] == "0.500 (3)" and {"Error ratio", "rate, GFLOP/s"} == {
+        files[f"tables/synthetic-gpu-matmul-s-{name}.md"].decode().splitlines()[0][4:].split(" · ")[0]
+        for name in ("error", "tflops")
+    }
