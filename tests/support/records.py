@@ -20,7 +20,6 @@ from benchmarks.bench_training import Training
 from lmsys.bench.fields import COMMON, Field, declared
 from lmsys.bench.record import summarize
 from lmsys.bench.results import REPORTED
-from lmsys.bench.runner import _value_of
 from lmsys.config import SIZES
 from lmsys.reports.__main__ import main
 

@@ -45,7 +45,7 @@ def chapters(view: View) -> list[Chapter]:
             Field("how", role="detail", of=lambda case: HOW.get(case["compile"], f", blocks {case['compile']}")),
             Field("held", role="detail", of=lambda case: "held"),
             Field(
-                "predicted_state_bytes",
+                "predicted_bytes",
                 "B",
                 "predicted without activations",
                 "detail",
@@ -89,7 +89,7 @@ def _block(part: View) -> Block:
     lead = [
         pivot(largest, "time_s", ["batch"], word="by-batch") if largest.varies("batch") else None,
         listing(part, keys, ["mean_s", *costs], "step", "Step by strategy"),
-        listing(measured, keys, [*sizes, "predicted_state_bytes"], "memory", "Memory of a rank"),
+        listing(measured, keys, [*sizes, "predicted_bytes"], "memory", "Memory of a rank"),
         plots.bars(largest, ["tokens_per_s"], "batch", word="rate"),
         plots.bars(largest, ["exposed_s"], "batch", word="exposed"),
         _memory(largest),
