@@ -68,38 +68,28 @@ def test_names_import(name: str) -> None:
 def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A report of made-up cases of the sections that the page's commands run, without the machine's name."""
     folder = tmp_path_factory.mktemp("cs336")
-    section = {
+    attention = {
         "flash": [("bfloat16", "fwd"), ("float32", "bwd"), ("bfloat16", "fwdbwd")],
         "leaderboard": [("bfloat16", "fwdbwd")],
         "eager_compiled": [("float32", "fwd"), ("float32", "bwd")],
     }
     records = [
         record("attention", impl, section=name, dtype=dtype, direction=direction, causal=name != "eager_compiled")
-        for name, slices in section.items()
+        for name, slices in attention.items()
         for dtype, direction in slices
         for impl in ("naive", "naive_compiled")
     ]
     ways = [{"precision": "fp32", "compile": "eager"}, {"precision": "fp32", "compile": "compiled"}, {}]
     modes = ("forward", "train_forward", "backward", "optimizer", "step")
-    for name in ("sizes", "fits"):
-        records += [
-            record("model", "auto", section=name, mode=mode, context=context, predicted_bytes=2**30, **way)
-            for mode in modes
-            for way in ways
-            for context in (512, 1024)
-        ]
-    records += [record("model", "auto", section="warmup", warmup_steps=steps, mode="forward") for steps in (0, 1)]
+    records += [record("model", "auto", section="sizes", mode=mode, **way) for mode in modes for way in ways]
+    records.append(record("model", "auto", section="warmup", warmup_steps=0))
     records += [one for one in of_everything() if one["benchmark"] in ("anatomy", "precision")]
-    for name in ("sizes", "buckets", "sharded", "narrow"):
-        asked = {"section": name, "size": "xl"}
-        shapes = [(batch, world) for batch in (2, 4) for world in (1, 2)]
-        records += [record("data_parallel", "none", batch=batch, world_size=world, **asked) for batch, world in shapes]
-        rows = ("naive", "bucketed-25MiB", "torch_ddp_tuned")
-        records += [record("data_parallel", row, batch=batch, **asked) for row in rows for batch in (2, 4)]
-    records += [
-        record("collectives", "all_reduce", 1e-5 * mb, section="sizes", megabytes=mb, bytes=mb * 10**6)
-        for mb in (1, 10)
-    ]
+    for name in ("sizes", "buckets", "sharded"):
+        told = {"section": name, "size": "xl"}
+        records += [record("data_parallel", "none", batch=batch, world_size=1, **told) for batch in (2, 4)]
+        records += [record("data_parallel", "bucketed-25MiB", batch=batch, **told) for batch in (2, 4)]
+    sent = [(megabytes, megabytes * 10**6) for megabytes in (1, 10)]
+    records += [record("collectives", "all_reduce", section="sizes", megabytes=mb, bytes=size) for mb, size in sent]
     made = built(folder / "out", save(folder / "r.json", records))
     return [name.replace("synthetic-gpu-", "").rpartition(".")[0] for name in made]
 
