@@ -180,7 +180,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             choice(text.partition("=")[0], known)
         except ValueError as error:
             raise pytest.UsageError(f"--axis {text}: {error}") from None
-    keys: list[Key] = [(_benchmark_of(item).name, item.callspec.params["cell"]) for item in items]  # type: ignore[attr-defined]
+    keys: list[Key] = [(_benchmark_of(item).name, item.callspec.params["cell"]) for item in items]
     if ours.texts and items and not any(map(_has_case, items)):
         said = " ".join(f"{name} {text}" for name, text in ours.texts.items())
         raise pytest.UsageError(f"{said}: what is selected has no case for these values")
@@ -192,7 +192,7 @@ def _benchmark_of(item: pytest.Item) -> Any:
 
 
 def _has_case(item: pytest.Item) -> bool:
-    return isinstance(item.callspec.params["cell"], str)  # type: ignore[attr-defined]  # pytest puts a mark for none
+    return isinstance(item.callspec.params["cell"], str)  # pytest puts a mark for none
 
 
 def _session(config: pytest.Config) -> Session:
@@ -232,7 +232,7 @@ def _session(config: pytest.Config) -> Session:
         session.output, session.say = None, lambda _: None  # one rank tells and writes
     if session.output:
         _check_writable(session.output)
-    benchmarks: Any = config._benchmarksession  # type: ignore[attr-defined]
+    benchmarks: Any = config._benchmarksession
     benchmarks.json = ResultFile(session.output) if session.output else None
     config.stash[SESSION] = session
     return session
