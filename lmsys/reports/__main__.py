@@ -55,7 +55,6 @@ def build(paths: Sequence[Path], out: Path, baseline: str | None = None) -> Path
     if len(undeclared) == len(counts):
         raise InputError(f"nothing to report: {', '.join(undeclared)}, and nothing declares their fields")
     parts = [(machine, _chapters(machine, baseline)) for machine in machines]
-    page.prepare(out)
     notes = [f"Not shown: {', '.join(undeclared)}, since nothing declares their fields."] if undeclared else []
     return page.write(out, [part for part in parts if part[1]], csv_of(records), notes)
 

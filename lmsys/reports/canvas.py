@@ -41,43 +41,40 @@ class Plot:
     caption: str
     svg: str
 
+    def files(self) -> dict[str, str]:
+        return {f"plots/{self.name}.svg": self.svg}
 
-def canvas(title: str, height_in: float) -> tuple[Any, Any]:
-    """A figure in our style and its axes; " · " in the title begins a line."""
+
+def canvas(height_in: float) -> Any:
+    """Axes in our style, of a figure so high without its legend."""
     matplotlib.rcdefaults()  # a matplotlibrc of the user's must not change the bytes
     matplotlib.rcParams.update(RC)
-    figure = Figure(figsize=(WIDTH_IN, 0.3 + height_in), layout="constrained")
-    figure.suptitle(title.replace(" · ", "\n"), x=0.01, ha="left", fontsize=10)
-    return figure, figure.add_subplot()
+    return Figure(figsize=(WIDTH_IN, 0.3 + height_in), layout="constrained").add_subplot()
 
 
-def to_svg(figure: Any, name: str) -> str:
-    """The drawing as text: the same bytes for the same figure and name."""
+def to_svg(axes: Any, name: str, title: str) -> str:
+    """The drawing with its title, in which " · " begins a line, and its legend: the same bytes for the same drawing."""
+    axes.figure.suptitle(title.replace(" · ", "\n"), x=0.01, ha="left", fontsize=10)
+    add_legend(axes)
     file = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": name}):
-        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+        axes.figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
     # Group ids repeat from plot to plot and would clash where several plots stand in one page.
     text = re.sub(r'<g id="[^"]*">', "<g>", file.getvalue())
     # Where the font is not installed: its twin in width, or at least no serifs.
     return text.replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")
 
 
-def add_legend(figure: Any, axes: Any) -> None:
-    """What `axes` labels, below the drawing, in two columns; `legend_height` is the room that it takes.
-
-    Where two are wider than the drawing it is one, and the drawing grows by as much.
-    """
-    handles, labels = axes.get_legend_handles_labels()
-    place = {"handles": handles, "labels": labels, "loc": "outside lower center"}
-    legend = figure.legend(**place, ncols=2 if len(labels) > 1 else 1)
-    if legend.get_window_extent().width > figure.bbox.width:
+def add_legend(axes: Any) -> None:
+    """What `axes` labels, below the drawing, which grows by as much: in two columns, or in one where two are too wide."""
+    figure, (handles, labels) = axes.figure, axes.get_legend_handles_labels()
+    height = figure.get_figheight()
+    for columns in (2, 1) if labels else ():
+        figure.set_figheight(height + 0.2 * math.ceil(len(labels) / columns) + 0.1)
+        legend = figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            break
         legend.remove()
-        figure.legend(**place, ncols=1)
-        figure.set_figheight(figure.get_figheight() + legend_height(2 * len(labels)) - legend_height(len(labels)))
-
-
-def legend_height(entries: int) -> float:
-    return 0.2 * math.ceil(entries / 2) + 0.1
 
 
 def crowded(labels: Sequence[str]) -> bool:

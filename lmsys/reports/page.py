@@ -1,7 +1,7 @@
 """The page: chapters as one self-contained HTML file, and the folder of tables and plots beside it."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
@@ -9,6 +9,7 @@ from lmsys.bench.fields import Record
 from lmsys.reports.canvas import Plot
 from lmsys.reports.load import InputError, Machine, file_name, matmul_rates
 from lmsys.reports.tables import Table
+from lmsys.reports.views import View
 from lmsys.reports.words import number
 
 GENERATOR = '<meta name="generator" content="lmsys reports">'
@@ -25,14 +26,21 @@ addEventListener("DOMContentLoaded", () => {
 FACTS = "date commit command sweep seed driver cuda torch triton python platform".split()
 
 
+Items = list[Table | Plot | None]
+
+
 @dataclass(frozen=True)
 class Block:
     """What belongs together: `lead` is read at once, `more` behind a click; the title leads to `chapter`, if named."""
 
     title: str
     lead: Sequence[Table | Plot | None]
-    more: Sequence[Table | Plot | None] = field(default_factory=list)
+    more: Sequence[Table | Plot | None] = ()
     chapter: str = ""
+
+    @property
+    def items(self) -> list[Table | Plot]:
+        return [item for item in (*self.lead, *self.more) if item]
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,19 @@ class Chapter:
 
 
 Part = tuple[Machine, Sequence[Chapter]]
+
+
+def with_overview(
+    title: str, last: Items, view: View, section: Callable[[str, View], tuple[Items, list[Block]]]
+) -> list[Chapter]:
+    """An overview, then a chapter for each grid: `section` makes of its cases what the overview shows, and its blocks."""
+    overview, found = [Block("", last)], []
+    for (name,), own in view.groups("section").items():
+        glance, blocks = section(name, own)
+        heading = own.text("section", name)
+        found.append(Chapter(f"{title}: {heading}", blocks))
+        overview.insert(-1, Block(heading, glance, chapter=found[-1].title))
+    return [Chapter(title, overview), *found]
 
 
 class Html(str):
@@ -58,33 +79,22 @@ def joined(parts: Iterable[str]) -> Html:
     return Html("".join(part if isinstance(part, Html) else escape(part) for part in parts))
 
 
-def prepare(out: Path) -> None:
-    """Make the output folders, cleared of an earlier report's files. InputError when they cannot be written."""
-    page = out / "index.html"
+def write(out: Path, parts: Sequence[Part], records_csv: str, notes: Sequence[str]) -> Path:
+    """Fill a folder, cleared of an earlier report's files; the path of its page. InputError if it cannot be written."""
+    page, files = out / "index.html", {"index.html": html(parts, notes), "tables/records.csv": records_csv}
+    for item in (item for _, chapters in parts for one in chapters for block in one.blocks for item in block.items):
+        files |= item.files()
     try:
         ours = page.is_file() and GENERATOR in page.read_text(encoding="utf-8", errors="replace")
-        for folder, endings in (("tables", (".md", ".csv")), ("plots", (".svg",))):
-            (out / folder).mkdir(parents=True, exist_ok=True)
-            for file in sorted((out / folder).iterdir()) if ours else []:
-                if file.suffix in endings:
-                    file.unlink()
-        page.write_text(GENERATOR)
+        for ending in ("tables/*.md", "tables/*.csv", "plots/*.svg") if ours else ():
+            for file in out.glob(ending):
+                file.unlink()
+        for name, text in files.items():
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
+            (out / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise InputError(f"cannot write the report to {str(out)!r}: {error.strerror}") from error
-
-
-def write(out: Path, parts: Sequence[Part], records_csv: str, notes: Sequence[str]) -> Path:
-    """Fill the folder that `prepare` made; returns the path of its index.html."""
-    blocks = [block for _, chapters in parts for chapter in chapters for block in chapter.blocks]
-    for item in (item for block in blocks for item in (*block.lead, *block.more)):
-        if isinstance(item, Plot):
-            (out / "plots" / f"{item.name}.svg").write_text(item.svg, encoding="utf-8")
-        elif item:
-            (out / "tables" / f"{item.name}.md").write_text(item.markdown(), encoding="utf-8")
-            (out / "tables" / f"{item.name}.csv").write_text(item.csv(), encoding="utf-8")
-    (out / "tables" / "records.csv").write_text(records_csv, encoding="utf-8")
-    (out / "index.html").write_text(html(parts, notes), encoding="utf-8")
-    return out / "index.html"
+    return page
 
 
 def html(parts: Sequence[Part], notes: Sequence[str]) -> str:
@@ -97,7 +107,7 @@ def html(parts: Sequence[Part], notes: Sequence[str]) -> str:
         inside = [tag("h2", machine.title, id=machine.slug), _facts(machine.runs)]
         for chapter in chapters:
             inside.append(tag("h3", chapter.title, id=anchors[chapter.title]))
-            inside += [_block(block, anchors) for block in chapter.blocks]
+            inside += [_block(block, anchors) for block in chapter.blocks if block.items]
         body.append(tag("section", *inside))
     csv = tag("a", "records.csv", href="tables/records.csv")
     said = [tag("p", note) for note in notes]
@@ -141,13 +151,10 @@ def _facts_of(run: Record) -> dict[str, str]:
 
 def _block(block: Block, anchors: dict[str, str]) -> Html:
     title = tag("a", block.title, href=f"#{anchors[block.chapter]}") if block.chapter else block.title
-    head = [tag("h4", title)] if title else []
-    more = [item for item in block.more if item]
-    if more:
-        names = ", ".join(dict.fromkeys(_brief(item).split(",")[0].lower() for item in more))
-        head_of_more = tag("summary", f"More: {names}")
-        return joined([*head, _figures(block.lead), tag("details", head_of_more, _figures(more))])
-    return joined([*head, _figures(block.lead)])
+    inside = [*([tag("h4", title)] if title else []), _figures(block.lead)]
+    if names := dict.fromkeys(_brief(item).split(",")[0].lower() for item in block.more if item):
+        inside.append(tag("details", tag("summary", f"More: {', '.join(names)}"), _figures(block.more)))
+    return joined(inside)
 
 
 def _brief(item: Table | Plot) -> str:

@@ -12,16 +12,14 @@ from lmsys.reports.canvas import (
     CEILING,
     INK,
     Plot,
-    add_legend,
     add_places,
     canvas,
-    legend_height,
     log_values,
     scale_values,
     short,
     to_svg,
 )
-from lmsys.reports.speedups import SPEEDUP
+from lmsys.reports.speedups import SPEEDUP, is_compared
 from lmsys.reports.styles import Style, lighter
 from lmsys.reports.tables import NOT_RUN, about_of, titled
 from lmsys.reports.views import View
@@ -31,10 +29,10 @@ FULL_COLOUR = 4.0  # the ratio from which a heat map's colour says no more, the 
 NO_BASE = "no base"
 
 
-def drawn(view: View, figure: Any, head: str, word: str, caption: str) -> Plot:
-    """The finished figure as a plot of the view."""
-    name = view.file(word)
-    return Plot(name, titled(head, view), caption, to_svg(figure, name))
+def drawn(view: View, axes: Any, head: str, word: str, caption: str) -> Plot:
+    """What was drawn on the axes as a plot of the view."""
+    name, title = view.file(word), titled(head, view)
+    return Plot(name, title, caption, to_svg(axes, name, title))
 
 
 def lines(
@@ -58,8 +56,7 @@ def lines(
         return None
     places = [place for place in view.values(axis) if any(place in points for _, points in series)]
     numbers = all(type(place) in (int, float) for place in places)
-    head = sentence(label_of(one))
-    figure, axes = canvas(titled(head, view), 3.0 + legend_height(len(series)))
+    axes = canvas(3.0)
     for order, (style, points) in enumerate(series):
         on_top = order / len(series)  # thinner, so that a line below another that it equals still shows
         size = {"linewidth": 3.0 - 1.6 * on_top, "markersize": 7.0 - 3.0 * on_top}
@@ -80,9 +77,8 @@ def lines(
     log = max(values) >= 10 * min(values) and unit != "%" and not unit.endswith("/s")
     scale_values(axes, [*values, *([ceiling[1]] if ceiling and not log else [])], log, 1.08)
     axes.set(xlabel=xlabel or label_of(view.fields[axis]), ylabel=unit)
-    add_legend(figure, axes)
     caption = view.caption(about_of(one), is_clocked(one)) + _apart(view, one, axis, by) + _lost(view, axis, by)
-    return drawn(view, figure, head, word or FILES.get(metric, metric), caption)
+    return drawn(view, axes, sentence(label_of(one)), word or FILES.get(metric, metric), caption)
 
 
 def _apart(view: View, one: Field, axis: str, by: str) -> str:
@@ -132,8 +128,7 @@ def bars(
     ]
     several, low, high, width = len(fields) > 1, min(sums.values()), max(tops.values()), 0.84 / len(shown)
     log = not several and high >= 10 * low
-    head = head or sentence(f"{label_of(fields[0])} by {label_of(view.fields[axis])}")
-    figure, axes = canvas(titled(head, view), 3.0 + legend_height(len(shown) + several * len(fields)))
+    axes = canvas(3.0)
     upright = {"rotation": 90, "ha": "center", "va": "bottom", "fontsize": 7}
     for key in (key for key in cases if key[0] in shown):
         style = view.style(by, key[0])
@@ -157,9 +152,9 @@ def bars(
     add_places(axes, [_short_text(view, axis, group) for group in groups])
     axes.grid(axis="x", visible=False)
     axes.set_ylabel(unit_of(fields[0])[0])
-    add_legend(figure, axes)
     caption = view.caption(about or about_of(fields[0]), is_clocked(fields[0])) + _apart(view, fields[0], axis, by)
-    return drawn(view, figure, head, word or FILES.get(metrics[0], metrics[0]), caption)
+    head = head or sentence(f"{label_of(fields[0])} by {label_of(view.fields[axis])}")
+    return drawn(view, axes, head, word or FILES.get(metrics[0], metrics[0]), caption)
 
 
 def _look(color: str, layer: int, layers: int) -> dict[str, Any]:
@@ -176,7 +171,7 @@ def heat_map(view: View, settings: Sequence[str]) -> Plot | None:
 
     A row without any speedup is there too: its words say why.
     """
-    if len({case["impl"] for case in view.cases if case[SPEEDUP]}) < 2:  # the base beside nothing
+    if not is_compared(view):
         return None
     cases = {(case["impl"], *(case[name] for name in settings)): case for case in view.cases}
     rows, columns, base = view.values("impl"), view.distinct(*settings), view.text("impl", view.base)
@@ -184,7 +179,7 @@ def heat_map(view: View, settings: Sequence[str]) -> Plot | None:
     speeds = [[(cases.get((row, *key)) or {}).get(SPEEDUP) or math.nan for key in columns] for row in rows]
     heads = [", ".join(_short_text(view, *one) for one in zip(settings, key, strict=True)) for key in columns]
     slanted = 0.055 * max(map(len, heads)) if sum(map(len, heads)) > 36 else 0
-    figure, axes = canvas(titled(f"Speedup over {base}", view), 0.25 * len(rows) + 0.8 + slanted)
+    axes = canvas(0.25 * len(rows) + 0.8 + slanted)
     full = math.log2(FULL_COLOUR)
     axes.imshow(np.log2(np.array(speeds)), cmap="RdBu", vmin=-full, vmax=full, aspect="auto", alpha=0.85)
     for (y, x), value in np.ndenumerate(np.array(speeds)):
@@ -202,7 +197,7 @@ def heat_map(view: View, settings: Sequence[str]) -> Plot | None:
     also += [f"No base: {base} has no time there."] * any(NO_BASE in line for line in texts)
     also += [f"Blank: not sampled together with {base}."] * any("" in line for line in texts)
     caption = " ".join([view.caption(about_of(view.fields[SPEEDUP]), clocked=True), *also])
-    return drawn(view, figure, f"Speedup over {base}", "heat", caption)
+    return drawn(view, axes, f"Speedup over {base}", "heat", caption)
 
 
 def _speed_text(case: Record | None) -> str:
@@ -214,15 +209,16 @@ def _speed_text(case: Record | None) -> str:
     return "untimed" if case["time_s"] is None else NO_BASE if case["remark"] else ""
 
 
-def roofline(view: View, matmul: float | None, copy: float | None) -> Plot | None:
-    """Achieved TFLOP/s against FLOP/byte, under the measured ceilings (FLOP/s, bytes/s); None without points."""
+def roofline(view: View) -> Plot | None:
+    """Achieved TFLOP/s against FLOP/byte, under the measured ceilings; None without points. The cases have one dtype."""
+    matmul, copy = view.machine.ceiling(view.cases, view.cases[0]["dtype"]), view.machine.ceiling(view.cases)
     points: dict[Any, list[tuple[float, float]]] = {}
     for case in view.ordered("impl").cases:
         if case["bytes"] and case["flops"] and case["flops_per_s"]:
             points.setdefault(case["impl"], []).append((case["flops"] / case["bytes"], case["flops_per_s"] / 1e12))
     if not points:
         return None
-    figure, axes = canvas(titled("Roofline", view), 3.0 + legend_height(len(points)))
+    axes = canvas(3.0)
     for impl, found in points.items():
         axes.plot(*zip(*found, strict=True), **{**view.style("impl", impl).line(), "linestyle": "none", "alpha": 0.85})
     ridge = [matmul / copy] if matmul and copy else []
@@ -242,8 +238,7 @@ def roofline(view: View, matmul: float | None, copy: float | None) -> Plot | Non
     axes.set_ylim(min(rates) / 1.6, max(rates) * 1.8)
     log_values(axes.xaxis, [left, right])
     log_values(axes.yaxis, rates)
-    add_legend(figure, axes)
     about = (
         "Achieved rate against arithmetic intensity. Bytes are ideal: each input read once, each output written once"
     )
-    return drawn(view, figure, "Roofline", "roofline", view.caption(about, clocked=True))
+    return drawn(view, axes, "Roofline", "roofline", view.caption(about, clocked=True))

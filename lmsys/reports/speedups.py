@@ -4,7 +4,6 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from lmsys.bench.fields import Field, Record
 from lmsys.reports.views import View
@@ -38,40 +37,45 @@ def base_of(view: View, otherwise: Iterable[str] = ()) -> str | None:
     return next(iter(bases_of(view, otherwise)), None)
 
 
+def beside(view: View, base: str | None, axis: str = "impl", same: Sequence[str] = ()) -> View:
+    """With, as `beside`, the case that has `base` on an axis and is otherwise the same: on the axes `same`, else on all.
+
+    It is None where that was not run.
+    """
+    same = same or [name for name in view.axes() if name not in (axis, "label", "peer")]
+    bases = {tuple(case[name] for name in same): case for case in view.cases if case[axis] == base}
+    return replace(
+        view, cases=[{**case, "beside": bases.get(tuple(case[name] for name in same))} for case in view.cases]
+    )
+
+
 def compared(
     view: View,
     base: str | None,
     axis: str = "impl",
-    same: Sequence[str] | None = None,
+    same: Sequence[str] = (),
     medians: bool = False,
     name: str = SPEEDUP,
 ) -> View:
-    """With the speedup, as the field `name`, over the case that has `base` on an axis and is otherwise the same.
+    """With the speedup, as the field `name`, over what is `beside` each case.
 
     Of cases that were not sampled together there is none, or with `medians` the ratio of their medians. `remark` says
     why a timed case has none, or that its speedup is such a ratio while others' are not.
     """
-    label, others, cases = view.text(axis, base), besides(view, base, axis, same), []
+    view, label = beside(view, base, axis, same), view.text(axis, base)
     for case in view.cases:
-        other = others[case["id"]]
-        remark = "" if base is None or case["time_s"] is None else _no_base(label, other)
-        cases.append({**case, name: other and ratio_of(case, other), "remark": remark})
-    paired = any(case[name] for case in cases if case[axis] != base)
-    for case in cases if medians else ():
-        if (other := others[case["id"]]) and case[name] is None and case["time_s"] and not case["remark"]:
-            case[name] = other["time_s"] / case["time_s"]
+        other = case["beside"]
+        case[name] = other and ratio_of(case, other)
+        case["remark"] = "" if base is None or case["time_s"] is None else _no_base(label, other)
+    paired = any(case[name] for case in view.cases if case[axis] != base)
+    for case in view.cases if medians else ():
+        if case["beside"] and case[name] is None and case["time_s"] and not case["remark"]:
+            case[name] = case["beside"]["time_s"] / case["time_s"]
             case["remark"] = "ratio of medians: not sampled together" if paired else ""
     how = "median of rounds sampled together" if paired or not medians else "ratio of medians, not sampled together"
     about = f"Time of {label} divided by time, {how}"
     field = Field(name, label=f"Speedup over {label}", role="detail", about=about, shown="×")
-    return replace(view, cases=cases, base=base, fields={**view.fields, name: field})
-
-
-def besides(view: View, base: str | None, axis: str = "impl", same: Sequence[str] | None = None) -> dict[str, Any]:
-    """By id the case that has `base` on an axis and is otherwise the same: on the axes `same`, else on all."""
-    same = [name for name in view.axes() if name not in (axis, "label", "peer")] if same is None else same
-    bases = {tuple(case[name] for name in same): case for case in view.cases if case[axis] == base}
-    return {case["id"]: bases.get(tuple(case[name] for name in same)) for case in view.cases}
+    return replace(view, base=base, fields={**view.fields, name: field})
 
 
 def _no_base(label: str, base: Record | None) -> str:

@@ -5,17 +5,18 @@ import io
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lmsys.bench.fields import Field, Record
-from lmsys.reports.speedups import SPEEDUP, geometric_mean, mean_text
+from lmsys.reports.speedups import SPEEDUP, geometric_mean, is_compared, mean_text
 from lmsys.reports.views import View
 from lmsys.reports.words import (
     FILES,
     MEANINGS,
     OUTCOMES,
     exact,
+    filled,
     head_of,
     is_clocked,
     label_of,
@@ -54,8 +55,8 @@ class Table:
         notes = "".join(f"{_plain(note)}  \n" for note in self.notes)
         return f"### {_plain(self.title)}\n\n{_plain(self.caption)}\n\n{body}\n" + (f"\n{notes}" if notes else "")
 
-    def csv(self) -> str:
-        return csv_of(self.data)
+    def files(self) -> dict[str, str]:
+        return {f"tables/{self.name}.md": self.markdown(), f"tables/{self.name}.csv": csv_of(self.data)}
 
 
 def _plain(text: str) -> str:
@@ -76,35 +77,33 @@ def csv_of(records: Sequence[Mapping[str, Any]]) -> str:
     return file.getvalue()
 
 
-class Footnotes:
-    """Numbers the reasons that stand below a table, each once."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
-
-    def mark(self, text: str) -> str:
-        """The superscript that refers to this reason."""
-        text = textwrap.shorten(text, 160, placeholder=" …")
-        return str(self._numbers.setdefault(text, len(self._numbers) + 1)).translate(SUPERSCRIPT)
-
-    def below(self, rows: Iterable[Sequence[str]]) -> list[str]:
-        """What stands below these rows: the reasons, and what a dash is where there is one."""
-        dash = [f"{NOT_RUN} not run."] if any(NOT_RUN in text for row in rows for text in row) else []
-        return [f"{str(number).translate(SUPERSCRIPT)} {text}" for text, number in self._numbers.items()] + dash
+Notes = dict[str, int]  # the reasons that stand below a table, each once, by number
 
 
-def cell(view: View, name: str, case: Record | None, notes: Footnotes, ending: bool = True) -> str:
+def mark(notes: Notes, text: str) -> str:
+    """The superscript that refers to this reason."""
+    text = textwrap.shorten(text, 160, placeholder=" …")
+    return str(notes.setdefault(text, len(notes) + 1)).translate(SUPERSCRIPT)
+
+
+def below(notes: Notes, rows: Iterable[Sequence[str]]) -> list[str]:
+    """What stands below these rows: the reasons, and what a dash is where there is one."""
+    dash = [f"{NOT_RUN} not run."] if any(NOT_RUN in text for row in rows for text in row) else []
+    return [f"{str(number).translate(SUPERSCRIPT)} {text}" for text, number in notes.items()] + dash
+
+
+def cell(view: View, name: str, case: Record | None, notes: Notes, ending: bool = True) -> str:
     """A field of one case (None: not run); with `ending` also how the case ended, if without a number."""
     if case is None:
         return NOT_RUN
     text, reason = shown(view, name, case), case["reason"] or ""
     if ending and case["outcome"] != "ok":
         meaning = MEANINGS[case["outcome"]] + (f": {reason}" if reason else "")
-        return f"{text} {OUTCOMES[case['outcome']]}".strip() + notes.mark(meaning)
+        return f"{text} {OUTCOMES[case['outcome']]}".strip() + mark(notes, meaning)
     if ending and not text and case["time_s"] is None and reason:
-        return "untimed" + notes.mark(reason)
+        return "untimed" + mark(notes, reason)
     remark = case.get("remark") if name == SPEEDUP else ""
-    return (text or "no baseline") + notes.mark(remark) if remark else text
+    return (text or "no baseline") + mark(notes, remark) if remark else text
 
 
 def shown(view: View, name: str, case: Record) -> str:
@@ -143,21 +142,22 @@ def pivot(
     text.
     """
     one = view.fields[metric]
-    if not view.has(metric) and metric != "time_s":
+    if not (is_compared(view) if metric == SPEEDUP else view.has(metric) or metric == "time_s"):
         return None
     rows = view.telling(rows, columns, inside) or ["section"]
     cases = {(*(case[name] for name in rows), case[columns], case.get(inside)): case for case in view.cases}
-    heads, inner, notes, lines = view.values(columns), view.values(inside) if inside else [None], Footnotes(), []
+    heads, inner, notes, lines = view.values(columns), view.values(inside) if inside else [None], {}, []
     compares = is_clocked(one) and metric != SPEEDUP and "impl" in (columns, inside)
     for key in view.ordered(*rows).distinct(*rows):
         found = [[cases.get((*key, head, value)) for value in inner] for head in heads]
         line = [case for group in found for case in group] if compares else []
         texts = [_group(view, metric, group, group if inside == "impl" else line, notes) for group in found]
         lines.append([*map(view.text, rows, key), *texts])
-    below = []
+    blank = []
     if metric == SPEEDUP and columns == "impl":
-        blank = f"Blank: not sampled together with {view.text('impl', view.base)}."
-        below = [blank] if any("" in line for line in lines) else []
+        blank = [f"Blank: not sampled together with {view.text('impl', view.base)}."] * any(
+            "" in line for line in lines
+        )
         means = [mean_text(case[SPEEDUP] for case in view.cases if case[columns] == head) for head in heads]
         lines.append(["geometric mean (cells)", *[""] * (len(rows) - 1), *means])
     several = " / ".join(view.text(inside, value) for value in inner) if len(inner) > 1 else ""
@@ -169,7 +169,7 @@ def pivot(
         columns=[*(label_of(view.fields[name]) for name in rows), *(_head(view, columns, head) for head in heads)],
         rows=lines,
         data=data_of(view, *(data or (metric, *(SPREAD if metric in ("time_s", "mean_s") else ())))),
-        notes=[*notes.below(lines), *below],
+        notes=[*below(notes, lines), *blank],
         keys=len(rows),
     )
 
@@ -181,7 +181,7 @@ def _head(view: View, name: str, value: Any) -> str:
 
 
 def _group(
-    view: View, metric: str, group: Sequence[Record | None], beside: Sequence[Record | None], notes: Footnotes
+    view: View, metric: str, group: Sequence[Record | None], beside: Sequence[Record | None], notes: Notes
 ) -> str:
     """One cell, of one case or of several. Marked is what was not sampled together with those beside it: with the base,
     else with the first that was timed."""
@@ -191,7 +191,7 @@ def _group(
     for place, case in enumerate(group):
         if case and against and case in timed and case["comparison"] != against["comparison"]:
             other = view.text("impl", against["impl"])
-            texts[place] += notes.mark(f"measured in another run than {other}: not comparable within a few per cent")
+            texts[place] += mark(notes, f"measured in another run than {other}: not comparable within a few per cent")
     if len(group) > 1 and not any(group):
         return NOT_RUN
     return " / ".join(text or "·" for text in texts) if len(group) > 1 else texts[0]
@@ -219,19 +219,19 @@ def listing(
     """Rows: cases; columns: what tells them apart, then metrics, of which the first says how a case ended."""
     if not view.cases:
         return None
-    keys, fields, notes, rows = view.telling(keys), [view.fields[name] for name in metrics], Footnotes(), []
+    keys, fields, notes, rows = view.telling(keys), [view.fields[name] for name in metrics], Notes(), []
     for case in view.cases:
         found = [cell(view, name, case, notes, ending=name == metrics[0]) for name in metrics]
-        rows.append([*view.texts(case, keys), *found])
+        rows.append([*replace(view, cases=[case]).constants(keys).values(), *found])
     told = [f"{sentence(label_of(one))}: {one.about[:1].lower()}{one.about[1:]}" for one in fields if one.about]
     return Table(
         name=view.file(word),
-        title=titled(title, view),
+        title=titled(filled(title, view.constants(view.axes())), view),
         caption=view.caption(about or ". ".join(told), any(map(is_clocked, fields))),
         columns=[*(label_of(view.fields[name]) for name in keys), *map(head_of, fields)],
         rows=rows,
         data=data_of(view, *(data or metrics), *(SPREAD if {"time_s", "mean_s"} & {*metrics} else ())),
-        notes=notes.below(rows),
+        notes=below(notes, rows),
         keys=len(keys),
     )
 
@@ -260,10 +260,11 @@ def _ending(case: Record) -> str:
     return ENDINGS[0] if case["time_s"] is not None else ENDINGS[1]
 
 
-def means(view: View, found: Mapping[tuple[str, str], Sequence[float | None]], word: str, title: str) -> Table | None:
-    """Geometric means of speedups by (row, column), with how many each is of; None without any."""
-    found = {key: values for key, values in found.items() if any(values)}
-    rows, heads = (list(dict.fromkeys(key[place] for key in found)) for place in (0, 1))
+def means(view: View, row: str, column: str, word: str, title: str) -> Table | None:
+    """Geometric means of the speedups by two fields, with how many each is of; None without any."""
+    own = view.only(lambda case: case[SPEEDUP])
+    found = {key: [case[SPEEDUP] for case in one.cases] for key, one in own.groups(row, column).items()}
+    heads = own.values(column)
     if not found:
         return None
     return Table(
@@ -272,9 +273,12 @@ def means(view: View, found: Mapping[tuple[str, str], Sequence[float | None]], w
         caption="Geometric mean of the speedups, with how many it is of in brackets. Compare two rows only if these "
         f"counts are equal. {view.machine.about(view.cases)}",
         columns=["", *heads],
-        rows=[[row, *(mean_text(found.get((row, head), ())) for head in heads)] for row in rows],
+        rows=[
+            [own.text(row, value), *(mean_text(found.get((value, head), ())) for head in heads)]
+            for value in own.values(row)
+        ],
         data=[
-            {"row": row, "column": head, "speedup": geometric_mean(values)[0], "cells": geometric_mean(values)[1]}
-            for (row, head), values in found.items()
+            {"row": own.text(row, value), "column": head, "speedup": geometric_mean(values)[0], "cells": len(values)}
+            for (value, head), values in found.items()
         ],
     )

@@ -83,12 +83,11 @@ class View:
         for part in self.groups(*told, *named, *limits).values():
             first = part.cases[0]
             limit = part.text(LIMIT, first[LIMIT]) if limits else ""
-            texts = {name: part.text(name, first[name]) for name in told}
-            heads = [filled(heading, texts), limit and f"memory limit {limit}", self.heading]
+            heads = [filled(heading, part.constants(told)), limit and f"memory limit {limit}", self.heading]
             end = "".join(f"-{word}" for word in (filled(stem, first), limit.replace(" ", "").lower()) if word)
-            stems = (self.stem, self.tail + end) if tail else (self.stem + end, self.tail)
-            said = ", ".join(filter(None, heads)), (*self.said, *told, *limits)
-            parts.append(replace(part, stem=stems[0], tail=stems[1], heading=said[0], said=said[1]))
+            files = {"tail": self.tail + end} if tail else {"stem": self.stem + end}
+            said = (*self.said, *told, *limits)
+            parts.append(replace(part, heading=", ".join(filter(None, heads)), said=said, **files))
         return parts
 
     def file(self, word: str = "") -> str:
@@ -200,9 +199,9 @@ class View:
         unit, factor = unit_of(self.fields[name])
         return f"{exact(value * factor)} {unit}".strip()
 
-    def texts(self, case: Record, names: Sequence[str]) -> list[str]:
-        """The values that one case has."""
-        return [replace(self, cases=[case]).text(name, case[name]) for name in names]
+    def constants(self, names: Sequence[str]) -> dict[str, str]:
+        """Of these fields those that all cases have alike, as they are read."""
+        return {name: self.text(name, self.cases[0][name]) for name in names if not self.varies(name)}
 
     def style(self, name: str, value: Any) -> Style:
         """A value's look, with its label in these cases: of "auto: A" and "auto: B" it is "auto: A or B"."""
@@ -231,12 +230,9 @@ class View:
 
     def caption(self, about: str, clocked: bool = False) -> str:
         """What is shown, every axis that is held, how it was timed, and where."""
-        about = filled(
-            about, {name: self.text(name, self.cases[0][name]) for name in self.axes() if not self.varies(name)}
-        )
         held = sentence("; ".join(filter(None, [self.heading, self.held(), self.also])))
         how = timing(self.cases) if clocked else ""
-        return f"{about}. {held}. {how}{self.machine.about(self.cases)}"
+        return f"{filled(about, self.constants(self.axes()))}. {held}. {how}{self.machine.about(self.cases)}"
 
     def series(self, metric: str, axis: str, by: str = "impl") -> dict[Any, dict[float, float]]:
         """A metric against an axis, for each value of the field `by`."""

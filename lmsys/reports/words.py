@@ -23,6 +23,15 @@ PREFIXES = {
 NAMES = re.compile(r"\{(\w+)\}")
 UNITS_IN_NAMES = re.compile(r"_(s|bytes|per_s|mhz|ratio)$")
 CLOCKED = ("time_s", "mean_s", "speedup", "mfu", "matmul_ceiling_fraction")  # come from samples, as all rates do
+WAYS = {  # what names of files and headings say of the way of compiling
+    "eager": ("", ""),
+    "compiled": ("-compiled", ", blocks compiled"),
+    "graphed": ("-graphed", ", as one CUDA graph"),
+}
+COMPILED = (
+    Field("way", role="detail", of=lambda case: WAYS[case["compile"]][0]),
+    Field("how", role="detail", of=lambda case: WAYS[case["compile"]][1]),
+)
 OUTCOMES = {"oom": "OOM", "unsupported": "n/a", "wrong": "wrong", "error": "error"}  # as tables and plots show them
 MEANINGS = {"oom": "out of memory", "unsupported": "not supported", "wrong": "wrong result", "error": "error"}
 FILES = {  # how names of files call a field; others by their own names
@@ -45,6 +54,34 @@ CLOCKS = {
     "perf_counter": "wall clock",
 }
 VALUES: Mapping[str, Mapping[Any, str]] = {  # how values of fields are read, by field, in reading order
+    "section": {
+        "corpus": "All of the text",
+        "default": "Everyday sizes",
+        "tokens16k": "16,384 tokens, by length",
+        "leaderboard": "Leaderboard workload",
+        "flash": "FlashAttention against naive, head dimension by length",
+        "eager_compiled": "Eager against compiled, head dimension by length",
+        "by_length": "By sequence length",
+        "tiers": "Rectangular tiers, Q:K",
+        "peers": "Beside Hugging Face Llama",
+        "sizes": "Sizes",
+        "warmup": "Warm-up study",
+        "fits": "What fits a card",
+        "vocabularies": "By vocabulary",
+        "buckets": "By batch and size of buckets",
+        "sharded": "Sharded against unsharded optimizer",
+        "narrow": "Communication in lower precision",
+        "scaling": "Scaling by number of ranks",
+        "matrix": "Matrix of attention rows and strategies",
+        "smoke": "Smoke test",
+    },
+    "mode": {
+        "forward": "Forward (inference)",
+        "train_forward": "Forward (training)",
+        "backward": "Backward",
+        "optimizer": "Optimizer",
+        "step": "Whole step",
+    },
     "causal": {True: "causal", False: "not causal"},
     "direction": {"fwd": "forward", "bwd": "backward", "fwdbwd": "forward + backward"},
     "precision": {name: name for name in ("fp32", "tf32", "bf16", "fp16")},

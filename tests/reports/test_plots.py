@@ -15,14 +15,15 @@ from tests.support.records import built, of_everything, record, rows_of, save
 @pytest.mark.parametrize(("length", "rows"), [(5, 2), (15, 2), (25, 4), (45, 4)])
 def test_legends_lie_within_the_drawing(length: int, rows: int) -> None:
     """Two columns of long labels would be cut off on both sides; the drawing keeps its own height."""
-    figure, axes = canvas.canvas("title", 3.0 + canvas.legend_height(4))
+    axes = canvas.canvas(3.0)
+    figure = axes.figure
     height = figure.get_figheight()
     for i in range(4):
         axes.plot([0, 1], [0, i], label=f"{i}" * length)
-    canvas.add_legend(figure, axes)
+    canvas.add_legend(axes)
     (legend,) = figure.legends
     assert legend.get_window_extent().width <= figure.bbox.width
-    assert figure.get_figheight() == pytest.approx(height + 0.2 * (rows - 2))
+    assert figure.get_figheight() == pytest.approx(height + 0.2 * rows + 0.1)
 
 
 def test_labels_that_would_run_into_one_another_are_slanted() -> None:

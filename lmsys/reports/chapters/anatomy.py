@@ -7,9 +7,9 @@ from matplotlib.ticker import FuncFormatter
 
 from lmsys.bench.fields import Field, Record
 from lmsys.reports import plots
-from lmsys.reports.canvas import CEILING, INK, Plot, add_legend, canvas, legend_height, plain
+from lmsys.reports.canvas import CEILING, INK, Plot, canvas, plain
 from lmsys.reports.page import Block, Chapter
-from lmsys.reports.tables import Table, listing, pivot, titled
+from lmsys.reports.tables import Table, listing, pivot
 from lmsys.reports.views import LIMIT, View
 from lmsys.reports.words import number
 
@@ -228,7 +228,7 @@ def _share_bars(part: View) -> Plot | None:
         return None
     kinds = [kind for kind in KINDS if any(case[f"{kind}_share"] for case in own.cases)]
     head = "Time by kind of kernel, %"
-    figure, axes = canvas(titled(head, own), 0.52 * len(own.cases) + legend_height(len(kinds)) + 0.4)
+    axes = canvas(0.52 * len(own.cases) + 0.4)
     for row, case in enumerate(own.cases):
         left = 0.0
         for kind in kinds:
@@ -243,9 +243,8 @@ def _share_bars(part: View) -> Plot | None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f}"))
     axes.spines["left"].set_visible(False)
     axes.grid(False)
-    add_legend(figure, axes)
     about = "Share of the time of all kernels in one call; that time to the right above each bar"
-    return plots.drawn(own, figure, head, "shares", own.caption(about))
+    return plots.drawn(own, axes, head, "shares", own.caption(about))
 
 
 def _timeline(own: View) -> Plot | None:
@@ -257,7 +256,7 @@ def _timeline(own: View) -> Plot | None:
     held = case["held_bytes"] / GIB
     most, end = held + max(size for _, size in points) / GIB, 1e3 * points[-1][0]
     head = f"Memory in the course of one {own.text('mode', case['mode'])}, GiB"
-    figure, axes = canvas(titled(head, own), 2.6 + legend_height(1 + len(phases)))
+    axes = canvas(2.6)
     axes.fill_between([0, end], held, color=HELD, alpha=0.55, linewidth=0, label="held before")
     last = (0.0, held)
     for phase in phases:
@@ -270,10 +269,9 @@ def _timeline(own: View) -> Plot | None:
     axes.set(xlim=(0, end), ylim=(0, 1.14 * most), xlabel="ms", ylabel="GiB")
     axes.xaxis.set_major_formatter(FuncFormatter(plain))
     axes.yaxis.set_major_formatter(FuncFormatter(plain))
-    add_legend(figure, axes)
     about = (
         "Memory in use after each event of the allocator, the first at 0 ms; held before are the weights and, in a "
         "step, the optimizer's state. Time is the host's, slowed by the recording. Of many events the extremes are "
         "drawn"
     )
-    return plots.drawn(own, figure, head, "timeline", own.caption(about))
+    return plots.drawn(own, axes, head, "timeline", own.caption(about))

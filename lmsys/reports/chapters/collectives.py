@@ -11,7 +11,6 @@ from lmsys.reports.tables import listing, pivot
 from lmsys.reports.views import View
 from lmsys.reports.words import number, scaled
 
-SECTIONS = {"default": "Everyday sizes", "sizes": "By number of ranks", "smoke": "Smoke test"}  # in page order
 BANDWIDTH = "algorithm_bytes_per_s"
 FITTED = (Field("latency_s", "s", "o", shown="µs"), Field("bytes_per_s", "B/s", "w", shown="GB/s"))
 
@@ -20,9 +19,7 @@ def chapters(view: View) -> list[Chapter]:
     view = view.checked(("megabytes", "world_size"), ("section", "backend"))
     view = view.labelled(impl="operation")
     sizes = {size: f"{size:,} MB" for size in view.values("megabytes")}
-    view = view.read_as(section=SECTIONS, megabytes=sizes).ordered(
-        "section", "backend", "impl", "world_size", "megabytes"
-    )
+    view = view.read_as(megabytes=sizes).ordered("section", "backend", "impl", "world_size", "megabytes")
     parts = view.cut("collectives-{section}-{backend}", "{section}, {backend}")
     return [Chapter("Collectives", [_block(part) for part in parts])]
 

@@ -4,69 +4,48 @@ from dataclasses import replace
 
 from lmsys.bench.fields import Field, Record
 from lmsys.reports import plots
-from lmsys.reports.canvas import Plot, add_legend, canvas, legend_height
+from lmsys.reports.canvas import Plot, canvas
 from lmsys.reports.page import Block, Chapter
 from lmsys.reports.speedups import mean_text, ratio_of
 from lmsys.reports.styles import Style
-from lmsys.reports.tables import Table, listing, pivot, titled
-from lmsys.reports.views import View
-from lmsys.reports.words import number
+from lmsys.reports.tables import Table, listing, pivot
+from lmsys.reports.views import LIMIT, View
+from lmsys.reports.words import COMPILED, number
 
-SECTIONS = {  # in page order
-    "default": "Everyday sizes",
-    "sizes": "Sizes",
-    "buckets": "By batch and size of buckets",
-    "sharded": "Sharded against unsharded optimizer",
-    "narrow": "Communication in lower precision",
-    "scaling": "Scaling by number of ranks",
-    "smoke": "Smoke test",
-}
-HOW = {"eager": "", "graphed": ", as one CUDA graph"}  # what a heading says of the way of compiling
 PARTS = ("parameters_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes")
 PREDICTED = ("predicted_parameters_bytes", "predicted_gradients_bytes", "predicted_optimizer_bytes")
 COLOURS = {"computation": "#2563eb", "communication": "#dc2626"}
-SETTING = ("size", "batch", "context", "precision", "compile", "world_size", "memory_limit_bytes")
+SETTING = ("size", "batch", "context", "precision", "compile", "world_size", LIMIT)
 NUMBERS = ("context", "batch", "world_size")
 
 
 def chapters(view: View) -> list[Chapter]:
     """A chapter for each grid."""
     compiled = view.fields["compile"].called(of=lambda case: case["compile"] or "eager")  # older files do not say
-    view = view.with_fields(compiled).checked(NUMBERS, ("section", "size", "precision", "strategy"))
     exposed = view.fields["predicted_exposed_s"]  # of copy engines older files predict it by the times of NCCL
     copied = {name for name, row in view.table("strategy").items() if row.get("all_reduce_model") is False}
-    view = (
-        view.read_as(section=SECTIONS)
-        .labelled(impl="strategy", mean_s="step")
-        .with_fields(
-            exposed.called(of=lambda case: None if case["strategy"] in copied else case["predicted_exposed_s"]),
-            Field("called", role="detail", of=_called),
-            Field("way", role="detail", of=lambda case: "" if case["compile"] == "eager" else f"-{case['compile']}"),
-            Field("how", role="detail", of=lambda case: HOW.get(case["compile"], f", blocks {case['compile']}")),
-            Field("held", role="detail", of=lambda case: "held"),
-            Field(
-                "predicted_bytes",
-                "B",
-                "predicted without activations",
-                "detail",
-                shown="GiB",
-                of=lambda case: sum(case[name] for name in PREDICTED),
-            ),
-        )
+    predicted = Field("predicted_bytes", "B", "predicted without activations", "detail", shown="GiB")
+    view = view.with_fields(
+        compiled,
+        exposed.called(of=lambda case: None if case["strategy"] in copied else case["predicted_exposed_s"]),
+        predicted.called(of=lambda case: sum(case[name] for name in PREDICTED)),
+        Field("called", role="detail", of=_called),
+        Field("held", role="detail", of=lambda case: "held"),
+        *COMPILED,
     )
+    view = view.checked(NUMBERS, ("section", "size", "precision", "strategy")).labelled(impl="strategy", mean_s="step")
     view = view.styled("impl", "strategy", "called").ordered(
         "section", "num_parameters", "precision", "context", "compile", "batch", "world_size", "impl"
     )
-    found = []
-    for (section,), own in view.groups("section").items():
-        blocks = [Block("Beside torch's own", [peers])] if (peers := _peers(own, section)) else []
-        parts = own.cut(
-            "data-parallel-{section}-{size}-S{context}-{precision}{way}", "{size}, context {context}, {precision}{how}"
+    stem = "data-parallel-{section}-{size}-S{context}-{precision}{way}"
+    heading = "{size}, context {context}, {precision}{how}"
+    return [
+        Chapter(
+            f"Data parallel: {own.text('section', section)}",
+            [Block("Beside torch's own", [_peers(own, section)]), *map(_block, own.cut(stem, heading))],
         )
-        found.append(
-            Chapter(f"Data parallel: {own.text('section', section)}", blocks + [_block(part) for part in parts])
-        )
-    return found
+        for (section,), own in view.groups("section").items()
+    ]
 
 
 def _called(case: Record) -> str:
@@ -86,30 +65,24 @@ def _block(part: View) -> Block:
     costs = [name for name in part.metrics() if name not in (*sizes, "time_s")]
     keys = ("batch", "world_size", "impl")
     measured = part.only(lambda case: case["peak_bytes"])
+    held = largest.only(lambda case: case["peak_bytes"])
+    scaled = part.only(lambda case: case["scaling_efficiency"] and case["world_size"] > 1)
+    traced = largest.only(lambda case: any(kind == "communication" for kind, _, _ in case["timeline"] or ()))
     lead = [
         pivot(largest, "time_s", ["batch"], word="by-batch") if largest.varies("batch") else None,
         listing(part, keys, ["mean_s", *costs], "step", "Step by strategy"),
         listing(measured, keys, [*sizes, "predicted_bytes"], "memory", "Memory of a rank"),
         plots.bars(largest, ["tokens_per_s"], "batch", word="rate"),
         plots.bars(largest, ["exposed_s"], "batch", word="exposed"),
-        _memory(largest),
-        _scaling(part),
-        _timelines(largest),
+        *map(_memory, held.cut("", "batch {batch}")[-1:]),
+        *map(_scaling, scaled.cut("", "batch {batch}")[-1:]),
+        *map(_timelines, traced.cut("", "batch {batch}")[:1]),
     ]
     return Block(part.title, lead)
 
 
-def _at_batch(own: View, batch: int) -> View:
-    """The cases of one batch, which the heading says."""
-    return own.only(lambda case: case["batch"] == batch).cut("", "batch {batch}")[0]
-
-
 def _memory(own: View) -> Plot | None:
-    """A stack for each strategy at the largest batch that ran, the peak of a step as a line."""
-    own = own.only(lambda case: case["peak_bytes"])
-    if not own.cases:
-        return None
-    own = _at_batch(own, max(own.values("batch")))
+    """A stack for each strategy, the peak of a step as a line."""
     style = {"held": Style("held, by kind (line: peak of a step)", COLOURS["computation"])}
     own = replace(own, styles={**own.styles, "held": style, "impl": {}})  # labels are too long for an axis
     about = (
@@ -119,34 +92,23 @@ def _memory(own: View) -> Plot | None:
     return plots.bars(own, PARTS, "impl", "held", "memory", "peak_bytes", "Memory of a rank by kind", about)
 
 
-def _scaling(part: View) -> Plot | None:
+def _scaling(own: View) -> Plot | None:
     """Scaling efficiency against the number of ranks."""
-    own = part.only(lambda case: case["scaling_efficiency"] and case["world_size"] > 1)
-    if not own.cases:
-        return None
-    own = _at_batch(own, max(own.values("batch")))
     alone = [{**case, "world_size": 1, "scaling_efficiency": 1.0} for case in own.cases]
     return plots.lines(replace(own, cases=[*alone, *own.cases]), "scaling_efficiency", "world_size", word="scaling")
 
 
-def _timelines(own: View) -> Plot | None:
+def _timelines(own: View) -> Plot:
     """When a step computes and when it communicates, a pair of lanes for each strategy."""
-    own = own.only(lambda case: any(kind == "communication" for kind, _, _ in case["timeline"] or ()))
-    if not own.cases:
-        return None
-    own = _at_batch(own, min(own.values("batch")))
-    head = "A step's timeline"
-    figure, axes = canvas(titled(head, own), 0.45 * len(own.cases) + 0.6 + legend_height(2))
+    axes = canvas(0.45 * len(own.cases) + 0.6)
     for lane, case in enumerate(own.cases):
         for (what, color), top in zip(COLOURS.items(), (lane - 0.36, lane - 0.02), strict=True):
             spans = [(1e3 * start, 1e3 * (end - start)) for kind, start, end in case["timeline"] if kind == what]
             axes.broken_barh(spans, (top, 0.34), color=color, linewidth=0, label=what if lane == 0 else None)
     axes.set_yticks(range(len(own.cases)), [case["impl"] for case in own.cases], fontsize=8)
-    axes.set_ylim(len(own.cases) - 0.5, -0.5)
-    axes.set_xlabel("ms")
-    add_legend(figure, axes)
+    axes.set(ylim=(len(own.cases) - 0.5, -0.5), xlabel="ms")
     about = "From a profiler's trace of one step on rank 0: above what computes, below what communicates"
-    return plots.drawn(own, figure, head, "timeline", own.caption(about))
+    return plots.drawn(own, axes, "A step's timeline", "timeline", own.caption(about))
 
 
 def _peers(own: View, section: str) -> Table | None:
@@ -155,12 +117,11 @@ def _peers(own: View, section: str) -> Table | None:
         lambda case: case["world_size"] > 1 and not case["sharded_optimizer"] and case["comm_dtype"] != "bfloat16"
     )
     pairs = [(name, rival) for name, row in own.table("strategy").items() for rival in row.get("rivals", ())]
-    found: dict[tuple[str, ...], list[float | None]] = {}
+    found: dict[tuple[str, str], list[float | None]] = {}
     for (size, batch, context, precision, _, ranks, _), trained in own.groups(*SETTING).items():
+        how = f"{ranks} ranks{trained.cases[0]['how']}"
         ratios = [_ratio(trained, *pair) for pair in pairs]
-        if any(ratios):
-            how = f"{ranks} ranks{trained.cases[0]['how']}"
-            found[f"{size} b{batch} s{context}, {precision}, {how}", how] = ratios
+        found |= {(f"{size} b{batch} s{context}, {precision}, {how}", how): ratios} if any(ratios) else {}
     if not found:
         return None
     rows = [

@@ -3,7 +3,7 @@
 from lmsys.reports import plots
 from lmsys.reports.canvas import Plot
 from lmsys.reports.page import Block, Chapter
-from lmsys.reports.speedups import SPEEDUP, base_of, compared, is_compared
+from lmsys.reports.speedups import SPEEDUP, base_of, compared
 from lmsys.reports.tables import listing, pivot
 from lmsys.reports.views import View
 from lmsys.reports.words import sentence
@@ -25,8 +25,7 @@ def _block(part: View, axes: list[str]) -> Block:
     if len(rows) == 1:
         tables = [listing(part, free, metrics, word="metrics", title="Metrics")]
     else:
-        speedup = [SPEEDUP] if is_compared(part) else []
-        tables = [pivot(part, metric, free) for metric in [*metrics[:1], *speedup, *metrics[1:]]]
+        tables = [pivot(part, metric, free) for metric in [*metrics[:1], SPEEDUP, *metrics[1:]]]
     return Block(part.title, tables, _lines(part, free, metrics))
 
 

@@ -1,18 +1,17 @@
 """The head and loss: time and memory by vocabulary, ours beside all logits at once."""
 
-from lmsys.bench.fields import Field
+from lmsys.bench.fields import Field, Record
 from lmsys.reports import plots
 from lmsys.reports.page import Block, Chapter
-from lmsys.reports.speedups import bases_of, besides, compared
+from lmsys.reports.speedups import bases_of, compared
 from lmsys.reports.tables import listing
 from lmsys.reports.views import View
 
-SECTIONS = {"default": "Everyday sizes", "vocabularies": "By vocabulary", "smoke": "Smoke test"}  # in page order
 TITLE = "Time, speed and peak memory"
 
 
 def chapters(view: View) -> list[Chapter]:
-    view = view.checked(("tokens", "d_model", "vocab_size"), ("section", "precision")).read_as(section=SECTIONS)
+    view = view.checked(("tokens", "d_model", "vocab_size"), ("section", "precision"))
     view = view.labelled(impl="implementation", vocab_size="vocabulary")
     view = view.ordered("section", "precision", "tokens", "d_model", "vocab_size", "impl")
     heading = "{section}, {precision}, {tokens} tokens, d_model {d_model}"
@@ -25,14 +24,14 @@ def _block(part: View) -> Block:
     own, bases = part, bases_of(part)
     for base in bases:
         own = compared(own, base, name=f"speedup_over_{base}")
-        own = own.with_fields(_share(own, base))
+        label = f"peak, share of {own.text('impl', base)}"
+        share = Field(f"peak_of_{base}", label=label, shown="%", of=_share)
+        own = own.with_fields(share)
     first, *others = part.metrics()
     metrics = [first, *(f"speedup_over_{base}" for base in bases), *others, *(f"peak_of_{base}" for base in bases)]
     bars = [plots.bars(part, [metric], "vocab_size") for metric in ("time_s", "peak_bytes")]
     return Block(part.title, [listing(own, ("vocab_size", "impl"), metrics, "", TITLE), *bars])
 
 
-def _share(own: View, base: str) -> Field:
-    others, label = besides(own, base), f"peak, share of {own.text('impl', base)}"
-    share = lambda case: case["peak_bytes"] / others[case["id"]]["peak_bytes"]  # noqa: E731
-    return Field(f"peak_of_{base}", label=label, shown="%", of=share)
+def _share(case: Record) -> float:
+    return case["peak_bytes"] / case["beside"]["peak_bytes"]

@@ -6,12 +6,11 @@ from lmsys.reports.speedups import bases_of, compared
 from lmsys.reports.tables import listing
 from lmsys.reports.views import View
 
-SECTIONS = {"corpus": "All of the text", "default": "Everyday sizes", "smoke": "Smoke test"}  # in page order
 TASKS = {"train": "training", "encode": "encoding"}  # in page order
 
 
 def chapters(view: View) -> list[Chapter]:
-    view = view.checked(("vocab_size", "processes"), ("section", "task")).read_as(section=SECTIONS, task=TASKS)
+    view = view.checked(("vocab_size", "processes"), ("section", "task")).read_as(task=TASKS)
     view = view.labelled(impl="implementation")
     view = view.ordered("section", "vocab_size", "text_bytes", "task", "impl")
     parts = view.cut("tokenizer-{section}-V{vocab_size}", "{section}, vocabulary {vocab_size}, {text_bytes}")

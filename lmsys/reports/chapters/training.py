@@ -7,57 +7,32 @@ from matplotlib.ticker import FuncFormatter
 
 from lmsys.bench.fields import Field, Record
 from lmsys.reports import plots
-from lmsys.reports.canvas import (
-    CEILING,
-    Plot,
-    add_legend,
-    canvas,
-    legend_height,
-    plain,
-    scale_values,
-)
+from lmsys.reports.canvas import CEILING, Plot, canvas, plain, scale_values
 from lmsys.reports.page import Block, Chapter
-from lmsys.reports.speedups import SPEEDUP, besides
-from lmsys.reports.tables import Table, listing, pivot, titled
+from lmsys.reports.speedups import SPEEDUP, beside
+from lmsys.reports.tables import listing, pivot
 from lmsys.reports.views import View
+from lmsys.reports.words import COMPILED
 
-SECTIONS = {  # in page order
-    "default": "Everyday sizes",
-    "matrix": "Matrix of attention rows and strategies",
-    "smoke": "Smoke test",
-}
 NUMBERS = ("context", "batch", "num_ranks", "train_tokens", "val_tokens", "epochs")
 WORDS = ("section", "size", "attention", "strategy", "row", "precision", "compile")
 QUIET = ("attention_label", "attention_peer", "strategy_peer", "global_batch", "world_size", "bucket_mb", "vocab_size")
 SINGLE = "none"  # one process, which accumulates the batches of all ranks
-SAME = ("attention", "comparison")
+SAME = ("section", "size", *NUMBERS, "precision", "compile", "attention", "comparison")
 Points = dict[int, float]  # by step
 
 
 def chapters(view: View) -> list[Chapter]:
     """A chapter for each grid."""
-    view = view.checked(NUMBERS, WORDS).read_as(section=SECTIONS).quiet(*QUIET)
-    view = (
-        view.styled("attention", label="attention_label")
-        .styled("row", "strategy", "row")
-        .with_fields(
-            Field("way", role="detail", of=lambda case: "" if case["compile"] == "eager" else f"-{case['compile']}"),
-            Field(
-                "how",
-                role="detail",
-                of=lambda case: "" if case["compile"] == "eager" else f", blocks {case['compile']}",
-            ),
-        )
-    )
+    view = view.checked(NUMBERS, WORDS).quiet(*QUIET).with_fields(*COMPILED)
+    view = view.styled("attention", label="attention_label").styled("row", "strategy", "row")
     view = view.ordered("section", "size", *NUMBERS, "precision", "compile", "attention", "row")
     stem = "training-{section}-{size}-S{context}B{batch}-{precision}{way}-W{num_ranks}-T{train_tokens}x{epochs}"
     heading = "{size}, context {context}, batch {batch} of each of {num_ranks} ranks, {precision}{how}"
     also = f"one process ({SINGLE}) accumulates the batches of all ranks; cases run one after another"
+    view = replace(view, also=also)
     return [
-        Chapter(
-            f"Training: {own.text('section', section)}",
-            [_block(_with_speeds(replace(part, also=also))) for part in own.cut(stem, heading)],
-        )
+        Chapter(f"Training: {own.text('section', section)}", [_block(part) for part in own.cut(stem, heading)])
         for (section,), own in view.groups("section").items()
     ]
 
@@ -68,26 +43,24 @@ def _with_speeds(part: View) -> View:
     Ratios of medians: cases are not sampled together.
     """
     base = next((name for name, row in part.table("strategy").items() if row.get("baseline")), "")
-    bases, singles = (besides(part, strategy, "strategy", SAME) for strategy in (base, SINGLE))
-    return part.with_fields(
-        Field(
-            SPEEDUP,
-            label=f"Speed-up over {base}",
-            role="detail",
-            about=f"Median time of an epoch by the strategy {base} over that of the row",
-            shown="×",
-            of=lambda case: bases[case["id"]]["time_s"] / case["time_s"],
-        ),
-        Field(
-            "efficiency",
-            label="scaling",
-            role="detail",
-            about=f"Tokens/s of a rank over those of {SINGLE}",
-            shown="%",
-            of=lambda case: singles[case["id"]]["time_s"] / case["time_s"] / case["world_size"],
-        ),
-        Field("ended", label="Loss", role="detail", of=_ended),
+    speed = Field(
+        SPEEDUP,
+        label=f"Speed-up over {base}",
+        role="detail",
+        about=f"Median time of an epoch by the strategy {base} over that of the row",
+        shown="×",
+        of=lambda case: case["beside"]["time_s"] / case["time_s"],
     )
+    alone = Field(
+        "efficiency",
+        label="scaling",
+        role="detail",
+        about=f"Tokens/s of a rank over those of {SINGLE}",
+        shown="%",
+        of=lambda case: case["beside"]["time_s"] / case["time_s"] / case["world_size"],
+    )
+    part = beside(part, base, "strategy", SAME).with_fields(speed)
+    return beside(part, SINGLE, "strategy", SAME).with_fields(alone)
 
 
 def _ended(case: Record) -> str:
@@ -97,30 +70,24 @@ def _ended(case: Record) -> str:
 
 
 def _block(part: View) -> Block:
-    def table(metric: str, word: str, about: str = "", data: Sequence[str] = ()) -> Table | None:
-        """Rows: attention; columns: strategies, by name, since labels are too long."""
-        return pivot(part, metric, ["attention"], "row", word=word, about=about, data=data)
-
-    def bars(metric: str, word: str) -> Plot | None:
-        return plots.bars(part, [metric], "row", "attention", word)
-
+    """Rows of tables: attention; their columns: strategies, by name, since labels are too long."""
+    part = _with_speeds(part).with_fields(Field("ended", label="Loss", role="detail", of=_ended))
     budget = max((case["curve_budget"] or 0 for case in part.cases), default=0)
     about = (
         f"Loss after the last epoch on {part.cases[0]['val_tokens']:,} held-out tokens, nats; in brackets how far the "
         "loss of a step was at most from that of naive attention in one process, over the first 100 steps"
     ) + (f" (right: {budget:g} or less)" if budget else "")
     numbers = ("valid_loss", "loss", "curve_difference", "norm_difference")
+    words = {"tokens_per_s": "rate", SPEEDUP: "speedup", "mean_s": "time", "peak_bytes": "memory"}
+    tables = {name: pivot(part, name, ["attention"], "row", word=word) for name, word in words.items()}
+    bars = {name: plots.bars(part, [name], "row", "attention", word) for name, word in words.items() if name != SPEEDUP}
     chain = plots.lines(part, SPEEDUP, "row", "attention", "chain", ceiling=("", 1.0))
-    lead = [table("tokens_per_s", "rate"), bars("tokens_per_s", "rate"), table(SPEEDUP, "speedup"), chain]
-    lead += [table("ended", "loss", about, numbers), _curves(part), _differences(part, budget)]
-    more = [
-        table("mean_s", "time"),
-        bars("mean_s", "time"),
-        table("peak_bytes", "memory"),
-        bars("peak_bytes", "memory"),
-    ]
+    ended = pivot(part, "ended", ["attention"], "row", word="loss", about=about, data=numbers)
+    rate = [tables["tokens_per_s"], bars["tokens_per_s"], tables[SPEEDUP], chain]
     metrics = ["mean_s", SPEEDUP, "efficiency", *(name for name in part.metrics() if name not in ("time_s", "mean_s"))]
-    return Block(part.title, lead, [*more, listing(part, ("attention", "row"), metrics, "runs", "Every run")])
+    runs = listing(part, ("attention", "row"), metrics, "runs", "Every run")
+    more = [tables["mean_s"], bars["mean_s"], tables["peak_bytes"], bars["peak_bytes"], runs]
+    return Block(part.title, [*rate, ended, _curves(part), _differences(part, budget)], more)
 
 
 def _curves(part: View) -> Plot | None:
@@ -134,9 +101,10 @@ def _differences(part: View, budget: float) -> Plot | None:
     """How far from the reference's each loss is, for each strategy at the attention row that is farthest."""
     series = []
     for (row,), own in part.groups("row").items():
-        points = [point for case in own.cases for point in _points(case, "curve_differences").items()]
-        worst = {step: max(abs(value) for at, value in points if at == step) for step, _ in sorted(points)}
-        series.append((row, {step: value for step, value in worst.items() if value}))
+        worst: Points = {}
+        for step, value in (point for case in own.cases for point in _points(case, "curve_differences").items()):
+            worst[step] = max(abs(value), worst.get(step, 0.0))
+        series.append((row, {step: worst[step] for step in sorted(worst) if worst[step]}))
     about = (
         "How far the loss of a step is from that of naive attention in one process, for each strategy with the "
         "attention row that is farthest; where there is no point it is equal"
@@ -156,16 +124,11 @@ def _by_step(
     series = [(row, points) for row, points in series if points]
     if not series:
         return None
-    labelled = set[str]()
-    figure, axes = canvas(titled(title, part), 3.0 + legend_height(len({row for row, _ in series})))
+    axes = canvas(3.0)
     for place, (row, points) in enumerate(series):
-        look = part.style("row", row).line() | {
-            "marker": "",
-            "linewidth": 2.6 - 1.8 * place / len(series),
-        }  # one below still shows
-        look["label"] = "_" if row in labelled else part.text("row", row)
-        labelled.add(row)
-        axes.plot(list(points), list(points.values()), **look)
+        label = part.text("row", row) if row not in (before for before, _ in series[:place]) else "_"
+        look = {"label": label, "marker": "", "linewidth": 2.6 - 1.8 * place / len(series)}  # one below still shows
+        axes.plot(list(points), list(points.values()), **{**part.style("row", row).line(), **look})
     if budget:
         scale_values(axes, [budget, *(value for _, points in series for value in points.values())], True, 1)
         axes.axhline(budget, **CEILING)
@@ -173,5 +136,4 @@ def _by_step(
         axes.annotate("allowed", (1, budget), (0, -11), ha="right", fontsize=9, **at)
     axes.xaxis.set_major_formatter(FuncFormatter(plain))
     axes.set(xlabel="step", ylabel="nats")
-    add_legend(figure, axes)
-    return plots.drawn(part, figure, title, word, part.caption(about))
+    return plots.drawn(part, axes, title, word, part.caption(about))
