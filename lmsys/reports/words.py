@@ -23,14 +23,10 @@ PREFIXES = {
 NAMES = re.compile(r"\{(\w+)\}")
 UNITS_IN_NAMES = re.compile(r"_(s|bytes|per_s|mhz|ratio)$")
 CLOCKED = ("time_s", "mean_s", "speedup", "mfu", "matmul_ceiling_fraction")  # come from samples, as all rates do
-WAYS = {  # what names of files and headings say of the way of compiling
-    "eager": ("", ""),
-    "compiled": ("-compiled", ", blocks compiled"),
-    "graphed": ("-graphed", ", as one CUDA graph"),
-}
-COMPILED = (
-    Field("way", role="detail", of=lambda case: WAYS[case["compile"]][0]),
-    Field("how", role="detail", of=lambda case: WAYS[case["compile"]][1]),
+HOW = {"eager": "", "graphed": ", as one CUDA graph"}
+COMPILED = (  # what names of files and headings say of the way of compiling
+    Field("way", role="detail", of=lambda case: "" if case["compile"] == "eager" else f"-{case['compile']}"),
+    Field("how", role="detail", of=lambda case: HOW.get(case["compile"], f", blocks {case['compile']}")),
 )
 OUTCOMES = {"oom": "OOM", "unsupported": "n/a", "wrong": "wrong", "error": "error"}  # as tables and plots show them
 MEANINGS = {"oom": "out of memory", "unsupported": "not supported", "wrong": "wrong result", "error": "error"}

@@ -10,13 +10,13 @@ from lmsys.reports.speedups import mean_text, ratio_of
 from lmsys.reports.styles import Style
 from lmsys.reports.tables import Table, listing, pivot
 from lmsys.reports.views import LIMIT, View
-from lmsys.reports.words import COMPILED, number
+from lmsys.reports.words import COMPILED, filled, number
 
 PARTS = ("parameters_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes")
-PREDICTED = ("predicted_parameters_bytes", "predicted_gradients_bytes", "predicted_optimizer_bytes")
 COLOURS = {"computation": "#2563eb", "communication": "#dc2626"}
 SETTING = ("size", "batch", "context", "precision", "compile", "world_size", LIMIT)
-NUMBERS = ("context", "batch", "world_size")
+ORDER = ("section", "num_parameters", "precision", "context", "compile", "batch", "world_size", "impl")
+STYLE = {"held": Style("held, by kind (line: peak of a step)", COLOURS["computation"])}
 
 
 def chapters(view: View) -> list[Chapter]:
@@ -25,27 +25,22 @@ def chapters(view: View) -> list[Chapter]:
     exposed = view.fields["predicted_exposed_s"]  # of copy engines older files predict it by the times of NCCL
     copied = {name for name, row in view.table("strategy").items() if row.get("all_reduce_model") is False}
     predicted = Field("predicted_bytes", "B", "predicted without activations", "detail", shown="GiB")
-    view = view.with_fields(
+    view = view.checked(("context", "batch", "world_size"), ("section", "size", "precision", "strategy")).with_fields(
         compiled,
         exposed.called(of=lambda case: None if case["strategy"] in copied else case["predicted_exposed_s"]),
-        predicted.called(of=lambda case: sum(case[name] for name in PREDICTED)),
+        predicted.called(of=lambda case: sum(case[f"predicted_{name}"] for name in PARTS[:3])),
         Field("called", role="detail", of=_called),
         Field("held", role="detail", of=lambda case: "held"),
         *COMPILED,
     )
-    view = view.checked(NUMBERS, ("section", "size", "precision", "strategy")).labelled(impl="strategy", mean_s="step")
-    view = view.styled("impl", "strategy", "called").ordered(
-        "section", "num_parameters", "precision", "context", "compile", "batch", "world_size", "impl"
-    )
+    view = view.labelled(impl="strategy", mean_s="step").styled("impl", "strategy", "called").ordered(*ORDER)
     stem = "data-parallel-{section}-{size}-S{context}-{precision}{way}"
-    heading = "{size}, context {context}, {precision}{how}"
-    return [
-        Chapter(
-            f"Data parallel: {own.text('section', section)}",
-            [Block("Beside torch's own", [_peers(own, section)]), *map(_block, own.cut(stem, heading))],
-        )
-        for (section,), own in view.groups("section").items()
-    ]
+    found = []
+    for (section,), own in view.groups("section").items():
+        blocks = [_block(part) for part in own.cut(stem, "{size}, context {context}, {precision}{how}")]
+        peers = Block("Beside torch's own", [_peers(own, section)])
+        found.append(Chapter(f"Data parallel: {own.text('section', section)}", [peers, *blocks]))
+    return found
 
 
 def _called(case: Record) -> str:
@@ -64,8 +59,7 @@ def _block(part: View) -> Block:
     sizes = [name for name in part.metrics() if part.fields[name].unit == "B" or name == "optimizer_fraction"]
     costs = [name for name in part.metrics() if name not in (*sizes, "time_s")]
     keys = ("batch", "world_size", "impl")
-    measured = part.only(lambda case: case["peak_bytes"])
-    held = largest.only(lambda case: case["peak_bytes"])
+    held, measured = (own.only(lambda case: case["peak_bytes"]) for own in (largest, part))
     scaled = part.only(lambda case: case["scaling_efficiency"] and case["world_size"] > 1)
     traced = largest.only(lambda case: any(kind == "communication" for kind, _, _ in case["timeline"] or ()))
     lead = [
@@ -83,12 +77,9 @@ def _block(part: View) -> Block:
 
 def _memory(own: View) -> Plot | None:
     """A stack for each strategy, the peak of a step as a line."""
-    style = {"held": Style("held, by kind (line: peak of a step)", COLOURS["computation"])}
-    own = replace(own, styles={**own.styles, "held": style, "impl": {}})  # labels are too long for an axis
-    about = (
-        "Parameters, gradients and optimizer state after a step and activations after a forward; the line is the peak "
-        "of a whole step"
-    )
+    own = replace(own, styles={**own.styles, "held": STYLE, "impl": {}})  # labels are too long for an axis
+    about = "Parameters, gradients and optimizer state after a step and activations after a forward; "
+    about += "the line is the peak of a whole step"
     return plots.bars(own, PARTS, "impl", "held", "memory", "peak_bytes", "Memory of a rank by kind", about)
 
 
@@ -113,24 +104,22 @@ def _timelines(own: View) -> Plot:
 
 def _peers(own: View, section: str) -> Table | None:
     """Rows: trainings; columns: how much faster ours is than the rival beside it; last, the geometric mean."""
-    own = own.only(
-        lambda case: case["world_size"] > 1 and not case["sharded_optimizer"] and case["comm_dtype"] != "bfloat16"
-    )
     pairs = [(name, rival) for name, row in own.table("strategy").items() for rival in row.get("rivals", ())]
-    found: dict[tuple[str, str], list[float | None]] = {}
-    for (size, batch, context, precision, _, ranks, _), trained in own.groups(*SETTING).items():
-        how = f"{ranks} ranks{trained.cases[0]['how']}"
+    own = own.only(lambda case: not case["sharded_optimizer"] and case["comm_dtype"] != "bfloat16")
+    own = own.only(lambda case: case["world_size"] > 1)
+    found: dict[str, list[float | None]] = {}
+    alike: dict[str, list[list[float | None]]] = {}
+    for trained in own.groups(*SETTING).values():
         ratios = [_ratio(trained, *pair) for pair in pairs]
-        found |= {(f"{size} b{batch} s{context}, {precision}, {how}", how): ratios} if any(ratios) else {}
+        if any(ratios):
+            how = filled("{world_size} ranks{how}", trained.cases[0])
+            found[filled("{size} b{batch} s{context}, {precision}, ", trained.cases[0]) + how] = ratios
+            alike.setdefault(how, []).append(ratios)
     if not found:
         return None
-    rows = [
-        [name, *("" if ratio is None else number(ratio) for ratio in ratios)] for (name, _), ratios in found.items()
-    ]
-    for how in dict.fromkeys(how for _, how in found):
-        columns = zip(*(ratios for (_, one), ratios in found.items() if one == how), strict=True)
-        rows.append([f"geometric mean, {how}", *map(mean_text, columns)])
     heads = [f"{ours} / {theirs}" for ours, theirs in pairs]
+    rows = [[name, *("" if ratio is None else number(ratio) for ratio in ratios)] for name, ratios in found.items()]
+    rows += [[f"geometric mean, {how}", *map(mean_text, zip(*ratios, strict=True))] for how, ratios in alike.items()]
     return Table(
         name=own.file(f"data-parallel-{section}-peers"),
         title=f"Speed of ours, × of the row beside it · {section}",
@@ -138,7 +127,7 @@ def _peers(own: View, section: str) -> Table | None:
         f"faster. {own.machine.about(own.cases)}",
         columns=["training", *heads],
         rows=rows,
-        data=[{"training": name, **dict(zip(heads, ratios, strict=True))} for (name, _), ratios in found.items()],
+        data=[{"training": name, **dict(zip(heads, ratios, strict=True))} for name, ratios in found.items()],
     )
 
 
