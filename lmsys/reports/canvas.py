@@ -66,7 +66,7 @@ def to_svg(axes: Any, name: str, title: str) -> str:
 
 
 def add_legend(axes: Any) -> None:
-    """What `axes` labels, below the drawing, which grows by as much: in two columns, or in one where two are too wide."""
+    """What `axes` labels, below the drawing, which grows by as much: in two columns, or one where two are too wide."""
     figure, (handles, labels) = axes.figure, axes.get_legend_handles_labels()
     height = figure.get_figheight()
     for columns in (2, 1) if labels else ():

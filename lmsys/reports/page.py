@@ -55,7 +55,7 @@ Part = tuple[Machine, Sequence[Chapter]]
 def with_overview(
     title: str, last: Items, view: View, section: Callable[[str, View], tuple[Items, list[Block]]]
 ) -> list[Chapter]:
-    """An overview, then a chapter for each grid: `section` makes of its cases what the overview shows, and its blocks."""
+    """An overview, then a chapter for each grid: `section` makes what the overview shows of it, and its blocks."""
     overview, found = [Block("", last)], []
     for (name,), own in view.groups("section").items():
         glance, blocks = section(name, own)

@@ -210,7 +210,7 @@ def _speed_text(case: Record | None) -> str:
 
 
 def roofline(view: View) -> Plot | None:
-    """Achieved TFLOP/s against FLOP/byte, under the measured ceilings; None without points. The cases have one dtype."""
+    """Achieved TFLOP/s against FLOP/byte, under the measured ceilings, of cases of one dtype; None without points."""
     matmul, copy = view.machine.ceiling(view.cases, view.cases[0]["dtype"]), view.machine.ceiling(view.cases)
     points: dict[Any, list[tuple[float, float]]] = {}
     for case in view.ordered("impl").cases:

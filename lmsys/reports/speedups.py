@@ -38,9 +38,9 @@ def base_of(view: View, otherwise: Iterable[str] = ()) -> str | None:
 
 
 def beside(view: View, base: str | None, axis: str = "impl", same: Sequence[str] = ()) -> View:
-    """With, as `beside`, the case that has `base` on an axis and is otherwise the same: on the axes `same`, else on all.
+    """With, as `beside`, the case that has `base` on an axis and is alike on the axes `same`, else on all others.
 
-    It is None where that was not run.
+    None where that was not run.
     """
     same = same or [name for name in view.axes() if name not in (axis, "label", "peer")]
     bases = {tuple(case[name] for name in same): case for case in view.cases if case[axis] == base}

@@ -6,15 +6,15 @@ from lmsys.bench.fields import Field, Record
 from lmsys.reports import plots
 from lmsys.reports.canvas import Plot, canvas
 from lmsys.reports.page import Block, Chapter
-from lmsys.reports.speedups import mean_text, ratio_of
 from lmsys.reports.styles import Style
-from lmsys.reports.tables import Table, listing, pivot
+from lmsys.reports.tables import listing, pivot, rivals
 from lmsys.reports.views import LIMIT, View
-from lmsys.reports.words import COMPILED, filled, number
+from lmsys.reports.words import COMPILED
 
 PARTS = ("parameters_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes")
 COLOURS = {"computation": "#2563eb", "communication": "#dc2626"}
 SETTING = ("size", "batch", "context", "precision", "compile", "world_size", LIMIT)
+TRAINING = ("{size} b{batch} s{context}, {precision}, ", "{world_size} ranks{how}")  # geometric means are by the second
 ORDER = ("section", "num_parameters", "precision", "context", "compile", "batch", "world_size", "impl")
 STYLE = {"held": Style("held, by kind (line: peak of a step)", COLOURS["computation"])}
 
@@ -38,8 +38,12 @@ def chapters(view: View) -> list[Chapter]:
     found = []
     for (section,), own in view.groups("section").items():
         blocks = [_block(part) for part in own.cut(stem, "{size}, context {context}, {precision}{how}")]
-        peers = Block("Beside torch's own", [_peers(own, section)])
-        found.append(Chapter(f"Data parallel: {own.text('section', section)}", [peers, *blocks]))
+        alike = own.only(lambda case: not case["sharded_optimizer"] and case["comm_dtype"] != "bfloat16")
+        several = alike.only(lambda case: case["world_size"] > 1)
+        title = f"Speed of ours, × of the row beside it · {section}"
+        peers = rivals(several, SETTING, TRAINING, f"data-parallel-{section}-peers", title)
+        blocks.insert(0, Block("Beside torch's own", [peers]))
+        found.append(Chapter(f"Data parallel: {own.text('section', section)}", blocks))
     return found
 
 
@@ -100,38 +104,3 @@ def _timelines(own: View) -> Plot:
     axes.set(ylim=(len(own.cases) - 0.5, -0.5), xlabel="ms")
     about = "From a profiler's trace of one step on rank 0: above what computes, below what communicates"
     return plots.drawn(own, axes, "A step's timeline", "timeline", own.caption(about))
-
-
-def _peers(own: View, section: str) -> Table | None:
-    """Rows: trainings; columns: how much faster ours is than the rival beside it; last, the geometric mean."""
-    pairs = [(name, rival) for name, row in own.table("strategy").items() for rival in row.get("rivals", ())]
-    own = own.only(lambda case: not case["sharded_optimizer"] and case["comm_dtype"] != "bfloat16")
-    own = own.only(lambda case: case["world_size"] > 1)
-    found: dict[str, list[float | None]] = {}
-    alike: dict[str, list[list[float | None]]] = {}
-    for trained in own.groups(*SETTING).values():
-        ratios = [_ratio(trained, *pair) for pair in pairs]
-        if any(ratios):
-            how = filled("{world_size} ranks{how}", trained.cases[0])
-            found[filled("{size} b{batch} s{context}, {precision}, ", trained.cases[0]) + how] = ratios
-            alike.setdefault(how, []).append(ratios)
-    if not found:
-        return None
-    heads = [f"{ours} / {theirs}" for ours, theirs in pairs]
-    rows = [[name, *("" if ratio is None else number(ratio) for ratio in ratios)] for name, ratios in found.items()]
-    rows += [[f"geometric mean, {how}", *map(mean_text, zip(*ratios, strict=True))] for how, ratios in alike.items()]
-    return Table(
-        name=own.file(f"data-parallel-{section}-peers"),
-        title=f"Speed of ours, × of the row beside it · {section}",
-        caption="Median of step-time ratios, steps alternating; of the best bucket size of each. Above 1: ours is "
-        f"faster. {own.machine.about(own.cases)}",
-        columns=["training", *heads],
-        rows=rows,
-        data=[{"training": name, **dict(zip(heads, ratios, strict=True))} for name, ratios in found.items()],
-    )
-
-
-def _ratio(trained: View, ours: str, theirs: str) -> float | None:
-    """Theirs over ours, of the fastest case of each."""
-    timed = [[case for case in trained.cases if case["strategy"] == name and case["time_s"]] for name in (ours, theirs)]
-    return ratio_of(*(min(cases, key=lambda case: case["time_s"]) for cases in timed)) if all(timed) else None

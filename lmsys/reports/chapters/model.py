@@ -52,7 +52,12 @@ def _section(section: str, own: View) -> tuple[Items, list[Block]]:
     several = ("-V{vocab_size}", "vocabulary {vocab_size}") if own.varies("vocab_size") else ("", "")
     for part in own.cut("model-{section}" + several[0], several[1]):
         if section == "warmup":  # its cases differ in steps of warm-up, which no other table shows
-            blocks.append(Block(part.title, [_warm_up(one) for one in part.groups(*AXES).values()]))
+            keys, about = (
+                ["size", "context", "warmup_steps"],
+                "Mean ± standard deviation after that many steps of warm-up",
+            )
+            cuts = [_named(one, one) for one in part.groups(*AXES).values()]
+            blocks.append(Block(part.title, [pivot(cut, "mean_s", keys, "mode", about=about) for cut in cuts]))
             continue
         modes = part.cut("{mode}", "{mode}")
         glance += [_beside(modes[-1]), None if section == "peers" else _best(part), _summary(part)]
@@ -60,15 +65,10 @@ def _section(section: str, own: View) -> tuple[Items, list[Block]]:
         for mode in modes:
             items = {"beside": [_beside(mode)], "time_s": _times(mode), "predicted": [_predicted(mode, section)]}
             items |= {metric: _metric(mode, metric) for metric in mode.metrics() if metric != "time_s"}
-            first = LEAD.get(section, ("beside", "time_s", *(OF_A_STEP if len(modes) == 1 else ())))
-            rest = [item for name, own_items in items.items() if name not in first for item in own_items]
-            blocks.append(Block(mode.title, [item for name in first for item in items.get(name, [])], rest))
+            first = LEAD.get(section, ("beside", "time_s", *OF_A_STEP * (len(modes) == 1)))
+            lead = [item for name in first for item in items.pop(name, [])]
+            blocks.append(Block(mode.title, lead, [item for rest in items.values() for item in rest]))
     return glance, blocks
-
-
-def _warm_up(own: View) -> Table | None:
-    about = "Mean ± standard deviation of the time after that many steps of warm-up"
-    return pivot(_named(own, own), "mean_s", ["size", "context", "warmup_steps"], "mode", about=about)
 
 
 def _cuts(part: View, axis: str) -> list[View]:
@@ -89,13 +89,14 @@ def _grid(part: View, own: View, metric: str, inside: str = "compile") -> Table 
 
 def _metric(part: View, metric: str) -> Items:
     """Tables, and of some also plots by context: a line for each size and way of running."""
-    found: Items = [_grid(part, own, metric) for own in _cuts(part, "compile")]
-    for own in _cuts(part, "compile") if metric in DRAWN else ():
+    found: Items = []
+    for own in _cuts(part, "compile"):
+        found.append(_grid(part, own, metric))
         names = ("size", "compile") if own.varies("compile") else ("size",)
         line = Field("line", role="detail", of=lambda case, names=names: ", ".join(case[name] for name in names))
         lines = _named(part, own).with_fields(line).styled("line", row="size")
         facets = lines.cut("B{batch}", "batch {batch}", tail=True) if own.varies("batch") else [lines]
-        found += [plots.lines(facet, metric, "context", "line") for facet in facets]
+        found += [plots.lines(facet, metric, "context", "line") for facet in facets if metric in DRAWN]
     return found
 
 
@@ -103,12 +104,14 @@ def _times(part: View) -> Items:
     """The times of every cut in which one of AXES varies alone, with speedups; then of what has nothing beside it."""
     found: Items = []
     seen = set()
-    for axis, own in ((axis, own) for axis in AXES for own in _cuts(part, axis) if own.varies(axis)):
-        seen |= {case["id"] for case in own.cases}
-        peers = [case["impl"] for case in own.cases if case["peer"]]
-        base = base_of(own, otherwise=peers) if axis == "impl" else next(iter(own.words[axis]))
-        speeds = compared(own, base, axis, medians=True).only(lambda case, axis=axis, base=base: case[axis] != base)
-        found += [_grid(part, own, "time_s", axis), _grid(part, speeds, SPEEDUP, axis) if speeds.cases else None]
+    for axis in AXES:
+        for own in (own for own in _cuts(part, axis) if own.varies(axis)):
+            seen |= {case["id"] for case in own.cases}
+            peers = [case["impl"] for case in own.cases if case["peer"]]
+            base = base_of(own, otherwise=peers) if axis == "impl" else next(iter(own.words[axis]))
+            others = {value for value in own.values(axis) if value != base}
+            speeds = compared(own, base, axis, medians=True).only(lambda case: case[axis] in others)  # noqa: B023
+            found += [_grid(part, own, "time_s", axis), _grid(part, speeds, SPEEDUP, axis)]
     alone = part.only(lambda case: case["id"] not in seen)
     return found + [_grid(part, own, "time_s") for own in _cuts(alone, "compile")]
 

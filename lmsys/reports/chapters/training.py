@@ -56,21 +56,16 @@ def _block(part: View) -> Block:
     losses = pivot(part, "ended", ["attention"], "row", word="loss", about=about, data=numbers)
     curves = [(case["row"], _points(case, "curve_losses")) for case in part.cases]
     worst = [(row, _worst(own)) for (row,), own in part.groups("row").items()]
-    lead = [tables["tokens_per_s"], bars["tokens_per_s"], tables[SPEEDUP], chain, losses]
-    lead += [
-        _by_step(part, "curves", "Loss by step", curves),
-        _by_step(part, "differences", "Loss beside the reference", worst, budget),
-    ]
+    drawn = [_by_step(part, "curves", "Loss by step", curves)]
+    drawn.append(_by_step(part, "differences", "Loss beside the reference", worst, budget))
+    lead = [tables["tokens_per_s"], bars["tokens_per_s"], tables[SPEEDUP], chain, losses, *drawn]
     metrics = ["mean_s", SPEEDUP, "efficiency", *(name for name in part.metrics() if name not in ("time_s", "mean_s"))]
     runs = listing(part, ("attention", "row"), metrics, "runs", "Every run")
     return Block(part.title, lead, [tables["mean_s"], bars["mean_s"], tables["peak_bytes"], bars["peak_bytes"], runs])
 
 
 def _with_speeds(part: View) -> View:
-    """With what a case's speed is relative to: the table's baseline with the same attention, and one process alone.
-
-    Ratios of medians: cases are not sampled together.
-    """
+    """With speeds over the table's baseline and over one process alone: ratios of medians, not sampled together."""
     base = next((name for name, row in part.table("strategy").items() if row.get("baseline")), "")
     about = f"Median time of an epoch by the strategy {base} over that of the row"
     speedup = Field(SPEEDUP, "", f"Speed-up over {base}", "detail", about, "×", _ratio)
