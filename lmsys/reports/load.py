@@ -19,6 +19,7 @@ IDENTITY = ("benchmark", "section", "id", "memory_limit_bytes")
 FACTS = {"driver": "driver", "cuda": "CUDA", "torch": "torch", "triton": "triton", "python": "Python"}
 Fields = dict[str, dict[str, Field]]  # by benchmark and name, in declared order
 Rows = dict[str, dict[str, Record]]  # by kind of table and name, in the table's order
+Run = tuple[str, str]  # its date, and its machine's facts as JSON
 
 
 class InputError(ValueError):
@@ -67,19 +68,19 @@ def read(paths: Iterable[Path]) -> list[Machine]:
     InputError, with the file, for one that is absent, not ours or of a later version, and when there are no records.
     """
     paths, fields, rows = list(paths), Fields(), Rows()
-    cases: dict[tuple[object, ...], tuple[str, str, Record]] = {}
+    cases: dict[tuple[object, ...], tuple[str, Run, Record]] = {}
     # The sort is stable: among files of one date, such as the parts of one run, the last named wins.
     for found in sorted(map(_load, paths), key=lambda found: _date(found["machine"])):
         machine = found["machine"]
         for benchmark, declared in found["fields"].items():
             fields.setdefault(benchmark, {}).update(declared)
         for kind, table in found["rows"].items():
-            rows[kind] = table | {name: row for name, row in rows.get(kind, {}).items() if name not in table}
+            rows[kind] = table | rows.get(kind, {}) | table  # in the order of the later
         cores = None if machine.get("device") == "cuda" else machine.get("cores")
         hardware = json.dumps([*(machine.get(key) for key in HARDWARE), cores])
+        run = _date(machine), json.dumps(machine, sort_keys=True)
         for case in found["records"]:
-            key = (hardware, *(case.get(name) for name in IDENTITY))
-            cases[key] = (hardware, json.dumps(machine, sort_keys=True), case)
+            cases[hardware, *(case.get(name) for name in IDENTITY)] = hardware, run, case
     if not cases:
         raise InputError(f"nothing to report: no records in {', '.join(map(str, paths)) or 'no files'}")
     return _machines(list(cases.values()), fields, rows)
@@ -89,7 +90,7 @@ def _load(path: Path) -> Record:
     """A result file, with its fields and rows by name."""
     try:
         found = record.load(path)
-        fields = {name: [Field(**one) for one in declared] for name, declared in found["fields"].items()}
+        fields = {name: {one["name"]: Field(**one) for one in declared} for name, declared in found["fields"].items()}
         rows = {kind: {row["name"]: row for row in table} for kind, table in found["rows"].items()}
     except (AttributeError, KeyError, TypeError) as error:
         raise InputError(
@@ -97,8 +98,7 @@ def _load(path: Path) -> Record:
         ) from error
     except ValueError as error:
         raise InputError(" ".join(str(error).split())) from error
-    by_name = {name: {one.name: one for one in declared} for name, declared in fields.items()}
-    return found | {"fields": by_name, "rows": rows}
+    return found | {"fields": fields, "rows": rows}
 
 
 def _date(machine: Mapping[str, Any]) -> str:
@@ -106,13 +106,13 @@ def _date(machine: Mapping[str, Any]) -> str:
     return str(machine.get("date") or "")
 
 
-def _machines(cases: Sequence[tuple[str, str, Record]], fields: Fields, rows: Rows) -> list[Machine]:
+def _machines(cases: Sequence[tuple[str, Run, Record]], fields: Fields, rows: Rows) -> list[Machine]:
     taken: Counter[str] = Counter()
     machines = []
     for hardware in sorted({hardware for hardware, _, _ in cases}):
         own = [(run, case) for owner, run, case in cases if owner == hardware]
-        runs = sorted({run for run, _ in own}, key=lambda run: (_date(json.loads(run)), run))
-        facts = [json.loads(run) for run in runs]
+        runs = sorted({run for run, _ in own})
+        facts = [json.loads(text) for _, text in runs]
         title = _title(facts[-1])
         slug = file_name(title.lower())
         taken[slug] += 1

@@ -128,7 +128,7 @@ class View:
     def unfolded(self, name: str, *fields: Field) -> "View":
         """A case for each line of a list that the cases hold, with the fields of that line."""
         lines = [{**case, **line} for case in self.cases for line in case[name] or ()]
-        return replace(self, cases=lines, fields={**self.fields, **{one.name: one for one in fields}})
+        return replace(self, cases=lines).with_fields(*fields)
 
     def styled(self, name: str = "impl", row: str = "", label: str = "label") -> "View":
         """With a look for each value of a field, by the row of a table that the field `row` names."""

@@ -11,7 +11,7 @@ from lmsys.reports.canvas import CEILING, INK, Plot, canvas, plain
 from lmsys.reports.page import Block, Chapter
 from lmsys.reports.tables import Table, listing, pivot
 from lmsys.reports.views import LIMIT, View
-from lmsys.reports.words import number
+from lmsys.reports.words import filled, number
 
 GIB = 2**30
 CALLS = {"forward": "inference", "step": "step"}  # modes, as they are read
@@ -32,10 +32,42 @@ PARTS = (
     *("forward", "norms", "projections", "rotation", "attention", *INSIDE),
     *("feed-forward", "head and loss", "backward", "optimizer"),
 )  # in the order of a step
+PART_FIELDS = (
+    Field("name", label="part"),
+    Field("total_s", "s", "time", shown="ms"),
+    Field("backward_s", "s", "backward", shown="ms"),
+)
 SOFTMAX_OPERATIONS = 5  # for each score: greatest, minus, exp, sum, divide
 NARROW = 0.06  # a segment with less of the bar has no room for its number
 SHAPE = ("batch", "context", "d_model", "num_layers", "num_heads")
 REST = ("d_ff", "num_parameters")  # of what a size stands for
+KERNELS = (
+    "kernels",
+    (
+        Field("name", label="kernel"),
+        Field("kind"),
+        Field("total_s", "s", "time", shown="ms"),
+        Field("count", label="launches", of=lambda one: int(one["count"]) if one["count"] % 1 == 0 else one["count"]),
+        Field("share", shown="%", of=lambda one: one["total_s"] / one["kernel_s"]),
+    ),
+    "Longest kernels",
+    "The {lines} kernels of one call with most time in all: time and launches in one call, and the share of the time of all "
+    "kernels",
+)
+ALLOCATIONS = (
+    "allocations",
+    (
+        Field("where", label="line"),
+        Field("function"),
+        Field("bytes", "B", "size of each", shown="MiB"),
+        Field("count"),
+        Field("at_peak", label="at the peak"),
+    ),
+    "Largest allocations",
+    "The largest allocations of one call; how many of that size the line made, and how many of them were live when "
+    "most memory was in use. Line: the innermost that is not torch's; a backward on a GPU has none, and of compiled "
+    "code none may be known",
+)
 CASE = ("{mode}-{compile}-{impl}", "{mode}, {compile}, {impl}")
 
 
@@ -58,9 +90,11 @@ def chapters(view: View) -> list[Chapter]:
     for part in view.cut(stem, heading):
         cases = part.cut(*CASE)
         lead = [_parts(part, "step"), _parts(part, "forward"), _inside(part), _share_bars(part)]
-        time.append(Block(part.title, lead, [_kernels(own) for own in cases]))
+        time.append(Block(part.title, lead, [_lines(own, *KERNELS) for own in cases]))
         cases.sort(key=lambda own: own.cases[0]["mode"] != "step")
-        memory.append(Block(part.title, [_timeline(own) for own in cases], [_allocations(own) for own in cases]))
+        memory.append(
+            Block(part.title, [_timeline(own) for own in cases], [_lines(own, *ALLOCATIONS) for own in cases])
+        )
     return [Chapter("Where time goes", time), Chapter("Where memory goes", memory)]
 
 
@@ -95,15 +129,10 @@ def _clocks(view: View) -> Table | None:
     return listing(view, _keys(view), metrics, "anatomy-clocks", "Profiled against clocked", about)
 
 
-def _unfolded_parts(part: View) -> View:
-    seconds = [Field(name, "s", label, shown="ms") for name, label in (("total_s", "time"), ("backward_s", "backward"))]
-    return part.unfolded("parts", Field("name", label="part"), *seconds)
-
-
 def _parts(part: View, mode: str) -> Table | None:
     """Rows: parts of the model; columns: the variants of one setting."""
-    own = _unfolded_parts(part.only(lambda case: case["mode"] == mode))
-    own = own.with_fields(Field("own_s", label=f"Parts of one {CALLS[mode]}, ms", of=_own_time))
+    own_s = Field("own_s", label=f"Parts of one {CALLS[mode]}, ms", of=_own_time)
+    own = part.only(lambda case: case["mode"] == mode).unfolded("parts", *PART_FIELDS, own_s)
     about = (
         "Time of the kernels that each part launches, of a step also of their backward, ms. Parts nest: scores, "
         "softmax and values are inside attention, and all down to head and loss inside forward. Inside compiled "
@@ -120,14 +149,9 @@ def _own_time(one: Record) -> str:
 
 def _inside(part: View) -> Table | None:
     """Softmax against matmul: rows: parts of plain attention; columns: their times, and their arithmetic."""
-    own = (
-        _unfolded_parts(part)
-        .only(lambda one: one["name"] in INSIDE)
-        .with_fields(
-            Field("matmul_s", "s", "of it matmul kernels", shown="ms", of=lambda one: one["kinds"].get("matmul", 0.0)),
-            Field("forward_flops", "FLOP", "forward", shown="GFLOP", of=_attention_flops),
-        )
-    )
+    matmul = Field("matmul_s", "s", "of it matmul kernels", shown="ms", of=lambda one: one["kinds"].get("matmul", 0.0))
+    flops = Field("forward_flops", "FLOP", "forward", shown="GFLOP", of=_attention_flops)
+    own = part.unfolded("parts", *PART_FIELDS, matmul, flops).only(lambda one: one["name"] in INSIDE)
     about = (
         "Kernel time of one call over all layers, of the parts of plain attention: scores are Q Kᵀ, scaled and masked, "
         "values the product with V. Arithmetic of the forward: 2 B H S² D for each product, "
@@ -144,48 +168,19 @@ def _attention_flops(one: Record) -> float:
     return scores * (SOFTMAX_OPERATIONS if one["name"] == "softmax" else 2 * one["d_model"] // one["num_heads"])
 
 
-def _kernels(own: View) -> Table | None:
-    """The longest kernels of one case."""
-    own = own.unfolded(
-        "kernels", Field("name", label="kernel"), Field("kind"), Field("total_s", "s", "time", shown="ms")
-    )
-    own = own.with_fields(
-        Field("count", label="launches", of=lambda one: int(one["count"]) if one["count"] % 1 == 0 else one["count"]),
-        Field("share", shown="%", of=lambda one: one["total_s"] / one["kernel_s"]),
-    )
-    about = (
-        f"The {len(own.cases)} kernels of one call with most time in all: time and launches in one call, and the share "
-        "of the time of all kernels"
-    )
-    fields = ("name", "kind", "total_s", "count", "share")
-    return listing(own, fields[:2], fields[2:], "kernels", "Longest kernels", about, fields)
-
-
-def _allocations(own: View) -> Table | None:
-    """The largest allocations of one case, with the line that asked for them."""
-    size, peak = Field("bytes", "B", "size of each", shown="MiB"), Field("at_peak", label="at the peak")
-    own = own.unfolded("allocations", Field("where", label="line"), Field("function"), size, Field("count"), peak)
-    about = (
-        "The largest allocations of one call; how many of that size the line made, and how many of them were live "
-        "when most memory was in use. Line: the innermost that is not torch's; a backward on a GPU has none, and of "
-        "compiled code none may be known"
-    )
-    fields = ("where", "function", "bytes", "count", "at_peak")
-    return listing(own, fields[:2], fields[2:], "allocations", "Largest allocations", about, fields)
+def _lines(own: View, name: str, fields: tuple[Field, ...], title: str, about: str) -> Table | None:
+    """What a list of one case holds; the first two fields say what a line is."""
+    own, names = own.unfolded(name, *fields), [one.name for one in fields]
+    return listing(own, names[:2], names[2:], name, title, filled(about, {"lines": len(own.cases)}), names)
 
 
 def _peaks(view: View) -> Table | None:
     """Rows: variants; columns: what was held before a call, and the peak of each of its phases."""
-    own = (
-        view.with_fields(Field("phases", role="detail", of=_held_and_phases))
-        .unfolded("phases")
-        .with_fields(
-            Field(
-                "in_use_bytes", "B", "Peak by phase", shown="GiB", of=lambda one: one["held_bytes"] + one["peak_bytes"]
-            ),
-            Field("what", role="detail", of=lambda one: f"{view.text('mode', one['mode'])}: {one['name']}"),
-        )
+    in_use = Field(
+        "in_use_bytes", "B", "Peak by phase", shown="GiB", of=lambda one: one["held_bytes"] + one["peak_bytes"]
     )
+    what = Field("what", role="detail", of=lambda one: f"{view.text('mode', one['mode'])}: {one['name']}")
+    own = view.with_fields(Field("phases", role="detail", of=_held_and_phases)).unfolded("phases", in_use, what)
     about = (
         "The most memory in use during each phase, with what was held before: weights, and in a step the optimizer's "
         "state. An inference is a forward without gradients; before a step there are no gradients yet"

@@ -17,14 +17,11 @@ DRAWN = ("mfu", "matmul_ceiling_fraction", "total_bytes")  # by context
 OF_A_STEP = ("tokens_per_s", "mfu", "total_bytes", "peak_bytes")  # read at once where only whole steps were timed
 LEAD = {"peers": ("beside",), "fits": ("predicted", "total_bytes", "peak_bytes")}  # what else is, where not the times
 BESIDE = {"tokens_per_s": "rate", "mfu": "MFU", "total_bytes": "memory"}  # of our model and a peer's
+ABOUT = "Memory in all: weights, gradients and optimizer state live before, and the peak above them"
 TOTAL = Field(
-    "total_bytes",
-    "B",
-    "Memory in all",
-    about="Memory in all: weights, gradients and optimizer state live before, and the peak above them",
-    shown="GiB",
-    of=lambda case: case["held_bytes"] + case["peak_bytes"],
+    "total_bytes", "B", "Memory in all", "metric", ABOUT, "GiB", lambda case: case["held_bytes"] + case["peak_bytes"]
 )
+PREDICTED = "predicted_bytes"
 VERDICTS = {True: "fits", False: "too large"}
 
 
@@ -35,9 +32,7 @@ def chapters(view: View) -> list[Chapter]:
     view = view.with_fields(TOTAL)  # older files do not have it
     view = view.ordered("section", "mode", *AXES, "num_parameters", "size", "context", "batch", "warmup_steps")
     sizes = replace(view, cases=[one.cases[0] for one in view.groups("size", "vocab_size").values()])
-    sizes = sizes.ordered("num_parameters").labelled(
-        num_layers="layers", num_heads="heads", num_parameters="parameters"
-    )
+    sizes = sizes.labelled(num_layers="layers", num_heads="heads", num_parameters="parameters").ordered(SHAPE[-1])
     last = [
         listing(sizes, ("size", "vocab_size", *SHAPE), (), "model-sizes", "Sizes", "The models that were run"),
         endings(view.ordered(*AXES), *AXES, word="model-outcomes", title="How the cases ended"),
@@ -54,7 +49,7 @@ def _section(section: str, own: View) -> tuple[Items, list[Block]]:
         if section == "warmup":  # its cases differ in steps of warm-up, which no other table shows
             keys, about = (
                 ["size", "context", "warmup_steps"],
-                "Mean ± standard deviation after that many steps of warm-up",
+                "Mean ± standard deviation of the time after that warm-up",
             )
             cuts = [_named(one, one) for one in part.groups(*AXES).values()]
             blocks.append(Block(part.title, [pivot(cut, "mean_s", keys, "mode", about=about) for cut in cuts]))
@@ -102,18 +97,19 @@ def _metric(part: View, metric: str) -> Items:
 
 def _times(part: View) -> Items:
     """The times of every cut in which one of AXES varies alone, with speedups; then of what has nothing beside it."""
-    found: Items = []
-    seen = set()
-    for axis in AXES:
-        for own in (own for own in _cuts(part, axis) if own.varies(axis)):
-            seen |= {case["id"] for case in own.cases}
-            peers = [case["impl"] for case in own.cases if case["peer"]]
-            base = base_of(own, otherwise=peers) if axis == "impl" else next(iter(own.words[axis]))
-            others = {value for value in own.values(axis) if value != base}
-            speeds = compared(own, base, axis, medians=True).only(lambda case: case[axis] in others)  # noqa: B023
-            found += [_grid(part, own, "time_s", axis), _grid(part, speeds, SPEEDUP, axis)]
+    pairs = [(axis, own) for axis in AXES for own in _cuts(part, axis) if own.varies(axis)]
+    seen = {case["id"] for _, own in pairs for case in own.cases}
     alone = part.only(lambda case: case["id"] not in seen)
-    return found + [_grid(part, own, "time_s") for own in _cuts(alone, "compile")]
+    tables = [table for axis, own in pairs for table in (_grid(part, own, "time_s", axis), _speeds(part, own, axis))]
+    return [*tables, *(_grid(part, own, "time_s") for own in _cuts(alone, "compile"))]
+
+
+def _speeds(part: View, own: View, axis: str) -> Table | None:
+    """Speedups over eager, over fp32, or over a row of the table, else over somebody else's."""
+    peers = [case["impl"] for case in own.cases if case["peer"]]
+    base = base_of(own, otherwise=peers) if axis == "impl" else next(iter(own.words[axis]))
+    own = compared(own, base, axis, medians=True).only(lambda case: case[axis] != base)
+    return _grid(part, own, SPEEDUP, axis)
 
 
 def _summary(part: View) -> Table | None:
@@ -151,33 +147,19 @@ def _beside(part: View) -> Table | None:
     )
     columns = ["tokens_per_s", "peer_tokens_per_s", SPEEDUP, "mfu", "peer_mfu", "total_bytes", "peer_total_bytes"]
     title = f"Ours beside {part.text('impl', theirs)}"
-    about = f"{title}. {own.fields[SPEEDUP].about}. {TOTAL.about}"
+    about = f"{title}. {own.fields[SPEEDUP].about}. {ABOUT}"
     return listing(own, ("size", "batch"), [*columns, "memory_ratio"], f"beside-{theirs}", title, about)
 
 
 def _predicted(part: View, section: str) -> Table | None:
-    """Rows: our cases; columns: memory as measured and as predicted. None where nothing was predicted.
-
-    Where what fits is the question, what was to fit stands beside what did: the memory limit, else the device's.
-    """
+    """Memory as measured and as predicted; where what fits is the question, what was to fit beside what did."""
     limit = part.cases[0]["memory_limit_bytes"]
     room = limit or min(run.get("memory_bytes") or 0 for run in part.machine.runs_of(part.cases))
-    own = (
-        part.only(lambda case: case["predicted_bytes"])
-        .ordered("size", "batch")
-        .with_fields(
-            Field(
-                "share",
-                "",
-                "measured / predicted",
-                shown="%",
-                of=lambda case: case["total_bytes"] / case["predicted_bytes"],
-            ),
-            Field("on_paper", label="on paper", of=lambda case: VERDICTS[case["predicted_bytes"] <= room]),
-            Field("tried", of=lambda case: VERDICTS[case["outcome"] != "oom" and case["total_bytes"] > 0]),
-        )
-    )
-    columns = ["total_bytes", "predicted_bytes", "share"]
+    share = Field("share", "", "measured / predicted", shown="%", of=lambda case: case["total_bytes"] / case[PREDICTED])
+    paper = Field("on_paper", label="on paper", of=lambda case: VERDICTS[case[PREDICTED] <= room])
+    tried = Field("tried", of=lambda case: VERDICTS[case["outcome"] != "oom" and case["total_bytes"] > 0])
+    own = part.only(lambda case: case[PREDICTED]).ordered("size", "batch").with_fields(share, paper, tried)
+    columns = ["total_bytes", PREDICTED, "share"]
     about = "Memory of a step in all (live before, and the peak above), as measured and as the shapes predict it"
     if limit or (section == "fits" and room):
         columns += ["on_paper", "tried"]
