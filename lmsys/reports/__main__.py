@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lmsys.reports import page
 from lmsys.reports.chapters import CHAPTERS, OTHERS
-from lmsys.reports.load import InputError, Machine, read
+from lmsys.reports.load import InputError, read
 from lmsys.reports.tables import csv_of
 from lmsys.reports.views import view_of
 
@@ -54,16 +54,14 @@ def build(paths: Sequence[Path], out: Path, baseline: str | None = None) -> Path
     undeclared = [f"{counts[name]} records of {name!r}" for name in sorted(counts) if name not in machines[0].fields]
     if len(undeclared) == len(counts):
         raise InputError(f"nothing to report: {', '.join(undeclared)}, and nothing declares their fields")
-    parts = [(machine, _chapters(machine, baseline)) for machine in machines]
+    parts = []
+    for machine in machines:
+        own = {one["benchmark"] for one in machine.records} & machine.fields.keys()
+        ordered = [name for name in (*CHAPTERS, *sorted(own - CHAPTERS.keys())) if name in own]
+        views = [(CHAPTERS.get(name, OTHERS), view_of(machine, name, baseline)) for name in ordered]
+        parts.append((machine, [chapter for chapters, view in views for chapter in chapters(view)]))
     notes = [f"Not shown: {', '.join(undeclared)}, since nothing declares their fields."] if undeclared else []
     return page.write(out, [part for part in parts if part[1]], csv_of(records), notes)
-
-
-def _chapters(machine: Machine, baseline: str | None) -> list[page.Chapter]:
-    """Of each benchmark whose fields are declared, in page order."""
-    names = {one["benchmark"] for one in machine.records} & machine.fields.keys()
-    ordered = [name for name in (*CHAPTERS, *sorted(names - CHAPTERS.keys())) if name in names]
-    return [chapter for name in ordered for chapter in CHAPTERS.get(name, OTHERS)(view_of(machine, name, baseline))]
 
 
 if __name__ == "__main__":

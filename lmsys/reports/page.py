@@ -101,7 +101,7 @@ def html(parts: Sequence[Part], notes: Sequence[str]) -> str:
     """The page: a contents list, then every machine with its facts and chapters."""
     contents, body = [], []
     for machine, chapters in parts:
-        anchors = {chapter.title: _anchor(machine, chapter.title) for chapter in chapters}
+        anchors = {chapter.title: f"{machine.slug}-{file_name(chapter.title.lower())}" for chapter in chapters}
         links = [tag("li", tag("a", title, href=f"#{anchor}")) for title, anchor in anchors.items()]
         contents.append(tag("li", tag("a", machine.title, href=f"#{machine.slug}"), tag("ul", *links)))
         inside = [tag("h2", machine.title, id=machine.slug), _facts(machine.runs)]
@@ -119,10 +119,6 @@ def html(parts: Sequence[Part], notes: Sequence[str]) -> str:
         + joined([tag("h1", "lmsys report"), *said, tag("nav", tag("ul", *contents)), *body])
         + "\n</body></html>\n"
     )
-
-
-def _anchor(machine: Machine, title: str) -> str:
-    return f"{machine.slug}-{file_name(title.lower())}"
 
 
 def _facts(runs: Sequence[Record]) -> Html:
