@@ -51,8 +51,8 @@ KERNELS = (
         Field("share", shown="%", of=lambda one: one["total_s"] / one["kernel_s"]),
     ),
     "Longest kernels",
-    "The {lines} kernels of one call with most time in all: time and launches in one call, and the share of the time of "
-    "all kernels",
+    "The {lines} kernels of one call with most time in all: time and launches in one call, and the share of the time "
+    "of all kernels",
 )
 ALLOCATIONS = (
     "allocations",
