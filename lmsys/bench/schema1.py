@@ -6,10 +6,13 @@ from pathlib import Path
 
 from lmsys.bench.fields import Record
 
-RENAMED: dict[str, dict[str, str]] = {
-    "attention": {"matmul_fraction": "matmul_ceiling_fraction", "copy_fraction": "copy_ceiling_fraction"}
+NAMES: dict[str, dict[str, str | None]] = {  # of schema 2, by benchmark; None for a field that nobody reads
+    "attention": {
+        "matmul_fraction": "matmul_ceiling_fraction",
+        "copy_fraction": "copy_ceiling_fraction",
+        "mode": None,
+    }
 }
-DROPPED: dict[str, tuple[str, ...]] = {"attention": ("mode",)}
 
 
 @cache
@@ -25,6 +28,5 @@ def upgraded(found: Record) -> Record:
 
 
 def _upgraded(record: Record) -> Record:
-    benchmark = str(record.get("benchmark"))
-    names, dropped = RENAMED.get(benchmark, {}), DROPPED.get(benchmark, ())
-    return {names.get(name, name): value for name, value in record.items() if name not in dropped}
+    names = NAMES.get(str(record.get("benchmark")), {})
+    return {now: value for name, value in record.items() if (now := names.get(name, name)) is not None}

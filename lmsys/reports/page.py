@@ -53,7 +53,7 @@ Part = tuple[Machine, Sequence[Chapter]]
 
 
 def with_overview(
-    title: str, last: Items, view: View, section: Callable[[str, View], tuple[Items, list[Block]]]
+    title: str, last: Sequence[Table | None], view: View, section: Callable[[str, View], tuple[Items, list[Block]]]
 ) -> list[Chapter]:
     """An overview, then a chapter for each grid: `section` makes what the overview shows of it, and its blocks."""
     overview, found = [Block("", last)], []

@@ -146,7 +146,7 @@ def pivot(
         return None
     rows = view.telling(rows, columns, inside) or ["section"]
     cases = {(*(case[name] for name in rows), case[columns], case.get(inside)): case for case in view.cases}
-    heads, inner, notes, lines = view.values(columns), view.values(inside) if inside else [None], {}, []
+    heads, inner, notes, lines = view.values(columns), view.values(inside) if inside else [None], Notes(), []
     compares = is_clocked(one) and metric != SPEEDUP and "impl" in (columns, inside)
     for key in view.ordered(*rows).distinct(*rows):
         found = [[cases.get((*key, head, value)) for value in inner] for head in heads]

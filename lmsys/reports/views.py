@@ -85,9 +85,8 @@ class View:
             limit = part.text(LIMIT, first[LIMIT]) if limits else ""
             heads = [filled(heading, part.constants(told)), limit and f"memory limit {limit}", self.heading]
             end = "".join(f"-{word}" for word in (filled(stem, first), limit.replace(" ", "").lower()) if word)
-            files = {"tail": self.tail + end} if tail else {"stem": self.stem + end}
-            said = (*self.said, *told, *limits)
-            parts.append(replace(part, heading=", ".join(filter(None, heads)), said=said, **files))
+            part = replace(part, heading=", ".join(filter(None, heads)), said=(*self.said, *told, *limits))
+            parts.append(replace(part, tail=self.tail + end) if tail else replace(part, stem=self.stem + end))
         return parts
 
     def file(self, word: str = "") -> str:

@@ -100,7 +100,7 @@ def _block(part: View, section: str) -> Block:
     lead = [*times, *bars, *_by_length(square, DRAWN), *heat]
     # One shape is a handful of points in one place: its roofline says little more than the table.
     single = len(part.distinct(*SHAPE)) == 1
-    return Block(part.title, lead if single else lead + roofline, rest + roofline if single else rest)
+    return Block(part.title, lead if single else [*lead, *roofline], [*rest, *roofline] if single else rest)
 
 
 def _facets(part: View) -> list[View]:

@@ -58,7 +58,11 @@ def _section(section: str, own: View) -> tuple[Items, list[Block]]:
         glance += [_beside(modes[-1]), None if section == "peers" else _best(part), _summary(part)]
         blocks.append(Block(f"Step by phase{part.heading and ', '}{part.heading}", _phases(part)))
         for mode in modes:
-            items = {"beside": [_beside(mode)], "time_s": _times(mode), "predicted": [_predicted(mode, section)]}
+            items: dict[str, Items] = {
+                "beside": [_beside(mode)],
+                "time_s": _times(mode),
+                "predicted": [_predicted(mode, section)],
+            }
             items |= {metric: _metric(mode, metric) for metric in mode.metrics() if metric != "time_s"}
             first = LEAD.get(section, ("beside", "time_s", *OF_A_STEP * (len(modes) == 1)))
             lead = [item for name in first for item in items.pop(name, [])]
@@ -87,12 +91,17 @@ def _metric(part: View, metric: str) -> Items:
     found: Items = []
     for own in _cuts(part, "compile"):
         found.append(_grid(part, own, metric))
-        names = ("size", "compile") if own.varies("compile") else ("size",)
-        line = Field("line", role="detail", of=lambda case, names=names: ", ".join(case[name] for name in names))
-        lines = _named(part, own).with_fields(line).styled("line", row="size")
+        lines = _with_lines(_named(part, own))
         facets = lines.cut("B{batch}", "batch {batch}", tail=True) if own.varies("batch") else [lines]
         found += [plots.lines(facet, metric, "context", "line") for facet in facets if metric in DRAWN]
     return found
+
+
+def _with_lines(own: View) -> View:
+    """With a field that says which line a case is a point of."""
+    names = ["size", "compile"] if own.varies("compile") else ["size"]
+    line = Field("line", role="detail", of=lambda case: ", ".join(case[name] for name in names))
+    return own.with_fields(line).styled("line", row="size")
 
 
 def _times(part: View) -> Items:
