@@ -15,9 +15,11 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
+
+from lmsys.training.files import replacing, sha256_of
 
 State = dict[str, Any]  # tensors, numbers, strings, and dicts, lists and tuples of them
 _MANIFEST = re.compile(r"step-(\d{8,})\.json")
@@ -71,9 +73,8 @@ class Checkpoint:
             raise ValueError(f"{path}: is missing")
         if (size := path.stat().st_size) != entry["bytes"]:
             raise ValueError(f"{path}: has {size:,} bytes and was saved with {entry['bytes']:,}")
-        with path.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
-                raise ValueError(f"{path}: its SHA-256 is not the one that it was saved with")
+        if sha256_of(path) != entry["sha256"]:
+            raise ValueError(f"{path}: its SHA-256 is not the one that it was saved with")
         return path
 
     def _load(self, name: str) -> State:
@@ -164,21 +165,6 @@ def set_rng_state(state: State, device: str | torch.device = "cpu") -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-class _Hashed:
-    """A file that counts and hashes what is written to it."""
-
-    def __init__(self, file: BinaryIO):
-        self._file, self.digest, self.bytes = file, hashlib.sha256(), 0
-
-    def write(self, data: Any) -> int:
-        self.digest.update(data)
-        self.bytes += memoryview(data).nbytes
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-
 def _write_parts(folder: Path, step: int, parts: Mapping[str, State]) -> dict[str, dict[str, Any]]:
     folder.mkdir(parents=True, exist_ok=True)
     entries: dict[str, dict[str, Any]] = {}
@@ -187,11 +173,10 @@ def _write_parts(folder: Path, step: int, parts: Mapping[str, State]) -> dict[st
             path = folder / f"step-{step:08}-{name}-{secrets.token_hex(4)}.pt"
             entries[name] = {"file": path.name}
             with path.open("xb") as file:
-                hashed = _Hashed(file)
-                torch.save(state, hashed)
+                torch.save(state, file)
                 file.flush()
                 os.fsync(file.fileno())
-            entries[name] |= {"bytes": hashed.bytes, "sha256": hashed.digest.hexdigest()}
+            entries[name] |= {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
     except BaseException:
         for entry in entries.values():
             (folder / entry["file"]).unlink(missing_ok=True)
@@ -200,13 +185,9 @@ def _write_parts(folder: Path, step: int, parts: Mapping[str, State]) -> dict[st
 
 
 def _commit(manifest: Path, content: Mapping[str, Any]) -> None:
-    unfinished = manifest.with_name(f"{manifest.name}.{secrets.token_hex(4)}.tmp")
-    with unfinished.open("w") as file:
-        json.dump({**content, "sha256": _digest(content)}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
     _sync_folder(manifest.parent)  # the names of the parts, before that of the manifest
-    unfinished.replace(manifest)
+    with replacing(manifest) as file:
+        file.write(json.dumps({**content, "sha256": _digest(content)}, indent=1).encode())
     _sync_folder(manifest.parent)
 
 

@@ -48,43 +48,6 @@ class TokenFiles:
         return np.concatenate(pieces).astype(np.int64) if pieces else np.zeros(0, np.int64)
 
 
-class TextTokens:
-    """The ids of a text, tokenized in memory: for small ones."""
-
-    def __init__(self, text: str, tokenizer: Tokenizer):
-        self._ids = np.array(tokenizer.encode(text), np.int64)
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        return self._ids[start:stop]
-
-
-@dataclass(frozen=True)
-class RandomTokens:
-    """`length` ids drawn evenly from a vocabulary: for measuring, where what is learned does not matter."""
-
-    vocab_size: int
-    length: int
-    seed: int = 0
-
-    def __len__(self) -> int:
-        return self.length
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        stop = min(stop, self.length)
-        blocks = range(start // _RANDOM_BLOCK, -(-stop // _RANDOM_BLOCK))
-        drawn = [
-            np.random.default_rng((self.seed, block)).integers(self.vocab_size, size=_RANDOM_BLOCK) for block in blocks
-        ]
-        first = blocks.start * _RANDOM_BLOCK
-        return np.concatenate(drawn)[start - first : stop - first] if drawn else np.zeros(0, np.int64)
-
-
-_RANDOM_BLOCK = 4096
-
-
 @dataclass(frozen=True)
 class Batches:
     """A rank's batches: windows of context_length + 1 ids that share their borders, in an order drawn from `seed`.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lmsys.training.config import RunConfig
+from lmsys.training.files import replacing
 
 
 class Other(Protocol):
@@ -26,9 +27,8 @@ class JsonLines:
         self._others = others
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= step]
-        unfinished = path.with_name(path.name + ".tmp")
-        unfinished.write_text("".join(line + "\n" for line in kept))
-        unfinished.replace(path)
+        with replacing(path) as file:
+            file.write("".join(line + "\n" for line in kept).encode())
         self._file = path.open("a")
 
     def write(self, **facts: Any) -> None:
@@ -102,10 +102,12 @@ class Progress:
         now = time.perf_counter()
         step_s = (now - self._since) / max(1, step - self._last)
         self._last, self._since = step, now
-        mfu = "" if self._peak is None else f"  MFU {100 * self._flops / step_s / self._peak:.1f} %"
         left = round(step_s * (self._steps - step))
-        rate = f"{self._tokens / step_s:,.0f} tokens/s{mfu}"
+        rate = f"{self._tokens / step_s:,.0f} tokens/s{self.mfu('  ', step_s)}"
         return f"step {step:,}/{self._steps:,}  loss {loss:.4f}  lr {lr:.2e}  {rate}  ETA {left // 60}:{left % 60:02}"
+
+    def mfu(self, between: str, step_s: float) -> str:
+        return "" if self._peak is None else f"{between}MFU {100 * self._flops / step_s / self._peak:.1f} %"
 
 
 def _whole_lines(path: Path) -> list[str]:

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from lmsys.parallel.adapter import Adapter
 from lmsys.parallel.fsdp import Fsdp
-from lmsys.parallel.sharded_optimizer import ShardedOptimizer
+from lmsys.parallel.sharded_optimizer import ShardedOptimizer, merge_shares
 from lmsys.training.checkpoint import Checkpoint, State
 
 PREFIX = "model."  # the names of parameters begin with it: strategies wrap lmsys.model.Loss
@@ -46,8 +46,7 @@ def restore_optimizer(
         params = [p for group in optimizer.param_groups for p in group["params"]]
         optimizer.load_state_dict(_reparted(shares, params, rank, world_size))
     else:
-        state = {number: values for share in shares for number, values in share["state"].items()}
-        optimizer.load_state_dict({"state": dict(sorted(state.items())), "param_groups": shares[0]["param_groups"]})
+        optimizer.load_state_dict(merge_shares(shares))
 
 
 def _reparted(shares: list[State], params: list[nn.Parameter], rank: int, world_size: int) -> State:

@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from lmsys.config import ModelConfig
 from lmsys.training import pipeline
 from lmsys.training.checkpoint import newest
 from lmsys.training.config import RunConfig
-from lmsys.training.data import RandomTokens, fixed_windows
+from lmsys.training.data import fixed_windows
 from lmsys.training.loop import Trainer
 
 MODEL = ModelConfig(16, 32, 2, 2, vocab_size=300, context_length=16, attention="naive")
@@ -33,6 +34,19 @@ SETTINGS += [f"model.{name}={getattr(MODEL, name)}" for name in ("vocab_size", "
 STARTED: list[subprocess.Popen[str]] = []
 ROOT = Path(__file__).parents[2]
 WORDS = "the cat sat on a mat and saw that the rat had eaten all of the oats\n"
+
+
+class RandomTokens:
+    """`length` ids drawn evenly from a vocabulary: a source for runs in which what is learned does not matter."""
+
+    def __init__(self, vocab_size: int, length: int):
+        self._ids = np.random.default_rng(0).integers(vocab_size, size=length)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self._ids[start:stop]
 
 
 def config(output: Path, *settings: str) -> RunConfig:
