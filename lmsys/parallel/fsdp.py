@@ -10,8 +10,7 @@ Source: Zhao et al. 2023, "PyTorch FSDP" (arXiv 2304.11277), sections 3.2 and 3.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -74,20 +73,13 @@ class Fsdp(Wrapper):
         self._end_backward()
         self._unfinished = False
 
-    @contextmanager
-    def full_parameters(self) -> Iterator[nn.Module]:
-        """The module with whole parameters in full precision, to be read. All ranks call it."""
+    def full_state_dict(self) -> dict[str, Tensor]:
         for unit in self._units:
             _each(unit, _Flat.show_whole)
-        try:
-            yield self.module
-        finally:
-            for unit in self._units:
-                _each(unit, _Flat.hide_whole)
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        with self.full_parameters() as module:
-            return {name: x.detach().clone() for name, x in module.state_dict().items()}
+        found = {name: x.detach().clone() for name, x in self.module.state_dict().items()}
+        for unit in self._units:
+            _each(unit, _Flat.hide_whole)
+        return found
 
     def _cast(self, x: Any) -> Any:
         floating = isinstance(x, Tensor) and x.is_floating_point()

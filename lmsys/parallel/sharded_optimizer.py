@@ -116,14 +116,9 @@ class ShardedOptimizer(Optimizer):
 
     def step_own(self, closure: Callable[[], Any] | None = None) -> Any:
         """The step without the gathering: until then this rank has the old values of others' parameters."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         for group, local in zip(self.param_groups, self._local.param_groups, strict=True):
             local.update({name: value for name, value in group.items() if name != "params"})  # schedules set it there
-        self._local.step()
-        return loss
+        return self._local.step(closure)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's share: state by the parameter's number over all groups, the groups, and whose share it is."""

@@ -159,10 +159,7 @@ class Zero1(Overlapped):
         """Makes each block wait before its forward for its own parameters; `forward` waits for the others."""
         units = parameters_by_block(self.module)
         unit_of = {p: number for number, params in enumerate(units) for p in params}
-        first_use = [min(unit_of[self.trainable[i]] for i in buffer.bucket.indices) for buffer in self.flat_buffers]
-        self.flat_buffers = [
-            self.flat_buffers[i] for i in sorted(range(len(self.flat_buffers)), key=lambda i: first_use[i])
-        ]
+        self.flat_buffers.sort(key=lambda one: min(unit_of[self.trainable[index]] for index in one.bucket.indices))
         needed: list[set[int]] = [set() for _ in units]
         for number, buffer in enumerate(self.flat_buffers):
             for index in buffer.bucket.indices:

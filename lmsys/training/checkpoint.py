@@ -128,7 +128,7 @@ def save(
 
 def newest(folder: Path) -> Checkpoint | None:
     """The whole checkpoint of the highest step, or None. One that is torn is passed over with a warning."""
-    for manifest in sorted(_manifests(Path(folder)), key=_step_of, reverse=True):
+    for manifest in _manifests(Path(folder)).values():
         try:
             found = read(manifest)
             found.verify()
@@ -220,11 +220,11 @@ def _tidy(folder: Path, step: int, keep: int | None) -> None:
 
     Later steps stay and do not count: they are there when a run has gone back behind them, as behind a torn one.
     """
-    manifests = sorted((found for found in _manifests(folder) if _step_of(found) <= step), key=_step_of, reverse=True)
+    manifests = [manifest for found, manifest in _manifests(folder).items() if found <= step]
     for old in manifests[keep:] if keep is not None else []:
         old.unlink(missing_ok=True)
     named = set()
-    for manifest in _manifests(folder):
+    for manifest in _manifests(folder).values():
         try:
             named |= {entry["file"] for entry in read(manifest).files.values()}
         except ValueError:
@@ -234,11 +234,8 @@ def _tidy(folder: Path, step: int, keep: int | None) -> None:
             path.unlink(missing_ok=True)
 
 
-def _manifests(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if _MANIFEST.fullmatch(path.name)] if folder.is_dir() else []
-
-
-def _step_of(manifest: Path) -> int:
-    found = _MANIFEST.fullmatch(manifest.name)
-    assert found
-    return int(found[1])
+def _manifests(folder: Path) -> dict[int, Path]:
+    """By step, the highest first."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    found = {int(match[1]): path for path in paths if (match := _MANIFEST.fullmatch(path.name))}
+    return dict(sorted(found.items(), reverse=True))

@@ -33,19 +33,15 @@ class TokenFiles:
         if not paths:
             raise ValueError("no token files are given")
         self._arrays = [open_tokens(Path(path), tokenizer) for path in paths]
-        self._ends = np.cumsum([len(ids) for ids in self._arrays])
+        self._firsts = np.cumsum([0, *map(len, self._arrays)]).tolist()
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return self._firsts[-1]
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        pieces = []
-        for index in range(int(np.searchsorted(self._ends, start, "right")), len(self._arrays)):
-            first = int(self._ends[index]) - len(self._arrays[index])
-            pieces.append(self._arrays[index][max(0, start - first) : max(0, stop - first)])
-            if stop <= self._ends[index]:
-                break
-        return np.concatenate(pieces).astype(np.int64) if pieces else np.zeros(0, np.int64)
+        files = zip(self._arrays, self._firsts[:-1], strict=True)
+        pieces = [ids[max(0, start - first) : max(0, stop - first)] for ids, first in files]
+        return np.concatenate(pieces).astype(np.int64)
 
 
 @dataclass(frozen=True)

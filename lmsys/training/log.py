@@ -5,25 +5,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lmsys.training.config import RunConfig
 from lmsys.training.files import replacing
-
-
-class Other(Protocol):
-    """Another log that figures go to."""
-
-    def write(self, facts: dict[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class JsonLines:
     """A file with a JSON object a line, each with its `step`. Begins with what it holds up to `step`: a run that is
     resumed writes later steps anew, and a line that was cut off is gone."""
 
-    def __init__(self, path: Path, step: int, others: Sequence[Other] = ()):
+    def __init__(self, path: Path, step: int, others: "Sequence[TensorBoard | WandB]" = ()):
         self._others = others
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= step]
@@ -71,9 +63,9 @@ class WandB:
         self._run.finish()
 
 
-def others(config: RunConfig, step: int) -> list[Other]:
+def others(config: RunConfig, step: int) -> list[TensorBoard | WandB]:
     """The other logs that the config asks for. ValueError names the extra that would bring a missing package."""
-    found: list[Other] = []
+    found: list[TensorBoard | WandB] = []
     try:
         if config.log.tensorboard:
             found.append(TensorBoard(config.folder / "tensorboard", step))
@@ -82,11 +74,6 @@ def others(config: RunConfig, step: int) -> list[Other]:
     except ImportError as error:
         raise ValueError(f"log: {error}; pip install 'lmsys[log]' brings it") from error
     return found
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a log."""
-    return [json.loads(line) for line in _whole_lines(path)]
 
 
 class Progress:

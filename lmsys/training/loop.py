@@ -171,8 +171,7 @@ class Trainer:
             checkpoint.set_rng_state(found.own(self.rank)["rng"], self.device)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        bf16 = self.config.train.precision == "bf16"
-        return torch.autocast(self.device.type, torch.bfloat16) if bf16 else nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16")
 
     def train_step(self, stop: int = 0) -> tuple[Step, int]:
         """One step, and the largest `stop` of any rank."""

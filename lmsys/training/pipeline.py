@@ -51,12 +51,8 @@ class RunContext:
     world_size: int
 
     @property
-    def folder(self) -> Path:
-        return self.config.folder
-
-    @property
     def checkpoints(self) -> Path:
-        return self.folder / "checkpoints"
+        return self.config.folder / "checkpoints"
 
     @property
     def processes(self) -> int:
@@ -106,11 +102,11 @@ def make_tokenizer(context: RunContext, anew: bool) -> None:
         return _wait(context)
     corpus, vocab_size = _corpus(context), context.config.model.vocab_size
     made = {"vocab_size": vocab_size, "text": _facts(corpus.train)}
-    if anew or _read(context.folder / "tokenizer" / "made.json") != made:
+    if anew or _read(context.config.folder / "tokenizer" / "made.json") != made:
         context.say(f"training a tokenizer of {vocab_size:,} tokens on {_size(corpus.train) / 1e6:,.1f} MB")
         tokenizer = train(corpus.train, vocab_size, [END_OF_TEXT], context.processes)
-        tokenizer.save(context.folder / "tokenizer")
-        _write(context.folder / "tokenizer" / "made.json", made)
+        tokenizer.save(context.config.folder / "tokenizer")
+        _write(context.config.folder / "tokenizer" / "made.json", made)
     _wait(context)
 
 
@@ -119,7 +115,7 @@ def make_tokens(context: RunContext, anew: bool) -> None:
     if context.rank == 0:
         _corpus(context)  # made or downloaded by one
     _wait(context)
-    corpus, tokenizer, folder = _corpus(context), _tokenizer(context), context.folder / "tokens"
+    corpus, tokenizer, folder = _corpus(context), _tokenizer(context), context.config.folder / "tokens"
     made = {"tokenizer": tokenizer.fingerprint, "text": [_facts(corpus.train), _facts(corpus.valid)]}
     found = _read(folder / "made.json") or {}
     if not anew and {name: found.get(name) for name in made} == made:
@@ -150,9 +146,9 @@ def train_model(context: RunContext) -> Outcome:
     context.say(f"training: {size}{len(source):,} tokens of text, {context.world_size} x {context.device.type}")
     log = None
     if context.rank == 0:
-        context.folder.mkdir(parents=True, exist_ok=True)
-        (context.folder / "config.json").write_text(config.to_json())
-        log = JsonLines(context.folder / "log.jsonl", trainer.step, others(config, trainer.step))
+        context.config.folder.mkdir(parents=True, exist_ok=True)
+        (context.config.folder / "config.json").write_text(config.to_json())
+        log = JsonLines(context.config.folder / "log.jsonl", trainer.step, others(config, trainer.step))
     with closing(log) if log is not None else nullcontext():
         outcome = trainer.fit(context.checkpoints, log, context.say)
     _tell_outcome(context, trainer, outcome)
@@ -229,7 +225,7 @@ def _corpus(context: RunContext) -> Corpus:
 
 
 def _tokenizer(context: RunContext) -> Tokenizer:
-    folder = Path(context.config.data.tokenizer or context.folder / "tokenizer")
+    folder = Path(context.config.data.tokenizer or context.config.folder / "tokenizer")
     if not folder.is_dir():
         raise ValueError(f"{folder}: there is no tokenizer; make one by the step `tokenizer`, without --skip-data")
     tokenizer = Tokenizer.load(folder, [END_OF_TEXT] if context.config.data.tokenizer else [])
@@ -240,7 +236,7 @@ def _tokenizer(context: RunContext) -> Tokenizer:
 
 def _data(context: RunContext, tokenizer: Tokenizer) -> tuple[TokenFiles, Windows]:
     """The tokens to train on, and the windows to evaluate on."""
-    folder, config = context.folder / "tokens", context.config
+    folder, config = context.config.folder / "tokens", context.config
     made = _read(folder / "made.json")
     if made is None:
         raise ValueError(f"{folder}: there are no tokens; make them by the step `tokenize`, without --skip-data")

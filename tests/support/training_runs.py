@@ -1,5 +1,6 @@
 """Small training runs: their settings, made and started in this process, in another, or on ranks."""
 
+import json
 import os
 import signal
 import subprocess
@@ -66,9 +67,13 @@ def trainer(run: RunConfig, resume: bool = False) -> Trainer:
     return Trainer(run, source, windows, torch.device("cpu"), found)
 
 
-def losses(output: Path) -> list[float]:
-    from lmsys.training.log import read_lines
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a log; a line that is still written is none."""
+    text = path.read_text() if path.is_file() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
+
+def losses(output: Path) -> list[float]:
     return [line["loss"] for line in read_lines(output / "log.jsonl") if "loss" in line]
 
 
