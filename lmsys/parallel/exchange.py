@@ -139,11 +139,10 @@ class AllGather:
     ):
         self._handle, self._timeout_ms, self._copy, self._cuda = handles[0], timeout_ms, copy, cuda
         rank, world_size = self._handle.rank, self._handle.world_size
-        self._copies = []
+        peers, self._copies = peers_of(rank, world_size), []
         for flat, handle in zip(flats, handles, strict=True):
             length = flat.numel() // world_size
             own = flat[rank * length : (rank + 1) * length]
-            peers = peers_of(rank, world_size)
             self._copies.append(
                 [(handle.get_buffer(peer, (length,), flat.dtype, rank * length), own) for peer in peers]
             )

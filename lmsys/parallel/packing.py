@@ -62,11 +62,14 @@ def pack(params: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> tuple[
 
 def copy_gradients(params: Sequence[Tensor], views: Sequence[Tensor]) -> None:
     """Copies gradients into `views`, in one kernel; zero where a parameter has no gradient."""
-    pairs = list(zip(params, views, strict=True))
-    if there := [(view, p.grad) for p, view in pairs if p.grad is not None]:
-        torch._foreach_copy_(*map(list, zip(*there, strict=True)))
-    if absent := [view for p, view in pairs if p.grad is None]:
-        torch._foreach_zero_(absent)
+    grads = [p.grad for p in params]
+    there = [grad for grad in grads if grad is not None]
+    if len(there) == len(params):
+        torch._foreach_copy_(views, there)
+        return
+    if there:
+        torch._foreach_copy_([view for view, grad in zip(views, grads, strict=True) if grad is not None], there)
+    torch._foreach_zero_([view for view, grad in zip(views, grads, strict=True) if grad is None])
 
 
 def _whole(params: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor | None:

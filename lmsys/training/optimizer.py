@@ -108,9 +108,8 @@ class AdamW(Optimizer):
                 state.update(step=0.0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
             home = p.device if p.is_cuda else "cpu"
             state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=home)
-        names = "exp_avg", "exp_avg_sq", "step"
         return [
-            _Bundle(params, *([self.state[p][name] for p in params] for name in names))
+            _Bundle(params, *([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq", "step")))
             for params in _by_kind(live).values()
         ]
 
