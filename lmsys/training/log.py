@@ -18,7 +18,9 @@ class JsonLines:
     def __init__(self, path: Path, step: int, others: "Sequence[TensorBoard | WandB]" = ()):
         self._others = others
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= step]
+        text = path.read_text() if path.is_file() else ""
+        whole = text[: text.rfind("\n") + 1].splitlines()
+        kept = [line for line in whole if json.loads(line)["step"] <= step]
         with replacing(path) as file:
             file.write("".join(line + "\n" for line in kept).encode())
         self._file = path.open("a")
@@ -94,11 +96,5 @@ class Progress:
         return f"step {step:,}/{self._steps:,}  loss {loss:.4f}  lr {lr:.2e}  {rate}  ETA {left // 60}:{left % 60:02}"
 
     def mfu(self, between: str, step_s: float) -> str:
+        """The share of the peak that a step of `step_s` reaches, behind `between`; nothing where no peak is known."""
         return "" if self._peak is None else f"{between}MFU {100 * self._flops / step_s / self._peak:.1f} %"
-
-
-def _whole_lines(path: Path) -> list[str]:
-    if not path.is_file():
-        return []
-    text = path.read_text()
-    return text[: text.rfind("\n") + 1].splitlines()

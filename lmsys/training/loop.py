@@ -270,6 +270,7 @@ class Trainer:
         return Outcome(self.step, why, loss, valid, self.seconds, self.skipped)
 
     def progress(self) -> Progress:
+        """The line for the reader, from this step on."""
         config = self.config
         tokens = config.train.batch_size * config.model.context_length
         flops = model_flops(config.model, tokens=tokens, context=config.model.context_length, mode="step")
