@@ -16,8 +16,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 ELEMENT = 2  # bytes
 FLOPS = {"forward": 6, "backward": 12}  # times B·D·F: three matmuls, and in the backward two for each
 WEIGHT_COLLECTIVES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -36,12 +34,18 @@ def fit_latency_bandwidth(sizes: Sequence[float], times_s: Sequence[float]) -> t
         raise ValueError(
             f"a fit needs positive times of at least two sizes; got {list(sizes)} bytes, {list(times_s)} s"
         )
-    latency_s, slope = np.polynomial.polynomial.polyfit(sizes, times_s, 1, w=1 / np.array(times_s)).tolist()
+    weights = [1 / time**2 for time in times_s]
+    total = math.fsum(weights)
+    mean_size = math.fsum(w * s for w, s in zip(weights, sizes, strict=True)) / total
+    mean_time = math.fsum(w * t for w, t in zip(weights, times_s, strict=True)) / total
+    rows = list(zip(weights, sizes, times_s, strict=True))
+    slope = math.fsum(w * (s - mean_size) * (t - mean_time) for w, s, t in rows)
+    slope /= math.fsum(w * (s - mean_size) ** 2 for w, s, _ in rows)
     if slope <= 0:
         raise ValueError(
             f"times do not grow with size, so there is no bandwidth: {list(sizes)} bytes, {list(times_s)} s"
         )
-    return max(latency_s, 1e-6), 1 / slope
+    return max(mean_time - slope * mean_size, 1e-6), 1 / slope
 
 
 def ddp_overhead(total_bytes: float, num_buckets: float, latency_s: float, bytes_per_s: float) -> float:

@@ -72,10 +72,9 @@ def autocast_dtypes(model: TransformerLM, tokens: Tensor, dtype: torch.dtype) ->
             loss = model.loss(tokens, tokens)
         loss.backward()
     weight = model.layers[0].attn.q_proj.weight
-    gradient = weight.grad
-    assert gradient is not None
+    assert weight.grad is not None
     found = [("parameters", _name(weight.dtype)), *((f"output of {name}", outputs[name]) for name in names)]
-    return [*found, ("loss", _name(loss.dtype)), ("gradients", _name(gradient.dtype))]
+    return [*found, ("loss", _name(loss.dtype)), ("gradients", _name(weight.grad.dtype))]
 
 
 def _name(dtype: torch.dtype) -> str:

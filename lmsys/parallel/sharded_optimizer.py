@@ -98,8 +98,7 @@ class ShardedOptimizer(Optimizer):
     def _flatten(self, params: list[Tensor]) -> None:
         kinds = [(p.device, p.dtype) for p in params]
         numels = [p.numel() for p in params]
-        buckets = plan_segments(numels, range(len(params)), CHUNK, self.world_size, kinds, self._loads)
-        for bucket in buckets:
+        for bucket in plan_segments(numels, range(len(params)), CHUNK, self.world_size, kinds, self._loads):
             self.flat_buffers.append(flatten(params, bucket))
             for rank, owned in enumerate(bucket.members):
                 self.owners |= {params[index]: rank for index in owned}

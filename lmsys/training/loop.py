@@ -221,7 +221,7 @@ class Trainer:
     def _agree(self, loss: Tensor, stop: int) -> tuple[float, int]:
         if self.world_size == 1:
             return loss.item(), stop
-        told = torch.zeros(1 + _STOPS, dtype=torch.float64, device=self.device)
+        told = torch.zeros(1 + _TIME, dtype=torch.float64, device=self.device)
         told[0] = loss.double() / self.world_size
         if stop:
             told[stop] = 1.0
@@ -310,8 +310,7 @@ class Trainer:
         return found
 
 
-_STOPS = 64  # numbers of signals, and one that is none
-_TIME = 64
+_TIME = 64  # above the numbers of signals, and none of them
 
 
 def _due(step: int, interval: int) -> bool:

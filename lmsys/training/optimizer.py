@@ -139,8 +139,7 @@ def _cuda_step(bundle: _Bundle, group: dict[str, Any], *scaling: Tensor | None) 
     device = bundle.params[0].device
     grad_scale, found_inf = (None if x is None else x.to(device, non_blocking=True) for x in scaling)
     lists = bundle.params, bundle.grads(), bundle.exp_avgs, bundle.exp_avg_sqs
-    wide = bundle.params[0].dtype == torch.float32
-    if HAS_TRITON and wide and all(map(Tensor.is_contiguous, chain(*lists))):
+    if HAS_TRITON and bundle.params[0].dtype == torch.float32 and all(map(Tensor.is_contiguous, chain(*lists))):
         _triton_step(bundle, group, grad_scale, found_inf)
     else:
         _fused_step(bundle, group, grad_scale, found_inf)
