@@ -1,10 +1,9 @@
 """The configuration of a model, in plain values: frozen, checked, and JSON there and back. Imports no torch."""
 
 import difflib
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -52,21 +51,6 @@ class ModelConfig:
     @property
     def kv_heads(self) -> int:
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """The config that `to_json` wrote. ValueError that names unknown and missing keys."""
-        found = json.loads(text)
-        if not isinstance(found, dict):
-            raise ValueError(f"a config is a JSON object; got {type(found).__name__}")
-        known = {field.name for field in fields(cls)}
-        required = {"d_model", "d_ff", "num_layers", "num_heads"}
-        if wrong := sorted(found.keys() - known) or sorted(required - found.keys()):
-            raise ValueError(f"config keys {wrong} are unknown or missing; known are {sorted(known)}")
-        return cls(**found)
 
 
 SIZES: Mapping[str, Mapping[str, int]] = {

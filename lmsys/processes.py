@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 Function = Callable[..., Any] | str
 DIED, TIMEOUT = "died", "timeout"  # how a call may fail without an exception
 GRACE_S = 5.0  # for a process to end by itself
-_SIZE_BYTES = 8  # before each message: how long it is; a message of length 0 says that there are no more
 _callers_main: dict[str, str] = {}  # in a worker: the caller's main module, as multiprocessing names it
 
 
@@ -112,11 +112,14 @@ class Worker:
         if answered([self], 0.0):  # nothing was asked, so it is the end of the line
             self.close(0.0)
             self._start()
-        with self._killed_after(timeout_s) as is_late:
+        try:
             self._write(request)
+            if timeout_s is not None and not answered([self], timeout_s):
+                raise ProcessError(TIMEOUT, f"a worker process did not answer within {timeout_s:g} s and was killed")
             failure, result = self.receive()
-        if is_late.is_set():
-            raise ProcessError(TIMEOUT, f"a worker process did not answer within {timeout_s:g} s and was killed")
+        except BaseException:  # late, or an interrupt: nobody would be there for its answer
+            self.kill()
+            raise
         if failure is not None:
             raise failure.error()
         return result
@@ -127,7 +130,7 @@ class Worker:
 
     def receive(self) -> tuple[Failure | None, Any]:
         """How the call failed, or None and what it returned."""
-        answer = _read(self._stream)
+        answer = _read(self._line)
         if not answer:
             return Failure(DIED, self._how_it_ended()), None
         try:
@@ -154,16 +157,14 @@ class Worker:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(grace_s)
         self.kill()
-        with contextlib.suppress(OSError):  # what it did not take
-            self._stream.close()
-        self._socket.close()
+        self._line.close()
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def fileno(self) -> int:
-        return self._socket.fileno()
+        return self._line.fileno()
 
     def __enter__(self) -> Self:
         return self
@@ -172,8 +173,8 @@ class Worker:
         self.close(GRACE_S if kind is None else 0.0)
 
     def _start(self) -> None:
-        self._socket, theirs = socket.socketpair()
-        self._stream = self._socket.makefile("rwb")
+        ours, theirs = socket.socketpair()
+        self._line = Connection(ours.detach())
         path = [str(folder) for folder in sys.path]
         begin = f"import sys; sys.path[:] = {path}; from {__name__} import _serve"
         with theirs:
@@ -186,29 +187,8 @@ class Worker:
             )
 
     def _write(self, message: bytes) -> None:
-        with contextlib.suppress(OSError, ValueError):  # it has ended, which the next `receive` says
-            _write(self._stream, message)
-
-    @contextlib.contextmanager
-    def _killed_after(self, timeout_s: float | None) -> Iterator[threading.Event]:
-        """The process is killed when the time is up, and on an interrupt: nobody would be there for its answer."""
-        is_late = threading.Event()
-
-        def give_up() -> None:
-            is_late.set()
-            self.kill()
-
-        timer = threading.Timer(timeout_s or 0.0, give_up)
-        timer.daemon = True
-        if timeout_s is not None:
-            timer.start()
-        try:
-            yield is_late
-        except BaseException:
-            self.kill()
-            raise
-        finally:
-            timer.cancel()
+        with contextlib.suppress(OSError):  # it has ended, which the next `receive` says
+            self._line.send_bytes(message)
 
     def _how_it_ended(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -226,11 +206,7 @@ def in_own_process(function: Function, *args: Any, timeout_s: float | None = Non
 
 def answered(workers: Iterable[Worker], timeout_s: float) -> list[Worker]:
     """Those from which there is something to receive, as soon as there is one; none when the time is up."""
-    by_number = {worker.fileno(): worker for worker in workers}
-    poll = select.poll()
-    for number in by_number:
-        poll.register(number, select.POLLIN)
-    return [by_number[number] for number, _ in poll.poll(min(1e3 * timeout_s, 2**31 - 1))]
+    return wait(list(workers), timeout_s)  # type: ignore[return-value, arg-type]
 
 
 def futures(
@@ -291,10 +267,11 @@ class _Unpickler(pickle.Unpickler):
     """In a worker: finds in the caller's main module what stands there, and only then runs it."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "__main__" and "__mp_main__" not in sys.modules:
+        if module == "__main__" and _callers_main:
             from multiprocessing.spawn import prepare
 
             prepare(_callers_main)
+            _callers_main.clear()  # it has been run
         return super().find_class(module, name)
 
 
@@ -306,20 +283,12 @@ def _main_module() -> dict[str, str]:
     return {"init_main_from_path": os.path.abspath(file)} if file else {}
 
 
-def _write(stream: Any, message: bytes) -> None:
-    stream.write(len(message).to_bytes(_SIZE_BYTES, "little"))
-    stream.write(message)
-    stream.flush()
-
-
-def _read(stream: Any) -> bytes:
+def _read(line: Connection) -> bytes:
     """A message; b"" when the other end wants no more, or is gone."""
     try:
-        size = int.from_bytes(stream.read(_SIZE_BYTES), "little")
-        message = stream.read(size)
-    except OSError:
+        return line.recv_bytes()
+    except (EOFError, OSError):
         return b""
-    return message if len(message) == size else b""
 
 
 def _serve(number: int, callers_main: dict[str, str]) -> None:
@@ -327,13 +296,13 @@ def _serve(number: int, callers_main: dict[str, str]) -> None:
     _callers_main.update(callers_main)
     os.set_inheritable(number, False)  # what it starts must not hold the line open
     threading.Thread(target=_end_with_caller, args=(number,), daemon=True).start()
-    stream = socket.socket(fileno=number).makefile("rwb")
-    while request := _read(stream):
-        _answer(stream, request)
+    line = Connection(number)
+    while request := _read(line):
+        _answer(line, request)
         sys.stdout.flush()
 
 
-def _answer(stream: Any, request: bytes) -> None:
+def _answer(line: Connection, request: bytes) -> None:
     try:
         function, args = _Unpickler(io.BytesIO(request)).load()
         if isinstance(function, str):
@@ -343,9 +312,9 @@ def _answer(stream: Any, request: bytes) -> None:
         answer = pickle.dumps((None, function(*args)), protocol=5)
     except BaseException as error:
         # Here, before what the call holds is let go, which may wait for others.
-        _write(stream, pickle.dumps((Failure.of(error), None)))
+        line.send_bytes(pickle.dumps((Failure.of(error), None)))
     else:
-        _write(stream, answer)
+        line.send_bytes(answer)
 
 
 def _end_with_caller(number: int) -> None:

@@ -148,12 +148,7 @@ class Table(Mapping[str, Entry]):
 
     def select(self, names: Iterable[str]) -> list[Entry]:
         """Exactly the rows named; `path.py:attr` makes a row of the user's own code, named by its attribute."""
-        entries = []
-        for name in names:
-            if ".py" in name:
-                entries.append(self._from_file(name))
-            else:
-                entries.append(self[name])
+        entries = [self._from_file(name) if ".py" in name else self[name] for name in names]
         taken: dict[str, str] = {}
         for entry in entries:
             if taken.setdefault(entry.name, entry.target) != entry.target:

@@ -58,7 +58,7 @@ def parse_setting(config: Any, setting: str) -> dict[str, Any]:
         value = parse_json(text)
     except ValueError:
         value = text
-    if _may_be(hint, str) and not isinstance(value, str | None):
+    if str in (hint, *get_args(hint)) and not isinstance(value, str | None):
         value = text
     nested: dict[str, Any] = {keys[-1]: value}
     for key in reversed(keys[:-1]):
@@ -103,7 +103,3 @@ def _typed(value: Any, hint: Any, path: str) -> Any:
 def _called(kind: Any) -> str:
     names = {bool: "true or false", int: "a whole number", float: "a finite number", str: "a string", NoneType: "null"}
     return names.get(kind) or f"a list of {len(get_args(kind))} numbers"
-
-
-def _may_be(hint: Any, kind: type) -> bool:
-    return hint is kind or (isinstance(hint, UnionType) and kind in get_args(hint))

@@ -24,7 +24,7 @@ PLAIN = (  # of lmsys: what a machine without torch can import
 )
 LATE = ("bench/benchmark", "bench/plugin", "bench/results")  # these import what needs torch inside of functions
 ROWS = "lmsys.attention", "lmsys.parallel"
-DATA = tuple(f"lmsys/training/{name}.py" for name in ("corpora", "data", "download", "tokens"))
+DATA = tuple(f"lmsys/training/{name}.py" for name in ("corpora", "data", "download", "files", "tokens"))
 OF_REPORTS = ("lmsys.reports", "lmsys.bench.fields", "lmsys.bench.record", "lmsys.bench.schema1")
 
 

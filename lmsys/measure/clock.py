@@ -89,9 +89,7 @@ class CpuClock:
         """Nothing."""
 
     def cost(self, call: Callable[[], Any], lead_s: float) -> Cost:
-        start = time.perf_counter()
-        call()
-        duration = time.perf_counter() - start
+        duration = self.sample(call)
         return Cost(duration, duration)
 
 

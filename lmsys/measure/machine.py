@@ -27,8 +27,8 @@ def describe(device: str, *, command: str, seed: int, sweep: str) -> dict[str, A
     return {
         "name": gpu.name if gpu else _cpu_name(),
         "device": device,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_bytes": gpu.total_memory if gpu else _ram_bytes(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": gpu.total_memory if gpu else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpu": gpu.name if gpu else None,
         "gpu_count": torch.cuda.device_count() if on_gpu else 0,
         "capability": f"{gpu.major}.{gpu.minor}" if gpu else None,
@@ -114,10 +114,6 @@ def _cpu_name() -> str:
     lines = facts.read_text().splitlines() if facts.is_file() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return statistics.mode(models) if models else platform.processor() or platform.machine()
-
-
-def _ram_bytes() -> int | None:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
 
 
 def _triton_version() -> str | None:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 UNITS = {
     "B": 1,
@@ -33,7 +34,7 @@ UNITS = {
     **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)},
 }
 
-LINE, PHASE = "line: ", "phase: "  # prefixes of our ranges among a profiler's events
+LINE = "line: "  # prefix of our ranges among a profiler's events
 TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
@@ -59,8 +60,6 @@ def cap_gpu_memory(limit_bytes: int) -> None:
 
 def cap_host_memory() -> None:
     """On a CPU, what is too large must fail as the GPU's allocator does, not bring the machine down."""
-    if sys.platform != "linux":
-        return
     facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(facts["MemAvailable"].split()[0]) * 1024
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -78,21 +77,7 @@ def parse_size(text: str) -> int:
 
 def peak_bytes(call: Callable[[], Any], device: str) -> int:
     """The most that was live during `call`, its result included, above what was live before it."""
-    gc.collect()
-    return _peak_on_cuda(call) if device == "cuda" else _peak_on_cpu(call)
-
-
-def _peak_on_cuda(call: Callable[[], Any]) -> int:
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
-def _peak_on_cpu(call: Callable[[], Any]) -> int:
-    return max(itertools.accumulate((event.bytes for event in allocator_events(call, "cpu")), initial=0))
+    return phases({"call": call}, device)["call"]["peak_bytes"]
 
 
 def peak_resident_bytes(command: Sequence[str], interval_s: float = 0.01) -> int:
@@ -175,20 +160,11 @@ def _phases_on_cuda(steps: Mapping[str, Callable[[], Any]]) -> dict[str, dict[st
 
 
 def _phases_on_cpu(steps: Mapping[str, Callable[[], Any]]) -> dict[str, dict[str, int]]:
-    def run() -> None:
-        for name, step in steps.items():
-            with record_function(PHASE + name):
-                step()
-
-    events = _profiled(run)
-    ends = {event.name.removeprefix(PHASE): event.end_time_ns for event in events if event.name.startswith(PHASE)}
-    changes = [(event.start_time_ns, event.extra_fields.alloc_size) for event in _allocations(events)]
-    found, live, start = {}, 0, 0
-    for name in steps:
-        within = (change for time_ns, change in changes if start < time_ns <= ends[name])
-        levels = list(itertools.accumulate(within, initial=live))
-        found[name] = {"peak_bytes": max(levels), "live_bytes": levels[-1]}
-        live, start = levels[-1], ends[name]
+    found, live = {}, 0
+    for name, points in timeline(steps, "cpu").items():
+        levels = [live, *(level for _, level in points)]
+        live = levels[-1]
+        found[name] = {"peak_bytes": max(levels), "live_bytes": live}
     return found
 
 
@@ -200,7 +176,7 @@ def breakdown(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None =
     groups = {
         "parameters_bytes": module.parameters(),
         "gradients_bytes": (x.grad for x in module.parameters() if x.grad is not None),
-        "optimizer_bytes": _tensors(optimizer.state) if optimizer else (),
+        "optimizer_bytes": filter(torch.is_tensor, tree_leaves(dict(optimizer.state))) if optimizer else (),
         "buffers_bytes": module.buffers(),
     }
     seen: set[int] = set()
@@ -213,14 +189,6 @@ def _new_storages(tensors: Iterable[Tensor], seen: set[int]) -> Iterator[int]:
         if storage._cdata not in seen:  # unlike its address, unique on the meta device too
             seen.add(storage._cdata)
             yield storage.nbytes()
-
-
-def _tensors(state: Any) -> Iterator[Tensor]:
-    if isinstance(state, Tensor):
-        yield state
-    elif isinstance(state, Mapping | list | tuple):
-        for value in state.values() if isinstance(state, Mapping) else state:
-            yield from _tensors(value)
 
 
 def timeline(steps: Mapping[str, Callable[[], Any]], device: str) -> dict[str, list[tuple[float, int]]]:
@@ -271,7 +239,6 @@ def allocator_events(call: Callable[[], Any], device: str, *, lines: bool = Fals
 def _events_on_cuda(call: Callable[[], Any], lines: bool) -> list[AllocatorEvent]:
     trace = _history(call, "alloc" if lines else None)["device_traces"][torch.cuda.current_device()]
     sign = {"alloc": 1, "free_requested": -1}  # from then on memory_allocated() does not count it
-    found = [entry for entry in trace if entry["action"] in sign]
     return [
         AllocatorEvent(
             entry["time_us"] * 1000,
@@ -279,7 +246,8 @@ def _events_on_cuda(call: Callable[[], Any], lines: bool) -> list[AllocatorEvent
             entry["addr"],
             *(_source(entry.get("frames", [])) if lines and entry["action"] == "alloc" else ()),
         )
-        for entry in found
+        for entry in trace
+        if entry["action"] in sign
     ]
 
 

@@ -17,7 +17,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -134,8 +133,3 @@ def _replace_by_gradient(logits: Tensor, labels: Tensor) -> Tensor:
 @cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
-
-
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The same from logits (..., V) that are there anyway: torch's own, in float32 whatever their dtype."""
-    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED)

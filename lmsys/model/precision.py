@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from lmsys.config import ModelConfig
 from lmsys.model import TransformerLM
@@ -57,28 +58,23 @@ def autocast_dtypes(model: TransformerLM, tokens: Tensor, dtype: torch.dtype) ->
     """(tensor, dtype) of a training step of `model` under autocast: of its first block, head and gradients."""
     outputs: dict[str, str] = {}
 
-    def note(name: str) -> Any:
-        def hook(module: Any, inputs: Any, output: Tensor) -> None:
-            outputs[name] = _name(output.dtype)
-
-        return hook
-
     names = ["token_embeddings", "layers.0.ln1", "layers.0.attn.qkv", "layers.0.attn", "layers.0.ffn.w1"]
     names += ["layers.0.ffn", "layers.0", "ln_final", "lm_head"]
-    handles = [model.get_submodule(name).register_forward_hook(note(name)) for name in names]
-    try:
+    watched = {model.get_submodule(name): name for name in names}
+
+    def note(module: nn.Module, _: Any, output: Any) -> None:
+        if module in watched:
+            outputs[watched[module]] = _name(output.dtype)
+
+    with register_module_forward_hook(note):
         with torch.autocast(tokens.device.type, dtype):
             model(tokens)
             loss = model.loss(tokens, tokens)
         loss.backward()
-    finally:
-        for handle in handles:
-            handle.remove()
     weight = model.layers[0].attn.q_proj.weight
-    gradient = weight.grad
-    assert gradient is not None
+    assert weight.grad is not None
     found = [("parameters", _name(weight.dtype)), *((f"output of {name}", outputs[name]) for name in names)]
-    return [*found, ("loss", _name(loss.dtype)), ("gradients", _name(gradient.dtype))]
+    return [*found, ("loss", _name(loss.dtype)), ("gradients", _name(weight.grad.dtype))]
 
 
 def _name(dtype: torch.dtype) -> str:

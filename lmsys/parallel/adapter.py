@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from lmsys.parallel.collectives import Group
 
-BUCKET_NAMES = ("bucket_mb", "bucket_size_mb")
-
 
 class Adapter:
     """Gives a strategy what it lacks of the contract: `make_optimizer`, `no_sync`, `full_state_dict`, a process group.

@@ -6,6 +6,7 @@ in the order in which their last gradient is ready, which is the order in which 
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 MIB = 2**20
 EDGE_BYTES = MIB  # the first bucket, so that communication begins early, and the last, which nothing hides
@@ -54,10 +55,7 @@ def _small_tail(buckets: list[tuple[int, ...]], sizes: Sequence[int], edge: floa
 
 def offsets(numels: Sequence[int], alignment: int = ALIGNMENT) -> tuple[list[int], int]:
     """Where each tensor begins in a flat one, in elements, and how long that is."""
-    starts, end = [], 0
-    for numel in numels:
-        starts.append(end)
-        end += -(-numel // alignment) * alignment
+    *starts, end = accumulate((-(-numel // alignment) * alignment for numel in numels), initial=0)
     return starts, end
 
 

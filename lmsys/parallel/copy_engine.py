@@ -10,6 +10,7 @@ for another beyond the group's time limit ends with a CUDA error.
 """
 
 import platform
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import nn
 from lmsys.parallel.bucketed import Bucketed
 from lmsys.parallel.collectives import Group, Pending, gather_objects, is_nccl, size_and_rank
 from lmsys.parallel.exchange import Exchange, Symmetric
-from lmsys.parallel.overlapped import do_nothing, widen
+from lmsys.parallel.overlapped import widen
 from lmsys.parallel.packing import copy_gradients
 from lmsys.parallel.wrapper import Wrapper, dense
 
@@ -54,17 +55,17 @@ class CopyEngine(OverSymmetricMemory, Bucketed):
         self._views = [layout.views(x) for layout, x in zip(self._layouts, self._exchange.flats, strict=True)]
 
     @torch.no_grad()
-    def _send(self, number: int) -> tuple[Pending, object]:
+    def _send(self, number: int) -> Pending:
         if self._exchange is None:
             return super()._send(number)
         params, views = self._members[number], self._views[number]
         if views[0].dtype != params[0].dtype:
             copy_gradients(params, views)
-            return self._exchange.send(number, views), lambda: widen(params, views)
+            return Pending(self._exchange.send(number, views), partial(widen, params, views))
         gradients = [view.zero_() if p.grad is None else dense(p) for p, view in zip(params, views, strict=True)]
         for p, view in zip(params, views, strict=True):
             p.grad = view
-        return self._exchange.send(number, gradients), do_nothing
+        return self._exchange.send(number, gradients)
 
 
 def copy_engine_supports(case: Any) -> str | None:

@@ -5,15 +5,12 @@ its peers.
 Unlike those of `zero1`, gradients of all ranks' parameters are held until the end of the synchronization.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
 from lmsys.parallel.buckets import Segmented
 from lmsys.parallel.collectives import Group, Pending
 from lmsys.parallel.copy_engine import OverSymmetricMemory
-from lmsys.parallel.overlapped import do_nothing
 from lmsys.parallel.sharded_optimizer import FlatBuffer, flatten
 from lmsys.parallel.wrapper import dense
 from lmsys.parallel.zero1 import Zero1
@@ -45,11 +42,11 @@ class CopyEngineZero1(OverSymmetricMemory, Zero1):
         super()._synchronize()
 
     @torch.no_grad()
-    def _send(self, number: int) -> tuple[Pending, Callable[[], None]]:
+    def _send(self, number: int) -> Pending:
         params, own = self._members[number], self.segments[number].members[self.rank]
         gradients = [torch.zeros_like(p) if p.grad is None else dense(p) for p in params]
         for p in params:
             p.grad = None
         for index, view in zip(own, self._views[number], strict=True):
             self.trainable[index].grad = view
-        return self._exchange.send(number, gradients), do_nothing
+        return self._exchange.send(number, gradients)

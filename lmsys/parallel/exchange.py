@@ -34,18 +34,10 @@ HALVES = 2
 Mean = Callable[[Tensor, Tensor, Tensor, int], None]
 
 
-@dataclass(frozen=True)
-class _Bucket:
-    """A part is (number of the gradient, which of its elements).
-
-    sending    parts, and where they go in a peer's memory
-    adding     parts, what peers send of them (peers by rank, n), and where the mean goes
-    returning  pairs (into a peer's flat tensor, from the own)
-    """
-
-    sending: list[tuple[int, slice, Tensor]]
-    adding: list[tuple[int, slice, Tensor, Tensor]]
-    returning: list[tuple[Tensor, Tensor]]
+# A part is (number of the gradient, which of its elements). Sending: parts, and where they go in a peer's memory;
+# adding: parts, what peers send of them (peers by rank, n), and where the mean goes; returning: pairs (into a peer's
+# flat tensor, from the own).
+_Bucket = tuple[list[tuple[int, slice, Tensor]], list[tuple[int, slice, Tensor, Tensor]], list[tuple[Tensor, Tensor]]]
 
 
 class Exchange:
@@ -95,22 +87,22 @@ class Exchange:
         gradients  as its layout has them, contiguous; elsewhere than in its flat tensor, or where they belong in it
         """
         assert number == len(self._added), f"bucket {number} after {len(self._added)} buckets"
-        bucket, flat_gradients = self._buckets[number], [x.view(-1) for x in gradients]
+        (sending, adding, returning), flat_gradients = self._buckets[number], [x.view(-1) for x in gradients]
         self._held.append(flat_gradients)
         self._inward.wait_stream(self._cuda.current_stream())
         if number >= HALVES:
             self._inward.wait_event(self._added[number - HALVES])  # its half of the inbox is free again
         with self._cuda.stream(self._inward):
             self._signal(READY)
-            for index, part, into in bucket.sending:
+            for index, part, into in sending:
                 self._copy(into, flat_gradients[index][part])
             self._signal(ARRIVED)
         self._outward.wait_event(self._inward.record_event())
         with self._cuda.stream(self._outward):
-            for index, part, others, out in bucket.adding:
+            for index, part, others, out in adding:
                 self._mean(flat_gradients[index][part], others, out, self.rank)
             self._added.append(self._outward.record_event())
-            for into, source in bucket.returning:
+            for into, source in returning:
                 self._copy(into, source)
         return Pending(then=self.finish)
 
@@ -147,11 +139,10 @@ class AllGather:
     ):
         self._handle, self._timeout_ms, self._copy, self._cuda = handles[0], timeout_ms, copy, cuda
         rank, world_size = self._handle.rank, self._handle.world_size
-        self._copies = []
+        peers, self._copies = peers_of(rank, world_size), []
         for flat, handle in zip(flats, handles, strict=True):
             length = flat.numel() // world_size
             own = flat[rank * length : (rank + 1) * length]
-            peers = peers_of(rank, world_size)
             self._copies.append(
                 [(handle.get_buffer(peer, (length,), flat.dtype, rank * length), own) for peer in peers]
             )
@@ -232,7 +223,7 @@ def _bucket(layout: Layout, flat: Tensor, inbox: Tensor, inboxes: Any, half: int
     if handle is not None and mine.numel():
         shape, start = (mine.numel(),), segments[rank].start
         returning = [(handle.get_buffer(peer, shape, flat.dtype, start), mine) for peer in peers]
-    return _Bucket(sending, adding, returning)
+    return sending, adding, returning
 
 
 @dataclass

@@ -9,11 +9,8 @@ Source: Zhao et al. 2023, "PyTorch FSDP" (arXiv 2304.11277), sections 3.2 and 3.
 (1910.02054), P_os+g+p.
 """
 
-import weakref
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from lmsys.parallel.collectives import Group, Pending, all_gather, reduce_scatter_mean
 from lmsys.parallel.packing import Layout, copy_gradients
 from lmsys.parallel.traits import RESIZES_PARAMETERS
-from lmsys.parallel.units import blocks_of, parameters_by_block, surround
+from lmsys.parallel.units import blocks_of, parameters_by_block, surround, weakly
 from lmsys.parallel.wrapper import Wrapper
 
 
@@ -46,17 +43,16 @@ class Fsdp(Wrapper):
     def __init__(self, module: nn.Module, process_group: Group = None, compute_dtype: torch.dtype | None = None):
         super().__init__(module, process_group)
         self.gathered_dtype = compute_dtype
-        self._units = [_Unit(self, params) for params in parameters_by_block(module)]
+        self._units = [_flats(self, params) for params in parameters_by_block(module)]
         self._to_reduce = len(self._units) - 1  # the next, from the last block to what is in no block
         self._in_backward = False
         self._reducing: list[_Unit] = []
         for number, block in enumerate(blocks_of(module), start=1):
-            me = weakref.ref(self)
-            surround(block, partial(_before_forward, me, number), partial(_after_forward, me, number))
+            surround(block, weakly(self._enter_forward, number), weakly(self._leave_forward, number))
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
         for number, unit in enumerate(self._units):
-            for part, flat in enumerate(unit.flats):
+            for part, flat in enumerate(unit):
                 yield f"{prefix}{'.' if prefix else ''}unit{number}.part{part}", flat.shard
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -64,40 +60,32 @@ class Fsdp(Wrapper):
             return super().forward(*args, **kwargs)  # which refuses
         if self._in_backward:  # one under no_sync()
             self._end_backward()
-        self._units[0].gather()
-        if len(self._units) > 1:
-            self._units[1].gather()
-        self._units[0].wait()
+        for unit in self._units[:2]:
+            _each(unit, _Flat.gather)
+        _each(self._units[0], _Flat.wait)
         args, kwargs = tree_map(self._cast, (args, kwargs))
         output = super().forward(*args, **kwargs)
         if not torch.is_grad_enabled():
-            self._units[0].free()
+            _each(self._units[0], _Flat.free)
         return output
 
     def finish_gradient_synchronization(self) -> None:
         self._end_backward()
         self._unfinished = False
 
-    @contextmanager
-    def full_parameters(self) -> Iterator[nn.Module]:
-        """The module with whole parameters in full precision, to be read. All ranks call it."""
-        for unit in self._units:
-            unit.show_whole()
-        try:
-            yield self.module
-        finally:
-            for unit in self._units:
-                unit.hide_whole()
-
     def full_state_dict(self) -> dict[str, Tensor]:
-        with self.full_parameters() as module:
-            return {name: x.detach().clone() for name, x in module.state_dict().items()}
+        for unit in self._units:
+            _each(unit, _Flat.show_whole)
+        found = {name: x.detach().clone() for name, x in self.module.state_dict().items()}
+        for unit in self._units:
+            _each(unit, _Flat.hide_whole)
+        return found
 
     def _cast(self, x: Any) -> Any:
         floating = isinstance(x, Tensor) and x.is_floating_point()
         return x.to(self.gathered_dtype) if floating and self.gathered_dtype is not None else x
 
-    def _on_grad(self, index: int) -> None:
+    def _on_grad(self, index: int, _: Tensor) -> None:
         if not self._in_backward:  # attributes are slow to set, as in Wrapper
             self._in_backward = True
         if self._synchronizing and not self._unfinished:
@@ -106,8 +94,8 @@ class Fsdp(Wrapper):
     def _end_backward(self) -> None:
         self._reduce_down_to(0)
         for unit in self._units:
-            unit.finish_reduce()
-            unit.free()
+            _each(unit, _Flat.finish_reduce)
+            _each(unit, _Flat.free)
         self._reducing.clear()
         self._to_reduce, self._in_backward = len(self._units) - 1, False
 
@@ -118,92 +106,36 @@ class Fsdp(Wrapper):
         """
         while self._to_reduce >= number:
             unit = self._units[self._to_reduce]
-            unit.reduce()
-            unit.free()
+            _each(unit, _Flat.reduce)
+            _each(unit, _Flat.free)
             self._reducing.append(unit)
             self._to_reduce -= 1
             if len(self._reducing) > 1:  # gradients that have arrived give back the memory they came in
-                self._reducing.pop(0).finish_reduce()
+                _each(self._reducing.pop(0), _Flat.finish_reduce)
 
-    def _enter_forward(self, number: int) -> None:
-        unit = self._units[number]
-        unit.gather()
-        if not self._in_backward and number + 1 < len(self._units):
-            self._units[number + 1].gather()
-        unit.wait()
+    def _enter_forward(self, number: int, *_: Any) -> None:
+        for unit in self._units[number : number + 1 if self._in_backward else number + 2]:
+            _each(unit, _Flat.gather)
+        _each(self._units[number], _Flat.wait)
 
-    def _leave_forward(self, number: int, output: Any) -> Any:
+    def _leave_forward(self, number: int, _: nn.Module, __: Any, output: Any) -> None:
         if self._in_backward:  # activation checkpointing runs a forward again, and then the backward of it
             return
         is_last = number == len(self._units) - 1
         if not (is_last and torch.is_grad_enabled()):
-            self._units[number].free()
+            _each(self._units[number], _Flat.free)
         tensors = [x for x in tree_flatten(output)[0] if isinstance(x, Tensor) and x.requires_grad]
         if tensors:
-            begin = partial(_before_backward, weakref.ref(self), number)
+            begin = weakly(self._enter_backward, number)
             torch.autograd.graph.register_multi_grad_hook(tensors, begin, mode="any")
 
-    def _enter_backward(self, number: int) -> None:
+    def _enter_backward(self, number: int, _: Tensor) -> None:
         self._in_backward = True
-        unit = self._units[number]
-        unit.gather()
+        _each(self._units[number], _Flat.gather)
         if number > 1:
-            self._units[number - 1].gather()
+            _each(self._units[number - 1], _Flat.gather)
         self._reduce_down_to(number + 1)
-        unit.wait()
-
-
-def _before_forward(wrapper: "weakref.ref[Fsdp]", number: int, *_: Any) -> None:
-    if (self := wrapper()) is not None:
-        self._enter_forward(number)
-
-
-def _after_forward(wrapper: "weakref.ref[Fsdp]", number: int, _: Any, __: Any, output: Any) -> None:
-    if (self := wrapper()) is not None:
-        self._leave_forward(number, output)
-
-
-def _before_backward(wrapper: "weakref.ref[Fsdp]", number: int, _: Any) -> None:
-    if (self := wrapper()) is not None:
-        self._enter_backward(number)
-
-
-class _Unit:
-    """Parameters that are gathered and freed together: a flat tensor for each dtype, trained or frozen."""
-
-    def __init__(self, wrapper: Fsdp, params: list[nn.Parameter]):
-        kinds: dict[Any, list[nn.Parameter]] = defaultdict(list)
-        for p in params:
-            kinds[p.dtype, p.device, p.requires_grad].append(p)
-        self.flats = [_Flat(wrapper, group) for group in kinds.values()]
-
-    def gather(self) -> None:
-        for flat in self.flats:
-            flat.gather()
-
-    def wait(self) -> None:
-        for flat in self.flats:
-            flat.wait()
-
-    def free(self) -> None:
-        for flat in self.flats:
-            flat.free()
-
-    def reduce(self) -> None:
-        for flat in self.flats:
-            flat.reduce()
-
-    def finish_reduce(self) -> None:
-        for flat in self.flats:
-            flat.finish_reduce()
-
-    def show_whole(self) -> None:
-        for flat in self.flats:
-            flat.show_whole()
-
-    def hide_whole(self) -> None:
-        for flat in self.flats:
-            flat.hide_whole()
+        _each(self._units[number], _Flat.wait)
 
 
 class _Flat:
@@ -287,3 +219,19 @@ class _Flat:
 
     def hide_whole(self) -> None:
         self._point_to(self._views)
+
+
+_Unit = list[_Flat]  # of parameters that are gathered and freed together
+
+
+def _flats(wrapper: Fsdp, params: list[nn.Parameter]) -> _Unit:
+    """A flat tensor for each dtype, trained or frozen."""
+    kinds: dict[Any, list[nn.Parameter]] = defaultdict(list)
+    for p in params:
+        kinds[p.dtype, p.device, p.requires_grad].append(p)
+    return [_Flat(wrapper, group) for group in kinds.values()]
+
+
+def _each(unit: _Unit, do: Callable[[_Flat], None]) -> None:
+    for flat in unit:
+        do(flat)

@@ -193,8 +193,7 @@ def _initialize(backend: str, local_rank: int, timeout_s: float, **rendezvous: A
     gpu = torch.device("cuda", local_rank) if backend == "nccl" else None
     if gpu is not None:
         torch.cuda.set_device(gpu)
-    limit = datetime.timedelta(seconds=timeout_s)
-    dist.init_process_group(backend, timeout=limit, device_id=gpu, **rendezvous)
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s), device_id=gpu, **rendezvous)
 
 
 def _torchrun_store(timeout_s: float, num_nodes: int) -> dict[str, Any]:

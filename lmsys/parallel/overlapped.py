@@ -7,6 +7,7 @@ which rank 0 saw gradients come in the first backward. Here every parameter is a
 Source: Li et al. 2020, "PyTorch Distributed" (arXiv 2006.15704), section 3.2.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class Overlapped(Wrapper):
         """Prepares for the next backward, of which nothing has been sent."""
         self._ready: set[int] = set()
         self._waiting = [len(bucket) for bucket in self.buckets]
-        self._sent: list[tuple[Pending, Any]] = []
+        self._sent: list[Pending] = []
         self._absent: list[int] = []
 
     def _gradient_is_ready(self, index: int) -> None:
@@ -69,9 +70,8 @@ class Overlapped(Wrapper):
     def _synchronize(self) -> None:
         while len(self._sent) < len(self.buckets):  # gradients are missing, or were all made under no_sync()
             self._send_next()
-        for pending, received in self._sent:
+        for pending in self._sent:
             pending.wait()
-            received()
         self._use_pending.wait()
         self._forget_unused(self._used, self._absent)
         self._begin()
@@ -86,20 +86,20 @@ class Overlapped(Wrapper):
             self._use_pending = all_reduce_mean(self._used, self.group)
         self._sent.append(self._send(number))
 
-    def _send(self, number: int) -> tuple[Pending, Any]:
-        """Begins a bucket's communication. Returns it, and a function to call once it has been waited for."""
+    def _send(self, number: int) -> Pending:
+        """Begins a bucket's communication."""
         params = self._members[number]
         dtype = self.comm_dtype or params[0].dtype
         if len(params) == 1 and dtype == params[0].dtype:
             if params[0].grad is None:
                 params[0].grad = torch.zeros_like(params[0])
-            return all_reduce_mean(dense(params[0]), self.group), do_nothing
+            return all_reduce_mean(dense(params[0]), self.group)
         flat, views = pack(params, self._layouts[number], dtype)
         if dtype != params[0].dtype:
-            return all_reduce_mean(flat, self.group), lambda: widen(params, views)
+            return Pending(all_reduce_mean(flat, self.group), partial(widen, params, views))
         for p, view in zip(params, views, strict=True):
             p.grad = view
-        return all_reduce_mean(flat, self.group), do_nothing
+        return all_reduce_mean(flat, self.group)
 
     def _plan_again(self, seen: list[int]) -> None:
         """Plans buckets in the order in which rank 0 saw gradients; those that it did not see come last."""
@@ -108,10 +108,6 @@ class Overlapped(Wrapper):
         broadcast_(order, self.group)
         self._seen = None
         self._plan(order.tolist())
-
-
-def do_nothing() -> None:
-    """No-op, after communication that leaves gradients in place."""
 
 
 @torch.no_grad()

@@ -19,7 +19,21 @@ from lmsys.parallel.traits import RESIZES_PARAMETERS, Traits
 from lmsys.parallel.units import blocks_of
 
 
-class TorchDDP(Traits, nn.Module):
+class _Peer(Traits, nn.Module):
+    """What torch's own have in common: the backward itself averages gradients."""
+
+    def finish_gradient_synchronization(self) -> None:
+        """Nothing: the backward ends when gradients are averaged."""
+
+    def make_optimizer(self, optimizer_cls: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        return optimizer_cls(self.module.parameters(), **kwargs)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        state = self.module.state_dict()
+        return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in state.items()}
+
+
+class TorchDDP(_Peer):
     """DistributedDataParallel as it comes."""
 
     all_reduces = True
@@ -35,18 +49,9 @@ class TorchDDP(Traits, nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.ddp(*args, **kwargs)
 
-    def finish_gradient_synchronization(self) -> None:
-        """Nothing: the backward ends when gradients are averaged."""
-
     def no_sync(self) -> Any:
         """DDP decides when a forward runs: it belongs inside, too."""
         return self.ddp.no_sync()
-
-    def make_optimizer(self, optimizer_cls: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        return optimizer_cls(self.module.parameters(), **kwargs)
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        return self.module.state_dict()
 
 
 class TorchDDPTuned(TorchDDP):
@@ -80,7 +85,7 @@ class TorchZero1(TorchDDP):
         )
 
 
-class TorchFSDP2(Traits, nn.Module):
+class TorchFSDP2(_Peer):
     """fully_shard on every block and on the rest; `compute_dtype` of parameters, gradients reduced in float32."""
 
     zero_stage = 3
@@ -107,9 +112,6 @@ class TorchFSDP2(Traits, nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
-    def finish_gradient_synchronization(self) -> None:
-        """Nothing: the backward ends when gradients are averaged."""
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         self.module.set_requires_gradient_sync(False)
@@ -117,10 +119,3 @@ class TorchFSDP2(Traits, nn.Module):
             yield
         finally:
             self.module.set_requires_gradient_sync(True)
-
-    def make_optimizer(self, optimizer_cls: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        return optimizer_cls(self.module.parameters(), **kwargs)
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        state = self.module.state_dict()
-        return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in state.items()}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from lmsys.parallel.buckets import Segmented, offsets, plan_segments
 from lmsys.parallel.collectives import Group, Pending, all_gather, gather_objects, size_and_rank
@@ -42,13 +43,6 @@ def flatten(params: Sequence[Tensor], bucket: Segmented, flat: Tensor | None = N
         view.copy_(p)
         p.data = view
     return FlatBuffer(flat, bucket)
-
-
-@torch.no_grad()
-def gather(buffers: Sequence[FlatBuffer], group: Group) -> list[Pending]:
-    """Begins to gather the parameters that others own: one pending call for each buffer, none on a single rank."""
-    world_size, rank = size_and_rank(group)
-    return [buffer.gather(rank, group) for buffer in buffers] if world_size > 1 else []
 
 
 def layout_of(params: Sequence[Tensor], bucket: Segmented) -> Layout:
@@ -83,7 +77,7 @@ class ShardedOptimizer(Optimizer):
         self.flat_buffers = list(flat_buffers or [])
         self.owners: dict[Tensor, int] = dict(owners or {})
         self._loads = [0] * self.world_size
-        self._local: Optimizer | None = None
+        self._local: Any = None
         super().__init__(params, kwargs)
         self._local = optimizer_cls([self._own(group) for group in self.param_groups], **kwargs)
         self.defaults = self._local.defaults
@@ -104,8 +98,7 @@ class ShardedOptimizer(Optimizer):
     def _flatten(self, params: list[Tensor]) -> None:
         kinds = [(p.device, p.dtype) for p in params]
         numels = [p.numel() for p in params]
-        buckets = plan_segments(numels, range(len(params)), CHUNK, self.world_size, kinds, self._loads)
-        for bucket in buckets:
+        for bucket in plan_segments(numels, range(len(params)), CHUNK, self.world_size, kinds, self._loads):
             self.flat_buffers.append(flatten(params, bucket))
             for rank, owned in enumerate(bucket.members):
                 self.owners |= {params[index]: rank for index in owned}
@@ -116,37 +109,26 @@ class ShardedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps this rank's parameters, then waits for everybody's."""
         loss = self.step_own(closure)
-        for pending in gather(self.flat_buffers, self.group):
+        for pending in [buffer.gather(self.rank, self.group) for buffer in self.flat_buffers]:
             pending.wait()
         return loss
 
     def step_own(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The step without the gathering: until `gather` this rank has the old values of others' parameters."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        assert self._local is not None
+        """The step without the gathering: until then this rank has the old values of others' parameters."""
         for group, local in zip(self.param_groups, self._local.param_groups, strict=True):
             local.update({name: value for name, value in group.items() if name != "params"})  # schedules set it there
-        self._local.step()
-        return loss
+        return self._local.step(closure)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's share: state by the parameter's number over all groups, the groups, and whose share it is."""
-        numbers = self._numbers()
+        numbers = _numbers(self.param_groups)
         groups = [{**group, "params": [numbers[p] for p in group["params"]]} for group in self.param_groups]
         state = {numbers[p]: dict(self.state[p]) for p in self.state}
         return {"state": state, "param_groups": groups, "shard": [self.rank, self.world_size]}
 
     def full_state_dict(self) -> dict[str, Any]:
         """The state dict of `optimizer_cls` without shards, on every rank, its tensors on the CPU."""
-        own = self.state_dict()
-        state = {number: {k: _on_cpu(v) for k, v in values.items()} for number, values in own["state"].items()}
-        merged: dict[int, Any] = {}
-        for one in gather_objects(state, self.group):
-            merged |= one
-        return {"state": dict(sorted(merged.items())), "param_groups": own["param_groups"]}
+        return merge_shares(gather_objects(tree_map(_on_cpu, self.state_dict()), self.group))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes this rank's part of a full state dict, or its own share. ValueError for another's share."""
@@ -159,29 +141,29 @@ class ShardedOptimizer(Optimizer):
         found, here = ([len(group["params"]) for group in of] for of in (groups, self.param_groups))
         if found != here:
             raise ValueError(f"the state dict has param groups of {found} parameters, this optimizer of {here}")
-        order = [number for group in groups for number in group["params"]]
-        named = dict(zip(self._numbers(), order, strict=True))
         for saved, group in zip(groups, self.param_groups, strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})
-        self._load_own(state, groups, named)
-
-    def _load_own(self, state: dict[int, Any], groups: list[Any], named: dict[Tensor, int]) -> None:
-        assert self._local is not None
-        own: dict[int, Any] = {}
-        local_groups, count = [], 0
-        for saved, group in zip(groups, self._local.param_groups, strict=True):
-            numbers = []
-            for p in group["params"]:
-                if named[p] in state:
-                    own[count] = state[named[p]]
-                numbers.append(count)
-                count += 1
-            local_groups.append({**saved, "params": numbers})
+        order = [number for group in groups for number in group["params"]]
+        named = dict(zip(_numbers(self.param_groups), order, strict=True))
+        numbers = _numbers(self._local.param_groups)
+        own = {number: state[named[p]] for p, number in numbers.items() if named[p] in state}
+        local_groups = [
+            {**saved, "params": [numbers[p] for p in local["params"]]}
+            for saved, local in zip(groups, self._local.param_groups, strict=True)
+        ]
         self._local.load_state_dict({"state": own, "param_groups": local_groups})
         self.state = self._local.state
 
-    def _numbers(self) -> dict[Tensor, int]:
-        return {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
+
+def merge_shares(shares: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The shares of all ranks as one state dict, as the optimizer without shards would give it."""
+    state = {number: values for share in shares for number, values in share["state"].items()}
+    return {"state": dict(sorted(state.items())), "param_groups": shares[0]["param_groups"]}
+
+
+def _numbers(groups: Sequence[dict[str, Any]]) -> dict[Tensor, int]:
+    """Parameters in the order of the groups, numbered."""
+    return {p: number for number, p in enumerate(p for group in groups for p in group["params"])}
 
 
 def _on_cpu(value: Any) -> Any:

@@ -1,5 +1,6 @@
 """The parts of a module that are sharded, gathered and waited for as one."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -56,3 +57,14 @@ def surround(block: nn.Module, before: Callable[..., None], after: Callable[...,
         return output
 
     block._compiled_call_impl = call
+
+
+def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
+    """A hook that calls the bound method, `first` in front of the hook's arguments, and keeps nothing alive."""
+    owner, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
+
+    def hook(*args: Any) -> Any:
+        self = owner()  # a module may outlive its wrapper
+        return None if self is None else function(self, *first, *args)
+
+    return hook

@@ -12,10 +12,9 @@ has none on any rank keeps none, so that an optimizer leaves it alone. The mean 
 large batches train as one process does on all of them.
 """
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 
 from lmsys.parallel.collectives import Group, broadcast_, gather_objects, size_and_rank
 from lmsys.parallel.traits import Traits
+from lmsys.parallel.units import weakly
 
 
 class Wrapper(Traits, nn.Module):
@@ -45,7 +45,7 @@ class Wrapper(Traits, nn.Module):
         for x in (*module.parameters(), *module.buffers()):
             broadcast_(x, process_group)
         for index, p in enumerate(self.trainable):
-            p.register_post_accumulate_grad_hook(partial(_grad_hook, weakref.ref(self), index))
+            p.register_post_accumulate_grad_hook(weakly(self._on_grad, index))
 
     def _prepare(self) -> None:
         """Runs on all ranks before anything is sent. ValueError where the strategy cannot run there."""
@@ -81,7 +81,7 @@ class Wrapper(Traits, nn.Module):
         """The module's state dict, whole, on every rank. All ranks call it."""
         return self.module.state_dict()
 
-    def _on_grad(self, index: int) -> None:
+    def _on_grad(self, index: int, _: Tensor) -> None:
         """Called when a backward has accumulated `trainable[index].grad`."""
         if self._synchronizing:
             if not self._unfinished:  # a module's attributes are slow to set, and this runs once a parameter
@@ -121,30 +121,22 @@ def dense(p: Tensor) -> Tensor:
     return p.grad
 
 
-def _grad_hook(wrapper: "weakref.ref[Wrapper]", index: int, _: Tensor) -> None:
-    """The post-accumulate-grad hook of a parameter."""
-    self = wrapper()  # a module may outlive its wrapper
-    if self is not None:
-        self._on_grad(index)
-
-
 def _agree(module: nn.Module, group: Group) -> None:
     """ValueError on every rank that names the first difference between what ranks hold."""
     own = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
     own += [(name, tuple(x.shape), str(x.dtype), None) for name, x in module.named_buffers()]
     first, *others = gather_objects(own, group)
     for rank, other in enumerate(others, start=1):
-        if other != first:
-            place = next((i for i, pair in enumerate(zip(first, other, strict=False)) if pair[0] != pair[1]), None)
-            if place is None:
-                place = min(len(first), len(other))
-            here, there = (_words(found[place : place + 1]) for found in (first, other))
-            raise ValueError(f"ranks hold different modules: rank 0 has {here} where rank {rank} has {there}")
+        for here, there in zip_longest(first, other):
+            if here != there:
+                raise ValueError(
+                    f"ranks hold different modules: rank 0 has {_words(here)} where rank {rank} has {_words(there)}"
+                )
 
 
-def _words(found: list[Any]) -> str:
-    if not found:
+def _words(found: tuple[Any, ...] | None) -> str:
+    if found is None:
         return "nothing more"
-    name, shape, dtype, trained = found[0]
+    name, shape, dtype, trained = found
     kind = {None: "buffer", True: "parameter", False: "frozen parameter"}[trained]
     return f"the {kind} {name} {shape} {dtype.removeprefix('torch.')}"

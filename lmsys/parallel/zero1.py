@@ -12,7 +12,6 @@ Source: Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), section 7.
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +19,10 @@ from torch import Tensor, nn
 
 from lmsys.parallel.buckets import MIB, Segmented, offsets, plan_segments
 from lmsys.parallel.collectives import Group, Pending, reduce_scatter_mean
-from lmsys.parallel.overlapped import Overlapped, do_nothing
+from lmsys.parallel.overlapped import Overlapped
 from lmsys.parallel.packing import Layout, copy_gradients
 from lmsys.parallel.sharded_optimizer import FlatBuffer, ShardedOptimizer, flatten, layout_of
-from lmsys.parallel.units import blocks_of, parameters_by_block, surround
+from lmsys.parallel.units import blocks_of, parameters_by_block, surround, weakly
 
 # Flat buffers that a recorded forward has begun to gather beyond those it has waited for. Were all begun at its start,
 # the first memset of cuBLAS in the CUDA graph would wait until the last gather is over, as traces on two H200s show. In
@@ -117,7 +116,7 @@ class Zero1(Overlapped):
         for number in range(len(self._gathering), min(count, len(self.flat_buffers))):
             self._gathering.append(self._gather(number))
 
-    def _wait_for(self, numbers: Sequence[int]) -> None:
+    def _wait_for(self, numbers: Sequence[int], *_: Any) -> None:
         """Waits until these flat buffers are whole; begins those that come next, where they have not been."""
         count = max(numbers, default=-1) + 1
         self._begin_gathering(count)
@@ -141,7 +140,7 @@ class Zero1(Overlapped):
         starts, _ = offsets([p.numel() for p in own])
         return Layout.at(own, starts, segmented.length)
 
-    def _send(self, number: int) -> tuple[Pending, Callable[[], None]]:
+    def _send(self, number: int) -> Pending:
         params, layout = self._members[number], self._layouts[number]
         flat = params[0].new_empty(layout.length)
         with torch.no_grad():
@@ -153,24 +152,21 @@ class Zero1(Overlapped):
         for index, view in zip(self.segments[number].members[self.rank], views, strict=True):
             self.trainable[index].grad = view
         if number > 1:
-            self._sent[number - 2][0].wait()  # so that its flat tensor can be used again
-        return reduce_scatter_mean(own, flat, self.group), do_nothing
+            self._sent[number - 2].wait()  # so that its flat tensor can be used again
+        return reduce_scatter_mean(own, flat, self.group)
 
     def _wait_in_forward(self) -> None:
         """Makes each block wait before its forward for its own parameters; `forward` waits for the others."""
         units = parameters_by_block(self.module)
         unit_of = {p: number for number, params in enumerate(units) for p in params}
-        first_use = [min(unit_of[self.trainable[i]] for i in buffer.bucket.indices) for buffer in self.flat_buffers]
-        self.flat_buffers = [
-            self.flat_buffers[i] for i in sorted(range(len(self.flat_buffers)), key=lambda i: first_use[i])
-        ]
+        self.flat_buffers.sort(key=lambda one: min(unit_of[self.trainable[index]] for index in one.bucket.indices))
         needed: list[set[int]] = [set() for _ in units]
         for number, buffer in enumerate(self.flat_buffers):
             for index in buffer.bucket.indices:
                 needed[unit_of[self.trainable[index]]].add(number)
         self._at_start = sorted(needed[0])
         for block, numbers in zip(blocks_of(self.module), needed[1:], strict=True):
-            surround(block, partial(_wait, weakref.ref(self), sorted(numbers)))
+            surround(block, weakly(self._wait_for, sorted(numbers)))
 
 
 class Zero1Optimizer(ShardedOptimizer):
@@ -194,9 +190,3 @@ class Zero1Optimizer(ShardedOptimizer):
         loss = self.step_own(closure)
         wrapper.stepped()
         return loss
-
-
-def _wait(wrapper: "weakref.ref[Zero1]", numbers: list[int], *_: Any) -> None:
-    self = wrapper()
-    if self is not None:
-        self._wait_for(numbers)

@@ -80,11 +80,6 @@ class Tokenizer:
 
         A piece ends where no pre-token crosses, so it grows for as long as there is no whitespace.
         """
-        for found in self.encode_pieces(texts):
-            yield from found.tolist()
-
-    def encode_pieces(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
-        """The same ids as `encode_iterable`, in an array for each piece."""
         waiting, size, enough = [], 0, _PIECE
         for text in texts:
             waiting.append(text)
@@ -93,11 +88,11 @@ class Tokenizer:
                 continue
             data = _utf8("".join(waiting))
             cut = self._late_cut(data)
-            yield self.encode_array(data[:cut])
+            yield from self.encode_array(data[:cut]).tolist()
             waiting = [data[cut:].decode()]
             size = len(waiting[0])
             enough = max(_PIECE, 2 * size)  # where nothing could be cut, what is searched again has doubled
-        yield self.encode_array(_utf8("".join(waiting)))
+        yield from self.encode_array(_utf8("".join(waiting))).tolist()
 
     def decode(self, ids: Iterable[int], errors: str = "replace") -> str:
         """The text of the ids; U+FFFD for bytes that are not UTF-8, or as `bytes.decode` does by `errors`."""

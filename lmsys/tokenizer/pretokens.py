@@ -9,6 +9,7 @@ Legend: N bytes, P pre-tokens.
 
 import re
 from collections.abc import Iterable, Iterator
+from itertools import product, starmap
 
 import numpy as np
 import regex
@@ -49,7 +50,7 @@ class Pretokenizer:
             raise ValueError("a special token must have at least one character; got ''")
         self._specials = specials
         self._pattern = re.compile(b"|".join(map(re.escape, specials))) if specials else None
-        apart = bool(specials) and not any(map(_may_overlap, *zip(*_pairs(specials), strict=True)))
+        apart = bool(specials) and not any(starmap(_may_overlap, product(specials, repeat=2)))
         self.context = max(map(len, specials), default=1)
         self._cut = re.compile(b"|".join([_CUT.pattern, *map(re.escape, specials)])) if apart else _CUT
 
@@ -101,10 +102,6 @@ class Pretokenizer:
     def _inside_special(self, data: bytes, place: int) -> bool:
         """True if a special token may stand there that begins before `place` and ends after it."""
         return any(data.find(one, max(0, place - len(one) + 1), place + len(one) - 1) >= 0 for one in self._specials)
-
-
-def _pairs(specials: list[bytes]) -> list[tuple[bytes, bytes]]:
-    return [(one, other) for one in specials for other in specials]
 
 
 def _may_overlap(one: bytes, other: bytes) -> bool:

@@ -5,20 +5,19 @@ Sources: Sennrich et al. 2016 (arXiv 1508.07909), section 3.2, on bytes as in GP
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Mapping, Sequence
+from functools import partial
 from operator import add
 from pathlib import Path
 
 import numpy as np
 
-from lmsys.tokenizer.chunks import Chunk, chunks, plan, whole
+from lmsys.tokenizer.chunks import Chunk, whole
 from lmsys.tokenizer.codec import Tokenizer
 from lmsys.tokenizer.pretokens import Pretokenizer
 from lmsys.tokenizer.words import Words
-from lmsys.tokenizer.workers import each
+from lmsys.tokenizer.workers import each_chunk
 
-Progress = Callable[[str, int, int], None]  # (work, how much of it is done, of how much)
 _NUM_BYTES = 256
 
 
@@ -27,7 +26,6 @@ def train(
     vocab_size: int,
     special_tokens: Sequence[str] = (),
     processes: int = 1,
-    progress: Progress = lambda *_: None,
 ) -> Tokenizer:
     """A tokenizer of `vocab_size` tokens: the bytes (ids 0 to 255), the merges in their order, the special tokens.
 
@@ -40,59 +38,42 @@ def train(
         raise ValueError(
             f"{vocab_size=} must be at least {smallest}: {_NUM_BYTES} bytes and {len(special_tokens)} special tokens"
         )
-    counts = count_pretokens(files, special_tokens, processes, progress)
+    counts = count_pretokens(files, special_tokens, processes)
     if not counts:
         raise ValueError(f"there is no text in {', '.join(str(whole(file).path) for file in files) or 'no files'}")
-    merges = learn_merges(counts, vocab_size - smallest, progress)
+    merges = learn_merges(counts, vocab_size - smallest)
     vocab = [bytes([byte]) for byte in range(_NUM_BYTES)]
     vocab += dict.fromkeys(left + right for left, right in merges)
     vocab += [token.encode() for token in special_tokens]
     return Tokenizer(dict(enumerate(vocab)), merges, special_tokens)
 
 
-class _Count:
-    """The distinct pre-tokens of a chunk, in one string of bytes, with their lengths and counts."""
-
-    def __init__(self, special_tokens: Sequence[str]):
-        self._pretokenizer = Pretokenizer(special_tokens)
-
-    def __call__(self, chunk: Chunk) -> tuple[int, bytes, np.ndarray, np.ndarray]:
-        data, words, counts = chunk.read(), Words(), np.zeros(0, np.int64)
-        for block in self._pretokenizer.blocks(data):
-            numbers = words.numbers(block, self._pretokenizer.starts(block))
-            counts = np.pad(counts, (0, len(words) - len(counts))) + np.bincount(numbers, minlength=len(words))
-        lengths = np.fromiter(map(len, words.list), np.int64, len(words))
-        return len(data), b"".join(words.list), lengths, counts
-
-
 def count_pretokens(
-    files: Sequence[Path | Chunk],
-    special_tokens: Sequence[str] = (),
-    processes: int = 1,
-    progress: Progress = lambda *_: None,
+    files: Sequence[Path | Chunk], special_tokens: Sequence[str] = (), processes: int = 1
 ) -> dict[bytes, int]:
     """How often each pre-token stands in the files; special tokens are none."""
-    parts, done = [whole(file) for file in files], 0
-    total = sum(part.size for part in parts)
-    size, processes = plan(parts, processes)
-    pieces = chunks(parts, Pretokenizer(special_tokens), size)
     counts: defaultdict[bytes, int] = defaultdict(int)
-    with closing(each(_Count(special_tokens), pieces, processes)) as counted:
-        for num_bytes, text, lengths, found in counted:
-            start = 0
-            for length, count in zip(lengths.tolist(), found.tolist(), strict=True):
-                counts[text[start : start + length]] += count
-                start += length
-            done += num_bytes
-            progress("counting bytes", done, total)
+    count_in = partial(_count, Pretokenizer(special_tokens))
+    for text, lengths, found in each_chunk(count_in, files, special_tokens, processes):
+        start = 0
+        for length, count in zip(lengths.tolist(), found.tolist(), strict=True):
+            counts[text[start : start + length]] += count
+            start += length
     for token in special_tokens:
         counts.pop(token.encode(), None)
     return dict(counts)
 
 
-def learn_merges(
-    counts: Mapping[bytes, int], num_tokens: int, progress: Progress = lambda *_: None
-) -> list[tuple[bytes, bytes]]:
+def _count(pretokenizer: Pretokenizer, chunk: Chunk) -> tuple[bytes, np.ndarray, np.ndarray]:
+    """The distinct pre-tokens of a chunk, in one string of bytes, with their lengths and counts."""
+    words, counts = Words(), np.zeros(0, np.int64)
+    for block in pretokenizer.blocks(chunk.read()):
+        numbers = words.numbers(block, pretokenizer.starts(block))
+        counts = np.pad(counts, (0, len(words) - len(counts))) + np.bincount(numbers, minlength=len(words))
+    return b"".join(words.list), np.fromiter(map(len, words.list), np.int64, len(words)), counts
+
+
+def learn_merges(counts: Mapping[bytes, int], num_tokens: int) -> list[tuple[bytes, bytes]]:
     """The merges, in order, that make `num_tokens` tokens beside the bytes out of words and their counts.
 
     The most frequent pair is merged, of several the lexicographically greater (left, right). There are fewer when no
@@ -102,7 +83,6 @@ def learn_merges(
     merges: list[tuple[bytes, bytes]] = []
     while len(learner.tokens) < _NUM_BYTES + num_tokens and (merge := learner.step()):
         merges.append(merge)
-        progress("merging", len(learner.tokens) - _NUM_BYTES, num_tokens)
     return merges
 
 

@@ -15,9 +15,11 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
+
+from lmsys.training.files import replacing, sha256_of
 
 State = dict[str, Any]  # tensors, numbers, strings, and dicts, lists and tuples of them
 _MANIFEST = re.compile(r"step-(\d{8,})\.json")
@@ -71,9 +73,8 @@ class Checkpoint:
             raise ValueError(f"{path}: is missing")
         if (size := path.stat().st_size) != entry["bytes"]:
             raise ValueError(f"{path}: has {size:,} bytes and was saved with {entry['bytes']:,}")
-        with path.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
-                raise ValueError(f"{path}: its SHA-256 is not the one that it was saved with")
+        if sha256_of(path) != entry["sha256"]:
+            raise ValueError(f"{path}: its SHA-256 is not the one that it was saved with")
         return path
 
     def _load(self, name: str) -> State:
@@ -127,7 +128,7 @@ def save(
 
 def newest(folder: Path) -> Checkpoint | None:
     """The whole checkpoint of the highest step, or None. One that is torn is passed over with a warning."""
-    for manifest in sorted(_manifests(Path(folder)), key=_step_of, reverse=True):
+    for manifest in _manifests(Path(folder)).values():
         try:
             found = read(manifest)
             found.verify()
@@ -164,21 +165,6 @@ def set_rng_state(state: State, device: str | torch.device = "cpu") -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-class _Hashed:
-    """A file that counts and hashes what is written to it."""
-
-    def __init__(self, file: BinaryIO):
-        self._file, self.digest, self.bytes = file, hashlib.sha256(), 0
-
-    def write(self, data: Any) -> int:
-        self.digest.update(data)
-        self.bytes += memoryview(data).nbytes
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-
 def _write_parts(folder: Path, step: int, parts: Mapping[str, State]) -> dict[str, dict[str, Any]]:
     folder.mkdir(parents=True, exist_ok=True)
     entries: dict[str, dict[str, Any]] = {}
@@ -187,11 +173,10 @@ def _write_parts(folder: Path, step: int, parts: Mapping[str, State]) -> dict[st
             path = folder / f"step-{step:08}-{name}-{secrets.token_hex(4)}.pt"
             entries[name] = {"file": path.name}
             with path.open("xb") as file:
-                hashed = _Hashed(file)
-                torch.save(state, hashed)
+                torch.save(state, file)
                 file.flush()
                 os.fsync(file.fileno())
-            entries[name] |= {"bytes": hashed.bytes, "sha256": hashed.digest.hexdigest()}
+            entries[name] |= {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
     except BaseException:
         for entry in entries.values():
             (folder / entry["file"]).unlink(missing_ok=True)
@@ -200,13 +185,9 @@ def _write_parts(folder: Path, step: int, parts: Mapping[str, State]) -> dict[st
 
 
 def _commit(manifest: Path, content: Mapping[str, Any]) -> None:
-    unfinished = manifest.with_name(f"{manifest.name}.{secrets.token_hex(4)}.tmp")
-    with unfinished.open("w") as file:
-        json.dump({**content, "sha256": _digest(content)}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
     _sync_folder(manifest.parent)  # the names of the parts, before that of the manifest
-    unfinished.replace(manifest)
+    with replacing(manifest) as file:
+        file.write(json.dumps({**content, "sha256": _digest(content)}, indent=1).encode())
     _sync_folder(manifest.parent)
 
 
@@ -239,11 +220,11 @@ def _tidy(folder: Path, step: int, keep: int | None) -> None:
 
     Later steps stay and do not count: they are there when a run has gone back behind them, as behind a torn one.
     """
-    manifests = sorted((found for found in _manifests(folder) if _step_of(found) <= step), key=_step_of, reverse=True)
+    manifests = [manifest for found, manifest in _manifests(folder).items() if found <= step]
     for old in manifests[keep:] if keep is not None else []:
         old.unlink(missing_ok=True)
     named = set()
-    for manifest in _manifests(folder):
+    for manifest in _manifests(folder).values():
         try:
             named |= {entry["file"] for entry in read(manifest).files.values()}
         except ValueError:
@@ -253,11 +234,8 @@ def _tidy(folder: Path, step: int, keep: int | None) -> None:
             path.unlink(missing_ok=True)
 
 
-def _manifests(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if _MANIFEST.fullmatch(path.name)] if folder.is_dir() else []
-
-
-def _step_of(manifest: Path) -> int:
-    found = _MANIFEST.fullmatch(manifest.name)
-    assert found
-    return int(found[1])
+def _manifests(folder: Path) -> dict[int, Path]:
+    """By step, the highest first."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    found = {int(match[1]): path for path in paths if (match := _MANIFEST.fullmatch(path.name))}
+    return dict(sorted(found.items(), reverse=True))

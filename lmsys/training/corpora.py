@@ -2,7 +2,6 @@
 
 import os
 import sysconfig
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +10,8 @@ from platform import python_version
 from lmsys.tokenizer.chunks import Chunk, cut_file, whole
 from lmsys.tokenizer.pretokens import Pretokenizer
 from lmsys.training.config import DataConfig, file_of
-from lmsys.training.download import download, sha256_of
+from lmsys.training.download import download
+from lmsys.training.files import replacing, sha256_of
 
 END_OF_TEXT = "<|endoftext|>"  # stands between documents; a special token of a tokenizer for them
 HELD_OUT = 20  # one file of so many is for validation
@@ -50,8 +50,10 @@ def stdlib(folder: Path | None = None) -> Corpus:
             raise ValueError(f"the standard library in {sysconfig.get_path('stdlib')} has no modules in source")
         valid = documents[HELD_OUT - 1 :: HELD_OUT]
         train = [text for index, text in enumerate(documents) if index % HELD_OUT != HELD_OUT - 1]
+        folder.mkdir(parents=True, exist_ok=True)
         for path, texts in zip(paths, (train, valid), strict=True):
-            _write(path, "".join(text + END_OF_TEXT for text in texts).encode())
+            with replacing(path) as file:
+                file.write("".join(text + END_OF_TEXT for text in texts).encode())
     return Corpus("stdlib", (whole(paths[0]),), (whole(paths[1]),))
 
 
@@ -125,17 +127,3 @@ def _stdlib_documents() -> Iterator[str]:
             continue  # a few modules that test encodings are in others
         if END_OF_TEXT not in text:
             yield text
-
-
-def _write(path: Path, data: bytes) -> None:
-    """The file is there whole or not at all, whoever else writes it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
-        try:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise

@@ -33,56 +33,15 @@ class TokenFiles:
         if not paths:
             raise ValueError("no token files are given")
         self._arrays = [open_tokens(Path(path), tokenizer) for path in paths]
-        self._ends = np.cumsum([len(ids) for ids in self._arrays])
+        self._firsts = np.cumsum([0, *map(len, self._arrays)]).tolist()
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return self._firsts[-1]
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        pieces = []
-        for index in range(int(np.searchsorted(self._ends, start, "right")), len(self._arrays)):
-            first = int(self._ends[index]) - len(self._arrays[index])
-            pieces.append(self._arrays[index][max(0, start - first) : max(0, stop - first)])
-            if stop <= self._ends[index]:
-                break
-        return np.concatenate(pieces).astype(np.int64) if pieces else np.zeros(0, np.int64)
-
-
-class TextTokens:
-    """The ids of a text, tokenized in memory: for small ones."""
-
-    def __init__(self, text: str, tokenizer: Tokenizer):
-        self._ids = np.array(tokenizer.encode(text), np.int64)
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        return self._ids[start:stop]
-
-
-@dataclass(frozen=True)
-class RandomTokens:
-    """`length` ids drawn evenly from a vocabulary: for measuring, where what is learned does not matter."""
-
-    vocab_size: int
-    length: int
-    seed: int = 0
-
-    def __len__(self) -> int:
-        return self.length
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        stop = min(stop, self.length)
-        blocks = range(start // _RANDOM_BLOCK, -(-stop // _RANDOM_BLOCK))
-        drawn = [
-            np.random.default_rng((self.seed, block)).integers(self.vocab_size, size=_RANDOM_BLOCK) for block in blocks
-        ]
-        first = blocks.start * _RANDOM_BLOCK
-        return np.concatenate(drawn)[start - first : stop - first] if drawn else np.zeros(0, np.int64)
-
-
-_RANDOM_BLOCK = 4096
+        files = zip(self._arrays, self._firsts[:-1], strict=True)
+        pieces = [ids[max(0, start - first) : max(0, stop - first)] for ids, first in files]
+        return np.concatenate(pieces).astype(np.int64)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """A file over HTTP: in parts, going on where an earlier try ended, checked before it takes its name."""
 
-import hashlib
 import http.client
 import re
 import time
@@ -8,6 +7,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+
+from lmsys.training.files import sha256_of
 
 _PIECE = 1 << 20  # bytes that are read at once
 TIMEOUT_S = 30.0
@@ -100,8 +101,3 @@ def _fetch(url: str, part: Path, progress: Callable[[int, int], None]) -> set[st
     validator.unlink(missing_ok=True)
     tags = [message.get("X-Linked-ETag", "").strip('"') for message in (*redirects.headers, reply.headers)]
     return {tag for tag in tags if re.fullmatch("[0-9a-f]{64}", tag)}
-
-
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lmsys.training.data import Source
 
@@ -34,9 +34,11 @@ def evaluate(
     windows: Windows,
     batch_size: int,
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+    loss_of: Callable[..., Tensor] | None = None,
 ) -> Evaluation:
-    """The loss of `model.loss(inputs, targets)` over all windows, each token counting the same whatever `batch_size`.
+    """The loss over all windows, each token counting the same whatever `batch_size`.
 
+    loss_of  (inputs, targets) -> the mean loss; None: `model.loss`
     The model is left in the mode, training or not, in which it came. ValueError for no windows or batch_size < 1.
     """
     inputs, targets = windows
@@ -49,7 +51,7 @@ def evaluate(
         for first in range(0, len(inputs), batch_size):
             batch = (torch.from_numpy(x[first : first + batch_size]).to(device) for x in (inputs, targets))
             with autocast():
-                loss = model.loss(*batch)
+                loss = (loss_of or model.loss)(*batch)
             total += loss.item() * inputs[first : first + batch_size].size
     finally:
         model.train(was_training)

@@ -71,7 +71,7 @@ class Cache:
 
     def __init__(self, num_layers: int, capacity: int):
         self._capacity = capacity
-        self._kept: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
+        self._kept: list[Any] = [None] * num_layers  # pairs (keys, values)
         self._positions: Tensor | None = None
 
     def attend(self, of_model: Callable[[], Any]) -> list[Any]:
@@ -96,9 +96,7 @@ class Cache:
 
     def _read_token(self, index: int, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
         assert causal and q.shape[2] == 1
-        kept = self._kept[index]
-        assert kept is not None
-        keys, values = kept
+        keys, values = self._kept[index]
         rows = torch.arange(len(q), device=q.device)
         keys[rows, :, self._positions], values[rows, :, self._positions] = k[:, :, 0], v[:, :, 0]
         keys, values = keys[:, :, : self._longest], values[:, :, : self._longest]

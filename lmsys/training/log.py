@@ -5,30 +5,24 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lmsys.training.config import RunConfig
-
-
-class Other(Protocol):
-    """Another log that figures go to."""
-
-    def write(self, facts: dict[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
+from lmsys.training.files import replacing
 
 
 class JsonLines:
     """A file with a JSON object a line, each with its `step`. Begins with what it holds up to `step`: a run that is
     resumed writes later steps anew, and a line that was cut off is gone."""
 
-    def __init__(self, path: Path, step: int, others: Sequence[Other] = ()):
+    def __init__(self, path: Path, step: int, others: "Sequence[TensorBoard | WandB]" = ()):
         self._others = others
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= step]
-        unfinished = path.with_name(path.name + ".tmp")
-        unfinished.write_text("".join(line + "\n" for line in kept))
-        unfinished.replace(path)
+        text = path.read_text() if path.is_file() else ""
+        whole = text[: text.rfind("\n") + 1].splitlines()
+        kept = [line for line in whole if json.loads(line)["step"] <= step]
+        with replacing(path) as file:
+            file.write("".join(line + "\n" for line in kept).encode())
         self._file = path.open("a")
 
     def write(self, **facts: Any) -> None:
@@ -71,9 +65,9 @@ class WandB:
         self._run.finish()
 
 
-def others(config: RunConfig, step: int) -> list[Other]:
+def others(config: RunConfig, step: int) -> list[TensorBoard | WandB]:
     """The other logs that the config asks for. ValueError names the extra that would bring a missing package."""
-    found: list[Other] = []
+    found: list[TensorBoard | WandB] = []
     try:
         if config.log.tensorboard:
             found.append(TensorBoard(config.folder / "tensorboard", step))
@@ -82,11 +76,6 @@ def others(config: RunConfig, step: int) -> list[Other]:
     except ImportError as error:
         raise ValueError(f"log: {error}; pip install 'lmsys[log]' brings it") from error
     return found
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a log."""
-    return [json.loads(line) for line in _whole_lines(path)]
 
 
 class Progress:
@@ -102,14 +91,10 @@ class Progress:
         now = time.perf_counter()
         step_s = (now - self._since) / max(1, step - self._last)
         self._last, self._since = step, now
-        mfu = "" if self._peak is None else f"  MFU {100 * self._flops / step_s / self._peak:.1f} %"
         left = round(step_s * (self._steps - step))
-        rate = f"{self._tokens / step_s:,.0f} tokens/s{mfu}"
+        rate = f"{self._tokens / step_s:,.0f} tokens/s{self.mfu('  ', step_s)}"
         return f"step {step:,}/{self._steps:,}  loss {loss:.4f}  lr {lr:.2e}  {rate}  ETA {left // 60}:{left % 60:02}"
 
-
-def _whole_lines(path: Path) -> list[str]:
-    if not path.is_file():
-        return []
-    text = path.read_text()
-    return text[: text.rfind("\n") + 1].splitlines()
+    def mfu(self, between: str, step_s: float) -> str:
+        """The share of the peak that a step of `step_s` reaches, behind `between`; nothing where no peak is known."""
+        return "" if self._peak is None else f"{between}MFU {100 * self._flops / step_s / self._peak:.1f} %"

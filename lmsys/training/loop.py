@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lmsys.cost.operations import model_flops
 from lmsys.measure.machine import peak_flops_per_s
@@ -171,8 +171,7 @@ class Trainer:
             checkpoint.set_rng_state(found.own(self.rank)["rng"], self.device)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        bf16 = self.config.train.precision == "bf16"
-        return torch.autocast(self.device.type, torch.bfloat16) if bf16 else nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16")
 
     def train_step(self, stop: int = 0) -> tuple[Step, int]:
         """One step, and the largest `stop` of any rank."""
@@ -222,7 +221,7 @@ class Trainer:
     def _agree(self, loss: Tensor, stop: int) -> tuple[float, int]:
         if self.world_size == 1:
             return loss.item(), stop
-        told = torch.zeros(1 + _STOPS, dtype=torch.float64, device=self.device)
+        told = torch.zeros(1 + _TIME, dtype=torch.float64, device=self.device)
         told[0] = loss.double() / self.world_size
         if stop:
             told[stop] = 1.0
@@ -232,7 +231,8 @@ class Trainer:
 
     def evaluate(self) -> Evaluation:
         """Evaluates the same windows on every rank: no collective of a strategy is left alone."""
-        return evaluate(_Evaluated(self), self.windows, self.config.evaluate.batch_size, self.autocast)
+        # The strategy's forward, as some gather parameters in it.
+        return evaluate(self.model, self.windows, self.config.evaluate.batch_size, self.autocast, self.strategy)
 
     def save(self, folder: Path) -> Path:
         shared, own = state.capture(self.strategy, self.optimizer, self.rank)
@@ -249,7 +249,7 @@ class Trainer:
         NonFiniteError when more steps in a row than allowed were not finite: the last good checkpoint stays.
         """
         train, began, before = self.config.train, time.perf_counter(), self.seconds
-        progress = self._progress()
+        progress = self.progress()
         valid, loss, why, saved = None, None, "done", -1
         with StopSignals() as signals:
             while self.step < train.steps:
@@ -269,7 +269,8 @@ class Trainer:
         assert saved == self.step or loss is None
         return Outcome(self.step, why, loss, valid, self.seconds, self.skipped)
 
-    def _progress(self) -> Progress:
+    def progress(self) -> Progress:
+        """The line for the reader, from this step on."""
         config = self.config
         tokens = config.train.batch_size * config.model.context_length
         flops = model_flops(config.model, tokens=tokens, context=config.model.context_length, mode="step")
@@ -309,20 +310,7 @@ class Trainer:
         return found
 
 
-_STOPS = 64  # numbers of signals, and one that is none
-_TIME = 64
-
-
-class _Evaluated(nn.Module):
-    """The strategy's forward where `evaluate` asks for the model's loss: some strategies gather parameters in it."""
-
-    def __init__(self, trainer: Trainer):
-        super().__init__()
-        self.model = trainer.model
-        self._strategy = [trainer.strategy]
-
-    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return self._strategy[0](inputs, targets)
+_TIME = 64  # above the numbers of signals, and none of them
 
 
 def _due(step: int, interval: int) -> bool:

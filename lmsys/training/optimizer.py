@@ -5,8 +5,9 @@ Schedule and clipping are those of CS336, assignment 1 (section 4, "Training a T
 
 import importlib.util
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -45,7 +46,7 @@ class AdamW(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
     ) -> None:
-        self._plans: dict[int, _Plan] = {}
+        self._plans: dict[int, tuple[list[Tensor], list[_Bundle]]] = {}  # by param group: for what, and it
         defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         _validate(**defaults)
         super().__init__(params, defaults)
@@ -79,71 +80,66 @@ class AdamW(Optimizer):
                 loss = closure()
         scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         plans = [self._plan(i) for i in range(len(self.param_groups))]  # all, before any parameter changes
-        for group, plan in zip(self.param_groups, plans, strict=True):
-            for bundle in plan.bundles:
+        for group, bundles in zip(self.param_groups, plans, strict=True):
+            for bundle in bundles:
                 if bundle.params[0].is_cuda:
                     _cuda_step(bundle, group, *scaling)
                 else:
                     _foreach_step(bundle, group)
         return loss
 
-    def _plan(self, index: int) -> "_Plan":
+    def _plan(self, index: int) -> "list[_Bundle]":
+        """The bundles of a param group, the same ones for as long as the same of its parameters have gradients."""
         live = [p for p in self.param_groups[index]["params"] if p.grad is not None]
-        plan = self._plans.get(index)
-        if plan is None or len(plan.live) != len(live) or not all(map(is_, plan.live, live)):
-            plan = self._plans[index] = _Plan(live, self._bundles(live))
-        return plan
+        before, bundles = self._plans.get(index, ([], []))
+        if len(before) != len(live) or not all(map(is_, before, live)):
+            bundles = self._bundles(live)
+            self._plans[index] = live, bundles
+        return bundles
 
     def _bundles(self, live: list[Tensor]) -> list["_Bundle"]:
         for p in live:
             if p.grad.layout != torch.strided or not p.is_floating_point():
                 given = f"{p.grad.layout} of {p.dtype}, shape {tuple(p.shape)}"
                 raise ValueError(f"AdamW takes dense floating-point gradients, and one is {given}")
-        bundles: dict[tuple[torch.device, torch.dtype], _Bundle] = {}
         for p in live:
             state = self.state[p]
             if not state:
                 state.update(step=0.0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
             home = p.device if p.is_cuda else "cpu"
             state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=home)
-            bundles.setdefault((p.device, p.dtype), _Bundle()).append(p, state)
-        return list(bundles.values())
+        return [
+            _Bundle(params, *([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq", "step")))
+            for params in _by_kind(live).values()
+        ]
 
 
 @dataclass
 class _Bundle:
     """Parameters of one group, device and dtype, and their state: the lists that a multi-tensor kernel takes."""
 
-    params: list[Tensor] = field(default_factory=list)
-    exp_avgs: list[Tensor] = field(default_factory=list)
-    exp_avg_sqs: list[Tensor] = field(default_factory=list)
-    steps: list[Tensor] = field(default_factory=list)
+    params: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    steps: list[Tensor]
     kernel: Any = None  # the FusedAdamW of adamw_triton.py that has stepped it before
-
-    def append(self, p: Tensor, state: dict[str, Tensor]) -> None:
-        self.params.append(p)
-        self.exp_avgs.append(state["exp_avg"])
-        self.exp_avg_sqs.append(state["exp_avg_sq"])
-        self.steps.append(state["step"])
 
     def grads(self) -> list[Tensor]:
         return [p.grad for p in self.params]
 
 
-@dataclass
-class _Plan:
-    """How a param group is stepped for as long as `live` are those of its parameters that have gradients."""
-
-    live: list[Tensor]
-    bundles: list[_Bundle]
+def _by_kind(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for x in tensors:
+        kinds[x.device, x.dtype].append(x)
+    return kinds
 
 
 def _cuda_step(bundle: _Bundle, group: dict[str, Any], *scaling: Tensor | None) -> None:
     device = bundle.params[0].device
     grad_scale, found_inf = (None if x is None else x.to(device, non_blocking=True) for x in scaling)
     lists = bundle.params, bundle.grads(), bundle.exp_avgs, bundle.exp_avg_sqs
-    wide = bundle.params[0].dtype == torch.float32
-    if HAS_TRITON and wide and all(map(Tensor.is_contiguous, chain(*lists))):
+    if HAS_TRITON and bundle.params[0].dtype == torch.float32 and all(map(Tensor.is_contiguous, chain(*lists))):
         _triton_step(bundle, group, grad_scale, found_inf)
     else:
         _fused_step(bundle, group, grad_scale, found_inf)
@@ -244,10 +240,7 @@ def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, eps: 
         if not value >= 0:
             raise ValueError(f"{name}={value} must be at least 0")
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters
-    bundles: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for p in parameters:
-        if p.grad is not None:
-            bundles.setdefault((p.grad.device, p.grad.dtype), []).append(p.grad)
+    bundles = _by_kind(p.grad for p in parameters if p.grad is not None)
     if not bundles:
         return torch.zeros(())
     first_device = next(iter(bundles))[0]

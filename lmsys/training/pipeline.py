@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import time
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lmsys.cost.operations import model_flops
-from lmsys.measure.machine import peak_flops_per_s
 from lmsys.model import TransformerLM
 from lmsys.parallel import group
 from lmsys.parallel.collectives import gather_objects, size_and_rank
@@ -31,13 +30,14 @@ from lmsys.training.checkpoint import Checkpoint
 from lmsys.training.config import RunConfig
 from lmsys.training.corpora import END_OF_TEXT, Corpus, corpus_of
 from lmsys.training.data import TokenFiles, fixed_windows
-from lmsys.training.evaluation import evaluate, unigram
+from lmsys.training.evaluation import Windows, evaluate, unigram
 from lmsys.training.generation import Sampling, generate
 from lmsys.training.log import JsonLines, others
 from lmsys.training.loop import Outcome, Trainer
 from lmsys.training.tokens import shards, tokenize_files
 
-STEPS = ("tokenizer", "tokenize", "train", "evaluate", "generate")
+DATA_STEPS = ("tokenizer", "tokenize")
+STEPS = (*DATA_STEPS, "train", "evaluate", "generate")
 PARTS = ("train", "valid")
 DOWNLOAD_LINES_S = 5.0
 
@@ -51,12 +51,8 @@ class RunContext:
     world_size: int
 
     @property
-    def folder(self) -> Path:
-        return self.config.folder
-
-    @property
     def checkpoints(self) -> Path:
-        return self.folder / "checkpoints"
+        return self.config.folder / "checkpoints"
 
     @property
     def processes(self) -> int:
@@ -84,11 +80,8 @@ def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> i
     config.train.accumulation(world_size)  # refused here rather than after the data has been made
     if context.device.type == "cpu" and config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
-    skipped = ("tokenizer", "tokenize") if skip_data else ()
     alone = len(steps) == 1
-    for step in steps:
-        if step in skipped:
-            continue
+    for step in (step for step in steps if not (skip_data and step in DATA_STEPS)):
         if step == "tokenizer":
             make_tokenizer(context, anew=alone)
         elif step == "tokenize":
@@ -109,11 +102,11 @@ def make_tokenizer(context: RunContext, anew: bool) -> None:
         return _wait(context)
     corpus, vocab_size = _corpus(context), context.config.model.vocab_size
     made = {"vocab_size": vocab_size, "text": _facts(corpus.train)}
-    if anew or _read(context.folder / "tokenizer" / "made.json") != made:
+    if anew or _read(context.config.folder / "tokenizer" / "made.json") != made:
         context.say(f"training a tokenizer of {vocab_size:,} tokens on {_size(corpus.train) / 1e6:,.1f} MB")
         tokenizer = train(corpus.train, vocab_size, [END_OF_TEXT], context.processes)
-        tokenizer.save(context.folder / "tokenizer")
-        _write(context.folder / "tokenizer" / "made.json", made)
+        tokenizer.save(context.config.folder / "tokenizer")
+        _write(context.config.folder / "tokenizer" / "made.json", made)
     _wait(context)
 
 
@@ -122,7 +115,7 @@ def make_tokens(context: RunContext, anew: bool) -> None:
     if context.rank == 0:
         _corpus(context)  # made or downloaded by one
     _wait(context)
-    corpus, tokenizer, folder = _corpus(context), _tokenizer(context), context.folder / "tokens"
+    corpus, tokenizer, folder = _corpus(context), _tokenizer(context), context.config.folder / "tokens"
     made = {"tokenizer": tokenizer.fingerprint, "text": [_facts(corpus.train), _facts(corpus.valid)]}
     found = _read(folder / "made.json") or {}
     if not anew and {name: found.get(name) for name in made} == made:
@@ -143,34 +136,29 @@ def make_tokens(context: RunContext, anew: bool) -> None:
 def train_model(context: RunContext) -> Outcome:
     """Trains on, from the newest whole checkpoint where there is one."""
     config, tokenizer = context.config, _tokenizer(context)
-    source, valid = (_tokens(context, part, tokenizer) for part in PARTS)
-    windows = fixed_windows(valid, config.model.context_length, config.evaluate.windows)
+    source, windows = _data(context, tokenizer)
     found = _newest(context)
     trainer = Trainer(config, source, windows, context.device, found, {"tokenizer": tokenizer.fingerprint})
-    if trainer.step:
-        context.say(f"going on from {found.manifest}, step {trainer.step:,}" if found else "")
-    parameters = sum(x.numel() for x in trainer.model.parameters()) if context.world_size == 1 else None
-    size = f"{parameters:,} parameters, " if parameters else ""
+    if found is not None:
+        context.say(f"going on from {found.manifest}, step {trainer.step:,}")
+    alone = context.world_size == 1
+    size = f"{sum(x.numel() for x in trainer.model.parameters()):,} parameters, " if alone else ""
     context.say(f"training: {size}{len(source):,} tokens of text, {context.world_size} x {context.device.type}")
     log = None
     if context.rank == 0:
-        context.folder.mkdir(parents=True, exist_ok=True)
-        (context.folder / "config.json").write_text(config.to_json())
-        log = JsonLines(context.folder / "log.jsonl", trainer.step, others(config, trainer.step))
-    try:
+        context.config.folder.mkdir(parents=True, exist_ok=True)
+        (context.config.folder / "config.json").write_text(config.to_json())
+        log = JsonLines(context.config.folder / "log.jsonl", trainer.step, others(config, trainer.step))
+    with closing(log) if log is not None else nullcontext():
         outcome = trainer.fit(context.checkpoints, log, context.say)
-    finally:
-        if log is not None:
-            log.close()
-    _tell_outcome(context, outcome)
+    _tell_outcome(context, trainer, outcome)
     return outcome
 
 
 def evaluate_model(context: RunContext) -> None:
     """The newest checkpoint's loss on the fixed windows, and that of a model that knows frequencies alone."""
     config, tokenizer = context.config, _tokenizer(context)
-    source, valid = (_tokens(context, part, tokenizer) for part in PARTS)
-    windows = fixed_windows(valid, config.model.context_length, config.evaluate.windows)
+    source, windows = _data(context, tokenizer)
     model, step = _trained(context, tokenizer)
     found = evaluate(model, windows, config.evaluate.batch_size)
     least = unigram(source, windows, config.model.vocab_size)
@@ -194,18 +182,14 @@ def print_sample(context: RunContext) -> None:
     context.say(f"sample of step {step:,}:\n{tokenizer.decode(prompt + made)}")
 
 
-def _tell_outcome(context: RunContext, outcome: Outcome) -> None:
-    config = context.config
+def _tell_outcome(context: RunContext, trainer: Trainer, outcome: Outcome) -> None:
     if outcome.why.startswith("SIG"):
         context.say(
             f"interrupted by {outcome.why}; saved at step {outcome.step:,}: the same command goes on from there"
         )
     elif outcome.why == "time" and outcome.valid is not None:
-        tokens = outcome.step * config.train.batch_size * config.model.context_length
-        flops = model_flops(config.model, tokens=tokens, context=config.model.context_length, mode="step")
-        gpu = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else None
-        peak = peak_flops_per_s(gpu, config.train.precision, context.world_size)
-        mfu = "" if peak is None else f", MFU {100 * flops / outcome.seconds / peak:.1f} %"
+        tokens = outcome.step * context.config.train.batch_size * context.config.model.context_length
+        mfu = trainer.progress().mfu(", ", outcome.seconds / outcome.step)
         context.say(
             f"speedrun: {tokens:,} tokens in {outcome.seconds:.1f} s{mfu}, validation loss {outcome.valid.loss:.4f}"
         )
@@ -241,7 +225,7 @@ def _corpus(context: RunContext) -> Corpus:
 
 
 def _tokenizer(context: RunContext) -> Tokenizer:
-    folder = Path(context.config.data.tokenizer or context.folder / "tokenizer")
+    folder = Path(context.config.data.tokenizer or context.config.folder / "tokenizer")
     if not folder.is_dir():
         raise ValueError(f"{folder}: there is no tokenizer; make one by the step `tokenizer`, without --skip-data")
     tokenizer = Tokenizer.load(folder, [END_OF_TEXT] if context.config.data.tokenizer else [])
@@ -250,12 +234,14 @@ def _tokenizer(context: RunContext) -> Tokenizer:
     return tokenizer
 
 
-def _tokens(context: RunContext, part: str, tokenizer: Tokenizer) -> TokenFiles:
-    folder = context.folder / "tokens"
+def _data(context: RunContext, tokenizer: Tokenizer) -> tuple[TokenFiles, Windows]:
+    """The tokens to train on, and the windows to evaluate on."""
+    folder, config = context.config.folder / "tokens", context.config
     made = _read(folder / "made.json")
     if made is None:
         raise ValueError(f"{folder}: there are no tokens; make them by the step `tokenize`, without --skip-data")
-    return TokenFiles(shards(folder / f"{part}.npy", made["shards"]), tokenizer)
+    source, valid = (TokenFiles(shards(folder / f"{part}.npy", made["shards"]), tokenizer) for part in PARTS)
+    return source, fixed_windows(valid, config.model.context_length, config.evaluate.windows)
 
 
 def _facts(files: tuple[Chunk, ...]) -> list[Any]:

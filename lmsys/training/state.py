@@ -3,12 +3,13 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lmsys.parallel.adapter import Adapter
 from lmsys.parallel.fsdp import Fsdp
-from lmsys.parallel.sharded_optimizer import ShardedOptimizer
+from lmsys.parallel.sharded_optimizer import ShardedOptimizer, merge_shares
 from lmsys.training.checkpoint import Checkpoint, State
 
 PREFIX = "model."  # the names of parameters begin with it: strategies wrap lmsys.model.Loss
@@ -46,30 +47,21 @@ def restore_optimizer(
         params = [p for group in optimizer.param_groups for p in group["params"]]
         optimizer.load_state_dict(_reparted(shares, params, rank, world_size))
     else:
-        state = {number: values for share in shares for number, values in share["state"].items()}
-        optimizer.load_state_dict({"state": dict(sorted(state.items())), "param_groups": shares[0]["param_groups"]})
+        optimizer.load_state_dict(merge_shares(shares))
 
 
 def _reparted(shares: list[State], params: list[nn.Parameter], rank: int, world_size: int) -> State:
     """Flat parts of one number of ranks as those of another: put together, padded or cut behind, divided anew."""
     state: dict[int, Any] = {}
-    for number, p in enumerate(params):
-        if number not in shares[0]["state"]:
-            continue
-        state[number] = {}
-        for name, first in shares[0]["state"][number].items():
-            parts = [share["state"][number][name] for share in shares]
-            state[number][name] = _part(parts, p.numel(), rank, world_size) if _is_flat(first) else first
+    for number, values in shares[0]["state"].items():
+        parts = {name: [share["state"][number][name] for share in shares] for name in values}
+        length = params[number].numel()
+        state[number] = {name: _part(of, length, rank, world_size) for name, of in parts.items()}
     return {"state": state, "param_groups": shares[0]["param_groups"]}
 
 
-def _part(parts: list[Tensor], length: int, rank: int, world_size: int) -> Tensor:
+def _part(parts: list[Any], length: int, rank: int, world_size: int) -> Any:
+    if not isinstance(parts[0], Tensor) or parts[0].dim() != 1:  # a counter of steps, the same in all
+        return parts[0]
     before = torch.cat(parts)
-    whole = before.new_zeros(world_size * length)
-    common = min(len(before), len(whole))  # the rest is padding
-    whole[:common] = before[:common]
-    return whole[rank * length : (rank + 1) * length].clone()
-
-
-def _is_flat(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 1
+    return F.pad(before, (0, world_size * length - len(before))).chunk(world_size)[rank].clone()  # the rest is padding

@@ -5,52 +5,30 @@ Imports no torch.
 """
 
 import json
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
 from lmsys.tokenizer import Tokenizer
-from lmsys.tokenizer.chunks import Chunk, chunks, plan, split, whole
+from lmsys.tokenizer.chunks import Chunk, split, whole
 from lmsys.tokenizer.pretokens import Pretokenizer
-from lmsys.tokenizer.workers import each
-
-Progress = Callable[[str, int, int], None]  # (work, how much of it is done, of how much)
-
-
-class _Encode:
-    """(bytes, ids) of a chunk of text."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
-
-    def __call__(self, chunk: Chunk) -> tuple[int, np.ndarray]:
-        data = chunk.read()
-        return len(data), self._tokenizer.encode_array(data)
+from lmsys.tokenizer.workers import each_chunk
+from lmsys.training.files import replacing
 
 
-def encode_files(
-    tokenizer: Tokenizer,
-    files: Sequence[Path | Chunk],
-    processes: int = 1,
-    progress: Progress = lambda *_: None,
-) -> Iterator[np.ndarray]:
+def encode_files(tokenizer: Tokenizer, files: Sequence[Path | Chunk], processes: int = 1) -> Iterator[np.ndarray]:
     """The ids of the files' text, one file behind another, in pieces; each process holds a chunk of text at a time.
 
     ValueError for a file that is absent or not UTF-8.
     """
-    parts, done = [whole(file) for file in files], 0
-    total = sum(part.size for part in parts)
-    size, processes = plan(parts, processes)
-    pieces = chunks(parts, Pretokenizer(tokenizer.special_tokens), size)
-    with closing(each(_Encode(tokenizer), pieces, processes)) as encoded:
-        for num_bytes, ids in encoded:
-            done += num_bytes
-            progress("tokenizing bytes", done, total)
-            yield ids
+    return each_chunk(partial(_encode, tokenizer), files, tokenizer.special_tokens, processes)
+
+
+def _encode(tokenizer: Tokenizer, chunk: Chunk) -> np.ndarray:
+    return tokenizer.encode_array(chunk.read())
 
 
 def tokenize_files(
@@ -61,7 +39,6 @@ def tokenize_files(
     processes: int = 1,
     rank: int = 0,
     world_size: int = 1,
-    progress: Progress = lambda *_: None,
 ) -> Path:
     """Write the ids to `output`, NAME.npy, or as one of several ranks to its shard NAME-00001-of-00004.npy.
 
@@ -77,10 +54,10 @@ def tokenize_files(
     path = shards(output, world_size)[rank]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".json").unlink(missing_ok=True)  # an array without it is of nobody's making
-    with _replacing(path) as file:
-        count = _write_array(file, encode_files(tokenizer, share, processes, progress), tokenizer.dtype)
+    with replacing(path) as file:
+        count = _write_array(file, encode_files(tokenizer, share, processes), tokenizer.dtype)
     facts = {"tokens": count, "vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.fingerprint}
-    with _replacing(path.with_suffix(".json")) as file:
+    with replacing(path.with_suffix(".json")) as file:
         file.write(json.dumps(facts).encode())
     return path
 
@@ -139,17 +116,3 @@ def _write_array(file: BinaryIO, pieces: Iterator[np.ndarray], dtype: np.dtype) 
     write_header(count)
     assert file.tell() == start
     return count
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file under a temporary name, which takes `path`'s place once it is on the disk."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with unfinished.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)

@@ -1,5 +1,6 @@
 """The language model: laws that hold for any weights, and equality of everything that should not matter."""
 
+from dataclasses import asdict
 from functools import cache, partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from lmsys.attention import ATTENTION, AttentionCase
 from lmsys.attention.compiled import why_no_compiler
 from lmsys.config import SIZES, ModelConfig, model_config
 from lmsys.model import TransformerLM
-from lmsys.model.loss import IGNORED, cross_entropy, linear_cross_entropy
+from lmsys.model.loss import IGNORED, linear_cross_entropy
 from lmsys.testing import error_ratio
 
 VOCABULARY = 31
@@ -305,18 +306,17 @@ def test_bad_configs_are_named(changes: dict[str, Any], message: str) -> None:
         tiny(**changes)(ids(0))
 
 
-def test_named_sizes_and_json() -> None:
-    for size in SIZES:
-        config = model_config(size, attention="naive")
-        assert ModelConfig.from_json(config.to_json()) == config
+def test_named_sizes() -> None:
+    for size, values in SIZES.items():
+        assert asdict(model_config(size, attention="naive")).items() >= {**values, "attention": "naive"}.items()
     with pytest.raises(ValueError, match="unknown size='smal'; did you mean small"):
         model_config("smal")
-    with pytest.raises(ValueError, match=r"config keys \['layers'\] are unknown or missing"):
-        ModelConfig.from_json('{"layers": 3}')
 
 
 def test_the_loss_is_that_of_its_logits() -> None:
     model, tokens, targets = tiny(), ids(0), ids(1)
-    torch.testing.assert_close(model.loss(tokens, targets), cross_entropy(model(tokens), targets))
+    torch.testing.assert_close(
+        model.loss(tokens, targets), F.cross_entropy(model(tokens).flatten(0, -2), targets.flatten())
+    )
     with pytest.raises(ValueError, match=r"must fit together; got shapes \(2, 3, 16\), \(31, 16\), \(2, 4\)"):
         linear_cross_entropy(torch.zeros(2, 3, 16), torch.zeros(31, 16), torch.zeros(2, 4, dtype=torch.int64))

@@ -1,5 +1,6 @@
 """Small training runs: their settings, made and started in this process, in another, or on ranks."""
 
+import json
 import os
 import signal
 import subprocess
@@ -7,13 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from lmsys.config import ModelConfig
 from lmsys.training import pipeline
 from lmsys.training.checkpoint import newest
 from lmsys.training.config import RunConfig
-from lmsys.training.data import RandomTokens, fixed_windows
+from lmsys.training.data import fixed_windows
 from lmsys.training.loop import Trainer
 
 MODEL = ModelConfig(16, 32, 2, 2, vocab_size=300, context_length=16, attention="naive")
@@ -35,6 +37,19 @@ ROOT = Path(__file__).parents[2]
 WORDS = "the cat sat on a mat and saw that the rat had eaten all of the oats\n"
 
 
+class RandomTokens:
+    """`length` ids drawn evenly from a vocabulary: a source for runs in which what is learned does not matter."""
+
+    def __init__(self, vocab_size: int, length: int):
+        self._ids = np.random.default_rng(0).integers(vocab_size, size=length)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self._ids[start:stop]
+
+
 def config(output: Path, *settings: str) -> RunConfig:
     return RunConfig(str(output)).changed([*SETTINGS, *settings])
 
@@ -52,9 +67,13 @@ def trainer(run: RunConfig, resume: bool = False) -> Trainer:
     return Trainer(run, source, windows, torch.device("cpu"), found)
 
 
-def losses(output: Path) -> list[float]:
-    from lmsys.training.log import read_lines
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a log; a line that is still written is none."""
+    text = path.read_text() if path.is_file() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
+
+def losses(output: Path) -> list[float]:
     return [line["loss"] for line in read_lines(output / "log.jsonl") if "loss" in line]
 
 

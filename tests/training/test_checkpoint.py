@@ -9,6 +9,7 @@ import time
 import warnings
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +21,9 @@ from lmsys.config import ModelConfig
 from lmsys.model import TransformerLM
 from lmsys.training import checkpoint
 from lmsys.training.checkpoint import SaveError, newest, read, rng_state, save, set_rng_state
-from lmsys.training.data import Batches, RandomTokens
+from lmsys.training.data import Batches
 from lmsys.training.optimizer import AdamW, clip_grad_norm, cosine_schedule, set_lr
+from tests.support.training_runs import RandomTokens
 
 CONFIG = ModelConfig(16, 32, 2, 2, vocab_size=40, context_length=8, attention="naive")
 STATE = {"x": torch.arange(5.0), "n": 3, "deep": {"list": [1, "two", None, (3.5, True)]}}
@@ -192,13 +194,15 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path: Path, monkeypatch: 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
+    true_save = torch.save
     with monkeypatch.context() as patch:
         if call == "fsync":
             patch.setattr(checkpoint.os, "fsync", full)
         elif call == "replace":
             patch.setattr(Path, "replace", full)
         else:
-            patch.setattr(checkpoint._Hashed, "write", full)
+            file = SimpleNamespace(write=full, flush=lambda: None)
+            patch.setattr(checkpoint.torch, "save", lambda state, _: true_save(state, file))
         with pytest.raises(SaveError, match="No space left on device; earlier checkpoints stand"):
             save(tmp_path, 2, STATE)
     found = newest(tmp_path)

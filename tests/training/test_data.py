@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmsys.tokenizer import Tokenizer, train
-from lmsys.training import tokens
-from lmsys.training.data import Batches, RandomTokens, TextTokens, TokenFiles, fixed_windows
+from lmsys.training import files
+from lmsys.training.data import Batches, TokenFiles, fixed_windows
 from lmsys.training.tokens import open_tokens, shards, tokenize_files
 
 END = "<|endoftext|>"
@@ -45,18 +45,15 @@ class Row:
 def test_a_file_of_tokens_is_what_encode_gives(tmp_path: Path, processes: int) -> None:
     (tmp_path / "a").write_text(TEXT)
     (tmp_path / "b").write_text("more of it")
-    steps: list[tuple[str, int, int]] = []
     path = tokenize_files(
         tokenizer(),
         [tmp_path / "a", tmp_path / "b"],
         tmp_path / "new" / "ids.npy",
         processes=processes,
-        progress=lambda *step: steps.append(step),
     )
     found = open_tokens(path, tokenizer())
     assert isinstance(found, np.memmap) and found.dtype == np.uint16
     assert found.tolist() == tokenizer().encode(TEXT) + tokenizer().encode("more of it")
-    assert steps[-1] == ("tokenizing bytes", len(TEXT.encode()) + 10, len(TEXT.encode()) + 10)
     assert sorted(file.name for file in path.parent.iterdir()) == ["ids.json", "ids.npy"]
 
 
@@ -129,7 +126,7 @@ def test_a_failed_tokenization_leaves_nothing(tmp_path: Path, monkeypatch: pytes
         tokenize_files(tokenizer(), [tmp_path / "a"], tmp_path / "out" / "ids.npy")
     assert not list((tmp_path / "out").iterdir())
     (tmp_path / "a").write_text("good")
-    monkeypatch.setattr(tokens.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(files.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
         tokenize_files(tokenizer(), [tmp_path / "a"], tmp_path / "out" / "ids.npy")
     assert not list((tmp_path / "out").iterdir())
@@ -210,24 +207,6 @@ def test_batches_that_cannot_be_are_refused(changes: dict[str, int], said: str) 
 def test_a_batch_that_is_none_is_refused(step: int, micro: int) -> None:
     with pytest.raises(ValueError, match="in 0 to 1"):
         Batches(Row(10), 4, 1, accumulation=2).batch(step, micro)
-
-
-@given(st.integers(1, 20_000), st.integers(0, 20_000), st.integers(0, 9000))
-def test_random_tokens_are_the_same_however_they_are_read(length: int, start: int, size: int) -> None:
-    source = RandomTokens(17, length, seed=3)
-    every = source.read(0, length)
-    assert len(every) == length and every.min() >= 0 and every.max() < 17
-    assert (source.read(start, start + size) == every[start : start + size]).all()
-
-
-def test_random_tokens_are_drawn_evenly() -> None:
-    counts = np.bincount(RandomTokens(10, 100_000).read(0, 100_000), minlength=10)
-    assert (abs(counts - 10_000) < 5 * 100).all()  # five standard deviations
-
-
-def test_a_text_is_a_source() -> None:
-    source = TextTokens(TEXT, tokenizer())
-    assert source.read(3, 9).tolist() == tokenizer().encode(TEXT)[3:9] and len(source) == len(tokenizer().encode(TEXT))
 
 
 @given(st.integers(1, 9), st.integers(1, 12), st.integers(10, 90))

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from lmsys.config import ModelConfig
 from lmsys.model import TransformerLM
-from lmsys.training.data import RandomTokens, fixed_windows
+from lmsys.training.data import fixed_windows
 from lmsys.training.evaluation import Evaluation, evaluate, unigram
+from tests.support.training_runs import RandomTokens
 
 CONFIG = ModelConfig(8, 16, 1, 2, vocab_size=30, context_length=12, attention="naive")
 SOURCE = RandomTokens(30, 500)

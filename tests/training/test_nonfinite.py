@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lmsys.config import ModelConfig
 from lmsys.model import TransformerLM
-from lmsys.training.nonfinite import NonFiniteError, check_loss, first_nonfinite
+from lmsys.training.nonfinite import first_nonfinite
 
 CONFIG = ModelConfig(32, 48, 2, 4, vocab_size=31, context_length=8, attention="naive")
 PARTS = [name for name, module in TransformerLM(CONFIG).named_modules() if getattr(module, "weight", None) is not None]
@@ -20,19 +20,15 @@ PARTS = [name for name, module in TransformerLM(CONFIG).named_modules() if getat
 def test_the_first_module_that_gave_it_is_named(part: str, value: str) -> None:
     model, tokens = TransformerLM(CONFIG), torch.arange(8)[None]
     model.get_submodule(part).weight.data[:] = float(value)
-    loss = model.loss(tokens, tokens)
     module = re.sub("[qkv]_proj$", "qkv", part)  # the three run as one
-    with pytest.raises(NonFiniteError, match=rf"at step 7; first not finite: {module} \("):
-        check_loss(loss, 7, model, lambda: model(tokens))
-    assert not any(module._forward_hooks for module in model.modules())
+    found = first_nonfinite(model, lambda: model.loss(tokens, tokens))
+    assert found is not None and found.startswith(f"{module} (")
+    assert not torch.nn.modules.module._global_forward_hooks
 
 
 def test_a_finite_loss_is_no_error() -> None:
     model, tokens = TransformerLM(CONFIG), torch.arange(8)[None]
-    check_loss(model.loss(tokens, tokens), 0)
     assert first_nonfinite(model, lambda: model(tokens)) is None
-    with pytest.raises(NonFiniteError, match="the loss is nan at step 3$"):
-        check_loss(torch.tensor(float("nan")), 3)
 
 
 @pytest.mark.parametrize("together", [1, 2])

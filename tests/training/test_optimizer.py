@@ -150,7 +150,7 @@ def test_the_fused_step_is_that_of_torch(case: Case, scale: float | None, overfl
         found_inf = None if scale is None else torch.tensor(float(overflow and step == 1))
         case.set_grads(ours, step)
         for i, group in enumerate(ours.param_groups):
-            for bundle in ours._plan(i).bundles:
+            for bundle in ours._plan(i):
                 _fused_step(bundle, group, grad_scale, found_inf)
         case.set_grads(peer, step)
         peer.grad_scale, peer.found_inf = grad_scale, found_inf
@@ -188,7 +188,7 @@ def test_the_triton_step_is_that_of_torch(
             p.grad = room[int(views) :].view_as(p).copy_(p.grad * (scale or 1))
         factor = None if scale is None else torch.tensor(scale, device=device)
         found_inf = None if scale is None else torch.tensor(float(skipped), device=device)
-        for bundle in ours._plan(0).bundles:
+        for bundle in ours._plan(0):
             _triton_step(bundle, ours.param_groups[0], factor, found_inf)
         if not skipped:
             assert all(torch.equal(p.grad, grad) for p, grad in zip(parameters_of(ours), unscaled, strict=True))

@@ -19,7 +19,7 @@ from lmsys.parallel.group import WorkerGroup
 from lmsys.training import pipeline
 from lmsys.training.__main__ import main
 from lmsys.training.config import RunConfig
-from lmsys.training.log import JsonLines, Progress, read_lines
+from lmsys.training.log import JsonLines, Progress
 from lmsys.training.nonfinite import NonFiniteError
 from tests.support.training_runs import (
     SETTINGS,
@@ -29,6 +29,7 @@ from tests.support.training_runs import (
     error_on_rank,
     losses,
     nan_on_one_rank,
+    read_lines,
     start,
     train_on_rank,
     trainer,
