@@ -60,6 +60,8 @@ def cap_gpu_memory(limit_bytes: int) -> None:
 
 def cap_host_memory() -> None:
     """On a CPU, what is too large must fail as the GPU's allocator does, not bring the machine down."""
+    if sys.platform != "linux":
+        return
     facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(facts["MemAvailable"].split()[0]) * 1024
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
