@@ -9,10 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tokenizer import TOKENIZERS, rows
-from lmsys.bench import Axis, Benchmark, Candidate, Case, Entry, Field, Grid, Settings, Step, bench, one_of, positive
-from lmsys.bench import fields as f
+from lmsys.bench import (
+    Axis,
+    Benchmark,
+    Candidate,
+    Case,
+    Entry,
+    Field,
+    Grid,
+    Record,
+    Settings,
+    Step,
+    bench,
+    fields,
+    one_of,
+    positive,
+)
 from lmsys.bench.benchmark import DEFAULT_ROUNDS
-from lmsys.bench.fields import Record
 from lmsys.measure.compare import Failure, attempt
 from lmsys.measure.memory import peak_resident_bytes
 from lmsys.tokenizer import Tokenizer, naive, train
@@ -104,16 +117,16 @@ class Tokenizers(Benchmark):
         Axis("rounds", positive, 3, single=True),  # samples of each row at least: a training takes seconds
     )
     fields = (
-        *f.axes("task", "vocab_size"),
+        *fields.axes("task", "vocab_size"),
         Field("text_bytes", "B", "text", "axis", shown="MB"),
         Field("processes", label="processes", role="axis", about="Processes of ours, and threads of the others"),
-        f.TIME.called(shown="s"),
+        fields.TIME.called(shown="s"),
         Field("bytes_per_s", "B/s", "Rate", about="Bytes of text over median time", shown="MB/s"),
-        f.PEAK.called(
+        fields.PEAK.called(
             about="Peak memory, resident, of a process that does the task once and of those that it starts, added up",
             shown="MB",
         ),
-        f.COMPILE.called(role="detail"),  # an import
+        fields.COMPILE.called(role="detail"),  # an import
     )
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[TokenizerCase]:

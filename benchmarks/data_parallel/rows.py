@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.data_parallel.cases import ParallelCase
 from benchmarks.data_parallel.rank import Inspection
-from lmsys.bench import Settings
-from lmsys.bench.fields import Record
+from lmsys.bench import Record, Settings
 from lmsys.cost.communication import ddp_overhead
 from lmsys.cost.memory import zero_memory
 from lmsys.cost.operations import model_parameters

@@ -78,11 +78,6 @@ class Case:
         return self.entry.peer
 
     @property
-    def rows(self) -> Mapping[str, Entry]:
-        """The rows that the case is about, by their kind."""
-        return {"row": self.entry}
-
-    @property
     def comparison(self) -> str:
         return "-".join([self.section, *map(str, self.axes.values())])
 
@@ -165,7 +160,7 @@ class Benchmark:
                     than a device queues; "host": wall time
     trials          calls before sampling, from which the runner learns what one costs
     opens           whether a row is opened and called in this process; not where ranks do everything
-    streams         whether a case's result is given as its turn ends, not as its group ends
+    streams         whether each case is a turn of its own, whose result is given as it ends, not as its group ends
     keeps_interrupted  whether samples taken before an interrupt make a result
     """
 
@@ -182,6 +177,10 @@ class Benchmark:
     def cases(self, grid: Grid, settings: Settings) -> Iterator[Any]:
         """The cases of a grid, whose ids are unique."""
         raise NotImplementedError
+
+    def rows_of(self, case: Any) -> Mapping[str, Entry]:
+        """The rows that a case is about, by their kind."""
+        return dict.fromkeys(self.tables or ("row",), case.entry)
 
     def why_not(self, case: Any) -> str | None:
         """None, or why the case cannot run here, for a reader who may act on it."""
@@ -224,7 +223,7 @@ class Benchmark:
         """Which cases are sampled together, one turn after another."""
         found: dict[str, list[Any]] = {}
         for case in cases:
-            found.setdefault(case.comparison, []).append(case)
+            found.setdefault(case.id if self.streams else case.comparison, []).append(case)
         return found.values()
 
     def step(self, case: Any, candidate: Candidate, setup: Any) -> Step:
