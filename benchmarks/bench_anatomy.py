@@ -45,7 +45,7 @@ class Anatomy(ModelBenchmark):
     """Time by kind of kernel and by part, memory by phase and by allocation."""
 
     name = "anatomy"
-    axes = (*ModelBenchmark.axes, axes.TRACES)
+    axes = (*ModelBenchmark.axes, *axes.named("--traces"))
     fields: tuple[Field, ...] = (
         *FIELDS,
         Field("kernel_s", "s", "kernels", about="Time of all kernels of one call, added up", shown="ms"),

@@ -78,8 +78,8 @@ class Attention(Benchmark):
     name = "attention"
     tables = {"attention": ATTENTION}
     axes: tuple[Axis, ...] = (
-        *(axes.ATTENTION, axes.LENGTH, axes.TIERS, axes.HEAD_DIM, axes.BATCH, axes.HEADS),
-        *(axes.DTYPE, axes.CAUSAL, axes.DIRECTION),
+        *axes.named("--attention", "--length", "--tiers", "--head-dim", "--batch", "--heads"),
+        *axes.named("--dtype", "--causal", "--direction"),
         # batch is tokens / queries and heads is width / head_dim, where these are given; `without`: rows left out
         *(Axis("tokens", int, 0, single=True), Axis("width", int, 0, single=True), Axis("without")),
     )

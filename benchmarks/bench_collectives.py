@@ -37,7 +37,7 @@ from lmsys.parallel.group import BACKENDS, device
 
 MAX_ROUNDS = 200
 LEAD_S = 0.02  # longer than the host needs to launch MAX_ROUNDS calls
-LOOP = 20  # calls of the plain loop
+LOOP, LOOP_S = 20, 0.3  # calls of the plain loop, fewer where they would take longer
 OPERATIONS = Table(
     "operation",
     [
@@ -79,7 +79,7 @@ class Collectives(Benchmark):
     opens = False
     streams = True
     axes: tuple[Axis, ...] = (
-        axes.WORLD_SIZE,
+        *axes.named("--world-size"),
         Axis("megabytes", positive),
         Axis("operation", one_of(*OPERATIONS), tuple(OPERATIONS)),
         Axis("backend", one_of(*BACKENDS)),
@@ -163,11 +163,12 @@ def measure(case: CollectiveCase, seconds: float | None, min_rounds: int, seed: 
     if wrong or seconds is None:
         return wrong, [], 0.0
     plain = _plain(case, x, group)
-    loop = min(_loop(plain, group) for _ in range(2))
+    calls = max(2, min(LOOP, int(LOOP_S / _loop(plain, 1, group))))
+    loop = min(_loop(plain, calls, group) for _ in range(2))
     rounds = torch.tensor(max(min_rounds, min(MAX_ROUNDS, int(seconds / loop))), device=device())
     dist.broadcast(rounds, 0, group=group)
     samples = times(call, int(rounds), group, LEAD_S)
-    return "", samples, min(loop, _loop(plain, group))
+    return "", samples, min(loop, _loop(plain, calls, group))
 
 
 def _draw(case: CollectiveCase, seed: int) -> Tensor:
@@ -220,18 +221,14 @@ def _check(case: CollectiveCase, found: Tensor, seed: int) -> str:
     return f"rank {rank}: the result of {case.impl} is off by {(found - expected).abs().max().item():.3g}"
 
 
-def _loop(call: Callable[[], Any], group: Any) -> float:
-    """Seconds of a call among LOOP, one after another, or fewer where that would take long; of the slowest rank."""
-    seconds, calls = 0.0, 1
-    for _ in range(2):  # once to see how long one takes
-        dist.barrier(group)
-        synchronize(device().type)
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        synchronize(device().type)
-        slowest = torch.tensor((time.perf_counter() - start) / calls, device=device())
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-        seconds = slowest.item()
-        calls = max(2, min(LOOP, int(0.3 / seconds)))
-    return seconds
+def _loop(call: Callable[[], Any], calls: int, group: Any) -> float:
+    """Seconds of a call among so many, one after another; of the slowest rank."""
+    dist.barrier(group)
+    synchronize(device().type)
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    synchronize(device().type)
+    slowest = torch.tensor((time.perf_counter() - start) / calls, device=device())
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    return slowest.item()

@@ -1,5 +1,6 @@
 """Data parallel training of the language model: a step, by strategy, size, batch, number of ranks and bucket size."""
 
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typing import Any
 from benchmarks import axes
 from benchmarks.data_parallel.cases import ParallelCase, variants
 from benchmarks.data_parallel.check import gate
-from benchmarks.data_parallel.rank import inspect, take_pass, timed_under
+from benchmarks.data_parallel.rank import inspect, take_pass
 from benchmarks.data_parallel.rows import Row, communication, memory
 from lmsys.attention.compiled import why_no_compiler
 from lmsys.bench import Axis, Benchmark, Candidate, Field, Grid, Record, Settings, bench, fields
@@ -19,6 +20,8 @@ from lmsys.parallel import STRATEGIES
 
 PASSES = {"gloo": 2, "nccl": 3}  # of each row, in turns: a GPU's clock moves, and rows are compared within a pass
 TUNED_MB = {"gloo": (1, 25), "nccl": (10, 25, 100, 400)}  # to choose from, for a strategy that is to be tuned
+
+TUNING_STEPS = 4
 
 
 def held(name: str, label: str, about: str, role: str = "metric") -> Field:
@@ -35,8 +38,8 @@ class DataParallel(Benchmark):
     opens = False
     keeps_interrupted = True
     axes: tuple[Axis, ...] = (
-        *(axes.SIZE, axes.CONTEXT, axes.BATCH, axes.PRECISION, axes.COMPILE, axes.STRATEGY),
-        *(replace(axes.WORLD_SIZE, default=(1, 0)), axes.BUCKET_MB, axes.COMM_DTYPE, axes.SHARDED),
+        *axes.named("--size", "--context", "--batch", "--precision", "--compile", "--strategy"),
+        *axes.named("--world-size", "--bucket-mb", "--comm-dtype", "--sharded-optimizer", world_size=(1, 0)),
     )
     fields: tuple[Field, ...] = (
         *fields.axes("strategy", "size", "context", "batch", "precision", "compile"),
@@ -172,7 +175,8 @@ class DataParallel(Benchmark):
             return
         if case.entry.trait("tuned_bucket_mb", False):
             sized = [replace(case, asked_bucket_mb=mb) for mb in TUNED_MB[case.backend]]
-            case = min(sized, key=lambda one: max(run(*start, timed_under, one, settings.seed)))
+            passes = {one: run(*start, take_pass, one, settings.seed, TUNING_STEPS) for one in sized}
+            case = min(sized, key=lambda one: max(statistics.fmean(samples) for samples, *_ in passes[one]))
         candidate.state = Row(case, run(*start, inspect, case, settings.seed))
         if not all(seen.finite for seen in candidate.state.seen):
             candidate.failed("wrong", "the loss holds NaN or inf after a few steps")

@@ -133,7 +133,7 @@ class Loss(Benchmark):
         Axis("tokens", positive, (16384,)),
         Axis("d_model", positive, (1024,)),
         Axis("vocab_size", positive, (10_000,)),
-        axes.PRECISION,
+        *axes.named("--precision"),
         Axis("row", default=tuple(LOSSES)),
     )
     fields: tuple[Field, ...] = (

@@ -153,10 +153,8 @@ class Plans(Benchmark):
     axes: tuple[Axis, ...] = (
         Axis("plan", plan_called),  # none: there are no cases where none is asked for
         Axis("form", one_of(*FORMS), (PLAIN,)),
-        dataclasses.replace(axes.HEAD_DIM, default=(64, 128)),
-        dataclasses.replace(axes.LENGTH, default=((1024, 1024), (4096, 4096), (16384, 16384))),
-        dataclasses.replace(axes.CAUSAL, default=(True, False)),
-        dataclasses.replace(axes.DIRECTION, default=("fwd", "bwd")),
+        *axes.named("--head-dim", "--length", head_dim=(64, 128), length=((1024, 1024), (4096, 4096), (16384, 16384))),
+        *axes.named("--causal", "--direction", causal=(True, False), direction=("fwd", "bwd")),
     )
     fields: tuple[Field, ...] = (
         *fields.axes("head_dim", "length", "causal", "direction", "batch", "graphed"),

@@ -8,7 +8,6 @@ gradient has another norm, is wrong as soon as that shows: see `lmsys.testing`.
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -39,8 +38,8 @@ class Training(Benchmark):
     opens = False
     streams = True
     axes: tuple[Axis, ...] = (
-        *(axes.SIZE, axes.CONTEXT, replace(axes.BATCH, default=(8,)), axes.PRECISION, axes.COMPILE, axes.ATTENTION),
-        *(axes.STRATEGY, axes.WORLD_SIZE, axes.BUCKET_MB, axes.EPOCHS, axes.TRAIN_TOKENS, axes.VAL_TOKENS),
+        *axes.named("--size", "--context", "--batch", "--precision", "--compile", "--attention", batch=(8,)),
+        *axes.named("--strategy", "--world-size", "--bucket-mb", "--epochs", "--train-tokens", "--val-tokens"),
         Axis("vocab_size", positive, 10_000, single=True),
     )
     fields: tuple[Field, ...] = (
@@ -98,7 +97,8 @@ class Training(Benchmark):
         text = [grid[name] for name in ("epochs", "train_tokens", "val_tokens", "vocab_size")]
         works = product(grid.product("size", "context", "batch", "precision", "compile"), ranks)
         for (model, num_ranks), row, entry in product(works, attention, strategies):
-            buckets = grid["bucket_mb"] if _sets_bucket_mb(entry) else (None,)
+            sets_buckets = entry.trait("takes_bucket_mb", False) or entry.trait("tuned_bucket_mb", False)
+            buckets = grid["bucket_mb"] if sets_buckets else (None,)
             for bucket_mb in buckets if num_ranks > 1 or not entry.trait("synchronizes", True) else ():
                 asked = (*model, row, num_ranks, bucket_mb, *text, len(buckets) > 1)
                 case = TrainingCase(grid.name, entry, settings.device, *asked)
@@ -199,10 +199,6 @@ class Training(Benchmark):
             found |= {"steps_per_epoch": case.steps, "tokens": case.tokens, "tokens_per_s": case.tokens / time_s}
             found |= {"flops": flops, "flops_per_s": flops / time_s}
         return found
-
-
-def _sets_bucket_mb(entry: Any) -> bool:
-    return entry.trait("takes_bucket_mb", False) or entry.trait("tuned_bucket_mb", False)
 
 
 def _on_ranks(case: TrainingCase, runner: Any) -> Callable[..., list[Any]]:

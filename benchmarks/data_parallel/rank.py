@@ -1,6 +1,5 @@
 """One rank of a data-parallel training, ready to be timed, looked into and compared. Runs on the ranks."""
 
-import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -248,12 +247,3 @@ def take_pass(case: ParallelCase, seed: int, count: int) -> tuple[list[float], l
             rig.step_alone()
             alone = rig.times(rig.step_alone, -(-count // 2))
     return samples, alone, model
-
-
-@on_part
-def timed_under(case: ParallelCase, seed: int, count: int = 4) -> float:
-    """Seconds of a step, the mean of a few: to choose among sizes of buckets."""
-    with prepared(case):
-        rig = Rig(case, seed)
-        rig.warm()
-        return statistics.fmean(rig.times(rig.step, count))

@@ -3,7 +3,7 @@
 A row is an attention row in our model, eager or compiled, or somebody else's whole model.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -16,13 +16,8 @@ from lmsys.model import TransformerLM
 
 SHAPE = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size")
 AXES = (
-    axes.SIZE,
-    axes.CONTEXT,
-    replace(axes.BATCH, default=(4,)),
-    axes.PRECISION,
-    axes.MODE,
-    replace(axes.COMPILE, default=("eager", "compiled")),
-    replace(axes.ATTENTION, default=(AUTO.name,)),
+    *axes.named("--size", "--context", "--batch", "--precision", "--mode", batch=(4,)),
+    *axes.named("--compile", "--attention", compile=("eager", "compiled"), attention=(AUTO.name,)),
     Axis("warmup", int, (None,)),
     Axis("against", default="", single=True),  # a row that the grid is about: there are no cases without it
 )
