@@ -105,9 +105,6 @@ class Inputs:
         d_hidden, d_weight = torch.autograd.grad(loss * self.scale, (self.hidden, self.weight))
         return loss.detach(), d_hidden, d_weight
 
-    def refer(self) -> None:
-        self.exact, self.plain = (tuple(x.cpu() for x in self.in_blocks(exact)) for exact in (True, False))
-
     def in_blocks(self, exact: bool) -> Answer:
         """The eager row's answer, made from one block of tokens after another; in float64 where `exact`."""
         dtype, precision = (torch.float64, "fp32") if exact else (torch.float32, self.precision)
@@ -174,7 +171,8 @@ class Loss(Benchmark):
         setup.run(candidate.call)
 
     def check_all(self, candidates: Sequence[Candidate], setup: Inputs, runner: Any) -> None:
-        setup.refer()  # apart from the rows' own calls: where this fails, they have not
+        # Apart from the rows' own calls: where this fails, they have not.
+        setup.exact, setup.plain = ([x.cpu() for x in setup.in_blocks(exact)] for exact in (True, False))
         super().check_all(candidates, setup, runner)
 
     def check(self, candidate: Candidate, setup: Inputs) -> Mapping[str, float]:

@@ -272,7 +272,7 @@ def inputs_of(case: PlanCase, seed: int) -> Inputs:
 
 
 def call_of(case: PlanCase, inputs: Inputs) -> Call:
-    """What is timed: it returns o and perhaps its log-sum-exp, or the gradients; then the forward has run already."""
+    """The call that is timed: it returns o and perhaps its log-sum-exp, or the gradients, of a forward that has run."""
     causal, scale = case.causal, case.head_dim**-0.5
     plan: Any = case.plan
     q, k, v = inputs.leaves(grad=plan is None and case.direction == "bwd")

@@ -4,7 +4,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +150,9 @@ class Tokenizers(Benchmark):
         setup.checked = setup.other
 
     def step(self, case: TokenizerCase, candidate: Candidate, setup: Texts) -> Step:
-        return Step(lambda call: call(), lambda: call_of(case, setup, setup.timed))
+        asked = setup.tokenizer if case.task == "encode" else case.vocab_size
+        arguments = case.entry.load(), case.task, setup.timed, asked, case.processes
+        return Step(lambda call: call(), lambda: rows.call_of(*arguments))
 
     def sample(self, turn: Sequence[TokenizerCase], trial: Any) -> None:
         """In as many rounds as the grid says, where the user says nothing."""
@@ -166,14 +168,6 @@ class Tokenizers(Benchmark):
         return {"text_bytes": self.text_bytes} | rate
 
 
-def call_of(case: TokenizerCase, texts: Texts, text: Path) -> rows.Call:
-    """The function that is timed, on this text."""
-    row = case.entry.load()
-    if case.task == "train":
-        return row.trainer(text, case.vocab_size, case.processes)
-    return row.encoder(text, texts.tokenizer, case.processes)
-
-
 def by_definition(task: str, texts: Texts) -> list[Any]:
     """The ids of the text that is checked, or the merges of the small one."""
     if task == "encode":
@@ -182,9 +176,10 @@ def by_definition(task: str, texts: Texts) -> list[Any]:
 
 
 def found_by(case: TokenizerCase, texts: Texts) -> list[Any]:
-    if case.task == "encode":
-        return rows.ids_of(call_of(case, texts, texts.checked)(), texts.tokenizer.encode(END_OF_TEXT)[0])
-    return call_of(replace(case, vocab_size=257 + SMALL_TOKENS), texts, texts.small)().merges
+    row, encodes = case.entry.load(), case.task == "encode"
+    text, asked = (texts.checked, texts.tokenizer) if encodes else (texts.small, 257 + SMALL_TOKENS)
+    found = rows.call_of(row, case.task, text, asked, case.processes)()
+    return rows.ids_of(found, texts.tokenizer.encode(END_OF_TEXT)[0]) if encodes else found.merges
 
 
 def difference(task: str, found: list[Any], expected: list[Any]) -> Failure | None:

@@ -135,7 +135,7 @@ class Training(Benchmark):
     def _train_reference(self, plain: TrainingCase, reference: Curve, runner: Any) -> None:
         """As far as curves are compared."""
         run, left = _on_ranks(plain, runner), min(CURVE_STEPS, plain.epochs * plain.steps)
-        run(begin, _tokens(plain), runner.settings.seed)
+        run(begin, tokens_of(*plain.text), runner.settings.seed)
         while left > len(reference.losses):
             (found,) = run(epoch, min(left - len(reference.losses), plain.steps))
             reference.add(found)
@@ -153,7 +153,7 @@ class Training(Benchmark):
     def _train(self, case: TrainingCase, candidate: Candidate, curve: Curve, trial: Any) -> None:
         """The first look, the epochs, each held to the reference before the next, and the model at the end."""
         run, settings, measurement = _on_ranks(case, trial.runner), trial.settings, trial.measurements[case.id]
-        dtype, text = DTYPES[case.precision], _tokens(case)
+        dtype, text = DTYPES[case.precision], tokens_of(*case.text)
         refused, first_steps, peaks = zip(*run(inspect, text, settings.seed), strict=True)
         if refused[0] is not None:
             candidate.failed("unsupported", refused[0])
@@ -208,10 +208,6 @@ def _on_ranks(case: TrainingCase, runner: Any) -> Callable[..., list[Any]]:
         return runner.ranks.run(case.num_ranks, case.backend, function, case, *args)[: case.world_size]
 
     return run
-
-
-def _tokens(case: TrainingCase) -> Any:
-    return tokens_of(case.tokens, case.val_tokens, case.vocab_size)
 
 
 test_training = bench(Training)

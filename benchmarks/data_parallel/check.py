@@ -45,7 +45,8 @@ def gate(case: ParallelCase, seed: int) -> dict[str, float]:
 
 
 def _ratios(case: ParallelCase, options: dict[str, object], seed: int, narrow: Narrow) -> dict[str, float]:
-    config = _config(case)
+    layers, context = min(case.config.num_layers, NUM_BLOCKS), min(case.context, CONTEXT)
+    config = replace(case.config, num_layers=layers, context_length=context, attention="naive")
     alone = partial(_alone, config, case.world_size, seed)
     start, exact, plain = alone(None, torch.float32, 0), alone(None, torch.float64), alone(narrow, torch.float32)
     found = _trained(case, config, options, seed)
@@ -57,11 +58,6 @@ def _ratios(case: ParallelCase, options: dict[str, object], seed: int, narrow: N
     worst = torch.tensor([*ratios.values()], dtype=torch.float64, device=device())
     dist.all_reduce(worst, dist.ReduceOp.MAX, group=subgroup(case.world_size))
     return dict(zip(ratios, worst.tolist(), strict=True))
-
-
-def _config(case: ParallelCase) -> ModelConfig:
-    layers, context = min(case.config.num_layers, NUM_BLOCKS), min(case.context, CONTEXT)
-    return replace(case.config, num_layers=layers, context_length=context, attention="naive")
 
 
 def _batches(config: ModelConfig, world_size: int, seed: int) -> Iterator[Batch]:

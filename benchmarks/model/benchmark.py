@@ -43,8 +43,9 @@ class ModelBenchmark(Benchmark):
         rows = models.MODEL_ROWS.select(grid["attention"])
         against = not grid["against"] or grid["against"] in (entry.name for entry in rows)
         setups = grid.product("size", "context", "batch", "precision", "warmup", "mode", "compile")
-        for (*model, warmup, mode, compile), entry in product(setups, rows if against else ()):
-            yield ModelTest(grid.name, entry, settings.device, *model, compile=compile, mode=mode, warmup=warmup)
+        for (size, context, batch, precision, warmup, mode, compile), entry in product(setups, rows if against else ()):
+            asked = size, context, batch, precision, compile, mode, warmup
+            yield ModelTest(grid.name, entry, settings.device, *asked)
 
     def key(self, case: ModelTest) -> tuple[bool, str, bool]:
         return case.row

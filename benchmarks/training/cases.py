@@ -94,6 +94,11 @@ class TrainingCase(TrainedCase):
         return self.val_tokens // self.context
 
     @property
+    def text(self) -> tuple[int, int, int]:
+        """Tokens of an epoch, those held out, and the vocabulary."""
+        return self.tokens, self.val_tokens, self.vocab_size
+
+    @property
     def config(self) -> ModelConfig:
         return replace(super().config, vocab_size=self.vocab_size)
 

@@ -1,4 +1,4 @@
-"""What a benchmark says; the runner alone owns the order. Imports no torch.
+"""The declarations of a benchmark; the runner alone owns the order. Imports no torch.
 
 class Matmul(Benchmark):
     name = "matmul"
@@ -74,7 +74,7 @@ class Case:
 
     @property
     def peer(self) -> bool:
-        """Whether it is somebody else's code."""
+        """True for somebody else's code."""
         return self.entry.peer
 
     @property
@@ -141,7 +141,7 @@ class Candidate(Ending):
 
 @dataclass
 class Measurement:
-    """What came of one case. `record`: the fields that `inspect` found."""
+    """The findings about one case. `record`: the fields that `inspect` found."""
 
     samples: list[float] | None = None
     failure: "Failure | None" = None
@@ -195,11 +195,11 @@ class Benchmark:
         return case.id
 
     def context(self, cases: Cases) -> AbstractContextManager[Any]:
-        """What all of a group runs in."""
+        """The context that all of a group runs in."""
         return nullcontext()
 
     def setup(self, cases: Cases, settings: Settings) -> Any:
-        """What the candidates of a group share. What fails here fails the group."""
+        """Makes all that the candidates of a group share. A failure here is one of the group."""
         return None
 
     def open(self, candidate: Candidate, setup: Any) -> None:
@@ -227,7 +227,7 @@ class Benchmark:
         return found.values()
 
     def step(self, case: Any, candidate: Candidate, setup: Any) -> Step:
-        """What is timed. It may run alone here first: what runs out of memory then is `oom`."""
+        """The call that is timed. It may run alone here first: what runs out of memory then is `oom`."""
         raise NotImplementedError
 
     def sample(self, turn: Cases, trial: Any) -> None:

@@ -63,7 +63,7 @@ class Ranks:
         self._limit = memory_limit_bytes
 
     def run(self, world_size: int, backend: str, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What function(*args) returned on each of the first `world_size` ranks; all ranks are asked.
+        """The results of function(*args) on each of the first `world_size` ranks; all ranks are asked.
 
         Unsupported where there are fewer, WorkerError where a rank failed.
         """
