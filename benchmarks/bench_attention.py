@@ -145,7 +145,21 @@ class Attention(Benchmark):
         setup.inputs.redraw_(seed)
 
     def step(self, case: AttentionTest, candidate: Candidate, setup: Setup) -> Step:
-        return step_of(candidate, case.direction, setup.inputs)
+        """fwd: without gradients, as in inference. bwd: the gradients alone, of a forward run untimed just before."""
+        call, do = candidate.call, setup.inputs.do
+        q, k, v = setup.inputs.leaves(candidate.case.asked.grad)
+
+        def forward(_: Any = None) -> Tensor:
+            return call(q, k, v, causal=case.causal, scale=None)
+
+        def backward(o: Tensor) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(o, (q, k, v), do)
+
+        return {
+            "fwd": Step(torch.no_grad()(forward)),
+            "bwd": Step(backward, prepare=forward),
+            "fwdbwd": Step(lambda _: backward(forward())),
+        }[case.direction]
 
     def inspect(self, case: AttentionTest, candidate: Candidate, setup: Setup) -> Record:
         """Peak bytes of what is timed, above what was live before it, and the bytes saved from forward to backward."""
@@ -153,7 +167,7 @@ class Attention(Benchmark):
         peak, _ = attempt(lambda: memory.peak_bytes(partial(step.run, step.prepare()), case.device))
         found: Record = {"peak_bytes": peak, "saved_bytes": None}
         if case.direction != "fwd":
-            backward = step_of(candidate, "bwd", setup.inputs)
+            backward = self.step(replace(case, direction="bwd"), candidate, setup)
             found["saved_bytes"] = attempt(lambda: memory.saved_bytes(backward.prepare))[0]
         return found
 
@@ -187,22 +201,6 @@ def rows_of(grid: Grid) -> list[Entry]:
         return ATTENTION.select(name for name in grid["attention"] if name not in axes.MODELS_ONLY)
     names = grid["attention"] or list(ATTENTION)
     return [entry for name, entry in ATTENTION.items() if name in names and name not in grid["without"]]
-
-
-def step_of(candidate: Candidate, direction: str, inputs: Inputs) -> Step:
-    """fwd: without gradients, as in inference. bwd: the gradients alone, of a forward run untimed just before."""
-    call, causal = candidate.call, candidate.case.causal
-    q, k, v = inputs.leaves(candidate.case.asked.grad)
-
-    def forward(_: Any = None) -> Tensor:
-        return call(q, k, v, causal=causal, scale=None)
-
-    def backward(o: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(o, (q, k, v), inputs.do)
-
-    if direction == "bwd":
-        return Step(backward, prepare=forward)
-    return Step(torch.no_grad()(forward)) if direction == "fwd" else Step(lambda _: backward(forward()))
 
 
 test_attention = bench(Attention)

@@ -8,12 +8,11 @@
 bfloat16, with batch x length = 16,384 tokens and heads x head_dim = 2048.
 """
 
-import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from itertools import product
-from string import digits
 from typing import Any
 
 import torch
@@ -22,15 +21,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import axes
-from benchmarks.arithmetic import capability_of, matmul_rates
-from lmsys.attention import ATTENTION, AttentionCase
-from lmsys.attention.flash_gluon import plans
-from lmsys.attention.flash_gluon.plans import BackwardPlan, ForwardPlan
+from benchmarks.arithmetic import matmul_rates
+from benchmarks.plans.cases import DETERMINISTIC, FORMS, PLAIN, TRANSPOSED, PlanCase, plan_called, plans_of
+from lmsys.attention import ATTENTION
 from lmsys.bench import (
     Axis,
     Benchmark,
     Candidate,
-    Case,
     Field,
     Grid,
     Record,
@@ -45,104 +42,20 @@ from lmsys.cost.operations import attention_flops
 from lmsys.processes import futures
 from lmsys.testing import Inputs, Oracle, make_inputs
 
-TOKENS, WIDTH = 16384, 2048
+TOKENS = 16384  # batch x length
 CALLS = 100  # of a short sequence, in a sample
 SHORT = {"length": ((128, 128), (256, 256), (512, 512)), "direction": ("fwd",)}
 COMPILERS, COMPILE_LIMIT_S = 12, 300.0
-PLANNED, CANDIDATES = "planned", "candidates"
-PLAIN, DETERMINISTIC, RAGGED, TRANSPOSED, GROUPED = FORMS = "plain", "deterministic", "ragged", "transposed", "grouped"
-PLANS: Mapping[str, Any] = {"fwd": (ForwardPlan, plans.forward_plan), "bwd": (BackwardPlan, plans.backward_plan)}
 OURS, PEER = ATTENTION["flash_gluon"], ATTENTION["sdpa_cudnn"]
-Plan = ForwardPlan | BackwardPlan
 Call = Callable[[], Sequence[Tensor]]
 
 
-def name_of(plan: Plan) -> str:
-    """The plan's fields where they are not False or at their default, as `plan_called` reads them."""
-    values = [(one, getattr(plan, one.name)) for one in dataclasses.fields(plan)]
-    said = [(one.name, value) for one, value in values if value is not False and value != one.default]
-    return "+".join(name if value is True else f"{name}{value}" for name, value in said)
-
-
-def plan_called(text: str) -> str | Plan:
-    """`planned`, `candidates` or the plan that the text names. ValueError for anything else."""
-    if text in (PLANNED, CANDIDATES):
-        return text
-    names = {part: part.rstrip(digits) for part in text.split("+")}
-    given = {name: int(part[len(name) :]) if part != name else True for part, name in names.items()}
-    for cls, _ in PLANS.values():
-        kinds = {one.name: one.type for one in dataclasses.fields(cls)}
-        values = {name: False for name, kind in kinds.items() if kind is bool} | given
-        needed = {one.name for one in dataclasses.fields(cls) if one.default is dataclasses.MISSING}
-        if needed <= values.keys() and all(type(value) is kinds.get(name) for name, value in values.items()):
-            return cls(**values)
-    examples = " or ".join(name_of(own(128, True, 512)) for _, own in PLANS.values())
-    raise ValueError(f"must be {PLANNED}, {CANDIDATES}, or a plan by its fields, such as {examples}")
-
-
-@dataclasses.dataclass(frozen=True)
-class PlanCase(Case):
-    """A shape, and the plan that runs it; the peer has none. calls: so many, one after another, are one sample.
-
-    planned  the row takes this plan by itself
-    graphed  the calls are replayed as a CUDA graph
-    """
-
-    head_dim: int
-    length: int
-    causal: bool
-    direction: str
-    batch: int
-    form: str = PLAIN
-    plan: Plan | None = None
-    planned: bool = False
-    calls: int = 1
-    graphed: bool = False
-
-    @property
-    def axes(self) -> Record:
-        return super().axes | {"plan": name_of(self.plan) if self.plan else None}
-
-    @property
-    def options(self) -> list[str]:
-        """All that tells the row from others of the shape."""
-        plan = [] if self.planned or self.plan is None else [name_of(self.plan)]
-        return plan if self.form == PLAIN else [*plan, self.form]
-
-    @property
-    def impl(self) -> str:
-        return "-".join([self.entry.name, *self.options])
-
-    @property
-    def label(self) -> str:
-        return ", ".join([self.entry.label, *self.options])
-
-    @property
-    def comparison(self) -> str:
-        mask = "causal" if self.causal else "full"
-        chain = [] if self.calls == 1 else ["graphed" if self.graphed else "eager"]
-        return "-".join([self.section, f"B{self.batch}D{self.head_dim}S{self.length}", mask, self.direction, *chain])
-
-    @property
-    def asked(self) -> AttentionCase:
-        heads, length = max(1, WIDTH // self.head_dim), self.length - (self.form == RAGGED)
-        kv_heads = max(1, heads // 8) if self.form == GROUPED else heads
-        shape = self.batch, heads, kv_heads, length, length, self.head_dim
-        grad, capability = self.direction == "bwd", capability_of(self.device)
-        return AttentionCase(*shape, "bfloat16", self.causal, grad, self.device, capability)
-
-    @property
-    def small(self) -> "PlanCase":
-        """The least case that its kernels are compiled for."""
-        return dataclasses.replace(self, section="", length=128, batch=1, planned=False, calls=1, graphed=False)
-
-
-@dataclasses.dataclass
+@dataclass
 class Setup:
     """Inputs and their oracles, by form; an oracle is made when it is first needed."""
 
     inputs: dict[str, Inputs]
-    oracles: dict[str, Oracle] = dataclasses.field(default_factory=dict)
+    oracles: dict[str, Oracle] = field(default_factory=dict)
 
 
 class Plans(Benchmark):
@@ -176,9 +89,9 @@ class Plans(Benchmark):
             asked = plans_of(base, grid["plan"])
             forms = [form for form in grid["form"] if form != DETERMINISTIC or direction == "bwd"]
             for shape in self.shapes(base, grid) if asked else ():
-                yield dataclasses.replace(shape, entry=PEER)
+                yield replace(shape, entry=PEER)
                 for form, (plan, own) in product(forms, asked):
-                    yield dataclasses.replace(shape, form=form, plan=plan, planned=own)
+                    yield replace(shape, form=form, plan=plan, planned=own)
 
     def shapes(self, base: PlanCase, grid: Grid) -> Iterator[PlanCase]:
         yield base
@@ -242,29 +155,13 @@ class ShortPlans(Plans):
     name = "short_plans"
     clock = "loop"
     axes: tuple[Axis, ...] = (
-        *(dataclasses.replace(one, default=SHORT.get(one.name, one.default)) for one in Plans.axes),
+        *(replace(one, default=SHORT.get(one.name, one.default)) for one in Plans.axes),
         Axis("graphed", yes_no, (False, True)),
     )
 
     def shapes(self, base: PlanCase, grid: Grid) -> Iterator[PlanCase]:
         for graphed in grid["graphed"] if base.direction == "fwd" else ():
-            yield dataclasses.replace(base, calls=CALLS, graphed=graphed, batch=1 if graphed else base.batch)
-
-
-def plans_of(case: PlanCase, asked: Sequence[str | Plan]) -> list[tuple[Plan, bool]]:
-    """The plans for the case's direction and shape, each with whether the row takes it by itself; none for fwdbwd."""
-    if case.direction not in PLANS:
-        return []
-    (cls, own), shape = PLANS[case.direction], (case.head_dim, case.causal, case.length)
-    found: list[tuple[Plan, bool]] = []
-    for one in asked:
-        if one == CANDIDATES:
-            found += [(plan, False) for plan in plans.candidates(case.direction, *shape)]
-        elif one == PLANNED and shape[:2] in plans.FORWARD:
-            found.append((own(*shape), True))
-        elif isinstance(one, cls):
-            found.append((one, False))
-    return list(dict.fromkeys(found))
+            yield replace(base, calls=CALLS, graphed=graphed, batch=1 if graphed else base.batch)
 
 
 def inputs_of(case: PlanCase, seed: int) -> Inputs:
