@@ -11,19 +11,28 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from lmsys.bench.fields import Record
+from lmsys.attention.compiled import why_no_compiler
+from lmsys.bench import Record
 from lmsys.testing import error_ratio, norm_rms, rms_budget
 
 DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # of the matmuls
+MEASURED = DTYPES | {"tf32": None}  # of the large matmuls
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ROUNDING = AUTOCAST | {"fp32": torch.float32, "tf32": torch.float16}  # by length of the mantissa
 LOSS_SCALE = 2.0**12  # keeps float16 gradients above its smallest value
 RECOMPILE_LIMIT = 64  # every row makes graphs of the same block
 
 
-def why_no_precision(precision: str, device: str) -> str | None:
-    """None, or why the device has no such arithmetic."""
-    return "TF32 is an arithmetic of CUDA devices" if precision == "tf32" and device == "cpu" else None
+def why_no_arithmetic(precision: str, device: str, compiles: bool) -> str | None:
+    """None, or why the device has no such arithmetic, or no code can be compiled for it."""
+    if precision == "tf32" and device == "cpu":
+        return "TF32 is an arithmetic of CUDA devices"
+    return why_no_compiler(device) if compiles else None
+
+
+def capability_of(device: str) -> tuple[int, int] | None:
+    """The CUDA device's capability, as cases of attention say it; None on a CPU."""
+    return torch.cuda.get_device_capability() if device == "cuda" else None
 
 
 @contextmanager
@@ -63,8 +72,10 @@ def ratio_of(found: Tensor, reference: Tensor, plain: Tensor, dtype: torch.dtype
     return max(ratio, norm_rms(found - reference) / rms_budget(reference, plain)) if found.dim() else ratio
 
 
-def matmul_rates(flops: float, time_s: float, precision: str, machine: Record) -> Record:
-    """The rate of so much work, and its share of the large matmul measured in this run, None where none was."""
-    reached = machine["ceilings"]["matmul_flops_per_s"].get(DTYPES[precision]) if precision != "tf32" else None
-    speed = flops / time_s
-    return {"flops_per_s": speed, "matmul_ceiling_fraction": speed / reached if reached else None}
+def matmul_rates(flops: float, time_s: float, dtype: str, machine: Record) -> Record:
+    """The rate of so much work, and its share of the large matmul measured in this run, None where none was.
+
+    dtype  of the tensors, or a precision by its name
+    """
+    reached = machine["ceilings"]["matmul_flops_per_s"].get(MEASURED.get(dtype, dtype))
+    return {"flops_per_s": flops / time_s, "matmul_ceiling_fraction": flops / time_s / reached if reached else None}

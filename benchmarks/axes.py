@@ -1,6 +1,8 @@
 """The axes that have an option of their own here, each declared once; `pytest --help` shows them. Imports no torch."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from lmsys.bench.axes import Axis, one_of, positive, yes_no
 from lmsys.config import SIZES
@@ -42,99 +44,94 @@ def several(text: str) -> int:
     return int(text)
 
 
-ATTENTION = Axis(
-    "attention",
-    option="--attention",
-    metavar="ROWS",
-    help="exactly these rows: names, path.py:function; of models also auto, llama",
-)
-LENGTH = Axis(
-    "length", square, option="--length", metavar="S", help="sequence lengths, queries and keys alike: 1024,4096"
-)
-TIERS = Axis(
-    "length", tier, option="--tiers", metavar="Q:K", help="queries and keys apart, powers of two: 128:64,256:128"
-)
-HEAD_DIM = Axis("head_dim", positive, option="--head-dim", metavar="D", help="head dimensions: 64,128")
-BATCH = Axis("batch", positive, (1,), "--batch", "batch sizes: 1,8", "B")
-HEADS = Axis("heads", head_pair, ((1, 1),), "--heads", "query heads, or query:key heads: 16,32:8", "H")
-DTYPE = Axis("dtype", one_of(*DTYPES), option="--dtype", help=", ".join(DTYPES))
-CAUSAL = Axis("causal", yes_no, option="--causal", help="yes, no")
-DIRECTION = Axis("direction", one_of(*DIRECTIONS), option="--direction", help=", ".join(DIRECTIONS))
-SIZE = Axis("size", one_of(*SIZES), option="--size", help=f"of the language model: {', '.join(SIZES)}")
-CONTEXT = Axis(
-    "context", positive, option="--context", metavar="S", help="sequence lengths of the language model: 512,1024"
-)
-PRECISION = Axis(
-    "precision",
-    one_of(*MATMUL_BYTES),
-    ("bf16",),
-    "--precision",
-    "fp32, tf32, bf16 (autocast), fp16 (autocast and loss scaling)",
-)
-MODE = Axis("mode", one_of(*MODES), MODES, "--mode", "forward (inference), train_forward, backward, optimizer, step")
-COMPILE = Axis(
-    "compile",
-    one_of(*COMPILES),
-    ("eager",),
-    "--compile",
-    "eager, compiled (block by block), graphed (and replayed as a CUDA graph)",
-)
-TRACES = Axis(
-    "traces",
-    Path,
-    None,
-    "--traces",
-    "keep what the anatomy reads: traces, and on CUDA memory snapshots",
-    "DIR",
-    single=True,
-)
-STRATEGY = Axis("strategy", option="--strategy", metavar="ROWS", help="exactly these strategies: names, path.py:Class")
-WORLD_SIZE = Axis("world_size", positive, (0,), "--world-size", "ranks: 1,2,4; a GPU each, or processes on a CPU", "N")
-BUCKET_MB = Axis(
-    "bucket_mb",
-    bucket_size,
-    (25,),
-    "--bucket-mb",
-    "of bucketed and copy_engine, MiB: 1,25,auto; of a training also torch DDP's",
-    "MIB",
-)
-COMM_DTYPE = Axis(
-    "comm_dtype",
-    one_of(*DTYPES),
-    ("float32",),
-    "--comm-dtype",
-    "what bucketed and copy_engine send: float32, bfloat16, float16",
-)
-SHARDED = Axis(
-    "sharded_optimizer",
-    yes_no,
-    (False,),
-    "--sharded-optimizer",
-    "optimizer state divided among ranks: yes, no",
-)
-EPOCHS = Axis(
-    "epochs",
-    several,
-    4,
-    "--epochs",
-    "of a training; the first is not timed, the others are the samples",
-    "N",
-    single=True,
-)
-TRAIN_TOKENS = Axis(
-    "train_tokens", positive, 491_520, "--train-tokens", "of a training: tokens of an epoch", "N", single=True
-)
-VAL_TOKENS = Axis(
-    "val_tokens",
-    positive,
-    65_536,
-    "--val-tokens",
-    "of a training: held-out tokens of the loss at its end",
-    "N",
-    single=True,
-)
 NAMED = (
-    *(ATTENTION, LENGTH, TIERS, HEAD_DIM, BATCH, HEADS, DTYPE, CAUSAL, DIRECTION),
-    *(SIZE, CONTEXT, PRECISION, MODE, COMPILE, TRACES),
-    *(STRATEGY, WORLD_SIZE, BUCKET_MB, COMM_DTYPE, SHARDED, EPOCHS, TRAIN_TOKENS, VAL_TOKENS),
+    Axis(
+        "attention",
+        option="--attention",
+        metavar="ROWS",
+        help="exactly these rows: names, path.py:function; of models also auto, llama",
+    ),
+    Axis("length", square, option="--length", metavar="S", help="sequence lengths, queries and keys alike: 1024,4096"),
+    Axis("length", tier, option="--tiers", metavar="Q:K", help="queries and keys apart, powers of two: 128:64,256:128"),
+    Axis("head_dim", positive, option="--head-dim", metavar="D", help="head dimensions: 64,128"),
+    Axis("batch", positive, (1,), "--batch", "batch sizes: 1,8", "B"),
+    Axis("heads", head_pair, ((1, 1),), "--heads", "query heads, or query:key heads: 16,32:8", "H"),
+    Axis("dtype", one_of(*DTYPES), option="--dtype", help=", ".join(DTYPES)),
+    Axis("causal", yes_no, option="--causal", help="yes, no"),
+    Axis("direction", one_of(*DIRECTIONS), option="--direction", help=", ".join(DIRECTIONS)),
+    Axis("size", one_of(*SIZES), option="--size", help=f"of the language model: {', '.join(SIZES)}"),
+    Axis("context", positive, option="--context", metavar="S", help="sequence lengths of the language model: 512,1024"),
+    Axis(
+        "precision",
+        one_of(*MATMUL_BYTES),
+        ("bf16",),
+        "--precision",
+        "fp32, tf32, bf16 (autocast), fp16 (autocast and loss scaling)",
+    ),
+    Axis("mode", one_of(*MODES), MODES, "--mode", "forward (inference), train_forward, backward, optimizer, step"),
+    Axis(
+        "compile",
+        one_of(*COMPILES),
+        ("eager",),
+        "--compile",
+        "eager, compiled (block by block), graphed (and replayed as a CUDA graph)",
+    ),
+    Axis(
+        "traces",
+        Path,
+        None,
+        "--traces",
+        "keep what the anatomy reads: traces, and on CUDA memory snapshots",
+        "DIR",
+        single=True,
+    ),
+    Axis("strategy", option="--strategy", metavar="ROWS", help="exactly these strategies: names, path.py:Class"),
+    Axis("world_size", positive, (0,), "--world-size", "ranks: 1,2,4; a GPU each, or processes on a CPU", "N"),
+    Axis(
+        "bucket_mb",
+        bucket_size,
+        (25,),
+        "--bucket-mb",
+        "of strategies that take a size of buckets, MiB: 1,25,auto; of a training also of those that are to be tuned",
+        "MIB",
+    ),
+    Axis(
+        "comm_dtype",
+        one_of(*DTYPES),
+        ("float32",),
+        "--comm-dtype",
+        "what strategies send that take a dtype for it: float32, bfloat16, float16",
+    ),
+    Axis(
+        "sharded_optimizer",
+        yes_no,
+        (False,),
+        "--sharded-optimizer",
+        "optimizer state divided among ranks: yes, no",
+    ),
+    Axis(
+        "epochs",
+        several,
+        4,
+        "--epochs",
+        "of a training; the first is not timed, the others are the samples",
+        "N",
+        single=True,
+    ),
+    Axis("train_tokens", positive, 491_520, "--train-tokens", "of a training: tokens of an epoch", "N", single=True),
+    Axis(
+        "val_tokens",
+        positive,
+        65_536,
+        "--val-tokens",
+        "of a training: held-out tokens of the loss at its end",
+        "N",
+        single=True,
+    ),
 )
+
+
+def named(*options: str, **defaults: Any) -> tuple[Axis, ...]:
+    """The axes of these options, with defaults by the axis's name where a benchmark has its own."""
+    found = {axis.option: axis for axis in NAMED}
+    return tuple(replace(found[one], default=defaults.get(found[one].name, found[one].default)) for one in options)

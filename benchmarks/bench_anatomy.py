@@ -5,7 +5,7 @@ What is profiled is not what is timed: a profiler slows the host.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,7 @@ from benchmarks.model.cases import FIELDS, ModelTest
 from benchmarks.model.rig import Rig
 from benchmarks.sweeps import ANATOMY_MODES
 from lmsys.attention import ATTENTION
-from lmsys.bench import Field, Grid, Settings, bench
-from lmsys.bench import fields as f
-from lmsys.bench.fields import Record
+from lmsys.bench import Field, Grid, Record, Settings, bench, fields
 from lmsys.cost.memory import training_memory
 from lmsys.measure import memory
 from lmsys.measure.compare import attempt, release_memory
@@ -47,7 +45,7 @@ class Anatomy(ModelBenchmark):
     """Time by kind of kernel and by part, memory by phase and by allocation."""
 
     name = "anatomy"
-    axes = (*ModelBenchmark.axes, axes.TRACES)
+    axes = (*ModelBenchmark.axes, *axes.named("--traces"))
     fields: tuple[Field, ...] = (
         *FIELDS,
         Field("kernel_s", "s", "kernels", about="Time of all kernels of one call, added up", shown="ms"),
@@ -64,7 +62,7 @@ class Anatomy(ModelBenchmark):
             about="Memory held before the call: weights, and in a step the optimizer's state",
             shown="MiB",
         ),
-        f.PEAK.called(about="The most memory in use in the call above what was held before"),
+        fields.PEAK.called(about="The most memory in use in the call above what was held before"),
         *(Field(f"{name}_bytes", "B", name, about=about, shown="MiB") for name, about in HELD_IN_A_STEP.items()),
         Field("buffers_bytes", "B", "buffers", "detail", shown="MiB"),
         *(
@@ -77,7 +75,7 @@ class Anatomy(ModelBenchmark):
             )
             for name, about in HELD_IN_A_STEP.items()
         ),
-        *f.details("kernels", "parts", "phases", "timeline", "allocations"),
+        *fields.details("kernels", "parts", "phases", "timeline", "allocations"),
     )
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[AnatomyTest]:
@@ -125,19 +123,19 @@ def anatomy_of(case: AnatomyTest, setup: Setup) -> Record:
 
 def phases_of(case: AnatomyTest, rig: Rig) -> Phases:
     """The parts of a call, in order: an inference is a forward."""
-    peer, losses = case.peer, []
+    losses: list[Any] = []
     if case.mode == "forward":
         return {"forward": lambda: rig.forward(case)}
     return {
         "forward": lambda: losses.append(rig.scaler.scale(rig.forward(case))),
         "backward": lambda: losses.pop().backward(),
-        "optimizer": lambda: rig.update(peer),
+        "optimizer": lambda: rig.update(case.peer),
     }
 
 
 def times_of(call: Callable[[], Any], device: str, trace: Path | None) -> Record:
     profile = profile_call(call, device, trace=trace)
-    kernels = [asdict(replace(one, name=shortened(one.name))) for one in profile.kernels[:NUM_KERNELS]]
+    kernels = [asdict(one) | {"name": shortened(one.name)} for one in profile.kernels[:NUM_KERNELS]]
     return {
         "profiled_s": profile.profiled_s,
         "kernel_s": profile.kernel_s,

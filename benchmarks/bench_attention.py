@@ -1,7 +1,8 @@
 """Attention: every selected row of the table, by shape, dtype, mask and direction."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -9,16 +10,14 @@ import torch
 from torch import Tensor
 
 from benchmarks import axes
+from benchmarks.arithmetic import capability_of, matmul_rates
 from benchmarks.attention.check import Gate, check_float32
 from lmsys.attention import ATTENTION, AttentionCase
 from lmsys.attention.contract import adapt
-from lmsys.bench import Axis, Benchmark, Candidate, Case, Field, Grid, Settings, Step, bench
-from lmsys.bench import fields as f
-from lmsys.bench.fields import Record
+from lmsys.bench import Axis, Benchmark, Candidate, Case, Entry, Field, Grid, Record, Settings, Step, bench, fields
 from lmsys.cost import operations
 from lmsys.measure import memory
 from lmsys.measure.compare import attempt, release_memory
-from lmsys.registry import Entry
 from lmsys.testing import Inputs, make_inputs, run
 
 
@@ -35,10 +34,6 @@ class AttentionTest(Case):
     dtype: str
     causal: bool
     direction: str
-
-    @property
-    def rows(self) -> Mapping[str, Entry]:
-        return {"attention": self.entry}
 
     @property
     def group(self) -> str:
@@ -58,15 +53,14 @@ class AttentionTest(Case):
 
     @property
     def asked(self) -> AttentionCase:
-        """What is asked of the row."""
-        capability = torch.cuda.get_device_capability() if self.device == "cuda" else None
+        """The case that the row is asked for."""
         return AttentionCase(
             **self.shape,
             dtype=self.dtype,
             causal=self.causal,
             grad=self.direction != "fwd",
             device=self.device,
-            capability=capability,
+            capability=capability_of(self.device),
         )
 
 
@@ -76,8 +70,6 @@ class Setup:
 
     case: AttentionCase
     inputs: Inputs
-    seed: int
-    checked: bool = False
 
 
 class Attention(Benchmark):
@@ -86,16 +78,16 @@ class Attention(Benchmark):
     name = "attention"
     tables = {"attention": ATTENTION}
     axes: tuple[Axis, ...] = (
-        *(axes.ATTENTION, axes.LENGTH, axes.TIERS, axes.HEAD_DIM, axes.BATCH, axes.HEADS),
-        *(axes.DTYPE, axes.CAUSAL, axes.DIRECTION),
+        *axes.named("--attention", "--length", "--tiers", "--head-dim", "--batch", "--heads"),
+        *axes.named("--dtype", "--causal", "--direction"),
         # batch is tokens / queries and heads is width / head_dim, where these are given; `without`: rows left out
         *(Axis("tokens", int, 0, single=True), Axis("width", int, 0, single=True), Axis("without")),
     )
     fields: tuple[Field, ...] = (
-        *f.axes("batch", "heads", "kv_heads", "queries", "keys", "head_dim", "dtype", "causal", "direction"),
-        f.TIME,
-        f.RATE,
-        f.PEAK.called(about="Peak memory of {direction} above what was live before it"),
+        *fields.axes("batch", "heads", "kv_heads", "queries", "keys", "head_dim", "dtype", "causal", "direction"),
+        fields.TIME,
+        fields.RATE,
+        fields.PEAK.called(about="Peak memory of {direction} above what was live before it"),
         Field(
             "saved_bytes",
             "B",
@@ -103,25 +95,23 @@ class Attention(Benchmark):
             about="Memory saved by the forward for the backward (q, k and v included)",
             shown="MiB",
         ),
-        f.ERROR.called(
+        fields.ERROR.called(
             about="Worst error as a share of its budget (right: at most 1): the largest of the check in this dtype, "
             "the check in float32 where the row has a float32 form, and the root-mean-square rule where it has none"
         ),
-        f.COMPILE.called(
+        fields.COMPILE.called(
             about="First call of {direction} (compiles and tunes; tuned choices already on disk are not timed again)"
         ),
         Field("bytes", "B", "ideal traffic", "detail"),
         *(Field("bytes_per_s", "B/s", "traffic", "detail", shown="GB/s"),),
-        f.MATMUL_FRACTION.called(role="detail"),
-        f.COPY_FRACTION.called(role="detail"),
+        fields.MATMUL_FRACTION.called(role="detail"),
+        fields.COPY_FRACTION.called(role="detail"),
     )
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[AttentionTest]:
-        rows = rows_of(grid)
-        for shape in shapes(grid):
-            for dtype, causal, direction in grid.product("dtype", "causal", "direction"):
-                for entry in rows:
-                    yield AttentionTest(grid.name, entry, settings.device, *shape, dtype, causal, direction)
+        asked = grid.product("dtype", "causal", "direction")
+        for shape, what, entry in product(shapes(grid), asked, rows_of(grid)):
+            yield AttentionTest(grid.name, entry, settings.device, *shape, *what)
 
     def key(self, case: AttentionTest) -> tuple[str, bool]:
         return case.entry.name, case.asked.grad
@@ -131,7 +121,7 @@ class Attention(Benchmark):
 
     def setup(self, cases: Sequence[AttentionTest], settings: Settings) -> Setup:
         case = replace(cases[0].asked, grad=any(one.asked.grad for one in cases))
-        return Setup(case, make_inputs(case, settings.seed), settings.seed)
+        return Setup(case, make_inputs(case, settings.seed))
 
     def open(self, candidate: Candidate, setup: Setup) -> None:
         candidate.call = adapt(candidate.entry.load())
@@ -140,11 +130,11 @@ class Attention(Benchmark):
     def check_all(self, candidates: Sequence[Candidate], setup: Setup, runner: Any) -> None:
         """float32 first, once: there an error of 1 % shows. A row that cannot run it, or not in this memory, is held
         to the stricter root-mean-square rule in its own dtype."""
-        if not setup.checked:
-            setup.checked = True
-            setup.inputs.redraw_(setup.seed + 1)
+        seed = runner.settings.seed
+        if setup.inputs.seed == seed:  # as they were drawn
+            setup.inputs.redraw_(seed + 1)
             if setup.case.dtype != "float32":
-                check_float32(candidates, replace(setup.case, dtype="float32"), setup.seed + 1)
+                check_float32(candidates, replace(setup.case, dtype="float32"), seed + 1)
                 release_memory()
         in_own_dtype = Gate(setup.inputs, setup.case)
         for candidate in candidates:
@@ -155,46 +145,54 @@ class Attention(Benchmark):
         setup.inputs.redraw_(seed)
 
     def step(self, case: AttentionTest, candidate: Candidate, setup: Setup) -> Step:
-        return step_of(candidate, case.direction, setup.inputs)
+        """fwd: without gradients, as in inference. bwd: the gradients alone, of a forward run untimed just before."""
+        call, do = candidate.call, setup.inputs.do
+        q, k, v = setup.inputs.leaves(candidate.case.asked.grad)
+
+        def forward(_: Any = None) -> Tensor:
+            return call(q, k, v, causal=case.causal, scale=None)
+
+        def backward(o: Tensor) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(o, (q, k, v), do)
+
+        return {
+            "fwd": Step(torch.no_grad()(forward)),
+            "bwd": Step(backward, prepare=forward),
+            "fwdbwd": Step(lambda _: backward(forward())),
+        }[case.direction]
 
     def inspect(self, case: AttentionTest, candidate: Candidate, setup: Setup) -> Record:
         """Peak bytes of what is timed, above what was live before it, and the bytes saved from forward to backward."""
-        step = step_of(candidate, case.direction, setup.inputs)
-
-        def peak() -> int:
-            prepared = step.prepare()
-            return memory.peak_bytes(lambda: step.run(prepared), case.device)
-
-        found: Record = {"peak_bytes": attempt(peak)[0], "saved_bytes": None}
+        step = self.step(case, candidate, setup)
+        peak, _ = attempt(lambda: memory.peak_bytes(partial(step.run, step.prepare()), case.device))
+        found: Record = {"peak_bytes": peak, "saved_bytes": None}
         if case.direction != "fwd":
-            backward = step_of(candidate, "bwd", setup.inputs)
+            backward = self.step(replace(case, direction="bwd"), candidate, setup)
             found["saved_bytes"] = attempt(lambda: memory.saved_bytes(backward.prepare))[0]
         return found
 
     def metrics(self, case: AttentionTest, record: Record, machine: Record) -> Record:
         """Work, ideal traffic, and with a time the rates and their share of what this machine reaches."""
-        shape, ceilings = case.shape, machine["ceilings"]
+        shape = case.shape
         moved = operations.attention_bytes(**shape, dtype=case.dtype, direction=case.direction)
         del shape["kv_heads"]
         flops = operations.attention_flops(**shape, causal=case.causal, direction=case.direction)
-        rates: Record = {"flops": flops, "bytes": moved}
+        found: Record = {"flops": flops, "bytes": moved}
         if time_s := record.get("time_s"):
-            matmul = ceilings["matmul_flops_per_s"].get(case.dtype)
-            rates |= {"flops_per_s": flops / time_s, "bytes_per_s": moved / time_s}
-            rates["matmul_ceiling_fraction"] = flops / time_s / matmul if matmul else None
-            rates["copy_ceiling_fraction"] = moved / time_s / ceilings["copy_bytes_per_s"]
-        return rates
+            share = moved / time_s / machine["ceilings"]["copy_bytes_per_s"]
+            found |= {"bytes_per_s": moved / time_s, "copy_ceiling_fraction": share}
+            found |= matmul_rates(flops, time_s, case.dtype, machine)
+        return found
 
 
 def shapes(grid: Grid) -> Iterator[tuple[int, int, int, int, int, int]]:
     """(B, H, Hkv, Q, K, D) of a grid. Batch or heads of the command line go before tokens and width."""
     for head_dim, (queries, keys) in grid.product("head_dim", "length"):
-        by_tokens = grid["tokens"] and "batch" not in grid.given
-        by_width = grid["width"] and "heads" not in grid.given
-        batches = (max(1, grid["tokens"] // queries),) if by_tokens else grid["batch"]
-        num_heads = max(1, grid["width"] // head_dim)
-        for batch, heads in product(batches, ((num_heads, num_heads),) if by_width else grid["heads"]):
-            yield batch, *heads, queries, keys, head_dim
+        by_tokens, by_width = max(1, grid["tokens"] // queries), max(1, grid["width"] // head_dim)
+        batches = (by_tokens,) if grid["tokens"] and "batch" not in grid.given else grid["batch"]
+        heads = ((by_width, by_width),) if grid["width"] and "heads" not in grid.given else grid["heads"]
+        for batch, pair in product(batches, heads):
+            yield batch, *pair, queries, keys, head_dim
 
 
 def rows_of(grid: Grid) -> list[Entry]:
@@ -203,22 +201,6 @@ def rows_of(grid: Grid) -> list[Entry]:
         return ATTENTION.select(name for name in grid["attention"] if name not in axes.MODELS_ONLY)
     names = grid["attention"] or list(ATTENTION)
     return [entry for name, entry in ATTENTION.items() if name in names and name not in grid["without"]]
-
-
-def step_of(candidate: Candidate, direction: str, inputs: Inputs) -> Step:
-    """fwd: without gradients, as in inference. bwd: the gradients alone, of a forward run untimed just before."""
-    call, causal = candidate.call, candidate.case.causal
-    q, k, v = inputs.leaves(candidate.case.asked.grad)
-
-    def forward(_: Any = None) -> Tensor:
-        return call(q, k, v, causal=causal, scale=None)
-
-    def backward(o: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(o, (q, k, v), inputs.do)
-
-    if direction == "bwd":
-        return Step(backward, prepare=forward)
-    return Step(torch.no_grad()(forward)) if direction == "fwd" else Step(lambda _: backward(forward()))
 
 
 test_attention = bench(Attention)

@@ -14,10 +14,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import axes
-from lmsys.bench import Axis, Benchmark, Case, Entry, Field, Grid, Settings, Table, bench, one_of, positive
-from lmsys.bench import fields as f
-from lmsys.bench.fields import Record
-from lmsys.bench.ranks import CLOCKS, subgroup, takes_part, times, world_sizes
+from lmsys.bench import (
+    Axis,
+    Benchmark,
+    Case,
+    Entry,
+    Field,
+    Grid,
+    Record,
+    Settings,
+    Table,
+    bench,
+    fields,
+    one_of,
+    positive,
+)
+from lmsys.bench.ranks import CLOCKS, on_part, subgroup, times, world_sizes
 from lmsys.cost.communication import bus_factor
 from lmsys.measure.clock import synchronize
 from lmsys.parallel import collectives
@@ -25,7 +37,7 @@ from lmsys.parallel.group import BACKENDS, device
 
 MAX_ROUNDS = 200
 LEAD_S = 0.02  # longer than the host needs to launch MAX_ROUNDS calls
-LOOP = 20  # calls of the plain loop
+LOOP, LOOP_S = 20, 0.3  # calls of the plain loop, fewer where they would take longer
 OPERATIONS = Table(
     "operation",
     [
@@ -67,7 +79,7 @@ class Collectives(Benchmark):
     opens = False
     streams = True
     axes: tuple[Axis, ...] = (
-        axes.WORLD_SIZE,
+        *axes.named("--world-size"),
         Axis("megabytes", positive),
         Axis("operation", one_of(*OPERATIONS), tuple(OPERATIONS)),
         Axis("backend", one_of(*BACKENDS)),
@@ -75,8 +87,8 @@ class Collectives(Benchmark):
     fields: tuple[Field, ...] = (
         Field("megabytes", label="MB", role="axis", about="Size of the whole tensor, float32, in MB of 10⁶ bytes"),
         Field("world_size", label="ranks", role="axis"),
-        *f.axes("backend"),
-        f.TIME.called(about="Median time of a call, of the slowest rank"),
+        *fields.axes("backend"),
+        fields.TIME.called(about="Median time of a call, of the slowest rank"),
         Field(
             "algorithm_bytes_per_s",
             "B/s",
@@ -105,15 +117,10 @@ class Collectives(Benchmark):
     def cases(self, grid: Grid, settings: Settings) -> Iterator[CollectiveCase]:
         """Two ranks or more, for each backend of the grid, else for each that this machine has."""
         for backend in grid["backend"] or (("nccl", "gloo") if settings.device == "cuda" else ("gloo",)):
-            on = "cuda" if backend == "nccl" else "cpu"
-            for world_size in world_sizes(grid, backend):
-                for operation, megabytes in product(OPERATIONS.select(grid["operation"]), grid["megabytes"]):
-                    if world_size > 1:
-                        yield CollectiveCase(grid.name, operation, on, megabytes, world_size, backend)
-
-    def turns(self, cases: Sequence[CollectiveCase]) -> Iterator[list[CollectiveCase]]:
-        for case in cases:
-            yield [case]
+            on, sizes = "cuda" if backend == "nccl" else "cpu", world_sizes(grid, backend)
+            rows = OPERATIONS.select(grid["operation"])
+            for size, operation, megabytes in product([one for one in sizes if one > 1], rows, grid["megabytes"]):
+                yield CollectiveCase(grid.name, operation, on, megabytes, size, backend)
 
     def sample(self, turn: Sequence[CollectiveCase], trial: Any) -> None:
         """Checks the only case of the turn, and takes its samples: seconds of each call, of the slowest rank."""
@@ -121,12 +128,12 @@ class Collectives(Benchmark):
         settings, candidate = trial.settings, trial.candidate(case)
         arguments = case, settings.seconds_per_row if settings.timed else None, settings.min_rounds, settings.seed
         found = candidate.attempt(trial.runner.ranks.run, case.world_size, case.backend, measure, *arguments) or ()
-        if wrong := [one.wrong for one in found if one.wrong]:
+        if wrong := [one[0] for one in found if one[0]]:
             candidate.failed("wrong", wrong[0])
         elif found and settings.timed:
-            calls = zip(*(one.samples for one in found), strict=True)
-            trial.measurements[case.id].samples = [max(seconds) for seconds in calls]
-            candidate.notes["loop_s"] = max(one.loop_s for one in found)
+            _, samples, loops = zip(*found, strict=True)
+            trial.measurements[case.id].samples = [max(calls) for calls in zip(*samples, strict=True)]
+            candidate.notes["loop_s"] = max(loops)
 
     def clock_name(self, case: CollectiveCase, runner: Any) -> str:
         return CLOCKS[case.backend]
@@ -146,32 +153,22 @@ test_collectives = bench(Collectives)
 # The rest runs on the ranks.
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The answer of a rank: what is wrong, else seconds of each call through ours, and of one in torch's plain loop."""
-
-    wrong: str = ""
-    samples: Sequence[float] = ()
-    loop_s: float = 0.0
-
-
-def measure(case: CollectiveCase, seconds: float | None, min_rounds: int, seed: int) -> Measured:
-    """Checks the operation and, where `seconds` are given, samples it for about that long."""
-    if not takes_part(case.world_size):
-        return Measured()
-    group = subgroup(case.world_size)
-    x = _draw(case, seed + dist.get_rank())
+@on_part
+def measure(case: CollectiveCase, seconds: float | None, min_rounds: int, seed: int) -> tuple[str, list[float], float]:
+    """(what is wrong, else seconds of each call through ours, and of one in torch's plain loop), which both take about
+    so many `seconds`; None: the operation is checked only."""
+    group, x = subgroup(case.world_size), _draw(case, seed + dist.get_rank())
     call = _ours(case, x, group)
-    if wrong := _check(case, call(), seed):
-        return Measured(wrong)
-    if seconds is None:
-        return Measured()
+    wrong = _check(case, call(), seed)
+    if wrong or seconds is None:
+        return wrong, [], 0.0
     plain = _plain(case, x, group)
-    loop = min(_loop(plain, group) for _ in range(2))
+    calls = max(2, min(LOOP, int(LOOP_S / _loop(plain, 1, group))))
+    loop = min(_loop(plain, calls, group) for _ in range(2))
     rounds = torch.tensor(max(min_rounds, min(MAX_ROUNDS, int(seconds / loop))), device=device())
     dist.broadcast(rounds, 0, group=group)
     samples = times(call, int(rounds), group, LEAD_S)
-    return Measured("", samples, min(loop, _loop(plain, group)))
+    return "", samples, min(loop, _loop(plain, calls, group))
 
 
 def _draw(case: CollectiveCase, seed: int) -> Tensor:
@@ -182,18 +179,15 @@ def _draw(case: CollectiveCase, seed: int) -> Tensor:
 
 
 def _ours(case: CollectiveCase, x: Tensor, group: Any) -> Callable[[], Tensor]:
-    part = x.chunk(case.world_size)[dist.get_rank()]
+    operation, part = case.entry.load(), x.chunk(case.world_size)[dist.get_rank()]
     out = (part if case.impl == "reduce_scatter" else x).clone()
+    sent = {"reduce_scatter": (x,), "all_gather": (part,)}.get(case.impl, ())
 
     def run() -> Tensor:
-        if case.impl == "all_reduce":
-            collectives.all_reduce_mean(out, group, async_op=False).wait()
-        elif case.impl == "reduce_scatter":
-            collectives.reduce_scatter_mean(out, x, group, async_op=False).wait()
-        elif case.impl == "all_gather":
-            collectives.all_gather(out, part, group, async_op=False).wait()
+        if case.impl == "broadcast":
+            operation(out, group=group, group_src=0)
         else:
-            dist.broadcast(out, group=group, group_src=0)
+            operation(out, *sent, group, async_op=False).wait()
         return out
 
     return run
@@ -214,32 +208,27 @@ def _plain(case: CollectiveCase, x: Tensor, group: Any) -> Callable[[], Any]:
 
 def _check(case: CollectiveCase, found: Tensor, seed: int) -> str:
     """Says what is wrong with the result; empty where it is right."""
-    every = [_draw(case, seed + rank) for rank in range(case.world_size)]
-    rank = dist.get_rank()
-    if case.impl in ("all_reduce", "reduce_scatter"):
-        mean = torch.stack(every).sum(0) / case.world_size
-        expected = mean if case.impl == "all_reduce" else mean.chunk(case.world_size)[rank]
-    elif case.impl == "all_gather":
-        expected = torch.cat([x.chunk(case.world_size)[rank] for rank, x in enumerate(every)])
-    else:
-        expected = every[0]
+    every, rank = [_draw(case, seed + one) for one in range(case.world_size)], dist.get_rank()
+    mean = sum(every) / case.world_size
+    expected = {
+        "all_reduce": mean,
+        "reduce_scatter": mean.chunk(case.world_size)[rank],
+        "all_gather": torch.cat([x.chunk(case.world_size)[one] for one, x in enumerate(every)]),
+        "broadcast": every[0],
+    }[case.impl]
     if torch.allclose(found, expected):  # exact but for the division, by numbers like 3
         return ""
     return f"rank {rank}: the result of {case.impl} is off by {(found - expected).abs().max().item():.3g}"
 
 
-def _loop(call: Callable[[], Any], group: Any) -> float:
-    """Seconds of a call among LOOP, one after another, or fewer where that would take long; of the slowest rank."""
-    seconds, calls = 0.0, 1
-    for _ in range(2):  # once to see how long one takes
-        dist.barrier(group)
-        synchronize(device().type)
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        synchronize(device().type)
-        slowest = torch.tensor((time.perf_counter() - start) / calls, device=device())
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-        seconds = slowest.item()
-        calls = max(2, min(LOOP, int(0.3 / seconds)))
-    return seconds
+def _loop(call: Callable[[], Any], calls: int, group: Any) -> float:
+    """Seconds of a call among so many, one after another; of the slowest rank."""
+    dist.barrier(group)
+    synchronize(device().type)
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    synchronize(device().type)
+    slowest = torch.tensor((time.perf_counter() - start) / calls, device=device())
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    return slowest.item()

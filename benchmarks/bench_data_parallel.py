@@ -1,5 +1,6 @@
 """Data parallel training of the language model: a step, by strategy, size, batch, number of ranks and bucket size."""
 
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -9,18 +10,18 @@ from typing import Any
 from benchmarks import axes
 from benchmarks.data_parallel.cases import ParallelCase, variants
 from benchmarks.data_parallel.check import gate
-from benchmarks.data_parallel.rank import inspect, take_pass, timed_under
+from benchmarks.data_parallel.rank import inspect, take_pass
 from benchmarks.data_parallel.rows import Row, communication, memory
 from lmsys.attention.compiled import why_no_compiler
-from lmsys.bench import Axis, Benchmark, Candidate, Field, Grid, Settings, bench
-from lmsys.bench import fields as f
-from lmsys.bench.fields import Record
+from lmsys.bench import Axis, Benchmark, Candidate, Field, Grid, Record, Settings, bench, fields
 from lmsys.bench.ranks import CLOCKS, backend_of, num_nodes, world_sizes
 from lmsys.cost.operations import model_flops, model_parameters
 from lmsys.parallel import STRATEGIES
 
 PASSES = {"gloo": 2, "nccl": 3}  # of each row, in turns: a GPU's clock moves, and rows are compared within a pass
 TUNED_MB = {"gloo": (1, 25), "nccl": (10, 25, 100, 400)}  # to choose from, for a strategy that is to be tuned
+
+TUNING_STEPS = 4
 
 
 def held(name: str, label: str, about: str, role: str = "metric") -> Field:
@@ -37,17 +38,17 @@ class DataParallel(Benchmark):
     opens = False
     keeps_interrupted = True
     axes: tuple[Axis, ...] = (
-        *(axes.SIZE, axes.CONTEXT, axes.BATCH, axes.PRECISION, axes.COMPILE, axes.STRATEGY),
-        *(replace(axes.WORLD_SIZE, default=(1, 0)), axes.BUCKET_MB, axes.COMM_DTYPE, axes.SHARDED),
+        *axes.named("--size", "--context", "--batch", "--precision", "--compile", "--strategy"),
+        *axes.named("--world-size", "--bucket-mb", "--comm-dtype", "--sharded-optimizer", world_size=(1, 0)),
     )
     fields: tuple[Field, ...] = (
-        *f.axes("strategy", "size", "context", "batch", "precision", "compile"),
+        *fields.axes("strategy", "size", "context", "batch", "precision", "compile"),
         Field("world_size", label="ranks", role="axis"),
         Field("asked_bucket_mb", "MiB", "bucket size", "axis", "Size of a bucket that the case asks for"),
-        *f.axes("comm_dtype", "sharded_optimizer", "backend"),
+        *fields.axes("comm_dtype", "sharded_optimizer", "backend"),
         Field("num_nodes", label="nodes", role="axis"),
         Field("num_parameters", label="parameters", role="axis"),
-        f.TIME.called(about="Time of a training step, of the slowest rank"),
+        fields.TIME.called(about="Time of a training step, of the slowest rank"),
         Field("tokens_per_s", "tokens/s", "Rate", about="Tokens of all ranks' batches over the median time of a step"),
         Field(
             "scaling_efficiency",
@@ -98,7 +99,7 @@ class DataParallel(Benchmark):
             about="Time gained on the baseline row, as a share of the baseline's communication",
             shown="%",
         ),
-        f.PEAK.called(about="Peak memory of a step, on the rank with most", shown="GiB"),
+        fields.PEAK.called(about="Peak memory of a step, on the rank with most", shown="GiB"),
         held("init_bytes", "After init", "Memory held once model, strategy and optimizer are made"),
         held("before_step_peak_bytes", "Before step", "Peak memory of forward and backward"),
         held("after_step_peak_bytes", "After step", "Peak memory of the optimizer's step"),
@@ -130,8 +131,8 @@ class DataParallel(Benchmark):
         ),
         Field("latency_s", "s", role="detail", about="Fitted latency of an all-reduce", shown="us"),
         Field("bandwidth_bytes_per_s", "B/s", role="detail", about="Fitted bandwidth of an all-reduce", shown="GB/s"),
-        f.RATE.called(role="detail", of=lambda record: record["flops"] / record["time_s"]),
-        *f.details("num_buckets", "unsynchronized_by", "timeline"),
+        fields.RATE.called(role="detail", of=lambda record: record["flops"] / record["time_s"]),
+        *fields.details("num_buckets", "unsynchronized_by", "timeline"),
     )
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[ParallelCase]:
@@ -144,15 +145,17 @@ class DataParallel(Benchmark):
                         yield ParallelCase(grid.name, entry, settings.device, *(*model, world_size, *variant))
 
     def why_not(self, case: ParallelCase) -> str | None:
-        if case.compile != "eager" and (reason := why_no_compiler(case.device)):
-            return reason
-        if case.compile == "graphed" and case.device != "cuda":
-            return "CUDA graphs need a CUDA device"
-        if case.compile == "graphed" and (reason := case.entry.trait("why_not_graphed", "")):
-            return reason
-        if case.precision == "fp16":
-            return "float16 gradients need loss scaling, which no strategy here does: --precision bf16"
-        return case.entry.why_not(case)
+        graphed = case.compile == "graphed"
+        return (
+            (case.compile != "eager" and why_no_compiler(case.device))
+            or (graphed and case.device != "cuda" and "CUDA graphs need a CUDA device")
+            or (graphed and case.entry.trait("why_not_graphed", ""))
+            or (
+                case.precision == "fp16"
+                and "float16 gradients need loss scaling, which no strategy here does: --precision bf16"
+            )
+            or case.entry.why_not(case)
+        )
 
     def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: Any) -> None:
         """Once for each row; after timing nothing is left, since each pass ends with a check."""
@@ -172,13 +175,11 @@ class DataParallel(Benchmark):
             return
         if case.entry.trait("tuned_bucket_mb", False):
             sized = [replace(case, asked_bucket_mb=mb) for mb in TUNED_MB[case.backend]]
-            case = min(sized, key=lambda one: max(run(*start, timed_under, one, settings.seed)))
+            passes = {one: run(*start, take_pass, one, settings.seed, TUNING_STEPS) for one in sized}
+            case = min(sized, key=lambda one: max(statistics.fmean(samples) for samples, *_ in passes[one]))
         candidate.state = Row(case, run(*start, inspect, case, settings.seed))
         if not all(seen.finite for seen in candidate.state.seen):
             candidate.failed("wrong", "the loss holds NaN or inf after a few steps")
-
-    def turns(self, cases: Sequence[ParallelCase]) -> Sequence[Sequence[ParallelCase]]:
-        return [cases] if cases else []
 
     def sample(self, turn: Sequence[ParallelCase], trial: Any) -> None:
         """Takes the passes. What an interrupt leaves are the passes that all rows have, or one alone of the first."""

@@ -7,6 +7,7 @@ are made at the full shape, in blocks of tokens: only the rows themselves need r
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -14,11 +15,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import axes
-from benchmarks.arithmetic import LOSS_SCALE, ROUNDING, arithmetic, autocast, matmul_rates, ratio_of, why_no_precision
-from lmsys.attention.compiled import why_no_compiler
-from lmsys.bench import Axis, Benchmark, Candidate, Case, Entry, Field, Grid, Settings, Step, Table, bench, positive
-from lmsys.bench import fields as f
-from lmsys.bench.fields import Record
+from benchmarks.arithmetic import LOSS_SCALE, ROUNDING, arithmetic, autocast, matmul_rates, ratio_of, why_no_arithmetic
+from lmsys.bench import (
+    Axis,
+    Benchmark,
+    Candidate,
+    Case,
+    Entry,
+    Field,
+    Grid,
+    Record,
+    Settings,
+    Step,
+    Table,
+    bench,
+    fields,
+    positive,
+)
 from lmsys.measure import memory
 
 BLOCK_LOGITS = {"cuda": 2**26, "cpu": 2**22}  # of the reference, held at once
@@ -45,10 +58,6 @@ class LossTest(Case):
     precision: str
 
     @property
-    def rows(self) -> Mapping[str, Entry]:
-        return {"loss": self.entry}
-
-    @property
     def comparison(self) -> str:
         return f"{self.section}-N{self.tokens}M{self.d_model}V{self.vocab_size}-{self.precision}"
 
@@ -71,8 +80,8 @@ class Inputs:
     targets: Tensor
     precision: str
     scale: float
-    exact: tuple[Tensor, ...] = ()
-    plain: tuple[Tensor, ...] = ()
+    exact: Sequence[Tensor] = ()
+    plain: Sequence[Tensor] = ()
 
     @classmethod
     def draw(cls, case: LossTest, seed: int) -> "Inputs":
@@ -95,9 +104,6 @@ class Inputs:
             loss = call(self.hidden, self.weight, self.targets)
         d_hidden, d_weight = torch.autograd.grad(loss * self.scale, (self.hidden, self.weight))
         return loss.detach(), d_hidden, d_weight
-
-    def refer(self) -> None:
-        self.exact, self.plain = (tuple(x.cpu() for x in self.in_blocks(exact)) for exact in (True, False))
 
     def in_blocks(self, exact: bool) -> Answer:
         """The eager row's answer, made from one block of tokens after another; in float64 where `exact`."""
@@ -124,35 +130,33 @@ class Loss(Benchmark):
         Axis("tokens", positive, (16384,)),
         Axis("d_model", positive, (1024,)),
         Axis("vocab_size", positive, (10_000,)),
-        axes.PRECISION,
+        *axes.named("--precision"),
         Axis("row", default=tuple(LOSSES)),
     )
     fields: tuple[Field, ...] = (
-        *f.axes("tokens", "d_model", "vocab_size", "precision"),
-        f.TIME.called(about="Median time of forward and backward"),
-        f.PEAK.called(
+        *fields.axes("tokens", "d_model", "vocab_size", "precision"),
+        fields.TIME.called(about="Median time of forward and backward"),
+        fields.PEAK.called(
             about="Peak memory of forward and backward above what was live before, less the gradients of hidden states "
             "and weight, which every row has to make",
             shown="GiB",
         ),
-        f.RATE,
+        fields.RATE,
         Field("tokens_per_s", "tokens/s", "Tokens", about="Tokens over median time"),
-        f.MATMUL_FRACTION.called(
+        fields.MATMUL_FRACTION.called(
             about="6 operations for each token, feature and class over median time, as a share of the large matmul "
             "measured in this run"
         ),
     )
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[LossTest]:
-        rows = LOSSES.select(grid["row"])
-        for shape in grid.product("tokens", "d_model", "vocab_size", "precision"):
-            for entry in rows:
-                yield LossTest(grid.name, entry, settings.device, *shape)
+        shapes = grid.product("tokens", "d_model", "vocab_size", "precision")
+        for shape, entry in product(shapes, LOSSES.select(grid["row"])):
+            yield LossTest(grid.name, entry, settings.device, *shape)
 
     def why_not(self, case: LossTest) -> str | None:
         compiles = case.entry.trait("compiles", False)
-        reason = why_no_precision(case.precision, case.device) or (compiles and why_no_compiler(case.device))
-        return reason or case.entry.why_not(case)
+        return why_no_arithmetic(case.precision, case.device, compiles) or case.entry.why_not(case)
 
     def context(self, cases: Sequence[LossTest]) -> AbstractContextManager[None]:
         return arithmetic(cases[0].precision)
@@ -167,7 +171,8 @@ class Loss(Benchmark):
         setup.run(candidate.call)
 
     def check_all(self, candidates: Sequence[Candidate], setup: Inputs, runner: Any) -> None:
-        setup.refer()  # apart from the rows' own calls: where this fails, they have not
+        # Apart from the rows' own calls: where this fails, they have not.
+        setup.exact, setup.plain = ([x.cpu() for x in setup.in_blocks(exact)] for exact in (True, False))
         super().check_all(candidates, setup, runner)
 
     def check(self, candidate: Candidate, setup: Inputs) -> Mapping[str, float]:
@@ -189,11 +194,11 @@ class Loss(Benchmark):
 
     def metrics(self, case: LossTest, record: Record, machine: Record) -> Record:
         """The operations of three matmuls, and with a time the rates and their share of what this machine reaches."""
-        flops = 6 * case.tokens * case.d_model * case.vocab_size
-        if not (time_s := record.get("time_s")):
-            return {"flops": flops}
-        rates = matmul_rates(flops, time_s, case.precision, machine)
-        return {"flops": flops, "tokens_per_s": case.tokens / time_s} | rates
+        found: Record = {"flops": 6 * case.tokens * case.d_model * case.vocab_size}
+        if time_s := record.get("time_s"):
+            rates = matmul_rates(found["flops"], time_s, case.precision, machine)
+            found |= {"tokens_per_s": case.tokens / time_s} | rates
+        return found
 
 
 test_loss = bench(Loss)

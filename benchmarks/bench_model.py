@@ -7,9 +7,7 @@ from benchmarks.arithmetic import matmul_rates
 from benchmarks.model.benchmark import ModelBenchmark, Setup
 from benchmarks.model.cases import FIELDS, ModelTest
 from benchmarks.model.rig import cold_samples
-from lmsys.bench import Candidate, Field, bench
-from lmsys.bench import fields as f
-from lmsys.bench.fields import Record
+from lmsys.bench import Candidate, Field, Record, bench, fields
 from lmsys.cost.memory import training_memory
 from lmsys.cost.operations import FLOPS_OF_STEP, model_flops
 from lmsys.measure.compare import attempt
@@ -23,7 +21,7 @@ class Model(ModelBenchmark):
     name = "model"
     fields: tuple[Field, ...] = (
         *FIELDS,
-        *f.axes("warmup_steps"),
+        *fields.axes("warmup_steps"),
         Field("tokens_per_s", "tokens/s", "Rate", about="Rate: tokens of the batch over median time"),
         Field(
             "mfu",
@@ -32,11 +30,11 @@ class Model(ModelBenchmark):
             "the device's maker states",
             shown="%",
         ),
-        f.MATMUL_FRACTION.called(
+        fields.MATMUL_FRACTION.called(
             about="The arithmetic of the formula over median time, as a share of the large matmul measured in this run"
         ),
-        f.RATE.called(role="detail"),
-        f.PEAK.called(shown="GiB"),
+        fields.RATE.called(role="detail"),
+        fields.PEAK.called(shown="GiB"),
         Field(
             "held_bytes",
             "B",
@@ -79,14 +77,13 @@ class Model(ModelBenchmark):
     def metrics(self, case: ModelTest, record: Record, machine: Record) -> Record:
         """Work, and with a time the rates and their share of what this machine reaches and what its maker states."""
         tokens, time_s = case.batch * case.context, record.get("time_s")
-        found: Record = {"predicted_bytes": predicted_bytes(case), "flops": None}
+        counted = case.mode in FLOPS_OF_STEP
+        flops = model_flops(case.config, tokens=tokens, context=case.context, mode=case.mode) if counted else None
+        found: Record = {"predicted_bytes": predicted_bytes(case), "flops": flops}
         if time_s:
             found["tokens_per_s"] = tokens / time_s
-        if case.mode not in FLOPS_OF_STEP:
-            return found
-        found["flops"] = model_flops(case.config, tokens=tokens, context=case.context, mode=case.mode)
-        if time_s:
-            found |= matmul_rates(found["flops"], time_s, case.precision, machine)
+        if time_s and flops:
+            found |= matmul_rates(flops, time_s, case.precision, machine)
             stated = peak_flops_per_s(machine["gpu"], case.precision)
             found["mfu"] = found["flops_per_s"] / stated if stated else None
         return found

@@ -9,10 +9,10 @@ bfloat16, with batch x length = 16,384 tokens and heads x head_dim = 2048.
 """
 
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -21,135 +21,41 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import axes
-from lmsys.attention import ATTENTION, AttentionCase
-from lmsys.attention.flash_gluon import plans
-from lmsys.attention.flash_gluon.plans import BackwardPlan, ForwardPlan
-from lmsys.bench import Axis, Benchmark, Candidate, Case, Entry, Field, Grid, Settings, Step, bench, one_of, yes_no
-from lmsys.bench import fields as f
-from lmsys.bench.fields import Record
+from benchmarks.arithmetic import matmul_rates
+from benchmarks.plans.cases import DETERMINISTIC, FORMS, PLAIN, TRANSPOSED, PlanCase, plan_called, plans_of
+from lmsys.attention import ATTENTION
+from lmsys.bench import (
+    Axis,
+    Benchmark,
+    Candidate,
+    Field,
+    Grid,
+    Record,
+    Settings,
+    Step,
+    bench,
+    fields,
+    one_of,
+    yes_no,
+)
 from lmsys.cost.operations import attention_flops
 from lmsys.processes import futures
 from lmsys.testing import Inputs, Oracle, make_inputs
 
-TOKENS, WIDTH = 16384, 2048
+TOKENS = 16384  # batch x length
 CALLS = 100  # of a short sequence, in a sample
 SHORT = {"length": ((128, 128), (256, 256), (512, 512)), "direction": ("fwd",)}
 COMPILERS, COMPILE_LIMIT_S = 12, 300.0
-PLANNED, CANDIDATES = "planned", "candidates"
-PLAIN, DETERMINISTIC, RAGGED, TRANSPOSED, GROUPED = FORMS = "plain", "deterministic", "ragged", "transposed", "grouped"
-PLANS = {"fwd": ForwardPlan, "bwd": BackwardPlan}
 OURS, PEER = ATTENTION["flash_gluon"], ATTENTION["sdpa_cudnn"]
-Plan = ForwardPlan | BackwardPlan
 Call = Callable[[], Sequence[Tensor]]
 
 
-def name_of(plan: Plan) -> str:
-    """The plan's fields where they are not False or at their default, as `plan_called` reads them."""
-    values = {one.name: (getattr(plan, one.name), one.default) for one in fields(plan)}
-    said = {name: "" if value is True else str(value) for name, (value, default) in values.items() if value != default}
-    return "+".join(name + value for name, value in said.items() if value != "False")
-
-
-def plan_called(text: str) -> str | Plan:
-    """`planned`, `candidates` or the plan that the text names. ValueError for anything else."""
-    if text in (PLANNED, CANDIDATES):
-        return text
-    parts = [re.fullmatch(r"(\w*[a-z_])(\d*)", part) for part in text.split("+")]
-    given = {part[1]: int(part[2]) if part[2] else True for part in parts if part}
-    for cls in PLANS.values():
-        types = {one.name: one.type for one in fields(cls)}
-        flags = dict.fromkeys((name for name, kind in types.items() if kind is bool), False)
-        if all(parts) and all(type(value) is types.get(name) for name, value in given.items()):
-            try:
-                return cls(**(flags | given))
-            except TypeError:  # a field has no value
-                continue
-    known: list[Plan] = [plans.forward_plan(64, True, 512), plans.backward_plan(128, True, 512)]
-    examples = map(name_of, known)
-    raise ValueError(f"must be {PLANNED}, {CANDIDATES}, or a plan by its fields, such as {' or '.join(examples)}")
-
-
-@dataclass(frozen=True)
-class PlanCase(Case):
-    """A shape, and the plan that runs it; the peer has none. calls: so many, one after another, are one sample.
-
-    planned  the row takes this plan by itself
-    graphed  the calls are replayed as a CUDA graph
-    """
-
-    head_dim: int
-    length: int
-    causal: bool
-    direction: str
-    batch: int
-    form: str = PLAIN
-    plan: Plan | None = None
-    planned: bool = False
-    calls: int = 1
-    graphed: bool = False
-
-    @property
-    def axes(self) -> Record:
-        return super().axes | {"plan": name_of(self.plan) if self.plan else None}
-
-    @property
-    def options(self) -> list[str]:
-        """What tells the row from others of the shape."""
-        plan = [] if self.planned or self.plan is None else [name_of(self.plan)]
-        return plan if self.form == PLAIN else [*plan, self.form]
-
-    @property
-    def impl(self) -> str:
-        return "-".join([self.entry.name, *self.options])
-
-    @property
-    def label(self) -> str:
-        return ", ".join([self.entry.label, *self.options])
-
-    @property
-    def rows(self) -> Mapping[str, Entry]:
-        return {"attention": self.entry}
-
-    @property
-    def comparison(self) -> str:
-        mask = "causal" if self.causal else "full"
-        chain = [] if self.calls == 1 else ["graphed" if self.graphed else "eager"]
-        return "-".join([self.section, f"B{self.batch}D{self.head_dim}S{self.length}", mask, self.direction, *chain])
-
-    @property
-    def asked(self) -> AttentionCase:
-        heads, length = max(1, WIDTH // self.head_dim), self.length - (self.form == RAGGED)
-        kv_heads = max(1, heads // 8) if self.form == GROUPED else heads
-        shape = self.batch, heads, kv_heads, length, length, self.head_dim
-        capability = torch.cuda.get_device_capability() if self.device == "cuda" else None
-        return AttentionCase(*shape, "bfloat16", self.causal, self.direction == "bwd", self.device, capability)
-
-    @property
-    def small(self) -> "PlanCase":
-        """The least case that its kernels are compiled for."""
-        return replace(self, section="", length=128, batch=1, planned=False, calls=1, graphed=False)
-
-
+@dataclass
 class Setup:
-    """Inputs by form, which are drawn when they are first needed, and their oracles."""
+    """Inputs and their oracles, by form; an oracle is made when it is first needed."""
 
-    def __init__(self, seed: int):
-        self.draw(seed)
-
-    def draw(self, seed: int) -> None:
-        self.seed = seed
-        self._inputs: dict[str, Inputs] = {}
-        self._oracles: dict[str, Oracle] = {}
-
-    def inputs(self, case: PlanCase) -> Inputs:
-        if case.form not in self._inputs:
-            self._inputs[case.form] = make_inputs(case.asked, self.seed, transposed=case.form == TRANSPOSED)
-        return self._inputs[case.form]
-
-    def oracle(self, case: PlanCase) -> Oracle:
-        if case.form not in self._oracles:
-            self._oracles[case.form] = Oracle(case.asked, self.inputs(case))
-        return self._oracles[case.form]
+    inputs: dict[str, Inputs]
+    oracles: dict[str, Oracle] = field(default_factory=dict)
 
 
 class Plans(Benchmark):
@@ -160,19 +66,17 @@ class Plans(Benchmark):
     axes: tuple[Axis, ...] = (
         Axis("plan", plan_called),  # none: there are no cases where none is asked for
         Axis("form", one_of(*FORMS), (PLAIN,)),
-        replace(axes.HEAD_DIM, default=(64, 128)),
-        replace(axes.LENGTH, default=((1024, 1024), (4096, 4096), (16384, 16384))),
-        replace(axes.CAUSAL, default=(True, False)),
-        replace(axes.DIRECTION, default=("fwd", "bwd")),
+        *axes.named("--head-dim", "--length", head_dim=(64, 128), length=((1024, 1024), (4096, 4096), (16384, 16384))),
+        *axes.named("--causal", "--direction", causal=(True, False), direction=("fwd", "bwd")),
     )
     fields: tuple[Field, ...] = (
-        *f.axes("head_dim", "length", "causal", "direction", "batch", "graphed"),
-        *f.details("form", "plan", "planned", "calls"),  # the row's name has the first two
-        f.TIME,
+        *fields.axes("head_dim", "length", "causal", "direction", "batch", "graphed"),
+        *fields.details("form", "plan", "planned", "calls"),  # the row's name has the first two
+        fields.TIME,
         Field("call_s", "s", "Time of a call", about="Median time over the calls in it", shown="µs"),
-        f.RATE,
-        f.MATMUL_FRACTION.called(role="detail"),
-        f.COMPILE.called(about="First call in this process; plans were compiled before, by others", role="detail"),
+        fields.RATE,
+        fields.MATMUL_FRACTION.called(role="detail"),
+        fields.COMPILE.called(about="First call in this process; plans were compiled before, by others", role="detail"),
     )
 
     def __init__(self) -> None:
@@ -183,11 +87,11 @@ class Plans(Benchmark):
             batch = max(1, TOKENS // length)
             base = PlanCase(grid.name, OURS, settings.device, head_dim, length, causal, direction, batch)
             asked = plans_of(base, grid["plan"])
+            forms = [form for form in grid["form"] if form != DETERMINISTIC or direction == "bwd"]
             for shape in self.shapes(base, grid) if asked else ():
                 yield replace(shape, entry=PEER)
-                for form in grid["form"]:
-                    if form != DETERMINISTIC or direction == "bwd":
-                        yield from (replace(shape, form=form, plan=plan, planned=own) for plan, own in asked)
+                for form, (plan, own) in product(forms, asked):
+                    yield replace(shape, form=form, plan=plan, planned=own)
 
     def shapes(self, base: PlanCase, grid: Grid) -> Iterator[PlanCase]:
         yield base
@@ -204,23 +108,28 @@ class Plans(Benchmark):
         count = min(COMPILERS, len(new), os.cpu_count() or 1)
         found = futures(first_call, new, count, timeout_s=COMPILE_LIMIT_S) if new else ()
         self.compiled |= {case: future.exception() for case, future in zip(new, found, strict=True)}
-        return Setup(settings.seed)
+        return Setup({case.form: inputs_of(case, settings.seed) for case in cases})
 
     def open(self, candidate: Candidate, setup: Setup) -> None:
         if (error := self.compiled.get(candidate.case.small)) is not None:
             raise error
-        call_of(candidate.case, setup)()
+        call_of(candidate.case, setup.inputs[candidate.case.form])()
 
     def check(self, candidate: Candidate, setup: Setup) -> Mapping[str, float]:
-        names = ("o", "lse") if candidate.case.direction == "fwd" else ("dq", "dk", "dv")
-        found = dict(zip(names, call_of(candidate.case, setup)(), strict=False))  # a whole row gives o alone
-        return setup.oracle(candidate.case).error_ratios(found, rms=True)
+        case, inputs = candidate.case, setup.inputs[candidate.case.form]
+        names = ("o", "lse") if case.direction == "fwd" else ("dq", "dk", "dv")
+        found = dict(zip(names, call_of(case, inputs)(), strict=False))  # a whole row gives o alone
+        if case.form not in setup.oracles:
+            setup.oracles[case.form] = Oracle(case.asked, inputs)
+        return setup.oracles[case.form].error_ratios(found, rms=True)
 
     def redraw(self, setup: Setup, seed: int) -> None:
-        setup.draw(seed)
+        setup.oracles.clear()
+        for inputs in setup.inputs.values():
+            inputs.redraw_(seed)
 
     def step(self, case: PlanCase, candidate: Candidate, setup: Setup) -> Step:
-        call = call_of(case, setup)
+        call = call_of(case, setup.inputs[case.form])
 
         def calls() -> list[Sequence[Tensor]]:
             return [call() for _ in range(case.calls)]
@@ -234,9 +143,7 @@ class Plans(Benchmark):
         flops = case.calls * attention_flops(*shape, causal=case.causal, direction=case.direction)
         if (time_s := record.get("time_s")) is None:
             return {"flops": flops}
-        ceiling = machine["ceilings"]["matmul_flops_per_s"]["bfloat16"]
-        rates = {"flops_per_s": flops / time_s, "matmul_ceiling_fraction": flops / time_s / ceiling}
-        return {"flops": flops, "call_s": time_s / case.calls} | rates
+        return {"flops": flops, "call_s": time_s / case.calls} | matmul_rates(flops, time_s, "bfloat16", machine)
 
 
 class ShortPlans(Plans):
@@ -257,27 +164,16 @@ class ShortPlans(Plans):
             yield replace(base, calls=CALLS, graphed=graphed, batch=1 if graphed else base.batch)
 
 
-def plans_of(case: PlanCase, asked: Sequence[str | Plan]) -> list[tuple[Plan, bool]]:
-    """The plans for the case's direction and shape, each with whether the row takes it by itself; none for fwdbwd."""
-    shape = case.head_dim, case.causal, case.length
-    found: list[tuple[Plan, bool]] = []
-    for one in asked if case.direction in PLANS else ():
-        if one == CANDIDATES:
-            found += [(plan, False) for plan in plans.candidates(case.direction, *shape)]
-        elif not isinstance(one, str) and isinstance(one, PLANS[case.direction]):
-            found.append((one, False))
-        elif one == PLANNED and shape[:2] in plans.FORWARD:
-            own = plans.forward_plan if case.direction == "fwd" else plans.backward_plan
-            found.append((own(*shape), True))
-    return list(dict.fromkeys(found))
+def inputs_of(case: PlanCase, seed: int) -> Inputs:
+    return make_inputs(case.asked, seed, transposed=case.form == TRANSPOSED)
 
 
-def call_of(case: PlanCase, setup: Setup) -> Call:
-    """What is timed: it returns o and perhaps its log-sum-exp, or the gradients; then the forward has run already."""
-    inputs, causal, scale = setup.inputs(case), case.causal, case.head_dim**-0.5
+def call_of(case: PlanCase, inputs: Inputs) -> Call:
+    """The call that is timed: it returns o and perhaps its log-sum-exp, or the gradients, of a forward that has run."""
+    causal, scale = case.causal, case.head_dim**-0.5
     plan: Any = case.plan
-    q, k, v = inputs.leaves(grad=case.plan is None and case.direction == "bwd")
-    if case.plan is None:
+    q, k, v = inputs.leaves(grad=plan is None and case.direction == "bwd")
+    if plan is None:
         if case.direction == "fwd":
             return lambda: (F.scaled_dot_product_attention(q, k, v, is_causal=causal),)
         o = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
@@ -295,21 +191,18 @@ def call_of(case: PlanCase, setup: Setup) -> Call:
 
 def first_call(case: PlanCase) -> None:
     """In a process of its own, into Triton's cache on disk: what hangs or dies there is no more than a plan's end."""
-    call_of(case, Setup(0))()
+    call_of(case, inputs_of(case, 0))()
     torch.cuda.synchronize()
 
 
 def graph_of(calls: Callable[[], Any]) -> Callable[[], None]:
+    """A replay of the calls, whose results stay in the graph's own memory."""
     calls()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kept = calls()  # their memory is the graph's
-
-    def replay(_: Any = kept) -> None:
-        graph.replay()
-
-    return replay
+        calls()
+    return graph.replay
 
 
 test_plans, test_short_plans = bench(Plans), bench(ShortPlans)

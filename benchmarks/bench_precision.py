@@ -5,9 +5,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from lmsys.bench import Benchmark, Candidate, Case, Entry, Field, Grid, Settings, Table, bench
-from lmsys.bench import fields as f
-from lmsys.bench.fields import Record
+from lmsys.bench import Benchmark, Candidate, Case, Entry, Field, Grid, Record, Settings, Table, bench, fields
 from lmsys.model import TransformerLM
 from lmsys.model.precision import ADDEND, CONFIG, TIMES, accumulation, autocast_dtypes
 
@@ -55,7 +53,7 @@ class Precision(Benchmark):
     """Two studies that say what rounding does; nothing is timed."""
 
     name = "precision"
-    fields: tuple[Field, ...] = (*f.axes("dtype"), *f.details("addend", "times", "sums", "tensors"))
+    fields: tuple[Field, ...] = (*fields.axes("dtype"), *fields.details("addend", "times", "sums", "tensors"))
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[Study]:
         for study in STUDIES.values():

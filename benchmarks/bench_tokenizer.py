@@ -2,18 +2,30 @@
 
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.tokenizer import TOKENIZERS, rows
-from lmsys.bench import Axis, Benchmark, Candidate, Case, Entry, Field, Grid, Settings, Step, bench, one_of, positive
-from lmsys.bench import fields as f
+from lmsys.bench import (
+    Axis,
+    Benchmark,
+    Candidate,
+    Case,
+    Field,
+    Grid,
+    Record,
+    Settings,
+    Step,
+    bench,
+    fields,
+    one_of,
+    positive,
+)
 from lmsys.bench.benchmark import DEFAULT_ROUNDS
-from lmsys.bench.fields import Record
-from lmsys.measure.compare import Failure, attempt
+from lmsys.measure.compare import Failure
 from lmsys.measure.memory import peak_resident_bytes
 from lmsys.tokenizer import Tokenizer, naive, train
 from lmsys.tokenizer.chunks import Chunk, cut_file
@@ -40,10 +52,6 @@ class TokenizerCase(Case):
         return {"task": self.task, "vocab_size": self.vocab_size, "processes": self.processes}
 
     @property
-    def rows(self) -> Mapping[str, Entry]:
-        return {"tokenizer": self.entry}
-
-    @property
     def comparison(self) -> str:
         text = "all" if self.text_bytes is None else f"{self.text_bytes // 1000}kB"
         return f"{self.section}-{self.task}-{text}-V{self.vocab_size}"
@@ -61,17 +69,6 @@ class Texts:
     small: Path
     tokenizer: Tokenizer
     checked: Path
-
-    @classmethod
-    def prepare(cls, case: TokenizerCase, folder: Path) -> "Texts":
-        """Writes all into the folder."""
-        corpus, most = stdlib(), case.text_bytes
-        timed = _beginning(corpus.train + (corpus.valid if most is None else ()), most, folder / "timed.txt")
-        other = _beginning(corpus.valid, min(200_000, most or 200_000), folder / "other.txt")
-        small = _beginning(corpus.valid, SMALL_BYTES, folder / "small.txt")
-        tokenizer = train([timed], case.vocab_size, [END_OF_TEXT], case.processes)
-        tokenizer.save(folder)
-        return cls(timed, other, small, tokenizer, timed)
 
 
 def _beginning(parts: tuple[Chunk, ...], num_bytes: int | None, path: Path) -> Path:
@@ -104,16 +101,16 @@ class Tokenizers(Benchmark):
         Axis("rounds", positive, 3, single=True),  # samples of each row at least: a training takes seconds
     )
     fields = (
-        *f.axes("task", "vocab_size"),
+        *fields.axes("task", "vocab_size"),
         Field("text_bytes", "B", "text", "axis", shown="MB"),
         Field("processes", label="processes", role="axis", about="Processes of ours, and threads of the others"),
-        f.TIME.called(shown="s"),
+        fields.TIME.called(shown="s"),
         Field("bytes_per_s", "B/s", "Rate", about="Bytes of text over median time", shown="MB/s"),
-        f.PEAK.called(
+        fields.PEAK.called(
             about="Peak memory, resident, of a process that does the task once and of those that it starts, added up",
             shown="MB",
         ),
-        f.COMPILE.called(role="detail"),  # an import
+        fields.COMPILE.called(role="detail"),  # an import
     )
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[TokenizerCase]:
@@ -131,44 +128,44 @@ class Tokenizers(Benchmark):
             yield
 
     def setup(self, cases: Sequence[TokenizerCase], settings: Settings) -> Texts:
-        texts = Texts.prepare(cases[0], self.folder)
-        self.text_bytes = texts.timed.stat().st_size
-        return texts
+        (case, *_), corpus = cases, stdlib()
+        most = case.text_bytes
+        timed = _beginning(corpus.files if most is None else corpus.train, most, self.folder / "timed.txt")
+        other = _beginning(corpus.valid, min(200_000, most or 200_000), self.folder / "other.txt")
+        small = _beginning(corpus.valid, SMALL_BYTES, self.folder / "small.txt")
+        tokenizer = train([timed], case.vocab_size, [END_OF_TEXT], case.processes)
+        tokenizer.save(self.folder)
+        self.text_bytes = timed.stat().st_size
+        return Texts(timed, other, small, tokenizer, timed)
 
     def check_all(self, candidates: Sequence[Candidate], setup: Texts, runner: Any) -> None:
         judged = [one for one in candidates if one.case.task == "encode" or not one.entry.peer]
         expected = by_definition(judged[0].case.task, setup) if judged else []
         for one in judged:
-            found, failure = attempt(lambda one=one: found_by(one, setup))
-            if failure := failure or difference(one.case.task, found, expected):
+            found = one.attempt(found_by, one.case, setup)
+            if one.outcome == "ok" and (failure := difference(one.case.task, found, expected)):
                 one.failed(*failure)
 
     def redraw(self, setup: Texts, seed: int) -> None:
         setup.checked = setup.other
 
     def step(self, case: TokenizerCase, candidate: Candidate, setup: Texts) -> Step:
-        return Step(lambda call: call(), lambda: call_of(case, setup, setup.timed))
+        asked = setup.tokenizer if case.task == "encode" else case.vocab_size
+        arguments = case.entry.load(), case.task, setup.timed, asked, case.processes
+        return Step(lambda call: call(), lambda: rows.call_of(*arguments))
 
     def sample(self, turn: Sequence[TokenizerCase], trial: Any) -> None:
-        told = trial.settings.min_rounds
-        trial.interleave(turn, turn[0].min_rounds if told == DEFAULT_ROUNDS else told)
+        """In as many rounds as the grid says, where the user says nothing."""
+        trial.interleave(turn, turn[0].min_rounds if trial.settings.min_rounds == DEFAULT_ROUNDS else None)
 
     def inspect(self, case: TokenizerCase, candidate: Candidate, setup: Texts) -> Record:
         what = case.task, case.entry.target, case.processes, setup.timed, setup.timed.parent, case.vocab_size
         return {"peak_bytes": peak_resident_bytes([sys.executable, "-m", rows.__name__, *map(str, what)])}
 
     def metrics(self, case: TokenizerCase, record: Record, machine: Record) -> Record:
-        if self.text_bytes is None or "time_s" not in record:
-            return {"text_bytes": self.text_bytes}
-        return {"text_bytes": self.text_bytes, "bytes_per_s": self.text_bytes / record["time_s"]}
-
-
-def call_of(case: TokenizerCase, texts: Texts, text: Path) -> rows.Call:
-    """The function that is timed, on this text."""
-    row = case.entry.load()
-    if case.task == "train":
-        return row.trainer(text, case.vocab_size, case.processes)
-    return row.encoder(text, texts.tokenizer, case.processes)
+        time_s = record.get("time_s")
+        rate = {"bytes_per_s": self.text_bytes / time_s} if self.text_bytes and time_s else {}
+        return {"text_bytes": self.text_bytes} | rate
 
 
 def by_definition(task: str, texts: Texts) -> list[Any]:
@@ -178,11 +175,11 @@ def by_definition(task: str, texts: Texts) -> list[Any]:
     return naive.learn_merges(count_pretokens([texts.small], [END_OF_TEXT]), SMALL_TOKENS)
 
 
-def found_by(candidate: Candidate, texts: Texts) -> list[Any]:
-    case = candidate.case
-    if case.task == "encode":
-        return rows.ids_of(call_of(case, texts, texts.checked)(), texts.tokenizer.encode(END_OF_TEXT)[0])
-    return call_of(replace(case, vocab_size=257 + SMALL_TOKENS), texts, texts.small)().merges
+def found_by(case: TokenizerCase, texts: Texts) -> list[Any]:
+    row, encodes = case.entry.load(), case.task == "encode"
+    text, asked = (texts.checked, texts.tokenizer) if encodes else (texts.small, 257 + SMALL_TOKENS)
+    found = rows.call_of(row, case.task, text, asked, case.processes)()
+    return rows.ids_of(found, texts.tokenizer.encode(END_OF_TEXT)[0]) if encodes else found.merges
 
 
 def difference(task: str, found: list[Any], expected: list[Any]) -> Failure | None:

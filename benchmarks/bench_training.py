@@ -7,8 +7,7 @@ gradient has another norm, is wrong as soon as that shows: see `lmsys.testing`.
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -17,20 +16,16 @@ from benchmarks.arithmetic import DTYPES
 from benchmarks.models import AUTO, LLAMA, MODEL_ROWS, why_not
 from benchmarks.training.cases import TrainingCase
 from benchmarks.training.curve import Curve
-from benchmarks.training.rank import begin, clear, end, epoch, inspect
+from benchmarks.training.rank import Epoch, begin, clear, end, epoch, inspect
 from benchmarks.training.tokens import CORPUS, tokens_of
 from lmsys.attention import ATTENTION
-from lmsys.bench import Axis, Benchmark, Candidate, Field, Grid, Settings, bench, positive
-from lmsys.bench import fields as f
-from lmsys.bench.fields import Record
+from lmsys.bench import Axis, Benchmark, Candidate, Entry, Field, Grid, Record, Settings, bench, fields, positive
 from lmsys.bench.ranks import backend_of, num_nodes, world_sizes
 from lmsys.bench.runner import NOT_TIMED
 from lmsys.cost.operations import model_flops, model_parameters
 from lmsys.measure.compare import attempt
 from lmsys.parallel import STRATEGIES
 from lmsys.testing import CURVE_STEPS
-
-INTERPRETED = "its kernels are interpreted here, which is too slow to train with"
 
 
 class Training(Benchmark):
@@ -43,24 +38,24 @@ class Training(Benchmark):
     opens = False
     streams = True
     axes: tuple[Axis, ...] = (
-        *(axes.SIZE, axes.CONTEXT, replace(axes.BATCH, default=(8,)), axes.PRECISION, axes.COMPILE, axes.ATTENTION),
-        *(axes.STRATEGY, axes.WORLD_SIZE, axes.BUCKET_MB, axes.EPOCHS, axes.TRAIN_TOKENS, axes.VAL_TOKENS),
+        *axes.named("--size", "--context", "--batch", "--precision", "--compile", "--attention", batch=(8,)),
+        *axes.named("--strategy", "--world-size", "--bucket-mb", "--epochs", "--train-tokens", "--val-tokens"),
         Axis("vocab_size", positive, 10_000, single=True),
     )
     fields: tuple[Field, ...] = (
-        *f.axes("attention", "strategy", "row", "attention_label", "attention_peer", "strategy_peer"),
-        *f.axes("size", "context", "batch", "global_batch", "precision", "compile"),
+        *fields.axes("attention", "strategy", "row", "attention_label", "attention_peer", "strategy_peer"),
+        *fields.axes("size", "context", "batch", "global_batch", "precision", "compile"),
         Field("num_ranks", label="ranks", role="axis", about="Ranks of the group: with the batch, the global batch"),
         Field("world_size", label="ranks that train", role="axis"),
-        *f.axes("backend"),
+        *fields.axes("backend"),
         Field("num_nodes", label="nodes", role="axis"),
         Field("bucket_mb", "MiB", "bucket size", "axis"),
-        *f.axes("epochs", "train_tokens", "val_tokens", "vocab_size", "corpus"),
+        *fields.axes("epochs", "train_tokens", "val_tokens", "vocab_size", "corpus"),
         Field("num_parameters", label="parameters", role="axis"),
-        f.TIME.called(about="Median time of an epoch, of the slowest rank", shown="s"),
+        fields.TIME.called(about="Median time of an epoch, of the slowest rank", shown="s"),
         Field("mean_s", "s", "Time of an epoch", about="Mean time of an epoch, of the slowest rank", shown="s"),
         Field("tokens_per_s", "tokens/s", "Throughput", about="Tokens of an epoch over its median time"),
-        f.PEAK.called(about="Peak memory of a step, of the rank with most", shown="GiB"),
+        fields.PEAK.called(about="Peak memory of a step, of the rank with most", shown="GiB"),
         Field(
             "first_step_s",
             "s",
@@ -83,13 +78,13 @@ class Training(Benchmark):
             about="How far the norm of the first gradient is from the reference's",
             shown="%",
         ),
-        f.ERROR.called(
+        fields.ERROR.called(
             about="Worst difference, of the curve or the first norm, as a share of what is allowed (right: at most 1)"
         ),
-        f.RATE.called(role="detail"),
+        fields.RATE.called(role="detail"),
         Field("curve_budget", "nats", role="detail", about="How far a loss may be from the reference's"),
-        *f.details("lr", "tokens", "steps", "steps_per_epoch", "rank_peak_bytes"),
-        *f.details("curve_steps", "curve_losses", "curve_differences"),
+        *fields.details("lr", "tokens", "steps", "steps_per_epoch", "rank_peak_bytes"),
+        *fields.details("curve_steps", "curve_losses", "curve_differences"),
     )
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[TrainingCase]:
@@ -99,24 +94,26 @@ class Training(Benchmark):
         """
         attention = [row for row in MODEL_ROWS.select(grid["attention"] or [AUTO.name]) if row != LLAMA]
         ranks, strategies = world_sizes(grid, backend_of(settings.device)), STRATEGIES.select(grid["strategy"])
+        text = [grid[name] for name in ("epochs", "train_tokens", "val_tokens", "vocab_size")]
         works = product(grid.product("size", "context", "batch", "precision", "compile"), ranks)
         for (model, num_ranks), row, entry in product(works, attention, strategies):
-            if num_ranks == 1 and entry.trait("synchronizes", True):
-                continue
-            buckets = grid["bucket_mb"] if _sets_bucket_mb(entry) else (None,)
-            text = [grid[name] for name in ("epochs", "train_tokens", "val_tokens", "vocab_size")]
-            for bucket_mb in buckets:
-                start = (grid.name, entry, settings.device, row, *model, num_ranks, bucket_mb, *text, len(buckets) > 1)
-                case = TrainingCase(*start)
+            sets_buckets = entry.trait("takes_bucket_mb", False) or entry.trait("tuned_bucket_mb", False)
+            buckets = grid["bucket_mb"] if sets_buckets else (None,)
+            for bucket_mb in buckets if num_ranks > 1 or not entry.trait("synchronizes", True) else ():
+                asked = (*model, row, num_ranks, bucket_mb, *text, len(buckets) > 1)
+                case = TrainingCase(grid.name, entry, settings.device, *asked)
                 if grid.given & {"train_tokens", "val_tokens"}:
                     _ = case.steps, case.windows
                 yield case
+
+    def rows_of(self, case: TrainingCase) -> Mapping[str, Entry]:
+        return {"attention": case.attention, "strategy": case.entry}
 
     def why_not(self, case: TrainingCase) -> str | None:
         try:
             _ = case.steps, case.windows
             reason = why_not(case.attention, case.asked, case.precision, case.compile) or case.entry.why_not(case)
-            _ = reason or case.config(seed=0)
+            _ = reason or case.run_config(seed=0)
         except ValueError as error:
             return str(error)
         return reason
@@ -138,15 +135,11 @@ class Training(Benchmark):
     def _train_reference(self, plain: TrainingCase, reference: Curve, runner: Any) -> None:
         """As far as curves are compared."""
         run, left = _on_ranks(plain, runner), min(CURVE_STEPS, plain.epochs * plain.steps)
-        run(begin, _tokens(plain), runner.settings.seed)
+        run(begin, tokens_of(*plain.text), runner.settings.seed)
         while left > len(reference.losses):
             (found,) = run(epoch, min(left - len(reference.losses), plain.steps))
             reference.add(found)
         run(clear)
-
-    def turns(self, cases: Sequence[TrainingCase]) -> Iterator[list[TrainingCase]]:
-        for case in cases:
-            yield [case]
 
     def sample(self, turn: Sequence[TrainingCase], trial: Any) -> None:
         (case,) = turn
@@ -160,35 +153,32 @@ class Training(Benchmark):
     def _train(self, case: TrainingCase, candidate: Candidate, curve: Curve, trial: Any) -> None:
         """The first look, the epochs, each held to the reference before the next, and the model at the end."""
         run, settings, measurement = _on_ranks(case, trial.runner), trial.settings, trial.measurements[case.id]
-        tokens, dtype = _tokens(case), DTYPES[case.precision]
-        seen, samples, clocks = run(inspect, tokens, settings.seed), [], []
-        if seen[0].refused is not None or seen[0].interpreted:
-            candidate.failed("unsupported", seen[0].refused or INTERPRETED)
+        dtype, text = DTYPES[case.precision], tokens_of(*case.text)
+        refused, first_steps, peaks = zip(*run(inspect, text, settings.seed), strict=True)
+        if refused[0] is not None:
+            candidate.failed("unsupported", refused[0])
             return
-        run(begin, tokens, settings.seed)
-        for number in range(case.epochs):
-            if not settings.timed and len(curve.losses) >= CURVE_STEPS:
-                break
-            found = run(epoch, case.steps)
-            curve.add(found[0])
-            if number:
-                samples.append(max(one.seconds for one in found))
-                clocks += [one.sm_clock_mhz for one in found if one.sm_clock_mhz is not None]
+        run(begin, text, settings.seed)
+        epochs: list[list[Epoch]] = []  # by rank
+        while len(epochs) < case.epochs and (settings.timed or len(curve.losses) < CURVE_STEPS):
+            epochs.append(run(epoch, case.steps))
+            curve.add(epochs[-1][0])
             candidate.judge(curve.ratios(trial.setup, dtype), dtype)
             if candidate.outcome == "ok" and not math.isfinite(math.fsum(curve.losses)):
                 candidate.failed("wrong", "a loss is not finite")
             if candidate.outcome != "ok":
                 run(clear)
                 return
-        ended = run(end)
-        curve.valid_loss = ended[0].valid_loss
-        if len({one.model for one in ended}) > 1:
+        valid_losses, models = zip(*run(end), strict=True)
+        curve.valid_loss = valid_losses[0]
+        if len(set(models)) > 1:
             candidate.failed("wrong", "after the last epoch ranks have different parameters")
         elif settings.timed:
-            peaks = [one.peak_bytes for one in seen]
-            measurement.samples, measurement.sm_clock_mhz = samples, statistics.median(clocks) if clocks else None
-            measurement.record = {"peak_bytes": max(peaks), "rank_peak_bytes": peaks}
-            measurement.record["first_step_s"] = max(one.first_step_s for one in seen)
+            clocks = [one.sm_clock_mhz for ranks in epochs[1:] for one in ranks if one.sm_clock_mhz is not None]
+            measurement.samples = [max(one.seconds for one in ranks) for ranks in epochs[1:]]
+            measurement.sm_clock_mhz = statistics.median(clocks) if clocks else None
+            peak = {"peak_bytes": max(peaks), "rank_peak_bytes": list(peaks)}
+            measurement.record = peak | {"first_step_s": max(first_steps)}
 
     def _told(self, case: TrainingCase, candidate: Candidate, trial: Any) -> str:
         """How the case has ended, in a line."""
@@ -202,17 +192,13 @@ class Training(Benchmark):
         )
 
     def metrics(self, case: TrainingCase, record: Record, machine: Record) -> Record:
-        found: Record = {"num_parameters": model_parameters(case.shape), "num_nodes": num_nodes()}
+        found: Record = {"num_parameters": model_parameters(case.config), "num_nodes": num_nodes()}
         found |= {"corpus": CORPUS, "lr": case.lr}
         if time_s := record.get("time_s"):
-            flops = model_flops(case.shape, tokens=case.tokens, context=case.context, mode="step")
+            flops = model_flops(case.config, tokens=case.tokens, context=case.context, mode="step")
             found |= {"steps_per_epoch": case.steps, "tokens": case.tokens, "tokens_per_s": case.tokens / time_s}
             found |= {"flops": flops, "flops_per_s": flops / time_s}
         return found
-
-
-def _sets_bucket_mb(entry: Any) -> bool:
-    return entry.trait("takes_bucket_mb", False) or entry.trait("tuned_bucket_mb", False)
 
 
 def _on_ranks(case: TrainingCase, runner: Any) -> Callable[..., list[Any]]:
@@ -222,10 +208,6 @@ def _on_ranks(case: TrainingCase, runner: Any) -> Callable[..., list[Any]]:
         return runner.ranks.run(case.num_ranks, case.backend, function, case, *args)[: case.world_size]
 
     return run
-
-
-def _tokens(case: TrainingCase) -> Any:
-    return tokens_of(case.tokens, case.val_tokens, case.vocab_size)
 
 
 test_training = bench(Training)

@@ -6,13 +6,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from benchmarks.arithmetic import DTYPES, why_no_precision
-from lmsys.attention import ATTENTION
-from lmsys.attention.compiled import why_no_compiler
-from lmsys.attention.contract import AttentionCase
-from lmsys.config import ModelConfig
+from benchmarks.arithmetic import DTYPES, capability_of, why_no_arithmetic
+from lmsys.attention import ATTENTION, AttentionCase
+from lmsys.bench import Case, Entry, Record, Table
+from lmsys.bench.ranks import backend_of
+from lmsys.config import ModelConfig, model_config
 from lmsys.model import BLOCKS_PER_GRAPH, TransformerLM
-from lmsys.registry import Entry, Table
 
 NUM_BLOCKS = BLOCKS_PER_GRAPH  # of a model that is checked: as many as make one compiled graph stand for all
 MAX_SCORES = 2**28  # of naive attention in one block: 2 GiB in float64
@@ -35,8 +34,7 @@ def attention_case(config: ModelConfig, batch: int, precision: str, device: str,
     """The case that a model makes for its attention row."""
     context = config.context_length
     shape = (batch, config.num_heads, config.kv_heads, context, context, config.head_dim)
-    capability = torch.cuda.get_device_capability() if device == "cuda" else None
-    return AttentionCase(*shape, DTYPES[precision], causal=True, grad=grad, device=device, capability=capability)
+    return AttentionCase(*shape, DTYPES[precision], True, grad, device, capability_of(device))
 
 
 def attention_row(entry: Entry, case: AttentionCase) -> Entry:
@@ -46,13 +44,51 @@ def attention_row(entry: Entry, case: AttentionCase) -> Entry:
 
 def why_not(entry: Entry, case: AttentionCase, precision: str, compile: str) -> str | None:
     """None, or why a model with this row cannot run."""
-    if reason := why_no_precision(precision, case.device):
-        return reason
-    if compile != "eager" and (reason := why_no_compiler(case.device)):
+    if reason := why_no_arithmetic(precision, case.device, compiles=compile != "eager"):
         return reason
     if entry not in MODEL_ROWS.values():
         return 'a model cannot use a kernel from a file; register it as an entry point (README, "From a package")'
     return entry.why_not(case)
+
+
+@dataclass(frozen=True)
+class ModelCase(Case):
+    """A language model at work.
+
+    compile  eager; compiled, block by block; graphed: that, replayed as a CUDA graph
+    """
+
+    size: str
+    context: int
+    batch: int
+    precision: str
+    compile: str
+
+    @property
+    def comparison(self) -> str:
+        compiled = "" if self.compile == "eager" else f"-{self.compile}"
+        return f"{self.section}-{self.size}-S{self.context}B{self.batch}-{self.precision}{compiled}"
+
+    @property
+    def config(self) -> ModelConfig:
+        return model_config(self.size, context_length=self.context)
+
+
+@dataclass(frozen=True)
+class TrainedCase(ModelCase):
+    """A model that a strategy, the `entry`, trains on ranks with a batch each."""
+
+    @property
+    def axes(self) -> Record:
+        return {"strategy": self.entry.name, **super().axes, "backend": self.backend}
+
+    @property
+    def backend(self) -> str:
+        return backend_of(self.device)
+
+    @property
+    def synchronizes(self) -> bool:
+        return self.entry.trait("synchronizes", True)
 
 
 @dataclass(frozen=True)

@@ -104,12 +104,6 @@ def smoke(length: int, head_dim: int, batch: int, heads: int, compiled_dtype: st
 # The language model. attention: its rows; "auto" is the fastest that can, "llama" is Hugging Face's whole model.
 # warmup: so many untimed steps before ten timed ones, each in a process of its own.
 MODEL_SIZES = ("small", "medium", "large", "xl", "2.7b")
-MODEL_SMOKE = Grid("smoke", size=("tiny",), context=(64,), precision=("fp32", "bf16"), compile=("eager",), batch=(2,))
-MODEL = Grid("default", size=("small", "medium"), context=(512, 1024))
-CPU_MODEL = (
-    Grid("default", size=("tiny",), context=(128,), precision=("fp32",), batch=(2,)),
-    Grid("default", size=("tiny",), context=(128,), compile=("eager",), batch=(2,)),
-)
 MODEL_FULL = (
     Grid("sizes", size=MODEL_SIZES, context=(128, 256, 512, 1024), precision=("fp32", "bf16")),
     Grid(
@@ -152,24 +146,16 @@ def with_compiled(grid: Grid) -> tuple[Grid, ...]:
 
 
 # The head and loss. row: "chunked" is ours; "eager" and "compiled" make the logits of all tokens at once.
-LOSS = Grid("default", vocab_size=(10_000, 128_000))
-LOSS_FULL = Grid("vocabularies", vocab_size=(10_000, 32_000, 50_257, 128_000))
 CPU_LOSS = Grid(
     "default", vocab_size=(2000, 10_000), tokens=(256,), d_model=(64,), precision=("fp32",), row=("chunked", "eager")
 )
-LOSS_SMOKE = CPU_LOSS.but("smoke", vocab_size=(1000,), precision=("fp32", "bf16"))
 
 # Tokenizers, on the standard library's text. text_bytes: how much of it, None: all, about 30 MB; rounds: how often each
 # row is sampled at least, since a training takes seconds.
 TOKENIZER = Grid("default", text_bytes=3_000_000, vocab_size=4000)
-TOKENIZER_SMOKE = Grid("smoke", text_bytes=100_000, vocab_size=500, rounds=1)
-TOKENIZER_FULL = Grid("corpus", text_bytes=None, vocab_size=10_000)
 
 # Collectives on tensors of some megabytes, 10^6 bytes. world_size 0: as many ranks as GPUs, on a CPU two.
 COLLECTIVES = Grid("default", megabytes=(1, 10, 100, 1000))
-CPU_COLLECTIVES = COLLECTIVES.but(megabytes=(1, 10))
-SMOKE_COLLECTIVES = COLLECTIVES.but("smoke", megabytes=(1,))
-FULL_COLLECTIVES = COLLECTIVES.but("sizes", world_size=(2, 4, 8))
 
 # Data parallelism; the batch is each rank's. On one rank there is `none` only, which the others are compared with.
 PARALLEL = Grid(
@@ -182,9 +168,6 @@ PARALLEL = Grid(
     compile=("compiled",),
 )
 CPU_PARALLEL = Grid("default", size=("tiny",), context=(32,), precision=("fp32",), batch=(2,), strategy=STRATEGIES)
-SMOKE_PARALLEL = CPU_PARALLEL.but("smoke", world_size=(2,))
-# Without copy engines: in one process they work in groups of one size.
-SCALING = PARALLEL.but("scaling", world_size=(1, 2, 4, 8), strategy=("none", "bucketed", "zero1", "fsdp"))
 BUCKETS = Grid(
     "buckets",
     size=("xl",),
@@ -193,7 +176,6 @@ BUCKETS = Grid(
     strategy=("none", "naive", "flat", "overlapped", "bucketed"),
     bucket_mb=(1, 10, 20, 100, 1000, "auto"),
 )
-SHARDED = BUCKETS.but("sharded", strategy=("none", "overlapped"), sharded_optimizer=(False, True))
 TARGETS = tuple(
     Grid(
         "sizes",
@@ -206,14 +188,20 @@ TARGETS = tuple(
     )
     for size, batch in (("small", 16), ("medium", 8), ("xl", 4))
 )
-NARROW = TARGETS[-1].but(
-    "narrow",
-    strategy=("none", "bucketed"),
-    bucket_mb=(25,),
-    comm_dtype=("float32", "bfloat16"),
-    compile=("compiled",),
+PARALLEL_FULL = (
+    *TARGETS,
+    TARGETS[-1].but(
+        "narrow",
+        strategy=("none", "bucketed"),
+        bucket_mb=(25,),
+        comm_dtype=("float32", "bfloat16"),
+        compile=("compiled",),
+    ),
+    BUCKETS,
+    BUCKETS.but("sharded", strategy=("none", "overlapped"), sharded_optimizer=(False, True)),
+    # Without copy engines: in one process they work in groups of one size.
+    PARALLEL.but("scaling", world_size=(1, 2, 4, 8), strategy=("none", "bucketed", "zero1", "fsdp")),
 )
-PARALLEL_FULL = (*TARGETS, NARROW, BUCKETS, SHARDED, SCALING)
 
 # Whole trainings, attention rows by strategies; the batch is each rank's. `none` is one rank that accumulates all.
 TRAINING = Grid(
@@ -254,23 +242,24 @@ MATRIX = TRAINING.but(
     epochs=4,
     train_tokens=491_520,
 )
-CPU_MATRIX = CPU_TRAINING.but("matrix", strategy=MATRIX["strategy"], train_tokens=12_800)
 
 SMOKE = {
-    "model": (MODEL_SMOKE,),
+    "model": (
+        Grid("smoke", size=("tiny",), context=(64,), precision=("fp32", "bf16"), compile=("eager",), batch=(2,)),
+    ),
     "anatomy": (ANATOMY_SMOKE,),
-    "loss": (LOSS_SMOKE,),
-    "collectives": (SMOKE_COLLECTIVES,),
-    "data_parallel": (SMOKE_PARALLEL,),
-    "tokenizer": (TOKENIZER_SMOKE,),
+    "loss": (CPU_LOSS.but("smoke", vocab_size=(1000,), precision=("fp32", "bf16")),),
+    "collectives": (COLLECTIVES.but("smoke", megabytes=(1,)),),
+    "data_parallel": (CPU_PARALLEL.but("smoke", world_size=(2,)),),
+    "tokenizer": (Grid("smoke", text_bytes=100_000, vocab_size=500, rounds=1),),
     "training": (SMOKE_TRAINING,),
 }
 FULL = {
     "attention": (TOKENS16K, LEADERBOARD, BY_LENGTH, TIERS, EAGER_COMPILED, FLASH),
-    "loss": (LOSS_FULL,),
-    "collectives": (FULL_COLLECTIVES,),
+    "loss": (Grid("vocabularies", vocab_size=(10_000, 32_000, 50_257, 128_000)),),
+    "collectives": (COLLECTIVES.but("sizes", world_size=(2, 4, 8)),),
     "data_parallel": PARALLEL_FULL,
-    "tokenizer": (TOKENIZER_FULL,),
+    "tokenizer": (Grid("corpus", text_bytes=None, vocab_size=10_000),),
 }
 ANATOMY_FULL = ANATOMY.but(size=("small", "medium", "xl"), context=(512, 1024))
 SWEEPS = {
@@ -301,10 +290,13 @@ SWEEPS = {
                         attention=("naive", "vectorized", "flash_torch", "sdpa_math", "sdpa_flash"),
                     ),
                 ),
-                "model": CPU_MODEL,
+                "model": (
+                    Grid("default", size=("tiny",), context=(128,), precision=("fp32",), batch=(2,)),
+                    Grid("default", size=("tiny",), context=(128,), compile=("eager",), batch=(2,)),
+                ),
                 "anatomy": (CPU_ANATOMY,),
                 "loss": (CPU_LOSS,),
-                "collectives": (CPU_COLLECTIVES,),
+                "collectives": (COLLECTIVES.but(megabytes=(1, 10)),),
                 "data_parallel": (CPU_PARALLEL,),
                 "tokenizer": (TOKENIZER,),
                 "training": (CPU_TRAINING,),
@@ -320,9 +312,9 @@ SWEEPS = {
                     FLASH.but(length=square(1024, 4096, 16384), head_dim=(64,)),
                     TIERS.but(length=((128, 64), (512, 256), (512, 2048)), causal=(False,), without=COMPILED_ROWS),
                 ),
-                "model": (MODEL, PEER),
+                "model": (Grid("default", size=("small", "medium"), context=(512, 1024)), PEER),
                 "anatomy": with_compiled(ANATOMY),
-                "loss": (LOSS,),
+                "loss": (Grid("default", vocab_size=(10_000, 128_000)),),
                 "collectives": (COLLECTIVES,),
                 "data_parallel": (PARALLEL,),
                 "tokenizer": (TOKENIZER,),
@@ -335,7 +327,7 @@ SWEEPS = {
             0.3,
             FULL
             | {"model": MODEL_FULL, "anatomy": (ANATOMY_FULL.but(attention=("naive", "auto")),)}
-            | {"training": (CPU_MATRIX,)},
+            | {"training": (CPU_TRAINING.but("matrix", strategy=MATRIX["strategy"], train_tokens=12_800),)},
         ),
         "cuda": Sweep(
             0.3,

@@ -1,4 +1,4 @@
-"""Whether an attention row is right, asked in a way that a cache, a changed input or a lost stream cannot answer."""
+"""The check of an attention row, asked in a way that a cache, a changed input or a lost stream cannot answer."""
 
 from collections.abc import Sequence
 from dataclasses import replace

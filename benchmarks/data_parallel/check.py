@@ -8,7 +8,8 @@ that without it, and then to a budget of the same steps with gradients, or param
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -17,13 +18,12 @@ from torch import Tensor, nn
 
 from benchmarks.arithmetic import matmuls, ratio_of
 from benchmarks.data_parallel.cases import ParallelCase
-from benchmarks.data_parallel.rank import Gradients, on_part, wrap
+from benchmarks.data_parallel.rank import Gradients, make_optimizer, prepared, wrap
 from benchmarks.models import NUM_BLOCKS, Batch, build
-from lmsys.bench.ranks import subgroup
+from lmsys.bench.ranks import on_part, subgroup
 from lmsys.config import ModelConfig
 from lmsys.model import Loss
 from lmsys.parallel.group import device
-from lmsys.parallel.sharded_optimizer import ShardedOptimizer
 
 STEPS = 3
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
@@ -38,17 +38,17 @@ def gate(case: ParallelCase, seed: int) -> dict[str, float]:
     """Errors over their budgets, by parameter, on the rank where they are worst; on every rank the same."""
     options = case.options
     wide = {name: value for name, value in options.items() if name not in NARROW}
-    with matmuls("fp32"):
-        ratios = _ratios(case, wide, seed, None)
-        for kind in [name for name in NARROW if name in options][:1]:
-            more = _ratios(case, options, seed, (kind, options[kind]))
-            ratios = {name: max(ratio, more[name]) for name, ratio in ratios.items()}
-    return ratios
+    narrow = [(name, options[name]) for name in NARROW if name in options][:1]
+    with prepared(case), matmuls("fp32"):
+        found = [_ratios(case, wide, seed, None), *(_ratios(case, options, seed, one) for one in narrow)]
+    return {name: max(ratios[name] for ratios in found) for name in found[0]}
 
 
 def _ratios(case: ParallelCase, options: dict[str, object], seed: int, narrow: Narrow) -> dict[str, float]:
-    config = _config(case)
-    start, exact, plain = _references(config, case.world_size, seed, narrow)
+    layers, context = min(case.config.num_layers, NUM_BLOCKS), min(case.context, CONTEXT)
+    config = replace(case.config, num_layers=layers, context_length=context, attention="naive")
+    alone = partial(_alone, config, case.world_size, seed)
+    start, exact, plain = alone(None, torch.float32, 0), alone(None, torch.float64), alone(narrow, torch.float32)
     found = _trained(case, config, options, seed)
     dtype = torch.float32 if narrow is None else narrow[1]
     ratios = {}
@@ -58,11 +58,6 @@ def _ratios(case: ParallelCase, options: dict[str, object], seed: int, narrow: N
     worst = torch.tensor([*ratios.values()], dtype=torch.float64, device=device())
     dist.all_reduce(worst, dist.ReduceOp.MAX, group=subgroup(case.world_size))
     return dict(zip(ratios, worst.tolist(), strict=True))
-
-
-def _config(case: ParallelCase) -> ModelConfig:
-    layers, context = min(case.config.num_layers, NUM_BLOCKS), min(case.context, CONTEXT)
-    return replace(case.config, num_layers=layers, context_length=context, attention="naive")
 
 
 def _batches(config: ModelConfig, world_size: int, seed: int) -> Iterator[Batch]:
@@ -77,13 +72,9 @@ def _of_rank(data: Batch, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def _trained(case: ParallelCase, config: ModelConfig, options: dict[str, object], seed: int) -> State:
-    rank, group = dist.get_rank(), subgroup(case.world_size)
+    rank = dist.get_rank()
     strategy = wrap(case, build(config, str(device()), seed + rank), options)
-    if case.sharded_optimizer:
-        params = strategy.wrapper.parameters()
-        optimizer: torch.optim.Optimizer = ShardedOptimizer(params, torch.optim.SGD, group, **SGD)
-    else:
-        optimizer = strategy.make_optimizer(torch.optim.SGD, **SGD)
+    optimizer = make_optimizer(case, strategy, torch.optim.SGD, **SGD)
     gradients = Gradients(strategy, "fp32")
     if case.compile == "graphed":
         gradients.record()
@@ -94,18 +85,14 @@ def _trained(case: ParallelCase, config: ModelConfig, options: dict[str, object]
     return {name.removeprefix("module."): x.detach().clone() for name, x in strategy.full_state_dict().items()}
 
 
-@lru_cache(maxsize=2)
-def _references(config: ModelConfig, world_size: int, seed: int, narrow: Narrow) -> tuple[State, State, State]:
-    """The parameters at the start, after training in float64, and in float32 with what is narrow rounded."""
-    start = {name: x.detach().clone() for name, x in Loss(build(config, str(device()), seed)).named_parameters()}
-    exact = _alone(config, world_size, seed, None, torch.float64)
-    return start, exact, _alone(config, world_size, seed, narrow, torch.float32)
-
-
-def _alone(config: ModelConfig, world_size: int, seed: int, narrow: Narrow, dtype: torch.dtype) -> State:
+@lru_cache(maxsize=4)
+def _alone(
+    config: ModelConfig, world_size: int, seed: int, narrow: Narrow, dtype: torch.dtype, steps: int = STEPS
+) -> State:
+    """The parameters after so many steps of one process, with what is narrow rounded."""
     module = Loss(build(config, str(device()), seed)).to(dtype)
     optimizer = torch.optim.SGD(module.parameters(), **SGD)
-    for data in _batches(config, world_size, seed):
+    for data in islice(_batches(config, world_size, seed), steps):
         if narrow is None:
             module(data.tokens, data.targets).backward()
         else:

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from torch import Tensor
 from benchmarks.arithmetic import RECOMPILE_LIMIT, autocast, matmuls
 from benchmarks.data_parallel.cases import ParallelCase
 from benchmarks.models import LEARNING_RATE, Batch, build
-from lmsys.bench.ranks import release, subgroup, takes_part, times
+from lmsys.bench.ranks import on_part, release, subgroup, times
 from lmsys.measure import memory
 from lmsys.measure.overlap import Communication, communication_of
 from lmsys.measure.profile import register_kernels
@@ -25,37 +24,24 @@ from lmsys.parallel.sharded_optimizer import ShardedOptimizer
 from lmsys.training.graph import WARM_UPS, GraphedGradients, on_capture_stream
 from lmsys.training.optimizer import AdamW
 
-P = ParamSpec("P")
-T = TypeVar("T")
 WARM_STEPS = {"cpu": 2, "cuda": 3}  # the first plans buckets, the second runs with them
 _COMPILED: list[str] = []  # the group of cases whose graphs this rank holds
 
 
 @contextmanager
-def compiling(case: ParallelCase) -> Iterator[None]:
-    """Keeps what is compiled meanwhile for the group's other rows and passes, whose blocks are the same.
+def prepared(case: ParallelCase) -> Iterator[None]:
+    """Releases what was there before. Keeps what is compiled meanwhile for the group's other rows and passes, whose
+    blocks are the same.
 
     torch would cut a block's graph by the buckets of a DDP that it is compiled in, and not where it finds it compiled.
     """
+    release()
     if case.group not in _COMPILED:
         _COMPILED[:] = [case.group]
         torch.compiler.reset()
-    with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, optimize_ddp=False):
+    compiler = torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, optimize_ddp=False)
+    with matmuls(case.precision), compiler:
         yield
-
-
-def on_part(function: Callable[Concatenate[ParallelCase, P], T]) -> Callable[Concatenate[ParallelCase, P], T | None]:
-    """The function on the ranks that take part, None on the others; what was there before it is released."""
-
-    @wraps(function)
-    def run(case: ParallelCase, /, *args: P.args, **kwargs: P.kwargs) -> T | None:
-        if not takes_part(case.world_size):
-            return None
-        release()
-        with matmuls(case.precision), compiling(case):
-            return function(case, *args, **kwargs)
-
-    return run
 
 
 def wrap(case: ParallelCase, model: TransformerLM, options: dict[str, Any]) -> Adapter:
@@ -83,47 +69,41 @@ class Gradients:
                 return strategy(*inputs)
 
         self.loss = loss
-        self._graph: GraphedGradients | None = None
+        self.graph: GraphedGradients | None = None  # once it is recorded, or to be
 
     def record(self) -> None:
         """From the next call on it is a graph; that call records it."""
         warm_ups = getattr(self.strategy.wrapper, "warm_ups_before_graph", WARM_UPS)
         parameters = self.strategy.module.parameters()
-        self._graph = GraphedGradients(self.loss, parameters, self.strategy.finish, warm_ups)
-
-    @property
-    def graphed(self) -> bool:
-        """True where a call replays a graph, or is to record it."""
-        return self._graph is not None
+        self.graph = GraphedGradients(self.loss, parameters, self.strategy.finish, warm_ups)
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """The loss; the gradients are there and are the mean over ranks."""
-        if self._graph is not None:
-            return self._graph(*inputs)
+        if self.graph is not None:
+            return self.graph(*inputs)
         loss = self.loss(*inputs)
         loss.backward()
         self.strategy.finish()
         return loss.detach()
 
 
+def make_optimizer(case: ParallelCase, strategy: Adapter, cls: Any, **options: Any) -> torch.optim.Optimizer:
+    if case.sharded_optimizer:
+        return ShardedOptimizer(strategy.wrapper.parameters(), cls, subgroup(case.world_size), **options)
+    return strategy.make_optimizer(cls, **options)
+
+
 class Rig:
     """A model, its strategy, its optimizer and this rank's batch. Ranks begin with weights of their own."""
 
     def __init__(self, case: ParallelCase, seed: int):
-        self.case, self.device = case, str(device())
-        self.group = subgroup(case.world_size)
-        self.strategy = wrap(case, build(case.config, self.device, seed + dist.get_rank()), case.options)
-        self.data = Batch.draw(case.config, case.batch, self.device, seed + 1 + dist.get_rank())
-        self.optimizer = self._optimizer()
+        self.case, on, rank = case, str(device()), dist.get_rank()
+        self.strategy = wrap(case, build(case.config, on, seed + rank), case.options)
+        self.data = Batch.draw(case.config, case.batch, on, seed + 1 + rank)
+        theirs = case.entry.trait("fused_adamw", False)
+        cls, fused = (torch.optim.AdamW, {"fused": on != "cpu"}) if theirs else (AdamW, {})
+        self.optimizer = make_optimizer(case, self.strategy, cls, lr=LEARNING_RATE, **fused)
         self.gradients = Gradients(self.strategy, case.precision)
-
-    def _optimizer(self) -> torch.optim.Optimizer:
-        if self.case.sharded_optimizer:
-            return ShardedOptimizer(self.strategy.wrapper.parameters(), AdamW, self.group, lr=LEARNING_RATE)
-        if self.case.entry.trait("fused_adamw", False):
-            fused = self.device != "cpu"
-            return self.strategy.make_optimizer(torch.optim.AdamW, lr=LEARNING_RATE, fused=fused)
-        return self.strategy.make_optimizer(AdamW, lr=LEARNING_RATE)
 
     def loss(self) -> Tensor:
         return self.gradients.loss(self.data.tokens, self.data.targets)
@@ -153,7 +133,7 @@ class Rig:
 
     def finish(self) -> None:
         """Waits for what a step leaves under way, as ZeRO-1 its gather; what is recorded leaves nothing."""
-        if not self.gradients.graphed and hasattr(self.strategy.wrapper, "wait"):
+        if self.gradients.graph is None and hasattr(self.strategy.wrapper, "wait"):
             self.strategy.wrapper.wait()
 
     @property
@@ -169,7 +149,7 @@ class Rig:
         return getattr(self.strategy.wrapper, "outside_bytes", 0)
 
     def times(self, step: Callable[[], Any], count: int) -> list[float]:
-        return times(step, count, self.group)
+        return times(step, count, subgroup(self.case.world_size))
 
 
 @dataclass
@@ -192,13 +172,14 @@ class Inspection:
 def inspect(case: ParallelCase, seed: int) -> Inspection:
     """The network; memory, phase by phase, of a training from its beginning; a step's time and its communication."""
     group = subgroup(case.world_size)
-    network = latency_and_bandwidth(group, device()) if case.world_size > 1 else None
-    rig, found = _phases(case, seed)
-    rig.warm()
-    (seconds, *_) = sorted(rig.times(rig.step, 3))
-    register_kernels(case.entry.trait("kernels", ""), "communication")
-    sent = communication_of(rig.step, rig.finish, lambda: dist.barrier(group), device().type)
-    finite = bool(rig.step().isfinite())
+    with prepared(case):
+        network = latency_and_bandwidth(group, device()) if case.world_size > 1 else None
+        rig, found = _phases(case, seed)
+        rig.warm()
+        seconds = min(rig.times(rig.step, 3))
+        register_kernels(case.entry.trait("kernels", ""), "communication")
+        sent = communication_of(rig.step, rig.finish, lambda: dist.barrier(group), device().type)
+        finite = bool(rig.step().isfinite())
     buckets, size = (getattr(rig.strategy.wrapper, name, None) for name in ("buckets", "bucket_mb"))
     mb, count = float(size) if size else None, len(buckets) if buckets else None
     return Inspection(found, sent, seconds, mb, count, finite, network)
@@ -209,21 +190,22 @@ def _phases(case: ParallelCase, seed: int) -> tuple[Rig, dict[str, int]]:
 
     The phases are those of what a graph records: its own memory is set aside as a whole.
     """
+    rigs: list[Rig] = []
     made: dict[str, Any] = {}
 
     def init() -> None:
-        made["rig"] = Rig(case, seed)
-        made["outside at init"] = made["rig"].outside_bytes
+        rigs.append(Rig(case, seed))
+        made["outside at init"] = rigs[0].outside_bytes
 
     def forward() -> None:
-        made["loss"] = made["rig"].loss()
+        made["loss"] = rigs[0].loss()
 
     def backward() -> None:
         made.pop("loss").backward()
-        made["rig"].strategy.finish()
+        rigs[0].strategy.finish()
 
     def update() -> None:
-        rig = made["rig"]
+        (rig,) = rigs
         rig.optimizer.step()
         # ZeroRedundancyOptimizer keeps its share in an optimizer of its own
         made["held"] = memory.breakdown(rig.strategy.wrapper, getattr(rig.optimizer, "optim", rig.optimizer))
@@ -231,24 +213,23 @@ def _phases(case: ParallelCase, seed: int) -> tuple[Rig, dict[str, int]]:
         rig.finish()
 
     def first() -> None:
-        forward()
-        backward()
-        update()
+        for step in (forward, backward, update):
+            step()
 
     steps = {"init": init, "first": first, "forward": forward, "backward": backward, "optimizer": update}
-    phases, rig = memory.phases(steps, device().type), made["rig"]
-    for name, levels in phases.items():
-        outside = made["outside at init"] if name == "init" else rig.outside_bytes
-        for level in levels:
-            levels[level] += outside
+    phases, (rig,) = memory.phases(steps, device().type), rigs
+    live, peak = ({name: levels[kind] for name, levels in phases.items()} for kind in ("live_bytes", "peak_bytes"))
+    for levels in (live, peak):
+        for name in levels:
+            levels[name] += made["outside at init"] if name == "init" else rig.outside_bytes
     return rig, {
-        "init_bytes": phases["init"]["live_bytes"],
-        "init_peak_bytes": phases["init"]["peak_bytes"],
-        "before_step_peak_bytes": max(phases["forward"]["peak_bytes"], phases["backward"]["peak_bytes"]),
-        "before_step_bytes": phases["backward"]["live_bytes"],
-        "after_step_peak_bytes": phases["optimizer"]["peak_bytes"],
-        "peak_bytes": max(phases[name]["peak_bytes"] for name in ("forward", "backward", "optimizer")),
-        "activations_bytes": phases["forward"]["live_bytes"] - phases["first"]["live_bytes"],
+        "init_bytes": live["init"],
+        "init_peak_bytes": peak["init"],
+        "before_step_peak_bytes": max(peak["forward"], peak["backward"]),
+        "before_step_bytes": live["backward"],
+        "after_step_peak_bytes": peak["optimizer"],
+        "peak_bytes": max(peak["forward"], peak["backward"], peak["optimizer"]),
+        "activations_bytes": live["forward"] - live["first"],
         **made["held"],
     }
 
@@ -256,21 +237,13 @@ def _phases(case: ParallelCase, seed: int) -> tuple[Rig, dict[str, int]]:
 @on_part
 def take_pass(case: ParallelCase, seed: int, count: int) -> tuple[list[float], list[float], str]:
     """(seconds of each step, of each step without synchronization, what tells whether ranks have one model)."""
-    rig = Rig(case, seed)
-    rig.warm()
-    samples = rig.times(rig.step, count)
-    model = rig.strategy.fingerprint()
     alone: list[float] = []
-    if case.world_size > 1 and rig.can_stay_local:
-        rig.step_alone()
-        alone = rig.times(rig.step_alone, -(-count // 2))
+    with prepared(case):
+        rig = Rig(case, seed)
+        rig.warm()
+        samples = rig.times(rig.step, count)
+        model = rig.strategy.fingerprint()
+        if case.world_size > 1 and rig.can_stay_local:
+            rig.step_alone()
+            alone = rig.times(rig.step_alone, -(-count // 2))
     return samples, alone, model
-
-
-@on_part
-def timed_under(case: ParallelCase, seed: int, count: int = 4) -> float:
-    """Seconds of a step, the mean of a few: to choose among sizes of buckets."""
-    rig = Rig(case, seed)
-    rig.warm()
-    samples = rig.times(rig.step, count)
-    return sum(samples) / len(samples)

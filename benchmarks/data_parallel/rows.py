@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.data_parallel.cases import ParallelCase
 from benchmarks.data_parallel.rank import Inspection
-from lmsys.bench import Settings
-from lmsys.bench.fields import Record
+from lmsys.bench import Record, Settings
 from lmsys.cost.communication import ddp_overhead
 from lmsys.cost.memory import zero_memory
 from lmsys.cost.operations import model_parameters
@@ -75,8 +74,8 @@ def baseline(row: Row, rows: Sequence[Row]) -> Row | None:
     """The row that a row's communication is compared with, if it has been timed: on as many ranks, sharded alike."""
     asked = row.case.world_size, row.case.sharded_optimizer
     same = [one for one in rows if one.passes and (one.case.world_size, one.case.sharded_optimizer) == asked]
-    found = max(same, key=lambda one: one.case.entry.trait("baseline", 0))
-    return found if found.case.entry.trait("baseline", 0) else None
+    candidates = [one for one in same if one.case.entry.trait("baseline", 0)]
+    return max(candidates, key=lambda one: one.case.entry.trait("baseline", 0), default=None)
 
 
 def memory(row: Row) -> Record:

@@ -4,11 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 from benchmarks import models
 from benchmarks.arithmetic import arithmetic
-from benchmarks.model.cases import AXES, ModelTest, cases_of, model_of
+from benchmarks.model.cases import AXES, ModelTest, model_of
 from benchmarks.model.check import Gate
 from benchmarks.model.rig import Rig
 from lmsys.bench import Axis, Benchmark, Candidate, Grid, Settings, Step
@@ -39,7 +40,12 @@ class ModelBenchmark(Benchmark):
     clock = "loop"
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[ModelTest]:
-        return cases_of(grid, settings.device)
+        rows = models.MODEL_ROWS.select(grid["attention"])
+        against = not grid["against"] or grid["against"] in (entry.name for entry in rows)
+        setups = grid.product("size", "context", "batch", "precision", "warmup", "mode", "compile")
+        for (size, context, batch, precision, warmup, mode, compile), entry in product(setups, rows if against else ()):
+            asked = size, context, batch, precision, compile, mode, warmup
+            yield ModelTest(grid.name, entry, settings.device, *asked)
 
     def key(self, case: ModelTest) -> tuple[bool, str, bool]:
         return case.row

@@ -52,18 +52,16 @@ class Gate:
             self._draw(self.batch // 2)
 
     def judge(self, candidates: Sequence[Candidate]) -> None:
+        dtype = ROUNDING[self.precision]
         for grad in sorted({one.case.grad for one in candidates}):
             exact = variant(copy.deepcopy(self.base).double(), "naive", compiled=False)
             reference = self.outputs(exact, grad, "fp32")
             del exact
             plain = self.outputs(variant(self.base, "naive", compiled=False), grad)
             for candidate in (one for one in candidates if one.case.grad == grad):
-                self._judge(candidate, reference, plain)
-
-    def _judge(self, candidate: Candidate, reference: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
-        if found := candidate.attempt(self.outputs, candidate.call, candidate.case.grad):
-            dtype = ROUNDING[self.precision]
-            candidate.judge({name: ratio_of(found[name], x, plain[name], dtype) for name, x in reference.items()})
+                if found := candidate.attempt(self.outputs, candidate.call, grad):
+                    pairs = {name: ratio_of(found[name], x, plain[name], dtype) for name, x in reference.items()}
+                    candidate.judge(pairs)
 
     def outputs(self, model: nn.Module, grad: bool, precision: str = "") -> dict[str, Tensor]:
         """The logits, or the loss and the gradient of every parameter, by its name in our model."""

@@ -26,14 +26,6 @@ class GraphFault(ValueError):
     failure = property(lambda self: ("wrong", str(self)))
 
 
-def make_optimizer(model: nn.Module, peer: bool) -> torch.optim.Optimizer:
-    """AdamW, ours, or for a peer torch's as its users take it; both have the same hyper-parameters by default."""
-    if not peer:
-        return AdamW(model.parameters(), lr=LEARNING_RATE)
-    on_gpu = next(model.parameters()).is_cuda
-    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True if on_gpu else None)
-
-
 class Rig:
     """The models of a group on one set of weights and gradients, with one batch; each is made when it is first used.
 
@@ -70,31 +62,33 @@ class Rig:
         return self.scaler.scale(self.forward(case))
 
     def update(self, peer: bool) -> None:
+        """A step of AdamW, ours, or for a peer torch's as its users take it: their hyper-parameters are the same."""
         if peer not in self.optimizers:
-            self.optimizers[peer] = make_optimizer(self.base, peer)
+            theirs = partial(torch.optim.AdamW, fused=True if self.device == "cuda" else None)
+            self.optimizers[peer] = (theirs if peer else AdamW)(self.base.parameters(), lr=LEARNING_RATE)
         self.scaler.step(self.optimizers[peer])
         self.scaler.update()
 
     def step_of(self, case: ModelTest) -> Step:
         """The call to time; a backward's forward, and an optimizer's gradients, are made untimed just before."""
-        peer = case.peer
 
         def whole() -> None:
             self.loss(case).backward()
-            self.update(peer)
+            self.update(case.peer)
 
         def replayed() -> None:
             graph()
-            self.update(peer)
+            self.update(case.peer)
 
         if case.compile == "graphed":
             graph = self.graph_of(case)
             return Step(lambda _: replayed(), prepare=graph.record, before=replayed)
-        if case.mode in ("forward", "train_forward"):
-            return Step(lambda _: self.forward(case), before=lambda: self.forward(case))
+        forward = Step(lambda _: self.forward(case), before=lambda: self.forward(case))
         return {
+            "forward": forward,
+            "train_forward": forward,
             "backward": Step(lambda made: made.backward(), prepare=lambda: self.loss(case)),
-            "optimizer": Step(lambda _: self.update(peer), prepare=lambda: self.loss(case).backward()),
+            "optimizer": Step(lambda _: self.update(case.peer), prepare=lambda: self.loss(case).backward()),
             "step": Step(lambda _: whole(), before=whole),
         }[case.mode]
 

@@ -1,4 +1,4 @@
-"""What each tokenizer does, as its users would have it done.
+"""The work of each tokenizer, as its users would have it done.
 
 `python -m benchmarks.tokenizer.rows TASK CLASS PROCESSES TEXT FOLDER VOCAB_SIZE` does a task once, in a process of its
 own, with nothing else loaded: that is how its memory is measured. Imports no torch.
@@ -89,6 +89,11 @@ def _huggingface(threads: int) -> tuple[Any, Any]:
     return tokenizers, tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
 
 
+def call_of(row: Any, task: str, text: Path, asked: int | Tokenizer, processes: int) -> Call:
+    """The call of a row that trains with a vocabulary so large, or encodes with a tokenizer."""
+    return getattr(row, {"train": "trainer", "encode": "encoder"}[task])(text, asked, processes)
+
+
 def documents_of(text: Path) -> list[str]:
     return text.read_text(encoding="utf-8").split(END_OF_TEXT)
 
@@ -114,11 +119,8 @@ def huggingface_supports(case: Any) -> None:
 
 
 def main(task: str, target: str, processes: str, text: str, folder: str, vocab_size: str) -> None:
-    row = load_target(target)
-    if task == "train":
-        row.trainer(Path(text), int(vocab_size), int(processes))()
-    else:
-        row.encoder(Path(text), Tokenizer.load(Path(folder)), int(processes))()
+    asked = int(vocab_size) if task == "train" else Tokenizer.load(Path(folder))
+    call_of(load_target(target), task, Path(text), asked, int(processes))()
 
 
 if __name__ == "__main__":

@@ -1,15 +1,11 @@
 """The tests of whole trainings: what each is asked, and what it is called."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from benchmarks.models import MAX_SCORES, attention_case, attention_row
-from lmsys.attention import ATTENTION
-from lmsys.attention.contract import AttentionCase
-from lmsys.bench import Case, Entry
-from lmsys.bench.fields import Record
-from lmsys.bench.ranks import backend_of
-from lmsys.config import ModelConfig, model_config
+from benchmarks.models import MAX_SCORES, TrainedCase, attention_case, attention_row
+from lmsys.attention import ATTENTION, AttentionCase
+from lmsys.bench import Entry, Record
+from lmsys.config import ModelConfig
 from lmsys.parallel import STRATEGIES
 from lmsys.training.config import RunConfig, TrainConfig
 
@@ -19,8 +15,8 @@ LEAST_LR, WARMUP = 0.1, 0.1  # of the learning rate; of all steps
 
 
 @dataclass(frozen=True)
-class TrainingCase(Case):
-    """A model with some attention row, trained by a strategy, the `entry`, on ranks with a batch each.
+class TrainingCase(TrainedCase):
+    """A model with some attention row, trained by a strategy; all attention rows and strategies compare.
 
     num_ranks     of the group, which all strategies share: with the batch they make the global batch
     epochs        passes over train_tokens tokens, rounded down to whole steps
@@ -30,11 +26,6 @@ class TrainingCase(Case):
     """
 
     attention: Entry
-    size: str
-    context: int
-    batch: int
-    precision: str
-    compile: str
     num_ranks: int
     bucket_mb: float | str | None
     epochs: int
@@ -48,28 +39,18 @@ class TrainingCase(Case):
     def axes(self) -> Record:
         own = super().axes
         del own["names_bucket"], own["micro"]
-        rows = {"attention": self.attention.name, "strategy": self.entry.name, "row": self.row}
+        rows = {"attention": self.attention.name, "row": self.row}
         labels = {"attention_label": self.attention.label or self.attention.name}
         peers = {"attention_peer": self.attention.peer, "strategy_peer": self.entry.peer}
-        ranks = {"global_batch": self.global_batch, "world_size": self.world_size, "backend": self.backend}
-        return {**own, **rows, **labels, **peers, **ranks}
+        return {**own, **rows, **labels, **peers, "global_batch": self.global_batch, "world_size": self.world_size}
 
     @property
     def peer(self) -> bool:
         return self.attention.peer or self.entry.peer
 
     @property
-    def rows(self) -> Mapping[str, Entry]:
-        return {"attention": self.attention, "strategy": self.entry}
-
-    @property
     def comparison(self) -> str:
-        """All attention rows and strategies."""
-        compiled = "" if self.compile == "eager" else f"-{self.compile}"
-        return (
-            f"{self.section}-{self.size}-S{self.context}B{self.batch}-{self.precision}{compiled}"
-            f"-W{self.num_ranks}-T{self.train_tokens}x{self.epochs}"
-        )
+        return f"{super().comparison}-W{self.num_ranks}-T{self.train_tokens}x{self.epochs}"
 
     @property
     def row(self) -> str:
@@ -83,7 +64,7 @@ class TrainingCase(Case):
     @property
     def world_size(self) -> int:
         """The ranks that train: one, which accumulates the batches of all, where the strategy does not synchronize."""
-        return self.num_ranks if self.entry.trait("synchronizes", True) else 1
+        return self.num_ranks if self.synchronizes else 1
 
     @property
     def global_batch(self) -> int:
@@ -113,31 +94,32 @@ class TrainingCase(Case):
         return self.val_tokens // self.context
 
     @property
-    def backend(self) -> str:
-        return backend_of(self.device)
+    def text(self) -> tuple[int, int, int]:
+        """Tokens of an epoch, those held out, and the vocabulary."""
+        return self.tokens, self.val_tokens, self.vocab_size
 
     @property
-    def shape(self) -> ModelConfig:
-        return model_config(self.size, context_length=self.context, vocab_size=self.vocab_size)
+    def config(self) -> ModelConfig:
+        return replace(super().config, vocab_size=self.vocab_size)
 
     @property
     def asked(self) -> AttentionCase:
         """The case that the attention row is asked for."""
-        return attention_case(self.shape, self.batch, self.precision, self.device)
+        return attention_case(self.config, self.batch, self.precision, self.device)
 
     @property
     def lr(self) -> float:
-        return LR_BY_WIDTH / self.shape.d_model
+        return LR_BY_WIDTH / self.config.d_model
 
     @property
     def reference(self) -> "TrainingCase":
         """One process with naive attention, in micro-batches whose scores fit."""
         alone = next(row for row in STRATEGIES.values() if not row.trait("synchronizes", True))
-        fitting = max(1, MAX_SCORES // (self.shape.num_heads * self.context**2))
+        fitting = max(1, MAX_SCORES // (self.config.num_heads * self.context**2))
         micro = max(size for size in range(1, self.batch + 1) if self.batch % size == 0 and size <= fitting)
         return replace(self, attention=ATTENTION["naive"], entry=alone, bucket_mb=None, compile="eager", micro=micro)
 
-    def config(self, seed: int) -> RunConfig:
+    def run_config(self, seed: int) -> RunConfig:
         """The case as the training loop takes it. ValueError for what it has not."""
         if isinstance(self.bucket_mb, str):
             raise ValueError("the training loop has no automatic size of buckets: --bucket-mb is to name MiB")
@@ -157,5 +139,5 @@ class TrainingCase(Case):
             strategy=self.entry.target if ".py:" in self.entry.target else self.entry.name,
             bucket_mb=self.bucket_mb,
         )
-        row = attention_row(self.attention, self.asked)
-        return RunConfig(model=replace(self.shape, attention=row.name), train=train)
+        model = replace(self.config, attention=attention_row(self.attention, self.asked).name)
+        return RunConfig(model=model, train=train)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from benchmarks.training.rank import Epoch
-from lmsys.bench.fields import Record
+from lmsys.bench import Record
 from lmsys.testing import CURVE_BUDGET, CURVE_STEPS, curve_ratios
 
 CURVE_POINTS = 100  # of a curve that travels with a record

@@ -3,14 +3,13 @@
 import time
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.training.cases import TrainingCase
 from benchmarks.training.tokens import Tokens
-from lmsys.bench.ranks import release, subgroup, takes_part
+from lmsys.bench.ranks import on_part, release, subgroup
 from lmsys.bench.runner import interpreted_kernels
 from lmsys.measure import memory
 from lmsys.measure.clock import synchronize
@@ -19,19 +18,10 @@ from lmsys.parallel.group import device
 from lmsys.training.data import TokenFiles, fixed_windows
 from lmsys.training.loop import Trainer
 
+INTERPRETED = "its kernels are interpreted here, which is too slow to train with"
 _TRAINER: list[Trainer] = []  # the one that trains now, from call to call
 
 sm_clock = cache(sm_clock_reader)
-
-
-@dataclass(frozen=True)
-class Inspection:
-    """Findings of the first steps. refused: why the training loop does not take the case."""
-
-    refused: str | None = None
-    first_step_s: float = 0.0
-    peak_bytes: int = 0
-    interpreted: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,63 +34,54 @@ class Epoch:
     sm_clock_mhz: float | None
 
 
-@dataclass(frozen=True)
-class Ended:
-    """The loss on held-out text, and what tells whether ranks have one model."""
-
-    valid_loss: float
-    model: str
-
-
 def trainer(case: TrainingCase, tokens: Tokens, seed: int) -> Trainer:
-    config = case.config(seed)
-    windows = fixed_windows(TokenFiles([tokens.valid]), case.context, case.windows)
+    config = case.run_config(seed)
     if config.train.compile:
         torch.compiler.reset()  # the blocks of one case are not to count as those of another again
-    group = subgroup(case.world_size)
-    return Trainer(config, TokenFiles([tokens.train]), windows, device(), group=group)
+    windows = fixed_windows(TokenFiles([tokens.valid]), case.context, case.windows)
+    return Trainer(config, TokenFiles([tokens.train]), windows, device(), group=subgroup(case.world_size))
 
 
-def inspect(case: TrainingCase, tokens: Tokens, seed: int) -> Inspection | None:
-    """The first step, which compiles and tunes, and the memory of one behind it, in a run of their own."""
-    if not takes_part(case.world_size):
-        return None
+@on_part
+def inspect(case: TrainingCase, tokens: Tokens, seed: int) -> tuple[str | None, float, int]:
+    """(why the case is not trained, seconds of the first step, which compiles and tunes, peak bytes of one behind it).
+
+    In a run of their own.
+    """
     clear(case)
-    made: dict[str, Any] = {}
-
-    def init() -> None:
-        made["trainer"] = trainer(case, tokens, seed)
+    took: list[float] = []
 
     def first() -> None:
         start = time.perf_counter()
-        with interpreted_kernels() as launched:
-            made["trainer"].train_step()
+        _TRAINER[0].train_step()
         synchronize(device().type)
-        made["first_s"], made["interpreted"] = time.perf_counter() - start, bool(launched)
+        took.append(time.perf_counter() - start)
 
     def step() -> None:
-        if not made["interpreted"]:
-            made["trainer"].train_step()
+        if not launched:
+            _TRAINER[0].train_step()
 
+    phases = {"init": lambda: _TRAINER.append(trainer(case, tokens, seed)), "first": first, "step": step}
     try:
-        found = memory.phases({"init": init, "first": first, "step": step}, device().type)
+        with interpreted_kernels() as launched:
+            found = memory.phases(phases, device().type)
     except ValueError as error:
-        if made:
+        if _TRAINER:
             raise
-        return Inspection(refused=str(error))
-    return Inspection(None, made["first_s"], found["step"]["peak_bytes"], made["interpreted"])
+        return str(error), 0.0, 0
+    _TRAINER.clear()
+    return INTERPRETED if launched else None, took[0], found["step"]["peak_bytes"]
 
 
+@on_part
 def begin(case: TrainingCase, tokens: Tokens, seed: int) -> None:
-    if takes_part(case.world_size):
-        clear(case)
-        _TRAINER.append(trainer(case, tokens, seed))
+    clear(case)
+    _TRAINER.append(trainer(case, tokens, seed))
 
 
-def epoch(case: TrainingCase, steps: int) -> Epoch | None:
+@on_part
+def epoch(case: TrainingCase, steps: int) -> Epoch:
     """The next steps, which ranks begin together."""
-    if not takes_part(case.world_size):
-        return None
     (one,) = _TRAINER
     if one.world_size > 1:
         dist.barrier(one.group)
@@ -113,11 +94,11 @@ def epoch(case: TrainingCase, steps: int) -> Epoch | None:
     return Epoch(seconds, [step.loss for step in taken], [step.norm for step in taken], clock)
 
 
-def end(case: TrainingCase) -> Ended | None:
-    if not takes_part(case.world_size):
-        return None
+@on_part
+def end(case: TrainingCase) -> tuple[float, str]:
+    """(the loss on held-out text, what tells whether ranks have one model)."""
     (one,) = _TRAINER
-    found = Ended(one.evaluate().loss, one.strategy.fingerprint())
+    found = one.evaluate().loss, one.strategy.fingerprint()
     clear(case)
     return found
 

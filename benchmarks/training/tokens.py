@@ -2,7 +2,6 @@
 
 import os
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -42,7 +41,8 @@ def tokens_of(train_tokens: int, val_tokens: int, vocab_size: int) -> Tokens:
     """
     corpus = stdlib()
     size = max(LEAST_BYTES, BYTES_PER_TOKEN * train_tokens)
-    tokenizer = train(_beginning(corpus.train, size), vocab_size, [END_OF_TEXT], len(os.sched_getaffinity(0)))
+    beginning = next(chunks(corpus.train[:1], Pretokenizer([END_OF_TEXT]), size))
+    tokenizer = train([beginning], vocab_size, [END_OF_TEXT], len(os.sched_getaffinity(0)))
     place = Path(folder().name) / f"{train_tokens}-{val_tokens}-{vocab_size}"
     place.mkdir(exist_ok=True)
     found = Tokens(place / "train.npy", place / "valid.npy")
@@ -51,23 +51,11 @@ def tokens_of(train_tokens: int, val_tokens: int, vocab_size: int) -> Tokens:
     return found
 
 
-def _beginning(parts: tuple[Chunk, ...], size: int) -> list[Chunk]:
-    """The first part of the text, about so many bytes, to where it may be cut."""
-    (first, *_) = parts
-    return [next(chunks([first], Pretokenizer([END_OF_TEXT]), size))]
-
-
 def _first(tokenizer: Tokenizer, parts: tuple[Chunk, ...], count: int, option: str) -> np.ndarray:
     """`count` ids and the one that follows them."""
     found: list[np.ndarray] = []
-    for ids in _pieces(tokenizer, parts, count):
-        found.append(ids)
+    for chunk in chunks(parts, Pretokenizer([END_OF_TEXT]), max(LEAST_BYTES, BYTES_PER_TOKEN * count)):
+        found += encode_files(tokenizer, [chunk], 1)
         if sum(map(len, found)) > count:
             return np.concatenate(found)[: count + 1]
     raise Unsupported(f"{option} {count}: must be less than {sum(map(len, found))}, which is all that {CORPUS} has")
-
-
-def _pieces(tokenizer: Tokenizer, parts: tuple[Chunk, ...], count: int) -> Iterator[np.ndarray]:
-    size = max(LEAST_BYTES, BYTES_PER_TOKEN * count)
-    for chunk in chunks(parts, Pretokenizer([END_OF_TEXT]), size):
-        yield from encode_files(tokenizer, [chunk], 1)

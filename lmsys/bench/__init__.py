@@ -2,7 +2,7 @@
 
 from lmsys.bench.axes import Axis, Grid, Sweep, one_of, positive, yes_no
 from lmsys.bench.benchmark import Benchmark, Candidate, Case, Settings, bench
-from lmsys.bench.fields import Field
+from lmsys.bench.fields import Field, Record
 from lmsys.measure.step import Step
 from lmsys.registry import Entry, Table
 
@@ -14,6 +14,7 @@ __all__ = [
     "Entry",
     "Field",
     "Grid",
+    "Record",
     "Settings",
     "Step",
     "Sweep",

@@ -1,4 +1,4 @@
-"""What a benchmark says; the runner alone owns the order. Imports no torch.
+"""The declarations of a benchmark; the runner alone owns the order. Imports no torch.
 
 class Matmul(Benchmark):
     name = "matmul"
@@ -74,13 +74,8 @@ class Case:
 
     @property
     def peer(self) -> bool:
-        """Whether it is somebody else's code."""
+        """True for somebody else's code."""
         return self.entry.peer
-
-    @property
-    def rows(self) -> Mapping[str, Entry]:
-        """The rows that the case is about, by their kind."""
-        return {"row": self.entry}
 
     @property
     def comparison(self) -> str:
@@ -146,7 +141,7 @@ class Candidate(Ending):
 
 @dataclass
 class Measurement:
-    """What came of one case. `record`: the fields that `inspect` found."""
+    """The findings about one case. `record`: the fields that `inspect` found."""
 
     samples: list[float] | None = None
     failure: "Failure | None" = None
@@ -165,7 +160,7 @@ class Benchmark:
                     than a device queues; "host": wall time
     trials          calls before sampling, from which the runner learns what one costs
     opens           whether a row is opened and called in this process; not where ranks do everything
-    streams         whether a case's result is given as its turn ends, not as its group ends
+    streams         whether each case is a turn of its own, whose result is given as it ends, not as its group ends
     keeps_interrupted  whether samples taken before an interrupt make a result
     """
 
@@ -183,6 +178,10 @@ class Benchmark:
         """The cases of a grid, whose ids are unique."""
         raise NotImplementedError
 
+    def rows_of(self, case: Any) -> Mapping[str, Entry]:
+        """The rows that a case is about, by their kind."""
+        return dict.fromkeys(self.tables or ("row",), case.entry)
+
     def why_not(self, case: Any) -> str | None:
         """None, or why the case cannot run here, for a reader who may act on it."""
         return case.entry.why_not(case)
@@ -196,11 +195,11 @@ class Benchmark:
         return case.id
 
     def context(self, cases: Cases) -> AbstractContextManager[Any]:
-        """What all of a group runs in."""
+        """The context that all of a group runs in."""
         return nullcontext()
 
     def setup(self, cases: Cases, settings: Settings) -> Any:
-        """What the candidates of a group share. What fails here fails the group."""
+        """Makes all that the candidates of a group share. A failure here is one of the group."""
         return None
 
     def open(self, candidate: Candidate, setup: Any) -> None:
@@ -224,11 +223,11 @@ class Benchmark:
         """Which cases are sampled together, one turn after another."""
         found: dict[str, list[Any]] = {}
         for case in cases:
-            found.setdefault(case.comparison, []).append(case)
+            found.setdefault(case.id if self.streams else case.comparison, []).append(case)
         return found.values()
 
     def step(self, case: Any, candidate: Candidate, setup: Any) -> Step:
-        """What is timed. It may run alone here first: what runs out of memory then is `oom`."""
+        """The call that is timed. It may run alone here first: what runs out of memory then is `oom`."""
         raise NotImplementedError
 
     def sample(self, turn: Cases, trial: Any) -> None:

@@ -2,8 +2,8 @@
 
 import gc
 from collections.abc import Callable
-from functools import cache
-from typing import Any
+from functools import cache, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,8 @@ from lmsys.measure.compare import release_memory
 from lmsys.measure.memory import cap_gpu_memory
 from lmsys.parallel.group import TorchrunGroup, WorkerError, WorkerGroup, device, under_torchrun
 
+P = ParamSpec("P")
+T = TypeVar("T")
 TIMEOUT_S = 420.0
 CLOCKS = {"gloo": "perf_counter", "nccl": "cuda_event_steps"}  # of `times`
 _SUBGROUPS: dict[int, Any] = {}  # of a rank, by world size
@@ -61,7 +63,7 @@ class Ranks:
         self._limit = memory_limit_bytes
 
     def run(self, world_size: int, backend: str, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What function(*args) returned on each of the first `world_size` ranks; all ranks are asked.
+        """The results of function(*args) on each of the first `world_size` ranks; all ranks are asked.
 
         Unsupported where there are fewer, WorkerError where a rank failed.
         """
@@ -107,9 +109,19 @@ def subgroup(world_size: int) -> Any:
 
 
 def takes_part(world_size: int) -> bool:
-    """Whether this rank is one of the first `world_size`; asked of every rank, since all make a group."""
+    """True on the first `world_size` ranks; asked of every rank, since all make a group."""
     subgroup(world_size)
     return dist.get_rank() < world_size
+
+
+def on_part(function: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T | None]:
+    """The function of a case on the ranks that take part in it, its `world_size`; None on the others."""
+
+    @wraps(function)
+    def run(case: Any, /, *args: P.args, **kwargs: P.kwargs) -> T | None:
+        return function(case, *args, **kwargs) if takes_part(case.world_size) else None
+
+    return run
 
 
 def times(call: Callable[[], Any], count: int, group: Any, lead_s: float = 0.0) -> list[float]:

@@ -123,7 +123,8 @@ class Session:
         for benchmark in self.benchmarks.values():
             for kind, table in benchmark.tables.items():
                 rows.setdefault(kind, {}).update({entry.name: entry.to_json() for entry in table.values()})
-        own = {(kind, row.name): row for case in self._cases.values() for kind, row in case.rows.items()}
+        asked = (self.benchmarks[name].rows_of(case) for (name, _), case in self._cases.items())
+        own = {(kind, row.name): row for rows in asked for kind, row in rows.items()}
         for (kind, name), row in own.items():
             traits = {trait: row.trait(trait) for trait in REPORTED}
             told = row.to_json() | {trait: value for trait, value in traits.items() if value}

@@ -37,7 +37,7 @@ def test_every_option_is_declared_once_and_has_help() -> None:
 
 def test_named_axes_take_the_place_of_a_grids_own() -> None:
     section = Grid("s", length=((1024, 1024),), head_dim=(64,), tokens=4096, width=256)
-    known = (axes.LENGTH, axes.TIERS, axes.HEAD_DIM, axes.BATCH, axes.HEADS)
+    known = axes.named("--length", "--tiers", "--head-dim", "--batch", "--heads")
     assert list(shapes(_filled(section, known, {}))) == [(4, 4, 4, 1024, 1024, 64)]
     given = given_axes(known, {"--tiers": "128:64", "--heads": "8:2", "--head-dim": "32,128"})
     assert given == {"length": ((128, 64),), "heads": ((8, 2),), "head_dim": (32, 128)}
@@ -45,6 +45,6 @@ def test_named_axes_take_the_place_of_a_grids_own() -> None:
 
 
 def test_two_options_of_one_axis_add_up_and_an_axis_is_known_by_its_name() -> None:
-    both = given_axes((axes.LENGTH, axes.TIERS), {"--length": "8", "--tiers": "4:2"})
+    both = given_axes(axes.named("--length", "--tiers"), {"--length": "8", "--tiers": "4:2"})
     assert both == {"length": ((8, 8), (4, 2))}
     assert given_axes([Axis("size", positive)], {"size": "3,5"}) == {"size": (3, 5)}

@@ -62,7 +62,7 @@ def test_the_compiled_row_runs() -> None:
 
 
 def test_without_a_compiler_the_compiled_row_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.bench_loss.why_no_compiler", lambda device: "there is no compiler")
+    monkeypatch.setattr("benchmarks.arithmetic.why_no_compiler", lambda device: "there is no compiler")
     found = records(row=("eager", "compiled"), timed=False)
     assert [one["outcome"] for one in found.values()] == ["ok", "unsupported"]
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from benchmarks import bench_plans
-from benchmarks.bench_plans import FORMS, PlanCase, Plans, ShortPlans, name_of, plan_called
+from benchmarks.bench_plans import Plans, ShortPlans
+from benchmarks.plans import cases as plan_cases
+from benchmarks.plans.cases import FORMS, PlanCase, name_of, plan_called
 from lmsys.attention.flash_gluon.plans import BACKWARD, FORWARD, SHORT, BackwardPlan, ForwardPlan, candidates
 from lmsys.attention.flash_gluon.support import KNOWN_TRITON
 from lmsys.attention.naive import masked_scores, naive
@@ -57,7 +59,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return forward(q, k, v, causal, q.shape[-1] ** -0.5, "as users call it")[0]
 
     monkeypatch.setattr(bench_plans, "TOKENS", 128)
-    monkeypatch.setattr(bench_plans, "WIDTH", 512)
+    monkeypatch.setattr(plan_cases, "WIDTH", 512)
     monkeypatch.setattr(bench_plans, "CALLS", 3)
     monkeypatch.setattr(bench_plans, "first_call", works)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -220,7 +222,7 @@ def test_the_kernels_themselves_take_the_plan(direction: str, monkeypatch: pytes
     from tests.support.gluon_simulator import simulated
 
     monkeypatch.setattr(bench_plans, "TOKENS", 128)
-    monkeypatch.setattr(bench_plans, "WIDTH", 64)
+    monkeypatch.setattr(plan_cases, "WIDTH", 64)
     monkeypatch.setattr(Plans, "why_not", lambda self, case: None if case.plan else "no GPU")
     monkeypatch.setattr(bench_plans, "first_call", works)
     plan = ForwardPlan(2, 2, False, True, False, 0) if direction == "fwd" else BackwardPlan(True, 0)

@@ -134,7 +134,7 @@ def test_the_matrix_is_that_of_the_sources() -> None:
     assert len(cases) == 4 * 7 and len({case.group for case in cases}) == 1
     assert {case.global_batch for case in cases} == {16} and cases[0].steps * cases[0].epochs >= CURVE_STEPS
     assert [case.world_size for case in cases[:7]] == [1, 2, 2, 2, 2, 2, 2]
-    model = cases[0].config(seed=0).model
+    model = cases[0].run_config(seed=0).model
     assert (model.d_model, model.num_layers, model.num_heads, model.context_length) == (768, 12, 12, 1024)
 
 

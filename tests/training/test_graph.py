@@ -7,7 +7,7 @@ from torch import Tensor
 
 from benchmarks.data_parallel.cases import ParallelCase
 from benchmarks.data_parallel.check import gate
-from benchmarks.data_parallel.rank import Gradients, compiling, wrap
+from benchmarks.data_parallel.rank import Gradients, prepared, wrap
 from benchmarks.models import Batch, build
 from lmsys.bench.ranks import takes_part
 from lmsys.config import model_config
@@ -84,7 +84,7 @@ def on_ranks(case: ParallelCase, graphed: bool) -> tuple[list[float], dict[str, 
     """
     if not takes_part(case.world_size):
         return None
-    with compiling(case):
+    with prepared(case):
         rank, losses = dist.get_rank(), []
         strategy = wrap(case, build(case.config, str(device()), rank), case.options)
         optimizer = strategy.make_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)

@@ -1,0 +1,114 @@
+"""The tests of plans: what each is asked, how a plan is named and read, and which plans a shape has."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from string import digits
+from typing import Any
+
+from benchmarks.arithmetic import capability_of
+from lmsys.attention import AttentionCase
+from lmsys.attention.flash_gluon import plans
+from lmsys.attention.flash_gluon.plans import BackwardPlan, ForwardPlan
+from lmsys.bench import Case, Record
+
+WIDTH = 2048  # heads x head_dim
+PLANNED, CANDIDATES = "planned", "candidates"
+PLAIN, DETERMINISTIC, RAGGED, TRANSPOSED, GROUPED = FORMS = "plain", "deterministic", "ragged", "transposed", "grouped"
+PLANS: Mapping[str, Any] = {"fwd": (ForwardPlan, plans.forward_plan), "bwd": (BackwardPlan, plans.backward_plan)}
+Plan = ForwardPlan | BackwardPlan
+
+
+def name_of(plan: Plan) -> str:
+    """The plan's fields where they are not False or at their default, as `plan_called` reads them."""
+    values = [(one, getattr(plan, one.name)) for one in dataclasses.fields(plan)]
+    said = [(one.name, value) for one, value in values if value is not False and value != one.default]
+    return "+".join(name if value is True else f"{name}{value}" for name, value in said)
+
+
+def plan_called(text: str) -> str | Plan:
+    """`planned`, `candidates` or the plan that the text names. ValueError for anything else."""
+    if text in (PLANNED, CANDIDATES):
+        return text
+    names = {part: part.rstrip(digits) for part in text.split("+")}
+    given = {name: int(part[len(name) :]) if part != name else True for part, name in names.items()}
+    for cls, _ in PLANS.values():
+        kinds = {one.name: one.type for one in dataclasses.fields(cls)}
+        values = {name: False for name, kind in kinds.items() if kind is bool} | given
+        needed = {one.name for one in dataclasses.fields(cls) if one.default is dataclasses.MISSING}
+        if needed <= values.keys() and all(type(value) is kinds.get(name) for name, value in values.items()):
+            return cls(**values)
+    examples = " or ".join(name_of(own(128, True, 512)) for _, own in PLANS.values())
+    raise ValueError(f"must be {PLANNED}, {CANDIDATES}, or a plan by its fields, such as {examples}")
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanCase(Case):
+    """A shape, and the plan that runs it; the peer has none. calls: so many, one after another, are one sample.
+
+    planned  the row takes this plan by itself
+    graphed  the calls are replayed as a CUDA graph
+    """
+
+    head_dim: int
+    length: int
+    causal: bool
+    direction: str
+    batch: int
+    form: str = PLAIN
+    plan: Plan | None = None
+    planned: bool = False
+    calls: int = 1
+    graphed: bool = False
+
+    @property
+    def axes(self) -> Record:
+        return super().axes | {"plan": name_of(self.plan) if self.plan else None}
+
+    @property
+    def options(self) -> list[str]:
+        """All that tells the row from others of the shape."""
+        plan = [] if self.planned or self.plan is None else [name_of(self.plan)]
+        return plan if self.form == PLAIN else [*plan, self.form]
+
+    @property
+    def impl(self) -> str:
+        return "-".join([self.entry.name, *self.options])
+
+    @property
+    def label(self) -> str:
+        return ", ".join([self.entry.label, *self.options])
+
+    @property
+    def comparison(self) -> str:
+        mask = "causal" if self.causal else "full"
+        chain = [] if self.calls == 1 else ["graphed" if self.graphed else "eager"]
+        return "-".join([self.section, f"B{self.batch}D{self.head_dim}S{self.length}", mask, self.direction, *chain])
+
+    @property
+    def asked(self) -> AttentionCase:
+        heads, length = max(1, WIDTH // self.head_dim), self.length - (self.form == RAGGED)
+        kv_heads = max(1, heads // 8) if self.form == GROUPED else heads
+        shape = self.batch, heads, kv_heads, length, length, self.head_dim
+        grad, capability = self.direction == "bwd", capability_of(self.device)
+        return AttentionCase(*shape, "bfloat16", self.causal, grad, self.device, capability)
+
+    @property
+    def small(self) -> "PlanCase":
+        """The least case that its kernels are compiled for."""
+        return dataclasses.replace(self, section="", length=128, batch=1, planned=False, calls=1, graphed=False)
+
+
+def plans_of(case: PlanCase, asked: Sequence[str | Plan]) -> list[tuple[Plan, bool]]:
+    """The plans for the case's direction and shape, each with whether the row takes it by itself; none for fwdbwd."""
+    if case.direction not in PLANS:
+        return []
+    (cls, own), shape = PLANS[case.direction], (case.head_dim, case.causal, case.length)
+    found: list[tuple[Plan, bool]] = []
+    for one in asked:
+        if one == CANDIDATES:
+            found += [(plan, False) for plan in plans.candidates(case.direction, *shape)]
+        elif one == PLANNED and shape[:2] in plans.FORWARD:
+            found.append((own(*shape), True))
+        elif isinstance(one, cls):
+            found.append((one, False))
+    return list(dict.fromkeys(found))
