@@ -1,4 +1,4 @@
-"""What must be settled before any kernel is imported, and what the harness's plugin cannot know of this repository."""
+"""Settles what must stand before a kernel is imported, and tells the harness's plugin about this repository."""
 
 import os
 from collections.abc import Mapping

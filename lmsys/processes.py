@@ -80,7 +80,7 @@ class Failure:
         return cls(type(error).__name__, traceback.format_exc(), time.monotonic(), exception)
 
     def error(self) -> Exception:
-        """What to raise for it: the exception itself, caused by a ProcessError with its traceback; else the latter."""
+        """The exception to raise: the original, caused by a ProcessError with its traceback, or else the latter."""
         if self.kind == DIED:
             return ProcessError(DIED, f"a worker process {self.text}")
         there = ProcessError(self.kind, f"{self.text.splitlines()[-1]} (in a worker process)\n{self.text}")
@@ -103,7 +103,7 @@ class Worker:
         self._start()
 
     def call(self, function: Function, *args: Any, timeout_s: float | None = None) -> Any:
-        """What function(*args) returns there.
+        """The result of function(*args), called there.
 
         Raises what it raises. ProcessError: the process has died, or was killed as it was late; or the exception cannot
         be pickled.

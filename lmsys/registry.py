@@ -81,7 +81,7 @@ class Entry:
             return default
 
     def to_json(self) -> dict[str, Any]:
-        """What a report must know of the row: name, label, whose it is, and the traits that its table states."""
+        """The row as a report needs it: name, label, whose it is, and the traits that its table states."""
         return {"name": self.name, "label": self.label or self.name, "peer": self.peer, **self.traits}
 
     def load(self) -> Any:

@@ -29,7 +29,7 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def smoke_result(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The result file of the whole smoke sweep, run once for all tests; what it printed is beside it, in smoke.txt."""
+    """The result file of the smoke sweep, run once for all tests; what it printed is beside it, in smoke.txt."""
     own = tmp_path_factory.getbasetemp()
     return smoke_sweep(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
 

@@ -13,7 +13,7 @@ OPTION = "lmsys_axis"  # begins the names under which pytest keeps axes' own opt
 
 @dataclass(frozen=True)
 class Axis:
-    """What a benchmark varies.
+    """A quantity that a benchmark varies.
 
     name     its key in a grid, and of `--axis name=a,b`
     parse    one value's text -> the value; ValueError says what would be right
@@ -35,7 +35,7 @@ class Axis:
         return self.option or f"--axis {self.name}="
 
     def values(self, text: str) -> Any:
-        """What the command line's text stands for. ValueError with the option and the value at fault."""
+        """The values that the command line's text stands for. ValueError with the option and the value at fault."""
         parts = [text] if self.single else [part.strip() for part in text.split(",")]
         found = []
         for part in parts:

@@ -37,7 +37,7 @@ FAULT = pytest.StashKey[str]()  # what is wrong with the options, told when coll
 
 
 class Hooks:
-    """What a repository's conftest may tell the plugin."""
+    """Hooks by which a repository's conftest tells the plugin about itself."""
 
     @pytest.hookspec(firstresult=True)
     def pytest_lmsys_sweeps(self) -> Mapping[str, Mapping[str, Sweep]]:
@@ -310,7 +310,7 @@ def _check_writable(output: Path) -> None:
 
 
 def _given(config: pytest.Config, option: str) -> bool:
-    """Whether the user wrote the option, even with the value that is its default."""
+    """True where the user wrote the option, even with the value that is its default."""
     words = [
         *config.getini("addopts"),
         *shlex.split(os.environ.get("PYTEST_ADDOPTS", "")),

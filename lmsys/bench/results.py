@@ -114,7 +114,7 @@ class Session:
         return [*self.carried.values(), *(result.record for result in self.results.values())]
 
     def _head(self, machine: Record) -> Record:
-        """What a file says of its records: the machine, their fields by benchmark, the rows of their tables."""
+        """A file's facts about its records: the machine, their fields by benchmark, the rows of their tables."""
         fields = {
             name: [one.to_json() for one in declared(COMMON, benchmark.fields).values()]
             for name, benchmark in self.benchmarks.items()

@@ -161,7 +161,7 @@ class Trial:
         return self.benchmark.turns([case for case in self.cases if self.is_able(case)])
 
     def is_able(self, case: Case) -> bool:
-        """Whether the case is still to be timed."""
+        """True while the case is still to be timed."""
         one = self.candidate(case)
         return one.outcome == "ok" and not one.interpreted and not self.measurements[case.id].failure
 

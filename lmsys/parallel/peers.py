@@ -20,7 +20,7 @@ from lmsys.parallel.units import blocks_of
 
 
 class _Peer(Traits, nn.Module):
-    """What torch's own have in common: the backward itself averages gradients."""
+    """The base of torch's own strategies, whose backward itself averages gradients."""
 
     def finish_gradient_synchronization(self) -> None:
         """Nothing: the backward ends when gradients are averaged."""

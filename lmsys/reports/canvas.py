@@ -66,7 +66,7 @@ def to_svg(axes: Any, name: str, title: str) -> str:
 
 
 def add_legend(axes: Any) -> None:
-    """What `axes` labels, below the drawing, which grows by as much: in two columns, or one where two are too wide."""
+    """Puts a legend below the drawing, which grows by as much: in two columns, or one where two are too wide."""
     figure, (handles, labels) = axes.figure, axes.get_legend_handles_labels()
     height = figure.get_figheight()
     for columns in (2, 1) if labels else ():
@@ -78,7 +78,7 @@ def add_legend(axes: Any) -> None:
 
 
 def crowded(labels: Sequence[str]) -> bool:
-    """Whether labels of places side by side run into one another unless they are slanted."""
+    """True where labels of places side by side would run into one another unless they are slanted."""
     return len(labels) * max(map(len, labels), default=0) > 45
 
 

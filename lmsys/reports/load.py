@@ -23,7 +23,7 @@ Run = tuple[str, str]  # its date, and its machine's facts as JSON
 
 
 class InputError(ValueError):
-    """What the user gave cannot be reported; the message is one line that names the value."""
+    """Raised when the files given cannot be reported; the message is one line that names the value."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ Items = list[Table | Plot | None]
 
 @dataclass(frozen=True)
 class Block:
-    """What belongs together: `lead` is read at once, `more` behind a click; the title leads to `chapter`, if named."""
+    """Tables and plots of one subject: `lead` is read at once, `more` behind a click. The title leads to `chapter`."""
 
     title: str
     lead: Sequence[Table | Plot | None]

@@ -30,7 +30,7 @@ NO_BASE = "no base"
 
 
 def drawn(view: View, axes: Any, head: str, word: str, caption: str) -> Plot:
-    """What was drawn on the axes as a plot of the view."""
+    """The drawing on these axes, as a plot of the view."""
     name, title = view.file(word), titled(head, view)
     return Plot(name, title, caption, to_svg(axes, name, title))
 
@@ -201,7 +201,7 @@ def heat_map(view: View, settings: Sequence[str]) -> Plot | None:
 
 
 def _speed_text(case: Record | None) -> str:
-    """What stands in a cell of the heat map: the speedup, or why there is none."""
+    """The text of a cell of the heat map: the speedup, or why there is none."""
     if case is None or case["outcome"] != "ok":
         return OUTCOMES[case["outcome"]] if case else NOT_RUN
     if speed := case[SPEEDUP]:

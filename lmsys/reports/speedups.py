@@ -89,7 +89,7 @@ def _no_base(label: str, base: Record | None) -> str:
 
 
 def is_compared(view: View) -> bool:
-    """Whether there is a speedup of more than the base itself."""
+    """True where more than the base itself has a speedup."""
     return any(case[SPEEDUP] is not None and case["impl"] != view.base for case in view.cases)
 
 

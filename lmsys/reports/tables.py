@@ -87,7 +87,7 @@ def mark(notes: Notes, text: str) -> str:
 
 
 def below(notes: Notes, rows: Iterable[Sequence[str]]) -> list[str]:
-    """What stands below these rows: the reasons, and what a dash is where there is one."""
+    """The notes below these rows: the reasons, and what a dash means where there is one."""
     dash = [f"{NOT_RUN} not run."] if any(NOT_RUN in text for row in rows for text in row) else []
     return [f"{str(number).translate(SUPERSCRIPT)} {text}" for text, number in notes.items()] + dash
 

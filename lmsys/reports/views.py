@@ -26,7 +26,7 @@ def view_of(machine: Machine, benchmark: str, baseline: str | None = None) -> "V
 
 
 def _fits(field: Field, value: Any) -> bool:
-    """Whether it can be a value of the field: a number where one is declared, and a list only among details."""
+    """True where it can be a value of the field: a number where one is declared, and a list only among details."""
     if value is None or isinstance(value, (list, dict)):
         return value is None or field.role == "detail"
     return type(value) in (int, float) or field.role == "axis" or not (field.unit or field.role == "metric")
@@ -155,7 +155,7 @@ class View:
         return [name for name, one in self.fields.items() if one.role == "axis" and self.has(name)]
 
     def metrics(self) -> list[str]:
-        """What is shown of these cases: what was measured, and the time, whose place says how a case ended."""
+        """The fields to show: those that were measured, and the time, whose place says how a case ended."""
         names = [name for name, one in self.fields.items() if one.role == "metric"]
         return [name for name in names if name == "time_s" or self.has(name)]
 
@@ -199,7 +199,7 @@ class View:
         return f"{exact(value * factor)} {unit}".strip()
 
     def constants(self, names: Sequence[str]) -> dict[str, str]:
-        """Of these fields those that all cases have alike, as they are read."""
+        """Those of these fields that all cases have alike, as they are read."""
         return {name: self.text(name, self.cases[0][name]) for name in names if not self.varies(name)}
 
     def style(self, name: str, value: Any) -> Style:
@@ -214,7 +214,7 @@ class View:
         return sentence(self.heading)
 
     def held(self) -> str:
-        """What the heading does not say: axes that are constant among these cases, and the range of numbers.
+        """The facts that the heading leaves out: axes that are constant among these cases, and the range of numbers.
 
         Words that vary stand in the table or plot itself.
         """
@@ -228,7 +228,7 @@ class View:
         return ", ".join(told)
 
     def caption(self, about: str, clocked: bool = False) -> str:
-        """What is shown, every axis that is held, how it was timed, and where."""
+        """The caption: what is shown, every axis that is held, how it was timed, and where."""
         held = sentence("; ".join(filter(None, [self.heading, self.held(), self.also])))
         how = timing(self.cases) if clocked else ""
         return f"{filled(about, self.constants(self.axes()))}. {held}. {how}{self.machine.about(self.cases)}"

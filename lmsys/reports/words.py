@@ -136,7 +136,7 @@ def head_of(field: Field) -> str:
 
 
 def is_clocked(field: Field) -> bool:
-    """Whether a field follows from the samples, so that it compares only with what was sampled beside it."""
+    """True where a field follows from the samples, so that it compares only with what was sampled beside it."""
     return field.name in CLOCKED or field.unit.endswith("/s")
 
 

@@ -25,6 +25,7 @@ from lmsys.attention.flash_gluon.support import KNOWN_TRITON, flash_gluon_suppor
 from lmsys.testing import Oracle, make_inputs, run  # noqa: E402
 from tests.support.attention_rows import growing  # noqa: E402
 from tests.support.gluon_simulator import simulated  # noqa: E402
+from tests.support.variants import some
 
 known = pytest.mark.skipif(
     triton.__version__ not in KNOWN_TRITON, reason=f"pip install triton=={KNOWN_TRITON[0]}, for which they are written"
@@ -96,7 +97,7 @@ def small_tiles() -> list[tuple[int, Any]]:
 )  # fmt: skip
 @example(queries=512, keys=512, seed=0, group=1, causal=True, dynamic=True)
 @example(queries=256, keys=256, seed=0, group=1, causal=False, dynamic=False)
-@pytest.mark.parametrize(("head_dim", "plan"), small_tiles() if triton.__version__ in KNOWN_TRITON else [])
+@pytest.mark.parametrize(("head_dim", "plan"), some(small_tiles(), 3) if triton.__version__ in KNOWN_TRITON else [])
 def test_small_tiles_of_keys(
     head_dim: int, plan: Any, queries: int, keys: int, seed: int, group: int, causal: bool, dynamic: bool
 ) -> None:
@@ -129,7 +130,9 @@ def test_maxima_may_grow(causal: bool, growth: list[float], seed: int) -> None:
 
 
 @known
-@pytest.mark.parametrize(("deterministic", "prefetch"), [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("deterministic", "prefetch"), some([(False, True), (False, False), (True, True), (True, False)], 2)
+)
 @pytest.mark.parametrize("causal", [False, True])
 @settings(max_examples=3)
 @given(length=st.integers(1, 420), seed=st.integers(0, 2**31), group=st.sampled_from([1, 3]), many=st.booleans())
@@ -154,7 +157,7 @@ def test_every_way_through_the_backward(
 
 @known
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("queries", "keys"), [(700, 700), (130, 1100), (1100, 520)])
+@pytest.mark.parametrize(("queries", "keys"), some([(1100, 520), (130, 1100), (700, 700)], 3))
 def test_the_deterministic_order_does_not_hang_on_few_processors_nor_depend_on_chance(
     queries: int, keys: int, causal: bool
 ) -> None:
@@ -281,7 +284,7 @@ AS_THEY_COME, ONCE_WAITED_FOR = (0.0, 0.002, 0.02), (None,)  # loads; by the sec
 
 
 @known
-@pytest.mark.parametrize("mutant", MUTANTS, ids=range(len(MUTANTS)))
+@pytest.mark.parametrize("mutant", some([(one,) for one in MUTANTS], 5), ids=range(len(MUTANTS)))
 def test_the_simulation_catches_a_wait_left_out(mutant: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.support import gluon_simulator
 
@@ -324,7 +327,7 @@ def wrong(batch: int, queries: int, keys: int) -> bool:
 
 
 @known
-@pytest.mark.parametrize("landings", [AS_THEY_COME, ONCE_WAITED_FOR])
+@pytest.mark.parametrize("landings", some([(AS_THEY_COME,), (ONCE_WAITED_FOR,)], 2))
 def test_the_simulation_itself_finds_nothing_wrong(landings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.support import gluon_simulator
 

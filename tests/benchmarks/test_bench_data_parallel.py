@@ -282,6 +282,7 @@ def test_what_a_users_class_says_of_itself_is_in_its_records(found: Records, tmp
         assert DataParallel().why_not(replace(one, device="cuda")) == "its author has not tried"
 
 
+@pytest.mark.on_request
 @pytest.mark.skipif(reason := why_no_compiler("cpu"), reason=str(reason))
 def test_compiled_rows_are_checked_and_timed(two_ranks: Ranks) -> None:
     cases = cases_of(strategy=("none", "bucketed", "zero1"), bucket_mb=(1,), compile=("compiled",), context=(32,))

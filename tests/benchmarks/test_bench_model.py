@@ -24,6 +24,7 @@ from lmsys.cost.operations import model_flops, model_parameters
 from lmsys.training.graph import GraphedGradients
 from tests.support.collected import collect
 from tests.support.harness import cases_of, results
+from tests.support.variants import some
 
 TINY: dict[str, Any] = {
     "size": ("tiny",),
@@ -80,7 +81,7 @@ def test_a_model_takes_attention_rows_and_what_only_models_take() -> None:
     assert unknown["code"] == 4 and "unknown attention 'lama'; did you mean llama" in unknown["said"]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", some(["fp32", "bf16", "fp16"], 3))
 def test_every_mode_is_timed_and_accounted_for(precision: str) -> None:
     found = records(precision=(precision,))
     config = model_config("tiny", context_length=8)
@@ -104,7 +105,7 @@ def test_every_mode_is_timed_and_accounted_for(precision: str) -> None:
 
 
 @needs_llama
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", some(["fp32", "bf16", "fp16"], 3))
 def test_llama_stands_beside_ours(precision: str) -> None:
     found = records(precision=(precision,), attention=("auto", "llama"))
     for mode in MODES:

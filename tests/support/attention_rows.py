@@ -59,8 +59,8 @@ class Row:
     @property
     def examples(self) -> int:
         if self.name in COMPILED:
-            return 3
-        return 20 if self.device == "cuda" else 4 if self.interpreted else 12
+            return 3 if self.device == "cuda" else 2
+        return 20 if self.device == "cuda" else 3 if self.interpreted else 6
 
     @property
     def phases(self) -> list[Phase]:

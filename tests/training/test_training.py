@@ -35,6 +35,7 @@ from tests.support.training_runs import (
     trainer,
     weights,
 )
+from tests.support.variants import some
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -231,7 +232,10 @@ def test_two_ranks_equal_one_process_and_resume(data: Path, tmp_path: Path, grou
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("zero1", "zero1"), ("fsdp", "fsdp"), ("zero1", "bucketed"), ("torch_zero1", "naive"), ("bucketed", "zero1")],
+    some(
+        [("fsdp", "fsdp"), ("zero1", "zero1"), ("zero1", "bucketed"), ("torch_zero1", "naive"), ("bucketed", "zero1")],
+        one_in=2,
+    ),
 )
 def test_another_number_of_ranks_goes_on(
     data: Path, tmp_path: Path, group: WorkerGroup, before: str, after: str

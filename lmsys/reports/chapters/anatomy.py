@@ -99,7 +99,7 @@ def chapters(view: View) -> list[Chapter]:
 
 
 def _keys(view: View) -> list[str]:
-    """What differs among the cases, and always how a model is run."""
+    """The axes in which the cases differ, and always how a model is run."""
     settings = ("size", "context", "batch", "precision", LIMIT, "mode")
     return [*(name for name in settings if view.varies(name)), "compile", "impl"]
 
@@ -169,7 +169,7 @@ def _attention_flops(one: Record) -> float:
 
 
 def _lines(own: View, name: str, fields: tuple[Field, ...], title: str, about: str) -> Table | None:
-    """What a list of one case holds; the first two fields say what a line is."""
+    """A table of a list that one case holds; the first two fields say what a line is."""
     own, names = own.unfolded(name, *fields), [one.name for one in fields]
     return listing(own, names[:2], names[2:], name, title, filled(about, {"lines": len(own.cases)}), names)
 

@@ -42,7 +42,7 @@ def _pair(one: int, other: int, sign: str) -> int | str:
 
 
 def _section(section: str, own: View) -> tuple[Items, list[Block]]:
-    """What is seen at a glance of a grid, and its blocks."""
+    """A grid's summary, seen at a glance, and its blocks."""
     if any(case["queries"] != case["keys"] for case in own.cases):
         lengths = own.ordered("queries", "keys").distinct("S")
         own = own.labelled(S="Q×K").read_as(S={value: own.text("S", value) for (value,) in lengths})

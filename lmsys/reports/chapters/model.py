@@ -41,7 +41,7 @@ def chapters(view: View) -> list[Chapter]:
 
 
 def _section(section: str, own: View) -> tuple[Items, list[Block]]:
-    """What is seen at a glance of a grid, and its blocks."""
+    """A grid's summary, seen at a glance, and its blocks."""
     glance: Items = []
     blocks = []
     several = ("-V{vocab_size}", "vocabulary {vocab_size}") if own.varies("vocab_size") else ("", "")

@@ -1,0 +1,15 @@
+"""Variants of a test, of which some run every time."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def some(values: Iterable[Any], one_in: int) -> list[Any]:
+    """For `parametrize`: the first of every `one_in` values runs always, the others with -m on_request."""
+    marked = []
+    for index, value in enumerate(values):
+        several = value if isinstance(value, tuple) else (value,)
+        marked.append(pytest.param(*several, marks=[pytest.mark.on_request] if index % one_in else []))
+    return marked
