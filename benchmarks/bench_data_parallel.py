@@ -182,7 +182,10 @@ class DataParallel(Benchmark):
             candidate.failed("wrong", "the loss holds NaN or inf after a few steps")
 
     def sample(self, turn: Sequence[ParallelCase], trial: Any) -> None:
-        """Takes the passes. What an interrupt leaves are the passes that all rows have, or one alone of the first."""
+        """Runs all passes, the rows in turns. An interrupt leaves the passes that every row has finished.
+
+        If there are none, each row keeps the first pass that it has.
+        """
         passes = PASSES[turn[0].backend]
         steps = min(trial.candidate(case).state.steps(trial.settings, passes) for case in turn)  # they are paired
         try:

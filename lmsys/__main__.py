@@ -1,4 +1,4 @@
-"""`python -m lmsys`: this machine, which attention rows it can run, and why not, and the data-parallel strategies."""
+"""`python -m lmsys` shows this machine, and which attention rows and strategies it can run, or why not."""
 
 import argparse
 import os

@@ -311,7 +311,7 @@ def _answer(line: Connection, request: bytes) -> None:
             function = load_target(function)
         answer = pickle.dumps((None, function(*args)), protocol=5)
     except BaseException as error:
-        # Here, before what the call holds is let go, which may wait for others.
+        # The failure is sent inside this block: at its end the call's objects are freed, which may wait for others.
         line.send_bytes(pickle.dumps((Failure.of(error), None)))
     else:
         line.send_bytes(answer)

@@ -5,8 +5,8 @@ that is tested: see `benchmarks.arithmetic.ratio_of`, for the logits of inferenc
 training. Llama is such a row: with the weights of ours, mapped to its own and its gradients back, it is the same
 function.
 
-As many blocks as make one compiled graph stand for all, since graphs share their code; the batch and context are the
-case's where naive's scores fit.
+The gate tests NUM_BLOCKS blocks, as many as one compiled graph holds, because all graphs share their code. The context
+is the case's, up to MAX_CONTEXT; the batch is smaller where naive's scores would not fit.
 """
 
 import copy

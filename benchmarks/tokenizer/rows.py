@@ -33,7 +33,7 @@ class Ours:
 
     @staticmethod
     def encoder(text: Path, tokenizer: Tokenizer, processes: int) -> Call:
-        """A function that encodes the text once, from a start at which no word is known; `ids_of` reads its result."""
+        """A function that encodes the text with an empty cache of words. `ids_of` reads its result."""
         new = Tokenizer(tokenizer.vocab, tokenizer.merges, tokenizer.special_tokens)
         return lambda: list(encode_files(new, [text], processes))
 
@@ -89,9 +89,9 @@ def _huggingface(threads: int) -> tuple[Any, Any]:
     return tokenizers, tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
 
 
-def call_of(row: Any, task: str, text: Path, asked: int | Tokenizer, processes: int) -> Call:
-    """The call of a row that trains with a vocabulary so large, or encodes with a tokenizer."""
-    return getattr(row, {"train": "trainer", "encode": "encoder"}[task])(text, asked, processes)
+def call_of(row: Any, task: str, text: Path, wanted: int | Tokenizer, processes: int) -> Call:
+    """The call by which a row trains a vocabulary of this size, or encodes with this tokenizer."""
+    return getattr(row, {"train": "trainer", "encode": "encoder"}[task])(text, wanted, processes)
 
 
 def documents_of(text: Path) -> list[str]:
@@ -99,7 +99,7 @@ def documents_of(text: Path) -> list[str]:
 
 
 def ids_of(result: list[Any], end_of_text: int) -> list[int]:
-    """One list of ids; between the documents of a row that was given them apart, the token that was there."""
+    """One list of ids. Some rows encode each document alone: there the end of text is put back between them."""
     if result and isinstance(result[0], np.ndarray):
         return np.concatenate(result).tolist()
     documents = [one if isinstance(one, list) else one.ids for one in result]

@@ -1,4 +1,4 @@
-"""The tests of whole trainings: what each is asked, and what it is called."""
+"""The cases of whole trainings: an attention row and a strategy, a text, a number of epochs; their ids."""
 
 from dataclasses import dataclass, replace
 
@@ -104,7 +104,7 @@ class TrainingCase(TrainedCase):
 
     @property
     def asked(self) -> AttentionCase:
-        """The case that the attention row is asked for."""
+        """The attention case that the row must be able to run."""
         return attention_case(self.config, self.batch, self.precision, self.device)
 
     @property
@@ -120,7 +120,7 @@ class TrainingCase(TrainedCase):
         return replace(self, attention=ATTENTION["naive"], entry=alone, bucket_mb=None, compile="eager", micro=micro)
 
     def run_config(self, seed: int) -> RunConfig:
-        """The case as the training loop takes it. ValueError for what it has not."""
+        """The case as the training loop takes it. ValueError for an option that the loop does not have."""
         if isinstance(self.bucket_mb, str):
             raise ValueError("the training loop has no automatic size of buckets: --bucket-mb is to name MiB")
         if self.compile == "graphed":

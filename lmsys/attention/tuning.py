@@ -1,4 +1,4 @@
-"""Picks tiles by timing them once, and keeps the choices on disk between runs.
+"""Picks tiles for `flash_triton` by timing them once, and keeps the choices on disk between runs.
 
 The file is `tuning.json` in $LMSYS_CACHE_DIR (default ~/.cache/lmsys). A choice belongs to one GPU model,
 Triton version and version of the kernels' source; others are kept beside it.
@@ -19,7 +19,7 @@ import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
-LONG_MS = 20.0  # a launch this long is told from another by a single sample
+LONG_MS = 20.0  # for a launch this long one sample is enough
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ OPTION = "lmsys_axis"  # begins the names under which pytest keeps axes' own opt
 class Axis:
     """A quantity that a benchmark varies.
 
-    name     its key in a grid, and of `--axis name=a,b`
+    name     its key in a grid, and what `--axis name=a,b` calls it
     parse    one value's text -> the value; ValueError says what would be right
     default  the values where neither a grid nor the command line names others
     option   an option of its own on the command line, such as --length; several options may give values to one axis
@@ -91,6 +91,8 @@ def given_axes(axes: Iterable[Axis], texts: Mapping[str, str]) -> dict[str, Any]
     for axis in axes:
         for key in (axis.option, axis.name):
             if key and key in texts:
+                if axis.single and axis.name in found:
+                    raise ValueError(f"{axis.flag} and --axis {axis.name}= give one value twice: give it once")
                 values = axis.values(texts[key])
                 found[axis.name] = found[axis.name] + values if axis.name in found else values
     return found

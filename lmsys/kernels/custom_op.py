@@ -9,7 +9,8 @@ import torch
 def define(name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """The operator `lmsys::<name>`, into which torch.compile does not look; `fake` makes results of the right shapes.
 
-    Defined the plain way: `torch.library.custom_op`, which can do more, costs the host two to three times as much.
+    It is defined by torch.library's lower-level calls: `torch.library.custom_op` costs the host two to three times as
+    much.
     """
     name = f"lmsys::{name}"
     torch.library.define(name, schema, tags=torch.Tag.pt2_compliant_tag)

@@ -14,9 +14,10 @@ ROUNDS = 8
 
 
 def latency_and_bandwidth(group: Group, device: torch.device) -> tuple[float, float]:
-    """(o in seconds, w in bytes/s) of t = o + bytes / w, by least squares over SIZES; the slowest rank's least times.
+    """Fits t = o + bytes / w by least squares over SIZES: o in seconds (alpha) and w in bytes/s (1 / beta).
 
-    On a busy machine the times of one round may not grow with size. Then there are more, at most ROUNDS (ValueError).
+    Of each size every rank keeps its least time, and the fit takes the slowest rank's. If these times do not grow with
+    the size, as on a busy machine, the ranks measure again, at most ROUNDS times. ValueError if they never grow.
     """
     sizes = SIZES[device.type]
     least = torch.full((len(sizes),), float("inf"), dtype=torch.float64, device=device)

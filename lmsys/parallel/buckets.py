@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 MIB = 2**20
-EDGE_BYTES = MIB  # the first bucket, so that communication begins early, and the last, which nothing hides
+EDGE_BYTES = MIB  # a smaller first bucket lets communication begin early; nothing hides the last one's
 ALIGNMENT = 64  # elements: every tensor in a bucket begins at a multiple of it, as wide loads like it
 BALANCED = 0.95  # a bucket is closed once this share of its segments is gradients, not padding
 
@@ -92,9 +92,9 @@ def plan_segments(
 ) -> list[Segmented]:
     """Buckets of segments of whole tensors, each segment of about `limit` elements, or more where that saves padding.
 
-    A bucket grows until its segments hold that on average and come out even, at most to four times as much, and is then
-    cut where they were most even. The longest segment goes to the rank that owns least so far: `loads`,
-    elements by rank, goes on from earlier calls and is updated.
+    A bucket grows until its segments average `limit` elements and at least BALANCED of it is not padding. If it reaches
+    four times that size first, it is cut where its segments were most even. The longest segment goes to the rank that
+    owns least so far: `loads`, elements by rank, goes on from earlier calls and is updated.
     """
     if not limit > 0:
         raise ValueError(f"a bucket must hold something: its size is {limit:g} elements, and must be positive")

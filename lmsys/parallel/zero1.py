@@ -39,7 +39,7 @@ class Zero1(Overlapped):
     ranks. Its optimizer takes parameters that were trained when this was made, and no others (ValueError).
     """
 
-    zero_stage = 2
+    zero_stage = 2  # gradients are divided too, though the course calls this strategy ZeRO-1
     shards_gradients = True
     all_reduces = False
     local_step = False

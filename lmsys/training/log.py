@@ -1,4 +1,4 @@
-"""The log of a run: a line of JSON for every step and evaluation, and now and then one for the reader."""
+"""The log of a run: it has a line of JSON for every step and evaluation, and prints one now and then."""
 
 import json
 import time

@@ -22,7 +22,7 @@ DQ_ACQUIRED = gl.constexpr(FIRST_BARRIER.value + 1 + 2 * STAGES.value)  # named 
 
 @gluon.jit
 def next_tile(head, m, low, start, num_tiles, AROUND: gl.constexpr):
-    """The tile of queries after m: after the last the lowest, and back at the start the next query head."""
+    """The tile of queries after m. The lowest follows the last; back at `start`, the next query head begins."""
     m += 1
     if AROUND:
         m = gl.where(m == num_tiles, low, m)
@@ -32,9 +32,9 @@ def next_tile(head, m, low, start, num_tiles, AROUND: gl.constexpr):
 
 @gluon.jit
 def clear_ahead(dq_ptr, cleared, kv_bh, n, num_heads, num_key_tiles, ahead, size):
-    """Consumers may add to dq once all its `size` tiles are zero. Then this CTA clears its share for a later head.
+    """Lets the consumers add to dq once all `size` tiles of head kv_bh are zero; then clears a share of a later head.
 
-    CTAs wait for those of lower numbers alone, see `ahead_of`: they must begin in the order of their numbers.
+    A CTA waits only for CTAs of lower numbers (see `ahead_of` in kernels.py), so they must begin in that order.
     """
     semaphore_wait(cleared + kv_bh, gl.where(kv_bh < ahead, 0, num_key_tiles), DQ_ACQUIRED)
     later = kv_bh + ahead
@@ -42,7 +42,7 @@ def clear_ahead(dq_ptr, cleared, kv_bh, n, num_heads, num_key_tiles, ahead, size
         share = gl.cdiv(size, num_key_tiles)
         tile = later.to(gl.int64) * size
         for i in range(n * share, gl.minimum((n + 1) * share, size)):
-            clear(dq_ptr + (tile + i) * 4096)
+            clear(dq_ptr + (tile + i) * 4096)  # floats of a tile
         gl.thread_barrier()
         semaphore_release(cleared + later)
 

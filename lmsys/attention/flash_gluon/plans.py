@@ -3,12 +3,12 @@
 Figures: one H200, bfloat16, B S = 16,384 tokens, H D = 2048. `python -m pytest benchmarks/bench_plans.py
 --benchmark-only --axis plan=candidates` times every candidate again, beside SDPA cuDNN.
 
-- Two consumers of 64 queries at head_dim 128, where a third has no registers. At 64 a third pays from 2k keys on (1 to
-  4 %, 8 to 9 % at 16k), where its tile of 192 queries reads each key tile less often; at 1k it costs 5 to 9 %.
+- Two consumers of 64 queries at head_dim 128, where no registers are left for a third. At 64 a third pays from 2k keys
+  on (1 to 4 %, 8 to 9 % at 16k), where its tile of 192 queries reads each key tile less often; at 1k it costs 5 to 9 %.
 - Release by named barriers: 1 to 5 % with two consumers, since an mbarrier's arrive costs 128 threads a BAR.SYNC (but
   128 causal at 1k, where it costs 3 %). Three wait for one another there: up to 5 % lost.
-- Ping-pong is worth up to 4 % with three consumers. With two it costs as much, but in some cells of 1k, and is noise at
-  128 full and 16k.
+- Ping-pong gains up to 4 % with three consumers. With two it loses up to 4 %, except in some cells at 1k. In full
+  attention at head_dim 128, and at 16k, the difference is noise.
 - The counter: static orders lose 6 to 15 % at 128 causal, 5 % at 64 causal and 16k, 4 % at 64 full and 1k. In full
   attention at 128 the counter costs 1 %. At 64 full and 512 keys a static order costs 2 %; with one sequence alone, in
   a graph, it is 1.26 times as fast as cuDNN, and the counter 0.97 times.

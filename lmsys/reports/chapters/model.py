@@ -15,7 +15,8 @@ AXES = ("precision", "compile", "impl")  # may stand side by side in one cell
 SHAPE = ("d_model", "d_ff", "num_layers", "num_heads", "num_parameters")  # what a size stands for
 DRAWN = ("mfu", "matmul_ceiling_fraction", "total_bytes")  # by context
 OF_A_STEP = ("tokens_per_s", "mfu", "total_bytes", "peak_bytes")  # read at once where only whole steps were timed
-LEAD = {"peers": ("beside",), "fits": ("predicted", "total_bytes", "peak_bytes")}  # what else is, where not the times
+# The tables that a mode shows first, by section. In all other sections the times come first.
+LEAD = {"peers": ("beside",), "fits": ("predicted", "total_bytes", "peak_bytes")}
 BESIDE = {"tokens_per_s": "rate", "mfu": "MFU", "total_bytes": "memory"}  # of our model and a peer's
 ABOUT = "Memory in all: weights, gradients and optimizer state live before, and the peak above them"
 TOTAL = Field(
@@ -76,7 +77,7 @@ def _cuts(part: View, axis: str) -> list[View]:
 
 
 def _named(part: View, own: View) -> View:
-    """A cut of a part: its files are named by what is constant in it, its heading by what is so only in it."""
+    """The cut, whose files are named by the axes it holds constant; its heading names those that the part varies."""
     fixed = [f"{{{name}}}" for name in AXES if not own.varies(name)]
     return own.cut("-".join(fixed), ", ".join(name for name in fixed if part.varies(name[1:-1])), tail=True)[0]
 
@@ -105,7 +106,7 @@ def _with_lines(own: View) -> View:
 
 
 def _times(part: View) -> Items:
-    """The times of every cut in which one of AXES varies alone, with speedups; then of what has nothing beside it."""
+    """The times and speedups of every cut in which one of AXES varies alone; then the times of all other cases."""
     pairs = [(axis, own) for axis in AXES for own in _cuts(part, axis) if own.varies(axis)]
     seen = {case["id"] for _, own in pairs for case in own.cases}
     alone = part.only(lambda case: case["id"] not in seen)
