@@ -47,7 +47,8 @@ def lint(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """The laws, for every row that this machine can run."""
     install(session, "test")
-    session.run("python", "-m", "pytest", "-n", "2", *session.posargs)
+    # A file's tests stay together: what they share is made once.
+    session.run("python", "-m", "pytest", "-n", "2", "--dist", "loadfile", *session.posargs)
 
 
 @nox.session(default=False)

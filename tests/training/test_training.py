@@ -318,7 +318,7 @@ def test_a_rank_that_is_killed_is_started_again(data: Path, tmp_path: Path, grou
     assert all(torch.equal(found[name], x) for name, x in expected.items())
 
 
-@pytest.mark.parametrize(("ranks", "number"), [(None, signal.SIGTERM), (2, signal.SIGINT)])
+@pytest.mark.parametrize(("ranks", "number"), some([(2, signal.SIGINT), (None, signal.SIGTERM)], one_in=2))
 def test_a_signal_ends_with_a_checkpoint(data: Path, tmp_path: Path, ranks: int | None, number: int) -> None:
     folder = copy_of(data, tmp_path / "run")
     options = ["--set", "train.steps=100000", "--set", "checkpoint.interval=0"]
