@@ -20,6 +20,7 @@ MEASURED = DTYPES | {"tf32": None}  # of the large matmuls
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ROUNDING = AUTOCAST | {"fp32": torch.float32, "tf32": torch.float16}  # by length of the mantissa
 LOSS_SCALE = 2.0**12  # keeps float16 gradients above its smallest value
+ERROR_RTOL, BUDGET_RTOL = 1e-3, 0.5  # made again: what is exact is float64; plain PyTorch rounds in an order of its own
 RECOMPILE_LIMIT = 64  # every row makes graphs of the same block
 
 
@@ -60,6 +61,11 @@ def autocast(precision: str, device: str) -> torch.autocast:
     return torch.autocast(device, AUTOCAST.get(precision, torch.bfloat16), enabled=precision in AUTOCAST)
 
 
+def widened(logits: Tensor) -> Tensor:
+    """In float32 or wider, as losses are made."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
 def ratio_of(found: Tensor, reference: Tensor, plain: Tensor, dtype: torch.dtype) -> float:
     """The error of `found` over its budget, which is what the `plain` computation loses when it is rounded to `dtype`.
 
@@ -70,6 +76,15 @@ def ratio_of(found: Tensor, reference: Tensor, plain: Tensor, dtype: torch.dtype
     found, reference, plain = (x.double() / 2.0**exponent for x in (found, reference, plain))
     ratio = error_ratio(found, reference, plain.to(dtype))
     return max(ratio, norm_rms(found - reference) / rms_budget(reference, plain)) if found.dim() else ratio
+
+
+def mean_ratio(found: Tensor, terms: Tensor, plain: Tensor) -> float:
+    """The error of a mean over its budget: what the `plain` computation of its terms loses in root mean square.
+
+    No mean of errors is larger than that. The error of the plain mean says little: errors of both signs may cancel.
+    """
+    ratio = abs(found.item() - terms.double().mean().item()) / rms_budget(terms.double(), plain.double())
+    return ratio if math.isfinite(ratio) else math.inf
 
 
 def matmul_rates(flops: float, time_s: float, dtype: str, machine: Record) -> Record:

@@ -1,6 +1,6 @@
 """Attention: every selected row of the table, by shape, dtype, mask and direction."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -12,12 +12,14 @@ from torch import Tensor
 from benchmarks import axes
 from benchmarks.arithmetic import capability_of, matmul_rates
 from benchmarks.attention.check import Gate, check_float32
+from benchmarks.attention.spots import Spots, repeat
 from lmsys.attention import ATTENTION, AttentionCase
-from lmsys.attention.contract import adapt
+from lmsys.attention.contract import DTYPES, adapt
 from lmsys.bench import Axis, Benchmark, Candidate, Case, Entry, Field, Grid, Record, Settings, Step, bench, fields
 from lmsys.cost import operations
+from lmsys.draws import Draws
 from lmsys.measure import memory
-from lmsys.measure.compare import attempt, release_memory
+from lmsys.measure.compare import Kept, attempt, release_memory
 from lmsys.testing import Inputs, make_inputs, run
 
 
@@ -70,12 +72,15 @@ class Setup:
 
     case: AttentionCase
     inputs: Inputs
+    draws: Draws
+    spots: Spots
 
 
 class Attention(Benchmark):
     """Each row is held to one float64 oracle, in float32 where it has such a form, and in the case's own dtype."""
 
     name = "attention"
+    case_type = AttentionTest
     tables = {"attention": ATTENTION}
     axes: tuple[Axis, ...] = (
         *axes.named("--attention", "--length", "--tiers", "--head-dim", "--batch", "--heads"),
@@ -121,7 +126,8 @@ class Attention(Benchmark):
 
     def setup(self, cases: Sequence[AttentionTest], settings: Settings) -> Setup:
         case = replace(cases[0].asked, grad=any(one.asked.grad for one in cases))
-        return Setup(case, make_inputs(case, settings.seed))
+        inputs = make_inputs(case, settings.seed)
+        return Setup(case, inputs, Draws(inputs.tensors, settings.seed), Spots(case, inputs))
 
     def open(self, candidate: Candidate, setup: Setup) -> None:
         candidate.call = adapt(candidate.entry.load())
@@ -141,8 +147,16 @@ class Attention(Benchmark):
             if candidate.outcome == "ok" and (failure := in_own_dtype.check(candidate)):
                 candidate.failed(*failure)
 
-    def redraw(self, setup: Setup, seed: int) -> None:
-        setup.inputs.redraw_(seed)
+    def redraw(self, setup: Setup, draw: int) -> None:
+        setup.draws.fill(draw)
+
+    def judge(self, case: AttentionTest, candidate: Candidate, setup: Setup, kept: Kept) -> Mapping[str, float]:
+        return setup.spots.judge(case.direction != "fwd", kept, rms=candidate.state != "has float32")
+
+    def repeat(self, record: Record, call: Record) -> Iterator[str]:
+        asked = {name: record[name] for name in ("batch", "heads", "kv_heads", "queries", "keys", "head_dim")}
+        case = AttentionCase(**asked, dtype=record["dtype"], causal=record["causal"], grad=False, device="cpu")
+        yield from repeat(case, record["proof"]["seed"], call)
 
     def step(self, case: AttentionTest, candidate: Candidate, setup: Setup) -> Step:
         """fwd: without gradients, as in inference. bwd: the gradients alone, of a forward run untimed just before."""
@@ -155,11 +169,30 @@ class Attention(Benchmark):
         def backward(o: Tensor) -> tuple[Tensor, ...]:
             return torch.autograd.grad(o, (q, k, v), do)
 
-        return {
-            "fwd": Step(torch.no_grad()(forward)),
-            "bwd": Step(backward, prepare=forward),
-            "fwdbwd": Step(lambda _: backward(forward())),
+        def redraw(draw: int) -> None:
+            setup.draws.fill(draw, ("q", "k", "v"))
+
+        def redraw_late(draw: int) -> None:
+            setup.draws.fill(draw, ("do",))
+
+        inference = torch.no_grad()(forward)
+        parts = {
+            "fwd": {"run": inference},
+            "bwd": {"run": backward, "prepare": forward, "like": inference},
+            "fwdbwd": {"run": lambda _: backward(forward())},
         }[case.direction]
+        keep = partial(setup.spots.keep, case.direction != "fwd")
+        return Step(**parts, redraw=redraw, redraw_late=redraw_late, keep=keep)
+
+    def least_work(self, case: AttentionTest) -> tuple[float, str, float]:
+        """Of the products of a backward one may be kept from the forward. Inputs are read once."""
+        shape = case.shape
+        del shape["kv_heads"]
+        products = {"fwd": 1, "bwd": 2, "fwdbwd": 3}[case.direction]  # in units of two
+        forward = operations.attention_flops(**shape, causal=case.causal, direction="fwd")
+        seen = min(case.queries, case.keys) if case.causal else case.keys
+        rows = (1 if case.direction == "fwd" else 2) * case.heads * case.queries + 2 * case.kv_heads * seen
+        return products * forward, case.dtype, rows * case.batch * case.head_dim * DTYPES[case.dtype].itemsize
 
     def inspect(self, case: AttentionTest, candidate: Candidate, setup: Setup) -> Record:
         """Peak bytes of what is timed, above what was live before it, and the bytes saved from forward to backward."""

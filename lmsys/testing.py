@@ -46,6 +46,14 @@ NORM_BUDGET = {"float32": 1e-3, "bfloat16": 5e-3}  # relative error of the norm
 BLOCK_SCORES = {"cuda": 2**26, "cpu": 2**21}  # scores held at once
 
 
+@dataclass(frozen=True)
+class Spot:
+    """A part of the outputs: (batch, key head) pairs, with their query heads, and query rows; None: all."""
+
+    units: tuple[tuple[int, int], ...]
+    rows: slice | None = None
+
+
 @dataclass
 class Inputs:
     """q, do (B, H, Q, D) and k, v (B, Hkv, K, D), drawn in the dtype that is tested."""
@@ -57,6 +65,10 @@ class Inputs:
     seed: int
     std: float = 1.0
     _leaves: dict[bool, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {"q": self.q, "k": self.k, "v": self.v, "do": self.do}
 
     def leaves(self, grad: bool) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v as a row gets them: the same three objects at every call, so that a cache of answers shows."""
@@ -72,6 +84,13 @@ class Inputs:
         for x in (self.q, self.k, self.v, self.do):
             x.data.normal_(std=self.std if x is self.q or x is self.k else 1.0, generator=generator)
         return self
+
+
+def pick(x: Tensor, spot: Spot, kv_heads: int) -> Tensor:
+    """A copy of the spot's part of an output: (U, G, rows, D) of o or dq; of dk or dv whole heads, (U, 1, K, D)."""
+    rows = slice(None) if spot.rows is None else spot.rows
+    units = x.detach().unflatten(1, (kv_heads, -1))
+    return torch.stack([units[unit][:, rows] for unit in spot.units])
 
 
 def make_inputs(
@@ -127,15 +146,26 @@ class Oracle:
 
     `reference` and `budget` are keyed "o", "lse" and, with `grad` (default: the case's), "dq", "dk", "dv";
     the references are float64 and hold the sampled heads only: (U, G, Q, D), lse (U, G, Q), dk and dv (U, 1, K, D).
+    `spot` asks for one head, and for some of its query rows alone; dk and dv then hold what these rows add to them.
     """
 
-    def __init__(self, case: AttentionCase, inputs: Inputs, scale: float | None = None, grad: bool | None = None):
+    def __init__(
+        self,
+        case: AttentionCase,
+        inputs: Inputs,
+        scale: float | None = None,
+        grad: bool | None = None,
+        spot: Spot | None = None,
+    ):
         self.causal, self.scale = case.causal, scale
         self.grad = case.grad if grad is None else grad
         self.dtype = torch.float32 if inputs.q.dtype == torch.float64 else inputs.q.dtype
         self._kv_heads = case.kv_heads
-        self._batch, self._head = _sample(case, inputs.seed)
+        units = spot.units if spot else _sample(case, inputs.seed)
+        self._batch, self._head = [list(one) for one in zip(*units, strict=True)]
+        self._rows = spot.rows if spot and spot.rows else slice(0, case.queries)
         self._q, self._k, self._v, self._do = map(self._pick, (inputs.q, inputs.k, inputs.v, inputs.do))
+        self._q, self._do = (x[:, :, self._rows] for x in (self._q, self._do))
         self.reference = self._run(torch.float64, torch.float64, naive)
         plain = self._run(self.dtype, self.dtype, naive)
         self.budget = {name: _budget(ref, plain[name], self._judged(name)) for name, ref in self.reference.items()}
@@ -149,16 +179,20 @@ class Oracle:
 
         inf where an output holds NaN or inf. `rms` adds the root-mean-square rule, the larger ratio counts.
         """
+        picked = {name: self._pick(x) for name, x in outputs.items()}
+        ratios = self.judge(picked, rms)
+        return {name: ratio if bool(outputs[name].isfinite().all()) else math.inf for name, ratio in ratios.items()}
+
+    def judge(self, picked: dict[str, Tensor], rms: bool = False) -> dict[str, float]:
+        """The same of the sampled heads, or of the spot, alone."""
         ratios = {}
-        for name, output in outputs.items():
+        for name, output in picked.items():
             reference = self.reference[name]
-            found = self._pick(output).reshape(reference.shape)
-            error = found.double() - reference
+            error = output.reshape(reference.shape).double() - reference
             ratio = _norm_max(error) / self.budget[name]
             if rms and name != "lse" and self.dtype != torch.float32:
                 ratio = max(ratio, norm_rms(error) / self._rms(name))
-            finite = math.isfinite(ratio) and bool(output.isfinite().all())
-            ratios[name] = ratio if finite else math.inf
+            ratios[name] = ratio if math.isfinite(ratio) else math.inf
         return ratios
 
     def _rms(self, name: str) -> float:
@@ -196,9 +230,10 @@ class Oracle:
             block = self._q[units, :, rows], self._k[units, :, keys], self._v[units, :, keys]
             q, k, v = (x.to(compute).detach().requires_grad_(self.grad) for x in block)
             with torch.set_grad_enabled(self.grad):
-                o = attend(q, k, v, causal=self.causal, scale=self.scale, first_query=rows.start)
+                o = attend(q, k, v, causal=self.causal, scale=self.scale, first_query=self._rows.start + rows.start)
             out["o"][units, :, rows] = o.detach().to(rounded).double()
-            out["lse"][units, :, rows] = self._lse(q.detach(), k.detach(), rows.start).double()
+            lse = self._lse(q.detach(), k.detach(), self._rows.start + rows.start)
+            out["lse"][units, :, rows] = lse.double()
             if self.grad:
                 dq, dk, dv = torch.autograd.grad(o, (q, k, v), self._do[units, :, rows].to(compute))
                 out["dq"][units, :, rows] = dq.to(rounded).double()
@@ -222,11 +257,11 @@ class Oracle:
         for unit in range(0, num_units, at_once):
             for row in range(0, queries, num_rows):
                 end = min(row + num_rows, queries)
-                keys = min(num_keys, end) if self.causal else num_keys
+                keys = min(num_keys, self._rows.start + end) if self.causal else num_keys
                 yield slice(unit, min(unit + at_once, num_units)), slice(row, end), slice(0, keys)
 
 
-def _sample(case: AttentionCase, seed: int) -> tuple[list[int], list[int]]:
+def _sample(case: AttentionCase, seed: int) -> list[tuple[int, int]]:
     """Batch and key-head index of every (batch, key head) pair, or of as many drawn by `seed` as the limits allow."""
     group = case.heads // case.kv_heads
     scores = group * case.queries * case.keys
@@ -234,7 +269,7 @@ def _sample(case: AttentionCase, seed: int) -> tuple[list[int], list[int]]:
     total = case.batch * case.kv_heads
     count = min(total, max(1, min(MAX_SCORES // scores, MAX_ELEMENTS // elements)))
     units = sorted(random.Random(seed).sample(range(total), count))
-    return [unit // case.kv_heads for unit in units], [unit % case.kv_heads for unit in units]
+    return [divmod(unit, case.kv_heads) for unit in units]
 
 
 def error_ratio(found: Tensor, reference: Tensor, plain: Tensor) -> float:

@@ -20,9 +20,14 @@ PLAIN = (  # of lmsys: what a machine without torch can import
         "training/config",
     ),
     *("cost/__init__", "cost/operations", "cost/memory", "cost/communication"),
-    *(f"bench/{name}" for name in "__init__ axes benchmark fields plugin record results schema1".split()),
+    *(f"bench/{name}" for name in "__init__ axes benchmark fields plugin proof record results schema1".split()),
 )
-LATE = ("bench/benchmark", "bench/plugin", "bench/results")  # these import what needs torch inside of functions
+LATE = (
+    "bench/benchmark",
+    "bench/plugin",
+    "bench/proof",
+    "bench/results",
+)  # import what needs torch inside of functions
 ROWS = "lmsys.attention", "lmsys.parallel"
 DATA = tuple(f"lmsys/training/{name}.py" for name in ("corpora", "data", "download", "files", "tokens"))
 OF_REPORTS = ("lmsys.reports", "lmsys.bench.fields", "lmsys.bench.record", "lmsys.bench.schema1")
@@ -119,7 +124,7 @@ def test_no_family_of_benchmarks_imports_another(file: Path) -> None:
         assert family not in families or SHARED.get(family, family) == own, f"{name_of(file)} imports {one}"
 
 
-SHARED = {"anatomy": "model"}  # the anatomy is of the model's own cases
+SHARED = {"anatomy": "model", "plans": "attention"}  # of the model's own cases; of one row of attention
 
 
 def family_of(file: Path) -> str:

@@ -43,6 +43,14 @@ class Field:
         """The same field with other words."""
         return replace(self, **changes)
 
+    def value(self, record: Record) -> Any:
+        """What `of` makes of the record; None where the record lacks what it needs."""
+        assert self.of is not None
+        try:
+            return self.of(record)
+        except (KeyError, TypeError):
+            return None
+
     def to_json(self) -> Record:
         return {key: value for key, value in asdict(self).items() if key != "of" and value}
 
@@ -91,6 +99,11 @@ COMMON = (
     *(Field(name, "s", role="detail", shown="ms") for name in ("p20_s", "p80_s", "min_s")),
     Field("rounds", role="detail"),
     Field("sm_clock_mhz", "MHz", "SM clock", "detail"),
+    Field(
+        "clock_share_s", "s", "clock's share", "detail", "What the clock adds to a call, taken off each sample", "µs"
+    ),
+    Field("prepare_s", "s", "untimed", "detail", "What is prepared for each call, such as a backward's forward", "ms"),
+    *details("proof", "seal"),
     ERROR,
     COMPILE,
     Field("flops", "FLOP", "work", "detail"),

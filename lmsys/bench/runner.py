@@ -1,26 +1,44 @@
 """The one runner. For each group of cases it owns the order:
 
-why not -> setup -> first call -> check -> samples, in turns -> memory -> check again, on new inputs -> record.
+why not -> setup -> first call -> check -> samples, in turns -> check of timed calls -> memory -> record.
 """
 
 import importlib.util
+import json
+import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 from unittest import mock
 
+from torch import Tensor
+
+from lmsys import draws
 from lmsys.bench import fields
-from lmsys.bench.benchmark import Benchmark, Candidate, Case, Cases, Measurement, Settings
+from lmsys.bench.benchmark import (
+    Benchmark,
+    Candidate,
+    Case,
+    Cases,
+    Measurement,
+    Settings,
+    judges_calls,
+    verdict,
+)
 from lmsys.bench.fields import Record
+from lmsys.bench.guard import Guard
+from lmsys.bench.proof import loaded_kernels, seal, source_of
 from lmsys.bench.ranks import Ranks
-from lmsys.bench.record import summarize, trim
+from lmsys.bench.record import rounded, summarize
 from lmsys.measure import machine
 from lmsys.measure.clock import Clock, CpuClock, clock_of, synchronize
-from lmsys.measure.compare import attempt, interleave, release_memory
+from lmsys.measure.compare import Failure, Kept, attempt, interleave, release_memory
+from lmsys.measure.limits import Limits, limits_of
 from lmsys.measure.memory import cap_host_memory
+from lmsys.measure.step import Step, nothing
 
 NOT_TIMED = "verified, not timed (--benchmark-disable)"
 INTERPRETED = "verified in Triton's interpreter, never timed"
@@ -42,6 +60,7 @@ class Runner:
 
     def __init__(self, settings: Settings, say: Callable[[str], None] = lambda _: None):
         self.settings, self.say = settings, say
+        self.kernels: dict[str, dict[str, str]] = {}  # by a row's target: names and hashes of what it has loaded
 
     def run(self, benchmark: Benchmark, cases: Cases) -> Iterator[Result]:
         """A result for each case of one group, in their order unless the benchmark streams them.
@@ -66,7 +85,10 @@ class Runner:
 
     def ready(self) -> None:
         """Everything that is made once, before a row runs: nothing may differ for the first of them."""
-        _ = self.machine, self.clock("device"), self.clock("loop"), self.sm_clock
+        if "guard" in vars(self):
+            return
+        self.say("measuring what this machine reaches")
+        _ = self.guard, self.machine, self.clock("loop"), self.sm_clock
         if self.settings.device == "cpu":
             cap_host_memory()
 
@@ -74,7 +96,27 @@ class Runner:
     def machine(self) -> Record:
         one = self.settings
         facts = machine.describe(one.device, command=one.command, seed=one.seed, sweep=one.sweep)
+        facts["limits"] = self.limits.to_json() if self.limits else None
+        clock = self.clock("device")
+        facts["clock_share"] = {"seconds": clock.share_s, "measured_by": clock.share_by}
         return facts | {"ceilings": machine.measure_ceilings(one.device)}
+
+    def measure_ceilings_again(self) -> list[str]:
+        """Keeps the higher of each; sentences on what has moved."""
+        before, after = self.machine["ceilings"], machine.measure_ceilings(self.settings.device)
+        self.machine["ceilings"] = machine.best_of(before, after)
+        self.machine["ceilings_moved"] = machine.moved(before, after)
+        return list(self.machine["ceilings_moved"])
+
+    def rated(self, benchmark: Benchmark, case: Case, record: Record) -> Record:
+        """The record with its rates as shares of what the machine reaches by now, sealed."""
+        record = _completed(record | benchmark.metrics(case, record, self.machine), benchmark)
+        record = json.loads(json.dumps(record))  # as a reader gets it
+        return record | {"seal": seal(record)}
+
+    @cached_property
+    def limits(self) -> Limits | None:
+        return limits_of(self.settings.device, machine.max_sm_mhz())
 
     @cached_property
     def _clocks(self) -> dict[str, Clock]:
@@ -87,6 +129,11 @@ class Runner:
     @cached_property
     def sm_clock(self) -> Callable[[], float | None]:
         return machine.sm_clock_reader()
+
+    @cached_property
+    def guard(self) -> Guard:
+        """Remembers the judges as they are before the first row's file is imported."""
+        return Guard()
 
     @cached_property
     def ranks(self) -> Ranks:
@@ -140,20 +187,30 @@ class Trial:
         for case in self.cases:
             self.measurements[case.id].failure = benchmark.no_sample(case)
         self.setup = benchmark.setup(self.cases, self.settings)
+        benchmark.redraw(self.setup, self.settings.seed)
         for candidate in self.good() if benchmark.opens else ():
             self._first_call(candidate)
         benchmark.check_all(self.good(), self.setup, self.runner)
+        self._mend(self.good())
         release_memory()
 
     def _first_call(self, candidate: Candidate) -> None:
         def opened() -> None:
             start = time.perf_counter()
-            with interpreted_kernels() as launched:
+            with interpreted_kernels() as launched, loaded_kernels() as kernels:
                 self.benchmark.open(candidate, self.setup)
+            self.runner.kernels.setdefault(candidate.entry.target, {}).update(kernels)
             synchronize(self.settings.device)
             candidate.compile_s, candidate.interpreted = time.perf_counter() - start, bool(launched)
 
         candidate.attempt(opened)
+        self._mend([candidate])
+
+    def _mend(self, suspects: Sequence[Candidate]) -> None:
+        """Puts back what a row has replaced of what judges and measures, and fails those that may have done it."""
+        if names := self.runner.guard.mend():
+            for candidate in suspects:
+                candidate.failed("wrong", f"a row replaced {', '.join(names)}, by which it is judged")
 
     def turns(self) -> Iterable[Cases]:
         if not self.settings.timed and not self.benchmark.streams:
@@ -168,11 +225,25 @@ class Trial:
     def take(self, turn: Cases) -> None:
         if turn := [case for case in turn if self.is_able(case)]:  # what fails in one turn is not in the next
             self.benchmark.sample(turn, self)
+            self._mend([self.candidate(case) for case in turn])
+            self.check_timed(turn)
         for case in turn:
             measurement = self.measurements[case.id]
+            if measurement.samples:
+                measurement.failure = measurement.failure or self._impossible(
+                    case, statistics.median(measurement.samples)
+                )
             if self.is_able(case) and measurement.samples is not None:
                 found, _ = attempt(self.benchmark.inspect, case, self.candidate(case), self.setup)
                 measurement.record |= found or {}
+
+    def _impossible(self, case: Any, time_s: float) -> Failure | None:
+        """Why nothing can be that fast here, if it cannot."""
+        work, limits = self.benchmark.least_work(case), self.runner.limits
+        if work is None or limits is None or time_s >= (least_s := limits.least_s(*work)):
+            return None
+        told = f"{time_s * 1e6:.3g} us, where its arithmetic and its reads take at least {least_s * 1e6:.3g}"
+        return "wrong", f"faster than this machine can be: {told}"
 
     def interleave(self, turn: Cases, min_rounds: int | None = None) -> None:
         """Times the steps of a turn side by side, in `min_rounds` rounds or the settings' at least."""
@@ -181,7 +252,7 @@ class Trial:
             step, failure = attempt(self.benchmark.step, case, self.candidate(case), self.setup)
             self.measurements[case.id].failure = failure
             if not failure:
-                steps[case.id] = step
+                steps[case.id] = self._filled(step)
         sampled = interleave(
             steps,
             self.runner.clock(self.benchmark.clock),
@@ -193,7 +264,41 @@ class Trial:
         for name in steps:
             one = self.measurements[name]
             one.samples, one.failure = sampled.samples.get(name), sampled.failures.get(name)
-            one.sm_clock_mhz = sampled.sm_clock_mhz
+            one.kept = sampled.kept.get(name, [])
+            one.record = {
+                "sm_clock_mhz": sampled.sm_clock_mhz,
+                "clock_share_s": sampled.share_s.get(name),
+                "prepare_s": sampled.prepare_s.get(name),
+            }
+
+    def _filled(self, step: Step) -> Step:
+        """With what a benchmark says once for all its steps: how inputs are drawn, and that results are judged."""
+        benchmark = self.benchmark
+        redraw = partial(benchmark.redraw, self.setup) if step.redraw is nothing else step.redraw
+        keep = copied if step.keep is nothing and judges_calls(benchmark) else step.keep
+        return replace(step, redraw=partial(_bench_own, redraw), keep=keep)
+
+    def check_timed(self, turn: Cases) -> None:
+        """Judges the timed calls that were kept, each by its own inputs, which are drawn again."""
+        for case in turn:
+            measurement = self.measurements[case.id]
+            for kept in sorted(measurement.kept, key=lambda one: one.index):
+                if self.is_able(case):
+                    self._judge(case, measurement, kept)
+            measurement.kept = []
+
+    def _judge(self, case: Any, measurement: Measurement, kept: Kept) -> None:
+        candidate = self.candidate(case)
+        self.benchmark.redraw(self.setup, kept.draw)
+        ratios, failure = attempt(self.benchmark.judge, case, candidate, self.setup, kept)
+        if ratios and not failure:
+            worst, failure = verdict(ratios)
+            candidate.error_ratio = max(worst or 0.0, candidate.error_ratio or 0.0)
+            call = {"call": kept.index, "draw": kept.draw, "key": kept.key, "error_ratios": dict(ratios)}
+            measurement.proof.append(call | kept.evidence)
+        if failure:
+            reason = f"right before it was timed, not in timed call {kept.index}: {failure[1]}"
+            measurement.failure = failure[0], reason
 
     def sampled(self, least: int = 1) -> list[Case]:
         """The cases with that many samples or more, and those that ended without."""
@@ -204,8 +309,9 @@ class Trial:
         ]
 
     def check_again(self) -> None:
+        """On new inputs, for rows of which no timed call was checked."""
         timed = {id(one): one for one in map(self.candidate, self.cases) if one.outcome == "ok"}
-        timed = {key: one for key, one in timed.items() if any(self._has_samples(case, one) for case in self.cases)}
+        timed = {key: one for key, one in timed.items() if any(self._needs_check(case, one) for case in self.cases)}
         if not timed:
             return
         self.benchmark.redraw(self.setup, self.settings.seed + 2)
@@ -214,8 +320,9 @@ class Trial:
             if one.outcome != "ok":
                 one.reason = f"right before it was timed, not after: {one.reason}"
 
-    def _has_samples(self, case: Case, candidate: Candidate) -> bool:
-        return self.candidate(case) is candidate and bool(self.measurements[case.id].samples)
+    def _needs_check(self, case: Case, candidate: Candidate) -> bool:
+        one = self.measurements[case.id]
+        return self.candidate(case) is candidate and bool(one.samples) and not (one.proof or one.failure)
 
     def release(self) -> None:
         """Drops what the group holds, before what is left is taken for code that stays."""
@@ -257,10 +364,19 @@ class Trial:
         }
         record |= candidate.notes
         if samples:
-            record |= summarize(samples) | {"samples_s": trim(samples), "sm_clock_mhz": measurement.sm_clock_mhz}
-            record |= measurement.record
-        record |= benchmark.metrics(case, record, self.runner.machine)
-        return Result(_completed(record, benchmark), samples)
+            samples = rounded(samples)
+            record |= summarize(samples) | {"samples_s": samples} | measurement.record
+            record["proof"] = self._proof(candidate, measurement)
+        return Result(self.runner.rated(benchmark, case, record), samples)
+
+    def _proof(self, candidate: Candidate, measurement: Measurement) -> Record:
+        return {
+            "generator": draws.VERSION,
+            "seed": self.settings.seed,
+            "source": source_of(candidate.entry),
+            "kernels": self.runner.kernels.get(candidate.entry.target, {}),
+            "calls": measurement.proof,
+        }
 
 
 def _completed(record: Record, benchmark: Benchmark) -> Record:
@@ -268,18 +384,30 @@ def _completed(record: Record, benchmark: Benchmark) -> Record:
     known = fields.declared(fields.COMMON, benchmark.fields)
     for field in known.values():
         if field.of is not None:
-            record[field.name] = _value_of(field, record)
+            record[field.name] = field.value(record)
     if undeclared := sorted(record.keys() - known.keys()):
         raise ValueError(f"benchmark {benchmark.name!r}: the fields {undeclared} of its records are declared nowhere")
     return record
 
 
-def _value_of(field: fields.Field, record: Record) -> Any:
-    assert field.of is not None
-    try:
-        return field.of(record)
-    except (KeyError, TypeError):
+class BenchFault(RuntimeError):
+    """A failure in the bench's own part of a call."""
+
+    failure = property(lambda self: ("error", f"the bench failed, not the row: {self}"))
+
+
+def _bench_own(call: Callable[..., Any], *args: Any) -> Any:
+    found, failure = attempt(call, *args)
+    if failure:
+        raise BenchFault(failure[1])
+    return found
+
+
+def copied(result: Any, key: int | None) -> Any:
+    """A copy of a tensor, or of a tuple or list of them, where a key is given."""
+    if key is None:
         return None
+    return result.clone() if isinstance(result, Tensor) else [copied(one, key) for one in result]
 
 
 @contextmanager

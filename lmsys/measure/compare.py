@@ -4,6 +4,9 @@ Under load the clock of a GPU moves, which swings a figure by up to a fifth, so 
 cannot be compared. Here all rows of a comparison take turns (A B C, C A B, ...): round i of one ran beside
 round i of the others, and a speedup is the median of the ratios round by round. The clock also depends on the row
 just before: each round has an order of its own, or one row would always come after the hottest.
+
+Every round has inputs of its own, drawn right before each call, and parts of what a few calls returned are kept: which
+ones, and which parts, is drawn from the system's entropy when the call is over, so that no row can know.
 """
 
 import gc
@@ -12,24 +15,51 @@ import random
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
-from lmsys.measure.clock import Clock, Cost, CpuClock
-from lmsys.measure.step import Step
+from lmsys.measure.clock import LEAD_S, NUM_SPANS, SHORT_S, Clock, Cost, CpuClock, synchronize, timed
+from lmsys.measure.step import Step, nothing
 
 Failure = tuple[str, str]  # outcome ("oom" or "error") and reason
-MAX_ROUNDS = 500
+MAX_ROUNDS = 200
 MARGIN = 1.25  # launching takes now longer, now shorter
 FIRST_LEAD_S = 0.02  # longer than the host takes to launch almost any call
+NUM_KEPT = 3  # timed calls of a row that are checked
+MOST_PREPARED, PREPARED_SLACK_S = 2.0, 5e-5  # of a prepare, over the time of what it is like
+PREPARE_TRIALS = 3
+_ENTROPY = random.SystemRandom()
+
+
+@dataclass
+class Kept:
+    """A timed call that is checked afterwards.
+
+    index     its number among the samples
+    draw      of its inputs
+    key       which parts were kept
+    result    copies of these, until they are checked
+    evidence  what the check leaves for a reader who wants to repeat it, JSON-safe
+    """
+
+    index: int
+    draw: int
+    key: int
+    result: Any
+    evidence: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class Sampled:
-    """samples in seconds, by row; rows that failed on the way; the median SM clock meanwhile."""
+    """samples in seconds; the calls that were kept; median seconds of the prepares; what was taken off each sample for
+    the clock's own share; rows that failed on the way: each by row. The median SM clock."""
 
     samples: dict[str, list[float]] = field(default_factory=dict)
+    kept: dict[str, list[Kept]] = field(default_factory=dict)
+    prepare_s: dict[str, float] = field(default_factory=dict)
+    share_s: dict[str, float] = field(default_factory=dict)
     failures: dict[str, Failure] = field(default_factory=dict)
     sm_clock_mhz: float | None = None
 
@@ -82,7 +112,7 @@ def interleave(
     """
     result, costs, rounds = Sampled(), {}, {}
     for name, step in steps.items():
-        cost, failure = attempt(lambda step=step: _cost(step, clock, trials))
+        cost, failure = attempt(_cost, step, clock, trials)
         if failure:
             result.failures[name] = failure
         else:
@@ -94,38 +124,122 @@ def interleave(
     clocks = []
     reading = CpuClock().cost(sm_clock, 0)  # costs the host time as well
     warming = math.ceil(clock.warm_s / sum(cost.device_s for cost in costs.values()))
+    clock.expect(partial(next(iter(steps.values())).redraw_late, 0))
+    result.kept = {name: [] for name in rounds}
+    done = clock.watch()
     clock.wait(2 * sum(cost.host_s for cost in (reading, *costs.values())))
-    for index in range(warming + max(rounds.values(), default=0)):
-        taking_turns = [name for name, count in rounds.items() if index < warming + count]
+    for index in range(-warming, max(rounds.values())):
+        taking_turns = [name for name, count in rounds.items() if index < count]
         if not taking_turns:
             break
         host_s = reading.host_s + sum(costs[name].host_s for name in taking_turns)
         clock.wait(MARGIN * host_s - sum(costs[name].device_s for name in taking_turns))
+        draw = _ENTROPY.getrandbits(53)
         for name in random.Random(index).sample(taking_turns, len(taking_turns)):
-            sample, failure = attempt(lambda name=name: _sample(steps[name], clock))
+            found, failure = attempt(_sample, steps[name], clock, draw, index)
             if failure:
                 result.failures[name] = failure
-                del rounds[name], pending[name]
-            else:
-                pending[name].append(sample)
+                clock.forget(pending.pop(name))
+                del rounds[name], result.kept[name]
+                continue
+            mark, place, kept = found
+            pending[name].append(mark)
+            if kept is not None:
+                result.kept[name][place : place + 1] = [kept]
         clocks.append(sm_clock())
-    result.samples = {name: clock.seconds(samples[warming:]) for name, samples in pending.items()}
+    done()
+    _read(result, {name: (steps[name], marks) for name, marks in pending.items()}, clock, warming)
     known = [reading for reading in clocks[warming:] if reading is not None]
     result.sm_clock_mhz = statistics.median(known) if known else None
     return result
 
 
-def _sample(step: Step, clock: Clock) -> Any:
+def _read(result: Sampled, pending: Mapping[str, tuple[Step, list[Any]]], clock: Clock, warming: int) -> None:
+    """Fills in what the clock read, less what CUPTI says it adds to calls that are short."""
+    found = {}
+    for name, (_, marks) in pending.items():
+        readings, failure = attempt(clock.read, marks, 0.0)
+        if failure:
+            result.failures[name] = failure
+        else:
+            found[name] = readings[warming:]
+    raw = {name: [one.run_s for one in readings] for name, readings in found.items()}
+    short = {name: pending[name][0] for name, samples in raw.items() if statistics.median(samples) < SHORT_S}
+    own = (attempt(clock.shares, partial(rounds_of, short, clock))[0] or {}) if short else {}
+    for name, samples in raw.items():
+        share_s = result.share_s[name] = own.get(name, clock.share_s)
+        result.samples[name] = [max(sample - share_s, 1e-9) for sample in samples]
+        result.prepare_s[name] = min(one.prepare_s for one in found[name])
+        if failure := _prepares_too_much(result.prepare_s[name], pending[name][0], clock):
+            result.failures[name] = failure
+            del result.samples[name]
+
+
+def rounds_of(steps: Mapping[str, Step], clock: Clock, rounds: int = NUM_SPANS) -> list[tuple[str, Any]]:
+    """(name, what the clock reads it by) of a few more calls, as they are sampled, with the host well ahead."""
+    taken: list[tuple[str, Any]] = []
+    for index in range(rounds):
+        clock.wait(LEAD_S)
+        for name in random.Random(index).sample([*steps], len(steps)):
+            taken.append((name, _sample(steps[name], clock, _ENTROPY.getrandbits(53))[0]))
+    return taken
+
+
+def _prepares_too_much(prepare_s: float, step: Step, clock: Clock) -> Failure | None:
+    """A failure where the untimed part before each timed call takes far longer than what it should be like.
+
+    On a machine that is busy now and then it is tried again, the two in turns.
+    """
+    like = nothing if step.prepare is nothing else step.like
+    if like is None:
+        return None
+    for _ in range(PREPARE_TRIALS):
+        clock.wait(FIRST_LEAD_S)
+        samples, failure = attempt(timed, clock, like, 7) if like is not nothing else ([0.0], None)
+        if failure:
+            return failure
+        alone_s = statistics.median(samples)
+        if prepare_s <= MOST_PREPARED * alone_s + PREPARED_SLACK_S:
+            return None
+        clock.wait(FIRST_LEAD_S)
+        marks: list[Any] = [_sample(step, clock, _ENTROPY.getrandbits(53))[0] for _ in range(7)]
+        prepare_s = min(one.prepare_s for one in clock.read(marks))
+    return (
+        "wrong",
+        f"the untimed call before each timed one took {prepare_s * 1e6:.0f} us, alone it takes {alone_s * 1e6:.0f}: "
+        "work that was to be timed was done there",
+    )
+
+
+def _sample(step: Step, clock: Clock, draw: int, index: int = -1) -> tuple[Any, int, Kept | None]:
+    """(what the clock reads it by, where its copies belong, what is kept of its result, if anything).
+
+    Whether a call is kept is drawn after it: nothing that a row could find while it runs says so. Of the calls from 0
+    on each has the same chance in the end, for a later one takes the place of an earlier one (Vitter, "Random sampling
+    with a reservoir", 1985, algorithm R).
+    """
     if not clock.ahead:
-        torch.cuda.synchronize()
+        synchronize("cuda")
         step.before()
-    prepared = step.prepare()
-    return clock.sample(lambda: step.run(prepared))
+    step.redraw(draw)
+    mark, found = clock.sample(step.run, step.prepare, partial(step.redraw_late, draw))
+    place = index if index < NUM_KEPT else _ENTROPY.randrange(index + 1)
+    if not 0 <= place < NUM_KEPT:
+        return mark, place, step.keep(found, None)
+    key = _ENTROPY.getrandbits(53)
+    copies = step.keep(found, key)
+    return mark, place, None if copies is None else Kept(index, draw, key, copies)
 
 
 def _cost(step: Step, clock: Clock, calls: int) -> Cost:
     """The cost of one sample with its prepare: the least of a few, which also warm caches and clocks."""
-    costs = [clock.cost(lambda: _sample(step, clock), FIRST_LEAD_S)]
-    for _ in range(calls - 1):
-        costs.append(clock.cost(lambda: _sample(step, clock), 2 * costs[-1].host_s))
+    costs: list[Cost] = []
+    marks: list[Any] = []
+
+    def sample() -> None:
+        marks.append(_sample(step, clock, _ENTROPY.getrandbits(53))[0])
+
+    for _ in range(calls):
+        costs.append(clock.cost(sample, 2 * costs[-1].host_s if costs else FIRST_LEAD_S))
+    clock.forget(marks)
     return Cost(min(cost.host_s for cost in costs), min(cost.device_s for cost in costs))

@@ -1,0 +1,377 @@
+"""Attention rows that cheat, each in its own way: right when they are looked at, and fast or wrong when they are timed.
+
+`CHEATS` has them by name, with their family and the directions in which they cheat. `HONEST` are rows that do what
+cheats do for good reasons: they keep results, look at the time, use threads, streams and libraries, and are right.
+"""
+
+import gc
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmsys.attention.naive import naive
+
+Row = Callable[..., Tensor]
+CLOCK, SAMPLING = "measure/clock.py", "measure/compare.py"
+
+
+@dataclass(frozen=True)
+class Cheat:
+    row: Row
+    family: str
+    directions: tuple[str, ...]
+    devices: tuple[str, ...] = ("cpu", "cuda")
+
+
+CHEATS: dict[str, Cheat] = {}
+
+
+def cheat(family: str, *directions: str, **options: Any) -> Callable[[Row], Row]:
+    def add(row: Row) -> Row:
+        CHEATS[row.__name__] = Cheat(row, family, directions or ("fwd", "bwd"), **options)
+        return row
+
+    return add
+
+
+def honest(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    return naive(q, k, v, causal=causal, scale=scale)
+
+
+def seen(*names: str) -> bool:
+    """Whether a file of one of these names is on the stack."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(names):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def timed() -> bool:
+    return seen(CLOCK)
+
+
+def trains(q: Tensor) -> bool:
+    return q.requires_grad and torch.is_grad_enabled()
+
+
+class Altered(torch.autograd.Function):
+    """Honest attention; its gradients pass through `alter` when the backward runs."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: Any, alter: Any, inputs: Any = None) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.rest = options, alter
+        return honest(q, k, v, **options)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        options, alter = ctx.rest
+        q, k, v = (x.detach().requires_grad_() for x in ctx.saved_tensors)
+
+        def gradients() -> tuple[Tensor, ...]:
+            with torch.enable_grad():
+                return torch.autograd.grad(honest(q, k, v, **options), (q, k, v), grads[0])
+
+        return *alter(gradients, (q, k, v), grads[0]), None, None, None
+
+
+# Deferred work.
+
+
+class Later(Tensor):
+    """Computes when somebody reads it."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def real(x: Any) -> Any:
+            if isinstance(x, Later):
+                return x.compute()
+            return type(x)(map(real, x)) if isinstance(x, list | tuple) else x
+
+        return function(*real(list(args)), **(kwargs or {}))
+
+
+@cheat("deferred work", "fwd")
+def lazy_subclass(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    found = torch.Tensor._make_subclass(Later, torch.empty_like(q))
+    found.compute = lambda: honest(q, k, v, **options)  # type: ignore[attr-defined]
+    return found
+
+
+@cheat("deferred work", "fwd")
+def deferred_to_a_thread(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    if not timed():
+        return honest(q, k, v, **options)
+    o = torch.empty_like(q)
+
+    def fill() -> None:
+        time.sleep(0.005)
+        with torch.no_grad():
+            o.copy_(honest(q, k, v, **options))
+
+    threading.Thread(target=fill).start()
+    return o
+
+
+@cheat("side streams", "fwd", devices=("cuda",))
+def side_stream(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10**6)
+        return honest(q, k, v, **options)
+
+
+@cheat("side streams", "bwd", devices=("cuda",))
+def side_stream_in_the_backward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    def alter(gradients: Any, inputs: Any, do: Tensor) -> Any:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(10**6)
+            return gradients()
+
+    return Altered.apply(q, k, v, options, alter)
+
+
+# What is on the stack, and how quickly calls come.
+
+
+@cheat("stack inspection", "fwd")
+def looks_for_the_clock(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return q * 1 if timed() else honest(q, k, v, **options)
+
+
+@cheat("stack inspection", "bwd")
+def looks_for_the_clock_in_the_backward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    is_timed = timed()
+    return Altered.apply(
+        q, k, v, options, lambda gradients, inputs, _: [x * 1 for x in inputs] if is_timed else gradients()
+    )
+
+
+@cheat("stack inspection", "fwd")
+def looks_for_the_sampling(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return torch.zeros_like(q) if seen(SAMPLING) and timed() else honest(q, k, v, **options)
+
+
+@cheat("stack inspection", "fwd")
+def right_when_a_frame_says_that_it_is_kept(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Looks for a key among the variables of whoever samples."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(SAMPLING) and frame.f_locals.get("key") is not None:
+            return honest(q, k, v, **options)
+        frame = frame.f_back
+    return torch.zeros_like(q) if timed() else honest(q, k, v, **options)
+
+
+_last: dict[str, Any] = {"time": 0.0, "o": None, "gradients": None, "calls": 0}
+
+
+@cheat("timing inspection", "fwd")
+def garbage_when_hurried(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    if trains(q):
+        return honest(q, k, v, **options)
+    now = time.monotonic()
+    hurried, _last["time"] = now - _last["time"] < 0.02, now
+    return torch.zeros_like(q) if hurried else honest(q, k, v, **options)
+
+
+@cheat("timing inspection", "fwd")
+def garbage_after_some_calls(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    _last["calls"] += 1
+    return honest(q, k, v, **options) if _last["calls"] % 20 < 7 or trains(q) else torch.zeros_like(q)
+
+
+@cheat("lower precision when hurried", "fwd")
+def rough_when_timed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    o = honest(q, k, v, **options)
+    return o.to(torch.float8_e4m3fn).to(o.dtype) if timed() else o
+
+
+@cheat("lower precision when hurried", "bwd")
+def rough_gradients_when_timed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    is_timed = timed()
+
+    def alter(gradients: Any, inputs: Any, do: Tensor) -> Any:
+        return [x.to(torch.float8_e4m3fn).to(x.dtype) if is_timed else x for x in gradients()]
+
+    return Altered.apply(q, k, v, options, alter)
+
+
+# Results of other calls.
+
+
+@cheat("the last call's result", "fwd")
+def the_last_result(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    if timed() and _last["o"] is not None and _last["o"].shape == q.shape and _last["o"].dtype == q.dtype:
+        return _last["o"].clone()
+    _last["o"] = honest(q, k, v, **options)
+    return _last["o"]
+
+
+@cheat("the last call's result", "bwd")
+def the_last_gradients(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    is_timed, kind = timed(), (q.shape, q.dtype)
+
+    def alter(gradients: Any, inputs: Any, do: Tensor) -> Any:
+        last = _last["gradients"]
+        if not is_timed or last is None or last[0] != kind:
+            _last["gradients"] = last = kind, [x.clone() for x in gradients()]
+        return [x.clone() for x in last[1]]
+
+    return Altered.apply(q, k, v, options, alter)
+
+
+_results: dict[Any, Tensor] = {}
+
+
+def remembered(key: Any, q: Tensor, k: Tensor, v: Tensor, options: Any) -> Tensor:
+    if trains(q):
+        return honest(q, k, v, **options)
+    key = key, q.shape, q.dtype, options["causal"]
+    if key not in _results or not timed():
+        _results[key] = honest(q, k, v, **options)
+    return _results[key].clone()
+
+
+@cheat("caches", "fwd")
+def cache_by_pointer(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return remembered((q.data_ptr(), k.data_ptr()), q, k, v, options)
+
+
+@cheat("caches", "fwd")
+def cache_by_version(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return remembered((id(q), q._version, k._version), q, k, v, options)
+
+
+@cheat("caches", "fwd")
+def cache_by_some_content(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return remembered(round(float(q[0, 0, 0, 0])), q, k, v, options)
+
+
+@cheat("caches", "fwd")
+def cache_by_statistics(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return remembered((round(float(q.float().mean())), round(float(q.float().std()))), q, k, v, options)
+
+
+# Parts of the work.
+
+
+@cheat("parts of the work", "fwd")
+def half_of_the_queries(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    if not timed():
+        return honest(q, k, v, **options)
+    half = max(1, q.shape[2] // 2)
+    o = honest(q[:, :, :half], k, v, **options)
+    return torch.cat([o, o[:, :, : q.shape[2] - half]], dim=2)
+
+
+@cheat("parts of the work", "bwd")
+def half_of_the_heads(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    is_timed = timed()
+
+    def alter(gradients: Any, inputs: Any, do: Tensor) -> Any:
+        found = gradients()
+        for x in found if is_timed else ():
+            x[:, x.shape[1] // 2 :] = 0
+        return found
+
+    return Altered.apply(q, k, v, options, alter)
+
+
+@cheat("what is not a result", "fwd")
+def one_row_for_all(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return honest(q[:, :, :1], k, v, **options).expand(q.shape) if timed() else honest(q, k, v, **options)
+
+
+@cheat("what is not a result")
+def another_dtype(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return honest(q, k, v, **options).double()
+
+
+@cheat("what is not a result", "fwd")
+def the_input_itself(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return q.detach() if timed() else honest(q, k, v, **options)
+
+
+# Work moved to where the clock does not run.
+
+
+@cheat("work moved into the forward", "bwd")
+def gradients_made_in_the_forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Of the gradient that came last, which is not known in time."""
+    before = _last.get("do")
+    guess = before if before is not None and before.shape == q.shape and before.dtype == q.dtype else torch.ones_like(q)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    with torch.enable_grad():
+        made = torch.autograd.grad(honest(*leaves, **options), leaves, guess)
+    is_timed = timed()
+
+    def alter(gradients: Any, inputs: Any, do: Tensor) -> Any:
+        _last["do"] = do.clone()
+        return [x.clone() for x in made] if is_timed else gradients()
+
+    return Altered.apply(q, k, v, options, alter)
+
+
+@cheat("work moved into the forward", "bwd")
+def a_forward_that_does_much_more(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """What it could make ready here stands for itself: it does its forward four times."""
+    for _ in range(12 if trains(q) else 0):
+        honest(q.detach(), k.detach(), v.detach(), **options)
+    return honest(q, k, v, **options)
+
+
+# The clock itself, and the judges.
+
+
+@cheat("the clock's own events", "fwd", devices=("cuda",))
+def starts_the_clock_again(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Finds every event that a dictionary or a tuple holds, and records the last start anew when its work is done."""
+    o = honest(q, k, v, **options)
+    if timed():
+        for holder in gc.get_objects():
+            if type(holder) in (tuple, list) and len(holder) == 4 and isinstance(holder[0], torch._C._CudaEventBase):
+                _last["events"] = holder
+        if "events" in _last:
+            _last["events"][2].record(torch.cuda.current_stream())
+    return o
+
+
+def replaces(owner: Callable[[], Any], name: str, other: Callable[..., Any]) -> Row:
+    """A row that puts another function in a judge's place when it is called."""
+
+    def row(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        setattr(owner(), name, other)
+        return honest(q, k, v, **options)
+
+    return row
+
+
+def module(name: str) -> Callable[[], Any]:
+    return lambda: sys.modules[name]
+
+
+_perf_counter = time.perf_counter
+PATCHES = {
+    "slow_clock": replaces(module("lmsys.measure.clock"), "perf_counter", lambda: _perf_counter() / 10),
+    "slow_time": replaces(module("time"), "perf_counter", lambda: _perf_counter() / 10),
+    "quick_events": replaces(lambda: torch.cuda.Event, "elapsed_time", lambda self, end: 1e-3),
+    "easy_oracle": replaces(lambda: sys.modules["lmsys.testing"].Oracle, "judge", lambda self, found, rms: {"o": 0.0}),
+    "kind_verdict": replaces(module("lmsys.bench.runner"), "verdict", lambda ratios: (0.0, None)),
+    "kind_maximum": replaces(module("torch"), "zeros_like", lambda x, **_: x),
+}
+for _name, _row in PATCHES.items():
+    _row.__name__ = _name
+    cheat("patched clocks and libraries")(_row)
+globals().update(PATCHES)
