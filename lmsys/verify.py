@@ -78,7 +78,10 @@ def verify(path: Path, benchmarks: Mapping[str, Benchmark]) -> tuple[int, list[s
     """(the number of records, sentences on what is wrong with the file or was not recomputed)."""
     content = load(path)
     sentences = list(_of_file(path, content))
-    for record in content["records"]:
+    for number, record in enumerate(content["records"], start=1):
+        if sys.stderr.isatty():
+            end = "\n" if number == len(content["records"]) else "\r"
+            print(f"{path}: {number}/{len(content['records'])}", end=end, file=sys.stderr, flush=True)
         benchmark = benchmarks.get(record["benchmark"])
         sentences += [f"{record['id']}: {one}" for one in _of_record(record, benchmark, content["machine"])]
     return len(content["records"]), sentences

@@ -15,8 +15,9 @@ import torch
 from lmsys.measure.clock import clock_of, timed
 from lmsys.measure.compare import release_memory
 
-CEILING_S, LEAST_RUNS = 0.3, 5  # of runs of each ceiling: on a busy machine the fastest of three is not the best
-LONG_S = 1.5  # of bfloat16 on a CPU without instructions for it
+CEILING_S, LEAST_RUNS = 0.2, 5  # of runs of each ceiling: on a busy machine the fastest of three is not the best
+LONG_S = 1.0  # of bfloat16 on a CPU without instructions for it
+SIZES = {"cuda": (8192,), "cpu": (256, 512, 1024)}  # of the large matmul
 LEAST_SPREAD = 0.03  # below which a ceiling has not moved
 # Dense bfloat16 and float16, from data sheets.
 PEAK_FLOPS_PER_S = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
@@ -53,23 +54,36 @@ def describe(device: str, *, command: str, seed: int, sweep: str) -> dict[str, A
 def measure_ceilings(device: str) -> dict[str, Any]:
     """The best that this machine reaches now: {"matmul_flops_per_s": {dtype: x}, "copy_bytes_per_s": x, "spread": x}.
 
-    One large square matmul in each dtype (float32 in IEEE arithmetic unless torch is set otherwise) and one
-    copy that no cache holds, read and write counted; the fastest of CEILING_S seconds of runs. `spread`: how far the
-    median run of any of them was from its fastest, as a share of it.
+    A square matmul in each dtype (float32 in IEEE arithmetic unless torch is set otherwise) and one copy that no cache
+    holds, read and write counted; the fastest of CEILING_S seconds of runs. On a CPU the best of several sizes and of
+    both layouts of the second operand: which is fast depends on the dtype. `spread`: how far the median run of any of
+    these was from its fastest, as a share of it.
     """
-    size, copied = (8192, 2**30) if device == "cuda" else (1024, 2**27)
+    copied = 2**30 if device == "cuda" else 2**27
     matmul, spreads = {}, []
     for dtype in (torch.bfloat16, torch.float32):
-        a = torch.randn(size, size, device=device, dtype=dtype)
-        best, median = _runs(partial(torch.matmul, a, a), device)
-        matmul[str(dtype).removeprefix("torch.")] = 2 * size**3 / best
-        spreads.append(median / best - 1)
+        rate, spread = _matmul(dtype, device)
+        matmul[str(dtype).removeprefix("torch.")] = rate
+        spreads.append(spread)
     source = torch.zeros(copied, dtype=torch.int8, device=device)
     best, median = _runs(partial(torch.empty_like(source).copy_, source), device)
     del source
     release_memory()
     spread = max(*spreads, median / best - 1)
     return {"matmul_flops_per_s": matmul, "copy_bytes_per_s": 2 * copied / best, "spread": spread}
+
+
+def _matmul(dtype: torch.dtype, device: str) -> tuple[float, float]:
+    """(the best rate, FLOP/s; the spread of its runs)."""
+    found = []
+    for transposed in (False, True) if device == "cpu" else (False,):
+        for size in SIZES[device]:
+            a = torch.randn(size, size, device=device, dtype=dtype)
+            best, median = _runs(partial(torch.matmul, a, a.T if transposed else a), device)
+            found.append((2 * size**3 / best, median / best - 1))
+            if 8 * best > CEILING_S:  # the next size takes longer for one run
+                break
+    return max(found)
 
 
 def best_of(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
