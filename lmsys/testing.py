@@ -46,6 +46,15 @@ NORM_BUDGET = {"float32": 1e-3, "bfloat16": 5e-3}  # relative error of the norm
 BLOCK_SCORES = {"cuda": 2**26, "cpu": 2**21}  # scores held at once
 
 
+@dataclass(frozen=True)
+class Spot:
+    """A part of the outputs: batch, key head (with its query heads), query rows."""
+
+    batch: int
+    head: int
+    rows: slice
+
+
 @dataclass
 class Inputs:
     """q, do (B, H, Q, D) and k, v (B, Hkv, K, D), drawn in the dtype that is tested."""
@@ -127,15 +136,25 @@ class Oracle:
 
     `reference` and `budget` are keyed "o", "lse" and, with `grad` (default: the case's), "dq", "dk", "dv";
     the references are float64 and hold the sampled heads only: (U, G, Q, D), lse (U, G, Q), dk and dv (U, 1, K, D).
+    `spot` asks for one head, and for some of its query rows alone; dk and dv then hold what these rows add to them.
     """
 
-    def __init__(self, case: AttentionCase, inputs: Inputs, scale: float | None = None, grad: bool | None = None):
+    def __init__(
+        self,
+        case: AttentionCase,
+        inputs: Inputs,
+        scale: float | None = None,
+        grad: bool | None = None,
+        spot: "Spot | None" = None,
+    ):
         self.causal, self.scale = case.causal, scale
         self.grad = case.grad if grad is None else grad
         self.dtype = torch.float32 if inputs.q.dtype == torch.float64 else inputs.q.dtype
         self._kv_heads = case.kv_heads
-        self._batch, self._head = _sample(case, inputs.seed)
+        self._batch, self._head = ([spot.batch], [spot.head]) if spot else _sample(case, inputs.seed)
+        self._rows = spot.rows if spot else slice(0, case.queries)
         self._q, self._k, self._v, self._do = map(self._pick, (inputs.q, inputs.k, inputs.v, inputs.do))
+        self._q, self._do = (x[:, :, self._rows] for x in (self._q, self._do))
         self.reference = self._run(torch.float64, torch.float64, naive)
         plain = self._run(self.dtype, self.dtype, naive)
         self.budget = {name: _budget(ref, plain[name], self._judged(name)) for name, ref in self.reference.items()}
@@ -196,9 +215,10 @@ class Oracle:
             block = self._q[units, :, rows], self._k[units, :, keys], self._v[units, :, keys]
             q, k, v = (x.to(compute).detach().requires_grad_(self.grad) for x in block)
             with torch.set_grad_enabled(self.grad):
-                o = attend(q, k, v, causal=self.causal, scale=self.scale, first_query=rows.start)
+                o = attend(q, k, v, causal=self.causal, scale=self.scale, first_query=self._rows.start + rows.start)
             out["o"][units, :, rows] = o.detach().to(rounded).double()
-            out["lse"][units, :, rows] = self._lse(q.detach(), k.detach(), rows.start).double()
+            lse = self._lse(q.detach(), k.detach(), self._rows.start + rows.start)
+            out["lse"][units, :, rows] = lse.double()
             if self.grad:
                 dq, dk, dv = torch.autograd.grad(o, (q, k, v), self._do[units, :, rows].to(compute))
                 out["dq"][units, :, rows] = dq.to(rounded).double()
@@ -222,7 +242,7 @@ class Oracle:
         for unit in range(0, num_units, at_once):
             for row in range(0, queries, num_rows):
                 end = min(row + num_rows, queries)
-                keys = min(num_keys, end) if self.causal else num_keys
+                keys = min(num_keys, self._rows.start + end) if self.causal else num_keys
                 yield slice(unit, min(unit + at_once, num_units)), slice(row, end), slice(0, keys)
 
 

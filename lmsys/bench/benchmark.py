@@ -25,7 +25,7 @@ from lmsys.registry import Entry, Table
 
 if TYPE_CHECKING:
     from lmsys.bench.runner import Runner
-    from lmsys.measure.compare import Failure
+    from lmsys.measure.compare import Failure, Kept
 
 DEFAULT_ROUNDS = 10
 
@@ -141,12 +141,14 @@ class Candidate(Ending):
 
 @dataclass
 class Measurement:
-    """The findings about one case. `record`: the fields that `inspect` found."""
+    """The findings about one case. `record`: the fields that `inspect` found; `kept`: the timed calls to be checked."""
 
     samples: list[float] | None = None
     failure: "Failure | None" = None
     sm_clock_mhz: float | None = None
     record: Record = field(default_factory=dict)
+    kept: "list[Kept]" = field(default_factory=list)
+    proof: list[Record] = field(default_factory=list)
 
 
 Cases = Sequence[Any]
@@ -216,8 +218,19 @@ class Benchmark:
             if ratios := candidate.attempt(self.check, candidate, setup):
                 candidate.judge(ratios)
 
-    def redraw(self, setup: Any, seed: int) -> None:
-        """New inputs in the same memory, for the check after timing."""
+    def redraw(self, setup: Any, draw: int) -> None:
+        """The inputs of a draw, in the same memory: before every timed call, and before it is checked."""
+
+    def keep(self, case: Any, setup: Any, result: Any, copies: bool) -> Any:
+        """Copies of what a timed call returned, or of a part; without `copies` only a look at it.
+
+        ValueError unless it is what was promised: a plain tensor that shares no memory with the inputs.
+        """
+        return None
+
+    def judge(self, case: Any, setup: Any, kept: Any) -> Mapping[str, float]:
+        """Errors over their budgets of what a timed call returned, whose inputs are drawn again; {}: not checked."""
+        return {}
 
     def turns(self, cases: Cases) -> Iterable[Cases]:
         """Which cases are sampled together, one turn after another."""

@@ -168,6 +168,7 @@ class Trial:
     def take(self, turn: Cases) -> None:
         if turn := [case for case in turn if self.is_able(case)]:  # what fails in one turn is not in the next
             self.benchmark.sample(turn, self)
+            self.check_timed(turn)
         for case in turn:
             measurement = self.measurements[case.id]
             if self.is_able(case) and measurement.samples is not None:
@@ -194,6 +195,23 @@ class Trial:
             one = self.measurements[name]
             one.samples, one.failure = sampled.samples.get(name), sampled.failures.get(name)
             one.sm_clock_mhz = sampled.sm_clock_mhz
+            one.kept = sampled.kept.get(name, [])
+
+    def check_timed(self, turn: Cases) -> None:
+        """Judges the timed calls that were kept, each by its own inputs, which are drawn again."""
+        for case in turn:
+            measurement = self.measurements[case.id]
+            for kept in measurement.kept if self.is_able(case) else ():
+                self.benchmark.redraw(self.setup, kept.draw)
+                ratios, failure = attempt(self.benchmark.judge, case, self.setup, kept.result)
+                if ratios and not failure:
+                    _, failure = verdict(ratios)
+                    measurement.proof.append({"call": kept.index, "draw": kept.draw, "error_ratios": ratios})
+                if failure:
+                    reason = f"right before it was timed, not in timed call {kept.index}: {failure[1]}"
+                    measurement.failure = failure[0], reason
+                    break
+            measurement.kept = []
 
     def sampled(self, least: int = 1) -> list[Case]:
         """The cases with that many samples or more, and those that ended without."""

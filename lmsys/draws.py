@@ -1,0 +1,87 @@
+"""Inputs that any machine can make again: one counter-based generator, the same bit for bit on every device.
+
+Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) gives four words for each number of
+a counter. A word becomes a value without a logarithm or a sine, which differ between devices: the sum of its four bytes
+is nearly normal, and 13 more bits fill the mantissa of float32. The values of a seed are a stream; a draw is a
+window of it, so that a new draw costs one copy, and any part of a draw can be made again alone.
+"""
+
+import random
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+VERSION = "philox4x32-10/1"  # changes when a value does
+STD = (4 * (256**2 - 1) / 12) ** 0.5  # of the sum of four bytes
+STARTS = 2**16  # places where a draw can begin
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+_WEYL = 0x9E3779B9, 0xBB67AE85
+_WORD = 0xFFFFFFFF
+_AT_ONCE = 2**22  # counters, so that what is needed on the way stays below 1 GiB
+
+
+def philox(seed: int, first: int, count: int, device: str | torch.device = "cpu") -> Tensor:
+    """Words (4 count,) in int64, of the counters first, first + 1, ...; `seed` of 64 bits is the key."""
+    counter = torch.arange(first, first + count, dtype=torch.int64, device=device)
+    x = [counter & _WORD, counter >> 32, torch.zeros_like(counter), torch.zeros_like(counter)]
+    key = [seed & _WORD, seed >> 32 & _WORD]
+    for _ in range(10):
+        products = x[0] * _MULTIPLIERS[0], x[2] * _MULTIPLIERS[1]
+        high = [product >> 32 & _WORD for product in products]
+        x = [high[1] ^ x[1] ^ key[0], products[1] & _WORD, high[0] ^ x[3] ^ key[1], products[0] & _WORD]
+        key = [word + weyl & _WORD for word, weyl in zip(key, _WEYL, strict=True)]
+    return torch.stack(x, dim=1).flatten()
+
+
+def values(seed: int, first: int, count: int, device: str | torch.device = "cpu") -> Tensor:
+    """The `count` values of the seed's stream from `first` on, float32, of mean 0 and standard deviation 1.
+
+    Each is a whole number of 2**-19 below 2**23 over STD: whatever rounds float32 is seen.
+    """
+    found = torch.empty(count, dtype=torch.float32, device=device)
+    for begin in range(first - first % 4, first + count, 4 * _AT_ONCE):
+        words = philox(seed, begin // 4, min(_AT_ONCE, -((begin - first - count) // 4)), device)
+        total = sum((words >> shift & 255 for shift in (8, 16, 24)), words & 255)
+        fraction = (words * _WEYL[0] & _WORD) >> 19
+        part = ((total - 510 << 13) + fraction - 2**12).float() * (2.0**-13 / STD)
+        low, high = max(begin, first), min(begin + 4 * _AT_ONCE, first + count)
+        found[low - first : high - first] = part[low - begin : high - begin]
+    return found
+
+
+class Draws:
+    """Fills tensors again and again. Draw number n of tensor i is a window of stream (seed, i), at a place that n says.
+
+    tensors  contiguous, by name; each holds `std` times the stream's values, rounded to its dtype
+
+    Held on the tensors' device: for each a part of its stream, STARTS values longer than the tensor, in its dtype.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], seed: int, std: Mapping[str, float] | None = None):
+        self.tensors, self.seed = dict(tensors), seed
+        self._held: dict[str, Tensor] = {}
+        for name, x in self.tensors.items():
+            scale = (std or {}).get(name, 1.0)
+            self._held[name] = (values(key(seed, name), 0, x.numel() + STARTS, x.device) * scale).to(x.dtype)
+
+    def fill(self, draw: int, names: Iterable[str] | None = None) -> None:
+        """In place and untold: same storage, same layout, same version."""
+        for name in self.tensors if names is None else names:
+            x, first = self.tensors[name], start(draw, name)
+            x.data.copy_(self._held[name][first : first + x.numel()].view(x.shape))
+
+
+def start(draw: int, name: str) -> int:
+    """Where a draw's window of this tensor's stream begins."""
+    return random.Random(f"{draw} {name}").randrange(STARTS)
+
+
+def key(seed: int, name: str) -> int:
+    """The stream's own seed."""
+    return random.Random(f"{seed} {name}").getrandbits(64)
+
+
+def part(seed: int, draw: int, name: str, first: int, count: int, dtype: torch.dtype, std: float = 1.0) -> Tensor:
+    """`count` elements from `first` on of what `fill` writes, made alone, on a CPU."""
+    return (values(key(seed, name), start(draw, name) + first, count) * std).to(dtype)
