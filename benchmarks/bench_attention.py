@@ -1,6 +1,7 @@
 """Attention: every selected row of the table, by shape, dtype, mask and direction."""
 
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -15,10 +16,16 @@ from benchmarks.attention.check import Gate, check_float32
 from lmsys.attention import ATTENTION, AttentionCase
 from lmsys.attention.contract import adapt
 from lmsys.bench import Axis, Benchmark, Candidate, Case, Entry, Field, Grid, Record, Settings, Step, bench, fields
+from lmsys.bench.plain import check_plain
 from lmsys.cost import operations
+from lmsys.draws import Draws
 from lmsys.measure import memory
 from lmsys.measure.compare import attempt, release_memory
-from lmsys.testing import Inputs, make_inputs, run
+from lmsys.testing import Inputs, Oracle, Spot, make_inputs, pick, run
+
+ENTROPY = random.SystemRandom()
+NUM_SPOTS, SPOT_ROWS = 4, 16  # of a forward; of a backward one head whole
+GRADIENTS = ("dq", "dk", "dv")
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,7 @@ class Setup:
 
     case: AttentionCase
     inputs: Inputs
+    draws: Draws
 
 
 class Attention(Benchmark):
@@ -121,7 +129,8 @@ class Attention(Benchmark):
 
     def setup(self, cases: Sequence[AttentionTest], settings: Settings) -> Setup:
         case = replace(cases[0].asked, grad=any(one.asked.grad for one in cases))
-        return Setup(case, make_inputs(case, settings.seed))
+        inputs = make_inputs(case, settings.seed)
+        return Setup(case, inputs, Draws(inputs.tensors, settings.seed))
 
     def open(self, candidate: Candidate, setup: Setup) -> None:
         candidate.call = adapt(candidate.entry.load())
@@ -141,8 +150,24 @@ class Attention(Benchmark):
             if candidate.outcome == "ok" and (failure := in_own_dtype.check(candidate)):
                 candidate.failed(*failure)
 
-    def redraw(self, setup: Setup, seed: int) -> None:
-        setup.inputs.redraw_(seed)
+    def redraw(self, setup: Setup, draw: int) -> None:
+        setup.draws.fill(draw)
+
+    def keep(self, case: AttentionTest, setup: Setup, result: Any, copies: bool) -> Any:
+        """Spots drawn here and now: of a forward some rows of some heads; of a backward one head."""
+        found = {"o": result} if case.direction == "fwd" else dict(zip(GRADIENTS, result, strict=True))
+        for name, x in found.items():
+            check_plain(name, x, setup.inputs.tensors[name[-1].replace("o", "q")], setup.inputs.tensors.values())
+        parts = spots(case) if copies else ()
+        return [(spot, {name: pick(x, spot, case.kv_heads) for name, x in found.items()}) for spot in parts]
+
+    def judge(self, case: AttentionTest, candidate: Candidate, setup: Setup, kept: Any) -> Mapping[str, float]:
+        ratios: dict[str, float] = {}
+        for spot, found in kept:
+            oracle = Oracle(setup.case, setup.inputs, grad=case.direction != "fwd", spot=spot)
+            for name, ratio in oracle.judge(found, rms=candidate.state != "has float32").items():
+                ratios[name] = max(ratio, ratios.get(name, 0.0))
+        return ratios
 
     def step(self, case: AttentionTest, candidate: Candidate, setup: Setup) -> Step:
         """fwd: without gradients, as in inference. bwd: the gradients alone, of a forward run untimed just before."""
@@ -155,11 +180,18 @@ class Attention(Benchmark):
         def backward(o: Tensor) -> tuple[Tensor, ...]:
             return torch.autograd.grad(o, (q, k, v), do)
 
-        return {
-            "fwd": Step(torch.no_grad()(forward)),
-            "bwd": Step(backward, prepare=forward),
-            "fwdbwd": Step(lambda _: backward(forward())),
+        def redraw(draw: int) -> None:
+            setup.draws.fill(draw, ("q", "k", "v"))
+
+        def redraw_late(draw: int) -> None:
+            setup.draws.fill(draw, ("do",))
+
+        run, prepare = {
+            "fwd": (torch.no_grad()(forward), lambda: None),
+            "bwd": (backward, forward),
+            "fwdbwd": (lambda _: backward(forward()), lambda: None),
         }[case.direction]
+        return Step(run, prepare, redraw=redraw, redraw_late=redraw_late, keep=partial(self.keep, case, setup))
 
     def inspect(self, case: AttentionTest, candidate: Candidate, setup: Setup) -> Record:
         """Peak bytes of what is timed, above what was live before it, and the bytes saved from forward to backward."""
@@ -193,6 +225,15 @@ def shapes(grid: Grid) -> Iterator[tuple[int, int, int, int, int, int]]:
         heads = ((by_width, by_width),) if grid["width"] and "heads" not in grid.given else grid["heads"]
         for batch, pair in product(batches, heads):
             yield batch, *pair, queries, keys, head_dim
+
+
+def spots(case: AttentionTest) -> list[Spot]:
+    """Parts of the outputs, by the system's entropy: no row can know them."""
+    if case.direction != "fwd":
+        return [Spot(ENTROPY.randrange(case.batch), ENTROPY.randrange(case.kv_heads))]
+    starts = [ENTROPY.randrange(max(1, case.queries - SPOT_ROWS + 1)) for _ in range(NUM_SPOTS)]
+    rows = [slice(start, min(start + SPOT_ROWS, case.queries)) for start in starts]
+    return [Spot(ENTROPY.randrange(case.batch), ENTROPY.randrange(case.kv_heads), one) for one in rows]
 
 
 def rows_of(grid: Grid) -> list[Entry]:

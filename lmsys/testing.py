@@ -48,11 +48,11 @@ BLOCK_SCORES = {"cuda": 2**26, "cpu": 2**21}  # scores held at once
 
 @dataclass(frozen=True)
 class Spot:
-    """A part of the outputs: batch, key head (with its query heads), query rows."""
+    """A part of the outputs: batch, key head (with its query heads), query rows; None: all."""
 
     batch: int
     head: int
-    rows: slice
+    rows: slice | None = None
 
 
 @dataclass
@@ -66,6 +66,10 @@ class Inputs:
     seed: int
     std: float = 1.0
     _leaves: dict[bool, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {"q": self.q, "k": self.k, "v": self.v, "do": self.do}
 
     def leaves(self, grad: bool) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v as a row gets them: the same three objects at every call, so that a cache of answers shows."""
@@ -81,6 +85,12 @@ class Inputs:
         for x in (self.q, self.k, self.v, self.do):
             x.data.normal_(std=self.std if x is self.q or x is self.k else 1.0, generator=generator)
         return self
+
+
+def pick(x: Tensor, spot: Spot, kv_heads: int) -> Tensor:
+    """A copy of the spot's part of an output: (G, rows, D) of o or dq; of dk or dv the whole head, (1, K, D)."""
+    part = x.detach().unflatten(1, (kv_heads, -1))[spot.batch, spot.head]
+    return (part if spot.rows is None else part[:, spot.rows]).clone()
 
 
 def make_inputs(
@@ -152,7 +162,7 @@ class Oracle:
         self.dtype = torch.float32 if inputs.q.dtype == torch.float64 else inputs.q.dtype
         self._kv_heads = case.kv_heads
         self._batch, self._head = ([spot.batch], [spot.head]) if spot else _sample(case, inputs.seed)
-        self._rows = spot.rows if spot else slice(0, case.queries)
+        self._rows = spot.rows if spot and spot.rows else slice(0, case.queries)
         self._q, self._k, self._v, self._do = map(self._pick, (inputs.q, inputs.k, inputs.v, inputs.do))
         self._q, self._do = (x[:, :, self._rows] for x in (self._q, self._do))
         self.reference = self._run(torch.float64, torch.float64, naive)
@@ -168,16 +178,20 @@ class Oracle:
 
         inf where an output holds NaN or inf. `rms` adds the root-mean-square rule, the larger ratio counts.
         """
+        picked = {name: self._pick(x) for name, x in outputs.items()}
+        ratios = self.judge(picked, rms)
+        return {name: ratio if bool(outputs[name].isfinite().all()) else math.inf for name, ratio in ratios.items()}
+
+    def judge(self, picked: dict[str, Tensor], rms: bool = False) -> dict[str, float]:
+        """The same of the sampled heads, or of the spot, alone."""
         ratios = {}
-        for name, output in outputs.items():
+        for name, output in picked.items():
             reference = self.reference[name]
-            found = self._pick(output).reshape(reference.shape)
-            error = found.double() - reference
+            error = output.reshape(reference.shape).double() - reference
             ratio = _norm_max(error) / self.budget[name]
             if rms and name != "lse" and self.dtype != torch.float32:
                 ratio = max(ratio, norm_rms(error) / self._rms(name))
-            finite = math.isfinite(ratio) and bool(output.isfinite().all())
-            ratios[name] = ratio if finite else math.inf
+            ratios[name] = ratio if math.isfinite(ratio) else math.inf
         return ratios
 
     def _rms(self, name: str) -> float:

@@ -228,7 +228,7 @@ class Benchmark:
         """
         return None
 
-    def judge(self, case: Any, setup: Any, kept: Any) -> Mapping[str, float]:
+    def judge(self, case: Any, candidate: Candidate, setup: Any, kept: Any) -> Mapping[str, float]:
         """Errors over their budgets of what a timed call returned, whose inputs are drawn again; {}: not checked."""
         return {}
 

@@ -60,5 +60,3 @@ def _names() -> Iterator[tuple[Any, str, Any]]:
 
 def _is_from(one: type, packages: tuple[str, ...]) -> bool:
     return one.__module__.partition(".")[0] in packages
-
-

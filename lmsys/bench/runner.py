@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 from lmsys.bench import fields
-from lmsys.bench.benchmark import Benchmark, Candidate, Case, Cases, Measurement, Settings
+from lmsys.bench.benchmark import Benchmark, Candidate, Case, Cases, Measurement, Settings, verdict
 from lmsys.bench.fields import Record
 from lmsys.bench.ranks import Ranks
 from lmsys.bench.record import summarize, trim
@@ -203,7 +203,7 @@ class Trial:
             measurement = self.measurements[case.id]
             for kept in measurement.kept if self.is_able(case) else ():
                 self.benchmark.redraw(self.setup, kept.draw)
-                ratios, failure = attempt(self.benchmark.judge, case, self.setup, kept.result)
+                ratios, failure = attempt(self.benchmark.judge, case, self.candidate(case), self.setup, kept.result)
                 if ratios and not failure:
                     _, failure = verdict(ratios)
                     measurement.proof.append({"call": kept.index, "draw": kept.draw, "error_ratios": ratios})

@@ -1,0 +1,48 @@
+"""Whether a result is what it seems: a tensor of its own, of the promised type, whose values are there."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def check_plain(name: str, x: Any, like: Tensor, inputs: Iterable[Tensor]) -> None:
+    """ValueError unless `x` is a plain tensor of the shape, dtype and device of `like`, with memory of its own.
+
+    A subclass could compute when it is read; a tensor whose elements share memory is smaller than it says; one that
+    overlaps the inputs changes with them.
+    """
+    if type(x) is not Tensor:
+        raise ValueError(f"{name} must be a plain torch.Tensor; got {type(x).__module__}.{type(x).__qualname__}")
+    for fact in ("shape", "dtype", "device", "layout"):
+        if (found := getattr(x, fact)) != (right := getattr(like, fact)):
+            raise ValueError(f"{name} must have {fact} {_told(right)}; got {_told(found)}")
+    if not _is_dense(x):
+        told = f"strides {x.stride()} of shape {tuple(x.shape)}"
+        raise ValueError(f"{name} must have memory for each element, without gaps; got {told}")
+    begin, end = _memory(x)
+    for other in inputs:
+        first, last = _memory(other)
+        if begin < last and first < end:
+            raise ValueError(f"{name} must have memory of its own; it overlaps an input")
+
+
+def _told(fact: Any) -> Any:
+    return tuple(fact) if isinstance(fact, torch.Size) else fact
+
+
+def _is_dense(x: Tensor) -> bool:
+    """In some order of its dimensions it is contiguous."""
+    extent = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
+        if stride != extent:
+            return False
+        extent *= size
+    return True
+
+
+def _memory(x: Tensor) -> tuple[int, int]:
+    """First address and the one after the last, of what x's elements span."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + span * x.element_size()
