@@ -1,8 +1,8 @@
 """Inputs that any machine can make again: one counter-based generator, the same bit for bit on every device.
 
 Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) gives four words for each number
-of a counter. A word becomes a value without a logarithm or a sine, which differ between devices: the sum of its four bytes
-is nearly normal, and 13 more bits fill the mantissa of float32. The values of a seed are a stream; a draw is a
+of a counter. A word becomes a value without a logarithm or a sine, which differ between devices: the sum of its four
+bytes is nearly normal, and 13 more bits fill the mantissa of float32. The values of a seed are a stream. A draw is a
 window of it, so that a new draw costs one copy, and any part of a draw can be made again alone.
 """
 

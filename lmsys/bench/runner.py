@@ -5,7 +5,7 @@ why not -> setup -> first call -> check -> samples, in turns -> memory -> check 
 
 import importlib.util
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +15,7 @@ from unittest import mock
 from lmsys.bench import fields
 from lmsys.bench.benchmark import Benchmark, Candidate, Case, Cases, Measurement, Settings, verdict
 from lmsys.bench.fields import Record
+from lmsys.bench.guard import Guard
 from lmsys.bench.ranks import Ranks
 from lmsys.bench.record import summarize, trim
 from lmsys.measure import machine
@@ -66,7 +67,7 @@ class Runner:
 
     def ready(self) -> None:
         """Everything that is made once, before a row runs: nothing may differ for the first of them."""
-        _ = self.machine, self.clock("device"), self.clock("loop"), self.sm_clock
+        _ = self.machine, self.clock("device"), self.clock("loop"), self.sm_clock, self.guard
         if self.settings.device == "cpu":
             cap_host_memory()
 
@@ -87,6 +88,11 @@ class Runner:
     @cached_property
     def sm_clock(self) -> Callable[[], float | None]:
         return machine.sm_clock_reader()
+
+    @cached_property
+    def guard(self) -> Guard:
+        """Remembers the judges as they are before the first row's file is imported."""
+        return Guard()
 
     @cached_property
     def ranks(self) -> Ranks:
@@ -143,6 +149,7 @@ class Trial:
         for candidate in self.good() if benchmark.opens else ():
             self._first_call(candidate)
         benchmark.check_all(self.good(), self.setup, self.runner)
+        self._mend(self.good())
         release_memory()
 
     def _first_call(self, candidate: Candidate) -> None:
@@ -154,6 +161,13 @@ class Trial:
             candidate.compile_s, candidate.interpreted = time.perf_counter() - start, bool(launched)
 
         candidate.attempt(opened)
+        self._mend([candidate])
+
+    def _mend(self, suspects: Sequence[Candidate]) -> None:
+        """Puts back what a row has replaced of what judges and measures, and fails those that may have done it."""
+        if names := self.runner.guard.mend():
+            for candidate in suspects:
+                candidate.failed("wrong", f"a row replaced {', '.join(names)}, by which it is judged")
 
     def turns(self) -> Iterable[Cases]:
         if not self.settings.timed and not self.benchmark.streams:
@@ -168,6 +182,7 @@ class Trial:
     def take(self, turn: Cases) -> None:
         if turn := [case for case in turn if self.is_able(case)]:  # what fails in one turn is not in the next
             self.benchmark.sample(turn, self)
+            self._mend([self.candidate(case) for case in turn])
             self.check_timed(turn)
         for case in turn:
             measurement = self.measurements[case.id]
