@@ -53,7 +53,7 @@ def name_of(file: Path) -> str:
 
 
 def outside(file: Path) -> Iterator[str]:
-    """What a file imports when it is imported itself: not inside of functions, not for type checkers only."""
+    """The modules that a file imports when it is imported: not inside of functions, not for type checkers only."""
     tree = ast.parse(file.read_text(), str(file))
     for node in tree.body:
         if isinstance(node, ast.Import):

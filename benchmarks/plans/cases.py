@@ -1,4 +1,4 @@
-"""The tests of plans: what each is asked, how a plan is named and read, and which plans a shape has."""
+"""The cases of plans: the shape of each, how a plan is named and read, and which plans a shape has."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

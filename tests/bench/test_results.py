@@ -1,4 +1,4 @@
-"""What a run of benchmarks keeps: of an earlier run, of a killed one, of one whose files are of schema 1."""
+"""A run of benchmarks keeps the results of an earlier run, of a killed one, and of files of schema 1."""
 
 import json
 from pathlib import Path

@@ -39,7 +39,7 @@ def test_the_result_is_pytest_benchmarks_and_ours(content: dict[str, Any]) -> No
         assert entry["group"] == one["comparison"].partition(" ")[0]
 
 
-def test_every_field_of_a_record_is_declared_and_every_declared_one_is_somewhere(content: dict[str, Any]) -> None:
+def test_every_field_of_a_record_is_declared(content: dict[str, Any]) -> None:
     ours = content["lmsys"]
     for name, fields in ours["fields"].items():
         own = [one for one in ours["records"] if one["benchmark"] == name]

@@ -1,4 +1,4 @@
-"""What is particular to each chapter: the tables that documents refer to, and the numbers that only it works out."""
+"""Each chapter's own: the tables that documents refer to, and the numbers that only it works out."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What nobody wrote a chapter for: another metric of attention, and a benchmark of one's own. Both are really run."""
+"""Another metric of attention, and a benchmark of one's own, which have no chapter. Both are really run."""
 
 import json
 import runpy

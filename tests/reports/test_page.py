@@ -62,7 +62,7 @@ def test_what_a_result_file_says_is_text(tmp_path: Path) -> None:
 
 
 def test_a_hostile_declaration_is_text_too(tmp_path: Path) -> None:
-    """Of a benchmark of one's own: its name and its fields' labels, with braces and tags."""
+    """The name and the labels of a benchmark of one's own hold braces and tags."""
     path = save(tmp_path / "r.json", [record("attention", impl) for impl in ("naive", "flex")])
     text = path.read_text().replace('"Error ratio"', '"{0}<i>{time_s}"')
     for key in ('"benchmark": ', '"fields": {'):

@@ -1,4 +1,4 @@
-"""What plots show: a look for each row, words where there is no value, legends and labels that can be read."""
+"""Plots have a style for each row, words where there is no value, legends and labels that can be read."""
 
 import re
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_only_powers_of_two_are_written_short(length: int, text: str) -> None:
 
 
 def test_a_row_has_one_colour_in_all_chapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What each chapter draws of a row of a table has the colour of that row, and is dashed where it is a peer's."""
+    """Each chapter draws a row in the colour of its table, dashed where it is a peer's."""
     seen: set[tuple[str, str, str, bool]] = set()
 
     def style(self: View, name: str, value: str) -> Style:

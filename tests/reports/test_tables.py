@@ -1,4 +1,4 @@
-"""What tables say: every case in one cell, each outcome with its reason, honest speedups, the numbers of records."""
+"""Tables hold every case in one cell, each outcome with its reason, honest speedups, the numbers of records."""
 
 import math
 import re

@@ -19,7 +19,7 @@ def runner(**changes: Any) -> Runner:
 
 
 def records(benchmark: Benchmark, cases: Sequence[Any], **changes: Any) -> dict[str, dict[str, Any]]:
-    """What the runner says of one group's cases, by row."""
+    """The runner's records of one group's cases, by row."""
     return {one.record["impl"]: one.record for one in results(benchmark, cases, **changes)}
 
 
