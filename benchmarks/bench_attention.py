@@ -1,6 +1,5 @@
 """Attention: every selected row of the table, by shape, dtype, mask and direction."""
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,19 +12,15 @@ from torch import Tensor
 from benchmarks import axes
 from benchmarks.arithmetic import capability_of, matmul_rates
 from benchmarks.attention.check import Gate, check_float32
+from benchmarks.attention.spots import Spots, repeat
 from lmsys.attention import ATTENTION, AttentionCase
-from lmsys.attention.contract import adapt
+from lmsys.attention.contract import DTYPES, adapt
 from lmsys.bench import Axis, Benchmark, Candidate, Case, Entry, Field, Grid, Record, Settings, Step, bench, fields
-from lmsys.bench.plain import check_plain
 from lmsys.cost import operations
 from lmsys.draws import Draws
 from lmsys.measure import memory
-from lmsys.measure.compare import attempt, release_memory
-from lmsys.testing import Inputs, Oracle, Spot, make_inputs, pick, run
-
-ENTROPY = random.SystemRandom()
-NUM_SPOTS, SPOT_ROWS = 4, 16  # of a forward; of a backward one head whole
-GRADIENTS = ("dq", "dk", "dv")
+from lmsys.measure.compare import Kept, attempt, release_memory
+from lmsys.testing import Inputs, make_inputs, run
 
 
 @dataclass(frozen=True)
@@ -78,6 +73,7 @@ class Setup:
     case: AttentionCase
     inputs: Inputs
     draws: Draws
+    spots: Spots
 
 
 class Attention(Benchmark):
@@ -130,7 +126,7 @@ class Attention(Benchmark):
     def setup(self, cases: Sequence[AttentionTest], settings: Settings) -> Setup:
         case = replace(cases[0].asked, grad=any(one.asked.grad for one in cases))
         inputs = make_inputs(case, settings.seed)
-        return Setup(case, inputs, Draws(inputs.tensors, settings.seed))
+        return Setup(case, inputs, Draws(inputs.tensors, settings.seed), Spots(case, inputs))
 
     def open(self, candidate: Candidate, setup: Setup) -> None:
         candidate.call = adapt(candidate.entry.load())
@@ -153,21 +149,13 @@ class Attention(Benchmark):
     def redraw(self, setup: Setup, draw: int) -> None:
         setup.draws.fill(draw)
 
-    def keep(self, case: AttentionTest, setup: Setup, result: Any, copies: bool) -> Any:
-        """Spots drawn here and now: of a forward some rows of some heads; of a backward one head."""
-        found = {"o": result} if case.direction == "fwd" else dict(zip(GRADIENTS, result, strict=True))
-        for name, x in found.items():
-            check_plain(name, x, setup.inputs.tensors[name[-1].replace("o", "q")], setup.inputs.tensors.values())
-        parts = spots(case) if copies else ()
-        return [(spot, {name: pick(x, spot, case.kv_heads) for name, x in found.items()}) for spot in parts]
+    def judge(self, case: AttentionTest, candidate: Candidate, setup: Setup, kept: Kept) -> Mapping[str, float]:
+        return setup.spots.judge(case.direction != "fwd", kept, rms=candidate.state != "has float32")
 
-    def judge(self, case: AttentionTest, candidate: Candidate, setup: Setup, kept: Any) -> Mapping[str, float]:
-        ratios: dict[str, float] = {}
-        for spot, found in kept:
-            oracle = Oracle(setup.case, setup.inputs, grad=case.direction != "fwd", spot=spot)
-            for name, ratio in oracle.judge(found, rms=candidate.state != "has float32").items():
-                ratios[name] = max(ratio, ratios.get(name, 0.0))
-        return ratios
+    def repeat(self, record: Record, call: Record) -> Iterator[str]:
+        asked = {name: record[name] for name in ("batch", "heads", "kv_heads", "queries", "keys", "head_dim")}
+        case = AttentionCase(**asked, dtype=record["dtype"], causal=record["causal"], grad=False, device="cpu")
+        yield from repeat(case, record["proof"]["seed"], call)
 
     def step(self, case: AttentionTest, candidate: Candidate, setup: Setup) -> Step:
         """fwd: without gradients, as in inference. bwd: the gradients alone, of a forward run untimed just before."""
@@ -186,12 +174,24 @@ class Attention(Benchmark):
         def redraw_late(draw: int) -> None:
             setup.draws.fill(draw, ("do",))
 
-        run, prepare = {
-            "fwd": (torch.no_grad()(forward), lambda: None),
-            "bwd": (backward, forward),
-            "fwdbwd": (lambda _: backward(forward()), lambda: None),
+        inference = torch.no_grad()(forward)
+        parts = {
+            "fwd": {"run": inference},
+            "bwd": {"run": backward, "prepare": forward, "like": inference},
+            "fwdbwd": {"run": lambda _: backward(forward())},
         }[case.direction]
-        return Step(run, prepare, redraw=redraw, redraw_late=redraw_late, keep=partial(self.keep, case, setup))
+        keep = partial(setup.spots.keep, case.direction != "fwd")
+        return Step(**parts, redraw=redraw, redraw_late=redraw_late, keep=keep)
+
+    def least_work(self, case: AttentionTest) -> tuple[float, str, float]:
+        """Of the products of a backward one may be kept from the forward. Inputs are read once."""
+        shape = case.shape
+        del shape["kv_heads"]
+        products = {"fwd": 1, "bwd": 2, "fwdbwd": 3}[case.direction]  # in units of two
+        forward = operations.attention_flops(**shape, causal=case.causal, direction="fwd")
+        seen = min(case.queries, case.keys) if case.causal else case.keys
+        rows = (1 if case.direction == "fwd" else 2) * case.heads * case.queries + 2 * case.kv_heads * seen
+        return products * forward, case.dtype, rows * case.batch * case.head_dim * DTYPES[case.dtype].itemsize
 
     def inspect(self, case: AttentionTest, candidate: Candidate, setup: Setup) -> Record:
         """Peak bytes of what is timed, above what was live before it, and the bytes saved from forward to backward."""
@@ -225,15 +225,6 @@ def shapes(grid: Grid) -> Iterator[tuple[int, int, int, int, int, int]]:
         heads = ((by_width, by_width),) if grid["width"] and "heads" not in grid.given else grid["heads"]
         for batch, pair in product(batches, heads):
             yield batch, *pair, queries, keys, head_dim
-
-
-def spots(case: AttentionTest) -> list[Spot]:
-    """Parts of the outputs, by the system's entropy: no row can know them."""
-    if case.direction != "fwd":
-        return [Spot(ENTROPY.randrange(case.batch), ENTROPY.randrange(case.kv_heads))]
-    starts = [ENTROPY.randrange(max(1, case.queries - SPOT_ROWS + 1)) for _ in range(NUM_SPOTS)]
-    rows = [slice(start, min(start + SPOT_ROWS, case.queries)) for start in starts]
-    return [Spot(ENTROPY.randrange(case.batch), ENTROPY.randrange(case.kv_heads), one) for one in rows]
 
 
 def rows_of(grid: Grid) -> list[Entry]:

@@ -176,9 +176,9 @@ class Training(Benchmark):
         elif settings.timed:
             clocks = [one.sm_clock_mhz for ranks in epochs[1:] for one in ranks if one.sm_clock_mhz is not None]
             measurement.samples = [max(one.seconds for one in ranks) for ranks in epochs[1:]]
-            measurement.sm_clock_mhz = statistics.median(clocks) if clocks else None
             peak = {"peak_bytes": max(peaks), "rank_peak_bytes": list(peaks)}
-            measurement.record = peak | {"first_step_s": max(first_steps)}
+            clock = {"sm_clock_mhz": statistics.median(clocks) if clocks else None}
+            measurement.record = peak | clock | {"first_step_s": max(first_steps)}
 
     def _told(self, case: TrainingCase, candidate: Candidate, trial: Any) -> str:
         """How the case has ended, in a line."""

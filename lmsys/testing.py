@@ -48,10 +48,9 @@ BLOCK_SCORES = {"cuda": 2**26, "cpu": 2**21}  # scores held at once
 
 @dataclass(frozen=True)
 class Spot:
-    """A part of the outputs: batch, key head (with its query heads), query rows; None: all."""
+    """A part of the outputs: (batch, key head) pairs, with their query heads, and query rows; None: all."""
 
-    batch: int
-    head: int
+    units: tuple[tuple[int, int], ...]
     rows: slice | None = None
 
 
@@ -88,9 +87,10 @@ class Inputs:
 
 
 def pick(x: Tensor, spot: Spot, kv_heads: int) -> Tensor:
-    """A copy of the spot's part of an output: (G, rows, D) of o or dq; of dk or dv the whole head, (1, K, D)."""
-    part = x.detach().unflatten(1, (kv_heads, -1))[spot.batch, spot.head]
-    return (part if spot.rows is None else part[:, spot.rows]).clone()
+    """A copy of the spot's part of an output: (U, G, rows, D) of o or dq; of dk or dv whole heads, (U, 1, K, D)."""
+    rows = slice(None) if spot.rows is None else spot.rows
+    units = x.detach().unflatten(1, (kv_heads, -1))
+    return torch.stack([units[unit][:, rows] for unit in spot.units])
 
 
 def make_inputs(
@@ -155,13 +155,14 @@ class Oracle:
         inputs: Inputs,
         scale: float | None = None,
         grad: bool | None = None,
-        spot: "Spot | None" = None,
+        spot: Spot | None = None,
     ):
         self.causal, self.scale = case.causal, scale
         self.grad = case.grad if grad is None else grad
         self.dtype = torch.float32 if inputs.q.dtype == torch.float64 else inputs.q.dtype
         self._kv_heads = case.kv_heads
-        self._batch, self._head = ([spot.batch], [spot.head]) if spot else _sample(case, inputs.seed)
+        units = spot.units if spot else _sample(case, inputs.seed)
+        self._batch, self._head = [list(one) for one in zip(*units, strict=True)]
         self._rows = spot.rows if spot and spot.rows else slice(0, case.queries)
         self._q, self._k, self._v, self._do = map(self._pick, (inputs.q, inputs.k, inputs.v, inputs.do))
         self._q, self._do = (x[:, :, self._rows] for x in (self._q, self._do))
@@ -260,7 +261,7 @@ class Oracle:
                 yield slice(unit, min(unit + at_once, num_units)), slice(row, end), slice(0, keys)
 
 
-def _sample(case: AttentionCase, seed: int) -> tuple[list[int], list[int]]:
+def _sample(case: AttentionCase, seed: int) -> list[tuple[int, int]]:
     """Batch and key-head index of every (batch, key head) pair, or of as many drawn by `seed` as the limits allow."""
     group = case.heads // case.kv_heads
     scores = group * case.queries * case.keys
@@ -268,7 +269,7 @@ def _sample(case: AttentionCase, seed: int) -> tuple[list[int], list[int]]:
     total = case.batch * case.kv_heads
     count = min(total, max(1, min(MAX_SCORES // scores, MAX_ELEMENTS // elements)))
     units = sorted(random.Random(seed).sample(range(total), count))
-    return [unit // case.kv_heads for unit in units], [unit % case.kv_heads for unit in units]
+    return [divmod(unit, case.kv_heads) for unit in units]
 
 
 def error_ratio(found: Tensor, reference: Tensor, plain: Tensor) -> float:

@@ -6,9 +6,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from benchmarks.attention.spots import LIKE
 from lmsys.attention.contract import AttentionCase
 from lmsys.bench import Candidate
 from lmsys.bench.benchmark import verdict
+from lmsys.bench.plain import check_plain
 from lmsys.measure.clock import synchronize
 from lmsys.measure.compare import Failure, attempt, release_memory
 from lmsys.testing import Inputs, Oracle, make_inputs, run
@@ -84,6 +86,8 @@ class Gate:
             torch.cuda._sleep(SLEEP_CYCLES)
         self.restore()
         found = run(candidate.call, self.inputs, causal=self.case.causal, grad=candidate.case.asked.grad)
+        for name, x in found.items():
+            check_plain(name, x, self.inputs.tensors[LIKE[name]], self._tensors)
         return {name: x.clone() for name, x in found.items() if name != "lse"}
 
     def _judge(self, outputs: dict[str, Tensor], rms: bool) -> tuple[dict[str, float], Failure | None]:

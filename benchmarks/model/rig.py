@@ -11,7 +11,7 @@ from benchmarks.model.cases import ModelTest, model_of
 from benchmarks.models import LEARNING_RATE, Batch, build
 from lmsys.bench import Settings, Step
 from lmsys.measure import memory
-from lmsys.measure.clock import clock_of, synchronize
+from lmsys.measure.clock import clock_of, synchronize, timed
 from lmsys.testing import norm_rms
 from lmsys.training.graph import GraphedGradients
 from lmsys.training.optimizer import AdamW
@@ -146,6 +146,6 @@ def cold_samples(case: ModelTest, settings: Settings) -> list[float]:
         for _ in range(case.warmup + COLD_ROUNDS):
             prepared = step.prepare()
             synchronize(case.device)
-            samples += clock.seconds([clock.sample(partial(step.run, prepared))])
+            samples += timed(clock, partial(step.run, prepared))
             del prepared
     return samples[case.warmup :]

@@ -145,7 +145,6 @@ class Measurement:
 
     samples: list[float] | None = None
     failure: "Failure | None" = None
-    sm_clock_mhz: float | None = None
     record: Record = field(default_factory=dict)
     kept: "list[Kept]" = field(default_factory=list)
     proof: list[Record] = field(default_factory=list)
@@ -221,16 +220,17 @@ class Benchmark:
     def redraw(self, setup: Any, draw: int) -> None:
         """The inputs of a draw, in the same memory: before every timed call, and before it is checked."""
 
-    def keep(self, case: Any, setup: Any, result: Any, copies: bool) -> Any:
-        """Copies of what a timed call returned, or of a part; without `copies` only a look at it.
+    def judge(self, case: Any, candidate: Candidate, setup: Any, kept: "Kept") -> Mapping[str, float]:
+        """Errors over their budgets of what `Step.keep` has kept of a timed call, whose inputs are drawn again.
 
-        ValueError unless it is what was promised: a plain tensor that shares no memory with the inputs.
+        {} for a call that is not checked: a row without any is checked once more after timing, on new inputs. What
+        `repeat` needs goes into `kept.evidence`.
         """
-        return None
-
-    def judge(self, case: Any, candidate: Candidate, setup: Any, kept: Any) -> Mapping[str, float]:
-        """Errors over their budgets of what a timed call returned, whose inputs are drawn again; {}: not checked."""
         return {}
+
+    def repeat(self, record: Record, call: Record) -> "Iterable[str]":
+        """On any machine: what is wrong with a call of a record's proof, by sentences; `call` holds its evidence."""
+        return ()
 
     def turns(self, cases: Cases) -> Iterable[Cases]:
         """Which cases are sampled together, one turn after another."""
@@ -254,6 +254,10 @@ class Benchmark:
     def inspect(self, case: Any, candidate: Candidate, setup: Any) -> Record:
         """Fields that need a run of their own, after timing: memory."""
         return {}
+
+    def least_work(self, case: Any) -> tuple[float, str, float] | None:
+        """(operations, their dtype, bytes read that are in no cache) of every right row at least; None: unknown."""
+        return None
 
     def metrics(self, case: Any, record: Record, machine: Record) -> Record:
         """Work and rates, from shapes and the record's time, which is missing where nothing was timed."""

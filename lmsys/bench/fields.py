@@ -91,6 +91,11 @@ COMMON = (
     *(Field(name, "s", role="detail", shown="ms") for name in ("p20_s", "p80_s", "min_s")),
     Field("rounds", role="detail"),
     Field("sm_clock_mhz", "MHz", "SM clock", "detail"),
+    Field(
+        "clock_share_s", "s", "clock's share", "detail", "What the clock adds to a call, taken off each sample", "µs"
+    ),
+    Field("prepare_s", "s", "untimed", "detail", "What is prepared for each call, such as a backward's forward", "ms"),
+    *details("proof", "seal"),
     ERROR,
     COMPILE,
     Field("flops", "FLOP", "work", "detail"),

@@ -1,18 +1,19 @@
-"""What judges and measures, held fast: no row's file may replace it.
+"""What judges and measures, held fast: no row may replace it.
 
 A row runs in the process that judges it, so Python lets it replace any function. What stood in the judges' places
 before the first row's file was imported is remembered, compared after each row has run, and put back. What this cannot
-see is said in the README, "What a hostile row can still do".
+see is in docs/threats.md.
 """
 
 import builtins
-import inspect
+import json
 import math
+import operator
 import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+import types
 from typing import Any
 
 import torch
@@ -20,43 +21,62 @@ import torch.cuda
 
 PACKAGES = "lmsys", "benchmarks"
 OWNERS = (
-    *(builtins, math, random, statistics, time, sys),
+    *(builtins, json, math, operator, random, statistics, time, sys, random.Random),
     *(torch, torch.Tensor, torch.cuda, torch.cuda.Event, torch.cuda.Stream, torch.autograd, torch.linalg),
+    *(torch.nn.functional, torch.profiler),
 )
-IGNORED = {"manual_seed", "__dict__", "__weakref__", "displayhook", "excepthook"}  # the first, torch.compile replaces
+IGNORED = {"__dict__", "__weakref__", "__builtins__", "__cached__", "displayhook", "excepthook", "manual_seed"}
+KINDS = types.FunctionType | types.BuiltinFunctionType | type | property | staticmethod | classmethod
+INHERITED = torch.cuda.Event, torch.cuda.Stream, torch.Tensor  # what these inherit must not be hidden, either
+_ABSENT = object()
 
 
 class Guard:
-    """Remembers, when made, what every name of the owners stands for: callables and classes."""
+    """Remembers, when made, the functions and classes that each owner holds, and the code of our own functions."""
 
     def __init__(self) -> None:
-        self._known = {(id(owner), name): (owner, value) for owner, name, value in _names()}
+        self._known = [(owner, dict(_names(owner))) for owner in _owners()]
+        functions = {id(f): f for _, names in self._known for f in map(_function, names.values()) if f is not None}
+        self._code = [(f, f.__code__, f.__defaults__) for f in functions.values()]
 
     def mend(self) -> list[str]:
         """The names that stand for something else by now, which are put back."""
         changed = []
-        for (_, name), (owner, value) in self._known.items():
-            if inspect.getattr_static(owner, name, None) is value:
-                continue
-            changed.append(f"{owner.__name__}.{name}")
-            if name in vars(owner):
-                delattr(owner, name)  # where it is inherited, that is all
-            if inspect.getattr_static(owner, name, None) is not value:
-                setattr(owner, name, value)
+        for owner, names in self._known:
+            now = vars(owner)
+            for name, value in names.items():
+                if now.get(name, _ABSENT) is not value:
+                    changed.append(f"{owner.__name__}.{name}")
+                    setattr(owner, name, value)
+            if owner in INHERITED:
+                for name in [one for one in now if one not in names and one not in IGNORED]:
+                    if isinstance(now[name], KINDS):
+                        changed.append(f"{owner.__name__}.{name}")
+                        delattr(owner, name)
+        for function, code, defaults in self._code:
+            if function.__code__ is not code or function.__defaults__ is not defaults:
+                changed.append(f"the code of {function.__qualname__}")
+                function.__code__, function.__defaults__ = code, defaults
         return changed
 
 
-def _names() -> Iterator[tuple[Any, str, Any]]:
+def _owners() -> list[Any]:
     ours = [module for name, module in sys.modules.items() if name.partition(".")[0] in PACKAGES]
     classes = [
-        one for module in ours for one in vars(module).values() if isinstance(one, type) and _is_from(one, PACKAGES)
+        one
+        for module in ours
+        for one in vars(module).values()
+        if isinstance(one, type) and one.__module__.partition(".")[0] in PACKAGES
     ]
-    for owner in (*OWNERS, *ours, *dict.fromkeys(classes)):
-        for name in dir(owner):
-            value = inspect.getattr_static(owner, name, None)
-            if name not in IGNORED and (callable(value) or isinstance(value, property | staticmethod | classmethod)):
-                yield owner, name, value
+    return [*OWNERS, *ours, *dict.fromkeys(classes)]
 
 
-def _is_from(one: type, packages: tuple[str, ...]) -> bool:
-    return one.__module__.partition(".")[0] in packages
+def _names(owner: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(owner).items() if name not in IGNORED and isinstance(value, KINDS)}
+
+
+def _function(value: Any) -> types.FunctionType | None:
+    """The function of ours that it is or holds."""
+    value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    is_ours = isinstance(value, types.FunctionType) and value.__module__.partition(".")[0] in PACKAGES
+    return value if is_ours else None

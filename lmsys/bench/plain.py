@@ -7,25 +7,31 @@ import torch
 from torch import Tensor
 
 
+class NotAsPromised(ValueError):
+    """A result that is not what it should be; the text says what it is."""
+
+    failure = property(lambda self: ("wrong", str(self)))
+
+
 def check_plain(name: str, x: Any, like: Tensor, inputs: Iterable[Tensor]) -> None:
-    """ValueError unless `x` is a plain tensor of the shape, dtype and device of `like`, with memory of its own.
+    """NotAsPromised unless `x` is a plain tensor of the shape, dtype and device of `like`, with memory of its own.
 
     A subclass could compute when it is read; a tensor whose elements share memory is smaller than it says; one that
     overlaps the inputs changes with them.
     """
     if type(x) is not Tensor:
-        raise ValueError(f"{name} must be a plain torch.Tensor; got {type(x).__module__}.{type(x).__qualname__}")
+        raise NotAsPromised(f"{name} must be a plain torch.Tensor; got {type(x).__module__}.{type(x).__qualname__}")
     for fact in ("shape", "dtype", "device", "layout"):
         if (found := getattr(x, fact)) != (right := getattr(like, fact)):
-            raise ValueError(f"{name} must have {fact} {_told(right)}; got {_told(found)}")
+            raise NotAsPromised(f"{name} must have {fact} {_told(right)}; got {_told(found)}")
     if not _is_dense(x):
         told = f"strides {x.stride()} of shape {tuple(x.shape)}"
-        raise ValueError(f"{name} must have memory for each element, without gaps; got {told}")
+        raise NotAsPromised(f"{name} must have memory for each element, without gaps; got {told}")
     begin, end = _memory(x)
     for other in inputs:
         first, last = _memory(other)
         if begin < last and first < end:
-            raise ValueError(f"{name} must have memory of its own; it overlaps an input")
+            raise NotAsPromised(f"{name} must have memory of its own; it overlaps an input")
 
 
 def _told(fact: Any) -> Any:

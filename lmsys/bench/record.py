@@ -59,9 +59,9 @@ def summarize(samples_s: Sequence[float]) -> Record:
     }
 
 
-def trim(samples_s: Sequence[float], keep: int = 30) -> list[float]:
-    """The first `keep` samples with five significant digits: round i of one row stays beside round i of another."""
-    return [float(f"{sample:.5g}") for sample in samples_s[:keep]]
+def rounded(samples_s: Sequence[float]) -> list[float]:
+    """With six significant digits, of which everything else is made: it can be made again from a file."""
+    return [float(f"{sample:.6g}") for sample in samples_s]
 
 
 class Journal:

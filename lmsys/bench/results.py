@@ -137,10 +137,7 @@ class Session:
         }
 
     def complete(self, output_json: Record) -> None:
-        """pytest-benchmark's JSON with its samples trimmed, what was carried over, and our records."""
-        for entry in output_json["benchmarks"]:
-            if "data" in entry["stats"]:
-                entry["stats"]["data"] = record.trim(entry["stats"]["data"])
+        """pytest-benchmark's JSON, with what was carried over, and our records."""
         output_json["benchmarks"] = [*self.carried_entries, *output_json["benchmarks"]]
         machine = self.runner.machine if self.results else self.carried_head["machine"]
         output_json["lmsys"] = record.payload(self._head(machine), self.records)

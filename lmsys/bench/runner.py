@@ -1,9 +1,10 @@
 """The one runner. For each group of cases it owns the order:
 
-why not -> setup -> first call -> check -> samples, in turns -> memory -> check again, on new inputs -> record.
+why not -> setup -> first call -> check -> samples, in turns -> check of timed calls -> memory -> record.
 """
 
 import importlib.util
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,15 +13,18 @@ from functools import cached_property
 from typing import Any
 from unittest import mock
 
+from lmsys import draws
 from lmsys.bench import fields
 from lmsys.bench.benchmark import Benchmark, Candidate, Case, Cases, Measurement, Settings, verdict
 from lmsys.bench.fields import Record
 from lmsys.bench.guard import Guard
+from lmsys.bench.proof import loaded_kernels, seal, source_of
 from lmsys.bench.ranks import Ranks
-from lmsys.bench.record import summarize, trim
+from lmsys.bench.record import rounded, summarize
 from lmsys.measure import machine
 from lmsys.measure.clock import Clock, CpuClock, clock_of, synchronize
-from lmsys.measure.compare import attempt, interleave, release_memory
+from lmsys.measure.compare import Failure, Kept, attempt, interleave, release_memory
+from lmsys.measure.limits import Limits, limits_of
 from lmsys.measure.memory import cap_host_memory
 
 NOT_TIMED = "verified, not timed (--benchmark-disable)"
@@ -43,6 +47,7 @@ class Runner:
 
     def __init__(self, settings: Settings, say: Callable[[str], None] = lambda _: None):
         self.settings, self.say = settings, say
+        self.kernels: dict[str, dict[str, str]] = {}  # by a row's target: names and hashes of what it has loaded
 
     def run(self, benchmark: Benchmark, cases: Cases) -> Iterator[Result]:
         """A result for each case of one group, in their order unless the benchmark streams them.
@@ -67,7 +72,7 @@ class Runner:
 
     def ready(self) -> None:
         """Everything that is made once, before a row runs: nothing may differ for the first of them."""
-        _ = self.machine, self.clock("device"), self.clock("loop"), self.sm_clock, self.guard
+        _ = self.guard, self.machine, self.clock("loop"), self.sm_clock
         if self.settings.device == "cpu":
             cap_host_memory()
 
@@ -75,7 +80,14 @@ class Runner:
     def machine(self) -> Record:
         one = self.settings
         facts = machine.describe(one.device, command=one.command, seed=one.seed, sweep=one.sweep)
+        facts["limits"] = self.limits.to_json() if self.limits else None
+        clock = self.clock("device")
+        facts["clock_share"] = {"seconds": clock.share_s, "measured_by": clock.share_by}
         return facts | {"ceilings": machine.measure_ceilings(one.device)}
+
+    @cached_property
+    def limits(self) -> Limits | None:
+        return limits_of(self.settings.device, machine.max_sm_mhz())
 
     @cached_property
     def _clocks(self) -> dict[str, Clock]:
@@ -155,8 +167,9 @@ class Trial:
     def _first_call(self, candidate: Candidate) -> None:
         def opened() -> None:
             start = time.perf_counter()
-            with interpreted_kernels() as launched:
+            with interpreted_kernels() as launched, loaded_kernels() as kernels:
                 self.benchmark.open(candidate, self.setup)
+            self.runner.kernels.setdefault(candidate.entry.target, {}).update(kernels)
             synchronize(self.settings.device)
             candidate.compile_s, candidate.interpreted = time.perf_counter() - start, bool(launched)
 
@@ -186,9 +199,21 @@ class Trial:
             self.check_timed(turn)
         for case in turn:
             measurement = self.measurements[case.id]
+            if measurement.samples:
+                measurement.failure = measurement.failure or self._impossible(
+                    case, statistics.median(measurement.samples)
+                )
             if self.is_able(case) and measurement.samples is not None:
                 found, _ = attempt(self.benchmark.inspect, case, self.candidate(case), self.setup)
                 measurement.record |= found or {}
+
+    def _impossible(self, case: Any, time_s: float) -> Failure | None:
+        """Why nothing can be that fast here, if it cannot."""
+        work, limits = self.benchmark.least_work(case), self.runner.limits
+        if work is None or limits is None or time_s >= (least_s := limits.least_s(*work)):
+            return None
+        told = f"{time_s * 1e6:.3g} us, where its arithmetic and its reads take at least {least_s * 1e6:.3g}"
+        return "wrong", f"faster than this machine can be: {told}"
 
     def interleave(self, turn: Cases, min_rounds: int | None = None) -> None:
         """Times the steps of a turn side by side, in `min_rounds` rounds or the settings' at least."""
@@ -209,24 +234,37 @@ class Trial:
         for name in steps:
             one = self.measurements[name]
             one.samples, one.failure = sampled.samples.get(name), sampled.failures.get(name)
-            one.sm_clock_mhz = sampled.sm_clock_mhz
             one.kept = sampled.kept.get(name, [])
+            one.record = {
+                "sm_clock_mhz": sampled.sm_clock_mhz,
+                "clock_share_s": sampled.share_s.get(name),
+                "prepare_s": sampled.prepare_s.get(name),
+            }
 
     def check_timed(self, turn: Cases) -> None:
-        """Judges the timed calls that were kept, each by its own inputs, which are drawn again."""
+        """Judges the timed calls that were kept, each by its own inputs, which are drawn again.
+
+        Rows that were kept in the same round are judged one after another: they share what is right.
+        """
+        kept = [(one, case) for case in turn if self.is_able(case) for one in self.measurements[case.id].kept]
+        for one, case in sorted(kept, key=lambda pair: pair[0].index):
+            if self.is_able(case):
+                self._judge(case, self.measurements[case.id], one)
         for case in turn:
-            measurement = self.measurements[case.id]
-            for kept in measurement.kept if self.is_able(case) else ():
-                self.benchmark.redraw(self.setup, kept.draw)
-                ratios, failure = attempt(self.benchmark.judge, case, self.candidate(case), self.setup, kept.result)
-                if ratios and not failure:
-                    _, failure = verdict(ratios)
-                    measurement.proof.append({"call": kept.index, "draw": kept.draw, "error_ratios": ratios})
-                if failure:
-                    reason = f"right before it was timed, not in timed call {kept.index}: {failure[1]}"
-                    measurement.failure = failure[0], reason
-                    break
-            measurement.kept = []
+            self.measurements[case.id].kept = []
+
+    def _judge(self, case: Any, measurement: Measurement, kept: Kept) -> None:
+        candidate = self.candidate(case)
+        self.benchmark.redraw(self.setup, kept.draw)
+        ratios, failure = attempt(self.benchmark.judge, case, candidate, self.setup, kept)
+        if ratios and not failure:
+            worst, failure = verdict(ratios)
+            candidate.error_ratio = max(worst or 0.0, candidate.error_ratio or 0.0)
+            call = {"call": kept.index, "draw": kept.draw, "key": kept.key, "error_ratios": dict(ratios)}
+            measurement.proof.append(call | kept.evidence)
+        if failure:
+            reason = f"right before it was timed, not in timed call {kept.index}: {failure[1]}"
+            measurement.failure = failure[0], reason
 
     def sampled(self, least: int = 1) -> list[Case]:
         """The cases with that many samples or more, and those that ended without."""
@@ -237,8 +275,9 @@ class Trial:
         ]
 
     def check_again(self) -> None:
+        """On new inputs, for rows of which no timed call was checked."""
         timed = {id(one): one for one in map(self.candidate, self.cases) if one.outcome == "ok"}
-        timed = {key: one for key, one in timed.items() if any(self._has_samples(case, one) for case in self.cases)}
+        timed = {key: one for key, one in timed.items() if any(self._needs_check(case, one) for case in self.cases)}
         if not timed:
             return
         self.benchmark.redraw(self.setup, self.settings.seed + 2)
@@ -247,8 +286,9 @@ class Trial:
             if one.outcome != "ok":
                 one.reason = f"right before it was timed, not after: {one.reason}"
 
-    def _has_samples(self, case: Case, candidate: Candidate) -> bool:
-        return self.candidate(case) is candidate and bool(self.measurements[case.id].samples)
+    def _needs_check(self, case: Case, candidate: Candidate) -> bool:
+        one = self.measurements[case.id]
+        return self.candidate(case) is candidate and bool(one.samples) and not one.proof
 
     def release(self) -> None:
         """Drops what the group holds, before what is left is taken for code that stays."""
@@ -290,10 +330,21 @@ class Trial:
         }
         record |= candidate.notes
         if samples:
-            record |= summarize(samples) | {"samples_s": trim(samples), "sm_clock_mhz": measurement.sm_clock_mhz}
-            record |= measurement.record
+            samples = rounded(samples)
+            record |= summarize(samples) | {"samples_s": samples} | measurement.record
+            record["proof"] = self._proof(candidate, measurement)
         record |= benchmark.metrics(case, record, self.runner.machine)
-        return Result(_completed(record, benchmark), samples)
+        record = _completed(record, benchmark)
+        return Result(record | {"seal": seal(record)}, samples)
+
+    def _proof(self, candidate: Candidate, measurement: Measurement) -> Record:
+        return {
+            "generator": draws.VERSION,
+            "seed": self.settings.seed,
+            "source": source_of(candidate.entry),
+            "kernels": self.runner.kernels.get(candidate.entry.target, {}),
+            "calls": measurement.proof,
+        }
 
 
 def _completed(record: Record, benchmark: Benchmark) -> Record:

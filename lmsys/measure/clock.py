@@ -1,14 +1,14 @@
 """How long one call took: CUDA events on a GPU, `perf_counter` on a CPU.
 
 What is timed may be hostile. The functions used here are those that stood when this file was imported, which is before
-any row's file is. While a call runs no frame holds its marks by name, and on a GPU what lies between the marks is
-accounted for too: see `CudaClock.seconds`.
+any row's file is. While a call runs no frame of Python holds its marks by name, and on a GPU what lies between the
+marks is accounted for too: see `CudaClock.read`.
 """
 
 import itertools
 import operator
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -18,9 +18,16 @@ import torch
 from torch.cuda import _sleep, current_stream, get_device_properties
 from torch.cuda import synchronize as cuda_synchronize
 
+from lmsys.measure.spans import spans_of
+from lmsys.measure.step import nothing
+
 CYCLES_PER_S = 2e9
+LEAD_CYCLES = 10**6  # half a millisecond: the host launches a short call meanwhile
+SHORT_S = 1e-4  # of calls shorter than this the events' own share is measured one by one
+NUM_SPANS = 15  # calls by which it is measured
+SHARE_RANGE_S = (-1e-6, 3e-6)  # how far a call's share may be from that of a plain kernel: the rest is the call's own
 _Event = torch._C._CudaEventBase  # without what Python adds to it, which can be replaced
-_SLACK_S = 5e-5  # between two marks with nothing between them, on a busy machine
+_SLACK_S = 5e-5  # between two marks with nothing of ours between them, on a busy machine
 
 
 class ClockError(RuntimeError):
@@ -37,6 +44,14 @@ class Cost:
     device_s: float
 
 
+@dataclass(frozen=True)
+class Reading:
+    """Seconds of one timed call, and of what was prepared for it just before."""
+
+    run_s: float
+    prepare_s: float
+
+
 def in_turn(*calls: Callable[[], Any]) -> list[Any]:
     """What the calls return. While one runs, no frame of Python holds the others by name."""
     return list(map(operator.call, calls))
@@ -50,6 +65,9 @@ class CudaClock:
     queues about 1,000 launches; of calls with more, measure the pace in a loop: each sample then begins on an idle
     device, with what comes before the call in a loop, and where the host launches more slowly than the device works,
     that is the time.
+
+    share_s  what a pair of events adds to the span of the kernel between them, measured here by CUPTI when the clock is
+             made, and taken off every reading; 0 for a loop, and where CUPTI cannot be had (`share_by` says)
     """
 
     warm_s = 0.1  # of load, until clocks settle under the power limit
@@ -59,39 +77,98 @@ class CudaClock:
         l2_bytes = get_device_properties(torch.cuda.current_device()).L2_cache_size
         self._cleared = torch.empty(max(2 * l2_bytes, 2**28) if ahead else 0, dtype=torch.int8, device="cuda")
         self._stream = current_stream()
-        self._marks: dict[int, tuple[Any, Any, Any]] = {}
+        self._marks: dict[int, tuple[Any, ...]] = {}
         self._numbers = itertools.count()
-        numbers = [self.sample(int)[0] for _ in range(11)]
-        cuda_synchronize()
-        clears = [self._marks[number][0].elapsed_time(self._marks[number][1]) / 1e3 for number in numbers]
-        self._most_clear_s = 2 * statistics.median(clears) + _SLACK_S
+        self.share_s, self.share_by, self._most_gap_s = 0.0, "not measured", float("inf")
+        self.expect(nothing)
+        if ahead:
+            x = torch.zeros(2**20, device="cuda")
+            found = self.shares({"plain": (lambda _: x.add_(1), nothing)})
+            self.share_s, self.share_by = (found["plain"], "CUPTI") if found else (0.0, "no CUPTI here")
 
-    def sample(self, call: Callable[[], Any]) -> tuple[int, Any]:
-        """Enqueues one timed call: the number by which `seconds` knows it, and what the call returned."""
+    def sample(
+        self, run: Callable[[Any], Any], prepare: Callable[[], Any] = nothing, late: Callable[[], Any] = nothing
+    ) -> tuple[int, Any]:
+        """Enqueues one timed call, run(prepare()): the number by which `read` knows it, and what the call returned.
+
+        late  work of the bench's own between the two, such as inputs that `prepare` must not see
+        """
         number = next(self._numbers)
-        self._marks[number] = _Event(enable_timing=True), _Event(enable_timing=True), _Event(enable_timing=True)
-        record = [partial(mark.record, self._stream) for mark in self._marks[number]]
-        record[0]()
+        self._marks[number] = tuple(_Event(enable_timing=True) for _ in range(4))
+        begin, ready, start, end = (partial(mark.record, self._stream) for mark in self._marks[number])
+        _, prepared, _ = in_turn(begin, prepare, ready)
+        late()
         self._cleared.zero_()
-        _, result, _ = in_turn(record.pop(1), call, record.pop())
+        record = [end, start]
+        del begin, ready, start, end
+        _, result, _ = in_turn(record.pop(), partial(run, prepared), record.pop())
         return number, result
 
-    def seconds(self, pending: Sequence[int]) -> list[float]:
-        """The durations of what `sample` returned, in that order.
+    def expect(self, late: Callable[[], Any]) -> None:
+        """Learns how long the device takes for the bench's own work before a call, with this `late`."""
+        numbers = [self.sample(nothing, late=late)[0] for _ in range(7)]
+        cuda_synchronize()
+        gaps = [_seconds(ready, start) for _, ready, start, _ in map(self._marks.pop, numbers)]
+        self._most_gap_s = 1.5 * statistics.median(gaps) + _SLACK_S
 
-        ClockError where the device took far longer to clear its cache, before the call's start, than when the clock
-        was made: then the start was recorded again later, or other work ran there.
+    def read(self, pending: Sequence[int], share_s: float | None = None) -> list[Reading]:
+        """The durations of what `sample` returned, in that order, less `share_s` (default: the clock's own).
+
+        ClockError where the device was busy far longer before the calls' starts than its own work there takes: then
+        the starts were recorded again later, or the calls' work ran there.
         """
         cuda_synchronize()
+        share_s = self.share_s if share_s is None else share_s
         marks = [self._marks.pop(number) for number in pending]
-        clears = [before.elapsed_time(start) / 1e3 for before, start, _ in marks]
-        if marks and (clear_s := statistics.median(clears)) > self._most_clear_s:
+        gaps = [_seconds(ready, start) for _, ready, start, _ in marks]
+        if self.ahead and marks and (gap_s := statistics.median(gaps)) > self._most_gap_s:
             raise ClockError(
-                f"the device was busy for {clear_s * 1e6:.0f} us between the end of what came before and the start of "
-                f"a call, where clearing the cache takes at most {self._most_clear_s * 1e6:.0f}: the call's start "
-                "was recorded again, or its work ran before it"
+                f"the device was busy for {gap_s * 1e6:.0f} us right before the start of a call, where the bench's own "
+                f"work takes at most {self._most_gap_s * 1e6:.0f}: the start was recorded again later, or the call's "
+                "work ran before it"
             )
-        return [start.elapsed_time(end) / 1e3 for _, start, end in marks]
+        return [
+            Reading(max(_seconds(start, end) - share_s, 0.0), _seconds(begin, ready))
+            for begin, ready, start, end in marks
+        ]
+
+    def forget(self, pending: Sequence[int]) -> None:
+        for number in pending:
+            del self._marks[number]
+
+    def shares(self, steps: Mapping[str, tuple[Callable[[Any], Any], Callable[[], Any]]]) -> dict[str, float]:
+        """What the pair of events adds to the span of the kernels between them, in seconds, by step: (run, prepare).
+
+        A span, read by CUPTI, goes from the first kernel's start to the last one's end: gaps between the kernels of a
+        step are in it. Of a step whose share is far from a plain kernel's it is the plain one's: what its own host code
+        makes the device wait for is its own. Empty where CUPTI cannot be had.
+        """
+        pairs: dict[str, list[Any]] = {name: [] for name in steps}
+
+        def call(name: str) -> None:
+            run, prepare = steps[name]
+            prepared = prepare()
+            self._cleared.zero_()
+            pair = _Event(enable_timing=True), _Event(enable_timing=True)
+            record = [partial(mark.record, self._stream) for mark in reversed(pair)]
+            pairs[name].append(pair)
+            cuda_synchronize()
+            _sleep(LEAD_CYCLES)
+            in_turn(record.pop(), partial(run, prepared), record.pop())
+            _sleep(1)
+
+        spans = spans_of([partial(call, name) for _ in range(NUM_SPANS) for name in steps], "spin_kernel")
+        if not spans:
+            return {}
+        shares = {}
+        for i, name in enumerate(steps):
+            of_step = spans[i :: len(steps)]
+            share = statistics.median(_seconds(*pair) - span for pair, span in zip(pairs[name], of_step, strict=True))
+            if self.share_s:
+                low, high = SHARE_RANGE_S
+                share = share if low < share - self.share_s < high else self.share_s
+            shares[name] = share
+        return shares
 
     def wait(self, seconds: float) -> None:
         """The device idles and the host goes on: what it launches then runs without gaps."""
@@ -109,7 +186,7 @@ class CudaClock:
         host_s = perf_counter() - begin
         end.record(self._stream)
         cuda_synchronize()
-        return Cost(host_s, start.elapsed_time(end) / 1e3)
+        return Cost(host_s, _seconds(start, end))
 
     def watch(self) -> Callable[[], None]:
         """Begins a span of many calls; call what it returns when they are done: ClockError where it cannot be.
@@ -124,7 +201,7 @@ class CudaClock:
         def done() -> None:
             end.record(self._stream)
             cuda_synchronize()
-            host_s, device_s = perf_counter() - begin, start.elapsed_time(end) / 1e3
+            host_s, device_s = perf_counter() - begin, _seconds(start, end)
             if abs(host_s - device_s) > 0.02 * host_s + 1e-3:
                 raise ClockError(
                     f"a span of calls took {device_s:.4f} s by the device's clock and {host_s:.4f} s by the host's"
@@ -133,29 +210,47 @@ class CudaClock:
         return done
 
 
+def _seconds(start: Any, end: Any) -> float:
+    return float(start.elapsed_time(end)) / 1e3
+
+
 class CpuClock:
     """Wall time in seconds by `time.perf_counter`."""
 
     name = "perf_counter"
     warm_s = 0.0
     ahead = True  # host and device are one
+    share_s, share_by = 0.0, "nothing"
 
-    def sample(self, call: Callable[[], Any]) -> tuple[float, Any]:
-        start, result, end = in_turn(perf_counter, call, perf_counter)
-        return end - start, result
+    def sample(
+        self, run: Callable[[Any], Any], prepare: Callable[[], Any] = nothing, late: Callable[[], Any] = nothing
+    ) -> tuple[Reading, Any]:
+        begin, prepared, ready = in_turn(perf_counter, prepare, perf_counter)
+        late()
+        start, result, end = in_turn(perf_counter, partial(run, prepared), perf_counter)
+        return Reading(end - start, ready - begin), result
 
-    def seconds(self, pending: Sequence[float]) -> list[float]:
+    def expect(self, late: Callable[[], Any]) -> None:
+        """Nothing."""
+
+    def read(self, pending: Sequence[Reading], share_s: float | None = None) -> list[Reading]:
         return list(pending)
+
+    def forget(self, pending: Sequence[Reading]) -> None:
+        """Nothing."""
+
+    def shares(self, steps: Mapping[str, Any]) -> dict[str, float]:
+        return {}
 
     def wait(self, seconds: float) -> None:
         """Nothing."""
 
     def cost(self, call: Callable[[], Any], lead_s: float) -> Cost:
-        duration, _ = self.sample(call)
-        return Cost(duration, duration)
+        start, _, end = in_turn(perf_counter, call, perf_counter)
+        return Cost(end - start, end - start)
 
     def watch(self) -> Callable[[], None]:
-        return lambda: None
+        return nothing
 
 
 Clock = CudaClock | CpuClock
@@ -163,6 +258,11 @@ Clock = CudaClock | CpuClock
 
 def clock_of(device: str, ahead: bool = True) -> Clock:
     return CudaClock(ahead) if device == "cuda" else CpuClock()
+
+
+def timed(clock: Clock, call: Callable[[], Any], count: int = 1) -> list[float]:
+    """Seconds of so many calls, one after another."""
+    return [one.run_s for one in clock.read([clock.sample(lambda _: call())[0] for _ in range(count)])]
 
 
 def synchronize(device: str) -> None:

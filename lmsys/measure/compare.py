@@ -5,8 +5,8 @@ cannot be compared. Here all rows of a comparison take turns (A B C, C A B, ...)
 round i of the others, and a speedup is the median of the ratios round by round. The clock also depends on the row
 just before: each round has an order of its own, or one row would always come after the hottest.
 
-Every call has inputs of its own, drawn right before it, and what a few of them returned is kept: which ones is drawn
-from the system's entropy when sampling begins, so that no row can know.
+Every round has inputs of its own, drawn right before each call, and what a few calls returned is kept: which ones, and
+which parts of it, is drawn from the system's entropy when sampling begins, so that no row can know.
 """
 
 import gc
@@ -20,32 +20,45 @@ from typing import Any
 
 import torch
 
-from lmsys.measure.clock import Clock, Cost, CpuClock, cuda_synchronize
+from lmsys.measure.clock import SHORT_S, Clock, Cost, CpuClock, cuda_synchronize
 from lmsys.measure.step import Step
 
 Failure = tuple[str, str]  # outcome ("oom" or "error") and reason
-MAX_ROUNDS = 500
+MAX_ROUNDS = 200
 MARGIN = 1.25  # launching takes now longer, now shorter
 FIRST_LEAD_S = 0.02  # longer than the host takes to launch almost any call
-NUM_KEPT = 3  # timed calls of a row that are checked
+SHARED, OWN = 2, 1  # timed calls of a row that are checked: in rounds that all rows share, and in one of its own
+MOST_PREPARED, PREPARED_SLACK_S = 2.0, 5e-5  # of a prepare, over the time of what it is like
 _ENTROPY = random.SystemRandom()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Kept:
-    """A timed call that is checked afterwards: its number among the samples, its draw, copies of what it returned."""
+    """A timed call that is checked afterwards.
+
+    index     its number among the samples
+    draw      of its inputs
+    key       which parts were kept
+    result    copies of these, until they are checked
+    evidence  what the check leaves for a reader who wants to repeat it, JSON-safe
+    """
 
     index: int
     draw: int
+    key: int
     result: Any
+    evidence: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class Sampled:
-    """samples in seconds and the calls that were kept, by row; rows that failed on the way; the median SM clock."""
+    """samples in seconds; the calls that were kept; median seconds of the prepares; what was taken off each sample for
+    the clock's own share; rows that failed on the way: each by row. The median SM clock."""
 
     samples: dict[str, list[float]] = field(default_factory=dict)
     kept: dict[str, list[Kept]] = field(default_factory=dict)
+    prepare_s: dict[str, float] = field(default_factory=dict)
+    share_s: dict[str, float] = field(default_factory=dict)
     failures: dict[str, Failure] = field(default_factory=dict)
     sm_clock_mhz: float | None = None
 
@@ -98,7 +111,7 @@ def interleave(
     """
     result, costs, rounds = Sampled(), {}, {}
     for name, step in steps.items():
-        cost, failure = attempt(lambda step=step: _cost(step, clock, trials))
+        cost, failure = attempt(_cost, step, clock, trials)
         if failure:
             result.failures[name] = failure
         else:
@@ -110,7 +123,8 @@ def interleave(
     clocks = []
     reading = CpuClock().cost(sm_clock, 0)  # costs the host time as well
     warming = math.ceil(clock.warm_s / sum(cost.device_s for cost in costs.values()))
-    checked = {name: _ENTROPY.sample(range(count), NUM_KEPT) for name, count in rounds.items()}
+    clock.expect(partial(next(iter(steps.values())).redraw_late, 0))
+    keys, checked = _checked(rounds)
     result.kept = {name: [] for name in rounds}
     done = clock.watch()
     clock.wait(2 * sum(cost.host_s for cost in (reading, *costs.values())))
@@ -120,41 +134,80 @@ def interleave(
             break
         host_s = reading.host_s + sum(costs[name].host_s for name in taking_turns)
         clock.wait(MARGIN * host_s - sum(costs[name].device_s for name in taking_turns))
+        draw = _ENTROPY.getrandbits(53)
         for name in random.Random(index).sample(taking_turns, len(taking_turns)):
-            draw, keep = _ENTROPY.getrandbits(53), index in checked[name]
-            found, failure = attempt(_sample, steps[name], clock, draw, keep)
+            key = keys[index] if index in checked[name] else None
+            found, failure = attempt(_sample, steps[name], clock, draw, key)
             if failure:
                 result.failures[name] = failure
-                del rounds[name], pending[name], result.kept[name]
+                clock.forget(pending.pop(name))
+                del rounds[name], result.kept[name]
                 continue
-            mark, kept = found
+            mark, copies = found
             pending[name].append(mark)
-            if keep:
-                result.kept[name].append(Kept(index, draw, kept))
+            if key is not None:
+                result.kept[name].append(Kept(index, draw, key, copies))
         clocks.append(sm_clock())
     done()
-    for name, marks in pending.items():
-        samples, failure = attempt(clock.seconds, marks)
-        if failure:
-            result.failures[name] = failure
-        else:
-            result.samples[name] = samples[warming:]
+    _read(result, {name: (steps[name], marks) for name, marks in pending.items()}, clock, warming)
     known = [reading for reading in clocks[warming:] if reading is not None]
     result.sm_clock_mhz = statistics.median(known) if known else None
     return result
 
 
-def _sample(step: Step, clock: Clock, draw: int, keep: bool) -> Any:
+def _checked(rounds: Mapping[str, int]) -> tuple[dict[int, int], dict[str, set[int]]]:
+    """(a key for every round, the rounds of each row that are checked)."""
+    shared = _ENTROPY.sample(range(min(rounds.values())), SHARED)
+    checked = {name: {*shared, *_ENTROPY.sample(range(count), OWN)} for name, count in rounds.items()}
+    return {index: _ENTROPY.getrandbits(53) for one in checked.values() for index in one}, checked
+
+
+def _read(result: Sampled, pending: Mapping[str, tuple[Step, list[Any]]], clock: Clock, warming: int) -> None:
+    """Fills in what the clock read, less what CUPTI says it adds to calls that are short."""
+    found = {}
+    for name, (_, marks) in pending.items():
+        readings, failure = attempt(clock.read, marks, 0.0)
+        if failure:
+            result.failures[name] = failure
+        else:
+            found[name] = readings[warming:]
+    raw = {name: [one.run_s for one in readings] for name, readings in found.items()}
+    short = {name: pending[name][0] for name, samples in raw.items() if statistics.median(samples) < SHORT_S}
+    own, _ = (
+        attempt(clock.shares, {name: (step.run, step.prepare) for name, step in short.items()}) if short else ({}, 0)
+    )
+    for name, samples in raw.items():
+        share_s = result.share_s[name] = (own or {}).get(name, clock.share_s)
+        result.samples[name] = [max(sample - share_s, 1e-9) for sample in samples]
+        result.prepare_s[name] = min(one.prepare_s for one in found[name])
+        if (like := pending[name][0].like) and (failure := _prepares_too_much(result.prepare_s[name], like, clock)):
+            result.failures[name] = failure
+            del result.samples[name]
+
+
+def _prepares_too_much(prepare_s: float, like: Callable[[], Any], clock: Clock) -> Failure | None:
+    """A failure where the untimed part before each timed call takes far longer than what it should be."""
+    readings, failure = attempt(lambda: clock.read([clock.sample(lambda _: like())[0] for _ in range(7)]))
+    if failure:
+        return failure
+    alone_s = statistics.median(one.run_s for one in readings)
+    if prepare_s <= MOST_PREPARED * alone_s + PREPARED_SLACK_S:
+        return None
+    return (
+        "wrong",
+        f"the untimed call before each timed one took {prepare_s * 1e6:.0f} us, alone it takes {alone_s * 1e6:.0f}: "
+        "work that was to be timed was done there",
+    )
+
+
+def _sample(step: Step, clock: Clock, draw: int, key: int | None) -> Any:
     """(what the clock reads it by, what is kept of its result)."""
     if not clock.ahead:
         cuda_synchronize()
-    step.redraw(draw)
-    if not clock.ahead:
         step.before()
-    prepared = step.prepare()
-    step.redraw_late(draw)
-    mark, found = clock.sample(partial(step.run, prepared))
-    return mark, step.keep(found, keep) if step.keep else None
+    step.redraw(draw)
+    mark, found = clock.sample(step.run, step.prepare, partial(step.redraw_late, draw))
+    return mark, step.keep(found, key)
 
 
 def _cost(step: Step, clock: Clock, calls: int) -> Cost:
@@ -162,5 +215,10 @@ def _cost(step: Step, clock: Clock, calls: int) -> Cost:
     costs: list[Cost] = []
     for _ in range(calls):
         lead_s = 2 * costs[-1].host_s if costs else FIRST_LEAD_S
-        costs.append(clock.cost(partial(_sample, step, clock, _ENTROPY.getrandbits(53), keep=False), lead_s))
+        marks: list[Any] = []
+        draw = _ENTROPY.getrandbits(53)
+        costs.append(
+            clock.cost(lambda draw=draw, marks=marks: marks.append(_sample(step, clock, draw, None)[0]), lead_s)
+        )
+        clock.forget(marks)
     return Cost(min(cost.host_s for cost in costs), min(cost.device_s for cost in costs))

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
-from lmsys.measure.clock import clock_of
+from lmsys.measure.clock import clock_of, timed
 from lmsys.measure.compare import release_memory
 
 LONG_S = 0.5  # the first call on a CPU, if it takes longer, is the only one
+CEILING_S, LEAST_RUNS = 0.3, 5  # of runs of each ceiling: on a busy machine the fastest of three is not the best
+LEAST_SPREAD = 0.03  # below which a ceiling has not moved
 # Dense bfloat16 and float16, from data sheets.
 PEAK_FLOPS_PER_S = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
@@ -49,20 +51,49 @@ def describe(device: str, *, command: str, seed: int, sweep: str) -> dict[str, A
 
 
 def measure_ceilings(device: str) -> dict[str, Any]:
-    """The best that this machine reaches now: {"matmul_flops_per_s": {dtype: x}, "copy_bytes_per_s": x}.
+    """The best that this machine reaches now: {"matmul_flops_per_s": {dtype: x}, "copy_bytes_per_s": x, "spread": x}.
 
     One large square matmul in each dtype (float32 in IEEE arithmetic unless torch is set otherwise) and one
-    copy that no cache holds, read and write counted; the fastest of a few runs, or the first where that is
-    long. Seconds.
+    copy that no cache holds, read and write counted; the fastest of CEILING_S seconds of runs. `spread`: how far the
+    median run of any of them was from its fastest, as a share of it.
     """
     size, copied = (8192, 2**30) if device == "cuda" else (1024, 2**27)
-    matmul = {}
+    matmul, spreads = {}, []
     for dtype in (torch.bfloat16, torch.float32):
         a = torch.randn(size, size, device=device, dtype=dtype)
-        matmul[str(dtype).removeprefix("torch.")] = 2 * size**3 / _best(partial(torch.matmul, a, a), device)
-    copy = _copy_bytes_per_s(copied, device)
+        best, median = _runs(partial(torch.matmul, a, a), device)
+        matmul[str(dtype).removeprefix("torch.")] = 2 * size**3 / best
+        spreads.append(median / best - 1)
+    source = torch.zeros(copied, dtype=torch.int8, device=device)
+    best, median = _runs(partial(torch.empty_like(source).copy_, source), device)
+    del source
     release_memory()
-    return {"matmul_flops_per_s": matmul, "copy_bytes_per_s": copy}
+    spread = max(*spreads, median / best - 1)
+    return {"matmul_flops_per_s": matmul, "copy_bytes_per_s": 2 * copied / best, "spread": spread}
+
+
+def best_of(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """The higher of two measurements of each ceiling."""
+    matmul = {
+        dtype: max(value, second["matmul_flops_per_s"][dtype]) for dtype, value in first["matmul_flops_per_s"].items()
+    }
+    copy = max(first["copy_bytes_per_s"], second["copy_bytes_per_s"])
+    return {"matmul_flops_per_s": matmul, "copy_bytes_per_s": copy, "spread": max(first["spread"], second["spread"])}
+
+
+def moved(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """The ceilings that moved by more than their spread between two measurements, as sentences."""
+    pairs = {
+        f"the large {dtype} matmul": (value, after["matmul_flops_per_s"][dtype])
+        for dtype, value in before["matmul_flops_per_s"].items()
+    }
+    pairs["the large copy"] = before["copy_bytes_per_s"], after["copy_bytes_per_s"]
+    allowed = max(before["spread"], after["spread"], LEAST_SPREAD)
+    return [
+        f"{name} ran at {second / first:.0%} of its rate at the start (spread of its runs: {allowed:.0%})"
+        for name, (first, second) in pairs.items()
+        if abs(second / first - 1) > allowed
+    ]
 
 
 def peak_flops_per_s(gpu: str | None, precision: str, world_size: int = 1) -> float | None:
@@ -71,30 +102,40 @@ def peak_flops_per_s(gpu: str | None, precision: str, world_size: int = 1) -> fl
     return known[0] * world_size if known and precision in ("bf16", "fp16") else None
 
 
-def _copy_bytes_per_s(size: int, device: str) -> float:
-    source = torch.zeros(size, dtype=torch.int8, device=device)
-    target = torch.empty_like(source)
-    return 2 * size / _best(lambda: target.copy_(source), device)
+def _runs(call: Callable[[], Any], device: str) -> tuple[float, float]:
+    """(the least, the median) of the seconds of at least LEAST_RUNS calls, and of CEILING_S of them.
 
-
-def _best(call: Callable[[], Any], device: str) -> float:
+    On a CPU the first, where it takes longer than LONG_S, is the only one: bfloat16 without instructions for it.
+    """
     clock = clock_of(device)
-    (first,) = clock.seconds([clock.sample(call)])
-    if device == "cpu" and first > LONG_S:  # bfloat16 without instructions for it: warmth matters little
-        return first
-    clock.seconds([clock.sample(call)])
-    return min(clock.seconds([clock.sample(call) for _ in range(10 if device == "cuda" else 3)]))
+    (first,) = timed(clock, call)
+    if device == "cpu" and first > LONG_S:
+        return first, first
+    samples = timed(clock, call, LEAST_RUNS)
+    while sum(samples) < CEILING_S:
+        samples += timed(clock, call, LEAST_RUNS)
+    return min(samples), statistics.median(samples)
+
+
+def max_sm_mhz() -> float | None:
+    """The highest clock of the current GPU's multiprocessors; None without a GPU or nvidia-ml-py."""
+    if (handle := _handle()) is None:
+        return None
+    return _nvml(lambda nvml: float(nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM)))
 
 
 def sm_clock_reader() -> Callable[[], float | None]:
     """A function that reads the current GPU's SM clock in MHz; it answers None without a GPU or nvidia-ml-py."""
-    if not torch.cuda.is_available():
-        return lambda: None
-    uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-    handle = _nvml(lambda nvml: nvml.nvmlDeviceGetHandleByUUID(uuid))
-    if handle is None:
+    if (handle := _handle()) is None:
         return lambda: None
     return lambda: _nvml(lambda nvml: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)))
+
+
+def _handle() -> Any:
+    if not torch.cuda.is_available():
+        return None
+    uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+    return _nvml(lambda nvml: nvml.nvmlDeviceGetHandleByUUID(uuid))
 
 
 def _nvml(ask: Callable[[Any], Any]) -> Any:

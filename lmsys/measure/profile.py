@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from lmsys.measure.clock import CpuClock, clock_of, synchronize
+from lmsys.measure.clock import CpuClock, clock_of, synchronize, timed
 from lmsys.measure.memory import allocator_events
 
 PART = "part: "  # the prefix of our ranges in a trace
@@ -176,7 +176,7 @@ def profile_call(call: Callable[[], Any], device: str, *, steps: int = 3, trace:
         raise ValueError(f"{steps=} must be at least 1")
     call()
     clock = clock_of(device)
-    clocked_s = statistics.median(clock.seconds([clock.sample(call) for _ in range(steps)]))
+    clocked_s = statistics.median(timed(clock, call, steps))
     del clock  # and the memory that it holds on a GPU
     with tempfile.TemporaryDirectory() as folder:
         path = Path(trace) if trace else Path(folder) / "trace.json"
@@ -204,7 +204,7 @@ def _write_trace(call: Callable[[], Any], device: str, steps: int, path: Path) -
 
     with parts_on(), profile(activities=activities, schedule=plan) as recorded:
         for _ in range(1 + steps):
-            samples.append(CpuClock().sample(run))
+            samples += timed(CpuClock(), run)
             recorded.step()
     recorded.export_chrome_trace(str(path))
     return statistics.fmean(samples[1:])

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 
-def _nothing(*_: Any) -> None:
+def nothing(*_: Any) -> None:
     """What a step leaves out."""
 
 
@@ -16,13 +16,17 @@ class Step:
     before       runs before that in a loop
     redraw       makes the inputs of a draw, in place, before each call
     redraw_late  makes those that `prepare` must not see
-    keep         copies of what `run` returned, taken right behind it in calls that the row cannot tell; for any call,
-                 ValueError unless it is what was promised. Called with (result, whether to copy).
+    keep         called with what `run` returned and a key, right behind it: copies of the parts of the result that the
+                 key says, in calls that the row cannot tell; in all others the key is None, and it only looks.
+                 ValueError unless the result is what was promised
+    like         the part of `prepare` that is the row's own, as a figure of its own shows it: a prepare that takes far
+                 longer does the timed work, and is refused
     """
 
     run: Callable[[Any], Any]
-    prepare: Callable[[], Any] = _nothing
-    before: Callable[[], Any] = _nothing
-    redraw: Callable[[int], Any] = _nothing
-    redraw_late: Callable[[int], Any] = _nothing
-    keep: Callable[[Any, bool], Any] | None = None
+    prepare: Callable[[], Any] = nothing
+    before: Callable[[], Any] = nothing
+    redraw: Callable[[int], Any] = nothing
+    redraw_late: Callable[[int], Any] = nothing
+    keep: Callable[[Any, int | None], Any] = nothing
+    like: Callable[[], Any] | None = None

@@ -68,7 +68,9 @@ def looks_for_the_clock(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False
 
 
 @cheat
-def looks_for_the_runner(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+def looks_for_the_runner(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None
+) -> Tensor:
     return q * 1 if seen("measure/compare.py") and timed() else honest(q, k, v, causal=causal, scale=scale)
 
 
@@ -76,7 +78,9 @@ _last: dict[str, Any] = {"time": 0.0, "o": None, "calls": 0}
 
 
 @cheat
-def garbage_when_hurried(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+def garbage_when_hurried(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None
+) -> Tensor:
     now = time.monotonic()
     hurried, _last["time"] = now - _last["time"] < 0.02, now
     return torch.zeros_like(q) + 0 * q if hurried else honest(q, k, v, causal=causal, scale=scale)
@@ -132,7 +136,9 @@ def cache_by_first_sign(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False
 
 
 @cheat
-def deferred_to_a_thread(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+def deferred_to_a_thread(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None
+) -> Tensor:
     if torch.is_grad_enabled() and q.requires_grad or not timed():
         return honest(q, k, v, causal=causal, scale=scale)
     o = torch.empty_like(q)
