@@ -26,7 +26,7 @@ OWNERS = (
     *(torch.nn.functional, torch.profiler),
 )
 IGNORED = {"__dict__", "__weakref__", "__builtins__", "__cached__", "displayhook", "excepthook", "manual_seed"}
-KINDS = types.FunctionType | types.BuiltinFunctionType | type | property | staticmethod | classmethod
+KINDS: Any = types.FunctionType | types.BuiltinFunctionType | type | property | staticmethod | classmethod
 INHERITED = torch.cuda.Event, torch.cuda.Stream, torch.Tensor  # what these inherit must not be hidden, either
 _ABSENT = object()
 

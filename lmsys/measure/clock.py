@@ -262,7 +262,8 @@ def clock_of(device: str, ahead: bool = True) -> Clock:
 
 def timed(clock: Clock, call: Callable[[], Any], count: int = 1) -> list[float]:
     """Seconds of so many calls, one after another."""
-    return [one.run_s for one in clock.read([clock.sample(lambda _: call())[0] for _ in range(count)])]
+    marks: list[Any] = [clock.sample(lambda _: call())[0] for _ in range(count)]
+    return [one.run_s for one in clock.read(marks)]
 
 
 def synchronize(device: str) -> None:

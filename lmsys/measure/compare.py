@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from lmsys.measure.clock import SHORT_S, Clock, Cost, CpuClock, cuda_synchronize
+from lmsys.measure.clock import SHORT_S, Clock, Cost, CpuClock, synchronize, timed
 from lmsys.measure.step import Step
 
 Failure = tuple[str, str]  # outcome ("oom" or "error") and reason
@@ -187,10 +187,10 @@ def _read(result: Sampled, pending: Mapping[str, tuple[Step, list[Any]]], clock:
 
 def _prepares_too_much(prepare_s: float, like: Callable[[], Any], clock: Clock) -> Failure | None:
     """A failure where the untimed part before each timed call takes far longer than what it should be."""
-    readings, failure = attempt(lambda: clock.read([clock.sample(lambda _: like())[0] for _ in range(7)]))
+    samples, failure = attempt(timed, clock, like, 7)
     if failure:
         return failure
-    alone_s = statistics.median(one.run_s for one in readings)
+    alone_s = statistics.median(samples)
     if prepare_s <= MOST_PREPARED * alone_s + PREPARED_SLACK_S:
         return None
     return (
@@ -203,7 +203,7 @@ def _prepares_too_much(prepare_s: float, like: Callable[[], Any], clock: Clock) 
 def _sample(step: Step, clock: Clock, draw: int, key: int | None) -> Any:
     """(what the clock reads it by, what is kept of its result)."""
     if not clock.ahead:
-        cuda_synchronize()
+        synchronize("cuda")
         step.before()
     step.redraw(draw)
     mark, found = clock.sample(step.run, step.prepare, partial(step.redraw_late, draw))
@@ -213,12 +213,12 @@ def _sample(step: Step, clock: Clock, draw: int, key: int | None) -> Any:
 def _cost(step: Step, clock: Clock, calls: int) -> Cost:
     """The cost of one sample with its prepare: the least of a few, which also warm caches and clocks."""
     costs: list[Cost] = []
+    marks: list[Any] = []
+
+    def sample() -> None:
+        marks.append(_sample(step, clock, _ENTROPY.getrandbits(53), None)[0])
+
     for _ in range(calls):
-        lead_s = 2 * costs[-1].host_s if costs else FIRST_LEAD_S
-        marks: list[Any] = []
-        draw = _ENTROPY.getrandbits(53)
-        costs.append(
-            clock.cost(lambda draw=draw, marks=marks: marks.append(_sample(step, clock, draw, None)[0]), lead_s)
-        )
-        clock.forget(marks)
+        costs.append(clock.cost(sample, 2 * costs[-1].host_s if costs else FIRST_LEAD_S))
+    clock.forget(marks)
     return Cost(min(cost.host_s for cost in costs), min(cost.device_s for cost in costs))

@@ -19,7 +19,7 @@ def spans_of(calls: Sequence[Callable[[], Any]], separator: str) -> list[float]:
         torch.cuda.synchronize()
     kernels = sorted(
         (event.start_ns(), event.start_ns() + event.duration_ns(), event.name())
-        for event in recorded.profiler.kineto_results.events()  # type: ignore[union-attr]
+        for event in recorded.profiler.kineto_results.events()
         if str(event.device_type()).endswith("CUDA")
     )
     groups: list[list[tuple[int, int]]] = []  # one begins at each separator
