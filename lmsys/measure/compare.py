@@ -145,7 +145,7 @@ def interleave(
                 continue
             mark, copies = found
             pending[name].append(mark)
-            if key is not None:
+            if copies is not None and key is not None:
                 result.kept[name].append(Kept(index, draw, key, copies))
         clocks.append(sm_clock())
     done()
