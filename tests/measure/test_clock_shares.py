@@ -43,9 +43,7 @@ def beside_cupti(clock: CudaClock, step: Step, share_s: float, count: int = 15) 
     pairs: list[Any] = []
 
     def call() -> None:
-        pair = clocks._Event(enable_timing=True), clocks._Event(enable_timing=True)
-        pairs.append(pair)
-        clock.bracket(step.run, step.prepare(), pair)
+        pairs.append(clock.bracket(step.run, step.prepare))
 
     spans = spans_of([call] * count, *clocks.SEPARATED)
     assert len(spans) == count, "CUPTI gave nothing: another profiler has it, or the driver forbids it"
