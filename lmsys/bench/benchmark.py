@@ -156,6 +156,7 @@ Cases = Sequence[Any]
 class Benchmark:
     """The base: what every benchmark can leave as it is.
 
+    case_type       the class of its cases, by which a case is made again from a record
     tables          the tables that its rows come from, by their kind
     clock           "device": each call alone, its device time; "loop": the pace of a loop, for calls with more launches
                     than a device queues; "host": wall time
@@ -166,6 +167,7 @@ class Benchmark:
     """
 
     name = ""
+    case_type: type[Case] = Case
     axes: tuple[Axis, ...] = ()
     fields: tuple[Field, ...] = ()
     tables: Mapping[str, Table] = {}
@@ -227,6 +229,16 @@ class Benchmark:
         `repeat` needs goes into `kept.evidence`.
         """
         return {}
+
+    def case_of(self, record: Record) -> Any:
+        """The case that a record is about, made again; None where the record does not hold all of `case_type`."""
+        names = [one.name for one in fields(self.case_type)][len(fields(Case)) :]
+        if self.case_type is Case or not all(name in record for name in names):
+            return None
+        asked = [(table, name) for kind, table in self.tables.items() for name in (record["impl"], record.get(kind))]
+        known = [table[name] for table, name in asked if isinstance(name, str) and name in [*table]]
+        entry = known[0] if known else Entry(record["impl"], "", record["label"], record["peer"])
+        return self.case_type(record["section"], entry, record["device"], *(record[name] for name in names))
 
     def repeat(self, record: Record, call: Record) -> "Iterable[str]":
         """On any machine: what is wrong with a call of a record's proof, by sentences; `call` holds its evidence."""

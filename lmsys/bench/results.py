@@ -13,6 +13,7 @@ from lmsys.bench import record
 from lmsys.bench.axes import Axis, Grid, Sweep, given_axes
 from lmsys.bench.benchmark import Benchmark, Settings
 from lmsys.bench.fields import COMMON, Record, declared
+from lmsys.bench.proof import file_seal
 
 if TYPE_CHECKING:
     from lmsys.bench.runner import Result, Runner
@@ -147,7 +148,8 @@ class Session:
             self._rate_again(output_json["benchmarks"])
         output_json["benchmarks"] = [*self.carried_entries, *output_json["benchmarks"]]
         machine = self.runner.machine if self.results else self.carried_head["machine"]
-        output_json["lmsys"] = record.payload(self._head(machine), self.records)
+        payload = record.payload(self._head(machine), self.records)
+        output_json["lmsys"] = payload | {"seal": file_seal(json.loads(json.dumps(payload)))}
         self.saved = True
 
     def _rate_again(self, entries: Iterable[Record]) -> None:

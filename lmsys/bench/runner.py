@@ -4,6 +4,7 @@ why not -> setup -> first call -> check -> samples, in turns -> check of timed c
 """
 
 import importlib.util
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -98,6 +99,7 @@ class Runner:
     def rated(self, benchmark: Benchmark, case: Case, record: Record) -> Record:
         """The record with its rates as shares of what the machine reaches by now, sealed."""
         record = _completed(record | benchmark.metrics(case, record, self.machine), benchmark)
+        record = json.loads(json.dumps(record))  # as a reader gets it
         return record | {"seal": seal(record)}
 
     @cached_property
@@ -365,18 +367,10 @@ def _completed(record: Record, benchmark: Benchmark) -> Record:
     known = fields.declared(fields.COMMON, benchmark.fields)
     for field in known.values():
         if field.of is not None:
-            record[field.name] = _value_of(field, record)
+            record[field.name] = field.value(record)
     if undeclared := sorted(record.keys() - known.keys()):
         raise ValueError(f"benchmark {benchmark.name!r}: the fields {undeclared} of its records are declared nowhere")
     return record
-
-
-def _value_of(field: fields.Field, record: Record) -> Any:
-    assert field.of is not None
-    try:
-        return field.of(record)
-    except (KeyError, TypeError):
-        return None
 
 
 @contextmanager
