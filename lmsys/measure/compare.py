@@ -194,12 +194,14 @@ def _prepares_too_much(prepare_s: float, step: Step, clock: Clock) -> Failure | 
     """
     assert step.like is not None
     for _ in range(PREPARE_TRIALS):
+        clock.wait(FIRST_LEAD_S)
         samples, failure = attempt(timed, clock, step.like, 7)
         if failure:
             return failure
         alone_s = statistics.median(samples)
         if prepare_s <= MOST_PREPARED * alone_s + PREPARED_SLACK_S:
             return None
+        clock.wait(FIRST_LEAD_S)
         marks: list[Any] = [_sample(step, clock, _ENTROPY.getrandbits(53), None)[0] for _ in range(7)]
         prepare_s = min(one.prepare_s for one in clock.read(marks))
     return (
