@@ -9,14 +9,25 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 from unittest import mock
 
+from torch import Tensor
+
 from lmsys import draws
 from lmsys.bench import fields
-from lmsys.bench.benchmark import Benchmark, Candidate, Case, Cases, Measurement, Settings, verdict
+from lmsys.bench.benchmark import (
+    Benchmark,
+    Candidate,
+    Case,
+    Cases,
+    Measurement,
+    Settings,
+    judges_calls,
+    verdict,
+)
 from lmsys.bench.fields import Record
 from lmsys.bench.guard import Guard
 from lmsys.bench.proof import loaded_kernels, seal, source_of
@@ -27,6 +38,7 @@ from lmsys.measure.clock import Clock, CpuClock, clock_of, synchronize
 from lmsys.measure.compare import Failure, Kept, attempt, interleave, release_memory
 from lmsys.measure.limits import Limits, limits_of
 from lmsys.measure.memory import cap_host_memory
+from lmsys.measure.step import Step, nothing
 
 NOT_TIMED = "verified, not timed (--benchmark-disable)"
 INTERPRETED = "verified in Triton's interpreter, never timed"
@@ -175,6 +187,7 @@ class Trial:
         for case in self.cases:
             self.measurements[case.id].failure = benchmark.no_sample(case)
         self.setup = benchmark.setup(self.cases, self.settings)
+        benchmark.redraw(self.setup, self.settings.seed)
         for candidate in self.good() if benchmark.opens else ():
             self._first_call(candidate)
         benchmark.check_all(self.good(), self.setup, self.runner)
@@ -239,7 +252,7 @@ class Trial:
             step, failure = attempt(self.benchmark.step, case, self.candidate(case), self.setup)
             self.measurements[case.id].failure = failure
             if not failure:
-                steps[case.id] = step
+                steps[case.id] = self._filled(step)
         sampled = interleave(
             steps,
             self.runner.clock(self.benchmark.clock),
@@ -257,6 +270,13 @@ class Trial:
                 "clock_share_s": sampled.share_s.get(name),
                 "prepare_s": sampled.prepare_s.get(name),
             }
+
+    def _filled(self, step: Step) -> Step:
+        """With what a benchmark says once for all its steps: how inputs are drawn, and that results are judged."""
+        benchmark = self.benchmark
+        redraw = partial(benchmark.redraw, self.setup) if step.redraw is nothing else step.redraw
+        keep = copied if step.keep is nothing and judges_calls(benchmark) else step.keep
+        return replace(step, redraw=partial(_bench_own, redraw), keep=keep)
 
     def check_timed(self, turn: Cases) -> None:
         """Judges the timed calls that were kept, each by its own inputs, which are drawn again.
@@ -371,6 +391,26 @@ def _completed(record: Record, benchmark: Benchmark) -> Record:
     if undeclared := sorted(record.keys() - known.keys()):
         raise ValueError(f"benchmark {benchmark.name!r}: the fields {undeclared} of its records are declared nowhere")
     return record
+
+
+class BenchFault(RuntimeError):
+    """A failure in the bench's own part of a call."""
+
+    failure = property(lambda self: ("error", f"the bench failed, not the row: {self}"))
+
+
+def _bench_own(call: Callable[..., Any], *args: Any) -> Any:
+    found, failure = attempt(call, *args)
+    if failure:
+        raise BenchFault(failure[1])
+    return found
+
+
+def copied(result: Any, key: int | None) -> Any:
+    """A copy of a tensor, or of a tuple or list of them, where a key is given."""
+    if key is None:
+        return None
+    return result.clone() if isinstance(result, Tensor) else [copied(one, key) for one in result]
 
 
 @contextmanager

@@ -55,13 +55,7 @@ def test_it_is_measured_in_any_folder_and_refused_when_it_is_wrong(folder: Path)
         else:
             assert one["outcome"] == "ok" and one["flops_per_s"] == pytest.approx(2 * one["size"] ** 3 / one["time_s"])
     declared = {one["name"]: one for one in found["fields"]["matmul"]}
-    assert declared["flops_per_s"] == {
-        "name": "flops_per_s",
-        "unit": "FLOP/s",
-        "label": "rate",
-        "role": "metric",
-        "shown": "GFLOP/s",
-    }
+    assert declared["flops_per_s"]["unit"] == "FLOP/s" and declared["flops_per_s"]["role"] == "metric"
     assert [row["name"] for row in found["rows"]["row"]] == ["matmul", "mine"]
 
 

@@ -192,9 +192,9 @@ def test_the_device_clock_agrees_with_triton(
     assert statistics.median(ours) == pytest.approx(statistics.median(theirs), rel=0.03)
 
 
-@pytest.mark.parametrize(("long_s", "least"), [(0.0, 1), (60.0, 30)])
-def test_of_a_ceiling_that_takes_long_one_call_is_enough(
-    long_s: float, least: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("long_s", "least", "most"), [(0.0, 3, 3), (60.0, 30, 40)])
+def test_of_a_ceiling_that_takes_long_few_calls_are_enough(
+    long_s: float, least: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "LONG_S", long_s)
     calls: list[int] = []
@@ -205,7 +205,7 @@ def test_of_a_ceiling_that_takes_long_one_call_is_enough(
 
     best, median = machine._runs(call, "cpu")
     assert 0.009 <= best <= median < 1
-    assert len(calls) == 1 if least == 1 else len(calls) >= least
+    assert least <= len(calls) <= most
 
 
 def test_a_ceiling_has_moved_when_it_leaves_the_spread_of_its_runs() -> None:
