@@ -59,6 +59,25 @@ def test_it_is_measured_in_any_folder_and_refused_when_it_is_wrong(folder: Path)
     assert [row["name"] for row in found["rows"]["row"]] == ["matmul", "mine"]
 
 
+PATCH = """
+import torch
+
+elapsed_time = torch.cuda.Event.elapsed_time
+torch.cuda.Event.elapsed_time = lambda self, end: elapsed_time(self, end) / 10
+
+
+def row(q, k, v, *, causal=False, scale=None):
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+"""
+
+
+def test_a_file_that_patches_the_clock_when_it_is_imported_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(PATCH)
+    asked = "benchmarks/bench_attention.py", "--attention", f"sdpa_math,{tmp_path}/mine.py:row", "--length", "64"
+    ended = run(ROOT, *asked, "--benchmark-only", plugin=False)
+    assert ended.returncode == 4 and "replaces Event.elapsed_time when it is imported" in ended.stderr, ended.stderr
+
+
 def test_what_an_interrupted_run_measured_is_kept_and_resumed(folder: Path) -> None:
     lengths = ("--axis", f"size={','.join(map(str, range(16, 80)))}", "--axis", "dtype=float32,float16")
     line = command("bench_matmul.py", *lengths, "--benchmark-max-time", "0.1", "--benchmark-json", "out.json")
