@@ -306,13 +306,13 @@ SWEEPS = {
             0.15,
             {
                 "attention": (
-                    TOKENS16K.but(causal=(True,), without=SLOW_ROWS),
+                    TOKENS16K.but(length=square(1024, 16384), causal=(True,), without=SLOW_ROWS),
                     LEADERBOARD.but(without=SLOW_ROWS),
-                    BY_LENGTH.but(length=square(512, 2048, 8192), without=COMPILED_ROWS),
-                    FLASH.but(length=square(1024, 4096, 16384), head_dim=(64,)),
+                    BY_LENGTH.but(length=square(512, 2048, 8192), causal=(True,), without=COMPILED_ROWS),
+                    FLASH.but(length=square(1024, 16384), head_dim=(64,), direction=("fwd", "fwdbwd")),
                     TIERS.but(length=((128, 64), (512, 256), (512, 2048)), causal=(False,), without=COMPILED_ROWS),
                 ),
-                "model": (Grid("default", size=("small", "medium"), context=(512, 1024)), PEER),
+                "model": (Grid("default", size=("small",), context=(512,)), PEER),
                 "anatomy": with_compiled(ANATOMY),
                 "loss": (Grid("default", vocab_size=(10_000, 128_000)),),
                 "collectives": (COLLECTIVES,),

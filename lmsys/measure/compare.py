@@ -204,7 +204,7 @@ def _prepares_too_much(prepare_s: float, step: Step, clock: Clock) -> Failure | 
         return None
     for _ in range(PREPARE_TRIALS):
         clock.wait(FIRST_LEAD_S)
-        samples, failure = attempt(timed, clock, like, 7)
+        samples, failure = attempt(timed, clock, like, 7) if like is not nothing else ([0.0], None)
         if failure:
             return failure
         alone_s = statistics.median(samples)
