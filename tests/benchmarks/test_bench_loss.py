@@ -1,6 +1,7 @@
 """The benchmark of the head and loss: which cases there are, what is wrong in them, and what their records say."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from lmsys.model.loss import linear_cross_entropy
 from tests.support import harness
 from tests.support.cheats import seen
 from tests.support.harness import cases_of
+from tests.support.variants import some
 
 TINY: dict[str, Any] = {
     "tokens": (40,),
@@ -173,17 +175,23 @@ CHEATS = (garbage_gradients, no_gradient_of_classes_without_targets, half_of_the
 CHEATS += (answer_by_pointer, the_last_answer, a_remembered_loss)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("cheat", [None, *CHEATS])
-def test_a_row_that_cheats_while_it_is_timed_is_refused(
-    cheat: Cheat | None, precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def checked_apart(cheat: Cheat | None, precision: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr("lmsys.model.loss.linear_cross_entropy", when_timed(cheat))
-    one = records(row=("chunked",), precision=(precision,), vocab_size=(400,))["chunked"]
-    if cheat is None:
-        assert one["outcome"] == "ok", one["reason"]
-    else:
-        assert one["outcome"] == "wrong" and "in timed call" in one["reason"] and "time_s" not in one
+    return records(row=("chunked",), precision=(precision,), vocab_size=(400,))["chunked"]
+
+
+@pytest.mark.parametrize(("cheat", "precision"), some(product(CHEATS, ("bf16", "fp32", "fp16")), 3))
+def test_a_row_that_cheats_while_it_is_timed_is_refused(
+    cheat: Cheat, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = checked_apart(cheat, precision, monkeypatch)
+    assert one["outcome"] == "wrong" and "in timed call" in one["reason"] and "time_s" not in one
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_row_that_does_what_it_was_checked_by_is_not(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = checked_apart(None, precision, monkeypatch)
+    assert one["outcome"] == "ok", one["reason"]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
