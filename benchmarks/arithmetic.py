@@ -72,6 +72,15 @@ def ratio_of(found: Tensor, reference: Tensor, plain: Tensor, dtype: torch.dtype
     return max(ratio, norm_rms(found - reference) / rms_budget(reference, plain)) if found.dim() else ratio
 
 
+def mean_ratio(found: Tensor, terms: Tensor, plain: Tensor) -> float:
+    """The error of a mean over its budget: what the `plain` computation of its terms loses in root mean square.
+
+    No mean of errors is larger than that. The error of the plain mean says little: errors of both signs may cancel.
+    """
+    ratio = abs(found.item() - terms.double().mean().item()) / rms_budget(terms.double(), plain.double())
+    return ratio if math.isfinite(ratio) else math.inf
+
+
 def matmul_rates(flops: float, time_s: float, dtype: str, machine: Record) -> Record:
     """The rate of so much work, and its share of the large matmul measured in this run, None where none was.
 

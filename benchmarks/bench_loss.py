@@ -4,18 +4,18 @@ The reference is the eager row in float64, and the budget is what that row loses
 are made at the full shape, in blocks of tokens: only the rows themselves need room for all logits.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from benchmarks import axes
-from benchmarks.arithmetic import LOSS_SCALE, ROUNDING, arithmetic, autocast, matmul_rates, ratio_of, why_no_arithmetic
+from benchmarks.arithmetic import DTYPES, ROUNDING, arithmetic, matmul_rates, ratio_of, why_no_arithmetic
+from benchmarks.loss.inputs import Inputs
+from benchmarks.loss.spots import OUTPUTS, Spots, repeat
 from lmsys.bench import (
     Axis,
     Benchmark,
@@ -32,11 +32,11 @@ from lmsys.bench import (
     fields,
     positive,
 )
+from lmsys.draws import Draws
 from lmsys.measure import memory
+from lmsys.measure.compare import Kept
 
-BLOCK_LOGITS = {"cuda": 2**26, "cpu": 2**22}  # of the reference, held at once
-OUTPUTS = ("loss", "gradient of hidden", "gradient of weight")
-UNCHUNKED = "benchmarks.bench_loss:unchunked"
+UNCHUNKED = "benchmarks.loss.inputs:unchunked"
 LOSSES = Table(
     "loss",
     [
@@ -45,7 +45,6 @@ LOSSES = Table(
         Entry("compiled", UNCHUNKED, "all logits, torch.compile", peer=True, traits={"baseline": 2, "compiles": True}),
     ],
 )
-Answer = tuple[Tensor, Tensor, Tensor]  # the loss, and the gradients of hidden and weight
 
 
 @dataclass(frozen=True)
@@ -62,63 +61,13 @@ class LossTest(Case):
         return f"{self.section}-N{self.tokens}M{self.d_model}V{self.vocab_size}-{self.precision}"
 
 
-def unchunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The head and the loss as they are usually written: the logits of all tokens, in float32 or wider."""
-    logits = F.linear(hidden, weight)
-    return F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), targets)
-
-
 @dataclass
-class Inputs:
-    """hidden (N, M) and weight (V, M), both leaves, and targets (N); gradients are those of the loss times `scale`.
+class Setup:
+    """Inputs that all rows share, how they are drawn again, and what is looked at of timed calls."""
 
-    exact, plain  the eager row's answer in float64 and in the precision itself; on the host, where no row is measured
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    targets: Tensor
-    precision: str
-    scale: float
-    exact: Sequence[Tensor] = ()
-    plain: Sequence[Tensor] = ()
-
-    @classmethod
-    def draw(cls, case: LossTest, seed: int) -> "Inputs":
-        shapes = (case.tokens, case.d_model), (case.vocab_size, case.d_model)
-        hidden, weight = (torch.empty(shape, device=case.device, requires_grad=True) for shape in shapes)
-        targets = torch.empty(case.tokens, dtype=torch.int64, device=case.device)
-        scale = LOSS_SCALE if case.precision == "fp16" else 1.0
-        return cls(hidden, weight, targets, case.precision, scale).redraw_(seed)
-
-    def redraw_(self, seed: int) -> "Inputs":
-        """New values in the same memory; the logits are about standard normal."""
-        generator = torch.Generator(self.hidden.device).manual_seed(seed)
-        self.hidden.data.normal_(generator=generator)
-        self.weight.data.normal_(std=self.weight.shape[1] ** -0.5, generator=generator)
-        self.targets.random_(len(self.weight), generator=generator)
-        return self
-
-    def run(self, call: Callable[..., Tensor]) -> Answer:
-        with autocast(self.precision, self.hidden.device.type):
-            loss = call(self.hidden, self.weight, self.targets)
-        d_hidden, d_weight = torch.autograd.grad(loss * self.scale, (self.hidden, self.weight))
-        return loss.detach(), d_hidden, d_weight
-
-    def in_blocks(self, exact: bool) -> Answer:
-        """The eager row's answer, made from one block of tokens after another; in float64 where `exact`."""
-        dtype, precision = (torch.float64, "fp32") if exact else (torch.float32, self.precision)
-        weight = self.weight.detach().to(dtype).requires_grad_()
-        total, d_hidden, d_weight = weight.new_zeros(()), [], torch.zeros_like(weight)
-        size = max(1, BLOCK_LOGITS[self.hidden.device.type] // len(self.weight))
-        for hidden, targets in zip(self.hidden.detach().split(size), self.targets.split(size), strict=True):
-            share = len(targets) / len(self.targets)
-            leaf = hidden.to(dtype).requires_grad_()
-            loss, *gradients = Inputs(leaf, weight, targets, precision, self.scale * share).run(unchunked)
-            total += loss * share
-            d_hidden.append(gradients[0])
-            d_weight += gradients[1]
-        return total, torch.cat(d_hidden), d_weight
+    inputs: Inputs
+    draws: Draws
+    spots: Spots
 
 
 class Loss(Benchmark):
@@ -162,36 +111,57 @@ class Loss(Benchmark):
     def context(self, cases: Sequence[LossTest]) -> AbstractContextManager[None]:
         return arithmetic(cases[0].precision)
 
-    def setup(self, cases: Sequence[LossTest], settings: Settings) -> Inputs:
-        return Inputs.draw(cases[0], settings.seed)
+    def setup(self, cases: Sequence[LossTest], settings: Settings) -> Setup:
+        one = cases[0]
+        inputs = Inputs.empty(one.tokens, one.d_model, one.vocab_size, one.precision, one.device)
+        draws = inputs.draws(settings.seed)
+        draws.fill(settings.seed)
+        return Setup(inputs, draws, Spots(inputs))
 
-    def open(self, candidate: Candidate, setup: Inputs) -> None:
+    def open(self, candidate: Candidate, setup: Setup) -> None:
         call = candidate.entry.load()
         compiles = candidate.entry.trait("compiles", False)
         candidate.call = torch.compile(call, dynamic=False, fullgraph=True) if compiles else call
-        setup.run(candidate.call)
+        setup.inputs.run(candidate.call)
 
-    def check_all(self, candidates: Sequence[Candidate], setup: Inputs, runner: Any) -> None:
+    def check_all(self, candidates: Sequence[Candidate], setup: Setup, runner: Any) -> None:
         # Apart from the rows' own calls: where this fails, they have not.
-        setup.exact, setup.plain = ([x.cpu() for x in setup.in_blocks(exact)] for exact in (True, False))
+        x = setup.inputs
+        x.exact, x.plain = ([one.cpu() for one in x.in_blocks(exact)] for exact in (True, False))
         super().check_all(candidates, setup, runner)
 
-    def check(self, candidate: Candidate, setup: Inputs) -> Mapping[str, float]:
+    def check(self, candidate: Candidate, setup: Setup) -> Mapping[str, float]:
         """Only the row's own answer is on the device while it runs."""
-        device, dtype = setup.hidden.device, ROUNDING[setup.precision]
-        answer = [x.cpu() for x in setup.run(candidate.call)]
-        rows = zip(OUTPUTS, answer, setup.exact, setup.plain, strict=True)
-        return {name: ratio_of(x.to(device), y.to(device), z.to(device), dtype) for name, x, y, z in rows}
+        one, dtype = setup.inputs, ROUNDING[setup.inputs.precision]
+        answer = [x.cpu() for x in one.run(candidate.call)]
+        rows = zip(OUTPUTS, answer, one.exact, one.plain, strict=True)
+        return {name: ratio_of(x.to(on), y.to(on), z.to(on), dtype) for on in [one.device] for name, x, y, z in rows}
 
-    def redraw(self, setup: Inputs, seed: int) -> None:
-        setup.redraw_(seed)
+    def redraw(self, setup: Setup, draw: int) -> None:
+        setup.draws.fill(draw)
 
-    def step(self, case: LossTest, candidate: Candidate, setup: Inputs) -> Step:
-        return Step(lambda _: setup.run(candidate.call))
+    def judge(self, case: LossTest, candidate: Candidate, setup: Setup, kept: Kept) -> Mapping[str, float]:
+        return setup.spots.judge(kept)
 
-    def inspect(self, case: LossTest, candidate: Candidate, setup: Inputs) -> Record:
-        peak = memory.peak_bytes(lambda: setup.run(candidate.call), case.device)
-        return {"peak_bytes": peak - setup.hidden.nbytes - setup.weight.nbytes}
+    def repeat(self, record: Record, call: Record) -> Iterator[str]:
+        yield from repeat(record, call)
+
+    def step(self, case: LossTest, candidate: Candidate, setup: Setup) -> Step:
+        return Step(
+            lambda _: setup.inputs.run(candidate.call),
+            redraw=setup.draws.fill,
+            keep=setup.spots.keep,
+        )
+
+    def least_work(self, case: LossTest) -> tuple[float, str, float]:
+        """Three matmuls; hidden states and weight are read once."""
+        elements = (case.tokens + case.vocab_size) * case.d_model
+        return 6 * case.tokens * case.d_model * case.vocab_size, DTYPES[case.precision], 4 * elements
+
+    def inspect(self, case: LossTest, candidate: Candidate, setup: Setup) -> Record:
+        x = setup.inputs
+        peak = memory.peak_bytes(lambda: x.run(candidate.call), case.device)
+        return {"peak_bytes": peak - x.hidden.nbytes - x.weight.nbytes}
 
     def metrics(self, case: LossTest, record: Record, machine: Record) -> Record:
         """The operations of three matmuls, and with a time the rates and their share of what this machine reaches."""

@@ -11,7 +11,7 @@ bfloat16, with batch x length = 16,384 tokens and heads x head_dim = 2048.
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import axes
 from benchmarks.arithmetic import matmul_rates
+from benchmarks.attention.spots import Spots, repeat
 from benchmarks.plans.cases import DETERMINISTIC, FORMS, PLAIN, TRANSPOSED, PlanCase, plan_called, plans_of
 from lmsys.attention import ATTENTION
 from lmsys.bench import (
@@ -39,6 +40,9 @@ from lmsys.bench import (
     yes_no,
 )
 from lmsys.cost.operations import attention_flops
+from lmsys.draws import Draws
+from lmsys.measure.compare import Kept
+from lmsys.measure.step import nothing
 from lmsys.processes import futures
 from lmsys.testing import Inputs, Oracle, make_inputs
 
@@ -47,15 +51,40 @@ CALLS = 100  # of a short sequence, in a sample
 SHORT = {"length": ((128, 128), (256, 256), (512, 512)), "direction": ("fwd",)}
 COMPILERS, COMPILE_LIMIT_S = 12, 300.0
 OURS, PEER = ATTENTION["flash_gluon"], ATTENTION["sdpa_cudnn"]
-Call = Callable[[], Sequence[Tensor]]
 
 
 @dataclass
-class Setup:
-    """Inputs and their oracles, by form; an oracle is made when it is first needed."""
+class Form:
+    """The inputs of a form, how they are drawn again and what is looked at of timed calls; the oracle of the whole is
+    made when it is first needed."""
 
-    inputs: dict[str, Inputs]
-    oracles: dict[str, Oracle] = field(default_factory=dict)
+    inputs: Inputs
+    draws: Draws
+    spots: Spots
+    oracle: Oracle | None = None
+
+    @classmethod
+    def of(cls, case: PlanCase, seed: int) -> "Form":
+        inputs = inputs_of(case, seed)
+        return cls(inputs, Draws(inputs.tensors, seed), Spots(case.asked, inputs))
+
+
+Setup = Mapping[str, Form]  # by its name
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is timed, `run(prepare())`: it gives o and perhaps its log-sum-exp, or the gradients.
+
+    forward  what a backward's prepare is like
+    """
+
+    run: Callable[[Any], Sequence[Tensor]]
+    prepare: Callable[[], Any] = nothing
+    forward: Callable[[], Any] | None = None
+
+    def __call__(self) -> Sequence[Tensor]:
+        return self.run(self.prepare())
 
 
 class Plans(Benchmark):
@@ -108,34 +137,55 @@ class Plans(Benchmark):
         count = min(COMPILERS, len(new), os.cpu_count() or 1)
         found = futures(first_call, new, count, timeout_s=COMPILE_LIMIT_S) if new else ()
         self.compiled |= {case: future.exception() for case, future in zip(new, found, strict=True)}
-        return Setup({case.form: inputs_of(case, settings.seed) for case in cases})
+        return {form: Form.of(case, settings.seed) for form, case in {case.form: case for case in cases}.items()}
 
     def open(self, candidate: Candidate, setup: Setup) -> None:
         if (error := self.compiled.get(candidate.case.small)) is not None:
             raise error
-        call_of(candidate.case, setup.inputs[candidate.case.form])()
+        call_of(candidate.case, setup[candidate.case.form].inputs)()
 
     def check(self, candidate: Candidate, setup: Setup) -> Mapping[str, float]:
-        case, inputs = candidate.case, setup.inputs[candidate.case.form]
+        case, form = candidate.case, setup[candidate.case.form]
         names = ("o", "lse") if case.direction == "fwd" else ("dq", "dk", "dv")
-        found = dict(zip(names, call_of(case, inputs)(), strict=False))  # a whole row gives o alone
-        if case.form not in setup.oracles:
-            setup.oracles[case.form] = Oracle(case.asked, inputs)
-        return setup.oracles[case.form].error_ratios(found, rms=True)
+        found = dict(zip(names, call_of(case, form.inputs)(), strict=False))  # a whole row gives o alone
+        form.oracle = form.oracle or Oracle(case.asked, form.inputs)
+        return form.oracle.error_ratios(found, rms=True)
 
-    def redraw(self, setup: Setup, seed: int) -> None:
-        setup.oracles.clear()
-        for inputs in setup.inputs.values():
-            inputs.redraw_(seed)
+    def redraw(self, setup: Setup, draw: int) -> None:
+        for form in setup.values():
+            form.draws.fill(draw)
+            form.oracle = None
 
     def step(self, case: PlanCase, candidate: Candidate, setup: Setup) -> Step:
-        call = call_of(case, setup.inputs[case.form])
+        """A backward's forward runs untimed just before it, on inputs of the same draw. Of many calls the last's
+        result is looked at."""
+        form, backward = setup[case.form], case.direction == "bwd"
+        call = call_of(case, form.inputs)
 
-        def calls() -> list[Sequence[Tensor]]:
-            return [call() for _ in range(case.calls)]
+        def calls() -> Sequence[Tensor]:
+            return [call() for _ in range(case.calls)][-1]
 
-        run = graph_of(calls) if case.graphed else calls
-        return Step(lambda _: run(), before=call)
+        many = graph_of(calls) if case.graphed else calls
+
+        def keep(found: Sequence[Tensor], key: int | None) -> Any:
+            return form.spots.keep(backward, found if backward else found[0], key)
+
+        return Step(
+            run=call.run if case.calls == 1 else lambda _: many(),
+            prepare=call.prepare,
+            before=call,
+            redraw=lambda draw: form.draws.fill(draw, ("q", "k", "v")),
+            redraw_late=lambda draw: form.draws.fill(draw, ("do",)),
+            keep=keep,
+            like=call.forward,
+        )
+
+    def judge(self, case: PlanCase, candidate: Candidate, setup: Setup, kept: Kept) -> Mapping[str, float]:
+        return setup[case.form].spots.judge(case.direction == "bwd", kept, rms=True)
+
+    def repeat(self, record: Record, call: Record) -> Iterator[str]:
+        asked = {name: record[name] for name in ("head_dim", "length", "causal", "direction", "batch", "form")}
+        yield from repeat(PlanCase("", OURS, "cpu", **asked).asked, record["proof"]["seed"], call)
 
     def metrics(self, case: PlanCase, record: Record, machine: Record) -> Record:
         one = case.asked
@@ -169,24 +219,39 @@ def inputs_of(case: PlanCase, seed: int) -> Inputs:
 
 
 def call_of(case: PlanCase, inputs: Inputs) -> Call:
-    """The call that is timed: it returns o and perhaps its log-sum-exp, or the gradients, of a forward that has run."""
     causal, scale = case.causal, case.head_dim**-0.5
     plan: Any = case.plan
     q, k, v = inputs.leaves(grad=plan is None and case.direction == "bwd")
     if plan is None:
-        if case.direction == "fwd":
-            return lambda: (F.scaled_dot_product_attention(q, k, v, is_causal=causal),)
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-        return lambda: torch.autograd.grad(o, (q, k, v), inputs.do, retain_graph=True)
+        return peer_call(case, inputs)
     from lmsys.attention.flash_gluon import kernels
 
     if case.direction == "bwd":
-        o, lse = kernels._forward(q, k, v, causal, scale)
         order = case.form == DETERMINISTIC
-        return lambda: kernels._backward(q, k, v, o, lse, inputs.do, causal, scale, order, plan)
+
+        def forward() -> Any:
+            return kernels._forward(q, k, v, causal, scale)
+
+        def backward(made: Any) -> Sequence[Tensor]:
+            o, lse = made
+            return kernels._backward(q, k, v, o, lse, inputs.do, causal, scale, order, plan)
+
+        return Call(backward, forward, forward)
     if case.planned and case.calls > 1:
-        return lambda: (kernels.flash_gluon(q, k, v, causal=causal),)
-    return lambda: kernels._forward(q, k, v, causal, scale, plan)
+        return Call(lambda _: (kernels.flash_gluon(q, k, v, causal=causal),))
+    return Call(lambda _: kernels._forward(q, k, v, causal, scale, plan))
+
+
+def peer_call(case: PlanCase, inputs: Inputs) -> Call:
+    backward = case.direction == "bwd"
+    leaves = inputs.leaves(backward)
+
+    def forward() -> Tensor:
+        return F.scaled_dot_product_attention(*leaves, is_causal=case.causal)
+
+    if backward:
+        return Call(lambda o: torch.autograd.grad(o, leaves, inputs.do), forward, torch.no_grad()(forward))
+    return Call(lambda _: (forward(),))
 
 
 def first_call(case: PlanCase) -> None:
@@ -195,14 +260,19 @@ def first_call(case: PlanCase) -> None:
     torch.cuda.synchronize()
 
 
-def graph_of(calls: Callable[[], Any]) -> Callable[[], None]:
-    """A replay of the calls, whose results stay in the graph's own memory."""
+def graph_of(calls: Callable[[], Sequence[Tensor]]) -> Callable[[], Sequence[Tensor]]:
+    """A replay of the calls. The result stays in the graph's own memory, and is the same tensors every time."""
     calls()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        calls()
-    return graph.replay
+        found = calls()
+
+    def replay() -> Sequence[Tensor]:
+        graph.replay()
+        return found
+
+    return replay
 
 
 test_plans, test_short_plans = bench(Plans), bench(ShortPlans)

@@ -7,7 +7,7 @@ window of it, so that a new draw costs one copy, and any part of a draw can be m
 """
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -39,37 +39,78 @@ def values(seed: int, first: int, count: int, device: str | torch.device = "cpu"
 
     Each is a whole number of 2**-19 below 2**23 over STD: whatever rounds float32 is seen.
     """
-    found = torch.empty(count, dtype=torch.float32, device=device)
-    for begin in range(first - first % 4, first + count, 4 * _AT_ONCE):
-        words = philox(seed, begin // 4, min(_AT_ONCE, -((begin - first - count) // 4)), device)
+
+    def nearly_normal(words: Tensor) -> Tensor:
         total = sum((words >> shift & 255 for shift in (8, 16, 24)), words & 255)
         fraction = (words * _WEYL[0] & _WORD) >> 19
-        part = ((total - 510 << 13) + fraction - 2**12).float() * (2.0**-13 / STD)
+        return ((total - 510 << 13) + fraction - 2**12).float() * (2.0**-13 / STD)
+
+    return _stream(nearly_normal, torch.float32, seed, first, count, device)
+
+
+def whole_numbers(seed: int, first: int, count: int, below: int, device: str | torch.device = "cpu") -> Tensor:
+    """The same of numbers from 0 on that are less than `below`, at most 2**31, each as likely as any other: int64."""
+    return _stream(lambda words: words * below >> 32, torch.int64, seed, first, count, device)
+
+
+def _stream(
+    of: Callable[[Tensor], Tensor],
+    dtype: torch.dtype,
+    seed: int,
+    first: int,
+    count: int,
+    device: str | torch.device,
+) -> Tensor:
+    """What `of` makes of the seed's words from `first` on, not of all at once."""
+    found = torch.empty(count, dtype=dtype, device=device)
+    for begin in range(first - first % 4, first + count, 4 * _AT_ONCE):
+        words = philox(seed, begin // 4, min(_AT_ONCE, -((begin - first - count) // 4)), device)
         low, high = max(begin, first), min(begin + 4 * _AT_ONCE, first + count)
-        found[low - first : high - first] = part[low - begin : high - begin]
+        found[low - first : high - first] = of(words)[low - begin : high - begin]
     return found
 
 
 class Draws:
     """Fills tensors again and again. Draw number n of tensor i is a window of stream (seed, i), at a place that n says.
 
-    tensors  contiguous, by name; each holds `std` times the stream's values, rounded to its dtype
+    tensors  by name, of any strides; each holds, in the order of its indices, `std` times the stream's values, rounded
+             to its dtype, or where `below` has its name whole numbers less than that
 
     Held on the tensors' device: for each a part of its stream, STARTS values longer than the tensor, in its dtype.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], seed: int, std: Mapping[str, float] | None = None):
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        seed: int,
+        std: Mapping[str, float] | None = None,
+        below: Mapping[str, int] | None = None,
+    ):
         self.tensors, self.seed = dict(tensors), seed
         self._held: dict[str, Tensor] = {}
         for name, x in self.tensors.items():
-            scale = (std or {}).get(name, 1.0)
-            self._held[name] = (values(key(seed, name), 0, x.numel() + STARTS, x.device) * scale).to(x.dtype)
+            what = (std or {}).get(name, 1.0), (below or {}).get(name)
+            self._held[name] = _elements(key(seed, name), 0, x.numel() + STARTS, x.dtype, *what, x.device)
 
     def fill(self, draw: int, names: Iterable[str] | None = None) -> None:
         """In place and untold: same storage, same layout, same version."""
         for name in self.tensors if names is None else names:
             x, first = self.tensors[name], start(draw, name)
             x.data.copy_(self._held[name][first : first + x.numel()].view(x.shape))
+
+
+def _elements(
+    seed: int,
+    first: int,
+    count: int,
+    dtype: torch.dtype,
+    std: float,
+    below: int | None,
+    device: str | torch.device = "cpu",
+) -> Tensor:
+    if below is not None:
+        return whole_numbers(seed, first, count, below, device).to(dtype)
+    return (values(seed, first, count, device) * std).to(dtype)
 
 
 def start(draw: int, name: str) -> int:
@@ -82,6 +123,15 @@ def key(seed: int, name: str) -> int:
     return random.Random(f"{seed} {name}").getrandbits(64)
 
 
-def part(seed: int, draw: int, name: str, first: int, count: int, dtype: torch.dtype, std: float = 1.0) -> Tensor:
+def part(
+    seed: int,
+    draw: int,
+    name: str,
+    first: int,
+    count: int,
+    dtype: torch.dtype,
+    std: float = 1.0,
+    below: int | None = None,
+) -> Tensor:
     """`count` elements from `first` on of what `fill` writes, made alone, on a CPU."""
-    return (values(key(seed, name), start(draw, name) + first, count) * std).to(dtype)
+    return _elements(key(seed, name), start(draw, name) + first, count, dtype, std, below)

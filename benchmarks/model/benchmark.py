@@ -1,5 +1,6 @@
 """The base of all benchmarks of whole language models: a gate on a few blocks, then the whole models, mode by mode."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from benchmarks.model.cases import AXES, ModelTest, model_of
 from benchmarks.model.check import Gate
 from benchmarks.model.rig import Rig
 from lmsys.bench import Axis, Benchmark, Candidate, Grid, Settings, Step
-from lmsys.measure.compare import Failure
+from lmsys.measure.compare import Failure, Kept
 
 
 @dataclass
@@ -80,14 +81,16 @@ class ModelBenchmark(Benchmark):
         for candidate in candidates:
             candidate.call = None
 
-    def check(self, candidate: Candidate, setup: Setup) -> Mapping[str, float]:
-        """After timing: the logits, or the loss, which is kept, must be finite still. A cold start leaves no model."""
-        if "rig" in vars(setup):
-            result = setup.rig.forward(candidate.case).detach()
-            if not result.isfinite().all():
-                candidate.failed("wrong", "the loss or the logits hold NaN or inf")
-            candidate.notes["loss"] = result.item() if candidate.case.grad else None
-        return {}
+    def redraw(self, setup: Setup, draw: int) -> None:
+        if "rig" in vars(setup):  # a cold start has none, and nothing to judge
+            setup.rig.draws.fill(draw)
+
+    def judge(self, case: ModelTest, candidate: Candidate, setup: Setup, kept: Kept) -> Mapping[str, float]:
+        ratios = setup.rig.judge(case, kept)
+        if "loss" not in candidate.notes:
+            loss = setup.rig.forward(case).item() if case.grad else math.nan
+            candidate.notes["loss"] = loss if math.isfinite(loss) else None
+        return ratios
 
     def step(self, case: ModelTest, candidate: Candidate, setup: Setup) -> Step:
         seconds = setup.rig.alone(case)

@@ -64,8 +64,12 @@ class Llama(nn.Module):
         return self.wrapped(input_ids=tokens).logits
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self.loss_and_logits(tokens, targets)[0]
+
+    def loss_and_logits(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Its own loss; the targets are shifted already."""
-        return self.wrapped(input_ids=tokens, labels=targets, shift_labels=targets).loss
+        found = self.wrapped(input_ids=tokens, labels=targets, shift_labels=targets)
+        return found.loss, found.logits
 
     def take_weights(self, ours: nn.Module, shared: bool = False) -> "Llama":
         """The weights of a TransformerLM, with query and key rows ordered for its rotation of (i, i + D / 2).
@@ -84,10 +88,11 @@ class Llama(nn.Module):
 
     def as_ours(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Gradients of its parameters, by their names, as gradients of ours: the mapping of weights undone."""
-        return {
-            self.names[name.removeprefix("wrapped.")]: self._reordered(name, x, (-1, 2, self.head_dim // 2))
-            for name, x in gradients.items()
-        }
+        return {self.names[name.removeprefix("wrapped.")]: self.meant(name, x) for name, x in gradients.items()}
+
+    def meant(self, name: str, weight: Tensor) -> Tensor:
+        """A weight, or its gradient, as a model of ours has it that is this function."""
+        return self._reordered(name, weight, (-1, 2, self.head_dim // 2))
 
     def _reordered(self, name: str, x: Tensor, rows: tuple[int, int, int]) -> Tensor:
         """Query and key matrices with the last two of their rows' axes exchanged; others as they are."""

@@ -1,21 +1,31 @@
 """The whole language models of a group on their device, ready to be timed in every mode."""
 
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.arithmetic import arithmetic, autocast
+from benchmarks.arithmetic import LOSS_SCALE, arithmetic, autocast
 from benchmarks.model.cases import ModelTest, model_of
-from benchmarks.models import LEARNING_RATE, Batch, build
+from benchmarks.model.spots import NUM_ROWS, OUTPUTS, UPDATE, UPDATES, Spots
+from benchmarks.model.update import Watch
+from benchmarks.models import Batch, build
 from lmsys.bench import Settings, Step
+from lmsys.draws import Draws
 from lmsys.measure import memory
 from lmsys.measure.clock import clock_of, synchronize, timed
+from lmsys.measure.compare import Kept
 from lmsys.testing import norm_rms
 from lmsys.training.graph import GraphedGradients
 from lmsys.training.optimizer import AdamW
 
+# So small that no number of timed steps moves a weight by more than float32 rounds in a gradient: what was right in any
+# timed call is made by the weights as they are when it is judged.
+LEARNING_RATE = 1e-12
 COLD_ROUNDS = 10  # timed steps of the warm-up study
 GRAPH_BUDGET = 4 * torch.finfo(torch.bfloat16).eps  # of a gradient's size: additions have no fixed order
 
@@ -27,7 +37,8 @@ class GraphFault(ValueError):
 
 
 class Rig:
-    """The models of a group on one set of weights and gradients, with one batch; each is made when it is first used.
+    """The models of a group on one set of weights and gradients, with one batch, whose tokens and targets are drawn
+    again and again in one place; each is made when it is first used.
 
     All of ours have one optimizer, a peer has its own: while both are sampled, there are two sets of moments.
     """
@@ -36,14 +47,20 @@ class Rig:
         self.device, self.precision = case.device, case.precision
         self.base = build(case.config, case.device, seed)
         self.models: dict[tuple[bool, str, bool], nn.Module] = {}  # by ModelTest.row
-        self.data = Batch.draw(case.config, case.batch, case.device, seed + 1)
+        shape, below = (2, case.batch, case.context), case.config.vocab_size
+        self.data = Batch(*torch.empty(shape, dtype=torch.int64, device=case.device))
+        self.draws = Draws(vars(self.data), seed, below=dict.fromkeys(vars(self.data), below))
+        self.draws.fill(seed)
+        self.spots = Spots(self.base, self.data, self.precision)
+        self._watch: Watch | None = None
         self.clear()
 
     def clear(self) -> None:
         """No gradients and no optimizer: only the weights are left."""
         self.base.zero_grad(set_to_none=True)
         self.optimizers: dict[bool, torch.optim.Optimizer] = {}  # by ModelTest.peer
-        self.scaler = torch.amp.GradScaler(self.device, enabled=self.precision == "fp16")
+        enabled = self.precision == "fp16"
+        self.scaler = torch.amp.GradScaler(self.device, LOSS_SCALE, growth_interval=2**31 - 1, enabled=enabled)
 
     def model(self, case: ModelTest) -> nn.Module:
         if case.row not in self.models:
@@ -55,6 +72,15 @@ class Rig:
         model, data = self.model(case), self.data
         with torch.set_grad_enabled(case.grad), autocast(self.precision, self.device):
             return model.loss(data.tokens, data.targets) if case.grad else model(data.tokens)
+
+    def loss_and_states(self, case: ModelTest) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss of training, and what it was made of: the hidden states, of a peer the logits."""
+        model, data = self.model(case), self.data
+        with torch.enable_grad(), autocast(self.precision, self.device):
+            if case.peer:
+                return model.loss_and_logits(data.tokens, data.targets)
+            hidden = model.hidden(data.tokens)
+            return model.loss_of(hidden, data.targets), hidden
 
     def loss(self, case: ModelTest) -> torch.Tensor:
         """Scaled, with no gradients from before."""
@@ -70,8 +96,12 @@ class Rig:
         self.scaler.update()
 
     def step_of(self, case: ModelTest) -> Step:
-        """The call to time; a backward's forward, and an optimizer's gradients, are made untimed just before."""
+        """The call to time, on tokens of its own; a backward's forward, and an optimizer's gradients, are made untimed
+        just before."""
+        keep = self._keep_outputs if case.mode in OUTPUTS else self._keep_gradients
+        return replace(self._timed(case), redraw=partial(self._redraw, case), keep=partial(keep, case))
 
+    def _timed(self, case: ModelTest) -> Step:
         def whole() -> None:
             self.loss(case).backward()
             self.update(case.peer)
@@ -83,14 +113,35 @@ class Rig:
         if case.compile == "graphed":
             graph = self.graph_of(case)
             return Step(lambda _: replayed(), prepare=graph.record, before=replayed)
-        forward = Step(lambda _: self.forward(case), before=lambda: self.forward(case))
+        train = partial(self.loss_and_states, case)
         return {
-            "forward": forward,
-            "train_forward": forward,
+            "forward": Step(lambda _: self.forward(case), before=lambda: self.forward(case)),
+            "train_forward": Step(lambda _: train(), before=train),
             "backward": Step(lambda made: made.backward(), prepare=lambda: self.loss(case)),
             "optimizer": Step(lambda _: self.update(case.peer), prepare=lambda: self.loss(case).backward()),
             "step": Step(lambda _: whole(), before=whole),
         }[case.mode]
+
+    def _redraw(self, case: ModelTest, draw: int) -> None:
+        self.draws.fill(draw)
+        if case.mode in UPDATES:
+            self._watch = Watch.of(self.spots.parameters, NUM_ROWS, draw, self.optimizers.get(case.peer))
+
+    def _keep_outputs(self, case: ModelTest, result: Any, key: int | None) -> Any:
+        return self.spots.outputs(case, result, key)
+
+    def _keep_gradients(self, case: ModelTest, result: Any, key: int | None) -> Any:
+        if key is None:
+            return None
+        if case.mode not in UPDATES:
+            return self.spots.gradients(key, self.scaler.get_scale())
+        assert self._watch is not None
+        return self.spots.gradients(key, 1.0) | {UPDATE: self._watch.done(self.optimizers[case.peer])}
+
+    def judge(self, case: ModelTest, kept: Kept) -> Mapping[str, float]:
+        self.base.zero_grad(set_to_none=True)  # makes room
+        meant = self.model(case).meant if case.peer else lambda name, weight: weight
+        return self.spots.judge(case, kept, meant)
 
     def graph_of(self, case: ModelTest) -> GraphedGradients:
         return GraphedGradients(lambda: self.scaler.scale(self.forward(case)), self.base.parameters())

@@ -199,7 +199,10 @@ class TransformerLM(nn.Module):
 
     def loss(self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
         """Mean cross-entropy of the targets (B, S), in float32."""
-        hidden = self.hidden(tokens, positions)
+        return self.loss_of(self.hidden(tokens, positions), targets)
+
+    def loss_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """The same of the states that `hidden` has made."""
         with part("head and loss"):
             return linear_cross_entropy(hidden, self.lm_head.weight, targets)
 

@@ -1,19 +1,26 @@
 """The benchmark of the head and loss: which cases there are, what is wrong in them, and what their records say."""
 
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.bench_loss import BLOCK_LOGITS, Inputs, Loss, unchunked
+from benchmarks.arithmetic import ROUNDING, mean_ratio, ratio_of
+from benchmarks.bench_loss import Loss
+from benchmarks.loss.inputs import BLOCK_LOGITS, Inputs, unchunked
+from benchmarks.loss.spots import OUTPUTS, blocks_of, indices, parts
 from benchmarks.sweeps import SWEEPS
 from lmsys.attention.compiled import why_no_compiler
 from lmsys.bench import Settings
 from lmsys.bench.results import Session
 from lmsys.model.loss import linear_cross_entropy
 from tests.support import harness
+from tests.support.cheats import seen
 from tests.support.harness import cases_of
+from tests.support.variants import some
 
 TINY: dict[str, Any] = {
     "tokens": (40,),
@@ -22,6 +29,7 @@ TINY: dict[str, Any] = {
     "precision": ("fp32",),
     "row": ("chunked", "eager"),
 }
+PRECISIONS = "fp32", "bf16", "fp16"
 OTHERS = "attention", "model", "data_parallel", "collectives", "tokenizer", "training"  # what selects other benchmarks
 
 
@@ -41,7 +49,7 @@ def test_every_sweep_has_cases_of_its_own() -> None:
     assert case.id == "s-N40M16V50-fp32-eager" and case.comparison == "s-N40M16V50-fp32"
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_rows_are_timed_and_accounted_for(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmsys.model.loss.CHUNK_LOGITS", 8 * 50)
     found = records(precision=(precision,))
@@ -70,11 +78,136 @@ def test_without_a_compiler_the_compiled_row_is_unsupported(monkeypatch: pytest.
 @pytest.mark.parametrize("exact", [True, False])
 def test_what_is_made_in_blocks_equals_the_whole(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BLOCK_LOGITS, "cpu", 7 * 50)
-    (case,) = cases_of(Loss(), **(TINY | {"row": ("eager",)}))
-    inputs = Inputs.draw(case, seed=0)
+    inputs = drawn()
     for found, whole in zip(inputs.in_blocks(exact), inputs.run(unchunked), strict=True):
         assert found.dtype == (torch.float64 if exact else torch.float32)
         torch.testing.assert_close(found.float(), whole)
+
+
+def drawn(precision: str = "fp32") -> Inputs:
+    inputs = Inputs.empty(40, 16, 50, precision, "cpu")
+    inputs.draws(seed=0).fill(0)
+    return inputs
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_what_is_looked_at_is_a_part_of_the_whole(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BLOCK_LOGITS, "cpu", 7 * 50)
+    inputs = drawn(precision)
+    tokens, classes = (indices(some)[:20] for some in blocks_of(inputs, key=1))
+    exact, plain = (parts(inputs, tokens, classes, exact) for exact in (True, False))
+    loss, d_hidden, d_weight = inputs.in_blocks(exact=True)
+    for found, whole in zip(exact, (loss, d_hidden[tokens], d_weight[classes]), strict=True):
+        torch.testing.assert_close(found if whole.dim() else found.mean(), whole)
+    loss, d_hidden, d_weight = inputs.in_blocks(exact=False)
+    assert mean_ratio(loss, exact[0], plain[0]) <= 1
+    for found, one, right in ((d_hidden[tokens], plain[1], exact[1]), (d_weight[classes], plain[2], exact[2])):
+        assert (
+            max(ratio_of(found, right, one, ROUNDING[precision]), ratio_of(one, right, found, ROUNDING[precision])) <= 1
+        )
+
+
+class Answered(torch.autograd.Function):
+    """A loss and its gradients, wherever they come from."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, loss: Tensor, *gradients: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return *(x * grads[0] for x in ctx.gradients), None, None, None
+
+
+Cheat = Callable[[Any, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+
+
+def garbage_gradients(known: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    loss, *_ = right(hidden, weight, targets)
+    return loss, hidden.detach() / len(hidden), weight.detach() / len(weight)
+
+
+def no_gradient_of_classes_without_targets(known: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+    loss, d_hidden, d_weight = right(*inputs)
+    return loss, d_hidden, torch.zeros_like(d_weight).index_copy(0, inputs[2], d_weight[inputs[2]])
+
+
+def half_of_the_tokens(known: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    half = len(targets) // 2
+    loss, d_hidden, d_weight = right(hidden[:half], weight, targets[:half])
+    return loss, torch.cat([d_hidden, d_hidden]) / 2, d_weight
+
+
+def answer_by_pointer(known: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+    return known.setdefault(tuple(x.data_ptr() for x in inputs), right(*inputs))
+
+
+def the_last_answer(known: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+    before, known["last"] = known.get("last"), right(*inputs)
+    return before or known["last"]
+
+
+def a_remembered_loss(known: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+    loss, *gradients = right(*inputs)
+    return known.setdefault("loss", loss), *gradients
+
+
+def right(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (hidden, weight)]
+        loss = unchunked(*leaves, targets)
+        return loss.detach(), *torch.autograd.grad(loss, leaves)
+
+
+def when_timed(cheat: Cheat | None) -> Callable[..., Tensor]:
+    """A row that is right but while the clock runs, where it does what the cheat does."""
+    known: dict[Any, Any] = {}
+
+    def row(*inputs: Tensor) -> Tensor:
+        answer = cheat(known, *inputs) if cheat and seen("measure/clock.py") else right(*inputs)
+        return Answered.apply(*inputs[:2], *answer)
+
+    return row
+
+
+CHEATS = (garbage_gradients, no_gradient_of_classes_without_targets, half_of_the_tokens)
+CHEATS += (answer_by_pointer, the_last_answer, a_remembered_loss)
+
+
+def checked_apart(cheat: Cheat | None, precision: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr("lmsys.model.loss.linear_cross_entropy", when_timed(cheat))
+    return records(row=("chunked",), precision=(precision,), vocab_size=(400,))["chunked"]
+
+
+@pytest.mark.parametrize(("cheat", "precision"), some(product(CHEATS, ("bf16", "fp32", "fp16")), 3))
+def test_a_row_that_cheats_while_it_is_timed_is_refused(
+    cheat: Cheat, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = checked_apart(cheat, precision, monkeypatch)
+    assert one["outcome"] == "wrong" and "in timed call" in one["reason"] and "time_s" not in one
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_row_that_does_what_it_was_checked_by_is_not(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = checked_apart(None, precision, monkeypatch)
+    assert one["outcome"] == "ok", one["reason"]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_others_can_repeat_what_a_record_says(precision: str) -> None:
+    for one in records(precision=(precision,)).values():
+        calls = one["proof"]["calls"]
+        assert len(calls) >= 2 and all(call["error_ratios"].keys() == set(OUTPUTS) for call in calls)
+        for call in calls:
+            assert not list(Loss().repeat(one, call))
+            assert "off by" in next(iter(Loss().repeat(one, call | {"draw": call["draw"] + 1})))
+            part = call["part"] | {"error": 2 * call["part"]["error"] + 1e-9}
+            (said,) = Loss().repeat(one, call | {"part": part})
+            assert "its recorded values are off by" in said
+            (said,) = Loss().repeat(one, call | {"error_ratios": dict.fromkeys(OUTPUTS, 1e-9)})
+            assert "less than that of its own row" in said
+        assert "not recomputed" in next(iter(Loss().repeat(one | {"vocab_size": 10**8}, calls[0])))
 
 
 def test_wrong_oom_unsupported_and_stale_rows_are_cells(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +226,7 @@ def test_wrong_oom_unsupported_and_stale_rows_are_cells(monkeypatch: pytest.Monk
     for call, outcome, said in (
         (slightly_off, "wrong", "times the allowed error"),
         (hungry, "oom", ""),
-        (remembers, "wrong", "right before it was timed, not after"),
+        (remembers, "wrong", "right before it was timed, not in timed call"),
     ):
         monkeypatch.setattr("lmsys.model.loss.linear_cross_entropy", call)
         one = records(row=("chunked",))["chunked"]

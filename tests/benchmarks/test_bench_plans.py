@@ -1,7 +1,7 @@
 """The benchmark of plans: none unless asked for, each as it is asked for, and what a bad one comes to."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
@@ -15,6 +15,7 @@ from benchmarks.plans.cases import FORMS, PlanCase, name_of, plan_called
 from lmsys.attention.flash_gluon.plans import BACKWARD, FORWARD, SHORT, BackwardPlan, ForwardPlan, candidates
 from lmsys.attention.flash_gluon.support import KNOWN_TRITON
 from lmsys.attention.naive import masked_scores, naive
+from tests.support.cheats import seen
 from tests.support.collected import collect
 from tests.support.harness import cases_of, records
 
@@ -161,8 +162,11 @@ def test_forms_are_compared_with_plain_cases(on_cpu: list[Any]) -> None:
         "transposed": (8, 128),
         "grouped": (1, 128),
     }
-    found = records(Plans(), cases, timed=False)
+    found = records(Plans(), cases)
     assert {one["outcome"] for name, one in found.items() if name != "sdpa_cudnn"} == {"ok"}
+    for one in found.values():
+        for call in one["proof"]["calls"] if "proof" in one else ():
+            assert call["error_ratios"].keys() == {"dq", "dk", "dv"} and not list(Plans().repeat(one, call))
     assert {rest[0] for rest in on_cpu if isinstance(rest, tuple)} == {False, True}
     assert found["flash_gluon-ragged"]["flops"] < found["flash_gluon"]["flops"] == found["flash_gluon-grouped"]["flops"]
     fwd = cases_of(Plans(), **ONE, direction=("fwd",), form=FORMS)
@@ -214,6 +218,54 @@ def test_a_wrong_plan_has_no_time(on_cpu: list[Any], monkeypatch: pytest.MonkeyP
         if name != "sdpa_cudnn"
     )
     assert good["outcome"] == "ok" and bad["outcome"] == "wrong" and bad["error_ratio"] > 1 and "time_s" not in bad
+
+
+@known
+@pytest.mark.parametrize(("direction", "kernel"), [("fwd", "_forward"), ("bwd", "_backward")])
+def test_a_plan_that_answers_with_what_it_remembers_is_refused(
+    direction: str, kernel: str, on_cpu: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lmsys.attention.flash_gluon import kernels
+
+    right, known = getattr(kernels, kernel), []
+
+    def remembers(*x: Any) -> Any:
+        if not seen("measure/clock.py"):
+            return right(*x)
+        known.append(known[0] if known else right(*x))
+        return known[0]
+
+    monkeypatch.setattr(kernels, kernel, remembers)
+    one = records(Plans(), cases_of(Plans(), **ONE, direction=(direction,)))["flash_gluon"]
+    assert one["outcome"] == "wrong" and "right before it was timed, not in timed call" in one["reason"]
+    assert "time_s" not in one
+
+
+def replayed(calls: Callable[[], Any]) -> Callable[[], Any]:
+    """In place of a CUDA graph: the same tensors every time."""
+    static = calls()
+
+    def replay() -> Any:
+        for x, new in zip(static, calls(), strict=True):
+            x.copy_(new)
+        return static
+
+    return replay
+
+
+def never_replayed(calls: Callable[[], Any]) -> Callable[[], Any]:
+    static = calls()
+    return lambda: static
+
+
+@known
+@pytest.mark.parametrize(("graph", "outcome"), [(replayed, "ok"), (never_replayed, "wrong")])
+def test_a_graphs_outputs_are_looked_at_after_each_replay(
+    graph: Any, outcome: str, on_cpu: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_plans, "graph_of", graph)
+    one = records(ShortPlans(), cases_of(ShortPlans(), **ONE, graphed=(True,)))["flash_gluon"]
+    assert one["outcome"] == outcome, one["reason"]
 
 
 @known

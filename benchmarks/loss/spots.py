@@ -1,0 +1,148 @@
+"""Timed calls of the head and loss, checked at tokens and classes that no row can know.
+
+Of the gradients some rows are looked at: those of hidden states, which depend on all classes, and those of the weight,
+which depend on all tokens. The loss is held to the mean of what the tokens lose. One gradient of a hidden state goes
+into the record, by which others can repeat the check on a machine without a GPU: `repeat`.
+"""
+
+import base64
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.arithmetic import ROUNDING, autocast, mean_ratio, ratio_of
+from benchmarks.attention.spots import BUDGET_RTOL, ERROR_RTOL
+from benchmarks.loss.inputs import Answer, Inputs, std_of, unchunked, widened
+from lmsys import draws
+from lmsys.bench import Record
+from lmsys.bench.plain import check_plain
+from lmsys.measure.compare import Kept
+
+LOSS, D_HIDDEN, D_WEIGHT = OUTPUTS = ("loss", "gradient of hidden", "gradient of weight")
+NUM_BLOCKS, BLOCK_ROWS = 4, 16  # of each gradient
+MOST_ELEMENTS = 2**25  # of a weight that `repeat` draws again: seconds on a CPU
+
+
+class Spots:
+    """Copies and judges parts of timed calls, by the key of each; what is right of a part is made once for all rows."""
+
+    def __init__(self, inputs: Inputs):
+        self.inputs = inputs
+        self._right: dict[tuple[int, int], tuple[Answer, Answer]] = {}  # of the last draw and key
+
+    def keep(self, answer: Answer, key: int | None) -> Any:
+        """The loss, and the rows of both gradients that the key says; None without a key. See `check_plain`."""
+        x = self.inputs
+        like = x.hidden.new_empty(()), x.hidden, x.weight
+        for name, found, one in zip(OUTPUTS, answer, like, strict=True):
+            check_plain(name, found, one, x.tensors.values())
+        if key is None:
+            return None
+        blocks = zip(answer[1:], blocks_of(x, key), strict=True)
+        return answer[0].clone(), *(torch.cat([found[rows] for rows in some]) for found, some in blocks)
+
+    def judge(self, kept: Kept) -> Mapping[str, float]:
+        """The error over its budget of each; leaves one row as evidence."""
+        which, dtype = (kept.draw, kept.key), ROUNDING[self.inputs.precision]
+        tokens, classes = (indices(some) for some in blocks_of(self.inputs, kept.key))
+        if which not in self._right:
+            exact, plain = (parts(self.inputs, tokens, classes, exact) for exact in (True, False))
+            self._right = {which: (exact, plain)}
+        exact, plain = self._right[which]
+        (loss, *found) = kept.result
+        kept.evidence["part"] = _evidence(kept.key, found[0], exact[1])
+        rows = zip(OUTPUTS[1:], found, exact[1:], plain[1:], strict=True)
+        return {LOSS: mean_ratio(loss, exact[0], plain[0])} | {name: ratio_of(x, y, z, dtype) for name, x, y, z in rows}
+
+
+def blocks_of(inputs: Inputs, key: int) -> tuple[list[slice], list[slice]]:
+    """Of tokens and of classes: slices, as an index would have to travel to the device."""
+    chance = random.Random(key)
+
+    def some(length: int) -> list[slice]:
+        starts = range(0, length, BLOCK_ROWS)
+        return [
+            slice(one, min(one + BLOCK_ROWS, length)) for one in chance.sample(starts, min(NUM_BLOCKS, len(starts)))
+        ]
+
+    return some(len(inputs.hidden)), some(len(inputs.weight))
+
+
+def indices(blocks: list[slice]) -> list[int]:
+    return [index for rows in blocks for index in range(rows.start, rows.stop)]
+
+
+def parts(inputs: Inputs, tokens: list[int], classes: list[int], exact: bool) -> Answer:
+    """The loss of each token, and of the eager row's answer the gradients of these tokens' hidden states and of these
+    rows of the weight; in float64 where `exact`."""
+    dtype, precision = inputs.arithmetic(exact)
+    weight, share = inputs.weight.detach().to(dtype), inputs.scale / len(inputs.targets)
+    rows, columns = weight[classes].requires_grad_(), torch.tensor(classes, device=weight.device)
+    losses, d_rows = [], torch.zeros_like(rows)
+    for block, targets in inputs.blocks():
+        hidden = block.to(dtype)
+        with autocast(precision, inputs.device):
+            logits = F.linear(hidden, weight).index_copy(1, columns, F.linear(hidden, rows))
+            loss = F.cross_entropy(widened(logits), targets, reduction="none")
+        d_rows += torch.autograd.grad(loss.sum() * share, rows)[0]
+        losses.append(loss.detach())
+    leaf = inputs.hidden.detach()[tokens].to(dtype).requires_grad_()
+    with autocast(precision, inputs.device):
+        mean = unchunked(leaf, weight, inputs.targets[tokens])
+    (d_hidden,) = torch.autograd.grad(mean * len(tokens) * share, leaf)
+    return torch.cat(losses), d_hidden, d_rows
+
+
+def _evidence(key: int, found: Tensor, exact: Tensor) -> Record:
+    """One row of the gradients of hidden states: its values, and the largest error."""
+    row = random.Random(key).randrange(len(found))
+    return {
+        "tensor": D_HIDDEN,
+        "row": row,
+        "values": base64.b64encode(found[row].cpu().view(torch.uint8).numpy().tobytes()).decode(),
+        "error": (found[row].double() - exact[row]).abs().max().item(),
+    }
+
+
+def repeat(record: Record, call: Record) -> Iterator[str]:
+    """Sentences on what is wrong with a call of a record, or could not be made again: inputs, answer and error."""
+    part, size = call["part"], record["d_model"] * record["vocab_size"]
+    if size > MOST_ELEMENTS:
+        yield f"not recomputed: a weight of {size:,} elements (at most {MOST_ELEMENTS:,} here)"
+        return
+    inputs = _inputs_of(record, call)
+    tokens = range(len(inputs.targets))
+    exact, plain = (parts(inputs, [*tokens], [0], exact)[1] for exact in (True, False))
+    values = torch.frombuffer(bytearray(base64.b64decode(part["values"])), dtype=torch.float32)
+    if part["row"] not in tokens or values.shape != exact[0].shape:
+        yield f"{values.numel()} values of row {part['row']} were recorded, of {len(exact)} rows of {exact.shape[1]}"
+        return
+    error = (values.double() - exact[part["row"]]).abs().max().item()
+    if not abs(error - part["error"]) <= ERROR_RTOL * max(error, part["error"]):
+        yield f"its recorded values are off by {error:.4g} from what is right, and it says {part['error']:.4g}"
+    found = exact.clone()
+    found[part["row"]] = values
+    own, said = ratio_of(found, exact, plain, ROUNDING[inputs.precision]), call["error_ratios"][D_HIDDEN]
+    if said < own * (1 - BUDGET_RTOL):
+        yield f"its error ratio {said:.4g} is less than that of its own row, about {own:.4g}"
+
+
+def _inputs_of(record: Record, call: Record) -> Inputs:
+    """The inputs of the hidden states that a call was looked at by, drawn again; gradients are those of the mean over
+    all tokens."""
+    num_tokens, d_model, vocab_size = (record[name] for name in ("tokens", "d_model", "vocab_size"))
+    whole = Inputs.empty(num_tokens, d_model, vocab_size, record["precision"], "cpu")
+    tokens, _ = blocks_of(whole, call["key"])
+
+    def drawn(name: str, first: int, count: int, **what: Any) -> Tensor:
+        return draws.part(record["proof"]["seed"], call["draw"], name, first, count, whole.tensors[name].dtype, **what)
+
+    hidden = [drawn("hidden", rows.start * d_model, (rows.stop - rows.start) * d_model) for rows in tokens]
+    targets = [drawn("targets", rows.start, rows.stop - rows.start, below=vocab_size) for rows in tokens]
+    weight = drawn("weight", 0, d_model * vocab_size, std=std_of(whole.weight)).view(vocab_size, d_model)
+    share = sum(map(len, targets)) / num_tokens
+    return Inputs(torch.cat(hidden).view(-1, d_model), weight, torch.cat(targets), whole.precision, whole.scale * share)

@@ -1,0 +1,148 @@
+"""Timed calls of whole models, checked at spots that no row can know.
+
+    forward        logits of some tokens of one sequence
+    train_forward  hidden states of such tokens, and the loss that all hidden states make; a peer makes its own loss of
+                   its own logits, which are looked at
+    backward       gradients: the embeddings of such tokens, through all blocks; where the batch is not too much work
+                   for a reference, rows of the matrices of one block and of the head, to which all sequences add
+    optimizer      these gradients, and what the update has made of some weights and their moments
+    step           the same
+
+Half of the tokens are drawn among the first ones, most of them: there attention's share in what follows is largest. The
+embedding of a token that only one sequence holds has its gradient from that sequence alone: no other is run for it.
+"""
+
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.arithmetic import AUTOCAST, ROUNDING, mean_ratio, ratio_of
+from benchmarks.model.cases import ModelTest
+from benchmarks.model.reference import EMBEDDINGS, HEAD, Meant, Reference
+from benchmarks.models import Batch
+from lmsys.bench.plain import check_plain
+from lmsys.measure.compare import Kept
+from lmsys.model import TransformerLM
+
+NUM_TOKENS, NUM_ROWS = 64, 8  # of a sequence, and of a matrix
+MOST_WORK = {"cuda": 2**39, "cpu": 2**31}  # tokens x parameters of a batch that is run whole for its reference
+MATRICES = "attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.output_proj", "ffn.w1", "ffn.w2", "ffn.w3"
+LOGITS, STATES, ALL_STATES, LOSS, UPDATE = "logits", "hidden states", "all hidden states", "loss", "update"
+OUTPUTS, UPDATES = ("forward", "train_forward"), ("optimizer", "step")  # modes
+Parts = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Tokens of one sequence, and by parameter rows of the matrices of one block and the head."""
+
+    sequence: int
+    positions: list[int]
+    rows: dict[str, list[int]]
+
+
+class Spots:
+    """Copies and judges parts of timed calls, by the key of each; what is right of a part is made once for all rows."""
+
+    def __init__(self, base: TransformerLM, data: Batch, precision: str):
+        self.base, self.data, self.precision = base, data, precision
+        self.parameters = dict(base.named_parameters())
+        work = data.tokens.numel() * sum(p.numel() for p in base.parameters())
+        self.whole = work <= MOST_WORK[data.tokens.device.type]
+        self._right: dict[tuple[int, int, bool], tuple[Parts, Parts]] = {}  # of the last draw and key
+
+    def spot(self, key: int) -> Spot:
+        chance, (batch, length) = random.Random(key), self.data.tokens.shape
+        anywhere = [chance.randrange(length) for _ in range(NUM_TOKENS // 2)]
+        early = [int(length ** chance.random()) - 1 for _ in range(NUM_TOKENS // 2)]
+        sequence, layer = chance.randrange(batch), chance.randrange(len(self.base.layers))
+        names = [*(f"layers.{layer}.{name}.weight" for name in MATRICES), HEAD]
+        heights = {name: len(self.parameters[name]) for name in names}
+        rows = {name: chance.sample(range(height), min(NUM_ROWS, height)) for name, height in heights.items()}
+        return Spot(sequence, sorted({*anywhere, *early}), rows)
+
+    def outputs(self, case: ModelTest, result: Any, key: int | None) -> Parts | None:
+        """Copies of what a forward has returned, where the key says; None without a key. See `check_plain`."""
+        names = [LOGITS] if case.mode == "forward" else [LOSS, LOGITS if case.peer else STATES]
+        found = dict(zip(names, [result] if case.mode == "forward" else result, strict=True))
+        for name, x in found.items():
+            check_plain(name, x, self._like(name), (self.data.tokens, self.data.targets))
+        if key is None:
+            return None
+        spot = self.spot(key)
+        if STATES in found:
+            found[ALL_STATES] = found[STATES]
+        return {
+            name: x.detach().clone() if name in (LOSS, ALL_STATES) else x.detach()[spot.sequence, spot.positions]
+            for name, x in found.items()
+        }
+
+    def _like(self, name: str) -> Tensor:
+        """Has the shape, dtype and device of an output, and no memory."""
+        config, tokens = self.base.config, self.data.tokens
+        if name == LOSS:
+            return torch.empty((), device=tokens.device)
+        width = config.vocab_size if name == LOGITS else config.d_model
+        dtype = AUTOCAST.get(self.precision, torch.float32)
+        return torch.empty((), dtype=dtype, device=tokens.device).expand(*tokens.shape, width)
+
+    def gradients(self, key: int, scale: float) -> Parts:
+        """Copies of the gradients as they stand, of a loss times `scale`, where the key says."""
+        spot, found = self.spot(key), {}
+        ids = self.data.tokens[spot.sequence, spot.positions]
+        for name, rows in {EMBEDDINGS: ids, **(spot.rows if self.whole else {})}.items():
+            p = self.parameters[name]
+            check_plain(f"the gradient of {name}", p.grad, p, (self.data.tokens, self.data.targets))
+            assert p.grad is not None
+            found[name] = p.grad[rows] / scale
+        return found
+
+    def judge(self, case: ModelTest, kept: Kept, meant: Meant) -> Mapping[str, float]:
+        """The error over its budget of each part; `meant` as `Reference` has it."""
+        found, spot = dict(kept.result), self.spot(kept.key)
+        update = found.pop(UPDATE, None)
+        if broken := [name for name, x in found.items() if not x.isfinite().all()]:
+            return dict.fromkeys(broken, math.inf)
+        references = [Reference(self.base, self.precision, exact, meant) for exact in (True, False)]
+        ratios = update.ratios() if update else {}
+        if ALL_STATES in found:
+            exact, plain = (one.losses(found[ALL_STATES], self.data.targets) for one in references)
+            ratios[LOSS] = mean_ratio(found[LOSS], exact, plain)
+        which = kept.draw, kept.key, case.peer
+        if which not in self._right:
+            make = self._right_outputs if case.mode in OUTPUTS else self._right_gradients
+            self._right = {one: known for one, known in self._right.items() if one[:2] == which[:2]}
+            self._right[which] = make(references[0], spot), make(references[1], spot)
+        rights = self._right[which]
+        if EMBEDDINGS in found:
+            found[EMBEDDINGS] = found[EMBEDDINGS][self._sequences(spot)[1]]
+        for name in found.keys() & rights[0].keys():
+            ratios[name] = ratio_of(found[name], rights[0][name], rights[1][name], ROUNDING[self.precision])
+        return ratios
+
+    def _right_outputs(self, reference: Reference, spot: Spot) -> Parts:
+        states, logits = reference.states(self.data.tokens[spot.sequence], spot.positions)
+        return {STATES: states, LOGITS: logits}
+
+    def _right_gradients(self, reference: Reference, spot: Spot) -> Parts:
+        sequences, chosen = self._sequences(spot)
+        rows = spot.rows if self.whole else {}
+        found = reference.gradients(self.data, sequences, list(rows))
+        ids = self.data.tokens[spot.sequence, spot.positions][chosen]
+        return {EMBEDDINGS: found[EMBEDDINGS][ids]} | {name: found[name][some] for name, some in rows.items()}
+
+    def _sequences(self, spot: Spot) -> tuple[list[int], list[int]]:
+        """The sequences to be run, and those of the spot's tokens that no other sequence holds."""
+        tokens = self.data.tokens
+        ids = tokens[spot.sequence, spot.positions]
+        if self.whole:
+            return list(range(len(tokens))), list(range(len(ids)))
+        held = torch.stack([torch.isin(ids, one) for one in tokens]).cpu()  # (B, tokens of the spot)
+        run = held[:, held.sum(dim=0).argmin()]
+        chosen = ~(held & ~run[:, None]).any(dim=0)
+        return run.nonzero().flatten().tolist(), chosen.nonzero().flatten().tolist()

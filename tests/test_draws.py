@@ -1,0 +1,122 @@
+"""Inputs drawn again: the words are Philox's, any part of a draw can be made alone, and the values are distributed."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lmsys import draws
+from lmsys.draws import STARTS, Draws, part, philox, values, whole_numbers
+
+SEEDS = st.integers(0, 2**64 - 1)
+# Counter, key and words of Random123's kat_vectors, "philox4x32 10".
+KNOWN = (
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+)
+
+
+def on_paper(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
+    """One block of Philox4x32-10, in Python's own numbers."""
+    (a, b, c, d), (k, l) = counter, key  # noqa: E741
+    for _ in range(10):
+        first, second = 0xD2511F53 * a, 0xCD9E8D57 * c
+        a, b = second >> 32 ^ b ^ k, second & 0xFFFFFFFF
+        c, d = first >> 32 ^ d ^ l, first & 0xFFFFFFFF
+        k, l = k + 0x9E3779B9 & 0xFFFFFFFF, l + 0xBB67AE85 & 0xFFFFFFFF  # noqa: E741
+    return a, b, c, d
+
+
+def test_the_block_on_paper_gives_the_known_answers() -> None:
+    for counter, key, words in KNOWN:
+        assert on_paper(counter, key) == words
+
+
+@given(seed=SEEDS, first=st.integers(0, 2**40), count=st.integers(1, 9))
+def test_words_are_those_of_the_block_on_paper(seed: int, first: int, count: int) -> None:
+    expected = [
+        word
+        for one in range(first, first + count)
+        for word in on_paper((one & 0xFFFFFFFF, one >> 32, 0, 0), (seed & 0xFFFFFFFF, seed >> 32))
+    ]
+    assert philox(seed, first, count).tolist() == expected
+
+
+def drawn(device: str = "cpu") -> Draws:
+    tensors = {
+        "x": torch.empty(3, 5, device=device),
+        "narrow": torch.empty(4, 6, dtype=torch.bfloat16, device=device),
+        "transposed": torch.empty(7, 2, device=device).mT,
+        "tokens": torch.empty(2, 9, dtype=torch.int64, device=device),
+    }
+    return Draws(tensors, seed=5, std={"narrow": 0.125}, below={"tokens": 1000})
+
+
+@given(draw=st.integers(0, 2**53), first=st.integers(0, 13))
+def test_a_part_of_a_draw_is_made_alone(draw: int, first: int) -> None:
+    found = drawn()
+    found.fill(draw)
+    for name, x in found.tensors.items():
+        what = {"narrow": {"std": 0.125}, "tokens": {"below": 1000}}.get(name, {})
+        alone = part(5, draw, name, first, x.numel() - first, x.dtype, **what)
+        assert torch.equal(alone, x.flatten()[first:]), name
+
+
+@given(seed=SEEDS, first=st.integers(0, 50), at_once=st.integers(1, 5))
+def test_how_much_is_made_at_once_does_not_matter(seed: int, first: int, at_once: int) -> None:
+    whole = values(seed, 0, 90), whole_numbers(seed, 0, 90, below=17)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(draws, "_AT_ONCE", at_once)
+        assert torch.equal(values(seed, first, 40), whole[0][first : first + 40])
+        assert torch.equal(whole_numbers(seed, first, 40, below=17), whole[1][first : first + 40])
+
+
+def test_a_draw_changes_values_and_nothing_else() -> None:
+    found, others = drawn(), drawn()
+    found.fill(1)
+    before = {name: (x.data_ptr(), x.stride(), x._version, x.clone()) for name, x in found.tensors.items()}
+    found.fill(2)
+    others.fill(2)
+    for name, x in found.tensors.items():
+        pointer, stride, version, values_then = before[name]
+        assert (x.data_ptr(), x.stride(), x._version) == (pointer, stride, version)
+        assert not torch.equal(x, values_then) and torch.equal(x, others.tensors[name])
+    found.fill(3, ["tokens"])
+    assert torch.equal(found.tensors["x"], others.tensors["x"])
+    assert not torch.equal(found.tensors["tokens"], others.tensors["tokens"])
+
+
+def within_five_sigma(sample: Tensor, mean: float, std: float) -> bool:
+    return abs(sample.double().mean().item() - mean) <= 5 * std / sample.numel() ** 0.5
+
+
+@given(seed=SEEDS)
+def test_values_have_mean_0_and_standard_deviation_1_and_are_those_of_float32(seed: int) -> None:
+    x = values(seed, 0, STARTS)
+    assert within_five_sigma(x, 0, 1) and within_five_sigma(x.double().square(), 1, 2**0.5)
+    assert 3 < x.max() < 3.5 and -3.5 < x.min() < -3  # four bytes end at 3.45
+    assert len(x.unique()) > 0.98 * STARTS and not torch.equal(x.bfloat16().float(), x)
+
+
+@given(seed=SEEDS, below=st.sampled_from([1, 2, 7, 10_000, 2**31]))
+def test_whole_numbers_are_below_their_bound_and_each_is_as_likely(seed: int, below: int) -> None:
+    x = whole_numbers(seed, 0, STARTS, below)
+    assert x.dtype == torch.int64 and x.min() >= 0 and x.max() < below
+    assert within_five_sigma(x, (below - 1) / 2, below / 12**0.5)
+    if below <= 7:
+        assert all(within_five_sigma(x == one, 1 / below, below**-0.5) for one in range(below))
+
+
+@pytest.mark.gpu
+def test_a_gpu_draws_the_same_bits() -> None:
+    found = [drawn(device) for device in ("cpu", "cuda")]
+    for one in found:
+        one.fill(7)
+    for name, x in found[0].tensors.items():
+        assert torch.equal(x, found[1].tensors[name].cpu()), name
