@@ -132,12 +132,19 @@ def on_part(function: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[
 
 
 def times(
-    step: Step, draws: Sequence[int], group: Any, *, keys: Mapping[int, int] | None = None, lead_s: float = 0.0
+    step: Step,
+    draws: Sequence[int],
+    group: Any,
+    *,
+    keys: Mapping[int, int] | None = None,
+    lead_s: float = 0.0,
+    finish: Callable[[], Any] = nothing,
 ) -> tuple[list[float], dict[int, Any]]:
     """On a rank: seconds of a call for each draw, one after another; by its number, what the step kept of a call.
 
     keys    of the calls of which something is kept; others are only looked at
     lead_s  so long a GPU idles before the first call, while the host launches ahead
+    finish  waits for what the last call may leave under way; whatever goes on then is a ClockError
 
     Drawing inputs before a call and keeping results behind it is not timed. On a CPU ranks begin each call together; on
     a GPU where `lead_s` is given, else they follow one another as in a training.
@@ -146,6 +153,7 @@ def times(
     clock, marks = clock_of(kind, ahead=False), list[Any]()
     begin = partial(dist.barrier, group) if kind == "cpu" else _together(group) if lead_s else nothing
     begin()
+    done = clock.watch()
     if kind == "cuda" and lead_s:
         torch.cuda._sleep(int(lead_s * CYCLES_PER_S))
     for number, draw in enumerate(draws):
@@ -157,6 +165,8 @@ def times(
         copies = step.keep(found, key)
         if key is not None:
             kept[number] = copies
+    finish()
+    done()
     return [reading.run_s for reading in clock.read(marks)], kept
 
 
