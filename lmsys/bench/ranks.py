@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lmsys.bench.axes import Grid
+from lmsys.bench.guard import Guard
 from lmsys.measure.clock import CYCLES_PER_S, clock_of
 from lmsys.measure.compare import release_memory
 from lmsys.measure.memory import cap_gpu_memory
@@ -122,11 +123,18 @@ def takes_part(world_size: int) -> bool:
 
 
 def on_part(function: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T | None]:
-    """The function of a case on the ranks that take part in it, its `world_size`; None on the others."""
+    """The function of a case on the ranks that take part in it, its `world_size`; None on the others.
+
+    RuntimeError where meanwhile a row has replaced what judges it.
+    """
 
     @wraps(function)
     def run(case: Any, /, *args: P.args, **kwargs: P.kwargs) -> T | None:
-        return function(case, *args, **kwargs) if takes_part(case.world_size) else None
+        guard = Guard()
+        found = function(case, *args, **kwargs) if takes_part(case.world_size) else None
+        if names := guard.mend():
+            raise RuntimeError(f"a row replaced {', '.join(names)}, by which it is judged")
+        return found
 
     return run
 
