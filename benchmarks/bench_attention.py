@@ -80,6 +80,7 @@ class Attention(Benchmark):
     """Each row is held to one float64 oracle, in float32 where it has such a form, and in the case's own dtype."""
 
     name = "attention"
+    case_type = AttentionTest
     tables = {"attention": ATTENTION}
     axes: tuple[Axis, ...] = (
         *axes.named("--attention", "--length", "--tiers", "--head-dim", "--batch", "--heads"),

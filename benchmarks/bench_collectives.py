@@ -43,6 +43,7 @@ class Collectives(Benchmark):
     """Each operation is checked, and timed on the ranks; one after another, since they share the wires."""
 
     name = "collectives"
+    case_type = CollectiveCase
     tables = {"operation": OPERATIONS}
     opens = False
     streams = True

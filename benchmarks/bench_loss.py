@@ -125,6 +125,7 @@ class Loss(Benchmark):
     """The head and the loss by row, at one shape and precision."""
 
     name = "loss"
+    case_type = LossTest
     tables = {"loss": LOSSES}
     axes: tuple[Axis, ...] = (
         Axis("tokens", positive, (16384,)),

@@ -1,12 +1,13 @@
-"""A benchmark of a new kind, in a file of its own: a matrix product in three precisions, checked before it is timed."""
+"""A benchmark of a new kind, in a file of its own: a matrix product, checked before it is timed and while it is."""
 
 from dataclasses import dataclass
 
 import torch
 
-from lmsys.bench import Axis, Benchmark, Case, Entry, Field, Step, Table, bench, fields, positive
+from lmsys.bench import Axis, Benchmark, Case, Entry, Step, Table, bench, fields, positive
+from lmsys.draws import Draws
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES = ("float32", "float16", "bfloat16")
 ROWS = Table("matmul", [Entry("matmul", "torch:matmul"), Entry("mine", "bench_matmul:mine")])
 
 
@@ -21,29 +22,28 @@ class Product(Case):
 
 
 class Matmul(Benchmark):
-    name = "matmul"
-    axes = (Axis("size", positive, (64, 256)), Axis("dtype", default=tuple(DTYPES)))
-    fields = (
-        *fields.axes("size", "dtype"),
-        Field("flops_per_s", "FLOP/s", "rate", shown="GFLOP/s", of=lambda one: 2 * one["size"] ** 3 / one["time_s"]),
-    )
+    name, case_type = "matmul", Product
+    axes = (Axis("size", positive, (64, 256)), Axis("dtype", default=DTYPES))
+    fields = (*fields.axes("size", "dtype"), fields.RATE.called(of=lambda one: 2 * one["size"] ** 3 / one["time_s"]))
 
     def cases(self, grid, settings):
         for size, dtype in grid.product("size", "dtype"):
             yield from (Product(grid.name, row, settings.device, size, dtype) for row in ROWS.values())
 
     def setup(self, cases, settings):
-        a, b = torch.randn(2, cases[0].size, cases[0].size, device=cases[0].device).to(DTYPES[cases[0].dtype])
-        return a, b, a.double() @ b.double()
+        a, b = torch.empty(2, cases[0].size, cases[0].size, device=cases[0].device).to(getattr(torch, cases[0].dtype))
+        return Draws({"a": a, "b": b}, settings.seed)
 
-    def check(self, candidate, setup):
-        a, b, exact = setup
-        rounding = torch.finfo(a.dtype).eps * len(a) ** 0.5  # of a sum: it grows as the root of the number of terms
-        budget = rounding * a.double().abs().matmul(b.double().abs())
-        return {"product": ((candidate.call(a, b) - exact).abs() / budget).max().item()}
+    def redraw(self, setup, draw):
+        setup.fill(draw)  # before every timed call
 
     def step(self, case, candidate, setup):
-        return Step(lambda _: candidate.call(*setup[:2]))
+        return Step(lambda _: candidate.call(*setup.tensors.values()))
+
+    def errors(self, setup, product):
+        a, b = (x.double() for x in setup.tensors.values())
+        rounding = torch.finfo(product.dtype).eps * len(a) ** 0.5  # of a sum: grows as the root of its number of terms
+        return {"product": ((product - a @ b).abs() / (rounding * a.abs() @ b.abs())).max().item()}
 
 
 test_matmul = bench(Matmul)

@@ -7,6 +7,7 @@ worked around. Legend: B batch, H query heads, Hkv key/value heads, Q queries, K
 import importlib
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, lru_cache, partial
 
 import torch
@@ -64,12 +65,35 @@ def _why_not_scale(case: AttentionCase) -> str | None:
 
 
 def _torch_says(case: AttentionCase, backend: SDPBackend, can_use: Callable[..., bool]) -> str | None:
-    """torch's own verdict on the case, and when it refuses, the warnings in which it says why."""
-    return _why_not_scale(case) or _asked(case, backend, can_use, torch.are_deterministic_algorithms_enabled())
+    """torch's own verdict on the case, and when it refuses, the warnings in which it says why.
+
+    Where it says nothing: which change of the case it would take.
+    """
+    if reason := _why_not_scale(case):
+        return reason
+    ask = partial(_asked, backend=backend, can_use=can_use, deterministic=torch.are_deterministic_algorithms_enabled())
+    if not (reasons := ask(case)):
+        return reasons
+    if said := reasons.strip():
+        return f"torch: {said}"
+    takes = [change for change, other in _changes(case).items() if ask(other) is None]
+    told = f"it would take {' or '.join(takes)}" if takes else "another row can: SDPA math runs every case"
+    return f"torch {torch.__version__} refuses and does not say why; {told}"
+
+
+def _changes(case: AttentionCase) -> dict[str, AttentionCase]:
+    return {
+        "as many key heads as query heads": replace(case, kv_heads=case.heads),
+        "bfloat16": replace(case, dtype="bfloat16"),
+        "head_dim 64": replace(case, head_dim=64),
+        "a case without gradients": replace(case, grad=False),
+        "no causal mask": replace(case, causal=False),
+    }
 
 
 @lru_cache(maxsize=4096)  # to ask costs more than a small call; the answer hangs on the case and on determinism
 def _asked(case: AttentionCase, backend: SDPBackend, can_use: Callable[..., bool], deterministic: bool) -> str | None:
+    """None where it can, else the reasons that torch gives, or a space."""
 
     def shaped(heads: int, length: int) -> Tensor:
         # Every row is the same memory: torch looks at shapes, never at values, so no case is too large to ask.
@@ -82,8 +106,7 @@ def _asked(case: AttentionCase, backend: SDPBackend, can_use: Callable[..., bool
         warnings.simplefilter("always")
         if can_use(params, debug=True):
             return None
-    reasons = [str(warning.message).split("(Triggered internally")[0].strip() for warning in caught]
-    return "torch: " + (" ".join(reasons) or f"No available kernel ({backend.name} refuses without a reason)")
+    return " ".join(str(warning.message).split("(Triggered internally")[0].strip() for warning in caught) or " "
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:

@@ -6,8 +6,9 @@ class Matmul(Benchmark):
     fields = (*axes_("size"), TIME, ...)
     def cases(self, grid, settings): ...            # what is run, and what it is compared with
     def setup(self, cases, settings): ...           # inputs, which all candidates of a group share
-    def check(self, candidate, setup): ...          # errors over their budgets, by tensor
+    def redraw(self, setup, draw): ...              # new inputs, before every timed call
     def step(self, case, candidate, setup): ...     # what is timed
+    def errors(self, setup, result): ...            # of a call, timed or not, over their budgets, by tensor
 
 test_matmul = bench(Matmul)
 """
@@ -156,6 +157,7 @@ Cases = Sequence[Any]
 class Benchmark:
     """The base: what every benchmark can leave as it is.
 
+    case_type       the class of its cases, by which a case is made again from a record
     tables          the tables that its rows come from, by their kind
     clock           "device": each call alone, its device time; "loop": the pace of a loop, for calls with more launches
                     than a device queues; "host": wall time
@@ -166,6 +168,7 @@ class Benchmark:
     """
 
     name = ""
+    case_type: type[Case] = Case
     axes: tuple[Axis, ...] = ()
     fields: tuple[Field, ...] = ()
     tables: Mapping[str, Table] = {}
@@ -208,7 +211,18 @@ class Benchmark:
         candidate.call = candidate.entry.load()
 
     def check(self, candidate: Candidate, setup: Any) -> Mapping[str, float]:
-        """Errors over their budgets by tensor, at most 1 where it is right; {} for nothing to check."""
+        """Errors over their budgets by tensor, at most 1 where it is right; {} for nothing to check.
+
+        By default those of one call as it is timed.
+        """
+        step = self.step(candidate.case, candidate, setup)
+        return self.errors(setup, step.run(step.prepare())) if judges_calls(self) else {}
+
+    def errors(self, setup: Any, result: Any) -> Mapping[str, float]:
+        """Errors over their budgets of what a call returned, before timing and of timed calls: {} for nothing to check.
+
+        `check` and `judge` are for benchmarks that need more than the setup and the result.
+        """
         return {}
 
     def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: "Runner") -> None:
@@ -218,15 +232,27 @@ class Benchmark:
                 candidate.judge(ratios)
 
     def redraw(self, setup: Any, draw: int) -> None:
-        """The inputs of a draw, in the same memory: before every timed call, and before it is checked."""
+        """The inputs of a draw, in the same memory: before every timed call, unless the step has a `redraw` of its own,
+        and before a timed call is judged. See `lmsys.draws`."""
 
     def judge(self, case: Any, candidate: Candidate, setup: Any, kept: "Kept") -> Mapping[str, float]:
-        """Errors over their budgets of what `Step.keep` has kept of a timed call, whose inputs are drawn again.
+        """Errors over their budgets of what was kept of a timed call, whose inputs are drawn again: the copies that
+        `Step.keep` has made, without one copies of all tensors that the call returned.
 
         {} for a call that is not checked: a row without any is checked once more after timing, on new inputs. What
         `repeat` needs goes into `kept.evidence`.
         """
-        return {}
+        return self.errors(setup, kept.result)
+
+    def case_of(self, record: Record) -> Any:
+        """The case that a record is about, made again; None where the record does not hold all of `case_type`."""
+        names = [one.name for one in fields(self.case_type)][len(fields(Case)) :]
+        if self.case_type is Case or not all(name in record for name in names):
+            return None
+        asked = [(table, name) for kind, table in self.tables.items() for name in (record["impl"], record.get(kind))]
+        known = [table[name] for table, name in asked if isinstance(name, str) and name in [*table]]
+        entry = known[0] if known else Entry(record["impl"], "", record["label"], record["peer"])
+        return self.case_type(record["section"], entry, record["device"], *(record[name] for name in names))
 
     def repeat(self, record: Record, call: Record) -> "Iterable[str]":
         """On any machine: what is wrong with a call of a record's proof, by sentences; `call` holds its evidence."""
@@ -262,6 +288,12 @@ class Benchmark:
     def metrics(self, case: Any, record: Record, machine: Record) -> Record:
         """Work and rates, from shapes and the record's time, which is missing where nothing was timed."""
         return {}
+
+
+def judges_calls(benchmark: Benchmark) -> bool:
+    """Whether results of calls are judged."""
+    cls = type(benchmark)
+    return cls.judge is not Benchmark.judge or cls.errors is not Benchmark.errors
 
 
 def bench(cls: type[Benchmark]) -> Callable[..., None]:

@@ -43,6 +43,14 @@ class Field:
         """The same field with other words."""
         return replace(self, **changes)
 
+    def value(self, record: Record) -> Any:
+        """What `of` makes of the record; None where the record lacks what it needs."""
+        assert self.of is not None
+        try:
+            return self.of(record)
+        except (KeyError, TypeError):
+            return None
+
     def to_json(self) -> Record:
         return {key: value for key, value in asdict(self).items() if key != "of" and value}
 

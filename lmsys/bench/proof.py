@@ -23,7 +23,15 @@ from lmsys.registry import Entry
 
 def seal(record: Record) -> str:
     """SHA-256, in hexadecimal, of a record without its seal, as JSON with its keys in order."""
-    content = {name: value for name, value in record.items() if name != "seal"}
+    return _digest({name: value for name, value in record.items() if name != "seal"})
+
+
+def file_seal(content: Record) -> str:
+    """The same of a file's machine and the seals of its records, in their order."""
+    return _digest([content["machine"], [one.get("seal") for one in content["records"]]])
+
+
+def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 

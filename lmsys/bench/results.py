@@ -13,6 +13,7 @@ from lmsys.bench import record
 from lmsys.bench.axes import Axis, Grid, Sweep, given_axes
 from lmsys.bench.benchmark import Benchmark, Settings
 from lmsys.bench.fields import COMMON, Record, declared
+from lmsys.bench.proof import file_seal
 
 if TYPE_CHECKING:
     from lmsys.bench.runner import Result, Runner
@@ -29,6 +30,7 @@ class Session:
 
     output    where the result goes, None when it is not kept
     texts     what the command line says of axes, by option or axis name
+    moved     what the machine reaches otherwise than when the run began, as sentences
     carried   records of an earlier run that stand as they are, and `carried_entries`, pytest-benchmark's share of them
     """
 
@@ -42,6 +44,7 @@ class Session:
     carried_head: Record = field(default_factory=lambda: {"machine": {}, "fields": {}, "rows": {}})
     results: "dict[Key, Result]" = field(default_factory=dict)
     saved: bool = False
+    moved: list[str] = field(default_factory=list)
     benchmarks: dict[str, Benchmark] = field(default_factory=dict)
     _cases: dict[Key, Any] = field(default_factory=dict)
     _groups: dict[Key, list[Any]] = field(default_factory=dict)
@@ -50,12 +53,16 @@ class Session:
     def add(self, cls: type[Benchmark]) -> list[str]:
         """The ids of a benchmark's cases, with what the command line says of its axes. ValueError for bad values."""
         benchmark = self.benchmarks.setdefault(cls.name, cls())
+        if any(".py" in text for text in self.texts.values()):
+            self.runner.ready()  # before a user's file is imported
         given = given_axes(benchmark.axes, self.texts)
         cases = [
             case
             for grid in self.sweep.grids.get(cls.name, (Grid("default"),))
             for case in benchmark.cases(_filled(grid, benchmark.axes, given), self.settings)
         ]
+        if "runner" in vars(self) and (names := self.runner.guard.mend()):
+            raise ValueError(f"a file replaces {', '.join(names)} when it is imported, by which its rows are judged")
         self._cases |= {(cls.name, case.id): case for case in cases}
         return list(dict.fromkeys(case.id for case in cases))
 
@@ -83,15 +90,14 @@ class Session:
 
     def _run(self, group: Key) -> None:
         if not self.results:
-            self.say("measuring what this machine reaches")
             self.runner.ready()
         cases = self._groups[group]
         number = list(self._groups).index(group) + 1
         self.say(f"[{number}/{len(self._groups)}] {group[1]}: checking, then sampling {len(cases)} cases")
         for result in self.runner.run(self.benchmarks[group[0]], cases):
+            self.results[group[0], result.record["id"]] = result  # first: an interrupt may fall between the two
             if self.output:
                 self.journal.add(result.record)
-            self.results[group[0], result.record["id"]] = result
         gc.freeze()  # what lives between groups is code, which the many collections of the next need not visit again
 
     @cached_property
@@ -138,10 +144,23 @@ class Session:
 
     def complete(self, output_json: Record) -> None:
         """pytest-benchmark's JSON, with what was carried over, and our records."""
+        if self.settings.timed and self.results:
+            self._rate_again(output_json["benchmarks"])
         output_json["benchmarks"] = [*self.carried_entries, *output_json["benchmarks"]]
         machine = self.runner.machine if self.results else self.carried_head["machine"]
-        output_json["lmsys"] = record.payload(self._head(machine), self.records)
+        payload = record.payload(self._head(machine), self.records)
+        output_json["lmsys"] = payload | {"seal": file_seal(json.loads(json.dumps(payload)))}
         self.saved = True
+
+    def _rate_again(self, entries: Iterable[Record]) -> None:
+        """By the higher of each ceiling's measurements, before the first row and after the last."""
+        self.moved = self.runner.measure_ceilings_again()
+        for key, result in self.results.items():
+            result.record = self.runner.rated(self.benchmarks[key[0]], self._cases[key], result.record)
+        for entry in entries:
+            info = entry["extra_info"]
+            if found := self.results.get((info.get("benchmark"), info.get("id"))):
+                info |= {name: value for name, value in found.record.items() if name in info}
 
     def resume(self, found: Record, entries: Sequence[Record]) -> None:
         """Take over what an earlier run has done, under the same memory limit.
@@ -168,6 +187,7 @@ class Session:
         counts = Counter(one["outcome"] for one in self.records)
         if counts:
             yield ", ".join(f"{counts[outcome]} {outcome}" for outcome in record.OUTCOMES if counts[outcome])
+        yield from (f"at the end of the run {text}" for text in self.moved)
         for one in self.records:
             if one["outcome"] in ("wrong", "error"):
                 ratio = f" (error ratio {one['error_ratio']:.3g})" if one.get("error_ratio") is not None else ""

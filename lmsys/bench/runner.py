@@ -4,18 +4,30 @@ why not -> setup -> first call -> check -> samples, in turns -> check of timed c
 """
 
 import importlib.util
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 from unittest import mock
 
+from torch import Tensor
+
 from lmsys import draws
 from lmsys.bench import fields
-from lmsys.bench.benchmark import Benchmark, Candidate, Case, Cases, Measurement, Settings, verdict
+from lmsys.bench.benchmark import (
+    Benchmark,
+    Candidate,
+    Case,
+    Cases,
+    Measurement,
+    Settings,
+    judges_calls,
+    verdict,
+)
 from lmsys.bench.fields import Record
 from lmsys.bench.guard import Guard
 from lmsys.bench.proof import loaded_kernels, seal, source_of
@@ -26,6 +38,7 @@ from lmsys.measure.clock import Clock, CpuClock, clock_of, synchronize
 from lmsys.measure.compare import Failure, Kept, attempt, interleave, release_memory
 from lmsys.measure.limits import Limits, limits_of
 from lmsys.measure.memory import cap_host_memory
+from lmsys.measure.step import Step, nothing
 
 NOT_TIMED = "verified, not timed (--benchmark-disable)"
 INTERPRETED = "verified in Triton's interpreter, never timed"
@@ -72,6 +85,9 @@ class Runner:
 
     def ready(self) -> None:
         """Everything that is made once, before a row runs: nothing may differ for the first of them."""
+        if "guard" in vars(self):
+            return
+        self.say("measuring what this machine reaches")
         _ = self.guard, self.machine, self.clock("loop"), self.sm_clock
         if self.settings.device == "cpu":
             cap_host_memory()
@@ -84,6 +100,19 @@ class Runner:
         clock = self.clock("device")
         facts["clock_share"] = {"seconds": clock.share_s, "measured_by": clock.share_by}
         return facts | {"ceilings": machine.measure_ceilings(one.device)}
+
+    def measure_ceilings_again(self) -> list[str]:
+        """Keeps the higher of each; sentences on what has moved."""
+        before, after = self.machine["ceilings"], machine.measure_ceilings(self.settings.device)
+        self.machine["ceilings"] = machine.best_of(before, after)
+        self.machine["ceilings_moved"] = machine.moved(before, after)
+        return list(self.machine["ceilings_moved"])
+
+    def rated(self, benchmark: Benchmark, case: Case, record: Record) -> Record:
+        """The record with its rates as shares of what the machine reaches by now, sealed."""
+        record = _completed(record | benchmark.metrics(case, record, self.machine), benchmark)
+        record = json.loads(json.dumps(record))  # as a reader gets it
+        return record | {"seal": seal(record)}
 
     @cached_property
     def limits(self) -> Limits | None:
@@ -158,6 +187,7 @@ class Trial:
         for case in self.cases:
             self.measurements[case.id].failure = benchmark.no_sample(case)
         self.setup = benchmark.setup(self.cases, self.settings)
+        benchmark.redraw(self.setup, self.settings.seed)
         for candidate in self.good() if benchmark.opens else ():
             self._first_call(candidate)
         benchmark.check_all(self.good(), self.setup, self.runner)
@@ -222,7 +252,7 @@ class Trial:
             step, failure = attempt(self.benchmark.step, case, self.candidate(case), self.setup)
             self.measurements[case.id].failure = failure
             if not failure:
-                steps[case.id] = step
+                steps[case.id] = self._filled(step)
         sampled = interleave(
             steps,
             self.runner.clock(self.benchmark.clock),
@@ -240,6 +270,13 @@ class Trial:
                 "clock_share_s": sampled.share_s.get(name),
                 "prepare_s": sampled.prepare_s.get(name),
             }
+
+    def _filled(self, step: Step) -> Step:
+        """With what a benchmark says once for all its steps: how inputs are drawn, and that results are judged."""
+        benchmark = self.benchmark
+        redraw = partial(benchmark.redraw, self.setup) if step.redraw is nothing else step.redraw
+        keep = copied if step.keep is nothing and judges_calls(benchmark) else step.keep
+        return replace(step, redraw=partial(_bench_own, redraw), keep=keep)
 
     def check_timed(self, turn: Cases) -> None:
         """Judges the timed calls that were kept, each by its own inputs, which are drawn again.
@@ -333,9 +370,7 @@ class Trial:
             samples = rounded(samples)
             record |= summarize(samples) | {"samples_s": samples} | measurement.record
             record["proof"] = self._proof(candidate, measurement)
-        record |= benchmark.metrics(case, record, self.runner.machine)
-        record = _completed(record, benchmark)
-        return Result(record | {"seal": seal(record)}, samples)
+        return Result(self.runner.rated(benchmark, case, record), samples)
 
     def _proof(self, candidate: Candidate, measurement: Measurement) -> Record:
         return {
@@ -352,18 +387,30 @@ def _completed(record: Record, benchmark: Benchmark) -> Record:
     known = fields.declared(fields.COMMON, benchmark.fields)
     for field in known.values():
         if field.of is not None:
-            record[field.name] = _value_of(field, record)
+            record[field.name] = field.value(record)
     if undeclared := sorted(record.keys() - known.keys()):
         raise ValueError(f"benchmark {benchmark.name!r}: the fields {undeclared} of its records are declared nowhere")
     return record
 
 
-def _value_of(field: fields.Field, record: Record) -> Any:
-    assert field.of is not None
-    try:
-        return field.of(record)
-    except (KeyError, TypeError):
+class BenchFault(RuntimeError):
+    """A failure in the bench's own part of a call."""
+
+    failure = property(lambda self: ("error", f"the bench failed, not the row: {self}"))
+
+
+def _bench_own(call: Callable[..., Any], *args: Any) -> Any:
+    found, failure = attempt(call, *args)
+    if failure:
+        raise BenchFault(failure[1])
+    return found
+
+
+def copied(result: Any, key: int | None) -> Any:
+    """A copy of a tensor, or of a tuple or list of them, where a key is given."""
+    if key is None:
         return None
+    return result.clone() if isinstance(result, Tensor) else [copied(one, key) for one in result]
 
 
 @contextmanager

@@ -22,9 +22,10 @@ from lmsys.measure.spans import spans_of
 from lmsys.measure.step import nothing
 
 CYCLES_PER_S = 2e9
-LEAD_CYCLES = 10**6  # half a millisecond: the host launches a short call meanwhile
+LEAD_CYCLES = 10**6  # half a millisecond: the host launches a short call meanwhile, also under a profiler
+SEPARATED = "spin_kernel", 1  # what stands twice before a bracketed call, and how many more kernels of the bench's own
 SHORT_S = 1e-4  # of calls shorter than this the events' own share is measured one by one
-NUM_SPANS = 15  # calls by which it is measured
+NUM_SPANS = 20  # calls by which it is measured
 SHARE_RANGE_S = (-1e-6, 3e-6)  # how far a call's share may be from that of a plain kernel: the rest is the call's own
 _Event = torch._C._CudaEventBase  # without what Python adds to it, which can be replaced
 _SLACK_S = 5e-5  # between two marks with nothing of ours between them, on a busy machine
@@ -147,17 +148,9 @@ class CudaClock:
 
         def call(name: str) -> None:
             run, prepare = steps[name]
-            prepared = prepare()
-            self._cleared.zero_()
-            pair = _Event(enable_timing=True), _Event(enable_timing=True)
-            record = [partial(mark.record, self._stream) for mark in reversed(pair)]
-            pairs[name].append(pair)
-            cuda_synchronize()
-            _sleep(LEAD_CYCLES)
-            in_turn(record.pop(), partial(run, prepared), record.pop())
-            _sleep(1)
+            pairs[name].append(self.bracket(run, prepare))
 
-        spans = spans_of([partial(call, name) for _ in range(NUM_SPANS) for name in steps], "spin_kernel")
+        spans = spans_of([partial(call, name) for _ in range(NUM_SPANS) for name in steps], *SEPARATED)
         if not spans:
             return {}
         shares = {}
@@ -169,6 +162,20 @@ class CudaClock:
                 share = share if low < share - self.share_s < high else self.share_s
             shares[name] = share
         return shares
+
+    def bracket(self, run: Callable[[Any], Any], prepare: Callable[[], Any]) -> tuple[Any, Any]:
+        """Enqueues a timed call as `sample` does, between kernels that sleep, with the host ahead: its two events.
+
+        See SEPARATED. The host does not wait between calls: an event behind a queue that is short is quicker.
+        """
+        _sleep(LEAD_CYCLES)
+        prepared = prepare()
+        pair = _Event(enable_timing=True), _Event(enable_timing=True)
+        record = [partial(mark.record, self._stream) for mark in reversed(pair)]
+        _sleep(1)
+        self._cleared.zero_()
+        in_turn(record.pop(), partial(run, prepared), record.pop())
+        return pair
 
     def wait(self, seconds: float) -> None:
         """The device idles and the host goes on: what it launches then runs without gaps."""

@@ -7,11 +7,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 
-def spans_of(calls: Sequence[Callable[[], Any]], separator: str) -> list[float]:
-    """Seconds, gaps included, of the kernels on the device between the two kernels named `separator` in each call.
+def spans_of(calls: Sequence[Callable[[], Any]], separator: str, skipped: int = 0) -> list[float]:
+    """Seconds, gaps included, of the last kernels of each call: those behind the second of its two kernels named
+    `separator`, without the first `skipped` of them.
 
     Empty where CUPTI gives nothing, as where another profiler has it, or where a call has other than two separators or
-    no kernel between them.
+    no kernel behind them.
     """
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         for call in calls:
@@ -28,7 +29,7 @@ def spans_of(calls: Sequence[Callable[[], Any]], separator: str) -> list[float]:
             groups.append([])
         elif groups:
             groups[-1].append((start, end))
-    measured = groups[::2]
+    measured = [group[skipped:] for group in groups[1::2]]
     if len(groups) != 2 * len(calls) or not all(measured):
         return []
     return [(max(end for _, end in group) - group[0][0]) / 1e9 for group in measured]

@@ -66,7 +66,9 @@ def lines(
     if ceiling:
         axes.axhline(ceiling[1], **CEILING)
         on_axes = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
-        axes.annotate(ceiling[0], (1, ceiling[1]), (0, 3), ha="right", fontsize=9, **on_axes)
+        above = sum(value > ceiling[1] for value in values) if ceiling[0] else 0
+        text = f"{ceiling[0]}, {above} figures above it" if above else ceiling[0]
+        axes.annotate(text, (1, ceiling[1]), (0, 3), ha="right", fontsize=9, **on_axes)
     if not numbers:
         add_places(axes, [view.text(axis, place) for place in places])
     else:

@@ -28,6 +28,11 @@ from lmsys.reports.words import (
 
 ENDINGS = ("timed", "verified, untimed", *MEANINGS.values())
 SPREAD = ("mean_s", "std_s", "p20_s", "p80_s", "rounds")  # stand beside a time in its CSV
+CEILINGS = {"matmul_ceiling_fraction": "large matmul", "copy_ceiling_fraction": "large copy"}
+RATED = {  # the rates that a share of a ceiling stands for
+    "matmul_ceiling_fraction": ("matmul_ceiling_fraction", "flops_per_s"),
+    "copy_ceiling_fraction": ("copy_ceiling_fraction", "bytes_per_s"),
+}
 NOT_RUN = "–"
 SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -65,9 +70,9 @@ def _plain(text: str) -> str:
 
 
 def csv_of(records: Sequence[Mapping[str, Any]]) -> str:
-    """Every field that is no list, in order of appearance."""
+    """Every field that is no list and no object, in order of appearance."""
     names = dict.fromkeys(name for one in records for name in one)
-    lists = {name for one in records for name, value in one.items() if isinstance(value, list)}
+    lists = {name for one in records for name, value in one.items() if isinstance(value, list | dict)}
     file = io.StringIO()
     writer = csv.DictWriter(
         file, [name for name in names if name not in lists], lineterminator="\n", extrasaction="ignore"
@@ -102,8 +107,16 @@ def cell(view: View, name: str, case: Record | None, notes: Notes, ending: bool 
         return f"{text} {OUTCOMES[case['outcome']]}".strip() + mark(notes, meaning)
     if ending and not text and case["time_s"] is None and reason:
         return "untimed" + mark(notes, reason)
-    remark = case.get("remark") if name == SPEEDUP else ""
+    remark = case.get("remark") if name == SPEEDUP else above_ceiling(name, case)
     return (text or "no baseline") + mark(notes, remark) if remark else text
+
+
+def above_ceiling(name: str, case: Record) -> str:
+    """What is said of a rate that is above what was measured as this machine's best; empty for others."""
+    share = next((share for share, names in RATED.items() if name in names), None)
+    if share is None or (case.get(share) or 0.0) <= 1:
+        return ""
+    return f"Above the {CEILINGS[share]} that was measured in this run, before and after: one of the two is not right."
 
 
 def shown(view: View, name: str, case: Record) -> str:

@@ -2,13 +2,15 @@
 
 import re
 from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
-from lmsys.attention import ATTENTION, AttentionCase, attention
+from lmsys.attention import ATTENTION, AttentionCase, attention, peers
 from lmsys.attention.contract import adapt, as_4d, check_inputs
 from lmsys.attention.flash_torch import FlashTorch
 from lmsys.attention.naive import naive
@@ -145,3 +147,16 @@ def test_rows_written_as_cs336_asks_are_accepted_as_they_are(foreign: Any, causa
 def test_a_row_must_be_callable() -> None:
     with pytest.raises(ValueError, match="must be callable; got 3"):
         adapt(3)
+
+
+def test_what_torch_refuses_without_a_word_is_answered_by_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses_groups(params: Any, debug: bool) -> bool:
+        return params.query.shape[1] == params.key.shape[1]
+
+    monkeypatch.setattr(peers, "_asked", lru_cache(peers._asked.__wrapped__))
+    said = partial(peers._torch_says, backend=SDPBackend.EFFICIENT_ATTENTION, can_use=refuses_groups)
+    assert said(AttentionCase(1, 2, 2, 8, 8, 16, "float32")) is None
+    reason = said(AttentionCase(1, 4, 2, 8, 8, 16, "float32"))
+    assert reason and reason.endswith("refuses and does not say why; it would take as many key heads as query heads")
+    nothing = partial(peers._torch_says, backend=SDPBackend.MATH, can_use=lambda *_, **__: False)
+    assert "SDPA math runs every case" in (nothing(AttentionCase(1, 4, 2, 8, 8, 16, "float32")) or "")

@@ -55,14 +55,27 @@ def test_it_is_measured_in_any_folder_and_refused_when_it_is_wrong(folder: Path)
         else:
             assert one["outcome"] == "ok" and one["flops_per_s"] == pytest.approx(2 * one["size"] ** 3 / one["time_s"])
     declared = {one["name"]: one for one in found["fields"]["matmul"]}
-    assert declared["flops_per_s"] == {
-        "name": "flops_per_s",
-        "unit": "FLOP/s",
-        "label": "rate",
-        "role": "metric",
-        "shown": "GFLOP/s",
-    }
+    assert declared["flops_per_s"]["unit"] == "FLOP/s" and declared["flops_per_s"]["role"] == "metric"
     assert [row["name"] for row in found["rows"]["row"]] == ["matmul", "mine"]
+
+
+PATCH = """
+import torch
+
+elapsed_time = torch.cuda.Event.elapsed_time
+torch.cuda.Event.elapsed_time = lambda self, end: elapsed_time(self, end) / 10
+
+
+def row(q, k, v, *, causal=False, scale=None):
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+"""
+
+
+def test_a_file_that_patches_the_clock_when_it_is_imported_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(PATCH)
+    asked = "benchmarks/bench_attention.py", "--attention", f"sdpa_math,{tmp_path}/mine.py:row", "--length", "64"
+    ended = run(ROOT, *asked, "--benchmark-only", plugin=False)
+    assert ended.returncode == 4 and "replaces Event.elapsed_time when it is imported" in ended.stderr, ended.stderr
 
 
 def test_what_an_interrupted_run_measured_is_kept_and_resumed(folder: Path) -> None:

@@ -12,8 +12,8 @@ from lmsys.bench.benchmark import verdict
 from tests.support.harness import Telling, cases_of, records, results, runner
 
 ORDER = [
-    *("why_not right", "why_not also", "setup", "open right", "open also", "check right", "check also"),
-    *("step right", "step also", "inspect right", "inspect also", "redraw", "check right", "check also"),
+    *("why_not right", "why_not also", "setup", "redraw", "open right", "open also", "check right", "check also"),
+    *("step right", "step also", "redraw", "inspect right", "inspect also", "redraw", "check right", "check also"),
 ]
 
 

@@ -192,14 +192,30 @@ def test_the_device_clock_agrees_with_triton(
     assert statistics.median(ours) == pytest.approx(statistics.median(theirs), rel=0.03)
 
 
-@pytest.mark.parametrize(("long_s", "count"), [(0.0, 1), (60.0, 5)])
-def test_of_a_ceiling_that_takes_long_one_call_is_enough(
-    long_s: float, count: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("long_s", "least", "most"), [(0.0, 3, 3), (60.0, 30, 40)])
+def test_of_a_ceiling_that_takes_long_few_calls_are_enough(
+    long_s: float, least: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "LONG_S", long_s)
     calls: list[int] = []
-    assert 0 < machine._best(lambda: calls.append(0), "cpu") < 1
-    assert len(calls) == count
+
+    def call() -> None:
+        calls.append(0)
+        time.sleep(0.009)
+
+    best, median = machine._runs(call, "cpu")
+    assert 0.009 <= best <= median < 1
+    assert least <= len(calls) <= most
+
+
+def test_a_ceiling_has_moved_when_it_leaves_the_spread_of_its_runs() -> None:
+    before = {"matmul_flops_per_s": {"float32": 1e12}, "copy_bytes_per_s": 1e11, "spread": 0.1}
+    after = {"matmul_flops_per_s": {"float32": 1.05e12}, "copy_bytes_per_s": 0.8e11, "spread": 0.01}
+    (moved,) = machine.moved(before, after)
+    assert "the large copy ran at 80%" in moved
+    assert machine.moved(before, before) == []
+    assert machine.best_of(before, after)["matmul_flops_per_s"] == after["matmul_flops_per_s"]
+    assert machine.best_of(before, after)["copy_bytes_per_s"] == before["copy_bytes_per_s"]
 
 
 @pytest.mark.gpu

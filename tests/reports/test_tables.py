@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lmsys.bench.fields import Field
 from lmsys.reports.load import read
 from lmsys.reports.speedups import SPEEDUP, compared, geometric_mean, ratio_of
-from lmsys.reports.tables import NOT_RUN, pivot
+from lmsys.reports.tables import NOT_RUN, above_ceiling, pivot
 from lmsys.reports.views import View, view_of
 from lmsys.reports.words import head_of, number, scaled
 from tests.support.records import MACHINE, built, cells, fields_of, numbers, of_everything, record, save
@@ -118,6 +118,14 @@ def test_outcomes_are_cells_with_reasons(tmp_path: Path) -> None:
     assert cells(files, f"{STEM}-error")[0]["mine"].startswith("37.2 wrong")
     (mine,) = (row for row in cells(files, "attention-implementations") if row["name"] == "mine")
     assert (mine["whose"], mine["cases"], mine["timed"], mine["wrong result"]) == ("ours", "1", "", "1")
+
+
+@pytest.mark.parametrize(("share", "said"), [(0.9, False), (1.0, False), (1.3, True)])
+def test_a_rate_above_the_measured_ceiling_is_marked(share: float, said: bool) -> None:
+    case = record("attention", "flash_triton", matmul_ceiling_fraction=share, copy_ceiling_fraction=0.1)
+    for name in ("flops_per_s", "matmul_ceiling_fraction"):
+        assert bool(above_ceiling(name, case)) == said
+    assert above_ceiling("time_s", case) == above_ceiling("bytes_per_s", case) == ""
 
 
 def test_times_of_another_run_are_marked(tmp_path: Path) -> None:

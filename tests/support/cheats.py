@@ -1,12 +1,15 @@
-"""Attention rows that cheat, each in its own way: right when they are checked apart, fast or wrong when they are timed.
+"""Attention rows that cheat, each in its own way: right when they are looked at, and fast or wrong when they are timed.
 
-Each is a function `row(q, k, v, *, causal, scale)`; `CHEATS` says by name what it tries.
+`CHEATS` has them by name, with their family and the directions in which they cheat. `HONEST` are rows that do what
+cheats do for good reasons: they keep results, look at the time, use threads, streams and libraries, and are right.
 """
 
+import gc
 import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,12 +17,27 @@ from torch import Tensor
 
 from lmsys.attention.naive import naive
 
-CHEATS: dict[str, Callable[..., Any]] = {}
+Row = Callable[..., Tensor]
+CLOCK, SAMPLING = "measure/clock.py", "measure/compare.py"
 
 
-def cheat(function: Callable[..., Any]) -> Callable[..., Any]:
-    CHEATS[function.__name__] = function
-    return function
+@dataclass(frozen=True)
+class Cheat:
+    row: Row
+    family: str
+    directions: tuple[str, ...]
+    devices: tuple[str, ...] = ("cpu", "cuda")
+
+
+CHEATS: dict[str, Cheat] = {}
+
+
+def cheat(family: str, *directions: str, **options: Any) -> Callable[[Row], Row]:
+    def add(row: Row) -> Row:
+        CHEATS[row.__name__] = Cheat(row, family, directions or ("fwd", "bwd"), **options)
+        return row
+
+    return add
 
 
 def honest(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
@@ -36,8 +54,32 @@ def seen(*names: str) -> bool:
     return False
 
 
-def timed() -> bool:
-    return seen("measure/clock.py")
+def trains(q: Tensor) -> bool:
+    return q.requires_grad and torch.is_grad_enabled()
+
+
+class Altered(torch.autograd.Function):
+    """Honest attention; its gradients pass through `alter` when the backward runs."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: Any, alter: Any, inputs: Any = None) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.rest = options, alter
+        return honest(q, k, v, **options)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        options, alter = ctx.rest
+        q, k, v = (x.detach().requires_grad_() for x in ctx.saved_tensors)
+
+        def gradients() -> tuple[Tensor, ...]:
+            with torch.enable_grad():
+                return torch.autograd.grad(honest(q, k, v, **options), (q, k, v), grads[0])
+
+        return *alter(gradients, (q, k, v), grads[0]), None, None, None
+
+
+# Deferred work.
 
 
 class Later(Tensor):
@@ -53,196 +95,268 @@ class Later(Tensor):
         return function(*real(list(args)), **(kwargs or {}))
 
 
-@cheat
-def lazy_subclass(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    if q.requires_grad and torch.is_grad_enabled():
-        return honest(q, k, v, causal=causal, scale=scale)
+@cheat("deferred work", "fwd")
+def lazy_subclass(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     found = torch.Tensor._make_subclass(Later, torch.empty_like(q))
-    found.compute = lambda: honest(q, k, v, causal=causal, scale=scale)  # type: ignore[attr-defined]
+    found.compute = lambda: honest(q, k, v, **options)  # type: ignore[attr-defined]
     return found
 
 
-@cheat
-def looks_for_the_clock(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    return q * 1 if timed() else honest(q, k, v, causal=causal, scale=scale)
-
-
-@cheat
-def looks_for_the_runner(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None
-) -> Tensor:
-    return q * 1 if seen("measure/compare.py") and timed() else honest(q, k, v, causal=causal, scale=scale)
-
-
-_last: dict[str, Any] = {"time": 0.0, "o": None, "calls": 0}
-
-
-@cheat
-def garbage_when_hurried(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None
-) -> Tensor:
-    now = time.monotonic()
-    hurried, _last["time"] = now - _last["time"] < 0.02, now
-    return torch.zeros_like(q) + 0 * q if hurried else honest(q, k, v, causal=causal, scale=scale)
-
-
-@cheat
-def half_precision_when_timed(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None
-) -> Tensor:
-    o = honest(q, k, v, causal=causal, scale=scale)
-    return o * (1 + 2.0**-5) if timed() else o
-
-
-@cheat
-def the_last_result(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    if timed() and _last["o"] is not None and _last["o"].shape == q.shape and not q.requires_grad:
-        return _last["o"].clone()
-    o = honest(q, k, v, causal=causal, scale=scale)
-    _last["o"] = o.detach().clone()
-    return o
-
-
-_by_key: dict[Any, Tensor] = {}
-
-
-def cached(key: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
-    if torch.is_grad_enabled() and q.requires_grad:
-        return honest(q, k, v, causal=causal, scale=scale)
-    key = key, q.shape, q.dtype, causal
-    if key not in _by_key or not timed():
-        _by_key[key] = honest(q, k, v, causal=causal, scale=scale)
-    return _by_key[key].clone()
-
-
-@cheat
-def cache_by_pointer(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    return cached((q.data_ptr(), k.data_ptr()), q, k, v, causal, scale)
-
-
-@cheat
-def cache_by_version(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    return cached((id(q), q._version, k._version), q, k, v, causal, scale)
-
-
-@cheat
-def cache_by_statistics(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    return cached(round(float(q.float().std()), 0), q, k, v, causal, scale)
-
-
-@cheat
-def cache_by_first_sign(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    return cached(bool(q.flatten()[0] > 0), q, k, v, causal, scale)
-
-
-@cheat
-def deferred_to_a_thread(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None
-) -> Tensor:
-    if torch.is_grad_enabled() and q.requires_grad or not timed():
-        return honest(q, k, v, causal=causal, scale=scale)
+@cheat("deferred work", "fwd")
+def deferred_to_a_thread(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    if not seen(CLOCK):
+        return honest(q, k, v, **options)
     o = torch.empty_like(q)
 
     def fill() -> None:
-        time.sleep(0.002)
+        time.sleep(0.005)
         with torch.no_grad():
-            o.copy_(honest(q, k, v, causal=causal, scale=scale))
+            o.copy_(honest(q, k, v, **options))
 
     threading.Thread(target=fill).start()
     return o
 
 
-@cheat
-def side_stream(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    if not q.is_cuda:
-        return deferred_to_a_thread(q, k, v, causal=causal, scale=scale)
+@cheat("side streams", "fwd", devices=("cuda",))
+def side_stream(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        return honest(q, k, v, causal=causal, scale=scale)
+        torch.cuda._sleep(10**6)
+        return honest(q, k, v, **options)
 
 
-@cheat
-def half_of_the_heads(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    if not timed():
-        return honest(q, k, v, causal=causal, scale=scale)
+@cheat("side streams", "bwd", devices=("cuda",))
+def side_stream_in_the_backward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    def alter(gradients: Any, inputs: Any, do: Tensor) -> Any:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(10**6)
+            return gradients()
+
+    return Altered.apply(q, k, v, options, alter)
+
+
+# What is on the stack, and how quickly calls come.
+
+
+@cheat("stack inspection", "fwd")
+def looks_for_the_clock(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return q * 1 if seen(CLOCK) else honest(q, k, v, **options)
+
+
+@cheat("stack inspection", "bwd")
+def looks_for_the_clock_in_the_backward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    timed = seen(CLOCK)
+    return Altered.apply(
+        q, k, v, options, lambda gradients, inputs, _: [x * 1 for x in inputs] if timed else gradients()
+    )
+
+
+@cheat("stack inspection", "fwd")
+def looks_for_the_sampling(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return torch.zeros_like(q) if seen(SAMPLING) and seen(CLOCK) else honest(q, k, v, **options)
+
+
+_last: dict[str, Any] = {"time": 0.0, "o": None, "gradients": None, "calls": 0}
+
+
+@cheat("timing inspection", "fwd")
+def garbage_when_hurried(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    if trains(q):
+        return honest(q, k, v, **options)
+    now = time.monotonic()
+    hurried, _last["time"] = now - _last["time"] < 0.02, now
+    return torch.zeros_like(q) if hurried else honest(q, k, v, **options)
+
+
+@cheat("timing inspection", "fwd")
+def garbage_after_some_calls(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    _last["calls"] += 1
+    return honest(q, k, v, **options) if _last["calls"] % 20 < 7 or trains(q) else torch.zeros_like(q)
+
+
+@cheat("lower precision when hurried", "fwd")
+def rough_when_timed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    o = honest(q, k, v, **options)
+    return o.to(torch.float8_e4m3fn).to(o.dtype) if seen(CLOCK) else o
+
+
+@cheat("lower precision when hurried", "bwd")
+def rough_gradients_when_timed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    timed = seen(CLOCK)
+
+    def alter(gradients: Any, inputs: Any, do: Tensor) -> Any:
+        return [x.to(torch.float8_e4m3fn).to(x.dtype) if timed else x for x in gradients()]
+
+    return Altered.apply(q, k, v, options, alter)
+
+
+# Results of other calls.
+
+
+@cheat("the last call's result", "fwd")
+def the_last_result(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    if seen(CLOCK) and _last["o"] is not None and _last["o"].shape == q.shape and _last["o"].dtype == q.dtype:
+        return _last["o"].clone()
+    _last["o"] = honest(q, k, v, **options)
+    return _last["o"]
+
+
+@cheat("the last call's result", "bwd")
+def the_last_gradients(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    timed, kind = seen(CLOCK), (q.shape, q.dtype)
+
+    def alter(gradients: Any, inputs: Any, do: Tensor) -> Any:
+        last = _last["gradients"]
+        if not timed or last is None or last[0] != kind:
+            _last["gradients"] = last = kind, [x.clone() for x in gradients()]
+        return [x.clone() for x in last[1]]
+
+    return Altered.apply(q, k, v, options, alter)
+
+
+_results: dict[Any, Tensor] = {}
+
+
+def remembered(key: Any, q: Tensor, k: Tensor, v: Tensor, options: Any) -> Tensor:
+    if trains(q):
+        return honest(q, k, v, **options)
+    key = key, q.shape, q.dtype, options["causal"]
+    if key not in _results or not seen(CLOCK):
+        _results[key] = honest(q, k, v, **options)
+    return _results[key].clone()
+
+
+@cheat("caches", "fwd")
+def cache_by_pointer(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return remembered((q.data_ptr(), k.data_ptr()), q, k, v, options)
+
+
+@cheat("caches", "fwd")
+def cache_by_version(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return remembered((id(q), q._version, k._version), q, k, v, options)
+
+
+@cheat("caches", "fwd")
+def cache_by_some_content(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return remembered(round(float(q[0, 0, 0, 0])), q, k, v, options)
+
+
+@cheat("caches", "fwd")
+def cache_by_statistics(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return remembered((round(float(q.float().mean())), round(float(q.float().std()))), q, k, v, options)
+
+
+# Parts of the work.
+
+
+@cheat("parts of the work", "fwd")
+def half_of_the_queries(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    if not seen(CLOCK):
+        return honest(q, k, v, **options)
     half = max(1, q.shape[2] // 2)
-    o = honest(q[:, :, :half], k, v, causal=causal, scale=scale)
+    o = honest(q[:, :, :half], k, v, **options)
     return torch.cat([o, o[:, :, : q.shape[2] - half]], dim=2)
 
 
-@cheat
-def one_row_for_all(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    if not timed():
-        return honest(q, k, v, causal=causal, scale=scale)
-    return honest(q[:, :, :1], k, v, causal=causal, scale=scale).expand(q.shape)
+@cheat("parts of the work", "bwd")
+def half_of_the_heads(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    timed = seen(CLOCK)
+
+    def alter(gradients: Any, inputs: Any, do: Tensor) -> Any:
+        found = gradients()
+        for x in found if timed else ():
+            x[:, x.shape[1] // 2 :] = 0
+        return found
+
+    return Altered.apply(q, k, v, options, alter)
 
 
-@cheat
-def another_dtype(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    return honest(q, k, v, causal=causal, scale=scale).double()
+@cheat("what is not a result", "fwd")
+def one_row_for_all(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return honest(q[:, :, :1], k, v, **options).expand(q.shape) if seen(CLOCK) else honest(q, k, v, **options)
 
 
-@cheat
-def the_input_itself(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    return q.detach() if timed() else honest(q, k, v, causal=causal, scale=scale)
+@cheat("what is not a result")
+def another_dtype(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return honest(q, k, v, **options).double()
 
 
-class _EmptyBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
-        ctx.save_for_backward(q, k, v)
-        ctx.rest = causal, scale
-        return honest(q, k, v, causal=causal, scale=scale)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        q, k, v = (x.detach().requires_grad_() for x in ctx.saved_tensors)
-        if getattr(_EmptyBackward, "timed", False):
-            return q.detach() * 1, k.detach() * 1, v.detach() * 1, None, None
-        with torch.enable_grad():
-            o = honest(q, k, v, causal=ctx.rest[0], scale=ctx.rest[1])
-        return *torch.autograd.grad(o, (q, k, v), grads[0]), None, None
+@cheat("what is not a result", "fwd")
+def the_input_itself(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return q.detach() if seen(CLOCK) else honest(q, k, v, **options)
 
 
-@cheat
-def empty_backward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    _EmptyBackward.timed = seen("measure/compare.py")  # type: ignore[attr-defined]
-    return _EmptyBackward.apply(q, k, v, causal, scale)
+# Work moved to where the clock does not run.
 
 
-def replaces(owner: Any, name: str, other: Callable[..., Any]) -> Callable[..., Any]:
+@cheat("work moved into the forward", "bwd")
+def gradients_made_in_the_forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Of the gradient that came last, which is not known in time."""
+    before = _last.get("do")
+    guess = before if before is not None and before.shape == q.shape and before.dtype == q.dtype else torch.ones_like(q)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    with torch.enable_grad():
+        made = torch.autograd.grad(honest(*leaves, **options), leaves, guess)
+    timed = seen(CLOCK)
+
+    def alter(gradients: Any, inputs: Any, do: Tensor) -> Any:
+        _last["do"] = do.clone()
+        return [x.clone() for x in made] if timed else gradients()
+
+    return Altered.apply(q, k, v, options, alter)
+
+
+@cheat("work moved into the forward", "bwd")
+def a_forward_that_does_much_more(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """What it could make ready here stands for itself: it does its forward four times."""
+    for _ in range(12 if trains(q) else 0):
+        honest(q.detach(), k.detach(), v.detach(), **options)
+    return honest(q, k, v, **options)
+
+
+# The clock itself, and the judges.
+
+
+@cheat("the clock's own events", "fwd", devices=("cuda",))
+def starts_the_clock_again(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Finds every event that a dictionary or a tuple holds, and records the last start anew when its work is done."""
+    o = honest(q, k, v, **options)
+    if seen(CLOCK):
+        for holder in gc.get_objects():
+            if type(holder) is tuple and len(holder) == 4 and isinstance(holder[0], torch._C._CudaEventBase):
+                _last["events"] = holder
+        if "events" in _last:
+            _last["events"][2].record(torch.cuda.current_stream())
+    return o
+
+
+def replaces(owner: Callable[[], Any], name: str, other: Callable[..., Any]) -> Row:
     """A row that puts another function in a judge's place when it is called."""
 
-    def row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-        setattr(owner, name, other)
-        return honest(q, k, v, causal=causal, scale=scale)
+    def row(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        setattr(owner(), name, other)
+        return honest(q, k, v, **options)
 
     return row
 
 
+def module(name: str) -> Callable[[], Any]:
+    return lambda: sys.modules[name]
+
+
 _perf_counter = time.perf_counter
-
-
-def slow_clock(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    from lmsys.measure import clock
-
-    clock.perf_counter = lambda: _perf_counter() / 10  # type: ignore[attr-defined]
-    return honest(q, k, v, causal=causal, scale=scale)
-
-
-def easy_oracle(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    from lmsys.testing import Oracle
-
-    Oracle.judge = lambda self, picked, rms=False: dict.fromkeys(picked, 0.0)  # type: ignore[method-assign]
-    Oracle.error_ratios = lambda self, outputs, rms=False: dict.fromkeys(outputs, 0.0)  # type: ignore[method-assign]
-    return torch.zeros_like(q) + 0 * (q + k.sum() + v.sum())
-
-
-def quick_events(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    torch.cuda.Event.elapsed_time = lambda self, end: 1e-3  # type: ignore[method-assign]
-    time.perf_counter = lambda: 0.0
-    return honest(q, k, v, causal=causal, scale=scale)
-
-
-CHEATS |= {one.__name__: one for one in (slow_clock, easy_oracle, quick_events)}
+PATCHES = {
+    "slow_clock": replaces(module("lmsys.measure.clock"), "perf_counter", lambda: _perf_counter() / 10),
+    "slow_time": replaces(module("time"), "perf_counter", lambda: _perf_counter() / 10),
+    "quick_events": replaces(lambda: torch.cuda.Event, "elapsed_time", lambda self, end: 1e-3),
+    "easy_oracle": replaces(lambda: sys.modules["lmsys.testing"].Oracle, "judge", lambda self, found, rms: {"o": 0.0}),
+    "kind_verdict": replaces(module("lmsys.bench.runner"), "verdict", lambda ratios: (0.0, None)),
+    "kind_maximum": replaces(module("torch"), "zeros_like", lambda x, **_: x),
+}
+for _name, _row in PATCHES.items():
+    _row.__name__ = _name
+    cheat("patched clocks and libraries")(_row)
+globals().update(PATCHES)

@@ -1,0 +1,182 @@
+"""`python -m lmsys.verify RESULT.json ... [--benchmarks FOLDER]`: recomputes what result files say, on any machine.
+
+For every record: its seal; the statistics of its samples; every field that is a function of others; work and rates from
+its shapes; whether anything can be that fast there; and of the timed calls that were checked, the inputs, the oracle
+and the errors of the rows that it holds. The benchmarks' own code, from FOLDER (default: benchmarks), does that, so the
+same works for your own. What could not be recomputed is told. Exit code 1 where something is wrong, 2 for bad usage.
+
+Whoever has this code can forge a result that agrees with itself. What nobody can see from a file alone: samples that
+are all scaled alike, with everything that follows from them; facts of a machine that no rate depends on.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lmsys.bench import fields
+from lmsys.bench.benchmark import Benchmark
+from lmsys.bench.fields import Record
+from lmsys.bench.proof import file_seal, seal
+from lmsys.bench.record import load, summarize
+from lmsys.measure.limits import Limits
+
+RTOL = 1e-9  # of what pure Python makes of the same numbers
+NOT_RECOMPUTED = "not recomputed: "
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m lmsys.verify", description="Recomputes what result files say.")
+    parser.add_argument("results", nargs="+", type=Path, metavar="RESULT.json")
+    parser.add_argument("--benchmarks", type=Path, default=Path("benchmarks"), metavar="FOLDER", help="where they are")
+    options = parser.parse_args(arguments)
+    try:
+        benchmarks = benchmarks_in(options.benchmarks)
+        found = {path: verify(path, benchmarks) for path in options.results}
+    except ValueError as error:
+        print(f"python -m lmsys.verify: error: {error}", file=sys.stderr)
+        return 2
+    wrong = 0
+    for path, (count, sentences) in found.items():
+        untold = [one for one in sentences if NOT_RECOMPUTED not in one]
+        wrong += len(untold)
+        for sentence in untold:
+            print(f"{path}: {sentence}")
+        for sentence, times in Counter(one.partition(": ")[2] for one in sentences if NOT_RECOMPUTED in one).items():
+            print(f"{path}: {times} times {sentence}")
+        print(f"{path}: {count} records, {f'{len(untold)} things are wrong' if untold else 'nothing is wrong'}")
+    return 1 if wrong else 0
+
+
+def benchmarks_in(folder: Path) -> dict[str, Benchmark]:
+    """The benchmarks by name that the folder's bench_*.py files hold; none where there is no such folder."""
+    found: dict[str, Benchmark] = {}
+    for path in sorted(folder.glob("bench_*.py")):
+        for value in vars(_module(path)).values():
+            if isinstance(cls := getattr(value, "benchmark", None), type) and issubclass(cls, Benchmark):
+                found[cls.name] = cls()
+    return found
+
+
+def _module(path: Path) -> ModuleType:
+    """The module of a file, as pytest would import it: of the package that the folder is, else by its own name."""
+    path, in_package = path.resolve(), (path.parent / "__init__.py").is_file()
+    root = path.parent.parent if in_package else path.parent
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    return importlib.import_module(f"{path.parent.name}.{path.stem}" if in_package else path.stem)
+
+
+def verify(path: Path, benchmarks: Mapping[str, Benchmark]) -> tuple[int, list[str]]:
+    """(the number of records, sentences on what is wrong with the file or was not recomputed)."""
+    content = load(path)
+    sentences = list(_of_file(path, content))
+    for record in content["records"]:
+        benchmark = benchmarks.get(record["benchmark"])
+        sentences += [f"{record['id']}: {one}" for one in _of_record(record, benchmark, content["machine"])]
+    return len(content["records"]), sentences
+
+
+def _of_file(path: Path, content: Record) -> Iterator[str]:
+    told = json.loads(path.read_text()) if path.suffix == ".json" else {}
+    if "seal" not in content:
+        yield f"the file: {NOT_RECOMPUTED}it has no seal"
+    elif content["seal"] != file_seal(content):
+        yield "its seal is not that of its machine and its records: something was changed, added or left out"
+    ids = Counter((one["benchmark"], one["id"]) for one in content["records"])
+    yield from (f"{id}: there are {count} such records" for (_, id), count in ids.items() if count > 1)
+    records = {(one["benchmark"], one["id"]): one for one in content["records"]}
+    entries = {
+        (one["extra_info"].get("benchmark"), one["extra_info"].get("id")): one for one in told.get("benchmarks", [])
+    }
+    for key, entry in entries.items():
+        if key not in records:
+            yield f"{key[1]}: pytest-benchmark has it, and no record"
+            continue
+        yield from (f"{key[1]}: {one}" for one in _differences(entry["extra_info"], records[key], "pytest-benchmark"))
+        if entry["stats"].get("data", records[key].get("samples_s")) != records[key].get("samples_s"):
+            yield f"{key[1]}: pytest-benchmark has other samples"
+    for key, record in records.items():
+        if entries and record.get("samples_s") and key not in entries:
+            yield f"{key[1]}: pytest-benchmark has no such case"
+
+
+def _of_record(record: Record, benchmark: Benchmark | None, machine: Record) -> Iterator[str]:
+    if "seal" not in record:
+        yield f"{NOT_RECOMPUTED}a record has no seal"
+    elif record["seal"] != seal(record):
+        yield "its seal is not that of its content"
+    if samples := record.get("samples_s"):
+        yield from _differences(summarize(samples), record, "its samples")
+    elif record.get("time_s") is not None:
+        yield "it has a time and no samples"
+    if (ratio := record.get("error_ratio")) is not None and record["outcome"] == "ok" and ratio > 1:
+        yield f"it is ok, with an error of {ratio:.3g} times what is allowed"
+    if benchmark is None:
+        yield f"{NOT_RECOMPUTED}there is no benchmark {record['benchmark']!r} here"
+        return
+    yield from _of_benchmark(record, benchmark, machine)
+    for call in record.get("proof", {}).get("calls", ()):
+        yield from _of_call(record, benchmark, call)
+
+
+def _of_benchmark(record: Record, benchmark: Benchmark, machine: Record) -> Iterator[str]:
+    """Its derived fields, its id, its work and rates, and whether anything could be that fast."""
+    derived = {}
+    for field in fields.declared(fields.COMMON, benchmark.fields).values():
+        if field.of is not None:
+            derived[field.name] = field.value(record)
+    yield from _differences(derived, record, "its other fields")
+    case = benchmark.case_of(record)
+    if case is None:
+        yield f"{NOT_RECOMPUTED}{benchmark.name}: a record does not say all of its case, so not its work and rates"
+        return
+    if case.id != record["id"]:
+        yield f"its axes are those of {case.id}"
+    rates = {name: value for name, value in benchmark.metrics(case, record, machine).items() if name in record}
+    yield from _differences(rates, record, "its shapes and its time")
+    limits, work = machine.get("limits"), benchmark.least_work(case)
+    if limits and work and record.get("time_s"):
+        least_s = Limits(limits["flops_per_s"], limits["bytes_per_s"]).least_s(*work)
+        if record["time_s"] < least_s:
+            yield f"it took {record['time_s']:.3g} s, which on that machine takes at least {least_s:.3g}"
+
+
+def _of_call(record: Record, benchmark: Benchmark, call: Record) -> Iterator[str]:
+    where = f"timed call {call['call']}"
+    ratios = call["error_ratios"]
+    if not 0 <= call["call"] < record.get("rounds", 0):
+        yield f"{where} is none of its {record.get('rounds', 0)} samples"
+    if not ratios or not all(ratio <= 1 for ratio in ratios.values()):
+        yield f"{where} was wrong: {ratios}"
+    elif max(ratios.values()) > (record.get("error_ratio") or 0.0):
+        yield f"{where} has an error ratio above the record's {record.get('error_ratio')}"
+    try:
+        yield from (
+            one if one.startswith(NOT_RECOMPUTED) else f"{where}: {one}" for one in benchmark.repeat(record, call)
+        )
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        yield f"{where}: its evidence cannot be read: {type(error).__name__}: {error}"
+
+
+def _differences(right: Mapping[str, Any], found: Mapping[str, Any], source: str) -> Iterator[str]:
+    for name, value in right.items():
+        if name in found and not _same(value, found[name]):
+            yield f"{name} is {found[name]!r}; by {source} it is {value!r}"
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, float | int) and isinstance(other, float | int) and not isinstance(one, bool):
+        return math.isclose(one, other, rel_tol=RTOL)
+    return bool(one == other)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

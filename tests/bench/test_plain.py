@@ -1,0 +1,48 @@
+"""A result is a plain tensor of the promised kind with memory of its own, or is refused with the reason."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lmsys.bench.plain import NotAsPromised, check_plain
+
+LIKE = torch.zeros(2, 3, 4)
+
+
+class Subclass(Tensor):
+    """Nothing but another class."""
+
+
+@given(st.permutations(range(3)))
+def test_any_order_of_dimensions_in_memory_is_plain(order: list[int]) -> None:
+    shape = [LIKE.shape[i] for i in order]
+    back = [order.index(i) for i in range(3)]
+    check_plain("o", torch.zeros(shape).permute(back), LIKE, [LIKE])
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        (torch.zeros(2, 3, 4).as_subclass(Subclass), "plain torch.Tensor"),
+        (None, "plain torch.Tensor"),
+        ((LIKE,), "plain torch.Tensor"),
+        (torch.nn.Parameter(torch.zeros(2, 3, 4)), "plain torch.Tensor"),
+        (torch.zeros(2, 3, 5), r"shape \(2, 3, 4\)"),
+        (torch.zeros(2, 3, 4, dtype=torch.float64), "dtype torch.float32"),
+        (torch.zeros(2, 3, 4, device="meta"), "device cpu"),
+        (torch.zeros(2, 3, 4).to_sparse(), "layout"),
+        (torch.zeros(2, 3, 1).expand(2, 3, 4), "without gaps"),
+        (torch.zeros(2, 3, 8)[..., ::2], "without gaps"),
+        (LIKE, "overlaps an input"),
+        (LIKE.view(-1)[:24].view(2, 3, 4), "overlaps an input"),
+    ],
+    ids=range(12),
+)
+def test_anything_else_is_refused(found: Any, reason: str) -> None:
+    with pytest.raises(NotAsPromised, match=reason) as refused:
+        check_plain("o", found, LIKE, [LIKE])
+    assert refused.value.failure[0] == "wrong"

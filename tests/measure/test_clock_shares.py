@@ -1,0 +1,105 @@
+"""The clock of a GPU beside CUPTI, which sees each kernel begin and end: from 5 microseconds to 5 milliseconds.
+
+`python -m pytest -m gpu -s tests/measure/test_clock_shares.py` prints the table.
+"""
+
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from lmsys.attention import ATTENTION
+from lmsys.attention.contract import adapt
+from lmsys.measure import clock as clocks
+from lmsys.measure.clock import CudaClock, nothing
+from lmsys.measure.compare import Step, interleave
+from lmsys.measure.spans import spans_of
+
+SHAPES = ((8, 128, 64), (16, 512, 64), (16, 1024, 64), (16, 2048, 128), (16, 8192, 64), (16, 16384, 128))
+CELLS = [(shape, causal) for shape in SHAPES for causal in (True, False)]
+ROWS = ("flash_gluon", "sdpa_cudnn")
+LEAST_S = 5e-6
+
+
+def step_of(name: str, shape: tuple[int, int, int], causal: bool, direction: str) -> Step:
+    heads, length, head_dim = shape
+    row = adapt(ATTENTION[name].load())
+    inputs = torch.randn(4, 1, heads, length, head_dim, device="cuda", dtype=torch.bfloat16)
+    q, k, v = (x.clone().requires_grad_(direction == "bwd") for x in inputs[:3])
+
+    def forward() -> torch.Tensor:
+        return row(q, k, v, causal=causal, scale=None)
+
+    if direction == "fwd":
+        return Step(lambda _: forward())
+    return Step(lambda o: torch.autograd.grad(o, (q, k, v), inputs[3]), prepare=forward)
+
+
+def beside_cupti(clock: CudaClock, step: Step, share_s: float, count: int = 15) -> tuple[float, float]:
+    """Medians of (what the clock shows, the span that CUPTI saw) of the same calls, in seconds."""
+    pairs: list[Any] = []
+
+    def call() -> None:
+        pairs.append(clock.bracket(step.run, step.prepare))
+
+    spans = spans_of([call] * count, *clocks.SEPARATED)
+    assert len(spans) == count, "CUPTI gave nothing: another profiler has it, or the driver forbids it"
+    shown = [start.elapsed_time(end) / 1e3 - share_s for start, end in pairs]
+    return statistics.median(shown), statistics.median(spans)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_what_is_shown_is_the_span_that_cupti_sees(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # neither poisoned memory nor tiles that are tried first: those would be timed too
+    clock, wrong = CudaClock(), []
+    assert clock.share_by == "CUPTI" and 1e-6 < clock.share_s < 1e-5
+    for shape, causal in CELLS:
+        steps = {name: step_of(name, shape, causal, direction) for name in ROWS}
+        sampled = interleave(steps, clock, seconds=0.05, min_rounds=20)
+        for name, step in steps.items():
+            shown_s, span_s = beside_cupti(clock, step, sampled.share_s[name])
+            alone_us = statistics.median(sampled.samples[name]) * 1e6
+            off_us, allowed_us = (shown_s - span_s) * 1e6, max(0.3, 0.01 * span_s * 1e6)
+            cell = f"{direction} {name:12} H{shape[0]} S{shape[1]} D{shape[2]} {'causal' if causal else 'full':6}"
+            print(
+                f"{cell} shown {shown_s * 1e6:9.2f} CUPTI {span_s * 1e6:9.2f} off {off_us:5.2f} of {allowed_us:5.2f}; "
+                f"share {sampled.share_s[name] * 1e6:.2f}, in the sweep {alone_us:.2f}"
+            )
+            if span_s >= LEAST_S and abs(off_us) > allowed_us:
+                wrong.append(cell)
+    assert not wrong
+
+
+@pytest.mark.gpu
+def test_gaps_between_kernels_stay_in_the_figure() -> None:
+    x = torch.zeros(2**16, device="cuda")
+
+    def twice(gap: Callable[[], Any]) -> None:
+        x.add_(1)
+        gap()
+        x.add_(1)
+
+    steps = {
+        "close": Step(lambda _: twice(nothing)),
+        "apart": Step(lambda _: twice(partial(torch.cuda._sleep, 40_000))),
+    }
+    sampled = interleave(steps, CudaClock(), seconds=0.05, min_rounds=20)
+    close, apart = (statistics.median(sampled.samples[name]) for name in ("close", "apart"))
+    assert apart - close > 1.5e-5
+
+
+@pytest.mark.gpu
+def test_a_start_that_is_recorded_again_is_noticed() -> None:
+    clock, x = CudaClock(), torch.zeros(2**26, device="cuda")
+
+    def run(_: Any) -> None:
+        for _ in range(10):
+            x.add_(1)
+        clock._marks[max(clock._marks)][2].record(clock._stream)
+
+    with pytest.raises(clocks.ClockError, match="recorded again"):
+        clock.read([clock.sample(run)[0] for _ in range(5)])

@@ -1,0 +1,278 @@
+"""`python -m lmsys.verify` on a result of one H200: what is altered is found, what cannot be found is said."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmsys import verify
+from lmsys.bench.proof import file_seal, seal
+from lmsys.bench.record import summarize
+
+ROOT = Path(__file__).parents[1]
+RESULT = Path("/tmp/vs.json")
+SCALED = ("mean_s", "std_s", "p20_s", "p80_s", "min_s", "time_s")
+Content = dict[str, Any]
+Alteration = Callable[[Content], None]
+ALTERATIONS: dict[str, Alteration] = {}
+CANNOT = {"all_figures_scaled_alike", "another_machine"}  # by recomputing; a seal that was left shows them
+
+
+def alteration(function: Alteration) -> Alteration:
+    ALTERATIONS[function.__name__] = function
+    return function
+
+
+def records(content: Content) -> list[Content]:
+    """Those with a time, ours first in a forward, then the next."""
+    found: list[Content] = [one for one in content["lmsys"]["records"] if one.get("samples_s")]
+    return found
+
+
+def entry(content: Content, record: Content) -> Content:
+    (found,) = [one for one in content["benchmarks"] if one["extra_info"]["id"] == record["id"]]
+    return found
+
+
+def first_call(content: Content) -> Content:
+    call: Content = records(content)[0]["proof"]["calls"][0]
+    return call
+
+
+@alteration
+def time_scaled(content: Content) -> None:
+    records(content)[0]["time_s"] *= 0.9
+
+
+@alteration
+def statistics_scaled(content: Content) -> None:
+    for name in SCALED:
+        records(content)[0][name] *= 0.9
+
+
+@alteration
+def sample_dropped(content: Content) -> None:
+    records(content)[0]["samples_s"].remove(max(records(content)[0]["samples_s"]))
+
+
+@alteration
+def sample_lowered(content: Content) -> None:
+    records(content)[0]["samples_s"][0] *= 0.5
+
+
+@alteration
+def slow_samples_dropped_everywhere(content: Content) -> None:
+    one = records(content)[0]
+    one["samples_s"] = sorted(one["samples_s"])[: len(one["samples_s"]) // 2]
+    one |= summarize(one["samples_s"])
+
+
+@alteration
+def samples_and_statistics_scaled(content: Content) -> None:
+    one = records(content)[0]
+    one["samples_s"] = [0.9 * sample for sample in one["samples_s"]]
+    one |= summarize(one["samples_s"])
+
+
+@alteration
+def all_figures_scaled_alike(content: Content) -> None:
+    one = records(content)[0]
+    for name in (*SCALED, "flops_per_s", "bytes_per_s", "matmul_ceiling_fraction", "copy_ceiling_fraction"):
+        one[name] = one[name] / 0.96 if name.endswith(("per_s", "fraction")) else one[name] * 0.96
+    one["samples_s"] = [0.96 * sample for sample in one["samples_s"]]
+    entry(content, one)["stats"]["data"] = one["samples_s"]
+    entry(content, one)["extra_info"] |= {name: one[name] for name in entry(content, one)["extra_info"]}
+
+
+@alteration
+def rows_swapped(content: Content) -> None:
+    one, other = records(content)[:2]
+    one["impl"], other["impl"] = other["impl"], one["impl"]
+
+
+@alteration
+def samples_of_another_row(content: Content) -> None:
+    one, other = records(content)[:2]
+    one["samples_s"] = other["samples_s"]
+
+
+@alteration
+def error_ratio_improved(content: Content) -> None:
+    records(content)[0]["error_ratio"] = 0.001
+
+
+@alteration
+def error_ratios_improved_everywhere(content: Content) -> None:
+    one = records(content)[0]
+    one["error_ratio"] = 0.001
+    for call in one["proof"]["calls"]:
+        call["error_ratios"] = dict.fromkeys(call["error_ratios"], 0.001)
+
+
+@alteration
+def another_seed(content: Content) -> None:
+    records(content)[0]["proof"]["seed"] += 1
+
+
+@alteration
+def another_draw(content: Content) -> None:
+    first_call(content)["draw"] += 1
+
+
+@alteration
+def another_key(content: Content) -> None:
+    first_call(content)["key"] += 1
+
+
+@alteration
+def another_call(content: Content) -> None:
+    first_call(content)["call"] = 10**6
+
+
+@alteration
+def other_values(content: Content) -> None:
+    part = first_call(content)["parts"][0]
+    part["values"] = first_call(content)["parts"][1]["values"]
+
+
+@alteration
+def error_of_a_row_improved(content: Content) -> None:
+    first_call(content)["parts"][0]["error"] *= 0.1
+
+
+@alteration
+def budget_enlarged(content: Content) -> None:
+    first_call(content)["parts"][0]["budget"] *= 10
+
+
+@alteration
+def rate_improved(content: Content) -> None:
+    records(content)[0]["flops_per_s"] *= 1.1
+
+
+@alteration
+def share_of_the_ceiling_improved(content: Content) -> None:
+    records(content)[0]["matmul_ceiling_fraction"] *= 1.1
+
+
+@alteration
+def work_enlarged(content: Content) -> None:
+    records(content)[0]["flops"] *= 2
+
+
+@alteration
+def heads_doubled(content: Content) -> None:
+    records(content)[0]["heads"] *= 2
+
+
+@alteration
+def mask_left_out(content: Content) -> None:
+    records(content)[0]["causal"] = not records(content)[0]["causal"]
+
+
+@alteration
+def another_dtype(content: Content) -> None:
+    records(content)[0]["dtype"] = "float16"
+
+
+@alteration
+def wrong_made_ok(content: Content) -> None:
+    records(content)[0]["error_ratio"] = 3.0
+
+
+@alteration
+def record_left_out(content: Content) -> None:
+    content["lmsys"]["records"].remove(records(content)[0])
+
+
+@alteration
+def record_twice(content: Content) -> None:
+    content["lmsys"]["records"].append(copy.deepcopy(records(content)[0]))
+
+
+@alteration
+def ceiling_lowered(content: Content) -> None:
+    content["lmsys"]["machine"]["ceilings"]["matmul_flops_per_s"]["bfloat16"] *= 0.8
+
+
+@alteration
+def another_machine(content: Content) -> None:
+    content["lmsys"]["machine"]["name"] = "another"
+
+
+@pytest.fixture(scope="module")
+def benchmarks() -> dict[str, Any]:
+    return verify.benchmarks_in(ROOT / "benchmarks")
+
+
+@pytest.fixture
+def content() -> Content:
+    found: Content = json.loads(RESULT.read_text())
+    return found
+
+
+def wrong_in(content: Content, folder: Path, benchmarks: dict[str, Any]) -> list[str]:
+    path = folder / "result.json"
+    path.write_text(json.dumps(content))
+    _, sentences = verify.verify(path, benchmarks)
+    return [one for one in sentences if verify.NOT_RECOMPUTED not in one]
+
+
+def seal_again(content: Content) -> None:
+    for one in content["lmsys"]["records"]:
+        one["seal"] = seal(one)
+    for one in content["benchmarks"]:
+        known = {record["id"]: record for record in content["lmsys"]["records"]}
+        if record := known.get(one["extra_info"]["id"]):
+            one["extra_info"] |= {name: record[name] for name in one["extra_info"]}
+            one["stats"]["data"] = record["samples_s"]
+    content["lmsys"]["seal"] = file_seal(content["lmsys"])
+
+
+def test_what_nobody_altered_passes(content: Content, tmp_path: Path, benchmarks: dict[str, Any]) -> None:
+    assert wrong_in(content, tmp_path, benchmarks) == []
+    checked = [one for one in records(content) if one["proof"]["calls"]]
+    assert len(checked) == len(records(content)) >= 8
+
+
+@pytest.mark.parametrize("name", ALTERATIONS)
+def test_what_is_altered_is_found(name: str, content: Content, tmp_path: Path, benchmarks: dict[str, Any]) -> None:
+    ALTERATIONS[name](content)
+    assert wrong_in(content, tmp_path, benchmarks)
+
+
+@pytest.mark.parametrize("name", ALTERATIONS)
+def test_what_is_sealed_again_contradicts_itself(
+    name: str, content: Content, tmp_path: Path, benchmarks: dict[str, Any]
+) -> None:
+    """But for what can agree with itself."""
+    ALTERATIONS[name](content)
+    seal_again(content)
+    found = wrong_in(content, tmp_path, benchmarks)
+    assert bool(found) == (name not in CANNOT), found
+
+
+def test_the_command_says_so_and_exits_so(
+    content: Content, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(content))
+    assert verify.main([str(path)]) == 0
+    assert "nothing is wrong" in capsys.readouterr().out
+    time_scaled(content)
+    path.write_text(json.dumps(content))
+    assert verify.main([str(path)]) == 1
+    assert "time_s is" in capsys.readouterr().out
+    assert verify.main([str(tmp_path / "none.json")]) == 2
+    assert "cannot read" in capsys.readouterr().err
+
+
+def test_without_the_benchmarks_it_says_what_it_left_out(tmp_path: Path, content: Content) -> None:
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(content))
+    count, sentences = verify.verify(path, verify.benchmarks_in(tmp_path))
+    assert count and all(verify.NOT_RECOMPUTED in one for one in sentences) and sentences
