@@ -81,6 +81,7 @@ class Collectives(Benchmark):
         ),
         Field("loop_s", "s", "plain loop", "detail", "Time of a call in a plain loop of torch's own calls", shown="ms"),
         Field("bytes", "B", "size", "detail", shown="MiB"),
+        fields.ERROR.called(role="detail"),  # 0: results are exact
     )
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[CollectiveCase]:

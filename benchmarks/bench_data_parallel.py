@@ -37,6 +37,7 @@ class DataParallel(Benchmark):
     nobody can know, that must be the model that plain steps lead to."""
 
     name = "data_parallel"
+    case_type = ParallelCase
     tables = {"strategy": STRATEGIES}
     opens = False
     keeps_interrupted = True
