@@ -3,21 +3,16 @@
 The result of each is checked. Then it is timed through our own calls, and in a plain loop of torch's.
 """
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
 from benchmarks import axes
+from benchmarks.collectives.cases import CollectiveCase
+from benchmarks.collectives.rank import measure
 from lmsys.bench import (
     Axis,
     Benchmark,
-    Case,
     Entry,
     Field,
     Grid,
@@ -29,15 +24,10 @@ from lmsys.bench import (
     one_of,
     positive,
 )
-from lmsys.bench.ranks import CLOCKS, on_part, subgroup, times, world_sizes
+from lmsys.bench.ranks import CLOCKS, world_sizes
 from lmsys.cost.communication import bus_factor
-from lmsys.measure.clock import synchronize
-from lmsys.parallel import collectives
-from lmsys.parallel.group import BACKENDS, device
+from lmsys.parallel.group import BACKENDS
 
-MAX_ROUNDS = 200
-LEAD_S = 0.02  # longer than the host needs to launch MAX_ROUNDS calls
-LOOP, LOOP_S = 20, 0.3  # calls of the plain loop, fewer where they would take longer
 OPERATIONS = Table(
     "operation",
     [
@@ -47,28 +37,6 @@ OPERATIONS = Table(
         Entry("broadcast", "torch.distributed:broadcast", "broadcast"),
     ],
 )
-
-
-@dataclass(frozen=True)
-class CollectiveCase(Case):
-    """An operation on so many megabytes, of 10^6 bytes, over so many ranks."""
-
-    megabytes: int
-    world_size: int
-    backend: str
-
-    @property
-    def comparison(self) -> str:
-        return f"{self.section}-W{self.world_size}-{self.backend}"
-
-    @property
-    def id(self) -> str:
-        return f"{self.comparison}-{self.impl}-{self.megabytes}MB"
-
-    @property
-    def numel(self) -> int:
-        """float32 elements of the whole tensor, a multiple of the world size."""
-        return self.megabytes * 10**6 // 4 // self.world_size * self.world_size
 
 
 class Collectives(Benchmark):
@@ -113,6 +81,7 @@ class Collectives(Benchmark):
         ),
         Field("loop_s", "s", "plain loop", "detail", "Time of a call in a plain loop of torch's own calls", shown="ms"),
         Field("bytes", "B", "size", "detail", shown="MiB"),
+        fields.ERROR.called(role="detail"),  # 0: results are exact
     )
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[CollectiveCase]:
@@ -129,12 +98,16 @@ class Collectives(Benchmark):
         settings, candidate = trial.settings, trial.candidate(case)
         arguments = case, settings.seconds_per_row if settings.timed else None, settings.min_rounds, settings.seed
         found = candidate.attempt(trial.runner.ranks.run, case.world_size, case.backend, measure, *arguments) or ()
-        if wrong := [one[0] for one in found if one[0]]:
+        if wrong := [one.wrong for one in found if one.wrong]:
             candidate.failed("wrong", wrong[0])
         elif found and settings.timed:
-            _, samples, loops = zip(*found, strict=True)
-            trial.measurements[case.id].samples = [max(calls) for calls in zip(*samples, strict=True)]
-            candidate.notes["loop_s"] = max(loops)
+            measurement, ratios = trial.measurements[case.id], {"result": 0.0}
+            measurement.samples = [max(calls) for calls in zip(*(one.samples for one in found), strict=True)]
+            measurement.proof = [
+                {"call": number, "draw": draw, "error_ratios": ratios} for number, draw in found[0].checked
+            ]
+            candidate.judge(ratios)
+            candidate.notes["loop_s"] = max(one.loop_s for one in found)
 
     def clock_name(self, case: CollectiveCase, runner: Any) -> str:
         return CLOCKS[case.backend]
@@ -149,87 +122,3 @@ class Collectives(Benchmark):
 
 
 test_collectives = bench(Collectives)
-
-
-# The rest runs on the ranks.
-
-
-@on_part
-def measure(case: CollectiveCase, seconds: float | None, min_rounds: int, seed: int) -> tuple[str, list[float], float]:
-    """(what is wrong, else seconds of each call through ours, and of one in torch's plain loop), which both take about
-    so many `seconds`; None: the operation is checked only."""
-    group, x = subgroup(case.world_size), _draw(case, seed + dist.get_rank())
-    call = _ours(case, x, group)
-    wrong = _check(case, call(), seed)
-    if wrong or seconds is None:
-        return wrong, [], 0.0
-    plain = _plain(case, x, group)
-    calls = max(2, min(LOOP, int(LOOP_S / _loop(plain, 1, group))))
-    loop = min(_loop(plain, calls, group) for _ in range(2))
-    rounds = torch.tensor(max(min_rounds, min(MAX_ROUNDS, int(seconds / loop))), device=device())
-    dist.broadcast(rounds, 0, group=group)
-    samples = times(call, int(rounds), group, LEAD_S)
-    return "", samples, min(loop, _loop(plain, calls, group))
-
-
-def _draw(case: CollectiveCase, seed: int) -> Tensor:
-    """Whole numbers, so that any order of addition gives the same sum."""
-    generator = torch.Generator().manual_seed(seed)
-    few = torch.randint(-8, 8, (2**16,), generator=generator).float()
-    return few.to(device()).repeat(-(-case.numel // len(few)))[: case.numel].contiguous()
-
-
-def _ours(case: CollectiveCase, x: Tensor, group: Any) -> Callable[[], Tensor]:
-    operation, part = case.entry.load(), x.chunk(case.world_size)[dist.get_rank()]
-    out = (part if case.impl == "reduce_scatter" else x).clone()
-    sent = {"reduce_scatter": (x,), "all_gather": (part,)}.get(case.impl, ())
-
-    def run() -> Tensor:
-        if case.impl == "broadcast":
-            operation(out, group=group, group_src=0)
-        else:
-            operation(out, *sent, group, async_op=False).wait()
-        return out
-
-    return run
-
-
-def _plain(case: CollectiveCase, x: Tensor, group: Any) -> Callable[[], Any]:
-    """One call of torch.distributed, as its documentation has it."""
-    part = x.chunk(case.world_size)[dist.get_rank()].clone()
-    out = torch.empty_like(x)
-    average = dist.ReduceOp.AVG if case.backend == "nccl" else dist.ReduceOp.SUM
-    return {
-        "all_reduce": lambda: dist.all_reduce(out.zero_() if case.backend == "gloo" else out, average, group=group),
-        "reduce_scatter": lambda: collectives._reduce_scatter(part, x, average, group=group),
-        "all_gather": lambda: collectives._all_gather(out, part, group=group),
-        "broadcast": lambda: dist.broadcast(out, group=group, group_src=0),
-    }[case.impl]
-
-
-def _check(case: CollectiveCase, found: Tensor, seed: int) -> str:
-    """Says what is wrong with the result; empty where it is right."""
-    every, rank = [_draw(case, seed + one) for one in range(case.world_size)], dist.get_rank()
-    mean = sum(every) / case.world_size
-    expected = {
-        "all_reduce": mean,
-        "reduce_scatter": mean.chunk(case.world_size)[rank],
-        "all_gather": torch.cat([x.chunk(case.world_size)[one] for one, x in enumerate(every)]),
-        "broadcast": every[0],
-    }[case.impl]
-    if torch.allclose(found, expected):  # exact but for the division, by numbers like 3
-        return ""
-    return f"rank {rank}: the result of {case.impl} is off by {(found - expected).abs().max().item():.3g}"
-
-
-def _loop(call: Callable[[], Any], calls: int, group: Any) -> float:
-    """Seconds of a call among so many, one after another; of the slowest rank."""
-    dist.barrier(group)
-    synchronize(device().type)
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    synchronize(device().type)
-    slowest = torch.tensor((time.perf_counter() - start) / calls, device=device())
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    return slowest.item()

@@ -1,15 +1,17 @@
 """Data parallel training of the language model: a step, by strategy, size, batch, number of ranks and bucket size."""
 
+import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import product
 from typing import Any
 
 from benchmarks import axes
 from benchmarks.data_parallel.cases import ParallelCase, variants
 from benchmarks.data_parallel.check import gate
+from benchmarks.data_parallel.passes import Pass, judge_pass
 from benchmarks.data_parallel.rank import inspect, take_pass
 from benchmarks.data_parallel.rows import Row, communication, memory
 from lmsys.attention.compiled import why_no_compiler
@@ -31,9 +33,11 @@ def held(name: str, label: str, about: str, role: str = "metric") -> Field:
 
 class DataParallel(Benchmark):
     """Each row alone is held to one process, tuned, and looked into for memory and communication. Then all are timed,
-    pass after pass in turns; after the steps of a pass all ranks must have one model."""
+    pass after pass in turns; after the steps of a pass all ranks must have one model, and in one of the passes, which
+    nobody can know, that must be the model that plain steps lead to."""
 
     name = "data_parallel"
+    case_type = ParallelCase
     tables = {"strategy": STRATEGIES}
     opens = False
     keeps_interrupted = True
@@ -133,6 +137,7 @@ class DataParallel(Benchmark):
         Field("bandwidth_bytes_per_s", "B/s", role="detail", about="Fitted bandwidth of an all-reduce", shown="GB/s"),
         fields.RATE.called(role="detail", of=lambda record: record["flops"] / record["time_s"]),
         *fields.details("num_buckets", "unsynchronized_by", "timeline"),
+        Field("unchecked", role="detail", about="Why the timed steps were not held to plain ones"),
     )
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[ParallelCase]:
@@ -158,7 +163,7 @@ class DataParallel(Benchmark):
         )
 
     def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: Any) -> None:
-        """Once for each row; after timing nothing is left, since each pass ends with a check."""
+        """Once for each row; after timing nothing is left, since the timed steps themselves are checked."""
         new = sorted((one for one in candidates if one.state is None), key=lambda one: -one.case.world_size)
         for number, candidate in enumerate(new, start=1):  # the largest first: one start of ranks
             start = time.perf_counter()
@@ -175,24 +180,25 @@ class DataParallel(Benchmark):
             return
         if case.entry.trait("tuned_bucket_mb", False):
             sized = [replace(case, asked_bucket_mb=mb) for mb in TUNED_MB[case.backend]]
-            passes = {one: run(*start, take_pass, one, settings.seed, TUNING_STEPS) for one in sized}
-            case = min(sized, key=lambda one: max(statistics.fmean(samples) for samples, *_ in passes[one]))
+            tried = Pass(settings.seed, settings.seed, 0, TUNING_STEPS)
+            passes = {one: run(*start, take_pass, one, tried) for one in sized}
+            case = min(sized, key=lambda one: max(statistics.fmean(taken.samples) for taken in passes[one]))
         candidate.state = Row(case, run(*start, inspect, case, settings.seed))
         if not all(seen.finite for seen in candidate.state.seen):
             candidate.failed("wrong", "the loss holds NaN or inf after a few steps")
 
     def sample(self, turn: Sequence[ParallelCase], trial: Any) -> None:
-        """Runs all passes, the rows in turns. An interrupt leaves the passes that every row has finished.
-
-        If there are none, each row keeps the first pass that it has.
-        """
-        passes = PASSES[turn[0].backend]
-        steps = min(trial.candidate(case).state.steps(trial.settings, passes) for case in turn)  # they are paired
+        """Runs all passes, the rows in turns, then checks where one of them has led. An interrupt leaves the passes
+        that every row has finished, unchecked. If there are none, each row keeps the first pass that it has."""
+        number_of_passes = PASSES[turn[0].backend]
+        steps = min(trial.candidate(case).state.steps(trial.settings, number_of_passes) for case in turn)  # are paired
         try:
-            for number, case in product(range(passes), turn):
+            passes = _passes(turn, steps, number_of_passes, trial)
+            for one, case in product(passes, turn):
                 candidate = trial.candidate(case)
                 if candidate.outcome == "ok":
-                    candidate.attempt(self._take_pass, candidate, number, steps, trial.runner)
+                    candidate.attempt(self._take_pass, candidate, one, trial.runner)
+            self._check_pass(turn, passes, trial)
         finally:
             rows = {case.id: trial.candidate(case).state for case in turn if trial.candidate(case).outcome == "ok"}
             complete = min((len(row.passes) for row in rows.values()), default=0)
@@ -203,14 +209,45 @@ class DataParallel(Benchmark):
                     trial.measurements[name].samples = row.samples
                     trial.measurements[name].record = communication(row, list(rows.values())) | memory(row)
 
-    def _take_pass(self, candidate: Candidate, number: int, steps: int, runner: Any) -> None:
+    def _take_pass(self, candidate: Candidate, one: Pass, runner: Any) -> None:
         row = candidate.state
-        arguments = row.case.world_size, row.case.backend, take_pass, row.case, runner.settings.seed + number, steps
-        samples, alone, models = zip(*runner.ranks.run(*arguments), strict=True)
-        row.passes.append([max(ranks) for ranks in zip(*samples, strict=True)])
-        row.alone += map(max, zip(*alone, strict=True))
-        if len(set(models)) > 1 and row.case.synchronizes:
+        taken = runner.ranks.run(row.case.world_size, row.case.backend, take_pass, row.case, one)
+        row.passes.append([max(ranks) for ranks in zip(*(rank.samples for rank in taken), strict=True)])
+        row.alone += map(max, zip(*(rank.alone for rank in taken), strict=True))
+        if len({rank.model for rank in taken}) > 1 and row.case.synchronizes:
             candidate.failed("wrong", "after the timed steps ranks have different parameters")
+        elif any(rank.late_s > sum(rank.samples) for rank in taken):
+            candidate.failed("wrong", "its weights took longer to come than all timed steps, which had been left until")
+
+    def _check_pass(self, turn: Sequence[ParallelCase], passes: Sequence[Pass], trial: Any) -> None:
+        """Holds all rows to plain steps, in one of the passes: which, nobody can know while they are taken."""
+        number = _entropy(turn, trial) % len(passes)
+        for case in turn:
+            candidate = trial.candidate(case)
+            if candidate.outcome != "ok":
+                continue
+            if case.world_size > 1 and not case.synchronizes:
+                candidate.notes["unchecked"] = "each rank trains for itself"
+                continue
+            candidate.attempt(self._judge_pass, case, candidate, passes[number], number, trial)
+
+    def _judge_pass(self, case: ParallelCase, candidate: Candidate, one: Pass, number: int, trial: Any) -> None:
+        row = candidate.state
+        ranks = trial.runner.ranks.run(row.case.world_size, row.case.backend, judge_pass, row.case, one)
+        if ranks[0] is None:
+            candidate.notes["unchecked"] = "plain steps, which divide nothing among ranks, do not fit in this memory"
+            return
+        named = [pair for ratios in ranks for pair in ratios.items()]
+        worst = dict([max(named, key=lambda pair: math.inf if math.isnan(pair[1]) else pair[1])])
+        call = {"call": one.steps * len(row.passes) - len(row.passes) + number, "error_ratios": worst}
+        trial.measurements[case.id].proof.append(call | asdict(one))
+        before = candidate.error_ratio or 0.0
+        candidate.judge(worst)
+        candidate.error_ratio = max(before, candidate.error_ratio or 0.0)
+        if candidate.outcome != "ok":
+            candidate.reason = (
+                f"right before it was timed, not in the timed steps of pass {number + 1}: {candidate.reason}"
+            )
 
     def clock_name(self, case: ParallelCase, runner: Any) -> str:
         return CLOCKS[case.backend]
@@ -222,6 +259,16 @@ class DataParallel(Benchmark):
             found["flops"] = model_flops(case.config, tokens=tokens, context=case.context, mode="step")
             found["tokens_per_s"] = tokens / time_s
         return found
+
+
+def _entropy(turn: Sequence[ParallelCase], trial: Any) -> int:
+    return int(trial.runner.ranks.entropy(max(case.world_size for case in turn), turn[0].backend))
+
+
+def _passes(turn: Sequence[ParallelCase], steps: int, count: int, trial: Any) -> list[Pass]:
+    """What rows begin with: weights by the seed; batches, and what is looked at, that nobody can foresee."""
+    draw, key = _entropy(turn, trial), _entropy(turn, trial)
+    return [Pass(trial.settings.seed + number, draw, key, steps) for number in range(count)]
 
 
 test_data_parallel = bench(DataParallel)

@@ -2,13 +2,14 @@
 
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.tokenizer import TOKENIZERS, rows
+from benchmarks.tokenizer.texts import Texts, first_difference
 from lmsys.bench import (
     Axis,
     Benchmark,
@@ -25,16 +26,19 @@ from lmsys.bench import (
     positive,
 )
 from lmsys.bench.benchmark import DEFAULT_ROUNDS
-from lmsys.measure.compare import Failure
+from lmsys.bench.plain import NotAsPromised
+from lmsys.measure.compare import Kept
 from lmsys.measure.memory import peak_resident_bytes
-from lmsys.tokenizer import Tokenizer, naive, train
+from lmsys.tokenizer import naive, train
 from lmsys.tokenizer.chunks import Chunk, cut_file
 from lmsys.tokenizer.pretokens import Pretokenizer
 from lmsys.tokenizer.training import count_pretokens
 from lmsys.training.corpora import END_OF_TEXT, stdlib
 
 SMALL_BYTES, SMALL_TOKENS = 30_000, 200  # what the definition can train on in a second
+SMALLEST = 257  # a vocabulary without merges
 TASKS = ("train", "encode")
+WHAT = {"train": "merge", "encode": "id"}
 
 
 @dataclass(frozen=True)
@@ -57,20 +61,6 @@ class TokenizerCase(Case):
         return f"{self.section}-{self.task}-{text}-V{self.vocab_size}"
 
 
-@dataclass
-class Texts:
-    """The text that is timed, another one, a small one, and the tokenizer that encodes them.
-
-    checked  the text whose ids are compared: the timed one first, then the other
-    """
-
-    timed: Path
-    other: Path
-    small: Path
-    tokenizer: Tokenizer
-    checked: Path
-
-
 def _beginning(parts: tuple[Chunk, ...], num_bytes: int | None, path: Path) -> Path:
     """The text of the parts, or about so many bytes of it, in a file."""
     with path.open("wb") as out:
@@ -83,9 +73,11 @@ def _beginning(parts: tuple[Chunk, ...], num_bytes: int | None, path: Path) -> P
 
 
 class Tokenizers(Benchmark):
-    """A row that encodes must give the ids of the definition, on the text that is timed and later on another one.
+    """Every call has a text that none saw before. A row that encodes must give the ids of the definition: of a whole
+    text before it is timed, and in timed calls of some documents.
 
-    Ours must learn the merges of the definition on a small text; others break ties in other ways.
+    Ours must learn the merges of the definition: on a small text, and in timed calls the first and one of the others.
+    Other rows break ties in other ways.
     """
 
     name = "tokenizer"
@@ -111,6 +103,7 @@ class Tokenizers(Benchmark):
             shown="MB",
         ),
         fields.COMPILE.called(role="detail"),  # an import
+        fields.ERROR.called(role="detail"),  # 0: results are exact
     )
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[TokenizerCase]:
@@ -129,37 +122,59 @@ class Tokenizers(Benchmark):
 
     def setup(self, cases: Sequence[TokenizerCase], settings: Settings) -> Texts:
         (case, *_), corpus = cases, stdlib()
-        most = case.text_bytes
-        timed = _beginning(corpus.files if most is None else corpus.train, most, self.folder / "timed.txt")
-        other = _beginning(corpus.valid, min(200_000, most or 200_000), self.folder / "other.txt")
+        parts = corpus.files if case.text_bytes is None else corpus.train
+        timed = _beginning(parts, case.text_bytes, self.folder / "timed.txt")
         small = _beginning(corpus.valid, SMALL_BYTES, self.folder / "small.txt")
         tokenizer = train([timed], case.vocab_size, [END_OF_TEXT], case.processes)
         tokenizer.save(self.folder)
-        self.text_bytes = timed.stat().st_size
-        return Texts(timed, other, small, tokenizer, timed)
+        texts = Texts(timed, small, tokenizer, partly=case.task == "train")
+        texts.write(settings.seed)
+        self.text_bytes = texts.drawn.num_bytes
+        return texts
 
     def check_all(self, candidates: Sequence[Candidate], setup: Texts, runner: Any) -> None:
         judged = [one for one in candidates if one.case.task == "encode" or not one.entry.peer]
         expected = by_definition(judged[0].case.task, setup) if judged else []
         for one in judged:
-            found = one.attempt(found_by, one.case, setup)
-            if one.outcome == "ok" and (failure := difference(one.case.task, found, expected)):
-                one.failed(*failure)
+            found, what = one.attempt(found_by, one.case, setup), WHAT[one.case.task]
+            if one.outcome == "ok" and (said := first_difference(what, found, expected)):
+                one.failed("wrong", said)
 
-    def redraw(self, setup: Texts, seed: int) -> None:
-        setup.checked = setup.other
+    def redraw(self, setup: Texts, draw: int) -> None:
+        if setup.drawn.draw != draw:
+            setup.write(draw)
 
     def step(self, case: TokenizerCase, candidate: Candidate, setup: Texts) -> Step:
+        """Each call has another text, of which a row may prepare what it needs in memory."""
         asked = setup.tokenizer if case.task == "encode" else case.vocab_size
-        arguments = case.entry.load(), case.task, setup.timed, asked, case.processes
-        return Step(lambda call: call(), lambda: rows.call_of(*arguments))
+        arguments = case.entry.load(), case.task, setup.path, asked, case.processes
+
+        def keep(found: Any, key: int | None) -> Any:
+            if key is None or (case.task == "train" and case.entry.peer):
+                return None
+            if case.task == "train":
+                return list(found.merges)
+            return rows.some_ids_of(found, setup.end_of_text, setup.drawn.chosen(key))
+
+        return Step(lambda call: call(), lambda: rows.call_of(*arguments), redraw=setup.write, keep=keep)
+
+    def judge(self, case: TokenizerCase, candidate: Candidate, setup: Texts, kept: Kept) -> Mapping[str, float]:
+        if kept.result is None:
+            return {}
+        if case.task == "encode":
+            said = setup.drawn.difference(*kept.result)
+        else:
+            said = setup.drawn.difference_of_merges(kept.result, case.vocab_size - SMALLEST, kept.key)
+        if said:
+            raise NotAsPromised(said)
+        return {WHAT[case.task] + "s": 0.0}
 
     def sample(self, turn: Sequence[TokenizerCase], trial: Any) -> None:
         """In as many rounds as the grid says, where the user says nothing."""
         trial.interleave(turn, turn[0].min_rounds if trial.settings.min_rounds == DEFAULT_ROUNDS else None)
 
     def inspect(self, case: TokenizerCase, candidate: Candidate, setup: Texts) -> Record:
-        what = case.task, case.entry.target, case.processes, setup.timed, setup.timed.parent, case.vocab_size
+        what = case.task, case.entry.target, case.processes, setup.path, setup.path.parent, case.vocab_size
         return {"peak_bytes": peak_resident_bytes([sys.executable, "-m", rows.__name__, *map(str, what)])}
 
     def metrics(self, case: TokenizerCase, record: Record, machine: Record) -> Record:
@@ -169,28 +184,17 @@ class Tokenizers(Benchmark):
 
 
 def by_definition(task: str, texts: Texts) -> list[Any]:
-    """The ids of the text that is checked, or the merges of the small one."""
+    """The ids of the text, or the merges of the small one."""
     if task == "encode":
-        return naive.encode(texts.checked.read_text(encoding="utf-8"), texts.tokenizer)
+        return naive.encode(texts.path.read_bytes().decode(), texts.tokenizer)
     return naive.learn_merges(count_pretokens([texts.small], [END_OF_TEXT]), SMALL_TOKENS)
 
 
 def found_by(case: TokenizerCase, texts: Texts) -> list[Any]:
     row, encodes = case.entry.load(), case.task == "encode"
-    text, asked = (texts.checked, texts.tokenizer) if encodes else (texts.small, 257 + SMALL_TOKENS)
+    text, asked = (texts.path, texts.tokenizer) if encodes else (texts.small, SMALLEST + SMALL_TOKENS)
     found = rows.call_of(row, case.task, text, asked, case.processes)()
-    return rows.ids_of(found, texts.tokenizer.encode(END_OF_TEXT)[0]) if encodes else found.merges
-
-
-def difference(task: str, found: list[Any], expected: list[Any]) -> Failure | None:
-    """Says where the two differ first."""
-    if found == expected:
-        return None
-    what = "id" if task == "encode" else "merge"
-    for place, (one, other) in enumerate(zip(found, expected, strict=False)):
-        if one != other:
-            return "wrong", f"{what} {place:,} is {one}, by definition {other}"
-    return "wrong", f"{len(found):,} {what}s, by definition {len(expected):,}"
+    return rows.ids_of(found, texts.end_of_text) if encodes else found.merges
 
 
 test_tokenizer = bench(Tokenizers)

@@ -22,7 +22,12 @@ PLAIN = (  # of lmsys: what a machine without torch can import
     *("cost/__init__", "cost/operations", "cost/memory", "cost/communication"),
     *(f"bench/{name}" for name in "__init__ axes benchmark fields plugin proof record results schema1".split()),
 )
-LATE = ("bench/benchmark", "bench/plugin", "bench/proof", "bench/results")  # these import what needs torch inside of functions
+LATE = (
+    "bench/benchmark",
+    "bench/plugin",
+    "bench/proof",
+    "bench/results",
+)  # import what needs torch inside of functions
 ROWS = "lmsys.attention", "lmsys.parallel"
 DATA = tuple(f"lmsys/training/{name}.py" for name in ("corpora", "data", "download", "files", "tokens"))
 OF_REPORTS = ("lmsys.reports", "lmsys.bench.fields", "lmsys.bench.record", "lmsys.bench.schema1")

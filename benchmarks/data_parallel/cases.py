@@ -10,6 +10,9 @@ import torch
 from benchmarks.models import TrainedCase
 from lmsys.bench import Entry, Grid
 
+NARROW = ("comm_dtype", "compute_dtype")
+Narrow = tuple[str, torch.dtype] | None  # which of these, and what it is
+
 
 @dataclass(frozen=True)
 class ParallelCase(TrainedCase):
@@ -44,6 +47,11 @@ class ParallelCase(TrainedCase):
             "compute_dtype": torch.bfloat16 if self.precision == "bf16" and self.entry.trait("compute_dtype") else None,
         }
         return {name: value for name, value in asked.items() if value is not None}
+
+    @property
+    def narrow(self) -> Narrow:
+        """What is sent, or computed with, in a narrower dtype than the precision says."""
+        return next(((name, self.options[name]) for name in NARROW if name in self.options), None)
 
 
 def variants(grid: Grid, entry: Entry) -> Iterable[tuple[float | str | None, str, bool]]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.arithmetic import matmuls, ratio_of
-from benchmarks.data_parallel.cases import ParallelCase
+from benchmarks.data_parallel.cases import NARROW, Narrow, ParallelCase
 from benchmarks.data_parallel.rank import Gradients, make_optimizer, prepared, wrap
 from benchmarks.models import NUM_BLOCKS, Batch, build
 from lmsys.bench.ranks import on_part, subgroup
@@ -28,8 +28,6 @@ from lmsys.parallel.group import device
 STEPS = 3
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
 BATCH, CONTEXT = 2, 64
-NARROW = ("comm_dtype", "compute_dtype")
-Narrow = tuple[str, torch.dtype] | None  # which of these, and what it is
 State = dict[str, Tensor]
 
 
@@ -38,9 +36,10 @@ def gate(case: ParallelCase, seed: int) -> dict[str, float]:
     """Errors over their budgets, by parameter, on the rank where they are worst; on every rank the same."""
     options = case.options
     wide = {name: value for name, value in options.items() if name not in NARROW}
-    narrow = [(name, options[name]) for name in NARROW if name in options][:1]
     with prepared(case), matmuls("fp32"):
-        found = [_ratios(case, wide, seed, None), *(_ratios(case, options, seed, one) for one in narrow)]
+        found = [_ratios(case, wide, seed, None)]
+        if case.narrow is not None:
+            found.append(_ratios(case, options, seed, case.narrow))
     return {name: max(ratios[name] for ratios in found) for name in found[0]}
 
 

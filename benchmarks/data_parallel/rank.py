@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -11,11 +12,14 @@ from torch import Tensor
 
 from benchmarks.arithmetic import RECOMPILE_LIMIT, autocast, matmuls
 from benchmarks.data_parallel.cases import ParallelCase
-from benchmarks.models import LEARNING_RATE, Batch, build
+from benchmarks.data_parallel.passes import ADAMW, WARM_STEPS, Batches, Pass, leave
+from benchmarks.models import build
 from lmsys.bench.ranks import on_part, release, subgroup, times
 from lmsys.measure import memory
+from lmsys.measure.clock import in_turn, synchronize
 from lmsys.measure.overlap import Communication, communication_of
 from lmsys.measure.profile import register_kernels
+from lmsys.measure.step import Step
 from lmsys.model import Loss, TransformerLM
 from lmsys.parallel.adapter import Adapter
 from lmsys.parallel.alpha_beta import latency_and_bandwidth
@@ -24,7 +28,7 @@ from lmsys.parallel.sharded_optimizer import ShardedOptimizer
 from lmsys.training.graph import WARM_UPS, GraphedGradients, on_capture_stream
 from lmsys.training.optimizer import AdamW
 
-WARM_STEPS = {"cpu": 2, "cuda": 3}  # the first plans buckets, the second runs with them
+INSPECTED = 3  # steps that are timed to learn what one costs
 _COMPILED: list[str] = []  # the group of cases whose graphs this rank holds
 
 
@@ -94,15 +98,16 @@ def make_optimizer(case: ParallelCase, strategy: Adapter, cls: Any, **options: A
 
 
 class Rig:
-    """A model, its strategy, its optimizer and this rank's batch. Ranks begin with weights of their own."""
+    """A model, its strategy, its optimizer and this rank's batches. Ranks begin with weights of their own."""
 
-    def __init__(self, case: ParallelCase, seed: int):
+    def __init__(self, case: ParallelCase, one: Pass):
         self.case, on, rank = case, str(device()), dist.get_rank()
-        self.strategy = wrap(case, build(case.config, on, seed + rank), case.options)
-        self.data = Batch.draw(case.config, case.batch, on, seed + 1 + rank)
+        self.strategy = wrap(case, build(case.config, on, one.seed + rank), case.options)
+        self.batches = Batches(case.config, case.batch, one)
+        self.data = self.batches.now
         theirs = case.entry.trait("fused_adamw", False)
         cls, fused = (torch.optim.AdamW, {"fused": on != "cpu"}) if theirs else (AdamW, {})
-        self.optimizer = make_optimizer(case, self.strategy, cls, lr=LEARNING_RATE, **fused)
+        self.optimizer = make_optimizer(case, self.strategy, cls, **ADAMW, **fused)
         self.gradients = Gradients(self.strategy, case.precision)
 
     def loss(self) -> Tensor:
@@ -113,6 +118,7 @@ class Rig:
         if self.case.compile == "graphed":
             self.gradients.record()
         for _ in range(WARM_STEPS[device().type]):
+            self.batches.draw()
             self.step()
 
     def step(self) -> Tensor:
@@ -149,7 +155,9 @@ class Rig:
         return getattr(self.strategy.wrapper, "outside_bytes", 0)
 
     def times(self, step: Callable[[], Any], count: int) -> list[float]:
-        return times(step, count, subgroup(self.case.world_size))
+        """Seconds of each of so many steps, each on the next batch."""
+        one = Step(lambda _: step(), redraw=self.batches.draw)
+        return times(one, range(count), subgroup(self.case.world_size), finish=self.finish)[0]
 
 
 @dataclass
@@ -174,9 +182,9 @@ def inspect(case: ParallelCase, seed: int) -> Inspection:
     group = subgroup(case.world_size)
     with prepared(case):
         network = latency_and_bandwidth(group, device()) if case.world_size > 1 else None
-        rig, found = _phases(case, seed)
+        rig, found = _phases(case, Pass(seed, seed, 0, INSPECTED))
         rig.warm()
-        seconds = min(rig.times(rig.step, 3))
+        seconds = min(rig.times(rig.step, INSPECTED))
         register_kernels(case.entry.trait("kernels", ""), "communication")
         sent = communication_of(rig.step, rig.finish, lambda: dist.barrier(group), device().type)
         finite = bool(rig.step().isfinite())
@@ -185,7 +193,7 @@ def inspect(case: ParallelCase, seed: int) -> Inspection:
     return Inspection(found, sent, seconds, mb, count, finite, network)
 
 
-def _phases(case: ParallelCase, seed: int) -> tuple[Rig, dict[str, int]]:
+def _phases(case: ParallelCase, one: Pass) -> tuple[Rig, dict[str, int]]:
     """A rig, and bytes at points of its beginning and its first steps.
 
     The phases are those of what a graph records: its own memory is set aside as a whole.
@@ -194,7 +202,7 @@ def _phases(case: ParallelCase, seed: int) -> tuple[Rig, dict[str, int]]:
     made: dict[str, Any] = {}
 
     def init() -> None:
-        rigs.append(Rig(case, seed))
+        rigs.append(Rig(case, one))
         made["outside at init"] = rigs[0].outside_bytes
 
     def forward() -> None:
@@ -234,16 +242,37 @@ def _phases(case: ParallelCase, seed: int) -> tuple[Rig, dict[str, int]]:
     }
 
 
+@dataclass
+class Taken:
+    """A pass, on this rank.
+
+    samples, alone  seconds of each step, and of each step without synchronization
+    model           tells whether ranks have one model
+    late_s          seconds until the weights were there, when they were asked for after the steps
+    """
+
+    samples: list[float]
+    alone: list[float]
+    model: str
+    late_s: float
+
+
 @on_part
-def take_pass(case: ParallelCase, seed: int, count: int) -> tuple[list[float], list[float], str]:
-    """(seconds of each step, of each step without synchronization, what tells whether ranks have one model)."""
+def take_pass(case: ParallelCase, one: Pass) -> Taken:
+    """What the steps led to is kept: none of them can tell whether it will be judged."""
     alone: list[float] = []
     with prepared(case):
-        rig = Rig(case, seed)
+        rig = Rig(case, one)
         rig.warm()
-        samples = rig.times(rig.step, count)
+        samples = rig.times(rig.step, one.steps)
+        begin, state, _, end = in_turn(
+            perf_counter, rig.strategy.full_state_dict, lambda: synchronize(device().type), perf_counter
+        )
+        leave(case, one, state)
+        del state
         model = rig.strategy.fingerprint()
         if case.world_size > 1 and rig.can_stay_local:
+            rig.batches.draw()
             rig.step_alone()
-            alone = rig.times(rig.step_alone, -(-count // 2))
-    return samples, alone, model
+            alone = rig.times(rig.step_alone, -(-one.steps // 2))
+    return Taken(samples, alone, model, end - begin)

@@ -6,8 +6,8 @@ own, with nothing else loaded: that is how its memory is measured. Imports no to
 
 import os
 import sys
-from collections.abc import Callable
-from itertools import chain
+from collections.abc import Callable, Sequence
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,16 @@ def ids_of(result: list[Any], end_of_text: int) -> list[int]:
         return np.concatenate(result).tolist()
     documents = [one if isinstance(one, list) else one.ids for one in result]
     return list(chain.from_iterable((*one, end_of_text) for one in documents))[:-1]
+
+
+def some_ids_of(result: list[Any], end_of_text: int, chosen: Sequence[int]) -> tuple[int, dict[int, list[int]]]:
+    """(the number of documents, the ids of those that are chosen)."""
+    if result and isinstance(result[0], np.ndarray):
+        ids = np.concatenate(result)
+        ends = [-1, *np.flatnonzero(ids == end_of_text).tolist(), len(ids)]
+        result = [ids[start + 1 : stop] for start, stop in pairwise(ends)]
+    found = {number: result[number] for number in chosen if number < len(result)}
+    return len(result), {number: list(map(int, getattr(one, "ids", one))) for number, one in found.items()}
 
 
 def tiktoken_supports(case: Any) -> str | None:

@@ -215,8 +215,10 @@ class Benchmark:
 
         By default those of one call as it is timed.
         """
+        if not judges_calls(self):
+            return {}
         step = self.step(candidate.case, candidate, setup)
-        return self.errors(setup, step.run(step.prepare())) if judges_calls(self) else {}
+        return self.errors(setup, step.run(step.prepare()))
 
     def errors(self, setup: Any, result: Any) -> Mapping[str, float]:
         """Errors over their budgets of what a call returned, before timing and of timed calls: {} for nothing to check.

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.cuda
-from torch.optim import Optimizer
 
 PACKAGES = "lmsys", "benchmarks"
 OWNERS = (
@@ -36,6 +35,7 @@ class Guard:
     """Remembers, when made, the functions and classes that each owner holds, and the code of our own functions."""
 
     def __init__(self) -> None:
+        _settle()
         self._known = [(owner, dict(_names(owner))) for owner in _owners()]
         functions = {id(f): f for _, names in self._known for f in map(_function, names.values()) if f is not None}
         self._code = [(f, f.__code__, f.__defaults__) for f in functions.values()]
@@ -61,18 +61,25 @@ class Guard:
         return changed
 
 
+def _settle() -> None:
+    """torch replaces `step` of an optimizer's class when it makes the first one: here that is done before."""
+    for one in _classes(_modules()):
+        if issubclass(one, torch.optim.Optimizer):
+            one._patch_step_function(one.__new__(one))
+
+
 def _owners() -> list[Any]:
-    ours = [module for name, module in sys.modules.items() if name.partition(".")[0] in PACKAGES]
-    classes = [
-        one
-        for module in ours
-        for one in vars(module).values()
-        if isinstance(one, type) and one.__module__.partition(".")[0] in PACKAGES
-    ]
-    for one in classes:
-        if issubclass(one, Optimizer):  # torch wraps its step when the first of them is made: so before it is known
-            object.__new__(one)._patch_step_function()
-    return [*OWNERS, *ours, *dict.fromkeys(classes)]
+    ours = _modules()
+    return [*OWNERS, *ours, *_classes(ours)]
+
+
+def _modules() -> list[types.ModuleType]:
+    return [module for name, module in sys.modules.items() if name.partition(".")[0] in PACKAGES]
+
+
+def _classes(ours: list[types.ModuleType]) -> list[Any]:
+    found = [one for module in ours for one in vars(module).values() if isinstance(one, type)]
+    return [one for one in dict.fromkeys(found) if one.__module__.partition(".")[0] in PACKAGES]
 
 
 def _names(owner: Any) -> dict[str, Any]:

@@ -1,17 +1,20 @@
 """The ranks of a run: started when first needed, again when one has failed; under torchrun those that are there."""
 
 import gc
-from collections.abc import Callable
-from functools import cache, wraps
+import random
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from lmsys.bench.axes import Grid
-from lmsys.measure.clock import CYCLES_PER_S, CpuClock
+from lmsys.bench.guard import Guard
+from lmsys.measure.clock import CYCLES_PER_S, clock_of
 from lmsys.measure.compare import release_memory
 from lmsys.measure.memory import cap_gpu_memory
+from lmsys.measure.step import Step, nothing
 from lmsys.parallel.group import TorchrunGroup, WorkerError, WorkerGroup, device, under_torchrun
 
 P = ParamSpec("P")
@@ -19,6 +22,7 @@ T = TypeVar("T")
 TIMEOUT_S = 420.0
 CLOCKS = {"gloo": "perf_counter", "nccl": "cuda_event_steps"}  # of `times`
 _SUBGROUPS: dict[int, Any] = {}  # of a rank, by world size
+_ENTROPY = random.SystemRandom()
 
 
 class Unsupported(ValueError):
@@ -76,6 +80,10 @@ class Ranks:
             self._group = None  # it has ended
             raise
 
+    def entropy(self, world_size: int, backend: str) -> int:
+        """A number that nobody can foresee: the first rank's, so that under torchrun all have the same."""
+        return int(self.run(world_size, backend, entropy)[0])
+
     def close(self) -> None:
         if self._group is not None:
             self._group.close()
@@ -115,37 +123,70 @@ def takes_part(world_size: int) -> bool:
 
 
 def on_part(function: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T | None]:
-    """The function of a case on the ranks that take part in it, its `world_size`; None on the others."""
+    """The function of a case on the ranks that take part in it, its `world_size`; None on the others.
+
+    RuntimeError where meanwhile a row has replaced what judges it.
+    """
 
     @wraps(function)
     def run(case: Any, /, *args: P.args, **kwargs: P.kwargs) -> T | None:
-        return function(case, *args, **kwargs) if takes_part(case.world_size) else None
+        guard = Guard()
+        found = function(case, *args, **kwargs) if takes_part(case.world_size) else None
+        if names := guard.mend():
+            raise RuntimeError(f"a row replaced {', '.join(names)}, by which it is judged")
+        return found
 
     return run
 
 
-def times(call: Callable[[], Any], count: int, group: Any, lead_s: float = 0.0) -> list[float]:
-    """On a rank: seconds of each of so many calls, one after another.
+def times(
+    step: Step,
+    draws: Sequence[int],
+    group: Any,
+    *,
+    keys: Mapping[int, int] | None = None,
+    lead_s: float = 0.0,
+    finish: Callable[[], Any] = nothing,
+) -> tuple[list[float], dict[int, Any]]:
+    """On a rank: seconds of a call for each draw, one after another; by its number, what the step kept of a call.
 
-    On a CPU ranks begin each together. On a GPU they begin the first together where `lead_s` is given: so long the
-    device idles, while the host launches ahead.
+    keys    of the calls of which something is kept; others are only looked at
+    lead_s  so long a GPU idles before the first call, while the host launches ahead
+    finish  waits for what the last call may leave under way; whatever goes on then is a ClockError
+
+    Drawing inputs before a call and keeping results behind it is not timed. On a CPU ranks begin each call together; on
+    a GPU where `lead_s` is given, else they follow one another as in a training.
     """
-    if device().type == "cpu":
-        clock, samples = CpuClock(), []
-        for _ in range(count):
-            dist.barrier(group)
-            samples.append(clock.sample(call))
-        return samples
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    if lead_s:
-        dist.barrier(group)
+    kind, kept = device().type, dict[int, Any]()
+    clock, marks = clock_of(kind, ahead=False), list[Any]()
+    begin = partial(dist.barrier, group) if kind == "cpu" else _together(group) if lead_s else nothing
+    begin()
+    done = clock.watch()
+    if kind == "cuda" and lead_s:
         torch.cuda._sleep(int(lead_s * CYCLES_PER_S))
-    for mark in marks[:-1]:
-        mark.record()
-        call()
-    marks[-1].record()
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) / 1e3 for a, b in zip(marks[:-1], marks[1:], strict=True)]
+    for number, draw in enumerate(draws):
+        step.redraw(draw)
+        begin()
+        mark, found = clock.sample(step.run, step.prepare)
+        marks.append(mark)
+        key = None if keys is None else keys.get(number)
+        copies = step.keep(found, key)
+        if key is not None:
+            kept[number] = copies
+    finish()
+    done()
+    return [reading.run_s for reading in clock.read(marks)], kept
+
+
+def _together(group: Any) -> Callable[[], Any]:
+    """Makes the devices wait for one another, and not the hosts."""
+    one = torch.zeros(1, device=device())
+    return lambda: dist.all_reduce(one, group=group)
+
+
+def entropy() -> int:
+    """On a rank: a number that nobody can foresee."""
+    return _ENTROPY.getrandbits(53)
 
 
 def release() -> None:

@@ -325,7 +325,7 @@ class Trial:
 
     def _needs_check(self, case: Case, candidate: Candidate) -> bool:
         one = self.measurements[case.id]
-        return self.candidate(case) is candidate and bool(one.samples) and not one.proof
+        return self.candidate(case) is candidate and bool(one.samples) and not (one.proof or one.failure)
 
     def release(self) -> None:
         """Drops what the group holds, before what is left is taken for code that stays."""

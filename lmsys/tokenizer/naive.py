@@ -47,6 +47,22 @@ def learn_merges(counts: Mapping[bytes, int], num_tokens: int) -> list[Pair]:
     return merges
 
 
+def next_merge(counts: Mapping[bytes, int], merges: Sequence[Pair]) -> Pair | None:
+    """The merge that is learned after these; None where no pair is left."""
+    ranks = {pair: rank for rank, pair in enumerate(merges)}
+    pairs = count_pairs({word: merge_all(word, ranks) for word in counts}, counts)
+    return max(pairs, key=lambda pair: (pairs[pair], pair), default=None)
+
+
+def merge_all(word: bytes, ranks: Mapping[Pair, int]) -> list[bytes]:
+    """The tokens of a word after all merges, each done once, in their order."""
+    tokens, last = [bytes([byte]) for byte in word], -1
+    while left := [pair for pair in pairwise(tokens) if ranks.get(pair, -1) > last]:
+        best = min(left, key=ranks.__getitem__)
+        tokens, last = merge(tokens, best), ranks[best]
+    return tokens
+
+
 def merge(tokens: Sequence[bytes], pair: Pair) -> list[bytes]:
     """Every occurrence of the pair made one token, from left to right."""
     out, i = [], 0

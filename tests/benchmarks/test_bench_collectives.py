@@ -1,15 +1,21 @@
 """The benchmark of collectives: its cases and its records."""
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.bench_collectives import Collectives
+from benchmarks.collectives.rank import Found, whole_numbers
 from benchmarks.sweeps import SWEEPS
-from lmsys.bench import Grid, Settings, Sweep
+from lmsys.bench import Entry, Grid, Settings, Sweep
 from lmsys.bench.ranks import Ranks
 from lmsys.bench.results import Session
+from tests.support import rank_cheats
 from tests.support.harness import cases_of, runner
 
 OTHERS = "attention", "model", "loss", "anatomy", "precision", "tokenizer", "training", "data_parallel"
@@ -52,7 +58,7 @@ def test_a_wrong_result_is_a_case_without_a_time_and_without_timing_there_is_onl
         def run(self, world_size: int, backend: str, function: object, case: object, *rest: object) -> list[object]:
             asked.append(rest[0])
             wrong = "rank 1: off" if case.megabytes == 2 else ""  # type: ignore[attr-defined]
-            return [("", [], 0.0), (wrong, [], 0.0)]
+            return [Found(), Found(wrong)]
 
     asked: list[object] = []
     cases = cases_of(Collectives(), **(SMALL | {"megabytes": (1, 2)}))
@@ -62,3 +68,44 @@ def test_a_wrong_result_is_a_case_without_a_time_and_without_timing_there_is_onl
     assert asked == [None, None], "no time to sample"
     assert right["outcome"] == "ok" and "not timed" in right["reason"] and "time_s" not in right
     assert (wrong["outcome"], wrong["reason"]) == ("wrong", "rank 1: off")
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Ranks]:
+    found = Ranks()
+    yield found
+    found.close()
+
+
+def record_of(ranks: Ranks, entry: Entry) -> dict[str, Any]:
+    (case,) = cases_of(Collectives(), megabytes=(1,), operation=(entry.name,), world_size=(2,))
+    harness = runner()
+    harness.__dict__["ranks"] = ranks
+    (found,) = harness.run(Collectives(), [replace(case, entry=entry)])
+    return found.record
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter", "all_gather", "broadcast"])
+def test_timed_calls_are_checked(operation: str, two_ranks: Ranks) -> None:
+    entry = Collectives.tables["operation"][operation]
+    found = record_of(two_ranks, entry)
+    assert (found["outcome"], found["error_ratio"]) == ("ok", 0.0), found["reason"]
+    calls = found["proof"]["calls"]
+    assert len({one["draw"] for one in calls}) == len({one["call"] for one in calls}) == 3
+    assert all(one["call"] < found["rounds"] and one["error_ratios"] == {"result": 0.0} for one in calls)
+
+
+@pytest.mark.parametrize("cheat", ["right_once", "silent", "in_bfloat16", "wrong_on_one"])
+def test_an_operation_that_is_right_in_its_first_call_only_is_wrong(cheat: str, two_ranks: Ranks) -> None:
+    """On all ranks, which are all there afterwards."""
+    found = record_of(two_ranks, Entry("all_reduce", f"{rank_cheats.__file__}:{cheat}"))
+    assert found["outcome"] == "wrong" and "time_s" not in found
+    assert "right before it was timed, not in timed call " in found["reason"]
+    assert f"rank {int(cheat == 'wrong_on_one')}: the result of all_reduce is off by" in found["reason"]
+
+
+def test_numbers_are_whole_and_of_sixteen_bits() -> None:
+    x = whole_numbers(seed=1, count=100_000)
+    assert torch.equal(x, x.round()) and -(2**15) <= x.min() < -32_000 and 32_000 < x.max() < 2**15
+    assert abs(x.mean()) < 300 and torch.equal(whole_numbers(seed=1, count=1001), x[:1001])
+    assert (x.bfloat16() != x).double().mean() > 0.9

@@ -17,7 +17,8 @@ from torch._dynamo.utils import counters
 from benchmarks.bench_data_parallel import PASSES, DataParallel
 from benchmarks.data_parallel.cases import ParallelCase
 from benchmarks.data_parallel.check import gate
-from benchmarks.data_parallel.rank import Inspection, inspect, take_pass
+from benchmarks.data_parallel.passes import Pass, judge_pass
+from benchmarks.data_parallel.rank import Inspection, Taken, inspect, take_pass
 from benchmarks.data_parallel.rows import Row
 from benchmarks.sweeps import STRATEGIES, SWEEPS
 from lmsys.attention.compiled import why_no_compiler
@@ -154,7 +155,7 @@ def _graphs(cases: list[ParallelCase]) -> list[int]:
     found = []
     counters.clear()
     for case in cases:
-        take_pass(case, 0, 1)
+        take_pass(case, Pass(0, 0, 0, 1))
         found.append(counters["stats"]["unique_graphs"])
     return found
 
@@ -209,11 +210,16 @@ class Answers(Ranks):
                 raise Unsupported("no such thing")
             seen = Inspection({"optimizer_bytes": 8}, Communication(0.0, None, []), 0.1, None, None, True)
             return [seen] * world_size
+        if function is judge_pass:
+            return [{"weight": 0.25}] * world_size
         assert function is take_pass
         self.asked.append(case.impl)
         if len(self.asked) == 4:
             raise KeyboardInterrupt
-        return [([rank + number / 10 for number in range(10)], [], "model") for rank in range(world_size)]
+        return [Taken([rank + number / 10 for number in range(10)], [], "model", 0.0) for rank in range(world_size)]
+
+    def entropy(self, world_size: int, backend: str) -> int:
+        return 1
 
 
 def test_passes_are_kept_in_turns_and_an_interrupted_group_keeps_what_all_rows_have() -> None:

@@ -42,6 +42,15 @@ def test_incremental_training_equals_counting_anew(counts: dict[bytes, int], num
     assert learn_merges(counts, num_tokens) == naive.learn_merges(counts, num_tokens)
 
 
+@given(counted, st.integers(1, 30))
+def test_the_next_merge_is_the_one_that_is_learned_next(counts: dict[bytes, int], num_tokens: int) -> None:
+    merges = naive.learn_merges(counts, num_tokens)
+    for place, merge in enumerate(merges):
+        assert naive.next_merge(counts, merges[:place]) == merge
+    if len(merges) < num_tokens:
+        assert naive.next_merge(counts, merges) is None
+
+
 def test_ties_go_to_the_greater_pair() -> None:
     assert learn_merges({b"ab": 1, b"ac": 1, b"b": 9}, 1) == [(b"a", b"c")]
     assert learn_merges({b"ab": 1, b"zb": 1, b"zab": 1}, 2) == [(b"a", b"b"), (b"z", b"b")]

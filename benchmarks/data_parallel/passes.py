@@ -1,0 +1,166 @@
+"""The timed steps of a pass, checked: they must lead where plain steps lead. Runs on the ranks.
+
+All rows of a pass take as many steps, the untimed ones before included, from the same weights on the same batches,
+which are drawn before each step. What is right is made by plain means: on every rank the model unwrapped, with naive
+attention, its own gradients, torch's all-reduce of each, torch's AdamW; in float32, of fp32 rows in float64. The budget
+is what the same steps lose in the case's precision, with gradients or parameters rounded where the row's are:
+`benchmarks.arithmetic.ratio_of` of how far some rows of each parameter have moved.
+"""
+
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.arithmetic import ROUNDING, autocast, matmuls, ratio_of
+from benchmarks.data_parallel.cases import Narrow, ParallelCase
+from benchmarks.models import Batch, build
+from lmsys import draws
+from lmsys.bench.ranks import on_part, release, subgroup
+from lmsys.config import ModelConfig
+from lmsys.cost.operations import model_parameters
+from lmsys.model import Loss
+from lmsys.parallel.group import device
+
+# With eps far above a gradient's size AdamW moves by the gradient's size: it sees one that is halved, and where a
+# gradient is near zero no rounding turns the step around. Of these rates hundreds of steps train, and do not diverge.
+ADAMW: dict[str, Any] = {"lr": 1e-3, "eps": 1e-2}
+WARM_STEPS = {"cpu": 2, "cuda": 3}  # the first plans buckets, the second runs with them
+ROWS, NUMBERS = 16, 2**20  # of each parameter so many rows, fewer where all together have more numbers, but one
+MAX_SCORES = 2**28  # of naive attention in all blocks together, of the sequences that are taken at once
+Rows = dict[str, Tensor]  # of parameters, by name, on the host
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What all rows of a pass begin with.
+
+    seed   of the weights
+    draw   of the batches, with the seed
+    key    of the parameters' rows that are looked at
+    steps  that are timed
+    """
+
+    seed: int
+    draw: int
+    key: int
+    steps: int
+
+
+_LEFT: dict[tuple[str, Pass], Rows] = {}  # what the steps of a case, by its id, have led to
+_RIGHT: dict[int, tuple[Pass, dict[Any, tuple[Rows, Rows]]]] = {}  # plain steps, of the last pass, by world size
+
+
+class Batches:
+    """A rank's batches, which come one after another in the same memory; after the last comes the first again."""
+
+    def __init__(self, config: ModelConfig, batch: int, one: Pass):
+        number, length = WARM_STEPS[device().type] + one.steps, config.context_length + 1
+        stream = draws.key(one.draw, f"{one.seed} rank {dist.get_rank()}")
+        words = draws.philox(stream, 0, -(-number * batch * length // 4), device())
+        tokens = (words[: number * batch * length] % config.vocab_size).view(number, batch, length)
+        self.all = [Batch(x[:, :-1].contiguous(), x[:, 1:].contiguous()) for x in tokens]
+        self.now = Batch(self.all[0].tokens.clone(), self.all[0].targets.clone())
+        self._drawn = 0
+
+    def draw(self, _: int = 0) -> None:
+        one = self.all[self._drawn % len(self.all)]
+        self.now.tokens.copy_(one.tokens)
+        self.now.targets.copy_(one.targets)
+        self._drawn += 1
+
+
+def leave(case: ParallelCase, one: Pass, state: Mapping[str, Tensor]) -> None:
+    """Keeps rows of the parameters that the case's steps have led to, until they are judged or others are drawn."""
+    for stale in [known for known in _LEFT if known[1].draw != one.draw]:
+        del _LEFT[stale]
+    _LEFT[case.id, one] = _rows_of(state, one.key)
+
+
+@on_part
+def judge_pass(case: ParallelCase, one: Pass) -> dict[str, float] | None:
+    """Errors over their budgets, by parameter, of what the case's steps have led to on this rank.
+
+    None where plain steps find no room.
+    """
+    left = _LEFT.pop((case.id, one))
+    release()
+    if not _have_room(case):
+        return None
+    with matmuls("fp32"):
+        start, exact = _plain(case, one, torch.float64 if case.precision == "fp32" else torch.float32, "fp32", None)
+    with matmuls(case.precision):
+        _, plain = _plain(case, one, torch.float32, case.precision, case.narrow)
+    dtype = ROUNDING[case.precision] if case.narrow is None else case.narrow[1]
+    ratios = {}
+    for name, first in start.items():
+        found, right, ordinary = (rows[name].double() - first.double() for rows in (left, exact, plain))
+        ratios[name] = ratio_of(found, right, ordinary, dtype)
+    return ratios
+
+
+def _rows_of(state: Mapping[str, Tensor], key: int) -> Rows:
+    """Copies of some rows of each parameter; of a vector all of it."""
+    named = {name.removeprefix("module."): x.detach() for name, x in state.items() if x.is_floating_point()}
+    count = max(1, min(ROWS, NUMBERS // sum(x[:1].numel() for x in named.values())))
+    found = {}
+    for name, x in named.items():
+        chosen = random.Random(f"{key} {name}").sample(range(len(x)), min(count, len(x)))
+        found[name] = (x[sorted(chosen)] if x.dim() > 1 else x).cpu().clone()
+    return found
+
+
+def _plain(case: ParallelCase, one: Pass, dtype: torch.dtype, precision: str, narrow: Narrow) -> tuple[Rows, Rows]:
+    """(rows of the parameters that all begin with, of those that plain steps lead to), made once for all cases."""
+    known = _RIGHT.get(case.world_size)
+    if known is None or known[0] != one:
+        known = _RIGHT[case.world_size] = one, {}
+    what = dtype, precision, narrow, case.config, case.batch
+    if what not in known[1]:
+        known[1][what] = _take_steps(case, one, dtype, precision, narrow)
+    return known[1][what]
+
+
+def _have_room(case: ParallelCase) -> bool:
+    """Whether weights, gradients and AdamW's two moments fit on every rank, with a quarter for the rest."""
+    if device().type == "cpu":
+        return True
+    total = torch.cuda.mem_get_info()[1] * torch.cuda.get_per_process_memory_fraction()
+    itemsize = 8 if case.precision == "fp32" else 4
+    fits = total >= 1.25 * 4 * itemsize * model_parameters(case.config) + MAX_SCORES * 3 * itemsize
+    found = torch.tensor(float(fits), device=device())
+    dist.all_reduce(found, dist.ReduceOp.MIN, group=subgroup(case.world_size))
+    return bool(found.item())
+
+
+def _take_steps(case: ParallelCase, one: Pass, dtype: torch.dtype, precision: str, narrow: Narrow) -> tuple[Rows, Rows]:
+    config, on = replace(case.config, attention="naive"), device()
+    module = Loss(build(config, str(on), one.seed)).to(dtype)
+    params = dict(module.named_parameters())
+    optimizer, start = torch.optim.AdamW(params.values(), **ADAMW), _rows_of(params, one.key)
+    scores = config.num_layers * config.num_heads * config.context_length**2
+    at_once = max(1, MAX_SCORES // scores)
+    for batch in Batches(config, case.batch, one).all:
+        for inputs in zip(batch.tokens.split(at_once), batch.targets.split(at_once), strict=True):
+            is_narrow = narrow is not None and narrow[0] == "compute_dtype"
+            used = {name: p.to(narrow[1]) if narrow and is_narrow else p for name, p in params.items()}
+            with autocast(precision, on.type):
+                loss = torch.func.functional_call(module, used, inputs)
+            (loss * (len(inputs[0]) / case.batch)).backward()
+        _average(params.values(), case.world_size, narrow)
+        optimizer.step()
+        optimizer.zero_grad()
+    return start, _rows_of(params, one.key)
+
+
+def _average(params: Iterable[Tensor], world_size: int, narrow: Narrow) -> None:
+    """Makes each gradient the mean over ranks, which is sent in the narrow dtype where there is one."""
+    for p in params if world_size > 1 else ():
+        assert p.grad is not None
+        sent = p.grad.to(narrow[1] if narrow and narrow[0] == "comm_dtype" else p.dtype).contiguous()
+        dist.all_reduce(sent, group=subgroup(world_size))
+        p.grad = (sent / world_size).to(p.dtype)

@@ -1,0 +1,120 @@
+"""The timed steps of a pass: honest strategies lead where plain steps lead, and no cheat does."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks.bench_data_parallel import PASSES, DataParallel
+from benchmarks.data_parallel.cases import ParallelCase
+from benchmarks.data_parallel.passes import Batches, Pass, judge_pass
+from benchmarks.data_parallel.rank import take_pass
+from lmsys.bench.ranks import Ranks
+from lmsys.parallel.group import WorkerError
+from tests.support import harness, rank_cheats
+
+ONE = Pass(seed=1, draw=2, key=3, steps=5)
+HONEST = ("naive", "flat", "overlapped", "bucketed", "zero1", "fsdp")
+PEERS = ("torch_ddp", "torch_ddp_tuned", "torch_zero1", "torch_fsdp2")
+MARGIN = 0.8  # of the budget
+
+
+def target(cheat: type) -> str:
+    return f"{rank_cheats.__file__}:{cheat.__name__}"
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    found = Ranks()
+    yield found
+    found.close()
+
+
+def case_of(strategy: str, **values: Any) -> ParallelCase:
+    asked = {"size": ("tiny",), "context": (16,), "precision": ("fp32",), "batch": (2,), "world_size": (2,)}
+    (case,) = harness.cases_of(DataParallel(), **asked | values, strategy=(strategy,))
+    return case
+
+
+def worst(ranks: Ranks, case: ParallelCase) -> float:
+    """The worst error over its budget, after a pass on the ranks."""
+    ranks.run(case.world_size, case.backend, take_pass, case, ONE)
+    return max(max(ratios.values()) for ratios in ranks.run(case.world_size, case.backend, judge_pass, case, ONE))
+
+
+@pytest.mark.parametrize("strategy", [*HONEST, *PEERS, target(rank_cheats.Honest)])
+def test_honest_steps_are_right(strategy: str, ranks: Ranks) -> None:
+    assert worst(ranks, case_of(strategy, bucket_mb=(1,))) < MARGIN
+
+
+@pytest.mark.parametrize("strategy", ["overlapped", "fsdp", "torch_ddp"])
+def test_honest_steps_in_bfloat16_are_right(strategy: str, ranks: Ranks) -> None:
+    """fsdp gathers parameters in bfloat16, and has the budget of that."""
+    assert worst(ranks, case_of(strategy, precision=("bf16",))) < MARGIN
+
+
+def test_gradients_that_are_sent_in_bfloat16_have_the_budget_of_that(ranks: Ranks) -> None:
+    case = case_of("bucketed", comm_dtype=("bfloat16",), bucket_mb=(1,))
+    assert worst(ranks, case) < MARGIN
+
+
+def test_one_process_is_held_to_plain_steps_too(ranks: Ranks) -> None:
+    assert worst(ranks, case_of("none", world_size=(1,))) < MARGIN
+
+
+@pytest.mark.parametrize("cheat", rank_cheats.CHEATS)
+def test_cheats_are_wrong(cheat: type, ranks: Ranks) -> None:
+    assert worst(ranks, case_of(target(cheat))) > 10
+
+
+@pytest.mark.parametrize("cheat", [rank_cheats.HalvedGradients, rank_cheats.StaleGradients])
+def test_cheats_in_bfloat16_are_wrong(cheat: type, ranks: Ranks) -> None:
+    assert worst(ranks, case_of(target(cheat), precision=("bf16",))) > 3
+
+
+def test_a_row_that_cheats_is_a_case_without_a_time(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PASSES, "gloo", 2)
+    runner = harness.runner(min_rounds=4)
+    runner.__dict__["ranks"] = ranks
+    cases = [case_of("none"), case_of("naive")]
+    cases += [case_of(target(one)) for one in (rank_cheats.HalvedGradients, rank_cheats.Late)]
+    none, naive, halved, late = [one.record for one in runner.run(DataParallel(), cases)]
+    assert naive["outcome"] == "ok" and naive["error_ratio"] < MARGIN
+    (call,) = naive["proof"]["calls"]
+    assert call["steps"] == 2 and call["call"] in (2, 3) and call["seed"] == call["call"] - 2
+    assert max(call["error_ratios"].values()) <= naive["error_ratio"]
+    assert none["outcome"] == "ok" and not none["proof"]["calls"] and "for itself" in none["unchecked"]
+    assert (
+        halved["outcome"] == "wrong" and "right before it was timed, not in the timed steps of pass" in halved["reason"]
+    )
+    assert late["outcome"] == "wrong" and "its weights took longer to come than all timed steps" in late["reason"]
+    assert "time_s" not in halved and "time_s" not in late
+
+
+def test_a_row_that_replaces_the_clock_of_a_rank_fails(ranks: Ranks) -> None:
+    with pytest.raises(WorkerError, match="a row replaced time.perf_counter, lmsys.bench.ranks.times, by which it is"):
+        worst(ranks, case_of(target(rank_cheats.Replacing)))
+
+
+def _drawn(case: ParallelCase, one: Pass) -> list[list[list[int]]]:
+    """On a rank: tokens and targets of each batch, and of one more."""
+    batches, found = Batches(case.config, case.batch, one), []
+    where = batches.now.tokens.data_ptr()
+    for _ in range(len(batches.all) + 1):
+        batches.draw()
+        assert batches.now.tokens.data_ptr() == where
+        found.append([x.flatten().tolist() for x in (batches.now.tokens, batches.now.targets)])
+    return found
+
+
+def test_batches_come_one_after_another_in_one_memory(ranks: Ranks) -> None:
+    """Each once until all have come; the same again of a draw, others of another, of another seed and on each rank."""
+
+    def drawn(one: Pass) -> list[Any]:
+        return ranks.run(2, "gloo", _drawn, case_of("naive", batch=(1,)), one)
+
+    first, again, *others = (drawn(one) for one in (ONE, ONE, replace(ONE, draw=9), replace(ONE, seed=9)))
+    assert first == again and first[0] != first[1] and all(other[0] != first[0] for other in others)
+    assert all(tokens[1:] == targets[:-1] for tokens, targets in first[0])
+    assert len({str(one) for one in first[0]}) == len(first[0]) - 1 and first[0][-1] == first[0][0]

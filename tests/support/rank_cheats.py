@@ -1,0 +1,174 @@
+"""Strategies and collectives that cheat: right when they are checked apart, and fast or wrong when they are timed.
+
+A check apart takes three steps with a strategy, and calls a collective once.
+"""
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lmsys.bench import ranks
+from lmsys.parallel.collectives import Pending, all_reduce_mean
+
+CHECKED_STEPS = 3
+KEPT: dict[Any, Tensor] = {}
+
+
+class Honest(nn.Module):
+    """The mean of each gradient, with torch alone; a cheat has another `later`."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module, self.calls = module, 0
+        for x in module.parameters():
+            dist.broadcast(x.data, 0)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        self.calls += 1
+        return self.module(*inputs)
+
+    def finish_gradient_synchronization(self) -> None:
+        if self.calls > CHECKED_STEPS:
+            self.later()
+        else:
+            self.average()
+
+    def average(self) -> None:
+        for p in self.module.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+
+    def later(self) -> None:
+        self.average()
+
+
+class Idle(Honest):
+    """Computes nothing any more, and so moves no weight."""
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        if self.calls < CHECKED_STEPS:
+            return super().forward(*inputs)
+        self.calls += 1
+        return torch.zeros((), requires_grad=True) * 1
+
+    def later(self) -> None:
+        for p in self.module.parameters():
+            p.grad = None
+
+
+class OwnGradients(Honest):
+    """All ranks step on those of the first, and so they agree."""
+
+    def later(self) -> None:
+        for p in self.module.parameters():
+            dist.broadcast(p.grad, 0)
+
+
+class StaleGradients(Honest):
+    """Those of the step before."""
+
+    before: list[Tensor]
+
+    def average(self) -> None:
+        super().average()
+        self.before = [p.grad.clone() for p in self.module.parameters()]
+
+    def later(self) -> None:
+        before = self.before
+        self.average()
+        for p, gradient in zip(self.module.parameters(), before, strict=True):
+            p.grad = gradient
+
+
+class HalvedGradients(Honest):
+    def later(self) -> None:
+        self.average()
+        for p in self.module.parameters():
+            p.grad /= 2
+
+
+class HalfOfTheBatch(Honest):
+    def forward(self, *inputs: Tensor) -> Tensor:
+        whole = self.calls < CHECKED_STEPS
+        return super().forward(*(x if whole else x[: len(x) // 2] for x in inputs))
+
+
+class Late(Honest):
+    """Takes its steps when somebody asks for its weights, and takes them right."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__(module)
+        self.left: list[tuple[Tensor, ...]] = []
+
+    def make_optimizer(self, optimizer_cls: Any, **kwargs: Any) -> Any:
+        self.optimizer = optimizer_cls(self.module.parameters(), **kwargs)
+        return torch.optim.SGD(self.module.parameters(), lr=0.0)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        self.left.append(tuple(x.clone() for x in inputs))
+        return torch.zeros((), requires_grad=True) * 1
+
+    def finish_gradient_synchronization(self) -> None:
+        """Later."""
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        for inputs in self.left:
+            self.module(*inputs).backward()
+            self.average()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.left.clear()
+        return self.module.state_dict()
+
+
+class Replacing(Honest):
+    """Puts another clock in the place of the rank's."""
+
+    def later(self) -> None:
+        time.perf_counter = lambda: 0.0  # type: ignore[assignment]
+        ranks.times = lambda *_, **__: ([0.0], {})  # type: ignore[assignment]
+        self.average()
+
+
+CHEATS = (Idle, OwnGradients, StaleGradients, HalvedGradients, HalfOfTheBatch)
+
+
+def right_once(x: Tensor, group: Any, async_op: bool = True) -> Pending:
+    """The first result is every later one too."""
+    if x.shape not in KEPT:
+        all_reduce_mean(x, group, async_op=False).wait()
+        KEPT[x.shape] = x.clone()
+    x.copy_(KEPT[x.shape])
+    return Pending()
+
+
+def silent(x: Tensor, group: Any, async_op: bool = True) -> Pending:
+    """Sends something in its first call alone."""
+    if "silent" in KEPT:
+        return Pending()
+    KEPT["silent"] = x
+    return all_reduce_mean(x, group, async_op)
+
+
+def in_bfloat16(x: Tensor, group: Any, async_op: bool = True) -> Pending:
+    """From its second call on."""
+    if "narrow" not in KEPT:
+        KEPT["narrow"] = x
+        return all_reduce_mean(x, group, async_op)
+    narrow = x.bfloat16()
+    dist.all_reduce(narrow, group=group)
+    x.copy_(narrow.float() / dist.get_world_size(group))
+    return Pending()
+
+
+def wrong_on_one(x: Tensor, group: Any, async_op: bool = True) -> Pending:
+    """On the last rank, from the second call on, and only in one number."""
+    pending = all_reduce_mean(x, group, async_op=False)
+    pending.wait()
+    if "one" in KEPT and dist.get_rank() == dist.get_world_size() - 1:
+        x[-1] += 1
+    KEPT["one"] = x
+    return pending
