@@ -164,7 +164,9 @@ class Tokenizers(Benchmark):
         if case.task == "encode":
             said = setup.drawn.difference(*kept.result)
         else:
-            said = setup.drawn.difference_of_merges(kept.result, case.vocab_size - SMALLEST, kept.key)
+            key = kept.key if candidate.state is None else None  # it takes longest: once for each row
+            candidate.state = "a later merge was judged"
+            said = setup.drawn.difference_of_merges(kept.result, case.vocab_size - SMALLEST, key)
         if said:
             raise NotAsPromised(said)
         return {WHAT[case.task] + "s": 0.0}

@@ -14,7 +14,7 @@ from lmsys.training.corpora import END_OF_TEXT
 
 LEFT_OUT = 16  # one line of so many, in texts to train on: pre-tokens then have other counts in each
 CHECKED_BYTES = 100_000  # of documents, and one more
-MERGED_BYTES = 1_000_000  # of distinct pre-tokens, over all first merges by definition: about a second
+MERGED_BYTES = 500_000  # of distinct pre-tokens, over all first merges by definition: about half a second
 FIRST_MERGES = 30
 
 
@@ -71,13 +71,13 @@ class Drawn:
                 return f"document {number:,}: {said}"
         return None
 
-    def difference_of_merges(self, merges: Sequence[Pair], num_merges: int, key: int) -> str | None:
-        """Says what is wrong with the first merges, with the one that the key says, or with their number."""
+    def difference_of_merges(self, merges: Sequence[Pair], num_merges: int, key: int | None) -> str | None:
+        """Says what is wrong with the first merges, with their number, or with the one that a key says, of all."""
         first = self.first_merges[:num_merges]
         if said := first_difference("merge", merges[: len(first)], first):
             return said
-        places = [random.Random(key).randrange(len(merges))] if merges else []
-        places += [len(merges)] if len(merges) < num_merges else []
+        places = [len(merges)] if len(merges) < num_merges else []
+        places += [random.Random(key).randrange(len(merges))] if merges and key is not None else []
         for place in places:
             right = naive.next_merge(self.counts, merges[:place])
             found = merges[place] if place < len(merges) else None

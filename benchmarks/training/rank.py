@@ -1,8 +1,8 @@
 """A training on its rank: the first step is looked into, then it goes epoch by epoch, then it is evaluated."""
 
-import time
 from dataclasses import dataclass
 from functools import cache
+from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -52,10 +52,10 @@ def inspect(case: TrainingCase, tokens: Tokens, seed: int) -> tuple[str | None, 
     took: list[float] = []
 
     def first() -> None:
-        start = time.perf_counter()
+        start = perf_counter()
         _TRAINER[0].train_step()
         synchronize(device().type)
-        took.append(time.perf_counter() - start)
+        took.append(perf_counter() - start)
 
     def step() -> None:
         if not launched:
@@ -86,11 +86,11 @@ def epoch(case: TrainingCase, steps: int) -> Epoch:
     if one.world_size > 1:
         dist.barrier(one.group)
     synchronize(device().type)
-    start = time.perf_counter()
+    start = perf_counter()
     taken = [one.train_step()[0] for _ in range(steps)]
     clock = sm_clock()()
     synchronize(device().type)
-    seconds = time.perf_counter() - start
+    seconds = perf_counter() - start
     return Epoch(seconds, [step.loss for step in taken], [step.norm for step in taken], clock)
 
 

@@ -158,7 +158,8 @@ def interleave(
 
 def _checked(rounds: Mapping[str, int]) -> tuple[dict[int, int], dict[str, set[int]]]:
     """(a key for every round, the rounds of each row that are checked)."""
-    shared = _ENTROPY.sample(range(min(rounds.values())), SHARED)
+    least = min(rounds.values())
+    shared = _ENTROPY.sample(range(least), min(SHARED, least))
     checked = {name: {*shared, *_ENTROPY.sample(range(count), OWN)} for name, count in rounds.items()}
     return {index: _ENTROPY.getrandbits(53) for one in checked.values() for index in one}, checked
 
