@@ -26,7 +26,7 @@ FIELDS = (
     *fields.axes(*SHAPE, "num_parameters"),
     Field("peer", role="axis", about="Whether the whole model is somebody else's code"),
     Field("attention", role="detail", about="The attention row that computes; for auto, its choice"),
-    Field("loss", role="detail", about="Loss on the case's own batch after timing"),
+    Field("loss", role="detail", about="Loss on the batch of a timed call, after timing"),
 )
 
 

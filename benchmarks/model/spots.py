@@ -54,7 +54,7 @@ class Spots:
         self.parameters = dict(base.named_parameters())
         work = data.tokens.numel() * sum(p.numel() for p in base.parameters())
         self.whole = work <= MOST_WORK[data.tokens.device.type]
-        self._right: dict[tuple[int, int, bool], tuple[Parts, Parts]] = {}  # of the last draw and key
+        self._right: dict[tuple[int, int, str, bool], tuple[Parts, Parts]] = {}  # of the last draw and key
 
     def spot(self, key: int) -> Spot:
         chance, (batch, length) = random.Random(key), self.data.tokens.shape
@@ -113,7 +113,7 @@ class Spots:
         if ALL_STATES in found:
             exact, plain = (one.losses(found[ALL_STATES], self.data.targets) for one in references)
             ratios[LOSS] = mean_ratio(found[LOSS], exact, plain)
-        which = kept.draw, kept.key, case.peer
+        which = kept.draw, kept.key, case.mode, case.peer
         if which not in self._right:
             make = self._right_outputs if case.mode in OUTPUTS else self._right_gradients
             self._right = {one: known for one, known in self._right.items() if one[:2] == which[:2]}
@@ -121,7 +121,7 @@ class Spots:
         rights = self._right[which]
         if EMBEDDINGS in found:
             found[EMBEDDINGS] = found[EMBEDDINGS][self._sequences(spot)[1]]
-        for name in found.keys() & rights[0].keys():
+        for name in found.keys() - {LOSS, ALL_STATES}:
             ratios[name] = ratio_of(found[name], rights[0][name], rights[1][name], ROUNDING[self.precision])
         return ratios
 

@@ -1,0 +1,320 @@
+"""Timed calls of whole models: what they are judged by is right, and a row that is right only when it is checked is
+refused."""
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.arithmetic import arithmetic
+from benchmarks.axes import MODES
+from benchmarks.bench_model import Model
+from benchmarks.model import reference as references
+from benchmarks.model import rig as rigs
+from benchmarks.model import spots
+from benchmarks.model.cases import ModelTest
+from benchmarks.model.reference import EMBEDDINGS, HEAD, Reference
+from benchmarks.model.rig import Rig
+from benchmarks.models import LLAMA
+from lmsys.attention.naive import naive
+from lmsys.measure.compare import Kept
+from lmsys.model.loss import linear_cross_entropy
+from lmsys.training.optimizer import AdamW
+from tests.support.cheats import timed
+from tests.support.harness import cases_of, results
+from tests.support.variants import some
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+TINY = {"size": ("tiny",), "context": (32,), "batch": (2,), "compile": ("eager",)}
+needs_llama = pytest.mark.skipif(LLAMA.why_not(None) is not None, reason=str(LLAMA.why_not(None)))
+WHOLES = [pytest.param("auto"), pytest.param("llama", marks=needs_llama)]
+
+
+def cases(**values: Any) -> list[ModelTest]:
+    return cases_of(Model(), **(TINY | {"attention": ("vectorized",), "precision": ("fp32",)} | values))
+
+
+@pytest.fixture
+def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches are too much work to be run whole, and attention's blocks are of a few query rows."""
+    monkeypatch.setitem(spots.MOST_WORK, "cpu", 0)
+    monkeypatch.setitem(references.BLOCK_SCORES, "cpu", 5 * 4 * 32)
+
+
+def exact_model(rig: Rig, case: ModelTest) -> Any:
+    """The row's model in float64, on the same weights: a tested peer's function is its own, not ours."""
+    return copy.deepcopy(rig.model(case)).double()
+
+
+@pytest.mark.usefixtures("in_pieces")
+@pytest.mark.parametrize("row", WHOLES)
+def test_the_reference_is_the_function_that_is_tested(row: str) -> None:
+    (case,) = cases(attention=(row,), mode=("step",))
+    rig = Rig(case, seed=1)
+    model, data = exact_model(rig, case), rig.data
+    meant = rig.model(case).meant if case.peer else lambda name, weight: weight
+    found = Reference(rig.base, "fp32", True, meant)
+    with torch.no_grad():
+        logits = model(data.tokens)
+    for sequence in range(len(data.tokens)):
+        positions = [0, 7, 30]
+        states, of_head = found.states(data.tokens[sequence], positions)
+        torch.testing.assert_close(of_head, logits[sequence, positions])
+        torch.testing.assert_close(states @ rig.base.lm_head.weight.double().mT, of_head)
+    loss = model.loss(data.tokens, data.targets)
+    names = ["layers.1.attn.q_proj.weight", "layers.0.attn.k_proj.weight", "layers.1.ffn.w2.weight", HEAD]
+    gradients = found.gradients(data, range(len(data.tokens)), names)
+    loss.backward()
+    of_model = dict(model.named_parameters())
+    theirs = {ours: name for name, ours in model.names.items()} if case.peer else {}
+    for name, gradient in gradients.items():
+        right = of_model[f"wrapped.{theirs[name]}" if case.peer else name].grad
+        torch.testing.assert_close(gradient, right, msg=name)
+    if not case.peer:
+        losses = found.losses(model.hidden(data.tokens).detach(), data.targets)
+        torch.testing.assert_close(losses.mean(), loss.detach())
+
+
+def judged(rig: Rig, case: ModelTest, draw: int, key: int) -> dict[str, float]:
+    step = rig.step_of(case)
+    step.before()
+    step.redraw(draw)
+    kept = step.keep(step.run(step.prepare()), key)
+    assert kept is not None
+    rig.draws.fill(draw)
+    return dict(rig.judge(case, Kept(0, draw, key, kept)))
+
+
+@pytest.mark.usefixtures("in_pieces")
+@pytest.mark.parametrize("row", WHOLES)
+def test_where_sequences_are_many_few_are_run_and_a_call_is_judged_by_those(
+    row: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run: list[int] = []
+    gradients = Reference.gradients
+    monkeypatch.setattr(Reference, "gradients", lambda self, *x: run.append(len(x[1])) or gradients(self, *x))
+    for case in cases(attention=(row,), batch=(5,)):
+        rig = Rig(case, seed=2)
+        ratios = judged(rig, case, draw=3, key=4)
+        assert ratios and max(ratios.values()) <= 1, ratios
+        assert (EMBEDDINGS in ratios) == (case.mode not in spots.OUTPUTS) and HEAD not in ratios
+    assert run and max(run) < 5
+
+
+@pytest.mark.parametrize("row", WHOLES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_right_call_is_within_its_budget_whatever_is_looked_at(row: str, precision: str) -> None:
+    looked_at: dict[str, set[str]] = {}
+    for case in cases(attention=(row,), precision=(precision,), context=(16,)):
+        with arithmetic(precision):
+            rig = Rig(case, seed=0)
+            for key in range(2):
+                ratios = judged(rig, case, draw=key, key=key)
+                assert max(ratios.values()) <= 1, (case.mode, ratios)
+                looked_at.setdefault(case.mode, set()).update(ratios)
+    states = {spots.LOGITS} if row == "llama" else {spots.STATES, spots.LOSS}
+    assert looked_at["forward"] == {spots.LOGITS} and looked_at["train_forward"] == states
+    for mode in ("backward", "optimizer", "step"):
+        assert {EMBEDDINGS, HEAD} <= looked_at[mode] and sum("attn" in one for one in looked_at[mode]) >= 4
+        assert any("exp_avg_sq" in one for one in looked_at[mode]) == (mode in spots.UPDATES)
+
+
+Row = Callable[..., Tensor]
+
+
+def zeros(right: Row, *x: Tensor) -> Tensor:
+    return right(*x) * 0
+
+
+class Garbage(torch.autograd.Function):
+    """Right forward, and a backward that is none."""
+
+    @staticmethod
+    def forward(ctx: Any, *x: Tensor) -> Tensor:
+        ctx.save_for_backward(*x)
+        return naive(*x, causal=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return tuple(x / 100 for x in ctx.saved_tensors)
+
+
+def garbage_gradients(right: Row, *x: Tensor) -> Tensor:
+    return Garbage.apply(*x)
+
+
+def half_of_the_queries(right: Row, *x: Tensor) -> Tensor:
+    o = right(*x)
+    half = o.shape[2] // 2
+    return torch.cat([o[:, :, :half], o[:, :, : o.shape[2] - half]], dim=2)
+
+
+def the_first_result(right: Row, *x: Tensor, known: dict[Any, Tensor] = {}) -> Tensor:  # noqa: B006
+    o = right(*x)
+    return o + (known.setdefault((x[0].dtype, torch.is_grad_enabled()), o.detach()) - o).detach()
+
+
+CALLS = [0]
+
+
+def zeros_in_one_layer(right: Row, *x: Tensor) -> Tensor:
+    CALLS[0] += 1
+    return right(*x) * (CALLS[0] % 2)
+
+
+CHEATS = (zeros, half_of_the_queries, the_first_result, zeros_in_one_layer)
+TRAINED = ("train_forward", "backward", "optimizer", "step")
+VARIANTS = [
+    *product(CHEATS, ("bf16", "fp32"), ("forward", *TRAINED)),
+    *product([garbage_gradients], ("bf16", "fp32"), TRAINED[1:]),
+]
+
+
+def record_of(**values: Any) -> dict[str, Any]:
+    (one,) = results(Model(), cases(**values))
+    return one.record
+
+
+@pytest.fixture
+def honest_when_checked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Puts a row in the table that cheats while the clock runs."""
+
+    def put(cheat: Any) -> None:
+        def right(*x: Tensor) -> Tensor:
+            return naive(*x, causal=True)
+
+        def row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+            return cheat(right, q, k, v) if cheat and timed() else right(q, k, v)
+
+        monkeypatch.setattr("lmsys.attention.vectorized.vectorized", row)
+
+    return put
+
+
+@pytest.mark.parametrize(("cheat", "precision", "mode"), some(VARIANTS, 3))
+def test_an_attention_row_that_cheats_while_it_is_timed_is_refused(
+    cheat: Any, precision: str, mode: str, honest_when_checked: Callable[[Any], None]
+) -> None:
+    honest_when_checked(cheat)
+    one = record_of(mode=(mode,), precision=(precision,))
+    assert one["outcome"] == "wrong" and "in timed call" in one["reason"] and "time_s" not in one
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_that_does_not_is_timed(mode: str, honest_when_checked: Callable[[Any], None]) -> None:
+    honest_when_checked(None)
+    one = record_of(mode=(mode,))
+    assert one["outcome"] == "ok", one["reason"]
+    calls = one["proof"]["calls"]
+    assert len(calls) >= 2 and max(max(call["error_ratios"].values()) for call in calls) <= one["error_ratio"] <= 1
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_loss_that_is_remembered_is_refused(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    known: list[Tensor] = []
+
+    def remembers(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """Its gradients are right."""
+        loss = linear_cross_entropy(hidden, weight, targets)
+        if not timed():
+            return loss
+        known.append(loss.detach())
+        return loss + (known[0] - loss).detach()
+
+    monkeypatch.setattr("lmsys.model.transformer.linear_cross_entropy", remembers)
+    one = record_of(mode=("train_forward",), precision=(precision,))
+    assert one["outcome"] == "wrong" and "loss is" in one["reason"]
+
+
+class Idle(AdamW):
+    """Makes no step while the clock runs."""
+
+    def step(self, closure: Any = None) -> Any:
+        return None if timed() and len(self.state) else super().step(closure)
+
+
+class Twice(AdamW):
+    """Makes two steps."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("optimizer", [Idle, Twice])
+@pytest.mark.parametrize("mode", spots.UPDATES)
+def test_an_update_that_is_none_is_refused(mode: str, optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rigs, "AdamW", optimizer)
+    one = record_of(mode=(mode,))
+    assert one["outcome"] == "wrong" and "exp_avg" in one["reason"]
+
+
+class Graph:
+    """In place of a CUDA graph: what it computes once, and what it replays then."""
+
+    def __init__(self, compute: Callable[[], None], parameters: Any, stale: bool):
+        self.compute, self.parameters, self.stale = compute, list(parameters), stale
+        self.known: list[Tensor] = []
+
+    def record(self) -> None:
+        self.compute()
+        self.known = [p.grad.clone() for p in self.parameters]
+
+    def __call__(self) -> None:
+        if not self.stale:
+            return self.compute()
+        for p, gradient in zip(self.parameters, self.known, strict=True):
+            p.grad = gradient
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_graph_of_old_tokens_is_refused(stale: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def graph_of(self: Rig, case: ModelTest) -> Graph:
+        eager = replace(case, compile="eager")
+        return Graph(lambda: self.loss(eager).backward(), self.base.parameters(), stale)
+
+    monkeypatch.setattr(Rig, "graph_of", graph_of)
+    (case,) = cases(mode=("step",), compile=("graphed",))
+    rig = Rig(case, seed=0)
+    step = rig.step_of(case)
+    step.prepare()
+    for draw in (5, 6):
+        step.redraw(draw)
+        kept = Kept(draw, draw, 7, step.keep(step.run(None), 7))
+        assert (max(rig.judge(case, kept).values()) > 1) == stale
+        rig.draws.fill(draw)
+
+
+def test_gradients_that_are_no_tensors_of_their_own_are_refused() -> None:
+    (case,) = cases(mode=("backward",))
+    rig = Rig(case, seed=0)
+    step = rig.step_of(case)
+    step.run(step.prepare())
+    weight = rig.base.get_parameter(EMBEDDINGS)
+    weight.grad = None
+    with pytest.raises(ValueError, match="the gradient of token_embeddings.weight must be a plain"):
+        step.keep(None, 1)
+    weight.grad = torch.zeros(1, 1).expand_as(weight)
+    with pytest.raises(ValueError, match="must have memory for each element"):
+        step.keep(None, 1)
+
+
+def spots_of(keys: range) -> Iterator[spots.Spot]:
+    (case,) = cases(mode=("step",), batch=(3,))
+    rig = Rig(case, seed=0)
+    for key in keys:
+        assert rig.spots.spot(key) == rig.spots.spot(key)
+        yield rig.spots.spot(key)
+
+
+def test_a_key_says_where_to_look_and_keys_look_everywhere() -> None:
+    found = list(spots_of(range(60)))
+    assert {one.sequence for one in found} == {0, 1, 2}
+    assert {position for one in found for position in one.positions} == set(range(32))
+    assert {name.split(".")[1] for one in found for name in one.rows if name != HEAD} == {"0", "1"}
+    assert {row for one in found for row in one.rows[HEAD]} > set()
