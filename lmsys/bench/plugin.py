@@ -99,7 +99,7 @@ def measured(request: pytest.FixtureRequest, recorded_timer: RecordedTimer, benc
         found = result.record
         if result.samples is None and not (found["outcome"] == "ok" and benchmark.disabled):
             pytest.skip(f"{found['outcome']}: {found['reason']}")
-        benchmark.extra_info |= {name: value for name, value in found.items() if not isinstance(value, list)}
+        benchmark.extra_info |= {name: value for name, value in found.items() if not isinstance(value, list | dict)}
         benchmark.group, _, _ = found["comparison"].partition(" ")
         replay(benchmark, recorded_timer, result.samples or [0.0])
 
