@@ -77,8 +77,8 @@ def two_ranks() -> Iterator[Ranks]:
     found.close()
 
 
-def record_of(ranks: Ranks, entry: Entry) -> dict[str, Any]:
-    (case,) = cases_of(Collectives(), megabytes=(1,), operation=(entry.name,), world_size=(2,))
+def record_of(ranks: Ranks, entry: Entry, backend: str = "gloo") -> dict[str, Any]:
+    (case,) = cases_of(Collectives(), megabytes=(1,), operation=(entry.name,), world_size=(2,), backend=(backend,))
     harness = runner()
     harness.__dict__["ranks"] = ranks
     (found,) = harness.run(Collectives(), [replace(case, entry=entry)])
@@ -102,6 +102,21 @@ def test_an_operation_that_is_right_in_its_first_call_only_is_wrong(cheat: str, 
     assert found["outcome"] == "wrong" and "time_s" not in found
     assert "right before it was timed, not in timed call " in found["reason"]
     assert f"rank {int(cheat == 'wrong_on_one')}: the result of all_reduce is off by" in found["reason"]
+
+
+@pytest.mark.gpu
+def test_timed_calls_on_gpus_are_checked() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("NCCL needs a GPU for each of two ranks")
+    gpus = Ranks()
+    try:
+        for entry in Collectives.tables["operation"].values():
+            found = record_of(gpus, entry, "nccl")
+            assert (found["outcome"], len(found["proof"]["calls"])) == ("ok", 3), found["reason"]
+        found = record_of(gpus, Entry("all_reduce", f"{rank_cheats.__file__}:in_bfloat16"), "nccl")
+        assert found["outcome"] == "wrong" and "not in timed call" in found["reason"]
+    finally:
+        gpus.close()
 
 
 def test_numbers_are_whole_and_of_sixteen_bits() -> None:

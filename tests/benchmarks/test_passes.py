@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.bench_data_parallel import PASSES, DataParallel
 from benchmarks.data_parallel.cases import ParallelCase
@@ -73,16 +74,35 @@ def test_cheats_in_bfloat16_are_wrong(cheat: type, ranks: Ranks) -> None:
     assert worst(ranks, case_of(target(cheat), precision=("bf16",))) > 3
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_steps_on_gpus_are_held_to_plain_ones(precision: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("NCCL needs a GPU for each of two ranks")
+
+    def asked(strategy: str, **changes: Any) -> ParallelCase:
+        return replace(case_of(strategy, precision=(precision,), bucket_mb=(1,)), device="cuda", **changes)
+
+    gpus = Ranks()
+    try:
+        for strategy in (*HONEST, *PEERS):
+            assert worst(gpus, asked(strategy)) < MARGIN, strategy
+        assert worst(gpus, asked("bucketed", compile="graphed")) < MARGIN
+        assert worst(gpus, asked(target(rank_cheats.HalvedGradients))) > 3
+    finally:
+        gpus.close()
+
+
 def test_a_row_that_cheats_is_a_case_without_a_time(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PASSES, "gloo", 2)
-    runner = harness.runner(min_rounds=4)
+    runner = harness.runner(min_rounds=12)
     runner.__dict__["ranks"] = ranks
     cases = [case_of("none"), case_of("naive")]
     cases += [case_of(target(one)) for one in (rank_cheats.HalvedGradients, rank_cheats.Late)]
     none, naive, halved, late = [one.record for one in runner.run(DataParallel(), cases)]
     assert naive["outcome"] == "ok" and naive["error_ratio"] < MARGIN
     (call,) = naive["proof"]["calls"]
-    assert call["steps"] == 2 and call["call"] in (2, 3) and call["seed"] == call["call"] - 2
+    assert call["steps"] == 6 and call["call"] in (10, 11) and call["seed"] == call["call"] - 10
     assert max(call["error_ratios"].values()) <= naive["error_ratio"]
     assert none["outcome"] == "ok" and not none["proof"]["calls"] and "for itself" in none["unchecked"]
     assert (
