@@ -12,6 +12,7 @@ from lmsys import testing
 from lmsys.bench import runner
 from lmsys.bench.guard import Guard
 from lmsys.measure import clock, compare
+from lmsys.training import optimizer
 
 
 @pytest.mark.parametrize(
@@ -53,3 +54,12 @@ def test_what_honest_code_does_is_no_replacement() -> None:
         assert guard.mend() == []
     finally:
         delattr(math, "of_a_row")
+
+
+def test_torch_may_wrap_the_step_of_an_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does so when the first one is made."""
+    step = optimizer.AdamW.step
+    monkeypatch.setattr(optimizer.AdamW, "step", getattr(step, "__wrapped__", step))
+    guard = Guard()
+    optimizer.AdamW([torch.ones(1, requires_grad=True)])
+    assert guard.mend() == []

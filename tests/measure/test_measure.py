@@ -36,6 +36,12 @@ def test_rows_take_turns_and_prepare_is_not_timed() -> None:
     assert sampled.sm_clock_mhz is None and not sampled.failures
 
 
+def test_of_rows_with_a_single_round_that_is_kept() -> None:
+    step = Step(lambda _: "result", keep=lambda found, key: None if key is None else found)
+    (kept,) = interleave({"a": step}, CpuClock(), seconds=0, min_rounds=1).kept["a"]
+    assert (kept.index, kept.result) == (0, "result")
+
+
 def test_a_slow_row_stops_early_and_a_failing_one_takes_nobody_along() -> None:
     calls = iter(range(1000))
 
