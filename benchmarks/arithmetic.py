@@ -20,6 +20,7 @@ MEASURED = DTYPES | {"tf32": None}  # of the large matmuls
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ROUNDING = AUTOCAST | {"fp32": torch.float32, "tf32": torch.float16}  # by length of the mantissa
 LOSS_SCALE = 2.0**12  # keeps float16 gradients above its smallest value
+ERROR_RTOL, BUDGET_RTOL = 1e-3, 0.5  # made again: what is exact is float64; plain PyTorch rounds in an order of its own
 RECOMPILE_LIMIT = 64  # every row makes graphs of the same block
 
 
@@ -58,6 +59,11 @@ def matmuls(precision: str) -> Iterator[None]:
 
 def autocast(precision: str, device: str) -> torch.autocast:
     return torch.autocast(device, AUTOCAST.get(precision, torch.bfloat16), enabled=precision in AUTOCAST)
+
+
+def widened(logits: Tensor) -> Tensor:
+    """In float32 or wider, as losses are made."""
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def ratio_of(found: Tensor, reference: Tensor, plain: Tensor, dtype: torch.dtype) -> float:

@@ -124,7 +124,7 @@ def test_no_family_of_benchmarks_imports_another(file: Path) -> None:
         assert family not in families or SHARED.get(family, family) == own, f"{name_of(file)} imports {one}"
 
 
-SHARED = {"anatomy": "model"}  # the anatomy is of the model's own cases
+SHARED = {"anatomy": "model", "plans": "attention"}  # of the model's own cases; of one row of attention
 
 
 def family_of(file: Path) -> str:

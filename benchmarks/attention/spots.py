@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.arithmetic import BUDGET_RTOL, ERROR_RTOL
 from lmsys import draws
 from lmsys.attention.contract import DTYPES, AttentionCase
 from lmsys.bench import Record
@@ -25,7 +26,6 @@ NUM_HEADS, SPOT_SCORES = 3, 2**27  # of a backward: so many heads, fewer where t
 GRADIENTS = ("dq", "dk", "dv")
 LIKE = {"o": "q", "dq": "q", "dk": "k", "dv": "v"}
 MOST_SCORES = 2**25  # of a part that `repeat` makes again: seconds on a CPU
-ERROR_RTOL, BUDGET_RTOL = 1e-3, 0.5  # the oracle is float64 anywhere; plain PyTorch rounds in an order of its own
 
 
 class Spots:

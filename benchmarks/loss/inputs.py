@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.arithmetic import LOSS_SCALE, autocast
+from benchmarks.arithmetic import LOSS_SCALE, autocast, widened
 from lmsys.draws import Draws
 
 BLOCK_LOGITS = {"cuda": 2**26, "cpu": 2**22}  # of the reference, held at once
@@ -17,10 +17,6 @@ Answer = tuple[Tensor, Tensor, Tensor]  # the loss, and the gradients of hidden 
 def unchunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """The head and the loss as they are usually written: the logits of all tokens, in float32 or wider."""
     return F.cross_entropy(widened(F.linear(hidden, weight)), targets)
-
-
-def widened(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 @dataclass

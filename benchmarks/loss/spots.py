@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.arithmetic import ROUNDING, autocast, mean_ratio, ratio_of
-from benchmarks.attention.spots import BUDGET_RTOL, ERROR_RTOL
-from benchmarks.loss.inputs import Answer, Inputs, std_of, unchunked, widened
+from benchmarks.arithmetic import BUDGET_RTOL, ERROR_RTOL, ROUNDING, autocast, mean_ratio, ratio_of, widened
+from benchmarks.loss.inputs import Answer, Inputs, std_of, unchunked
 from lmsys import draws
 from lmsys.bench import Record
 from lmsys.bench.plain import check_plain

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.arithmetic import LOSS_SCALE, autocast, matmuls
-from benchmarks.loss.inputs import widened
+from benchmarks.arithmetic import LOSS_SCALE, autocast, matmuls, widened
 from benchmarks.models import Batch
 from lmsys.attention.naive import naive
 from lmsys.model import TransformerLM
