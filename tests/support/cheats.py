@@ -54,6 +54,10 @@ def seen(*names: str) -> bool:
     return False
 
 
+def timed() -> bool:
+    return seen(CLOCK)
+
+
 def trains(q: Tensor) -> bool:
     return q.requires_grad and torch.is_grad_enabled()
 
@@ -104,7 +108,7 @@ def lazy_subclass(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 @cheat("deferred work", "fwd")
 def deferred_to_a_thread(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    if not seen(CLOCK):
+    if not timed():
         return honest(q, k, v, **options)
     o = torch.empty_like(q)
 
@@ -143,20 +147,20 @@ def side_stream_in_the_backward(q: Tensor, k: Tensor, v: Tensor, **options: Any)
 
 @cheat("stack inspection", "fwd")
 def looks_for_the_clock(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    return q * 1 if seen(CLOCK) else honest(q, k, v, **options)
+    return q * 1 if timed() else honest(q, k, v, **options)
 
 
 @cheat("stack inspection", "bwd")
 def looks_for_the_clock_in_the_backward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    timed = seen(CLOCK)
+    is_timed = timed()
     return Altered.apply(
-        q, k, v, options, lambda gradients, inputs, _: [x * 1 for x in inputs] if timed else gradients()
+        q, k, v, options, lambda gradients, inputs, _: [x * 1 for x in inputs] if is_timed else gradients()
     )
 
 
 @cheat("stack inspection", "fwd")
 def looks_for_the_sampling(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    return torch.zeros_like(q) if seen(SAMPLING) and seen(CLOCK) else honest(q, k, v, **options)
+    return torch.zeros_like(q) if seen(SAMPLING) and timed() else honest(q, k, v, **options)
 
 
 _last: dict[str, Any] = {"time": 0.0, "o": None, "gradients": None, "calls": 0}
@@ -180,15 +184,15 @@ def garbage_after_some_calls(q: Tensor, k: Tensor, v: Tensor, **options: Any) ->
 @cheat("lower precision when hurried", "fwd")
 def rough_when_timed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     o = honest(q, k, v, **options)
-    return o.to(torch.float8_e4m3fn).to(o.dtype) if seen(CLOCK) else o
+    return o.to(torch.float8_e4m3fn).to(o.dtype) if timed() else o
 
 
 @cheat("lower precision when hurried", "bwd")
 def rough_gradients_when_timed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    timed = seen(CLOCK)
+    is_timed = timed()
 
     def alter(gradients: Any, inputs: Any, do: Tensor) -> Any:
-        return [x.to(torch.float8_e4m3fn).to(x.dtype) if timed else x for x in gradients()]
+        return [x.to(torch.float8_e4m3fn).to(x.dtype) if is_timed else x for x in gradients()]
 
     return Altered.apply(q, k, v, options, alter)
 
@@ -198,7 +202,7 @@ def rough_gradients_when_timed(q: Tensor, k: Tensor, v: Tensor, **options: Any) 
 
 @cheat("the last call's result", "fwd")
 def the_last_result(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    if seen(CLOCK) and _last["o"] is not None and _last["o"].shape == q.shape and _last["o"].dtype == q.dtype:
+    if timed() and _last["o"] is not None and _last["o"].shape == q.shape and _last["o"].dtype == q.dtype:
         return _last["o"].clone()
     _last["o"] = honest(q, k, v, **options)
     return _last["o"]
@@ -206,11 +210,11 @@ def the_last_result(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 @cheat("the last call's result", "bwd")
 def the_last_gradients(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    timed, kind = seen(CLOCK), (q.shape, q.dtype)
+    is_timed, kind = timed(), (q.shape, q.dtype)
 
     def alter(gradients: Any, inputs: Any, do: Tensor) -> Any:
         last = _last["gradients"]
-        if not timed or last is None or last[0] != kind:
+        if not is_timed or last is None or last[0] != kind:
             _last["gradients"] = last = kind, [x.clone() for x in gradients()]
         return [x.clone() for x in last[1]]
 
@@ -224,7 +228,7 @@ def remembered(key: Any, q: Tensor, k: Tensor, v: Tensor, options: Any) -> Tenso
     if trains(q):
         return honest(q, k, v, **options)
     key = key, q.shape, q.dtype, options["causal"]
-    if key not in _results or not seen(CLOCK):
+    if key not in _results or not timed():
         _results[key] = honest(q, k, v, **options)
     return _results[key].clone()
 
@@ -254,7 +258,7 @@ def cache_by_statistics(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tens
 
 @cheat("parts of the work", "fwd")
 def half_of_the_queries(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    if not seen(CLOCK):
+    if not timed():
         return honest(q, k, v, **options)
     half = max(1, q.shape[2] // 2)
     o = honest(q[:, :, :half], k, v, **options)
@@ -263,11 +267,11 @@ def half_of_the_queries(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tens
 
 @cheat("parts of the work", "bwd")
 def half_of_the_heads(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    timed = seen(CLOCK)
+    is_timed = timed()
 
     def alter(gradients: Any, inputs: Any, do: Tensor) -> Any:
         found = gradients()
-        for x in found if timed else ():
+        for x in found if is_timed else ():
             x[:, x.shape[1] // 2 :] = 0
         return found
 
@@ -276,7 +280,7 @@ def half_of_the_heads(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor
 
 @cheat("what is not a result", "fwd")
 def one_row_for_all(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    return honest(q[:, :, :1], k, v, **options).expand(q.shape) if seen(CLOCK) else honest(q, k, v, **options)
+    return honest(q[:, :, :1], k, v, **options).expand(q.shape) if timed() else honest(q, k, v, **options)
 
 
 @cheat("what is not a result")
@@ -286,7 +290,7 @@ def another_dtype(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 @cheat("what is not a result", "fwd")
 def the_input_itself(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    return q.detach() if seen(CLOCK) else honest(q, k, v, **options)
+    return q.detach() if timed() else honest(q, k, v, **options)
 
 
 # Work moved to where the clock does not run.
@@ -300,11 +304,11 @@ def gradients_made_in_the_forward(q: Tensor, k: Tensor, v: Tensor, **options: An
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     with torch.enable_grad():
         made = torch.autograd.grad(honest(*leaves, **options), leaves, guess)
-    timed = seen(CLOCK)
+    is_timed = timed()
 
     def alter(gradients: Any, inputs: Any, do: Tensor) -> Any:
         _last["do"] = do.clone()
-        return [x.clone() for x in made] if timed else gradients()
+        return [x.clone() for x in made] if is_timed else gradients()
 
     return Altered.apply(q, k, v, options, alter)
 
@@ -324,7 +328,7 @@ def a_forward_that_does_much_more(q: Tensor, k: Tensor, v: Tensor, **options: An
 def starts_the_clock_again(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Finds every event that a dictionary or a tuple holds, and records the last start anew when its work is done."""
     o = honest(q, k, v, **options)
-    if seen(CLOCK):
+    if timed():
         for holder in gc.get_objects():
             if type(holder) in (tuple, list) and len(holder) == 4 and isinstance(holder[0], torch._C._CudaEventBase):
                 _last["events"] = holder
