@@ -15,7 +15,7 @@ from benchmarks.plans.cases import FORMS, PlanCase, name_of, plan_called
 from lmsys.attention.flash_gluon.plans import BACKWARD, FORWARD, SHORT, BackwardPlan, ForwardPlan, candidates
 from lmsys.attention.flash_gluon.support import KNOWN_TRITON
 from lmsys.attention.naive import masked_scores, naive
-from tests.support.cheats import seen
+from tests.support.cheats import CLOCK, seen
 from tests.support.collected import collect
 from tests.support.harness import cases_of, records
 
@@ -230,7 +230,7 @@ def test_a_plan_that_answers_with_what_it_remembers_is_refused(
     right, known = getattr(kernels, kernel), []
 
     def remembers(*x: Any) -> Any:
-        if not seen("measure/clock.py"):
+        if not seen(CLOCK):
             return right(*x)
         known.append(known[0] if known else right(*x))
         return known[0]

@@ -25,7 +25,7 @@ from lmsys.attention.naive import naive
 from lmsys.measure.compare import Kept
 from lmsys.model.loss import linear_cross_entropy
 from lmsys.training.optimizer import AdamW
-from tests.support.cheats import timed
+from tests.support.cheats import CLOCK, seen
 from tests.support.harness import cases_of, results
 from tests.support.variants import some
 
@@ -33,6 +33,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 TINY = {"size": ("tiny",), "context": (32,), "batch": (2,), "compile": ("eager",)}
 needs_llama = pytest.mark.skipif(LLAMA.why_not(None) is not None, reason=str(LLAMA.why_not(None)))
 WHOLES = [pytest.param("auto"), pytest.param("llama", marks=needs_llama)]
+
+
+def timed() -> bool:
+    return seen(CLOCK)
 
 
 def cases(**values: Any) -> list[ModelTest]:
