@@ -13,7 +13,7 @@ from lmsys.bench.proof import file_seal, seal
 from lmsys.bench.record import summarize
 
 ROOT = Path(__file__).parents[1]
-RESULT = Path("/tmp/vs.json")
+RESULT = ROOT / "reports/results/harness/nvidia-h200_20261122_attention-checked.json"
 SCALED = ("mean_s", "std_s", "p20_s", "p80_s", "min_s", "time_s")
 Content = dict[str, Any]
 Alteration = Callable[[Content], None]
@@ -209,9 +209,19 @@ def benchmarks() -> dict[str, Any]:
 
 
 @pytest.fixture
-def content() -> Content:
+def whole() -> Content:
     found: Content = json.loads(RESULT.read_text())
     return found
+
+
+@pytest.fixture
+def content(whole: Content) -> Content:
+    """Two forwards of it, which take a second."""
+    kept = records(whole)[:2]
+    whole["lmsys"]["records"] = kept
+    whole["benchmarks"] = [entry(whole, one) for one in kept]
+    whole["lmsys"]["seal"] = file_seal(whole["lmsys"])
+    return whole
 
 
 def wrong_in(content: Content, folder: Path, benchmarks: dict[str, Any]) -> list[str]:
@@ -232,10 +242,15 @@ def seal_again(content: Content) -> None:
     content["lmsys"]["seal"] = file_seal(content["lmsys"])
 
 
-def test_what_nobody_altered_passes(content: Content, tmp_path: Path, benchmarks: dict[str, Any]) -> None:
+def test_what_nobody_altered_passes(whole: Content, tmp_path: Path, benchmarks: dict[str, Any]) -> None:
+    """Forwards and backwards."""
+    assert wrong_in(whole, tmp_path, benchmarks) == []
+    checked = [one for one in records(whole) if one["proof"]["calls"]]
+    assert len(checked) == len(records(whole)) >= 8
+
+
+def test_what_is_left_of_it_passes(content: Content, tmp_path: Path, benchmarks: dict[str, Any]) -> None:
     assert wrong_in(content, tmp_path, benchmarks) == []
-    checked = [one for one in records(content) if one["proof"]["calls"]]
-    assert len(checked) == len(records(content)) >= 8
 
 
 @pytest.mark.parametrize("name", ALTERATIONS)

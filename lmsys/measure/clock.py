@@ -126,8 +126,9 @@ class CudaClock:
     def read(self, pending: Sequence[int], share_s: float | None = None, trusted: bool = False) -> list[Reading]:
         """The durations of what `sample` returned, in that order, less `share_s` (default: the clock's own).
 
-        ClockError, unless the calls are the bench's own, where the device was busy far longer before the calls' starts than its own work there takes, and than
-        the host made it wait: then the starts were recorded again later, or the calls' work ran there.
+        ClockError, unless the calls are the bench's own, where the device was busy far longer before the calls' starts
+        than its own work there takes, and than the host made it wait: then the starts were recorded again later, or the
+        calls' work ran there.
         """
         cuda_synchronize()
         share_s = self.share_s if share_s is None else share_s
@@ -136,8 +137,8 @@ class CudaClock:
         if self.ahead and known and not trusted and (gap_s := statistics.median(late_s)) > self._most_gap_s:
             raise ClockError(
                 f"the device was busy for {gap_s * 1e6:.0f} us right before the start of a call, where the bench's own "
-                f"work takes at most {self._most_gap_s * 1e6:.0f}: the start was recorded again later, the call's "
-                "work ran before it, or another program uses the device"
+                f"work takes at most {self._most_gap_s * 1e6:.0f}: the start was recorded again later, the call's work "
+                "ran before it, or another program uses the device"
             )
         return [
             Reading(max(_seconds(start, end) - share_s, 0.0), _seconds(begin, ready))
