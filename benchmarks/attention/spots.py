@@ -29,11 +29,10 @@ MOST_SCORES = 2**25  # of a part that `repeat` makes again: seconds on a CPU
 
 
 class Spots:
-    """Copies and judges parts of timed calls, by the key of each; what is right of a part is made once for all rows."""
+    """Copies and judges parts of timed calls, by the key of each."""
 
     def __init__(self, case: AttentionCase, inputs: Inputs):
         self.case, self.inputs = case, inputs
-        self._oracles: dict[tuple[int, int, bool], list[Oracle]] = {}  # of the last draw and key
 
     def keep(self, backward: bool, result: Any, key: int | None) -> Any:
         """The parts of what a row returned that the key says, by name; None without a key. See `check_plain`."""
@@ -50,12 +49,10 @@ class Spots:
 
     def judge(self, backward: bool, kept: Kept, rms: bool) -> Mapping[str, float]:
         """The worst error over its budget of each tensor; leaves one row of each part as evidence."""
-        which = kept.draw, kept.key, backward
-        spots, worst = spots_of(self.case, backward, kept.key), dict[str, float]()
-        if which not in self._oracles:
-            self._oracles = {which: [Oracle(self.case, self.inputs, grad=backward, spot=spot) for spot in spots]}
+        worst: dict[str, float] = {}
         parts = kept.evidence.setdefault("parts", [])
-        for spot, oracle, found in zip(spots, self._oracles[which], kept.result, strict=True):
+        for spot, found in zip(spots_of(self.case, backward, kept.key), kept.result, strict=True):
+            oracle = Oracle(self.case, self.inputs, grad=backward, spot=spot)
             for name, ratio in oracle.judge(found, rms).items():
                 worst[name] = max(ratio, worst.get(name, 0.0))
             chance = random.Random(kept.key)

@@ -27,11 +27,10 @@ MOST_ELEMENTS = 2**25  # of a weight that `repeat` draws again: seconds on a CPU
 
 
 class Spots:
-    """Copies and judges parts of timed calls, by the key of each; what is right of a part is made once for all rows."""
+    """Copies and judges parts of timed calls, by the key of each."""
 
     def __init__(self, inputs: Inputs):
         self.inputs = inputs
-        self._right: dict[tuple[int, int], tuple[Answer, Answer]] = {}  # of the last draw and key
 
     def keep(self, answer: Answer, key: int | None) -> Any:
         """The loss, and the rows of both gradients that the key says; None without a key. See `check_plain`."""
@@ -46,12 +45,9 @@ class Spots:
 
     def judge(self, kept: Kept) -> Mapping[str, float]:
         """The error over its budget of each; leaves one row as evidence."""
-        which, dtype = (kept.draw, kept.key), ROUNDING[self.inputs.precision]
+        dtype = ROUNDING[self.inputs.precision]
         tokens, classes = (indices(some) for some in blocks_of(self.inputs, kept.key))
-        if which not in self._right:
-            exact, plain = (parts(self.inputs, tokens, classes, exact) for exact in (True, False))
-            self._right = {which: (exact, plain)}
-        exact, plain = self._right[which]
+        exact, plain = (parts(self.inputs, tokens, classes, exact) for exact in (True, False))
         (loss, *found) = kept.result
         kept.evidence["part"] = _evidence(kept.key, found[0], exact[1])
         rows = zip(OUTPUTS[1:], found, exact[1:], plain[1:], strict=True)

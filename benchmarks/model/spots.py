@@ -47,14 +47,13 @@ class Spot:
 
 
 class Spots:
-    """Copies and judges parts of timed calls, by the key of each; what is right of a part is made once for all rows."""
+    """Copies and judges parts of timed calls, by the key of each."""
 
     def __init__(self, base: TransformerLM, data: Batch, precision: str):
         self.base, self.data, self.precision = base, data, precision
         self.parameters = dict(base.named_parameters())
         work = data.tokens.numel() * sum(p.numel() for p in base.parameters())
         self.whole = work <= MOST_WORK[data.tokens.device.type]
-        self._right: dict[tuple[int, int, str, bool], tuple[Parts, Parts]] = {}  # of the last draw and key
 
     def spot(self, key: int) -> Spot:
         chance, (batch, length) = random.Random(key), self.data.tokens.shape
@@ -113,12 +112,8 @@ class Spots:
         if ALL_STATES in found:
             exact, plain = (one.losses(found[ALL_STATES], self.data.targets) for one in references)
             ratios[LOSS] = mean_ratio(found[LOSS], exact, plain)
-        which = kept.draw, kept.key, case.mode, case.peer
-        if which not in self._right:
-            make = self._right_outputs if case.mode in OUTPUTS else self._right_gradients
-            self._right = {one: known for one, known in self._right.items() if one[:2] == which[:2]}
-            self._right[which] = make(references[0], spot), make(references[1], spot)
-        rights = self._right[which]
+        make = self._right_outputs if case.mode in OUTPUTS else self._right_gradients
+        rights = make(references[0], spot), make(references[1], spot)
         if EMBEDDINGS in found:
             found[EMBEDDINGS] = found[EMBEDDINGS][self._sequences(spot)[1]]
         for name in found.keys() - {LOSS, ALL_STATES}:

@@ -279,16 +279,13 @@ class Trial:
         return replace(step, redraw=partial(_bench_own, redraw), keep=keep)
 
     def check_timed(self, turn: Cases) -> None:
-        """Judges the timed calls that were kept, each by its own inputs, which are drawn again.
-
-        Rows that were kept in the same round are judged one after another: they share what is right.
-        """
-        kept = [(one, case) for case in turn if self.is_able(case) for one in self.measurements[case.id].kept]
-        for one, case in sorted(kept, key=lambda pair: pair[0].index):
-            if self.is_able(case):
-                self._judge(case, self.measurements[case.id], one)
+        """Judges the timed calls that were kept, each by its own inputs, which are drawn again."""
         for case in turn:
-            self.measurements[case.id].kept = []
+            measurement = self.measurements[case.id]
+            for kept in sorted(measurement.kept, key=lambda one: one.index):
+                if self.is_able(case):
+                    self._judge(case, measurement, kept)
+            measurement.kept = []
 
     def _judge(self, case: Any, measurement: Measurement, kept: Kept) -> None:
         candidate = self.candidate(case)

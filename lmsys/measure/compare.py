@@ -5,8 +5,8 @@ cannot be compared. Here all rows of a comparison take turns (A B C, C A B, ...)
 round i of the others, and a speedup is the median of the ratios round by round. The clock also depends on the row
 just before: each round has an order of its own, or one row would always come after the hottest.
 
-Every round has inputs of its own, drawn right before each call, and what a few calls returned is kept: which ones, and
-which parts of it, is drawn from the system's entropy when sampling begins, so that no row can know.
+Every round has inputs of its own, drawn right before each call, and parts of what a few calls returned are kept: which
+ones, and which parts, is drawn from the system's entropy when the call is over, so that no row can know.
 """
 
 import gc
@@ -27,7 +27,7 @@ Failure = tuple[str, str]  # outcome ("oom" or "error") and reason
 MAX_ROUNDS = 200
 MARGIN = 1.25  # launching takes now longer, now shorter
 FIRST_LEAD_S = 0.02  # longer than the host takes to launch almost any call
-SHARED, OWN = 2, 1  # timed calls of a row that are checked: in rounds that all rows share, and in one of its own
+NUM_KEPT = 3  # timed calls of a row that are checked
 MOST_PREPARED, PREPARED_SLACK_S = 2.0, 5e-5  # of a prepare, over the time of what it is like
 PREPARE_TRIALS = 3
 _ENTROPY = random.SystemRandom()
@@ -125,7 +125,6 @@ def interleave(
     reading = CpuClock().cost(sm_clock, 0)  # costs the host time as well
     warming = math.ceil(clock.warm_s / sum(cost.device_s for cost in costs.values()))
     clock.expect(partial(next(iter(steps.values())).redraw_late, 0))
-    keys, checked = _checked(rounds)
     result.kept = {name: [] for name in rounds}
     done = clock.watch()
     clock.wait(2 * sum(cost.host_s for cost in (reading, *costs.values())))
@@ -137,31 +136,22 @@ def interleave(
         clock.wait(MARGIN * host_s - sum(costs[name].device_s for name in taking_turns))
         draw = _ENTROPY.getrandbits(53)
         for name in random.Random(index).sample(taking_turns, len(taking_turns)):
-            key = keys[index] if index in checked[name] else None
-            found, failure = attempt(_sample, steps[name], clock, draw, key)
+            found, failure = attempt(_sample, steps[name], clock, draw, index)
             if failure:
                 result.failures[name] = failure
                 clock.forget(pending.pop(name))
                 del rounds[name], result.kept[name]
                 continue
-            mark, copies = found
+            mark, place, kept = found
             pending[name].append(mark)
-            if copies is not None and key is not None:
-                result.kept[name].append(Kept(index, draw, key, copies))
+            if kept is not None:
+                result.kept[name][place : place + 1] = [kept]
         clocks.append(sm_clock())
     done()
     _read(result, {name: (steps[name], marks) for name, marks in pending.items()}, clock, warming)
     known = [reading for reading in clocks[warming:] if reading is not None]
     result.sm_clock_mhz = statistics.median(known) if known else None
     return result
-
-
-def _checked(rounds: Mapping[str, int]) -> tuple[dict[int, int], dict[str, set[int]]]:
-    """(a key for every round, the rounds of each row that are checked)."""
-    least = min(rounds.values())
-    shared = _ENTROPY.sample(range(least), min(SHARED, least))
-    checked = {name: {*shared, *_ENTROPY.sample(range(count), OWN)} for name, count in rounds.items()}
-    return {index: _ENTROPY.getrandbits(53) for one in checked.values() for index in one}, checked
 
 
 def _read(result: Sampled, pending: Mapping[str, tuple[Step, list[Any]]], clock: Clock, warming: int) -> None:
@@ -191,7 +181,7 @@ def rounds_of(steps: Mapping[str, Step], clock: Clock, rounds: int = NUM_SPANS) 
     for index in range(rounds):
         clock.wait(LEAD_S)
         for name in random.Random(index).sample([*steps], len(steps)):
-            taken.append((name, _sample(steps[name], clock, _ENTROPY.getrandbits(53), None)[0]))
+            taken.append((name, _sample(steps[name], clock, _ENTROPY.getrandbits(53))[0]))
     return taken
 
 
@@ -212,7 +202,7 @@ def _prepares_too_much(prepare_s: float, step: Step, clock: Clock) -> Failure | 
         if prepare_s <= MOST_PREPARED * alone_s + PREPARED_SLACK_S:
             return None
         clock.wait(FIRST_LEAD_S)
-        marks: list[Any] = [_sample(step, clock, _ENTROPY.getrandbits(53), None)[0] for _ in range(7)]
+        marks: list[Any] = [_sample(step, clock, _ENTROPY.getrandbits(53))[0] for _ in range(7)]
         prepare_s = min(one.prepare_s for one in clock.read(marks))
     return (
         "wrong",
@@ -221,14 +211,24 @@ def _prepares_too_much(prepare_s: float, step: Step, clock: Clock) -> Failure | 
     )
 
 
-def _sample(step: Step, clock: Clock, draw: int, key: int | None) -> Any:
-    """(what the clock reads it by, what is kept of its result)."""
+def _sample(step: Step, clock: Clock, draw: int, index: int = -1) -> tuple[Any, int, Kept | None]:
+    """(what the clock reads it by, where its copies belong, what is kept of its result, if anything).
+
+    Whether a call is kept is drawn after it: nothing that a row could find while it runs says so. Of the calls from 0
+    on each has the same chance in the end, for a later one takes the place of an earlier one (Vitter, "Random sampling
+    with a reservoir", 1985, algorithm R).
+    """
     if not clock.ahead:
         synchronize("cuda")
         step.before()
     step.redraw(draw)
     mark, found = clock.sample(step.run, step.prepare, partial(step.redraw_late, draw))
-    return mark, step.keep(found, key)
+    place = index if index < NUM_KEPT else _ENTROPY.randrange(index + 1)
+    if not 0 <= place < NUM_KEPT:
+        return mark, place, step.keep(found, None)
+    key = _ENTROPY.getrandbits(53)
+    copies = step.keep(found, key)
+    return mark, place, None if copies is None else Kept(index, draw, key, copies)
 
 
 def _cost(step: Step, clock: Clock, calls: int) -> Cost:
@@ -237,7 +237,7 @@ def _cost(step: Step, clock: Clock, calls: int) -> Cost:
     marks: list[Any] = []
 
     def sample() -> None:
-        marks.append(_sample(step, clock, _ENTROPY.getrandbits(53), None)[0])
+        marks.append(_sample(step, clock, _ENTROPY.getrandbits(53))[0])
 
     for _ in range(calls):
         costs.append(clock.cost(sample, 2 * costs[-1].host_s if costs else FIRST_LEAD_S))
