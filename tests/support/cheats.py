@@ -163,6 +163,17 @@ def looks_for_the_sampling(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> T
     return torch.zeros_like(q) if seen(SAMPLING) and timed() else honest(q, k, v, **options)
 
 
+@cheat("stack inspection", "fwd")
+def right_when_a_frame_says_that_it_is_kept(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Looks for a key among the variables of whoever samples."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(SAMPLING) and frame.f_locals.get("key") is not None:
+            return honest(q, k, v, **options)
+        frame = frame.f_back
+    return torch.zeros_like(q) if timed() else honest(q, k, v, **options)
+
+
 _last: dict[str, Any] = {"time": 0.0, "o": None, "gradients": None, "calls": 0}
 
 
