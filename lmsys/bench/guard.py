@@ -26,6 +26,7 @@ OWNERS = (
     *(torch.nn.functional, torch.profiler),
 )
 IGNORED = {"__dict__", "__weakref__", "__builtins__", "__cached__", "displayhook", "excepthook", "manual_seed"}
+COMPILED = "__compiled_fn_", "__resume_at_"  # what torch.compile puts into the modules of what it compiles, and removes
 KINDS: Any = types.FunctionType | types.BuiltinFunctionType | type | property | staticmethod | classmethod
 INHERITED = torch.cuda.Event, torch.cuda.Stream, torch.Tensor  # what these inherit must not be hidden, either
 _ABSENT = object()
@@ -83,7 +84,11 @@ def _classes(ours: list[types.ModuleType]) -> list[Any]:
 
 
 def _names(owner: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(owner).items() if name not in IGNORED and isinstance(value, KINDS)}
+    return {
+        name: value
+        for name, value in vars(owner).items()
+        if name not in IGNORED and not name.startswith(COMPILED) and isinstance(value, KINDS)
+    }
 
 
 def _function(value: Any) -> types.FunctionType | None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lmsys import testing
+from lmsys.attention.naive import naive
 from lmsys.bench import runner
 from lmsys.bench.guard import Guard
 from lmsys.measure import clock, compare
@@ -50,8 +51,10 @@ def test_what_honest_code_does_is_no_replacement() -> None:
     torch.manual_seed(0)
     setattr(math, "of_a_row", lambda: 0)  # noqa: B010 - a name of its own
     try:
-        torch.compile(lambda x: x.sin(), backend="eager")(torch.ones(2))
-        assert guard.mend() == []
+        torch.compile(naive, backend="eager")(*torch.ones(3, 1, 1, 2, 2))
+        within = Guard()
+        torch.compiler.reset()
+        assert guard.mend() == within.mend() == []
     finally:
         delattr(math, "of_a_row")
 

@@ -58,7 +58,7 @@ def test_a_benchmark_of_ones_own_is_reported_by_its_declarations(tmp_path: Path)
         found += [one.record for one in results(benchmark, [case for case in cases if case.impl == "matmul"])]
     files = reported(tmp_path, benchmark, found)
     rows = cells(files, "matmul-s-metrics")
-    assert [row["size"] for row in rows] == ["8", "16", "32"] and "rate, GFLOP/s" in rows[0]
+    assert [row["size"] for row in rows] == ["8", "16", "32"] and "Rate, TFLOP/s" in rows[0]
     assert "plots/synthetic-gpu-matmul-s-time.svg" in files and b">Matmul</h3>" in files["index.html"]
     beside = [one | {"impl": "mine", "label": "mine", "id": f"{one['id']}-mine"} for one in found]
     for one in beside:
@@ -66,7 +66,7 @@ def test_a_benchmark_of_ones_own_is_reported_by_its_declarations(tmp_path: Path)
     files = reported(tmp_path, benchmark, [*found, *beside])
     *rows, mean = cells(files, "matmul-s-speedup")
     assert [(row["matmul"], row["mine"]) for row in rows] == [("1.00", "0.500")] * 3
-    assert mean["mine"] == "0.500 (3)" and {"Error ratio", "rate, GFLOP/s"} == {
+    assert mean["mine"] == "0.500 (3)" and {"Error ratio", "Rate, TFLOP/s"} == {
         files[f"tables/synthetic-gpu-matmul-s-{name}.md"].decode().splitlines()[0][4:].split(" · ")[0]
         for name in ("error", "tflops")
     }
