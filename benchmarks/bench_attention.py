@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks import axes
 from benchmarks.arithmetic import capability_of, matmul_rates
 from benchmarks.attention.check import Gate, check_float32
-from benchmarks.attention.spots import Spots, repeat
+from benchmarks.attention.spots import NUM_KEPT, Spots, repeat
 from lmsys.attention import ATTENTION, AttentionCase
 from lmsys.attention.contract import DTYPES, adapt
 from lmsys.bench import Axis, Benchmark, Candidate, Case, Entry, Field, Grid, Record, Settings, Step, bench, fields
@@ -182,10 +182,10 @@ class Attention(Benchmark):
             "fwdbwd": {"run": lambda _: backward(forward())},
         }[case.direction]
         keep = partial(setup.spots.keep, case.direction != "fwd")
-        return Step(**parts, redraw=redraw, redraw_late=redraw_late, keep=keep)
+        return Step(**parts, redraw=redraw, redraw_late=redraw_late, keep=keep, num_kept=NUM_KEPT)
 
     def least_work(self, case: AttentionTest) -> tuple[float, str, float]:
-        """Of the products of a backward one may be kept from the forward. Inputs are read once."""
+        """A forward's two products; of a backward's five one may be kept from the forward. Inputs are read once."""
         shape = case.shape
         del shape["kv_heads"]
         products = {"fwd": 1, "bwd": 2, "fwdbwd": 3}[case.direction]  # in units of two

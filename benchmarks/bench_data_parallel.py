@@ -266,7 +266,7 @@ def _entropy(turn: Sequence[ParallelCase], trial: Any) -> int:
 
 
 def _passes(turn: Sequence[ParallelCase], steps: int, count: int, trial: Any) -> list[Pass]:
-    """What rows begin with: weights by the seed; batches, and what is looked at, that nobody can foresee."""
+    """The beginning of all rows: weights by the seed; batches and rows to look at that nobody can foresee."""
     draw, key = _entropy(turn, trial), _entropy(turn, trial)
     return [Pass(trial.settings.seed + number, draw, key, steps) for number in range(count)]
 

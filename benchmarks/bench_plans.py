@@ -74,7 +74,7 @@ Setup = Mapping[str, Form]  # by its name
 
 @dataclass(frozen=True)
 class Call:
-    """What is timed, `run(prepare())`: it gives o and perhaps its log-sum-exp, or the gradients.
+    """The timed call, `run(prepare())`: it gives o and perhaps its log-sum-exp, or the gradients.
 
     forward  what a backward's prepare is like
     """

@@ -21,7 +21,7 @@ from benchmarks.training.tokens import CORPUS, tokens_of
 from lmsys.attention import ATTENTION
 from lmsys.bench import Axis, Benchmark, Candidate, Entry, Field, Grid, Record, Settings, bench, fields, positive
 from lmsys.bench.ranks import backend_of, num_nodes, world_sizes
-from lmsys.bench.runner import NOT_TIMED
+from lmsys.bench.trial import NOT_TIMED
 from lmsys.cost.operations import model_flops, model_parameters
 from lmsys.measure.compare import attempt
 from lmsys.parallel import STRATEGIES

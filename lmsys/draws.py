@@ -61,7 +61,7 @@ def _stream(
     count: int,
     device: str | torch.device,
 ) -> Tensor:
-    """What `of` makes of the seed's words from `first` on, not of all at once."""
+    """The elements that `of` makes of the seed's words from `first` on, not of all at once."""
     found = torch.empty(count, dtype=dtype, device=device)
     for begin in range(first - first % 4, first + count, 4 * _AT_ONCE):
         words = philox(seed, begin // 4, min(_AT_ONCE, -((begin - first - count) // 4)), device)

@@ -25,7 +25,6 @@ LEAD_S = 0.05  # longer than the host needs to launch MAX_ROUNDS calls
 LOOP, LOOP_S = 20, 0.3  # calls of the plain loop, fewer where they would take longer
 CHECKED = 3  # timed calls whose results are checked
 MEANS = ("all_reduce", "reduce_scatter")
-AT_ONCE = 2**20  # counters of the generator
 _ENTROPY = random.SystemRandom()
 
 
@@ -86,7 +85,7 @@ def _times(
 
 
 class Inputs:
-    """What this rank puts in: of each draw another window of a stream of whole numbers, which all ranks can make.
+    """This rank's numbers: for each draw another window of a stream of whole numbers, which all ranks can make.
 
     drawn   this rank's input: what the operation is to change, or to read
     out     where its result is to be
@@ -103,7 +102,10 @@ class Inputs:
         self.drawn = inputs.get(case.impl, self.out)
 
     def stream_of(self, rank: int) -> Tensor:
-        return whole_numbers(draws.key(self.seed, f"rank {rank}"), self.case.numel + draws.STARTS)
+        """Whole numbers of 16 bits, in float32: any order of addition gives the same sum, and whatever is narrower
+        than float32 another one."""
+        stream, count = draws.key(self.seed, f"rank {rank}"), self.case.numel + draws.STARTS
+        return draws.whole_numbers(stream, 0, count, 2**16, device()).float() - 2**15
 
     def window(self, stream: Tensor, rank: int, draw: int) -> Tensor:
         start = draws.start(draw, f"rank {rank}")
@@ -123,17 +125,6 @@ class Inputs:
                 part = part.chunk(world_size)[rank] if kind == "reduce_scatter" else part
                 parts[:] = [parts[0] + part] if parts and kind in MEANS else [*parts, part.clone()]
         return {draw: torch.cat(parts) for draw, parts in found.items()}
-
-
-def whole_numbers(seed: int, count: int) -> Tensor:
-    """The first of the seed's stream, of 16 bits, in float32: any order of addition gives the same sum, and whatever is
-    narrower than float32 another one."""
-    found = torch.empty(count, device=device())
-    for first in range(0, count, 8 * AT_ONCE):
-        words = draws.philox(seed, first // 8, min(AT_ONCE, -((first - count) // 8)), device())
-        numbers = torch.stack([words & 0xFFFF, words >> 16], dim=1).flatten() - 2**15
-        found[first : first + len(numbers)] = numbers[: count - first]
-    return found
 
 
 def _ours(case: CollectiveCase, inputs: Inputs, group: Any) -> Callable[[], Tensor]:

@@ -50,7 +50,7 @@ class ParallelCase(TrainedCase):
 
     @property
     def narrow(self) -> Narrow:
-        """What is sent, or computed with, in a narrower dtype than the precision says."""
+        """The option whose dtype is narrower than the precision says: of what is sent, or computed with."""
         return next(((name, self.options[name]) for name in NARROW if name in self.options), None)
 
 

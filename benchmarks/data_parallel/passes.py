@@ -37,7 +37,7 @@ Rows = dict[str, Tensor]  # of parameters, by name, on the host
 
 @dataclass(frozen=True)
 class Pass:
-    """What all rows of a pass begin with.
+    """The common beginning of all rows of a pass.
 
     seed   of the weights
     draw   of the batches, with the seed
@@ -61,9 +61,9 @@ class Batches:
     def __init__(self, config: ModelConfig, batch: int, one: Pass):
         number, length = WARM_STEPS[device().type] + one.steps, config.context_length + 1
         stream = draws.key(one.draw, f"{one.seed} rank {dist.get_rank()}")
-        words = draws.philox(stream, 0, -(-number * batch * length // 4), device())
-        tokens = (words[: number * batch * length] % config.vocab_size).view(number, batch, length)
-        self.all = [Batch(x[:, :-1].contiguous(), x[:, 1:].contiguous()) for x in tokens]
+        tokens = draws.whole_numbers(stream, 0, number * batch * length, config.vocab_size, device())
+        rows = tokens.view(number, batch, length)
+        self.all = [Batch(x[:, :-1].contiguous(), x[:, 1:].contiguous()) for x in rows]
         self.now = Batch(self.all[0].tokens.clone(), self.all[0].targets.clone())
         self._drawn = 0
 
@@ -126,7 +126,7 @@ def _plain(case: ParallelCase, one: Pass, dtype: torch.dtype, precision: str, na
 
 
 def _have_room(case: ParallelCase) -> bool:
-    """Whether weights, gradients and AdamW's two moments fit on every rank, with a quarter for the rest."""
+    """True if weights, gradients and AdamW's two moments fit on every rank, with a quarter for the rest."""
     if device().type == "cpu":
         return True
     total = torch.cuda.mem_get_info()[1] * torch.cuda.get_per_process_memory_fraction()

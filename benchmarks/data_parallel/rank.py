@@ -259,7 +259,7 @@ class Taken:
 
 @on_part
 def take_pass(case: ParallelCase, one: Pass) -> Taken:
-    """What the steps led to is kept: none of them can tell whether it will be judged."""
+    """Takes the steps and keeps what they led to: none of them can tell whether it will be judged."""
     alone: list[float] = []
     with prepared(case):
         rig = Rig(case, one)

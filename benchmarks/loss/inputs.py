@@ -1,4 +1,4 @@
-"""What the rows of the head and loss are given, and the answer to it, made in blocks of tokens at the full shape."""
+"""Inputs of the head and loss, and the answer to them, made in blocks of tokens at the full shape."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -55,7 +55,7 @@ class Spots:
 
 
 def blocks_of(inputs: Inputs, key: int) -> tuple[list[slice], list[slice]]:
-    """Of tokens and of classes: slices, as an index would have to travel to the device."""
+    """Blocks of tokens and of classes, as slices: an index would have to travel to the device."""
     chance = random.Random(key)
 
     def some(length: int) -> list[slice]:

@@ -1,4 +1,4 @@
-"""What is right of a whole model, at its full size: our blocks, eager, with attention as it is written on paper.
+"""The right results of a whole model, at its full size: our blocks, eager, with attention as it is written on paper.
 
 One sequence is run at a time, and of it one block of layers is held: the backward makes each block again. So it fits
 wherever the weights do, and where few sequences decide what is looked at, no others are run.

@@ -46,7 +46,7 @@ class Update:
 
 @dataclass
 class Watch:
-    """What an update is going to change, of a parameter that the draw says: no key is known before a call."""
+    """Rows of a parameter before an update, by the draw: no key is known before a call."""
 
     name: str
     parameter: Tensor

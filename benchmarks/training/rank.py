@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from benchmarks.training.cases import TrainingCase
 from benchmarks.training.tokens import Tokens
+from lmsys.bench.interpreted import interpreted_kernels
 from lmsys.bench.ranks import on_part, release, subgroup
-from lmsys.bench.runner import interpreted_kernels
 from lmsys.measure import memory
 from lmsys.measure.clock import synchronize
 from lmsys.measure.machine import sm_clock_reader

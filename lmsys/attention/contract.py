@@ -98,14 +98,15 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
 def adapt(implementation: Any) -> Callable[..., Tensor]:
     """A row's callable, `f(q, k, v, *, causal, scale)` on 4-D tensors, from what a target names.
 
-    A `torch.autograd.Function`, or a function without a `causal` parameter, is taken as CS336 writes
-    them: `f(q, k, v, is_causal)` on (B, S, D) with as many key heads as query heads and the default scale.
+    A `torch.autograd.Function`, or a function that takes no `causal`, is taken as CS336 writes them:
+    `f(q, k, v, is_causal)` on (B, S, D) with as many key heads as query heads and the default scale.
     """
     if isinstance(implementation, type(torch.autograd.Function)):  # the metaclass of every such class
         return _adapt_cs336(implementation.apply)
     if not callable(implementation):
         raise ValueError(f"an attention row must be callable; got {implementation!r}")
-    if "causal" in inspect.signature(implementation).parameters:
+    parameters = inspect.signature(implementation).parameters
+    if "causal" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         return implementation
     return _adapt_cs336(implementation)
 

@@ -72,9 +72,9 @@ def _torch_says(case: AttentionCase, backend: SDPBackend, can_use: Callable[...,
     if reason := _why_not_scale(case):
         return reason
     ask = partial(_asked, backend=backend, can_use=can_use, deterministic=torch.are_deterministic_algorithms_enabled())
-    if not (reasons := ask(case)):
-        return reasons
-    if said := reasons.strip():
+    if (said := ask(case)) is None:
+        return None
+    if said:
         return f"torch: {said}"
     takes = [change for change, other in _changes(case).items() if ask(other) is None]
     told = f"it would take {' or '.join(takes)}" if takes else "another row can: SDPA math runs every case"
@@ -93,7 +93,7 @@ def _changes(case: AttentionCase) -> dict[str, AttentionCase]:
 
 @lru_cache(maxsize=4096)  # to ask costs more than a small call; the answer hangs on the case and on determinism
 def _asked(case: AttentionCase, backend: SDPBackend, can_use: Callable[..., bool], deterministic: bool) -> str | None:
-    """None where it can, else the reasons that torch gives, or a space."""
+    """None where it can, else the reasons that torch gives, which may be none at all: an empty text."""
 
     def shaped(heads: int, length: int) -> Tensor:
         # Every row is the same memory: torch looks at shapes, never at values, so no case is too large to ask.
@@ -106,7 +106,7 @@ def _asked(case: AttentionCase, backend: SDPBackend, can_use: Callable[..., bool
         warnings.simplefilter("always")
         if can_use(params, debug=True):
             return None
-    return " ".join(str(warning.message).split("(Triggered internally")[0].strip() for warning in caught) or " "
+    return " ".join(str(warning.message).split("(Triggered internally")[0].strip() for warning in caught)
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:

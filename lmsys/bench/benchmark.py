@@ -293,7 +293,7 @@ class Benchmark:
 
 
 def judges_calls(benchmark: Benchmark) -> bool:
-    """Whether results of calls are judged."""
+    """True where results of calls are judged."""
     cls = type(benchmark)
     return cls.judge is not Benchmark.judge or cls.errors is not Benchmark.errors
 

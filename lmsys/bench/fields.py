@@ -44,7 +44,7 @@ class Field:
         return replace(self, **changes)
 
     def value(self, record: Record) -> Any:
-        """What `of` makes of the record; None where the record lacks what it needs."""
+        """The value that `of` makes of the record; None where the record lacks what it needs."""
         assert self.of is not None
         try:
             return self.of(record)

@@ -1,4 +1,4 @@
-"""What judges and measures, held fast: no row may replace it.
+"""Holds fast what judges and measures: no row may replace it.
 
 A row runs in the process that judges it, so Python lets it replace any function. What stood in the judges' places
 before the first row's file was imported is remembered, compared after each row has run, and put back. What this cannot

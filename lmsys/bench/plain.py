@@ -1,4 +1,4 @@
-"""Whether a result is what it seems: a tensor of its own, of the promised type, whose values are there."""
+"""Checks that a result is what it seems: a tensor of its own, of the promised type, whose values are there."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a record carries so that others can check it: which code ran, what was drawn, what came out, and a seal.
+"""The proof in a record, for others to check: which code ran, what was drawn, what came out, and a seal.
 
     "proof": {"generator", "seed", "source": {"name", "sha256"}, "kernels": {name: hash}, "calls": [...]}
 

@@ -16,7 +16,8 @@ from lmsys.bench.fields import COMMON, Record, declared
 from lmsys.bench.proof import file_seal
 
 if TYPE_CHECKING:
-    from lmsys.bench.runner import Result, Runner
+    from lmsys.bench.runner import Runner
+    from lmsys.bench.trial import Result
 
 DONE = ("ok", "oom", "unsupported")  # what --resume takes over; wrong and error are run again
 SAME = ("name", "torch", "triton", "driver", "commit")  # facts that one file states once for all its records

@@ -3,53 +3,21 @@
 why not -> setup -> first call -> check -> samples, in turns -> check of timed calls -> memory -> record.
 """
 
-import importlib.util
 import json
-import statistics
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any
-from unittest import mock
+from collections.abc import Callable, Iterator
+from functools import cached_property
 
-from torch import Tensor
-
-from lmsys import draws
 from lmsys.bench import fields
-from lmsys.bench.benchmark import (
-    Benchmark,
-    Candidate,
-    Case,
-    Cases,
-    Measurement,
-    Settings,
-    judges_calls,
-    verdict,
-)
+from lmsys.bench.benchmark import Benchmark, Case, Cases, Settings
 from lmsys.bench.fields import Record
 from lmsys.bench.guard import Guard
-from lmsys.bench.proof import loaded_kernels, seal, source_of
+from lmsys.bench.proof import seal
 from lmsys.bench.ranks import Ranks
-from lmsys.bench.record import rounded, summarize
+from lmsys.bench.trial import Result, Trial
 from lmsys.measure import machine
-from lmsys.measure.clock import Clock, CpuClock, clock_of, synchronize
-from lmsys.measure.compare import Failure, Kept, attempt, interleave, release_memory
+from lmsys.measure.clock import Clock, CpuClock, clock_of
 from lmsys.measure.limits import Limits, limits_of
 from lmsys.measure.memory import cap_host_memory
-from lmsys.measure.step import Step, nothing
-
-NOT_TIMED = "verified, not timed (--benchmark-disable)"
-INTERPRETED = "verified in Triton's interpreter, never timed"
-
-
-@dataclass
-class Result:
-    """A case's record, and all its samples in seconds if it was timed."""
-
-    record: Record
-    samples: list[float] | None
 
 
 class Runner:
@@ -67,6 +35,7 @@ class Runner:
 
         What fails outside a row's own calls fails every case that was still good.
         """
+        _ = self.guard  # before a row runs
         trial = Trial(benchmark, cases, self)
         with benchmark.context(cases):
             trial.attempt(trial.prepare)
@@ -145,240 +114,6 @@ class Runner:
             self.ranks.close()
 
 
-class Trial:
-    """One group on its way: its candidates by key, and what was measured by case."""
-
-    def __init__(self, benchmark: Benchmark, cases: Cases, runner: Runner):
-        self.benchmark, self.cases, self.runner = benchmark, cases, runner
-        self.settings = runner.settings
-        self.candidates: dict[Any, Candidate] = {}
-        for case in cases:
-            self.candidates.setdefault(benchmark.key(case), Candidate(case=case))
-        self.measurements = {case.id: Measurement() for case in cases}
-        self.setup: Any = None
-        self._told: set[str] = set()
-
-    def candidate(self, case: Case) -> Candidate:
-        return self.candidates[self.benchmark.key(case)]
-
-    def good(self) -> list[Candidate]:
-        return [one for one in self.candidates.values() if one.outcome == "ok"]
-
-    def attempt(self, call: Callable[..., Any], *args: Any) -> None:
-        """A part of the trial that is the bench's own: where it fails, so does every candidate that was still good.
-
-        Inputs that find no room are out of memory for every row; whatever else fails is an error of the bench.
-        """
-        _, failure = attempt(call, *args)
-        if failure is None:
-            return
-        outcome = failure[0] if self.setup is None else "error"
-        for candidate in self.good():
-            candidate.failed(outcome, f"the bench failed, not the row: {failure[1]}")
-
-    def prepare(self) -> None:
-        benchmark = self.benchmark
-        for candidate in self.candidates.values():
-            reason, failure = attempt(benchmark.why_not, candidate.case)
-            if reason or failure:
-                candidate.failed(*(failure or ("unsupported", reason)))
-        if not self.good():
-            return
-        for case in self.cases:
-            self.measurements[case.id].failure = benchmark.no_sample(case)
-        self.setup = benchmark.setup(self.cases, self.settings)
-        benchmark.redraw(self.setup, self.settings.seed)
-        for candidate in self.good() if benchmark.opens else ():
-            self._first_call(candidate)
-        benchmark.check_all(self.good(), self.setup, self.runner)
-        self._mend(self.good())
-        release_memory()
-
-    def _first_call(self, candidate: Candidate) -> None:
-        def opened() -> None:
-            start = time.perf_counter()
-            with interpreted_kernels() as launched, loaded_kernels() as kernels:
-                self.benchmark.open(candidate, self.setup)
-            self.runner.kernels.setdefault(candidate.entry.target, {}).update(kernels)
-            synchronize(self.settings.device)
-            candidate.compile_s, candidate.interpreted = time.perf_counter() - start, bool(launched)
-
-        candidate.attempt(opened)
-        self._mend([candidate])
-
-    def _mend(self, suspects: Sequence[Candidate]) -> None:
-        """Puts back what a row has replaced of what judges and measures, and fails those that may have done it."""
-        if names := self.runner.guard.mend():
-            for candidate in suspects:
-                candidate.failed("wrong", f"a row replaced {', '.join(names)}, by which it is judged")
-
-    def turns(self) -> Iterable[Cases]:
-        if not self.settings.timed and not self.benchmark.streams:
-            return ()
-        return self.benchmark.turns([case for case in self.cases if self.is_able(case)])
-
-    def is_able(self, case: Case) -> bool:
-        """True while the case is still to be timed."""
-        one = self.candidate(case)
-        return one.outcome == "ok" and not one.interpreted and not self.measurements[case.id].failure
-
-    def take(self, turn: Cases) -> None:
-        if turn := [case for case in turn if self.is_able(case)]:  # what fails in one turn is not in the next
-            self.benchmark.sample(turn, self)
-            self._mend([self.candidate(case) for case in turn])
-            self.check_timed(turn)
-        for case in turn:
-            measurement = self.measurements[case.id]
-            if measurement.samples:
-                measurement.failure = measurement.failure or self._impossible(
-                    case, statistics.median(measurement.samples)
-                )
-            if self.is_able(case) and measurement.samples is not None:
-                found, _ = attempt(self.benchmark.inspect, case, self.candidate(case), self.setup)
-                measurement.record |= found or {}
-
-    def _impossible(self, case: Any, time_s: float) -> Failure | None:
-        """Why nothing can be that fast here, if it cannot."""
-        work, limits = self.benchmark.least_work(case), self.runner.limits
-        if work is None or limits is None or time_s >= (least_s := limits.least_s(*work)):
-            return None
-        told = f"{time_s * 1e6:.3g} us, where its arithmetic and its reads take at least {least_s * 1e6:.3g}"
-        return "wrong", f"faster than this machine can be: {told}"
-
-    def interleave(self, turn: Cases, min_rounds: int | None = None) -> None:
-        """Times the steps of a turn side by side, in `min_rounds` rounds or the settings' at least."""
-        steps = {}
-        for case in turn:
-            step, failure = attempt(self.benchmark.step, case, self.candidate(case), self.setup)
-            self.measurements[case.id].failure = failure
-            if not failure:
-                steps[case.id] = self._filled(step)
-        sampled = interleave(
-            steps,
-            self.runner.clock(self.benchmark.clock),
-            seconds=self.settings.seconds_per_row,
-            min_rounds=min_rounds or self.settings.min_rounds,
-            trials=self.benchmark.trials,
-            sm_clock=self.runner.sm_clock,
-        )
-        for name in steps:
-            one = self.measurements[name]
-            one.samples, one.failure = sampled.samples.get(name), sampled.failures.get(name)
-            one.kept = sampled.kept.get(name, [])
-            one.record = {
-                "sm_clock_mhz": sampled.sm_clock_mhz,
-                "clock_share_s": sampled.share_s.get(name),
-                "prepare_s": sampled.prepare_s.get(name),
-            }
-
-    def _filled(self, step: Step) -> Step:
-        """With what a benchmark says once for all its steps: how inputs are drawn, and that results are judged."""
-        benchmark = self.benchmark
-        redraw = partial(benchmark.redraw, self.setup) if step.redraw is nothing else step.redraw
-        keep = copied if step.keep is nothing and judges_calls(benchmark) else step.keep
-        return replace(step, redraw=partial(_bench_own, redraw), keep=keep)
-
-    def check_timed(self, turn: Cases) -> None:
-        """Judges the timed calls that were kept, each by its own inputs, which are drawn again."""
-        for case in turn:
-            measurement = self.measurements[case.id]
-            for kept in sorted(measurement.kept, key=lambda one: one.index):
-                if self.is_able(case):
-                    self._judge(case, measurement, kept)
-            measurement.kept = []
-
-    def _judge(self, case: Any, measurement: Measurement, kept: Kept) -> None:
-        candidate = self.candidate(case)
-        self.benchmark.redraw(self.setup, kept.draw)
-        ratios, failure = attempt(self.benchmark.judge, case, candidate, self.setup, kept)
-        if ratios and not failure:
-            worst, failure = verdict(ratios)
-            candidate.error_ratio = max(worst or 0.0, candidate.error_ratio or 0.0)
-            call = {"call": kept.index, "draw": kept.draw, "key": kept.key, "error_ratios": dict(ratios)}
-            measurement.proof.append(call | kept.evidence)
-        if failure:
-            reason = f"right before it was timed, not in timed call {kept.index}: {failure[1]}"
-            measurement.failure = failure[0], reason
-
-    def sampled(self, least: int = 1) -> list[Case]:
-        """The cases with that many samples or more, and those that ended without."""
-        return [
-            case
-            for case in self.cases
-            if self.candidate(case).outcome != "ok" or len(self.measurements[case.id].samples or ()) >= least
-        ]
-
-    def check_again(self) -> None:
-        """On new inputs, for rows of which no timed call was checked."""
-        timed = {id(one): one for one in map(self.candidate, self.cases) if one.outcome == "ok"}
-        timed = {key: one for key, one in timed.items() if any(self._needs_check(case, one) for case in self.cases)}
-        if not timed:
-            return
-        self.benchmark.redraw(self.setup, self.settings.seed + 2)
-        self.benchmark.check_all(list(timed.values()), self.setup, self.runner)
-        for one in timed.values():
-            if one.outcome != "ok":
-                one.reason = f"right before it was timed, not after: {one.reason}"
-
-    def _needs_check(self, case: Case, candidate: Candidate) -> bool:
-        one = self.measurements[case.id]
-        return self.candidate(case) is candidate and bool(one.samples) and not (one.proof or one.failure)
-
-    def release(self) -> None:
-        """Drops what the group holds, before what is left is taken for code that stays."""
-        self.setup = None
-        for candidate in self.candidates.values():
-            candidate.call = candidate.state = None
-        release_memory()
-
-    def results(self, cases: Iterable[Case]) -> Iterator[Result]:
-        for case in cases:
-            if case.id not in self._told:
-                self._told.add(case.id)
-                yield self._result(case)
-
-    def _result(self, case: Case) -> Result:
-        benchmark, candidate, measurement = self.benchmark, self.candidate(case), self.measurements[case.id]
-        outcome, reason = candidate.outcome, candidate.reason
-        if outcome == "ok" and measurement.failure:
-            outcome, reason = measurement.failure
-        samples = measurement.samples if outcome == "ok" else None
-        if outcome == "ok" and samples is None and reason is None:
-            reason = INTERPRETED if candidate.interpreted else NOT_TIMED
-        record: Record = {
-            "id": case.id,
-            "benchmark": benchmark.name,
-            "section": case.section,
-            "impl": case.impl,
-            "label": case.label,
-            "peer": case.peer,
-            **case.axes,
-            "device": case.device,
-            "outcome": outcome,
-            "reason": reason,
-            "comparison": f"{case.comparison} {self.runner.machine['date']}",
-            "clock": benchmark.clock_name(case, self.runner),
-            "compile_s": candidate.compile_s,
-            "error_ratio": candidate.error_ratio,
-            "memory_limit_bytes": self.settings.memory_limit_bytes,
-        }
-        record |= candidate.notes
-        if samples:
-            samples = rounded(samples)
-            record |= summarize(samples) | {"samples_s": samples} | measurement.record
-            record["proof"] = self._proof(candidate, measurement)
-        return Result(self.runner.rated(benchmark, case, record), samples)
-
-    def _proof(self, candidate: Candidate, measurement: Measurement) -> Record:
-        return {
-            "generator": draws.VERSION,
-            "seed": self.settings.seed,
-            "source": source_of(candidate.entry),
-            "kernels": self.runner.kernels.get(candidate.entry.target, {}),
-            "calls": measurement.proof,
-        }
-
-
 def _completed(record: Record, benchmark: Benchmark) -> Record:
     """With the fields that are functions of others. ValueError for a field that nobody has declared."""
     known = fields.declared(fields.COMMON, benchmark.fields)
@@ -388,42 +123,3 @@ def _completed(record: Record, benchmark: Benchmark) -> Record:
     if undeclared := sorted(record.keys() - known.keys()):
         raise ValueError(f"benchmark {benchmark.name!r}: the fields {undeclared} of its records are declared nowhere")
     return record
-
-
-class BenchFault(RuntimeError):
-    """A failure in the bench's own part of a call."""
-
-    failure = property(lambda self: ("error", f"the bench failed, not the row: {self}"))
-
-
-def _bench_own(call: Callable[..., Any], *args: Any) -> Any:
-    found, failure = attempt(call, *args)
-    if failure:
-        raise BenchFault(failure[1])
-    return found
-
-
-def copied(result: Any, key: int | None) -> Any:
-    """A copy of a tensor, or of a tuple or list of them, where a key is given."""
-    if key is None:
-        return None
-    return result.clone() if isinstance(result, Tensor) else [copied(one, key) for one in result]
-
-
-@contextmanager
-def interpreted_kernels() -> Iterator[list[Any]]:
-    """A list that grows by every kernel that Triton's interpreter runs meanwhile, wherever it is defined."""
-    launched: list[Any] = []
-    if importlib.util.find_spec("triton") is None:
-        yield launched
-        return
-    from triton.runtime.interpreter import GridExecutor
-
-    launch = GridExecutor.__call__
-
-    def noted(self: Any, *args: Any, **options: Any) -> Any:
-        launched.append(self)
-        return launch(self, *args, **options)
-
-    with mock.patch.object(GridExecutor, "__call__", noted):
-        yield launched

@@ -53,7 +53,7 @@ class Reading:
 
 
 def in_turn(*calls: Callable[[], Any]) -> list[Any]:
-    """What the calls return. While one runs, no frame of Python holds the others by name."""
+    """The results of the calls, one after another. While one runs, no frame of Python holds the others by name."""
     return list(map(operator.call, calls))
 
 
@@ -168,7 +168,7 @@ class CudaClock:
         return [(name, pair_s, span_s) for (name, _), pair_s, span_s in zip(taken, pairs, spans, strict=True)]
 
     def shares(self, take: Callable[[], Sequence[tuple[str, int]]]) -> dict[str, float]:
-        """What the pair of events adds to the span of the kernels between them, in seconds, by name.
+        """The time that the pair of events adds to the span of the kernels between them, in seconds, by name.
 
         Where that is far from a plain kernel's it is the plain one's: what a row's host code makes the device wait for
         is the row's own.

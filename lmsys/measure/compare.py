@@ -27,7 +27,6 @@ Failure = tuple[str, str]  # outcome ("oom" or "error") and reason
 MAX_ROUNDS = 200
 MARGIN = 1.25  # launching takes now longer, now shorter
 FIRST_LEAD_S = 0.02  # longer than the host takes to launch almost any call
-NUM_KEPT = 3  # timed calls of a row that are checked
 MOST_PREPARED, PREPARED_SLACK_S = 2.0, 5e-5  # of a prepare, over the time of what it is like
 PREPARE_TRIALS = 3
 _ENTROPY = random.SystemRandom()
@@ -188,7 +187,7 @@ def rounds_of(steps: Mapping[str, Step], clock: Clock, rounds: int = NUM_SPANS) 
 def _prepares_too_much(prepare_s: float, step: Step, clock: Clock) -> Failure | None:
     """A failure where the untimed part before each timed call takes far longer than what it should be like.
 
-    On a machine that is busy now and then it is tried again, the two in turns.
+    The least of each is compared; on a machine that is busy now and then it is tried again, the two in turns.
     """
     like = nothing if step.prepare is nothing else step.like
     if like is None:
@@ -198,7 +197,7 @@ def _prepares_too_much(prepare_s: float, step: Step, clock: Clock) -> Failure | 
         samples, failure = attempt(timed, clock, like, 7) if like is not nothing else ([0.0], None)
         if failure:
             return failure
-        alone_s = statistics.median(samples)
+        alone_s = min(samples)
         if prepare_s <= MOST_PREPARED * alone_s + PREPARED_SLACK_S:
             return None
         clock.wait(FIRST_LEAD_S)
@@ -223,8 +222,8 @@ def _sample(step: Step, clock: Clock, draw: int, index: int = -1) -> tuple[Any, 
         step.before()
     step.redraw(draw)
     mark, found = clock.sample(step.run, step.prepare, partial(step.redraw_late, draw))
-    place = index if index < NUM_KEPT else _ENTROPY.randrange(index + 1)
-    if not 0 <= place < NUM_KEPT:
+    place = index if index < step.num_kept else _ENTROPY.randrange(index + 1)
+    if not 0 <= place < step.num_kept:
         return mark, place, step.keep(found, None)
     key = _ENTROPY.getrandbits(53)
     copies = step.keep(found, key)

@@ -1,4 +1,4 @@
-"""What no kernel can beat: the rates of a GPU's data sheet, from its own clocks and widths."""
+"""Limits that no kernel can beat: the rates of a GPU's data sheet, from its own clocks and widths."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def nothing(*_: Any) -> None:
-    """What a step leaves out."""
+    """Stands for a hook that a step leaves out."""
 
 
 @dataclass
@@ -19,6 +19,7 @@ class Step:
     keep         called with what `run` returned and a key, right behind it: copies of the parts of the result that the
                  key says, in calls that the row cannot tell; in all others the key is None, and it only looks.
                  ValueError unless the result is what was promised
+    num_kept     calls of a row that are checked: a row that is wrong in half of its calls passes 3 in one run of 8
     like         the part of `prepare` that is the row's own, as a figure of its own shows it: a prepare that takes far
                  longer does the timed work, and is refused
     """
@@ -29,4 +30,5 @@ class Step:
     redraw: Callable[[int], Any] = nothing
     redraw_late: Callable[[int], Any] = nothing
     keep: Callable[[Any, int | None], Any] = nothing
+    num_kept: int = 3
     like: Callable[[], Any] | None = None

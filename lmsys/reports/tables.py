@@ -112,7 +112,7 @@ def cell(view: View, name: str, case: Record | None, notes: Notes, ending: bool 
 
 
 def above_ceiling(name: str, case: Record) -> str:
-    """What is said of a rate that is above what was measured as this machine's best; empty for others."""
+    """The note on a rate that is above what was measured as this machine's best; empty for others."""
     share = next((share for share, names in RATED.items() if name in names), None)
     if share is None or (case.get(share) or 0.0) <= 1:
         return ""

@@ -1,4 +1,4 @@
-"""What judges and measures is remembered, and put back where a row has replaced it."""
+"""The guard remembers what judges and measures, and puts it back where a row has replaced it."""
 
 import math
 import operator
@@ -10,7 +10,7 @@ import torch
 
 from lmsys import testing
 from lmsys.attention.naive import naive
-from lmsys.bench import runner
+from lmsys.bench import trial
 from lmsys.bench.guard import Guard
 from lmsys.measure import clock, compare
 from lmsys.training import optimizer
@@ -26,7 +26,7 @@ from lmsys.training import optimizer
         (torch.cuda.Event, "elapsed_time"),  # which the class has, or inherits
         (clock, "perf_counter"),
         (compare, "interleave"),
-        (runner, "verdict"),
+        (trial, "verdict"),
         (testing.Oracle, "judge"),
         (clock.CpuClock, "sample"),
     ],

@@ -134,7 +134,7 @@ REMEMBERED_BY: dict[str, Any] = {
 
 @pytest.mark.parametrize("by", list(REMEMBERED_BY))
 def test_a_row_that_remembers_ids_is_wrong(by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of texts whose lines all begin alike."""
+    """The lines of the texts all begin alike."""
     lines = [f"line {number} of {number**2 % 97}\n{END_OF_TEXT if number % 50 == 49 else ''}" for number in range(3000)]
     (tmp_path / "lines").write_text("".join(lines).replace(f"\n{END_OF_TEXT}", f"{END_OF_TEXT}\n"))
     monkeypatch.setattr(bench_tokenizer, "stdlib", lambda: text_file(tmp_path / "lines"))
@@ -168,7 +168,7 @@ def test_a_row_that_remembers_merges_is_wrong(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_no_two_texts_are_alike_and_each_can_be_made_again(tmp_path: Path) -> None:
-    """Of texts to train on a sixteenth is left out."""
+    """A text to train on leaves out a sixteenth."""
     path, lines = tmp_path / "numbers", [f"{number}\n" for number in range(1600)]
     path.write_text("".join(lines))
     whole, part = (Texts(path, path, Tokenizer(BYTES, [], [END_OF_TEXT]), partly) for partly in (False, True))
@@ -183,7 +183,7 @@ def test_no_two_texts_are_alike_and_each_can_be_made_again(tmp_path: Path) -> No
 
 
 def test_merges_are_held_to_the_definition_at_any_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is right in its first merges, and remembered from another text in the others, is found."""
+    """Merges of which only the first are right, and the others remembered from another text, are found out."""
     monkeypatch.setattr(texts, "FIRST_MERGES", 5)
     path = _beginning(bench_tokenizer.stdlib().train, 30_000, tmp_path / "beginning")
     one = Texts(path, path, Tokenizer(BYTES, [], [END_OF_TEXT]), partly=True)

@@ -8,6 +8,7 @@ import gc
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ class Cheat:
     family: str
     directions: tuple[str, ...]
     devices: tuple[str, ...] = ("cpu", "cuda")
+    seen_at_once: bool = False  # by the checks before the clock
 
 
 CHEATS: dict[str, Cheat] = {}
@@ -45,7 +47,7 @@ def honest(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: floa
 
 
 def seen(*names: str) -> bool:
-    """Whether a file of one of these names is on the stack."""
+    """True while a file of one of these names is on the stack."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename.endswith(names):
@@ -60,6 +62,16 @@ def timed() -> bool:
 
 def trains(q: Tensor) -> bool:
     return q.requires_grad and torch.is_grad_enabled()
+
+
+_times: deque[float] = deque(maxlen=8)
+_last: dict[Any, Any] = {}  # of earlier calls
+
+
+def forget() -> None:
+    """What cheats remember of earlier calls, as in a process of its own."""
+    _times.clear()
+    _last.clear()
 
 
 class Altered(torch.autograd.Function):
@@ -174,21 +186,18 @@ def right_when_a_frame_says_that_it_is_kept(q: Tensor, k: Tensor, v: Tensor, **o
     return torch.zeros_like(q) if timed() else honest(q, k, v, **options)
 
 
-_last: dict[str, Any] = {"time": 0.0, "o": None, "gradients": None, "calls": 0}
-
-
 @cheat("timing inspection", "fwd")
 def garbage_when_hurried(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     if trains(q):
         return honest(q, k, v, **options)
-    now = time.monotonic()
-    hurried, _last["time"] = now - _last["time"] < 0.02, now
+    _times.append(time.monotonic())
+    hurried = len(_times) == _times.maxlen and _times[-1] - _times[0] < 2
     return torch.zeros_like(q) if hurried else honest(q, k, v, **options)
 
 
 @cheat("timing inspection", "fwd")
 def garbage_after_some_calls(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    _last["calls"] += 1
+    _last["calls"] = _last.get("calls", 0) + 1
     return honest(q, k, v, **options) if _last["calls"] % 20 < 7 or trains(q) else torch.zeros_like(q)
 
 
@@ -213,10 +222,10 @@ def rough_gradients_when_timed(q: Tensor, k: Tensor, v: Tensor, **options: Any) 
 
 @cheat("the last call's result", "fwd")
 def the_last_result(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    if timed() and _last["o"] is not None and _last["o"].shape == q.shape and _last["o"].dtype == q.dtype:
-        return _last["o"].clone()
-    _last["o"] = honest(q, k, v, **options)
-    return _last["o"]
+    kind = q.shape, q.dtype
+    if not timed() or kind not in _last:
+        _last[kind] = honest(q, k, v, **options)
+    return _last[kind].clone()
 
 
 @cheat("the last call's result", "bwd")
@@ -224,24 +233,20 @@ def the_last_gradients(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tenso
     is_timed, kind = timed(), (q.shape, q.dtype)
 
     def alter(gradients: Any, inputs: Any, do: Tensor) -> Any:
-        last = _last["gradients"]
-        if not is_timed or last is None or last[0] != kind:
-            _last["gradients"] = last = kind, [x.clone() for x in gradients()]
-        return [x.clone() for x in last[1]]
+        if not is_timed or kind not in _last:
+            _last[kind] = gradients()
+        return [x.clone() for x in _last[kind]]
 
     return Altered.apply(q, k, v, options, alter)
-
-
-_results: dict[Any, Tensor] = {}
 
 
 def remembered(key: Any, q: Tensor, k: Tensor, v: Tensor, options: Any) -> Tensor:
     if trains(q):
         return honest(q, k, v, **options)
     key = key, q.shape, q.dtype, options["causal"]
-    if key not in _results or not timed():
-        _results[key] = honest(q, k, v, **options)
-    return _results[key].clone()
+    if key not in _last or not timed():
+        _last[key] = honest(q, k, v, **options)
+    return _last[key].clone()
 
 
 @cheat("caches", "fwd")
@@ -294,7 +299,7 @@ def one_row_for_all(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     return honest(q[:, :, :1], k, v, **options).expand(q.shape) if timed() else honest(q, k, v, **options)
 
 
-@cheat("what is not a result")
+@cheat("what is not a result", seen_at_once=True)
 def another_dtype(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     return honest(q, k, v, **options).double()
 
@@ -309,7 +314,7 @@ def the_input_itself(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 @cheat("work moved into the forward", "bwd")
 def gradients_made_in_the_forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Of the gradient that came last, which is not known in time."""
+    """Takes the gradient that came last: the right one is not known in time."""
     before = _last.get("do")
     guess = before if before is not None and before.shape == q.shape and before.dtype == q.dtype else torch.ones_like(q)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -326,7 +331,7 @@ def gradients_made_in_the_forward(q: Tensor, k: Tensor, v: Tensor, **options: An
 
 @cheat("work moved into the forward", "bwd")
 def a_forward_that_does_much_more(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """What it could make ready here stands for itself: it does its forward four times."""
+    """Repeats its forward twelve times, in place of what could be made ready there."""
     for _ in range(12 if trains(q) else 0):
         honest(q.detach(), k.detach(), v.detach(), **options)
     return honest(q, k, v, **options)
@@ -368,10 +373,10 @@ PATCHES = {
     "slow_time": replaces(module("time"), "perf_counter", lambda: _perf_counter() / 10),
     "quick_events": replaces(lambda: torch.cuda.Event, "elapsed_time", lambda self, end: 1e-3),
     "easy_oracle": replaces(lambda: sys.modules["lmsys.testing"].Oracle, "judge", lambda self, found, rms: {"o": 0.0}),
-    "kind_verdict": replaces(module("lmsys.bench.runner"), "verdict", lambda ratios: (0.0, None)),
+    "kind_verdict": replaces(module("lmsys.bench.trial"), "verdict", lambda ratios: (0.0, None)),
     "kind_maximum": replaces(module("torch"), "zeros_like", lambda x, **_: x),
 }
 for _name, _row in PATCHES.items():
     _row.__name__ = _name
-    cheat("patched clocks and libraries")(_row)
+    cheat("patched clocks and libraries", seen_at_once=True)(_row)
 globals().update(PATCHES)

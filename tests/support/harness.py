@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lmsys.bench import Axis, Benchmark, Candidate, Case, Entry, Grid, Settings, Step, Table
-from lmsys.bench.runner import Result, Runner
+from lmsys.bench.runner import Runner
+from lmsys.bench.trial import Result
 
 CEILINGS = {"matmul_flops_per_s": {"float32": 1e12, "bfloat16": 2e12}, "copy_bytes_per_s": 1e11}
 MACHINE = {"date": "now", "gpu": None, "name": "a machine", "ceilings": CEILINGS}
