@@ -2,7 +2,8 @@
 
 All rows of a pass take as many steps, the untimed ones before included, from the same weights on the same batches,
 which are drawn before each step. What is right is made by plain means: on every rank the model unwrapped, with naive
-attention, its own gradients, torch's all-reduce of each, torch's AdamW; in float32, of fp32 rows in float64. The budget
+attention, its own gradients, torch's all-reduce of each, torch's AdamW; in float64, but that forward and backward of a
+narrower precision than fp32 are in float32. The budget
 is what the same steps lose in the case's precision, with gradients or parameters rounded where the row's are:
 `benchmarks.arithmetic.ratio_of` of how far some rows of each parameter have moved.
 """
@@ -92,7 +93,8 @@ def judge_pass(case: ParallelCase, one: Pass) -> dict[str, float] | None:
     if not _have_room(case):
         return None
     with matmuls("fp32"):
-        start, exact = _plain(case, one, torch.float64 if case.precision == "fp32" else torch.float32, "fp32", None)
+        computing = None if case.precision == "fp32" else ("compute_dtype", torch.float32)
+        start, exact = _plain(case, one, torch.float64, "fp32", computing)
     with matmuls(case.precision):
         _, plain = _plain(case, one, torch.float32, case.precision, case.narrow)
     dtype = ROUNDING[case.precision] if case.narrow is None else case.narrow[1]
@@ -130,8 +132,7 @@ def _have_room(case: ParallelCase) -> bool:
     if device().type == "cpu":
         return True
     total = torch.cuda.mem_get_info()[1] * torch.cuda.get_per_process_memory_fraction()
-    itemsize = 8 if case.precision == "fp32" else 4
-    fits = total >= 1.25 * 4 * itemsize * model_parameters(case.config) + MAX_SCORES * 3 * itemsize
+    fits = total >= 8 * (1.25 * 4 * model_parameters(case.config) + 3 * MAX_SCORES)
     found = torch.tensor(float(fits), device=device())
     dist.all_reduce(found, dist.ReduceOp.MIN, group=subgroup(case.world_size))
     return bool(found.item())

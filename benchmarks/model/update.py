@@ -27,7 +27,7 @@ class Update:
     group: Mapping[str, Any]
 
     def ratios(self) -> dict[str, float]:
-        """The error of each over its budget, which is what the formula loses in float32."""
+        """The error of each over its budget, which is what the formula loses in float32, its constants included."""
         exact, plain = (self._by_formula(dtype) for dtype in (torch.float64, torch.float32))
         return {
             f"{what} of {self.name}": ratio_of(x, exact[what], plain[what], torch.float32)
@@ -37,7 +37,7 @@ class Update:
     def _by_formula(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """AdamW: see `lmsys.training.optimizer`."""
         p, m, v, g = (x.to(dtype) for x in (*self.old.values(), self.gradient))
-        (beta1, beta2), lr = self.group["betas"], self.group["lr"]
+        beta1, beta2, lr = torch.tensor([*self.group["betas"], self.group["lr"]], dtype=dtype, device=p.device)
         m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
         root = (v / (1 - beta2**self.count)).sqrt() + self.group["eps"]
         p = p - lr * self.group["weight_decay"] * p - lr * m / (1 - beta1**self.count) / root

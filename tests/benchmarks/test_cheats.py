@@ -61,6 +61,13 @@ def test_it_would_pass_where_nothing_is_timed(name: str, direction: str, device:
     assert found["outcome"] == ("wrong" if CHEATS[name].seen_at_once else "ok"), found["reason"]
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("name", "direction"), [("rough_when_timed", "fwd"), ("rough_gradients_when_timed", "bwd")])
+def test_less_precision_is_seen_in_narrow_dtypes_too(name: str, direction: str, dtype: str, device: str) -> None:
+    found = cheated(name, direction, device, dtype=dtype)
+    assert found["outcome"] == "wrong" and found["reason"].startswith("right before it was timed")
+
+
 @pytest.mark.parametrize("direction", ["fwd", "bwd", "fwdbwd"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("name", ["honest", *ATTENTION])

@@ -135,6 +135,8 @@ def deferred_to_a_thread(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Ten
 
 @cheat("side streams", "fwd", devices=("cuda",))
 def side_stream(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    if not timed():
+        return honest(q, k, v, **options)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -144,7 +146,11 @@ def side_stream(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 @cheat("side streams", "bwd", devices=("cuda",))
 def side_stream_in_the_backward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    is_timed = timed()
+
     def alter(gradients: Any, inputs: Any, do: Tensor) -> Any:
+        if not is_timed:
+            return gradients()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -345,7 +351,7 @@ def starts_the_clock_again(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> T
     """Finds every event that a dictionary or a tuple holds, and records the last start anew when its work is done."""
     o = honest(q, k, v, **options)
     if timed():
-        for holder in gc.get_objects():
+        for holder in gc.get_objects(generation=0):
             if type(holder) in (tuple, list) and len(holder) == 4 and isinstance(holder[0], torch._C._CudaEventBase):
                 _last["events"] = holder
         if "events" in _last:
