@@ -13,6 +13,7 @@ PLAIN = (  # of lmsys: what a machine without torch can import
         "__init__",
         "registry",
         "config",
+        "files",
         "strict_json",
         "processes",
         "measure/__init__",
@@ -20,17 +21,18 @@ PLAIN = (  # of lmsys: what a machine without torch can import
         "training/config",
     ),
     *("cost/__init__", "cost/operations", "cost/memory", "cost/communication"),
-    *(f"bench/{name}" for name in "__init__ axes benchmark fields plugin proof record results schema1".split()),
+    *(f"bench/{name}" for name in "__init__ axes benchmark fields options plugin proof record results schema1".split()),
 )
 LATE = (
     "bench/benchmark",
+    "bench/options",
     "bench/plugin",
     "bench/proof",
     "bench/results",
 )  # import what needs torch inside of functions
 ROWS = "lmsys.attention", "lmsys.parallel"
-DATA = tuple(f"lmsys/training/{name}.py" for name in ("corpora", "data", "download", "files", "tokens"))
-OF_REPORTS = ("lmsys.reports", "lmsys.bench.fields", "lmsys.bench.record", "lmsys.bench.schema1")
+DATA = "lmsys/files.py", *(f"lmsys/training/{name}.py" for name in ("corpora", "data", "download", "tokens"))
+OF_REPORTS = ("lmsys.reports", "lmsys.files", "lmsys.bench.fields", "lmsys.bench.record", "lmsys.bench.schema1")
 
 
 def imports(file: Path) -> Iterator[str]:

@@ -8,7 +8,6 @@ import hashlib
 import json
 import math
 import os
-import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +17,8 @@ from pathlib import Path
 import torch
 import triton
 from triton.runtime.errors import OutOfResources
+
+from lmsys.files import replacing
 
 LONG_MS = 20.0  # for a launch this long one sample is enough
 
@@ -140,6 +141,5 @@ def _write(choices: dict[str, Tile]) -> None:
     path = cache_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({key: asdict(tile) for key, tile in sorted(choices.items())}, indent=1)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-        file.write(text + "\n")
-    os.replace(file.name, path)
+    with replacing(path) as file:
+        file.write(text.encode() + b"\n")

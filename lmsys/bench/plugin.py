@@ -3,8 +3,6 @@
 Nothing happens, and torch is not imported, until a test of a benchmark is collected or one of the fixtures is used.
 """
 
-import json
-import os
 import shlex
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -12,27 +10,15 @@ from typing import Any
 
 import pytest
 
-from lmsys.bench.axes import OPTION, Sweep, choice
-from lmsys.bench.benchmark import DEFAULT_ROUNDS, Settings
-from lmsys.bench.results import Key, ResultFile, Session, read_results
+from lmsys.bench import options
+from lmsys.bench.axes import Sweep, choice
+from lmsys.bench.benchmark import Settings
+from lmsys.bench.record import JournalError
+from lmsys.bench.results import Key, Session, read_results
+from lmsys.files import claim
 
-REPLAYED = "what is replayed is already measured"
-TOGETHER = "rows are sampled side by side; --benchmark-max-time sets how long"
-REFUSED = {
-    "--benchmark-timer": "the clock is the device's: CUDA events on a GPU, perf_counter on a CPU",
-    "--benchmark-min-time": "each sample is one call; --benchmark-max-time sets how long a row is sampled",
-    "--benchmark-calibration-precision": "each sample is one call, nothing is calibrated",
-    "--benchmark-precision": TOGETHER,
-    "--benchmark-confidence": TOGETHER,
-    "--benchmark-warmup": "every row is compiled, tuned and warm before its first sample",
-    "--benchmark-warmup-iterations": "every row is compiled, tuned and warm before its first sample",
-    "--benchmark-disable-gc": REPLAYED,
-    "--benchmark-cprofile": f"{REPLAYED}; profile the row itself",
-    "--benchmark-cprofile-loops": f"{REPLAYED}; profile the row itself",
-    "--benchmark-cprofile-top": f"{REPLAYED}; profile the row itself",
-    "--benchmark-cprofile-dump": f"{REPLAYED}; profile the row itself",
-}
 SESSION = pytest.StashKey[Session]()
+CLAIM = pytest.StashKey[Callable[[], None]]()  # ends this run's claim to its output
 FAULT = pytest.StashKey[str]()  # what is wrong with the options, told when collection ends
 
 
@@ -59,6 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--resume", metavar="OUT.json", help="take what this result holds as done; alone, go on in that file"
     )
+    group.addoption("--fail-on", metavar="OUTCOMES", help="exit with 1 where a case ends so, such as wrong,error")
 
 
 class RecordedTimer:
@@ -95,7 +82,10 @@ def measured(request: pytest.FixtureRequest, recorded_timer: RecordedTimer, benc
         key = request.function.benchmark.name, cell
         if key in session.carried:
             pytest.skip(f"already measured: {session.carried[key]['outcome']}")
-        result = session.result(key)
+        try:
+            result = session.result(key)
+        except JournalError as error:  # a full disk: whatever else is measured would be lost
+            pytest.exit(str(error), returncode=1)
         found = result.record
         if result.samples is None and not (found["outcome"] == "ok" and benchmark.disabled):
             pytest.skip(f"{found['outcome']}: {found['reason']}")
@@ -206,34 +196,34 @@ def _session(config: pytest.Config) -> Session:
     from lmsys.bench.ranks import joined
 
     group = joined()  # under torchrun each rank has a GPU of its own from here on
-    for option, reason in REFUSED.items():
-        if _given(config, option):
-            raise ValueError(f"{option} is not for these benchmarks: {reason}")
+    options.refuse(config)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sweep = _sweep(config, device)
     session = Session(
         Settings(
             device=device,
             sweep=config.getoption("sweep"),
-            seconds_per_row=_seconds(config, sweep),
-            min_rounds=_min_rounds(config),
+            seconds_per_row=options.seconds_per_row(config, sweep),
+            min_rounds=options.min_rounds(config),
             timed=config.getoption("benchmark_enable") or not config.getoption("benchmark_disable"),
-            memory_limit_bytes=_limit_memory(config.getoption("memory_limit"), device),
+            memory_limit_bytes=options.limit_memory(config.getoption("memory_limit"), device),
             command="python -m pytest " + shlex.join(str(one) for one in config.invocation_params.args),
         ),
         sweep,
-        _output(config),
-        _texts(config),
+        options.output(config),
+        options.texts(config),
         lambda text: _say(config, text),
+        fail_on=options.outcomes(config.getoption("fail_on")),
     )
     if resumed := config.getoption("resume"):
         _resume(session, Path(resumed))
     if group is not None and group.rank > 0:
         session.output, session.say = None, lambda _: None  # one rank tells and writes
     if session.output:
-        _check_writable(session.output)
+        options.check_writable(session.output)
+        config.stash[CLAIM] = claim(session.output)
     benchmarks: Any = config._benchmarksession
-    benchmarks.json = ResultFile(session.output) if session.output else None
+    benchmarks.json = None  # the file is ours to write: whole, or not at all
     config.stash[SESSION] = session
     return session
 
@@ -247,47 +237,6 @@ def _sweep(config: pytest.Config, device: str) -> Sweep:
         raise ValueError(f"--sweep {name!r}: {error}") from None
 
 
-def _texts(config: pytest.Config) -> dict[str, str]:
-    named = {name.removeprefix(OPTION): text for name, text in vars(config.option).items() if name.startswith(OPTION)}
-    texts = {option: text for option, text in named.items() if text is not None}
-    for one in config.getoption("axis"):
-        name, equals, text = one.partition("=")
-        if not equals:
-            raise ValueError(f"--axis {one!r}: must read NAME=A,B, as in --axis size=256,512")
-        texts[name] = text
-    return texts
-
-
-def _output(config: pytest.Config) -> Path | None:
-    output = config.getoption("benchmark_json")  # a path, or before pytest-benchmark 5.3.1 an open file
-    return output if output is None or isinstance(output, Path) else Path(getattr(output, "name", output))
-
-
-def _seconds(config: pytest.Config, sweep: Sweep) -> float:
-    given = _given(config, "--benchmark-max-time")
-    return float(config.getoption("benchmark_max_time")) if given else sweep.seconds_per_row
-
-
-def _min_rounds(config: pytest.Config) -> int:
-    if not _given(config, "--benchmark-min-rounds"):
-        return DEFAULT_ROUNDS
-    if (rounds := config.getoption("benchmark_min_rounds")) < DEFAULT_ROUNDS:
-        raise ValueError(f"--benchmark-min-rounds {rounds}: a median needs at least {DEFAULT_ROUNDS} samples")
-    return int(rounds)
-
-
-def _limit_memory(text: str | None, device: str) -> int | None:
-    from lmsys.measure.memory import cap_gpu_memory, parse_size
-
-    if text is None:
-        return None
-    limit = parse_size(text)
-    if device != "cuda":
-        raise ValueError(f"--memory-limit {text} caps the CUDA allocator, and this machine has no CUDA device")
-    cap_gpu_memory(limit)
-    return limit
-
-
 def _resume(session: Session, path: Path) -> None:
     try:
         for found, entries in read_results(path):
@@ -295,28 +244,6 @@ def _resume(session: Session, path: Path) -> None:
     except ValueError as error:
         raise ValueError(f"--resume {path}: {error}") from error
     session.output = session.output or path
-
-
-def _check_writable(output: Path) -> None:
-    """Before anything is measured, not after."""
-    existed = output.exists()
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.open("ab").close()
-    except OSError as error:
-        raise ValueError(f"cannot write the result to {output}: {error.strerror}") from error
-    if not existed:
-        output.unlink()
-
-
-def _given(config: pytest.Config, option: str) -> bool:
-    """True where the user wrote the option, even with the value that is its default."""
-    words = [
-        *config.getini("addopts"),
-        *shlex.split(os.environ.get("PYTEST_ADDOPTS", "")),
-        *config.invocation_params.args,
-    ]
-    return any(str(word).partition("=")[0] == option for word in words)
 
 
 def _say(config: pytest.Config, text: str) -> None:
@@ -350,31 +277,33 @@ def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, A
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """The result is safe once pytest-benchmark has written it, which it leaves undone when no row was timed."""
     config = session.config
-    found = config.stash.get(SESSION, None)
-    if found is None:
+    if (found := config.stash.get(SESSION, None)) is None:
         return
     found.close()
-    if found.output is None or not found.records:
-        return
-    if not found.saved:
-        _write_untimed(config, found.output)
-    found.output.with_name(found.output.name + ".partial").unlink(missing_ok=True)
+    if found.output and found.records:
+        found.save(_content(config))
+        found.say("" if found.faults else f"wrote the result to {found.output}")
+    if CLAIM in config.stash:
+        config.stash[CLAIM]()
+    if found.failing and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def _write_untimed(config: pytest.Config, output: Path) -> None:
-    machine_info = config.hook.pytest_benchmark_generate_machine_info(config=config)
-    config.hook.pytest_benchmark_update_machine_info(config=config, machine_info=machine_info)
+def _content(config: pytest.Config) -> dict[str, Any]:
+    """The JSON of pytest-benchmark, also where no row was timed, which it would not write."""
+    benchmarks: Any = config._benchmarksession
+    commit_info = config.hook.pytest_benchmark_generate_commit_info(config=config)
+    config.hook.pytest_benchmark_update_commit_info(config=config, commit_info=commit_info)
     content = config.hook.pytest_benchmark_generate_json(
         config=config,
-        benchmarks=[],
+        benchmarks=benchmarks.benchmarks,
         include_data=True,
-        machine_info=machine_info,
-        commit_info=config.hook.pytest_benchmark_generate_commit_info(config=config),
+        machine_info=benchmarks.get_machine_info(),
+        commit_info=commit_info,
     )
-    config.hook.pytest_benchmark_update_json(config=config, benchmarks=[], output_json=content)
-    output.write_text(json.dumps(content, indent=4))
+    config.hook.pytest_benchmark_update_json(config=config, benchmarks=benchmarks.benchmarks, output_json=content)
+    return dict(content)
 
 
 @pytest.hookimpl(trylast=True)

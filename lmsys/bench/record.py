@@ -14,12 +14,14 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from lmsys.bench import schema1
 from lmsys.bench.fields import Record
+from lmsys.files import replacing
 
 SCHEMA = 2
 OUTCOMES = ("ok", "oom", "unsupported", "wrong", "error")
@@ -64,23 +66,39 @@ def rounded(samples_s: Sequence[float]) -> list[float]:
     return [float(f"{sample:.6g}") for sample in samples_s]
 
 
-class Journal:
-    """Appends the head and each record to `<result>.partial` as they come; flushed to disk each time."""
+class JournalError(OSError):
+    """The journal can no longer be written; what is in it stands."""
 
-    def __init__(self, result: Path, head: Record):
+
+class Journal:
+    """Appends each record to `<result>.partial` as it comes; flushed to disk each time.
+
+    It begins whole, with all records that the run goes on from: until it does, the one before it stands.
+    """
+
+    def __init__(self, result: Path, head: Record, carried: Iterable[Record] = ()):
         self.path = result.with_name(result.name + ".partial")
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text("")
-        self._append({"schema": SCHEMA, **head})
+        with self._telling(), replacing(self.path) as file:
+            file.writelines(map(_line, [{"schema": SCHEMA, **head}, *map(check_record, carried)]))
 
     def add(self, record: Record) -> None:
-        self._append(check_record(record))
-
-    def _append(self, line: Record) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps(line, allow_nan=False) + "\n")
+        line = _line(check_record(record))
+        with self._telling(), self.path.open("ab") as file:
+            file.write(line)
             file.flush()
             os.fsync(file.fileno())
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise JournalError(f"{self.path} cannot be written: {error.strerror}; what it holds stands") from error
+
+
+def _line(content: Record) -> bytes:
+    return json.dumps(content, allow_nan=False).encode() + b"\n"
 
 
 def payload(head: Record, records: Iterable[Record]) -> Record:

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from lmsys.bench import record
 from lmsys.bench.axes import Axis, Grid, Sweep, given_axes
 from lmsys.bench.benchmark import Benchmark, Settings
 from lmsys.bench.fields import COMMON, Record, declared
 from lmsys.bench.proof import file_seal
+from lmsys.files import replacing
 
 if TYPE_CHECKING:
     from lmsys.bench.runner import Runner
@@ -32,6 +33,8 @@ class Session:
     output    where the result goes, None when it is not kept
     texts     what the command line says of axes, by option or axis name
     moved     what the machine reaches otherwise than when the run began, as sentences
+    fail_on   outcomes that make a run fail
+    faults    why the result could not be written, as sentences
     carried   records of an earlier run that stand as they are, and `carried_entries`, pytest-benchmark's share of them
     """
 
@@ -44,8 +47,9 @@ class Session:
     carried_entries: list[Record] = field(default_factory=list)
     carried_head: Record = field(default_factory=lambda: {"machine": {}, "fields": {}, "rows": {}})
     results: "dict[Key, Result]" = field(default_factory=dict)
-    saved: bool = False
     moved: list[str] = field(default_factory=list)
+    fail_on: tuple[str, ...] = ()
+    faults: list[str] = field(default_factory=list)
     benchmarks: dict[str, Benchmark] = field(default_factory=dict)
     _cases: dict[Key, Any] = field(default_factory=dict)
     _groups: dict[Key, list[Any]] = field(default_factory=dict)
@@ -109,12 +113,8 @@ class Session:
 
     @cached_property
     def journal(self) -> record.Journal:
-        """Begins with what was carried over, so that it never holds less than the file that it goes on from."""
         assert self.output is not None
-        journal = record.Journal(self.output, self._head(self.runner.machine))
-        for one in self.carried.values():
-            journal.add(one)
-        return journal
+        return record.Journal(self.output, self._head(self.runner.machine), self.carried.values())
 
     @property
     def records(self) -> list[Record]:
@@ -151,7 +151,26 @@ class Session:
         machine = self.runner.machine if self.results else self.carried_head["machine"]
         payload = record.payload(self._head(machine), self.records)
         output_json["lmsys"] = payload | {"seal": file_seal(json.loads(json.dumps(payload)))}
-        self.saved = True
+
+    def save(self, content: Record) -> None:
+        """Into the output, which is there whole or as it was; then the journal goes. A fault is told in `faults`."""
+        assert self.output is not None
+        journal = self.output.with_name(self.output.name + ".partial")
+        try:
+            with replacing(self.output.resolve()) as file:
+                file.write(json.dumps(content, indent=4).encode())
+        except OSError as error:
+            kept = f"; {journal} holds the records" if journal.is_file() else ""
+            self.faults.append(f"cannot write the result to {self.output}: {error.strerror}{kept}")
+        else:
+            journal.unlink(missing_ok=True)
+
+    @property
+    def failing(self) -> list[str]:
+        """Sentences on why the run fails, where it does."""
+        counts = Counter(one["outcome"] for one in self.records)
+        found = [f"{counts[outcome]} {outcome}" for outcome in self.fail_on if counts[outcome]]
+        return [*self.faults, *([f"--fail-on: {', '.join(found)}"] if found else [])]
 
     def _rate_again(self, entries: Iterable[Record]) -> None:
         """By the higher of each ceiling's measurements, before the first row and after the last."""
@@ -193,6 +212,7 @@ class Session:
             if one["outcome"] in ("wrong", "error"):
                 ratio = f" (error ratio {one['error_ratio']:.3g})" if one.get("error_ratio") is not None else ""
                 yield f"{one['outcome']} {one['id']}{ratio}: {one['reason']}"
+        yield from self.failing
 
     def close(self) -> None:
         if "runner" in self.__dict__:
@@ -203,29 +223,6 @@ def _filled(grid: Grid, axes: Sequence[Axis], given: Mapping[str, Any]) -> Grid:
     """The grid with the axes' defaults for what it leaves out, and what the command line gives in place of its own."""
     defaults = {axis.name: axis.default for axis in axes}
     return Grid(grid.name, frozenset(given), **{**defaults, **grid, **given})
-
-
-class ResultFile:
-    """pytest-benchmark's output file, opened when it is written and not before: until then the old content stands.
-
-    pytest-benchmark takes a path from 5.3.1 on, before that an open file; this is either.
-    """
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __fspath__(self) -> str:
-        return str(self.path)
-
-    def __enter__(self) -> BinaryIO:
-        self._file = self.path.open("wb")
-        return self._file
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def __repr__(self) -> str:
-        return str(self.path)
 
 
 def read_results(path: Path) -> Iterator[tuple[Record, list[Record]]]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from lmsys.training.files import replacing, sha256_of
+from lmsys.files import replacing, sha256_of
 
 State = dict[str, Any]  # tensors, numbers, strings, and dicts, lists and tuples of them
 _MANIFEST = re.compile(r"step-(\d{8,})\.json")

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from platform import python_version
 
+from lmsys.files import replacing, sha256_of
 from lmsys.tokenizer.chunks import Chunk, cut_file, whole
 from lmsys.tokenizer.pretokens import Pretokenizer
 from lmsys.training.config import DataConfig, file_of
 from lmsys.training.download import download
-from lmsys.training.files import replacing, sha256_of
 
 END_OF_TEXT = "<|endoftext|>"  # stands between documents; a special token of a tokenizer for them
 HELD_OUT = 20  # one file of so many is for validation

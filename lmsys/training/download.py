@@ -8,7 +8,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-from lmsys.training.files import sha256_of
+from lmsys.files import sha256_of
 
 _PIECE = 1 << 20  # bytes that are read at once
 TIMEOUT_S = 30.0

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lmsys.files import replacing
 from lmsys.training.config import RunConfig
-from lmsys.training.files import replacing
 
 
 class JsonLines:

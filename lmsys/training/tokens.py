@@ -12,11 +12,11 @@ from typing import BinaryIO
 
 import numpy as np
 
+from lmsys.files import replacing
 from lmsys.tokenizer import Tokenizer
 from lmsys.tokenizer.chunks import Chunk, split, whole
 from lmsys.tokenizer.pretokens import Pretokenizer
 from lmsys.tokenizer.workers import each_chunk
-from lmsys.training.files import replacing
 
 
 def encode_files(tokenizer: Tokenizer, files: Sequence[Path | Chunk], processes: int = 1) -> Iterator[np.ndarray]:

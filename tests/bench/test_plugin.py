@@ -1,6 +1,7 @@
 """The plugin: inert until it is used, in any folder, and what a user's benchmark of a new kind gets from it."""
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from lmsys.bench import record
 from lmsys.bench.plugin import RecordedTimer
+from lmsys.files import claim
 from tests.support.collected import collect
 from tests.support.processes import ENVIRONMENT, ROOT
 
@@ -25,10 +27,10 @@ def command(*options: object, plugin: bool = True) -> list[str]:
     return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *loaded, *map(str, options)]
 
 
-def run(folder: Path, *options: object, plugin: bool = True) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *options: object, plugin: bool = True, **more: Any) -> subprocess.CompletedProcess[str]:
     environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
     line = command(*options, plugin=plugin)
-    return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=120, env=environment)
+    return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=120, env=environment, **more)
 
 
 @pytest.fixture
@@ -48,6 +50,8 @@ def test_it_is_measured_in_any_folder_and_refused_when_it_is_wrong(folder: Path)
     ended = run(folder, *SMALL, "--benchmark-only", "--benchmark-json", "out.json")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "wrong default-16-float32-mine (error ratio" in ended.stdout
+    failed = run(folder, *SMALL, "--benchmark-disable", "--fail-on", "error,wrong")
+    assert failed.returncode == 1 and "--fail-on: 2 wrong" in failed.stdout, failed.stdout
     found = record.load(folder / "out.json")
     for one in found["records"]:
         if one["impl"] == "mine":
@@ -104,6 +108,30 @@ def test_what_an_interrupted_run_measured_is_kept_and_resumed(folder: Path) -> N
     assert all(after[name] == one for name, one in before.items())
 
 
+def test_a_full_disk_ends_the_run_with_a_sentence_and_what_was_measured(folder: Path) -> None:
+    """Stands for it: a limit on the size of files."""
+    sizes = ("--axis", f"size={','.join(map(str, range(16, 48)))}", "--axis", "dtype=float32")
+    fill = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))  # noqa: E731
+    quickly = ("--benchmark-max-time", "0.01", "--benchmark-json", "out.json")
+    (folder / "out.json").write_text("as it was")
+    ended = run(folder, "bench_matmul.py", *sizes, *quickly, preexec_fn=fill)
+    assert ended.returncode == 1 and "Traceback" not in ended.stdout + ended.stderr, ended.stdout + ended.stderr
+    assert "out.json.partial cannot be written: File too large; what it holds stands" in ended.stdout
+    assert "cannot write the result to out.json: File too large; out.json.partial holds the records" in ended.stdout
+    assert (folder / "out.json").read_text() == "as it was" and not list(folder.glob("*.tmp"))
+    assert len(record.load(folder / "out.json.partial")["records"]) > 10
+
+
+def test_of_two_runs_into_one_file_the_second_is_told(folder: Path) -> None:
+    release = claim(folder / "out.json")
+    ended = run(folder, *SMALL, "--benchmark-json", "out.json")
+    assert ended.returncode == pytest.ExitCode.USAGE_ERROR
+    assert f"out.json: process {os.getpid()} is writing it; wait for that or name another file" in ended.stderr
+    release()
+    assert run(folder, *SMALL, "--benchmark-json", "out.json").returncode == 0
+    assert sorted(path.name for path in folder.glob("out*")) == ["out.json"]
+
+
 def test_a_function_is_timed_by_the_devices_clock(tmp_path: Path) -> None:
     (tmp_path / "test_mine.py").write_text(
         "import time\n"
@@ -153,6 +181,10 @@ BAD = {
     "--attention=": "unknown attention ''",
     "--benchmark-min-rounds 3": "--benchmark-min-rounds 3: a median needs at least 10 samples",
     "--resume pyproject.toml": "--resume pyproject.toml: ",
+    "--benchmark-max-time nan": "--benchmark-max-time nan: must be a finite number of seconds",
+    "--benchmark-max-time -1": "--benchmark-max-time -1.0: must be a finite number of seconds",
+    "--fail-on wrogn": "--fail-on 'wrogn': must be one of oom, unsupported, wrong, error; did you mean wrong",
+    "--benchmark-json tests": "cannot write the result to tests: it is there, and it is no file",
     "--sweep fulll": "--sweep 'fulll': must be one of smoke, default, full; did you mean full",
     "--length 0": "--length '0': must be a positive whole number",
     "--axis lenght=3": "--axis lenght=3: must be one of",
@@ -174,5 +206,5 @@ def test_every_option_is_shown_in_the_help() -> None:
     from benchmarks.axes import NAMED
 
     told = subprocess.run(command("--help", plugin=False), cwd=ROOT, capture_output=True, text=True, env=ENVIRONMENT)
-    own = ("--sweep", "--axis", "--memory-limit", "--resume")
+    own = ("--sweep", "--axis", "--memory-limit", "--resume", "--fail-on")
     assert all(f"{option}" in told.stdout for option in (*own, *(axis.option for axis in NAMED)))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from lmsys import files
 from lmsys.bench import Settings, record
 from lmsys.bench.results import Session, read_results
 from lmsys.measure import machine
@@ -61,6 +62,25 @@ def test_a_killed_run_that_resumed_another_loses_neither(tmp_path: Path) -> None
     for found, entries in read_results(output):
         session.resume(found, entries)
     assert ([name for _, name in session.carried], session.carried_entries) == (["a", "b"], [entry])
+
+
+@pytest.mark.parametrize("moment", range(3))
+def test_a_journal_that_goes_on_from_another_never_holds_less(
+    moment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill on the way, in place of which a write, a flush to the disk or the renaming fails."""
+    output = tmp_path / "out.json"
+    record.Journal(output, head()).add(ONE)
+    names = (files.os, "fsync"), (Path, "replace"), (record, "_line")
+    monkeypatch.setattr(*names[moment], lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space left"):
+        record.Journal(output, head(), [ONE, ONE | {"id": "b"}])
+    monkeypatch.undo()
+    assert record.load(output)["records"] == [ONE] and [path.name for path in tmp_path.iterdir()] == [
+        "out.json.partial"
+    ]
+    record.Journal(output, head(), [ONE, ONE | {"id": "b"}])
+    assert [one["id"] for one in record.load(output)["records"]] == ["a", "b"]
 
 
 def test_files_of_schema_1_are_read_and_resumed(tmp_path: Path) -> None:

@@ -1,0 +1,115 @@
+"""The options of a run, read and checked: ValueError, with the option and its value, for what cannot be.
+
+Imports torch only to cap the memory of a GPU.
+"""
+
+import math
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+
+from lmsys.bench.axes import OPTION, Sweep, choice
+from lmsys.bench.benchmark import DEFAULT_ROUNDS
+from lmsys.bench.record import OUTCOMES
+
+REPLAYED = "what is replayed is already measured"
+TOGETHER = "rows are sampled side by side; --benchmark-max-time sets how long"
+REFUSED = {
+    "--benchmark-timer": "the clock is the device's: CUDA events on a GPU, perf_counter on a CPU",
+    "--benchmark-min-time": "each sample is one call; --benchmark-max-time sets how long a row is sampled",
+    "--benchmark-calibration-precision": "each sample is one call, nothing is calibrated",
+    "--benchmark-precision": TOGETHER,
+    "--benchmark-confidence": TOGETHER,
+    "--benchmark-warmup": "every row is compiled, tuned and warm before its first sample",
+    "--benchmark-warmup-iterations": "every row is compiled, tuned and warm before its first sample",
+    "--benchmark-disable-gc": REPLAYED,
+    "--benchmark-cprofile": f"{REPLAYED}; profile the row itself",
+    "--benchmark-cprofile-loops": f"{REPLAYED}; profile the row itself",
+    "--benchmark-cprofile-top": f"{REPLAYED}; profile the row itself",
+    "--benchmark-cprofile-dump": f"{REPLAYED}; profile the row itself",
+}
+
+
+def refuse(config: pytest.Config) -> None:
+    """ValueError for options of pytest-benchmark that mean nothing here."""
+    for option, reason in REFUSED.items():
+        if _given(config, option):
+            raise ValueError(f"{option} is not for these benchmarks: {reason}")
+
+
+def texts(config: pytest.Config) -> dict[str, str]:
+    named = {name.removeprefix(OPTION): text for name, text in vars(config.option).items() if name.startswith(OPTION)}
+    texts = {option: text for option, text in named.items() if text is not None}
+    for one in config.getoption("axis"):
+        name, equals, text = one.partition("=")
+        if not equals:
+            raise ValueError(f"--axis {one!r}: must read NAME=A,B, as in --axis size=256,512")
+        texts[name] = text
+    return texts
+
+
+def output(config: pytest.Config) -> Path | None:
+    output = config.getoption("benchmark_json")  # a path, or before pytest-benchmark 5.3.1 an open file
+    return output if output is None or isinstance(output, Path) else Path(getattr(output, "name", output))
+
+
+def seconds_per_row(config: pytest.Config, sweep: Sweep) -> float:
+    if not _given(config, "--benchmark-max-time"):
+        return sweep.seconds_per_row
+    seconds = float(config.getoption("benchmark_max_time"))
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"--benchmark-max-time {seconds}: must be a finite number of seconds, 0 or more")
+    return seconds
+
+
+def min_rounds(config: pytest.Config) -> int:
+    if not _given(config, "--benchmark-min-rounds"):
+        return DEFAULT_ROUNDS
+    if (rounds := config.getoption("benchmark_min_rounds")) < DEFAULT_ROUNDS:
+        raise ValueError(f"--benchmark-min-rounds {rounds}: a median needs at least {DEFAULT_ROUNDS} samples")
+    return int(rounds)
+
+
+def outcomes(text: str | None) -> tuple[str, ...]:
+    try:
+        return tuple(choice(one.strip(), OUTCOMES[1:]) for one in text.split(",")) if text else ()
+    except ValueError as error:
+        raise ValueError(f"--fail-on {text!r}: {error}") from None
+
+
+def limit_memory(text: str | None, device: str) -> int | None:
+    from lmsys.measure.memory import cap_gpu_memory, parse_size
+
+    if text is None:
+        return None
+    limit = parse_size(text)
+    if device != "cuda":
+        raise ValueError(f"--memory-limit {text} caps the CUDA allocator, and this machine has no CUDA device")
+    cap_gpu_memory(limit)
+    return limit
+
+
+def check_writable(output: Path) -> None:
+    """Before anything is measured, not after."""
+    existed = output.exists()
+    if existed and not output.is_file():
+        raise ValueError(f"cannot write the result to {output}: it is there, and it is no file")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.open("ab").close()
+    except OSError as error:
+        raise ValueError(f"cannot write the result to {output}: {error.strerror}") from error
+    if not existed:
+        output.unlink()
+
+
+def _given(config: pytest.Config, option: str) -> bool:
+    """True where the user wrote the option, even with the value that is its default."""
+    words = [
+        *config.getini("addopts"),
+        *shlex.split(os.environ.get("PYTEST_ADDOPTS", "")),
+        *config.invocation_params.args,
+    ]
+    return any(str(word).partition("=")[0] == option for word in words)

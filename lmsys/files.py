@@ -1,0 +1,64 @@
+"""Files that are there whole or not at all, that one process writes, and their checksums. Imports no torch."""
+
+import fcntl
+import hashlib
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, BinaryIO
+
+_claims: dict[Path, IO[str]] = {}  # of this process: a lock ends when its file is closed
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file under a temporary name, which takes `path`'s place once it is on the disk, whoever else writes that."""
+    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with unfinished.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def claim(path: Path) -> Callable[[], None]:
+    """Makes this process the only one that writes `path`, until it ends or calls what is returned.
+
+    ValueError, with the other's number, where one does already. `path` itself is not touched: `<path>.lock` is held.
+    """
+    lock = path.with_name(path.name + ".lock")
+    while True:
+        file = lock.open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            number = file.read().strip() or "unknown"
+            file.close()
+            raise ValueError(f"{path}: process {number} is writing it; wait for that or name another file") from None
+        try:
+            if os.path.samestat(os.fstat(file.fileno()), lock.stat()):
+                break
+        except FileNotFoundError:
+            pass
+        file.close()  # whoever held it has removed it meanwhile
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    _claims[lock] = file
+
+    def release() -> None:
+        lock.unlink(missing_ok=True)
+        _claims.pop(lock).close()
+
+    return release
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,45 @@
+"""Files are there whole or not at all, and one process writes them."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lmsys.files import claim, replacing
+from tests.support.processes import ENVIRONMENT, ROOT
+
+HOLD = "import sys, time; from lmsys.files import claim; from pathlib import Path\n"
+HOLD += "claim(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
+
+
+def test_what_is_replaced_stands_until_the_new_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_text("old")
+    with pytest.raises(ZeroDivisionError), replacing(path) as file:
+        file.write(b"half of the n")
+        assert path.read_text() == "old"
+        _ = 1 / 0
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+    with replacing(path) as file:
+        file.write(b"new")
+    assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_claim_ends_with_its_process_however_that_ends(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    line = [sys.executable, "-c", HOLD, str(path)]
+    other = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT | {"PYTHONPATH": str(ROOT)})
+    assert other.stdout and other.stdout.readline() == "held\n"
+    with pytest.raises(ValueError, match=f"process {other.pid} is writing it"):
+        claim(path)
+    os.kill(other.pid, signal.SIGKILL)
+    other.wait()
+    release = claim(path)
+    with pytest.raises(ValueError, match=f"process {os.getpid()} is writing it"):
+        claim(path)
+    release()
+    claim(path)()
+    assert not list(tmp_path.iterdir())
