@@ -4,6 +4,10 @@ import os
 from collections.abc import Mapping
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores: more threads would wait for one another
+
 import torch
 
 if not torch.cuda.is_available():

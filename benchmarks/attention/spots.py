@@ -1,6 +1,6 @@
 """Timed calls of attention, checked at spots that no row can know.
 
-Of a forward some rows of two heads are looked at; of a backward one whole head, since each row of dk and dv is a sum
+Of a forward some rows of some heads are looked at; of a backward some whole heads, since each row of dk and dv is a sum
 over all queries. What is copied behind the clock is these parts alone. Of each part a row goes into the record, by
 which others can repeat the check on a machine without a GPU: `repeat`.
 """
@@ -23,6 +23,7 @@ from lmsys.testing import Inputs, Oracle, Spot, pick
 
 NUM_KEPT = 8  # timed calls of a row
 NUM_SPOTS, SPOT_ROWS = 2, 16  # of a forward
+NUM_HEADS, SPOT_SCORES = 2, 2**27  # of a backward: so many heads, fewer where they have more scores
 GRADIENTS = ("dq", "dk", "dv")
 LIKE = {"o": "q", "dq": "q", "dk": "k", "dv": "v"}
 MOST_SCORES = 2**25  # of a part that `repeat` makes again: seconds on a CPU
@@ -64,7 +65,9 @@ def spots_of(case: AttentionCase, backward: bool, key: int) -> list[Spot]:
     chance = random.Random(key)
     units = [(batch, head) for batch in range(case.batch) for head in range(case.kv_heads)]
     if backward:
-        return [Spot((chance.choice(units),))]
+        scores = case.heads // case.kv_heads * case.queries * case.keys
+        count = min(len(units), max(1, min(NUM_HEADS, SPOT_SCORES // scores)))
+        return [Spot((unit,)) for unit in chance.sample(units, count)]
     starts = [chance.randrange(max(1, case.queries - SPOT_ROWS + 1)) for _ in range(NUM_SPOTS)]
     rows = [slice(start, min(start + SPOT_ROWS, case.queries)) for start in starts]
     return [Spot((chance.choice(units),), one) for one in rows]

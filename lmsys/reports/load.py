@@ -1,5 +1,6 @@
 """Result files as one: their records by machine, how fields are read, and the tables that rows come from."""
 
+import hashlib
 import json
 import re
 from collections import Counter
@@ -16,6 +17,7 @@ from lmsys.bench.fields import Field, Record
 HARDWARE = ("name", "device", "gpu", "gpu_count", "capability")
 # Asking a case again replaces its answer; asking it under a memory limit is another question.
 IDENTITY = ("benchmark", "section", "id", "memory_limit_bytes")
+LONGEST_NAME = 120  # of a file, in characters
 FACTS = {"driver": "driver", "cuda": "CUDA", "torch": "torch", "triton": "triton", "python": "Python"}
 Fields = dict[str, dict[str, Field]]  # by benchmark and name, in declared order
 Rows = dict[str, dict[str, Record]]  # by kind of table and name, in the table's order
@@ -124,8 +126,11 @@ def _machines(cases: Sequence[tuple[str, Run, Record]], fields: Fields, rows: Ro
 
 
 def file_name(text: str) -> str:
-    """The text as part of a file name: nothing but letters, digits and `_-` whatever a result file says."""
-    return re.sub(r"[^A-Za-z0-9_]+", "-", text).strip("-") or "unnamed"
+    """The text as part of a file name: letters, digits and `_-`, whatever a result file says, and not too many."""
+    found = re.sub(r"[^A-Za-z0-9_]+", "-", text).strip("-") or "unnamed"
+    if len(found) <= LONGEST_NAME:
+        return found
+    return f"{found[: LONGEST_NAME - 9]}-{hashlib.sha256(text.encode(errors='replace')).hexdigest()[:8]}"
 
 
 def matmul_rates(run: Mapping[str, Any]) -> dict[str, float]:

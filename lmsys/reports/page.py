@@ -1,11 +1,14 @@
 """The page: chapters as one self-contained HTML file, and the folder of tables and plots beside it."""
 
+import base64
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
 from lmsys.bench.fields import Record
+from lmsys.reports import folder
 from lmsys.reports.canvas import Plot
 from lmsys.reports.load import InputError, Machine, file_name, matmul_rates
 from lmsys.reports.tables import Table
@@ -23,6 +26,9 @@ addEventListener("DOMContentLoaded", () => {
   document.querySelectorAll(".scroll").forEach(t => watch.observe(t));
 });
 """
+# Whatever a result file says, and wherever it gets: the page loads nothing, and runs no script but its own.
+_HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+POLICY = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; font-src data:; script-src 'sha256-{_HASH}'"
 FACTS = "date commit command sweep seed driver cuda torch triton python platform".split()
 
 
@@ -80,21 +86,17 @@ def joined(parts: Iterable[str]) -> Html:
 
 
 def write(out: Path, parts: Sequence[Part], records_csv: str, notes: Sequence[str]) -> Path:
-    """Fill a folder, cleared of an earlier report's files; the path of its page. InputError if it cannot be written."""
-    page, files = out / "index.html", {"index.html": html(parts, notes), "tables/records.csv": records_csv}
+    """Fill a folder in place of an earlier report; the path of its page. InputError if it cannot be written."""
+    files = {"index.html": html(parts, notes), "tables/records.csv": records_csv}
     for item in (item for _, chapters in parts for one in chapters for block in one.blocks for item in block.items):
         files |= item.files()
     try:
-        ours = page.is_file() and GENERATOR in page.read_text(encoding="utf-8", errors="replace")
-        for ending in ("tables/*.md", "tables/*.csv", "plots/*.svg") if ours else ():
-            for file in out.glob(ending):
-                file.unlink()
-        for name, text in files.items():
-            (out / name).parent.mkdir(parents=True, exist_ok=True)
-            (out / name).write_text(text, encoding="utf-8")
+        folder.write(out, files)
+    except ValueError as error:
+        raise InputError(f"cannot write the report: {error}") from error
     except OSError as error:
         raise InputError(f"cannot write the report to {str(out)!r}: {error.strerror}") from error
-    return page
+    return out / "index.html"
 
 
 def html(parts: Sequence[Part], notes: Sequence[str]) -> str:
@@ -114,6 +116,7 @@ def html(parts: Sequence[Part], notes: Sequence[str]) -> str:
     said.append(tag("p", "Every measured case is in ", csv, "; each table and plot links to its own file."))
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{GENERATOR}\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>lmsys report</title>\n<style>\n{CSS}</style>\n<script>{SCRIPT}</script></head>\n<body>\n"
         + joined([tag("h1", "lmsys report"), *said, tag("nav", tag("ul", *contents)), *body])

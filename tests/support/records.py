@@ -22,6 +22,7 @@ from lmsys.bench.record import summarize
 from lmsys.bench.results import REPORTED
 from lmsys.config import SIZES
 from lmsys.reports.__main__ import main
+from lmsys.reports.folder import MANIFEST
 
 Record = dict[str, Any]
 ALL = (Attention, Model, Loss, Anatomy, Precision, Collectives, DataParallel, Tokenizers, Training)
@@ -195,9 +196,10 @@ def save(path: Path, records: list[Record], schema: int = 2, **machine: Any) -> 
 
 
 def built(out: Path, *arguments: object) -> dict[str, bytes]:
-    """The files of a report, by path."""
+    """The files of a report, by path, without the list of them."""
     assert main([*map(str, arguments), "-o", str(out)]) == 0
-    return {file.relative_to(out).as_posix(): file.read_bytes() for file in sorted(out.rglob("*")) if file.is_file()}
+    files = [file for file in sorted(out.rglob("*")) if file.is_file() and file.name != MANIFEST]
+    return {file.relative_to(out).as_posix(): file.read_bytes() for file in files}
 
 
 def cells(files: dict[str, bytes], name: str) -> list[dict[str, str]]:

@@ -1,0 +1,103 @@
+"""A report's folder: what was written there is replaced, and nothing else in the world is touched."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmsys.reports import folder
+from lmsys.reports.page import POLICY, SCRIPT, html
+
+REPORT = {"index.html": "page", "tables/a.md": "a", "plots/b.svg": "b"}
+NAMES = st.sampled_from(["index.html", "tables/a.md", "tables/mine.md", "plots/b.svg", "tables", "notes.txt", "plots"])
+
+
+def tree(root: Path) -> dict[str, str]:
+    return {path.relative_to(root).as_posix(): path.read_text() for path in root.rglob("*") if path.is_file()}
+
+
+def test_a_report_takes_the_place_of_the_one_before_and_of_nothing_else(tmp_path: Path) -> None:
+    folder.write(tmp_path, REPORT)
+    (tmp_path / "tables" / "mine.md").write_text("mine")
+    folder.write(tmp_path, {"index.html": "later", "plots/c.svg": "c"})
+    found = tree(tmp_path)
+    del found[folder.MANIFEST]
+    assert found == {"index.html": "later", "plots/c.svg": "c", "tables/mine.md": "mine"}
+
+
+@given(before=st.dictionaries(NAMES, st.text(max_size=3), max_size=5))
+def test_what_others_made_stays_as_it_is(before: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> None:
+    root = tmp_path_factory.mktemp("folder")
+    for name, text in sorted(before.items(), reverse=True):  # a file that stands where a folder would is left out
+        if not (root / name).exists() and not (root / name).parent.is_file():
+            (root / name).parent.mkdir(exist_ok=True)
+            (root / name).write_text(text, newline="")
+    old = tree(root)
+    try:
+        folder.write(root, REPORT)
+    except ValueError as error:
+        assert tree(root) == old and re.search("did not write it|no folder", str(error))
+    else:
+        new = tree(root)
+        assert {name: new[name] for name in old} == old and {name: new[name] for name in REPORT} == REPORT
+
+
+@pytest.mark.parametrize("name", ["tables", "index.html", "plots/b.svg", folder.MANIFEST])
+def test_nothing_is_written_or_removed_through_a_link(name: str, tmp_path: Path) -> None:
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    folder.write(out, REPORT)
+    elsewhere.mkdir()
+    (elsewhere / "a.md").write_text("precious")
+    place = out / name
+    if place.is_dir():
+        (place / "a.md").unlink()
+        place.rmdir()
+        place.symlink_to(elsewhere)
+    else:
+        text = place.read_text()
+        place.unlink()
+        (elsewhere / "one").write_text(text)
+        place.symlink_to(elsewhere / "one")
+    before = tree(elsewhere)
+    with pytest.raises(ValueError, match="is a link, and this writes through none"):
+        folder.write(out, {"index.html": "later"})
+    assert tree(elsewhere) == before
+
+
+@pytest.mark.parametrize(
+    "content", ['{"files": ["../a"]}', "[]", "{", '{"files": [3]}', '{"files": {"a.md": ""}}', "[" * 10**5]
+)
+def test_a_manifest_that_is_none_is_refused(content: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (tmp_path / "a").write_text("precious")
+    folder.write(out, REPORT)
+    (out / folder.MANIFEST).write_text(content)
+    with pytest.raises(ValueError, match="is not a list of what was written there"):
+        folder.write(out, {"index.html": "later"})
+    assert (tmp_path / "a").exists() and (out / "index.html").read_text() == "page"
+
+
+@pytest.mark.parametrize("name", ["../a.md", "/a.md", "tables/../../a.md", "a\0.md", "x" * 300 + ".md", ".md", "a.sh"])
+def test_names_that_lead_elsewhere_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot be written"):
+        folder.write(tmp_path / "out", {name: ""})
+    assert not tree(tmp_path)
+
+
+def test_what_was_interrupted_is_written_over(tmp_path: Path) -> None:
+    folder.write(tmp_path, REPORT)
+    known = json.loads((tmp_path / folder.MANIFEST).read_text())["files"]
+    assert known == sorted(REPORT)
+    (tmp_path / "plots" / "b.svg").unlink()
+    (tmp_path / "index.html").write_text("half of a p")
+    folder.write(tmp_path, REPORT)
+    assert tree(tmp_path).items() >= REPORT.items()
+
+
+def test_the_page_runs_no_script_but_its_own_and_loads_nothing() -> None:
+    page = html([], [])
+    assert f'http-equiv="Content-Security-Policy" content="{POLICY}"' in page and "default-src 'none'" in POLICY
+    assert page.count("<script") == 1 and f"<script>{SCRIPT}</script>" in page
