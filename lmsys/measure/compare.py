@@ -27,7 +27,7 @@ Failure = tuple[str, str]  # outcome ("oom" or "error") and reason
 MAX_ROUNDS = 200
 MARGIN = 1.25  # launching takes now longer, now shorter
 FIRST_LEAD_S = 0.02  # longer than the host takes to launch almost any call
-MOST_PREPARED, PREPARED_SLACK_S = 2.0, 5e-5  # of a prepare, over the time of what it is like
+MOST_PREPARED = 2.0  # times what a prepare is like, and the clock's `saving_s`
 PREPARE_TRIALS = 3
 _ENTROPY = random.SystemRandom()
 
@@ -198,7 +198,7 @@ def _prepares_too_much(prepare_s: float, step: Step, clock: Clock) -> Failure | 
         if failure:
             return failure
         alone_s = min(samples)
-        if prepare_s <= MOST_PREPARED * alone_s + PREPARED_SLACK_S:
+        if prepare_s <= MOST_PREPARED * alone_s + clock.saving_s:
             return None
         clock.wait(FIRST_LEAD_S)
         marks: list[Any] = [_sample(step, clock, _ENTROPY.getrandbits(53))[0] for _ in range(7)]

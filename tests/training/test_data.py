@@ -1,6 +1,7 @@
 """Token files, sources and batches: what ranks and steps read, whatever the cuts between files, ranks and epochs."""
 
 import json
+import os
 from functools import cache
 from pathlib import Path
 
@@ -10,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmsys.tokenizer import Tokenizer, train
-from lmsys.training import files
 from lmsys.training.data import Batches, TokenFiles, fixed_windows
 from lmsys.training.tokens import open_tokens, shards, tokenize_files
 
@@ -126,7 +126,7 @@ def test_a_failed_tokenization_leaves_nothing(tmp_path: Path, monkeypatch: pytes
         tokenize_files(tokenizer(), [tmp_path / "a"], tmp_path / "out" / "ids.npy")
     assert not list((tmp_path / "out").iterdir())
     (tmp_path / "a").write_text("good")
-    monkeypatch.setattr(files.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
         tokenize_files(tokenizer(), [tmp_path / "a"], tmp_path / "out" / "ids.npy")
     assert not list((tmp_path / "out").iterdir())
