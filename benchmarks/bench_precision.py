@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from benchmarks.models import build
 from lmsys.bench import Benchmark, Candidate, Case, Entry, Field, Grid, Record, Settings, Table, bench, fields
-from lmsys.model import TransformerLM
 from lmsys.model.precision import ADDEND, CONFIG, TIMES, accumulation, autocast_dtypes
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -28,9 +28,8 @@ def sums(dtype: torch.dtype, settings: Settings) -> Record:
 
 
 def tensors(dtype: torch.dtype, settings: Settings) -> Record:
-    torch.manual_seed(settings.seed)
     tokens = torch.arange(CONFIG.context_length, device=settings.device)[None]
-    found = autocast_dtypes(TransformerLM(CONFIG, device=settings.device), tokens, dtype)
+    found = autocast_dtypes(build(CONFIG, settings.device, settings.seed), tokens, dtype)
     return {"tensors": [{"name": name, "dtype": kept_in} for name, kept_in in found]}
 
 

@@ -84,6 +84,7 @@ class Tokenizers(Benchmark):
     tables = {"tokenizer": TOKENIZERS}
     clock = "host"
     trials = 1
+    text_bytes: int | None = None
     axes = (
         Axis("tokenizer", one_of(*TOKENIZERS), tuple(TOKENIZERS)),
         Axis("task", one_of(*TASKS), TASKS),
@@ -115,7 +116,7 @@ class Tokenizers(Benchmark):
     @contextmanager
     def context(self, cases: Sequence[TokenizerCase]) -> Iterator[None]:
         """A folder for the texts. All records of a group say how long the text is, also of rows that cannot run."""
-        self.text_bytes: int | None = None
+        self.text_bytes = None
         with tempfile.TemporaryDirectory() as folder:
             self.folder = Path(folder)
             yield
@@ -180,9 +181,9 @@ class Tokenizers(Benchmark):
         return {"peak_bytes": peak_resident_bytes([sys.executable, "-m", rows.__name__, *map(str, what)])}
 
     def metrics(self, case: TokenizerCase, record: Record, machine: Record) -> Record:
+        text_bytes = record.get("text_bytes", self.text_bytes)
         time_s = record.get("time_s")
-        rate = {"bytes_per_s": self.text_bytes / time_s} if self.text_bytes and time_s else {}
-        return {"text_bytes": self.text_bytes} | rate
+        return {"text_bytes": text_bytes} | ({"bytes_per_s": text_bytes / time_s} if text_bytes and time_s else {})
 
 
 def by_definition(task: str, texts: Texts) -> list[Any]:

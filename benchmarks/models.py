@@ -107,8 +107,10 @@ class Batch:
 
 
 def build(config: ModelConfig, device: str, seed: int) -> TransformerLM:
-    torch.manual_seed(seed)
-    return TransformerLM(config, device)
+    """The model with the weights of this seed, whatever torch's generators are at, which stay as they are."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return TransformerLM(config, device)
 
 
 def variant(base: TransformerLM, attention: str, compiled: bool) -> TransformerLM:

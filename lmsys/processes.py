@@ -7,24 +7,23 @@ A worker is a new interpreter that imports what its calls need. It is not forked
 torch's, cannot be forked safely; nor does it run the caller's main module again, as those of multiprocessing do.
 
 A function travels by its module and name, as pickle has it, or is named by a text that `lmsys.registry.load_target`
-reads, such as "path.py:function". Arguments and results are pickled. What it prints goes where this process prints.
-What a worker starts is in its process group and is killed with it.
+reads, such as "path.py:function". Arguments and results are pickled; with `tell` a call sends objects ahead of its
+result. What it prints goes where this process prints. What a worker starts is in its process group and is killed with
+it: when it is closed, or when this process has gone, whatever the worker does then.
 """
 
 import contextlib
 import io
 import os
 import pickle
-import select
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing.connection import Connection, wait
@@ -36,7 +35,9 @@ if TYPE_CHECKING:
 Function = Callable[..., Any] | str
 DIED, TIMEOUT = "died", "timeout"  # how a call may fail without an exception
 GRACE_S = 5.0  # for a process to end by itself
+WATCH = "read _; kill -9 0"  # a shell's: when its input ends, its process group is to end
 _callers_main: dict[str, str] = {}  # in a worker: the caller's main module, as multiprocessing names it
+_lines: list[Connection] = []  # in a worker: the line to its caller
 
 
 class ProcessError(RuntimeError):
@@ -92,14 +93,28 @@ class Failure:
         return error
 
 
+@dataclass(frozen=True)
+class Told:
+    """What a call has told before its end."""
+
+    what: Any
+
+
+def tell(what: Any) -> None:
+    """In a worker, within a call: sends `what` to the caller, who receives it as `Told` before the call's result."""
+    _lines[0].send_bytes(pickle.dumps((None, Told(what)), protocol=5))
+
+
 class Worker:
     """A process that runs one call after another and keeps what its modules keep. A call to a dead one starts another.
 
     environment  variables besides those of this process
+    open_files   numbers of open files that it has, too, under the same numbers
     """
 
-    def __init__(self, environment: Mapping[str, str] | None = None):
+    def __init__(self, environment: Mapping[str, str] | None = None, open_files: Sequence[int] = ()):
         self._environment = os.environ | (environment or {})
+        self._open_files = open_files
         self._start()
 
     def call(self, function: Function, *args: Any, timeout_s: float | None = None) -> Any:
@@ -129,7 +144,7 @@ class Worker:
         self._write(pickle.dumps((function, args), protocol=5))
 
     def receive(self) -> tuple[Failure | None, Any]:
-        """How the call failed, or None and what it returned."""
+        """How the call failed, or None and what it returned, or has `Told` meanwhile."""
         answer = _read(self._line)
         if not answer:
             return Failure(DIED, self._how_it_ended()), None
@@ -145,10 +160,11 @@ class Worker:
 
     def kill(self) -> None:
         """Ends the process at once, and what it has started."""
-        if self._process.poll() is None:
+        if self._watcher.poll() is None:  # while it lives the group does, and its number is no other's
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
-            self._process.wait()
+            self._watcher.communicate()
+        self._process.wait()
 
     def close(self, grace_s: float = GRACE_S) -> None:
         """Ends the process, which has so long to do it by itself."""
@@ -166,6 +182,11 @@ class Worker:
     def fileno(self) -> int:
         return self._line.fileno()
 
+    def signal(self, number: int) -> None:
+        """Sends it a signal, to it alone; nothing where it has ended."""
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+
     def __enter__(self) -> Self:
         return self
 
@@ -181,10 +202,17 @@ class Worker:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", f"{begin}; _serve({theirs.fileno()}, {_main_module()})"],
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), *self._open_files],
                 process_group=0,
                 env=self._environment,
             )
+        self._watcher = subprocess.Popen(
+            ["sh", "-c", WATCH],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            process_group=self._process.pid,
+        )
 
     def _write(self, message: bytes) -> None:
         with contextlib.suppress(OSError):  # it has ended, which the next `receive` says
@@ -295,11 +323,12 @@ def _serve(number: int, callers_main: dict[str, str]) -> None:
     """A worker's life: a call after another, until there are no more."""
     _callers_main.update(callers_main)
     os.set_inheritable(number, False)  # what it starts must not hold the line open
-    threading.Thread(target=_end_with_caller, args=(number,), daemon=True).start()
     line = Connection(number)
+    _lines.append(line)
     while request := _read(line):
         _answer(line, request)
-        sys.stdout.flush()
+        with contextlib.suppress(OSError, ValueError):  # a call may have closed it
+            sys.stdout.flush()
 
 
 def _answer(line: Connection, request: bytes) -> None:
@@ -315,10 +344,3 @@ def _answer(line: Connection, request: bytes) -> None:
         line.send_bytes(pickle.dumps((Failure.of(error), None)))
     else:
         line.send_bytes(answer)
-
-
-def _end_with_caller(number: int) -> None:
-    poll = select.poll()
-    poll.register(number, 0)  # that the other end is closed is always told
-    poll.poll()
-    os.killpg(os.getpid(), signal.SIGKILL)

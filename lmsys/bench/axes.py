@@ -98,6 +98,12 @@ def given_axes(axes: Iterable[Axis], texts: Mapping[str, str]) -> dict[str, Any]
     return found
 
 
+def filled(grid: Grid, axes: Iterable[Axis], given: Mapping[str, Any]) -> Grid:
+    """The grid with the axes' defaults for what it leaves out, and what the command line gives in place of its own."""
+    defaults = {axis.name: axis.default for axis in axes}
+    return Grid(grid.name, frozenset(given), **{**defaults, **grid, **given})
+
+
 def choice(text: str, known: Iterable[str]) -> str:
     """The text itself. ValueError that names the choices and the nearest, where it is none of them."""
     known = list(known)

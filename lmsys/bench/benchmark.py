@@ -33,7 +33,7 @@ DEFAULT_ROUNDS = 10
 
 @dataclass(frozen=True)
 class Settings:
-    """How to measure, in plain values."""
+    """How to measure, in plain values. deadline_s: for what may compile, and a run on ranks."""
 
     device: str = "cpu"
     sweep: str = "default"
@@ -43,6 +43,16 @@ class Settings:
     memory_limit_bytes: int | None = None
     command: str = ""
     seed: int = 0
+    deadline_s: float = 600.0
+
+
+@dataclass(frozen=True)
+class Collected:
+    """A benchmark's cases by their ids, the group of each, and the rows that they are about by kind and name."""
+
+    cases: "dict[str, Case]"
+    groups: dict[str, str]
+    rows: dict[str, dict[str, Record]]
 
 
 @dataclass(frozen=True)
@@ -116,6 +126,7 @@ class Candidate(Ending):
     case   the first of its cases
     call   what `open` made of it; `state`: whatever else a benchmark keeps of it
     notes  fields of its records, found on the way
+    watch  runs its calls so that what they leave behind, and a hang, is theirs: the result, or how it failed
     """
 
     case: Any = None
@@ -124,17 +135,22 @@ class Candidate(Ending):
     compile_s: float | None = None
     interpreted: bool = False
     notes: Record = field(default_factory=dict)
+    watch: "Callable[..., tuple[Any, Failure | None]] | None" = None
 
     @property
     def entry(self) -> Entry:
         entry: Entry = self.case.entry
         return entry
 
-    def attempt(self, call: Callable[..., Any], *args: Any) -> Any:
-        """The result of call(*args); where that fails, None, and the candidate has failed."""
+    def watched(self, call: Callable[..., Any], *args: Any) -> "tuple[Any, Failure | None]":
+        """call(*args), as this row's work: the result, or how it failed."""
         from lmsys.measure.compare import attempt
 
-        found, failure = attempt(call, *args)
+        return (self.watch or attempt)(call, *args)
+
+    def attempt(self, call: Callable[..., Any], *args: Any) -> Any:
+        """The result of call(*args); where that fails, None, and the candidate has failed."""
+        found, failure = self.watched(call, *args)
         if failure:
             self.failed(*failure)
         return found

@@ -92,7 +92,7 @@ COMMON = (
     Field("memory_limit_bytes", "B", "memory limit", "axis", shown="GiB"),
     Field("outcome", role="outcome"),
     Field("reason", role="outcome"),
-    *details("comparison", "clock", "samples_s"),
+    *details("comparison", "clock", "samples_s", "crashed"),
     TIME,
     Field("mean_s", "s", "mean", "detail", shown="ms"),
     Field("std_s", "s", "standard deviation", "detail", shown="ms"),

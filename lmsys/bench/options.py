@@ -79,15 +79,24 @@ def outcomes(text: str | None) -> tuple[str, ...]:
         raise ValueError(f"--fail-on {text!r}: {error}") from None
 
 
-def limit_memory(text: str | None, device: str) -> int | None:
-    from lmsys.measure.memory import cap_gpu_memory, parse_size
+def deadline(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"--deadline {text!r}: must be a finite number of seconds, more than 0")
+    return seconds
+
+
+def memory_limit(text: str | None, device: str) -> int | None:
+    from lmsys.measure.memory import parse_size
 
     if text is None:
         return None
     limit = parse_size(text)
     if device != "cuda":
         raise ValueError(f"--memory-limit {text} caps the CUDA allocator, and this machine has no CUDA device")
-    cap_gpu_memory(limit)
     return limit
 
 

@@ -45,6 +45,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--resume", metavar="OUT.json", help="take what this result holds as done; alone, go on in that file"
     )
+    group.addoption(
+        "--deadline",
+        metavar="SECONDS",
+        default="600",
+        help="a row that takes longer to compile or to answer is ended (one that has run before: after 30 s, or 20 "
+        "times what it should take)",
+    )
+    group.addoption("--retry-crashed", action="store_true", help="--resume runs again what crashed or hung, too")
+    group.addoption("--no-isolation", action="store_true", help="run rows in pytest's own process, for a debugger")
     group.addoption("--fail-on", metavar="OUTCOMES", help="exit with 1 where a case ends so, such as wrong,error")
 
 
@@ -206,7 +215,8 @@ def _session(config: pytest.Config) -> Session:
             seconds_per_row=options.seconds_per_row(config, sweep),
             min_rounds=options.min_rounds(config),
             timed=config.getoption("benchmark_enable") or not config.getoption("benchmark_disable"),
-            memory_limit_bytes=options.limit_memory(config.getoption("memory_limit"), device),
+            memory_limit_bytes=options.memory_limit(config.getoption("memory_limit"), device),
+            deadline_s=options.deadline(config.getoption("deadline")),
             command="python -m pytest " + shlex.join(str(one) for one in config.invocation_params.args),
         ),
         sweep,
@@ -214,6 +224,8 @@ def _session(config: pytest.Config) -> Session:
         options.texts(config),
         lambda text: _say(config, text),
         fail_on=options.outcomes(config.getoption("fail_on")),
+        isolated=not (config.getoption("no_isolation") or config.getoption("collectonly") or group is not None),
+        retries=config.getoption("retry_crashed"),
     )
     if resumed := config.getoption("resume"):
         _resume(session, Path(resumed))
@@ -280,12 +292,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     config = session.config
     if (found := config.stash.get(SESSION, None)) is None:
         return
-    found.close()
-    if found.output and found.records:
-        found.save(_content(config))
-        found.say("" if found.faults else f"wrote the result to {found.output}")
-    if CLAIM in config.stash:
-        config.stash[CLAIM]()
+    try:
+        if found.output and found.records:
+            found.save(_content(config))
+            found.say("" if found.faults else f"wrote the result to {found.output}")
+    finally:
+        found.close()
+        if CLAIM in config.stash:
+            config.stash[CLAIM]()
     if found.failing and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

@@ -60,17 +60,23 @@ def world_sizes(grid: Grid, backend: str) -> list[int]:
 
 
 class Ranks:
-    """One group at a time, each rank under the memory limit."""
+    """One group at a time, each rank under the memory limit. `alive` is called before each run."""
 
-    def __init__(self, memory_limit_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        memory_limit_bytes: int | None = None,
+        timeout_s: float = TIMEOUT_S,
+        alive: Callable[[], Any] = nothing,
+    ) -> None:
         self._group: WorkerGroup | TorchrunGroup | None = joined()
-        self._limit = memory_limit_bytes
+        self._limit, self._timeout_s, self._alive = memory_limit_bytes, timeout_s, alive
 
     def run(self, world_size: int, backend: str, function: Callable[..., Any], *args: Any) -> list[Any]:
         """The results of function(*args) on each of the first `world_size` ranks; all ranks are asked.
 
         Unsupported where there are fewer, WorkerError where a rank failed.
         """
+        self._alive()
         try:
             group = self._ready(world_size, backend)
             if self._limit is not None:
@@ -101,7 +107,7 @@ class Ranks:
             self.close()
         if self._group is None:
             try:
-                self._group = WorkerGroup(world_size, backend, TIMEOUT_S)
+                self._group = WorkerGroup(world_size, backend, self._timeout_s)
             except ValueError as error:
                 raise Unsupported(str(error)) from error
         return self._group

@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmsys.bench import record
-from lmsys.bench.axes import Axis, Grid, Sweep, given_axes
+from lmsys.bench.axes import Grid, Sweep
 from lmsys.bench.benchmark import Benchmark, Settings
 from lmsys.bench.fields import COMMON, Record, declared
 from lmsys.bench.proof import file_seal
 from lmsys.files import replacing
 
 if TYPE_CHECKING:
+    from lmsys.bench.isolation import Isolated
     from lmsys.bench.runner import Runner
     from lmsys.bench.trial import Result
 
 DONE = ("ok", "oom", "unsupported")  # what --resume takes over; wrong and error are run again
 SAME = ("name", "torch", "triton", "driver", "commit")  # facts that one file states once for all its records
-REPORTED = ("color", "baseline", "rivals")  # traits of rows that a report reads
 Key = tuple[str, str]  # a benchmark's name and a case's id
 
 
@@ -32,6 +32,8 @@ class Session:
 
     output    where the result goes, None when it is not kept
     texts     what the command line says of axes, by option or axis name
+    isolated  rows run in a process of their own
+    retries   --resume runs again what has ended its process
     moved     what the machine reaches otherwise than when the run began, as sentences
     fail_on   outcomes that make a run fail
     faults    why the result could not be written, as sentences
@@ -47,39 +49,38 @@ class Session:
     carried_entries: list[Record] = field(default_factory=list)
     carried_head: Record = field(default_factory=lambda: {"machine": {}, "fields": {}, "rows": {}})
     results: "dict[Key, Result]" = field(default_factory=dict)
+    isolated: bool = False
+    retries: bool = False
     moved: list[str] = field(default_factory=list)
     fail_on: tuple[str, ...] = ()
     faults: list[str] = field(default_factory=list)
     benchmarks: dict[str, Benchmark] = field(default_factory=dict)
     _cases: dict[Key, Any] = field(default_factory=dict)
+    _group_of: dict[Key, Key] = field(default_factory=dict)
+    _rows: dict[str, dict[str, Record]] = field(default_factory=dict)
     _groups: dict[Key, list[Any]] = field(default_factory=dict)
     _failed: dict[Key, str] = field(default_factory=dict)
 
     def add(self, cls: type[Benchmark]) -> list[str]:
         """The ids of a benchmark's cases, with what the command line says of its axes. ValueError for bad values."""
         benchmark = self.benchmarks.setdefault(cls.name, cls())
-        if any(".py" in text for text in self.texts.values()):
-            self.runner.ready()  # before a user's file is imported
-        given = given_axes(benchmark.axes, self.texts)
-        cases = [
-            case
-            for grid in self.sweep.grids.get(cls.name, (Grid("default"),))
-            for case in benchmark.cases(_filled(grid, benchmark.axes, given), self.settings)
-        ]
-        if "runner" in vars(self) and (names := self.runner.guard.mend()):
-            raise ValueError(f"a file replaces {', '.join(names)} when it is imported, by which its rows are judged")
-        self._cases |= {(cls.name, case.id): case for case in cases}
-        return list(dict.fromkeys(case.id for case in cases))
+        grids = self.sweep.grids.get(cls.name, (Grid("default"),))
+        found = self.runner.collect(benchmark, grids, self.texts)
+        self._cases |= {(cls.name, name): case for name, case in found.cases.items()}
+        self._group_of |= {(cls.name, name): (cls.name, group) for name, group in found.groups.items()}
+        for kind, rows in found.rows.items():
+            self._rows.setdefault(kind, {}).update(rows)
+        return list(found.cases)
 
     def select(self, keys: Iterable[Key]) -> None:
         """The cases that are left after -k and the like: a group is these, whichever of its tests comes first."""
         for key in keys:
             if key in self._cases and key not in self.carried:
-                self._groups.setdefault((key[0], self._cases[key].group), []).append(self._cases[key])
+                self._groups.setdefault(self._group_of[key], []).append(self._cases[key])
 
     def result(self, key: Key) -> "Result":
         """The case's result; the first of a group to ask has the whole group run."""
-        group = key[0], self._cases[key].group
+        group = self._group_of[key]
         if group in self._failed:
             raise RuntimeError(f"{group[1]} could not be run: {self._failed[group]}")
         if key not in self.results:
@@ -94,8 +95,7 @@ class Session:
         return self.results[key]
 
     def _run(self, group: Key) -> None:
-        if not self.results:
-            self.runner.ready()
+        self.runner.ready()
         cases = self._groups[group]
         number = list(self._groups).index(group) + 1
         self.say(f"[{number}/{len(self._groups)}] {group[1]}: checking, then sampling {len(cases)} cases")
@@ -106,10 +106,16 @@ class Session:
         gc.freeze()  # what lives between groups is code, which the many collections of the next need not visit again
 
     @cached_property
-    def runner(self) -> "Runner":
+    def runner(self) -> "Runner | Isolated":
+        if self.isolated:
+            from lmsys.bench.isolation import Isolated
+
+            return Isolated(self.settings, self.say)
         from lmsys.bench.runner import Runner
 
-        return Runner(self.settings, self.say)
+        runner = Runner(self.settings, self.say)
+        runner.limit_memory()
+        return runner
 
     @cached_property
     def journal(self) -> record.Journal:
@@ -130,12 +136,8 @@ class Session:
         for benchmark in self.benchmarks.values():
             for kind, table in benchmark.tables.items():
                 rows.setdefault(kind, {}).update({entry.name: entry.to_json() for entry in table.values()})
-        asked = (self.benchmarks[name].rows_of(case) for (name, _), case in self._cases.items())
-        own = {(kind, row.name): row for rows in asked for kind, row in rows.items()}
-        for (kind, name), row in own.items():
-            traits = {trait: row.trait(trait) for trait in REPORTED}
-            told = row.to_json() | {trait: value for trait, value in traits.items() if value}
-            rows.setdefault(kind, {})[name] = told
+        for kind, own in self._rows.items():
+            rows.setdefault(kind, {}).update(own)
         tables = {kind: list(table.values()) for kind, table in rows.items()}
         return {
             "machine": machine,
@@ -174,9 +176,10 @@ class Session:
 
     def _rate_again(self, entries: Iterable[Record]) -> None:
         """By the higher of each ceiling's measurements, before the first row and after the last."""
-        self.moved = self.runner.measure_ceilings_again()
-        for key, result in self.results.items():
-            result.record = self.runner.rated(self.benchmarks[key[0]], self._cases[key], result.record)
+        asked = [(self.benchmarks[key[0]], self._cases[key], one.record) for key, one in self.results.items()]
+        self.moved, records = self.runner.rate_again(asked)
+        for result, rated in zip(self.results.values(), records, strict=True):
+            result.record = rated
         for entry in entries:
             info = entry["extra_info"]
             if found := self.results.get((info.get("benchmark"), info.get("id"))):
@@ -187,9 +190,7 @@ class Session:
 
         ValueError when a fact of the machine or the code was another.
         """
-        from lmsys.measure import machine
-
-        here = machine.describe(self.settings.device, command="", seed=0, sweep="")
+        here = self.runner.facts()
         for fact in SAME:
             if (there := found["machine"].get(fact)) != here[fact]:
                 raise ValueError(f"it was measured with {fact} {there!r}, this is {here[fact]!r}: run that apart")
@@ -201,7 +202,8 @@ class Session:
     def _stands(self, one: Record) -> bool:
         same_question = one.get("memory_limit_bytes") == self.settings.memory_limit_bytes
         answered = one["outcome"] != "ok" or one.get("time_s") is not None or not self.settings.timed
-        return one["outcome"] in DONE and answered and same_question
+        done = one["outcome"] in DONE or (one.get("crashed") and not self.retries)
+        return bool(done and answered and same_question)
 
     def summary(self) -> Iterator[str]:
         counts = Counter(one["outcome"] for one in self.records)
@@ -217,12 +219,6 @@ class Session:
     def close(self) -> None:
         if "runner" in self.__dict__:
             self.runner.close()
-
-
-def _filled(grid: Grid, axes: Sequence[Axis], given: Mapping[str, Any]) -> Grid:
-    """The grid with the axes' defaults for what it leaves out, and what the command line gives in place of its own."""
-    defaults = {axis.name: axis.default for axis in axes}
-    return Grid(grid.name, frozenset(given), **{**defaults, **grid, **given})
 
 
 def read_results(path: Path) -> Iterator[tuple[Record, list[Record]]]:

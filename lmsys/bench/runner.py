@@ -4,40 +4,86 @@ why not -> setup -> first call -> check -> samples, in turns -> check of timed c
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 from lmsys.bench import fields
-from lmsys.bench.benchmark import Benchmark, Case, Cases, Settings
+from lmsys.bench.axes import Grid, filled, given_axes
+from lmsys.bench.benchmark import Benchmark, Case, Cases, Collected, Settings
 from lmsys.bench.fields import Record
 from lmsys.bench.guard import Guard
+from lmsys.bench.heartbeat import Heartbeat
 from lmsys.bench.proof import seal
 from lmsys.bench.ranks import Ranks
-from lmsys.bench.trial import Result, Trial
+from lmsys.bench.trial import Endings, Result, Trial
 from lmsys.measure import machine
 from lmsys.measure.clock import Clock, CpuClock, clock_of
+from lmsys.measure.compare import Lost
+from lmsys.measure.host import resident_bytes
 from lmsys.measure.limits import Limits, limits_of
-from lmsys.measure.memory import cap_host_memory
+from lmsys.measure.memory import cap_gpu_memory, cap_host_memory
+from lmsys.registry import Entry
+
+REPORTED = ("color", "baseline", "rivals")  # traits of rows that a report reads
+RANKS_SHARE = 0.7  # of a deadline: ranks that hang end first, and say which
+EATEN_BYTES = 2**28  # that a group has kept: it is told from what allocators hold
+
+
+class MemoryEaten(Lost):
+    """There is too little memory for the rest, and nobody knows whose fault it is."""
 
 
 class Runner:
-    """Runs groups of cases. The clocks, the machine and its ceilings are made on first use, once a run.
+    """Runs groups of cases in this process. The clocks, the machine and its ceilings are made on first use, once a run.
 
-    say  tells the user what is going on
+    say        tells the user what is going on
+    heartbeat  of a worker whose parent watches
     """
 
-    def __init__(self, settings: Settings, say: Callable[[str], None] = lambda _: None):
+    def __init__(
+        self, settings: Settings, say: Callable[[str], None] = lambda _: None, heartbeat: Heartbeat | None = None
+    ):
         self.settings, self.say = settings, say
+        self.heartbeat, self.is_watched = heartbeat or Heartbeat(), heartbeat is not None
         self.kernels: dict[str, dict[str, str]] = {}  # by a row's target: names and hashes of what it has loaded
 
-    def run(self, benchmark: Benchmark, cases: Cases) -> Iterator[Result]:
+    def limit_memory(self) -> None:
+        """ValueError for a limit that is more than the GPU has."""
+        if self.settings.memory_limit_bytes is not None and self.settings.device == "cuda":
+            cap_gpu_memory(self.settings.memory_limit_bytes)
+
+    def collect(self, benchmark: Benchmark, grids: Sequence[Grid], texts: Mapping[str, str]) -> Collected:
+        """The benchmark's cases, with what the command line says of its axes. ValueError for bad values."""
+        if any(".py" in text for text in texts.values()):
+            self.ready()  # before a user's file is imported
+        given = given_axes(benchmark.axes, texts)
+        asked = [filled(grid, benchmark.axes, given) for grid in grids]
+        cases = {case.id: case for grid in asked for case in benchmark.cases(grid, self.settings)}
+        if "guard" in vars(self) and (names := self.guard.mend()):
+            raise ValueError(f"a file replaces {', '.join(names)} when it is imported, by which its rows are judged")
+        rows: dict[str, dict[str, Record]] = {}
+        for case in cases.values():
+            for kind, row in benchmark.rows_of(case).items():
+                rows.setdefault(kind, {})[row.name] = _reported(row)
+        return Collected(cases, {name: case.group for name, case in cases.items()}, rows)
+
+    def run(
+        self,
+        benchmark: Benchmark,
+        cases: Cases,
+        ended: Endings | None = None,
+        begun: Callable[[list[list[str]]], None] = lambda _: None,
+    ) -> Iterator[Result]:
         """A result for each case of one group, in their order unless the benchmark streams them.
 
-        What fails outside a row's own calls fails every case that was still good.
+        What fails outside a row's own calls fails every case that was still good. `ended`: how cases have ended before,
+        which are not run; `begun` is told the cases of each row.
         """
         _ = self.guard  # before a row runs
-        trial = Trial(benchmark, cases, self)
+        held = resident_bytes()
         with benchmark.context(cases):
+            trial = Trial(benchmark, cases, self, ended)
+            begun(trial.ids)
             trial.attempt(trial.prepare)
             try:
                 for turn in trial.turns():
@@ -50,13 +96,21 @@ class Runner:
                 raise
             trial.attempt(trial.check_again)
         trial.release()
+        kept = resident_bytes() - held
+        if self.is_watched and len(trial.candidates) > 1 and trial.outcomes["oom"] and kept > EATEN_BYTES:
+            raise MemoryEaten(f"a row has kept {kept / 2**30:.1f} GiB of memory, and others found too little")
         yield from trial.results(cases)
+
+    def facts(self) -> Record:
+        """The machine and the code, without what has to be measured."""
+        return machine.describe(self.settings.device, command="", seed=0, sweep="")
 
     def ready(self) -> None:
         """Everything that is made once, before a row runs: nothing may differ for the first of them."""
         if "guard" in vars(self):
             return
-        self.say("measuring what this machine reaches")
+        if "machine" not in vars(self):
+            self.say("measuring what this machine reaches")
         _ = self.guard, self.machine, self.clock("loop"), self.sm_clock
         if self.settings.device == "cpu":
             cap_host_memory()
@@ -70,12 +124,13 @@ class Runner:
         facts["clock_share"] = {"seconds": clock.share_s, "measured_by": clock.share_by}
         return facts | {"ceilings": machine.measure_ceilings(one.device)}
 
-    def measure_ceilings_again(self) -> list[str]:
-        """Keeps the higher of each; sentences on what has moved."""
+    def rate_again(self, found: Sequence[tuple[Benchmark, Case, Record]]) -> tuple[list[str], list[Record]]:
+        """By the higher of each ceiling's measurements, before the first row and now: what has moved, as sentences, and
+        the records."""
         before, after = self.machine["ceilings"], machine.measure_ceilings(self.settings.device)
         self.machine["ceilings"] = machine.best_of(before, after)
         self.machine["ceilings_moved"] = machine.moved(before, after)
-        return list(self.machine["ceilings_moved"])
+        return list(self.machine["ceilings_moved"]), [self.rated(*one) for one in found]
 
     def rated(self, benchmark: Benchmark, case: Case, record: Record) -> Record:
         """The record with its rates as shares of what the machine reaches by now, sealed."""
@@ -107,11 +162,17 @@ class Runner:
     @cached_property
     def ranks(self) -> Ranks:
         """Processes for what several do together."""
-        return Ranks(self.settings.memory_limit_bytes)
+        seconds = self.settings.deadline_s
+        return Ranks(self.settings.memory_limit_bytes, RANKS_SHARE * seconds, lambda: self.heartbeat.renew(seconds))
 
     def close(self) -> None:
         if "ranks" in self.__dict__:
             self.ranks.close()
+
+
+def _reported(row: Entry) -> Record:
+    traits = {trait: row.trait(trait) for trait in REPORTED}
+    return row.to_json() | {trait: value for trait, value in traits.items() if value}
 
 
 def _completed(record: Record, benchmark: Benchmark) -> Record:

@@ -1,8 +1,10 @@
 """A trial: one group of cases on its way from inputs to records."""
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,7 @@ from lmsys.bench.fields import Record
 from lmsys.bench.interpreted import interpreted_kernels
 from lmsys.bench.proof import loaded_kernels, source_of
 from lmsys.bench.record import rounded, summarize
+from lmsys.bench.state import Changed, State
 from lmsys.measure.clock import synchronize
 from lmsys.measure.compare import Failure, Kept, attempt, interleave, release_memory
 from lmsys.measure.step import Step, nothing
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
 NOT_TIMED = "verified, not timed (--benchmark-disable)"
 INTERPRETED = "verified in Triton's interpreter, never timed"
+WARM_S, TIMES_EXPECTED = 30.0, 20.0  # for a call that has run before: so long, or so often what it should take
 
 
 @dataclass
@@ -34,18 +38,58 @@ class Result:
     samples: list[float] | None
 
 
-class Trial:
-    """One group on its way: its candidates by key, and what was measured by case."""
+Endings = Mapping[str, tuple[str, str, bool]]  # by a case's id: outcome, reason, whether its process ended
 
-    def __init__(self, benchmark: Benchmark, cases: Cases, runner: "Runner"):
-        self.benchmark, self.cases, self.runner = benchmark, cases, runner
-        self.settings = runner.settings
+
+class Trial:
+    """One group on its way: its candidates by key, and what was measured by case.
+
+    ended  how cases have ended before, that are not to be run
+    """
+
+    def __init__(self, benchmark: Benchmark, cases: Cases, runner: "Runner", ended: Endings | None = None):
+        self.benchmark, self.cases, self.runner, self.ended = benchmark, cases, runner, ended or {}
+        self.settings, self.heartbeat = runner.settings, runner.heartbeat
         self.candidates: dict[Any, Candidate] = {}
         for case in cases:
             self.candidates.setdefault(benchmark.key(case), Candidate(case=case))
+        self._rows = {id(one): row for row, one in enumerate(self.candidates.values())}
+        for candidate in self.candidates.values():
+            candidate.watch = partial(self.watched, candidate)
         self.measurements = {case.id: Measurement() for case in cases}
         self.setup: Any = None
         self._told: set[str] = set()
+        self.doing, self._expected_s = "in its first call", math.inf
+        self.state = State()
+
+    @property
+    def ids(self) -> list[list[str]]:
+        """The cases of each candidate."""
+        found: dict[int, list[str]] = {row: [] for row in self._rows.values()}
+        for case in self.cases:
+            found[self._rows[id(self.candidate(case))]].append(case.id)
+        return [*found.values()]
+
+    def beat(self, candidate: Candidate, doing: str = "", seconds: float | None = None) -> int:
+        """Says that this row is at work; its place among all."""
+        row = self._rows[id(candidate)]
+        self.heartbeat.beat(row, doing or self.doing, self.settings.deadline_s if seconds is None else seconds)
+        return row
+
+    def watched(self, candidate: Candidate, call: Callable[..., Any], *args: Any) -> tuple[Any, Failure | None]:
+        """`attempt` of a row's own work: until the device has done it, and with what it leaves changed put back."""
+
+        def done() -> Any:
+            found = call(*args)
+            synchronize(self.settings.device)
+            return found
+
+        self.beat(candidate)
+        found, failure = attempt(done)
+        if (left := self.state.mend()) and not failure:
+            found, failure = None, ("error", left)
+        self.heartbeat.rest()
+        return found, failure
 
     def candidate(self, case: Case) -> Candidate:
         return self.candidates[self.benchmark.key(case)]
@@ -68,18 +112,26 @@ class Trial:
 
     def prepare(self) -> None:
         benchmark = self.benchmark
-        for candidate in self.candidates.values():
-            reason, failure = attempt(benchmark.why_not, candidate.case)
-            if reason or failure:
-                candidate.failed(*(failure or ("unsupported", reason)))
+        for case in self.cases:
+            if case.id in self.ended:
+                outcome, reason, crashed = self.ended[case.id]
+                self.candidate(case).failed(outcome, reason)
+                self.candidate(case).notes |= {"crashed": True} if crashed else {}
+        self.doing = "while it was asked whether it can run"
+        for candidate in self.good():
+            why, failure = candidate.watched(benchmark.why_not, candidate.case)
+            if why or failure:
+                candidate.failed(*(failure or ("unsupported", why)))
         if not self.good():
             return
         for case in self.cases:
             self.measurements[case.id].failure = benchmark.no_sample(case)
         self.setup = benchmark.setup(self.cases, self.settings)
         benchmark.redraw(self.setup, self.settings.seed)
+        self.doing = "in its first call"
         for candidate in self.good() if benchmark.opens else ():
             self._first_call(candidate)
+        self.doing = "in its check"
         benchmark.check_all(self.good(), self.setup, self.runner)
         release_memory()
 
@@ -113,9 +165,15 @@ class Trial:
 
     def take(self, turn: Cases) -> None:
         if turn := [case for case in turn if self.is_able(case)]:  # what fails in one turn is not in the next
+            self.doing = "before it was timed"
+            if len(turn) == 1:
+                self.beat(self.candidate(turn[0]), "while it was timed")
             self.benchmark.sample(turn, self)
+            self.heartbeat.rest()
             self._mend([self.candidate(case) for case in turn])
+            self.doing = "when timed calls were checked"
             self.check_timed(turn)
+        self.doing = "when its memory was measured"
         for case in turn:
             measurement = self.measurements[case.id]
             if measurement.samples:
@@ -123,7 +181,8 @@ class Trial:
                     case, statistics.median(measurement.samples)
                 )
             if self.is_able(case) and measurement.samples is not None:
-                found, _ = attempt(self.benchmark.inspect, case, self.candidate(case), self.setup)
+                one = self.candidate(case)
+                found, _ = one.watched(self.benchmark.inspect, case, one, self.setup)
                 measurement.record |= found or {}
 
     def _impossible(self, case: Any, time_s: float) -> Failure | None:
@@ -138,10 +197,12 @@ class Trial:
         """Times the steps of a turn side by side, in `min_rounds` rounds or the settings' at least."""
         steps = {}
         for case in turn:
-            step, failure = attempt(self.benchmark.step, case, self.candidate(case), self.setup)
+            candidate = self.candidate(case)
+            step, failure = candidate.watched(self.benchmark.step, case, candidate, self.setup)
             self.measurements[case.id].failure = failure
             if not failure:
-                steps[case.id] = self._filled(step)
+                steps[case.id] = self._filled(step, candidate)
+        self._expected_s = math.inf
         sampled = interleave(
             steps,
             self.runner.clock(self.benchmark.clock),
@@ -149,7 +210,9 @@ class Trial:
             min_rounds=min_rounds or self.settings.min_rounds,
             trials=self.benchmark.trials,
             sm_clock=self.runner.sm_clock,
+            expect=self._expect,
         )
+        self.heartbeat.rest()
         for name in steps:
             one = self.measurements[name]
             one.samples, one.failure = sampled.samples.get(name), sampled.failures.get(name)
@@ -160,12 +223,44 @@ class Trial:
                 "prepare_s": sampled.prepare_s.get(name),
             }
 
-    def _filled(self, step: Step) -> Step:
-        """With what a benchmark says once for all its steps: how inputs are drawn, and that results are judged."""
-        benchmark = self.benchmark
-        redraw = partial(benchmark.redraw, self.setup) if step.redraw is nothing else step.redraw
-        keep = copied if step.keep is nothing and judges_calls(benchmark) else step.keep
-        return replace(step, redraw=partial(_bench_own, redraw), keep=keep)
+    def _expect(self, seconds: float) -> None:
+        self._expected_s = seconds
+
+    def _filled(self, step: Step, candidate: Candidate) -> Step:
+        """With what a benchmark says once for all its steps: how inputs are drawn, and that results are judged.
+
+        Around each call: whose it is, and that it has left nothing changed that others would feel.
+        """
+        benchmark, row, state = self.benchmark, self._rows[id(candidate)], self.state
+        on_gpu = self.settings.device == "cuda" and self.runner.is_watched
+        own_redraw = partial(benchmark.redraw, self.setup) if step.redraw is nothing else step.redraw
+        own_keep = copied if step.keep is nothing and judges_calls(benchmark) else step.keep
+        self._is_mended = True
+
+        def at_work(call: Callable[..., Any], *args: Any) -> Any:
+            most_s = self.settings.deadline_s
+            if self._expected_s < math.inf:
+                most_s = max(min(most_s, WARM_S), TIMES_EXPECTED * self._expected_s)
+            self.heartbeat.beat(row, "in a timed call", most_s)
+            return call(*args)
+
+        def redraw(draw: int) -> None:
+            if not self._is_mended:  # the call before has raised
+                state.mend()
+            self._is_mended = False
+            _bench_own(own_redraw, draw)
+            if on_gpu:
+                self.heartbeat.beat_on_gpu(row)
+            at_work(nothing)
+
+        def keep(result: Any, key: int | None) -> Any:
+            left, self._is_mended = state.mend(), True
+            if left:
+                raise Changed(left)
+            return own_keep(result, key)
+
+        like = step.like and partial(at_work, step.like)
+        return replace(step, redraw=redraw, keep=keep, before=partial(at_work, step.before), like=like)
 
     def check_timed(self, turn: Cases) -> None:
         """Judges the timed calls that were kept, each by its own inputs, which are drawn again."""
@@ -179,7 +274,7 @@ class Trial:
     def _judge(self, case: Any, measurement: Measurement, kept: Kept) -> None:
         candidate = self.candidate(case)
         self.benchmark.redraw(self.setup, kept.draw)
-        ratios, failure = attempt(self.benchmark.judge, case, candidate, self.setup, kept)
+        ratios, failure = candidate.watched(self.benchmark.judge, case, candidate, self.setup, kept)
         if ratios and not failure:
             worst, failure = verdict(ratios)
             candidate.error_ratio = max(worst or 0.0, candidate.error_ratio or 0.0)
@@ -199,6 +294,7 @@ class Trial:
 
     def check_again(self) -> None:
         """On new inputs, for rows of which no timed call was checked."""
+        self.doing = "in its check after it was timed"
         timed = {id(one): one for one in map(self.candidate, self.cases) if one.outcome == "ok"}
         timed = {key: one for key, one in timed.items() if any(self._needs_check(case, one) for case in self.cases)}
         if not timed:
@@ -216,9 +312,19 @@ class Trial:
     def release(self) -> None:
         """Drops what the group holds, before what is left is taken for code that stays."""
         self.setup = None
+        self.state.close()
         for candidate in self.candidates.values():
             candidate.call = candidate.state = None
         release_memory()
+
+    @property
+    def outcomes(self) -> Counter[str]:
+        """How cases have ended by now."""
+        found: Counter[str] = Counter()
+        for case in self.cases:
+            outcome, failure = self.candidate(case).outcome, self.measurements[case.id].failure
+            found[failure[0] if failure and outcome == "ok" else outcome] += 1
+        return found
 
     def results(self, cases: Iterable[Case]) -> Iterator[Result]:
         for case in cases:

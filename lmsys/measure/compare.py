@@ -24,6 +24,7 @@ from lmsys.measure.clock import LEAD_S, NUM_SPANS, SHORT_S, Clock, Cost, CpuCloc
 from lmsys.measure.step import Step, nothing
 
 Failure = tuple[str, str]  # outcome ("oom" or "error") and reason
+OUTCOMES_OF_FAILURES = ("oom", "unsupported", "wrong", "error")
 MAX_ROUNDS = 200
 MARGIN = 1.25  # launching takes now longer, now shorter
 FIRST_LEAD_S = 0.02  # longer than the host takes to launch almost any call
@@ -63,24 +64,49 @@ class Sampled:
     sm_clock_mhz: float | None = None
 
 
+class Lost(BaseException):
+    """This process is of no more use to other rows."""
+
+
 def attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, Failure | None]:
-    """(result of call(*args), None), or (None, outcome and reason) with the memory of the failed call released."""
+    """(result of call(*args), None), or (None, outcome and reason) with the memory of the failed call released.
+
+    Whatever it raises is its failure, also what ends a process, such as SystemExit; but an interrupt is raised again.
+    Lost where the device is of no more use.
+    """
     try:
         return call(*args), None
-    except Exception as error:
+    except (KeyboardInterrupt, Lost):
+        raise
+    except BaseException as error:
         failure = outcome_of(error)
+    if torch.cuda.is_initialized() and (lost := _why_device_is_lost()):
+        raise Lost(f"{failure[1]} ({lost})" if failure[1] != lost else lost)
     release_memory()  # only here is the traceback gone, which held the call's tensors
     return None, failure
 
 
-def outcome_of(error: Exception) -> Failure:
+def _why_device_is_lost() -> str | None:
+    """An error that stays, such as of an access out of bounds: every call to the device repeats it."""
+    try:
+        torch.cuda.synchronize()
+    except Exception as error:
+        return outcome_of(error)[1]
+    return None
+
+
+def outcome_of(error: BaseException) -> Failure:
     """Out of memory is an outcome of its own, everything else an error; the reason is one line.
 
     An exception that knows better says so: its `failure` is the outcome and the reason.
     """
-    if (known := getattr(error, "failure", None)) is not None:
-        return known
-    text = str(error).strip()
+    try:
+        known = getattr(error, "failure", None)
+        if known is not None and known[0] in OUTCOMES_OF_FAILURES:
+            return str(known[0]), str(known[1])
+        text = str(error).strip()
+    except BaseException:
+        return "error", f"{type(error).__name__}, which cannot be printed"
     no_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator: can't allocate" in text
     if no_memory:
         return "oom", ". ".join(text.splitlines()[0].split(". ")[:2]) if text else "out of memory"
@@ -101,13 +127,14 @@ def interleave(
     min_rounds: int,
     trials: int = 3,
     sm_clock: Callable[[], float | None] = lambda: None,
+    expect: Callable[[float], Any] = nothing,
 ) -> Sampled:
     """Samples of every step, in turns. Each row runs for about `seconds` of wall time and at least `min_rounds` rounds.
 
     A slow row stops after its last round while the others go on, so the lists differ in length; they start together,
     after rounds that only warm the device. Where the clock has the host ahead, it gets a lead of two rounds, and keeps
     it: where it needs longer for a round than the device, that waits. With another clock `before` comes before. What a
-    row costs is known from the least of `trials` calls.
+    row costs is known from the least of `trials` calls; `expect` is told the seconds that all of it should take.
     """
     result, costs, rounds = Sampled(), {}, {}
     for name, step in steps.items():
@@ -123,6 +150,7 @@ def interleave(
     clocks = []
     reading = CpuClock().cost(sm_clock, 0)  # costs the host time as well
     warming = math.ceil(clock.warm_s / sum(cost.device_s for cost in costs.values()))
+    expect(sum(max(cost.host_s, cost.device_s) * (rounds[name] + warming) for name, cost in costs.items()))
     clock.expect(partial(next(iter(steps.values())).redraw_late, 0))
     result.kept = {name: [] for name in rounds}
     done = clock.watch()

@@ -28,6 +28,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lmsys.measure.host import available_bytes, resident_bytes
+
 UNITS = {
     "B": 1,
     **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)},
@@ -62,8 +64,7 @@ def cap_host_memory() -> None:
     """On a CPU, what is too large must fail as the GPU's allocator does, not bring the machine down."""
     if sys.platform != "linux":
         return
-    facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(facts["MemAvailable"].split()[0]) * 1024
+    available = int(available_bytes())
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (available if hard < 0 else min(available, hard), hard))
 
@@ -91,7 +92,7 @@ def peak_resident_bytes(command: Sequence[str], interval_s: float = 0.01) -> int
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     peak = 0
     while process.poll() is None:
-        peak = max(peak, sum(map(_resident_bytes, _family(process.pid))))
+        peak = max(peak, sum(map(resident_bytes, _family(process.pid))))
         time.sleep(interval_s)
     assert process.stderr is not None
     with process.stderr:
@@ -114,13 +115,6 @@ def _family(pid: int) -> list[int]:
     for one in found:
         found += children.get(one, [])
     return found
-
-
-def _resident_bytes(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
 
 
 def saved_bytes(forward: Callable[[], Any]) -> int:

@@ -5,8 +5,7 @@ import pytest
 from benchmarks import axes
 from benchmarks.bench_attention import shapes
 from lmsys.bench import Axis, Grid, positive
-from lmsys.bench.axes import given_axes
-from lmsys.bench.results import _filled
+from lmsys.bench.axes import filled, given_axes
 
 
 @pytest.mark.parametrize(
@@ -38,10 +37,10 @@ def test_every_option_is_declared_once_and_has_help() -> None:
 def test_named_axes_take_the_place_of_a_grids_own() -> None:
     section = Grid("s", length=((1024, 1024),), head_dim=(64,), tokens=4096, width=256)
     known = axes.named("--length", "--tiers", "--head-dim", "--batch", "--heads")
-    assert list(shapes(_filled(section, known, {}))) == [(4, 4, 4, 1024, 1024, 64)]
+    assert list(shapes(filled(section, known, {}))) == [(4, 4, 4, 1024, 1024, 64)]
     given = given_axes(known, {"--tiers": "128:64", "--heads": "8:2", "--head-dim": "32,128"})
     assert given == {"length": ((128, 64),), "heads": ((8, 2),), "head_dim": (32, 128)}
-    assert list(shapes(_filled(section, known, given))) == [(32, 8, 2, 128, 64, dim) for dim in (32, 128)]
+    assert list(shapes(filled(section, known, given))) == [(32, 8, 2, 128, 64, dim) for dim in (32, 128)]
 
 
 def test_two_options_of_one_axis_add_up_and_an_axis_is_known_by_its_name() -> None:

@@ -35,6 +35,7 @@ def test_only_answers_to_the_same_question_are_resumed(tmp_path: Path) -> None:
         ONE | {"id": "b", "memory_limit_bytes": 2**30},
         {**ONE, "id": "c", "outcome": "wrong", "time_s": None},
         {**ONE, "id": "d", "time_s": None, "reason": "verified, not timed"},
+        {**ONE, "id": "e", "outcome": "error", "time_s": None, "crashed": True},
     ]
     journal = record.Journal(tmp_path / "out.json", head())
     for each in records:
@@ -43,12 +44,13 @@ def test_only_answers_to_the_same_question_are_resumed(tmp_path: Path) -> None:
     found = record.load(tmp_path / "out.json")
     assert found["records"] == records
 
-    def resumed(limit: int | None, timed: bool = True, **changed: str) -> list[str]:
-        session = Session(Settings(device="cpu", memory_limit_bytes=limit, timed=timed))
+    def resumed(limit: int | None, timed: bool = True, retries: bool = False, **changed: str) -> list[str]:
+        session = Session(Settings(device="cpu", memory_limit_bytes=limit, timed=timed), retries=retries)
         session.resume(found | {"machine": found["machine"] | changed}, [])
         return [name for _, name in session.carried]
 
-    assert (resumed(None), resumed(2**30), resumed(None, timed=False)) == (["a"], ["b"], ["a", "d"])
+    assert (resumed(None), resumed(2**30), resumed(None, timed=False)) == (["a", "e"], ["b"], ["a", "d", "e"])
+    assert resumed(None, retries=True) == ["a"]
     for fact in ("name", "torch", "triton", "driver", "commit"):
         with pytest.raises(ValueError, match=f"measured with {fact} 'another'"):
             resumed(None, **{fact: "another"})

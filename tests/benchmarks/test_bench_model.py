@@ -16,8 +16,8 @@ from lmsys.attention import ATTENTION
 from lmsys.attention.compiled import why_no_compiler
 from lmsys.attention.naive import naive
 from lmsys.bench import Settings
-from lmsys.bench.axes import given_axes
-from lmsys.bench.results import Session, _filled
+from lmsys.bench.axes import filled, given_axes
+from lmsys.bench.results import Session
 from lmsys.config import model_config
 from lmsys.cost.memory import training_memory
 from lmsys.cost.operations import model_flops, model_parameters
@@ -58,7 +58,7 @@ def test_each_sweep_has_cases_of_its_own_and_one_case_is_asked_whatever_the_swee
     for name, sweep in SWEEPS.items():
         for device, one in sweep.items():
             settings = Settings(device=device)
-            grids = [_filled(grid, Model.axes, {}) for grid in one.grids["model"]]
+            grids = [filled(grid, Model.axes, {}) for grid in one.grids["model"]]
             ids = [case.id for grid in grids for case in Model().cases(grid, settings)]
             assert ids and len(set(ids)) == len(ids) and not any("attention" in one for one in ids)
             asked = Session(settings, one, texts=texts).add(Model)

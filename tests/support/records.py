@@ -19,7 +19,7 @@ from benchmarks.bench_tokenizer import Tokenizers
 from benchmarks.bench_training import Training
 from lmsys.bench.fields import COMMON, Field, declared
 from lmsys.bench.record import summarize
-from lmsys.bench.results import REPORTED
+from lmsys.bench.runner import REPORTED
 from lmsys.config import SIZES
 from lmsys.reports.__main__ import main
 from lmsys.reports.folder import MANIFEST

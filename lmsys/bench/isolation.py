@@ -1,0 +1,341 @@
+"""Rows in a process of their own: one that crashes or hangs costs its own cases, and the others are sampled again.
+
+    Isolated(settings)          # has what a Runner has, and this process runs no row and makes no CUDA context
+
+A worker runs group after group. When it dies, or is late by its own heartbeat, the row that was at work then has
+failed, and the rest of its group is run again in a fresh worker, side by side. Where nobody can be blamed, such as when
+memory is eaten, each row of the group runs alone first, and those that fail alone have failed.
+"""
+
+import faulthandler
+import importlib
+import importlib.util
+import os
+import pickle
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lmsys.bench import heartbeat
+from lmsys.bench.axes import Grid
+from lmsys.bench.benchmark import Benchmark, Case, Cases, Collected, Settings
+from lmsys.bench.fields import Record
+from lmsys.bench.heartbeat import NOBODY, Beat, Heartbeat
+from lmsys.measure.host import available_bytes, resident_bytes
+from lmsys.processes import DIED, Told, Worker, answered, tell
+
+POLL_S = 0.1
+INTERRUPT_S = 10.0  # for a worker to hand over what it has, after Ctrl-C
+TRACE_S = 1.0  # for a worker that hangs to write down where
+MOST_HELD = 0.9  # of the memory that was there when a worker started
+PACKAGES = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A worker has begun a group: the ids of the cases of each candidate, in the order of its heartbeat's rows."""
+
+    candidates: list[list[str]]
+
+
+class Ended(RuntimeError):
+    """A worker is no more. `row`: the candidate that ended it; None where nobody knows."""
+
+    def __init__(self, reason: str, row: int | None):
+        super().__init__(reason)
+        self.reason, self.row = reason, row
+
+
+class Isolated:
+    """As `Runner`, by a worker that lives until a row ends it."""
+
+    def __init__(self, settings: Settings, say: Callable[[str], None] = lambda _: None):
+        self.settings, self.say = settings, say
+        self._worker: Worker | None = None
+        self._machine: Record | None = None
+        self._begun = Begun([])
+
+    def collect(self, benchmark: Benchmark, grids: Sequence[Grid], texts: Mapping[str, str]) -> Collected:
+        """ValueError also where a file of the user's ends or holds up the process that imports it."""
+        cls = type(benchmark)
+        try:
+            return self._ask([cls], _collect, _where(cls), grids, texts)
+        except Ended as ended:
+            files = [word for text in texts.values() for word in text.split(",") if ".py" in word]
+            raise ValueError(f"{', '.join(files) or cls.__module__} cannot be imported: {ended.reason}") from None
+
+    def run(self, benchmark: Benchmark, cases: Cases) -> Iterator[Any]:
+        """The results of a group, whatever its rows do to their worker."""
+        cls, left, ended = type(benchmark), {case.id: case for case in cases}, dict[str, Any]()
+        tried_alone = False
+        while left:
+            try:
+                for result in self._results(cls, [*left.values()], ended):
+                    del left[result.record["id"]]
+                    yield result
+            except Ended as fault:
+                if left.keys() <= ended.keys():
+                    raise RuntimeError(f"the bench itself cannot run: {fault.reason}") from None
+                rows = self._begun.candidates
+                if fault.row is not None and fault.row < len(rows):
+                    found = dict.fromkeys(rows[fault.row], ("error", fault.reason, True))
+                elif rows and not tried_alone:
+                    tried_alone, found = True, self._alone(cls, left, rows, ended)
+                else:
+                    found = dict.fromkeys(left, ("error", f"the bench's process ended: {fault.reason}", True))
+                ended |= found
+                if any(crashed for _, _, crashed in found.values()):
+                    self.say(f"  a row ended its process; what is left of the group runs again: {fault.reason}")
+
+    def _alone(
+        self, cls: type[Benchmark], left: Mapping[str, Case], rows: Sequence[Sequence[str]], ended: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """How those end that fail alone, each in a fresh worker."""
+        found: dict[str, Any] = {}
+        for ids in rows:
+            cases = [left[one] for one in ids if one in left and one not in ended]
+            self._end(0.0)
+            try:
+                for result in self._results(cls, cases, {}) if cases else ():
+                    if result.record["outcome"] != "ok":
+                        found[result.record["id"]] = result.record["outcome"], result.record["reason"], False
+            except Ended as fault:
+                found |= dict.fromkeys((case.id for case in cases), ("error", fault.reason, True))
+        self._end(0.0)
+        return found
+
+    def _results(self, cls: type[Benchmark], cases: Cases, ended: Mapping[str, Any]) -> Iterator[Any]:
+        self._begun = Begun([])
+        for told in self._stream([cls], _run, _where(cls), cases, ended):
+            if isinstance(told, Begun):
+                self._begun = told
+            else:
+                yield told
+
+    def facts(self) -> Record:
+        return self._ask([], _facts)
+
+    def ready(self) -> None:
+        """As `Runner.ready`: before a row runs."""
+        _ = self.machine
+
+    @property
+    def machine(self) -> Record:
+        if self._machine is None:
+            self._machine = self._ask([], _machine)
+        return self._machine
+
+    def rate_again(self, found: Sequence[tuple[Benchmark, Case, Record]]) -> tuple[list[str], list[Record]]:
+        asked = [(_where(type(benchmark)), case, record) for benchmark, case, record in found]
+        moved, records, self._machine = self._ask([type(one) for one, _, _ in found], _rate_again, asked)
+        return moved, records
+
+    def close(self) -> None:
+        self._end(2.0)
+
+    def _end(self, grace_s: float) -> None:
+        if self._worker is not None:
+            self._worker.close(grace_s)
+            self._memory.close()
+            os.close(self._shared)
+            self._trace.close()
+        self._worker = None
+
+    def _ask(self, classes: Iterable[type[Benchmark]], function: Callable[..., Any], *args: Any) -> Any:
+        """What the worker's function returns."""
+        (found,) = self._stream(classes, _told, function, *args)
+        return found
+
+    def _start(self) -> Worker:
+        self._shared, self._trace = heartbeat.shared_file(), tempfile.TemporaryFile()  # noqa: SIM115
+        self._memory = heartbeat.map_file(self._shared)
+        Heartbeat(self._shared).rest()
+        worker = Worker(open_files=[self._shared, self._trace.fileno()])
+        self._most_bytes = MOST_HELD * available_bytes()
+        worker.send(_begin, self._shared, self._trace.fileno(), self.settings, self._machine)
+        self._worker = worker
+        for _ in self._answers(worker):
+            pass
+        return worker
+
+    def _stream(self, classes: Iterable[type[Benchmark]], function: Callable[..., Any], *args: Any) -> Iterator[Any]:
+        """What the worker's function tells, as it comes; it needs these benchmarks. Ended where it is no more."""
+        worker, needed = self._worker or self._start(), dict.fromkeys(map(_where, classes))
+        worker.send(_call, [str(folder) for folder in sys.path], [*needed], pickle.dumps((function, args)))
+        return self._answers(worker)
+
+    def _answers(self, worker: Worker) -> Iterator[Any]:
+        done, interrupted_s = False, 0.0
+        try:
+            while not done:
+                try:
+                    if not answered([worker], POLL_S):
+                        self._look_at(worker, interrupted_s)
+                        continue
+                    failure, found = worker.receive()
+                except KeyboardInterrupt:
+                    if interrupted_s:
+                        raise
+                    interrupted_s = time.monotonic()
+                    worker.signal(signal.SIGINT)
+                    continue
+                if failure is not None:
+                    if interrupted_s:
+                        raise KeyboardInterrupt
+                    raise self._ended(failure) or failure.error()
+                if not isinstance(found, Told):
+                    done = True
+                elif isinstance(found.what, str):
+                    self.say(found.what)
+                else:
+                    yield found.what
+            if interrupted_s:
+                raise KeyboardInterrupt
+        except Exception as error:
+            done = not isinstance(error, Ended)
+            raise
+        finally:
+            if not done:  # nobody waits for what it still says
+                self._end(0.0)
+
+    def _look_at(self, worker: Worker, interrupted_s: float) -> None:
+        """Ended, and the worker with it, where it is late or holds more memory than there is."""
+        if interrupted_s and time.monotonic() > interrupted_s + INTERRUPT_S:
+            raise KeyboardInterrupt
+        if (held := resident_bytes(worker.pid)) > self._most_bytes:
+            raise Ended(f"it held {held / 2**30:.1f} GiB of memory", None)
+        beat = heartbeat.read(self._memory)
+        if not beat.is_late:
+            return
+        time.sleep(POLL_S)
+        if heartbeat.read(self._memory).number != beat.number:
+            return  # it was read in the middle of a change
+        worker.signal(signal.SIGUSR1)  # it writes down where it is, whatever it does
+        time.sleep(TRACE_S)
+        row = beat.row if beat.gpu_row == NOBODY else beat.gpu_row
+        raise Ended(f"no answer within the deadline {beat.doing}{self._told_place()}", None if row == NOBODY else row)
+
+    def _ended(self, failure: Any) -> Ended | None:
+        """How a row has ended the worker; None for an exception that is the bench's own."""
+        beat = heartbeat.read(self._memory)
+        if failure.kind == DIED:
+            return Ended(f"its process {failure.text} {beat.doing}{self._told_place()}", _blamed(beat))
+        said = failure.text.strip().splitlines()[-1].partition(": ")[2]
+        if failure.kind == "MemoryEaten":
+            return Ended(said, None)
+        if failure.kind in ("Lost", "KeyboardInterrupt"):
+            row = beat.gpu_row if failure.kind == "Lost" and beat.gpu_row != NOBODY else beat.row
+            return Ended(f"{said or 'it raises KeyboardInterrupt'} {beat.doing}", None if row == NOBODY else row)
+        return None
+
+    def _told_place(self) -> str:
+        """Where the worker was, of code that is neither ours nor a library's, as far as it could write that down."""
+        self._trace.seek(0)
+        place = place_in(self._trace.read().decode(errors="replace"))
+        return f", at {place}" if place else ""
+
+
+def _blamed(beat: Beat) -> int | None:
+    return None if beat.row == NOBODY else beat.row
+
+
+def place_in(trace: str) -> str:
+    """`file:line in function` of what a faulthandler's trace names first outside of libraries and this package."""
+    for path, line, function in re.findall(r'^  File "(.+)", line (\d+) in (.+)$', trace, re.MULTILINE):
+        folders = Path(path).parts
+        ours = Path(path).is_relative_to(PACKAGES / "lmsys") or Path(path).is_relative_to(PACKAGES / "benchmarks")
+        library = "site-packages" in folders or path.startswith((sys.base_prefix, "<"))
+        if not ours and not library:
+            return f"{Path(path).name}:{line} in {function}"
+    return ""
+
+
+# In the worker.
+
+Where = tuple[str, str, str]  # a benchmark's class: its module, the module's file, its name
+_runner: Any = None
+_benchmarks: dict[Where, Benchmark] = {}
+
+
+def _where(cls: type[Benchmark]) -> Where:
+    return cls.__module__, str(getattr(sys.modules[cls.__module__], "__file__", "")), cls.__qualname__
+
+
+def _begin(shared: int, trace: int, settings: Settings, machine: Record | None) -> None:
+    """First of all: what is to be said should a row crash, and the judges as they are."""
+    global _runner
+    faulthandler.enable(file=trace)
+    faulthandler.register(signal.SIGUSR1, file=trace)
+    from lmsys.bench.runner import Runner
+
+    _runner = Runner(settings, tell, Heartbeat(shared))
+    if machine is not None:
+        _runner.__dict__["machine"] = machine
+    _runner.limit_memory()
+
+
+def _call(path: list[str], needed: Sequence[Where], pickled: bytes) -> None:
+    """Cases are found where their benchmark's module is."""
+    sys.path[:] = path
+    for where in needed:
+        _benchmark(where)
+    function, args = pickle.loads(pickled)
+    function(*args)
+
+
+def _told(function: Callable[..., Any], *args: Any) -> None:
+    tell(function(*args))
+
+
+def _benchmark(where: Where) -> Benchmark:
+    """The benchmark, made once in a worker, of a module that the caller has imported by whatever name."""
+    if where not in _benchmarks:
+        module, file, name = where
+        try:
+            found = importlib.import_module(module)
+        except ModuleNotFoundError:
+            spec = importlib.util.spec_from_file_location(module, file)
+            assert spec is not None and spec.loader is not None
+            found = sys.modules[module] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(found)
+        cls: Any = found
+        for part in name.split("."):
+            cls = getattr(cls, part)
+        _benchmarks[where] = cls()
+    return _benchmarks[where]
+
+
+def _collect(where: Where, grids: Sequence[Grid], texts: Mapping[str, str]) -> Collected:
+    benchmark = _benchmark(where)
+    _runner.ready() if any(".py" in text for text in texts.values()) else None
+    _runner.heartbeat.beat(NOBODY, "while it was imported", _runner.settings.deadline_s)
+    try:
+        return _runner.collect(benchmark, grids, texts)
+    finally:
+        _runner.heartbeat.rest()
+
+
+def _run(where: Where, cases: Cases, ended: Mapping[str, Any]) -> None:
+    _runner.ready()
+    for told in _runner.run(_benchmark(where), cases, ended, begun=lambda ids: tell(Begun(ids))):
+        tell(told)
+
+
+def _facts() -> Record:
+    return _runner.facts()
+
+
+def _machine() -> Record:
+    _runner.ready()
+    return _runner.machine
+
+
+def _rate_again(found: Sequence[tuple[Where, Case, Record]]) -> tuple[list[str], list[Record], Record]:
+    moved, records = _runner.rate_again([(_benchmark(where), case, record) for where, case, record in found])
+    return moved, records, _runner.machine

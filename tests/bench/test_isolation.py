@@ -1,0 +1,211 @@
+"""Rows in processes of their own: what one does costs its own cases, and is said there."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.bench_attention import Attention, AttentionTest
+from lmsys.bench import Entry, Settings
+from lmsys.bench.heartbeat import NOBODY, Heartbeat, read, shared_file
+from lmsys.bench.isolation import Isolated, place_in
+from lmsys.bench.record import load
+from tests.support.faults import FAULTS
+from tests.support.harness import MACHINE
+from tests.support.processes import ENVIRONMENT, ROOT, command
+from tests.support.variants import some
+
+ENDS_ITS_PROCESS = [name for name, one in FAULTS.items() if one.ends]
+LEAVES_CHANGED = [name for name, one in FAULTS.items() if not one.ends]
+GOOD = "good", "also_good"
+PLACES = ("first", "middle", "last")
+
+
+@contextmanager
+def isolated(monkeypatch: pytest.MonkeyPatch, call: int, deadline_s: float = 20.0) -> Iterator[Isolated]:
+    """The faults come at this call of a row; 0: at any, by chance."""
+    monkeypatch.setenv("LMSYS_FAULT_CALL", str(call))
+    runner = Isolated(Settings(seconds_per_row=0.01, deadline_s=deadline_s))
+    runner._machine = MACHINE
+    try:
+        yield runner
+    finally:
+        runner.close()
+
+
+def records(runner: Isolated, names: Sequence[str], *directions: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """By row and direction, of a group with these rows."""
+    shape = 1, 2, 2, 64, 64, 32, "float32", True
+    rows = [Entry(name, f"tests.support.faults:{name}") for name in names]
+    asked = [(row, direction) for row in rows for direction in directions or ("fwd",)]
+    cases = [AttentionTest("faults", row, "cpu", *shape, direction) for row, direction in asked]
+    found = [result.record for result in runner.run(Attention(), cases)]
+    assert [one["id"] for one in found] == [case.id for case in cases]
+    return {(one["impl"], one["direction"]): one for one in found}
+
+
+def check(found: dict[tuple[str, str], dict[str, Any]], by_chance: bool = False) -> None:
+    """Good rows have their figures; the others have an error that says why, those by chance perhaps a figure."""
+    for (name, direction), one in found.items():
+        if name in GOOD or (by_chance and one["outcome"] == "ok") or (name, direction) == ("leaves_no_grad", "fwd"):
+            assert one["outcome"] == "ok" and one["time_s"] > 0, (name, one["reason"])
+        else:
+            assert one["outcome"] == FAULTS[name].outcome and "time_s" not in one, one
+            assert FAULTS[name].told in one["reason"], one["reason"]
+
+
+@pytest.mark.parametrize("call", [1, 9])
+def test_what_a_row_leaves_changed_is_its_own_error(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its first call and in a timed one; nothing of it is felt by the rows before and behind it."""
+    with isolated(monkeypatch, call) as runner:
+        check(records(runner, ["good", *LEAVES_CHANGED, "also_good"], "fwd"))
+
+
+def test_a_row_that_ends_its_process_costs_its_own_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash in a timed backward; then a hang that holds the interpreter; the next group begins in a fresh worker."""
+    with isolated(monkeypatch, 9, deadline_s=8.0) as runner:
+        found = records(runner, ["segmentation_fault", "good", "hangs_in_c", "also_good"], "bwd")
+        check(found)
+        assert found["segmentation_fault", "bwd"]["crashed"] and "timed call" in found["hangs_in_c", "bwd"]["reason"]
+        assert ", at faults.py:" in found["hangs_in_c", "bwd"]["reason"]
+        check(records(runner, GOOD, "fwd", "bwd"))
+
+
+@pytest.mark.parametrize("call", some([1, 9], one_in=2))
+@pytest.mark.parametrize("place", some(PLACES, one_in=3))
+@pytest.mark.parametrize("name", some(FAULTS, one_in=12))
+def test_each_fault_in_each_place(name: str, place: str, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = list(GOOD)
+    names.insert(PLACES.index(place), name)
+    with isolated(monkeypatch, call, deadline_s=60.0 if name == "eats_memory" else 8.0) as runner:
+        check(records(runner, names, "fwd", "bwd"), by_chance=call > 1)
+
+
+@pytest.mark.on_request
+@pytest.mark.parametrize("run", range(20))
+def test_faults_by_chance(run: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["good", "leaves_with_0", "leaves_default_dtype", "segmentation_fault", "also_good"]
+    with isolated(monkeypatch, 0) as runner:
+        check(records(runner, names, "fwd", "bwd"), by_chance=True)
+
+
+def test_a_heartbeat_is_read_by_another_and_outlives_its_process() -> None:
+    file = shared_file()
+    line = f"from lmsys.bench.heartbeat import Heartbeat; Heartbeat({file}).beat(3, 'in its check', 60.0); import os; "
+    subprocess.run([sys.executable, "-c", line + "os.abort()"], cwd=ROOT, pass_fds=[file], check=False)
+    ours = Heartbeat.__new__(Heartbeat)  # not made: that would beat
+    from lmsys.bench.heartbeat import map_file
+
+    ours._memory = map_file(file)
+    beat = read(ours._memory)
+    assert (beat.row, beat.doing, beat.is_late, beat.gpu_row) == (3, "in its check", False, NOBODY)
+    os.close(file)
+
+
+def test_the_place_that_is_told_is_the_users() -> None:
+    trace = f"""Fatal Python error: Segmentation fault
+
+Current thread 0x00007f (most recent call first):
+  File "{sys.base_prefix}/lib/python3.11/ctypes/__init__.py", line 522 in string_at
+  File "{ROOT}/lmsys/attention/naive.py", line 3 in naive
+  File "/home/somebody/mine.py", line 12 in backward
+  File "/home/somebody/mine.py", line 40 in row
+"""
+    assert place_in(trace) == "mine.py:12 in backward"
+    assert place_in("") == ""
+
+
+HANGS = """
+import os, time
+open("{pids}", "w").write(str(os.getpid()))
+
+
+def row(q, k, v, *, causal=False, scale=None):
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", some([signal.SIGKILL, signal.SIGTERM, signal.SIGINT], one_in=3))
+def test_no_worker_outlives_pytest(number: int, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(HANGS.format(pids=tmp_path / "pids"))
+    asked = "--attention", f"{tmp_path}/mine.py:row", "--length", "64", "--dtype", "float32", "--benchmark-disable"
+    run = subprocess.Popen(
+        command("benchmarks/bench_attention.py", *asked), cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL
+    )
+    try:
+        assert _eventually(lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text())
+        time.sleep(1.0)
+        run.send_signal(number)
+        run.wait(40)
+    finally:
+        run.kill()
+    worker = Path("/proc") / (tmp_path / "pids").read_text()
+    assert _eventually(lambda: not worker.exists() or "Z" in (worker / "stat").read_text().split()[2])
+
+
+IMPORTED = {
+    "import os; os._exit(0)": "exit code 0",
+    "raise SystemExit(3)": "SystemExit",
+    "while True: pass": "deadline",
+}
+
+
+@pytest.mark.parametrize("text", some(IMPORTED, one_in=3))
+def test_a_file_that_cannot_be_imported_is_a_usage_error(text: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(text)
+    asked = "--attention", f"{tmp_path}/mine.py:row", "--deadline", "5"
+    ended = subprocess.run(
+        command("benchmarks/bench_attention.py", *asked), cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert ended.returncode == pytest.ExitCode.USAGE_ERROR, ended.stdout
+    said = [line for line in (ended.stdout + ended.stderr).splitlines() if line.startswith("ERROR")]
+    assert len(said) == 1 and "mine.py" in said[0] and IMPORTED[text] in said[0], said
+
+
+@pytest.mark.on_request
+def test_what_has_crashed_is_resumed_only_on_request(tmp_path: Path) -> None:
+    """It stands as an error in the result, and its cases are not run into again."""
+    rows = "sdpa_math,tests/support/faults.py:leaves_with_0"
+    shape = "--length 64 --head-dim 32 --dtype float32 --causal yes --direction fwd --batch 1 --heads 2".split()
+    asked = [
+        "benchmarks/bench_attention.py",
+        "-k",
+        "tiers",
+        "--attention",
+        rows,
+        *shape,
+        "--benchmark-max-time",
+        "0.01",
+    ]
+    out = tmp_path / "out.json"
+
+    def run(*more: object) -> str:
+        ended = subprocess.run(
+            command(*asked, "--benchmark-json", out, *more), cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True
+        )
+        assert ended.returncode == 0, ended.stdout
+        return ended.stdout
+
+    assert "1 ok, 1 error" in run()
+    before = load(out)["records"]
+    assert {one["outcome"]: one.get("crashed") for one in before} == {"ok": None, "error": True}
+    assert "already measured: error" in run("--resume", out, "-rs")
+    assert load(out)["records"] == before
+    assert "exit code 0" in run("--resume", out, "--retry-crashed")
+    assert len(load(out)["records"]) == 2
+
+
+def _eventually(holds: Any, seconds: float = 60.0) -> bool:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if holds():
+            return True
+        time.sleep(0.05)
+    return False

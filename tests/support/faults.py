@@ -1,0 +1,188 @@
+"""Attention rows that are right, and that do harm, at one call of theirs, to the process that runs them.
+
+$LMSYS_FAULT_CALL=3    the third call of this process does it; 0: each with a chance of one in four
+"""
+
+import contextlib
+import ctypes
+import gc
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+AT = int(os.environ.get("LMSYS_FAULT_CALL", "1"))
+FAULTS: dict[str, "Fault"] = {}
+_calls = dict[str, int]()
+_kept: list[Any] = []
+_random = random.SystemRandom()
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`told`: a part of the reason in its records; `ends`: it ends its process, or is ended with it."""
+
+    told: str
+    harm: Callable[[], Any]
+    ends: bool = False
+    outcome: str = "error"
+
+    def row(self, name: str) -> Callable[..., Tensor]:
+        def row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+            _calls[name] = _calls.get(name, 0) + 1
+            if _calls[name] == AT or (AT == 0 and _random.random() < 0.25):
+                self.harm()
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+
+        row.__name__ = name
+        return row
+
+
+def fault(told: str, **more: Any) -> Callable[[Callable[[], Any]], Callable[..., Tensor]]:
+    def row(harm: Callable[[], Any]) -> Callable[..., Tensor]:
+        FAULTS[harm.__name__] = Fault(told, harm, **more)
+        return FAULTS[harm.__name__].row(harm.__name__)
+
+    return row
+
+
+def good(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+
+
+also_good = good
+
+
+@fault("SIGSEGV", ends=True)
+def segmentation_fault() -> None:
+    ctypes.string_at(0)
+
+
+@fault("SIGABRT", ends=True)
+def aborts() -> None:
+    os.abort()
+
+
+@fault("SIGKILL", ends=True)
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@fault("exit code 0", ends=True)
+def leaves_with_0() -> None:
+    os._exit(0)
+
+
+@fault("SystemExit")
+def exits() -> None:
+    sys.exit(3)
+
+
+@fault("Skipped")
+def skips() -> None:
+    pytest.skip("not today")
+
+
+@fault("KeyboardInterrupt", ends=True)
+def interrupts() -> None:
+    raise KeyboardInterrupt
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+    __repr__ = __str__
+
+
+@fault("cannot be printed")
+def unprintable() -> None:
+    raise Unprintable
+
+
+@fault("deadline", ends=True)
+def hangs_in_python() -> None:
+    while True:
+        time.sleep(0.1)
+
+
+@fault("deadline", ends=True)
+def hangs_in_c() -> None:
+    ctypes.PyDLL(None).pause()  # holds the interpreter
+
+
+@fault("", ends=True, outcome="oom")
+def eats_memory() -> None:
+    while True:
+        _kept.append(torch.ones(2**26))
+
+
+@fault("whether gradients are recorded")
+def leaves_no_grad() -> None:
+    torch._C._set_grad_enabled(not torch.is_grad_enabled())
+
+
+@fault("inference_mode", ends=True)
+def leaves_inference_mode() -> None:
+    mode = torch.inference_mode()
+    mode.__enter__()
+    _kept.append(mode)
+
+
+@fault("default dtype")
+def leaves_default_dtype() -> None:
+    torch.set_default_dtype(torch.float64)
+
+
+@fault("default device")
+def leaves_default_device() -> None:
+    torch.set_default_device("meta")
+
+
+@fault("seed")
+def leaves_a_seed() -> None:
+    torch.manual_seed(7)
+
+
+@fault("number of threads")
+def leaves_threads() -> None:
+    torch.set_num_threads(torch.get_num_threads() + 1)
+
+
+@fault("working directory")
+def leaves_the_folder() -> None:
+    os.chdir("/")
+
+
+@fault("environment variable HOME")
+def leaves_the_environment() -> None:
+    os.environ["HOME"] = "/nowhere"
+
+
+@fault("sys.stdout")
+def closes_stdout() -> None:
+    sys.stdout.close()
+
+
+@fault("file 1")
+def closes_file_1() -> None:
+    with contextlib.suppress(OSError):
+        os.close(1)
+
+
+@fault("garbage")
+def stops_collection() -> None:
+    gc.disable()
+
+
+@fault("handlers of signals")
+def takes_signals() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
