@@ -59,6 +59,13 @@ def gpu(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "-m", "gpu", *session.posargs)
 
 
+@nox.session(default=False)
+def fuzz(session: nox.Session) -> None:
+    """100,000 spoiled files for each reader of a file: a result or a ValueError, and no other file is touched."""
+    install(session, "test")
+    session.run("python", "-m", "pytest", "-n", "2", "tests/fuzz", *session.posargs, env={"LMSYS_FUZZ": "100000"})
+
+
 @nox.session
 def bench(session: nox.Session) -> None:
     """Measure, then build the report of what was measured."""

@@ -5,6 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lmsys.strict_json import check_fields
+from lmsys.values import finite, whole
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -29,9 +32,11 @@ class ModelConfig:
     checkpoint_blocks: int = 0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length"):
-            if (value := getattr(self, name)) < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+            whole(name, getattr(self, name), least=1)
+        for name in ("rope_theta", "norm_eps"):
+            finite(name, getattr(self, name), above=0)
         if self.d_model % self.num_heads or self.head_dim % 2:
             raise ValueError(
                 f"d_model={self.d_model} must divide into num_heads={self.num_heads} heads of even length"
@@ -41,8 +46,6 @@ class ModelConfig:
             raise ValueError(f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}")
         if not 0 <= self.checkpoint_blocks <= self.num_layers:
             raise ValueError(f"checkpoint_blocks={self.checkpoint_blocks} must lie in 0 to {self.num_layers} layers")
-        if self.rope_theta <= 0 or self.norm_eps <= 0:
-            raise ValueError(f"rope_theta={self.rope_theta} and norm_eps={self.norm_eps} must be positive")
 
     @property
     def head_dim(self) -> int:

@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import os
 import secrets
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,6 +58,16 @@ def claim(path: Path) -> Callable[[], None]:
         _claims.pop(lock).close()
 
     return release
+
+
+def check_private(path: Path) -> None:
+    """ValueError unless the file and its folder are this user's or root's, and neither everybody nor another group than
+    the user's own can write them: what is in such a file may be run."""
+    for one in (path, path.parent):
+        found = one.stat()
+        by_others = stat.S_IWOTH | (stat.S_IWGRP if found.st_gid != os.getgid() else 0)
+        if found.st_uid not in (os.getuid(), 0) or found.st_mode & by_others:
+            raise ValueError(f"{one}: others can write it, and code would be run from there: chmod go-w, or remove it")
 
 
 def sha256_of(path: Path) -> str:

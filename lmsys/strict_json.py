@@ -5,8 +5,12 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
+
+from lmsys.values import SHORT, shortened, shortly
 
 
 def overlay(config: Any, found: Any, path: str = "") -> Any:
@@ -17,40 +21,79 @@ def overlay(config: Any, found: Any, path: str = "") -> Any:
     """
     where = path or "the config"
     if not isinstance(found, Mapping):
-        raise ValueError(f"{where}: must be a JSON object; got {json.dumps(found)}")
+        raise ValueError(f"{where}: must be a JSON object; got {shortly(found)}")
     hints, changes = get_type_hints(type(config)), {}
     for key, value in found.items():
         here = f"{path}.{key}" if path else key
         if key not in hints:
-            raise ValueError(f"{here}: unknown key; did you mean {' or '.join(_nearest(config, key, path))}?")
+            raise ValueError(
+                f"{shortened(here)}: unknown key; did you mean {' or '.join(_nearest(config, key, path))}?"
+            )
         current = getattr(config, key)
         changes[key] = overlay(current, value, here) if is_dataclass(current) else _typed(value, hints[key], here)
     try:
         return replace(config, **changes)
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        raise ValueError(shortened(f"{where}: {error}")) from None
+
+
+def check_fields(config: Any) -> None:
+    """ValueError unless every field of a config dataclass has a value of its declared type, as JSON would."""
+    for name, hint in _hints(type(config)).items():  # type: ignore[arg-type]
+        if not is_dataclass(hint):
+            _typed(getattr(config, name), hint, name)
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
 
 
 def parse_json(text: str) -> Any:
-    """JSON, strictly: ValueError for NaN, infinities and a key that an object has twice, as for what is no JSON."""
+    """JSON, strictly: ValueError for NaN, infinities, a key that an object has twice and hundreds of nested brackets,
+    as for what is no JSON."""
 
     def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         if twins := sorted({key for key in keys if keys.count(key) > 1}):
-            raise ValueError(f"{twins[0]!r} is given twice in one object")
+            raise ValueError(f"{shortly(twins[0])} is given twice in one object")
         return dict(pairs)
 
     def refuse(name: str) -> Any:
         raise ValueError(f"{name} is not a JSON number")
 
-    return json.loads(text, object_pairs_hook=without_twins, parse_constant=refuse)
+    try:
+        return json.loads(text, object_pairs_hook=without_twins, parse_constant=refuse)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def read_json(path: Path, **kinds: type) -> Any:
+    """What a JSON file holds; with `kinds`, an object that has these keys with values of these types, and maybe others.
+
+    ValueError, with the path, for what is not that. FileNotFoundError where there is none.
+    """
+    try:
+        found = parse_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8: {error.reason} at byte {error.start:,}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from None
+    for name, kind in kinds.items():
+        if not isinstance(found, dict) or type(found.get(name)) is not kind:
+            raise ValueError(f"{path}: must be an object with {name!r}, {_called(kind)}")
+    return found
 
 
 def parse_setting(config: Any, setting: str) -> dict[str, Any]:
     """`train.lr=3e-4` -> {"train": {"lr": 0.0003}}. The value is JSON; a string may go without quotes."""
     name, equals, text = setting.partition("=")
     if not equals or not all(keys := name.split(".")):
-        raise ValueError(f"{setting!r}: must be PATH=VALUE, as in train.lr=3e-4")
+        raise ValueError(f"{shortly(setting)}: must be PATH=VALUE, as in train.lr=3e-4")
     hint: Any = type(config)
     for key in keys:
         hint = get_type_hints(hint).get(key) if is_dataclass(hint) else None
@@ -97,9 +140,25 @@ def _typed(value: Any, hint: Any, path: str) -> Any:
             return tuple(
                 _typed(one, of, f"{path}[{i}]") for i, (one, of) in enumerate(zip(value, get_args(kind), strict=True))
             )
-    raise ValueError(f"{path}: must be {' or '.join(map(_called, kinds))}; got {json.dumps(value)}")
+    raise ValueError(f"{path}: must be {' or '.join(map(_called, kinds))}; got {_as_json(value)}")
+
+
+def _as_json(value: Any) -> str:
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return shortly(value)
+    return text if len(text) <= SHORT else shortly(value)
 
 
 def _called(kind: Any) -> str:
-    names = {bool: "true or false", int: "a whole number", float: "a finite number", str: "a string", NoneType: "null"}
+    names = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a finite number",
+        str: "a string",
+        NoneType: "null",
+        dict: "an object",
+        list: "a list",
+    }
     return names.get(kind) or f"a list of {len(get_args(kind))} numbers"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lmsys.files import claim, replacing
+from lmsys.files import check_private, claim, replacing
 from tests.support.processes import ENVIRONMENT, ROOT
 
 HOLD = "import sys, time; from lmsys.files import claim; from pathlib import Path\n"
@@ -43,3 +43,16 @@ def test_a_claim_ends_with_its_process_however_that_ends(tmp_path: Path) -> None
     release()
     claim(path)()
     assert not list(tmp_path.iterdir())
+
+
+def test_code_is_not_run_from_where_others_can_write(tmp_path: Path) -> None:
+    path = tmp_path / "library.so"
+    path.touch(mode=0o644)
+    tmp_path.chmod(0o755)
+    check_private(path)
+    for one in (path, tmp_path):
+        before = one.stat().st_mode
+        one.chmod(before | 0o002)
+        with pytest.raises(ValueError, match=f"^{one}: others can write it"):
+            check_private(path)
+        one.chmod(before)

@@ -15,13 +15,17 @@ PLAIN = (  # of lmsys: what a machine without torch can import
         "config",
         "files",
         "strict_json",
+        "values",
         "processes",
         "measure/__init__",
         "measure/step",
         "training/config",
     ),
     *("cost/__init__", "cost/operations", "cost/memory", "cost/communication"),
-    *(f"bench/{name}" for name in "__init__ axes benchmark fields options plugin proof record results schema1".split()),
+    *(
+        f"bench/{name}"
+        for name in "__init__ axes benchmark fields options plugin proof record results schema1 validate".split()
+    ),
 )
 LATE = (
     "bench/benchmark",
@@ -32,7 +36,10 @@ LATE = (
 )  # import what needs torch inside of functions
 ROWS = "lmsys.attention", "lmsys.parallel"
 DATA = "lmsys/files.py", *(f"lmsys/training/{name}.py" for name in ("corpora", "data", "download", "tokens"))
-OF_REPORTS = ("lmsys.reports", "lmsys.files", "lmsys.bench.fields", "lmsys.bench.record", "lmsys.bench.schema1")
+OF_REPORTS = (
+    *("lmsys.reports", "lmsys.files", "lmsys.strict_json", "lmsys.values"),
+    *(f"lmsys.bench.{name}" for name in ("fields", "record", "schema1", "validate")),
+)
 
 
 def imports(file: Path) -> Iterator[str]:
@@ -98,6 +105,8 @@ def test_what_workers_load_has_no_torch(file: Path) -> None:
     assert not imports_of(file, "torch", "triton")
     allowed = [
         "lmsys.processes",
+        "lmsys.strict_json",
+        "lmsys.values",
         "lmsys.tokenizer",
         "lmsys.training.config",
         *(path.removesuffix(".py").replace("/", ".") for path in DATA),

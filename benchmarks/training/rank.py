@@ -39,7 +39,9 @@ def trainer(case: TrainingCase, tokens: Tokens, seed: int) -> Trainer:
     if config.train.compile:
         torch.compiler.reset()  # the blocks of one case are not to count as those of another again
     windows = fixed_windows(TokenFiles([tokens.valid]), case.context, case.windows)
-    return Trainer(config, TokenFiles([tokens.train]), windows, device(), group=subgroup(case.world_size))
+    group = subgroup(case.world_size)
+    with torch.random.fork_rng():  # a trainer seeds torch, and the rank is others' next
+        return Trainer(config, TokenFiles([tokens.train]), windows, device(), group=group)
 
 
 @on_part

@@ -106,7 +106,7 @@ def attention(
     differentiable once. "auto" takes the fastest row that supports the case, on a CPU none that Triton
     interprets; a named row that cannot run it is a ValueError that says why.
     """
-    check_inputs(q, k, v, scale)
+    check_inputs(q, k, v, causal, scale)
     scale = None if scale is None else float(scale)
     q4, k4, v4 = as_4d(q), as_4d(k), as_4d(v)
     entry = ATTENTION.pick(impl, case_of(q4, k4, v4, causal=causal, scale=scale))

@@ -8,12 +8,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lmsys.values import finite, flag
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -50,8 +52,17 @@ def case_of(
     )
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> None:
     """ValueError, with the value at fault, unless q (..., H, Q, D) or (B, Q, D) and k, v fit together."""
+    for name, x in {"q": q, "k": k, "v": v}.items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a torch.Tensor; got {type(x).__module__}.{type(x).__qualname__}")
+        if x.layout != torch.strided or x.is_nested:
+            told = "a nested tensor" if x.is_nested else f"layout {x.layout}"
+            raise ValueError(f"{name} must be a dense tensor (layout torch.strided); got {told}")
+    flag("causal", causal)
+    if scale is not None:
+        finite("scale", scale, least=-FLOAT32_MAX, most=FLOAT32_MAX)
     if not (q.dim() == k.dim() == v.dim() and q.dim() >= 3):
         raise ValueError(f"q, k, v must have one rank of at least 3; got shapes {_shapes(q, k, v)}")
     if 0 in (*q.shape, *k.shape, *v.shape):
@@ -71,19 +82,14 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
         raise ValueError(f"q, k, v must be on one device; got {q.device}, {k.device}, {v.device}")
     if q.device.type not in ("cpu", "cuda"):
         raise ValueError(f"q, k, v must be on a CPU or a CUDA device; got {q.device}")
-    if scale is not None and not _is_finite(scale):
-        raise ValueError(f"{scale=} must be a finite number (default: head_dim ** -0.5)")
-
-
-def _is_finite(scale: Any) -> bool:
-    try:
-        return not isinstance(scale, bool) and isinstance(scale, Real) and math.isfinite(scale)
-    except OverflowError:  # an int beyond every float
-        return False
 
 
 def as_4d(x: Tensor) -> Tensor:
-    """(B, S, D) as (B, 1, S, D); (..., H, S, D) as (B, H, S, D) with the leading dimensions made one."""
+    """(B, S, D) as (B, 1, S, D); (..., H, S, D) as (B, H, S, D) with the leading dimensions made one.
+
+    A copy where the elements of a row are not neighbours in memory, which no kernel reads well.
+    """
+    x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
     if x.dim() == 3:
         return x.unsqueeze(1)
     return x if x.dim() == 4 else x.reshape(-1, *x.shape[-3:])

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lmsys.attention.contract import DTYPE_NAMES, AttentionCase
 from lmsys.attention.custom_ops import attend, autograd_function, custom_op
+from lmsys.files import check_private
 
 SOURCE = Path(__file__).with_name("flash_cuda.cu")
 FLAGS = ("-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC")
@@ -127,6 +128,7 @@ def build(dtype: torch.dtype, head_dim: int, capability: tuple[int, int], tiles:
             if done.returncode:
                 raise RuntimeError(f"nvcc could not compile {SOURCE}:\n{done.stdout}{done.stderr}")
             os.replace(result, path)  # atomic: of two processes that compile, the last one's stays
+    check_private(path)
     return path
 
 

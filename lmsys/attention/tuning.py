@@ -19,6 +19,10 @@ import triton
 from triton.runtime.errors import OutOfResources
 
 from lmsys.files import replacing
+from lmsys.strict_json import read_json
+from lmsys.values import whole
+
+MOST_SIZE = 2**16  # of a tile, in any of its numbers
 
 LONG_MS = 20.0  # for a launch this long one sample is enough
 
@@ -123,16 +127,16 @@ def _read() -> dict[str, Tile]:
     """Choices on disk. ValueError, with the path, when the file is not what `_write` writes."""
     path = cache_file()
     try:
-        return {key: _tile(**tile) for key, tile in json.loads(path.read_text()).items()}
-    except OSError:  # none yet, or none that can be read; `_write` says so if it is to stay that way
-        return {}
+        if not path.is_file():
+            return {}
+        return {key: _tile(**tile) for key, tile in read_json(path).items()}
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: the tuning cache is corrupt ({error}); delete the file to tune anew") from error
 
 
 def _tile(**sizes: int) -> Tile:
-    if not all(type(size) is int and size > 0 for size in sizes.values()):
-        raise ValueError(f"a tile of {sizes}")
+    for name, size in sizes.items():
+        whole(name, size, least=1, most=MOST_SIZE)
     return Tile(**sizes)
 
 

@@ -1,11 +1,12 @@
 """Axes and grids: what a benchmark varies, read off the command line. Every bad value is a ValueError that says what
 would be right. Imports no torch."""
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
+
+from lmsys.values import choice
 
 Parse = Callable[[str], Any]
 OPTION = "lmsys_axis"  # begins the names under which pytest keeps axes' own options
@@ -102,16 +103,6 @@ def filled(grid: Grid, axes: Iterable[Axis], given: Mapping[str, Any]) -> Grid:
     """The grid with the axes' defaults for what it leaves out, and what the command line gives in place of its own."""
     defaults = {axis.name: axis.default for axis in axes}
     return Grid(grid.name, frozenset(given), **{**defaults, **grid, **given})
-
-
-def choice(text: str, known: Iterable[str]) -> str:
-    """The text itself. ValueError that names the choices and the nearest, where it is none of them."""
-    known = list(known)
-    if text not in known:
-        near = difflib.get_close_matches(text, known, n=2)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise ValueError(f"must be one of {', '.join(known)}{hint}")
-    return text
 
 
 def one_of(*known: str) -> Parse:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 NOBODY = -1  # the bench itself is at work
+TIMED = "in a timed call"  # a GPU may be far behind the host
 SIZE = mmap.PAGESIZE
 _BEAT = struct.Struct("=qdq128s")  # number, until, row, doing
 _GPU_ROW = struct.Struct("=q")
@@ -34,6 +35,11 @@ class Beat:
     row: int
     doing: str
     gpu_row: int
+
+    @property
+    def row_on_device(self) -> int:
+        """The row that the device is at: while calls are timed, what the GPU says; else what the host does is done."""
+        return self.gpu_row if self.doing == TIMED and self.gpu_row != NOBODY else self.row
 
     @property
     def is_late(self) -> bool:

@@ -26,7 +26,7 @@ from lmsys.bench import heartbeat
 from lmsys.bench.axes import Grid
 from lmsys.bench.benchmark import Benchmark, Case, Cases, Collected, Settings
 from lmsys.bench.fields import Record
-from lmsys.bench.heartbeat import NOBODY, Beat, Heartbeat
+from lmsys.bench.heartbeat import NOBODY, Heartbeat
 from lmsys.measure.host import available_bytes, resident_bytes
 from lmsys.processes import DIED, Told, Worker, answered, tell
 
@@ -80,8 +80,6 @@ class Isolated:
                     del left[result.record["id"]]
                     yield result
             except Ended as fault:
-                if left.keys() <= ended.keys():
-                    raise RuntimeError(f"the bench itself cannot run: {fault.reason}") from None
                 rows = self._begun.candidates
                 if fault.row is not None and fault.row < len(rows):
                     found = dict.fromkeys(rows[fault.row], ("error", fault.reason, True))
@@ -89,6 +87,8 @@ class Isolated:
                     tried_alone, found = True, self._alone(cls, left, rows, ended)
                 else:
                     found = dict.fromkeys(left, ("error", f"the bench's process ended: {fault.reason}", True))
+                if found and found.keys() <= ended.keys():  # they were not run
+                    raise RuntimeError(f"the bench itself cannot run: {fault.reason}") from None
                 ended |= found
                 if any(crashed for _, _, crashed in found.values()):
                     self.say(f"  a row ended its process; what is left of the group runs again: {fault.reason}")
@@ -218,20 +218,19 @@ class Isolated:
             return  # it was read in the middle of a change
         worker.signal(signal.SIGUSR1)  # it writes down where it is, whatever it does
         time.sleep(TRACE_S)
-        row = beat.row if beat.gpu_row == NOBODY else beat.gpu_row
-        raise Ended(f"no answer within the deadline {beat.doing}{self._told_place()}", None if row == NOBODY else row)
+        raise Ended(f"no answer within the deadline {beat.doing}{self._told_place()}", _known(beat.row_on_device))
 
     def _ended(self, failure: Any) -> Ended | None:
         """How a row has ended the worker; None for an exception that is the bench's own."""
         beat = heartbeat.read(self._memory)
         if failure.kind == DIED:
-            return Ended(f"its process {failure.text} {beat.doing}{self._told_place()}", _blamed(beat))
+            return Ended(f"its process {failure.text} {beat.doing}{self._told_place()}", _known(beat.row))
         said = failure.text.strip().splitlines()[-1].partition(": ")[2]
         if failure.kind == "MemoryEaten":
             return Ended(said, None)
         if failure.kind in ("Lost", "KeyboardInterrupt"):
-            row = beat.gpu_row if failure.kind == "Lost" and beat.gpu_row != NOBODY else beat.row
-            return Ended(f"{said or 'it raises KeyboardInterrupt'} {beat.doing}", None if row == NOBODY else row)
+            row = beat.row_on_device if failure.kind == "Lost" else beat.row
+            return Ended(f"{said or 'it raises KeyboardInterrupt'} {beat.doing}", _known(row))
         return None
 
     def _told_place(self) -> str:
@@ -241,8 +240,8 @@ class Isolated:
         return f", at {place}" if place else ""
 
 
-def _blamed(beat: Beat) -> int | None:
-    return None if beat.row == NOBODY else beat.row
+def _known(row: int) -> int | None:
+    return None if row == NOBODY else row
 
 
 def place_in(trace: str) -> str:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from lmsys.bench.axes import OPTION, Sweep, choice
+from lmsys.bench.axes import OPTION, Sweep
 from lmsys.bench.benchmark import DEFAULT_ROUNDS
 from lmsys.bench.record import OUTCOMES
+from lmsys.values import choice
 
 REPLAYED = "what is replayed is already measured"
 TOGETHER = "rows are sampled side by side; --benchmark-max-time sets how long"

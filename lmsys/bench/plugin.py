@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from lmsys.bench import options
-from lmsys.bench.axes import Sweep, choice
+from lmsys.bench.axes import Sweep
 from lmsys.bench.benchmark import Settings
 from lmsys.bench.record import JournalError
 from lmsys.bench.results import Key, Session, read_results
 from lmsys.files import claim
+from lmsys.values import choice
 
 SESSION = pytest.StashKey[Session]()
 CLAIM = pytest.StashKey[Callable[[], None]]()  # ends this run's claim to its output

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from lmsys.bench.axes import Grid
 from lmsys.bench.guard import Guard
+from lmsys.bench.state import Changed, State
 from lmsys.measure.clock import CYCLES_PER_S, clock_of
 from lmsys.measure.compare import release_memory
 from lmsys.measure.memory import cap_gpu_memory
@@ -131,13 +132,19 @@ def takes_part(world_size: int) -> bool:
 def on_part(function: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T | None]:
     """The function of a case on the ranks that take part in it, its `world_size`; None on the others.
 
-    RuntimeError where meanwhile a row has replaced what judges it.
+    RuntimeError where meanwhile a row has replaced what judges it, Changed where it has left the process changed.
     """
 
     @wraps(function)
     def run(case: Any, /, *args: P.args, **kwargs: P.kwargs) -> T | None:
-        guard = Guard()
-        found = function(case, *args, **kwargs) if takes_part(case.world_size) else None
+        guard, state = Guard(), State()
+        try:
+            found = function(case, *args, **kwargs) if takes_part(case.world_size) else None
+        finally:
+            left = state.mend()
+            state.close()
+        if left:
+            raise Changed(left)
         if names := guard.mend():
             raise RuntimeError(f"a row replaced {', '.join(names)}, by which it is judged")
         return found

@@ -21,7 +21,10 @@ from typing import Any
 
 from lmsys.bench import schema1
 from lmsys.bench.fields import Record
+from lmsys.bench.validate import check_content
 from lmsys.files import replacing
+from lmsys.strict_json import parse_json
+from lmsys.values import shortly
 
 SCHEMA = 2
 OUTCOMES = ("ok", "oom", "unsupported", "wrong", "error")
@@ -30,12 +33,13 @@ OUTCOMES = ("ok", "oom", "unsupported", "wrong", "error")
 def check_record(record: Record) -> Record:
     """The record itself, or ValueError: an outcome it must have, a time only where it is ok, values that JSON knows."""
     if record.get("outcome") not in OUTCOMES:
-        raise ValueError(f"record {record.get('id')!r}: outcome={record.get('outcome')!r} must be one of {OUTCOMES}")
+        found = f"outcome={shortly(record.get('outcome'))}"
+        raise ValueError(f"record {shortly(record.get('id'))}: {found} must be one of {OUTCOMES}")
     if record["outcome"] != "ok" and record.get("time_s") is not None:
-        raise ValueError(f"record {record.get('id')!r}: outcome {record['outcome']!r} cannot carry a time")
+        raise ValueError(f"record {shortly(record.get('id'))}: outcome {record['outcome']!r} cannot carry a time")
     for key in ("id", "benchmark", "impl"):
         if not isinstance(record.get(key), str):
-            raise ValueError(f"record {record.get('id')!r}: {key}={record.get(key)!r} must be a string")
+            raise ValueError(f"record {shortly(record.get('id'))}: {key}={shortly(record.get(key))} must be a string")
     json.dumps(record, allow_nan=False)
     return record
 
@@ -116,11 +120,13 @@ def load(path: Path) -> Record:
     if journal.is_file() and not (path.is_file() and path.stat().st_size):
         path = journal  # an empty result is one that a run has opened, to see that it may, and not yet written
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"{path}: cannot read the result file: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8: {error.reason} at byte {error.start:,}") from None
     try:
-        found = _from_journal(text) if path.suffix == ".partial" else json.loads(text).get("lmsys")
+        found = _from_journal(text) if path.suffix == ".partial" else parse_json(text).get("lmsys")
     except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error})") from error
     except (AttributeError, TypeError):
@@ -132,12 +138,14 @@ def load(path: Path) -> Record:
     if found["schema"] == 1:
         found = schema1.upgraded(found)
     if found["schema"] != SCHEMA:
-        raise ValueError(f"{path}: schema {found['schema']} is not the {SCHEMA} that this version reads; update lmsys")
+        schema = shortly(found["schema"])
+        raise ValueError(f"{path}: schema {schema} is not the {SCHEMA} that this version reads; update lmsys")
     if not isinstance(found.get("fields"), dict) or not isinstance(found.get("rows"), dict):
         raise ValueError(f"{path}: not a result of this bench: fields and rows must be objects")
     try:
         for record in found["records"]:
             check_record(record)
+        check_content(found)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return found
@@ -152,5 +160,5 @@ def _from_journal(text: str) -> Record:
     lines = text.splitlines()
     if lines and not text.endswith("\n"):
         lines.pop()
-    head, *records = [json.loads(line) for line in lines] or [{}]
+    head, *records = [parse_json(line) for line in lines] or [{}]
     return {**head, "records": records}

@@ -1,6 +1,5 @@
 """One pytest run of benchmarks: the selected cases, their results, and where these are kept. Imports no torch."""
 
-import gc
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -103,7 +102,6 @@ class Session:
             self.results[group[0], result.record["id"]] = result  # first: an interrupt may fall between the two
             if self.output:
                 self.journal.add(result.record)
-        gc.freeze()  # what lives between groups is code, which the many collections of the next need not visit again
 
     @cached_property
     def runner(self) -> "Runner | Isolated":

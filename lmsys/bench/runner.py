@@ -3,6 +3,7 @@
 why not -> setup -> first call -> check -> samples, in turns -> check of timed calls -> memory -> record.
 """
 
+import gc
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -100,6 +101,7 @@ class Runner:
         if self.is_watched and len(trial.candidates) > 1 and trial.outcomes["oom"] and kept > EATEN_BYTES:
             raise MemoryEaten(f"a row has kept {kept / 2**30:.1f} GiB of memory, and others found too little")
         yield from trial.results(cases)
+        gc.freeze()  # what lives between groups is code, which the many collections of the next need not visit again
 
     def facts(self) -> Record:
         """The machine and the code, without what has to be measured."""

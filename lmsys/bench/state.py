@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,7 +90,7 @@ class State:
     """The process as it is when this is made; `close` it."""
 
     def __init__(self) -> None:
-        self._parts = {part: part.get() for part in PARTS}
+        self._parts = {part: _read(part) for part in PARTS}
         self._variables, self._raw_variables = dict(os.environ), _raw_variables()
         self._streams = {number: getattr(sys, name) for number, name in OUTPUTS.items()}
         self._files = {number: (os.dup(number), found) for number in OUTPUTS if (found := _file(number))}
@@ -101,12 +102,13 @@ class State:
 
     def _mend_parts(self) -> Iterator[str]:
         for part, was in self._parts.items():
-            now = part.get()
+            now = _read(part)
             if now == was or was is None:
                 continue
             told = f"{part.name} ({was}, now {now})" if isinstance(was, PLAIN) else part.name
-            part.put(was)
-            if part.get() != was:
+            with suppress(Exception):
+                part.put(was)
+            if _read(part) != was:
                 raise Lost(f"it leaves changed: {told}")
             yield told
 
@@ -136,6 +138,13 @@ class State:
     def close(self) -> None:
         for copy, _ in self._files.values():
             os.close(copy)
+
+
+def _read(part: Part) -> Any:
+    try:
+        return part.get()
+    except Exception as error:  # torch refuses to say some settings after others were made
+        return f"{type(error).__name__}: {error}"
 
 
 def _raw_variables() -> dict[Any, Any]:

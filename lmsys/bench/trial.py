@@ -14,6 +14,7 @@ from torch import Tensor
 from lmsys import draws
 from lmsys.bench.benchmark import Benchmark, Candidate, Case, Cases, Measurement, judges_calls, verdict
 from lmsys.bench.fields import Record
+from lmsys.bench.heartbeat import TIMED
 from lmsys.bench.interpreted import interpreted_kernels
 from lmsys.bench.proof import loaded_kernels, source_of
 from lmsys.bench.record import rounded, summarize
@@ -70,11 +71,9 @@ class Trial:
             found[self._rows[id(self.candidate(case))]].append(case.id)
         return [*found.values()]
 
-    def beat(self, candidate: Candidate, doing: str = "", seconds: float | None = None) -> int:
-        """Says that this row is at work; its place among all."""
-        row = self._rows[id(candidate)]
-        self.heartbeat.beat(row, doing or self.doing, self.settings.deadline_s if seconds is None else seconds)
-        return row
+    def beat(self, candidate: Candidate) -> None:
+        """Says that this row is at work."""
+        self.heartbeat.beat(self._rows[id(candidate)], self.doing, self.settings.deadline_s)
 
     def watched(self, candidate: Candidate, call: Callable[..., Any], *args: Any) -> tuple[Any, Failure | None]:
         """`attempt` of a row's own work: until the device has done it, and with what it leaves changed put back."""
@@ -165,9 +164,9 @@ class Trial:
 
     def take(self, turn: Cases) -> None:
         if turn := [case for case in turn if self.is_able(case)]:  # what fails in one turn is not in the next
-            self.doing = "before it was timed"
+            self.doing = "while it was timed"
             if len(turn) == 1:
-                self.beat(self.candidate(turn[0]), "while it was timed")
+                self.beat(self.candidate(turn[0]))
             self.benchmark.sample(turn, self)
             self.heartbeat.rest()
             self._mend([self.candidate(case) for case in turn])
@@ -196,6 +195,7 @@ class Trial:
     def interleave(self, turn: Cases, min_rounds: int | None = None) -> None:
         """Times the steps of a turn side by side, in `min_rounds` rounds or the settings' at least."""
         steps = {}
+        self.doing = "before it was timed"
         for case in turn:
             candidate = self.candidate(case)
             step, failure = candidate.watched(self.benchmark.step, case, candidate, self.setup)
@@ -241,7 +241,7 @@ class Trial:
             most_s = self.settings.deadline_s
             if self._expected_s < math.inf:
                 most_s = max(min(most_s, WARM_S), TIMES_EXPECTED * self._expected_s)
-            self.heartbeat.beat(row, "in a timed call", most_s)
+            self.heartbeat.beat(row, TIMED, most_s)
             return call(*args)
 
         def redraw(draw: int) -> None:

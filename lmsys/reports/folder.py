@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from lmsys.strict_json import read_json
+
 MANIFEST = "manifest.json"
 NAME = r"([\w-]{1,100}/)?[\w-]{1,200}\.(html|md|csv|svg)"
 
@@ -45,12 +47,12 @@ def _written(out: Path) -> set[str]:
     """The names of what was written there before."""
     path = out / MANIFEST
     try:
-        found = json.loads(path.read_text())["files"]
-        if not isinstance(found, list) or not all(re.fullmatch(NAME, name) for name in found):
+        found = read_json(path, files=list)["files"]
+        if not all(isinstance(name, str) and re.fullmatch(NAME, name) for name in found):
             raise ValueError("its files must be names of ours")
     except FileNotFoundError:
         return set()
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"{path} is not a list of what was written there: {error}") from None
     return set(found)
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lmsys.bench.fields import Field, Record
+from lmsys.bench.validate import check_value
 from lmsys.reports.load import InputError, Machine, file_name
 from lmsys.reports.styles import Style, styles_of
 from lmsys.reports.words import NAMES, VALUES, exact, filled, label_of, scaled, sentence, span, timing, unit_of
@@ -18,18 +19,14 @@ def view_of(machine: Machine, benchmark: str, baseline: str | None = None) -> "V
     """All cases of a benchmark. InputError for a record that has something else where a number is declared."""
     fields = machine.fields[benchmark]
     cases = [{**dict.fromkeys(fields), **one} for one in machine.records if one["benchmark"] == benchmark]
+    declared = {name: one.to_json() for name, one in fields.items()}
     for case in cases:
-        for one in fields.values():
-            if not _fits(one, value := case[one.name]):
-                raise InputError(f"record {case['id']!r}: {one.name}={value!r} is not what the field is declared as")
+        for name, one in declared.items():
+            try:  # another file may have declared the field otherwise
+                check_value(f"record {case['id']!r}: {name}", case[name], one)
+            except ValueError as error:
+                raise InputError(str(error)) from None
     return View(machine, benchmark, fields, cases, wanted=baseline, stem=machine.slug).styled()
-
-
-def _fits(field: Field, value: Any) -> bool:
-    """True where it can be a value of the field: a number where one is declared, and a list only among details."""
-    if value is None or isinstance(value, (list, dict)):
-        return value is None or field.role == "detail"
-    return type(value) in (int, float) or field.role == "axis" or not (field.unit or field.role == "metric")
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ import numpy as np
 from lmsys.tokenizer import files
 from lmsys.tokenizer.pretokens import Pretokenizer
 from lmsys.tokenizer.words import Words
+from lmsys.values import shortly
 
 _PIECE = 1 << 18  # characters that `encode_iterable` gathers before it encodes
 _LONG = 100  # bytes of a pre-token that is merged with a queue
@@ -147,7 +148,9 @@ class Tokenizer:
         for left, right in self.merges:
             for token in (left, right, left + right):
                 if token not in self._ids:
-                    raise ValueError(f"merge ({left!r}, {right!r}): {token!r} is not in the vocabulary")
+                    raise ValueError(f"merge {shortly((left, right))}: {shortly(token)} is not in the vocabulary")
+                if len(token) > 1 and token not in made:
+                    raise ValueError(f"merge {shortly((left, right))}: no merge makes {shortly(token)}")
         for special in self.special_tokens:
             if len(special.encode()) == 1 or special.encode() in made:
                 raise ValueError(f"special token {special!r} is an ordinary token of this vocabulary")

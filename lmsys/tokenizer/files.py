@@ -3,9 +3,15 @@
 Source: Radford et al. 2019 (GPT-2), the released encoder.py, `bytes_to_unicode`.
 """
 
+import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from lmsys.files import replacing
+from lmsys.strict_json import read_json
+from lmsys.values import shortly
 
 NAMES = ("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")
 _VERSION = "#version: 0.2"
@@ -40,9 +46,13 @@ def save(
     written = {specials.get(token) or as_written(token): number for number, token in sorted(vocab.items())}
     folder.mkdir(parents=True, exist_ok=True)
     vocab_name, merges_name = NAMES[0]
-    (folder / vocab_name).write_text(json.dumps(written, ensure_ascii=False), encoding="utf-8")
-    lines = [_VERSION, *(f"{as_written(left)} {as_written(right)}" for left, right in merges), ""]
-    (folder / merges_name).write_text("\n".join(lines), encoding="utf-8")
+    content = json.dumps(written, ensure_ascii=False).encode()
+    head = f"{_VERSION} {_told(len(merges), content)}"
+    lines = [head, *(f"{as_written(left)} {as_written(right)}" for left, right in merges), ""]
+    with replacing(folder / merges_name) as file:
+        file.write("\n".join(lines).encode())
+    with replacing(folder / vocab_name) as file:
+        file.write(content)
 
 
 def load(vocab: Path, merges: Path) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]], list[str]]:
@@ -50,39 +60,52 @@ def load(vocab: Path, merges: Path) -> tuple[dict[int, bytes], list[tuple[bytes,
 
     ValueError, with file and place, for what is not written like that.
     """
-    pairs = [_read_merge(merges, number, line) for number, line in _lines(merges)]
+    head, lines = _lines(merges)
+    pairs = [_read_merge(merges, number, line) for number, line in lines]
     ordinary = {*_BYTE_OF, *(left + right for left, right in pairs)}
     try:
-        written = json.loads(_read(vocab))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{vocab}: not JSON: {error}") from None
+        written = read_json(vocab)
+    except FileNotFoundError as error:
+        raise ValueError(f"{vocab}: cannot be read: {error.strerror}") from error
     if not isinstance(written, dict) or not all(type(number) is int for number in written.values()):
         raise ValueError(f'{vocab}: must be an object of token: id, as {{"!": 0, ...}}')
     if len(set(written.values())) != len(written):
         raise ValueError(f"{vocab}: {len(written) - len(set(written.values()))} ids are given twice")
     found = {number: _bytes(text) if text in ordinary else text.encode() for text, number in written.items()}
     special_tokens = [text for text in sorted(written, key=written.__getitem__) if text not in ordinary]
+    told = re.fullmatch(rf"{_VERSION} (merges: .+)", head.rstrip("\r"))
+    if told and told[1] != _told(len(pairs), _content(vocab)):
+        raise ValueError(f"{merges}: cut, or not of the tokenizer that {vocab} is of: make both anew")
     return found, [(_bytes(left), _bytes(right)) for left, right in pairs], special_tokens
 
 
-def _read(path: Path) -> str:
+def _told(num_merges: int, vocab: bytes) -> str:
+    """What a merges file of ours says behind its version, so that a pair is known to be whole: others ignore it."""
+    return f"merges: {num_merges} vocab: {hashlib.sha256(vocab).hexdigest()[:16]}"
+
+
+def _content(path: Path) -> bytes:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_bytes()
     except OSError as error:
         raise ValueError(f"{path}: cannot read it: {error.strerror}") from error
+
+
+def _lines(path: Path) -> tuple[str, list[tuple[int, str]]]:
+    """The first line, where it tells a version, and all others that are not empty, numbered."""
+    try:
+        text = _content(path).decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8: {error.reason} at byte {error.start:,}") from None
-
-
-def _lines(path: Path) -> Iterable[tuple[int, str]]:
-    lines = enumerate(_read(path).split("\n"), 1)  # splitlines would also split at characters that stand for bytes
-    return [(number, line) for number, line in lines if line and not (number == 1 and line.startswith("#version"))]
+    lines = list(enumerate(text.split("\n"), 1))  # splitlines would also split at characters that stand for bytes
+    head = lines.pop(0)[1] if lines[0][1].startswith("#version") else ""
+    return head, [(number, line) for number, line in lines if line]
 
 
 def _read_merge(path: Path, number: int, line: str) -> tuple[str, str]:
     left, _, right = line.rstrip("\r").partition(" ")
     if not left or not right or not all(char in _BYTE_OF for char in left + right):
-        raise ValueError(f"{path}, line {number}: {line!r} is no merge; one is written as two tokens: 'Ġ t'")
+        raise ValueError(f"{path}, line {number}: {shortly(line)} is no merge; one is written as two tokens: 'Ġ t'")
     return left, right
 
 

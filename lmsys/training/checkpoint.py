@@ -20,6 +20,8 @@ from typing import Any
 import torch
 
 from lmsys.files import replacing, sha256_of
+from lmsys.strict_json import read_json
+from lmsys.values import shortly
 
 State = dict[str, Any]  # tensors, numbers, strings, and dicts, lists and tuples of them
 _MANIFEST = re.compile(r"step-(\d{8,})\.json")
@@ -141,16 +143,24 @@ def newest(folder: Path) -> Checkpoint | None:
 def read(manifest: Path) -> Checkpoint:
     """The checkpoint that a manifest describes. ValueError for what is no manifest, or of a later format."""
     try:
-        found = json.loads(Path(manifest).read_text())
+        found = read_json(Path(manifest), sha256=str, format=int, step=int, world_size=int, facts=dict, files=dict)
         if found.pop("sha256") != _digest(found):
             raise ValueError(f"{manifest}: its SHA-256 is not the one that it was saved with")
+        for name, entry in found["files"].items():
+            _check_entry(f"{manifest}: files.{name}", entry)
         if found["format"] != _FORMAT:
             raise ValueError(f"{manifest}: format {found['format']} is not the {_FORMAT} of this version; update lmsys")
         return Checkpoint(Path(manifest), found["step"], found["world_size"], found["facts"], found["files"])
-    except OSError as error:
+    except FileNotFoundError as error:
         raise ValueError(f"{manifest}: cannot be read: {error.strerror}") from error
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{manifest}: is no manifest of a checkpoint: {error}") from error
+
+
+def _check_entry(where: str, entry: Any) -> None:
+    kinds = {"file": str, "bytes": int, "sha256": str}
+    if not isinstance(entry, dict) or not all(type(entry.get(name)) is kind for name, kind in kinds.items()):
+        raise ValueError(f"{where}: must be an object with file, bytes and sha256; got {shortly(entry)}")
+    if not re.fullmatch(r"[\w.-]{1,200}", entry["file"]):
+        raise ValueError(f"{where}: must be a file beside the manifest; got {shortly(entry['file'])}")
 
 
 def rng_state(device: str | torch.device = "cpu") -> State:

@@ -9,7 +9,8 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from lmsys.config import ModelConfig, model_config
-from lmsys.strict_json import overlay, parse_json, parse_setting
+from lmsys.strict_json import check_fields, overlay, parse_json, parse_setting
+from lmsys.values import finite
 
 PRECISIONS = ("fp32", "bf16")
 TINYSTORIES = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main/TinyStoriesV2-GPT4-"
@@ -41,6 +42,7 @@ class DataConfig:
     processes: int | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         _at_least(self, 1, "processes")
         for name in ("url", "valid_url"):
             parts = urlsplit(value := getattr(self, name))
@@ -95,6 +97,7 @@ class TrainConfig:
     log_interval: int = 20
 
     def __post_init__(self) -> None:
+        check_fields(self)
         _at_least(self, 1, "steps", "batch_size", "micro_batch_size", "log_interval", "threads")
         _at_least(self, 0, "lr", "min_lr", "warmup_steps", "eps", "weight_decay", "clip_norm", "max_nonfinite")
         if self.min_lr > self.lr or self.warmup_steps >= self.steps:
@@ -129,6 +132,7 @@ class EvaluateConfig:
     batch_size: int = 16
 
     def __post_init__(self) -> None:
+        check_fields(self)
         _at_least(self, 1, "windows", "batch_size")
 
 
@@ -144,6 +148,7 @@ class CheckpointConfig:
     keep: int | None = 2
 
     def __post_init__(self) -> None:
+        check_fields(self)
         _at_least(self, 1, "keep")
 
 
@@ -161,6 +166,7 @@ class LogConfig:
     wandb_mode: str = "offline"
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.wandb_mode not in ("offline", "online"):
             raise ValueError(f"wandb_mode={self.wandb_mode!r} must be offline or online")
 
@@ -177,6 +183,7 @@ class GenerateConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         _at_least(self, 0, "max_new_tokens", "temperature")
         _at_least(self, 1, "top_k")
         if not 0 < self.top_p <= 1:
@@ -231,5 +238,5 @@ def _merge(into: dict[str, Any], more: dict[str, Any]) -> None:
 
 def _at_least(config: object, least: int, *names: str) -> None:
     for name in names:
-        if (value := getattr(config, name)) is not None and value < least:
-            raise ValueError(f"{name}={value} must be at least {least}")
+        if (value := getattr(config, name)) is not None:
+            finite(name, value, least=least)

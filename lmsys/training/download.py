@@ -67,6 +67,12 @@ def download(
     return found
 
 
+def _first_byte(reply: http.client.HTTPResponse) -> int:
+    """Where the part begins that has come, -1 where that is not told."""
+    told = re.match(r"bytes (\d+)-", reply.headers.get("Content-Range", ""))
+    return int(told[1]) if told else -1
+
+
 def _fetch(url: str, part: Path, progress: Callable[[int, int], None]) -> set[str]:
     """Append what is missing to `part`; the checksums that the server names. OSError when the connection is cut."""
     validator = part.with_name(part.name + ".etag")  # the ETag of the whole file
@@ -83,6 +89,11 @@ def _fetch(url: str, part: Path, progress: Callable[[int, int], None]) -> set[st
         raise
     with reply:
         resumed = reply.status == 206
+        if resumed and _first_byte(reply) != have:  # it would be put in the wrong place: begin again
+            if not have:
+                raise ValueError(f"{url}: the server sent a part of the file that nobody asked for")
+            validator.unlink()
+            return _fetch(url, part, progress)
         done = have if resumed else 0
         length = reply.headers.get("Content-Length")
         total = done + int(length) if length is not None else 0

@@ -1,6 +1,7 @@
 """The log of a run: it has a line of JSON for every step and evaluation, and prints one now and then."""
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lmsys.files import replacing
+from lmsys.strict_json import parse_json
 from lmsys.training.config import RunConfig
 
 
@@ -18,9 +20,9 @@ class JsonLines:
     def __init__(self, path: Path, step: int, others: "Sequence[TensorBoard | WandB]" = ()):
         self._others = others
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = path.read_text() if path.is_file() else ""
+        text = path.read_text(errors="replace") if path.is_file() else ""
         whole = text[: text.rfind("\n") + 1].splitlines()
-        kept = [line for line in whole if json.loads(line)["step"] <= step]
+        kept = [line for line in whole if _step(line) <= step]
         with replacing(path) as file:
             file.write("".join(line + "\n" for line in kept).encode())
         self._file = path.open("a")
@@ -35,6 +37,14 @@ class JsonLines:
         self._file.close()
         for other in self._others:
             other.close()
+
+
+def _step(line: str) -> float:
+    """The step of a line; infinity for what is none, which is dropped: the run can go on without it."""
+    try:
+        return float(parse_json(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
 
 class TensorBoard:

@@ -20,9 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lmsys.files import replacing
 from lmsys.model import TransformerLM
 from lmsys.parallel import group
 from lmsys.parallel.collectives import gather_objects, size_and_rank
+from lmsys.strict_json import read_json
 from lmsys.tokenizer import Tokenizer, train
 from lmsys.tokenizer.chunks import Chunk
 from lmsys.training import checkpoint
@@ -255,13 +257,15 @@ def _size(files: tuple[Chunk, ...]) -> int:
 def _read(path: Path) -> dict[str, Any] | None:
     """The facts that a step wrote last, or None where it has not come to its end."""
     try:
-        return json.loads(path.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+        found = read_json(path)
+    except (FileNotFoundError, ValueError):
         return None
+    return found if isinstance(found, dict) else None
 
 
 def _write(path: Path, facts: dict[str, Any]) -> None:
-    path.write_text(json.dumps(facts, indent=1))
+    with replacing(path) as file:
+        file.write(json.dumps(facts, indent=1).encode())
 
 
 def _wait(context: RunContext) -> None:

@@ -5,6 +5,7 @@ Imports no torch.
 """
 
 import json
+import tokenize
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,10 +14,12 @@ from typing import BinaryIO
 import numpy as np
 
 from lmsys.files import replacing
+from lmsys.strict_json import read_json
 from lmsys.tokenizer import Tokenizer
 from lmsys.tokenizer.chunks import Chunk, split, whole
 from lmsys.tokenizer.pretokens import Pretokenizer
 from lmsys.tokenizer.workers import each_chunk
+from lmsys.values import shortened
 
 
 def encode_files(tokenizer: Tokenizer, files: Sequence[Path | Chunk], processes: int = 1) -> Iterator[np.ndarray]:
@@ -77,17 +80,21 @@ def open_tokens(path: Path, tokenizer: Tokenizer | None = None) -> np.ndarray:
     """
     try:
         ids = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise ValueError(f"{path}: cannot be read as an array of token ids: {error}") from error
+    except (OSError, ValueError, EOFError, SyntaxError, tokenize.TokenError, OverflowError, TypeError) as error:
+        raise ValueError(shortened(f"{path}: cannot be read as an array of token ids: {error}")) from error
+    if not isinstance(ids, np.ndarray):
+        raise ValueError(f"{path}: must be an array, a .npy; it is an archive of several")
     if ids.ndim != 1 or ids.dtype.kind not in "ui":
         raise ValueError(f"{path}: must be one row of whole numbers; got {ids.dtype} of shape {ids.shape}")
     facts_file = path.with_suffix(".json")
     if not facts_file.is_file():
-        largest = int(ids.max()) if ids.size else 0
+        least, largest = (int(ids.min()), int(ids.max())) if ids.size else (0, 0)
+        if least < 0:
+            raise ValueError(f"{path}: id {least} is less than 0")
         if tokenizer and largest >= tokenizer.vocab_size:
             raise ValueError(f"{path}: id {largest} is not in this vocabulary of {tokenizer.vocab_size}")
         return ids
-    facts = json.loads(facts_file.read_text())
+    facts = read_json(facts_file, tokens=int, vocab_size=int, tokenizer=str)
     if facts["tokens"] != len(ids):
         raise ValueError(
             f"{path}: holds {len(ids):,} ids, and {facts_file.name} says {facts['tokens']:,}: make it anew"

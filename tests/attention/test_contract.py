@@ -56,8 +56,48 @@ def test_bad_tensors_are_refused_with_the_value_at_fault(name: str) -> None:
 
 @pytest.mark.parametrize("scale", [float("nan"), float("inf"), 10**400, "0.5", True, torch.tensor(0.5)])
 def test_a_scale_must_be_a_finite_number(scale: object) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"scale={scale!r} must be a finite number")):
+    with pytest.raises(ValueError, match=re.escape(f"scale={scale!r}"[:80]) + ".* must be a finite number"):
         attention(*3 * [zeros(1, 2, 8, 16)], scale=scale)
+
+
+def test_a_scale_that_float32_does_not_hold_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"scale=1e\+300 must be at least -3.4.*e\+38 and at most 3.4.*e\+38"):
+        attention(*3 * [zeros(1, 2, 8, 16)], scale=1e300)
+
+
+@pytest.mark.parametrize("causal", ["no", "false", None, 2, 1.0, torch.tensor(True)])
+def test_causal_is_true_or_false_itself(causal: Any) -> None:
+    with pytest.raises(ValueError, match=r"causal=.* must be True or False"):
+        attention(*3 * [zeros(1, 2, 8, 16)], causal=causal)
+
+
+X = zeros(2, 8, 16)
+NOT_DENSE = [X.numpy(), X.tolist(), None, X.to_sparse(), torch.nested.nested_tensor([X[0], X[1]])]
+
+
+@pytest.mark.parametrize("x", NOT_DENSE, ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("place", range(3))
+def test_only_dense_tensors_are_taken(x: Any, place: int) -> None:
+    tensors: list[Any] = [X, X, X]
+    tensors[place] = x
+    with pytest.raises(ValueError, match=f"^{'qkv'[place]} must be a (torch.Tensor|dense tensor)"):
+        attention(*tensors)
+
+
+VIEWS = {
+    "transposed": lambda x: x.mT.contiguous().mT,
+    "every second": lambda x: torch.stack([x, x], dim=-1).flatten(-2)[..., ::2],
+    "expanded": lambda x: x[:, :1].expand_as(x),
+    "of one number": lambda x: x[..., :1].expand_as(x),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("impl", ["auto", "naive", "flash_torch", "sdpa_flash"])
+def test_views_are_taken_for_what_they_show(view: str, impl: str) -> None:
+    tensors = [VIEWS[view](torch.randn(2, 4, 32, 16)) for _ in range(3)]
+    found = attention(*tensors, impl=impl)
+    assert torch.allclose(found, attention(*[x.contiguous() for x in tensors], impl=impl), atol=1e-6)
 
 
 @pytest.mark.parametrize("impl", ["naive", "flash_torch", "flash_triton"])
@@ -124,7 +164,7 @@ def test_any_rank_of_three_or_more_gives_the_shape_of_q(shape: tuple[int, ...], 
 
 def test_keys_may_have_fewer_heads_in_any_rank() -> None:
     q, k = torch.randn(3, 2, 4, 8, 16), torch.randn(3, 2, 2, 9, 16)
-    check_inputs(q, k, k, None)
+    check_inputs(q, k, k, False, None)
     torch.testing.assert_close(attention(q, k, k, impl="flash_torch"), attention(q, k, k, impl="naive"))
 
 

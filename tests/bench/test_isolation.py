@@ -209,3 +209,25 @@ def _eventually(holds: Any, seconds: float = 60.0) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+@pytest.mark.on_request
+def test_a_strategy_that_does_harm_on_a_rank_costs_its_own_cases(tmp_path: Path) -> None:
+    from tests.support.faulty_strategies import TOLD
+
+    file = ROOT / "tests" / "support" / "faulty_strategies.py"
+    rows = ",".join(["naive", *(f"{file}:{name}" for name in TOLD), "flat"])
+    asked = "--sweep", "smoke", "--precision", "fp32", "--strategy", rows, "--benchmark-max-time", "0.005"
+    ended = subprocess.run(
+        command("benchmarks/bench_data_parallel.py", *asked, "--deadline", "40", "--benchmark-json", tmp_path / "out"),
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stdout
+    for one in load(tmp_path / "out")["records"]:
+        if one["impl"] in TOLD:
+            assert one["outcome"] == "error" and TOLD[one["impl"]] in one["reason"], one["reason"]
+        else:
+            assert one["outcome"] == "ok" and one["time_s"] > 0

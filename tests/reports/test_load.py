@@ -129,7 +129,7 @@ RESULT = {"schema": 2, "machine": {}, "fields": FIELDS, "rows": {}, "records": [
         (RESULT | {"machine": []}, "not a result of this bench"),
         (RESULT | {"fields": {"attention": [{"name": "x", "units": "s"}]}}, "not a result of this bench"),
         (RESULT | {"fields": {"attention": [{"name": "x", "role": "hero"}]}}, "role='hero'"),
-        (RESULT | {"rows": {"attention": [{"label": "x"}]}}, "not a result of this bench"),
+        (RESULT | {"rows": {"attention": [{"label": "x"}]}}, "rows.attention[0].name: must be text"),
         (RESULT, "nothing to report"),
         (RESULT | {"fields": {}, "records": [naive(1)]}, "'attention', and nothing declares their fields"),
         (RESULT | {"records": [naive(1) | {"peak_bytes": "much"}]}, "peak_bytes='much'"),

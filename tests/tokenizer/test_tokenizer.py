@@ -273,6 +273,9 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
         (vocab, '{"a": 1, "b": 1}', "1 ids are given twice"),
         (merges, "#version\nab\n", "line 2: 'ab' is no merge"),
         (merges, "a\x01 b\n", "line 1"),
+        (merges, good[1][: good[1].rindex("\n", 0, -1) + 1], "merges.txt: cut, or not of the tokenizer"),
+        (vocab, good[0].replace("{", "{ "), "merges.txt: cut, or not of the tokenizer"),
+        (vocab, "[" * 10_000, "nested too deep"),
     ):
         file.write_text(content)
         with pytest.raises(ValueError, match=said):

@@ -308,5 +308,5 @@ def test_what_cannot_be_saved_so_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="must be at least"):
             save(tmp_path, step, STATE, keep=keep)
     (tmp_path / "step-00000001.json").write_text(json.dumps([1]))
-    with pytest.raises(ValueError, match="is no manifest"):
+    with pytest.raises(ValueError, match="must be an object with 'sha256', a string"):
         read(tmp_path / "step-00000001.json")

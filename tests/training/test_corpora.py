@@ -28,12 +28,14 @@ class Server:
     ranges     whether a part of the file can be asked for
     etag       what names the content; None: nothing
     linked     the checksum in the redirect that comes first, if any
+    wrong_part  a part that is asked for comes from the file's beginning
     asked      the Range headers that came
     """
 
     cuts: list[int] = field(default_factory=list)
     ranges: bool = True
     etag: str | None = '"1"'
+    wrong_part: bool = False
     linked: str | None = None
     status: list[int] = field(default_factory=list)
     asked: list[str | None] = field(default_factory=list)
@@ -66,9 +68,12 @@ def server() -> Iterator[Server]:
                 self.send_error(416)
                 return
             self.send_response(206 if start else 200)
+            is_part, start = bool(start), 0 if state.wrong_part else start
             if state.etag:
                 self.send_header("ETag", state.etag)
             self.send_header("Content-Length", str(len(CONTENT) - start))
+            if is_part:
+                self.send_header("Content-Range", f"bytes {start}-{len(CONTENT) - 1}/{len(CONTENT)}")
             self.end_headers()
             self.wfile.write(CONTENT[start : start + state.cuts.pop(0)] if state.cuts else CONTENT[start:])
 
@@ -101,6 +106,12 @@ def test_a_cut_connection_goes_on_where_it_ended(server: Server, tmp_path: Path)
     server.cuts = [2_000_000, 1_000_000]
     assert fetched(server, tmp_path / "f", sha256=SHA256) == CONTENT
     assert server.asked == [None, "bytes=2000000-", "bytes=3000000-"]
+
+
+def test_a_part_from_the_beginning_is_not_put_behind_what_is_there(server: Server, tmp_path: Path) -> None:
+    server.cuts, server.wrong_part = [2_000_000], True
+    assert fetched(server, tmp_path / "f") == CONTENT
+    assert server.asked == [None, "bytes=2000000-", None]
 
 
 def test_a_later_call_goes_on_too(server: Server, tmp_path: Path) -> None:

@@ -1,0 +1,100 @@
+"""A result file's content, held to what it declares of itself: whatever comes behind this can rely on types and sizes.
+
+Every ValueError names the place in the file, the value and what would be right. Imports no torch.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from lmsys.bench.fields import ROLES, Record
+from lmsys.values import choice, finite, shortly
+
+MOST_CHARACTERS = 1000  # of a name or a label; a reason may have ten times as many
+AMOUNTS = ("B", "FLOP", "FLOP/s", "B/s", "tokens/s", "MHz", "Hz", "MiB")  # units of what is never negative
+NAME = r"[A-Za-z_][A-Za-z0-9_]*"
+COLOR = r"#[0-9a-fA-F]{3,8}|[a-zA-Z:]{1,30}"
+
+
+def check_content(found: Record) -> None:
+    """`found`: what `lmsys.bench.record.load` gives."""
+    fields = {name: _fields(f"fields.{name}", one) for name, one in _object("fields", found["fields"]).items()}
+    for kind, rows in _object("rows", found["rows"]).items():
+        for number, row in enumerate(_list(f"rows.{kind}", rows)):
+            _row(f"rows.{kind}[{number}]", row)
+    for name, value in _object("machine", found["machine"]).items():
+        if isinstance(value, str):
+            text(f"machine.{name}", value, 10 * MOST_CHARACTERS)
+    for number, record in enumerate(found["records"]):
+        for name in ("id", "benchmark", "impl"):
+            text(f"records[{number}].{name}", record.get(name))
+        declared = fields.get(record["benchmark"], {})
+        for name, value in record.items():
+            if name in declared:
+                check_value(f"record {shortly(record['id'])}: {name}", value, declared[name])
+
+
+def text(where: str, value: Any, most: int = MOST_CHARACTERS) -> str:
+    if not isinstance(value, str) or len(value) > most:
+        told = f"{len(value):,} characters" if isinstance(value, str) else type(value).__name__
+        raise ValueError(f"{where}: must be text of at most {most:,} characters; got {told}")
+    return value
+
+
+def _fields(where: str, declared: Any) -> dict[str, Mapping[str, Any]]:
+    found = {}
+    for number, one in enumerate(_list(where, declared)):
+        here = f"{where}[{number}]"
+        for key, value in _object(here, one).items():
+            text(f"{here}.{key}", value)
+        if not re.fullmatch(NAME, one.get("name", "")):
+            raise ValueError(f"{here}: its name must be letters, digits and _; got {one.get('name')!r}")
+        try:
+            choice(one.get("role", "metric"), ROLES)
+        except ValueError as error:
+            raise ValueError(f"{here}: role={one['role']!r} {error}") from None
+        found[one["name"]] = one
+    return found
+
+
+def _row(where: str, row: Any) -> None:
+    for key in ("name", "label"):
+        text(f"{where}.{key}", _object(where, row).get(key))
+    if "color" in row and not re.fullmatch(COLOR, text(f"{where}.color", row["color"])):
+        raise ValueError(f"{where}.color: must be a color such as #2563eb; got {row['color']!r}")
+
+
+def check_value(where: str, value: Any, field: Mapping[str, Any]) -> None:
+    """ValueError unless the value is one of the field. `where` says whose, as in "record 'id': name"."""
+    unit, role = field.get("unit", ""), field.get("role", "metric")
+    if value is None:
+        return
+    if role == "outcome":
+        text(where, value, 10 * MOST_CHARACTERS)
+    elif field["name"] == "samples_s":
+        for number, one in enumerate(_list(where, value)):
+            finite(f"{where}[{number}]", one, above=0)
+    elif isinstance(value, list | dict):
+        if role != "detail":
+            raise ValueError(f"{where}={shortly(value)} must be one value")
+    elif isinstance(value, str | bool):
+        if role == "metric" or (unit and role != "detail"):
+            raise ValueError(f"{where}={shortly(value)} must be a number")
+        text(where, str(value), 10 * MOST_CHARACTERS if role == "detail" else MOST_CHARACTERS)
+    elif field["name"] == "time_s":
+        finite(where, value, above=0)
+    else:
+        finite(where, value, least=0 if unit in AMOUNTS else -math.inf)
+
+
+def _object(where: str, value: Any) -> Record:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: must be an object; got a {type(value).__name__}")
+    return value
+
+
+def _list(where: str, value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{where}: must be a list; got a {type(value).__name__}")
+    return value

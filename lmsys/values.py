@@ -1,0 +1,77 @@
+"""Values from outside: each of these gives the value back, or a ValueError that names it and what would be right.
+
+Imports no torch.
+"""
+
+import difflib
+import math
+import operator
+from collections.abc import Iterable
+from numbers import Real
+from typing import Any
+
+SHORT = 80  # of a value in a message
+
+
+def whole(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
+    """A whole number, not true or false, within bounds."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise ValueError(f"{name}={shortly(value)} must be a whole number")
+    if (least is not None and number < least) or (most is not None and number > most):
+        raise ValueError(f"{name}={shortly(value)} must be {_bounds(least, most)}")
+    return number
+
+
+def finite(name: str, value: Any, above: float = -math.inf, least: float = -math.inf, most: float = math.inf) -> float:
+    """A finite number, not true or false, more than `above` and within bounds."""
+    try:
+        is_finite = not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:  # an int beyond every float
+        is_finite = False
+    if not is_finite:
+        raise ValueError(f"{name}={shortly(value)} must be a finite number")
+    if not (above < value and least <= value <= most):
+        raise ValueError(f"{name}={shortly(value)} must be {_bounds(least, most, above)}")
+    return float(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False themselves: text such as "no" would count as true."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={shortly(value)} must be True or False")
+    return value
+
+
+def choice(text: Any, known: Iterable[str]) -> str:
+    """One of the known texts; else the nearest are named."""
+    known = list(known)
+    if text not in known:
+        near = difflib.get_close_matches(str(text)[:SHORT], known, n=2)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ValueError(f"must be one of {', '.join(known)}{hint}")
+    return str(text)
+
+
+def _bounds(least: float | None, most: float | None, above: float = -math.inf) -> str:
+    parts = [f"more than {above:g}"] if above > -math.inf else []
+    parts += [f"at least {least:,}"] if least not in (None, -math.inf) else []
+    parts += [f"at most {most:,}"] if most not in (None, math.inf) else []
+    return " and ".join(parts)
+
+
+def shortened(text: str, most: int = 10 * SHORT) -> str:
+    """A message, of which the middle is left out where it is too long to be read."""
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
+
+
+def shortly(value: Any) -> str:
+    """The value as a message shows it."""
+    try:
+        text = repr(value)
+    except Exception:  # a number of too many digits, for one
+        text = f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= SHORT else f"{text[:SHORT]}..."

@@ -1,0 +1,169 @@
+"""Every reader of a file gives a result or a ValueError, whatever the file holds, and touches no other file.
+
+LMSYS_FUZZ=100000 python -m pytest tests/fuzz      # so many files for each reader; `nox -s fuzz` does this
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lmsys.bench import record
+from lmsys.reports.__main__ import build
+from lmsys.reports.folder import MANIFEST, write
+from lmsys.strict_json import parse_setting
+from lmsys.tokenizer import Tokenizer, train
+from lmsys.training import checkpoint
+from lmsys.training.config import RunConfig
+from lmsys.training.log import JsonLines
+from lmsys.training.tokens import open_tokens, tokenize_files
+from tests.fuzz.mutations import mutated
+from tests.support.records import of_everything, save
+
+COUNT = int(os.environ.get("LMSYS_FUZZ", "300"))
+TEXT = Path(__file__).read_text()
+
+
+@dataclass(frozen=True)
+class Reader:
+    """`prepare` writes good files into a folder and names the one to change; `read` takes that file."""
+
+    prepare: Callable[[Path], Path]
+    read: Callable[[Path], Any]
+    one_in: int = 1  # a slow reader has one file of so many
+
+
+def config(folder: Path) -> Path:
+    (folder / "run.json").write_text(RunConfig().to_json())
+    return folder / "run.json"
+
+
+def setting(folder: Path) -> Path:
+    (folder / "setting").write_text("train.betas=[0.9,0.95]")
+    return folder / "setting"
+
+
+def result(folder: Path) -> Path:
+    """One record of each benchmark."""
+    return save(folder / "result.json", list({one["benchmark"]: one for one in of_everything()}.values()))
+
+
+def journal(folder: Path) -> Path:
+    found = json.loads(result(folder).read_text())["lmsys"]
+    head = {key: value for key, value in found.items() if key != "records"}
+    (folder / "result.json").unlink()
+    (folder / "result.json.partial").write_text("".join(json.dumps(one) + "\n" for one in (head, *found["records"])))
+    return folder / "result.json.partial"
+
+
+def tokenizer(name: str) -> Callable[[Path], Path]:
+    def prepare(folder: Path) -> Path:
+        (folder / "text").write_text(TEXT)
+        train([folder / "text"], 300, ["<|endoftext|>"]).save(folder)
+        return folder / name
+
+    return prepare
+
+
+def tokens(name: str) -> Callable[[Path], Path]:
+    def prepare(folder: Path) -> Path:
+        tokenizer("text")(folder)
+        tokenize_files(Tokenizer.load(folder), [folder / "text"], folder / "ids.npy")
+        if name == "plain.npy":
+            np.save(folder / "plain.npy", np.arange(20, dtype=np.int32))
+        return folder / name
+
+    return prepare
+
+
+def saved(folder: Path) -> Path:
+    checkpoint.save(folder, 3, {"x": torch.zeros(3)}, {"own": {"n": 1}}, facts={"config": {"a": 1}})
+    return folder / "step-00000003.json"
+
+
+def signed(path: Path) -> Any:
+    """As one that was made so: its own checksum is right."""
+    try:
+        content = json.loads(path.read_text())
+        if isinstance(content, dict):
+            content.pop("sha256", None)
+            content["sha256"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+            path.write_text(json.dumps(content))
+    except (ValueError, RecursionError):
+        pass
+    return checkpoint.read(path).verify()
+
+
+def log(folder: Path) -> Path:
+    with closing(JsonLines(folder / "log.jsonl", 0)) as lines:
+        for step in range(5):
+            lines.write(step=step, loss=1.0)
+    return folder / "log.jsonl"
+
+
+def manifest(folder: Path) -> Path:
+    write(folder / "report", {"index.html": "x", "tables/a.csv": "x"})
+    return folder / "report" / MANIFEST
+
+
+READERS = {
+    "config": Reader(config, lambda path: RunConfig.from_json(path.read_bytes().decode(errors="replace"))),
+    "setting": Reader(setting, lambda path: RunConfig().changed([path.read_bytes().decode(errors="replace")])),
+    "parsed setting": Reader(setting, lambda path: parse_setting(RunConfig(), path.read_bytes().decode("latin-1"))),
+    "result": Reader(result, record.load, one_in=4),
+    "journal": Reader(journal, record.load, one_in=4),
+    "vocabulary": Reader(tokenizer("vocab.json"), lambda path: Tokenizer.load(path.parent)),
+    "merges": Reader(tokenizer("merges.txt"), lambda path: Tokenizer.load(path.parent)),
+    "token ids": Reader(tokens("ids.npy"), open_tokens),
+    "facts of token ids": Reader(tokens("ids.json"), lambda path: open_tokens(path.with_suffix(".npy"))),
+    "token ids of others": Reader(tokens("plain.npy"), lambda path: open_tokens(path, Tokenizer.load(path.parent))),
+    "checkpoint": Reader(saved, lambda path: checkpoint.read(path).verify()),
+    "signed checkpoint": Reader(saved, signed),
+    "log": Reader(log, lambda path: JsonLines(path, 3).close()),
+    "manifest of a report": Reader(manifest, lambda path: write(path.parent, {"index.html": "y"})),
+    "report": Reader(result, lambda path: build([path], path.parent / "out"), one_in=100),
+}
+
+
+def state(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", READERS)
+def test_a_reader_gives_a_result_or_a_value_error(name: str, tmp_path: Path) -> None:
+    reader, good, others = READERS[name], tmp_path / "good", tmp_path / "others"
+    for folder in (good, others):
+        folder.mkdir()
+    (others / "file").write_text("somebody else's")
+    path = reader.prepare(good)
+    content, before = path.read_bytes(), state(others)
+    files = {one: one.read_bytes() for one in good.rglob("*") if one.is_file()}
+    reader.read(path)
+    refused = 0
+    for seed in range(COUNT // reader.one_in):
+        path.write_bytes(mutated(content, seed))
+        try:
+            reader.read(path)
+        except ValueError as error:
+            refused += 1
+            assert str(error), f"seed {seed}: no message"
+            assert len(str(error)) < 5000, f"seed {seed}: a message of {len(str(error))} characters"
+        except BaseException as error:
+            raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
+        shutil.rmtree(good / "out", ignore_errors=True)
+        for one, was in files.items():
+            if not one.is_file() or one.read_bytes() != was:
+                one.write_bytes(was)
+    assert state(others) == before
+    assert {one.name for one in tmp_path.iterdir()} == {"good", "others"}
+    assert COUNT < 100 or refused or name == "log", "nothing was ever refused: are the files changed at all?"
