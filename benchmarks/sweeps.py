@@ -290,10 +290,7 @@ SWEEPS = {
                         attention=("naive", "vectorized", "flash_torch", "sdpa_math", "sdpa_flash"),
                     ),
                 ),
-                "model": (
-                    Grid("default", size=("tiny",), context=(128,), precision=("fp32",), batch=(2,)),
-                    Grid("default", size=("tiny",), context=(128,), compile=("eager",), batch=(2,)),
-                ),
+                "model": (Grid("default", size=("tiny",), context=(128,), precision=("fp32",), batch=(2,)),),
                 "anatomy": (CPU_ANATOMY,),
                 "loss": (CPU_LOSS,),
                 "collectives": (COLLECTIVES.but(megabytes=(1, 10)),),
@@ -306,8 +303,8 @@ SWEEPS = {
             0.15,
             {
                 "attention": (
-                    TOKENS16K.but(length=square(1024), causal=(True,), without=SLOW_ROWS),
-                    TOKENS16K.but(length=square(16384), causal=(True,), without=(*SLOW_ROWS, "flex")),
+                    TOKENS16K.but(length=square(1024, 16384), causal=(True,), without=(*SLOW_ROWS, "flex")),
+                    TOKENS16K.but(length=square(1024), head_dim=(128,), causal=(True,), attention=("flex",)),
                     LEADERBOARD.but(without=(*SLOW_ROWS, "flex")),
                     BY_LENGTH.but(length=square(512, 2048, 8192), causal=(True,), without=COMPILED_ROWS),
                     FLASH.but(length=square(1024, 16384), head_dim=(64,), direction=("fwd", "fwdbwd")),

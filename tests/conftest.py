@@ -36,28 +36,33 @@ def smoke_result(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[WorkerGroup]:
-    """Four processes that stand ready, on the CPU."""
-    with WorkerGroup(4, "gloo", timeout_s=60) as group:
-        yield group
-
-
-@pytest.fixture(scope="session")
-def _on_gpus() -> Iterator[list[WorkerGroup]]:
-    groups: list[WorkerGroup] = []
-    yield groups
-    for group in groups:
+def groups() -> Iterator[dict[str, WorkerGroup]]:
+    """Processes that stand ready, by their backend."""
+    found: dict[str, WorkerGroup] = {}
+    yield found
+    for group in found.values():
         group.close()
 
 
+def _ready(groups: dict[str, WorkerGroup], world_size: int, backend: str) -> WorkerGroup:
+    """Others where a test before has ended them."""
+    if backend not in groups or groups[backend].ended:
+        groups[backend] = WorkerGroup(world_size, backend, timeout_s=60)
+    return groups[backend]
+
+
 @pytest.fixture
-def gpu_ranks(_on_gpus: list[WorkerGroup]) -> WorkerGroup:
-    """Two processes with a GPU each that stand ready: others where a test before has ended them."""
+def ranks(groups: dict[str, WorkerGroup]) -> WorkerGroup:
+    """Four processes that stand ready, on the CPU."""
+    return _ready(groups, 4, "gloo")
+
+
+@pytest.fixture
+def gpu_ranks(groups: dict[str, WorkerGroup]) -> WorkerGroup:
+    """Two processes with a GPU each that stand ready."""
     if torch.cuda.device_count() < 2:
         pytest.skip(f"NCCL needs a GPU for each of two ranks, and here are {torch.cuda.device_count()}")
-    if not _on_gpus or _on_gpus[-1].ended:
-        _on_gpus.append(WorkerGroup(2, "nccl", timeout_s=60))
-    return _on_gpus[-1]
+    return _ready(groups, 2, "nccl")
 
 
 @pytest.fixture(scope="module")

@@ -222,6 +222,8 @@ class Isolated:
 
     def _ended(self, failure: Any) -> Ended | None:
         """How a row has ended the worker; None for an exception that is the bench's own."""
+        if failure.kind == "Lost":
+            time.sleep(2 * heartbeat.COPY_S)  # until the row that the GPU has reached is copied
         beat = heartbeat.read(self._memory)
         if failure.kind == DIED:
             return Ended(f"its process {failure.text} {beat.doing}{self._told_place()}", _known(beat.row))

@@ -8,6 +8,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 
+import torch
+
 from lmsys.bench import fields
 from lmsys.bench.axes import Grid, filled, given_axes
 from lmsys.bench.benchmark import Benchmark, Case, Cases, Collected, Settings
@@ -81,7 +83,7 @@ class Runner:
         which are not run; `begun` is told the cases of each row.
         """
         _ = self.guard  # before a row runs
-        held = resident_bytes()
+        held = self._held()
         with benchmark.context(cases):
             trial = Trial(benchmark, cases, self, ended)
             begun(trial.ids)
@@ -97,11 +99,15 @@ class Runner:
                 raise
             trial.attempt(trial.check_again)
         trial.release()
-        kept = resident_bytes() - held
+        kept = self._held() - held
         if self.is_watched and len(trial.candidates) > 1 and trial.outcomes["oom"] and kept > EATEN_BYTES:
             raise MemoryEaten(f"a row has kept {kept / 2**30:.1f} GiB of memory, and others found too little")
         yield from trial.results(cases)
         gc.freeze()  # what lives between groups is code, which the many collections of the next need not visit again
+
+    def _held(self) -> int:
+        """Bytes of the device's memory."""
+        return torch.cuda.memory_allocated() if self.settings.device == "cuda" else resident_bytes()
 
     def facts(self) -> Record:
         """The machine and the code, without what has to be measured."""

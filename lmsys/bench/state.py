@@ -16,7 +16,13 @@ from lmsys.measure.compare import Lost
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 OUTPUTS = {1: "stdout", 2: "stderr"}
 PLAIN = bool | int | str | torch.dtype | torch.device
-OF_COMPILERS = ("TORCH", "TRITON_CACHE_", "CUDA_MODULE_LOADING", "KINETO_")  # variables that these add for themselves
+OF_COMPILERS = (
+    "TORCH",
+    "_TORCH",
+    "TRITON_CACHE_",
+    "CUDA_MODULE_LOADING",
+    "KINETO_",
+)  # variables that these add for themselves
 
 
 class Changed(RuntimeError):

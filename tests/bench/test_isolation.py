@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.bench_attention import Attention, AttentionTest
 from lmsys.bench import Entry, Settings
@@ -22,17 +23,27 @@ from tests.support.harness import MACHINE
 from tests.support.processes import ENVIRONMENT, ROOT, command
 from tests.support.variants import some
 
-ENDS_ITS_PROCESS = [name for name, one in FAULTS.items() if one.ends]
 LEAVES_CHANGED = [name for name, one in FAULTS.items() if not one.ends]
 GOOD = "good", "also_good"
-PLACES = ("first", "middle", "last")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def threes(device: str) -> list[tuple[str, str, str]]:
+    """Faults by three for the first, the middle and the last row of a group, each of them once in each place."""
+    names = [name for name, one in FAULTS.items() if device == "cuda" or not one.on_gpu]
+    step = len(names) // 3
+    return [
+        (name, names[(at + step) % len(names)], names[(at + 2 * step) % len(names)]) for at, name in enumerate(names)
+    ]
 
 
 @contextmanager
-def isolated(monkeypatch: pytest.MonkeyPatch, call: int, deadline_s: float = 20.0) -> Iterator[Isolated]:
+def isolated(
+    monkeypatch: pytest.MonkeyPatch, call: int, deadline_s: float = 20.0, device: str = "cpu"
+) -> Iterator[Isolated]:
     """The faults come at this call of a row; 0: at any, by chance."""
     monkeypatch.setenv("LMSYS_FAULT_CALL", str(call))
-    runner = Isolated(Settings(seconds_per_row=0.01, deadline_s=deadline_s))
+    runner = Isolated(Settings(device=device, seconds_per_row=0.01, deadline_s=deadline_s))
     runner._machine = MACHINE
     try:
         yield runner
@@ -45,7 +56,7 @@ def records(runner: Isolated, names: Sequence[str], *directions: str) -> dict[tu
     shape = 1, 2, 2, 64, 64, 32, "float32", True
     rows = [Entry(name, f"tests.support.faults:{name}") for name in names]
     asked = [(row, direction) for row in rows for direction in directions or ("fwd",)]
-    cases = [AttentionTest("faults", row, "cpu", *shape, direction) for row, direction in asked]
+    cases = [AttentionTest("faults", row, runner.settings.device, *shape, direction) for row, direction in asked]
     found = [result.record for result in runner.run(Attention(), cases)]
     assert [one["id"] for one in found] == [case.id for case in cases]
     return {(one["impl"], one["direction"]): one for one in found}
@@ -78,22 +89,40 @@ def test_a_row_that_ends_its_process_costs_its_own_cases(monkeypatch: pytest.Mon
         check(records(runner, GOOD, "fwd", "bwd"))
 
 
-@pytest.mark.parametrize("call", some([1, 9], one_in=2))
-@pytest.mark.parametrize("place", some(PLACES, one_in=3))
-@pytest.mark.parametrize("name", some(FAULTS, one_in=12))
-def test_each_fault_in_each_place(name: str, place: str, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = list(GOOD)
-    names.insert(PLACES.index(place), name)
-    with isolated(monkeypatch, call, deadline_s=60.0 if name == "eats_memory" else 8.0) as runner:
-        check(records(runner, names, "fwd", "bwd"), by_chance=call > 1)
+FAULTY = [
+    *(pytest.param("cpu", *three, marks=pytest.mark.on_request) for three in threes("cpu")),
+    *(pytest.param("cuda", *three, marks=pytest.mark.gpu) for three in threes("cuda")[:3]),
+    *(pytest.param("cuda", *three, marks=(pytest.mark.gpu, pytest.mark.on_request)) for three in threes("cuda")[3:]),
+]
+
+
+@pytest.mark.parametrize(("call", "direction"), [(1, "fwd"), (9, "bwd")])  # its first call; a timed one
+@pytest.mark.parametrize(("device", "first", "middle", "last"), FAULTY)
+def test_each_fault_in_each_place(
+    device: str, first: str, middle: str, last: str, call: int, direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [first, "good", middle, "also_good", last]
+    with isolated(monkeypatch, call, 60.0 if "eats_memory" in names else 8.0, device) as runner:
+        check(records(runner, names, direction), by_chance=call > 1)
 
 
 @pytest.mark.on_request
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("run", range(20))
-def test_faults_by_chance(run: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_by_chance(run: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["good", "leaves_with_0", "leaves_default_dtype", "segmentation_fault", "also_good"]
-    with isolated(monkeypatch, 0) as runner:
+    names += ["writes_out_of_bounds"] if device == "cuda" else []
+    with isolated(monkeypatch, 0, device=device) as runner:
         check(records(runner, names, "fwd", "bwd"), by_chance=True)
+
+
+@pytest.mark.gpu
+def test_the_process_that_runs_no_row_has_no_cuda_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    with isolated(monkeypatch, 1, device="cuda") as runner:
+        check(records(runner, GOOD))
+        assert runner._worker is not None
+        held = subprocess.run(["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"], capture_output=True)
+    assert not torch.cuda.is_initialized() and str(os.getpid()) not in held.stdout.decode().split()
 
 
 def test_a_heartbeat_is_read_by_another_and_outlives_its_process() -> None:

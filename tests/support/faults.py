@@ -28,12 +28,14 @@ _random = random.SystemRandom()
 
 @dataclass(frozen=True)
 class Fault:
-    """`told`: a part of the reason in its records; `ends`: it ends its process, or is ended with it."""
+    """`told`: a part of the reason in its records; `ends`: it ends its process, or is ended with it; `on_gpu`: it takes
+    one."""
 
     told: str
     harm: Callable[[], Any]
     ends: bool = False
     outcome: str = "error"
+    on_gpu: bool = False
 
     def row(self, name: str) -> Callable[..., Tensor]:
         def row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
@@ -123,6 +125,24 @@ def hangs_in_c() -> None:
 def eats_memory() -> None:
     while True:
         _kept.append(torch.ones(2**26))
+
+
+@fault("deadline", ends=True, on_gpu=True)
+def hangs_in_a_kernel() -> None:
+    torch.cuda._sleep(2**62)
+
+
+@fault("illegal memory access", ends=True, on_gpu=True)
+def writes_out_of_bounds() -> None:
+    from tests.support.out_of_bounds import write_far_behind
+
+    write_far_behind[(1,)](torch.zeros(1, device="cuda"))
+
+
+@fault("CUDA out of memory", ends=True, outcome="oom", on_gpu=True)
+def eats_gpu_memory() -> None:
+    while True:
+        _kept.append(torch.ones(2**28, device="cuda"))
 
 
 @fault("whether gradients are recorded")

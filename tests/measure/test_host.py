@@ -1,0 +1,36 @@
+"""What can still be had of a machine's memory, of a container's too."""
+
+from pathlib import Path
+
+import pytest
+
+from lmsys.measure.host import available_bytes, resident_bytes
+
+GIB = 2**30
+
+
+def write(root: Path, **files: object) -> None:
+    for name, content in files.items():
+        path = root / name.replace("__", "/").replace("_DOT_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{content}\n")
+
+
+@pytest.mark.parametrize(
+    ("limit", "found"), [("max", 9 * GIB), (8 * GIB, 8 * GIB - 3 * GIB + GIB), (64 * GIB, 9 * GIB)]
+)
+def test_the_least_of_the_machine_and_of_its_container_counts(limit: object, found: int, tmp_path: Path) -> None:
+    write(tmp_path, proc__meminfo=f"MemTotal: {16 * 2**20} kB\nMemAvailable: {9 * 2**20} kB")
+    folder = tmp_path / "sys/fs/cgroup"
+    write(folder, memory_DOT_max=limit, memory_DOT_current=3 * GIB, memory_DOT_stat=f"anon 5\ninactive_file {GIB}")
+    assert available_bytes(tmp_path) == found
+
+
+def test_nothing_is_known_elsewhere(tmp_path: Path) -> None:
+    assert available_bytes(tmp_path) == float("inf")
+
+
+def test_what_a_process_holds() -> None:
+    before, held = resident_bytes(), bytearray(2**26)
+    assert resident_bytes() - before > 0.9 * len(held)
+    assert resident_bytes(2**30) == 0

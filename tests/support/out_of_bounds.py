@@ -1,0 +1,9 @@
+"""A kernel that writes where nothing is its own."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def write_far_behind(x):  # type: ignore[no-untyped-def]
+    tl.store(x + 2**40, 1.0)
