@@ -51,7 +51,7 @@ def _ready(groups: dict[str, WorkerGroup], world_size: int, backend: str) -> Wor
     return groups[backend]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")  # hypothesis takes none that is made for each example
 def ranks(groups: dict[str, WorkerGroup]) -> WorkerGroup:
     """Four processes that stand ready, on the CPU."""
     return _ready(groups, 4, "gloo")

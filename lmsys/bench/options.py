@@ -6,6 +6,7 @@ Imports torch only to cap the memory of a GPU.
 import math
 import os
 import shlex
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -34,10 +35,12 @@ REFUSED = {
 
 
 def refuse(config: pytest.Config) -> None:
-    """ValueError for options of pytest-benchmark that mean nothing here."""
+    """ValueError for options of pytest-benchmark that mean nothing here, or that need what is not installed."""
     for option, reason in REFUSED.items():
         if _given(config, option):
             raise ValueError(f"{option} is not for these benchmarks: {reason}")
+    if config.getoption("benchmark_histogram") and not all(map(find_spec, ("pygal", "pygaljs"))):
+        raise ValueError("--benchmark-histogram needs pygal: python -m pip install 'pytest-benchmark[histogram]'")
 
 
 def texts(config: pytest.Config) -> dict[str, str]:
@@ -95,7 +98,10 @@ def memory_limit(text: str | None, device: str) -> int | None:
 
     if text is None:
         return None
-    limit = parse_size(text)
+    try:
+        limit = parse_size(text)
+    except ValueError as error:
+        raise ValueError(f"--memory-limit {error}") from None
     if device != "cuda":
         raise ValueError(f"--memory-limit {text} caps the CUDA allocator, and this machine has no CUDA device")
     return limit

@@ -124,7 +124,7 @@ class State:
         for name in [one for one in os.environ if one not in self._variables and not one.startswith(OF_COMPILERS)]:
             del os.environ[name]
         for name, value in self._variables.items():
-            if os.environ.get(name) != value:
+            if os.environ.get(name) != value and not name.startswith(OF_COMPILERS):
                 os.environ[name] = value
                 yield f"environment variable {name}"
         self._raw_variables = _raw_variables()

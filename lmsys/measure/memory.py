@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lmsys.measure.host import available_bytes, resident_bytes
+from lmsys.values import shortly
 
 UNITS = {
     "B": 1,
@@ -71,10 +72,11 @@ def cap_host_memory() -> None:
 
 def parse_size(text: str) -> int:
     """Bytes that "24GiB", "512MiB" or "16GB" name. ValueError for anything else."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B)", text.strip())
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]?i?B)", text.strip())
     size = round(float(match[1]) * UNITS[match[2]]) if match and match[2] in UNITS else 0
     if size <= 0:
-        raise ValueError(f"{text!r} is not a size; write a positive number and a unit, such as 24GiB, 512MiB or 16GB")
+        wanted = "write a positive number and a unit, such as 24GiB, 512MiB or 16GB"
+        raise ValueError(f"{shortly(text)} is not a size; {wanted}")
     return size
 
 

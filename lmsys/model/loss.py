@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lmsys.model.ids import check_ids
+
 CHUNK_LOGITS = 2**28  # at once: 512 MiB in bfloat16
 CHUNK_MULTIPLE = 128  # tokens: tiles of matmuls come out even
 STRIDE_MULTIPLE = 16  # logits: rows begin where wide loads and matmuls like them to
@@ -34,15 +36,14 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk:
     many as keep the logits at about CHUNK_LOGITS, in even shares. ValueError when the shapes do not fit. Any other
     target outside 0 to V - 1 is an error of torch's, or NaN where the kernel in Triton runs.
     """
-    if hidden.shape[:-1] != targets.shape or hidden.shape[-1] != weight.shape[-1] or weight.dim() != 2:
-        raise ValueError(
-            "hidden (..., M), weight (V, M) and targets (...) must fit together; got shapes"
-            f" {tuple(hidden.shape)}, {tuple(weight.shape)}, {tuple(targets.shape)}"
-        )
+    if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[-1]:
+        shapes = f"{tuple(hidden.shape)}, {tuple(weight.shape)}"
+        raise ValueError(f"hidden (..., M) and weight (V, M) must fit together; got shapes {shapes}")
+    check_ids("targets", targets, "class indices", [tuple(hidden.shape[:-1])], len(weight), but=IGNORED)
     if chunk is not None and chunk < 1:
         raise ValueError(f"{chunk=} must be at least one token")
     chunk = chunk or _even_chunk(targets.numel(), len(weight))
-    return _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, targets.flatten(), chunk)
+    return _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, targets.flatten().long(), chunk)
 
 
 def _even_chunk(tokens: int, vocabulary: int) -> int:

@@ -20,6 +20,7 @@ from lmsys.attention import ATTENTION
 from lmsys.attention.contract import DTYPE_NAMES, AttentionCase, adapt
 from lmsys.config import ModelConfig
 from lmsys.measure.profile import part
+from lmsys.model.ids import Shape, check_ids
 from lmsys.model.linear import linear
 from lmsys.model.loss import linear_cross_entropy
 from lmsys.model.rotary import RotaryEmbedding
@@ -181,10 +182,10 @@ class TransformerLM(nn.Module):
         `cache` gives each layer a function to attend with, which may know keys and values of earlier tokens: see
         `lmsys.training.generation`.
 
-        ValueError for a sequence longer than the context, and on a CPU for ids outside the vocabulary; on CUDA such an
-        id stops the process with a device-side assertion.
+        ValueError for a sequence longer than the context, and on a CPU for ids outside the vocabulary and positions
+        outside the context; on CUDA such an id stops the process with a device-side assertion.
         """
-        self._check(tokens)
+        self._check(tokens, positions)
         x = self.token_embeddings(tokens)
         attend = [self._attend(x)] * len(self.layers) if cache is None else cache.attend(lambda: self._attend(x))
         group = self.config.checkpoint_blocks
@@ -202,7 +203,7 @@ class TransformerLM(nn.Module):
         return self.loss_of(self.hidden(tokens, positions), targets)
 
     def loss_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """The same of the states that `hidden` has made."""
+        """The same of the states that `hidden` has made. ValueError for targets that are not class indices (B, S)."""
         with part("head and loss"):
             return linear_cross_entropy(hidden, self.lm_head.weight, targets)
 
@@ -221,15 +222,14 @@ class TransformerLM(nn.Module):
             x = self._run(layers[some], x, attend[some], self.rope, positions)
         return x
 
-    def _check(self, tokens: Tensor) -> None:
-        if tokens.dim() != 2 or tokens.is_floating_point():
-            raise ValueError(f"tokens must be ids of shape (B, S); got {tokens.dtype} of shape {tuple(tokens.shape)}")
-        if tokens.shape[1] > self.config.context_length:
-            raise ValueError(f"{tokens.shape[1]} tokens are more than context_length={self.config.context_length}")
-        if tokens.device.type == "cpu" and tokens.numel():
-            low, high = int(tokens.min()), int(tokens.max())
-            if low < 0 or high >= self.config.vocab_size:
-                raise ValueError(f"token ids {low} to {high} must lie in 0 to {self.config.vocab_size - 1}")
+    def _check(self, tokens: Tensor, positions: Tensor | None) -> None:
+        check_ids("tokens", tokens, "token ids", [("B", "S")], self.config.vocab_size)
+        batch, length = tokens.shape
+        if length > self.config.context_length:
+            raise ValueError(f"{length} tokens are more than context_length={self.config.context_length}")
+        if positions is not None:
+            shapes: list[Shape] = [(length,), (batch, length)]
+            check_ids("positions", positions, "positions in the context", shapes, self.config.context_length)
 
     def _attend(self, x: Tensor) -> Any:
         """The row's function for this shape, dtype and mode, looked up outside of what is compiled."""

@@ -281,13 +281,46 @@ def test_weights_are_drawn_as_cs336_draws_them() -> None:
         (torch.zeros(2, 17, dtype=torch.int64), "17 tokens are more than context_length=16"),
         (torch.full((1, 3), VOCABULARY), "token ids 31 to 31 must lie in 0 to 30"),
         (torch.full((1, 3), -1), "token ids -1 to -1 must lie in"),
-        (torch.zeros(3, dtype=torch.int64), r"ids of shape \(B, S\); got torch.int64 of shape \(3,\)"),
-        (torch.zeros(1, 3), r"got torch.float32 of shape \(1, 3\)"),
+        (torch.zeros(3, dtype=torch.int64), r"tokens must be token ids of shape \(B, S\); got shape \(3,\)"),
+        (torch.zeros(1, 3), "token ids in int64 or int32; got torch.float32"),
+        (torch.zeros(1, 3, dtype=torch.bool), "token ids in int64 or int32; got torch.bool"),
+        ([[1, 2]], r"tokens must be a tensor of token ids; got \[\[1, 2\]\]"),
     ],
 )
-def test_bad_tokens_are_named(tokens: Tensor, message: str) -> None:
+def test_bad_tokens_are_named(tokens: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tiny()(tokens)
+
+
+@pytest.mark.parametrize(
+    ("positions", "message"),
+    [
+        (torch.arange(4), r"of shape \(3\) or \(2, 3\); got shape \(4,\)"),
+        (torch.arange(3.0), "positions in the context in int64 or int32; got torch.float32"),
+        (torch.arange(3) - 1, "positions in the context -1 to 1 must lie in 0 to 15"),
+        (torch.arange(14, 17), "14 to 16 must lie in 0 to 15"),
+        (7, "positions must be a tensor of positions in the context; got 7"),
+    ],
+)
+def test_bad_positions_are_named(positions: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiny()(ids(0)[:2, :3], positions)
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (torch.zeros(2, 4, dtype=torch.int64), r"targets must be class indices of shape \(2, 3\); got shape \(2, 4\)"),
+        (torch.zeros(2, 3), "class indices in int64 or int32; got torch.float32"),
+        (torch.full((2, 3), 31), "class indices 31 to 31 must lie in 0 to 30, or be -100"),
+        (None, "targets must be a tensor of class indices; got None"),
+    ],
+)
+def test_bad_targets_are_named(targets: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(torch.zeros(2, 3, 16), torch.zeros(31, 16), targets)
+    with pytest.raises(ValueError, match=r"must fit together; got shapes \(2, 3, 16\), \(31, 17\)"):
+        linear_cross_entropy(torch.zeros(2, 3, 16), torch.zeros(31, 17), targets)
 
 
 @pytest.mark.parametrize(
@@ -318,5 +351,3 @@ def test_the_loss_is_that_of_its_logits() -> None:
     torch.testing.assert_close(
         model.loss(tokens, targets), F.cross_entropy(model(tokens).flatten(0, -2), targets.flatten())
     )
-    with pytest.raises(ValueError, match=r"must fit together; got shapes \(2, 3, 16\), \(31, 16\), \(2, 4\)"):
-        linear_cross_entropy(torch.zeros(2, 3, 16), torch.zeros(31, 16), torch.zeros(2, 4, dtype=torch.int64))

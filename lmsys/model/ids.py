@@ -1,0 +1,35 @@
+"""Tensors of ids from outside: token ids, class indices, positions."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmsys.values import shortly
+
+Shape = tuple[int | str, ...]
+
+
+def check_ids(name: str, x: Any, kind: str, shapes: list[Shape], below: int, but: int | None = None) -> None:
+    """ValueError for anything but whole numbers from 0 to below - 1, or `but`, of one of these shapes.
+
+    A name in a shape stands for any size; `kind` says in a message what the numbers are. Their values are looked at on
+    a CPU only: a GPU would have to be waited for.
+    """
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a tensor of {kind}; got {shortly(x)}")
+    if x.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name} must be {kind} in int64 or int32; got {x.dtype}")
+    if not any(_fits(x.shape, shape) for shape in shapes):
+        told = " or ".join(f"({', '.join(map(str, shape))})" for shape in shapes)
+        raise ValueError(f"{name} must be {kind} of shape {told}; got shape {tuple(x.shape)}")
+    known = x if but is None or x.device.type != "cpu" else x[x != but]
+    if known.device.type == "cpu" and known.numel():
+        low, high = int(known.min()), int(known.max())
+        if low < 0 or high >= below:
+            other = "" if but is None else f", or be {but}"
+            raise ValueError(f"{name}: {kind} {low} to {high} must lie in 0 to {below - 1}{other}")
+
+
+def _fits(shape: torch.Size, asked: Shape) -> bool:
+    return len(shape) == len(asked) and all(isinstance(n, str) or n == m for n, m in zip(asked, shape, strict=True))
