@@ -5,14 +5,12 @@ as the gradients do: `zero_grad(set_to_none=True)` frees it. The first bucket is
 early, and the last, which no computation is left to hide. See `overlapped` for the order.
 """
 
-import math
-
 import torch
 from torch import nn
 
 from lmsys.cost.communication import optimal_bucket_bytes
 from lmsys.parallel.alpha_beta import latency_and_bandwidth
-from lmsys.parallel.buckets import EDGE_BYTES, MIB, plan
+from lmsys.parallel.buckets import EDGE_BYTES, MIB, is_size, plan
 from lmsys.parallel.collectives import Group
 from lmsys.parallel.overlapped import Overlapped
 
@@ -35,7 +33,7 @@ class Bucketed(Overlapped):
         bucket_mb: float | str = 25,
         comm_dtype: torch.dtype | None = None,
     ):
-        if bucket_mb != "auto" and (isinstance(bucket_mb, str) or not 0 < bucket_mb < math.inf):
+        if bucket_mb != "auto" and not is_size(bucket_mb):
             raise ValueError(f'{bucket_mb=} must be a positive number of MiB, or "auto"')
         self.bucket_mb = bucket_mb
         super().__init__(module, process_group, comm_dtype)

@@ -4,14 +4,21 @@ A partition is a list of buckets, a bucket a tuple of indices into the sizes. Ev
 in the order in which their last gradient is ready, which is the order in which they are sent.
 """
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeGuard
 
 MIB = 2**20
 EDGE_BYTES = MIB  # a smaller first bucket lets communication begin early; nothing hides the last one's
 ALIGNMENT = 64  # elements: every tensor in a bucket begins at a multiple of it, as wide loads like it
 BALANCED = 0.95  # a bucket is closed once this share of its segments is gradients, not padding
+
+
+def is_size(value: object) -> TypeGuard[float]:
+    """True of a positive, finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def plan(

@@ -8,8 +8,11 @@ top of a module that the ranks can import. Under torchrun, whose processes are t
 same from within one of them: each calls `run` with the same function.
 """
 
+import ctypes
 import datetime
 import os
+import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,10 +24,12 @@ import torch.distributed as dist
 
 from lmsys.parallel.collectives import gather_objects
 from lmsys.processes import DIED, GRACE_S, TIMEOUT, Failure, Worker, answered
+from lmsys.values import shortly
 
 BACKENDS = ("gloo", "nccl")
 OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
 ERRORS_S = 2.0  # grace period for other ranks' errors: the first to fail is to blame
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 LOCK_STEP_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
 
 
@@ -144,7 +149,8 @@ class TorchrunGroup:
     """The group that torchrun has started, seen from one of its ranks. A rank that fails ends this process's run."""
 
     def __init__(self, backend: str | None = None, timeout_s: float = 300.0):
-        local_rank = int(os.environ["LOCAL_RANK"])
+        local_rank = _environment()["LOCAL_RANK"]
+        _end_with_parent()
         if backend is None:
             backend = "nccl" if torch.cuda.is_available() else "gloo"
         check_backend(backend, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
@@ -168,6 +174,24 @@ class TorchrunGroup:
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _environment() -> dict[str, int]:
+    """What torchrun sets. ValueError that names what is missing or is no number."""
+    found = {}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
+        text = os.environ.get(name)
+        if text is None or not text.isdecimal():
+            told = "is not set" if text is None else f"is {shortly(text)}"
+            raise ValueError(f"${name} {told}, where torchrun sets a whole number: start ranks by torchrun")
+        found[name] = int(text)
+    return found
+
+
+def _end_with_parent() -> None:
+    """On Linux SIGTERM comes when torchrun's agent has gone, also by SIGKILL: nobody would end its ranks."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def under_torchrun() -> bool:

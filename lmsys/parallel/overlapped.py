@@ -24,6 +24,8 @@ class Overlapped(Wrapper):
     all_reduces = True
 
     def __init__(self, module: nn.Module, process_group: Group = None, comm_dtype: torch.dtype | None = None):
+        if comm_dtype is not None and not (isinstance(comm_dtype, torch.dtype) and comm_dtype.is_floating_point):
+            raise ValueError(f"{comm_dtype=} must be a floating-point dtype, such as torch.bfloat16, or None")
         super().__init__(module, process_group)
         self.comm_dtype = comm_dtype
         self._seen: list[int] | None = []  # the order of gradients, until buckets are planned by it

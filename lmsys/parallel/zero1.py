@@ -9,7 +9,6 @@ blocks come to need them.
 Source: Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), section 7.
 """
 
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lmsys.parallel.buckets import MIB, Segmented, offsets, plan_segments
+from lmsys.parallel.buckets import MIB, Segmented, is_size, offsets, plan_segments
 from lmsys.parallel.collectives import Group, Pending, reduce_scatter_mean
 from lmsys.parallel.overlapped import Overlapped
 from lmsys.parallel.packing import Layout, copy_gradients
@@ -46,7 +45,7 @@ class Zero1(Overlapped):
     rivals = ("torch_zero1",)
 
     def __init__(self, module: nn.Module, process_group: Group = None, bucket_mb: float | str = 32):
-        if isinstance(bucket_mb, str) or not 0 < bucket_mb < math.inf:
+        if not is_size(bucket_mb):
             raise ValueError(f"{bucket_mb=} must be a positive number of MiB")
         self.bucket_mb = bucket_mb
         super().__init__(module, process_group)

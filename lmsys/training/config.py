@@ -192,7 +192,10 @@ class GenerateConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """output: the folder of the tokenizer, tokens, checkpoints and log of this run."""
+    """output: the folder of the tokenizer, tokens, checkpoints and log of this run.
+
+    Trust a config as you trust code: its strategy may be a file of Python that is run, and its folders are written to.
+    """
 
     output: str = "out/training"
     data: DataConfig = field(default_factory=DataConfig)

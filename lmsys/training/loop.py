@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from lmsys.training.evaluation import Evaluation, Windows, evaluate
 from lmsys.training.log import JsonLines, Progress
 from lmsys.training.nonfinite import NonFiniteError, first_nonfinite
 from lmsys.training.optimizer import AdamW, clip_grad_norm, cosine_schedule, set_lr
+from lmsys.training.stop import StopSignals
 
 RUNTIME_FIELDS = ("attention", "checkpoint_blocks")  # fields of a model config: how it is computed, not what it is
 Say = Callable[[str], None]
@@ -58,29 +59,6 @@ class Outcome:
     valid: Evaluation | None
     seconds: float
     skipped: int
-
-
-class StopSignals:
-    """SIGTERM and Ctrl-C, kept until the step is done; what is ignored stays so. A second one ends at once."""
-
-    def __init__(self) -> None:
-        self.seen: int = 0
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Self:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, _: Any) -> None:
-        if self.seen:
-            raise KeyboardInterrupt
-        self.seen = number
 
 
 class Trainer:

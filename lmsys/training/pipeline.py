@@ -14,6 +14,7 @@ import signal
 import time
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from lmsys.files import replacing
 from lmsys.model import TransformerLM
 from lmsys.parallel import group
 from lmsys.parallel.collectives import gather_objects, size_and_rank
-from lmsys.strict_json import read_json
+from lmsys.strict_json import paths, read_json
 from lmsys.tokenizer import Tokenizer, train
 from lmsys.tokenizer.chunks import Chunk
 from lmsys.training import checkpoint
@@ -41,6 +42,7 @@ from lmsys.training.tokens import shards, tokenize_files
 DATA_STEPS = ("tokenizer", "tokenize")
 STEPS = (*DATA_STEPS, "train", "evaluate", "generate")
 PARTS = ("train", "valid")
+OF_A_RANK = ("train.threads", "data.processes")  # settings that each machine may have for itself
 DOWNLOAD_LINES_S = 5.0
 
 
@@ -79,6 +81,7 @@ def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> i
     """The exit code: 0, or 128 + the number of the signal that training was interrupted by."""
     world_size, rank = size_and_rank(None)
     context = RunContext(config, rank, world_size)
+    _agree(config, steps, skip_data)
     config.train.accumulation(world_size)  # refused here rather than after the data has been made
     if context.device.type == "cpu" and config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
@@ -96,6 +99,20 @@ def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> i
             (evaluate_model if step == "evaluate" else print_sample)(context)
     _wait(context)
     return 0
+
+
+def _agree(config: RunConfig, steps: tuple[str, ...], skip_data: bool) -> None:
+    """ValueError on every rank that names the first setting of which ranks have different values."""
+    own = {name: attrgetter(name)(config) for name in paths(config)}
+    own |= {"the step": " ".join(steps), "--skip-data": skip_data}
+    first, *others = gather_objects(own, None)
+    for rank, other in enumerate(others, start=1):
+        for name, value in first.items():
+            if name not in OF_A_RANK and other[name] != value:
+                raise ValueError(
+                    f"ranks have different settings: {name} is {value!r} on rank 0 and {other[name]!r} on rank {rank};"
+                    " start all with the same command"
+                )
 
 
 def make_tokenizer(context: RunContext, anew: bool) -> None:

@@ -508,11 +508,14 @@ def test_a_step_without_finish_is_an_error_at_the_next_forward(ranks: WorkerGrou
 
 def test_bad_options_are_refused() -> None:
     for strategy in (Bucketed, Zero1):
-        for value in (0, -1, math.inf, math.nan):
-            with pytest.raises(ValueError, match="bucket_mb="):
+        for value in (0, -1, math.inf, math.nan, None, True):
+            with pytest.raises(ValueError, match="bucket_mb=.* must be a positive number of MiB"):
                 strategy(nn.Linear(2, 2), None, bucket_mb=value)
     with pytest.raises(ValueError, match="bucket_mb='large'"):
         Bucketed(nn.Linear(2, 2), None, bucket_mb="large")
+    for dtype in (torch.int32, torch.complex64, torch.bool, "bfloat16"):
+        with pytest.raises(ValueError, match="comm_dtype=.* must be a floating-point dtype"):
+            Bucketed(nn.Linear(2, 2), None, comm_dtype=dtype)
     with pytest.raises(ValueError, match="unknown strategy 'buckted'; did you mean bucketed"):
         _ = STRATEGIES["buckted"]
 

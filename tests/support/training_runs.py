@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from lmsys.config import ModelConfig
+from lmsys.parallel.collectives import size_and_rank
 from lmsys.training import pipeline
 from lmsys.training.checkpoint import newest
 from lmsys.training.config import RunConfig
@@ -105,6 +106,24 @@ def error_on_rank(run: RunConfig) -> str:
     except ValueError as error:
         return str(error)
     return "nothing"
+
+
+def error_of_different_ranks(run: RunConfig, setting: str) -> str:
+    """The same where all ranks but the first have this setting."""
+    return error_on_rank(run.changed([setting]) if size_and_rank(None)[1] else run)
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+    """The Python processes that it has started."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(one) for one in children if "python" in Path(f"/proc/{one}/cmdline").read_text()]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def start(output: Path, *options: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:

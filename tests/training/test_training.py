@@ -26,9 +26,12 @@ from tests.support.training_runs import (
     config,
     corpus,
     end_all,
+    error_of_different_ranks,
     error_on_rank,
+    is_alive,
     losses,
     nan_on_one_rank,
+    ranks_of,
     read_lines,
     start,
     train_on_rank,
@@ -310,8 +313,7 @@ def test_a_rank_that_is_killed_is_started_again(data: Path, tmp_path: Path, grou
     process = start(run, "train", *SLOW, launcher=tuple(launcher))
     while not list(run.glob("checkpoints/step-*.json")) and process.poll() is None:
         time.sleep(0.01)
-    ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    os.kill(int(ranks[-1]), signal.SIGKILL)
+    os.kill(ranks_of(process)[-1], signal.SIGKILL)
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 0 and "going on from" in said, said
     expected, found = weights(whole), weights(run)
@@ -330,6 +332,64 @@ def test_a_signal_ends_with_a_checkpoint(data: Path, tmp_path: Path, ranks: int 
     assert process.returncode == 128 + number, said
     last = read_lines(folder / "log.jsonl")[-1]["step"]
     assert (folder / "checkpoints" / f"step-{last:08}.json").is_file() and f"saved at step {last:,}" in said
+
+
+ENDLESS = ("--set", "train.steps=1000000", "--set", "checkpoint.interval=0")
+
+
+def test_two_signals_end_a_run_of_which_a_rank_has_stopped(data: Path, tmp_path: Path) -> None:
+    """Its other rank waits inside of a collective, where Python runs no handler."""
+    folder = copy_of(data, tmp_path / "run")
+    process = start(folder, "train", *ENDLESS, "--ranks", "2")
+    while not losses(folder) and process.poll() is None:
+        time.sleep(0.05)
+    ranks = ranks_of(process)
+    os.kill(ranks[-1], signal.SIGSTOP)
+    for _ in range(2):
+        time.sleep(1.0)
+        process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=40)
+    assert process.returncode and "told to end twice" in said, said
+    assert len(ranks) == 2 and not any(map(is_alive, ranks))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has gone")
+def test_ranks_end_with_the_agent_that_torchrun_is(data: Path, tmp_path: Path) -> None:
+    folder = copy_of(data, tmp_path / "run")
+    launcher = "-m torch.distributed.run --nproc-per-node 2 --standalone".split()
+    process = start(folder, "train", *ENDLESS, launcher=tuple(launcher))
+    while not losses(folder) and process.poll() is None:
+        time.sleep(0.05)
+    ranks = ranks_of(process)
+    process.kill()
+    until = time.monotonic() + 30
+    while any(map(is_alive, ranks)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert len(ranks) == 2 and not any(map(is_alive, ranks))
+    assert list(folder.glob("checkpoints/step-*.json"))  # as at any SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("train.micro_batch_size=4", "train.micro_batch_size is 2 on rank 0 and 4 on rank 1"),
+        ("train.batch_size=3", "train.batch_size is 8 on rank 0 and 3 on rank 1"),
+        ("train.precision=bf16", "train.precision is 'fp32' on rank 0 and 'bf16' on rank 1"),
+        ("train.clip_norm=2", "train.clip_norm is 1.0 on rank 0 and 2.0 on rank 1"),
+        ("train.seed=1", "train.seed is 0"),
+        ("train.steps=9", "train.steps is 8"),
+        ("train.lr=0.1", "train.lr is 0.003"),
+        ("checkpoint.interval=2", "checkpoint.interval is 3"),
+        ("output=elsewhere", "output is"),
+        ("train.threads=2", "nothing"),
+    ],
+)
+def test_ranks_with_different_settings_are_told(
+    setting: str, told: str, data: Path, tmp_path: Path, group: WorkerGroup
+) -> None:
+    run = config(copy_of(data, tmp_path / "run"))
+    for found in group.run(error_of_different_ranks, run, setting, timeout_s=30):
+        assert told in found
 
 
 def test_a_log_begins_where_the_run_does(tmp_path: Path) -> None:
