@@ -11,8 +11,8 @@ import hypothesis
 import pytest
 import torch
 
+from lmsys.check.poison import poison
 from lmsys.parallel.group import WorkerGroup
-from tests.support.poison import poison
 from tests.support.processes import smoke_sweep
 
 # "ci" draws the same few examples every time; --hypothesis-profile explore draws others, and more.

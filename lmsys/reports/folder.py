@@ -24,7 +24,7 @@ def write(out: Path, files: Mapping[str, str]) -> None:
         if not re.fullmatch(NAME, name):
             raise ValueError(f"a file {name[:80]!r} cannot be written: its name must match {NAME}")
     if folder := next((one for one in (out, *out.parents) if one.exists() and not one.is_dir()), None):
-        raise ValueError(f"{folder} is a file: name a folder")
+        raise ValueError(f"{str(out)!r}: {folder} is a file, and a folder is needed")
     before = _written(out)
     for name in (*files, *before, MANIFEST):
         _check_place(out, name)

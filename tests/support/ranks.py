@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lmsys.check.poison import poison
 from lmsys.parallel import STRATEGIES
 from lmsys.parallel.group import device
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer
 from lmsys.parallel.zero1 import Zero1
 from lmsys.testing import error_ratio
-from tests.support.poison import poison
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1}),

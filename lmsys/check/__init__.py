@@ -1,0 +1,1 @@
+"""Is this attention kernel right, and if not, what is wrong with it? `python -m lmsys.check mine.py:f`."""

@@ -1,0 +1,57 @@
+"""What a kernel is asked, from the simplest to the rarest, so that the first failure says most."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from lmsys.attention.contract import AttentionCase
+
+LONG, ODD = 384, 237  # queries and keys: several tiles of any kernel; no multiple of anything
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A case by what it is about; `transposed`: inputs are views of (B, S, H, D) memory."""
+
+    about: str
+    case: AttentionCase
+    transposed: bool = False
+
+    def __str__(self) -> str:
+        one = self.case
+        heads = f"{one.heads}" if one.heads == one.kv_heads else f"{one.heads} over {one.kv_heads}"
+        told = f"{one.dtype}, batch {one.batch}, heads {heads}, {one.queries} queries, {one.keys} keys, head dimension"
+        mask = "causal" if one.causal else "full"
+        return f"{told} {one.head_dim}, {mask}{'' if one.scale is None else f', scale {one.scale:g}'}"
+
+
+def cases(device: str, capability: tuple[int, int] | None, head_dim: int = 64) -> Iterator[Asked]:
+    """Forwards and backwards of all in float32; of the narrow dtypes those in which other code may run."""
+    one = AttentionCase(
+        1, 2, 2, 64, 64, head_dim, DTYPES[0], causal=False, grad=True, device=device, capability=capability
+    )
+    long = replace(one, queries=LONG, keys=LONG)
+    odd = replace(one, queries=ODD, keys=ODD)
+    simple = [
+        Asked("one tile", one),
+        Asked("one tile, causal", replace(one, causal=True)),
+        Asked("several tiles", long),
+        Asked("several tiles, causal", replace(long, causal=True)),
+        Asked("several batches and heads", replace(one, batch=3, heads=3, kv_heads=3)),
+        Asked("an odd length", odd),
+        Asked("an odd length, causal", replace(odd, causal=True)),
+    ]
+    rare = [
+        Asked("more queries than keys", replace(long, keys=ODD - 100)),
+        Asked("more keys than queries", replace(long, queries=ODD - 100)),
+        Asked("more queries than keys, causal", replace(long, keys=ODD - 100, causal=True)),
+        Asked("more keys than queries, causal", replace(long, queries=ODD - 100, causal=True)),
+        Asked("one query", replace(long, queries=1)),
+        Asked("grouped heads", replace(odd, heads=4, kv_heads=2, causal=True)),
+        Asked("a scale of its own", replace(odd, scale=0.3)),
+        Asked("inputs transposed in memory", replace(odd, batch=2, causal=True), transposed=True),
+    ]
+    yield from [*simple, *rare]
+    for dtype in DTYPES[1:]:
+        for asked in (simple[0], simple[3], simple[6], rare[5]):
+            yield replace(asked, case=replace(asked.case, dtype=dtype))

@@ -1,0 +1,213 @@
+"""What a kernel must have done that its result is what it is: mistakes that people make, tried one after another.
+
+Each is the formula with that mistake in it, in float64. The one whose result is that of the kernel, within the budget
+that a right one would have, is named; where none is, the places that are wrong are.
+
+Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head dimension.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmsys.attention.contract import AttentionCase, repeat_heads
+from lmsys.testing import Inputs
+
+TILES = (16, 32, 64, 128, 256)
+GRADIENTS = ("dq", "dk", "dv")
+Outputs = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Formula:
+    """softmax(scale q kᵀ, masked) v, with what a kernel may do otherwise.
+
+    visible   of (Q, K) indices: whether the key is seen
+    heads     of a query head: the key head that it reads
+    p         what becomes of the probabilities
+    ds        of P, dP and their row sums: the gradient of the scores
+    """
+
+    case: AttentionCase
+    scale: float
+    visible: Callable[[Tensor, Tensor], Tensor]
+    heads: Callable[[int], int]
+    first_keys: int | None = None
+    zeros_behind: int = 0  # keys of zeros that are read behind the last one
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x[:, [self.heads(head) for head in range(q.shape[1])]] for x in (k, v))
+        if self.first_keys is not None:
+            k, v = k[:, :, : self.first_keys], v[:, :, : self.first_keys]
+        if self.zeros_behind:
+            k, v = (torch.nn.functional.pad(x, (0, 0, 0, self.zeros_behind)) for x in (k, v))
+        scores = q @ k.mT * self.scale
+        i, j = (torch.arange(n, device=q.device) for n in scores.shape[-2:])
+        scores = scores.masked_fill(~self.visible(i[:, None], j), -math.inf)
+        return scores.softmax(dim=-1).nan_to_num(0.0) @ v
+
+
+def right(case: AttentionCase) -> Formula:
+    group = case.heads // case.kv_heads
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    causal = (lambda i, j: j <= i) if case.causal else (lambda i, j: j >= 0)
+    return Formula(case, scale, causal, lambda head: head // group)
+
+
+def mistakes(case: AttentionCase) -> Iterator[tuple[str, Formula]]:
+    """(in words, the formula with it), the plainest first."""
+    good = right(case)
+
+    def with_(**changes: Any) -> Formula:
+        return Formula(**{**vars(good), **changes})
+
+    usual = case.head_dim**-0.5
+    if case.scale is not None:
+        yield "scale is ignored: it is always head_dim ** -0.5", with_(scale=usual)
+        yield "scale comes on top of head_dim ** -0.5", with_(scale=case.scale * usual)
+    yield "there is no scale: scores are q kᵀ", with_(scale=1.0)
+    yield "scores are divided by head_dim, not by its root", with_(scale=1 / case.head_dim)
+    yield "scores are multiplied by the root of head_dim", with_(scale=case.head_dim**0.5)
+    yield "exp2 is taken of scores that were not multiplied by log2(e)", with_(scale=good.scale * math.log(2))
+    if case.causal:
+        yield "the causal mask is ignored", with_(visible=lambda i, j: j >= 0)
+        yield "off by one at the diagonal: a query does not see its own key", with_(visible=lambda i, j: j < i)
+        yield "off by one at the diagonal: a query sees the key behind its own", with_(visible=lambda i, j: j <= i + 1)
+        yield "the mask is turned around: a query sees the keys from its own on", with_(visible=lambda i, j: j >= i)
+        for tile in TILES:
+            if tile < max(case.queries, case.keys):
+                told = f"the mask is by tiles of {tile}: a query sees all keys of its own tile"
+                yield told, with_(visible=lambda i, j, t=tile: j // t <= i // t)
+                told = f"tiles of {tile} on the diagonal are left out"
+                yield told, with_(visible=lambda i, j, t=tile: j // t < i // t)
+                told = f"the mask is applied within tiles of {tile} alone"
+                yield told, with_(visible=lambda i, j, t=tile: j % t <= i % t)
+        if case.queries != case.keys:
+            more = case.keys - case.queries
+            told = "the causal mask begins at the last key, not at the first (bottom right, not top left)"
+            yield told, with_(visible=lambda i, j: j <= i + more)
+    else:
+        yield "it is causal where it must not be", with_(visible=lambda i, j: j <= i)
+    for keys in sorted({case.queries, *range(16, case.keys, 16), *(case.keys // t * t for t in TILES), case.keys - 1}):
+        if 0 < keys < case.keys:
+            yield f"keys from {keys} on are ignored", with_(first_keys=keys)
+    for more in sorted({-case.keys % tile for tile in TILES} - {0}):
+        yield f"{more} keys behind the last one are read as zeros", with_(zeros_behind=more)
+    if case.heads != case.kv_heads:
+        yield "query head h reads key head h % kv_heads, not h // group", with_(heads=lambda head: head % case.kv_heads)
+    if case.kv_heads > 1:
+        yield "every query head reads key head 0", with_(heads=lambda head: 0)
+
+
+def outputs_of(formula: Formula, inputs: Inputs) -> dict[str, Tensor]:
+    """o, dq, dk, dv of the formula, in float64."""
+    q, k, v = (x.detach().double().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    o = formula.forward(q, k, v)
+    gradients = torch.autograd.grad(o, (q, k, v), inputs.do.double())
+    return {"o": o.detach(), **dict(zip(GRADIENTS, gradients, strict=True))}
+
+
+def of_backwards(case: AttentionCase, inputs: Inputs, name: str) -> Iterator[tuple[str, Tensor]]:
+    """(in words, what `name`, a gradient, would then be) of mistakes that only a backward can make."""
+    good = right(case)
+    q, k, v, do = (x.detach().double() for x in (inputs.q, inputs.k, inputs.v, inputs.do))
+    kv_heads = case.kv_heads
+    keys, values = (repeat_heads(x, case.heads) for x in (k, v))
+    i, j = torch.arange(case.queries, device=q.device)[:, None], torch.arange(case.keys, device=q.device)
+    p = (q @ keys.mT * good.scale).masked_fill(~good.visible(i, j), -math.inf).softmax(dim=-1)
+    dp = do @ values.mT
+    delta = (p * dp).sum(dim=-1, keepdim=True)
+
+    def gradients(p: Tensor, ds: Tensor, scale: float = good.scale) -> dict[str, Tensor]:
+        summed = {"dk": ds.mT @ q * scale, "dv": p.mT @ do}
+        grouped = {name: x.unflatten(1, (kv_heads, -1)).sum(dim=2) for name, x in summed.items()}
+        return {"dq": ds @ keys * scale, **grouped}
+
+    ds = p * (dp - delta)
+    yield "the scale is missing", gradients(p, ds, 1.0)[name]
+    yield "the scale is applied twice", gradients(p, ds, good.scale**2)[name]
+    yield "delta, the row sum of do · o, is not subtracted", gradients(p, p * dp)[name]
+    yield "delta is added where it is to be subtracted", gradients(p, p * (dp + delta))[name]
+    yield "dP is not multiplied by P", gradients(p, dp - delta)[name]
+    ones = torch.ones_like(do)
+    along = p * (ones @ values.mT - (p * (ones @ values.mT)).sum(dim=-1, keepdim=True))
+    yield "do is ignored: ones stand for it", _with_do(gradients(p, along), p, ones, kv_heads)[name]
+    if case.causal:
+        all_seen = (q @ keys.mT * good.scale).softmax(dim=-1)
+        lse = (q @ keys.mT * good.scale).masked_fill(~good.visible(i, j), -math.inf).logsumexp(dim=-1, keepdim=True)
+        unmasked = (q @ keys.mT * good.scale - lse).exp()
+        yield "the causal mask is ignored", gradients(unmasked, unmasked * (dp - delta))[name]
+        yield "the causal mask is ignored, in the sum as well", gradients(all_seen, all_seen * (dp - delta))[name]
+    if case.heads != kv_heads and name != "dq":
+        group = case.heads // kv_heads
+        whole = {"dk": ds.mT @ q * good.scale, "dv": p.mT @ do}[name].unflatten(1, (kv_heads, group))
+        yield "only the last query head of a group counts", whole[:, :, -1]
+        yield "only the first query head of a group counts", whole[:, :, 0]
+        yield "the group's gradients are averaged, not summed", whole.mean(dim=2)
+
+
+def _with_do(found: dict[str, Tensor], p: Tensor, do: Tensor, kv_heads: int) -> dict[str, Tensor]:
+    return found | {"dv": (p.mT @ do).unflatten(1, (kv_heads, -1)).sum(dim=2)}
+
+
+def explain(case: AttentionCase, inputs: Inputs, found: Outputs, name: str, budget: float) -> str | None:
+    """The mistake that makes `found[name]` what it is, in words; None where no known one does."""
+    output = found[name].double()
+
+    def is_(expected: Tensor) -> bool:
+        return bool(expected.isfinite().all()) and bool(((output - expected).abs() <= budget).all())
+
+    expected = outputs_of(right(case), inputs)
+    if (told := _rows_of("unwritten", output.isnan())) is not None:
+        return told
+    if name != "o":
+        for mistake, gradient in of_backwards(case, inputs, name):
+            if is_(gradient):
+                return f"in {name} {mistake}"
+    for mistake, formula in mistakes(case):
+        if is_(outputs_of(formula, inputs)[name]):
+            return mistake
+    if (told := _copies(output, expected[name], is_)) is not None:
+        return told
+    good = expected[name]
+    factor = float((output * good).sum() / good.square().sum())
+    if math.isfinite(factor) and abs(factor - 1) > 1e-6 and is_(factor * good):
+        return f"it is {factor:.4g} times what is right"
+    memory = {"o": inputs.q, "dq": inputs.q, "dk": inputs.k, "dv": inputs.v}[name]
+    if not memory.is_contiguous() and is_(_as_in_memory(case, inputs, name)):
+        return "strides are ignored: the inputs are read as if they were contiguous"
+    return _rows_of("zeros", output == 0)
+
+
+def _rows_of(kind: str, at: Tensor) -> str | None:
+    """Of a mask (B, H, S, D): which whole rows it holds, where it holds no others."""
+    rows = at.all(dim=-1)  # (B, H, S)
+    if not rows.any() or not bool((at.any(dim=-1) == rows).all()):
+        return None
+    in_all, size = rows.all(dim=0).all(dim=0).nonzero().flatten().tolist(), rows.shape[-1]
+    if len(in_all) == size:
+        return f"all of it is {kind}"
+    if bool((rows == rows[:1, :1]).all()) and in_all == list(range(in_all[0], size)):
+        return f"the last {len(in_all)} rows are {kind}"
+    return f"{int(rows.sum())} of {rows.numel()} rows are {kind}"
+
+
+def _copies(output: Tensor, good: Tensor, is_: Callable[[Tensor], bool]) -> str | None:
+    if good.shape[0] > 1 and is_(good[:1].expand_as(good)):
+        return "every batch has the result of batch 0"
+    if good.shape[1] > 1 and is_(good[:, :1].expand_as(good)):
+        return "every head has the result of head 0"
+    if good.shape[0] == good.shape[1] > 1 and is_(good.transpose(0, 1)):
+        return "batches and heads are exchanged"
+    return None
+
+
+def _as_in_memory(case: AttentionCase, inputs: Inputs, name: str) -> Tensor:
+    q, k, v, do = (
+        torch.as_strided(x, x.shape, torch.empty(x.shape, device="meta").stride()) for x in inputs.tensors.values()
+    )
+    return outputs_of(right(case), Inputs(q, k, v, do, inputs.seed))[name]

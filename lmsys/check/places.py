@@ -1,0 +1,42 @@
+"""Where a result is wrong, in words."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+AXES = ("batch", "head", "row", "column")
+
+
+def where(wrong: Tensor) -> str:
+    """Of a mask (B, H, S, D), on which axes the wrong elements are only some: "rows 214 to 236 of 237, the last 23"."""
+    told = []
+    for axis, name in enumerate(AXES):
+        others = [one for one in range(4) if one != axis]
+        at = wrong.amax(dim=others).nonzero().flatten().tolist()
+        if len(at) < wrong.shape[axis]:
+            told.append(_of_axis(name, at, wrong.shape[axis]))
+    share = wrong.float().mean().item()
+    told = told or ["everywhere"]
+    return f"{', '.join(told)} ({100 * share:.3g} % of the elements)"
+
+
+def _of_axis(name: str, at: Sequence[int], size: int) -> str:
+    first, last = at[0], at[-1]
+    if len(at) == 1:
+        return f"{name} {first} of {size}"
+    names = "batches" if name == "batch" else f"{name}s"
+    if len(at) == last - first + 1:
+        tail = f", the last {len(at)}" if last == size - 1 else f", the first {len(at)}" if first == 0 else ""
+        return f"{names} {first} to {last} of {size}{tail}"
+    steps = {b - a for a, b in zip(at, at[1:], strict=False)}
+    if len(steps) == 1:
+        return f"{names} {first}, {first + steps.pop()}, ... {last} of {size}"
+    return f"{len(at)} of {size} {names}, from {first} to {last}"
+
+
+def worst(found: Tensor, expected: Tensor) -> tuple[int, ...]:
+    """The index of the largest error; what is not finite is the largest."""
+    error = (found.double() - expected).abs().nan_to_num(nan=float("inf"))
+    at = int(error.argmax())
+    return tuple(int(one) for one in torch.unravel_index(torch.tensor(at), error.shape))

@@ -1,0 +1,64 @@
+"""`python -m lmsys.check`: right kernels pass, and of wrong ones the mistake is named."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lmsys.attention import ATTENTION
+from lmsys.check import places
+from lmsys.check.__main__ import main
+from lmsys.check.cases import cases
+from lmsys.check.verdict import RIGHT, WRONG, check
+from lmsys.registry import Entry
+from tests.support import wrong_kernels
+
+FILE = Path(wrong_kernels.__file__)
+
+
+def entry(name: str) -> Entry:
+    return Entry(name, f"{FILE}:{name}")
+
+
+@pytest.mark.parametrize("name", ["right", "of_a_course"])
+def test_what_is_right_passes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(entry(name), head_dim=32, grad=True, seed=0) == RIGHT
+    said = capsys.readouterr().out
+    left_out = [one for one in cases("cpu", None) if one.case.scale is not None and name == "of_a_course"]
+    assert said.count(": right\n") == len(list(cases("cpu", None))) - len(left_out)
+    assert ("it takes no scale" in said) == (name == "of_a_course")
+
+
+@pytest.mark.parametrize("name", wrong_kernels.WRONG)
+def test_a_mistake_is_named(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    told, function = wrong_kernels.WRONG[name]
+    monkeypatch.setattr(wrong_kernels, name, function, raising=False)
+    assert check(Entry(name, f"tests.support.wrong_kernels:{name}"), head_dim=32, grad=True, seed=0) == WRONG
+    said = capsys.readouterr().out
+    assert told in said, said
+    assert "no known mistake" not in said
+
+
+@pytest.mark.parametrize("name", ["naive", "vectorized", "flash_torch", "sdpa_math"])
+def test_rows_of_the_table_are_right(name: str) -> None:
+    assert check(ATTENTION[name], head_dim=32, grad=True, seed=1) == RIGHT
+
+
+def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([f"{FILE}:dies", "--head-dim", "32"]) == 1
+    assert "one tile, float32: wrong\n" in (said := capfd.readouterr().out) and "killed by SIGABRT" in said
+    assert main([f"{FILE}:nothing"]) == 2
+    assert "defines no 'nothing'" in capfd.readouterr().err
+
+
+def test_where_it_is_wrong() -> None:
+    wrong = torch.zeros(2, 3, 8, 4, dtype=torch.bool)
+    wrong[:, 1, 5:] = True
+    assert places.where(wrong) == "head 1 of 3, rows 5 to 7 of 8, the last 3 (12.5 % of the elements)"
+    wrong[:] = True
+    assert places.where(wrong) == "everywhere (100 % of the elements)"
+    wrong[:, :, 1::2] = False
+    assert places.where(wrong) == "rows 0, 2, ... 6 of 8 (50 % of the elements)"
+    found, expected = torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 2, 2, dtype=torch.float64)
+    found[0, 0, 1, 0] = torch.nan
+    assert places.worst(found, expected) == (0, 0, 1, 0)

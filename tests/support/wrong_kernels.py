@@ -1,0 +1,164 @@
+"""Attention that is right, and attention that is wrong, each in a way of its own."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmsys.attention.contract import repeat_heads
+
+WRONG: dict[str, tuple[str, Callable[..., Tensor]]] = {}  # by name: a part of what is to be said, and the function
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, visible: Any = None
+) -> Tensor:
+    k, v = (repeat_heads(x, q.shape[1]) for x in (k, v))
+    if causal and visible is None:
+        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        scores = scores.masked_fill(~visible, -torch.inf)
+    return scores.softmax(dim=-1).nan_to_num(0.0) @ v
+
+
+def wrong(told: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    def keep(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        WRONG[function.__name__] = told, function
+        return function
+
+    return keep
+
+
+def right(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    return attend(q, k, v, causal=causal, scale=scale)
+
+
+def of_a_course(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    """(B, S, D), with the default scale."""
+    return attend(q[:, None], k[:, None], v[:, None], causal=is_causal)[:, 0]
+
+
+@wrong("keys from 128 on are ignored")
+def beyond_128_keys(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    return attend(q, k[:, :, :128], v[:, :, :128], causal=causal, scale=scale)
+
+
+@wrong("scale is ignored: it is always head_dim ** -0.5")
+def no_scale(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    return attend(q, k, v, causal=causal)
+
+
+@wrong("the last 45 rows are unwritten")
+def no_tail(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    o, whole = attend(q, k, v, causal=causal, scale=scale), q.shape[2] // 64 * 64
+    found = torch.empty_like(o)
+    found[:, :, :whole] = o[:, :, :whole]
+    return found
+
+
+def masked(of: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    def row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+        i, j = torch.arange(q.shape[2], device=q.device)[:, None], torch.arange(k.shape[2], device=q.device)
+        return attend(q, k, v, causal=causal, scale=scale, visible=of(i, j))
+
+    return row
+
+
+WRONG["behind_the_diagonal"] = (
+    "off by one at the diagonal: a query sees the key behind its own",
+    masked(lambda i, j: j <= i + 1),
+)
+WRONG["before_the_diagonal"] = (
+    "off by one at the diagonal: a query does not see its own key",
+    masked(lambda i, j: j < i),
+)
+WRONG["no_mask"] = "the causal mask is ignored", masked(lambda i, j: j >= 0 * i)
+WRONG["by_tiles"] = "the mask is by tiles of 32", masked(lambda i, j: j // 32 <= i // 32)
+WRONG["bottom_right"] = (
+    "(bottom right, not top left)",
+    masked(lambda i, j: j <= i + j.shape[0] - i.shape[0]),
+)
+
+
+@wrong("query head h reads key head h % kv_heads, not h // group")
+def other_heads(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    k, v = (x.repeat(1, q.shape[1] // x.shape[1], 1, 1) for x in (k, v))
+    return attend(q, k, v, causal=causal, scale=scale)
+
+
+@wrong("19 keys behind the last one are read as zeros")
+def reads_on(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    k, v = (torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % 64)) for x in (k, v))
+    return attend(q, k, v, causal=causal, scale=scale)
+
+
+@wrong("strides are ignored: the inputs are read as if they were contiguous")
+def no_strides(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    q, k, v = (torch.as_strided(x, x.shape, torch.empty(x.shape, device="meta").stride()) for x in (q, k, v))
+    return attend(q, k, v, causal=causal, scale=scale)
+
+
+@wrong("it is 0.5 times what is right")
+def halved(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    return attend(q, k, v, causal=causal, scale=scale) / 2
+
+
+@wrong("every batch has the result of batch 0")
+def one_batch(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    return attend(q[:1], k[:1], v[:1], causal=causal, scale=scale).expand(q.shape)
+
+
+@wrong("it raises AssertionError: lengths must be multiples of 64")
+def even_lengths(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    assert q.shape[2] % 64 == 0, "lengths must be multiples of 64"
+    return attend(q, k, v, causal=causal, scale=scale)
+
+
+@wrong("it changes its input q")
+def scales_in_place(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    q.data.mul_(2)
+    return attend(q, k, v, causal=causal, scale=scale)
+
+
+@wrong("o is torch.float64 of shape")
+def of_another_dtype(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    return attend(q, k, v, causal=causal, scale=scale).double()
+
+
+def with_backward(fault: str) -> Callable[..., Tensor]:
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+            scores = q @ k.mT * scale
+            if causal:
+                scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -torch.inf)
+            p = scores.softmax(dim=-1)
+            ctx.save_for_backward(q, k, v, p)
+            ctx.scale = scale
+            return p @ v
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            (q, k, v, p), do = ctx.saved_tensors, grads[0]
+            dp = do @ v.mT
+            delta = (p * dp).sum(dim=-1, keepdim=True)
+            ds = p * (dp if fault == "delta" else dp - delta)
+            scale = 1.0 if fault == "scale" else ctx.scale
+            return ds @ k * ctx.scale, ds.mT @ q * scale, p.mT @ do, None, None
+
+    def row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+        k, v = (repeat_heads(x, q.shape[1]) for x in (k, v))
+        return Attention.apply(q, k, v, causal, q.shape[-1] ** -0.5 if scale is None else scale)
+
+    return row
+
+
+WRONG["no_delta"] = "in dq delta, the row sum of do · o, is not subtracted", with_backward("delta")
+WRONG["dk_without_scale"] = "in dk the scale is missing", with_backward("scale")
+
+
+def dies(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    os.abort()
