@@ -92,6 +92,9 @@ class Collectives(Benchmark):
             for size, operation, megabytes in product([one for one in sizes if one > 1], rows, grid["megabytes"]):
                 yield CollectiveCase(grid.name, operation, on, megabytes, size, backend)
 
+    def contends(self, case: CollectiveCase) -> bool:
+        return False  # each row is another operation
+
     def sample(self, turn: Sequence[CollectiveCase], trial: Any) -> None:
         """Checks the only case of the turn, and takes its samples: seconds of each call, of the slowest rank."""
         (case,) = turn

@@ -149,6 +149,9 @@ class DataParallel(Benchmark):
                     for variant in variants(grid, entry):
                         yield ParallelCase(grid.name, entry, settings.device, *(*model, world_size, *variant))
 
+    def contends(self, case: ParallelCase) -> bool:
+        return bool(case.entry.trait("synchronizes", True))
+
     def why_not(self, case: ParallelCase) -> str | None:
         graphed = case.compile == "graphed"
         return (

@@ -1,6 +1,8 @@
 """One pytest run of benchmarks: the selected cases, their results, and where these are kept. Imports no torch."""
 
 import json
+import shlex
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmsys.bench import record
+from lmsys.bench import record, summary
 from lmsys.bench.axes import Grid, Sweep
 from lmsys.bench.benchmark import Benchmark, Settings
 from lmsys.bench.fields import COMMON, Record, declared
@@ -54,6 +56,7 @@ class Session:
     fail_on: tuple[str, ...] = ()
     faults: list[str] = field(default_factory=list)
     benchmarks: dict[str, Benchmark] = field(default_factory=dict)
+    _began: float = 0.0
     _cases: dict[Key, Any] = field(default_factory=dict)
     _group_of: dict[Key, Key] = field(default_factory=dict)
     _rows: dict[str, dict[str, Record]] = field(default_factory=dict)
@@ -97,11 +100,21 @@ class Session:
         self.runner.ready()
         cases = self._groups[group]
         number = list(self._groups).index(group) + 1
-        self.say(f"[{number}/{len(self._groups)}] {group[1]}: checking, then sampling {len(cases)} cases")
+        left = self._left()
+        self.say(f"[{number}/{len(self._groups)}{left}] {group[1]}: checking, then sampling {len(cases)} cases")
         for result in self.runner.run(self.benchmarks[group[0]], cases):
             self.results[group[0], result.record["id"]] = result  # first: an interrupt may fall between the two
             if self.output:
                 self.journal.add(result.record)
+
+    def _left(self) -> str:
+        """How long the rest should take, if its cases cost what those before have cost."""
+        self._began = self._began or time.monotonic()
+        total, done = sum(map(len, self._groups.values())), len(self.results)
+        if not done:
+            return ""
+        seconds = (time.monotonic() - self._began) / done * (total - done)
+        return f", about {seconds / 60:.0f} min left" if seconds >= 90 else f", about {seconds:.0f} s left"
 
     @cached_property
     def runner(self) -> "Runner | Isolated":
@@ -204,15 +217,15 @@ class Session:
         return bool(done and answered and same_question)
 
     def summary(self) -> Iterator[str]:
-        counts = Counter(one["outcome"] for one in self.records)
-        if counts:
-            yield ", ".join(f"{counts[outcome]} {outcome}" for outcome in record.OUTCOMES if counts[outcome])
+        yield from summary.lines(self.records, self._contends)
         yield from (f"at the end of the run {text}" for text in self.moved)
-        for one in self.records:
-            if one["outcome"] in ("wrong", "error"):
-                ratio = f" (error ratio {one['error_ratio']:.3g})" if one.get("error_ratio") is not None else ""
-                yield f"{one['outcome']} {one['id']}{ratio}: {one['reason']}"
         yield from self.failing
+        if self.output and not self.faults and self.records:
+            yield f"the report of it: python -m lmsys.reports {shlex.quote(str(self.output))} -o site"
+
+    def _contends(self, one: Record) -> bool:
+        case = self._cases.get((one["benchmark"], one["id"]))
+        return case is not None and self.benchmarks[one["benchmark"]].contends(case)
 
     def close(self) -> None:
         if "runner" in self.__dict__:
