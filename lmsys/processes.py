@@ -95,7 +95,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Told:
-    """What a call has told before its end."""
+    """An object that a call has told before its end."""
 
     what: Any
 

@@ -69,7 +69,7 @@ def parse_json(text: str) -> Any:
 
 
 def read_json(path: Path, **kinds: type) -> Any:
-    """What a JSON file holds; with `kinds`, an object that has these keys with values of these types, and maybe others.
+    """Returns what a JSON file holds; with `kinds`, an object with at least these keys, their values of these types.
 
     ValueError, with the path, for what is not that. FileNotFoundError where there is none.
     """

@@ -7,9 +7,6 @@ failed, and the rest of its group is run again in a fresh worker, side by side. 
 memory is eaten, each row of the group runs alone first, and those that fail alone have failed.
 """
 
-import faulthandler
-import importlib
-import importlib.util
 import os
 import pickle
 import re
@@ -18,17 +15,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmsys.bench import heartbeat
+from lmsys.bench import heartbeat, in_worker
 from lmsys.bench.axes import Grid
 from lmsys.bench.benchmark import Benchmark, Case, Cases, Collected, Settings
 from lmsys.bench.fields import Record
 from lmsys.bench.heartbeat import NOBODY, Heartbeat
+from lmsys.bench.in_worker import Begun, where
 from lmsys.measure.host import available_bytes, resident_bytes
-from lmsys.processes import DIED, Told, Worker, answered, tell
+from lmsys.processes import DIED, Told, Worker, answered
 
 POLL_S = 0.1
 INTERRUPT_S = 10.0  # for a worker to hand over what it has, after Ctrl-C
@@ -37,19 +34,12 @@ MOST_HELD = 0.9  # of the memory that was there when a worker started
 PACKAGES = Path(__file__).parents[2]
 
 
-@dataclass(frozen=True)
-class Begun:
-    """A worker has begun a group: the ids of the cases of each candidate, in the order of its heartbeat's rows."""
-
-    candidates: list[list[str]]
-
-
 class Ended(RuntimeError):
-    """A worker is no more. `row`: the candidate that ended it; None where nobody knows."""
+    """A worker is no more. `row`: the candidate that ended it, with this outcome; None where nobody knows."""
 
-    def __init__(self, reason: str, row: int | None):
+    def __init__(self, reason: str, row: int | None, outcome: str = "error"):
         super().__init__(reason)
-        self.reason, self.row = reason, row
+        self.reason, self.row, self.outcome = reason, row, outcome
 
 
 class Isolated:
@@ -65,7 +55,7 @@ class Isolated:
         """ValueError also where a file of the user's ends or holds up the process that imports it."""
         cls = type(benchmark)
         try:
-            return self._ask([cls], _collect, _where(cls), grids, texts)
+            return self._ask([cls], in_worker.collect, where(cls), grids, texts)
         except Ended as ended:
             files = [word for text in texts.values() for word in text.split(",") if ".py" in word]
             raise ValueError(f"{', '.join(files) or cls.__module__} cannot be imported: {ended.reason}") from None
@@ -82,7 +72,7 @@ class Isolated:
             except Ended as fault:
                 rows = self._begun.candidates
                 if fault.row is not None and fault.row < len(rows):
-                    found = dict.fromkeys(rows[fault.row], ("error", fault.reason, True))
+                    found = dict.fromkeys(rows[fault.row], (fault.outcome, fault.reason, True))
                 elif rows and not tried_alone:
                     tried_alone, found = True, self._alone(cls, left, rows, ended)
                 else:
@@ -106,20 +96,20 @@ class Isolated:
                     if result.record["outcome"] != "ok":
                         found[result.record["id"]] = result.record["outcome"], result.record["reason"], False
             except Ended as fault:
-                found |= dict.fromkeys((case.id for case in cases), ("error", fault.reason, True))
+                found |= dict.fromkeys((case.id for case in cases), (fault.outcome, fault.reason, True))
         self._end(0.0)
         return found
 
     def _results(self, cls: type[Benchmark], cases: Cases, ended: Mapping[str, Any]) -> Iterator[Any]:
         self._begun = Begun([])
-        for told in self._stream([cls], _run, _where(cls), cases, ended):
+        for told in self._stream([cls], in_worker.run, where(cls), cases, ended):
             if isinstance(told, Begun):
                 self._begun = told
             else:
                 yield told
 
     def facts(self) -> Record:
-        return self._ask([], _facts)
+        return self._ask([], in_worker.facts)
 
     def ready(self) -> None:
         """As `Runner.ready`: before a row runs."""
@@ -128,12 +118,12 @@ class Isolated:
     @property
     def machine(self) -> Record:
         if self._machine is None:
-            self._machine = self._ask([], _machine)
+            self._machine = self._ask([], in_worker.machine)
         return self._machine
 
     def rate_again(self, found: Sequence[tuple[Benchmark, Case, Record]]) -> tuple[list[str], list[Record]]:
-        asked = [(_where(type(benchmark)), case, record) for benchmark, case, record in found]
-        moved, records, self._machine = self._ask([type(one) for one, _, _ in found], _rate_again, asked)
+        asked = [(where(type(benchmark)), case, record) for benchmark, case, record in found]
+        moved, records, self._machine = self._ask([type(one) for one, _, _ in found], in_worker.rate_again, asked)
         return moved, records
 
     def close(self) -> None:
@@ -148,8 +138,8 @@ class Isolated:
         self._worker = None
 
     def _ask(self, classes: Iterable[type[Benchmark]], function: Callable[..., Any], *args: Any) -> Any:
-        """What the worker's function returns."""
-        (found,) = self._stream(classes, _told, function, *args)
+        """Returns what the worker's function returns."""
+        (found,) = self._stream(classes, in_worker.told, function, *args)
         return found
 
     def _start(self) -> Worker:
@@ -158,16 +148,16 @@ class Isolated:
         Heartbeat(self._shared).rest()
         worker = Worker(open_files=[self._shared, self._trace.fileno()])
         self._most_bytes = MOST_HELD * available_bytes()
-        worker.send(_begin, self._shared, self._trace.fileno(), self.settings, self._machine)
+        worker.send(in_worker.begin, self._shared, self._trace.fileno(), self.settings, self._machine)
         self._worker = worker
         for _ in self._answers(worker):
             pass
         return worker
 
     def _stream(self, classes: Iterable[type[Benchmark]], function: Callable[..., Any], *args: Any) -> Iterator[Any]:
-        """What the worker's function tells, as it comes; it needs these benchmarks. Ended where it is no more."""
-        worker, needed = self._worker or self._start(), dict.fromkeys(map(_where, classes))
-        worker.send(_call, [str(folder) for folder in sys.path], [*needed], pickle.dumps((function, args)))
+        """Yields what the worker's function tells; it needs these benchmarks. Raises Ended when the worker is gone."""
+        worker, needed = self._worker or self._start(), dict.fromkeys(map(where, classes))
+        worker.send(in_worker.call, [str(folder) for folder in sys.path], [*needed], pickle.dumps((function, args)))
         return self._answers(worker)
 
     def _answers(self, worker: Worker) -> Iterator[Any]:
@@ -209,7 +199,7 @@ class Isolated:
         if interrupted_s and time.monotonic() > interrupted_s + INTERRUPT_S:
             raise KeyboardInterrupt
         if (held := resident_bytes(worker.pid)) > self._most_bytes:
-            raise Ended(f"it held {held / 2**30:.1f} GiB of memory", None)
+            raise Ended(f"it held {held / 2**30:.1f} GiB of memory", None, "oom")
         beat = heartbeat.read(self._memory)
         if not beat.is_late:
             return
@@ -229,7 +219,7 @@ class Isolated:
             return Ended(f"its process {failure.text} {beat.doing}{self._told_place()}", _known(beat.row))
         said = failure.text.strip().splitlines()[-1].partition(": ")[2]
         if failure.kind == "MemoryEaten":
-            return Ended(said, None)
+            return Ended(said, None, "oom")
         if failure.kind in ("Lost", "KeyboardInterrupt"):
             row = beat.row_on_device if failure.kind == "Lost" else beat.row
             return Ended(f"{said or 'it raises KeyboardInterrupt'} {beat.doing}", _known(row))
@@ -255,88 +245,3 @@ def place_in(trace: str) -> str:
         if not ours and not library:
             return f"{Path(path).name}:{line} in {function}"
     return ""
-
-
-# In the worker.
-
-Where = tuple[str, str, str]  # a benchmark's class: its module, the module's file, its name
-_runner: Any = None
-_benchmarks: dict[Where, Benchmark] = {}
-
-
-def _where(cls: type[Benchmark]) -> Where:
-    return cls.__module__, str(getattr(sys.modules[cls.__module__], "__file__", "")), cls.__qualname__
-
-
-def _begin(shared: int, trace: int, settings: Settings, machine: Record | None) -> None:
-    """First of all: what is to be said should a row crash, and the judges as they are."""
-    global _runner
-    faulthandler.enable(file=trace)
-    faulthandler.register(signal.SIGUSR1, file=trace)
-    from lmsys.bench.runner import Runner
-
-    _runner = Runner(settings, tell, Heartbeat(shared))
-    if machine is not None:
-        _runner.__dict__["machine"] = machine
-    _runner.limit_memory()
-
-
-def _call(path: list[str], needed: Sequence[Where], pickled: bytes) -> None:
-    """Cases are found where their benchmark's module is."""
-    sys.path[:] = path
-    for where in needed:
-        _benchmark(where)
-    function, args = pickle.loads(pickled)
-    function(*args)
-
-
-def _told(function: Callable[..., Any], *args: Any) -> None:
-    tell(function(*args))
-
-
-def _benchmark(where: Where) -> Benchmark:
-    """The benchmark, made once in a worker, of a module that the caller has imported by whatever name."""
-    if where not in _benchmarks:
-        module, file, name = where
-        try:
-            found = importlib.import_module(module)
-        except ModuleNotFoundError:
-            spec = importlib.util.spec_from_file_location(module, file)
-            assert spec is not None and spec.loader is not None
-            found = sys.modules[module] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(found)
-        cls: Any = found
-        for part in name.split("."):
-            cls = getattr(cls, part)
-        _benchmarks[where] = cls()
-    return _benchmarks[where]
-
-
-def _collect(where: Where, grids: Sequence[Grid], texts: Mapping[str, str]) -> Collected:
-    benchmark = _benchmark(where)
-    _runner.ready() if any(".py" in text for text in texts.values()) else None
-    _runner.heartbeat.beat(NOBODY, "while it was imported", _runner.settings.deadline_s)
-    try:
-        return _runner.collect(benchmark, grids, texts)
-    finally:
-        _runner.heartbeat.rest()
-
-
-def _run(where: Where, cases: Cases, ended: Mapping[str, Any]) -> None:
-    _runner.ready()
-    for told in _runner.run(_benchmark(where), cases, ended, begun=lambda ids: tell(Begun(ids))):
-        tell(told)
-
-
-def _facts() -> Record:
-    return _runner.facts()
-
-
-def _machine() -> Record:
-    _runner.ready()
-    return _runner.machine
-
-
-def _rate_again(found: Sequence[tuple[Where, Case, Record]]) -> tuple[list[str], list[Record], Record]:
-    moved, records = _runner.rate_again([(_benchmark(where), case, record) for where, case, record in found])
-    return moved, records, _runner.machine

@@ -1,4 +1,4 @@
-"""What a process holds once for all its rows, such as torch's default dtype: kept, and put back after each row."""
+"""A process's own state that all its rows share, such as torch's default dtype: kept, and put back after each row."""
 
 import gc
 import os
@@ -16,13 +16,8 @@ from lmsys.measure.compare import Lost
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 OUTPUTS = {1: "stdout", 2: "stderr"}
 PLAIN = bool | int | str | torch.dtype | torch.device
-OF_COMPILERS = (
-    "TORCH",
-    "_TORCH",
-    "TRITON_CACHE_",
-    "CUDA_MODULE_LOADING",
-    "KINETO_",
-)  # variables that these add for themselves
+# Variables that compilers and profilers add for themselves begin so.
+OF_COMPILERS = ("TORCH", "_TORCH", "TRITON_CACHE_", "CUDA_MODULE_LOADING", "KINETO_")
 
 
 class Changed(RuntimeError):
@@ -33,7 +28,7 @@ class Changed(RuntimeError):
 
 @dataclass(frozen=True)
 class Part:
-    """What is read by `get` and put back by `put`; `name` is how a reader knows it."""
+    """A piece of state that `get` reads and `put` puts back; `name` is how a reader knows it."""
 
     name: str
     get: Callable[[], Any]
@@ -102,7 +97,7 @@ class State:
         self._files = {number: (os.dup(number), found) for number in OUTPUTS if (found := _file(number))}
 
     def mend(self) -> str | None:
-        """What is otherwise by now, in a sentence, and put back. Lost where it cannot be. It takes some 30 us."""
+        """Puts back what has changed, and tells it in a sentence. Raises Lost where it cannot. It takes some 30 us."""
         told = [*self._mend_parts(), *self._mend_variables(), *self._mend_outputs()]
         return f"it leaves changed: {'; '.join(told)}" if told else None
 

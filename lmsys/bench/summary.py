@@ -1,4 +1,4 @@
-"""What a run ends with in the terminal: counts, the fastest rows, what was wrong and what could not run, and why."""
+"""The end of a run in the terminal: counts, the fastest rows, what was wrong and what could not run, and why."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +24,7 @@ def lines(records: Iterable[Record], contends: Callable[[Record], bool] = lambda
 
 
 def _fastest(records: list[Record]) -> Iterator[str]:
-    """Of what was sampled together, by benchmark and direction or mode: in how many comparisons each row came first."""
+    """How many comparisons each row came first in, by benchmark and by direction or mode."""
     together: dict[tuple[str, str], list[Record]] = {}
     for one in records:
         if one["outcome"] == "ok" and one.get("time_s"):

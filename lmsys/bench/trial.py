@@ -5,20 +5,17 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
 
 from lmsys import draws
 from lmsys.bench.benchmark import Benchmark, Candidate, Case, Cases, Measurement, judges_calls, verdict
 from lmsys.bench.fields import Record
-from lmsys.bench.heartbeat import TIMED
 from lmsys.bench.interpreted import interpreted_kernels
 from lmsys.bench.proof import loaded_kernels, source_of
 from lmsys.bench.record import rounded, summarize
-from lmsys.bench.state import Changed, State
+from lmsys.bench.watch import Watch, copied
 from lmsys.measure.clock import synchronize
 from lmsys.measure.compare import Failure, Kept, attempt, interleave, release_memory
 from lmsys.measure.step import Step, nothing
@@ -28,7 +25,6 @@ if TYPE_CHECKING:
 
 NOT_TIMED = "verified, not timed (--benchmark-disable)"
 INTERPRETED = "verified in Triton's interpreter, never timed"
-WARM_S, TIMES_EXPECTED = 30.0, 20.0  # for a call that has run before: so long, or so often what it should take
 
 
 @dataclass
@@ -50,45 +46,25 @@ class Trial:
 
     def __init__(self, benchmark: Benchmark, cases: Cases, runner: "Runner", ended: Endings | None = None):
         self.benchmark, self.cases, self.runner, self.ended = benchmark, cases, runner, ended or {}
-        self.settings, self.heartbeat = runner.settings, runner.heartbeat
+        self.settings = runner.settings
         self.candidates: dict[Any, Candidate] = {}
         for case in cases:
             self.candidates.setdefault(benchmark.key(case), Candidate(case=case))
-        self._rows = {id(one): row for row, one in enumerate(self.candidates.values())}
+        on_gpu = self.settings.device == "cuda" and runner.is_watched
+        self.watch = Watch(self.candidates.values(), self.settings, runner.heartbeat, on_gpu)
         for candidate in self.candidates.values():
-            candidate.watch = partial(self.watched, candidate)
+            candidate.watch = partial(self.watch.attempt, candidate)
         self.measurements = {case.id: Measurement() for case in cases}
         self.setup: Any = None
         self._told: set[str] = set()
-        self.doing, self._expected_s = "in its first call", math.inf
-        self.state = State()
 
     @property
     def ids(self) -> list[list[str]]:
         """The cases of each candidate."""
-        found: dict[int, list[str]] = {row: [] for row in self._rows.values()}
+        found: dict[int, list[str]] = {row: [] for row in self.watch.rows.values()}
         for case in self.cases:
-            found[self._rows[id(self.candidate(case))]].append(case.id)
+            found[self.watch.rows[id(self.candidate(case))]].append(case.id)
         return [*found.values()]
-
-    def beat(self, candidate: Candidate) -> None:
-        """Says that this row is at work."""
-        self.heartbeat.beat(self._rows[id(candidate)], self.doing, self.settings.deadline_s)
-
-    def watched(self, candidate: Candidate, call: Callable[..., Any], *args: Any) -> tuple[Any, Failure | None]:
-        """`attempt` of a row's own work: until the device has done it, and with what it leaves changed put back."""
-
-        def done() -> Any:
-            found = call(*args)
-            synchronize(self.settings.device)
-            return found
-
-        self.beat(candidate)
-        found, failure = attempt(done)
-        if (left := self.state.mend()) and not failure:
-            found, failure = None, ("error", left)
-        self.heartbeat.rest()
-        return found, failure
 
     def candidate(self, case: Case) -> Candidate:
         return self.candidates[self.benchmark.key(case)]
@@ -116,7 +92,7 @@ class Trial:
                 outcome, reason, crashed = self.ended[case.id]
                 self.candidate(case).failed(outcome, reason)
                 self.candidate(case).notes |= {"crashed": True} if crashed else {}
-        self.doing = "while it was asked whether it can run"
+        self.watch.doing = "while it was asked whether it can run"
         for candidate in self.good():
             why, failure = candidate.watched(benchmark.why_not, candidate.case)
             if why or failure:
@@ -127,10 +103,10 @@ class Trial:
             self.measurements[case.id].failure = benchmark.no_sample(case)
         self.setup = benchmark.setup(self.cases, self.settings)
         benchmark.redraw(self.setup, self.settings.seed)
-        self.doing = "in its first call"
+        self.watch.doing = "in its first call"
         for candidate in self.good() if benchmark.opens else ():
             self._first_call(candidate)
-        self.doing = "in its check"
+        self.watch.doing = "in its check"
         benchmark.check_all(self.good(), self.setup, self.runner)
         release_memory()
 
@@ -164,15 +140,15 @@ class Trial:
 
     def take(self, turn: Cases) -> None:
         if turn := [case for case in turn if self.is_able(case)]:  # what fails in one turn is not in the next
-            self.doing = "while it was timed"
+            self.watch.doing = "while it was timed"
             if len(turn) == 1:
-                self.beat(self.candidate(turn[0]))
+                self.watch.beat(self.candidate(turn[0]))
             self.benchmark.sample(turn, self)
-            self.heartbeat.rest()
+            self.watch.heartbeat.rest()
             self._mend([self.candidate(case) for case in turn])
-            self.doing = "when timed calls were checked"
+            self.watch.doing = "when timed calls were checked"
             self.check_timed(turn)
-        self.doing = "when its memory was measured"
+        self.watch.doing = "when its memory was measured"
         for case in turn:
             measurement = self.measurements[case.id]
             if measurement.samples:
@@ -195,14 +171,14 @@ class Trial:
     def interleave(self, turn: Cases, min_rounds: int | None = None) -> None:
         """Times the steps of a turn side by side, in `min_rounds` rounds or the settings' at least."""
         steps = {}
-        self.doing = "before it was timed"
+        self.watch.doing = "before it was timed"
         for case in turn:
             candidate = self.candidate(case)
             step, failure = candidate.watched(self.benchmark.step, case, candidate, self.setup)
             self.measurements[case.id].failure = failure
             if not failure:
                 steps[case.id] = self._filled(step, candidate)
-        self._expected_s = math.inf
+        self.watch.expected_s = math.inf
         sampled = interleave(
             steps,
             self.runner.clock(self.benchmark.clock),
@@ -212,7 +188,7 @@ class Trial:
             sm_clock=self.runner.sm_clock,
             expect=self._expect,
         )
-        self.heartbeat.rest()
+        self.watch.heartbeat.rest()
         for name in steps:
             one = self.measurements[name]
             one.samples, one.failure = sampled.samples.get(name), sampled.failures.get(name)
@@ -224,43 +200,14 @@ class Trial:
             }
 
     def _expect(self, seconds: float) -> None:
-        self._expected_s = seconds
+        self.watch.expected_s = seconds
 
     def _filled(self, step: Step, candidate: Candidate) -> Step:
-        """With what a benchmark says once for all its steps: how inputs are drawn, and that results are judged.
-
-        Around each call: whose it is, and that it has left nothing changed that others would feel.
-        """
-        benchmark, row, state = self.benchmark, self._rows[id(candidate)], self.state
-        on_gpu = self.settings.device == "cuda" and self.runner.is_watched
-        own_redraw = partial(benchmark.redraw, self.setup) if step.redraw is nothing else step.redraw
-        own_keep = copied if step.keep is nothing and judges_calls(benchmark) else step.keep
-        self._is_mended = True
-
-        def at_work(call: Callable[..., Any], *args: Any) -> Any:
-            most_s = self.settings.deadline_s
-            if self._expected_s < math.inf:
-                most_s = max(min(most_s, WARM_S), TIMES_EXPECTED * self._expected_s)
-            self.heartbeat.beat(row, TIMED, most_s)
-            return call(*args)
-
-        def redraw(draw: int) -> None:
-            if not self._is_mended:  # the call before has raised
-                state.mend()
-            self._is_mended = False
-            _bench_own(own_redraw, draw)
-            if on_gpu:
-                self.heartbeat.beat_on_gpu(row)
-            at_work(nothing)
-
-        def keep(result: Any, key: int | None) -> Any:
-            left, self._is_mended = state.mend(), True
-            if left:
-                raise Changed(left)
-            return own_keep(result, key)
-
-        like = step.like and partial(at_work, step.like)
-        return replace(step, redraw=redraw, keep=keep, before=partial(at_work, step.before), like=like)
+        """With what a benchmark says once for all its steps: how inputs are drawn, and that results are judged."""
+        benchmark = self.benchmark
+        redraw = partial(benchmark.redraw, self.setup) if step.redraw is nothing else step.redraw
+        keep = copied if step.keep is nothing and judges_calls(benchmark) else step.keep
+        return self.watch.over(step, candidate, redraw, keep)
 
     def check_timed(self, turn: Cases) -> None:
         """Judges the timed calls that were kept, each by its own inputs, which are drawn again."""
@@ -294,7 +241,7 @@ class Trial:
 
     def check_again(self) -> None:
         """On new inputs, for rows of which no timed call was checked."""
-        self.doing = "in its check after it was timed"
+        self.watch.doing = "in its check after it was timed"
         timed = {id(one): one for one in map(self.candidate, self.cases) if one.outcome == "ok"}
         timed = {key: one for key, one in timed.items() if any(self._needs_check(case, one) for case in self.cases)}
         if not timed:
@@ -312,7 +259,7 @@ class Trial:
     def release(self) -> None:
         """Drops what the group holds, before what is left is taken for code that stays."""
         self.setup = None
-        self.state.close()
+        self.watch.state.close()
         for candidate in self.candidates.values():
             candidate.call = candidate.state = None
         release_memory()
@@ -372,23 +319,3 @@ class Trial:
             "kernels": self.runner.kernels.get(candidate.entry.target, {}),
             "calls": measurement.proof,
         }
-
-
-class BenchFault(RuntimeError):
-    """A failure in the bench's own part of a call."""
-
-    failure = property(lambda self: ("error", f"the bench failed, not the row: {self}"))
-
-
-def _bench_own(call: Callable[..., Any], *args: Any) -> Any:
-    found, failure = attempt(call, *args)
-    if failure:
-        raise BenchFault(failure[1])
-    return found
-
-
-def copied(result: Any, key: int | None) -> Any:
-    """A copy of a tensor, or of a tuple or list of them, where a key is given."""
-    if key is None:
-        return None
-    return result.clone() if isinstance(result, Tensor) else [copied(one, key) for one in result]

@@ -1,4 +1,4 @@
-"""What a kernel is asked, from the simplest to the rarest, so that the first failure says most."""
+"""The cases that a kernel is asked, from the simplest to the rarest, so that the first failure says most."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""What a kernel must have done that its result is what it is: mistakes that people make, tried one after another.
+"""Mistakes that people make in attention kernels, tried one after another to explain a wrong result.
 
 Each is the formula with that mistake in it, in float64. The one whose result is that of the kernel, within the budget
 that a right one would have, is named; where none is, the places that are wrong are.
@@ -8,7 +8,7 @@ Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head d
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,18 +26,17 @@ Outputs = Mapping[str, Tensor]
 class Formula:
     """softmax(scale q kᵀ, masked) v, with what a kernel may do otherwise.
 
-    visible   of (Q, K) indices: whether the key is seen
-    heads     of a query head: the key head that it reads
-    p         what becomes of the probabilities
-    ds        of P, dP and their row sums: the gradient of the scores
+    visible       from the indices of queries and keys: whether the key is seen
+    heads         from a query head: the key head that it reads
+    first_keys    the number of keys that are read; None for all
+    zeros_behind  the number of keys of zeros that are read behind the last one
     """
 
-    case: AttentionCase
     scale: float
     visible: Callable[[Tensor, Tensor], Tensor]
     heads: Callable[[int], int]
     first_keys: int | None = None
-    zeros_behind: int = 0  # keys of zeros that are read behind the last one
+    zeros_behind: int = 0
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (x[:, [self.heads(head) for head in range(q.shape[1])]] for x in (k, v))
@@ -55,7 +54,7 @@ def right(case: AttentionCase) -> Formula:
     group = case.heads // case.kv_heads
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     causal = (lambda i, j: j <= i) if case.causal else (lambda i, j: j >= 0)
-    return Formula(case, scale, causal, lambda head: head // group)
+    return Formula(scale, causal, lambda head: head // group)
 
 
 def mistakes(case: AttentionCase) -> Iterator[tuple[str, Formula]]:
@@ -63,7 +62,7 @@ def mistakes(case: AttentionCase) -> Iterator[tuple[str, Formula]]:
     good = right(case)
 
     def with_(**changes: Any) -> Formula:
-        return Formula(**{**vars(good), **changes})
+        return replace(good, **changes)
 
     usual = case.head_dim**-0.5
     if case.scale is not None:
@@ -115,43 +114,40 @@ def of_backwards(case: AttentionCase, inputs: Inputs, name: str) -> Iterator[tup
     """(in words, what `name`, a gradient, would then be) of mistakes that only a backward can make."""
     good = right(case)
     q, k, v, do = (x.detach().double() for x in (inputs.q, inputs.k, inputs.v, inputs.do))
-    kv_heads = case.kv_heads
     keys, values = (repeat_heads(x, case.heads) for x in (k, v))
     i, j = torch.arange(case.queries, device=q.device)[:, None], torch.arange(case.keys, device=q.device)
-    p = (q @ keys.mT * good.scale).masked_fill(~good.visible(i, j), -math.inf).softmax(dim=-1)
-    dp = do @ values.mT
+    scores = q @ keys.mT * good.scale
+    seen = scores.masked_fill(~good.visible(i, j), -math.inf)
+    p, dp = seen.softmax(dim=-1), do @ values.mT
     delta = (p * dp).sum(dim=-1, keepdim=True)
-
-    def gradients(p: Tensor, ds: Tensor, scale: float = good.scale) -> dict[str, Tensor]:
-        summed = {"dk": ds.mT @ q * scale, "dv": p.mT @ do}
-        grouped = {name: x.unflatten(1, (kv_heads, -1)).sum(dim=2) for name, x in summed.items()}
-        return {"dq": ds @ keys * scale, **grouped}
-
     ds = p * (dp - delta)
-    yield "the scale is missing", gradients(p, ds, 1.0)[name]
-    yield "the scale is applied twice", gradients(p, ds, good.scale**2)[name]
-    yield "delta, the row sum of do · o, is not subtracted", gradients(p, p * dp)[name]
-    yield "delta is added where it is to be subtracted", gradients(p, p * (dp + delta))[name]
-    yield "dP is not multiplied by P", gradients(p, dp - delta)[name]
+
+    def gradient(p: Tensor, ds: Tensor, scale: float = good.scale, do: Tensor = do) -> Tensor:
+        """(B, H, S, D): for dk and dv of each query head."""
+        return {"dq": lambda: ds @ keys * scale, "dk": lambda: ds.mT @ q * scale, "dv": lambda: p.mT @ do}[name]()
+
+    def summed(*args: Any) -> Tensor:
+        found = gradient(*args)
+        return found if name == "dq" else found.unflatten(1, (case.kv_heads, -1)).sum(dim=2)
+
+    yield "the scale is missing", summed(p, ds, 1.0)
+    yield "the scale is applied twice", summed(p, ds, good.scale**2)
+    yield "delta, the row sum of do · o, is not subtracted", summed(p, p * dp)
+    yield "delta is added where it is to be subtracted", summed(p, p * (dp + delta))
+    yield "dP is not multiplied by P", summed(p, dp - delta)
     ones = torch.ones_like(do)
-    along = p * (ones @ values.mT - (p * (ones @ values.mT)).sum(dim=-1, keepdim=True))
-    yield "do is ignored: ones stand for it", _with_do(gradients(p, along), p, ones, kv_heads)[name]
+    by_ones = ones @ values.mT
+    along = p * (by_ones - (p * by_ones).sum(dim=-1, keepdim=True))
+    yield "do is ignored: ones stand for it", summed(p, along, good.scale, ones)
     if case.causal:
-        all_seen = (q @ keys.mT * good.scale).softmax(dim=-1)
-        lse = (q @ keys.mT * good.scale).masked_fill(~good.visible(i, j), -math.inf).logsumexp(dim=-1, keepdim=True)
-        unmasked = (q @ keys.mT * good.scale - lse).exp()
-        yield "the causal mask is ignored", gradients(unmasked, unmasked * (dp - delta))[name]
-        yield "the causal mask is ignored, in the sum as well", gradients(all_seen, all_seen * (dp - delta))[name]
-    if case.heads != kv_heads and name != "dq":
-        group = case.heads // kv_heads
-        whole = {"dk": ds.mT @ q * good.scale, "dv": p.mT @ do}[name].unflatten(1, (kv_heads, group))
-        yield "only the last query head of a group counts", whole[:, :, -1]
-        yield "only the first query head of a group counts", whole[:, :, 0]
-        yield "the group's gradients are averaged, not summed", whole.mean(dim=2)
-
-
-def _with_do(found: dict[str, Tensor], p: Tensor, do: Tensor, kv_heads: int) -> dict[str, Tensor]:
-    return found | {"dv": (p.mT @ do).unflatten(1, (kv_heads, -1)).sum(dim=2)}
+        unmasked, all_seen = (scores - seen.logsumexp(dim=-1, keepdim=True)).exp(), scores.softmax(dim=-1)
+        yield "the causal mask is ignored", summed(unmasked, unmasked * (dp - delta))
+        yield "the causal mask is ignored, in the sum as well", summed(all_seen, all_seen * (dp - delta))
+    if case.heads != case.kv_heads and name != "dq":
+        by_head = gradient(p, ds).unflatten(1, (case.kv_heads, -1))
+        yield "only the last query head of a group counts", by_head[:, :, -1]
+        yield "only the first query head of a group counts", by_head[:, :, 0]
+        yield "the group's gradients are averaged, not summed", by_head.mean(dim=2)
 
 
 def explain(case: AttentionCase, inputs: Inputs, found: Outputs, name: str, budget: float) -> str | None:
@@ -161,7 +157,6 @@ def explain(case: AttentionCase, inputs: Inputs, found: Outputs, name: str, budg
     def is_(expected: Tensor) -> bool:
         return bool(expected.isfinite().all()) and bool(((output - expected).abs() <= budget).all())
 
-    expected = outputs_of(right(case), inputs)
     if (told := _rows_of("unwritten", output.isnan())) is not None:
         return told
     if name != "o":
@@ -171,9 +166,9 @@ def explain(case: AttentionCase, inputs: Inputs, found: Outputs, name: str, budg
     for mistake, formula in mistakes(case):
         if is_(outputs_of(formula, inputs)[name]):
             return mistake
-    if (told := _copies(output, expected[name], is_)) is not None:
+    good = outputs_of(right(case), inputs)[name]
+    if (told := _copies(good, is_)) is not None:
         return told
-    good = expected[name]
     factor = float((output * good).sum() / good.square().sum())
     if math.isfinite(factor) and abs(factor - 1) > 1e-6 and is_(factor * good):
         return f"it is {factor:.4g} times what is right"
@@ -184,7 +179,7 @@ def explain(case: AttentionCase, inputs: Inputs, found: Outputs, name: str, budg
 
 
 def _rows_of(kind: str, at: Tensor) -> str | None:
-    """Of a mask (B, H, S, D): which whole rows it holds, where it holds no others."""
+    """The rows that a mask (B, H, S, D) holds, where it holds whole rows alone."""
     rows = at.all(dim=-1)  # (B, H, S)
     if not rows.any() or not bool((at.any(dim=-1) == rows).all()):
         return None
@@ -196,7 +191,7 @@ def _rows_of(kind: str, at: Tensor) -> str | None:
     return f"{int(rows.sum())} of {rows.numel()} rows are {kind}"
 
 
-def _copies(output: Tensor, good: Tensor, is_: Callable[[Tensor], bool]) -> str | None:
+def _copies(good: Tensor, is_: Callable[[Tensor], bool]) -> str | None:
     if good.shape[0] > 1 and is_(good[:1].expand_as(good)):
         return "every batch has the result of batch 0"
     if good.shape[1] > 1 and is_(good[:, :1].expand_as(good)):

@@ -9,7 +9,7 @@ AXES = ("batch", "head", "row", "column")
 
 
 def where(wrong: Tensor) -> str:
-    """Of a mask (B, H, S, D), on which axes the wrong elements are only some: "rows 214 to 236 of 237, the last 23"."""
+    """The axes of a mask (B, H, S, D) on which only some elements are wrong: "rows 214 to 236 of 237, the last 23"."""
     told = []
     for axis, name in enumerate(AXES):
         others = [one for one in range(4) if one != axis]

@@ -48,7 +48,7 @@ def check(entry: Entry, head_dim: int, grad: bool, seed: int) -> int:
 
 
 def failure(row: Any, asked: Asked, grad: bool, seed: int) -> str | None:
-    """What is wrong with the row's results of a case, in sentences."""
+    """Says in sentences what is wrong with the row's results of a case; None where nothing is."""
     case: AttentionCase = asked.case
     inputs = make_inputs(case, seed, transposed=asked.transposed)
     before = {name: x.clone() for name, x in inputs.tensors.items()}

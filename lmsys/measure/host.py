@@ -12,7 +12,7 @@ GROUPS = (  # a control group's limit, what it holds and what of that it could d
 
 
 def available_bytes(root: Path = Path("/")) -> float:
-    """What can still be had: of the machine, and of what a container may hold; infinity where that is not told."""
+    """The bytes that the machine, and a container's limit, still allow; infinity where that is not told."""
     return min(_of_the_machine(root), *(_of_the_group(root / "sys/fs/cgroup", *names) for names in GROUPS))
 
 
@@ -34,7 +34,7 @@ def _facts(file: Path) -> dict[str, str]:
 
 
 def resident_bytes(pid: int = 0) -> int:
-    """What a process, by default this one, holds; 0 where that is not told, or it has ended."""
+    """The bytes that a process, by default this one, holds; 0 where that is not told, or it has ended."""
     try:
         return int(Path(f"/proc/{pid or 'self'}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError):

@@ -23,8 +23,10 @@ def check_ids(name: str, x: Any, kind: str, shapes: list[Shape], below: int, but
     if not any(_fits(x.shape, shape) for shape in shapes):
         told = " or ".join(f"({', '.join(map(str, shape))})" for shape in shapes)
         raise ValueError(f"{name} must be {kind} of shape {told}; got shape {tuple(x.shape)}")
-    known = x if but is None or x.device.type != "cpu" else x[x != but]
-    if known.device.type == "cpu" and known.numel():
+    if x.device.type != "cpu":
+        return
+    known = x if but is None else x[x != but]
+    if known.numel():
         low, high = int(known.min()), int(known.max())
         if low < 0 or high >= below:
             other = "" if but is None else f", or be {but}"

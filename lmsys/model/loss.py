@@ -33,8 +33,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk:
 
     hidden (..., M), weight (V, M), targets (...) of class indices, those of IGNORED left out. Matmuls run in the
     autocast dtype when autocast is on, else in hidden's; the loss in float32. `chunk`: tokens at once, by default as
-    many as keep the logits at about CHUNK_LOGITS, in even shares. ValueError when the shapes do not fit. Any other
-    target outside 0 to V - 1 is an error of torch's, or NaN where the kernel in Triton runs.
+    many as keep the logits at about CHUNK_LOGITS, in even shares. ValueError when the shapes do not fit, and on a
+    CPU for any other target outside 0 to V - 1; on a GPU, which would have to be waited for, such a target gives NaN.
     """
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[-1]:
         shapes = f"{tuple(hidden.shape)}, {tuple(weight.shape)}"

@@ -149,7 +149,8 @@ class TorchrunGroup:
     """The group that torchrun has started, seen from one of its ranks. A rank that fails ends this process's run."""
 
     def __init__(self, backend: str | None = None, timeout_s: float = 300.0):
-        local_rank = _environment()["LOCAL_RANK"]
+        _check_environment()
+        local_rank = int(os.environ["LOCAL_RANK"])
         _end_with_parent()
         if backend is None:
             backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -176,16 +177,13 @@ class TorchrunGroup:
             dist.destroy_process_group()
 
 
-def _environment() -> dict[str, int]:
-    """What torchrun sets. ValueError that names what is missing or is no number."""
-    found = {}
+def _check_environment() -> None:
+    """ValueError that names which of the variables that torchrun sets is missing, or is no number."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
         text = os.environ.get(name)
         if text is None or not text.isdecimal():
             told = "is not set" if text is None else f"is {shortly(text)}"
             raise ValueError(f"${name} {told}, where torchrun sets a whole number: start ranks by torchrun")
-        found[name] = int(text)
-    return found
 
 
 def _end_with_parent() -> None:

@@ -80,7 +80,7 @@ def load(vocab: Path, merges: Path) -> tuple[dict[int, bytes], list[tuple[bytes,
 
 
 def _told(num_merges: int, vocab: bytes) -> str:
-    """What a merges file of ours says behind its version, so that a pair is known to be whole: others ignore it."""
+    """The words behind the version of a merges file of ours, by which a pair is known to be whole: others ignore it."""
     return f"merges: {num_merges} vocab: {hashlib.sha256(vocab).hexdigest()[:16]}"
 
 

@@ -18,6 +18,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.seen: int = 0
+        self._over = threading.Event()
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -31,6 +32,7 @@ class StopSignals:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._over.set()
         signal.set_wakeup_fd(self._told_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -42,14 +44,12 @@ class StopSignals:
         self.seen = number
 
     def _watch(self) -> None:
-        """Until the other end is closed. A process that is told twice is not to live on, whatever it does."""
+        """Reads until the other end is closed. A step that does not end when told twice ends with its process."""
         numbers: list[int] = []
         while number := os.read(self._told, 1):
             numbers += [number[0]] if number[0] in self._before else []
-            if len(numbers) == 2:
-                timer = threading.Timer(ENDED_S, _end, numbers[:1])
-                timer.daemon = True
-                timer.start()
+            if len(numbers) == 2 and not self._over.wait(ENDED_S):
+                _end(numbers[0])
         os.close(self._told)
 
 

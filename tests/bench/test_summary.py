@@ -1,4 +1,4 @@
-"""What a run ends with: counts, the fastest, what could not run, and what was wrong."""
+"""A run ends with counts, the fastest rows, what could not run, and what was wrong."""
 
 from typing import Any
 

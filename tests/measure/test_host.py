@@ -1,4 +1,4 @@
-"""What can still be had of a machine's memory, of a container's too."""
+"""The memory that a machine, or a container, can still give."""
 
 from pathlib import Path
 

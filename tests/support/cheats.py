@@ -69,7 +69,7 @@ _last: dict[Any, Any] = {}  # of earlier calls
 
 
 def forget() -> None:
-    """What cheats remember of earlier calls, as in a process of its own."""
+    """Memory that cheats have of earlier calls, emptied as in a process of its own."""
     _times.clear()
     _last.clear()
 

@@ -1,0 +1,45 @@
+"""A process that is told twice to end: it ends at once where its step does not, and lives on where it does."""
+
+import hashlib
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from lmsys import processes
+from lmsys.training import stop
+
+ENDED_S = 0.3  # in place of the seconds that a step has in use
+
+
+def step_in_c() -> None:
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # for minutes, without a look at signals
+
+
+def step_in_python() -> None:
+    time.sleep(60.0)
+
+
+def told_twice(step: str) -> str:
+    """Runs in a process of its own."""
+    stop.ENDED_S = ENDED_S
+    for at_s in (0.1, 0.2):
+        threading.Timer(at_s, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    try:
+        with stop.StopSignals():
+            globals()[step]()
+    except KeyboardInterrupt:
+        time.sleep(3 * ENDED_S)
+        return "lives on"
+    return "was not interrupted"
+
+
+def test_it_lives_on_where_its_step_ends() -> None:
+    assert processes.in_own_process(told_twice, "step_in_python", timeout_s=60.0) == "lives on"
+
+
+def test_it_ends_where_its_step_does_not() -> None:
+    with pytest.raises(processes.ProcessError, match=f"exit code {128 + signal.SIGTERM}"):
+        processes.in_own_process(told_twice, "step_in_c", timeout_s=60.0)
