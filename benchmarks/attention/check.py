@@ -47,11 +47,13 @@ class Gate:
 
         The candidate's `error_ratio` becomes the ratio that failed, or the largest that its own dtype showed.
         """
-        outputs, failure = attempt(lambda: self._outputs(candidate))
+        outputs, failure = candidate.watched(self._outputs, candidate)
         if failure and failure[0] == "oom" and self._oracle is not None:
             self._oracle = None  # the row fits alone; that it does not beside the oracle must not be held against it
             release_memory()
-            outputs, failure = attempt(lambda: {name: x.cpu() for name, x in self._outputs(candidate).items()})
+            outputs, failure = candidate.watched(
+                lambda: {name: x.cpu() for name, x in self._outputs(candidate).items()}
+            )
         if failure:
             return failure
         changed = not all(torch.equal(x, saved) for x, saved in zip(self._tensors, self._saved, strict=True))

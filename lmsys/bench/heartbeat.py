@@ -20,26 +20,33 @@ NOBODY = -1  # the bench itself is at work
 TIMED = "in a timed call"  # a GPU may be far behind the host
 SIZE = mmap.PAGESIZE
 _BEAT = struct.Struct("=qdq128s")  # number, until, row, doing
-_GPU_ROW = struct.Struct("=q")
+_GPU_ROW = struct.Struct("=qd")  # row, when it was copied
 _GPU_AT = SIZE // 2
 COPY_S = 0.05  # how often a worker copies what its GPU has reached
+STALE_S = 1.0  # a copy that old: the host's own call holds Python's interpreter
 
 
 @dataclass(frozen=True)
 class Beat:
     """The row by its place among the candidates of its group; until when, by `time.monotonic`; on a GPU, the row that
-    the device was at."""
+    the device was at, and until when that was looked at."""
 
     number: int
     until: float
     row: int
     doing: str
     gpu_row: int
+    gpu_seen: float
 
     @property
     def row_on_device(self) -> int:
-        """The row that the device is at: while calls are timed, what the GPU says; else what the host does is done."""
-        return self.gpu_row if self.doing == TIMED and self.gpu_row != NOBODY else self.row
+        """The row that the device is at: while calls are timed, what the GPU says; else what the host does is done.
+
+        The host's row, too, where its call holds the interpreter, so that nobody could look at the GPU: for that call
+        does not end, whatever the GPU is at.
+        """
+        is_known = self.gpu_row != NOBODY and time.monotonic() < self.gpu_seen + STALE_S
+        return self.gpu_row if self.doing == TIMED and is_known else self.row
 
     @property
     def is_late(self) -> bool:
@@ -92,8 +99,8 @@ class Heartbeat:
 
 def read(memory: Any) -> Beat:
     number, until, row, doing = _BEAT.unpack_from(memory, 0)
-    (gpu_row,) = _GPU_ROW.unpack_from(memory, _GPU_AT)
-    return Beat(number, until, row, doing.rstrip(b"\0").decode(errors="replace"), gpu_row - 1)
+    gpu_row, gpu_seen = _GPU_ROW.unpack_from(memory, _GPU_AT)
+    return Beat(number, until, row, doing.rstrip(b"\0").decode(errors="replace"), gpu_row - 1, gpu_seen)
 
 
 class _GpuRow:
@@ -113,5 +120,5 @@ class _GpuRow:
 
     def _copy(self) -> None:
         while True:
-            _GPU_ROW.pack_into(self._memory, _GPU_AT, int(self._seen[0]))
+            _GPU_ROW.pack_into(self._memory, _GPU_AT, int(self._seen[0]), time.monotonic())
             time.sleep(COPY_S)

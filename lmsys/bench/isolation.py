@@ -203,12 +203,13 @@ class Isolated:
         beat = heartbeat.read(self._memory)
         if not beat.is_late:
             return
+        row = beat.row_on_device  # at once: what is known of the GPU ages
         time.sleep(POLL_S)
         if heartbeat.read(self._memory).number != beat.number:
             return  # it was read in the middle of a change
         worker.signal(signal.SIGUSR1)  # it writes down where it is, whatever it does
         time.sleep(TRACE_S)
-        raise Ended(f"no answer within the deadline {beat.doing}{self._told_place()}", _known(beat.row_on_device))
+        raise Ended(f"no answer within the deadline {beat.doing}{self._told_place()}", _known(row))
 
     def _ended(self, failure: Any) -> Ended | None:
         """How a row has ended the worker; None for an exception that is the bench's own."""

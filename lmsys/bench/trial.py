@@ -170,10 +170,10 @@ class Trial:
 
     def interleave(self, turn: Cases, min_rounds: int | None = None) -> None:
         """Times the steps of a turn side by side, in `min_rounds` rounds or the settings' at least."""
-        steps = {}
+        steps, candidates = {}, {case.id: self.candidate(case) for case in turn}
         self.watch.doing = "before it was timed"
         for case in turn:
-            candidate = self.candidate(case)
+            candidate = candidates[case.id]
             step, failure = candidate.watched(self.benchmark.step, case, candidate, self.setup)
             self.measurements[case.id].failure = failure
             if not failure:
@@ -188,10 +188,12 @@ class Trial:
             sm_clock=self.runner.sm_clock,
             expect=self._expect,
         )
+        self.watch.settle()
         self.watch.heartbeat.rest()
         for name in steps:
             one = self.measurements[name]
-            one.samples, one.failure = sampled.samples.get(name), sampled.failures.get(name)
+            one.samples, failure = sampled.samples.get(name), sampled.failures.get(name)
+            one.failure = self.watch.failure(candidates[name], failure)
             one.kept = sampled.kept.get(name, [])
             one.record = {
                 "sm_clock_mhz": sampled.sm_clock_mhz,

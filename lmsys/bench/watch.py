@@ -30,6 +30,8 @@ class Watch:
         self.rows = {id(one): row for row, one in enumerate(candidates)}
         self.doing, self.expected_s = "in its first call", math.inf
         self.state = State()
+        self._last: int | None = None  # the row whose work nobody has looked at since
+        self._left: dict[int, str] = {}
 
     def beat(self, candidate: Candidate) -> None:
         """Says that this row is at work."""
@@ -45,17 +47,28 @@ class Watch:
 
         self.beat(candidate)
         found, failure = attempt(done)
-        if left := self.state.mend():
-            found, failure = None, (failure[0], f"{failure[1]}; {left}") if failure else ("error", left)
+        failure = _with(failure, self.state.mend())
         self.heartbeat.rest()
-        return found, failure
+        return None if failure else found, failure
+
+    def settle(self) -> None:
+        """Puts back what the last row at work has left changed, after calls behind which nobody has looked."""
+        if self._last is not None and (left := self.state.mend()):
+            self._left.setdefault(self._last, left)
+        self._last = None
+
+    def failure(self, candidate: Candidate, failure: Failure | None) -> Failure | None:
+        """How the row has failed in its timed calls, with what it has left changed there."""
+        return _with(failure, self._left.pop(self.rows[id(candidate)], None))
 
     def over(self, step: Step, candidate: Candidate, own_redraw: Callable[[int], None], own_keep: Any) -> Step:
         """The step with each of its timed calls announced, and held to leave nothing changed that others would feel."""
-        row, state = self.rows[id(candidate)], self.state
-        self._is_mended = True
+        row = self.rows[id(candidate)]
 
         def at_work(call: Callable[..., Any], *args: Any) -> Any:
+            if self._last != row:
+                self.settle()
+            self._last = row
             most_s = self.settings.deadline_s
             if self.expected_s < math.inf:
                 most_s = max(min(most_s, WARM_S), TIMES_EXPECTED * self.expected_s)
@@ -63,22 +76,26 @@ class Watch:
             return call(*args)
 
         def redraw(draw: int) -> None:
-            if not self._is_mended:  # the call before has raised
-                state.mend()
-            self._is_mended = False
+            self.settle()
             _bench_own(own_redraw, draw)
             if self._on_gpu:
                 self.heartbeat.beat_on_gpu(row)
             at_work(nothing)
 
         def keep(result: Any, key: int | None) -> Any:
-            left, self._is_mended = state.mend(), True
-            if left:
+            self._last = None
+            if left := self.state.mend():
                 raise Changed(left)
             return own_keep(result, key)
 
         like = step.like and partial(at_work, step.like)
         return replace(step, redraw=redraw, keep=keep, before=partial(at_work, step.before), like=like)
+
+
+def _with(failure: Failure | None, left: str | None) -> Failure | None:
+    if not left:
+        return failure
+    return (failure[0], f"{failure[1]}; {left}") if failure else ("error", left)
 
 
 class BenchFault(RuntimeError):

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from benchmarks.bench_attention import Attention, AttentionTest
 from lmsys.bench import Entry, Settings
-from lmsys.bench.heartbeat import NOBODY, Heartbeat, read, shared_file
+from lmsys.bench.heartbeat import NOBODY, TIMED, Beat, Heartbeat, read, shared_file
 from lmsys.bench.isolation import Isolated, place_in
 from lmsys.bench.record import load
 from tests.support.faults import FAULTS
@@ -68,13 +69,13 @@ def check(found: dict[tuple[str, str], dict[str, Any]], by_chance: bool = False)
         if name in GOOD or (by_chance and one["outcome"] == "ok") or (name, direction) == ("leaves_no_grad", "fwd"):
             assert one["outcome"] == "ok" and one["time_s"] > 0, (name, one["reason"])
         else:
-            assert one["outcome"] == FAULTS[name].outcome and "time_s" not in one, one
+            assert one["outcome"] == FAULTS[name].outcome and "time_s" not in one, (name, one["outcome"], one["reason"])
             assert FAULTS[name].told in one["reason"], one["reason"]
 
 
-@pytest.mark.parametrize("call", [1, 9])
+@pytest.mark.parametrize("call", [1, 2, 9])
 def test_what_a_row_leaves_changed_is_its_own_error(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In its first call and in a timed one; nothing of it is felt by the rows before and behind it."""
+    """In its first call, in its check and in a timed one; nothing of it is felt by the rows before and behind it."""
     with isolated(monkeypatch, call) as runner:
         check(records(runner, ["good", *LEAVES_CHANGED, "also_good"], "fwd"))
 
@@ -96,13 +97,14 @@ FAULTY = [
 ]
 
 
-@pytest.mark.parametrize(("call", "direction"), [(1, "fwd"), (9, "bwd")])  # its first call; a timed one
+@pytest.mark.parametrize(("call", "direction"), [(1, "fwd"), (2, "fwd"), (9, "bwd")])  # first; check's; a timed one
 @pytest.mark.parametrize(("device", "first", "middle", "last"), FAULTY)
 def test_each_fault_in_each_place(
     device: str, first: str, middle: str, last: str, call: int, direction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = [first, "good", middle, "also_good", last]
-    with isolated(monkeypatch, call, 60.0 if "eats_memory" in names else 8.0, device) as runner:
+    deadline_s = 60.0 if "eats_memory" in names else {"cpu": 8.0, "cuda": 15.0}[device]
+    with isolated(monkeypatch, call, deadline_s, device) as runner:
         check(records(runner, names, direction), by_chance=call > 1)
 
 
@@ -136,6 +138,13 @@ def test_a_heartbeat_is_read_by_another_and_outlives_its_process() -> None:
     beat = read(ours._memory)
     assert (beat.row, beat.doing, beat.is_late, beat.gpu_row) == (3, "in its check", False, NOBODY)
     os.close(file)
+
+
+@pytest.mark.parametrize(("seen_s_ago", "row"), [(0.0, 1), (10.0, 2)])
+def test_the_row_at_work_is_the_gpus_unless_nobody_could_look(seen_s_ago: float, row: int) -> None:
+    beat = Beat(1, 0.0, row=2, doing=TIMED, gpu_row=1, gpu_seen=time.monotonic() - seen_s_ago)
+    assert beat.row_on_device == row
+    assert replace(beat, doing="in its check").row_on_device == 2
 
 
 def test_the_place_that_is_told_is_the_users() -> None:
