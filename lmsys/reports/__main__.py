@@ -1,4 +1,6 @@
-"""`python -m lmsys.reports RESULT.json ... [-o DIR] [--baseline NAME]`: tables, plots and a page from result files.
+"""Tables, plots and a page from result files.
+
+    python -m lmsys.reports RESULT.json ... [-o DIR] [--baseline NAME] [--single-file]
 
 Several files, such as the parts of a split run or the journals (*.partial) of interrupted ones, are reported as one;
 for a case that several hold, the run of the latest date wins. Ends with exit code 2 and one line on stderr when
@@ -13,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lmsys.reports import page
+from lmsys.reports.answers import answers
 from lmsys.reports.chapters import CHAPTERS, OTHERS
 from lmsys.reports.load import InputError, read
 from lmsys.reports.tables import csv_of
@@ -32,16 +35,17 @@ def main(
     parser.add_argument(
         "--baseline", metavar="NAME", help="the row that speeds are relative to (default: as its table says)"
     )
+    parser.add_argument("--single-file", action="store_true", help="the page holds its plots: one file to send")
     options = parser.parse_args(arguments)
     try:
-        print(build(options.results or results, options.output, options.baseline))
+        print(build(options.results or results, options.output, options.baseline, options.single_file))
     except InputError as error:
         print(f"{program}: error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def build(paths: Sequence[Path], out: Path, baseline: str | None = None) -> Path:
+def build(paths: Sequence[Path], out: Path, baseline: str | None = None, single_file: bool = False) -> Path:
     """Report these result files into the folder `out`; the path of the page. InputError says what cannot be used."""
     if not paths:
         raise InputError("nothing to report: name the result files")
@@ -59,9 +63,10 @@ def build(paths: Sequence[Path], out: Path, baseline: str | None = None) -> Path
         own = {one["benchmark"] for one in machine.records} & machine.fields.keys()
         ordered = [name for name in (*CHAPTERS, *sorted(own - CHAPTERS.keys())) if name in own]
         views = [(CHAPTERS.get(name, OTHERS), view_of(machine, name, baseline)) for name in ordered]
-        parts.append((machine, [chapter for chapters, view in views for chapter in chapters(view)]))
+        found = [chapter for chapters, view in views for chapter in chapters(view)]
+        parts.append((machine, answers(machine), found))
     notes = [f"Not shown: {', '.join(undeclared)}, since nothing declares their fields."] if undeclared else []
-    return page.write(out, [part for part in parts if part[1]], csv_of(records), notes)
+    return page.write(out, [part for part in parts if part[2]], csv_of(records), notes, single_file)
 
 
 if __name__ == "__main__":

@@ -34,12 +34,13 @@ RC = {
 
 @dataclass(frozen=True)
 class Plot:
-    """A drawing; `name` is the stem of its file."""
+    """A drawing; `name` is the stem of its file, `source` where its numbers are from."""
 
     name: str
     title: str
     caption: str
     svg: str
+    source: str = ""
 
     def files(self) -> dict[str, str]:
         return {f"plots/{self.name}.svg": self.svg}

@@ -1,7 +1,8 @@
-"""The page: chapters as one self-contained HTML file, and the folder of tables and plots beside it."""
+"""The page: answers, then chapters, as HTML, with its tables and plots in files beside it."""
 
 import base64
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -13,7 +14,7 @@ from lmsys.reports.canvas import Plot
 from lmsys.reports.load import InputError, Machine, file_name, matmul_rates
 from lmsys.reports.tables import Table
 from lmsys.reports.views import View
-from lmsys.reports.words import number
+from lmsys.reports.words import OUTCOMES, number, span
 
 GENERATOR = '<meta name="generator" content="lmsys reports">'
 CSS = (Path(__file__).parent / "page.css").read_text()
@@ -26,9 +27,11 @@ addEventListener("DOMContentLoaded", () => {
   document.querySelectorAll(".scroll").forEach(t => watch.observe(t));
 });
 """
-# Whatever a result file says, and wherever it gets: the page loads nothing, and runs no script but its own.
+# Whatever a result file says, and wherever it gets: the page loads its own plots alone, and runs its own script alone.
 _HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-POLICY = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; font-src data:; script-src 'sha256-{_HASH}'"
+POLICY = (
+    f"default-src 'none'; style-src 'unsafe-inline'; img-src 'self' data:; font-src data:; script-src 'sha256-{_HASH}'"
+)
 FACTS = "date commit command sweep seed driver cuda torch triton python platform".split()
 
 
@@ -55,7 +58,7 @@ class Chapter:
     blocks: Sequence[Block]
 
 
-Part = tuple[Machine, Sequence[Chapter]]
+Part = tuple[Machine, Block, Sequence[Chapter]]  # the block holds the answers
 
 
 def with_overview(
@@ -85,11 +88,13 @@ def joined(parts: Iterable[str]) -> Html:
     return Html("".join(part if isinstance(part, Html) else escape(part) for part in parts))
 
 
-def write(out: Path, parts: Sequence[Part], records_csv: str, notes: Sequence[str]) -> Path:
+def write(out: Path, parts: Sequence[Part], records_csv: str, notes: Sequence[str], single_file: bool = False) -> Path:
     """Fill a folder in place of an earlier report; the path of its page. InputError if it cannot be written."""
-    files = {"index.html": html(parts, notes), "tables/records.csv": records_csv}
-    for item in (item for _, chapters in parts for one in chapters for block in one.blocks for item in block.items):
-        files |= item.files()
+    files = {"index.html": html(parts, notes, single_file), "tables/records.csv": records_csv}
+    for _, answers, chapters in parts:
+        for block in (answers, *(block for chapter in chapters for block in chapter.blocks)):
+            for item in block.items:
+                files |= item.files()
     try:
         folder.write(out, files)
     except ValueError as error:
@@ -99,17 +104,24 @@ def write(out: Path, parts: Sequence[Part], records_csv: str, notes: Sequence[st
     return out / "index.html"
 
 
-def html(parts: Sequence[Part], notes: Sequence[str]) -> str:
-    """The page: a contents list, then every machine with its facts and chapters."""
-    contents, body = [], []
-    for machine, chapters in parts:
+def html(parts: Sequence[Part], notes: Sequence[str], single_file: bool = False) -> str:
+    """The page: every machine's answers, a contents list, then every machine with its facts and chapters.
+
+    `single_file`: plots stand in the page, not in files beside it.
+    """
+    first, contents, body = [], [], []
+    figures = Figures(single_file)
+    for machine, answers, chapters in parts:
         anchors = {chapter.title: f"{machine.slug}-{file_name(chapter.title.lower())}" for chapter in chapters}
         links = [tag("li", tag("a", title, href=f"#{anchor}")) for title, anchor in anchors.items()]
         contents.append(tag("li", tag("a", machine.title, href=f"#{machine.slug}"), tag("ul", *links)))
-        inside = [tag("h2", machine.title, id=machine.slug), _facts(machine.runs)]
+        shown = tag("div", figures.block(answers, {}), class_="answers")
+        first.append(tag("section", tag("h2", machine.title), _runs(machine), shown))
+        facts = tag("details", tag("summary", "Machine, versions and runs"), _facts(machine.runs))
+        inside = [tag("h2", f"{machine.title}: everything measured", id=machine.slug), facts]
         for chapter in chapters:
             inside.append(tag("h3", chapter.title, id=anchors[chapter.title]))
-            inside += [_block(block, anchors) for block in chapter.blocks if block.items]
+            inside += [figures.block(block, anchors) for block in chapter.blocks if block.items]
         body.append(tag("section", *inside))
     csv = tag("a", "records.csv", href="tables/records.csv")
     said = [tag("p", note) for note in notes]
@@ -119,9 +131,21 @@ def html(parts: Sequence[Part], notes: Sequence[str]) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>lmsys report</title>\n<style>\n{CSS}</style>\n<script>{SCRIPT}</script></head>\n<body>\n"
-        + joined([tag("h1", "lmsys report"), *said, tag("nav", tag("ul", *contents)), *body])
+        + joined([tag("h1", "lmsys report"), *first, *said, tag("nav", tag("ul", *contents)), *body])
         + "\n</body></html>\n"
     )
+
+
+def _runs(machine: Machine) -> Html:
+    """The runs in a line: how many, when, of which commits, and the command where it is one."""
+    days = sorted({str(run.get("date") or "undated")[:10] for run in machine.runs})
+    commits = dict.fromkeys(str(run.get("commit") or "unknown")[:10] for run in machine.runs)
+    count = f"{len(machine.runs)} runs" if len(machine.runs) > 1 else "One run"
+    several = f"{len(commits)} commits" if len(commits) > 1 else f"commit {[*commits][0]}"
+    said = f"{count}, {span(days)}, {several}: {len(machine.records):,} cases. "
+    commands = {str(run.get("command") or "") for run in machine.runs}
+    command = commands.pop() if len(commands) == 1 else ""
+    return tag("p", said, *([tag("code", command)] if command else []))
 
 
 def _facts(runs: Sequence[Record]) -> Html:
@@ -148,42 +172,62 @@ def _facts_of(run: Record) -> dict[str, str]:
     return facts | ({"copy": f"{number(copy / 1e9)} GB/s"} if copy else {})
 
 
-def _block(block: Block, anchors: dict[str, str]) -> Html:
-    title = tag("a", block.title, href=f"#{anchors[block.chapter]}") if block.chapter else block.title
-    inside = [*([tag("h4", title)] if title else []), _figures(block.lead)]
-    if names := dict.fromkeys(_brief(item).split(",")[0].lower() for item in block.more if item):
-        inside.append(tag("details", tag("summary", f"More: {', '.join(names)}"), _figures(block.more)))
-    return joined(inside)
-
-
 def _brief(item: Table | Plot) -> str:
     """The title without what the heading above it already says."""
     return item.title.split(" · ")[0]
 
 
-def _figures(items: Sequence[Table | Plot | None]) -> Html:
-    """Tables one below another, then plots side by side as far as the screen is wide."""
-    plots = [_plot(item) for item in items if isinstance(item, Plot)]
-    tables = [_table(item) for item in items if isinstance(item, Table)]
-    return joined([*tables, *([tag("div", *plots, class_="plots")] if plots else [])])
+@dataclass(frozen=True)
+class Figures:
+    """Blocks, tables and plots as HTML; with `inline` plots stand in the page."""
+
+    inline: bool
+
+    def block(self, block: Block, anchors: dict[str, str]) -> Html:
+        title = tag("a", block.title, href=f"#{anchors[block.chapter]}") if block.chapter else block.title
+        inside = [*([tag("h4", title)] if title else []), self._figures(block.lead)]
+        if names := dict.fromkeys(_brief(item).split(",")[0].lower() for item in block.more if item):
+            inside.append(tag("details", tag("summary", f"More: {', '.join(names)}"), self._figures(block.more)))
+        if sources := dict.fromkeys(item.source for item in block.items if item.source):
+            said = [tag("p", source) for source in sources]
+            inside.append(tag("details", tag("summary", "Where these numbers are from"), *said, class_="source"))
+        return joined(inside)
+
+    def _figures(self, items: Sequence[Table | Plot | None]) -> Html:
+        """Tables one below another, then plots side by side as far as the screen is wide."""
+        plots = [self._plot(item) for item in items if isinstance(item, Plot)]
+        tables = [_table(item) for item in items if isinstance(item, Table)]
+        return joined([*tables, *([tag("div", *plots, class_="plots")] if plots else [])])
+
+    def _plot(self, plot: Plot) -> Html:
+        file = f"plots/{plot.name}.svg"
+        if self.inline:
+            image = tag("div", Html(plot.svg[plot.svg.index("<svg") :]), role="img", aria_label=plot.title)
+        else:
+            width, height = re.findall(r'(?:width|height)="([\d.]+)pt"', plot.svg)[:2]
+            image = tag("img", src=file, alt=plot.title, loading="lazy", width=width, height=height)
+        caption = tag("figcaption", plot.caption, " ", tag("a", "SVG", href=file))
+        return tag("figure", image, caption, id=f"plot-{plot.name}")
 
 
 def _table(table: Table) -> Html:
     keys = table.keys
     head = [tag("th", column, **({"class_": "value"} if i >= keys else {})) for i, column in enumerate(table.columns)]
     rows = [
-        tag("tr", *(tag("th", text) for text in row[:keys]), *(tag("td", text) for text in row[keys:]))
-        for row in table.rows
+        tag("tr", *(tag("th", text) for text in row[:keys]), *(_value(table, i, j) for j in range(keys, len(row))))
+        for i, row in enumerate(table.rows)
     ]
     inside = tag("table", tag("thead", tag("tr", *head)), tag("tbody", *rows))
     notes = [tag("ul", *(tag("li", note) for note in table.notes), class_="notes")] if table.notes else []
     files = [tag("a", name, href=f"tables/{table.name}.{end}") for name, end in (("CSV", "csv"), ("Markdown", "md"))]
     caption = tag("figcaption", table.caption, " ", files[0], " ", files[1])
-    return tag("figure", tag("h5", _brief(table)), tag("div", inside, class_="scroll"), *notes, caption)
+    anchor = f"table-{table.name}"
+    title = tag("h5", tag("a", _brief(table), href=f"#{anchor}"))
+    return tag("figure", title, tag("div", inside, class_="scroll"), *notes, caption, id=anchor)
 
 
-def _plot(plot: Plot) -> Html:
-    drawing = Html(plot.svg[plot.svg.index("<svg") :])
-    link = tag("a", "SVG", href=f"plots/{plot.name}.svg")
-    image = tag("div", drawing, role="img", aria_label=plot.title)
-    return tag("figure", image, tag("figcaption", plot.caption, " ", link))
+def _value(table: Table, row: int, column: int) -> Html:
+    """A cell; the best of its line, and what was wrong, are told apart."""
+    text = table.rows[row][column]
+    kind = "wrong" if OUTCOMES["wrong"] in text else "best" if (row, column) in table.best else ""
+    return tag("td", text, **({"class_": kind} if kind else {}))

@@ -32,7 +32,7 @@ NO_BASE = "no base"
 def drawn(view: View, axes: Any, head: str, word: str, caption: str) -> Plot:
     """The drawing on these axes, as a plot of the view."""
     name, title = view.file(word), titled(head, view)
-    return Plot(name, title, caption, to_svg(axes, name, title))
+    return Plot(name, title, caption, to_svg(axes, name, title), view.source)
 
 
 def lines(

@@ -41,7 +41,8 @@ SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 class Table:
     """A table as it is read (`columns`, `rows` of text, `notes` below) and as numbers (`data`, SI units, by field).
 
-    The first `keys` columns say what a row is; `name` is the stem of its files.
+    The first `keys` columns say what a row is; `name` is the stem of its files, `source` where its numbers are from.
+    `best` are the places, row and column, of the best of those in its row that were sampled together.
     """
 
     name: str
@@ -52,13 +53,16 @@ class Table:
     data: Sequence[Mapping[str, Any]]
     notes: Sequence[str] = field(default_factory=list)
     keys: int = 1
+    source: str = ""
+    best: frozenset[tuple[int, int]] = frozenset()
 
     def markdown(self) -> str:
         align = ["---"] * self.keys + ["---:"] * (len(self.columns) - self.keys)
         lines = [self.columns, align, *self.rows]
         body = "\n".join("| " + " | ".join(_plain(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
         notes = "".join(f"{_plain(note)}  \n" for note in self.notes)
-        return f"### {_plain(self.title)}\n\n{_plain(self.caption)}\n\n{body}\n" + (f"\n{notes}" if notes else "")
+        caption = _plain(f"{self.caption} {self.source}".strip())
+        return f"### {_plain(self.title)}\n\n{caption}\n\n{body}\n" + (f"\n{notes}" if notes else "")
 
     def files(self) -> dict[str, str]:
         return {f"tables/{self.name}.md": self.markdown(), f"tables/{self.name}.csv": csv_of(self.data)}
@@ -159,12 +163,17 @@ def pivot(
         return None
     rows = view.telling(rows, columns, inside) or ["section"]
     cases = {(*(case[name] for name in rows), case[columns], case.get(inside)): case for case in view.cases}
-    heads, inner, notes, lines = view.values(columns), view.values(inside) if inside else [None], Notes(), []
+    view, left_out = _with_something(view, columns)
+    heads, inner, notes = view.values(columns), view.values(inside) if inside else [None], Notes()
+    lines: list[list[str]] = []
+    best: set[tuple[int, int]] = set()
     compares = is_clocked(one) and metric != SPEEDUP and "impl" in (columns, inside)
     for key in view.ordered(*rows).distinct(*rows):
         found = [[cases.get((*key, head, value)) for value in inner] for head in heads]
         line = [case for group in found for case in group] if compares else []
         texts = [_group(view, metric, group, group if inside == "impl" else line, notes) for group in found]
+        if columns == "impl" and len(inner) == 1:
+            best |= {(len(lines), len(rows) + at) for at in _best(one, [group[0] for group in found])}
         lines.append([*map(view.text, rows, key), *texts])
     blank = []
     if metric == SPEEDUP and columns == "impl":
@@ -182,9 +191,39 @@ def pivot(
         columns=[*(label_of(view.fields[name]) for name in rows), *(_head(view, columns, head) for head in heads)],
         rows=lines,
         data=data_of(view, *(data or (metric, *(SPREAD if metric in ("time_s", "mean_s") else ())))),
-        notes=[*below(notes, lines), *blank],
+        notes=[*below(notes, lines), *blank, *left_out],
         keys=len(rows),
+        source=view.source,
+        best=frozenset(best),
     )
+
+
+def _with_something(view: View, columns: str) -> tuple[View, list[str]]:
+    """The cases without columns that say of every cell that it is not supported, and a note on those."""
+    ended: dict[Any, set[str]] = {}
+    for case in view.cases:
+        ended.setdefault(case[columns], set()).add(case["outcome"])
+    without = [value for value in view.values(columns) if ended[value] == {"unsupported"}]
+    if columns != "impl" or len(without) in (0, len(ended)):
+        return view, []
+    names = ", ".join(view.text(columns, value) for value in without)
+    return view.only(lambda case: case[columns] not in without), [f"Left out, as it cannot run this: {names}."]
+
+
+def _best(one: Field, line: Sequence[Record | None]) -> list[int]:
+    """The place of the best value among several that were sampled together with the first of them; none where no value
+    is better than another."""
+    timed = [(at, case) for at, case in enumerate(line) if case and case["time_s"] and case.get(one.name) is not None]
+    together = [(at, case) for at, case in timed if case["comparison"] == timed[0][1]["comparison"]]
+    if len(together) < 2 or one.unit not in ("s", "B") and not _more_is_better(one):
+        return []
+    choose = max if _more_is_better(one) else min
+    best = choose(case[one.name] for _, case in together)
+    return [at for at, case in together if case[one.name] == best]
+
+
+def _more_is_better(one: Field) -> bool:
+    return one.unit.endswith("/s") or one.name in (SPEEDUP, "mfu", *CEILINGS)
 
 
 def _head(view: View, name: str, value: Any) -> str:
@@ -246,6 +285,7 @@ def listing(
         data=data_of(view, *(data or metrics), *(SPREAD if {"time_s", "mean_s"} & {*metrics} else ())),
         notes=below(notes, rows),
         keys=len(keys),
+        source=view.source,
     )
 
 
@@ -259,7 +299,8 @@ def endings(view: View, *keys: str, word: str, title: str) -> Table:
     return Table(
         name=view.file(word),
         title=title,
-        caption=f"How the cases ended. {view.machine.about(view.cases)}",
+        caption="How the cases ended.",
+        source=view.source,
         columns=[*(label_of(view.fields[key]) for key in keys), *counts],
         rows=rows,
         data=data,
@@ -296,7 +337,8 @@ def rivals(view: View, settings: Sequence[str], names: tuple[str, str], word: st
         name=view.file(word),
         title=title,
         caption="Median of step-time ratios, steps alternating; of the best bucket size of each. Above 1: ours is "
-        f"faster. {view.machine.about(view.cases)}",
+        "faster.",
+        source=view.source,
         columns=["training", *heads],
         rows=rows,
         data=[{"training": name, **dict(zip(heads, ratios, strict=True))} for name, ratios in found.items()],
@@ -320,7 +362,8 @@ def means(view: View, row: str, column: str, word: str, title: str) -> Table | N
         name=view.file(word),
         title=title,
         caption="Geometric mean of the speedups, with how many it is of in brackets. Compare two rows only if these "
-        f"counts are equal. {view.machine.about(view.cases)}",
+        "counts are equal.",
+        source=view.source,
         columns=["", *heads],
         rows=[
             [own.text(row, value), *(mean_text(found.get((value, head), ())) for head in heads)]

@@ -225,10 +225,15 @@ class View:
         return ", ".join(told)
 
     def caption(self, about: str, clocked: bool = False) -> str:
-        """The caption: what is shown, every axis that is held, how it was timed, and where."""
+        """The caption: what is shown, every axis that is held, and how it was timed."""
         held = sentence("; ".join(filter(None, [self.heading, self.held(), self.also])))
         how = timing(self.cases) if clocked else ""
-        return f"{filled(about, self.constants(self.axes()))}. {held}. {how}{self.machine.about(self.cases)}"
+        return f"{filled(about, self.constants(self.axes()))}. {held}. {how}".strip()
+
+    @property
+    def source(self) -> str:
+        """Machine, versions, commits and dates of these cases."""
+        return self.machine.about(self.cases)
 
     def series(self, metric: str, axis: str, by: str = "impl") -> dict[Any, dict[float, float]]:
         """A metric against an axis, for each value of the field `by`."""

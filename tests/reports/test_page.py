@@ -25,8 +25,15 @@ def test_every_link_leads_somewhere(everything: dict[str, bytes]) -> None:
     for link in links:
         assert f'id="{link[1:]}"' in page if link.startswith("#") else link in everything
     plots = [name for name in everything if name.endswith(".svg")]
-    assert page.count("<svg") == len(plots) == page.count('role="img"')
+    assert page.count("<img") == len(plots) == page.count('loading="lazy"') and "<svg" not in page
     assert all(name == "tables/records.csv" or name in links for name in everything if name != "index.html")
+
+
+def test_a_single_file_holds_its_plots(tmp_path: Path) -> None:
+    files = built(tmp_path / "out", save(tmp_path / "r.json", of_everything()), "--single-file")
+    page = files["index.html"].decode()
+    assert page.count("<svg") == len([name for name in files if name.endswith(".svg")]) == page.count('role="img"')
+    assert "<img" not in page
 
 
 def test_ids_are_each_ones_own(everything: dict[str, bytes]) -> None:
@@ -51,7 +58,7 @@ def test_what_a_result_file_says_is_text(tmp_path: Path) -> None:
     )
     page = files["index.html"].decode()
     assert "<script>alert" not in page and escape("<script>alert(1)") in page
-    assert page.count("<script>") == 1 and page.count("<h2") == 1
+    assert page.count("<script>") == 1 and page.count("<h2") == 2
     assert all(re.fullmatch(r"(tables|plots)/[\w-]+\.(md|csv|svg)|index\.html", name) for name in files)
     assert {path.name for path in tmp_path.iterdir()} == {"out", "r.json"}
     for name in (name for name in files if name.endswith(".md")):

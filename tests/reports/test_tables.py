@@ -105,6 +105,8 @@ def test_outcomes_are_cells_with_reasons(tmp_path: Path) -> None:
         record("attention", "flash_triton") | {"time_s": None, "reason": "verified in Triton's interpreter"},
         record("attention", "naive", outcome="error", reason="it broke", **LENGTH),
         record("attention", "sdpa_flash", **LENGTH),
+        record("attention", "sdpa_cudnn", **LENGTH),
+        record("attention", "flash_attn_2", outcome="unsupported", reason="no wheel"),
     ]
     files = report(tmp_path, records)
     first, second = cells(files, f"{STEM}-time")
@@ -115,9 +117,23 @@ def test_outcomes_are_cells_with_reasons(tmp_path: Path) -> None:
     text = files[f"tables/synthetic-gpu-{STEM}-time.md"].decode()
     reasons = ("wrong result: dk is off", "not supported: head_dim 64 | no ## really", "error: it broke", "– not run")
     assert all(reason in text for reason in reasons)
+    assert "flash-attn 2" not in first and "Left out, as it cannot run this: flash-attn 2." in text
     assert cells(files, f"{STEM}-error")[0]["mine"].startswith("37.2 wrong")
     (mine,) = (row for row in cells(files, "attention-implementations") if row["name"] == "mine")
     assert (mine["whose"], mine["cases"], mine["timed"], mine["wrong result"]) == ("ours", "1", "", "1")
+
+
+def test_the_best_of_each_line_is_marked(tmp_path: Path) -> None:
+    """Among rows that were sampled together; where one alone has a time, nothing is marked."""
+    records = [record("attention", "naive", 3e-3), record("attention", "sdpa_flash", 1e-3)]
+    records += [record("attention", "flash_triton", 2e-3), record("attention", "sdpa_flash", **LENGTH)]
+    made = view(tmp_path, records)
+    times, rates = (pivot(made, name, ["queries"]) for name in ("time_s", "flops_per_s"))
+    assert times is not None and rates is not None
+    for table in (times, rates):
+        assert [table.columns[column] for _, column in table.best] == ["SDPA flash"]
+        assert {row for row, _ in table.best} == {0}
+    assert report(tmp_path, records)["index.html"].decode().count('class="best"') >= 1
 
 
 @pytest.mark.parametrize(("share", "said"), [(0.9, False), (1.0, False), (1.3, True)])

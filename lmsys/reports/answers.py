@@ -1,0 +1,179 @@
+"""The answers that the page begins with: the fastest row of each question, what was wrong, and what could not run."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from lmsys.bench.fields import Record
+from lmsys.reports.load import Machine
+from lmsys.reports.page import Block
+from lmsys.reports.speedups import geometric_mean, ratio_of
+from lmsys.reports.tables import Table
+from lmsys.reports.words import MEANINGS, VALUES, number
+
+NARROW = "bfloat16", "bf16"  # the precision that most readers ask for stands first
+FAILED = "wrong", "error"
+ABOUT = "The row that came first in most comparisons, by its name as one types it. Its speed is relative to a row that "
+ABOUT += "was sampled beside it: a geometric mean over comparisons."
+
+
+@dataclass(frozen=True)
+class Question:
+    """Who is fastest, among cases that were sampled together; a line of the table for each value of `keys`.
+
+    bases    names of rows that the fastest one is compared with, the first that was timed
+    contends true of the cases that do the work in question
+    """
+
+    benchmark: str
+    word: str
+    title: str
+    keys: Mapping[str, str]
+    bases: Sequence[str]
+    contends: Callable[[Record], bool] = lambda _: True
+
+
+ATTENTION = {"direction": "direction", "dtype": "dtype", "head_dim": "D", "causal": "mask"}
+TRAINING = {"size": "model", "precision": "precision", "compile": "run"}
+QUESTIONS = (
+    Question(
+        "attention", "attention", "Fastest attention", ATTENTION, ("sdpa_flash", "sdpa_efficient", "sdpa_math", "naive")
+    ),
+    Question(
+        "model", "step", "Fastest training step", TRAINING, ("llama", "sdpa_flash"), lambda one: one["mode"] == "step"
+    ),
+    Question(
+        "data_parallel",
+        "data-parallel",
+        "Fastest data parallelism",
+        {**TRAINING, "world_size": "ranks"},
+        ("torch_ddp_tuned", "torch_ddp", "naive"),
+        lambda one: one["world_size"] > 1 and one["strategy"] != "none",
+    ),
+)
+
+
+def answers(machine: Machine) -> Block:
+    tables = [_fastest(machine, question) for question in QUESTIONS]
+    return Block("", [*tables, _wrong(machine), _not_run(machine)])
+
+
+def _fastest(machine: Machine, question: Question) -> Table | None:
+    """A line for each setting, with the row that was first there; None where no two rows were timed together."""
+    cases = [one for one in machine.records if one["benchmark"] == question.benchmark and question.contends(one)]
+    wrong = {(one["section"], one["impl"]) for one in cases if one["outcome"] in FAILED}
+    timed = [one for one in cases if one.get("time_s") and (one["section"], one["impl"]) not in wrong]
+    together: dict[tuple[object, ...], dict[str, list[Record]]] = {}
+    for one in timed:
+        key = tuple(one.get(name) for name in question.keys)
+        together.setdefault(key, {}).setdefault(str(one["comparison"]), []).append(one)
+    data = []
+    for key in sorted(together, key=_place):
+        comparisons = [rows for rows in together[key].values() if len({one["impl"] for one in rows}) > 1]
+        if comparisons:
+            data.append(dict(zip(question.keys, key, strict=True)) | _first(comparisons, question.bases))
+    if not data:
+        return None
+    shown = [name for name in question.keys if len({one[name] for one in data}) > 1] or [*question.keys][:1]
+    return Table(
+        name=f"{machine.slug}-fastest-{question.word}",
+        title=question.title,
+        caption=ABOUT,
+        columns=["of", "fastest row", "speed", "first in"],
+        rows=[[", ".join(_text(name, question, one[name]) for name in shown), *_answer(one)] for one in data],
+        data=data,
+        keys=2,
+        source=machine.about(timed),
+    )
+
+
+def _place(key: Sequence[object]) -> list[tuple[int, float, str]]:
+    """In reading order: a narrow precision first, words as the report lists them, numbers by size."""
+    known = [value for words in VALUES.values() for value in words]
+    found = []
+    for value in key:
+        first = 0 if value in NARROW else 1 + known.index(value) if value in known else 99
+        found.append((first, float(value) if isinstance(value, int | float) else 0.0, str(value)))
+    return found
+
+
+def _first(comparisons: Sequence[Sequence[Record]], bases: Sequence[str]) -> Record:
+    """The row that came first most often, of several the fastest on the whole, and its speed over a base."""
+    fastest = [min(rows, key=_time) for rows in comparisons]
+    shares: dict[str, list[float]] = {}  # of the fastest one's speed, by row
+    for rows, best in zip(comparisons, fastest, strict=True):
+        own: dict[str, Record] = {}
+        for one in sorted(rows, key=_time):
+            own.setdefault(one["impl"], one)
+        for name, one in own.items():
+            shares.setdefault(name, []).append(_time(best) / _time(one))
+    wins = Counter(str(one["impl"]) for one in fastest)
+    row = max(wins, key=lambda name: (wins[name], geometric_mean(shares[name])))
+    labels = {one["label"] for rows in comparisons for one in rows if one["impl"] == row and one.get("label")}
+    counts = {"first": wins[row], "comparisons": len(comparisons)}
+    return {"row": row, **counts, "label": " or ".join(sorted(labels)), **_speed(comparisons, row, bases)}
+
+
+def _time(one: Record) -> float:
+    return float(one["time_s"])
+
+
+def _speed(comparisons: Sequence[Sequence[Record]], row: str, bases: Sequence[str]) -> Record:
+    for base in bases:
+        ratios = [_ratio(rows, row, base) for rows in comparisons] if base != row else []
+        if any(ratios):
+            return {"over": base, "speedup": geometric_mean(ratios)[0]}
+    return {"over": None, "speedup": None}
+
+
+def _ratio(rows: Sequence[Record], ours: str, theirs: str) -> float | None:
+    """Of the fastest case of each, such as the best size of buckets."""
+    found = [[one for one in rows if name in (one["impl"], one.get("strategy"))] for name in (ours, theirs)]
+    return ratio_of(*(min(cases, key=_time) for cases in found)) if all(found) else None
+
+
+def _answer(one: Record) -> list[str]:
+    speed = f"{number(one['speedup'])} × {one['over']}" if one["speedup"] else ""
+    row = one["label"] if one["label"].startswith(f"{one['row']}: ") else one["row"]  # "auto: Gluon, Hopper"
+    return [row, speed, f"{one['first']} of {one['comparisons']}"]
+
+
+def _text(name: str, question: Question, value: object) -> str:
+    """A word as the report has it; a number says of what it is."""
+    said = str(VALUES.get(name, {}).get(value, "" if value is None else value))
+    return f"{question.keys[name]} {said}" if type(value) in (int, float) else said
+
+
+def _wrong(machine: Machine) -> Table:
+    """Rows that were wrong or failed, with the first reason of each; a line that says so where there are none."""
+    found: dict[tuple[str, ...], list[Record]] = {}
+    for one in machine.records:
+        if one["outcome"] in FAILED:
+            found.setdefault((one["outcome"], one["impl"], one["benchmark"]), []).append(one)
+    rows = [
+        [impl, MEANINGS[outcome], benchmark.replace("_", " "), str(len(cases)), str(cases[0]["reason"] or "")]
+        for (outcome, impl, benchmark), cases in found.items()
+    ]
+    if not rows:
+        return _listed(machine, "wrong", "Wrong or failed", ["row"], [["none: every row that ran is right"]])
+    return _listed(machine, "wrong", "Wrong or failed", ["row", "how", "in", "cases", "the first of them"], rows)
+
+
+def _not_run(machine: Machine) -> Table | None:
+    """Each reason once, with the rows that it holds for."""
+    found: dict[str, dict[str, int]] = {}
+    for one in machine.records:
+        if one["outcome"] in ("unsupported", "oom"):
+            reason = str(one["reason"] or MEANINGS[one["outcome"]])
+            reason = MEANINGS["oom"] if one["outcome"] == "oom" else reason
+            rows = found.setdefault(reason, {})
+            rows[one["impl"]] = rows.get(one["impl"], 0) + 1
+    most = sorted(found.items(), key=lambda one: -sum(one[1].values()))
+    lines = [[", ".join(rows), reason, str(sum(rows.values()))] for reason, rows in most]
+    return _listed(machine, "not-run", "Not run here", ["row", "why", "cases"], lines) if lines else None
+
+
+def _listed(machine: Machine, word: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    data = [dict(zip(columns, row, strict=True)) for row in rows]
+    source = machine.about(machine.records)
+    return Table(f"{machine.slug}-{word}", title, "", columns, rows, data, keys=len(columns), source=source)
