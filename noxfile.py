@@ -2,7 +2,7 @@
 # requires-python = ">=3.11"
 # dependencies = ["nox>=2025.2.9"]
 # ///
-"""Sessions: lint, tests, bench, report, and gpu on request. Each wraps the `python -m` lines that the README gives.
+"""Sessions: lint, tests, bench, and on request gpu, fuzz, report, docs. Each wraps `python -m` lines: docs/install.md.
 
 `python3 -m nox -s bench -- --sweep full` hands what follows `--` to the wrapped command.
 """
@@ -84,6 +84,13 @@ def report(session: nox.Session) -> None:
     """Rebuild the report from the result files given, without torch."""
     session.install(*nox.project.dependency_groups(PROJECT, "report"))
     build(session, *session.posargs)
+
+
+@nox.session(default=False)
+def docs(session: nox.Session) -> None:
+    """The pages of docs/ as a site, in out/docs; a link that leads nowhere is an error."""
+    session.install(*nox.project.dependency_groups(PROJECT, "docs"))
+    session.run("python", "-m", "mkdocs", "build", "--strict", *session.posargs, env={"NO_MKDOCS_2_WARNING": "1"})
 
 
 def build(session: nox.Session, *arguments: str) -> None:

@@ -1,131 +1,225 @@
-"""The page of CS336's problems: its commands collect, its names import, its code runs, a report makes its files."""
+"""The pages: every command is one that is taken, every option is told, every link, name and path leads somewhere."""
 
-import importlib
+import argparse
+import ast
+import importlib.util
 import re
-import shlex
-from fnmatch import fnmatch
+import runpy
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from lmsys.training.__main__ import parser
-from lmsys.training.config import RunConfig
-from tests.support.collected import collect
+from benchmarks.axes import NAMED
+from benchmarks.sweeps import SWEEPS
+from lmsys.attention import ATTENTION
+from lmsys.parallel import STRATEGIES
+from tests.support.collected import collect, strays
+from tests.support.pages import PAGES, anchors, blocks, commands, links, module_of, spans
 from tests.support.processes import ROOT
-from tests.support.records import built, of_everything, record, save
 
-PAGE = (ROOT / "docs" / "cs336.md").read_text()
-ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and "`" in line]
-COMMANDS = sorted(set(re.findall(r"`python -m pytest ([^`]*)`", PAGE)))
-NAMES = sorted(set(re.findall(r"`(lmsys\.[\w.]+)`", PAGE)))
-FILES = re.compile(r"`((?:tables|plots)/[^`]*)`")
-SHELL, PYTHON, JSON = (re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL) for kind in ("sh", "python", "json"))
-PROBLEMS = {  # of both handouts, in their order
-    "benchmarking_script", "nsys_profile", "mixed_precision_accumulation", "benchmarking_mixed_precision",
-    "memory_profiling", "gradient_checkpointing", "pytorch_attention", "torch_compile", "flash_forward",
-    "flash_backward", "flash_benchmarking", "distributed_communication_single_node", "naive_ddp",
-    "naive_ddp_benchmarking", "minimal_ddp_flat_benchmarking", "ddp_overlap_individual_parameters",
-    "ddp_overlap_individual_parameters_benchmarking", "ddp_overlap_bucketed", "ddp_bucketed_benchmarking",
-    "communication_accounting", "optimizer_state_sharding", "optimizer_state_sharding_accounting", "fsdp",
-    "fsdp_accounting", "alternate_ring_all_reduce", "data_parallel_calcs", "fsdp_calcs", "tp_calcs", "fsdp_tp_calcs",
-    "leaderboard",
-}  # fmt: skip
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+FIRST = """```sh
+python3 -m pip install nox && python3 -m nox -s bench    # measure this machine, CPU or GPU; prints the path of a report
+python3 -m pip install nox && python3 -m nox -s tests    # verify every row that this machine can run
+```"""
+TOOLS = {"", "venv", "ruff", "mypy", "mkdocs"}  # what is no part of this repository
+ALL = [(page, *module_of(words)) for page in PAGES for words in commands(page)]
+MINE = """
+def my_attention(q, k, v, *, causal=False, scale=None): ...
 
-
-def test_every_problem_has_a_row() -> None:
-    assert len(PROBLEMS) == 30
-    told = {match[1] for row in ROWS if (match := re.match(r"\| `(\w+)`", row))}
-    assert told >= PROBLEMS
+class MyDDP:
+    def __init__(self, module): ...
+"""
+ELSEWHERE = {"lmsys/attention/exp2.py", "tests/adapters.py"}  # an example of CONTRIBUTING.md, a file of CS336
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+OPTIONS = {  # where they are declared, and the page that tells them
+    "lmsys/bench/plugin.py": "docs/options.md",
+    "lmsys/check/__main__.py": "docs/kernel.md",
+    "lmsys/reports/__main__.py": "docs/report.md",
+    "lmsys/verify.py": "docs/threats.md",
+}
 
 
-@pytest.fixture(scope="module")
-def collected() -> dict[str, list[str]]:
-    """The ids of the tests that each command runs."""
-    arguments = [shlex.split(command.replace("--benchmark-json out.json", "")) for command in COMMANDS]
-    found = collect(arguments)
-    assert not [one["said"] for one in found if one["code"] not in (0, 5)]
-    return {command: one["ids"] for command, one in zip(COMMANDS, found, strict=True)}
+def test_readme_is_short_and_begins_with_two_commands() -> None:
+    readme = PAGES["README.md"]
+    assert readme.count("\n") <= 150
+    assert readme[readme.index("```sh") :].startswith(FIRST) and FIRST in PAGES["docs/install.md"]
 
 
-def test_every_command_runs_something(collected: dict[str, list[str]]) -> None:
-    assert len(collected) > 15 and not [command for command, ids in collected.items() if not ids]
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    for path, anchor in links(page):
+        assert (ROOT / path).exists(), f"there is no {path}"
+        assert not anchor or anchor in anchors((ROOT / path).read_text()), f"{path} has no heading #{anchor}"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_names_import(name: str) -> None:
-    parts = name.split(".")
-    for length in range(len(parts), 0, -1):
-        try:
-            found = importlib.import_module(".".join(parts[:length]))
-        except ModuleNotFoundError:
-            continue
+def test_every_page_is_in_the_site_and_linked_from_the_first() -> None:
+    first = {path for path, _ in links("docs/index.md")}
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for page in PAGES.keys() - {"README.md", "docs/index.md"}:
+        assert page in first and f": {page.removeprefix('docs/')}\n" in navigation, page
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_names_and_paths_are_there(page: str) -> None:
+    said = [*spans(page), *re.findall(r"^::: (\S+)$", PAGES[page], re.MULTILINE)]
+    for name in [one for one in said if re.fullmatch(r"lmsys(\.\w+)+", one)]:
+        parts = name.split(".")
+        length = next(n for n in range(len(parts), 0, -1) if is_module(".".join(parts[:n])))
+        found: Any = importlib.import_module(".".join(parts[:length]))
         for part in parts[length:]:
             found = getattr(found, part)
-        return
-    raise AssertionError(f"nothing of {name} can be imported")
+    for path in [one for one in said if re.fullmatch(r"(lmsys|benchmarks|tests|docs|\.github)/[\w./]+", one)]:
+        assert (ROOT / path).exists() or path in ELSEWHERE, path
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A report of made-up cases of the sections that the page's commands run, without the machine's name."""
-    folder = tmp_path_factory.mktemp("cs336")
-    attention = {
-        "flash": [("bfloat16", "fwd"), ("float32", "bwd"), ("bfloat16", "fwdbwd")],
-        "leaderboard": [("bfloat16", "fwdbwd")],
-        "eager_compiled": [("float32", "fwd"), ("float32", "bwd")],
-    }
-    records = [
-        record("attention", impl, section=name, dtype=dtype, direction=direction, causal=name != "eager_compiled")
-        for name, slices in attention.items()
-        for dtype, direction in slices
-        for impl in ("naive", "naive_compiled")
-    ]
-    ways = [{"precision": "fp32", "compile": "eager"}, {"precision": "fp32", "compile": "compiled"}, {}]
-    modes = ("forward", "train_forward", "backward", "optimizer", "step")
-    records += [record("model", "auto", section="sizes", mode=mode, **way) for mode in modes for way in ways]
-    records.append(record("model", "auto", section="warmup", warmup_steps=0))
-    records += [one for one in of_everything() if one["benchmark"] in ("anatomy", "precision")]
-    for name in ("sizes", "buckets", "sharded"):
-        told = {"section": name, "size": "xl"}
-        records += [record("data_parallel", "none", batch=batch, world_size=1, **told) for batch in (2, 4)]
-        records += [record("data_parallel", "bucketed-25MiB", batch=batch, exposed_s=1e-3, **told) for batch in (2, 4)]
-    sent = [(megabytes, megabytes * 10**6) for megabytes in (1, 10)]
-    records += [record("collectives", "all_reduce", section="sizes", megabytes=mb, bytes=size) for mb, size in sent]
-    made = built(folder / "out", save(folder / "r.json", records))
-    return [name.replace("synthetic-gpu-", "").rpartition(".")[0] for name in made]
+def is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
 
 
-def test_the_report_makes_the_files_of_each_row(files: list[str], collected: dict[str, list[str]]) -> None:
-    checked = 0
-    for row in ROWS:
-        for pattern in FILES.findall(row):
-            assert any(fnmatch(name, pattern) for name in files), f"no report has {pattern}"
-            checked += 1
-            for command in re.findall(r"`python -m pytest ([^`]*)`", row):
-                ids = [one[one.index("[") + 1 :] for one in collected[command] if "[" in one]
-                sections = {one.partition("-")[0] for one in ids}
-                assert any(section in pattern for section in sections), f"{pattern} is not of {sorted(sections)}"
-    assert checked > 40
+def test_every_command_of_pytest_runs_what_it_says(tmp_path: Path) -> None:
+    """Those of docs/cs336.md: tests/test_cs336.py. Without a path it is the whole suite, as now."""
+    told = [arguments for page, module, arguments in ALL if module == "pytest" and page != "docs/cs336.md"]
+    mine = tmp_path / "mine.py"
+    mine.write_text(MINE)
+    put = {"mine.py": str(mine), "bench_matmul.py": "docs/examples/bench_matmul.py", "exp2": "naive"}
+    asked = []
+    for arguments in told:
+        words = without(arguments, "--benchmark-json", "-n")
+        for name, other in put.items():
+            words = [re.sub(rf"(?<![\w/]){re.escape(name)}", other, word) for word in words]
+        if any("/" in word or word == "benchmarks" for word in words) and words not in asked:
+            asked.append(words)
+    assert len(asked) > 15
+    for words, found in zip(asked, collect(asked), strict=True):
+        assert found["code"] in (0, 5), f"{words}: {found['said']}"
+        assert found["ids"] or waits_for_a_gpu(words), f"{words} selects nothing"
+        assert not strays(words, found["ids"]), f"{words} also selects {strays(words, found['ids'])[:3]}"
 
 
-@pytest.mark.parametrize("code", PYTHON, ids=["memory", "paper"])
-def test_its_code_runs(code: str, capsys: pytest.CaptureFixture[str]) -> None:
-    small = code.replace('"2.7b", 2048, 4', '"tiny", 32, 2').replace("(1, 2, 4, 8)", "(1,)")
-    exec(compile(small, "docs/cs336.md", "exec"), {})
-    assert capsys.readouterr().out
+def without(words: list[str], *options: str) -> list[str]:
+    """Without these options and their values."""
+    kept = iter(word for word in words if not word.startswith(tuple(f"{option}=" for option in options)))
+    return [word for word in kept if word not in options or not next(kept)]
 
 
-def test_its_settings_and_training_commands_are_read() -> None:
-    (settings,) = JSON
-    config = RunConfig.from_json(settings)
-    assert config.train.accumulation(world_size=2) == 1 and config.train.strategy == "fsdp"
-    lines = [line for block in SHELL for line in block.splitlines() if "lmsys.training" in line]
-    assert len(lines) == 3
-    for line in lines:
-        parser().parse_args(shlex.split(line.partition("-m lmsys.training ")[2]))
+def waits_for_a_gpu(words: list[str]) -> bool:
+    """It selects a section that only the sweep of GPUs has."""
+    sweep = SWEEPS[words[words.index("--sweep") + 1] if "--sweep" in words else "default"]
+    chosen = re.findall(r"\w+", words[words.index("-k") + 1]) if "-k" in words else []
+    return DEVICE == "cpu" and any(one in sections(sweep["cuda"]) - sections(sweep["cpu"]) for one in chosen)
 
 
-def test_its_links_lead_somewhere() -> None:
-    assert all((ROOT / "docs" / path).exists() for path in re.findall(r"\]\((?!https)([^)#]+)", PAGE))
-    anchors = re.findall(r"README\.md#([\w-]+)", PAGE)
-    heads = {line.strip("# ").lower().replace(" ", "-") for line in (ROOT / "README.md").read_text().splitlines()}
-    assert anchors and set(anchors) <= heads
+def sections(sweep: Any) -> set[str]:
+    return {grid.name for grids in sweep.grids.values() for grid in grids}
+
+
+class Parsed(Exception):
+    """The arguments were taken."""
+
+
+OTHERS = [one for one in ALL if one[1] not in {"pytest", *TOOLS}]
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules after import")
+@pytest.mark.parametrize(
+    ("page", "module", "arguments"),
+    OTHERS,
+    ids=[f"{page}-{module}-{i}" for i, (page, module, _) in enumerate(OTHERS)],
+)
+def test_other_commands_are_taken(
+    page: str, module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if module == "nox":
+        sessions = [node.name for node in ast.parse((ROOT / "noxfile.py").read_text()).body if is_function(node)]
+        named = [arguments[place + 1] for place, word in enumerate(arguments) if word == "-s"]
+        assert set(named) <= set(sessions) and (named or not arguments)
+    elif module == "pip":
+        check_requirements(arguments)
+    else:
+        assert is_module(module), f"{page}: there is no module {module}"
+        words = [word for word in (one.strip("[]") for one in arguments) if word != "..."]
+        if not words:
+            return
+        parse = argparse.ArgumentParser.parse_args
+
+        def parsed(*given: Any, **options: Any) -> None:
+            parse(*given, **options)
+            raise Parsed
+
+        monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
+        monkeypatch.setattr(sys, "argv", [module, *words])
+        with pytest.raises(Parsed):
+            runpy.run_module(module, run_name="__main__")
+
+
+def is_function(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef) and bool(node.decorator_list)
+
+
+def check_requirements(arguments: list[str]) -> None:
+    assert arguments[0] == "install"
+    for extra in ",".join(re.findall(r"(?:lmsys|^\.)\[(.*)\]", " ".join(arguments[1:]).replace("-e ", ""))).split(","):
+        assert not extra or extra in PROJECT["project"]["optional-dependencies"]
+    for place, word in enumerate(arguments):
+        assert word != "--group" or arguments[place + 1] in PROJECT["dependency-groups"]
+
+
+@pytest.mark.parametrize("source", OPTIONS)
+def test_every_option_is_told(source: str) -> None:
+    declared = re.findall(r"add(?:option|_argument)\(\s*(?:\"-\w\", )?\"(--[\w-]+)\"", (ROOT / source).read_text())
+    assert declared and all(f"`{option}" in PAGES[OPTIONS[source]] for option in declared)
+
+
+def test_every_axis_setting_and_section_is_told() -> None:
+    options = PAGES["docs/options.md"]
+    assert not [axis.option for axis in NAMED if axis.option and f"`{axis.option}" not in options]
+    from lmsys.training.__main__ import parser
+
+    told = re.findall(r"(--[\w-]+)", parser().format_help())
+    assert not [option for option in {*told} - {"--help"} if f"`{option}" not in PAGES["docs/training.md"]]
+    for benchmark, section in sorted({*named_sections()}):
+        (line,) = (one for one in options.splitlines() if one.startswith(f"| `benchmarks/bench_{benchmark}.py`"))
+        assert section == "smoke" or f"`{section}`" in line, f"{benchmark}: {section}"
+
+
+def named_sections() -> Iterator[tuple[str, str]]:
+    for devices in SWEEPS.values():
+        for sweep in devices.values():
+            yield from ((benchmark, grid.name) for benchmark, grids in sweep.grids.items() for grid in grids)
+
+
+def test_every_row_is_told() -> None:
+    first_cells = "".join(
+        line.split("|")[1] for line in PAGES["docs/install.md"].splitlines() if line.startswith("| `")
+    )
+    assert not [name for name in ATTENTION if f"`{name}`" not in first_cells]
+    assert not [name for name in STRATEGIES if f"`{name}`" not in PAGES["docs/strategy.md"]]
+
+
+def test_versions_are_those_of_the_code() -> None:
+    versions, sources = PAGES["docs/install.md"], "".join(PROJECT["project"]["dependencies"])
+    assert PROJECT["project"]["requires-python"] == ">=3.11" and "Python 3.11 or later" in versions
+    assert "torch>=2.11" in sources and "| torch | 2.11 or later |" in versions
+    assert re.findall('TORCH = "torch==(.*)"', (ROOT / "noxfile.py").read_text())[0] in versions
+    support = (ROOT / "lmsys/attention/flash_gluon/support.py").read_text()
+    (known,) = re.findall(r"^KNOWN_TRITON = (\(.*?\))", support, re.MULTILINE)
+    (line,) = (line for line in versions.splitlines() if line.startswith("| `flash_gluon`"))
+    assert all(version in line for version in ast.literal_eval(known))
+
+
+def test_python_in_pages_runs() -> None:
+    for page in PAGES.keys() - {"docs/cs336.md"}:
+        for code in blocks(page, "python"):
+            tree = ast.parse(code)
+            imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+            body = tree.body if page == "docs/kernel.md" else imports  # others take minutes, or names of the reader's
+            exec(compile(ast.Module(body, []), page, "exec"), {})

@@ -1,77 +1,132 @@
-"""The README's figures are those of the published report, which `python -m reports` makes of committed runs."""
+"""Figures of README and docs/results.md: those of committed runs, and of the report that `python -m reports` makes."""
 
+import json
 import re
-from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).parents[1]
+import pytest
+
+from lmsys.attention import ATTENTION
+from tests.support.pages import PAGES
+from tests.support.processes import ROOT
+
 TABLES = ROOT / "reports" / "published" / "nvidia-h200" / "tables"
-README = (ROOT / "README.md").read_text()
-RESULTS = README[README.index("## Results") : README.index("## Bring your own kernel")]
+README, RESULTS = PAGES["README.md"], PAGES["docs/results.md"]
+FOUR, SEVEN = "attention-tokens16k-hopper", "attention-tokens16k"  # runs, by how many rows each sampled together
 
 
-def rows(text: str) -> list[str]:
-    return [line for line in text.splitlines() if line.startswith("|")]
+def run(name: str) -> dict[str, Any]:
+    (path,) = (ROOT / "reports" / "results").glob(f"nvidia-h200_*_{name}.json")
+    return json.loads(path.read_text())["lmsys"]
 
 
-def test_the_table_is_the_published_one() -> None:
-    assert rows(RESULTS) == rows((TABLES / "nvidia-h200-tokens16k-bfloat16-fwd-tflops.md").read_text())
+def rows(text: str) -> list[list[str]]:
+    """The cells of tables, without the lines below their heads."""
+    lines = [line for line in text.splitlines() if line.startswith("|") and not line.startswith("| ---")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_the_commits_are_those_of_the_table() -> None:
-    caption = (TABLES / "nvidia-h200-tokens16k-bfloat16-fwd-tflops.md").read_text()
-    told, known = (
-        re.findall(r"\b(?=[0-9a-f]*[a-f])(?=[0-9a-f]*\d)[0-9a-f]{10}\b", text) for text in (RESULTS, caption)
-    )
-    assert told == known
+def tables(text: str, *head: str) -> list[list[list[str]]]:
+    """The tables whose heads begin so."""
+    found = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    return [rows(one) for one in found if rows(one)[0][: len(head)] == list(head)]
 
 
-def test_the_speedups_are_the_published_ones() -> None:
-    told = re.search(
-        r"forward (\S+) \(causal\) and (\S+) times as fast, backward (\S+) and (\S+) times, "
-        r"where SDPA's cuDNN is forward\s(\S+) and (\S+), backward (\S+) and (\S+) times",
-        RESULTS,
-    )
-    assert told is not None, "the sentence that gives the geometric means is gone"
-    known = []
-    for name in ("Gluon", "cuDNN"):
-        (row,) = (row for row in rows((TABLES / "nvidia-h200-tokens16k-summary.md").read_text()) if name in row)
-        forward, backward, forward_full, backward_full = re.findall(r"([\d.]+) \(6\)", row)
-        known += [forward, forward_full, backward, backward_full]
-    assert list(told.groups()) == known
-
-
-def cell(table: str, row: str, column: str) -> str:
-    """The first word of a cell of a published table, in the one row that begins with `row`."""
-    head, _, *body = rows((TABLES / f"{table}.md").read_text())
-    (found,) = (line for line in body if line.startswith(f"| {row} |"))
-    texts = (dict(zip(head.split("|"), found.split("|"), strict=True))[f" {column} "]).split()
-    return texts[0]
-
-
-def test_the_steps_beside_others_are_the_published_ones() -> None:
-    """Each number of the paragraph, in its order."""
-    start = RESULTS.index("A compiled training step")
-    told = re.findall(r"\d\.\d\d", RESULTS[start : RESULTS.index("Everything else")])
-    llama, parallel = "model-peers-step-beside-llama", "2-nvidia-h200-data-parallel-sizes-peers"
-    eager = "geometric mean, 2 ranks"
-    graphed = f"{eager}, as one CUDA graph"
-    assert told == [
-        cell(f"nvidia-h200-{llama}", "small | 16 | compiled", "speedup, ×"),
-        cell(f"nvidia-h200-{llama}", "medium | 8 | compiled", "speedup, ×"),
-        cell(f"nvidia-h200-{llama}", "xl | 4 | compiled", "speedup, ×"),
-        cell(parallel, graphed, "copy_engine / torch_ddp_tuned"),
-        cell(parallel, graphed, "bucketed / torch_ddp_tuned"),
-        cell(parallel, graphed, "bucketed / naive"),
-        cell(parallel, graphed, "zero1 / torch_zero1"),
-        cell(parallel, graphed, "copy_engine_zero1 / torch_zero1"),
-        cell(parallel, eager, "fsdp / torch_fsdp2"),
-        *(
-            cell("4-nvidia-h200-data-parallel-sizes-peers", "geometric mean, 4 ranks, as one CUDA graph", ours)
-            for ours in ("copy_engine / torch_ddp_tuned", "zero1 / torch_zero1", "copy_engine_zero1 / torch_zero1")
-        ),
-        cell("4-nvidia-h200-data-parallel-sizes-peers", "geometric mean, 4 ranks", "fsdp / torch_fsdp2"),
+def rates(name: str) -> list[list[str]]:
+    """TFLOP/s of a run's forwards, by mask, D and S, in the order of the table of rows."""
+    found = {
+        ("causal" if one["causal"] else "not causal", one["head_dim"], one["keys"], one["impl"]): one["flops_per_s"]
+        for one in run(name)["records"]
+        if one["direction"] == "fwd"
+    }
+    names = [name for name in ATTENTION if any(key[3] == name for key in found)]
+    cases = sorted({key[:3] for key in found})
+    body = [
+        [case[0], str(case[1]), f"{case[2]:,}", *(f"{found[*case, n] / 1e12:.3g}" for n in names)] for case in cases
     ]
+    return [["mask", "D", "S", *names], *body]
 
 
-def test_files_that_it_shows_are_there() -> None:
-    assert all((ROOT / path).exists() for path in re.findall(r"\]\(([^):#]+)\)", README))
+def test_tables_of_attention_are_those_of_one_run_each() -> None:
+    assert tables(README, "mask", "D", "S") == [rates(FOUR)]
+    assert tables(RESULTS, "mask", "D", "S") == [rates(FOUR), rates(SEVEN)]
+    assert not re.search("[⁰¹²³⁴⁵⁶⁷⁸⁹]", README + RESULTS), "a table needs no notes where its rows are of one run"
+
+
+def test_the_published_table_has_the_same_figures() -> None:
+    """The newest run stands there; columns are called by their rows' names or labels."""
+    head, *body = rows((TABLES / "nvidia-h200-tokens16k-bfloat16-fwd-tflops.md").read_text())
+    names = {entry.label: name for name, entry in ATTENTION.items()}
+    published = [dict(zip([names.get(one, one) for one in head], line, strict=True)) for line in body]
+    told_head, *told = rates(FOUR)
+    assert [[line[name] for name in told_head] for line in published] == told
+
+
+def test_what_was_measured_is_told_with_the_table() -> None:
+    for text in (README, RESULTS):
+        for name in (FOUR, SEVEN) if text is RESULTS else (FOUR,):
+            machine = run(name)["machine"]
+            assert machine["commit"][:10] in text and machine["date"][:10] in text and not machine["dirty"]
+            assert all(f"{one} {machine[one]}" in text for one in ("torch", "triton", "driver"))
+
+
+@pytest.mark.parametrize(("name", "text"), [(FOUR, README), (FOUR, RESULTS), (SEVEN, RESULTS)])
+def test_the_command_is_that_of_the_run(name: str, text: str) -> None:
+    """Since then the file and the direction took the place of `-k "tokens16k and not fwdbwd"`."""
+    known = run(name)["machine"]["command"]
+    options = [re.search(f"{one} (\\S+)", known) for one in ("--sweep", "--attention", "--benchmark-max-time")]
+    (line,) = (
+        one
+        for one in text.splitlines()
+        if one.startswith("python -m pytest benchmarks/bench_attention.py -k tokens16k --sweep full --direction fwd")
+        and f" {options[1][1]} " in one
+    )
+    assert all(option and option[0] in line for option in options)
+
+
+def test_the_portable_row_lies_between() -> None:
+    head, *body = rates(SEVEN)
+    triton, flash, cudnn = (head.index(name) for name in ("flash_triton", "sdpa_flash", "sdpa_cudnn"))
+    assert all(float(line[flash]) < float(line[triton]) < float(line[cudnn]) for line in body)
+
+
+def test_two_runs_differ_by_no_more_than_told() -> None:
+    (told,) = re.findall(r"two tables differ by up to (\d+) %", RESULTS)
+    one, other = ([dict(zip(found[0], line, strict=True)) for line in found[1:]] for found in map(rates, (FOUR, SEVEN)))
+    ratios = [float(a[name]) / float(b[name]) for a, b in zip(one, other, strict=True) for name in rates(FOUR)[0][3:]]
+    assert max(max(ratio, 1 / ratio) for ratio in ratios) < 1 + (int(told) + 0.5) / 100
+
+
+def test_speedups_are_the_published_ones() -> None:
+    (told,) = tables(RESULTS, "row", "forward, causal")
+    published = {line[0]: line for line in rows((TABLES / "nvidia-h200-tokens16k-summary.md").read_text())}
+    for name, *cells in told[1:]:
+        found = published.get(name) or published[ATTENTION[name].label]
+        forward, backward, forward_full, backward_full = [cell.removesuffix(" (6)") for cell in found[1:]]
+        assert cells == [forward, forward_full, backward, backward_full], name
+
+
+def cell(table: str, key: list[str], column: str) -> str:
+    """The first word of a cell of a published table, in the one row that begins with `key`."""
+    head, *body = rows((TABLES / f"{table}.md").read_text())
+    (line,) = (line for line in body if line[: len(key)] == key)
+    return line[head.index(column)].split()[0]
+
+
+def test_steps_beside_llama_are_the_published_ones() -> None:
+    (told,) = tables(RESULTS, "size", "batch")
+    for size, batch, speedup, memory in told[1:]:
+        found = [
+            cell("nvidia-h200-model-peers-step-beside-llama", [size, batch, "compiled"], one)
+            for one in ("speedup, ×", "memory, ×")
+        ]
+        assert [speedup, memory] == found, size
+
+
+def test_steps_beside_torch_are_the_published_ones() -> None:
+    (told,) = tables(RESULTS, "row", "as fast as")
+    for name, other, launched, *cells in told[1:]:
+        end = {"graphed": ", as one CUDA graph", "eager": ""}[launched]
+        for count, text in zip((2, 4), cells, strict=True):
+            mean = [f"geometric mean, {count} ranks{end}"]
+            assert text == cell(f"{count}-nvidia-h200-data-parallel-sizes-peers", mean, f"{name} / {other}"), name

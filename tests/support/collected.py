@@ -35,6 +35,15 @@ def collect(commands: Sequence[Sequence[object]], timeout: float = 240) -> list[
     return json.loads(done.stdout)
 
 
+def strays(arguments: Sequence[str], ids: Sequence[str]) -> list[str]:
+    """The ids that `-k WORD` selects though WORD neither begins them nor is a part of them, such as a row's name."""
+    word = arguments[arguments.index("-k") + 1] if "-k" in arguments else ""
+    if not word.replace("-", "").isidentifier():
+        return []
+    cells = {one: one.partition("[")[2].rstrip("]") for one in ids if "[" in one}
+    return [one for one, cell in cells.items() if not cell.startswith(word) and word not in cell.split("-")]
+
+
 def collected(arguments: list[str]) -> dict[str, Any]:
     found, said = Collected(), io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):

@@ -1,0 +1,69 @@
+"""The pages that users read: their commands, links, headings and code."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from os.path import normpath
+from pathlib import Path
+from textwrap import dedent
+
+from tests.support.processes import ROOT
+
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+}
+FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+PROGRAMS = re.compile(r"(\w+=\S+ )*(python3?|torchrun|pip|nox|uv|mkdir|\.nox/\w+/bin/python)( |$)")
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return [dedent(code) for kind, code in FENCE.findall(PAGES[page]) if kind == language]
+
+
+def spans(page: str) -> list[str]:
+    """What stands between single backticks, on one line or two."""
+    return [" ".join(text.split()) for text in re.findall(r"`([^`]+)`", FENCE.sub("", PAGES[page]))]
+
+
+def commands(page: str) -> Iterator[list[str]]:
+    """The words of each command in a page's blocks of shell and between its backticks; of `a && b` each."""
+    lines = [line for code in blocks(page, "sh") for line in code.splitlines()]
+    lines += [text for text in spans(page) if PROGRAMS.match(text)]
+    for line in lines:
+        words = shlex.split(line, comments=True)
+        while words:
+            end = words.index("&&") if "&&" in words else len(words)
+            yield words[:end]
+            words = words[end + 1 :]
+
+
+def module_of(words: list[str]) -> tuple[str, list[str]]:
+    """`python -m module arguments`, however it is started: the module and its arguments; "" for what is none."""
+    while re.match(r"[A-Z_]+=", words[0]):
+        words = words[1:]
+    program, *rest = words
+    if program in ("pip", "nox"):
+        return program, rest
+    if program == "uv":
+        assert rest[:2] == ["run", "noxfile.py"]
+        return "nox", rest[2:]
+    if program in ("mkdir", "."):
+        return "", rest
+    assert program.endswith(("python", "python3", "torchrun")) and "-m" in rest, f"{words} is no command known here"
+    place = rest.index("-m")
+    assert program == "torchrun" or place == 0
+    return rest[place + 1], rest[place + 2 :]
+
+
+def links(page: str) -> list[tuple[str, str]]:
+    """(file in the repository, anchor) of each link that stays here."""
+    found = re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", PAGES[page]))
+    here = Path(page).parent
+    split = [link.partition("#") for link in found if not link.startswith(("http://", "https://"))]
+    return [(normpath(here / path) if path else page, anchor) for path, _, anchor in split]
+
+
+def anchors(text: str) -> set[str]:
+    heads = re.findall(r"^#+ (.*)$", FENCE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", head).strip().lower().replace(" ", "-") for head in heads}

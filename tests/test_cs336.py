@@ -1,0 +1,125 @@
+"""The page of CS336's problems: its commands collect, its names import, its code runs, a report makes its files."""
+
+import importlib
+import re
+import shlex
+from fnmatch import fnmatch
+
+import pytest
+
+from lmsys.training.__main__ import parser
+from lmsys.training.config import RunConfig
+from tests.support.collected import collect, strays
+from tests.support.processes import ROOT
+from tests.support.records import built, of_everything, record, save
+
+PAGE = (ROOT / "docs" / "cs336.md").read_text()
+ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and "`" in line]
+COMMANDS = sorted(set(re.findall(r"`python -m pytest ([^`]*)`", PAGE)))
+NAMES = sorted(set(re.findall(r"`(lmsys\.[\w.]+)`", PAGE)))
+FILES = re.compile(r"`((?:tables|plots)/[^`]*)`")
+SHELL, PYTHON, JSON = (re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL) for kind in ("sh", "python", "json"))
+PROBLEMS = {  # of both handouts, in their order
+    "benchmarking_script", "nsys_profile", "mixed_precision_accumulation", "benchmarking_mixed_precision",
+    "memory_profiling", "gradient_checkpointing", "pytorch_attention", "torch_compile", "flash_forward",
+    "flash_backward", "flash_benchmarking", "distributed_communication_single_node", "naive_ddp",
+    "naive_ddp_benchmarking", "minimal_ddp_flat_benchmarking", "ddp_overlap_individual_parameters",
+    "ddp_overlap_individual_parameters_benchmarking", "ddp_overlap_bucketed", "ddp_bucketed_benchmarking",
+    "communication_accounting", "optimizer_state_sharding", "optimizer_state_sharding_accounting", "fsdp",
+    "fsdp_accounting", "alternate_ring_all_reduce", "data_parallel_calcs", "fsdp_calcs", "tp_calcs", "fsdp_tp_calcs",
+    "leaderboard",
+}  # fmt: skip
+
+
+def test_every_problem_has_a_row() -> None:
+    assert len(PROBLEMS) == 30
+    told = {match[1] for row in ROWS if (match := re.match(r"\| `(\w+)`", row))}
+    assert told >= PROBLEMS
+
+
+@pytest.fixture(scope="module")
+def collected() -> dict[str, list[str]]:
+    """The ids of the tests that each command runs."""
+    arguments = [shlex.split(command.replace("--benchmark-json out.json", "")) for command in COMMANDS]
+    found = collect(arguments)
+    assert not [one["said"] for one in found if one["code"] not in (0, 5)]
+    return {command: one["ids"] for command, one in zip(COMMANDS, found, strict=True)}
+
+
+def test_every_command_runs_something(collected: dict[str, list[str]]) -> None:
+    assert len(collected) > 15 and not [command for command, ids in collected.items() if not ids]
+    assert not [one for command, ids in collected.items() for one in strays(shlex.split(command), ids)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_import(name: str) -> None:
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[length:]:
+            found = getattr(found, part)
+        return
+    raise AssertionError(f"nothing of {name} can be imported")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A report of made-up cases of the sections that the page's commands run, without the machine's name."""
+    folder = tmp_path_factory.mktemp("cs336")
+    attention = {
+        "flash": [("bfloat16", "fwd"), ("float32", "bwd"), ("bfloat16", "fwdbwd")],
+        "leaderboard": [("bfloat16", "fwdbwd")],
+        "eager_compiled": [("float32", "fwd"), ("float32", "bwd")],
+    }
+    records = [
+        record("attention", impl, section=name, dtype=dtype, direction=direction, causal=name != "eager_compiled")
+        for name, slices in attention.items()
+        for dtype, direction in slices
+        for impl in ("naive", "naive_compiled")
+    ]
+    ways = [{"precision": "fp32", "compile": "eager"}, {"precision": "fp32", "compile": "compiled"}, {}]
+    modes = ("forward", "train_forward", "backward", "optimizer", "step")
+    records += [record("model", "auto", section="sizes", mode=mode, **way) for mode in modes for way in ways]
+    records.append(record("model", "auto", section="warmup", warmup_steps=0))
+    records += [one for one in of_everything() if one["benchmark"] in ("anatomy", "precision")]
+    for name in ("sizes", "buckets", "sharded"):
+        told = {"section": name, "size": "xl"}
+        records += [record("data_parallel", "none", batch=batch, world_size=1, **told) for batch in (2, 4)]
+        records += [record("data_parallel", "bucketed-25MiB", batch=batch, exposed_s=1e-3, **told) for batch in (2, 4)]
+    sent = [(megabytes, megabytes * 10**6) for megabytes in (1, 10)]
+    records += [record("collectives", "all_reduce", section="sizes", megabytes=mb, bytes=size) for mb, size in sent]
+    made = built(folder / "out", save(folder / "r.json", records))
+    return [name.replace("synthetic-gpu-", "").rpartition(".")[0] for name in made]
+
+
+def test_the_report_makes_the_files_of_each_row(files: list[str], collected: dict[str, list[str]]) -> None:
+    checked = 0
+    for row in ROWS:
+        for pattern in FILES.findall(row):
+            assert any(fnmatch(name, pattern) for name in files), f"no report has {pattern}"
+            checked += 1
+            for command in re.findall(r"`python -m pytest ([^`]*)`", row):
+                ids = [one[one.index("[") + 1 :] for one in collected[command] if "[" in one]
+                sections = {one.partition("-")[0] for one in ids}
+                assert any(section in pattern for section in sections), f"{pattern} is not of {sorted(sections)}"
+    assert checked > 40
+
+
+@pytest.mark.parametrize("code", PYTHON, ids=["memory", "paper"])
+def test_its_code_runs(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    small = code.replace('"2.7b", 2048, 4', '"tiny", 32, 2').replace("(1, 2, 4, 8)", "(1,)")
+    exec(compile(small, "docs/cs336.md", "exec"), {})
+    assert capsys.readouterr().out
+
+
+def test_its_settings_and_training_commands_are_read() -> None:
+    (settings,) = JSON
+    config = RunConfig.from_json(settings)
+    assert config.train.accumulation(world_size=2) == 1 and config.train.strategy == "fsdp"
+    lines = [line for block in SHELL for line in block.splitlines() if "lmsys.training" in line]
+    assert len(lines) == 3
+    for line in lines:
+        parser().parse_args(shlex.split(line.partition("-m lmsys.training ")[2]))
