@@ -51,7 +51,7 @@ class ModelTest(ModelCase):
 
     @property
     def label(self) -> str:
-        return f"auto: {self.attention.label}" if self.entry == AUTO else super().label
+        return f"auto: {self.attention.name}" if self.entry == AUTO else super().label
 
     @property
     def peer(self) -> bool:

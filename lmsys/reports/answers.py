@@ -71,7 +71,7 @@ def _fastest(machine: Machine, question: Question) -> Table | None:
     for key in sorted(together, key=_place):
         comparisons = [rows for rows in together[key].values() if len({one["impl"] for one in rows}) > 1]
         if comparisons:
-            data.append(dict(zip(question.keys, key, strict=True)) | _first(comparisons, question.bases))
+            data.append(dict(zip(question.keys, key, strict=True)) | _first(machine, comparisons, question.bases))
     if not data:
         return None
     shown = [name for name in question.keys if len({one[name] for one in data}) > 1] or [*question.keys][:1]
@@ -97,7 +97,7 @@ def _place(key: Sequence[object]) -> list[tuple[int, float, str]]:
     return found
 
 
-def _first(comparisons: Sequence[Sequence[Record]], bases: Sequence[str]) -> Record:
+def _first(machine: Machine, comparisons: Sequence[Sequence[Record]], bases: Sequence[str]) -> Record:
     """The row that came first most often, of several the fastest on the whole, and its speed over a base."""
     fastest = [min(rows, key=_time) for rows in comparisons]
     shares: dict[str, list[float]] = {}  # of the fastest one's speed, by row
@@ -109,9 +109,9 @@ def _first(comparisons: Sequence[Sequence[Record]], bases: Sequence[str]) -> Rec
             shares.setdefault(name, []).append(_time(best) / _time(one))
     wins = Counter(str(one["impl"]) for one in fastest)
     row = max(wins, key=lambda name: (wins[name], geometric_mean(shares[name])))
-    labels = {one["label"] for rows in comparisons for one in rows if one["impl"] == row and one.get("label")}
+    called = {machine.called(one) for rows in comparisons for one in rows if one["impl"] == row}
     counts = {"first": wins[row], "comparisons": len(comparisons)}
-    return {"row": row, **counts, "label": " or ".join(sorted(labels)), **_speed(comparisons, row, bases)}
+    return {"row": row, **counts, "called": " or ".join(sorted(called)), **_speed(comparisons, row, bases)}
 
 
 def _time(one: Record) -> float:
@@ -134,8 +134,7 @@ def _ratio(rows: Sequence[Record], ours: str, theirs: str) -> float | None:
 
 def _answer(one: Record) -> list[str]:
     speed = f"{number(one['speedup'])} × {one['over']}" if one["speedup"] else ""
-    row = one["label"] if one["label"].startswith(f"{one['row']}: ") else one["row"]  # "auto: Gluon, Hopper"
-    return [row, speed, f"{one['first']} of {one['comparisons']}"]
+    return [one["called"], speed, f"{one['first']} of {one['comparisons']}"]
 
 
 def _text(name: str, question: Question, value: object) -> str:

@@ -45,6 +45,15 @@ class Machine:
     fields: Fields
     rows: Rows
 
+    def called(self, case: Record) -> str:
+        """A case's row by its name as one types it, with what it stood for: "auto: flash_gluon"."""
+        impl, label = str(case["impl"]), str(case.get("label") or "")
+        if not label.startswith(f"{impl}: "):
+            return impl
+        names = {row.get("label"): name for table in self.rows.values() for name, row in table.items()}
+        stood_for = label.removeprefix(f"{impl}: ")
+        return f"{impl}: {names.get(stood_for, stood_for)}"
+
     def runs_of(self, cases: Iterable[Record]) -> list[Record]:
         """The runs that these cases come from."""
         return [self.runs[run] for run in sorted({case["run"] for case in cases})]

@@ -19,7 +19,7 @@ MARKERS = "osD^vPX*<>hpd8H"
 class Style:
     """The look of one value of a field: dashed and hatched is what is not ours.
 
-    label  its name in legends and tables; where cases say their own, in the field `said_by`, that
+    label  its name in legends and tables, as one types it; where cases say their own, in the field `said_by`, that
     """
 
     label: str
@@ -51,7 +51,7 @@ def styles_of(
         color = lighter(known.get("color") or PALETTE[place % len(PALETTE)], min(0.22 * variants[rows[value]], 0.7))
         variants[rows[value]] += 1
         marker = MARKERS[place % len(MARKERS)]
-        found[value] = Style(known.get("label") or str(value), color, peers[value], marker, label)
+        found[value] = Style(str(value), color, peers[value], marker, label)
     return found
 
 

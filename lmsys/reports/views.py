@@ -126,7 +126,7 @@ class View:
         lines = [{**case, **line} for case in self.cases for line in case[name] or ()]
         return replace(self, cases=lines).with_fields(*fields)
 
-    def styled(self, name: str = "impl", row: str = "", label: str = "label") -> "View":
+    def styled(self, name: str = "impl", row: str = "", label: str = "") -> "View":
         """With a look for each value of a field, by the row of a table that the field `row` names."""
         row = row or name
         styles = styles_of(self.cases, name, row, label, self.table(row))
@@ -202,7 +202,9 @@ class View:
     def style(self, name: str, value: Any) -> Style:
         """A value's look, with its label in these cases: of "auto: A" and "auto: B" it is "auto: A or B"."""
         style = self.styles[name][value]
-        own = [case[style.said_by] for case in self.cases if case[name] == value and case.get(style.said_by)]
+        cases = [case for case in self.cases if case[name] == value]
+        own = [case[style.said_by] for case in cases if style.said_by and case.get(style.said_by)]
+        own = own or ([self.machine.called(case) for case in cases] if name == "impl" else [])
         first, *others = dict.fromkeys(own) or [style.label]
         return replace(style, label=" or ".join([first, *(label.removeprefix(f"{value}: ") for label in others)]))
 

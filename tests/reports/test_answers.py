@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmsys.reports.answers import _first
+from lmsys.reports.load import Machine
 from tests.support.records import built, cells, record, save
 
 ROWS = "flash_triton", "sdpa_flash", "naive"
@@ -20,6 +21,7 @@ def comparison(length: int, seconds: dict[str, float]) -> list[dict]:
 @given(st.lists(st.tuples(*[st.floats(1e-6, 1e-1)] * len(ROWS)), min_size=1, max_size=3))
 def test_the_fastest_is_who_came_first_most_often(times: list[tuple[float, ...]]) -> None:
     found = _first(
+        Machine("gpu", "GPU", [], [], {}, {}),
         [comparison(length, dict(zip(ROWS, line, strict=True))) for length, line in zip(LENGTHS, times, strict=False)],
         BASES,
     )

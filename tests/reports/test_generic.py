@@ -45,7 +45,7 @@ def test_a_metric_declared_in_the_benchmark_is_a_table_of_its_chapter(tmp_path: 
     assert [row["S"] for row in rows] == ["16", "32"]
     for row, length in zip(rows, (16, 32), strict=True):
         (known,) = {one["intensity"] for one in found if one["queries"] == length}
-        assert float(row["naive PyTorch"]) == float(row["SDPA math"]) == round(known, 3 - len(str(int(known))))
+        assert float(row["naive"]) == float(row["sdpa_math"]) == round(known, 3 - len(str(int(known))))
     text = files["tables/synthetic-gpu-s-float32-causal-fwd-intensity.md"].decode()
     assert "### Intensity · Forward, float32, causal" in text and "Operations for each byte." in text
 

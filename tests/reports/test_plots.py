@@ -99,7 +99,7 @@ def test_the_heat_map_keeps_rows_of_words(tmp_path: Path) -> None:
     records += [record("attention", "sdpa_cudnn", queries=s, keys=s, outcome="unsupported") for s in (512, 1024)]
     files = built(tmp_path / "out", save(tmp_path / "r.json", records))
     drawing = files["plots/synthetic-gpu-default-bfloat16-causal-fwd-heat.svg"].decode()
-    assert ">SDPA cuDNN<" in drawing and drawing.count(">n/a<") == 2
+    assert ">sdpa_cudnn<" in drawing and drawing.count(">n/a<") == 2
 
 
 @pytest.mark.parametrize(("growth", "from_zero"), [(1, True), (8, False)])

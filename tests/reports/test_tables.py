@@ -111,13 +111,13 @@ def test_outcomes_are_cells_with_reasons(tmp_path: Path) -> None:
     files = report(tmp_path, records)
     first, second = cells(files, f"{STEM}-time")
     marks = {head: re.sub(r"[⁰-⁹¹²³]", "", text) for head, text in first.items()}
-    assert first["naive PyTorch"][0].isdigit() and marks["FlashAttention-2, Triton"] == "untimed"
-    assert (marks["mine"], marks["SDPA cuDNN"], marks["FlexAttention"]) == ("wrong", "n/a", "OOM")
-    assert marks["SDPA flash"] == NOT_RUN == second["mine"] and second["naive PyTorch"].startswith("error")
+    assert first["naive"][0].isdigit() and marks["flash_triton"] == "untimed"
+    assert (marks["mine"], marks["sdpa_cudnn"], marks["flex"]) == ("wrong", "n/a", "OOM")
+    assert marks["sdpa_flash"] == NOT_RUN == second["mine"] and second["naive"].startswith("error")
     text = files[f"tables/synthetic-gpu-{STEM}-time.md"].decode()
     reasons = ("wrong result: dk is off", "not supported: head_dim 64 | no ## really", "error: it broke", "– not run")
     assert all(reason in text for reason in reasons)
-    assert "flash-attn 2" not in first and "Left out, as it cannot run this: flash-attn 2." in text
+    assert "flash_attn_2" not in first and "Left out, as it cannot run this: flash_attn_2." in text
     assert cells(files, f"{STEM}-error")[0]["mine"].startswith("37.2 wrong")
     (mine,) = (row for row in cells(files, "attention-implementations") if row["name"] == "mine")
     assert (mine["whose"], mine["cases"], mine["timed"], mine["wrong result"]) == ("ours", "1", "", "1")
@@ -131,7 +131,7 @@ def test_the_best_of_each_line_is_marked(tmp_path: Path) -> None:
     times, rates = (pivot(made, name, ["queries"]) for name in ("time_s", "flops_per_s"))
     assert times is not None and rates is not None
     for table in (times, rates):
-        assert [table.columns[column] for _, column in table.best] == ["SDPA flash"]
+        assert [table.columns[column] for _, column in table.best] == ["sdpa_flash"]
         assert {row for row, _ in table.best} == {0}
     assert report(tmp_path, records)["index.html"].decode().count('class="best"') >= 1
 
@@ -150,13 +150,13 @@ def test_times_of_another_run_are_marked(tmp_path: Path) -> None:
     files = report(tmp_path, records)
     for metric in ("time", "tflops"):
         (row,) = cells(files, f"{STEM}-{metric}")
-        assert {head for head, text in row.items() if text.endswith("¹")} == {"SDPA cuDNN", "FlexAttention"}
-        note = "¹ measured in another run than SDPA flash: not comparable within a few per cent"
+        assert {head for head, text in row.items() if text.endswith("¹")} == {"sdpa_cudnn", "flex"}
+        note = "¹ measured in another run than sdpa_flash: not comparable within a few per cent"
         assert note in files[f"tables/synthetic-gpu-{STEM}-{metric}.md"].decode()
     assert "¹" not in files[f"tables/synthetic-gpu-{STEM}-peak.md"].decode()
     (row, mean) = cells(files, f"{STEM}-speedup")
-    assert row["SDPA cuDNN"] == "" == mean["SDPA cuDNN"] and mean["naive PyTorch"] == f"{row['naive PyTorch']} (1)"
-    assert b"Blank: not sampled together with SDPA flash." in files[f"tables/synthetic-gpu-{STEM}-speedup.md"]
+    assert row["sdpa_cudnn"] == "" == mean["sdpa_cudnn"] and mean["naive"] == f"{row['naive']} (1)"
+    assert b"Blank: not sampled together with sdpa_flash." in files[f"tables/synthetic-gpu-{STEM}-speedup.md"]
 
 
 def test_a_baseline_without_a_time_is_named_as_the_reason(tmp_path: Path) -> None:
@@ -164,10 +164,10 @@ def test_a_baseline_without_a_time_is_named_as_the_reason(tmp_path: Path) -> Non
     absent = record("attention", "naive", queries=8192, keys=8192)
     records = [record("attention", "sdpa_flash"), record("attention", "naive"), lost]
     files = report(tmp_path, [*records, record("attention", "naive", **LENGTH), absent])
-    assert [row["naive PyTorch"][:11] for row in cells(files, f"{STEM}-speedup")[1:3]] == ["no baseline"] * 2
+    assert [row["naive"][:11] for row in cells(files, f"{STEM}-speedup")[1:3]] == ["no baseline"] * 2
     text = files[f"tables/synthetic-gpu-{STEM}-speedup.md"].decode()
-    assert "SDPA flash has no time here: out of memory (needs 64 GiB)" in text
-    assert "SDPA flash was not run here" in text and "Blank" not in text
+    assert "sdpa_flash has no time here: out of memory (needs 64 GiB)" in text
+    assert "sdpa_flash was not run here" in text and "Blank" not in text
     assert "no base<" in files[f"plots/synthetic-gpu-{STEM}-heat.svg"].decode()
 
 
@@ -193,7 +193,7 @@ def test_the_baseline_is_the_tables_or_the_users(tmp_path: Path) -> None:
     ]
     for arguments, expected in (((), ["0.500", "1.00", "2.00"]), (("--baseline", "naive"), ["1.00", "2.00", "4.00"])):
         row, _ = cells(report(tmp_path, records, *arguments), f"{STEM}-speedup")
-        assert [row[head] for head in ("naive PyTorch", "SDPA flash", "FlexAttention")] == expected
+        assert [row[head] for head in ("naive", "sdpa_flash", "flex")] == expected
 
 
 def test_ratios_of_medians_are_told_apart(tmp_path: Path) -> None:
@@ -245,6 +245,6 @@ def test_captions_fix_what_is_constant(everything: dict[str, bytes]) -> None:
         "Whole step; ",
         "context 512 to 1,024",
         "precision bf16",
-        "auto: SDPA flash",
+        "auto: sdpa_flash",
     ):
         assert fact in text, fact

@@ -48,11 +48,11 @@ def chapters(view: View) -> list[Chapter]:
 
 
 def _called(case: Record) -> str:
-    """How a table calls a row: its label, with the size of its buckets and what else is its own."""
+    """How a table calls a row: its name, with the size of its buckets and what else is its own."""
     extra = case["impl"].removeprefix(case["strategy"]).strip("-").replace("-", ", ").replace("MiB", " MiB")
     if extra.startswith("auto"):
         extra = extra.replace("auto", f"auto ({case['bucket_mb'] or 0:.0f} MiB)", 1)
-    return ", ".join(filter(None, [case["label"] or case["strategy"], extra]))
+    return ", ".join(filter(None, [case["strategy"], extra]))
 
 
 def _block(part: View) -> Block:

@@ -34,7 +34,7 @@ def chapters(view: View) -> list[Chapter]:
     """A chapter for each grid."""
     also = f"one process ({SINGLE}) accumulates the batches of all ranks; cases run one after another"
     view = replace(view, also=also).checked(NUMBERS, WORDS).quiet(*QUIET).with_fields(*COMPILED)
-    view = view.styled("attention", label="attention_label").styled("row", "strategy", "row")
+    view = view.styled("attention").styled("row", "strategy", "row")
     view = view.ordered("section", "size", *NUMBERS, "precision", "compile", "attention", "row")
     stem = "training-{section}-{size}-S{context}B{batch}-{precision}{way}-W{num_ranks}-T{train_tokens}x{epochs}"
     heading = "{size}, context {context}, batch {batch} of each of {num_ranks} ranks, {precision}{how}"
