@@ -282,6 +282,18 @@ def pytest_benchmark_update_commit_info(config: pytest.Config, commit_info: dict
         commit_info |= {"id": found["commit"], "dirty": found["dirty"]}
 
 
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_benchmark_group_stats(config: pytest.Config, benchmarks: list[dict[str, Any]]) -> None:
+    """Leaves our cases out of what pytest-benchmark makes tables of, unless an option asks for these.
+
+    Our own summary tells of them. Other tests of the same run keep their tables.
+    """
+    if SESSION in config.stash and not options.wants_tables(config):
+        ours = config.stash[SESSION].results.keys()
+        facts = [(one["extra_info"].get("benchmark"), one["extra_info"].get("id")) for one in benchmarks]
+        benchmarks[:] = [one for one, key in zip(benchmarks, facts, strict=True) if key not in ours]
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
     if SESSION in config.stash:
