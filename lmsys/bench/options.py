@@ -116,6 +116,12 @@ def memory_limit(text: str | None, device: str) -> int | None:
     return limit
 
 
+def nvtx(asked: bool, device: str) -> bool:
+    if asked and device != "cuda":
+        raise ValueError("--nvtx marks the kernels of a GPU for nsys and ncu, and this machine has no CUDA device")
+    return asked
+
+
 def check_writable(output: Path) -> None:
     """Before anything is measured, not after."""
     existed = output.exists()

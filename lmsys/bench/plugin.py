@@ -55,6 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--retry-crashed", action="store_true", help="--resume runs again what crashed or hung, too")
     group.addoption("--no-isolation", action="store_true", help="run rows in pytest's own process, for a debugger")
+    group.addoption("--nvtx", action="store_true", help="call each case in NVTX ranges of its id; no case is timed")
     group.addoption("--fail-on", metavar="OUTCOMES", help="exit with 1 where a case ends so, such as wrong,error")
 
 
@@ -208,16 +209,17 @@ def _session(config: pytest.Config) -> Session:
     group = joined()  # under torchrun each rank has a GPU of its own from here on
     options.refuse(config)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    sweep = _sweep(config, device)
+    sweep, nvtx = _sweep(config, device), options.nvtx(config.getoption("nvtx"), device)
     session = Session(
         Settings(
             device=device,
             sweep=config.getoption("sweep"),
             seconds_per_row=options.seconds_per_row(config, sweep),
             min_rounds=options.min_rounds(config),
-            timed=config.getoption("benchmark_enable") or not config.getoption("benchmark_disable"),
+            timed=not nvtx and (config.getoption("benchmark_enable") or not config.getoption("benchmark_disable")),
             memory_limit_bytes=options.memory_limit(config.getoption("memory_limit"), device),
             deadline_s=options.deadline(config.getoption("deadline")),
+            nvtx=nvtx,
             command="python -m pytest " + shlex.join(str(one) for one in config.invocation_params.args),
         ),
         sweep,
