@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks import axes
 from benchmarks.arithmetic import capability_of, matmul_rates
-from benchmarks.attention.check import Gate, check_float32
+from benchmarks.attention.check import Gate, check_float32, check_scale
 from benchmarks.attention.spots import NUM_KEPT, Spots, repeat
 from lmsys.attention import ATTENTION, AttentionCase
 from lmsys.attention.contract import DTYPES, adapt
@@ -135,7 +135,7 @@ class Attention(Benchmark):
 
     def check_all(self, candidates: Sequence[Candidate], setup: Setup, runner: Any) -> None:
         """float32 first, once: there an error of 1 % shows. A row that cannot run it, or not in this memory, is held
-        to the stricter root-mean-square rule in its own dtype."""
+        to the stricter root-mean-square rule in its own dtype. Small cases also with a scale of their own."""
         seed = runner.settings.seed
         if setup.inputs.seed == seed:  # as they were drawn
             setup.inputs.redraw_(seed + 1)
@@ -146,6 +146,7 @@ class Attention(Benchmark):
         for candidate in candidates:
             if candidate.outcome == "ok" and (failure := in_own_dtype.check(candidate)):
                 candidate.failed(*failure)
+        check_scale(candidates, setup.inputs, setup.case)
 
     def redraw(self, setup: Setup, draw: int) -> None:
         setup.draws.fill(draw)

@@ -85,20 +85,22 @@ CPU_BY_LENGTH = BY_LENGTH.but(
 )
 
 
-def smoke(length: int, head_dim: int, batch: int, heads: int, compiled_dtype: str) -> tuple[Grid, ...]:
-    """Every direction, dtype and mask at one small shape; rows that compile for seconds in one dtype and mask only."""
-    every = Grid(
+def smoke(length: int, odd: int, head_dim: int, batch: int, compiled_dtype: str) -> tuple[Grid, ...]:
+    """Every direction and dtype at two small shapes: one without a mask, and with one several tiles, of an odd length,
+    and grouped heads. Rows that compile for seconds run at the first, in one dtype."""
+    full = Grid(
         "smoke",
         length=square(length),
         head_dim=(head_dim,),
         dtype=("float32", "bfloat16"),
-        causal=BOTH,
+        causal=(False,),
         direction=("fwd", "bwd", "fwdbwd"),
         batch=(batch,),
-        heads=((heads, heads),),
+        heads=((2, 2),),
         without=COMPILED_ROWS,
     )
-    return every, every.but(dtype=(compiled_dtype,), causal=(True,), attention=COMPILED_ROWS, without=())
+    causal = full.but(length=square(odd), causal=(True,), heads=((4, 2),))
+    return full, causal, full.but(dtype=(compiled_dtype,), causal=(True,), attention=COMPILED_ROWS, without=())
 
 
 # The language model. attention: its rows; "auto" is the fastest that can, "llama" is Hugging Face's whole model.
@@ -264,8 +266,8 @@ FULL = {
 ANATOMY_FULL = ANATOMY.but(size=("small", "medium", "xl"), context=(512, 1024))
 SWEEPS = {
     "smoke": {
-        "cpu": Sweep(0.02, {"attention": smoke(64, 32, 1, 2, compiled_dtype="float32"), **SMOKE}),
-        "cuda": Sweep(0.05, {"attention": smoke(512, 64, 2, 4, compiled_dtype="bfloat16"), **SMOKE}),
+        "cpu": Sweep(0.02, {"attention": smoke(64, 137, 32, 1, compiled_dtype="float32"), **SMOKE}),
+        "cuda": Sweep(0.05, {"attention": smoke(512, 545, 64, 2, compiled_dtype="bfloat16"), **SMOKE}),
     },
     "default": {
         "cpu": Sweep(

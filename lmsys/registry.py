@@ -57,6 +57,7 @@ class Entry:
     peer      True for code that is not ours and stands in the table to be compared with
     supports  `module:attr` of a function `case -> None | reason why not`; empty: every case
     extra     the optional dependency that brings the packages the row needs
+    install   what pip installs for it, where no extra does
     traits    facts about the row that others act on, plain values by name: read them by `trait`
     """
 
@@ -66,6 +67,7 @@ class Entry:
     peer: bool = False
     supports: str = ""
     extra: str = ""
+    install: str = ""
     traits: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def trait(self, name: str, default: Any = None) -> Any:
@@ -102,7 +104,8 @@ class Entry:
         return reason
 
     def _missing(self, error: ImportError) -> str:
-        advice = f"; pip install 'lmsys[{self.extra}]' brings it" if self.extra else ""
+        packages = f"'lmsys[{self.extra}]'" if self.extra else self.install
+        advice = f"; pip install {packages} brings it" if packages else ""
         return f"{self.name} needs a package that is not here ({error}){advice}"
 
 

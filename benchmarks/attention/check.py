@@ -16,6 +16,8 @@ from lmsys.measure.compare import Failure, attempt, release_memory
 from lmsys.testing import Inputs, Oracle, make_inputs, run
 
 SLEEP_CYCLES = 4 * 10**7  # about 20 ms, longer than a warm call takes to launch its first kernel
+OWN_SCALE = 0.3  # head_dim ** -0.5 of no head dimension
+SMALL_SCORES = 2**22  # of a case that is checked with it, too
 
 
 def check_float32(candidates: Sequence[Candidate], case: AttentionCase, seed: int) -> None:
@@ -31,6 +33,22 @@ def check_float32(candidates: Sequence[Candidate], case: AttentionCase, seed: in
             candidate.failed(*failure)
         elif failure:
             candidate.state = None  # it cannot, in this memory
+
+
+def check_scale(candidates: Sequence[Candidate], inputs: Inputs, case: AttentionCase) -> None:
+    """Fails each candidate that is wrong with a scale of its own, where the case is small.
+
+    Rows that take none, as those of CS336, are not asked, nor those that would compile for it.
+    """
+    if case.batch * case.heads * case.queries * case.keys > SMALL_SCORES:
+        return
+    gate = Gate(inputs, replace(case, scale=OWN_SCALE))
+    for candidate in candidates:
+        asked = replace(candidate.case.asked, scale=OWN_SCALE)
+        takes_one = candidate.call is candidate.entry.load() and not candidate.entry.trait("compiles")
+        able = candidate.outcome == "ok" and takes_one and candidate.entry.why_not(asked) is None
+        if able and (failure := gate.check(candidate)):
+            candidate.failed(failure[0], f"with the scale {OWN_SCALE}: {failure[1]}")
 
 
 class Gate:
@@ -87,14 +105,20 @@ class Gate:
         if self.case.device == "cuda":
             torch.cuda._sleep(SLEEP_CYCLES)
         self.restore()
-        found = run(candidate.call, self.inputs, causal=self.case.causal, grad=candidate.case.asked.grad)
+        found = run(
+            candidate.call,
+            self.inputs,
+            causal=self.case.causal,
+            scale=self.case.scale,
+            grad=candidate.case.asked.grad,
+        )
         for name, x in found.items():
             check_plain(name, x, self.inputs.tensors[LIKE[name]], self._tensors)
         return {name: x.clone() for name, x in found.items() if name != "lse"}
 
     def _judge(self, outputs: dict[str, Tensor], rms: bool) -> tuple[dict[str, float], Failure | None]:
         if self._oracle is None:
-            self._oracle = Oracle(self.case, self.inputs)
+            self._oracle = Oracle(self.case, self.inputs, scale=self.case.scale)
         oracle, device = self._oracle, self.inputs.q.device
         judged, failure = attempt(lambda: oracle.error_ratios({k: x.to(device) for k, x in outputs.items()}, rms=rms))
         assert not (failure and failure[0] == "oom"), f"the oracle does not fit beside {self.case}: {failure}"

@@ -24,10 +24,10 @@ def _ours(name: str, module: str, label: str, extra: str = "", any_case: bool = 
     return Entry(name, f"{module}:{name}", label, supports=supports, extra=extra, traits=TRAITS | traits)
 
 
-def _peer(name: str, label: str, extra: str = "peers", **traits: Any) -> Entry:
-    module = "lmsys.attention.peers"
-    supports = f"{module}:{name}_supports"
-    return Entry(name, f"{module}:{name}", label, peer=True, supports=supports, extra=extra, traits=TRAITS | traits)
+def _peer(name: str, label: str, extra: str = "peers", install: str = "", **traits: Any) -> Entry:
+    target = f"lmsys.attention.peers:{name}"
+    packages = {"supports": f"{target}_supports", "extra": extra, "install": install}
+    return Entry(name, target, label, peer=True, **packages, traits=TRAITS | traits)
 
 
 def _fastest_first(case: AttentionCase) -> tuple[str, ...]:
@@ -87,7 +87,7 @@ ATTENTION = Table(
         _peer("sdpa_flash", "SDPA flash", color="#2563eb", baseline=2),
         _peer("sdpa_cudnn", "SDPA cuDNN", color="#16a34a"),
         _peer("flex", "FlexAttention", color="#1e3a8a", compiles=True),
-        _peer("flash_attn_2", "flash-attn 2", extra="", color="#38bdf8"),
+        _peer("flash_attn_2", "flash-attn 2", "", "flash-attn --no-build-isolation", color="#38bdf8"),
         _peer("flash_attn_4", "flash-attn 4 (CuTe)", color="#0f766e"),
     ],
     group="lmsys.attention",

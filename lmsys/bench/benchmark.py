@@ -33,7 +33,8 @@ DEFAULT_ROUNDS = 10
 
 @dataclass(frozen=True)
 class Settings:
-    """How to measure, in plain values. deadline_s: for what may compile, and a run on ranks."""
+    """How to measure, in plain values. deadline_s: for what may compile, and a run on ranks; nvtx: calls in ranges, for
+    a profiler, in place of timed ones."""
 
     device: str = "cpu"
     sweep: str = "default"
@@ -44,6 +45,7 @@ class Settings:
     command: str = ""
     seed: int = 0
     deadline_s: float = 600.0
+    nvtx: bool = False
 
 
 @dataclass(frozen=True)

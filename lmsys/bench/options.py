@@ -32,6 +32,10 @@ REFUSED = {
     "--benchmark-cprofile-top": f"{REPLAYED}; profile the row itself",
     "--benchmark-cprofile-dump": f"{REPLAYED}; profile the row itself",
 }
+ABOUT_TABLES = tuple(
+    f"--benchmark-{option}"
+    for option in "columns sort group-by name time-unit compare compare-fail histogram verbose".split()
+)
 
 
 def refuse(config: pytest.Config) -> None:
@@ -39,8 +43,13 @@ def refuse(config: pytest.Config) -> None:
     for option, reason in REFUSED.items():
         if _given(config, option):
             raise ValueError(f"{option} is not for these benchmarks: {reason}")
-    if config.getoption("benchmark_histogram") and not all(map(find_spec, ("pygal", "pygaljs"))):
-        raise ValueError("--benchmark-histogram needs pygal: python -m pip install 'pytest-benchmark[histogram]'")
+    if config.getoption("benchmark_histogram") and find_spec("pygal") is None:
+        raise ValueError("--benchmark-histogram needs pygal, which is not installed: python -m pip install pygal")
+
+
+def wants_tables(config: pytest.Config) -> bool:
+    """True where the user gave an option that is about pytest-benchmark's own tables, or needs them made."""
+    return any(_given(config, option) for option in ABOUT_TABLES)
 
 
 def texts(config: pytest.Config) -> dict[str, str]:
@@ -105,6 +114,12 @@ def memory_limit(text: str | None, device: str) -> int | None:
     if device != "cuda":
         raise ValueError(f"--memory-limit {text} caps the CUDA allocator, and this machine has no CUDA device")
     return limit
+
+
+def nvtx(asked: bool, device: str) -> bool:
+    if asked and device != "cuda":
+        raise ValueError("--nvtx marks the kernels of a GPU for nsys and ncu, and this machine has no CUDA device")
+    return asked
 
 
 def check_writable(output: Path) -> None:

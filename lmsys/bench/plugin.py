@@ -55,6 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--retry-crashed", action="store_true", help="--resume runs again what crashed or hung, too")
     group.addoption("--no-isolation", action="store_true", help="run rows in pytest's own process, for a debugger")
+    group.addoption("--nvtx", action="store_true", help="call each case in NVTX ranges of its id; no case is timed")
     group.addoption("--fail-on", metavar="OUTCOMES", help="exit with 1 where a case ends so, such as wrong,error")
 
 
@@ -208,16 +209,17 @@ def _session(config: pytest.Config) -> Session:
     group = joined()  # under torchrun each rank has a GPU of its own from here on
     options.refuse(config)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    sweep = _sweep(config, device)
+    sweep, nvtx = _sweep(config, device), options.nvtx(config.getoption("nvtx"), device)
     session = Session(
         Settings(
             device=device,
             sweep=config.getoption("sweep"),
             seconds_per_row=options.seconds_per_row(config, sweep),
             min_rounds=options.min_rounds(config),
-            timed=config.getoption("benchmark_enable") or not config.getoption("benchmark_disable"),
+            timed=not nvtx and (config.getoption("benchmark_enable") or not config.getoption("benchmark_disable")),
             memory_limit_bytes=options.memory_limit(config.getoption("memory_limit"), device),
             deadline_s=options.deadline(config.getoption("deadline")),
+            nvtx=nvtx,
             command="python -m pytest " + shlex.join(str(one) for one in config.invocation_params.args),
         ),
         sweep,
@@ -280,6 +282,18 @@ def pytest_benchmark_update_commit_info(config: pytest.Config, commit_info: dict
     if SESSION in config.stash:
         found = config.stash[SESSION].runner.machine  # $LMSYS_COMMIT goes before what git says
         commit_info |= {"id": found["commit"], "dirty": found["dirty"]}
+
+
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_benchmark_group_stats(config: pytest.Config, benchmarks: list[dict[str, Any]]) -> None:
+    """Leaves our cases out of what pytest-benchmark makes tables of, unless an option asks for these.
+
+    Our own summary tells of them. Other tests of the same run keep their tables.
+    """
+    if SESSION in config.stash and not options.wants_tables(config):
+        ours = config.stash[SESSION].results.keys()
+        facts = [(one["extra_info"].get("benchmark"), one["extra_info"].get("id")) for one in benchmarks]
+        benchmarks[:] = [one for one, key in zip(benchmarks, facts, strict=True) if key not in ours]
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -218,6 +218,8 @@ class Session:
 
     def summary(self) -> Iterator[str]:
         yield from summary.lines(self.records, self._contends)
+        if self.settings.nvtx:
+            yield "no case was timed: --nvtx calls each in ranges of its id, for nsys and ncu"
         yield from (f"at the end of the run {text}" for text in self.moved)
         yield from self.failing
         if self.output and not self.faults and self.records:

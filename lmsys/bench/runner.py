@@ -88,6 +88,8 @@ class Runner:
             trial = Trial(benchmark, cases, self, ended)
             begun(trial.ids)
             trial.attempt(trial.prepare)
+            if self.settings.nvtx:
+                trial.attempt(trial.call_in_ranges)
             try:
                 for turn in trial.turns():
                     trial.attempt(trial.take, turn)

@@ -18,12 +18,14 @@ from lmsys.bench.record import rounded, summarize
 from lmsys.bench.watch import Watch, copied
 from lmsys.measure.clock import synchronize
 from lmsys.measure.compare import Failure, Kept, attempt, interleave, release_memory
+from lmsys.measure.ranges import call_in_ranges
 from lmsys.measure.step import Step, nothing
 
 if TYPE_CHECKING:
     from lmsys.bench.runner import Runner
 
 NOT_TIMED = "verified, not timed (--benchmark-disable)"
+IN_RANGES = "called in NVTX ranges, not timed (--nvtx)"
 INTERPRETED = "verified in Triton's interpreter, never timed"
 
 
@@ -201,6 +203,20 @@ class Trial:
                 "prepare_s": sampled.prepare_s.get(name),
             }
 
+    def call_in_ranges(self) -> None:
+        """Calls each case in ranges of its id, for a profiler."""
+        self.watch.doing = "while it was called for a profiler"
+        for case in self.cases:
+            if self.is_able(case):
+                candidate = self.candidate(case)
+                step, failure = candidate.watched(self.benchmark.step, case, candidate, self.setup)
+                if not failure:
+                    step = self._filled(step, candidate)
+                    _, failure = attempt(call_in_ranges, case.id, step, self.settings.device)
+                self.measurements[case.id].failure = failure
+        self.watch.settle()
+        self.watch.heartbeat.rest()
+
     def _expect(self, seconds: float) -> None:
         self.watch.expected_s = seconds
 
@@ -288,7 +304,8 @@ class Trial:
             outcome, reason = measurement.failure
         samples = measurement.samples if outcome == "ok" else None
         if outcome == "ok" and samples is None and reason is None:
-            reason = INTERPRETED if candidate.interpreted else NOT_TIMED
+            not_timed = IN_RANGES if self.settings.nvtx else NOT_TIMED
+            reason = INTERPRETED if candidate.interpreted else not_timed
         record: Record = {
             "id": case.id,
             "benchmark": benchmark.name,

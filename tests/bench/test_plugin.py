@@ -1,5 +1,6 @@
 """The plugin: inert until it is used, in any folder, and what a user's benchmark of a new kind gets from it."""
 
+import json
 import os
 import resource
 import shutil
@@ -8,11 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lmsys.bench import record
+from lmsys.bench.options import wants_tables
 from lmsys.bench.plugin import RecordedTimer
 from lmsys.files import claim
 from tests.support.collected import collect
@@ -132,6 +135,38 @@ def test_of_two_runs_into_one_file_the_second_is_told(folder: Path) -> None:
     assert sorted(path.name for path in folder.glob("out*")) == ["out.json"]
 
 
+def test_wide_tables_are_for_those_who_ask(folder: Path) -> None:
+    """Of our cases; other tests keep theirs. What was saved and compared is the same."""
+    (folder / "test_plain.py").write_text("def test_plain(benchmark):\n    benchmark(lambda: None)\n")
+    both = (*SMALL, "test_plain.py", "--benchmark-min-rounds", "10", "--benchmark-autosave", "--benchmark-json")
+    told = run(folder, *both, "out.json").stdout
+    assert "3 tests" not in told and "test_matmul[" not in told and "fastest, matmul: " in told, told
+    assert "benchmark: 1 tests" in told and "test_plain " in told, told
+    assert len(json.loads((folder / "out.json").read_text())["benchmarks"]) == 5
+    compared = run(folder, *both, "last.json", "--benchmark-compare").stdout
+    assert "test_matmul[default-16-float32-mine] (NOW)" in compared and "(0001_" in compared, compared
+    assert "fastest, matmul: " in compared and "test_plain (NOW)" in compared, compared
+
+
+@pytest.mark.parametrize("where", ["command line", "addopts", "PYTEST_ADDOPTS"])
+def test_any_option_about_tables_asks_for_them(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wanted(*words: str) -> bool:
+        monkeypatch.setenv("PYTEST_ADDOPTS", " ".join(words) if where == "PYTEST_ADDOPTS" else "")
+        given = SimpleNamespace(args=words if where == "command line" else ())
+        config: Any = SimpleNamespace(getini=lambda _: words if where == "addopts" else (), invocation_params=given)
+        return wants_tables(config)
+
+    assert wanted("-q", "--benchmark-sort=min") and wanted("--benchmark-columns", "min")
+    assert not wanted("-vv", "--benchmark-only", "--benchmark-autosave", "--benchmark-json=out.json")
+
+
+def test_without_pygal_a_histogram_is_refused_at_the_start(folder: Path) -> None:
+    (folder / "conftest.py").write_text("import sys\nsys.modules['pygal'] = None\n")  # as where it is not installed
+    ended = run(folder, *SMALL, "--benchmark-histogram")
+    assert ended.returncode == pytest.ExitCode.USAGE_ERROR and "Traceback" not in ended.stdout + ended.stderr
+    assert "--benchmark-histogram needs pygal, which is not installed: python -m pip install pygal" in ended.stderr
+
+
 def test_a_function_is_timed_by_the_devices_clock(tmp_path: Path) -> None:
     (tmp_path / "test_mine.py").write_text(
         "import time\n"
@@ -143,8 +178,6 @@ def test_a_function_is_timed_by_the_devices_clock(tmp_path: Path) -> None:
     options = ("--benchmark-max-time", "0.02", "--benchmark-json", "out.json")
     ended = run(tmp_path, "test_mine.py", *options)
     assert "1 passed" in ended.stdout and "ZeroDivisionError" in ended.stdout, ended.stdout + ended.stderr
-    import json
-
     (entry,) = json.loads((tmp_path / "out.json").read_text())["benchmarks"]
     assert 0.002 <= entry["stats"]["median"] < 0.1 and entry["extra_info"]["clock"] in ("perf_counter", "cuda_event")
 
@@ -190,13 +223,14 @@ BAD = {
     "--axis lenght=3": "--axis lenght=3: must be one of",
     "--axis length": "--axis 'length': must read NAME=A,B",
     "--memory-limit 24GiB": "this machine has no CUDA device",
+    "--nvtx": "--nvtx marks the kernels of a GPU for nsys and ncu, and this machine has no CUDA device",
 }
 
 
 def test_bad_options_end_the_run_with_one_line() -> None:
     found = collect([["benchmarks/bench_attention.py", *options.split(" ")] for options in BAD])
     for (options, message), one in zip(BAD.items(), found, strict=True):
-        if options.startswith("--memory-limit") and os.path.exists("/dev/nvidia0"):
+        if options.startswith(("--memory-limit", "--nvtx")) and os.path.exists("/dev/nvidia0"):
             continue
         assert one["code"] == pytest.ExitCode.USAGE_ERROR, f"{options}: {one['said']}"
         assert message in one["said"] and "Traceback" not in one["said"], f"{options}: {one['said']}"

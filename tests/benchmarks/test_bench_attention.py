@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 
 from benchmarks.bench_attention import Attention, rows_of
+from benchmarks.sweeps import SWEEPS
 from lmsys.attention import ATTENTION
 from lmsys.bench import Grid, Settings
 from tests.support.harness import cases_of, results
+from tests.support.processes import ROOT
 
 KERNELS = '''
 import functools
@@ -132,14 +134,18 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def swept_rows(rows: list[str], device: str = "cpu", **changes: Any) -> Records:
+def swept_rows(rows: list[str], device: str = "cpu", timed: bool = True, **changes: Any) -> Records:
     """The records of these rows by row, dtype and direction."""
     values = {"dtype": ("float32", "bfloat16"), **SMALL, **changes}
     cases = cases_of(Attention(), Settings(device=device), attention=tuple(rows), **values)
     found: Records = {}
     for group in dict.fromkeys(case.group for case in cases):
         for result in results(
-            Attention(), [case for case in cases if case.group == group], min_rounds=12, device=device
+            Attention(),
+            [case for case in cases if case.group == group],
+            min_rounds=12,
+            device=device,
+            timed=timed,
         ):
             one = result.record
             found[one["impl"], one["dtype"], one["direction"]] = one
@@ -183,11 +189,29 @@ def test_a_wrong_row_has_its_error_ratio_and_no_time(swept: Records) -> None:
     assert len({one["comparison"] for one in swept.values()}) == 2 * 3
 
 
+REFUSED = ("beyond_128_keys", "no_scale", "other_heads", "no_tail")
+TAKEN = ("right", "of_a_course")  # the second takes no scale, and is not asked for one
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_smoke_sweep_refuses_what_is_wrong_beyond_one_tile(device: str) -> None:
+    """Or for grouped heads, at an odd length, with a scale of its own; by the shapes of either device, on a CPU."""
+    found: dict[str, set[str]] = {}
+    rows = [f"{ROOT / 'tests' / 'support' / 'wrong_kernels.py'}:{name}" for name in (*TAKEN, *REFUSED)]
+    for grid in SWEEPS["smoke"][device].grids["attention"][:2]:
+        axes = {name: grid[name] for name in ("length", "head_dim", "causal", "batch", "heads")}
+        for one in swept_rows(rows, **axes, dtype=("float32",), direction=("fwdbwd",), timed=False).values():
+            found.setdefault(one["impl"], set()).add(one["outcome"])
+            if one["impl"] == "no_scale":
+                assert one["reason"].startswith("with the scale 0.3: "), one["reason"]
+    assert all(found[name] == {"ok"} for name in TAKEN) and all("wrong" in found[name] for name in REFUSED), found
+
+
 @pytest.mark.parametrize(
     ("what", "outcome"), [("bench_attention.make_inputs", "oom"), ("attention.check.Oracle", "error")]
 )
 def test_what_fails_in_the_bench_itself_is_a_cell_too(what: str, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         raise MemoryError("no room")
 
     monkeypatch.setattr(f"benchmarks.{what}", fails)
