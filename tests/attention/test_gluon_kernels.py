@@ -261,7 +261,7 @@ MUTANTS = [  # module, what stands there, what is put in its place: each would c
     ("forward", "mbarrier.wait(v_full.index(before), ((fill - 1) // STAGES) & 1)\n    product", "product"),
     ("forward", "_await_free(k_empty, stage, fill, NAMED, K_FREE, WGS, STAGES)\n", "pass\n"),
     ("forward", "mbarrier.wait(q_empty.index(slot), ((turn >> 1) & 1) ^ 1)\n", "pass\n"),
-    ("forward", "            tma.store_wait(0)\n            gl.thread_barrier()", "            gl.thread_barrier()"),
+    ("forward", "            tma.store_wait(0)\n            thread_barrier()", "            thread_barrier()"),
     ("forward", "(acc.to(DTYPE))\n            fence_async_shared()", "(acc.to(DTYPE))"),
     ("backward", "    _await_free(step, DO_FREE)\n    mbarrier", "    mbarrier"),
     ("backward", '    named_barrier("sync", EXCHANGE, 256)\n', ""),
@@ -276,7 +276,7 @@ MUTANTS = [  # module, what stands there, what is put in its place: each would c
     ("dq", "        semaphore_release(cleared", "        (lambda *_: None)(cleared"),
     ("dq", "    semaphore_wait(cleared", "    (lambda *_: None)(cleared"),
     ("dq", "gl.where(kv_bh < ahead, 0, num_key_tiles)", "0"),
-    ("dq", "        gl.thread_barrier()\n", ""),
+    ("dq", "        thread_barrier()\n", ""),
     ("backward", "        await_acquired(DQ_ACQUIRED + WG)\n    mbarrier", "        pass\n    mbarrier"),
 ]  # fmt: skip
 SIZES = (1, 600, 600), (1, 1500, 60)  # batch, queries, keys
