@@ -116,7 +116,8 @@ class Shared:
 
     def reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> "Shared":
         assert self.together, "a slice of several panels read as if it were a tile"
-        return self._view(self.data.flatten().view(dtype)[: math.prod(shape)].view(shape))
+        assert self.data.nbytes == math.prod(shape) * dtype.itemsize, "Triton 3.8 refuses another size"
+        return self._view(self.data.flatten().view(dtype).view([int(n) for n in shape]))
 
     def store(self, x: Tensor) -> None:
         self.data.copy_(x)

@@ -283,7 +283,8 @@ def _consumer(
     gdc_launch_dependents()
     # Through a buffer that is free now: as a slice of their tile, the rows of v do not lie together.
     OUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], DTYPE)
-    out = reinterpret(dss.index(WG), DTYPE, [64, D], OUT)
+    TILES: gl.constexpr = BLOCK_K * BLOCK_Q // (64 * D)  # that fit: Triton 3.8 takes the whole buffer or nothing
+    out = reinterpret(dss.index(WG), DTYPE, [TILES, 64, D], OUT).index(0)
     named_barrier("sync", EXCHANGE, 256)  # the other consumer may still read the last dS
     out.store(narrow(dv, DTYPE))
     fence_async_shared()
