@@ -1,4 +1,4 @@
-"""Instructions of Hopper that Gluon's own surface lacks or hides, in inline assembly. Written for triton 3.6.0.
+"""Instructions of Hopper that Gluon's own surface lacks or hides, in inline assembly.
 
 The hardware has 16 named barriers: Triton takes the low ones, the kernels 8 to 15.
 """
