@@ -2,12 +2,13 @@
 # requires-python = ">=3.11"
 # dependencies = ["nox>=2025.2.9"]
 # ///
-"""Sessions: lint, tests, bench, and on request gpu, fuzz, report, docs. Each wraps `python -m` lines: docs/install.md.
+"""Sessions: lint, tests, bench, and on request gpu, tritons, fuzz, report, docs; they wrap `python -m` lines: docs/install.md.
 
 `python3 -m nox -s bench -- --sweep full` hands what follows `--` to the wrapped command.
 """
 
 import argparse
+import re
 from pathlib import Path
 
 import nox
@@ -19,6 +20,7 @@ nox.options.reuse_venv = "yes"
 
 TORCH = "torch==2.13.0"
 TRITON = "triton==3.6.0"  # for a torch that brings none, as CPU builds: there its interpreter runs the kernels
+TRITONS = re.findall(r'"([\d.]+)"', Path("lmsys/kernels/tritons.py").read_text())  # those that are known
 SITE = Path("reports/site")
 NOTHING_TO_BUILD = 3  # what flash_cuda's build exits with; its row then says why, and the others are tested
 PROJECT = nox.project.load_toml("pyproject.toml")
@@ -57,6 +59,17 @@ def gpu(session: nox.Session) -> None:
     install(session, "test")
     session.run("python", "-m", "lmsys.attention.flash_cuda", success_codes=[0, NOTHING_TO_BUILD])
     session.run("python", "-m", "pytest", "-m", "gpu", *session.posargs)
+
+
+@nox.session(default=False)
+@nox.parametrize("triton", TRITONS)
+def tritons(session: nox.Session, triton: str) -> None:
+    """Asks a version of Triton all that needs no GPU: simulation, SASS, launches, exact numbers."""
+    session.install(TORCH)
+    session.install("-e", ".", *nox.project.dependency_groups(PROJECT, "test"))
+    session.install("--no-deps", f"triton=={triton}")  # whichever a CUDA build of this torch asks for
+    tests = "tests/kernels", "tests/attention/test_gluon_kernels.py", "tests/attention/test_sass.py"
+    session.run("python", "-m", "pytest", "-n", "2", "--dist", "loadfile", *(session.posargs or tests))
 
 
 @nox.session(default=False)

@@ -5,7 +5,7 @@ Triton's own launch looks a kernel up by all its arguments, and encodes each ten
 and kept by its caller, and descriptors are kept by address and geometry: they own no memory, and any tensor that
 later takes the same place is described by them as well.
 
-That takes the launcher of Triton's CUDA backend, as it is in the versions `KNOWN_TRITON`: `DirectKernel`, of whose
+That takes the launcher of Triton's CUDA backend, as it is in the versions of `tritons.py`: `DirectKernel`, of whose
 launches Triton's hooks are not told. Where another runs (a later Triton, ROCm, Triton's interpreter) `Kernel` is
 `PublicKernel`, which launches as Triton's users do.
 """
@@ -19,7 +19,9 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-KNOWN_TRITON = ("3.6.0",)
+from lmsys.kernels.tritons import is_known
+
+FUSED = {"enable_fp_fusion": True}  # Triton's default as well, which 3.9 warns that 3.10 will change
 MAX_DESCRIPTORS = 8192  # about 1 KiB each
 
 _descriptors: dict[tuple[Any, ...], tuple[Any, ...]] = {}
@@ -50,15 +52,28 @@ class DirectKernel:
     def __init__(self, function: Any, descriptors: list[Any], others: list[Any], **options: Any):
         from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
-        compiled = function.warmup(*descriptors, *others, grid=(1, 1, 1), **options)
+        compiled = function.warmup(*descriptors, *others, grid=(1, 1, 1), **FUSED | options)
         launcher = compiled.run  # loads the binary
         if isinstance(launcher, functools.partial):
             launcher()  # raises what it did when this binary was loaded before, such as OutOfResources
         assert launcher.global_scratch_size == launcher.profile_scratch_size == 0
         self.compiled = compiled
-        self._launch = launcher.launch
-        if descriptors:  # inside of it is the launcher that takes encoded descriptors
-            self._launch = inspect.getclosurevars(self._launch).nonlocals["launcher"]
+        utils = triton.runtime.driver.active.utils
+        ways = launcher.launch_cooperative_grid, launcher.launch_pdl
+        # One launcher for all kernels, which is told how to read their arguments, or (Triton 3.6) one for each of them.
+        self._common = hasattr(utils, "launch")
+        self._head: tuple[Any, ...]
+        if self._common:
+            reads = launcher.arg_annotations, launcher.kernel_signature
+            self._launch = utils.launch
+            self._encode = utils.fill_tma_descriptor_tiled
+            self._head = compiled.function, *ways, compiled.packed_metadata, None, None, None, None, None, *reads
+        else:
+            self._launch = launcher.launch
+            if descriptors:  # inside of it is the launcher that takes encoded descriptors
+                self._launch = inspect.getclosurevars(self._launch).nonlocals["launcher"]
+            self._encode = utils.fill_tma_descriptor
+            self._head = compiled.function, *ways, None, None, compiled.packed_metadata, None, None, None
         metas = compiled.metadata.tensordesc_meta  # empty where the GPU has no TMA
         self._metas: list[tuple[Any, ...] | None] = [
             (meta["swizzle"], meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], *meta["block_size"])
@@ -66,9 +81,6 @@ class DirectKernel:
         ] or [None] * len(descriptors)
         assert len(self._metas) == len(descriptors)
         self._constants = (None,) * (len(function.arg_names) - len(descriptors) - len(others))
-        ways = launcher.launch_cooperative_grid, launcher.launch_pdl
-        self._head = compiled.function, *ways, None, None, compiled.packed_metadata, None, None, None
-        self._encode = triton.runtime.driver.active.utils.fill_tma_descriptor
 
     def __call__(
         self, grid: int, stream: int, tensors: tuple[Tensor, ...], others: tuple[Any, ...], grid_y: int = 1
@@ -79,14 +91,16 @@ class DirectKernel:
             key = x.data_ptr(), x.shape, x.stride(), meta
             found = _descriptors.get(key)
             args += self._described(x, key) if found is None else found
-        self._launch(grid, grid_y, 1, stream, *self._head, *args, *others, *self._constants)
+        args += *others, *self._constants
+        self._launch(grid, grid_y, 1, stream, *self._head, *((args,) if self._common else args))
 
     def _described(self, x: Tensor, key: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments that a kernel takes for a descriptor: a tensor map, or without TMA what Triton loads by."""
         address, _, _, meta = key
         shape, strides = geometry(x)
         if meta is None:
-            found = address, *shape, *strides, False, *shape, *strides  # False: zeros, not NaN, outside
+            flags = (False, False) if self._common else (False,)  # zeros, not NaN, outside; later also: no TF32
+            found = address, *shape, *strides, *flags, *shape, *strides
         else:
             swizzle, element_size, element_type, *block = meta
             encoded = self._encode(address, swizzle, element_size, element_type, block, shape, strides, 0)
@@ -104,7 +118,7 @@ class PublicKernel:
         self._blocks = [descriptor.block_shape for descriptor in descriptors]
         self._constants = [options.pop(name) for name in function.arg_names[len(descriptors) + len(others) :]]
         args = *descriptors, *others, *self._constants
-        binary = function.warmup(*args, grid=(1, 1, 1), **options)
+        binary = function.warmup(*args, grid=(1, 1, 1), **FUSED | options)
         self._kernel = function if binary is None else binary  # None in Triton's interpreter
 
     def __call__(
@@ -121,9 +135,5 @@ def _describe(x: Tensor, block: list[int]) -> TensorDescriptor:
     return descriptor
 
 
-DIRECT = (
-    triton.__version__.split("+")[0] in KNOWN_TRITON
-    and torch.version.hip is None
-    and not triton.knobs.runtime.interpret
-)
+DIRECT = is_known() and torch.version.hip is None and not triton.knobs.runtime.interpret
 Kernel = DirectKernel if DIRECT else PublicKernel

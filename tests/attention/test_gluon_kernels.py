@@ -5,9 +5,11 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -21,15 +23,16 @@ from hypothesis import example, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from lmsys.attention import AttentionCase  # noqa: E402
-from lmsys.attention.flash_gluon.support import KNOWN_TRITON, flash_gluon_supports  # noqa: E402
+from lmsys.attention.flash_gluon.support import flash_gluon_supports  # noqa: E402
+from lmsys.attention.naive import naive  # noqa: E402
+from lmsys.kernels.tritons import KNOWN_TRITON, ON_GPUS, is_known, version  # noqa: E402
+from lmsys.registry import load_target  # noqa: E402
 from lmsys.testing import Oracle, make_inputs, run  # noqa: E402
 from tests.support.attention_rows import growing  # noqa: E402
 from tests.support.gluon_simulator import simulated  # noqa: E402
 from tests.support.variants import some
 
-known = pytest.mark.skipif(
-    triton.__version__ not in KNOWN_TRITON, reason=f"pip install triton=={KNOWN_TRITON[0]}, for which they are written"
-)
+known = pytest.mark.skipif(not is_known(), reason=f"pip install triton=={KNOWN_TRITON[0]}, for which they are written")
 CASE = AttentionCase(1, 2, 2, 64, 64, 64, "bfloat16", grad=True)
 lengths = st.one_of(st.sampled_from([1, 64, 65, 128, 129, 192, 193, 256, 257]), st.integers(1, 420))
 cases = st.builds(
@@ -97,7 +100,7 @@ def small_tiles() -> list[tuple[int, Any]]:
 )  # fmt: skip
 @example(queries=512, keys=512, seed=0, group=1, causal=True, dynamic=True)
 @example(queries=256, keys=256, seed=0, group=1, causal=False, dynamic=False)
-@pytest.mark.parametrize(("head_dim", "plan"), some(small_tiles(), 3) if triton.__version__ in KNOWN_TRITON else [])
+@pytest.mark.parametrize(("head_dim", "plan"), some(small_tiles(), 3) if is_known() else [])
 def test_small_tiles_of_keys(
     head_dim: int, plan: Any, queries: int, keys: int, seed: int, group: int, causal: bool, dynamic: bool
 ) -> None:
@@ -261,7 +264,7 @@ MUTANTS = [  # module, what stands there, what is put in its place: each would c
     ("forward", "mbarrier.wait(v_full.index(before), ((fill - 1) // STAGES) & 1)\n    product", "product"),
     ("forward", "_await_free(k_empty, stage, fill, NAMED, K_FREE, WGS, STAGES)\n", "pass\n"),
     ("forward", "mbarrier.wait(q_empty.index(slot), ((turn >> 1) & 1) ^ 1)\n", "pass\n"),
-    ("forward", "            tma.store_wait(0)\n            gl.thread_barrier()", "            gl.thread_barrier()"),
+    ("forward", "            tma.store_wait(0)\n            thread_barrier()", "            thread_barrier()"),
     ("forward", "(acc.to(DTYPE))\n            fence_async_shared()", "(acc.to(DTYPE))"),
     ("backward", "    _await_free(step, DO_FREE)\n    mbarrier", "    mbarrier"),
     ("backward", '    named_barrier("sync", EXCHANGE, 256)\n', ""),
@@ -276,7 +279,7 @@ MUTANTS = [  # module, what stands there, what is put in its place: each would c
     ("dq", "        semaphore_release(cleared", "        (lambda *_: None)(cleared"),
     ("dq", "    semaphore_wait(cleared", "    (lambda *_: None)(cleared"),
     ("dq", "gl.where(kv_bh < ahead, 0, num_key_tiles)", "0"),
-    ("dq", "        gl.thread_barrier()\n", ""),
+    ("dq", "        thread_barrier()\n", ""),
     ("backward", "        await_acquired(DQ_ACQUIRED + WG)\n    mbarrier", "        pass\n    mbarrier"),
 ]  # fmt: skip
 SIZES = (1, 600, 600), (1, 1500, 60)  # batch, queries, keys
@@ -346,6 +349,9 @@ def compiled() -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+SPILT = {"3.9.0": 120}  # most loads, and stores, of spilt registers: this one spills some in every step too
+
+
 @known
 def test_the_kernels_for_hopper_are_well_made() -> None:
     found = compiled()
@@ -376,7 +382,8 @@ def test_the_kernels_for_hopper_are_well_made() -> None:
             assert line["LDL"] == line["STL"] == 0, f"registers spill: {line}"
         else:
             # 168 registers are all that there are. What is spilt is what the end needs; see `backward.py`.
-            assert line["LDL"] <= 60 and line["STL"] <= 60, line
+            spilt = SPILT.get(triton.__version__.split("+")[0], 60)
+            assert line["LDL"] <= spilt and line["STL"] <= spilt, line
             assert line["fences"] == (2 if line.get("deterministic") else 1), line
 
 
@@ -394,14 +401,119 @@ def test_a_hang_is_told_and_ends_the_process() -> None:
 def test_it_says_what_it_cannot_run() -> None:
     assert flash_gluon_supports(CASE) == "runs on CUDA"
     case = replace(CASE, device="cuda", capability=(9, 0))
-    if triton.__version__ in KNOWN_TRITON:
+    if version() in ON_GPUS:
         assert flash_gluon_supports(case) is None
-        assert "float32" in str(flash_gluon_supports(replace(case, dtype="float32")))
-        assert "head_dim 64 and 128, not 96" in str(flash_gluon_supports(replace(case, head_dim=96)))
+    assert "float32" in str(flash_gluon_supports(replace(case, dtype="float32")))
+    assert "head_dim 64 and 128, not 96" in str(flash_gluon_supports(replace(case, head_dim=96)))
     assert "10.0" in str(flash_gluon_supports(replace(case, capability=(10, 0))))
 
 
-def test_another_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton, "__version__", "3.9.1")
-    case = AttentionCase(1, 2, 2, 64, 64, 64, "bfloat16", device="cuda", capability=(9, 0))
-    assert "verified with triton 3.6.0; this is 3.9.1" in str(flash_gluon_supports(case))
+def test_another_triton_is_tried_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lmsys.kernels import trial
+
+    tried = []
+    monkeypatch.setattr(triton, "__version__", "3.99.0")
+    monkeypatch.setattr(trial, "refusal", lambda *asked: tried.append(asked))
+    case = replace(CASE, device="cuda", capability=(9, 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    reason = str(flash_gluon_supports(case))
+    assert "has to be tried on a GPU before it runs on triton 3.99.0" in reason and not tried
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert flash_gluon_supports(replace(case, head_dim=96)) is not None and not tried
+    assert flash_gluon_supports(case) is None
+    ((row, function, sources, capability),) = tried
+    assert (row, capability) == ("flash_gluon", (9, 0))
+    assert load_target(function).__name__ == "run" and all(source.exists() for source in sources)
+
+
+def test_another_triton_is_tried_from_within_compiled_functions(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from lmsys.attention.flash_gluon import support
+    from lmsys.kernels import trial
+    from tests.support.trials import COUNT
+
+    monkeypatch.setenv("LMSYS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv(COUNT, str(tmp_path / "count"))
+    monkeypatch.setattr(trial, "_verdicts", {})
+    monkeypatch.setattr(triton, "__version__", "3.99.0")
+    monkeypatch.setattr(support, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True)))
+    monkeypatch.setattr(support, "SELFTEST", "tests.support.trials:right")
+    case = replace(CASE, device="cuda", capability=(9, 0))
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x if support.flash_gluon_supports(case) is None else x
+
+    assert torch.compile(doubled, fullgraph=True, backend="eager")(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert len((tmp_path / "count").read_text().split()) == 1
+
+
+@pytest.mark.parametrize(("head_dim", "causal"), [(64, True), (128, False)])
+def test_the_selftest_is_exact(head_dim: int, causal: bool) -> None:
+    """The truth of its whole numbers is that of `naive`, to the rounding of float64."""
+    from lmsys.attention.flash_gluon import selftest
+
+    shape = selftest.Shape(1, 4, 2, 150, 90, head_dim, causal)
+    q, k, v, do, weights = selftest.draw(shape, 0)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    o = naive(*leaves, causal=causal, scale=selftest.SCALE)
+    found = dict(zip(("o", "dq", "dk", "dv"), (o, *torch.autograd.grad(o, leaves, do)), strict=True))
+    expected = selftest.truth(shape, q, k, v, do, weights)
+    assert found.keys() == expected.keys()
+    for name, right in expected.items():
+        assert right.any() and torch.equal(right, (4 * right).round() / 4), name
+        torch.testing.assert_close(found[name].detach(), right, rtol=0, atol=1e-9)
+
+
+def test_the_selftest_asks_every_plan_and_both_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the GPU that has the capability, of several."""
+    from lmsys.attention.flash_gluon import plans, selftest
+
+    capabilities = [(8, 0), (9, 0), (9, 0)]
+    asked = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: capabilities[i])
+    monkeypatch.setattr(selftest, "check", lambda *arguments: asked.append(arguments))
+    selftest.run((9, 0))
+    assert {device for *_, device in asked} == {torch.device("cuda", 1)}
+    assert {dtype for _, dtype, *_ in asked} == {torch.bfloat16, torch.float16}
+    for i, table in enumerate((plans.FORWARD, plans.BACKWARD)):
+        expected = {(*key, plan) for key, entries in table.items() for _, plan in entries}
+        assert {(shape.head_dim, shape.causal, both[i]) for shape, _, both, *_ in asked} == expected
+    orders = {(shape.head_dim, shape.causal, deterministic) for shape, _, _, deterministic, *_ in asked}
+    assert orders == set(itertools.product((64, 128), (False, True), (False, True)))
+
+
+@known
+@pytest.mark.parametrize("fault", [None, "o", "dq", "dk", "dv"])
+@pytest.mark.parametrize(("head_dim", "causal", "deterministic"), [(64, True, False), (128, False, True)])
+def test_the_selftest_refuses_what_is_not_exact(
+    head_dim: int, causal: bool, deterministic: bool, fault: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One number of a result that is off by the least that its dtype can be."""
+    from lmsys.attention.flash_gluon import selftest
+    from lmsys.attention.flash_gluon.plans import backward_plan, forward_plan
+
+    def nudged(x: torch.Tensor, name: str) -> torch.Tensor:
+        if name == fault:
+            bits = x.view(torch.int16)
+            bits.view(-1)[x.abs().argmax()] ^= 1
+        return x
+
+    forward, backward = product()._forward, product()._backward
+
+    def run_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        o, lse = forward(*args)
+        if fault != "o":
+            return o, lse
+        return nudged(o.clone(), "o"), lse
+
+    def run_backward(*args: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(nudged(x, name) for name, x in zip(("dq", "dk", "dv"), backward(*args), strict=True))
+
+    monkeypatch.setattr(product(), "_forward", run_forward)
+    monkeypatch.setattr(product(), "_backward", run_backward)
+    shape = selftest.Shape(1, 2, 1, 200, 150, head_dim, causal)
+    plans = forward_plan(head_dim, causal, 150), backward_plan(head_dim, causal, 150)
+    with simulated(), nullcontext() if fault is None else pytest.raises(ValueError, match=f"^{fault} is wrong"):
+        selftest.check(shape, torch.bfloat16, plans, deterministic, 0, torch.device("cpu"))

@@ -13,15 +13,15 @@ from benchmarks.bench_plans import Plans, ShortPlans
 from benchmarks.plans import cases as plan_cases
 from benchmarks.plans.cases import FORMS, PlanCase, name_of, plan_called
 from lmsys.attention.flash_gluon.plans import BACKWARD, FORWARD, SHORT, BackwardPlan, ForwardPlan, candidates
-from lmsys.attention.flash_gluon.support import KNOWN_TRITON
 from lmsys.attention.naive import masked_scores, naive
+from lmsys.kernels.tritons import is_known
 from tests.support.cheats import CLOCK, seen
 from tests.support.collected import collect
 from tests.support.harness import cases_of, records
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("one_thread")
-known = pytest.mark.skipif(triton.__version__ not in KNOWN_TRITON, reason="the kernels know one version of Triton")
+known = pytest.mark.skipif(not is_known(), reason="the kernels know some versions of Triton")
 SHAPES = list(product(("fwd", "bwd"), (64, 128), (True, False), (128, SHORT, 1024, 16384)))
 ONE = {"plan": ("planned",), "head_dim": (64,), "length": ((128, 128),), "causal": (True,)}
 

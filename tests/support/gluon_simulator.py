@@ -114,9 +114,10 @@ class Shared:
     def permute(self, order: tuple[int, ...]) -> "Shared":
         return self._view(self.data.permute(order))
 
-    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> "Shared":
+    def reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> "Shared":
         assert self.together, "a slice of several panels read as if it were a tile"
-        return self._view(self.data.flatten().view(dtype)[: math.prod(shape)].view(shape))
+        assert self.data.nbytes == math.prod(shape) * dtype.itemsize, "Triton 3.8 refuses another size"
+        return self._view(self.data.flatten().view(dtype).view([int(n) for n in shape]))
 
     def store(self, x: Tensor) -> None:
         self.data.copy_(x)
@@ -503,7 +504,7 @@ gl = SimpleNamespace(
     NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *a: "tiles"),
     SwizzledSharedLayout=lambda *a: "plain", BlockedLayout=lambda *a: None, SliceLayout=lambda *a: None,
     NVMMADistributedLayout=lambda *a: None, DotOperandLayout=lambda **k: None,
-    allocate_shared_memory=_allocate, warp_specialize=_specialize, thread_barrier=_thread_barrier,
+    allocate_shared_memory=_allocate, warp_specialize=_specialize,
     program_id=lambda axis: torch.tensor(here.cta.program), num_programs=lambda axis: here.cta.grid,
     static_range=range, static_assert=lambda holds, why: None, cdiv=lambda x, y: (x + y - 1) // y,
     arange=lambda start, stop, layout=None: torch.arange(start, stop),
@@ -522,9 +523,11 @@ mbarrier = SimpleNamespace(
     MBarrierLayout=lambda: "mbarrier", init=_init, expect=_expect, wait=_wait,
     arrive=lambda barrier, count: barrier.arrive(count),
 )  # fmt: skip
-tma = SimpleNamespace(
-    async_copy_global_to_shared=_copy_in, async_copy_shared_to_global=_copy_out, store_wait=_read_stores
-)
+tma = SimpleNamespace(store_wait=_read_stores)
+_names = {
+    "thread_barrier": _thread_barrier, "reinterpret": Shared.reinterpret,
+    "async_load": _copy_in, "async_store": _copy_out,
+}  # fmt: skip
 
 
 def _jit(function: Any = None, **_: Any) -> Any:
@@ -536,7 +539,7 @@ def kernels(module: str) -> dict[str, Any]:
     stand_ins = {
         "gluon": SimpleNamespace(jit=_jit, constexpr_function=_jit), "gl": gl, "mbarrier": mbarrier, "tma": tma,
         "fence_async_shared": _fence, "warpgroup_mma": _matmul, "warpgroup_mma_wait": _wait_matmuls,
-        "triton": SimpleNamespace(jit=_jit, language=gl), "tl": gl, "range": _ranged,
+        "triton": SimpleNamespace(jit=_jit, language=gl), "tl": gl, "range": _ranged, **_names,
     }  # fmt: skip
     _run_source("hopper", stand_ins)
     stand_ins |= {  # in assembly

@@ -1,4 +1,4 @@
-"""Launches the Triton kernels into a stub of the driver, directly and by Triton's own ways.
+"""Launches the Triton and Gluon kernels into a stub of the driver, directly and by Triton's own ways.
 
 `python -m tests.support.launches 90` (a GPU with TMA; 80: one without) prints a JSON line for each launch: the
 kernel, whether both ways gave it one grid, one stream and the same bytes for each of its parameters, how many bytes
@@ -7,20 +7,26 @@ address, and come back to addresses that they had before. It must run without TR
 in a process of its own.
 """
 
+import ctypes
 import json
 import sys
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.errors import OutOfResources
 
 from lmsys.attention import flash_triton
+from lmsys.attention.flash_gluon import kernels
+from lmsys.attention.flash_gluon import launch as gluon_launch
 from lmsys.attention.tuning import Tile
 from lmsys.kernels import launch
 from lmsys.model import rotary_triton
 from tests.support.driver_stub import Stub
+from tests.support.gluon_simulator import simulated
 
 MAX_DESCRIPTORS = 40
 BATCH, HEADS = 2, 4
@@ -57,8 +63,41 @@ def main(capability: int) -> None:
         heads = torch.randn(BATCH, length, 3 * HEADS, 256)  # on a grid of two dimensions
         parts = tuple(torch.empty(BATCH, length, HEADS, 256) for _ in range(3))
         rotary_triton.turn(heads, parts, *torch.randn(2, length, 128), backward=False)
-    if capability == 90:  # without TMA tiles take less of shared memory
+    if capability == 90:
+        gluon(stub)  # without TMA the next would take less of shared memory
         print(json.dumps({"kernel": "too large", "same": too_large() == too_large() != ""}))
+
+
+def gluon(stub: Stub) -> None:
+    """A forward and a backward of `flash_gluon`."""
+
+    class Both:
+        """In the place of its `Kernel`: an address is for Triton's own way a tensor that begins there."""
+
+        def __init__(self, function: Any, tensors: list[Tensor], blocks: list[list[int]], others: list[Any], **options):
+            self.direct = gluon_launch.Kernel(function, tensors, blocks, others, **options)
+            self.function, self.blocks, self.options = function, blocks, options | launch.FUSED
+            self.dtypes = [x.dtype if isinstance(x, Tensor) else None for x in others]
+
+        def __call__(self, grid: int, stream: int, tensors: tuple[Tensor, ...], others: tuple[Any, ...]) -> None:
+            described = [
+                TensorDescriptor(x, *launch.geometry(x), block, gluon_launch.layout(block, x.dtype))
+                for x, block in zip(tensors, self.blocks, strict=True)
+            ]
+            plain = [x if dtype is None else begins_at(x, dtype) for x, dtype in zip(others, self.dtypes, strict=True)]
+            public = partial(self.function[(grid,)], *described, *plain, num_warps=4, **self.options)
+            direct = partial(self.direct, grid, stream, tensors, others)
+            (one,), (other,) = stub.launches(direct), stub.launches(public)
+            print(json.dumps({"kernel": one[0], "same": one == other, "bytes": sum(map(len, one[3]))}), flush=True)
+
+    q, k, v, do = (torch.randn(1, heads, 200, 64, dtype=torch.bfloat16) for heads in (4, 2, 2, 4))
+    with simulated(), patch.object(kernels, "Kernel", Both):
+        o, lse = kernels._forward(q, k, v, True, 0.125)
+        kernels._backward(q, k, v, o, lse, do, True, 0.125, False)
+
+
+def begins_at(address: int, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer((ctypes.c_char * dtype.itemsize).from_address(address), dtype=dtype)
 
 
 def too_large() -> str:

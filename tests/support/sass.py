@@ -20,6 +20,7 @@ from triton.compiler import ASTSource
 
 from lmsys.attention import flash_triton
 from lmsys.attention.tuning import Tile, candidates
+from lmsys.kernels.launch import FUSED
 
 KERNELS = {"fwd": flash_triton._fwd_kernel, "dq": flash_triton._dq_kernel, "dkdv": flash_triton._dkdv_kernel}
 TRITON_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -51,7 +52,7 @@ def compile_kernel(name: str, dtype: torch.dtype, block_d: int, causal: bool, ti
             signature[argument] = "*fp32" if argument.endswith("_ptr") else "fp32" if argument == "scale" else "i32"
     indices = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
     source = ASTSource(kernel, signature=signature, constexprs=indices, attrs={})
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    options = FUSED | {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 

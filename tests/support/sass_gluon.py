@@ -36,6 +36,7 @@ from lmsys.attention.flash_gluon.plans import (
 )
 from lmsys.attention.flash_gluon.postprocess import postprocess_kernel
 from lmsys.attention.flash_gluon.preprocess import preprocess_kernel
+from lmsys.kernels.launch import FUSED
 from tests.support.sass import TRITON_NAMES, resources
 
 POINTERS = {"dq_semaphore": "*i32", "counter": "*i32", "parameters": "*i64"}
@@ -55,7 +56,7 @@ def compile_kernel(function: Any, signature: dict[str, str], constants: dict[str
         types[name] = "constexpr" if name in constants else signature.get(name) or POINTERS.get(name) or plain
     indices = {(function.arg_names.index(name),): value for name, value in constants.items()}
     source = (GluonASTSource if function.is_gluon() else ASTSource)(function, types, indices, {})
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, **options})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, **FUSED, **options})
 
 
 def forward(dtype: torch.dtype, head_dim: int, causal: bool, ragged: bool, plan: ForwardPlan) -> Any:

@@ -40,6 +40,7 @@ from lmsys.attention.flash_gluon.hopper import (
     store_rows,
     widen,
 )
+from lmsys.attention.flash_gluon.names import async_load, reinterpret, thread_barrier
 
 EXCHANGE = FIRST_BARRIER  # named barriers: both consumers have written dS; stages of q, of do; then those of `dq`
 Q_FREE = gl.constexpr(FIRST_BARRIER.value + 1)
@@ -65,11 +66,11 @@ def _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, head, row,
     _await_free(step, Q_FREE)
     mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
     load_rows(q_desc, batch, head, row, q_full.index(stage), qs.index(stage))
-    tma.async_copy_global_to_shared(lse_desc, [padded], q_full.index(stage), lses.index(stage))
+    async_load(lse_desc, [padded], q_full.index(stage), lses.index(stage))
     _await_free(step, DO_FREE)
     mbarrier.expect(do_full.index(stage), do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
     load_rows(do_desc, batch, head, row, do_full.index(stage), dos.index(stage))
-    tma.async_copy_global_to_shared(delta_desc, [padded], do_full.index(stage), deltas.index(stage))
+    async_load(delta_desc, [padded], do_full.index(stage), deltas.index(stage))
 
 
 @gluon.jit
@@ -282,13 +283,14 @@ def _consumer(
     gdc_launch_dependents()
     # Through a buffer that is free now: as a slice of their tile, the rows of v do not lie together.
     OUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D], DTYPE)
-    out = dss.index(WG)._reinterpret(DTYPE, [64, D], OUT)
+    TILES: gl.constexpr = BLOCK_K * BLOCK_Q // (64 * D)  # that fit: Triton 3.8 takes the whole buffer or nothing
+    out = reinterpret(dss.index(WG), DTYPE, [TILES, 64, D], OUT).index(0)
     named_barrier("sync", EXCHANGE, 256)  # the other consumer may still read the last dS
     out.store(narrow(dv, DTYPE))
     fence_async_shared()
     store_rows(dv_desc, batch, kv_head, row, out)
     tma.store_wait(0)
-    gl.thread_barrier()
+    thread_barrier()
     out.store(narrow(dk * sm_scale, DTYPE))
     fence_async_shared()
     store_rows(dk_desc, batch, kv_head, row, out)

@@ -14,6 +14,7 @@ from lmsys.attention.flash_gluon.hopper import (
     semaphore_release,
     semaphore_wait,
 )
+from lmsys.attention.flash_gluon.names import thread_barrier
 
 STAGES = gl.constexpr(2)
 BLOCK_K = gl.constexpr(128)  # keys of a CTA, 64 of each consumer
@@ -43,7 +44,7 @@ def clear_ahead(dq_ptr, cleared, kv_bh, n, num_heads, num_key_tiles, ahead, size
         tile = later.to(gl.int64) * size
         for i in range(n * share, gl.minimum((n + 1) * share, size)):
             clear(dq_ptr + (tile + i) * 4096)  # floats of a tile
-        gl.thread_barrier()
+        thread_barrier()
         semaphore_release(cleared + later)
 
 

@@ -30,6 +30,7 @@ from lmsys.attention.flash_gluon.hopper import (
     scale_rows,
     store_rows,
 )
+from lmsys.attention.flash_gluon.names import thread_barrier
 
 ROWS = gl.constexpr(64)  # queries of a consumer: the M of a warp group's matmul
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -328,7 +329,7 @@ def _consumer(
         if row < Q:
             out = outs.index(WG)
             tma.store_wait(0)
-            gl.thread_barrier()  # the thread that issued the last store has now seen it leave
+            thread_barrier()  # the thread that issued the last store has now seen it leave
             out.store(acc.to(DTYPE))
             fence_async_shared()
             store_rows(o_desc, bh // H, bh % H, row, out)

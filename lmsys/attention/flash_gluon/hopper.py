@@ -1,4 +1,4 @@
-"""Instructions of Hopper that Gluon's own surface lacks or hides, in inline assembly. Written for triton 3.6.0.
+"""Instructions of Hopper that Gluon's own surface lacks or hides, in inline assembly.
 
 The hardware has 16 named barriers: Triton takes the low ones, the kernels 8 to 15.
 """
@@ -6,7 +6,9 @@ The hardware has 16 named barriers: Triton takes the low ones, the kernels 8 to 
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from lmsys.attention.flash_gluon.names import async_load, async_store, reinterpret
 
 FIRST_BARRIER = triton.language.constexpr(8)
 
@@ -141,15 +143,15 @@ def clear(ptr):
 @gluon.jit
 def load_rows(desc, batch, head, row, barrier, tile):
     """Starts the copy of rows [row, row + n) of a (B, H, S, D) tensor into tile (n, D); rows past the end are zero."""
-    wide = tile._reinterpret(desc.dtype, [1, 1, tile.shape[0], tile.shape[1]], desc.layout)
-    tma.async_copy_global_to_shared(desc, [batch, head, row, 0], barrier, wide)
+    wide = reinterpret(tile, desc.dtype, [1, 1, tile.shape[0], tile.shape[1]], desc.layout)
+    async_load(desc, [batch, head, row, 0], barrier, wide)
 
 
 @gluon.jit
 def store_rows(desc, batch, head, row, tile):
     """The way back; rows past the end are dropped."""
-    wide = tile._reinterpret(desc.dtype, [1, 1, tile.shape[0], tile.shape[1]], desc.layout)
-    tma.async_copy_shared_to_global(desc, [batch, head, row, 0], wide)
+    wide = reinterpret(tile, desc.dtype, [1, 1, tile.shape[0], tile.shape[1]], desc.layout)
+    async_store(desc, [batch, head, row, 0], wide)
 
 
 @gluon.jit

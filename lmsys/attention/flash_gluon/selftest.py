@@ -1,0 +1,96 @@
+"""A short test of every plan with whole numbers, whose results are exact, for a Triton that nobody has tried.
+
+Keys come in pairs that differ in the last element alone, where queries are 0: a query weights both keys of one pair by
+1/2, or the visible one by 1, and all others by exactly 0. Everything then is a small whole number or half of one.
+
+Legend: B batch, H query heads, Hkv key heads, Q queries, K keys, D head dimension.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SCALE = 8.0  # scores of different pairs are so far apart that float32 has no weight for the lower one
+BITS = 9  # of the number of a pair
+ROUNDS = 3  # a wait that is missing shows now and then
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of q (B, H, Q, D), k and v (B, Hkv, K, D). K is at most 2 ** (BITS + 1)."""
+
+    batch: int = 4
+    heads: int = 8
+    kv_heads: int = 4
+    queries: int = 700
+    keys: int = 700
+    head_dim: int = 64
+    causal: bool = False
+
+
+def run(capability: tuple[int, int]) -> None:
+    """Raises ValueError where a result is not exact, on the first GPU of `capability`."""
+    from lmsys.attention.flash_gluon.plans import BACKWARD, FORWARD
+
+    number = next(i for i in range(torch.cuda.device_count()) if torch.cuda.get_device_capability(i) == capability)
+    for (head_dim, causal), entries in FORWARD.items():
+        for i, (_, forward) in enumerate(entries):
+            _, backward = BACKWARD[head_dim, causal][min(i, len(BACKWARD[head_dim, causal]) - 1)]
+            for seed in range(ROUNDS):
+                shape = Shape(head_dim=head_dim, causal=causal)
+                check(shape, DTYPES[i % 2], (forward, backward), i % 2 == 1, seed, torch.device("cuda", number))
+
+
+def check(
+    shape: Shape, dtype: torch.dtype, plans: tuple[Any, Any], deterministic: bool, seed: int, device: torch.device
+) -> None:
+    """Raises ValueError where a result is not exact. `plans`: of the forward and of the backward."""
+    from lmsys.attention.flash_gluon import kernels
+
+    q, k, v, do, weights = (x.to(device) for x in draw(shape, seed))
+    expected = truth(shape, q, k, v, do, weights)
+    q, k, v, do = (x.to(dtype) for x in (q, k, v, do))
+    o, lse = kernels._forward(q, k, v, shape.causal, SCALE, plans[0])
+    grads = kernels._backward(q, k, v, o, lse, do, shape.causal, SCALE, deterministic, plans[1])
+    for (name, right), found in zip(expected.items(), (o, *grads), strict=True):
+        if not torch.equal(found, right.to(dtype)):
+            raise ValueError(f"{name} is wrong where it is a whole number: {shape}, {dtype}, {plans}, {deterministic=}")
+
+
+def draw(shape: Shape, seed: int) -> tuple[Tensor, ...]:
+    """q, k, v, do and the weights (B, H, Q, K), in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    one = torch.arange(shape.keys)
+    code = ((one[:, None] // 2 >> torch.arange(BITS)) & 1) * 2 - 1  # (K, BITS)
+    copies = (shape.head_dim - 1) // BITS
+    k = torch.zeros(shape.keys, shape.head_dim, dtype=torch.float64)
+    k[:, : copies * BITS] = code.repeat(1, copies).double()
+    q_of = k.clone()  # by key: the query that looks for its pair
+    k[:, -1] = 1.0 - 2.0 * (one % 2)
+    last = torch.full((shape.queries,), shape.keys - 1)  # the last key that a query sees
+    if shape.causal:
+        last = torch.arange(shape.queries).clamp(max=shape.keys - 1)
+    chance = torch.rand(shape.batch, shape.heads, shape.queries, generator=generator)
+    key = (chance * (last + 1)).long().minimum(last)
+    visible = one <= last[:, None]  # (Q, K)
+    weights = ((one // 2 == key[..., None] // 2) & visible).double()
+    weights /= weights.sum(-1, keepdim=True)
+
+    def whole(heads: int, length: int) -> Tensor:
+        size = shape.batch, heads, length, shape.head_dim
+        return torch.randint(-1, 2, size, generator=generator).double()
+
+    v = 2 * whole(shape.kv_heads, shape.keys)
+    return q_of[key], k.expand_as(v).contiguous(), v, whole(shape.heads, shape.queries), weights
+
+
+def truth(shape: Shape, q: Tensor, k: Tensor, v: Tensor, do: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    group = shape.heads // shape.kv_heads
+    of_query = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    o = weights @ of_query[1]
+    ds = weights * (do @ of_query[1].mT - (do * o).sum(-1, keepdim=True)) * SCALE
+    dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (ds.mT @ q, weights.mT @ do))
+    return {"o": o, "dq": ds @ of_query[0], "dk": dk, "dv": dv}

@@ -1,0 +1,99 @@
+"""Tries a row once on a Triton that nobody has tried, and keeps the verdict on disk between runs.
+
+The file is `trials.json` in $LMSYS_CACHE_DIR (default ~/.cache/lmsys). A verdict belongs to one version of Triton, of
+torch and of the kernels' source, and to one compute capability; others are kept beside it.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import triton
+
+from lmsys.files import replacing
+from lmsys.kernels.tritons import ON_GPUS
+from lmsys.processes import Function, ProcessError, in_own_process
+from lmsys.strict_json import read_json
+from lmsys.values import shortened
+
+DEADLINE_S = 600.0  # most of it is for compiling, on a machine that is busy
+EXACT = ""  # the verdict where nothing was wrong
+OF_THE_MOMENT = "out of memory"  # what says nothing about a version
+
+_verdicts: dict[str, str] = {}  # by key: EXACT, or what was wrong
+
+
+def trials_file() -> Path:
+    """The file that keeps verdicts."""
+    return Path(os.environ.get("LMSYS_CACHE_DIR", "~/.cache/lmsys")).expanduser() / "trials.json"
+
+
+def refusal(row: str, trial: Function, sources: tuple[Path, ...], capability: tuple[int, int]) -> str | None:
+    """None where trial(capability) has ended well, now or in a run before; else why the row is refused.
+
+    It runs in a process of its own: an exception is a verdict, and so are a crash and no end within DEADLINE_S.
+    `sources`: the files, or folders of them, that a verdict holds for.
+    """
+    versions = f"triton {triton.__version__}", f"torch {torch.__version__}", f"sm_{capability[0]}{capability[1]}"
+    key = "/".join((row, *versions, _hash(sources)))
+    if key not in _verdicts:
+        known = _read()
+        if key not in known:
+            print(f"lmsys: trying {row} on {', '.join(versions)} (once, a minute or two)", file=sys.stderr, flush=True)
+            known[key] = _tried(trial, capability)
+            if OF_THE_MOMENT not in known[key]:
+                _keep(key, known[key])
+        _verdicts[key] = known[key]
+    if _verdicts[key] == EXACT:
+        return None
+    return (
+        f"was tried on {versions[0]}, on which its GPU tests have not run: {_verdicts[key]}; it runs on triton "
+        f"{', '.join(ON_GPUS)}; to try again, delete {trials_file()}"
+    )
+
+
+def _tried(trial: Function, capability: tuple[int, int]) -> str:
+    try:
+        in_own_process(trial, capability, timeout_s=DEADLINE_S)
+    except ProcessError as error:
+        return shortened(error.failure[1])
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+        said = lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"  # the compiler ends with its reason
+        return shortened(f"{type(error).__name__}: {said}")
+    return EXACT
+
+
+def _hash(sources: tuple[Path, ...]) -> str:
+    files = [file for source in sources for file in (sorted(source.glob("*.py")) if source.is_dir() else [source])]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+
+
+def _read() -> dict[str, str]:
+    """Verdicts on disk. ValueError, with the path, when the file is not what `_keep` writes."""
+    path = trials_file()
+    if not path.is_file():
+        return {}
+    try:
+        found = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{path}: the verdicts are corrupt ({error}); delete the file to try anew") from error
+    if not (isinstance(found, dict) and all(isinstance(verdict, str) for verdict in found.values())):
+        raise ValueError(f"{path}: the verdicts are corrupt (not an object of texts); delete the file to try anew")
+    return found
+
+
+def _keep(key: str, verdict: str) -> None:
+    """Atomic: a reader sees the old file or the new one."""
+    path = trials_file()
+    known = _read() | {key: verdict}  # read again: another process may have written meanwhile
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as file:
+            file.write(json.dumps(known, indent=1, sort_keys=True).encode() + b"\n")
+    except OSError as error:
+        warnings.warn(f"{path}: a verdict lasts for this process only: {error}", stacklevel=2)

@@ -1,0 +1,124 @@
+"""A Triton that nobody has tried is tried once, in a process of its own; the verdict stands until something changes."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="pip install triton==3.6.0")
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+
+from lmsys.kernels import trial  # noqa: E402
+from tests.support.trials import COUNT, crash, full, hang, right, uncompiled, wrong
+
+CAPABILITY = (9, 0)
+FILES = (Path(__file__),)
+
+
+@pytest.fixture(autouse=True)
+def nothing_tried_yet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LMSYS_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv(COUNT, str(tmp_path / "count"))
+    monkeypatch.setattr(triton, "__version__", "3.99.0")
+    forget(monkeypatch)
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a later process begins."""
+    monkeypatch.setattr(trial, "_verdicts", {})
+
+
+def asked(function: Callable[[tuple[int, int]], None], capability: tuple[int, int] = CAPABILITY) -> str | None:
+    return trial.refusal("a_row", function, FILES, capability)
+
+
+def trials() -> list[str]:
+    file = Path(os.environ[COUNT])
+    return file.read_text().split() if file.exists() else []
+
+
+def test_one_that_is_exact_is_not_refused_and_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asked(right) is None and asked(right) is None
+    forget(monkeypatch)
+    assert asked(right) is None
+    assert len(trials()) == 1 and trials() != [str(os.getpid())]
+
+
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        (wrong, "ValueError: dq is wrong"),
+        (crash, "a worker process died: killed by SIGSEGV"),
+        (hang, "a worker process did not answer within 5 s and was killed"),
+    ],
+)
+def test_a_refusal_says_why_and_what_to_do(
+    function: Callable[[tuple[int, int]], None], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "DEADLINE_S", 5.0 if function is hang else 60.0)
+    reason = str(asked(function))
+    assert f"was tried on triton 3.99.0, on which its GPU tests have not run: {what};" in reason
+    assert "it runs on triton 3.6.0" in reason and f"to try again, delete {trial.trials_file()}" in reason
+    forget(monkeypatch)
+    assert asked(function) == reason and len(trials()) == 1
+    trial.trials_file().unlink()
+    forget(monkeypatch)
+    assert asked(right) is None
+
+
+def test_what_the_compiler_says_last_is_told() -> None:
+    assert "RuntimeError: at 3:11: ... AttributeError: no reinterpret;" in str(asked(uncompiled))
+
+
+def test_a_verdict_is_of_its_versions_its_gpu_and_its_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of folders every file counts; each change is tried, and what stood before stands."""
+    source = tmp_path / "kernels" / "one.py"
+    source.parent.mkdir()
+    source.write_text("x = 1\n")
+
+    def tried(capability: tuple[int, int] = CAPABILITY) -> int:
+        before = len(trials())
+        for _ in range(2):
+            trial.refusal("a_row", wrong, (source.parent,), capability)
+        return len(trials()) - before
+
+    assert tried() == 1
+    assert tried((10, 0)) == 1
+    monkeypatch.setattr(triton, "__version__", "3.99.1")
+    assert tried() == 1
+    monkeypatch.setattr(torch, "__version__", "9.9.9")
+    assert tried() == 1
+    source.write_text("x = 2\n")
+    assert tried() == 1
+    source.with_name("two.py").touch()
+    source.write_text("x = 1\n")
+    forget(monkeypatch)
+    assert tried() == 0, "an empty file changes nothing"
+    assert len(json.loads(trial.trials_file().read_text())) == 5
+
+
+def test_what_was_full_for_a_moment_is_told_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "out of memory" in str(asked(full)) and "out of memory" in str(asked(full))
+    assert len(trials()) == 1 and not trial.trials_file().exists()
+    forget(monkeypatch)
+    assert asked(right) is None
+
+
+@pytest.mark.parametrize("text", ["{not json", "[1, 2]", '{"key": 7}'])
+def test_corrupt_verdicts_are_named(text: str) -> None:
+    trial.trials_file().parent.mkdir(parents=True)
+    trial.trials_file().write_text(text)
+    with pytest.raises(ValueError, match="verdicts are corrupt") as error:
+        asked(right)
+    assert str(trial.trials_file()) in str(error.value)
+
+
+def test_where_nothing_can_be_written_a_verdict_lasts_for_the_process(tmp_path: Path) -> None:
+    (tmp_path / "cache").touch()
+    with pytest.warns(UserWarning, match="for this process only"):
+        assert "dq is wrong" in str(asked(wrong))
+    assert "dq is wrong" in str(asked(wrong)) and len(trials()) == 1
