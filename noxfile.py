@@ -2,7 +2,7 @@
 # requires-python = ">=3.11"
 # dependencies = ["nox>=2025.2.9"]
 # ///
-"""Sessions: lint, tests, bench, and on request gpu, tritons, fuzz, report, docs; they wrap `python -m` lines: docs/install.md.
+"""Sessions: lint, tests, bench, and on request gpu, tritons, fuzz, report, docs. Each wraps lines of docs/install.md.
 
 `python3 -m nox -s bench -- --sweep full` hands what follows `--` to the wrapped command.
 """

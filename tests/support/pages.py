@@ -48,8 +48,10 @@ def module_of(words: list[str]) -> tuple[str, list[str]]:
     if program == "uv":
         assert rest[:2] == ["run", "noxfile.py"]
         return "nox", rest[2:]
-    if program in ("mkdir", "."):
+    if program in ("mkdir", ".") or words[:2] == ["nsys", "stats"]:
         return "", rest
+    if program in ("nsys", "ncu"):  # in front of what they look at
+        return module_of(words[words.index("python") :])
     assert program.endswith(("python", "python3", "torchrun")) and "-m" in rest, f"{words} is no command known here"
     place = rest.index("-m")
     assert program == "torchrun" or place == 0
