@@ -54,10 +54,9 @@ def test_tables_of_attention_are_those_of_one_run_each() -> None:
 
 
 def test_the_published_table_has_the_same_figures() -> None:
-    """The newest run stands there; columns are called by their rows' names or labels."""
+    """The newest run stands there."""
     head, *body = rows((TABLES / "nvidia-h200-tokens16k-bfloat16-fwd-tflops.md").read_text())
-    names = {entry.label: name for name, entry in ATTENTION.items()}
-    published = [dict(zip([names.get(one, one) for one in head], line, strict=True)) for line in body]
+    published = [dict(zip(head, line, strict=True)) for line in body]
     told_head, *told = rates(FOUR)
     assert [[line[name] for name in told_head] for line in published] == told
 
@@ -101,7 +100,7 @@ def test_speedups_are_the_published_ones() -> None:
     (told,) = tables(RESULTS, "row", "forward, causal")
     published = {line[0]: line for line in rows((TABLES / "nvidia-h200-tokens16k-summary.md").read_text())}
     for name, *cells in told[1:]:
-        found = published.get(name) or published[ATTENTION[name].label]
+        found = published[name]
         forward, backward, forward_full, backward_full = [cell.removesuffix(" (6)") for cell in found[1:]]
         assert cells == [forward, forward_full, backward, backward_full], name
 

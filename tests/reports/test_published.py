@@ -1,0 +1,45 @@
+"""The committed files of the report are those that README and docs show, as `python -m reports` makes them."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmsys.reports import plots
+from lmsys.reports.__main__ import build
+from tests.support.pages import PAGES, links
+from tests.support.processes import ROOT
+
+PUBLISHED = Path("reports/published/nvidia-h200")
+DRAWN = plots.to_svg
+READ_BY_TESTS = {"tables/nvidia-h200-tokens16k-bfloat16-fwd-tflops.md"}  # figures of README are compared with it
+
+
+def shown() -> set[str]:
+    """The files that pages link to or show."""
+    found = {Path(path) for page in PAGES for path, _ in links(page)}
+    return {path.relative_to(PUBLISHED).as_posix() for path in found if path.is_relative_to(PUBLISHED)}
+
+
+def test_what_pages_show_is_what_the_committed_runs_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, folder = shown() | READ_BY_TESTS, ROOT / PUBLISHED
+    assert {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} == wanted
+
+    def to_svg(axes: Any, name: str, title: str) -> str:
+        """Draws those that are shown; the others cost a minute."""
+        return DRAWN(axes, name, title) if f"plots/{name}.svg" in wanted else '<svg width="1pt" height="1pt">'
+
+    monkeypatch.setattr(plots, "to_svg", to_svg)
+    build(sorted((ROOT / "reports" / "results").glob("*.json")), tmp_path / "site")
+    for name in wanted:
+        assert _without_shapes(tmp_path / "site" / name) == _without_shapes(folder / name), (
+            f"{name}: run `python -m reports -o site`, and copy it"
+        )
+
+
+def _without_shapes(path: Path) -> str:
+    """The text; the outlines that versions of matplotlib draw differ."""
+    return re.sub(
+        r' d="[^"]*"| (?:x|y|width|height|viewBox|style|transform|points|id)="[^"]*"|\{[^}]*\}', "", path.read_text()
+    )
