@@ -73,7 +73,7 @@ def _verdict(reasons: dict[str, str | None]) -> str:
 
 
 def remedy(entry: Entry, reason: str, device: str, case: Callable[..., Any]) -> str:
-    """What would let a row run that is refused here with `reason`: the row is asked what it would say of other GPUs.
+    """The remedies for a row that is refused here with `reason`: the row is asked what it would say of other GPUs.
 
     A reason that says what the row needs, other than another GPU, is the answer itself.
     """

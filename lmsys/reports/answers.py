@@ -129,7 +129,7 @@ def _speed(comparisons: Sequence[Sequence[Record]], row: str, bases: Sequence[st
 
 
 def _ratio(rows: Sequence[Record], ours: str, theirs: str) -> float | None:
-    """Of the fastest case of each, such as the best size of buckets."""
+    """The ratio of the fastest case of each, such as the best size of buckets."""
     found = [[one for one in rows if name in (one["impl"], one.get("strategy"))] for name in (ours, theirs)]
     return ratio_of(*(min(cases, key=_time) for cases in found)) if all(found) else None
 

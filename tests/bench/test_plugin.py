@@ -136,7 +136,7 @@ def test_of_two_runs_into_one_file_the_second_is_told(folder: Path) -> None:
 
 
 def test_wide_tables_are_for_those_who_ask(folder: Path) -> None:
-    """Of our cases; other tests keep theirs. What was saved and compared is the same."""
+    """Our cases have none; other tests keep theirs. What was saved and compared is the same."""
     (folder / "test_plain.py").write_text("def test_plain(benchmark):\n    benchmark(lambda: None)\n")
     both = (*SMALL, "test_plain.py", "--benchmark-min-rounds", "10", "--benchmark-autosave", "--benchmark-json")
     told = run(folder, *both, "out.json").stdout

@@ -75,7 +75,7 @@ def test_what_the_compiler_says_last_is_told() -> None:
 
 
 def test_a_verdict_is_of_its_versions_its_gpu_and_its_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of folders every file counts; each change is tried, and what stood before stands."""
+    """Every file of a folder counts; each change is tried, and what stood before stands."""
     source = tmp_path / "kernels" / "one.py"
     source.parent.mkdir()
     source.write_text("x = 1\n")

@@ -22,7 +22,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def spans(page: str) -> list[str]:
-    """What stands between single backticks, on one line or two."""
+    """The texts between single backticks, on one line or two."""
     return [" ".join(text.split()) for text in re.findall(r"`([^`]+)`", FENCE.sub("", PAGES[page]))]
 
 

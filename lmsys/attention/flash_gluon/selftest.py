@@ -20,7 +20,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Shape:
-    """Of q (B, H, Q, D), k and v (B, Hkv, K, D). K is at most 2 ** (BITS + 1)."""
+    """The shape of q (B, H, Q, D), k and v (B, Hkv, K, D). K is at most 2 ** (BITS + 1)."""
 
     batch: int = 4
     heads: int = 8
