@@ -48,7 +48,7 @@ QUESTIONS = (
         "Fastest data parallelism",
         {**TRAINING, "world_size": "ranks"},
         ("torch_ddp_tuned", "torch_ddp", "torch_fsdp2", "torch_zero1", "naive"),
-        lambda one: one["world_size"] > 1 and one["strategy"] != "none",
+        lambda one: one["world_size"] > 1 and one["strategy"] != "none" and one["comm_dtype"] != "bfloat16",
     ),
 )
 
