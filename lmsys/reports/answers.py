@@ -13,8 +13,10 @@ from lmsys.reports.words import MEANINGS, VALUES, number
 NARROW = "bfloat16", "bf16"  # the precision that most readers ask for stands first
 FAILED = "wrong", "error"
 NEAR = 1.02  # within so much of the fastest, a row is as fast
-ABOUT = "The row that is fastest, or within 2 % of it, in most comparisons, by its name as one types it. Its speed is "
-ABOUT += "relative to a row that was sampled beside it: a geometric mean over comparisons."
+ABOUT = (
+    "No row that was sampled beside this one is more than 2 % faster, by the geometric mean; its name is as one types it. "
+    "Its speed over another row is such a mean, too. The last column counts where it was first, or within 2 %."
+)
 
 
 @dataclass(frozen=True)
@@ -101,18 +103,23 @@ def _place(key: Sequence[object]) -> list[tuple[int, float, str]]:
 
 
 def _first(machine: Machine, comparisons: Sequence[Sequence[Record]], bases: Sequence[str]) -> Record:
-    """The row that was as fast as any most often, of several the fastest on the whole, and its speed over a base."""
-    shares: dict[str, list[float]] = {}  # of the fastest one's speed, by row
+    """The row than which fewest are faster, on the whole, where both were sampled; and its speed over a base."""
+    times: list[dict[str, float]] = []  # of each row, by comparison
     for rows in comparisons:
-        own, best_s = dict[str, Record](), min(map(_time, rows))
-        for one in sorted(rows, key=_time):
-            own.setdefault(one["impl"], one)
-        for name, one in own.items():
-            shares.setdefault(name, []).append(best_s / _time(one))
-    wins = {name: sum(share * NEAR >= 1 for share in found) for name, found in shares.items()}
-    row = max(wins, key=lambda name: (wins[name], geometric_mean(shares[name])))
+        times.append({one["impl"]: _time(one) for one in sorted(rows, key=_time, reverse=True)})
+
+    def mean(ours: str, theirs: str) -> float:
+        return geometric_mean([one[ours] / one[theirs] for one in times if ours in one and theirs in one])[0]
+
+    def rank(name: str) -> tuple[int, int, float]:
+        own = [one for one in times if name in one]
+        slower = sum(mean(name, other) > NEAR for other in {other for one in own for other in one})
+        return slower, -len(own), geometric_mean([one[name] / min(one.values()) for one in own])[0]
+
+    row = min({name for one in times for name in one}, key=rank)
+    own = [one for one in times if row in one]
     called = {machine.called(one) for rows in comparisons for one in rows if one["impl"] == row}
-    counts = {"fastest": wins[row], "comparisons": len(comparisons)}
+    counts = {"fastest": sum(one[row] <= NEAR * min(one.values()) for one in own), "comparisons": len(own)}
     return {"row": row, **counts, "called": " or ".join(sorted(called)), **_speed(comparisons, row, bases)}
 
 
