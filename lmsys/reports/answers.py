@@ -14,8 +14,8 @@ NARROW = "bfloat16", "bf16"  # the precision that most readers ask for stands fi
 FAILED = "wrong", "error"
 NEAR = 1.02  # within so much of the fastest, a row is as fast
 ABOUT = (
-    "No row that was sampled beside this one is more than 2 % faster, by the geometric mean; its name is as one types it. "
-    "Its speed over another row is such a mean, too. The last column counts where it was first, or within 2 %."
+    "No row that was sampled beside this one is more than 2 % faster, by the geometric mean. Its name is as one types "
+    "it; its speed over another row is such a mean, too. The last column counts where it was first, or within 2 %."
 )
 
 
