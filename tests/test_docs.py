@@ -4,7 +4,6 @@ import argparse
 import ast
 import importlib.util
 import re
-import runpy
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -164,7 +163,17 @@ def test_other_commands_are_taken(
         monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
         monkeypatch.setattr(sys, "argv", [module, *words])
         with pytest.raises(Parsed):
-            runpy.run_module(module, run_name="__main__")
+            run_as_main(module)
+
+
+def run_as_main(module: str) -> None:
+    """As `runpy.run_module`, which cannot run modules whose asserts pytest rewrites."""
+    spec = importlib.util.find_spec(module)
+    if spec is not None and spec.submodule_search_locations:
+        spec = importlib.util.find_spec(f"{module}.__main__")
+    assert spec is not None and spec.origin is not None, module
+    names = {"__name__": "__main__", "__package__": spec.parent, "__file__": spec.origin}
+    exec(compile(Path(spec.origin).read_text(), spec.origin, "exec"), names)
 
 
 def is_function(node: ast.AST) -> bool:
