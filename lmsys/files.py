@@ -2,15 +2,28 @@
 
 import fcntl
 import hashlib
+import json
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, BinaryIO
 
 _claims: dict[Path, IO[str]] = {}  # of this process: a lock ends when its file is closed
+
+
+def cache_folder() -> Path:
+    """The folder for what is kept between runs: $LMSYS_CACHE_DIR, by default ~/.cache/lmsys. It may be missing."""
+    return Path(os.environ.get("LMSYS_CACHE_DIR", "~/.cache/lmsys")).expanduser()
+
+
+def write_json(path: Path, found: Mapping[str, object]) -> None:
+    """Writes a file of JSON, in a folder that is made for it: a reader sees the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        file.write(json.dumps(found, indent=1).encode() + b"\n")
 
 
 @contextmanager

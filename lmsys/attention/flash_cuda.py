@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lmsys.attention.contract import DTYPE_NAMES, AttentionCase
 from lmsys.attention.custom_ops import attend, autograd_function, custom_op
-from lmsys.files import check_private
+from lmsys.files import cache_folder, check_private
 
 SOURCE = Path(__file__).with_name("flash_cuda.cu")
 FLAGS = ("-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC")
@@ -117,7 +117,7 @@ def build(dtype: torch.dtype, head_dim: int, capability: tuple[int, int], tiles:
     sources = SOURCE.read_bytes() + SOURCE.with_suffix(".cuh").read_bytes()
     told = "\0".join([*command[1:-1], _nvcc_version()]).encode()
     name = f"flash_cuda-{hashlib.sha256(sources + told).hexdigest()[:16]}.so"
-    path = Path(os.environ.get("LMSYS_CACHE_DIR", "~/.cache/lmsys")).expanduser() / name
+    path = cache_folder() / name
     if not path.exists():
         what = f"{DTYPE_NAMES[dtype]}, head_dim {head_dim}, sm_{capability[0]}{capability[1]}"
         print(f"lmsys: compiling flash_cuda for {what} (once, some seconds)", file=sys.stderr, flush=True)

@@ -5,9 +5,7 @@ Triton version and version of the kernels' source; others are kept beside it.
 """
 
 import hashlib
-import json
 import math
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +16,7 @@ import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
-from lmsys.files import replacing
+from lmsys.files import cache_folder, write_json
 from lmsys.strict_json import read_json
 from lmsys.values import whole
 
@@ -62,7 +60,7 @@ def candidates(kernel: str, dtype: torch.dtype, block_d: int, precision: str) ->
 
 def cache_file() -> Path:
     """The file that keeps tuned choices."""
-    return Path(os.environ.get("LMSYS_CACHE_DIR", "~/.cache/lmsys")).expanduser() / "tuning.json"
+    return cache_folder() / "tuning.json"
 
 
 _chosen: dict[tuple[object, ...], Tile] = {}  # by device and the plain case
@@ -85,7 +83,7 @@ def tune(case: tuple[object, ...], tiles: Sequence[Tile], launch: Callable[[Tile
             best = _fastest(tiles, launch)
             known = _read() | {key: best}  # read again: another process may have written meanwhile
             try:
-                _write(known)
+                write_json(cache_file(), {key: asdict(tile) for key, tile in sorted(known.items())})
             except OSError as error:
                 warnings.warn(f"{cache_file()}: tuned choices last for this process only: {error}", stacklevel=2)
         _chosen[device.index, *case] = known[key]
@@ -124,7 +122,7 @@ def _sources() -> str:
 
 
 def _read() -> dict[str, Tile]:
-    """Choices on disk. ValueError, with the path, when the file is not what `_write` writes."""
+    """Choices on disk. ValueError, with the path, when the file is not what `tune` writes."""
     path = cache_file()
     try:
         if not path.is_file():
@@ -138,12 +136,3 @@ def _tile(**sizes: int) -> Tile:
     for name, size in sizes.items():
         whole(name, size, least=1, most=MOST_SIZE)
     return Tile(**sizes)
-
-
-def _write(choices: dict[str, Tile]) -> None:
-    """Atomic: a reader sees the old file or the new one."""
-    path = cache_file()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({key: asdict(tile) for key, tile in sorted(choices.items())}, indent=1)
-    with replacing(path) as file:
-        file.write(text.encode() + b"\n")

@@ -175,11 +175,9 @@ class Trial:
         steps, candidates = {}, {case.id: self.candidate(case) for case in turn}
         self.watch.doing = "before it was timed"
         for case in turn:
-            candidate = candidates[case.id]
-            step, failure = candidate.watched(self.benchmark.step, case, candidate, self.setup)
-            self.measurements[case.id].failure = failure
-            if not failure:
-                steps[case.id] = self._filled(step, candidate)
+            step, self.measurements[case.id].failure = self._step(case, candidates[case.id])
+            if step is not None:
+                steps[case.id] = step
         self.watch.expected_s = math.inf
         sampled = interleave(
             steps,
@@ -208,10 +206,8 @@ class Trial:
         self.watch.doing = "while it was called for a profiler"
         for case in self.cases:
             if self.is_able(case):
-                candidate = self.candidate(case)
-                step, failure = candidate.watched(self.benchmark.step, case, candidate, self.setup)
-                if not failure:
-                    step = self._filled(step, candidate)
+                step, failure = self._step(case, self.candidate(case))
+                if step is not None:
                     _, failure = attempt(call_in_ranges, case.id, step, self.settings.device)
                 self.measurements[case.id].failure = failure
         self.watch.settle()
@@ -220,12 +216,15 @@ class Trial:
     def _expect(self, seconds: float) -> None:
         self.watch.expected_s = seconds
 
-    def _filled(self, step: Step, candidate: Candidate) -> Step:
-        """With what a benchmark says once for all its steps: how inputs are drawn, and that results are judged."""
+    def _step(self, case: Any, candidate: Candidate) -> tuple[Step | None, Failure | None]:
+        """The case's step, with what its benchmark says once: how inputs are drawn, and that results are judged."""
         benchmark = self.benchmark
+        step, failure = candidate.watched(benchmark.step, case, candidate, self.setup)
+        if failure:
+            return None, failure
         redraw = partial(benchmark.redraw, self.setup) if step.redraw is nothing else step.redraw
         keep = copied if step.keep is nothing and judges_calls(benchmark) else step.keep
-        return self.watch.over(step, candidate, redraw, keep)
+        return self.watch.over(step, candidate, redraw, keep), None
 
     def check_timed(self, turn: Cases) -> None:
         """Judges the timed calls that were kept, each by its own inputs, which are drawn again."""

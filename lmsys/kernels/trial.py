@@ -5,8 +5,6 @@ torch and of the kernels' source, and to one compute capability; others are kept
 """
 
 import hashlib
-import json
-import os
 import sys
 import warnings
 from pathlib import Path
@@ -14,7 +12,7 @@ from pathlib import Path
 import torch
 import triton
 
-from lmsys.files import replacing
+from lmsys.files import cache_folder, write_json
 from lmsys.kernels.tritons import ON_GPUS
 from lmsys.processes import Function, ProcessError, in_own_process
 from lmsys.strict_json import read_json
@@ -29,7 +27,7 @@ _verdicts: dict[str, str] = {}  # by key: EXACT, or what was wrong
 
 def trials_file() -> Path:
     """The file that keeps verdicts."""
-    return Path(os.environ.get("LMSYS_CACHE_DIR", "~/.cache/lmsys")).expanduser() / "trials.json"
+    return cache_folder() / "trials.json"
 
 
 def refusal(row: str, trial: Function, sources: tuple[Path, ...], capability: tuple[int, int]) -> str | None:
@@ -88,12 +86,9 @@ def _read() -> dict[str, str]:
 
 
 def _keep(key: str, verdict: str) -> None:
-    """Atomic: a reader sees the old file or the new one."""
     path = trials_file()
     known = _read() | {key: verdict}  # read again: another process may have written meanwhile
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as file:
-            file.write(json.dumps(known, indent=1, sort_keys=True).encode() + b"\n")
+        write_json(path, dict(sorted(known.items())))
     except OSError as error:
         warnings.warn(f"{path}: a verdict lasts for this process only: {error}", stacklevel=2)

@@ -61,7 +61,7 @@ def answers(machine: Machine) -> Block:
 
 
 def _fastest(machine: Machine, question: Question) -> Table | None:
-    """A line for each setting, with the row that was first there; None where no two rows were timed together."""
+    """A line for each setting, with the row that is fastest there; None where no two rows were timed together."""
     cases = [one for one in machine.records if one["benchmark"] == question.benchmark and question.contends(one)]
     wrong = {(one["section"], one["impl"]) for one in cases if one["outcome"] in FAILED}
     timed = [one for one in cases if one.get("time_s") and (one["section"], one["impl"]) not in wrong]

@@ -1,13 +1,12 @@
 """Texts to train on: the standard library of the running Python, TinyStories, or any text file. Imports no torch."""
 
-import os
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from platform import python_version
 
-from lmsys.files import replacing, sha256_of
+from lmsys.files import cache_folder, replacing, sha256_of
 from lmsys.tokenizer.chunks import Chunk, cut_file, whole
 from lmsys.tokenizer.pretokens import Pretokenizer
 from lmsys.training.config import DataConfig, file_of
@@ -34,7 +33,7 @@ class Corpus:
 
 def default_folder() -> Path:
     """Where corpora are kept: `corpora` in $LMSYS_CACHE_DIR, by default ~/.cache/lmsys."""
-    return Path(os.environ.get("LMSYS_CACHE_DIR", "~/.cache/lmsys")).expanduser() / "corpora"
+    return cache_folder() / "corpora"
 
 
 def stdlib(folder: Path | None = None) -> Corpus:
