@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from lmsys.measure.clock import LEAD_S, NUM_SPANS, SHORT_S, Clock, Cost, CpuClock, synchronize, timed
+from lmsys.measure.clock import LEAD_S, NUM_SPANS, SHORT_S, Clock, Cost, CpuClock, synchronize
 from lmsys.measure.step import Step, nothing
 
 Failure = tuple[str, str]  # outcome ("oom" or "error") and reason
@@ -29,7 +29,7 @@ MAX_ROUNDS = 200
 MARGIN = 1.25  # launching takes now longer, now shorter
 FIRST_LEAD_S = 0.02  # longer than the host takes to launch almost any call
 MOST_PREPARED = 2.0  # times what a prepare is like, and the clock's `saving_s`
-PREPARE_TRIALS = 3
+PREPARE_TRIALS, NUM_PREPARED = 3, 7  # how often, and of how many calls the least
 _ENTROPY = random.SystemRandom()
 
 
@@ -208,34 +208,48 @@ def rounds_of(steps: Mapping[str, Step], clock: Clock, rounds: int = NUM_SPANS) 
     for index in range(rounds):
         clock.wait(LEAD_S)
         for name in random.Random(index).sample([*steps], len(steps)):
-            taken.append((name, _sample(steps[name], clock, _ENTROPY.getrandbits(53))[0]))
+            taken.append((name, _again(steps[name], clock)))
     return taken
 
 
 def _prepares_too_much(prepare_s: float, step: Step, clock: Clock) -> Failure | None:
     """A failure where the untimed part before each timed call takes far longer than what it should be like.
 
-    The least of each is compared; on a machine that is busy now and then it is tried again, the two in turns.
+    Both follow a timed call, which leaves a CPU's threads busy for a while. The least of each is compared; on a machine
+    that is busy now and then it is tried again, the two in turns.
     """
     like = nothing if step.prepare is nothing else step.like
     if like is None:
         return None
     for _ in range(PREPARE_TRIALS):
-        clock.wait(FIRST_LEAD_S)
-        samples, failure = attempt(timed, clock, like, 7) if like is not nothing else ([0.0], None)
+        alone_s, failure = attempt(_least_after_a_call, step, like, clock) if like is not nothing else (0.0, None)
         if failure:
             return failure
-        alone_s = min(samples)
         if prepare_s <= MOST_PREPARED * alone_s + clock.saving_s:
             return None
         clock.wait(FIRST_LEAD_S)
-        marks: list[Any] = [_sample(step, clock, _ENTROPY.getrandbits(53))[0] for _ in range(7)]
-        prepare_s = min(one.prepare_s for one in clock.read(marks))
+        readings = clock.read([_again(step, clock) for _ in range(1 + NUM_PREPARED)])
+        prepare_s = min(one.prepare_s for one in readings[1:])  # the first follows no call
     return (
         "wrong",
         f"the untimed call before each timed one took {prepare_s * 1e6:.0f} us, alone it takes {alone_s * 1e6:.0f}: "
         "work that was to be timed was done there",
     )
+
+
+def _least_after_a_call(step: Step, call: Callable[[], Any], clock: Clock) -> float:
+    """The least seconds of a few calls, each right after a call of the step."""
+    marks: list[tuple[Any, Any]] = []
+    clock.wait(FIRST_LEAD_S)
+    for _ in range(NUM_PREPARED):
+        marks.append((_again(step, clock), clock.sample(lambda _: call())[0]))
+    clock.forget([before for before, _ in marks])
+    return min(one.run_s for one in clock.read([mark for _, mark in marks], trusted=True))
+
+
+def _again(step: Step, clock: Clock) -> Any:
+    """One more sample: what the clock reads it by."""
+    return _sample(step, clock, _ENTROPY.getrandbits(53))[0]
 
 
 def _sample(step: Step, clock: Clock, draw: int, index: int = -1) -> tuple[Any, int, Kept | None]:
@@ -264,7 +278,7 @@ def _cost(step: Step, clock: Clock, calls: int) -> Cost:
     marks: list[Any] = []
 
     def sample() -> None:
-        marks.append(_sample(step, clock, _ENTROPY.getrandbits(53))[0])
+        marks.append(_again(step, clock))
 
     for _ in range(calls):
         costs.append(clock.cost(sample, 2 * costs[-1].host_s if costs else FIRST_LEAD_S))

@@ -3,14 +3,16 @@
 import os
 import signal
 import threading
+import time
 from typing import Any, Self
 
+AGAIN_S = 0.5  # signals closer together are one wish: torchrun and a terminal each pass one on
 ENDED_S = 5.0  # for a process to end by itself after a second signal
 TWICE = "told to end twice, and its step does not: ended at once; what was saved before stands"
 
 
 class StopSignals:
-    """SIGTERM and Ctrl-C, kept until the step is done; what is ignored stays so. A second one ends at once.
+    """SIGTERM and Ctrl-C, kept until the step is done; what is ignored stays so. A second one, later, ends at once.
 
     Python runs handlers between two of its own instructions, which a rank that waits for a stopped one never reaches:
     a thread reads the signals, too, and ends such a process some seconds after the second.
@@ -18,6 +20,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.seen: int = 0
+        self._seen_at_s = 0.0
         self._over = threading.Event()
         self._before: dict[int, Any] = {}
 
@@ -39,17 +42,21 @@ class StopSignals:
         os.close(self._tell)
 
     def _note(self, number: int, _: Any) -> None:
-        if self.seen:
+        now = time.monotonic()
+        if not self.seen:
+            self.seen, self._seen_at_s = number, now
+        elif now - self._seen_at_s > AGAIN_S:
             raise KeyboardInterrupt
-        self.seen = number
 
     def _watch(self) -> None:
         """Reads until the other end is closed. A step that does not end when told twice ends with its process."""
-        numbers: list[int] = []
+        first, first_at_s = 0, 0.0
         while number := os.read(self._told, 1):
-            numbers += [number[0]] if number[0] in self._before else []
-            if len(numbers) == 2 and not self._over.wait(ENDED_S):
-                _end(numbers[0])
+            now = time.monotonic()
+            if number[0] in self._before and not first:
+                first, first_at_s = number[0], now
+            elif number[0] in self._before and now - first_at_s > AGAIN_S and not self._over.wait(ENDED_S):
+                _end(first)
         os.close(self._told)
 
 

@@ -36,6 +36,28 @@ def test_rows_take_turns_and_prepare_is_not_timed() -> None:
     assert sampled.sm_clock_mhz is None and not sampled.failures
 
 
+@pytest.mark.parametrize(("own_s", "refused"), [(0.0, False), (0.02, True)])
+def test_a_prepare_is_held_against_its_like_in_the_same_place(own_s: float, refused: bool) -> None:
+    """A backward leaves threads that spin, which slow what follows down: the prepare and, as here, its like."""
+    wait_s = 0.0
+
+    def run(_: None) -> None:
+        nonlocal wait_s
+        wait_s = 0.01
+
+    def forward() -> None:
+        nonlocal wait_s
+        time.sleep(wait_s)
+        wait_s = 0.0
+
+    def prepare() -> None:
+        forward()
+        time.sleep(own_s)
+
+    sampled = interleave({"a": Step(run, prepare, like=forward)}, CpuClock(), seconds=0, min_rounds=3)
+    assert {name: outcome for name, (outcome, _) in sampled.failures.items()} == ({"a": "wrong"} if refused else {})
+
+
 def test_of_rows_with_a_single_round_that_is_kept() -> None:
     step = Step(lambda _: "result", keep=lambda found, key: None if key is None else found)
     (kept,) = interleave({"a": step}, CpuClock(), seconds=0, min_rounds=1).kept["a"]

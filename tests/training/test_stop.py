@@ -22,9 +22,13 @@ def step_in_python() -> None:
     time.sleep(60.0)
 
 
-def told_twice(step: str) -> str:
+def step_that_ends() -> None:
+    time.sleep(0.5)
+
+
+def told_twice(step: str, again_s: float) -> str:
     """Runs in a process of its own."""
-    stop.ENDED_S = ENDED_S
+    stop.AGAIN_S, stop.ENDED_S = again_s, ENDED_S
     for at_s in (0.1, 0.2):
         threading.Timer(at_s, os.kill, (os.getpid(), signal.SIGTERM)).start()
     try:
@@ -37,9 +41,14 @@ def told_twice(step: str) -> str:
 
 
 def test_it_lives_on_where_its_step_ends() -> None:
-    assert processes.in_own_process(told_twice, "step_in_python", timeout_s=60.0) == "lives on"
+    assert processes.in_own_process(told_twice, "step_in_python", 0.05, timeout_s=60.0) == "lives on"
+
+
+def test_two_signals_at_once_are_one_wish() -> None:
+    """torchrun's ranks get several when their agent dies, and after Ctrl-C."""
+    assert processes.in_own_process(told_twice, "step_that_ends", 5.0, timeout_s=60.0) == "was not interrupted"
 
 
 def test_it_ends_where_its_step_does_not() -> None:
     with pytest.raises(processes.ProcessError, match=f"exit code {128 + signal.SIGTERM}"):
-        processes.in_own_process(told_twice, "step_in_c", timeout_s=60.0)
+        processes.in_own_process(told_twice, "step_in_c", 0.05, timeout_s=60.0)
