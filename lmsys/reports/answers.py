@@ -116,7 +116,7 @@ def _first(machine: Machine, comparisons: Sequence[Sequence[Record]], bases: Seq
         slower = sum(mean(name, other) > NEAR for other in {other for one in own for other in one})
         return slower, -len(own), geometric_mean([one[name] / min(one.values()) for one in own])[0]
 
-    row = min({name for one in times for name in one}, key=rank)
+    row = min(sorted({name for one in times for name in one}), key=rank)
     own = [one for one in times if row in one]
     called = {machine.called(one) for rows in comparisons for one in rows if one["impl"] == row}
     counts = {"fastest": sum(one[row] <= NEAR * min(one.values()) for one in own), "comparisons": len(own)}
