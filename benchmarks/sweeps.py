@@ -154,7 +154,7 @@ CPU_LOSS = Grid(
 
 # Tokenizers, on the standard library's text. text_bytes: how much of it, None: all, about 30 MB; rounds: how often each
 # row is sampled at least, since a training takes seconds.
-TOKENIZER = Grid("default", text_bytes=3_000_000, vocab_size=4000)
+TOKENIZER = Grid("default", text_bytes=2_000_000, vocab_size=4000)
 
 # Collectives on tensors of some megabytes, 10^6 bytes. world_size 0: as many ranks as GPUs, on a CPU two.
 COLLECTIVES = Grid("default", megabytes=(1, 10, 100, 1000))

@@ -29,7 +29,7 @@ MAX_ROUNDS = 200
 MARGIN = 1.25  # launching takes now longer, now shorter
 FIRST_LEAD_S = 0.02  # longer than the host takes to launch almost any call
 MOST_PREPARED = 2.0  # times what a prepare is like, and the clock's `saving_s`
-PREPARE_TRIALS, NUM_PREPARED = 3, 7  # how often, and of how many calls the least
+PREPARE_TRIALS = 3
 _ENTROPY = random.SystemRandom()
 
 
@@ -228,7 +228,7 @@ def _prepares_too_much(prepare_s: float, step: Step, clock: Clock) -> Failure | 
         if prepare_s <= MOST_PREPARED * alone_s + clock.saving_s:
             return None
         clock.wait(FIRST_LEAD_S)
-        readings = clock.read([_again(step, clock) for _ in range(1 + NUM_PREPARED)])
+        readings = clock.read([_again(step, clock) for _ in range(1 + clock.num_prepares)])
         prepare_s = min(one.prepare_s for one in readings[1:])  # the first follows no call
     return (
         "wrong",
@@ -241,7 +241,7 @@ def _least_after_a_call(step: Step, call: Callable[[], Any], clock: Clock) -> fl
     """The least seconds of a few calls, each right after a call of the step."""
     marks: list[tuple[Any, Any]] = []
     clock.wait(FIRST_LEAD_S)
-    for _ in range(NUM_PREPARED):
+    for _ in range(clock.num_prepares):
         marks.append((_again(step, clock), clock.sample(lambda _: call())[0]))
     clock.forget([before for before, _ in marks])
     return min(one.run_s for one in clock.read([mark for _, mark in marks], trusted=True))
