@@ -79,7 +79,7 @@ def check_value(where: str, value: Any, field: Mapping[str, Any]) -> None:
         if role != "detail":
             raise ValueError(f"{where}={shortly(value)} must be one value")
     elif isinstance(value, str | bool):
-        if role == "metric" or (unit and role != "detail"):
+        if role == "metric":  # an axis may have a word beside its numbers, such as a size of "auto"
             raise ValueError(f"{where}={shortly(value)} must be a number")
         text(where, str(value), 10 * MOST_CHARACTERS if role == "detail" else MOST_CHARACTERS)
     elif field["name"] == "time_s":

@@ -61,7 +61,7 @@ def answers(machine: Machine) -> Block:
 
 
 def _fastest(machine: Machine, question: Question) -> Table | None:
-    """A line for each setting, with the row that is fastest there; None where no two rows were timed together."""
+    """A line for each setting, with the row that is fastest there; None where none was timed beside a peer."""
     cases = [one for one in machine.records if one["benchmark"] == question.benchmark and question.contends(one)]
     wrong = {(one["section"], one["impl"]) for one in cases if one["outcome"] in FAILED}
     timed = [one for one in cases if one.get("time_s") and (one["section"], one["impl"]) not in wrong]
@@ -71,7 +71,7 @@ def _fastest(machine: Machine, question: Question) -> Table | None:
         together.setdefault(key, {}).setdefault(str(one["comparison"]), []).append(one)
     data = []
     for key in sorted(together, key=_place):
-        comparisons = [rows for rows in together[key].values() if len({one["impl"] for one in rows}) > 1]
+        comparisons = [rows for rows in together[key].values() if _says_something(rows)]
         if comparisons:
             data.append(dict(zip(question.keys, key, strict=True)) | _first(machine, comparisons, question.bases))
     if not data:
@@ -90,6 +90,11 @@ def _fastest(machine: Machine, question: Question) -> Table | None:
         keys=2,
         source=machine.about(timed),
     )
+
+
+def _says_something(rows: Sequence[Record]) -> bool:
+    """True of several rows with somebody else's among them: of ours alone the fastest may be slow."""
+    return len({one["impl"] for one in rows}) > 1 and any(one.get("peer") for one in rows)
 
 
 def _place(key: Sequence[object]) -> list[tuple[int, float, str]]:

@@ -86,7 +86,9 @@ def read(paths: Iterable[Path]) -> list[Machine]:
         for benchmark, declared in found["fields"].items():
             fields.setdefault(benchmark, {}).update(declared)
         for kind, table in found["rows"].items():
-            rows[kind] = table | rows.get(kind, {}) | table  # in the order of the later
+            before = rows.get(kind, {})  # a file says less of rows that it has no cases of
+            merged = {name: before.get(name, {}) | row for name, row in table.items()}
+            rows[kind] = table | before | merged  # in the order of the later
         cores = None if machine.get("device") == "cuda" else machine.get("cores")
         hardware = json.dumps([*(machine.get(key) for key in HARDWARE), cores])
         run = _date(machine), json.dumps(machine, sort_keys=True)

@@ -63,6 +63,11 @@ def test_the_page_begins_with_them(tmp_path: Path) -> None:
     assert page.count("no wheel") == 1
 
 
+def test_ours_alone_are_no_answer(tmp_path: Path) -> None:
+    records = comparison(1024, {"flash_triton": 1e-3, "naive": 2e-3})
+    assert not [name for name in built(tmp_path / "out", save(tmp_path / "r.json", records)) if "fastest" in name]
+
+
 def test_nothing_wrong_is_said(tmp_path: Path) -> None:
     files = built(tmp_path / "out", save(tmp_path / "r.json", [record("attention", "naive")]))
     (none,) = cells(files, "wrong")

@@ -80,6 +80,23 @@ def test_a_cpu_is_known_by_its_cores_and_a_gpu_in_whatever_host(device: str, tit
     assert device == "cpu" or "8 CPU cores" in about
 
 
+def test_what_a_file_says_of_rows_that_it_has_no_cases_of_takes_nothing_away(tmp_path: Path) -> None:
+    paths = [save(tmp_path / "1.json", [naive(1)]), save(tmp_path / "2.json", [naive(2)], date="2000-01-03")]
+    content = json.loads(paths[1].read_text())
+    for row in content["lmsys"]["rows"]["attention"]:
+        row.pop("baseline", None)
+    paths[1].write_text(json.dumps(content))
+    (machine,) = read(paths)
+    assert machine.rows == read(paths[:1])[0].rows and any(
+        "baseline" in row for row in machine.rows["attention"].values()
+    )
+
+
+def test_a_size_may_be_a_word(tmp_path: Path) -> None:
+    sized = record("data_parallel", "bucketed-auto", asked_bucket_mb="auto")
+    assert read([save(tmp_path / "r.json", [sized])])[0].records[0]["asked_bucket_mb"] == "auto"
+
+
 def test_a_memory_limit_makes_another_question(tmp_path: Path) -> None:
     limited = record("attention", "naive", outcome="oom", reason="limit", memory_limit_bytes=24 * 2**30)
     files = built(tmp_path / "out", save(tmp_path / "r.json", [naive(1), limited]))
