@@ -2,13 +2,16 @@
 # requires-python = ">=3.11"
 # dependencies = ["nox>=2025.2.9"]
 # ///
-"""Sessions: lint, tests, bench, and on request gpu, tritons, fuzz, report, docs. Each wraps lines of docs/install.md.
+"""Sessions: lint, tests, bench, and on request gpu, tritons, fuzz, browser, report, docs.
+
+Each wraps lines of docs/install.md.
 
 `python3 -m nox -s bench -- --sweep full` hands what follows `--` to the wrapped command.
 """
 
 import argparse
 import re
+import shutil
 from pathlib import Path
 
 import nox
@@ -77,6 +80,15 @@ def fuzz(session: nox.Session) -> None:
     """100,000 spoiled files for each reader of a file: a result or a ValueError, and no other file is touched."""
     install(session, "test")
     session.run("python", "-m", "pytest", "-n", "2", "tests/fuzz", *session.posargs, env={"LMSYS_FUZZ": "100000"})
+
+
+@nox.session(default=False)
+def browser(session: nox.Session) -> None:
+    """The published page in Chromium: the one that is installed, else one that Playwright brings."""
+    install(session, "browser")
+    if not (shutil.which("chromium") or shutil.which("google-chrome")):
+        session.run("python", "-m", "playwright", "install", "chromium")
+    session.run("python", "-m", "pytest", "tests/reports/test_browser.py", *session.posargs)
 
 
 @nox.session

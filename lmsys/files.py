@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import secrets
 import stat
 from collections.abc import Callable, Iterator, Mapping
@@ -44,6 +45,7 @@ def claim(path: Path) -> Callable[[], None]:
     """Makes this process the only one that writes `path`, until it ends or calls what is returned.
 
     ValueError, with the other's number, where one does already. `path` itself is not touched: `<path>.lock` is held.
+    What a writer that was killed has left of it, or of its journal, under a temporary name is removed.
     """
     lock = path.with_name(path.name + ".lock")
     while True:
@@ -65,6 +67,10 @@ def claim(path: Path) -> Callable[[], None]:
     file.write(str(os.getpid()))
     file.flush()
     _claims[lock] = file
+    left_over = re.compile(re.escape(path.name) + r"(\.partial)?\.[0-9a-f]{8}\.tmp")
+    for one in path.parent.iterdir():
+        if left_over.fullmatch(one.name):
+            one.unlink(missing_ok=True)
 
     def release() -> None:
         lock.unlink(missing_ok=True)

@@ -28,6 +28,15 @@ def test_what_is_replaced_stands_until_the_new_is_whole(tmp_path: Path) -> None:
     assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
 
 
+def test_who_claims_a_file_removes_what_a_killed_writer_has_left(tmp_path: Path) -> None:
+    left = [tmp_path / name for name in ("out.json.0123abcd.tmp", "out.json.partial.89abcdef.tmp")]
+    others = [tmp_path / name for name in ("out.json", "out.json.tmp", "out.json.mine.tmp", "b.json.0123abcd.tmp")]
+    for one in (*left, *others):
+        one.touch()
+    claim(tmp_path / "out.json")()
+    assert sorted(tmp_path.iterdir()) == sorted(others)
+
+
 def test_a_claim_ends_with_its_process_however_that_ends(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     line = [sys.executable, "-c", HOLD, str(path)]

@@ -17,16 +17,7 @@ from lmsys.reports.views import View
 from lmsys.reports.words import OUTCOMES, number, span
 
 GENERATOR = '<meta name="generator" content="lmsys reports">'
-CSS = (Path(__file__).parent / "page.css").read_text()
-# Closed details would be missing on paper; a table wider than the screen says that it scrolls.
-SCRIPT = """
-addEventListener("beforeprint", () => document.querySelectorAll("details").forEach(d => d.open = true));
-addEventListener("DOMContentLoaded", () => {
-  const watch = new ResizeObserver(seen => seen.forEach(({target: t}) =>
-    t.classList.toggle("wide", t.scrollWidth > t.clientWidth)));
-  document.querySelectorAll(".scroll").forEach(t => watch.observe(t));
-});
-"""
+CSS, SCRIPT = ((Path(__file__).parent / name).read_text() for name in ("page.css", "page.js"))
 # Whatever a result file says, and wherever it gets: the page loads its own plots alone, and runs its own script alone.
 _HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 POLICY = (
@@ -124,6 +115,7 @@ def html(parts: Sequence[Part], notes: Sequence[str], single_file: bool = False)
             inside += [figures.block(block, anchors) for block in chapter.blocks if block.items]
         body.append(tag("section", *inside))
     csv = tag("a", "records.csv", href="tables/records.csv")
+    names = sorted({str(case["impl"]) for machine, _, _ in parts for case in machine.records})
     said = [tag("p", note) for note in notes]
     said.append(tag("p", "Every measured case is in ", csv, "; each table and plot links to its own file."))
     return (
@@ -131,8 +123,25 @@ def html(parts: Sequence[Part], notes: Sequence[str], single_file: bool = False)
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>lmsys report</title>\n<style>\n{CSS}</style>\n<script>{SCRIPT}</script></head>\n<body>\n"
-        + joined([tag("h1", "lmsys report"), *first, *said, tag("nav", tag("ul", *contents)), *body])
+        + tag("main", tag("h1", "lmsys report"), *first, *said, _contents(contents, names), *body)
         + "\n</body></html>\n"
+    )
+
+
+def _contents(links: Sequence[Html], names: Sequence[str]) -> Html:
+    """The contents, the field that filters rows, what a click on a figure says, and a line for who has no scripts."""
+    field = Html('<input id="only" type="search" list="rows" placeholder="flash_gluon, sdpa">')
+    said = (
+        " Only rows whose names have these parts. A click on a column's head sorts; a figure, tapped, says its rounds,"
+    )
+    return joined(
+        [
+            tag("nav", tag("ul", *links)),
+            tag("p", tag("label", "Rows: ", field), said, " rounds, spread, error and run.", class_="controls"),
+            tag("datalist", *(tag("option", value=name) for name in names), id="rows"),
+            tag("output", id="said"),
+            tag("noscript", tag("p", "Without scripts, what is behind “More” is in the folders tables/ and plots/.")),
+        ]
     )
 
 
@@ -187,10 +196,11 @@ class Figures:
         title = tag("a", block.title, href=f"#{anchors[block.chapter]}") if block.chapter else block.title
         inside = [*([tag("h4", title)] if title else []), self._figures(block.lead)]
         if names := dict.fromkeys(_brief(item).split(",")[0].lower() for item in block.more if item):
-            inside.append(tag("details", tag("summary", f"More: {', '.join(names)}"), self._figures(block.more)))
+            more = tag("template", self._figures(block.more))
+            inside.append(tag("details", tag("summary", f"More: {', '.join(names)}"), more))
         if sources := dict.fromkeys(item.source for item in block.items if item.source):
-            said = [tag("p", source) for source in sources]
-            inside.append(tag("details", tag("summary", "Where these numbers are from"), *said, class_="source"))
+            said = tag("template", *(tag("p", source) for source in sources))
+            inside.append(tag("details", tag("summary", "Where these numbers are from"), said, class_="source"))
         return joined(inside)
 
     def _figures(self, items: Sequence[Table | Plot | None]) -> Html:
@@ -212,7 +222,10 @@ class Figures:
 
 def _table(table: Table) -> Html:
     keys = table.keys
-    head = [tag("th", column, **({"class_": "value"} if i >= keys else {})) for i, column in enumerate(table.columns)]
+    head = [
+        tag("th", column or "row", **({"class_": "value"} if i >= keys else {}))
+        for i, column in enumerate(table.columns)
+    ]
     rows = [
         tag("tr", *(tag("th", text) for text in row[:keys]), *(_value(table, i, j) for j in range(keys, len(row))))
         for i, row in enumerate(table.rows)
@@ -222,7 +235,7 @@ def _table(table: Table) -> Html:
     files = [tag("a", name, href=f"tables/{table.name}.{end}") for name, end in (("CSV", "csv"), ("Markdown", "md"))]
     caption = tag("figcaption", table.caption, " ", files[0], " ", files[1])
     anchor = f"table-{table.name}"
-    title = tag("h5", tag("a", _brief(table), href=f"#{anchor}"))
+    title = tag("p", tag("a", _brief(table), href=f"#{anchor}"), class_="title")
     return tag("figure", title, tag("div", inside, class_="scroll"), *notes, caption, id=anchor)
 
 
@@ -230,4 +243,5 @@ def _value(table: Table, row: int, column: int) -> Html:
     """A cell; the best of its line, and what was wrong, are told apart."""
     text = table.rows[row][column]
     kind = "wrong" if OUTCOMES["wrong"] in text else "best" if (row, column) in table.best else ""
-    return tag("td", text, **({"class_": kind} if kind else {}))
+    said = {"class_": kind, "title": table.details.get((row, column), "")}
+    return tag("td", text, **{name: value for name, value in said.items() if value})

@@ -19,9 +19,10 @@ from lmsys.reports.canvas import (
     short,
     to_svg,
 )
+from lmsys.reports.cells import NOT_RUN
 from lmsys.reports.speedups import SPEEDUP, is_compared
 from lmsys.reports.styles import Style, lighter
-from lmsys.reports.tables import NOT_RUN, about_of, titled
+from lmsys.reports.tables import about_of, titled
 from lmsys.reports.views import View
 from lmsys.reports.words import FILES, OUTCOMES, is_clocked, label_of, number, scaled, sentence, unit_of
 

@@ -2,39 +2,29 @@
 
 import csv
 import io
-import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lmsys.bench.fields import Field, Record
+from lmsys.reports.cells import CEILINGS, NOT_RUN, Notes, below, cell, detail, mark
 from lmsys.reports.speedups import SPEEDUP, geometric_mean, is_compared, mean_text, ratio_of
 from lmsys.reports.views import View
 from lmsys.reports.words import (
     FILES,
     MEANINGS,
-    OUTCOMES,
-    exact,
     filled,
     head_of,
     is_clocked,
     label_of,
     number,
-    scaled,
     sentence,
     unit_of,
 )
 
 ENDINGS = ("timed", "verified, untimed", *MEANINGS.values())
 SPREAD = ("mean_s", "std_s", "p20_s", "p80_s", "rounds")  # stand beside a time in its CSV
-CEILINGS = {"matmul_ceiling_fraction": "large matmul", "copy_ceiling_fraction": "large copy"}
-RATED = {  # the rates that a share of a ceiling stands for
-    "matmul_ceiling_fraction": ("matmul_ceiling_fraction", "flops_per_s"),
-    "copy_ceiling_fraction": ("copy_ceiling_fraction", "bytes_per_s"),
-}
-NOT_RUN = "–"
-SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 @dataclass(frozen=True)
@@ -42,7 +32,8 @@ class Table:
     """A table as it is read (`columns`, `rows` of text, `notes` below) and as numbers (`data`, SI units, by field).
 
     The first `keys` columns say what a row is; `name` is the stem of its files, `source` where its numbers are from.
-    `best` are the places, row and column, of the best of those in its row that were sampled together.
+    `best` are the places, row and column, of the best of those in its row that were sampled together; `details` says
+    more of some places.
     """
 
     name: str
@@ -55,6 +46,7 @@ class Table:
     keys: int = 1
     source: str = ""
     best: frozenset[tuple[int, int]] = frozenset()
+    details: Mapping[tuple[int, int], str] = field(default_factory=dict)
 
     def markdown(self) -> str:
         align = ["---"] * self.keys + ["---:"] * (len(self.columns) - self.keys)
@@ -84,52 +76,6 @@ def csv_of(records: Sequence[Mapping[str, Any]]) -> str:
     writer.writeheader()
     writer.writerows(records)
     return file.getvalue()
-
-
-Notes = dict[str, int]  # the reasons that stand below a table, each once, by number
-
-
-def mark(notes: Notes, text: str) -> str:
-    """The superscript that refers to this reason."""
-    text = textwrap.shorten(text, 160, placeholder=" …")
-    return str(notes.setdefault(text, len(notes) + 1)).translate(SUPERSCRIPT)
-
-
-def below(notes: Notes, rows: Iterable[Sequence[str]]) -> list[str]:
-    """The notes below these rows: the reasons, and what a dash means where there is one."""
-    dash = [f"{NOT_RUN} not run."] if any(NOT_RUN in text for row in rows for text in row) else []
-    return [f"{str(number).translate(SUPERSCRIPT)} {text}" for text, number in notes.items()] + dash
-
-
-def cell(view: View, name: str, case: Record | None, notes: Notes, ending: bool = True) -> str:
-    """A field of one case (None: not run); with `ending` also how the case ended, if without a number."""
-    if case is None:
-        return NOT_RUN
-    text, reason = shown(view, name, case), case["reason"] or ""
-    if ending and case["outcome"] != "ok":
-        meaning = MEANINGS[case["outcome"]] + (f": {reason}" if reason else "")
-        return f"{text} {OUTCOMES[case['outcome']]}".strip() + mark(notes, meaning)
-    if ending and not text and case["time_s"] is None and reason:
-        return "untimed" + mark(notes, reason)
-    remark = case.get("remark") if name == SPEEDUP else above_ceiling(name, case)
-    return (text or "no baseline") + mark(notes, remark) if remark else text
-
-
-def above_ceiling(name: str, case: Record) -> str:
-    """The note on a rate that is above what was measured as this machine's best; empty for others."""
-    share = next((share for share, names in RATED.items() if name in names), None)
-    if share is None or (case.get(share) or 0.0) <= 1:
-        return ""
-    return f"Above the {CEILINGS[share]} that was measured in this run, before and after: one of the two is not right."
-
-
-def shown(view: View, name: str, case: Record) -> str:
-    """A field's value as tables show it: of axes all digits, of metrics three."""
-    one, value = view.fields[name], case[name]
-    if value is None or one.role == "axis" or not isinstance(value, (int, float)):
-        return view.text(name, value)
-    text = exact(value) if isinstance(value, int) and not unit_of(one)[0] else number(scaled(one, value))
-    return f"{text} ± {number(scaled(one, case['std_s']))}" if name == "mean_s" and case["std_s"] is not None else text
 
 
 def data_of(view: View, *names: str) -> list[Record]:
@@ -167,6 +113,7 @@ def pivot(
     heads, inner, notes = view.values(columns), view.values(inside) if inside else [None], Notes()
     lines: list[list[str]] = []
     best: set[tuple[int, int]] = set()
+    details: dict[tuple[int, int], str] = {}
     compares = is_clocked(one) and metric != SPEEDUP and "impl" in (columns, inside)
     for key in view.ordered(*rows).distinct(*rows):
         found = [[cases.get((*key, head, value)) for value in inner] for head in heads]
@@ -174,6 +121,8 @@ def pivot(
         texts = [_group(view, metric, group, group if inside == "impl" else line, notes) for group in found]
         if columns == "impl" and len(inner) == 1:
             best |= {(len(lines), len(rows) + at) for at in _best(one, [group[0] for group in found])}
+        if is_clocked(one) and len(inner) == 1:
+            details |= {(len(lines), len(rows) + at): detail(view, group[0]) for at, group in enumerate(found)}
         lines.append([*map(view.text, rows, key), *texts])
     blank = []
     if metric == SPEEDUP and columns == "impl":
@@ -195,6 +144,7 @@ def pivot(
         keys=len(rows),
         source=view.source,
         best=frozenset(best),
+        details=details,
     )
 
 
@@ -271,8 +221,12 @@ def listing(
     """Rows: cases; columns: what tells them apart, then metrics, of which the first says how a case ended."""
     if not view.cases:
         return None
-    keys, fields, notes, rows = view.telling(keys), [view.fields[name] for name in metrics], Notes(), []
+    keys, fields, notes = view.telling(keys), [view.fields[name] for name in metrics], Notes()
+    rows: list[list[str]] = []
+    details: dict[tuple[int, int], str] = {}
+    clocked = [len(keys) + at for at, one in enumerate(fields) if is_clocked(one)]
     for case in view.cases:
+        details |= {(len(rows), at): detail(view, case) for at in clocked}
         found = [cell(view, name, case, notes, ending=name == metrics[0]) for name in metrics]
         rows.append([*replace(view, cases=[case]).constants(keys).values(), *found])
     told = [f"{sentence(label_of(one))}: {one.about[:1].lower()}{one.about[1:]}" for one in fields if one.about]
@@ -286,6 +240,7 @@ def listing(
         notes=below(notes, rows),
         keys=len(keys),
         source=view.source,
+        details=details,
     )
 
 

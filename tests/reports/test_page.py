@@ -82,3 +82,21 @@ def test_a_hostile_declaration_is_text_too(tmp_path: Path) -> None:
 def test_tags_escape_all_but_html() -> None:
     assert tag("p", "<b>", tag("i", "&"), class_='"x"') == '<p class="&quot;x&quot;">&lt;b&gt;<i>&amp;</i></p>'
     assert isinstance(tag("p"), Html) and fields_of("attention")
+
+
+def test_an_unsteady_figure_is_flagged(tmp_path: Path) -> None:
+    """The spread is from p20 to p80, as a share of the median."""
+    for spread, count in ((0.19, 0), (0.21, 1)):
+        case = record("attention", "naive", 1e-3) | {"time_s": 1e-3, "p20_s": 1e-3, "p80_s": (1 + spread) * 1e-3}
+        files = built(tmp_path / f"{spread}", save(tmp_path / f"{spread}.json", [case]))
+        text = files["tables/synthetic-gpu-default-bfloat16-causal-fwd-time.md"].decode()
+        assert text.count("Unsteady") == count
+
+
+def test_a_figure_says_its_rounds_spread_error_and_run(tmp_path: Path) -> None:
+    case = record("attention", "naive", 1e-3, error_ratio=0.25)
+    page = built(tmp_path / "out", save(tmp_path / "r.json", [case]))["index.html"].decode()
+    low, high = (f"{1e3 * case[name]:.3g}" for name in ("p20_s", "p80_s"))
+    said = re.findall(r'<td title="10 rounds; p20 to p80 (\S+) to (\S+) ms; error 0.250 of what is allowed;', page)
+    assert said and all((float(a), float(b)) == (float(low), float(high)) for a, b in said)
+    assert "run of 2000-01-02, commit 0123456789" in page

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmsys.bench.fields import Field
+from lmsys.reports.cells import NOT_RUN, above_ceiling
 from lmsys.reports.load import read
 from lmsys.reports.speedups import SPEEDUP, compared, geometric_mean, ratio_of
-from lmsys.reports.tables import NOT_RUN, above_ceiling, pivot
+from lmsys.reports.tables import pivot
 from lmsys.reports.views import View, view_of
 from lmsys.reports.words import head_of, number, scaled
 from tests.support.records import MACHINE, built, cells, fields_of, numbers, of_everything, record, save

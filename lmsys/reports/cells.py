@@ -1,0 +1,89 @@
+"""Cells of tables: what a case's place says, the notes below, and what more is known of it."""
+
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from lmsys.bench.fields import Record
+from lmsys.reports.speedups import SPEEDUP
+from lmsys.reports.views import View
+from lmsys.reports.words import MEANINGS, OUTCOMES, exact, is_clocked, number, scaled, unit_of
+
+CEILINGS = {"matmul_ceiling_fraction": "large matmul", "copy_ceiling_fraction": "large copy"}
+RATED = {  # the rates that a share of a ceiling stands for
+    "matmul_ceiling_fraction": ("matmul_ceiling_fraction", "flops_per_s"),
+    "copy_ceiling_fraction": ("copy_ceiling_fraction", "bytes_per_s"),
+}
+NOT_RUN = "–"
+SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+STEADY = 0.2  # of the median: how far the samples of a steady case spread at most
+UNSTEADY = f"Unsteady: from p20 to p80 its samples spread over more than {STEADY:.0%} of the median."
+
+Notes = dict[str, int]  # the reasons that stand below a table, each once, by number
+
+
+def mark(notes: Notes, text: str) -> str:
+    """The superscript that refers to this reason."""
+    text = textwrap.shorten(text, 160, placeholder=" …")
+    return str(notes.setdefault(text, len(notes) + 1)).translate(SUPERSCRIPT)
+
+
+def below(notes: Notes, rows: Iterable[Sequence[str]]) -> list[str]:
+    """The notes below these rows: the reasons, and what a dash means where there is one."""
+    dash = [f"{NOT_RUN} not run."] if any(NOT_RUN in text for row in rows for text in row) else []
+    return [f"{str(number).translate(SUPERSCRIPT)} {text}" for text, number in notes.items()] + dash
+
+
+def cell(view: View, name: str, case: Record | None, notes: Notes, ending: bool = True) -> str:
+    """A field of one case (None: not run); with `ending` also how the case ended, if without a number."""
+    if case is None:
+        return NOT_RUN
+    text, reason = shown(view, name, case), case["reason"] or ""
+    if ending and case["outcome"] != "ok":
+        meaning = MEANINGS[case["outcome"]] + (f": {reason}" if reason else "")
+        return f"{text} {OUTCOMES[case['outcome']]}".strip() + mark(notes, meaning)
+    if ending and not text and case["time_s"] is None and reason:
+        return "untimed" + mark(notes, reason)
+    remark = case.get("remark") if name == SPEEDUP else above_ceiling(name, case)
+    text = (text or "no baseline") + mark(notes, remark) if remark else text
+    return text + mark(notes, UNSTEADY) if text and is_clocked(view.fields[name]) and _is_unsteady(case) else text
+
+
+def above_ceiling(name: str, case: Record) -> str:
+    """The note on a rate that is above what was measured as this machine's best; empty for others."""
+    share = next((share for share, names in RATED.items() if name in names), None)
+    if share is None or (case.get(share) or 0.0) <= 1:
+        return ""
+    return f"Above the {CEILINGS[share]} that was measured in this run, before and after: one of the two is not right."
+
+
+def shown(view: View, name: str, case: Record) -> str:
+    """A field's value as tables show it: of axes all digits, of metrics three."""
+    one, value = view.fields[name], case[name]
+    if value is None or one.role == "axis" or not isinstance(value, (int, float)):
+        return view.text(name, value)
+    text = exact(value) if isinstance(value, int) and not unit_of(one)[0] else number(scaled(one, value))
+    return f"{text} ± {number(scaled(one, case['std_s']))}" if name == "mean_s" and case["std_s"] is not None else text
+
+
+def _is_unsteady(case: Record) -> bool:
+    """True of a time that a reader should not trust to a few per cent."""
+    if not case.get("time_s") or case.get("p80_s") is None:
+        return False
+    return bool(case["p80_s"] - case["p20_s"] > STEADY * case["time_s"])
+
+
+def detail(view: View, case: Record | None) -> str:
+    """The facts behind a figure: its rounds, spread, error, and the run that it is from; empty for no figure."""
+    if case is None or case["time_s"] is None:
+        return ""
+    told, unit = [], unit_of(view.fields["time_s"])[0]
+    if case.get("rounds"):
+        told.append(f"{case['rounds']} rounds")
+    if case.get("p80_s") is not None:
+        low, high = (number(scaled(view.fields["time_s"], case[name])) for name in ("p20_s", "p80_s"))
+        told.append(f"p20 to p80 {low} to {high} {unit}")
+    if case.get("error_ratio") is not None:
+        told.append(f"error {number(case['error_ratio'])} of what is allowed")
+    run = view.machine.runs[case["run"]]
+    told.append(f"run of {str(run.get('date') or 'no date')[:10]}, commit {str(run.get('commit') or 'unknown')[:10]}")
+    return "; ".join(told)

@@ -1,0 +1,83 @@
+// What is behind a click is made when it is opened: most of the page's nodes are there.
+function unfold(details) {
+  const template = details.querySelector(":scope > template");
+  if (!template) return;
+  const made = [...template.content.children];
+  template.replaceWith(template.content);
+  made.forEach(prepare);
+}
+
+// A link to a table or plot opens what it is behind.
+function go() {
+  const id = decodeURIComponent(location.hash.slice(1));
+  if (!id) return;
+  const owner = document.getElementById(id) ? null : [...document.querySelectorAll("details > template")]
+    .find(one => one.content.getElementById(id))?.parentElement;
+  if (owner) owner.open = true, unfold(owner);
+  document.getElementById(id)?.scrollIntoView();
+}
+
+const numberOf = text => {
+  const found = text.replaceAll(",", "").match(/^-?[\d.]+/);
+  return found ? Number(found[0]) : null;
+};
+
+function sort(head) {
+  const table = head.closest("table"), at = head.cellIndex, down = head.ariaSort !== "descending";
+  for (const one of head.parentElement.cells) one.ariaSort = "none";
+  head.ariaSort = down ? "descending" : "ascending";
+  const text = row => row.cells[at].textContent;
+  const compare = (a, b) => {
+    const [x, y] = [numberOf(text(a)), numberOf(text(b))];
+    if ((x === null) !== (y === null)) return x === null ? 1 : -1; // what has no number stands last, either way
+    return (x === null ? text(b).localeCompare(text(a)) : y - x) * (down ? 1 : -1);
+  };
+  table.tBodies[0].append(...[...table.tBodies[0].rows].sort(compare));
+}
+
+// The rows that are asked for, by parts of their names; with none of them in a table, all of it stays.
+function filter(table) {
+  const asked = document.getElementById("only").value.split(/[\s,]+/).filter(Boolean);
+  const names = new Set([...document.getElementById("rows").options].map(one => one.value));
+  const named = cell => names.has(cell.textContent.replace(/:.*/, ""));
+  const hidden = cell => asked.length > 0 && named(cell) && !asked.some(one => cell.textContent.includes(one));
+  const heads = [...table.tHead.rows[0].cells], lines = [...table.tBodies[0].rows];
+  const columns = heads.map(hidden), rows = lines.map(line => [...line.cells].some(cell => cell.tagName === "TH" && hidden(cell)));
+  const left = (all, gone) => !all.some((one, at) => named(one) && !gone[at]) && all.some(named);
+  const keep = left(heads, columns) || lines.every((_, at) => rows[at]);
+  for (const line of [table.tHead.rows[0], ...lines])
+    [...line.cells].forEach((cell, at) => cell.hidden = !keep && columns[at]);
+  lines.forEach((line, at) => line.hidden = !keep && rows[at]);
+}
+
+// A table wider than the screen says that it scrolls, and keys can scroll it.
+const widths = new ResizeObserver(seen => seen.forEach(({target: t}) => {
+  t.classList.toggle("wide", t.scrollWidth > t.clientWidth) ? t.tabIndex = 0 : t.removeAttribute("tabindex");
+}));
+
+function prepare(part) {
+  for (const scroll of part.querySelectorAll(".scroll")) widths.observe(scroll);
+  for (const table of part.querySelectorAll("table:not(.facts)")) {
+    if (table.tBodies[0].rows.length > 1)
+      for (const head of table.tHead.rows[0].cells) head.tabIndex = 0, head.ariaSort = "none";
+    filter(table);
+  }
+}
+
+addEventListener("DOMContentLoaded", () => {
+  const said = document.getElementById("said");
+  prepare(document.body);
+  document.getElementById("only").addEventListener("input", () =>
+    document.querySelectorAll("table:not(.facts)").forEach(filter));
+  addEventListener("toggle", event => event.target.open && unfold(event.target), true);
+  addEventListener("hashchange", go);
+  addEventListener("click", event => {
+    const head = event.target.closest("thead th[tabindex]"), cell = event.target.closest("td[title]");
+    if (head) sort(head);
+    said.textContent = cell ? `${cell.textContent}: ${cell.title}` : "";
+  });
+  addEventListener("keydown", event => {
+    if (event.key === "Enter" && event.target.matches("thead th[tabindex]")) sort(event.target);
+  });
+  go();
+});

@@ -1,0 +1,100 @@
+"""The published page in Chromium, by `nox -s browser`: no errors, within its bounds, and what scripts do there."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmsys.reports.__main__ import build
+from tests.support.processes import ROOT
+
+MOST_NODES, MOST_BYTES, MOST_PRINTED = 15_000, 10**6, 25
+DESKTOP, PHONE = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
+RATES = "table-nvidia-h200-tokens16k-bfloat16-fwd-tflops"
+
+
+@pytest.fixture(scope="module")
+def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("playwright", reason="playwright is not installed: `nox -s browser` brings it")
+    return build(sorted((ROOT / "reports" / "results").glob("*.json")), tmp_path_factory.mktemp("site") / "out")
+
+
+@pytest.fixture(scope="module")
+def browser(page_file: Path) -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright  # type: ignore[import-not-found, unused-ignore]
+
+    with sync_playwright() as playwright:
+        installed = shutil.which("chromium") or shutil.which("google-chrome")  # else the one that Playwright brings
+        browser = playwright.chromium.launch(executable_path=installed, chromium_sandbox=False)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Any, page_file: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The page, opened as the test's parameter says; no script failed and nothing was refused at its end."""
+    page, errors = browser.new_page(**getattr(request, "param", {"viewport": DESKTOP})), []
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(page_file.as_uri())
+    yield page
+    assert not errors
+    page.close()
+
+
+@pytest.mark.parametrize(
+    "page",
+    [{"viewport": size, "color_scheme": scheme} for size in (DESKTOP, PHONE) for scheme in ("light", "dark")],
+    indirect=True,
+    ids=["desktop", "desktop, dark", "phone", "phone, dark"],
+)
+def test_the_first_screen_answers_and_everybody_can_read_it(page: Any) -> None:
+    from axe_playwright_python.sync_playwright import Axe  # type: ignore[import-not-found, unused-ignore]
+
+    first = page.locator(".answers td").first.bounding_box()
+    assert first["y"] + first["height"] < page.viewport_size["height"]
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    found = Axe().run(page).response["violations"]
+    assert not [(one["id"], one["help"]) for one in found if one["impact"] in ("serious", "critical")]
+
+
+def test_it_is_small(page: Any, page_file: Path) -> None:
+    assert page_file.stat().st_size <= MOST_BYTES
+    assert page.evaluate("document.getElementsByTagName('*').length") <= MOST_NODES
+    assert len(re.findall(rb"/Type\s*/Page\b", page.pdf(format="A4"))) <= MOST_PRINTED
+
+
+def test_what_is_behind_a_click_comes_with_it_and_with_a_link(page: Any) -> None:
+    folded = "[...document.querySelectorAll('template')].map(one => one.content.querySelector('[id]')).find(Boolean).id"
+    hidden = page.evaluate(folded)
+    assert page.locator(f"#{hidden}").count() == 0
+    page.evaluate("id => location.hash = id", hidden)
+    page.locator(f"#{hidden}").wait_for(state="visible")
+    closed = page.locator("details:has(> template)")
+    before = closed.count()
+    closed.first.locator("summary").click()
+    assert closed.count() == before - 1
+
+
+def test_rows_are_filtered_and_lines_sorted(page: Any) -> None:
+    table = page.locator(f"#{RATES} table")
+    heads = table.locator("thead th:visible")
+    page.locator("#only").fill("gluon, cudnn")
+    assert heads.all_inner_texts()[-2:] == ["flash_gluon", "sdpa_cudnn"]
+    head, at = table.locator("thead th", has_text="flash_gluon"), heads.all_inner_texts().index("flash_gluon")
+    for order, reverse in (("descending", True), ("ascending", False)):
+        head.click()
+        shown = [float(line.locator(":visible").nth(at).inner_text()) for line in table.locator("tbody tr").all()]
+        assert head.get_attribute("aria-sort") == order and shown == sorted(shown, reverse=reverse)
+    page.locator("#only").fill("")
+    assert heads.count() == len(table.locator("thead th").all())
+
+
+def test_a_figure_says_what_stands_behind_it(page: Any) -> None:
+    figure = page.locator(f"#{RATES} td[title]").first
+    figure.click()
+    said = page.locator("#said").inner_text()
+    assert figure.get_attribute("title") in said and re.search(r"\d+ rounds; p20 to p80 .* run of \d{4}-", said)
