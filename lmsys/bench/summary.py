@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from lmsys.bench.fields import Record
 from lmsys.bench.record import OUTCOMES
+from lmsys.bench.verdict import fastest, not_run
 
 MOST_REASONS = 8  # of rows that could not run; a report lists them all
 
@@ -24,31 +25,24 @@ def lines(records: Iterable[Record], contends: Callable[[Record], bool] = lambda
 
 
 def _fastest(records: list[Record]) -> Iterator[str]:
-    """How many comparisons each row came first in, by benchmark and by direction or mode."""
-    together: dict[tuple[str, str], list[Record]] = {}
+    """The fastest row by benchmark, and by direction or mode."""
+    together: dict[str, dict[str, list[Record]]] = {}
     for one in records:
         if one["outcome"] == "ok" and one.get("time_s"):
-            together.setdefault((one["benchmark"], one["comparison"]), []).append(one)
-    wins: dict[str, Counter[str]] = {}
-    for (benchmark, _), rows in together.items():
-        if len(rows) > 1:
-            first = min(rows, key=lambda one: float(one["time_s"]))
-            what = " ".join([benchmark.replace("_", " "), *filter(None, [first.get("direction") or first.get("mode")])])
-            wins.setdefault(what, Counter())[first["impl"]] += 1
-    for what, rows_ in wins.items():
-        total = sum(rows_.values())
-        told = ", ".join(f"{row} in {count}" for row, count in rows_.most_common())
-        yield f"fastest, {what}: {told} of {total} comparison{'s' if total > 1 else ''}"
+            mode = one.get("direction") or one.get("mode") or ""
+            what = f"{one['benchmark'].replace('_', ' ')} {mode}".strip()
+            together.setdefault(what, {}).setdefault(one["comparison"], []).append(one)
+    for what, comparisons in together.items():
+        if several := [rows for rows in comparisons.values() if len({one["impl"] for one in rows}) > 1]:
+            found = fastest(several)
+            counted = f"{found.comparisons} comparison{'s' if found.comparisons > 1 else ''}"
+            yield f"fastest, {what}: {found.row}, first or within 2 % in {found.first} of {counted}"
 
 
 def _not_run(records: list[Record]) -> Iterator[str]:
     """Each reason once, with its rows."""
-    rows: dict[tuple[str, str], Counter[str]] = {}
-    for one in records:
-        if one["outcome"] in ("unsupported", "oom"):
-            rows.setdefault((one["outcome"], one["reason"] or "no reason"), Counter())[one["impl"]] += 1
-    for (outcome, reason), found in list(rows.items())[:MOST_REASONS]:
-        count = sum(found.values())
-        yield f"{outcome}, {count} case{'s' if count > 1 else ''} of {', '.join(found)}: {reason}"
-    if (left := len(rows) - MOST_REASONS) > 0:
+    reasons = [*not_run(records).items()]
+    for reason, rows in reasons[:MOST_REASONS]:
+        yield f"not run, {rows.total()} case{'s' if rows.total() > 1 else ''} of {', '.join(rows)}: {reason}"
+    if (left := len(reasons) - MOST_REASONS) > 0:
         yield f"... and {left} more reasons: the report lists them"

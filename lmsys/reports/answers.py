@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lmsys.bench.fields import Record
+from lmsys.bench.verdict import fastest, not_run
 from lmsys.reports.load import Machine
 from lmsys.reports.page import Block
 from lmsys.reports.speedups import geometric_mean, ratio_of
@@ -12,7 +13,6 @@ from lmsys.reports.words import MEANINGS, VALUES, number
 
 NARROW = "bfloat16", "bf16"  # the precision that most readers ask for stands first
 FAILED = "wrong", "error"
-NEAR = 1.02  # within so much of the fastest, a row is as fast
 ABOUT = (
     "No row that was sampled beside this one is more than 2 % faster, by the geometric mean. Its name is as one types "
     "it; its speed over another row is such a mean, too. The last column counts where it was first, or within 2 %."
@@ -108,24 +108,11 @@ def _place(key: Sequence[object]) -> list[tuple[int, float, str]]:
 
 
 def _first(machine: Machine, comparisons: Sequence[Sequence[Record]], bases: Sequence[str]) -> Record:
-    """The row than which fewest are faster, on the whole, where both were sampled; and its speed over a base."""
-    times: list[dict[str, float]] = []  # of each row, by comparison
-    for rows in comparisons:
-        times.append({one["impl"]: _time(one) for one in sorted(rows, key=_time, reverse=True)})
-
-    def mean(ours: str, theirs: str) -> float:
-        return geometric_mean([one[ours] / one[theirs] for one in times if ours in one and theirs in one])[0]
-
-    def rank(name: str) -> tuple[int, int, float]:
-        own = [one for one in times if name in one]
-        slower = sum(mean(name, other) > NEAR for other in {other for one in own for other in one})
-        return slower, -len(own), geometric_mean([one[name] / min(one.values()) for one in own])[0]
-
-    row = min(sorted({name for one in times for name in one}), key=rank)
-    own = [one for one in times if row in one]
-    called = {machine.called(one) for rows in comparisons for one in rows if one["impl"] == row}
-    counts = {"fastest": sum(one[row] <= NEAR * min(one.values()) for one in own), "comparisons": len(own)}
-    return {"row": row, **counts, "called": " or ".join(sorted(called)), **_speed(comparisons, row, bases)}
+    """The fastest row, and its speed over a base."""
+    found = fastest(comparisons)
+    called = {machine.called(one) for rows in comparisons for one in rows if one["impl"] == found.row}
+    counts = {"fastest": found.first, "comparisons": found.comparisons}
+    return {"row": found.row, **counts, "called": " or ".join(sorted(called)), **_speed(comparisons, found.row, bases)}
 
 
 def _time(one: Record) -> float:
@@ -174,15 +161,7 @@ def _wrong(machine: Machine) -> Table:
 
 def _not_run(machine: Machine) -> Table | None:
     """Each reason once, with the rows that it holds for."""
-    found: dict[str, dict[str, int]] = {}
-    for one in machine.records:
-        if one["outcome"] in ("unsupported", "oom"):
-            reason = str(one["reason"] or MEANINGS[one["outcome"]])
-            reason = MEANINGS["oom"] if one["outcome"] == "oom" else reason
-            rows = found.setdefault(reason, {})
-            rows[one["impl"]] = rows.get(one["impl"], 0) + 1
-    most = sorted(found.items(), key=lambda one: -sum(one[1].values()))
-    lines = [[", ".join(rows), reason, str(sum(rows.values()))] for reason, rows in most]
+    lines = [[", ".join(rows), reason, str(rows.total())] for reason, rows in not_run(machine.records).items()]
     return _listed(machine, "not-run", "Not run here", ["row", "why", "cases"], lines) if lines else None
 
 

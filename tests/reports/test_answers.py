@@ -2,38 +2,13 @@
 
 from pathlib import Path
 
-from hypothesis import assume, given
-from hypothesis import strategies as st
-
-from lmsys.reports.answers import NEAR, _first
-from lmsys.reports.load import Machine
-from lmsys.reports.speedups import geometric_mean
 from tests.support.records import built, cells, record, save
 
-ROWS = "flash_triton", "sdpa_flash", "naive"
-BASES = ("sdpa_flash", "naive")
 LENGTHS = (1024, 2048, 4096)
 
 
 def comparison(length: int, seconds: dict[str, float]) -> list[dict]:
     return [record("attention", name, value, queries=length, keys=length) for name, value in seconds.items()]
-
-
-@given(st.lists(st.tuples(*[st.none() | st.floats(1e-6, 1e-1)] * len(ROWS)), min_size=1, max_size=3))
-def test_no_row_is_faster_than_the_answer_where_both_were_sampled(times: list[tuple[float | None, ...]]) -> None:
-    """Unless each row has one that is faster, as may be where not all were sampled together."""
-    lines = [{row: s for row, s in zip(ROWS, line, strict=True) if s} for line in times]
-    lines = [line for line in lines if len(line) > 1]
-    assume(lines)
-    comparisons = [comparison(length, line) for length, line in zip(LENGTHS, lines, strict=False)]
-    found = _first(Machine("gpu", "GPU", [], [], {}, {}), comparisons, BASES)
-
-    def faster(row: str) -> int:
-        both = [[line[row] / line[other] for line in lines if {row, other} <= line.keys()] for other in ROWS]
-        return sum(bool(one) and geometric_mean(one)[0] > NEAR for one in both)
-
-    assert faster(found["row"]) == min(faster(row) for row in ROWS if any(row in line for line in lines))
-    assert found["comparisons"] == sum(found["row"] in line for line in lines) >= found["fastest"]
 
 
 def test_the_page_begins_with_them(tmp_path: Path) -> None:
