@@ -66,3 +66,9 @@ def test_every_row_is_told_and_each_remedy_once() -> None:
     assert len(set(remedies)) == len(remedies)
     if not torch.cuda.is_available():
         assert "pip install flash-attn --no-build-isolation" in brings and "compute capability 9.0" in brings
+
+
+def test_a_reader_that_goes_early_gets_no_traceback() -> None:
+    line = f"{sys.executable} -u -m lmsys | head -n 1"
+    done = subprocess.run(line, shell=True, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("name") and "Traceback" not in done.stderr and not done.stderr.strip(), done.stderr
