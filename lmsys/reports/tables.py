@@ -120,7 +120,7 @@ def pivot(
         line = [case for group in found for case in group] if compares else []
         texts = [_group(view, metric, group, group if inside == "impl" else line, notes) for group in found]
         if columns == "impl" and len(inner) == 1:
-            best |= {(len(lines), len(rows) + at) for at in _best(one, [group[0] for group in found])}
+            best |= {(len(lines), len(rows) + at) for at in _best(view, one, [group[0] for group in found])}
         if is_clocked(one) and len(inner) == 1:
             details |= {(len(lines), len(rows) + at): detail(view, group[0]) for at, group in enumerate(found)}
         lines.append([*map(view.text, rows, key), *texts])
@@ -160,11 +160,12 @@ def _with_something(view: View, columns: str) -> tuple[View, list[str]]:
     return view.only(lambda case: case[columns] not in without), [f"Left out, as it cannot run this: {names}."]
 
 
-def _best(one: Field, line: Sequence[Record | None]) -> list[int]:
-    """The place of the best value among several that were sampled together with the first of them; none where no value
-    is better than another."""
+def _best(view: View, one: Field, line: Sequence[Record | None]) -> list[int]:
+    """The place of the best value among those that were sampled together, as `_group` marks the others; none where no
+    value is better than another."""
     timed = [(at, case) for at, case in enumerate(line) if case and case["time_s"] and case.get(one.name) is not None]
-    together = [(at, case) for at, case in timed if case["comparison"] == timed[0][1]["comparison"]]
+    against = _against(view, [case for _, case in timed])
+    together = [(at, case) for at, case in timed if against and case["comparison"] == against["comparison"]]
     if len(together) < 2 or one.unit not in ("s", "B") and not _more_is_better(one):
         return []
     choose = max if _more_is_better(one) else min
@@ -185,10 +186,9 @@ def _head(view: View, name: str, value: Any) -> str:
 def _group(
     view: View, metric: str, group: Sequence[Record | None], beside: Sequence[Record | None], notes: Notes
 ) -> str:
-    """One cell, of one case or of several. Marked is what was not sampled together with those beside it: with the base,
-    else with the first that was timed."""
+    """One cell, of one case or of several. Marked is what was not sampled together with those beside it."""
     timed = [case for case in beside if case and case["time_s"] is not None]
-    against = next((case for case in timed if case["impl"] == view.base), timed[0] if timed else None)
+    against = _against(view, timed)
     texts = [cell(view, metric, case, notes) for case in group]
     for place, case in enumerate(group):
         if case and against and case in timed and case["comparison"] != against["comparison"]:
@@ -197,6 +197,11 @@ def _group(
     if len(group) > 1 and not any(group):
         return NOT_RUN
     return " / ".join(text or "·" for text in texts) if len(group) > 1 else texts[0]
+
+
+def _against(view: View, timed: Sequence[Record]) -> Record | None:
+    """The case that others have to be sampled with: the base, else the first."""
+    return next((case for case in timed if case["impl"] == view.base), timed[0] if timed else None)
 
 
 def about_of(field: Field) -> str:

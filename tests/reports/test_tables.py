@@ -3,6 +3,7 @@
 import math
 import re
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,14 @@ def test_the_best_of_each_line_is_marked(tmp_path: Path) -> None:
         assert [table.columns[column] for _, column in table.best] == ["sdpa_flash"]
         assert {row for row, _ in table.best} == {0}
     assert report(tmp_path, records)["index.html"].decode().count('class="best"') >= 1
+
+
+def test_the_best_was_sampled_with_the_base(tmp_path: Path) -> None:
+    """Whatever was first in its line: figures of another run do not compare."""
+    records = [record("attention", impl, s) for impl, s in (("sdpa_flash", 3e-3), ("flash_gluon", 2e-3))]
+    records += [record("attention", impl, 1e-3, comparison="another run") for impl in ("naive", "flash_triton")]
+    table = pivot(replace(view(tmp_path, records), base="sdpa_flash"), "time_s", ["queries"])
+    assert table is not None and [table.columns[column] for _, column in table.best] == ["flash_gluon"]
 
 
 @pytest.mark.parametrize(("share", "said"), [(0.9, False), (1.0, False), (1.3, True)])
