@@ -2,7 +2,7 @@
 # requires-python = ">=3.11"
 # dependencies = ["nox>=2025.2.9"]
 # ///
-"""Sessions: lint, tests, bench, and on request gpu, tritons, fuzz, browser, report, docs.
+"""Sessions: lint, tests, bench, and on request gpu, tritons, fuzz, browser, report, docs, site.
 
 Each wraps lines of docs/install.md.
 
@@ -115,6 +115,18 @@ def report(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """The pages of docs/ as a site, in out/docs; a link that leads nowhere is an error."""
     session.install(*nox.project.dependency_groups(PROJECT, "docs"))
+    build_docs(session)
+
+
+@nox.session(default=False)
+def site(session: nox.Session) -> None:
+    """The same site, with the report of the committed runs in out/docs/published: what GitHub Pages shows."""
+    session.install(*nox.project.dependency_groups(PROJECT, "docs", "report"))
+    build_docs(session)
+    session.run("python", "-m", "reports", "-o", "out/docs/published")
+
+
+def build_docs(session: nox.Session) -> None:
     session.run("python", "-m", "mkdocs", "build", "--strict", *session.posargs, env={"NO_MKDOCS_2_WARNING": "1"})
 
 
