@@ -1,0 +1,49 @@
+"""Everybody can tell the rows of a table apart by their colours: also who does not see red, green or blue."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from lmsys.attention import ATTENTION
+from lmsys.parallel import STRATEGIES
+from lmsys.reports.styles import PALETTE
+
+# Linear RGB as it is seen: G. M. Machado, M. M. Oliveira, L. A. F. Fernandes, "A Physiologically-based Model for
+# Simulation of Color Vision Deficiency", 2009, table 1, severity 1.0.
+SEEN = {
+    "all colours": np.eye(3),
+    "no red": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "no green": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "no blue": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
+XYZ = [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
+WHITE = [0.95047, 1.0, 1.08883]  # D65
+LEAST = 18.0  # distance in CIELAB (1976), of which 2.3 can just be seen
+DARKEST, LIGHTEST = 5.0, 80.0  # lightness on white paper
+
+
+def lab(color: str, kind: str) -> np.ndarray:
+    """CIELAB coordinates of an sRGB colour as somebody sees it."""
+    srgb = np.array([int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)])
+    linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
+    xyz = XYZ @ np.clip(SEEN[kind] @ linear, 0, 1) / WHITE
+    x, y, z = np.where(xyz > 216 / 24389, np.cbrt(xyz), (24389 / 27 * xyz + 16) / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def test_the_distance_is_that_of_the_standard() -> None:
+    """Red, by the tables of sRGB, and none between a colour and itself."""
+    assert lab("#ff0000", "all colours") == pytest.approx([53.24, 80.09, 67.20], abs=0.02)
+    assert np.linalg.norm(lab("#dc2626", "no green") - lab("#a16207", "no green")) < LEAST  # what stood here before
+
+
+@pytest.mark.parametrize("kind", SEEN)
+@pytest.mark.parametrize("table", ["attention", "strategies", "palette"])
+def test_rows_are_told_apart(table: str, kind: str) -> None:
+    rows = {"attention": ATTENTION, "strategies": STRATEGIES}.get(table, {})
+    colors = {name: str(row.trait("color")) for name, row in rows.items()} or {color: color for color in PALETTE}
+    seen = {name: lab(color, kind) for name, color in colors.items()}
+    for (one, a), (other, b) in combinations(seen.items(), 2):
+        assert np.linalg.norm(a - b) >= LEAST, f"{one} and {other}: {colors[one]}, {colors[other]}"
+    assert all(DARKEST <= found[0] <= LIGHTEST for found in seen.values())
