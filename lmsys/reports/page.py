@@ -132,12 +132,13 @@ def _contents(links: Sequence[Html], names: Sequence[str]) -> Html:
     """The contents, the field that filters rows, what a click on a figure says, and a line for who has no scripts."""
     field = Html('<input id="only" type="search" list="rows" placeholder="flash_gluon, sdpa">')
     said = (
-        " Only rows whose names have these parts. A click on a column's head sorts; a figure, tapped, says its rounds,"
+        " Type parts of names, and the tables show these rows alone. A click on a column's head sorts by it; one on a"
+        " figure says its rounds, spread, error and run."
     )
     return joined(
         [
             tag("nav", tag("ul", *links)),
-            tag("p", tag("label", "Rows: ", field), said, " rounds, spread, error and run.", class_="controls"),
+            tag("p", tag("label", "Rows: ", field), said, class_="controls"),
             tag("datalist", *(tag("option", value=name) for name in names), id="rows"),
             tag("output", id="said"),
             tag("noscript", tag("p", "Without scripts, what is behind “More” is in the folders tables/ and plots/.")),
