@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from lmsys.bench.fields import Record
 from lmsys.reports.speedups import SPEEDUP
 from lmsys.reports.views import View
-from lmsys.reports.words import MEANINGS, OUTCOMES, exact, is_clocked, number, scaled, unit_of
+from lmsys.reports.words import MEANINGS, OUTCOMES, exact, is_clocked, number, scaled, spread_of, unit_of
 
 CEILINGS = {"matmul_ceiling_fraction": "large matmul", "copy_ceiling_fraction": "large copy"}
 RATED = {  # the rates that a share of a ceiling stands for
@@ -45,7 +45,8 @@ def cell(view: View, name: str, case: Record | None, notes: Notes, ending: bool 
         return "untimed" + mark(notes, reason)
     remark = case.get("remark") if name == SPEEDUP else above_ceiling(name, case)
     text = (text or "no baseline") + mark(notes, remark) if remark else text
-    return text + mark(notes, UNSTEADY) if text and is_clocked(view.fields[name]) and _is_unsteady(case) else text
+    is_unsteady = is_clocked(view.fields[name]) and (spread_of(case) or 0.0) > STEADY
+    return text + mark(notes, UNSTEADY) if text and is_unsteady else text
 
 
 def above_ceiling(name: str, case: Record) -> str:
@@ -65,13 +66,6 @@ def shown(view: View, name: str, case: Record) -> str:
     return f"{text} ± {number(scaled(one, case['std_s']))}" if name == "mean_s" and case["std_s"] is not None else text
 
 
-def _is_unsteady(case: Record) -> bool:
-    """True of a time that a reader should not trust to a few per cent."""
-    if not case.get("time_s") or case.get("p80_s") is None:
-        return False
-    return bool(case["p80_s"] - case["p20_s"] > STEADY * case["time_s"])
-
-
 def detail(view: View, case: Record | None) -> str:
     """The facts behind a figure: its rounds, spread, error, and the run that it is from; empty for no figure."""
     if case is None or case["time_s"] is None:
@@ -79,7 +73,7 @@ def detail(view: View, case: Record | None) -> str:
     told, unit = [], unit_of(view.fields["time_s"])[0]
     if case.get("rounds"):
         told.append(f"{case['rounds']} rounds")
-    if case.get("p80_s") is not None:
+    if spread_of(case) is not None:
         low, high = (number(scaled(view.fields["time_s"], case[name])) for name in ("p20_s", "p80_s"))
         told.append(f"p20 to p80 {low} to {high} {unit}")
     if case.get("error_ratio") is not None:

@@ -145,6 +145,12 @@ def span(texts: Sequence[str]) -> str:
     return texts[0] if texts[0] == texts[-1] else f"{texts[0]} to {texts[-1]}"
 
 
+def spread_of(case: Record) -> float | None:
+    """From p20 to p80, as a share of the median; None where one of them is not known."""
+    low, high, median = (case.get(name) for name in ("p20_s", "p80_s", "time_s"))
+    return (high - low) / median if median and low is not None and high is not None else None
+
+
 def timing(cases: Sequence[Record]) -> str:
     """How the timed cases were timed, and how far their samples spread."""
     timed = [case for case in cases if case.get("time_s") is not None]
@@ -153,8 +159,6 @@ def timing(cases: Sequence[Record]) -> str:
         facts.append(f"at least {min(rounds)} rounds")
     if clocks := [round(case["sm_clock_mhz"]) for case in timed if case.get("sm_clock_mhz")]:
         facts.append(f"SM clock {span([exact(min(clocks)), exact(max(clocks))])} MHz")
-    if spreads := [
-        (c["p80_s"] - c["p20_s"]) / c["time_s"] for c in timed if c.get("p80_s") is not None and c["time_s"]
-    ]:
+    if spreads := [spread for case in timed if (spread := spread_of(case)) is not None]:
         facts.append(f"p20 to p80 within {number(100 * max(spreads))} % of the median")
     return f"{sentence(', '.join(facts))}. " if facts else ""
