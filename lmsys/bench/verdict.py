@@ -1,9 +1,9 @@
 """Which row is fastest, and which could not run: what a run's end in the terminal and a report's first screen say."""
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import geometric_mean
 
 from lmsys.bench.fields import Record
 
@@ -29,12 +29,12 @@ def fastest(comparisons: Iterable[Sequence[Record]]) -> Fastest:
         times.append({one["impl"]: one["time_s"] for one in sorted(cases, key=lambda one: -one["time_s"])})
 
     def mean(ours: str, theirs: str) -> float:
-        return _geometric_mean([one[ours] / one[theirs] for one in times if ours in one and theirs in one])
+        return geometric_mean([one[ours] / one[theirs] for one in times if ours in one and theirs in one])
 
     def rank(name: str) -> tuple[int, int, float]:
         own = [one for one in times if name in one]
         slower = sum(mean(name, other) > NEAR for other in {other for one in own for other in one})
-        return slower, -len(own), _geometric_mean([one[name] / min(one.values()) for one in own])
+        return slower, -len(own), geometric_mean([one[name] / min(one.values()) for one in own])
 
     row = min(sorted({name for one in times for name in one}), key=rank)
     own = [one for one in times if row in one]
@@ -49,7 +49,3 @@ def not_run(records: Iterable[Record]) -> dict[str, Counter[str]]:
             reason = "out of memory" if one["outcome"] == "oom" else str(one["reason"] or "not supported")
             found.setdefault(reason, Counter())[one["impl"]] += 1
     return dict(sorted(found.items(), key=lambda item: -item[1].total()))
-
-
-def _geometric_mean(values: Sequence[float]) -> float:
-    return math.exp(math.fsum(map(math.log, values)) / len(values))
