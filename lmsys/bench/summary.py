@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from lmsys.bench.fields import Record
 from lmsys.bench.record import OUTCOMES
-from lmsys.bench.verdict import fastest, not_run
+from lmsys.bench.verdict import NEAR_TEXT, fastest, not_run
 
 MOST_REASONS = 8  # of rows that could not run; a report lists them all
 
@@ -36,7 +36,7 @@ def _fastest(records: list[Record]) -> Iterator[str]:
         if several := [rows for rows in comparisons.values() if len({one["impl"] for one in rows}) > 1]:
             found = fastest(several)
             counted = f"{found.comparisons} comparison{'s' if found.comparisons > 1 else ''}"
-            yield f"fastest, {what}: {found.row}, first or within 2 % in {found.first} of {counted}"
+            yield f"fastest, {what}: {found.row}, first or within {NEAR_TEXT} in {found.first} of {counted}"
 
 
 def _not_run(records: list[Record]) -> Iterator[str]:

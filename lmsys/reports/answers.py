@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lmsys.bench.fields import Record
-from lmsys.bench.verdict import fastest, not_run
+from lmsys.bench.verdict import NEAR_TEXT, fastest, not_run
 from lmsys.reports.load import Machine
 from lmsys.reports.page import Block
 from lmsys.reports.speedups import geometric_mean, ratio_of
@@ -14,8 +14,9 @@ from lmsys.reports.words import MEANINGS, VALUES, number
 NARROW = "bfloat16", "bf16"  # the precision that most readers ask for stands first
 FAILED = "wrong", "error"
 ABOUT = (
-    "No row that was sampled beside this one is more than 2 % faster, by the geometric mean. Its name is as one types "
-    "it; its speed over another row is such a mean, too. The last column counts where it was first, or within 2 %."
+    f"No row that was sampled beside this one is more than {NEAR_TEXT} faster, by the geometric mean. Its name is as "
+    "one types it; its speed over another row is such a mean, too. The last column counts where it was first, or "
+    f"within {NEAR_TEXT}."
 )
 
 

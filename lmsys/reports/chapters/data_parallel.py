@@ -7,7 +7,8 @@ from lmsys.reports import plots
 from lmsys.reports.canvas import Plot, canvas
 from lmsys.reports.page import Block, Chapter
 from lmsys.reports.styles import Style
-from lmsys.reports.tables import listing, pivot, rivals
+from lmsys.reports.tables import listing, pivot
+from lmsys.reports.versus import rivals
 from lmsys.reports.views import LIMIT, View
 from lmsys.reports.words import COMPILED
 

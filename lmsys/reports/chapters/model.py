@@ -6,7 +6,8 @@ from lmsys.bench.fields import Field
 from lmsys.reports import plots
 from lmsys.reports.page import Block, Chapter, Items, with_overview
 from lmsys.reports.speedups import SPEEDUP, base_of, compared
-from lmsys.reports.tables import Table, endings, listing, means, pivot
+from lmsys.reports.tables import Table, endings, listing, pivot
+from lmsys.reports.versus import means
 from lmsys.reports.views import View
 from lmsys.reports.words import OUTCOMES, number
 
