@@ -88,9 +88,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _rows(num_rows: int, width: int, like: Tensor) -> Tensor:
-    """(num_rows, width) in the dtype of `like`, each row from a multiple of STRIDE_MULTIPLE on."""
+    """(num_rows, width) in the dtype of `like`, each row from a multiple of STRIDE_MULTIPLE on.
+
+    Between the rows there are zeros: bfloat16 products of oneDNN with AMX read on there, and zero times what was in
+    fresh memory may be NaN (https://github.com/uxlfoundation/oneDNN/issues/5717).
+    """
     stride = math.ceil(width / STRIDE_MULTIPLE) * STRIDE_MULTIPLE
-    return like.new_empty(num_rows, stride)[:, :width]
+    rows = like.new_empty(num_rows, stride)
+    rows[:, width:] = 0
+    return rows[:, :width]
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
