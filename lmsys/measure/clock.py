@@ -23,7 +23,7 @@ from lmsys.measure.step import nothing
 
 CYCLES_PER_S = 2e9
 SHORT_S = 1e-4  # of calls shorter than this the events' own share is measured row by row
-NUM_SPANS = 20  # calls by which it is measured
+NUM_SPANS = 60  # calls by which it is measured: with 20, two medians may be 0.3 us apart by chance
 LEAD_S = 2e-3  # the host launches some calls meanwhile, also under a profiler
 SHARE_RANGE_S = (-1.5e-6, 3e-6)  # how far a row's share may be from a plain kernel's: the rest is the row's own
 _Event = torch._C._CudaEventBase  # without what Python adds to it, which can be replaced
