@@ -38,7 +38,7 @@ def capability_of(device: str) -> tuple[int, int] | None:
 
 @contextmanager
 def arithmetic(precision: str) -> Iterator[None]:
-    """As `matmuls`. What is compiled meanwhile is dropped."""
+    """Does what `matmuls` does, and drops what is compiled meanwhile."""
     try:
         with matmuls(precision), torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
             yield
@@ -62,7 +62,7 @@ def autocast(precision: str, device: str) -> torch.autocast:
 
 
 def widened(logits: Tensor) -> Tensor:
-    """In float32 or wider, as losses are made."""
+    """Widens to float32 what is narrower, as losses are computed."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 

@@ -166,7 +166,7 @@ class DataParallel(Benchmark):
         )
 
     def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: Any) -> None:
-        """Once for each row; after timing nothing is left, since the timed steps themselves are checked."""
+        """Checks each row once; nothing is left for after timing, since the timed steps themselves are checked."""
         new = sorted((one for one in candidates if one.state is None), key=lambda one: -one.case.world_size)
         for number, candidate in enumerate(new, start=1):  # the largest first: one start of ranks
             start = time.perf_counter()

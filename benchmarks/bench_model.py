@@ -61,7 +61,7 @@ class Model(ModelBenchmark):
     )
 
     def sample(self, turn: Sequence[ModelTest], trial: Any) -> None:
-        """In turns; but a cold start in a process of its own, one after another."""
+        """Samples rows in turns, but cold starts one after another, each in a process of its own."""
         for case in turn:
             if case.warmup is None:
                 return trial.interleave(turn)

@@ -255,7 +255,7 @@ def peer_call(case: PlanCase, inputs: Inputs) -> Call:
 
 
 def first_call(case: PlanCase) -> None:
-    """In a process of its own, into Triton's cache on disk: what hangs or dies there is no more than a plan's end."""
+    """Compiles into Triton's cache on disk, in a process of its own: a hang or crash there costs this plan alone."""
     call_of(case, inputs_of(case, 0))()
     torch.cuda.synchronize()
 

@@ -173,7 +173,7 @@ class Tokenizers(Benchmark):
         return {WHAT[case.task] + "s": 0.0}
 
     def sample(self, turn: Sequence[TokenizerCase], trial: Any) -> None:
-        """In as many rounds as the grid says, where the user says nothing."""
+        """Takes as many rounds as the grid says, unless the user says otherwise."""
         trial.interleave(turn, turn[0].min_rounds if trial.settings.min_rounds == DEFAULT_ROUNDS else None)
 
     def inspect(self, case: TokenizerCase, candidate: Candidate, setup: Texts) -> Record:

@@ -93,7 +93,7 @@ class Draws:
             self._held[name] = _elements(key(seed, name), 0, x.numel() + STARTS, x.dtype, *what, x.device)
 
     def fill(self, draw: int, names: Iterable[str] | None = None) -> None:
-        """In place and untold: same storage, same layout, same version."""
+        """Writes in place and untold: storage, layout and version stay the same."""
         for name in self.tensors if names is None else names:
             x, first = self.tensors[name], start(draw, name)
             x.data.copy_(self._held[name][first : first + x.numel()].view(x.shape))

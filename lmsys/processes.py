@@ -73,7 +73,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> "Failure":
-        """To be made where the error is handled."""
+        """Describes an error; call it where the error is handled."""
         exception = b""
         if isinstance(error, Exception):
             with contextlib.suppress(Exception):
@@ -101,7 +101,7 @@ class Told:
 
 
 def tell(what: Any) -> None:
-    """In a worker, within a call: sends `what` to the caller, who receives it as `Told` before the call's result."""
+    """Sends `what` to the caller, from within a worker's call; it arrives as `Told`, before the call's result."""
     _lines[0].send_bytes(pickle.dumps((None, Told(what)), protocol=5))
 
 
@@ -292,7 +292,7 @@ def _loaded(pickled: bytes) -> Any:
 
 
 class _Unpickler(pickle.Unpickler):
-    """In a worker: finds in the caller's main module what stands there, and only then runs it."""
+    """Runs the caller's main module in a worker when something of it is asked for, and only then."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "__main__" and _callers_main:

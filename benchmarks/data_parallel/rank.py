@@ -76,7 +76,7 @@ class Gradients:
         self.graph: GraphedGradients | None = None  # once it is recorded, or to be
 
     def record(self) -> None:
-        """From the next call on it is a graph; that call records it."""
+        """Makes the next call record a graph, which later calls replay."""
         warm_ups = getattr(self.strategy.wrapper, "warm_ups_before_graph", WARM_UPS)
         parameters = self.strategy.module.parameters()
         self.graph = GraphedGradients(self.loss, parameters, self.strategy.finish, warm_ups)

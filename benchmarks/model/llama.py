@@ -56,7 +56,7 @@ class Llama(nn.Module):
         self.head_dim = config.head_dim
 
     def compile_blocks(self) -> "Llama":
-        """As its users do: the whole model."""
+        """Compiles the whole model, as its users do."""
         self.wrapped.compile(dynamic=False)
         return self
 

@@ -45,5 +45,5 @@ class Curve:
 
 
 def _finite(value: float) -> float | None:
-    """With six digits; JSON knows no other numbers."""
+    """Rounds to six digits; None for what JSON has no number for."""
     return float(f"{value:.6g}") if math.isfinite(value) else None

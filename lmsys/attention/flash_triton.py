@@ -36,6 +36,7 @@ from lmsys.attention.tuning import Tile, candidates, tune
 from lmsys.kernels.launch import Kernel, geometry, stream_of
 
 INTERPRETED = triton.knobs.runtime.interpret
+INTERPRETED_SCORES = 2**18  # at most, or a check takes minutes
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2.0))
 HEADS_AT_ONCE = tl.constexpr(8)
@@ -377,8 +378,8 @@ def flash_triton_supports(case: AttentionCase) -> str | None:
         return f"Triton's interpreter needs numpy below 2.4; this is {numpy.__version__}: pip install 'numpy<2.4'"
     if case.dtype == "bfloat16":
         return "Triton's interpreter computes bfloat16 wrongly"
-    if case.batch * case.heads * case.queries * case.keys > 2**18:
-        return "too slow in Triton's interpreter above 2**18 scores"
+    if case.batch * case.heads * case.queries * case.keys > INTERPRETED_SCORES:
+        return f"Triton's interpreter is too slow above {INTERPRETED_SCORES:,} scores (batch x heads x queries x keys)"
     return None
 
 

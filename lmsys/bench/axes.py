@@ -80,7 +80,7 @@ class Sweep:
 
 
 def add_axis_options(parser: Any, axes: Iterable[Axis]) -> None:
-    """For a conftest's pytest_addoption: each of these axes gets its own option, shown in `pytest --help`."""
+    """Gives each of these axes its own option, shown in `pytest --help`; call it in a conftest's pytest_addoption."""
     group = parser.getgroup("lmsys")
     for axis in axes:
         group.addoption(axis.option, dest=OPTION + axis.option, help=axis.help, metavar=axis.metavar)

@@ -279,7 +279,7 @@ class Benchmark:
         return self.case_type(record["section"], entry, record["device"], *(record[name] for name in names))
 
     def repeat(self, record: Record, call: Record) -> "Iterable[str]":
-        """On any machine: what is wrong with a call of a record's proof, by sentences; `call` holds its evidence."""
+        """Yields sentences on what is wrong with a call of a record's proof, on any machine; `call` is its evidence."""
         return ()
 
     def turns(self, cases: Cases) -> Iterable[Cases]:

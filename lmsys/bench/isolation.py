@@ -43,7 +43,7 @@ class Ended(RuntimeError):
 
 
 class Isolated:
-    """As `Runner`, by a worker that lives until a row ends it."""
+    """Does what `Runner` does, in a worker that lives until a row ends it."""
 
     def __init__(self, settings: Settings, say: Callable[[str], None] = lambda _: None):
         self.settings, self.say = settings, say
@@ -112,7 +112,7 @@ class Isolated:
         return self._ask([], in_worker.facts)
 
     def ready(self) -> None:
-        """As `Runner.ready`: before a row runs."""
+        """Does what `Runner.ready` does, before a row runs."""
         _ = self.machine
 
     @property

@@ -39,7 +39,7 @@ def _told(fact: Any) -> Any:
 
 
 def _is_dense(x: Tensor) -> bool:
-    """In some order of its dimensions it is contiguous."""
+    """Tells whether it is contiguous in some order of its dimensions."""
     extent = 1
     for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
         if stride != extent:

@@ -198,11 +198,11 @@ def _together(group: Any) -> Callable[[], Any]:
 
 
 def entropy() -> int:
-    """On a rank: a number that nobody can foresee."""
+    """Draws a number on a rank that nobody can foresee."""
     return _ENTROPY.getrandbits(53)
 
 
 def release() -> None:
-    """On a rank: frees what a call before has left. What stays is code, which collections in a timed step pass over."""
+    """Frees on a rank what earlier calls have left. Code stays, which collections in a timed step pass over."""
     release_memory()
     gc.freeze()

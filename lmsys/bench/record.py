@@ -66,7 +66,7 @@ def summarize(samples_s: Sequence[float]) -> Record:
 
 
 def rounded(samples_s: Sequence[float]) -> list[float]:
-    """With six significant digits, of which everything else is made: it can be made again from a file."""
+    """Rounds to six digits, from which everything else is computed, so that a file is enough to do it again."""
     return [float(f"{sample:.6g}") for sample in samples_s]
 
 

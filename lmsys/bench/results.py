@@ -186,7 +186,7 @@ class Session:
         return [*self.faults, *([f"--fail-on: {', '.join(found)}"] if found else [])]
 
     def _rate_again(self, entries: Iterable[Record]) -> None:
-        """By the higher of each ceiling's measurements, before the first row and after the last."""
+        """Rates records by the higher of each ceiling's measurements, before the first row and after the last."""
         asked = [(self.benchmarks[key[0]], self._cases[key], one.record) for key, one in self.results.items()]
         self.moved, records = self.runner.rate_again(asked)
         for result, rated in zip(self.results.values(), records, strict=True):

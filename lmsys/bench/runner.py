@@ -186,7 +186,7 @@ def _reported(row: Entry) -> Record:
 
 
 def _completed(record: Record, benchmark: Benchmark) -> Record:
-    """With the fields that are functions of others. ValueError for a field that nobody has declared."""
+    """Adds the fields that are functions of others. ValueError for a field that nobody has declared."""
     known = fields.declared(fields.COMMON, benchmark.fields)
     for field in known.values():
         if field.of is not None:

@@ -257,7 +257,7 @@ class Trial:
         ]
 
     def check_again(self) -> None:
-        """On new inputs, for rows of which no timed call was checked."""
+        """Checks rows of which no timed call was checked, on new inputs."""
         self.watch.doing = "in its check after it was timed"
         timed = {id(one): one for one in map(self.candidate, self.cases) if one.outcome == "ok"}
         timed = {key: one for key, one in timed.items() if any(self._needs_check(case, one) for case in self.cases)}

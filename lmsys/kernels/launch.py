@@ -129,7 +129,7 @@ class PublicKernel:
 
 
 def _describe(x: Tensor, block: list[int]) -> TensorDescriptor:
-    """Without the constructor's checks, passed by the kernel's first call: they cost more than the launch."""
+    """Skips the constructor's checks, which the kernel's first call has passed: they cost more than the launch."""
     descriptor = TensorDescriptor.__new__(TensorDescriptor)
     descriptor.base, (descriptor.shape, descriptor.strides), descriptor.block_shape = x, geometry(x), block
     return descriptor

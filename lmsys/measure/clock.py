@@ -254,19 +254,19 @@ class CpuClock:
         return Reading(end - start, ready - begin), result
 
     def expect(self, late: Callable[[], Any]) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def read(self, pending: Sequence[Reading], share_s: float | None = None, trusted: bool = False) -> list[Reading]:
         return list(pending)
 
     def forget(self, pending: Sequence[Reading]) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def shares(self, take: Callable[[], Any]) -> dict[str, float]:
         return {}
 
     def wait(self, seconds: float) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def cost(self, call: Callable[[], Any], lead_s: float) -> Cost:
         start, _, end = in_turn(perf_counter, call, perf_counter)

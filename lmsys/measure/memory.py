@@ -62,7 +62,7 @@ def cap_gpu_memory(limit_bytes: int) -> None:
 
 
 def cap_host_memory() -> None:
-    """On a CPU, what is too large must fail as the GPU's allocator does, not bring the machine down."""
+    """Makes what is too large for a CPU fail as the GPU's allocator does, rather than bring the machine down."""
     if sys.platform != "linux":
         return
     available = int(available_bytes())

@@ -286,7 +286,7 @@ def _backward_spans(events: dict[str, list[dict[str, Any]]]) -> list[tuple[Any, 
 
 
 def _enclosing(spans: list[tuple[Any, float, float, Any]], points: list[tuple[Any, float]]) -> list[set[Any]]:
-    """For each point (thread, time), the labels of the spans (thread, start, end, label) that hold it."""
+    """Gives each point (thread, time) the labels of the spans (thread, start, end, label) that hold it."""
     marks = [(time, 1, index, thread, None) for index, (thread, time) in enumerate(points)]
     for thread, start, end, label in spans:
         marks += [(start, 0, 0, thread, label), (end, 2, 0, thread, label)]

@@ -208,7 +208,7 @@ class TransformerLM(nn.Module):
             return linear_cross_entropy(hidden, self.lm_head.weight, targets)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As torch does, also for a dict saved from a wrapped or compiled model (prefixes `module.`, `_orig_mod.`)."""
+        """Does what torch does, also with a dict of a wrapped or compiled model (prefixes `module.`, `_orig_mod.`)."""
         plain = {key.removeprefix("module.").replace("_orig_mod.", ""): value for key, value in state_dict.items()}
         try:
             return super().load_state_dict(plain, strict=strict, assign=assign)

@@ -161,7 +161,7 @@ class TorchrunGroup:
         self.rank = dist.get_rank()
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float | None = None) -> list[Any]:
-        """As `WorkerGroup.run`; a rank that waits for one that has failed ends when its collective times out."""
+        """Does what `WorkerGroup.run` does; a rank that waits for a failed one ends when its collective times out."""
         failure, result = None, None
         try:
             result = function(*args)
@@ -187,7 +187,7 @@ def _check_environment() -> None:
 
 
 def _end_with_parent() -> None:
-    """On Linux SIGTERM comes when torchrun's agent has gone, also by SIGKILL: nobody would end its ranks."""
+    """Asks Linux for SIGTERM when torchrun's agent is gone, even by SIGKILL: nobody else would end its ranks."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 

@@ -9,4 +9,4 @@ class NoSync(Wrapper):
     synchronizes = False
 
     def _synchronize(self) -> None:
-        """Nothing."""
+        """Does nothing."""

@@ -23,7 +23,7 @@ class _Peer(Traits, nn.Module):
     """The base of torch's own strategies, whose backward itself averages gradients."""
 
     def finish_gradient_synchronization(self) -> None:
-        """Nothing: the backward ends when gradients are averaged."""
+        """Does nothing: the backward ends when gradients are averaged."""
 
     def make_optimizer(self, optimizer_cls: Any, **kwargs: Any) -> torch.optim.Optimizer:
         return optimizer_cls(self.module.parameters(), **kwargs)

@@ -99,7 +99,7 @@ def _says_something(rows: Sequence[Record]) -> bool:
 
 
 def _place(key: Sequence[object]) -> list[tuple[int, float, str]]:
-    """In reading order: a narrow precision first, words as the report lists them, numbers by size."""
+    """Sorts into reading order: a narrow precision first, words as the report lists them, numbers by size."""
     known = [value for words in VALUES.values() for value in words]
     found = []
     for value in key:

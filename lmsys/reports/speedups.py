@@ -38,7 +38,7 @@ def base_of(view: View, otherwise: Iterable[str] = ()) -> str | None:
 
 
 def beside(view: View, base: str | None, axis: str = "impl", same: Sequence[str] = ()) -> View:
-    """With, as `beside`, the case that has `base` on an axis and is alike on the axes `same`, else on all others.
+    """Adds, as `beside`, the case that has `base` on an axis and is alike on the axes `same`, else on all others.
 
     None where that was not run.
     """
@@ -57,7 +57,7 @@ def compared(
     medians: bool = False,
     name: str = SPEEDUP,
 ) -> View:
-    """With the speedup, as the field `name`, over what is `beside` each case.
+    """Adds the speedup, as the field `name`, over what is `beside` each case.
 
     Of cases that were not sampled together there is none, or with `medians` the ratio of their medians. `remark` says
     why a timed case has none, or that its speedup is such a ratio while others' are not.

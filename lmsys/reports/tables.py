@@ -60,7 +60,7 @@ class Table:
 
 
 def _plain(text: str) -> str:
-    """On one line: a line break of a result file must not end a table's row."""
+    """Puts a text on one line: a line break of a result file must not end a table's row."""
     return " ".join(text.split()) if "\n" in text or "\r" in text else text
 
 

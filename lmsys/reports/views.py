@@ -102,19 +102,19 @@ class View:
         return self
 
     def read_as(self, **words: Mapping[Any, str]) -> "View":
-        """With words for the values of some fields, in reading order."""
+        """Adds words for the values of some fields, in reading order."""
         return replace(self, words={**self.words, **words})
 
     def labelled(self, **labels: str) -> "View":
-        """With other labels for some fields."""
+        """Gives some fields other labels."""
         return self.with_fields(*(self.fields[name].called(label=label) for name, label in labels.items()))
 
     def quiet(self, *names: str) -> "View":
-        """With these fields as details, which neither captions nor keys of tables tell."""
+        """Makes these fields details, which neither captions nor keys of tables tell."""
         return self.with_fields(*(self.fields[name].called(role="detail") for name in names if name in self.fields))
 
     def with_fields(self, *fields: Field) -> "View":
-        """With these declarations. One with `of` is a function of the others; None where a case lacks what it needs."""
+        """Adds declarations. One with `of` is a function of the others; None where a case lacks what it needs."""
         cases = [dict(case) for case in self.cases]
         for one in fields:
             for case in cases if one.of else ():
@@ -127,7 +127,7 @@ class View:
         return replace(self, cases=lines).with_fields(*fields)
 
     def styled(self, name: str = "impl", row: str = "", label: str = "") -> "View":
-        """With a look for each value of a field, by the row of a table that the field `row` names."""
+        """Gives each value of a field a look, by the row of a table that the field `row` names."""
         row = row or name
         styles = styles_of(self.cases, name, row, label, self.table(row))
         return replace(self, styles={**self.styles, name: styles})

@@ -141,12 +141,12 @@ def is_clocked(field: Field) -> bool:
 
 
 def span(texts: Sequence[str]) -> str:
-    """From the first to the last, where they differ."""
+    """Joins the first and the last where they differ."""
     return texts[0] if texts[0] == texts[-1] else f"{texts[0]} to {texts[-1]}"
 
 
 def spread_of(case: Record) -> float | None:
-    """From p20 to p80, as a share of the median; None where one of them is not known."""
+    """The distance from p20 to p80 as a share of the median; None where one of them is not known."""
     low, high, median = (case.get(name) for name in ("p20_s", "p80_s", "time_s"))
     return (high - low) / median if median and low is not None and high is not None else None
 

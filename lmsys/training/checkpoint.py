@@ -245,7 +245,7 @@ def _tidy(folder: Path, step: int, keep: int | None) -> None:
 
 
 def _manifests(folder: Path) -> dict[int, Path]:
-    """By step, the highest first."""
+    """Sorts checkpoints by step, the highest first."""
     paths = folder.iterdir() if folder.is_dir() else ()
     found = {int(match[1]): path for path in paths if (match := _MANIFEST.fullmatch(path.name))}
     return dict(sorted(found.items(), reverse=True))

@@ -59,7 +59,7 @@ def _section(section: str, own: View) -> tuple[Items, list[Block]]:
 
 
 def _compared(part: View) -> View:
-    """With speedups, and with the products that hold where batch varies with length, or heads with head dimension."""
+    """Adds speedups, and the products that hold where batch varies with length, or heads with head dimension."""
     held = []
     for one, other in (("B", "S"), ("H", "D")):
         products = {case[one] * case[other] for case in part.cases if type(case[one]) is type(case[other]) is int}

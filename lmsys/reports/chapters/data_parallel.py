@@ -95,7 +95,7 @@ def _scaling(own: View) -> Plot | None:
 
 
 def _timelines(own: View) -> Plot:
-    """When a step computes and when it communicates, a pair of lanes for each strategy."""
+    """Draws when a step computes and when it communicates, a pair of lanes for each strategy."""
     axes = canvas(0.45 * len(own.cases) + 0.6)
     for lane, case in enumerate(own.cases):
         for (what, color), top in zip(COLOURS.items(), (lane - 0.36, lane - 0.02), strict=True):

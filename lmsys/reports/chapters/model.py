@@ -100,7 +100,7 @@ def _metric(part: View, metric: str) -> Items:
 
 
 def _with_lines(own: View) -> View:
-    """With a field that says which line a case is a point of."""
+    """Adds a field that says which line a case is a point of."""
     names = ["size", "compile"] if own.varies("compile") else ["size"]
     line = Field("line", role="detail", of=lambda case: ", ".join(case[name] for name in names))
     return own.with_fields(line).styled("line", row="size")

@@ -65,7 +65,7 @@ def _block(part: View) -> Block:
 
 
 def _with_speeds(part: View) -> View:
-    """With speeds over the table's baseline and over one process alone: ratios of medians, not sampled together."""
+    """Adds speeds over the table's baseline and over one process alone: ratios of medians, not sampled together."""
     base = next((name for name, row in part.table("strategy").items() if row.get("baseline")), "")
     about = f"Median time of an epoch by the strategy {base} over that of the row"
     speedup = Field(SPEEDUP, "", f"Speed-up over {base}", "detail", about, "×", _ratio)
