@@ -24,7 +24,7 @@ from lmsys.bench.benchmark import Benchmark, Case, Cases, Collected, Settings
 from lmsys.bench.fields import Record
 from lmsys.bench.heartbeat import NOBODY, Heartbeat
 from lmsys.bench.in_worker import Begun, where
-from lmsys.measure.host import available_bytes, resident_bytes
+from lmsys.measure.host import available_bytes, oom_kills, resident_bytes
 from lmsys.processes import DIED, Told, Worker, answered
 
 POLL_S = 0.1
@@ -147,7 +147,7 @@ class Isolated:
         self._memory = heartbeat.map_file(self._shared)
         Heartbeat(self._shared).rest()
         worker = Worker(open_files=[self._shared, self._trace.fileno()])
-        self._most_bytes = MOST_HELD * available_bytes()
+        self._most_bytes, self._oom_kills = MOST_HELD * available_bytes(), oom_kills()
         worker.send(in_worker.begin, self._shared, self._trace.fileno(), self.settings, self._machine)
         self._worker = worker
         for _ in self._answers(worker):
@@ -216,6 +216,8 @@ class Isolated:
         if failure.kind == "Lost":
             time.sleep(2 * heartbeat.COPY_S)  # until the row that the GPU has reached is copied
         beat = heartbeat.read(self._memory)
+        if failure.kind == DIED and "SIGKILL" in failure.text and oom_kills() > self._oom_kills:
+            return Ended(f"memory ran out, and the system killed its process {beat.doing}", None, "oom")
         if failure.kind == DIED:
             return Ended(f"its process {failure.text} {beat.doing}{self._told_place()}", _known(beat.row))
         said = failure.text.strip().splitlines()[-1].partition(": ")[2]

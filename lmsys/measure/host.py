@@ -39,3 +39,10 @@ def resident_bytes(pid: int = 0) -> int:
         return int(Path(f"/proc/{pid or 'self'}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError):
         return 0
+
+
+def oom_kills(root: Path = Path("/")) -> int:
+    """How many processes the kernel has killed because memory ran out, since the machine began; 0 where not told."""
+    with suppress(OSError, KeyError):
+        return int(_facts(root / "proc/vmstat")["oom_kill"])
+    return 0

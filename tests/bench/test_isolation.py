@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,19 @@ def test_a_row_that_ends_its_process_costs_its_own_cases(monkeypatch: pytest.Mon
         assert found["segmentation_fault", "bwd"]["crashed"] and "timed call" in found["hangs_in_c", "bwd"]["reason"]
         assert ", at faults.py:" in found["hangs_in_c", "bwd"]["reason"]
         check(records(runner, GOOD, "fwd", "bwd"))
+
+
+@pytest.mark.parametrize(("more", "outcome"), [(1, "oom"), (0, "error")])
+def test_a_row_that_is_killed_as_memory_ran_out_is_out_of_memory(
+    more: int, outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel counts whom it killed: it is asked before a worker begins, and when it has ended."""
+    told = count(step=more)
+    monkeypatch.setattr("lmsys.bench.isolation.oom_kills", lambda: next(told))
+    with isolated(monkeypatch, 1) as runner:
+        found = records(runner, ["good", "killed"])
+    assert found["good", "fwd"]["outcome"] == "ok" and found["killed", "fwd"]["outcome"] == outcome
+    assert ("memory ran out" in found["killed", "fwd"]["reason"]) == (outcome == "oom")
 
 
 FAULTY = [

@@ -1,10 +1,11 @@
 """The memory that a machine, or a container, can still give."""
 
+import mmap
 from pathlib import Path
 
 import pytest
 
-from lmsys.measure.host import available_bytes, resident_bytes
+from lmsys.measure.host import available_bytes, oom_kills, resident_bytes
 
 GIB = 2**30
 
@@ -27,10 +28,17 @@ def test_the_least_of_the_machine_and_of_its_container_counts(limit: object, fou
 
 
 def test_nothing_is_known_elsewhere(tmp_path: Path) -> None:
-    assert available_bytes(tmp_path) == float("inf")
+    assert available_bytes(tmp_path) == float("inf") and oom_kills(tmp_path) == 0
 
 
 def test_what_a_process_holds() -> None:
-    before, held = resident_bytes(), bytearray(2**26)
-    assert resident_bytes() - before > 0.9 * len(held)
+    with mmap.mmap(-1, 2**26) as fresh:  # what Python frees may be at hand still
+        before = resident_bytes()
+        fresh.write(bytes(2**26))
+        assert resident_bytes() - before > 0.9 * len(fresh)
     assert resident_bytes(2**30) == 0
+
+
+def test_the_kernel_counts_whom_it_killed(tmp_path: Path) -> None:
+    write(tmp_path, proc__vmstat="nr_free_pages 5\noom_kill 3")
+    assert oom_kills(tmp_path) == 3
