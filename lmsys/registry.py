@@ -173,9 +173,10 @@ class Table(Mapping[str, Entry]):
         ValueError with every reason when none can. Never falls back from a named row to another.
         """
         candidates = [self[row] for row in self.auto(case)] if name == "auto" else [self[name]]
-        reasons = []
+        reasons = {}
         for entry in candidates:
             if (reason := entry.why_not(case)) is None:
                 return entry
-            reasons.append(f"{entry.name}: {reason}")
-        raise ValueError(f"{self.kind} {name!r} cannot run {case}: " + "; ".join(reasons))
+            reasons[entry.name] = reason
+        told = [reason if row == name else f"{row}: {reason}" for row, reason in reasons.items()]
+        raise ValueError(f"{self.kind} {name!r} cannot run {case}: " + "; ".join(told))

@@ -56,7 +56,7 @@ def test_auto_may_prefer_one_row_for_one_case_and_another_for_the_next() -> None
 
 
 def test_a_named_row_never_falls_back(table: Table) -> None:
-    with pytest.raises(ValueError, match="number 'choosy' cannot run 3: choosy: 3 is odd"):
+    with pytest.raises(ValueError, match="number 'choosy' cannot run 3: 3 is odd"):
         table.pick("choosy", 3)
 
 

@@ -37,6 +37,11 @@ class AttentionCase:
     capability: tuple[int, int] | None = None  # the CUDA device's, else None
     scale: float | None = None  # head_dim ** -0.5
 
+    def __str__(self) -> str:
+        q = self.batch, self.heads, self.queries, self.head_dim
+        k = self.batch, self.kv_heads, self.keys, self.head_dim
+        return f"q {q} with k and v {k} in {self.dtype} on {self.device}"
+
 
 def case_of(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, grad: bool | None = None

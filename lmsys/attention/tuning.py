@@ -8,9 +8,10 @@ import hashlib
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -18,7 +19,7 @@ from triton.runtime.errors import OutOfResources
 
 from lmsys.files import cache_folder, write_json
 from lmsys.strict_json import read_json
-from lmsys.values import whole
+from lmsys.values import shortly, whole
 
 MOST_SIZE = 2**16  # of a tile, in any of its numbers
 
@@ -94,7 +95,8 @@ def _fastest(tiles: Sequence[Tile], launch: Callable[[Tile], None]) -> Tile:
     times = {tile: _time(tile, launch) for tile in tiles}
     best = min(times, key=lambda tile: times[tile])
     if math.isinf(times[best]):
-        raise RuntimeError(f"no tile of {tiles} fits this GPU's shared memory and registers")
+        told = ", ".join(f"{tile.block_q} x {tile.block_k}" for tile in tiles)
+        raise RuntimeError(f"no tile of {told} fits this GPU's shared memory and registers; take another row")
     return best
 
 
@@ -127,12 +129,19 @@ def _read() -> dict[str, Tile]:
     try:
         if not path.is_file():
             return {}
-        return {key: _tile(**tile) for key, tile in read_json(path).items()}
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: the tuning cache is corrupt ({error}); delete the file to tune anew") from error
+        found = read_json(path)
+        if not isinstance(found, dict):
+            raise ValueError(f"it must be an object of tiles; got {shortly(found)}")
+        return {key: _tile(tile) for key, tile in found.items()}
+    except ValueError as error:
+        cause = str(error).removeprefix(f"{path}: ")
+        raise ValueError(f"{path}: the tuning cache is corrupt ({cause}); delete the file to tune anew") from error
 
 
-def _tile(**sizes: int) -> Tile:
+def _tile(sizes: Any) -> Tile:
+    names = [field.name for field in fields(Tile)]
+    if not isinstance(sizes, dict) or sizes.keys() != set(names):
+        raise ValueError(f"a tile must be an object with {', '.join(names)}; got {shortly(sizes)}")
     for name, size in sizes.items():
         whole(name, size, least=1, most=MOST_SIZE)
     return Tile(**sizes)

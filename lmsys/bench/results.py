@@ -204,7 +204,8 @@ class Session:
         here = self.runner.facts()
         for fact in SAME:
             if (there := found["machine"].get(fact)) != here[fact]:
-                raise ValueError(f"it was measured with {fact} {there!r}, this is {here[fact]!r}: run that apart")
+                told = "processor" if fact == "name" else fact
+                raise ValueError(f"its {told} is {there!r}, here it is {here[fact]!r}: measure into another file")
         self.carried |= {(one["benchmark"], one["id"]): one for one in found["records"] if self._stands(one)}
         ids = {key[1] for key in self.carried}
         self.carried_entries += [one for one in entries if one["extra_info"].get("id") in ids]

@@ -29,8 +29,8 @@ def check_ids(name: str, x: Any, kind: str, shapes: list[Shape], below: int, but
     if known.numel():
         low, high = int(known.min()), int(known.max())
         if low < 0 or high >= below:
-            other = "" if but is None else f", or be {but}"
-            raise ValueError(f"{name}: {kind} {low} to {high} must lie in 0 to {below - 1}{other}")
+            other = "" if but is None else f", or {but}"
+            raise ValueError(f"{name} must be {kind} from 0 to {below - 1}{other}; got {low if low < 0 else high}")
 
 
 def _fits(shape: torch.Size, asked: Shape) -> bool:

@@ -55,7 +55,8 @@ def _written(out: Path) -> set[str]:
     except FileNotFoundError:
         return set()
     except ValueError as error:
-        raise ValueError(f"{path} is not a list of what was written there: {error}") from None
+        cause = str(error).removeprefix(f"{path}: ")
+        raise ValueError(f"{path}: is no list of the files of a report ({cause}); name another folder") from None
     return set(found)
 
 

@@ -11,6 +11,7 @@ import heapq
 import json
 import threading
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import repeat
@@ -143,7 +144,8 @@ class Tokenizer:
         if missing := [byte for byte in range(256) if bytes([byte]) not in self._ids]:
             raise ValueError(f"the vocabulary lacks {len(missing)} of the 256 bytes, such as {bytes(missing[:1])!r}")
         if len(set(self.merges)) != len(self.merges):
-            raise ValueError(f"{len(self.merges) - len(set(self.merges))} merges are listed twice")
+            pair = next(pair for pair, count in Counter(self.merges).items() if count > 1)
+            raise ValueError(f"merge {pair} is listed twice")
         made = {left + right for left, right in self.merges}
         for left, right in self.merges:
             for token in (left, right, left + right):

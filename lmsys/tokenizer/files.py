@@ -6,6 +6,7 @@ Source: Radford et al. 2019 (GPT-2), the released encoder.py, `bytes_to_unicode`
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -70,7 +71,8 @@ def load(vocab: Path, merges: Path) -> tuple[dict[int, bytes], list[tuple[bytes,
     if not isinstance(written, dict) or not all(type(number) is int for number in written.values()):
         raise ValueError(f'{vocab}: must be an object of token: id, as {{"!": 0, ...}}')
     if len(set(written.values())) != len(written):
-        raise ValueError(f"{vocab}: {len(written) - len(set(written.values()))} ids are given twice")
+        twice = next(number for number, count in Counter(written.values()).items() if count > 1)
+        raise ValueError(f"{vocab}: id {twice} is given twice")
     found = {number: _bytes(text) if text in ordinary else text.encode() for text, number in written.items()}
     special_tokens = [text for text in sorted(written, key=written.__getitem__) if text not in ordinary]
     told = re.fullmatch(rf"{_VERSION} (merges: .+)", head.rstrip("\r"))

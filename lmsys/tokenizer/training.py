@@ -40,7 +40,8 @@ def train(
         )
     counts = count_pretokens(files, special_tokens, processes)
     if not counts:
-        raise ValueError(f"there is no text in {', '.join(str(whole(file).path) for file in files) or 'no files'}")
+        told = ", ".join(str(whole(file).path) for file in files)
+        raise ValueError(f"there is no text in {told}" if told else "no files are given")
     merges = learn_merges(counts, vocab_size - smallest)
     vocab = [bytes([byte]) for byte in range(_NUM_BYTES)]
     vocab += dict.fromkeys(left + right for left, right in merges)

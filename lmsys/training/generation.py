@@ -174,8 +174,9 @@ def _check(model: TransformerLM, prompts: Sequence[Sequence[int]], max_new_token
             f" context_length={config.context_length}"
         )
     for name, ids in (
-        ("a prompt", [i for prompt in prompts for i in prompt]),
+        ("prompts", [i for prompt in prompts for i in prompt]),
         ("stop", [] if stop is None else [stop]),
     ):
         if ids and not (min(ids) >= 0 and max(ids) < config.vocab_size):
-            raise ValueError(f"{name} has ids {min(ids)} to {max(ids)}; they must lie in 0 to {config.vocab_size - 1}")
+            wrong = min(ids) if min(ids) < 0 else max(ids)
+            raise ValueError(f"{name} must be token ids from 0 to {config.vocab_size - 1}; got {wrong}")

@@ -52,7 +52,8 @@ def tokenize_files(
         raise ValueError(f"{rank=} must lie in 0 to {world_size - 1}")
     parts = [whole(file) for file in files]
     if not sum(part.size for part in parts):
-        raise ValueError(f"there is no text in {', '.join(str(part.path) for part in parts) or 'no files'}")
+        told = ", ".join(str(part.path) for part in parts)
+        raise ValueError(f"there is no text in {told}" if told else "no files are given")
     share = split(parts, Pretokenizer(tokenizer.special_tokens), world_size)[rank]
     path = shards(output, world_size)[rank]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +82,8 @@ def open_tokens(path: Path, tokenizer: Tokenizer | None = None) -> np.ndarray:
     try:
         ids = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError, SyntaxError, tokenize.TokenError, OverflowError, TypeError) as error:
-        raise ValueError(shortened(f"{path}: cannot be read as an array of token ids: {error}")) from error
+        cause = getattr(error, "strerror", None) or error
+        raise ValueError(shortened(f"{path}: cannot be read as an array of token ids: {cause}")) from error
     if not isinstance(ids, np.ndarray):
         raise ValueError(f"{path}: must be an array, a .npy; it is an archive of several")
     if ids.ndim != 1 or ids.dtype.kind not in "ui":

@@ -89,7 +89,7 @@ def test_memory_on_cuda(vocabulary: int) -> None:
 def test_a_target_that_is_no_class_is_an_error(target: int) -> None:
     hidden, weight, targets = head("cpu", tokens=8)
     targets[3] = target
-    with pytest.raises(ValueError, match=f"must lie in 0 to {VOCABULARY - 1}, or be {IGNORED}"):
+    with pytest.raises(ValueError, match=f"from 0 to {VOCABULARY - 1}, or {IGNORED}; got {target}"):
         linear_cross_entropy(hidden, weight, targets)
     targets[3] = IGNORED
     assert linear_cross_entropy(hidden, weight, targets).isfinite()

@@ -279,8 +279,8 @@ def test_weights_are_drawn_as_cs336_draws_them() -> None:
     ("tokens", "message"),
     [
         (torch.zeros(2, 17, dtype=torch.int64), "17 tokens are more than context_length=16"),
-        (torch.full((1, 3), VOCABULARY), "token ids 31 to 31 must lie in 0 to 30"),
-        (torch.full((1, 3), -1), "token ids -1 to -1 must lie in"),
+        (torch.full((1, 3), VOCABULARY), "token ids from 0 to 30; got 31"),
+        (torch.full((1, 3), -1), "token ids from 0 to 30; got -1"),
         (torch.zeros(3, dtype=torch.int64), r"tokens must be token ids of shape \(B, S\); got shape \(3,\)"),
         (torch.zeros(1, 3), "token ids in int64 or int32; got torch.float32"),
         (torch.zeros(1, 3, dtype=torch.bool), "token ids in int64 or int32; got torch.bool"),
@@ -297,8 +297,8 @@ def test_bad_tokens_are_named(tokens: Any, message: str) -> None:
     [
         (torch.arange(4), r"of shape \(3\) or \(2, 3\); got shape \(4,\)"),
         (torch.arange(3.0), "positions in the context in int64 or int32; got torch.float32"),
-        (torch.arange(3) - 1, "positions in the context -1 to 1 must lie in 0 to 15"),
-        (torch.arange(14, 17), "14 to 16 must lie in 0 to 15"),
+        (torch.arange(3) - 1, "positions in the context from 0 to 15; got -1"),
+        (torch.arange(14, 17), "from 0 to 15; got 16"),
         (7, "positions must be a tensor of positions in the context; got 7"),
     ],
 )
@@ -312,7 +312,7 @@ def test_bad_positions_are_named(positions: Any, message: str) -> None:
     [
         (torch.zeros(2, 4, dtype=torch.int64), r"targets must be class indices of shape \(2, 3\); got shape \(2, 4\)"),
         (torch.zeros(2, 3), "class indices in int64 or int32; got torch.float32"),
-        (torch.full((2, 3), 31), "class indices 31 to 31 must lie in 0 to 30, or be -100"),
+        (torch.full((2, 3), 31), "class indices from 0 to 30, or -100; got 31"),
         (None, "targets must be a tensor of class indices; got None"),
     ],
 )

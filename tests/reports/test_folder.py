@@ -75,7 +75,7 @@ def test_a_manifest_that_is_none_is_refused(content: str, tmp_path: Path) -> Non
     (tmp_path / "a").write_text("precious")
     folder.write(out, REPORT)
     (out / folder.MANIFEST).write_text(content)
-    with pytest.raises(ValueError, match="is not a list of what was written there"):
+    with pytest.raises(ValueError, match="is no list of the files of a report"):
         folder.write(out, {"index.html": "later"})
     assert (tmp_path / "a").exists() and (out / "index.html").read_text() == "page"
 

@@ -233,7 +233,7 @@ BYTES = {i: bytes([i]) for i in range(256)}
         ({**BYTES, 256: b"a"}, [], [], "two ids have the bytes b'a'"),
         ({0: b"a"}, [], [], "lacks 255 of the 256 bytes"),
         (BYTES, [(b"a", b"b")], [], "b'ab' is not in the vocabulary"),
-        ({**BYTES, 256: b"ab"}, [(b"a", b"b")] * 2, [], "1 merges are listed twice"),
+        ({**BYTES, 256: b"ab"}, [(b"a", b"b")] * 2, [], "is listed twice"),
         ({**BYTES, 256: b"ab"}, [(b"a", b"b")], ["ab"], "special token 'ab' is an ordinary token"),
         (BYTES, [], ["a"], "special token 'a' is an ordinary token"),
         (BYTES, [], [""], "must have at least one character"),
@@ -253,7 +253,7 @@ def test_bad_training_input_is_refused(tmp_path: Path) -> None:
         ([text], 256, "vocab_size=256 must be at least 257: 256 bytes and 1 special"),
         ([tmp_path / "gone"], 300, "gone: there is no such file"),
         ([empty], 300, "there is no text in .*empty"),
-        ([], 300, "there is no text in no files"),
+        ([], 300, "no files are given"),
         ([latin], 300, "latin is not UTF-8 text: .* at byte 3"),
     ):
         with pytest.raises(ValueError, match=said):
@@ -270,7 +270,7 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
     for file, content, said in (
         (vocab, "[", "not JSON"),
         (vocab, '{"a": "b"}', "must be an object of token: id"),
-        (vocab, '{"a": 1, "b": 1}', "1 ids are given twice"),
+        (vocab, '{"a": 1, "b": 1}', "id 1 is given twice"),
         (merges, "#version\nab\n", "line 2: 'ab' is no merge"),
         (merges, "a\x01 b\n", "line 1"),
         (merges, good[1][: good[1].rindex("\n", 0, -1) + 1], "merges.txt: cut, or not of the tokenizer"),

@@ -198,8 +198,8 @@ def test_prompts_that_cannot_be_continued_are_refused() -> None:
         ([], 1, None, "at least one prompt"),
         ([[1], []], 1, None, "a token in each"),
         ([[1] * 30], 3, None, "are 33 tokens, more than context_length=32"),
-        ([[50]], 1, None, "a prompt has ids 50 to 50; they must lie in 0 to 49"),
-        ([[1]], 1, 77, "stop has ids 77"),
+        ([[50]], 1, None, "prompts must be token ids from 0 to 49; got 50"),
+        ([[1]], 1, 77, "stop must be token ids from 0 to 49; got 77"),
         ([[1]], -1, None, "max_new_tokens=-1"),
     ):
         with pytest.raises(ValueError, match=said):
