@@ -285,18 +285,18 @@ def test_how_it_is_computed_changes_little(tmp_path: Path) -> None:
 SLOW = ("--set", "train.steps=60", "--set", "checkpoint.interval=1")
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(range(1, 21), marks=pytest.mark.on_request)])
-def test_a_killed_run_goes_on(data: Path, tmp_path: Path, seed: int | range) -> None:
-    """Killed at a random moment, twice; `-m on_request` is twenty such runs."""
+@pytest.mark.parametrize("kills", [range(20, 21), pytest.param(range(100), marks=pytest.mark.on_request)])
+def test_a_killed_run_goes_on(data: Path, tmp_path: Path, kills: range) -> None:
+    """Each is killed somewhere in a step of its own, of which each saves; `-m on_request` does it a hundred times."""
     whole = copy_of(data, tmp_path / "whole")
     run = config(whole, "train.steps=60", "checkpoint.interval=0")
     assert pipeline.run(run, ("train",)) == 0
-    for one in [seed] if isinstance(seed, int) else seed:
-        folder, moments = copy_of(data, tmp_path / f"killed-{one}"), random.Random(one)
+    for one in kills:
+        folder, step = copy_of(data, tmp_path / f"killed-{one}"), 1 + one % 50
         process = start(folder, "train", *SLOW)
-        while not list(folder.glob("checkpoints/step-*.json")) and process.poll() is None:
-            time.sleep(0.01)
-        time.sleep(moments.uniform(0, 0.4))
+        while process.poll() is None and not [*folder.glob(f"checkpoints/step-{step:08}.json")]:
+            time.sleep(0.001)
+        time.sleep(random.Random(one).uniform(0, 0.03))
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=60)
         assert process.returncode == -signal.SIGKILL, "it was done before it was killed"
