@@ -165,7 +165,7 @@ class CudaClock:
         return [call for session in sessions for call in session] if all(sessions) else []
 
     def _session(self, take: Callable[[], Sequence[tuple[str, int]]]) -> list[tuple[str, float, float]]:
-        """`beside_cupti`, once."""
+        """Samples and reads the calls of one session."""
         taken: list[tuple[str, int]] = []
         self._is_bracketed = True
         try:

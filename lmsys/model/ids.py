@@ -27,10 +27,14 @@ def check_ids(name: str, x: Any, kind: str, shapes: list[Shape], below: int, but
         return
     known = x if but is None else x[x != but]
     if known.numel():
-        low, high = int(known.min()), int(known.max())
-        if low < 0 or high >= below:
-            other = "" if but is None else f", or {but}"
-            raise ValueError(f"{name} must be {kind} from 0 to {below - 1}{other}; got {low if low < 0 else high}")
+        check_range(name, kind, int(known.min()), int(known.max()), below, but)
+
+
+def check_range(name: str, kind: str, low: int, high: int, below: int, but: int | None = None) -> None:
+    """ValueError, with the one at fault, where the least or the greatest of some ids is not in 0 to below - 1."""
+    if low < 0 or high >= below:
+        other = "" if but is None else f", or {but}"
+        raise ValueError(f"{name} must be {kind} from 0 to {below - 1}{other}; got {low if low < 0 else high}")
 
 
 def _fits(shape: torch.Size, asked: Shape) -> bool:

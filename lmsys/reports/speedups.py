@@ -95,8 +95,8 @@ def is_compared(view: View) -> bool:
 
 def geometric_mean(values: Iterable[float | None]) -> tuple[float, int]:
     """The geometric mean of the values that there are, NaN of none, and how many."""
-    found = [math.log(value) for value in values if value]
-    return (math.exp(math.fsum(found) / len(found)) if found else math.nan), len(found)
+    found = [value for value in values if value]
+    return (statistics.geometric_mean(found) if found else math.nan), len(found)
 
 
 def mean_text(values: Iterable[float | None]) -> str:

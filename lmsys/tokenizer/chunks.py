@@ -61,6 +61,12 @@ def plan(parts: Sequence[Chunk], processes: int) -> tuple[int, int]:
     return size, max(1, min(processes, -(-total // size)))
 
 
+def no_text(parts: Iterable[Chunk]) -> ValueError:
+    """The error of files that are all empty, or of none at all."""
+    told = ", ".join(str(part.path) for part in parts)
+    return ValueError(f"there is no text in {told}" if told else "no files are given")
+
+
 def whole(file: Path | Chunk) -> Chunk:
     """A file as one chunk. ValueError unless it is a file."""
     if isinstance(file, Chunk):

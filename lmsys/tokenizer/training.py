@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lmsys.tokenizer.chunks import Chunk, whole
+from lmsys.tokenizer.chunks import Chunk, no_text, whole
 from lmsys.tokenizer.codec import Tokenizer
 from lmsys.tokenizer.pretokens import Pretokenizer
 from lmsys.tokenizer.words import Words
@@ -40,8 +40,7 @@ def train(
         )
     counts = count_pretokens(files, special_tokens, processes)
     if not counts:
-        told = ", ".join(str(whole(file).path) for file in files)
-        raise ValueError(f"there is no text in {told}" if told else "no files are given")
+        raise no_text(map(whole, files))
     merges = learn_merges(counts, vocab_size - smallest)
     vocab = [bytes([byte]) for byte in range(_NUM_BYTES)]
     vocab += dict.fromkeys(left + right for left, right in merges)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lmsys.model import TransformerLM
+from lmsys.model.ids import check_range
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,5 @@ def _check(model: TransformerLM, prompts: Sequence[Sequence[int]], max_new_token
         ("prompts", [i for prompt in prompts for i in prompt]),
         ("stop", [] if stop is None else [stop]),
     ):
-        if ids and not (min(ids) >= 0 and max(ids) < config.vocab_size):
-            wrong = min(ids) if min(ids) < 0 else max(ids)
-            raise ValueError(f"{name} must be token ids from 0 to {config.vocab_size - 1}; got {wrong}")
+        if ids:
+            check_range(name, "token ids", min(ids), max(ids), config.vocab_size)

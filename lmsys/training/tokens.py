@@ -16,7 +16,7 @@ import numpy as np
 from lmsys.files import replacing
 from lmsys.strict_json import read_json
 from lmsys.tokenizer import Tokenizer
-from lmsys.tokenizer.chunks import Chunk, split, whole
+from lmsys.tokenizer.chunks import Chunk, no_text, split, whole
 from lmsys.tokenizer.pretokens import Pretokenizer
 from lmsys.tokenizer.workers import each_chunk
 from lmsys.values import shortened
@@ -52,8 +52,7 @@ def tokenize_files(
         raise ValueError(f"{rank=} must lie in 0 to {world_size - 1}")
     parts = [whole(file) for file in files]
     if not sum(part.size for part in parts):
-        told = ", ".join(str(part.path) for part in parts)
-        raise ValueError(f"there is no text in {told}" if told else "no files are given")
+        raise no_text(parts)
     share = split(parts, Pretokenizer(tokenizer.special_tokens), world_size)[rank]
     path = shards(output, world_size)[rank]
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -143,7 +143,8 @@ def test_auto_takes_nothing_that_is_interpreted(grad: bool) -> None:
 
 
 def test_a_named_row_that_cannot_run_the_case_says_why() -> None:
-    with pytest.raises(ValueError, match=r"'sdpa_cudnn' cannot run q \(.*float32 on cpu: SDPA's cuDNN .* CUDA only"):
+    said = r"'sdpa_cudnn' cannot run q \(.*float32 on cpu: SDPA's cuDNN attention runs on CUDA only"
+    with pytest.raises(ValueError, match=said):
         attention(*3 * [zeros(1, 2, 8, 16)], impl="sdpa_cudnn")
 
 

@@ -52,7 +52,7 @@ def test_only_answers_to_the_same_question_are_resumed(tmp_path: Path) -> None:
     assert (resumed(None), resumed(2**30), resumed(None, timed=False)) == (["a", "e"], ["b"], ["a", "d", "e"])
     assert resumed(None, retries=True) == ["a"]
     for fact in ("name", "torch", "triton", "driver", "commit"):
-        with pytest.raises(ValueError, match="is 'another', here it is"):
+        with pytest.raises(ValueError, match=f"its {'processor' if fact == 'name' else fact} is 'another', here it is"):
             resumed(None, **{fact: "another"})
 
 

@@ -233,7 +233,7 @@ BYTES = {i: bytes([i]) for i in range(256)}
         ({**BYTES, 256: b"a"}, [], [], "two ids have the bytes b'a'"),
         ({0: b"a"}, [], [], "lacks 255 of the 256 bytes"),
         (BYTES, [(b"a", b"b")], [], "b'ab' is not in the vocabulary"),
-        ({**BYTES, 256: b"ab"}, [(b"a", b"b")] * 2, [], "is listed twice"),
+        ({**BYTES, 256: b"ab"}, [(b"a", b"b")] * 2, [], r"merge \(b'a', b'b'\) is listed twice"),
         ({**BYTES, 256: b"ab"}, [(b"a", b"b")], ["ab"], "special token 'ab' is an ordinary token"),
         (BYTES, [], ["a"], "special token 'a' is an ordinary token"),
         (BYTES, [], [""], "must have at least one character"),
