@@ -23,8 +23,7 @@ from lmsys.measure.step import nothing
 
 CYCLES_PER_S = 2e9
 SHORT_S = 1e-4  # of calls shorter than this the events' own share is measured row by row
-NUM_SPANS = 20  # calls by which it is measured in a session of CUPTI
-NUM_SESSIONS = 3  # of CUPTI, which differ from each other by up to 0.4 us, however many calls each has
+NUM_SPANS = 120  # calls by which it is measured; each is off by up to 1 us, in two heaps
 LEAD_S = 2e-3  # the host launches some calls meanwhile, also under a profiler
 SHARE_RANGE_S = (-1.5e-6, 3e-6)  # how far a row's share may be from a plain kernel's: the rest is the row's own
 _Event = torch._C._CudaEventBase  # without what Python adds to it, which can be replaced
@@ -158,14 +157,8 @@ class CudaClock:
 
         The second, a span, goes from the first kernel's start to the last one's end: gaps between the kernels of a call
         are in it. Nothing else differs from other calls: one tiny kernel goes before the cache is cleared, and one
-        behind the call. `take` samples anew in each session. Empty where CUPTI cannot be had, or a call launches
-        nothing.
+        behind the call. Empty where CUPTI cannot be had, or a call launches nothing.
         """
-        sessions = [self._session(take) for _ in range(NUM_SESSIONS)]
-        return [call for session in sessions for call in session] if all(sessions) else []
-
-    def _session(self, take: Callable[[], Sequence[tuple[str, int]]]) -> list[tuple[str, float, float]]:
-        """Samples and reads the calls of one session."""
         taken: list[tuple[str, int]] = []
         self._is_bracketed = True
         try:
