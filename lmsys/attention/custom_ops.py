@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lmsys.attention.contract import as_4d
+from lmsys.autograd import once_differentiable
 from lmsys.kernels.custom_op import define
 
 Forward = Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lmsys.attention.compiled import compile_for, layout_key, why_no_compiler
 from lmsys.attention.contract import AttentionCase, as_4d
 from lmsys.attention.custom_ops import custom_op
+from lmsys.autograd import once_differentiable
 
 TILE_SCORES = {"cuda": 2**24, "cpu": 2**20}  # scores of one tile over all heads: 64 MiB, 4 MiB
 MIN_TILE, MAX_TILE = 64, 2048

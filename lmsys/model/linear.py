@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from lmsys.autograd import once_differentiable
 
 
 def linear(x: Tensor, *weights: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from lmsys.autograd import once_differentiable
 from lmsys.model.ids import check_ids
 
 CHUNK_LOGITS = 2**28  # at once: 512 MiB in bfloat16

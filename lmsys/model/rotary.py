@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from lmsys.autograd import once_differentiable
 from lmsys.kernels.custom_op import define
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None

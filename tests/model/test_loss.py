@@ -23,6 +23,13 @@ def head(device: str, dtype: torch.dtype = torch.float32, tokens: int = TOKENS) 
     return hidden, weight, torch.randint(VOCABULARY, (tokens,), device=device)
 
 
+def test_a_second_derivative_is_refused() -> None:
+    hidden, weight, targets = head("cpu")
+    (gradient,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, targets), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (gradient * hidden).sum().backward()
+
+
 @given(tokens=st.integers(0, 10**6), vocabulary=st.integers(1, 10**6))
 def test_chunks_are_even_and_few(tokens: int, vocabulary: int) -> None:
     chunk = loss._even_chunk(tokens, vocabulary)

@@ -1,5 +1,6 @@
 """The language model: laws that hold for any weights, and equality of everything that should not matter."""
 
+import math
 from dataclasses import asdict
 from functools import cache, partial
 from typing import Any
@@ -329,6 +330,10 @@ def test_bad_targets_are_named(targets: Any, message: str) -> None:
         ({"num_heads": 3, "num_kv_heads": None}, "d_model=32 must divide into num_heads=3"),
         ({"num_kv_heads": 3}, "num_kv_heads=3 must divide num_heads=4"),
         ({"num_layers": 0}, "num_layers=0 must be at least 1"),
+        ({"num_layers": 1.5}, "num_layers: must be a whole number; got 1.5"),
+        ({"rope_theta": math.nan}, "rope_theta: must be a finite number; got NaN"),
+        ({"norm_eps": math.inf}, "norm_eps: must be a finite number; got Infinity"),
+        ({"norm_eps": 0.0}, "norm_eps=0.0 must be more than 0"),
         ({"checkpoint_blocks": 3}, "checkpoint_blocks=3 must lie in 0 to 2"),
         ({"attention": "flash_trition"}, "did you mean flash_triton"),
         ({"attention": "sdpa_cudnn"}, "'sdpa_cudnn' cannot run .*cuDNN attention runs on CUDA only"),
