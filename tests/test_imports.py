@@ -24,7 +24,7 @@ PLAIN = (  # of lmsys: what a machine without torch can import
     *("cost/__init__", "cost/operations", "cost/memory", "cost/communication"),
     *(
         f"bench/{name}"
-        for name in "__init__ axes benchmark fields options plugin proof record results schema1 validate".split()
+        for name in "__init__ axes benchmark fields options plugin proof record results schema1 shapes validate".split()
     ),
 )
 LATE = (
@@ -38,7 +38,7 @@ ROWS = "lmsys.attention", "lmsys.parallel"
 DATA = "lmsys/files.py", *(f"lmsys/training/{name}.py" for name in ("corpora", "data", "download", "tokens"))
 OF_REPORTS = (
     *("lmsys.reports", "lmsys.files", "lmsys.strict_json", "lmsys.values"),
-    *(f"lmsys.bench.{name}" for name in ("fields", "record", "schema1", "validate", "verdict")),
+    *(f"lmsys.bench.{name}" for name in ("fields", "record", "schema1", "shapes", "validate", "verdict")),
 )
 
 

@@ -9,12 +9,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from lmsys.bench.fields import ROLES, Record
-from lmsys.values import choice, finite, shortly
+from lmsys.bench.shapes import MOST_CHARACTERS, ROWS, check_named, check_shape
+from lmsys.values import choice, finite, flag, shortly, whole
 
-MOST_CHARACTERS = 1000  # of a name or a label; a reason may have ten times as many
 AMOUNTS = ("B", "FLOP", "FLOP/s", "B/s", "tokens/s", "MHz", "Hz", "MiB")  # units of what is never negative
+COUNTS, MOST_COUNTED = ("cores", "memory_bytes", "gpu_count", "threads", "seed"), 2**63  # of a machine
+RATES, RATES_OF_DTYPES = ("ceilings", "limits"), ("matmul_flops_per_s", "flops_per_s")  # of a machine
 NAME = r"[A-Za-z_][A-Za-z0-9_]*"
-COLOR = r"#[0-9a-fA-F]{3,8}|[a-zA-Z:]{1,30}"
+COLOR = r"#[0-9a-fA-F]{6}"
 
 
 def check_content(found: Record) -> None:
@@ -24,13 +26,15 @@ def check_content(found: Record) -> None:
         for number, row in enumerate(_list(f"rows.{kind}", rows)):
             _row(f"rows.{kind}[{number}]", row)
     for name, value in _object("machine", found["machine"]).items():
-        if isinstance(value, str):
-            text(f"machine.{name}", value, 10 * MOST_CHARACTERS)
+        if value is not None:
+            _fact(f"machine.{name}", name, value)
     for number, record in enumerate(found["records"]):
         for name in ("id", "benchmark", "impl"):
             text(f"records[{number}].{name}", record.get(name))
+        _object(f"records[{number}]", record)
         declared = fields.get(record["benchmark"], {})
         for name, value in record.items():
+            check_named(f"record {shortly(record['id'])}: {name}", record["benchmark"], name, value)
             if name in declared:
                 check_value(f"record {shortly(record['id'])}: {name}", value, declared[name])
 
@@ -58,9 +62,32 @@ def _fields(where: str, declared: Any) -> dict[str, Mapping[str, Any]]:
     return found
 
 
+def _fact(where: str, name: str, value: Any) -> None:
+    """One of `lmsys.measure.machine.describe` and of what a run adds to it; None where it is not known."""
+    if name in COUNTS:
+        whole(where, value, least=0, most=MOST_COUNTED)
+    elif name in RATES:
+        for kind, rate in _object(where, value).items():
+            of_each = _object(f"{where}.{kind}", rate) if kind in RATES_OF_DTYPES else {"": rate}
+            for dtype, one in of_each.items():
+                finite(f"{where}.{kind}" + (f".{dtype}" if dtype else ""), one, least=0)
+    elif name == "clock_share":
+        _object(where, value)
+    elif name == "ceilings_moved":
+        for number, told in enumerate(_list(where, value)):
+            text(f"{where}[{number}]", told)
+    elif name == "dirty":
+        flag(where, value)
+    else:
+        text(where, value, 10 * MOST_CHARACTERS)
+
+
 def _row(where: str, row: Any) -> None:
     for key in ("name", "label"):
         text(f"{where}.{key}", _object(where, row).get(key))
+    for key, shape in ROWS.items():
+        if row.get(key) is not None:
+            check_shape(f"{where}.{key}", row[key], shape)
     if "color" in row and not re.fullmatch(COLOR, text(f"{where}.color", row["color"])):
         raise ValueError(f"{where}.color: must be a color such as #2563eb; got {row['color']!r}")
 
@@ -72,9 +99,6 @@ def check_value(where: str, value: Any, field: Mapping[str, Any]) -> None:
         return
     if role == "outcome":
         text(where, value, 10 * MOST_CHARACTERS)
-    elif field["name"] == "samples_s":
-        for number, one in enumerate(_list(where, value)):
-            finite(f"{where}[{number}]", one, above=0)
     elif isinstance(value, list | dict):
         if role != "detail":
             raise ValueError(f"{where}={shortly(value)} must be one value")
@@ -91,6 +115,8 @@ def check_value(where: str, value: Any, field: Mapping[str, Any]) -> None:
 def _object(where: str, value: Any) -> Record:
     if not isinstance(value, dict):
         raise ValueError(f"{where}: must be an object; got a {type(value).__name__}")
+    for name in value:
+        text(f"{where}: a name in it", name)
     return value
 
 

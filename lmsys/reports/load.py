@@ -130,7 +130,7 @@ def _machines(cases: Sequence[tuple[str, Run, Record]], fields: Fields, rows: Ro
         slug = file_name(title.lower())
         taken[slug] += 1
         slug += f"-{taken[slug]}" if taken[slug] > 1 else ""
-        records = [{"machine": slug, "run": runs.index(run), **case} for run, case in own]
+        records = [{**case, "machine": slug, "run": runs.index(run)} for run, case in own]
         records.sort(key=lambda one: tuple(str(one.get(name)) for name in IDENTITY))
         machines.append(Machine(slug, title, facts, records, fields, rows))
     return machines

@@ -15,9 +15,16 @@ UNSAID = ("section", "label", "peer", "device")  # axes that captions leave out
 Key = tuple[Any, ...]
 
 
+class Fields(dict[str, Field]):
+    """Declared fields by name. InputError for one that is read and not declared, as in a file that was changed."""
+
+    def __missing__(self, name: str) -> Field:
+        raise InputError(f"the result file declares no field {name!r}, which its records' chapter reads")
+
+
 def view_of(machine: Machine, benchmark: str, baseline: str | None = None) -> "View":
     """All cases of a benchmark. InputError for a record that has something else where a number is declared."""
-    fields = machine.fields[benchmark]
+    fields = Fields(machine.fields[benchmark])
     cases = [{**dict.fromkeys(fields), **one} for one in machine.records if one["benchmark"] == benchmark]
     declared = {name: one.to_json() for name, one in fields.items()}
     for case in cases:
@@ -43,7 +50,7 @@ class View:
 
     machine: Machine
     benchmark: str
-    fields: Mapping[str, Field]
+    fields: Fields
     cases: Sequence[Record]
     words: Mapping[str, Mapping[Any, str]] = field(default_factory=lambda: VALUES)
     styles: Mapping[str, Mapping[Any, Style]] = field(default_factory=dict)
@@ -119,7 +126,7 @@ class View:
         for one in fields:
             for case in cases if one.of else ():
                 case[one.name] = _value_of(one, case)
-        return replace(self, fields={**self.fields, **{one.name: one for one in fields}}, cases=cases)
+        return replace(self, fields=Fields(self.fields | {one.name: one for one in fields}), cases=cases)
 
     def unfolded(self, name: str, *fields: Field) -> "View":
         """A case for each line of a list that the cases hold, with the fields of that line."""

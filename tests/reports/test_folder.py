@@ -80,6 +80,13 @@ def test_a_manifest_that_is_none_is_refused(content: str, tmp_path: Path) -> Non
     assert (tmp_path / "a").exists() and (out / "index.html").read_text() == "page"
 
 
+def test_a_folder_in_the_manifests_place_is_refused(tmp_path: Path) -> None:
+    (tmp_path / folder.MANIFEST).mkdir()
+    with pytest.raises(ValueError, match=rf"{folder.MANIFEST}: is no list of the files .*\(cannot be read: Is a dir"):
+        folder.write(tmp_path, REPORT)
+    assert not tree(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["../a.md", "/a.md", "tables/../../a.md", "a\0.md", "x" * 300 + ".md", ".md", "a.sh"])
 def test_names_that_lead_elsewhere_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be written"):

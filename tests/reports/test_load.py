@@ -133,6 +133,27 @@ def refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str])
 FIELDS = {"attention": [one.to_json() for one in fields_of("attention").values()]}
 RESULT = {"schema": 2, "machine": {}, "fields": FIELDS, "rows": {}, "records": []}
 
+WRONG_FIELDS = [
+    ("peak_bytes", "much", "peak_bytes='much'"),
+    ("peak_bytes", 10**400, "peak_bytes=1000"),
+    ("error_ratio", True, "error_ratio=True"),
+    ("batch", [1, 2], "batch=[1, 2]"),
+    ("dtype", ["float32"], "dtype=['float32']"),
+    ("samples_s", "x", "samples_s='x' must be a list"),
+    ("samples_s", [1e-3, -1.0], "samples_s[1]=-1.0 must be more than 0"),
+    ("time_s", -1.0, "time_s=-1.0 must be more than 0"),
+    ("time_s", 0, "time_s=0 must be more than 0"),
+    ("rounds", {}, "rounds={} must be a finite number"),
+    ("p80_s", "x", "p80_s='x' must be a finite number"),
+    ("impl", 3, "impl=3 must be a string"),
+    ("label", "x" * 10**5, "label: must be text of at most 1,000 characters; got 100,000"),
+    ("x" * 10**5, 1, "must be text of at most 1,000 characters"),
+]
+WRONG_FACTS = [
+    *(("memory_bytes", "x"), ("gpu_count", "2"), ("cores", 10**30), ("ceilings", "x"), ("dirty", "no"), ("name", [1])),
+    *(("ceilings", {"copy_bytes_per_s": "x"}), ("ceilings", {"matmul_flops_per_s": {"float32": -1}})),
+]
+
 
 @pytest.mark.parametrize(
     ("content", "said"),
@@ -148,9 +169,14 @@ RESULT = {"schema": 2, "machine": {}, "fields": FIELDS, "rows": {}, "records": [
         (RESULT | {"rows": {"attention": [{"label": "x"}]}}, "rows.attention[0].name: must be text"),
         (RESULT, "nothing to report"),
         (RESULT | {"fields": {}, "records": [naive(1)]}, "'attention', and nothing declares their fields"),
-        (RESULT | {"records": [naive(1) | {"peak_bytes": "much"}]}, "peak_bytes='much'"),
-        (RESULT | {"records": [naive(1) | {"error_ratio": True}]}, "error_ratio=True"),
-        (RESULT | {"records": [naive(1) | {"batch": [1, 2]}]}, "batch=[1, 2]"),
+        *((RESULT | {"records": [naive(1) | {name: value}]}, said) for name, value, said in WRONG_FIELDS),
+        *(
+            (RESULT | {"machine": {name: value}, "records": [naive(1)]}, f"machine.{name}")
+            for name, value in WRONG_FACTS
+        ),
+        (RESULT | {"rows": {"attention": [{"name": "x", "label": "x", "color": "red"}]}}, "color such as #2563eb"),
+        (RESULT | {"rows": {"attention": [{"name": "x", "label": "x", "rivals": 3}]}}, "rows.attention[0].rivals=3"),
+        (RESULT | {"fields": {"attention": []}, "records": [naive(1)]}, "declares no field"),
     ],
 )
 def test_unusable_results_are_one_clear_line(
@@ -159,6 +185,29 @@ def test_unusable_results_are_one_clear_line(
     path = tmp_path / "result.json"
     path.write_text(content if isinstance(content, str) else json.dumps({"lmsys": content}))
     refused([str(path), "-o", str(tmp_path / "out")], said, capsys)
+
+
+@pytest.mark.parametrize(
+    ("kind", "impl", "name", "value", "place"),
+    [
+        ("anatomy", "auto", "kernels", [{"name": "k"}], "kernels[0]={'name': 'k'} has no 'kind'"),
+        ("anatomy", "auto", "timeline", [{"name": "forward", "points": [[0.0]]}], "timeline[0].points[0]=[0.0]"),
+        (
+            "data_parallel",
+            "none",
+            "timeline",
+            [["computation", 0.0, "x"]],
+            "timeline[0][2]='x' must be a finite number",
+        ),
+        ("training", "none", "curve_losses", ["x"], "curve_losses[0]='x' must be"),
+        ("precision", "bfloat16", "sums", {"accumulator": "float32"}, "sums={'accumulator': 'float32'} must be a list"),
+    ],
+)
+def test_lists_that_a_chapter_draws_are_what_it_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, impl: str, name: str, value: object, place: str
+) -> None:
+    result = save(tmp_path / "r.json", [record(kind, impl) | {name: value, "id": "the bad one"}])
+    refused([str(result), "-o", str(tmp_path / "out")], f"r.json: record 'the bad one': {place}", capsys)
 
 
 @pytest.mark.parametrize(
@@ -187,6 +236,8 @@ def test_other_bad_input_is_one_clear_line(tmp_path: Path, capsys: pytest.Captur
     result = str(save(tmp_path / "r.json", small()))
     refused([result, "-o", str(tmp_path / "out"), "--baseline", "sdpa_flush"], "sdpa_flash", capsys)
     refused([result, "-o", f"{result}/site"], "r.json/site", capsys)
+    refused([result, "-o", result], result, capsys)
+    refused([result, "-o", "/proc/x"], "/proc/x", capsys)
     refused([str(tmp_path / "absent.json")], "absent.json", capsys)
     refused([str(tmp_path)], str(tmp_path), capsys)
     refused([], "name the result files", capsys)

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from lmsys.reports.load import file_name
 from lmsys.reports.page import Html, tag
 from tests.support.records import built, fields_of, of_everything, record, save
 
-EVIL = '"><script>alert(1)</script>&\n$x_$ | ../../evil'
+EVIL = '"><script>alert(1)</script><img src=x onerror=alert(1)>&\n$x_$ | ../../evil'
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +54,13 @@ def test_what_a_result_file_says_is_text(tmp_path: Path) -> None:
         record("attention", "flex", outcome="error", reason=EVIL, **{k: v for k, v in told.items() if k != "label"})
     )
     records += [record("training", "none", corpus=EVIL, attention=EVIL), record("model", EVIL, label=EVIL)]
+    records.append(record("model", "naive", size=EVIL, precision=EVIL, compile=EVIL))
     files = built(
         tmp_path / "out", save(tmp_path / "r.json", records, name=EVIL, commit=EVIL, command=EVIL, torch=EVIL)
     )
     page = files["index.html"].decode()
     assert "<script>alert" not in page and escape("<script>alert(1)") in page
+    assert "<img src=x" not in page and escape("<img src=x onerror=alert(1)>") in page
     assert page.count("<script>") == 1 and page.count("<h2") == 2
     assert all(re.fullmatch(r"(tables|plots)/[\w-]+\.(md|csv|svg)|index\.html", name) for name in files)
     assert {path.name for path in tmp_path.iterdir()} == {"out", "r.json"}
@@ -65,7 +68,12 @@ def test_what_a_result_file_says_is_text(tmp_path: Path) -> None:
         heads = [line.count(" | ") for line in files[name].decode().splitlines() if line.startswith("|")]
         assert len(set(heads)) <= 1 or "\\|" in files[name].decode(), name
     for name in (name for name in files if name.endswith(".svg")):
-        assert b"<script" not in files[name]
+        assert b"<script" not in files[name] and b"<img" not in files[name]
+
+
+def test_long_texts_that_differ_at_the_end_name_two_files() -> None:
+    names = {file_name("x" * 500 + end) for end in ("", "a", "b", "/", "ä")}
+    assert len(names) == 5 and all(re.fullmatch(r"[\w-]{1,120}", name) for name in names)
 
 
 def test_a_hostile_declaration_is_text_too(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ ALL = (Attention, Model, Loss, Anatomy, Precision, Collectives, DataParallel, To
 BENCHMARKS = {cls.name: cls for cls in ALL}
 MACHINE = {
     "name": "Synthetic GPU", "device": "cuda", "cores": 2, "memory_bytes": 2**37, "gpu": "Synthetic GPU",
-    "gpu_count": 1, "capability": [9, 0], "driver": "000.00", "cuda": "0.0", "python": "3.12.0",
+    "gpu_count": 1, "capability": "9.0", "driver": "000.00", "cuda": "0.0", "python": "3.12.0",
     "torch": "0.0.0", "triton": "0.0.0", "platform": "test", "commit": "0123456789abcdef", "dirty": False,
     "date": "2000-01-02T03:04:05+00:00", "command": "pytest", "seed": 0, "sweep": "test",
     "ceilings": {"matmul_flops_per_s": {"bfloat16": 8e14, "float32": 4e14}, "copy_bytes_per_s": 4e12},

@@ -248,7 +248,7 @@ def _timeline(own: View) -> Plot | None:
     points = [point for phase in phases for point in phase["points"]]
     if len(points) < 2:
         return None
-    held = case["held_bytes"] / GIB
+    held = (case["held_bytes"] or 0) / GIB
     most, end = held + max(size for _, size in points) / GIB, 1e3 * points[-1][0]
     head = f"Memory in the course of one {own.text('mode', case['mode'])}, GiB"
     axes = canvas(2.6)
