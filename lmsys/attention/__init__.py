@@ -82,6 +82,7 @@ ATTENTION = Table(
             color="#552222",
             kernels=r"^(fwd|dq|dkdv)_kernel\b",
         ),
+        _peer("sdpa", "SDPA, PyTorch's choice", color="#111122", baseline=3),
         _peer("sdpa_math", "SDPA math", color="#994477", keeps_scores=True),
         _peer("sdpa_efficient", "SDPA efficient", color="#442255"),
         _peer("sdpa_flash", "SDPA flash", color="#9977ff", baseline=2),

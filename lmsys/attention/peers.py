@@ -1,7 +1,8 @@
 """Other people's attention, called as its users would call it: what our rows stand beside.
 
-Each row forces exactly one implementation. What that cannot do is refused with its own reason, never
-worked around. Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head dimension.
+`sdpa` takes what PyTorch picks by itself. Each other row forces exactly one implementation. What that cannot do is
+refused with its own reason, never worked around. Legend: B batch, H query heads, Hkv key/value heads, Q queries, K
+keys, D head dimension.
 """
 
 import importlib
@@ -21,18 +22,27 @@ from lmsys.attention.compiled import compile_for, layout_key, why_no_compiler
 from lmsys.attention.contract import DTYPES, AttentionCase
 
 
+def sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    """scaled_dot_product_attention as it comes."""
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+
+
 def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, backend: SDPBackend
 ) -> Tensor:
-    grouped = q.shape[1] != k.shape[1]
     with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+        return sdpa(q, k, v, causal=causal, scale=scale)
 
 
 sdpa_math = partial(_sdpa, backend=SDPBackend.MATH)
 sdpa_flash = partial(_sdpa, backend=SDPBackend.FLASH_ATTENTION)
 sdpa_efficient = partial(_sdpa, backend=SDPBackend.EFFICIENT_ATTENTION)
 sdpa_cudnn = partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION)
+
+
+def sdpa_supports(case: AttentionCase) -> str | None:
+    return _why_not_scale(case)
 
 
 def sdpa_math_supports(case: AttentionCase) -> str | None:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import geometric_mean
+from statistics import geometric_mean, median
 
 from lmsys.bench.fields import Record
 
@@ -20,33 +20,56 @@ class Fastest:
     comparisons: int
 
 
+def ratio_of(ours: Record, theirs: Record) -> float | None:
+    """Their time over ours: the median over rounds, None where the two were not sampled together.
+
+    Cases measured at different times, under different clocks, have no ratio.
+    """
+    if not ours.get("comparison") or ours["comparison"] != theirs.get("comparison"):
+        return None
+    rounds = zip(ours.get("samples_s") or (), theirs.get("samples_s") or (), strict=False)
+    ratios = [b / a for a, b in rounds if a > 0]
+    return median(ratios) if ratios else None
+
+
 def fastest(comparisons: Iterable[Sequence[Record]]) -> Fastest:
     """The row than which fewest are faster, by geometric means, where both were sampled; then the one sampled most.
 
     comparisons  timed cases that were sampled together; of a row that has several the fastest counts
     """
-    times: list[dict[str, float]] = []  # of each row, by comparison
-    for cases in comparisons:
-        times.append({one["impl"]: one["time_s"] for one in sorted(cases, key=lambda one: -one["time_s"])})
+    rows = [{one["impl"]: one for one in sorted(cases, key=lambda one: -one["time_s"])} for cases in comparisons]
 
-    def mean(ours: str, theirs: str) -> float:
-        return geometric_mean([one[ours] / one[theirs] for one in times if ours in one and theirs in one])
+    def slowness(ours: str, theirs: str) -> float:
+        return geometric_mean([_slowness(one[ours], one[theirs]) for one in rows if ours in one and theirs in one])
 
     def rank(name: str) -> tuple[int, int, float]:
-        own = [one for one in times if name in one]
-        slower = sum(mean(name, other) > NEAR for other in {other for one in own for other in one})
-        return slower, -len(own), geometric_mean([one[name] / min(one.values()) for one in own])
+        own = [one for one in rows if name in one]
+        slower = sum(slowness(name, other) > NEAR for other in {other for one in own for other in one})
+        return slower, -len(own), geometric_mean([one[name]["time_s"] / min(map(_time, one.values())) for one in own])
 
-    row = min(sorted({name for one in times for name in one}), key=rank)
-    own = [one for one in times if row in one]
-    return Fastest(row, sum(one[row] <= NEAR * min(one.values()) for one in own), len(own))
+    row = min(sorted({name for one in rows for name in one}), key=rank)
+    own = [one for one in rows if row in one]
+    first = sum(all(_slowness(one[row], other) <= NEAR for other in one.values()) for one in own)
+    return Fastest(row, first, len(own))
+
+
+def _slowness(ours: Record, theirs: Record) -> float:
+    """Our time over theirs, by rounds that were sampled together where there are any."""
+    ratio = ratio_of(ours, theirs)
+    return 1 / ratio if ratio else _time(ours) / _time(theirs)
+
+
+def _time(one: Record) -> float:
+    return float(one["time_s"])
 
 
 def not_run(records: Iterable[Record]) -> dict[str, Counter[str]]:
-    """Cases by row, for each reason for which rows could not run here; "out of memory" is one for all."""
+    """Cases by row, for each reason for which rows could not run here; "out of memory" is one, by limit."""
     found: dict[str, Counter[str]] = {}
     for one in records:
         if one["outcome"] in ("unsupported", "oom"):
-            reason = "out of memory" if one["outcome"] == "oom" else str(one["reason"] or "not supported")
+            limit = one.get("memory_limit_bytes")
+            under = f" under the limit of {limit / 2**30:g} GiB that was asked for" if limit else ""
+            reason = f"out of memory{under}" if one["outcome"] == "oom" else str(one["reason"] or "not supported")
             found.setdefault(reason, Counter())[one["impl"]] += 1
     return dict(sorted(found.items(), key=lambda item: -item[1].total()))

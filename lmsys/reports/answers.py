@@ -1,22 +1,23 @@
 """The answers that the page begins with: the fastest row of each question, what was wrong, and what could not run."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lmsys.bench.fields import Record
-from lmsys.bench.verdict import NEAR_TEXT, fastest, not_run
+from lmsys.bench.verdict import NEAR_TEXT, fastest, not_run, ratio_of
 from lmsys.reports.load import Machine
 from lmsys.reports.page import Block
-from lmsys.reports.speedups import geometric_mean, ratio_of
+from lmsys.reports.speedups import geometric_mean
 from lmsys.reports.tables import Table
 from lmsys.reports.words import MEANINGS, VALUES, number
 
 NARROW = "bfloat16", "bf16"  # the precision that most readers ask for stands first
 FAILED = "wrong", "error"
 ABOUT = (
-    f"No row that was sampled beside this one is more than {NEAR_TEXT} faster, by the geometric mean. Its name is as "
-    "one types it; its speed over another row is such a mean, too. The last column counts where it was first, or "
-    f"within {NEAR_TEXT}."
+    "All rows of a line took turns in one run. Speed: how many times as fast as the other row, by the geometric mean "
+    f"over the shapes that were measured. First: for how many of them no row was more than {NEAR_TEXT} faster. Rows "
+    "are named as one types them."
 )
 
 
@@ -40,10 +41,19 @@ ATTENTION = {"direction": "direction", "dtype": "dtype", "head_dim": "D", "causa
 TRAINING = {"size": "model", "precision": "precision", "compile": "run"}
 QUESTIONS = (
     Question(
-        "attention", "attention", "Fastest attention", ATTENTION, ("sdpa_flash", "sdpa_efficient", "sdpa_math", "naive")
+        "attention",
+        "attention",
+        "Fastest attention",
+        ATTENTION,
+        ("sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_math", "naive"),
     ),
     Question(
-        "model", "step", "Fastest training step", TRAINING, ("llama", "sdpa_flash"), lambda one: one["mode"] == "step"
+        "model",
+        "step",
+        "Fastest training step",
+        TRAINING,
+        ("llama", "sdpa", "sdpa_flash"),
+        lambda one: one["mode"] == "step",
     ),
     Question(
         "data_parallel",
@@ -72,7 +82,7 @@ def _fastest(machine: Machine, question: Question) -> Table | None:
         together.setdefault(key, {}).setdefault(str(one["comparison"]), []).append(one)
     data = []
     for key in sorted(together, key=_place):
-        comparisons = [rows for rows in together[key].values() if _says_something(rows)]
+        comparisons = _of_one_run([rows for rows in together[key].values() if _says_something(rows)])
         if comparisons:
             data.append(dict(zip(question.keys, key, strict=True)) | _first(machine, comparisons, question.bases))
     if not data:
@@ -82,7 +92,7 @@ def _fastest(machine: Machine, question: Question) -> Table | None:
         name=f"{machine.slug}-fastest-{question.word}",
         title=question.title,
         caption=ABOUT,
-        columns=["of", "fastest row", "speed", "in"],
+        columns=["setting", "fastest row", "speed", "first"],
         rows=[
             [", ".join(filter(None, (_text(name, question, one[name]) for name in shown))), *_answer(one)]
             for one in data
@@ -96,6 +106,15 @@ def _fastest(machine: Machine, question: Question) -> Table | None:
 def _says_something(rows: Sequence[Record]) -> bool:
     """True of several rows with somebody else's among them: of ours alone the fastest may be slow."""
     return len({one["impl"] for one in rows}) > 1 and any(one.get("peer") for one in rows)
+
+
+def _of_one_run(comparisons: Sequence[Sequence[Record]]) -> list[Sequence[Record]]:
+    """Those of the run that sampled most rows, of such the latest: another may have left out the fastest."""
+    rows: dict[int, set[str]] = {}
+    for cases in comparisons:
+        rows.setdefault(cases[0]["run"], set()).update(one["impl"] for one in cases)
+    best = max(rows, key=lambda run: (len(rows[run]), run), default=None)
+    return [cases for cases in comparisons if cases[0]["run"] == best]
 
 
 def _place(key: Sequence[object]) -> list[tuple[int, float, str]]:
@@ -156,8 +175,17 @@ def _wrong(machine: Machine) -> Table:
         for (outcome, impl, benchmark), cases in found.items()
     ]
     if not rows:
-        return _listed(machine, "wrong", "Wrong or failed", ["row"], [["none: every row that ran is right"]])
+        return _listed(machine, "wrong", "Wrong or failed", ["row"], [[_all_right(machine.records)]])
     return _listed(machine, "wrong", "Wrong or failed", ["row", "how", "in", "cases", "the first of them"], rows)
+
+
+def _all_right(records: Sequence[Record]) -> str:
+    """How many cases ran, and attention in which dtypes: of others nothing is known."""
+    ran = [one for one in records if one["outcome"] == "ok"]
+    dtypes = Counter(str(one["dtype"]) for one in ran if one["benchmark"] == "attention" and one.get("dtype"))
+    told = ", ".join(f"{count:,} in {dtype}" for dtype, count in sorted(dtypes.items(), key=lambda one: -one[1]))
+    said = f"none: all {len(ran):,} cases that ran were right"
+    return f"{said}; attention ran {told}, and in no other dtype" if told else said
 
 
 def _not_run(machine: Machine) -> Table | None:

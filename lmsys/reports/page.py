@@ -23,6 +23,8 @@ _HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 POLICY = (
     f"default-src 'none'; style-src 'unsafe-inline'; img-src 'self' data:; font-src data:; script-src 'sha256-{_HASH}'"
 )
+LEAD = "lmsys measures attention kernels and data-parallel training side by side, and times only what is right."
+LETTERS = "B is the batch, H the heads, Q the queries, K the keys, S the queries and keys alike, D the size of a head."
 FACTS = "date commit command sweep seed driver cuda torch triton python platform".split()
 
 
@@ -117,13 +119,15 @@ def html(parts: Sequence[Part], notes: Sequence[str], single_file: bool = False)
     csv = tag("a", "records.csv", href="tables/records.csv")
     names = sorted({str(case["impl"]) for machine, _, _ in parts for case in machine.records})
     said = [tag("p", note) for note in notes]
-    said.append(tag("p", "Every measured case is in ", csv, "; each table and plot links to its own file."))
+    said.append(tag("p", "Every measured case is in ", csv, f"; each table and plot links to its own file. {LETTERS}"))
+    made = tag("code", "python -m lmsys.reports RESULT.json ... -o DIR")
+    said.append(tag("p", made, " builds this page. “Machine, versions and runs” has the commands that made these."))
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{GENERATOR}\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>lmsys report</title>\n<style>\n{CSS}</style>\n<script>{SCRIPT}</script></head>\n<body>\n"
-        + tag("main", tag("h1", "lmsys report"), *first, *said, _contents(contents, names), *body)
+        + tag("main", tag("h1", "lmsys report"), tag("p", LEAD), *first, *said, _contents(contents, names), *body)
         + "\n</body></html>\n"
     )
 

@@ -6,22 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from lmsys.bench.fields import Field, Record
-from lmsys.reports.views import View
+from lmsys.bench.verdict import ratio_of
+from lmsys.reports.views import Fields, View
 from lmsys.reports.words import MEANINGS, number
 
 SPEEDUP = "speedup"
-
-
-def ratio_of(ours: Record, theirs: Record) -> float | None:
-    """Their time over ours: the median over rounds, None where the two were not sampled together.
-
-    Cases measured at different times, under different clocks, have no ratio.
-    """
-    if not ours["comparison"] or ours["comparison"] != theirs["comparison"]:
-        return None
-    rounds = zip(ours["samples_s"] or (), theirs["samples_s"] or (), strict=False)
-    ratios = [b / a for a, b in rounds if a > 0]
-    return statistics.median(ratios) if ratios else None
 
 
 def bases_of(view: View, otherwise: Iterable[str] = ()) -> list[str]:
@@ -75,7 +64,7 @@ def compared(
     how = "median of rounds sampled together" if paired or not medians else "ratio of medians, not sampled together"
     about = f"Time of {label} divided by time, {how}"
     field = Field(name, label=f"Speedup over {label}", role="detail", about=about, shown="×")
-    return replace(view, base=base, fields={**view.fields, name: field})
+    return replace(view, base=base, fields=Fields(view.fields | {name: field}))
 
 
 def _no_base(label: str, base: Record | None) -> str:

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from lmsys.reports.speedups import SPEEDUP, geometric_mean, mean_text, ratio_of
+from lmsys.bench.verdict import ratio_of
+from lmsys.reports.speedups import SPEEDUP, geometric_mean, mean_text
 from lmsys.reports.tables import Table
 from lmsys.reports.views import View
 from lmsys.reports.words import filled, number
@@ -13,7 +14,7 @@ def rivals(view: View, settings: Sequence[str], names: tuple[str, str], word: st
 
     `names` are templates of a row's name; last, geometric means of those rows whose names end alike.
     """
-    pairs = [(ours, theirs) for ours, row in view.table("strategy").items() for theirs in row.get("rivals", ())]
+    pairs = [(ours, theirs) for ours, row in view.table("strategy").items() for theirs in row.get("rivals") or ()]
     found: dict[str, list[float | None]] = {}
     alike: dict[str, list[list[float | None]]] = {}
     for own in view.groups(*settings).values():
