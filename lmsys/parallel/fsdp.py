@@ -21,7 +21,7 @@ from lmsys.parallel.collectives import Group, Pending, all_gather, reduce_scatte
 from lmsys.parallel.packing import Layout, copy_gradients
 from lmsys.parallel.traits import RESIZES_PARAMETERS
 from lmsys.parallel.units import blocks_of, parameters_by_block, surround, weakly
-from lmsys.parallel.wrapper import Wrapper
+from lmsys.parallel.wrapper import Wrapper, check_floating
 
 
 class Fsdp(Wrapper):
@@ -41,6 +41,7 @@ class Fsdp(Wrapper):
     rivals = ("torch_fsdp2",)
 
     def __init__(self, module: nn.Module, process_group: Group = None, compute_dtype: torch.dtype | None = None):
+        check_floating("compute_dtype", compute_dtype)
         super().__init__(module, process_group)
         self.gathered_dtype = compute_dtype
         self._units = [_flats(self, params) for params in parameters_by_block(module)]

@@ -15,7 +15,7 @@ from torch import nn
 
 from lmsys.parallel.collectives import Group, Pending, all_reduce_mean, broadcast_
 from lmsys.parallel.packing import Layout, pack
-from lmsys.parallel.wrapper import Wrapper, dense
+from lmsys.parallel.wrapper import Wrapper, check_floating, dense
 
 
 class Overlapped(Wrapper):
@@ -24,8 +24,7 @@ class Overlapped(Wrapper):
     all_reduces = True
 
     def __init__(self, module: nn.Module, process_group: Group = None, comm_dtype: torch.dtype | None = None):
-        if comm_dtype is not None and not (isinstance(comm_dtype, torch.dtype) and comm_dtype.is_floating_point):
-            raise ValueError(f"{comm_dtype=} must be a floating-point dtype, such as torch.bfloat16, or None")
+        check_floating("comm_dtype", comm_dtype)
         super().__init__(module, process_group)
         self.comm_dtype = comm_dtype
         self._seen: list[int] | None = []  # the order of gradients, until buckets are planned by it

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer, merge_shares
+from lmsys.tensor_files import load_state
 
 NAME = re.compile(r"optimizer-(\d{5})-of-(\d{5})\.pt")
 
@@ -35,4 +36,4 @@ def read(folder: Path) -> dict[str, Any]:
     names = {f"optimizer-{rank:05}-of-{total:05}.pt" for rank in range(total)}
     if missing := sorted(names - {path.name for path in found}):
         raise ValueError(f"{folder}: the shards {', '.join(missing)} are not there")
-    return merge_shares([torch.load(path, map_location="cpu", weights_only=True) for path in found])
+    return merge_shares([load_state(path) for path in found])

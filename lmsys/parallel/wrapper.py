@@ -31,7 +31,8 @@ class Wrapper(Traits, nn.Module):
     Facts about a strategy are class attributes: `Traits` lists them with their defaults.
 
     process_group  None: the default one, or a single rank where there is none
-    ValueError when ranks hold different modules, RuntimeError for a forward after a backward that was not finished.
+    ValueError when ranks hold different modules, and at the first forward to be trained for a parameter that came into
+    the module after it was wrapped; RuntimeError for a forward after a backward that was not finished.
     """
 
     def __init__(self, module: nn.Module, process_group: Group = None):
@@ -40,7 +41,7 @@ class Wrapper(Traits, nn.Module):
         self.world_size, self.rank = size_and_rank(process_group)
         self.trainable = [p for p in module.parameters() if p.requires_grad]
         self._prepare()
-        self._synchronizing, self._unfinished = True, False
+        self._synchronizing, self._unfinished, self._is_checked = True, False, False
         _agree(module, process_group)
         for x in (*module.parameters(), *module.buffers()):
             broadcast_(x, process_group)
@@ -56,6 +57,9 @@ class Wrapper(Traits, nn.Module):
                 "a backward was not followed by finish_gradient_synchronization(): call it before the optimizer's step,"
                 " or run backwards that only accumulate gradients under no_sync()"
             )
+        if not self._is_checked and torch.is_grad_enabled():
+            self._check_parameters()
+            self._is_checked = True
         return self.module(*args, **kwargs)
 
     @contextmanager
@@ -80,6 +84,15 @@ class Wrapper(Traits, nn.Module):
     def full_state_dict(self) -> dict[str, Tensor]:
         """The module's state dict, whole, on every rank. All ranks call it."""
         return self.module.state_dict()
+
+    def _check_parameters(self) -> None:
+        known = set(map(id, self.trainable))
+        for name, p in self.module.named_parameters():
+            if p.requires_grad and id(p) not in known:
+                raise ValueError(
+                    f"the parameter {name} came into the module, or was set to be trained, after the module was"
+                    " wrapped: no gradient of it would be synchronized; wrap the module as it is now"
+                )
 
     def _on_grad(self, index: int, _: Tensor) -> None:
         """Called when a backward has accumulated `trainable[index].grad`."""
@@ -111,6 +124,12 @@ class Wrapper(Traits, nn.Module):
             for index, share in zip(missing, use[missing].tolist(), strict=True):
                 if share == 0:
                     self.trainable[index].grad = None
+
+
+def check_floating(name: str, dtype: Any) -> None:
+    """ValueError unless it is a floating-point dtype, or None."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"{name}={dtype!r} must be a floating-point dtype, such as torch.bfloat16, or None")
 
 
 def dense(p: Tensor) -> Tensor:

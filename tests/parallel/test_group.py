@@ -13,7 +13,7 @@ from torch import nn
 from lmsys.bench.ranks import Unsupported
 from lmsys.measure.compare import outcome_of
 from lmsys.parallel.bucketed import Bucketed
-from lmsys.parallel.group import WorkerError, WorkerGroup, check_backend, device
+from lmsys.parallel.group import TorchrunGroup, WorkerError, WorkerGroup, check_backend, device, under_torchrun
 
 
 def _facts(value: int) -> tuple[int, int, float]:
@@ -137,3 +137,16 @@ def test_what_a_machine_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match="world_size=3 is more than the 2 GPUs"):
         WorkerGroup(3, "nccl")
+
+
+@pytest.mark.parametrize(("text", "told"), [(None, "is not set"), ("", "is ''"), ("one", "is 'one'")])
+def test_what_torchrun_sets_is_asked_for_by_its_name(
+    text: str | None, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as where a script sets some of its variables by itself, and not the rank's number on its machine."""
+    for name, value in {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("LOCAL_RANK", raising=False) if text is None else monkeypatch.setenv("LOCAL_RANK", text)
+    assert under_torchrun()
+    with pytest.raises(ValueError, match=rf"^\$LOCAL_RANK {told}, where torchrun sets a whole number"):
+        TorchrunGroup()

@@ -243,6 +243,12 @@ def test_a_shard_that_is_not_there_is_named(tmp_path: Path) -> None:
     torch.save({"state": {}, "param_groups": []}, tmp_path / "optimizer-00001-of-00003.pt")
     with pytest.raises(ValueError, match=r"optimizer-00000-of-00003\.pt, optimizer-00002-of-00003\.pt are not there"):
         shards.load(optimizer, tmp_path)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    for content, said in ((Path("code"), "gives UnpicklingError"), ([1], "must hold a dictionary")):
+        torch.save(content, whole / "optimizer-00000-of-00001.pt")
+        with pytest.raises(ValueError, match=f"optimizer-00000-of-00001.pt: .*{said}"):
+            shards.load(optimizer, whole)
     with pytest.raises(ValueError, match="share of rank 1 of 2, this is rank 0 of 1"):
         optimizer.load_state_dict({**optimizer.state_dict(), "shard": [1, 2]})
     with pytest.raises(ValueError, match=r"groups of \[1\] parameters, this optimizer of \[2\]"):
@@ -392,6 +398,8 @@ def _strangers() -> list[str]:
         on_ranks.error_of(lambda: wrapper.make_optimizer(torch.optim.SGD, params=module.parameters(), lr=0.1)),
         on_ranks.error_of(lambda: optimizer.add_param_group(more)),
     ]
+    told.append(on_ranks.error_of(wrapper, torch.ones(1, 2)))
+    module[1].requires_grad_(False)
     wrapper(torch.ones(1, 2)).sum().backward()
     wrapper.finish_gradient_synchronization()
     optimizer.step()  # as if nothing had been asked
@@ -399,8 +407,9 @@ def _strangers() -> list[str]:
 
 
 def test_zero1_refuses_parameters_that_it_does_not_train(ranks: WorkerGroup) -> None:
-    for told in ranks.run(_strangers)[0]:
-        assert told.startswith("ValueError: 2 parameters, of 6 numbers, are none that ZeRO-1 trains")
+    *told, of_forward = ranks.run(_strangers)[0]
+    assert all(one.startswith("ValueError: 2 parameters, of 6 numbers, are none that ZeRO-1 trains") for one in told)
+    assert of_forward.startswith("ValueError: the parameter 1.weight came into the module, or was set to be trained")
 
 
 def test_a_recorded_forward_fetches_what_the_step_before_it_left(ranks: WorkerGroup) -> None:
@@ -506,6 +515,22 @@ def test_a_step_without_finish_is_an_error_at_the_next_forward(ranks: WorkerGrou
     assert second == "nothing raised"
 
 
+def _replaced(strategy: str) -> list[str]:
+    group = group_of(2)
+    if dist.get_rank() >= 2:
+        return []
+    module = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 1))
+    wrapper = STRATEGIES[strategy].load()(module, group)
+    module[1] = nn.Linear(4, 1)
+    return [on_ranks.error_of(wrapper, torch.randn(2, 6))]
+
+
+@pytest.mark.parametrize("strategy", ["none", "naive", "flat", "overlapped", "bucketed", "zero1", "fsdp"])
+def test_a_parameter_that_came_after_wrapping_is_named(ranks: WorkerGroup, strategy: str) -> None:
+    for (said,) in ranks.run(_replaced, strategy)[:2]:
+        assert said.startswith("ValueError: the parameter 1.weight came into the module"), said
+
+
 def test_bad_options_are_refused() -> None:
     for strategy in (Bucketed, Zero1):
         for value in (0, -1, math.inf, math.nan, None, True):
@@ -516,6 +541,8 @@ def test_bad_options_are_refused() -> None:
     for dtype in (torch.int32, torch.complex64, torch.bool, "bfloat16"):
         with pytest.raises(ValueError, match="comm_dtype=.* must be a floating-point dtype"):
             Bucketed(nn.Linear(2, 2), None, comm_dtype=dtype)
+        with pytest.raises(ValueError, match="compute_dtype=.* must be a floating-point dtype"):
+            Fsdp(nn.Linear(2, 2), None, compute_dtype=dtype)
     with pytest.raises(ValueError, match="unknown strategy 'buckted'; did you mean bucketed"):
         _ = STRATEGIES["buckted"]
 
