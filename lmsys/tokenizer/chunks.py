@@ -71,9 +71,10 @@ def whole(file: Path | Chunk) -> Chunk:
     """A file as one chunk. ValueError unless it is a file."""
     if isinstance(file, Chunk):
         return file
-    if not file.is_file():
-        raise ValueError(f"{file}: there is no such file")
-    return Chunk(file, 0, file.stat().st_size)
+    path = Path(file)
+    if not path.is_file():
+        raise ValueError(f"{path}: there is no such file")
+    return Chunk(path, 0, path.stat().st_size)
 
 
 def split(parts: Sequence[Chunk], pretokenizer: Pretokenizer, count: int) -> list[list[Chunk]]:

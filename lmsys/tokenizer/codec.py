@@ -116,13 +116,15 @@ class Tokenizer:
         """Loads from a folder with vocab.json and merges.txt, or GPT-2's encoder.json and vocab.bpe.
 
         Tokens of the vocabulary that are no bytes and no merge makes are special; `special_tokens` are added.
+        ValueError for files that are not whole: `lmsys.tokenizer.files.load` says how that is known.
         """
         return cls.from_files(*files.names(Path(folder)), special_tokens)
 
     @classmethod
     def from_files(cls, vocab: Path, merges: Path, special_tokens: Iterable[str] = ()) -> Self:
-        found, pairs, specials = files.load(Path(vocab), Path(merges))
-        return cls(found, pairs, [*specials, *special_tokens])
+        named = list(special_tokens)
+        found, pairs, specials = files.load(Path(vocab), Path(merges), named)
+        return cls(found, pairs, [*specials, *named])
 
     @cached_property
     def fingerprint(self) -> str:

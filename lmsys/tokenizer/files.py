@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from pathlib import Path
 
 from lmsys.files import replacing
@@ -56,10 +56,15 @@ def save(
         file.write(content)
 
 
-def load(vocab: Path, merges: Path) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]], list[str]]:
+def load(
+    vocab: Path, merges: Path, named: Collection[str] = ()
+) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]], list[str]]:
     """Vocabulary, merges, and as special tokens what is neither a byte nor made by a merge.
 
-    ValueError, with file and place, for what is not written like that.
+    ValueError, with file and place, for what is not written like that, and for merges that were cut. Those are known by
+    the first line, where it is ours; else by the vocabulary: what a merge made is two tokens of it put together. A
+    special token hardly ever is: no ordinary token has letters beside signs, as <|endoftext|> has. One that is, such as
+    </, is taken where it is `named`. A lost merge is not missed where another makes the same token.
     """
     head, lines = _lines(merges)
     pairs = [_read_merge(merges, number, line) for number, line in lines]
@@ -78,7 +83,15 @@ def load(vocab: Path, merges: Path) -> tuple[dict[int, bytes], list[tuple[bytes,
     told = re.fullmatch(rf"{_VERSION} (merges: .+)", head.rstrip("\r"))
     if told and told[1] != _told(len(pairs), _content(vocab)):
         raise ValueError(f"{merges}: cut, or not of the tokenizer that {vocab} is of: make both anew")
+    lost = [] if told else [text for text in special_tokens if text not in named and _is_pair(text, written)]
+    if lost:
+        such = f"{len(lost):,} of the tokens in {vocab}, such as {shortly(lost[0])}"
+        raise ValueError(f"{merges}: lacks the merges of {such}: it is cut; or name them as special tokens")
     return found, [(_bytes(left), _bytes(right)) for left, right in pairs], special_tokens
+
+
+def _is_pair(text: str, known: Container[str]) -> bool:
+    return any(text[:place] in known and text[place:] in known for place in range(1, len(text)))
 
 
 def _told(num_merges: int, vocab: bytes) -> str:

@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 
 from lmsys.files import replacing, sha256_of
 from lmsys.strict_json import read_json
+from lmsys.tensor_files import load_state
 from lmsys.values import shortly
 
 State = dict[str, Any]  # tensors, numbers, strings, and dicts, lists and tuples of them
@@ -42,15 +43,18 @@ class Checkpoint:
     facts: Mapping[str, Any]
     files: Mapping[str, Mapping[str, Any]]
 
-    def shared(self) -> State:
-        """The state that all ranks have in common, on the CPU. ValueError when its file is not as it was saved."""
-        return self._load("shared")
+    def shared(self, *keys: str) -> State:
+        """The state that all ranks have in common, on the CPU.
 
-    def own(self, rank: int) -> State:
-        """The part of a rank, of those that saved: at another world size, ask for all of them."""
+        ValueError when its file is not as it was saved, holds no state, or lacks one of `keys`.
+        """
+        return self._load("shared", keys)
+
+    def own(self, rank: int, *keys: str) -> State:
+        """The part of a rank, of those that saved: at another world size, ask for all. Errors as in `shared`."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"{self.manifest}: saved by {self.world_size} ranks, has no part of {rank=}")
-        return self._load(f"rank-{rank}")
+        return self._load(f"rank-{rank}", keys)
 
     def require(self, **facts: Any) -> None:
         """ValueError that names the first fact, and in it the first field, that is not as given."""
@@ -69,7 +73,9 @@ class Checkpoint:
             self._verified(name)
 
     def _verified(self, name: str) -> Path:
-        entry = self.files[name]
+        entry = self.files.get(name)
+        if entry is None:
+            raise ValueError(f"{self.manifest}: names no file of {name!r}")
         path = self.manifest.with_name(entry["file"])
         if not path.is_file():
             raise ValueError(f"{path}: is missing")
@@ -79,10 +85,8 @@ class Checkpoint:
             raise ValueError(f"{path}: its SHA-256 is not the one that it was saved with")
         return path
 
-    def _load(self, name: str) -> State:
-        found = torch.load(self._verified(name), map_location="cpu", weights_only=True)
-        assert isinstance(found, dict)
-        return found
+    def _load(self, name: str, keys: Sequence[str]) -> State:
+        return load_state(self._verified(name), *keys)
 
 
 def save(
@@ -240,12 +244,13 @@ def _tidy(folder: Path, step: int, keep: int | None) -> None:
         except ValueError:
             return  # a manifest that cannot be read may name any of them
     for path in folder.glob("step-*"):
-        if path.suffix in (".pt", ".tmp") and path.name not in named:
+        if path.suffix in (".pt", ".tmp") and path.name not in named and not path.is_dir():
             path.unlink(missing_ok=True)
 
 
 def _manifests(folder: Path) -> dict[int, Path]:
-    """Sorts checkpoints by step, the highest first."""
+    """Sorts checkpoints by step, the highest first. A folder of such a name is none."""
     paths = folder.iterdir() if folder.is_dir() else ()
-    found = {int(match[1]): path for path in paths if (match := _MANIFEST.fullmatch(path.name))}
+    matches = [(_MANIFEST.fullmatch(path.name), path) for path in paths]
+    found = {int(match[1]): path for match, path in matches if match and not path.is_dir()}
     return dict(sorted(found.items(), reverse=True))

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from lmsys.config import ModelConfig, model_config
 from lmsys.strict_json import check_fields, overlay, parse_json, parse_setting
-from lmsys.values import finite
+from lmsys.values import finite, shortly
 
 PRECISIONS = ("fp32", "bf16")
 TINYSTORIES = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main/TinyStoriesV2-GPT4-"
@@ -44,6 +44,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         _at_least(self, 1, "processes")
+        _paths(self, "corpus", "valid", "folder", "tokenizer")
         for name in ("url", "valid_url"):
             parts = urlsplit(value := getattr(self, name))
             if parts.scheme not in ("http", "https") or not parts.netloc or file_of(value) in ("", ".", ".."):
@@ -206,6 +207,10 @@ class RunConfig:
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+        _paths(self, "output")
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
 
@@ -237,6 +242,13 @@ def _merge(into: dict[str, Any], more: dict[str, Any]) -> None:
             _merge(into[key], value)
         else:
             into[key] = value
+
+
+def _paths(config: object, *names: str) -> None:
+    """ValueError that names a setting whose text can be no path."""
+    for name in names:
+        if "\0" in ((value := getattr(config, name)) or ""):
+            raise ValueError(f"{name}={shortly(value)} must be a path, which has no null byte")
 
 
 def _at_least(config: object, least: int, *names: str) -> None:

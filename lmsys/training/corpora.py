@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from platform import python_version
+from tempfile import TemporaryFile
 
 from lmsys.files import cache_folder, replacing, sha256_of
 from lmsys.tokenizer.chunks import Chunk, cut_file, whole
@@ -36,20 +37,30 @@ def default_folder() -> Path:
     return cache_folder() / "corpora"
 
 
+def make_folder(folder: Path, setting: str) -> None:
+    """Makes the folder that a setting names, where it is missing. ValueError where files cannot be written in it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=folder).close()
+    except OSError as error:
+        told = f"files cannot be written in {folder}: {error.strerror}; name another folder"
+        raise ValueError(f"{setting}: {told}") from error
+
+
 def stdlib(folder: Path | None = None) -> Corpus:
     """The modules of the running Python's standard library, tests included, about 30 MB; made where it is not there.
 
     A document is a module that is UTF-8. Every 20th, in order of names, is for validation.
     """
-    folder = folder or default_folder()
+    folder = Path(folder or default_folder())
     paths = [folder / f"stdlib-{python_version()}-{part}.txt" for part in ("train", "valid")]
     if not all(path.is_file() for path in paths):
+        make_folder(folder, "data.folder")
         documents = list(_stdlib_documents())
         if not documents:
             raise ValueError(f"the standard library in {sysconfig.get_path('stdlib')} has no modules in source")
         valid = documents[HELD_OUT - 1 :: HELD_OUT]
         train = [text for index, text in enumerate(documents) if index % HELD_OUT != HELD_OUT - 1]
-        folder.mkdir(parents=True, exist_ok=True)
         for path, texts in zip(paths, (train, valid), strict=True):
             with replacing(path) as file:
                 file.write("".join(text + END_OF_TEXT for text in texts).encode())
@@ -64,7 +75,7 @@ def tinystories(
     The settings name the URLs of its two files, and their checksums where they are known beforehand. A checksum holds
     for a file that is there already, too; beside a file stands what it was when it came.
     """
-    folder, settings = folder or default_folder(), settings or DataConfig()
+    folder, settings = Path(folder or default_folder()), settings or DataConfig()
     wanted = ((settings.url, settings.sha256), (settings.valid_url, settings.valid_sha256))
     train, valid = (whole(_download_once(url, folder, sha256, progress)) for url, sha256 in wanted)
     return Corpus("tinystories", (train,), (valid,))
@@ -105,6 +116,7 @@ def _download_once(url: str, folder: Path, sha256: str | None, progress: Progres
     path = folder / file_of(url)
     note = path.with_name(path.name + ".sha256")
     if not path.is_file():
+        make_folder(folder, "data.folder")
         found = download(url, path, sha256=sha256, progress=progress)
         note.write_text(found)
     elif sha256 is not None:

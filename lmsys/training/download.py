@@ -42,6 +42,7 @@ def download(
     ConnectionError when the last try fails too; ValueError for a wrong checksum (what has come is removed) and for a
     URL that the server does not have.
     """
+    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     named: set[str] = {sha256.lower()} if sha256 else set()

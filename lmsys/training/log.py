@@ -18,7 +18,7 @@ class JsonLines:
     resumed writes later steps anew, and a line that was cut off is gone."""
 
     def __init__(self, path: Path, step: int, others: "Sequence[TensorBoard | WandB]" = ()):
-        self._others = others
+        self._others, path = others, Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         text = path.read_text(errors="replace") if path.is_file() else ""
         whole = text[: text.rfind("\n") + 1].splitlines()
@@ -43,7 +43,7 @@ def _step(line: str) -> float:
     """The step of a line; infinity for what is none, which is dropped: the run can go on without it."""
     try:
         return float(parse_json(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         return math.inf
 
 

@@ -95,7 +95,7 @@ class Trainer:
         shared = None
         if found is not None:
             found.require(**self.facts)
-            shared = found.shared()
+            shared = found.shared("model", "progress")
             self.model.load_state_dict(shared["model"])
         (row,) = STRATEGIES.select([train.strategy])
         if train.compile:  # a strategy may surround each block, and reduce its gradients early
@@ -146,7 +146,7 @@ class Trainer:
         self.step = found.step
         self.skipped, self.in_a_row, self.seconds = (progress[name] for name in ("skipped", "in_a_row", "seconds"))
         if self.rank < found.world_size:
-            checkpoint.set_rng_state(found.own(self.rank)["rng"], self.device)
+            checkpoint.set_rng_state(found.own(self.rank, "rng")["rng"], self.device)
 
     def autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16")

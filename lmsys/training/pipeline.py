@@ -31,7 +31,7 @@ from lmsys.tokenizer.chunks import Chunk
 from lmsys.training import checkpoint
 from lmsys.training.checkpoint import Checkpoint
 from lmsys.training.config import RunConfig
-from lmsys.training.corpora import END_OF_TEXT, Corpus, corpus_of
+from lmsys.training.corpora import END_OF_TEXT, Corpus, corpus_of, make_folder
 from lmsys.training.data import TokenFiles, fixed_windows
 from lmsys.training.evaluation import Windows, evaluate, unigram
 from lmsys.training.generation import Sampling, generate
@@ -40,7 +40,9 @@ from lmsys.training.loop import Outcome, Trainer
 from lmsys.training.tokens import shards, tokenize_files
 
 DATA_STEPS = ("tokenizer", "tokenize")
-STEPS = (*DATA_STEPS, "train", "evaluate", "generate")
+WRITERS = (*DATA_STEPS, "train")  # steps that write in the output
+STEPS = (*WRITERS, "evaluate", "generate")
+FOLDERS, FILES = ("tokenizer", "tokens", "checkpoints"), ("log.jsonl", "config.json")
 PARTS = ("train", "valid")
 OF_A_RANK = ("train.threads", "data.processes")  # settings that each machine may have for itself
 DOWNLOAD_LINES_S = 5.0
@@ -85,6 +87,8 @@ def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> i
     config.train.accumulation(world_size)  # refused here rather than after the data has been made
     if context.device.type == "cpu" and config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
+    if any(step in WRITERS for step in steps):
+        _check_output(config.folder)
     alone = len(steps) == 1
     for step in (step for step in steps if not (skip_data and step in DATA_STEPS)):
         if step == "tokenizer":
@@ -99,6 +103,17 @@ def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> i
             (evaluate_model if step == "evaluate" else print_sample)(context)
     _wait(context)
     return 0
+
+
+def _check_output(folder: Path) -> None:
+    """Makes the folder of a run. ValueError, with the path, where the run could not write what it is to."""
+    make_folder(folder, "output")
+    for name in FOLDERS:
+        if (folder / name).exists() and not (folder / name).is_dir():
+            raise ValueError(f"{folder / name}: must be a folder; move away what stands there")
+    for name in FILES:
+        if (folder / name).is_dir():
+            raise ValueError(f"{folder / name}: must be a file; move the folder away")
 
 
 def _agree(config: RunConfig, steps: tuple[str, ...], skip_data: bool) -> None:
@@ -121,11 +136,13 @@ def make_tokenizer(context: RunContext, anew: bool) -> None:
         return _wait(context)
     corpus, vocab_size = _corpus(context), context.config.model.vocab_size
     made = {"vocab_size": vocab_size, "text": _facts(corpus.train)}
-    if anew or _read(context.config.folder / "tokenizer" / "made.json") != made:
+    record = context.config.folder / "tokenizer" / "made.json"
+    if anew or _read(record) != made:
         context.say(f"training a tokenizer of {vocab_size:,} tokens on {_size(corpus.train) / 1e6:,.1f} MB")
         tokenizer = train(corpus.train, vocab_size, [END_OF_TEXT], context.processes)
-        tokenizer.save(context.config.folder / "tokenizer")
-        _write(context.config.folder / "tokenizer" / "made.json", made)
+        record.unlink(missing_ok=True)  # it would speak for half of a save that is killed
+        tokenizer.save(record.parent)
+        _write(record, made)
     _wait(context)
 
 
@@ -141,6 +158,9 @@ def make_tokens(context: RunContext, anew: bool) -> None:
         return
     context.say(f"tokenizing {_size(corpus.files) / 1e6:,.1f} MB")
     _wait(context)  # all have read made.json
+    if context.rank == 0:
+        (folder / "made.json").unlink(missing_ok=True)
+    _wait(context)  # it is gone before a part of it is another's
     for part, files in zip(PARTS, (corpus.train, corpus.valid), strict=True):
         tokenize_files(
             tokenizer, files, folder / f"{part}.npy",
@@ -220,7 +240,7 @@ def _trained(context: RunContext, tokenizer: Tokenizer) -> tuple[TransformerLM, 
         raise ValueError(f"{context.checkpoints}: there is no checkpoint; train first")
     found.require(tokenizer=tokenizer.fingerprint)
     model = TransformerLM(context.config.model, device=context.device)
-    model.load_state_dict(found.shared()["model"])
+    model.load_state_dict(found.shared("model")["model"])
     return model, found.step
 
 

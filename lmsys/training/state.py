@@ -40,9 +40,9 @@ def restore_optimizer(
         optimizer.load_state_dict(shared["optimizer"])
         return
     if layout(strategy) == "flat" and found.world_size == world_size:
-        optimizer.load_state_dict(found.own(rank)["optimizer"])
+        optimizer.load_state_dict(found.own(rank, "optimizer")["optimizer"])
         return
-    shares = [found.own(index)["optimizer"] for index in range(found.world_size)]
+    shares = [found.own(index, "optimizer")["optimizer"] for index in range(found.world_size)]
     if layout(strategy) == "flat":
         params = [p for group in optimizer.param_groups for p in group["params"]]
         optimizer.load_state_dict(_reparted(shares, params, rank, world_size))

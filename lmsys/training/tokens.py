@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -20,6 +21,9 @@ from lmsys.tokenizer.chunks import Chunk, no_text, split, whole
 from lmsys.tokenizer.pretokens import Pretokenizer
 from lmsys.tokenizer.workers import each_chunk
 from lmsys.values import shortened
+
+# What numpy raises of a file that holds none.
+NOT_AN_ARRAY = OSError, ValueError, EOFError, SyntaxError, tokenize.TokenError, OverflowError, TypeError, BadZipFile
 
 
 def encode_files(tokenizer: Tokenizer, files: Sequence[Path | Chunk], processes: int = 1) -> Iterator[np.ndarray]:
@@ -54,7 +58,7 @@ def tokenize_files(
     if not sum(part.size for part in parts):
         raise no_text(parts)
     share = split(parts, Pretokenizer(tokenizer.special_tokens), world_size)[rank]
-    path = shards(output, world_size)[rank]
+    path = shards(Path(output), world_size)[rank]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".json").unlink(missing_ok=True)  # an array without it is of nobody's making
     with replacing(path) as file:
@@ -75,35 +79,37 @@ def shards(output: Path, world_size: int) -> list[Path]:
 def open_tokens(path: Path, tokenizer: Tokenizer | None = None) -> np.ndarray:
     """The ids of one file, memory mapped.
 
-    An array of other making, with no .json beside it, is read once to see that its ids are in the vocabulary.
-    ValueError for what is no array of ids, is not whole, or is not of `tokenizer`.
+    Signed ids are read once to see that none is less than 0, and an array of other making, with no .json beside it, to
+    see that each is in the vocabulary. ValueError for what is no array of ids, is not whole, or is not of `tokenizer`.
     """
+    path = Path(path)
     try:
         ids = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError, SyntaxError, tokenize.TokenError, OverflowError, TypeError) as error:
+    except NOT_AN_ARRAY as error:
         cause = getattr(error, "strerror", None) or error
         raise ValueError(shortened(f"{path}: cannot be read as an array of token ids: {cause}")) from error
     if not isinstance(ids, np.ndarray):
         raise ValueError(f"{path}: must be an array, a .npy; it is an archive of several")
     if ids.ndim != 1 or ids.dtype.kind not in "ui":
         raise ValueError(f"{path}: must be one row of whole numbers; got {ids.dtype} of shape {ids.shape}")
+    if ids.size and ids.dtype.kind == "i" and (least := int(ids.min())) < 0:
+        raise ValueError(f"{path}: id {least} is less than 0")
     facts_file = path.with_suffix(".json")
     if not facts_file.is_file():
-        least, largest = (int(ids.min()), int(ids.max())) if ids.size else (0, 0)
-        if least < 0:
-            raise ValueError(f"{path}: id {least} is less than 0")
-        if tokenizer and largest >= tokenizer.vocab_size:
+        if ids.size and tokenizer and (largest := int(ids.max())) >= tokenizer.vocab_size:
             raise ValueError(f"{path}: id {largest} is not in this vocabulary of {tokenizer.vocab_size}")
         return ids
     facts = read_json(facts_file, tokens=int, vocab_size=int, tokenizer=str)
     if facts["tokens"] != len(ids):
         raise ValueError(
-            f"{path}: holds {len(ids):,} ids, and {facts_file.name} says {facts['tokens']:,}: make it anew"
+            shortened(f"{path}: holds {len(ids):,} ids, and {facts_file.name} says {facts['tokens']:,}: make it anew")
         )
     if tokenizer and facts["tokenizer"] != tokenizer.fingerprint:
         raise ValueError(
-            f"{path}: was made with another tokenizer, of {facts['vocab_size']:,} tokens; this one has"
-            f" {tokenizer.vocab_size:,}: tokenize the text anew"
+            shortened(
+                f"{path}: was made with another tokenizer, of {facts['vocab_size']:,} tokens; this one has"
+                f" {tokenizer.vocab_size:,}: tokenize the text anew"
+            )
         )
     return ids
 

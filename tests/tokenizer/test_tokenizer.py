@@ -180,6 +180,48 @@ def test_files_named_as_gpt2s_are_loaded(tmp_path: Path) -> None:
     assert found.encode(small_texts()) == [shift[number] for number in small().encode(small_texts())]
 
 
+def as_gpt2s(merges: Path) -> str:
+    """The text of a merges file of ours with GPT-2's first line, which has no count."""
+    return "\n".join(["#version: 0.2", *merges.read_text().split("\n")[1:]])
+
+
+@given(st.data())
+@settings(max_examples=50)
+def test_merges_that_are_cut_are_refused_whoever_wrote_them(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("cut")
+    small().save(folder)
+    merges = folder / "merges.txt"
+    for text in (merges.read_text(), as_gpt2s(merges)):
+        merges.write_text(text)
+        assert Tokenizer.load(folder).fingerprint == small().fingerprint
+        merges.write_text(text[: data.draw(st.integers(0, len(text) - 2))])  # the last line's end is no merge
+        with pytest.raises(ValueError):
+            Tokenizer.load(folder)
+
+
+def test_lost_merges_are_told_from_special_tokens(tmp_path: Path) -> None:
+    small().save(tmp_path)
+    merges = tmp_path / "merges.txt"
+    gpt2s = as_gpt2s(merges)
+    for text, lost in ((gpt2s[: gpt2s[:-1].rindex("\n", 0)], 1), ("", len(small().merges)), ("#version: 0.2 m", 442)):
+        merges.write_text(text)
+        with pytest.raises(ValueError, match=f"merges.txt: lacks the merges of {lost} of the tokens in .*it is cut"):
+            Tokenizer.load(tmp_path)
+    Tokenizer({i: bytes([i]) for i in range(256)}, [], ["</", "<s>", END]).save(tmp_path)
+    assert Tokenizer.load(tmp_path).special_tokens == ["</", "<s>", END]  # as the first line says
+    merges.write_text("#version: 0.2\n")
+    with pytest.raises(ValueError, match="of 1 of the tokens in .*vocab.json, such as '</': .* name them as special"):
+        Tokenizer.load(tmp_path)
+    assert Tokenizer.load(tmp_path, ["</"]).special_tokens == ["</", "<s>", END]
+
+
+def test_a_path_may_be_text(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text(small_texts())
+    assert train([str(tmp_path / "text")], 300).merges == train([tmp_path / "text"], 300).merges
+
+
 def test_equal_to_tiktoken() -> None:
     tiktoken = pytest.importorskip("tiktoken", reason="tiktoken is not installed: pip install tiktoken")
     tokenizer = small()

@@ -143,26 +143,70 @@ def test_a_torn_checkpoint_is_passed_over(tmp_path: Path, part: str, tear: str) 
                 found.shared() if part == "shared" else found.own(0)
 
 
-def test_a_later_format_is_refused(tmp_path: Path) -> None:
-    manifest = save(tmp_path, 1, STATE)
-    content = json.loads(manifest.read_text()) | {"format": 2}
+def sign_anew(manifest: Path, **changes: Any) -> None:
+    """The manifest with these changes, and the checksum that is right for them."""
+    content = json.loads(manifest.read_text()) | changes
     del content["sha256"]
     manifest.write_text(json.dumps({**content, "sha256": checkpoint._digest(content)}))
+
+
+def test_a_later_format_is_refused(tmp_path: Path) -> None:
+    manifest = save(tmp_path, 1, STATE)
+    sign_anew(manifest, format=2)
     with pytest.raises(ValueError, match="format 2 is not the 1 of this version"):
         read(manifest)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"step": "1"}, "must be an object with 'step', a whole number"),
+        ({"files": []}, "must be an object with 'files', an object"),
+        ({"files": {"shared": 3}}, "files.shared: must be an object with file, bytes and sha256; got 3"),
+        (
+            {"files": {"shared": {"file": "../x", "bytes": 1, "sha256": ""}}},
+            "files.shared: must be a file beside the manifest; got '../x'",
+        ),
+        ({"files": {}}, "names no file of 'shared'"),
+    ],
+)
+def test_a_signed_manifest_that_is_wrong_is_named(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    manifest = save(tmp_path, 1, STATE)
+    sign_anew(manifest, **changes)
+    with pytest.raises(ValueError, match=f"{manifest}: {said}"):
+        read(manifest).shared()
+
+
 class Code:
+    def __init__(self, trace: Path):
+        self.trace = trace
+
     def __reduce__(self) -> Any:
-        return os.system, ("echo",)
+        return Path.touch, (self.trace,)
 
 
 def test_code_is_never_unpickled(tmp_path: Path) -> None:
-    save(tmp_path, 1, {"x": Code()})
-    found = newest(tmp_path)
+    save(tmp_path / "saved", 1, {"x": Code(tmp_path / "it ran")})
+    found = newest(tmp_path / "saved")
     assert found is not None
-    with pytest.raises(Exception, match="[Ww]eights only"):
+    part = found.files["shared"]["file"]
+    with pytest.raises(ValueError, match=f"{part}: must hold tensors and plain values alone; .* gives UnpicklingError"):
         found.shared()
+    assert not (tmp_path / "it ran").exists()
+    torch.load(tmp_path / "saved" / part, weights_only=False)
+    assert (tmp_path / "it ran").exists(), "the code does nothing: the test is wrong"
+
+
+def test_a_file_that_holds_no_state_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its checksum is right: it was saved so."""
+    for content, said in (([1], r"must hold a dictionary; got \[1\]"), ({"x": 1}, r"must have 'model'; got \['x'\]")):
+        found = read(save(tmp_path, 1, content))  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=f"{found.files['shared']['file']}: {said}"):
+            found.shared("model")
+    monkeypatch.setattr(checkpoint.torch, "save", lambda _, file: file.write(b"no pickle"))
+    found = read(save(tmp_path, 1, STATE))
+    with pytest.raises(ValueError, match=f"{found.files['rank-0']['file']}: must hold tensors and plain values alone"):
+        found.own(0)
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=8), st.integers(1, 4))
@@ -177,6 +221,15 @@ def test_as_many_stay_as_are_asked_for(tmp_path_factory: pytest.TempPathFactory,
         found = [read(path) for path in sorted(folder.glob("*.json"))]
         assert {one.step for one in found} == expected and all(one.shared() == {"step": one.step} for one in found)
         assert len(list(folder.iterdir())) == 3 * len(expected)
+
+
+def test_folders_that_are_named_as_checkpoints_are_left_alone(tmp_path: Path) -> None:
+    for name in ("step-00000001.json", "step-00000001-shared-0.pt"):
+        (tmp_path / name).mkdir()
+    for step in (2, 3):
+        save(tmp_path, step, STATE, keep=1)
+    found = newest(tmp_path)
+    assert found is not None and found.step == 3 and len([*tmp_path.iterdir()]) == 2 + 3
 
 
 def test_a_step_can_be_saved_again(tmp_path: Path) -> None:

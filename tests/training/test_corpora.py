@@ -29,6 +29,8 @@ class Server:
     etag       what names the content; None: nothing
     linked     the checksum in the redirect that comes first, if any
     wrong_part  a part that is asked for comes from the file's beginning
+    tells_part  whether it says which part comes
+    leads_to    the URL in a redirect that is the reply, if any
     asked      the Range headers that came
     """
 
@@ -36,6 +38,8 @@ class Server:
     ranges: bool = True
     etag: str | None = '"1"'
     wrong_part: bool = False
+    tells_part: bool = True
+    leads_to: str | None = None
     linked: str | None = None
     status: list[int] = field(default_factory=list)
     asked: list[str | None] = field(default_factory=list)
@@ -60,6 +64,11 @@ def server() -> Iterator[Server]:
                 self.send_header("X-Linked-ETag", f'"{state.linked}"')
                 self.end_headers()
                 return
+            if state.leads_to:
+                self.send_response(302)
+                self.send_header("Location", state.leads_to)
+                self.end_headers()
+                return
             asked = self.headers.get("Range")
             state.asked.append(asked)
             same = self.headers.get("If-Range") == state.etag
@@ -72,7 +81,7 @@ def server() -> Iterator[Server]:
             if state.etag:
                 self.send_header("ETag", state.etag)
             self.send_header("Content-Length", str(len(CONTENT) - start))
-            if is_part:
+            if is_part and state.tells_part:
                 self.send_header("Content-Range", f"bytes {start}-{len(CONTENT) - 1}/{len(CONTENT)}")
             self.end_headers()
             self.wfile.write(CONTENT[start : start + state.cuts.pop(0)] if state.cuts else CONTENT[start:])
@@ -108,8 +117,10 @@ def test_a_cut_connection_goes_on_where_it_ended(server: Server, tmp_path: Path)
     assert server.asked == [None, "bytes=2000000-", "bytes=3000000-"]
 
 
-def test_a_part_from_the_beginning_is_not_put_behind_what_is_there(server: Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault", ["of the beginning", "of who knows where"])
+def test_another_part_is_not_put_behind_what_is_there(server: Server, tmp_path: Path, fault: str) -> None:
     server.cuts, server.wrong_part = [2_000_000], True
+    server.tells_part = fault == "of the beginning"
     assert fetched(server, tmp_path / "f") == CONTENT
     assert server.asked == [None, "bytes=2000000-", None]
 
@@ -164,6 +175,32 @@ def test_busy_servers_are_asked_again_and_others_not(server: Server, tmp_path: P
         download(server.url.replace("/file", "/gone"), tmp_path / "g")
     with pytest.raises(ConnectionError, match="in 1 tries"):
         download("http://127.0.0.1:1/nobody", tmp_path / "g", pauses_s=())
+
+
+def test_a_redirect_to_a_file_of_this_machine_is_refused(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("mine")
+    server.leads_to = (tmp_path / "secret").as_uri()
+    with pytest.raises(ValueError, match="the server says 302 .*not allowed"):
+        download(server.url, tmp_path / "f", pauses_s=NO_PAUSES)
+    assert [file.name for file in tmp_path.iterdir()] == ["secret"]
+
+
+def test_a_path_may_be_text(server: Server, tmp_path: Path) -> None:
+    download(server.url, str(tmp_path / "f"))  # type: ignore[arg-type]
+    assert (tmp_path / "f").read_bytes() == CONTENT
+    found = tinystories(str(tmp_path), stories(server))  # type: ignore[arg-type]
+    assert found == tinystories(tmp_path, stories(server))
+
+
+@pytest.mark.parametrize("corpus", ["stdlib", "tinystories"])
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_a_folder_for_corpora_that_cannot_be_is_named(
+    tmp_path: Path, corpus: str, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert start(tmp_path, f"data.corpus={corpus}", f"data.folder={tmp_path / place}") == 2
+    said = capsys.readouterr().err
+    assert f"data.folder: files cannot be written in {tmp_path / place}: " in said and said.count("\n") == 1
 
 
 def stories(server: Server, **settings: object) -> DataConfig:
@@ -276,7 +313,7 @@ def test_the_standard_library_is_divided_into_documents(tmp_path: Path, monkeypa
     documents = {text for text in (train + valid).split(END_OF_TEXT) if text}
     assert documents == {f"# module {index}, é\n" for index in range(45)}
     (root / "package0" / "m00.py").unlink()
-    assert stdlib(tmp_path / "new") == found  # made once
+    assert stdlib(tmp_path / "new") == stdlib(str(tmp_path / "new")) == found  # made once
     assert len(list((tmp_path / "new").iterdir())) == 2
 
 

@@ -120,6 +120,38 @@ def test_token_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         TokenFiles([])
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize("length", [2**62, 2**70])
+def test_a_header_of_more_ids_than_there_can_be_is_refused(tmp_path: Path, length: int) -> None:
+    with (tmp_path / "ids.npy").open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<u2", "fortran_order": False, "shape": (length,)})
+    with pytest.raises(ValueError, match="ids.npy: cannot be read as an array of token ids"):
+        open_tokens(tmp_path / "ids.npy")
+
+
+def test_an_archive_of_arrays_is_none(tmp_path: Path) -> None:
+    with (tmp_path / "ids.npy").open("wb") as file:
+        np.savez(file, a=np.arange(3), b=np.arange(3))
+    with pytest.raises(ValueError, match="ids.npy: must be an array, a .npy; it is an archive of several"):
+        open_tokens(tmp_path / "ids.npy")
+
+
+@pytest.mark.parametrize("with_facts", [False, True])
+def test_an_id_below_0_is_refused(tmp_path: Path, with_facts: bool) -> None:
+    np.save(tmp_path / "ids.npy", np.array([3, -1, 2]))
+    if with_facts:
+        facts = {"tokens": 3, "vocab_size": 400, "tokenizer": tokenizer().fingerprint}
+        (tmp_path / "ids.json").write_text(json.dumps(facts))
+    with pytest.raises(ValueError, match="ids.npy: id -1 is less than 0"):
+        open_tokens(tmp_path / "ids.npy", tokenizer())
+
+
+def test_a_path_may_be_text(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text(TEXT)
+    path = tokenize_files(tokenizer(), [str(tmp_path / "a")], str(tmp_path / "ids.npy"))  # type: ignore
+    assert open_tokens(str(path)).tolist() == tokenizer().encode(TEXT)  # type: ignore[arg-type]
+
+
 def test_a_failed_tokenization_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_bytes(TEXT.encode() + b" \xff")
     with pytest.raises(ValueError, match="not UTF-8"):

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from lmsys.parallel.group import WorkerGroup
 from lmsys.training import pipeline
 from lmsys.training.__main__ import main
+from lmsys.training.checkpoint import save
 from lmsys.training.config import RunConfig
 from lmsys.training.log import JsonLines, Progress
 from lmsys.training.nonfinite import NonFiniteError
@@ -272,6 +273,17 @@ def test_flat_state_is_not_taken_for_that_of_whole_parameters(data: Path, tmp_pa
         pipeline.run(config(run), ("train",))
 
 
+@pytest.mark.parametrize("lost", ["model", "progress"])
+def test_a_checkpoint_that_lacks_a_part_is_named(tmp_path: Path, lost: str) -> None:
+    run = config(tmp_path)
+    one = trainer(run)
+    shared = {"model": one.model.state_dict(), "optimizer": one.optimizer.state_dict(), "progress": {}}
+    del shared[lost]
+    save(run.folder / "checkpoints", 1, shared, facts=one.facts)
+    with pytest.raises(ValueError, match=rf"step-00000001-shared-\w+\.pt: must have '{lost}'"):
+        trainer(run, resume=True)
+
+
 def test_how_it_is_computed_changes_little(tmp_path: Path) -> None:
     curves = []
     for settings_ in ([], ["model.checkpoint_blocks=1"], ["train.precision=bf16"]):
@@ -320,14 +332,25 @@ def test_a_rank_that_is_killed_is_started_again(data: Path, tmp_path: Path, grou
     assert all(torch.equal(found[name], x) for name, x in expected.items())
 
 
-@pytest.mark.parametrize(("ranks", "number"), some([(2, signal.SIGINT), (None, signal.SIGTERM)], one_in=2))
-def test_a_signal_ends_with_a_checkpoint(data: Path, tmp_path: Path, ranks: int | None, number: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "number", "times"),
+    some(
+        [(2, signal.SIGINT, 1), (None, signal.SIGTERM, 1), (None, signal.SIGTERM, 2), (2, signal.SIGINT, 2)], one_in=2
+    ),
+)
+def test_a_signal_ends_with_a_checkpoint(
+    data: Path, tmp_path: Path, ranks: int | None, number: int, times: int
+) -> None:
+    """A second one that comes at once, as of a terminal and of a launcher, is no other wish."""
     folder = copy_of(data, tmp_path / "run")
     options = ["--set", "train.steps=100000", "--set", "checkpoint.interval=0"]
     process = start(folder, "train", *options, *(["--ranks", str(ranks)] if ranks else []))
     while not losses(folder) and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(number)
+    for _ in range(times - 1):
+        time.sleep(0.005)
+        process.send_signal(number)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + number, said
     last = read_lines(folder / "log.jsonl")[-1]["step"]
@@ -337,7 +360,8 @@ def test_a_signal_ends_with_a_checkpoint(data: Path, tmp_path: Path, ranks: int 
 ENDLESS = ("--set", "train.steps=1000000", "--set", "checkpoint.interval=0")
 
 
-def test_two_signals_end_a_run_of_which_a_rank_has_stopped(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", some([signal.SIGTERM, signal.SIGINT], one_in=2))
+def test_two_signals_end_a_run_of_which_a_rank_has_stopped(data: Path, tmp_path: Path, number: int) -> None:
     """Its other rank waits inside of a collective, where Python runs no handler."""
     folder = copy_of(data, tmp_path / "run")
     process = start(folder, "train", *ENDLESS, "--ranks", "2")
@@ -347,7 +371,7 @@ def test_two_signals_end_a_run_of_which_a_rank_has_stopped(data: Path, tmp_path:
     os.kill(ranks[-1], signal.SIGSTOP)
     for _ in range(2):
         time.sleep(1.0)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
     said, _ = process.communicate(timeout=40)
     assert process.returncode and "told to end twice" in said, said
     assert len(ranks) == 2 and not any(map(is_alive, ranks))
@@ -380,6 +404,8 @@ def test_ranks_end_with_the_agent_that_torchrun_is(data: Path, tmp_path: Path) -
         ("train.steps=9", "train.steps is 8"),
         ("train.lr=0.1", "train.lr is 0.003"),
         ("checkpoint.interval=2", "checkpoint.interval is 3"),
+        ("train.strategy=naive", "train.strategy is 'bucketed' on rank 0 and 'naive' on rank 1"),
+        ("model.d_ff=64", "model.d_ff is 32 on rank 0 and 64 on rank 1"),
         ("output=elsewhere", "output is"),
         ("train.threads=2", "nothing"),
     ],
@@ -394,8 +420,8 @@ def test_ranks_with_different_settings_are_told(
 
 def test_a_log_begins_where_the_run_does(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
-    log = JsonLines(path, 2)
+    path.write_text('{"step": 1}\n{"step\0": 1\n[2]\n{"loss": 2}\n{"step": 2}\n{"step": 3}\n{"st')
+    log = JsonLines(str(path), 2)  # type: ignore[arg-type]
     log.write(step=3, loss=1.0)
     log.close()
     assert read_lines(path) == [{"step": 1}, {"step": 2}, {"step": 3, "loss": 1.0}]

@@ -1,0 +1,112 @@
+"""The steps of a run: what cannot be is said before work is done for it, and a step that was killed is done again."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from lmsys.tokenizer import Tokenizer
+from lmsys.training import pipeline
+from lmsys.training.__main__ import main
+from tests.support.training_runs import SETTINGS, config, corpus
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tokenizer is trained."""
+    monkeypatch.setattr(pipeline, "train", None)
+
+
+def told(capsys: pytest.CaptureFixture[str], tmp_path: Path, *options: str) -> str:
+    """Returns the one line that `python -m lmsys.training OPTIONS` says where it ends with 2."""
+    settings = [f"output={tmp_path / 'run'}", f"data.corpus={corpus(tmp_path)}", *SETTINGS]
+    assert main([*(part for one in settings for part in ("--set", one)), *options]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("lmsys.training: ") and said.count("\n") == 1
+    return said
+
+
+@pytest.mark.parametrize("step", [*pipeline.WRITERS, None])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "file",
+        "file/below",
+        pytest.param("/proc/run", marks=pytest.mark.skipif(sys.platform != "linux", reason="Linux")),
+    ],
+)
+@pytest.mark.usefixtures("no_training")
+def test_an_output_that_cannot_be_written_is_named(
+    tmp_path: Path, step: str | None, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    said = told(capsys, tmp_path, *([step] if step else []), "--set", f"output={tmp_path / place}")
+    assert f"output: files cannot be written in {tmp_path / place}: " in said
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", [*pipeline.FOLDERS, *pipeline.FILES])
+@pytest.mark.usefixtures("no_training")
+def test_what_stands_where_a_run_writes_is_named(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run" / name
+    path.parent.mkdir()
+    path.mkdir() if name in pipeline.FILES else path.write_text("mine")
+    assert f"{path}: must be a " in told(capsys, tmp_path)
+    assert path.is_dir() == (name in pipeline.FILES)
+
+
+@pytest.mark.parametrize("name", ["output", "data.folder", "data.corpus", "data.valid", "data.tokenizer"])
+def test_a_path_with_a_null_byte_is_named(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    section, _, field = name.rpartition(".")
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps({section: {field: "a\0b"}} if section else {field: "a\0b"}))
+    said = told(capsys, tmp_path, "--config", str(file))
+    assert (
+        f"{section or 'the config'}: {field}={chr(39)}a\\x00b{chr(39)} must be a path, which has no null byte" in said
+    )
+
+
+def test_a_config_that_is_no_text_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.json").write_bytes(b'{"output": "\xe9"}')
+    assert f"{tmp_path / 'c.json'}: 'utf-8' codec" in told(capsys, tmp_path, "--config", str(tmp_path / "c.json"))
+
+
+def test_a_strategy_that_there_is_not_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert pipeline.run(config(tmp_path / "run", f"data.corpus={corpus(tmp_path)}"), pipeline.DATA_STEPS) == 0
+    said = told(capsys, tmp_path, "train", "--strategy", "buckted")
+    assert "unknown strategy 'buckted'; did you mean bucketed?" in said
+    (tmp_path / "mine.py").write_text("1 / 0")
+    said = told(capsys, tmp_path, "train", "--strategy", f"{tmp_path / 'mine.py'}:Mine")
+    assert f"'{tmp_path / 'mine.py'}' does not load: ZeroDivisionError: division by zero" in said
+
+
+@pytest.mark.parametrize("step", pipeline.DATA_STEPS)
+def test_a_step_that_ended_in_the_middle_is_done_again(
+    tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was to make another tokenizer, or other tokens, and half of them stand among those that were there."""
+    run = config(tmp_path / "run", f"data.corpus={corpus(tmp_path)}")
+    (tmp_path / "other.txt").write_text("other words of another text " * 50)
+    other = run.changed([f"data.corpus={tmp_path / 'other.txt'}"])
+    assert pipeline.run(run, pipeline.DATA_STEPS) == 0
+    made = sorted((path.name, path.read_bytes()) for path in run.folder.rglob("*") if path.is_file())
+    calls, replace = [], Path.replace
+
+    def full(*given: Path) -> Path:
+        calls.append(given)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        return replace(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", full)
+        with pytest.raises(OSError, match="No space left"):
+            pipeline.run(other, (step,))
+    if step == "tokenizer":
+        with pytest.raises(ValueError, match="merges.txt: cut, or not of the tokenizer .* make both anew"):
+            Tokenizer.load(run.folder / "tokenizer")
+    assert pipeline.run(run, pipeline.DATA_STEPS) == 0
+    assert sorted((path.name, path.read_bytes()) for path in run.folder.rglob("*") if path.is_file()) == made
