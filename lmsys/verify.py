@@ -12,7 +12,6 @@ are all scaled alike, with everything that follows from them; facts of a machine
 import argparse
 import importlib
 import importlib.util
-import json
 import math
 import sys
 from collections import Counter
@@ -26,7 +25,9 @@ from lmsys.bench.benchmark import Benchmark
 from lmsys.bench.fields import Record
 from lmsys.bench.proof import file_seal, seal
 from lmsys.bench.record import load, summarize
+from lmsys.bench.results import entries_of
 from lmsys.measure.limits import Limits
+from lmsys.values import shortly
 
 RTOL = 1e-9  # of what pure Python makes of the same numbers
 NOT_RECOMPUTED = "not recomputed: "
@@ -83,12 +84,11 @@ def verify(path: Path, benchmarks: Mapping[str, Benchmark]) -> tuple[int, list[s
             end = "\n" if number == len(content["records"]) else "\r"
             print(f"{path}: {number}/{len(content['records'])}", end=end, file=sys.stderr, flush=True)
         benchmark = benchmarks.get(record["benchmark"])
-        sentences += [f"{record['id']}: {one}" for one in _of_record(record, benchmark, content["machine"])]
+        sentences += [f"{record['id']}: {one}" for one in _of_any_record(record, benchmark, content["machine"])]
     return len(content["records"]), sentences
 
 
 def _of_file(path: Path, content: Record) -> Iterator[str]:
-    told = json.loads(path.read_text()) if path.suffix == ".json" else {}
     if "seal" not in content:
         yield f"the file: {NOT_RECOMPUTED}it has no seal"
     elif content["seal"] != file_seal(content):
@@ -96,8 +96,10 @@ def _of_file(path: Path, content: Record) -> Iterator[str]:
     ids = Counter((one["benchmark"], one["id"]) for one in content["records"])
     yield from (f"{id}: there are {count} such records" for (_, id), count in ids.items() if count > 1)
     records = {(one["benchmark"], one["id"]): one for one in content["records"]}
-    entries = {
-        (one["extra_info"].get("benchmark"), one["extra_info"].get("id")): one for one in told.get("benchmarks", [])
+    entries = {  # but for those of tests that are no benchmarks of ours
+        (info["benchmark"], info.get("id")): one
+        for one in entries_of(path)
+        if "benchmark" in (info := one["extra_info"])
     }
     for key, entry in entries.items():
         if key not in records:
@@ -109,6 +111,14 @@ def _of_file(path: Path, content: Record) -> Iterator[str]:
     for key, record in records.items():
         if entries and record.get("samples_s") and key not in entries:
             yield f"{key[1]}: pytest-benchmark has no such case"
+
+
+def _of_any_record(record: Record, benchmark: Benchmark | None, machine: Record) -> Iterator[str]:
+    """As `_of_record`, also of one whose values are of other kinds than those that a run writes."""
+    try:
+        yield from _of_record(record, benchmark, machine)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        yield f"it cannot be recomputed: {type(error).__name__}: {error}"
 
 
 def _of_record(record: Record, benchmark: Benchmark | None, machine: Record) -> Iterator[str]:
@@ -172,12 +182,15 @@ def _of_call(record: Record, benchmark: Benchmark, call: Record) -> Iterator[str
 def _differences(right: Mapping[str, Any], found: Mapping[str, Any], source: str) -> Iterator[str]:
     for name, value in right.items():
         if name in found and not _same(value, found[name]):
-            yield f"{name} is {found[name]!r}; by {source} it is {value!r}"
+            yield f"{name} is {shortly(found[name])}; by {source} it is {shortly(value)}"
 
 
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, float | int) and isinstance(other, float | int) and not isinstance(one, bool):
-        return math.isclose(one, other, rel_tol=RTOL)
+        try:
+            return math.isclose(one, other, rel_tol=RTOL)
+        except OverflowError:  # an int beyond every float
+            pass
     return bool(one == other)
 
 

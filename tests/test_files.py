@@ -2,6 +2,7 @@
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -65,3 +66,37 @@ def test_code_is_not_run_from_where_others_can_write(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"^{one}: others can write it"):
             check_private(path)
         one.chmod(before)
+    check_private(path)
+
+
+@pytest.mark.parametrize("owner", ["root", "the user", "another"])
+def test_code_is_not_run_from_what_another_owns(owner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose numbers are stand-ins: a file's, its folder's and this process's."""
+    path = tmp_path / "library.so"
+    for one in (path, tmp_path):
+        owners = {path: 7, tmp_path: 7, one: {"root": 0, "the user": 7, "another": 8}[owner]}
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getuid", lambda: 7)
+            patch.setattr(Path, "stat", lambda path, owners=owners: status(owners[path]))
+            if owner == "another":
+                with pytest.raises(ValueError, match=f"^{one}: others can write it"):
+                    check_private(path)
+            else:
+                check_private(path)
+
+
+@pytest.mark.parametrize("group", [3, 4])
+def test_code_is_not_run_from_what_another_group_can_write(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's own group may: on many machines it has one member."""
+    monkeypatch.setattr(os, "getuid", lambda: 7)
+    monkeypatch.setattr(os, "getgid", lambda: 3)
+    monkeypatch.setattr(Path, "stat", lambda _: status(7, group, 0o664))
+    if group == 3:
+        check_private(Path("library.so"))
+    else:
+        with pytest.raises(ValueError, match=r"^library.so: others can write it"):
+            check_private(Path("library.so"))
+
+
+def status(owner: int, group: int = 3, mode: int = 0o644) -> os.stat_result:
+    return os.stat_result((stat.S_IFREG | mode, 0, 0, 1, owner, group, 0, 0, 0, 0))

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from lmsys import processes
 from lmsys.processes import ProcessError, Worker, answered, futures, in_own_process
 from lmsys.tokenizer.workers import each
 
@@ -198,10 +200,19 @@ def test_a_worker_inherits_the_output_and_its_line_alone() -> None:
                 assert len(found) == 2  # its line, and the folder that is read
 
 
-def test_nothing_is_left_of_a_worker() -> None:
-    pid = in_own_process(os.getpid)
+def leaves_a_thread() -> int:
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    return os.getpid()
+
+
+@pytest.mark.parametrize("function", [os.getpid, leaves_a_thread])
+def test_nothing_is_left_of_a_worker(function: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor of one whose interpreter waits, as it ends, for what a call has left."""
+    monkeypatch.setattr(processes, "GRACE_S", 1.0)
+    pid = in_own_process(function)
     assert not Path(f"/proc/{pid}").exists()
     with pytest.raises(KeyError), Worker() as worker:
+        worker.call(function)
         raise KeyError
     assert not Path(f"/proc/{worker.pid}").exists()
 

@@ -293,3 +293,37 @@ def test_without_the_benchmarks_it_says_what_it_left_out(tmp_path: Path, content
     path.write_text(json.dumps(content))
     count, sentences = verify.verify(path, verify.benchmarks_in(tmp_path))
     assert count and all(verify.NOT_RECOMPUTED in one for one in sentences) and sentences
+
+
+def test_entries_of_other_tests_are_not_looked_at(content: Content, tmp_path: Path, benchmarks: dict[str, Any]) -> None:
+    content["benchmarks"].append({"name": "test_plain", "extra_info": {}, "stats": {}})
+    assert wrong_in(content, tmp_path, benchmarks) == []
+
+
+def test_a_number_beyond_every_float_is_a_difference_told_shortly(
+    content: Content, tmp_path: Path, benchmarks: dict[str, Any]
+) -> None:
+    content["benchmarks"][0]["extra_info"]["time_s"] = 10**400
+    (told,) = wrong_in(content, tmp_path, benchmarks)
+    assert "by pytest-benchmark it is 1000" in told and len(told) < 400
+
+
+def test_the_journal_of_a_run_that_was_killed_is_verified(content: Content, tmp_path: Path) -> None:
+    ours = content["lmsys"]
+    lines = [{name: value for name, value in ours.items() if name not in ("records", "seal")}, *ours["records"]]
+    (tmp_path / "out.json.partial").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name in ("out.json.partial", "out.json"):
+        count, sentences = verify.verify(tmp_path / name, {})
+        assert count == 2 and all(verify.NOT_RECOMPUTED in one for one in sentences), sentences
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("proof", None), ("proof", 3), ("proof", {"calls": [{}]}), ("rounds", None), ("dtype", "x"), ("head_dim", None)],
+)
+def test_a_record_that_no_run_has_written_is_wrong(
+    name: str, value: object, content: Content, tmp_path: Path, benchmarks: dict[str, Any]
+) -> None:
+    records(content)[0][name] = value
+    seal_again(content)
+    assert any("it cannot be recomputed: " in one for one in wrong_in(content, tmp_path, benchmarks))

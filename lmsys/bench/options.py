@@ -6,6 +6,7 @@ Imports torch only to cap the memory of a GPU.
 import math
 import os
 import shlex
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from lmsys.bench.axes import OPTION, Sweep
 from lmsys.bench.benchmark import DEFAULT_ROUNDS
 from lmsys.bench.record import OUTCOMES
+from lmsys.files import claim
 from lmsys.values import choice
 
 REPLAYED = "what is replayed is already measured"
@@ -122,18 +124,24 @@ def nvtx(asked: bool, device: str) -> bool:
     return asked
 
 
-def check_writable(output: Path) -> None:
-    """Before anything is measured, not after."""
-    existed = output.exists()
-    if existed and not output.is_file():
+def claim_writable(output: Path) -> Callable[[], None]:
+    """`lmsys.files.claim` of an output that can be written: before anything is measured, not after."""
+    if output.exists() and not output.is_file():
         raise ValueError(f"cannot write the result to {output}: it is there, and it is no file")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.open("ab").close()
+        release = claim(output)
+        existed = output.exists()  # asked under the claim: until then another run may write it
+        try:
+            output.open("ab").close()
+        except OSError:
+            release()
+            raise
     except OSError as error:
         raise ValueError(f"cannot write the result to {output}: {error.strerror}") from error
     if not existed:
         output.unlink()
+    return release
 
 
 def _given(config: pytest.Config, option: str) -> bool:

@@ -15,7 +15,6 @@ from lmsys.bench.axes import Sweep
 from lmsys.bench.benchmark import Settings
 from lmsys.bench.record import JournalError
 from lmsys.bench.results import Key, Session, read_results
-from lmsys.files import claim
 from lmsys.values import choice
 
 SESSION = pytest.StashKey[Session]()
@@ -235,8 +234,7 @@ def _session(config: pytest.Config) -> Session:
     if group is not None and group.rank > 0:
         session.output, session.say = None, lambda _: None  # one rank tells and writes
     if session.output:
-        options.check_writable(session.output)
-        config.stash[CLAIM] = claim(session.output)
+        config.stash[CLAIM] = options.claim_writable(session.output)
     benchmarks: Any = config._benchmarksession
     benchmarks.json = None  # the file is ours to write: whole, or not at all
     config.stash[SESSION] = session
@@ -257,7 +255,7 @@ def _resume(session: Session, path: Path) -> None:
         for found, entries in read_results(path):
             session.resume(found, entries)
     except ValueError as error:
-        raise ValueError(f"--resume {path}: {error}") from error
+        raise ValueError(f"--resume {path}: {str(error).removeprefix(f'{path}: ')}") from error
     session.output = session.output or path
 
 

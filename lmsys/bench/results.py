@@ -16,6 +16,7 @@ from lmsys.bench.benchmark import Benchmark, Settings
 from lmsys.bench.fields import COMMON, Record, declared
 from lmsys.bench.proof import file_seal
 from lmsys.files import replacing
+from lmsys.values import shortly
 
 if TYPE_CHECKING:
     from lmsys.bench.isolation import Isolated
@@ -240,6 +241,27 @@ def read_results(path: Path) -> Iterator[tuple[Record, list[Record]]]:
     journal = path.with_name(path.name + ".partial")
     is_result = path.suffix != ".partial" and path.is_file() and path.stat().st_size
     if is_result or not journal.is_file():
-        yield record.load(path), json.loads(path.read_text()).get("benchmarks", []) if is_result else []
+        yield record.load(path), entries_of(path)
     if journal.is_file():
         yield record.load(journal), []
+
+
+def entries_of(path: Path) -> list[Record]:
+    """pytest-benchmark's entries in a result file that `record.load` reads; a journal has none.
+
+    ValueError, with the path, where they are not what pytest-benchmark writes.
+    """
+    if path.suffix == ".partial" or not (path.is_file() and path.stat().st_size):
+        return []
+    found = json.loads(path.read_text(encoding="utf-8")).get("benchmarks", [])
+    if not isinstance(found, list):
+        raise ValueError(f"{path}: benchmarks={shortly(found)} must be a list of pytest-benchmark's entries")
+    for number, entry in enumerate(found):
+        where = f"{path}: benchmarks[{number}]"
+        for name in ("extra_info", "stats"):
+            if not isinstance(entry, dict) or not isinstance(entry.get(name), dict):
+                raise ValueError(f"{where} must be an object with {name!r}, an object; got {shortly(entry)}")
+        for name in ("benchmark", "id"):
+            if not isinstance(value := entry["extra_info"].get(name, ""), str):
+                raise ValueError(f"{where}.extra_info: {name}={shortly(value)} must be text")
+    return found

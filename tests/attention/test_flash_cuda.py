@@ -282,6 +282,17 @@ def test_a_build_is_kept_by_what_it_was_made_of(
     assert len({first, *others}) == len(counting_nvcc.read_text().splitlines()) == 8
 
 
+@pytest.mark.parametrize("what", ["the library", "its folder"])
+def test_a_library_that_others_can_write_is_not_taken(what: str, counting_nvcc: Path) -> None:
+    variant = torch.bfloat16, 64, (9, 0)
+    library = flash_cuda.build(*variant)
+    place = library if what == "the library" else library.parent
+    place.chmod(place.stat().st_mode | 0o002)
+    with pytest.raises(ValueError, match=f"^{place}: others can write it, and code would be run from there"):
+        flash_cuda.build(*variant)
+    assert library.exists() and len(counting_nvcc.read_text().splitlines()) == 1
+
+
 def test_a_build_that_fails_leaves_nothing_and_says_what_nvcc_said(counting_nvcc: Path, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="no such element"):
         flash_cuda.build(torch.float16, 64, (9, 0))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st  # noqa: E402
 from lmsys.attention import tuning  # noqa: E402
 from lmsys.attention.tuning import Tile  # noqa: E402
 
+TILE = '{"block_q": 64, "block_k": 64, "num_warps": 4, "num_stages": 1}'
 CANDIDATES = [Tile(64, 64, 4, 3), Tile(128, 64, 4, 2), Tile(64, 128, 8, 2)]
 DEVICE = torch.device("cpu")
 
@@ -68,7 +69,9 @@ def test_choices_of_other_cases_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
         "[1, 2]",
         '{"key": {"block": 3}}',
         '{"key": 7}',
-        '{"key": {"block_q": "x", "block_k": 64, "num_warps": 4, "num_stages": 1}}',
+        f'{{"key": {TILE}, "key": {TILE}}}',
+        pytest.param("[" * 10**5, id="nested too deep"),
+        *(f'{{"key": {TILE.replace("64", size, 1)}}}' for size in ('"x"', "1000000000", "0", "1.5", "true")),
     ],
 )
 def test_a_corrupt_cache_is_named(text: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,8 @@ from lmsys.bench import Entry, Settings
 from lmsys.bench.heartbeat import NOBODY, TIMED, Beat, Heartbeat, read, shared_file
 from lmsys.bench.isolation import Isolated, place_in
 from lmsys.bench.record import load
+from lmsys.bench.results import Session
+from lmsys.measure.host import available_bytes
 from tests.support.faults import FAULTS
 from tests.support.harness import MACHINE
 from tests.support.processes import ENVIRONMENT, ROOT, command
@@ -78,13 +80,17 @@ def check(found: dict[tuple[str, str], dict[str, Any]], by_chance: bool = False)
 def test_what_a_row_leaves_changed_is_its_own_error(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In its first call, in its check and in a timed one; nothing of it is felt by the rows before and behind it."""
     with isolated(monkeypatch, call) as runner:
+        found = records(runner, ["good", "leaves_no_grad", "also_good"], "bwd")
+        assert [one["outcome"] for one in found.values()] == ["ok", "error", "ok"]
         check(records(runner, ["good", *LEAVES_CHANGED, "also_good"], "fwd"))
 
 
 def test_a_row_that_ends_its_process_costs_its_own_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A crash in a timed backward; then a hang that holds the interpreter; the next group begins in a fresh worker."""
-    with isolated(monkeypatch, 9, deadline_s=8.0) as runner:
-        found = records(runner, ["segmentation_fault", "good", "hangs_in_c", "also_good"], "bwd")
+    """In a timed backward: a crash, an end without one, an interrupt, hangs that hold the interpreter and that do not;
+    the next group begins in a fresh worker."""
+    ends = ["segmentation_fault", "good", "leaves_with_0", "interrupts", "hangs_in_python", "hangs_in_c", "also_good"]
+    with isolated(monkeypatch, 9, deadline_s=6.0) as runner:
+        found = records(runner, ends, "bwd")
         check(found)
         assert found["segmentation_fault", "bwd"]["crashed"] and "timed call" in found["hangs_in_c", "bwd"]["reason"]
         assert ", at faults.py:" in found["hangs_in_c", "bwd"]["reason"]
@@ -102,6 +108,29 @@ def test_a_row_that_is_killed_as_memory_ran_out_is_out_of_memory(
         found = records(runner, ["good", "killed"])
     assert found["good", "fwd"]["outcome"] == "ok" and found["killed", "fwd"]["outcome"] == outcome
     assert ("memory ran out" in found["killed", "fwd"]["reason"]) == (outcome == "oom")
+
+
+@pytest.mark.parametrize(
+    ("fault", "outcome", "told"),
+    [("interrupts", "error", "KeyboardInterrupt"), ("eats_memory", "oom", "GiB of memory")],
+)
+def test_what_was_measured_before_a_row_ended_its_process_is_in_the_journal(
+    fault: str, outcome: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so is the row itself, such as one that was seen to hold more memory than there is."""
+    monkeypatch.setattr("lmsys.bench.isolation.MOST_HELD", 2 * 2**30 / available_bytes())
+    rows = [f"tests/support/faults.py:{name}" for name in ("good", fault)]
+    asked = {"--attention": ",".join(rows), "--length": "64", "--batch": "1", "--heads": "2", "--head-dim": "32"}
+    asked |= {"--dtype": "float32", "--causal": "yes", "--direction": "fwd"}
+    with isolated(monkeypatch, 1) as runner:
+        session = Session(runner.settings, output=tmp_path / "out.json", texts=asked)
+        session.__dict__["runner"] = runner
+        keys = [("attention", name) for name in session.add(Attention)]
+        session.select(keys)
+        session.result(keys[0])
+    found = {one["impl"]: one for one in load(tmp_path / "out.json.partial")["records"]}
+    assert found["good"]["outcome"] == "ok" and found["good"]["time_s"] > 0
+    assert found[fault]["outcome"] == outcome and told in found[fault]["reason"], found[fault]["reason"]
 
 
 FAULTY = [
@@ -203,16 +232,16 @@ def test_no_worker_outlives_pytest(number: int, tmp_path: Path) -> None:
 
 
 IMPORTED = {
+    "while True: pass": "deadline",
     "import os; os._exit(0)": "exit code 0",
     "raise SystemExit(3)": "SystemExit",
-    "while True: pass": "deadline",
 }
 
 
 @pytest.mark.parametrize("text", some(IMPORTED, one_in=3))
 def test_a_file_that_cannot_be_imported_is_a_usage_error(text: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(text)
-    asked = "--attention", f"{tmp_path}/mine.py:row", "--deadline", "5"
+    asked = "--attention", f"{tmp_path}/mine.py:row", "--deadline", "3"
     ended = subprocess.run(
         command("benchmarks/bench_attention.py", *asked), cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True
     )

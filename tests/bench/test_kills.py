@@ -6,6 +6,7 @@ import random
 import shutil
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,16 @@ from lmsys.bench import record
 from tests.bench.test_plugin import EXAMPLE, command
 from tests.support.processes import ENVIRONMENT, ROOT
 
-SIZES = range(16, 316)
-SWEEP = ("bench_matmul.py", "--axis", f"size={','.join(map(str, SIZES))}", "--axis", "dtype=float32")
-SWEEP += ("--benchmark-max-time", "0.005", "--benchmark-json", "out.json")
+SWEEP = ("bench_matmul.py", "--axis", "dtype=float32", "--benchmark-max-time", "0.005", "--benchmark-json", "out.json")
 JOURNAL = "out.json.partial"
-KILLS = 20
 
 
-def start(folder: Path) -> "subprocess.Popen[str]":
+def start(folder: Path, sizes: Sequence[int]) -> "subprocess.Popen[str]":
     resumed = ("--resume", "out.json") if (folder / JOURNAL).exists() else ()
     quiet: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(command(*SWEEP, *resumed), cwd=folder, env=environment, **quiet)
+    asked = "--axis", f"size={','.join(map(str, sizes))}"
+    return subprocess.Popen(command(*SWEEP, *asked, *resumed), cwd=folder, env=environment, **quiet)
 
 
 def measured(folder: Path) -> dict[str, Any]:
@@ -42,16 +41,21 @@ def is_new(journal: Path, before: int) -> bool:
     return journal.exists() and journal.stat().st_ino != before
 
 
-@pytest.mark.on_request
-@pytest.mark.parametrize("seed", range(10))
-def test_a_sweep_that_is_killed_loses_nothing(seed: int, tmp_path: Path) -> None:
-    """Half of the kills come in the second in which the journal begins anew, half at any moment."""
+@pytest.mark.parametrize(
+    ("seed", "sizes", "kills"),
+    [
+        pytest.param(0, range(16, 96), (1,), id="once"),
+        *(pytest.param(seed, range(16, 316), (0, 1) * 10, marks=pytest.mark.on_request) for seed in range(10)),
+    ],
+)
+def test_a_sweep_that_is_killed_loses_nothing(seed: int, sizes: range, kills: tuple[int, ...], tmp_path: Path) -> None:
+    """Each kill comes in the second in which the journal begins anew, where it is 1, else at any moment."""
     folder, moments, before = Path(shutil.copy(EXAMPLE, tmp_path)).parent, random.Random(seed), dict[str, Any]()
     journal = folder / JOURNAL
-    for kill in range(KILLS):
+    for as_it_begins in kills:
         inode = journal.stat().st_ino if journal.exists() else -1
-        run = start(folder)
-        if kill % 2:
+        run = start(folder, sizes)
+        if as_it_begins:
             while run.poll() is None and not is_new(journal, inode):
                 time.sleep(0.002)
             time.sleep(moments.uniform(0, 1))
@@ -64,11 +68,11 @@ def test_a_sweep_that_is_killed_loses_nothing(seed: int, tmp_path: Path) -> None
         assert now.items() >= before.items()
         before = now
     assert before
-    run = start(folder)
+    run = start(folder, sizes)
     said, _ = run.communicate(timeout=300)
     assert run.returncode == 0, said
     after = measured(folder)
-    assert len(after) == 2 * len(SIZES) and not journal.exists() and after.items() >= before.items()
+    assert len(after) == 2 * len(sizes) and not journal.exists() and after.items() >= before.items()
     entries = json.loads((folder / "out.json").read_text())["benchmarks"]
     assert len({one["name"] for one in entries}) == len(entries)
     assert [one for one in os.listdir(folder) if one.endswith(".tmp")] == []

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from lmsys.bench import record
-from lmsys.bench.options import wants_tables
+from lmsys.bench.options import claim_writable, wants_tables
 from lmsys.bench.plugin import RecordedTimer
 from lmsys.files import claim
 from tests.support.collected import collect
@@ -135,6 +135,31 @@ def test_of_two_runs_into_one_file_the_second_is_told(folder: Path) -> None:
     assert sorted(path.name for path in folder.glob("out*")) == ["out.json"]
 
 
+def test_what_another_run_writes_is_neither_made_nor_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other may end, with its result in place, at any moment: here right before this one may begin."""
+    output, release = tmp_path / "out.json", claim(tmp_path / "out.json")
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match=f"process {os.getpid()} is writing it"):
+        patch.setattr(Path, "unlink", lambda path, **_: pytest.fail(f"{path} is removed"))
+        claim_writable(output)
+    release()
+
+    def ends_first(path: Path) -> Any:
+        path.write_text("its result")
+        return claim(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lmsys.bench.options.claim", ends_first)
+        claim_writable(output)()
+    assert output.read_text() == "its result" and list(tmp_path.iterdir()) == [output]
+
+
+def test_a_claim_to_what_cannot_be_written_ends_at_once(tmp_path: Path) -> None:
+    (tmp_path / "out.json").symlink_to(tmp_path / "no" / "folder")
+    with pytest.raises(ValueError, match="cannot write the result to .*out.json: No such file or directory"):
+        claim_writable(tmp_path / "out.json")
+    claim(tmp_path / "out.json")()
+
+
 def test_wide_tables_are_for_those_who_ask(folder: Path) -> None:
     """Our cases have none; other tests keep theirs. What was saved and compared is the same."""
     (folder / "test_plain.py").write_text("def test_plain(benchmark):\n    benchmark(lambda: None)\n")
@@ -213,11 +238,13 @@ BAD = {
     "--attention naive,flash_torhc": "did you mean flash_torch",
     "--attention=": "unknown attention ''",
     "--benchmark-min-rounds 3": "--benchmark-min-rounds 3: a median needs at least 10 samples",
-    "--resume pyproject.toml": "--resume pyproject.toml: ",
+    "--resume pyproject.toml": "--resume pyproject.toml: not JSON",
     "--benchmark-max-time nan": "--benchmark-max-time nan: must be a finite number of seconds",
     "--benchmark-max-time -1": "--benchmark-max-time -1.0: must be a finite number of seconds",
     "--fail-on wrogn": "--fail-on 'wrogn': must be one of oom, unsupported, wrong, error; did you mean wrong",
     "--benchmark-json tests": "cannot write the result to tests: it is there, and it is no file",
+    "--benchmark-json pyproject.toml/x": "cannot write the result to pyproject.toml/x: File exists",
+    "--benchmark-json /proc/x": "cannot write the result to /proc/x: No such file or directory",
     "--sweep fulll": "--sweep 'fulll': must be one of smoke, default, full; did you mean full",
     "--length 0": "--length '0': must be a positive whole number",
     "--axis lenght=3": "--axis lenght=3: must be one of",

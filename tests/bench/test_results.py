@@ -1,14 +1,18 @@
 """A run of benchmarks keeps the results of an earlier run, of a killed one, and of files of schema 1."""
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lmsys import files
 from lmsys.bench import Settings, record
+from lmsys.bench.plugin import _resume
 from lmsys.bench.results import Session, read_results
 from lmsys.measure import machine
+from lmsys.verify import verify
 
 ONE = {
     "id": "a",
@@ -57,7 +61,7 @@ def test_only_answers_to_the_same_question_are_resumed(tmp_path: Path) -> None:
 
 
 def test_a_killed_run_that_resumed_another_loses_neither(tmp_path: Path) -> None:
-    output, entry = tmp_path / "out.json", {"extra_info": {"id": "a"}}
+    output, entry = tmp_path / "out.json", {"extra_info": {"id": "a"}, "stats": {}}
     output.write_text(json.dumps({"benchmarks": [entry], "lmsys": record.payload(head(), [ONE])}))
     record.Journal(output, head()).add(ONE | {"id": "b"})
     session = Session(Settings(device="cpu"))
@@ -96,3 +100,32 @@ def test_files_of_schema_1_are_read_and_resumed(tmp_path: Path) -> None:
     for found, entries in read_results(path):
         session.resume(found, entries)
     assert list(session.carried) == [("attention", "a")]
+
+
+BENCHMARKS = {
+    "null": "benchmarks=None must be a list of pytest-benchmark's entries",
+    '{"a": 1}': "benchmarks={'a': 1} must be a list of pytest-benchmark's entries",
+    "[3]": "benchmarks[0] must be an object with 'extra_info', an object; got 3",
+    "[{}]": "benchmarks[0] must be an object with 'extra_info', an object; got {}",
+    '[{"extra_info": null}]': "benchmarks[0] must be an object with 'extra_info', an object; got {'extra_info': None}",
+    '[{"extra_info": {}}]': "benchmarks[0] must be an object with 'stats', an object; got {'extra_info': {}}",
+    '[{"extra_info": {"id": []}, "stats": {}}]': "benchmarks[0].extra_info: id=[] must be text",
+}
+
+
+@pytest.mark.parametrize("benchmarks", BENCHMARKS)
+def test_what_is_no_entry_of_pytest_benchmark_is_named(benchmarks: str, tmp_path: Path) -> None:
+    """By whoever reads such entries: a run that resumes the file, and who verifies it."""
+    path, ours = tmp_path / "out.json", json.dumps(record.payload(head(), [ONE]))
+    path.write_text(f'{{"benchmarks": {benchmarks}, "lmsys": {ours}}}')
+    readers: list[Callable[[], object]] = [lambda: list(read_results(path)), lambda: verify(path, {})]
+    for reads in readers:
+        with pytest.raises(ValueError, match=f"^{re.escape(f'{path}: {BENCHMARKS[benchmarks]}')}$"):
+            reads()
+
+
+def test_a_file_of_another_schema_is_not_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    path.write_text(json.dumps({"lmsys": record.payload(head(), [ONE]) | {"schema": 3}}))
+    with pytest.raises(ValueError, match=f"^--resume {path}: schema 3 is not the 2 that this version reads"):
+        _resume(Session(Settings(device="cpu")), path)

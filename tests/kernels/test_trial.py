@@ -108,7 +108,10 @@ def test_what_was_full_for_a_moment_is_told_and_not_kept(monkeypatch: pytest.Mon
     assert asked(right) is None
 
 
-@pytest.mark.parametrize("text", ["{not json", "[1, 2]", '{"key": 7}'])
+@pytest.mark.parametrize(
+    "text",
+    ["{not json", "[1, 2]", '{"key": 7}', '{"a": "", "a": ""}', pytest.param("[" * 10**5, id="nested too deep")],
+)
 def test_corrupt_verdicts_are_named(text: str) -> None:
     trial.trials_file().parent.mkdir(parents=True)
     trial.trials_file().write_text(text)

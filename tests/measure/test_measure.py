@@ -131,7 +131,9 @@ def test_sizes_are_read(text: str) -> None:
     assert memory.parse_size(text) == expected[text]
 
 
-@pytest.mark.parametrize("text", ["24", "GiB", "-1GiB", "0GiB", "24gib", "24GBit", ""])
+@pytest.mark.parametrize(
+    "text", ["24", "GiB", "-1GiB", "0GiB", "24gib", "24GBit", "", pytest.param("9" * 400 + "GiB", id="of 400 digits")]
+)
 def test_what_is_not_a_size_is_named(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size"):
         memory.parse_size(text)

@@ -2,8 +2,10 @@
 
 import ctypes
 import os
+import resource
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,6 +55,23 @@ class LeavesThreads(Faulty):
         torch.set_num_threads(torch.get_num_threads() + 1)
 
 
+class DestroysTheGroup(Faulty):
+    def harm(self) -> None:
+        dist.destroy_process_group()
+
+
+class LeaksMemory(Faulty):
+    """Eats memory until there is none, of which it allows itself a little."""
+
+    def harm(self) -> None:
+        status = Path("/proc/self/status").read_text().split()
+        held = 1024 * int(status[status.index("VmData:") + 1])
+        resource.setrlimit(resource.RLIMIT_DATA, (held + 2**30, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+        kept = []
+        while True:
+            kept.append(torch.ones(2**24))
+
+
 TOLD = {
     "Crashes": "SIGSEGV",
     "Leaves": "exit code 0",
@@ -60,4 +79,6 @@ TOLD = {
     "Hangs": "did not answer within",
     "LeavesDtype": "rank",  # its neighbour gets twice the bytes that it expects, and dies first
     "LeavesThreads": "number of threads",
+    "DestroysTheGroup": "rank 1 failed: ",
+    "LeaksMemory": "rank 1 failed: ",
 }
