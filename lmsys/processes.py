@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 Function = Callable[..., Any] | str
 DIED, TIMEOUT = "died", "timeout"  # how a call may fail without an exception
+NO_CPU_MEMORY = "DefaultCPUAllocator: can't allocate"  # in torch's words
 GRACE_S = 5.0  # for a process to end by itself
 WATCH = "read _; kill -9 0"  # a shell's: when its input ends, its process group is to end
 _callers_main: dict[str, str] = {}  # in a worker: the caller's main module, as multiprocessing names it

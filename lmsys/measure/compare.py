@@ -22,6 +22,7 @@ import torch
 
 from lmsys.measure.clock import LEAD_S, NUM_SPANS, SHORT_S, Clock, Cost, CpuClock, synchronize
 from lmsys.measure.step import Step, nothing
+from lmsys.processes import NO_CPU_MEMORY
 
 Failure = tuple[str, str]  # outcome ("oom" or "error") and reason
 OUTCOMES_OF_FAILURES = ("oom", "unsupported", "wrong", "error")
@@ -107,7 +108,7 @@ def outcome_of(error: BaseException) -> Failure:
         text = str(error).strip()
     except BaseException:
         return "error", f"{type(error).__name__}, which cannot be printed"
-    no_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator: can't allocate" in text
+    no_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or NO_CPU_MEMORY in text
     if no_memory:
         return "oom", ". ".join(text.splitlines()[0].split(". ")[:2]) if text else "out of memory"
     return "error", f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"

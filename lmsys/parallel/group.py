@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from lmsys.parallel.collectives import gather_objects
-from lmsys.processes import DIED, GRACE_S, TIMEOUT, Failure, Worker, answered
+from lmsys.processes import DIED, GRACE_S, NO_CPU_MEMORY, TIMEOUT, Failure, Worker, answered
 from lmsys.values import shortly
 
 BACKENDS = ("gloo", "nccl")
@@ -45,7 +45,8 @@ class WorkerError(RuntimeError):
         """The outcome, "oom" or "error", and the reason in a line: which rank, and the line that names the kind."""
         first, *trace = str(self).strip().splitlines()
         named = [line for line in trace if self.kind in line] or trace  # torch's advice may stand behind it
-        return "oom" if self.kind in OUT_OF_MEMORY else "error", " ".join([first, *named[-1:]])
+        no_memory = self.kind in OUT_OF_MEMORY or NO_CPU_MEMORY in str(self)
+        return "oom" if no_memory else "error", " ".join([first, *named[-1:]])
 
 
 def device() -> torch.device:

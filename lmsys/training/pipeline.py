@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from lmsys.files import replacing
 from lmsys.model import TransformerLM
-from lmsys.parallel import group
+from lmsys.parallel import STRATEGIES, group
 from lmsys.parallel.collectives import gather_objects, size_and_rank
 from lmsys.strict_json import paths, read_json
 from lmsys.tokenizer import Tokenizer, train
@@ -84,7 +84,8 @@ def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> i
     world_size, rank = size_and_rank(None)
     context = RunContext(config, rank, world_size)
     _agree(config, steps, skip_data)
-    config.train.accumulation(world_size)  # refused here rather than after the data has been made
+    config.train.accumulation(world_size)  # both refused here rather than after the data has been made
+    STRATEGIES.select([config.train.strategy])
     if context.device.type == "cpu" and config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     if any(step in WRITERS for step in steps):
