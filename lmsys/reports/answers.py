@@ -37,6 +37,11 @@ class Question:
     contends: Callable[[Record], bool] = lambda _: True
 
 
+def _has_ranks(one: Record) -> bool:
+    ranks = one.get("world_size")
+    return isinstance(ranks, int) and ranks > 1
+
+
 ATTENTION = {"direction": "direction", "dtype": "dtype", "head_dim": "D", "causal": "mask"}
 TRAINING = {"size": "model", "precision": "precision", "compile": "run"}
 QUESTIONS = (
@@ -53,7 +58,7 @@ QUESTIONS = (
         "Fastest training step",
         TRAINING,
         ("llama", "sdpa", "sdpa_flash"),
-        lambda one: one["mode"] == "step",
+        lambda one: one.get("mode") == "step",
     ),
     Question(
         "data_parallel",
@@ -61,7 +66,7 @@ QUESTIONS = (
         "Fastest data parallelism",
         {**TRAINING, "world_size": "ranks"},
         ("torch_ddp_tuned", "torch_ddp", "torch_fsdp2", "torch_zero1", "naive"),
-        lambda one: one["world_size"] > 1 and one["strategy"] != "none" and one["comm_dtype"] != "bfloat16",
+        lambda one: one.get("strategy") != "none" and _has_ranks(one) and one.get("comm_dtype") != "bfloat16",
     ),
 )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lmsys.bench import record
-from lmsys.bench.fields import Field, Record
+from lmsys.bench.fields import COMMON, Field, Record
 
 # What makes two runs runs of one machine. Versions, driver, commit and the host of a GPU may differ between runs:
 # captions name them.
@@ -19,6 +19,7 @@ HARDWARE = ("name", "device", "gpu", "gpu_count", "capability")
 IDENTITY = ("benchmark", "section", "id", "memory_limit_bytes")
 LONGEST_NAME = 120  # of a file, in characters
 FACTS = {"driver": "driver", "cuda": "CUDA", "torch": "torch", "triton": "triton", "python": "Python"}
+EVERYWHERE = [one.name for one in COMMON]  # in each record
 Fields = dict[str, dict[str, Field]]  # by benchmark and name, in declared order
 Rows = dict[str, dict[str, Record]]  # by kind of table and name, in the table's order
 Run = tuple[str, str]  # its date, and its machine's facts as JSON
@@ -130,7 +131,7 @@ def _machines(cases: Sequence[tuple[str, Run, Record]], fields: Fields, rows: Ro
         slug = file_name(title.lower())
         taken[slug] += 1
         slug += f"-{taken[slug]}" if taken[slug] > 1 else ""
-        records = [{**case, "machine": slug, "run": runs.index(run)} for run, case in own]
+        records = [{**dict.fromkeys(EVERYWHERE), **case, "machine": slug, "run": runs.index(run)} for run, case in own]
         records.sort(key=lambda one: tuple(str(one.get(name)) for name in IDENTITY))
         machines.append(Machine(slug, title, facts, records, fields, rows))
     return machines
