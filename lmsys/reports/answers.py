@@ -102,9 +102,10 @@ def _fastest(machine: Machine, question: Question) -> Table | None:
             [", ".join(filter(None, (_text(name, question, one[name]) for name in shown))), *_answer(one)]
             for one in data
         ],
-        data=data,
+        data=[{name: value for name, value in one.items() if name != "said"} for one in data],
         keys=2,
         source=machine.about(timed),
+        details={(row, column): str(one["said"]) for row, one in enumerate(data) for column in (2, 3)},
     )
 
 
@@ -136,7 +137,9 @@ def _first(machine: Machine, comparisons: Sequence[Sequence[Record]], bases: Seq
     """The fastest row, and its speed over a base."""
     found = fastest(comparisons)
     called = {machine.called(one) for rows in comparisons for one in rows if one["impl"] == found.row}
-    counts = {"fastest": found.first, "comparisons": found.comparisons}
+    rows = sorted({str(one["impl"]) for cases in comparisons for one in cases})
+    said = f"{machine.run_of(comparisons[0][0])}: {', '.join(rows)} took turns"
+    counts = {"fastest": found.first, "comparisons": found.comparisons, "said": said}
     return {"row": found.row, **counts, "called": " or ".join(sorted(called)), **_speed(comparisons, found.row, bases)}
 
 

@@ -78,6 +78,5 @@ def detail(view: View, case: Record | None) -> str:
         told.append(f"p20 to p80 {low} to {high} {unit}")
     if case.get("error_ratio") is not None:
         told.append(f"error {number(case['error_ratio'])} of what is allowed")
-    run = view.machine.runs[case["run"]]
-    told.append(f"run of {str(run.get('date') or 'no date')[:10]}, commit {str(run.get('commit') or 'unknown')[:10]}")
+    told.append(view.machine.run_of(case))
     return "; ".join(told)

@@ -59,6 +59,11 @@ class Machine:
         """The runs that these cases come from."""
         return [self.runs[run] for run in sorted({case["run"] for case in cases})]
 
+    def run_of(self, case: Record) -> str:
+        """The date and the commit of a case's run."""
+        run = self.runs[case["run"]]
+        return f"run of {str(run.get('date') or 'no date')[:10]}, commit {str(run.get('commit') or 'unknown')[:10]}"
+
     def about(self, cases: Iterable[Record]) -> str:
         """Machine, versions, commit and date of these cases, in one sentence."""
         return f"{self.title}; " + "; also ".join(dict.fromkeys(map(_about, self.runs_of(cases)))) + "."

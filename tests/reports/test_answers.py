@@ -36,6 +36,7 @@ def test_the_page_begins_with_them(tmp_path: Path) -> None:
     page = files["index.html"].decode()
     assert page.index("Fastest attention") < page.index("<nav>") < page.index("everything measured")
     assert page.count("no wheel") == 1
+    assert "run of 2000-01-02, commit 0123456789: flash_triton, sdpa_flash took turns" in page
 
 
 def test_the_fastest_is_of_the_run_that_sampled_most_rows(tmp_path: Path) -> None:
