@@ -36,7 +36,8 @@ def _fastest(records: list[Record]) -> Iterator[str]:
         if several := [rows for rows in comparisons.values() if len({one["impl"] for one in rows}) > 1]:
             found = fastest(several)
             counted = f"{found.comparisons} comparison{'s' if found.comparisons > 1 else ''}"
-            yield f"fastest, {what}: {found.row}, first or within {NEAR_TEXT} in {found.first} of {counted}"
+            told = f"{found.row}, first or within {NEAR_TEXT} in {found.first} of {counted}"
+            yield f"fastest, {what}: {told if found.first else f'not settled, no row was first in {counted}'}"
 
 
 def _not_run(records: list[Record]) -> Iterator[str]:

@@ -162,6 +162,8 @@ def _ratio(rows: Sequence[Record], ours: str, theirs: str) -> float | None:
 
 
 def _answer(one: Record) -> list[str]:
+    if not one["fastest"]:  # each was slower than another, as may be where samples spread
+        return ["not settled", "", f"0 of {one['comparisons']}"]
     speed = f"{number(one['speedup'])} × {one['over']}" if one["speedup"] else ""
     return [one["called"], speed, f"{one['fastest']} of {one['comparisons']}"]
 

@@ -180,7 +180,8 @@ def train_model(context: RunContext) -> Outcome:
     found = _newest(context)
     trainer = Trainer(config, source, windows, context.device, found, {"tokenizer": tokenizer.fingerprint})
     if found is not None:
-        context.say(f"going on from {found.manifest}, step {trainer.step:,}")
+        done = "; all steps are done: name another --output to train anew" if trainer.step >= config.train.steps else ""
+        context.say(f"going on from {found.manifest}, step {trainer.step:,}{done}")
     alone = context.world_size == 1
     size = f"{sum(x.numel() for x in trainer.model.parameters()):,} parameters, " if alone else ""
     context.say(f"training: {size}{len(source):,} tokens of text, {context.world_size} x {context.device.type}")

@@ -32,6 +32,14 @@ def test_the_fastest_is_of_what_was_sampled_together() -> None:
     ]
 
 
+def test_where_each_row_is_slower_than_another_nothing_is_settled() -> None:
+    samples = {"a": [1.0, 2.0, 3.0], "b": [2.0, 3.0, 1.0], "c": [3.0, 1.0, 2.0]}  # each beats another in two of three
+    assert list(lines([one(name, time_s=2.0, samples_s=times) for name, times in samples.items()])) == [
+        "3 ok",
+        "fastest, attention fwd: not settled, no row was first in 1 comparison",
+    ]
+
+
 def test_a_row_that_does_other_work_is_no_rival() -> None:
     records = [one("none", time_s=0.1), one("naive"), one("flat", time_s=2.0)]
     found = list(lines(records, lambda record: record["impl"] != "none"))

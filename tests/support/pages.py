@@ -27,14 +27,15 @@ def spans(page: str) -> list[str]:
 
 
 def commands(page: str) -> Iterator[list[str]]:
-    """The words of each command in a page's blocks of shell and between its backticks; of `a && b` each."""
+    """The words of each command in a page's shell and between its backticks: of `a && b` both, of `a > b` a."""
     lines = [line for code in blocks(page, "sh") for line in code.splitlines()]
     lines += [text for text in spans(page) if PROGRAMS.match(text)]
     for line in lines:
         words = shlex.split(line, comments=True)
         while words:
             end = words.index("&&") if "&&" in words else len(words)
-            yield words[:end]
+            written = words.index(">") if ">" in words[:end] else end
+            yield words[:written]
             words = words[end + 1 :]
 
 
