@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lmsys.bench.fields import Record
 from lmsys.values import finite, shortly
 
 NUMBER, TEXT, POSITIVE = "a finite number", "text", "a number above 0"
@@ -58,9 +59,7 @@ def check_shape(where: str, value: Any, shape: Shape) -> None:
     if shape in (NUMBER, POSITIVE):
         finite(where, value, **({"above": 0} if shape == POSITIVE else {}))
     elif shape == TEXT:
-        if not isinstance(value, str) or len(value) > MOST_CHARACTERS:
-            told = f"{len(value):,} characters" if isinstance(value, str) else shortly(value)
-            raise ValueError(f"{where}: must be text of at most {MOST_CHARACTERS:,} characters; got {told}")
+        check_text(where, value)
     elif isinstance(shape, Mapping):
         _check_keys(where, value, shape)
     elif not isinstance(value, list) or (isinstance(shape, tuple) and len(value) != len(shape)):
@@ -72,11 +71,24 @@ def check_shape(where: str, value: Any, shape: Shape) -> None:
 
 
 def _check_keys(where: str, value: Any, shape: Mapping[str, Any]) -> None:
-    if not isinstance(value, dict):
-        raise ValueError(f"{where}={shortly(value)} must be an object")
-    for key, one in value.items():
-        check_shape(f"{where}: a name in it", key, TEXT)
+    for key, one in check_object(where, value).items():
         if key in shape or "*" in shape:
             check_shape(f"{where}.{key}", one, shape.get(key, shape.get("*")))
     if missing := [key for key in shape if key != "*" and key not in value]:
         raise ValueError(f"{where}={shortly(value)} has no {missing[0]!r}")
+
+
+def check_text(where: str, value: Any, most: int = MOST_CHARACTERS) -> str:
+    if not isinstance(value, str) or len(value) > most:
+        told = f"{len(value):,} characters" if isinstance(value, str) else type(value).__name__
+        raise ValueError(f"{where}: must be text of at most {most:,} characters; got {told}")
+    return value
+
+
+def check_object(where: str, value: Any) -> Record:
+    """The value, an object whose names are text that is not too long."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: must be an object; got a {type(value).__name__}")
+    for name in value:
+        check_text(f"{where}: a name in it", name)
+    return value

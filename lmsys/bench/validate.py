@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lmsys.bench.fields import ROLES, Record
-from lmsys.bench.shapes import MOST_CHARACTERS, ROWS, check_named, check_shape
+from lmsys.bench.shapes import MOST_CHARACTERS, ROWS, check_named, check_object, check_shape, check_text
 from lmsys.values import choice, finite, flag, shortly, whole
 
 AMOUNTS = ("B", "FLOP", "FLOP/s", "B/s", "tokens/s", "MHz", "Hz", "MiB")  # units of what is never negative
@@ -21,17 +21,17 @@ COLOR = r"#[0-9a-fA-F]{6}"
 
 def check_content(found: Record) -> None:
     """`found`: what `lmsys.bench.record.load` gives."""
-    fields = {name: _fields(f"fields.{name}", one) for name, one in _object("fields", found["fields"]).items()}
-    for kind, rows in _object("rows", found["rows"]).items():
+    fields = {name: _fields(f"fields.{name}", one) for name, one in check_object("fields", found["fields"]).items()}
+    for kind, rows in check_object("rows", found["rows"]).items():
         for number, row in enumerate(_list(f"rows.{kind}", rows)):
             _row(f"rows.{kind}[{number}]", row)
-    for name, value in _object("machine", found["machine"]).items():
+    for name, value in check_object("machine", found["machine"]).items():
         if value is not None:
             _fact(f"machine.{name}", name, value)
     for number, record in enumerate(found["records"]):
         for name in ("id", "benchmark", "impl"):
-            text(f"records[{number}].{name}", record.get(name))
-        _object(f"records[{number}]", record)
+            check_text(f"records[{number}].{name}", record.get(name))
+        check_object(f"records[{number}]", record)
         declared = fields.get(record["benchmark"], {})
         for name, value in record.items():
             check_named(f"record {shortly(record['id'])}: {name}", record["benchmark"], name, value)
@@ -39,19 +39,12 @@ def check_content(found: Record) -> None:
                 check_value(f"record {shortly(record['id'])}: {name}", value, declared[name])
 
 
-def text(where: str, value: Any, most: int = MOST_CHARACTERS) -> str:
-    if not isinstance(value, str) or len(value) > most:
-        told = f"{len(value):,} characters" if isinstance(value, str) else type(value).__name__
-        raise ValueError(f"{where}: must be text of at most {most:,} characters; got {told}")
-    return value
-
-
 def _fields(where: str, declared: Any) -> dict[str, Mapping[str, Any]]:
     found = {}
     for number, one in enumerate(_list(where, declared)):
         here = f"{where}[{number}]"
-        for key, value in _object(here, one).items():
-            text(f"{here}.{key}", value)
+        for key, value in check_object(here, one).items():
+            check_text(f"{here}.{key}", value)
         if not re.fullmatch(NAME, one.get("name", "")):
             raise ValueError(f"{here}: its name must be letters, digits and _; got {one.get('name')!r}")
         try:
@@ -67,28 +60,28 @@ def _fact(where: str, name: str, value: Any) -> None:
     if name in COUNTS:
         whole(where, value, least=0, most=MOST_COUNTED)
     elif name in RATES:
-        for kind, rate in _object(where, value).items():
-            of_each = _object(f"{where}.{kind}", rate) if kind in RATES_OF_DTYPES else {"": rate}
+        for kind, rate in check_object(where, value).items():
+            of_each = check_object(f"{where}.{kind}", rate) if kind in RATES_OF_DTYPES else {"": rate}
             for dtype, one in of_each.items():
                 finite(f"{where}.{kind}" + (f".{dtype}" if dtype else ""), one, least=0)
     elif name == "clock_share":
-        _object(where, value)
+        check_object(where, value)
     elif name == "ceilings_moved":
         for number, told in enumerate(_list(where, value)):
-            text(f"{where}[{number}]", told)
+            check_text(f"{where}[{number}]", told)
     elif name == "dirty":
         flag(where, value)
     else:
-        text(where, value, 10 * MOST_CHARACTERS)
+        check_text(where, value, 10 * MOST_CHARACTERS)
 
 
 def _row(where: str, row: Any) -> None:
     for key in ("name", "label"):
-        text(f"{where}.{key}", _object(where, row).get(key))
+        check_text(f"{where}.{key}", check_object(where, row).get(key))
     for key, shape in ROWS.items():
         if row.get(key) is not None:
             check_shape(f"{where}.{key}", row[key], shape)
-    if "color" in row and not re.fullmatch(COLOR, text(f"{where}.color", row["color"])):
+    if "color" in row and not re.fullmatch(COLOR, check_text(f"{where}.color", row["color"])):
         raise ValueError(f"{where}.color: must be a color such as #2563eb; got {row['color']!r}")
 
 
@@ -98,26 +91,18 @@ def check_value(where: str, value: Any, field: Mapping[str, Any]) -> None:
     if value is None:
         return
     if role == "outcome":
-        text(where, value, 10 * MOST_CHARACTERS)
+        check_text(where, value, 10 * MOST_CHARACTERS)
     elif isinstance(value, list | dict):
         if role != "detail":
             raise ValueError(f"{where}={shortly(value)} must be one value")
     elif isinstance(value, str | bool):
         if role == "metric":  # an axis may have a word beside its numbers, such as a size of "auto"
             raise ValueError(f"{where}={shortly(value)} must be a number")
-        text(where, str(value), 10 * MOST_CHARACTERS if role == "detail" else MOST_CHARACTERS)
+        check_text(where, str(value), 10 * MOST_CHARACTERS if role == "detail" else MOST_CHARACTERS)
     elif field["name"] == "time_s":
         finite(where, value, above=0)
     else:
         finite(where, value, least=0 if unit in AMOUNTS else -math.inf)
-
-
-def _object(where: str, value: Any) -> Record:
-    if not isinstance(value, dict):
-        raise ValueError(f"{where}: must be an object; got a {type(value).__name__}")
-    for name in value:
-        text(f"{where}: a name in it", name)
-    return value
 
 
 def _list(where: str, value: Any) -> list[Any]:

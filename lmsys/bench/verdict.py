@@ -45,7 +45,7 @@ def fastest(comparisons: Iterable[Sequence[Record]]) -> Fastest:
     def rank(name: str) -> tuple[int, int, float]:
         own = [one for one in rows if name in one]
         slower = sum(slowness(name, other) > NEAR for other in {other for one in own for other in one})
-        return slower, -len(own), geometric_mean([one[name]["time_s"] / min(map(_time, one.values())) for one in own])
+        return slower, -len(own), geometric_mean([time_of(one[name]) / min(map(time_of, one.values())) for one in own])
 
     row = min(sorted({name for one in rows for name in one}), key=rank)
     own = [one for one in rows if row in one]
@@ -56,10 +56,10 @@ def fastest(comparisons: Iterable[Sequence[Record]]) -> Fastest:
 def _slowness(ours: Record, theirs: Record) -> float:
     """Our time over theirs, by rounds that were sampled together where there are any."""
     ratio = ratio_of(ours, theirs)
-    return 1 / ratio if ratio else _time(ours) / _time(theirs)
+    return 1 / ratio if ratio else time_of(ours) / time_of(theirs)
 
 
-def _time(one: Record) -> float:
+def time_of(one: Record) -> float:
     return float(one["time_s"])
 
 

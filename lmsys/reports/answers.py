@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lmsys.bench.fields import Record
-from lmsys.bench.verdict import NEAR_TEXT, fastest, not_run, ratio_of
+from lmsys.bench.verdict import NEAR_TEXT, fastest, not_run, ratio_of, time_of
 from lmsys.reports.load import Machine
 from lmsys.reports.page import Block
 from lmsys.reports.speedups import geometric_mean
@@ -143,10 +143,6 @@ def _first(machine: Machine, comparisons: Sequence[Sequence[Record]], bases: Seq
     return {"row": found.row, **counts, "called": " or ".join(sorted(called)), **_speed(comparisons, found.row, bases)}
 
 
-def _time(one: Record) -> float:
-    return float(one["time_s"])
-
-
 def _speed(comparisons: Sequence[Sequence[Record]], row: str, bases: Sequence[str]) -> Record:
     for base in bases:
         ratios = [_ratio(rows, row, base) for rows in comparisons] if base != row else []
@@ -158,7 +154,7 @@ def _speed(comparisons: Sequence[Sequence[Record]], row: str, bases: Sequence[st
 def _ratio(rows: Sequence[Record], ours: str, theirs: str) -> float | None:
     """The ratio of the fastest case of each, such as the best size of buckets."""
     found = [[one for one in rows if name in (one["impl"], one.get("strategy"))] for name in (ours, theirs)]
-    return ratio_of(*(min(cases, key=_time) for cases in found)) if all(found) else None
+    return ratio_of(*(min(cases, key=time_of) for cases in found)) if all(found) else None
 
 
 def _answer(one: Record) -> list[str]:
