@@ -66,6 +66,9 @@ TOKENS16K = Grid(
     tokens=16384,
     width=2048,
 )
+DTYPES = TOKENS16K.but(
+    "dtypes", length=square(2048), head_dim=(128,), dtype=("float32", "float16", "bfloat16"), causal=(True,)
+)
 LEADERBOARD = Grid(
     "leaderboard",
     length=square(16384),
@@ -257,7 +260,7 @@ SMOKE = {
     "training": (SMOKE_TRAINING,),
 }
 FULL = {
-    "attention": (TOKENS16K, LEADERBOARD, BY_LENGTH, TIERS, EAGER_COMPILED, FLASH),
+    "attention": (TOKENS16K, DTYPES, LEADERBOARD, BY_LENGTH, TIERS, EAGER_COMPILED, FLASH),
     "loss": (Grid("vocabularies", vocab_size=(10_000, 32_000, 50_257, 128_000)),),
     "collectives": (COLLECTIVES.but("sizes", world_size=(2, 4, 8)),),
     "data_parallel": PARALLEL_FULL,

@@ -54,6 +54,7 @@ VALUES: Mapping[str, Mapping[Any, str]] = {  # how values of fields are read, by
         "corpus": "All of the text",
         "default": "Everyday sizes",
         "tokens16k": "16,384 tokens, by length",
+        "dtypes": "By dtype",
         "leaderboard": "Leaderboard workload",
         "flash": "FlashAttention against naive, head dimension by length",
         "eager_compiled": "Eager against compiled, head dimension by length",
