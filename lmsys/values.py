@@ -11,6 +11,7 @@ from numbers import Real
 from typing import Any
 
 SHORT = 80  # of a value in a message
+BEYOND = 1e100  # the size of what nobody measures
 
 
 def whole(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
@@ -37,6 +38,14 @@ def finite(name: str, value: Any, above: float = -math.inf, least: float = -math
     if not (above < value and least <= value <= most):
         raise ValueError(f"{name}={shortly(value)} must be {_bounds(least, most, above)}")
     return float(value)
+
+
+def measured(name: str, value: Any, above: float = -math.inf, least: float = -math.inf) -> float:
+    """A finite number of a size that something can have, so that ratios and rates of two such are finite as well."""
+    number = finite(name, value, above, least)
+    if number and not 1 / BEYOND <= abs(number) <= BEYOND:
+        raise ValueError(f"{name}={shortly(value)} must be 0 or of a size from {1 / BEYOND:g} to {BEYOND:g}")
+    return number
 
 
 def flag(name: str, value: Any) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lmsys.bench.fields import Record
-from lmsys.values import finite, shortly
+from lmsys.values import measured, shortly
 
 NUMBER, TEXT, POSITIVE = "a finite number", "text", "a number above 0"
 MOST_CHARACTERS = 1000  # of a name or a label; a reason may have ten times as many
@@ -57,7 +57,7 @@ def check_named(where: str, benchmark: str, name: str, value: Any) -> None:
 def check_shape(where: str, value: Any, shape: Shape) -> None:
     """ValueError with the place inside of the value."""
     if shape in (NUMBER, POSITIVE):
-        finite(where, value, **({"above": 0} if shape == POSITIVE else {}))
+        measured(where, value, **({"above": 0} if shape == POSITIVE else {}))
     elif shape == TEXT:
         check_text(where, value)
     elif isinstance(shape, Mapping):

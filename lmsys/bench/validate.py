@@ -10,7 +10,7 @@ from typing import Any
 
 from lmsys.bench.fields import ROLES, Record
 from lmsys.bench.shapes import MOST_CHARACTERS, ROWS, check_named, check_object, check_shape, check_text
-from lmsys.values import choice, finite, flag, shortly, whole
+from lmsys.values import choice, flag, measured, shortly, whole
 
 AMOUNTS = ("B", "FLOP", "FLOP/s", "B/s", "tokens/s", "MHz", "Hz", "MiB")  # units of what is never negative
 COUNTS, MOST_COUNTED = ("cores", "memory_bytes", "gpu_count", "threads", "seed"), 2**63  # of a machine
@@ -63,7 +63,7 @@ def _fact(where: str, name: str, value: Any) -> None:
         for kind, rate in check_object(where, value).items():
             of_each = check_object(f"{where}.{kind}", rate) if kind in RATES_OF_DTYPES else {"": rate}
             for dtype, one in of_each.items():
-                finite(f"{where}.{kind}" + (f".{dtype}" if dtype else ""), one, least=0)
+                measured(f"{where}.{kind}" + (f".{dtype}" if dtype else ""), one, least=0)
     elif name == "clock_share":
         check_object(where, value)
     elif name == "ceilings_moved":
@@ -100,9 +100,9 @@ def check_value(where: str, value: Any, field: Mapping[str, Any]) -> None:
             raise ValueError(f"{where}={shortly(value)} must be a number")
         check_text(where, str(value), 10 * MOST_CHARACTERS if role == "detail" else MOST_CHARACTERS)
     elif field["name"] == "time_s":
-        finite(where, value, above=0)
+        measured(where, value, above=0)
     else:
-        finite(where, value, least=0 if unit in AMOUNTS else -math.inf)
+        measured(where, value, least=0 if unit in AMOUNTS else -math.inf)
 
 
 def _list(where: str, value: Any) -> list[Any]:

@@ -42,7 +42,7 @@ def _has_ranks(one: Record) -> bool:
     return isinstance(ranks, int) and ranks > 1
 
 
-ATTENTION = {"direction": "direction", "dtype": "dtype", "head_dim": "D", "causal": "mask"}
+ATTENTION = {"direction": "direction", "dtype": "dtype", "head_dim": "D", "causal": "mask", "lengths": "lengths"}
 TRAINING = {"size": "model", "precision": "precision", "compile": "run"}
 QUESTIONS = (
     Question(
@@ -83,7 +83,7 @@ def _fastest(machine: Machine, question: Question) -> Table | None:
     timed = [one for one in cases if one.get("time_s") and (one["section"], one["impl"]) not in wrong]
     together: dict[tuple[object, ...], dict[str, list[Record]]] = {}
     for one in timed:
-        key = tuple(one.get(name) for name in question.keys)
+        key = tuple(_value(one, name) for name in question.keys)
         together.setdefault(key, {}).setdefault(str(one["comparison"]), []).append(one)
     data = []
     for key in sorted(together, key=_place):
@@ -107,6 +107,13 @@ def _fastest(machine: Machine, question: Question) -> Table | None:
         source=machine.about(timed),
         details={(row, column): str(one["said"]) for row, one in enumerate(data) for column in (2, 3)},
     )
+
+
+def _value(one: Record, name: str) -> object:
+    """A case's value in a setting. Those with other keys than queries stand apart: few ask for them."""
+    if name == "lengths":
+        return "Q ≠ K" if one.get("queries") != one.get("keys") else None
+    return one.get(name)
 
 
 def _says_something(rows: Sequence[Record]) -> bool:
@@ -145,7 +152,7 @@ def _first(machine: Machine, comparisons: Sequence[Sequence[Record]], bases: Seq
 
 def _speed(comparisons: Sequence[Sequence[Record]], row: str, bases: Sequence[str]) -> Record:
     for base in bases:
-        ratios = [_ratio(rows, row, base) for rows in comparisons] if base != row else []
+        ratios = [_ratio(rows, row, base) for rows in comparisons]
         if any(ratios):
             return {"over": base, "speedup": geometric_mean(ratios)[0]}
     return {"over": None, "speedup": None}
