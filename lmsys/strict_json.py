@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -11,6 +12,8 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from lmsys.values import SHORT, shortened, shortly
+
+HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a character that JSON escapes as two
 
 
 def overlay(config: Any, found: Any, path: str = "") -> Any:
@@ -50,8 +53,8 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def parse_json(text: str) -> Any:
-    """JSON, strictly: ValueError for NaN, infinities, a key that an object has twice and hundreds of nested brackets,
-    as for what is no JSON."""
+    """JSON, strictly: ValueError for NaN, infinities, a key that an object has twice, hundreds of nested brackets and
+    halves of characters, as for what is no JSON."""
 
     def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
@@ -63,9 +66,14 @@ def parse_json(text: str) -> Any:
         raise ValueError(f"{name} is not a JSON number")
 
     try:
-        return json.loads(text, object_pairs_hook=without_twins, parse_constant=refuse)
+        found = json.loads(text, object_pairs_hook=without_twins, parse_constant=refuse)
+        if HALF.search(text):
+            json.dumps(found, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("it is nested too deep") from None
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{ascii(error.object[error.start])} is half of a character") from None
+    return found
 
 
 def read_json(path: Path, **kinds: type) -> Any:

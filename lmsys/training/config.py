@@ -101,11 +101,10 @@ class TrainConfig:
         check_fields(self)
         _at_least(self, 1, "steps", "batch_size", "micro_batch_size", "log_interval", "threads")
         _at_least(self, 0, "lr", "min_lr", "warmup_steps", "eps", "weight_decay", "clip_norm", "max_nonfinite")
-        if self.min_lr > self.lr or self.warmup_steps >= self.steps:
-            raise ValueError(
-                f"min_lr={self.min_lr} must be at most lr={self.lr}, and warmup_steps={self.warmup_steps} less than"
-                f" steps={self.steps}"
-            )
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr={self.min_lr} must be at most lr={self.lr}")
+        if self.warmup_steps >= self.steps:
+            raise ValueError(f"warmup_steps={self.warmup_steps} must be less than steps={self.steps}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas={self.betas} must be two numbers in [0, 1)")
         if self.precision not in PRECISIONS:

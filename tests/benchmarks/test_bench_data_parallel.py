@@ -245,6 +245,7 @@ def found(two_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Records
     file = tmp_path_factory.mktemp("strategies") / "own.py"
     file.write_text(OWN)
     own = [f"{file}:{name}" for name in ("Container", "divided", "slightly_off", "broken")]
+    own.append(f"{processes.ROOT}/docs/examples/mine.py:MyDDP")
     strategies = ("none", "naive", "bucketed", "zero1", *own)
     cases = cases_of(strategy=strategies, world_size=(1, 2), context=(32,), bucket_mb=(1, 25))
     with pytest.MonkeyPatch.context() as patch:
@@ -254,7 +255,7 @@ def found(two_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Records
 
 def test_a_run_measures_ours_and_a_strategy_of_the_users(found: Records) -> None:
     assert {name for name, one in found.items() if one["outcome"] == "ok"} == {
-        *("none", "naive", "bucketed-1MiB", "zero1", "Container", "divided-1MiB", "divided-25MiB")
+        *("none", "naive", "bucketed-1MiB", "zero1", "Container", "divided-1MiB", "divided-25MiB", "MyDDP")
     }, [one["reason"] for one in found.values()]
     assert found["slightly_off"]["outcome"] == "wrong" and found["slightly_off"]["error_ratio"] > 1
     assert found["broken"]["outcome"] == "error" and "rank 1 failed" in found["broken"]["reason"]

@@ -29,6 +29,11 @@ def test_what_is_right_passes(name: str, capsys: pytest.CaptureFixture[str]) -> 
     assert ("it takes no scale" in said) == (name == "of_a_course")
 
 
+def test_the_example_of_the_pages_is_right() -> None:
+    mine = Path(__file__).parents[2] / "docs" / "examples" / "mine.py"
+    assert check(Entry("mine", f"{mine}:my_attention"), head_dim=32, grad=True, seed=0) == RIGHT
+
+
 @pytest.mark.parametrize("name", wrong_kernels.WRONG)
 def test_a_mistake_is_named(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     told, function = wrong_kernels.WRONG[name]

@@ -318,6 +318,7 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
         (merges, good[1][: good[1].rindex("\n", 0, -1) + 1], "merges.txt: cut, or not of the tokenizer"),
         (vocab, good[0].replace("{", "{ "), "merges.txt: cut, or not of the tokenizer"),
         (vocab, "[" * 10_000, "nested too deep"),
+        (vocab, r'{"a": "\ud800"}', "is half of a character"),
     ):
         file.write_text(content)
         with pytest.raises(ValueError, match=said):
