@@ -38,7 +38,7 @@ ROWS = "lmsys.attention", "lmsys.parallel"
 DATA = "lmsys/files.py", *(f"lmsys/training/{name}.py" for name in ("corpora", "data", "download", "tokens"))
 OF_REPORTS = (
     *("lmsys.reports", "lmsys.files", "lmsys.strict_json", "lmsys.values"),
-    *(f"lmsys.bench.{name}" for name in ("fields", "record", "schema1", "shapes", "validate", "verdict")),
+    *(f"lmsys.bench.{name}" for name in ("changes", "fields", "record", "schema1", "shapes", "validate", "verdict")),
 )
 
 

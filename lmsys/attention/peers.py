@@ -94,8 +94,8 @@ def _torch_says(case: AttentionCase, backend: SDPBackend, can_use: Callable[...,
 def _changes(case: AttentionCase) -> dict[str, AttentionCase]:
     return {
         "as many key heads as query heads": replace(case, kv_heads=case.heads),
-        "bfloat16": replace(case, dtype="bfloat16"),
-        "head_dim 64": replace(case, head_dim=64),
+        f"bfloat16 in place of {case.dtype}": replace(case, dtype="bfloat16"),
+        f"head_dim 64 in place of {case.head_dim}": replace(case, head_dim=64),
         "a case without gradients": replace(case, grad=False),
         "no causal mask": replace(case, causal=False),
     }

@@ -1,9 +1,11 @@
 """Tables, plots and a page from result files.
 
     python -m lmsys.reports RESULT.json ... [-o DIR] [--baseline NAME] [--single-file]
+    python -m lmsys.reports --against OLD.json NEW.json ... [-o DIR] [--margin 0.05] [--repeats RUN.json ...]
 
 Several files, such as the parts of a split run or the journals (*.partial) of interrupted ones, are reported as one;
-for a case that several hold, the run of the latest date wins. Ends with exit code 2 and one line on stderr when
+for a case that several hold, the run of the latest date wins. With --against, two runs of one machine are compared
+case by case, and the exit code is 1 where one is slower or broken. Ends with exit code 2 and one line on stderr when
 something given cannot be used.
 """
 
@@ -14,12 +16,14 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from lmsys.reports import page
+from lmsys.bench.changes import MARGIN
+from lmsys.reports import against, page
 from lmsys.reports.answers import answers
 from lmsys.reports.chapters import CHAPTERS, OTHERS
 from lmsys.reports.load import InputError, read
 from lmsys.reports.tables import csv_of
 from lmsys.reports.views import view_of
+from lmsys.values import finite
 
 
 def main(
@@ -36,10 +40,38 @@ def main(
         "--baseline", metavar="NAME", help="the row that speeds are relative to (default: as its table says)"
     )
     parser.add_argument("--single-file", action="store_true", help="the page holds its plots: one file to send")
+    two = parser.add_argument_group("two runs of one machine")
+    two.add_argument("--against", type=Path, metavar="OLD.json", help="the run before: which cases became slower?")
+    two.add_argument(
+        "--margin", type=float, default=MARGIN, help=f"a smaller share of the time is no change (default: {MARGIN})"
+    )
+    two.add_argument(
+        "--repeats",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="RUN.json",
+        help="runs of one commit: how far they differ",
+    )
+    two.add_argument("--anyway", action="store_true", help="compare across machines, versions and clocks")
     options = parser.parse_args(arguments)
     try:
+        if options.against:
+            finite("--margin", options.margin, above=0, most=1)
+            if not options.results:
+                raise InputError("--against names the run before: name the run after, too")
+            lines, is_bad = against.report(
+                [options.against],
+                options.results,
+                options.output,
+                options.margin,
+                options.repeats,
+                options.anyway,
+            )
+            print(*lines, sep="\n")
+            return int(is_bad)
         print(build(options.results or results, options.output, options.baseline, options.single_file))
-    except InputError as error:
+    except ValueError as error:
         print(f"{program}: error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -15,9 +15,9 @@ from lmsys.reports.words import MEANINGS, VALUES, number
 NARROW = "bfloat16", "bf16"  # the precision that most readers ask for stands first
 FAILED = "wrong", "error"
 ABOUT = (
-    "All rows of a line took turns in one run. Speed: how many times as fast as the other row, by the geometric mean "
-    f"over the shapes that were measured. First: for how many of them no row was more than {NEAR_TEXT} faster. Rows "
-    "are named as one types them."
+    "All rows of a line took turns in one run. Speed: how many times as fast as the row that it names, by the "
+    "geometric mean over the shapes that were measured. First: for how many of them no row was more than "
+    f"{NEAR_TEXT} faster. Rows are named as one types them."
 )
 
 
@@ -25,8 +25,9 @@ ABOUT = (
 class Question:
     """Who is fastest, among cases that were sampled together; a line of the table for each value of `keys`.
 
-    bases    names of rows that the fastest one is compared with, the first that was timed
+    bases    names of rows that the fastest one is compared with: the first that was timed, else the next fastest
     contends true of the cases that do the work in question
+    about    what is said of these rows
     """
 
     benchmark: str
@@ -35,6 +36,7 @@ class Question:
     keys: Mapping[str, str]
     bases: Sequence[str]
     contends: Callable[[Record], bool] = lambda _: True
+    about: str = ""
 
 
 def _has_ranks(one: Record) -> bool:
@@ -51,6 +53,7 @@ QUESTIONS = (
         "Fastest attention",
         ATTENTION,
         ("sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_math", "naive"),
+        about=" The row sdpa is what PyTorch picks by itself.",
     ),
     Question(
         "model",
@@ -96,7 +99,7 @@ def _fastest(machine: Machine, question: Question) -> Table | None:
     return Table(
         name=f"{machine.slug}-fastest-{question.word}",
         title=question.title,
-        caption=ABOUT,
+        caption=ABOUT + question.about,
         columns=["setting", "fastest row", "speed", "first"],
         rows=[
             [", ".join(filter(None, (_text(name, question, one[name]) for name in shown))), *_answer(one)]
@@ -151,8 +154,9 @@ def _first(machine: Machine, comparisons: Sequence[Sequence[Record]], bases: Seq
 
 
 def _speed(comparisons: Sequence[Sequence[Record]], row: str, bases: Sequence[str]) -> Record:
-    for base in bases:
-        ratios = [_ratio(rows, row, base) for rows in comparisons]
+    others = sorted((one for rows in comparisons for one in rows), key=time_of)
+    for base in dict.fromkeys([*bases, *(str(one["impl"]) for one in others)]):
+        ratios = [_ratio(rows, row, base) for rows in comparisons] if base != row else []
         if any(ratios):
             return {"over": base, "speedup": geometric_mean(ratios)[0]}
     return {"over": None, "speedup": None}

@@ -121,7 +121,14 @@ def html(parts: Sequence[Part], notes: Sequence[str], single_file: bool = False)
     said = [tag("p", note) for note in notes]
     said.append(tag("p", "Every measured case is in ", csv, f"; each table and plot links to its own file. {LETTERS}"))
     made = tag("code", "python -m lmsys.reports RESULT.json ... -o DIR")
-    said.append(tag("p", made, " builds this page. “Machine, versions and runs” has the commands that made these."))
+    said.append(
+        tag(
+            "p",
+            "The commands that measured this are below, in “Machine, versions and runs”. ",
+            made,
+            " builds this page.",
+        )
+    )
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{GENERATOR}\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
@@ -141,8 +148,8 @@ def _contents(links: Sequence[Html], names: Sequence[str]) -> Html:
     )
     return joined(
         [
-            tag("nav", tag("ul", *links)),
             tag("p", tag("label", "Rows: ", field), said, class_="controls"),
+            tag("nav", tag("ul", *links)),
             tag("datalist", *(tag("option", value=name) for name in names), id="rows"),
             tag("output", id="said"),
             tag("noscript", tag("p", "Without scripts, what is behind “More” is in the folders tables/ and plots/.")),

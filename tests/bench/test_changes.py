@@ -1,0 +1,114 @@
+"""Two runs compared: what was planted is found, what only a clock did is not, and no case is without a verdict."""
+
+import math
+import random
+from typing import Any
+
+import pytest
+
+from lmsys.bench.changes import BROKEN, FASTER, MENDED, SAME, SLOWER, UNCLEAR, compare, spread_between
+
+Record = dict[str, Any]
+ROWS = {"mine": False, "other": False, "sdpa": True, "sdpa_math": True}
+
+
+def run(
+    seed: int, groups: int = 10, rounds: int = 50, clock: float = 1.0, rows: dict[str, bool] = ROWS, **slower: float
+) -> list[Record]:
+    """A run whose rounds share a clock that moves; `slower`: a row's factor."""
+    rng, found = random.Random(seed), []
+    for group in range(groups):
+        pace = [clock * (1 + 0.03 * math.sin(number / 9 + seed)) for number in range(rounds)]
+        for row, peer in rows.items():
+            base = 1e-3 * (1 + group) * slower.get(row, 1.0)
+            samples = [base * step * rng.gauss(1, 0.005) for step in pace]
+            found.append(
+                {
+                    "benchmark": "attention",
+                    "section": "s",
+                    "id": f"{group}-{row}",
+                    "impl": row,
+                    "peer": peer,
+                    "comparison": f"{group} {seed}",
+                    "outcome": "ok",
+                    "reason": None,
+                    "samples_s": samples,
+                    "time_s": samples[0],
+                }  # fmt: skip
+            )
+    return found
+
+
+def verdicts(changes: list[Any]) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for one in changes:
+        found.setdefault(one.new["impl"], set()).add(one.verdict)
+    return found
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1.08, SLOWER), (1 / 1.08, FASTER), (1.01, SAME)])
+def test_a_planted_change_is_found_whatever_the_clock_does(factor: float, verdict: str) -> None:
+    changes = compare(run(1), run(2, clock=1.3, mine=factor))
+    found = verdicts(changes)
+    assert found.pop("mine") == {verdict}
+    assert set().union(*found.values()) == {SAME}
+    assert len(changes) == 40 and all(one.beside in ("sdpa", "sdpa_math") for one in changes)
+    assert changes[0].new["impl"] == "mine" or verdict == SAME
+    assert changes[0].ratio == pytest.approx(factor, rel=0.01) or verdict == SAME
+
+
+def test_runs_of_one_commit_have_no_changes() -> None:
+    for seed in range(10):
+        found = [one.verdict for one in compare(run(seed), run(seed + 100, clock=1 + seed / 20))]
+        assert set(found) <= {SAME, UNCLEAR} and found.count(SAME) >= 0.95 * len(found)
+
+
+def test_a_row_that_ran_alone_has_no_verdict() -> None:
+    """The clock of the second run is slower by a third."""
+    (one,) = compare(run(1, groups=1, rows={"mine": False}), run(2, groups=1, clock=1.3, rows={"mine": False}))
+    assert one.verdict == UNCLEAR and not one.beside and one.ratio == pytest.approx(1.3, rel=0.05)
+
+
+def test_rows_of_ours_are_anchors_where_there_is_no_other() -> None:
+    rows = {"mine": False, "other": False}
+    changes = compare(run(1, rows=rows), run(2, rows=rows))
+    assert {one.beside for one in changes if one.new["impl"] == "mine"} == {"other"}
+
+
+@pytest.mark.parametrize(("before", "after", "verdict"), [("ok", "wrong", BROKEN), ("oom", "ok", MENDED)])
+def test_how_a_case_ended_counts_first(before: str, after: str, verdict: str) -> None:
+    old, new = run(1), run(2, sdpa=1.2)
+    for side, outcome in ((old, before), (new, after)):
+        side[0]["outcome"] = outcome
+        if outcome != "ok":
+            side[0]["samples_s"] = None
+    changes = compare(old, new)
+    (found,) = (one for one in changes if one.new["id"] == "0-mine")
+    assert found.verdict == verdict and (changes[0] is found) == (verdict == BROKEN)
+
+
+def test_cases_of_one_run_alone_are_not_compared() -> None:
+    old, new = run(1), [one for one in run(2) if one["impl"] != "mine"]
+    assert {one.new["impl"] for one in compare(old, new)} == {"other", "sdpa", "sdpa_math"}
+    old[0] |= {"outcome": "unsupported", "samples_s": None}
+    assert compare(old[:1], run(2)[:1]) == []
+
+
+def test_a_peer_beside_our_rows_alone_has_no_verdict() -> None:
+    """It would be called faster where ours became slower."""
+    rows = {"mine": False, "sdpa": True}
+    found = verdicts(compare(run(1, rows=rows), run(2, rows=rows, mine=1.1)))
+    assert found == {"mine": {SLOWER}, "sdpa": {UNCLEAR}}
+
+
+def test_what_runs_of_one_commit_differ_by_widens_intervals() -> None:
+    repeats = [run(seed, mine=1 + seed / 50) for seed in range(4)]  # it differs by 2 % from run to run
+    between = spread_between(repeats)
+    assert 0.005 < between < 0.02 and spread_between(repeats[:1]) == 0
+    narrow, wide = (compare(run(8), run(9, mine=1.06), between_runs=spread)[0] for spread in (0.0, between))
+    assert narrow.interval and wide.interval and wide.interval[1] > narrow.interval[1]
+
+
+def test_the_same_runs_give_the_same_verdicts() -> None:
+    told = [(one.new["id"], one.verdict, one.ratio) for one in compare(run(1), run(2))]
+    assert told == [(one.new["id"], one.verdict, one.ratio) for one in compare(run(1)[::-1], run(2)[::-1])]

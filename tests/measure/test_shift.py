@@ -1,0 +1,77 @@
+"""How far two sets of timings are apart: laws of the estimate, and how often its interval and its verdicts err."""
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmsys.measure.shift import FEWEST, MOST_ALIKE, Shift, between, discoveries, paired
+
+samples = st.lists(st.floats(-1, 1), min_size=FEWEST, max_size=30)
+
+
+@given(old=samples, new=samples, by=st.floats(-3, 3))
+def test_what_is_added_to_one_side_is_the_shift(old: list[float], new: list[float], by: float) -> None:
+    one, moved, back = between(old, new), between(old, [value + by for value in new]), between(new, old)
+    assert one and moved and back
+    assert moved.estimate == pytest.approx(one.estimate + by, abs=1e-9)
+    assert back.estimate == pytest.approx(-one.estimate, abs=1e-9)
+    assert back.error == pytest.approx(one.error, abs=1e-9)
+
+
+@given(values=samples, by=st.floats(-3, 3))
+def test_rounds_side_by_side_too(values: list[float], by: float) -> None:
+    one, moved = paired(values), paired([value + by for value in values])
+    assert one and moved and moved.estimate == pytest.approx(one.estimate + by, abs=1e-9)
+
+
+def test_a_few_slow_rounds_do_not_move_it() -> None:
+    steady = [0.001 * (number % 7) for number in range(100)]
+    found = between(steady, [*steady[:90], *[5.0] * 10])
+    assert found and abs(found.estimate) < 0.002
+
+
+def test_of_too_few_rounds_nothing_is_said() -> None:
+    assert between([0.0] * (FEWEST - 1), [0.0] * 100) is None and paired([0.0] * (FEWEST - 1)) is None
+
+
+def noise(rng: random.Random, count: int, alike: float) -> list[float]:
+    """Rounds of which each resembles the one before."""
+    found = [rng.gauss(0, 1)]
+    while len(found) < count:
+        found.append(alike * found[-1] + math.sqrt(1 - alike * alike) * rng.gauss(0, 1))
+    return [0.01 * value for value in found]
+
+
+@pytest.mark.parametrize("alike", [0.0, 0.6])
+def test_the_interval_holds_the_true_shift_about_as_often_as_it_says(alike: float) -> None:
+    rng = random.Random(1)
+    held, trials = 0, 300
+    for _ in range(trials):
+        found = between(noise(rng, 60, alike), [value + 0.02 for value in noise(rng, 60, alike)])
+        assert found
+        low, high = found.interval
+        held += low <= 0.02 <= high
+    assert held / trials > 0.92
+
+
+def test_few_of_the_changes_that_are_called_so_are_none() -> None:
+    """40 trials with 100 cases each, 20 of which have changed by three times the margin."""
+    rng, called, false = random.Random(2), 0, 0
+    for _ in range(40):
+        shifts = [0.06 if number < 20 else 0.02 for number in range(100)]  # the others are at the margin itself
+        found = [Shift(rng.gauss(shift, 0.01), 0.01).p_beyond(0.02) for shift in shifts]
+        counted = discoveries(found, 0.05)
+        called += sum(counted)
+        false += sum(counted[20:])
+    assert called > 0.9 * 800 and false / called < 0.06
+
+
+def test_without_any_doubt() -> None:
+    assert Shift(0.1, 0.0).p_beyond(0.05) == 0 and Shift(0.01, 0.0).p_beyond(0.05) == 1
+    assert discoveries([], 0.05) == [] and discoveries([0.0, 1.0], 0.05) == [True, False]
+    still = between([0.5] * 10, [0.5] * 10)
+    assert still == Shift(0.0, 0.0) and still.widened(0.02).error == 0.02
+    assert 0 < MOST_ALIKE < 1

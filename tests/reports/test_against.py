@@ -1,0 +1,100 @@
+"""`python -m lmsys.reports --against OLD NEW`: the verdicts, the page, the exit code, and what is not compared."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmsys.reports.__main__ import main
+from tests.support.records import cells, record, save
+
+ROWS = {"flash_triton": 1e-3, "sdpa_flash": 2e-3, "naive": 5e-3}
+
+
+def run(path: Path, seed: int, factor: float = 1.0, **told: Any) -> Path:
+    rng, found = random.Random(seed), []
+    for length in (512, 1024, 2048):
+        for row, seconds in ROWS.items():
+            one = record("attention", row, seconds, queries=length, keys=length)
+            pace = factor if row == "flash_triton" else 1.0
+            one["samples_s"] = [pace * seconds * rng.gauss(1, 0.004) for _ in range(40)]
+            found.append(one)
+    return save(path, found, **told)
+
+
+def compared(out: Path, *arguments: object) -> int:
+    return main(["--against", *map(str, arguments), "-o", str(out)])
+
+
+def test_a_slower_row_is_told_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = run(tmp_path / "old.json", 1), run(tmp_path / "new.json", 2, 1.1, commit="f" * 40)
+    assert compared(tmp_path / "out", old, new) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("3 slower, 3 unclear, 3 same, by a margin of 0.05\n")
+    assert "slower: default-" in said and "1.10 times the time (1.10 to 1.1" in said
+    assert "beside sdpa_flash" in said and str(tmp_path / "out" / "index.html") in said
+    files = {
+        path.relative_to(tmp_path / "out").as_posix(): path.read_bytes() for path in (tmp_path / "out").rglob("*.*")
+    }
+    assert {one["row"] for one in cells(files, "changes-changed")} == {"flash_triton"}
+    assert len(cells(files, "changes-attention")) == 9
+    page = files["index.html"].decode()
+    assert page.index("Verdicts") < page.index("What changed") < page.index("All cases: attention")
+    assert "ffffffffff" in page and "0123456789" in page
+    assert compared(tmp_path / "faster", new, old) == 0
+    assert compared(tmp_path / "same", old, old) == 0
+    assert compared(tmp_path / "wide", old, new, "--margin", "0.2") == 0
+
+
+def test_the_same_files_give_the_same_page(tmp_path: Path) -> None:
+    old, new = run(tmp_path / "old.json", 1), run(tmp_path / "new.json", 2, 1.1)
+    pages = []
+    for name in ("one", "two"):
+        compared(tmp_path / name, old, new)
+        pages.append((tmp_path / name / "index.html").read_bytes())
+    assert pages[0] == pages[1]
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ({"torch": "9.9"}, "before has torch 0.0.0, after has torch 9.9"),
+        ({"name": "Another GPU"}, "before ran on Synthetic GPU, after on Another GPU"),
+    ],
+)
+def test_runs_that_differ_are_refused_unless_asked(
+    told: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = run(tmp_path / "old.json", 1), run(tmp_path / "new.json", 2, **told)
+    assert compared(tmp_path / "out", old, new) == 2
+    assert f"error: {said}: measure both alike, or ask for --anyway" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert compared(tmp_path / "out", old, new, "--anyway") == 0
+
+
+def test_another_clock_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = save(tmp_path / "old.json", [record("attention", "naive")])
+    new = save(tmp_path / "new.json", [record("attention", "naive", clock="perf_counter")])
+    assert compared(tmp_path / "out", old, new) == 2
+    assert "by the clock 'cuda_event' before, and by 'perf_counter' after" in capsys.readouterr().err
+
+
+def test_nothing_in_common(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = save(tmp_path / "old.json", [record("attention", "naive")])
+    new = save(tmp_path / "new.json", [record("attention", "naive", queries=7)])
+    assert compared(tmp_path / "out", old, new) == 2
+    assert "nothing to compare: no case was timed in both runs" in capsys.readouterr().err
+    assert compared(tmp_path / "out", old) == 2
+    assert "name the run after, too" in capsys.readouterr().err
+    for margin in ("0", "nan", "2"):
+        assert compared(tmp_path / "out", old, new, "--margin", margin) == 2
+        assert f"--margin={float(margin)}" in capsys.readouterr().err
+
+
+def test_repeats_widen_what_two_runs_may_differ_by(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = run(tmp_path / "old.json", 1), run(tmp_path / "new.json", 2, 1.07)
+    repeats = [run(tmp_path / f"{seed}.json", seed, 1 + seed / 20) for seed in range(3)]
+    assert compared(tmp_path / "out", old, new) == 1
+    assert compared(tmp_path / "out", old, new, "--repeats", *repeats) == 0
+    assert "Runs of one commit differ by" in (tmp_path / "out" / "index.html").read_text()
