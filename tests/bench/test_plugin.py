@@ -168,6 +168,8 @@ def test_wide_tables_are_for_those_who_ask(folder: Path) -> None:
     assert "3 tests" not in told and "test_matmul[" not in told and "fastest, matmul: " in told, told
     assert "benchmark: 1 tests" in told and "test_plain " in told, told
     assert len(json.loads((folder / "out.json").read_text())["benchmarks"]) == 5
+    (saved,) = (folder / ".benchmarks").rglob("0001_*.json")
+    assert len(record.load(saved)["records"]) == 4  # `python -m lmsys.reports --against` takes it as it is
     compared = run(folder, *both, "last.json", "--benchmark-compare").stdout
     assert "test_matmul[default-16-float32-mine] (NOW)" in compared and "(0001_" in compared, compared
     assert "fastest, matmul: " in compared and "test_plain (NOW)" in compared, compared
