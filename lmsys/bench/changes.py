@@ -49,15 +49,19 @@ def compare(
     """The cases that were timed in both runs, or ended otherwise in one; those that matter most first.
 
     margin        a change of less than this share is none
-    between_runs  what estimates of two runs of one commit differ by, as a standard deviation: `spread_between`
+    between_runs  what estimates of two runs of one commit differ by, as a standard deviation: `spread_between`; of the
+                  cases that `--repeat` measured, theirs counts where it is more, and what is usual among them
     """
     ended: list[Change] = []
     alone: list[Change] = []
     judged: list[tuple[Change, Shift]] = []
+    old, new = list(old), list(new)
+    usual = _root_mean_square([one["between_runs"] for one in (*old, *new) if one.get("between_runs") is not None])
     for pair in _pairs(_by_key(old), _by_key(new)):
+        own = [one.get("between_runs") or 0.0 for one in pair[:2]]
         if change := _ended(*pair):
             ended.append(change)
-        elif (change := _timed(*pair, between_runs)).shift:
+        elif (change := _timed(*pair, max(between_runs, usual, *own))).shift:
             if change.beside:
                 judged.append((change, change.shift))
             else:
@@ -71,12 +75,19 @@ def compare(
     return sorted([*ended, *told, *alone], key=_weight)
 
 
-def spread_between(runs: Sequence[Iterable[Record]]) -> float:
-    """The standard deviation of what two runs of one commit differ by, over all cases: 0 of fewer than two runs."""
+def spread_between(runs: Sequence[Iterable[Record]], name: str | None = None) -> float:
+    """The standard deviation of what two runs of one commit differ by, over all cases or of the case of that id.
+
+    0 of fewer than two runs, and of cases without an anchor.
+    """
     known = [_by_key(run) for run in runs]
     pairs = [pair for one, other in zip(known, known[1:], strict=False) for pair in _pairs(one, other)]
-    shifts = [change.shift.estimate for change in (_timed(*pair, 0.0) for pair in pairs) if change.shift]
-    return math.sqrt(sum(one * one for one in shifts) / len(shifts)) if shifts else 0.0
+    found = [_timed(*pair, 0.0) for pair in pairs if name in (None, pair[1]["id"])]
+    return _root_mean_square([one.shift.estimate for one in found if one.shift and one.beside])
+
+
+def _root_mean_square(values: Sequence[float]) -> float:
+    return math.sqrt(sum(value * value for value in values) / len(values)) if values else 0.0
 
 
 def _verdict(shift: Shift, edge: float, is_change: bool) -> str:

@@ -103,6 +103,7 @@ COMMON = (
         "clock_share_s", "s", "clock's share", "detail", "What the clock adds to a call, taken off each sample", "µs"
     ),
     Field("prepare_s", "s", "untimed", "detail", "What is prepared for each call, such as a backward's forward", "ms"),
+    Field("between_runs", role="detail", about="By --repeat: what its time over its anchor's differs by between runs"),
     *details("proof", "seal"),
     ERROR,
     COMPILE,

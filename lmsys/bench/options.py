@@ -16,7 +16,7 @@ from lmsys.bench.axes import OPTION, Sweep
 from lmsys.bench.benchmark import DEFAULT_ROUNDS
 from lmsys.bench.record import OUTCOMES
 from lmsys.files import claim
-from lmsys.values import choice
+from lmsys.values import choice, whole
 
 REPLAYED = "what is replayed is already measured"
 TOGETHER = "rows are sampled side by side; --benchmark-max-time sets how long"
@@ -102,6 +102,13 @@ def deadline(text: str) -> float:
     if not 0 < seconds < math.inf:
         raise ValueError(f"--deadline {text!r}: must be a finite number of seconds, more than 0")
     return seconds
+
+
+def repeats(config: pytest.Config, on_ranks: bool) -> int:
+    count = whole("--repeat", config.getoption("repeat"), least=1)
+    if count > 1 and (on_ranks or config.getoption("no_isolation")):
+        raise ValueError(f"--repeat {count} needs fresh processes, which --no-isolation and torchrun do not have")
+    return count
 
 
 def memory_limit(text: str | None, device: str) -> int | None:

@@ -54,6 +54,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--retry-crashed", action="store_true", help="--resume runs again what crashed or hung, too")
     group.addoption("--no-isolation", action="store_true", help="run rows in pytest's own process, for a debugger")
+    group.addoption(
+        "--repeat",
+        type=int,
+        default=1,
+        metavar="N",
+        help="measure each group in N fresh processes: how far do runs differ?",
+    )
     group.addoption("--nvtx", action="store_true", help="call each case in NVTX ranges of its id; no case is timed")
     group.addoption("--fail-on", metavar="OUTCOMES", help="exit with 1 where a case ends so, such as wrong,error")
 
@@ -228,6 +235,7 @@ def _session(config: pytest.Config) -> Session:
         fail_on=options.outcomes(config.getoption("fail_on")),
         isolated=not (config.getoption("no_isolation") or config.getoption("collectonly") or group is not None),
         retries=config.getoption("retry_crashed"),
+        repeats=options.repeats(config, group is not None),
     )
     if resumed := config.getoption("resume"):
         _resume(session, Path(resumed))

@@ -14,7 +14,7 @@ from lmsys.bench import record, summary
 from lmsys.bench.axes import Grid, Sweep
 from lmsys.bench.benchmark import Benchmark, Settings
 from lmsys.bench.fields import COMMON, Record, declared
-from lmsys.bench.proof import file_seal
+from lmsys.bench.proof import file_seal, seal
 from lmsys.files import replacing
 from lmsys.values import shortly
 
@@ -36,6 +36,7 @@ class Session:
     texts     what the command line says of axes, by option or axis name
     isolated  rows run in a process of their own
     retries   --resume runs again what has ended its process
+    repeats   how often each group is measured, each time in a fresh process; the last one is kept
     moved     what the machine reaches otherwise than when the run began, as sentences
     fail_on   outcomes that make a run fail
     faults    why the result could not be written, as sentences
@@ -53,6 +54,7 @@ class Session:
     results: "dict[Key, Result]" = field(default_factory=dict)
     isolated: bool = False
     retries: bool = False
+    repeats: int = 1
     moved: list[str] = field(default_factory=list)
     fail_on: tuple[str, ...] = ()
     faults: list[str] = field(default_factory=list)
@@ -103,10 +105,32 @@ class Session:
         number = list(self._groups).index(group) + 1
         left = self._left()
         self.say(f"[{number}/{len(self._groups)}{left}] {group[1]}: checking, then sampling {len(cases)} cases")
-        for result in self.runner.run(self.benchmarks[group[0]], cases):
+        for result in self._repeated(group, cases) if self.repeats > 1 else self._measured(group, cases):
             self.results[group[0], result.record["id"]] = result  # first: an interrupt may fall between the two
             if self.output:
                 self.journal.add(result.record)
+
+    def _measured(self, group: Key, cases: list[Any]) -> "Iterator[Result]":
+        return self.runner.run(self.benchmarks[group[0]], cases)
+
+    def _repeated(self, group: Key, cases: list[Any]) -> "Iterator[Result]":
+        """The last of several measurements, with what a case's differ by."""
+        from lmsys.bench.changes import spread_between
+        from lmsys.bench.isolation import Isolated
+
+        runner = self.runner
+        assert isinstance(runner, Isolated), "lmsys.bench.options.repeats"
+        found: list[list[Result]] = []
+        for number in range(self.repeats):
+            if number:
+                runner.renew()
+                self.say(f"  again, {number + 1} of {self.repeats}")
+            found.append([*self._measured(group, cases)])
+        runs = [[result.record for result in results] for results in found]
+        for result in found[-1]:
+            result.record |= {"between_runs": spread_between(runs, result.record["id"]) or None}
+            result.record["seal"] = seal(result.record)
+            yield result
 
     def _left(self) -> str:
         """How long the rest should take, if its cases cost what those before have cost."""

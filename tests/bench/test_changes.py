@@ -109,6 +109,15 @@ def test_what_runs_of_one_commit_differ_by_widens_intervals() -> None:
     assert narrow.interval and wide.interval and wide.interval[1] > narrow.interval[1]
 
 
+def test_what_a_sweep_has_learnt_from_repeats_counts_too() -> None:
+    """Nobody says it to `compare`: the records know it."""
+    old, new = run(8), run(9, mine=1.07)
+    assert verdicts(compare(old, new))["mine"] == {SLOWER}
+    for one in (*old, *new):
+        one["between_runs"] = 0.02 if one["impl"] == "mine" else None
+    assert SLOWER not in verdicts(compare(old, new))["mine"]
+
+
 def test_the_same_runs_give_the_same_verdicts() -> None:
     told = [(one.new["id"], one.verdict, one.ratio) for one in compare(run(1), run(2))]
     assert told == [(one.new["id"], one.verdict, one.ratio) for one in compare(run(1)[::-1], run(2)[::-1])]

@@ -17,6 +17,7 @@ import pytest
 from lmsys.bench import record
 from lmsys.bench.options import claim_writable, wants_tables
 from lmsys.bench.plugin import RecordedTimer
+from lmsys.bench.proof import seal
 from lmsys.files import claim
 from tests.support.collected import collect
 from tests.support.processes import ENVIRONMENT, ROOT
@@ -173,6 +174,21 @@ def test_wide_tables_are_for_those_who_ask(folder: Path) -> None:
     compared = run(folder, *both, "last.json", "--benchmark-compare").stdout
     assert "test_matmul[default-16-float32-mine] (NOW)" in compared and "(0001_" in compared, compared
     assert "fastest, matmul: " in compared and "test_plain (NOW)" in compared, compared
+
+
+def test_repeats_say_what_runs_differ_by(folder: Path) -> None:
+    ended = run(folder, *SMALL, "--repeat", "2", "--benchmark-json", "out.json")
+    assert ended.returncode == 0 and "  again, 2 of 2" in ended.stdout, ended.stdout
+    for one in record.load(folder / "out.json")["records"]:
+        anchored = any(other["peer"] for other in record.load(folder / "out.json")["records"]) and not one["peer"]
+        assert one["outcome"] == "ok" and (one["between_runs"] or 0) >= 0 and one["seal"] == seal(one)
+        assert one["between_runs"] or not anchored
+    for words, said in (
+        (["--repeat", "0"], "--repeat=0 must be"),
+        (["--repeat", "2", "--no-isolation"], "--repeat 2 needs fresh processes"),
+    ):
+        ended = run(folder, *SMALL, *words)
+        assert ended.returncode == 4 and said in ended.stderr + ended.stdout, ended.stderr
 
 
 @pytest.mark.parametrize("where", ["command line", "addopts", "PYTEST_ADDOPTS"])
