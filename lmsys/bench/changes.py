@@ -1,8 +1,8 @@
 """Two runs of the same cases compared: which became faster or slower, which did not, and which nobody can tell.
 
 Rows of one run took turns, rows of two runs did not, and the clock of a machine moves from run to run. So a row is
-compared by its ratio, round by round, to an anchor: a row that ran beside it both times, somebody else's where there is
-one. A row without an anchor has no verdict; nor has a peer beside our rows alone, since those are what changes.
+compared by its ratio, round by round, to an anchor: a row of somebody else's that ran beside it both times. Without one
+there is no verdict: beside a row of ours nobody could say which of the two has changed.
 """
 
 import math
@@ -12,20 +12,21 @@ from statistics import median
 from typing import Any
 
 from lmsys.bench.fields import Record
-from lmsys.measure.shift import Shift, between, discoveries
+from lmsys.measure.shift import FEWEST, Shift, between, discoveries
 
 FASTER, SLOWER, SAME, UNCLEAR, BROKEN, MENDED = "faster", "slower", "same", "unclear", "broken", "mended"
 VERDICTS = (BROKEN, SLOWER, FASTER, MENDED, UNCLEAR, SAME)  # in the order of how much they matter
 BAD = (BROKEN, SLOWER)
 MARGIN = 0.05  # of two runs: clocks that moved are within it
-FALSE_DISCOVERIES = 0.05  # the expected share of changes that are none
-FAILED = ("wrong", "error", "oom")
+FALSE_DISCOVERIES = 0.05  # the expected share of the changes that are told
+ALONE = ("collectives", "training")  # benchmarks whose rows of one comparison run one after another
+LARGEST = 700.0  # of a logarithm whose exponential is finite
 Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class Change:
-    """One case in two runs. `shift` is None where it was not timed in both; `beside`: the anchor, "" without one."""
+    """One case in two runs. `shift` is None where too few rounds were timed; `beside`: the anchor, "" without one."""
 
     old: Record
     new: Record
@@ -36,43 +37,53 @@ class Change:
     @property
     def ratio(self) -> float | None:
         """New time over old, as its anchor was in both."""
-        return math.exp(self.shift.estimate) if self.shift else None
+        return _exponential(self.shift.estimate) if self.shift else None
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        return (math.exp(self.shift.interval[0]), math.exp(self.shift.interval[1])) if self.shift else None
+        if self.shift is None:
+            return None
+        low, high = self.shift.interval
+        return _exponential(low), _exponential(high)
 
 
 def compare(
     old: Iterable[Record], new: Iterable[Record], margin: float = MARGIN, between_runs: float = 0.0
 ) -> list[Change]:
-    """The cases that were timed in both runs, or ended otherwise in one; those that matter most first.
+    """The cases that both runs timed, or that were right in one of them alone; those that matter most first.
 
     margin        a change of less than this share is none
-    between_runs  what estimates of two runs of one commit differ by, as a standard deviation: `spread_between`; of the
-                  cases that `--repeat` measured, theirs counts where it is more, and what is usual among them
+    between_runs  what estimates of two runs of one commit differ by, as a standard deviation: `spread_between`. Records
+                  that `--repeat` measured know theirs; the most counts of these, of what is usual in their benchmark
+                  and of this
     """
-    ended: list[Change] = []
-    alone: list[Change] = []
-    judged: list[tuple[Change, Shift]] = []
     old, new = list(old), list(new)
-    usual = _root_mean_square([one["between_runs"] for one in (*old, *new) if one.get("between_runs") is not None])
-    for pair in _pairs(_by_key(old), _by_key(new)):
-        own = [one.get("between_runs") or 0.0 for one in pair[:2]]
-        if change := _ended(*pair):
-            ended.append(change)
-        elif (change := _timed(*pair, max(between_runs, usual, *own))).shift:
-            if change.beside:
-                judged.append((change, change.shift))
-            else:
-                alone.append(change)
+    usual = _usual([*old, *new])
+    told: list[Change] = []
+    judged: list[tuple[Change, Shift]] = []
+    for before, after, anchor in _pairs(old, new):
+        spreads = [
+            between_runs,
+            usual.get(after["benchmark"], 0.0),
+            *(one.get("between_runs") or 0.0 for one in (before, after)),
+        ]
+        change = _change(before, after, anchor, max(spreads))
+        if change.beside and change.shift:
+            judged.append((change, change.shift))
+        elif change.verdict != UNCLEAR or (before.get("time_s") and after.get("time_s")):
+            told.append(change)
     edge = math.log1p(margin)
     counted = discoveries([shift.p_beyond(edge) for _, shift in judged], FALSE_DISCOVERIES)
-    told = [
-        replace(change, verdict=_verdict(shift, edge, is_change))
-        for (change, shift), is_change in zip(judged, counted, strict=True)
-    ]
-    return sorted([*ended, *told, *alone], key=_weight)
+    for (change, shift), is_change in zip(judged, counted, strict=True):
+        told.append(replace(change, verdict=_verdict(shift, edge, is_change)))
+    return sorted(told, key=_weight)
+
+
+def of_one_run(old: Iterable[Record], new: Iterable[Record]) -> tuple[list[Record], list[Record]]:
+    """The cases that only the run before has, and those that only the run after has."""
+    before, after = _by_key(old), _by_key(new)
+    gone = [one for key, one in before.items() if key not in after]
+    return gone, [one for key, one in after.items() if key not in before]
 
 
 def spread_between(runs: Sequence[Iterable[Record]], name: str | None = None) -> float:
@@ -80,14 +91,24 @@ def spread_between(runs: Sequence[Iterable[Record]], name: str | None = None) ->
 
     0 of fewer than two runs, and of cases without an anchor.
     """
-    known = [_by_key(run) for run in runs]
-    pairs = [pair for one, other in zip(known, known[1:], strict=False) for pair in _pairs(one, other)]
-    found = [_timed(*pair, 0.0) for pair in pairs if name in (None, pair[1]["id"])]
-    return _root_mean_square([one.shift.estimate for one in found if one.shift and one.beside])
+    known = [list(run) for run in runs]
+    found = [
+        _change(before, after, anchor)
+        for one, other in zip(known, known[1:], strict=False)
+        for before, after, anchor in _pairs(one, other)
+        if name in (None, after["id"])
+    ]
+    shifts = [one.shift.estimate for one in found if one.shift and one.beside]
+    return math.sqrt(sum(shift * shift for shift in shifts) / len(shifts)) if shifts else 0.0
 
 
-def _root_mean_square(values: Sequence[float]) -> float:
-    return math.sqrt(sum(value * value for value in values) / len(values)) if values else 0.0
+def _usual(records: Sequence[Record]) -> dict[str, float]:
+    """The median, by benchmark, of what cases that were measured repeatedly differ by."""
+    found: dict[str, list[float]] = {}
+    for one in records:
+        if one.get("between_runs"):
+            found.setdefault(one["benchmark"], []).append(float(one["between_runs"]))
+    return {name: median(values) for name, values in found.items()}
 
 
 def _verdict(shift: Shift, edge: float, is_change: bool) -> str:
@@ -101,44 +122,58 @@ def _weight(change: Change) -> tuple[int, float, str]:
     return VERDICTS.index(change.verdict), -abs(change.shift.estimate if change.shift else 0.0), str(change.new["id"])
 
 
-def _key(one: Record) -> Key:
-    return tuple(one.get(name) for name in ("benchmark", "section", "id", "memory_limit_bytes"))
-
-
 def _by_key(records: Iterable[Record]) -> dict[Key, Record]:
-    return {_key(one): one for one in records}
+    names = ("benchmark", "section", "id", "memory_limit_bytes")
+    return {tuple(one.get(name) for name in names): one for one in records}
 
 
-Pair = tuple[Record, Record, list[tuple[Record, Record]]]
+Pair = tuple[Record, Record]
 
 
-def _pairs(old: dict[Key, Record], new: dict[Key, Record]) -> list[Pair]:
-    """Each case of both, with the cases that were sampled beside it both times."""
-    together: dict[tuple[Any, Any], list[tuple[Record, Record]]] = {}
-    both = [(old[key], one) for key, one in new.items() if key in old]
+def _pairs(old: Iterable[Record], new: Iterable[Record]) -> list[tuple[Record, Record, Pair | None]]:
+    """Each case of both runs, with its anchor: of the peers that took turns with it both times the steadiest."""
+    before = _by_key(old)
+    both = [(before[key], one) for key, one in _by_key(new).items() if key in before]
+    peers: dict[Key, list[Pair]] = {}
     for pair in both:
-        if all(one.get("samples_s") for one in pair):
-            together.setdefault((pair[0].get("comparison"), pair[1].get("comparison")), []).append(pair)
-    return [(*pair, together.get((pair[0].get("comparison"), pair[1].get("comparison")), [])) for pair in both]
+        if pair[0].get("peer") and _is_timed(pair) and (together := _together(pair)):
+            peers.setdefault(together, []).append(pair)
+    for group in peers.values():
+        group.sort(key=lambda pair: (max(map(_unsteadiness, pair)), str(pair[0]["impl"])))
+    found = []
+    for pair in both:
+        others = [one for one in peers.get(_together(pair), ()) if one[0]["impl"] != pair[0]["impl"]]
+        found.append((*pair, others[0] if others else None))
+    return found
 
 
-def _ended(old: Record, new: Record, _: Any) -> Change | None:
-    if new["outcome"] in FAILED and old["outcome"] == "ok":
-        return Change(old, new, BROKEN)
-    return Change(old, new, MENDED) if old["outcome"] in FAILED and new["outcome"] == "ok" else None
+def _together(pair: Pair) -> Key:
+    """The key of those that took turns with it in both runs; () where nobody did."""
+    names = tuple(one.get("comparison") for one in pair)
+    return names if all(names) and pair[0]["benchmark"] not in ALONE else ()
 
 
-def _timed(old: Record, new: Record, together: Sequence[tuple[Record, Record]], between_runs: float) -> Change:
-    """The shift beside the anchor whose ratio to this row was steadiest, or without one of the times themselves."""
-    if not (old.get("samples_s") and new.get("samples_s")):
+def _is_timed(pair: Pair) -> bool:
+    return all(one["outcome"] == "ok" and len(one.get("samples_s") or ()) >= FEWEST for one in pair)
+
+
+def _unsteadiness(one: Record) -> float:
+    """How far its own samples spread, as a share. Ratios to the row that is judged would favour lucky ones."""
+    middle = median(one["samples_s"])
+    return median(abs(sample - middle) for sample in one["samples_s"]) / middle
+
+
+def _change(old: Record, new: Record, anchor: Pair | None, between_runs: float = 0.0) -> Change:
+    """A case in both runs; the verdict is open where it was timed in both."""
+    was, now = (one["outcome"] == "ok" for one in (old, new))
+    if was != now:
+        return Change(old, new, BROKEN if was else MENDED)
+    if not _is_timed((old, new)):
         return Change(old, new)
-    others = [pair for pair in together if pair[0]["impl"] != old["impl"]]
-    anchors = [pair for pair in others if pair[0]["peer"]] or ([] if old["peer"] else others)
-    found = [(_ratios(old, then), _ratios(new, now), str(then["impl"])) for then, now in anchors]
-    found = found or [(_logarithms(old), _logarithms(new), "")]
-    before, after, anchor = min(found, key=lambda one: max(_width(one[0]), _width(one[1])))
-    shift = between(before, after)
-    return Change(old, new, UNCLEAR, anchor, shift and shift.widened(between_runs))
+    if anchor is None:
+        return Change(old, new, shift=between(_logarithms(old), _logarithms(new)))
+    shift = between(_ratios(old, anchor[0]), _ratios(new, anchor[1]))
+    return Change(old, new, beside=str(anchor[0]["impl"]), shift=shift and shift.widened(between_runs))
 
 
 def _logarithms(one: Record) -> list[float]:
@@ -150,6 +185,5 @@ def _ratios(ours: Record, theirs: Record) -> list[float]:
     return [a - b for a, b in zip(_logarithms(ours), _logarithms(theirs), strict=False)]
 
 
-def _width(values: Sequence[float]) -> float:
-    middle = median(values)
-    return median(abs(one - middle) for one in values)
+def _exponential(value: float) -> float:
+    return math.exp(max(-LARGEST, min(LARGEST, value)))

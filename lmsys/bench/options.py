@@ -106,6 +106,8 @@ def deadline(text: str) -> float:
 
 def repeats(config: pytest.Config, on_ranks: bool) -> int:
     count = whole("--repeat", config.getoption("repeat"), least=1)
+    if config.getoption("nvtx") or config.getoption("benchmark_disable"):
+        return 1  # nothing is timed
     if count > 1 and (on_ranks or config.getoption("no_isolation")):
         raise ValueError(f"--repeat {count} needs fresh processes, which --no-isolation and torchrun do not have")
     return count

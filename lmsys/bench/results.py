@@ -105,32 +105,39 @@ class Session:
         number = list(self._groups).index(group) + 1
         left = self._left()
         self.say(f"[{number}/{len(self._groups)}{left}] {group[1]}: checking, then sampling {len(cases)} cases")
-        for result in self._repeated(group, cases) if self.repeats > 1 else self._measured(group, cases):
-            self.results[group[0], result.record["id"]] = result  # first: an interrupt may fall between the two
-            if self.output:
-                self.journal.add(result.record)
+        if self.repeats > 1:
+            self._repeat(group, cases)
+            return
+        for result in self.runner.run(self.benchmarks[group[0]], cases):
+            self._keep(group, result)
 
-    def _measured(self, group: Key, cases: list[Any]) -> "Iterator[Result]":
-        return self.runner.run(self.benchmarks[group[0]], cases)
+    def _keep(self, group: Key, result: "Result") -> None:
+        self.results[group[0], result.record["id"]] = result  # first: an interrupt may fall between the two
+        if self.output:
+            self.journal.add(result.record)
 
-    def _repeated(self, group: Key, cases: list[Any]) -> "Iterator[Result]":
-        """The last of several measurements, with what a case's differ by."""
+    def _repeat(self, group: Key, cases: list[Any]) -> None:
+        """Keeps the last of several measurements with what a case's differ by, or the first that it did not survive."""
         from lmsys.bench.changes import spread_between
         from lmsys.bench.isolation import Isolated
 
         runner = self.runner
         assert isinstance(runner, Isolated), "lmsys.bench.options.repeats"
         found: list[list[Result]] = []
-        for number in range(self.repeats):
-            if number:
-                runner.renew()
-                self.say(f"  again, {number + 1} of {self.repeats}")
-            found.append([*self._measured(group, cases)])
-        runs = [[result.record for result in results] for results in found]
-        for result in found[-1]:
-            result.record |= {"between_runs": spread_between(runs, result.record["id"]) or None}
-            result.record["seal"] = seal(result.record)
-            yield result
+        try:
+            for number in range(self.repeats):
+                if number:
+                    runner.renew()
+                    self.say(f"  again, {number + 1} of {self.repeats}")
+                found.append([*self.runner.run(self.benchmarks[group[0]], cases)])
+        finally:  # an interrupt leaves what is complete
+            runs = [[result.record for result in results] for results in found]
+            for results in zip(*found, strict=True):
+                result = next((one for one in results if one.record["outcome"] != "ok"), results[-1])
+                spread = spread_between(runs, result.record["id"])
+                result.record |= {"between_runs": spread} if spread else {}
+                result.record["seal"] = seal(result.record)
+                self._keep(group, result)
 
     def _left(self) -> str:
         """How long the rest should take, if its cases cost what those before have cost."""

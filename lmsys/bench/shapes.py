@@ -15,7 +15,7 @@ MOST_CHARACTERS = 1000  # of a name or a label; a reason may have ten times as m
 Shape = str | Sequence[Any] | Mapping[str, Any]
 # A list stands for any number of its one item, a tuple for items in their order, an object for these keys and others.
 SHAPES: dict[str, dict[str, Shape]] = {  # by benchmark and field; "" is of every benchmark
-    "": {"samples_s": [POSITIVE]},
+    "": {"samples_s": [POSITIVE], "between_runs": POSITIVE},
     "anatomy": {
         "allocations": [{"bytes": NUMBER, "count": NUMBER, "at_peak": NUMBER, "where": TEXT, "function": TEXT}],
         "kernels": [{"name": TEXT, "kind": TEXT, "total_s": NUMBER, "count": NUMBER}],
@@ -23,12 +23,13 @@ SHAPES: dict[str, dict[str, Shape]] = {  # by benchmark and field; "" is of ever
         "phases": [{"name": TEXT, "peak_bytes": NUMBER}],
         "timeline": [{"name": TEXT, "points": [(NUMBER, NUMBER)]}],
     },
-    "data_parallel": {"timeline": [(TEXT, NUMBER, NUMBER)]},
+    "data_parallel": {"timeline": [(TEXT, NUMBER, NUMBER)], "bucket_mb": NUMBER},
     "precision": {
         "sums": [{"accumulator": TEXT, "addend": TEXT, "result": NUMBER, "error": NUMBER}],
         "tensors": [{"name": TEXT, "dtype": TEXT}],
     },
     "training": {
+        **dict.fromkeys(("curve_budget", "curve_difference", "norm_difference", "loss", "valid_loss"), NUMBER),
         "curve_steps": [NUMBER],
         "curve_losses": [NUMBER],
         "curve_differences": [NUMBER],

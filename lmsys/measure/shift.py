@@ -1,7 +1,7 @@
 """By how much two sets of timings differ: an estimate and its error from ranks, which a few slow rounds do not move.
 
-Source: Hodges and Lehmann 1963, "Estimates of Location Based on Rank Tests"; intervals by inverting the rank tests of
-Wilcoxon and of Mann and Whitney. Rounds that follow one another resemble one another, which widens the error.
+Source: Hodges and Lehmann 1963, "Estimates of Location Based on Rank Tests"; intervals by inverting the rank test of
+Mann and Whitney. Rounds that follow one another resemble one another, which widens the error.
 """
 
 import math
@@ -13,6 +13,7 @@ import numpy as np
 
 Z = NormalDist().inv_cdf(0.975)  # of a two-sided interval of 95 %
 FEWEST = 5  # rounds; of fewer nothing is said
+MOST = 1000  # rounds; all pairs of them are looked at
 MOST_ALIKE = 0.9  # neighbouring rounds, as correlation
 
 
@@ -33,30 +34,20 @@ class Shift:
         return self.estimate - Z * self.error, self.estimate + Z * self.error
 
     def p_beyond(self, margin: float) -> float:
-        """The chance of an estimate so far from zero, or farther, where the true shift is at the margin."""
-        beyond = abs(self.estimate) - margin
+        """The chance of an estimate so far from zero, or farther, on either side, if the true one is the margin."""
         if self.error == 0:
-            return 0.0 if beyond > 0 else 1.0
-        return 1 - NormalDist().cdf(beyond / self.error)
+            return 0.0 if abs(self.estimate) > margin else 1.0
+        near, far = ((one * margin - abs(self.estimate)) / self.error for one in (1, -1))
+        return NormalDist().cdf(near) + NormalDist().cdf(far)
 
 
 def between(old: Sequence[float], new: Sequence[float]) -> Shift | None:
     """The shift of two samples that were taken apart, as logarithms; None of fewer than five rounds."""
     if min(len(old), len(new)) < FEWEST:
         return None
-    x, y = np.asarray(old, dtype=float), np.asarray(new, dtype=float)
+    x, y = (np.asarray(values[:MOST], dtype=float) for values in (old, new))
     spread = math.sqrt(len(x) * len(y) * (len(x) + len(y) + 1) / 12)
     return _shift(np.subtract.outer(y, x).ravel(), spread, max(_alike(x), _alike(y)))
-
-
-def paired(differences: Sequence[float]) -> Shift | None:
-    """The shift of rounds that ran side by side, by their differences as logarithms; None of fewer than five."""
-    if (count := len(differences)) < FEWEST:
-        return None
-    d = np.asarray(differences, dtype=float)
-    first, second = np.triu_indices(count)
-    spread = math.sqrt(count * (count + 1) * (2 * count + 1) / 24)
-    return _shift((d[first] + d[second]) / 2, spread, _alike(d))
 
 
 def _shift(candidates: np.ndarray, spread: float, alike: float) -> Shift:

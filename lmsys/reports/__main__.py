@@ -54,27 +54,31 @@ def main(
         help="runs of one commit: how far they differ",
     )
     two.add_argument("--anyway", action="store_true", help="compare across machines, versions and clocks")
+    two_runs = {name: parser.get_default(name) for name in ("margin", "repeats", "anyway")}
     options = parser.parse_args(arguments)
     try:
         if options.against:
-            finite("--margin", options.margin, above=0, most=1)
-            if not options.results:
-                raise InputError("--against names the run before: name the run after, too")
-            lines, is_bad = against.report(
-                [options.against],
-                options.results,
-                options.output,
-                options.margin,
-                options.repeats,
-                options.anyway,
-            )
-            print(*lines, sep="\n")
-            return int(is_bad)
+            return _compare(options)
+        for name, default in two_runs.items():
+            if getattr(options, name) != default:
+                raise InputError(f"--{name} is of two runs: name the run before by --against")
         print(build(options.results or results, options.output, options.baseline, options.single_file))
     except ValueError as error:
         print(f"{program}: error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    finite("--margin", options.margin, above=0, most=1)
+    if not options.results:
+        raise InputError("--against names the run before: name the run after, too, before --repeats")
+    if options.baseline or options.single_file:
+        raise InputError("--baseline and --single-file are of one run's report")
+    found = against.read_both([options.against], options.results, options.margin, options.repeats, options.anyway)
+    print(*against.told(found), sep="\n", flush=True)
+    print(against.write(found, options.output))
+    return int(found.is_bad)
 
 
 def build(paths: Sequence[Path], out: Path, baseline: str | None = None, single_file: bool = False) -> Path:

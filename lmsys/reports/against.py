@@ -2,12 +2,27 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
-from lmsys.bench.changes import BAD, BROKEN, MENDED, SAME, UNCLEAR, VERDICTS, Change, compare, spread_between
+from lmsys.bench.changes import (
+    BAD,
+    BROKEN,
+    FASTER,
+    MENDED,
+    SAME,
+    SLOWER,
+    UNCLEAR,
+    VERDICTS,
+    Change,
+    compare,
+    of_one_run,
+    spread_between,
+)
 from lmsys.bench.fields import Record
 from lmsys.reports import page
-from lmsys.reports.load import InputError, Machine, read
+from lmsys.reports.load import InputError, Machine, file_name, read
 from lmsys.reports.page import Block, Chapter
 from lmsys.reports.tables import Table, csv_of
 from lmsys.reports.words import number
@@ -16,32 +31,58 @@ DECIDE = ("torch", "triton", "cuda", "float32_matmul")  # of a run: with another
 MOST_LINES = 20  # of changes in a terminal
 COLUMNS = ["case", "row", "before", "after", "time after / before", "95 %", "beside", "verdict"]
 MEANINGS = {
-    "broken": "right before, and wrong, failed or out of memory after",
-    "slower": "slower by more than the margin",
-    "faster": "faster by more than the margin",
-    "mended": "wrong, failed or out of memory before, and right after",
-    "unclear": "more rounds would tell, or nothing ran beside it",
-    "same": "its interval lies within the margin",
+    BROKEN: "right before, and not after",
+    SLOWER: "slower by more than the margin",
+    FASTER: "faster by more than the margin",
+    MENDED: "right after, and not before",
+    UNCLEAR: "more rounds would tell, or no peer took turns with it",
+    SAME: "its interval lies within the margin",
 }
 
 
-def report(
-    old: Sequence[Path], new: Sequence[Path], out: Path, margin: float, repeats: Sequence[Path], anyway: bool
-) -> tuple[list[str], bool]:
-    """Lines for a terminal, and True where a case is slower or broken. The page is in `out`.
+@dataclass(frozen=True)
+class Compared:
+    """Two runs of one machine: their changes, and the cases that one of them alone has."""
 
-    InputError where the runs are of two machines or versions, unless `anyway`, and where they share no case.
-    """
+    before: Machine
+    after: Machine
+    changes: Sequence[Change]
+    gone: Sequence[Record]
+    added: Sequence[Record]
+    margin: float
+    between_runs: float
+
+    @property
+    def is_bad(self) -> bool:
+        return any(one.verdict in BAD for one in self.changes)
+
+    @property
+    def changed(self) -> list[Change]:
+        return [one for one in self.changes if one.verdict not in (SAME, UNCLEAR)]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        found = Counter(one.verdict for one in self.changes)
+        return {name: found[name] for name in VERDICTS if found[name]}
+
+
+def read_both(
+    old: Sequence[Path], new: Sequence[Path], margin: float, repeats: Sequence[Path], anyway: bool
+) -> Compared:
+    """InputError where the runs are of two machines or versions, unless `anyway`, and where they share no case."""
     before, after = _machine(old), _machine(new)
-    if not anyway and (why := _why_not(before, after)):
-        raise InputError(f"{why}: measure both alike, or ask for --anyway")
-    between = spread_between([_machine([path]).records for path in repeats])
-    changes = compare(before.records, after.records, margin, between)
+    others = [_machine([path]) for path in repeats]
+    if len(others) == 1:
+        raise InputError(f"--repeats {repeats[0]}: name two runs of one commit or more")
+    for one in [] if anyway else [before, *others]:
+        if why := _why_not(one, after):
+            raise InputError(f"{why}: measure both alike, or ask for --anyway")
+    between_runs = spread_between([one.records for one in others])
+    changes = compare(before.records, after.records, margin, between_runs)
+    gone, added = of_one_run(before.records, after.records)
     if not changes:
         raise InputError("nothing to compare: no case was timed in both runs")
-    lines = [*_told(changes, margin)]
-    written = _page(out, before, after, changes, margin, between)
-    return [*lines, str(written)], any(one.verdict in BAD for one in changes)
+    return Compared(before, after, changes, gone, added, margin, between_runs)
 
 
 def _machine(paths: Sequence[Path]) -> Machine:
@@ -68,14 +109,17 @@ def _why_not(before: Machine, after: Machine) -> str:
     return ""
 
 
-def _told(changes: Sequence[Change], margin: float) -> Iterator[str]:
-    counts = Counter(one.verdict for one in changes)
-    yield f"{', '.join(f'{counts[name]} {name}' for name in VERDICTS if counts[name])}, by a margin of {margin:.3g}"
-    changed = [one for one in changes if one.verdict not in (SAME, UNCLEAR)]
-    for one in changed[:MOST_LINES]:
+def told(found: Compared) -> Iterator[str]:
+    """Lines for a terminal."""
+    counts = ", ".join(f"{count} {name}" for name, count in found.counts.items())
+    yield f"{counts}, by a margin of {found.margin:.3g}"
+    for one in found.changed[:MOST_LINES]:
         yield f"{one.verdict}: {one.new['id']}{_said(one)}"
-    if len(changed) > MOST_LINES:
-        yield f"and {len(changed) - MOST_LINES} more, in the page"
+    if len(found.changed) > MOST_LINES:
+        yield f"and {len(found.changed) - MOST_LINES} more, on the page"
+    for run, cases in (("before", found.gone), ("after", found.added)):
+        if cases:
+            yield f"{len(cases)} cases of the run {run} alone, the first of them {cases[0]['id']}"
 
 
 def _said(change: Change) -> str:
@@ -86,36 +130,41 @@ def _said(change: Change) -> str:
     return f", {number(change.ratio or 0.0)} times the time ({number(low)} to {number(high)}), beside {change.beside}"
 
 
-def _page(out: Path, before: Machine, after: Machine, changes: Sequence[Change], margin: float, between: float) -> Path:
+def write(found: Compared, out: Path) -> Path:
+    """The page of both runs; its path."""
+    before, after = found.before, found.after
     source = f"Before: {before.about(before.records)} After: {after.about(after.records)}"
-    changed = [one for one in changes if one.verdict not in (SAME, UNCLEAR)]
-    counts = Counter(one.verdict for one in changes)
     caption = (
-        f"The margin is {100 * margin:.3g} %. Each row is compared by its ratio, round by round, to the row that "
-        "stands as “beside”; intervals are of 95 %, and at most one change in twenty is expected to be none."
+        f"The margin is {100 * found.margin:.3g} %. Each row is compared by its ratio, round by round, to the row that "
+        "stands as “beside”; intervals are of 95 %. Of the changes, at most one in twenty is expected to be false."
     )
-    if between:
-        caption += f" Runs of one commit differ by {100 * between:.2g} % here, which the intervals have in them."
+    spreads = [one["between_runs"] for side in (before, after) for one in side.records if one.get("between_runs")]
+    if spreads:
+        caption += f" Cases that were measured repeatedly differ by {100 * median(spreads):.2g} % between runs."
+    if found.between_runs:
+        caption += f" The runs that --repeats named differ by {100 * found.between_runs:.2g} %."
+    if spreads or found.between_runs:
+        caption += " Intervals are wider by that."
     verdicts = Table(
         name=f"{after.slug}-verdicts",
         title="Verdicts",
         caption=caption,
         columns=["verdict", "cases", "meaning"],
-        rows=[[name, str(counts[name]), MEANINGS[name]] for name in VERDICTS if counts[name]],
-        data=[{"verdict": name, "cases": counts[name]} for name in VERDICTS if counts[name]],
+        rows=[[name, str(count), MEANINGS[name]] for name, count in found.counts.items()],
+        data=[{"verdict": name, "cases": count} for name, count in found.counts.items()],
+        keys=3,
         source=source,
     )
-    tables = [("What changed", "changed", changed)] if changed else []
-    for name in dict.fromkeys(str(one.new["benchmark"]) for one in changes):
-        own = [one for one in changes if one.new["benchmark"] == name]
-        tables.append((f"All cases: {name.replace('_', ' ')}", name, own))
+    tables = [("What changed", "changed", found.changed)] if found.changed else []
+    for name in dict.fromkeys(str(one.new["benchmark"]) for one in found.changes):
+        own = [one for one in found.changes if one.new["benchmark"] == name]
+        tables.append((f"All cases: {name.replace('_', ' ')}", f"all-{file_name(name)}", own))
     chapters = [
-        Chapter(title, [Block("", [_table(f"{after.slug}-changes-{name}", title, own, source)])])
-        for title, name, own in tables
+        Chapter(title, [Block("", [_table(f"{after.slug}-{name}", title, own, source)])]) for title, name, own in tables
     ]
     answers = Block("", [verdicts, _runs(before, after)])
     records = [{"run": name, **one} for name, side in _sides(before, after) for one in side.records]
-    return page.write(out, [(after, answers, chapters)], csv_of(records), [])
+    return page.write(out, [(after, answers, chapters)], csv_of(records), [*told(found)])
 
 
 def _sides(before: Machine, after: Machine) -> list[tuple[str, Machine]]:

@@ -154,12 +154,14 @@ def _first(machine: Machine, comparisons: Sequence[Sequence[Record]], bases: Seq
 
 
 def _speed(comparisons: Sequence[Sequence[Record]], row: str, bases: Sequence[str]) -> Record:
-    others = sorted((one for rows in comparisons for one in rows), key=time_of)
-    for base in dict.fromkeys([*bases, *(str(one["impl"]) for one in others)]):
-        ratios = [_ratio(rows, row, base) for rows in comparisons] if base != row else []
-        if any(ratios):
-            return {"over": base, "speedup": geometric_mean(ratios)[0]}
-    return {"over": None, "speedup": None}
+    names = dict.fromkeys([*bases, *(str(one["impl"]) for rows in comparisons for one in rows)])
+    found = {name: [_ratio(rows, row, name) for rows in comparisons] for name in names if name != row}
+    speeds = {name: geometric_mean(ratios) for name, ratios in found.items() if any(ratios)}
+    if not speeds:
+        return {"over": None, "speedup": None}
+    base = next((name for name in bases if name in speeds), None)
+    base = base or min(speeds, key=lambda name: (-speeds[name][1], speeds[name][0]))  # of the most shapes
+    return {"over": base, "speedup": speeds[base][0]}
 
 
 def _ratio(rows: Sequence[Record], ours: str, theirs: str) -> float | None:

@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 
-from lmsys.bench.changes import BROKEN, FASTER, MENDED, SAME, SLOWER, UNCLEAR, compare, spread_between
+from lmsys.bench.changes import (
+    BROKEN,
+    FASTER,
+    MENDED,
+    SAME,
+    SLOWER,
+    UNCLEAR,
+    compare,
+    of_one_run,
+    spread_between,
+)
 
 Record = dict[str, Any]
 ROWS = {"mine": False, "other": False, "sdpa": True, "sdpa_math": True}
@@ -69,13 +79,52 @@ def test_a_row_that_ran_alone_has_no_verdict() -> None:
     assert one.verdict == UNCLEAR and not one.beside and one.ratio == pytest.approx(1.3, rel=0.05)
 
 
-def test_rows_of_ours_are_anchors_where_there_is_no_other() -> None:
+def test_beside_rows_of_ours_nobody_knows_which_has_changed() -> None:
+    """A row that became faster would make the other look slower."""
     rows = {"mine": False, "other": False}
-    changes = compare(run(1, rows=rows), run(2, rows=rows))
-    assert {one.beside for one in changes if one.new["impl"] == "mine"} == {"other"}
+    found = compare(run(1, rows=rows), run(2, rows=rows, mine=0.8))
+    assert verdicts(found) == {"mine": {UNCLEAR}, "other": {UNCLEAR}} and not any(one.beside for one in found)
 
 
-@pytest.mark.parametrize(("before", "after", "verdict"), [("ok", "wrong", BROKEN), ("oom", "ok", MENDED)])
+@pytest.mark.parametrize("family", ["collectives", "training"])
+def test_rows_that_ran_one_after_another_are_no_anchors(family: str) -> None:
+    old, new = ([one | {"benchmark": family} for one in side] for side in (run(1), run(2, mine=1.3)))
+    assert {one.verdict for one in compare(old, new)} == {UNCLEAR}
+
+
+def test_without_a_comparison_nothing_took_turns() -> None:
+    old, new = ([one | {"comparison": None} for one in side] for side in (run(1), run(2, mine=1.3)))
+    assert {one.verdict for one in compare(old, new)} == {UNCLEAR}
+
+
+def test_a_peer_of_too_few_rounds_is_no_anchor() -> None:
+    """The spread of one round is none."""
+    old, new = run(1, groups=1), run(2, groups=1, mine=1.3)
+    for side in (old, new):
+        side[3]["samples_s"] = side[3]["samples_s"][:1]
+    (found,) = (one for one in compare(old, new) if one.new["impl"] == "mine")
+    assert found.beside == "sdpa" and found.verdict == SLOWER
+
+
+def test_intervals_hold_what_they_say_where_there_are_many_anchors_and_few_rounds() -> None:
+    rows = {"mine": False, **{f"peer{number}": True for number in range(8)}}
+    held, trials = 0, 0
+    for seed in range(12):
+        for one in compare(run(seed, 20, 12, rows=rows), run(seed + 50, 20, 12, rows=rows)):
+            if one.new["impl"] == "mine" and one.interval:
+                held, trials = held + (one.interval[0] <= 1 <= one.interval[1]), trials + 1
+    assert trials == 240 and held / trials > 0.92
+
+
+def test_of_too_few_rounds_a_case_is_unclear() -> None:
+    sides = run(1, rounds=4), run(2, rounds=4, mine=1.3)
+    changes = compare(*sides)
+    assert len(changes) == 40 and {(one.verdict, one.ratio) for one in changes} == {(UNCLEAR, None)}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "verdict"), [("ok", "wrong", BROKEN), ("ok", "unsupported", BROKEN), ("oom", "ok", MENDED)]
+)
 def test_how_a_case_ended_counts_first(before: str, after: str, verdict: str) -> None:
     old, new = run(1), run(2, sdpa=1.2)
     for side, outcome in ((old, before), (new, after)):
@@ -90,8 +139,18 @@ def test_how_a_case_ended_counts_first(before: str, after: str, verdict: str) ->
 def test_cases_of_one_run_alone_are_not_compared() -> None:
     old, new = run(1), [one for one in run(2) if one["impl"] != "mine"]
     assert {one.new["impl"] for one in compare(old, new)} == {"other", "sdpa", "sdpa_math"}
-    old[0] |= {"outcome": "unsupported", "samples_s": None}
-    assert compare(old[:1], run(2)[:1]) == []
+    gone, added = of_one_run(old, new)
+    assert {one["impl"] for one in gone} == {"mine"} and not added and of_one_run(new, old) == ([], gone)
+
+
+def test_what_was_wrong_in_both_is_no_figure() -> None:
+    """A file may have samples of it all the same; as a peer it is no anchor."""
+    old, new = run(1), run(2, sdpa=1.5)
+    for one in (*old, *new):
+        one["outcome"] = "wrong" if one["impl"] == "sdpa" else "ok"
+    changes = compare(old, new)
+    assert {one.verdict for one in changes if one.new["impl"] == "sdpa"} == {UNCLEAR}
+    assert {one.beside for one in changes if one.new["impl"] == "mine"} == {"sdpa_math"}
 
 
 def test_a_peer_beside_our_rows_alone_has_no_verdict() -> None:
@@ -116,6 +175,9 @@ def test_what_a_sweep_has_learnt_from_repeats_counts_too() -> None:
     for one in (*old, *new):
         one["between_runs"] = 0.02 if one["impl"] == "mine" else None
     assert SLOWER not in verdicts(compare(old, new))["mine"]
+    for one in (*old, *new):
+        one["between_runs"] = 5.0 if one["id"] == "0-mine" else 0.001 if one["impl"] == "mine" else None
+    assert [one.verdict for one in compare(old, new) if one.new["impl"] == "mine"].count(SLOWER) == 9
 
 
 def test_the_same_runs_give_the_same_verdicts() -> None:

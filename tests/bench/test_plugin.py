@@ -180,9 +180,7 @@ def test_repeats_say_what_runs_differ_by(folder: Path) -> None:
     ended = run(folder, *SMALL, "--repeat", "2", "--benchmark-json", "out.json")
     assert ended.returncode == 0 and "  again, 2 of 2" in ended.stdout, ended.stdout
     for one in record.load(folder / "out.json")["records"]:
-        anchored = any(other["peer"] for other in record.load(folder / "out.json")["records"]) and not one["peer"]
-        assert one["outcome"] == "ok" and (one["between_runs"] or 0) >= 0 and one["seal"] == seal(one)
-        assert one["between_runs"] or not anchored
+        assert one["outcome"] == "ok" and one["rounds"] >= 10 and one["seal"] == seal(one)
     for words, said in (
         (["--repeat", "0"], "--repeat=0 must be"),
         (["--repeat", "2", "--no-isolation"], "--repeat 2 needs fresh processes"),

@@ -1,5 +1,6 @@
 """`python -m lmsys.reports --against OLD NEW`: the verdicts, the page, the exit code, and what is not compared."""
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,8 @@ def test_a_slower_row_is_told_and_fails(tmp_path: Path, capsys: pytest.CaptureFi
     files = {
         path.relative_to(tmp_path / "out").as_posix(): path.read_bytes() for path in (tmp_path / "out").rglob("*.*")
     }
-    assert {one["row"] for one in cells(files, "changes-changed")} == {"flash_triton"}
-    assert len(cells(files, "changes-attention")) == 9
+    assert {one["row"] for one in cells(files, "changed")} == {"flash_triton"}
+    assert len(cells(files, "all-attention")) == 9
     page = files["index.html"].decode()
     assert page.index("Verdicts") < page.index("What changed") < page.index("All cases: attention")
     assert "ffffffffff" in page and "0123456789" in page
@@ -97,4 +98,37 @@ def test_repeats_widen_what_two_runs_may_differ_by(tmp_path: Path, capsys: pytes
     repeats = [run(tmp_path / f"{seed}.json", seed, 1 + seed / 20) for seed in range(3)]
     assert compared(tmp_path / "out", old, new) == 1
     assert compared(tmp_path / "out", old, new, "--repeats", *repeats) == 0
-    assert "Runs of one commit differ by" in (tmp_path / "out" / "index.html").read_text()
+    assert "The runs that --repeats named differ by" in (tmp_path / "out" / "index.html").read_text()
+    capsys.readouterr()
+    assert compared(tmp_path / "out", old, new, "--repeats", repeats[0]) == 2
+    assert "name two runs of one commit or more" in capsys.readouterr().err
+    other = run(tmp_path / "other.json", 5, torch="9.9")
+    assert compared(tmp_path / "out", old, new, "--repeats", repeats[0], other) == 2
+    assert "before has torch 9.9" in capsys.readouterr().err
+
+
+def test_options_of_the_other_report_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = run(tmp_path / "old.json", 1), run(tmp_path / "new.json", 2)
+    assert compared(tmp_path / "out", old, new, "--single-file") == 2
+    assert "--baseline and --single-file are of one run's report" in capsys.readouterr().err
+    assert main([str(new), "--margin", "0.2", "-o", str(tmp_path / "out")]) == 2
+    assert "--margin is of two runs: name the run before by --against" in capsys.readouterr().err
+
+
+def test_cases_that_are_gone_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = save(tmp_path / "old.json", [record("attention", row) for row in ROWS])
+    new = save(tmp_path / "new.json", [record("attention", row) for row in ("naive", "sdpa_flash")])
+    assert compared(tmp_path / "out", old, new) == 0
+    assert "1 cases of the run before alone, the first of them default-" in capsys.readouterr().out
+    assert "of the run before alone" in (tmp_path / "out" / "index.html").read_text()
+
+
+@pytest.mark.parametrize("name", ["a/b", "changed", "../x"])
+def test_any_name_of_a_benchmark_will_do(name: str, tmp_path: Path) -> None:
+    paths = []
+    for side in ("old", "new"):
+        path = save(tmp_path / f"{side}.json", [record("attention", "naive")])
+        path.write_text(path.read_text().replace('"attention"', json.dumps(name)))
+        paths.append(path)
+    assert compared(tmp_path / "out", *paths) == 0
+    assert (tmp_path / "out" / "index.html").is_file() and len(list((tmp_path / "out" / "tables").iterdir())) >= 5
