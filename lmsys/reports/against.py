@@ -117,9 +117,14 @@ def told(found: Compared) -> Iterator[str]:
         yield f"{one.verdict}: {one.new['id']}{_said(one)}"
     if len(found.changed) > MOST_LINES:
         yield f"and {len(found.changed) - MOST_LINES} more, on the page"
+    yield from _of_one_run(found)
+
+
+def _of_one_run(found: Compared) -> Iterator[str]:
     for run, cases in (("before", found.gone), ("after", found.added)):
         if cases:
-            yield f"{len(cases)} cases of the run {run} alone, the first of them {cases[0]['id']}"
+            counted = f"{len(cases)} case{'s' if len(cases) > 1 else ''}"
+            yield f"{counted} only in the run {run}: {cases[0]['id']}{', ...' if len(cases) > 1 else ''}"
 
 
 def _said(change: Change) -> str:
@@ -164,7 +169,7 @@ def write(found: Compared, out: Path) -> Path:
     ]
     answers = Block("", [verdicts, _runs(before, after)])
     records = [{"run": name, **one} for name, side in _sides(before, after) for one in side.records]
-    return page.write(out, [(after, answers, chapters)], csv_of(records), [*told(found)])
+    return page.write(out, [(after, answers, chapters)], csv_of(records), [*_of_one_run(found)])
 
 
 def _sides(before: Machine, after: Machine) -> list[tuple[str, Machine]]:

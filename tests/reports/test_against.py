@@ -119,8 +119,8 @@ def test_cases_that_are_gone_are_told(tmp_path: Path, capsys: pytest.CaptureFixt
     old = save(tmp_path / "old.json", [record("attention", row) for row in ROWS])
     new = save(tmp_path / "new.json", [record("attention", row) for row in ("naive", "sdpa_flash")])
     assert compared(tmp_path / "out", old, new) == 0
-    assert "1 cases of the run before alone, the first of them default-" in capsys.readouterr().out
-    assert "of the run before alone" in (tmp_path / "out" / "index.html").read_text()
+    assert "1 case only in the run before: default-" in capsys.readouterr().out
+    assert "only in the run before" in (tmp_path / "out" / "index.html").read_text()
 
 
 @pytest.mark.parametrize("name", ["a/b", "changed", "../x"])
