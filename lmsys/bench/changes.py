@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from lmsys.bench.fields import Record
+from lmsys.bench.fields import IDENTITY, Record
 from lmsys.measure.shift import FEWEST, Shift, between, discoveries
 
 FASTER, SLOWER, SAME, UNCLEAR, BROKEN, MENDED = "faster", "slower", "same", "unclear", "broken", "mended"
@@ -86,20 +86,29 @@ def of_one_run(old: Iterable[Record], new: Iterable[Record]) -> tuple[list[Recor
     return gone, [one for key, one in after.items() if key not in before]
 
 
-def spread_between(runs: Sequence[Iterable[Record]], name: str | None = None) -> float:
-    """The standard deviation of what two runs of one commit differ by, over all cases or of the case of that id.
+def spread_between(runs: Sequence[Iterable[Record]]) -> float:
+    """The standard deviation of what two runs of one commit differ by, over all cases with an anchor; 0 of none."""
+    return _root_mean_square([shift for shifts in _shifts(runs).values() for shift in shifts])
 
-    0 of fewer than two runs, and of cases without an anchor.
-    """
+
+def spreads_between(runs: Sequence[Iterable[Record]]) -> dict[str, float]:
+    """The same of each case, by its id."""
+    return {name: _root_mean_square(shifts) for name, shifts in _shifts(runs).items()}
+
+
+def _shifts(runs: Sequence[Iterable[Record]]) -> dict[str, list[float]]:
+    """By how much each run differs from the one before, by a case's id."""
+    found: dict[str, list[float]] = {}
     known = [list(run) for run in runs]
-    found = [
-        _change(before, after, anchor)
-        for one, other in zip(known, known[1:], strict=False)
-        for before, after, anchor in _pairs(one, other)
-        if name in (None, after["id"])
-    ]
-    shifts = [one.shift.estimate for one in found if one.shift and one.beside]
-    return math.sqrt(sum(shift * shift for shift in shifts) / len(shifts)) if shifts else 0.0
+    for one, other in zip(known, known[1:], strict=False):
+        for pair in _pairs(one, other):
+            if (change := _change(*pair)).shift and change.beside:
+                found.setdefault(change.new["id"], []).append(change.shift.estimate)
+    return found
+
+
+def _root_mean_square(values: Sequence[float]) -> float:
+    return math.sqrt(sum(value * value for value in values) / len(values)) if values else 0.0
 
 
 def _usual(records: Sequence[Record]) -> dict[str, float]:
@@ -123,8 +132,7 @@ def _weight(change: Change) -> tuple[int, float, str]:
 
 
 def _by_key(records: Iterable[Record]) -> dict[Key, Record]:
-    names = ("benchmark", "section", "id", "memory_limit_bytes")
-    return {tuple(one.get(name) for name in names): one for one in records}
+    return {tuple(one.get(name) for name in IDENTITY): one for one in records}
 
 
 Pair = tuple[Record, Record]

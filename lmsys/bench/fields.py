@@ -84,6 +84,8 @@ COPY_FRACTION = Field(
 )
 
 # What every record has, whatever was measured.
+# Asking a case again replaces its answer; asking it under a memory limit is another question.
+IDENTITY = ("benchmark", "section", "id", "memory_limit_bytes")
 COMMON = (
     *(Field(name, role="detail") for name in ("id", "benchmark")),
     *axes("section", "impl", "device"),

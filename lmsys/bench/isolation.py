@@ -126,11 +126,8 @@ class Isolated:
         moved, records, self._machine = self._ask([type(one) for one, _, _ in found], in_worker.rate_again, asked)
         return moved, records
 
-    def renew(self) -> None:
-        """Ends the worker: what runs next runs in a fresh one."""
-        self._end(2.0)
-
     def close(self) -> None:
+        """Ends the worker: what runs next runs in a fresh one."""
         self._end(2.0)
 
     def _end(self, grace_s: float) -> None:

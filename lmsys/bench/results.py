@@ -118,24 +118,21 @@ class Session:
 
     def _repeat(self, group: Key, cases: list[Any]) -> None:
         """Keeps the last of several measurements with what a case's differ by, or the first that it did not survive."""
-        from lmsys.bench.changes import spread_between
-        from lmsys.bench.isolation import Isolated
+        from lmsys.bench.changes import spreads_between
 
-        runner = self.runner
-        assert isinstance(runner, Isolated), "lmsys.bench.options.repeats"
         found: list[list[Result]] = []
         try:
             for number in range(self.repeats):
                 if number:
-                    runner.renew()
+                    self.runner.close()
                     self.say(f"  again, {number + 1} of {self.repeats}")
                 found.append([*self.runner.run(self.benchmarks[group[0]], cases)])
         finally:  # an interrupt leaves what is complete
-            runs = [[result.record for result in results] for results in found]
+            spreads = spreads_between([[result.record for result in results] for results in found])
             for results in zip(*found, strict=True):
                 result = next((one for one in results if one.record["outcome"] != "ok"), results[-1])
-                spread = spread_between(runs, result.record["id"])
-                result.record |= {"between_runs": spread} if spread else {}
+                if spread := spreads.get(result.record["id"]):
+                    result.record["between_runs"] = spread
                 result.record["seal"] = seal(result.record)
                 self._keep(group, result)
 

@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from lmsys.bench import record
-from lmsys.bench.fields import COMMON, Field, Record
+from lmsys.bench.fields import COMMON, IDENTITY, Field, Record
 
 # What makes two runs runs of one machine. Versions, driver, commit and the host of a GPU may differ between runs:
 # captions name them.
 HARDWARE = ("name", "device", "gpu", "gpu_count", "capability")
-# Asking a case again replaces its answer; asking it under a memory limit is another question.
-IDENTITY = ("benchmark", "section", "id", "memory_limit_bytes")
 LONGEST_NAME = 120  # of a file, in characters
 FACTS = {"driver": "driver", "cuda": "CUDA", "torch": "torch", "triton": "triton", "python": "Python"}
 EVERYWHERE = [one.name for one in COMMON]  # in each record

@@ -1,8 +1,9 @@
 """A run of benchmarks keeps the results of an earlier run, of a killed one, and of files of schema 1."""
 
 import json
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ import pytest
 from lmsys import files
 from lmsys.bench import Settings, record
 from lmsys.bench.plugin import _resume
+from lmsys.bench.proof import seal
 from lmsys.bench.results import Session, read_results
+from lmsys.bench.trial import Result
 from lmsys.measure import machine
 from lmsys.verify import verify
 
@@ -129,3 +132,58 @@ def test_a_file_of_another_schema_is_not_resumed(tmp_path: Path) -> None:
     path.write_text(json.dumps({"lmsys": record.payload(head(), [ONE]) | {"schema": 3}}))
     with pytest.raises(ValueError, match=f"^--resume {path}: schema 3 is not the 2 that this version reads"):
         _resume(Session(Settings(device="cpu")), path)
+
+
+class Repeated:
+    """A runner whose runs of a group are these, each by the outcomes and the samples of its two rows."""
+
+    def __init__(self, *runs: dict[str, tuple[str, float]]):
+        self.runs, self.closed = [*runs], 0
+
+    def ready(self) -> None: ...
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def run(self, benchmark: object, cases: object) -> Iterator[Result]:
+        found = self.runs.pop(0)
+        if not found:
+            raise KeyboardInterrupt
+        for name, (outcome, pace) in found.items():
+            samples = [pace * (1 + 0.001 * number) for number in range(10)] if outcome == "ok" else None
+            told = {"id": name, "impl": name, "peer": name == "sdpa", "comparison": "c", "samples_s": samples}
+            yield Result({**ONE, **told, "outcome": outcome}, samples)
+
+
+def repeated(*runs: dict[str, tuple[str, float]]) -> tuple[dict[str, dict], Repeated]:
+    session = Session(Settings(device="cpu"), repeats=len(runs))
+    runner = Repeated(*runs)
+    session.__dict__["runner"] = runner
+    session.benchmarks["b"] = None  # type: ignore[assignment]
+    session._groups["b", "g"] = []
+    try:
+        session._run(("b", "g"))
+    except KeyboardInterrupt:
+        assert not all(runs)
+    return {name: result.record for (_, name), result in session.results.items()}, runner
+
+
+def test_repeats_run_in_fresh_processes_and_say_what_they_differ_by() -> None:
+    pace = {"sdpa": ("ok", 2.0)}
+    found, runner = repeated(*({"mine": ("ok", 1.02**number), **pace} for number in range(3)))
+    assert found["mine"]["between_runs"] == pytest.approx(math.log(1.02)) and runner.closed == 2
+    assert found["mine"]["samples_s"][0] == 1.02**2 and found["mine"]["seal"] == seal(found["mine"])
+    assert "between_runs" not in found["sdpa"]  # no other peer took turns with it
+
+
+def test_what_failed_in_one_of_several_repeats_has_failed() -> None:
+    good, bad = {"mine": ("ok", 1.0), "sdpa": ("ok", 2.0)}, {"mine": ("wrong", 1.0), "sdpa": ("ok", 2.0)}
+    found, _ = repeated(good, bad, good)
+    assert found["mine"]["outcome"] == "wrong" and found["sdpa"]["outcome"] == "ok"
+
+
+def test_an_interrupt_leaves_the_repeats_that_are_complete() -> None:
+    good = {"mine": ("ok", 1.0), "sdpa": ("ok", 2.0)}
+    found, _ = repeated(good, good, {})
+    assert {one["outcome"] for one in found.values()} == {"ok"} and len(found) == 2
+    assert repeated({})[0] == {}
