@@ -24,4 +24,4 @@ class Flat(Wrapper):
             all_reduce_mean(flat, self.group, async_op=False).wait()
             for p, view in zip(params, views, strict=True):
                 p.grad = view
-        self._forget_unused(use, missing)
+        self._conclude(use, missing)

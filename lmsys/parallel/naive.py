@@ -20,4 +20,4 @@ class Naive(Wrapper):
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
             all_reduce_mean(dense(p), self.group, async_op=False).wait()
-        self._forget_unused(use, missing)
+        self._conclude(use, missing)

@@ -74,10 +74,11 @@ class Overlapped(Wrapper):
         for pending in self._sent:
             pending.wait()
         self._use_pending.wait()
-        self._forget_unused(self._used, self._absent)
+        use, absent = self._used, self._absent
         self._begin()
         if self._seen is not None:
             self._plan_again(self._seen)
+        self._conclude(use, absent)
 
     def _send_next(self) -> None:
         number = len(self._sent)

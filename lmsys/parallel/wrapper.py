@@ -12,15 +12,17 @@ has none on any rank keeps none, so that an optimizer leaves it alone. The mean 
 large batches train as one process does on all of them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from lmsys.parallel.collectives import Group, broadcast_, gather_objects, size_and_rank
+from lmsys.parallel.structure import Structure
 from lmsys.parallel.traits import Traits
 from lmsys.parallel.units import weakly
 
@@ -31,8 +33,9 @@ class Wrapper(Traits, nn.Module):
     Facts about a strategy are class attributes: `Traits` lists them with their defaults.
 
     process_group  None: the default one, or a single rank where there is none
-    ValueError when ranks hold different modules, and at the first forward to be trained for a parameter that came into
-    the module after it was wrapped; RuntimeError for a forward after a backward that was not finished.
+    ValueError when ranks hold different modules, and where one of them has since replaced, added or removed a
+    parameter, or set one to be trained: `finish_gradient_synchronization` raises it on all ranks, on GPUs a step later.
+    RuntimeError for a forward after a backward that was not finished.
     """
 
     def __init__(self, module: nn.Module, process_group: Group = None):
@@ -41,7 +44,9 @@ class Wrapper(Traits, nn.Module):
         self.world_size, self.rank = size_and_rank(process_group)
         self.trainable = [p for p in module.parameters() if p.requires_grad]
         self._prepare()
-        self._synchronizing, self._unfinished, self._is_checked = True, False, False
+        self._synchronizing, self._unfinished = True, False
+        self._structure, self._change = Structure(module), ""
+        self._flag: tuple[Tensor, torch.cuda.Event] | None = None  # on GPUs, of the step before: whether a rank changed
         _agree(module, process_group)
         for x in (*module.parameters(), *module.buffers()):
             broadcast_(x, process_group)
@@ -57,9 +62,10 @@ class Wrapper(Traits, nn.Module):
                 "a backward was not followed by finish_gradient_synchronization(): call it before the optimizer's step,"
                 " or run backwards that only accumulate gradients under no_sync()"
             )
-        if not self._is_checked and torch.is_grad_enabled():
-            self._check_parameters()
-            self._is_checked = True
+        if torch.is_grad_enabled() and (self._change or not self._structure.is_as_it_was()):
+            self._change = self._structure.change()
+            if self._change and (self.world_size == 1 or not self.synchronizes):
+                raise _changed([self._change])
         return self.module(*args, **kwargs)
 
     @contextmanager
@@ -73,9 +79,9 @@ class Wrapper(Traits, nn.Module):
 
     def finish_gradient_synchronization(self) -> None:
         """Makes every gradient the mean over ranks. All ranks call it between backward and the optimizer's step."""
+        self._unfinished = False
         if self.world_size > 1 and self.trainable:
             self._synchronize()
-        self._unfinished = False
 
     def make_optimizer(self, optimizer_cls: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """The optimizer that steps what this strategy trains."""
@@ -85,14 +91,37 @@ class Wrapper(Traits, nn.Module):
         """The module's state dict, whole, on every rank. All ranks call it."""
         return self.module.state_dict()
 
-    def _check_parameters(self) -> None:
-        known = set(map(id, self.trainable))
-        for name, p in self.module.named_parameters():
-            if p.requires_grad and id(p) not in known:
-                raise ValueError(
-                    f"the parameter {name} came into the module, or was set to be trained, after the module was"
-                    " wrapped: no gradient of it would be synchronized; wrap the module as it is now"
-                )
+    def sharded_state_dict(self) -> dict[str, Tensor]:
+        """What torch.distributed.checkpoint saves and loads: parts are DTensors. All ranks call it."""
+        return self.full_state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads the module's state, whole or as `sharded_state_dict` gives it, also from another strategy or FSDP2.
+
+        All ranks call it, with the same state. Names may begin with "module.", as a wrapper's own do.
+        """
+        if assign:
+            raise ValueError("assign=True puts other parameters into the module than those that are synchronized")
+        prefixed = bool(state_dict) and all(name.startswith("module.") for name in state_dict)
+        found = {name.removeprefix("module.") if prefixed else name: x for name, x in state_dict.items()}
+        return self._load(found, strict)
+
+    def _load(self, state: dict[str, Any], strict: bool) -> Any:
+        return self.module.load_state_dict({name: whole(x) for name, x in state.items()}, strict)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """ValueError where `.to` and its like would move or cast what the strategy has laid out."""
+        with torch.no_grad():
+            for name, x in (*self.named_parameters(), *self.named_buffers()):
+                if fn(x) is not x:
+                    raise ValueError(f"{name} would move or change its dtype: do that to the module, and wrap it then")
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or saved as a whole, as it holds a process group and hooks: copy"
+            " or save its full_state_dict(), which a module like its own loads"
+        )
 
     def _on_grad(self, index: int, _: Tensor) -> None:
         """Called when a backward has accumulated `trainable[index].grad`."""
@@ -112,18 +141,71 @@ class Wrapper(Traits, nn.Module):
         return [index for index, p in enumerate(self.trainable) if p.grad is None]
 
     def _use(self, missing: list[int]) -> Tensor:
-        """Mask of present gradients, 1 or 0; its mean over ranks is 0 for parameters that no rank has used."""
-        use = torch.ones(len(self.trainable), device=self.trainable[0].device)
+        """Mask of present gradients, 1 or 0, and whether this rank's module has changed.
+
+        Its mean over ranks is 0 for parameters that no rank has used, and last where no rank has changed.
+        """
+        use = torch.ones(len(self.trainable) + 1, device=self.trainable[0].device)
         if missing:
             use[missing] = 0.0
+        if not self._change:
+            use[-1:].zero_()
         return use
 
-    def _forget_unused(self, use: Tensor, missing: list[int]) -> None:
-        """Drops gradients that no rank had. `use` is the mean over ranks; the host waits only where one is missing."""
+    def _conclude(self, use: Tensor, missing: list[int]) -> None:
+        """Drops gradients that no rank had, and raises ValueError where a rank's module has changed.
+
+        `use` is the mean over ranks. The host waits for it only where a gradient is missing.
+        """
         if missing:
             for index, share in zip(missing, use[missing].tolist(), strict=True):
                 if share == 0:
                     self.trainable[index].grad = None
+        self._refuse_change(use[-1:])
+
+    def _refuse_change(self, flag: Tensor) -> None:
+        """ValueError on all ranks at once, where the mean `flag` (1,) is not 0: on a GPU that of the step before, for
+        which the host does not have to wait."""
+        told: Tensor | None = flag
+        if flag.is_cuda:
+            if torch.cuda.is_current_stream_capturing():
+                return
+            told = None
+            if self._flag is not None:
+                told, arrived = self._flag
+                arrived.synchronize()
+            self._flag = flag.to("cpu", non_blocking=True), torch.cuda.current_stream().record_event()
+        if told is not None and told.item() > 0:
+            self._flag = None
+            raise _changed(gather_objects(self._change, self.group))
+
+
+def whole(x: Any) -> Any:
+    """A DTensor put together, which all ranks do; else x."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def compared(held: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> Any:
+    """The keys of a state that are missing and unexpected, as torch tells them; RuntimeError where torch raises it."""
+    missing, unexpected = [x for x in held if x not in state], [x for x in state if x not in held]
+    wrong = [
+        f"{name} is {tuple(state[name].shape)}, and the module's {tuple(x.shape)}"
+        for name, x in held.items()
+        if name in state and state[name].shape != x.shape
+    ]
+    if strict:
+        wrong += [f"missing: {', '.join(missing)}"] * bool(missing)
+        wrong += [f"unexpected: {', '.join(unexpected)}"] * bool(unexpected)
+    if wrong:
+        raise RuntimeError(f"the state does not fit the module: {'; '.join(wrong)}")
+    return _IncompatibleKeys(missing, unexpected)
+
+
+def _changed(changes: list[str]) -> ValueError:
+    told = "; ".join(f"on rank {rank} {change}" for rank, change in enumerate(changes) if change)
+    return ValueError(
+        f"{told}, after the module was wrapped: no gradient of it would be synchronized; wrap the module as it is now"
+    )
 
 
 def check_floating(name: str, dtype: Any) -> None:

@@ -11,16 +11,20 @@ Source: Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), section 7.
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
+from lmsys.parallel.absent import appear, leave
 from lmsys.parallel.buckets import MIB, Segmented, is_size, offsets, plan_segments
 from lmsys.parallel.collectives import Group, Pending, reduce_scatter_mean
 from lmsys.parallel.overlapped import Overlapped
 from lmsys.parallel.packing import Layout, copy_gradients
 from lmsys.parallel.sharded_optimizer import FlatBuffer, ShardedOptimizer, flatten, layout_of
+from lmsys.parallel.steps import Among, watch
 from lmsys.parallel.units import blocks_of, parameters_by_block, surround, weakly
 
 # Flat buffers that a recorded forward has begun to gather beyond those it has waited for. Were all begun at its start,
@@ -61,6 +65,9 @@ class Zero1(Overlapped):
         self._gathering = [Pending() for _ in self.flat_buffers]  # those begun, in order; at first none is needed
         self._stale, self._recorded = False, False  # others' parameters are the old ones; a recorded forward fetches
         self._wait_in_forward()
+        self._trained, self.optimizers = Among(self.trainable), WeakSet[Any]()
+        self._address = self.trainable[0].data_ptr() if self.trainable else 0
+        watch(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         recorded = self.world_size > 1 and self._is_being_recorded()
@@ -88,11 +95,26 @@ class Zero1(Overlapped):
         self._fetch()
         self._wait_for(range(len(self.flat_buffers)))
 
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """ValueError for an optimizer that would step parts, and for parameters that are no longer where they were."""
+        if not self._trained.held_by(optimizer):
+            return
+        if optimizer not in self.optimizers:
+            raise ValueError(
+                f"this {type(optimizer).__name__} holds parameters whose gradients ZeRO-1 has divided among ranks: make"
+                " it by make_optimizer(), which gathers what each rank has stepped"
+            )
+        if self.trainable[0].data_ptr() != self._address:
+            raise ValueError("the module was moved or cast after it was wrapped: do that first, and wrap it then")
+
     def stepped(self) -> None:
         """Called by the optimizer: this rank's parameters have moved, others' are to be gathered."""
         self._stale = True
         if not self._recorded:
             self._fetch()
+        arrive = _refuse_stale if self._recorded else partial(_arrive, self._gathering, self._others)
+        for others in self._others:
+            leave(others, arrive)
 
     def _is_being_recorded(self) -> bool:
         return bool(self.trainable) and self.trainable[0].is_cuda and torch.cuda.is_current_stream_capturing()
@@ -121,6 +143,7 @@ class Zero1(Overlapped):
         self._begin_gathering(count)
         for number in numbers:
             self._gathering[number].wait()
+            appear(self._others[number])
         self._begin_gathering(count + AHEAD)
 
     def _partition(self, order: list[int]) -> list[tuple[int, ...]]:
@@ -163,9 +186,29 @@ class Zero1(Overlapped):
         for number, buffer in enumerate(self.flat_buffers):
             for index in buffer.bucket.indices:
                 needed[unit_of[self.trainable[index]]].add(number)
+        self._others = [self._not_own(buffer.bucket) for buffer in self.flat_buffers]
         self._at_start = sorted(needed[0])
         for block, numbers in zip(blocks_of(self.module), needed[1:], strict=True):
             surround(block, weakly(self._wait_for, sorted(numbers)))
+
+    def _not_own(self, bucket: Segmented) -> list[nn.Parameter]:
+        """The parameters of a bucket that other ranks step."""
+        others = [owned for rank, owned in enumerate(bucket.members) if rank != self.rank]
+        return [self.trainable[index] for owned in others for index in owned]
+
+
+def _arrive(gathering: Sequence[Pending], others: Sequence[Sequence[nn.Parameter]], _: Any) -> None:
+    """Somebody reads a parameter whose new values are on their way. The wrapper may be gone by then."""
+    for pending, params in zip(gathering, others, strict=True):
+        pending.wait()
+        appear(params)
+
+
+def _refuse_stale(_: Any) -> None:
+    raise RuntimeError(
+        "a parameter was read that another rank has stepped, and the next replay of a CUDA graph gathers: wait() brings"
+        " it now, on all ranks"
+    )
 
 
 class Zero1Optimizer(ShardedOptimizer):
@@ -175,6 +218,7 @@ class Zero1Optimizer(ShardedOptimizer):
         self._wrapper = weakref.ref(wrapper)
         chosen = wrapper.trainable if params is None else params
         super().__init__(chosen, optimizer_cls, wrapper.group, wrapper.flat_buffers, wrapper.owners, **kwargs)
+        wrapper.optimizers.update((self, self._local))
 
     def _flatten(self, params: list[Tensor]) -> None:
         self.param_groups.pop()  # the one that they came in

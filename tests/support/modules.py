@@ -1,0 +1,360 @@
+"""What users do with a module, done to wrapped ones on ranks and to a plain one on one process. Ranks import it."""
+
+import copy
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lmsys.parallel import STRATEGIES
+from lmsys.parallel.collectives import Pending
+from lmsys.parallel.fsdp import Fsdp
+from lmsys.parallel.sharded_optimizer import FlatBuffer
+from lmsys.parallel.zero1 import Zero1
+from tests.support.ranks import Net, Recipe, error_of, group_of, use
+
+WIDTH = 5
+RECIPE = Recipe(width=WIDTH, tied=True, frozen=True)
+LR = 0.05
+
+
+@dataclass
+class Player:
+    """A model, wrapped or plain, that a program of operations is played on; `seen` is what they let one see.
+
+    ranks  whose batches it trains on: its own, or a plain one on those of all
+    """
+
+    model: nn.Module
+    ranks: Sequence[int]
+    dtype: torch.dtype
+    seen: list[dict[str, Tensor]] = field(default_factory=list)
+    saved: bytes = b""
+
+    def __post_init__(self) -> None:
+        self.new_optimizer()
+        self.save()
+
+    def play(self, program: Sequence[str]) -> list[dict[str, Tensor]]:
+        for number, name in enumerate(program):
+            self.batch = torch.randn(2, 2, 3, WIDTH, generator=torch.Generator().manual_seed(number)).to(self.dtype)
+            getattr(self, name)()
+        self.state()
+        return self.seen
+
+    @property
+    def is_plain(self) -> bool:
+        return isinstance(self.model, Net)
+
+    @property
+    def module(self) -> nn.Module:
+        return self.model if self.is_plain else self.model.module
+
+    def loss(self, micro: int) -> Tensor:
+        return torch.stack([self.model(self.batch[rank, micro]) for rank in self.ranks]).mean()
+
+    def see(self, **found: Tensor) -> None:
+        self.seen.append({name: x.detach().clone() for name, x in found.items()})
+
+    def backward(self) -> None:
+        self.loss(0).backward()
+        if not self.is_plain:
+            self.model.finish_gradient_synchronization()
+
+    def step(self) -> None:
+        self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def late_step(self) -> None:
+        """What is gathered between the gradients and the step is old after it."""
+        self.backward()
+        if isinstance(self.model, Fsdp):
+            self.model.finish_gradient_synchronization()  # of nothing: gradients stay as they are
+        self.look()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def accumulate(self) -> None:
+        if self.is_plain:
+            self.loss(1).backward()
+        else:
+            with self.model.no_sync():
+                self.loss(1).backward()
+        self.step()
+
+    def gradients(self) -> None:
+        """Those that this rank has, at the module's own parameters: whole, or of fsdp once they are shown whole."""
+        self.backward()
+        if isinstance(self.model, Fsdp):
+            parts = {name: p.grad for name, p in self.module.named_parameters() if p.requires_grad}
+            assert all(x is not None and x.dim() == 1 for x in parts.values())
+            self.model.unshard()
+        if isinstance(self.model, Zero1):
+            own = [p for p, owner in self.model.owners.items() if owner == self.model.rank]
+            assert {id(p) for p in own} == {id(p) for p in self.module.parameters() if p.grad is not None}
+        self.see(**{f"gradient of {n}": p.grad for n, p in self.module.named_parameters() if p.grad is not None})
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def evaluate(self) -> None:
+        self.model.eval()
+        with torch.no_grad():
+            self.see(evaluated=self.model(self.batch[0, 0]))
+        self.model.train()
+
+    def look(self) -> None:
+        """A forward that no backward follows."""
+        self.see(forward=self.model(self.batch[0, 0]))
+
+    def read(self) -> None:
+        """The module's own parameters, whichever way one comes by them."""
+        if isinstance(self.model, Fsdp):
+            self.model.unshard()
+        self.see(**dict(self.module.named_parameters()))
+        self.see(**self.module.state_dict())
+
+    def step_while_shown(self) -> None:
+        """What was shown before the step is no longer shown after it."""
+        if isinstance(self.model, Fsdp):
+            self.model.unshard()
+        self.backward()
+        if isinstance(self.model, Fsdp):
+            self.model.unshard()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if isinstance(self.model, Fsdp):
+            assert "was read that fsdp has divided" in error_of(lambda: self.module.first.weight.sum())
+        self.state()
+
+    def state(self) -> None:
+        self.see(**self.whole())
+
+    def whole(self) -> dict[str, Tensor]:
+        return self.model.state_dict() if self.is_plain else self.model.full_state_dict()
+
+    def save(self) -> None:
+        file = io.BytesIO()
+        torch.save(self.whole(), file)
+        self.saved = file.getvalue()
+
+    def load(self) -> None:
+        told = self.model.load_state_dict(torch.load(io.BytesIO(self.saved)))
+        assert not told.missing_keys and not told.unexpected_keys
+
+    def new_optimizer(self) -> None:
+        options = {"lr": LR, "momentum": 0.9}
+        if self.is_plain:
+            self.optimizer: Any = torch.optim.SGD(self.model.parameters(), **options)
+        else:
+            self.optimizer = self.model.make_optimizer(torch.optim.SGD, **options)
+
+    def zero(self) -> None:
+        self.backward()
+        self.model.zero_grad()
+
+    def stay(self) -> None:
+        assert self.model.to(self.dtype) is self.model and self.model.train() is self.model
+        assert "Linear" in repr(self.model)
+        assert len(list(self.module.parameters())) == len(list(Net(RECIPE).parameters()))
+
+
+OPERATIONS = (
+    "step late_step step_while_shown accumulate gradients evaluate look read state save load new_optimizer zero stay"
+).split()
+
+
+def play(strategy: str, program: Sequence[str]) -> list[dict[str, Tensor]] | str:
+    """On a rank of two: what is seen, or what was raised."""
+    group, rank = group_of(2), dist.get_rank()
+    if rank >= 2:
+        return []
+    torch.manual_seed(rank)
+    seen: list[dict[str, Tensor]] = []
+    with deferred():
+        told = error_of(lambda: seen.extend(_player(strategy, group, rank).play(program)))
+    return seen if told == "nothing raised" else told
+
+
+def deferred() -> Any:
+    """A context in which what ZeRO-1 gathers arrives no earlier than somebody waits for it."""
+
+    def late(gather: Any) -> Any:
+        def begins(self: FlatBuffer, rank: int, group: Any) -> Pending:
+            elsewhere = FlatBuffer(self.flat.clone(), self.bucket)
+            gather(elsewhere, rank, group).wait()
+            return Pending(then=lambda: self.flat.copy_(elsewhere.flat))
+
+        return begins
+
+    return use((FlatBuffer, "gather", late))
+
+
+def _player(strategy: str, group: Any, rank: int) -> Player:
+    return Player(STRATEGIES[strategy].load()(Net(RECIPE), group), [rank], torch.float32)
+
+
+def play_alone(program: Sequence[str], dtype: torch.dtype) -> list[dict[str, Tensor]]:
+    torch.manual_seed(0)
+    return Player(Net(RECIPE).to(dtype), [0, 1], dtype).play(program)
+
+
+# One operation each, after a step; what is returned is a text, the same on both ranks.
+
+
+def _sum_of_parameters(wrapper: nn.Module, _: Any) -> str:
+    return _same(wrapper, torch.stack([p.detach().sum() for p in wrapper.module.parameters()]))
+
+
+def _state_dict(wrapper: nn.Module, _: Any) -> str:
+    return _same(wrapper, torch.cat([x.flatten() for x in wrapper.state_dict().values()]))
+
+
+def _state_of_module(wrapper: nn.Module, _: Any) -> str:
+    return _same(wrapper, torch.cat([x.flatten() for x in wrapper.module.state_dict().values()]))
+
+
+def _same(wrapper: nn.Module, x: Tensor) -> str:
+    others = [torch.empty_like(x) for _ in range(2)]
+    dist.all_gather(others, x, group=wrapper.group)
+    return "the same on all ranks" if torch.equal(*others) else "ranks differ"
+
+
+def _load_state_dict(wrapper: nn.Module, _: Any) -> str:
+    state = {name: torch.full_like(x, 2.0) for name, x in wrapper.full_state_dict().items()}
+    wrapper.load_state_dict(state)
+    return f"loaded: {all((x == 2).all() for x in wrapper.full_state_dict().values())}"
+
+
+def _load_misfit(wrapper: nn.Module, _: Any) -> str:
+    state = wrapper.full_state_dict()
+    del state["first.weight"]
+    return str(wrapper.load_state_dict(state | {"what": torch.ones(1)}))
+
+
+def _deepcopy(wrapper: nn.Module, _: Any) -> str:
+    return type(copy.deepcopy(wrapper)).__name__
+
+
+def _deepcopy_module(wrapper: nn.Module, _: Any) -> str:
+    found = copy.deepcopy(wrapper.module)
+    with torch.no_grad():
+        return f"as the original: {bool(found(torch.ones(1, WIDTH)) == wrapper(torch.ones(1, WIDTH)))}"
+
+
+def _save_wrapper(wrapper: nn.Module, _: Any) -> str:
+    torch.save(wrapper, io.BytesIO())
+    return "saved"
+
+
+def _save_state(wrapper: nn.Module, _: Any) -> str:
+    file = io.BytesIO()
+    torch.save(wrapper.full_state_dict(), file)
+    file.seek(0)
+    Net(RECIPE).load_state_dict(torch.load(file))
+    return "a plain module loads it"
+
+
+def _to_same(wrapper: nn.Module, _: Any) -> str:
+    return "itself" if wrapper.to(torch.float32) is wrapper else "another"
+
+
+def _to_other(wrapper: nn.Module, _: Any) -> str:
+    return str(wrapper.to(torch.float64))
+
+
+def _step_over_wrapper(wrapper: nn.Module, _: Any) -> str:
+    return _stepped(wrapper, torch.optim.SGD(wrapper.parameters(), lr=LR))
+
+
+def _step_over_module(wrapper: nn.Module, _: Any) -> str:
+    return _stepped(wrapper, torch.optim.SGD(wrapper.module.parameters(), lr=LR))
+
+
+def _stepped(wrapper: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    before = wrapper.full_state_dict()["last.weight"].clone()
+    wrapper(torch.ones(1, WIDTH)).backward()
+    wrapper.finish_gradient_synchronization()
+    optimizer.step()
+    after = wrapper.full_state_dict()["last.weight"]
+    return _same(wrapper, after) if not torch.equal(before, after) else "nothing was trained"
+
+
+def _zero_grad(wrapper: nn.Module, _: Any) -> str:
+    wrapper(torch.ones(1, WIDTH)).backward()
+    wrapper.finish_gradient_synchronization()
+    wrapper.zero_grad()
+    left = sum(float(p.grad.abs().sum()) for p in wrapper.parameters() if p.grad is not None)
+    return f"gradients left: {left}"
+
+
+def _forward_hook(wrapper: nn.Module, _: Any) -> str:
+    seen: list[float] = []
+    wrapper.module.layers[0].register_forward_hook(lambda block, x, y: seen.append(float(y.sum())))
+    wrapper(torch.ones(1, WIDTH))
+    return f"called {len(seen)} times"
+
+
+def _replaced_on_one_rank(wrapper: nn.Module, rank: int) -> str:
+    if rank == 1:
+        wrapper.module.last.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+    return _stepped(wrapper, wrapper.make_optimizer(torch.optim.SGD, lr=LR))
+
+
+def _added_on_all_ranks(wrapper: nn.Module, _: Any) -> str:
+    wrapper.module.last.more = nn.Parameter(torch.ones(1))
+    return _stepped(wrapper, wrapper.make_optimizer(torch.optim.SGD, lr=LR))
+
+
+def _removed_on_one_rank(wrapper: nn.Module, rank: int) -> str:
+    if rank == 0:
+        wrapper.module.layers[1].down.register_parameter("bias", None)
+    return _stepped(wrapper, wrapper.make_optimizer(torch.optim.SGD, lr=LR))
+
+
+def _moved_module(wrapper: nn.Module, _: Any) -> str:
+    wrapper.module.double().float()
+    return _stepped(wrapper, wrapper.make_optimizer(torch.optim.SGD, lr=LR))
+
+
+Operation = Callable[[nn.Module, Any], str]
+ONE_BY_ONE: dict[str, Operation] = {
+    "read the module's parameters": _sum_of_parameters,
+    "state_dict()": _state_dict,
+    "module.state_dict()": _state_of_module,
+    "load_state_dict()": _load_state_dict,
+    "load_state_dict() of another module": _load_misfit,
+    "copy.deepcopy": _deepcopy,
+    "copy.deepcopy of the module": _deepcopy_module,
+    "torch.save of the wrapper": _save_wrapper,
+    "torch.save of full_state_dict()": _save_state,
+    ".to() where it is": _to_same,
+    ".to() of another dtype": _to_other,
+    "an optimizer over parameters()": _step_over_wrapper,
+    "an optimizer over module.parameters()": _step_over_module,
+    "zero_grad()": _zero_grad,
+    "a forward hook": _forward_hook,
+    "a parameter replaced on one rank": _replaced_on_one_rank,
+    "a parameter added on all ranks": _added_on_all_ranks,
+    "a parameter removed on one rank": _removed_on_one_rank,
+    "module.to() of another dtype": _moved_module,
+}
+
+
+def do(strategy: str, operation: str) -> str:
+    """On a rank of two: what an operation says just after a step, or what it raises."""
+    group, rank = group_of(2), dist.get_rank()
+    if rank >= 2:
+        return ""
+    torch.manual_seed(rank)
+    found: list[str] = []
+    with deferred():
+        player = _player(strategy, group, rank)
+        player.play(["step", "step"])
+        player.step()
+        told = error_of(lambda: found.append(ONE_BY_ONE[operation](player.model, rank)))
+    return found[0] if found else told
