@@ -10,7 +10,6 @@ Source: Zhao et al. 2023, "PyTorch FSDP" (arXiv 2304.11277), sections 3.2 and 3.
 """
 
 import copy
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -22,7 +21,7 @@ from lmsys.parallel.collectives import Group, all_reduce_mean
 from lmsys.parallel.flat_shard import FlatShard
 from lmsys.parallel.steps import Among, watch
 from lmsys.parallel.traits import RESIZES_PARAMETERS
-from lmsys.parallel.units import blocks_of, parameters_by_block, surround, weakly
+from lmsys.parallel.units import blocks_of, flats_by_block, surround, weakly
 from lmsys.parallel.wrapper import Wrapper, check_floating, compared, whole
 
 
@@ -46,8 +45,10 @@ class Fsdp(Wrapper):
     def __init__(self, module: nn.Module, process_group: Group = None, compute_dtype: torch.dtype | None = None):
         check_floating("compute_dtype", compute_dtype)
         super().__init__(module, process_group)
-        self.gathered_dtype = compute_dtype
-        self._units = [_unit(self, params) for params in parameters_by_block(module)]
+        self._dtype = compute_dtype
+        self._units = [
+            [FlatShard(params, process_group, compute_dtype) for params in unit] for unit in flats_by_block(module)
+        ]
         self._to_reduce = len(self._units) - 1  # the next, from the last block to what is in no block
         self._in_backward = False
         self._reducing: list[_Unit] = []
@@ -151,7 +152,7 @@ class Fsdp(Wrapper):
 
     def _cast(self, x: Any) -> Any:
         floating = isinstance(x, Tensor) and x.is_floating_point()
-        return x.to(self.gathered_dtype) if floating and self.gathered_dtype is not None else x
+        return x.to(self._dtype) if floating and self._dtype is not None else x
 
     def _on_grad(self, index: int, _: Tensor) -> None:
         if not self._in_backward:  # attributes are slow to set, as in Wrapper
@@ -207,14 +208,6 @@ class Fsdp(Wrapper):
 
 
 _Unit = list[FlatShard]  # of parameters that are gathered and freed together
-
-
-def _unit(wrapper: Fsdp, params: list[nn.Parameter]) -> _Unit:
-    """A flat tensor for each dtype, trained or frozen."""
-    kinds: dict[Any, list[nn.Parameter]] = defaultdict(list)
-    for p in params:
-        kinds[p.dtype, p.device, p.requires_grad].append(p)
-    return [FlatShard(group, wrapper.group, wrapper.gathered_dtype) for group in kinds.values()]
 
 
 def _each(unit: Iterable[FlatShard], do: Callable[[FlatShard], None]) -> None:

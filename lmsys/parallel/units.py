@@ -1,6 +1,7 @@
 """The parts of a module that are sharded, gathered and waited for as one."""
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,18 @@ def parameters_by_block(module: nn.Module) -> list[list[nn.Parameter]]:
         alone = len(numbers) == 1 and id(p) in inside and id(p) not in outside
         units[next(iter(numbers)) if alone else 0].append(p)
     return units
+
+
+def flats_by_block(module: nn.Module) -> list[list[list[nn.Parameter]]]:
+    """The same, in each those that can lie side by side: of one dtype and device, all trained or all frozen."""
+    return [_by_kind(params) for params in parameters_by_block(module)]
+
+
+def _by_kind(params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    kinds: dict[Any, list[nn.Parameter]] = defaultdict(list)
+    for p in params:
+        kinds[p.dtype, p.device, p.requires_grad].append(p)
+    return list(kinds.values())
 
 
 def _outside(module: nn.Module, blocks: list[nn.Module]) -> list[nn.Parameter]:

@@ -140,7 +140,6 @@ class Trainer:
         return ShardedOptimizer(self.model.parameters(), AdamW, self.group, **options)
 
     def _resume(self, found: Checkpoint, shared: dict[str, Any]) -> None:
-        found.require(optimizer=self.facts["optimizer"])
         state.restore_optimizer(self.strategy, self.optimizer, found, shared, self.rank, self.world_size)
         progress = shared["progress"]
         self.step = found.step

@@ -1,13 +1,9 @@
-"""The state of a training run for a checkpoint, and back: at the same world size, or sharded state at another."""
+"""The state of a training run for a checkpoint, and back: under another strategy and on other ranks too."""
 
-from typing import Any
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lmsys.parallel.adapter import Adapter
+from lmsys.parallel.flat_state import flat_share, whole_state
 from lmsys.parallel.fsdp import Fsdp
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer, merge_shares
 from lmsys.training.checkpoint import Checkpoint, State
@@ -16,7 +12,7 @@ PREFIX = "model."  # the names of parameters begin with it: strategies wrap lmsy
 
 
 def layout(strategy: Adapter) -> str:
-    """How the optimizer numbers its state: `flat` parts of blocks, or `whole` parameters. Neither loads the other."""
+    """How the optimizer numbers its state: `flat` parts of blocks, or `whole` parameters."""
     return "flat" if isinstance(strategy.wrapper, Fsdp) else "whole"
 
 
@@ -35,33 +31,17 @@ def capture(strategy: Adapter, optimizer: Optimizer, rank: int) -> tuple[State, 
 def restore_optimizer(
     strategy: Adapter, optimizer: Optimizer, found: Checkpoint, shared: State, rank: int, world_size: int
 ) -> None:
-    """The optimizer's state of a checkpoint, saved by any number of ranks; `shared` is what it has in common."""
-    if "optimizer" in shared:
-        optimizer.load_state_dict(shared["optimizer"])
-        return
-    if layout(strategy) == "flat" and found.world_size == world_size:
+    """The optimizer's state of a checkpoint, saved by any number of ranks under any strategy.
+
+    shared  what the checkpoint has in common for all ranks
+    """
+    flat, was_flat = layout(strategy) == "flat", found.facts.get("optimizer") == "flat"
+    if flat and was_flat and found.world_size == world_size:
         optimizer.load_state_dict(found.own(rank, "optimizer")["optimizer"])
         return
-    shares = [found.own(index, "optimizer")["optimizer"] for index in range(found.world_size)]
-    if layout(strategy) == "flat":
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        optimizer.load_state_dict(_reparted(shares, params, rank, world_size))
+    if "optimizer" in shared:
+        state = shared["optimizer"]
     else:
-        optimizer.load_state_dict(merge_shares(shares))
-
-
-def _reparted(shares: list[State], params: list[nn.Parameter], rank: int, world_size: int) -> State:
-    """Flat parts of one number of ranks as those of another: put together, padded or cut behind, divided anew."""
-    state: dict[int, Any] = {}
-    for number, values in shares[0]["state"].items():
-        parts = {name: [share["state"][number][name] for share in shares] for name in values}
-        length = params[number].numel()
-        state[number] = {name: _part(of, length, rank, world_size) for name, of in parts.items()}
-    return {"state": state, "param_groups": shares[0]["param_groups"]}
-
-
-def _part(parts: list[Any], length: int, rank: int, world_size: int) -> Any:
-    if not isinstance(parts[0], Tensor) or parts[0].dim() != 1:  # a counter of steps, the same in all
-        return parts[0]
-    before = torch.cat(parts)
-    return F.pad(before, (0, world_size * length - len(before))).chunk(world_size)[rank].clone()  # the rest is padding
+        shares = [found.own(index, "optimizer")["optimizer"] for index in range(found.world_size)]
+        state = whole_state(shares, strategy.module) if was_flat else merge_shares(shares)
+    optimizer.load_state_dict(flat_share(state, strategy.module, rank, world_size) if flat else state)

@@ -1,14 +1,19 @@
 """Strategies used as people use a module: each operation on each strategy, and programs of them beside a plain one."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lmsys.parallel.flat_state import flat_share, whole_state
 from lmsys.parallel.group import WorkerGroup
 from lmsys.testing import error_ratio
-from tests.support.modules import ONE_BY_ONE, OPERATIONS, do, play, play_alone
+from tests.support.modules import ONE_BY_ONE, OPERATIONS, do, load_checkpoint, play, play_alone, save_checkpoint
+from tests.support.ranks import Net, Recipe
 
+recipes = st.builds(Recipe, width=st.integers(1, 9), tied=st.booleans(), frozen=st.booleans(), mixed=st.booleans())
 REPLICATED = ("naive", "flat", "overlapped", "bucketed")
 STRATEGIES = (*REPLICATED, "zero1", "fsdp")
 WHOLE = "the same on all ranks"
@@ -78,3 +83,46 @@ def test_any_program_is_as_on_a_plain_module(ranks: WorkerGroup, strategy: str, 
             assert found.keys() <= right.keys()
             for name, x in found.items():
                 assert error_ratio(x, right[name], rounded[name]) <= 1, name
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (("fsdp", 4), ("bucketed", 2)),
+        (("bucketed", 2), ("fsdp", 4)),
+        (("fsdp", 4), ("plain", 1)),
+        (("plain", 1), ("fsdp", 3)),
+        (("fsdp", 2), ("torch_fsdp2", 4)),
+        (("torch_fsdp2", 4), ("fsdp", 2)),
+        (("zero1", 3), ("fsdp", 2)),
+    ],
+)
+def test_a_distributed_checkpoint_goes_from_one_to_another(
+    ranks: WorkerGroup, tmp_path: Path, before: tuple[str, int], after: tuple[str, int]
+) -> None:
+    saved, *_ = ranks.run(save_checkpoint, *before, str(tmp_path))
+    for found in ranks.run(load_checkpoint, *after, str(tmp_path))[: after[1]]:
+        assert found.keys() == saved.keys()
+        assert all(torch.equal(x, saved[name]) for name, x in found.items())
+
+
+@given(recipe=recipes, world_sizes=st.tuples(st.integers(1, 4), st.integers(1, 4)))
+def test_a_flat_state_is_a_whole_one_divided(recipe: Recipe, world_sizes: tuple[int, int]) -> None:
+    """AdamW's state over whole parameters, divided, put together and divided anew."""
+    module = Net(recipe)
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.randn(3, recipe.width)).backward()
+    for p in module.parameters():
+        p.grad = torch.zeros_like(p) if p.grad is None and p.requires_grad else p.grad
+    optimizer.step()
+    state = optimizer.state_dict()
+    for world_size in world_sizes:
+        shares = [flat_share(state, module, rank, world_size) for rank in range(world_size)]
+        lengths = {len(share["state"][0]["exp_avg"]) for share in shares}
+        assert len(lengths) == 1
+        state = whole_state(shares, module)
+        assert state.keys() == optimizer.state_dict().keys()
+    for number, expected in optimizer.state_dict()["state"].items():
+        found = state["state"][number]
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], x) for name, x in expected.items())

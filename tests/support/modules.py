@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from lmsys.parallel import STRATEGIES
@@ -358,3 +359,47 @@ def do(strategy: str, operation: str) -> str:
         player.step()
         told = error_of(lambda: found.append(ONE_BY_ONE[operation](player.model, rank)))
     return found[0] if found else told
+
+
+# Checkpoints of torch.distributed.checkpoint, from one strategy to another.
+
+
+def save_checkpoint(strategy: str, world_size: int, folder: str) -> dict[str, Tensor]:
+    """On a rank: what was saved, whole."""
+    group, rank = group_of(world_size), dist.get_rank()
+    if rank >= world_size:
+        return {}
+    torch.manual_seed(rank)
+    state, whole = _state_of(_built(strategy, group), strategy)
+    dcp.save(state, checkpoint_id=folder, process_group=group)
+    return whole
+
+
+def load_checkpoint(strategy: str, world_size: int, folder: str) -> dict[str, Tensor]:
+    """On a rank: what was loaded into a model of other weights, whole."""
+    group, rank = group_of(world_size), dist.get_rank()
+    if rank >= world_size:
+        return {}
+    torch.manual_seed(100 + rank)
+    model = _built(strategy, group)
+    state, _ = _state_of(model, strategy)
+    dcp.load(state, checkpoint_id=folder, process_group=group)
+    if strategy in ("plain", "torch_fsdp2"):
+        getattr(model, "module", model).load_state_dict(state)
+    else:
+        model.load_state_dict(state)
+    return _state_of(model, strategy)[1]
+
+
+def _built(strategy: str, group: Any) -> nn.Module:
+    net = Net(Recipe(width=WIDTH))
+    return net if strategy == "plain" else STRATEGIES[strategy].load()(net, group)
+
+
+def _state_of(model: nn.Module, strategy: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(what is saved, the same whole)"""
+    if strategy == "plain":
+        state = model.state_dict()
+        return state, {name: x.clone() for name, x in state.items()}
+    state = model.module.state_dict() if strategy == "torch_fsdp2" else model.sharded_state_dict()
+    return state, {name: x.clone() for name, x in model.full_state_dict().items()}
