@@ -4,6 +4,7 @@ Both number parameters as the optimizer of `make_optimizer` has them, in one par
 on with either as if nothing had changed.
 """
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ def whole_state(shares: Sequence[State], module: nn.Module) -> State:
     for flat, params in enumerate(_flats(module)):
         found = [share["state"][flat] for share in shares if flat in share["state"]]
         for name, value in found[0].items() if found else ():
-            parts = [value] * len(params)
+            parts = [copy.deepcopy(value) for _ in params]  # a counter is added to in place
             if _has_elements(name, value):
                 joined = torch.cat([one[name] for one in found])
                 parts = [x.clone() for x in Layout.of(params).views(joined)]

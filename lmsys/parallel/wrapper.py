@@ -92,7 +92,7 @@ class Wrapper(Traits, nn.Module):
         return self.module.state_dict()
 
     def sharded_state_dict(self) -> dict[str, Tensor]:
-        """What torch.distributed.checkpoint saves and loads: parts are DTensors. All ranks call it."""
+        """The state that torch.distributed.checkpoint saves and loads: parts are DTensors. All ranks call it."""
         return self.full_state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

@@ -72,7 +72,7 @@ class Player:
         self.optimizer.zero_grad()
 
     def late_step(self) -> None:
-        """What is gathered between the gradients and the step is old after it."""
+        """A forward between the gradients and the step: what it has gathered is old after that."""
         self.backward()
         if isinstance(self.model, Fsdp):
             self.model.finish_gradient_synchronization()  # of nothing: gradients stay as they are
@@ -120,7 +120,7 @@ class Player:
         self.see(**self.module.state_dict())
 
     def step_while_shown(self) -> None:
-        """What was shown before the step is no longer shown after it."""
+        """Values that were shown before the step are not shown any more after it."""
         if isinstance(self.model, Fsdp):
             self.model.unshard()
         self.backward()
