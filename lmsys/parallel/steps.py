@@ -1,4 +1,4 @@
-"""What a strategy does before any optimizer's step: it may hold parameters that only another one can step."""
+"""Strategies look at every optimizer before its step: it may hold parameters that only another one can step."""
 
 import weakref
 from collections.abc import Iterable

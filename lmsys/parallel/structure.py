@@ -25,7 +25,7 @@ class Structure:
         return all(p.requires_grad is trained for p, trained in self._trained)
 
     def change(self) -> str:
-        """What is different first, in words; empty where nothing is."""
+        """The first difference in words; empty where there is none."""
         now = _parameters(self.module)
         for name, p in self._parameters.items():
             if name not in now:

@@ -1,4 +1,4 @@
-"""What users do with a module, done to wrapped ones on ranks and to a plain one on one process. Ranks import it."""
+"""Operations of users on a module, done to wrapped ones on ranks and to a plain one on one process. Ranks import it."""
 
 import copy
 import io
