@@ -98,19 +98,20 @@ def pick(x: Tensor, spot: Spot, kv_heads: int) -> Tensor:
 def make_inputs(
     case: AttentionCase, seed: int, dtype: str | None = None, *, std: float = 1.0, transposed: bool = False
 ) -> Inputs:
-    """Standard normal inputs of `case` on its device, in `dtype` (default: the case's).
+    """Standard normal inputs of `case` on its device, in `dtype` (default: the case's); v and do are value_dim wide.
 
     `std` is that of q and k: logits have about std². `transposed` gives views of (B, S, H, D) memory.
     """
 
-    def empty(heads: int, length: int) -> Tensor:
+    def empty(heads: int, length: int, width: int) -> Tensor:
         options: dict[str, Any] = {"dtype": DTYPES[dtype or case.dtype], "device": case.device}
         if transposed:
-            return torch.empty(case.batch, length, heads, case.head_dim, **options).transpose(1, 2)
-        return torch.empty(case.batch, heads, length, case.head_dim, **options)
+            return torch.empty(case.batch, length, heads, width, **options).transpose(1, 2)
+        return torch.empty(case.batch, heads, length, width, **options)
 
-    q, do = empty(case.heads, case.queries), empty(case.heads, case.queries)
-    k, v = empty(case.kv_heads, case.keys), empty(case.kv_heads, case.keys)
+    value_dim = case.value_dim or case.head_dim
+    q, do = empty(case.heads, case.queries, case.head_dim), empty(case.heads, case.queries, value_dim)
+    k, v = empty(case.kv_heads, case.keys, case.head_dim), empty(case.kv_heads, case.keys, value_dim)
     return Inputs(q, k, v, do, seed, std).redraw_(seed)
 
 

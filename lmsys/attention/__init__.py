@@ -4,7 +4,16 @@ from typing import Any
 
 from torch import Tensor
 
-from lmsys.attention.contract import AttentionCase, adapt, as_4d, case_of, check_inputs
+from lmsys.attention.contract import (
+    AttentionCase,
+    adapt,
+    as_4d,
+    case_of,
+    check_inputs,
+    check_mask,
+    mask_4d,
+    takes_mask,
+)
 from lmsys.registry import Entry, Table
 
 __all__ = ["ATTENTION", "AttentionCase", "attention"]
@@ -97,18 +106,38 @@ ATTENTION = Table(
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, impl: str = "auto"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    impl: str = "auto",
 ) -> Tensor:
     """softmax(scale · q kᵀ) v, by the row `impl` of the table.
 
-    q (..., H, Q, D), k and v (..., Hkv, K, D) with H a multiple of Hkv (grouped-query heads), or all
-    three (B, S, D); one dtype and device. `causal`: query i sees keys j <= i, aligned at the top left
-    as in torch SDPA, also for Q != K. `scale` defaults to D ** -0.5. Returns o, of q's shape and dtype;
-    differentiable once. "auto" takes the fastest row that supports the case, on a CPU none that Triton
-    interprets; a named row that cannot run it is a ValueError that says why.
+    q (..., H, Q, D), k (..., Hkv, K, D), v (..., Hkv, K, Dv) with H a multiple of Hkv (grouped-query
+    heads), or (B, Q, D), (B, K, D), (B, K, Dv); one dtype and device. Returns o (..., H, Q, Dv) or
+    (B, Q, Dv) of q's dtype; differentiable once.
+
+    causal  query i sees keys j <= i, aligned at the top left as in torch SDPA, also for Q != K
+    scale   the factor of the scores; None: D ** -0.5
+    mask    boolean, broadcastable to (..., H, Q, K), or to (B, Q, K): True where a query sees a key, with `causal`
+            where it sees it by both. A query that sees no key gives zeros, and gradients of zero. None: all is seen
+    impl    a row of the table. "auto" takes the fastest one that supports the case, on a CPU none that Triton
+            interprets; a named row that cannot run it, as most cannot run a mask or Dv other than D, is a ValueError
+            that says why.
     """
     check_inputs(q, k, v, causal, scale)
+    if mask is not None:
+        check_mask(mask, q, k)
     scale = None if scale is None else float(scale)
     q4, k4, v4 = as_4d(q), as_4d(k), as_4d(v)
-    entry = ATTENTION.pick(impl, case_of(q4, k4, v4, causal=causal, scale=scale))
-    return adapt(entry.load())(q4, k4, v4, causal=causal, scale=scale).reshape(q.shape)
+    entry = ATTENTION.pick(impl, case_of(q4, k4, v4, causal=causal, scale=scale, masked=mask is not None))
+    row, options = adapt(entry.load()), {}
+    if mask is not None:
+        if not takes_mask(row):
+            raise ValueError(f"attention {impl!r} cannot run a mask: {entry.target} has no parameter `mask`")
+        options["mask"] = mask_4d(mask, q)
+    return row(q4, k4, v4, causal=causal, scale=scale, **options).reshape(*q.shape[:-1], v.shape[-1])

@@ -1,6 +1,6 @@
 """The contract of every attention row: the case it is asked to run, validation, and foreign signatures.
 
-Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head dimension.
+Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head dimension, Dv that of the values.
 """
 
 import inspect
@@ -36,25 +36,49 @@ class AttentionCase:
     device: str = "cpu"
     capability: tuple[int, int] | None = None  # the CUDA device's, else None
     scale: float | None = None  # head_dim ** -0.5
+    masked: bool = False  # a mask is given
+    value_dim: int | None = None  # head dimension of v; None: head_dim
 
     def __str__(self) -> str:
         q = self.batch, self.heads, self.queries, self.head_dim
         k = self.batch, self.kv_heads, self.keys, self.head_dim
-        return f"q {q} with k and v {k} in {self.dtype} on {self.device}"
+        v = "" if self.value_dim in (None, self.head_dim) else f" of head dimension {self.value_dim}"
+        mask = " under a mask" if self.masked else ""
+        return f"q {q} with k and v {k}{v}{mask} in {self.dtype} on {self.device}"
 
 
 def case_of(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, grad: bool | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    grad: bool | None = None,
+    masked: bool = False,
 ) -> AttentionCase:
-    """The case that q (B, H, Q, D), k and v (B, Hkv, K, D) make."""
+    """The case that q (B, H, Q, D), k (B, Hkv, K, D) and v (B, Hkv, K, Dv) make."""
     batch, heads, queries, head_dim = q.shape
     if grad is None:
         grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
     dtype = DTYPE_NAMES[q.dtype]
     return AttentionCase(
-        batch, heads, k.shape[1], queries, k.shape[2], head_dim, dtype, causal, grad, q.device.type, capability, scale
-    )
+        batch, heads, k.shape[1], queries, k.shape[2], head_dim, dtype, causal, grad, q.device.type, capability, scale,
+        masked, None if v.shape[-1] == head_dim else v.shape[-1],
+    )  # fmt: skip
+
+
+def why_not_plain(case: AttentionCase) -> str | None:
+    """None, or why a row cannot run the case that knows neither masks nor values of another head dimension."""
+    return "knows no mask but the causal one" if case.masked else why_not_value_dim(case)
+
+
+def why_not_value_dim(case: AttentionCase) -> str | None:
+    """None, or why a row cannot run the case that needs v of the head dimension of k."""
+    if case.value_dim not in (None, case.head_dim):
+        return f"needs v of the head dimension of k, {case.head_dim}; got {case.value_dim}"
+    return None
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> None:
@@ -72,8 +96,9 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | N
         raise ValueError(f"q, k, v must have one rank of at least 3; got shapes {_shapes(q, k, v)}")
     if 0 in (*q.shape, *k.shape, *v.shape):
         raise ValueError(f"q, k, v must have no dimension of length zero; got shapes {_shapes(q, k, v)}")
-    if k.shape != v.shape:
-        raise ValueError(f"k and v must have one shape; got {tuple(k.shape)} and {tuple(v.shape)}")
+    if k.shape[:-1] != v.shape[:-1]:
+        told = f"{tuple(k.shape)} and {tuple(v.shape)}"
+        raise ValueError(f"k and v must have one shape but for the head dimension; got {told}")
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"q and k must have one head dimension; got {q.shape[-1]} and {k.shape[-1]}")
     same = q.dim() - 2 if q.dim() == 3 else q.dim() - 3  # 3-D: (B, S, D), no head axis
@@ -87,6 +112,44 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | N
         raise ValueError(f"q, k, v must be on one device; got {q.device}, {k.device}, {v.device}")
     if q.device.type not in ("cpu", "cuda"):
         raise ValueError(f"q, k, v must be on a CPU or a CUDA device; got {q.device}")
+
+
+def check_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:
+    """ValueError, with the value at fault, unless the mask is boolean and fits q and k, which fit together."""
+    if not isinstance(mask, Tensor) or mask.layout != torch.strided or mask.is_nested:
+        raise ValueError(
+            f"mask must be a dense torch.Tensor, or None; got {type(mask).__module__}.{type(mask).__name__}"
+        )
+    if mask.dtype != torch.bool:
+        raise ValueError(f"mask must be boolean, True where a query sees a key; got {mask.dtype}")
+    if mask.device != q.device:
+        raise ValueError(f"mask must be on the device of q, {q.device}; got {mask.device}")
+    scores = (*q.shape[:-1], k.shape[-2])
+    fits = all(size in (1, whole) for size, whole in zip(reversed(mask.shape), reversed(scores), strict=False))
+    if mask.dim() > q.dim() or not fits:
+        raise ValueError(f"mask must broadcast to the scores' shape {scores}; got {tuple(mask.shape)}")
+
+
+def mask_4d(mask: Tensor, q: Tensor) -> Tensor:
+    """A mask that broadcasts to (..., H, Q, K), or for q (B, Q, D) to (B, Q, K), as one that does to (B, H, Q, K)."""
+    mask = mask[(None,) * (q.dim() - mask.dim())]
+    if q.dim() == 3:
+        return mask.unsqueeze(1)
+    return mask if q.dim() == 4 else mask.expand(*q.shape[:-3], *mask.shape[-3:]).flatten(0, -4)
+
+
+def seen_and_blind(
+    mask: Tensor, causal: bool, num_queries: int, num_keys: int, first_query: int = 0
+) -> tuple[Tensor, Tensor]:
+    """(keys that a query sees, queries that see none), shapes that broadcast to (B, H, Q, K) and (B, H, Q, 1).
+
+    A blind query is shown all keys, so that its softmax is finite. Its output is then to be filled with zeros, and its
+    gradients are zeros by that.
+    """
+    if causal:
+        mask = mask & torch.ones(num_queries, num_keys, dtype=torch.bool, device=mask.device).tril(first_query)
+    blind = ~mask.any(dim=-1, keepdim=True)
+    return mask | blind, blind
 
 
 def as_4d(x: Tensor) -> Tensor:
@@ -109,6 +172,8 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
 def adapt(implementation: Any) -> Callable[..., Tensor]:
     """A row's callable, `f(q, k, v, *, causal, scale)` on 4-D tensors, from what a target names.
 
+    One that takes masks has a parameter `mask` too, which it is given only where there is a mask.
+
     A `torch.autograd.Function`, or a function that takes no `causal`, is taken as CS336 writes them:
     `f(q, k, v, is_causal)` on (B, S, D) with as many key heads as query heads and the default scale.
     """
@@ -122,12 +187,19 @@ def adapt(implementation: Any) -> Callable[..., Tensor]:
     return _adapt_cs336(implementation)
 
 
+@cache
+def takes_mask(row: Callable[..., Tensor]) -> bool:
+    """True of a callable with a parameter `mask`, or one that takes every keyword."""
+    parameters = inspect.signature(row).parameters
+    return "mask" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+
+
 def _adapt_cs336(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
         if scale is not None and not math.isclose(scale, q.shape[-1] ** -0.5):
             raise ValueError(f"{scale=}: this row knows only the default scale, head_dim ** -0.5")
         k, v = (repeat_heads(x, q.shape[1]) for x in (k, v))
-        return function(*(x.flatten(0, 1) for x in (q, k, v)), causal).view(q.shape)
+        return function(*(x.flatten(0, 1) for x in (q, k, v)), causal).view(*q.shape[:-1], v.shape[-1])
 
     return row
 

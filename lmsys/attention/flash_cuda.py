@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lmsys.attention.contract import DTYPE_NAMES, AttentionCase
+from lmsys.attention.contract import DTYPE_NAMES, AttentionCase, why_not_plain
 from lmsys.attention.custom_ops import attend, autograd_function, custom_op
 from lmsys.files import cache_folder, check_private
 
@@ -220,6 +220,8 @@ def flash_cuda(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: 
 
 
 def flash_cuda_supports(case: AttentionCase) -> str | None:
+    if reason := why_not_plain(case):
+        return reason
     if case.head_dim not in HEAD_DIMS:
         return f"head_dim {case.head_dim} is none of {', '.join(map(str, HEAD_DIMS))}"
     if case.dtype == "float64":

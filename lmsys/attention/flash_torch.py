@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lmsys.attention.compiled import compile_for, layout_key, why_no_compiler
-from lmsys.attention.contract import AttentionCase, as_4d
+from lmsys.attention.contract import AttentionCase, as_4d, why_not_plain
 from lmsys.attention.custom_ops import custom_op
 from lmsys.autograd import once_differentiable
 
@@ -233,4 +233,6 @@ def flash_torch(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale:
 
 
 def flash_torch_supports(case: AttentionCase) -> str | None:
+    if reason := why_not_plain(case):
+        return reason
     return why_no_compiler(case.device) if case.device == "cuda" and case.grad else None

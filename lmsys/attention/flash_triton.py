@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lmsys.attention.contract import AttentionCase
+from lmsys.attention.contract import AttentionCase, why_not_plain
 from lmsys.attention.custom_ops import attend, autograd_function, custom_op
 from lmsys.attention.flash_torch import backward_here
 from lmsys.attention.tuning import Tile, candidates, tune
@@ -364,6 +364,8 @@ def flash_triton_torch_bwd(
 
 
 def flash_triton_supports(case: AttentionCase) -> str | None:
+    if reason := why_not_plain(case):
+        return reason
     if case.head_dim > 256:
         return f"head_dim {case.head_dim} is above 256, the largest tile that shared memory holds"
     if case.dtype == "float64":

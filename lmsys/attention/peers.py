@@ -2,7 +2,7 @@
 
 `sdpa` takes what PyTorch picks by itself. Each other row forces exactly one implementation. What that cannot do is
 refused with its own reason, never worked around. Legend: B batch, H query heads, Hkv key/value heads, Q queries, K
-keys, D head dimension.
+keys, D head dimension, Dv that of the values.
 """
 
 import importlib
@@ -19,20 +19,34 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from lmsys.attention.compiled import compile_for, layout_key, why_no_compiler
-from lmsys.attention.contract import DTYPES, AttentionCase
+from lmsys.attention.contract import DTYPES, AttentionCase, seen_and_blind, why_not_plain, why_not_value_dim
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    """scaled_dot_product_attention as it comes."""
+def sdpa(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, mask: Tensor | None = None
+) -> Tensor:
+    """scaled_dot_product_attention as it comes; a mask, broadcastable to (B, H, Q, K), replaces `is_causal`."""
     grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+    if mask is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+    seen, blind = seen_and_blind(mask, causal, q.shape[2], k.shape[2])
+    seen = seen.expand(*q.shape[:-1], k.shape[2])
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=grouped)
+    return o.masked_fill(blind, 0)
 
 
 def _sdpa(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, backend: SDPBackend
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    backend: SDPBackend,
 ) -> Tensor:
     with sdpa_kernel(backend):
-        return sdpa(q, k, v, causal=causal, scale=scale)
+        return sdpa(q, k, v, causal=causal, scale=scale, mask=mask)
 
 
 sdpa_math = partial(_sdpa, backend=SDPBackend.MATH)
@@ -52,7 +66,7 @@ def sdpa_math_supports(case: AttentionCase) -> str | None:
 def sdpa_flash_supports(case: AttentionCase) -> str | None:
     if case.device == "cuda":
         return _torch_says(case, SDPBackend.FLASH_ATTENTION, cuda_backend.can_use_flash_attention)
-    return _why_not_scale(case)
+    return why_not_value_dim(case) or _why_not_scale(case)
 
 
 def sdpa_efficient_supports(case: AttentionCase) -> str | None:
@@ -98,6 +112,8 @@ def _changes(case: AttentionCase) -> dict[str, AttentionCase]:
         f"head_dim 64 in place of {case.head_dim}": replace(case, head_dim=64),
         "a case without gradients": replace(case, grad=False),
         "no causal mask": replace(case, causal=False),
+        "no mask": replace(case, masked=False),
+        "v of the head dimension of k": replace(case, value_dim=None),
     }
 
 
@@ -105,13 +121,16 @@ def _changes(case: AttentionCase) -> dict[str, AttentionCase]:
 def _asked(case: AttentionCase, backend: SDPBackend, can_use: Callable[..., bool], deterministic: bool) -> str | None:
     """None where it can, else the reasons that torch gives, which may be none at all: an empty text."""
 
-    def shaped(heads: int, length: int) -> Tensor:
+    def shaped(heads: int, length: int, width: int, dtype: torch.dtype = DTYPES[case.dtype]) -> Tensor:
         # Every row is the same memory: torch looks at shapes, never at values, so no case is too large to ask.
-        row = torch.empty(case.head_dim, dtype=DTYPES[case.dtype], device=case.device)
-        return row.expand(case.batch, heads, length, case.head_dim).requires_grad_(case.grad)
+        return torch.empty(width, dtype=dtype, device=case.device).expand(case.batch, heads, length, width)
 
-    q, k = shaped(case.heads, case.queries), shaped(case.kv_heads, case.keys)
-    params = cuda_backend.SDPAParams(q, k, k, None, 0.0, case.causal, case.heads != case.kv_heads)
+    q, k = shaped(case.heads, case.queries, case.head_dim), shaped(case.kv_heads, case.keys, case.head_dim)
+    v = shaped(case.kv_heads, case.keys, case.value_dim or case.head_dim)
+    q, k, v = (x.requires_grad_(case.grad) for x in (q, k, v))
+    mask = shaped(case.heads, case.queries, case.keys, torch.bool) if case.masked else None
+    is_causal = case.causal and not case.masked  # a mask stands in its place
+    params = cuda_backend.SDPAParams(q, k, v, mask, 0.0, is_causal, case.heads != case.kv_heads)
     with sdpa_kernel(backend), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if can_use(params, debug=True):
@@ -131,6 +150,8 @@ def flex(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float 
 
 
 def flex_supports(case: AttentionCase) -> str | None:
+    if reason := why_not_plain(case):
+        return reason
     if case.dtype == "float64":
         return "FlexAttention has no float64 kernel"
     if case.device == "cpu" and case.grad:
@@ -160,6 +181,8 @@ def _flash_attn(
 def _flash_attn_supports(case: AttentionCase, module: str, capability: tuple[int, int]) -> str | None:
     if case.device != "cuda":
         return "flash-attn runs on CUDA only"
+    if reason := why_not_plain(case):
+        return reason
     if case.capability is not None and case.capability < capability:
         return f"flash-attn of this version needs compute capability {capability}; this GPU has {case.capability}"
     if case.dtype not in ("float16", "bfloat16"):

@@ -1,14 +1,19 @@
 """Attention as careful PyTorch writes it: batched matmuls, one masked softmax, in place where autograd allows.
 
-Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension.
+Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension, Dv that of
+the values.
 """
 
 import torch
 from torch import Tensor
 
+from lmsys.attention.contract import seen_and_blind
 
-def vectorized(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    """softmax(scale · q kᵀ) v: q (B, H, Q, D), k and v (B, Hkv, K, D) -> (B, H, Q, D).
+
+def vectorized(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, mask: Tensor | None = None
+) -> Tensor:
+    """softmax(scale · q kᵀ) v: q (B, H, Q, D), k (B, Hkv, K, D), v (B, Hkv, K, Dv) -> (B, H, Q, Dv).
 
     Beside `naive` it scales q instead of the scores, folds the G query heads of a key head into its rows
     instead of repeating keys, masks in place, and keeps one (Q, K) matrix for the backward: the softmax.
@@ -18,8 +23,12 @@ def vectorized(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: 
     num_kv_heads, num_keys = k.shape[1], k.shape[2]
     rows = (q * scale).unflatten(1, (num_kv_heads, -1)).flatten(2, 3)  # (B, Hkv, G * Q, D)
     scores = rows @ k.mT  # (B, Hkv, G * Q, K)
-    if causal:
+    if mask is not None:
+        seen, blind = seen_and_blind(mask, causal, num_queries, num_keys)
+        hidden = ~seen
+    elif causal:
         hidden = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).triu_(1)
+    if causal or mask is not None:
         scores.view(-1, num_heads, num_queries, num_keys).masked_fill_(hidden, float("-inf"))
-    o = torch.softmax(scores, dim=-1) @ v
-    return o.unflatten(2, (-1, num_queries)).flatten(1, 2)
+    o = (torch.softmax(scores, dim=-1) @ v).unflatten(2, (-1, num_queries)).flatten(1, 2)
+    return o if mask is None else o.masked_fill(blind, 0)

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 import triton
 
-from lmsys.attention.contract import AttentionCase
+from lmsys.attention.contract import AttentionCase, why_not_plain
 from lmsys.kernels import launch, trial, tritons
 
 HEAD_DIMS = (64, 128)
@@ -15,6 +15,8 @@ HOPPER = (9, 0)
 
 
 def flash_gluon_supports(case: AttentionCase) -> str | None:
+    if reason := why_not_plain(case):
+        return reason
     if case.device != "cuda":
         return "runs on CUDA"
     if case.capability is not None and case.capability != HOPPER:
