@@ -50,7 +50,7 @@ class AttentionTest(Case):
         return f"{self.group}-{self.direction}"
 
     @property
-    def shape(self) -> dict[str, int]:
+    def shape(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("batch", "heads", "kv_heads", "queries", "keys", "head_dim")}
 
     @property

@@ -1,15 +1,17 @@
 """Reads files of tensors, which may be anybody's."""
 
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from lmsys.values import shortly
 
 
-def load_state(path: Path, *keys: str) -> dict[str, Any]:
+def load_state(path: Path | IO[bytes], *keys: str) -> dict[str, Any]:
     """The dictionary of tensors and plain values in a file of `torch.save`, on the CPU. No code of the file runs.
+
+    The file is named by its path, or is open and binary.
 
     ValueError, with the path, for a file that holds something else, or lacks one of `keys`.
     """

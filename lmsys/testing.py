@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmsys.attention.contract import DTYPES, AttentionCase, repeat_heads
+from lmsys.attention.contract import DTYPES, AttentionCase, repeat_heads, seen_and_blind
 from lmsys.attention.naive import masked_scores, naive
 
 MAX_SCORES = 2**31  # above it, a seeded sample of heads is checked
@@ -150,6 +150,7 @@ class Oracle:
     `reference` and `budget` are keyed "o", "lse" and, with `grad` (default: the case's), "dq", "dk", "dv";
     the references are float64 and hold the sampled heads only: (U, G, Q, D), lse (U, G, Q), dk and dv (U, 1, K, D).
     `spot` asks for one head, and for some of its query rows alone; dk and dv then hold what these rows add to them.
+    `mask` is that of `attention`, broadcastable to (B, H, Q, K); the root-mean-square rule knows none.
     """
 
     def __init__(
@@ -159,6 +160,7 @@ class Oracle:
         scale: float | None = None,
         grad: bool | None = None,
         spot: Spot | None = None,
+        mask: Tensor | None = None,
     ):
         self.causal, self.scale = case.causal, scale
         self.grad = case.grad if grad is None else grad
@@ -169,6 +171,10 @@ class Oracle:
         self._rows = spot.rows if spot and spot.rows else slice(0, case.queries)
         self._q, self._k, self._v, self._do = map(self._pick, (inputs.q, inputs.k, inputs.v, inputs.do))
         self._q, self._do = (x[:, :, self._rows] for x in (self._q, self._do))
+        self._mask = None
+        if mask is not None:
+            whole = mask.expand(case.batch, case.heads, case.queries, case.keys)
+            self._mask = self._pick(whole)[:, :, self._rows]  # (U, G, Q, K)
         self.reference = self._run(torch.float64, torch.float64, naive)
         plain = self._run(self.dtype, self.dtype, naive)
         self.budget = {name: _budget(ref, plain[name], self._judged(name)) for name, ref in self.reference.items()}
@@ -237,16 +243,19 @@ class Oracle:
     def _run(self, compute: torch.dtype, rounded: torch.dtype, attend: Callable[..., Tensor]) -> dict[str, Tensor]:
         """`attend` in dtype `compute`, block by block, its results rounded once to `rounded` and held in float64."""
         double = partial(torch.zeros_like, dtype=torch.float64)
-        out = {"o": double(self._q), "lse": double(self._q[..., 0])}
+        out = {"o": double(self._do), "lse": double(self._q[..., 0])}
         if self.grad:
             out |= {"dq": double(self._q), "dk": double(self._k), "dv": double(self._v)}
         for units, rows, keys in self._blocks():
             block = self._q[units, :, rows], self._k[units, :, keys], self._v[units, :, keys]
             q, k, v = (x.to(compute).detach().requires_grad_(self.grad) for x in block)
+            first_query = self._rows.start + rows.start
+            mask = None if self._mask is None else self._mask[units, :, rows, keys]
+            options = {} if mask is None else {"mask": mask}
             with torch.set_grad_enabled(self.grad):
-                o = attend(q, k, v, causal=self.causal, scale=self.scale, first_query=self._rows.start + rows.start)
+                o = attend(q, k, v, causal=self.causal, scale=self.scale, first_query=first_query, **options)
             out["o"][units, :, rows] = o.detach().to(rounded).double()
-            lse = self._lse(q.detach(), k.detach(), self._rows.start + rows.start)
+            lse = self._lse(q.detach(), k.detach(), first_query, mask)
             out["lse"][units, :, rows] = lse.double()
             if self.grad:
                 dq, dk, dv = torch.autograd.grad(o, (q, k, v), self._do[units, :, rows].to(compute))
@@ -257,9 +266,12 @@ class Oracle:
             out[name] = out[name].to(rounded).double()
         return out
 
-    def _lse(self, q: Tensor, k: Tensor, first_query: int) -> Tensor:
+    def _lse(self, q: Tensor, k: Tensor, first_query: int, mask: Tensor | None) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         scores = masked_scores(q.to(wide), k.to(wide), causal=self.causal, scale=self.scale, first_query=first_query)
+        if mask is not None:
+            seen, _ = seen_and_blind(mask, self.causal, q.shape[2], k.shape[2], first_query)
+            scores = scores.masked_fill(~seen, float("-inf"))
         return scores.logsumexp(dim=-1)
 
     def _blocks(self) -> Iterator[tuple[slice, slice, slice]]:

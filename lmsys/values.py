@@ -6,7 +6,7 @@ Imports no torch.
 import difflib
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from numbers import Real
 from typing import Any
 
@@ -53,6 +53,12 @@ def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{name}={shortly(value)} must be True or False")
     return value
+
+
+def broadcasts(shape: Sequence[int], whole: Sequence[int]) -> bool:
+    """True where a tensor of `shape` can be expanded to the shape `whole`."""
+    pairs = zip(reversed(shape), reversed(whole), strict=False)
+    return len(shape) <= len(whole) and all(one in (1, other) for one, other in pairs)
 
 
 def choice(text: Any, known: Iterable[str]) -> str:

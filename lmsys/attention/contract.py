@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmsys.values import finite, flag
+from lmsys.values import broadcasts, finite, flag
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -125,8 +125,7 @@ def check_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:
     if mask.device != q.device:
         raise ValueError(f"mask must be on the device of q, {q.device}; got {mask.device}")
     scores = (*q.shape[:-1], k.shape[-2])
-    fits = all(size in (1, whole) for size, whole in zip(reversed(mask.shape), reversed(scores), strict=False))
-    if mask.dim() > q.dim() or not fits:
+    if not broadcasts(mask.shape, scores):
         raise ValueError(f"mask must broadcast to the scores' shape {scores}; got {tuple(mask.shape)}")
 
 

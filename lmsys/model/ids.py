@@ -10,8 +10,8 @@ from lmsys.values import shortly
 Shape = tuple[int | str, ...]
 
 
-def check_ids(name: str, x: Any, kind: str, shapes: list[Shape], below: int, but: int | None = None) -> None:
-    """ValueError for anything but whole numbers from 0 to below - 1, or `but`, of one of these shapes.
+def check_ids(name: str, x: Any, kind: str, shapes: list[Shape] | None, below: int, but: int | None = None) -> None:
+    """ValueError for anything but whole numbers from 0 to below - 1, or `but`, of one of these shapes; None: of any.
 
     A name in a shape stands for any size; `kind` says in a message what the numbers are. Their values are looked at on
     a CPU only: a GPU would have to be waited for.
@@ -20,7 +20,7 @@ def check_ids(name: str, x: Any, kind: str, shapes: list[Shape], below: int, but
         raise ValueError(f"{name} must be a tensor of {kind}; got {shortly(x)}")
     if x.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name} must be {kind} in int64 or int32; got {x.dtype}")
-    if not any(_fits(x.shape, shape) for shape in shapes):
+    if shapes is not None and not any(_fits(x.shape, shape) for shape in shapes):
         told = " or ".join(f"({', '.join(map(str, shape))})" for shape in shapes)
         raise ValueError(f"{name} must be {kind} of shape {told}; got shape {tuple(x.shape)}")
     if x.device.type != "cpu":

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from lmsys.autograd import once_differentiable
 from lmsys.kernels.custom_op import define
+from lmsys.model.ids import check_ids
+from lmsys.values import broadcasts
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -40,6 +42,23 @@ class RotaryEmbedding(nn.Module):
         q, k, v = heads.split([num_heads, kv_heads, kv_heads], dim=2)
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # (..., S, 1, D / 2): the same for every head
         return _turn(q, cos, sin), _turn(k, cos, sin), v.contiguous()  # a view would keep all of `projected`
+
+    def rotate(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """One tensor turned: x (..., S, D), and positions that broadcast to (..., S), by default 0 ... S - 1.
+
+        The result has x's shape and dtype. ValueError for shapes that do not fit, and on a CPU for positions outside
+        the context.
+        """
+        length, head_dim = x.shape[-2:] if x.dim() > 1 else (0, 0)
+        context, width = len(self.cos), 2 * self.cos.shape[-1]
+        if head_dim != width or length > context:
+            raise ValueError(f"x must be (..., S, {width}) with S <= {context}; got shape {tuple(x.shape)}")
+        if positions is None:
+            return _turn(x, self.cos[:length], self.sin[:length])
+        check_ids("positions", positions, "positions in the context", None, context)
+        if not broadcasts(positions.shape, x.shape[:-1]):
+            raise ValueError(f"positions must broadcast to {tuple(x.shape[:-1])}; got shape {tuple(positions.shape)}")
+        return _turn(x, self.cos[positions], self.sin[positions])
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lmsys.attention import ATTENTION
+from lmsys.attention import ATTENTION, attention
 from lmsys.attention.contract import DTYPE_NAMES, AttentionCase, adapt
 from lmsys.config import ModelConfig
 from lmsys.measure.profile import part
+from lmsys.model.functions import silu
 from lmsys.model.ids import Shape, check_ids
 from lmsys.model.linear import linear
 from lmsys.model.loss import linear_cross_entropy
@@ -82,22 +83,40 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Attention(nn.Module):
-    """Causal self-attention of H query heads over Hkv key/value heads, by a row of the attention table."""
+    """Causal self-attention of H query heads over Hkv key/value heads: x (B, S, M) -> (B, S, M).
 
-    def __init__(self, config: ModelConfig, **factory: Any):
+    `kv_heads` are as many as query heads, by default. ValueError unless d_model divides into the heads, and these into
+    key/value heads.
+    """
+
+    def __init__(self, d_model: int, num_heads: int, kv_heads: int | None = None, **factory: Any):
         super().__init__()
-        self.num_heads = config.num_heads
-        self.q_proj = Linear(config.d_model, config.num_heads * config.head_dim, **factory)
-        self.k_proj = Linear(config.d_model, config.kv_heads * config.head_dim, **factory)
-        self.v_proj = Linear(config.d_model, config.kv_heads * config.head_dim, **factory)
+        kv_heads = num_heads if kv_heads is None else kv_heads
+        if num_heads < 1 or kv_heads < 1 or d_model % num_heads or num_heads % kv_heads:
+            raise ValueError(f"{num_heads=} must divide {d_model=}, and {kv_heads=} the heads")
+        self.num_heads, self.kv_heads, self.head_dim = num_heads, kv_heads, d_model // num_heads
+        self.q_proj = Linear(d_model, num_heads * self.head_dim, **factory)
+        self.k_proj = Linear(d_model, kv_heads * self.head_dim, **factory)
+        self.v_proj = Linear(d_model, kv_heads * self.head_dim, **factory)
         self.qkv = SideBySide()
-        self.output_proj = Linear(config.num_heads * config.head_dim, config.d_model, **factory)
+        self.output_proj = Linear(num_heads * self.head_dim, d_model, **factory)
 
-    def forward(self, x: Tensor, attend: Any, rope: RotaryEmbedding, positions: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        attend: Any = attention,
+        rope: RotaryEmbedding | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """`attend` is a row's function; `rope` turns queries and keys by positions (S) or (B, S), None leaves them."""
         with part("projections"):
             projected = self.qkv(x, self.q_proj, self.k_proj, self.v_proj)  # (B, S, (H + 2 Hkv) D)
-        with part("rotation"):
-            q, k, v = rope(projected, self.num_heads, positions)  # (B, S, H, D), (B, S, Hkv, D) twice
+        with part("rotation"):  # (B, S, H, D), (B, S, Hkv, D) twice
+            if rope is not None:
+                q, k, v = rope(projected, self.num_heads, positions)
+            else:
+                heads = self.num_heads, self.kv_heads, self.kv_heads
+                q, k, v = projected.unflatten(-1, (-1, self.head_dim)).split(heads, dim=-2)
         with part("attention"):
             o = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True)  # (B, H, S, D)
         with part("projections"):
@@ -105,30 +124,36 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: W2 (silu(W1 x) · W3 x)."""
+    """SwiGLU: W2 (silu(W1 x) · W3 x), x (..., M) -> (..., M)."""
 
-    def __init__(self, config: ModelConfig, **factory: Any):
+    def __init__(self, d_model: int, d_ff: int, **factory: Any):
         super().__init__()
-        self.w1 = Linear(config.d_model, config.d_ff, **factory)
-        self.w2 = Linear(config.d_ff, config.d_model, **factory)
-        self.w3 = Linear(config.d_model, config.d_ff, **factory)
+        self.w1 = Linear(d_model, d_ff, **factory)
+        self.w2 = Linear(d_ff, d_model, **factory)
+        self.w3 = Linear(d_model, d_ff, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
         with part("feed-forward"):
-            return self.w2(F.silu(self.w1(x)) * self.w3(x))
+            return self.w2(silu(self.w1(x)) * self.w3(x))
 
 
 class Block(nn.Module):
-    """x + attn(ln1(x)), then y + ffn(ln2(y))."""
+    """x + attn(ln1(x)), then y + ffn(ln2(y)): x (B, S, M) -> (B, S, M)."""
 
     def __init__(self, config: ModelConfig, **factory: Any):
         super().__init__()
         self.ln1 = RMSNorm(config.d_model, config.norm_eps, **factory)
-        self.attn = Attention(config, **factory)
+        self.attn = Attention(config.d_model, config.num_heads, config.kv_heads, **factory)
         self.ln2 = RMSNorm(config.d_model, config.norm_eps, **factory)
-        self.ffn = FeedForward(config, **factory)
+        self.ffn = FeedForward(config.d_model, config.d_ff, **factory)
 
-    def forward(self, x: Tensor, attend: Any, rope: RotaryEmbedding, positions: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        attend: Any = attention,
+        rope: RotaryEmbedding | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         x = x + self.attn(self.ln1(x), attend, rope, positions)
         return x + self.ffn(self.ln2(x))
 

@@ -5,6 +5,8 @@ as the gradients do: `zero_grad(set_to_none=True)` frees it. The first bucket is
 early, and the last, which no computation is left to hide. See `overlapped` for the order.
 """
 
+import math
+
 import torch
 from torch import nn
 
@@ -16,7 +18,8 @@ from lmsys.parallel.overlapped import Overlapped
 
 
 class Bucketed(Overlapped):
-    """bucket_mb   MiB of a bucket, or "auto": √(s o w) of the measured latency o and bandwidth w of an all-reduce
+    """bucket_mb   MiB of a bucket; None: no limit, one bucket for each dtype and device; or "auto": √(s o w) of the
+                measured latency o and bandwidth w of an all-reduce
     comm_dtype  of what travels, such as torch.bfloat16; None: the gradients'. Gradients keep their own dtype.
 
     ValueError for a bucket size that is not positive.
@@ -30,11 +33,11 @@ class Bucketed(Overlapped):
         self,
         module: nn.Module,
         process_group: Group = None,
-        bucket_mb: float | str = 25,
+        bucket_mb: float | str | None = 25,
         comm_dtype: torch.dtype | None = None,
     ):
-        if bucket_mb != "auto" and not is_size(bucket_mb):
-            raise ValueError(f'{bucket_mb=} must be a positive number of MiB, or "auto"')
+        if bucket_mb is not None and bucket_mb != "auto" and not is_size(bucket_mb):
+            raise ValueError(f'{bucket_mb=} must be a positive number of MiB, "auto", or None for one bucket')
         self.bucket_mb = bucket_mb
         super().__init__(module, process_group, comm_dtype)
 
@@ -43,6 +46,8 @@ class Bucketed(Overlapped):
         if self.bucket_mb == "auto":
             self.bucket_mb = self._best(sum(sizes))
         kinds = [(p.device, p.dtype) for p in self.trainable]
+        if self.bucket_mb is None:
+            return plan(sizes, order, math.inf, math.inf, kinds)
         return plan(sizes, order, float(self.bucket_mb) * MIB, EDGE_BYTES, kinds)
 
     def _best(self, total: int) -> float:

@@ -67,7 +67,7 @@ def no_text(parts: Iterable[Chunk]) -> ValueError:
     return ValueError(f"there is no text in {told}" if told else "no files are given")
 
 
-def whole(file: Path | Chunk) -> Chunk:
+def whole(file: str | Path | Chunk) -> Chunk:
     """A file as one chunk. ValueError unless it is a file."""
     if isinstance(file, Chunk):
         return file

@@ -42,9 +42,13 @@ class Tokenizer:
     """
 
     def __init__(
-        self, vocab: Mapping[int, bytes], merges: Sequence[tuple[bytes, bytes]], special_tokens: Iterable[str] = ()
+        self,
+        vocab: Mapping[int, bytes],
+        merges: Sequence[tuple[bytes, bytes]],
+        special_tokens: Iterable[str] | None = None,
     ):
-        self.vocab, self.merges, self.special_tokens = dict(vocab), list(merges), list(dict.fromkeys(special_tokens))
+        self.vocab, self.merges = dict(vocab), list(merges)
+        self.special_tokens = list(dict.fromkeys(special_tokens or ()))
         known = set(self.vocab.values())
         added = [token.encode() for token in self.special_tokens if token.encode() not in known]
         self.vocab |= enumerate(added, len(self.vocab))
@@ -107,12 +111,12 @@ class Tokenizer:
         except KeyError as error:
             raise ValueError(f"id {error} is not in the vocabulary: 0 to {self.vocab_size - 1}") from None
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: str | Path) -> None:
         """vocab.json and merges.txt, as GPT-2's: other tokenizers read them too."""
         files.save(Path(folder), self.vocab, self.merges, self.special_tokens)
 
     @classmethod
-    def load(cls, folder: Path, special_tokens: Iterable[str] = ()) -> Self:
+    def load(cls, folder: str | Path, special_tokens: Iterable[str] | None = None) -> Self:
         """Loads from a folder with vocab.json and merges.txt, or GPT-2's encoder.json and vocab.bpe.
 
         Tokens of the vocabulary that are no bytes and no merge makes are special; `special_tokens` are added.
@@ -121,8 +125,8 @@ class Tokenizer:
         return cls.from_files(*files.names(Path(folder)), special_tokens)
 
     @classmethod
-    def from_files(cls, vocab: Path, merges: Path, special_tokens: Iterable[str] = ()) -> Self:
-        named = list(special_tokens)
+    def from_files(cls, vocab: str | Path, merges: str | Path, special_tokens: Iterable[str] | None = None) -> Self:
+        named = list(special_tokens or ())
         found, pairs, specials = files.load(Path(vocab), Path(merges), named)
         return cls(found, pairs, [*specials, *named])
 

@@ -22,17 +22,20 @@ _NUM_BYTES = 256
 
 
 def train(
-    files: Sequence[Path | Chunk],
+    files: str | Path | Sequence[str | Path | Chunk],
     vocab_size: int,
-    special_tokens: Sequence[str] = (),
+    special_tokens: Sequence[str] | None = None,
     processes: int = 1,
 ) -> Tokenizer:
     """A tokenizer of `vocab_size` tokens: the bytes (ids 0 to 255), the merges in their order, the special tokens.
 
-    It has fewer tokens when the text is used up before. The result does not depend on `processes`. Memory holds the
-    distinct pre-tokens, a chunk of text for each process, and no more, whatever the files' size.
+    `files` is a path, or several. There are fewer tokens when the text is used up before. The result does not depend on
+    `processes`. Memory holds the distinct pre-tokens, a chunk of text for each process, and no more, whatever the
+    files' size.
     ValueError: a vocabulary smaller than bytes and special tokens, files that are absent, empty or not UTF-8.
     """
+    files = [files] if isinstance(files, str | Path) else files
+    special_tokens = special_tokens or ()
     smallest = _NUM_BYTES + len(special_tokens)
     if vocab_size < smallest:
         raise ValueError(
@@ -49,7 +52,7 @@ def train(
 
 
 def count_pretokens(
-    files: Sequence[Path | Chunk], special_tokens: Sequence[str] = (), processes: int = 1
+    files: Sequence[str | Path | Chunk], special_tokens: Sequence[str] = (), processes: int = 1
 ) -> dict[bytes, int]:
     """How often each pre-token stands in the files; special tokens are none."""
     counts: defaultdict[bytes, int] = defaultdict(int)

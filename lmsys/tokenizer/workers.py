@@ -22,7 +22,10 @@ def each(function: Callable[[Task], Result], tasks: Iterable[Task], processes: i
 
 
 def each_chunk(
-    function: Callable[[Chunk], Result], files: Sequence[Path | Chunk], special_tokens: Sequence[str], processes: int
+    function: Callable[[Chunk], Result],
+    files: Sequence[str | Path | Chunk],
+    special_tokens: Sequence[str],
+    processes: int,
 ) -> Generator[Result, None, None]:
     """function(chunk) of the files' text in pieces, in order."""
     parts = [whole(file) for file in files]

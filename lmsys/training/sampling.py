@@ -1,0 +1,44 @@
+"""Batches of random windows, as in nanoGPT: each start is drawn anew, so windows overlap and repeat.
+
+`lmsys.training.data.Batches` is what the training loop takes: every window once in an epoch, as a function of the step.
+Legend: B sequences, S context length.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lmsys.values import whole
+
+
+def get_batch(
+    ids: np.ndarray | Tensor,
+    batch_size: int,
+    context_length: int,
+    device: Any = "cpu",
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, (B, S) int64 on `device`: the targets are the inputs' next tokens.
+
+    ids is a row of token ids in memory, or a memory map, in any integer dtype. Starts are uniform over the windows of
+    S + 1 ids, drawn by `generator`, a CPU generator, or torch's own. ValueError for ids that are no such row or too
+    few, and for sizes below 1.
+    """
+    whole("batch_size", batch_size, least=1)
+    whole("context_length", context_length, least=1)
+    kind = str(getattr(ids, "dtype", type(ids).__name__)).removeprefix("torch.")
+    if not isinstance(ids, np.ndarray | Tensor) or ids.ndim != 1 or not kind.startswith(("int", "uint")):
+        told = f"{kind} of shape {tuple(ids.shape)}" if hasattr(ids, "shape") else kind
+        raise ValueError(f"ids must be a one-dimensional array or tensor of integers; got {told}")
+    if len(ids) <= context_length:
+        raise ValueError(f"{len(ids):,} ids are too few: {context_length=} needs {context_length + 1:,}")
+    starts = torch.randint(len(ids) - context_length, (batch_size, 1), generator=generator)
+    places = starts + torch.arange(context_length + 1)  # (B, S + 1)
+    if isinstance(ids, Tensor):
+        windows = ids[places.to(ids.device)].long()
+    else:
+        windows = torch.from_numpy(ids[places.numpy()].astype(np.int64))
+    windows = windows.to(device)
+    return windows[:, :-1], windows[:, 1:]
