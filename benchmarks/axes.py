@@ -35,7 +35,7 @@ def head_pair(text: str) -> tuple[int, int]:
 
 
 def bucket_size(text: str) -> int | str:
-    return text if text == "auto" else positive(text)
+    return text if text in ("auto", "all") else positive(text)
 
 
 def several(text: str) -> int:
@@ -92,7 +92,8 @@ NAMED = (
         bucket_size,
         (25,),
         "--bucket-mb",
-        "of strategies that take a size of buckets, MiB: 1,25,auto; of a training also of those that are to be tuned",
+        "of strategies that take a size of buckets, MiB: 1,25,auto, or all for one bucket; of a training also of those"
+        " that are to be tuned",
         "MIB",
     ),
     Axis(

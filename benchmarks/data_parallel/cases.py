@@ -18,7 +18,7 @@ Narrow = tuple[str, torch.dtype] | None  # which of these, and what it is
 class ParallelCase(TrainedCase):
     """A model trained by a strategy on so many ranks; all strategies, sizes of buckets and numbers of ranks compare.
 
-    asked_bucket_mb  MiB, "auto", or None: the strategy has no buckets, or a size of its own for them
+    asked_bucket_mb  MiB, "auto", "all" (one bucket), or None: the strategy has no buckets, or a size of its own for them
     comm_dtype       the dtype that is sent; float32 is that of the gradients
     """
 
@@ -30,7 +30,7 @@ class ParallelCase(TrainedCase):
     @property
     def impl(self) -> str:
         mb = self.asked_bucket_mb
-        bucket = "" if mb is None else f"-{mb}" + "MiB" * (mb != "auto")
+        bucket = "" if mb is None else f"-{mb}" if isinstance(mb, str) else f"-{mb}MiB"
         comm = "" if self.comm_dtype == "float32" else f"-{self.comm_dtype}"
         return f"{self.entry.name}{bucket}{comm}{'-sharded' if self.sharded_optimizer else ''}"
 
@@ -46,7 +46,8 @@ class ParallelCase(TrainedCase):
             "comm_dtype": None if self.comm_dtype == "float32" else getattr(torch, self.comm_dtype),
             "compute_dtype": torch.bfloat16 if self.precision == "bf16" and self.entry.trait("compute_dtype") else None,
         }
-        return {name: value for name, value in asked.items() if value is not None}
+        given = {name: value for name, value in asked.items() if value is not None}
+        return given | {"bucket_mb": None} if self.asked_bucket_mb == "all" else given
 
     @property
     def narrow(self) -> Narrow:

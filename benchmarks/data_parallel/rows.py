@@ -43,7 +43,7 @@ def communication(row: Row, rows: Sequence[Row]) -> Record:
     synchronize, and how long it takes."""
     case, time_s, seen = row.case, statistics.median(row.samples), row.seen[0]
     record: Record = {
-        "bucket_mb": seen.bucket_mb or case.asked_bucket_mb,
+        "bucket_mb": seen.bucket_mb or (None if isinstance(case.asked_bucket_mb, str) else case.asked_bucket_mb),
         "num_buckets": seen.num_buckets,
         "timeline": [list(interval) for interval in seen.communication.timeline],
     }

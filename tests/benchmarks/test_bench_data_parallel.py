@@ -131,6 +131,12 @@ def test_the_command_line_names_rows_and_their_variants() -> None:
     }
 
 
+def test_one_bucket_for_all_is_asked_for_by_a_word() -> None:
+    sized, whole = cases_of(strategy=("bucketed",), world_size=(2,), bucket_mb=(25, "all"))
+    assert (sized.impl, whole.impl) == ("bucketed-25MiB", "bucketed-all")
+    assert (sized.options, whole.options) == ({"bucket_mb": 25}, {"bucket_mb": None})
+
+
 def test_ways_of_compiling_are_groups_of_their_own() -> None:
     cases = cases_of(strategy=("none", "zero1", "fsdp"), compile=("eager", "compiled", "graphed"))
     assert {case.group for case in cases} == {f"s-tiny-S16B2-fp32{how}" for how in ("", "-compiled", "-graphed")}

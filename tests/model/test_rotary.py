@@ -33,6 +33,33 @@ def test_v_is_copied_and_q_and_k_keep_their_length(size: tuple[int, ...], seed: 
         assert torch.equal(turned[:, 0], part[:, 0])  # position 0: not turned
 
 
+@given(sizes, seeds, st.sampled_from("-sb"))
+def test_one_tensor_is_rotated_as_queries_are(size: tuple[int, ...], seed: int, where: str) -> None:
+    batch, length, heads, _, half = size
+    rope, x = draw(size, seed, torch.float32)
+    positions = {"-": None, "s": torch.randint(16, (length,)), "b": torch.randint(16, (batch, length))}[where]
+    queries = x.unflatten(-1, (-1, 2 * half))[:, :, :heads].transpose(1, 2)  # (B, H, S, D)
+    of_heads = positions[:, None] if where == "b" else positions
+    assert torch.equal(rope.rotate(queries, of_heads).transpose(1, 2), rope(x, heads, positions)[0])
+    assert rope.rotate(queries.bfloat16(), of_heads).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("shape", "positions", "said"),
+    [
+        ((2, 5, 6), None, r"x must be \(..., S, 8\) with S <= 16; got shape \(2, 5, 6\)"),
+        ((17, 8), None, r"S <= 16; got shape \(17, 8\)"),
+        ((8,), None, r"got shape \(8,\)"),
+        ((2, 5, 8), torch.arange(4), r"positions must broadcast to \(2, 5\); got shape \(4,\)"),
+        ((2, 5, 8), torch.tensor([16]), "positions in the context from 0 to 15; got 16"),
+        ((2, 5, 8), [0, 1, 2, 3, 4], "must be a tensor of positions in the context"),
+    ],
+)
+def test_what_cannot_be_rotated_is_named(shape: tuple[int, ...], positions: Tensor | None, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        RotaryEmbedding(8, 16, 10_000.0).rotate(torch.zeros(shape), positions)
+
+
 @needs_triton
 @given(size=sizes, seed=seeds, dtype=st.sampled_from([torch.float32, torch.float16]), where=st.sampled_from("-sb"))
 def test_the_kernel_is_the_plain_rotation(

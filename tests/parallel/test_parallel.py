@@ -41,7 +41,7 @@ OWN = {
     "naive": st.just({}),
     "flat": st.just({}),
     "overlapped": st.just({}),
-    "bucketed": st.fixed_dictionaries({"bucket_mb": st.one_of(bucket_mbs, st.just("auto"))}),
+    "bucketed": st.fixed_dictionaries({"bucket_mb": st.one_of(bucket_mbs, st.sampled_from(["auto", None]))}),
     "zero1": st.fixed_dictionaries({"bucket_mb": bucket_mbs}),
     "fsdp": st.just({}),
 }
@@ -118,7 +118,7 @@ def test_every_gradient_travels_once(ranks: WorkerGroup, name: str) -> None:
     assert trained <= sent <= trained + flags_and_padding
 
 
-def _views(bucket_mb: float) -> list[Any]:
+def _views(bucket_mb: float | None) -> list[Any]:
     """The gradients after each of three steps: how many are views, and whether memory is freed between."""
     group = group_of(2)
     if dist.get_rank() >= 2:
@@ -137,6 +137,10 @@ def _views(bucket_mb: float) -> list[Any]:
 def test_gradients_are_views_of_buckets_also_after_zero_grad(ranks: WorkerGroup) -> None:
     seen = ranks.run(_views, 1.0)[0]
     assert all(0 < bases <= buckets for bases, buckets in seen) and len(seen) == 3
+
+
+def test_without_a_limit_there_is_one_bucket(ranks: WorkerGroup) -> None:
+    assert ranks.run(_views, None)[0] == 3 * [(1, 1)]
 
 
 def _orders() -> tuple[list[Any], list[Any]]:
@@ -523,9 +527,11 @@ def test_a_step_without_finish_is_an_error_at_the_next_forward(ranks: WorkerGrou
 
 def test_bad_options_are_refused() -> None:
     for strategy in (Bucketed, Zero1):
-        for value in (0, -1, math.inf, math.nan, None, True):
+        for value in (0, -1, math.inf, math.nan, True):
             with pytest.raises(ValueError, match="bucket_mb=.* must be a positive number of MiB"):
                 strategy(nn.Linear(2, 2), None, bucket_mb=value)
+    with pytest.raises(ValueError, match="bucket_mb=None must be a positive number of MiB"):
+        Zero1(nn.Linear(2, 2), None, bucket_mb=None)
     with pytest.raises(ValueError, match="bucket_mb='large'"):
         Bucketed(nn.Linear(2, 2), None, bucket_mb="large")
     for dtype in (torch.int32, torch.complex64, torch.bool, "bfloat16"):

@@ -37,6 +37,17 @@ counted = st.dictionaries(
 )
 
 
+def test_no_special_tokens_may_be_none_and_paths_may_be_text(tmp_path: Path) -> None:
+    path, folder = str(Path(__file__)), str(tmp_path / "tokenizer")
+    found = train(path, 300, None)
+    assert found.special_tokens == [] and found.fingerprint == train([Path(__file__)], 300).fingerprint
+    assert found.fingerprint == Tokenizer(found.vocab, found.merges, None).fingerprint
+    found.save(folder)
+    files = f"{folder}/vocab.json", f"{folder}/merges.txt"
+    for loaded in (Tokenizer.load(folder, None), Tokenizer.from_files(*files, None)):
+        assert loaded.fingerprint == found.fingerprint
+
+
 @given(counted, st.integers(0, 30))
 def test_incremental_training_equals_counting_anew(counts: dict[bytes, int], num_tokens: int) -> None:
     assert learn_merges(counts, num_tokens) == naive.learn_merges(counts, num_tokens)

@@ -1,0 +1,58 @@
+"""A checkpoint in one file: what is loaded goes on as what was saved would have, and what is no checkpoint is named."""
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lmsys.training.checkpoint_file import load_checkpoint, save_checkpoint
+from lmsys.training.optimizer import AdamW
+
+
+def made(seed: int, width: int = 4) -> tuple[nn.Module, AdamW]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(width, 3), nn.Linear(3, 1))
+    return model, AdamW(model.parameters(), lr=0.1)
+
+
+def trained(model: nn.Module, optimizer: AdamW, steps: int) -> list[torch.Tensor]:
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.full((2, 4), float(step + 1))).sum().backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", [str, Path, "file"])
+def test_a_loaded_training_goes_on_as_the_saved_one(tmp_path: Path, kind: type | str) -> None:
+    path = tmp_path / "new" / "checkpoint.pt"
+    out = io.BytesIO() if kind == "file" else kind(path)
+    model, optimizer = made(0)
+    trained(model, optimizer, 3)
+    save_checkpoint(model, optimizer, 3, out)
+    expected = trained(model, optimizer, 2)
+    other, its_optimizer = made(1)
+    if isinstance(out, io.BytesIO):
+        out.seek(0)
+    else:
+        assert [one.name for one in path.parent.iterdir()] == ["checkpoint.pt"]  # nothing temporary is left
+    assert load_checkpoint(out, other, its_optimizer) == 3
+    assert all(map(torch.equal, expected, trained(other, its_optimizer, 2)))
+
+
+def test_what_does_not_fit_or_is_no_checkpoint_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    save_checkpoint(*made(0), 0, path)
+    with pytest.raises(ValueError, match=r"checkpoint.pt: does not fit this model and optimizer: Error"):
+        load_checkpoint(path, *made(0, width=5))
+    torch.save({"model": {}}, path)
+    with pytest.raises(ValueError, match=r"checkpoint.pt: must have 'optimizer'"):
+        load_checkpoint(path, *made(0))
+    path.write_bytes(b"no checkpoint")
+    with pytest.raises(ValueError, match=r"checkpoint.pt: must hold tensors and plain values alone"):
+        load_checkpoint(path, *made(0))
+    with pytest.raises(ValueError, match="iteration=-1 must be at least 0"):
+        save_checkpoint(*made(0), -1, path)
+    assert path.read_bytes() == b"no checkpoint"
