@@ -18,7 +18,7 @@ Narrow = tuple[str, torch.dtype] | None  # which of these, and what it is
 class ParallelCase(TrainedCase):
     """A model trained by a strategy on so many ranks; all strategies, sizes of buckets and numbers of ranks compare.
 
-    asked_bucket_mb  MiB, "auto", "all" (one bucket), or None: the strategy has no buckets, or a size of its own for them
+    asked_bucket_mb  MiB, "auto", "all" for one bucket, or None: the strategy has no buckets, or a size of its own
     comm_dtype       the dtype that is sent; float32 is that of the gradients
     """
 

@@ -50,7 +50,11 @@ def module_of(words: list[str]) -> tuple[str, list[str]]:
         assert rest[:2] == ["run", "noxfile.py"]
         return "nox", rest[2:]
     readers_own = program == "torchrun" and rest[-1].endswith(".py")
-    if program in ("mkdir", "cp", ".", "pytest-benchmark") or words[:2] == ["nsys", "stats"] or readers_own:
+    if (
+        program in ("mkdir", "cp", "cd", "git", ".", "pytest-benchmark")
+        or words[:2] == ["nsys", "stats"]
+        or readers_own
+    ):
         return "", rest
     if program in ("nsys", "ncu"):  # in front of what they look at
         return module_of(words[words.index("python") :])
