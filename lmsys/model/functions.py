@@ -1,4 +1,4 @@
-"""What a language model is made of beside its modules: activation, softmax and loss as functions of tensors.
+"""Activation, softmax and loss of a language model, as functions of tensors.
 
 Legend: V classes.
 """

@@ -17,6 +17,7 @@ from lmsys.attention.compiled import why_no_compiler
 from lmsys.config import SIZES, ModelConfig, model_config
 from lmsys.model import TransformerLM
 from lmsys.model.loss import IGNORED, linear_cross_entropy
+from lmsys.model.transformer import Attention
 from lmsys.testing import error_ratio
 
 VOCABULARY = 31
@@ -356,3 +357,22 @@ def test_the_loss_is_that_of_its_logits() -> None:
     torch.testing.assert_close(
         model.loss(tokens, targets), F.cross_entropy(model(tokens).flatten(0, -2), targets.flatten())
     )
+
+
+@given(seed=seeds, shift=st.integers(0, 4))
+def test_attention_of_plain_sizes_is_that_of_a_model(seed: int, shift: int) -> None:
+    """With the model's positions; and without any, where the order of what is seen does not matter."""
+    model = tiny(seed, torch.float64)
+    layer, x = Attention(32, 4, 2, dtype=torch.float64), model.token_embeddings(ids(seed))
+    layer.load_state_dict(model.layers[0].attn.state_dict())
+    positions = torch.arange(12) + shift
+    expected = model.layers[0].attn(x, model._attend(x), model.rope, positions)
+    torch.testing.assert_close(layer(x, rope=model.rope, positions=positions), expected)
+    order = torch.cat([torch.randperm(11, generator=torch.Generator().manual_seed(seed)), torch.tensor([11])])
+    torch.testing.assert_close(layer(x[:, order])[:, -1], layer(x)[:, -1])
+
+
+@pytest.mark.parametrize("sizes", [(32, 5), (32, 0), (32, 4, 3), (32, 4, 0)])
+def test_attention_of_sizes_that_do_not_divide_is_refused(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=f"num_heads={sizes[1]} must divide d_model=32, and kv_heads="):
+        Attention(*sizes)
