@@ -165,6 +165,11 @@ def get_fsdp(module, compute_dtype=None):
     return Fsdp(module, compute_dtype=compute_dtype)
 
 
+def fsdp_on_after_backward(fsdp_model, optimizer):
+    fsdp_model.finish_gradient_synchronization()
+    fsdp_model.unshard()  # a test reads the gradients of the module's own parameters
+
+
 def fsdp_gather_full_params(fsdp_model):
     return fsdp_model.full_state_dict()
 
@@ -184,4 +189,3 @@ def ddp_bucketed_on_train_batch_start(ddp_model, optimizer):
 get_ddp_individual_parameters = get_ddp
 ddp_individual_parameters_on_after_backward = ddp_on_after_backward
 ddp_bucketed_on_after_backward = ddp_on_after_backward
-fsdp_on_after_backward = ddp_on_after_backward
