@@ -13,11 +13,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Group = Any  # a torch ProcessGroup, or None for the default one
+Group = Any  # a torch ProcessGroup, None for the default one, or `TreeSums` of either
 
 # Renamed in torch 2.13; the older names warn there.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_all_to_all = dist.all_to_all_single
+
+
+@dataclass(frozen=True)
+class TreeSums:
+    """A group in which what is elsewhere a mean is a sum, over the ranks as one binary tree: (0 + 1) + (2 + 3).
+
+    Its world size is a power of two. Every rank then has the same bits as one that adds the same terms in pairs.
+    """
+
+    group: Any = None
+
+
+def unwrapped(group: Group) -> Any:
+    """The ProcessGroup, or None, that torch.distributed takes."""
+    return group.group if isinstance(group, TreeSums) else group
 
 
 @dataclass
@@ -39,11 +55,11 @@ def size_and_rank(group: Group) -> tuple[int, int]:
     """(1, 0) where no process group has been made."""
     if not dist.is_initialized():
         return 1, 0
-    return dist.get_world_size(group), dist.get_rank(group)
+    return dist.get_world_size(unwrapped(group)), dist.get_rank(unwrapped(group))
 
 
 def is_nccl(group: Group, x: Tensor) -> bool:
-    return x.is_cuda and "nccl" in str(dist.get_backend(group))
+    return x.is_cuda and "nccl" in str(dist.get_backend(unwrapped(group)))
 
 
 def all_reduce_mean(x: Tensor, group: Group, async_op: bool = True) -> Pending:
@@ -51,6 +67,8 @@ def all_reduce_mean(x: Tensor, group: Group, async_op: bool = True) -> Pending:
     world_size, _ = size_and_rank(group)
     if world_size == 1:
         return Pending()
+    if isinstance(group, TreeSums):
+        return _all_reduce_tree(x, group.group, world_size, async_op)
     if is_nccl(group, x):
         return Pending(dist.all_reduce(x, dist.ReduceOp.AVG, group=group, async_op=async_op))
     return Pending(dist.all_reduce(x, group=group, async_op=async_op), lambda: x.div_(world_size))
@@ -62,9 +80,37 @@ def reduce_scatter_mean(out: Tensor, x: Tensor, group: Group, async_op: bool = T
     if world_size == 1:
         out.copy_(x)
         return Pending()
+    if isinstance(group, TreeSums):
+        parts = torch.empty_like(x)
+        work = _all_to_all(parts, x, group=group.group, async_op=async_op)
+        return Pending(work, lambda: out.copy_(_tree(parts.view(world_size, -1))))
     if is_nccl(group, x):
         return Pending(_reduce_scatter(out, x, dist.ReduceOp.AVG, group=group, async_op=async_op))
     return Pending(_reduce_scatter(out, x, group=group, async_op=async_op), lambda: out.div_(world_size))
+
+
+def _all_reduce_tree(x: Tensor, group: Any, world_size: int, async_op: bool) -> Pending:
+    """x becomes the sum: each rank adds a part of it, then all gather all parts. Two terms have one order anyway."""
+    if world_size == 2:
+        return Pending(dist.all_reduce(x, group=group, async_op=async_op))
+    length = -(-x.numel() // world_size)
+    sent = x.new_zeros(world_size * length)
+    sent[: x.numel()] = x.reshape(-1)
+    parts = torch.empty_like(sent)
+    work = _all_to_all(parts, sent, group=group, async_op=async_op)
+
+    def gather() -> None:
+        _all_gather(sent, _tree(parts.view(world_size, -1)), group=group)
+        x.copy_(sent[: x.numel()].view_as(x))
+
+    return Pending(work, gather)
+
+
+def _tree(terms: Tensor) -> Tensor:
+    """(W, n) -> (n,): pairs of neighbours are added until one is left."""
+    while len(terms) > 1:
+        terms = terms[0::2] + terms[1::2]
+    return terms[0]
 
 
 def all_gather(out: Tensor, x: Tensor, group: Group, async_op: bool = True) -> Pending:
@@ -73,7 +119,7 @@ def all_gather(out: Tensor, x: Tensor, group: Group, async_op: bool = True) -> P
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
         return Pending()
-    return Pending(_all_gather(out, x, group=group, async_op=async_op))
+    return Pending(_all_gather(out, x, group=unwrapped(group), async_op=async_op))
 
 
 def broadcast_(x: Tensor, group: Group) -> None:
@@ -81,7 +127,7 @@ def broadcast_(x: Tensor, group: Group) -> None:
     if size_and_rank(group)[0] == 1 or not x.numel():
         return
     content = x.detach().contiguous()
-    dist.broadcast(content.reshape(-1).view(torch.uint8), group=group, group_src=0)
+    dist.broadcast(content.reshape(-1).view(torch.uint8), group=unwrapped(group), group_src=0)
     if content.data_ptr() != x.data_ptr():
         x.detach().copy_(content)
 
@@ -92,5 +138,5 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
     if world_size == 1:
         return [value]
     found: list[Any] = [None] * world_size
-    dist.all_gather_object(found, value, group=group)
+    dist.all_gather_object(found, value, group=unwrapped(group))
     return found

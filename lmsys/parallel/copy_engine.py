@@ -30,6 +30,7 @@ INSTEAD = "take bucketed or zero1, which are the same by collectives"
 class OverSymmetricMemory(Wrapper):
     """A strategy that sends through symmetric memory, which the GPUs of a node see of one another."""
 
+    why_not_reproducible = "copy engines add by rank, and not as a tree: take bucketed or zero1"
     all_reduce_model = False  # latency and bandwidth are those of NCCL's all-reduce
     kernels = r"^_mean_kernel$"  # signals are torch's kernels, and copies have none
 

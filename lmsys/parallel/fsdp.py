@@ -37,6 +37,7 @@ class Fsdp(Wrapper):
 
     zero_stage = 3
     shards_gradients = True
+    sums_each_backward = True
     local_step = False
     compute_dtype = True
     why_not_graphed = RESIZES_PARAMETERS

@@ -22,6 +22,8 @@ from lmsys.parallel.units import blocks_of
 class _Peer(Traits, nn.Module):
     """The base of torch's own strategies, whose backward itself averages gradients."""
 
+    why_not_reproducible = "torch adds gradients in an order of its own: take a strategy of ours, such as bucketed"
+
     def finish_gradient_synchronization(self) -> None:
         """Does nothing: the backward ends when gradients are averaged."""
 

@@ -9,6 +9,7 @@ class Traits:
     shards_gradients  a rank is left with a part of the gradients: their norm is that of all parts
     all_reduces       every rank gets all mean gradients, so that a ShardedOptimizer may step them
     accumulates       backwards under no_sync() may come before one that synchronizes
+    sums_each_backward  every backward is summed over ranks, also under no_sync(): ranks come before micro-batches
     local_step        a step under no_sync() is the same computation without communication
     all_reduce_model  latency and bandwidth of an all-reduce predict the communication that its buckets expose
     takes_bucket_mb   the benchmark's bucket sizes are its option `bucket_mb`
@@ -18,6 +19,7 @@ class Traits:
     fused_adamw       its parameters are DTensors: the optimizer must be torch's own AdamW, on a GPU the fused one
     why_not_graphed   why its step cannot be replayed as a CUDA graph; empty: it can
     why_not_saved     why the training loop cannot save its state; empty: it can
+    why_not_reproducible  why its sums cannot be those of a tree; empty: they can
     baseline          rows are compared with the timed row of the largest number; 0: never with this one
     rivals            the rows that the report compares it with
     kernels           a regular expression found in the names of its own device kernels: they count as communication
@@ -31,6 +33,7 @@ class Traits:
     shards_gradients: bool = False
     all_reduces: bool = False
     accumulates: bool = True
+    sums_each_backward: bool = False
     local_step: bool = True
     all_reduce_model: bool = True
     takes_bucket_mb: bool = False
@@ -40,6 +43,7 @@ class Traits:
     fused_adamw: bool = False
     why_not_graphed: str = ""
     why_not_saved: str = ""
+    why_not_reproducible: str = ""
     baseline: int = 0
     rivals: tuple[str, ...] = ()
     kernels: str = ""

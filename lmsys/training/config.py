@@ -62,6 +62,8 @@ class TrainConfig:
 
     batch_size        sequences of a step, over all ranks and micro-batches: the same curve for any number of ranks
     micro_batch_size  sequences that a rank holds at once
+    reproducible      the same weights, bit for bit, on any number of ranks and under any strategy of ours; the batch is
+                      then so many `leaves`, a power of two, in place of micro-batches, on 1, leaves/2 or leaves ranks
     lr, min_lr        the cosine schedule's largest and last; warmup_steps from 0 to lr
     clip_norm         of the gradient; 0: it is not clipped
     precision         fp32, or bf16 by autocast
@@ -78,6 +80,8 @@ class TrainConfig:
     steps: int = 400
     batch_size: int = 16
     micro_batch_size: int = 8
+    reproducible: bool = False
+    leaves: int = 4
     lr: float = 3e-3
     min_lr: float = 3e-4
     warmup_steps: int = 20
@@ -109,11 +113,28 @@ class TrainConfig:
             raise ValueError(f"betas={self.betas} must be two numbers in [0, 1)")
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision={self.precision!r} must be one of {PRECISIONS}")
+        if self.leaves < 1 or self.leaves & (self.leaves - 1):
+            raise ValueError(f"leaves={self.leaves} must be a power of two: they are added in pairs")
+        if self.reproducible and self.batch_size % self.leaves:
+            raise ValueError(f"batch_size={self.batch_size} must be a multiple of leaves={self.leaves}")
         if self.bucket_mb is not None and self.bucket_mb <= 0 or self.max_seconds is not None and self.max_seconds <= 0:
             raise ValueError(f"bucket_mb={self.bucket_mb} and max_seconds={self.max_seconds} must be positive or null")
 
+    @property
+    def held(self) -> int:
+        """Sequences that a rank holds at once."""
+        return self.batch_size // self.leaves if self.reproducible else self.micro_batch_size
+
     def accumulation(self, world_size: int) -> int:
         """Micro-batches of a rank in a step. ValueError where they do not come out even."""
+        if self.reproducible:
+            fit = sorted({1, max(1, self.leaves // 2), self.leaves})
+            if world_size not in fit:
+                raise ValueError(
+                    f"train.reproducible with train.leaves={self.leaves} runs on {', '.join(map(str, fit))} ranks, not"
+                    f" {world_size}"
+                )
+            return self.leaves // world_size
         count, left = divmod(self.batch_size, self.micro_batch_size * world_size)
         if left or not count:
             raise ValueError(

@@ -49,7 +49,8 @@ class Batches:
     """A rank's batches: windows of context_length + 1 ids that share their borders, in an order drawn from `seed`.
 
     Every epoch takes each of the N windows once, in an order and from a first token of its own. A step's global batch
-    is batch_size · world_size · accumulation windows; one rank that accumulates as many times sees the same.
+    is batch_size · world_size · accumulation windows; one rank that accumulates as many times sees the same. Ranks
+    take turns at micro-batches; with `neighbours` each has its own side by side.
     ValueError for sizes below 1, a rank outside the world, a source with less than one window.
     """
 
@@ -60,6 +61,7 @@ class Batches:
     rank: int = 0
     world_size: int = 1
     accumulation: int = 1
+    neighbours: bool = False
 
     def __post_init__(self) -> None:
         for name in ("context_length", "batch_size", "world_size", "accumulation"):
@@ -86,7 +88,8 @@ class Batches:
         """Inputs and targets, (B, S) int64, of micro-batch `micro` of a step; both count from 0."""
         if step < 0 or not 0 <= micro < self.accumulation:
             raise ValueError(f"{step=} must be at least 0 and {micro=} in 0 to {self.accumulation - 1}")
-        first = step * self.global_batch + (micro * self.world_size + self.rank) * self.batch_size
+        turn = self.rank * self.accumulation + micro if self.neighbours else micro * self.world_size + self.rank
+        first = step * self.global_batch + turn * self.batch_size
         windows = np.stack([self._window(index) for index in range(first, first + self.batch_size)])
         return windows[:, :-1], windows[:, 1:]
 

@@ -22,7 +22,7 @@ from lmsys.measure.machine import peak_flops_per_s
 from lmsys.model import BLOCKS_PER_GRAPH, Loss, TransformerLM
 from lmsys.parallel import STRATEGIES
 from lmsys.parallel.adapter import Adapter
-from lmsys.parallel.collectives import Group, gather_objects, size_and_rank
+from lmsys.parallel.collectives import Group, TreeSums, gather_objects, size_and_rank
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer
 from lmsys.registry import Entry
 from lmsys.training import checkpoint, state
@@ -33,6 +33,7 @@ from lmsys.training.evaluation import Evaluation, Windows, evaluate
 from lmsys.training.log import JsonLines, Progress
 from lmsys.training.nonfinite import NonFiniteError, first_nonfinite
 from lmsys.training.optimizer import AdamW, clip_grad_norm, cosine_schedule, set_lr
+from lmsys.training.reproducible import Tree, deterministic, exact_norm, weights_sha256
 from lmsys.training.stop import StopSignals
 
 RUNTIME_FIELDS = ("attention", "checkpoint_blocks")  # fields of a model config: how it is computed, not what it is
@@ -83,9 +84,10 @@ class Trainer:
         train = config.train
         self.config, self.windows, self.device, self.group = config, windows, device, group
         self.world_size, self.rank = size_and_rank(group)
+        (row,) = STRATEGIES.select([train.strategy])
         self.batches = Batches(
-            source, config.model.context_length, train.micro_batch_size, train.seed, self.rank, self.world_size,
-            train.accumulation(self.world_size),
+            source, config.model.context_length, train.held, train.seed, self.rank, self.world_size,
+            train.accumulation(self.world_size), train.reproducible and not row.trait("sums_each_backward", False),
         )  # fmt: skip
         torch.manual_seed(train.seed)
         self.model = TransformerLM(config.model, device=device)
@@ -97,7 +99,6 @@ class Trainer:
             found.require(**self.facts)
             shared = found.shared("model", "progress")
             self.model.load_state_dict(shared["model"])
-        (row,) = STRATEGIES.select([train.strategy])
         if train.compile:  # a strategy may surround each block, and reduce its gradients early
             self.model.compile_blocks(1 if row.trait("synchronizes", True) else BLOCKS_PER_GRAPH)
         self.strategy, self._shards_gradients = self._strategy(row), row.trait("shards_gradients", False)
@@ -114,12 +115,15 @@ class Trainer:
             )
         if reason := row.trait("why_not_saved", ""):
             raise ValueError(f"strategy {row.name!r}: {reason}")
+        if train.reproducible and (reason := row.trait("why_not_reproducible", "")):
+            raise ValueError(f"strategy {row.name!r} with train.reproducible: {reason}")
         if row.peer and not dist.is_initialized():
             raise ValueError(f"strategy {row.name!r} needs a process group: start it by --ranks 1 or torchrun")
         options: dict[str, Any] = {} if train.bucket_mb is None else {"bucket_mb": train.bucket_mb}
-        if row.trait("compute_dtype", False) and train.precision == "bf16":
+        if row.trait("compute_dtype", False) and train.precision == "bf16" and not train.reproducible:
             options["compute_dtype"] = torch.bfloat16
-        strategy = Adapter(row.load(), Loss(self.model), self.group, **options)
+        group = TreeSums(self.group) if train.reproducible else self.group
+        strategy = Adapter(row.load(), Loss(self.model), group, **options)
         able = strategy.can_stay_local and row.trait("accumulates", True)
         if self.world_size > 1 and self.batches.accumulation > 1 and not able:
             raise ValueError(
@@ -152,23 +156,19 @@ class Trainer:
 
     def train_step(self, stop: int = 0) -> tuple[Step, int]:
         """One step, and the largest `stop` of any rank."""
-        train, count = self.config.train, self.batches.accumulation
+        with deterministic(self.device) if self.config.train.reproducible else nullcontext():
+            return self._train_step(stop)
+
+    def _train_step(self, stop: int) -> tuple[Step, int]:
+        train = self.config.train
         lr = cosine_schedule(
             self.step, max_lr=train.lr, min_lr=train.min_lr, warmup_steps=train.warmup_steps, total_steps=train.steps
         )
         set_lr(self.optimizer, lr)
-        total = torch.zeros((), device=self.device)
-        for micro in range(count):
-            inputs, targets = self.batch(micro)
-            with nullcontext() if micro == count - 1 else self.strategy.no_sync():
-                with self.autocast():
-                    loss = self.strategy(inputs, targets)
-                (loss / count).backward()
-            total += loss.detach() / count
-        self.strategy.finish()
-        norm = self._clip()
+        total = (self._add_leaves if train.reproducible and self.world_size == 1 else self._accumulate)()
+        norm = self._clip_exactly() if train.reproducible else self._clip()
         mean, stop = self._agree(total, stop)
-        norm_value = norm.item()
+        norm_value = float(norm)
         taken = math.isfinite(mean) and math.isfinite(norm_value)
         if taken:
             self.optimizer.step()
@@ -177,6 +177,37 @@ class Trainer:
         self.in_a_row = 0 if taken else self.in_a_row + 1
         self.step += 1
         return Step(mean, norm_value, lr, taken), stop
+
+    def _accumulate(self) -> Tensor:
+        """The gradients of this rank's micro-batches, synchronized, and the mean of their losses."""
+        count, total = self.batches.accumulation, torch.zeros((), device=self.device)
+        for micro in range(count):
+            with nullcontext() if micro == count - 1 else self.strategy.no_sync():
+                total += self._backward(micro) / count
+        self.strategy.finish()
+        return total
+
+    def _add_leaves(self) -> Tensor:
+        """The same on one rank alone, whose micro-batches are added in pairs, as ranks would add theirs."""
+        count, total, tree = self.batches.accumulation, torch.zeros((), device=self.device), Tree()
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for micro in range(count):
+            total += self._backward(micro) / count
+            self.strategy.finish()
+            tree.add([p.grad for p in params])
+            for p in params:
+                p.grad = None
+        for p, gradient in zip(params, tree.total, strict=True):
+            p.grad = gradient
+        return total
+
+    def _backward(self, micro: int) -> Tensor:
+        """The loss of a micro-batch, whose gradients are added to those that are there."""
+        train, inputs = self.config.train, self.batch(micro)
+        with self.autocast():
+            loss = self.strategy(*inputs)
+        (loss / (train.leaves if train.reproducible else self.batches.accumulation)).backward()
+        return loss.detach()
 
     def batch(self, micro: int) -> tuple[Tensor, ...]:
         return tuple(torch.from_numpy(x).to(self.device) for x in self.batches.batch(self.step, micro))
@@ -193,6 +224,16 @@ class Trainer:
         gradients = [p.grad for p in params if p.grad is not None]
         if gradients and math.isfinite(max_norm):
             torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1))
+        return norm
+
+    def _clip_exactly(self) -> float:
+        """The same to the last bit, however gradients are divided among ranks."""
+        grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        count = sum(p.numel() for p in self.model.parameters())
+        norm = exact_norm(grads, count, self.group, divided=self._shards_gradients)
+        max_norm = self.config.train.clip_norm or math.inf
+        if math.isfinite(max_norm) and math.isfinite(norm):
+            torch._foreach_mul_(grads, min(1.0, max_norm / (norm + 1e-6)))
         return norm
 
     def _agree(self, loss: Tensor, stop: int) -> tuple[float, int]:
@@ -244,7 +285,15 @@ class Trainer:
                     why = "time" if stop == _TIME else signal.Signals(stop).name
                     break
         assert saved == self.step or loss is None
+        if train.reproducible:
+            self._tell_weights(log, say)
         return Outcome(self.step, why, loss, valid, self.seconds, self.skipped)
+
+    def _tell_weights(self, log: JsonLines | None, say: Say) -> None:
+        digest = weights_sha256(self.strategy.full_state_dict())
+        if log is not None:
+            log.write(step=self.step, weights_sha256=digest)
+        say(f"weights after step {self.step}: sha256 {digest}")
 
     def progress(self) -> Progress:
         """The line for the reader, from this step on."""

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from lmsys.training.checkpoint import newest
 from lmsys.training.config import RunConfig
 from lmsys.training.data import fixed_windows
 from lmsys.training.loop import Trainer
+from lmsys.training.reproducible import Tree, weights_sha256
+from tests.support.ranks import group_of, use
 
 MODEL = ModelConfig(16, 32, 2, 2, vocab_size=300, context_length=16, attention="naive")
 SETTINGS = [
@@ -142,3 +145,30 @@ def end_all() -> None:
         if (process := STARTED.pop()).poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def reproduced(run: RunConfig, world_size: int, steps: int, folder: str = "", one_by_one: bool = False) -> str:
+    """On a rank: the sha256 of the weights after `steps`. Ranks beyond the world size have nothing to do.
+
+    folder      of checkpoints: one that is there is gone on from, and one is left at the end
+    one_by_one  leaves are added in that order, and not as a tree
+    """
+    group = group_of(world_size)
+    if size_and_rank(None)[1] >= world_size:
+        return ""
+    source, found = RandomTokens(300, 2000), newest(Path(folder)) if folder else None
+    windows = fixed_windows(source, run.model.context_length, run.evaluate.windows)
+    one = Trainer(run, source, windows, torch.device("cpu"), found, group=group)
+    with use((Tree, "add", lambda _: _add_one_by_one)) if one_by_one else nullcontext():
+        while one.step < steps:
+            one.train_step()
+    if folder:
+        one.save(Path(folder))
+    return weights_sha256(one.strategy.full_state_dict())
+
+
+def _add_one_by_one(self: Tree, gradients: list[Any]) -> None:
+    if self._sums:
+        (_, before), self._sums = self._sums[0], []
+        gradients = [a + b for a, b in zip(before, gradients, strict=True)]
+    self._sums.append((1, gradients))

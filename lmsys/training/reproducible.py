@@ -1,0 +1,114 @@
+"""One training, bit for bit, on any number of ranks and under any strategy.
+
+Floating-point addition has no order that all numbers of ranks share, so the sums of a step are given one here:
+
+    leaves  The batch is a fixed number of leaves, each a fixed set of sequences, and so of one shape everywhere. The
+            loss of each is divided by their number before its backward.
+    tree    Leaves are added as one binary tree: (0 + 1) + (2 + 3). A rank adds those of its own, then
+            `collectives.TreeSums` adds ranks. Where every backward is summed over ranks, ranks come first: a rank then
+            has every world_size-th leaf.
+    norm    The squares of a gradient are summed as whole numbers, whose sum has no order (`exact_norm`).
+    kernels Deterministic ones, and on a CPU one thread a rank. An element of AdamW's update depends on itself alone.
+
+Within a way to execute (eager, compiled; this device, these versions) the weights then depend on nothing else.
+
+Source for the norm: Demmel & Nguyen 2013, "Fast Reproducible Floating-Point Summation", whose bins are two here.
+"""
+
+import hashlib
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lmsys.parallel.collectives import Group, size_and_rank
+
+BITS = 62  # of a sum of whole numbers, so that none overflows
+
+
+@contextmanager
+def deterministic(device: torch.device) -> Iterator[None]:
+    """Inside, torch takes kernels that give the same bits for the same inputs, or raises an error."""
+    before, filled, threads = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+        torch.get_num_threads(),
+    )
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # of a size that no call changes; read on first use
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.utils.deterministic.fill_uninitialized_memory = filled
+        torch.set_num_threads(threads)
+
+
+class Tree:
+    """Adds lists of gradients in pairs, pairs in pairs, and so on, in the order in which they come."""
+
+    def __init__(self) -> None:
+        self._sums: list[tuple[int, list[Tensor | None]]] = []  # (of how many leaves, the sum)
+
+    def add(self, gradients: list[Tensor | None]) -> None:
+        count = 1
+        while self._sums and self._sums[-1][0] == count:
+            _, before = self._sums.pop()
+            gradients, count = [_sum(a, b) for a, b in zip(before, gradients, strict=True)], 2 * count
+        self._sums.append((count, gradients))
+
+    @property
+    def total(self) -> list[Tensor | None]:
+        ((_, gradients),) = self._sums
+        return gradients
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b
+
+
+def exact_norm(gradients: Sequence[Tensor], count: int, group: Group = None, divided: bool = False) -> float:
+    """The Euclidean norm of all gradients together, whatever the order, and whichever rank has which.
+
+    count    elements of the whole gradient on all ranks, at least
+    divided  ranks of `group` have parts of it: their sums are added
+    inf or nan where a gradient is not finite. A square is rounded to 2^(-124) count^2 of the largest.
+    """
+    gradients = [x for x in gradients if x.numel()]
+    device = gradients[0].device if gradients else torch.device("cpu")
+    none = torch.zeros((), dtype=torch.float64, device=device)
+    largest = torch.stack([none, *(x.abs().max().double() for x in gradients)]).max()
+    if divided and size_and_rank(group)[0] > 1:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    top = largest.item()
+    if top == 0 or not math.isfinite(top):
+        return top
+    room = BITS - math.ceil(math.log2(max(2, count)))  # bits of one square
+    first = math.ldexp(1.0, room - 2 * math.frexp(top)[1])
+    second = math.ldexp(1.0, room)  # of what the first leaves, at most a half
+    sums = torch.zeros(2, dtype=torch.int64, device=device)
+    for x in gradients:
+        scaled = x.double().square_().mul_(first)
+        whole = scaled.round()
+        sums[0] += whole.long().sum()
+        sums[1] += scaled.sub_(whole).mul_(second).round_().long().sum()
+    if divided and size_and_rank(group)[0] > 1:
+        dist.all_reduce(sums, group=group)
+    high, low = sums.tolist()
+    return math.sqrt((high * int(second) + low) / int(second) / first)
+
+
+def weights_sha256(state: Mapping[str, Tensor]) -> str:
+    """The sha256 of the names and values of a state dict."""
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        digest.update(name.encode())
+        digest.update(state[name].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

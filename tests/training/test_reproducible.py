@@ -1,0 +1,138 @@
+"""Training bit for bit: one sha256 of the weights for every number of ranks and every strategy."""
+
+import math
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmsys.parallel.group import WorkerGroup
+from lmsys.training.config import TrainConfig
+from lmsys.training.reproducible import Tree, exact_norm
+from tests.support.training_runs import config, reproduced, trainer
+
+STRATEGIES = ("naive", "flat", "overlapped", "bucketed", "zero1", "fsdp")
+STEPS = 10
+WORLD_SIZES = {"train.leaves=2": (1, 2), "train.leaves=8": (1, 4)}
+ONLY = {"train.sharded_optimizer=true": ("bucketed",), "train.bucket_mb=0.001": ("bucketed", "zero1")}
+SETTINGS = ("train.reproducible=true", f"train.steps={STEPS}", "train.clip_norm=0.5")
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[WorkerGroup]:
+    """Ranks of their own: torch stays deterministic in them."""
+    with WorkerGroup(4, "gloo", timeout_s=60) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def expected(four: WorkerGroup, tmp_path_factory: pytest.TempPathFactory) -> str:
+    run = config(tmp_path_factory.mktemp("run"), *SETTINGS, "train.strategy=naive")
+    return four.run(reproduced, run, 1, STEPS)[0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_weights_have_one_sha256(
+    four: WorkerGroup, expected: str, tmp_path: Path, strategy: str, world_size: int
+) -> None:
+    found = four.run(reproduced, config(tmp_path, *SETTINGS, f"train.strategy={strategy}"), world_size, STEPS)
+    assert found[:world_size] == [expected] * world_size
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("train.precision=bf16",),
+        ("model.d_model=12", "model.d_ff=21", "model.vocab_size=307", "model.num_layers=3"),
+        ("train.sharded_optimizer=true",),
+        ("train.leaves=2", "train.clip_norm=0"),
+        ("train.leaves=8",),
+        ("model.checkpoint_blocks=1", "model.attention=flash_torch"),
+        ("train.bucket_mb=0.001",),
+    ],
+)
+def test_whatever_is_trained(four: WorkerGroup, tmp_path: Path, settings: tuple[str, ...]) -> None:
+    found = set()
+    for strategy, world_size in product(("bucketed", "zero1", "fsdp"), (1, 2, 4)):
+        if world_size not in WORLD_SIZES.get(settings[0], (1, 2, 4)) or strategy not in ONLY.get(
+            settings[0], STRATEGIES
+        ):
+            continue
+        run = config(tmp_path, *SETTINGS, *settings, f"train.strategy={strategy}")
+        found |= set(four.run(reproduced, run, world_size, STEPS)[:world_size])
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(("before", "after"), [(("fsdp", 4), ("bucketed", 2)), (("zero1", 2), ("fsdp", 1))])
+def test_a_run_that_goes_on_elsewhere_ends_the_same(
+    four: WorkerGroup, expected: str, tmp_path: Path, before: tuple[str, int], after: tuple[str, int]
+) -> None:
+    """Ended after four steps, and resumed under another strategy on another number of ranks."""
+    for (strategy, world_size), steps in ((before, 4), (after, STEPS)):
+        run = config(tmp_path, *SETTINGS, f"train.strategy={strategy}")
+        found = set(four.run(reproduced, run, world_size, steps, str(tmp_path))[:world_size])
+        assert len(found) == 1
+    assert found == {expected}
+
+
+def test_two_additions_exchanged_are_seen(four: WorkerGroup, expected: str, tmp_path: Path) -> None:
+    run = config(tmp_path, *SETTINGS, "train.strategy=naive")
+    assert four.run(reproduced, run, 1, STEPS, "", True)[0] != expected
+
+
+@given(st.integers(0, 99), st.integers(1, 400), st.integers(1, 9), st.sampled_from([1e-30, 1e-3, 1.0, 1e30]))
+def test_the_norm_has_no_order(seed: int, count: int, parts: int, size: float) -> None:
+    """Nor does it matter how the gradient is divided; it is the norm, to the last bits of float64."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, generator=generator).pow(5) * size
+    mixed = x[torch.randperm(count, generator=generator)]
+    found = exact_norm([x], count)
+    assert exact_norm(list(mixed.chunk(parts)), count) == found
+    assert math.isclose(found, x.double().norm().item(), rel_tol=1e-12)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_norm_that_is_not_finite_is_told(value: float) -> None:
+    assert not math.isfinite(exact_norm([torch.tensor([1.0, value]), torch.ones(3)], 5))
+    assert exact_norm([], 5) == exact_norm([torch.zeros(2)], 5) == 0
+
+
+@given(st.integers(0, 4), st.integers(0, 99))
+def test_leaves_are_added_in_pairs(levels: int, seed: int) -> None:
+    leaves = torch.randn(2**levels, 5, generator=torch.Generator().manual_seed(seed))
+    tree = Tree()
+    for x in leaves:
+        tree.add([x, None])
+    expected = leaves
+    while len(expected) > 1:
+        expected = expected[::2] + expected[1::2]
+    assert torch.equal(tree.total[0], expected[0]) and tree.total[1] is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"leaves": 3}, "leaves=3 must be a power of two"),
+        ({"leaves": 0}, "leaves=0 must be a power of two"),
+        ({"leaves": 32, "reproducible": True}, "batch_size=16 must be a multiple of leaves=32"),
+    ],
+)
+def test_leaves_that_do_not_come_out_even_are_refused(settings: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(**settings)
+
+
+def test_ranks_that_leaves_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="train.leaves=8 runs on 1, 4, 8 ranks, not 2"):
+        TrainConfig(reproducible=True, leaves=8).accumulation(2)
+
+
+@pytest.mark.parametrize("strategy", ["torch_ddp", "copy_engine"])
+def test_strategies_with_an_order_of_their_own_are_refused(tmp_path: Path, strategy: str) -> None:
+    with pytest.raises(ValueError, match=f"strategy '{strategy}' with train.reproducible: "):
+        trainer(config(tmp_path, *SETTINGS, f"train.strategy={strategy}"))
