@@ -73,9 +73,20 @@ def test_an_operation_just_after_a_step(ranks: WorkerGroup, strategy: str, opera
     assert first.startswith(expected.format(name)), first
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("operation", ONE_BY_ONE)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_operation_just_after_a_step_on_gpus(gpu_ranks: WorkerGroup, strategy: str, operation: str) -> None:
+    test_an_operation_just_after_a_step(gpu_ranks, strategy, operation)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @given(program=st.lists(st.sampled_from(OPERATIONS), min_size=4, max_size=12))
 def test_any_program_is_as_on_a_plain_module(ranks: WorkerGroup, strategy: str, program: list[str]) -> None:
+    is_as_on_a_plain_module(ranks, strategy, program)
+
+
+def is_as_on_a_plain_module(ranks: WorkerGroup, strategy: str, program: list[str]) -> None:
     exact, plain = (play_alone(program, dtype) for dtype in (torch.float64, torch.float32))
     for seen in ranks.run(play, strategy, program)[:2]:
         assert not isinstance(seen, str), seen
@@ -83,6 +94,13 @@ def test_any_program_is_as_on_a_plain_module(ranks: WorkerGroup, strategy: str, 
             assert found.keys() <= right.keys()
             for name, x in found.items():
                 assert error_ratio(x, right[name], rounded[name]) <= 1, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("program", [[*OPERATIONS], [*reversed(OPERATIONS)], ["late_step", "step", "read"]])
+def test_a_program_is_as_on_a_plain_module_on_gpus(gpu_ranks: WorkerGroup, strategy: str, program: list[str]) -> None:
+    is_as_on_a_plain_module(gpu_ranks, strategy, program)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lmsys.parallel import STRATEGIES
 from lmsys.parallel.collectives import Pending
 from lmsys.parallel.fsdp import Fsdp
+from lmsys.parallel.group import device
 from lmsys.parallel.sharded_optimizer import FlatBuffer
 from lmsys.parallel.zero1 import Zero1
 from tests.support.ranks import Net, Recipe, error_of, group_of, use
@@ -42,7 +43,8 @@ class Player:
 
     def play(self, program: Sequence[str]) -> list[dict[str, Tensor]]:
         for number, name in enumerate(program):
-            self.batch = torch.randn(2, 2, 3, WIDTH, generator=torch.Generator().manual_seed(number)).to(self.dtype)
+            batch = torch.randn(2, 2, 3, WIDTH, generator=torch.Generator().manual_seed(number))
+            self.batch = batch.to(device(), self.dtype)
             getattr(self, name)()
         self.state()
         return self.seen
@@ -59,7 +61,7 @@ class Player:
         return torch.stack([self.model(self.batch[rank, micro]) for rank in self.ranks]).mean()
 
     def see(self, **found: Tensor) -> None:
-        self.seen.append({name: x.detach().clone() for name, x in found.items()})
+        self.seen.append({name: x.detach().cpu().clone() for name, x in found.items()})
 
     def backward(self) -> None:
         self.loss(0).backward()
@@ -196,12 +198,16 @@ def deferred() -> Any:
 
 
 def _player(strategy: str, group: Any, rank: int) -> Player:
-    return Player(STRATEGIES[strategy].load()(Net(RECIPE), group), [rank], torch.float32)
+    return Player(STRATEGIES[strategy].load()(Net(RECIPE).to(device()), group), [rank], torch.float32)
 
 
 def play_alone(program: Sequence[str], dtype: torch.dtype) -> list[dict[str, Tensor]]:
     torch.manual_seed(0)
     return Player(Net(RECIPE).to(dtype), [0, 1], dtype).play(program)
+
+
+def _ones() -> Tensor:
+    return torch.ones(1, WIDTH, device=device())
 
 
 # One operation each, after a step; what is returned is a text, the same on both ranks.
@@ -244,7 +250,7 @@ def _deepcopy(wrapper: nn.Module, _: Any) -> str:
 def _deepcopy_module(wrapper: nn.Module, _: Any) -> str:
     found = copy.deepcopy(wrapper.module)
     with torch.no_grad():
-        return f"as the original: {bool(found(torch.ones(1, WIDTH)) == wrapper(torch.ones(1, WIDTH)))}"
+        return f"as the original: {bool(found(_ones()) == wrapper(_ones()))}"
 
 
 def _save_wrapper(wrapper: nn.Module, _: Any) -> str:
@@ -278,7 +284,7 @@ def _step_over_module(wrapper: nn.Module, _: Any) -> str:
 
 def _stepped(wrapper: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     before = wrapper.full_state_dict()["last.weight"].clone()
-    wrapper(torch.ones(1, WIDTH)).backward()
+    wrapper(_ones()).backward()
     wrapper.finish_gradient_synchronization()
     optimizer.step()
     after = wrapper.full_state_dict()["last.weight"]
@@ -286,7 +292,7 @@ def _stepped(wrapper: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 
 def _zero_grad(wrapper: nn.Module, _: Any) -> str:
-    wrapper(torch.ones(1, WIDTH)).backward()
+    wrapper(_ones()).backward()
     wrapper.finish_gradient_synchronization()
     wrapper.zero_grad()
     left = sum(float(p.grad.abs().sum()) for p in wrapper.parameters() if p.grad is not None)
@@ -296,25 +302,32 @@ def _zero_grad(wrapper: nn.Module, _: Any) -> str:
 def _forward_hook(wrapper: nn.Module, _: Any) -> str:
     seen: list[float] = []
     wrapper.module.layers[0].register_forward_hook(lambda block, x, y: seen.append(float(y.sum())))
-    wrapper(torch.ones(1, WIDTH))
+    wrapper(_ones())
     return f"called {len(seen)} times"
 
 
 def _replaced_on_one_rank(wrapper: nn.Module, rank: int) -> str:
     if rank == 1:
-        wrapper.module.last.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
-    return _stepped(wrapper, wrapper.make_optimizer(torch.optim.SGD, lr=LR))
+        wrapper.module.last.weight = nn.Parameter(torch.ones(WIDTH, WIDTH, device=device()))
+    return _two_steps(wrapper)
 
 
 def _added_on_all_ranks(wrapper: nn.Module, _: Any) -> str:
-    wrapper.module.last.more = nn.Parameter(torch.ones(1))
-    return _stepped(wrapper, wrapper.make_optimizer(torch.optim.SGD, lr=LR))
+    wrapper.module.last.more = nn.Parameter(torch.ones(1, device=device()))
+    return _two_steps(wrapper)
 
 
 def _removed_on_one_rank(wrapper: nn.Module, rank: int) -> str:
     if rank == 0:
         wrapper.module.layers[1].down.register_parameter("bias", None)
-    return _stepped(wrapper, wrapper.make_optimizer(torch.optim.SGD, lr=LR))
+    return _two_steps(wrapper)
+
+
+def _two_steps(wrapper: nn.Module) -> str:
+    """On GPUs the second refuses what has changed."""
+    optimizer = wrapper.make_optimizer(torch.optim.SGD, lr=LR)
+    _stepped(wrapper, optimizer)
+    return _stepped(wrapper, optimizer)
 
 
 def _moved_module(wrapper: nn.Module, _: Any) -> str:
@@ -392,7 +405,7 @@ def load_checkpoint(strategy: str, world_size: int, folder: str) -> dict[str, Te
 
 
 def _built(strategy: str, group: Any) -> nn.Module:
-    net = Net(Recipe(width=WIDTH))
+    net = Net(Recipe(width=WIDTH)).to(device())
     return net if strategy == "plain" else STRATEGIES[strategy].load()(net, group)
 
 

@@ -14,6 +14,7 @@ import torch
 
 from lmsys.config import ModelConfig
 from lmsys.parallel.collectives import size_and_rank
+from lmsys.parallel.group import device
 from lmsys.training import pipeline
 from lmsys.training.checkpoint import newest
 from lmsys.training.config import RunConfig
@@ -158,7 +159,7 @@ def reproduced(run: RunConfig, world_size: int, steps: int, folder: str = "", on
         return ""
     source, found = RandomTokens(300, 2000), newest(Path(folder)) if folder else None
     windows = fixed_windows(source, run.model.context_length, run.evaluate.windows)
-    one = Trainer(run, source, windows, torch.device("cpu"), found, group=group)
+    one = Trainer(run, source, windows, device(), found, group=group)
     with use((Tree, "add", lambda _: _add_one_by_one)) if one_by_one else nullcontext():
         while one.step < steps:
             one.train_step()

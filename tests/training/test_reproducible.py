@@ -85,6 +85,38 @@ def test_two_additions_exchanged_are_seen(four: WorkerGroup, expected: str, tmp_
     assert four.run(reproduced, run, 1, STEPS, "", True)[0] != expected
 
 
+ON_GPUS = (
+    *("model.d_model=128", "model.num_heads=2", "model.d_ff=256", "model.context_length=64", "model.attention=auto"),
+    *("train.precision=bf16", "train.device=cuda"),
+)
+
+
+@pytest.fixture(scope="module")
+def one_gpu() -> Iterator[WorkerGroup]:
+    with WorkerGroup(1, "nccl", timeout_s=120) as ranks:
+        yield ranks
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compile", ["false", "true"])
+def test_one_sha256_on_a_gpu(one_gpu: WorkerGroup, tmp_path: Path, compile: str) -> None:
+    found = set()
+    for strategy in ("naive", "naive", "zero1", "fsdp"):
+        settings = *ON_GPUS, f"train.strategy={strategy}", f"train.compile={compile}"
+        found |= set(one_gpu.run(reproduced, config(tmp_path, *SETTINGS, *settings), 1, STEPS))
+    assert len(found) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compile", ["false", "true"])
+def test_one_sha256_on_one_gpu_and_two(gpu_ranks: WorkerGroup, tmp_path: Path, compile: str) -> None:
+    found = set()
+    for strategy, world_size in product(STRATEGIES, (1, 2)):
+        settings = *ON_GPUS, f"train.strategy={strategy}", f"train.compile={compile}"
+        found |= set(gpu_ranks.run(reproduced, config(tmp_path, *SETTINGS, *settings), world_size, STEPS)[:world_size])
+    assert len(found) == 1
+
+
 @given(st.integers(0, 99), st.integers(1, 400), st.integers(1, 9), st.sampled_from([1e-30, 1e-3, 1.0, 1e30]))
 def test_the_norm_has_no_order(seed: int, count: int, parts: int, size: float) -> None:
     """Nor does it matter how the gradient is divided; it is the norm, to the last bits of float64."""
