@@ -111,6 +111,13 @@ NAMED = (
         "optimizer state divided among ranks: yes, no",
     ),
     Axis(
+        "reproducible",
+        yes_no,
+        (False,),
+        "--reproducible",
+        "of a training: the same weights, bit for bit, by every strategy on any number of ranks: yes, no",
+    ),
+    Axis(
         "epochs",
         several,
         4,

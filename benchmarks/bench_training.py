@@ -39,7 +39,8 @@ class Training(Benchmark):
     streams = True
     axes: tuple[Axis, ...] = (
         *axes.named("--size", "--context", "--batch", "--precision", "--compile", "--attention", batch=(8,)),
-        *axes.named("--strategy", "--world-size", "--bucket-mb", "--epochs", "--train-tokens", "--val-tokens"),
+        *axes.named("--strategy", "--world-size", "--bucket-mb", "--reproducible"),
+        *axes.named("--epochs", "--train-tokens", "--val-tokens"),
         Axis("vocab_size", positive, 10_000, single=True),
     )
     fields: tuple[Field, ...] = (
@@ -50,7 +51,7 @@ class Training(Benchmark):
         *fields.axes("backend"),
         Field("num_nodes", label="nodes", role="axis"),
         Field("bucket_mb", "MiB", "bucket size", "axis"),
-        *fields.axes("epochs", "train_tokens", "val_tokens", "vocab_size", "corpus"),
+        *fields.axes("reproducible", "epochs", "train_tokens", "val_tokens", "vocab_size", "corpus"),
         Field("num_parameters", label="parameters", role="axis"),
         fields.TIME.called(about="Median time of an epoch, of the slowest rank", shown="s"),
         Field("mean_s", "s", "Time of an epoch", about="Mean time of an epoch, of the slowest rank", shown="s"),
@@ -85,6 +86,7 @@ class Training(Benchmark):
         Field("curve_budget", "nats", role="detail", about="How far a loss may be from the reference's"),
         *fields.details("lr", "tokens", "steps", "steps_per_epoch", "rank_peak_bytes"),
         *fields.details("curve_steps", "curve_losses", "curve_differences"),
+        Field("weights", role="detail", about="The sha256 of the weights after the last epoch, where reproducible"),
     )
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[TrainingCase]:
@@ -99,8 +101,9 @@ class Training(Benchmark):
         for (model, num_ranks), row, entry in product(works, attention, strategies):
             sets_buckets = entry.trait("takes_bucket_mb", False) or entry.trait("tuned_bucket_mb", False)
             buckets = grid["bucket_mb"] if sets_buckets else (None,)
-            for bucket_mb in buckets if num_ranks > 1 or not entry.trait("synchronizes", True) else ():
-                asked = (*model, row, num_ranks, bucket_mb, *text, len(buckets) > 1)
+            ways = product(buckets, grid["reproducible"])
+            for bucket_mb, same in ways if num_ranks > 1 or not entry.trait("synchronizes", True) else ():
+                asked = (*model, row, num_ranks, bucket_mb, *text, same, len(buckets) > 1)
                 case = TrainingCase(grid.name, entry, settings.device, *asked)
                 if grid.given & {"train_tokens", "val_tokens"}:
                     _ = case.steps, case.windows
@@ -173,10 +176,13 @@ class Training(Benchmark):
         curve.valid_loss = valid_losses[0]
         if len(set(models)) > 1:
             candidate.failed("wrong", "after the last epoch ranks have different parameters")
+        elif case.reproducible and (others := _other_weights(case, models[0], trial.setup)):
+            candidate.failed("wrong", others)
         elif settings.timed:
             clocks = [one.sm_clock_mhz for ranks in epochs[1:] for one in ranks if one.sm_clock_mhz is not None]
             measurement.samples = [max(one.seconds for one in ranks) for ranks in epochs[1:]]
             peak = {"peak_bytes": max(peaks), "rank_peak_bytes": list(peaks)}
+            candidate.notes["weights"] = models[0] if case.reproducible else None
             clock = {"sm_clock_mhz": statistics.median(clocks) if clocks else None}
             measurement.record = peak | clock | {"first_step_s": max(first_steps)}
 
@@ -199,6 +205,12 @@ class Training(Benchmark):
             found |= {"steps_per_epoch": case.steps, "tokens": case.tokens, "tokens_per_s": case.tokens / time_s}
             found |= {"flops": flops, "flops_per_s": flops / time_s}
         return found
+
+
+def _other_weights(case: TrainingCase, weights: str, reference: Curve) -> str:
+    """Empty where they are those of the reproducible trainings before with this attention row; else what differs."""
+    before, row = reference.weights.setdefault(case.attention.name, (weights, case.row))
+    return "" if before == weights else f"its weights are not those of {row}: sha256 {weights[:12]} and {before[:12]}"
 
 
 def _on_ranks(case: TrainingCase, runner: Any) -> Callable[..., list[Any]]:

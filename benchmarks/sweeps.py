@@ -247,6 +247,19 @@ MATRIX = TRAINING.but(
     epochs=4,
     train_tokens=491_520,
 )
+REPRODUCIBLE = TRAINING.but(
+    "reproducible",
+    attention=("flash_gluon", "flash_triton"),
+    strategy=("none", "naive", "bucketed", "zero1", "fsdp"),
+    reproducible=BOTH,
+)
+CPU_REPRODUCIBLE = CPU_TRAINING.but(
+    "reproducible",
+    attention=("sdpa_flash",),
+    strategy=REPRODUCIBLE["strategy"],
+    reproducible=BOTH,
+    train_tokens=12_800,
+)
 
 SMOKE = {
     "model": (
@@ -330,11 +343,18 @@ SWEEPS = {
             0.3,
             FULL
             | {"model": MODEL_FULL, "anatomy": (ANATOMY_FULL.but(attention=("naive", "auto")),)}
-            | {"training": (CPU_TRAINING.but("matrix", strategy=MATRIX["strategy"], train_tokens=12_800),)},
+            | {
+                "training": (
+                    CPU_TRAINING.but("matrix", strategy=MATRIX["strategy"], train_tokens=12_800),
+                    CPU_REPRODUCIBLE,
+                )
+            },
         ),
         "cuda": Sweep(
             0.3,
-            FULL | {"model": MODEL_FULL + PEERS, "anatomy": with_compiled(ANATOMY_FULL)} | {"training": (MATRIX,)},
+            FULL
+            | {"model": MODEL_FULL + PEERS, "anatomy": with_compiled(ANATOMY_FULL)}
+            | {"training": (MATRIX, REPRODUCIBLE)},
         ),
     },
 }

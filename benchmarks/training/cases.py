@@ -21,6 +21,7 @@ class TrainingCase(TrainedCase):
     num_ranks     of the group, which all strategies share: with the batch they make the global batch
     epochs        passes over train_tokens tokens, rounded down to whole steps
     bucket_mb     MiB, or None: the strategy has no buckets to set
+    reproducible  the batch in leaves that are added as one tree, so that all have the same weights, bit for bit
     names_bucket  the bucket size is part of the row's name, since there are others
     micro         sequences that a rank holds at once; 0: its batch
     """
@@ -32,6 +33,7 @@ class TrainingCase(TrainedCase):
     train_tokens: int
     val_tokens: int
     vocab_size: int
+    reproducible: bool = False
     names_bucket: bool = False
     micro: int = 0
 
@@ -54,8 +56,9 @@ class TrainingCase(TrainedCase):
 
     @property
     def row(self) -> str:
-        """The strategy with its option."""
-        return f"{self.entry.name}-{self.bucket_mb}MiB" if self.names_bucket else self.entry.name
+        """The strategy with its options."""
+        size = f"-{self.bucket_mb}MiB" if self.names_bucket else ""
+        return self.entry.name + size + ("-reproducible" if self.reproducible else "")
 
     @property
     def impl(self) -> str:
@@ -117,7 +120,8 @@ class TrainingCase(TrainedCase):
         alone = next(row for row in STRATEGIES.values() if not row.trait("synchronizes", True))
         fitting = max(1, MAX_SCORES // (self.config.num_heads * self.context**2))
         micro = max(size for size in range(1, self.batch + 1) if self.batch % size == 0 and size <= fitting)
-        return replace(self, attention=ATTENTION["naive"], entry=alone, bucket_mb=None, compile="eager", micro=micro)
+        plain = replace(self, bucket_mb=None, compile="eager", reproducible=False)
+        return replace(plain, attention=ATTENTION["naive"], entry=alone, micro=micro)
 
     def run_config(self, seed: int) -> RunConfig:
         """The case as the training loop takes it. ValueError for an option that the loop does not have."""
@@ -125,11 +129,14 @@ class TrainingCase(TrainedCase):
             raise ValueError("the training loop has no automatic size of buckets: --bucket-mb is to name MiB")
         if self.compile == "graphed":
             raise ValueError("the training loop replays no CUDA graph: --compile is to be eager or compiled")
+        if self.reproducible and (reason := self.entry.trait("why_not_reproducible", "")):
+            raise ValueError(reason)
         steps = self.steps * self.epochs
         train = TrainConfig(
             steps=steps,
             batch_size=self.global_batch,
             micro_batch_size=self.micro or self.batch,
+            reproducible=self.reproducible,
             lr=self.lr,
             min_lr=LEAST_LR * self.lr,
             warmup_steps=int(WARMUP * steps),

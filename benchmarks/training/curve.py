@@ -13,11 +13,15 @@ CURVE_POINTS = 100  # of a curve that travels with a record
 
 @dataclass
 class Curve:
-    """The loss over the global batch and the norm of the gradient, by step; the loss on held-out text at the end."""
+    """The loss over the global batch and the norm of the gradient, by step; the loss on held-out text at the end.
+
+    weights  of a reference: by attention row, the sha256 that every reproducible training has ended with, and of which
+    """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     valid_loss: float | None = None
+    weights: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def add(self, epoch: Epoch) -> None:
         self.losses += epoch.losses

@@ -17,6 +17,7 @@ from lmsys.measure.machine import sm_clock_reader
 from lmsys.parallel.group import device
 from lmsys.training.data import TokenFiles, fixed_windows
 from lmsys.training.loop import Trainer
+from lmsys.training.reproducible import weights_sha256
 
 INTERPRETED = "its kernels are interpreted here, which is too slow to train with"
 _TRAINER: list[Trainer] = []  # the one that trains now, from call to call
@@ -100,7 +101,8 @@ def epoch(case: TrainingCase, steps: int) -> Epoch:
 def end(case: TrainingCase) -> tuple[float, str]:
     """(the loss on held-out text, what tells whether ranks have one model)."""
     (one,) = _TRAINER
-    found = one.evaluate().loss, one.strategy.fingerprint()
+    same = weights_sha256(one.strategy.full_state_dict()) if case.reproducible else one.strategy.fingerprint()
+    found = one.evaluate().loss, same
     clear(case)
     return found
 

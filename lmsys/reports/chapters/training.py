@@ -18,6 +18,7 @@ WORDS = ("section", "size", "attention", "strategy", "row", "precision", "compil
 QUIET = ("attention_label", "attention_peer", "strategy_peer", "global_batch", "world_size", "bucket_mb", "vocab_size")
 SINGLE = "none"  # one process, which accumulates the batches of all ranks
 SAME = ("attention", "comparison")
+SUFFIX = "-reproducible"  # of a row's name
 TABLES = {"tokens_per_s": "rate", SPEEDUP: "speedup", "mean_s": "time", "peak_bytes": "memory"}
 ABOUT = {
     "loss": "Loss after the last epoch on {val_tokens} held-out tokens, nats; in brackets how far the loss of a step "
@@ -58,10 +59,28 @@ def _block(part: View) -> Block:
     worst = [(row, _worst(own)) for (row,), own in part.groups("row").items()]
     drawn = [_by_step(part, "curves", "Loss by step", curves)]
     drawn.append(_by_step(part, "differences", "Loss beside the reference", worst, budget))
-    lead = [tables["tokens_per_s"], bars["tokens_per_s"], tables[SPEEDUP], chain, losses, *drawn]
+    costs = _with_cost(part)
+    cost = pivot(costs, "cost", ["attention"], "row", word="cost", data=("weights",)) if costs.cases else None
+    lead = [tables["tokens_per_s"], bars["tokens_per_s"], tables[SPEEDUP], chain, cost, losses, *drawn]
     metrics = ["mean_s", SPEEDUP, "efficiency", *(name for name in part.metrics() if name not in ("time_s", "mean_s"))]
     runs = listing(part, ("attention", "row"), metrics, "runs", "Every run")
     return Block(part.title, lead, [tables["mean_s"], bars["mean_s"], tables["peak_bytes"], bars["peak_bytes"], runs])
+
+
+def _with_cost(part: View) -> View:
+    """Adds what it costs to have the same weights, bit for bit, everywhere."""
+    plain = {(*(case[name] for name in SAME), case["row"]): case for case in part.cases}
+    rows = [(case, case["row"].removesuffix(SUFFIX)) for case in part.cases]
+    about = "Median time of an epoch over that of the same row without --reproducible"
+    cost = Field(
+        "cost", "", "Cost of the same bits", "detail", about, "×", lambda case: case["time_s"] / case["plain_s"]
+    )
+    cases = [
+        {**case, "plain_s": plain.get((*(case[name] for name in SAME), row), {}).get("time_s")}
+        for case, row in rows
+        if row != case["row"]
+    ]
+    return replace(part, cases=cases).with_fields(cost)
 
 
 def _with_speeds(part: View) -> View:
