@@ -2,7 +2,7 @@
 # requires-python = ">=3.11"
 # dependencies = ["nox>=2025.2.9"]
 # ///
-"""Sessions: lint, tests, bench, and on request gpu, tritons, fuzz, browser, report, docs, site.
+"""Sessions: lint, tests, bench, and on request gpu, tritons, fuzz, browser, report, docs, site, package.
 
 Each wraps lines of docs/install.md.
 
@@ -12,6 +12,7 @@ Each wraps lines of docs/install.md.
 import argparse
 import re
 import shutil
+import tempfile
 from pathlib import Path
 
 import nox
@@ -124,6 +125,26 @@ def site(session: nox.Session) -> None:
     session.install(*nox.project.dependency_groups(PROJECT, "docs", "report"))
     build_docs(session)
     session.run("python", "-m", "reports", "-o", "out/docs/published")
+
+
+@nox.session(default=False)
+def package(session: nox.Session) -> None:
+    """The wheel, in out/dist, and the same by way of git: each checks, measures and reports in an empty folder."""
+    session.install(TORCH, "build")
+    root, dist = Path.cwd(), Path("out/dist").resolve()
+    shutil.rmtree(dist, ignore_errors=True)
+    session.run("python", "-m", "build", "--wheel", "--outdir", str(dist))
+    (wheel,) = dist.glob("*.whl")
+    for source in (wheel.as_uri(), f"git+{root.as_uri()}"):
+        session.install(f"lmsys[bench] @ {source}")
+        session.install("--force-reinstall", "--no-deps", f"lmsys @ {source}")  # they have the same version
+        with tempfile.TemporaryDirectory() as empty, session.chdir(empty):
+            for example in ("mine.py", "bench_matmul.py"):
+                shutil.copy(root / "docs" / "examples" / example, ".")
+            session.run("python", "-m", "lmsys")
+            session.run("python", "-m", "lmsys.check", "mine.py:my_attention")
+            session.run("python", "-m", "pytest", "bench_matmul.py", "--benchmark-json", "out.json")
+            session.run("python", "-m", "lmsys.reports", "out.json", "-o", "site")
 
 
 def build_docs(session: nox.Session) -> None:
