@@ -7,6 +7,7 @@ import statistics
 import subprocess
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,9 @@ def measure_ceilings(device: str) -> dict[str, Any]:
     """The best that this machine reaches now: {"matmul_flops_per_s": {dtype: x}, "copy_bytes_per_s": x, "spread": x}.
 
     A square matmul in each dtype (float32 in IEEE arithmetic unless torch is set otherwise) and one copy that no cache
-    holds, read and write counted; the fastest of CEILING_S seconds of runs. On a CPU the best of several sizes and of
-    both layouts of the second operand: which is fast depends on the dtype. `spread`: how far the median run of any of
-    these was from its fastest, as a share of it.
+    holds, read and write counted; the fastest of CEILING_S seconds of runs. On a CPU that of the fastest of several
+    sizes and of both layouts of the second operand: which is fast depends on the dtype. `spread`: how far the median
+    run of any of these was from its fastest, as a share of it.
     """
     copied = 2**30 if device == "cuda" else 2**27
     matmul, spreads = {}, []
@@ -74,16 +75,19 @@ def measure_ceilings(device: str) -> dict[str, Any]:
 
 
 def _matmul(dtype: torch.dtype, device: str) -> tuple[float, float]:
-    """(the best rate, FLOP/s; the spread of its runs)."""
-    found = []
+    """(the best rate, FLOP/s; the spread of its runs), of the size and layout that a few runs found fastest."""
+    found: list[tuple[float, int, Callable[[], Any]]] = []
     for transposed in (False, True) if device == "cpu" else (False,):
         for size in SIZES[device]:
             a = torch.randn(size, size, device=device, dtype=dtype)
-            best, median = _runs(partial(torch.matmul, a, a.T if transposed else a), device)
-            found.append((2 * size**3 / best, median / best - 1))
+            call: Callable[[], Any] = partial(torch.matmul, a, a.T if transposed else a)
+            best, _ = _runs(call, device, seconds=0.0)
+            found.append((2 * size**3 / best, size, call))
             if 8 * best > CEILING_S:  # the next size takes longer for one run
                 break
-    return max(found)
+    rate, size, call = max(found, key=itemgetter(0))
+    best, median = _runs(call, device)
+    return max(rate, 2 * size**3 / best), median / best - 1
 
 
 def best_of(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
@@ -116,14 +120,14 @@ def peak_flops_per_s(gpu: str | None, precision: str, world_size: int = 1) -> fl
     return known[0] * world_size if known and precision in ("bf16", "fp16") else None
 
 
-def _runs(call: Callable[[], Any], device: str) -> tuple[float, float]:
-    """(the least, the median) of the seconds of LEAST_RUNS calls or more, for CEILING_S; of long calls there are two.
+def _runs(call: Callable[[], Any], device: str, seconds: float = CEILING_S) -> tuple[float, float]:
+    """(the least, the median) of the seconds of LEAST_RUNS calls or more, for so long; of long calls there are two.
 
     The first is not counted: it touches memory that nobody has touched.
     """
     clock, samples = clock_of(device), list[float]()
     timed(clock, call)
-    while len(samples) < LEAST_RUNS or sum(samples) < CEILING_S:
+    while len(samples) < LEAST_RUNS or sum(samples) < seconds:
         samples += timed(clock, call)
         if sum(samples) > LONG_S and len(samples) > 1:
             break
