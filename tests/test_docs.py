@@ -26,7 +26,7 @@ FIRST = """```sh
 python3 -m pip install nox && python3 -m nox -s bench    # measure this machine, CPU or GPU; prints the path of a report
 python3 -m pip install nox && python3 -m nox -s tests    # verify every row that this machine can run
 ```"""
-TOOLS = {"", "venv", "ruff", "mypy", "mkdocs"}  # what is no part of this repository
+TOOLS = {"", "venv", "ruff", "mypy", "build", "mkdocs"}  # what is no part of this repository
 ALL = [(page, *module_of(words)) for page in PAGES for words in commands(page)]
 ELSEWHERE = {"lmsys/attention/exp2.py", "tests/adapters.py"}  # an example of CONTRIBUTING.md, a file of CS336
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
