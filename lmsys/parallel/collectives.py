@@ -43,6 +43,11 @@ class Pending:
     work: Any = None
     then: Callable[[], Any] | None = None
 
+    @property
+    def done(self) -> bool:
+        """True once it has been waited for."""
+        return self.work is None and self.then is None
+
     def wait(self) -> None:
         if self.work is not None:
             self.work.wait()

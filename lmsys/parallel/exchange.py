@@ -18,15 +18,14 @@ Source: the two halves are Thakur et al. 2005, "Optimization of Collective Commu
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lmsys.parallel.buckets import ALIGNMENT
-from lmsys.parallel.collectives import Pending, gather_objects
+from lmsys.parallel.collectives import Pending
 from lmsys.parallel.packing import Layout
 
 READY, ARRIVED, DONE = range(3)  # channels of a bucket's signals
@@ -224,69 +223,3 @@ def _bucket(layout: Layout, flat: Tensor, inbox: Tensor, inboxes: Any, half: int
         shape, start = (mine.numel(),), segments[rank].start
         returning = [(handle.get_buffer(peer, shape, flat.dtype, start), mine) for peer in peers]
     return sending, adding, returning
-
-
-@dataclass
-class Symmetric:
-    """Allocates symmetric memory among the GPUs of a group, and counts it. All ranks call its methods together.
-
-    mean    as in `Exchange`
-    shared  how often this process has shared memory in this way. Torch numbers what ranks tell one another for that by
-            the process, not by the group: where two have other numbers, each waits for the other without end.
-    """
-
-    group: Any
-    mean: Mean | None
-    num_bytes: int = 0
-    shared: ClassVar[int] = 0
-
-    def empty(self, length: int, dtype: torch.dtype) -> Tensor:
-        """(length,), on the current device; one element at least, for an address."""
-        from torch.distributed._symmetric_memory import _SymmetricMemory
-
-        device = torch.device("cuda", torch.cuda.current_device())
-        made = _SymmetricMemory.empty_strided_p2p((max(length, 1),), (1,), dtype, device, self.group.group_name)
-        self.num_bytes += made.nbytes
-        return made if length else made[:0]
-
-    def handle(self, flat: Tensor) -> Any:
-        from torch.distributed._symmetric_memory import rendezvous
-
-        Symmetric.shared += 1
-        return rendezvous(flat, self.group.group_name)
-
-    def exchange(self, layouts: Sequence[Layout], dtypes: Sequence[torch.dtype], whole: bool) -> Exchange:
-        """An exchange after which every rank has whole buckets, or (`whole` false) its segment of each."""
-        assert self.mean is not None
-        self._agree()
-        world_size, rank = self.group.size(), self.group.rank()
-        inbox = self.empty(inbox_bytes(layouts, [dtype.itemsize for dtype in dtypes], world_size), torch.uint8)
-        inboxes = self.handle(inbox)
-        if whole:
-            flats = [self.empty(layout.length, dtype) for layout, dtype in zip(layouts, dtypes, strict=True)]
-            handles = [self.handle(flat) for flat in flats]
-            return Exchange(layouts, flats, inbox, inboxes, handles, self.mean, self._timeout_ms())
-        own = [segments_of(layout.length, world_size)[rank] for layout in layouts]
-        flats = [
-            torch.empty(cut.stop - cut.start, dtype=dtype, device=inbox.device)
-            for cut, dtype in zip(own, dtypes, strict=True)
-        ]
-        return Exchange(layouts, flats, inbox, inboxes, [], self.mean, self._timeout_ms())
-
-    def all_gather(self, flats: Sequence[Tensor]) -> AllGather:
-        self._agree()
-        return AllGather(flats, [self.handle(flat) for flat in flats], self._timeout_ms())
-
-    def _agree(self) -> None:
-        """ValueError on all ranks, where they would wait without end."""
-        shared = gather_objects(Symmetric.shared, self.group)
-        if len(set(shared)) > 1:
-            raise ValueError(
-                f"ranks have shared memory {', '.join(map(str, shared))} times, and must have as often as one another:"
-                " in one process let copy engines work in groups of one size"
-            )
-
-    def _timeout_ms(self) -> int:
-        """The group's own timeout."""
-        backend = self.group._get_backend(torch.device("cuda", torch.cuda.current_device()))
-        return round(1000 * backend.options._timeout.total_seconds())

@@ -72,6 +72,15 @@ def copy_gradients(params: Sequence[Tensor], views: Sequence[Tensor]) -> None:
     torch._foreach_zero_([view for view, grad in zip(views, grads, strict=True) if grad is None])
 
 
+@torch.no_grad()
+def widen(params: Sequence[Tensor], views: Sequence[Tensor]) -> None:
+    """Copies gradients back from the dtype in which they were sent."""
+    for p in params:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+    torch._foreach_copy_([p.grad for p in params], views)
+
+
 def _whole(params: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor | None:
     """The flat tensor of which all gradients are views, each in its place; None when there is no such."""
     first = params[0].grad

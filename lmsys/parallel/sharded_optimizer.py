@@ -27,6 +27,7 @@ class FlatBuffer:
 
     flat: Tensor
     bucket: Segmented
+    owners: dict[Any, int]  # the rank of each parameter
 
     def gather(self, rank: int, group: Group) -> Pending:
         length = self.bucket.length
@@ -34,15 +35,22 @@ class FlatBuffer:
 
 
 @torch.no_grad()
-def flatten(params: Sequence[Tensor], bucket: Segmented, flat: Tensor | None = None) -> FlatBuffer:
-    """Moves the bucket's parameters into one buffer, `flat` or a new one, each rank's own into that rank's segment."""
-    members = [params[index] for index in bucket.indices]
+def flatten(
+    params: Sequence[Tensor], bucket: Segmented, zeros: Callable[[Tensor, int], Tensor] = Tensor.new_zeros
+) -> FlatBuffer:
+    """Moves the bucket's parameters into one buffer, made by `zeros`, each rank's own into that rank's segment."""
+    owners = {params[index]: rank for rank, owned in enumerate(bucket.members) for index in owned}
     layout = layout_of(params, bucket)
-    flat = members[0].new_zeros(layout.length) if flat is None else flat
-    for p, view in zip(members, layout.views(flat), strict=True):
+    flat = zeros(params[bucket.indices[0]], layout.length)
+    for p, view in zip(owners, layout.views(flat), strict=True):
         view.copy_(p)
         p.data = view
-    return FlatBuffer(flat, bucket)
+    return FlatBuffer(flat, bucket, owners)
+
+
+def owners_in(buffers: Sequence[FlatBuffer]) -> dict[Tensor, int]:
+    """The rank that owns each parameter."""
+    return {p: rank for buffer in buffers for p, rank in buffer.owners.items()}
 
 
 def layout_of(params: Sequence[Tensor], bucket: Segmented) -> Layout:
@@ -58,7 +66,7 @@ class ShardedOptimizer(Optimizer):
     """`optimizer_cls` over the parameters that this rank owns, balanced by size; real param groups over all of them.
 
     params  tensors or param groups, the same on every rank
-    flat_buffers, owners  the buffers and the owner of each parameter, where a strategy has made them; else made here
+    flat_buffers  the buffers, and who owns what in them, where a strategy has made them; else made here
     `state_dict` is this rank's share; `full_state_dict` and `load_state_dict` go between any world sizes, and to and
     from `optimizer_cls` itself. All ranks call the constructor, `step` and `full_state_dict`.
     """
@@ -69,13 +77,12 @@ class ShardedOptimizer(Optimizer):
         optimizer_cls: Any,
         process_group: Group = None,
         flat_buffers: Sequence[FlatBuffer] | None = None,
-        owners: dict[Tensor, int] | None = None,
         **kwargs: Any,
     ):
         self.group = process_group
         self.world_size, self.rank = size_and_rank(process_group)
         self.flat_buffers = list(flat_buffers or [])
-        self.owners: dict[Tensor, int] = dict(owners or {})
+        self.owners = owners_in(self.flat_buffers)
         self._loads = [0] * self.world_size
         self._local: Any = None
         super().__init__(params, kwargs)
@@ -100,8 +107,7 @@ class ShardedOptimizer(Optimizer):
         numels = [p.numel() for p in params]
         for bucket in plan_segments(numels, range(len(params)), CHUNK, self.world_size, kinds, self._loads):
             self.flat_buffers.append(flatten(params, bucket))
-            for rank, owned in enumerate(bucket.members):
-                self.owners |= {params[index]: rank for index in owned}
+        self.owners = owners_in(self.flat_buffers)
 
     def _own(self, group: dict[str, Any]) -> dict[str, Any]:
         return {**group, "params": [p for p in group["params"] if self.owners[p] == self.rank]}

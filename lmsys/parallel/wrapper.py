@@ -43,7 +43,6 @@ class Wrapper(Traits, nn.Module):
         self.module, self.group = module, process_group
         self.world_size, self.rank = size_and_rank(process_group)
         self.trainable = [p for p in module.parameters() if p.requires_grad]
-        self._prepare()
         self._synchronizing, self._unfinished = True, False
         self._structure, self._change = Structure(module), ""
         self._flag: tuple[Tensor, torch.cuda.Event] | None = None  # on GPUs, of the step before: whether a rank changed
@@ -52,9 +51,6 @@ class Wrapper(Traits, nn.Module):
             broadcast_(x, process_group)
         for index, p in enumerate(self.trainable):
             p.register_post_accumulate_grad_hook(weakly(self._on_grad, index))
-
-    def _prepare(self) -> None:
-        """Runs on all ranks before anything is sent. ValueError where the strategy cannot run there."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._unfinished:

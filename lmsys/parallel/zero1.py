@@ -11,6 +11,7 @@ Source: Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), section 7.
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -19,12 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from lmsys.parallel.absent import appear, leave
-from lmsys.parallel.buckets import MIB, Segmented, is_size, offsets, plan_segments
-from lmsys.parallel.collectives import Group, Pending, reduce_scatter_mean
+from lmsys.parallel.buckets import MIB, is_size, plan_segments
+from lmsys.parallel.collectives import Group, Pending
 from lmsys.parallel.overlapped import Overlapped
-from lmsys.parallel.packing import Layout, copy_gradients
-from lmsys.parallel.sharded_optimizer import FlatBuffer, ShardedOptimizer, flatten, layout_of
+from lmsys.parallel.packing import Layout
+from lmsys.parallel.sharded_optimizer import ShardedOptimizer, flatten, layout_of, owners_in
 from lmsys.parallel.steps import Among, watch
+from lmsys.parallel.transport import Bucket
 from lmsys.parallel.units import blocks_of, parameters_by_block, surround, weakly
 
 # Flat buffers that a recorded forward has begun to gather beyond those it has waited for. Were all begun at its start,
@@ -54,17 +56,12 @@ class Zero1(Overlapped):
         self.bucket_mb = bucket_mb
         super().__init__(module, process_group)
         self._seen = None  # the division among ranks stays as it is
-        self._owned = [self._own_layout(segmented) for segmented in self.segments]
-        self.flat_buffers = [self._flatten(segmented) for segmented in self.segments]
-        self.owners = {
-            self.trainable[index]: rank
-            for segmented in self.segments
-            for rank, owned in enumerate(segmented.members)
-            for index in owned
-        }
+        self.flat_buffers = [flatten(self.trainable, segmented, self.transport.zeros) for segmented in self._segments]
+        self.owners = owners_in(self.flat_buffers)
         self._gathering = [Pending() for _ in self.flat_buffers]  # those begun, in order; at first none is needed
         self._stale, self._recorded = False, False  # others' parameters are the old ones; a recorded forward fetches
         self._wait_in_forward()
+        self.transport.settle(self.buckets, self.flat_buffers)
         self._trained, self.optimizers = Among(self.trainable), WeakSet[Any]()
         self._address = self.trainable[0].data_ptr() if self.trainable else 0
         watch(self)
@@ -125,17 +122,10 @@ class Zero1(Overlapped):
             self._gathering, self._stale = [], False
             self._begin_gathering(len(self.flat_buffers))
 
-    def _flatten(self, segmented: Segmented) -> FlatBuffer:
-        return flatten(self.trainable, segmented)
-
-    def _gather(self, number: int) -> Pending:
-        """Begins to gather a flat buffer: called from 0 on, one after another."""
-        return self.flat_buffers[number].gather(self.rank, self.group)
-
     def _begin_gathering(self, count: int) -> None:
         """Begins, in order, until `count` flat buffers, or all, have been begun."""
         for number in range(len(self._gathering), min(count, len(self.flat_buffers))):
-            self._gathering.append(self._gather(number))
+            self._gathering.append(self.transport.gather(number, self.flat_buffers[number]))
 
     def _wait_for(self, numbers: Sequence[int], *_: Any) -> None:
         """Waits until these flat buffers are whole; begins those that come next, where they have not been."""
@@ -150,51 +140,33 @@ class Zero1(Overlapped):
         sizes = [p.numel() for p in self.trainable]
         kinds = [(p.device, p.dtype) for p in self.trainable]
         limit = self.bucket_mb * MIB / max((p.element_size() for p in self.trainable), default=1)
-        self.segments = plan_segments(sizes, order, limit, self.world_size, kinds)
-        return [segmented.indices for segmented in self.segments]
+        self._segments = plan_segments(sizes, order, limit, self.world_size, kinds)
+        return [segmented.indices for segmented in self._segments]
 
-    def _layout(self, number: int) -> Layout:
-        return layout_of(self.trainable, self.segments[number])
+    def _bucket(self, number: int, indices: tuple[int, ...]) -> Bucket:
+        segmented = self._segments[number]
+        layout = layout_of(self.trainable, segmented)
+        owned = [self.trainable[index] for index in segmented.members[self.rank]]
+        own = replace(Layout.of(owned), length=segmented.length)
+        return replace(super()._bucket(number, indices), layout=layout, owned=owned, own=own, whole=False)
 
-    def _own_layout(self, segmented: Segmented) -> Layout:
-        """The layout of the segment of a bucket that this rank is left with."""
-        own = [self.trainable[index] for index in segmented.members[self.rank]]
-        starts, _ = offsets([p.numel() for p in own])
-        return Layout.at(own, starts, segmented.length)
-
-    def _send(self, number: int) -> Pending:
-        params, layout = self._members[number], self._layouts[number]
-        flat = params[0].new_empty(layout.length)
-        with torch.no_grad():
-            copy_gradients(params, layout.views(flat))
-            own = flat.new_empty(self._owned[number].length)
-            views = self._owned[number].views(own)
-        for p in params:
-            p.grad = None
-        for index, view in zip(self.segments[number].members[self.rank], views, strict=True):
-            self.trainable[index].grad = view
-        if number > 1:
-            self._sent[number - 2].wait()  # so that its flat tensor can be used again
-        return reduce_scatter_mean(own, flat, self.group)
+    def _synchronize(self) -> None:
+        # What is still sent, for a block that was not run, must not change in the next step.
+        self._wait_for([number for number, pending in enumerate(self._gathering) if not pending.done])
+        super()._synchronize()
 
     def _wait_in_forward(self) -> None:
         """Makes each block wait before its forward for its own parameters; `forward` waits for the others."""
         units = parameters_by_block(self.module)
         unit_of = {p: number for number, params in enumerate(units) for p in params}
-        self.flat_buffers.sort(key=lambda one: min(unit_of[self.trainable[index]] for index in one.bucket.indices))
-        needed: list[set[int]] = [set() for _ in units]
-        for number, buffer in enumerate(self.flat_buffers):
-            for index in buffer.bucket.indices:
-                needed[unit_of[self.trainable[index]]].add(number)
-        self._others = [self._not_own(buffer.bucket) for buffer in self.flat_buffers]
-        self._at_start = sorted(needed[0])
-        for block, numbers in zip(blocks_of(self.module), needed[1:], strict=True):
-            surround(block, weakly(self._wait_for, sorted(numbers)))
-
-    def _not_own(self, bucket: Segmented) -> list[nn.Parameter]:
-        """The parameters of a bucket that other ranks step."""
-        others = [owned for rank, owned in enumerate(bucket.members) if rank != self.rank]
-        return [self.trainable[index] for owned in others for index in owned]
+        self.flat_buffers.sort(key=lambda buffer: min(unit_of[p] for p in buffer.owners))
+        self._at_start, *needed = (
+            [number for number, buffer in enumerate(self.flat_buffers) if not buffer.owners.keys().isdisjoint(params)]
+            for params in units
+        )
+        self._others = [[p for p, rank in one.owners.items() if rank != self.rank] for one in self.flat_buffers]
+        for block, numbers in zip(blocks_of(self.module), needed, strict=True):
+            surround(block, weakly(self._wait_for, numbers))
 
 
 def _arrive(gathering: Sequence[Pending], others: Sequence[Sequence[nn.Parameter]], _: Any) -> None:
@@ -217,7 +189,7 @@ class Zero1Optimizer(ShardedOptimizer):
     def __init__(self, wrapper: Zero1, optimizer_cls: Any, params: Any = None, **kwargs: Any):
         self._wrapper = weakref.ref(wrapper)
         chosen = wrapper.trainable if params is None else params
-        super().__init__(chosen, optimizer_cls, wrapper.group, wrapper.flat_buffers, wrapper.owners, **kwargs)
+        super().__init__(chosen, optimizer_cls, wrapper.group, wrapper.flat_buffers, **kwargs)
         wrapper.optimizers.update((self, self._local))
 
     def _flatten(self, params: list[Tensor]) -> None:

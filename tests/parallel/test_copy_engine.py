@@ -1,7 +1,5 @@
 """Buckets that copy engines carry: on CPUs with a stand-in for these that all-reduces, on GPUs as they are."""
 
-from itertools import cycle
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,78 +10,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lmsys.parallel import STRATEGIES as TABLE
-from lmsys.parallel import copy_engine
-from lmsys.parallel.collectives import Pending, all_gather, all_reduce_mean
-from lmsys.parallel.copy_engine import CopyEngine, symmetric_memory
+from lmsys.parallel.copy_engine import CopyEngine, CopyEngines, check_gpus
 from lmsys.parallel.group import WorkerGroup, device
 from lmsys.training.graph import GraphedGradients
 from tests.support import ranks as on_ranks
-from tests.support.ranks import Net, Recipe, Training, group_of, train, worst_ratio
+from tests.support.engines import EnginesOverGloo
+from tests.support.ranks import Net, Recipe, Training, group_of, stand_in, train, worst_ratio
 
 flags = st.booleans()
 STRATEGIES = st.sampled_from(["copy_engine", "copy_engine_zero1"])
 recipes = st.builds(Recipe, width=st.integers(1, 9), tied=flags, frozen=flags, unused=flags, rare=flags, mixed=flags)
-
-
-class OverGloo:
-    """An `Exchange` by gloo. Gradients that are elsewhere than their means it spoils, once they are sent."""
-
-    def __init__(self, layouts: Any, dtypes: Any, whole: bool, group: Any):
-        self.whole, self.group, self.rank = whole, group, dist.get_rank(group)
-        parts = 1 if whole else dist.get_world_size(group)
-        self.layouts = layouts
-        self.flats = [torch.empty(x.length // parts, dtype=dtype) for x, dtype in zip(layouts, dtypes, strict=True)]
-
-    def send(self, number: int, gradients: Any) -> Pending:
-        layout, flat = self.layouts[number], self.flats[number]
-        assert [(x.shape, x.dtype) for x in gradients] == [(shape, flat.dtype) for shape, _, _ in layout.places]
-        packed = torch.zeros(layout.length, dtype=flat.dtype)
-        for x, view in zip(gradients, layout.views(packed), strict=True):
-            view.copy_(x)
-            if x.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr():
-                x.view(-1).fill_(torch.nan)  # which a gradient that is not contiguous refuses
-
-        def finish() -> None:
-            start = 0 if self.whole else self.rank * flat.numel()
-            flat.copy_(packed[start : start + flat.numel()])
-
-        pending = all_reduce_mean(packed, self.group)
-        return Pending(then=lambda: (pending.wait(), finish()))
-
-
-class StandIn:
-    """`Symmetric` memory on a CPU."""
-
-    num_bytes = 0
-
-    def __init__(self, group: Any):
-        self.group = group
-
-    def empty(self, length: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(length, dtype=dtype)
-
-    def exchange(self, layouts: Any, dtypes: Any, whole: bool) -> OverGloo:
-        return OverGloo(layouts, dtypes, whole, self.group)
-
-    def all_gather(self, flats: Any) -> Any:
-        rank, world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        turns = cycle(range(len(flats)))
-
-        def send(number: int) -> Pending:
-            assert number == next(turns)
-            return all_gather(flats[number], flats[number].view(world_size, -1)[rank].clone(), self.group)
-
-        return SimpleNamespace(send=send)
-
-
-def stand_in() -> Any:
-    change = lambda _: lambda module, group: StandIn(group)  # noqa: E731
-    return on_ranks.use((copy_engine, "symmetric_memory", change))
-
-
-def train_with_it(recipe: Recipe, training: Training, seed: int) -> Any:
-    with stand_in():
-        return train(recipe, training, seed)
 
 
 @settings(max_examples=25)
@@ -118,7 +54,7 @@ def test_it_trains_as_one_process_on_the_whole_batch(
         set_to_none=set_to_none or strategy != "copy_engine",
         recorded=recorded and strategy != "copy_engine",
     )
-    assert worst_ratio(ranks.run(train_with_it, recipe, training, seed), recipe, training, seed) <= 1
+    assert worst_ratio(ranks.run(train, recipe, training, seed), recipe, training, seed) <= 1
 
 
 def _places(comm_dtype: torch.dtype | None) -> Any:
@@ -132,7 +68,7 @@ def _places(comm_dtype: torch.dtype | None) -> Any:
         for to_none in (True, True, False, True):
             wrapper(torch.randn(3, 8)).backward()
             wrapper.finish_gradient_synchronization()
-            flats = wrapper._exchange.flats
+            flats = wrapper.transport._exchange.flats
             bases = {id(p.grad._base) for p in wrapper.trainable}
             found.append((bases == {id(flat) for flat in flats}, [flat.data_ptr() for flat in flats]))
             dtypes = {flat.dtype for flat in flats}, {p.grad.dtype for p in wrapper.trainable}
@@ -159,7 +95,7 @@ def _kept_graphs(strategy: str, comm_dtype: torch.dtype | None) -> list[bool]:
             for _ in range(2):
                 wrapper(torch.randn(3, 8)).backward(create_graph=True)
                 wrapper.finish_gradient_synchronization()
-                found += [x.requires_grad for x in wrapper._exchange.flats]
+                found += [x.requires_grad for x in wrapper.transport._exchange.flats]
                 wrapper.zero_grad()
     return found
 
@@ -183,14 +119,38 @@ def test_what_it_is_not_for_is_told(ranks: WorkerGroup, monkeypatch: pytest.Monk
     for error in ranks.run(_refused)[:2]:
         assert error.startswith("ValueError: copy engines need NCCL and parameters on GPUs; elsewhere take bucketed")
     module = "lmsys.parallel.copy_engine"
-    monkeypatch.setattr(f"{module}.size_and_rank", lambda group: (2, 0))
     monkeypatch.setattr(f"{module}.is_nccl", lambda group, p: True)
     monkeypatch.setattr(f"{module}.gather_objects", lambda node, group: ["here", "there"])
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     with pytest.raises(ValueError, match="parameters are on cpu, and the current GPU is cuda:1: set_device, or take"):
-        symmetric_memory(nn.Linear(2, 2), None)
+        check_gpus(nn.Linear(2, 2), None)
     with pytest.raises(ValueError, match="copy engines are for ranks of one node, and these are on here, there"):
-        symmetric_memory(nn.Identity(), None)
+        check_gpus(nn.Identity(), None)
+
+
+class _OfTwo:
+    """A group that gives names to what is shared in it."""
+
+    group_name = "two"
+
+
+def test_ranks_that_have_shared_memory_unequally_often_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would wait for the other without end."""
+    monkeypatch.setattr("torch.distributed._symmetric_memory.rendezvous", lambda flat, name: None)
+    told: list[int] = []
+
+    def gather_objects(mine: int, group: Any) -> list[int]:
+        told.append(mine)
+        return [mine, 5]
+
+    monkeypatch.setattr("lmsys.parallel.copy_engine.gather_objects", gather_objects)
+    monkeypatch.setattr(CopyEngines, "shared", 3)
+    transport = EnginesOverGloo(nn.Identity(), _OfTwo())
+    for shared in (3, 4):
+        with pytest.raises(ValueError, match=f"ranks have shared memory {shared}, 5 times, and must have as"):
+            transport.settle([])
+        transport._handle(torch.zeros(1))
+    assert told == [3, 4] and CopyEngines.shared == 5
 
 
 def _trained(strategy: str, options: dict[str, Any], graphed: bool) -> dict[str, torch.Tensor]:

@@ -17,7 +17,6 @@ from lmsys.parallel.exchange import (
     READY,
     AllGather,
     Exchange,
-    Symmetric,
     inbox_bytes,
     parts_of,
     peers_of,
@@ -285,34 +284,3 @@ def test_the_kernel_adds_by_rank(device: str, dtype: torch.dtype, world_size: in
         assert error_ratio(out, exact, plain) <= 1
         found.append(out)
     assert all(torch.equal(x, found[0]) for x in found)
-
-
-class _OfTwo:
-    """A group as `Symmetric` asks for it."""
-
-    group_name = "two"
-
-    def size(self) -> int:
-        return 2
-
-    def rank(self) -> int:
-        return 0
-
-
-def test_ranks_that_have_shared_memory_unequally_often_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each would wait for the other without end."""
-    monkeypatch.setattr("torch.distributed._symmetric_memory.rendezvous", lambda flat, name: None)
-    told: list[int] = []
-
-    def gather_objects(mine: int, group: Any) -> list[int]:
-        told.append(mine)
-        return [mine, 5]
-
-    monkeypatch.setattr("lmsys.parallel.exchange.gather_objects", gather_objects)
-    monkeypatch.setattr(Symmetric, "shared", 3)
-    memory = Symmetric(_OfTwo(), lambda own, others, out, rank: None)
-    for share in (lambda: memory.all_gather([]), lambda: memory.exchange([], [], whole=True)):
-        with pytest.raises(ValueError, match=f"ranks have shared memory {Symmetric.shared}, 5 times, and must have as"):
-            share()
-        memory.handle(torch.zeros(1))
-    assert told == [3, 4] and Symmetric.shared == 5

@@ -16,6 +16,7 @@ from tests.support.ranks import Net, Recipe
 recipes = st.builds(Recipe, width=st.integers(1, 9), tied=st.booleans(), frozen=st.booleans(), mixed=st.booleans())
 REPLICATED = ("naive", "flat", "overlapped", "bucketed")
 STRATEGIES = (*REPLICATED, "zero1", "fsdp")
+BY_COPY_ENGINES = ("copy_engine", "copy_engine_zero1")
 WHOLE = "the same on all ranks"
 NO_COPY = "TypeError: a {} cannot be copied or saved as a whole, as it holds a process group and hooks: copy or save"
 READ = "RuntimeError: a parameter of shape (5, 5) was read that fsdp has divided among ranks: full_state_dict() gives"
@@ -80,7 +81,7 @@ def test_an_operation_just_after_a_step_on_gpus(gpu_ranks: WorkerGroup, strategy
     test_an_operation_just_after_a_step(gpu_ranks, strategy, operation)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", (*STRATEGIES, *BY_COPY_ENGINES))
 @given(program=st.lists(st.sampled_from(OPERATIONS), min_size=4, max_size=12))
 def test_any_program_is_as_on_a_plain_module(ranks: WorkerGroup, strategy: str, program: list[str]) -> None:
     is_as_on_a_plain_module(ranks, strategy, program)
@@ -97,7 +98,7 @@ def is_as_on_a_plain_module(ranks: WorkerGroup, strategy: str, program: list[str
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", (*STRATEGIES, *BY_COPY_ENGINES))
 @pytest.mark.parametrize("program", [[*OPERATIONS], [*reversed(OPERATIONS)], ["late_step", "step", "read"]])
 def test_a_program_is_as_on_a_plain_module_on_gpus(gpu_ranks: WorkerGroup, strategy: str, program: list[str]) -> None:
     is_as_on_a_plain_module(gpu_ranks, strategy, program)

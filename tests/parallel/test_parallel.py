@@ -23,7 +23,8 @@ from lmsys.parallel.naive import Naive
 from lmsys.parallel.sharded_optimizer import FlatBuffer, ShardedOptimizer
 from lmsys.parallel.zero1 import Zero1
 from tests.support import ranks as on_ranks
-from tests.support.ranks import FAULTS, GROUPS, Net, Recipe, Training, group_of, train, worst_ratio
+from tests.support.parallel_faults import FAULTS, FAULTS_OF_SHARDS, train_with
+from tests.support.ranks import GROUPS, Net, Recipe, Training, group_of, train, worst_ratio
 
 flags = st.booleans()
 recipes = st.builds(
@@ -74,21 +75,17 @@ def test_peers_are_that_too(ranks: WorkerGroup, name: str) -> None:
     assert worst_ratio(ranks.run(train, recipe, training, 0), recipe, training, 0) <= 1
 
 
-CAUGHT = {
-    "gradient summed, not averaged": (Recipe(), Training("bucketed", {"bucket_mb": 1e-4})),
-    "one bucket never waited for": (Recipe(), Training("bucketed", {"bucket_mb": 1e-4})),
-    "bucket boundary off by one": (Recipe(width=5), Training("bucketed", {"bucket_mb": 1.0})),
-    "buffers not broadcast": (Recipe(), Training("bucketed")),
-    "tied weight reduced twice": (Recipe(tied=True), Training("naive")),
-    "optimizer shard updated on the wrong rank": (Recipe(), Training("bucketed", sharded=True)),
-}
+OF_ALL, OF_SHARDS = ("bucketed", "copy_engine"), ("zero1", "copy_engine_zero1")  # each by collectives, by copy engines
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_seeded_fault_is_caught(ranks: WorkerGroup, fault: str) -> None:
-    recipe, training = CAUGHT[fault]
+@pytest.mark.parametrize(
+    ("fault", "strategy"), [*product(FAULTS, (*OF_ALL, *OF_SHARDS)), *product(FAULTS_OF_SHARDS, OF_SHARDS)]
+)
+def test_a_seeded_fault_is_caught(ranks: WorkerGroup, fault: str, strategy: str) -> None:
+    recipe = Recipe(width=5, tied=True)
+    training = Training(strategy, {"bucket_mb": 2e-4}, sharded=strategy in OF_ALL)
     assert worst_ratio(ranks.run(train, recipe, training, 0), recipe, training, 0) <= 1
-    assert worst_ratio(ranks.run(train, recipe, training, 0, fault), recipe, training, 0) > 1
+    assert worst_ratio(ranks.run(train_with, fault, recipe, training, 0), recipe, training, 0) > 1
 
 
 def _traffic(name: str, options: dict[str, Any], recipe: Recipe) -> tuple[int, int]:
@@ -102,9 +99,9 @@ def _traffic(name: str, options: dict[str, Any], recipe: Recipe) -> tuple[int, i
     def counting(real: Any) -> Any:
         return lambda x, g, **options: sent.append(x.numel()) or real(x, g, **options)
 
-    from lmsys.parallel import flat, naive, overlapped
+    from lmsys.parallel import flat, naive, overlapped, transport
 
-    places = [(module, "all_reduce_mean", counting) for module in (flat, naive, overlapped)]
+    places = [(module, "all_reduce_mean", counting) for module in (flat, naive, overlapped, transport)]
     with on_ranks.use(*places):
         wrapper(torch.randn(3, recipe.width)).backward()
         wrapper.finish_gradient_synchronization()
@@ -158,11 +155,11 @@ def _orders() -> tuple[list[Any], list[Any]]:
     if dist.get_rank() >= 2:
         return [], []
     wrapper = Bucketed(Backwards(), group, 1e-5)
-    before = list(wrapper.buckets)
+    before = [bucket.indices for bucket in wrapper.buckets]
     for _ in range(2):
         wrapper(torch.ones(2, 4)).backward()
         wrapper.finish_gradient_synchronization()
-    return before, list(wrapper.buckets)
+    return before, [bucket.indices for bucket in wrapper.buckets]
 
 
 def test_buckets_are_planned_again_in_the_order_that_gradients_come_in(ranks: WorkerGroup) -> None:

@@ -12,7 +12,10 @@ from torch import Tensor, nn
 
 from lmsys.parallel.collectives import Pending
 from lmsys.parallel.group import WorkerGroup
+from lmsys.parallel.sharded_optimizer import FlatBuffer
+from lmsys.parallel.transport import Collectives
 from lmsys.parallel.zero1 import AHEAD, Zero1
+from tests.support.modules import deferred
 from tests.support.ranks import Recipe, Training, group_of, recording, train, use, worst_ratio
 
 NUM_BLOCKS = 5
@@ -60,9 +63,9 @@ def _fetched(recorded: bool, order: list[int], bucket_mb: float) -> Fetched | No
         return None
 
     def noting(gather: Any) -> Any:
-        def gathers(self: Zero1, number: int) -> Pending:
+        def gathers(self: Collectives, number: int, buffer: FlatBuffer) -> Pending:
             events.append(("begun", number))
-            pending = gather(self, number)
+            pending = gather(self, number, buffer)
             return Pending(then=lambda: (pending.wait(), events.append(("waited", number))))
 
         return gathers
@@ -73,7 +76,7 @@ def _fetched(recorded: bool, order: list[int], bucket_mb: float) -> Fetched | No
         block.register_forward_hook(lambda *_, number=number: events.append(("ran", number)))
     wrapper = Zero1(module, group, bucket_mb)
     optimizer = wrapper.make_optimizer(torch.optim.SGD, lr=0.1)
-    with use((Zero1, "_gather", noting)), recording(recorded):
+    with use((Collectives, "gather", noting)), recording(recorded):
         wrapper(torch.ones(2, 4)).backward()
         wrapper.finish_gradient_synchronization()
         events.clear()
@@ -141,6 +144,30 @@ def test_recorded_forwards_train_as_one_process(
     assert worst_ratio(ranks.run(train, recipe, training, seed), recipe, training, seed) <= 1
 
 
+def _read_after_two_steps() -> list[Tensor]:
+    """The parameters of this rank. The first runs none of the blocks that the second does."""
+    group, rank = group_of(2), dist.get_rank()
+    if rank >= 2:
+        return []
+    torch.manual_seed(0)
+    module = Some()
+    module.order = module.order if rank else []
+    with deferred():
+        wrapper = Zero1(module, group, 1e-4)
+        optimizer = wrapper.make_optimizer(torch.optim.SGD, lr=0.1)
+        for _ in range(2):
+            wrapper(torch.ones(2, 4)).backward()
+            wrapper.finish_gradient_synchronization()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in reversed([*module.parameters()])]  # those of blocks first
+
+
+def test_a_block_that_only_others_run_is_read_as_it_is_now(ranks: WorkerGroup) -> None:
+    first, second = ranks.run(_read_after_two_steps)[:2]
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
 def _after_a_recording_that_failed(order: list[int], bucket_mb: float) -> list[int] | None:
     """Flat buffers that are begun by the forward after it; none where those are not all."""
     group = group_of(2)
@@ -151,13 +178,13 @@ def _after_a_recording_that_failed(order: list[int], bucket_mb: float) -> list[i
     begun: list[int] = []
 
     def noting(gather: Any) -> Any:
-        return lambda self, number: (begun.append(number), gather(self, number))[1]
+        return lambda self, number, buffer: (begun.append(number), gather(self, number, buffer))[1]
 
     module.order = [*order, NUM_BLOCKS]  # there is no such block
     with recording(True), pytest.raises(IndexError):
         wrapper(torch.ones(2, 4))
     module.order = order
-    with use((Zero1, "_gather", noting)), recording(False):
+    with use((Collectives, "gather", noting)), recording(False):
         wrapper(torch.ones(2, 4))
     return begun if len(wrapper.flat_buffers) == len(begun) else []
 

@@ -3,7 +3,7 @@
 import copy
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from lmsys.parallel.fsdp import Fsdp
 from lmsys.parallel.group import device
 from lmsys.parallel.sharded_optimizer import FlatBuffer
 from lmsys.parallel.zero1 import Zero1
-from tests.support.ranks import Net, Recipe, error_of, group_of, use
+from tests.support.ranks import Net, Recipe, error_of, group_of, stand_in, use
 
 WIDTH = 5
 RECIPE = Recipe(width=WIDTH, tied=True, frozen=True)
@@ -178,7 +178,7 @@ def play(strategy: str, program: Sequence[str]) -> list[dict[str, Tensor]] | str
         return []
     torch.manual_seed(rank)
     seen: list[dict[str, Tensor]] = []
-    with deferred():
+    with deferred(), stand_in():
         told = error_of(lambda: seen.extend(_player(strategy, group, rank).play(program)))
     return seen if told == "nothing raised" else told
 
@@ -188,7 +188,7 @@ def deferred() -> Any:
 
     def late(gather: Any) -> Any:
         def begins(self: FlatBuffer, rank: int, group: Any) -> Pending:
-            elsewhere = FlatBuffer(self.flat.clone(), self.bucket)
+            elsewhere = replace(self, flat=self.flat.clone())
             gather(elsewhere, rank, group).wait()
             return Pending(then=lambda: self.flat.copy_(elsewhere.flat))
 

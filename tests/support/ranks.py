@@ -12,10 +12,13 @@ from torch import Tensor, nn
 
 from lmsys.check.poison import poison
 from lmsys.parallel import STRATEGIES
+from lmsys.parallel.copy_engine import CopyEngine
+from lmsys.parallel.copy_engine_zero1 import CopyEngineZero1
 from lmsys.parallel.group import device
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer
 from lmsys.parallel.zero1 import Zero1
 from lmsys.testing import error_ratio
+from tests.support.engines import EnginesOverGloo
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1}),
@@ -113,14 +116,14 @@ def build_optimizer(wrapper: Any, training: Training, group: Any) -> torch.optim
     return wrapper.make_optimizer(cls, **options)
 
 
-def train(recipe: Recipe, training: Training, seed: int, fault: str = "") -> dict[str, Tensor] | str | None:
+def train(recipe: Recipe, training: Training, seed: int) -> dict[str, Tensor] | None:
     """On a rank: the full state dict after training. Ranks beyond the world size have nothing to do."""
     group, rank = group_of(training.world_size), dist.get_rank()
     if rank >= training.world_size:
         return None
     poison(setattr)
     torch.manual_seed(seed + rank)  # ranks begin differently: the broadcast has to make them equal
-    with FAULTS[fault]() if fault else nullcontext(), recording(training.recorded):
+    with stand_in(), recording(training.recorded):
         wrapper = STRATEGIES[training.strategy].load()(Net(recipe).to(device()), group, **training.options)
         optimizer = build_optimizer(wrapper, training, group)
         data = batches(recipe, training, seed).to(device())
@@ -178,84 +181,15 @@ def use(*targets: tuple[Any, str, Callable[[Any], Any]]) -> Any:
     return Changed()
 
 
+def stand_in() -> Any:
+    """A context in which gloo carries what copy engines do, on ranks without GPUs."""
+    strategies = (CopyEngine, CopyEngineZero1) if device().type == "cpu" else ()
+    return use(*((strategy, "over", lambda _: EnginesOverGloo) for strategy in strategies))
+
+
 def recording(recorded: bool) -> Any:
     """A context in which forwards of ZeRO-1 take themselves for recorded, or not."""
     return use((Zero1, "_is_being_recorded", lambda _: lambda self: recorded))
-
-
-def _summed() -> Any:
-    from lmsys.parallel import overlapped
-    from lmsys.parallel.collectives import Pending
-
-    return use((overlapped, "all_reduce_mean", lambda _: lambda x, g: Pending(dist.all_reduce(x, group=g))))
-
-
-def _never_waited() -> Any:
-    from lmsys.parallel import overlapped
-    from lmsys.parallel.collectives import Pending
-
-    def forgets(send: Any) -> Any:
-        def sends(self: Any, number: int) -> Any:
-            pending = send(self, number)
-            return Pending() if number == 1 else pending
-
-        return sends
-
-    return use((overlapped.Overlapped, "_send", forgets))
-
-
-def _off_by_one() -> Any:
-    from lmsys.parallel import packing
-
-    def shifted(offsets: Any) -> Any:
-        def off(numels: Any, alignment: int = 1) -> Any:
-            starts, end = offsets(numels, 1)
-            return [max(0, start - 1) for start in starts], end
-
-        return off
-
-    return use((packing, "offsets", shifted))
-
-
-def _buffers_left() -> Any:
-    from lmsys.parallel import wrapper
-
-    return use((wrapper, "broadcast_", lambda send: lambda x, g: send(x, g) if isinstance(x, nn.Parameter) else None))
-
-
-def _twice() -> Any:
-    """A weight that stands in two places is listed twice, and its sum is divided once."""
-    from lmsys.parallel import naive
-
-    def sends_twice(mean: Any) -> Any:
-        def sends(x: Tensor, group: Any, **options: Any) -> Any:
-            if x.dim() == 2 and x.shape[0] == x.shape[1]:
-                dist.all_reduce(x, group=group)
-            return mean(x, group, **options)
-
-        return sends
-
-    return use((naive, "all_reduce_mean", sends_twice))
-
-
-def _wrong_owner() -> Any:
-    def own(_: Any) -> Any:
-        return lambda self, group: {
-            **group,
-            "params": [p for p in group["params"] if self.owners[p] != self.rank] or group["params"][:1],
-        }
-
-    return use((ShardedOptimizer, "_own", own))
-
-
-FAULTS: dict[str, Callable[[], Any]] = {
-    "gradient summed, not averaged": _summed,
-    "one bucket never waited for": _never_waited,
-    "bucket boundary off by one": _off_by_one,
-    "buffers not broadcast": _buffers_left,
-    "tied weight reduced twice": _twice,
-    "optimizer shard updated on the wrong rank": _wrong_owner,
-}
 
 
 def error_of(function: Callable[..., Any], *args: Any) -> str:

@@ -1,0 +1,116 @@
+"""Faults seeded into data-parallel strategies, whichever way their buckets travel. Ranks import it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lmsys.parallel import copy_engine, transport, wrapper
+from lmsys.parallel.buckets import offsets
+from lmsys.parallel.collectives import Pending
+from lmsys.parallel.copy_engine import CopyEngines
+from lmsys.parallel.packing import Layout
+from lmsys.parallel.sharded_optimizer import FlatBuffer, ShardedOptimizer
+from lmsys.parallel.transport import Bucket, Collectives
+from tests.support import engines
+from tests.support.engines import ExchangeOverGloo
+from tests.support.ranks import Recipe, Training, train, use
+
+Fault = Callable[[bool], Any]  # told whether by copy engines: it is then seeded into what they do, from the second step
+
+
+def _summed(by_engines: bool) -> Any:
+    def sums(mean: Any) -> Any:
+        def send(*args: Any) -> Pending:
+            pending = mean(*args)
+
+            def scale() -> None:
+                pending.wait()
+                args[0].mul_(dist.get_world_size(args[-1]))
+
+            return Pending(then=scale)
+
+        return send
+
+    names = ("all_reduce_mean",) if by_engines else ("all_reduce_mean", "reduce_scatter_mean")
+    return use(*((engines if by_engines else transport, name, sums) for name in names))
+
+
+def _never_waited(by_engines: bool) -> Any:
+    def forgets(send: Any) -> Any:
+        def sends(self: Any, bucket: Any, *args: Any) -> Pending:
+            pending = send(self, bucket, *args)
+            return Pending() if (bucket if by_engines else bucket.number) == 1 else pending
+
+        return sends
+
+    return use((ExchangeOverGloo, "send", forgets) if by_engines else (Collectives, "reduce", forgets))
+
+
+def _off_by_one(by_engines: bool) -> Any:
+    def shifted(bucket: Bucket) -> Bucket:
+        starts, _ = offsets([p.numel() for p in bucket.owned], alignment=1)
+        own = Layout.at(bucket.owned, [max(0, start - 1) for start in starts], bucket.own.length)
+        return replace(bucket, own=own, layout=own if bucket.whole else bucket.layout)
+
+    if by_engines:
+        return use((copy_engine, "_means", lambda means: lambda bucket, flat: means(shifted(bucket), flat)))
+    return use((Collectives, "reduce", lambda send: lambda self, bucket: send(self, shifted(bucket))))
+
+
+def _buffers_left(_: bool) -> Any:
+    return use((wrapper, "broadcast_", lambda send: lambda x, g: send(x, g) if isinstance(x, nn.Parameter) else None))
+
+
+def _twice(by_engines: bool) -> Any:
+    """A weight that stands in two places is summed twice."""
+
+    def sends_twice(send: Any) -> Any:
+        def sends(self: Any, bucket: Any, *args: Any) -> Pending:
+            for x in args[0] if by_engines else [p.grad for p in bucket.params]:
+                if x.dim() == 2 and x.shape[0] == x.shape[1]:
+                    dist.all_reduce(x, group=self.group)
+            return send(self, bucket, *args)
+
+        return sends
+
+    return use((ExchangeOverGloo, "send", sends_twice) if by_engines else (Collectives, "reduce", sends_twice))
+
+
+def _wrong_owner(_: bool) -> Any:
+    def own(_: Any) -> Any:
+        return lambda self, group: {
+            **group,
+            "params": [p for p in group["params"] if self.owners[p] != self.rank] or group["params"][:1],
+        }
+
+    return use((ShardedOptimizer, "_own", own))
+
+
+def _stale(by_engines: bool) -> Any:
+    def keeps(gather: Any) -> Any:
+        def gathers(self: Any, number: int, buffer: FlatBuffer) -> Pending:
+            before, pending = buffer.flat.clone(), gather(self, number, buffer)
+            return Pending(then=lambda: (pending.wait(), buffer.flat.copy_(before) if number == 1 else None))
+
+        return gathers
+
+    return use((CopyEngines if by_engines else Collectives, "gather", keeps))
+
+
+FAULTS: dict[str, Fault] = {
+    "gradient summed, not averaged": _summed,
+    "one bucket never waited for": _never_waited,
+    "bucket boundary off by one": _off_by_one,
+    "buffers not broadcast": _buffers_left,
+    "tied weight reduced twice": _twice,
+    "optimizer shard updated on the wrong rank": _wrong_owner,
+}
+FAULTS_OF_SHARDS: dict[str, Fault] = {"parameters of one bucket left as they were": _stale}
+
+
+def train_with(fault: str, recipe: Recipe, training: Training, seed: int) -> dict[str, Tensor] | None:
+    with (FAULTS | FAULTS_OF_SHARDS)[fault](training.strategy.startswith("copy_engine")):
+        return train(recipe, training, seed)
