@@ -66,8 +66,9 @@ def leave(
     """From now on reading one of them calls `on_read` with it first."""
     for p, home in zip(params, homes or [None] * len(params), strict=True):
         if not isinstance(p, Absent):
-            p.__dict__.update(on_read=on_read, present=type(p), home=home)
+            p.__dict__.update(present=type(p), home=home)
             p.__class__ = kind
+        p.__dict__["on_read"] = on_read
 
 
 def appear(params: Iterable[nn.Parameter]) -> None:

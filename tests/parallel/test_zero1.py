@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from lmsys.parallel.absent import appear, leave
 from lmsys.parallel.collectives import Pending
 from lmsys.parallel.group import WorkerGroup
 from lmsys.parallel.sharded_optimizer import FlatBuffer
@@ -166,6 +167,14 @@ def _read_after_two_steps() -> list[Tensor]:
 def test_a_block_that_only_others_run_is_read_as_it_is_now(ranks: WorkerGroup) -> None:
     first, second = ranks.run(_read_after_two_steps)[:2]
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+def test_who_took_the_values_last_is_asked() -> None:
+    """After two steps in a row."""
+    p, asked = nn.Parameter(torch.ones(2)), []
+    leave([p], lambda _: asked.append("first"))
+    leave([p], lambda p: (asked.append("last"), appear([p])))
+    assert p.sum() == 2 and asked == ["last"]
 
 
 def _after_a_recording_that_failed(order: list[int], bucket_mb: float) -> list[int] | None:
