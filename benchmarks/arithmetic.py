@@ -88,9 +88,14 @@ def mean_ratio(found: Tensor, terms: Tensor, plain: Tensor) -> float:
 
 
 def matmul_rates(flops: float, time_s: float, dtype: str, machine: Record) -> Record:
-    """The rate of so much work, and its share of the large matmul measured in this run, None where none was.
+    """The rate of so much work, and its shares of the large matmul measured in this run, None where none was.
 
     dtype  of the tensors, or a precision by its name
     """
     reached = machine["ceilings"]["matmul_flops_per_s"].get(MEASURED.get(dtype, dtype))
-    return {"flops_per_s": flops / time_s, "matmul_ceiling_fraction": flops / time_s / reached if reached else None}
+    sustained = (machine.get("sustained") or {}).get("matmul_flops_per_s", {}).get(MEASURED.get(dtype, dtype))
+    return {
+        "flops_per_s": flops / time_s,
+        "matmul_ceiling_fraction": flops / time_s / reached if reached else None,
+        "sustained_ceiling_fraction": flops / time_s / sustained if sustained else None,
+    }

@@ -205,6 +205,10 @@ class Attention(Benchmark):
             found["saved_bytes"] = attempt(lambda: memory.saved_bytes(backward.prepare))[0]
         return found
 
+    def tokens(self, case: AttentionTest) -> int:
+        """Queries."""
+        return case.batch * case.queries
+
     def metrics(self, case: AttentionTest, record: Record, machine: Record) -> Record:
         """Work, ideal traffic, and with a time the rates and their share of what this machine reaches."""
         shape = case.shape

@@ -163,6 +163,9 @@ class Loss(Benchmark):
         peak = memory.peak_bytes(lambda: x.run(candidate.call), case.device)
         return {"peak_bytes": peak - x.hidden.nbytes - x.weight.nbytes}
 
+    def tokens(self, case: LossTest) -> int:
+        return case.tokens
+
     def metrics(self, case: LossTest, record: Record, machine: Record) -> Record:
         """The operations of three matmuls, and with a time the rates and their share of what this machine reaches."""
         found: Record = {"flops": 6 * case.tokens * case.d_model * case.vocab_size}

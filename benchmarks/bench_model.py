@@ -74,6 +74,9 @@ class Model(ModelBenchmark):
         held, peak = setup.rig.memory_of(case)
         return {"held_bytes": held, "peak_bytes": peak}
 
+    def tokens(self, case: ModelTest) -> int:
+        return case.batch * case.context
+
     def metrics(self, case: ModelTest, record: Record, machine: Record) -> Record:
         """Work, and with a time the rates and their share of what this machine reaches and what its maker states."""
         tokens, time_s = case.batch * case.context, record.get("time_s")

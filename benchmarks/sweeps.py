@@ -349,12 +349,14 @@ SWEEPS = {
                     CPU_REPRODUCIBLE,
                 )
             },
+            sustained=True,
         ),
         "cuda": Sweep(
             0.3,
             FULL
             | {"model": MODEL_FULL + PEERS, "anatomy": with_compiled(ANATOMY_FULL)}
             | {"training": (MATRIX, REPRODUCIBLE)},
+            sustained=True,
         ),
     },
 }

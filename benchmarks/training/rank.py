@@ -13,7 +13,7 @@ from lmsys.bench.interpreted import interpreted_kernels
 from lmsys.bench.ranks import on_part, release, subgroup
 from lmsys.measure import memory
 from lmsys.measure.clock import synchronize
-from lmsys.measure.machine import sm_clock_reader
+from lmsys.measure.sensors import sensors_of
 from lmsys.parallel.group import device
 from lmsys.training.data import TokenFiles, fixed_windows
 from lmsys.training.loop import Trainer
@@ -22,7 +22,7 @@ from lmsys.training.reproducible import weights_sha256
 INTERPRETED = "its kernels are interpreted here, which is too slow to train with"
 _TRAINER: list[Trainer] = []  # the one that trains now, from call to call
 
-sm_clock = cache(sm_clock_reader)
+sensors = cache(sensors_of)
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def epoch(case: TrainingCase, steps: int) -> Epoch:
     synchronize(device().type)
     start = perf_counter()
     taken = [one.train_step()[0] for _ in range(steps)]
-    clock = sm_clock()()
+    clock = sensors(device().type).read().sm_clock_mhz
     synchronize(device().type)
     seconds = perf_counter() - start
     return Epoch(seconds, [step.loss for step in taken], [step.norm for step in taken], clock)

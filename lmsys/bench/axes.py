@@ -73,10 +73,14 @@ class Grid(Mapping[str, Any]):
 
 @dataclass(frozen=True)
 class Sweep:
-    """Named grids for each benchmark, by its name, and for how many seconds each row of a comparison is sampled."""
+    """Named grids for each benchmark, by its name, and for how many seconds each row of a comparison is sampled.
+
+    sustained  whether what the machine sustains is measured, too, which takes seconds
+    """
 
     seconds_per_row: float = 0.2
     grids: Mapping[str, tuple[Grid, ...]] = field(default_factory=dict)
+    sustained: bool = False
 
 
 def add_axis_options(parser: Any, axes: Iterable[Axis]) -> None:

@@ -34,7 +34,8 @@ DEFAULT_ROUNDS = 10
 @dataclass(frozen=True)
 class Settings:
     """How to measure, in plain values. deadline_s: for what may compile, and a run on ranks; nvtx: calls in ranges, for
-    a profiler, in place of timed ones."""
+    a profiler, in place of timed ones; energy: each case's, in a pass of its own; sustained: what the machine reaches
+    under its power limit, too."""
 
     device: str = "cpu"
     sweep: str = "default"
@@ -46,6 +47,8 @@ class Settings:
     seed: int = 0
     deadline_s: float = 600.0
     nvtx: bool = False
+    energy: bool = False
+    sustained: bool = False
 
 
 @dataclass(frozen=True)
@@ -307,6 +310,10 @@ class Benchmark:
 
     def least_work(self, case: Any) -> tuple[float, str, float] | None:
         """(operations, their dtype, bytes read that are in no cache) of every right row at least; None: unknown."""
+        return None
+
+    def tokens(self, case: Any) -> int | None:
+        """The tokens that a call works on, by which its energy is told; None where there are none."""
         return None
 
     def metrics(self, case: Any, record: Record, machine: Record) -> Record:

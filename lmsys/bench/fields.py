@@ -82,6 +82,41 @@ COPY_FRACTION = Field(
     about="Bytes over median time, as a share of the large copy measured in this run",
     shown="%",
 )
+SUSTAINED_FRACTION = Field(
+    "sustained_ceiling_fraction",
+    label="Share of sustained matmul",
+    role="detail",
+    about="Work over median time, as a share of the large matmul that this machine keeps up for seconds",
+    shown="%",
+)
+CONDITIONS = (  # while it was sampled
+    Field("sm_clock_mhz", "MHz", "SM clock", "detail"),
+    Field("memory_clock_mhz", "MHz", "memory clock", "detail"),
+    Field("cpu_clock_mhz", "MHz", "CPU clock", "detail"),
+    Field("temperature_c", "°C", "temperature", "detail"),
+    Field("power_w", "W", "power", "detail"),
+    Field("clock_reasons", role="detail", about="Why the device's clock was not higher"),
+    Field("other_processes", role="detail", about="Processes besides this run's that had something on the device"),
+    Field("others_cpu_share", "", "CPU taken by others", "detail", shown="%"),
+    Field("disturbed", role="detail", about="How the machine was not as it should be"),
+)
+ENERGY = (  # in a pass of its own, on request
+    Field("energy_j", "J", "Energy", "detail", "Energy of a call, by the device's counter"),
+    Field("energy_integral_j", "J", "Power over time", "detail", "The same by the integral of power"),
+    Field("energy_per_token_j", "J", "Energy of a token", "detail", "Energy of a call over its tokens", "mJ"),
+    Field("energy_power_w", "W", "Power", "detail", "Mean power of calls that follow one another"),
+    Field("energy_call_s", "s", "Pace", "detail", "Time from one call to the next meanwhile", "ms"),
+    Field(
+        "flops_per_j",
+        "FLOP/s/W",
+        "Work for energy",
+        "detail",
+        "The arithmetic of the formula over the energy",
+        "TFLOP/s/W",
+        lambda record: record["flops"] / record["energy_j"],
+    ),
+    Field("energy_note", role="detail", about="Why the energy was not measured, or is to be doubted"),
+)
 
 # What every record has, whatever was measured.
 # Asking a case again replaces its answer; asking it under a memory limit is another question.
@@ -100,7 +135,7 @@ COMMON = (
     Field("std_s", "s", "standard deviation", "detail", shown="ms"),
     *(Field(name, "s", role="detail", shown="ms") for name in ("p20_s", "p80_s", "min_s")),
     Field("rounds", role="detail"),
-    Field("sm_clock_mhz", "MHz", "SM clock", "detail"),
+    *CONDITIONS,
     Field(
         "clock_share_s", "s", "clock's share", "detail", "What the clock adds to a call, taken off each sample", "µs"
     ),
@@ -110,6 +145,8 @@ COMMON = (
     ERROR,
     COMPILE,
     Field("flops", "FLOP", "work", "detail"),
+    SUSTAINED_FRACTION,
+    *ENERGY,
 )
 
 

@@ -61,6 +61,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="measure each group in N fresh processes: how far do runs differ?",
     )
+    group.addoption(
+        "--energy", action="store_true", help="measure also the energy of each case's calls, in a pass of seconds"
+    )
     group.addoption("--nvtx", action="store_true", help="call each case in NVTX ranges of its id; no case is timed")
     group.addoption("--fail-on", metavar="OUTCOMES", help="exit with 1 where a case ends so, such as wrong,error")
 
@@ -226,6 +229,8 @@ def _session(config: pytest.Config) -> Session:
             memory_limit_bytes=options.memory_limit(config.getoption("memory_limit"), device),
             deadline_s=options.deadline(config.getoption("deadline")),
             nvtx=nvtx,
+            energy=config.getoption("energy"),
+            sustained=config.getoption("energy") or sweep.sustained,
             command="python -m pytest " + shlex.join(str(one) for one in config.invocation_params.args),
         ),
         sweep,

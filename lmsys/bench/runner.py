@@ -5,6 +5,7 @@ why not -> setup -> first call -> check -> samples, in turns -> check of timed c
 
 import gc
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 
@@ -19,12 +20,14 @@ from lmsys.bench.heartbeat import Heartbeat
 from lmsys.bench.proof import seal
 from lmsys.bench.ranks import Ranks
 from lmsys.bench.trial import Endings, Result, Trial
-from lmsys.measure import machine
+from lmsys.measure import machine, sustained
 from lmsys.measure.clock import Clock, CpuClock, clock_of
 from lmsys.measure.compare import Lost
+from lmsys.measure.conditions import Conditions
 from lmsys.measure.host import resident_bytes
 from lmsys.measure.limits import Limits, limits_of
 from lmsys.measure.memory import cap_gpu_memory, cap_host_memory
+from lmsys.measure.sensors import Sensors, sensors_of
 from lmsys.registry import Entry
 
 REPORTED = ("color", "baseline", "rivals")  # traits of rows that a report reads
@@ -121,7 +124,9 @@ class Runner:
             return
         if "machine" not in vars(self):
             self.say("measuring what this machine reaches")
-        _ = self.guard, self.machine, self.clock("loop"), self.sm_clock
+            if self.settings.energy and (why := self.sensors.why_no_joules):
+                self.say(f"--energy: no energy is measured: {why}")
+        _ = self.guard, self.machine, self.clock("loop"), self.sensors
         if self.settings.device == "cpu":
             cap_host_memory()
 
@@ -132,7 +137,11 @@ class Runner:
         facts["limits"] = self.limits.to_json() if self.limits else None
         clock = self.clock("device")
         facts["clock_share"] = {"seconds": clock.share_s, "measured_by": clock.share_by}
-        return facts | {"ceilings": machine.measure_ceilings(one.device)}
+        facts["ceilings"] = machine.measure_ceilings(one.device)
+        if one.sustained:
+            self.say("measuring what it sustains")
+            facts["sustained"] = sustained.measure(one.device, self.sensors)
+        return facts
 
     def rate_again(self, found: Sequence[tuple[Benchmark, Case, Record]]) -> tuple[list[str], list[Record]]:
         """By the higher of each ceiling's measurements, before the first row and now: what has moved, as sentences, and
@@ -150,7 +159,7 @@ class Runner:
 
     @cached_property
     def limits(self) -> Limits | None:
-        return limits_of(self.settings.device, machine.max_sm_mhz())
+        return limits_of(self.settings.device, self.sensors.settings().get("max_sm_mhz"))
 
     @cached_property
     def _clocks(self) -> dict[str, Clock]:
@@ -161,8 +170,12 @@ class Runner:
         return self._clocks[kind]
 
     @cached_property
-    def sm_clock(self) -> Callable[[], float | None]:
-        return machine.sm_clock_reader()
+    def sensors(self) -> Sensors:
+        return sensors_of(self.settings.device)
+
+    def conditions(self) -> Conditions:
+        """The conditions on the device from now on; this run's own processes are no strangers there."""
+        return Conditions(self.settings.device, self.sensors, os.getppid() if self.is_watched else os.getpid())
 
     @cached_property
     def guard(self) -> Guard:

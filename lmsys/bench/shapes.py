@@ -38,8 +38,10 @@ SHAPES: dict[str, dict[str, Shape]] = {  # by benchmark and field; "" is of ever
 }
 ROWS: dict[str, Shape] = {"baseline": NUMBER, "rivals": [TEXT]}  # of a row of a table, which may have others
 # A name with a unit is that of a number, and so are these.
-NUMBERS = re.compile(r".*_(s|bytes|mhz|fraction|ratio|share|efficiency|parameters)|rounds|bytes|flops|times|addend")
-TEXTS = re.compile(r"id|benchmark|impl|label|section|comparison|clock|strategy")
+NUMBERS = re.compile(
+    r".*_(s|bytes|mhz|w|j|c|fraction|ratio|share|efficiency|parameters)|rounds|bytes|flops|times|addend|other_processes"
+)
+TEXTS = re.compile(r"id|benchmark|impl|label|section|comparison|clock|strategy|clock_reasons|disturbed|energy_note")
 
 
 def check_named(where: str, benchmark: str, name: str, value: Any) -> None:

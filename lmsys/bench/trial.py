@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmsys import draws
 from lmsys.bench.benchmark import Benchmark, Candidate, Case, Cases, Measurement, judges_calls, verdict
+from lmsys.bench.energy_pass import energy_of
 from lmsys.bench.fields import Record
 from lmsys.bench.interpreted import interpreted_kernels
 from lmsys.bench.proof import loaded_kernels, source_of
@@ -19,6 +20,7 @@ from lmsys.bench.watch import Watch, copied
 from lmsys.measure.clock import synchronize
 from lmsys.measure.compare import Failure, Kept, attempt, interleave, release_memory
 from lmsys.measure.ranges import call_in_ranges
+from lmsys.measure.sensors import Reading
 from lmsys.measure.step import Step, nothing
 
 if TYPE_CHECKING:
@@ -59,6 +61,8 @@ class Trial:
         self.measurements = {case.id: Measurement() for case in cases}
         self.setup: Any = None
         self._told: set[str] = set()
+        self._readings: list[Reading] = []  # of the turn that is sampled
+        self.called_here: set[str] = set()  # cases whose calls this process makes
 
     @property
     def ids(self) -> list[list[str]]:
@@ -145,8 +149,12 @@ class Trial:
             self.watch.doing = "while it was timed"
             if len(turn) == 1:
                 self.watch.beat(self.candidate(turn[0]))
+            conditions, self._readings = self.runner.conditions(), []
             self.benchmark.sample(turn, self)
             self.watch.heartbeat.rest()
+            found = conditions.record(self._readings)
+            for case in turn:
+                self.measurements[case.id].record = found | self.measurements[case.id].record
             self._mend([self.candidate(case) for case in turn])
             self.watch.doing = "when timed calls were checked"
             self.check_timed(turn)
@@ -154,18 +162,28 @@ class Trial:
         for case in turn:
             measurement = self.measurements[case.id]
             if measurement.samples:
-                measurement.failure = measurement.failure or self._impossible(
+                measurement.failure = measurement.failure or self.impossible(
                     case, statistics.median(measurement.samples)
                 )
             if self.is_able(case) and measurement.samples is not None:
                 one = self.candidate(case)
                 found, _ = one.watched(self.benchmark.inspect, case, one, self.setup)
                 measurement.record |= found or {}
+                if self.settings.energy:
+                    self.watch.doing = "when its energy was measured"
+                    measurement.record |= energy_of(self, case)
 
-    def _impossible(self, case: Any, time_s: float) -> Failure | None:
-        """Why nothing can be that fast here, if it cannot."""
+    def redraw_of(self, step: Step) -> Callable[[int], None]:
+        """How the inputs of a step are drawn: as its benchmark says once, unless it says so itself."""
+        return partial(self.benchmark.redraw, self.setup) if step.redraw is nothing else step.redraw
+
+    def impossible(self, case: Any, time_s: float, cached: bool = False) -> Failure | None:
+        """Why nothing can be that fast here, if it cannot. cached: its inputs may be in a cache."""
         work, limits = self.benchmark.least_work(case), self.runner.limits
-        if work is None or limits is None or time_s >= (least_s := limits.least_s(*work)):
+        if work is None or limits is None:
+            return None
+        flops, dtype, read_bytes = work
+        if time_s >= (least_s := limits.least_s(flops, dtype, 0 if cached else read_bytes)):
             return None
         told = f"{time_s * 1e6:.3g} us, where its arithmetic and its reads take at least {least_s * 1e6:.3g}"
         return "wrong", f"faster than this machine can be: {told}"
@@ -185,18 +203,19 @@ class Trial:
             seconds=self.settings.seconds_per_row,
             min_rounds=min_rounds or self.settings.min_rounds,
             trials=self.benchmark.trials,
-            sm_clock=self.runner.sm_clock,
+            look=self.runner.sensors.read,
             expect=self._expect,
         )
         self.watch.settle()
         self.watch.heartbeat.rest()
+        self._readings += sampled.looks
+        self.called_here |= steps.keys()
         for name in steps:
             one = self.measurements[name]
             one.samples, failure = sampled.samples.get(name), sampled.failures.get(name)
             one.failure = self.watch.failure(candidates[name], failure)
             one.kept = sampled.kept.get(name, [])
             one.record = {
-                "sm_clock_mhz": sampled.sm_clock_mhz,
                 "clock_share_s": sampled.share_s.get(name),
                 "prepare_s": sampled.prepare_s.get(name),
             }
@@ -222,9 +241,8 @@ class Trial:
         step, failure = candidate.watched(benchmark.step, case, candidate, self.setup)
         if failure:
             return None, failure
-        redraw = partial(benchmark.redraw, self.setup) if step.redraw is nothing else step.redraw
         keep = copied if step.keep is nothing and judges_calls(benchmark) else step.keep
-        return self.watch.over(step, candidate, redraw, keep), None
+        return self.watch.over(step, candidate, self.redraw_of(step), keep), None
 
     def check_timed(self, turn: Cases) -> None:
         """Judges the timed calls that were kept, each by its own inputs, which are drawn again."""

@@ -12,9 +12,9 @@ from lmsys.bench.fields import ROLES, Record
 from lmsys.bench.shapes import MOST_CHARACTERS, ROWS, check_named, check_object, check_shape, check_text
 from lmsys.values import choice, flag, measured, shortly, whole
 
-AMOUNTS = ("B", "FLOP", "FLOP/s", "B/s", "tokens/s", "MHz", "Hz", "MiB")  # units of what is never negative
+AMOUNTS = ("B", "FLOP", "FLOP/s", "B/s", "tokens/s", "MHz", "Hz", "MiB", "W", "J")  # units of what is never negative
 COUNTS, MOST_COUNTED = ("cores", "memory_bytes", "gpu_count", "threads", "seed"), 2**63  # of a machine
-RATES, RATES_OF_DTYPES = ("ceilings", "limits"), ("matmul_flops_per_s", "flops_per_s")  # of a machine
+RATES, RATES_OF_DTYPES = ("ceilings", "limits", "sustained"), ("matmul_flops_per_s", "flops_per_s")  # of a machine
 NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 COLOR = r"#[0-9a-fA-F]{6}"
 
@@ -66,6 +66,10 @@ def _fact(where: str, name: str, value: Any) -> None:
                 measured(f"{where}.{kind}" + (f".{dtype}" if dtype else ""), one, least=0)
     elif name == "clock_share":
         check_object(where, value)
+    elif name == "settings":
+        for setting, one in check_object(where, value).items():
+            check_named(f"{where}.{setting}", "", setting, one)
+            check_value(f"{where}.{setting}", one, {"name": setting, "role": "detail"})
     elif name == "ceilings_moved":
         for number, told in enumerate(_list(where, value)):
             check_text(f"{where}[{number}]", told)

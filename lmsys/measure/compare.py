@@ -27,6 +27,7 @@ from lmsys.processes import NO_CPU_MEMORY
 Failure = tuple[str, str]  # outcome ("oom" or "error") and reason
 OUTCOMES_OF_FAILURES = ("oom", "unsupported", "wrong", "error")
 MAX_ROUNDS = 200
+MOST_LOOKS = 20
 MARGIN = 1.25  # launching takes now longer, now shorter
 FIRST_LEAD_S = 0.02  # longer than the host takes to launch almost any call
 MOST_PREPARED = 2.0  # times what a prepare is like, and the clock's `saving_s`
@@ -55,14 +56,14 @@ class Kept:
 @dataclass
 class Sampled:
     """samples in seconds; the calls that were kept; median seconds of the prepares; what was taken off each sample for
-    the clock's own share; rows that failed on the way: each by row. The median SM clock."""
+    the clock's own share; rows that failed on the way: each by row. The results of the looks between rounds."""
 
     samples: dict[str, list[float]] = field(default_factory=dict)
     kept: dict[str, list[Kept]] = field(default_factory=dict)
     prepare_s: dict[str, float] = field(default_factory=dict)
     share_s: dict[str, float] = field(default_factory=dict)
     failures: dict[str, Failure] = field(default_factory=dict)
-    sm_clock_mhz: float | None = None
+    looks: list[Any] = field(default_factory=list)
 
 
 class Lost(BaseException):
@@ -127,7 +128,7 @@ def interleave(
     seconds: float,
     min_rounds: int,
     trials: int = 3,
-    sm_clock: Callable[[], float | None] = lambda: None,
+    look: Callable[[], Any] = nothing,
     expect: Callable[[float], Any] = nothing,
 ) -> Sampled:
     """Samples of every step, in turns. Each row runs for about `seconds` of wall time and at least `min_rounds` rounds.
@@ -136,6 +137,7 @@ def interleave(
     after rounds that only warm the device. Where the clock has the host ahead, it gets a lead of two rounds, and keeps
     it: where it needs longer for a round than the device, that waits. With another clock `before` comes before. What a
     row costs is known from the least of `trials` calls; `expect` is told the seconds that all of it should take.
+    `look` is called between rounds, at even distances and some MOST_LOOKS times: at the device's sensors.
     """
     result, costs, rounds = Sampled(), {}, {}
     for name, step in steps.items():
@@ -148,19 +150,19 @@ def interleave(
     if not costs:
         return result
     pending: dict[str, list[Any]] = {name: [] for name in rounds}
-    clocks = []
-    reading = CpuClock().cost(sm_clock, 0)  # costs the host time as well
+    looking, distance = CpuClock().cost(look, 0), math.ceil(max(rounds.values()) / MOST_LOOKS)  # costs time as well
     warming = math.ceil(clock.warm_s / sum(cost.device_s for cost in costs.values()))
     expect(sum(max(cost.host_s, cost.device_s) * (rounds[name] + warming) for name, cost in costs.items()))
     clock.expect(partial(next(iter(steps.values())).redraw_late, 0))
     result.kept = {name: [] for name in rounds}
     done = clock.watch()
-    clock.wait(2 * sum(cost.host_s for cost in (reading, *costs.values())))
+    clock.wait(2 * sum(cost.host_s for cost in (looking, *costs.values())))
     for index in range(-warming, max(rounds.values())):
         taking_turns = [name for name, count in rounds.items() if index < count]
         if not taking_turns:
             break
-        host_s = reading.host_s + sum(costs[name].host_s for name in taking_turns)
+        looks = index % distance == 0
+        host_s = looks * looking.host_s + sum(costs[name].host_s for name in taking_turns)
         clock.wait(MARGIN * host_s - sum(costs[name].device_s for name in taking_turns))
         draw = _ENTROPY.getrandbits(53)
         for name in random.Random(index).sample(taking_turns, len(taking_turns)):
@@ -174,11 +176,11 @@ def interleave(
             pending[name].append(mark)
             if kept is not None:
                 result.kept[name][place : place + 1] = [kept]
-        clocks.append(sm_clock())
+        if looks:
+            found = look()
+            result.looks += [found] if index >= 0 else []
     done()
     _read(result, {name: (steps[name], marks) for name, marks in pending.items()}, clock, warming)
-    known = [reading for reading in clocks[warming:] if reading is not None]
-    result.sm_clock_mhz = statistics.median(known) if known else None
     return result
 
 

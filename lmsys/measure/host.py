@@ -1,10 +1,13 @@
-"""The host's memory, as Linux tells it; elsewhere nothing is known. Imports no torch."""
+"""The host's memory and load, as Linux tells them; elsewhere nothing is known. Imports no torch."""
 
 import os
+import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 NO_LIMIT = float("inf")
+LEAST_LOAD_S = 0.2
 GROUPS = (  # a control group's limit, what it holds and what of that it could drop, in cgroup 2 and in cgroup 1
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
@@ -46,3 +49,55 @@ def oom_kills(root: Path = Path("/")) -> int:
     with suppress(OSError, KeyError):
         return int(_facts(root / "proc/vmstat")["oom_kill"])
     return 0
+
+
+@dataclass(frozen=True)
+class Load:
+    """At a moment `at_s`: CPU seconds since the machine began, of everybody on the cores that this process may use, and
+    of a `family` of processes; `at_s` by `time.monotonic`."""
+
+    at_s: float
+    busy_s: float
+    own_s: float
+    family: frozenset[int]
+
+
+def load(parent: int, root: Path = Path("/")) -> Load | None:
+    """The load now, `parent` and all that it has started being the family; None where Linux does not tell."""
+    with suppress(OSError, ValueError, IndexError):
+        ticks, processes = os.sysconf("SC_CLK_TCK"), _processes(root / "proc")
+        family = {parent}
+        while more := {pid for pid, (above, _) in processes.items() if above in family} - family:
+            family |= more
+        own = sum(processes[pid][1] for pid in family if pid in processes)
+        return Load(time.monotonic(), _busy_ticks(root / "proc/stat") / ticks, own / ticks, frozenset(family))
+    return None
+
+
+def others_share(before: Load | None, after: Load | None) -> float | None:
+    """The share of the cores' time between two moments that went to others than the family, from 0 to 1.
+
+    None where it is not told, and for less than LEAST_LOAD_S: what a core does is counted by ticks of 10 ms.
+    """
+    if before is None or after is None or (seconds := after.at_s - before.at_s) < LEAST_LOAD_S:
+        return None
+    others_s = (after.busy_s - before.busy_s) - (after.own_s - before.own_s)
+    return min(max(others_s / seconds / len(os.sched_getaffinity(0)), 0.0), 1.0)
+
+
+def _busy_ticks(stat: Path) -> int:
+    """Of all that a core does but to idle and to wait for a disk: user, nice, system, irq, softirq and steal."""
+    cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    lines = [words for words in map(str.split, stat.read_text().splitlines()) if words and words[0] in cores]
+    return sum(int(words[at]) for words in lines for at in (1, 2, 3, 6, 7, 8))
+
+
+def _processes(proc: Path) -> dict[int, tuple[int, int]]:
+    """By a process's number: its parent's, and the ticks that it and those that it has waited for have used."""
+    found = {}
+    for folder in proc.iterdir():
+        if folder.name.isdecimal():
+            with suppress(OSError):  # it has ended meanwhile
+                words = (folder / "stat").read_text().rpartition(")")[2].split()  # a name may have spaces
+                found[int(folder.name)] = int(words[1]), sum(map(int, words[11:15]))
+    return found

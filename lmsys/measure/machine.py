@@ -15,6 +15,7 @@ import torch
 
 from lmsys.measure.clock import clock_of, timed
 from lmsys.measure.compare import release_memory
+from lmsys.measure.sensors import Cpu, nvml, sensors_of
 
 CEILING_S, LEAST_RUNS = 0.2, 5  # of runs of each ceiling: on a busy machine the fastest of three is not the best
 LONG_S = 1.0  # of bfloat16 on a CPU without instructions for it
@@ -36,13 +37,14 @@ def describe(device: str, *, command: str, seed: int, sweep: str) -> dict[str, A
         "gpu": gpu.name if gpu else None,
         "gpu_count": torch.cuda.device_count() if on_gpu else 0,
         "capability": f"{gpu.major}.{gpu.minor}" if gpu else None,
-        "driver": _nvml(lambda nvml: nvml.nvmlSystemGetDriverVersion()) if on_gpu else None,
+        "driver": nvml(lambda nvml: nvml.nvmlSystemGetDriverVersion()) if on_gpu else None,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": _triton_version(),
         "float32_matmul": torch.backends.cuda.matmul.fp32_precision if on_gpu else None,
         "threads": torch.get_num_threads(),
+        "settings": Cpu().settings() | (sensors_of(device).settings() if on_gpu else {}),
         "platform": platform.platform(),
         **commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -132,39 +134,6 @@ def _runs(call: Callable[[], Any], device: str, seconds: float = CEILING_S) -> t
         if sum(samples) > LONG_S and len(samples) > 1:
             break
     return min(samples), statistics.median(samples)
-
-
-def max_sm_mhz() -> float | None:
-    """The highest clock of the current GPU's multiprocessors; None without a GPU or nvidia-ml-py."""
-    if (handle := _handle()) is None:
-        return None
-    return _nvml(lambda nvml: float(nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM)))
-
-
-def sm_clock_reader() -> Callable[[], float | None]:
-    """A function that reads the current GPU's SM clock in MHz; it answers None without a GPU or nvidia-ml-py."""
-    if (handle := _handle()) is None:
-        return lambda: None
-    return lambda: _nvml(lambda nvml: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)))
-
-
-def _handle() -> Any:
-    if not torch.cuda.is_available():
-        return None
-    uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-    return _nvml(lambda nvml: nvml.nvmlDeviceGetHandleByUUID(uuid))
-
-
-def _nvml(ask: Callable[[Any], Any]) -> Any:
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-        return ask(pynvml)
-    except pynvml.NVMLError:
-        return None
 
 
 def _cpu_name() -> str:

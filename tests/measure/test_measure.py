@@ -1,5 +1,6 @@
 """Clocks, interleaving, memory and machine facts, on callables whose cost is known."""
 
+import itertools
 import json
 import statistics
 import time
@@ -10,7 +11,7 @@ import torch
 from lmsys.attention import attention
 from lmsys.measure import machine, memory
 from lmsys.measure.clock import CpuClock, clock_of
-from lmsys.measure.compare import Step, attempt, interleave
+from lmsys.measure.compare import MOST_LOOKS, Step, attempt, interleave
 
 
 def test_rows_take_turns_and_prepare_is_not_timed() -> None:
@@ -33,7 +34,7 @@ def test_rows_take_turns_and_prepare_is_not_timed() -> None:
     assert set(rounds) == {("a", "b"), ("b", "a")}
     assert 0.001 <= min(sampled.samples["a"]) < 0.009
     assert 0.002 <= min(sampled.samples["b"]) < 0.009
-    assert sampled.sm_clock_mhz is None and not sampled.failures
+    assert not sampled.failures
 
 
 @pytest.mark.parametrize(("own_s", "refused"), [(0.0, False), (0.02, True)])
@@ -93,12 +94,13 @@ def test_rows_that_all_fail_end_at_once_also_on_a_clock_that_warms() -> None:
     assert len(warmed.samples["a"]) == 10
 
 
-def test_the_clock_of_the_sm_is_read_every_round() -> None:
-    readings = iter([1500.0, *[1000.0, 2000.0, 1500.0] * 4])  # the first tells what a reading costs
-    sampled = interleave(
-        {"a": Step(lambda _: None)}, CpuClock(), seconds=0, min_rounds=12, sm_clock=lambda: next(readings)
-    )
-    assert sampled.sm_clock_mhz == 1500.0
+@pytest.mark.parametrize("rounds", [1, 12, 20, 21, 70])
+def test_looks_are_between_rounds_and_not_too_many(rounds: int) -> None:
+    numbers = itertools.count()
+    step = Step(lambda _: None)
+    found = interleave({"a": step}, CpuClock(), seconds=0, min_rounds=rounds, look=lambda: next(numbers))
+    assert min(rounds, MOST_LOOKS) / 2 <= len(found.looks) <= MOST_LOOKS
+    assert found.looks == [*range(1, next(numbers))]  # the first tells what one costs
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,37 @@
+"""A case's pass for its energy, on request: behind its samples and its memory, alone on the device."""
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lmsys.bench.fields import Record
+from lmsys.measure import energy
+from lmsys.measure.clock import synchronize
+
+if TYPE_CHECKING:
+    from lmsys.bench.trial import Trial
+
+OF_OTHERS = "energy is measured of calls that one process makes: here several do"
+
+
+def energy_of(trial: "Trial", case: Any) -> Record:
+    """The fields on the energy of the case's calls, or on why there is none.
+
+    Inputs are drawn once, before the pass: to draw them again would count, too. So a row may know them by then; one
+    that is faster than its arithmetic can be has no energy.
+    """
+    benchmark, candidate, runner = trial.benchmark, trial.candidate(case), trial.runner
+    if case.id not in trial.called_here:
+        return {"energy_note": OF_OTHERS}
+    if why_not := runner.sensors.why_no_joules:
+        return {"energy_note": why_not}
+
+    def measured() -> energy.Energy:
+        step = benchmark.step(case, candidate, trial.setup)
+        trial.redraw_of(step)(trial.settings.seed)
+        step.redraw_late(trial.settings.seed)
+        return energy.of_step(step, runner.sensors, partial(synchronize, trial.settings.device))
+
+    found, failure = candidate.watched(measured)
+    if failure is None:
+        failure = trial.impossible(case, found.call_s, cached=True)
+    return {"energy_note": failure[1]} if failure else found.record(benchmark.tokens(case))

@@ -1,0 +1,202 @@
+"""The energy of a call: by the device's counter, and beside it by the integral of its power. Knows no kernel.
+
+A counter moves every few milliseconds to some tens of them, so calls follow one another for a second or more, and what
+counts is what lies between two moves: energy over calls. Before that they run until power and clocks are steady. The
+device is never idle meanwhile, but where the host launches more slowly than it works.
+"""
+
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from time import perf_counter
+from typing import Any, Self
+
+from lmsys.measure.sensors import Sensors
+from lmsys.measure.step import Step, nothing
+
+PASS_S, WARM_S = 1.5, 1.0  # some sensors of power tell the mean of a second
+MOST_TIMES = 4  # of the pass: so long is waited for a counter that moves seldom
+SAMPLE_S = 0.005
+CHUNK_S = 0.05  # between two waits for the device, which idles then for some 20 us
+APART = 0.03  # of one another: how far the counter and the integral of power are at most where both are right
+JUMP_S = 0.3  # a counter goes up by less than the power limit gives in so long, besides what the time between gives
+
+Mark = tuple[float, int]  # a time by `perf_counter`, and the calls that are done by then
+
+
+class EnergyError(RuntimeError):
+    """The energy could not be measured."""
+
+    failure = property(lambda self: ("error", str(self)))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A moment by `perf_counter`, the counter's joules, and the power in watts if there is a sensor of it."""
+
+    at_s: float
+    joules: float
+    watts: float | None
+
+
+@dataclass(frozen=True)
+class Energy:
+    """Of one call: joules by the counter, joules by the integral of power (None without a sensor), and the seconds from
+    one call to the next; `calls` that it is the mean of."""
+
+    joules: float
+    integral_j: float | None
+    call_s: float
+    calls: float
+
+    def less(self, part: "Energy") -> "Energy":
+        """The rest of a call without a part of it that was measured alone. EnergyError where nothing is left."""
+        known = self.integral_j is not None and part.integral_j is not None
+        integral_j = self.integral_j - part.integral_j if known else None  # type: ignore[operator]
+        rest = Energy(self.joules - part.joules, integral_j, self.call_s - part.call_s, self.calls)
+        if rest.joules <= 0 or rest.call_s <= 0 or (integral_j is not None and integral_j <= 0):
+            raise EnergyError(f"the call takes less than can be told from its untimed part of {part.joules:.3g} J")
+        return rest
+
+    def record(self, tokens: int | None) -> dict[str, Any]:
+        """The fields of a record."""
+        return {
+            "energy_j": self.joules,
+            "energy_integral_j": self.integral_j,
+            "energy_per_token_j": self.joules / tokens if tokens else None,
+            "energy_power_w": self.joules / self.call_s,
+            "energy_call_s": self.call_s,
+            "energy_note": self.doubt(),
+        }
+
+    def doubt(self) -> str | None:
+        """A sentence on why the figure is to be doubted; None where both ways agree."""
+        if self.integral_j is None:
+            return "this energy is a counter's alone: there is no sensor of power to hold it against"
+        if (apart := abs(self.joules / self.integral_j - 1)) > APART:
+            return f"the counter says {self.joules:.4g} J, power over time {self.integral_j:.4g}: {apart:.1%} apart"
+        return None
+
+
+def of_step(step: Step, sensors: Sensors, synchronize: Callable[[], Any], seconds: float = PASS_S) -> Energy:
+    """The energy of `run(prepare())` less that of `prepare()`, each in a pass of its own, on inputs as they are."""
+    whole = of_call(lambda: step.run(step.prepare()), sensors, synchronize, seconds)
+    return whole if step.prepare is nothing else whole.less(of_call(step.prepare, sensors, synchronize, seconds))
+
+
+def of_call(
+    call: Callable[[], Any], sensors: Sensors, synchronize: Callable[[], Any], seconds: float, warm_s: float = WARM_S
+) -> Energy:
+    """The energy of a call, of calls that follow one another for `seconds` or more between two moves of the counter.
+
+    EnergyError where the counter stands still, or does what no counter can.
+    """
+    marks: list[Mark] = []
+    with Sampler(lambda: (sensors.joules(), sensors.watts()), SAMPLE_S) as sampler:
+        begin_s = perf_counter() + warm_s
+        for at_s in repeated(call, synchronize, marks):
+            moves = moves_of(_samples(sampler), begin_s)
+            is_enough = len(moves) > 1 and moves[-1][0] - moves[0][0] >= seconds
+            if is_enough or at_s > begin_s + MOST_TIMES * seconds:
+                break
+    return energy_of(_samples(sampler), marks, begin_s, sensors.limit_w)
+
+
+def energy_of(samples: Sequence[Sample], marks: Sequence[Mark], begin_s: float, limit_w: float | None) -> Energy:
+    """The energy of a call between the first and the last move of the counter from `begin_s` to the last mark."""
+    samples = [one for one in samples if one.at_s <= marks[-1][0]]
+    moves = moves_of(samples, begin_s)
+    if len(moves) < 2:
+        raise EnergyError(f"the counter of energy has not moved twice in {marks[-1][0] - begin_s:.1f} s")
+    for (before_s, before_j), (at_s, joules) in pairwise(moves):
+        if joules < before_j:
+            raise EnergyError(f"the counter of energy went back, from {before_j:.1f} to {joules:.1f} J")
+        if limit_w is not None and joules - before_j > limit_w * (at_s - before_s + JUMP_S):
+            raise EnergyError(
+                f"the counter of energy jumped by {joules - before_j:.1f} J in {at_s - before_s:.3f} s, "
+                f"where {limit_w:.0f} W are the limit"
+            )
+    (first_s, first_j), (last_s, last_j) = moves[0], moves[-1]
+    calls = calls_between(marks, first_s, last_s)
+    integral_j = _integral([one for one in samples if first_s <= one.at_s <= last_s])
+    return Energy(
+        (last_j - first_j) / calls,
+        None if integral_j is None else integral_j / calls,
+        (last_s - first_s) / calls,
+        calls,
+    )
+
+
+def moves_of(samples: Sequence[Sample], begin_s: float) -> list[tuple[float, float]]:
+    """(time, joules) of each sample from `begin_s` on whose counter is not that of the sample before."""
+    pairs = pairwise(one for one in samples if one.at_s >= begin_s)
+    return [(one.at_s, one.joules) for before, one in pairs if one.joules != before.joules]
+
+
+def _integral(samples: Sequence[Sample]) -> float | None:
+    """Joules: power over time, straight between samples."""
+    total = 0.0
+    for one, other in pairwise(samples):
+        if one.watts is None or other.watts is None:
+            return None
+        total += (one.watts + other.watts) / 2 * (other.at_s - one.at_s)
+    return total
+
+
+def calls_between(marks: Sequence[Mark], begin_s: float, end_s: float) -> float:
+    """The calls between two moments, where they go on evenly between marks."""
+    return _done(marks, end_s) - _done(marks, begin_s)
+
+
+def _done(marks: Sequence[Mark], at_s: float) -> float:
+    place = min(max(bisect_right(marks, at_s, key=lambda mark: mark[0]), 1), len(marks) - 1)
+    (before_s, before), (after_s, after) = marks[place - 1], marks[place]
+    return before + (after - before) * (at_s - before_s) / (after_s - before_s)
+
+
+def repeated(call: Callable[[], Any], synchronize: Callable[[], Any], marks: list[Mark]) -> Iterator[float]:
+    """Calls again and again; adds a mark, and yields its time, whenever the device has done some of them."""
+    chunk = 1
+    synchronize()
+    marks.append((perf_counter(), 0))
+    while True:
+        for _ in range(chunk):
+            call()
+        synchronize()
+        marks.append((perf_counter(), marks[-1][1] + chunk))
+        if marks[-1][0] - marks[-2][0] < CHUNK_S / 2:
+            chunk *= 2
+        yield marks[-1][0]
+
+
+class Sampler:
+    """Within it a thread takes samples: `taken` are (time by `perf_counter`, what `take` gave); `error` ended it."""
+
+    def __init__(self, take: Callable[[], Any], every_s: float):
+        self._take, self._every_s, self._end = take, every_s, threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.taken: list[tuple[float, Any]] = []
+        self.error: Exception | None = None
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._end.wait(self._every_s):
+                self.taken.append((perf_counter(), self._take()))
+        except Exception as error:
+            self.error = error
+
+
+def _samples(sampler: Sampler) -> list[Sample]:
+    if sampler.error is not None:
+        raise EnergyError(f"a sensor failed: {sampler.error}") from sampler.error
+    return [Sample(at_s, *found) for at_s, found in list(sampler.taken)]

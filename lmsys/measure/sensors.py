@@ -1,0 +1,201 @@
+"""A device's own sensors: clocks, temperature, power, energy, and who else computes there. Knows no kernel.
+
+A GPU tells by NVML (nvidia-ml-py), a CPU by Linux: RAPL's counters of energy, and the frequency of its cores. Whatever
+a device does not tell is None, and `why_no_joules` says why its energy cannot be measured.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+POWER_INSTANT = 186  # NVML_FI_DEV_POWER_INSTANT: the other sensor is, on most GPUs, the mean of a second
+NO_NVML = "nvidia-ml-py reads the GPU's energy and cannot here: python -m pip install nvidia-ml-py"
+NO_NVML_COUNTER = "this GPU has no counter of energy: NVML has one from Volta on, and none for a part of a GPU (MIG)"
+NO_RAPL = (
+    "this CPU's counters of energy (RAPL) cannot be read: {place} is not there, as in most virtual machines, "
+    "or only root may read it"
+)
+MOST_CORES = 4  # whose frequency is read
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The state of a device at a moment. `reasons`: why its clock is not higher, NVML's bits."""
+
+    sm_clock_mhz: float | None = None
+    memory_clock_mhz: float | None = None
+    cpu_clock_mhz: float | None = None
+    temperature_c: float | None = None
+    power_w: float | None = None
+    reasons: int = 0
+
+
+class Sensors:
+    """The one interface to a device's sensors. This base has none.
+
+    why_no_joules  None where `joules` counts
+    limit_w        the power that the device holds to on average
+    """
+
+    why_no_joules: str | None = "this device has no counter of energy"
+    limit_w: float | None = None
+
+    def read(self) -> Reading:
+        """Takes less than a millisecond."""
+        return Reading()
+
+    def watts(self) -> float | None:
+        """The power that the device draws now."""
+        return None
+
+    def joules(self) -> float:
+        """The energy that the device has used since a moment in the past; it moves every few milliseconds."""
+        raise NotImplementedError
+
+    def processes(self) -> list[int] | None:
+        """The numbers of all processes that have something on the device."""
+        return None
+
+    def settings(self) -> dict[str, Any]:
+        """What does not change while rows run, as far as it is known: text, numbers in MHz and W."""
+        return {}
+
+
+class Gpu(Sensors):
+    """A GPU by NVML. nvml: the module `pynvml`, which is initialized; handle: its handle of the GPU."""
+
+    def __init__(self, nvml: Any, handle: Any):
+        self._nvml, self._handle = nvml, handle
+        self.limit_w = _scaled(1e-3, self._ask("nvmlDeviceGetEnforcedPowerLimit"))
+        self._is_instant = self._instant() is not None
+        counts = self._ask("nvmlDeviceGetTotalEnergyConsumption") is not None
+        self.why_no_joules = None if counts else NO_NVML_COUNTER
+
+    def read(self) -> Reading:
+        nvml = self._nvml
+        reasons = self._ask("nvmlDeviceGetCurrentClocksEventReasons")
+        return Reading(
+            sm_clock_mhz=_scaled(1.0, self._ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM)),
+            memory_clock_mhz=_scaled(1.0, self._ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM)),
+            temperature_c=_scaled(1.0, self._ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU)),
+            power_w=self.watts(),
+            reasons=int(reasons or 0),
+        )
+
+    def watts(self) -> float | None:
+        return _scaled(1e-3, self._instant() if self._is_instant else self._ask("nvmlDeviceGetPowerUsage"))
+
+    def joules(self) -> float:
+        return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1e3
+
+    def processes(self) -> list[int] | None:
+        found = self._ask("nvmlDeviceGetComputeRunningProcesses")
+        return None if found is None else [int(one.pid) for one in found]
+
+    def settings(self) -> dict[str, Any]:
+        nvml, on = self._nvml, {None: None, 0: "off", 1: "on"}
+        now, _ = self._ask("nvmlDeviceGetEccMode") or (None, None)
+        mig, _ = self._ask("nvmlDeviceGetMigMode") or (None, None)
+        found = {
+            "ecc": on.get(now),
+            "mig": on.get(mig),
+            "persistence": on.get(self._ask("nvmlDeviceGetPersistenceMode")),
+            "power_limit_w": self.limit_w,
+            "power_sensor": "instant" if self._is_instant else "mean of a second",
+            "max_sm_mhz": _scaled(1.0, self._ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM)),
+            "max_memory_mhz": _scaled(1.0, self._ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_MEM)),
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _instant(self) -> int | None:
+        found = self._ask("nvmlDeviceGetFieldValues", [POWER_INSTANT])
+        return int(found[0].value.uiVal) if found and found[0].nvmlReturn == self._nvml.NVML_SUCCESS else None
+
+    def _ask(self, name: str, *args: Any) -> Any:
+        """NVML's answer; None where this GPU, its driver or a part of a GPU has none."""
+        try:
+            return getattr(self._nvml, name)(self._handle, *args)
+        except self._nvml.NVMLError:
+            return None
+
+
+class Cpu(Sensors):
+    """The CPUs of this machine, as Linux tells of them in files under `root`; RAPL counts whole packages."""
+
+    def __init__(self, root: Path = Path("/")):
+        self._root = root
+        packages = root / "sys/class/powercap"
+        counters = [path for path in sorted(packages.glob("intel-rapl:*")) if path.name.count(":") == 1]
+        self._counters: dict[Path, tuple[int, int]] = {}  # what each counted last, and where it begins anew
+        self._used_uj = 0
+        self.why_no_joules = NO_RAPL.format(place=packages)
+        with suppress(OSError, ValueError):
+            self._counters = {one: (_whole(one / "energy_uj"), _whole(one / "max_energy_range_uj")) for one in counters}
+            self.why_no_joules = None if counters else self.why_no_joules
+            self.limit_w = sum(_whole(one / "constraint_0_power_limit_uw") for one in counters) / 1e6 or None
+
+    def read(self) -> Reading:
+        found = [_number(file) for file in self._files("scaling_cur_freq")]
+        known = [one for one in found if one is not None]
+        return Reading(cpu_clock_mhz=sum(known) / len(known) / 1e3 if known else None)
+
+    def joules(self) -> float:
+        for one, (last, limit) in self._counters.items():
+            now = _whole(one / "energy_uj")
+            self._used_uj += (now - last) % (limit + 1)
+            self._counters[one] = now, limit
+        return self._used_uj / 1e6
+
+    def settings(self) -> dict[str, Any]:
+        with suppress(OSError):
+            return {"governor": self._files("scaling_governor")[0].read_text().strip()}
+        return {}
+
+    def _files(self, name: str) -> Sequence[Path]:
+        cores = sorted(os.sched_getaffinity(0))[:MOST_CORES]
+        return [self._root / f"sys/devices/system/cpu/cpu{core}/cpufreq/{name}" for core in cores]
+
+
+def sensors_of(device: str) -> Sensors:
+    """The sensors of the current GPU ("cuda") or of this machine's CPUs ("cpu")."""
+    if device != "cuda":
+        return Cpu()
+    uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+    if found := nvml(lambda nvml: Gpu(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))):
+        return found
+    nothing = Sensors()
+    nothing.why_no_joules = NO_NVML
+    return nothing
+
+
+def nvml(ask: Callable[[Any], Any]) -> Any:
+    """The answer of NVML, by the module `pynvml`; None where it is not installed or there is no such answer."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        return ask(pynvml)
+    except pynvml.NVMLError:
+        return None
+
+
+def _scaled(unit: float, value: float | None) -> float | None:
+    return None if value is None else unit * value
+
+
+def _whole(file: Path) -> int:
+    return int(file.read_text())
+
+
+def _number(file: Path) -> float | None:
+    try:
+        return float(file.read_text())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,105 @@
+"""What may have moved a figure, and what of it is flagged."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmsys.measure import host
+from lmsys.measure.conditions import BUSY, EXPECTED, REASONS, Conditions, disturbance, told
+from lmsys.measure.sensors import Reading
+from tests.support.device import FakeDevice
+
+
+@given(st.lists(st.integers(0, 2**12 - 1), min_size=1, max_size=5))
+def test_a_clock_is_flagged_for_each_reason_but_the_expected(masks: list[int]) -> None:
+    found = Conditions("cuda", FakeDevice(), os.getpid()).record([Reading(reasons=mask) for mask in masks])
+    seen = {bit for bit in (1 << place for place in range(12)) if any(mask & bit for mask in masks)}
+    unexpected = seen - {0x1, 0x2, 0x4}
+    assert (found["disturbed"] is None) == (not unexpected)
+    for bit in seen - {0x1}:
+        assert told([bit]) in found["clock_reasons"]
+        if bit in unexpected:
+            assert told([bit]) in found["disturbed"]
+
+
+def test_the_power_cap_and_idling_are_expected_and_all_slowdowns_are_not() -> None:
+    assert {word for bit, word in REASONS.items() if bit & EXPECTED} == {
+        "idle", "clocks that a user has set", "power cap",
+    }  # fmt: skip
+    assert disturbance([0x4, 0x40], None, None) == "the device was throttled (thermal slowdown by hardware)"
+    assert told([0x800]) == "reason 0x800"
+
+
+@pytest.mark.parametrize(
+    ("strangers", "share", "flagged"),
+    [(None, None, None), (0, BUSY, None), (1, 0.0, "1 other process had the device, too"),
+     (2, 0.5, "2 other processes had the device, too; other programs took 50% of the CPU")],
+)  # fmt: skip
+def test_strangers_are_flagged(strangers: int | None, share: float | None, flagged: str | None) -> None:
+    assert disturbance([], strangers, share) == flagged
+
+
+def test_only_a_cpus_own_figures_are_flagged_for_its_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "others_share", lambda *_: 0.5)
+    for device, is_flagged in (("cpu", True), ("cuda", False)):
+        found = Conditions(device, FakeDevice(), os.getpid()).record([])
+        assert found["others_cpu_share"] == 0.5 and bool(found["disturbed"]) == is_flagged
+
+
+def test_readings_become_one_line() -> None:
+    device = FakeDevice()
+    readings = [Reading(1700, 2619, None, 50, 600), Reading(1500, 2619, None, 60, 700), Reading(1600, 2619, None, 55)]
+    found = Conditions("cuda", device, os.getpid()).record(readings)
+    assert [found[name] for name in ("sm_clock_mhz", "memory_clock_mhz", "temperature_c", "power_w")] == [
+        1600, 2619, 60, 650,
+    ]  # fmt: skip
+
+
+def test_who_is_of_this_run_is_no_stranger_on_the_device() -> None:
+    """This process, what it has started, and one that it has not; then all in another count of processes."""
+    device = FakeDevice()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        device.others = [os.getpid(), child.pid]
+        assert Conditions("cuda", device, os.getpid()).record([])["other_processes"] == 0
+        device.others.append(os.getppid())
+        assert Conditions("cuda", device, os.getpid()).record([])["other_processes"] == 1
+        device.others = [2**30, 2**30 + 1]
+        assert Conditions("cuda", device, os.getpid()).record([])["other_processes"] == 0
+        device.others.append(2**30 + 2)
+        child.communicate(b"\n")
+    assert Conditions("cuda", device, os.getpid()).record([])["other_processes"] == 2
+
+
+def proc(root: Path, busy: int, **ticks: tuple[int, int, int]) -> None:
+    """/proc, of one busy core of ours; processes by number: parent, own ticks, those of ended children."""
+    core = min(os.sched_getaffinity(0))
+    (root / "proc").mkdir(exist_ok=True)
+    (root / "proc/stat").write_text(f"cpu 9 9 9 9 9 9 9 9 0 0\ncpu{core} {busy - 6} 1 2 900 800 1 1 1 70 0\n")
+    for name, (parent, own, ended) in ticks.items():
+        folder = root / "proc" / name.removeprefix("p")
+        folder.mkdir(exist_ok=True)
+        (folder / "stat").write_text(f"7 (a (b) c) S {parent} 1 1 1 1 1 1 1 1 1 {own} 1 {ended} 2 20 0\n")
+
+
+@given(own=st.integers(0, 100), of_child=st.integers(0, 100), others=st.integers(0, 100))
+def test_the_cpu_that_others_took_is_what_neither_we_nor_our_children_used(
+    tmp_path_factory: pytest.TempPathFactory, own: int, of_child: int, others: int
+) -> None:
+    root, ticks, cores = tmp_path_factory.mktemp("root"), os.sysconf("SC_CLK_TCK"), len(os.sched_getaffinity(0))
+    proc(root, 10, p7=(1, 5, 0), p8=(7, 6, 0), p9=(1, 4, 0))
+    before = host.load(7, root)
+    proc(root, 10 + own + of_child + others, p7=(1, 5 + own, 0), p8=(7, 6 + of_child, 0), p9=(1, 4 + others, 0))
+    after = host.load(7, root)
+    assert before and after and before.family == {7, 8}
+    after = host.Load(before.at_s + 2.0, after.busy_s, after.own_s, after.family)
+    assert host.others_share(before, after) == pytest.approx(min(others / ticks / 2 / cores, 1))
+    assert host.others_share(before, before) is None and host.others_share(None, after) is None
+
+
+def test_an_empty_machine_tells_no_load(tmp_path: Path) -> None:
+    assert host.load(7, tmp_path) is None

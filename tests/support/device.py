@@ -1,0 +1,90 @@
+"""A device whose power is known at every moment, and a module in place of NVML's."""
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from lmsys.measure.energy import Sample
+from lmsys.measure.sensors import Reading, Sensors
+
+
+class FakeDevice(Sensors):
+    """Draws power as `curve` says, pairs of seconds and watts, again and again. Its counter moves every `period_s`.
+
+    scale  what its sensor of power tells over what it draws
+    """
+
+    why_no_joules = None
+
+    def __init__(
+        self,
+        curve: Sequence[tuple[float, float]] = ((1.0, 400.0),),
+        period_s: float = 0.02,
+        scale: float = 1.0,
+        clock: Callable[[], float] = time.perf_counter,
+        **reading: Any,
+    ):
+        self.curve, self.period_s, self.scale, self.clock = curve, period_s, scale, clock
+        self.reading, self.others = Reading(**reading), None
+        self.limit_w = 700.0
+
+    def used(self, at_s: float) -> float:
+        """Joules until that moment."""
+        whole, rest = divmod(at_s, sum(seconds for seconds, _ in self.curve))
+        found = whole * sum(seconds * watts for seconds, watts in self.curve)
+        for seconds, watts in self.curve:
+            found += min(seconds, rest) * watts
+            rest = max(0.0, rest - seconds)
+        return found
+
+    def drawn(self, at_s: float) -> float:
+        """Watts at that moment."""
+        rest = at_s % sum(seconds for seconds, _ in self.curve)
+        ends = itertools.accumulate(seconds for seconds, _ in self.curve)
+        return next((watts for end, (_, watts) in zip(ends, self.curve, strict=True) if rest < end), self.curve[-1][1])
+
+    def joules(self) -> float:
+        return self.used(self.clock() // self.period_s * self.period_s)
+
+    def watts(self) -> float | None:
+        return self.scale * self.drawn(self.clock())
+
+    def read(self) -> Reading:
+        return self.reading
+
+    def processes(self) -> list[int] | None:
+        return self.others
+
+    def samples(self, times: Sequence[float]) -> list[Sample]:
+        """What a sampler takes at these times."""
+        found = []
+        for at_s in times:
+            self.clock = lambda at_s=at_s: at_s
+            found.append(Sample(at_s, self.joules(), self.watts()))
+        return found
+
+
+class FakeNvml(SimpleNamespace):
+    """Answers as the module `pynvml` does, from its attributes: a function's name without `nvmlDeviceGet`.
+
+    What has no answer is not supported.
+    """
+
+    NVML_SUCCESS, NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 0, "sm", "memory", 0
+
+    class NVMLError(Exception):
+        """Not supported."""
+
+    def __getattr__(self, name: str) -> Any:
+        def asked(handle: Any, *args: Any) -> Any:
+            answers = vars(self)
+            key = "".join([name.removeprefix("nvmlDeviceGet"), *(f"_{one}" for one in args if isinstance(one, str))])
+            if key not in answers:
+                raise self.NVMLError
+            return answers[key]
+
+        if not name.startswith("nvmlDeviceGet"):
+            raise AttributeError(name)
+        return asked
