@@ -18,6 +18,9 @@ def lines(records: Iterable[Record], contends: Callable[[Record], bool] = lambda
         yield ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome])
     yield from _fastest([one for one in records if contends(one)])
     yield from _not_run(records)
+    if disturbed := [one["disturbed"] for one in records if one.get("disturbed")]:
+        several = f"{len(disturbed)} cases are" if len(disturbed) > 1 else "1 case is"
+        yield f"{several} flagged, because the machine was disturbed: {Counter(disturbed).most_common(1)[0][0]}"
     for one in records:
         if one["outcome"] in ("wrong", "error"):
             ratio = f" (error ratio {one['error_ratio']:.3g})" if one.get("error_ratio") is not None else ""

@@ -1,5 +1,6 @@
 """Why figures differ: the device's clocks, heat and power while rows were sampled, and who else was at work there."""
 
+import math
 import os
 import statistics
 from collections.abc import Iterable, Sequence
@@ -78,7 +79,8 @@ def disturbance(reasons: Iterable[int], strangers: int | None, share: float | No
     if strangers:
         found.append(f"{strangers} other process{'es' if strangers > 1 else ''} had the device, too")
     if share is not None and share > BUSY:
-        found.append(f"other programs took {share:.0%} of the CPU")
+        tens = math.floor(10 * share) / 10  # few sentences for many cases
+        found.append(f"other programs took {tens:.0%} of the CPU or more")
     return "; ".join(found) or None
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from lmsys.bench.changes import MARGIN
 from lmsys.reports import against, page
 from lmsys.reports.answers import answers
-from lmsys.reports.chapters import CHAPTERS, OTHERS
+from lmsys.reports.chapters import CHAPTERS, OTHERS, energy
 from lmsys.reports.load import InputError, read
 from lmsys.reports.tables import csv_of
 from lmsys.reports.views import view_of
@@ -99,7 +99,7 @@ def build(paths: Sequence[Path], out: Path, baseline: str | None = None, single_
         own = {one["benchmark"] for one in machine.records} & machine.fields.keys()
         ordered = [name for name in (*CHAPTERS, *sorted(own - CHAPTERS.keys())) if name in own]
         views = [(CHAPTERS.get(name, OTHERS), view_of(machine, name, baseline)) for name in ordered]
-        found = [chapter for chapters, view in views for chapter in chapters(view)]
+        found = [chapter for chapters, view in views for chapter in (*chapters(view), *energy.chapters(view))]
         parts.append((machine, answers(machine), found))
     notes = [f"Not shown: {', '.join(undeclared)}, since nothing declares their fields."] if undeclared else []
     return page.write(out, [part for part in parts if part[2]], csv_of(records), notes, single_file)

@@ -18,6 +18,14 @@ SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 STEADY = 0.2  # of the median: how far the samples of a steady case spread at most
 UNSTEADY = f"Unsteady: from p20 to p80 its samples spread over more than {STEADY:.0%} of the median."
 
+STATE = (  # what is told of the machine: field, label, unit
+    ("sm_clock_mhz", "SM clock", "MHz"),
+    ("memory_clock_mhz", "memory clock", "MHz"),
+    ("cpu_clock_mhz", "CPU clock", "MHz"),
+    ("power_w", "power", "W"),
+    ("temperature_c", "temperature", "°C"),
+)
+
 Notes = dict[str, int]  # the reasons that stand below a table, each once, by number
 
 
@@ -43,10 +51,14 @@ def cell(view: View, name: str, case: Record | None, notes: Notes, ending: bool 
         return f"{text} {OUTCOMES[case['outcome']]}".strip() + mark(notes, meaning)
     if ending and not text and case["time_s"] is None and reason:
         return "untimed" + mark(notes, reason)
-    remark = case.get("remark") if name == SPEEDUP else above_ceiling(name, case)
-    text = (text or "no baseline") + mark(notes, remark) if remark else text
-    is_unsteady = is_clocked(view.fields[name]) and (spread_of(case) or 0.0) > STEADY
-    return text + mark(notes, UNSTEADY) if text and is_unsteady else text
+    own = {SPEEDUP: "remark", "energy_j": "energy_note"}.get(name)
+    remark = case.get(own) if own else above_ceiling(name, case)
+    if remark:
+        text = (text or ("no baseline" if name == SPEEDUP else "not measured")) + mark(notes, remark)
+    if text and is_clocked(view.fields[name]):
+        text += mark(notes, UNSTEADY) if (spread_of(case) or 0.0) > STEADY else ""
+        text += mark(notes, f"Disturbed: {case['disturbed']}.") if case.get("disturbed") else ""
+    return text
 
 
 def above_ceiling(name: str, case: Record) -> str:
@@ -67,7 +79,10 @@ def shown(view: View, name: str, case: Record) -> str:
 
 
 def detail(view: View, case: Record | None) -> str:
-    """The facts behind a figure: its rounds, spread, error, and the run that it is from; empty for no figure."""
+    """The facts behind a figure: its rounds, spread, error, the state of the machine, and the run that it is from.
+
+    Empty for no figure.
+    """
     if case is None or case["time_s"] is None:
         return ""
     told, unit = [], unit_of(view.fields["time_s"])[0]
@@ -78,5 +93,19 @@ def detail(view: View, case: Record | None) -> str:
         told.append(f"p20 to p80 {low} to {high} {unit}")
     if case.get("error_ratio") is not None:
         told.append(f"error {number(case['error_ratio'])} of what is allowed")
+    told += [", ".join(conditions)] if (conditions := _conditions(case)) else []
+    told += [case["energy_note"]] if case.get("energy_note") else []
     told.append(view.machine.run_of(case))
     return "; ".join(told)
+
+
+def _conditions(case: Record) -> list[str]:
+    """The state of the machine while the case was sampled."""
+    told = [f"{label} {exact(round(case[name]))} {unit}" for name, label, unit in STATE if case.get(name)]
+    if case.get("clock_reasons"):
+        told.append(f"clock held by {case['clock_reasons']}")
+    if case.get("other_processes"):
+        told.append(f"other processes that had the device: {case['other_processes']}")
+    if case.get("others_cpu_share") is not None:
+        told.append(f"other programs took {case['others_cpu_share']:.0%} of the CPU")
+    return told

@@ -11,10 +11,11 @@ from pathlib import Path
 from lmsys.bench.fields import Record
 from lmsys.reports import folder
 from lmsys.reports.canvas import Plot
+from lmsys.reports.cells import STATE
 from lmsys.reports.load import InputError, Machine, file_name, matmul_rates
 from lmsys.reports.tables import Table
 from lmsys.reports.views import View
-from lmsys.reports.words import OUTCOMES, number, span
+from lmsys.reports.words import OUTCOMES, exact, number, span
 
 GENERATOR = '<meta name="generator" content="lmsys reports">'
 CSS, SCRIPT = ((Path(__file__).parent / name).read_text() for name in ("page.css", "page.js"))
@@ -27,6 +28,16 @@ LEAD = "lmsys measures attention kernels and data-parallel training side by side
 LETTERS = "B is the batch, H the heads, Q the queries, K the keys, S the queries and keys alike, D the size of a head."
 FACTS = "date commit command sweep seed driver cuda torch triton python platform".split()
 
+SETTINGS = {  # of a machine: label and unit
+    "ecc": ("ECC", ""),
+    "mig": ("MIG", ""),
+    "persistence": ("persistence mode", ""),
+    "power_limit_w": ("power limit", "W"),
+    "power_sensor": ("sensor of power", ""),
+    "max_sm_mhz": ("highest SM clock", "MHz"),
+    "max_memory_mhz": ("highest memory clock", "MHz"),
+    "governor": ("CPU frequency governor", ""),
+}
 
 Items = list[Table | Plot | None]
 
@@ -190,7 +201,29 @@ def _facts_of(run: Record) -> dict[str, str]:
     facts |= {"commit": f"{facts['commit']} with local changes"} if run.get("dirty") and "commit" in facts else {}
     facts |= {"memory": f"{memory / 2**30:.1f} GiB"} if memory else {}
     facts |= {f"matmul {dtype}": f"{number(rate / 1e12)} TFLOP/s" for dtype, rate in sorted(matmul_rates(run).items())}
-    return facts | ({"copy": f"{number(copy / 1e9)} GB/s"} if copy else {})
+    facts |= {"copy": f"{number(copy / 1e9)} GB/s"} if copy else {}
+    return facts | _sustained(run) | _settings(run.get("settings") or {})
+
+
+def _sustained(run: Record) -> dict[str, str]:
+    """What the machine keeps up, beside what it reaches for a moment."""
+    found, short = run.get("sustained") or {}, matmul_rates(run)
+    facts = {}
+    for dtype, rate in (found.get("matmul_flops_per_s") or {}).items():
+        told = [f"{number(rate / 1e12)} TFLOP/s"]
+        told += [f"{rate / short[dtype]:.0%} of the short one"] if short.get(dtype) else []
+        told += [f"{label} {exact(round(found[name]))} {unit}" for name, label, unit in STATE if found.get(name)]
+        facts[f"matmul {dtype}, sustained"] = ", ".join(told)
+    return facts
+
+
+def _settings(found: Record) -> dict[str, str]:
+    known = {name: words for name, words in SETTINGS.items() if found.get(name) is not None}
+    return {label: f"{_told(found[name])} {unit}".strip() for name, (label, unit) in known.items()}
+
+
+def _told(value: object) -> str:
+    return exact(value) if isinstance(value, int | float) else str(value)
 
 
 def _brief(item: Table | Plot) -> str:

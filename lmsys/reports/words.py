@@ -158,8 +158,9 @@ def timing(cases: Sequence[Record]) -> str:
     facts = [CLOCKS.get(clock, clock) for clock in sorted({case["clock"] for case in timed if case.get("clock")})]
     if rounds := [case["rounds"] for case in timed if case.get("rounds")]:
         facts.append(f"at least {min(rounds)} rounds")
-    if clocks := [round(case["sm_clock_mhz"]) for case in timed if case.get("sm_clock_mhz")]:
-        facts.append(f"SM clock {span([exact(min(clocks)), exact(max(clocks))])} MHz")
+    for name, label, unit in (("sm_clock_mhz", "SM clock", "MHz"), ("power_w", "power", "W")):
+        if known := [round(case[name]) for case in timed if case.get(name)]:
+            facts.append(f"{label} {span([exact(min(known)), exact(max(known))])} {unit}")
     if spreads := [spread for case in timed if (spread := spread_of(case)) is not None]:
         facts.append(f"p20 to p80 within {number(100 * max(spreads))} % of the median")
     return f"{sentence(', '.join(facts))}. " if facts else ""

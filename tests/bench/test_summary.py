@@ -46,6 +46,12 @@ def test_a_row_that_does_other_work_is_no_rival() -> None:
     assert found == ["3 ok", "fastest, attention fwd: naive, first or within 2 % in 1 of 1 comparison"]
 
 
+def test_figures_that_were_disturbed_are_counted() -> None:
+    records = [one("a", disturbed="a"), one("b", disturbed="b"), one("c", disturbed="b"), one("d", disturbed=None)]
+    assert "3 cases are flagged, because the machine was disturbed: b" in list(lines(records))
+    assert "1 case is flagged, because the machine was disturbed: a" in list(lines(records[:1]))
+
+
 def test_a_reason_is_told_once_with_its_rows() -> None:
     records = [one(impl, "unsupported", None, "runs on CUDA") for impl in ("a", "b", "a")]
     records += [one("c", "oom", None, "no room")]

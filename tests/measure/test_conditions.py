@@ -38,7 +38,7 @@ def test_the_power_cap_and_idling_are_expected_and_all_slowdowns_are_not() -> No
 @pytest.mark.parametrize(
     ("strangers", "share", "flagged"),
     [(None, None, None), (0, BUSY, None), (1, 0.0, "1 other process had the device, too"),
-     (2, 0.5, "2 other processes had the device, too; other programs took 50% of the CPU")],
+     (2, 0.5, "2 other processes had the device, too; other programs took 50% of the CPU or more")],
 )  # fmt: skip
 def test_strangers_are_flagged(strangers: int | None, share: float | None, flagged: str | None) -> None:
     assert disturbance([], strangers, share) == flagged
