@@ -10,7 +10,7 @@ from lmsys.measure.clock import synchronize
 if TYPE_CHECKING:
     from lmsys.bench.trial import Trial
 
-OF_OTHERS = "energy is measured of calls that one process makes: here several do"
+OF_OTHERS = "energy is measured of calls that the bench's own process makes again and again: here others make them"
 
 
 def energy_of(trial: "Trial", case: Any) -> Record:

@@ -49,7 +49,7 @@ class Conditions:
             "cpu_clock_mhz": _median(one.cpu_clock_mhz for one in readings),
             "temperature_c": max(_known(one.temperature_c for one in readings), default=None),
             "power_w": _median(one.power_w for one in readings),
-            "clock_reasons": told(reasons - {0x1}),
+            "clock_reasons": told(reasons - {0x1}) or None,
             "other_processes": strangers,
             "others_cpu_share": share,
             "disturbed": disturbance(reasons, strangers, share if self._device == "cpu" else None),

@@ -13,13 +13,10 @@ from typing import Any
 
 import torch
 
-POWER_INSTANT = 186  # NVML_FI_DEV_POWER_INSTANT: the other sensor is, on most GPUs, the mean of a second
 NO_NVML = "nvidia-ml-py reads the GPU's energy and cannot here: python -m pip install nvidia-ml-py"
 NO_NVML_COUNTER = "this GPU has no counter of energy: NVML has one from Volta on, and none for a part of a GPU (MIG)"
-NO_RAPL = (
-    "this CPU's counters of energy (RAPL) cannot be read: {place} is not there, as in most virtual machines, "
-    "or only root may read it"
-)
+NO_RAPL = "this machine shows no counters of a CPU's energy (RAPL) in {place}: most virtual machines do not"
+NOT_READABLE = "the counter of this CPU's energy cannot be read: {error}; most systems let root alone read it"
 MOST_CORES = 4  # whose frequency is read
 
 
@@ -113,7 +110,8 @@ class Gpu(Sensors):
         return {name: value for name, value in found.items() if value is not None}
 
     def _instant(self) -> int | None:
-        found = self._ask("nvmlDeviceGetFieldValues", [POWER_INSTANT])
+        """Milliwatts of now: the other sensor tells, on most GPUs, the mean of a second."""
+        found = self._ask("nvmlDeviceGetFieldValues", [self._nvml.NVML_FI_DEV_POWER_INSTANT])
         return int(found[0].value.uiVal) if found and found[0].nvmlReturn == self._nvml.NVML_SUCCESS else None
 
     def _ask(self, name: str, *args: Any) -> Any:
@@ -133,11 +131,12 @@ class Cpu(Sensors):
         counters = [path for path in sorted(packages.glob("intel-rapl:*")) if path.name.count(":") == 1]
         self._counters: dict[Path, tuple[int, int]] = {}  # what each counted last, and where it begins anew
         self._used_uj = 0
-        self.why_no_joules = NO_RAPL.format(place=packages)
-        with suppress(OSError, ValueError):
+        self.why_no_joules = None if counters else NO_RAPL.format(place=packages)
+        try:
             self._counters = {one: (_whole(one / "energy_uj"), _whole(one / "max_energy_range_uj")) for one in counters}
-            self.why_no_joules = None if counters else self.why_no_joules
             self.limit_w = sum(_whole(one / "constraint_0_power_limit_uw") for one in counters) / 1e6 or None
+        except OSError as error:
+            self.why_no_joules = NOT_READABLE.format(error=error)
 
     def read(self) -> Reading:
         found = [_number(file) for file in self._files("scaling_cur_freq")]

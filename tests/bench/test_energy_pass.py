@@ -1,11 +1,12 @@
 """Energy and conditions in records: by a runner whose device is made up."""
 
+import runpy
 import time
 from typing import Any
 
 import pytest
 
-from lmsys.bench import Step
+from lmsys.bench import Settings, Step
 from lmsys.bench.energy_pass import OF_OTHERS
 from lmsys.bench.fields import ENERGY, Record
 from lmsys.measure import energy
@@ -15,6 +16,7 @@ from lmsys.measure.sensors import Sensors
 from tests.bench.test_runner import WithSize
 from tests.support.device import FakeDevice
 from tests.support.harness import cases_of, runner
+from tests.support.processes import ROOT
 
 MEASURED = {one.name for one in ENERGY} - {"energy_note", "flops_per_j"}
 
@@ -97,6 +99,21 @@ def test_a_row_that_is_faster_than_its_arithmetic_in_the_pass_has_no_energy(pass
     found = records(Slow(), FakeDevice(), Limits({"float32": 1.0}, 1e99))
     assert "faster than this machine can be" in found["right"]["energy_note"]
     assert found["also"]["energy_j"] == 3.0 and found["right"]["outcome"] == "ok"
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_energy_and_conditions_in_its_records() -> None:
+    matmul = runpy.run_path(str(ROOT / "docs" / "examples" / "bench_matmul.py"))["Matmul"]
+    benchmark, one = matmul(), runner(device="cuda", energy=True)
+    cases = cases_of(benchmark, Settings(device="cuda"), size=(4096,), dtype=("bfloat16",))
+    cases = [case for case in cases if case.impl == "matmul"]
+    (found,) = [result.record for result in one.run(benchmark, cases)]
+    assert found["outcome"] == "ok" and found["energy_note"] is None, found
+    assert found["energy_j"] == pytest.approx(found["energy_integral_j"], rel=energy.APART)
+    assert 0.5 * found["time_s"] < found["energy_call_s"] < 2 * found["time_s"]
+    for name in ("sm_clock_mhz", "memory_clock_mhz", "temperature_c", "power_w", "energy_power_w"):
+        assert found[name] > 0, name
+    assert found["other_processes"] is not None and "others_cpu_share" in found
 
 
 class Slow(Counting):

@@ -73,6 +73,7 @@ class FakeNvml(SimpleNamespace):
     """
 
     NVML_SUCCESS, NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 0, "sm", "memory", 0
+    NVML_FI_DEV_POWER_INSTANT = 186
 
     class NVMLError(Exception):
         """Not supported."""
