@@ -43,8 +43,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Energy:
-    """Of one call: joules by the counter, joules by the integral of power (None without a sensor), and the seconds from
-    one call to the next; `calls` that it is the mean of."""
+    """Means of `calls` calls: joules by the counter, joules by the integral of power (None without a sensor), and the
+    seconds from one call to the next."""
 
     joules: float
     integral_j: float | None

@@ -86,7 +86,7 @@ def others_share(before: Load | None, after: Load | None) -> float | None:
 
 
 def _busy_ticks(stat: Path) -> int:
-    """Of all that a core does but to idle and to wait for a disk: user, nice, system, irq, softirq and steal."""
+    """Ticks of our cores in all but idling and waiting for a disk: user, nice, system, irq, softirq and steal."""
     cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     lines = [words for words in map(str.split, stat.read_text().splitlines()) if words and words[0] in cores]
     return sum(int(words[at]) for words in lines for at in (1, 2, 3, 6, 7, 8))

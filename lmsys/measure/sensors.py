@@ -59,7 +59,7 @@ class Sensors:
         return None
 
     def settings(self) -> dict[str, Any]:
-        """What does not change while rows run, as far as it is known: text, numbers in MHz and W."""
+        """Facts that do not change while rows run, as far as they are known: text, numbers in MHz and W."""
         return {}
 
 

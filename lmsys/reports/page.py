@@ -206,7 +206,7 @@ def _facts_of(run: Record) -> dict[str, str]:
 
 
 def _sustained(run: Record) -> dict[str, str]:
-    """What the machine keeps up, beside what it reaches for a moment."""
+    """The matmul that the machine keeps up, beside the one that it reaches for a moment."""
     found, short = run.get("sustained") or {}, matmul_rates(run)
     facts = {}
     for dtype, rate in (found.get("matmul_flops_per_s") or {}).items():

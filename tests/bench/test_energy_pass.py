@@ -42,7 +42,7 @@ def records(benchmark: WithSize, device: Sensors, limits: Limits | None = None) 
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What a pass finds, or raises, for each case in turn; the steps that are handed to it take its place."""
+    """A pass finds, or raises, the first of these for each case in turn, whose step goes to their end."""
     found: list[Any] = [Energy(3.0, 3.0, 5e-3, 10.0)] * 2
 
     def of_step(step: Step, *_: Any) -> Energy:

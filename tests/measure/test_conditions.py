@@ -1,4 +1,4 @@
-"""What may have moved a figure, and what of it is flagged."""
+"""The state of the machine that may have moved a figure, and what of it is flagged."""
 
 import os
 import subprocess

@@ -31,7 +31,7 @@ def times(gaps: list[float]) -> list[float]:
 
 
 def marks(call_s: float) -> list[tuple[float, int]]:
-    """Of calls that follow one another from 0 to END_S, whenever CHUNK_S is over."""
+    """Calls that follow one another from 0 to END_S, marked whenever CHUNK_S is over."""
     chunk = max(1, round(energy.CHUNK_S / call_s))
     return [(n * chunk * call_s, n * chunk) for n in range(math.ceil(END_S / chunk / call_s) + 1)]
 

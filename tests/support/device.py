@@ -58,7 +58,7 @@ class FakeDevice(Sensors):
         return self.others
 
     def samples(self, times: Sequence[float]) -> list[Sample]:
-        """What a sampler takes at these times."""
+        """The samples that a sampler takes at these times."""
         found = []
         for at_s in times:
             self.clock = lambda at_s=at_s: at_s
