@@ -86,18 +86,22 @@ def proc(root: Path, busy: int, **ticks: tuple[int, int, int]) -> None:
         (folder / "stat").write_text(f"7 (a (b) c) S {parent} 1 1 1 1 1 1 1 1 1 {own} 1 {ended} 2 20 0\n")
 
 
-@given(own=st.integers(0, 100), of_child=st.integers(0, 100), others=st.integers(0, 100))
+ticks = st.integers(0, 100)
+
+
+@given(own=ticks, of_child=ticks, of_ended=ticks, others=ticks)
 def test_the_cpu_that_others_took_is_what_neither_we_nor_our_children_used(
-    tmp_path_factory: pytest.TempPathFactory, own: int, of_child: int, others: int
+    tmp_path_factory: pytest.TempPathFactory, own: int, of_child: int, of_ended: int, others: int
 ) -> None:
-    root, ticks, cores = tmp_path_factory.mktemp("root"), os.sysconf("SC_CLK_TCK"), len(os.sched_getaffinity(0))
-    proc(root, 10, p7=(1, 5, 0), p8=(7, 6, 0), p9=(1, 4, 0))
-    before = host.load(7, root)
-    proc(root, 10 + own + of_child + others, p7=(1, 5 + own, 0), p8=(7, 6 + of_child, 0), p9=(1, 4 + others, 0))
-    after = host.load(7, root)
-    assert before and after and before.family == {7, 8}
+    root, per_s, cores = tmp_path_factory.mktemp("root"), os.sysconf("SC_CLK_TCK"), len(os.sched_getaffinity(0))
+    proc(root, 10, p7=(8, 5, 0), p8=(9, 6, 0), p9=(1, 1, 0), p10=(1, 4, 0))
+    before = host.load(9, root)
+    busy, ended = 10 + own + of_child + of_ended + others, (9, 6 + own, of_ended)
+    proc(root, busy, p7=(8, 5 + of_child, 0), p8=ended, p9=(1, 1, 0), p10=(1, 4 + others, 0))
+    after = host.load(9, root)
+    assert before and after and before.family == {7, 8, 9}
     after = host.Load(before.at_s + 2.0, after.busy_s, after.own_s, after.family)
-    assert host.others_share(before, after) == pytest.approx(min(others / ticks / 2 / cores, 1))
+    assert host.others_share(before, after) == pytest.approx(min(others / per_s / 2 / cores, 1))
     assert host.others_share(before, before) is None and host.others_share(None, after) is None
 
 

@@ -50,8 +50,9 @@ def test_what_a_gpu_does_not_tell_is_none() -> None:
 
 def rapl(root: Path, *packages: tuple[int, int]) -> list[Path]:
     found = [root / f"sys/class/powercap/intel-rapl:{n}" for n in range(len(packages))]
-    for folder, (used, limit) in zip(found, packages, strict=True):
-        (folder / "intel-rapl:0:0").mkdir(parents=True, exist_ok=True)  # a part of a package, which counts it again
+    part = root / "sys/class/powercap/intel-rapl:0:0"  # of a package, which counts it already
+    for folder, (used, limit) in zip([*found, part], [*packages, (10**9, 10**9)], strict=True):
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "energy_uj").write_text(f"{used}\n")
         (folder / "max_energy_range_uj").write_text(f"{limit}\n")
         (folder / "constraint_0_power_limit_uw").write_text("250000000\n")
