@@ -97,6 +97,7 @@ class Loss(Benchmark):
             about="6 operations for each token, feature and class over median time, as a share of the large matmul "
             "measured in this run"
         ),
+        fields.SUSTAINED_FRACTION.called(role="metric"),
     )
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[LossTest]:

@@ -33,6 +33,7 @@ class Model(ModelBenchmark):
         fields.MATMUL_FRACTION.called(
             about="The arithmetic of the formula over median time, as a share of the large matmul measured in this run"
         ),
+        fields.SUSTAINED_FRACTION.called(role="metric"),
         fields.RATE.called(role="detail"),
         fields.PEAK.called(shown="GiB"),
         Field(

@@ -1,6 +1,5 @@
 """A case's pass for its energy, on request: behind its samples and its memory, alone on the device."""
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lmsys.bench.fields import Record
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
 OF_OTHERS = "energy is measured of calls that the bench's own process makes again and again: here others make them"
 
 
-def energy_of(trial: "Trial", case: Any) -> Record:
+def energy_fields(trial: "Trial", case: Any) -> Record:
     """The fields on the energy of the case's calls, or on why there is none.
 
     Inputs are drawn once, before the pass: to draw them again would count, too. So a row may know them by then; one
@@ -29,7 +28,11 @@ def energy_of(trial: "Trial", case: Any) -> Record:
         step = benchmark.step(case, candidate, trial.setup)
         trial.redraw_of(step)(trial.settings.seed)
         step.redraw_late(trial.settings.seed)
-        return energy.of_step(step, runner.sensors, partial(synchronize, trial.settings.device))
+        return energy.of_step(step, runner.sensors, done)
+
+    def done() -> None:
+        synchronize(trial.settings.device)
+        runner.heartbeat.renew(trial.settings.deadline_s)  # the deadline is that of a few calls
 
     found, failure = candidate.watched(measured)
     if failure is None:

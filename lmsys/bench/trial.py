@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmsys import draws
 from lmsys.bench.benchmark import Benchmark, Candidate, Case, Cases, Measurement, judges_calls, verdict
-from lmsys.bench.energy_pass import energy_of
+from lmsys.bench.energy_pass import energy_fields
 from lmsys.bench.fields import Record
 from lmsys.bench.interpreted import interpreted_kernels
 from lmsys.bench.proof import loaded_kernels, source_of
@@ -171,7 +171,7 @@ class Trial:
                 measurement.record |= found or {}
                 if self.settings.energy:
                     self.watch.doing = "when its energy was measured"
-                    measurement.record |= energy_of(self, case)
+                    measurement.record |= energy_fields(self, case)
 
     def redraw_of(self, step: Step) -> Callable[[int], None]:
         """How the inputs of a step are drawn: as its benchmark says once, unless it says so itself."""

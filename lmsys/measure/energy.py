@@ -1,7 +1,7 @@
 """The energy of a call: by the device's counter, and beside it by the integral of its power. Knows no kernel.
 
-A counter moves every few milliseconds to some tens of them, so calls follow one another for a second or more, and what
-counts is what lies between two moves: energy over calls. Before that they run until power and clocks are steady. The
+A counter moves in steps, of milliseconds to a tenth of a second, so calls follow one another for a second or more, and
+what counts lies between two moves: energy over calls. Before that they run until power and clocks are steady. The
 device is never idle meanwhile, but where the host launches more slowly than it works.
 """
 
@@ -19,7 +19,7 @@ from lmsys.measure.step import Step, nothing
 PASS_S, WARM_S = 1.5, 1.0  # some sensors of power tell the mean of a second
 MOST_TIMES = 4  # of the pass: so long is waited for a counter that moves seldom
 SAMPLE_S = 0.005
-CHUNK_S = 0.05  # between two waits for the device, which idles then for some 20 us
+CHUNK_S = 0.05  # between two waits for the device, which idles then for a moment
 APART = 0.03  # of one another: how far the counter and the integral of power are at most where both are right
 JUMP_S = 0.3  # a counter goes up by less than the power limit gives in so long, besides what the time between gives
 

@@ -43,7 +43,7 @@ class Sensors:
     limit_w: float | None = None
 
     def read(self) -> Reading:
-        """Takes less than a millisecond."""
+        """The state now."""
         return Reading()
 
     def watts(self) -> float | None:
@@ -51,7 +51,7 @@ class Sensors:
         return None
 
     def joules(self) -> float:
-        """The energy that the device has used since a moment in the past; it moves every few milliseconds."""
+        """The energy that the device has used since a moment in the past; it moves in steps."""
         raise NotImplementedError
 
     def processes(self) -> list[int] | None:

@@ -22,7 +22,14 @@ PREFIXES = {
 }
 NAMES = re.compile(r"\{(\w+)\}")
 UNITS_IN_NAMES = re.compile(r"_(s|bytes|per_s|mhz|ratio)$")
-CLOCKED = ("time_s", "mean_s", "speedup", "mfu", "matmul_ceiling_fraction")  # come from samples, as all rates do
+CLOCKED = (
+    "time_s",
+    "mean_s",
+    "speedup",
+    "mfu",
+    "matmul_ceiling_fraction",
+    "sustained_ceiling_fraction",
+)  # come from samples, as all rates do
 HOW = {"eager": "", "graphed": ", as one CUDA graph"}
 COMPILED = (  # what names of files and headings say of the way of compiling
     Field("way", role="detail", of=lambda case: "" if case["compile"] == "eager" else f"-{case['compile']}"),
@@ -41,6 +48,7 @@ FILES = {  # how names of files call a field; others by their own names
     "error_ratio": "error",
     "compile_s": "compile",
     "matmul_ceiling_fraction": "fraction",
+    "sustained_ceiling_fraction": "sustained",
 }
 CLOCKS = {
     "cuda_event": "CUDA events, cache cleared before each call",

@@ -9,6 +9,7 @@ import pytest
 from lmsys.bench import Settings, Step
 from lmsys.bench.energy_pass import OF_OTHERS
 from lmsys.bench.fields import ENERGY, Record
+from lmsys.bench.heartbeat import Heartbeat
 from lmsys.measure import energy
 from lmsys.measure.energy import Energy, EnergyError
 from lmsys.measure.limits import Limits
@@ -45,7 +46,8 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A pass finds, or raises, the first of these for each case in turn, whose step goes to their end."""
     found: list[Any] = [Energy(3.0, 3.0, 5e-3, 10.0)] * 2
 
-    def of_step(step: Step, *_: Any) -> Energy:
+    def of_step(step: Step, sensors: Sensors, synchronize: Any) -> Energy:
+        synchronize()
         result = found.pop(0)
         found.append(step)
         if isinstance(result, Exception):
@@ -119,6 +121,13 @@ def test_a_gpu_has_energy_and_conditions_in_its_records() -> None:
 class Slow(Counting):
     def step(self, case: Any, candidate: Any, setup: Any) -> Step:
         return Step(lambda _: time.sleep(2e-3))
+
+
+def test_a_pass_may_take_longer_than_the_deadline_of_a_call(passes: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    renewed: list[float] = []
+    monkeypatch.setattr(Heartbeat, "renew", lambda self, seconds: renewed.append(seconds))
+    records(Counting(), FakeDevice())
+    assert renewed == [600.0, 600.0]  # whenever the device has done some calls
 
 
 def test_calls_that_several_processes_make_have_none(passes: list[Any]) -> None:

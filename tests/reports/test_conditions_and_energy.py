@@ -24,7 +24,7 @@ def test_energy_is_a_table_of_its_own_for_each_grid(tmp_path: Path) -> None:
     records.append(record("attention", "flash_gluon", section="b", energy_note="the counter went back"))
     files = built(tmp_path / "out", save(tmp_path / "r.json", records))
     assert len(cells(files, "attention-a-energy")) == 2
-    lines = {one["impl"]: one for one in cells(files, "attention-b-energy")}
+    lines = {one["row"]: one for one in cells(files, "attention-b-energy")}
     shown = {"Energy, J": "0.512", "Energy of a token, mJ": "0.250", "Power, W": "640", "Pace, ms": "0.800"}
     shown |= {"Work for energy, TFLOP/s/W": "1.25", "Share of sustained matmul, %": "110"}
     assert lines["naive"].items() >= shown.items()

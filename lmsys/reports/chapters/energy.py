@@ -8,6 +8,7 @@ SHOWN = (
     *("energy_j", "energy_per_token_j", "energy_power_w", "energy_call_s", "flops_per_j"),
     "sustained_ceiling_fraction",
 )
+LABELS = {"impl": "row", "causal": "mask"}
 ABOUT = (
     "Calls followed one another for a second or more on inputs that were drawn once. Energy: of a call, by the counter "
     "of the device; a note says where the integral of its power is more than 3 % away. Pace: the time from one call to "
@@ -19,6 +20,7 @@ def chapters(view: View) -> list[Chapter]:
     """A table for each grid; nothing where no energy was measured."""
     if not view.has("energy_j"):
         return []
+    view = view.labelled(**{name: label for name, label in LABELS.items() if name in view.fields})
     asked = view.only(lambda case: case["energy_j"] is not None or case["energy_note"])
     keys = [name for name in view.axes() if name not in ("section", "label", "peer")]
     parts = asked.ordered("section", *keys).cut(f"{view.benchmark}-{{section}}", "{section}")
