@@ -22,14 +22,8 @@ PREFIXES = {
 }
 NAMES = re.compile(r"\{(\w+)\}")
 UNITS_IN_NAMES = re.compile(r"_(s|bytes|per_s|mhz|ratio)$")
-CLOCKED = (
-    "time_s",
-    "mean_s",
-    "speedup",
-    "mfu",
-    "matmul_ceiling_fraction",
-    "sustained_ceiling_fraction",
-)  # come from samples, as all rates do
+SHARES = ("matmul_ceiling_fraction", "sustained_ceiling_fraction")
+CLOCKED = ("time_s", "mean_s", "speedup", "mfu", *SHARES)  # come from samples, as all rates do
 HOW = {"eager": "", "graphed": ", as one CUDA graph"}
 COMPILED = (  # what names of files and headings say of the way of compiling
     Field("way", role="detail", of=lambda case: "" if case["compile"] == "eager" else f"-{case['compile']}"),
