@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lmsys.checkpointing import FIT, Group, groups_of
 from lmsys.strict_json import check_fields
 from lmsys.values import finite, whole
 
@@ -15,8 +16,10 @@ class ModelConfig:
 
     num_kv_heads       key/value heads, a divisor of num_heads; None: as many as query heads
     attention          a row of `lmsys.attention.ATTENTION`
-    checkpoint_blocks  activation checkpointing: this many blocks are one group, which keeps only its input and is
-                       run again in the backward; 0: no checkpointing
+    checkpoint_blocks  activation checkpointing, what blocks keep for their backward: 0 or "none": all that it reads;
+                       "matmuls", "attention": less, see `lmsys.checkpointing`; 1 or "whole": only their input; n: n
+                       blocks are one group, which keeps only its input; "attention*12,matmuls*22": so many blocks of
+                       each, in order; "fit": in training the least that is computed again in the memory there is
     """
 
     d_model: int
@@ -29,7 +32,7 @@ class ModelConfig:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     attention: str = "auto"
-    checkpoint_blocks: int = 0
+    checkpoint_blocks: int | str = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -44,12 +47,17 @@ class ModelConfig:
             )
         if self.num_kv_heads is not None and (self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads):
             raise ValueError(f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}")
-        if not 0 <= self.checkpoint_blocks <= self.num_layers:
-            raise ValueError(f"checkpoint_blocks={self.checkpoint_blocks} must lie in 0 to {self.num_layers} layers")
+        if self.checkpoint_blocks != FIT:
+            groups_of(self.checkpoint_blocks, self.num_layers)
 
     @property
     def head_dim(self) -> int:
         return self.d_model // self.num_heads
+
+    @property
+    def groups(self) -> list[Group]:
+        """The blocks by what they keep. ValueError for "fit"."""
+        return groups_of(self.checkpoint_blocks, self.num_layers)
 
     @property
     def kv_heads(self) -> int:

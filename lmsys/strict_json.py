@@ -109,7 +109,7 @@ def parse_setting(config: Any, setting: str) -> dict[str, Any]:
         value = parse_json(text)
     except ValueError:
         value = text
-    if str in (hint, *get_args(hint)) and not isinstance(value, str | None):
+    if str in (kinds := (hint, *get_args(hint))) and type(value) not in (*kinds, NoneType):
         value = text
     nested: dict[str, Any] = {keys[-1]: value}
     for key in reversed(keys[:-1]):

@@ -21,7 +21,8 @@ PLAIN = (  # of lmsys: what a machine without torch can import
         "measure/step",
         "training/config",
     ),
-    *("cost/__init__", "cost/operations", "cost/memory", "cost/communication"),
+    "checkpointing",
+    *("cost/__init__", "cost/operations", "cost/memory", "cost/levels", "cost/communication"),
     *(
         f"bench/{name}"
         for name in "__init__ axes benchmark fields options plugin proof record results schema1 shapes validate".split()

@@ -4,8 +4,11 @@ Legend: N tokens (B·S), M d_model, F d_ff, H query heads, Hkv key/value heads, 
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
+from lmsys.checkpointing import FIT, LEVELS, setting_of
 from lmsys.config import ModelConfig
 from lmsys.cost.operations import block_matrices, model_parameters
 
@@ -15,29 +18,75 @@ WIDE = 4  # parameters, gradients, optimizer state, the residual stream
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes. activations: what is live between forward and backward beside the rest, the head's gradient included."""
+    """Bytes on a device.
+
+    parameters   where they are divided, its part, and the gathered ones of the embeddings, the head and two blocks
+    activations  what is live between forward and backward beside the rest, the head's gradient included
+    recomputed   what the backward of a block that is run again adds to these at most
+    """
 
     parameters: int
     gradients: int
     optimizer: int
     activations: int
+    recomputed: int = 0
 
     @property
     def peak(self) -> int:
         """The peak of a step: the backward frees activations as it makes gradients, so the larger of the two counts."""
-        return self.parameters + self.optimizer + max(self.gradients, self.activations)
+        return self.parameters + self.optimizer + max(self.gradients, self.activations + self.recomputed)
 
 
-def training_memory(config: ModelConfig, batch: int, context: int, precision: str) -> Footprint:
+def training_memory(
+    config: ModelConfig, batch: int, context: int, precision: str, world_size: int = 1, stage: int = 0
+) -> Footprint:
     """AdamW in float32, blocks in eager mode, an attention row that keeps q, k, v, o and the log-sum-exp.
 
-    `precision` is of MATMUL_BYTES, with autocast for the half ones; ValueError for another. With checkpointing, a
-    group's input is kept, and the activations of one group while it is run again.
+    `precision` is of MATMUL_BYTES, with autocast for the half ones; ValueError for another. `world_size` and `stage`
+    are those of `zero_memory`; in stage 3 parameters are gathered in the precision's dtype.
     """
     if precision not in MATMUL_BYTES:
         raise ValueError(f"{precision=} must be one of {', '.join(MATMUL_BYTES)}")
-    wide, tokens = WIDE * model_parameters(config), batch * context
-    return Footprint(wide, wide, 2 * wide, _activations(config, tokens, MATMUL_BYTES[precision]))
+    count, tokens = model_parameters(config), batch * context
+    held = {name: math.ceil(size) for name, size in zero_memory(count, world_size, stage).items()}
+    if _gathers(world_size, stage):
+        block = block_matrices(config) + 2 * config.d_model
+        held["parameters"] += MATMUL_BYTES[precision] * (count - max(0, config.num_layers - 2) * block)
+    return Footprint(**held, **_activations(config, tokens, precision, world_size, stage))
+
+
+def fit(
+    config: ModelConfig,
+    batch: int,
+    context: int,
+    precision: str,
+    memory: float,
+    *,
+    world_size: int = 1,
+    stage: int = 0,
+    gradients_stay: bool = False,
+) -> ModelConfig:
+    """The config whose blocks compute the least again of those whose predicted peak is at most `memory` bytes.
+
+    Its blocks have one level or two neighbours of `lmsys.checkpointing.LEVELS`; those that keep more come last, as
+    their backward begins while all the others' activations are held. `gradients_stay`: there are gradients before a
+    backward, those of earlier micro-batches or a strategy's buffers of them. The rest is as for `training_memory`.
+    ValueError where not even the level "whole" fits.
+    """
+
+    def chosen(levels: Sequence[str]) -> tuple[ModelConfig, int]:
+        found = replace(config, checkpoint_blocks=setting_of(levels))
+        footprint = training_memory(found, batch, context, precision, world_size, stage)
+        return found, footprint.peak if not gradients_stay else sum(vars(footprint).values())
+
+    blocks = config.num_layers
+    for more, less in pairwise([*LEVELS, LEVELS[-1]]):
+        for count in range(blocks, 0, -1):
+            found, peak = chosen([less] * (blocks - count) + [more] * count)
+            if peak <= memory:
+                return found
+    least, room = (f"{size / 2**30:.4g} GiB" for size in (peak, memory))
+    raise ValueError(f"checkpoint_blocks={FIT!r}: a step needs {least} of {room} even where whole blocks are run again")
 
 
 def zero_memory(num_parameters: int, world_size: int, stage: int) -> dict[str, float]:
@@ -79,21 +128,46 @@ def fsdp_bytes(num_blocks: int, d_model: int, d_ff: int, tokens: int, world_size
     return (state + stack_activation_bytes(num_blocks, d_model, d_ff, tokens) / 2) / world_size
 
 
-def _activations(config: ModelConfig, tokens: int, narrow: int) -> int:
-    layers, group = config.num_layers, config.checkpoint_blocks
-    inputs = 0
-    if group:
-        inputs, layers = -(-layers // group) * WIDE * config.d_model, group
-    casts = config.num_layers * block_matrices(config) * narrow if narrow < WIDE else 0  # autocast's copies of weights
+def _activations(config: ModelConfig, tokens: int, precision: str, world_size: int, stage: int) -> dict[str, int]:
+    narrow = MATMUL_BYTES[precision]
+    after = recomputed = 0  # what the groups behind one keep, which is free when its backward begins
+    for group in reversed(config.groups):
+        blocks = group.stop - group.first
+        runs_again, alike = (blocks, 1) if group.level == "whole" else (1, blocks)
+        kept, whole = (
+            kept_bytes(config, level, tokens, precision, world_size, stage) for level in (group.level, "none")
+        )
+        if group.level != "none":
+            gradients = 2 * tokens * narrow * config.d_ff  # of w1 x and w3 x, which are there with all of a block
+            recomputed = max(recomputed, runs_again * whole - kept + gradients - after)
+        after += alike * kept
     last = (WIDE + narrow) * config.d_model + WIDE + 8  # ln_final: input, scale; gradient of its output; token id
     head = WIDE * config.vocab_size * config.d_model  # its gradient is made in the forward
-    return tokens * (layers * _block(config, narrow) + inputs + last) + casts + head
+    return {"activations": after + tokens * last + head, "recomputed": recomputed}
 
 
-def _block(config: ModelConfig, narrow: int) -> int:
-    """Bytes that a block keeps for each token."""
+def kept_bytes(
+    config: ModelConfig, level: str, tokens: int, precision: str, world_size: int = 1, stage: int = 0
+) -> int:
+    """Bytes that a block of a level of `lmsys.checkpointing` keeps for its backward; the rest as in `training_memory`.
+
+    Among them are the copies that autocast makes of weights whose matmuls are not made again, where they are float32.
+    """
+    narrow = MATMUL_BYTES[precision]
+    casts = narrow < WIDE and not _gathers(world_size, stage)
     heads, kv_heads, head_dim = config.num_heads, config.kv_heads, config.head_dim
-    norms = 2 * ((WIDE + narrow) * config.d_model + WIDE)  # input, output, and 1 / rms
-    attention = narrow * (2 * heads + 2 * kv_heads) * head_dim + WIDE * heads  # q, o, k, v, log-sum-exp
-    feed_forward = 4 * narrow * config.d_ff  # w1 x, its silu, w3 x, their product
-    return norms + attention + feed_forward
+    residual, attention = WIDE * config.d_model, narrow * (2 * heads + 2 * kv_heads) * head_dim + WIDE * heads  # + lse
+    projection = narrow * config.d_model
+    each, weights = {
+        # Beside the input of each norm its output and 1 / rms; w1 x, its silu, w3 x, their product.
+        "none": (2 * (residual + projection + WIDE) + attention + 4 * narrow * config.d_ff, block_matrices(config)),
+        "matmuls": (residual + attention + projection + 2 * narrow * config.d_ff, config.d_model**2),
+        "attention": (residual + attention + projection, config.d_model**2),
+        "whole": (residual, 0),
+    }[level]
+    return tokens * each + weights * narrow * casts
+
+
+def _gathers(world_size: int, stage: int) -> bool:
+    """Parameters are gathered in the precision's dtype."""
+    return stage == 3 and world_size > 1

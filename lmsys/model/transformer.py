@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lmsys.attention import ATTENTION, attention
 from lmsys.attention.contract import DTYPE_NAMES, AttentionCase, adapt
+from lmsys.checkpointing import Group
 from lmsys.config import ModelConfig
 from lmsys.measure.profile import part
 from lmsys.model.functions import silu
@@ -25,6 +25,7 @@ from lmsys.model.ids import Shape, check_ids
 from lmsys.model.linear import linear
 from lmsys.model.loss import linear_cross_entropy
 from lmsys.model.rotary import RotaryEmbedding
+from lmsys.model.selective import run_again, run_selectively
 
 BLOCKS_PER_GRAPH = (
     4  # blocks of a compiled graph, where none needs to be a module: more gain little and compile for longer
@@ -109,8 +110,15 @@ class Attention(nn.Module):
         positions: Tensor | None = None,
     ) -> Tensor:
         """`attend` is a row's function; `rope` turns queries and keys by positions (S) or (B, S), None leaves them."""
+        return self.mix(self.project(x), attend, rope, positions)
+
+    def project(self, x: Tensor) -> Tensor:
+        """Queries, keys and values side by side: (B, S, (H + 2 Hkv) D)."""
         with part("projections"):
-            projected = self.qkv(x, self.q_proj, self.k_proj, self.v_proj)  # (B, S, (H + 2 Hkv) D)
+            return self.qkv(x, self.q_proj, self.k_proj, self.v_proj)
+
+    def mix(self, projected: Tensor, attend: Any, rope: RotaryEmbedding | None, positions: Tensor | None) -> Tensor:
+        """The rest of it, from what `project` gives."""
         with part("rotation"):  # (B, S, H, D), (B, S, Hkv, D) twice
             if rope is not None:
                 q, k, v = rope(projected, self.num_heads, positions)
@@ -133,8 +141,17 @@ class FeedForward(nn.Module):
         self.w3 = Linear(d_model, d_ff, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.down(*self.up(x))
+
+    def up(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """W1 x and W3 x, each (..., F)."""
         with part("feed-forward"):
-            return self.w2(silu(self.w1(x)) * self.w3(x))
+            return self.w1(x), self.w3(x)
+
+    def down(self, gate: Tensor, value: Tensor) -> Tensor:
+        """The rest of it, from what `up` gives."""
+        with part("feed-forward"):
+            return self.w2(silu(gate) * value)
 
 
 class Block(nn.Module):
@@ -153,15 +170,19 @@ class Block(nn.Module):
         attend: Any = attention,
         rope: RotaryEmbedding | None = None,
         positions: Tensor | None = None,
+        level: str = "none",
     ) -> Tensor:
+        """`level` says what is kept for the backward: "none", "matmuls" or "attention" of `lmsys.checkpointing`."""
+        if level != "none":
+            return run_selectively(self, level, x, attend, rope, positions)
         x = x + self.attn(self.ln1(x), attend, rope, positions)
         return x + self.ffn(self.ln2(x))
 
 
-def _run(layers: list[Block], x: Tensor, attend: list[Any], rope: RotaryEmbedding, positions: Tensor | None) -> Tensor:
+def _run(layers: list[Block], x: Tensor, attend: list[Any], *rest: Any) -> Tensor:
     """Several blocks in a row: compile_blocks makes one graph of it, where it takes more than one block."""
     for layer, attend_here in zip(layers, attend, strict=True):
-        x = layer(x, attend_here, rope, positions)
+        x = layer(x, attend_here, *rest)
     return x
 
 
@@ -213,11 +234,13 @@ class TransformerLM(nn.Module):
         self._check(tokens, positions)
         x = self.token_embeddings(tokens)
         attend = [self._attend(x)] * len(self.layers) if cache is None else cache.attend(lambda: self._attend(x))
-        group = self.config.checkpoint_blocks
-        if not group or not torch.is_grad_enabled():
-            return self.ln_final(self._blocks(x, 0, len(self.layers), attend, positions))
-        for first in range(0, len(self.layers), group):
-            x = checkpoint(self._blocks, x, first, first + group, attend, positions, use_reentrant=False)
+        if not torch.is_grad_enabled():
+            return self.ln_final(self._blocks(x, Group(0, len(self.layers), "none"), attend, positions))
+        for group in self.config.groups:
+            if group.level == "whole":
+                x = run_again(self._blocks, x, group._replace(level="none"), attend, positions)
+            else:
+                x = self._blocks(x, group, attend, positions)
         return self.ln_final(x)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -240,11 +263,11 @@ class TransformerLM(nn.Module):
         except RuntimeError as error:
             raise ValueError(f"the state dict does not fit {self.config}: {error}") from error
 
-    def _blocks(self, x: Tensor, first: int, stop: int, attend: list[Any], positions: Tensor | None) -> Tensor:
+    def _blocks(self, x: Tensor, group: Group, attend: list[Any], positions: Tensor | None) -> Tensor:
         layers = list(self.layers)
-        for start in range(first, stop, self._together):
-            some = slice(start, min(start + self._together, stop))
-            x = self._run(layers[some], x, attend[some], self.rope, positions)
+        for start in range(group.first, group.stop, self._together):
+            some = slice(start, min(start + self._together, group.stop))
+            x = self._run(layers[some], x, attend[some], self.rope, positions, group.level)
         return x
 
     def _check(self, tokens: Tensor, positions: Tensor | None) -> None:

@@ -72,6 +72,7 @@ class TrainConfig:
     bucket_mb         MiB of a bucket where the strategy has them; None: its own choice
     sharded_optimizer the optimizer's state divided among ranks, over a strategy that all-reduces
     device            cpu or cuda; None: cuda where there is one
+    memory_gib        of a rank, for model.checkpoint_blocks=fit; None: 90 % of its GPU's
     threads           of a rank on a CPU; those of a small model wait for each other; None: as torch has them
     max_nonfinite     steps in a row whose loss or gradient is not finite that are skipped; one more ends the run
     max_seconds       wall time of a speedrun; None: until all steps are done
@@ -96,6 +97,7 @@ class TrainConfig:
     bucket_mb: float | None = None
     sharded_optimizer: bool = False
     device: str | None = None
+    memory_gib: float | None = None
     threads: int | None = 1
     max_nonfinite: int = 10
     max_seconds: float | None = None
@@ -117,8 +119,9 @@ class TrainConfig:
             raise ValueError(f"leaves={self.leaves} must be a power of two: they are added in pairs")
         if self.reproducible and self.batch_size % self.leaves:
             raise ValueError(f"batch_size={self.batch_size} must be a multiple of leaves={self.leaves}")
-        if self.bucket_mb is not None and self.bucket_mb <= 0 or self.max_seconds is not None and self.max_seconds <= 0:
-            raise ValueError(f"bucket_mb={self.bucket_mb} and max_seconds={self.max_seconds} must be positive or null")
+        for name in ("bucket_mb", "memory_gib", "max_seconds"):
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise ValueError(f"{name}={value} must be positive or null")
 
     @property
     def held(self) -> int:

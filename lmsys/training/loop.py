@@ -30,6 +30,7 @@ from lmsys.training.checkpoint import Checkpoint
 from lmsys.training.config import RunConfig
 from lmsys.training.data import Batches, Source
 from lmsys.training.evaluation import Evaluation, Windows, evaluate
+from lmsys.training.fitted import fitted
 from lmsys.training.log import JsonLines, Progress
 from lmsys.training.nonfinite import NonFiniteError, first_nonfinite
 from lmsys.training.optimizer import AdamW, clip_grad_norm, cosine_schedule, set_lr
@@ -90,7 +91,7 @@ class Trainer:
             train.accumulation(self.world_size), train.reproducible and not row.trait("sums_each_backward", False),
         )  # fmt: skip
         torch.manual_seed(train.seed)
-        self.model = TransformerLM(config.model, device=device)
+        self.model = TransformerLM(fitted(config, row, device, group), device=device)
         self.step, self.skipped, self.in_a_row, self.seconds = 0, 0, 0, 0.0
         model_facts = {k: v for k, v in asdict(config.model).items() if k not in RUNTIME_FIELDS}
         self.facts = {"model": model_facts, "batch_size": train.batch_size, "seed": train.seed, **(facts or {})}

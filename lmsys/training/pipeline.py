@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lmsys.checkpointing import FIT
 from lmsys.files import replacing
 from lmsys.model import TransformerLM
 from lmsys.parallel import STRATEGIES, group
@@ -185,6 +186,8 @@ def train_model(context: RunContext) -> Outcome:
     alone = context.world_size == 1
     size = f"{sum(x.numel() for x in trainer.model.parameters()):,} parameters, " if alone else ""
     context.say(f"training: {size}{len(source):,} tokens of text, {context.world_size} x {context.device.type}")
+    if config.model.checkpoint_blocks == FIT:
+        context.say(f"model.checkpoint_blocks=fit is {trainer.model.config.checkpoint_blocks} here")
     log = None
     if context.rank == 0:
         context.config.folder.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,8 @@
 """Predicted memory against what a model, its gradients and its optimizer hold."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lmsys.checkpointing import LEVELS, setting_of
 from lmsys.config import ModelConfig
-from lmsys.cost.memory import training_memory
+from lmsys.cost.memory import MATMUL_BYTES, fit, training_memory
 from lmsys.measure.memory import peak_bytes, saved_bytes
 from lmsys.model import TransformerLM
 from lmsys.training.optimizer import AdamW
@@ -109,6 +112,65 @@ def test_the_peak_of_a_step_is_predicted(precision: str, batch: int, device: str
         )
     measured = peak_bytes(step, device) + predicted.parameters + predicted.optimizer
     assert predicted.peak == pytest.approx(measured, rel=0.15)
+
+
+@settings(max_examples=25)
+@given(
+    config=CONFIGS,
+    batch=st.integers(1, 64),
+    precision=st.sampled_from([*MATMUL_BYTES]),
+    stage=st.integers(0, 3),
+    stays=st.booleans(),
+    share=st.floats(0, 1.1),
+)
+def test_fit_computes_the_least_again_that_fits(
+    config: ModelConfig, batch: int, precision: str, stage: int, stays: bool, share: float
+) -> None:
+    """With one block more at the level above it would not fit; a device that is too small is refused."""
+
+    def peak(levels: Sequence[str]) -> int:
+        with_levels = replace(config, checkpoint_blocks=setting_of(levels))
+        found = training_memory(with_levels, batch, 8, precision, 2, stage)
+        return found.peak + (min(found.gradients, found.activations + found.recomputed) if stays else 0)
+
+    layers = config.num_layers
+    least, most = sorted([peak(["whole"] * layers), peak(["none"] * layers)])  # of one block "whole" may be the most
+    memory = least + share * (most - least)
+    asked = partial(fit, replace(config, checkpoint_blocks="fit"), batch, 8, precision)
+    chosen = asked(memory, world_size=2, stage=stage, gradients_stay=stays)
+    levels = [group.level for group in chosen.groups for _ in range(group.first, group.stop)]
+    assert peak(levels) <= memory and replace(config, checkpoint_blocks=chosen.checkpoint_blocks) == chosen
+    assert [*map(LEVELS.index, levels)] == sorted(map(LEVELS.index, levels), reverse=True)
+    if levels != ["none"] * layers:
+        heaviest = max(map(LEVELS.index, levels))
+        last = layers - 1 - [*map(LEVELS.index, levels)][::-1].index(heaviest)
+        assert peak([*levels[:last], LEVELS[heaviest - 1], *levels[last + 1 :]]) > memory
+    with pytest.raises(ValueError, match="a step needs .* GiB of .* GiB even where whole blocks are run again"):
+        asked(least * 0.5, world_size=2, stage=stage, gradients_stay=stays)
+
+
+@pytest.mark.parametrize("precision", some(["fp32", "bf16"], 2))
+@pytest.mark.parametrize("level", ["attention", "whole"])
+def test_the_peak_with_checkpointing_is_predicted(level: str, precision: str, device: str) -> None:
+    """Above the weights, of forward and backward: activations count most."""
+    config = ModelConfig(64, 256, 8, 4, vocab_size=64, context_length=128, attention="sdpa_flash")
+    config = replace(config, checkpoint_blocks=level)
+    if (device, precision) == ("cuda", "fp32"):
+        config = replace(config, attention="sdpa_efficient")
+    model = TransformerLM(config, device=device)
+    tokens = torch.zeros(16, 128, dtype=torch.int64, device=device)
+
+    def forward_backward() -> None:
+        model.zero_grad(set_to_none=True)
+        with torch.autocast(device, torch.bfloat16, enabled=precision == "bf16"):
+            loss = model.loss(tokens, tokens)
+        loss.backward()
+
+    forward_backward()
+    model.zero_grad(set_to_none=True)
+    found = training_memory(config, 16, 128, precision)
+    predicted = max(found.gradients, found.activations + found.recomputed)
+    assert predicted == pytest.approx(peak_bytes(forward_backward, device), rel=0.15)
 
 
 def test_an_unknown_precision_is_named() -> None:

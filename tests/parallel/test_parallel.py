@@ -307,7 +307,7 @@ def test_fully_sharded_float32_is_bitwise_equal(ranks: WorkerGroup) -> None:
     assert all(ranks.run(_bitwise, Recipe(width=7, layers=3, tied=True)))
 
 
-def _language_model(strategy: str, checkpoint_blocks: int, compiled: bool, recorded: bool = False) -> Any:
+def _language_model(strategy: str, checkpoint_blocks: int | str, compiled: bool, recorded: bool = False) -> Any:
     """Parameters of a Transformer after two steps on two ranks, and after the same on one.
 
     recorded: the second forward takes itself for one that is recorded, so it fetches, and the step after it does not.
@@ -367,10 +367,12 @@ class _OfModel(nn.Module):
         return self.model.loss(tokens[:, :-1], tokens[:, 1:])
 
 
+LEVELS = "whole*1,attention*1,matmuls*1,none*1"
 LANGUAGE_MODELS = pytest.mark.parametrize(
     ("strategy", "checkpoint_blocks", "compiled"),
     [
         *(("bucketed", 1, False), ("zero1", 0, False), ("fsdp", 0, False), ("fsdp", 1, False), ("fsdp", 3, False)),
+        *(("fsdp", LEVELS, False), ("zero1", LEVELS, False), ("fsdp", LEVELS, True)),
         *(("overlapped", 0, True), ("bucketed", 0, True), ("zero1", 0, True), ("fsdp", 0, True)),
     ],
 )
@@ -378,7 +380,7 @@ LANGUAGE_MODELS = pytest.mark.parametrize(
 
 @LANGUAGE_MODELS
 def test_the_language_model_also_checkpointed_or_compiled(
-    ranks: WorkerGroup, strategy: str, checkpoint_blocks: int, compiled: bool
+    ranks: WorkerGroup, strategy: str, checkpoint_blocks: int | str, compiled: bool
 ) -> None:
     found, expected = ranks.run(_language_model, strategy, checkpoint_blocks, compiled)[0]
     for name, x in expected.items():
@@ -578,7 +580,7 @@ def test_peers_are_that_too_on_nccl(gpu_ranks: WorkerGroup, name: str) -> None:
 @pytest.mark.gpu
 @LANGUAGE_MODELS
 def test_the_language_model_on_nccl(
-    gpu_ranks: WorkerGroup, strategy: str, checkpoint_blocks: int, compiled: bool
+    gpu_ranks: WorkerGroup, strategy: str, checkpoint_blocks: int | str, compiled: bool
 ) -> None:
     test_the_language_model_also_checkpointed_or_compiled(gpu_ranks, strategy, checkpoint_blocks, compiled)
 

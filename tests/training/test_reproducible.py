@@ -68,6 +68,15 @@ def test_whatever_is_trained(four: WorkerGroup, tmp_path: Path, settings: tuple[
     assert len(found) == 1
 
 
+@pytest.mark.parametrize(("strategy", "world_size"), [("naive", 1), ("fsdp", 2)])
+def test_checkpointing_changes_no_bit(
+    four: WorkerGroup, expected: str, tmp_path: Path, strategy: str, world_size: int
+) -> None:
+    levels = "model.checkpoint_blocks=attention*1,matmuls*1"
+    run = config(tmp_path, *SETTINGS, f"train.strategy={strategy}", levels)
+    assert four.run(reproduced, run, world_size, STEPS)[:world_size] == [expected] * world_size
+
+
 @pytest.mark.parametrize(("before", "after"), [(("fsdp", 4), ("bucketed", 2)), (("zero1", 2), ("fsdp", 1))])
 def test_a_run_that_goes_on_elsewhere_ends_the_same(
     four: WorkerGroup, expected: str, tmp_path: Path, before: tuple[str, int], after: tuple[str, int]

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lmsys.cost.memory import training_memory
 from lmsys.parallel.group import WorkerGroup
 from lmsys.training import pipeline
 from lmsys.training.__main__ import main
@@ -294,6 +296,30 @@ def test_how_it_is_computed_changes_little(tmp_path: Path) -> None:
     plain, checkpointed, bf16 = curves
     assert torch.equal(plain, checkpointed)
     assert 0 < (plain - bf16).abs().max() < 0.05
+
+
+def test_fit_takes_what_the_memory_allows(tmp_path: Path) -> None:
+    """More memory, less computed again; the loss is the same; what it chose can be set."""
+    one_batch = ("train.batch_size=64", "train.micro_batch_size=64", "train.strategy=none")
+    settings_ = config(tmp_path, "model.num_layers=3", *one_batch)
+    model, held = settings_.model, settings_.train.held
+    peaks = {
+        levels: training_memory(replace(model, checkpoint_blocks=levels), held, model.context_length, "fp32").peak
+        for levels in ("none*3", "whole*1,attention*2", "whole*2,attention*1")
+    }
+    losses = set()
+    for levels, peak in peaks.items():
+        one = trainer(settings_.changed(["model.checkpoint_blocks=fit", f"train.memory_gib={(peak + 1) / 2**30}"]))
+        assert one.model.config.checkpoint_blocks == levels
+        assert trainer(settings_.changed([f"model.checkpoint_blocks={levels}"])).model.config == one.model.config
+        losses.add(one.train_step()[0].loss)
+    assert len(losses) == 1
+    with pytest.raises(ValueError, match="checkpoint_blocks='fit': a step needs"):
+        trainer(settings_.changed(["model.checkpoint_blocks=fit", "train.memory_gib=1e-6"]))
+    with pytest.raises(ValueError, match="fit needs train.memory_gib on a CPU"):
+        trainer(settings_.changed(["model.checkpoint_blocks=fit"]))
+    with pytest.raises(ValueError, match=r"memory_gib=0.0 must be positive or null"):
+        settings_.changed(["train.memory_gib=0"])
 
 
 SLOW = ("--set", "train.steps=60", "--set", "checkpoint.interval=1")

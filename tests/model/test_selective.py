@@ -1,0 +1,197 @@
+"""Activation checkpointing by levels: the same bits, the predicted memory, and no more work than a level says."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.models import attention_case
+from lmsys.attention import ATTENTION
+from lmsys.checkpointing import LEVELS, setting_of
+from lmsys.config import ModelConfig
+from lmsys.cost import levels
+from lmsys.cost.memory import kept_bytes
+from lmsys.measure.memory import saved_bytes
+from lmsys.model import TransformerLM
+from tests.model.test_model import ROWS, needs_compiler
+
+VOCABULARY = 29
+CONFIGS = st.builds(
+    lambda heads, group, dim, **sizes: ModelConfig(
+        heads * group * dim, num_heads=heads * group, num_kv_heads=heads, vocab_size=VOCABULARY, context_length=16,
+        **sizes,
+    ),
+    heads=st.integers(1, 2),
+    group=st.integers(1, 2),
+    dim=st.sampled_from([4, 8]),
+    d_ff=st.integers(1, 40),
+    num_layers=st.integers(1, 4),
+)  # fmt: skip
+BIG = ModelConfig(64, 160, 2, 4, num_kv_heads=2, vocab_size=VOCABULARY, context_length=32, attention="sdpa_flash")
+
+
+def model_of(config: ModelConfig, device: str = "cpu", seed: int = 0) -> TransformerLM:
+    torch.manual_seed(seed)
+    return TransformerLM(config, device)
+
+
+def inputs(config: ModelConfig, seed: int = 0) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(VOCABULARY, (2, config.context_length + 1), generator=torch.Generator().manual_seed(seed))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def step(model: TransformerLM, precision: str, seed: int = 0) -> dict[str, Tensor]:
+    """Loss and gradients."""
+    device = model.lm_head.weight.device
+    with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+        loss = model.loss(*(x.to(device) for x in inputs(model.config, seed)))
+    model.zero_grad()
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert len(gradients) == len([*model.parameters()])
+    return {"loss": loss.detach(), **gradients}
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert [name for name, x in expected.items() if not torch.equal(x, found[name])] == []
+
+
+def assert_same_bits(config: ModelConfig, checkpoint_blocks: int | str, precision: str, seed: int) -> None:
+    expected, found = (
+        step(model_of(replace(config, checkpoint_blocks=how), seed=seed), precision, seed)
+        for how in (0, checkpoint_blocks)
+    )
+    assert_equal(found, expected)
+
+
+@settings(max_examples=12)
+@given(config=CONFIGS, data=st.data(), precision=st.sampled_from(["fp32", "bf16"]), seed=st.integers(0, 2**16))
+def test_no_bit_changes(config: ModelConfig, data: Any, precision: str, seed: int) -> None:
+    groups = st.integers(0, config.num_layers)
+    plans = st.lists(st.sampled_from(LEVELS), min_size=config.num_layers, max_size=config.num_layers).map(setting_of)
+    config = replace(config, attention=data.draw(st.sampled_from(["naive", "sdpa_flash", "flash_torch"])))
+    assert_same_bits(config, data.draw(groups | plans), precision, seed)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_no_bit_changes_under_any_attention_row(row: str) -> None:
+    """Whatever it launches: an operator, a Function that calls kernels, a graph of its own."""
+    assert_same_bits(replace(BIG, attention=row), "attention*1,matmuls*1", "fp32", 1)
+
+
+class Matmuls(TorchDispatchMode):
+    count = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.mm.dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def matmuls_of_backward(model: TransformerLM, precision: str) -> int:
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        loss = model.loss(*inputs(model.config))
+    with Matmuls() as matmuls:
+        loss.backward()
+    return matmuls.count
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_no_matmul_is_made_again_but_those_of_the_level(precision: str) -> None:
+    """w1 and w3 at "attention"; at "whole" those of the forward, but the last, where autograd stops before it."""
+    plain, matmuls, attention, whole = (
+        matmuls_of_backward(model_of(replace(BIG, checkpoint_blocks=level)), precision) for level in LEVELS
+    )
+    assert (matmuls - plain, attention - plain) == (0, 2 * BIG.num_layers)
+    assert whole > attention
+
+
+def kept_by_a_block(config: ModelConfig, precision: str, device: str, backend: str | None = None) -> int:
+    """Bytes that one block more saves, beside parameters."""
+    found = []
+    for layers in (1, 2):
+        model = model_of(replace(config, num_layers=layers), device)
+        if backend:
+            model.compile_blocks(backend=backend)
+        batch = [x.to(device) for x in inputs(config)]
+        saved: set[int] = set()
+
+        def forward() -> None:
+            with torch.autocast(device, torch.bfloat16, enabled=precision == "bf16"):
+                model.loss(*batch)  # noqa: B023
+
+        def note(x: Tensor) -> Tensor:
+            saved.add(x.untyped_storage().data_ptr())  # noqa: B023
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            forward()
+        parameters = sum(x.nbytes for x in model.parameters() if x.data_ptr() in saved)
+        found.append(saved_bytes(forward) - parameters)
+    return found[1] - found[0]
+
+
+def predicted(config: ModelConfig, level: str, precision: str) -> int:
+    return kept_bytes(config, level, 2 * config.context_length, precision)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@settings(max_examples=4)
+@given(config=CONFIGS)
+def test_what_a_block_keeps_is_predicted_to_the_byte(precision: str, config: ModelConfig) -> None:
+    config = replace(config, attention="sdpa_flash")
+    for level in LEVELS:
+        normalised = 2 * 4 * 2 * config.context_length * config.d_model if level == "none" else 0  # kept on a CPU only
+        found = kept_by_a_block(replace(config, checkpoint_blocks=level), precision, "cpu")
+        assert found == predicted(config, level, precision) + normalised, level
+
+
+@needs_compiler
+@pytest.mark.parametrize("level", ["matmuls", "attention"])
+def test_compiled_blocks_keep_the_same_and_change_no_bit(level: str) -> None:
+    config = replace(BIG, checkpoint_blocks=level)
+    expected = step(model_of(BIG).compile_blocks(backend="aot_eager"), "bf16")
+    assert_equal(step(model_of(config).compile_blocks(backend="aot_eager"), "bf16"), expected)
+    assert kept_by_a_block(config, "bf16", "cpu", "aot_eager") == predicted(config, level, "bf16")
+
+
+ON_GPU = ModelConfig(256, 512, 2, 4, vocab_size=VOCABULARY, context_length=256)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("row", ["flash_triton", "flash_gluon", "flash_cuda", "sdpa_flash", "sdpa_cudnn"])
+def test_levels_on_a_gpu(row: str, compiled: bool) -> None:
+    """Gradients differ by rounding from those of eager blocks without checkpointing; memory is as predicted."""
+    config = replace(ON_GPU, attention=row)
+    if reason := ATTENTION[row].why_not(attention_case(config, 2, "bf16", "cuda")):
+        pytest.skip(f"{row}: {reason}")
+    expected = step(model_of(config, "cuda"), "bf16")
+    for level in ("matmuls", "attention"):
+        of_level = replace(config, checkpoint_blocks=level)
+        model = model_of(of_level, "cuda")
+        found = step(model.compile_blocks() if compiled else model, "bf16")
+        for name, x in expected.items():
+            assert (found[name] - x).norm() <= 0.02 * x.norm(), (level, name)
+        backend = "inductor" if compiled else None
+        measured = kept_by_a_block(of_level, "bf16", "cuda", backend)
+        assert measured == pytest.approx(predicted(config, level, "bf16"), rel=0.15), level
+
+
+def test_the_table_of_levels(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """More is computed again from line to line, and less kept; "attention" makes 2 of the 3 feed-forward matmuls."""
+    monkeypatch.setattr("sys.argv", ["levels", "--size", "2.7b", "--context", "512", "--batch", "1"])
+    levels.main()
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    names, kept, peaks, again = zip(*rows, strict=True)
+    assert names == LEVELS and sorted(map(float, kept), reverse=True) == [*map(float, kept)]
+    assert float(peaks[0]) >= float(peaks[-1]) and [*map(float, again)] == sorted(map(float, again))
+    assert again[:2] == ("0.0", "0.0") and float(again[2]) < float(again[3]) < 100 / 3
