@@ -36,7 +36,7 @@ Function = Callable[..., Any] | str
 DIED, TIMEOUT = "died", "timeout"  # how a call may fail without an exception
 NO_CPU_MEMORY = "DefaultCPUAllocator: can't allocate"  # in torch's words
 GRACE_S = 5.0  # for a process to end by itself
-WATCH = "read _; kill -9 0"  # a shell's: when its input ends, its process group is to end
+WATCH = "read _; {} kill -9 0"  # a shell's: when its input ends, its process group is to end
 _callers_main: dict[str, str] = {}  # in a worker: the caller's main module, as multiprocessing names it
 _lines: list[Connection] = []  # in a worker: the line to its caller
 
@@ -111,11 +111,14 @@ class Worker:
 
     environment  variables besides those of this process
     open_files   numbers of open files that it has, too, under the same numbers
+    last_words   what a shell that has these files does first when this process has gone and the worker is to end
     """
 
-    def __init__(self, environment: Mapping[str, str] | None = None, open_files: Sequence[int] = ()):
+    def __init__(
+        self, environment: Mapping[str, str] | None = None, open_files: Sequence[int] = (), last_words: str = ""
+    ):
         self._environment = os.environ | (environment or {})
-        self._open_files = open_files
+        self._open_files, self._last_words = open_files, last_words
         self._start()
 
     def call(self, function: Function, *args: Any, timeout_s: float | None = None) -> Any:
@@ -208,10 +211,11 @@ class Worker:
                 env=self._environment,
             )
         self._watcher = subprocess.Popen(
-            ["sh", "-c", WATCH],
+            ["sh", "-c", WATCH.format(self._last_words)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stderr=None if self._last_words else subprocess.DEVNULL,
+            pass_fds=self._open_files if self._last_words else (),
             process_group=self._process.pid,
         )
 

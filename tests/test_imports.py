@@ -17,6 +17,8 @@ PLAIN = (  # of lmsys: what a machine without torch can import
         "strict_json",
         "values",
         "processes",
+        "doing",
+        "watchdog",
         "measure/__init__",
         "measure/step",
         "training/config",

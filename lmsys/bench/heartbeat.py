@@ -7,18 +7,16 @@ beat also goes through the stream, right before the call that it announces.
 """
 
 import math
-import mmap
-import os
 import struct
-import tempfile
 import threading
 import time
 from dataclasses import dataclass
 from typing import Any
 
+from lmsys.doing import SIZE, map_file
+
 NOBODY = -1  # the bench itself is at work
 TIMED = "in a timed call"  # a GPU may be far behind the host
-SIZE = mmap.PAGESIZE
 _BEAT = struct.Struct("=qdq128s")  # number, until, row, doing
 _GPU_ROW = struct.Struct("=qd")  # row, when it was copied
 _GPU_AT = SIZE // 2
@@ -51,17 +49,6 @@ class Beat:
     @property
     def is_late(self) -> bool:
         return time.monotonic() > self.until
-
-
-def shared_file() -> int:
-    """A file without a name that a worker and its parent can both map, by its number."""
-    with tempfile.TemporaryFile() as file:
-        file.truncate(SIZE)
-        return os.dup(file.fileno())
-
-
-def map_file(file: int) -> mmap.mmap:
-    return mmap.mmap(file, SIZE)
 
 
 class Heartbeat:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lmsys import doing
 from lmsys.bench import heartbeat, in_worker
 from lmsys.bench.axes import Grid
 from lmsys.bench.benchmark import Benchmark, Case, Cases, Collected, Settings
@@ -144,8 +145,8 @@ class Isolated:
         return found
 
     def _start(self) -> Worker:
-        self._shared, self._trace = heartbeat.shared_file(), tempfile.TemporaryFile()  # noqa: SIM115
-        self._memory = heartbeat.map_file(self._shared)
+        self._shared, self._trace = doing.shared_file(), tempfile.TemporaryFile()  # noqa: SIM115
+        self._memory = doing.map_file(self._shared)
         Heartbeat(self._shared).rest()
         worker = Worker(open_files=[self._shared, self._trace.fileno()])
         self._most_bytes, self._oom_kills = MOST_HELD * available_bytes(), oom_kills()

@@ -16,7 +16,8 @@ from lmsys.measure.clock import CYCLES_PER_S, clock_of
 from lmsys.measure.compare import release_memory
 from lmsys.measure.memory import cap_gpu_memory
 from lmsys.measure.step import Step, nothing
-from lmsys.parallel.group import TorchrunGroup, WorkerError, WorkerGroup, device, under_torchrun
+from lmsys.parallel.group import TorchrunGroup, WorkerError, WorkerGroup, device
+from lmsys.watchdog import under_torchrun
 
 P = ParamSpec("P")
 T = TypeVar("T")

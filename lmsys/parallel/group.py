@@ -8,33 +8,33 @@ top of a module that the ranks can import. Under torchrun, whose processes are t
 same from within one of them: each calls `run` with the same function.
 """
 
-import ctypes
 import datetime
 import os
-import signal
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
+from lmsys import doing, watchdog
 from lmsys.parallel.collectives import gather_objects
 from lmsys.processes import DIED, GRACE_S, NO_CPU_MEMORY, TIMEOUT, Failure, Worker, answered
 from lmsys.values import shortly
+from lmsys.watchdog import LOOK_S, Stopped, stopped_s, told_of_stop
 
 BACKENDS = ("gloo", "nccl")
 OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
+STOPPED = "stopped"  # how a rank may fail, beside "died" and "timeout"
 ERRORS_S = 2.0  # grace period for other ranks' errors: the first to fail is to blame
-PR_SET_PDEATHSIG = 1  # of prctl(2)
+LOCALHOST = "127.0.0.1"
+CONNECT_S = 20.0  # to torchrun's store, which stands before its ranks are started
 LOCK_STEP_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
+GLOO_LOST = "gloo/transport"  # in its message about a connection that another rank has left
 
 
 class WorkerError(RuntimeError):
-    """A rank failed. `rank` says which, `kind` is the exception's name, or "died" or "timeout"."""
+    """A rank failed. `rank` says which, `kind` is the exception's name, or "died", "stopped" or "timeout"."""
 
     def __init__(self, rank: int, kind: str, message: str):
         super().__init__(message)
@@ -73,7 +73,8 @@ class WorkerGroup:
 
     backend    None: NCCL where there are as many GPUs, else gloo
     timeout_s  for every `run` and every collective
-    ValueError as in `check_backend`; WorkerError when a rank raises, dies or is not done in time: then all are ended.
+    ValueError as in `check_backend`; WorkerError when a rank raises, dies, has been stopped for $LMSYS_STOPPED_S, or is
+    not done in time: then all are ended. It says what the rank was `doing`, or else which function it ran.
     """
 
     def __init__(self, world_size: int, backend: str | None = None, timeout_s: float = 300.0):
@@ -82,11 +83,15 @@ class WorkerGroup:
             backend = "nccl" if enough else "gloo"
         check_backend(backend, world_size)
         self.world_size, self.backend, self.timeout_s = world_size, backend, timeout_s
-        self._folder = tempfile.TemporaryDirectory(prefix="lmsys-ranks-")
-        rendezvous = f"file://{Path(self._folder.name) / 'rendezvous'}"
-        self._workers = [Worker() for _ in range(world_size)]
-        for rank, worker in enumerate(self._workers):
-            worker.send(_join, backend, rank, world_size, rendezvous, timeout_s)
+        # Ranks meet in memory of this process, of which nothing is left whoever is killed.
+        self._store = dist.TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
+        self._stopped, self._doing, self._workers = Stopped(stopped_s()), list[Any](), list[Worker]()
+        for rank in range(world_size):
+            file = doing.shared_file()
+            self._doing.append(doing.map_file(file))
+            self._workers.append(Worker(open_files=[file], last_words=last_words(rank, file)))
+            self._workers[-1].send(_join, backend, rank, world_size, self._store.port, timeout_s, file)
+            os.close(file)
         self._collect(timeout_s)
 
     @property
@@ -102,7 +107,8 @@ class WorkerGroup:
         """function(*args) on every rank; what each returned, by rank."""
         if self.ended:
             raise RuntimeError("this group has ended: a rank failed, or it was closed; start another")
-        for worker in self._workers:
+        for worker, memory in zip(self._workers, self._doing, strict=True):
+            doing.write(memory, f"in {getattr(function, '__name__', function)}")
             worker.send(function, *args)
         return self._collect(self.timeout_s if timeout_s is None else timeout_s)
 
@@ -126,15 +132,19 @@ class WorkerGroup:
         failures: dict[int, Failure] = {}
         waiting = {worker: rank for rank, worker in enumerate(self._workers)}
         while waiting and (left := deadline - time.monotonic()) > 0:
-            for worker in answered(waiting, left):
+            for worker in answered(waiting, min(left, LOOK_S)):
                 rank = waiting.pop(worker)
                 failure, results[rank] = worker.receive()
                 if failure is not None:
                     failures[rank] = failure
                     deadline = min(deadline, time.monotonic() + ERRORS_S)
+            stopped = self._stopped.among(worker.pid for worker in waiting)
+            for worker in [worker for worker in waiting if worker.pid in stopped]:
+                failures[waiting.pop(worker)] = Failure(STOPPED, told_of_stop(self._stopped.limit_s))
+                deadline = 0.0
         if not waiting and not failures:
             return [results[rank] for rank in range(self.world_size)]
-        error = _blame(failures, sorted(waiting.values()), timeout_s)
+        error = _blame(failures, sorted(waiting.values()), timeout_s, [doing.read(one) for one in self._doing])
         self._end(grace_s=0.0)
         raise error
 
@@ -143,7 +153,6 @@ class WorkerGroup:
         for worker in self._workers:
             worker.close(deadline - time.monotonic())
         self._workers = []
-        self._folder.cleanup()
 
 
 class TorchrunGroup:
@@ -152,7 +161,8 @@ class TorchrunGroup:
     def __init__(self, backend: str | None = None, timeout_s: float = 300.0):
         _check_environment()
         local_rank = int(os.environ["LOCAL_RANK"])
-        _end_with_parent()
+        stopped_s()  # refused here, in a sentence
+        watchdog.begin()
         if backend is None:
             backend = "nccl" if torch.cuda.is_available() else "gloo"
         check_backend(backend, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
@@ -168,12 +178,13 @@ class TorchrunGroup:
             result = function(*args)
         except Exception as error:
             failure = Failure.of(error)
-        found = gather_objects((failure, result), None)
-        if failures := {rank: one for rank, (one, _) in enumerate(found) if one is not None}:
-            raise _blame(failures, [], self.timeout_s)
-        return [one for _, one in found]
+        found = gather_objects((failure, result, doing.last()), None)
+        if failures := {rank: one for rank, (one, *_) in enumerate(found) if one is not None}:
+            raise _blame(failures, [], self.timeout_s, [one for *_, one in found])
+        return [one for _, one, _ in found]
 
     def close(self) -> None:
+        watchdog.end()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -187,29 +198,33 @@ def _check_environment() -> None:
             raise ValueError(f"${name} {told}, where torchrun sets a whole number: start ranks by torchrun")
 
 
-def _end_with_parent() -> None:
-    """Asks Linux for SIGTERM when torchrun's agent is gone, even by SIGKILL: nobody else would end its ranks."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+def is_lost_peer(kind: str, text: str) -> bool:
+    """True for an error that says no more than that another rank is gone."""
+    return kind in LOCK_STEP_ERRORS or GLOO_LOST in text
 
 
-def under_torchrun() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+def last_words(rank: int, file: int) -> str:
+    """Of a shell, for a rank whose launcher has gone: nobody else is left to name it."""
+    return f"echo lmsys: rank {rank} has lost the process that started it, $(tr -d '\\0' </proc/self/fd/{file}) >&2;"
 
 
-def _blame(failures: Mapping[int, Failure], silent: Sequence[int], timeout_s: float) -> WorkerError:
+def _blame(
+    failures: Mapping[int, Failure], silent: Sequence[int], timeout_s: float, doing: Sequence[str]
+) -> WorkerError:
     """The error to report: a dead rank comes first, then the first that raised something else than a lost peer."""
     if not failures:
-        ranks = ", ".join(map(str, silent))
-        return WorkerError(silent[0], TIMEOUT, f"rank {ranks} did not answer within {timeout_s:g} s; all were ended")
+        ranks = ", ".join(f"{rank} did not answer within {timeout_s:g} s, {doing[rank]}" for rank in silent)
+        return WorkerError(silent[0], TIMEOUT, f"rank {ranks}; all were ended")
 
     def order(rank: int) -> tuple[bool, bool, float]:
         one = failures[rank]
-        return one.kind != DIED, one.kind in LOCK_STEP_ERRORS, one.at_s
+        return one.kind not in (DIED, STOPPED), is_lost_peer(one.kind, one.text), one.at_s
 
     rank = min(sorted(failures), key=order)
     kind, text = failures[rank].kind, failures[rank].text
-    return WorkerError(rank, kind, f"rank {rank} {text}" if kind == DIED else f"rank {rank} failed:\n{text}")
+    if kind in (DIED, STOPPED):
+        return WorkerError(rank, kind, f"rank {rank} {text}, {doing[rank]}")
+    return WorkerError(rank, kind, f"rank {rank} failed {doing[rank]}:\n{text}")
 
 
 def _initialize(backend: str, local_rank: int, timeout_s: float, **rendezvous: Any) -> None:
@@ -227,12 +242,16 @@ def _torchrun_store(timeout_s: float, num_nodes: int) -> dict[str, Any]:
     """
     if num_nodes > 1:
         return {"init_method": "env://"}
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s)))
+    connect = datetime.timedelta(seconds=min(timeout_s, CONNECT_S))  # an agent that is gone is not waited for
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=connect))
+    store.set_timeout(datetime.timedelta(seconds=timeout_s))
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return {"store": dist.PrefixStore(f"start-{start}", store), "rank": rank, "world_size": world_size}
 
 
-def _join(backend: str, rank: int, world_size: int, rendezvous: str, timeout_s: float) -> None:
+def _join(backend: str, rank: int, world_size: int, port: int, timeout_s: float, file: int) -> None:
     """The first call to a rank."""
+    doing.share(file)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
-    _initialize(backend, rank, timeout_s, init_method=rendezvous, rank=rank, world_size=world_size)
+    store = dist.TCPStore(LOCALHOST, port, is_master=False, timeout=datetime.timedelta(seconds=timeout_s))
+    _initialize(backend, rank, timeout_s, store=store, rank=rank, world_size=world_size)

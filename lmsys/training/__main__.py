@@ -9,9 +9,16 @@ import argparse
 import os
 import signal
 import sys
+import time
+import traceback
 from functools import partial
 from pathlib import Path
 from types import FrameType
+
+from lmsys import doing, watchdog
+
+if __name__ == "__main__" and watchdog.under_torchrun():
+    watchdog.begin()  # before torch is imported, which takes seconds
 
 import torch
 
@@ -19,11 +26,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported; without a GPU it can only interpret
 
 from lmsys.config import SIZES
-from lmsys.parallel.group import TorchrunGroup, WorkerError, WorkerGroup, under_torchrun
+from lmsys.parallel.group import ERRORS_S, TorchrunGroup, WorkerError, WorkerGroup, is_lost_peer
 from lmsys.training import pipeline
 from lmsys.training.checkpoint import SaveError
 from lmsys.training.config import RunConfig
 from lmsys.training.nonfinite import NonFiniteError
+from lmsys.watchdog import under_torchrun
 
 TIMEOUT_S = 1800.0  # for a collective: ranks wait so long for one that makes a tokenizer
 FOREVER_S = 20 * 86_400.0
@@ -87,7 +95,15 @@ def main(arguments: list[str] | None = None) -> int:
         return _failed(FAILED, str(error))
     except WorkerError as error:
         code = {"ValueError": BAD_INPUT, "NonFiniteError": NONFINITE}.get(error.kind, FAILED)
-        return _failed(code, str(error) if code == FAILED else str(error).strip().splitlines()[-1])
+        return _failed(code, str(error) if code == FAILED else error.failure[1])
+    except Exception as error:
+        if not under_torchrun():
+            raise
+        if not is_lost_peer(type(error).__name__, str(error)):
+            return _failed(FAILED, f"\n{traceback.format_exc()}")
+        code = _failed(FAILED, f"another rank is gone: {error}")
+        time.sleep(ERRORS_S)  # torchrun blames the first that ends
+        return code
 
 
 def start(config: RunConfig, steps: tuple[str, ...], skip_data: bool, ranks: int | None) -> int:
@@ -95,10 +111,9 @@ def start(config: RunConfig, steps: tuple[str, ...], skip_data: bool, ranks: int
         if ranks is not None:
             raise ValueError("--ranks starts processes of its own; torchrun has started them already")
         joined = TorchrunGroup(_backend(config), TIMEOUT_S)
-        try:
-            return pipeline.run(config, steps, skip_data)
-        finally:
-            joined.close()
+        code = pipeline.run(config, steps, skip_data)
+        joined.close()  # not after an error: others wait in it
+        return code
     if ranks is None:
         return pipeline.run(config, steps, skip_data)
     with WorkerGroup(ranks, _backend(config), TIMEOUT_S) as group:
@@ -122,9 +137,23 @@ def _pass_on(group: WorkerGroup, received: list[int], number: int, _: FrameType 
 
 
 def _failed(code: int, message: str) -> int:
-    print(f"lmsys.training: {message}", file=sys.stderr)
+    rank = f"rank {os.environ['RANK']} failed {doing.last()}: " if under_torchrun() else ""
+    print(f"lmsys.training: {rank}{message}", file=sys.stderr)
     return code
 
 
+def _leave(code: int) -> None:
+    """Ends a rank of torchrun: one that has failed at once, since its group cannot be left while others wait in it."""
+    if code not in (0, 128 + signal.SIGINT, 128 + signal.SIGTERM):
+        watchdog.said()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    watchdog.end()
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if under_torchrun():
+        _leave(code)
+    sys.exit(code)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lmsys import doing
 from lmsys.cost.operations import model_flops
 from lmsys.measure.machine import peak_flops_per_s
 from lmsys.model import BLOCKS_PER_GRAPH, Loss, TransformerLM
@@ -273,6 +274,7 @@ class Trainer:
         with StopSignals() as signals:
             while self.step < train.steps:
                 late = train.max_seconds is not None and time.perf_counter() - began >= train.max_seconds
+                doing.now(f"in step {self.step + 1:,}")
                 one, stop = self.train_step(signals.seen or (_TIME if late else 0))
                 self.seconds, loss = before + time.perf_counter() - began, one.loss
                 self._tell(one, log, say, progress)
@@ -280,6 +282,7 @@ class Trainer:
                 if last or _due(self.step, self.config.evaluate.interval):
                     valid = self._validate(log, say)
                 if last or _due(self.step, self.config.checkpoint.interval):
+                    doing.now(f"in the save after step {self.step:,}")
                     self.save(folder)
                     saved = self.step
                 if stop and self.step < train.steps:
@@ -330,6 +333,7 @@ class Trainer:
         return f"first not finite: {name}; " if name else ""
 
     def _validate(self, log: JsonLines | None, say: Say) -> Evaluation:
+        doing.now(f"in the evaluation after step {self.step:,}")
         found = self.evaluate()
         if log is not None:
             log.write(step=self.step, valid_loss=found.loss, valid_perplexity=found.perplexity)

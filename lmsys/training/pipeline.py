@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lmsys import doing
 from lmsys.checkpointing import FIT
 from lmsys.files import replacing
 from lmsys.model import TransformerLM
@@ -82,6 +83,7 @@ class RunContext:
 
 def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> int:
     """The exit code: 0, or 128 + the number of the signal that training was interrupted by."""
+    doing.now(doing.AT_FIRST)
     world_size, rank = size_and_rank(None)
     context = RunContext(config, rank, world_size)
     _agree(config, steps, skip_data)
@@ -93,6 +95,7 @@ def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> i
         _check_output(config.folder)
     alone = len(steps) == 1
     for step in (step for step in steps if not (skip_data and step in DATA_STEPS)):
+        doing.now(f"at the beginning of {step!r}" if step == "train" else f"in {step!r}")
         if step == "tokenizer":
             make_tokenizer(context, anew=alone)
         elif step == "tokenize":

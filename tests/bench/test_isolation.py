@@ -17,10 +17,11 @@ import torch
 
 from benchmarks.bench_attention import Attention, AttentionTest
 from lmsys.bench import Entry, Settings
-from lmsys.bench.heartbeat import NOBODY, TIMED, Beat, Heartbeat, read, shared_file
+from lmsys.bench.heartbeat import NOBODY, TIMED, Beat, Heartbeat, read
 from lmsys.bench.isolation import Isolated, place_in
 from lmsys.bench.record import load
 from lmsys.bench.results import Session
+from lmsys.doing import map_file, shared_file
 from lmsys.measure.host import available_bytes
 from tests.support.faults import FAULTS
 from tests.support.harness import MACHINE
@@ -175,8 +176,6 @@ def test_a_heartbeat_is_read_by_another_and_outlives_its_process() -> None:
     line = f"from lmsys.bench.heartbeat import Heartbeat; Heartbeat({file}).beat(3, 'in its check', 60.0); import os; "
     subprocess.run([sys.executable, "-c", line + "os.abort()"], cwd=ROOT, pass_fds=[file], check=False)
     ours = Heartbeat.__new__(Heartbeat)  # not made: that would beat
-    from lmsys.bench.heartbeat import map_file
-
     ours._memory = map_file(file)
     beat = read(ours._memory)
     assert (beat.row, beat.doing, beat.is_late, beat.gpu_row) == (3, "in its check", False, NOBODY)

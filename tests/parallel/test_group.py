@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from torch import nn
 from lmsys.bench.ranks import Unsupported
 from lmsys.measure.compare import outcome_of
 from lmsys.parallel.bucketed import Bucketed
-from lmsys.parallel.group import TorchrunGroup, WorkerError, WorkerGroup, check_backend, device, under_torchrun
+from lmsys.parallel.group import TorchrunGroup, WorkerError, WorkerGroup, check_backend, device
+from lmsys.watchdog import under_torchrun
 
 
 def _facts(value: int) -> tuple[int, int, float]:
@@ -43,6 +45,24 @@ def _leaves(rank: int) -> None:
     if dist.get_rank() == rank:
         os._exit(3)
     dist.barrier()
+
+
+def _is_stopped(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier()
+
+
+def _is_slow(rank: int) -> int:
+    """Holds Python's interpreter, so that no thread of this process could speak, and is stopped for a moment."""
+    if dist.get_rank() == rank:
+        subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+        until = time.monotonic() + 3.5
+        while time.monotonic() < until:
+            sum(range(10**7))
+    dist.barrier()
+    return dist.get_rank()
 
 
 def _sleeps(rank: int) -> None:
@@ -83,13 +103,17 @@ def test_functions_run_on_every_rank_and_results_come_by_rank(ranks: WorkerGroup
 @pytest.mark.parametrize(
     ("function", "kind", "said"),
     [
-        (_fails, "KeyError", "rank 1 failed:\nTraceback.*_fails.*KeyError: 'no such layer'"),
-        (_is_killed, "died", "rank 1 died: killed by SIGKILL"),
-        (_leaves, "died", "rank 1 died with exit code 3"),
-        (_sleeps, "timeout", "rank 1 did not answer within 3 s"),
+        (_fails, "KeyError", "rank 1 failed in _fails:\nTraceback.*KeyError: 'no such layer'"),
+        (_is_killed, "died", "rank 1 died: killed by SIGKILL, in _is_killed"),
+        (_leaves, "died", "rank 1 died with exit code 3, in _leaves"),
+        (_is_stopped, "stopped", r"rank 1 was stopped \(SIGSTOP\) for 2 s, in _is_stopped"),
+        (_sleeps, "timeout", "rank 1 did not answer within 3 s, in _sleeps"),
     ],
 )
-def test_a_rank_that_fails_ends_the_others_within_seconds(function, kind: str, said: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_rank_that_fails_ends_the_others_within_seconds(  # type: ignore[no-untyped-def]
+    function, kind: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LMSYS_STOPPED_S", "2")
     _fails_within_seconds("gloo", function, kind, said)
 
 
@@ -98,11 +122,15 @@ def test_a_rank_that_fails_ends_the_others_within_seconds(function, kind: str, s
 @pytest.mark.parametrize(
     ("function", "kind", "said"),
     [
-        (_fails, "KeyError", "rank 1 failed:\nTraceback.*_fails.*KeyError: 'no such layer'"),
-        (_is_killed, "died", "rank 1 died: killed by SIGKILL"),
+        (_fails, "KeyError", "rank 1 failed in _fails:\nTraceback.*KeyError: 'no such layer'"),
+        (_is_killed, "died", "rank 1 died: killed by SIGKILL, in _is_killed"),
+        (_is_stopped, "stopped", r"rank 1 was stopped \(SIGSTOP\) for 2 s, in _is_stopped"),
     ],
 )
-def test_a_rank_that_fails_ends_the_others_on_nccl(function, kind: str, said: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_rank_that_fails_ends_the_others_on_nccl(  # type: ignore[no-untyped-def]
+    function, kind: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LMSYS_STOPPED_S", "2")
     _fails_within_seconds("nccl", function, kind, said)
 
 
@@ -116,6 +144,20 @@ def _fails_within_seconds(backend: str, function, kind: str, said: str) -> None:
     assert group.ended
     with pytest.raises(RuntimeError, match="this group has ended"):
         group.run(_facts, 1)
+
+
+def test_a_rank_that_is_slow_or_stopped_for_a_moment_is_not_ended(
+    ranks: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks._stopped, "limit_s", 2.0)
+    assert ranks.run(_is_slow, 1) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "inf", "nan"])
+def test_a_limit_for_stops_that_is_no_time_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMSYS_STOPPED_S", text)
+    with pytest.raises(ValueError, match=rf"^\$LMSYS_STOPPED_S is '{text}'; it must be seconds, or 0 for no limit"):
+        WorkerGroup(1, "gloo")
 
 
 def test_closing_leaves_no_process() -> None:

@@ -79,6 +79,6 @@ TOLD = {
     "Hangs": "did not answer within",
     "LeavesDtype": "rank",  # its neighbour gets twice the bytes that it expects, and dies first
     "LeavesThreads": "number of threads",
-    "DestroysTheGroup": "rank 1 failed: ",
-    "LeaksMemory": "rank 1 failed: ",
+    "DestroysTheGroup": "rank 1 failed in ",
+    "LeaksMemory": "rank 1 failed in ",
 }

@@ -1,0 +1,185 @@
+"""A rank or its launcher that is killed, stopped or raises, at any moment: all end soon, named, and nothing is left."""
+
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmsys.training import pipeline
+from tests.support.processes import ROOT
+from tests.support.training_runs import SETTINGS, config, corpus
+
+LIMIT_S = 30.0  # from the fault to the end of the last process
+OWN, TORCHRUN = "own", "torchrun"
+RUNS = {
+    OWN: ("-m", "lmsys.training", "train", "--ranks", "2"),
+    TORCHRUN: (*"-m torch.distributed.run --nproc-per-node 2 --standalone -m lmsys.training train".split(),),
+}
+ENDLESS = ("train.steps=1000000", "evaluate.interval=2", "checkpoint.interval=3")  # all three moments come often
+STRATEGIES = ROOT / "tests" / "support" / "raising_strategies.py"
+DOING = r"(as it began|at the beginning of 'train'|in step [\d,]+|in the (evaluation|save) after step [\d,]+)"
+TOLD = {
+    "kill": rf"rank 1 (died: |was )killed by SIGKILL, {DOING}",
+    "stop": rf"rank 1 was stopped \(SIGSTOP\) for \d+ s, {DOING}",
+    "raise": rf"rank 1 failed {DOING}",
+    "agent": rf"rank [01] has lost the process that started it, {DOING}",
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder with tokenizer and tokens, and nothing trained."""
+    folder = tmp_path_factory.mktemp("data")
+    assert pipeline.run(config(folder, f"data.corpus={corpus(folder)}"), ("tokenizer", "tokenize")) == 0
+    return folder
+
+
+@dataclass
+class Run:
+    """A training of two ranks as a user starts it. Whatever it starts carries `mark` in its environment."""
+
+    process: "subprocess.Popen[str]"
+    folder: Path
+    mark: str
+
+    def pids(self) -> set[int]:
+        """All of its processes that live."""
+        return {pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if self.mark in environment(pid)}
+
+    def rank(self, number: int) -> int:
+        """The process of a rank, as soon as there is one."""
+        while True:
+            assert self.process.poll() is None, self.process.communicate()[0]
+            children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+            ranks = [pid for pid in map(int, children) if is_rank(pid)]
+            if len(ranks) > number:
+                return ranks[number]
+            time.sleep(0.01)
+
+    def steps(self) -> int:
+        log = self.folder / "log.jsonl"
+        return log.read_text().count("loss") if log.exists() else 0
+
+    def wait_for_steps(self) -> None:
+        while not self.steps():
+            assert self.process.poll() is None, self.process.communicate()[0]
+            time.sleep(0.02)
+
+
+def environment(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/environ").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def is_rank(pid: int) -> bool:
+    """True once it runs as one; before that it may still be a copy of its launcher."""
+    line = command_line(pid)
+    return "_serve" in line or "lmsys.training" in line and "\0RANK=" in environment(pid)
+
+
+def command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+@pytest.fixture
+def start(data: Path, tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    begun: list[Run] = []
+
+    def begin(launcher: str, *options: str, **variables: str) -> Run:
+        folder, mark = tmp_path / "run", f"LMSYS_TEST_RUN={uuid.uuid4().hex}"
+        folder.mkdir()
+        (tmp_path / "tmp").mkdir()
+        for name in ("tokenizer", "tokens"):
+            shutil.copytree(data / name, folder / name)
+        settings = [part for setting in (*SETTINGS, *ENDLESS) for part in ("--set", setting)]
+        line = [sys.executable, *RUNS[launcher], *settings, "--output", str(folder), *options]
+        own = dict([mark.split("=")], TMPDIR=str(tmp_path / "tmp"), OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
+        said = (tmp_path / "said.txt").open("w")
+        process = subprocess.Popen(
+            line, cwd=ROOT, env=os.environ | own | variables, stdout=said, stderr=said, start_new_session=True
+        )
+        begun.append(Run(process, folder, mark))
+        return begun[-1]
+
+    yield begin
+    for run in begun:
+        for pid in run.pids():
+            os.kill(pid, signal.SIGKILL)
+        run.process.wait()
+
+
+def ends(run: Run, tmp_path: Path, since: Callable[[str], float]) -> str:
+    """What a run has said, once it has ended in time after the fault, and nothing of it is left."""
+    until = time.monotonic() + 4 * LIMIT_S
+    while run.process.poll() is None or run.pids():
+        assert time.monotonic() < until, f"{[command_line(pid) for pid in run.pids()]} live on"
+        time.sleep(0.05)
+    ended_s, said = time.monotonic(), (tmp_path / "said.txt").read_text()
+    print(f"ended {ended_s - since(said):.1f} s after the fault")  # shown by -rP
+    assert run.process.returncode != 0 and ended_s - since(said) < LIMIT_S, said
+    assert left_behind(tmp_path) == []
+    return said
+
+
+def left_behind(tmp_path: Path) -> list[str]:
+    """Temporary files of ours: torch keeps a cache there, and torchrun a folder of logs where it was killed itself."""
+    found = [path.name for path in (tmp_path / "tmp").iterdir() if not path.name.startswith("torch")]
+    return found + [str(path) for path in (tmp_path / "run").rglob("*.tmp")]
+
+
+def strike(run: Run, fault: str, seed: int, at_start: bool) -> float:
+    """Does the harm, at a random moment; returns when."""
+    random_s = random.Random(seed).uniform(0.0, 4.0 if at_start else 1.5)
+    victim = run.process.pid if fault == "agent" else run.rank(1)
+    if not at_start:
+        run.wait_for_steps()
+    time.sleep(random_s)
+    os.kill(victim, signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
+    return time.monotonic()
+
+
+def cases(counts: dict[str, int]) -> list[Any]:
+    """(launcher, fault, seed, at start-up): one of each always, the others on request; a third come before a step."""
+    return [
+        pytest.param(launcher, fault, seed, seed % 3 == 2, marks=[pytest.mark.on_request] if seed else [])
+        for launcher in RUNS
+        for fault, count in counts.items()
+        for seed in range(count)
+    ]
+
+
+@pytest.mark.parametrize(("launcher", "fault", "seed", "at_start"), cases({"kill": 20, "stop": 10, "agent": 5}))
+def test_a_fault_ends_all(
+    launcher: str, fault: str, seed: int, at_start: bool, start: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = start(launcher, **({} if seed else {"LMSYS_STOPPED_S": "2"}))
+    since = strike(run, fault, seed, at_start)
+    said = ends(run, tmp_path, lambda _: since)
+    assert re.search(TOLD[fault], said), said
+
+
+@pytest.mark.parametrize(("launcher", "fault", "seed", "at_start"), cases({"raise": 10}))
+def test_a_rank_that_raises_ends_all(
+    launcher: str, fault: str, seed: int, at_start: bool, start: Callable[..., Run], tmp_path: Path
+) -> None:
+    kind, at = ("InForward", "InHook", "InData")[seed % 3], 1 if at_start else 4 + 3 * seed
+    options = "--strategy", f"{STRATEGIES}:{kind}", "--set", "train.micro_batch_size=4"
+    run = start(launcher, *options, LMSYS_RAISE_AT=str(at))
+    said = ends(run, tmp_path, lambda said: float(re.search(r"Fault: .* at ([\d.]+) s", said)[1]))  # type: ignore[index]
+    assert re.search(TOLD[fault], said), said
