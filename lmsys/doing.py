@@ -1,8 +1,8 @@
-"""What this process is doing, in a line that another process can read: when this one has died, nobody else knows.
+"""A line on what this process is doing, which another process can read: when this one has died, nobody else knows.
 
     doing.now("in step 12")
 
-The line lies in memory that is shared by a file without a name, so that to note it costs less than a microsecond, and
+The line lies in memory that is shared by a file without a name, so that to note it costs about a microsecond, and
 nothing is left of it. Imports no torch.
 """
 

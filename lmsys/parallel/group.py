@@ -28,7 +28,7 @@ OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
 STOPPED = "stopped"  # how a rank may fail, beside "died" and "timeout"
 ERRORS_S = 2.0  # grace period for other ranks' errors: the first to fail is to blame
 LOCALHOST = "127.0.0.1"
-CONNECT_S = 20.0  # to torchrun's store, which stands before its ranks are started
+CONNECT_S = 20.0  # to the store of torchrun's agent
 LOCK_STEP_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
 GLOO_LOST = "gloo/transport"  # in its message about a connection that another rank has left
 
@@ -89,6 +89,7 @@ class WorkerGroup:
         for rank in range(world_size):
             file = doing.shared_file()
             self._doing.append(doing.map_file(file))
+            doing.write(self._doing[-1], doing.AT_FIRST)
             self._workers.append(Worker(open_files=[file], last_words=last_words(rank, file)))
             self._workers[-1].send(_join, backend, rank, world_size, self._store.port, timeout_s, file)
             os.close(file)
@@ -204,16 +205,19 @@ def is_lost_peer(kind: str, text: str) -> bool:
 
 
 def last_words(rank: int, file: int) -> str:
-    """Of a shell, for a rank whose launcher has gone: nobody else is left to name it."""
+    """A shell's command that names a rank whose launcher has gone: nobody else is left to do it."""
     return f"echo lmsys: rank {rank} has lost the process that started it, $(tr -d '\\0' </proc/self/fd/{file}) >&2;"
 
 
 def _blame(
-    failures: Mapping[int, Failure], silent: Sequence[int], timeout_s: float, doing: Sequence[str]
+    failures: Mapping[int, Failure], silent: Sequence[int], timeout_s: float, notes: Sequence[str]
 ) -> WorkerError:
-    """The error to report: a dead rank comes first, then the first that raised something else than a lost peer."""
+    """The error to report: a dead rank comes first, then the first that raised something else than a lost peer.
+
+    notes  what each rank was doing
+    """
     if not failures:
-        ranks = ", ".join(f"{rank} did not answer within {timeout_s:g} s, {doing[rank]}" for rank in silent)
+        ranks = ", ".join(f"{rank} did not answer within {timeout_s:g} s, {notes[rank]}" for rank in silent)
         return WorkerError(silent[0], TIMEOUT, f"rank {ranks}; all were ended")
 
     def order(rank: int) -> tuple[bool, bool, float]:
@@ -223,8 +227,8 @@ def _blame(
     rank = min(sorted(failures), key=order)
     kind, text = failures[rank].kind, failures[rank].text
     if kind in (DIED, STOPPED):
-        return WorkerError(rank, kind, f"rank {rank} {text}, {doing[rank]}")
-    return WorkerError(rank, kind, f"rank {rank} failed {doing[rank]}:\n{text}")
+        return WorkerError(rank, kind, f"rank {rank} {text}, {notes[rank]}")
+    return WorkerError(rank, kind, f"rank {rank} failed {notes[rank]}:\n{text}")
 
 
 def _initialize(backend: str, local_rank: int, timeout_s: float, **rendezvous: Any) -> None:
@@ -242,8 +246,9 @@ def _torchrun_store(timeout_s: float, num_nodes: int) -> dict[str, Any]:
     """
     if num_nodes > 1:
         return {"init_method": "env://"}
-    connect = datetime.timedelta(seconds=min(timeout_s, CONNECT_S))  # an agent that is gone is not waited for
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=connect))
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # it stands by now, or the agent is gone
+    connect_s = min(timeout_s, CONNECT_S) if agents else timeout_s
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=connect_s)))
     store.set_timeout(datetime.timedelta(seconds=timeout_s))
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return {"store": dist.PrefixStore(f"start-{start}", store), "rank": rank, "world_size": world_size}

@@ -301,7 +301,7 @@ def test_a_strategy_that_does_harm_on_a_rank_costs_its_own_cases(tmp_path: Path)
     ended = subprocess.run(
         command("benchmarks/bench_data_parallel.py", *asked, "--deadline", "40", "--benchmark-json", tmp_path / "out"),
         cwd=ROOT,
-        env=ENVIRONMENT,
+        env=ENVIRONMENT | {"LMSYS_STOPPED_S": "3"},
         capture_output=True,
         text=True,
     )

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import resource
+import signal
 import sys
 import time
 from pathlib import Path
@@ -45,6 +46,11 @@ class Hangs(Faulty):
             time.sleep(0.1)
 
 
+class Stops(Faulty):
+    def harm(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
 class LeavesDtype(Faulty):
     def harm(self) -> None:
         torch.set_default_dtype(torch.float64)
@@ -77,6 +83,7 @@ TOLD = {
     "Leaves": "exit code 0",
     "Exits": "SystemExit",
     "Hangs": "did not answer within",
+    "Stops": "rank 1 was stopped (SIGSTOP) for 3 s, in ",
     "LeavesDtype": "rank",  # its neighbour gets twice the bytes that it expects, and dies first
     "LeavesThreads": "number of threads",
     "DestroysTheGroup": "rank 1 failed in ",

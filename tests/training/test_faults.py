@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lmsys.training import pipeline
 from tests.support.processes import ROOT
@@ -35,6 +36,7 @@ TOLD = {
     "raise": rf"rank 1 failed {DOING}",
     "agent": rf"rank [01] has lost the process that started it, {DOING}",
 }
+ALWAYS = [(OWN, "agent"), (TORCHRUN, "stop"), (TORCHRUN, "raise")]  # others: test_watchdog, test_group, test_training
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +54,7 @@ class Run:
     process: "subprocess.Popen[str]"
     folder: Path
     mark: str
+    began_s: float
 
     def pids(self) -> set[int]:
         """All of its processes that live."""
@@ -110,11 +113,11 @@ def start(data: Path, tmp_path: Path) -> Iterator[Callable[..., Run]]:
         settings = [part for setting in (*SETTINGS, *ENDLESS) for part in ("--set", setting)]
         line = [sys.executable, *RUNS[launcher], *settings, "--output", str(folder), *options]
         own = dict([mark.split("=")], TMPDIR=str(tmp_path / "tmp"), OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
-        said = (tmp_path / "said.txt").open("w")
+        said, began_s = (tmp_path / "said.txt").open("w"), time.time()
         process = subprocess.Popen(
             line, cwd=ROOT, env=os.environ | own | variables, stdout=said, stderr=said, start_new_session=True
         )
-        begun.append(Run(process, folder, mark))
+        begun.append(Run(process, folder, mark, began_s))
         return begun[-1]
 
     yield begin
@@ -125,7 +128,10 @@ def start(data: Path, tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
 
 def ends(run: Run, tmp_path: Path, since: Callable[[str], float]) -> str:
-    """What a run has said, once it has ended in time after the fault, and nothing of it is left."""
+    """All that a run has said, once it has ended in time after the fault, and nothing of it is left.
+
+    since  when the fault was, by what the run has said
+    """
     until = time.monotonic() + 4 * LIMIT_S
     while run.process.poll() is None or run.pids():
         assert time.monotonic() < until, f"{[command_line(pid) for pid in run.pids()]} live on"
@@ -133,14 +139,15 @@ def ends(run: Run, tmp_path: Path, since: Callable[[str], float]) -> str:
     ended_s, said = time.monotonic(), (tmp_path / "said.txt").read_text()
     print(f"ended {ended_s - since(said):.1f} s after the fault")  # shown by -rP
     assert run.process.returncode != 0 and ended_s - since(said) < LIMIT_S, said
-    assert left_behind(tmp_path) == []
+    assert left_behind(run) == []
     return said
 
 
-def left_behind(tmp_path: Path) -> list[str]:
-    """Temporary files of ours: torch keeps a cache there, and torchrun a folder of logs where it was killed itself."""
-    found = [path.name for path in (tmp_path / "tmp").iterdir() if not path.name.startswith("torch")]
-    return found + [str(path) for path in (tmp_path / "run").rglob("*.tmp")]
+def left_behind(run: Run) -> list[str]:
+    """Temporary files; torch keeps a cache there, and torchrun a folder of logs where it was killed itself."""
+    shared = [path for path in Path("/dev/shm").iterdir() if path.name.startswith(("nccl", "torch"))]
+    files = [path for path in (run.folder.parent / "tmp").iterdir() if not path.name.startswith("torch")]
+    return [str(path) for path in files] + [str(path) for path in shared if path.stat().st_ctime > run.began_s]
 
 
 def strike(run: Run, fault: str, seed: int, at_start: bool) -> float:
@@ -155,9 +162,15 @@ def strike(run: Run, fault: str, seed: int, at_start: bool) -> float:
 
 
 def cases(counts: dict[str, int]) -> list[Any]:
-    """(launcher, fault, seed, at start-up): one of each always, the others on request; a third come before a step."""
+    """(launcher, fault, seed, at start-up): all on request, where a third come before the first step; few always."""
     return [
-        pytest.param(launcher, fault, seed, seed % 3 == 2, marks=[pytest.mark.on_request] if seed else [])
+        pytest.param(
+            launcher,
+            fault,
+            seed,
+            seed % 3 == 2,
+            marks=[] if seed == 0 and (launcher, fault) in ALWAYS else [pytest.mark.on_request],
+        )
         for launcher in RUNS
         for fault, count in counts.items()
         for seed in range(count)
@@ -170,6 +183,18 @@ def test_a_fault_ends_all(
 ) -> None:
     run = start(launcher, **({} if seed else {"LMSYS_STOPPED_S": "2"}))
     since = strike(run, fault, seed, at_start)
+    said = ends(run, tmp_path, lambda _: since)
+    assert re.search(TOLD[fault], said), said
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each of two ranks")
+@pytest.mark.parametrize("fault", ["kill", "stop", "agent"])
+@pytest.mark.parametrize("launcher", RUNS)
+def test_a_fault_ends_all_on_nccl(launcher: str, fault: str, start: Callable[..., Run], tmp_path: Path) -> None:
+    """A rank that waits for a dead one on its GPU hears neither a signal nor of a lost connection."""
+    run = start(launcher, "--set", "train.device=cuda", LMSYS_STOPPED_S="2")
+    since = strike(run, fault, 0, at_start=False)
     said = ends(run, tmp_path, lambda _: since)
     assert re.search(TOLD[fault], said), said
 

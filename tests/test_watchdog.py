@@ -1,0 +1,117 @@
+"""The watchdog beside a rank: which ends it names, whom it ends, and that only time which it has seen itself counts."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmsys import doing, watchdog
+from lmsys.watchdog import Stopped
+
+ROOT = Path(__file__).parents[1]
+RANK = """
+import os, signal, sys, time
+from lmsys import doing, watchdog
+watchdog.begin()
+doing.now("in step 3")
+"""
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "RANK": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}
+
+
+def rank(code: str, **variables: str) -> "subprocess.Popen[str]":
+    """A rank whose agent is this process."""
+    environment = os.environ | TORCHRUN | {"PYTHONPATH": str(ROOT)} | variables
+    line = [sys.executable, "-S", "-c", RANK + code]
+    return subprocess.Popen(line, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "lmsys: rank 5 was killed by SIGKILL, in step 3\n"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "lmsys: rank 5 was killed by SIGSEGV, in step 3\n"),
+        ("os._exit(7)", "lmsys: rank 5 ended with exit code 7, in step 3\n"),
+        (
+            "os.kill(os.getpid(), signal.SIGSTOP)",
+            "lmsys: rank 5 was stopped (SIGSTOP) for 1 s, in step 3: it is killed\n",
+        ),
+        ("pass", ""),
+        ("os.kill(os.getpid(), signal.SIGTERM)", ""),
+        ("sys.exit(143)", ""),
+        ("watchdog.end(); os._exit(1)", ""),
+        ("watchdog.said(); os._exit(1)", ""),
+    ],
+)
+def test_an_end_that_is_not_in_order_is_named(code: str, said: str) -> None:
+    """Its parent, which is this process, asks for its status only when the watchdog has closed its output."""
+    one = rank(code, LMSYS_STOPPED_S="1")
+    assert one.stderr is not None and one.stderr.read() == said
+    one.stderr.close()
+    one.wait()
+
+
+AGENT = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-S", "-c", sys.argv[1]])
+time.sleep(60)
+"""
+
+
+def test_a_rank_whose_agent_is_killed_is_told_to_end() -> None:
+    code = RANK + "print('begun', file=sys.stderr, flush=True); time.sleep(60)"
+    environment = os.environ | TORCHRUN | {"PYTHONPATH": str(ROOT)}
+    line = [sys.executable, "-S", "-c", AGENT, code]
+    agent = subprocess.Popen(line, env=environment, stderr=subprocess.PIPE, text=True)
+    assert agent.stderr is not None and agent.stderr.readline() == "begun\n"
+    agent.kill()
+    agent.wait()
+    told = "lmsys: rank 5 has lost the process that started it, in step 3: it is told to end\n"
+    assert agent.stderr.read() == told  # to its end, so that the rank has ended, too
+    agent.stderr.close()
+
+
+def test_ranks_that_do_not_end_beside_a_dead_one_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "GRACE_S", 0.3)
+    waiting = [subprocess.Popen(["sleep", "60"], env=os.environ | {"LOCAL_RANK": str(one)}) for one in range(2)]
+    other = subprocess.Popen(["sleep", "60"], env={})
+    found = watchdog._others(os.getpid(), waiting[0].pid)
+    assert found == [waiting[1].pid]
+    watchdog._end_all(found, os.getpid())
+    assert waiting[1].wait() == -signal.SIGKILL
+    assert waiting[0].poll() is None and other.poll() is None
+    for one in (waiting[0], other):
+        one.kill()
+        one.wait()
+
+
+@given(st.lists(st.tuples(st.booleans(), st.floats(0.0, 5000.0)), max_size=40), st.integers(1, 5))
+def test_time_counts_as_it_was_looked_at(looks: list[tuple[bool, float]], limit_s: int) -> None:
+    """However long the looking process was stopped, or asleep, between two looks: one look is a second at most."""
+    with pytest.MonkeyPatch.context() as patch:
+        now, in_a_row, counted_at = 0.0, 0, -1.0
+        stopped, never = Stopped(limit_s), Stopped(0)
+        for is_stopped, pause_s in looks:
+            now += pause_s
+            patch.setattr(time, "monotonic", lambda now=now: now)
+            patch.setattr(watchdog, "_stat", lambda _, state="T" if is_stopped else "S": [state])
+            late = stopped.among([1])
+            if now >= counted_at + watchdog.LOOK_S:
+                in_a_row, counted_at = (in_a_row + 1 if is_stopped else 0), now
+                assert late == ([1] if in_a_row > limit_s else [])
+            else:
+                assert late == []
+            assert never.among([1]) == []
+
+
+@given(st.text(max_size=300))
+def test_a_note_is_read_by_another(text: str) -> None:
+    memory = bytearray(doing.SIZE)
+    doing.write(memory, text)
+    found = doing.read(memory)
+    assert found == doing.AT_FIRST if not text.strip("\0") else text.startswith(found.rstrip("\ufffd"))
