@@ -71,9 +71,11 @@ def test_a_rank_whose_agent_is_killed_is_told_to_end() -> None:
     assert agent.stderr is not None and agent.stderr.readline() == "begun\n"
     agent.kill()
     agent.wait()
+    since = time.monotonic()
     told = "lmsys: rank 5 has lost the process that started it, in step 3: it is told to end\n"
     assert agent.stderr.read() == told  # to its end, so that the rank has ended, too
     agent.stderr.close()
+    assert time.monotonic() - since < watchdog.SAVE_S / 2  # it was told, and not killed
 
 
 def test_ranks_that_do_not_end_beside_a_dead_one_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +85,7 @@ def test_ranks_that_do_not_end_beside_a_dead_one_are_ended(monkeypatch: pytest.M
     found = watchdog._others(os.getpid(), waiting[0].pid)
     assert found == [waiting[1].pid]
     watchdog._end_all(found, os.getpid())
-    assert waiting[1].wait() == -signal.SIGKILL
+    assert waiting[1].wait(timeout=10) == -signal.SIGKILL
     assert waiting[0].poll() is None and other.poll() is None
     for one in (waiting[0], other):
         one.kill()
