@@ -30,15 +30,17 @@ U (batch, key head) pairs that are checked, each with its G query heads.
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lmsys.attention.contract import DTYPES, AttentionCase, repeat_heads, seen_and_blind
+from lmsys.attention.contract import DTYPES, AttentionCase, repeat_heads, told
+from lmsys.attention.documents import Documents
 from lmsys.attention.naive import masked_scores, naive
+from lmsys.attention.pattern import PLAIN, Pattern
 
 MAX_SCORES = 2**31  # above it, a seeded sample of heads is checked
 MAX_ELEMENTS = 2**27  # elements of q or k in the sample: 1 GiB for each float64 tensor of the reference
@@ -119,15 +121,19 @@ def run(
     row: Callable[..., Tensor],
     inputs: Inputs,
     *,
-    causal: bool,
+    causal: bool = False,
     scale: float | None = None,
+    pattern: Pattern | None = None,
     grad: bool = True,
     lse: bool = False,
 ) -> dict[str, Tensor]:
-    """o, with `grad` also dq, dk, dv, and with `lse` the log-sum-exp that the row saved, by name."""
+    """o, with `grad` also dq, dk, dv, and with `lse` the log-sum-exp that the row saved, by name.
+
+    `pattern` stands in the place of `causal`.
+    """
     q, k, v = inputs.leaves(grad)
     with torch.set_grad_enabled(grad):
-        o = row(q, k, v, causal=causal, scale=scale)
+        o = row(q, k, v, scale=scale, **told(row, pattern or PLAIN[causal]))
     outputs = {"o": o.detach()}
     if lse:
         outputs["lse"] = saved_lse(o, q)
@@ -150,7 +156,7 @@ class Oracle:
     `reference` and `budget` are keyed "o", "lse" and, with `grad` (default: the case's), "dq", "dk", "dv";
     the references are float64 and hold the sampled heads only: (U, G, Q, D), lse (U, G, Q), dk and dv (U, 1, K, D).
     `spot` asks for one head, and for some of its query rows alone; dk and dv then hold what these rows add to them.
-    `mask` is that of `attention`, broadcastable to (B, H, Q, K); the root-mean-square rule knows none.
+    `pattern` stands in the place of the case's `causal`. The log-sum-exp of a query that sees nothing is -inf.
     """
 
     def __init__(
@@ -160,9 +166,9 @@ class Oracle:
         scale: float | None = None,
         grad: bool | None = None,
         spot: Spot | None = None,
-        mask: Tensor | None = None,
+        pattern: Pattern | None = None,
     ):
-        self.causal, self.scale = case.causal, scale
+        self.scale = scale
         self.grad = case.grad if grad is None else grad
         self.dtype = torch.float32 if inputs.q.dtype == torch.float64 else inputs.q.dtype
         self._kv_heads = case.kv_heads
@@ -171,13 +177,12 @@ class Oracle:
         self._rows = spot.rows if spot and spot.rows else slice(0, case.queries)
         self._q, self._k, self._v, self._do = map(self._pick, (inputs.q, inputs.k, inputs.v, inputs.do))
         self._q, self._do = (x[:, :, self._rows] for x in (self._q, self._do))
-        self._mask = None
-        if mask is not None:
-            whole = mask.expand(case.batch, case.heads, case.queries, case.keys)
-            self._mask = self._pick(whole)[:, :, self._rows]  # (U, G, Q, K)
+        self._pattern = self._picked(pattern or PLAIN[case.causal], case)
         self.reference = self._run(torch.float64, torch.float64, naive)
         plain = self._run(self.dtype, self.dtype, naive)
-        self.budget = {name: _budget(ref, plain[name], self._judged(name)) for name, ref in self.reference.items()}
+        others = {name: ref for name, ref in self.reference.items() if name != "lse"}
+        self.budget = {name: _budget(ref, plain[name], self.dtype) for name, ref in others.items()}
+        self.budget["lse"] = _budget(_finite(self.reference["lse"]), _finite(plain["lse"]), torch.float32)
         if spot:
             self.budget["o"] += self._exponent("o")
         if self.grad:
@@ -186,7 +191,7 @@ class Oracle:
         self._rms_budget: dict[str, float] = {}
         self._spot_budget: dict[str, float] = {}  # in root mean square
         if spot and self.dtype != torch.float32:
-            self._spot_budget = {name: rms_budget(ref, plain[name], 3) for name, ref in self.reference.items()}
+            self._spot_budget = {name: rms_budget(ref, plain[name], 3) for name, ref in others.items()}
 
     def error_ratios(self, outputs: dict[str, Tensor], rms: bool = False) -> dict[str, float]:
         """Error over budget of each tensor, in the shapes the row gave them; 1 or less is right.
@@ -195,6 +200,8 @@ class Oracle:
         """
         picked = {name: self._pick(x) for name, x in outputs.items()}
         ratios = self.judge(picked, rms)
+        if "lse" in outputs:
+            outputs = outputs | {"lse": _finite(outputs["lse"])}
         return {name: ratio if bool(outputs[name].isfinite().all()) else math.inf for name, ratio in ratios.items()}
 
     def judge(self, picked: dict[str, Tensor], rms: bool = False) -> dict[str, float]:
@@ -202,7 +209,8 @@ class Oracle:
         ratios = {}
         for name, output in picked.items():
             reference = self.reference[name]
-            error = output.reshape(reference.shape).double() - reference
+            output = output.reshape(reference.shape).double()
+            error = (output - reference).masked_fill(output == reference, 0)  # of -inf too
             ratio = _norm_max(error) / self.budget[name]
             if rms and name != "lse" and self.dtype != torch.float32:
                 ratio = max(ratio, norm_rms(error) / self._rms(name))
@@ -232,13 +240,19 @@ class Oracle:
 
     def _exponent(self, name: str) -> float:
         """An error of 4 eps32 in the exponents, which are as large as the log-sum-exp."""
-        return 4 * torch.finfo(torch.float32).eps * _norm_max(self.reference["lse"]) * _norm_max(self.reference[name])
-
-    def _judged(self, name: str) -> torch.dtype:
-        return torch.float32 if name == "lse" else self.dtype
+        lse = _norm_max(_finite(self.reference["lse"]))
+        return 4 * torch.finfo(torch.float32).eps * lse * _norm_max(self.reference[name])
 
     def _pick(self, x: Tensor) -> Tensor:
         return x.detach().unflatten(1, (self._kv_heads, -1))[self._batch, self._head]  # (U, G, ...)
+
+    def _picked(self, pattern: Pattern, case: AttentionCase) -> Pattern:
+        """The pattern of the sampled heads, a batch entry each."""
+        found = _of_entries(replace(pattern, mask=None), self._batch)
+        if pattern.mask is None:
+            return found
+        whole = pattern.mask.expand(case.batch, case.heads, case.queries, case.keys)
+        return replace(found, mask=self._pick(whole))  # (U, G, Q, K)
 
     def _run(self, compute: torch.dtype, rounded: torch.dtype, attend: Callable[..., Tensor]) -> dict[str, Tensor]:
         """`attend` in dtype `compute`, block by block, its results rounded once to `rounded` and held in float64."""
@@ -250,12 +264,11 @@ class Oracle:
             block = self._q[units, :, rows], self._k[units, :, keys], self._v[units, :, keys]
             q, k, v = (x.to(compute).detach().requires_grad_(self.grad) for x in block)
             first_query = self._rows.start + rows.start
-            mask = None if self._mask is None else self._mask[units, :, rows, keys]
-            options = {} if mask is None else {"mask": mask}
+            pattern = _of_entries(self._pattern, list(range(units.start, units.stop)))
             with torch.set_grad_enabled(self.grad):
-                o = attend(q, k, v, causal=self.causal, scale=self.scale, first_query=first_query, **options)
+                o = attend(q, k, v, scale=self.scale, pattern=pattern, first_query=first_query)
             out["o"][units, :, rows] = o.detach().to(rounded).double()
-            lse = self._lse(q.detach(), k.detach(), first_query, mask)
+            lse = self._lse(q.detach(), k.detach(), pattern, first_query)
             out["lse"][units, :, rows] = lse.double()
             if self.grad:
                 dq, dk, dv = torch.autograd.grad(o, (q, k, v), self._do[units, :, rows].to(compute))
@@ -266,13 +279,11 @@ class Oracle:
             out[name] = out[name].to(rounded).double()
         return out
 
-    def _lse(self, q: Tensor, k: Tensor, first_query: int, mask: Tensor | None) -> Tensor:
+    def _lse(self, q: Tensor, k: Tensor, pattern: Pattern, first_query: int) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
-        scores = masked_scores(q.to(wide), k.to(wide), causal=self.causal, scale=self.scale, first_query=first_query)
-        if mask is not None:
-            seen, _ = seen_and_blind(mask, self.causal, q.shape[2], k.shape[2], first_query)
-            scores = scores.masked_fill(~seen, float("-inf"))
-        return scores.logsumexp(dim=-1)
+        scores, blind = masked_scores(q.to(wide), k.to(wide), pattern, self.scale, first_query)
+        lse = scores.logsumexp(dim=-1)
+        return lse if blind is None else lse.masked_fill(blind.squeeze(-1), -math.inf)
 
     def _blocks(self) -> Iterator[tuple[slice, slice, slice]]:
         """(units, query rows, the keys that those rows can see), with at most BLOCK_SCORES scores if one row allows."""
@@ -283,7 +294,8 @@ class Oracle:
         for unit in range(0, num_units, at_once):
             for row in range(0, queries, num_rows):
                 end = min(row + num_rows, queries)
-                keys = min(num_keys, self._rows.start + end) if self.causal else num_keys
+                last = self._rows.start + end + self._pattern.offset
+                keys = min(num_keys, last) if self._pattern.causal else num_keys
                 yield slice(unit, min(unit + at_once, num_units)), slice(row, end), slice(0, keys)
 
 
@@ -337,6 +349,20 @@ def norm_rms(x: Tensor) -> float:
     return x.square().mean().sqrt().item()
 
 
+def _of_entries(pattern: Pattern, entries: list[int]) -> Pattern:
+    """The pattern of some batch entries; a mask must have all of them."""
+    documents, lengths, mask = pattern.documents, pattern.key_lengths, pattern.mask
+    if documents is not None and documents.batch > 1:
+        documents = Documents([documents.lengths[entry] for entry in entries], documents.device)
+    lengths, mask = (None if x is None else x[entries] for x in (lengths, mask))
+    return replace(pattern, documents=documents, key_lengths=lengths, mask=mask)
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """A log-sum-exp with 0 in place of -inf, that of a query which sees nothing."""
+    return lse.masked_fill(lse == -math.inf, 0)
+
+
 def _budget(ref: Tensor, plain: Tensor, dtype: torch.dtype) -> float:
     rounded = ref.to(dtype)
     middle = (rounded + 0.3 - 0.3) - rounded
@@ -355,13 +381,14 @@ def _mixed(
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool,
     scale: float | None,
+    pattern: Pattern,
     first_query: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    scores = masked_scores(q, k, causal=causal, scale=scale, first_query=first_query)
-    return _Mixed.apply(scores, repeat_heads(v, q.shape[1]), dtype)
+    scores, blind = masked_scores(q, k, pattern, scale, first_query)
+    o = _Mixed.apply(scores, repeat_heads(v, q.shape[1]), dtype)
+    return o if blind is None else o.masked_fill(blind, 0)
 
 
 class _Mixed(torch.autograd.Function):

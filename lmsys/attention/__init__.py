@@ -4,19 +4,12 @@ from typing import Any
 
 from torch import Tensor
 
-from lmsys.attention.contract import (
-    AttentionCase,
-    adapt,
-    as_4d,
-    case_of,
-    check_inputs,
-    check_mask,
-    mask_4d,
-    takes_mask,
-)
+from lmsys.attention.contract import AttentionCase, adapt, as_4d, case_of, check_inputs, told, why_not_told
+from lmsys.attention.documents import Documents
+from lmsys.attention.pattern import Pattern, checked_pattern
 from lmsys.registry import Entry, Table
 
-__all__ = ["ATTENTION", "AttentionCase", "attention"]
+__all__ = ["ATTENTION", "AttentionCase", "Documents", "Pattern", "attention"]
 
 # Facts about a row. A function in a user's file has them as attributes.
 TRAITS: dict[str, Any] = {
@@ -112,6 +105,11 @@ def attention(
     *,
     causal: bool = False,
     scale: float | None = None,
+    window: int | None = None,
+    documents: Documents | None = None,
+    key_lengths: Tensor | None = None,
+    softcap: float | None = None,
+    offset: int = 0,
     mask: Tensor | None = None,
     impl: str = "auto",
 ) -> Tensor:
@@ -121,23 +119,34 @@ def attention(
     heads), or (B, Q, D), (B, K, D), (B, K, Dv); one dtype and device. Returns o (..., H, Q, Dv) or
     (B, Q, Dv) of q's dtype; differentiable once.
 
-    causal  query i sees keys j <= i, aligned at the top left as in torch SDPA, also for Q != K
-    scale   the factor of the scores; None: D ** -0.5
-    mask    boolean, broadcastable to (..., H, Q, K), or to (B, Q, K): True where a query sees a key, with `causal`
-            where it sees it by both. A query that sees no key gives zeros, and gradients of zero. None: all is seen
-    impl    a row of the table. "auto" takes the fastest one that supports the case, on a CPU none that Triton
-            interprets; a named row that cannot run it, as most cannot run a mask or Dv other than D, is a ValueError
-            that says why.
+    A query sees the keys that all of these let it see; one that sees none gives zeros, and gradients of zero.
+
+    causal       query i sees keys j <= i + offset: aligned at the top left as in torch SDPA, also for Q != K
+    scale        the factor of the scores; None: D ** -0.5
+    window       with `causal`: the last `window` of those keys alone, j > i + offset - window
+    documents    `Documents` packed into the sequence, made once; a query sees its own alone, and Q = K
+    key_lengths  (B,) int32 or int64, of caches of different lengths: keys j < key_lengths[b]
+    softcap      scores become softcap · tanh(score / softcap), before anything is hidden
+    offset       the position of query 0 among the keys: K - Q for the last queries of a sequence
+    mask         boolean, broadcastable to (..., H, Q, K), or to (B, Q, K): True where a query sees a key
+    impl         a row of the table. "auto" takes the fastest one that supports the case, on a CPU none that Triton
+                 interprets; a named row that cannot run it is a ValueError that says why.
     """
-    check_inputs(q, k, v, causal, scale)
-    if mask is not None:
-        check_mask(mask, q, k)
+    check_inputs(q, k, v, scale)
+    pattern = checked_pattern(
+        *(q, k),
+        causal=causal,
+        window=window,
+        documents=documents,
+        key_lengths=key_lengths,
+        softcap=softcap,
+        offset=offset,
+        mask=mask,
+    )
     scale = None if scale is None else float(scale)
     q4, k4, v4 = as_4d(q), as_4d(k), as_4d(v)
-    entry = ATTENTION.pick(impl, case_of(q4, k4, v4, causal=causal, scale=scale, masked=mask is not None))
-    row, options = adapt(entry.load()), {}
-    if mask is not None:
-        if not takes_mask(row):
-            raise ValueError(f"attention {impl!r} cannot run a mask: {entry.target} has no parameter `mask`")
-        options["mask"] = mask_4d(mask, q)
-    return row(q4, k4, v4, causal=causal, scale=scale, **options).reshape(*q.shape[:-1], v.shape[-1])
+    entry = ATTENTION.pick(impl, case_of(q4, k4, v4, pattern, scale=scale))
+    row = adapt(entry.load())
+    if reason := why_not_told(row, pattern.options):
+        raise ValueError(f"attention {impl!r} ({entry.target}) cannot run {', '.join(pattern.options)}: {reason}")
+    return row(q4, k4, v4, scale=scale, **told(row, pattern)).reshape(*q.shape[:-1], v.shape[-1])

@@ -5,7 +5,7 @@ Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head d
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmsys.values import broadcasts, finite, flag
+from lmsys.attention.pattern import OPTIONS, Pattern
+from lmsys.values import finite
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -36,42 +37,54 @@ class AttentionCase:
     device: str = "cpu"
     capability: tuple[int, int] | None = None  # the CUDA device's, else None
     scale: float | None = None  # head_dim ** -0.5
-    masked: bool = False  # a mask is given
     value_dim: int | None = None  # head dimension of v; None: head_dim
+    # The options of a `Pattern`: their values, or of those that are tensors whether they are given.
+    window: int | None = None
+    offset: int = 0
+    documents: bool = False
+    key_lengths: bool = False
+    mask: bool = False
+    softcap: float | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those that are given."""
+        return {name: value for name in OPTIONS if (value := getattr(self, name))}
 
     def __str__(self) -> str:
         q = self.batch, self.heads, self.queries, self.head_dim
         k = self.batch, self.kv_heads, self.keys, self.head_dim
         v = "" if self.value_dim in (None, self.head_dim) else f" of head dimension {self.value_dim}"
-        mask = " under a mask" if self.masked else ""
-        return f"q {q} with k and v {k}{v}{mask} in {self.dtype} on {self.device}"
+        given = [name if value is True else f"{name} {value}" for name, value in self.options.items()]
+        under = f" under {', '.join(given)}" if given else ""
+        return f"q {q} with k and v {k}{v}{under} in {self.dtype} on {self.device}"
 
 
 def case_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    scale: float | None = None,
-    grad: bool | None = None,
-    masked: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, scale: float | None = None, grad: bool | None = None
 ) -> AttentionCase:
-    """The case that q (B, H, Q, D), k (B, Hkv, K, D) and v (B, Hkv, K, Dv) make."""
+    """The case that q (B, H, Q, D), k (B, Hkv, K, D) and v (B, Hkv, K, Dv) make under a pattern."""
     batch, heads, queries, head_dim = q.shape
     if grad is None:
         grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
-    dtype = DTYPE_NAMES[q.dtype]
+    options: dict[str, Any] = {
+        name: value if isinstance(value, int | float) else True for name, value in pattern.options.items()
+    }
     return AttentionCase(
-        batch, heads, k.shape[1], queries, k.shape[2], head_dim, dtype, causal, grad, q.device.type, capability, scale,
-        masked, None if v.shape[-1] == head_dim else v.shape[-1],
-    )  # fmt: skip
+        *(batch, heads, k.shape[1], queries, k.shape[2], head_dim, DTYPE_NAMES[q.dtype], pattern.causal, grad),
+        device=q.device.type,
+        capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
+        scale=scale,
+        value_dim=None if v.shape[-1] == head_dim else v.shape[-1],
+        **options,
+    )
 
 
-def why_not_plain(case: AttentionCase) -> str | None:
-    """None, or why a row cannot run the case that knows neither masks nor values of another head dimension."""
-    return "knows no mask but the causal one" if case.masked else why_not_value_dim(case)
+def why_not_plain(case: AttentionCase, *known: str) -> str | None:
+    """None, or why a row cannot run the case that knows these options alone, and values of k's head dimension alone."""
+    if unknown := [name for name in case.options if name not in known]:
+        return f"knows no {' and no '.join(unknown)}"
+    return why_not_value_dim(case)
 
 
 def why_not_value_dim(case: AttentionCase) -> str | None:
@@ -81,7 +94,7 @@ def why_not_value_dim(case: AttentionCase) -> str | None:
     return None
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> None:
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
     """ValueError, with the value at fault, unless q (..., H, Q, D) or (B, Q, D) and k, v fit together."""
     for name, x in {"q": q, "k": k, "v": v}.items():
         if not isinstance(x, Tensor):
@@ -89,7 +102,6 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | N
         if x.layout != torch.strided or x.is_nested:
             told = "a nested tensor" if x.is_nested else f"layout {x.layout}"
             raise ValueError(f"{name} must be a dense tensor (layout torch.strided); got {told}")
-    flag("causal", causal)
     if scale is not None:
         finite("scale", scale, least=-FLOAT32_MAX, most=FLOAT32_MAX)
     if not (q.dim() == k.dim() == v.dim() and q.dim() >= 3):
@@ -114,43 +126,6 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | N
         raise ValueError(f"q, k, v must be on a CPU or a CUDA device; got {q.device}")
 
 
-def check_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:
-    """ValueError, with the value at fault, unless the mask is boolean and fits q and k, which fit together."""
-    if not isinstance(mask, Tensor) or mask.layout != torch.strided or mask.is_nested:
-        raise ValueError(
-            f"mask must be a dense torch.Tensor, or None; got {type(mask).__module__}.{type(mask).__name__}"
-        )
-    if mask.dtype != torch.bool:
-        raise ValueError(f"mask must be boolean, True where a query sees a key; got {mask.dtype}")
-    if mask.device != q.device:
-        raise ValueError(f"mask must be on the device of q, {q.device}; got {mask.device}")
-    scores = (*q.shape[:-1], k.shape[-2])
-    if not broadcasts(mask.shape, scores):
-        raise ValueError(f"mask must broadcast to the scores' shape {scores}; got {tuple(mask.shape)}")
-
-
-def mask_4d(mask: Tensor, q: Tensor) -> Tensor:
-    """A mask that broadcasts to (..., H, Q, K), or for q (B, Q, D) to (B, Q, K), as one that does to (B, H, Q, K)."""
-    mask = mask[(None,) * (q.dim() - mask.dim())]
-    if q.dim() == 3:
-        return mask.unsqueeze(1)
-    return mask if q.dim() == 4 else mask.expand(*q.shape[:-3], *mask.shape[-3:]).flatten(0, -4)
-
-
-def seen_and_blind(
-    mask: Tensor, causal: bool, num_queries: int, num_keys: int, first_query: int = 0
-) -> tuple[Tensor, Tensor]:
-    """(keys that a query sees, queries that see none), shapes that broadcast to (B, H, Q, K) and (B, H, Q, 1).
-
-    A blind query is shown all keys, so that its softmax is finite. Its output is then to be filled with zeros, and its
-    gradients are zeros by that.
-    """
-    if causal:
-        mask = mask & torch.ones(num_queries, num_keys, dtype=torch.bool, device=mask.device).tril(first_query)
-    blind = ~mask.any(dim=-1, keepdim=True)
-    return mask | blind, blind
-
-
 def as_4d(x: Tensor) -> Tensor:
     """(B, S, D) as (B, 1, S, D); (..., H, S, D) as (B, H, S, D) with the leading dimensions made one.
 
@@ -171,7 +146,7 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
 def adapt(implementation: Any) -> Callable[..., Tensor]:
     """A row's callable, `f(q, k, v, *, causal, scale)` on 4-D tensors, from what a target names.
 
-    One that takes masks has a parameter `mask` too, which it is given only where there is a mask.
+    It takes options of a `Pattern` by parameters of their names, or all of them by `pattern`: see `told`.
 
     A `torch.autograd.Function`, or a function that takes no `causal`, is taken as CS336 writes them:
     `f(q, k, v, is_causal)` on (B, S, D) with as many key heads as query heads and the default scale.
@@ -186,10 +161,28 @@ def adapt(implementation: Any) -> Callable[..., Tensor]:
     return _adapt_cs336(implementation)
 
 
+def told(row: Callable[..., Tensor], pattern: Pattern) -> dict[str, Any]:
+    """The keywords by which a row is told the pattern: `causal`, and each option that is given by its name.
+
+    A row with a parameter `pattern` gets it whole in their place, but not where `causal` says it all. ValueError names
+    the options that the row has no parameter for.
+    """
+    if not pattern.options:
+        return {"causal": pattern.causal}
+    if reason := why_not_told(row, pattern.options):
+        raise ValueError(reason)
+    return {"pattern": pattern} if "pattern" in _parameters(row) else {"causal": pattern.causal, **pattern.options}
+
+
+def why_not_told(row: Callable[..., Tensor], options: Iterable[str]) -> str | None:
+    """None, or the options that a row has no parameter for: one that takes every keyword might leave them unread."""
+    missing = [name for name in options if not {name, "pattern"} & _parameters(row)]
+    return f"it has no parameter {' and no '.join(f'`{name}`' for name in missing)}" if missing else None
+
+
 @cache
-def takes_mask(row: Callable[..., Tensor]) -> bool:
-    """True of a callable with a parameter `mask`; one that takes every keyword might leave it unread."""
-    return "mask" in inspect.signature(row).parameters
+def _parameters(row: Callable[..., Tensor]) -> frozenset[str]:
+    return frozenset(inspect.signature(row).parameters)
 
 
 def _adapt_cs336(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -8,18 +8,26 @@ import torch
 from torch import Tensor
 
 from lmsys.attention.compiled import compile_for, layout_key, why_no_compiler
-from lmsys.attention.contract import AttentionCase, repeat_heads, seen_and_blind, why_not_plain
+from lmsys.attention.contract import AttentionCase, repeat_heads, why_not_plain
+from lmsys.attention.pattern import PLAIN, Pattern
 from lmsys.measure.profile import part
 
 
-def masked_scores(q: Tensor, k: Tensor, *, causal: bool, scale: float | None = None, first_query: int = 0) -> Tensor:
-    """scale · q kᵀ, with -inf where query `first_query + i` must not see key j: (B, H, Q, K)."""
+def masked_scores(
+    q: Tensor, k: Tensor, pattern: Pattern, scale: float | None = None, first_query: int = 0
+) -> tuple[Tensor, Tensor | None]:
+    """scale · q kᵀ, capped, with -inf where query `first_query + i` must not see key j: (B, H, Q, K).
+
+    With it come the queries that see nothing, which broadcast to (B, H, Q, 1); their scores are those of all keys.
+    """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     scores = q @ repeat_heads(k, q.shape[1]).mT * scale  # (B, H, Q, K)
-    if causal:
-        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(first_query)
-        scores = scores.masked_fill(~visible, float("-inf"))
-    return scores
+    if pattern.softcap is not None:
+        scores = pattern.softcap * torch.tanh(scores / pattern.softcap)
+    if not pattern.hides:
+        return scores, None
+    seen, blind = pattern.seen_and_blind(q.shape[2], k.shape[2], q.device, first_query)
+    return scores.masked_fill(~seen, float("-inf")), blind
 
 
 def naive(
@@ -29,24 +37,21 @@ def naive(
     *,
     causal: bool = False,
     scale: float | None = None,
-    mask: Tensor | None = None,
+    pattern: Pattern | None = None,
     first_query: int = 0,
 ) -> Tensor:
     """softmax(scale · q kᵀ) v: q (B, H, Q, D), k (B, Hkv, K, D), v (B, Hkv, K, Dv) -> (B, H, Q, Dv).
 
-    `mask`, broadcastable to (B, H, Q, K), is True where a query sees a key; one that sees none gives zeros.
-    `first_query` is the position of q's first row, so that a block of rows can be attended on its own.
+    `pattern` says more than `causal`, and stands in its place; a query that sees nothing gives zeros.
+    `first_query` is the index of q's first row, so that a block of rows can be attended on its own.
     """
     with part("scores"):
-        scores = masked_scores(q, k, causal=causal, scale=scale, first_query=first_query)
-        if mask is not None:
-            seen, blind = seen_and_blind(mask, causal, q.shape[2], k.shape[2], first_query)
-            scores = scores.masked_fill(~seen, float("-inf"))
+        scores, blind = masked_scores(q, k, pattern or PLAIN[causal], scale, first_query)
     with part("softmax"):
         weights = torch.softmax(scores, dim=-1)
     with part("values"):
         o = weights @ repeat_heads(v, q.shape[1])
-        return o if mask is None else o.masked_fill(blind, 0)
+        return o if blind is None else o.masked_fill(blind, 0)
 
 
 def naive_compiled(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, lru_cache, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,20 +20,44 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from lmsys.attention.compiled import compile_for, layout_key, why_no_compiler
-from lmsys.attention.contract import DTYPES, AttentionCase, seen_and_blind, why_not_plain, why_not_value_dim
+from lmsys.attention.contract import DTYPES, AttentionCase, why_not_plain, why_not_value_dim
+from lmsys.attention.documents import Documents
+from lmsys.attention.pattern import Pattern
+
+MADE_ONCE = "causal", "window", "offset", "documents"  # what a mask can be made of before the call
 
 
 def sdpa(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, mask: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    pattern: Pattern | None = None,
 ) -> Tensor:
-    """scaled_dot_product_attention as it comes; a mask, broadcastable to (B, H, Q, K), replaces `is_causal`."""
+    """scaled_dot_product_attention as it comes; a pattern becomes a boolean mask in place of `is_causal`."""
     grouped = q.shape[1] != k.shape[1]
-    if mask is None:
+    if pattern is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
-    seen, blind = seen_and_blind(mask, causal, q.shape[2], k.shape[2])
+    seen, blind = _seen_and_blind(pattern, q.shape[2], k.shape[2], q.device)
     seen = seen.expand(*q.shape[:-1], k.shape[2])
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=grouped)
-    return o.masked_fill(blind, 0)
+    return o if blind is None else o.masked_fill(blind, 0)
+
+
+def _seen_and_blind(
+    pattern: Pattern, num_queries: int, num_keys: int, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Masks, which a user makes once for many calls: so are those that are made of no tensor of this call."""
+    if pattern.options.keys() & {"mask", "key_lengths"}:
+        return pattern.seen_and_blind(num_queries, num_keys, device)
+    return _made(*(getattr(pattern, name) for name in MADE_ONCE), num_queries, num_keys, device)
+
+
+@lru_cache(maxsize=2)  # of Q x K bytes each
+def _made(causal: bool, window: int | None, offset: int, documents: Documents | None, *shape: Any) -> Any:
+    return Pattern(causal, window, offset, documents).seen_and_blind(*shape)
 
 
 def _sdpa(
@@ -42,11 +67,11 @@ def _sdpa(
     *,
     causal: bool = False,
     scale: float | None = None,
-    mask: Tensor | None = None,
+    pattern: Pattern | None = None,
     backend: SDPBackend,
 ) -> Tensor:
     with sdpa_kernel(backend):
-        return sdpa(q, k, v, causal=causal, scale=scale, mask=mask)
+        return sdpa(q, k, v, causal=causal, scale=scale, pattern=pattern)
 
 
 sdpa_math = partial(_sdpa, backend=SDPBackend.MATH)
@@ -56,17 +81,21 @@ sdpa_cudnn = partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION)
 
 
 def sdpa_supports(case: AttentionCase) -> str | None:
-    return _why_not_scale(case)
+    return _why_not_softcap(case) or _why_not_scale(case)
 
 
 def sdpa_math_supports(case: AttentionCase) -> str | None:
-    return None
+    return _why_not_softcap(case)
+
+
+def _why_not_softcap(case: AttentionCase) -> str | None:
+    return "SDPA knows no softcap" if case.softcap is not None else None
 
 
 def sdpa_flash_supports(case: AttentionCase) -> str | None:
     if case.device == "cuda":
         return _torch_says(case, SDPBackend.FLASH_ATTENTION, cuda_backend.can_use_flash_attention)
-    return why_not_value_dim(case) or _why_not_scale(case)
+    return _why_not_softcap(case) or why_not_value_dim(case) or _why_not_scale(case)
 
 
 def sdpa_efficient_supports(case: AttentionCase) -> str | None:
@@ -93,7 +122,7 @@ def _torch_says(case: AttentionCase, backend: SDPBackend, can_use: Callable[...,
 
     Where it says nothing: which change of the case it would take.
     """
-    if reason := _why_not_scale(case):
+    if reason := _why_not_softcap(case) or _why_not_scale(case):
         return reason
     ask = partial(_asked, backend=backend, can_use=can_use, deterministic=torch.are_deterministic_algorithms_enabled())
     if (said := ask(case)) is None:
@@ -112,7 +141,9 @@ def _changes(case: AttentionCase) -> dict[str, AttentionCase]:
         f"head_dim 64 in place of {case.head_dim}": replace(case, head_dim=64),
         "a case without gradients": replace(case, grad=False),
         "no causal mask": replace(case, causal=False),
-        "no mask": replace(case, masked=False),
+        "no option but `causal`": replace(
+            case, window=None, offset=0, documents=False, key_lengths=False, mask=False, softcap=None
+        ),
         "v of the head dimension of k": replace(case, value_dim=None),
     }
 
@@ -128,8 +159,8 @@ def _asked(case: AttentionCase, backend: SDPBackend, can_use: Callable[..., bool
     q, k = shaped(case.heads, case.queries, case.head_dim), shaped(case.kv_heads, case.keys, case.head_dim)
     v = shaped(case.kv_heads, case.keys, case.value_dim or case.head_dim)
     q, k, v = (x.requires_grad_(case.grad) for x in (q, k, v))
-    mask = shaped(case.heads, case.queries, case.keys, torch.bool) if case.masked else None
-    is_causal = case.causal and not case.masked  # a mask stands in its place
+    mask = shaped(case.heads, case.queries, case.keys, torch.bool) if case.options else None
+    is_causal = case.causal and mask is None  # which stands in its place
     params = cuda_backend.SDPAParams(q, k, v, mask, 0.0, is_causal, case.heads != case.kv_heads)
     with sdpa_kernel(backend), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -7,28 +7,34 @@ the values.
 import torch
 from torch import Tensor
 
-from lmsys.attention.contract import seen_and_blind
+from lmsys.attention.pattern import PLAIN, Pattern
 
 
 def vectorized(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, mask: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    pattern: Pattern | None = None,
 ) -> Tensor:
     """softmax(scale · q kᵀ) v: q (B, H, Q, D), k (B, Hkv, K, D), v (B, Hkv, K, Dv) -> (B, H, Q, Dv).
 
-    Beside `naive` it scales q instead of the scores, folds the G query heads of a key head into its rows
-    instead of repeating keys, masks in place, and keeps one (Q, K) matrix for the backward: the softmax.
+    `pattern` stands in the place of `causal`. Beside `naive` it scales q instead of the scores, folds the G query heads
+    of a key head into its rows instead of repeating keys, masks in place, and keeps one (Q, K) matrix for the backward:
+    the softmax.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    pattern, blind = pattern or PLAIN[causal], None
     num_heads, num_queries = q.shape[1], q.shape[2]
     num_kv_heads, num_keys = k.shape[1], k.shape[2]
     rows = (q * scale).unflatten(1, (num_kv_heads, -1)).flatten(2, 3)  # (B, Hkv, G * Q, D)
     scores = rows @ k.mT  # (B, Hkv, G * Q, K)
-    if mask is not None:
-        seen, blind = seen_and_blind(mask, causal, num_queries, num_keys)
-        hidden = ~seen
-    elif causal:
-        hidden = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).triu_(1)
-    if causal or mask is not None:
-        scores.view(-1, num_heads, num_queries, num_keys).masked_fill_(hidden, float("-inf"))
+    if pattern.softcap is not None:
+        scores = torch.tanh(scores / pattern.softcap) * pattern.softcap
+    if pattern.hides:
+        seen, blind = pattern.seen_and_blind(num_queries, num_keys, q.device)
+        scores.view(-1, num_heads, num_queries, num_keys).masked_fill_(~seen, float("-inf"))
     o = (torch.softmax(scores, dim=-1) @ v).unflatten(2, (-1, num_queries)).flatten(1, 2)
-    return o if mask is None else o.masked_fill(blind, 0)
+    return o if blind is None else o.masked_fill(blind, 0)

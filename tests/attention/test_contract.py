@@ -178,7 +178,7 @@ def test_any_rank_of_three_or_more_gives_the_shape_of_q(shape: tuple[int, ...], 
 
 def test_keys_may_have_fewer_heads_in_any_rank() -> None:
     q, k = torch.randn(3, 2, 4, 8, 16), torch.randn(3, 2, 2, 9, 16)
-    check_inputs(q, k, k, False, None)
+    check_inputs(q, k, k, None)
     torch.testing.assert_close(attention(q, k, k, impl="flash_torch"), attention(q, k, k, impl="naive"))
 
 

@@ -128,11 +128,17 @@ def cases(draw: st.DrawFn, row: Row, **fixed: Any) -> AttentionCase:
     return replace(case, grad=row.why_not(replace(case, grad=True)) is None)
 
 
-def law(compiled_on_cpu: bool = False, only: tuple[str, ...] = (), square: bool = False, **fixed: Any) -> Callable:
+def law(
+    compiled_on_cpu: bool = False,
+    only: tuple[str, ...] = (),
+    square: bool = False,
+    of: Callable[..., st.SearchStrategy[AttentionCase]] = cases,
+    **fixed: Any,
+) -> Callable:
     """Makes `check(row, case, seed)` a test of every row (or those in `only`) on every device.
 
-    `square` asks for as many keys as queries, `fixed` fixes fields of the case. Rows that compile for
-    each shape are left out on CPU unless `compiled_on_cpu`: there they are held to the oracle alone.
+    `square` asks for as many keys as queries, `of` draws cases of a row, `fixed` fixes fields of them. Rows that
+    compile for each shape are left out on CPU unless `compiled_on_cpu`: there they are held to the oracle alone.
     """
 
     def decorate(check: Callable[[Row, AttentionCase, int], None]) -> Callable:
@@ -144,7 +150,7 @@ def law(compiled_on_cpu: bool = False, only: tuple[str, ...] = (), square: bool 
                 pytest.skip(reason)
             if name in COMPILED and device == "cpu" and not compiled_on_cpu:
                 pytest.skip("compiles for each shape: on CPU it is held to the oracle only")
-            drawn = cases(row, **fixed)
+            drawn = of(row, **fixed)
             if square:
                 drawn = drawn.map(lambda case: replace(case, queries=case.keys))
             drawn = drawn.filter(lambda case: row.why_not(case) is None)

@@ -1,0 +1,85 @@
+"""Intervals of keys: how the flash rows read a pattern.
+
+Whatever hides keys but a mask leaves each query an interval of them, whose two ends never fall from one query to the
+next. So a tile of queries has to visit the keys from its first query's first to its last query's end, and what lies
+between its last query's first and its first query's end is seen by all of them and needs no mask. The same holds of
+keys, each of which is seen by an interval of queries.
+
+Legend: B batch, Q queries, K keys, S = Q = K.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from lmsys.attention.documents import Documents
+
+
+@dataclass(frozen=True, eq=False)
+class Bounds:
+    """Query i of batch entry b sees keys first[b, i] <= j < end[b, i]; it is blind where there are none.
+
+    first, end  (B, Q) or, where they are those of every batch entry, (1, Q): int32 between 0 and K, neither ever
+                falling with i
+    num_keys    K
+    """
+
+    first: Tensor
+    end: Tensor
+    num_keys: int
+
+    @cached_property
+    def of_keys(self) -> "Bounds":
+        """The interval of queries that see each key: first, end (B or 1, K)."""
+        keys = torch.arange(self.num_keys, dtype=torch.int32, device=self.first.device)
+        keys = keys.expand(self.first.shape[0], -1).contiguous()
+        first = torch.searchsorted(self.end, keys, right=True, out_int32=True)  # queries that end at j or before it
+        end = torch.searchsorted(self.first, keys, right=True, out_int32=True)  # queries that begin at j or before it
+        return Bounds(first, end, self.first.shape[1])
+
+    def until(self, key_lengths: Tensor) -> "Bounds":
+        """The same where batch entry b has only its first key_lengths[b] keys."""
+        lengths = key_lengths.clamp(0, self.num_keys).to(torch.int32).unsqueeze(1)
+        end = torch.minimum(self.end, lengths)
+        return Bounds(self.first.expand(end.shape).contiguous(), end, self.num_keys)
+
+    def walk(self, start: int, stop: int, tile: int) -> list[tuple[int, bool]]:
+        """The tiles of keys that queries [start, stop) visit: the first key of each, and whether it must be masked."""
+        low, full_from, full_to, high = (edge[at] for edge, at in zip(self._edges, (start, stop - 1) * 2, strict=True))
+        columns = range(low // tile * tile, high, tile) if low < high else ()
+        return [(col, col < full_from or min(col + tile, self.num_keys) > full_to) for col in columns]
+
+    def visible(self, rows: slice, columns: slice) -> Tensor:
+        """Where these queries see these keys: (B or 1, rows, columns), boolean."""
+        keys = torch.arange(columns.start, columns.stop, device=self.first.device)
+        return (keys >= self.first[:, rows, None]) & (keys < self.end[:, rows, None])
+
+    @cached_property
+    def _edges(self) -> list[list[int]]:
+        """By query, over all batch entries: least first, greatest first, least end, greatest end."""
+        edges = self.first.amin(0), self.first.amax(0), self.end.amin(0), self.end.amax(0)
+        return torch.stack(edges).tolist()
+
+
+@lru_cache(64)
+def bounds_of(
+    causal: bool,
+    window: int | None,
+    offset: int,
+    documents: Documents | None,
+    num_queries: int,
+    num_keys: int,
+    device: torch.device,
+) -> Bounds:
+    """The intervals of a `Pattern` without key lengths and mask."""
+    position = torch.arange(num_queries, device=device).unsqueeze(0) + offset  # (1, Q)
+    first, end = torch.zeros_like(position), torch.full_like(position, num_keys)
+    if causal:
+        end = torch.minimum(position + 1, end)
+    if window is not None:
+        first = (position - window + 1).clamp(0, num_keys)
+    if documents is not None:
+        first, end = torch.maximum(first, documents.starts), torch.minimum(end, documents.ends)
+    return Bounds(first.to(torch.int32).contiguous(), end.to(torch.int32).contiguous(), num_keys)

@@ -1,0 +1,411 @@
+"""The laws of patterns, and of values of another head dimension than keys, held by every row that takes them."""
+
+import random
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lmsys.attention import ATTENTION, AttentionCase, Documents, Pattern, attention
+from lmsys.attention.naive import naive
+from lmsys.attention.pattern import OPTIONS
+from lmsys.testing import Inputs, Oracle, make_inputs, run
+from tests.support.attention_rows import Row, assert_agree, law
+from tests.support.patterns import document_lengths, drawn_mask, make_pattern, patterned, spelled
+
+Outputs = dict[str, Tensor]
+OURS = ("naive", "vectorized", "flash_torch", "flash_triton")  # the others are held to the oracle, and no further
+lawful = partial(law, of=patterned, only=OURS)
+
+
+def defined(
+    q: Tensor, k: Tensor, v: Tensor, *, sees: Tensor, softcap: float | None, scale: float | None = None, **_: Any
+) -> Tensor:
+    """Each query's mean of the values that it sees, weighted by exp(scale · q kᵀ); zeros where it sees none."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    scores = torch.einsum("bhqd,bhkd->bhqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    weights = (scores - scores.amax(-1, keepdim=True).detach()).exp() * sees
+    return weights @ v / weights.sum(-1, keepdim=True).masked_fill(~sees.any(-1, keepdim=True), 1)
+
+
+def assert_right(row: Row, case: AttentionCase, inputs: Inputs, pattern: Pattern) -> None:
+    found = row.run(case, inputs, pattern=pattern)
+    ratios = Oracle(case, inputs, pattern=pattern).error_ratios(found)
+    assert max(ratios.values()) <= 1, ratios
+    assert found["o"].shape == inputs.do.shape and found["o"].dtype == inputs.q.dtype
+
+
+def parts(inputs: Inputs, queries: slice, keys: slice, batch: slice = slice(None)) -> Inputs:
+    q, do = (x[batch, :, queries] for x in (inputs.q, inputs.do))
+    k, v = (x[batch, :, keys] for x in (inputs.k, inputs.v))
+    return replace(inputs, q=q, k=k, v=v, do=do)
+
+
+@lawful(only=("naive", "vectorized"))
+def test_what_is_seen_is_what_the_options_say(row: Row, case: AttentionCase, seed: int) -> None:
+    """In float64, from the definition, so that a mistake of `naive` is not its own measure."""
+    inputs, pattern = make_inputs(case, seed, "float64"), make_pattern(case, seed)
+    sees = spelled(pattern, case)
+    found = run(row.call, inputs, pattern=pattern, grad=case.grad)
+    expected = run(partial(defined, sees=sees, softcap=case.softcap), inputs, grad=case.grad)
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name])
+    blind = ~sees.any(-1)
+    for x in (found["o"], found["dq"]):
+        assert not x[blind].any()
+    unseen = ~sees.unflatten(1, (case.kv_heads, -1)).any(dim=(2, 3))
+    for x in (found["dk"], found["dv"]):
+        assert not x[unseen].any()
+
+
+@lawful(only=())
+def test_a_row_under_a_pattern_matches_the_oracle(row: Row, case: AttentionCase, seed: int) -> None:
+    """o, every gradient and the saved log-sum-exp, for any options together, on views."""
+    assert_right(row, case, make_inputs(case, seed, transposed=seed % 2 == 0), make_pattern(case, seed))
+
+
+@lawful(only=(), mask=True)
+def test_a_query_that_sees_nothing_gives_zeros_and_gradients_of_zero(row: Row, case: AttentionCase, seed: int) -> None:
+    inputs, pattern = make_inputs(case, seed, std=8.0), make_pattern(case, seed)
+    mask = pattern.mask.expand(case.batch, case.heads, case.queries, case.keys).clone()
+    mask[:, :, blind := seed % case.queries] = False
+    mask[..., unseen := seed % case.keys] = False
+    found = row.run(case, inputs, pattern=replace(pattern, mask=mask))
+    assert all(bool(x.isfinite().all()) for x in found.values())
+    assert not found["o"][:, :, blind].any()
+    if case.grad:
+        assert not found["dq"][:, :, blind].any()
+        assert not found["dk"][:, :, unseen].any() and not found["dv"][:, :, unseen].any()
+
+
+@lawful(key_lengths=True)
+def test_an_empty_cache_gives_zeros_and_gradients_of_zero(row: Row, case: AttentionCase, seed: int) -> None:
+    inputs, pattern = make_inputs(case, seed, std=8.0), make_pattern(case, seed)
+    pattern.key_lengths[0] = 0
+    found = row.run(case, inputs, pattern=pattern)
+    assert not found["o"][0].any() and not any(found[name][0].any() for name in found.keys() & {"dq", "dk", "dv"})
+    assert all(bool(x.isfinite().all()) for name, x in found.items() if name != "lse")
+
+
+@lawful()
+def test_a_pattern_is_the_mask_that_spells_it(row: Row, case: AttentionCase, seed: int) -> None:
+    inputs, pattern = make_inputs(case, seed), make_pattern(case, seed)
+    spelt = Pattern(mask=spelled(pattern, case), softcap=case.softcap)
+    found = row.run(case, inputs, pattern=pattern)
+    found.pop("lse", None)
+    expected = run(naive, inputs, pattern=spelt, grad=case.grad)
+    assert_agree(found, expected, *2 * [Oracle(case, inputs, pattern=pattern)])
+
+
+@lawful(documents=True, offset=0, key_lengths=False, mask=False, square=True)
+def test_documents_packed_are_documents_apart(row: Row, case: AttentionCase, seed: int) -> None:
+    """One by one: o, the gradients and the log-sum-exp."""
+    inputs, lengths = make_inputs(case, seed), document_lengths(case.keys, seed)
+    lengths = lengths[:6] + [sum(lengths[6:])] * (len(lengths) > 6)  # each is a call of the row
+    pattern = Pattern(case.causal, case.window, documents=Documents(lengths, case.device), softcap=case.softcap)
+    packed, start = row.run(case, inputs, pattern=pattern), 0
+    for length in lengths:
+        own = slice(start, start := start + length)
+        alone = replace(case, queries=length, keys=length, documents=False)
+        one, unpacked = parts(inputs, own, own), replace(pattern, documents=None)
+        found = row.run(alone, one, pattern=unpacked)
+        oracles = 2 * [Oracle(alone, one, pattern=unpacked)]
+        assert_agree({name: packed[name][:, :, own] for name in found}, found, *oracles)
+
+
+@lawful(documents=True, offset=0, key_lengths=False, mask=False, square=True)
+def test_the_order_of_documents_does_not_matter(row: Row, case: AttentionCase, seed: int) -> None:
+    inputs, lengths = make_inputs(case, seed), document_lengths(case.keys, seed)
+    order = random.Random(seed).sample(range(len(lengths)), len(lengths))
+    tokens = torch.arange(case.keys).split(lengths)
+    tokens = torch.cat([tokens[one] for one in order]).to(case.device)
+    moved = replace(inputs, **{name: getattr(inputs, name)[:, :, tokens] for name in ("q", "k", "v", "do")})
+
+    def under(lengths: list[int]) -> Pattern:
+        return Pattern(case.causal, case.window, documents=Documents(lengths, case.device), softcap=case.softcap)
+
+    found = row.run(case, moved, pattern=under([lengths[one] for one in order]))
+    expected = {name: x[:, :, tokens] for name, x in row.run(case, inputs, pattern=under(lengths)).items()}
+    assert_agree(found, expected, *2 * [Oracle(case, inputs, pattern=under(lengths))])
+
+
+@lawful(causal=True, window=1, documents=False, mask=False)
+def test_a_window_as_long_as_the_sequence_is_causal(row: Row, case: AttentionCase, seed: int) -> None:
+    inputs, pattern = make_inputs(case, seed), make_pattern(case, seed)
+    wide = replace(pattern, window=case.queries + case.offset + seed % 2)
+    causal = replace(pattern, window=None)
+    found, expected = (row.run(case, inputs, pattern=one) for one in (wide, causal))
+    assert_agree(found, expected, *2 * [Oracle(case, inputs, pattern=causal)])
+
+
+@lawful(causal=True, window=1, documents=False, key_lengths=False, mask=False, softcap=None, offset=0, square=True)
+def test_a_window_of_one_is_the_value_at_its_place(row: Row, case: AttentionCase, seed: int) -> None:
+    inputs = make_inputs(case, seed)
+    o = row.run(case, inputs, pattern=make_pattern(case, seed))["o"]
+    expected = inputs.v.repeat_interleave(case.heads // case.kv_heads, dim=1)
+    torch.testing.assert_close(o, expected, rtol=2 * torch.finfo(o.dtype).eps, atol=0)
+
+
+@lawful(softcap=2.0**20)
+def test_a_softcap_that_is_far_away_is_none(row: Row, case: AttentionCase, seed: int) -> None:
+    inputs, pattern = make_inputs(case, seed), make_pattern(case, seed)
+    plain = replace(pattern, softcap=None)
+    found, expected = (row.run(case, inputs, pattern=one) for one in (pattern, plain))
+    assert_agree(found, expected, *2 * [Oracle(case, inputs, pattern=plain)])
+
+
+@lawful(key_lengths=True, batch=2, documents=False, mask=False)
+def test_key_lengths_are_shorter_caches(row: Row, case: AttentionCase, seed: int) -> None:
+    inputs, pattern = make_inputs(case, seed), make_pattern(case, seed)
+    whole = row.run(case, inputs, pattern=pattern)
+    for entry, length in enumerate(pattern.key_lengths.tolist()):
+        if not length:
+            continue
+        own = slice(entry, entry + 1)
+        cut = parts(inputs, slice(None), slice(length), own)
+        short = replace(pattern, key_lengths=None)
+        alone = replace(case, batch=1, keys=length, key_lengths=False)
+        found = row.run(alone, cut, pattern=short)
+        picked = {name: x[own, :, :length] if name in ("dk", "dv") else x[own] for name, x in whole.items()}
+        assert_agree(picked, found, *2 * [Oracle(alone, cut, pattern=short)])
+
+
+@lawful(causal=True, offset=1, documents=False, key_lengths=False, mask=False, square=True)
+def test_decoding_gives_the_last_rows_of_the_whole(row: Row, case: AttentionCase, seed: int) -> None:
+    inputs, last = make_inputs(case, seed), 1 + seed % min(case.queries, 16)
+    whole = Pattern(True, case.window, softcap=case.softcap)
+    decoding = replace(whole, offset=case.keys - last)
+    forward, few = replace(case, grad=False), replace(case, grad=False, queries=last)
+    expected = row.run(forward, inputs, pattern=whole)["o"][:, :, -last:]
+    one = parts(inputs, slice(case.keys - last, None), slice(None))
+    found = row.run(few, one, pattern=decoding)["o"]
+    assert_agree({"o": found}, {"o": expected}, *2 * [Oracle(few, one, pattern=decoding)])
+
+
+@lawful(only=(*OURS, "sdpa"), mask=True)
+def test_a_mask_of_true_alone_changes_nothing(row: Row, case: AttentionCase, seed: int) -> None:
+    inputs, pattern = make_inputs(case, seed), make_pattern(case, seed)
+    unmasked = replace(pattern, mask=None)
+    everything = replace(pattern, mask=torch.ones_like(pattern.mask))
+    found, expected = (row.run(case, inputs, pattern=one) for one in (everything, unmasked))
+    assert_agree(found, expected, *2 * [Oracle(case, inputs, pattern=unmasked)])
+
+
+@lawful(only=(*OURS, "sdpa"), mask=True)
+def test_a_mask_that_broadcasts_is_the_whole_one(row: Row, case: AttentionCase, seed: int) -> None:
+    inputs, pattern = make_inputs(case, seed), make_pattern(case, seed)
+    whole = pattern.mask.expand(case.batch, case.heads, case.queries, case.keys).contiguous()
+    found = [row.run(case, inputs, pattern=replace(pattern, mask=one))["o"] for one in (pattern.mask, whole)]
+    assert torch.equal(*found)
+
+
+@law(value_dim=24)
+def test_values_may_have_another_head_dimension(row: Row, case: AttentionCase, seed: int) -> None:
+    assert_right(row, case, make_inputs(case, seed), Pattern(case.causal))
+
+
+@law(value_dim=8, mask=True)
+def test_values_of_another_head_dimension_under_a_mask(row: Row, case: AttentionCase, seed: int) -> None:
+    assert_right(row, case, make_inputs(case, seed), make_pattern(case, seed))
+
+
+TAKE_MASKS = ["naive", "vectorized", "sdpa", "sdpa_math", "sdpa_flash"]  # of those that run on a CPU
+
+
+@pytest.mark.parametrize("impl", ["auto", *TAKE_MASKS])
+@pytest.mark.parametrize("shape", [(3, 8, 16), (2, 4, 8, 16), (2, 3, 4, 8, 16)])
+def test_a_mask_fits_inputs_of_any_rank(impl: str, shape: tuple[int, ...]) -> None:
+    """(B, Q, K) for (B, S, D), as CS336 calls it, else (..., H, Q, K), or what broadcasts to it."""
+    q, k, v = torch.randn(3, *shape)
+    whole = torch.rand(*shape[:-1], shape[-2]) < 0.5
+    flat = [x.reshape(-1, 1, *shape[-2:]) for x in (q, k, v)]
+    spelt = Pattern(True, mask=whole.reshape(-1, 1, *whole.shape[-2:]))
+    expected = naive(*flat, pattern=spelt).reshape(shape)
+    torch.testing.assert_close(attention(q, k, v, causal=True, mask=whole, impl=impl), expected)
+    for mask in (whole[0], whole[..., :1, :], torch.tensor(True)):
+        spelt = mask.expand_as(whole)
+        expected = attention(q, k, v, mask=spelt, impl="naive")
+        torch.testing.assert_close(attention(q, k, v, mask=mask, impl=impl), expected)
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 16), (3, 4, 8, 16), (1, 3, 4, 8, 16)])
+def test_options_fit_inputs_of_any_rank(shape: tuple[int, ...]) -> None:
+    """Documents and lengths are of batch entries, which are the leading dimensions."""
+    q, k, v = torch.randn(3, *shape)
+    options = {
+        "documents": Documents([[8], [2, 6], [1, 7]]),
+        "key_lengths": torch.tensor([8, 3, 5]),
+        "softcap": 2.0,
+        "causal": True,
+        "window": 4,
+    }
+    o = attention(q, k, v, **options)
+    heads = [x.reshape(3, -1, 8, 16) for x in (q, k, v)]
+    torch.testing.assert_close(o, naive(*heads, pattern=Pattern(**options)).reshape(shape))
+
+
+def test_the_rows_that_take_options_are_these() -> None:
+    case = AttentionCase(1, 2, 2, 8, 8, 16, "float32", causal=True)
+    rows = [name for name, row in ATTENTION.items() if row.target.startswith("lmsys.") and row.why_not(case) is None]
+    named = {"window": 2, "documents": True, "softcap": 2.0, "mask": True, "value_dim": 24}
+    for option, value in named.items():
+        reasons = {name: ATTENTION[name].why_not(replace(case, **{option: value})) for name in rows}
+        takes = [name for name, reason in reasons.items() if reason is None]
+        assert takes == TAKES[option], option
+        said = "head dimension of k, 16; got 24" if option == "value_dim" else option
+        assert all(said in reason for reason in reasons.values() if reason)
+
+
+TAKES = {
+    "window": TAKE_MASKS,
+    "documents": TAKE_MASKS,
+    "softcap": TAKE_MASKS[:2],
+    "mask": TAKE_MASKS,
+    "value_dim": TAKE_MASKS[:-1],
+}
+
+
+@pytest.mark.parametrize("name", ["flash_gluon", "flash_cuda"])
+def test_rows_of_dense_kernels_refuse_every_option(name: str) -> None:
+    """With the reason, and before they ask for a GPU."""
+    case = AttentionCase(1, 2, 2, 64, 64, 64, "bfloat16", causal=True, device="cuda", capability=(9, 0))
+    for option, value in zip(OPTIONS, (5, 3, True, True, 2.0, True), strict=True):
+        assert f"knows no {option}" in ATTENTION[name].why_not(replace(case, **{option: value}))
+
+
+Q = torch.zeros(2, 4, 8, 16)
+HALVES = Documents([4, 4])
+NO_WINDOW = "window=3 needs causal=True: it counts the keys up to a query's own position"
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "mask: no tensor": ({"mask": [[True]]}, "mask must be a dense torch.Tensor, or None; got builtins.list"),
+    "mask: numbers": ({"mask": torch.zeros(8, 8)}, "mask must be boolean, True where a query sees a key; got torch.fl"),
+    "mask: device": ({"mask": torch.ones(8, 8, dtype=torch.bool, device="meta")}, "on the device of q, cpu; got meta"),
+    "mask: length": ({"mask": torch.ones(8, 9, dtype=torch.bool)}, "to the scores' shape (2, 4, 8, 8); got (8, 9)"),
+    "mask: key heads": ({"mask": torch.ones(2, 2, 8, 8, dtype=torch.bool)}, "(2, 4, 8, 8); got (2, 2, 8, 8)"),
+    "mask: dimensions": ({"mask": torch.ones(1, 2, 4, 8, 8, dtype=torch.bool)}, "got (1, 2, 4, 8, 8)"),
+    "window: 0": ({"window": 0, "causal": True}, "window=0 must be at least 1"),
+    "window: half": ({"window": 2.5, "causal": True}, "window=2.5 must be a whole number"),
+    "window: not causal": ({"window": 3}, NO_WINDOW),
+    "softcap: 0": ({"softcap": 0.0}, "softcap=0.0 must be more than 0"),
+    "softcap: nan": ({"softcap": float("nan")}, "softcap=nan must be a finite number"),
+    "softcap: text": ({"softcap": "30"}, "softcap='30' must be a finite number"),
+    "offset: negative": ({"offset": -1}, "offset=-1 must be at least 0"),
+    "offset: half": ({"offset": 0.5}, "offset=0.5 must be a whole number"),
+    "documents: lengths": (
+        {"documents": [4, 4]},
+        "documents must be lmsys.attention.Documents, made once, as by Docum",
+    ),
+    "documents: sum": ({"documents": Documents([4, 5])}, "they have 9 tokens, for 8 queries and 8 keys"),
+    "documents: batch": ({"documents": Documents([[8]] * 3)}, "of 1 or 2 batch entries, as q is; got 3"),
+    "documents: device": ({"documents": Documents([8], "meta")}, "documents must be on the device of q, cpu; got meta"),
+    "lengths: list": ({"key_lengths": [8, 8]}, "key_lengths must be a torch.Tensor of int32 or int64; got list"),
+    "lengths: dtype": ({"key_lengths": torch.ones(2)}, "of int32 or int64; got torch.float32"),
+    "lengths: shape": ({"key_lengths": torch.tensor([8])}, "one for each batch entry, of shape (2,); got (1,)"),
+    "lengths: device": ({"key_lengths": torch.ones(2, dtype=torch.int32, device="meta")}, "of q, cpu; got meta"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_options_are_refused_with_the_value_at_fault(name: str) -> None:
+    options, message = BAD[name]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        attention(Q, Q[:, :2], Q[:, :2], **options)
+
+
+BAD_DOCUMENTS: dict[str, tuple[Callable[[], Any], str]] = {
+    "none": (lambda: Documents([]), "documents are made of their lengths, as in Documents([3, 5]), or one list of len"),
+    "number": (lambda: Documents(8), "for each batch entry; got 8"),
+    "empty": (lambda: Documents([3, 0]), "length of a document=0 must be at least 1"),
+    "half": (lambda: Documents([3, 0.5]), "length of a document=0.5 must be a whole number"),
+    "sums": (lambda: Documents([[3, 5], [7]]), "fill all batch entries alike; their lengths add up to [8, 7]"),
+    "mixed": (lambda: Documents([[3, 5], 8]), "documents of a batch entry must be a list of lengths; got 8"),
+    "edges from 1": (lambda: Documents.from_cu_seqlens(torch.tensor([1, 8])), "cu_seqlens=[1, 8] must be 0, then wher"),
+    "one edge": (lambda: Documents.from_cu_seqlens(torch.tensor([0])), "cu_seqlens=[0] must be 0, then where each"),
+    "edges fall": (lambda: Documents.from_cu_seqlens(torch.tensor([0, 5, 5])), "cu_seqlens=[0, 5, 5] must increase"),
+    "edges float": (lambda: Documents.from_cu_seqlens(torch.ones(3)), "must be a torch.Tensor of int32 or int64; got"),
+    "edges 2-D": (lambda: Documents.from_cu_seqlens(torch.ones(1, 3).int()), "must have 1 dimensions of tokens; got"),
+    "ids list": (lambda: Documents.from_ids([0, 0, 1]), "ids must be a torch.Tensor of int32 or int64; got list"),
+    "ids apart": (lambda: Documents.from_ids(torch.tensor([0, 1, 0])), "ids=[0, 1, 0]: the tokens of a document must"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_DOCUMENTS)
+def test_bad_documents_are_refused_where_they_are_made(name: str) -> None:
+    make, message = BAD_DOCUMENTS[name]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
+
+
+def test_documents_are_the_same_however_they_are_told() -> None:
+    lengths = Documents([3, 1, 4])
+    edges = Documents.from_cu_seqlens(torch.tensor([0, 3, 4, 8]))
+    ids = Documents.from_ids(torch.tensor([7, 7, 7, -1, 2, 2, 2, 2]))
+    assert lengths.lengths == edges.lengths == ids.lengths == ((3, 1, 4),)
+    assert lengths.starts.tolist() == [[0, 0, 0, 3, 4, 4, 4, 4]] and lengths.ends.tolist() == [[3, 3, 3, 4, 8, 8, 8, 8]]
+    assert edges.cu_seqlens(2).tolist() == [0, 3, 4, 8, 11, 12, 16] and lengths.longest == 4
+    assert Documents.from_ids(torch.tensor([[0, 0, 1], [0, 1, 1]])).lengths == ((2, 1), (1, 2))
+
+
+@pytest.mark.parametrize("impl", ["flash_gluon", "flash_cuda"])
+def test_an_option_that_hides_nothing_is_none(impl: str) -> None:
+    """So that a row of dense kernels runs it: what it cannot here has another reason."""
+    wide = {"causal": True, "window": 8}, {"causal": True, "offset": 7}, {"offset": 3}
+    for options in wide:
+        with pytest.raises(ValueError, match=r"cannot run q \(2, 4, 8, 16\) with k and v \(2, 4, 8, 16\) in float32"):
+            attention(Q, Q, Q, impl=impl, **options)
+        torch.testing.assert_close(attention(Q, Q, Q, **options), attention(Q, Q, Q, impl="naive", **options))
+
+
+def test_a_named_row_that_cannot_says_why() -> None:
+    mask = torch.ones(8, 8, dtype=torch.bool)
+    said = r"'naive_compiled' cannot run q .* under mask in float32 on cpu: knows no mask"
+    with pytest.raises(ValueError, match=said):
+        attention(Q, Q, Q, mask=mask, impl="naive_compiled")
+    said = r"'naive_compiled' cannot run q .* under window 3, softcap 2.0 in .*: knows no window and no softcap"
+    with pytest.raises(ValueError, match=said):
+        attention(Q, Q, Q, causal=True, window=3, softcap=2, impl="naive_compiled")
+    said = r"'flash_torch' cannot run q .* of head dimension 4 in .*: needs v of the head dimension of k, 16; got 4"
+    with pytest.raises(ValueError, match=said):
+        attention(Q, Q, Q[..., :4], impl="flash_torch")
+
+
+OWN = "from lmsys.attention import Pattern\nfrom lmsys.attention.naive import naive\n\n\n"
+OWN += "def {name}(q, k, v, *, causal, scale{more}):\n"
+OWN += "    return naive(q, k, v, scale=scale, pattern=Pattern(causal{given}))\n"
+
+
+def test_rows_of_others_are_given_the_options_that_they_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only where a call has them: a row `f(q, k, v, *, causal, scale)` goes on working."""
+    files = {"plain": "", "masked": "mask", "windowed": "window"}
+    targets = []
+    for name, option in files.items():
+        more, given = (f", {option}=None", f", {option}={option}") if option else ("", "")
+        (tmp_path / f"{name}.py").write_text(OWN.format(name=name, more=more, given=given))
+        targets.append(f"{tmp_path / name}.py:{name}")
+    rows = ATTENTION.select(targets)
+    monkeypatch.setattr(ATTENTION, "_all", {row.name: row for row in rows} | dict(ATTENTION))
+    q, mask = torch.randn(2, 4, 8, 16), torch.rand(8, 8) < 0.5
+    assert torch.equal(attention(q, q, q, impl="plain"), attention(q, q, q, impl="masked"))
+    options: dict[str, dict[str, Any]] = {"masked": {"mask": mask}, "windowed": {"window": 3, "causal": True}}
+    for name, given in options.items():
+        assert torch.equal(attention(q, q, q, impl=name, **given), attention(q, q, q, impl="naive", **given))
+    said = r"'plain' \(.*plain.py:plain\) cannot run mask: it has no parameter `mask`"
+    with pytest.raises(ValueError, match=said):
+        attention(q, q, q, mask=mask, impl="plain")
+    with pytest.raises(ValueError, match="cannot run window, mask: it has no parameter `mask`"):
+        attention(q, q, q, mask=mask, window=3, causal=True, impl="windowed")
+
+
+def test_a_drawn_mask_blinds_some_query() -> None:
+    """Else the laws of queries that see nothing would say little."""
+    case = AttentionCase(2, 4, 2, 40, 40, 16, "float32", mask=True)
+    assert any((~drawn_mask(case, seed).any(-1)).any() for seed in range(5))
