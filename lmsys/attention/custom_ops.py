@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lmsys.attention.contract import as_4d
+from lmsys.attention.pattern import Pattern
 from lmsys.autograd import once_differentiable
 from lmsys.kernels.custom_op import define
 
@@ -80,10 +81,10 @@ def custom_op(
 
 
 def autograd_function(name: str, forward: Forward, backward: Backward) -> Any:
-    """The class `name` with `.apply(q, k, v, causal, scale, tile)` on (..., H, S, D) or (B, S, D).
+    """The class `name` with `.apply(q, k, v, causal, scale, tile, pattern)` on (..., H, S, D) or (B, S, D).
 
-    The last three may be left out: `tile` is what `forward` and `backward`, else as for `custom_op`, take as their last
-    argument. They take the maximum before they scale, so `scale` must be positive (ValueError); `attend` takes any.
+    The last four may be left out: `tile` is what `forward` and `backward`, else as for `custom_op`, take as one more
+    argument, and a `pattern`, which some take, is given to them by its name. They take the maximum before they scale, so `scale` must be positive (ValueError); `attend` takes any.
     """
 
     class Flash(torch.autograd.Function):
@@ -96,15 +97,17 @@ def autograd_function(name: str, forward: Forward, backward: Backward) -> Any:
             causal: bool = False,
             scale: float | None = None,
             tile: Any = None,
+            pattern: Pattern | None = None,
         ) -> Tensor:
             ctx.causal, ctx.tile = causal, () if tile is None else (tile,)
+            ctx.options = {} if pattern is None else {"pattern": pattern}
             ctx.scale = q.shape[-1] ** -0.5 if scale is None else float(scale)  # Triton would make an int a constant
             if ctx.scale <= 0:
                 raise ValueError(f"{scale=} must be positive in {name}.apply; the row of the table takes any")
             if q.dim() == 4:  # apart, since each view costs the host two microseconds
-                o, lse = forward(q, k, v, causal, ctx.scale, *ctx.tile)
+                o, lse = forward(q, k, v, causal, ctx.scale, *ctx.tile, **ctx.options)
             else:
-                o, lse = forward(as_4d(q), as_4d(k), as_4d(v), causal, ctx.scale, *ctx.tile)
+                o, lse = forward(as_4d(q), as_4d(k), as_4d(v), causal, ctx.scale, *ctx.tile, **ctx.options)
                 o, lse = o.reshape(q.shape), lse.view(q.shape[:-1])
             ctx.save_for_backward(q, k, v, o, lse)
             return o
@@ -113,22 +116,37 @@ def autograd_function(name: str, forward: Forward, backward: Backward) -> Any:
         @once_differentiable
         def backward(ctx: Any, *grads: Tensor) -> Any:
             q, k, v, o, lse = ctx.saved_tensors
+            asked = ctx.causal, ctx.scale, *ctx.tile
             if q.dim() == 4:
-                found = backward(q, k, v, o, lse, grads[0], ctx.causal, ctx.scale, *ctx.tile)
-                return *found, None, None, None
+                return *backward(q, k, v, o, lse, grads[0], *asked, **ctx.options), None, None, None, None
             q4, k4, v4, o4, do4 = (as_4d(x) for x in (q, k, v, o, grads[0]))
-            found = backward(q4, k4, v4, o4, lse.view(q4.shape[:-1]), do4, ctx.causal, ctx.scale, *ctx.tile)
-            return *(dx.reshape(x.shape) for dx, x in zip(found, (q, k, v), strict=True)), None, None, None
+            found = backward(q4, k4, v4, o4, lse.view(q4.shape[:-1]), do4, *asked, **ctx.options)
+            return *(dx.reshape(x.shape) for dx, x in zip(found, (q, k, v), strict=True)), None, None, None, None
 
     Flash.__name__ = Flash.__qualname__ = name
     return Flash
 
 
 def attend(
-    eager: Any, compiled: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
+    eager: Any,
+    compiled: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float | None,
+    pattern: Pattern | None = None,
 ) -> Tensor:
     """Calls an `autograd_function`, or inside torch.compile a `custom_op`. They need scale > 0; here any will do."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if scale <= 0:
         q, scale = q * (-1 if scale < 0 else 0), -scale or 1.0
+    if pattern is not None:
+        return under_pattern(eager, q, k, v, scale, pattern)
     return (compiled if torch.compiler.is_compiling() else eager.apply)(q, k, v, causal, scale)
+
+
+@torch.compiler.disable
+def under_pattern(eager: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None, pattern: Pattern) -> Tensor:
+    """Calls an autograd Function with a pattern, which no custom operator takes: torch.compile's graph ends here."""
+    return eager.apply(q, k, v, pattern.causal, scale, None, pattern)

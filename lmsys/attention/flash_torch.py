@@ -1,7 +1,7 @@
 """FlashAttention-2 in plain PyTorch: tiles, online softmax, a backward that recomputes what it needs.
 
 No (Q, K) matrix is ever held: forward and backward walk over square tiles of queries and keys, skip the
-tiles that a causal mask hides wholly and mask only those on the diagonal, and keep q, k, v, o and the
+tiles that are wholly hidden and mask only those at an edge (`Bounds`), and keep q, k, v, o and the
 log-sum-exp of the scaled scores. Sums are accumulated in float32 (float64 for float64).
 
 Source: Dao 2023, "FlashAttention-2" (arXiv 2307.08691), Algorithms 1 and 2.
@@ -17,9 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmsys.attention.bounds import Bounds
 from lmsys.attention.compiled import compile_for, layout_key, why_no_compiler
 from lmsys.attention.contract import AttentionCase, as_4d, why_not_plain
-from lmsys.attention.custom_ops import custom_op
+from lmsys.attention.custom_ops import custom_op, under_pattern
+from lmsys.attention.pattern import INTERVALS, PLAIN, Pattern
 from lmsys.autograd import once_differentiable
 
 TILE_SCORES = {"cuda": 2**24, "cpu": 2**20}  # scores of one tile over all heads: 64 MiB, 4 MiB
@@ -47,16 +49,10 @@ def _grouped(x: Tensor, num_groups: int) -> Tensor:
     return x.reshape(num_groups, -1, *x.shape[2:])
 
 
-def _rows(x: Tensor, start: int, tile: int) -> Tensor:
-    """The queries [start, start + tile) of every head of a group: (N, G, Q, ...) -> (N, R, ...)."""
-    return x[:, :, start : start + tile].flatten(1, 2)
-
-
-def _hide_future(scores: Tensor, num_heads: int) -> Tensor:
-    """Scores (N, R, C) of a tile on the diagonal, with -inf where column > row."""
-    by_head = scores.unflatten(1, (num_heads, -1))  # (N, G, R / G, C)
-    visible = torch.ones(by_head.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    return by_head.masked_fill(~visible, float("-inf")).flatten(1, 2)
+def _hide(scores: Tensor, visible: Tensor) -> Tensor:
+    """Scores (N, R, C) with -inf where `visible` (B or 1, queries, C) is False, for every head alike."""
+    by_entry = scores.view(visible.shape[0], -1, *visible.shape[1:])
+    return by_entry.masked_fill(~visible.unsqueeze(1), float("-inf")).view_as(scores)
 
 
 def _tile_size(num_heads: int, longest: int, device: str) -> int:
@@ -67,47 +63,60 @@ def _tile_size(num_heads: int, longest: int, device: str) -> int:
 
 
 def flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, tile: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+    tile: int | None = None,
+    pattern: Pattern | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Algorithm 1: q (B, H, Q, D), k and v (B, Hkv, K, D) -> o (B, H, Q, D) and lse (B, H, Q) in natural log."""
+    """Algorithm 1: q (B, H, Q, D), k and v (B, Hkv, K, D) -> o (B, H, Q, D) and lse (B, H, Q) in natural log.
+
+    `pattern` stands in the place of `causal`; a query that sees nothing has a log-sum-exp of -inf.
+    """
     num_groups, (num_queries, num_keys) = k.shape[0] * k.shape[1], (q.shape[2], k.shape[2])
     tile = tile or _tile_size(q.shape[0] * q.shape[1], max(num_queries, num_keys), q.device.type)
+    pattern = pattern or PLAIN[causal]
+    bounds = pattern.bounds(num_queries, num_keys, q.device)
     k, v = (x.reshape(num_groups, num_keys, -1) for x in (k, v))
     q_groups = _grouped(q, num_groups)  # (N, G, Q, D)
     o = torch.empty_like(q_groups)
     lse = torch.empty(q_groups.shape[:-1], dtype=_wide(q.dtype), device=q.device)  # (N, G, Q)
     heads_last = partial(torch.unflatten, dim=1, sizes=(q_groups.shape[1], -1))
     for row in range(0, num_queries, tile):
-        seen = min(num_keys, row + tile) if causal else num_keys
-        o_tile, lse_tile = _attend_rows(
-            q_groups[:, :, row : row + tile], k[:, :seen], v[:, :seen], row, causal, scale, tile
-        )
-        o[:, :, row : row + tile] = heads_last(o_tile)
-        lse[:, :, row : row + tile] = heads_last(lse_tile)
+        rows = slice(row, min(row + tile, num_queries))
+        o_tile, lse_tile = _attend_rows(q_groups[:, :, rows], k, v, rows, bounds, scale, pattern.softcap, tile)
+        o[:, :, rows] = heads_last(o_tile)
+        lse[:, :, rows] = heads_last(lse_tile)
     return o.view(q.shape), lse.view(q.shape[:-1])
 
 
 def _attend_rows(
-    q: Tensor, k: Tensor, v: Tensor, row: int, causal: bool, scale: float, tile: int
+    q: Tensor, k: Tensor, v: Tensor, rows: slice, bounds: Bounds, scale: float, softcap: float | None, tile: int
 ) -> tuple[Tensor, Tensor]:
-    """Online softmax of a tile of queries (N, G, R / G, D) over the keys (N, ., D) it sees: o (N, R, D), lse (N, R)."""
-    num_heads, operand = q.shape[1], _operand(q)
+    """Online softmax of a tile of queries (N, G, R / G, D) over the keys (N, K, D) it sees: o (N, R, D), lse (N, R)."""
+    operand = _operand(q)
     q = q.flatten(1, 2).to(operand)
     acc = torch.zeros(q.shape, dtype=_wide(q.dtype), device=q.device)  # (N, R, D), not yet divided by total
     top = torch.full_like(acc[..., :1], float("-inf"))  # (N, R, 1), running maximum
     total = torch.zeros_like(top)  # running sum of exp(score - top)
-    for column in range(0, k.shape[1], tile):
-        k_tile, v_tile = (x[:, column : column + tile].to(operand) for x in (k, v))
+    for column, masked in bounds.walk(rows.start, rows.stop, tile):
+        columns = slice(column, min(column + tile, k.shape[1]))
+        k_tile, v_tile = (x[:, columns].to(operand) for x in (k, v))
         scores = _dot(q, k_tile.mT).mul_(scale)  # (N, R, C)
-        if causal and column == row:
-            scores = _hide_future(scores, num_heads)
+        if softcap is not None:
+            scores.div_(softcap).tanh_().mul_(softcap)
+        if masked:
+            scores = _hide(scores, bounds.visible(rows, columns))
         new_top = torch.maximum(top, scores.amax(dim=-1, keepdim=True))
-        p = scores.sub_(new_top).exp_()
-        rescale = torch.exp(top - new_top)
+        base = new_top.masked_fill(new_top == float("-inf"), 0)  # of a query that has seen nothing yet
+        p = scores.sub_(base).exp_()
+        rescale = torch.exp(top - base)
         total = total * rescale + p.sum(dim=-1, keepdim=True)
         acc = acc.mul_(rescale).add_(_dot(p.to(operand), v_tile))
         top = new_top
-    return acc / total, (top + total.log()).squeeze(-1)
+    return acc / total.masked_fill(total == 0, 1), (top + total.log()).squeeze(-1)
 
 
 def _tile_weights(
@@ -115,18 +124,25 @@ def _tile_weights(
     dp: Tensor,
     lse: Tensor,
     delta: Tensor,
-    *,
+    *visible: Tensor,
     scale: float,
-    num_heads: int,
-    diagonal: bool,
+    softcap: float | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """P and scale · dS of one tile, (N, R, C) in `dtype`, from q kᵀ and do vᵀ: what torch.compile fuses."""
+    """P and scale · dS of one tile, (N, R, C) in `dtype`, from q kᵀ and do vᵀ: what torch.compile fuses.
+
+    `visible` is given for a tile at an edge, as `_hide` takes it.
+    """
     scores = scores * scale
-    if diagonal:
-        scores = _hide_future(scores, num_heads)
+    if softcap is not None:
+        capped = torch.tanh(scores / softcap)
+        scores = capped * softcap
+    for one in visible:
+        scores = _hide(scores, one)
     p = torch.exp(scores - lse.unsqueeze(-1))
     ds = p * (dp - delta.unsqueeze(-1))
+    if softcap is not None:
+        ds = ds * (1 - capped * capped)
     return p.to(dtype), (ds * scale).to(dtype)
 
 
@@ -145,6 +161,7 @@ def flash_backward(
     causal: bool,
     scale: float | None = None,
     tile: int | None = None,
+    pattern: Pattern | None = None,
     tile_weights: Callable[..., tuple[Tensor, Tensor]] = _tile_weights,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Algorithm 2: dq, dk, dv of q, o, do (B, H, Q, D), k, v (B, Hkv, K, D) and lse (B, H, Q), or all (B, S, D).
@@ -153,9 +170,12 @@ def flash_backward(
     in place, dq over the outer loop, so there are no atomics and the result is repeatable.
     """
     shapes, scale = (q.shape, k.shape, v.shape), q.shape[-1] ** -0.5 if scale is None else scale
+    lse = lse.masked_fill(lse == float("-inf"), float("inf"))  # makes P zero of a query that sees nothing
     lse = lse.reshape(as_4d(q).shape[:-1])
     q, k, v, o, do = (as_4d(x) for x in (q, k, v, o, do))
     num_groups, (num_queries, num_keys) = k.shape[0] * k.shape[1], (q.shape[2], k.shape[2])
+    pattern = pattern or PLAIN[causal]
+    bounds = pattern.bounds(num_queries, num_keys, q.device)
     tile = tile or _tile_size(q.shape[0] * q.shape[1], max(num_queries, num_keys), q.device.type)
     wide, operand = _wide(q.dtype), _operand(q)
     delta = _grouped((o.to(wide) * do.to(wide)).sum(dim=-1), num_groups)  # (N, G, Q), row sums of P * dP
@@ -164,25 +184,27 @@ def flash_backward(
     dq = torch.zeros(q.shape, dtype=wide, device=q.device)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     for column in range(0, num_keys, tile):
-        k_tile, v_tile = (x[:, column : column + tile].to(operand) for x in (k, v))
+        columns = slice(column, min(column + tile, num_keys))
+        k_tile, v_tile = (x[:, columns].to(operand) for x in (k, v))
         dk_tile, dv_tile = (torch.zeros(k_tile.shape, dtype=wide, device=k.device) for _ in range(2))
-        for row in range(column if causal else 0, num_queries, tile):
-            q_tile, do_tile = (_rows(x, row, tile).to(operand) for x in (q, do))
+        for row, masked in bounds.of_keys.walk(columns.start, columns.stop, tile):
+            rows = slice(row, min(row + tile, num_queries))
+            q_tile, do_tile = (x[:, :, rows].flatten(1, 2).to(operand) for x in (q, do))
             p, ds = tile_weights(
                 _dot(q_tile, k_tile.mT),
                 _dot(do_tile, v_tile.mT),
-                _rows(lse, row, tile),
-                _rows(delta, row, tile),
+                lse[:, :, rows].flatten(1),
+                delta[:, :, rows].flatten(1),
+                *([bounds.visible(rows, columns)] if masked else []),
                 scale=scale,
-                num_heads=q.shape[1],
-                diagonal=causal and row == column,
+                softcap=pattern.softcap,
                 dtype=operand,
             )
             dv_tile += _dot(p.mT, do_tile)
             dk_tile += _dot(ds.mT, q_tile)
-            dq[:, :, row : row + tile] += _dot(ds, k_tile).unflatten(1, (q.shape[1], -1))
-        dk[:, column : column + tile] = dk_tile
-        dv[:, column : column + tile] = dv_tile
+            dq[:, :, rows] += _dot(ds, k_tile).unflatten(1, (q.shape[1], -1))
+        dk[:, columns] = dk_tile
+        dv[:, columns] = dv_tile
     grads = dq.to(q.dtype), dk, dv
     return tuple(x.reshape(shape) for x, shape in zip(grads, shapes, strict=True))
 
@@ -190,13 +212,13 @@ def flash_backward(
 compiled_flash_backward = partial(flash_backward, tile_weights=_tile_weights_compiled)
 
 
-def backward_here(q: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+def backward_here(q: Tensor, *others: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """`flash_backward`, compiled on CUDA."""
-    return (compiled_flash_backward if q.is_cuda else flash_backward)(q, *others)
+    return (compiled_flash_backward if q.is_cuda else flash_backward)(q, *others, **options)
 
 
 class FlashTorch(torch.autograd.Function):
-    """`.apply(q, k, v, causal, scale, tile)` on (..., H, S, D) or (B, S, D); the last three may be left out."""
+    """`.apply(q, k, v, causal, scale, tile, pattern)` on (..., H, S, D) or (B, S, D); the last four may be left out."""
 
     @staticmethod
     def forward(
@@ -207,10 +229,11 @@ class FlashTorch(torch.autograd.Function):
         causal: bool = False,
         scale: float | None = None,
         tile: int | None = None,
+        pattern: Pattern | None = None,
     ) -> Tensor:
-        ctx.causal, ctx.tile = causal, tile
+        ctx.causal, ctx.tile, ctx.pattern = causal, tile, pattern
         ctx.scale = q.shape[-1] ** -0.5 if scale is None else scale
-        o, lse = flash_forward(as_4d(q), as_4d(k), as_4d(v), causal, ctx.scale, tile)
+        o, lse = flash_forward(as_4d(q), as_4d(k), as_4d(v), causal, ctx.scale, tile, pattern)
         o = o.view(q.shape)
         ctx.save_for_backward(q, k, v, o, lse.view(q.shape[:-1]))
         return o
@@ -218,21 +241,34 @@ class FlashTorch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        gradients = backward_here(*ctx.saved_tensors, grads[0], ctx.causal, ctx.scale, ctx.tile)
-        return *gradients, None, None, None
+        asked = ctx.causal, ctx.scale, ctx.tile, ctx.pattern
+        return *backward_here(*ctx.saved_tensors, grads[0], *asked), None, None, None, None
 
 
 _custom_op = custom_op("flash_torch", flash_forward, backward_here)
 
 
-def flash_torch(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    """softmax(scale · q kᵀ) v: q (B, H, Q, D), k and v (B, Hkv, K, D) -> (B, H, Q, D), in memory linear in Q and K."""
+def flash_torch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    pattern: Pattern | None = None,
+) -> Tensor:
+    """softmax(scale · q kᵀ) v: q (B, H, Q, D), k and v (B, Hkv, K, D) -> (B, H, Q, D), in memory linear in Q and K.
+
+    `pattern` stands in the place of `causal`.
+    """
+    if pattern is not None:
+        return under_pattern(FlashTorch, q, k, v, scale, pattern)
     if torch.compiler.is_compiling():
         return _custom_op(q, k, v, causal, q.shape[-1] ** -0.5 if scale is None else scale)
     return FlashTorch.apply(q, k, v, causal, scale)
 
 
 def flash_torch_supports(case: AttentionCase) -> str | None:
-    if reason := why_not_plain(case):
+    if reason := why_not_plain(case, *INTERVALS):
         return reason
     return why_no_compiler(case.device) if case.device == "cuda" and case.grad else None

@@ -266,9 +266,9 @@ def test_the_rows_that_take_options_are_these() -> None:
 
 
 TAKES = {
-    "window": TAKE_MASKS,
-    "documents": TAKE_MASKS,
-    "softcap": TAKE_MASKS[:2],
+    "window": ["naive", "vectorized", "flash_torch", *TAKE_MASKS[2:]],
+    "documents": ["naive", "vectorized", "flash_torch", *TAKE_MASKS[2:]],
+    "softcap": ["naive", "vectorized", "flash_torch"],
     "mask": TAKE_MASKS,
     "value_dim": TAKE_MASKS[:-1],
 }
