@@ -7,11 +7,13 @@ from typing import Any
 from lmsys.bench.axes import Axis, one_of, positive, yes_no
 from lmsys.config import SIZES
 from lmsys.cost.memory import MATMUL_BYTES
+from lmsys.values import finite
 
 DTYPES = ("float32", "float16", "bfloat16")
 DIRECTIONS = ("fwd", "bwd", "fwdbwd")
 MODES = ("forward", "train_forward", "backward", "optimizer", "step")
 COMPILES = ("eager", "compiled", "graphed")
+END = -1  # an offset that stands for K - Q
 MODELS_ONLY = ("auto", "llama")  # of --attention: no rows of the table, but ways to choose or replace a whole model
 
 
@@ -32,6 +34,39 @@ def head_pair(text: str) -> tuple[int, int]:
     if pair[0] % pair[1]:
         raise ValueError("query heads must be a multiple of key/value heads, as in 32:8")
     return pair
+
+
+def window(text: str) -> int | None:
+    return None if text == "none" else positive(text)
+
+
+def softcap(text: str) -> float | None:
+    if text == "none":
+        return None
+    try:
+        return finite("softcap", float(text), above=0)
+    except ValueError:
+        raise ValueError("must be none or a number above 0, as in 30") from None
+
+
+def offset(text: str) -> int:
+    """The position of query 0; `end`: queries are the last ones of the keys."""
+    if text == "end":
+        return END
+    if not text.isdecimal():
+        raise ValueError("must be a whole number, or end")
+    return int(text)
+
+
+def documents(text: str) -> str | None:
+    """`mixed`, `equal16` (any number) or `none`: lengths of `benchmarks/attention/patterns.py`."""
+    if text == "none":
+        return None
+    if text != "mixed":
+        if not text.startswith("equal"):
+            raise ValueError("must be none, mixed, or equal and a number, as in equal16")
+        positive(text.removeprefix("equal"))
+    return text
 
 
 def bucket_size(text: str) -> int | str:
@@ -59,6 +94,9 @@ NAMED = (
     Axis("dtype", one_of(*DTYPES), option="--dtype", help=", ".join(DTYPES)),
     Axis("causal", yes_no, option="--causal", help="yes, no"),
     Axis("direction", one_of(*DIRECTIONS), option="--direction", help=", ".join(DIRECTIONS)),
+    Axis("window", window, (None,), "--window", "keys that a causal query sees at most: 1024, none", "W"),
+    Axis("documents", documents, (None,), "--documents", "packed into each sequence: mixed, equal16, none", "LENGTHS"),
+    Axis("softcap", softcap, (None,), "--softcap", "of the scores: 30, none", "C"),
     Axis("size", one_of(*SIZES), option="--size", help=f"of the language model: {', '.join(SIZES)}"),
     Axis("context", positive, option="--context", metavar="S", help="sequence lengths of the language model: 512,1024"),
     Axis(

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from benchmarks import axes
 from benchmarks.arithmetic import capability_of, matmul_rates
+from benchmarks.attention import patterns
 from benchmarks.attention.check import Gate, check_float32, check_scale
 from benchmarks.attention.spots import NUM_KEPT, Spots, repeat
-from lmsys.attention import ATTENTION, AttentionCase
-from lmsys.attention.contract import DTYPES, adapt
+from lmsys.attention import ATTENTION, AttentionCase, Pattern
+from lmsys.attention.contract import DTYPES, adapt, options_of, told, why_not_told
 from lmsys.bench import Axis, Benchmark, Candidate, Case, Entry, Field, Grid, Record, Settings, Step, bench, fields
+from lmsys.bench.axes import yes_no
 from lmsys.cost import operations
 from lmsys.draws import Draws
 from lmsys.measure import memory
@@ -36,13 +38,19 @@ class AttentionTest(Case):
     dtype: str
     causal: bool
     direction: str
+    window: int | None = None
+    offset: int | None = None
+    documents: str | None = None  # a name of `patterns`
+    key_lengths: bool | None = None
+    softcap: float | None = None
 
     @property
     def group(self) -> str:
         heads = f"H{self.heads}" if self.heads == self.kv_heads else f"H{self.heads}kv{self.kv_heads}"
         mask = "causal" if self.causal else "full"
         shape = f"B{self.batch}{heads}Q{self.queries}K{self.keys}D{self.head_dim}"
-        return f"{self.section}-{shape}-{self.dtype}-{mask}"
+        options = patterns.name_of(self.options)
+        return f"{self.section}-{shape}-{self.dtype}-{mask}" + (f"-{options}" if options else "")
 
     @property
     def comparison(self) -> str:
@@ -54,16 +62,42 @@ class AttentionTest(Case):
         return {name: getattr(self, name) for name in ("batch", "heads", "kv_heads", "queries", "keys", "head_dim")}
 
     @property
+    def options(self) -> dict[str, Any]:
+        """What the case asks beside `causal`."""
+        return {name: value for name in patterns.OPTIONS if (value := getattr(self, name))}
+
+    @property
+    def pattern(self) -> Pattern:
+        return patterns.make(self.batch, self.queries, self.keys, self.device, causal=self.causal, **self.options)
+
+    @property
     def asked(self) -> AttentionCase:
         """The case that the row is asked for."""
         return AttentionCase(
             **self.shape,
             dtype=self.dtype,
-            causal=self.causal,
+            causal=self.pattern.causal,
             grad=self.direction != "fwd",
             device=self.device,
             capability=capability_of(self.device),
+            **options_of(self.pattern),
         )
+
+    @property
+    def pairs(self) -> float | None:
+        """Pairs of a query and a key that it sees, of a head; None where `causal` says it all."""
+        return self._visible[0] if self.options else None
+
+    @property
+    def keys_seen(self) -> float:
+        """Keys of a head that some query sees."""
+        if self.options:
+            return self._visible[1]
+        return min(self.queries, self.keys) if self.causal else self.keys
+
+    @property
+    def _visible(self) -> tuple[float, float]:
+        return patterns.visible(self.batch, self.queries, self.keys, causal=self.causal, **self.options)
 
 
 @dataclass
@@ -71,6 +105,7 @@ class Setup:
     """Inputs that all rows of a shape share; `case` needs gradients where any of them does."""
 
     case: AttentionCase
+    pattern: Pattern
     inputs: Inputs
     draws: Draws
     spots: Spots
@@ -84,12 +119,14 @@ class Attention(Benchmark):
     tables = {"attention": ATTENTION}
     axes: tuple[Axis, ...] = (
         *axes.named("--attention", "--length", "--tiers", "--head-dim", "--batch", "--heads"),
-        *axes.named("--dtype", "--causal", "--direction"),
+        *axes.named("--dtype", "--causal", "--direction", "--window", "--documents", "--softcap"),
+        *(Axis("offset", axes.offset, (None,)), Axis("key_lengths", yes_no, (None,))),
         # batch is tokens / queries and heads is width / head_dim, where these are given; `without`: rows left out
         *(Axis("tokens", int, 0, single=True), Axis("width", int, 0, single=True), Axis("without")),
     )
     fields: tuple[Field, ...] = (
         *fields.axes("batch", "heads", "kv_heads", "queries", "keys", "head_dim", "dtype", "causal", "direction"),
+        *fields.axes(*patterns.OPTIONS),
         fields.TIME,
         fields.RATE,
         fields.PEAK.called(about="Peak memory of {direction} above what was live before it"),
@@ -107,6 +144,7 @@ class Attention(Benchmark):
         fields.COMPILE.called(
             about="First call of {direction} (compiles and tunes; tuned choices already on disk are not timed again)"
         ),
+        Field("visible_share", role="detail", about="Share of the pairs of a query and a key where it sees the key"),
         Field("bytes", "B", "ideal traffic", "detail"),
         *(Field("bytes_per_s", "B/s", "traffic", "detail", shown="GB/s"),),
         fields.MATMUL_FRACTION.called(role="detail"),
@@ -114,24 +152,27 @@ class Attention(Benchmark):
     )
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[AttentionTest]:
-        asked = grid.product("dtype", "causal", "direction")
+        asked = grid.product("dtype", "causal", "direction", *patterns.OPTIONS)
         for shape, what, entry in product(shapes(grid), asked, rows_of(grid)):
-            yield AttentionTest(grid.name, entry, settings.device, *shape, *what)
+            case = AttentionTest(grid.name, entry, settings.device, *shape, *what)
+            yield replace(case, offset=max(0, case.keys - case.queries)) if case.offset == axes.END else case
 
     def key(self, case: AttentionTest) -> tuple[str, bool]:
         return case.entry.name, case.asked.grad
 
     def why_not(self, case: AttentionTest) -> str | None:
-        return case.entry.why_not(case.asked)
+        reason = case.entry.why_not(case.asked)
+        return reason or (why_not_told(adapt(case.entry.load()), case.asked.options) if case.options else None)
 
     def setup(self, cases: Sequence[AttentionTest], settings: Settings) -> Setup:
         case = replace(cases[0].asked, grad=any(one.asked.grad for one in cases))
         inputs = make_inputs(case, settings.seed)
-        return Setup(case, inputs, Draws(inputs.tensors, settings.seed), Spots(case, inputs))
+        pattern = cases[0].pattern
+        return Setup(case, pattern, inputs, Draws(inputs.tensors, settings.seed), Spots(case, inputs, pattern))
 
     def open(self, candidate: Candidate, setup: Setup) -> None:
         candidate.call = adapt(candidate.entry.load())
-        run(candidate.call, setup.inputs, causal=setup.case.causal, grad=candidate.case.asked.grad)
+        run(candidate.call, setup.inputs, pattern=setup.pattern, grad=candidate.case.asked.grad)
 
     def check_all(self, candidates: Sequence[Candidate], setup: Setup, runner: Any) -> None:
         """float32 first, once: there an error of 1 % shows. A row that cannot run it, or not in this memory, is held
@@ -140,13 +181,13 @@ class Attention(Benchmark):
         if setup.inputs.seed == seed:  # as they were drawn
             setup.inputs.redraw_(seed + 1)
             if setup.case.dtype != "float32":
-                check_float32(candidates, replace(setup.case, dtype="float32"), seed + 1)
+                check_float32(candidates, replace(setup.case, dtype="float32"), setup.pattern, seed + 1)
                 release_memory()
-        in_own_dtype = Gate(setup.inputs, setup.case)
+        in_own_dtype = Gate(setup.inputs, setup.case, setup.pattern)
         for candidate in candidates:
             if candidate.outcome == "ok" and (failure := in_own_dtype.check(candidate)):
                 candidate.failed(*failure)
-        check_scale(candidates, setup.inputs, setup.case)
+        check_scale(candidates, setup.inputs, setup.case, setup.pattern)
 
     def redraw(self, setup: Setup, draw: int) -> None:
         setup.draws.fill(draw)
@@ -157,15 +198,18 @@ class Attention(Benchmark):
     def repeat(self, record: Record, call: Record) -> Iterator[str]:
         asked = {name: record[name] for name in ("batch", "heads", "kv_heads", "queries", "keys", "head_dim")}
         case = AttentionCase(**asked, dtype=record["dtype"], causal=record["causal"], grad=False, device="cpu")
-        yield from repeat(case, record["proof"]["seed"], call)
+        options = {name: record[name] for name in patterns.OPTIONS if record.get(name)}
+        pattern = patterns.make(case.batch, case.queries, case.keys, "cpu", causal=case.causal, **options)
+        yield from repeat(case, record["proof"]["seed"], call, pattern)
 
     def step(self, case: AttentionTest, candidate: Candidate, setup: Setup) -> Step:
         """fwd: without gradients, as in inference. bwd: the gradients alone, of a forward run untimed just before."""
         call, do = candidate.call, setup.inputs.do
         q, k, v = setup.inputs.leaves(candidate.case.asked.grad)
+        options = told(call, setup.pattern)
 
         def forward(_: Any = None) -> Tensor:
-            return call(q, k, v, causal=case.causal, scale=None)
+            return call(q, k, v, scale=None, **options)
 
         def backward(o: Tensor) -> tuple[Tensor, ...]:
             return torch.autograd.grad(o, (q, k, v), do)
@@ -190,9 +234,8 @@ class Attention(Benchmark):
         shape = case.shape
         del shape["kv_heads"]
         products = {"fwd": 1, "bwd": 2, "fwdbwd": 3}[case.direction]  # in units of two
-        forward = operations.attention_flops(**shape, causal=case.causal, direction="fwd")
-        seen = min(case.queries, case.keys) if case.causal else case.keys
-        rows = (1 if case.direction == "fwd" else 2) * case.heads * case.queries + 2 * case.kv_heads * seen
+        forward = operations.attention_flops(**shape, causal=case.causal, direction="fwd", pairs=case.pairs)
+        rows = (1 if case.direction == "fwd" else 2) * case.heads * case.queries + 2 * case.kv_heads * case.keys_seen
         return products * forward, case.dtype, rows * case.batch * case.head_dim * DTYPES[case.dtype].itemsize
 
     def inspect(self, case: AttentionTest, candidate: Candidate, setup: Setup) -> Record:
@@ -212,10 +255,13 @@ class Attention(Benchmark):
     def metrics(self, case: AttentionTest, record: Record, machine: Record) -> Record:
         """Work, ideal traffic, and with a time the rates and their share of what this machine reaches."""
         shape = case.shape
-        moved = operations.attention_bytes(**shape, dtype=case.dtype, direction=case.direction)
+        read = shape | ({"keys": case.keys_seen} if case.options and case.direction == "fwd" else {})
+        moved = operations.attention_bytes(**read, dtype=case.dtype, direction=case.direction)
         del shape["kv_heads"]
-        flops = operations.attention_flops(**shape, causal=case.causal, direction=case.direction)
-        found: Record = {"flops": flops, "bytes": moved}
+        flops = operations.attention_flops(**shape, causal=case.causal, direction=case.direction, pairs=case.pairs)
+        found: Record = {"flops": flops, "bytes": round(moved)}
+        if case.pairs is not None:
+            found["visible_share"] = case.pairs / (case.queries * case.keys)
         if time_s := record.get("time_s"):
             share = moved / time_s / machine["ceilings"]["copy_bytes_per_s"]
             found |= {"bytes_per_s": moved / time_s, "copy_ceiling_fraction": share}

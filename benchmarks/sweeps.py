@@ -4,6 +4,9 @@ A grid is one table or figure of the report, and its name is part of the test id
 are multiplied; an axis given on the command line takes the place of the grid's own.
 """
 
+from typing import Any
+
+from benchmarks.axes import END
 from lmsys.bench import Grid, Sweep
 
 ANATOMY_MODES = ("forward", "step")  # what is opened up: an inference and a whole training step
@@ -78,6 +81,48 @@ LEADERBOARD = Grid(
     direction=("fwdbwd",),
     heads=((16, 16),),
 )
+# As people train and serve: documents packed into a sequence, a window, grouped heads, one query beside a long cache.
+# documents and offset: `axes.py` says what their values mean.
+DOCUMENTS = TOKENS16K.but(
+    "documents",
+    length=square(16384),
+    causal=(True,),
+    documents=("mixed", "equal16"),
+    without=SLOW_ROWS,
+)
+WINDOW = TOKENS16K.but("window", length=square(4096, 16384, 65536), causal=(True,), window=(1024,), without=SLOW_ROWS)
+GROUPED = Grid(
+    "grouped",
+    length=square(4096, 16384),
+    head_dim=(128,),
+    dtype=("bfloat16",),
+    causal=(True,),
+    direction=("fwd", "bwd"),
+    batch=(4,),
+    heads=((32, 8), (64, 8)),
+    without=SLOW_ROWS,
+)
+DECODE = GROUPED.but(
+    "decode",
+    length=tuple((1, keys) for keys in (1024, 8192, 32768, 131072)),
+    direction=("fwd",),
+    batch=(1, 8, 64),
+    heads=((32, 8),),
+    offset=(END,),
+)
+SMALL: dict[str, Any] = {
+    "length": square(1024),
+    "head_dim": (64,),
+    "dtype": ("float32",),
+    "direction": ("fwd", "fwdbwd"),
+    "attention": ("naive", "vectorized", "flash_torch", "sdpa"),
+}
+CPU_PATTERNS = (
+    DOCUMENTS.but(**SMALL, width=256),
+    WINDOW.but(**SMALL, width=256, window=(128,)),
+    GROUPED.but(**SMALL, batch=(1,), heads=((8, 2),)),
+    DECODE.but(**SMALL | {"length": ((1, 4096),), "direction": ("fwd",)}, batch=(1, 8), heads=((8, 2),)),
+)
 CPU_BY_LENGTH = BY_LENGTH.but(
     length=square(256, 512, 1024),
     dtype=("float32",),
@@ -90,7 +135,7 @@ CPU_BY_LENGTH = BY_LENGTH.but(
 
 def smoke(length: int, odd: int, head_dim: int, batch: int, compiled_dtype: str) -> tuple[Grid, ...]:
     """Every direction and dtype at two small shapes: one without a mask, and with one several tiles, of an odd length,
-    and grouped heads. Rows that compile for seconds run at the first, in one dtype."""
+    and grouped heads. Rows that compile for seconds run at the first, in one dtype. Of each further option one case."""
     full = Grid(
         "smoke",
         length=square(length),
@@ -103,7 +148,15 @@ def smoke(length: int, odd: int, head_dim: int, batch: int, compiled_dtype: str)
         without=COMPILED_ROWS,
     )
     causal = full.but(length=square(odd), causal=(True,), heads=((4, 2),))
-    return full, causal, full.but(dtype=(compiled_dtype,), causal=(True,), attention=COMPILED_ROWS, without=())
+    compiled = full.but(dtype=(compiled_dtype,), causal=(True,), attention=COMPILED_ROWS, without=())
+    rows = ("naive", "flash_torch", "flash_triton", "sdpa")
+    few = causal.but(dtype=("float32",), direction=("fwdbwd",), batch=(2,), attention=rows, without=())
+    patterns = (
+        few.but("documents", documents=("mixed",)),
+        few.but("window", window=(20,), softcap=(5.0,)),
+        few.but("decode", length=((3, odd),), direction=("fwd",), offset=(END,), key_lengths=(True,)),
+    )
+    return full, causal, compiled, *patterns
 
 
 # The language model. attention: its rows; "auto" is the fastest that can, "llama" is Hugging Face's whole model.
@@ -273,7 +326,10 @@ SMOKE = {
     "training": (SMOKE_TRAINING,),
 }
 FULL = {
-    "attention": (TOKENS16K, DTYPES, LEADERBOARD, BY_LENGTH, TIERS, EAGER_COMPILED, FLASH),
+    "attention": (
+        *(TOKENS16K, DTYPES, LEADERBOARD, BY_LENGTH, TIERS, EAGER_COMPILED, FLASH),
+        *(DOCUMENTS, WINDOW, GROUPED, DECODE),
+    ),
     "loss": (Grid("vocabularies", vocab_size=(10_000, 32_000, 50_257, 128_000)),),
     "collectives": (COLLECTIVES.but("sizes", world_size=(2, 4, 8)),),
     "data_parallel": PARALLEL_FULL,
@@ -307,6 +363,7 @@ SWEEPS = {
                         heads=((4, 4),),
                         attention=("naive", "vectorized", "flash_torch", "sdpa_math", "sdpa_flash"),
                     ),
+                    *CPU_PATTERNS,
                 ),
                 "model": (Grid("default", size=("tiny",), context=(128,), precision=("fp32",), batch=(2,)),),
                 "anatomy": (CPU_ANATOMY,),
@@ -327,6 +384,10 @@ SWEEPS = {
                     BY_LENGTH.but(length=square(512, 2048, 8192), causal=(True,), without=COMPILED_ROWS),
                     FLASH.but(length=square(1024, 16384), head_dim=(64,), direction=("fwd", "fwdbwd")),
                     TIERS.but(length=((128, 64), (512, 256), (512, 2048)), causal=(False,), without=COMPILED_ROWS),
+                    DOCUMENTS.but(head_dim=(128,), documents=("mixed",)),
+                    WINDOW.but(head_dim=(128,), length=square(16384)),
+                    GROUPED.but(length=square(4096), heads=((32, 8),), without=(*SLOW_ROWS, "flex")),
+                    DECODE.but(length=((1, 32768),), batch=(8,), without=(*SLOW_ROWS, "flex")),
                 ),
                 "model": (Grid("default", size=("small",), context=(512,)), PEER),
                 "anatomy": (ANATOMY,),

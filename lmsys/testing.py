@@ -38,7 +38,6 @@ import torch
 from torch import Tensor
 
 from lmsys.attention.contract import DTYPES, AttentionCase, repeat_heads, told
-from lmsys.attention.documents import Documents
 from lmsys.attention.naive import masked_scores, naive
 from lmsys.attention.pattern import PLAIN, Pattern
 
@@ -248,7 +247,7 @@ class Oracle:
 
     def _picked(self, pattern: Pattern, case: AttentionCase) -> Pattern:
         """The pattern of the sampled heads, a batch entry each."""
-        found = _of_entries(replace(pattern, mask=None), self._batch)
+        found = replace(pattern, mask=None).of_entries(self._batch)
         if pattern.mask is None:
             return found
         whole = pattern.mask.expand(case.batch, case.heads, case.queries, case.keys)
@@ -264,7 +263,7 @@ class Oracle:
             block = self._q[units, :, rows], self._k[units, :, keys], self._v[units, :, keys]
             q, k, v = (x.to(compute).detach().requires_grad_(self.grad) for x in block)
             first_query = self._rows.start + rows.start
-            pattern = _of_entries(self._pattern, list(range(units.start, units.stop)))
+            pattern = self._pattern.of_entries(list(range(units.start, units.stop)))
             with torch.set_grad_enabled(self.grad):
                 o = attend(q, k, v, scale=self.scale, pattern=pattern, first_query=first_query)
             out["o"][units, :, rows] = o.detach().to(rounded).double()
@@ -347,15 +346,6 @@ def rms_budget(reference: Tensor, plain: Tensor, times: float = 2) -> float:
 
 def norm_rms(x: Tensor) -> float:
     return x.square().mean().sqrt().item()
-
-
-def _of_entries(pattern: Pattern, entries: list[int]) -> Pattern:
-    """The pattern of some batch entries; a mask must have all of them."""
-    documents, lengths, mask = pattern.documents, pattern.key_lengths, pattern.mask
-    if documents is not None and documents.batch > 1:
-        documents = Documents([documents.lengths[entry] for entry in entries], documents.device)
-    lengths, mask = (None if x is None else x[entries] for x in (lengths, mask))
-    return replace(pattern, documents=documents, key_lengths=lengths, mask=mask)
 
 
 def _finite(lse: Tensor) -> Tensor:

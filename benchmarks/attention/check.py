@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention.spots import LIKE
-from lmsys.attention.contract import AttentionCase
+from lmsys.attention import AttentionCase, Pattern
 from lmsys.bench import Candidate
 from lmsys.bench.benchmark import verdict
 from lmsys.bench.plain import check_plain
@@ -20,12 +20,12 @@ OWN_SCALE = 0.3  # head_dim ** -0.5 of no head dimension
 SMALL_SCORES = 2**22  # of a case that is checked with it, too
 
 
-def check_float32(candidates: Sequence[Candidate], case: AttentionCase, seed: int) -> None:
+def check_float32(candidates: Sequence[Candidate], case: AttentionCase, pattern: Pattern, seed: int) -> None:
     """Fails each candidate that has a float32 form and is wrong in it."""
     able = [one for one in candidates if one.entry.why_not(replace(case, grad=one.case.asked.grad)) is None]
     if not able:
         return
-    in_float32 = Gate(make_inputs(case, seed), case)
+    in_float32 = Gate(make_inputs(case, seed), case, pattern)
     for candidate in able:
         candidate.state = "has float32"
         failure = in_float32.check(candidate)
@@ -35,14 +35,14 @@ def check_float32(candidates: Sequence[Candidate], case: AttentionCase, seed: in
             candidate.state = None  # it cannot, in this memory
 
 
-def check_scale(candidates: Sequence[Candidate], inputs: Inputs, case: AttentionCase) -> None:
+def check_scale(candidates: Sequence[Candidate], inputs: Inputs, case: AttentionCase, pattern: Pattern) -> None:
     """Fails each candidate that is wrong with a scale of its own, where the case is small.
 
     Rows that take none, as those of CS336, are not asked, nor those that would compile for it.
     """
     if case.batch * case.heads * case.queries * case.keys > SMALL_SCORES:
         return
-    gate = Gate(inputs, replace(case, scale=OWN_SCALE))
+    gate = Gate(inputs, replace(case, scale=OWN_SCALE), pattern)
     for candidate in candidates:
         asked = replace(candidate.case.asked, scale=OWN_SCALE)
         takes_one = candidate.call is candidate.entry.load() and not candidate.entry.trait("compiles")
@@ -54,8 +54,8 @@ def check_scale(candidates: Sequence[Candidate], inputs: Inputs, case: Attention
 class Gate:
     """Inputs, their copy, and the oracle of one case; `check` judges one candidate after another."""
 
-    def __init__(self, inputs: Inputs, case: AttentionCase):
-        self.inputs, self.case = inputs, case
+    def __init__(self, inputs: Inputs, case: AttentionCase, pattern: Pattern):
+        self.inputs, self.case, self.pattern = inputs, case, pattern
         self._tensors = (inputs.q, inputs.k, inputs.v, inputs.do)
         self._saved = [x.clone() for x in self._tensors]
         self._oracle: Oracle | None = None
@@ -108,7 +108,7 @@ class Gate:
         found = run(
             candidate.call,
             self.inputs,
-            causal=self.case.causal,
+            pattern=self.pattern,
             scale=self.case.scale,
             grad=candidate.case.asked.grad,
         )
@@ -118,7 +118,7 @@ class Gate:
 
     def _judge(self, outputs: dict[str, Tensor], rms: bool) -> tuple[dict[str, float], Failure | None]:
         if self._oracle is None:
-            self._oracle = Oracle(self.case, self.inputs, scale=self.case.scale)
+            self._oracle = Oracle(self.case, self.inputs, scale=self.case.scale, pattern=self.pattern)
         oracle, device = self._oracle, self.inputs.q.device
         judged, failure = attempt(lambda: oracle.error_ratios({k: x.to(device) for k, x in outputs.items()}, rms=rms))
         assert not (failure and failure[0] == "oom"), f"the oracle does not fit beside {self.case}: {failure}"

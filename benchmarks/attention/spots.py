@@ -15,7 +15,8 @@ from torch import Tensor
 
 from benchmarks.arithmetic import BUDGET_RTOL, ERROR_RTOL
 from lmsys import draws
-from lmsys.attention.contract import DTYPES, AttentionCase
+from lmsys.attention import AttentionCase, Pattern
+from lmsys.attention.contract import DTYPES
 from lmsys.bench import Record
 from lmsys.bench.plain import check_plain
 from lmsys.measure.compare import Kept
@@ -32,8 +33,8 @@ MOST_SCORES = 2**25  # of a part that `repeat` makes again: seconds on a CPU
 class Spots:
     """Copies and judges parts of timed calls, by the key of each."""
 
-    def __init__(self, case: AttentionCase, inputs: Inputs):
-        self.case, self.inputs = case, inputs
+    def __init__(self, case: AttentionCase, inputs: Inputs, pattern: Pattern | None = None):
+        self.case, self.inputs, self.pattern = case, inputs, pattern
 
     def keep(self, backward: bool, result: Any, key: int | None) -> Any:
         """The parts of what a row returned that the key says, by name; None without a key. See `check_plain`."""
@@ -53,7 +54,7 @@ class Spots:
         worst: dict[str, float] = {}
         parts = kept.evidence.setdefault("parts", [])
         for spot, found in zip(spots_of(self.case, backward, kept.key), kept.result, strict=True):
-            oracle = Oracle(self.case, self.inputs, grad=backward, spot=spot)
+            oracle = Oracle(self.case, self.inputs, grad=backward, spot=spot, pattern=self.pattern)
             for name, ratio in oracle.judge(found, rms).items():
                 worst[name] = max(ratio, worst.get(name, 0.0))
             chance = random.Random(kept.key)
@@ -89,7 +90,7 @@ def _evidence(name: str, found: Tensor, spot: Spot, oracle: Oracle, chance: rand
     }
 
 
-def repeat(case: AttentionCase, seed: int, call: Record) -> Iterator[str]:
+def repeat(case: AttentionCase, seed: int, call: Record, pattern: Pattern | None = None) -> Iterator[str]:
     """Sentences on what is wrong with a call of a record, or could not be made again: inputs, oracle and errors."""
     backward, oracles = "o" not in call["error_ratios"], dict[str, Oracle]()
     expected = [(list(one.units[0]), one.rows) for one in spots_of(case, backward, call["key"])]
@@ -104,7 +105,7 @@ def repeat(case: AttentionCase, seed: int, call: Record) -> Iterator[str]:
             continue
         place = str((part["unit"], part["rows"]))
         if place not in oracles:
-            oracles[place] = _oracle(case, seed, call["draw"], tuple(part["unit"]), rows, backward)
+            oracles[place] = _oracle(case, seed, call["draw"], tuple(part["unit"]), rows, backward, pattern)
         yield from _differences(case, part, oracles[place], call["error_ratios"][part["tensor"]])
 
 
@@ -125,7 +126,13 @@ def _differences(case: AttentionCase, part: Record, oracle: Oracle, ratio: float
 
 
 def _oracle(
-    case: AttentionCase, seed: int, draw: int, unit: tuple[int, int], rows: slice | None, backward: bool
+    case: AttentionCase,
+    seed: int,
+    draw: int,
+    unit: tuple[int, int],
+    rows: slice | None,
+    backward: bool,
+    pattern: Pattern | None,
 ) -> Oracle:
     """The oracle of one head, whose inputs alone are drawn again."""
     (batch, head), group = unit, case.heads // case.kv_heads
@@ -141,4 +148,5 @@ def _oracle(
     alone = AttentionCase(
         1, group, 1, *(case.queries, case.keys, case.head_dim, case.dtype, case.causal, backward, "cpu")
     )
-    return Oracle(alone, Inputs(q, k, v, do, seed), grad=backward, spot=Spot(((0, 0),), rows))
+    own = pattern and pattern.of_entries([batch])
+    return Oracle(alone, Inputs(q, k, v, do, seed), grad=backward, spot=Spot(((0, 0),), rows), pattern=own)

@@ -67,17 +67,19 @@ def case_of(
     batch, heads, queries, head_dim = q.shape
     if grad is None:
         grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    options: dict[str, Any] = {
-        name: value if isinstance(value, int | float) else True for name, value in pattern.options.items()
-    }
     return AttentionCase(
         *(batch, heads, k.shape[1], queries, k.shape[2], head_dim, DTYPE_NAMES[q.dtype], pattern.causal, grad),
         device=q.device.type,
         capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
         scale=scale,
         value_dim=None if v.shape[-1] == head_dim else v.shape[-1],
-        **options,
+        **options_of(pattern),
     )
+
+
+def options_of(pattern: Pattern) -> dict[str, Any]:
+    """The options of a pattern as fields of a case."""
+    return {name: value if isinstance(value, int | float) else True for name, value in pattern.options.items()}
 
 
 def why_not_plain(case: AttentionCase, *known: str) -> str | None:

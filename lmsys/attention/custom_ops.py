@@ -84,7 +84,8 @@ def autograd_function(name: str, forward: Forward, backward: Backward) -> Any:
     """The class `name` with `.apply(q, k, v, causal, scale, tile, pattern)` on (..., H, S, D) or (B, S, D).
 
     The last four may be left out: `tile` is what `forward` and `backward`, else as for `custom_op`, take as one more
-    argument, and a `pattern`, which some take, is given to them by its name. They take the maximum before they scale, so `scale` must be positive (ValueError); `attend` takes any.
+    argument; a `pattern`, which some of them take, they are given by its name. They take the maximum before they scale,
+    so `scale` must be positive (ValueError); `attend` takes any.
     """
 
     class Flash(torch.autograd.Function):

@@ -89,6 +89,14 @@ class Pattern:
         found = bounds_of(self.causal, self.window, self.offset, self.documents, num_queries, num_keys, device)
         return found if self.key_lengths is None else found.until(self.key_lengths)
 
+    def of_entries(self, entries: list[int]) -> "Pattern":
+        """The pattern of some batch entries; a mask must have all of them."""
+        documents = self.documents
+        if documents is not None and documents.batch > 1:
+            documents = Documents([documents.lengths[entry] for entry in entries], documents.device)
+        lengths, mask = (None if x is None else x[entries] for x in (self.key_lengths, self.mask))
+        return replace(self, documents=documents, key_lengths=lengths, mask=mask)
+
     def simplest(self, num_queries: int, num_keys: int) -> "Pattern":
         """The same pattern without what hides nothing: a window as long as the sequence, an offset to its end."""
         found = self

@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from lmsys.attention.compiled import compile_for, layout_key, why_no_compiler
 from lmsys.attention.contract import DTYPES, AttentionCase, why_not_plain, why_not_value_dim
 from lmsys.attention.documents import Documents
-from lmsys.attention.pattern import Pattern
+from lmsys.attention.pattern import PLAIN, Pattern
 
 MADE_ONCE = "causal", "window", "offset", "documents"  # what a mask can be made of before the call
 
@@ -169,19 +169,36 @@ def _asked(case: AttentionCase, backend: SDPBackend, can_use: Callable[..., bool
     return " ".join(str(warning.message).split("(Triggered internally")[0].strip() for warning in caught)
 
 
-def flex(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    """FlexAttention, compiled for the case, with a causal block mask that skips hidden blocks."""
+def flex(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    pattern: Pattern | None = None,
+) -> Tensor:
+    """FlexAttention, compiled for the case, with a block mask that skips hidden blocks and is made once."""
+    pattern = pattern or PLAIN[causal]
     queries, group = q.shape[2], q.shape[1] // k.shape[1]
-    block_mask = _causal_blocks(queries, k.shape[2], q.device) if causal else None
+    made_of = tuple(getattr(pattern, name) for name in MADE_ONCE)
+    block_mask = _blocks(*made_of, queries, k.shape[2], q.device) if pattern.hides else None
     # Short queries go to a decoding kernel, whose one tile of a group's queries must not exceed a mask's block.
     too_many = q.is_cuda and queries < 128 < queries * group
     options = {"BACKEND": "TRITON"} if too_many else None
-    attend = compile_for(flex_attention, (layout_key(q, k, v), causal, scale, torch.is_grad_enabled()))
-    return attend(q, k, v, block_mask=block_mask, scale=scale, enable_gqa=group > 1, kernel_options=options)
+    key = layout_key(q, k, v), made_of, pattern.softcap, scale, torch.is_grad_enabled()
+    return compile_for(flex_attention, key)(
+        *(q, k, v),
+        score_mod=None if pattern.softcap is None else _capped(pattern.softcap),
+        block_mask=block_mask,
+        scale=scale,
+        enable_gqa=group > 1,
+        kernel_options=options,
+    )
 
 
 def flex_supports(case: AttentionCase) -> str | None:
-    if reason := why_not_plain(case):
+    if reason := why_not_plain(case, *MADE_ONCE, "softcap"):
         return reason
     if case.dtype == "float64":
         return "FlexAttention has no float64 kernel"
@@ -192,34 +209,78 @@ def flex_supports(case: AttentionCase) -> str | None:
     return why_no_compiler(case.device)
 
 
-@cache
-def _causal_blocks(num_queries: int, num_keys: int, device: torch.device) -> BlockMask:
-    def causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return query >= key
-
+@lru_cache(maxsize=64)
+def _blocks(
+    causal: bool, window: int | None, offset: int, documents: Documents | None, queries: int, keys: int, device: Any
+) -> BlockMask:
     # Uncompiled, creation holds a (Q, K) matrix of flags: 4 GiB at 65,536.
-    return create_block_mask(causal, None, None, num_queries, num_keys, device=device)
+    batch = None if documents is None or documents.batch == 1 else documents.batch
+    seen = _mask_mod(causal, window, offset, documents)
+    return create_block_mask(seen, batch, None, queries, keys, device=device)
+
+
+def _mask_mod(causal: bool, window: int | None, offset: int, documents: Documents | None) -> Callable[..., Tensor]:
+    """Where a query sees a key, as FlexAttention asks: of indices of batch entry, head, query and key."""
+    starts = None if documents is None else documents.starts
+    several = documents is not None and documents.batch > 1
+
+    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        found = query + offset >= key if causal else key >= 0
+        if window is not None:
+            found = found & (query + offset - key < window)
+        if starts is not None:
+            entry = batch if several else 0
+            found = found & (starts[entry, query] == starts[entry, key])
+        return found
+
+    return seen
+
+
+@cache
+def _capped(softcap: float) -> Callable[..., Tensor]:
+    def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return capped
 
 
 def _flash_attn(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, module: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    pattern: Pattern | None = None,
+    module: str,
 ) -> Tensor:
-    function = importlib.import_module(module).flash_attn_func
-    o = function(*(x.transpose(1, 2) for x in (q, k, v)), softmax_scale=scale, causal=causal)  # (B, S, H, D)
-    return (o[0] if isinstance(o, tuple) else o).transpose(1, 2)  # version 4 also returns the log-sum-exp
+    """flash_attn_func, or for documents flash_attn_varlen_func on all sequences laid end to end."""
+    package, pattern = importlib.import_module(module), pattern or PLAIN[causal]
+    options: dict[str, Any] = {"softmax_scale": scale, "causal": pattern.causal}
+    if pattern.window is not None:
+        options["window_size"] = pattern.window - 1, 0  # keys to the left of a query's own, and to its right
+    tensors = [x.transpose(1, 2) for x in (q, k, v)]  # (B, S, H, D)
+    if pattern.documents is None:
+        o = package.flash_attn_func(*tensors, **options)
+    else:
+        edges, longest = pattern.documents.cu_seqlens(q.shape[0]), pattern.documents.longest
+        options |= {"cu_seqlens_q": edges, "cu_seqlens_k": edges, "max_seqlen_q": longest, "max_seqlen_k": longest}
+        o = package.flash_attn_varlen_func(*(x.flatten(0, 1) for x in tensors), **options)
+    o = o[0] if isinstance(o, tuple) else o  # version 4 also returns the log-sum-exp
+    return o.view(tensors[0].shape).transpose(1, 2)
 
 
 def _flash_attn_supports(case: AttentionCase, module: str, capability: tuple[int, int]) -> str | None:
     if case.device != "cuda":
         return "flash-attn runs on CUDA only"
-    if reason := why_not_plain(case):
+    if reason := why_not_plain(case, *MADE_ONCE):
         return reason
     if case.capability is not None and case.capability < capability:
         return f"flash-attn of this version needs compute capability {capability}; this GPU has {case.capability}"
     if case.dtype not in ("float16", "bfloat16"):
         return f"flash-attn knows float16 and bfloat16, not {case.dtype}"
-    if case.causal and case.queries != case.keys:
-        return "flash-attn aligns a causal mask at the bottom right, so Q != K means another mask"
+    if case.causal and case.offset != case.keys - case.queries:
+        return "flash-attn aligns a causal mask at the bottom right, so it needs the offset K - Q, 0 for Q = K"
     if case.head_dim > 256 or case.head_dim % 8:
         return f"flash-attn needs a head_dim that is a multiple of 8 and at most 256; got {case.head_dim}"
     if reason := _why_not_scale(case):

@@ -119,7 +119,8 @@ def _time(tile: Tile, launch: Callable[[Tile], None]) -> float:
 @cache
 def _sources() -> str:
     """A hash of the kernels and their candidates, so that a choice does not outlive the code it was made for."""
-    files = Path(__file__).with_name("flash_triton.py"), Path(__file__)
+    here = Path(__file__)
+    files = here.with_name("flash_triton.py"), here.with_name("flash_triton_kernels.py"), here
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 

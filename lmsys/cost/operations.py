@@ -27,14 +27,23 @@ def attention_pairs(queries: int, keys: int, causal: bool) -> float:
 
 
 def attention_flops(
-    batch: int, heads: int, queries: int, keys: int, head_dim: int, *, causal: bool, direction: str
+    batch: int,
+    heads: int,
+    queries: int,
+    keys: int,
+    head_dim: int,
+    *,
+    causal: bool,
+    direction: str,
+    pairs: float | None = None,
 ) -> float:
     """Operations of the two matmuls: forward 4·B·H·D for each pair, backward 2.5 times that, both 3.5 times.
 
-    Recomputing scores in the backward is not counted as work, nor is the softmax. ValueError for an unknown direction.
+    `pairs` are those of a head that are visible under more than a causal mask, all of them counted. Recomputing scores
+    in the backward is not counted as work, nor is the softmax. ValueError for an unknown direction.
     """
     _check(direction)
-    forward = 4 * batch * heads * head_dim * attention_pairs(queries, keys, causal)
+    forward = 4 * batch * heads * head_dim * (attention_pairs(queries, keys, causal) if pairs is None else pairs)
     return forward * FLOPS_OF_FORWARD[direction]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import assume
 
-from lmsys.attention import ATTENTION, AttentionCase, attention
+from lmsys.attention import ATTENTION, AttentionCase, Pattern, attention
 from lmsys.attention.flash_torch import FlashTorch
 from lmsys.measure.compare import release_memory
 from lmsys.testing import Inputs, Oracle, make_inputs, run, saved_lse
@@ -26,9 +26,17 @@ TILES = {
 
 
 def with_tile(row: Row, size: tuple[int, int]) -> Callable[..., torch.Tensor]:
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float | None) -> torch.Tensor:
+    def call(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None,
+        pattern: Pattern | None = None,
+    ) -> torch.Tensor:
         if row.name == "flash_torch":
-            return FlashTorch.apply(q, k, v, causal, scale, size[0])
+            return FlashTorch.apply(q, k, v, causal, scale, size[0], pattern)
         if row.name == "flash_cuda":
             from lmsys.attention import flash_cuda
 
@@ -38,7 +46,7 @@ def with_tile(row: Row, size: tuple[int, int]) -> Callable[..., torch.Tensor]:
         from lmsys.attention.flash_triton import FlashTriton
         from lmsys.attention.tuning import Tile
 
-        return FlashTriton.apply(q, k, v, causal, scale, Tile(*size, 4, 1))
+        return FlashTriton.apply(q, k, v, causal, scale, Tile(*size, 4, 1), pattern)
 
     return call
 

@@ -12,12 +12,15 @@ import pytest
 pytest.importorskip("triton", reason="pip install triton==3.6.0 to compile the kernels")
 
 KERNELS = [
-    (kernel, head_dim, causal) for kernel in ("fwd", "dq", "dkdv") for head_dim in (64, 128) for causal in (0, 1)
+    (kernel, head_dim, mask)
+    for kernel in ("fwd", "dq", "dkdv")
+    for head_dim in (64, 128)
+    for mask in ("full", "causal", "bounds")
 ]
 
 
 @cache
-def compiled() -> dict[tuple[str, int, int], dict[str, int]]:
+def compiled() -> dict[tuple[str, int, str], dict[str, int]]:
     """Runs `python -m tests.support.sass` in a process where Triton compiles rather than interprets."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.support.sass"]
@@ -25,12 +28,12 @@ def compiled() -> dict[tuple[str, int, int], dict[str, int]]:
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    return {(line["kernel"], line["head_dim"], int(line["causal"])): line for line in lines}
+    return {(line["kernel"], line["head_dim"], line["mask"]): line for line in lines}
 
 
-@pytest.mark.parametrize(("kernel", "head_dim", "causal"), KERNELS)
-def test_a_kernel_for_hopper_is_well_made(kernel: str, head_dim: int, causal: int) -> None:
-    found = compiled()[kernel, head_dim, causal]
+@pytest.mark.parametrize(("kernel", "head_dim", "mask"), KERNELS)
+def test_a_kernel_for_hopper_is_well_made(kernel: str, head_dim: int, mask: str) -> None:
+    found = compiled()[kernel, head_dim, mask]
     assert found["LDL"] == found["STL"] == 0, "registers spill to local memory"
     assert found["registers"] <= 255
     assert found["HGMMA"] >= {"fwd": 2, "dq": 3, "dkdv": 4}[kernel] * 4, "every product runs on tensor cores"

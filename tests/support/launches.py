@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.errors import OutOfResources
 
-from lmsys.attention import flash_triton
+from lmsys.attention import Pattern, flash_triton
 from lmsys.attention.flash_gluon import kernels
 from lmsys.attention.flash_gluon import launch as gluon_launch
 from lmsys.attention.tuning import Tile
@@ -59,6 +59,8 @@ def main(capability: int) -> None:
         for transposed in (False, True):
             for length in LENGTHS:
                 attend(*case, length, transposed)
+    for pattern in (Pattern(True, 7), Pattern(key_lengths=torch.tensor([40, 33]), softcap=2.0)):
+        attend(*CASES[0], LENGTHS[0], False, pattern)
     for length in LENGTHS:
         heads = torch.randn(BATCH, length, 3 * HEADS, 256)  # on a grid of two dimensions
         parts = tuple(torch.empty(BATCH, length, HEADS, 256) for _ in range(3))
@@ -113,7 +115,15 @@ def too_large() -> str:
 memory = torch.zeros(6, BATCH * HEADS * max(LENGTHS) * 64)  # float32: room for q, k, v, o, do in any dtype
 
 
-def attend(kv_heads: int, head_dim: int, dtype: torch.dtype, causal: bool, length: int, transposed: bool) -> None:
+def attend(
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    causal: bool,
+    length: int,
+    transposed: bool,
+    pattern: Pattern | None = None,
+) -> None:
     def placed(i: int, heads: int) -> Tensor:
         place = memory[i].view(dtype)
         if transposed:
@@ -126,8 +136,8 @@ def attend(kv_heads: int, head_dim: int, dtype: torch.dtype, causal: bool, lengt
     k, v = (placed(i, kv_heads) for i in range(3, 5))
     lse = memory[5, length % 2 :][: BATCH * HEADS * length].view(BATCH, HEADS, length)  # aligned, or not
     for tile in (TILE, OTHER):
-        flash_triton._forward(q, k, v, causal, 0.125, tile)
-    flash_triton._backward(q, k, v, o, lse, do, causal, 0.125, TILE)
+        flash_triton._forward(q, k, v, causal, 0.125, tile, pattern)
+    flash_triton._backward(q, k, v, o, lse, do, causal, 0.125, TILE, pattern)
 
 
 if __name__ == "__main__":

@@ -22,13 +22,25 @@ from lmsys.attention import flash_triton
 from lmsys.attention.tuning import Tile, candidates
 from lmsys.kernels.launch import FUSED
 
-KERNELS = {"fwd": flash_triton._fwd_kernel, "dq": flash_triton._dq_kernel, "dkdv": flash_triton._dkdv_kernel}
+KERNELS = {name: kernel for name, (kernel, _) in flash_triton.KERNELS.items()}
 TRITON_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 TILED_BY_QUERIES = {"fwd": ("q", "o"), "dq": ("q", "o", "do", "dq"), "dkdv": ("q", "do")}
 
 
-def compile_kernel(name: str, dtype: torch.dtype, block_d: int, causal: bool, tile: Tile, precision: str) -> Any:
-    """The compiled kernel, as `lmsys.attention.flash_triton` launches it with G = 1."""
+MASKS = {"full": (), "causal": (), "bounds": flash_triton.EXTENT[:3]}  # the last: a pattern's
+POINTERS = {"first_ptr": "*i32", "end_ptr": "*i32"}
+
+
+def compile_kernel(
+    name: str,
+    dtype: torch.dtype,
+    block_d: int,
+    causal: bool,
+    tile: Tile,
+    precision: str,
+    extent: tuple[str, ...] = (),
+) -> Any:
+    """The compiled kernel, as `flash_triton` launches it with G = 1; `extent` names what it is given of a pattern."""
     kernel = KERNELS[name]
     constants = {
         "BLOCK_Q": tile.block_q,
@@ -37,6 +49,7 @@ def compile_kernel(name: str, dtype: torch.dtype, block_d: int, causal: bool, ti
         "CAUSAL": causal,
         "PRECISION": precision,
         "G": 1,
+        **dict.fromkeys(flash_triton.EXTENT[len(extent) :]),
     }
     signature = {}
     for argument in kernel.arg_names:
@@ -49,7 +62,8 @@ def compile_kernel(name: str, dtype: torch.dtype, block_d: int, causal: bool, ti
         elif argument.endswith("_desc"):
             signature[argument] = f"tensordesc<{TRITON_NAMES[dtype]}[1, 1, {block}, {block_d}]>"
         else:
-            signature[argument] = "*fp32" if argument.endswith("_ptr") else "fp32" if argument == "scale" else "i32"
+            kind = "*fp32" if argument.endswith("_ptr") else "fp32" if argument in ("scale", "softcap") else "i32"
+            signature[argument] = POINTERS.get(argument, kind)
     indices = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
     source = ASTSource(kernel, signature=signature, constexprs=indices, attrs={})
     options = FUSED | {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
@@ -79,9 +93,9 @@ def main(dtypes: list[str]) -> None:
         for name in KERNELS:
             for block_d in (64, 128) if dtype != torch.float32 else (64,):
                 tile = candidates(name, dtype, block_d, "ieee")[0]
-                for causal in (True, False):
-                    found = resources(compile_kernel(name, dtype, block_d, causal, tile, "ieee"))
-                    line = {"kernel": name, "dtype": dtype_name, "head_dim": block_d, "causal": causal, **found}
+                for mask, extent in MASKS.items():
+                    found = resources(compile_kernel(name, dtype, block_d, mask == "causal", tile, "ieee", extent))
+                    line = {"kernel": name, "dtype": dtype_name, "head_dim": block_d, "mask": mask, **found}
                     print(json.dumps(line), flush=True)
 
 

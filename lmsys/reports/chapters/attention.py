@@ -30,6 +30,7 @@ def chapters(view: View) -> list[Chapter]:
         Field("S", role="axis", of=lambda case: _pair(case["queries"], case["keys"], "×")),
         Field("D", role="axis", of=lambda case: case["head_dim"]),
         Field("mask", role="detail", of=lambda case: "causal" if case["causal"] else "full"),
+        Field("visible", role="detail", of=lambda case: f"{100 * case['visible_share']:.3g} %"),
         Field("name", role="detail", of=lambda case: case["impl"]),
     )
     view = view.ordered("section", "dtype", "causal", "direction", LIMIT, *SHAPE, "impl")
@@ -68,7 +69,8 @@ def _compared(part: View) -> View:
 
 
 def _keys(part: View) -> list[str]:
-    return [name for name in ("causal", "D", "S") if part.varies(name)] or ["S"]
+    told = [name for name in ("causal", "D", "S") if part.varies(name)] or ["S"]
+    return [*told, "visible"] if part.has("visible") else told
 
 
 def _summary(own: View, section: str, parts: list[View]) -> Table | None:

@@ -1,0 +1,68 @@
+"""Patterns of benchmark cases, made of plain values, and how many pairs they let see.
+
+Documents are `equal16`, so many of one length, or `mixed`: many short and a few long, of lengths that are lognormal
+around a 64th of the sequence (256 of 16,384 tokens) with a sigma of 1.3. Lengths of caches are uniform from one key
+to all. Both are drawn by a seed that the sizes make, so that a case is one case everywhere.
+"""
+
+import random
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from lmsys.attention import Documents, Pattern
+
+OPTIONS = "window", "offset", "documents", "key_lengths", "softcap"  # the axes, in the order of their fields
+MEDIAN, SIGMA = 64, 1.3  # of mixed documents: sequences are so many times as long as the median of them
+
+
+def lengths_of(documents: str, tokens: int) -> list[int]:
+    """Tokens of each document of a sequence, in its order."""
+    if documents != "mixed":
+        number = min(int(documents.removeprefix("equal")), tokens)
+        return [tokens * (at + 1) // number - tokens * at // number for at in range(number)]
+    chance, lengths, left = random.Random(f"documents {tokens}"), list[int](), tokens
+    while left:
+        drawn = round(tokens / MEDIAN * chance.lognormvariate(0, SIGMA))
+        lengths.append(max(1, min(left, drawn)))
+        left -= lengths[-1]
+    return lengths
+
+
+@lru_cache(maxsize=64)
+def make(
+    batch: int,
+    queries: int,
+    keys: int,
+    device: str,
+    causal: bool,
+    window: int | None = None,
+    documents: str = "",
+    key_lengths: bool = False,
+    softcap: float | None = None,
+    offset: int = 0,
+) -> Pattern:
+    """The pattern of a case on its device; documents are the same in each batch entry."""
+    packed = Documents(lengths_of(documents, keys), device) if documents else None
+    lengths = None
+    if key_lengths:
+        chance = random.Random(f"key lengths {batch} {keys}")
+        lengths = torch.tensor([chance.randint(1, keys) for _ in range(batch)], dtype=torch.int32, device=device)
+    pattern = Pattern(causal, window, offset, packed, lengths, None, softcap)
+    return pattern.simplest(queries, keys)
+
+
+def visible(batch: int, queries: int, keys: int, **options: Any) -> tuple[float, float]:
+    """(pairs of a query and a key that it sees, keys that some query sees) of a head, on average over the batch."""
+    bounds = make(batch, queries, keys, "cpu", **options).bounds(queries, keys, torch.device("cpu"))
+    counts = ((one.end - one.first).clamp(min=0).long() for one in (bounds, bounds.of_keys))
+    pairs, seen_by = counts
+    return pairs.sum(1).double().mean().item(), (seen_by > 0).sum(1).double().mean().item()
+
+
+def name_of(options: Mapping[str, Any]) -> str:
+    """The options of a case, as its id has them: `window1024-documents_mixed`."""
+    named = {"window": "window{}", "offset": "offset{}", "documents": "documents_{}", "softcap": "softcap{:g}"}
+    return "-".join(named.get(name, name).format(value) for name, value in options.items())

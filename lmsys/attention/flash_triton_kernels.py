@@ -1,0 +1,271 @@
+"""The kernels of `flash_triton`, which says how they work; `_fwd_kernel` first.
+
+Dense, `first_ptr` and what follows it are None. Under a pattern a query sees an interval of keys, and a key is seen by
+an interval of queries (`lmsys/attention/bounds.py`): `first_ptr` and `end_ptr` hold those of what the program owns,
+`bounds_stride` apart for each batch entry, 0 where all have the same. `softcap` is None where there is none.
+
+Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension.
+"""
+
+import math
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+LN_2 = tl.constexpr(math.log(2.0))
+HEADS_AT_ONCE = tl.constexpr(8)
+# One binary for all lengths and addresses.
+UNSPECIALISED = ["num_heads", "H", "Q", "Q_PADDED", "K", "num_tiles", "lse_ptr", "lse2_ptr", "delta_ptr"]
+UNSPECIALISED += ["first_ptr", "end_ptr", "bounds_stride"]
+
+
+@triton.jit
+def _owned_tile(num_heads, num_tiles):
+    """(head, tile) of this program: within HEADS_AT_ONCE heads, tile 0 of each, then tile 1 of each ..."""
+    program = tl.program_id(0)
+    first_head = program // (HEADS_AT_ONCE * num_tiles) * HEADS_AT_ONCE
+    heads = tl.minimum(HEADS_AT_ONCE, num_heads - first_head)
+    within = program - first_head * num_tiles
+    return first_head + within % heads, within // heads
+
+
+@triton.jit
+def _load(desc, batch, head, start, BLOCK: tl.constexpr, D: tl.constexpr):
+    return desc.load([batch, head, start, 0]).reshape(BLOCK, D)
+
+
+@triton.jit
+def _store(desc, batch, head, start, tile, BLOCK: tl.constexpr, D: tl.constexpr):
+    desc.store([batch, head, start, 0], tile.to(desc.dtype).reshape(1, 1, BLOCK, D))
+
+
+@triton.jit
+def _add_dot(acc, a, b, PRECISION: tl.constexpr):
+    """acc + a b. In float32 each tile is summed apart: 65,536 roundings one after another would be too many."""
+    if a.dtype == tl.float32:
+        acc -= tl.dot(-a, b, input_precision=PRECISION)  # a plain sum would be folded into the dot
+    else:
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _key_range(row, K, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Queries [row, row + BLOCK_Q) see the keys [0, stop); key tiles that start below `full` need no mask."""
+    stop, full = K, K // BLOCK_K * BLOCK_K
+    if CAUSAL:
+        stop = tl.minimum(K, row + BLOCK_Q)
+        full = tl.minimum(full, (row + 1) // BLOCK_K * BLOCK_K)
+    return stop, full
+
+
+@triton.jit
+def _interval(
+    first_ptr, end_ptr, bounds_stride, batch, start, length, BLOCK: tl.constexpr, BLOCK_OTHER: tl.constexpr
+):  # fmt: skip
+    """What the owners [start, start + BLOCK), of `length`, see: each of them [first, end), all together [low, stop).
+
+    Tiles of others within [full_from, full_to) need no mask.
+    """
+    base = batch.to(tl.int64) * bounds_stride
+    first_ptr += base
+    end_ptr += base
+    at = tl.minimum(start + tl.arange(0, BLOCK), length - 1)
+    one, last = tl.minimum(start, length - 1), tl.minimum(start + BLOCK, length) - 1
+    low, stop = tl.load(first_ptr + one), tl.load(end_ptr + last)
+    stop = tl.where(low < stop, stop, 0)  # else none of them sees anything
+    full_from, full_to = tl.load(first_ptr + last), tl.load(end_ptr + one)
+    return low // BLOCK_OTHER * BLOCK_OTHER, stop, full_from, full_to, tl.load(first_ptr + at), tl.load(end_ptr + at)
+
+
+@triton.jit
+def _within(others, first, end):
+    """Where owners, the first dimension, see others."""
+    return (others[None, :] >= first[:, None]) & (others[None, :] < end[:, None])
+
+
+@triton.jit
+def _tanh(x):
+    """By exp2, and near zero, where that cancels, by its series."""
+    s = x * x
+    near = x * (1.0 + s * (-1.0 / 3 + s * (2.0 / 15 + s * (-17.0 / 315 + s * (62.0 / 2835)))))
+    return tl.where(tl.abs(x) < 0.25, near, 1.0 - 2.0 / (tl.exp2(x * (2 * LOG2_E)) + 1.0))
+
+
+@triton.jit
+def _hide(scores, rows, cols, K, CAUSAL: tl.constexpr):
+    visible = (cols < K)[None, :]
+    if CAUSAL:
+        visible = visible & (rows[:, None] >= cols[None, :])
+    return tl.where(visible, scores, float("-inf"))
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def _fwd_kernel(
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, scale, num_heads, H, G, Q, K, num_tiles,
+    first_ptr, end_ptr, bounds_stride, softcap,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    head_index, tile = _owned_tile(num_heads, num_tiles)
+    if CAUSAL:
+        tile = num_tiles - 1 - tile
+    batch, head = head_index // H, head_index % H
+    row = tile * BLOCK_Q
+    rows = row + tl.arange(0, BLOCK_Q)
+    if softcap is None:
+        scale *= LOG2_E  # scores in base 2: exp2 is one instruction
+    else:
+        ratio = scale / softcap
+        scale = softcap * LOG2_E
+    q = _load(q_desc, batch, head, row, BLOCK_Q, D)
+    top = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_Q], tl.float32)
+    acc = tl.zeros([BLOCK_Q, D], tl.float32)
+    if first_ptr is None:
+        start = 0
+        stop, full = _key_range(row, K, CAUSAL, BLOCK_Q, BLOCK_K)
+    else:
+        start, stop, full_from, full_to, first, end = _interval(
+            first_ptr, end_ptr, bounds_stride, batch, row, Q, BLOCK_Q, BLOCK_K
+        )
+    for col in range(start, stop, BLOCK_K):
+        k = _load(k_desc, batch, head // G, col, BLOCK_K, D)
+        scores = tl.dot(q, k.T, input_precision=PRECISION)
+        if softcap is not None:
+            scores = _tanh(scores * ratio)
+        if first_ptr is None:
+            if col >= full:
+                scores = _hide(scores, rows, col + tl.arange(0, BLOCK_K), K, CAUSAL)
+        elif (col < full_from) | (col + BLOCK_K > full_to):
+            scores = tl.where(_within(col + tl.arange(0, BLOCK_K), first, end), scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+        base = new_top
+        if first_ptr is not None:  # a query may have seen nothing yet
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        p = tl.exp2(scores * scale - base[:, None])
+        rescale = tl.exp2(top - base)
+        total = total * rescale + tl.sum(p, 1)
+        acc = acc * rescale[:, None]
+        v = _load(v_desc, batch, head // G, col, BLOCK_K, D)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        top = new_top
+    if first_ptr is not None:  # a query that sees nothing: o is 0, and the log-sum-exp -inf
+        total = tl.where(total == 0.0, 1.0, total)
+    _store(o_desc, batch, head, row, acc / total[:, None], BLOCK_Q, D)
+    tl.store(lse_ptr + head_index.to(tl.int64) * Q + rows, (top + tl.log2(total)) * LN_2, mask=rows < Q)
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def _dq_kernel(
+    q_desc, k_desc, v_desc, o_desc, do_desc, dq_desc, lse_ptr, lse2_ptr, delta_ptr,
+    scale, num_heads, H, G, Q, Q_PADDED, K, num_tiles,
+    first_ptr, end_ptr, bounds_stride, softcap,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    head_index, tile = _owned_tile(num_heads, num_tiles)
+    if CAUSAL:
+        tile = num_tiles - 1 - tile
+    batch, head = head_index // H, head_index % H
+    row = tile * BLOCK_Q
+    rows = row + tl.arange(0, BLOCK_Q)
+    q = _load(q_desc, batch, head, row, BLOCK_Q, D)
+    do = _load(do_desc, batch, head, row, BLOCK_Q, D)
+    o = _load(o_desc, batch, head, row, BLOCK_Q, D)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    # Rows past the end get a log-sum-exp of inf, which makes their P zero in both kernels.
+    lse = tl.load(lse_ptr + head_index.to(tl.int64) * Q + rows, mask=rows < Q, other=float("inf")) * LOG2_E
+    if first_ptr is not None:  # so do those that see nothing
+        lse = tl.where(lse == float("-inf"), float("inf"), lse)
+    padded = head_index * Q_PADDED + rows
+    tl.store(lse2_ptr + padded, lse)
+    tl.store(delta_ptr + padded, delta)
+    dq = tl.zeros([BLOCK_Q, D], tl.float32)
+    if first_ptr is None:
+        start = 0
+        stop, full = _key_range(row, K, CAUSAL, BLOCK_Q, BLOCK_K)
+    else:
+        start, stop, full_from, full_to, first, end = _interval(
+            first_ptr, end_ptr, bounds_stride, batch, row, Q, BLOCK_Q, BLOCK_K
+        )
+    stop = tl.where(row < Q, stop, 0)
+    if softcap is None:
+        factor = scale * LOG2_E
+    else:
+        ratio = scale / softcap
+        factor = softcap * LOG2_E
+    for col in range(start, stop, BLOCK_K):
+        k = _load(k_desc, batch, head // G, col, BLOCK_K, D)
+        v = _load(v_desc, batch, head // G, col, BLOCK_K, D)
+        scores = tl.dot(q, k.T, input_precision=PRECISION)
+        dp = tl.dot(do, v.T, input_precision=PRECISION)
+        if softcap is not None:
+            scores = _tanh(scores * ratio)
+            slope = 1.0 - scores * scores
+        if first_ptr is None:
+            if col >= full:
+                scores = _hide(scores, rows, col + tl.arange(0, BLOCK_K), K, CAUSAL)
+        elif (col < full_from) | (col + BLOCK_K > full_to):
+            scores = tl.where(_within(col + tl.arange(0, BLOCK_K), first, end), scores, float("-inf"))
+        p = tl.exp2(scores * factor - lse[:, None])
+        ds = p * (dp - delta[:, None])
+        if softcap is not None:
+            ds *= slope
+        dq = _add_dot(dq, ds.to(k.dtype), k, PRECISION)
+    _store(dq_desc, batch, head, row, dq * scale, BLOCK_Q, D)
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def _dkdv_kernel(
+    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse2_desc, delta_desc,
+    scale, num_heads, H, G, Q, Q_PADDED, K, num_tiles,
+    first_ptr, end_ptr, bounds_stride, softcap,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    head_index, tile = _owned_tile(num_heads, num_tiles)  # a key/value head
+    batch, kv_head = head_index // (H // G), head_index % (H // G)
+    col = tile * BLOCK_K
+    cols = col + tl.arange(0, BLOCK_K)
+    k = _load(k_desc, batch, kv_head, col, BLOCK_K, D)
+    v = _load(v_desc, batch, kv_head, col, BLOCK_K, D)
+    dk = tl.zeros([BLOCK_K, D], tl.float32)
+    dv = tl.zeros([BLOCK_K, D], tl.float32)
+    if softcap is None:
+        factor = scale * LOG2_E
+    else:
+        ratio = scale / softcap
+        factor = softcap * LOG2_E
+    start, stop, full = 0, Q, 0  # query tiles that start at `full` or later need no mask
+    if CAUSAL:
+        start = col // BLOCK_Q * BLOCK_Q
+        full = col + BLOCK_K - 1
+    if first_ptr is not None:
+        start, stop, full_from, full_to, first, end = _interval(
+            first_ptr, end_ptr, bounds_stride, batch, col, K, BLOCK_K, BLOCK_Q
+        )
+    for group in range(G):
+        head = kv_head * G + group
+        for row in range(start, stop, BLOCK_Q):
+            padded = (batch * H + head) * Q_PADDED + row
+            q = _load(q_desc, batch, head, row, BLOCK_Q, D)
+            do = _load(do_desc, batch, head, row, BLOCK_Q, D)
+            lse = lse2_desc.load([padded])
+            scores = tl.dot(k, q.T, input_precision=PRECISION)  # transposed: P and dS stay in registers
+            dp = tl.dot(v, do.T, input_precision=PRECISION)
+            if softcap is not None:
+                scores = _tanh(scores * ratio)
+            p = tl.exp2(scores * factor - lse[None, :])
+            if CAUSAL:  # noqa: SIM102 - known when compiling, unlike the next
+                if row < full:
+                    p = tl.where((row + tl.arange(0, BLOCK_Q))[None, :] >= cols[:, None], p, 0.0)
+            if first_ptr is not None:  # noqa: SIM102
+                if (row < full_from) | (row + BLOCK_Q > full_to):
+                    p = tl.where(_within(row + tl.arange(0, BLOCK_Q), first, end), p, 0.0)
+            delta = delta_desc.load([padded])
+            ds = p * (dp - delta[None, :])
+            if softcap is not None:
+                ds *= 1.0 - scores * scores
+            dv = _add_dot(dv, p.to(do.dtype), do, PRECISION)
+            dk = _add_dot(dk, ds.to(q.dtype), q, PRECISION)
+    _store(dk_desc, batch, kv_head, col, dk * scale, BLOCK_K, D)
+    _store(dv_desc, batch, kv_head, col, dv, BLOCK_K, D)

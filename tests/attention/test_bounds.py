@@ -1,0 +1,182 @@
+"""Intervals of keys: they are what a pattern says, tiles outside of them are not visited, and off by one is caught."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmsys.attention import AttentionCase, Documents, Pattern, flash_torch
+from lmsys.attention.bounds import Bounds
+from lmsys.testing import Oracle, make_inputs, run
+from tests.attention.test_attention import with_tile
+from tests.support.attention_rows import Row
+from tests.support.patterns import document_lengths, make_pattern
+
+CPU = torch.device("cpu")
+TILE, LENGTH = 16, 96
+PATTERNS = {
+    "full": Pattern(),
+    "causal": Pattern(True),
+    "window within a tile": Pattern(True, 5),
+    "window of two tiles": Pattern(True, 2 * TILE),
+    "window over edges": Pattern(True, 2 * TILE + 1),
+    "offset": Pattern(True, 20, offset=TILE - 1),
+    "documents": Pattern(documents=Documents([TILE, 1, TILE - 1, 2 * TILE + 1, LENGTH - 4 * TILE - 1])),
+    "causal documents": Pattern(True, documents=Documents([3, 3 * TILE - 3, TILE + 1, LENGTH - 4 * TILE - 1])),
+    "key lengths": Pattern(key_lengths=torch.tensor([TILE + 1])),
+}
+
+
+@st.composite
+def drawn(draw: st.DrawFn) -> tuple[AttentionCase, int]:
+    keys = draw(st.integers(1, 40))
+    documents = draw(st.booleans())
+    queries, causal = keys if documents else draw(st.integers(1, 40)), draw(st.booleans())
+    case = AttentionCase(2, 1, 1, queries, keys, 16, "float32", causal, documents=documents)
+    window = draw(st.none() | st.integers(1, 45)) if causal else None
+    return replace(case, window=window, offset=draw(st.integers(0, 45)), key_lengths=draw(st.booleans())), draw(SEEDS)
+
+
+SEEDS = st.integers(0, 2**31)
+
+
+@given(drawn())
+def test_bounds_say_what_is_seen_by_queries_and_by_keys(drawn: tuple[AttentionCase, int]) -> None:
+    case, seed = drawn
+    pattern = make_pattern(case, seed)
+    seen = pattern.seen(case.queries, case.keys, CPU).expand(case.batch, 1, -1, -1)[:, 0]
+    bounds = pattern.bounds(case.queries, case.keys, CPU)
+    rows, columns = slice(0, case.queries), slice(0, case.keys)
+    assert torch.equal(bounds.visible(rows, columns).expand_as(seen), seen)
+    assert torch.equal(bounds.of_keys.visible(columns, rows).expand_as(seen.mT), seen.mT)
+    for one in (bounds, bounds.of_keys):
+        assert all(bool((edge.diff(dim=1) >= 0).all()) for edge in (one.first, one.end))
+
+
+def expected(pattern: Pattern) -> tuple[int, int]:
+    """Tiles in which some query sees some key, and those of them in which some query does not."""
+    tiles = pattern.seen(LENGTH, LENGTH, CPU).expand(1, 1, -1, -1).reshape(-1, TILE, LENGTH // TILE, TILE)
+    some, every = tiles.any(3).any(1), tiles.all(3).all(1)
+    return int(some.sum()), int((some & ~every).sum())
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[None]:
+    """Grows by an item for each call of a function of the module."""
+    calls: list[None] = []
+    original = getattr(module, name)
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        calls.append(None)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(module, name, counting)
+    return calls
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_flash_torch_visits_what_is_seen_and_masks_what_is_at_an_edge(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pattern = PATTERNS[name]
+    dots, hides = (counted(monkeypatch, flash_torch, one) for one in ("_dot", "_hide"))
+    x = make_inputs(AttentionCase(1, 1, 1, LENGTH, LENGTH, 16, "float32", grad=True), 0)
+    visited, masked = expected(pattern)
+    o, lse = flash_torch.flash_forward(x.q, x.k, x.v, False, 0.25, TILE, pattern)
+    assert (len(dots), len(hides)) == (2 * visited, masked)
+    flash_torch.flash_backward(x.q, x.k, x.v, o, lse, x.do, False, 0.25, TILE, pattern)
+    assert (len(dots), len(hides)) == ((2 + 5) * visited, 2 * masked)
+
+
+@pytest.mark.parametrize("name", [name for name in PATTERNS if name not in ("full", "causal")])
+def test_flash_triton_visits_what_is_seen_and_masks_what_is_at_an_edge(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if reason := interpreted_row().why_not(interpreted_row().case()):
+        pytest.skip(reason)
+    from lmsys.attention import flash_triton, flash_triton_kernels
+    from lmsys.attention.tuning import Tile
+
+    pattern, tile = PATTERNS[name], Tile(TILE, TILE, 4, 1)
+    loads, masks = (counted(monkeypatch, flash_triton_kernels, one) for one in ("_load", "_within"))
+    x = make_inputs(AttentionCase(1, 1, 1, LENGTH, LENGTH, 16, "float32", grad=True), 0)
+    visited, masked = expected(pattern)
+    o, lse = flash_triton._forward(x.q, x.k, x.v, False, 0.25, tile, pattern)
+    owners = LENGTH // TILE
+    assert (len(loads), len(masks)) == (owners + 2 * visited, masked)
+    flash_triton._backward(x.q, x.k, x.v, o, lse, x.do, False, 0.25, tile, pattern)
+    padded = flash_triton._padded(LENGTH) // TILE
+    assert (len(loads), len(masks)) == (owners + 3 * padded + 2 * owners + (2 + 2 + 2) * visited, 3 * masked)
+
+
+def interpreted_row() -> Row:
+    return Row("flash_triton", "cpu")
+
+
+def moved(documents: Documents, by: int) -> Documents:
+    first, second, *rest = documents.lengths[0]
+    return Documents([first + by, second - by, *rest])
+
+
+def off_documents(right: Pattern, by: int) -> Pattern:
+    return replace(right, documents=moved(right.documents, by))
+
+
+PACKED = Pattern(True, documents=Documents([20, 20, 24]))
+OFF: dict[str, tuple[Pattern, Callable[[Pattern, int], Pattern]]] = {  # a pattern, and the same off by one or by -1
+    "window": (Pattern(True, 9), lambda right, by: replace(right, window=right.window + by)),
+    "causal": (Pattern(True, offset=3), lambda right, by: replace(right, offset=right.offset + by)),
+    "documents": (PACKED, off_documents),
+    "whole documents": (replace(PACKED, causal=False), off_documents),
+    "key lengths": (
+        Pattern(key_lengths=torch.tensor([33])),
+        lambda right, by: replace(right, key_lengths=right.key_lengths + by),
+    ),
+}
+
+
+@pytest.mark.parametrize("impl", ["naive", "flash_torch", "flash_triton"])
+@pytest.mark.parametrize("by", [-1, 1])
+@pytest.mark.parametrize("name", OFF)
+def test_a_bound_that_is_off_by_one_is_caught(name: str, by: int, impl: str) -> None:
+    row = Row(impl, "cpu")
+    case = row.case(batch=1, heads=1, kv_heads=1, dtype="float16", grad=True)
+    if reason := row.why_not(case):
+        pytest.skip(reason)
+    right, off = OFF[name]
+    inputs = make_inputs(case, 0)
+    oracle = Oracle(case, inputs, pattern=right)
+    wrong = oracle.error_ratios(row.run(case, inputs, pattern=off(right, by)))
+    assert min(wrong.values()) > 1, wrong
+    assert max(oracle.error_ratios(row.run(case, inputs, pattern=right)).values()) <= 1
+
+
+EDGES = {"low": (0, 1), "full from": (1, -1), "full to": (2, 1), "high": (3, -1)}  # what is moved, to its harm
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_an_edge_of_tiles_that_is_off_by_one_is_caught(edge: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where tiles begin or end at it: all keys of a tile would be lost, or shown."""
+    edges, (number, by) = Bounds._edges.func, EDGES[edge]
+    row = Row("flash_torch", "cpu")
+    case = row.case(batch=1, heads=1, kv_heads=1, queries=LENGTH, keys=LENGTH, dtype="float32", grad=True)
+    inputs = make_inputs(case, 0)
+
+    def off(bounds: Bounds) -> list[list[int]]:
+        return [[one + by * (here == number) for one in row] for here, row in enumerate(edges(bounds))]
+
+    monkeypatch.setattr(Bounds, "_edges", property(off))
+    ratios = []
+    for first in (3 * TILE - 1, 3 * TILE, 3 * TILE + 1):
+        pattern = Pattern(documents=Documents([first, LENGTH - first]))
+        found = run(with_tile(row, (TILE, TILE)), inputs, pattern=pattern)
+        ratios.append(max(Oracle(case, inputs, pattern=pattern).error_ratios(found).values()))
+    assert max(ratios) > 1, ratios
+
+
+@given(SEEDS, st.integers(1, 300))
+def test_drawn_documents_fill_their_sequence(seed: int, tokens: int) -> None:
+    assert sum(document_lengths(tokens, seed)) == tokens
