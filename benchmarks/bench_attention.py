@@ -63,7 +63,7 @@ class AttentionTest(Case):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the case asks beside `causal`."""
+        """Options that the case asks for beside `causal`."""
         return {name: value for name in patterns.OPTIONS if (value := getattr(self, name))}
 
     @property

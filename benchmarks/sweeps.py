@@ -114,11 +114,12 @@ SMALL: dict[str, Any] = {
     "length": square(1024),
     "head_dim": (64,),
     "dtype": ("float32",),
-    "direction": ("fwd", "fwdbwd"),
+    "direction": ("fwdbwd",),
     "attention": ("naive", "vectorized", "flash_torch", "sdpa"),
+    "without": (),
 }
 CPU_PATTERNS = (
-    DOCUMENTS.but(**SMALL, width=256),
+    DOCUMENTS.but(**SMALL, width=256, documents=("mixed",)),
     WINDOW.but(**SMALL, width=256, window=(128,)),
     GROUPED.but(**SMALL, batch=(1,), heads=((8, 2),)),
     DECODE.but(**SMALL | {"length": ((1, 4096),), "direction": ("fwd",)}, batch=(1, 8), heads=((8, 2),)),

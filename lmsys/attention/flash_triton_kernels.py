@@ -64,7 +64,7 @@ def _key_range(row, K, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.
 def _interval(
     first_ptr, end_ptr, bounds_stride, batch, start, length, BLOCK: tl.constexpr, BLOCK_OTHER: tl.constexpr
 ):  # fmt: skip
-    """What the owners [start, start + BLOCK), of `length`, see: each of them [first, end), all together [low, stop).
+    """Owners [start, start + BLOCK), of `length`, see [low, stop) together, and each of them its own [first, end).
 
     Tiles of others within [full_from, full_to) need no mask.
     """
