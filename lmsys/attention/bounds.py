@@ -73,13 +73,17 @@ def bounds_of(
     num_keys: int,
     device: torch.device,
 ) -> Bounds:
-    """The intervals of a `Pattern` without key lengths and mask."""
-    position = torch.arange(num_queries, device=device).unsqueeze(0) + offset  # (1, Q)
+    """The intervals of a `Pattern` without key lengths and mask.
+
+    They are made on the CPU and copied, so that they are there for every stream that later finds them here.
+    """
+    position = torch.arange(num_queries).unsqueeze(0) + offset  # (1, Q)
     first, end = torch.zeros_like(position), torch.full_like(position, num_keys)
     if causal:
         end = torch.minimum(position + 1, end)
     if window is not None:
         first = (position - window + 1).clamp(0, num_keys)
     if documents is not None:
-        first, end = torch.maximum(first, documents.starts), torch.minimum(end, documents.ends)
-    return Bounds(first.to(torch.int32).contiguous(), end.to(torch.int32).contiguous(), num_keys)
+        first, end = torch.maximum(first, documents.starts.cpu()), torch.minimum(end, documents.ends.cpu())
+    first, end = (x.to(torch.int32).contiguous().to(device) for x in (first, end))
+    return Bounds(first, end, num_keys)

@@ -20,7 +20,7 @@ from tests.support.attention_rows import Row, assert_agree, law
 from tests.support.patterns import document_lengths, drawn_mask, make_pattern, patterned, spelled
 
 Outputs = dict[str, Tensor]
-OURS = ("naive", "vectorized", "flash_torch", "flash_triton")  # the others are held to the oracle, and no further
+OURS = ("naive", "flash_torch", "flash_triton")  # the others are held to the oracle, and no further
 lawful = partial(law, of=patterned, only=OURS)
 
 
