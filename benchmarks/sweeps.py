@@ -151,11 +151,11 @@ def smoke(length: int, odd: int, head_dim: int, batch: int, compiled_dtype: str)
     causal = full.but(length=square(odd), causal=(True,), heads=((4, 2),))
     compiled = full.but(dtype=(compiled_dtype,), causal=(True,), attention=COMPILED_ROWS, without=())
     rows = ("naive", "flash_torch", "flash_triton", "sdpa")
-    few = causal.but(dtype=("float32",), direction=("fwdbwd",), batch=(2,), attention=rows, without=())
+    few = causal.but(dtype=("float32",), direction=("fwdbwd",), batch=(1,), heads=((2, 1),), attention=rows, without=())
     patterns = (
         few.but("documents", documents=("mixed",)),
         few.but("window", window=(20,), softcap=(5.0,)),
-        few.but("decode", length=((3, odd),), direction=("fwd",), offset=(END,), key_lengths=(True,)),
+        few.but("decode", length=((3, odd),), batch=(2,), direction=("fwd",), offset=(END,), key_lengths=(True,)),
     )
     return full, causal, compiled, *patterns
 

@@ -14,10 +14,11 @@ from lmsys.attention.bounds import Bounds
 from lmsys.testing import Oracle, make_inputs, run
 from tests.attention.test_attention import with_tile
 from tests.support.attention_rows import Row
-from tests.support.patterns import document_lengths, make_pattern
+from tests.support.patterns import document_lengths, make_pattern, spelled
 
 CPU = torch.device("cpu")
 TILE, LENGTH = 16, 96
+LENGTHS, SEEDS = st.integers(1, 20), st.integers(0, 2**31)
 PATTERNS = {
     "full": Pattern(),
     "causal": Pattern(True),
@@ -33,15 +34,12 @@ PATTERNS = {
 
 @st.composite
 def drawn(draw: st.DrawFn) -> tuple[AttentionCase, int]:
-    keys = draw(st.integers(1, 40))
+    keys = draw(LENGTHS)
     documents = draw(st.booleans())
-    queries, causal = keys if documents else draw(st.integers(1, 40)), draw(st.booleans())
+    queries, causal = keys if documents else draw(LENGTHS), draw(st.booleans())
     case = AttentionCase(2, 1, 1, queries, keys, 16, "float32", causal, documents=documents)
-    window = draw(st.none() | st.integers(1, 45)) if causal else None
-    return replace(case, window=window, offset=draw(st.integers(0, 45)), key_lengths=draw(st.booleans())), draw(SEEDS)
-
-
-SEEDS = st.integers(0, 2**31)
+    window = draw(st.none() | st.integers(1, 25)) if causal else None
+    return replace(case, window=window, offset=draw(st.integers(0, 25)), key_lengths=draw(st.booleans())), draw(SEEDS)
 
 
 @given(drawn())
@@ -49,6 +47,7 @@ def test_bounds_say_what_is_seen_by_queries_and_by_keys(drawn: tuple[AttentionCa
     case, seed = drawn
     pattern = make_pattern(case, seed)
     seen = pattern.seen(case.queries, case.keys, CPU).expand(case.batch, 1, -1, -1)[:, 0]
+    assert torch.equal(seen, spelled(pattern, case)[:, 0])
     bounds = pattern.bounds(case.queries, case.keys, CPU)
     rows, columns = slice(0, case.queries), slice(0, case.keys)
     assert torch.equal(bounds.visible(rows, columns).expand_as(seen), seen)
