@@ -16,7 +16,7 @@ test_matmul = bench(Matmul)
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from lmsys.bench.axes import Axis, Grid
@@ -272,14 +272,18 @@ class Benchmark:
         return self.errors(setup, kept.result)
 
     def case_of(self, record: Record) -> Any:
-        """The case that a record is about, made again; None where the record does not hold all of `case_type`."""
-        names = [one.name for one in fields(self.case_type)][len(fields(Case)) :]
-        if self.case_type is Case or not all(name in record for name in names):
+        """The case that a record is about, made again; None where the record does not hold all of `case_type`.
+
+        It may be without a field that has a default: records were made before the field was.
+        """
+        own = fields(self.case_type)[len(fields(Case)) :]
+        if self.case_type is Case or any(one.name not in record and one.default is MISSING for one in own):
             return None
+        asked_for = {one.name: record[one.name] for one in own if one.name in record}
         asked = [(table, name) for kind, table in self.tables.items() for name in (record["impl"], record.get(kind))]
         known = [table[name] for table, name in asked if isinstance(name, str) and name in [*table]]
         entry = known[0] if known else Entry(record["impl"], "", record["label"], record["peer"])
-        return self.case_type(record["section"], entry, record["device"], *(record[name] for name in names))
+        return self.case_type(record["section"], entry, record["device"], **asked_for)
 
     def repeat(self, record: Record, call: Record) -> "Iterable[str]":
         """Yields sentences on what is wrong with a call of a record's proof, on any machine; `call` is its evidence."""

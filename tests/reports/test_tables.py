@@ -127,8 +127,9 @@ def test_outcomes_are_cells_with_reasons(tmp_path: Path) -> None:
 
 def test_the_best_of_each_line_is_marked(tmp_path: Path) -> None:
     """Among rows that were sampled together; where one alone has a time, nothing is marked."""
-    records = [record("attention", "naive", 3e-3), record("attention", "sdpa_flash", 1e-3)]
-    records += [record("attention", "flash_triton", 2e-3), record("attention", "sdpa_flash", **LENGTH)]
+    took = {"naive": 3e-3, "sdpa_flash": 1e-3, "flash_triton": 2e-3}
+    records = [record("attention", impl, time_s, flops_per_s=1e12 / time_s) for impl, time_s in took.items()]
+    records += [record("attention", "sdpa_flash", **LENGTH)]
     made = view(tmp_path, records)
     times, rates = (pivot(made, name, ["queries"]) for name in ("time_s", "flops_per_s"))
     assert times is not None and rates is not None
