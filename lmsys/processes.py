@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
@@ -112,13 +113,21 @@ class Worker:
     environment  variables besides those of this process
     open_files   numbers of open files that it has, too, under the same numbers
     last_words   what a shell that has these files does first when this process has gone and the worker is to end
+    path         where it imports from, in place of this process's `sys.path`
+    folder       where it works, in place of where this process does
     """
 
     def __init__(
-        self, environment: Mapping[str, str] | None = None, open_files: Sequence[int] = (), last_words: str = ""
+        self,
+        environment: Mapping[str, str] | None = None,
+        open_files: Sequence[int] = (),
+        last_words: str = "",
+        path: Sequence[str] | None = None,
+        folder: Path | None = None,
     ):
         self._environment = os.environ | (environment or {})
         self._open_files, self._last_words = open_files, last_words
+        self._path, self._folder = path, folder
         self._start()
 
     def call(self, function: Function, *args: Any, timeout_s: float | None = None) -> Any:
@@ -200,7 +209,7 @@ class Worker:
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         self._line = Connection(ours.detach())
-        path = [str(folder) for folder in sys.path]
+        path = [str(folder) for folder in (sys.path if self._path is None else self._path)]
         begin = f"import sys; sys.path[:] = {path}; from {__name__} import _serve"
         with theirs:
             self._process = subprocess.Popen(
@@ -209,6 +218,7 @@ class Worker:
                 pass_fds=[theirs.fileno(), *self._open_files],
                 process_group=0,
                 env=self._environment,
+                cwd=self._folder,
             )
         self._watcher = subprocess.Popen(
             ["sh", "-c", WATCH.format(self._last_words)],

@@ -24,7 +24,7 @@ from lmsys.bench import fields
 from lmsys.bench.benchmark import Benchmark
 from lmsys.bench.fields import Record
 from lmsys.bench.proof import file_seal, seal
-from lmsys.bench.record import load, summarize
+from lmsys.bench.record import load, summarize, today
 from lmsys.bench.results import entries_of
 from lmsys.measure.limits import Limits
 from lmsys.values import shortly
@@ -132,6 +132,7 @@ def _of_record(record: Record, benchmark: Benchmark | None, machine: Record) -> 
         yield "it has a time and no samples"
     if (ratio := record.get("error_ratio")) is not None and record["outcome"] == "ok" and ratio > 1:
         yield f"it is ok, with an error of {ratio:.3g} times what is allowed"
+    record = today(record)
     if benchmark is None:
         yield f"{NOT_RECOMPUTED}there is no benchmark {record['benchmark']!r} here"
         return

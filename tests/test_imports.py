@@ -27,7 +27,9 @@ PLAIN = (  # of lmsys: what a machine without torch can import
     *("cost/__init__", "cost/operations", "cost/memory", "cost/levels", "cost/communication"),
     *(
         f"bench/{name}"
-        for name in "__init__ axes benchmark fields options plugin proof record results schema1 shapes validate".split()
+        for name in (
+            "__init__ axes benchmark checkout fields options plugin proof record results schema1 shapes validate"
+        ).split()
     ),
 )
 LATE = (

@@ -3,25 +3,32 @@
 Rows of one run took turns, rows of two runs did not, and the clock of a machine moves from run to run. So a row is
 compared by its ratio, round by round, to an anchor: a row of somebody else's that ran beside it both times. Without one
 there is no verdict: beside a row of ours nobody could say which of the two has changed.
+
+A row that took turns with itself as it was (`--against` of a sweep) needs no anchor: round by round its own ratio is
+the change.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from lmsys.bench import record
 from lmsys.bench.fields import IDENTITY, Record
-from lmsys.measure.shift import FEWEST, Shift, between, discoveries
+from lmsys.measure.shift import FEWEST, Shift, between, discoveries, paired
 
 FASTER, SLOWER, SAME, UNCLEAR, BROKEN, MENDED = "faster", "slower", "same", "unclear", "broken", "mended"
 VERDICTS = (BROKEN, SLOWER, FASTER, MENDED, UNCLEAR, SAME)  # in the order of how much they matter
 BAD = (BROKEN, SLOWER)
 MARGIN = 0.05  # of two runs: clocks that moved are within it
 FALSE_DISCOVERIES = 0.05  # the expected share of the changes that are told
-ALONE = ("collectives", "training")  # benchmarks whose rows of one comparison run one after another
+ALONE = ("collectives", "training")  # rows of these were timed by themselves also where a file does not say so
+MOST_LINES = 20  # of changes in a terminal
 LARGEST = 700.0  # of a logarithm whose exponential is finite
 Key = tuple[Any, ...]
+Pair = tuple[Record, Record]
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,14 @@ class Change:
     verdict: str = UNCLEAR
     beside: str = ""
     shift: Shift | None = None
+
+    @property
+    def is_bad(self) -> bool:
+        return self.verdict in BAD
+
+    @property
+    def is_changed(self) -> bool:
+        return self.verdict not in (SAME, UNCLEAR)
 
     @property
     def ratio(self) -> float | None:
@@ -72,11 +87,73 @@ def compare(
             judged.append((change, change.shift))
         elif change.verdict != UNCLEAR or (before.get("time_s") and after.get("time_s")):
             told.append(change)
+    return sorted([*told, *_judged(judged, margin)], key=_weight)
+
+
+def compare_in_turns(records: Iterable[Record], margin: float | None = None) -> list[Change]:
+    """The same of one run that measured rows today and as they were, side by side. By its own margin, or by this."""
+    told: list[Change] = []
+    judged: list[tuple[Change, Shift]] = []
+    for old, new in in_turns(records):
+        change = _change_in_turns(old, new)
+        if change.shift:
+            judged.append((change, change.shift))
+        elif change.verdict != UNCLEAR or (old.get("time_s") and new.get("time_s")):
+            told.append(change)
+    margin = margin or max((change.old["against"]["margin"] for change, _ in judged), default=0.0)
+    return sorted([*told, *_judged(judged, margin)], key=_weight)
+
+
+def in_turns(records: Iterable[Record]) -> list[Pair]:
+    """Rows as they were, each with the same today, which took turns with it."""
+    records = list(records)
+    now = {(*_key(one), one.get("comparison")): one for one in records if not one.get("against")}
+    keys = [(one, (*_key(record.today(one)), one.get("comparison"))) for one in records if one.get("against")]
+    return [(old, now[key]) for old, key in keys if key in now]
+
+
+def look_changed(records: Iterable[Record]) -> bool:
+    """True where a case would count as changed if it were the only one."""
+    found = [_change_in_turns(old, new) for old, new in in_turns(records)]
+    return any(
+        one.shift.p_beyond(math.log1p(one.old["against"]["margin"])) <= FALSE_DISCOVERIES for one in found if one.shift
+    )
+
+
+def lines(changes: Sequence[Change], margin: float) -> Iterator[str]:
+    """A table for a terminal: how many of each verdict there are, and what changed."""
+    counts = Counter(one.verdict for one in changes)
+    told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
+    yield f"{told or 'nothing to compare'}, by a margin of {margin:.3g}"
+    changed = [one for one in changes if one.is_changed]
+    if changed:
+        yield f"{'verdict':8} {'after / before':>14} {'95 %':>16}  case"
+    for one in changed[:MOST_LINES]:
+        ratio = f"{one.ratio:.3f}" if one.ratio else ""
+        interval = f"{one.interval[0]:.3f} to {one.interval[1]:.3f}" if one.interval else ""
+        reason = one.old["reason"] if one.verdict == MENDED else one.new["reason"] if one.verdict == BROKEN else None
+        yield f"{one.verdict:8} {ratio:>14} {interval:>16}  {one.new['id']}{f': {reason}' if reason else ''}"
+    if len(changed) > MOST_LINES:
+        yield f"and {len(changed) - MOST_LINES} more, on the page"
+
+
+def _change_in_turns(old: Record, new: Record) -> Change:
+    was, now = (one["outcome"] == "ok" for one in (old, new))
+    if was != now:
+        return Change(old, new, BROKEN if was else MENDED)
+    shift = paired(_ratios(new, old)) if _is_timed((old, new)) else None
+    spread = max(one.get("between_runs") or 0.0 for one in (old, new))
+    return Change(old, new, beside=str(old["impl"]), shift=shift and shift.widened(spread))
+
+
+def _judged(found: Sequence[tuple[Change, Shift]], margin: float) -> list[Change]:
+    """With their verdicts: those that count as changes among so many."""
     edge = math.log1p(margin)
-    counted = discoveries([shift.p_beyond(edge) for _, shift in judged], FALSE_DISCOVERIES)
-    for (change, shift), is_change in zip(judged, counted, strict=True):
-        told.append(replace(change, verdict=_verdict(shift, edge, is_change)))
-    return sorted(told, key=_weight)
+    counted = discoveries([shift.p_beyond(edge) for _, shift in found], FALSE_DISCOVERIES)
+    return [
+        replace(change, verdict=_verdict(shift, edge, is_change))
+        for (change, shift), is_change in zip(found, counted, strict=True)
+    ]
 
 
 def of_one_run(old: Iterable[Record], new: Iterable[Record]) -> tuple[list[Record], list[Record]]:
@@ -94,6 +171,17 @@ def spread_between(runs: Sequence[Iterable[Record]]) -> float:
 def spreads_between(runs: Sequence[Iterable[Record]]) -> dict[str, float]:
     """The same of each case, by its id."""
     return {name: _root_mean_square(shifts) for name, shifts in _shifts(runs).items()}
+
+
+def spreads_in_turns(runs: Sequence[Iterable[Record]]) -> dict[str, float]:
+    """The same of rows and what they were, by today's ids."""
+    found: dict[str, list[float]] = {}
+    for run in runs:
+        for old, new in in_turns(run):
+            if shift := _change_in_turns(old, new).shift:
+                found.setdefault(new["id"], []).append(shift.estimate)
+    steps = {name: [b - a for a, b in zip(shifts, shifts[1:], strict=False)] for name, shifts in found.items()}
+    return {name: _root_mean_square(one) for name, one in steps.items()}
 
 
 def _shifts(runs: Sequence[Iterable[Record]]) -> dict[str, list[float]]:
@@ -132,10 +220,12 @@ def _weight(change: Change) -> tuple[int, float, str]:
 
 
 def _by_key(records: Iterable[Record]) -> dict[Key, Record]:
-    return {tuple(one.get(name) for name in IDENTITY): one for one in records}
+    """Records of rows as they were are left out: they are of no run of their own."""
+    return {_key(one): one for one in records if not one.get("against")}
 
 
-Pair = tuple[Record, Record]
+def _key(one: Record) -> Key:
+    return tuple(one.get(name) for name in IDENTITY)
 
 
 def _pairs(old: Iterable[Record], new: Iterable[Record]) -> list[tuple[Record, Record, Pair | None]]:
@@ -158,7 +248,8 @@ def _pairs(old: Iterable[Record], new: Iterable[Record]) -> list[tuple[Record, R
 def _together(pair: Pair) -> Key:
     """The key of those that took turns with it in both runs; () where nobody did."""
     names = tuple(one.get("comparison") for one in pair)
-    return names if all(names) and pair[0]["benchmark"] not in ALONE else ()
+    took_turns = not any(one.get("alone", one["benchmark"] in ALONE) for one in pair)
+    return names if all(names) and took_turns else ()
 
 
 def _is_timed(pair: Pair) -> bool:

@@ -141,6 +141,8 @@ COMMON = (
     ),
     Field("prepare_s", "s", "untimed", "detail", "What is prepared for each call, such as a backward's forward", "ms"),
     Field("between_runs", role="detail", about="By --repeat: what its time over its anchor's differs by between runs"),
+    Field("against", role="detail", about="Of a row as it was: the state that --against names, and the margin"),
+    Field("alone", role="detail", about="Whether it was timed by itself, not in turns with its comparison"),
     *details("proof", "seal"),
     ERROR,
     COMPILE,

@@ -8,16 +8,20 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 from lmsys.bench.axes import Grid
 from lmsys.bench.benchmark import Benchmark, Case, Cases, Collected, Settings
 from lmsys.bench.fields import Record
 from lmsys.bench.heartbeat import NOBODY, Heartbeat
+from lmsys.measure.turns import ALONE, Turns
 from lmsys.processes import tell
 
 Where = tuple[str, str, str]  # a benchmark's class: its module, the module's file, its name
+Line = tuple[int, bool]  # to the worker that it takes turns with: an open file's number, and whether it goes first
 _runner: Any = None
+_turns: Turns = ALONE
 _benchmarks: dict[Where, Benchmark] = {}
 
 
@@ -32,14 +36,16 @@ def where(cls: type[Benchmark]) -> Where:
     return cls.__module__, str(getattr(sys.modules[cls.__module__], "__file__", "")), cls.__qualname__
 
 
-def begin(shared: int, trace: int, settings: Settings, machine: Record | None) -> None:
+def begin(shared: int, trace: int, settings: Settings, machine: Record | None, line: Line | None) -> None:
     """First of all: what is to be said should a row crash, and the judges as they are."""
-    global _runner
+    global _runner, _turns
     faulthandler.enable(file=trace)
     faulthandler.register(signal.SIGUSR1, file=trace)
     from lmsys.bench.runner import Runner
 
     _runner = Runner(settings, tell, Heartbeat(shared))
+    if line is not None:
+        _turns = Turns(Connection(line[0]), line[1], _runner.heartbeat.rest)
     if machine is not None:
         _runner.__dict__["machine"] = machine
     _runner.limit_memory()
@@ -86,8 +92,10 @@ def collect(at: Where, grids: Sequence[Grid], texts: Mapping[str, str]) -> Colle
         _runner.heartbeat.rest()
 
 
-def run(at: Where, cases: Cases, ended: Mapping[str, Any]) -> None:
-    _runner.ready()
+def run(at: Where, cases: Cases, ended: Mapping[str, Any], in_turns: bool) -> None:
+    _runner.turns = _turns if in_turns else ALONE
+    with _runner.turns.session():
+        _runner.ready()
     for result in _runner.run(_benchmark(at), cases, ended, begun=lambda ids: tell(Begun(ids))):
         tell(result)
 

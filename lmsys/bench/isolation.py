@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,10 @@ from lmsys import doing
 from lmsys.bench import heartbeat, in_worker
 from lmsys.bench.axes import Grid
 from lmsys.bench.benchmark import Benchmark, Case, Cases, Collected, Settings
+from lmsys.bench.checkout import Checkout
 from lmsys.bench.fields import Record
 from lmsys.bench.heartbeat import NOBODY, Heartbeat
-from lmsys.bench.in_worker import Begun, where
+from lmsys.bench.in_worker import Begun, Line, where
 from lmsys.measure.host import available_bytes, oom_kills, resident_bytes
 from lmsys.processes import DIED, Told, Worker, answered
 
@@ -32,7 +33,7 @@ POLL_S = 0.1
 INTERRUPT_S = 10.0  # for a worker to hand over what it has, after Ctrl-C
 TRACE_S = 1.0  # for a worker that hangs to write down where
 MOST_HELD = 0.9  # of the memory that was there when a worker started
-PACKAGES = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 
 
 class Ended(RuntimeError):
@@ -44,13 +45,18 @@ class Ended(RuntimeError):
 
 
 class Isolated:
-    """Does what `Runner` does, in a worker that lives until a row ends it."""
+    """Does what `Runner` does, in a worker that lives until a row ends it.
 
-    def __init__(self, settings: Settings, say: Callable[[str], None] = lambda _: None):
-        self.settings, self.say = settings, say
+    checkout  an earlier state of the code, whose rows the worker runs
+    """
+
+    def __init__(
+        self, settings: Settings, say: Callable[[str], None] = lambda _: None, checkout: Checkout | None = None
+    ):
+        self.settings, self.say, self.checkout = settings, say, checkout
+        self.line: Line | None = None  # of a worker of two
         self._worker: Worker | None = None
         self._machine: Record | None = None
-        self._begun = Begun([])
 
     def collect(self, benchmark: Benchmark, grids: Sequence[Grid], texts: Mapping[str, str]) -> Collected:
         """ValueError also where a file of the user's ends or holds up the process that imports it."""
@@ -63,51 +69,12 @@ class Isolated:
 
     def run(self, benchmark: Benchmark, cases: Cases) -> Iterator[Any]:
         """The results of a group, whatever its rows do to their worker."""
-        cls, left, ended = type(benchmark), {case.id: case for case in cases}, dict[str, Any]()
-        tried_alone = False
-        while left:
+        group = Group(self, type(benchmark), cases)
+        while group.left:
             try:
-                for result in self._results(cls, [*left.values()], ended):
-                    del left[result.record["id"]]
-                    yield result
+                yield from filter(None, group.results())
             except Ended as fault:
-                rows = self._begun.candidates
-                if fault.row is not None and fault.row < len(rows):
-                    found = dict.fromkeys(rows[fault.row], (fault.outcome, fault.reason, True))
-                elif rows and not tried_alone:
-                    tried_alone, found = True, self._alone(cls, left, rows, ended)
-                else:
-                    found = dict.fromkeys(left, ("error", f"the bench's process ended: {fault.reason}", True))
-                if found and found.keys() <= ended.keys():  # they were not run
-                    raise RuntimeError(f"the bench itself cannot run: {fault.reason}") from None
-                ended |= found
-                if any(crashed for _, _, crashed in found.values()):
-                    self.say(f"  a row ended its process; what is left of the group runs again: {fault.reason}")
-
-    def _alone(
-        self, cls: type[Benchmark], left: Mapping[str, Case], rows: Sequence[Sequence[str]], ended: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """How those end that fail alone, each in a fresh worker."""
-        found: dict[str, Any] = {}
-        for ids in rows:
-            cases = [left[one] for one in ids if one in left and one not in ended]
-            self._end(0.0)
-            try:
-                for result in self._results(cls, cases, {}) if cases else ():
-                    if result.record["outcome"] != "ok":
-                        found[result.record["id"]] = result.record["outcome"], result.record["reason"], False
-            except Ended as fault:
-                found |= dict.fromkeys((case.id for case in cases), (fault.outcome, fault.reason, True))
-        self._end(0.0)
-        return found
-
-    def _results(self, cls: type[Benchmark], cases: Cases, ended: Mapping[str, Any]) -> Iterator[Any]:
-        self._begun = Begun([])
-        for told in self._stream([cls], in_worker.run, where(cls), cases, ended):
-            if isinstance(told, Begun):
-                self._begun = told
-            else:
-                yield told
+                group.blame(fault)
 
     def facts(self) -> Record:
         return self._ask([], in_worker.facts)
@@ -127,11 +94,12 @@ class Isolated:
         moved, records, self._machine = self._ask([type(one) for one, _, _ in found], in_worker.rate_again, asked)
         return moved, records
 
-    def close(self) -> None:
-        """Ends the worker: what runs next runs in a fresh one."""
-        self._end(2.0)
+    def imports(self, cls: type[Benchmark]) -> None:
+        """Raises what the worker raises when it imports a benchmark."""
+        self._ask([cls], in_worker.facts)
 
-    def _end(self, grace_s: float) -> None:
+    def close(self, grace_s: float = 2.0) -> None:
+        """Ends the worker, which has so long to do it by itself: what runs next runs in a fresh one."""
         if self._worker is not None:
             self._worker.close(grace_s)
             self._memory.close()
@@ -141,25 +109,32 @@ class Isolated:
 
     def _ask(self, classes: Iterable[type[Benchmark]], function: Callable[..., Any], *args: Any) -> Any:
         """Returns what the worker's function returns."""
-        (found,) = self._stream(classes, in_worker.told, function, *args)
+        (found,) = filter(None, self.stream(classes, in_worker.told, function, *args))
         return found
 
     def _start(self) -> Worker:
         self._shared, self._trace = doing.shared_file(), tempfile.TemporaryFile()  # noqa: SIM115
         self._memory = doing.map_file(self._shared)
         Heartbeat(self._shared).rest()
-        worker = Worker(open_files=[self._shared, self._trace.fileno()])
+        files = [self._shared, self._trace.fileno(), *([self.line[0]] if self.line else [])]
+        folder = self.checkout.working_folder if self.checkout else None
+        worker = Worker(open_files=files, path=self._path(), folder=folder)
         self._most_bytes, self._oom_kills = MOST_HELD * available_bytes(), oom_kills()
-        worker.send(in_worker.begin, self._shared, self._trace.fileno(), self.settings, self._machine)
+        worker.send(in_worker.begin, self._shared, self._trace.fileno(), self.settings, self._machine, self.line)
         self._worker = worker
         for _ in self._answers(worker):
             pass
         return worker
 
-    def _stream(self, classes: Iterable[type[Benchmark]], function: Callable[..., Any], *args: Any) -> Iterator[Any]:
-        """Yields what the worker's function tells; it needs these benchmarks. Raises Ended when the worker is gone."""
+    def _path(self) -> list[str]:
+        path = [str(folder) for folder in sys.path]
+        return self.checkout.path(path) if self.checkout else path
+
+    def stream(self, classes: Iterable[type[Benchmark]], function: Callable[..., Any], *args: Any) -> Iterator[Any]:
+        """Yields what the worker's function tells, and None now and then, while it tells nothing; it needs these
+        benchmarks. Raises Ended when the worker is gone."""
         worker, needed = self._worker or self._start(), dict.fromkeys(map(where, classes))
-        worker.send(in_worker.call, [str(folder) for folder in sys.path], [*needed], pickle.dumps((function, args)))
+        worker.send(in_worker.call, self._path(), [*needed], pickle.dumps((function, args)))
         return self._answers(worker)
 
     def _answers(self, worker: Worker) -> Iterator[Any]:
@@ -169,6 +144,7 @@ class Isolated:
                 try:
                     if not answered([worker], POLL_S):
                         self._look_at(worker, interrupted_s)
+                        yield None
                         continue
                     failure, found = worker.receive()
                 except KeyboardInterrupt:
@@ -194,7 +170,7 @@ class Isolated:
             raise
         finally:
             if not done:  # nobody waits for what it still says
-                self._end(0.0)
+                self.close(0.0)
 
     def _look_at(self, worker: Worker, interrupted_s: float) -> None:
         """Ended, and the worker with it, where it is late or holds more memory than there is."""
@@ -233,19 +209,78 @@ class Isolated:
     def _told_place(self) -> str:
         """Where the worker was, of code that is neither ours nor a library's, as far as it could write that down."""
         self._trace.seek(0)
-        place = place_in(self._trace.read().decode(errors="replace"))
+        place = place_in(self._trace.read().decode(errors="replace"), self.checkout.folder if self.checkout else ROOT)
         return f", at {place}" if place else ""
+
+
+class Group:
+    """A group of cases, until no row ends the worker of an `Isolated` any more.
+
+    left   the cases without a result
+    ended  how those ended that are not to be run again
+    """
+
+    def __init__(self, isolated: Isolated, cls: type[Benchmark], cases: Cases):
+        self.isolated, self.cls, self.cases = isolated, cls, {case.id: case for case in cases}
+        self.left, self.ended = dict(self.cases), dict[str, Any]()
+        self._tried_alone, self._rows = False, list[list[str]]()
+
+    def results(self, in_turns: bool = False) -> Generator[Any, None, None]:
+        """A result for each case that is left, and None now and then, while there is none; Ended where a row ends that.
+
+        in_turns  with the other worker of a pair, which begins the same
+        """
+        self._rows = []
+        for told in self._told([*self.left.values()], self.ended, in_turns):
+            if isinstance(told, Begun):
+                self._rows = told.candidates
+                continue
+            if told is not None:
+                del self.left[told.record["id"]]
+            yield told
+
+    def blame(self, fault: Ended) -> None:
+        """Finds out whose fault it is. RuntimeError where it is not that of a row."""
+        if fault.row is not None and fault.row < len(self._rows):
+            found = dict.fromkeys(self._rows[fault.row], (fault.outcome, fault.reason, True))
+        elif self._rows and not self._tried_alone:
+            self._tried_alone, found = True, self._alone()
+        else:
+            found = dict.fromkeys(self.left, ("error", f"the bench's process ended: {fault.reason}", True))
+        if found and found.keys() <= self.ended.keys():  # they were not run
+            raise RuntimeError(f"the bench itself cannot run: {fault.reason}") from None
+        self.ended |= found
+        if any(crashed for _, _, crashed in found.values()):
+            self.isolated.say(f"  a row ended its process; what is left of the group runs again: {fault.reason}")
+
+    def _alone(self) -> dict[str, Any]:
+        """How those end that fail alone, each in a fresh worker."""
+        found: dict[str, Any] = {}
+        for ids in self._rows:
+            cases = [self.left[one] for one in ids if one in self.left and one not in self.ended]
+            self.isolated.close(0.0)
+            try:
+                for result in self._told(cases, {}, False) if cases else ():
+                    if result and not isinstance(result, Begun) and result.record["outcome"] != "ok":
+                        found[result.record["id"]] = result.record["outcome"], result.record["reason"], False
+            except Ended as fault:
+                found |= dict.fromkeys((case.id for case in cases), (fault.outcome, fault.reason, True))
+        self.isolated.close(0.0)
+        return found
+
+    def _told(self, cases: Cases, ended: Mapping[str, Any], in_turns: bool) -> Iterator[Any]:
+        return self.isolated.stream([self.cls], in_worker.run, where(self.cls), cases, ended, in_turns)
 
 
 def _known(row: int) -> int | None:
     return None if row == NOBODY else row
 
 
-def place_in(trace: str) -> str:
-    """`file:line in function` of what a faulthandler's trace names first outside of libraries and this package."""
+def place_in(trace: str, root: Path = ROOT) -> str:
+    """`file:line in function` of what a faulthandler's trace names first outside of libraries and our packages."""
     for path, line, function in re.findall(r'^  File "(.+)", line (\d+) in (.+)$', trace, re.MULTILINE):
         folders = Path(path).parts
-        ours = Path(path).is_relative_to(PACKAGES / "lmsys") or Path(path).is_relative_to(PACKAGES / "benchmarks")
+        ours = Path(path).is_relative_to(root / "lmsys") or Path(path).is_relative_to(root / "benchmarks")
         library = "site-packages" in folders or path.startswith((sys.base_prefix, "<"))
         if not ours and not library:
             return f"{Path(path).name}:{line} in {function}"

@@ -14,9 +14,11 @@ import pytest
 
 from lmsys.bench.axes import OPTION, Sweep
 from lmsys.bench.benchmark import DEFAULT_ROUNDS
+from lmsys.bench.checkout import Checkout
 from lmsys.bench.record import OUTCOMES
+from lmsys.bench.results import MARGIN_IN_TURNS
 from lmsys.files import claim
-from lmsys.values import choice, whole
+from lmsys.values import choice, finite, whole
 
 REPLAYED = "what is replayed is already measured"
 TOGETHER = "rows are sampled side by side; --benchmark-max-time sets how long"
@@ -111,6 +113,32 @@ def repeats(config: pytest.Config, on_ranks: bool) -> int:
     if count > 1 and (on_ranks or config.getoption("no_isolation")):
         raise ValueError(f"--repeat {count} needs fresh processes, which --no-isolation and torchrun do not have")
     return count
+
+
+def checkout(config: pytest.Config, on_ranks: bool) -> Checkout | None:
+    """The state that --against names, unpacked until pytest ends."""
+    if (text := config.getoption("against")) is None:
+        if config.getoption("margin") is not None:
+            raise ValueError(f"--margin {config.getoption('margin')} is of verdicts: name what to compare by --against")
+        return None
+    for option, is_given in (
+        ("--no-isolation", config.getoption("no_isolation")),
+        ("torchrun", on_ranks),
+        ("--nvtx", config.getoption("nvtx")),
+        ("--repeat", config.getoption("repeat") != 1),
+    ):
+        if is_given:
+            raise ValueError(f"--against {text}: {option} cannot be with it: its rows run in a process of their own")
+    found = Checkout(text)
+    config.add_cleanup(found.close)
+    return found
+
+
+def margin(text: str | None) -> float:
+    try:
+        return MARGIN_IN_TURNS if text is None else finite("--margin", float(text), above=0, most=1)
+    except ValueError:
+        raise ValueError(f"--margin {text!r}: must be a share above 0 and of at most 1, such as 0.02") from None
 
 
 def memory_limit(text: str | None, device: str) -> int | None:

@@ -64,6 +64,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--energy", action="store_true", help="measure also the energy of each case's calls, in a pass of seconds"
     )
+    group.addoption(
+        "--against",
+        metavar="REF",
+        help="measure each row also as it was, at a git reference or in a folder: did it become slower?",
+    )
+    group.addoption("--margin", metavar="SHARE", help="of --against: a smaller change is none (default: 0.02)")
     group.addoption("--nvtx", action="store_true", help="call each case in NVTX ranges of its id; no case is timed")
     group.addoption("--fail-on", metavar="OUTCOMES", help="exit with 1 where a case ends so, such as wrong,error")
 
@@ -194,7 +200,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if ours.texts and items and not any(map(_has_case, items)):
         said = " ".join(f"{name} {text}" for name, text in ours.texts.items())
         raise pytest.UsageError(f"{said}: what is selected has no case for these values")
-    ours.select(keys)
+    try:
+        ours.select(keys)
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
 
 
 def _benchmark_of(item: pytest.Item) -> Any:
@@ -241,6 +250,8 @@ def _session(config: pytest.Config) -> Session:
         isolated=not (config.getoption("no_isolation") or config.getoption("collectonly") or group is not None),
         retries=config.getoption("retry_crashed"),
         repeats=options.repeats(config, group is not None),
+        checkout=options.checkout(config, group is not None),
+        margin=options.margin(config.getoption("margin")),
     )
     if resumed := config.getoption("resume"):
         _resume(session, Path(resumed))

@@ -44,6 +44,21 @@ def check_record(record: Record) -> Record:
     return record
 
 
+def earlier(record: Record, against: Record) -> Record:
+    """A record of a row as it was, under a name of its own; `against`: {"name", "commit", "margin"} of that state."""
+    suffix = f"@{against['name']}"
+    named = {key: f"{record[key]}{suffix}" for key in ("id", "impl", "label")}
+    return record | named | {"against": against}
+
+
+def today(record: Record) -> Record:
+    """A record of a row as it was, under the names that it has today; any other as it is."""
+    if not record.get("against"):
+        return record
+    suffix = f"@{record['against']['name']}"
+    return record | {key: str(record.get(key)).removesuffix(suffix) for key in ("id", "impl", "label")}
+
+
 def summarize(samples_s: Sequence[float]) -> Record:
     """Median, mean, standard deviation, 20th and 80th percentile of samples in seconds, and how many."""
     ordered = sorted(samples_s)

@@ -19,10 +19,14 @@ from lmsys.files import replacing
 from lmsys.values import shortly
 
 if TYPE_CHECKING:
+    from lmsys.bench.changes import Change
+    from lmsys.bench.checkout import Checkout
     from lmsys.bench.isolation import Isolated
+    from lmsys.bench.paired import Paired
     from lmsys.bench.runner import Runner
     from lmsys.bench.trial import Result
 
+MARGIN_IN_TURNS = 0.02  # of a case and the same as it was, which took turns
 DONE = ("ok", "oom", "unsupported")  # what --resume takes over; wrong and error are run again
 SAME = ("name", "torch", "triton", "driver", "commit")  # facts that one file states once for all its records
 Key = tuple[str, str]  # a benchmark's name and a case's id
@@ -37,6 +41,8 @@ class Session:
     isolated  rows run in a process of their own
     retries   --resume runs again what has ended its process
     repeats   how often each group is measured, each time in a fresh process; the last one is kept
+    checkout  an earlier state of the code, whose rows take turns with today's
+    margin    of a verdict on the two: a change of less than this share is none
     moved     what the machine reaches otherwise than when the run began, as sentences
     fail_on   outcomes that make a run fail
     faults    why the result could not be written, as sentences
@@ -55,6 +61,8 @@ class Session:
     isolated: bool = False
     retries: bool = False
     repeats: int = 1
+    checkout: "Checkout | None" = None
+    margin: float = MARGIN_IN_TURNS
     moved: list[str] = field(default_factory=list)
     fail_on: tuple[str, ...] = ()
     faults: list[str] = field(default_factory=list)
@@ -67,21 +75,48 @@ class Session:
     _failed: dict[Key, str] = field(default_factory=dict)
 
     def add(self, cls: type[Benchmark]) -> list[str]:
-        """The ids of a benchmark's cases, with what the command line says of its axes. ValueError for bad values."""
+        """The ids of a benchmark's cases, with what the command line says of its axes, and of the cases as they were.
+
+        ValueError for bad values.
+        """
         benchmark = self.benchmarks.setdefault(cls.name, cls())
+        if self.checkout and (benchmark.streams or not benchmark.opens):
+            told = "its rows take no turns with those of another process; compare two result files"
+            raise ValueError(f"--against {self.checkout.text}: not for the benchmark {cls.name!r}: {told}")
         grids = self.sweep.grids.get(cls.name, (Grid("default"),))
         found = self.runner.collect(benchmark, grids, self.texts)
-        self._cases |= {(cls.name, name): case for name, case in found.cases.items()}
-        self._group_of |= {(cls.name, name): (cls.name, group) for name, group in found.groups.items()}
+        ids: list[str] = []
+        for name, case in found.cases.items():
+            both = (name, f"{name}@{self.checkout.name}") if self.checkout else (name,)
+            self._cases |= {(cls.name, one): case for one in both}
+            self._group_of |= {(cls.name, one): (cls.name, found.groups[name]) for one in both}
+            ids += both
         for kind, rows in found.rows.items():
             self._rows.setdefault(kind, {}).update(rows)
-        return list(found.cases)
+        return ids
 
     def select(self, keys: Iterable[Key]) -> None:
-        """The cases that are left after -k and the like: a group is these, whichever of its tests comes first."""
+        """The cases that are left after -k and the like: a group is these, whichever of its tests comes first.
+
+        ValueError where a case is without the same as it was: both are measured, or both are carried over.
+        """
+        keys = [key for key in keys if key in self._cases]
+        if self.checkout:
+            for key, other in ((key, self._other(key)) for key in keys):
+                if other not in keys:
+                    raise ValueError(f"--against {self.checkout.text}: select {other[1]}, too, beside {key[1]}")
+                if key not in self.carried or other not in self.carried:
+                    self.carried.pop(key, None)
         for key in keys:
-            if key in self._cases and key not in self.carried:
-                self._groups.setdefault(self._group_of[key], []).append(self._cases[key])
+            case = self._cases[key]
+            if key not in self.carried and key[1] == case.id:
+                self._groups.setdefault(self._group_of[key], []).append(case)
+
+    def _other(self, key: Key) -> Key:
+        """The key of a case as it was, or of today's."""
+        assert self.checkout is not None
+        (benchmark, name), suffix = key, f"@{self.checkout.name}"
+        return benchmark, name.removesuffix(suffix) if name.endswith(suffix) else name + suffix
 
     def result(self, key: Key) -> "Result":
         """The case's result; the first of a group to ask has the whole group run."""
@@ -105,7 +140,7 @@ class Session:
         number = list(self._groups).index(group) + 1
         left = self._left()
         self.say(f"[{number}/{len(self._groups)}{left}] {group[1]}: checking, then sampling {len(cases)} cases")
-        if self.repeats > 1:
+        if self.repeats > 1 or self.checkout:
             self._repeat(group, cases)
             return
         for result in self.runner.run(self.benchmarks[group[0]], cases):
@@ -118,17 +153,19 @@ class Session:
 
     def _repeat(self, group: Key, cases: list[Any]) -> None:
         """Keeps the last of several measurements with what a case's differ by, or the first that it did not survive."""
-        from lmsys.bench.changes import spreads_between
+        from lmsys.bench.changes import spreads_between, spreads_in_turns
 
         found: list[list[Result]] = []
         try:
-            for number in range(self.repeats):
-                if number:
+            while len(found) < self.repeats or self._is_doubtful(found):
+                if found:
                     self.runner.close()
-                    self.say(f"  again, {number + 1} of {self.repeats}")
+                    why = ": a case looks changed" if self.checkout else f", {len(found) + 1} of {self.repeats}"
+                    self.say(f"  again{why}")
                 found.append([*self.runner.run(self.benchmarks[group[0]], cases)])
         finally:  # an interrupt leaves what is complete
-            spreads = spreads_between([[result.record for result in results] for results in found])
+            spreads_of = spreads_in_turns if self.checkout else spreads_between
+            spreads = spreads_of([[result.record for result in results] for results in found])
             for results in zip(*found, strict=True):
                 result = next((one for one in results if one.record["outcome"] != "ok"), results[-1])
                 if spread := spreads.get(result.record["id"]):
@@ -136,17 +173,28 @@ class Session:
                 result.record["seal"] = seal(result.record)
                 self._keep(group, result)
 
+    def _is_doubtful(self, found: "list[list[Result]]") -> bool:
+        """True where one measurement shows a change: processes of one code differ, too, by where their memory lies."""
+        from lmsys.bench.changes import look_changed
+
+        return bool(self.checkout) and len(found) == 1 and look_changed([one.record for one in found[0]])
+
     def _left(self) -> str:
         """How long the rest should take, if its cases cost what those before have cost."""
         self._began = self._began or time.monotonic()
-        total, done = sum(map(len, self._groups.values())), len(self.results)
+        total, done = sum(map(len, self._groups.values())), len(self.results) / (2 if self.checkout else 1)
         if not done:
             return ""
         seconds = (time.monotonic() - self._began) / done * (total - done)
         return f", about {seconds / 60:.0f} min left" if seconds >= 90 else f", about {seconds:.0f} s left"
 
     @cached_property
-    def runner(self) -> "Runner | Isolated":
+    def runner(self) -> "Runner | Isolated | Paired":
+        if self.isolated and self.checkout:
+            from lmsys.bench.paired import Paired
+
+            against = {"name": self.checkout.name, "commit": self.checkout.commit, "margin": self.margin}
+            return Paired(self.settings, self.say, self.checkout, against)
         if self.isolated:
             from lmsys.bench.isolation import Isolated
 
@@ -212,7 +260,19 @@ class Session:
         """Sentences on why the run fails, where it does."""
         counts = Counter(one["outcome"] for one in self.records)
         found = [f"{counts[outcome]} {outcome}" for outcome in self.fail_on if counts[outcome]]
-        return [*self.faults, *([f"--fail-on: {', '.join(found)}"] if found else [])]
+        worse = Counter(one.verdict for one in self.changes if one.is_bad)
+        return [
+            *self.faults,
+            *([f"--fail-on: {', '.join(found)}"] if found else []),
+            *([f"--against: {', '.join(f'{count} {verdict}' for verdict, count in worse.items())}"] if worse else []),
+        ]
+
+    @cached_property
+    def changes(self) -> "list[Change]":
+        """Verdicts on rows and what they were, at the end of the run."""
+        from lmsys.bench.changes import compare_in_turns
+
+        return compare_in_turns(self.records) if self.checkout else []
 
     def _rate_again(self, entries: Iterable[Record]) -> None:
         """Rates records by the higher of each ceiling's measurements, before the first row and after the last."""
@@ -248,6 +308,11 @@ class Session:
 
     def summary(self) -> Iterator[str]:
         yield from summary.lines(self.records, self._contends)
+        if self.checkout:
+            from lmsys.bench.changes import lines
+
+            yield f"against {self.checkout.text}, in turns:"
+            yield from lines(self.changes, self.margin)
         if self.settings.nvtx:
             yield "no case was timed: --nvtx calls each in ranges of its id, for nsys and ncu"
         yield from (f"at the end of the run {text}" for text in self.moved)
@@ -257,7 +322,7 @@ class Session:
 
     def _contends(self, one: Record) -> bool:
         case = self._cases.get((one["benchmark"], one["id"]))
-        return case is not None and self.benchmarks[one["benchmark"]].contends(case)
+        return case is not None and not one.get("against") and self.benchmarks[one["benchmark"]].contends(case)
 
     def close(self) -> None:
         if "runner" in self.__dict__:

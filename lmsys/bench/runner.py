@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -21,13 +22,14 @@ from lmsys.bench.proof import seal
 from lmsys.bench.ranks import Ranks
 from lmsys.bench.trial import Endings, Result, Trial
 from lmsys.measure import machine, sustained
-from lmsys.measure.clock import Clock, CpuClock, clock_of
-from lmsys.measure.compare import Lost
+from lmsys.measure.clock import Clock, CpuClock, clock_of, synchronize
+from lmsys.measure.compare import Lost, release_memory
 from lmsys.measure.conditions import Conditions
 from lmsys.measure.host import resident_bytes
 from lmsys.measure.limits import Limits, limits_of
 from lmsys.measure.memory import cap_gpu_memory, cap_host_memory
 from lmsys.measure.sensors import Sensors, sensors_of
+from lmsys.measure.turns import ALONE, Turns
 from lmsys.registry import Entry
 
 REPORTED = ("color", "baseline", "rivals")  # traits of rows that a report reads
@@ -44,6 +46,7 @@ class Runner:
 
     say        tells the user what is going on
     heartbeat  of a worker whose parent watches
+    turns      with the worker that measures the same rows as they were
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Runner:
     ):
         self.settings, self.say = settings, say
         self.heartbeat, self.is_watched = heartbeat or Heartbeat(), heartbeat is not None
+        self.turns: Turns = ALONE
         self.kernels: dict[str, dict[str, str]] = {}  # by a row's target: names and hashes of what it has loaded
 
     def limit_memory(self) -> None:
@@ -90,25 +94,33 @@ class Runner:
         with benchmark.context(cases):
             trial = Trial(benchmark, cases, self, ended)
             begun(trial.ids)
-            trial.attempt(trial.prepare)
+            self._in_session(trial, trial.prepare)
             if self.settings.nvtx:
                 trial.attempt(trial.call_in_ranges)
             try:
                 for turn in trial.turns():
-                    trial.attempt(trial.take, turn)
+                    self._in_session(trial, trial.take, turn)
                     if benchmark.streams:
                         yield from trial.results(turn)
             except KeyboardInterrupt:
                 if benchmark.keeps_interrupted:
                     yield from trial.results(trial.sampled(self.settings.min_rounds))
                 raise
-            trial.attempt(trial.check_again)
+            self._in_session(trial, trial.check_again)
         trial.release()
         kept = self._held() - held
         if self.is_watched and len(trial.candidates) > 1 and trial.outcomes["oom"] and kept > EATEN_BYTES:
             raise MemoryEaten(f"a row has kept {kept / 2**30:.1f} GiB of memory, and others found too little")
         yield from trial.results(cases)
         gc.freeze()  # what lives between groups is code, which the many collections of the next need not visit again
+
+    def _in_session(self, trial: Trial, part: Callable[..., None], *args: Any) -> None:
+        """A part of the trial while the other worker, if there is one, waits; it then has the memory."""
+        with self.turns.session():
+            trial.attempt(part, *args)
+            if self.turns is not ALONE:
+                synchronize(self.settings.device)
+                release_memory()
 
     def _held(self) -> int:
         """Bytes of the device's memory."""

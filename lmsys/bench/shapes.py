@@ -15,7 +15,11 @@ MOST_CHARACTERS = 1000  # of a name or a label; a reason may have ten times as m
 Shape = str | Sequence[Any] | Mapping[str, Any]
 # A list stands for any number of its one item, a tuple for items in their order, an object for these keys and others.
 SHAPES: dict[str, dict[str, Shape]] = {  # by benchmark and field; "" is of every benchmark
-    "": {"samples_s": [POSITIVE], "between_runs": POSITIVE},
+    "": {
+        "samples_s": [POSITIVE],
+        "between_runs": POSITIVE,
+        "against": {"name": TEXT, "commit": TEXT, "margin": POSITIVE},
+    },
     "anatomy": {
         "allocations": [{"bytes": NUMBER, "count": NUMBER, "at_peak": NUMBER, "where": TEXT, "function": TEXT}],
         "kernels": [{"name": TEXT, "kind": TEXT, "total_s": NUMBER, "count": NUMBER}],

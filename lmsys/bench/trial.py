@@ -137,7 +137,7 @@ class Trial:
     def turns(self) -> Iterable[Cases]:
         if not self.settings.timed and not self.benchmark.streams:
             return ()
-        return self.benchmark.turns([case for case in self.cases if self.is_able(case)])
+        return self.benchmark.turns(self.cases)
 
     def is_able(self, case: Case) -> bool:
         """True while the case is still to be timed."""
@@ -205,6 +205,7 @@ class Trial:
             trials=self.benchmark.trials,
             look=self.runner.sensors.read,
             expect=self._expect,
+            turns=self.runner.turns,
         )
         self.watch.settle()
         self.watch.heartbeat.rest()
@@ -340,7 +341,7 @@ class Trial:
             "error_ratio": candidate.error_ratio,
             "memory_limit_bytes": self.settings.memory_limit_bytes,
         }
-        record |= candidate.notes
+        record |= candidate.notes | ({"alone": True} if benchmark.streams else {})
         if samples:
             samples = rounded(samples)
             record |= summarize(samples) | {"samples_s": samples} | measurement.record

@@ -188,6 +188,10 @@ class CudaClock:
         if self.ahead and seconds > 0:
             _sleep(int(seconds * CYCLES_PER_S))
 
+    def drain(self) -> None:
+        """Waits until the device has done what it was given."""
+        cuda_synchronize()
+
     def cost(self, call: Callable[[], Any], lead_s: float) -> Cost:
         """The cost of a call when the device waits `lead_s` before it: best a little longer than launching takes."""
         start, end = _Event(enable_timing=True), _Event(enable_timing=True)
@@ -259,6 +263,9 @@ class CpuClock:
         return {}
 
     def wait(self, seconds: float) -> None:
+        """Does nothing."""
+
+    def drain(self) -> None:
         """Does nothing."""
 
     def cost(self, call: Callable[[], Any], lead_s: float) -> Cost:

@@ -13,7 +13,7 @@ import gc
 import math
 import random
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 
 from lmsys.measure.clock import LEAD_S, NUM_SPANS, SHORT_S, Clock, Cost, CpuClock, synchronize
 from lmsys.measure.step import Step, nothing
+from lmsys.measure.turns import ALONE, Turns
 from lmsys.processes import NO_CPU_MEMORY
 
 Failure = tuple[str, str]  # outcome ("oom" or "error") and reason
@@ -130,6 +131,7 @@ def interleave(
     trials: int = 3,
     look: Callable[[], Any] = nothing,
     expect: Callable[[float], Any] = nothing,
+    turns: Turns = ALONE,
 ) -> Sampled:
     """Samples of every step, in turns. Each row runs for about `seconds` of wall time and at least `min_rounds` rounds.
 
@@ -138,50 +140,110 @@ def interleave(
     it: where it needs longer for a round than the device, that waits. With another clock `before` comes before. What a
     row costs is known from the least of `trials` calls; `expect` is told the seconds that all of it should take.
     `look` is called between rounds, at even distances and some MOST_LOOKS times: at the device's sensors.
+
+    turns  with another process, which samples rows of these names, too: as many rounds of each, by the same draws
     """
-    result, costs, rounds = Sampled(), {}, {}
-    for name, step in steps.items():
-        cost, failure = attempt(_cost, step, clock, trials)
-        if failure:
-            result.failures[name] = failure
-        else:
-            costs[name] = cost
-            rounds[name] = max(min_rounds, min(MAX_ROUNDS, int(seconds / max(cost.host_s, cost.device_s))))
-    if not costs:
-        return result
-    pending: dict[str, list[Any]] = {name: [] for name in rounds}
-    looking, distance = CpuClock().cost(look, 0), math.ceil(max(rounds.values()) / MOST_LOOKS)  # costs time as well
+    taken = _Taken(steps, clock)
+    if not (costs := taken.costs(trials)):
+        return taken.result
+    rounds = {
+        name: max(min_rounds, min(MAX_ROUNDS, int(seconds / max(cost.host_s, cost.device_s))))
+        for name, cost in costs.items()
+    }
     warming = math.ceil(clock.warm_s / sum(cost.device_s for cost in costs.values()))
+    theirs, warming = _agreed(turns, rounds, warming)
+    rounds = {name: max(count, theirs.get(name, 0)) for name, count in rounds.items()}
     expect(sum(max(cost.host_s, cost.device_s) * (rounds[name] + warming) for name, cost in costs.items()))
     clock.expect(partial(next(iter(steps.values())).redraw_late, 0))
-    result.kept = {name: [] for name in rounds}
+    looking, distance = CpuClock().cost(look, 0), math.ceil(max(rounds.values()) / MOST_LOOKS)  # costs time as well
     done = clock.watch()
-    clock.wait(2 * sum(cost.host_s for cost in (looking, *costs.values())))
+    if turns.together:
+        turns.begin(-warming)
+    else:
+        clock.wait(2 * sum(cost.host_s for cost in (looking, *costs.values())))
     for index in range(-warming, max(rounds.values())):
-        taking_turns = [name for name, count in rounds.items() if index < count]
-        if not taking_turns:
+        order = _order(index, [name for name in taken.pending if index < rounds[name]], theirs)
+        if not order:
             break
+        draw = turns.before(index, _ENTROPY.getrandbits(53))
         looks = index % distance == 0
-        host_s = looks * looking.host_s + sum(costs[name].host_s for name in taking_turns)
-        clock.wait(MARGIN * host_s - sum(costs[name].device_s for name in taking_turns))
-        draw = _ENTROPY.getrandbits(53)
-        for name in random.Random(index).sample(taking_turns, len(taking_turns)):
-            found, failure = attempt(_sample, steps[name], clock, draw, index)
-            if failure:
-                result.failures[name] = failure
-                clock.forget(pending.pop(name))
-                del rounds[name], result.kept[name]
-                continue
-            mark, place, kept = found
-            pending[name].append(mark)
-            if kept is not None:
-                result.kept[name][place : place + 1] = [kept]
+        host_s = looks * looking.host_s + sum(costs[name].host_s for name in order)
+        if turns.together:  # the device is idle, and whoever comes first after a wait is the slower for it
+            clock.wait(2 * (host_s + costs[order[0]].host_s))
+            taken.call(order[0], draw)
+        else:
+            clock.wait(MARGIN * host_s - sum(costs[name].device_s for name in order))
+        for name in order:
+            taken.sample(name, draw, index)
         if looks:
             found = look()
-            result.looks += [found] if index >= 0 else []
+            taken.result.looks += [found] if index >= 0 else []
+        if turns.together:
+            clock.drain()
+            turns.after(index, draw)
     done()
-    _read(result, {name: (steps[name], marks) for name, marks in pending.items()}, clock, warming)
-    return result
+    _read(taken.result, {name: (steps[name], marks) for name, marks in taken.pending.items()}, clock, warming)
+    return taken.result
+
+
+class _Taken:
+    """Samples so far, and by what the clock reads those of each row that has not failed."""
+
+    def __init__(self, steps: Mapping[str, Step], clock: Clock):
+        self.result, self.pending = Sampled(), dict[str, list[Any]]()
+        self._steps, self._clock = steps, clock
+
+    def costs(self, trials: int) -> dict[str, Cost]:
+        """The cost of a call of each row, with which its samples begin; without those that fail."""
+        found = {}
+        for name, step in self._steps.items():
+            cost, failure = attempt(_cost, step, self._clock, trials)
+            if failure:
+                self.result.failures[name] = failure
+            else:
+                found[name], self.pending[name], self.result.kept[name] = cost, [], []
+        return found
+
+    def sample(self, name: str, draw: int, index: int) -> None:
+        """One more of a row, of which none comes any more once it has failed."""
+        if name not in self.pending or (found := self._attempt(name, draw, index)) is None:
+            return
+        mark, place, kept = found
+        self.pending[name].append(mark)
+        if kept is not None:
+            self.result.kept[name][place : place + 1] = [kept]
+
+    def call(self, name: str, draw: int) -> None:
+        """The same, and nothing is taken."""
+        if found := self._attempt(name, draw, -1):
+            self._clock.forget([found[0]])
+
+    def _attempt(self, name: str, draw: int, index: int) -> tuple[Any, int, Kept | None] | None:
+        found, failure = attempt(_sample, self._steps[name], self._clock, draw, index)
+        if failure:
+            self.result.failures[name] = failure
+            self._clock.forget(self.pending.pop(name))
+            del self.result.kept[name]
+            return None
+        taken: tuple[Any, int, Kept | None] = found
+        return taken
+
+
+def _agreed(turns: Turns, rounds: dict[str, int], warming: int) -> tuple[dict[str, int], int]:
+    """The rounds of each row by the other process, and how many only warm in both."""
+    theirs, their_warming = turns.exchange((rounds, warming)) or ({}, 0)
+    return theirs, max(warming, their_warming)
+
+
+def _order(index: int, names: Collection[str], theirs: Container[str]) -> list[str]:
+    """A round's own order: first, and in both processes alike, the rows that both have, then the others.
+
+    So each of them follows the same row in both.
+    """
+    shared = sorted(name for name in names if name in theirs)
+    others = [name for name in names if name not in shared]
+    chance = random.Random(index)
+    return chance.sample(shared, len(shared)) + chance.sample(others, len(others))
 
 
 def _read(result: Sampled, pending: Mapping[str, tuple[Step, list[Any]]], clock: Clock, warming: int) -> None:

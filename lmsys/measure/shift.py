@@ -1,7 +1,8 @@
 """By how much two sets of timings differ: an estimate and its error from ranks, which a few slow rounds do not move.
 
 Source: Hodges and Lehmann 1963, "Estimates of Location Based on Rank Tests"; intervals by inverting the rank test of
-Mann and Whitney. Rounds that follow one another resemble one another, which widens the error.
+Mann and Whitney, or where the two took turns that of Wilcoxon. Rounds that follow one another resemble one another,
+which widens the error.
 """
 
 import math
@@ -48,6 +49,17 @@ def between(old: Sequence[float], new: Sequence[float]) -> Shift | None:
     x, y = (np.asarray(values[:MOST], dtype=float) for values in (old, new))
     spread = math.sqrt(len(x) * len(y) * (len(x) + len(y) + 1) / 12)
     return _shift(np.subtract.outer(y, x).ravel(), spread, max(_alike(x), _alike(y)))
+
+
+def paired(differences: Sequence[float]) -> Shift | None:
+    """The shift of two samples that took turns, from new less old, round by round, as logarithms; None of fewer than
+    five rounds."""
+    if len(differences) < FEWEST:
+        return None
+    x = np.asarray(differences[:MOST], dtype=float)
+    spread = math.sqrt(len(x) * (len(x) + 1) * (2 * len(x) + 1) / 24)
+    means = np.add.outer(x, x)[np.triu_indices(len(x))] / 2  # of Walsh: of each two rounds, and of each alone
+    return _shift(means, spread, _alike(x))
 
 
 def _shift(candidates: np.ndarray, spread: float, alike: float) -> Shift:

@@ -2,10 +2,12 @@
 
     python -m lmsys.reports RESULT.json ... [-o DIR] [--baseline NAME] [--single-file]
     python -m lmsys.reports --against OLD.json NEW.json ... [-o DIR] [--margin 0.05] [--repeats RUN.json ...]
+    python -m lmsys.reports --against BOTH.json [-o DIR] [--margin 0.02]
 
 Several files, such as the parts of a split run or the journals (*.partial) of interrupted ones, are reported as one;
 for a case that several hold, the run of the latest date wins. With --against, two runs of one machine are compared
-case by case, and the exit code is 1 where one is slower or broken. Ends with exit code 2 and one line on stderr when
+case by case, and the exit code is 1 where one is slower or broken; BOTH.json is of a sweep with --against, which
+measured both states itself. Ends with exit code 2 and one line on stderr when
 something given cannot be used.
 """
 
@@ -14,6 +16,7 @@ import difflib
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from lmsys.bench.changes import MARGIN
@@ -43,7 +46,9 @@ def main(
     two = parser.add_argument_group("two runs of one machine")
     two.add_argument("--against", type=Path, metavar="OLD.json", help="the run before: which cases became slower?")
     two.add_argument(
-        "--margin", type=float, default=MARGIN, help=f"a smaller share of the time is no change (default: {MARGIN})"
+        "--margin",
+        type=float,
+        help=f"a smaller share of the time is no change (default: {MARGIN}, or that of the sweep)",
     )
     two.add_argument(
         "--repeats",
@@ -70,12 +75,15 @@ def main(
 
 
 def _compare(options: argparse.Namespace) -> int:
-    finite("--margin", options.margin, above=0, most=1)
-    if not options.results:
-        raise InputError("--against names the run before: name the run after, too, before --repeats")
+    if options.margin is not None:
+        finite("--margin", options.margin, above=0, most=1)
     if options.baseline or options.single_file:
         raise InputError("--baseline and --single-file are of one run's report")
-    found = against.read_both([options.against], options.results, options.margin, options.repeats, options.anyway)
+    if options.results:
+        margin = options.margin or MARGIN
+        found = against.read_both([options.against], options.results, margin, options.repeats, options.anyway)
+    else:
+        found = against.read_one(options.against, options.margin)
     print(*against.told(found), sep="\n", flush=True)
     print(against.write(found, options.output))
     return int(found.is_bad)
@@ -95,12 +103,17 @@ def build(paths: Sequence[Path], out: Path, baseline: str | None = None, single_
     if len(undeclared) == len(counts):
         raise InputError(f"nothing to report: {', '.join(undeclared)}, and nothing declares their fields")
     parts = []
-    for machine in machines:
+    for both in machines:
+        changes, machine = against.in_turns(both), against.of_today(both)
         own = {one["benchmark"] for one in machine.records} & machine.fields.keys()
         ordered = [name for name in (*CHAPTERS, *sorted(own - CHAPTERS.keys())) if name in own]
         views = [(CHAPTERS.get(name, OTHERS), view_of(machine, name, baseline)) for name in ordered]
         found = [chapter for chapters, view in views for chapter in (*chapters(view), *energy.chapters(view))]
-        parts.append((machine, answers(machine), found))
+        answer = answers(machine)
+        if changes:
+            block, first = against.block_and_chapters(changes)
+            answer, found = replace(answer, lead=[*block.lead, *answer.lead]), [*first, *found]
+        parts.append((machine, answer, found))
     notes = [f"Not shown: {', '.join(undeclared)}, since nothing declares their fields."] if undeclared else []
     return page.write(out, [part for part in parts if part[2]], csv_of(records), notes, single_file)
 

@@ -2,12 +2,12 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+from lmsys.bench import record
 from lmsys.bench.changes import (
-    BAD,
     BROKEN,
     FASTER,
     MENDED,
@@ -17,6 +17,8 @@ from lmsys.bench.changes import (
     VERDICTS,
     Change,
     compare,
+    compare_in_turns,
+    lines,
     of_one_run,
     spread_between,
 )
@@ -28,7 +30,6 @@ from lmsys.reports.tables import Table, csv_of
 from lmsys.reports.words import number
 
 DECIDE = ("torch", "triton", "cuda", "float32_matmul")  # of a run: with another, times are of something else
-MOST_LINES = 20  # of changes in a terminal
 COLUMNS = ["case", "row", "before", "after", "time after / before", "95 %", "beside", "verdict"]
 MEANINGS = {
     BROKEN: "right before, and not after",
@@ -42,7 +43,10 @@ MEANINGS = {
 
 @dataclass(frozen=True)
 class Compared:
-    """Two runs of one machine: their changes, and the cases that one of them alone has."""
+    """Two runs of one machine: their changes, and the cases that one of them alone has.
+
+    in_turns  they are one run, in which each row took turns with itself as it was
+    """
 
     before: Machine
     after: Machine
@@ -50,15 +54,12 @@ class Compared:
     gone: Sequence[Record]
     added: Sequence[Record]
     margin: float
-    between_runs: float
+    between_runs: float = 0.0
+    in_turns: bool = False
 
     @property
     def is_bad(self) -> bool:
-        return any(one.verdict in BAD for one in self.changes)
-
-    @property
-    def changed(self) -> list[Change]:
-        return [one for one in self.changes if one.verdict not in (SAME, UNCLEAR)]
+        return any(one.is_bad for one in self.changes)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -83,6 +84,40 @@ def read_both(
     if not changes:
         raise InputError("nothing to compare: no case was timed in both runs")
     return Compared(before, after, changes, gone, added, margin, between_runs)
+
+
+def split(machine: Machine) -> tuple[Machine, Machine]:
+    """(rows as they were, under the names of today, and rows today) of a run that measured both."""
+    earlier = [one for one in machine.records if one["against"]]
+    states = sorted({one["against"]["commit"] or one["against"]["name"] for one in earlier})
+    runs = [run | {"commit": " and ".join(states), "dirty": False} for run in machine.runs]
+    before = [record.today(one) | {"against": None} for one in earlier]
+    return replace(machine, runs=runs, records=before), of_today(machine)
+
+
+def of_today(machine: Machine) -> Machine:
+    return replace(machine, records=[one for one in machine.records if not one["against"]])
+
+
+def read_one(path: Path, margin: float | None) -> Compared:
+    """InputError where the run is none that measured rows as they were."""
+    found = in_turns(_machine([path]), margin)
+    if found is None:
+        raise InputError(f"{path}: it has no rows as they were: name the run after, too, before --repeats")
+    if not found.changes:
+        raise InputError("nothing to compare: no case was timed in both states")
+    return found
+
+
+def in_turns(machine: Machine, margin: float | None = None) -> Compared | None:
+    """The verdicts of a run that measured rows as they were beside those of today; None of any other."""
+    if not any(one["against"] for one in machine.records):
+        return None
+    before, after = split(machine)
+    changes = compare_in_turns(machine.records, margin)
+    gone, added = of_one_run(before.records, after.records)
+    own = max(one["against"]["margin"] for one in machine.records if one["against"])
+    return Compared(before, after, changes, gone, added, margin or own, in_turns=True)
 
 
 def _machine(paths: Sequence[Path]) -> Machine:
@@ -111,12 +146,7 @@ def _why_not(before: Machine, after: Machine) -> str:
 
 def told(found: Compared) -> Iterator[str]:
     """Lines for a terminal."""
-    counts = ", ".join(f"{count} {name}" for name, count in found.counts.items())
-    yield f"{counts}, by a margin of {found.margin:.3g}"
-    for one in found.changed[:MOST_LINES]:
-        yield f"{one.verdict}: {one.new['id']}{_said(one)}"
-    if len(found.changed) > MOST_LINES:
-        yield f"and {len(found.changed) - MOST_LINES} more, on the page"
+    yield from lines(found.changes, found.margin)
     yield from _of_one_run(found)
 
 
@@ -127,64 +157,69 @@ def _of_one_run(found: Compared) -> Iterator[str]:
             yield f"{counted} only in the run {run}: {cases[0]['id']}{', ...' if len(cases) > 1 else ''}"
 
 
-def _said(change: Change) -> str:
-    if change.verdict in (BROKEN, MENDED):
-        reason = change.new["reason"] if change.verdict == BROKEN else change.old["reason"]
-        return f", {reason}" if reason else ""
-    low, high = change.interval or (0.0, 0.0)
-    return f", {number(change.ratio or 0.0)} times the time ({number(low)} to {number(high)}), beside {change.beside}"
-
-
 def write(found: Compared, out: Path) -> Path:
     """The page of both runs; its path."""
-    before, after = found.before, found.after
-    source = f"Before: {before.about(before.records)} After: {after.about(after.records)}"
-    caption = (
-        f"The margin is {100 * found.margin:.3g} %. Each row is compared by its ratio, round by round, to the row that "
-        "stands as “beside”; intervals are of 95 %. Of the changes, at most one in twenty is expected to be false."
-    )
-    spreads = [one["between_runs"] for side in (before, after) for one in side.records if one.get("between_runs")]
-    if spreads:
-        caption += f" Cases that were measured repeatedly differ by {100 * median(spreads):.2g} % between runs."
-    if found.between_runs:
-        caption += f" The runs that --repeats named differ by {100 * found.between_runs:.2g} %."
-    if spreads or found.between_runs:
-        caption += " Intervals are wider by that."
+    answers, chapters = block_and_chapters(found)
+    records = [{"run": name, **one} for name, side in _sides(found) for one in side.records]
+    return page.write(out, [(found.after, answers, chapters)], csv_of(records), [*_of_one_run(found)])
+
+
+def block_and_chapters(found: Compared) -> tuple[Block, list[Chapter]]:
+    """The verdicts in numbers, then what changed, the largest first, and all cases."""
+    slug = found.after.slug
+    source = " ".join(f"{name.title()}: {side.about(side.records)}" for name, side in _sides(found))
     verdicts = Table(
-        name=f"{after.slug}-verdicts",
+        name=f"{slug}-verdicts",
         title="Verdicts",
-        caption=caption,
+        caption=_caption(found),
         columns=["verdict", "cases", "meaning"],
         rows=[[name, str(count), MEANINGS[name]] for name, count in found.counts.items()],
         data=[{"verdict": name, "cases": count} for name, count in found.counts.items()],
         keys=3,
         source=source,
     )
-    tables = [("What changed", "changed", found.changed)] if found.changed else []
+    changed = [one for one in found.changes if one.is_changed]
+    tables = [("What changed", "changed", changed)] if changed else []
     for name in dict.fromkeys(str(one.new["benchmark"]) for one in found.changes):
         own = [one for one in found.changes if one.new["benchmark"] == name]
         tables.append((f"All cases: {name.replace('_', ' ')}", f"all-{file_name(name)}", own))
     chapters = [
-        Chapter(title, [Block("", [_table(f"{after.slug}-{name}", title, own, source)])]) for title, name, own in tables
+        Chapter(title, [Block("", [_table(f"{slug}-{name}", title, own, source)])]) for title, name, own in tables
     ]
-    answers = Block("", [verdicts, _runs(before, after)])
-    records = [{"run": name, **one} for name, side in _sides(before, after) for one in side.records]
-    return page.write(out, [(after, answers, chapters)], csv_of(records), [*_of_one_run(found)])
+    return Block("", [verdicts, _runs(found)]), chapters
 
 
-def _sides(before: Machine, after: Machine) -> list[tuple[str, Machine]]:
-    return [("before", before), ("after", after)]
+def _caption(found: Compared) -> str:
+    spreads = [one["between_runs"] for _, side in _sides(found) for one in side.records if one.get("between_runs")]
+    said = [f"The margin is {100 * found.margin:.3g} %."]
+    if found.in_turns:
+        said.append("Each row took turns with itself as it was, and is compared by its own ratio, round by round;")
+    else:
+        said.append("Each row is compared by its ratio, round by round, to the row that stands as “beside”;")
+    said.append("intervals are of 95 %. Of the changes, at most one in twenty is expected to be false.")
+    if spreads:
+        said.append(f"Cases that were measured repeatedly differ by {100 * median(spreads):.2g} % between runs.")
+    if found.between_runs:
+        said.append(f"The runs that --repeats named differ by {100 * found.between_runs:.2g} %.")
+    if spreads or found.between_runs:
+        said.append("Intervals are wider by that.")
+    return " ".join(said)
 
 
-def _runs(before: Machine, after: Machine) -> Table:
+def _sides(found: Compared) -> list[tuple[str, Machine]]:
+    return [("before", found.before), ("after", found.after)]
+
+
+def _runs(found: Compared) -> Table:
     names = ("date", "commit", "driver", "command")
     facts = [
         {"run": name, **{fact: str(run.get(fact) or "unknown") for fact in names}}
-        for name, side in _sides(before, after)
+        for name, side in _sides(found)
         for run in side.runs
     ]
     rows = [[one["run"], one["date"][:10], one["commit"][:10], one["driver"]] for one in facts]
-    return Table(f"{after.slug}-runs", "The two runs", "", ["run", "date", "commit", "driver"], rows, facts, keys=4)
+    columns = ["run", "date", "commit", "driver"]
+    return Table(f"{found.after.slug}-runs", "The two runs", "", columns, rows, facts, keys=4)
 
 
 def _table(name: str, title: str, changes: Sequence[Change], source: str) -> Table:
@@ -217,8 +252,8 @@ def _table(name: str, title: str, changes: Sequence[Change], source: str) -> Tab
 
 def _row(change: Change) -> list[str]:
     times = [number(1e6 * one["time_s"]) if one.get("time_s") else one["outcome"] for one in (change.old, change.new)]
-    interval = " to ".join(map(number, change.interval)) if change.interval else ""
-    ratio = number(change.ratio) if change.ratio else ""
+    interval = " to ".join(f"{one:.3f}" for one in change.interval or ())
+    ratio = f"{change.ratio:.3f}" if change.ratio else ""
     impl = str(change.new["impl"])
     case = str(change.new["id"]).removesuffix(f"-{impl}")
     return [case, impl, *times, ratio, interval, change.beside or "nothing", change.verdict]

@@ -14,9 +14,14 @@ from lmsys.bench.changes import (
     SLOWER,
     UNCLEAR,
     compare,
+    compare_in_turns,
+    lines,
+    look_changed,
     of_one_run,
     spread_between,
+    spreads_in_turns,
 )
+from lmsys.bench.record import earlier, today
 
 Record = dict[str, Any]
 ROWS = {"mine": False, "other": False, "sdpa": True, "sdpa_math": True}
@@ -86,9 +91,10 @@ def test_beside_rows_of_ours_nobody_knows_which_has_changed() -> None:
     assert verdicts(found) == {"mine": {UNCLEAR}, "other": {UNCLEAR}} and not any(one.beside for one in found)
 
 
-@pytest.mark.parametrize("family", ["collectives", "training"])
-def test_rows_that_ran_one_after_another_are_no_anchors(family: str) -> None:
-    old, new = ([one | {"benchmark": family} for one in side] for side in (run(1), run(2, mine=1.3)))
+@pytest.mark.parametrize("said", [{"alone": True}, {"benchmark": "collectives"}, {"benchmark": "training"}])
+def test_rows_that_ran_one_after_another_are_no_anchors(said: Record) -> None:
+    """This is known of two benchmarks also where a file does not say so."""
+    old, new = ([one | said for one in side] for side in (run(1), run(2, mine=1.3)))
     assert {one.verdict for one in compare(old, new)} == {UNCLEAR}
 
 
@@ -183,3 +189,68 @@ def test_what_a_sweep_has_learnt_from_repeats_counts_too() -> None:
 def test_the_same_runs_give_the_same_verdicts() -> None:
     told = [(one.new["id"], one.verdict, one.ratio) for one in compare(run(1), run(2))]
     assert told == [(one.new["id"], one.verdict, one.ratio) for one in compare(run(1)[::-1], run(2)[::-1])]
+
+
+def in_turns(seed: int, margin: float = 0.02, noise: float = 0.005, **factors: float) -> list[Record]:
+    """A run of rows today and as they were, whose rounds share a clock that moves much; `factors` are of today's."""
+    against = {"name": "0123456789", "commit": "0123456789abcdef", "margin": margin}
+    rng, found = random.Random(seed), []
+    for old in run(seed, clock=1 + seed):
+        samples = [rng.gauss(1, noise) * factors.get(old["impl"], 1.0) * sample for sample in old["samples_s"]]
+        found += [earlier(old | {"label": old["impl"]}, against), old | {"samples_s": samples}]
+    return found
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1.03, SLOWER), (1 / 1.03, FASTER), (1.005, SAME)])
+def test_rows_that_took_turns_with_themselves_need_no_peer(factor: float, verdict: str) -> None:
+    changes = compare_in_turns(in_turns(1, mine=factor))
+    found = verdicts(changes)
+    assert found.pop("mine") == {verdict} and set().union(*found.values()) == {SAME}
+    assert len(changes) == 40 and {one.beside for one in changes} == {f"{row}@0123456789" for row in ROWS}
+    assert verdict == SAME or changes[0].ratio == pytest.approx(factor, rel=0.005)
+
+
+def test_the_margin_is_that_of_the_run_unless_another_is_asked_for() -> None:
+    assert verdicts(compare_in_turns(in_turns(1, mine=1.03)))["mine"] == {SLOWER}
+    assert verdicts(compare_in_turns(in_turns(1, 0.06, mine=1.03)))["mine"] == {SAME}
+    assert verdicts(compare_in_turns(in_turns(1, 0.06, mine=1.03), 0.01))["mine"] == {SLOWER}
+
+
+def test_a_row_that_was_wrong_is_mended_and_one_that_is_now_is_broken() -> None:
+    records = in_turns(1)
+    records[0] |= {"outcome": "wrong", "samples_s": None, "reason": "q is off"}
+    records[3] |= {"outcome": "oom", "samples_s": None, "reason": "no room"}
+    found = {(one.old["impl"], one.verdict) for one in compare_in_turns(records) if one.is_changed}
+    assert found == {("mine@0123456789", MENDED), ("other@0123456789", BROKEN)}
+    said = list(lines(compare_in_turns(records), 0.02))
+    assert said[0] == "1 broken, 1 mended, 38 same, by a margin of 0.02"
+    assert said[2].endswith("0-other: no room") and said[3].endswith("0-mine: q is off")
+
+
+def test_cases_of_other_runs_took_no_turns() -> None:
+    """As after `--resume`: the comparison names the run."""
+    records = [one | ({"comparison": "another"} if one.get("against") else {}) for one in in_turns(1)]
+    assert not compare_in_turns(records)
+
+
+def test_what_looks_changed_once_and_not_again_is_no_change() -> None:
+    """Two processes of one code may differ by where their memory lies, and the next two do otherwise."""
+    first, again, lasting = in_turns(1, mine=1.0), in_turns(2, mine=1.04), in_turns(3, mine=1.04)
+    assert look_changed(again) and not look_changed(first)
+    assert verdicts(compare_in_turns(again))["mine"] == {SLOWER}
+    spreads = spreads_in_turns([first, again])
+    for one in again:
+        one["between_runs"] = spreads.get(one["id"])
+    assert SLOWER not in verdicts(compare_in_turns(again))["mine"]
+    first = in_turns(4, mine=1.04)
+    spreads = spreads_in_turns([first, lasting])
+    for one in lasting:
+        one["between_runs"] = spreads.get(one["id"])
+    assert verdicts(compare_in_turns(lasting))["mine"] == {SLOWER}
+
+
+def test_a_file_with_rows_as_they_were_is_compared_to_others_by_those_of_today() -> None:
+    old, new = run(1), in_turns(2, mine=1.5)
+    assert {one.new["id"] for one in compare(old, new)} == {one["id"] for one in old}
+    assert not any(one.new.get("against") for one in compare(old, new)) and not of_one_run(old, new)[1]
+    assert [today(one)["id"] for one in new[::2]] == [one["id"] for one in new[1::2]]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmsys.measure.shift import FEWEST, Shift, between, discoveries
+from lmsys.measure.shift import FEWEST, Shift, between, discoveries, paired
 
 samples = st.lists(st.floats(-1, 1), min_size=FEWEST, max_size=30)
 
@@ -21,14 +21,22 @@ def test_what_is_added_to_one_side_is_the_shift(old: list[float], new: list[floa
     assert back.error == pytest.approx(one.error, abs=1e-9)
 
 
+@given(differences=samples, by=st.floats(-3, 3))
+def test_what_is_added_to_each_round_is_the_shift_of_two_that_took_turns(differences: list[float], by: float) -> None:
+    one, moved, back = (paired(list(map(f, differences))) for f in (float, lambda x: x + by, lambda x: -x))
+    assert one and moved and back
+    assert moved.estimate == pytest.approx(one.estimate + by, abs=1e-9)
+    assert back.estimate == pytest.approx(-one.estimate, abs=1e-9)
+
+
 def test_a_few_slow_rounds_do_not_move_it() -> None:
     steady = [0.001 * (number % 7) for number in range(100)]
-    found = between(steady, [*steady[:90], *[5.0] * 10])
-    assert found and abs(found.estimate) < 0.002
+    for found in (between(steady, [*steady[:90], *[5.0] * 10]), paired([*[0.0] * 90, *[5.0] * 10])):
+        assert found and abs(found.estimate) < 0.002
 
 
 def test_of_too_few_rounds_nothing_is_said() -> None:
-    assert between([0.0] * (FEWEST - 1), [0.0] * 100) is None
+    assert between([0.0] * (FEWEST - 1), [0.0] * 100) is None and paired([0.0] * (FEWEST - 1)) is None
 
 
 def noise(rng: random.Random, count: int, alike: float) -> list[float]:
@@ -42,13 +50,13 @@ def noise(rng: random.Random, count: int, alike: float) -> list[float]:
 @pytest.mark.parametrize("alike", [0.0, 0.6])
 def test_the_interval_holds_the_true_shift_about_as_often_as_it_says(alike: float) -> None:
     rng = random.Random(1)
-    held, trials = 0, 300
+    held, trials = [0, 0], 300
     for _ in range(trials):
-        found = between(noise(rng, 60, alike), [value + 0.02 for value in noise(rng, 60, alike)])
-        assert found
-        low, high = found.interval
-        held += low <= 0.02 <= high
-    assert held / trials > 0.92
+        old, new = noise(rng, 60, alike), [value + 0.02 for value in noise(rng, 60, alike)]
+        for number, found in enumerate((between(old, new), paired([b - a for a, b in zip(old, new, strict=True)]))):
+            assert found
+            held[number] += found.interval[0] <= 0.02 <= found.interval[1]
+    assert all(count / trials > 0.92 for count in held)
 
 
 def test_few_of_the_changes_that_are_called_so_are_none() -> None:

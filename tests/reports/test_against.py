@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lmsys.bench.record import earlier, load
 from lmsys.reports.__main__ import main
 from tests.support.records import cells, record, save
 
@@ -33,8 +34,8 @@ def test_a_slower_row_is_told_and_fails(tmp_path: Path, capsys: pytest.CaptureFi
     assert compared(tmp_path / "out", old, new) == 1
     said = capsys.readouterr().out
     assert said.startswith("3 slower, 3 unclear, 3 same, by a margin of 0.05\n")
-    assert "slower: default-" in said and "1.10 times the time (1.10 to 1.1" in said
-    assert "beside sdpa_flash" in said and str(tmp_path / "out" / "index.html") in said
+    assert "slower            1.10" in said and " to 1.10" in said and "  default-" in said
+    assert str(tmp_path / "out" / "index.html") in said
     files = {
         path.relative_to(tmp_path / "out").as_posix(): path.read_bytes() for path in (tmp_path / "out").rglob("*.*")
     }
@@ -105,6 +106,51 @@ def test_repeats_widen_what_two_runs_may_differ_by(tmp_path: Path, capsys: pytes
     other = run(tmp_path / "other.json", 5, torch="9.9")
     assert compared(tmp_path / "out", old, new, "--repeats", repeats[0], other) == 2
     assert "before has torch 9.9" in capsys.readouterr().err
+
+
+def both(path: Path, factor: float) -> Path:
+    """One run that measured rows today and as they were."""
+    against = {"name": "aaaaaaaaaa", "commit": "a" * 40, "margin": 0.02}
+    one, other = (record_of(run(path.with_name(name), 1, by)) for name, by in (("one", 1.0), ("other", factor)))
+    return save(path, [*(earlier(found, against) for found in one), *other])
+
+
+def record_of(path: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = load(path)["records"]
+    return found
+
+
+def test_a_run_that_measured_both_states_is_compared_by_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By its own margin; the usual report has the same first, and today's rows alone in its other chapters."""
+    result = both(tmp_path / "both.json", 1.03)
+    assert compared(tmp_path / "out", result) == 1
+    assert capsys.readouterr().out.startswith("3 slower, 6 same, by a margin of 0.02\n")
+    assert compared(tmp_path / "wide", result, "--margin", "0.1") == 0
+    assert compared(tmp_path / "faster", both(tmp_path / "faster.json", 0.9)) == 0
+    pages = []
+    for name in ("site", "again"):
+        assert main([str(result), "-o", str(tmp_path / name)]) == 0
+        pages.append((tmp_path / name / "index.html").read_bytes())
+    assert pages[0] == pages[1]
+    site = pages[0].decode()
+    assert (
+        site.index("Verdicts")
+        < site.index("What changed")
+        < site.index("All cases: attention")
+        < site.index(">Attention<")
+    )
+    tables = {path.name: path.read_text() for path in (tmp_path / "site" / "tables").glob("*.csv")}
+    named = [name for name, text in tables.items() if "flash_triton@aaaaaaaaaa" in text]
+    assert {name.partition("-")[2].rpartition("-")[2] for name in named} == {"attention.csv", "changed.csv", ""}, named
+    assert f"{'a' * 10}" in site and "Each row took turns with itself as it was" in site
+
+
+def test_a_run_of_one_state_is_not_compared_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(tmp_path / "one.json", 1)
+    assert compared(tmp_path / "out", result) == 2
+    assert "it has no rows as they were: name the run after, too" in capsys.readouterr().err
 
 
 def test_options_of_the_other_report_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

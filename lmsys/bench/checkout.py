@@ -1,0 +1,156 @@
+"""An earlier state of the code: a folder that imports like the repository of today, and holds earlier rows.
+
+The bench and its judges are today's, the oracle among them; all else is as it was. So two states are measured by one
+clock and held to one budget, and any state will do whose rows can still be imported. Imports no torch.
+"""
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from lmsys.files import cache_folder
+
+PACKAGE = Path(__file__).parents[1]
+ROWS = "attention", "kernels", "model", "parallel", "tokenizer", "training", "autograd.py", "config.py"  # as they were
+JUDGES = "attention/contract.py", "attention/naive.py", "parallel/group.py"  # in there, and of today all the same
+PREFIX = "against-"
+
+
+class Checkout:
+    """The folder that a worker imports from.
+
+    name            short, as in the row `flash_triton@1a2b3c4d5e`
+    commit          whole; "" of a folder, whose state no number tells
+    working_folder  in place of the one that this process works in
+    """
+
+    def __init__(self, text: str):
+        """`text`: a git reference or a folder. ValueError where it is neither, or both."""
+        self.text, self.root = text, _root()
+        folder = Path(text).expanduser()
+        self.commit = _commit(self.root, text)
+        if self.commit and folder.is_dir():
+            raise ValueError(f"--against {text!r} is a folder and a git reference: name one by ./{text} or its commit")
+        if not self.commit and not folder.is_dir():
+            raise ValueError(f"--against {text!r}: neither a folder nor a git reference of {self.root}")
+        self.name = self.commit[:10] or "".join(one if one.isalnum() else "-" for one in folder.resolve().name)
+        self._temporary, self._lock = _temporary_folder()
+        try:
+            earlier = self._unpacked(self._temporary / "earlier") if self.commit else folder.resolve()
+            self.folder = self._temporary / "tree"
+            _mirror(earlier, self.folder)
+            bench = [one for one in sorted(PACKAGE.iterdir()) if one.name not in (*ROWS, "__pycache__")]
+            for path in (*bench, *(PACKAGE / name for name in JUDGES)):
+                self.use_today(path)
+            self.working_folder = self._mapped(Path.cwd())
+            if not self.working_folder.is_dir():
+                raise ValueError(f"--against {text!r}: it has no folder {Path.cwd().relative_to(self.root)}")
+        except BaseException:
+            self.close()
+            raise
+
+    def path(self, today: Sequence[str]) -> list[str]:
+        """`sys.path` with what is in the repository as it was; installed packages are today's."""
+        return [str(self._mapped(Path(one))) for one in today]
+
+    def use_today(self, path: Path) -> None:
+        """Puts today's `path`, a file or a folder, in its place; nothing where it is not in the repository."""
+        if not path.is_relative_to(self.root):
+            return
+        place = self.folder
+        for part in path.relative_to(self.root).parts[:-1]:
+            place = place / part
+            if place.is_symlink():
+                earlier = place.resolve()
+                place.unlink()
+                _mirror(earlier, place)
+            place.mkdir(exist_ok=True)
+        place = place / path.name
+        place.unlink(missing_ok=True)
+        place.symlink_to(path)
+
+    def target(self, target: str) -> str:
+        """A row's target, which may name a file by its whole path."""
+        path, colon, attribute = target.rpartition(":")
+        return f"{self._mapped(Path(path))}{colon}{attribute}" if Path(path).is_absolute() else target
+
+    def close(self) -> None:
+        shutil.rmtree(self._temporary, ignore_errors=True)
+        os.close(self._lock)
+
+    def _mapped(self, path: Path) -> Path:
+        path = Path.cwd() / path
+        is_installed = any(path.is_relative_to(one) for one in (sys.prefix, sys.base_prefix))
+        is_ours = path.is_relative_to(self.root) and not is_installed
+        return self.folder / path.relative_to(self.root) if is_ours else path
+
+    def _unpacked(self, folder: Path) -> Path:
+        archive = subprocess.Popen(["git", "-C", self.root, "archive", self.commit], stdout=subprocess.PIPE)
+        with archive, tarfile.open(fileobj=archive.stdout, mode="r|") as file:
+            file.extractall(folder, filter="data")
+        return folder
+
+
+def _root() -> Path:
+    """The repository that this process works in; without git the working folder itself."""
+    found = _git(Path.cwd(), "rev-parse", "--show-toplevel")
+    return Path(found) if found else Path.cwd()
+
+
+def _commit(root: Path, text: str) -> str:
+    return _git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{text}^{{commit}}")
+
+
+def _git(folder: Path, *words: str) -> str:
+    """The words of git; "" where it says nothing, or is not there."""
+    try:
+        ended = subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True)
+    except FileNotFoundError:
+        return ""
+    return ended.stdout.strip() if ended.returncode == 0 else ""
+
+
+def _mirror(earlier: Path, folder: Path) -> None:
+    """A folder of links to what is in another, of none where that is a file."""
+    folder.mkdir()
+    for one in earlier.iterdir() if earlier.is_dir() else ():
+        (folder / one.name).symlink_to(one)
+
+
+def _temporary_folder() -> tuple[Path, int]:
+    """A new folder in the user's cache, and the lock that says that it is in use, as an open file's number.
+
+    Those that killed runs have left there are removed.
+    """
+    cache = cache_folder()
+    cache.mkdir(parents=True, exist_ok=True)
+    lock = _locked(cache, fcntl.LOCK_EX)
+    assert lock is not None
+    try:
+        for one in cache.glob(f"{PREFIX}*"):
+            if (left_over := _locked(one, fcntl.LOCK_EX | fcntl.LOCK_NB)) is not None:
+                shutil.rmtree(one, ignore_errors=True)
+                os.close(left_over)
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=cache))
+        used = _locked(folder, fcntl.LOCK_EX)
+        assert used is not None
+        return folder, used
+    finally:
+        os.close(lock)
+
+
+def _locked(folder: Path, how: int) -> int | None:
+    """The open file that holds the lock; None where another does."""
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(file, how)
+    except BlockingIOError:
+        os.close(file)
+        return None
+    return file

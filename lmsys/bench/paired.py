@@ -1,0 +1,135 @@
+"""Rows of today and as they were, side by side: two workers on one machine, of which one is at work at a time.
+
+Each group runs in both at once, as two halves of one sampling: round i of a row today lies beside round i of the row as
+it was, by the same draws. Where a row ends its worker both workers end, and what is left of the group runs again in two
+fresh ones, so that whatever has a time took turns.
+"""
+
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lmsys.bench import record
+from lmsys.bench.axes import Grid
+from lmsys.bench.benchmark import Benchmark, Case, Cases, Collected, Settings
+from lmsys.bench.checkout import Checkout
+from lmsys.bench.fields import Record
+from lmsys.bench.isolation import Ended, Group, Isolated
+from lmsys.bench.proof import seal
+
+
+class Paired:
+    """Has what `Isolated` has; the results of a group are those of today, then the earlier ones, by names of their own.
+
+    against  what the earlier records say of their state
+    """
+
+    def __init__(self, settings: Settings, say: Callable[[str], None], checkout: Checkout, against: Record):
+        self.say, self.checkout, self.against = say, checkout, against
+        self.today, self.earlier = Isolated(settings, say), Isolated(settings, say, checkout)
+        self._lines = self._joined()
+
+    def collect(self, benchmark: Benchmark, grids: Sequence[Grid], texts: Mapping[str, str]) -> Collected:
+        """ValueError also where today's benchmark cannot run the earlier rows."""
+        found = self.today.collect(benchmark, grids, texts)
+        check_rows(self.checkout, type(benchmark), found.cases)
+        self.checkout.use_today(_home(type(benchmark)))
+        self.earlier._machine = self.today.machine
+        try:
+            self.earlier.imports(type(benchmark))
+        except Exception as error:  # whatever an earlier state raises when it is imported
+            told = f"today's benchmark {benchmark.name!r} cannot run its rows: {error}"
+            raise ValueError(f"--against {self.checkout.text}: {told}") from None
+        return found
+
+    def run(self, benchmark: Benchmark, cases: Cases) -> Iterator[Any]:
+        earlier = [replace(case, entry=self._earlier(case)) for case in cases]
+        found = None
+        groups = Group(self.today, type(benchmark), cases), Group(self.earlier, type(benchmark), earlier)
+        while found is None:
+            found = self._together(groups)
+        yield from found[0]
+        for result in found[1]:
+            renamed = record.earlier(result.record, self.against)
+            yield replace(result, record=renamed | {"seal": seal(renamed)})
+
+    def _earlier(self, case: Case) -> Any:
+        return replace(case.entry, target=self.checkout.target(case.entry.target))
+
+    def _together(self, groups: Sequence[Group]) -> tuple[list[Any], list[Any]] | None:
+        """The results of both workers; None where a row has ended one of them, and is blamed for it."""
+        found: tuple[list[Any], list[Any]] = [], []
+        streams = [group.results(in_turns=True) for group in groups]
+        going = {0, 1}
+        try:
+            while going:
+                for side in sorted(going):
+                    try:
+                        told = next(streams[side])
+                    except StopIteration:
+                        going.discard(side)
+                    else:
+                        found[side].extend([told] if told else [])
+            return found
+        except Ended as fault:
+            streams[1 - side].close()  # and its worker
+            groups[side].blame(fault)
+            for group in groups:
+                group.left = dict(group.cases)
+            return None
+        finally:
+            for stream in streams:
+                stream.close()
+            if going:
+                self.close(0.0)
+
+    def facts(self) -> Record:
+        return self.today.facts()
+
+    def ready(self) -> None:
+        self.today.ready()
+
+    @property
+    def machine(self) -> Record:
+        return self.today.machine
+
+    def rate_again(self, found: Sequence[tuple[Benchmark, Case, Record]]) -> tuple[list[str], list[Record]]:
+        moved, records = self.today.rate_again([(one, case, record.today(old)) for one, case, old in found])
+        named = []
+        for (_, _, before), now in zip(found, records, strict=True):
+            if before.get("against"):
+                now = record.earlier(now, self.against)
+                now["seal"] = seal(now)
+            named.append(now)
+        return moved, named
+
+    def close(self, grace_s: float = 2.0) -> None:
+        """Ends both workers: what runs next runs in two fresh ones."""
+        self.today.close(grace_s)
+        self.earlier.close(grace_s)
+        for line in self._lines:
+            line.close()
+        self._lines = self._joined()
+
+    def _joined(self) -> tuple[socket.socket, socket.socket]:
+        """The line between the next two workers, which this process never uses."""
+        ours, theirs = socket.socketpair()
+        self.today.line, self.earlier.line = (ours.fileno(), True), (theirs.fileno(), False)
+        return ours, theirs
+
+
+def check_rows(checkout: Checkout, cls: type[Benchmark], cases: Mapping[str, Case]) -> None:
+    """ValueError for a row that stands in the file of its benchmark, which is today's on both sides."""
+    for case in cases.values():
+        if case.entry.target.partition(":")[0] == cls.__module__:
+            told = f"the row {case.impl!r} stands in the file of its benchmark, which is today's"
+            raise ValueError(f"--against {checkout.text}: {told}: put it into a file of its own")
+
+
+def _home(cls: type[Benchmark]) -> Path:
+    """The file that a benchmark stands in, or the whole package."""
+    package = sys.modules[cls.__module__.partition(".")[0]]
+    return Path(package.__path__[0] if hasattr(package, "__path__") else package.__file__ or "").resolve()

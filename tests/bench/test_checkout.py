@@ -1,0 +1,112 @@
+"""An earlier state to import from: rows as they were, the bench of today, and nothing of it left behind."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lmsys.bench import checkout
+from lmsys.bench.checkout import JUDGES, PACKAGE, PREFIX, ROWS, Checkout
+
+
+def git(folder: Path, *words: str) -> str:
+    named = "-c", "user.name=a", "-c", "user.email=a@b"
+    return subprocess.run(["git", "-C", folder, *named, *words], check=True, capture_output=True, text=True).stdout
+
+
+def tell(folder: Path, *files: str, text: str) -> None:
+    for file in files:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text(text)
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With a first commit whose files say "earlier"; today they say so. The working folder is below it."""
+    folder = tmp_path / "repository"
+    rows = "lmsys/attention/naive.py", "lmsys/attention/flash.py"
+    files = *rows, "lmsys/bench/runner.py", "work/mine.py", "work/bench_mine.py", "lmsys/parallel"
+    tell(folder, *files, "lmsys/testing.py", "lmsys/autograd.py", text="earlier")
+    git(folder, "init", "-q")
+    git(folder, "add", "-A")
+    git(folder, "commit", "-qm", "first")
+    (folder / "lmsys" / "parallel").unlink()  # it was a file, and is a folder
+    files = *files[:-1], "lmsys/turns.py", "lmsys/parallel/group.py", "lmsys/attention/contract.py"
+    tell(folder, *files, "lmsys/testing.py", "lmsys/autograd.py", text="today")
+    monkeypatch.chdir(folder / "work")
+    monkeypatch.setattr(checkout, "PACKAGE", folder / "lmsys")
+    monkeypatch.setenv("LMSYS_CACHE_DIR", str(tmp_path / "cache"))
+    return folder
+
+
+def copied(repository: Path) -> Path:
+    folder = repository.parent / "a copy"
+    git(repository, "worktree", "add", "-q", str(folder), "HEAD")
+    return folder
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_rows_are_as_they_were_and_the_bench_is_of_today(is_folder: bool, repository: Path) -> None:
+    text = str(copied(repository)) if is_folder else "HEAD"
+    found = Checkout(text)
+    said = {
+        path.relative_to(found.folder).as_posix(): path.read_text()
+        for path in sorted(found.folder.glob("[lw]*/**/*.py"), key=str)
+    }
+    for folder in ("lmsys/attention", "lmsys/bench"):  # glob does not follow links
+        said |= {f"{folder}/{one.name}": one.read_text() for one in (found.folder / folder).iterdir()}
+    assert {name for name, text in said.items() if name.startswith("lmsys") and text == "earlier"} == {
+        "lmsys/attention/flash.py", "lmsys/autograd.py"
+    }  # fmt: skip
+    assert said["lmsys/bench/runner.py"] == said["lmsys/testing.py"] == said["lmsys/attention/naive.py"] == "today"
+    assert said["lmsys/parallel/group.py"] == said["lmsys/attention/contract.py"] == said["lmsys/turns.py"] == "today"
+    assert (found.working_folder / "mine.py").read_text() == "earlier"
+    found.use_today(repository / "work" / "bench_mine.py")
+    assert (found.working_folder / "bench_mine.py").read_text() == "today"
+    assert (found.working_folder / "mine.py").read_text() == "earlier"
+    assert found.commit == ("" if is_folder else git(repository, "rev-parse", "HEAD").strip())
+    assert found.name == ("a-copy" if is_folder else found.commit[:10])
+    found.close()
+    assert not list((repository.parent / "cache").iterdir())
+    if is_folder:
+        assert git(Path(text), "status", "--short") == ""
+
+
+def test_what_is_installed_is_imported_as_it_is(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Checkout("HEAD")
+    monkeypatch.setattr(sys, "prefix", str(repository / ".venv"))
+    packages = str(repository / ".venv" / "lib")
+    assert found.path(["", str(repository), packages, "/usr/lib"]) == [
+        str(found.working_folder), str(found.folder), packages, "/usr/lib"
+    ]  # fmt: skip
+    assert found.target("mine.py:f") == "mine.py:f" and found.target("math:sin") == "math:sin"
+    assert found.target(f"{repository}/work/mine.py:f") == f"{found.working_folder}/mine.py:f"
+    found.close()
+
+
+def test_what_is_no_state_is_refused(repository: Path) -> None:
+    with pytest.raises(ValueError, match="'v9': neither a folder nor a git reference of"):
+        Checkout("v9")
+    (repository / "work" / "HEAD").mkdir()
+    with pytest.raises(ValueError, match="'HEAD' is a folder and a git reference: name one by ./HEAD or its commit"):
+        Checkout("HEAD")
+    with pytest.raises(ValueError, match="it has no folder work"):
+        Checkout("./HEAD")
+    assert not list((repository.parent / "cache").iterdir())
+
+
+def test_what_a_killed_run_has_left_is_removed_and_what_is_in_use_is_not(repository: Path) -> None:
+    cache = repository.parent / "cache"
+    left_over = cache / f"{PREFIX}killed"
+    left_over.mkdir(parents=True)
+    first = Checkout("HEAD")
+    second = Checkout("HEAD")
+    assert not left_over.exists() and first.folder.is_dir() and second.folder.is_dir()
+    for one in (first, second):
+        one.close()
+    assert not list(cache.iterdir())
+
+
+def test_the_list_of_what_stays_as_it_was_names_what_there_is() -> None:
+    assert all((PACKAGE / name).exists() for name in (*ROWS, *JUDGES))

@@ -1,0 +1,173 @@
+"""A sweep against an earlier state: verdicts, exit codes, a file that others can check, and faults of either side."""
+
+import re
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.bench_collectives import Collectives
+from benchmarks.bench_data_parallel import DataParallel
+from benchmarks.bench_training import Training
+from lmsys.bench import Benchmark, Entry, Settings, options
+from lmsys.bench.paired import check_rows
+from lmsys.bench.record import load, today
+from lmsys.bench.results import Session
+from lmsys.registry import load_target
+from lmsys.reports.__main__ import main
+from lmsys.verify import verify
+from tests.bench.test_checkout import git, tell
+from tests.bench.test_plugin import EXAMPLE, command
+from tests.support.harness import Telling
+from tests.support.planted import changes
+from tests.support.processes import ENVIRONMENT, ROOT
+
+ROWS = """
+import os
+import time
+
+import torch
+
+calls = iter(range(10**9))
+
+
+def steady(a, b):
+    return a @ b
+
+
+def slower(a, b):
+    until = time.perf_counter() + {seconds}
+    while time.perf_counter() < until:
+        pass
+    return a @ b
+
+
+def mended(a, b):
+    return a @ b * {factor}
+
+
+def crashes(a, b):
+    if {crashes} and next(calls) == 12 and not os.path.exists("crashed"):
+        open("crashed", "x")  # once
+        os._exit(3)
+    return a @ b
+"""
+NAMES = "steady", "slower", "mended", "crashes"
+SMALL = ("bench_matmul.py", "--axis", "size=32", "--axis", "dtype=float32", "--benchmark-max-time", "0.05")
+QUIET = ("--benchmark-only", "--benchmark-json", "out.json")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A repository with the example's benchmark, of other rows; what was committed was faster, and less right."""
+    names = ", ".join(f'Entry("{name}", "rows:{name}")' for name in NAMES)
+    text = EXAMPLE.read_text().replace('Entry("matmul", "torch:matmul"), Entry("mine", "bench_matmul:mine")', names)
+    folder = tmp_path / "repository"
+    tell(folder, "bench_matmul.py", text=text)
+    tell(folder, "rows.py", text=ROWS.format(seconds=1e-3, factor=1.01, crashes=True))
+    git(folder, "init", "-q")
+    git(folder, "add", "-A")
+    git(folder, "commit", "-qm", "first")
+    tell(folder, "rows.py", text=ROWS.format(seconds=3e-2, factor=1.0, crashes=False))
+    return folder
+
+
+def test_a_sweep_says_what_became_slower_and_what_broke(folder: Path, tmp_path: Path) -> None:
+    environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT), "LMSYS_CACHE_DIR": str(tmp_path / "cache")}
+    line = command(*SMALL, *QUIET, "--against", "HEAD")
+    ended = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    commit = git(folder, "rev-parse", "HEAD").strip()
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert "against HEAD, in turns:" in ended.stdout and "--against: 1 slower" in ended.stdout, ended.stdout
+    assert re.search(r"^slower +\d+\.\d+ +\d+\.\d+ to \d+\.\d+  default-32-float32-slower$", ended.stdout, re.MULTILINE)
+    assert re.search(r"^mended +default-32-float32-mended: product is .* the allowed error", ended.stdout, re.MULTILINE)
+    assert not list((tmp_path / "cache").iterdir()), "the earlier state was left behind"
+
+    records = load(folder / "out.json")["records"]
+    earlier = {one["impl"]: one for one in map(today, records) if one.get("against")}
+    now = {one["impl"]: one for one in records if not one.get("against")}
+    assert set(earlier) == set(now) == set(NAMES) and {one["outcome"] for one in now.values()} == {"ok"}
+    assert earlier["mended"]["outcome"] == "wrong" and earlier["crashes"]["outcome"] == "error"
+    assert "exit code 3" in earlier["crashes"]["reason"] and earlier["crashes"]["crashed"]
+    for row in ("steady", "slower"):
+        assert earlier[row]["against"] == {"name": commit[:10], "commit": commit, "margin": 0.02}
+        assert earlier[row]["comparison"] == now[row]["comparison"] and earlier[row]["rounds"] == now[row]["rounds"]
+        sources = [one[row]["proof"]["source"]["sha256"] for one in (earlier, now)]
+        assert sources[0] != sources[1], "both sides ran one code"
+    assert 1e-3 <= earlier["slower"]["time_s"] < now["slower"]["time_s"]
+
+    benchmarks = {"matmul": load_target(f"{folder}/bench_matmul.py:Matmul")()}
+    assert verify(folder / "out.json", benchmarks) == (8, [])
+    pages = [tmp_path / name for name in ("one", "two")]
+    assert [main(["--against", str(folder / "out.json"), "-o", str(page)]) for page in pages] == [1, 1]
+    assert (pages[0] / "index.html").read_bytes() == (pages[1] / "index.html").read_bytes()
+
+
+@pytest.mark.gpu
+def test_two_processes_take_turns_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    asked = {"batch": "2", "heads": "4", "head_dim": "64", "dtype": "bfloat16", "causal": "yes", "direction": "fwd,bwd"}
+    found = changes("cuda", 0.05, str(ROOT), attention="sdpa,flash_triton", length="512", **asked)
+    assert len(found) == 4 and not any(one.is_changed for one in found)
+    for one in found:
+        assert len(one.old["samples_s"]) == len(one.new["samples_s"]) >= 10 and one.new["clock"] == "cuda_event"
+
+
+def config(**options: Any) -> Any:
+    """As pytest has it, with these options."""
+    given = {"against": "HEAD", "margin": None, "no_isolation": False, "nvtx": False, "repeat": 1} | options
+    return SimpleNamespace(getoption=given.get, add_cleanup=lambda call: call())
+
+
+@pytest.mark.parametrize(
+    ("asked", "on_ranks", "said"),
+    [
+        ({"no_isolation": True}, False, "--against HEAD: --no-isolation cannot be with it"),
+        ({}, True, "--against HEAD: torchrun cannot be with it"),
+        ({"nvtx": True}, False, "--nvtx cannot be with it"),
+        ({"repeat": 2}, False, "--repeat cannot be with it"),
+        ({"against": None, "margin": "0.1"}, False, "--margin 0.1 is of verdicts: name what to compare by --against"),
+    ],
+)
+def test_options_that_do_not_go_with_it_are_refused(asked: dict[str, Any], on_ranks: bool, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        options.checkout(config(**asked), on_ranks)
+
+
+@pytest.mark.parametrize("text", ["0", "2", "nan", "much"])
+def test_a_margin_is_a_share(text: str) -> None:
+    assert options.margin(None) == 0.02 and options.margin("0.1") == 0.1
+    with pytest.raises(ValueError, match=f"--margin '{text}': must be a share above 0 and of at most 1"):
+        options.margin(text)
+
+
+STATE: Any = SimpleNamespace(text="v1", name="0123456789")
+
+
+@pytest.mark.parametrize("cls", [Collectives, DataParallel, Training])
+def test_a_benchmark_whose_rows_are_not_sampled_in_one_process_is_refused(cls: type[Benchmark]) -> None:
+    with pytest.raises(ValueError, match=f"--against v1: not for the benchmark '{cls.name}': its rows take no turns"):
+        Session(Settings(), checkout=STATE).add(cls)
+
+
+def test_a_row_in_the_file_of_its_benchmark_is_refused() -> None:
+    """That file is of today."""
+    cases = {"a": SimpleNamespace(entry=Entry("mine", f"{Telling.__module__}:mine"), impl="mine")}
+    with pytest.raises(ValueError, match="--against v1: the row 'mine' stands in the file of its benchmark"):
+        check_rows(STATE, Telling, cases)
+
+
+def test_a_case_and_the_same_as_it_was_are_measured_both_or_not_at_all() -> None:
+    session = Session(Settings(), checkout=STATE)
+    ids = session.add(Telling)
+    assert ids[1] == f"{ids[0]}@0123456789" and len(ids) == 4
+    keys = [("telling", name) for name in ids]
+    with pytest.raises(ValueError, match=f"--against v1: select {ids[1]}, too, beside {ids[0]}"):
+        session.select(keys[:1])
+    session.carried = dict.fromkeys(keys[:3], {"outcome": "ok"})
+    session.select(keys)
+    assert [*session.carried] == keys[:2] and [case.id for group in session._groups.values() for case in group] == [
+        ids[2]
+    ]

@@ -1,0 +1,79 @@
+"""Verdicts hold: on what did not change, and on a slowdown that was planted. This takes minutes: on request.
+
+    python -m pytest tests/bench/test_verdicts.py -m on_request -s                # on the CPU
+    python -m pytest tests/bench/test_verdicts.py -m "on_request and gpu" -s      # on a GPU
+
+Each prints its counts.
+"""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from lmsys.bench.changes import BAD, FASTER, MARGIN, SAME, SLOWER, compare
+from lmsys.bench.results import MARGIN_IN_TURNS
+from tests.support.planted import PLANTED, changes, plant, records
+from tests.support.processes import ROOT
+
+pytestmark = pytest.mark.on_request
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+PAIRS = 5  # of fresh processes
+ASKED = {
+    "cpu": {
+        "attention": "naive,vectorized,sdpa_math,sdpa_flash,flash_torch", "length": "64,96,128,192",
+        "batch": "1", "heads": "4", "head_dim": "32", "dtype": "float32", "causal": "yes",
+        "direction": "fwd,bwd,fwdbwd",
+    },
+    "cuda": {
+        "attention": "flash_triton,sdpa,sdpa_flash,sdpa_cudnn,sdpa_efficient", "length": "512,1024,2048",
+        "batch": "4", "heads": "16", "head_dim": "64,128", "dtype": "bfloat16", "causal": "yes", "direction": "fwd,bwd",
+    },
+}  # fmt: skip
+ONE = {"cpu": {"length": "256", "batch": "1"}, "cuda": {"length": "4096", "batch": "4"}}
+COMMON = {"heads": "8", "head_dim": "64", "causal": "no", "direction": "fwd"}
+DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
+SECONDS = 0.2
+# What is planted, and the margin by which it is to be found: a verdict says that a change is beyond the margin.
+PLANTS = {"cuda": (0.02, 0.01), "cpu": (0.25, MARGIN_IN_TURNS)}
+ACROSS_FILES = {"cuda": 0.06, "cpu": 0.4}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_is_found_where_nothing_changed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code against itself. A busy CPU leaves much unclear; on a GPU nearly all is the same."""
+    monkeypatch.chdir(ROOT)
+    found = [one for _ in range(PAIRS) for one in changes(device, SECONDS, str(ROOT), **ASKED[device])]
+    counts = Counter(one.verdict for one in found)
+    print(f"{device}, A/A in turns: {dict(counts)} of {len(found)} by a margin of {MARGIN_IN_TURNS}")
+    assert len(found) >= 300
+    false = sum(counts[verdict] for verdict in (*BAD, FASTER))
+    assert false <= (0.01 * len(found) if device == "cuda" else 0)
+    assert device == "cpu" or counts[SAME] >= 0.95 * len(found)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_planted_slowdown_is_found_in_turns(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    share, margin = PLANTS[device]
+    earlier = plant(tmp_path / "earlier", 0.0)
+    monkeypatch.chdir(plant(tmp_path / "today", share))
+    asked = ONE[device] | COMMON | {"attention": PLANTED, "dtype": DTYPE[device]}
+    found = [one for _ in range(PAIRS) for one in changes(device, SECONDS, str(earlier), margin, **asked)]
+    counts = Counter(one.verdict for one in found)
+    print(f"{device}, {share:.0%} planted, in turns: {dict(counts)} of {len(found)} by a margin of {margin}")
+    assert len(found) == 40 and counts[SLOWER] >= 38
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_planted_slowdown_is_found_across_files(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, share = [], ACROSS_FILES[device]
+    asked = ONE[device] | COMMON | {"attention": f"{PLANTED},sdpa_flash", "dtype": DTYPE[device]}
+    for _ in range(PAIRS):
+        runs = []
+        for name, planted in (("earlier", 0.0), ("today", share)):
+            monkeypatch.chdir(plant(tmp_path / name, planted))
+            runs.append(records(device, SECONDS, **asked))
+        found += [one for one in compare(*runs) if not one.new["peer"]]
+    counts = Counter(one.verdict for one in found)
+    print(f"{device}, {share:.0%} planted, across files: {dict(counts)} of {len(found)} by a margin of {MARGIN}")
+    assert len(found) == 40 and counts[SLOWER] >= 38

@@ -1,0 +1,147 @@
+"""Two sides of a line: one is at work at a time, each has its part of every round, and a side may leave."""
+
+import threading
+from collections.abc import Callable
+from multiprocessing import Pipe
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmsys.measure.clock import CpuClock
+from lmsys.measure.compare import Sampled, _order, interleave
+from lmsys.measure.step import Step
+from lmsys.measure.turns import ALONE, Turns
+
+
+def together(*sides: Callable[[Turns], Any]) -> list[Any]:
+    """The results of the two, each in a thread of its own."""
+    found: list[Any] = [None, None]
+
+    def run(number: int, turns: Turns) -> None:
+        found[number] = sides[number](turns)
+
+    lines = Pipe()
+    threads = [
+        threading.Thread(target=run, args=(number, Turns(line, is_first=number == 0)), daemon=True)
+        for number, line in enumerate(lines)
+    ]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join(20.0)
+        assert not one.is_alive(), "the two wait for one another"
+    return found
+
+
+@given(st.integers(0, 20), st.integers(0, 20), st.integers(-5, 0))
+def test_each_round_has_both_parts_by_one_draw_whoever_leads(first: int, second: int, start: int) -> None:
+    """A side with fewer rounds leaves, and the other goes on alone."""
+    log: list[tuple[int, int, int]] = []
+    at_work = threading.Lock()
+
+    def side(number: int, rounds: int) -> Callable[[Turns], None]:
+        def run(turns: Turns) -> None:
+            for session in range(2):
+                with turns.session():
+                    theirs = turns.exchange([rounds])
+                    assert theirs == [(second, first)[number]]
+                    turns.begin(start)
+                    for index in range(start, rounds):
+                        draw = turns.before(index, 1000 * number + index)
+                        assert at_work.acquire(blocking=False), "two at once"
+                        log.append((session, index, draw))
+                        at_work.release()
+                        turns.after(index, draw)
+
+        return run
+
+    together(side(0, first), side(1, second))
+    both = min(first, second)
+    for session in range(2):
+        own = [(index, draw) for which, index, draw in log if which == session]
+        paired = own[: 2 * (both - start)]
+        assert [index for index, _ in paired] == [index for index in range(start, both) for _ in range(2)]
+        assert all(one == other for one, other in zip(paired[::2], paired[1::2], strict=True))
+        assert len(own) == first + second - 2 * start
+
+
+def test_whoever_leads_differs_from_round_to_round() -> None:
+    one, other = (Turns(line, is_first) for line, is_first in zip(Pipe(), (True, False), strict=True))
+    leads = [one.leads(index) for index in range(200)]
+    assert 70 < sum(leads) < 130
+    assert leads == [not other.leads(index) for index in range(200)]
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_a_side_that_fails_leaves_the_other_alone(leaver: int) -> None:
+    def fails(turns: Turns) -> str:
+        with pytest.raises(ZeroDivisionError), turns.session():
+            raise ZeroDivisionError
+        with turns.session():
+            return "came again"
+
+    def goes_on(turns: Turns) -> str:
+        with turns.session():
+            assert turns.exchange("mine") is None and not turns.together
+        with turns.session():
+            return "came again"
+
+    sides = [goes_on, goes_on]
+    sides[leaver] = fails
+    assert together(*sides) == ["came again"] * 2
+
+
+def sampled(turns: Turns, names: dict[str, int], fails_at: int | None = None) -> tuple[Sampled, dict[str, list[int]]]:
+    """With the draws that each row saw."""
+    draws: dict[str, list[int]] = {name: [] for name in names}
+    calls = iter(range(10**6))
+
+    def step(name: str) -> Step:
+        def run(_: Any) -> None:
+            if fails_at == next(calls):
+                raise RuntimeError("on purpose")
+            sum(range(names[name]))
+
+        return Step(run, redraw=draws[name].append)
+
+    with turns.session():
+        found = interleave({name: step(name) for name in names}, CpuClock(), seconds=0.002, min_rounds=10, turns=turns)
+    return found, draws
+
+
+def test_rows_of_both_sides_have_the_same_rounds_and_draws() -> None:
+    names = {"short": 10, "long": 3000}
+    (ours, drawn), (theirs, also_drawn) = together(
+        lambda turns: sampled(turns, names | {"new": 10}), lambda turns: sampled(turns, dict.fromkeys(names, 9))
+    )
+    assert not ours.failures and not theirs.failures and len(ours.samples["new"]) >= 10
+    for name in names:
+        rounds = len(ours.samples[name])
+        assert rounds == len(theirs.samples[name]) >= 10
+        assert drawn[name][-rounds:] == also_drawn[name][-rounds:]
+
+
+def test_a_row_that_fails_on_one_side_costs_its_own_samples() -> None:
+    names = {"one": 10, "other": 10}
+    (ours, _), (theirs, _) = together(
+        lambda turns: sampled(turns, names), lambda turns: sampled(turns, names, fails_at=12)
+    )
+    (failed,) = theirs.failures
+    (left,) = names.keys() - {failed}
+    assert "on purpose" in theirs.failures[failed][1] and not ours.failures
+    assert len(ours.samples[left]) == len(theirs.samples[left])
+
+
+@given(st.integers(-5, 50), st.sets(st.sampled_from("abcdef")), st.sets(st.sampled_from("abcdef")))
+def test_rows_that_both_have_come_first_in_one_order(index: int, ours: set[str], theirs: set[str]) -> None:
+    one, other = _order(index, sorted(ours), theirs), _order(index, sorted(theirs, reverse=True), ours)
+    shared = len(ours & theirs)
+    assert one[:shared] == other[:shared] and set(one[:shared]) == ours & theirs
+    assert sorted(one) == sorted(ours) and sorted(other) == sorted(theirs)
+
+
+def test_alone_nobody_is_waited_for() -> None:
+    found, _ = sampled(ALONE, {"one": 10})
+    assert len(found.samples["one"]) >= 10

@@ -1,0 +1,120 @@
+"""Runs of attention against a folder of earlier rows, and rows that were given a known slowdown, for tests of verdicts.
+
+A planted row takes a share longer than the row it calls: a loop that does nothing, in a kernel behind it on a GPU, else
+in Python. The earlier folder has the same rows without it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks.bench_attention import Attention
+from lmsys.bench import Settings
+from lmsys.bench.changes import Change
+from lmsys.bench.checkout import Checkout
+from lmsys.bench.fields import Record
+from lmsys.bench.results import MARGIN_IN_TURNS, Session
+from tests.support.harness import MACHINE
+
+NUM_ROWS = 8
+SOURCE = '''
+import statistics
+import time
+
+import torch
+
+from lmsys.attention.flash_triton import flash_triton
+from lmsys.attention.vectorized import vectorized
+
+SHARE = {share}
+cycles = {{}}
+
+
+def seconds(call):
+    found = []
+    for _ in range(30):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        found.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(found)
+
+
+def cycles_of(call, key):
+    """As long as SHARE of the call, less what a kernel more costs; learnt in the first call."""
+    if key not in cycles:
+        alone_s, launch_s = seconds(call), seconds(lambda: (call(), torch.cuda._sleep(1)))
+        rate = 10**7 / seconds(lambda: torch.cuda._sleep(10**7))
+        cycles[key] = max(1, int((SHARE * alone_s - (launch_s - alone_s)) * rate))
+    return cycles[key]
+
+
+def row(q, k, v, causal, scale):
+    if q.device.type == "cuda":
+        call = lambda: flash_triton(q, k, v, causal=causal, scale=scale)
+        o = call()
+        if SHARE:
+            torch.cuda._sleep(cycles_of(call, q.shape))
+        return o
+    start = time.perf_counter()
+    o = vectorized(q, k, v, causal=causal, scale=scale)
+    until = time.perf_counter() + SHARE * (time.perf_counter() - start)
+    while time.perf_counter() < until:
+        pass
+    return o
+'''
+ROW = """
+
+def planted_{number}(q, k, v, *, causal=False, scale=None):
+    return row(q, k, v, causal, scale)
+"""
+
+
+def plant(folder: Path, share: float) -> Path:
+    """A file with rows that take that share longer."""
+    folder.mkdir(exist_ok=True)
+    rows = (ROW.format(number=number) for number in range(NUM_ROWS))
+    (folder / "planted.py").write_text("".join([SOURCE.format(share=share), *rows]))
+    return folder
+
+
+PLANTED = ",".join(f"planted.py:planted_{number}" for number in range(NUM_ROWS))
+
+
+@contextmanager
+def session(
+    device: str, seconds: float, margin: float = MARGIN_IN_TURNS, against: str = "", **axes: str
+) -> Iterator[Session]:
+    """A run of attention in this process's folder, whose rows run in fresh processes, with its cases selected."""
+    checkout = Checkout(against) if against else None
+    texts = {f"--{name.replace('_', '-')}": text for name, text in axes.items()}
+    settings = Settings(device=device, seconds_per_row=seconds)
+    found = Session(settings, texts=texts, isolated=True, checkout=checkout, margin=margin)
+    runner = found.runner
+    getattr(runner, "today", runner)._machine = MACHINE
+    try:
+        found.select([("attention", name) for name in found.add(Attention)])
+        yield found
+    finally:
+        found.close()
+        if checkout:
+            checkout.close()
+
+
+def records(device: str, seconds: float, **axes: str) -> list[Record]:
+    with session(device, seconds, **axes) as found:
+        return _measured(found)
+
+
+def changes(device: str, seconds: float, against: str, margin: float = MARGIN_IN_TURNS, **axes: str) -> list[Change]:
+    with session(device, seconds, margin, against, **axes) as found:
+        _measured(found)
+        return found.changes
+
+
+def _measured(found: Session) -> list[Record]:
+    for key in found._cases:
+        found.result(key)
+    return found.records
