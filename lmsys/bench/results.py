@@ -100,13 +100,14 @@ class Session:
 
         ValueError where a case is without the same as it was: both are measured, or both are carried over.
         """
-        keys = [key for key in keys if key in self._cases]
+        keys = dict.fromkeys(key for key in keys if key in self._cases)
         if self.checkout:
             for key, other in ((key, self._other(key)) for key in keys):
                 if other not in keys:
                     raise ValueError(f"--against {self.checkout.text}: select {other[1]}, too, beside {key[1]}")
                 if key not in self.carried or other not in self.carried:
                     self.carried.pop(key, None)
+            self._keep_entries_of_carried()
         for key in keys:
             case = self._cases[key]
             if key not in self.carried and key[1] == case.id:
@@ -296,9 +297,13 @@ class Session:
                 told = "processor" if fact == "name" else fact
                 raise ValueError(f"its {told} is {there!r}, here it is {here[fact]!r}: measure into another file")
         self.carried |= {(one["benchmark"], one["id"]): one for one in found["records"] if self._stands(one)}
-        ids = {key[1] for key in self.carried}
-        self.carried_entries += [one for one in entries if one["extra_info"].get("id") in ids]
+        self.carried_entries += entries
+        self._keep_entries_of_carried()
         self.carried_head = {key: found[key] for key in ("machine", "fields", "rows")}
+
+    def _keep_entries_of_carried(self) -> None:
+        ids = {key[1] for key in self.carried}
+        self.carried_entries = [one for one in self.carried_entries if one["extra_info"].get("id") in ids]
 
     def _stands(self, one: Record) -> bool:
         same_question = one.get("memory_limit_bytes") == self.settings.memory_limit_bytes

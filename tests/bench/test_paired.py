@@ -167,7 +167,9 @@ def test_a_case_and_the_same_as_it_was_are_measured_both_or_not_at_all() -> None
     with pytest.raises(ValueError, match=f"--against v1: select {ids[1]}, too, beside {ids[0]}"):
         session.select(keys[:1])
     session.carried = dict.fromkeys(keys[:3], {"outcome": "ok"})
+    session.carried_entries = [{"extra_info": {"id": name}} for name in ids[:3]]
     session.select(keys)
+    assert [one["extra_info"]["id"] for one in session.carried_entries] == ids[:2]
     assert [*session.carried] == keys[:2] and [case.id for group in session._groups.values() for case in group] == [
         ids[2]
     ]
