@@ -229,6 +229,16 @@ class Attention(Benchmark):
         keep = partial(setup.spots.keep, case.direction != "fwd")
         return Step(**parts, redraw=redraw, redraw_late=redraw_late, keep=keep, num_kept=NUM_KEPT)
 
+    def outputs(self, candidate: Candidate, setup: Setup, element: int | None = None) -> Mapping[str, Tensor]:
+        inputs = setup.inputs if element is None else setup.inputs.alone(element)
+        return run(candidate.call, inputs, causal=setup.case.causal, grad=candidate.case.asked.grad)
+
+    def batch_of(self, candidate: Candidate) -> int:
+        """1 for rows that would compile for another batch, or cannot run one of 1."""
+        alone = replace(candidate.case.asked, batch=1)
+        is_asked = not candidate.entry.trait("compiles") and candidate.entry.why_not(alone) is None
+        return candidate.case.batch if is_asked else 1
+
     def least_work(self, case: AttentionTest) -> tuple[float, str, float]:
         """A forward's two products; of a backward's five one may be kept from the forward. Inputs are read once."""
         shape = case.shape

@@ -154,6 +154,9 @@ class Loss(Benchmark):
             keep=setup.spots.keep,
         )
 
+    def outputs(self, candidate: Candidate, setup: Setup, element: int | None = None) -> Mapping[str, torch.Tensor]:
+        return dict(zip(OUTPUTS, setup.inputs.run(candidate.call), strict=True))
+
     def least_work(self, case: LossTest) -> tuple[float, str, float]:
         """Three matmuls; hidden states and weight are read once."""
         elements = (case.tokens + case.vocab_size) * case.d_model

@@ -80,6 +80,11 @@ class Inputs:
             self._leaves[grad] = q, k, v
         return self._leaves[grad]
 
+    def alone(self, element: int) -> "Inputs":
+        """Copies of one element of the batch, as a batch of 1."""
+        q, k, v, do = (x[element : element + 1].clone() for x in self.tensors.values())
+        return Inputs(q, k, v, do, self.seed, self.std)
+
     def redraw_(self, seed: int) -> "Inputs":
         """New values of the same distribution, in place and untold: same storage, same layout, same version."""
         self.seed = seed

@@ -300,6 +300,18 @@ class Benchmark:
         """The call that is timed. It may run alone here first: what runs out of memory then is `oom`."""
         raise NotImplementedError
 
+    def outputs(self, candidate: Candidate, setup: Any, element: int | None = None) -> Mapping[str, Any]:
+        """All tensors that a call returns on the inputs as they stand, by name: whether their bits come again is in the
+        record (`lmsys.bench.same_bits`), of benchmarks that override this.
+
+        With `element`, where `batch_of` says more than 1: of a batch that holds only this element of the whole one.
+        """
+        return {}
+
+    def batch_of(self, candidate: Candidate) -> int:
+        """The first dimension of all outputs, if the candidate can be called with any one element of it alone."""
+        return 1
+
     def sample(self, turn: Cases, trial: Any) -> None:
         """Fills the measurements of a turn: interleaved, with the runner's clock."""
         trial.interleave(turn)

@@ -118,6 +118,26 @@ ENERGY = (  # in a pass of its own, on request
     Field("energy_note", role="detail", about="Why the energy was not measured, or is to be doubted"),
 )
 
+REPEATABLE = Field(
+    "repeatable",
+    role="detail",
+    about="Whether all tensors had the same bits in several calls on the same inputs",
+    of=lambda record: not record["same_bits"]["differ"] if record["same_bits"]["calls"] else None,
+)
+BATCH_INVARIANT = Field(
+    "batch_invariant",
+    role="detail",
+    about="Whether an element of the batch had the same bits alone; unknown of what does not repeat",
+    of=lambda record: _batch_invariant(**record["same_bits"]),
+)
+
+
+def _batch_invariant(differ: Record, elements: list[int], alone: Record, **_: Any) -> bool | None:
+    if alone or not elements:
+        return False if alone else None
+    return None if differ else True
+
+
 # What every record has, whatever was measured.
 # Asking a case again replaces its answer; asking it under a memory limit is another question.
 IDENTITY = ("benchmark", "section", "id", "memory_limit_bytes")
@@ -143,7 +163,9 @@ COMMON = (
     Field("between_runs", role="detail", about="By --repeat: what its time over its anchor's differs by between runs"),
     Field("against", role="detail", about="Of a row as it was: the state that --against names, and the margin"),
     Field("alone", role="detail", about="Whether it was timed by itself, not in turns with its comparison"),
-    *details("proof", "seal"),
+    *details("same_bits", "proof", "seal"),
+    REPEATABLE,
+    BATCH_INVARIANT,
     ERROR,
     COMPILE,
     Field("flops", "FLOP", "work", "detail"),

@@ -1,6 +1,7 @@
 """The one runner. For each group of cases it owns the order:
 
-why not -> setup -> first call -> check -> samples, in turns -> check of timed calls -> memory -> record.
+why not -> setup -> first call -> check -> samples, in turns -> check of timed calls -> memory ->
+same bits -> record.
 """
 
 import gc
@@ -107,6 +108,7 @@ class Runner:
                     yield from trial.results(trial.sampled(self.settings.min_rounds))
                 raise
             self._in_session(trial, trial.check_again)
+            self._in_session(trial, trial.repeat)
         trial.release()
         kept = self._held() - held
         if self.is_watched and len(trial.candidates) > 1 and trial.outcomes["oom"] and kept > EATEN_BYTES:

@@ -19,6 +19,7 @@ SHAPES: dict[str, dict[str, Shape]] = {  # by benchmark and field; "" is of ever
         "samples_s": [POSITIVE],
         "between_runs": POSITIVE,
         "against": {"name": TEXT, "commit": TEXT, "margin": POSITIVE},
+        "same_bits": {"calls": NUMBER, "differ": {"*": NUMBER}, "elements": [NUMBER], "alone": {"*": NUMBER}},
     },
     "anatomy": {
         "allocations": [{"bytes": NUMBER, "count": NUMBER, "at_peak": NUMBER, "where": TEXT, "function": TEXT}],

@@ -16,6 +16,7 @@ from lmsys.bench.fields import Record
 from lmsys.bench.interpreted import interpreted_kernels
 from lmsys.bench.proof import loaded_kernels, source_of
 from lmsys.bench.record import rounded, summarize
+from lmsys.bench.same_bits import same_bits
 from lmsys.bench.watch import Watch, copied
 from lmsys.measure.clock import synchronize
 from lmsys.measure.compare import Failure, Kept, attempt, interleave, release_memory
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 NOT_TIMED = "verified, not timed (--benchmark-disable)"
 IN_RANGES = "called in NVTX ranges, not timed (--nvtx)"
 INTERPRETED = "verified in Triton's interpreter, never timed"
+REPEATS_SHARE = 0.1  # of a row's seconds: calls on the same inputs, but for the fewest
 
 
 @dataclass
@@ -291,6 +293,21 @@ class Trial:
     def _needs_check(self, case: Case, candidate: Candidate) -> bool:
         one = self.measurements[case.id]
         return self.candidate(case) is candidate and bool(one.samples) and not (one.proof or one.failure)
+
+    def repeat(self) -> None:
+        """Calls each row that was timed several times on one draw: whether it gives the same bits.
+
+        Last of all: a batch of one may be compiled for, and other shapes called more slowly from then on.
+        """
+        if type(self.benchmark).outputs is Benchmark.outputs:
+            return
+        cases = [case for case in self.cases if self.measurements[case.id].samples and self.is_able(case)]
+        if cases:
+            self.benchmark.redraw(self.setup, self.settings.seed)
+        self.watch.doing = "when it was called again on the same inputs"
+        for one in {id(one): one for one in map(self.candidate, cases)}.values():
+            seconds = REPEATS_SHARE * self.settings.seconds_per_row
+            one.notes["same_bits"] = same_bits(self.benchmark, one, self.setup, seconds)
 
     def release(self) -> None:
         """Drops what the group holds, before what is left is taken for code that stays."""

@@ -1,0 +1,42 @@
+"""The bits of a call's results: whether they come again on the same inputs, and how far they are apart where they do
+not. Knows no kernel."""
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+LEAST, MOST = 3, 10  # calls: a sum in no fixed order shows in most pairs of calls, and one pair may agree by chance
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+AT_ONCE = 2**24  # elements that are subtracted in float64
+Outputs = Mapping[str, Tensor]
+
+
+def repeated(call: Callable[[], Outputs], seconds: float = 0.0) -> tuple[dict[str, Tensor], int, dict[str, float]]:
+    """(copies of the first call's tensors, the number of calls, how far at most each tensor was from its copy where
+    its bits differed, by name). At least LEAST calls, one right behind another; more while `seconds` are left, at most
+    MOST."""
+    first = {name: x.detach().clone() for name, x in call().items()}
+    differ: dict[str, float] = {}
+    calls, end = 1, time.perf_counter() + seconds
+    while calls < LEAST or (calls < MOST and time.perf_counter() < end):
+        for name, size in apart(call(), first).items():
+            differ[name] = max(size, differ.get(name, 0.0))
+        calls += 1
+    return first, calls, differ
+
+
+def apart(found: Outputs, expected: Outputs) -> dict[str, float]:
+    """The largest difference of each expected tensor whose bits are not those found, among its finite elements."""
+    return {name: _distance(found[name], x) for name, x in expected.items() if not _same(found[name], x)}
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    bits = BITS[one.element_size()]
+    return torch.equal(one.detach().view(bits), other.view(bits))  # NaN is itself, and -0.0 is not 0.0
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    parts = zip(*(x.detach().reshape(-1).split(AT_ONCE) for x in (one, other)), strict=True)
+    return max((x.double() - y.double()).abs().nan_to_num(0.0, posinf=0.0).max().item() for x, y in parts)
