@@ -2,16 +2,20 @@
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lmsys.attention.contract import AttentionCase, adapt
+from lmsys.bench.interpreted import interpreted_kernels
 from lmsys.check import places
 from lmsys.check.cases import Asked, cases
 from lmsys.check.patterns import explain
 from lmsys.check.poison import poison
+from lmsys.measure.repeats import apart, repeated
 from lmsys.registry import Entry
 from lmsys.testing import Inputs, Oracle, make_inputs, run
 
@@ -24,7 +28,7 @@ def check(entry: Entry, head_dim: int, grad: bool, seed: int) -> int:
     poison(setattr)
     row, device = adapt(implementation := entry.load()), "cuda" if torch.cuda.is_available() else "cpu"
     capability = torch.cuda.get_device_capability() if device == "cuda" else None
-    takes_scale, start, asked_of, refused = row is implementation, time.perf_counter(), 0, dict[str, None]()
+    takes_scale, start, right, refused = row is implementation, time.perf_counter(), [], dict[str, None]()
     for asked in cases(device, capability, head_dim):
         case = asked.case
         reason = entry.why_not(case)
@@ -33,18 +37,38 @@ def check(entry: Entry, head_dim: int, grad: bool, seed: int) -> int:
         if reason is not None:
             refused[reason] = None
             continue
-        asked_of += 1
         print(f"  {asked.about}, {case.dtype}: ", end="", flush=True)  # should it die, the case is known
         if fault := failure(row, asked, grad, seed):
             print(f"wrong\n\n{asked.about} ({asked})\n{fault}", flush=True)
             return WRONG
         print("right", flush=True)
+        right.append(case)
+    if right:
+        print(f"  {_same_bits(row, right[-1], grad, seed)}", flush=True)
     for reason in refused:
         print(f"  not asked: {reason}")
     print(
-        f"\n{entry.name}: {asked_of} cases right on this {device}, in {time.perf_counter() - start:.0f} s", flush=True
+        f"\n{entry.name}: {len(right)} cases right on this {device}, in {time.perf_counter() - start:.0f} s", flush=True
     )
-    return RIGHT if asked_of else WRONG
+    return RIGHT if right else WRONG
+
+
+def _same_bits(row: Any, case: AttentionCase, grad: bool, seed: int) -> str:
+    """Says whether the case has the same bits each time, and one of a batch of 2 alone. A kernel may have neither."""
+    call = partial(run, row, causal=case.causal, scale=case.scale, grad=grad)
+    pair = make_inputs(replace(case, batch=2), seed)
+    with interpreted_kernels() as launched:
+        call(pair.alone(0))
+    if launched:  # the interpreter runs one program after another, in an order that no GPU keeps
+        return "not asked for the same bits: Triton's interpreter is not the GPU"
+    first, calls, differ = repeated(lambda: call(pair))
+    alone = apart(call(pair.alone(0)), {name: x[:1] for name, x in first.items() if name not in differ})
+    told = f"the same bits in {calls} calls: {_but_for(differ)}"
+    return f"{told}; alone as in a batch of 2: {_but_for(alone)}"
+
+
+def _but_for(differ: Mapping[str, float]) -> str:
+    return f"no ({', '.join(differ)})" if differ else "yes"
 
 
 def failure(row: Any, asked: Asked, grad: bool, seed: int) -> str | None:

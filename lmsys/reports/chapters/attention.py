@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from lmsys.bench.fields import Field
-from lmsys.reports import plots
+from lmsys.reports import bits, plots
 from lmsys.reports.page import Block, Chapter, Items, with_overview
 from lmsys.reports.speedups import SPEEDUP, base_of, compared, is_compared
 from lmsys.reports.tables import Table, endings, pivot
@@ -18,6 +18,10 @@ JOINED = {  # grids of many head dimensions: tables that hold several rows in on
 BARS = ("tiers", "by_length")
 GLANCE = ("tokens16k",)  # grids whose few cells, of both masks, stand in one table of rates
 SHAPE = ("head_dim", "queries", "keys", "heads", "kv_heads", "batch")
+PASSES = {  # what o depends on, and what the gradients depend on
+    "forward": lambda case: case["direction"] == "fwd",
+    "forward and backward": lambda case: case["direction"] != "fwd",
+}
 DRAWN = ("time_s", "flops_per_s", "peak_bytes")  # by length
 
 
@@ -36,7 +40,7 @@ def chapters(view: View) -> list[Chapter]:
     view = view.ordered("section", "dtype", "causal", "direction", LIMIT, *SHAPE, "impl")
     rows = view.ordered("impl").read_as(peer={True: "peer", False: "ours"})
     last = endings(rows, "name", "label", "peer", word="attention-implementations", title="Implementations")
-    return with_overview("Attention", [last], view, _section)
+    return with_overview("Attention", [bits.table(rows, "attention-same-bits", PASSES), last], view, _section)
 
 
 def _pair(one: int, other: int, sign: str) -> int | str:

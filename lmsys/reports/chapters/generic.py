@@ -1,6 +1,6 @@
 """Any benchmark that has no chapter of its own: its grids, by the fields that it declares."""
 
-from lmsys.reports import plots
+from lmsys.reports import bits, plots
 from lmsys.reports.canvas import Plot
 from lmsys.reports.page import Block, Chapter
 from lmsys.reports.speedups import SPEEDUP, base_of, compared
@@ -13,7 +13,8 @@ def chapters(view: View) -> list[Chapter]:
     """A block for each grid."""
     axes = [name for name in view.axes() if name not in ("section", "impl", "label", "peer")]
     parts = view.ordered("section", *axes, "impl").cut(f"{view.benchmark}-{{section}}", "{section}")
-    return [Chapter(sentence(view.benchmark.replace("_", " ")), [_block(part, axes) for part in parts])]
+    last = Block("", [bits.table(view, f"{view.benchmark}-same-bits")])
+    return [Chapter(sentence(view.benchmark.replace("_", " ")), [*(_block(part, axes) for part in parts), last])]
 
 
 def _block(part: View, axes: list[str]) -> Block:

@@ -1,7 +1,7 @@
 """The head and loss: time and memory by vocabulary, ours beside all logits at once."""
 
 from lmsys.bench.fields import Field, Record
-from lmsys.reports import plots
+from lmsys.reports import bits, plots
 from lmsys.reports.page import Block, Chapter
 from lmsys.reports.speedups import bases_of, compared
 from lmsys.reports.tables import listing
@@ -16,7 +16,8 @@ def chapters(view: View) -> list[Chapter]:
     view = view.ordered("section", "precision", "tokens", "d_model", "vocab_size", "impl")
     heading = "{section}, {precision}, {tokens} tokens, d_model {d_model}"
     parts = view.cut("loss-{section}-{precision}-N{tokens}-M{d_model}", heading)
-    return [Chapter("Head and loss", [_block(part) for part in parts])]
+    last = Block("", [bits.table(view, "loss-same-bits")])
+    return [Chapter("Head and loss", [*(_block(part) for part in parts), last])]
 
 
 def _block(part: View) -> Block:
