@@ -117,6 +117,12 @@ def error_ratios_improved_everywhere(content: Content) -> None:
 
 
 @alteration
+def said_to_repeat(content: Content) -> None:
+    bits = {"calls": 3, "differ": {"dq": 1e-3}, "elements": [], "alone": {}, "failure": None}
+    records(content)[0] |= {"same_bits": bits, "repeatable": True}
+
+
+@alteration
 def another_seed(content: Content) -> None:
     records(content)[0]["proof"]["seed"] += 1
 

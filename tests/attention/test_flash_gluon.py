@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lmsys.attention import ATTENTION
-from lmsys.testing import Oracle, make_inputs
+from lmsys.measure.repeats import MOST, repeated
+from lmsys.testing import Oracle, make_inputs, run
 from tests.support.attention_rows import Row, growing
 
 ROW = Row("flash_gluon", "cuda")
@@ -149,6 +150,24 @@ def test_repeats_are_bitwise_equal(shape: dict[str, Any]) -> None:
         again = kernels()._forward(q, k, v, causal, 0.125)
         again = *again, *kernels()._backward(q, k, v, o, lse, do, causal, 0.125, True)
         assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("row", "deterministic", "differing"), [("flash_gluon", False, {"dq"}), ("flash_gluon", True, set()),
+    ("flash_triton", False, set())],
+)  # fmt: skip
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_repeats_on_a_busy_gpu(row: str, deterministic: bool, differing: set[str], causal: bool) -> None:
+    """By default dq alone is added up in no fixed order; a fixed order, or a kernel of its own for dq, repeats."""
+    asked = Row(row, "cuda")
+    case = asked.case(batch=2, heads=8, kv_heads=8, queries=4096, keys=4096, head_dim=128, causal=causal, grad=True)
+    inputs = make_inputs(case, 0)
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        _, calls, differ = repeated(lambda: run(asked.call, inputs, causal=causal), 60.0)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert calls == MOST and differ.keys() == differing
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

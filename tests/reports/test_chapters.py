@@ -265,6 +265,39 @@ def test_the_loss_stands_beside_all_logits_at_once(tmp_path: Path) -> None:
     assert rows["200,000", "eager"]["Time, ms"] == "OOM¹"
 
 
+def test_what_repeats_is_one_table(tmp_path: Path) -> None:
+    def bits(calls: int = 3, failure: str | None = None, alone: dict | None = None, **differ: float) -> dict:
+        elements = [] if alone is None else [0, 1]
+        return {"calls": calls, "differ": differ, "elements": elements, "alone": alone or {}, "failure": failure}
+
+    found = {
+        ("naive", "fwd"): [bits(alone={}), bits(alone={})],
+        ("flash_gluon", "fwd"): [bits(alone={}), bits(alone={"o": 0.25})],
+        ("flash_gluon", "bwd"): [bits(dq=1e-3), bits(dq=2e-3, dk=1e-4, alone={})],
+        ("sdpa", "fwd"): [bits(calls=0, failure="no room"), bits()],
+        ("sdpa_flash", "fwd"): [None, None],
+    }
+    records = [
+        record("attention", impl, direction=direction, queries=length, keys=length, same_bits=one)
+        for (impl, direction), both in found.items()
+        for length, one in zip((512, 1024), both, strict=True)
+    ]
+    files = report(tmp_path, records)
+    rows = {row.pop("impl"): [*row.values()] for row in cells(files, "attention-same-bits")}
+    assert rows == {
+        "naive": ["yes (2)", "yes (2)", ""],
+        "flash_gluon": ["yes (2)", "no: o (1 of 2)¹", "no: dq, dk (2 of 2)²"],
+        "sdpa": ["yes (1)³", "³", ""],
+    }
+    text = files["tables/synthetic-gpu-attention-same-bits.md"].decode()
+    assert "¹ Differs: o by at most 0.250." in text and "dq by at most 0.00200, dk by at most 0.000100." in text
+    assert "³ Not known of all cases: no room." in text
+    last = numbers(files, "attention-same-bits")[-1]
+    assert (last["repeatable"], last["largest_difference"]) == ("True", "")
+    old = report(tmp_path, [record("attention", impl) for impl in ("naive", "sdpa")])
+    assert not any("same-bits" in path for path in old), "a file from before has no such table"
+
+
 def test_tokenizers_stand_beside_the_packages(tmp_path: Path) -> None:
     seconds = {"lmsys": 2.0, "lmsys_serial": 3.0, "tiktoken": 4.0, "huggingface": 8.0}
     records = [

@@ -57,6 +57,7 @@ def test_a_benchmark_of_ones_own_is_reported_by_its_declarations(tmp_path: Path)
         cases = cases_of(benchmark, size=(size,), dtype=("float32",))
         found += [one.record for one in results(benchmark, [case for case in cases if case.impl == "matmul"])]
     files = reported(tmp_path, benchmark, found)
+    assert cells(files, "matmul-same-bits") == [{"impl": "matmul", "repeated": "yes (3)"}]
     rows = cells(files, "matmul-s-metrics")
     assert [row["size"] for row in rows] == ["8", "16", "32"] and "Rate, TFLOP/s" in rows[0]
     assert "plots/synthetic-gpu-matmul-s-time.svg" in files and b">Matmul</h3>" in files["index.html"]
