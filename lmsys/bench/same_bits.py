@@ -25,17 +25,18 @@ def same_bits(benchmark: Benchmark, candidate: Candidate, setup: Any, seconds: f
     if failure:
         return found | {"failure": failure[1]}
     first, found["calls"], found["differ"] = repeats
+    stable = {name: x for name, x in first.items() if name not in found["differ"]}
+    alone, failure = candidate.watched(_alone, benchmark, candidate, call, stable)
+    return found | ({"failure": failure[1]} if failure else alone)
+
+
+def _alone(benchmark: Benchmark, candidate: Candidate, call: Any, whole: dict[str, Tensor]) -> Record:
+    """The elements that were called alone, the first and the last, and what was not as in the `whole` batch."""
     batch = benchmark.batch_of(candidate)
     elements = [0, batch - 1] if batch > 1 else []
-    stable = {name: x for name, x in first.items() if name not in found["differ"]}
-    alone, failure = candidate.watched(_alone, call, stable, elements)
-    return found | ({"failure": failure[1]} if failure else {"elements": elements, "alone": alone})
-
-
-def _alone(call: Any, whole: dict[str, Tensor], elements: list[int]) -> dict[str, float]:
-    found: dict[str, float] = {}
+    differ: dict[str, float] = {}
     for element in elements:
         part = {name: x[element : element + 1] for name, x in whole.items()}
         for name, size in apart(call(element), part).items():
-            found[name] = max(size, found.get(name, 0.0))
-    return found
+            differ[name] = max(size, differ.get(name, 0.0))
+    return {"elements": elements, "alone": differ}

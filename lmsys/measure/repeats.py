@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-LEAST, MOST = 3, 10  # calls: a sum in no fixed order shows in most pairs of calls, and one pair may agree by chance
+LEAST, MOST = 3, 10  # calls: the first two may agree by chance
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 AT_ONCE = 2**24  # elements that are subtracted in float64
 Outputs = Mapping[str, Tensor]

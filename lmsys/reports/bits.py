@@ -9,8 +9,8 @@ from lmsys.reports.views import View
 from lmsys.reports.words import label_of, number
 
 ABOUT = (
-    "Same bits. Repeated: whether several calls on the same inputs gave the same bits; alone: whether an element of the "
-    "batch gave the same bits without the others. No: the tensors that did not. In brackets: cases"
+    "Same bits. Repeated: whether several calls on the same inputs gave the same bits; alone: whether an element of "
+    "the batch gave the same bits without the others. No: the tensors that did not. In brackets: cases"
 )
 QUESTIONS = {"repeated": (REPEATABLE.name, "differ"), "alone": (BATCH_INVARIANT.name, "alone")}
 FLAT = (
@@ -26,19 +26,20 @@ def table(view: View, word: str, by: Mapping[str, Callable[[Record], bool]] | No
     view = view.only(lambda case: case["outcome"] == "ok" and case.get("same_bits"))
     view = view.with_fields(REPEATABLE, BATCH_INVARIANT, *FLAT).ordered("impl")
     columns = [
-        (f"{head}, {question}".lstrip(", "), test, *asked)
+        (f"{head}, {question}".lstrip(", "), test, answer, tensors)
         for head, test in (by or {"": lambda _: True}).items()
-        for question, asked in QUESTIONS.items()
+        for question, (answer, tensors) in QUESTIONS.items()
     ]
     notes: Notes = {}
     rows = [
-        [view.text("impl", impl), *(_cell([*filter(test, own.cases)], *asked, notes) for _, test, *asked in columns)]
+        [view.text("impl", impl)]
+        + [_cell([*filter(test, own.cases)], answer, tensors, notes) for _, test, answer, tensors in columns]
         for (impl,), own in view.groups("impl").items()
     ]
-    used = [0] + [at for at in range(1, len(columns) + 1) if any(row[at] for row in rows)]
-    if len(used) == 1:
-        return None
     heads = [label_of(view.fields["impl"]), *(head for head, *_ in columns)]
+    used = [at for at in range(len(heads)) if any(row[at] for row in rows)]
+    if not used:
+        return None
     lines = [[row[at] for at in used] for row in rows]
     return Table(
         name=view.file(word),

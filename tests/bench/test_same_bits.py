@@ -1,6 +1,5 @@
-"""Rows that repeat, rows that do not, and rows whose bits depend on the batch: each is told, and none is wrong for it."""
+"""Rows that repeat, rows that do not, and rows whose bits depend on the batch: each is told, and none is wrong."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest

@@ -57,6 +57,7 @@ def test_rows_are_timed_and_accounted_for(precision: str, monkeypatch: pytest.Mo
         assert one["outcome"] == "ok", one["reason"]
         assert 0 <= one["error_ratio"] <= 1 and one["rounds"] >= 10 and one["compile_s"] > 0
         assert one["flops"] == 6 * 40 * 16 * 50
+        assert one["repeatable"] is True and one["batch_invariant"] is None, one["same_bits"]
         assert one["tokens_per_s"] == pytest.approx(40 / one["time_s"])
         assert (one["matmul_ceiling_fraction"] is None) == (precision == "fp16")
     assert found["chunked"]["comparison"] == found["eager"]["comparison"]

@@ -27,6 +27,14 @@ def test_what_is_right_passes(name: str, capsys: pytest.CaptureFixture[str]) -> 
     left_out = [one for one in cases("cpu", None) if one.case.scale is not None and name == "of_a_course"]
     assert said.count(": right\n") == len(list(cases("cpu", None))) - len(left_out)
     assert ("it takes no scale" in said) == (name == "of_a_course")
+    assert "the same bits in 3 calls: yes; alone as in a batch of 2: " in said
+
+
+def test_what_does_not_repeat_is_right(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(entry("any_order"), head_dim=32, grad=False, seed=0) == RIGHT
+    assert "the same bits in 3 calls: no (o); " in capsys.readouterr().out
+    assert check(entry("by_batch"), head_dim=32, grad=False, seed=0) == RIGHT
+    assert "the same bits in 3 calls: yes; alone as in a batch of 2: no (o)\n" in capsys.readouterr().out
 
 
 def test_the_example_of_the_pages_is_right() -> None:

@@ -51,7 +51,7 @@ def test_the_largest_difference_of_all_calls_counts() -> None:
 
 
 def test_more_calls_are_made_while_there_is_time() -> None:
-    assert repeated(lambda: {}, 60.0) == ({}, MOST, {})
+    assert repeated(dict, 60.0) == ({}, MOST, {})
 
 
 def test_a_row_that_writes_into_one_buffer_is_seen() -> None:

@@ -41,6 +41,20 @@ def of_a_course(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Ten
     return attend(q[:, None], k[:, None], v[:, None], causal=is_causal)[:, 0]
 
 
+def any_order(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    """Right, and each time with the keys in an order of chance."""
+    order = torch.randperm(k.shape[2])
+    visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()[:, order]
+    return attend(q, k[:, :, order], v[:, :, order], causal=causal, scale=scale, visible=visible)
+
+
+def by_batch(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    """Right, and with the keys from the other end for a batch of 1."""
+    k, v = (x.flip(2) if len(q) == 1 else x for x in (k, v))
+    visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+    return attend(q, k, v, causal=causal, scale=scale, visible=visible.flip(1) if len(q) == 1 else visible)
+
+
 @wrong("keys from 128 on are ignored")
 def beyond_128_keys(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
     return attend(q, k[:, :, :128], v[:, :, :128], causal=causal, scale=scale)
