@@ -230,8 +230,10 @@ class Attention(Benchmark):
         return Step(**parts, redraw=redraw, redraw_late=redraw_late, keep=keep, num_kept=NUM_KEPT)
 
     def outputs(self, candidate: Candidate, setup: Setup, element: int | None = None) -> Mapping[str, Tensor]:
-        inputs = setup.inputs if element is None else setup.inputs.alone(element)
-        return run(candidate.call, inputs, causal=setup.case.causal, grad=candidate.case.asked.grad)
+        inputs, pattern = setup.inputs, setup.pattern
+        if element is not None:
+            inputs, pattern = inputs.alone(element), pattern.of_entries([element])
+        return run(candidate.call, inputs, pattern=pattern, grad=candidate.case.asked.grad)
 
     def batch_of(self, candidate: Candidate) -> int:
         """1 for rows that would compile for another batch, or cannot run one of 1."""
