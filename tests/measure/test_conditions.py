@@ -61,18 +61,24 @@ def test_readings_become_one_line() -> None:
 
 
 def test_who_is_of_this_run_is_no_stranger_on_the_device() -> None:
-    """This process, what it has started, and one that it has not; then all in another count of processes."""
+    """This process, what it has started, and one that it has not."""
     device = FakeDevice()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         device.others = [os.getpid(), child.pid]
         assert Conditions("cuda", device, os.getpid()).record([])["other_processes"] == 0
         device.others.append(os.getppid())
         assert Conditions("cuda", device, os.getpid()).record([])["other_processes"] == 1
-        device.others = [2**30, 2**30 + 1]
-        assert Conditions("cuda", device, os.getpid()).record([])["other_processes"] == 0
-        device.others.append(2**30 + 2)
         child.communicate(b"\n")
-    assert Conditions("cuda", device, os.getpid()).record([])["other_processes"] == 2
+
+
+def test_in_another_count_of_processes_a_surplus_is_strangers() -> None:
+    load = host.load(os.getpid())
+    assert load is not None
+    ours = len(load.family)
+    for surplus in (0, 2):
+        device = FakeDevice()
+        device.others = [2**30 + number for number in range(ours + surplus)]
+        assert Conditions("cuda", device, os.getpid()).record([])["other_processes"] == surplus
 
 
 def proc(root: Path, busy: int, **ticks: tuple[int, int, int]) -> None:

@@ -22,11 +22,17 @@ FAULTS = {  # name -> the line that is right, the line that is not
         "total = total * rescale + p.sum(dim=-1, keepdim=True)",
         "total = total + p.sum(dim=-1, keepdim=True)",
     ),
-    "mask off by one, one key too many": ("device=scores.device).tril()", "device=scores.device).tril(1)"),
-    "mask off by one, one key too few": ("device=scores.device).tril()", "device=scores.device).tril(-1)"),
+    "mask off by one, one key too many": (
+        "_hide(scores, bounds.visible(rows, columns))",
+        "_hide(scores, bounds.visible(rows, slice(columns.start - 1, columns.stop - 1)))",
+    ),
+    "mask off by one, one key too few": (
+        "_hide(scores, bounds.visible(rows, columns))",
+        "_hide(scores, bounds.visible(rows, slice(columns.start + 1, columns.stop + 1)))",
+    ),
     "unwritten tail row": (
-        "o[:, :, row : row + tile] = heads_last(o_tile)",
-        "o[:, :, row : min(row + tile, num_queries - 1)] = heads_last(o_tile)[:, :, : num_queries - 1 - row]",
+        "o[:, :, rows] = heads_last(o_tile)",
+        "o[:, :, row : min(rows.stop, num_queries - 1)] = heads_last(o_tile)[:, :, : num_queries - 1 - row]",
     ),
     "swapped scale in the backward": ("(ds * scale).to(dtype)", "(ds / scale).to(dtype)"),
     "delta left out of the backward": ("ds = p * (dp - delta.unsqueeze(-1))", "ds = p * dp"),
@@ -39,10 +45,8 @@ FAULTS = {  # name -> the line that is right, the line that is not
         "return x.unflatten(1, (-1, num_groups // x.shape[0])).transpose(1, 2).reshape(num_groups, -1, *x.shape[2:])",
     ),
     "last tile of keys left out of dk and dv": (
-        "for column in range(0, num_keys, tile):\n        k_tile, v_tile = (x[:, column : column + tile].to(operand)"
-        " for x in (k, v))\n        dk_tile",
-        "for column in range(0, num_keys - tile, tile):\n        k_tile, v_tile = (x[:, column : column + tile]"
-        ".to(operand) for x in (k, v))\n        dk_tile",
+        "for column in range(0, num_keys, tile):",
+        "for column in range(0, num_keys - tile, tile):",
     ),
 }
 
