@@ -52,7 +52,12 @@ def test_a_metric_declared_in_the_benchmark_is_a_table_of_its_chapter(tmp_path: 
 
 def test_a_benchmark_of_ones_own_is_reported_by_its_declarations(tmp_path: Path) -> None:
     matmul = runpy.run_path(str(ROOT / "docs" / "examples" / "bench_matmul.py"))["Matmul"]
-    benchmark, found = matmul(), []
+
+    class Repeated(matmul):  # type: ignore[misc, valid-type]
+        def outputs(self, candidate: Any, setup: Any, element: int | None = None) -> dict[str, Any]:
+            return {"product": candidate.call(*setup.tensors.values())}
+
+    benchmark, found = Repeated(), []
     for size in (8, 16, 32):
         cases = cases_of(benchmark, size=(size,), dtype=("float32",))
         found += [one.record for one in results(benchmark, [case for case in cases if case.impl == "matmul"])]
