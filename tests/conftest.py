@@ -21,6 +21,14 @@ hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("ci")
 
 
+# Rooms whose tests start processes: files that take minutes. Last, one worker would be left alone with one of them.
+SLOW_ROOMS = ("bench", "benchmarks", "reports", "training")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.parent.name not in SLOW_ROOMS)
+
+
 @pytest.fixture(autouse=True)
 def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uninitialised floating-point memory is NaN, so an output that a kernel does not write cannot pass."""

@@ -71,13 +71,16 @@ def check_backend(backend: str, world_size: int) -> None:
 class WorkerGroup:
     """world_size ranks on this machine.
 
-    backend    None: NCCL where there are as many GPUs, else gloo
-    timeout_s  for every `run` and every collective
+    backend          None: NCCL where there are as many GPUs, else gloo
+    timeout_s        for every `run` and every collective
+    with_last_words  should this process be killed, standard error says of each rank what it was doing
     ValueError as in `check_backend`; WorkerError when a rank raises, dies, has been stopped for $LMSYS_STOPPED_S, or is
     not done in time: then all are ended. It says what the rank was `doing`, or else which function it ran.
     """
 
-    def __init__(self, world_size: int, backend: str | None = None, timeout_s: float = 300.0):
+    def __init__(
+        self, world_size: int, backend: str | None = None, timeout_s: float = 300.0, with_last_words: bool = False
+    ):
         if backend is None:
             enough = torch.cuda.is_available() and torch.cuda.device_count() >= world_size
             backend = "nccl" if enough else "gloo"
@@ -90,7 +93,8 @@ class WorkerGroup:
             file = doing.shared_file()
             self._doing.append(doing.map_file(file))
             doing.write(self._doing[-1], doing.AT_FIRST)
-            self._workers.append(Worker(open_files=[file], last_words=last_words(rank, file)))
+            said = last_words(rank, file) if with_last_words else ""
+            self._workers.append(Worker(open_files=[file], last_words=said))
             self._workers[-1].send(_join, backend, rank, world_size, self._store.port, timeout_s, file)
             os.close(file)
         self._collect(timeout_s)

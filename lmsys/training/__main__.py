@@ -116,7 +116,7 @@ def start(config: RunConfig, steps: tuple[str, ...], skip_data: bool, ranks: int
         return code
     if ranks is None:
         return pipeline.run(config, steps, skip_data)
-    with WorkerGroup(ranks, _backend(config), TIMEOUT_S) as group:
+    with WorkerGroup(ranks, _backend(config), TIMEOUT_S, with_last_words=True) as group:
         received: list[int] = []
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, partial(_pass_on, group, received))
