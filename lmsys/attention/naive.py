@@ -23,7 +23,8 @@ def masked_scores(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     scores = q @ repeat_heads(k, q.shape[1]).mT * scale  # (B, H, Q, K)
     if pattern.softcap is not None:
-        scores = pattern.softcap * torch.tanh(scores / pattern.softcap)
+        wide = scores.to(torch.promote_types(scores.dtype, torch.float32))  # a cap may be beyond float16
+        scores = (pattern.softcap * torch.tanh(wide / pattern.softcap)).to(scores.dtype)
     if not pattern.hides:
         return scores, None
     seen, blind = pattern.seen_and_blind(q.shape[2], k.shape[2], q.device, first_query)

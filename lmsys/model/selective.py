@@ -41,6 +41,8 @@ def run_selectively(block: "Block", level: str, x: Tensor, *attend: Any) -> Tens
 
 def run_again(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
     """function(*inputs), which keeps its inputs and is run again in the backward; a model draws no random numbers."""
+    if torch.compiler.is_compiling():
+        options.setdefault("context_fn", _saved_nothing)
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
 
 
@@ -50,8 +52,10 @@ def _up_to_matmuls(function: Callable[..., Any], *inputs: Tensor) -> Any:
     return run_again(function, *inputs, context_fn=contexts)
 
 
-# A compiler keeps of the results that it may not compute again those that the backward reads.
+# A compiler keeps of the results that it may not compute again those that the backward reads. Left to itself, torch
+# 2.11 also keeps what an autograd.Function computes; a policy it asks about every operator.
 _saved_matmuls = partial(create_selective_checkpoint_contexts, [MATMUL])
+_saved_nothing = partial(create_selective_checkpoint_contexts, [])
 
 
 def _left_out_matmuls() -> tuple[Any, Any]:

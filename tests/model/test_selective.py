@@ -174,6 +174,7 @@ def test_levels_on_a_gpu(row: str, compiled: bool) -> None:
     config = replace(ON_GPU, attention=row)
     if reason := ATTENTION[row].why_not(attention_case(config, 2, "bf16", "cuda")):
         pytest.skip(f"{row}: {reason}")
+    torch.compiler.reset()  # each level and number of layers is a compilation, and a process has so many
     expected = step(model_of(config, "cuda"), "bf16")
     for level in ("matmuls", "attention"):
         of_level = replace(config, checkpoint_blocks=level)
