@@ -51,6 +51,11 @@ def test_readme_is_short_and_begins_with_two_commands() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_a_merge_is_finished(page: str) -> None:
+    assert not re.findall(r"^(?:<{7}|={7}|>{7})(?:$| .*)", PAGES[page], re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     for path, anchor in links(page):
         assert (ROOT / path).exists(), f"there is no {path}"
