@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks import axes
 from benchmarks.data_parallel.cases import ParallelCase, variants
 from benchmarks.data_parallel.check import gate
-from benchmarks.data_parallel.passes import Pass, judge_pass
+from benchmarks.data_parallel.passes import Pass, holds, judge_pass
 from benchmarks.data_parallel.rank import inspect, take_pass
 from benchmarks.data_parallel.rows import Row, communication, memory
 from lmsys.attention.compiled import why_no_compiler
@@ -197,10 +197,10 @@ class DataParallel(Benchmark):
         steps = min(trial.candidate(case).state.steps(trial.settings, number_of_passes) for case in turn)  # are paired
         try:
             passes = _passes(turn, steps, number_of_passes, trial)
-            for one, case in product(passes, turn):
+            for (number, one), case in product(enumerate(passes), turn):
                 candidate = trial.candidate(case)
                 if candidate.outcome == "ok":
-                    candidate.attempt(self._take_pass, candidate, one, trial.runner)
+                    candidate.attempt(self._take_pass, candidate, one, number, trial.runner)
             self._check_pass(turn, passes, trial)
         finally:
             rows = {case.id: trial.candidate(case).state for case in turn if trial.candidate(case).outcome == "ok"}
@@ -212,10 +212,12 @@ class DataParallel(Benchmark):
                     trial.measurements[name].samples = row.samples
                     trial.measurements[name].record = communication(row, list(rows.values())) | memory(row)
 
-    def _take_pass(self, candidate: Candidate, one: Pass, runner: Any) -> None:
+    def _take_pass(self, candidate: Candidate, one: Pass, number: int, runner: Any) -> None:
+        """Takes the pass of this number, or takes it again in the place of the one before."""
         row = candidate.state
         taken = runner.ranks.run(row.case.world_size, row.case.backend, take_pass, row.case, one)
-        row.passes.append([max(ranks) for ranks in zip(*(rank.samples for rank in taken), strict=True)])
+        samples = [max(ranks) for ranks in zip(*(rank.samples for rank in taken), strict=True)]
+        row.passes[number : number + 1] = [samples]
         row.alone += map(max, zip(*(rank.alone for rank in taken), strict=True))
         if len({rank.model for rank in taken}) > 1 and row.case.synchronizes:
             candidate.failed("wrong", "after the timed steps ranks have different parameters")
@@ -235,8 +237,13 @@ class DataParallel(Benchmark):
             candidate.attempt(self._judge_pass, case, candidate, passes[number], number, trial)
 
     def _judge_pass(self, case: ParallelCase, candidate: Candidate, one: Pass, number: int, trial: Any) -> None:
-        row = candidate.state
-        ranks = trial.runner.ranks.run(row.case.world_size, row.case.backend, judge_pass, row.case, one)
+        row, run = candidate.state, trial.runner.ranks.run
+        start = row.case.world_size, row.case.backend
+        if not all(run(*start, holds, row.case, one)):  # another row has failed, and taken the ranks with it
+            self._take_pass(candidate, one, number, trial.runner)
+            if candidate.outcome != "ok":
+                return
+        ranks = run(*start, judge_pass, row.case, one)
         if ranks[0] is None:
             candidate.notes["unchecked"] = "plain steps, which divide nothing among ranks, do not fit in this memory"
             return

@@ -83,10 +83,16 @@ def leave(case: ParallelCase, one: Pass, state: Mapping[str, Tensor]) -> None:
 
 
 @on_part
+def holds(case: ParallelCase, one: Pass) -> bool:
+    """True where this rank has what the pass has led to: not where ranks were started again since."""
+    return (case.id, one) in _LEFT
+
+
+@on_part
 def judge_pass(case: ParallelCase, one: Pass) -> dict[str, float] | None:
     """Errors over their budgets, by parameter, of what the case's steps have led to on this rank.
 
-    None where plain steps find no room.
+    None where plain steps find no room; RuntimeError where those lead to NaN or inf.
     """
     left = _LEFT.pop((case.id, one))
     release()
@@ -124,6 +130,11 @@ def _plain(case: ParallelCase, one: Pass, dtype: torch.dtype, precision: str, na
     what = dtype, precision, narrow, case.config, case.batch
     if what not in known[1]:
         known[1][what] = _take_steps(case, one, dtype, precision, narrow)
+        if bad := [name for name, rows in known[1][what][1].items() if not rows.isfinite().all()]:
+            raise RuntimeError(
+                f"the bench failed, not the row: plain steps in {precision} on weights in {dtype} lead to NaN or inf in"
+                f" {len(bad)} of {len(known[1][what][1])} parameters, as in {bad[0]}"
+            )
     return known[1][what]
 
 
