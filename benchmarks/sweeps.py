@@ -382,9 +382,11 @@ SWEEPS = {
                     TOKENS16K.but(length=square(1024, 16384), causal=(True,), without=(*SLOW_ROWS, "flex")),
                     TOKENS16K.but(length=square(1024), head_dim=(128,), causal=(True,), attention=("flex",)),
                     LEADERBOARD.but(without=(*SLOW_ROWS, "flex")),
-                    BY_LENGTH.but(length=square(512, 2048, 8192), causal=(True,), without=COMPILED_ROWS),
-                    FLASH.but(length=square(1024, 16384), head_dim=(64,), direction=("fwd", "fwdbwd")),
-                    TIERS.but(length=((128, 64), (512, 256), (512, 2048)), causal=(False,), without=COMPILED_ROWS),
+                    BY_LENGTH.but(length=square(512, 8192), causal=(True,), without=COMPILED_ROWS),
+                    FLASH.but(
+                        length=square(1024, 16384), head_dim=(64,), dtype=("bfloat16",), direction=("fwd", "fwdbwd")
+                    ),
+                    TIERS.but(length=((128, 64), (512, 2048)), causal=(False,), without=COMPILED_ROWS),
                     DOCUMENTS.but(head_dim=(128,), length=square(4096), documents=("mixed",)),
                     WINDOW.but(head_dim=(128,), length=square(4096)),
                     GROUPED.but(length=square(4096), batch=(1,), heads=((32, 8),), without=(*SLOW_ROWS, "flex")),

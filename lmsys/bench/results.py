@@ -68,6 +68,7 @@ class Session:
     faults: list[str] = field(default_factory=list)
     benchmarks: dict[str, Benchmark] = field(default_factory=dict)
     _began: float = 0.0
+    _seconds: Counter[str] = field(default_factory=Counter)  # by section
     _cases: dict[Key, Any] = field(default_factory=dict)
     _group_of: dict[Key, Key] = field(default_factory=dict)
     _rows: dict[str, dict[str, Record]] = field(default_factory=dict)
@@ -141,11 +142,15 @@ class Session:
         number = list(self._groups).index(group) + 1
         left = self._left()
         self.say(f"[{number}/{len(self._groups)}{left}] {group[1]}: checking, then sampling {len(cases)} cases")
-        if self.repeats > 1 or self.checkout:
-            self._repeat(group, cases)
-            return
-        for result in self.runner.run(self.benchmarks[group[0]], cases):
-            self._keep(group, result)
+        begin = time.monotonic()
+        try:
+            if self.repeats > 1 or self.checkout:
+                self._repeat(group, cases)
+                return
+            for result in self.runner.run(self.benchmarks[group[0]], cases):
+                self._keep(group, result)
+        finally:
+            self._seconds[f"{group[0]} {cases[0].section}".replace("_", " ")] += round(time.monotonic() - begin)
 
     def _keep(self, group: Key, result: "Result") -> None:
         self.results[group[0], result.record["id"]] = result  # first: an interrupt may fall between the two
@@ -313,6 +318,9 @@ class Session:
 
     def summary(self) -> Iterator[str]:
         yield from summary.lines(self.records, self._contends)
+        if self._seconds:
+            took = ", ".join(f"{name} {seconds} s" for name, seconds in self._seconds.most_common())
+            yield f"it took {sum(self._seconds.values())} s: {took}"
         if self.checkout:
             from lmsys.bench.changes import lines
 
