@@ -9,6 +9,8 @@ from lmsys.checkpointing import FIT, Group, groups_of
 from lmsys.strict_json import check_fields
 from lmsys.values import finite, whole
 
+IGNORED = -100  # targets of this value count for nothing, as in torch
+
 
 @dataclass(frozen=True)
 class ModelConfig:

@@ -110,6 +110,7 @@ def test_what_workers_load_has_no_torch(file: Path) -> None:
     assert not imports_of(file, "torch", "triton")
     allowed = [
         "lmsys.processes",
+        "lmsys.config",
         "lmsys.strict_json",
         "lmsys.values",
         "lmsys.tokenizer",

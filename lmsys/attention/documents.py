@@ -76,6 +76,11 @@ class Documents:
         return self._cu_seqlens[batch]
 
     @property
+    def positions(self) -> Tensor:
+        """(B, S) or (1, S) int64: the place of each token in its own document, from 0 on."""
+        return torch.arange(self.num_tokens, device=self.device) - self.starts
+
+    @property
     def longest(self) -> int:
         return max(max(row) for row in self.lengths)
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lmsys.config import IGNORED
 from lmsys.model.ids import check_ids
-from lmsys.model.loss import IGNORED
 
 
 def silu(x: Tensor) -> Tensor:

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from lmsys.autograd import once_differentiable
+from lmsys.config import IGNORED
 from lmsys.model.ids import check_ids
 
 CHUNK_LOGITS = 2**28  # at once: 512 MiB in bfloat16
 CHUNK_MULTIPLE = 128  # tokens: tiles of matmuls come out even
 STRIDE_MULTIPLE = 16  # logits: rows begin where wide loads and matmuls like them to
-IGNORED = -100  # targets of this value count for nothing, as in torch
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int | None = None) -> Tensor:

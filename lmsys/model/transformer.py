@@ -8,15 +8,15 @@ Sources: Vaswani et al. 2017 (arXiv 1706.03762); Zhang & Sennrich 2019 (RMSNorm,
 Legend: B batch, S sequence length, M d_model, F d_ff, H query heads, Hkv key/value heads, D head dimension, V ids.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lmsys.attention import ATTENTION, attention
-from lmsys.attention.contract import DTYPE_NAMES, AttentionCase, adapt
+from lmsys.attention import ATTENTION, Documents, Pattern, attention
+from lmsys.attention.contract import DTYPE_NAMES, AttentionCase, adapt, told
 from lmsys.checkpointing import Group
 from lmsys.config import ModelConfig
 from lmsys.measure.profile import part
@@ -131,6 +131,18 @@ class Attention(nn.Module):
             return self.output_proj(o.transpose(1, 2).flatten(-2))
 
 
+class Packed:
+    """A row's function that lets a query see its own document alone. New for each batch, so no graph knows it."""
+
+    def __init__(self, row: Callable[..., Tensor], documents: Documents):
+        self._row, self._told = row, told(row, Pattern(causal=True, documents=documents))
+
+    @torch.compiler.disable
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+        assert causal
+        return self._row(q, k, v, **self._told)
+
+
 class FeedForward(nn.Module):
     """SwiGLU: W2 (silu(W1 x) · W3 x), x (..., M) -> (..., M)."""
 
@@ -222,18 +234,32 @@ class TransformerLM(nn.Module):
             self._together, self._run = together, torch.compile(_run, **options)
         return self
 
-    def hidden(self, tokens: Tensor, positions: Tensor | None = None, cache: Any = None) -> Tensor:
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        cache: Any = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
         """The hidden states that the head reads: tokens (B, S) and positions (S) or (B, S) -> (B, S, M).
+
+        `documents` packed into the sequences have the states that each would have alone: a token sees its own document,
+        and positions begin anew in each, unless they are given.
 
         `cache` gives each layer a function to attend with, which may know keys and values of earlier tokens: see
         `lmsys.training.generation`.
 
-        ValueError for a sequence longer than the context, and on a CPU for ids outside the vocabulary and positions
-        outside the context; on CUDA such an id stops the process with a device-side assertion.
+        ValueError for a sequence longer than the context, documents that do not fill the sequences, and on a CPU for
+        ids outside the vocabulary and positions outside the context; on CUDA such an id stops the process with a
+        device-side assertion.
         """
-        self._check(tokens, positions)
+        self._check(tokens, positions, documents)
         x = self.token_embeddings(tokens)
-        attend = [self._attend(x)] * len(self.layers) if cache is None else cache.attend(lambda: self._attend(x))
+        if documents is not None and positions is None:
+            positions = documents.positions
+        attend = (
+            [self._attend(x, documents)] * len(self.layers) if cache is None else cache.attend(lambda: self._attend(x))
+        )
         if not torch.is_grad_enabled():
             return self.ln_final(self._blocks(x, Group(0, len(self.layers), "none"), attend, positions))
         for group in self.config.groups:
@@ -246,9 +272,15 @@ class TransformerLM(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         return self.lm_head(self.hidden(tokens, positions))
 
-    def loss(self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Mean cross-entropy of the targets (B, S), in float32."""
-        return self.loss_of(self.hidden(tokens, positions), targets)
+    def loss(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        documents: Documents | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """Mean cross-entropy of the targets (B, S) that are not IGNORED, in float32."""
+        return self.loss_of(self.hidden(tokens, positions, documents=documents), targets)
 
     def loss_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """The same of the states that `hidden` has made. ValueError for targets that are not class indices (B, S)."""
@@ -270,26 +302,32 @@ class TransformerLM(nn.Module):
             x = self._run(layers[some], x, attend[some], self.rope, positions, group.level)
         return x
 
-    def _check(self, tokens: Tensor, positions: Tensor | None) -> None:
+    def _check(self, tokens: Tensor, positions: Tensor | None, documents: Documents | None) -> None:
         check_ids("tokens", tokens, "token ids", [("B", "S")], self.config.vocab_size)
         batch, length = tokens.shape
         if length > self.config.context_length:
             raise ValueError(f"{length} tokens are more than context_length={self.config.context_length}")
+        if documents is not None:
+            fits = documents.num_tokens == length and documents.batch in (1, batch)
+            if not fits or documents.device != tokens.device:
+                told = f"{batch} sequences of {length} tokens on {tokens.device}"
+                raise ValueError(f"documents must fill {told}; got {documents}")
         if positions is not None:
             shapes: list[Shape] = [(length,), (batch, length)]
             check_ids("positions", positions, "positions in the context", shapes, self.config.context_length)
 
-    def _attend(self, x: Tensor) -> Any:
+    def _attend(self, x: Tensor, documents: Documents | None = None) -> Any:
         """The row's function for this shape, dtype and mode, looked up outside of what is compiled."""
         capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else None
         (batch, length, _), config = x.shape, self.config
         case = AttentionCase(
             batch, config.num_heads, config.kv_heads, length, length, config.head_dim, DTYPE_NAMES[_matmul_dtype(x)],
             causal=True, grad=torch.is_grad_enabled(), device=x.device.type, capability=capability,
+            documents=documents is not None,
         )  # fmt: skip
         if case not in self._rows:
             self._rows[case] = adapt(ATTENTION.pick(config.attention, case).load())
-        return self._rows[case]
+        return self._rows[case] if documents is None else Packed(self._rows[case], documents)
 
 
 class Loss(nn.Module):
@@ -299,5 +337,5 @@ class Loss(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return self.model.loss(tokens, targets)
+    def forward(self, tokens: Tensor, targets: Tensor, documents: Documents | None = None) -> Tensor:
+        return self.model.loss(tokens, targets, documents)

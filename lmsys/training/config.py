@@ -13,6 +13,7 @@ from lmsys.strict_json import check_fields, overlay, parse_json, parse_setting
 from lmsys.values import finite, shortly
 
 PRECISIONS = ("fp32", "bf16")
+PACKING = ("none", "documents")
 TINYSTORIES = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main/TinyStoriesV2-GPT4-"
 
 
@@ -29,6 +30,8 @@ class DataConfig:
                   particular one
     tokenizer     the folder of one that is there; None: one is trained on the corpus, of model.vocab_size tokens
     processes     of tokenizing, on each rank; None: a rank's share of the cores
+    packing       none: a sequence is running text, in which a token sees all before it, of other documents too;
+                  documents: a token sees its own document alone, as if that were trained apart
     """
 
     corpus: str = "stdlib"
@@ -40,11 +43,14 @@ class DataConfig:
     valid_sha256: str | None = None
     tokenizer: str | None = None
     processes: int | None = None
+    packing: str = "none"
 
     def __post_init__(self) -> None:
         check_fields(self)
         _at_least(self, 1, "processes")
         _paths(self, "corpus", "valid", "folder", "tokenizer")
+        if self.packing not in PACKING:
+            raise ValueError(f"packing={self.packing!r} must be one of {PACKING}")
         for name in ("url", "valid_url"):
             parts = urlsplit(value := getattr(self, name))
             if parts.scheme not in ("http", "https") or not parts.netloc or file_of(value) in ("", ".", ".."):

@@ -12,14 +12,20 @@ from typing import Protocol
 
 import numpy as np
 
+from lmsys.config import IGNORED
 from lmsys.tokenizer import Tokenizer
-from lmsys.training.tokens import open_tokens
+from lmsys.training.tokens import open_tokens, read_end_of_text
 
 
 class Source(Protocol):
     """A row of token ids."""
 
     def __len__(self) -> int: ...
+
+    @property
+    def end_of_text(self) -> int:
+        """The id that ends each document. ValueError where it is not known."""
+        ...
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Ids start to stop - 1, int64."""
@@ -32,11 +38,21 @@ class TokenFiles:
     def __init__(self, paths: Sequence[Path], tokenizer: Tokenizer | None = None):
         if not paths:
             raise ValueError("no token files are given")
-        self._arrays = [open_tokens(Path(path), tokenizer) for path in paths]
+        self._paths = [Path(path) for path in paths]
+        self._arrays = [open_tokens(path, tokenizer) for path in self._paths]
         self._firsts = np.cumsum([0, *map(len, self._arrays)]).tolist()
 
     def __len__(self) -> int:
         return self._firsts[-1]
+
+    @property
+    def end_of_text(self) -> int:
+        """The id that ends each document. ValueError for a file that knows none, or another one than the first."""
+        ids = [read_end_of_text(path) for path in self._paths]
+        for path, found in zip(self._paths, ids, strict=True):
+            if found != ids[0]:
+                raise ValueError(f"{path}: end_of_text={found} must be {ids[0]}, as in {self._paths[0]}")
+        return ids[0]
 
     def read(self, start: int, stop: int) -> np.ndarray:
         files = zip(self._arrays, self._firsts[:-1], strict=True)
@@ -51,6 +67,9 @@ class Batches:
     Every epoch takes each of the N windows once, in an order and from a first token of its own. A step's global batch
     is batch_size · world_size · accumulation windows; one rank that accumulates as many times sees the same. Ranks
     take turns at micro-batches; with `neighbours` each has its own side by side.
+
+    With `end_of_text` documents are packed: behind that id there is no target, and a sequence that begins or ends
+    inside of a document has a piece of it, which is a document here.
     ValueError for sizes below 1, a rank outside the world, a source with less than one window.
     """
 
@@ -62,6 +81,7 @@ class Batches:
     world_size: int = 1
     accumulation: int = 1
     neighbours: bool = False
+    end_of_text: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("context_length", "batch_size", "world_size", "accumulation"):
@@ -86,14 +106,31 @@ class Batches:
 
     def batch(self, step: int, micro: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and targets, (B, S) int64, of micro-batch `micro` of a step; both count from 0."""
+        first = step * self.global_batch + self._place(step, micro)
+        windows = [self.window(index) for index in range(first, first + self.batch_size)]
+        return _divided(np.stack(windows), self.end_of_text)
+
+    def weight(self, step: int, micro: int = 0) -> float:
+        """Targets of a micro-batch over their mean in the micro-batches of the step, those of all ranks.
+
+        By it the mean of the means of micro-batches is the mean over all targets of the step, however these are shared.
+        """
+        first = self._place(step, micro)
+        if self.end_of_text is None:
+            return 1.0
+        counts = _num_targets(self, step)
+        own, total = counts[first : first + self.batch_size].sum(), counts.sum()
+        return float(own * (self.global_batch // self.batch_size) / max(1, total))
+
+    def _place(self, step: int, micro: int) -> int:
+        """The first sequence of a micro-batch, of those of the step."""
         if step < 0 or not 0 <= micro < self.accumulation:
             raise ValueError(f"{step=} must be at least 0 and {micro=} in 0 to {self.accumulation - 1}")
         turn = self.rank * self.accumulation + micro if self.neighbours else micro * self.world_size + self.rank
-        first = step * self.global_batch + turn * self.batch_size
-        windows = np.stack([self._window(index) for index in range(first, first + self.batch_size)])
-        return windows[:, :-1], windows[:, 1:]
+        return turn * self.batch_size
 
-    def _window(self, index: int) -> np.ndarray:
+    def window(self, index: int) -> np.ndarray:
+        """The ids of sequence `index` of all steps, (S + 1,)."""
         epoch, place = divmod(index, self.num_windows)
         slack = (len(self.source) - 1) % self.context_length
         first, order = _epoch_order(self.seed, epoch, self.num_windows, slack)
@@ -108,10 +145,27 @@ def _epoch_order(seed: int, epoch: int, num_windows: int, slack: int) -> tuple[i
     return int(generator.integers(slack + 1)), generator.permutation(num_windows)
 
 
-def fixed_windows(source: Source, context_length: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+@lru_cache(maxsize=2)
+def _num_targets(batches: Batches, step: int) -> np.ndarray:
+    """Targets of each sequence of a step. Each rank reads them all, so that none has to ask the others."""
+    first = step * batches.global_batch
+    windows = (batches.window(index) for index in range(first, first + batches.global_batch))
+    return np.array([np.count_nonzero(window[:-1] != batches.end_of_text) for window in windows])
+
+
+def _divided(windows: np.ndarray, end_of_text: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and targets of windows (B, S + 1). Behind an end of text another document begins, which it cannot know."""
+    inputs, targets = windows[:, :-1], windows[:, 1:]
+    return inputs, targets if end_of_text is None else np.where(inputs == end_of_text, IGNORED, targets)
+
+
+def fixed_windows(
+    source: Source, context_length: int, count: int, end_of_text: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Inputs and targets, (count, S) int64, spread evenly over the source: what a model is evaluated on.
 
-    Fewer where the source has fewer windows. ValueError when it has none.
+    Fewer where the source has fewer windows; with `end_of_text` of packed documents, as in `Batches`. ValueError when
+    it has none.
     """
     num_windows = (len(source) - 1) // context_length
     if num_windows < 1 or count < 1:
@@ -121,4 +175,4 @@ def fixed_windows(source: Source, context_length: int, count: int) -> tuple[np.n
         )
     places = np.arange(min(count, num_windows)) * num_windows // min(count, num_windows) * context_length
     windows = np.stack([source.read(int(place), int(place) + context_length + 1) for place in places])
-    return windows[:, :-1], windows[:, 1:]
+    return _divided(windows, end_of_text)

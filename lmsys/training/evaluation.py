@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lmsys.config import IGNORED
 from lmsys.training.data import Source
+from lmsys.training.packing import model_inputs
 
 Windows = tuple[np.ndarray, np.ndarray]  # inputs and targets, (count, S), as of `data.fixed_windows`
 _READ = 1 << 20  # tokens of a source that are read at once
@@ -36,26 +38,35 @@ def evaluate(
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     loss_of: Callable[..., Tensor] | None = None,
 ) -> Evaluation:
-    """The loss over all windows, each token counting the same whatever `batch_size`.
+    """The loss over all targets of the windows, each counting the same whatever `batch_size`.
 
-    loss_of  (inputs, targets) -> the mean loss; None: `model.loss`
-    The model is left in the mode, training or not, in which it came. ValueError for no windows or batch_size < 1.
+    loss_of  (inputs, targets), or with the documents behind these, -> the mean loss; None: `model.loss`
+    The model is left in the mode, training or not, in which it came. ValueError for no windows, windows without a
+    target, or batch_size < 1.
     """
     inputs, targets = windows
     if batch_size < 1 or not len(inputs):
         raise ValueError(f"{batch_size=} and {len(inputs)} windows must both be at least 1")
+    if not _count(targets):
+        raise ValueError("no token of the windows has a target: name a longer text to evaluate on")
     device = next(model.parameters()).device
     was_training, total = model.training, 0.0
     model.eval()
     try:
         for first in range(0, len(inputs), batch_size):
-            batch = (torch.from_numpy(x[first : first + batch_size]).to(device) for x in (inputs, targets))
+            some = slice(first, first + batch_size)
+            if not (count := _count(targets[some])):
+                continue  # a mean of nothing
             with autocast():
-                loss = (loss_of or model.loss)(*batch)
-            total += loss.item() * inputs[first : first + batch_size].size
+                loss = (loss_of or model.loss)(*model_inputs(inputs[some], targets[some], device))
+            total += loss.item() * count
     finally:
         model.train(was_training)
-    return Evaluation(total / inputs.size, inputs.size)
+    return Evaluation(total / _count(targets), _count(targets))
+
+
+def _count(targets: np.ndarray) -> int:
+    return int(np.count_nonzero(targets != IGNORED))
 
 
 def unigram(source: Source, windows: Windows, vocab_size: int) -> Evaluation:
@@ -64,4 +75,5 @@ def unigram(source: Source, windows: Windows, vocab_size: int) -> Evaluation:
     for start in range(0, len(source), _READ):
         counts += np.bincount(source.read(start, min(start + _READ, len(source))), minlength=vocab_size)
     losses = np.log(counts.sum()) - np.log(counts)
-    return Evaluation(float(losses[windows[1]].mean()), windows[1].size)
+    targets = windows[1][windows[1] != IGNORED]
+    return Evaluation(float(losses[targets].mean()), targets.size)

@@ -35,6 +35,7 @@ from lmsys.training.fitted import fitted
 from lmsys.training.log import JsonLines, Progress
 from lmsys.training.nonfinite import NonFiniteError, first_nonfinite
 from lmsys.training.optimizer import AdamW, clip_grad_norm, cosine_schedule, set_lr
+from lmsys.training.packing import check_attention, end_of_text_of, model_inputs
 from lmsys.training.reproducible import Tree, deterministic, exact_norm, weights_sha256
 from lmsys.training.stop import StopSignals
 
@@ -87,22 +88,28 @@ class Trainer:
         self.config, self.windows, self.device, self.group = config, windows, device, group
         self.world_size, self.rank = size_and_rank(group)
         (row,) = STRATEGIES.select([train.strategy])
+        packed = config.data.packing == "documents"
+        if packed:
+            check_attention(config, device)
         self.batches = Batches(
             source, config.model.context_length, train.held, train.seed, self.rank, self.world_size,
             train.accumulation(self.world_size), train.reproducible and not row.trait("sums_each_backward", False),
+            end_of_text_of(source, config),
         )  # fmt: skip
         torch.manual_seed(train.seed)
         self.model = TransformerLM(fitted(config, row, device, group), device=device)
         self.step, self.skipped, self.in_a_row, self.seconds = 0, 0, 0, 0.0
         model_facts = {k: v for k, v in asdict(config.model).items() if k not in RUNTIME_FIELDS}
         self.facts = {"model": model_facts, "batch_size": train.batch_size, "seed": train.seed, **(facts or {})}
+        self.facts["packing"] = config.data.packing if packed else None  # a checkpoint from before it has none
         shared = None
         if found is not None:
             found.require(**self.facts)
             shared = found.shared("model", "progress")
             self.model.load_state_dict(shared["model"])
         if train.compile:  # a strategy may surround each block, and reduce its gradients early
-            self.model.compile_blocks(1 if row.trait("synchronizes", True) else BLOCKS_PER_GRAPH)
+            together = 1 if row.trait("synchronizes", True) else BLOCKS_PER_GRAPH
+            self.model.compile_blocks(together, fullgraph=not packed)  # graphs end at attention on documents
         self.strategy, self._shards_gradients = self._strategy(row), row.trait("shards_gradients", False)
         self.optimizer = self._optimizer()
         self.facts["optimizer"] = state.layout(self.strategy)
@@ -208,11 +215,12 @@ class Trainer:
         train, inputs = self.config.train, self.batch(micro)
         with self.autocast():
             loss = self.strategy(*inputs)
+        loss = loss * self.batches.weight(self.step, micro)
         (loss / (train.leaves if train.reproducible else self.batches.accumulation)).backward()
         return loss.detach()
 
-    def batch(self, micro: int) -> tuple[Tensor, ...]:
-        return tuple(torch.from_numpy(x).to(self.device) for x in self.batches.batch(self.step, micro))
+    def batch(self, micro: int) -> tuple[Any, ...]:
+        return model_inputs(*self.batches.batch(self.step, micro), self.device)
 
     def _clip(self) -> Tensor:
         """Clips by the norm of the whole gradient, and returns it, on every rank the same."""

@@ -39,6 +39,7 @@ from lmsys.training.evaluation import Windows, evaluate, unigram
 from lmsys.training.generation import Sampling, generate
 from lmsys.training.log import JsonLines, others
 from lmsys.training.loop import Outcome, Trainer
+from lmsys.training.packing import end_of_text_of
 from lmsys.training.tokens import shards, tokenize_files
 
 DATA_STEPS = ("tokenizer", "tokenize")
@@ -288,7 +289,8 @@ def _data(context: RunContext, tokenizer: Tokenizer) -> tuple[TokenFiles, Window
     if made is None:
         raise ValueError(f"{folder}: there are no tokens; make them by the step `tokenize`, without --skip-data")
     source, valid = (TokenFiles(shards(folder / f"{part}.npy", made["shards"]), tokenizer) for part in PARTS)
-    return source, fixed_windows(valid, config.model.context_length, config.evaluate.windows)
+    end = end_of_text_of(valid, config)
+    return source, fixed_windows(valid, config.model.context_length, config.evaluate.windows, end)
 
 
 def _facts(files: tuple[Chunk, ...]) -> list[Any]:

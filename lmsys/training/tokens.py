@@ -20,7 +20,8 @@ from lmsys.tokenizer import Tokenizer
 from lmsys.tokenizer.chunks import Chunk, no_text, split, whole
 from lmsys.tokenizer.pretokens import Pretokenizer
 from lmsys.tokenizer.workers import each_chunk
-from lmsys.values import shortened
+from lmsys.training.corpora import END_OF_TEXT
+from lmsys.values import shortened, shortly
 
 # What numpy raises of a file that holds none.
 NOT_AN_ARRAY = OSError, ValueError, EOFError, SyntaxError, tokenize.TokenError, OverflowError, TypeError, BadZipFile
@@ -63,10 +64,37 @@ def tokenize_files(
     path.with_suffix(".json").unlink(missing_ok=True)  # an array without it is of nobody's making
     with replacing(path) as file:
         count = _write_array(file, encode_files(tokenizer, share, processes), tokenizer.dtype)
-    facts = {"tokens": count, "vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.fingerprint}
+    facts = {
+        "tokens": count,
+        "vocab_size": tokenizer.vocab_size,
+        "tokenizer": tokenizer.fingerprint,
+        "end_of_text": end_of_text(tokenizer),
+    }
     with replacing(path.with_suffix(".json")) as file:
         file.write(json.dumps(facts).encode())
     return path
+
+
+def end_of_text(tokenizer: Tokenizer) -> int | None:
+    """The id that ends a document; None: the tokenizer has no special token for it."""
+    return tokenizer.encode(END_OF_TEXT)[0] if END_OF_TEXT in tokenizer.special_tokens else None
+
+
+def read_end_of_text(path: Path) -> int:
+    """The id that ends a document in a file of tokens. ValueError where the facts beside the file know none."""
+    facts_file = Path(path).with_suffix(".json")
+    facts = read_json(facts_file, vocab_size=int) if facts_file.is_file() else {"vocab_size": 0}
+    found = facts.get("end_of_text")
+    if found is None:
+        raise ValueError(
+            f"{path}: its documents cannot be told apart, as no end_of_text is named in {facts_file.name}: tokenize the"
+            f" text anew, by the step `tokenize` and a tokenizer with the special token {END_OF_TEXT}"
+        )
+    if type(found) is not int or not 0 <= found < facts["vocab_size"]:
+        raise ValueError(
+            f"{facts_file}: end_of_text must be an id from 0 to {facts['vocab_size'] - 1}; got {shortly(found)}"
+        )
+    return found
 
 
 def shards(output: Path, world_size: int) -> list[Path]:

@@ -20,6 +20,7 @@ from lmsys.training.checkpoint import newest
 from lmsys.training.config import RunConfig
 from lmsys.training.data import fixed_windows
 from lmsys.training.loop import Trainer
+from lmsys.training.packing import end_of_text_of
 from lmsys.training.reproducible import Tree, weights_sha256
 from tests.support.ranks import group_of, use
 
@@ -38,6 +39,7 @@ SETTINGS = [
 SETTINGS += [f"model.{name}={getattr(MODEL, name)}" for name in ("d_model", "d_ff", "num_layers", "num_heads")]
 SETTINGS += [f"model.{name}={getattr(MODEL, name)}" for name in ("vocab_size", "context_length", "attention")]
 STARTED: list[subprocess.Popen[str]] = []
+CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
 WORDS = "the cat sat on a mat and saw that the rat had eaten all of the oats\n"
 
@@ -45,11 +47,14 @@ WORDS = "the cat sat on a mat and saw that the rat had eaten all of the oats\n"
 class RandomTokens:
     """`length` ids drawn evenly from a vocabulary: a source for runs in which what is learned does not matter."""
 
-    def __init__(self, vocab_size: int, length: int):
+    def __init__(self, vocab_size: int, length: int, longest: int | None = None):
         self._ids = np.random.default_rng(0).integers(vocab_size, size=length)
+        self._ids[slice(longest, None, longest) if longest else []] = self.end_of_text
 
     def __len__(self) -> int:
         return len(self._ids)
+
+    end_of_text = 7
 
     def read(self, start: int, stop: int) -> np.ndarray:
         return self._ids[start:stop]
@@ -65,11 +70,23 @@ def corpus(folder: Path) -> Path:
     return path
 
 
-def trainer(run: RunConfig, resume: bool = False) -> Trainer:
-    source = RandomTokens(300, 2000)
-    windows = fixed_windows(source, run.model.context_length, run.evaluate.windows)
+def source_of(run: RunConfig) -> RandomTokens:
+    """Two thousand ids; packed documents have 6 of them at most."""
+    return RandomTokens(300, 2000, 6 if run.data.packing == "documents" else None)
+
+
+def trainer(run: RunConfig, resume: bool = False, device: torch.device = CPU) -> Trainer:
+    source = source_of(run)
+    end = end_of_text_of(source, run)
+    windows = fixed_windows(source, run.model.context_length, run.evaluate.windows, end)
     found = newest(run.folder / "checkpoints") if resume else None
-    return Trainer(run, source, windows, torch.device("cpu"), found)
+    return Trainer(run, source, windows, device, found)
+
+
+def first_losses(run: RunConfig, steps: int) -> list[float]:
+    """On a rank or alone: the losses of the first steps."""
+    one = trainer(run)
+    return [one.train_step()[0].loss for _ in range(steps)]
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -157,7 +174,7 @@ def reproduced(run: RunConfig, world_size: int, steps: int, folder: str = "", on
     group = group_of(world_size)
     if size_and_rank(None)[1] >= world_size:
         return ""
-    source, found = RandomTokens(300, 2000), newest(Path(folder)) if folder else None
+    source, found = source_of(run), newest(Path(folder)) if folder else None
     windows = fixed_windows(source, run.model.context_length, run.evaluate.windows)
     one = Trainer(run, source, windows, device(), found, group=group)
     with use((Tree, "add", lambda _: _add_one_by_one)) if one_by_one else nullcontext():

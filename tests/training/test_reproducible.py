@@ -54,6 +54,7 @@ def test_weights_have_one_sha256(
         ("train.leaves=8",),
         ("model.checkpoint_blocks=1", "model.attention=flash_torch"),
         ("train.bucket_mb=0.001",),
+        ("data.packing=documents",),
     ],
 )
 def test_whatever_is_trained(four: WorkerGroup, tmp_path: Path, settings: tuple[str, ...]) -> None:

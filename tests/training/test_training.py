@@ -172,8 +172,8 @@ def test_a_step_that_is_not_finite_is_left_out(tmp_path: Path, monkeypatch: pyte
     one = trainer(run)
     loss_of, bad = one.model.loss, {2, 3}
 
-    def loss(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return loss_of(inputs, targets) * (torch.nan if one.step in bad else 1.0)
+    def loss(*batch: torch.Tensor) -> torch.Tensor:
+        return loss_of(*batch) * (torch.nan if one.step in bad else 1.0)
 
     monkeypatch.setattr(one.model, "loss", loss)
     for _ in range(2):

@@ -1,0 +1,259 @@
+"""Packed documents: loss and gradients of the documents apart, whatever their lengths, ranks and micro-batches."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lmsys.attention import Documents
+from lmsys.config import IGNORED, ModelConfig
+from lmsys.model import TransformerLM
+from lmsys.parallel.group import WorkerGroup
+from lmsys.testing import error_ratio
+from lmsys.tokenizer import train
+from lmsys.training.config import RunConfig
+from lmsys.training.data import Batches, TokenFiles, fixed_windows
+from lmsys.training.evaluation import Windows, evaluate, unigram
+from lmsys.training.packing import check_attention, model_inputs
+from lmsys.training.tokens import tokenize_files
+from tests.support.training_runs import RandomTokens, config, first_losses, trainer
+
+END = 0  # ids of a document are larger
+CPU = torch.device("cpu")
+VOCABULARY = 20
+PACKED = ("data.packing=documents", "train.steps=4", "model.vocab_size=300")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Ids:
+    """A source of given ids."""
+
+    end_of_text = END
+
+    def __init__(self, ids: np.ndarray):
+        self._ids = ids
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self._ids[start:stop]
+
+
+def documents(lengths: list[int], seed: int) -> Ids:
+    """Documents of `lengths` tokens, the last of which is END."""
+    ids = np.random.default_rng(seed).integers(1, VOCABULARY, size=sum(lengths))
+    ids[np.cumsum(lengths) - 1] = END
+    return Ids(ids)
+
+
+def model(row: str, context: int, dtype: torch.dtype = torch.float64) -> TransformerLM:
+    torch.manual_seed(0)
+    shape = ModelConfig(16, 32, 2, 2, vocab_size=VOCABULARY, context_length=context, attention=row)
+    return TransformerLM(shape).to(dtype)
+
+
+def apart(one: TransformerLM, windows: Windows, end: int = END, device: torch.device = CPU) -> Tensor:
+    """The loss by definition: each document alone through the model, and the mean over all of their targets."""
+    losses = []
+    for inputs, targets in zip(*windows, strict=True):
+        window = torch.from_numpy(np.append(inputs, targets[-1]))
+        ends = [-1, *np.flatnonzero(inputs == end).tolist(), len(inputs)]
+        for before, last in pairwise(ends):
+            document = window[before + 1 : last + 1].to(device)
+            if len(document) > 1:
+                logits = one(document[None, :-1])[0]
+                losses.append(F.cross_entropy(logits.double(), document[1:], reduction="none"))
+    return torch.cat(losses).mean()
+
+
+def gradients(loss: Tensor, one: TransformerLM) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, list(one.parameters())))
+
+
+@pytest.mark.parametrize("row", ["naive", "vectorized", "flash_torch"])
+@settings(max_examples=12)
+@given(st.lists(st.integers(1, 14), min_size=4, max_size=20), st.integers(2, 16), st.integers(1, 3), st.integers(0, 9))
+def test_loss_and_gradients_are_those_of_the_documents_apart(
+    row: str, lengths: list[int], context: int, count: int, seed: int
+) -> None:
+    source = documents([*lengths, 20], seed)
+    windows = fixed_windows(source, context, count, END)
+    if (windows[1] == IGNORED).all():
+        return  # documents of one token have nothing to predict
+    one = model(row, context)
+    packed, expected = one.loss(*model_inputs(*windows, CPU)), apart(one, windows)
+    torch.testing.assert_close(packed, expected, rtol=1e-9, atol=1e-12)
+    for found, reference in zip(gradients(packed, one), gradients(expected, one), strict=True):
+        torch.testing.assert_close(found, reference, rtol=1e-9, atol=1e-12)
+    assert evaluate(one, windows, 2).tokens == np.count_nonzero(windows[0] != END)
+    assert np.isclose(evaluate(one, windows, 2).loss, expected.item(), rtol=1e-9)
+
+
+def test_in_float32_the_error_is_that_of_documents_apart() -> None:
+    windows = fixed_windows(documents([1, 5, 9, 2, 30, 4, 12], 0), 16, 3, END)
+    reference, plain = (apart(model("naive", 16, dtype), windows) for dtype in (torch.float64, torch.float32))
+    for row in ("vectorized", "flash_torch"):
+        found = model(row, 16, torch.float32).loss(*model_inputs(*windows, CPU))
+        assert error_ratio(found, reference.detach(), plain.float()) <= 1
+
+
+def test_a_batch_says_where_documents_end() -> None:
+    source = Ids(np.array([3, END, 4, 5, 6, END, END, 7, 8]))
+    inputs, targets = Batches(source, 4, 2, end_of_text=END).batch(0)
+    order = np.argsort(inputs[:, 0] == 6)  # an epoch has an order of its own
+    assert targets[order].tolist() == [[END, IGNORED, 5, 6], [END, IGNORED, IGNORED, 8]]
+    _, _, packed = model_inputs(inputs[order], targets[order], CPU)
+    assert packed.lengths == ((2, 2), (2, 1, 1))
+    assert packed.positions.tolist() == [[0, 1, 0, 1], [0, 1, 0, 0]]
+    assert len(model_inputs(inputs, np.where(targets == IGNORED, 1, targets), CPU)) == 2
+
+
+@given(st.lists(st.integers(1, 9), min_size=8, max_size=40), st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]))
+def test_weights_make_every_target_count_alike(lengths: list[int], shared: tuple[int, int]) -> None:
+    (world_size, accumulation), source = shared, documents([*lengths, 9], 1)
+    parts = [
+        Batches(source, 5, 4 // (world_size * accumulation), 3, rank, world_size, accumulation, end_of_text=END)
+        for rank in range(world_size)
+    ]
+    whole = np.count_nonzero(Batches(source, 5, 4, 3, end_of_text=END).batch(2)[1] != IGNORED)
+    found = [(one.weight(2, i), one.batch(2, i)[1] != IGNORED) for one in parts for i in range(accumulation)]
+    for weight, counted in found:
+        assert np.isclose(weight * whole, np.count_nonzero(counted) * len(found))
+    assert Batches(source, 5, 4).weight(2) == 1
+
+
+def test_unigram_judges_the_same_targets() -> None:
+    source = documents([4, 5, 6, 7, 8], 0)
+    found = unigram(source, fixed_windows(source, 6, 3, END), VOCABULARY)
+    assert found.tokens == evaluate(model("naive", 6), fixed_windows(source, 6, 3, END), 2).tokens
+    assert 0 < found.loss < 2 * np.log(VOCABULARY)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of one process that holds the whole batch."""
+    return first_losses(config(tmp_path_factory.mktemp("run"), *PACKED, "train.micro_batch_size=8"), 4)
+
+
+@pytest.mark.parametrize("setting", ["train.micro_batch_size=2", "model.attention=flash_torch", "train.strategy=zero1"])
+def test_losses_do_not_depend_on_how_they_are_computed(tmp_path: Path, expected: list[float], setting: str) -> None:
+    found = first_losses(config(tmp_path, *PACKED, setting), 4)
+    assert np.allclose(found, expected, rtol=1e-5)
+    assert not np.allclose(first_losses(config(tmp_path, *PACKED, "data.packing=none"), 4), expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize("strategy", ["bucketed", "zero1", "fsdp", "torch_ddp"])
+def test_ranks_have_the_losses_of_one(ranks: WorkerGroup, tmp_path: Path, expected: list[float], strategy: str) -> None:
+    for found in ranks.run(first_losses, config(tmp_path, *PACKED, f"train.strategy={strategy}"), 4):
+        assert np.allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["none", "bucketed"])
+def test_compiled_blocks_have_the_same_losses_and_compile_once(
+    tmp_path: Path, expected: list[float], monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    torch.compiler.reset()
+    compiled = TransformerLM.compile_blocks
+    monkeypatch.setattr(TransformerLM, "compile_blocks", lambda *x, **y: compiled(*x, **y, backend="aot_eager"))
+    one = trainer(config(tmp_path, *PACKED, "train.compile=true", f"train.strategy={strategy}"))
+    found = [one.train_step()[0].loss]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        found += [one.train_step()[0].loss for _ in range(3)]
+    assert np.allclose(found, expected, rtol=1e-4)
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    run = config(tmp_path, *PACKED)
+    whole, half = trainer(run), trainer(run)
+    for _ in range(2):
+        whole.train_step(), half.train_step()
+    half.save(tmp_path / "checkpoints")
+    resumed = trainer(run, resume=True)
+    for _ in range(2):
+        assert resumed.train_step()[0].loss == whole.train_step()[0].loss
+    assert resumed.evaluate() == whole.evaluate()
+    with pytest.raises(ValueError, match="packing"):
+        trainer(run.changed(["data.packing=none"]), resume=True)
+
+
+def test_documents_that_do_not_fill_the_sequences_are_refused() -> None:
+    tokens = torch.ones(3, 8, dtype=torch.int64)
+    for lengths in ([3, 4], [[3, 5], [4, 4]]):
+        with pytest.raises(ValueError, match=r"documents must fill 3 sequences of 8 tokens on cpu; got Documents"):
+            model("naive", 8).loss(tokens, tokens, Documents(lengths))
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ("naive_compiled", "knows no documents"),
+        ("flex", "FlexAttention has no backward on CPU"),
+    ],
+)
+def test_a_row_that_knows_no_documents_is_refused(tmp_path: Path, row: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=rf"model.attention='{row}' cannot train .*{reason}.*; here these can: naive,"):
+        trainer(config(tmp_path, *PACKED, f"model.attention={row}"))
+    check_attention(config(tmp_path, *PACKED), CPU)
+
+
+def test_an_unknown_packing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"packing='docs' must be one of \('none', 'documents'\)"):
+        RunConfig().changed(["data.packing=docs"])
+
+
+def test_token_files_know_their_end_of_text(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("one and two<|endoftext|>three and four<|endoftext|>" * 20)
+    tokenizer = train([text], 270, ["<|endoftext|>"])
+    path = tokenize_files(tokenizer, [text], tmp_path / "ids.npy")
+    found = TokenFiles([path], tokenizer)
+    assert [found.end_of_text] == tokenizer.encode("<|endoftext|>")
+    facts = path.with_suffix(".json")
+    known = json.loads(facts.read_text())
+    for value, error in ((None, "no end_of_text is named"), (270, "an id from 0 to 269; got 270"), (True, "got True")):
+        facts.write_text(json.dumps(known | {"end_of_text": value}))
+        with pytest.raises(ValueError, match=error):
+            _ = TokenFiles([path], tokenizer).end_of_text
+    facts.unlink()
+    with pytest.raises(ValueError, match="tokenize the text anew"):
+        _ = TokenFiles([path]).end_of_text
+    without = tokenize_files(train([text], 270), [text], tmp_path / "without.npy")
+    with pytest.raises(ValueError, match="no end_of_text is named in without.json"):
+        _ = TokenFiles([without]).end_of_text
+
+
+def test_token_files_of_different_ends_are_refused(tmp_path: Path) -> None:
+    for name, end in (("a", 1), ("b", 2)):
+        np.save(tmp_path / f"{name}.npy", np.arange(4, dtype=np.uint16))
+        facts = {"tokens": 4, "vocab_size": 4, "tokenizer": "t", "end_of_text": end}
+        (tmp_path / f"{name}.json").write_text(json.dumps(facts))
+    with pytest.raises(ValueError, match=r"b\.npy: end_of_text=2 must be 1, as in .*a\.npy"):
+        _ = TokenFiles([tmp_path / "a.npy", tmp_path / "b.npy"]).end_of_text
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.on_request),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+)
+def test_a_training_of_the_default_size_evaluates_as_documents_apart(tmp_path: Path, device: str) -> None:
+    run = RunConfig(str(tmp_path)).changed(["data.packing=documents", f"train.device={device}", "evaluate.windows=8"])
+    one = trainer(run.changed(["train.steps=60"]), device=torch.device(device))
+    for _ in range(60):
+        one.train_step()
+    with torch.no_grad():
+        plain = apart(one.model, one.windows, RandomTokens.end_of_text, one.device)
+        found = one.evaluate()
+        reference = apart(one.model.double(), one.windows, RandomTokens.end_of_text, one.device)
+    assert error_ratio(torch.tensor(found.loss), reference.cpu(), plain.cpu().float()) <= 1
