@@ -1,7 +1,7 @@
 """The answers that the page begins with: the fastest row of each question, what was wrong, and what could not run."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lmsys.bench.fields import Record
@@ -44,7 +44,7 @@ def _has_ranks(one: Record) -> bool:
     return isinstance(ranks, int) and ranks > 1
 
 
-ATTENTION = {"direction": "direction", "dtype": "dtype", "head_dim": "D", "causal": "mask", "lengths": "lengths"}
+ATTENTION = {"direction": "direction", "dtype": "dtype", "head_dim": "D", "causal": "mask", "kind": "kind"}
 TRAINING = {"size": "model", "precision": "precision", "compile": "run"}
 QUESTIONS = (
     Question(
@@ -53,7 +53,7 @@ QUESTIONS = (
         "Fastest attention",
         ATTENTION,
         ("sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_math", "naive"),
-        about=" The row sdpa is what PyTorch picks by itself.",
+        about=" The row sdpa is what PyTorch picks by itself; flex is its FlexAttention.",
     ),
     Question(
         "model",
@@ -92,7 +92,9 @@ def _fastest(machine: Machine, question: Question) -> Table | None:
     for key in sorted(together, key=_place):
         comparisons = _of_one_run([rows for rows in together[key].values() if _says_something(rows)])
         if comparisons:
-            data.append(dict(zip(question.keys, key, strict=True)) | _first(machine, comparisons, question.bases))
+            line = dict(zip(question.keys, key, strict=True))
+            bases = ("flex", *question.bases) if line.get("kind") else question.bases  # what PyTorch has for patterns
+            data.append(line | _first(machine, comparisons, bases))
     if not data:
         return None
     shown = [name for name in question.keys if len({one[name] for one in data}) > 1] or [*question.keys][:1]
@@ -113,10 +115,24 @@ def _fastest(machine: Machine, question: Question) -> Table | None:
 
 
 def _value(one: Record, name: str) -> object:
-    """A case's value in a setting. Those with other keys than queries stand apart: few ask for them."""
-    if name == "lengths":
-        return "Q ≠ K" if one.get("queries") != one.get("keys") else None
-    return one.get(name)
+    """A case's value in a setting."""
+    return ", ".join(_kinds(one)) or None if name == "kind" else one.get(name)
+
+
+def _kinds(one: Record) -> Iterator[str]:
+    """What sets a case of attention apart from one of as many keys as queries, and of key heads as query heads."""
+    if one.get("documents"):
+        yield "documents"
+    if window := one.get("window"):
+        yield f"window {window:,}"
+    if one.get("softcap"):
+        yield "capped scores"
+    if one.get("offset"):
+        yield "decoding"
+    elif one.get("queries") != one.get("keys"):
+        yield "Q ≠ K"
+    elif one.get("kv_heads") != one.get("heads"):
+        yield "grouped heads"
 
 
 def _says_something(rows: Sequence[Record]) -> bool:
@@ -138,7 +154,7 @@ def _place(key: Sequence[object]) -> list[tuple[int, float, str]]:
     known = [value for words in VALUES.values() for value in words]
     found = []
     for value in key:
-        first = 0 if value in NARROW else 1 + known.index(value) if value in known else 99
+        first = 0 if value is None or value in NARROW else 1 + known.index(value) if value in known else 99
         found.append((first, float(value) if isinstance(value, int | float) else 0.0, str(value)))
     return found
 

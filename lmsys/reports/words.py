@@ -62,6 +62,10 @@ VALUES: Mapping[str, Mapping[Any, str]] = {  # how values of fields are read, by
         "eager_compiled": "Eager against compiled, head dimension by length",
         "by_length": "By sequence length",
         "tiers": "Rectangular tiers, Q:K",
+        "documents": "Documents packed into a sequence",
+        "window": "Sliding window",
+        "grouped": "Grouped key and value heads",
+        "decode": "Decoding: few queries, a long cache",
         "peers": "Beside Hugging Face Llama",
         "sizes": "Sizes",
         "warmup": "Warm-up study",
@@ -72,6 +76,7 @@ VALUES: Mapping[str, Mapping[Any, str]] = {  # how values of fields are read, by
         "narrow": "Communication in lower precision",
         "scaling": "Scaling by number of ranks",
         "matrix": "Matrix of attention rows and strategies",
+        "reproducible": "The same weights, bit for bit, on any number of ranks",
         "smoke": "Smoke test",
     },
     "mode": {

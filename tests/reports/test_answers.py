@@ -1,8 +1,11 @@
 """The page begins with answers: who is fastest, over what, what was wrong, and what could not run."""
 
+from itertools import chain
 from pathlib import Path
 
-from tests.support.records import built, cells, record, save
+from benchmarks.sweeps import SWEEPS
+from lmsys.reports.words import VALUES
+from tests.support.records import Record, built, cells, record, save
 
 LENGTHS = (1024, 2048, 4096)
 
@@ -57,6 +60,34 @@ def test_speed_and_order_are_of_the_same_rounds(tmp_path: Path) -> None:
     ]
     (fastest,) = cells(built(tmp_path / "out", save(tmp_path / "r.json", records)), "fastest-attention")
     assert (fastest["fastest row"], fastest["speed"]) == ("flash_triton", "1.10 × sdpa_flash")
+
+
+KINDS: dict[str, Record] = {
+    "": {},
+    "documents": {"documents": "mixed"},
+    "window 1,024": {"window": 1024},
+    "grouped heads": {"kv_heads": 2},
+    "decoding": {"kv_heads": 2, "queries": 1, "keys": 2048, "offset": 2047},
+    "Q ≠ K": {"queries": 512},
+}
+
+
+def test_each_kind_of_attention_has_an_answer_of_its_own(tmp_path: Path) -> None:
+    """A row that is fast under one pattern says nothing of another, nor of none."""
+    fast = dict.fromkeys(KINDS, "flash_gluon") | {"documents": "flash_triton", "decoding": "sdpa_flash"}
+    records = [
+        record("attention", name, 1e-3 if name == fast[kind] else 2e-3, **asked)
+        for kind, asked in KINDS.items()
+        for name in ("flash_gluon", "flash_triton", "sdpa_flash")
+    ]
+    found = cells(built(tmp_path / "out", save(tmp_path / "r.json", records)), "fastest-attention")
+    told = {one["setting"].removeprefix("forward").removeprefix(", "): one["fastest row"] for one in found}
+    assert told == fast
+
+
+def test_each_section_has_a_title() -> None:
+    grids = [grid for sweep in SWEEPS.values() for one in sweep.values() for grid in chain(*one.grids.values())]
+    assert {grid.name for grid in grids} - {"anatomy"} <= VALUES["section"].keys()  # anatomy is a chapter
 
 
 def test_a_limit_of_memory_is_told_with_what_did_not_run(tmp_path: Path) -> None:
