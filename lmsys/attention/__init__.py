@@ -4,7 +4,16 @@ from typing import Any
 
 from torch import Tensor
 
-from lmsys.attention.contract import AttentionCase, adapt, as_4d, case_of, check_inputs, told, why_not_told
+from lmsys.attention.contract import (
+    FEW_QUERIES,
+    AttentionCase,
+    adapt,
+    as_4d,
+    case_of,
+    check_inputs,
+    told,
+    why_not_told,
+)
 from lmsys.attention.documents import Documents
 from lmsys.attention.pattern import Pattern, checked_pattern
 from lmsys.registry import Entry, Table
@@ -37,11 +46,12 @@ def _fastest_first(case: AttentionCase) -> tuple[str, ...]:
 
     Where `flash_gluon` cannot run, cuDNN has the faster forward, and above head_dim 64 the faster backward; up to 64
     `flash_triton` trains faster. None has a fast float32: there Triton multiplies without tensor cores. Under a pattern
-    the first is the one that skips hidden tiles; this order is not measured.
+    the first is the one that skips hidden tiles, and for few queries the one that divides the keys among programs; this
+    order is not measured.
     """
     if case.device == "cpu":
         return "sdpa_flash", "vectorized"
-    if case.options:
+    if case.options or (case.queries <= FEW_QUERIES and case.queries < case.keys and not case.grad):
         return "flash_triton", "sdpa_cudnn", "sdpa_efficient", "vectorized"
     if case.dtype == "float32":
         return "sdpa_efficient", "flash_triton", "vectorized"
@@ -62,7 +72,7 @@ ATTENTION = Table(
             "Triton forward, PyTorch backward",
             extra="triton",
             color="#ddaa00",
-            kernels=r"^_fwd_kernel$",
+            kernels=r"^_(fwd|split_keys|combine)_kernel$",
         ),
         _ours(
             "flash_triton",
@@ -70,7 +80,7 @@ ATTENTION = Table(
             "FlashAttention-2, Triton",
             extra="triton",
             color="#ff88aa",
-            kernels=r"^_(fwd|dq|dkdv)_kernel$",
+            kernels=r"^_(fwd|split_keys|combine|dq|dkdv)_kernel$",
         ),
         Entry(
             "flash_gluon",

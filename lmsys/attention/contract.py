@@ -16,6 +16,7 @@ from torch import Tensor
 from lmsys.attention.pattern import OPTIONS, Pattern
 from lmsys.values import finite
 
+FEW_QUERIES = 16  # at most so many are too few to fill a GPU by tiles of queries: decoding
 FLOAT32_MAX = torch.finfo(torch.float32).max
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}

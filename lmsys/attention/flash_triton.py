@@ -6,7 +6,8 @@ P: `_dq_kernel` owns query tiles, `_dkdv_kernel` owns key tiles, so every sum ha
 and repeats are bitwise equal. The price is 7 matmuls in place of 5.
 
 The kernels stand in `flash_triton_kernels.py`. Under a `Pattern` they are other binaries of the same source, which read
-where the keys of a query begin and end, and walk over the tiles between.
+where the keys of a query begin and end, and walk over the tiles between. The forward of few queries, as in decoding, is
+`flash_triton_decode.py`.
 
 Choices, each measured on one H200 with bfloat16 inputs:
 - All tiles, and the row vectors of the backward, move through tensor descriptors (TMA on Hopper; Triton
@@ -34,12 +35,12 @@ from lmsys.attention.bounds import Bounds
 from lmsys.attention.contract import AttentionCase, why_not_plain
 from lmsys.attention.custom_ops import attend, autograd_function, custom_op
 from lmsys.attention.flash_torch import backward_here
+from lmsys.attention.flash_triton_decode import decode, decodes
 from lmsys.attention.flash_triton_kernels import _dkdv_kernel, _dq_kernel, _fwd_kernel
-from lmsys.attention.pattern import INTERVALS, Pattern
-from lmsys.attention.tuning import Tile, candidates, tune
-from lmsys.kernels.launch import Kernel, geometry, stream_of
+from lmsys.attention.pattern import INTERVALS, PLAIN, Pattern
+from lmsys.attention.tuning import Tile, block_d, candidates, tune
+from lmsys.kernels.launch import INTERPRETED, Kernel, describable, dot_precision, geometry, stream_of
 
-INTERPRETED = triton.knobs.runtime.interpret
 INTERPRETED_SCORES = 2**18  # at most, or a check takes minutes
 ROW_PADDING = 128  # delta and the log-sum-exp are padded to it: a multiple of every BLOCK_Q
 # Each kernel, and what its descriptors are tiled by: rows of q queries or k keys, or a vector over rows of queries.
@@ -54,16 +55,6 @@ Extent = tuple[Any, ...]  # values for these: none of them, the first three, or 
 
 _kernels: dict[tuple[Any, ...], Any] = {}
 _launches: dict[tuple[Any, ...], "_Launch"] = {}
-
-
-def _describable(x: Tensor) -> Tensor:
-    """x itself when a tensor descriptor can address it, else a copy whose rows start at multiples of 16 bytes."""
-    b, h, s, d = x.stride()
-    if d == 1 and b and h and s and not (b | h | s) * x.element_size() & 15 and not x.data_ptr() & 15:
-        return x
-    padding = -x.shape[-1] % (16 // x.element_size())
-    copy = x.new_empty(*x.shape[:-1], x.shape[-1] + padding)[..., : x.shape[-1]]
-    return copy.copy_(x)
 
 
 def _padded(queries: int) -> int:
@@ -94,10 +85,10 @@ class _Launch:
             num_tiles = triton.cdiv(_padded(queries) if name == "dq" else queries, tile.block_q)
         self.grid = owners * num_tiles
         self.sizes = owners, heads, heads // kv_heads, *lengths, num_tiles
-        block_d = _block_d(head_dim)
-        key = name, tile, q.dtype, block_d, causal, precision, heads // kv_heads, q.device, len(extent)
+        tile_d = block_d(head_dim)
+        key = name, tile, q.dtype, tile_d, causal, precision, heads // kv_heads, q.device, len(extent)
         if key not in _kernels:
-            q_block, k_block = ([1, 1, rows, block_d] for rows in (tile.block_q, tile.block_k))
+            q_block, k_block = ([1, 1, rows, tile_d] for rows in (tile.block_q, tile.block_k))
             blocks = {"q": q_block, "k": k_block, "vector": [tile.block_q]}
             _kernels[key] = Kernel(
                 function,
@@ -106,7 +97,7 @@ class _Launch:
                 **dict.fromkeys(EXTENT[len(extent) :]),
                 BLOCK_Q=tile.block_q,
                 BLOCK_K=tile.block_k,
-                D=block_d,
+                D=tile_d,
                 CAUSAL=causal,
                 PRECISION=precision,
                 num_warps=tile.num_warps,
@@ -116,10 +107,6 @@ class _Launch:
 
     def __call__(self, tensors: tuple[Tensor, ...], others: tuple[Any, ...], extent: Extent) -> None:
         self.kernel(self.grid, stream_of(tensors[0]), tensors, (*others, *self.sizes, *extent))
-
-
-def _block_d(head_dim: int) -> int:
-    return max(16, triton.next_power_of_2(head_dim))
 
 
 def _length_class(length: int) -> int:
@@ -145,8 +132,7 @@ def _run(
     An `extent` stands in the place of `causal`.
     """
     q, k = tensors[:2]
-    tf32 = q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    precision = "tf32" if tf32 else "ieee"
+    precision = dot_precision(q)
     key = name, q.shape, k.shape, q.dtype, q.device, causal, len(extent), precision, tile
     launch = _launches.get(key)
     if launch is None:
@@ -176,10 +162,10 @@ def _tuned(
     launch: Callable[[Tile], None],
 ) -> Tile:
     (batch, heads, queries, head_dim), (_, kv_heads, keys, _) = q.shape, k.shape
-    block_d = _block_d(head_dim)
-    tiles = (Tile(32, 32, 4, 1),) if INTERPRETED else candidates(name, q.dtype, block_d, precision)
+    tile_d = block_d(head_dim)
+    tiles = (Tile(32, 32, 4, 1),) if INTERPRETED else candidates(name, q.dtype, tile_d, precision)
     owners_class = min(256, triton.next_power_of_2(batch * (kv_heads if name == "dkdv" else heads)))
-    shape = block_d, causal, _length_class(queries), _length_class(keys), owners_class
+    shape = tile_d, causal, _length_class(queries), _length_class(keys), owners_class
     return tune((name, q.dtype, precision, *shape, *extent), tiles, launch, q.device)
 
 
@@ -193,9 +179,11 @@ def _forward(
     pattern: Pattern | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q (B, H, Q, D), k and v (B, Hkv, K, D) -> o (B, H, Q, D) and lse (B, H, Q), natural log, float32."""
-    o = _describable(torch.empty_like(q))  # in q's own layout: behind a projection that is (B, Q, H, D) memory
+    if tile is None and decodes(q, pattern):
+        return decode(q, k, v, scale, pattern or PLAIN[causal])
+    o = describable(torch.empty_like(q))  # in q's own layout: behind a projection that is (B, Q, H, D) memory
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    q, k, v = _describable(q), _describable(k), _describable(v)
+    q, k, v = describable(q), describable(k), describable(v)
     with torch.cuda.device_of(q):
         if pattern is None:
             _run("fwd", (q, k, v, o), (lse, scale), causal, tile)
@@ -222,8 +210,8 @@ def _backward(
         # autograd runs this in a thread of its own, where nothing may have bound a CUDA context yet: Triton binds one
         # on launch, but descriptors are encoded before. This call binds it, also while a graph is captured.
         torch.cuda.is_current_stream_capturing()
-    dq, dk, dv = (_describable(torch.empty_like(x)) for x in (q, k, v))
-    q, k, v, o, do = (_describable(x) for x in (q, k, v, o, do))
+    dq, dk, dv = (describable(torch.empty_like(x)) for x in (q, k, v))
+    q, k, v, o, do = (describable(x) for x in (q, k, v, o, do))
     rows = q.shape[0] * q.shape[1] * _padded(q.shape[2])
     lse2, delta = (torch.empty(rows, dtype=torch.float32, device=q.device) for _ in range(2))
     with torch.cuda.device_of(q):

@@ -59,6 +59,11 @@ def candidates(kernel: str, dtype: torch.dtype, block_d: int, precision: str) ->
     }[kernel]
 
 
+def block_d(head_dim: int) -> int:
+    """Columns of a tile: tiles have powers of two, and tensor cores multiply 16 at least."""
+    return max(16, triton.next_power_of_2(head_dim))
+
+
 def cache_file() -> Path:
     """The file that keeps tuned choices."""
     return cache_folder() / "tuning.json"

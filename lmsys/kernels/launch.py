@@ -25,6 +25,7 @@ FUSED = {"enable_fp_fusion": True}  # Triton's default as well, which 3.9 warns 
 MAX_DESCRIPTORS = 8192  # about 1 KiB each
 
 _descriptors: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+INTERPRETED = triton.knobs.runtime.interpret
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # absent where torch is built without CUDA
 
 
@@ -39,6 +40,22 @@ def geometry(x: Tensor) -> tuple[list[int], list[int]]:
     strides = [s if n > 1 else 16 * shape[-1] for s, n in zip(x.stride(), shape, strict=True)]
     strides[-1] = 1
     return shape, strides
+
+
+def describable(x: Tensor) -> Tensor:
+    """x (B, H, S, D) itself when a descriptor can address it, else a copy whose rows start at multiples of 16 bytes."""
+    b, h, s, d = x.stride()
+    if d == 1 and b and h and s and not (b | h | s) * x.element_size() & 15 and not x.data_ptr() & 15:
+        return x
+    padding = -x.shape[-1] % (16 // x.element_size())
+    copy = x.new_empty(*x.shape[:-1], x.shape[-1] + padding)[..., : x.shape[-1]]
+    return copy.copy_(x)
+
+
+def dot_precision(x: Tensor) -> str:
+    """The `input_precision` of products of x: TF32 where torch's own matmuls on the GPU take it."""
+    tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if tf32 else "ieee"
 
 
 class DirectKernel:
@@ -135,5 +152,5 @@ def _describe(x: Tensor, block: list[int]) -> TensorDescriptor:
     return descriptor
 
 
-DIRECT = is_known() and torch.version.hip is None and not triton.knobs.runtime.interpret
+DIRECT = is_known() and torch.version.hip is None and not INTERPRETED
 Kernel = DirectKernel if DIRECT else PublicKernel

@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from lmsys.attention import attention
 from lmsys.model import TransformerLM
 from lmsys.model.ids import check_range
 
@@ -84,9 +84,7 @@ class Cache:
 
     def at(self, positions: Tensor) -> Tensor:
         """Where the next token of each row stands: (B) -> (B, 1), as the model takes it."""
-        self._positions = positions
-        self._longest = int(positions.max()) + 1
-        self._seen = torch.arange(self._longest, device=positions.device) <= positions[:, None]  # (B, S)
+        self._positions, self._lengths = positions, positions + 1
         return positions[:, None]
 
     def _read_prompts(self, index: int, row: Any, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
@@ -100,9 +98,7 @@ class Cache:
         keys, values = self._kept[index]
         rows = torch.arange(len(q), device=q.device)
         keys[rows, :, self._positions], values[rows, :, self._positions] = k[:, :, 0], v[:, :, 0]
-        keys, values = keys[:, :, : self._longest], values[:, :, : self._longest]
-        seen = self._seen[:, None, None]  # (B, 1, 1, S)
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=seen, enable_gqa=q.shape[1] != k.shape[1])
+        return attention(q, keys, values, key_lengths=self._lengths)
 
 
 @torch.no_grad()
@@ -119,7 +115,8 @@ def generate(
     """Continues each prompt by at most `max_new_tokens` ids, without `stop`, which ends a row.
 
     Row i draws with seed + i, so it does not depend on the other rows. The prompts are read with the model's attention
-    row, later tokens with torch's own attention; without the cache every step reads everything with the model's row.
+    row, later tokens with the fastest that reads caches of different lengths; without the cache every step reads
+    everything with the model's row.
     Compiled blocks run uncompiled.
     ValueError: no prompt, an empty one, ids outside the vocabulary, more tokens than the model's context.
     """

@@ -142,6 +142,7 @@ def test_auto_knows_what_was_faster() -> None:
     assert preferred(grad=True)[0] == preferred(grad=True, head_dim=16)[0] == "flash_triton"
     assert preferred(grad=True, head_dim=80)[0] == "sdpa_cudnn"
     assert preferred(dtype="float32")[0] == preferred(dtype="float32", grad=True)[0] == "sdpa_efficient"
+    assert ATTENTION.auto(replace(hopper, queries=1, keys=4096))[0] == "flash_triton"
     assert set(preferred(grad=True)) == set(preferred()) and preferred()[-1] == "vectorized"
 
 

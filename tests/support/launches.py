@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.errors import OutOfResources
 
-from lmsys.attention import Pattern, flash_triton
+from lmsys.attention import Pattern, flash_triton, flash_triton_decode
 from lmsys.attention.flash_gluon import kernels
 from lmsys.attention.flash_gluon import launch as gluon_launch
 from lmsys.attention.tuning import Tile
@@ -54,13 +54,17 @@ def main(capability: int) -> None:
             kept = {"descriptors": len(launch._descriptors), "most": MAX_DESCRIPTORS}
             print(json.dumps(line | kept), flush=True)
 
-    flash_triton.Kernel = rotary_triton.Kernel = Both
+    flash_triton.Kernel = flash_triton_decode.Kernel = rotary_triton.Kernel = Both
     for case in CASES:
         for transposed in (False, True):
             for length in LENGTHS:
                 attend(*case, length, transposed)
     for pattern in (Pattern(True, 7), Pattern(key_lengths=torch.tensor([40, 33]), softcap=2.0)):
         attend(*CASES[0], LENGTHS[0], False, pattern)
+    for pattern in (Pattern(True, offset=30), Pattern(True, 7, 31, key_lengths=torch.tensor([40, 33]), softcap=2.0)):
+        for length in LENGTHS:
+            q, k, v = (torch.randn(BATCH, heads, length, 64)[:, :, :keys] for heads, keys in ((4, 3), (2, 64), (2, 64)))
+            flash_triton._forward(q, k, v, True, 0.125, None, pattern)
     for length in LENGTHS:
         heads = torch.randn(BATCH, length, 3 * HEADS, 256)  # on a grid of two dimensions
         parts = tuple(torch.empty(BATCH, length, HEADS, 256) for _ in range(3))

@@ -1,7 +1,7 @@
 """Compiles the Triton kernels for sm_90, with or without a GPU, and reads what came out.
 
 `python -m tests.support.sass` prints one JSON line for each kernel, dtype, head dimension, mask and tile: registers,
-spills (LDL, STL), tensor-core instructions (HGMMA, and the DEPBAR that wait for them) and bulk tensor loads
+spills (LDL, STL), tensor-core instructions (HGMMA, and the DEPBAR that wait for them; HMMA) and bulk tensor loads
 (UTMALDG). It must run without TRITON_INTERPRET, so the tests start it in a process of its own.
 """
 
@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lmsys.attention import flash_triton
+from lmsys.attention import flash_triton, flash_triton_decode
 from lmsys.attention.tuning import Tile, candidates
 from lmsys.kernels.launch import FUSED
 
@@ -70,6 +70,23 @@ def compile_kernel(
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
+def compile_decoding(dtype: torch.dtype, head_dim: int, queries: int) -> Any:
+    """`_split_keys_kernel` as `decode` launches it on an H200: four heads a group, caches of their own lengths."""
+    kernel, gpu = flash_triton_decode._split_keys_kernel, (132, 227 * 1024)
+    plan = flash_triton_decode.plan_of(64, 4, queries, 32_768, head_dim, dtype, gpu)
+    sizes = {"HEADS": plan.heads, "QUERIES": plan.queries, "BLOCK_K": plan.block_k, "D": head_dim}
+    constants = {**sizes, "PRECISION": "ieee", "softcap": None}
+    name, types = TRITON_NAMES[dtype], {"lengths_ptr": "*i32", "scale": "fp32"}
+    types["q_desc"] = f"tensordesc<{name}[1, {plan.heads}, {plan.queries}, {head_dim}]>"
+    types |= dict.fromkeys(("k_desc", "v_desc"), f"tensordesc<{name}[1, 1, {plan.block_k}, {head_dim}]>")
+    types |= dict.fromkeys(("part_o_ptr", "part_lse_ptr"), "*fp32") | dict.fromkeys(constants, "constexpr")
+    signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}
+    indices = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
+    source = ASTSource(kernel, signature=signature, constexprs=indices, attrs={})
+    options = FUSED | {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
 def resources(kernel: Any) -> dict[str, int]:
     """Registers a thread, shared memory in bytes, and counts of the instructions that tell a good build."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -82,7 +99,14 @@ def resources(kernel: Any) -> dict[str, int]:
         )
     registers = re.search(r"REG:(\d+)", usage)
     assert registers is not None, usage
-    mnemonics = {"HGMMA": "HGMMA", "waits": r"WARPGROUP\.DEPBAR", "UTMALDG": "UTMALDG", "LDL": "LDL", "STL": "STL"}
+    mnemonics = {
+        "HGMMA": "HGMMA",
+        "HMMA": "HMMA",
+        "waits": r"WARPGROUP\.DEPBAR",
+        "UTMALDG": "UTMALDG",
+        "LDL": "LDL",
+        "STL": "STL",
+    }
     counts = {key: len(re.findall(rf"\b{mnemonic}", sass)) for key, mnemonic in mnemonics.items()}
     return {"registers": int(registers[1]), "shared": kernel.metadata.shared, **counts}
 
@@ -97,6 +121,10 @@ def main(dtypes: list[str]) -> None:
                     found = resources(compile_kernel(name, dtype, block_d, mask == "causal", tile, "ieee", extent))
                     line = {"kernel": name, "dtype": dtype_name, "head_dim": block_d, "mask": mask, **found}
                     print(json.dumps(line), flush=True)
+        for head_dim, queries in ((128, 1), (128, 16)) if dtype != torch.float32 else ():
+            found = resources(compile_decoding(dtype, head_dim, queries))
+            line = {"kernel": "split_keys", "dtype": dtype_name, "head_dim": head_dim, "mask": f"Q{queries}", **found}
+            print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

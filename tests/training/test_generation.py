@@ -1,6 +1,7 @@
 """Generation: what a cache must not change, and what each way of sampling may give."""
 
 import math
+from functools import partial
 from itertools import product
 
 import pytest
@@ -9,10 +10,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lmsys.attention import attention
 from lmsys.config import ModelConfig
 from lmsys.model import TransformerLM
 from lmsys.testing import error_ratio
+from lmsys.training import generation
 from lmsys.training.generation import Cache, Sampling, generate
+from tests.support.attention_rows import Row
 
 GREEDY = Sampling(temperature=0)
 SAMPLINGS = [GREEDY, Sampling(0.8), Sampling(1.2, 5), Sampling(1.0, None, 0.7)]
@@ -69,6 +73,18 @@ def test_neither_cache_nor_company_changes_what_is_drawn(
     assert together == generate(model, prompts, 8, sampling, seed=seed, use_cache=False)
     for row, prompt in enumerate(prompts):
         assert generate(model, [prompt], 8, sampling, seed=seed + row) == [together[row]]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_kernel_that_splits_keys_draws_the_same(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of other lengths than the cache, query heads that share keys."""
+    row = Row("flash_triton", device)
+    if reason := row.why_not(row.case(dtype="float32", key_lengths=True)):
+        pytest.skip(reason)
+    monkeypatch.setattr(generation, "attention", partial(attention, impl="flash_triton"))
+    model = make_model(3, torch.float32, num_kv_heads=2, d_model=64).to(device)
+    prompts = [[1, 2, 3, 4, 5, 6, 7], [8], [9, 10, 11]]
+    assert generate(model, prompts, 6, seed=2) == generate(model, prompts, 6, seed=2, use_cache=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

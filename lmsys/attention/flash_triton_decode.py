@@ -1,0 +1,259 @@
+"""Attention of few queries over many keys, as in decoding: split keys, partial results combined by log-sum-exp.
+
+Few queries fill no GPU when a program owns a tile of them, so here the keys are divided among programs as well
+(Flash-Decoding, Dao et al. 2023). The heads that share keys and values stand in one tile of queries, so that a key is
+read once for all of them. Each program leaves o and the log-sum-exp of its part of the keys; a second kernel weighs
+the parts by their log-sum-exp, in one order, so repeats are bitwise equal.
+
+Reading keys and values is nearly all of the time. So two programs share a multiprocessor, each with three stages of
+tiles of 16 KiB on their way, and the number of parts fills the GPU: see `parts_of`; nothing is timed.
+
+Which keys a query sees follows from numbers alone, so one binary serves causal or not, and with a window or without.
+
+Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension.
+"""
+
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from lmsys.attention.contract import FEW_QUERIES
+from lmsys.attention.flash_triton_kernels import LN_2, LOG2_E, _tanh
+from lmsys.attention.pattern import Pattern
+from lmsys.attention.tuning import block_d
+from lmsys.kernels.launch import INTERPRETED, Kernel, describable, dot_precision, geometry, stream_of
+
+TILE_BYTES = 512 if INTERPRETED else 16 * 1024  # of keys, and as much of values; interpreted, few keys are many tiles
+PROGRAMS = 2  # a multiprocessor
+LEAST_TILES = 2  # of a part: below this, starting a program costs more than it reads
+MOST_WAVES = 8
+FULL = 0.9  # enough of the places for programs, in the last wave and those before it
+ROOM = 160 * 1024  # shared memory in bytes from which two programs have three stages each
+UNSPECIALISED = ["H_KV", "G", "Q", "K", "parts", "num_tiles", "first", "end", "H", "lengths_ptr"]
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def _split_keys_kernel(
+    q_desc, k_desc, v_desc, part_o_ptr, part_lse_ptr, lengths_ptr, softcap, scale,
+    H_KV, G, Q, K, parts, num_tiles, first, end,
+    HEADS: tl.constexpr, QUERIES: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Query i sees keys from `first` + i to before `end` + i, of the first lengths[batch] of K.
+
+    A tile has HEADS heads by QUERIES queries, of one group; the log-sum-exp of a part is in base 2.
+    """
+    program = tl.program_id(0)
+    tile, part, owner = program % num_tiles, program // num_tiles % parts, program // num_tiles // parts
+    batch, kv_head = owner // H_KV, owner % H_KV
+    length = K
+    if lengths_ptr is not None:
+        length = tl.maximum(tl.minimum(tl.load(lengths_ptr + batch), K), 0).to(tl.int32)
+    low = tl.maximum(first, 0)
+    count = tl.maximum(tl.minimum(length, end + Q - 1) - low, 0)  # keys that some query sees
+    part_keys = tl.cdiv(tl.cdiv(count, BLOCK_K), parts) * BLOCK_K
+    start = part * part_keys
+    stop = low + tl.minimum(count, start + part_keys)
+    rows = tl.arange(0, HEADS * QUERIES)
+    head, query = tile * HEADS + rows // QUERIES, rows % QUERIES
+    row_first, row_end = first + query, tl.minimum(length, end + query)
+    if softcap is None:
+        scale *= LOG2_E  # scores in base 2: exp2 is one instruction
+    else:
+        ratio = scale / softcap
+        scale = softcap * LOG2_E
+    q = q_desc.load([batch, kv_head * G + tile * HEADS, 0, 0]).reshape(HEADS * QUERIES, D)
+    top = tl.full([HEADS * QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS * QUERIES], tl.float32)
+    acc = tl.zeros([HEADS * QUERIES, D], tl.float32)
+    for col in range(low + start, stop, BLOCK_K):
+        k = k_desc.load([batch, kv_head, col, 0]).reshape(BLOCK_K, D)
+        scores = tl.dot(q, k.T, input_precision=PRECISION)
+        if softcap is not None:
+            scores = _tanh(scores * ratio)
+        cols = (col + tl.arange(0, BLOCK_K))[None, :]
+        scores = tl.where((cols >= row_first[:, None]) & (cols < row_end[:, None]), scores * scale, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a query may have seen nothing yet
+        p = tl.exp2(scores - base[:, None])
+        rescale = tl.exp2(top - base)
+        total = total * rescale + tl.sum(p, 1)
+        v = v_desc.load([batch, kv_head, col, 0]).reshape(BLOCK_K, D)
+        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+        top = new_top
+    total = tl.where(total == 0.0, 1.0, total)
+    at = ((owner * G + head) * Q + query).to(tl.int64) * parts + part
+    mine = (head < G) & (query < Q)
+    tl.store(part_lse_ptr + at, top + tl.log2(total), mask=mine)
+    tl.store(part_o_ptr + at[:, None] * D + tl.arange(0, D)[None, :], acc / total[:, None], mask=mine[:, None])
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def _combine_kernel(o_desc, part_o_ptr, part_lse_ptr, lse_ptr, H, Q, parts, D: tl.constexpr, PARTS: tl.constexpr):
+    """o and the log-sum-exp of one query of one head, from its parts, PARTS of them at once."""
+    row = tl.program_id(0)
+    top, total = float("-inf"), 0.0
+    acc = tl.zeros([D], tl.float32)
+    for start in range(0, parts, PARTS):
+        part = start + tl.arange(0, PARTS)
+        at = row.to(tl.int64) * parts + part
+        lse = tl.load(part_lse_ptr + at, mask=part < parts, other=float("-inf"))
+        o = tl.load(part_o_ptr + at[:, None] * D + tl.arange(0, D)[None, :], mask=(part < parts)[:, None], other=0.0)
+        new_top = tl.maximum(top, tl.max(lse, 0))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(lse - base)
+        rescale = tl.exp2(top - base)
+        total = total * rescale + tl.sum(weights, 0)
+        acc = acc * rescale + tl.sum(weights[:, None] * o, 0)
+        top = new_top
+    total = tl.where(total == 0.0, 1.0, total)
+    o_desc.store([row // (H * Q), row // Q % H, row % Q, 0], (acc / total).to(o_desc.dtype).reshape(1, 1, 1, D))
+    tl.store(lse_ptr + row, (top + tl.log2(total)) * LN_2)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a call is divided and compiled.
+
+    heads, queries  of a tile of queries
+    num_tiles       of the heads of a group: all but one find the keys in L2
+    block_k         keys of a tile
+    parts           that the keys of a group are divided into
+    """
+
+    heads: int
+    queries: int
+    num_tiles: int
+    block_k: int
+    parts: int
+    num_warps: int
+    num_stages: int
+
+
+@lru_cache(4096)
+def plan_of(
+    owners: int, group: int, queries: int, keys: int, tile_d: int, dtype: torch.dtype, gpu: tuple[int, int]
+) -> Plan:
+    """The plan for `owners` = B · Hkv groups of `group` heads, whose queries see `keys` keys of `tile_d` columns.
+
+    `gpu`: its multiprocessors, and the bytes of shared memory that a program may have. Float32 is multiplied in
+    registers, which hold less of it.
+    """
+    wide = dtype == torch.float32
+    tile_queries = triton.next_power_of_2(queries)
+    heads = max(triton.next_power_of_2(group), 16 // tile_queries)
+    heads = min(heads, (16 if wide else 64) // tile_queries)
+    num_tiles = triton.cdiv(group, heads)
+    block_k = min(128, max(16, TILE_BYTES // (tile_d * dtype.itemsize * (1 + wide))))
+    processors, shared_bytes = gpu
+    parts = parts_of(owners * num_tiles, keys // (block_k * LEAST_TILES), processors * PROGRAMS)
+    return Plan(heads, tile_queries, num_tiles, block_k, parts, 8 if wide else 4, 3 if shared_bytes >= ROOM else 2)
+
+
+def parts_of(owners: int, most: int, places: int) -> int:
+    """The parts, from 1 to `most`, that the keys of each of `owners` are divided into, for `places` to run programs.
+
+    Programs take equally long, so the last wave of them should be as full as those before. For one wave, two and so on
+    up to MOST_WAVES there are as many parts as fit; the first number that fills FULL of the places is taken, or else
+    the fullest.
+    """
+    best, most_full = 1, 0.0
+    for waves in range(1, MOST_WAVES + 1):
+        parts = places * waves // owners
+        full = parts * owners / (places * waves)
+        if full > most_full:
+            best, most_full = parts, full
+        if full >= FULL:
+            break
+    return max(1, min(best, most))
+
+
+@cache
+def _gpu(device: torch.device) -> tuple[int, int]:
+    """(multiprocessors, shared memory of a program in bytes); where Triton interprets, of a GPU so small that few keys
+    are divided."""
+    if device.type != "cuda":
+        return 8, ROOM
+    found = torch.cuda.get_device_properties(device)
+    return found.multi_processor_count, found.shared_memory_per_block_optin
+
+
+def decodes(q: Tensor, pattern: Pattern | None) -> bool:
+    """True for what `decode` runs: at most FEW_QUERIES queries, and no documents."""
+    return q.shape[2] <= FEW_QUERIES and (pattern is None or pattern.documents is None)
+
+
+def decode(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, pattern: Pattern, parts: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """q (B, H, Q, D), k and v (B, Hkv, K, D) -> o (B, H, Q, D) and lse (B, H, Q), natural log, float32.
+
+    `parts`: into so many the keys are divided; None: as `plan_of` says.
+    """
+    (batch, heads, queries, head_dim), (_, kv_heads, keys, _) = q.shape, k.shape
+    group, tile_d = heads // kv_heads, block_d(head_dim)
+    first, end = _seen_by_the_first(pattern, keys)
+    seen = max(1, min(keys, end + queries - 1) - max(first, 0))
+    plan = plan_of(batch * kv_heads, group, queries, seen, tile_d, q.dtype, _gpu(q.device))
+    parts = parts or plan.parts
+    o = describable(torch.empty_like(q))  # in q's own layout: behind a projection that is (B, Q, H, D) memory
+    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    part_o = torch.empty(lse.numel(), parts, tile_d, dtype=torch.float32, device=q.device)
+    part_lse = torch.empty(lse.numel(), parts, dtype=torch.float32, device=q.device)
+    tensors = tuple(describable(x) for x in (q, k, v))
+    sizes = kv_heads, group, queries, keys, parts, plan.num_tiles, first, end
+    softcap = None if pattern.softcap is None else float(pattern.softcap)
+    others = part_o, part_lse, pattern.key_lengths, softcap, scale, *sizes
+    with torch.cuda.device_of(q):
+        split = _split_keys(plan, tensors, others, tile_d)
+        split(batch * kv_heads * plan.num_tiles * parts, stream_of(q), tensors, others)
+        merged = part_o, part_lse, lse, heads, queries, parts
+        _combine(o, merged, tile_d)(lse.numel(), stream_of(q), (o,), merged)
+    return o, lse
+
+
+def _seen_by_the_first(pattern: Pattern, keys: int) -> tuple[int, int]:
+    """(first, end) of the keys that query 0 sees; those of query i are i further on, cut off at 0 and `keys`.
+
+    They are at most `keys`, and at least -FEW_QUERIES, from which no query sees an end.
+    """
+    end = pattern.offset + 1 if pattern.causal else keys
+    first = -FEW_QUERIES if pattern.window is None else pattern.offset + 1 - pattern.window
+    return max(-FEW_QUERIES, min(first, keys)), min(end, keys)
+
+
+_kernels: dict[tuple[Any, ...], Any] = {}
+
+
+def _split_keys(plan: Plan, tensors: tuple[Tensor, ...], others: tuple[Any, ...], tile_d: int) -> Any:
+    q, precision, (lengths, softcap) = tensors[0], dot_precision(tensors[0]), others[2:4]
+    sizes = plan.heads, plan.queries, plan.block_k, plan.num_warps, plan.num_stages
+    key = *sizes, q.dtype, q.device, tile_d, precision, lengths is None or lengths.dtype, softcap is None
+    if key not in _kernels:
+        blocks = [[1, plan.heads, plan.queries, tile_d], *2 * [[1, 1, plan.block_k, tile_d]]]
+        _kernels[key] = Kernel(
+            _split_keys_kernel,
+            [TensorDescriptor(x, *geometry(x), block) for x, block in zip(tensors, blocks, strict=True)],
+            list(others),
+            HEADS=plan.heads,
+            QUERIES=plan.queries,
+            BLOCK_K=plan.block_k,
+            D=tile_d,
+            PRECISION=precision,
+            num_warps=plan.num_warps,
+            num_stages=plan.num_stages,
+        )
+    return _kernels[key]
+
+
+def _combine(o: Tensor, others: tuple[Any, ...], tile_d: int) -> Any:
+    key = o.dtype, o.device, tile_d
+    if key not in _kernels:
+        described = TensorDescriptor(o, *geometry(o), [1, 1, 1, tile_d])
+        _kernels[key] = Kernel(_combine_kernel, [described], list(others), D=tile_d, PARTS=32, num_warps=4)
+    return _kernels[key]

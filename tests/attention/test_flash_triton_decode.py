@@ -1,0 +1,137 @@
+"""Attention of few queries: into how many parts the keys are divided changes nothing, and is chosen well."""
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton", reason="pip install triton==3.6.0 to run the kernels")
+
+import torch  # noqa: E402
+from hypothesis import HealthCheck, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from lmsys.attention import AttentionCase, Documents, Pattern, flash_triton  # noqa: E402
+from lmsys.attention.contract import FEW_QUERIES  # noqa: E402
+from lmsys.attention.flash_triton_decode import FULL, decode, parts_of  # noqa: E402
+from lmsys.attention.tuning import Tile  # noqa: E402
+from lmsys.testing import Oracle, make_inputs  # noqa: E402
+from tests.support.attention_rows import Row  # noqa: E402
+from tests.support.patterns import make_pattern, patterned  # noqa: E402
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def row_of(device: str) -> Row:
+    row = Row("flash_triton", device)
+    if reason := row.why_not(row.case()):
+        pytest.skip(reason)
+    return row
+
+
+def as_decoding(case: AttentionCase, queries: int, group: int) -> AttentionCase:
+    return replace(case, queries=queries, heads=case.kv_heads * group, grad=False)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_any_number_of_parts_gives_attention(device: str) -> None:
+    """o and the log-sum-exp, also where parts have no keys, for any options together."""
+    row = row_of(device)
+
+    @settings(max_examples=60 if device == "cuda" else 6, suppress_health_check=list(HealthCheck))
+    @given(
+        case=patterned(row, documents=False),
+        seed=st.integers(0, 2**31),
+        queries=st.sampled_from([1, 2, 3, FEW_QUERIES]),
+        group=st.sampled_from([1, 3, 8, 20]),
+        parts=st.sampled_from([None, 1, 2, 7]),
+    )
+    def holds(case: AttentionCase, seed: int, queries: int, group: int, parts: int | None) -> None:
+        case = as_decoding(case, queries, group)
+        inputs, pattern = make_inputs(case, seed, transposed=seed % 2 == 0), make_pattern(case, seed)
+        o, lse = decode(inputs.q, inputs.k, inputs.v, case.head_dim**-0.5, pattern, parts)
+        ratios = Oracle(case, inputs, pattern=pattern).error_ratios({"o": o, "lse": lse})
+        assert max(ratios.values()) <= 1, ratios
+
+    holds()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_keys_beyond_a_cache_are_as_if_they_were_not_there(device: str) -> None:
+    """Bit by bit: parts are of the keys that are seen. An empty cache gives zeros."""
+    row = row_of(device)
+    lengths, keys = ([0, 1, 33, 70], 70) if device == "cpu" else ([0, 1, 4097, 32_768], 32_768)
+    case = row.case(batch=4, heads=8, kv_heads=2, queries=1, keys=keys)
+    q, k, v = (getattr(make_inputs(case, 0), name) for name in "qkv")
+
+    def found(batch: slice, keys: int, parts: int | None) -> tuple[Tensor, Tensor]:
+        own = torch.tensor(lengths[batch], dtype=torch.int32, device=device)
+        return decode(q[batch], k[batch, :, :keys], v[batch, :, :keys], 0.2, Pattern(key_lengths=own), parts)
+
+    for parts in (1, 3):
+        o, lse = found(slice(None), keys, parts)
+        assert not o[0].any() and bool((lse[0] == -torch.inf).all())
+        for entry, length in list(enumerate(lengths))[1:]:
+            alone = found(slice(entry, entry + 1), length, parts)
+            assert torch.equal(o[entry], alone[0][0]) and torch.equal(lse[entry], alone[1][0])
+    first, again = found(slice(None), keys, None), found(slice(None), keys, None)
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(32, 8), (8, 1), (4, 4)])
+def test_a_long_cache_on_a_gpu(heads: tuple[int, int]) -> None:
+    row = row_of("cuda")
+    for batch, queries, head_dim in ((1, 1, 128), (8, 1, 64), (3, 16, 256)):
+        case = row.case(batch=batch, heads=heads[0], kv_heads=heads[1], queries=queries, keys=20_001, dtype="bfloat16")
+        case = replace(case, head_dim=head_dim, causal=True, offset=20_001 - queries)
+        inputs, pattern = make_inputs(case, batch), Pattern(True, offset=case.offset)
+        o, lse = decode(inputs.q, inputs.k, inputs.v, head_dim**-0.5, pattern)
+        ratios = Oracle(case, inputs, pattern=pattern).error_ratios({"o": o, "lse": lse})
+        assert max(ratios.values()) <= 1, ratios
+
+
+def test_it_takes_few_queries_and_no_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    class TakenError(Exception):
+        pass
+
+    def taken(*_: object) -> None:
+        raise TakenError
+
+    def takes(queries: int, tile: Tile | None = None, pattern: Pattern | None = None) -> bool:
+        q = torch.zeros(1, 2, queries, 16)
+        try:
+            flash_triton._forward(q, q, q, True, 0.25, tile, pattern)
+        except TakenError:
+            return True
+        return False
+
+    row_of("cpu")
+    monkeypatch.setattr(flash_triton, "decode", taken)
+    assert takes(1) and takes(FEW_QUERIES) and takes(3, pattern=Pattern(True, window=2, softcap=3.0))
+    assert not takes(FEW_QUERIES + 1) and not takes(1, Tile(32, 32, 4, 1))
+    assert not takes(4, pattern=Pattern(True, documents=Documents([1, 3])))
+
+
+@given(st.integers(1, 2000), st.integers(0, 500), st.integers(1, 300))
+def test_parts_fill_the_gpu(owners: int, most: int, places: int) -> None:
+    """As well as any number of them does in as many waves, or well enough; fewer waves come first."""
+    parts = parts_of(owners, most, places)
+    assert 1 <= parts <= max(1, most)
+    if parts == most or parts == 1:
+        return
+    programs = parts * owners
+    waves = -(-programs // places)
+    assert programs >= FULL * waves * places or all(
+        other * owners <= FULL * -(-other * owners // places) * places for other in range(1, parts)
+    )
+    assert programs + owners > waves * places, "one more part would need one more wave"
+
+
+@pytest.mark.parametrize(
+    ("owners", "most", "parts"),
+    [(8 * 8, 256, 4), (1 * 8, 256, 33), (64 * 8, 256, 1), (1 * 8, 8, 8), (300, 256, 4), (5000, 256, 1), (1, 0, 1)],
+)
+def test_parts_on_an_h200(owners: int, most: int, parts: int) -> None:
+    """132 multiprocessors, two programs each; 32,768 keys are at most 256 parts at head dimension 128."""
+    assert parts_of(owners, most, 264) == parts
