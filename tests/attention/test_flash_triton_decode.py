@@ -57,6 +57,17 @@ def test_any_number_of_parts_gives_attention(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("parts", [1, 3, 40])
+def test_each_query_has_a_window_of_its_own(parts: int, device: str) -> None:
+    """Also in more parts than are combined at once."""
+    case = row_of(device).case(heads=4, kv_heads=2, queries=3, keys=600, causal=True, window=580, offset=597)
+    inputs, pattern = make_inputs(case, parts), make_pattern(case, 0)
+    o, lse = decode(inputs.q, inputs.k, inputs.v, case.head_dim**-0.5, pattern, parts)
+    ratios = Oracle(case, inputs, pattern=pattern).error_ratios({"o": o, "lse": lse})
+    assert max(ratios.values()) <= 1, ratios
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_keys_beyond_a_cache_are_as_if_they_were_not_there(device: str) -> None:
     """Bit by bit: parts are of the keys that are seen. An empty cache gives zeros."""
     row = row_of(device)
