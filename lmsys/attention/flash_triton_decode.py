@@ -5,8 +5,9 @@ Few queries fill no GPU when a program owns a tile of them, so here the keys are
 read once for all of them. Each program leaves o and the log-sum-exp of its part of the keys; a second kernel weighs
 the parts by their log-sum-exp, in one order, so repeats are bitwise equal.
 
-Reading keys and values is nearly all of the time. So two programs share a multiprocessor, each with three stages of
-tiles of 16 KiB on their way, and the number of parts fills the GPU: see `parts_of`; nothing is timed.
+Reading keys and values is nearly all of the time. So two programs share a multiprocessor, each with its
+next tiles of 16 KiB on their way, and the number of parts fills the GPU: see `parts_of`; nothing is timed. These sizes
+follow from registers and shared memory on sm_90; no measurement has chosen them.
 
 Which keys a query sees follows from numbers alone, so one binary serves causal or not, and with a window or without.
 
@@ -31,7 +32,7 @@ from lmsys.kernels.launch import INTERPRETED, Kernel, describable, dot_precision
 
 TILE_BYTES = 512 if INTERPRETED else 16 * 1024  # of keys, and as much of values; interpreted, few keys are many tiles
 PROGRAMS = 2  # a multiprocessor
-LEAST_TILES = 2  # of a part: below this, starting a program costs more than it reads
+LEAST_TILES = 2  # of a part, so that one is on its way while the other is multiplied
 MOST_WAVES = 8
 FULL = 0.9  # enough of the places for programs, in the last wave and those before it
 ROOM = 160 * 1024  # shared memory in bytes from which two programs have three stages each
