@@ -106,7 +106,7 @@ class Failing(Ranks):
 
 
 def test_ranks_that_end_cost_the_case_that_they_were_busy_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they had of the others' steps is gone: these are taken again, timed and judged."""
+    """The others' steps, which went with them, are taken again, timed and judged."""
     monkeypatch.setitem(PASSES, "gloo", 2)
     runner = harness.runner(min_rounds=4)
     runner.__dict__["ranks"] = ranks = Failing()
