@@ -120,7 +120,7 @@ def _value(one: Record, name: str) -> object:
 
 
 def _kinds(one: Record) -> Iterator[str]:
-    """What sets a case of attention apart from one of as many keys as queries, and of key heads as query heads."""
+    """Says by what a case of attention differs from one with as many keys as queries, and key heads as query heads."""
     if one.get("documents"):
         yield "documents"
     if window := one.get("window"):
