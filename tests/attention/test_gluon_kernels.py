@@ -203,7 +203,7 @@ def test_every_key_tile_waits_for_a_value_of_its_own_at_every_tile_of_queries(
             start = n * 128 // block_q if causal else int(backward["at_start"](place, num_tiles, members))
             arrival = (0 if causal else number, (m - start) % num_tiles, -n if causal else place)
             values = map(torch.tensor, (n, m, num_tiles, num_key_tiles, team))
-            arrival_of[int(backward["semaphore_value"](*values, causal, block_q))] = arrival
+            arrival_of[int(backward["semaphore_value"](*values, None, None, causal, block_q))] = arrival
         assert sorted(arrival_of) == list(range(len(adders)))
         arrivals = [arrival_of[i] for i in sorted(arrival_of)]
         assert arrivals == sorted(arrivals)

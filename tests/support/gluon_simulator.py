@@ -555,7 +555,8 @@ def kernels(module: str) -> dict[str, Any]:
         "scale_rows": lambda x, factor: x * factor[:, None],
         "widen": lambda x, dtype: x.float(),
     }
-    for name in ("dq", module) if module == "backward" else (module,):
+    before = {"forward": ("intervals",), "backward": ("intervals", "dq")}
+    for name in (*before.get(module, ()), module):
         _run_source(name, stand_ins)
     return stand_ins
 
@@ -612,7 +613,7 @@ class Kernel:
         self.kernel = kernels(function.fn.__module__.rpartition(".")[2])[function.__name__]
         self.blocks = blocks
         self.pointers = [x.dtype if isinstance(x, Tensor) else None for x in others]
-        self.constants = {name: x for name, x in options.items() if name.isupper()}
+        self.constants = {name: x for name, x in options.items() if name.isupper() or x is None}
 
     def __call__(self, grid: int, stream: int, tensors: tuple[Tensor, ...], others: tuple[Any, ...]) -> None:
         described = [Descriptor(x.detach(), block) for x, block in zip(tensors, self.blocks, strict=True)]

@@ -39,6 +39,7 @@ from lmsys.attention.flash_gluon.preprocess import preprocess_kernel
 from lmsys.kernels.launch import FUSED
 from tests.support.sass import TRITON_NAMES, resources
 
+BOUNDS = {"first_ptr": "*i32", "end_ptr": "*i32", "query_end_ptr": "*i32"}
 POINTERS = {"dq_semaphore": "*i32", "counter": "*i32", "parameters": "*i64"}
 ADDS = {"UTMAREDG": "UTMAREDG", "REDG": r"REDG\.E\.ADD\.F32x4"}
 MNEMONICS = ADDS | {"UTMASTG": "UTMASTG", "SYNCS": "SYNCS", "BAR": r"BAR\.(?:SYNC|ARV)", "fences": r"MEMBAR\.\w+\.GPU"}
@@ -59,32 +60,34 @@ def compile_kernel(function: Any, signature: dict[str, str], constants: dict[str
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, **FUSED, **options})
 
 
-def forward(dtype: torch.dtype, head_dim: int, causal: bool, ragged: bool, plan: ForwardPlan) -> Any:
+def forward(
+    dtype: torch.dtype, head_dim: int, causal: bool, ragged: bool, plan: ForwardPlan, bounded: bool = False
+) -> Any:
     q, k = (descriptor([1, 1, rows, head_dim], dtype) for rows in (ROWS, plan.tile_k))
-    options = forward_options(head_dim, causal, ragged, plan)
-    constants = {name: options.pop(name) for name in list(options) if name.isupper()}
-    signature = {"q_desc": q, "k_desc": k, "v_desc": k, "o_desc": q}
+    options = forward_options(head_dim, causal, ragged, plan, bounded)
+    constants = {name: options.pop(name) for name in list(options) if name in forward_kernel.arg_names}
+    signature = {"q_desc": q, "k_desc": k, "v_desc": k, "o_desc": q, **BOUNDS}
     return compile_kernel(forward_kernel, signature, constants, **options)
 
 
 def backward(
     dtype: torch.dtype, head_dim: int, causal: bool, ragged: bool, plan: BackwardPlan,
-    deterministic: bool = False, grouped: bool = False,
+    deterministic: bool = False, grouped: bool = False, bounded: bool = False,
 ) -> Any:  # fmt: skip
     queries = BLOCK_Q[head_dim]
     q, k, out = (descriptor([1, 1, rows, head_dim], dtype) for rows in (queries, TILE_K, 64))
     row = descriptor([queries], torch.float32)
     signature = {
         "q_desc": q, "k_desc": k, "v_desc": k, "do_desc": q, "lse_desc": row, "delta_desc": row,
-        "dk_desc": out, "dv_desc": out,
+        "dk_desc": out, "dv_desc": out, **BOUNDS,
     }  # fmt: skip
-    constants = backward_options(head_dim, causal, ragged, grouped, deterministic, plan)
+    constants = backward_options(head_dim, causal, ragged, grouped, deterministic, plan, bounded)
     return compile_kernel(backward_kernel, signature, constants, maxnreg=168)
 
 
 def pre_and_postprocess(dtype: torch.dtype, head_dim: int) -> Iterator[tuple[str, Any]]:
     half = "*" + TRITON_NAMES[dtype]
-    constants = {"ROWS": 4096 // head_dim, "D": head_dim}
+    constants = {"ROWS": 4096 // head_dim, "D": head_dim, "BOUNDED": False}
     yield "preprocess", compile_kernel(preprocess_kernel, dict.fromkeys(("o_ptr", "do_ptr"), half), constants)
     yield "postprocess", compile_kernel(postprocess_kernel, {"dq_ptr": half}, {"ROWS": ROWS, "D": head_dim})
 
@@ -143,7 +146,7 @@ def hazards(sass: str) -> int:
 def main(dtypes: list[str], every: bool) -> None:
     """One of each kernel by head_dim and mask, of the backward in both orders and one that is all that it can be.
 
-    Of the forward also the one for short sequences. `every`: of each plan and candidate, ragged and grouped too.
+    Of the forward also the one for short sequences; of both also one under a pattern. `every`: of each plan and candidate, ragged and grouped too.
     """
     for dtype_name in dtypes:
         dtype = getattr(torch, dtype_name)
@@ -167,6 +170,14 @@ def main(dtypes: list[str], every: bool) -> None:
                         for mode in ({}, {"deterministic": True}, {"grouped": True})[: 3 if every else 2]:
                             report("backward", backward(dtype, head_dim, causal, ragged, plan, **mode), **what,
                                    ragged=ragged, **mode)  # fmt: skip
+            for plan in _some({plan: None for _, plan in FORWARD[head_dim, True] if plan.ctas == 1}, every):
+                binary = forward(dtype, head_dim, True, False, plan, bounded=True)
+                fields = {name: getattr(plan, name) for name in ("consumers", "tile_k", "ctas", "chained")}
+                report("forward", binary, head_dim=head_dim, causal=True, ragged=False, bounded=True, **fields)
+            for plan in _some({plan: None for _, plan in BACKWARD[head_dim, True]}, every):
+                for mode in ({}, {"deterministic": True, "grouped": True})[not every :]:
+                    binary = backward(dtype, head_dim, True, False, plan, bounded=True, **mode)
+                    report("backward", binary, head_dim=head_dim, causal=True, ragged=False, bounded=True, **mode)
             most = {"deterministic": True, "grouped": True}
             plan = BACKWARD[head_dim, False][-1][1]
             report("backward", backward(dtype, head_dim, False, True, plan, **most), head_dim=head_dim, causal=False,

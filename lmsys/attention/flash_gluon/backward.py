@@ -40,6 +40,7 @@ from lmsys.attention.flash_gluon.hopper import (
     store_rows,
     widen,
 )
+from lmsys.attention.flash_gluon.intervals import edges, intervals, within
 from lmsys.attention.flash_gluon.names import async_load, reinterpret, thread_barrier
 
 EXCHANGE = FIRST_BARRIER  # named barriers: both consumers have written dS; stages of q, of do; then those of `dq`
@@ -79,15 +80,16 @@ def _load_tiles(
     BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, AROUND: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     """Loads the queries of steps `first` to `last`, after the tile at `place`; in a fixed order also acquires dq's."""
-    batch, first_head, low, start, num_tiles, steps = work
+    batch, first_head, low, end, start, num_tiles, steps = work
+    high = num_tiles if end is None else end
     head, m = place
     for step in range(first, last):
-        head, m = next_tile(head, m, low, start, num_tiles, AROUND)
+        head, m = next_tile(head, m, low, high, start, AROUND)
         row = m * BLOCK_Q
         padded = (batch * H + head) * Q_PADDED + row
         _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, head, row, padded, step)
         if DETERMINISTIC:
-            dq_tile = release_and_acquire(order, step, steps, dq_tile, low, start, num_tiles, BLOCK_Q, CAUSAL, AROUND)
+            dq_tile = release_and_acquire(order, step, dq_tile, work, BLOCK_Q, CAUSAL, AROUND)
     return dq_tile, (head, m)
 
 
@@ -99,7 +101,7 @@ def _producer(
     """Loads all tiles of queries but the first. In the deterministic mode it also acquires and releases dq's tiles for
     the consumers; else, once the ring is full, it writes zeros into dq for a later head.
     """
-    batch, head, low, start, num_tiles, steps = work
+    batch, head, low, end, start, num_tiles, steps = work
     dq_tile = batch * H + head, start
     place = head, start
     first = 1
@@ -110,7 +112,7 @@ def _producer(
             BLOCK_Q, CAUSAL, AROUND, DETERMINISTIC,
         )  # fmt: skip
         dq_ptr, kv_bh, num_heads, ahead, size = clearing
-        cleared, n, num_key_tiles, team = order
+        cleared, n, num_key_tiles, team, ends, Q = order
         clear_ahead(dq_ptr, cleared, kv_bh, n, num_heads, num_key_tiles, ahead, size)
     dq_tile, place = _load_tiles(
         q_desc, do_desc, lse_desc, delta_desc, ring, work, order, dq_tile, place, first, steps, H, Q_PADDED,
@@ -120,23 +122,30 @@ def _producer(
     for step in range(gl.maximum(steps, FIRST), steps + STAGES):  # arrivals have to be met before the CTA may end
         _await_free(step, Q_FREE)
         if DETERMINISTIC:
-            dq_tile = release_and_acquire(order, step, steps, dq_tile, low, start, num_tiles, BLOCK_Q, CAUSAL, AROUND)
+            dq_tile = release_and_acquire(order, step, dq_tile, work, BLOCK_Q, CAUSAL, AROUND)
     for step in range(gl.maximum(steps, STAGES), steps + STAGES):
         _await_free(step, DO_FREE)
 
 
 @gluon.jit
-def _hide(p, n, m, K, WG: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr, S_LAYOUT: gl.constexpr):
+def _hide(
+    p, n, m, K, spans, WG: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr, S_LAYOUT: gl.constexpr
+):  # fmt: skip
     """0 where a query may not look: (keys, queries), and for keys past the end."""
-    keys = n * BLOCK_K + WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
+    KEY_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     queries = m * BLOCK_Q + gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, S_LAYOUT))
-    first = gl.where(keys < K, keys if CAUSAL else 0, NEVER)
-    return gl.where(queries[None, :] >= first[:, None], p, 0.0)
+    if spans is None:
+        keys = n * BLOCK_K + WG * 64 + gl.arange(0, 64, layout=KEY_LAYOUT)
+        first = gl.where(keys < K, keys if CAUSAL else 0, NEVER)
+        visible = queries[None, :] >= first[:, None]
+    else:
+        visible = within(queries, spans.index(WG).load(KEY_LAYOUT), spans.index(2 + WG).load(KEY_LAYOUT))
+    return gl.where(visible, p, 0.0)
 
 
 @gluon.jit
 def _step(
-    dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked_until, num_tiles, step, steps, bh, m, dk, dv, lse,
+    dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, num_tiles, step, steps, bh, m, dk, dv, lse,
     WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
     PREFETCH: gl.constexpr, DETERMINISTIC: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
@@ -157,9 +166,13 @@ def _step(
     if not PREFETCH:
         lse = lses.index(stage).load(ROW_LAYOUT)
     p = gl.exp2(s * scale - lse[None, :])
-    if MASK:  # noqa: SIM102 - known when compiling, unlike the next
-        if m < masked_until:
-            p = _hide(p, n, m, K, WG, CAUSAL, BLOCK_Q, S_LAYOUT)
+    if MASK:
+        masked_until, masked_from, spans = masked
+        hides = m < masked_until
+        if spans is not None:
+            hides = hides | (m >= masked_from)
+        if hides:
+            p = _hide(p, n, m, K, spans, WG, CAUSAL, BLOCK_Q, S_LAYOUT)
     p_narrow = narrow(p, DTYPE)
     p_operand = gl.convert_layout(p_narrow, P_LAYOUT)
     dv_token = warpgroup_mma(p_operand, do, dv, is_async=True)
@@ -218,7 +231,7 @@ def _assignment(index, num_key_tiles, num_heads, at_once, team, DETERMINISTIC: g
 
 @gluon.jit
 def _walk(
-    dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked_until, bh, low, start, num_tiles, steps, dk, dv,
+    dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, bh, low, high, start, num_tiles, steps, dk, dv,
     WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
     AROUND: gl.constexpr, PREFETCH: gl.constexpr, DETERMINISTIC: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
@@ -232,21 +245,23 @@ def _walk(
     m = start
     for step in range(steps):
         dk, dv, lse = _step(
-            dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked_until, num_tiles, step, steps, bh, m, dk, dv, lse,
+            dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, num_tiles, step, steps, bh, m, dk, dv, lse,
             WG, D, BLOCK_Q, MASK, CAUSAL, PREFETCH, DETERMINISTIC, S_LAYOUT, O_LAYOUT, DQ_LAYOUT, DTYPE,
         )  # fmt: skip
-        bh, m = next_tile(bh, m, low, start, num_tiles, AROUND)
+        bh, m = next_tile(bh, m, low, high, start, AROUND)
     return dk, dv
 
 
 @gluon.jit
 def _consumer(
     dq_ptr, dk_desc, dv_desc, parameters, scale, kvs, ring, dss,
-    bh, n, low, start, num_tiles, steps, masked_until, K,
+    bh, n, work, masked, K,
     WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
     AROUND: gl.constexpr, PREFETCH: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     ks, vs, kv_full = kvs
+    _, _, low, end, start, num_tiles, steps = work
+    high = num_tiles if end is None else end
     DTYPE: gl.constexpr = dk_desc.dtype
     k = ks.slice(WG * 64, 64)
     v = vs.slice(WG * 64, 64)
@@ -260,13 +275,13 @@ def _consumer(
     # two has no steps; as the branches of an `if`, they spill registers.
     if RAGGED:
         dk, dv = _walk(
-            dq_ptr, scale, k, v, ks, dss, ring, n, K, masked_until, bh, low, start, num_tiles,
-            gl.where(masked_until == 0, steps, 0), dk, dv,
+            dq_ptr, scale, k, v, ks, dss, ring, n, K, masked, bh, low, high, start, num_tiles,
+            gl.where(masked[0] == 0, steps, 0), dk, dv,
             WG, D, BLOCK_Q, False, CAUSAL, AROUND, PREFETCH, DETERMINISTIC, DTYPE,
         )  # fmt: skip
-        steps = gl.where(masked_until == 0, 0, steps)
+        steps = gl.where(masked[0] == 0, 0, steps)
     dk, dv = _walk(
-        dq_ptr, scale, k, v, ks, dss, ring, n, K, masked_until, bh, low, start, num_tiles, steps, dk, dv,
+        dq_ptr, scale, k, v, ks, dss, ring, n, K, masked, bh, low, high, start, num_tiles, steps, dk, dv,
         WG, D, BLOCK_Q, CAUSAL or RAGGED, CAUSAL, AROUND, PREFETCH, DETERMINISTIC, DTYPE,
     )  # fmt: skip
     # Once more, and from memory: what is not needed until here would occupy registers all through the loop.
@@ -297,10 +312,37 @@ def _consumer(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_heads", "H", "G", "Q", "Q_PADDED", "K", "num_key_tiles", "at_once", "team", "ahead"])
+@gluon.jit
+def _visited(first_ptr, end_ptr, per_entry, batch, n, K, BLOCK_Q: gl.constexpr):
+    """Key tile n visits the tiles of queries [low, end), and masks those below masked_until, or from masked_from on."""
+    extent = first_ptr, end_ptr, per_entry
+    first, stop, full_from, full_to = edges(extent, batch, n * BLOCK_K, K, BLOCK_K)
+    low = first // BLOCK_Q
+    end = gl.where(first < stop, gl.cdiv(stop, BLOCK_Q), low)
+    return low, end, gl.cdiv(full_from, BLOCK_Q), full_to // BLOCK_Q
+
+
+@gluon.jit
+def _keep_intervals(spans, first_ptr, end_ptr, per_entry, batch, n, K):
+    """Into shared memory, for the masks of the consumers: `first` of either, then `end`."""
+    extent = first_ptr, end_ptr, per_entry
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    for w in gl.static_range(2):
+        first, end = intervals(extent, batch, n * BLOCK_K + w * 64, K, 64, LAYOUT)
+        spans.index(w).store(first)
+        spans.index(2 + w).store(end)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "num_heads", "H", "G", "Q", "Q_PADDED", "K", "num_key_tiles", "at_once", "team", "ahead",
+        "first_ptr", "end_ptr", "per_entry", "query_end_ptr",
+    ]
+)  # fmt: skip
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_ptr, parameters, dq_semaphore,
     scale, num_heads, H, G, Q, Q_PADDED, K, num_key_tiles, at_once, team, ahead,
+    first_ptr, end_ptr, per_entry, query_end_ptr,
     BLOCK_Q: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, GROUPED: gl.constexpr,
     PREFETCH: gl.constexpr, SPREAD: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
@@ -314,7 +356,10 @@ def backward_kernel(
     DETERMINISTIC: CTAs add to dq, all of which begins as zeros, in a fixed order; `dq_semaphore` is a zero for each
     tile of queries. In full attention those of a team wait for one another: it must fit the GPU, and have no more
     members than tiles of queries.
+    `first_ptr`, `end_ptr` and `per_entry` are the `extent` of `intervals.py`, of the keys, and `query_end_ptr` has the
+    ends of the queries' intervals; or all are None. A kernel that reads them is CAUSAL: in the order of tiles.
     """
+    BOUNDED: gl.constexpr = first_ptr is not None
     DTYPE: gl.constexpr = q_desc.dtype
     K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, D], DTYPE)
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_Q, D], DTYPE)
@@ -334,7 +379,10 @@ def backward_kernel(
     num_tiles = gl.cdiv(Q, BLOCK_Q)
     low = 0  # the lowest tile of queries that sees these keys
     masked_until = 0  # tiles of queries up to here need a mask
-    if CAUSAL:
+    if BOUNDED:
+        low, end, masked_until, masked_from = _visited(first_ptr, end_ptr, per_entry, kv_bh // (H // G), n, K, BLOCK_Q)
+        spans = gl.allocate_shared_memory(gl.int32, [4, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    elif CAUSAL:
         low = n * BLOCK_K // BLOCK_Q
         masked_until = (n + 1) * BLOCK_K // BLOCK_Q
     if (n + 1) * BLOCK_K > K:
@@ -345,7 +393,7 @@ def backward_kernel(
         start = at_start(place, num_tiles, gl.minimum(team, num_key_tiles - n + place))
     batch = kv_bh // (H // G)
     kv_head = kv_bh % (H // G)
-    steps = gl.maximum(num_tiles - low, 0)
+    steps = gl.maximum((end if BOUNDED else num_tiles) - low, 0)
     if DETERMINISTIC:
         steps = gl.where(n < num_key_tiles, steps, 0)
     if GROUPED:
@@ -354,13 +402,22 @@ def backward_kernel(
     mbarrier.expect(kvs[2], 2 * k_desc.block_type.nbytes)
     load_rows(k_desc, batch, kv_head, n * BLOCK_K, kvs[2], ks)
     load_rows(v_desc, batch, kv_head, n * BLOCK_K, kvs[2], vs)
+    if BOUNDED:
+        _keep_intervals(spans, first_ptr, end_ptr, per_entry, batch, n, K)
+        ends = query_end_ptr + batch * per_entry * Q
     gdc_wait()
     if steps > 0:
         row = start * BLOCK_Q
         padded = kv_bh * G * Q_PADDED + row
         _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, kv_head * G, row, padded, 0)
-    work = batch, kv_head * G, low, start, num_tiles, steps
-    order = dq_semaphore, n, num_key_tiles, team
+    if BOUNDED:
+        work = batch, kv_head * G, low, end, start, num_tiles, steps
+        masked = masked_until, masked_from, spans
+        order = dq_semaphore, n, num_key_tiles, team, ends, Q
+    else:
+        work = batch, kv_head * G, low, None, start, num_tiles, steps
+        masked = masked_until, None, None
+        order = dq_semaphore, n, num_key_tiles, team, None, None
     clearing = dq_ptr, kv_bh, num_heads, ahead, G * (Q_PADDED * D // 4096)
     gl.warp_specialize([
             (_producer, (
@@ -368,11 +425,11 @@ def backward_kernel(
                 AROUND, DETERMINISTIC
             )),
             (_consumer, (
-                dq_ptr, dk_desc, dv_desc, parameters, scale, kvs, ring, dss, bh, n, low, start, num_tiles, steps,
-                masked_until, K, 0, D, BLOCK_Q, CAUSAL, RAGGED, AROUND, PREFETCH, DETERMINISTIC
+                dq_ptr, dk_desc, dv_desc, parameters, scale, kvs, ring, dss, bh, n, work, masked, K,
+                0, D, BLOCK_Q, CAUSAL, RAGGED, AROUND, PREFETCH, DETERMINISTIC
             )),
             (_consumer, (
-                dq_ptr, dk_desc, dv_desc, parameters, scale, kvs, ring, dss, bh, n, low, start, num_tiles, steps,
-                masked_until, K, 1, D, BLOCK_Q, CAUSAL, RAGGED, AROUND, PREFETCH, DETERMINISTIC
+                dq_ptr, dk_desc, dv_desc, parameters, scale, kvs, ring, dss, bh, n, work, masked, K,
+                1, D, BLOCK_Q, CAUSAL, RAGGED, AROUND, PREFETCH, DETERMINISTIC
             )),
     ], [4, 4], [240, 240])  # fmt: skip

@@ -22,11 +22,11 @@ DQ_ACQUIRED = gl.constexpr(FIRST_BARRIER.value + 1 + 2 * STAGES.value)  # named 
 
 
 @gluon.jit
-def next_tile(head, m, low, start, num_tiles, AROUND: gl.constexpr):
-    """The tile of queries after m. The lowest follows the last; back at `start`, the next query head begins."""
+def next_tile(head, m, low, high, start, AROUND: gl.constexpr):
+    """The tile of queries after m, below `high`. `low` follows the last; back at `start`, the next head begins."""
     m += 1
     if AROUND:
-        m = gl.where(m == num_tiles, low, m)
+        m = gl.where(m == high, low, m)
         head = gl.where(m == start, head + 1, head)
     return head, m
 
@@ -55,14 +55,18 @@ def at_start(place, num_tiles, members):
 
 
 @gluon.jit
-def semaphore_value(n, m, num_tiles, num_key_tiles, team, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr):
+def semaphore_value(n, m, num_tiles, num_key_tiles, team, ends, Q, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr):
     """How many CTAs add to dq's tile m before key tile n, in the deterministic order: the value to wait for.
 
     That is the order in which they come to it if all of a team keep step: nobody waits. Causal tiles begin at their
     diagonal, so the highest comes first to every m. In full attention the members of a team begin evenly spread: first
-    comes the one that begins closest below m, or at it.
+    comes the one that begins closest below m, or at it. Where queries have intervals, of which `ends` are the ends of
+    this batch entry's, the highest key tile comes first too, whether it begins later or not.
     """
-    if CAUSAL:
+    if ends is not None:
+        last_query = gl.minimum((m + 1) * BLOCK_Q, Q) - 1
+        return (gl.load(ends + last_query) - 1) // BLOCK_K - n
+    elif CAUSAL:
         last = gl.minimum(num_key_tiles - 1, ((m + 1) * BLOCK_Q - 1) // BLOCK_K)
         return last - n
     else:
@@ -73,17 +77,16 @@ def semaphore_value(n, m, num_tiles, num_key_tiles, team, CAUSAL: gl.constexpr, 
 
 
 @gluon.jit
-def release_and_acquire(
-    order, step, steps, dq_tile, low, start, num_tiles,
-    BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, AROUND: gl.constexpr,
-):  # fmt: skip
+def release_and_acquire(order, step, dq_tile, work, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, AROUND: gl.constexpr):
     """Releases the tile of dq that step - STAGES has added to; then acquires the one of the step after it."""
-    dq_semaphore, n, num_key_tiles, team = order
+    dq_semaphore, n, num_key_tiles, team, ends, Q = order
+    _, _, low, end, start, num_tiles, steps = work
+    high = num_tiles if end is None else end
     bh, m = dq_tile
     if step >= STAGES:
         semaphore_release(dq_semaphore + (bh * num_tiles + m))
-        bh, m = next_tile(bh, m, low, start, num_tiles, AROUND)
+        bh, m = next_tile(bh, m, low, high, start, AROUND)
     if step <= steps:
-        number = semaphore_value(n, m, num_tiles, num_key_tiles, team, CAUSAL, BLOCK_Q)
+        number = semaphore_value(n, m, num_tiles, num_key_tiles, team, ends, Q, CAUSAL, BLOCK_Q)
         semaphore_acquire(dq_semaphore + (bh * num_tiles + m), number, DQ_ACQUIRED)
     return bh, m

@@ -30,6 +30,7 @@ from lmsys.attention.flash_gluon.hopper import (
     scale_rows,
     store_rows,
 )
+from lmsys.attention.flash_gluon.intervals import edges, intervals, within
 from lmsys.attention.flash_gluon.names import thread_barrier
 
 ROWS = gl.constexpr(64)  # queries of a consumer: the M of a warp group's matmul
@@ -38,9 +39,26 @@ LEAST = gl.constexpr(-1.0e30)  # a maximum over nothing: finite, so that exp2(-i
 
 
 @gluon.jit
-def _num_key_tiles(tile, K, CAUSAL: gl.constexpr, TILE_Q: gl.constexpr, BLOCK_K: gl.constexpr):
-    keys = gl.minimum(K, (tile + 1) * TILE_Q) if CAUSAL else K
-    return gl.cdiv(keys, BLOCK_K)
+def _key_tiles(extent, bh, H, tile, Q, K, CAUSAL: gl.constexpr, TILE_Q: gl.constexpr, BLOCK_K: gl.constexpr):
+    """(low, high): a tile of queries visits the tiles of keys low <= j < high, at least one."""
+    if extent[0] is None:
+        low = 0
+        keys = gl.minimum(K, (tile + 1) * TILE_Q) if CAUSAL else K
+        high = gl.cdiv(keys, BLOCK_K)
+    else:
+        first, stop, _, _ = edges(extent, bh // H, tile * TILE_Q, Q, TILE_Q)
+        low = first // BLOCK_K
+        high = gl.maximum(gl.cdiv(stop, BLOCK_K), low + 1)
+    return low, high
+
+
+@gluon.jit
+def _own_key_tiles(extent, batch, row, low, high, Q, BLOCK_K: gl.constexpr):
+    """The part of [low, high) that the queries of one consumer visit, and their `edges` but the first."""
+    first, stop, full_from, full_to = edges(extent, batch, row, Q, ROWS)
+    low = gl.minimum(first // BLOCK_K, high - 1)
+    high = gl.maximum(gl.cdiv(stop, BLOCK_K), low + 1)
+    return low, high, stop, full_from, full_to
 
 
 @gluon.jit
@@ -81,7 +99,7 @@ def _release(empty, stage, NAMED: gl.constexpr, FIRST: gl.constexpr, WGS: gl.con
 
 @gluon.jit
 def _producer(
-    q_desc, k_desc, v_desc, counter, queries, ring, mailbox, sizes,
+    q_desc, k_desc, v_desc, counter, queries, ring, mailbox, sizes, extent,
     WGS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     NAMED: gl.constexpr, DYNAMIC: gl.constexpr, CHAINED: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
 ):  # fmt: skip
@@ -109,9 +127,9 @@ def _producer(
         for w in gl.static_range(WGS):
             row = (tile * WGS + w) * ROWS
             load_rows(q_desc, batch, head, row, q_full.index(slot), qs.index(slot * WGS + w))
-        n = _num_key_tiles(tile, K, CAUSAL, WGS * ROWS, BLOCK_K)
-        for j in range(n):
-            col = (n - 1 - j) * BLOCK_K
+        low, high = _key_tiles(extent, bh, H, tile, Q, K, CAUSAL, WGS * ROWS, BLOCK_K)
+        for j in range(high - low):
+            col = (high - 1 - j) * BLOCK_K
             stage = fill % STAGES
             _await_free(k_empty, stage, fill, NAMED, K_FREE, WGS, STAGES)
             mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
@@ -141,15 +159,26 @@ def _producer(
 
 
 @gluon.jit
-def _hide(scores, row, col, K, CAUSAL: gl.constexpr, BLOCK_K: gl.constexpr, LAYOUT: gl.constexpr):
-    """-inf where a query may not look; query `row` + i sees the keys up to min(row + i, K - 1)."""
+def _hide(scores, row, col, K, hides, CAUSAL: gl.constexpr, BLOCK_K: gl.constexpr, LAYOUT: gl.constexpr):
+    """-inf where a query may not look; query `row` + i sees the keys up to min(row + i, K - 1), or its interval."""
+    extent, batch, Q, stop, full_from, full_to = hides
+    if extent[0] is None:
+        visible = _up_to_the_last(row, col, K, CAUSAL, BLOCK_K, LAYOUT)
+    else:
+        first, end = intervals(extent, batch, row, Q, ROWS, gl.SliceLayout(1, LAYOUT))
+        visible = within(col + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, LAYOUT)), first, end)
+    return gl.where(visible, scores, float("-inf"))
+
+
+@gluon.jit
+def _up_to_the_last(row, col, K, CAUSAL: gl.constexpr, BLOCK_K: gl.constexpr, LAYOUT: gl.constexpr):
     if not CAUSAL:  # it is the same for all tiles of queries: say otherwise, or 32 registers would hold the mask
         col = gl.where(row < 0, row, col)
     cols = col + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, LAYOUT))
     last = gl.full([ROWS], K - 1, gl.int32, gl.SliceLayout(1, LAYOUT))
     if CAUSAL:
         last = gl.minimum(last, row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)))
-    return gl.where(cols[None, :] <= last[:, None], scores, float("-inf"))
+    return cols[None, :] <= last[:, None]
 
 
 @gluon.jit
@@ -160,7 +189,7 @@ def _partial_sums(p, BLOCK_K: gl.constexpr):
 
 @gluon.jit
 def _weights(
-    q, k, scale, row, col, K,
+    q, k, scale, row, col, K, hides,
     WG: gl.constexpr, WGS: gl.constexpr, BLOCK_K: gl.constexpr, PING_PONG: gl.constexpr, CAUSAL: gl.constexpr,
     RAGGED: gl.constexpr,
 ):  # fmt: skip
@@ -174,7 +203,7 @@ def _weights(
         named_barrier("arrive", FIRST_BARRIER + (WG + 1) % WGS, 256)
     s = warpgroup_mma_wait(0, deps=[scores])
     if CAUSAL or RAGGED:
-        s = _hide(s, row, col, K, CAUSAL, BLOCK_K, LAYOUT)
+        s = _hide(s, row, col, K, hides, CAUSAL, BLOCK_K, LAYOUT)
         top = gl.maximum(gl.max(s, 1) * scale, LEAST)
     else:
         top = gl.max(s, 1) * scale
@@ -183,21 +212,26 @@ def _weights(
 
 @gluon.jit
 def _first_weights(
-    q, k, scale, row, col, K,
+    q, k, scale, row, col, K, hides,
     WG: gl.constexpr, WGS: gl.constexpr, BLOCK_K: gl.constexpr, PING_PONG: gl.constexpr, CAUSAL: gl.constexpr,
     RAGGED: gl.constexpr, S_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """`_weights`, of which half are known to be zero where a tile of more keys than queries begins with their own."""
     if CAUSAL and BLOCK_K > ROWS:
-        if row == col:
-            top, left = _weights(q, k.slice(0, ROWS), scale, row, col, K, WG, WGS, ROWS, PING_PONG, CAUSAL, RAGGED)
+        half = row == col
+        if hides[0][0] is not None:
+            half = hides[3] <= col + ROWS
+        if half:
+            top, left = _weights(
+                q, k.slice(0, ROWS), scale, row, col, K, hides, WG, WGS, ROWS, PING_PONG, CAUSAL, RAGGED
+            )
             both = gl.join(left, gl.zeros_like(left)).permute((0, 2, 1)).reshape([ROWS, BLOCK_K])
             weights = gl.convert_layout(both, S_LAYOUT, assert_trivial=True)
             top = gl.convert_layout(top, gl.SliceLayout(1, S_LAYOUT), assert_trivial=True)
         else:
-            top, weights = _weights(q, k, scale, row, col, K, WG, WGS, BLOCK_K, PING_PONG, CAUSAL, RAGGED)
+            top, weights = _weights(q, k, scale, row, col, K, hides, WG, WGS, BLOCK_K, PING_PONG, CAUSAL, RAGGED)
     else:
-        top, weights = _weights(q, k, scale, row, col, K, WG, WGS, BLOCK_K, PING_PONG, CAUSAL, RAGGED)
+        top, weights = _weights(q, k, scale, row, col, K, hides, WG, WGS, BLOCK_K, PING_PONG, CAUSAL, RAGGED)
     return top, weights
 
 
@@ -221,12 +255,16 @@ def _pass_over(
 
 @gluon.jit
 def _step(
-    q, ks, vs, zeros, acc, top, total, p, k_full, k_empty, v_full, v_empty, fill, scale,
+    q, ks, vs, zeros, acc, top, total, p, k_full, k_empty, v_full, v_empty, fill, scale, row, col, K, hides,
     WG: gl.constexpr, WGS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PING_PONG: gl.constexpr,
     OVERLAP: gl.constexpr, NAMED: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
-    O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
+    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """Scores of this key tile, which hides nothing, while P V of the one before it runs, or (not OVERLAP) after it."""
+    """Scores of this key tile while P V of the one before it runs, or (not OVERLAP) after it.
+
+    The tile hides nothing, but where queries have intervals.
+    """
+    extent, batch, Q, stop, full_from, full_to = hides
     stage = fill % STAGES
     before = (fill - 1) % STAGES
     mbarrier.wait(k_full.index(stage), (fill // STAGES) & 1)
@@ -244,6 +282,9 @@ def _step(
         named_barrier("arrive", FIRST_BARRIER + (WG + 1) % WGS, 256)
     s = warpgroup_mma_wait(1 if OVERLAP else 0, deps=[scores])
     _release(k_empty, stage, NAMED, K_FREE, WGS)
+    if extent[0] is not None:  # noqa: SIM102 - known when compiling, unlike the next
+        if (col < full_from) | (col + BLOCK_K > full_to):
+            s = _hide(s, row, col, K, hides, True, BLOCK_K, S_LAYOUT)
     new_top = gl.maximum(top, gl.max(s, 1) * scale)
     weights = gl.exp2(s * scale - new_top[:, None])
     rescale = gl.exp2(top - new_top)
@@ -258,7 +299,7 @@ def _step(
 
 @gluon.jit
 def _consumer(
-    o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes,
+    o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, extent,
     WG: gl.constexpr, WGS: gl.constexpr, BLOCK_K: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     PING_PONG: gl.constexpr, OVERLAP: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
     NAMED: gl.constexpr, DYNAMIC: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
@@ -268,6 +309,7 @@ def _consumer(
     tiles, tile_full, tile_empty = mailbox
     num_heads, H, G, Q, K, num_tiles, at_once = sizes
     DTYPE: gl.constexpr = o_desc.dtype
+    BOUNDED: gl.constexpr = extent[0] is not None
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
@@ -284,31 +326,40 @@ def _consumer(
         if CAUSAL:
             tile = num_tiles - 1 - tile
         row = (tile * WGS + WG) * ROWS
-        n = _num_key_tiles(tile, K, CAUSAL, WGS * ROWS, BLOCK_K)
+        low, high = _key_tiles(extent, bh, H, tile, Q, K, CAUSAL, WGS * ROWS, BLOCK_K)
         acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
         zeros = gl.zeros([ROWS, BLOCK_K], gl.float32, S_LAYOUT)
         slot = turn & 1
         q = qs.index(slot * WGS + WG)
         mbarrier.wait(q_full.index(slot), (turn >> 1) & 1)
-        if CAUSAL and WGS * ROWS > BLOCK_K:
-            seen = gl.cdiv(gl.minimum(K, row + ROWS), BLOCK_K)
-            for _ in range(seen, n):
+        own_low, own_high = low, high
+        hides = extent, 0, 0, 0, 0, 0
+        if BOUNDED:
+            batch = bh // H
+            own_low, own_high, stop, full_from, full_to = _own_key_tiles(extent, batch, row, low, high, Q, BLOCK_K)
+            hides = extent, batch, Q, stop, full_from, full_to
+        elif CAUSAL and WGS * ROWS > BLOCK_K:
+            own_high = gl.cdiv(gl.minimum(K, row + ROWS), BLOCK_K)
+        if BOUNDED or (CAUSAL and WGS * ROWS > BLOCK_K):
+            for _ in range(own_high, high):
                 _pass_over(k_full, k_empty, v_full, v_empty, fill, WG, WGS, STAGES, PING_PONG, NAMED, K_FREE, V_FREE)
                 fill += 1
-            n = seen
         stage = fill % STAGES
         mbarrier.wait(k_full.index(stage), (fill // STAGES) & 1)
         top, weights = _first_weights(
-            q, ks.index(stage), scale, row, (n - 1) * BLOCK_K, K, WG, WGS, BLOCK_K, PING_PONG, CAUSAL, RAGGED, S_LAYOUT
-        )
+            q, ks.index(stage), scale, row, (own_high - 1) * BLOCK_K, K, hides, WG, WGS, BLOCK_K, PING_PONG, CAUSAL,
+            RAGGED, S_LAYOUT,
+        )  # fmt: skip
         _release(k_empty, stage, NAMED, K_FREE, WGS)
         total = _partial_sums(weights, BLOCK_K)
         p = gl.convert_layout(narrow(weights, DTYPE), P_LAYOUT)
         fill += 1
-        for _ in range(1, n):
+        for j in range(1, own_high - own_low):
+            col = (own_high - 1 - j) * BLOCK_K
             acc, top, total, p = _step(
-                q, ks, vs, zeros, acc, top, total, p, k_full, k_empty, v_full, v_empty, fill, scale,
-                WG, WGS, BLOCK_K, STAGES, PING_PONG, OVERLAP, NAMED, K_FREE, V_FREE, O_LAYOUT, P_LAYOUT, DTYPE,
+                q, ks, vs, zeros, acc, top, total, p, k_full, k_empty, v_full, v_empty, fill, scale, row, col, K,
+                hides, WG, WGS, BLOCK_K, STAGES, PING_PONG, OVERLAP, NAMED, K_FREE, V_FREE,
+                S_LAYOUT, O_LAYOUT, P_LAYOUT, DTYPE,
             )  # fmt: skip
             fill += 1
         mbarrier.arrive(q_empty.index(slot), count=1)
@@ -317,14 +368,23 @@ def _consumer(
         product = warpgroup_mma(p, vs.index(before), acc, is_async=True)
         sums = gl.convert_layout(gl.sum(total, 1), ROW_LAYOUT)
         lse = (top + gl.log2(sums)) * LN_2
+        if BOUNDED:
+            sums = gl.where(sums == 0.0, 1.0, sums)  # a query that sees nothing: o is 0, and the log-sum-exp -inf
         inverse = gl.convert_layout(1.0 / sums, gl.SliceLayout(1, O_LAYOUT))
         turn += 1
+        if BOUNDED:  # before the next tile is asked for: the producer announces it once it has loaded all of these
+            acc, p = warpgroup_mma_wait(0, deps=[product, p])
+            _release(v_empty, before, NAMED, V_FREE, WGS)
+            for _ in range(low, own_low):
+                _pass_over(k_full, k_empty, v_full, v_empty, fill, WG, WGS, STAGES, PING_PONG, NAMED, K_FREE, V_FREE)
+                fill += 1
         if DYNAMIC:
             index = _announced(tiles, tile_full, tile_empty, turn)
         else:
             index += gl.num_programs(0)
-        acc, p = warpgroup_mma_wait(0, deps=[product, p])
-        _release(v_empty, before, NAMED, V_FREE, WGS)
+        if not BOUNDED:
+            acc, p = warpgroup_mma_wait(0, deps=[product, p])
+            _release(v_empty, before, NAMED, V_FREE, WGS)
         acc = acc * inverse[:, None]
         if row < Q:
             out = outs.index(WG)
@@ -340,9 +400,14 @@ def _consumer(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_heads", "H", "G", "Q", "K", "num_tiles", "at_once"])
+@gluon.jit(
+    do_not_specialize=[
+        "num_heads", "H", "G", "Q", "K", "num_tiles", "at_once", "first_ptr", "end_ptr", "per_entry",
+    ]
+)  # fmt: skip
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, counter, scale, num_heads, H, G, Q, K, num_tiles, at_once,
+    first_ptr, end_ptr, per_entry,
     BLOCK_K: gl.constexpr, D: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, PING_PONG: gl.constexpr, OVERLAP: gl.constexpr, NAMED: gl.constexpr, DYNAMIC: gl.constexpr,
     CHAINED: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
@@ -350,6 +415,8 @@ def forward_kernel(
     """o and the natural log-sum-exp. `scale` in base 2; `counter`: two int32 zeros, zero again at the end.
 
     RAGGED: K is no multiple of BLOCK_K (which a causal kernel need not be told).
+    `first_ptr`, `end_ptr` and `per_entry` are the `extent` of `intervals.py`, of the queries, or None. A kernel that
+    reads it is CAUSAL: in the order of tiles, and as consumers see other keys than one another.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], DTYPE)
@@ -373,6 +440,7 @@ def forward_kernel(
     else:
         mailbox = tiles, k_full, k_full
     sizes = num_heads, H, G, Q, K, num_tiles, at_once
+    extent = first_ptr, end_ptr, per_entry
     fence_async_shared()
     # Named barriers: WGS for the ping-pong, then one for each stage of K and of V.
     K_FREE: gl.constexpr = FIRST_BARRIER + (WGS if PING_PONG else 0)
@@ -381,34 +449,34 @@ def forward_kernel(
     if WGS == 2:
         gl.warp_specialize([
             (_producer, (
-                q_desc, k_desc, v_desc, counter, queries, ring, mailbox, sizes, WGS, BLOCK_K, STAGES, CAUSAL,
+                q_desc, k_desc, v_desc, counter, queries, ring, mailbox, sizes, extent, WGS, BLOCK_K, STAGES, CAUSAL,
                 NAMED, DYNAMIC, CHAINED, K_FREE, V_FREE
             )),
             (_consumer, (
-                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 0, WGS, BLOCK_K, D, STAGES,
+                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, extent, 0, WGS, BLOCK_K, D, STAGES,
                 PING_PONG, OVERLAP, CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
             )),
             (_consumer, (
-                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 1, WGS, BLOCK_K, D, STAGES,
+                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, extent, 1, WGS, BLOCK_K, D, STAGES,
                 PING_PONG, OVERLAP, CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
             )),
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (_producer, (
-                q_desc, k_desc, v_desc, counter, queries, ring, mailbox, sizes, WGS, BLOCK_K, STAGES, CAUSAL,
+                q_desc, k_desc, v_desc, counter, queries, ring, mailbox, sizes, extent, WGS, BLOCK_K, STAGES, CAUSAL,
                 NAMED, DYNAMIC, CHAINED, K_FREE, V_FREE
             )),
             (_consumer, (
-                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 0, WGS, BLOCK_K, D, STAGES,
+                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, extent, 0, WGS, BLOCK_K, D, STAGES,
                 PING_PONG, OVERLAP, CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
             )),
             (_consumer, (
-                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 1, WGS, BLOCK_K, D, STAGES,
+                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, extent, 1, WGS, BLOCK_K, D, STAGES,
                 PING_PONG, OVERLAP, CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
             )),
             (_consumer, (
-                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, 2, WGS, BLOCK_K, D, STAGES,
+                o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, extent, 2, WGS, BLOCK_K, D, STAGES,
                 PING_PONG, OVERLAP, CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
             )),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+from lmsys.attention.bounds import Bounds
 from lmsys.attention.custom_ops import attend, autograd_function, custom_op
 from lmsys.attention.flash_gluon.backward import backward_kernel
 from lmsys.attention.flash_gluon.forward import forward_kernel
@@ -18,12 +19,14 @@ from lmsys.attention.flash_gluon.plans import (
     BackwardPlan,
     ForwardPlan,
     backward_plan,
+    bounded_plan,
     forward_plan,
     heads_at_once,
 )
 from lmsys.attention.flash_gluon.postprocess import postprocess_kernel
 from lmsys.attention.flash_gluon.preprocess import preprocess_kernel
 from lmsys.attention.flash_gluon.support import flash_gluon_supports
+from lmsys.attention.pattern import Pattern
 from lmsys.kernels.launch import raw_stream
 
 __all__ = ["FlashGluon", "flash_gluon", "flash_gluon_supports"]
@@ -37,6 +40,7 @@ HEADS_IN_ORDER = {64: 4, 128: 2}  # by head_dim: heads whose key tiles alternate
 FEW_WAVES = 8  # waves of CTAs: below this, the tail costs more than L2 reuse gains
 DQ_TILE = 4096  # numbers of dq that are added to at a time
 MOST_CLEARED = 8  # tiles of dq: more of them would keep the loads of a CTA that clears them waiting
+EXTENT = "first_ptr", "end_ptr", "per_entry", "query_end_ptr"  # of a pattern, the last of a backward alone
 # By consumers and CTAs of a processor: registers of a consumer's threads, and of all threads at the start.
 REGISTERS = {(2, 1): (240, 168), (2, 2): (104, 80), (3, 1): (160, 128)}
 
@@ -67,21 +71,29 @@ def _counter(device: int, stream: int) -> Tensor:
     return _counters[device, stream]
 
 
-def forward_options(head_dim: int, causal: bool, ragged: bool, plan: ForwardPlan) -> dict[str, Any]:
+def _extent(bounds: Bounds, *more: Tensor) -> tuple[Any, ...]:
+    """Values for EXTENT."""
+    return bounds.first.data_ptr(), bounds.end.data_ptr(), int(bounds.first.shape[0] > 1), *(x.data_ptr() for x in more)
+
+
+def forward_options(head_dim: int, causal: bool, ragged: bool, plan: ForwardPlan, bounded: bool) -> dict[str, Any]:
     """The constants and compiler options of `forward_kernel`."""
     registers, cap = REGISTERS[plan.consumers, plan.ctas]
     return {
         "BLOCK_K": plan.tile_k, "D": head_dim, "WGS": plan.consumers, "STAGES": plan.stages,
         "REGISTERS": registers, "PING_PONG": plan.ping_pong, "OVERLAP": plan.ctas == 1, "NAMED": plan.named,
         "DYNAMIC": plan.dynamic, "CHAINED": plan.chained, "CAUSAL": causal, "RAGGED": ragged, "maxnreg": cap,
-        "launch_pdl": plan.chained,
+        "launch_pdl": plan.chained, **dict.fromkeys(() if bounded else EXTENT[:3]),
     }  # fmt: skip
 
 
 class _Forward:
-    """The sizes, the grid and the binary that all calls of one shape share."""
+    """The sizes, the grid and the binary that all calls of one shape share.
 
-    def __init__(self, q: Tensor, k: Tensor, causal: bool, plan: ForwardPlan):
+    `bounded`: under a pattern, whose `_extent` each call brings. Plan and order are then those of causal attention.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, causal: bool, bounded: bool, plan: ForwardPlan):
         (batch, heads, queries, head_dim), (_, kv_heads, keys, _) = q.shape, k.shape
         self.device = q.device.index
         num_tiles = triton.cdiv(queries, plan.consumers * ROWS)
@@ -92,9 +104,10 @@ class _Forward:
         self.grid = min(plan.ctas * processors, num_heads * num_tiles)
         self.dynamic = plan.dynamic
         ragged = not causal and keys % plan.tile_k != 0
-        key = "forward", self.device, q.dtype, head_dim, causal, ragged, plan
+        key = "forward", self.device, q.dtype, head_dim, causal, bounded, ragged, plan
         if key not in _kernels:
             counter = torch.zeros(2, dtype=torch.int32, device=q.device)
+            extent = [counter, counter, 1] if bounded else []
             lse = torch.zeros(1, dtype=torch.float32, device=q.device)
             q_block, k_block = [1, 1, ROWS, head_dim], [1, 1, plan.tile_k, head_dim]
             sample = torch.empty(1, 1, 1, head_dim, dtype=q.dtype, device=q.device)
@@ -102,24 +115,28 @@ class _Forward:
                 forward_kernel,
                 [sample] * 4,
                 [q_block, k_block, k_block, q_block],
-                [lse, counter, 1.5, *self.sizes],
-                **forward_options(head_dim, causal, ragged, plan),
+                [lse, counter, 1.5, *self.sizes, *extent],
+                **forward_options(head_dim, causal, ragged, plan, bounded),
             )
         self.kernel = _kernels[key]
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float) -> None:
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, extent: tuple[Any, ...]
+    ) -> None:
         stream = raw_stream(self.device)
         counter = _counter(self.device, stream).data_ptr() if self.dynamic else 0
-        self.kernel(self.grid, stream, (q, k, v, o), (lse.data_ptr(), counter, scale * LOG2_E, *self.sizes))
+        others = lse.data_ptr(), counter, scale * LOG2_E, *self.sizes, *extent
+        self.kernel(self.grid, stream, (q, k, v, o), others)
 
 
 def backward_options(
-    head_dim: int, causal: bool, ragged: bool, grouped: bool, deterministic: bool, plan: BackwardPlan
+    head_dim: int, causal: bool, ragged: bool, grouped: bool, deterministic: bool, plan: BackwardPlan, bounded: bool
 ) -> dict[str, Any]:
     """The constants of `backward_kernel`."""
     return {
         "BLOCK_Q": BLOCK_Q[head_dim], "D": head_dim, "CAUSAL": causal, "RAGGED": ragged, "GROUPED": grouped,
         "PREFETCH": plan.prefetch, "SPREAD": not causal and (ragged or deterministic), "DETERMINISTIC": deterministic,
+        **dict.fromkeys(() if bounded else EXTENT),
     }  # fmt: skip
 
 
@@ -143,7 +160,9 @@ def ahead_of(at_once: int, num_key_tiles: int, num_heads: int, processors: int) 
 
 
 class _Backward:
-    def __init__(self, q: Tensor, k: Tensor, causal: bool, deterministic: bool, plan: BackwardPlan):
+    """As `_Forward`, for the three kernels of the backward."""
+
+    def __init__(self, q: Tensor, k: Tensor, causal: bool, bounded: bool, deterministic: bool, plan: BackwardPlan):
         (batch, heads, queries, head_dim), (_, kv_heads, keys, _) = q.shape, k.shape
         self.device, self.heads, self.queries = q.device.index, heads, queries
         self.block_q = BLOCK_Q[head_dim]
@@ -183,12 +202,13 @@ class _Backward:
         self.preprocess_grid = self.num_rows // self.rows
         self.postprocess_grid = self.num_rows // ROWS
         self.preprocess, self.main, self.postprocess = self._compiled(
-            q, head_dim, causal, keys, deterministic, group, plan
+            q, head_dim, causal, bounded, keys, deterministic, group, plan
         )
 
     def _compiled(
-        self, q: Tensor, head_dim: int, causal: bool, keys: int, deterministic: bool, group: int, plan: BackwardPlan
-    ) -> tuple[Kernel, Kernel, Kernel]:
+        self, q: Tensor, head_dim: int, causal: bool, bounded: bool, keys: int, deterministic: bool, group: int,
+        plan: BackwardPlan,
+    ) -> tuple[Kernel, Kernel, Kernel]:  # fmt: skip
         like = {"device": q.device}
         half = torch.empty(1, 1, 1, head_dim, dtype=q.dtype, **like)
         floats = torch.empty(128, **like)
@@ -202,9 +222,9 @@ class _Backward:
             return _kernels[key]
 
         preprocess = kept(
-            ("preprocess", *same), preprocess_kernel, [], [],
+            ("preprocess", *same, bounded), preprocess_kernel, [], [],
             [half, half, floats, floats, floats, floats, ints, longs, 0.5, *self.preprocess_sizes, *[8] * 6],
-            ROWS=self.rows, D=head_dim,
+            ROWS=self.rows, D=head_dim, BOUNDED=bounded,
         )  # fmt: skip
         postprocess = kept(
             ("postprocess", *same), postprocess_kernel, [], [], [floats, half, 0.5, *[8] * 6],
@@ -213,18 +233,20 @@ class _Backward:
         q_block, k_block, out_block = ([1, 1, rows, head_dim] for rows in (self.block_q, TILE_K, 64))
         row_block = [self.block_q]
         main = kept(
-            ("backward", *same, causal, ragged, deterministic, group > 1, plan.prefetch),
+            ("backward", *same, causal, bounded, ragged, deterministic, group > 1, plan.prefetch),
             backward_kernel,
             [half, half, half, half, floats, floats, half, half],
             [q_block, k_block, k_block, q_block, row_block, row_block, out_block, out_block],
-            [floats, longs, ints, 1.5, *self.sizes],
-            **backward_options(head_dim, causal, ragged, group > 1, deterministic, plan), maxnreg=168, launch_pdl=True,
+            [floats, longs, ints, 1.5, *self.sizes, *([ints, ints, 1, ints] if bounded else [])],
+            **backward_options(head_dim, causal, ragged, group > 1, deterministic, plan, bounded),
+            maxnreg=168,
+            launch_pdl=True,
         )  # fmt: skip
         return preprocess, main, postprocess
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor,
-        dq: Tensor, dk: Tensor, dv: Tensor, scale: float,
+        dq: Tensor, dk: Tensor, dv: Tensor, scale: float, extent: tuple[Any, ...],
     ) -> None:  # fmt: skip
         stream = raw_stream(self.device)
         space = torch.empty(self.floats, dtype=torch.float32, device=q.device)
@@ -241,7 +263,7 @@ class _Backward:
         )  # fmt: skip
         self.main(
             self.grid, stream, (q, k, v, do, lse2, delta, dk, dv),
-            (dq32.data_ptr(), parameters, dq_semaphore, scale * LOG2_E, *self.sizes),
+            (dq32.data_ptr(), parameters, dq_semaphore, scale * LOG2_E, *self.sizes, *extent),
         )  # fmt: skip
         self.postprocess(
             self.postprocess_grid, stream, (),
@@ -256,40 +278,56 @@ def _eighths(x: Tensor) -> tuple[int, int, int]:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, plan: ForwardPlan | None = None
-) -> tuple[Tensor, Tensor]:
-    """q (B, H, Q, D), k and v (B, Hkv, K, D) -> o (B, H, Q, D) and lse (B, H, Q), natural log, float32."""
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, plan: ForwardPlan | None = None,
+    pattern: Pattern | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """q (B, H, Q, D), k and v (B, Hkv, K, D) -> o (B, H, Q, D) and lse (B, H, Q), natural log, float32.
+
+    `pattern` stands in the place of `causal`.
+    """
     o = _like(q)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     q, k, v = _addressable(q), _addressable(k), _addressable(v)
-    key = "forward", q.shape, k.shape, q.dtype, causal, q.device.index, plan
+    bounded, extent = pattern is not None, ()
+    if pattern is not None:
+        bounds = pattern.bounds(q.shape[2], k.shape[2], q.device)  # kept until the kernel that reads it is launched
+        causal, extent = True, _extent(bounds)
+    key = "forward", q.shape, k.shape, q.dtype, causal, bounded, q.device.index, plan
     launch = _launches.get(key)
     with torch.cuda.device_of(q):
         if launch is None:
-            chosen = plan or forward_plan(q.shape[-1], causal, k.shape[2])
-            launch = _launches[key] = _Forward(q, k, causal, chosen)
-        launch.run(q, k, v, o, lse, scale)
+            suited = bounded_plan(q.shape[-1], k.shape[2]) if bounded else forward_plan(q.shape[-1], causal, k.shape[2])
+            chosen = plan or suited
+            launch = _launches[key] = _Forward(q, k, causal, bounded, chosen)
+        launch.run(q, k, v, o, lse, scale, extent)
     return o, lse
 
 
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, causal: bool, scale: float,
-    deterministic: bool | None = None, plan: BackwardPlan | None = None,
+    deterministic: bool | None = None, plan: BackwardPlan | None = None, pattern: Pattern | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq (B, H, Q, D), dk and dv (B, Hkv, K, D). `deterministic` defaults to what torch is set to."""
+    """dq (B, H, Q, D), dk and dv (B, Hkv, K, D). `deterministic` defaults to what torch is set to.
+
+    `pattern` stands in the place of `causal`.
+    """
     # autograd runs this in a thread of its own, where nothing may have bound a CUDA context yet. This call does.
     torch.cuda.is_current_stream_capturing()
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     dq, dk, dv = _like(q), _like(k), _like(v)
     q, k, v, o, do = _addressable(q), _addressable(k), _addressable(v), _addressable(o), _addressable(do)
-    key = "backward", q.shape, k.shape, q.dtype, causal, q.device.index, deterministic, plan
+    bounded, extent = pattern is not None, ()
+    if pattern is not None:
+        bounds = pattern.bounds(q.shape[2], k.shape[2], q.device)
+        causal, extent = True, _extent(bounds.of_keys, bounds.end)
+    key = "backward", q.shape, k.shape, q.dtype, causal, bounded, q.device.index, deterministic, plan
     launch = _launches.get(key)
     with torch.cuda.device_of(q):
         if launch is None:
             chosen = plan or backward_plan(q.shape[-1], causal, k.shape[2])
-            launch = _launches[key] = _Backward(q, k, causal, deterministic, chosen)
-        launch.run(q, k, v, o, lse, do, dq, dk, dv, scale)
+            launch = _launches[key] = _Backward(q, k, causal, bounded, deterministic, chosen)
+        launch.run(q, k, v, o, lse, do, dq, dk, dv, scale, extent)
     return dq, dk, dv
 
 
@@ -297,9 +335,12 @@ FlashGluon = autograd_function("FlashGluon", _forward, _backward)
 _custom_op = custom_op("flash_gluon", _forward, _backward)
 
 
-def flash_gluon(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+def flash_gluon(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, pattern: Pattern | None = None
+) -> Tensor:
     """softmax(scale · q kᵀ) v on Hopper: q (B, H, Q, D), k and v (B, Hkv, K, D) -> (B, H, Q, D), D 64 or 128.
 
     bfloat16 or float16. dq is added up in no fixed order, unless `torch.use_deterministic_algorithms(True)`.
+    `pattern`, of a window, documents or both, stands in the place of `causal`.
     """
-    return attend(FlashGluon, _custom_op, q, k, v, causal, scale)
+    return attend(FlashGluon, _custom_op, q, k, v, causal, scale, pattern)

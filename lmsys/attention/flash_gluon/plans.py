@@ -127,6 +127,11 @@ def forward_plan(head_dim: int, causal: bool, keys: int) -> ForwardPlan:
     return next(plan for longest, plan in FORWARD[head_dim, causal] if keys <= longest)
 
 
+def bounded_plan(head_dim: int, keys: int) -> ForwardPlan:
+    """The causal plan for a forward under a pattern, whose intervals find no registers where two CTAs share them."""
+    return next(plan for longest, plan in FORWARD[head_dim, True] if keys <= longest and plan.ctas == 1)
+
+
 def backward_plan(head_dim: int, causal: bool, keys: int) -> BackwardPlan:
     return next(plan for longest, plan in BACKWARD[head_dim, causal] if keys <= longest)
 

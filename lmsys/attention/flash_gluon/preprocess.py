@@ -17,7 +17,7 @@ def preprocess_kernel(
     o_ptr, do_ptr, lse_ptr, lse2_ptr, delta_ptr, dq32_ptr, dq_semaphore, parameters, sm_scale,
     num_heads, H, G, Q, Q_PADDED, num_key_tiles, at_once, team, num_semaphores, num_cleared,
     o_b, o_h, o_q, do_b, do_h, do_q,
-    ROWS: tl.constexpr, D: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
     """delta and the base-2 log-sum-exp (B H, Q_PADDED), zeros in dq_semaphore and the first `num_cleared` heads of dq.
 
@@ -39,6 +39,8 @@ def preprocess_kernel(
     do = tl.load(do_ptr + do_rows[:, None] + cols[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
     # Rows past the end get a log-sum-exp of inf, which makes their P zero.
     lse = tl.load(lse_ptr + bh.to(tl.int64) * Q + rows, mask=inside, other=float("inf"))
+    if BOUNDED:  # so do those that see nothing
+        lse = tl.where(lse == float("-inf"), float("inf"), lse)
     padded = bh * Q_PADDED + rows
     tl.store(lse2_ptr + padded, lse * 1.4426950408889634)
     tl.store(delta_ptr + padded, tl.sum(o * do, 1))

@@ -12,10 +12,11 @@ HEAD_DIMS = (64, 128)
 SELFTEST = "lmsys.attention.flash_gluon.selftest:run"
 SOURCES = Path(__file__).parent, Path(launch.__file__)
 HOPPER = (9, 0)
+PATTERNS = "window", "documents"
 
 
 def flash_gluon_supports(case: AttentionCase) -> str | None:
-    if reason := why_not_plain(case):
+    if reason := why_not_plain(case, *PATTERNS):
         return reason
     if case.device != "cuda":
         return "runs on CUDA"

@@ -1,0 +1,173 @@
+"""Windows and documents in the kernels of `flash_gluon`, simulated on the CPU: results, the tiles visited, the order."""
+
+from collections import Counter
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+pytest.importorskip("triton", reason="pip install triton==3.6.0 for the Gluon kernels")
+
+import torch  # noqa: E402
+from hypothesis import example, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from lmsys.attention import AttentionCase, Documents, Pattern  # noqa: E402
+from lmsys.attention.flash_gluon.support import flash_gluon_supports  # noqa: E402
+from lmsys.kernels.tritons import KNOWN_TRITON, is_known  # noqa: E402
+from lmsys.testing import Oracle, make_inputs  # noqa: E402
+from tests.support import gluon_simulator  # noqa: E402
+from tests.support.gluon_simulator import simulated  # noqa: E402
+from tests.support.patterns import document_lengths, make_pattern  # noqa: E402
+from tests.support.variants import some  # noqa: E402
+
+known = pytest.mark.skipif(not is_known(), reason=f"pip install triton=={KNOWN_TRITON[0]}, for which they are written")
+CPU = torch.device("cpu")
+SEEDS = st.integers(0, 2**31)
+lengths = st.one_of(st.sampled_from([1, 64, 128, 129, 192, 193, 257]), st.integers(1, 300))
+
+
+@st.composite
+def patterned(draw: st.DrawFn) -> AttentionCase:
+    """A window, documents or both, of one or three query heads to a key head."""
+    window = draw(st.none() | st.integers(1, 320))
+    documents = window is None or draw(st.booleans())
+    keys = draw(lengths)
+    queries = keys if documents else draw(lengths)
+    heads, kv_heads = draw(st.sampled_from([(2, 2), (3, 1)]))
+    head_dim, causal = draw(st.sampled_from([64, 128])), window is not None or draw(st.booleans())
+    batch = draw(st.integers(1, 2))
+    return AttentionCase(
+        batch, heads, kv_heads, queries, keys, head_dim, "bfloat16", causal, grad=True, window=window,
+        documents=documents,
+    )  # fmt: skip
+
+
+def product() -> Any:
+    from lmsys.attention.flash_gluon import kernels
+
+    return kernels
+
+
+def assert_right(case: AttentionCase, seed: int, plan: Any = None, orders: tuple[bool, ...] = (False, True)) -> None:
+    """o, the log-sum-exp and the gradients, the latter in each of the `orders` of additions to dq."""
+    x, pattern, scale = make_inputs(case, seed), make_pattern(case, seed), case.head_dim**-0.5
+    oracle = Oracle(case, x, pattern=pattern)
+    with simulated():
+        o, lse = product()._forward(x.q, x.k, x.v, case.causal, scale, plan, pattern)
+        outputs = {"o": o, "lse": lse}
+        for deterministic in orders:
+            grads = product()._backward(
+                x.q, x.k, x.v, o, lse, x.do, case.causal, scale, deterministic, pattern=pattern
+            )
+            outputs |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
+            ratios = oracle.error_ratios(outputs, rms=True)
+            assert max(ratios.values()) <= 1, (deterministic, ratios)
+
+
+WIDE = AttentionCase(1, 2, 1, 300, 300, 64, "bfloat16", True, grad=True, window=130)
+BLIND = AttentionCase(1, 2, 2, 400, 130, 128, "bfloat16", True, grad=True, window=50)
+
+
+@known
+@settings(max_examples=3)
+@given(case=patterned(), seed=SEEDS)
+@example(case=WIDE, seed=0)
+@example(case=BLIND, seed=1)
+def test_simulated_it_matches_the_oracle(case: AttentionCase, seed: int) -> None:
+    assert_right(case, seed)
+
+
+def every_plan() -> list[tuple[int, Any]]:
+    from lmsys.attention.flash_gluon.plans import FORWARD
+
+    return [(head_dim, plan) for head_dim in (64, 128) for _, plan in FORWARD[head_dim, True] if plan.ctas == 1]
+
+
+@known
+@settings(max_examples=1)
+@given(queries=lengths, keys=lengths, window=st.integers(1, 200), seed=SEEDS)
+@example(queries=600, keys=600, window=100, seed=0)
+@pytest.mark.parametrize(("head_dim", "plan"), some(every_plan(), 3) if is_known() else [])
+def test_every_plan_passes_over_tiles_on_either_side(
+    head_dim: int, plan: Any, queries: int, keys: int, window: int, seed: int
+) -> None:
+    """On a GPU of two multiprocessors, so that a CTA comes to several tiles, and its consumers to different keys."""
+    case = AttentionCase(1, 2, 2, queries, keys, head_dim, "bfloat16", True, window=window)
+    with patch.object(gluon_simulator, "PROCESSORS", 2):
+        assert_right(case, seed, plan, orders=())
+
+
+def bounds_of(length: int, window: int | None, causal: bool, documents: bool, seed: int) -> tuple[Pattern, Any]:
+    packed = Documents(document_lengths(length, seed)) if documents else None
+    pattern = Pattern(causal or window is not None, window, documents=packed)
+    return pattern, pattern.bounds(length, length, CPU)
+
+
+def extent_of(bounds: Any) -> tuple[Any, ...]:
+    pointers = (gluon_simulator.Pointer(x.data_ptr(), torch.int32) for x in (bounds.first, bounds.end))
+    return *pointers, torch.tensor(0)
+
+
+@settings(max_examples=20)
+@given(
+    length=st.integers(1, 900), window=st.none() | st.integers(1, 500), causal=st.booleans(), documents=st.booleans(),
+    seed=SEEDS, block_q=st.sampled_from([64, 128]),
+)  # fmt: skip
+def test_no_tile_is_visited_that_hides_all_nor_masked_that_hides_nothing(
+    length: int, window: int | None, causal: bool, documents: bool, seed: int, block_q: int
+) -> None:
+    """Between the first and the last tile in which somebody sees something; a mask where not all see all."""
+    pattern, bounds = bounds_of(length, window, causal, documents, seed)
+    seen = pattern.seen(length, length, CPU).expand(1, 1, length, length)[0, 0]
+    backward, forward = gluon_simulator.kernels("backward"), gluon_simulator.kernels("forward")
+    here = gluon_simulator.here
+    gluon_simulator._enter(gluon_simulator.Machine(), gluon_simulator.Cta(gluon_simulator.Machine(), 0, 1))
+    assert here.cta.program == 0
+    for n in range((length + 127) // 128):
+        keys, queries = slice(128 * n, 128 * n + 128), slice(128 * n, 128 * n + 128)
+        low, end, masked_until, masked_from = (
+            int(x) for x in backward["_visited"](*extent_of(bounds.of_keys), 0, torch.tensor(n), length, block_q)
+        )
+        tiles = seen[:, keys].split(block_q)
+        some_see = [m for m, tile in enumerate(tiles) if tile.any()]
+        assert (low, end) == (some_see[0], some_see[-1] + 1)
+        ragged = 128 * (n + 1) > length
+        for m in some_see:
+            last = block_q * (m + 1) > length  # rows past the end have weights of zero
+            assert (m < masked_until or m >= masked_from) == (not tiles[m].all()) or ragged or last
+        low, high = forward["_key_tiles"](extent_of(bounds), torch.tensor(0), 1, torch.tensor(n), length, length,
+                                          True, 128, 128)  # fmt: skip
+        some_see = [j for j, tile in enumerate(seen[queries].split(128, 1)) if tile.any()]
+        assert (int(low), int(high)) == (some_see[0], some_see[-1] + 1)
+
+
+@settings(max_examples=20)
+@given(
+    length=st.integers(1, 900), window=st.none() | st.integers(1, 500), causal=st.booleans(), documents=st.booleans(),
+    seed=SEEDS, block_q=st.sampled_from([64, 128]),
+)  # fmt: skip
+def test_key_tiles_wait_for_those_on_their_right_alone(
+    length: int, window: int | None, causal: bool, documents: bool, seed: int, block_q: int
+) -> None:
+    """In the deterministic order, at each tile of queries: the values to wait for are 0, 1, 2 ... from the highest."""
+    _, bounds = bounds_of(length, window, causal, documents, seed)
+    backward = gluon_simulator.kernels("backward")
+    machine = gluon_simulator.Machine()
+    gluon_simulator._enter(machine, gluon_simulator.Cta(machine, 0, 1))
+    ends = extent_of(bounds)[1]
+    visits = Counter[int]()
+    for n in reversed(range((length + 127) // 128)):
+        low, end, *_ = backward["_visited"](*extent_of(bounds.of_keys), 0, torch.tensor(n), length, block_q)
+        for m in range(int(low), int(end)):
+            value = backward["semaphore_value"](n, torch.tensor(m), 0, 0, 0, ends, length, True, block_q)
+            assert int(value) == visits[m]
+            visits[m] += 1
+
+
+def test_it_says_which_options_it_does_not_know() -> None:
+    case = AttentionCase(1, 2, 2, 64, 64, 64, "bfloat16", True, device="cuda", capability=(9, 0), window=5)
+    if is_known():
+        assert flash_gluon_supports(case) is None
+    refused = AttentionCase(1, 2, 2, 64, 64, 64, "bfloat16", True, offset=3, softcap=2.0, documents=True)
+    assert flash_gluon_supports(refused) == "knows no offset and no softcap"
