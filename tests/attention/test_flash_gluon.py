@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lmsys.attention import ATTENTION
+from lmsys.attention import ATTENTION, Documents, Pattern
 from lmsys.measure.repeats import MOST, repeated
 from lmsys.testing import Oracle, make_inputs, run
 from tests.support.attention_rows import Row, growing
@@ -347,6 +347,61 @@ def test_graphs_replay_and_streams_do_not_disturb_one_another(causal: bool) -> N
         for one, (_, replayed), other in zip(eager, graphs, expected, strict=True):
             for mine, its, right in zip(one, replayed, other, strict=True):
                 assert torch.equal(mine, right) and torch.equal(its, right)
+
+
+@settings(max_examples=40)
+@given(
+    length=st.integers(1, 1024), window=st.integers(1, 1100), head_dim=st.sampled_from([64, 128]),
+    kv_heads=st.sampled_from([1, 2, 4]), dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    deterministic=st.booleans(), seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_whole_numbers_under_a_window_are_exact(
+    length: int, window: int, head_dim: int, kv_heads: int, dtype: torch.dtype, deterministic: bool, seed: int
+) -> None:
+    from lmsys.attention.flash_gluon import selftest
+
+    shape = selftest.Shape(3, 4, kv_heads, length, length, head_dim, True, window)
+    selftest.check(shape, dtype, (None, None), deterministic, seed, torch.device("cuda"))
+
+
+PATTERNS: dict[str, dict[str, Any]] = {
+    "window": {"causal": True, "window": 1024},
+    "narrow window": {"causal": True, "window": 65},
+    "documents": {"lengths": [1, 700, 63, 64, 129, 2000, 1043]},
+    "causal documents": {"causal": True, "lengths": [500] * 8},
+    "window and documents": {"causal": True, "window": 300, "lengths": [1] * 100 + [1900, 2000]},
+}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_patterns_match_the_oracle_in_both_orders_and_in_graphs(name: str, head_dim: int) -> None:
+    """Grouped heads, more CTAs than the GPU takes at once; the fixed order repeats, a graph gives the same bits."""
+    told = dict(PATTERNS[name])
+    documents = Documents(told.pop("lengths"), "cuda") if "lengths" in told else None
+    pattern = Pattern(**told, documents=documents)
+    case = ROW.case(
+        batch=2, heads=8, kv_heads=2, queries=4000, keys=4000, head_dim=head_dim, causal=pattern.causal, grad=True,
+        dtype="bfloat16", window=pattern.window, documents=documents is not None,
+    )  # fmt: skip
+    x, scale = make_inputs(case, 0), head_dim**-0.5
+
+    def run_both(deterministic: bool) -> tuple[Tensor, ...]:
+        o, lse = kernels()._forward(x.q, x.k, x.v, case.causal, scale, pattern=pattern)
+        arguments = x.q, x.k, x.v, o, lse, x.do, case.causal, scale, deterministic
+        return o, lse, *kernels()._backward(*arguments, pattern=pattern)
+
+    oracle = Oracle(case, x, pattern=pattern)
+    for deterministic in (False, True):
+        found = run_both(deterministic)
+        ratios = oracle.error_ratios(dict(zip(("o", "lse", "dq", "dk", "dv"), found, strict=True)), rms=True)
+        assert max(ratios.values()) <= 1, (deterministic, ratios)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run_both(True)
+    for again in (run_both(True), captured):
+        graph.replay()
+        assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
 
 
 def test_a_backward_may_be_the_first_cuda_work_of_its_thread() -> None:

@@ -22,7 +22,7 @@ import triton  # noqa: E402
 from hypothesis import example, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from lmsys.attention import AttentionCase  # noqa: E402
+from lmsys.attention import AttentionCase, Pattern  # noqa: E402
 from lmsys.attention.flash_gluon.support import flash_gluon_supports  # noqa: E402
 from lmsys.attention.naive import naive  # noqa: E402
 from lmsys.kernels.tritons import KNOWN_TRITON, ON_GPUS, is_known, version  # noqa: E402
@@ -365,8 +365,9 @@ def test_the_kernels_for_hopper_are_well_made() -> None:
         assert line["registers"] * 128 * (1 + consumers) * ctas <= 65536, line
         assert (line["shared"] + 1024) * ctas <= 228 * 1024, line
         # In the first tile and in a step Q K^T takes D / 16, P V tile_k / 16. Causal, half a first tile of 128 keys
-        # for those consumers whose queries may begin with it: of two the first, of three any.
-        halves = line["causal"] * (tile_k == 128) * {2: 1, 3: 3}[consumers] * head_dim // 16
+        # for those consumers whose queries may begin with it: of two the first, of three, or under a pattern, any.
+        may_begin = consumers if line.get("bounded") else {2: 1, 3: 3}[consumers]
+        halves = line["causal"] * (tile_k == 128) * may_begin * head_dim // 16
         expected = consumers * 2 * (head_dim + tile_k) // 16 + halves if forward else walks * 2 * 32
         assert line["HGMMA"] == expected, line
         assert line["waits"] <= line["HGMMA"] // 3, f"a wait after every matmul: the compiler serialised them: {line}"
@@ -448,15 +449,15 @@ def test_another_triton_is_tried_from_within_compiled_functions(
     assert len((tmp_path / "count").read_text().split()) == 1
 
 
-@pytest.mark.parametrize(("head_dim", "causal"), [(64, True), (128, False)])
-def test_the_selftest_is_exact(head_dim: int, causal: bool) -> None:
+@pytest.mark.parametrize(("head_dim", "causal", "window"), [(64, True, None), (128, False, None), (64, True, 40)])
+def test_the_selftest_is_exact(head_dim: int, causal: bool, window: int | None) -> None:
     """The truth of its whole numbers is that of `naive`, to the rounding of float64."""
     from lmsys.attention.flash_gluon import selftest
 
-    shape = selftest.Shape(1, 4, 2, 150, 90, head_dim, causal)
+    shape = selftest.Shape(1, 4, 2, 150, 150 if window else 90, head_dim, causal, window)
     q, k, v, do, weights = selftest.draw(shape, 0)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    o = naive(*leaves, causal=causal, scale=selftest.SCALE)
+    o = naive(*leaves, pattern=Pattern(causal, window), scale=selftest.SCALE)
     found = dict(zip(("o", "dq", "dk", "dv"), (o, *torch.autograd.grad(o, leaves, do)), strict=True))
     expected = selftest.truth(shape, q, k, v, do, weights)
     assert found.keys() == expected.keys()
@@ -482,13 +483,23 @@ def test_the_selftest_asks_every_plan_and_both_orders(monkeypatch: pytest.Monkey
         assert {(shape.head_dim, shape.causal, both[i]) for shape, _, both, *_ in asked} == expected
     orders = {(shape.head_dim, shape.causal, deterministic) for shape, _, _, deterministic, *_ in asked}
     assert orders == set(itertools.product((64, 128), (False, True), (False, True)))
+    windowed = {(shape.head_dim, deterministic) for shape, _, _, deterministic, *_ in asked if shape.window}
+    assert windowed == set(itertools.product((64, 128), (False, True)))
 
 
 @known
 @pytest.mark.parametrize("fault", [None, "o", "dq", "dk", "dv"])
-@pytest.mark.parametrize(("head_dim", "causal", "deterministic"), [(64, True, False), (128, False, True)])
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "deterministic", "window"),
+    [(64, True, False, None), (128, False, True, None), (128, True, True, 70)],
+)
 def test_the_selftest_refuses_what_is_not_exact(
-    head_dim: int, causal: bool, deterministic: bool, fault: str | None, monkeypatch: pytest.MonkeyPatch
+    head_dim: int,
+    causal: bool,
+    deterministic: bool,
+    window: int | None,
+    fault: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One number of a result that is off by the least that its dtype can be."""
     from lmsys.attention.flash_gluon import selftest
@@ -513,7 +524,7 @@ def test_the_selftest_refuses_what_is_not_exact(
 
     monkeypatch.setattr(product(), "_forward", run_forward)
     monkeypatch.setattr(product(), "_backward", run_backward)
-    shape = selftest.Shape(1, 2, 1, 200, 150, head_dim, causal)
+    shape = selftest.Shape(1, 2, 1, 200, 200 if window else 150, head_dim, causal, window)
     plans = forward_plan(head_dim, causal, 150), backward_plan(head_dim, causal, 150)
     with simulated(), nullcontext() if fault is None else pytest.raises(ValueError, match=f"^{fault} is wrong"):
         selftest.check(shape, torch.bfloat16, plans, deterministic, 0, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Windows and documents in the kernels of `flash_gluon`, simulated on the CPU: results, the tiles visited, the order."""
+"""Windows and documents in the kernels of `flash_gluon`, simulated on the CPU: results, tiles visited, order."""
 
 from collections import Counter
 from typing import Any
@@ -57,20 +57,18 @@ def assert_right(case: AttentionCase, seed: int, plan: Any = None, orders: tuple
         o, lse = product()._forward(x.q, x.k, x.v, case.causal, scale, plan, pattern)
         outputs = {"o": o, "lse": lse}
         for deterministic in orders:
-            grads = product()._backward(
-                x.q, x.k, x.v, o, lse, x.do, case.causal, scale, deterministic, pattern=pattern
-            )
+            grads = product()._backward(x.q, x.k, x.v, o, lse, x.do, case.causal, scale, deterministic, pattern=pattern)
             outputs |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
             ratios = oracle.error_ratios(outputs, rms=True)
             assert max(ratios.values()) <= 1, (deterministic, ratios)
 
 
-WIDE = AttentionCase(1, 2, 1, 300, 300, 64, "bfloat16", True, grad=True, window=130)
-BLIND = AttentionCase(1, 2, 2, 400, 130, 128, "bfloat16", True, grad=True, window=50)
+WIDE = AttentionCase(1, 2, 1, 280, 280, 64, "bfloat16", True, grad=True, window=130)
+BLIND = AttentionCase(1, 1, 1, 250, 130, 128, "bfloat16", True, grad=True, window=50)
 
 
 @known
-@settings(max_examples=3)
+@settings(max_examples=1)
 @given(case=patterned(), seed=SEEDS)
 @example(case=WIDE, seed=0)
 @example(case=BLIND, seed=1)
@@ -88,7 +86,7 @@ def every_plan() -> list[tuple[int, Any]]:
 @settings(max_examples=1)
 @given(queries=lengths, keys=lengths, window=st.integers(1, 200), seed=SEEDS)
 @example(queries=600, keys=600, window=100, seed=0)
-@pytest.mark.parametrize(("head_dim", "plan"), some(every_plan(), 3) if is_known() else [])
+@pytest.mark.parametrize(("head_dim", "plan"), some(every_plan(), 4) if is_known() else [])
 def test_every_plan_passes_over_tiles_on_either_side(
     head_dim: int, plan: Any, queries: int, keys: int, window: int, seed: int
 ) -> None:
@@ -109,7 +107,7 @@ def extent_of(bounds: Any) -> tuple[Any, ...]:
     return *pointers, torch.tensor(0)
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(
     length=st.integers(1, 900), window=st.none() | st.integers(1, 500), causal=st.booleans(), documents=st.booleans(),
     seed=SEEDS, block_q=st.sampled_from([64, 128]),
@@ -121,9 +119,6 @@ def test_no_tile_is_visited_that_hides_all_nor_masked_that_hides_nothing(
     pattern, bounds = bounds_of(length, window, causal, documents, seed)
     seen = pattern.seen(length, length, CPU).expand(1, 1, length, length)[0, 0]
     backward, forward = gluon_simulator.kernels("backward"), gluon_simulator.kernels("forward")
-    here = gluon_simulator.here
-    gluon_simulator._enter(gluon_simulator.Machine(), gluon_simulator.Cta(gluon_simulator.Machine(), 0, 1))
-    assert here.cta.program == 0
     for n in range((length + 127) // 128):
         keys, queries = slice(128 * n, 128 * n + 128), slice(128 * n, 128 * n + 128)
         low, end, masked_until, masked_from = (
@@ -142,7 +137,7 @@ def test_no_tile_is_visited_that_hides_all_nor_masked_that_hides_nothing(
         assert (int(low), int(high)) == (some_see[0], some_see[-1] + 1)
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(
     length=st.integers(1, 900), window=st.none() | st.integers(1, 500), causal=st.booleans(), documents=st.booleans(),
     seed=SEEDS, block_q=st.sampled_from([64, 128]),
@@ -153,8 +148,6 @@ def test_key_tiles_wait_for_those_on_their_right_alone(
     """In the deterministic order, at each tile of queries: the values to wait for are 0, 1, 2 ... from the highest."""
     _, bounds = bounds_of(length, window, causal, documents, seed)
     backward = gluon_simulator.kernels("backward")
-    machine = gluon_simulator.Machine()
-    gluon_simulator._enter(machine, gluon_simulator.Cta(machine, 0, 1))
     ends = extent_of(bounds)[1]
     visits = Counter[int]()
     for n in reversed(range((length + 127) // 128)):

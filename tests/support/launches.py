@@ -75,7 +75,7 @@ def main(capability: int) -> None:
 
 
 def gluon(stub: Stub) -> None:
-    """A forward and a backward of `flash_gluon`."""
+    """A forward and a backward of `flash_gluon`, dense and under a pattern."""
 
     class Both:
         """In the place of its `Kernel`: an address is for Triton's own way a tensor that begins there."""
@@ -98,8 +98,9 @@ def gluon(stub: Stub) -> None:
 
     q, k, v, do = (torch.randn(1, heads, 200, 64, dtype=torch.bfloat16) for heads in (4, 2, 2, 4))
     with simulated(), patch.object(kernels, "Kernel", Both):
-        o, lse = kernels._forward(q, k, v, True, 0.125)
-        kernels._backward(q, k, v, o, lse, do, True, 0.125, False)
+        for pattern in (None, Pattern(True, 70)):
+            o, lse = kernels._forward(q, k, v, True, 0.125, pattern=pattern)
+            kernels._backward(q, k, v, o, lse, do, True, 0.125, False, pattern=pattern)
 
 
 def begins_at(address: int, dtype: torch.dtype) -> Tensor:

@@ -146,7 +146,8 @@ def hazards(sass: str) -> int:
 def main(dtypes: list[str], every: bool) -> None:
     """One of each kernel by head_dim and mask, of the backward in both orders and one that is all that it can be.
 
-    Of the forward also the one for short sequences; of both also one under a pattern. `every`: of each plan and candidate, ragged and grouped too.
+    Of the forward also the one for short sequences; of both also one under a pattern.
+    `every`: of each plan and candidate, ragged and grouped too.
     """
     for dtype_name in dtypes:
         dtype = getattr(torch, dtype_name)

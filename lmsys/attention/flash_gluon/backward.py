@@ -1,8 +1,9 @@
 """The backward: one pass over tiles of keys, five matmuls for each tile of queries, dq added up in global memory.
 
 After FlashAttention-2 (Dao 2023, arXiv 2307.08691, Algorithm 2) with the transposed scores of FlashAttention-3:
-P and dS leave the registers of one matmul for the next. dq is added up in float32. `preprocess` and `postprocess` hold
-the kernels before and after.
+P and dS leave the registers of one matmul for the next. dq is added up in float32. Under a pattern a CTA walks over the
+tiles of queries that see its keys, whose intervals wait in shared memory for the masks: pointers to them would occupy
+registers all through the loop. `preprocess` and `postprocess` hold the kernels before and after.
 
 Legend: B batch, H query heads, Hkv key heads, G = H / Hkv, Q queries, K keys, D head dimension.
 """
@@ -80,7 +81,8 @@ def _load_tiles(
     BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, AROUND: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     """Loads the queries of steps `first` to `last`, after the tile at `place`; in a fixed order also acquires dq's."""
-    batch, first_head, low, end, start, num_tiles, steps = work
+    batch, first_head, walk = work
+    low, end, start, num_tiles, steps = walk
     high = num_tiles if end is None else end
     head, m = place
     for step in range(first, last):
@@ -89,7 +91,7 @@ def _load_tiles(
         padded = (batch * H + head) * Q_PADDED + row
         _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, head, row, padded, step)
         if DETERMINISTIC:
-            dq_tile = release_and_acquire(order, step, dq_tile, work, BLOCK_Q, CAUSAL, AROUND)
+            dq_tile = release_and_acquire(order, step, dq_tile, walk, BLOCK_Q, CAUSAL, AROUND)
     return dq_tile, (head, m)
 
 
@@ -101,7 +103,8 @@ def _producer(
     """Loads all tiles of queries but the first. In the deterministic mode it also acquires and releases dq's tiles for
     the consumers; else, once the ring is full, it writes zeros into dq for a later head.
     """
-    batch, head, low, end, start, num_tiles, steps = work
+    batch, head, walk = work
+    low, end, start, num_tiles, steps = walk
     dq_tile = batch * H + head, start
     place = head, start
     first = 1
@@ -122,7 +125,7 @@ def _producer(
     for step in range(gl.maximum(steps, FIRST), steps + STAGES):  # arrivals have to be met before the CTA may end
         _await_free(step, Q_FREE)
         if DETERMINISTIC:
-            dq_tile = release_and_acquire(order, step, dq_tile, work, BLOCK_Q, CAUSAL, AROUND)
+            dq_tile = release_and_acquire(order, step, dq_tile, walk, BLOCK_Q, CAUSAL, AROUND)
     for step in range(gl.maximum(steps, STAGES), steps + STAGES):
         _await_free(step, DO_FREE)
 
@@ -133,9 +136,9 @@ def _hide(
 ):  # fmt: skip
     """0 where a query may not look: (keys, queries), and for keys past the end."""
     KEY_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    keys = n * BLOCK_K + WG * 64 + gl.arange(0, 64, layout=KEY_LAYOUT)
     queries = m * BLOCK_Q + gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, S_LAYOUT))
     if spans is None:
-        keys = n * BLOCK_K + WG * 64 + gl.arange(0, 64, layout=KEY_LAYOUT)
         first = gl.where(keys < K, keys if CAUSAL else 0, NEVER)
         visible = queries[None, :] >= first[:, None]
     else:
@@ -255,12 +258,12 @@ def _walk(
 @gluon.jit
 def _consumer(
     dq_ptr, dk_desc, dv_desc, parameters, scale, kvs, ring, dss,
-    bh, n, work, masked, K,
+    bh, n, walk, masked, K,
     WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
     AROUND: gl.constexpr, PREFETCH: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     ks, vs, kv_full = kvs
-    _, _, low, end, start, num_tiles, steps = work
+    low, end, start, num_tiles, steps = walk
     high = num_tiles if end is None else end
     DTYPE: gl.constexpr = dk_desc.dtype
     k = ks.slice(WG * 64, 64)
@@ -411,25 +414,26 @@ def backward_kernel(
         padded = kv_bh * G * Q_PADDED + row
         _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, kv_head * G, row, padded, 0)
     if BOUNDED:
-        work = batch, kv_head * G, low, end, start, num_tiles, steps
+        walk = low, end, start, num_tiles, steps
         masked = masked_until, masked_from, spans
         order = dq_semaphore, n, num_key_tiles, team, ends, Q
     else:
-        work = batch, kv_head * G, low, None, start, num_tiles, steps
+        walk = low, None, start, num_tiles, steps
         masked = masked_until, None, None
         order = dq_semaphore, n, num_key_tiles, team, None, None
     clearing = dq_ptr, kv_bh, num_heads, ahead, G * (Q_PADDED * D // 4096)
+    work = batch, kv_head * G, walk
     gl.warp_specialize([
             (_producer, (
                 q_desc, do_desc, lse_desc, delta_desc, ring, work, order, clearing, H, Q_PADDED, BLOCK_Q, CAUSAL,
                 AROUND, DETERMINISTIC
             )),
             (_consumer, (
-                dq_ptr, dk_desc, dv_desc, parameters, scale, kvs, ring, dss, bh, n, work, masked, K,
+                dq_ptr, dk_desc, dv_desc, parameters, scale, kvs, ring, dss, bh, n, walk, masked, K,
                 0, D, BLOCK_Q, CAUSAL, RAGGED, AROUND, PREFETCH, DETERMINISTIC
             )),
             (_consumer, (
-                dq_ptr, dk_desc, dv_desc, parameters, scale, kvs, ring, dss, bh, n, work, masked, K,
+                dq_ptr, dk_desc, dv_desc, parameters, scale, kvs, ring, dss, bh, n, walk, masked, K,
                 1, D, BLOCK_Q, CAUSAL, RAGGED, AROUND, PREFETCH, DETERMINISTIC
             )),
     ], [4, 4], [240, 240])  # fmt: skip

@@ -77,10 +77,10 @@ def semaphore_value(n, m, num_tiles, num_key_tiles, team, ends, Q, CAUSAL: gl.co
 
 
 @gluon.jit
-def release_and_acquire(order, step, dq_tile, work, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, AROUND: gl.constexpr):
+def release_and_acquire(order, step, dq_tile, walk, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, AROUND: gl.constexpr):
     """Releases the tile of dq that step - STAGES has added to; then acquires the one of the step after it."""
     dq_semaphore, n, num_key_tiles, team, ends, Q = order
-    _, _, low, end, start, num_tiles, steps = work
+    low, end, start, num_tiles, steps = walk
     high = num_tiles if end is None else end
     bh, m = dq_tile
     if step >= STAGES:

@@ -3,7 +3,8 @@
 After FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608, Algorithms 1 and 2). Keys are walked from the right,
 so that the tiles that need a mask come first. In every step the product Q Kᵀ of one tile and P V of the tile
 before it run under one another's softmax; where two CTAs share a processor, P V comes first, and both run under the
-other CTA's softmax.
+other CTA's softmax. Under a pattern a CTA visits the key tiles between the first and the last that its queries see, and
+a consumer passes over those on either side that only the others see.
 
 Legend: B batch, H query heads, G query heads of one key head, Q queries, K keys, D head dimension.
 """

@@ -6,14 +6,17 @@ Keys come in pairs that differ in the last element alone, where queries are 0: a
 Legend: B batch, H query heads, Hkv key heads, Q queries, K keys, D head dimension.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lmsys.attention.pattern import Pattern
+
 SCALE = 8.0  # scores of different pairs are so far apart that float32 has no weight for the lower one
 BITS = 9  # of the number of a pair
+WINDOW = 150  # its edge crosses tiles of keys in which consumers differ
 ROUNDS = 3  # a wait that is missing shows now and then
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -29,6 +32,7 @@ class Shape:
     keys: int = 700
     head_dim: int = 64
     causal: bool = False
+    window: int | None = None  # keys that a query sees at most; it needs causal, and as many keys as queries
 
 
 def run(capability: tuple[int, int]) -> None:
@@ -42,6 +46,9 @@ def run(capability: tuple[int, int]) -> None:
             for seed in range(ROUNDS):
                 shape = Shape(head_dim=head_dim, causal=causal)
                 check(shape, DTYPES[i % 2], (forward, backward), i % 2 == 1, seed, torch.device("cuda", number))
+                if causal and forward.ctas == 1:
+                    windowed = replace(shape, window=WINDOW)
+                    check(windowed, DTYPES[i % 2], (forward, backward), i % 2 == 1, seed, torch.device("cuda", number))
 
 
 def check(
@@ -53,8 +60,9 @@ def check(
     q, k, v, do, weights = (x.to(device) for x in draw(shape, seed))
     expected = truth(shape, q, k, v, do, weights)
     q, k, v, do = (x.to(dtype) for x in (q, k, v, do))
-    o, lse = kernels._forward(q, k, v, shape.causal, SCALE, plans[0])
-    grads = kernels._backward(q, k, v, o, lse, do, shape.causal, SCALE, deterministic, plans[1])
+    pattern = None if shape.window is None else Pattern(True, shape.window)
+    o, lse = kernels._forward(q, k, v, shape.causal, SCALE, plans[0], pattern)
+    grads = kernels._backward(q, k, v, o, lse, do, shape.causal, SCALE, deterministic, plans[1], pattern)
     for (name, right), found in zip(expected.items(), (o, *grads), strict=True):
         if not torch.equal(found, right.to(dtype)):
             raise ValueError(f"{name} is wrong where it is a whole number: {shape}, {dtype}, {plans}, {deterministic=}")
@@ -73,9 +81,10 @@ def draw(shape: Shape, seed: int) -> tuple[Tensor, ...]:
     last = torch.full((shape.queries,), shape.keys - 1)  # the last key that a query sees
     if shape.causal:
         last = torch.arange(shape.queries).clamp(max=shape.keys - 1)
+    first = torch.zeros_like(last) if shape.window is None else (last + 1 - shape.window).clamp(min=0)
     chance = torch.rand(shape.batch, shape.heads, shape.queries, generator=generator)
-    key = (chance * (last + 1)).long().minimum(last)
-    visible = one <= last[:, None]  # (Q, K)
+    key = (first + (chance * (last + 1 - first)).long()).minimum(last)
+    visible = (one >= first[:, None]) & (one <= last[:, None])  # (Q, K)
     weights = ((one // 2 == key[..., None] // 2) & visible).double()
     weights /= weights.sum(-1, keepdim=True)
 
