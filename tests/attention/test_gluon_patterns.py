@@ -76,6 +76,30 @@ def test_simulated_it_matches_the_oracle(case: AttentionCase, seed: int) -> None
     assert_right(case, seed)
 
 
+EDGES = [  # with a key alone at the edge of a tile, or a few behind half of one
+    (64, Pattern(True, 191)),
+    (128, Pattern(True, 63)),
+    (128, Pattern(documents=Documents([70, 57, 65, 8]))),
+]
+
+
+@known
+@pytest.mark.parametrize(("head_dim", "pattern"), EDGES)
+def test_a_key_too_many_or_too_few_shows(head_dim: int, pattern: Pattern) -> None:
+    """Queries of zero: each gets the mean of the values that it sees, of which one is a large part."""
+    case = AttentionCase(
+        1, 1, 1, 200, 200, head_dim, "bfloat16", pattern.causal, window=pattern.window,
+        documents=pattern.documents is not None,
+    )  # fmt: skip
+    x = make_inputs(case, 0)
+    x.q.zero_()
+    x.v.copy_(64 * x.v.sign())
+    with simulated():
+        o, lse = product()._forward(x.q, x.k, x.v, case.causal, 0.125, pattern=pattern)
+    ratios = Oracle(case, x, pattern=pattern).error_ratios({"o": o, "lse": lse}, rms=True)
+    assert max(ratios.values()) <= 1, ratios
+
+
 def every_plan() -> list[tuple[int, Any]]:
     from lmsys.attention.flash_gluon.plans import FORWARD
 
