@@ -155,7 +155,7 @@ def test_no_tile_is_visited_that_hides_all_nor_masked_that_hides_nothing(
         for m in some_see:
             last = block_q * (m + 1) > length  # rows past the end have weights of zero
             assert (m < masked_until or m >= masked_from) == (not tiles[m].all()) or ragged or last
-        low, high = forward["_key_tiles"](extent_of(bounds), torch.tensor(0), 1, torch.tensor(n), length, length,
+        low, high = forward["key_tiles"](extent_of(bounds), torch.tensor(0), 1, torch.tensor(n), length, length,
                                           True, 128, 128)  # fmt: skip
         some_see = [j for j, tile in enumerate(seen[queries].split(128, 1)) if tile.any()]
         assert (int(low), int(high)) == (some_see[0], some_see[-1] + 1)

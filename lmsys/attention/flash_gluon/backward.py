@@ -327,7 +327,7 @@ def _visited(first_ptr, end_ptr, per_entry, batch, n, K, BLOCK_Q: gl.constexpr):
 
 @gluon.jit
 def _keep_intervals(spans, first_ptr, end_ptr, per_entry, batch, n, K):
-    """Into shared memory, for the masks of the consumers: `first` of either, then `end`."""
+    """Stores the keys' intervals for the masks of the consumers: `first` of each consumer, then `end`."""
     extent = first_ptr, end_ptr, per_entry
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     for w in gl.static_range(2):

@@ -31,35 +31,11 @@ from lmsys.attention.flash_gluon.hopper import (
     scale_rows,
     store_rows,
 )
-from lmsys.attention.flash_gluon.intervals import edges, intervals, within
+from lmsys.attention.flash_gluon.key_tiles import ROWS, hide, key_tiles, own_key_tiles
 from lmsys.attention.flash_gluon.names import thread_barrier
 
-ROWS = gl.constexpr(64)  # queries of a consumer: the M of a warp group's matmul
 LN_2 = gl.constexpr(0.6931471805599453)
 LEAST = gl.constexpr(-1.0e30)  # a maximum over nothing: finite, so that exp2(-inf - LEAST) is 0
-
-
-@gluon.jit
-def _key_tiles(extent, bh, H, tile, Q, K, CAUSAL: gl.constexpr, TILE_Q: gl.constexpr, BLOCK_K: gl.constexpr):
-    """(low, high): a tile of queries visits the tiles of keys low <= j < high, at least one."""
-    if extent[0] is None:
-        low = 0
-        keys = gl.minimum(K, (tile + 1) * TILE_Q) if CAUSAL else K
-        high = gl.cdiv(keys, BLOCK_K)
-    else:
-        first, stop, _, _ = edges(extent, bh // H, tile * TILE_Q, Q, TILE_Q)
-        low = first // BLOCK_K
-        high = gl.maximum(gl.cdiv(stop, BLOCK_K), low + 1)
-    return low, high
-
-
-@gluon.jit
-def _own_key_tiles(extent, batch, row, low, high, Q, BLOCK_K: gl.constexpr):
-    """The part of [low, high) that the queries of one consumer visit, and their `edges` but the first."""
-    first, stop, full_from, full_to = edges(extent, batch, row, Q, ROWS)
-    low = gl.minimum(first // BLOCK_K, high - 1)
-    high = gl.maximum(gl.cdiv(stop, BLOCK_K), low + 1)
-    return low, high, stop, full_from, full_to
 
 
 @gluon.jit
@@ -128,7 +104,7 @@ def _producer(
         for w in gl.static_range(WGS):
             row = (tile * WGS + w) * ROWS
             load_rows(q_desc, batch, head, row, q_full.index(slot), qs.index(slot * WGS + w))
-        low, high = _key_tiles(extent, bh, H, tile, Q, K, CAUSAL, WGS * ROWS, BLOCK_K)
+        low, high = key_tiles(extent, bh, H, tile, Q, K, CAUSAL, WGS * ROWS, BLOCK_K)
         for j in range(high - low):
             col = (high - 1 - j) * BLOCK_K
             stage = fill % STAGES
@@ -160,29 +136,6 @@ def _producer(
 
 
 @gluon.jit
-def _hide(scores, row, col, K, hides, CAUSAL: gl.constexpr, BLOCK_K: gl.constexpr, LAYOUT: gl.constexpr):
-    """-inf where a query may not look; query `row` + i sees the keys up to min(row + i, K - 1), or its interval."""
-    extent, batch, Q, stop, full_from, full_to = hides
-    if extent[0] is None:
-        visible = _up_to_the_last(row, col, K, CAUSAL, BLOCK_K, LAYOUT)
-    else:
-        first, end = intervals(extent, batch, row, Q, ROWS, gl.SliceLayout(1, LAYOUT))
-        visible = within(col + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, LAYOUT)), first, end)
-    return gl.where(visible, scores, float("-inf"))
-
-
-@gluon.jit
-def _up_to_the_last(row, col, K, CAUSAL: gl.constexpr, BLOCK_K: gl.constexpr, LAYOUT: gl.constexpr):
-    if not CAUSAL:  # it is the same for all tiles of queries: say otherwise, or 32 registers would hold the mask
-        col = gl.where(row < 0, row, col)
-    cols = col + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, LAYOUT))
-    last = gl.full([ROWS], K - 1, gl.int32, gl.SliceLayout(1, LAYOUT))
-    if CAUSAL:
-        last = gl.minimum(last, row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)))
-    return cols[None, :] <= last[:, None]
-
-
-@gluon.jit
 def _partial_sums(p, BLOCK_K: gl.constexpr):
     """Sums of p (ROWS, BLOCK_K) over the columns that one thread holds: (ROWS, 4)."""
     return gl.sum(gl.sum(gl.reshape(p, [ROWS, BLOCK_K // 8, 4, 2]), 3), 1)
@@ -204,7 +157,7 @@ def _weights(
         named_barrier("arrive", FIRST_BARRIER + (WG + 1) % WGS, 256)
     s = warpgroup_mma_wait(0, deps=[scores])
     if CAUSAL or RAGGED:
-        s = _hide(s, row, col, K, hides, CAUSAL, BLOCK_K, LAYOUT)
+        s = hide(s, row, col, K, hides, CAUSAL, BLOCK_K, LAYOUT)
         top = gl.maximum(gl.max(s, 1) * scale, LEAST)
     else:
         top = gl.max(s, 1) * scale
@@ -285,7 +238,7 @@ def _step(
     _release(k_empty, stage, NAMED, K_FREE, WGS)
     if extent[0] is not None:  # noqa: SIM102 - known when compiling, unlike the next
         if (col < full_from) | (col + BLOCK_K > full_to):
-            s = _hide(s, row, col, K, hides, True, BLOCK_K, S_LAYOUT)
+            s = hide(s, row, col, K, hides, True, BLOCK_K, S_LAYOUT)
     new_top = gl.maximum(top, gl.max(s, 1) * scale)
     weights = gl.exp2(s * scale - new_top[:, None])
     rescale = gl.exp2(top - new_top)
@@ -327,7 +280,7 @@ def _consumer(
         if CAUSAL:
             tile = num_tiles - 1 - tile
         row = (tile * WGS + WG) * ROWS
-        low, high = _key_tiles(extent, bh, H, tile, Q, K, CAUSAL, WGS * ROWS, BLOCK_K)
+        low, high = key_tiles(extent, bh, H, tile, Q, K, CAUSAL, WGS * ROWS, BLOCK_K)
         acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
         zeros = gl.zeros([ROWS, BLOCK_K], gl.float32, S_LAYOUT)
         slot = turn & 1
@@ -337,7 +290,7 @@ def _consumer(
         hides = extent, 0, 0, 0, 0, 0
         if BOUNDED:
             batch = bh // H
-            own_low, own_high, stop, full_from, full_to = _own_key_tiles(extent, batch, row, low, high, Q, BLOCK_K)
+            own_low, own_high, stop, full_from, full_to = own_key_tiles(extent, batch, row, low, high, Q, BLOCK_K)
             hides = extent, batch, Q, stop, full_from, full_to
         elif CAUSAL and WGS * ROWS > BLOCK_K:
             own_high = gl.cdiv(gl.minimum(K, row + ROWS), BLOCK_K)

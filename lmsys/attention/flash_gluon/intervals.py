@@ -1,4 +1,4 @@
-"""What a pattern hides: kernels read where the interval of each query, or of each key, begins and ends.
+"""Patterns, as kernels read them: where the interval that each query, or each key, sees begins and ends.
 
 `extent` is what a kernel is given of `lmsys.attention.bounds.Bounds`: two pointers, to `first` and `end`, and whether
 each batch entry has rows of its own (1) or all have the same (0). A dense kernel is given None for each, and none of
