@@ -1,8 +1,9 @@
 """The softmax of a row of logits in Triton: its loss, and its gradient in the place of the logits.
 
-A program owns a row and walks over it twice. The first pass finds the maximum and the sum; each lane keeps both for
-itself, so that warps meet once a row and not once a tile. The second writes the gradient, from the end of the row
-to its beginning: what was read last lies in the L2 cache still, so memory sees about one read and one write of a logit.
+A program owns a row. One that fits into a tile is read once, and stays in registers. Over a longer one it walks twice.
+The first pass finds the maximum and the sum; each lane keeps both for itself, so that warps meet once a row and not
+once a tile. The second writes the gradient, from the end of the row to its beginning: what was read last lies in the L2
+cache still, so memory sees about one read and one write of a logit.
 
 Legend: C rows, V vocabulary.
 """
@@ -29,10 +30,17 @@ def _load(row_ptr, cols, stride, V):
     return tl.where(cols < V, x.to(tl.float32), float("-inf"))
 
 
+@triton.jit
+def _store_gradient(row_ptr, cols, p, label, counted, stride):
+    gradient = tl.where(counted, p - tl.where(cols == label, 1.0, 0.0), 0.0)
+    tl.store(row_ptr + cols, gradient.to(row_ptr.dtype.element_ty), mask=cols < stride)
+
+
 @triton.jit(do_not_specialize=["V"])
 def _cross_entropy_kernel(
     logits_ptr, labels_ptr, losses_ptr, stride, V,
-    IGNORED: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, NUM_STAGES: tl.constexpr,
+    IGNORED: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, ONE_TILE: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)  # C x V may pass 2**31
     logits_ptr += row * stride
@@ -42,23 +50,31 @@ def _cross_entropy_kernel(
     chosen = tl.load(logits_ptr + label, mask=is_class, other=0.0).to(tl.float32)
     BLOCK: tl.constexpr = LANES * VECTOR
     tile = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]  # a lane's share is one wide load
-    top = tl.full([LANES], LOWEST, tl.float32)
-    total = tl.zeros([LANES], tl.float32)
-    for start in tl.range(0, V, BLOCK, num_stages=NUM_STAGES):
-        x = _load(logits_ptr, start + tile, stride, V)
-        new_top = tl.maximum(top, tl.max(x, 1))
-        total = total * tl.exp(top - new_top) + tl.sum(tl.exp(x - new_top[:, None]), 1)
-        top = new_top
-    row_top = tl.max(top, 0)
-    row_total = tl.sum(total * tl.exp(top - row_top), 0)
+    if ONE_TILE:
+        x = _load(logits_ptr, tile, stride, V)
+        row_top = tl.maximum(tl.max(x), LOWEST)
+        exponentials = tl.exp(x - row_top)
+        row_total = tl.sum(exponentials)
+    else:
+        top = tl.full([LANES], LOWEST, tl.float32)
+        total = tl.zeros([LANES], tl.float32)
+        for start in tl.range(0, V, BLOCK, num_stages=NUM_STAGES):
+            x = _load(logits_ptr, start + tile, stride, V)
+            new_top = tl.maximum(top, tl.max(x, 1))
+            total = total * tl.exp(top - new_top) + tl.sum(tl.exp(x - new_top[:, None]), 1)
+            top = new_top
+        row_top = tl.max(top, 0)
+        row_total = tl.sum(total * tl.exp(top - row_top), 0)
     row_total = tl.where(is_class, row_total, float("nan"))  # and with it a row that counts without being of a class
     tl.store(losses_ptr + row, tl.where(counted, row_top - chosen + tl.log(row_total), 0.0))
-    last = (V - 1) // BLOCK * BLOCK
-    for done in tl.range(0, V, BLOCK, num_stages=NUM_STAGES):
-        cols = last - done + tile
-        p = tl.exp(_load(logits_ptr, cols, stride, V) - row_top) * (1 / row_total)
-        gradient = tl.where(counted, p - tl.where(cols == label, 1.0, 0.0), 0.0)
-        tl.store(logits_ptr + cols, gradient.to(logits_ptr.dtype.element_ty), mask=cols < stride)
+    if ONE_TILE:
+        _store_gradient(logits_ptr, tile, exponentials * (1 / row_total), label, counted, stride)
+    else:
+        last = (V - 1) // BLOCK * BLOCK
+        for done in tl.range(0, V, BLOCK, num_stages=NUM_STAGES):
+            cols = last - done + tile
+            p = tl.exp(_load(logits_ptr, cols, stride, V) - row_top) * (1 / row_total)
+            _store_gradient(logits_ptr, cols, p, label, counted, stride)
 
 
 def replace_by_gradient(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
@@ -71,7 +87,7 @@ def replace_by_gradient(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
     vector = 16 // logits.element_size()
     tile = min(TILE, max(512, triton.next_power_of_2(vocabulary)))
     losses = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-    constants = ignored, tile // vector, vector, NUM_STAGES
+    constants = ignored, tile // vector, vector, vocabulary <= tile, NUM_STAGES
     with torch.cuda.device_of(logits):
         _cross_entropy_kernel[(num_rows,)](
             logits,
