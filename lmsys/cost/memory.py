@@ -43,15 +43,16 @@ def training_memory(
     """AdamW in float32, blocks in eager mode, an attention row that keeps q, k, v, o and the log-sum-exp.
 
     `precision` is of MATMUL_BYTES, with autocast for the half ones; ValueError for another. `world_size` and `stage`
-    are those of `zero_memory`; in stage 3 parameters are gathered in the precision's dtype.
+    are those of `zero_memory`; in stage 3 what matmuls read is gathered in the precision's dtype.
     """
     if precision not in MATMUL_BYTES:
         raise ValueError(f"{precision=} must be one of {', '.join(MATMUL_BYTES)}")
     count, tokens = model_parameters(config), batch * context
     held = {name: math.ceil(size) for name, size in zero_memory(count, world_size, stage).items()}
     if _gathers(world_size, stage):
-        block = block_matrices(config) + 2 * config.d_model
-        held["parameters"] += MATMUL_BYTES[precision] * (count - max(0, config.num_layers - 2) * block)
+        blocks, table = min(2, config.num_layers), config.vocab_size * config.d_model  # an embedding, and the head
+        matrices, norms = blocks * block_matrices(config), (2 * blocks + 1) * config.d_model
+        held["parameters"] += MATMUL_BYTES[precision] * (matrices + table) + WIDE * (table + norms)
     return Footprint(**held, **_activations(config, tokens, precision, world_size, stage))
 
 
@@ -169,5 +170,5 @@ def kept_bytes(
 
 
 def _gathers(world_size: int, stage: int) -> bool:
-    """Parameters are gathered in the precision's dtype."""
+    """True where the weights of matmuls are gathered in the precision's dtype."""
     return stage == 3 and world_size > 1

@@ -5,9 +5,13 @@ gradient to the narrow dtype too, and widens it again. A matmul unit adds up in 
 sum, which is more exact, moves fewer bytes and needs no kernel to widen it. And as each weight is copied in any case,
 several weights that read one input are copied side by side, for one matmul in place of several.
 
+A weight may have such a copy beside it, as its attribute `rounded`: then that is read, and nothing is cast. The
+gradient is the weight's all the same, in float32.
+
 Legend: T tokens, M input features, O output features.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,34 +31,44 @@ def linear(x: Tensor, *weights: Tensor) -> Tensor:
     if torch.is_autocast_enabled(device) and all(t.dtype == torch.float32 for t in weights):
         dtype = torch.get_autocast_dtype(device)
         if dtype.itemsize < 4 and x.dtype != torch.float64:  # autocast, too, leaves float64 alone
-            return _NarrowLinear.apply(x, dtype, *weights)
+            return _NarrowLinear.apply(x, dtype, [rounded(w, dtype) for w in weights], *weights)
     return F.linear(x, *weights) if len(weights) == 1 else torch.cat([F.linear(x, w) for w in weights], dim=-1)
 
 
+def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The copy of that dtype which is kept beside a weight, where there is one, else the weight itself."""
+    copy = getattr(weight, "rounded", None)
+    return copy if copy is not None and copy.dtype == dtype else weight
+
+
 class _NarrowLinear(torch.autograd.Function):
+    """`sources` have the values of the weights: themselves, or their copies."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, *weights: Tensor) -> Tensor:
-        narrow, weight = x.reshape(-1, x.shape[-1]).to(dtype), _side_by_side(weights, dtype)  # (T, M), (O, M)
-        needs_x, _, *needs_weights = ctx.needs_input_grad
-        ctx.save_for_backward(narrow if any(needs_weights) else None, weight if needs_x else None)
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, sources: list[Tensor], *weights: Tensor) -> Tensor:
+        narrow, weight = x.reshape(-1, x.shape[-1]).to(dtype), _side_by_side(sources, dtype)  # (T, M), (O, M)
+        needs_x, _, _, *needs_weights = ctx.needs_input_grad
+        kept = sources if all(w.dtype == dtype for w in sources) else [weight]  # copies are there anyway
+        ctx.save_for_backward(narrow if any(needs_weights) else None, *(kept if needs_x else ()))
         ctx.wide, ctx.rows = x.dtype, [len(w) for w in weights]
         return (narrow @ weight.mT).view(*x.shape[:-1], len(weight))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        narrow, weight = ctx.saved_tensors
-        needs_x, _, *needs_weights = ctx.needs_input_grad
+        narrow, *kept = ctx.saved_tensors
+        needs_x, _, _, *needs_weights = ctx.needs_input_grad
         grad = grads[0].reshape(-1, grads[0].shape[-1])  # (T, O)
         dx, d_weights = None, [None] * len(needs_weights)
         if needs_x:
+            weight = _side_by_side(kept, grad.dtype)
             dx = (grad @ weight).to(ctx.wide).view(*grads[0].shape[:-1], weight.shape[-1])
         if any(needs_weights):
             d_weights = wide_mm(grad.mT, narrow).split(ctx.rows)
-        return dx, None, *(d if need else None for d, need in zip(d_weights, needs_weights, strict=True))
+        return dx, None, None, *(d if need else None for d, need in zip(d_weights, needs_weights, strict=True))
 
 
-def _side_by_side(weights: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+def _side_by_side(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """One copy of all rows. A compiler fuses cast and copy by itself; without one, `out` makes them one pass."""
     if len(weights) == 1:
         return weights[0].to(dtype)

@@ -22,6 +22,7 @@ from torch import Tensor
 from lmsys.autograd import once_differentiable
 from lmsys.config import IGNORED
 from lmsys.model.ids import check_ids
+from lmsys.model.linear import rounded
 
 CHUNK_LOGITS = 2**28  # at once: 512 MiB in bfloat16
 CHUNK_MULTIPLE = 128  # tokens: tiles of matmuls come out even
@@ -43,7 +44,10 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk:
     if chunk is not None and chunk < 1:
         raise ValueError(f"{chunk=} must be at least one token")
     chunk = chunk or _even_chunk(targets.numel(), len(weight))
-    return _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, targets.flatten().long(), chunk)
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    source = rounded(weight, dtype)  # of its values
+    return _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, source, targets.flatten().long(), chunk, dtype)
 
 
 def _even_chunk(tokens: int, vocabulary: int) -> int:
@@ -55,15 +59,15 @@ def _even_chunk(tokens: int, vocabulary: int) -> int:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
-        device = hidden.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, source: Tensor, targets: Tensor, chunk: int, dtype: torch.dtype
+    ) -> Tensor:
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        with torch.autocast(device, enabled=False):
-            operand = weight.to(dtype)  # (V, M)
+        with torch.autocast(hidden.device.type, enabled=False):
+            operand = source.detach().to(dtype)  # (V, M)
             total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
             d_hidden = torch.empty_like(hidden) if needs_hidden else None
-            d_weight = torch.zeros_like(weight) if needs_weight else None
+            d_weight = weight.new_zeros(weight.shape) if needs_weight else None
             room = _rows(min(chunk, len(hidden)), len(weight), operand)
             for start in range(0, len(hidden), chunk):
                 rows, labels = hidden[start : start + chunk].to(dtype), targets[start : start + chunk]
@@ -84,7 +88,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Only here do 1 / N and a loss scale meet the gradients: before, float16 would round the small ones to zero.
         scale, *gradients = ctx.saved_tensors
         kept = iter([_times(x, scale * grads[0]) for x in gradients])
-        return *(next(kept) if need else None for need in ctx.needs_input_grad[:2]), None, None
+        return *(next(kept) if need else None for need in ctx.needs_input_grad[:2]), *[None] * 4
 
 
 def _rows(num_rows: int, width: int, like: Tensor) -> Tensor:

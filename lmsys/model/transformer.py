@@ -35,6 +35,8 @@ BLOCKS_PER_GRAPH = (
 class Linear(nn.Linear):
     """y = x Wᵀ, W (out, in) drawn from a normal of variance 2 / (in + out), cut off at three standard deviations."""
 
+    reads_rounded = True  # under autocast, in the weight's place: see `linear`
+
     def __init__(self, in_features: int, out_features: int, **factory: Any):
         super().__init__(in_features, out_features, bias=False, **factory)
 

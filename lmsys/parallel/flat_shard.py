@@ -39,10 +39,14 @@ class FlatShard:
 
     params         of one dtype and device, all trained or all frozen; they become views of `whole`
     gathered_dtype of `whole`; None: their own
+    rounded        the views are not the parameters but their attribute `rounded`, which modules read in their place.
+                   The parameters keep their dtype, and so do their gradients; their own values are NaN
     """
 
     @torch.no_grad()
-    def __init__(self, params: list[nn.Parameter], group: Group, gathered_dtype: torch.dtype | None):
+    def __init__(
+        self, params: list[nn.Parameter], group: Group, gathered_dtype: torch.dtype | None, rounded: bool = False
+    ):
         self.params, self.group = params, group
         world_size, self.rank = size_and_rank(group)
         self.layout = Layout.of(params)
@@ -60,6 +64,10 @@ class FlatShard:
         self._is_shown = False  # in a tensor of their own, for others to read
         self._reduced: list[tuple[Pending, Tensor]] = []
         self._views, self._padding = self.layout.views(self.whole), self.layout.gaps(self.whole.numel())
+        self._rounded: list[Tensor] = []
+        if rounded:  # through `.data`, as below
+            self._rounded = [view.data for view in self._views]
+            self._views = [p.new_full((1,) * p.dim(), torch.nan).expand(p.shape) for p in params]  # no memory of a size
         self._homes = [(weakref.ref(self), place) for place in self._places()]
         self._point_to(self._views)
         self._release()
@@ -80,6 +88,8 @@ class FlatShard:
         leave(self.params, _refuse, Freed, self._homes)
 
     def _release(self) -> None:
+        for p in self.params if self._is_whole and self._rounded else ():
+            del p.rounded
         self._leave()
         self.whole.untyped_storage().resize_(0)
         self._is_whole = False
@@ -97,6 +107,8 @@ class FlatShard:
             self._gathering.wait()
             self._gathering, self._is_whole = None, True
             appear(self.params)
+            for p, copy in zip(self.params, self._rounded, strict=False):  # none, unless copies are gathered
+                p.rounded = copy
 
     def free(self) -> None:
         self.wait()

@@ -21,12 +21,16 @@ from lmsys.parallel.collectives import Group, all_reduce_mean
 from lmsys.parallel.flat_shard import FlatShard
 from lmsys.parallel.steps import Among, watch
 from lmsys.parallel.traits import RESIZES_PARAMETERS
-from lmsys.parallel.units import blocks_of, flats_by_block, surround, weakly
+from lmsys.parallel.units import blocks_of, flats_by_block, read_rounded, surround, weakly
 from lmsys.parallel.wrapper import Wrapper, check_floating, compared, whole
 
 
 class Fsdp(Wrapper):
     """compute_dtype  of the gathered parameters, of inputs and so of the computation; None: the parameters' own
+
+    Where modules read rounded copies of their parameters under autocast (`reads_rounded`, the linear layers of
+    `TransformerLM`), only these copies are gathered in compute_dtype, all else is in its own, and the forward is under
+    autocast: gradients then are what they are without sharding, and none is rounded.
 
     `parameters()` are the parts that this rank keeps, flat: an optimizer that works element by element steps them as it
     would the whole. The module's own parameters keep their names and shapes, and have as gradients this rank's parts of
@@ -47,9 +51,9 @@ class Fsdp(Wrapper):
         check_floating("compute_dtype", compute_dtype)
         super().__init__(module, process_group)
         self._dtype = compute_dtype
-        self._units = [
-            [FlatShard(params, process_group, compute_dtype) for params in unit] for unit in flats_by_block(module)
-        ]
+        rounded = read_rounded(module) if compute_dtype in (torch.bfloat16, torch.float16) else set[int]()
+        self._autocasts = bool(rounded)
+        self._units = [[self._flat(params, rounded) for params in unit] for unit in flats_by_block(module)]
         self._to_reduce = len(self._units) - 1  # the next, from the last block to what is in no block
         self._in_backward = False
         self._reducing: list[_Unit] = []
@@ -71,8 +75,12 @@ class Fsdp(Wrapper):
         for unit in self._units[:2]:
             _each(unit, FlatShard.gather)
         _each(self._units[0], FlatShard.wait)
-        args, kwargs = tree_map(self._cast, (args, kwargs))
-        output = super().forward(*args, **kwargs)
+        if self._autocasts:
+            with torch.autocast(self._units[0][0].whole.device.type, self._dtype):
+                output = super().forward(*args, **kwargs)
+        else:
+            args, kwargs = tree_map(self._cast, (args, kwargs))
+            output = super().forward(*args, **kwargs)
         if not torch.is_grad_enabled():
             _each(self._units[0], FlatShard.free)
         return output
@@ -146,6 +154,10 @@ class Fsdp(Wrapper):
                 if id(x) in values:
                     x.copy_(values[id(x)])
         return told
+
+    def _flat(self, params: list[nn.Parameter], rounded: set[int]) -> FlatShard:
+        is_rounded = id(params[0]) in rounded  # then all of them are
+        return FlatShard(params, self.group, self._dtype if is_rounded or not rounded else None, is_rounded)
 
     def _flats(self) -> Iterator[FlatShard]:
         for unit in self._units:

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -33,14 +34,26 @@ def parameters_by_block(module: nn.Module) -> list[list[nn.Parameter]]:
 
 
 def flats_by_block(module: nn.Module) -> list[list[list[nn.Parameter]]]:
-    """The same, in each those that can lie side by side: of one dtype and device, all trained or all frozen."""
-    return [_by_kind(params) for params in parameters_by_block(module)]
+    """The same, in each those that can lie side by side: of one dtype and device, all trained or all frozen, and all
+    `read_rounded` or none."""
+    rounded = read_rounded(module)
+    return [_by_kind(params, rounded) for params in parameters_by_block(module)]
 
 
-def _by_kind(params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+def read_rounded(module: nn.Module) -> set[int]:
+    """The ids of float32 parameters of which a copy rounded to the autocast dtype, as their attribute `rounded`, is all
+    that is read under autocast: every module that holds one says `reads_rounded`."""
+    readers: dict[nn.Parameter, list[bool]] = defaultdict(list)
+    for child in module.modules():
+        for p in child.parameters(recurse=False):
+            readers[p].append(getattr(child, "reads_rounded", False))
+    return {id(p) for p, told in readers.items() if all(told) and p.dtype == torch.float32}
+
+
+def _by_kind(params: list[nn.Parameter], rounded: set[int]) -> list[list[nn.Parameter]]:
     kinds: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for p in params:
-        kinds[p.dtype, p.device, p.requires_grad].append(p)
+        kinds[p.dtype, p.device, p.requires_grad, id(p) in rounded].append(p)
     return list(kinds.values())
 
 
