@@ -50,7 +50,7 @@ class FlatShard:
         self.params, self.group = params, group
         world_size, self.rank = size_and_rank(group)
         self.layout = Layout.of(params)
-        length = -(-self.layout.length // world_size)
+        length = self.layout.part(world_size)
         everything = params[0].new_zeros(world_size * length)
         for p, view in zip(params, self.layout.views(everything), strict=True):
             view.copy_(p)

@@ -48,7 +48,7 @@ def flat_share(state: State, module: nn.Module, rank: int, world_size: int) -> S
         for name, value in some.items():
             if _has_elements(name, value):
                 layout = Layout.of(params)
-                joined = value.new_zeros(world_size * -(-layout.length // world_size))
+                joined = value.new_zeros(world_size * layout.part(world_size))
                 for one, view in zip(held, layout.views(joined), strict=True):
                     if one:
                         view.copy_(one[name])

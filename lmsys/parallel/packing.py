@@ -9,6 +9,8 @@ from torch import Tensor
 
 from lmsys.parallel.buckets import offsets
 
+PART_MULTIPLE = 8  # elements
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -32,6 +34,10 @@ class Layout:
     def views(self, flat: Tensor) -> list[Tensor]:
         """The tensors in flat (length,)."""
         return [flat.as_strided(shape, strides, start) for shape, strides, start in self.places]
+
+    def part(self, world_size: int) -> int:
+        """Elements of one of world_size equal parts, which begin at multiples of 16 bytes in every dtype of 2 or more."""
+        return -(-self.length // (world_size * PART_MULTIPLE)) * PART_MULTIPLE
 
     def gaps(self, numel: int) -> list[slice]:
         """The ranges that hold no tensor, in a flat one of `numel` elements, `length` or more."""

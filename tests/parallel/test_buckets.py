@@ -112,3 +112,10 @@ def test_every_element_of_a_flat_tensor_is_in_one_view_or_in_a_gap(shapes, more)
     for part in (*views, *(flat[gap] for gap in layout.gaps(len(flat)))):
         part += 1
     assert flat.eq(1).all()
+
+
+@given(sizes, st.integers(1, 100))
+def test_equal_parts_begin_at_wide_loads_and_leave_little_over(numels: list[int], world_size: int) -> None:
+    layout = Layout.of([torch.empty(n) for n in numels])
+    part = layout.part(world_size)
+    assert part % 8 == 0 and 0 <= world_size * part - layout.length < 8 * world_size
