@@ -10,6 +10,7 @@ from lmsys.strict_json import check_fields
 from lmsys.values import finite, whole
 
 IGNORED = -100  # targets of this value count for nothing, as in torch
+RESIDUALS = "wide", "narrow"
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class ModelConfig:
                        "matmuls", "attention": less, see `lmsys.checkpointing`; 1 or "whole": only their input; n: n
                        blocks are one group, which keeps only its input; "attention*12,matmuls*22": so many blocks of
                        each, in order; "fit": in training the least that is computed again in the memory there is
+    residual           the dtype of the residual stream between blocks: "wide" is at least float32, "narrow" what
+                       matmuls read, under autocast half the bytes; every block then rounds what it adds to
     """
 
     d_model: int
@@ -35,6 +38,7 @@ class ModelConfig:
     norm_eps: float = 1e-5
     attention: str = "auto"
     checkpoint_blocks: int | str = 0
+    residual: str = "wide"
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -49,6 +53,8 @@ class ModelConfig:
             )
         if self.num_kv_heads is not None and (self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads):
             raise ValueError(f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}")
+        if self.residual not in RESIDUALS:
+            raise ValueError(f"residual={self.residual!r} must be one of {', '.join(RESIDUALS)}")
         if self.checkpoint_blocks != FIT:
             groups_of(self.checkpoint_blocks, self.num_layers)
 

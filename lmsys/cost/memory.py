@@ -13,7 +13,7 @@ from lmsys.config import ModelConfig
 from lmsys.cost.operations import block_matrices, model_parameters
 
 MATMUL_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # bytes of an element that a matmul reads
-WIDE = 4  # parameters, gradients, optimizer state, the residual stream
+WIDE = 4  # parameters, gradients, optimizer state, the residual stream unless it is narrow
 
 
 @dataclass(frozen=True)
@@ -157,11 +157,15 @@ def kept_bytes(
     narrow = MATMUL_BYTES[precision]
     casts = narrow < WIDE and not _gathers(world_size, stage)
     heads, kv_heads, head_dim = config.num_heads, config.kv_heads, config.head_dim
-    residual, attention = WIDE * config.d_model, narrow * (2 * heads + 2 * kv_heads) * head_dim + WIDE * heads  # + lse
+    residual = (narrow if config.residual == "narrow" else WIDE) * config.d_model
+    attention = narrow * (2 * heads + 2 * kv_heads) * head_dim + WIDE * heads  # with the log-sum-exp
     projection = narrow * config.d_model
     each, weights = {
-        # Beside the input of each norm its output and 1 / rms; w1 x, its silu, w3 x, their product.
-        "none": (2 * (residual + projection + WIDE) + attention + 4 * narrow * config.d_ff, block_matrices(config)),
+        # Of each norm its input, in float32 always, its output and 1 / rms; w1 x, its silu, w3 x, their product.
+        "none": (
+            2 * (WIDE * config.d_model + projection + WIDE) + attention + 4 * narrow * config.d_ff,
+            block_matrices(config),
+        ),
         "matmuls": (residual + attention + projection + 2 * narrow * config.d_ff, config.d_model**2),
         "attention": (residual + attention + projection, config.d_model**2),
         "whole": (residual, 0),

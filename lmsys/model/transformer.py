@@ -257,6 +257,8 @@ class TransformerLM(nn.Module):
         """
         self._check(tokens, positions, documents)
         x = self.token_embeddings(tokens)
+        if self.config.residual == "narrow":  # and so it stays, as blocks add what matmuls give
+            x = x.to(_matmul_dtype(x))
         if documents is not None and positions is None:
             positions = documents.positions
         attend = (

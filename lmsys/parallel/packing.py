@@ -36,7 +36,7 @@ class Layout:
         return [flat.as_strided(shape, strides, start) for shape, strides, start in self.places]
 
     def part(self, world_size: int) -> int:
-        """Elements of one of world_size equal parts, which begin at multiples of 16 bytes in every dtype of 2 or more."""
+        """Elements of one of world_size equal parts: where an element has 2 bytes or more, multiples of 16 bytes."""
         return -(-self.length // (world_size * PART_MULTIPLE)) * PART_MULTIPLE
 
     def gaps(self, numel: int) -> list[slice]:

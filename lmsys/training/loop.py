@@ -39,7 +39,11 @@ from lmsys.training.packing import check_attention, end_of_text_of, model_inputs
 from lmsys.training.reproducible import Tree, deterministic, exact_norm, weights_sha256
 from lmsys.training.stop import StopSignals
 
-RUNTIME_FIELDS = ("attention", "checkpoint_blocks")  # fields of a model config: how it is computed, not what it is
+RUNTIME_FIELDS = (
+    "attention",
+    "checkpoint_blocks",
+    "residual",
+)  # fields of a model config: how it is computed, not what it is
 Say = Callable[[str], None]
 
 

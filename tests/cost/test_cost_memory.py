@@ -150,11 +150,11 @@ def test_fit_computes_the_least_again_that_fits(
 
 
 @pytest.mark.parametrize("precision", some(["fp32", "bf16"], 2))
-@pytest.mark.parametrize("level", ["attention", "whole"])
-def test_the_peak_with_checkpointing_is_predicted(level: str, precision: str, device: str) -> None:
+@pytest.mark.parametrize(("level", "residual"), [("attention", "wide"), ("attention", "narrow"), ("whole", "wide")])
+def test_the_peak_with_checkpointing_is_predicted(level: str, residual: str, precision: str, device: str) -> None:
     """Above the weights, of forward and backward: activations count most."""
     config = ModelConfig(64, 256, 8, 4, vocab_size=64, context_length=128, attention="sdpa_flash")
-    config = replace(config, checkpoint_blocks=level)
+    config = replace(config, checkpoint_blocks=level, residual=residual)
     if (device, precision) == ("cuda", "fp32"):
         config = replace(config, attention="sdpa_efficient")
     model = TransformerLM(config, device=device)

@@ -324,6 +324,7 @@ def test_bad_targets_are_named(targets: Any, message: str) -> None:
         ({"rope_theta": math.nan}, "rope_theta: must be a finite number; got NaN"),
         ({"norm_eps": math.inf}, "norm_eps: must be a finite number; got Infinity"),
         ({"norm_eps": 0.0}, "norm_eps=0.0 must be more than 0"),
+        ({"residual": "bfloat16"}, "residual='bfloat16' must be one of wide, narrow"),
         ({"checkpoint_blocks": 3}, "checkpoint_blocks=3 must lie in 0 to 2"),
         (
             {"checkpoint_blocks": "blocks"},

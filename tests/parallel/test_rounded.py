@@ -23,20 +23,21 @@ WHOLE, ROUNDED = ("bucketed", {}), ("fsdp", {"compute_dtype": torch.bfloat16})
 Row = tuple[str, dict[str, Any]]
 
 
-def build(levels: str = "none", attention: str = "sdpa_math") -> tuple[TransformerLM, Tensor]:
+def build(levels: str = "none", attention: str = "sdpa_math", residual: str = "wide") -> tuple[TransformerLM, Tensor]:
     """A model, and token ids (ranks, B, S + 1)."""
     torch.manual_seed(0)
-    config = ModelConfig(32, 96, 3, 4, 2, 101, 24, attention=attention, checkpoint_blocks=levels)
+    chosen = {"attention": attention, "checkpoint_blocks": levels, "residual": residual}
+    config = ModelConfig(32, 96, 3, 4, 2, 101, 24, **chosen)
     model, tokens = TransformerLM(config), torch.randint(101, (2, 2, 25))
     return model.to(device()), tokens.to(device())
 
 
-def gradients(row: Row, compiled: bool, levels: str = "none", attention: str = "sdpa_math") -> Any:
+def gradients(row: Row, compiled: bool, *chosen: str) -> Any:
     """On a rank: the mean gradients of two ranks by name, whole."""
     group, rank = group_of(2), dist.get_rank()
     if rank >= 2:
         return None
-    (name, options), (model, tokens) = row, build(levels, attention)
+    (name, options), (model, tokens) = row, build(*chosen)
     if compiled:
         model.compile_blocks(backend="aot_eager")
     wrapper = STRATEGIES[name].load()(Loss(model), group, **options)
@@ -63,9 +64,12 @@ def errors(found: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, floa
 LEVELS = ["none", "whole", "attention*1,matmuls*2"]
 
 
-@pytest.mark.parametrize("levels", LEVELS)
-def test_gradients_have_the_bits_that_they_have_without_sharding(ranks: WorkerGroup, levels: str) -> None:
-    whole, rounded = (ranks.run(gradients, row, False, levels)[0] for row in (WHOLE, ROUNDED))
+@pytest.mark.parametrize(("levels", "residual"), [*((levels, "wide") for levels in LEVELS), ("none", "narrow")])
+def test_gradients_have_the_bits_that_they_have_without_sharding(
+    ranks: WorkerGroup, levels: str, residual: str
+) -> None:
+    asked = levels, "sdpa_math", residual
+    whole, rounded = (ranks.run(gradients, row, False, *asked)[0] for row in (WHOLE, ROUNDED))
     assert rounded.keys() == whole.keys() and all(torch.equal(rounded[name], x) for name, x in whole.items())
 
 
