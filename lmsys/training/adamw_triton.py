@@ -47,12 +47,14 @@ def _adamw_rates_kernel(ADDRESSES, RATES, FOUND_INF, num_tensors, lr, log2_beta1
 
 
 @triton.jit
-def _update(p_at, g_at, m_at, v_at, mask, GRAD_SCALE, rate, root, decay, beta1, rest1, beta2, rest2, eps):
+def _update(p_at, g_at, m_at, v_at, mask, GRAD_SCALE, FACTOR, rate, root, decay, beta1, rest1, beta2, rest2, eps):
     p, m, v = tl.load(p_at, mask=mask), tl.load(m_at, mask=mask), tl.load(v_at, mask=mask)
     g = tl.load(g_at, mask=mask)
     if GRAD_SCALE is not None:
         g = tl.div_rn(g, tl.load(GRAD_SCALE))
         tl.store(g_at, g, mask=mask)
+    if FACTOR is not None:
+        g *= tl.load(FACTOR)
     m = beta1 * m + rest1 * g
     v = beta2 * v + rest2 * (g * g)
     p -= decay * p
@@ -64,10 +66,11 @@ def _update(p_at, g_at, m_at, v_at, mask, GRAD_SCALE, rate, root, decay, beta1, 
 
 @triton.jit
 def _adamw_kernel(
-    ADDRESSES, SIZES, OWNERS, CHUNKS, RATES, GRAD_SCALE, FOUND_INF, num_tensors,
+    ADDRESSES, SIZES, OWNERS, CHUNKS, RATES, GRAD_SCALE, FACTOR, FOUND_INF, num_tensors,
     decay, beta1, rest1, beta2, rest2, eps, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """decay = lr weight_decay, rest = 1 - β. GRAD_SCALE and FOUND_INF may be None."""
+    """decay = lr weight_decay, rest = 1 - β. GRAD_SCALE and FOUND_INF may be None, and so may FACTOR: gradients are
+    multiplied by it as they are read, and stay as they are."""
     if FOUND_INF is not None:  # noqa: SIM102  Triton would evaluate both sides of an `and`
         if tl.load(FOUND_INF) == 1:
             return
@@ -81,9 +84,9 @@ def _adamw_kernel(
     v = _address(ADDRESSES, V, tensor, num_tensors, ALIGNED) + first + within
     rate, root = tl.load(RATES + tensor), tl.load(RATES + num_tensors + tensor)
     if left >= BLOCK:  # without a mask, whose alignment nothing tells, loads are 16 bytes wide
-        _update(p, g, m, v, None, GRAD_SCALE, rate, root, decay, beta1, rest1, beta2, rest2, eps)
+        _update(p, g, m, v, None, GRAD_SCALE, FACTOR, rate, root, decay, beta1, rest1, beta2, rest2, eps)
     else:
-        _update(p, g, m, v, within < left, GRAD_SCALE, rate, root, decay, beta1, rest1, beta2, rest2, eps)
+        _update(p, g, m, v, within < left, GRAD_SCALE, FACTOR, rate, root, decay, beta1, rest1, beta2, rest2, eps)
 
 
 class FusedAdamW:
@@ -100,7 +103,9 @@ class FusedAdamW:
         self._table: Tensor | None = None
         self._aligned = False
 
-    def step(self, lists: tuple[list[Tensor], ...], group: dict[str, Any], scale: Any, found_inf: Any) -> None:
+    def step(
+        self, lists: tuple[list[Tensor], ...], group: dict[str, Any], scale: Any, found_inf: Any, factor: Any
+    ) -> None:
         """`lists`: parameters, gradients, exp_avgs, exp_avg_sqs and step counters. The host does not wait."""
         tensors = list(chain(*lists))
         self._locate(list(map(Tensor.data_ptr, tensors)))
@@ -112,8 +117,8 @@ class FusedAdamW:
             )
             if len(self.owners):
                 _adamw_kernel[(len(self.owners),)](
-                    self._table, self.sizes, self.owners, self.chunks, self.rates, scale, found_inf, num_tensors,
-                    lr * group["weight_decay"], beta1, 1 - beta1, beta2, 1 - beta2, group["eps"],
+                    self._table, self.sizes, self.owners, self.chunks, self.rates, scale, factor, found_inf,
+                    num_tensors, lr * group["weight_decay"], beta1, 1 - beta1, beta2, 1 - beta2, group["eps"],
                     BLOCK=BLOCK, ALIGNED=self._aligned, num_warps=NUM_WARPS,
                 )  # fmt: skip
         torch.autograd.graph.increment_version(tensors)  # as torch's kernels do

@@ -34,16 +34,12 @@ from lmsys.training.evaluation import Evaluation, Windows, evaluate
 from lmsys.training.fitted import fitted
 from lmsys.training.log import JsonLines, Progress
 from lmsys.training.nonfinite import NonFiniteError, first_nonfinite
-from lmsys.training.optimizer import AdamW, clip_grad_norm, cosine_schedule, set_lr
+from lmsys.training.optimizer import AdamW, clip_factor, cosine_schedule, grad_norm, scale_gradients, set_lr
 from lmsys.training.packing import check_attention, end_of_text_of, model_inputs
 from lmsys.training.reproducible import Tree, deterministic, exact_norm, weights_sha256
 from lmsys.training.stop import StopSignals
 
-RUNTIME_FIELDS = (
-    "attention",
-    "checkpoint_blocks",
-    "residual",
-)  # fields of a model config: how it is computed, not what it is
+RUNTIME_FIELDS = "attention", "checkpoint_blocks", "residual"  # of a model config: how it is computed, not what it is
 Say = Callable[[str], None]
 
 
@@ -228,16 +224,13 @@ class Trainer:
 
     def _clip(self) -> Tensor:
         """Clips by the norm of the whole gradient, and returns it, on every rank the same."""
-        max_norm = self.config.train.clip_norm or math.inf
-        params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        if not self._shards_gradients or self.world_size == 1:
-            return clip_grad_norm(params, max_norm)
-        square = clip_grad_norm(params, math.inf).to(self.device).square()  # infinite: only measured
-        dist.all_reduce(square, group=self.group)
-        norm = square.sqrt()
-        gradients = [p.grad for p in params if p.grad is not None]
-        if gradients and math.isfinite(max_norm):
-            torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1))
+        norm = grad_norm(p for group in self.optimizer.param_groups for p in group["params"])
+        if self._shards_gradients and self.world_size > 1:
+            square = norm.to(self.device).square()
+            dist.all_reduce(square, group=self.group)
+            norm = square.sqrt()
+        if self.config.train.clip_norm:
+            scale_gradients(self.optimizer, clip_factor(norm, self.config.train.clip_norm))
         return norm
 
     def _clip_exactly(self) -> float:

@@ -33,10 +33,15 @@ class AdamW(Optimizer):
     parameter, else on the CPU), `exp_avg` and `exp_avg_sq` (as the parameter). The lists that the kernels take are kept
     until other parameters have gradients: change state in place or by `load_state_dict`.
 
+    `grad_factor`, a scalar tensor that `scale_gradients` sets, holds for one step, which is on gradients times it: they
+    themselves stay as they are.
+
     `torch.amp.GradScaler` leaves unscaling and the skipped step to the kernel when all parameters are on CUDA.
     ValueError: a negative, NaN or infinite lr, eps or weight_decay, a beta outside [0, 1), a gradient that is sparse
     or not floating-point, the state dict of another algorithm.
     """
+
+    grad_factor: Tensor | None = None
 
     def __init__(
         self,
@@ -78,14 +83,15 @@ class AdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None), self.grad_factor
+        self.grad_factor = None
         plans = [self._plan(i) for i in range(len(self.param_groups))]  # all, before any parameter changes
         for group, bundles in zip(self.param_groups, plans, strict=True):
             for bundle in bundles:
                 if bundle.params[0].is_cuda:
                     _cuda_step(bundle, group, *scaling)
                 else:
-                    _foreach_step(bundle, group)
+                    _foreach_step(bundle, group, scaling[-1])
         return loss
 
     def _plan(self, index: int) -> "list[_Bundle]":
@@ -124,8 +130,10 @@ class _Bundle:
     steps: list[Tensor]
     kernel: Any = None  # the FusedAdamW of adamw_triton.py that has stepped it before
 
-    def grads(self) -> list[Tensor]:
-        return [p.grad for p in self.params]
+    def grads(self, factor: Tensor | None = None) -> list[Tensor]:
+        """The gradients, or copies of them times a factor."""
+        grads = [p.grad for p in self.params]
+        return grads if factor is None else list(torch._foreach_mul(grads, factor.to(grads[0])))
 
 
 def _by_kind(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
@@ -137,28 +145,40 @@ def _by_kind(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype]
 
 def _cuda_step(bundle: _Bundle, group: dict[str, Any], *scaling: Tensor | None) -> None:
     device = bundle.params[0].device
-    grad_scale, found_inf = (None if x is None else x.to(device, non_blocking=True) for x in scaling)
+    moved = [None if x is None else x.to(device, non_blocking=True) for x in scaling]
     lists = bundle.params, bundle.grads(), bundle.exp_avgs, bundle.exp_avg_sqs
     if HAS_TRITON and bundle.params[0].dtype == torch.float32 and all(map(Tensor.is_contiguous, chain(*lists))):
-        _triton_step(bundle, group, grad_scale, found_inf)
+        _triton_step(bundle, group, *moved)
     else:
-        _fused_step(bundle, group, grad_scale, found_inf)
+        _fused_step(bundle, group, *moved)
 
 
-def _triton_step(bundle: _Bundle, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+def _triton_step(
+    bundle: _Bundle,
+    group: dict[str, Any],
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    factor: Tensor | None = None,
+) -> None:
     from lmsys.training.adamw_triton import FusedAdamW
 
     bundle.kernel = bundle.kernel or FusedAdamW(bundle.params)
     lists = bundle.params, bundle.grads(), bundle.exp_avgs, bundle.exp_avg_sqs, bundle.steps
-    bundle.kernel.step(lists, group, grad_scale, found_inf)
+    bundle.kernel.step(lists, group, grad_scale, found_inf, factor)
 
 
-def _fused_step(bundle: _Bundle, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+def _fused_step(
+    bundle: _Bundle,
+    group: dict[str, Any],
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    factor: Tensor | None = None,
+) -> None:
     beta1, beta2 = group["betas"]
     torch._foreach_add_(bundle.steps, 1)
     torch._fused_adamw_(
         bundle.params,
-        bundle.grads(),
+        bundle.grads(factor),
         bundle.exp_avgs,
         bundle.exp_avg_sqs,
         [],
@@ -177,8 +197,8 @@ def _fused_step(bundle: _Bundle, group: dict[str, Any], grad_scale: Tensor | Non
         torch._foreach_sub_(bundle.steps, [found_inf] * len(bundle.steps))
 
 
-def _foreach_step(bundle: _Bundle, group: dict[str, Any]) -> None:
-    lr, (beta1, beta2), grads = group["lr"], group["betas"], bundle.grads()
+def _foreach_step(bundle: _Bundle, group: dict[str, Any], factor: Tensor | None) -> None:
+    lr, (beta1, beta2), grads = group["lr"], group["betas"], bundle.grads(factor)
     torch._foreach_add_(bundle.steps, 1)
     counts = [step.item() for step in bundle.steps]
     torch._foreach_mul_(bundle.params, 1 - lr * group["weight_decay"])
@@ -236,10 +256,15 @@ def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, eps: 
 
     ValueError: a negative or NaN max_norm or eps.
     """
-    for name, value in {"max_norm": max_norm, "eps": eps}.items():
-        if not value >= 0:
-            raise ValueError(f"{name}={value} must be at least 0")
-    parameters = [parameters] if isinstance(parameters, Tensor) else parameters
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    norm = grad_norm(parameters)
+    _multiply(parameters, clip_factor(norm, max_norm, eps))
+    return norm
+
+
+@torch.no_grad()
+def grad_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """The norm of `clip_grad_norm`: of all gradients as one vector; 0 when there are none."""
     bundles = _by_kind(p.grad for p in parameters if p.grad is not None)
     if not bundles:
         return torch.zeros(())
@@ -248,8 +273,27 @@ def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, eps: 
     for (_, dtype), grads in bundles.items():
         wide = torch.promote_types(dtype, torch.float32)
         norms.append(torch.stack(torch._foreach_norm(grads, 2, dtype=wide)).to(first_device))
-    norm = torch.linalg.vector_norm(torch.cat(norms))
-    scale = (max_norm / (norm + eps)).clamp(max=1)
-    for (device, dtype), grads in bundles.items():
-        torch._foreach_mul_(grads, scale.to(device, dtype))
-    return norm
+    return torch.linalg.vector_norm(torch.cat(norms))
+
+
+def clip_factor(norm: Tensor, max_norm: float, eps: float = 1e-6) -> Tensor:
+    """min(1, max_norm / (norm + eps)). ValueError: a negative or NaN max_norm or eps."""
+    for name, value in {"max_norm": max_norm, "eps": eps}.items():
+        if not value >= 0:
+            raise ValueError(f"{name}={value} must be at least 0")
+    return (max_norm / (norm + eps)).clamp(max=1)
+
+
+def scale_gradients(optimizer: Optimizer, factor: Tensor) -> None:
+    """Makes the next step one on gradients times `factor`: `AdamW` multiplies them as it reads them, which saves a pass
+    over all of them; those of another optimizer are multiplied in place."""
+    if isinstance(optimizer, AdamW):
+        optimizer.grad_factor = factor
+    else:
+        _multiply((p for group in optimizer.param_groups for p in group["params"]), factor)
+
+
+@torch.no_grad()
+def _multiply(parameters: Iterable[Tensor], factor: Tensor) -> None:
+    for (device, dtype), grads in _by_kind(p.grad for p in parameters if p.grad is not None).items():
+        torch._foreach_mul_(grads, factor.to(device, dtype))

@@ -20,8 +20,11 @@ from lmsys.training.optimizer import (
     AdamW,
     _fused_step,
     _triton_step,
+    clip_factor,
     clip_grad_norm,
     cosine_schedule,
+    grad_norm,
+    scale_gradients,
     set_lr,
 )
 
@@ -166,19 +169,23 @@ def test_the_fused_step_is_that_of_torch(case: Case, scale: float | None, overfl
     views=st.booleans(),
     scale=st.sampled_from([None, 4.0]),
     overflow=st.booleans(),
+    clipped=st.sampled_from([None, 0.3]),
     seed=st.integers(0, 2**32),
 )
 def test_the_triton_step_is_that_of_torch(
     sizes: list[tuple[int, ...]], chosen: dict[str, Any], num_steps: int, views: bool, scale: float | None,
-    overflow: bool, seed: int, device: str,
+    overflow: bool, clipped: float | None, seed: int, device: str,
 ) -> None:  # fmt: skip
-    """Gradients may be slices of one tensor, scaled, and new at every step; a step that overflowed does not count."""
+    """Gradients may be slices of one tensor, scaled, clipped as they are read, and new at every step; a step that
+    overflowed does not count."""
     case = Case([[(shape, torch.float32) for shape in sizes]], [chosen], num_steps, missing=0, seed=seed, device=device)
     ours, plain, wide = case.build(AdamW), case.build(torch_adamw), replace(case, wide=True).build(torch_adamw)
     for step in range(num_steps):
         skipped = scale is not None and overflow and step == 1
         for one, optimizer in ((case, plain), (replace(case, wide=True), wide)):
             one.set_grads(optimizer, step)
+            for p in parameters_of(optimizer):
+                p.grad = p.grad * (clipped or 1)
             if not skipped:
                 optimizer.step()
         case.set_grads(ours, step)
@@ -189,7 +196,8 @@ def test_the_triton_step_is_that_of_torch(
         factor = None if scale is None else torch.tensor(scale, device=device)
         found_inf = None if scale is None else torch.tensor(float(skipped), device=device)
         for bundle in ours._plan(0):
-            _triton_step(bundle, ours.param_groups[0], factor, found_inf)
+            of_clipping = None if clipped is None else torch.tensor(clipped, device=device)
+            _triton_step(bundle, ours.param_groups[0], factor, found_inf, of_clipping)
         if not skipped:
             assert all(torch.equal(p.grad, grad) for p, grad in zip(parameters_of(ours), unscaled, strict=True))
     assert_right(ours, plain, wide)
@@ -475,6 +483,25 @@ def test_clipping_is_that_of_torch(specs: list[Any], seed: int, std: float, max_
         grad, other = (x.to(torch.promote_types(coarse, torch.bfloat16)) for x in (p.grad, q.grad))
         torch.testing.assert_close(grad, other)
     assert ours[-1].grad is None
+
+
+@given(case=cases, max_norm=st.sampled_from([0.0, 0.5, 30.0]), make=st.sampled_from([AdamW, torch_adamw]))
+def test_a_step_on_scaled_gradients_is_one_after_clipping(case: Case, max_norm: float, make: Any) -> None:
+    """Our AdamW leaves the gradients alone, and the factor is for one step; another optimizer's are multiplied."""
+    ours, clipped = case.build(make), case.build(make)
+    for step in range(case.num_steps):
+        for optimizer in (ours, clipped):
+            case.set_grads(optimizer, step)
+        before = [None if p.grad is None else p.grad.clone() for p in parameters_of(ours)]
+        if step != 1:
+            scale_gradients(ours, clip_factor(grad_norm(parameters_of(ours)), max_norm))
+            clip_grad_norm(parameters_of(clipped), max_norm)
+        ours.step()
+        clipped.step()
+        for p, other, grad in zip(parameters_of(ours), parameters_of(clipped), before, strict=True):
+            expected = grad if make is AdamW else other.grad
+            assert p.grad is expected is None or torch.equal(p.grad, expected)
+    assert_identical(ours, clipped)
 
 
 def test_the_norm_of_half_precision_gradients_does_not_overflow() -> None:
