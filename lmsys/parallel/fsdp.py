@@ -76,7 +76,7 @@ class Fsdp(Wrapper):
             _each(unit, FlatShard.gather)
         _each(self._units[0], FlatShard.wait)
         if self._autocasts:
-            with torch.autocast(self._units[0][0].whole.device.type, self._dtype):
+            with torch.autocast(next(self._flats()).whole.device.type, self._dtype):
                 output = super().forward(*args, **kwargs)
         else:
             args, kwargs = tree_map(self._cast, (args, kwargs))

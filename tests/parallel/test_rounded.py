@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lmsys.attention.compiled import why_no_compiler
 from lmsys.config import ModelConfig
 from lmsys.model import Loss, TransformerLM
+from lmsys.model.transformer import Linear
 from lmsys.parallel import STRATEGIES
 from lmsys.parallel.flat_shard import FlatShard
 from lmsys.parallel.fsdp import Fsdp
@@ -134,3 +135,31 @@ def test_only_what_all_its_modules_read_rounded_is() -> None:
     assert all(
         len({id(p) in read_rounded(model) for p in flat}) == 1 for unit in flats_by_block(model) for flat in unit
     )
+
+
+class Stack(nn.Module):
+    """Nothing but blocks, of layers that read rounded weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_layers_of_ones_own_take_part() -> None:
+    torch.manual_seed(0)
+    module, x = Stack(), torch.randn(3, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = module(x)
+    (expected_grad,) = torch.autograd.grad(expected.float().sum(), module.layers[0].weight)
+    wrapper = Fsdp(module, compute_dtype=torch.bfloat16)
+    y = wrapper(x)
+    assert torch.equal(y, expected) and module.layers[1].weight.isnan().all()  # no values but the copy's
+    y.float().sum().backward()
+    wrapper.finish_gradient_synchronization()
+    wrapper.unshard()
+    assert torch.equal(module.layers[0].weight.grad, expected_grad)
