@@ -16,7 +16,7 @@ from lmsys.parallel.group import WorkerGroup
 from tests.support.processes import smoke_sweep
 
 # "ci" draws the same few examples every time; --hypothesis-profile explore draws others, and more.
-hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True, max_examples=25)
+hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True, max_examples=20)
 hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("ci")
 

@@ -150,7 +150,8 @@ class Session:
             for result in self.runner.run(self.benchmarks[group[0]], cases):
                 self._keep(group, result)
         finally:
-            self._seconds[f"{group[0]} {cases[0].section}".replace("_", " ")] += round(time.monotonic() - begin)
+            section, *_ = group[1].split("-")
+            self._seconds[f"{group[0]} {section}".replace("_", " ")] += round(time.monotonic() - begin)
 
     def _keep(self, group: Key, result: "Result") -> None:
         self.results[group[0], result.record["id"]] = result  # first: an interrupt may fall between the two

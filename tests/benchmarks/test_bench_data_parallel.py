@@ -29,7 +29,7 @@ from lmsys.bench.results import Session
 from lmsys.measure.overlap import Communication
 from lmsys.parallel import STRATEGIES as TABLE
 from lmsys.parallel.adapter import Adapter
-from lmsys.parallel.group import WorkerGroup
+from lmsys.parallel.group import WorkerError, WorkerGroup
 from lmsys.parallel.none import NoSync
 from tests.support import harness, processes
 
@@ -245,6 +245,29 @@ def test_passes_are_kept_in_turns_and_an_interrupted_group_keeps_what_all_rows_h
     assert (found["flat"].samples, found["flat"].record["outcome"]) == (None, "unsupported")
     (case, *_) = cases_of(strategy=("none",))
     assert Row(case, [], passes=[[1.0, 2.0], [3.0, 4.0]]).samples == [1.0, 3.0, 2.0, 4.0]
+
+
+class Ended(Answers):
+    """Ranks that end where the steps of naive are to be judged, and with them what they had of the others' steps."""
+
+    def run(self, world_size: int, backend: str, function: Any, case: ParallelCase, *args: Any) -> list[Any]:
+        if function is holds:
+            return [case.impl == "naive"] * world_size
+        if function is judge_pass and case.impl == "naive":
+            raise WorkerError(1, "error", "rank 1 failed in judge_pass: no such judge")
+        return super().run(world_size, backend, function, case, *args)
+
+
+def test_ranks_that_end_cost_the_case_that_they_were_busy_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others' steps, which went with them, are taken again, timed and judged."""
+    monkeypatch.setitem(PASSES, "gloo", 1)
+    runner, ranks = harness.runner(seconds_per_row=2.0), Ended()
+    runner.__dict__["ranks"] = ranks
+    naive, overlapped = runner.run(DataParallel(), cases_of(strategy=("naive", "overlapped")))
+    assert naive.record["outcome"] == "error" and "no such judge" in naive.record["reason"]
+    assert ranks.asked == ["naive", "overlapped", "overlapped"]
+    assert overlapped.record["outcome"] == "ok" and overlapped.record["proof"]["calls"]
+    assert overlapped.samples == [1 + number / 10 for number in range(10)]
 
 
 @pytest.fixture(scope="module")

@@ -93,31 +93,6 @@ def test_steps_on_gpus_are_held_to_plain_ones(precision: str) -> None:
         gpus.close()
 
 
-def _fails(*_: Any) -> None:
-    raise RuntimeError("no such judge")
-
-
-class Failing(Ranks):
-    """Ranks that end where naive's steps are to be judged."""
-
-    def run(self, world_size: int, backend: str, function: Any, *args: Any) -> list[Any]:
-        fails = function is judge_pass and args[0].impl == "naive"
-        return super().run(world_size, backend, _fails if fails else function, *args)
-
-
-def test_ranks_that_end_cost_the_case_that_they_were_busy_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others' steps, which went with them, are taken again, timed and judged."""
-    monkeypatch.setitem(PASSES, "gloo", 2)
-    runner = harness.runner(min_rounds=4)
-    runner.__dict__["ranks"] = ranks = Failing()
-    try:
-        naive, flat = [one.record for one in runner.run(DataParallel(), [case_of("naive"), case_of("flat")])]
-    finally:
-        ranks.close()
-    assert naive["outcome"] == "error" and "no such judge" in naive["reason"]
-    assert flat["outcome"] == "ok" and flat["rounds"] == 4 and flat["proof"]["calls"], flat["reason"]
-
-
 def test_a_row_that_cheats_is_a_case_without_a_time(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PASSES, "gloo", 2)
     runner = harness.runner(min_rounds=12)
