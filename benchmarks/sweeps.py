@@ -119,8 +119,8 @@ SMALL: dict[str, Any] = {
     "without": (),
 }
 CPU_PATTERNS = (
-    DOCUMENTS.but(**SMALL, width=256, documents=("mixed",)),
-    WINDOW.but(**SMALL, width=256, window=(128,)),
+    DOCUMENTS.but(**SMALL, tokens=2048, width=256, documents=("mixed",)),
+    WINDOW.but(**SMALL, tokens=2048, width=256, window=(128,)),
     GROUPED.but(**SMALL, batch=(1,), heads=((8, 2),)),
     DECODE.but(**SMALL | {"length": ((1, 4096),), "direction": ("fwd",)}, batch=(1, 8), heads=((8, 2),)),
 )
