@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from benchmarks.arithmetic import DTYPES, capability_of, why_no_arithmetic
+from benchmarks.arithmetic import DTYPES, why_no_arithmetic
 from lmsys.attention import ATTENTION, AttentionCase
 from lmsys.bench import Case, Entry, Record, Table
 from lmsys.bench.ranks import backend_of
 from lmsys.config import ModelConfig, model_config
 from lmsys.model import BLOCKS_PER_GRAPH, TransformerLM
+from lmsys.model.transformer import attention_case as case_in_model
 
 NUM_BLOCKS = BLOCKS_PER_GRAPH  # of a model that is checked: as many as make one compiled graph stand for all
 MAX_SCORES = 2**28  # of naive attention in one block: 2 GiB in float64
@@ -32,9 +33,7 @@ MODEL_ROWS = Table(ATTENTION.kind, [*ATTENTION.values(), AUTO, LLAMA])  # all th
 
 def attention_case(config: ModelConfig, batch: int, precision: str, device: str, grad: bool = True) -> AttentionCase:
     """The case that a model makes for its attention row."""
-    context = config.context_length
-    shape = (batch, config.num_heads, config.kv_heads, context, context, config.head_dim)
-    return AttentionCase(*shape, DTYPES[precision], True, grad, device, capability_of(device))
+    return case_in_model(config, batch, config.context_length, DTYPES[precision], torch.device(device), grad=grad)
 
 
 def attention_row(entry: Entry, case: AttentionCase) -> Entry:

@@ -129,12 +129,13 @@ def _plain(case: ParallelCase, one: Pass, dtype: torch.dtype, precision: str, na
         known = _RIGHT[case.world_size] = one, {}
     what = dtype, precision, narrow, case.config, case.batch
     if what not in known[1]:
-        known[1][what] = _take_steps(case, one, dtype, precision, narrow)
-        if bad := [name for name, rows in known[1][what][1].items() if not rows.isfinite().all()]:
+        start, end = _take_steps(case, one, dtype, precision, narrow)
+        if bad := [name for name, rows in end.items() if not rows.isfinite().all()]:
             raise RuntimeError(
                 f"the bench failed, not the row: plain steps in {precision} on weights in {dtype} lead to NaN or inf in"
-                f" {len(bad)} of {len(known[1][what][1])} parameters, as in {bad[0]}"
+                f" {len(bad)} of {len(end)} parameters, as in {bad[0]}"
             )
+        known[1][what] = start, end
     return known[1][what]
 
 

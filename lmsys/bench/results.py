@@ -68,7 +68,7 @@ class Session:
     faults: list[str] = field(default_factory=list)
     benchmarks: dict[str, Benchmark] = field(default_factory=dict)
     _began: float = 0.0
-    _seconds: Counter[str] = field(default_factory=Counter)  # by section
+    _seconds: dict[str, float] = field(default_factory=dict)  # by section
     _cases: dict[Key, Any] = field(default_factory=dict)
     _group_of: dict[Key, Key] = field(default_factory=dict)
     _rows: dict[str, dict[str, Record]] = field(default_factory=dict)
@@ -151,7 +151,8 @@ class Session:
                 self._keep(group, result)
         finally:
             section, *_ = group[1].split("-")
-            self._seconds[f"{group[0]} {section}".replace("_", " ")] += round(time.monotonic() - begin)
+            name = f"{group[0]} {section}".replace("_", " ")
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - begin
 
     def _keep(self, group: Key, result: "Result") -> None:
         self.results[group[0], result.record["id"]] = result  # first: an interrupt may fall between the two
@@ -320,8 +321,9 @@ class Session:
     def summary(self) -> Iterator[str]:
         yield from summary.lines(self.records, self._contends)
         if self._seconds:
-            took = ", ".join(f"{name} {seconds} s" for name, seconds in self._seconds.most_common())
-            yield f"it took {sum(self._seconds.values())} s: {took}"
+            longest = sorted(self._seconds.items(), key=lambda one: -one[1])
+            took = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in longest)
+            yield f"it took {sum(self._seconds.values()):.0f} s: {took}"
         if self.checkout:
             from lmsys.bench.changes import lines
 

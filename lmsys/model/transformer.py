@@ -133,6 +133,22 @@ class Attention(nn.Module):
             return self.output_proj(o.transpose(1, 2).flatten(-2))
 
 
+def attention_case(
+    config: ModelConfig,
+    batch: int,
+    length: int,
+    dtype: str,
+    device: torch.device,
+    *,
+    grad: bool,
+    documents: bool = False,
+) -> AttentionCase:
+    """The case that a model makes for its attention row, of `batch` sequences of `length` tokens."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    shape = batch, config.num_heads, config.kv_heads, length, length, config.head_dim
+    return AttentionCase(*shape, dtype, True, grad, device.type, capability, documents=documents)
+
+
 class Packed:
     """A row's function that lets a query see its own document alone. New for each batch, so no graph knows it."""
 
@@ -322,15 +338,11 @@ class TransformerLM(nn.Module):
 
     def _attend(self, x: Tensor, documents: Documents | None = None) -> Any:
         """The row's function for this shape, dtype and mode, looked up outside of what is compiled."""
-        capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else None
-        (batch, length, _), config = x.shape, self.config
-        case = AttentionCase(
-            batch, config.num_heads, config.kv_heads, length, length, config.head_dim, DTYPE_NAMES[_matmul_dtype(x)],
-            causal=True, grad=torch.is_grad_enabled(), device=x.device.type, capability=capability,
-            documents=documents is not None,
-        )  # fmt: skip
+        batch, length, _ = x.shape
+        dtype, grad, packed = DTYPE_NAMES[_matmul_dtype(x)], torch.is_grad_enabled(), documents is not None
+        case = attention_case(self.config, batch, length, dtype, x.device, grad=grad, documents=packed)
         if case not in self._rows:
-            self._rows[case] = adapt(ATTENTION.pick(config.attention, case).load())
+            self._rows[case] = adapt(ATTENTION.pick(self.config.attention, case).load())
         return self._rows[case] if documents is None else Packed(self._rows[case], documents)
 
 

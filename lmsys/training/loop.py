@@ -215,7 +215,8 @@ class Trainer:
         train, inputs = self.config.train, self.batch(micro)
         with self.autocast():
             loss = self.strategy(*inputs)
-        loss = loss * self.batches.weight(self.step, micro)
+        if (weight := self.batches.weight(self.step, micro)) != 1:
+            loss = loss * weight
         (loss / (train.leaves if train.reproducible else self.batches.accumulation)).backward()
         return loss.detach()
 

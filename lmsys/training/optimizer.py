@@ -153,18 +153,12 @@ def _cuda_step(bundle: _Bundle, group: dict[str, Any], *scaling: Tensor | None) 
         _fused_step(bundle, group, *moved)
 
 
-def _triton_step(
-    bundle: _Bundle,
-    group: dict[str, Any],
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    factor: Tensor | None = None,
-) -> None:
+def _triton_step(bundle: _Bundle, group: dict[str, Any], *scaling: Tensor | None) -> None:
     from lmsys.training.adamw_triton import FusedAdamW
 
     bundle.kernel = bundle.kernel or FusedAdamW(bundle.params)
     lists = bundle.params, bundle.grads(), bundle.exp_avgs, bundle.exp_avg_sqs, bundle.steps
-    bundle.kernel.step(lists, group, grad_scale, found_inf, factor)
+    bundle.kernel.step(lists, group, *scaling)
 
 
 def _fused_step(

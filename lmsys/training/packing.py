@@ -13,6 +13,7 @@ from torch import Tensor
 from lmsys.attention import ATTENTION, AttentionCase, Documents
 from lmsys.attention.contract import adapt, why_not_told
 from lmsys.config import IGNORED
+from lmsys.model.transformer import attention_case
 from lmsys.registry import Entry
 from lmsys.training.config import RunConfig
 from lmsys.training.data import Source
@@ -39,11 +40,8 @@ def model_inputs(inputs: np.ndarray, targets: np.ndarray, device: torch.device) 
 def check_attention(config: RunConfig, device: torch.device) -> None:
     """ValueError, with the rows that can, where model.attention cannot train on packed documents."""
     model, train = config.model, config.train
-    case = AttentionCase(
-        train.held, model.num_heads, model.kv_heads, model.context_length, model.context_length, model.head_dim,
-        "bfloat16" if train.precision == "bf16" else "float32", causal=True, grad=True, device=device.type,
-        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None, documents=True,
-    )  # fmt: skip
+    dtype = "bfloat16" if train.precision == "bf16" else "float32"
+    case = attention_case(model, train.held, model.context_length, dtype, device, grad=True, documents=True)
     try:
         reason = _why_not(ATTENTION.pick(model.attention, case), case)
     except ValueError as error:

@@ -131,11 +131,14 @@ def extent_of(bounds: Any) -> tuple[Any, ...]:
     return *pointers, torch.tensor(0)
 
 
-@settings(max_examples=8)
-@given(
+drawn = given(
     length=st.integers(1, 900), window=st.none() | st.integers(1, 500), causal=st.booleans(), documents=st.booleans(),
     seed=SEEDS, block_q=st.sampled_from([64, 128]),
 )  # fmt: skip
+
+
+@settings(max_examples=8)
+@drawn
 def test_no_tile_is_visited_that_hides_all_nor_masked_that_hides_nothing(
     length: int, window: int | None, causal: bool, documents: bool, seed: int, block_q: int
 ) -> None:
@@ -162,10 +165,7 @@ def test_no_tile_is_visited_that_hides_all_nor_masked_that_hides_nothing(
 
 
 @settings(max_examples=8)
-@given(
-    length=st.integers(1, 900), window=st.none() | st.integers(1, 500), causal=st.booleans(), documents=st.booleans(),
-    seed=SEEDS, block_q=st.sampled_from([64, 128]),
-)  # fmt: skip
+@drawn
 def test_key_tiles_wait_for_those_on_their_right_alone(
     length: int, window: int | None, causal: bool, documents: bool, seed: int, block_q: int
 ) -> None:
