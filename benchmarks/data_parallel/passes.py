@@ -8,6 +8,7 @@ is what the same steps lose in the case's precision, with gradients or parameter
 `benchmarks.arithmetic.ratio_of` of how far some rows of each parameter have moved.
 """
 
+import math
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from lmsys.parallel.group import device
 ADAMW: dict[str, Any] = {"lr": 1e-3, "eps": 1e-2}
 WARM_STEPS = {"cpu": 2, "cuda": 3}  # the first plans buckets, the second runs with them
 ROWS, NUMBERS = 16, 2**20  # of each parameter so many rows, fewer where all together have more numbers, but one
+MOST_APART = 0.5  # of the way that weights go: plain steps end so far from exact ones, where neither is broken
 MAX_SCORES = 2**28  # of naive attention in all blocks together, of the sequences that are taken at once
 Rows = dict[str, Tensor]  # of parameters, by name, on the host
 
@@ -92,7 +94,7 @@ def holds(case: ParallelCase, one: Pass) -> bool:
 def judge_pass(case: ParallelCase, one: Pass) -> dict[str, float] | None:
     """Errors over their budgets, by parameter, of what the case's steps have led to on this rank.
 
-    None where plain steps find no room; RuntimeError where those lead to NaN or inf.
+    None where plain steps find no room; RuntimeError where those lead to NaN or inf, or elsewhere than exact ones.
     """
     left = _LEFT.pop((case.id, one))
     release()
@@ -104,11 +106,22 @@ def judge_pass(case: ParallelCase, one: Pass) -> dict[str, float] | None:
     with matmuls(case.precision):
         _, plain = _plain(case, one, torch.float32, case.precision, case.narrow)
     dtype = ROUNDING[case.precision] if case.narrow is None else case.narrow[1]
-    ratios = {}
-    for name, first in start.items():
-        found, right, ordinary = (rows[name].double() - first.double() for rows in (left, exact, plain))
-        ratios[name] = ratio_of(found, right, ordinary, dtype)
-    return ratios
+    found, right, ordinary = (_moved(start, rows) for rows in (left, exact, plain))
+    way, apart = _norm(right.values()), _norm(ordinary[name] - right[name] for name in right)
+    if apart > MOST_APART * way:
+        raise RuntimeError(
+            f"the bench failed, not the row: plain steps in {case.precision} end {apart / way:.2g} of their way from"
+            f" where exact ones end, so no budget can be had of them"
+        )
+    return {name: ratio_of(found[name], right[name], ordinary[name], dtype) for name in start}
+
+
+def _moved(start: Rows, end: Rows) -> Rows:
+    return {name: end[name].double() - first.double() for name, first in start.items()}
+
+
+def _norm(parts: Iterable[Tensor]) -> float:
+    return math.sqrt(sum(x.square().sum().item() for x in parts))
 
 
 def _rows_of(state: Mapping[str, Tensor], key: int) -> Rows:

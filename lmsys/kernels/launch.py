@@ -12,6 +12,7 @@ launches Triton's hooks are not told. Where another runs (a later Triton, ROCm, 
 
 import functools
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -129,11 +130,15 @@ class DirectKernel:
 
 
 class PublicKernel:
-    """Does the same as `DirectKernel` by documented ways of Triton; pointers among `others` are tensors."""
+    """Does the same as `DirectKernel` by documented ways of Triton; pointers among `others` are tensors.
+
+    TypeError for a call with tensors of other dtypes than it was made with, which `DirectKernel` has no time to see.
+    """
 
     def __init__(self, function: Any, descriptors: list[TensorDescriptor], others: list[Any], **options: Any):
         self._blocks = [descriptor.block_shape for descriptor in descriptors]
         self._constants = [options.pop(name) for name in function.arg_names[len(descriptors) + len(others) :]]
+        self._dtypes = _dtypes(others)
         args = *descriptors, *others, *self._constants
         binary = function.warmup(*args, grid=(1, 1, 1), **FUSED | options)
         self._kernel = function if binary is None else binary  # None in Triton's interpreter
@@ -142,7 +147,13 @@ class PublicKernel:
         self, grid: int, stream: int, tensors: tuple[Tensor, ...], others: tuple[Any, ...], grid_y: int = 1
     ) -> None:
         described = [_describe(x, block) for x, block in zip(tensors, self._blocks, strict=True)]
+        if (dtypes := _dtypes(others)) != self._dtypes:  # `DirectKernel` would read the memory as what it is not
+            raise TypeError(f"the kernel was compiled for {self._dtypes}, and is called with {dtypes}")
         self._kernel[grid, grid_y, 1](*described, *others, *self._constants, stream=stream)
+
+
+def _dtypes(others: Sequence[Any]) -> list[Any]:
+    return [x.dtype if isinstance(x, Tensor) else None for x in others]
 
 
 def _describe(x: Tensor, block: list[int]) -> TensorDescriptor:

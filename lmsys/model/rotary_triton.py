@@ -33,8 +33,8 @@ def _rotate_kernel(
     apart = tl.where(head < H, Q + of_q * D, tl.where(head < H + HKV, K + of_k * D, V + of_v * D))
     source, target = (apart, together) if BACKWARD else (together, apart)
     angles = token % num_angles * (D // 2) + pair
-    cos = tl.load(COS + angles, mask=pair < D // 2, other=0.0)[None, :]
-    sin = tl.load(SIN + angles, mask=pair < D // 2, other=0.0)[None, :]
+    cos = tl.load(COS + angles, mask=pair < D // 2, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(SIN + angles, mask=pair < D // 2, other=0.0).to(tl.float32)[None, :]
     sin = -sin if BACKWARD else sin
     x = tl.load(source[:, None] + dim[None, :], mask=mask, other=0.0)
     even, odd = tl.split(x.to(tl.float32).reshape(BLOCK_H, BLOCK_D // 2, 2))
@@ -53,7 +53,7 @@ def _blocks(total: int, head_dim: int) -> tuple[int, int, int]:
 
 def turn(heads: Tensor, parts: tuple[Tensor, Tensor, Tensor], cos: Tensor, sin: Tensor, *, backward: bool) -> None:
     """heads (B, S, H + 2 Hkv, D) into parts q (B, S, H, D), k and v (B, S, Hkv, D); `backward`: parts into heads, each
-    pair turned back. cos and sin (S, D / 2) or (B, S, D / 2) in float32. All are contiguous.
+    pair turned back. cos and sin (S, D / 2) or (B, S, D / 2) in float32 or float64. All are contiguous.
     """
     batch, length, total, head_dim = heads.shape
     block_h, block_d, num_blocks = _blocks(total, head_dim)
@@ -68,7 +68,7 @@ def turn(heads: Tensor, parts: tuple[Tensor, Tensor, Tensor], cos: Tensor, sin: 
             "BACKWARD": backward,
         }
         aligned = [x.data_ptr() % 16 == 0 for x in others[:-1]]
-        key = heads.dtype, heads.device, *aligned, *constants.values()
+        key = heads.dtype, cos.dtype, heads.device, *aligned, *constants.values()
         with torch.cuda.device_of(heads):
             kernel = _kernels.get(key)
             if kernel is None:

@@ -19,7 +19,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from lmsys.parallel.absent import appear, leave
+from lmsys.parallel.absent import address, appear, leave
 from lmsys.parallel.buckets import MIB, is_size, plan_segments
 from lmsys.parallel.collectives import Group, Pending
 from lmsys.parallel.overlapped import Overlapped
@@ -63,7 +63,7 @@ class Zero1(Overlapped):
         self._wait_in_forward()
         self.transport.settle(self.buckets, self.flat_buffers)
         self._trained, self.optimizers = Among(self.trainable), WeakSet[Any]()
-        self._address = self.trainable[0].data_ptr() if self.trainable else 0
+        self._address = address(self.trainable[0]) if self.trainable else 0
         watch(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +101,7 @@ class Zero1(Overlapped):
                 f"this {type(optimizer).__name__} holds parameters whose gradients ZeRO-1 has divided among ranks: make"
                 " it by make_optimizer(), which gathers what each rank has stepped"
             )
-        if self.trainable[0].data_ptr() != self._address:
+        if address(self.trainable[0]) != self._address:
             raise ValueError("the module was moved or cast after it was wrapped: do that first, and wrap it then")
 
     def stepped(self) -> None:

@@ -1,5 +1,6 @@
 """The timed steps of a pass: honest strategies lead where plain steps lead, and no cheat does."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -8,7 +9,9 @@ import pytest
 import torch
 
 from benchmarks.bench_data_parallel import PASSES, DataParallel
+from benchmarks.data_parallel import passes
 from benchmarks.data_parallel.cases import ParallelCase
+from benchmarks.data_parallel.check import gate
 from benchmarks.data_parallel.passes import Batches, Pass, judge_pass
 from benchmarks.data_parallel.rank import take_pass
 from lmsys.bench.ranks import Ranks
@@ -86,11 +89,39 @@ def test_steps_on_gpus_are_held_to_plain_ones(precision: str) -> None:
     gpus = Ranks()
     try:
         for strategy in (*HONEST, *PEERS):
+            gpus.run(2, "nccl", gate, asked(strategy), 0)  # as in a run: what it compiles stays for the passes
             assert worst(gpus, asked(strategy)) < MARGIN, strategy
+        assert worst(gpus, asked("none", world_size=1)) < MARGIN
         assert worst(gpus, asked("bucketed", compile="graphed")) < MARGIN
         assert worst(gpus, asked(target(rank_cheats.HalvedGradients))) > 3
     finally:
         gpus.close()
+
+
+def _judged_by_wrong_steps(case: ParallelCase, one: Pass, change: float) -> Any:
+    """On a rank: the judgement where steps that pass for exact end elsewhere."""
+    take = passes._take_steps
+
+    def elsewhere(case: ParallelCase, one: Pass, dtype: torch.dtype, *rest: Any) -> Any:
+        start, end = take(case, one, dtype, *rest)
+        return start, {name: x + (change if dtype == torch.float64 else 0.0) for name, x in end.items()}
+
+    passes._RIGHT.clear()
+    passes._take_steps = elsewhere
+    try:
+        return judge_pass(case, one)
+    finally:
+        passes._take_steps = take
+        passes._RIGHT.clear()
+
+
+@pytest.mark.parametrize("change", [1.0, math.nan])
+def test_exact_steps_that_are_wrong_judge_nothing(change: float, ranks: Ranks) -> None:
+    """The budget is how far plain steps end from exact ones: from wrong ones so far that everything would be right."""
+    case = case_of("none", world_size=(1,))
+    ranks.run(1, case.backend, take_pass, case, ONE)
+    with pytest.raises(WorkerError, match="the bench failed, not the row: plain steps in fp32 .* (NaN|way)"):
+        ranks.run(1, case.backend, _judged_by_wrong_steps, case, ONE, change)
 
 
 def test_a_row_that_cheats_is_a_case_without_a_time(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,14 @@ def test_the_kernel_is_the_plain_rotation(
         torch.testing.assert_close(found.cpu(), expected.detach())
 
 
+@needs_triton
+def test_angles_are_read_as_what_they_are(device: str) -> None:
+    """A kernel is kept for later calls: those of a module that was cast to float64 are not for its pointers."""
+    heads, cos, sin = (torch.randn(shape, device=device) for shape in ((2, 7, 3, 16), (7, 8), (7, 8)))
+    found = [rotate(heads, cos.to(dtype), sin.to(dtype), 1) for dtype in (torch.float32, torch.float64)]
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

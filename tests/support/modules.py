@@ -288,7 +288,8 @@ def _stepped(wrapper: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     wrapper.finish_gradient_synchronization()
     optimizer.step()
     after = wrapper.full_state_dict()["last.weight"]
-    return _same(wrapper, after) if not torch.equal(before, after) else "nothing was trained"
+    same = _same(wrapper, after)  # which all ranks ask: on a GPU one whose parameter was replaced is not told yet
+    return same if not torch.equal(before, after) else "nothing was trained"
 
 
 def _zero_grad(wrapper: nn.Module, _: Any) -> str:
