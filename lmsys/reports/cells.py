@@ -14,6 +14,7 @@ RATED = {  # the rates that a share of a ceiling stands for
     "copy_ceiling_fraction": ("copy_ceiling_fraction", "bytes_per_s"),
 }
 NOT_RUN = "–"
+DETAILS = "; "  # stands between the facts behind a figure
 SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 STEADY = 0.2  # of the median: how far the samples of a steady case spread at most
 UNSTEADY = f"Unsteady: from p20 to p80 its samples spread over more than {STEADY:.0%} of the median."
@@ -98,7 +99,7 @@ def detail(view: View, case: Record | None) -> str:
     if case.get("repeatable") is not None:
         told.append("the same bits each time" if case["repeatable"] else "not the same bits each time")
     told.append(view.machine.run_of(case))
-    return "; ".join(told)
+    return DETAILS.join(told)
 
 
 def _conditions(case: Record) -> list[str]:

@@ -55,6 +55,13 @@ const widths = new ResizeObserver(seen => seen.forEach(({target: t}) => {
   t.classList.toggle("wide", t.scrollWidth > t.clientWidth) ? t.tabIndex = 0 : t.removeAttribute("tabindex");
 }));
 
+// What is known of a figure: its own, and what all figures of its row have in common.
+function complete(cell) {
+  const common = cell.parentElement.title;
+  if (cell.title && common && !cell.title.endsWith(common)) cell.title += `; ${common}`;
+  return cell.title || common;
+}
+
 function prepare(part) {
   for (const scroll of part.querySelectorAll(".scroll")) widths.observe(scroll);
   for (const table of part.querySelectorAll("table:not(.facts)")) {
@@ -72,9 +79,14 @@ addEventListener("DOMContentLoaded", () => {
   addEventListener("toggle", event => event.target.open && unfold(event.target), true);
   addEventListener("hashchange", go);
   addEventListener("click", event => {
-    const head = event.target.closest("thead th[tabindex]"), cell = event.target.closest("td[title]");
+    const head = event.target.closest("thead th[tabindex]"), cell = event.target.closest("td");
     if (head) sort(head);
-    said.textContent = cell ? `${cell.textContent}: ${cell.title}` : "";
+    const details = cell ? complete(cell) : "";
+    said.textContent = details ? `${cell.textContent}: ${details}` : "";
+  });
+  addEventListener("pointerover", event => {
+    const cell = event.target.closest("td[title]");
+    if (cell) complete(cell);
   });
   addEventListener("keydown", event => {
     if (event.key === "Enter" && event.target.matches("thead th[tabindex]")) sort(event.target);

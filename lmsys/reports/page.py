@@ -11,7 +11,7 @@ from pathlib import Path
 from lmsys.bench.fields import Record
 from lmsys.reports import folder
 from lmsys.reports.canvas import Plot
-from lmsys.reports.cells import STATE
+from lmsys.reports.cells import DETAILS, STATE
 from lmsys.reports.load import InputError, Machine, file_name, matmul_rates
 from lmsys.reports.tables import Table
 from lmsys.reports.views import View
@@ -271,10 +271,7 @@ def _table(table: Table) -> Html:
         tag("th", column or "row", **({"class_": "value"} if i >= keys else {}))
         for i, column in enumerate(table.columns)
     ]
-    rows = [
-        tag("tr", *(tag("th", text) for text in row[:keys]), *(_value(table, i, j) for j in range(keys, len(row))))
-        for i, row in enumerate(table.rows)
-    ]
+    rows = [_line(table, i) for i in range(len(table.rows))]
     inside = tag("table", tag("thead", tag("tr", *head)), tag("tbody", *rows))
     notes = [tag("ul", *(tag("li", note) for note in table.notes), class_="notes")] if table.notes else []
     files = [tag("a", name, href=f"tables/{table.name}.{end}") for name, end in (("CSV", "csv"), ("Markdown", "md"))]
@@ -284,9 +281,21 @@ def _table(table: Table) -> Html:
     return tag("figure", title, tag("div", inside, class_="scroll"), *notes, caption, id=anchor)
 
 
-def _value(table: Table, row: int, column: int) -> Html:
+def _line(table: Table, row: int) -> Html:
+    """A row. Details that all its cells share are the row's own, since rows sampled together share most."""
+    texts, columns = table.rows[row], range(table.keys, len(table.rows[row]))
+    details = {at: said.split(DETAILS) for at in columns if (said := table.details.get((row, at)))}
+    shared = next(iter(details.values())) if len(details) > 1 else []
+    common = [part for part in shared if all(part in own for own in details.values())]
+    own = {at: DETAILS.join(part for part in parts if part not in common) for at, parts in details.items()}
+    cells = [_value(table, row, at, own.get(at, "")) for at in columns]
+    said = {"title": DETAILS.join(common)} if common else {}
+    return tag("tr", *(tag("th", text) for text in texts[: table.keys]), *cells, **said)
+
+
+def _value(table: Table, row: int, column: int, said: str) -> Html:
     """A cell; the best of its line, and what was wrong, are told apart."""
     text = table.rows[row][column]
     kind = "wrong" if OUTCOMES["wrong"] in text else "best" if (row, column) in table.best else ""
-    said = {"class_": kind, "title": table.details.get((row, column), "")}
-    return tag("td", text, **{name: value for name, value in said.items() if value})
+    facts = {"class_": kind, "title": said}
+    return tag("td", text, **{name: value for name, value in facts.items() if value})
