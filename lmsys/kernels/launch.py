@@ -165,3 +165,26 @@ def _describe(x: Tensor, block: list[int]) -> TensorDescriptor:
 
 DIRECT = is_known() and torch.version.hip is None and not INTERPRETED
 Kernel = DirectKernel if DIRECT else PublicKernel
+
+_kernels: dict[tuple[Any, ...], Any] = {}
+
+
+def launch(function: Any, grid: int, *others: Any, grid_y: int = 1, **options: Any) -> None:
+    """Launches a function without descriptors, compiled once for constants, dtypes and alignment of tensors.
+
+    `others` are tensors of one device and whole numbers, on which the function must not be specialised. Without
+    programs, grid 0, nothing is done.
+    """
+    tensors = [x for x in others if isinstance(x, Tensor)]
+    key = (
+        function,
+        tensors[0].device,
+        *((x.dtype, x.data_ptr() % 16 == 0) for x in tensors),
+        *options.values(),
+    )
+    with torch.cuda.device_of(tensors[0]):
+        kernel = _kernels.get(key)
+        if kernel is None:
+            kernel = _kernels[key] = Kernel(function, [], list(others), **options)
+        if grid:
+            kernel(grid, stream_of(tensors[0]), (), others, grid_y)

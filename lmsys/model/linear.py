@@ -35,6 +35,12 @@ def linear(x: Tensor, *weights: Tensor) -> Tensor:
     return F.linear(x, *weights) if len(weights) == 1 else torch.cat([F.linear(x, w) for w in weights], dim=-1)
 
 
+def matmul_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that autocast gives x for a matmul."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
 def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The copy of that dtype which is kept beside a weight, where there is one, else the weight itself."""
     copy = getattr(weight, "rounded", None)

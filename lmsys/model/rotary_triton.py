@@ -1,19 +1,15 @@
 """The rotation of queries and keys in Triton: one pass over the projections, forward and backward."""
 
 from functools import cache
-from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lmsys.kernels.launch import Kernel, stream_of
+from lmsys.kernels.launch import launch
 from lmsys.measure.profile import register_kernels
 
 ELEMENTS = 2048  # elements of a tile: 16 for each of 128 threads, two loads of 16 bytes in half precision
-
-_kernels: dict[tuple[Any, ...], Any] = {}
 
 register_kernels(r"^_rotate_kernel$", "elementwise")
 
@@ -57,20 +53,19 @@ def turn(heads: Tensor, parts: tuple[Tensor, Tensor, Tensor], cos: Tensor, sin: 
     """
     batch, length, total, head_dim = heads.shape
     block_h, block_d, num_blocks = _blocks(total, head_dim)
-    if heads.numel():
-        others = heads, *parts, cos, sin, cos.numel() // (head_dim // 2)
-        constants = {
-            "H": parts[0].shape[2],
-            "HKV": parts[1].shape[2],
-            "D": head_dim,
-            "BLOCK_H": block_h,
-            "BLOCK_D": block_d,
-            "BACKWARD": backward,
-        }
-        aligned = [x.data_ptr() % 16 == 0 for x in others[:-1]]
-        key = heads.dtype, cos.dtype, heads.device, *aligned, *constants.values()
-        with torch.cuda.device_of(heads):
-            kernel = _kernels.get(key)
-            if kernel is None:
-                kernel = _kernels[key] = Kernel(_rotate_kernel, [], [*others], **constants)
-            kernel(batch * length, stream_of(heads), (), others, grid_y=num_blocks)
+    launch(
+        _rotate_kernel,
+        batch * length,
+        heads,
+        *parts,
+        cos,
+        sin,
+        cos.numel() // (head_dim // 2),
+        grid_y=num_blocks,
+        H=parts[0].shape[2],
+        HKV=parts[1].shape[2],
+        D=head_dim,
+        BLOCK_H=block_h,
+        BLOCK_D=block_d,
+        BACKWARD=backward,
+    )

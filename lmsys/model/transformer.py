@@ -20,9 +20,10 @@ from lmsys.attention.contract import DTYPE_NAMES, AttentionCase, adapt, told
 from lmsys.checkpointing import Group
 from lmsys.config import ModelConfig
 from lmsys.measure.profile import part
+from lmsys.model import fused
 from lmsys.model.functions import silu
 from lmsys.model.ids import Shape, check_ids
-from lmsys.model.linear import linear
+from lmsys.model.linear import linear, matmul_dtype
 from lmsys.model.loss import linear_cross_entropy
 from lmsys.model.rotary import RotaryEmbedding
 from lmsys.model.selective import run_again, run_selectively
@@ -66,12 +67,6 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _matmul_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that autocast gives x for a matmul."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
 class RMSNorm(nn.RMSNorm):
     """x / rms(x) · weight over the last dimension, in float32 at least.
 
@@ -82,7 +77,7 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         with part("norms"):
             normalised = F.rms_norm(_wide(x), self.normalized_shape, _wide(self.weight), self.eps)
-            return normalised.to(_matmul_dtype(x))
+            return normalised.to(matmul_dtype(x))
 
 
 class Attention(nn.Module):
@@ -230,7 +225,7 @@ class TransformerLM(nn.Module):
         self.rope = RotaryEmbedding(config.head_dim, config.context_length, config.rope_theta, device)
         _ = ATTENTION[config.attention] if config.attention != "auto" else None  # an unknown name fails here
         self._rows: dict[AttentionCase, Any] = {}
-        self._together, self._run = 1, _run
+        self._together, self._run, self._fused = 1, _run, False
 
     def compile_blocks(self, together: int = 1, **options: Any) -> "TransformerLM":
         """Compile `together` blocks as one graph: as blocks share their code, all later graphs of a size are free.
@@ -250,6 +245,18 @@ class TransformerLM(nn.Module):
                 layer.compile(**options)
         else:
             self._together, self._run = together, torch.compile(_run, **options)
+        return self
+
+    def fuse_blocks(self) -> "TransformerLM":
+        """Run blocks by the kernels of `lmsys.model.fused`, without a compiler; to be recorded as a CUDA graph.
+
+        Blocks are then no modules that could be hooked or wrapped, and keep what their backward reads. ValueError with
+        checkpointing.
+        """
+        if any(group.level != "none" for group in self.config.groups):
+            given = self.config.checkpoint_blocks
+            raise ValueError(f"fused blocks keep what their backward reads: checkpoint_blocks={given!r} must be 0")
+        self._fused = True
         return self
 
     def hidden(
@@ -274,12 +281,14 @@ class TransformerLM(nn.Module):
         self._check(tokens, positions, documents)
         x = self.token_embeddings(tokens)
         if self.config.residual == "narrow":  # and so it stays, as blocks add what matmuls give
-            x = x.to(_matmul_dtype(x))
+            x = x.to(matmul_dtype(x))
         if documents is not None and positions is None:
             positions = documents.positions
         attend = (
             [self._attend(x, documents)] * len(self.layers) if cache is None else cache.attend(lambda: self._attend(x))
         )
+        if self._fused:
+            return fused.run(list(self.layers), self.ln_final, x, attend, self.rope, positions)
         if not torch.is_grad_enabled():
             return self.ln_final(self._blocks(x, Group(0, len(self.layers), "none"), attend, positions))
         for group in self.config.groups:
@@ -339,7 +348,7 @@ class TransformerLM(nn.Module):
     def _attend(self, x: Tensor, documents: Documents | None = None) -> Any:
         """The row's function for this shape, dtype and mode, looked up outside of what is compiled."""
         batch, length, _ = x.shape
-        dtype, grad, packed = DTYPE_NAMES[_matmul_dtype(x)], torch.is_grad_enabled(), documents is not None
+        dtype, grad, packed = DTYPE_NAMES[matmul_dtype(x)], torch.is_grad_enabled(), documents is not None
         case = attention_case(self.config, batch, length, dtype, x.device, grad=grad, documents=packed)
         if case not in self._rows:
             self._rows[case] = adapt(ATTENTION.pick(self.config.attention, case).load())

@@ -285,12 +285,12 @@ def _line(table: Table, row: int) -> Html:
     """A row. Details that all its cells share are the row's own, since rows sampled together share most."""
     texts, columns = table.rows[row], range(table.keys, len(table.rows[row]))
     details = {at: said.split(DETAILS) for at in columns if (said := table.details.get((row, at)))}
-    shared = next(iter(details.values())) if len(details) > 1 else []
+    shared = next(iter(details.values())) if len(details) > 1 else list[str]()
     common = [part for part in shared if all(part in own for own in details.values())]
     own = {at: DETAILS.join(part for part in parts if part not in common) for at, parts in details.items()}
     cells = [_value(table, row, at, own.get(at, "")) for at in columns]
-    said = {"title": DETAILS.join(common)} if common else {}
-    return tag("tr", *(tag("th", text) for text in texts[: table.keys]), *cells, **said)
+    title = {"title": DETAILS.join(common)} if common else {}
+    return tag("tr", *(tag("th", text) for text in texts[: table.keys]), *cells, **title)
 
 
 def _value(table: Table, row: int, column: int, said: str) -> Html:

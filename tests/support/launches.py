@@ -54,7 +54,7 @@ def main(capability: int) -> None:
             kept = {"descriptors": len(launch._descriptors), "most": MAX_DESCRIPTORS}
             print(json.dumps(line | kept), flush=True)
 
-    flash_triton.Kernel = flash_triton_decode.Kernel = rotary_triton.Kernel = Both
+    flash_triton.Kernel = flash_triton_decode.Kernel = launch.Kernel = Both
     for case in CASES:
         for transposed in (False, True):
             for length in LENGTHS:

@@ -1,0 +1,107 @@
+"""Blocks whose additions, norms and products are one kernel each, forward and backward, without a compiler.
+
+A block ends in an addition, and the next one begins with a norm of the sum. Here both are one function: it reads the
+residual stream and the branch once, and writes the sum and what the matmuls behind read. Its backward writes the
+gradient of the stream in both precisions, for the stream in its own and for the branch in that of the matmuls, where
+autograd and a compiler need a pass for each. Recorded as a CUDA graph, such a step needs no compiler.
+
+On a CPU, in float64 and without Triton, the same functions are compositions of PyTorch's.
+Legend: B batch, S sequence length, M d_model, F d_ff.
+"""
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lmsys.autograd import once_differentiable
+from lmsys.measure.profile import part
+from lmsys.model.functions import silu
+from lmsys.model.linear import matmul_dtype
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def add_norm(x: Tensor, branch: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
+    """x + branch (..., M), or x where there is no branch, and the `RMSNorm` of it, in the dtype that matmuls read.
+
+    x may be wider than the branch: the sum has x's dtype. Differentiable once.
+    """
+    if _plain(x):
+        total = x if branch is None else x + branch
+        return total, norm(total)
+    with part("norms"):
+        return _AddNorm.apply(x.contiguous(), branch, norm.weight, norm.eps, matmul_dtype(x))
+
+
+def swiglu(gate: Tensor, value: Tensor) -> Tensor:
+    """silu(gate) · value (..., F), computed in float32 at least. Differentiable once."""
+    if _plain(gate):
+        return silu(gate) * value
+    return _SwiGLU.apply(gate.contiguous(), value.contiguous())
+
+
+def run(layers: Sequence[Any], last: Any, x: Tensor, attend: Sequence[Any], rope: Any, positions: Any) -> Tensor:
+    """Blocks in a row and the norm behind them: x (B, S, M) -> (B, S, M), in the dtype that matmuls read.
+
+    The blocks are not called as modules, only their parts are.
+    """
+    branch = None
+    for layer, attend_here in zip(layers, attend, strict=True):
+        x, normalised = add_norm(x, branch, layer.ln1)
+        branch = layer.attn(normalised, attend_here, rope, positions)
+        x, normalised = add_norm(x, branch, layer.ln2)
+        gate, value = layer.ffn.up(normalised)
+        with part("feed-forward"):
+            branch = layer.ffn.w2(swiglu(gate, value))
+    return add_norm(x, branch, last)[1]
+
+
+def _plain(x: Tensor) -> bool:
+    return not (HAS_TRITON and x.is_cuda and x.dtype != torch.float64) or torch.compiler.is_compiling()
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        from lmsys.model.fused_triton import add_norm
+
+        flat, other = (None if t is None else t.contiguous().view(-1, x.shape[-1]) for t in (x, branch))
+        total, normalised, rstd = add_norm(flat, other, weight, eps, dtype)
+        ctx.save_for_backward(total, weight, rstd)
+        ctx.set_materialize_grads(False)
+        ctx.branch, ctx.shape = None if branch is None else branch.dtype, x.shape
+        return (x if branch is None else total.view(x.shape)), normalised.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        from lmsys.model.fused_triton import add_norm_backward
+
+        total, weight, rstd = ctx.saved_tensors
+        d_total, d_normalised = (None if g is None else g.contiguous().view(total.shape) for g in grads)
+        if d_normalised is None:  # nobody has read the norm
+            d_normalised = torch.zeros_like(total)
+        dx, d_branch, d_weight = add_norm_backward(d_normalised, d_total, total, weight, rstd, ctx.branch)
+        dx, d_branch = (None if t is None else t.view(ctx.shape) for t in (dx, d_branch))
+        return dx, d_branch, d_weight.to(weight.dtype), None, None
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, value: Tensor) -> Tensor:
+        from lmsys.model.fused_triton import swiglu
+
+        ctx.save_for_backward(gate, value)
+        return swiglu(gate, value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        from lmsys.model.fused_triton import swiglu_backward
+
+        return swiglu_backward(grads[0].contiguous(), *ctx.saved_tensors)

@@ -1,0 +1,150 @@
+"""Fused blocks: their kernels against float64, the model against eager blocks, and what they refuse."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lmsys.config import model_config
+from lmsys.model import TransformerLM, fused
+from lmsys.model.transformer import RMSNorm
+from lmsys.testing import error_ratio
+
+needs_triton = pytest.mark.skipif(not fused.HAS_TRITON, reason="pip install triton to test its kernels")
+sizes = st.tuples(st.integers(1, 9), st.integers(1, 40))
+dtypes = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
+streams = st.one_of(st.tuples(st.just(torch.float32), dtypes), dtypes.map(lambda dtype: (dtype, dtype)))
+EPS = 1e-5
+
+
+def drawn(shape: tuple[int, ...], seed: int, *dtypes: torch.dtype, device: str) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for dtype in dtypes]
+
+
+def right(
+    function: Callable[..., Any], plain: Callable[..., Any], inputs: list[Tensor], dtypes: list[torch.dtype]
+) -> None:
+    """Results and gradients by the tolerance policy: `plain` is exact in float64, and the budget in float32."""
+    of = [torch.Generator().manual_seed(7) for _ in range(3)]
+    found, exact, rounded = (
+        _with_gradients(one, [x.detach().to(dtype or x.dtype).requires_grad_() for x in inputs], generator)
+        for one, dtype, generator in zip(
+            (function, plain, plain), (None, torch.float64, torch.float32), of, strict=True
+        )
+    )
+    for one, other, ordinary, dtype in zip(found, exact, rounded, [*dtypes, *(x.dtype for x in inputs)], strict=True):
+        assert one.dtype == dtype
+        assert error_ratio(one, other, ordinary.to(dtype)) <= 1
+
+
+def _with_gradients(function: Callable[..., Any], inputs: list[Tensor], generator: torch.Generator) -> list[Tensor]:
+    results = function(*inputs)
+    grads = [torch.randn(y.shape, generator=generator).bfloat16().to(y.device, y.dtype) for y in results]
+    return [*results, *torch.autograd.grad(results, inputs, grads)]
+
+
+@needs_triton
+@given(size=sizes, seed=st.integers(0, 99), kinds=streams)
+def test_an_addition_and_a_norm(
+    size: tuple[int, int], seed: int, kinds: tuple[torch.dtype, torch.dtype], device: str
+) -> None:
+    """Of a stream and a branch that may be narrower; the gradient of the sum comes in, too."""
+    stream, matmuls = kinds
+    x, branch = drawn(size, seed, stream, matmuls, device=device)
+    (weight,) = drawn(size[1:], seed + 1, torch.float32, device=device)
+
+    def plain(x: Tensor, branch: Tensor, weight: Tensor) -> list[Tensor]:
+        total = x + branch
+        if total.dtype == torch.float32:  # the budget is that of a sum in the stream's dtype
+            total = total.to(stream).float()
+        return [total, torch.nn.functional.rms_norm(total, size[1:], weight, EPS)]
+
+    right(lambda *given: fused._AddNorm.apply(*given, EPS, matmuls), plain, [x, branch, weight], [stream, matmuls])
+
+
+@needs_triton
+@given(size=sizes, seed=st.integers(0, 99), kinds=streams)
+def test_a_norm_alone(size: tuple[int, int], seed: int, kinds: tuple[torch.dtype, torch.dtype], device: str) -> None:
+    stream, matmuls = kinds
+    (x,), (weight,) = drawn(size, seed, stream, device=device), drawn(size[1:], seed, torch.float32, device=device)
+    total, _ = fused._AddNorm.apply(x, None, weight, EPS, matmuls)
+    assert torch.equal(total, x)
+
+    def norm(x: Tensor, weight: Tensor) -> list[Tensor]:
+        return [fused._AddNorm.apply(x, None, weight, EPS, matmuls)[1]]
+
+    def plain(x: Tensor, weight: Tensor) -> list[Tensor]:
+        return [torch.nn.functional.rms_norm(x, size[1:], weight, EPS)]
+
+    right(norm, plain, [x, weight], [matmuls])
+
+
+@needs_triton
+@given(size=sizes, seed=st.integers(0, 99), dtype=dtypes)
+def test_the_product_of_swiglu(size: tuple[int, int], seed: int, dtype: torch.dtype, device: str) -> None:
+    gate, value = drawn(size, seed, dtype, dtype, device=device)
+    right(
+        lambda *given: [fused._SwiGLU.apply(*given)],
+        lambda gate, value: [torch.nn.functional.silu(gate) * value],
+        [gate, value],
+        [dtype],
+    )
+
+
+def models(device: str, residual: str = "wide") -> tuple[TransformerLM, TransformerLM, Tensor]:
+    """Two of the same weights, of which the second is fused; and tokens."""
+    config = replace(model_config("tiny", context_length=16), attention="naive", num_layers=2, residual=residual)
+    torch.manual_seed(1)
+    plain, other = TransformerLM(config, device), TransformerLM(config, device)
+    other.load_state_dict(plain.state_dict())
+    return plain, other.fuse_blocks(), torch.randint(config.vocab_size, (2, 17), device=device)
+
+
+def gradients(model: TransformerLM, tokens: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
+    with torch.autocast(tokens.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
+        loss = model.loss(tokens[:, :-1], tokens[:, 1:])
+    return [loss, *torch.autograd.grad(loss, [*model.parameters()])]
+
+
+def test_on_a_cpu_a_fused_model_has_the_bits_of_an_eager_one() -> None:
+    plain, other, tokens = models("cpu")
+    assert all(map(torch.equal, gradients(plain, tokens), gradients(other, tokens)))
+    with torch.no_grad():
+        assert torch.equal(plain(tokens[:, :-1]), other(tokens[:, :-1]))
+
+
+@needs_triton
+@pytest.mark.parametrize(("dtype", "residual"), [(None, "wide"), (torch.bfloat16, "wide"), (torch.bfloat16, "narrow")])
+def test_a_fused_model_errs_no_more_than_an_eager_one(
+    dtype: torch.dtype | None, residual: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, other, tokens = models(device, residual)
+    ordinary = gradients(plain, tokens, dtype)
+    monkeypatch.setattr(fused, "_plain", lambda x: False)
+    found = gradients(other, tokens, dtype)
+    exact = gradients(plain.double(), tokens)
+    for one, usual, right in zip(found, ordinary, exact, strict=True):
+        assert error_ratio(one, right, usual.to(dtype or torch.float32)) <= 1
+
+
+def test_a_second_derivative_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(fused, "_plain", lambda x: False)
+    x = torch.randn(3, 4, requires_grad=True)
+    total, normalised = fused.add_norm(x, x.detach(), RMSNorm(4, EPS))
+    for y in (normalised, fused.swiglu(x, x.detach())):
+        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            gradient.sum().backward()
+
+
+def test_checkpointing_is_refused() -> None:
+    config = replace(model_config("tiny"), checkpoint_blocks="attention")
+    with pytest.raises(ValueError, match="checkpoint_blocks='attention' must be 0"):
+        TransformerLM(config).fuse_blocks()
