@@ -1,5 +1,6 @@
 """The attention table, in reading order. A new kernel is a file beside this one and a row below."""
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -27,6 +28,8 @@ TRAITS: dict[str, Any] = {
     "compiles": False,  # its first call runs torch.compile, for seconds
     "kernels": "",  # a regular expression found in the names of its own device kernels: they count as attention
 }
+# Its authors publish no package of it.
+FLASH_ATTN_3 = "--no-build-isolation 'git+https://github.com/Dao-AILab/flash-attention#subdirectory=hopper'"
 
 
 def _ours(name: str, module: str, label: str, extra: str = "", any_case: bool = False, **traits: Any) -> Entry:
@@ -35,10 +38,15 @@ def _ours(name: str, module: str, label: str, extra: str = "", any_case: bool = 
     return Entry(name, f"{module}:{name}", label, supports=supports, extra=extra, traits=TRAITS | traits)
 
 
-def _peer(name: str, label: str, extra: str = "peers", install: str = "", **traits: Any) -> Entry:
-    target = f"lmsys.attention.peers:{name}"
+def _peer(
+    name: str, label: str, extra: str = "peers", install: str = "", module: str = "peers", **traits: Any
+) -> Entry:
+    target = f"lmsys.attention.{module}:{name}"
     packages = {"supports": f"{target}_supports", "extra": extra, "install": install}
     return Entry(name, target, label, peer=True, **packages, traits=TRAITS | traits)
+
+
+_flash_attn = partial(_peer, module="peers_flash_attn")
 
 
 def _fastest_first(case: AttentionCase) -> tuple[str, ...]:
@@ -62,7 +70,7 @@ def _fastest_first(case: AttentionCase) -> tuple[str, ...]:
 ATTENTION = Table(
     "attention",
     [
-        _ours("naive", "naive", "naive PyTorch", any_case=True, color="#99bbff", keeps_scores=True, baseline=1),
+        _ours("naive", "naive", "naive PyTorch", any_case=True, color="#00bbff", keeps_scores=True, baseline=1),
         _ours("naive_compiled", "naive", "naive, torch.compile", color="#cc6611", keeps_scores=True, compiles=True),
         _ours("vectorized", "vectorized", "vectorized PyTorch", any_case=True, color="#445511", keeps_scores=True),
         _ours("flash_torch", "flash_torch", "FlashAttention-2, PyTorch", color="#7700ee"),
@@ -101,10 +109,12 @@ ATTENTION = Table(
         _peer("sdpa_math", "SDPA math", color="#994477", keeps_scores=True),
         _peer("sdpa_efficient", "SDPA efficient", color="#442255"),
         _peer("sdpa_flash", "SDPA flash", color="#9977ff", baseline=2),
-        _peer("sdpa_cudnn", "SDPA cuDNN", color="#aaaa55"),
+        _peer("sdpa_cudnn", "SDPA cuDNN", color="#aabb55"),
         _peer("flex", "FlexAttention", color="#4455aa", compiles=True),
-        _peer("flash_attn_2", "flash-attn 2", "", "flash-attn --no-build-isolation", color="#bb77bb"),
-        _peer("flash_attn_4", "flash-attn 4 (CuTe)", color="#008855"),
+        _flash_attn("varlen_attn", "torch varlen_attn", "", color="#77bb77"),
+        _flash_attn("flash_attn_2", "flash-attn 2", "", "flash-attn --no-build-isolation", color="#bb77bb"),
+        _flash_attn("flash_attn_3", "flash-attn 3, Hopper", "", FLASH_ATTN_3, color="#dd0044"),
+        _flash_attn("flash_attn_4", "flash-attn 4 (CuTe)", color="#008855"),
     ],
     group="lmsys.attention",
     auto=_fastest_first,

@@ -1,11 +1,11 @@
 """Other people's attention, called as its users would call it: what our rows stand beside.
 
 `sdpa` takes what PyTorch picks by itself. Each other row forces exactly one implementation. What that cannot do is
-refused with its own reason, never worked around. Legend: B batch, H query heads, Hkv key/value heads, Q queries, K
+refused with its own reason, never worked around. `peers_flash_attn.py` has the rows that are called by the functions of
+FlashAttention. Legend: B batch, H query heads, Hkv key/value heads, Q queries, K
 keys, D head dimension, Dv that of the values.
 """
 
-import importlib
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -81,7 +81,7 @@ sdpa_cudnn = partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION)
 
 
 def sdpa_supports(case: AttentionCase) -> str | None:
-    return _why_not_softcap(case) or _why_not_scale(case)
+    return _why_not_softcap(case) or why_not_scale(case)
 
 
 def sdpa_math_supports(case: AttentionCase) -> str | None:
@@ -95,7 +95,7 @@ def _why_not_softcap(case: AttentionCase) -> str | None:
 def sdpa_flash_supports(case: AttentionCase) -> str | None:
     if case.device == "cuda":
         return _torch_says(case, SDPBackend.FLASH_ATTENTION, cuda_backend.can_use_flash_attention)
-    return _why_not_softcap(case) or why_not_value_dim(case) or _why_not_scale(case)
+    return _why_not_softcap(case) or why_not_value_dim(case) or why_not_scale(case)
 
 
 def sdpa_efficient_supports(case: AttentionCase) -> str | None:
@@ -110,7 +110,7 @@ def sdpa_cudnn_supports(case: AttentionCase) -> str | None:
     return _torch_says(case, SDPBackend.CUDNN_ATTENTION, cuda_backend.can_use_cudnn_attention)
 
 
-def _why_not_scale(case: AttentionCase) -> str | None:
+def why_not_scale(case: AttentionCase) -> str | None:
     # These kernels take the maximum before they scale, and scale the -inf of hidden keys.
     if case.scale is not None and case.scale <= 0:
         return f"gives NaN or overflows unless scale > 0; got {case.scale}"
@@ -122,7 +122,7 @@ def _torch_says(case: AttentionCase, backend: SDPBackend, can_use: Callable[...,
 
     Where it says nothing: which change of the case it would take.
     """
-    if reason := _why_not_softcap(case) or _why_not_scale(case):
+    if reason := _why_not_softcap(case) or why_not_scale(case):
         return reason
     ask = partial(_asked, backend=backend, can_use=can_use, deterministic=torch.are_deterministic_algorithms_enabled())
     if (said := ask(case)) is None:
@@ -242,56 +242,3 @@ def _capped(softcap: float) -> Callable[..., Tensor]:
         return softcap * torch.tanh(score / softcap)
 
     return capped
-
-
-def _flash_attn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    pattern: Pattern | None = None,
-    module: str,
-) -> Tensor:
-    """flash_attn_func, or for documents flash_attn_varlen_func on all sequences laid end to end."""
-    package, pattern = importlib.import_module(module), pattern or PLAIN[causal]
-    options: dict[str, Any] = {"softmax_scale": scale, "causal": pattern.causal}
-    if pattern.window is not None:
-        options["window_size"] = pattern.window - 1, 0  # keys to the left of a query's own, and to its right
-    tensors = [x.transpose(1, 2) for x in (q, k, v)]  # (B, S, H, D)
-    if pattern.documents is None:
-        o = package.flash_attn_func(*tensors, **options)
-    else:
-        edges, longest = pattern.documents.cu_seqlens(q.shape[0]), pattern.documents.longest
-        options |= {"cu_seqlens_q": edges, "cu_seqlens_k": edges, "max_seqlen_q": longest, "max_seqlen_k": longest}
-        o = package.flash_attn_varlen_func(*(x.flatten(0, 1) for x in tensors), **options)
-    o = o[0] if isinstance(o, tuple) else o  # version 4 also returns the log-sum-exp
-    return o.view(tensors[0].shape).transpose(1, 2)
-
-
-def _flash_attn_supports(case: AttentionCase, module: str, capability: tuple[int, int]) -> str | None:
-    if case.device != "cuda":
-        return "flash-attn runs on CUDA only"
-    if reason := why_not_plain(case, *MADE_ONCE):
-        return reason
-    if case.capability is not None and case.capability < capability:
-        return f"flash-attn of this version needs compute capability {capability}; this GPU has {case.capability}"
-    if case.dtype not in ("float16", "bfloat16"):
-        return f"flash-attn knows float16 and bfloat16, not {case.dtype}"
-    if case.causal and case.offset != case.keys - case.queries:
-        return "flash-attn aligns a causal mask at the bottom right, so it needs the offset K - Q, 0 for Q = K"
-    if case.head_dim > 256 or case.head_dim % 8:
-        return f"flash-attn needs a head_dim that is a multiple of 8 and at most 256; got {case.head_dim}"
-    if reason := _why_not_scale(case):
-        return reason
-    # ImportError is the table's to explain. Version 4 alone leaves a `flash_attn` that holds nothing but `cute`.
-    if not hasattr(importlib.import_module(module), "flash_attn_func"):
-        return f"the package {module} that is installed here has no flash_attn_func"
-    return None
-
-
-flash_attn_2 = partial(_flash_attn, module="flash_attn")
-flash_attn_2_supports = partial(_flash_attn_supports, module="flash_attn", capability=(8, 0))
-flash_attn_4 = partial(_flash_attn, module="flash_attn.cute")
-flash_attn_4_supports = partial(_flash_attn_supports, module="flash_attn.cute", capability=(9, 0))

@@ -1,9 +1,9 @@
 """Peers under a pattern: they are told what it says. Their packages need GPUs, and stubs stand for them."""
 
+import inspect
 import sys
 import types
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
-from lmsys.attention import ATTENTION, AttentionCase, Documents, Pattern, peers
+from lmsys.attention import ATTENTION, AttentionCase, Documents, Pattern, peers, peers_flash_attn
 from lmsys.attention.naive import naive
 
 PACKED = Documents([5, 1, 10])
@@ -49,11 +49,22 @@ def varlen(
     max_seqlen_k: int, **options: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """flash_attn_varlen_func by its documentation, on (tokens, H, D); with a log-sum-exp, as version 4 gives it."""
-    assert cu_seqlens_q.dtype == torch.int32 and torch.equal(cu_seqlens_q, cu_seqlens_k)
-    lengths = cu_seqlens_q.diff().tolist()
-    assert max_seqlen_q == max_seqlen_k == max(lengths) and sum(lengths) == len(q)
-    sequences = zip(*(x.unsqueeze(0).split(lengths, dim=1) for x in (q, k, v)), strict=True)
-    return torch.cat([dense(*one, **options)[0] for one in sequences]), torch.empty(0)
+    parts = []
+    for tensors, edges, longest in (((q,), cu_seqlens_q, max_seqlen_q), ((k, v), cu_seqlens_k, max_seqlen_k)):
+        lengths = edges.diff().tolist()
+        assert edges.dtype == torch.int32 and longest == max(lengths)
+        parts += [x.unsqueeze(0).split(lengths, dim=1) for x in tensors]
+    return torch.cat([dense(*one, **options)[0] for one in zip(*parts, strict=True)]), torch.empty(0)
+
+
+def cached(q: Tensor, k: Tensor, v: Tensor, *, cache_seqlens: Tensor | None, **options: Any) -> Tensor:
+    """flash_attn_with_kvcache by its documentation: batch entry b has a cache of cache_seqlens[b] keys."""
+    assert not torch.is_grad_enabled() or not q.requires_grad
+    if cache_seqlens is None:
+        return dense(q, k, v, **options)
+    assert cache_seqlens.dtype == torch.int32 and cache_seqlens.min() > 0 and cache_seqlens.max() <= k.shape[1]
+    ends = enumerate(cache_seqlens.tolist())
+    return torch.cat([dense(q[at : at + 1], *(x[at : at + 1, :end] for x in (k, v)), **options) for at, end in ends])
 
 
 @pytest.mark.parametrize("name", [name for name in PATTERNS if name != "offset"])
@@ -61,17 +72,91 @@ def test_flash_attn_is_told_what_the_pattern_says(name: str, monkeypatch: pytest
     stub = types.SimpleNamespace(flash_attn_func=dense, flash_attn_varlen_func=varlen)
     monkeypatch.setitem(sys.modules, "flash_attn", stub)
     q, k, v = torch.randn(2, 4, 16, 8), *torch.randn(2, 2, 2, 16, 8)
-    found = peers.flash_attn_2(q, k, v, scale=0.3, pattern=PATTERNS[name])
+    found = peers_flash_attn.flash_attn_2(q, k, v, scale=0.3, pattern=PATTERNS[name])
     torch.testing.assert_close(found, naive(q, k, v, scale=0.3, pattern=PATTERNS[name]))
     if name == "window":  # the last queries, as in decoding
-        few = partial(naive, q[:, :, 11:], k, v, pattern=Pattern(True, 4, offset=11))
-        torch.testing.assert_close(peers.flash_attn_2(q[:, :, 11:], k, v, pattern=Pattern(True, 4, offset=11)), few())
+        one = q[:, :, 11:], k, v
+        last = Pattern(True, 4, offset=11)
+        torch.testing.assert_close(peers_flash_attn.flash_attn_2(*one, pattern=last), naive(*one, pattern=last))
+
+
+def test_flash_attn_3_decodes_by_its_call_for_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few queries of many keys, or of caches of several lengths; what learns, or has many queries, goes elsewhere."""
+    calls: list[str] = []
+
+    def noted(name: str, function: Any) -> Any:
+        return lambda *tensors, **options: (calls.append(name), function(*tensors, **options))[1]
+
+    functions = {"flash_attn_func": dense, "flash_attn_with_kvcache": cached}
+    stub = types.SimpleNamespace(**{name: noted(name, function) for name, function in functions.items()})
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", stub)
+    q, k, v = torch.randn(2, 4, 16, 8), *torch.randn(2, 2, 2, 40, 8)
+    lengths = torch.tensor([40 + 5, 7])  # more keys than there are is all of them
+    few, many = "flash_attn_with_kvcache", "flash_attn_func"
+    asked = [
+        ((q, k, v), Pattern(True, 4, offset=24), few),
+        ((q[:, :, :1], k, v), Pattern(), few),
+        ((q, k, v), Pattern(key_lengths=lengths), few),
+        ((q, k[:, :, :16], v[:, :, :16]), Pattern(True), many),
+        ((torch.randn(2, 4, 17, 8), k, v), Pattern(), many),
+        ((q.clone().requires_grad_(), k, v), Pattern(), many),
+    ]
+    for tensors, pattern, name in asked:
+        found = peers_flash_attn.flash_attn_3(*tensors, pattern=pattern)
+        torch.testing.assert_close(found, naive(*tensors, pattern=pattern))
+        assert calls.pop() == name and not calls
+
+
+def of_torch(*args: Any, scale: float | None, window_size: tuple[int, int], enable_gqa: bool = False) -> Tensor:
+    """torch's varlen_attn by its documentation: a window of (-1, -1) is full, one of (W, 0) causal."""
+    q, k, v, *edges, max_q, max_k = args
+    assert enable_gqa == (q.shape[1] != k.shape[1])
+    ends = {"cu_seqlens_q": edges[0], "cu_seqlens_k": edges[1], "max_seqlen_q": max_q, "max_seqlen_k": max_k}
+    causal = {"causal": window_size[1] == 0, "window_size": window_size if window_size[0] >= 0 else (-1, -1)}
+    return varlen(q, k, v, **ends, softmax_scale=scale, **causal)[0]
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("name", ["full", *(name for name in PATTERNS if name not in ("offset", "documents of each"))])
+def test_varlen_attn_is_told_what_the_pattern_says(name: str, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_flash_attn, "torch_varlen_attn", of_torch)
+    q, k, v = torch.randn(1, 4, 16, 8), *torch.randn(2, 1, kv_heads, 16, 8)
+    pattern = PATTERNS.get(name, Pattern())
+    asked = [(q, pattern)]
+    if name in ("full", "window"):  # the last queries, as in decoding
+        asked.append((q[:, :, 11:], replace(pattern, offset=11)))
+    for queries, told in asked:
+        found = peers_flash_attn.varlen_attn(queries, k, v, scale=0.3, pattern=told)
+        torch.testing.assert_close(found, naive(queries, k, v, scale=0.3, pattern=told))
+
+
+def test_varlen_attn_has_the_parameters_that_it_is_called_by() -> None:
+    parameters = inspect.signature(peers_flash_attn.torch_varlen_attn).parameters
+    assert list(parameters)[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
+    assert {"scale", "window_size"} <= parameters.keys()
+
+
+def test_varlen_attn_says_what_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = AttentionCase(1, 4, 2, 16, 16, 64, "bfloat16", causal=True, grad=True, device="cuda", capability=(9, 0))
+    why_not = ATTENTION["varlen_attn"].why_not
+    monkeypatch.setattr(peers_flash_attn, "KNOWS_GROUPS", True)
+    assert why_not(case) is why_not(replace(case, documents=True, window=3)) is None
+    assert "a batch of 1; got 2" in str(why_not(replace(case, batch=2)))
+    monkeypatch.setattr(peers_flash_attn, "KNOWS_GROUPS", False)
+    assert "enable_gqa" in str(why_not(case)) and why_not(replace(case, kv_heads=4)) is None
 
 
 def test_flash_attn_says_which_patterns_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_func=dense))
+    for module in ("flash_attn", "flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(flash_attn_func=dense))
     case = AttentionCase(1, 2, 2, 4, 16, 64, "bfloat16", causal=True, device="cuda", capability=(9, 0))
     why_not = ATTENTION["flash_attn_2"].why_not
     assert why_not(replace(case, offset=12, window=4)) is None
     assert "needs the offset K - Q" in why_not(case) and "needs the offset K - Q" in why_not(replace(case, offset=3))
     assert why_not(replace(case, offset=12, softcap=2.0, key_lengths=True)) == "knows no key_lengths and no softcap"
+    why_not = ATTENTION["flash_attn_3"].why_not
+    caches = replace(case, causal=False, key_lengths=True)
+    assert why_not(caches) is why_not(replace(case, offset=12)) is None
+    for change in ({"causal": True, "offset": 12}, {"documents": True}, {"grad": True}):
+        assert "in its call for caches" in str(why_not(replace(caches, **change)))
+    assert "needs compute capability 9.0; this GPU has 10.0" in str(why_not(replace(case, capability=(10, 0))))

@@ -1,0 +1,143 @@
+"""FlashAttention by the functions of its packages, and torch's `varlen_attn`, which is FlashAttention-2 of torch's own.
+
+All of them read (B, S, H, D), align a causal mask at the bottom right, and count a window in keys to the left of a
+query's own. A package is imported when its row is first asked. Legend: B batch, H query heads, S sequence, D head
+dimension.
+"""
+
+import importlib
+import inspect
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn as torch_varlen_attn
+
+from lmsys.attention.contract import FEW_QUERIES, AttentionCase, why_not_plain
+from lmsys.attention.documents import Documents
+from lmsys.attention.pattern import PLAIN, Pattern
+from lmsys.attention.peers import MADE_ONCE, why_not_scale
+
+BEYOND = (99, 0)  # a compute capability that no GPU has
+KNOWS_GROUPS = "enable_gqa" in inspect.signature(torch_varlen_attn).parameters  # from torch 2.12 on
+
+
+def _flash_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    pattern: Pattern | None = None,
+    module: str,
+    caches: bool = False,
+) -> Tensor:
+    """flash_attn_func; for documents flash_attn_varlen_func, on all sequences laid end to end.
+
+    `caches`: few queries of many keys, and key lengths, go to flash_attn_with_kvcache, which divides the keys.
+    """
+    package, pattern = importlib.import_module(module), pattern or PLAIN[causal]
+    options: dict[str, Any] = {"softmax_scale": scale, "causal": pattern.causal}
+    if pattern.window is not None:
+        options["window_size"] = pattern.window - 1, 0  # keys to the left of a query's own, and to its right
+    tensors = [x.transpose(1, 2) for x in (q, k, v)]  # (B, S, H, D)
+    if pattern.documents is not None:
+        edges, longest = pattern.documents.cu_seqlens(q.shape[0]), pattern.documents.longest
+        options |= {"cu_seqlens_q": edges, "cu_seqlens_k": edges, "max_seqlen_q": longest, "max_seqlen_k": longest}
+        o = package.flash_attn_varlen_func(*(x.flatten(0, 1) for x in tensors), **options)
+    elif caches and (pattern.key_lengths is not None or _decodes(q, k, v)):
+        lengths = pattern.key_lengths
+        if lengths is not None:  # beyond the cache lies memory of others
+            lengths = lengths.clamp(0, k.shape[2]).to(torch.int32)
+        o = package.flash_attn_with_kvcache(*tensors, cache_seqlens=lengths, **options)
+    else:
+        o = package.flash_attn_func(*tensors, **options)
+    o = o[0] if isinstance(o, tuple) else o  # version 4 also returns the log-sum-exp
+    return o.view(tensors[0].shape).transpose(1, 2)
+
+
+def _decodes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    return q.shape[2] <= FEW_QUERIES and q.shape[2] < k.shape[2] and not learns
+
+
+def _flash_attn_supports(
+    case: AttentionCase, module: str, least: tuple[int, int], below: tuple[int, int] = BEYOND, caches: bool = False
+) -> str | None:
+    """`least` and `below`: the first compute capability that it runs on, and the first after it that it does not."""
+    if reason := _why_not(case, "flash-attn", least, below, *MADE_ONCE, *(["key_lengths"] if caches else [])):
+        return reason
+    if case.key_lengths and (case.causal or case.documents or case.grad):
+        return "flash-attn takes key_lengths in its call for caches: without `causal`, documents and gradients"
+    # ImportError is the table's to explain. Version 4 alone leaves a `flash_attn` that holds nothing but `cute`.
+    if not hasattr(importlib.import_module(module), "flash_attn_func"):
+        return f"the package {module} that is installed here has no flash_attn_func"
+    return None
+
+
+def _why_not(case: AttentionCase, who: str, least: tuple[int, int], below: tuple[int, int], *known: str) -> str | None:
+    if case.device != "cuda":
+        return f"{who} runs on CUDA only"
+    if reason := why_not_plain(case, *known):
+        return reason
+    if case.capability is not None and not least <= case.capability < below:
+        gpu = f"compute capability {'.'.join(map(str, least))}{' or later' if below == BEYOND else ''}"
+        return f"{who} of this version needs {gpu}; this GPU has {'.'.join(map(str, case.capability))}"
+    if case.dtype not in ("float16", "bfloat16"):
+        return f"{who} knows float16 and bfloat16, not {case.dtype}"
+    if case.causal and case.offset != case.keys - case.queries:
+        return f"{who} aligns a causal mask at the bottom right, so it needs the offset K - Q, 0 for Q = K"
+    if case.head_dim > 256 or case.head_dim % 8:
+        return f"{who} needs a head_dim that is a multiple of 8 and at most 256; got {case.head_dim}"
+    return why_not_scale(case)
+
+
+flash_attn_2 = partial(_flash_attn, module="flash_attn")
+flash_attn_2_supports = partial(_flash_attn_supports, module="flash_attn", least=(8, 0))
+flash_attn_3 = partial(_flash_attn, module="flash_attn_interface", caches=True)
+flash_attn_3_supports = partial(
+    _flash_attn_supports, module="flash_attn_interface", least=(9, 0), below=(10, 0), caches=True
+)
+flash_attn_4 = partial(_flash_attn, module="flash_attn.cute")
+flash_attn_4_supports = partial(_flash_attn_supports, module="flash_attn.cute", least=(9, 0))
+
+
+def varlen_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    pattern: Pattern | None = None,
+) -> Tensor:
+    """torch.nn.attention.varlen.varlen_attn on a sequence of documents, or of one."""
+    pattern = pattern or PLAIN[causal]
+    of_q, of_k = (pattern.documents or _whole(x.shape[2], x.device) for x in (q, k))
+    left = -1 if pattern.window is None else pattern.window - 1
+    tensors = [x.squeeze(0).transpose(0, 1) for x in (q, k, v)]  # (S, H, D)
+    o = torch_varlen_attn(
+        *tensors,
+        *(of_q.cu_seqlens(1), of_k.cu_seqlens(1), of_q.longest, of_k.longest),
+        scale=scale,
+        window_size=(left, 0 if pattern.causal else -1),
+        **({"enable_gqa": True} if q.shape[1] != k.shape[1] else {}),
+    )
+    return o.transpose(0, 1).unsqueeze(0)
+
+
+@lru_cache(maxsize=64)
+def _whole(length: int, device: torch.device) -> Documents:
+    return Documents([length], device)
+
+
+def varlen_attn_supports(case: AttentionCase) -> str | None:
+    if reason := _why_not(case, "varlen_attn", (8, 0), BEYOND, *MADE_ONCE):
+        return reason
+    if case.batch > 1:
+        return f"varlen_attn takes sequences packed one after another, so it needs a batch of 1; got {case.batch}"
+    if case.heads != case.kv_heads and not KNOWS_GROUPS:
+        return f"varlen_attn of torch {torch.__version__} has no enable_gqa, which grouped heads need"
+    return None
