@@ -9,12 +9,12 @@ Legend: B batch, Q queries, K keys, S = Q = K.
 """
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from lmsys.attention.documents import Documents
+from lmsys.attention.documents import Documents, kept_on_documents
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,12 +63,12 @@ class Bounds:
         return torch.stack(edges).tolist()
 
 
-@lru_cache(64)
+@kept_on_documents(maxsize=64)
 def bounds_of(
+    documents: Documents | None,
     causal: bool,
     window: int | None,
     offset: int,
-    documents: Documents | None,
     num_queries: int,
     num_keys: int,
     device: torch.device,

@@ -1,6 +1,7 @@
 """Documents packed one after another into a sequence: made once, and then given to many calls."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache, partial, wraps
 from itertools import accumulate
 from typing import Any
 
@@ -32,7 +33,7 @@ class Documents:
         ends = [list(accumulate(row)) for row in self.lengths]
         starts = [[0, *row[:-1]] for row in ends]
         self.starts, self.ends = (self._by_token(x, device) for x in (starts, ends))
-        self._cu_seqlens = dict[int, Tensor]()
+        self._kept = dict[Hashable, Any]()
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor) -> "Documents":
@@ -69,11 +70,19 @@ class Documents:
 
     def cu_seqlens(self, batch: int) -> Tensor:
         """(N + 1,) int32: where the documents of `batch` sequences, laid end to end, begin, and where the last ends."""
-        if batch not in self._cu_seqlens:
+
+        def made() -> Tensor:
             rows = self.lengths if self.batch == batch else self.lengths * batch
             edges = [0, *accumulate(length for row in rows for length in row)]
-            self._cu_seqlens[batch] = torch.tensor(edges, dtype=torch.int32, device=self.device)
-        return self._cu_seqlens[batch]
+            return torch.tensor(edges, dtype=torch.int32, device=self.device)
+
+        return self.keep(("cu_seqlens", batch), made)
+
+    def keep(self, name: Hashable, make: Callable[[], Any]) -> Any:
+        """The result of `make()`, made once; it goes with the documents, and so must not hold them."""
+        if name not in self._kept:
+            self._kept[name] = make()
+        return self._kept[name]
 
     @property
     def positions(self) -> Tensor:
@@ -93,6 +102,23 @@ class Documents:
             for row, lengths in zip(values, self.lengths, strict=True)
         ]
         return torch.stack(rows).to(device)
+
+
+def kept_on_documents(maxsize: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes `make(documents, *key)` once, and keeps it on the documents; without any, keeps the last `maxsize`."""
+
+    def decorate(make: Callable[..., Any]) -> Callable[..., Any]:
+        without = lru_cache(maxsize)(partial(make, None))
+
+        @wraps(make)
+        def made(documents: Documents | None, *key: Hashable) -> Any:
+            if documents is None:
+                return without(*key)
+            return documents.keep((make.__qualname__, *key), partial(make, documents, *key))
+
+        return made
+
+    return decorate
 
 
 def _rows(lengths: Any) -> Sequence[Any]:

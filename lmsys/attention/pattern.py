@@ -86,7 +86,7 @@ class Pattern:
     def bounds(self, num_queries: int, num_keys: int, device: torch.device) -> Bounds:
         """The interval of keys that each query sees; a mask has none."""
         assert self.mask is None
-        found = bounds_of(self.causal, self.window, self.offset, self.documents, num_queries, num_keys, device)
+        found = bounds_of(self.documents, self.causal, self.window, self.offset, num_queries, num_keys, device)
         return found if self.key_lengths is None else found.until(self.key_lengths)
 
     def of_entries(self, entries: list[int]) -> "Pattern":

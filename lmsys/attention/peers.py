@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from lmsys.attention.compiled import compile_for, layout_key, why_no_compiler
 from lmsys.attention.contract import DTYPES, AttentionCase, why_not_plain, why_not_value_dim
-from lmsys.attention.documents import Documents
+from lmsys.attention.documents import Documents, kept_on_documents
 from lmsys.attention.pattern import PLAIN, Pattern
 
 MADE_ONCE = "causal", "window", "offset", "documents"  # what a mask can be made of before the call
@@ -181,12 +181,13 @@ def flex(
     """FlexAttention, compiled for the case, with a block mask that skips hidden blocks and is made once."""
     pattern = pattern or PLAIN[causal]
     queries, group = q.shape[2], q.shape[1] // k.shape[1]
-    made_of = tuple(getattr(pattern, name) for name in MADE_ONCE)
-    block_mask = _blocks(*made_of, queries, k.shape[2], q.device) if pattern.hides else None
+    documents, numbers = pattern.documents, (pattern.causal, pattern.window, pattern.offset)
+    block_mask = _blocks(documents, *numbers, queries, k.shape[2], q.device) if pattern.hides else None
     # Short queries go to a decoding kernel, whose one tile of a group's queries must not exceed a mask's block.
     too_many = q.is_cuda and queries < 128 < queries * group
     options = {"BACKEND": "TRITON"} if too_many else None
-    key = layout_key(q, k, v), made_of, pattern.softcap, scale, torch.is_grad_enabled()
+    packed = None if documents is None else documents.starts.shape  # of others alike the code is the same
+    key = layout_key(q, k, v), numbers, packed, pattern.softcap, scale, torch.is_grad_enabled()
     return compile_for(flex_attention, key)(
         *(q, k, v),
         score_mod=None if pattern.softcap is None else _capped(pattern.softcap),
@@ -209,9 +210,9 @@ def flex_supports(case: AttentionCase) -> str | None:
     return why_no_compiler(case.device)
 
 
-@lru_cache(maxsize=64)
+@kept_on_documents(maxsize=64)
 def _blocks(
-    causal: bool, window: int | None, offset: int, documents: Documents | None, queries: int, keys: int, device: Any
+    documents: Documents | None, causal: bool, window: int | None, offset: int, queries: int, keys: int, device: Any
 ) -> BlockMask:
     # Uncompiled, creation holds a (Q, K) matrix of flags: 4 GiB at 65,536.
     batch = None if documents is None or documents.batch == 1 else documents.batch

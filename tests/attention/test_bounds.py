@@ -1,5 +1,6 @@
 """Intervals of keys: they are what a pattern says, tiles outside of them are not visited, and off by one is caught."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmsys.attention import AttentionCase, Documents, Pattern, flash_torch
+from lmsys.attention import AttentionCase, Documents, Pattern, flash_torch, peers
 from lmsys.attention.bounds import Bounds
 from lmsys.testing import Oracle, make_inputs, run
 from tests.attention.test_attention import with_tile
@@ -174,6 +175,33 @@ def test_an_edge_of_tiles_that_is_off_by_one_is_caught(edge: str, monkeypatch: p
         found = run(with_tile(row, (TILE, TILE)), inputs, pattern=pattern)
         ratios.append(max(Oracle(case, inputs, pattern=pattern).error_ratios(found).values()))
     assert max(ratios) > 1, ratios
+
+
+MADE: dict[str, Callable[[Documents], Any]] = {
+    "intervals": lambda documents: Pattern(True, 3, documents=documents).bounds(LENGTH, LENGTH, CPU),
+    "block mask": lambda documents: peers._blocks(documents, True, None, 0, LENGTH, LENGTH, CPU),
+    "cu_seqlens": lambda documents: documents.cu_seqlens(1),
+}
+
+
+@pytest.mark.parametrize("what", MADE)
+def test_what_is_made_of_documents_is_made_once_and_does_not_hold_them(what: str) -> None:
+    """In packed training each batch has documents of its own."""
+    documents, others = Documents([TILE, LENGTH - TILE]), Documents([1, LENGTH - 1])
+    made = MADE[what](documents)
+    assert MADE[what](documents) is made and MADE[what](others) is not made
+    gone = weakref.ref(documents)
+    del documents
+    assert gone() is None
+
+
+def test_a_call_of_attention_does_not_hold_its_documents() -> None:
+    x = make_inputs(AttentionCase(1, 1, 1, LENGTH, LENGTH, 16, "float32", grad=True), 0)
+    documents = Documents([TILE, LENGTH - TILE])
+    run(flash_torch.flash_torch, x, pattern=Pattern(True, documents=documents))
+    gone = weakref.ref(documents)
+    del documents
+    assert gone() is None
 
 
 @given(SEEDS, st.integers(1, 300))

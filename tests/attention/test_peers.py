@@ -34,6 +34,21 @@ def test_flex_masks_what_the_pattern_hides(name: str) -> None:
     assert torch.equal(found, pattern.seen(16, 16, torch.device("cpu")).expand_as(found))
 
 
+def test_flex_is_compiled_once_for_documents_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: list[Any] = []
+
+    def compile_for(function: Any, key: Any) -> Any:
+        keys.append(key)
+        return lambda q, *_, **options: q
+
+    monkeypatch.setattr(peers, "compile_for", compile_for)
+    q = torch.randn(2, 1, 16, 8)
+    for documents in (PACKED, Documents([4, 12]), EACH):
+        peers.flex(q, q, q, pattern=Pattern(True, documents=documents))
+    assert keys[0] == keys[1] != keys[2]
+    assert not any(isinstance(part, Documents) for part in keys[0]), "they would be kept for ever"
+
+
 def dense(
     q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None, causal: bool, window_size: Any = (-1, -1)
 ) -> Tensor:
