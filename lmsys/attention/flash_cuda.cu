@@ -13,9 +13,11 @@
 //   suffice, else read from shared memory by each product.
 // - A warp skips what its own rows do not see, and masks only the tiles that its diagonal or the end of the keys cuts.
 // - Longest rows first when causal, in groups of heads whose keys and values stay in L2 together.
+// - With a window, which is causal, query i sees keys i - window + 1 to i, and the walk begins and ends at the tiles that
+//   are seen. A query that comes more than a window after the last key sees none: o is 0, and the log-sum-exp -inf.
 //
-// Compiled for one dtype and head dimension: -DELEMENT=__nv_bfloat16 -DHEAD_DIM=128, and a tile for each kernel,
-// -DFWD_TILE=... -DDQ_TILE=... -DDKDV_TILE=... (flash_cuda.py chooses).
+// Compiled for one dtype and head dimension, for a window or without: -DELEMENT=__nv_bfloat16 -DHEAD_DIM=128 -DWINDOWED=0,
+// and a tile for each kernel, -DFWD_TILE=... -DDQ_TILE=... -DDKDV_TILE=... (flash_cuda.py chooses).
 //
 // Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension.
 
@@ -51,6 +53,7 @@ struct Problem {
     float scale;
     int device;
     cudaStream_t stream;
+    int window; // where WINDOWED: at most `queries`
 };
 
 struct Owned {
@@ -67,7 +70,14 @@ __device__ inline Owned owned_tile(int num_heads, int num_tiles) {
 
 __host__ __device__ constexpr int num_tiles(int length, int block) { return (length + block - 1) / block; }
 
-// Queries from `row` on, keys from `col` on: hides the keys past the end and, if causal, those after the query.
+__device__ inline int first_key(int query, const Problem& p) { return WINDOWED ? max(0, query - p.window + 1) : 0; }
+
+// Under a mask: a query sees the keys up to its own place, of a window the last of them.
+__device__ inline bool sees(int query, int key, const Problem& p) {
+    return WINDOWED ? unsigned(query - key) < unsigned(p.window) : key <= query;
+}
+
+// Queries from `row` on, keys from `col` on: hides the keys past the end and, if causal, those that a query does not see.
 template <int BLOCKS, int COLUMNS>
 __device__ inline void hide(float (&scores)[BLOCKS][COLUMNS][4], int row, int col, const Problem& p) {
 #pragma unroll
@@ -77,13 +87,13 @@ __device__ inline void hide(float (&scores)[BLOCKS][COLUMNS][4], int row, int co
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int query = row + 16 * block + g() + i / 2 * 8, key = col + 8 * column + 2 * t() + i % 2;
-                if (key >= p.keys || (p.causal && key > query)) scores[block][column][i] = -INF;
+                if (key >= p.keys || (p.causal && !sees(query, key, p))) scores[block][column][i] = -INF;
             }
 }
 
 // Online softmax: scores become P = 2 ** (scale (score - top)). `top` follows the maximum of a row only when a row of
 // the warp has grown by more than 2 ** LAZY, and only then what was summed before is rescaled (as in FlashAttention-4):
-// any top gives the same quotient.
+// any top gives the same quotient. With a window a row may have seen nothing yet: its top is -INF.
 template <int BLOCKS, int COLUMNS>
 __device__ inline void softmax(float (&scores)[BLOCKS][COLUMNS][4], float (&acc)[BLOCKS][D / 8][4],
                                float (&top)[BLOCKS][2], float (&total)[BLOCKS][2], float scale) {
@@ -100,7 +110,8 @@ __device__ inline void softmax(float (&scores)[BLOCKS][COLUMNS][4], float (&acc)
     if (__any_sync(0xffffffffu, grown)) {
 #pragma unroll
         for (int i = 0; i < 2 * BLOCKS; ++i) {
-            const float rescale = exp2_fast((top[i / 2][i % 2] - new_top[i / 2][i % 2]) * scale);
+            float rescale = exp2_fast((top[i / 2][i % 2] - new_top[i / 2][i % 2]) * scale);
+            if (WINDOWED && new_top[i / 2][i % 2] == -INF) rescale = 1;
             top[i / 2][i % 2] = new_top[i / 2][i % 2];
             total[i / 2][i % 2] *= rescale;
 #pragma unroll
@@ -109,7 +120,7 @@ __device__ inline void softmax(float (&scores)[BLOCKS][COLUMNS][4], float (&acc)
     }
 #pragma unroll
     for (int i = 0; i < 2 * BLOCKS; ++i) {
-        const float shift = top[i / 2][i % 2] * scale;
+        const float shift = WINDOWED && top[i / 2][i % 2] == -INF ? 0 : top[i / 2][i % 2] * scale;
 #pragma unroll
         for (int j = 0; j < 2 * COLUMNS; ++j) {
             float& x = scores[i / 2][j / 2][i % 2 * 2 + j % 2];
@@ -129,7 +140,7 @@ __global__ void __launch_bounds__(FWD.warps * 32, FWD.blocks) fwd_kernel(const _
     const int batch = head_index / p.heads, head = head_index % p.heads;
     const int row = (p.causal ? tiles - 1 - tile : tile) * BLOCK_Q; // longest first
     const int own_row = row + warp() * BLOCKS * 16, last_row = own_row + BLOCKS * 16 - 1;
-    const int stop = p.causal ? min(p.keys, row + BLOCK_Q) : p.keys;
+    const int start = first_key(row, p) / BLOCK_K * BLOCK_K, stop = p.causal ? min(p.keys, row + BLOCK_Q) : p.keys;
     const float scale = p.scale * LOG2_E; // scores in base 2: exp2 is one instruction
     T* const q_tile = reinterpret_cast<T*>(shared);
     T* const stages = q_tile + (FWD.kept ? 0 : BLOCK_Q * D);
@@ -147,31 +158,35 @@ __global__ void __launch_bounds__(FWD.warps * 32, FWD.blocks) fwd_kernel(const _
         q.keep();
         __syncthreads();
     }
-    load(0, 0);
+    load(start, 0);
     float acc[BLOCKS][D / 8][4] = {}, top[BLOCKS][2], total[BLOCKS][2] = {};
 #pragma unroll
     for (int i = 0; i < 2 * BLOCKS; ++i) top[i / 2][i % 2] = -INF;
-    for (int col = 0, stage = 0; col < stop; col += BLOCK_K, stage ^= 1) {
+    for (int col = start, stage = 0; col < stop; col += BLOCK_K, stage ^= 1) {
         wait_for_copies();
         __syncthreads(); // this stage is here, and all have done with the other
         if (col + BLOCK_K < stop) load(col + BLOCK_K, stage ^ 1);
         if (p.causal && col > last_row) continue;
+        if (WINDOWED && col + BLOCK_K <= first_key(own_row, p)) continue;
         const T *const k_tile = stages + stage * 2 * BLOCK_K * D, *const v_tile = k_tile + BLOCK_K * D;
         float scores[BLOCKS][BLOCK_K / 8][4];
         dot_rows(scores, q, k_tile);
-        if (col + BLOCK_K > p.keys || (p.causal && col + BLOCK_K - 1 > own_row)) hide(scores, own_row, col, p);
+        if (col + BLOCK_K > p.keys || (p.causal && col + BLOCK_K - 1 > own_row) ||
+            (WINDOWED && col < first_key(last_row, p)))
+            hide(scores, own_row, col, p);
         softmax(scores, acc, top, total, scale);
         add_dot(acc, scores, v_tile);
     }
 #pragma unroll
     for (int i = 0; i < 2 * BLOCKS; ++i) {
-        const float sum = row_sum(total[i / 2][i % 2]), inverse = 1 / sum;
+        const float sum = row_sum(total[i / 2][i % 2]), inverse = WINDOWED && sum == 0 ? 0 : 1 / sum;
         const int query = own_row + 8 * i + g();
         if (t() == 0 && query < p.queries)
             p.lse[int64_t(head_index) * p.queries + query] = (top[i / 2][i % 2] * scale + log2f(sum)) * LN_2;
 #pragma unroll
         for (int j = 0; j < D / 4; ++j) acc[i / 2][j / 2][i % 2 * 2 + j % 2] *= inverse;
     }
+    if (WINDOWED) wait_for_copies(); // of all, where no query sees a key
     __syncthreads();
     store_rows(q_tile, acc, p.o.head(batch, head), row, p.queries);
 }
@@ -184,7 +199,7 @@ __global__ void __launch_bounds__(DQ.warps * 32, DQ.blocks) dq_kernel(const __gr
     const int batch = head_index / p.heads, head = head_index % p.heads;
     const int row = (p.causal ? tiles - 1 - tile : tile) * BLOCK_Q;
     const int own_row = row + warp() * BLOCKS * 16, last_row = own_row + BLOCKS * 16 - 1;
-    const int stop = p.causal ? min(p.keys, row + BLOCK_Q) : p.keys;
+    const int start = first_key(row, p) / BLOCK_K * BLOCK_K, stop = p.causal ? min(p.keys, row + BLOCK_Q) : p.keys;
     const float scale = p.scale * LOG2_E;
     T* const q_tile = reinterpret_cast<T*>(shared);
     T* const do_tile = q_tile + BLOCK_Q * D;
@@ -206,7 +221,7 @@ __global__ void __launch_bounds__(DQ.warps * 32, DQ.blocks) dq_kernel(const __gr
         grad.keep();
         __syncthreads();
     }
-    load(0, 0);
+    load(start, 0);
     float lse[BLOCKS][2], delta[BLOCKS][2];
 #pragma unroll
     for (int i = 0; i < 2 * BLOCKS; ++i) {
@@ -218,15 +233,18 @@ __global__ void __launch_bounds__(DQ.warps * 32, DQ.blocks) dq_kernel(const __gr
             sum += dot_chunk(o.at(query, chunk), d_o.at(query, chunk));
         delta[i / 2][i % 2] = row_sum(sum);
         lse[i / 2][i % 2] = inside ? p.lse[at] * LOG2_E : INF; // of inf: P is zero
+        if (WINDOWED && lse[i / 2][i % 2] == -INF) lse[i / 2][i % 2] = INF;
         if (t() == 0 && inside) p.stats[at] = {lse[i / 2][i % 2], delta[i / 2][i % 2]}; // for dkdv_kernel
     }
     float dq[BLOCKS][D / 8][4] = {};
-    for (int col = 0, stage = 0; col < stop; col += BLOCK_K, stage ^= 1) {
+    for (int col = start, stage = 0; col < stop; col += BLOCK_K, stage ^= 1) {
         wait_for_copies();
         __syncthreads();
         if (col + BLOCK_K < stop) load(col + BLOCK_K, stage ^ 1);
         if (p.causal && col > last_row) continue;
-        const bool cut = col + BLOCK_K > p.keys || (p.causal && col + BLOCK_K - 1 > own_row);
+        if (WINDOWED && col + BLOCK_K <= first_key(own_row, p)) continue;
+        const bool cut = col + BLOCK_K > p.keys || (p.causal && col + BLOCK_K - 1 > own_row) ||
+                         (WINDOWED && col < first_key(last_row, p));
 #pragma unroll 1
         for (int first = 0; first < BLOCK_K; first += AT_ONCE) {
             const T *const k_tile = stages + (stage * 2 * BLOCK_K + first) * D, *const v_tile = k_tile + BLOCK_K * D;
@@ -246,6 +264,7 @@ __global__ void __launch_bounds__(DQ.warps * 32, DQ.blocks) dq_kernel(const __gr
     }
 #pragma unroll
     for (int i = 0; i < BLOCKS * D / 2; ++i) dq[i / (D / 2)][i / 4 % (D / 8)][i % 4] *= p.scale;
+    if (WINDOWED) wait_for_copies(); // of all, where no query sees a key
     __syncthreads();
     store_rows(q_tile, dq, p.dq.head(batch, head), row, p.queries);
 }
@@ -258,7 +277,8 @@ __global__ void __launch_bounds__(DKDV.warps * 32, DKDV.blocks) dkdv_kernel(cons
     const int batch = head_index / kv_heads, kv_head = head_index % kv_heads;
     const int col = tile * BLOCK_K, own_col = col + warp() * BLOCKS * 16, last_col = own_col + BLOCKS * 16 - 1;
     const int start = p.causal ? col / BLOCK_Q * BLOCK_Q : 0;
-    const int steps = max(0, num_tiles(p.queries - start, BLOCK_Q)); // of each head of the group
+    const int stop = WINDOWED ? min(p.queries, col + BLOCK_K - 1 + p.window) : p.queries;
+    const int steps = max(0, num_tiles(stop - start, BLOCK_Q)); // of each head of the group
     const float scale = p.scale * LOG2_E;
     float2* const stats_stages = reinterpret_cast<float2*>(shared); // 2 x BLOCK_Q
     T* const k_tile = reinterpret_cast<T*>(stats_stages + 2 * BLOCK_Q);
@@ -292,8 +312,8 @@ __global__ void __launch_bounds__(DKDV.warps * 32, DKDV.blocks) dkdv_kernel(cons
         __syncthreads();
         if (step + 1 < p.group * steps) load(step + 1, stage ^ 1);
         const int row = start + step % steps * BLOCK_Q;
-        if (p.causal && row + BLOCK_Q - 1 < own_col) continue;
-        const bool cut = p.causal && row < last_col;
+        if ((p.causal && row + BLOCK_Q - 1 < own_col) || (WINDOWED && row >= last_col + p.window)) continue;
+        const bool cut = (p.causal && row < last_col) || (WINDOWED && row + BLOCK_Q > own_col + p.window);
 #pragma unroll 1
         for (int first = 0; first < BLOCK_Q; first += AT_ONCE) {
             const T *const q_tile = stages + (stage * 2 * BLOCK_Q + first) * D, *const do_tile = q_tile + BLOCK_Q * D;
@@ -309,7 +329,7 @@ __global__ void __launch_bounds__(DKDV.warps * 32, DKDV.blocks) dkdv_kernel(cons
                     float &weight = weights[i / 4][column][i % 4], &ds = dp[i / 4][column][i % 4];
                     weight = exp2_fast(fmaf(weight, scale, -(i % 2 ? two.z : two.x)));
                     const int query = row + first + 8 * column + 2 * t() + i % 2, key = own_col + 8 * (i / 2) + g();
-                    if (cut && key > query) weight = 0;
+                    if (cut && !sees(query, key, p)) weight = 0;
                     ds = weight * (ds - (i % 2 ? two.w : two.y));
                 }
             }

@@ -1,6 +1,7 @@
 // What flash_cuda.cu is made of: the PTX instructions, tiles in shared memory, and products of tiles by one warp.
 //
-// T is the dtype and D the head dimension, fixed when compiling (-DELEMENT, -DHEAD_DIM). A warp owns BLOCKS blocks of
+// T is the dtype and D the head dimension, fixed when compiling (-DELEMENT, -DHEAD_DIM), as whether there is a window is
+// (-DWINDOWED). A warp owns BLOCKS blocks of
 // 16 rows. Results live in registers as mma.sync lays them out (PTX ISA, mma.m16n8k16): of a block of 16 x 8, thread
 // 4 g + t holds [0] and [1], row g, columns 2 t and 2 t + 1, and [2] and [3], the same columns of row g + 8. Two such
 // blocks side by side, rounded and packed, are the left operand of the next product: P and dS stay in registers.
@@ -102,8 +103,8 @@ __device__ inline float row_sum(float x) {
 
 // A tile is rows of D elements, whose chunks are permuted: eight rows at one column, which a matrix load or a quarter
 // of a warp asks for at once, then lie in eight different groups of banks.
-constexpr int WINDOW = CHUNKS < 8 ? CHUNKS : 8; // chunks that are permuted among themselves
-__device__ inline int permutation(int row) { return CHUNKS < 8 ? row / 2 % WINDOW : row % 8; }
+constexpr int PERMUTED = CHUNKS < 8 ? CHUNKS : 8; // chunks, among themselves
+__device__ inline int permutation(int row) { return CHUNKS < 8 ? row / 2 % PERMUTED : row % 8; }
 
 // A chunk of a tile. From there `at` finds the chunk `rows` (a multiple of 8) further down, in the column that differs
 // in the bits of `columns`: with constants that costs an exclusive or, once for all tiles.
@@ -112,12 +113,12 @@ struct Chunk {
     int column;
     __device__ Chunk(const T* tile, int row, int column) : row(tile + row * D), column(column ^ permutation(row)) {}
     __device__ T* at(int rows, int columns) const {
-        const int permuted = (column ^ columns % WINDOW) + columns / WINDOW * WINDOW;
+        const int permuted = (column ^ columns % PERMUTED) + columns / PERMUTED * PERMUTED;
         return const_cast<T*>(row) + permuted * PER_CHUNK + rows * D;
     }
 };
 __device__ inline T* chunk_at(const T* tile, int row, int column) {
-    return Chunk(tile, row, column % WINDOW).at(0, column / WINDOW * WINDOW);
+    return Chunk(tile, row, column % PERMUTED).at(0, column / PERMUTED * PERMUTED);
 }
 
 // The rows (S, D) of one head of a tensor in memory, `row_stride` elements apart.

@@ -1,7 +1,8 @@
 """FlashAttention-2 in CUDA C++ (flash_cuda.cu): built by nvcc on first use, called through ctypes.
 
-One library for each dtype and head dimension, compiled for the GPU at hand in seconds, without torch's headers,
-and kept in $LMSYS_CACHE_DIR (default ~/.cache/lmsys) by the hash of its sources, its flags and nvcc's version.
+One library for each dtype and head dimension, with a window and without, compiled for the GPU at hand in seconds,
+without torch's headers, and kept in $LMSYS_CACHE_DIR (default ~/.cache/lmsys) by the hash of its sources, its flags and
+nvcc's version.
 `python -m lmsys.attention.flash_cuda` builds all of them.
 
 Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension.
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from lmsys.attention.contract import DTYPE_NAMES, AttentionCase, why_not_plain
 from lmsys.attention.custom_ops import attend, autograd_function, custom_op
+from lmsys.attention.pattern import PLAIN, Pattern
 from lmsys.files import cache_folder, check_private
 
 SOURCE = Path(__file__).with_name("flash_cuda.cu")
@@ -82,6 +84,7 @@ class _Problem(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("device", ctypes.c_int),
         ("stream", ctypes.c_void_p),
+        ("window", ctypes.c_int),
     )
 
 
@@ -97,29 +100,35 @@ def _nvcc_version() -> str:
     return subprocess.run([str(nvcc()), "--version"], capture_output=True, text=True, check=True).stdout
 
 
-def macros(dtype: torch.dtype, head_dim: int, tiles: Tiles) -> list[str]:
+def macros(dtype: torch.dtype, head_dim: int, tiles: Tiles, windowed: bool = False) -> list[str]:
     """The macros that make a variant of flash_cuda.cu."""
     tile_macros = [
         f"-D{name.upper()}_TILE={','.join(str(int(x)) for x in tile)}" for name, tile in tiles._asdict().items()
     ]
-    return [f"-DELEMENT={ELEMENTS[dtype]}", f"-DHEAD_DIM={head_dim}", *tile_macros]
+    return [f"-DELEMENT={ELEMENTS[dtype]}", f"-DHEAD_DIM={head_dim}", f"-DWINDOWED={int(windowed)}", *tile_macros]
 
 
-def nvcc_command(dtype: torch.dtype, head_dim: int, capability: tuple[int, int], tiles: Tiles) -> list[str]:
+def nvcc_command(
+    dtype: torch.dtype, head_dim: int, capability: tuple[int, int], tiles: Tiles, windowed: bool = False
+) -> list[str]:
     """The command that builds a variant, without the name of the result."""
-    escaped = [macro.replace(",", "\\,") for macro in macros(dtype, head_dim, tiles)]  # nvcc splits lists at commas
+    told = macros(dtype, head_dim, tiles, windowed)
+    escaped = [macro.replace(",", "\\,") for macro in told]  # nvcc splits lists at commas
     return [str(nvcc()), *FLAGS, f"-arch=sm_{capability[0]}{capability[1]}", *escaped, str(SOURCE)]
 
 
-def build(dtype: torch.dtype, head_dim: int, capability: tuple[int, int], tiles: Tiles | None = None) -> Path:
+def build(
+    dtype: torch.dtype, head_dim: int, capability: tuple[int, int], tiles: Tiles | None = None, windowed: bool = False
+) -> Path:
     """The shared library of a variant, from the cache or compiled now. RuntimeError with nvcc's words if it fails."""
-    command = nvcc_command(dtype, head_dim, capability, tiles or tiles_for(dtype, head_dim))
+    command = nvcc_command(dtype, head_dim, capability, tiles or tiles_for(dtype, head_dim), windowed)
     sources = SOURCE.read_bytes() + SOURCE.with_suffix(".cuh").read_bytes()
     told = "\0".join([*command[1:-1], _nvcc_version()]).encode()
     name = f"flash_cuda-{hashlib.sha256(sources + told).hexdigest()[:16]}.so"
     path = cache_folder() / name
     if not path.exists():
         what = f"{DTYPE_NAMES[dtype]}, head_dim {head_dim}, sm_{capability[0]}{capability[1]}"
+        what += ", with a window" if windowed else ""
         print(f"lmsys: compiling flash_cuda for {what} (once, some seconds)", file=sys.stderr, flush=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -133,8 +142,10 @@ def build(dtype: torch.dtype, head_dim: int, capability: tuple[int, int], tiles:
 
 
 @cache
-def _library(dtype: torch.dtype, head_dim: int, device: torch.device, tiles: Tiles | None) -> ctypes.CDLL:
-    return load(build(dtype, head_dim, torch.cuda.get_device_capability(device), tiles))
+def _library(
+    dtype: torch.dtype, head_dim: int, device: torch.device, tiles: Tiles | None, windowed: bool
+) -> ctypes.CDLL:
+    return load(build(dtype, head_dim, torch.cuda.get_device_capability(device), tiles, windowed))
 
 
 def load(path: Path) -> ctypes.CDLL:
@@ -156,23 +167,32 @@ def _addressable(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _run(kernels: tuple[str, ...], tensors: dict[str, Tensor], causal: bool, scale: float, tiles: Tiles | None) -> None:
+def _run(
+    kernels: tuple[str, ...],
+    tensors: dict[str, Tensor],
+    causal: bool,
+    scale: float,
+    tiles: Tiles | None,
+    pattern: Pattern | None,
+) -> None:
     """Launches `kernels`, names in `Tiles`, one after another on `tensors`, those of `_Problem` by its names."""
     q, k = tensors["q"], tensors["k"]
+    pattern = pattern or PLAIN[causal]
     problem = _Problem(
         batch=q.shape[0],
         heads=q.shape[1],
         group=q.shape[1] // k.shape[1],
         queries=q.shape[2],
         keys=k.shape[2],
-        causal=causal,
+        causal=pattern.causal,
         scale=scale,
         device=q.get_device(),
         stream=_stream(q.device),
+        window=min(pattern.window or 0, q.shape[2]),
     )
     for name, x in tensors.items():
         setattr(problem, name, _View(x.data_ptr(), *x.stride()[:3]) if name in TENSORS else x.data_ptr())
-    library = _library(q.dtype, q.shape[3], q.device, tiles)
+    library = _library(q.dtype, q.shape[3], q.device, tiles, pattern.window is not None)
     with torch.cuda.device_of(q):
         for kernel in kernels:
             if error := getattr(library, f"flash_{kernel}")(ctypes.byref(problem)):
@@ -180,13 +200,19 @@ def _run(kernels: tuple[str, ...], tensors: dict[str, Tensor], causal: bool, sca
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, tiles: Tiles | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+    tiles: Tiles | None = None,
+    pattern: Pattern | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q (B, H, Q, D), k and v (B, Hkv, K, D) -> o (B, H, Q, D) and lse (B, H, Q), natural log, float32."""
     o = _addressable(torch.empty_like(q))  # in q's own layout: behind a projection that is (B, Q, H, D) memory
     q, k, v = (_addressable(x) for x in (q, k, v))
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    _run(("fwd",), {"q": q, "k": k, "v": v, "o": o, "lse": lse}, causal, scale, tiles)
+    _run(("fwd",), {"q": q, "k": k, "v": v, "o": o, "lse": lse}, causal, scale, tiles, pattern)
     return o, lse
 
 
@@ -200,13 +226,14 @@ def _backward(
     causal: bool,
     scale: float,
     tiles: Tiles | None = None,
+    pattern: Pattern | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq (B, H, Q, D), dk and dv (B, Hkv, K, D)."""
     dq, dk, dv = (_addressable(torch.empty_like(x)) for x in (q, k, v))
     stats = torch.empty(*lse.shape, 2, dtype=torch.float32, device=q.device)
     inputs = {name: _addressable(x) for name, x in zip(TENSORS[:5], (q, k, v, o, do), strict=True)}
     others = {"dq": dq, "dk": dk, "dv": dv, "lse": lse.contiguous(), "stats": stats}
-    _run(("dq", "dkdv"), inputs | others, causal, scale, tiles)
+    _run(("dq", "dkdv"), inputs | others, causal, scale, tiles, pattern)
     return dq, dk, dv
 
 
@@ -214,13 +241,24 @@ FlashCuda = autograd_function("FlashCuda", _forward, _backward)  # its `tile` is
 _custom_op = custom_op("flash_cuda", _forward, _backward)
 
 
-def flash_cuda(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    """softmax(scale · q kᵀ) v: q (B, H, Q, D), k and v (B, Hkv, K, D) -> (B, H, Q, D), in memory linear in Q and K."""
-    return attend(FlashCuda, _custom_op, q, k, v, causal, scale)
+def flash_cuda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    pattern: Pattern | None = None,
+) -> Tensor:
+    """softmax(scale · q kᵀ) v: q (B, H, Q, D), k and v (B, Hkv, K, D) -> (B, H, Q, D), in memory linear in Q and K.
+
+    `pattern`, of a window, stands in the place of `causal`.
+    """
+    return attend(FlashCuda, _custom_op, q, k, v, causal, scale, pattern)
 
 
 def flash_cuda_supports(case: AttentionCase) -> str | None:
-    if reason := why_not_plain(case):
+    if reason := why_not_plain(case, "window"):
         return reason
     if case.head_dim not in HEAD_DIMS:
         return f"head_dim {case.head_dim} is none of {', '.join(map(str, HEAD_DIMS))}"
@@ -242,7 +280,8 @@ def main() -> int:
         return 3
     capabilities = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for path in pool.map(lambda variant: build(*variant), itertools.product(ELEMENTS, HEAD_DIMS, capabilities)):
+        variants = itertools.product(ELEMENTS, HEAD_DIMS, capabilities, [None], [False, True])
+        for path in pool.map(lambda variant: build(*variant), variants):
             print(path)
     return 0
 

@@ -42,7 +42,7 @@ def with_tile(row: Row, size: tuple[int, int]) -> Callable[..., torch.Tensor]:
 
             tile = flash_cuda.Tile(*size, warps=4, at_once=16, kept=False, blocks=1)
             owns_keys = tile._replace(block_q=tile.block_k, block_k=tile.block_q)
-            return flash_cuda.FlashCuda.apply(q, k, v, causal, scale, flash_cuda.Tiles(tile, tile, owns_keys))
+            return flash_cuda.FlashCuda.apply(q, k, v, causal, scale, flash_cuda.Tiles(tile, tile, owns_keys), pattern)
         from lmsys.attention.flash_triton import FlashTriton
         from lmsys.attention.tuning import Tile
 

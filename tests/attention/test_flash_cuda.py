@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmsys.attention import ATTENTION, AttentionCase, flash_cuda
+from lmsys.attention import ATTENTION, AttentionCase, Pattern, flash_cuda
 from lmsys.attention.contract import DTYPES
 from lmsys.attention.flash_cuda import HEAD_DIMS, Tile, Tiles
 from lmsys.measure.memory import peak_bytes
@@ -26,6 +26,10 @@ from tests.support.variants import some
 VARIANTS = [(dtype, head_dim) for dtype in ("float32", "float16", "bfloat16") for head_dim in HEAD_DIMS]
 SMALL = Tiles(Tile(64, 32, 4, 32, False, 1), Tile(64, 32, 4, 16, False, 1), Tile(32, 64, 4, 16, False, 1))
 KEPT = Tiles(Tile(64, 32, 4, 32, True, 1), Tile(64, 32, 4, 16, True, 1), Tile(32, 64, 4, 16, True, 1))
+WINDOWS = [  # with queries that see nothing yet in their warp's first tile, and queries past the last window
+    AttentionCase(1, 4, 2, 150, 133, 32, "float16", causal=True, grad=True, window=34),
+    AttentionCase(2, 2, 1, 190, 70, 32, "float16", causal=True, grad=True, window=5),
+]
 CASES = [  # more keys than queries and fewer, in several tiles of SMALL, the last of them cut
     AttentionCase(1, 4, 2, 70, 150, 32, "float16", causal=True, grad=True),
     AttentionCase(2, 2, 1, 150, 133, 32, "float16", causal=False, grad=True),
@@ -34,14 +38,14 @@ STDS = (3.0, 1.0)  # of q and k; only with the larger does a maximum grow by eno
 
 
 @cache
-def emulated(source: str, header: str, dtype: torch.dtype, head_dim: int, tiles: Tiles) -> ctypes.CDLL:
+def emulated(source: str, header: str, dtype: torch.dtype, head_dim: int, tiles: Tiles, windowed: bool) -> ctypes.CDLL:
     """flash_cuda.cu for this machine's CPU."""
     folder = Path(mkdtemp(prefix="lmsys-"))
     (folder / "flash_cuda.cu").write_text(source)
     (folder / "flash_cuda.cuh").write_text(header)
     emulator = Path(__file__).parents[1] / "support" / "cuda_emulator.h"
     command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-include", emulator]
-    told = flash_cuda.macros(dtype, head_dim, tiles)
+    told = flash_cuda.macros(dtype, head_dim, tiles, windowed)
     done = subprocess.run(
         [*command, *told, "-x", "c++", folder / "flash_cuda.cu", "-o", folder / "out.so"],
         capture_output=True,
@@ -64,8 +68,11 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         assert not right or "".join(texts).count(right) == 1, f"no single {right!r}; name the line anew"
         source, header = (text.replace(right, wrong) if right else text for text in texts)
 
-        def library(dtype: torch.dtype, head_dim: int, device: torch.device, tiles: Tiles | None) -> ctypes.CDLL:
-            return emulated(source, header, dtype, head_dim, tiles or flash_cuda.tiles_for(dtype, head_dim))
+        def library(
+            dtype: torch.dtype, head_dim: int, device: torch.device, tiles: Tiles | None, windowed: bool
+        ) -> ctypes.CDLL:
+            tiles = tiles or flash_cuda.tiles_for(dtype, head_dim)
+            return emulated(source, header, dtype, head_dim, tiles, windowed)
 
         monkeypatch.setattr(flash_cuda, "_library", library)
         monkeypatch.setattr(flash_cuda, "_stream", lambda device: 0)
@@ -76,14 +83,24 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def worst(
     case: AttentionCase, seed: int, tiles: Tiles | None = None, scale: float | None = None, std: float = 1.0
 ) -> float:
-    def row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float | None) -> torch.Tensor:
+    pattern = Pattern(case.causal, case.window)
+
+    def row(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None,
+        pattern: Pattern | None = None,
+    ) -> torch.Tensor:
         if tiles is None:
-            return flash_cuda.flash_cuda(q, k, v, causal=causal, scale=scale)
-        return flash_cuda.FlashCuda.apply(q, k, v, causal, scale, tiles)
+            return flash_cuda.flash_cuda(q, k, v, causal=causal, scale=scale, pattern=pattern)
+        return flash_cuda.FlashCuda.apply(q, k, v, case.causal, scale, tiles, pattern)
 
     inputs = make_inputs(case, seed, std=std, transposed=seed % 2 == 0)
-    outputs = run(row, inputs, causal=case.causal, scale=scale, lse=True)
-    return max(Oracle(case, inputs, scale).error_ratios(outputs).values())
+    outputs = run(row, inputs, scale=scale, lse=True, pattern=pattern)
+    return max(Oracle(case, inputs, scale, pattern=pattern).error_ratios(outputs).values())
 
 
 @pytest.mark.parametrize(("dtype", "head_dim"), some(VARIANTS, 2))
@@ -110,8 +127,43 @@ def test_every_variant_matches_the_oracle(dtype: str, head_dim: int, emulate: Ca
     holds()
 
 
+@pytest.mark.parametrize(("dtype", "head_dim"), some(VARIANTS, 5))
+def test_a_window_matches_the_oracle(dtype: str, head_dim: int, emulate: Callable[..., None]) -> None:
+    """Windows of one key, within a tile and of several; queries that see nothing are among those past all keys."""
+    emulate()
+    lengths, windows = st.integers(1, 150), st.one_of(st.sampled_from([1, 16, 32, 33, 64, 65]), st.integers(1, 150))
+
+    @settings(max_examples=4)
+    @given(lengths, lengths, windows, st.sampled_from(STDS), st.integers(0, 2**31))
+    def holds(queries: int, keys: int, window: int, std: float, seed: int) -> None:
+        case = AttentionCase(1, 2, 1, queries, keys, head_dim, dtype, causal=True, grad=True, window=window)
+        assert worst(case, seed, std=std) <= 1
+
+    holds()
+
+
+def test_a_window_visits_the_tiles_that_are_seen(emulate: Callable[..., None]) -> None:
+    """Copied are tiles in which a query sees a key, and a warp multiplies those in which its own rows do."""
+    emulate()
+    case = AttentionCase(1, 1, 1, 192, 192, 32, "float16", causal=True, grad=True, window=20)
+    library = flash_cuda._library(torch.float16, 32, torch.device("cpu"), SMALL, True)
+    copies, products = (ctypes.c_longlong.in_dll(library, name) for name in ("num_copies", "num_products"))
+    copies.value = products.value = 0
+    assert worst(case, 0, SMALL) <= 1
+    seen = Pattern(True, case.window).seen(192, 192, torch.device("cpu"))
+
+    def tiles(queries: int, keys: int) -> int:
+        return int(seen.view(192 // queries, queries, 192 // keys, keys).any(3).any(1).sum())
+
+    rows = 192 * (1 + 2 + 2)  # of q; of q and do; of k and v
+    rows += 2 * (32 * tiles(64, 32) + 32 * tiles(64, 32) + 32 * tiles(32, 64))
+    assert copies.value == rows * 32 // 8, "of 16 bytes each"
+    one = 16 * 32 * 32 // (16 * 8 * 16)  # mma.sync of 16 rows, one tile of 32 and head dimension 32
+    assert products.value == one * ((2 + 3) * tiles(16, 32) + 4 * tiles(32, 16))
+
+
 @pytest.mark.parametrize("tiles", [SMALL, KEPT], ids=["small", "kept"])
-@pytest.mark.parametrize("case", CASES, ids=["causal", "not causal"])
+@pytest.mark.parametrize("case", [*CASES, *WINDOWS], ids=["causal", "not causal", "window", "blind"])
 def test_the_tile_does_not_matter(tiles: Tiles, case: AttentionCase, emulate: Callable[..., None]) -> None:
     emulate()
     assert max(worst(case, 0, tiles, std=std) for std in STDS) <= 1
@@ -162,10 +214,10 @@ FAULTS = {  # name -> the piece that is right, the one that is not
     "dropped rescale of the sum of values": ("acc[i / 2][j / 2][i % 2 * 2 + j % 2] *= rescale;", ";"),
     "dropped rescale of the sum of weights": ("total[i / 2][i % 2] *= rescale;", ""),
     "maximum of one thread's columns only": ("largest = row_max(largest);", ""),
-    "one key too many": ("(p.causal && key > query)) scores", "(p.causal && key > query + 1)) scores"),
-    "one key too few": ("(p.causal && key > query)) scores", "(p.causal && key >= query)) scores"),
+    "one key too many": ("key <= query;", "key <= query + 1;"),
+    "one key too few": ("key <= query;", "key < query;"),
     "a key past the end": ("if (key >= p.keys ||", "if (key > p.keys ||"),
-    "one key too many in dk and dv": ("if (cut && key > query)", "if (cut && key > query + 1)"),
+    "one key too many in dk and dv": ("if (cut && !sees(query, key, p))", "if (cut && !sees(query + 1, key, p))"),
     "first tile on the diagonal left out of dk and dv": ("col / BLOCK_Q * BLOCK_Q", "(col / BLOCK_Q + 1) * BLOCK_Q"),
     "a tile used before it is here": (
         "wait_for_copies();\n        __syncthreads(); // this stage is here, and all have done with the other",
@@ -195,21 +247,59 @@ FAULTS = {  # name -> the piece that is right, the one that is not
 }
 
 
+WINDOW_FAULTS = {
+    "one key too many": ("unsigned(query - key) < unsigned", "unsigned(query - key) <= unsigned"),
+    "one key too few": ("unsigned(query - key) < unsigned(p.window)", "unsigned(query - key) + 1 < unsigned(p.window)"),
+    "a tile begun one key too late": ("query - p.window + 1)", "query - p.window + 2)"),
+    "a tile that the window cuts not masked": (
+        "(WINDOWED && col < first_key(last_row, p)))\n            hide",
+        "false)\n            hide",
+    ),
+    "a tile that one query sees passed over": (
+        "col + BLOCK_K <= first_key(own_row, p)) continue;\n        const T",
+        "col + BLOCK_K <= first_key(last_row, p)) continue;\n        const T",
+    ),
+    "the last query left out of dk and dv": ("col + BLOCK_K - 1 + p.window", "col + BLOCK_K - 2 + p.window"),
+    "a tile that one key needs passed over in dk and dv": ("row >= last_col + p.window", "row >= own_col + p.window"),
+    "a tile that the window cuts not masked in dk and dv": (
+        "(WINDOWED && row + BLOCK_Q > own_col + p.window)",
+        "false",
+    ),
+    "a query that has seen nothing yet rescaled": ("== -INF) rescale = 1;", "== INF) rescale = 1;"),
+    "weights over the maximum of nothing": ("WINDOWED && top[i / 2][i % 2] == -INF ? 0 : top", "top"),
+    "values over a sum of nothing": ("WINDOWED && sum == 0 ? 0 : 1 / sum", "1 / sum"),
+    "the log-sum-exp of nothing in dq": ("if (WINDOWED && lse[i / 2][i % 2] == -INF)", "if (false)"),
+    "queries arriving over the results": (
+        "wait_for_copies(); // of all, where no query sees a key\n    __syncthreads();\n    store_rows(q_tile, acc",
+        ";\n    __syncthreads();\n    store_rows(q_tile, acc",
+    ),
+}
+
+
 @pytest.mark.parametrize("fault", some(FAULTS, 4))
 def test_a_seeded_fault_is_rejected(fault: str, emulate: Callable[..., None]) -> None:
     emulate(*FAULTS[fault])
     assert any(worst(case, 0, tiles, std=std) > 1 for tiles in (KEPT, SMALL) for std in STDS for case in CASES)
 
 
+@pytest.mark.parametrize("fault", some(WINDOW_FAULTS, 5))
+def test_a_fault_seeded_into_windows_is_rejected(fault: str, emulate: Callable[..., None]) -> None:
+    emulate(*WINDOW_FAULTS[fault])
+    assert any(not worst(case, 0, SMALL) <= 1 for case in WINDOWS)
+
+
 @pytest.mark.skipif(flash_cuda.nvcc() is None, reason="needs nvcc of the CUDA toolkit")
-@pytest.mark.parametrize(("dtype", "head_dim"), some(VARIANTS, 5))
-def test_what_ships_compiles_for_ampere_and_hopper_and_hardly_spills(dtype: str, head_dim: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "windowed"), some([(*one, windowed) for one in VARIANTS for windowed in (False, True)], 9)
+)
+def test_what_ships_compiles_for_ampere_and_hopper_and_hardly_spills(
+    dtype: str, head_dim: int, windowed: bool, tmp_path: Path
+) -> None:
     """Some words that the loop over tiles does not change may spill, no more."""
 
     def compiled(capability: tuple[int, int]) -> str:
-        command = flash_cuda.nvcc_command(
-            DTYPES[dtype], head_dim, capability, flash_cuda.tiles_for(DTYPES[dtype], head_dim)
-        )
+        tiles = flash_cuda.tiles_for(DTYPES[dtype], head_dim)
+        command = flash_cuda.nvcc_command(DTYPES[dtype], head_dim, capability, tiles, windowed)
         out = tmp_path / f"{capability[0]}.so"
         done = subprocess.run([*command, "-Xptxas", "-v", "-o", out], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -270,6 +360,7 @@ def test_a_build_is_kept_by_what_it_was_made_of(
     assert flash_cuda.build(*variant) == first and not capsys.readouterr().err
     others = [flash_cuda.build(torch.float32, 64, (9, 0)), flash_cuda.build(torch.bfloat16, 128, (9, 0))]
     others += [flash_cuda.build(torch.bfloat16, 64, (8, 0)), flash_cuda.build(*variant, SMALL)]
+    others.append(flash_cuda.build(*variant, windowed=True))
     monkeypatch.setattr(flash_cuda, "_nvcc_version", lambda: "1.1")
     others.append(flash_cuda.build(*variant))
     for changed in (".cu", ".cuh"):
@@ -279,7 +370,7 @@ def test_a_build_is_kept_by_what_it_was_made_of(
         with monkeypatch.context() as patch:
             patch.setattr(flash_cuda, "SOURCE", tmp_path / "copy.cu")
             others.append(flash_cuda.build(*variant))
-    assert len({first, *others}) == len(counting_nvcc.read_text().splitlines()) == 8
+    assert len({first, *others}) == len(counting_nvcc.read_text().splitlines()) == 9
 
 
 @pytest.mark.parametrize("what", ["the library", "its folder"])

@@ -41,6 +41,9 @@ inline const char* cudaGetErrorString(int) { return "threads wait for one anothe
 inline int cudaSetDevice(int) { return 0; }
 template <class Kernel> int cudaFuncSetAttribute(Kernel, int, int bytes) { return bytes > 227 * 1024; }
 
+extern "C" {
+long long num_copies = 0, num_products = 0; // of 16 bytes each; mma.sync of a warp
+}
 alignas(128) inline uint4 shared[227 * 1024 / 16];
 
 namespace emulated {
@@ -191,7 +194,10 @@ template <int BYTES> void copy_now_or_later(void* to, const void* from, bool ins
     if (threadIdx.x % 2) copy();
     else emulated::fibers[threadIdx.x].copies.push_back(copy);
 }
-inline void copy_async(void* to, const void* from, bool inside) { copy_now_or_later<16>(to, from, inside); }
+inline void copy_async(void* to, const void* from, bool inside) {
+    ++num_copies;
+    copy_now_or_later<16>(to, from, inside);
+}
 inline void copy_async_8(void* to, const void* from, bool inside) { copy_now_or_later<8>(to, from, inside); }
 inline void wait_for_copies() {
     for (const auto& copy : emulated::fibers[threadIdx.x].copies) copy();
@@ -223,6 +229,7 @@ template <class T> float element(const uint64_t (&words)[4], int i) {
 }
 
 template <class T> void mma(T, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    num_products += threadIdx.x % 32 == 0;
     const uint32_t mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
     const auto shown = emulated::exchange(mine, sizeof mine);
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
