@@ -137,6 +137,15 @@ class Attention(Benchmark):
             about="Memory saved by the forward for the backward (q, k and v included)",
             shown="MiB",
         ),
+        Field(
+            "mask_s",
+            "s",
+            "Mask",
+            about="Time to make, before any call, what the row reads of windows and documents: a mask, a block mask "
+            "or the interval of keys of each query",
+            shown="ms",
+        ),
+        Field("documents_s", "s", "making of documents", "detail", "Time to make `Documents`, before any call", "ms"),
         fields.ERROR.called(
             about="Worst error as a share of its budget (right: at most 1): the largest of the check in this dtype, "
             "the check in float32 where the row has a float32 form, and the root-mean-square rule where it has none"
@@ -251,14 +260,16 @@ class Attention(Benchmark):
         return products * forward, case.dtype, rows * case.batch * case.head_dim * DTYPES[case.dtype].itemsize
 
     def inspect(self, case: AttentionTest, candidate: Candidate, setup: Setup) -> Record:
-        """Peak bytes of what is timed, above what was live before it, and the bytes saved from forward to backward."""
+        """Peak bytes of what is timed, above what was live before it, the bytes saved from forward to backward, and the
+        time of what is made before any call."""
         step = self.step(case, candidate, setup)
         peak, _ = attempt(lambda: memory.peak_bytes(partial(step.run, step.prepare()), case.device))
         found: Record = {"peak_bytes": peak, "saved_bytes": None}
         if case.direction != "fwd":
             backward = self.step(replace(case, direction="bwd"), candidate, setup)
             found["saved_bytes"] = attempt(lambda: memory.saved_bytes(backward.prepare))[0]
-        return found
+        sizes = case.queries, case.keys, case.device
+        return found | patterns.made_before_calls(candidate.entry, setup.pattern, *sizes)
 
     def tokens(self, case: AttentionTest) -> int:
         """Queries."""

@@ -6,15 +6,22 @@ to all. Both are drawn by a seed that the sizes make, so that a case is one case
 """
 
 import random
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
+from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
 
 from lmsys.attention import Documents, Pattern
+from lmsys.bench import Entry
+from lmsys.measure.clock import synchronize
+from lmsys.measure.compare import attempt
+from lmsys.registry import load_target
 
 OPTIONS = "window", "offset", "documents", "key_lengths", "softcap"  # the axes, in the order of their fields
+MADE_TIMES = 3
 MEDIAN, SIGMA = 64, 1.3  # of mixed documents: sequences are so many times as long as the median of them
 
 
@@ -60,6 +67,30 @@ def visible(batch: int, queries: int, keys: int, **options: Any) -> tuple[float,
     counts = ((one.end - one.first).clamp(min=0).long() for one in (bounds, bounds.of_keys))
     pairs, seen_by = counts
     return pairs.sum(1).double().mean().item(), (seen_by > 0).sum(1).double().mean().item()
+
+
+def made_before_calls(entry: Entry, pattern: Pattern, queries: int, keys: int, device: str) -> dict[str, float | None]:
+    """The seconds to make `Documents`, with their `cu_seqlens`, and what a row reads of windows and documents."""
+    found = dict[str, float | None]()
+    if (documents := pattern.documents) is not None:
+        lengths = documents.lengths
+        found["documents_s"] = _seconds(lambda: Documents(lengths, device).cu_seqlens(len(lengths)), device)
+    if (target := entry.trait("mask")) and pattern.options.keys() & {"window", "documents"}:
+        make = partial(load_target(target), pattern, queries, keys, torch.device(device))
+        found["mask_s"] = attempt(lambda: _seconds(make, device))[0]
+    return found
+
+
+def _seconds(make: Callable[[], Any], device: str) -> float:
+    """The median of several calls, until the device has done what they ask for; one before them is not timed."""
+    times = []
+    for _ in range(1 + MADE_TIMES):
+        synchronize(device)
+        begin = perf_counter()
+        make()
+        synchronize(device)
+        times.append(perf_counter() - begin)
+    return median(times[1:])
 
 
 def name_of(options: Mapping[str, Any]) -> str:

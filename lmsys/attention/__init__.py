@@ -26,8 +26,11 @@ TRAITS: dict[str, Any] = {
     "keeps_scores": False,  # it holds Q x K scores: memory grows as the square of the length
     "baseline": 0,  # speedups are over the timed row of the largest number; 0: never over this one
     "compiles": False,  # its first call runs torch.compile, for seconds
+    "mask": "",  # module:attr of a function (pattern, queries, keys, device): what it reads of a pattern, made anew
     "kernels": "",  # a regular expression found in the names of its own device kernels: they count as attention
 }
+INTERVALS = "lmsys.attention.pattern:intervals"
+BOOLEAN = "lmsys.attention.peers:boolean_mask"
 # Its authors publish no package of it.
 FLASH_ATTN_3 = "--no-build-isolation 'git+https://github.com/Dao-AILab/flash-attention#subdirectory=hopper'"
 
@@ -73,13 +76,14 @@ ATTENTION = Table(
         _ours("naive", "naive", "naive PyTorch", any_case=True, color="#00bbff", keeps_scores=True, baseline=1),
         _ours("naive_compiled", "naive", "naive, torch.compile", color="#cc6611", keeps_scores=True, compiles=True),
         _ours("vectorized", "vectorized", "vectorized PyTorch", any_case=True, color="#445511", keeps_scores=True),
-        _ours("flash_torch", "flash_torch", "FlashAttention-2, PyTorch", color="#7700ee"),
+        _ours("flash_torch", "flash_torch", "FlashAttention-2, PyTorch", color="#7700ee", mask=INTERVALS),
         _ours(
             "flash_triton_torch_bwd",
             "flash_triton",
             "Triton forward, PyTorch backward",
             extra="triton",
             color="#ddaa00",
+            mask=INTERVALS,
             kernels=r"^_(fwd|split_keys|combine)_kernel$",
         ),
         _ours(
@@ -88,6 +92,7 @@ ATTENTION = Table(
             "FlashAttention-2, Triton",
             extra="triton",
             color="#ff88aa",
+            mask=INTERVALS,
             kernels=r"^_(fwd|split_keys|combine|dq|dkdv)_kernel$",
         ),
         Entry(
@@ -96,7 +101,12 @@ ATTENTION = Table(
             "Gluon, Hopper",
             supports="lmsys.attention.flash_gluon.support:flash_gluon_supports",
             extra="triton",
-            traits=TRAITS | {"color": "#111188", "kernels": r"^(forward|preprocess|backward|postprocess)_kernel$"},
+            traits=TRAITS
+            | {
+                "color": "#111188",
+                "mask": INTERVALS,
+                "kernels": r"^(forward|preprocess|backward|postprocess)_kernel$",
+            },
         ),
         _ours(
             "flash_cuda",
@@ -105,12 +115,12 @@ ATTENTION = Table(
             color="#552222",
             kernels=r"^(fwd|dq|dkdv)_kernel\b",
         ),
-        _peer("sdpa", "SDPA, PyTorch's choice", color="#111122", baseline=3),
-        _peer("sdpa_math", "SDPA math", color="#994477", keeps_scores=True),
-        _peer("sdpa_efficient", "SDPA efficient", color="#442255"),
-        _peer("sdpa_flash", "SDPA flash", color="#9977ff", baseline=2),
-        _peer("sdpa_cudnn", "SDPA cuDNN", color="#aabb55"),
-        _peer("flex", "FlexAttention", color="#4455aa", compiles=True),
+        _peer("sdpa", "SDPA, PyTorch's choice", color="#111122", baseline=3, mask=BOOLEAN),
+        _peer("sdpa_math", "SDPA math", color="#994477", keeps_scores=True, mask=BOOLEAN),
+        _peer("sdpa_efficient", "SDPA efficient", color="#442255", mask=BOOLEAN),
+        _peer("sdpa_flash", "SDPA flash", color="#9977ff", baseline=2, mask=BOOLEAN),
+        _peer("sdpa_cudnn", "SDPA cuDNN", color="#aabb55", mask=BOOLEAN),
+        _peer("flex", "FlexAttention", color="#4455aa", compiles=True, mask="lmsys.attention.peers:block_mask"),
         _flash_attn("varlen_attn", "torch varlen_attn", "", color="#77bb77"),
         _flash_attn("flash_attn_2", "flash-attn 2", "", "flash-attn --no-build-isolation", color="#bb77bb"),
         _flash_attn("flash_attn_3", "flash-attn 3, Hopper", "", FLASH_ATTN_3, color="#dd0044"),

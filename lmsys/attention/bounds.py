@@ -63,8 +63,7 @@ class Bounds:
         return torch.stack(edges).tolist()
 
 
-@kept_on_documents(maxsize=64)
-def bounds_of(
+def make_bounds(
     documents: Documents | None,
     causal: bool,
     window: int | None,
@@ -87,3 +86,6 @@ def bounds_of(
         first, end = torch.maximum(first, documents.starts.cpu()), torch.minimum(end, documents.ends.cpu())
     first, end = (x.to(torch.int32).contiguous().to(device) for x in (first, end))
     return Bounds(first, end, num_keys)
+
+
+bounds_of = kept_on_documents(maxsize=64)(make_bounds)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmsys.attention.bounds import Bounds, bounds_of
+from lmsys.attention.bounds import Bounds, bounds_of, make_bounds
 from lmsys.attention.documents import INTEGERS, Documents
 from lmsys.values import broadcasts, finite, flag, shortly, whole
 
@@ -105,6 +105,14 @@ class Pattern:
         if found.causal and found.window is None and found.offset >= num_keys - 1:
             found = replace(found, causal=False)
         return found if found.causal or not found.offset else replace(found, offset=0)
+
+
+def intervals(pattern: Pattern, num_queries: int, num_keys: int, device: torch.device) -> Bounds:
+    """The pattern's `bounds`, made anew, and those of keys, which a backward reads."""
+    numbers = pattern.causal, pattern.window, pattern.offset
+    found = make_bounds(pattern.documents, *numbers, num_queries, num_keys, device)
+    assert found.of_keys
+    return found
 
 
 PLAIN = {causal: Pattern(causal) for causal in (False, True)}

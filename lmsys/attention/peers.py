@@ -55,6 +55,11 @@ def _seen_and_blind(
     return _made(*(getattr(pattern, name) for name in MADE_ONCE), num_queries, num_keys, device)
 
 
+def boolean_mask(pattern: Pattern, num_queries: int, num_keys: int, device: torch.device) -> Any:
+    """The masks that SDPA is given, made anew."""
+    return pattern.seen_and_blind(num_queries, num_keys, device)
+
+
 @lru_cache(maxsize=2)  # of Q x K bytes each
 def _made(causal: bool, window: int | None, offset: int, documents: Documents | None, *shape: Any) -> Any:
     return Pattern(causal, window, offset, documents).seen_and_blind(*shape)
@@ -182,7 +187,7 @@ def flex(
     pattern = pattern or PLAIN[causal]
     queries, group = q.shape[2], q.shape[1] // k.shape[1]
     documents, numbers = pattern.documents, (pattern.causal, pattern.window, pattern.offset)
-    block_mask = _blocks(documents, *numbers, queries, k.shape[2], q.device) if pattern.hides else None
+    block_mask = _block_mask_of(documents, *numbers, queries, k.shape[2], q.device) if pattern.hides else None
     # Short queries go to a decoding kernel, whose one tile of a group's queries must not exceed a mask's block.
     too_many = q.is_cuda and queries < 128 < queries * group
     options = {"BACKEND": "TRITON"} if too_many else None
@@ -210,14 +215,22 @@ def flex_supports(case: AttentionCase) -> str | None:
     return why_no_compiler(case.device)
 
 
-@kept_on_documents(maxsize=64)
-def _blocks(
+def block_mask(pattern: Pattern, num_queries: int, num_keys: int, device: torch.device) -> BlockMask:
+    """FlexAttention's mask of a pattern, made anew."""
+    numbers = pattern.causal, pattern.window, pattern.offset
+    return _make_block_mask(pattern.documents, *numbers, num_queries, num_keys, device)
+
+
+def _make_block_mask(
     documents: Documents | None, causal: bool, window: int | None, offset: int, queries: int, keys: int, device: Any
 ) -> BlockMask:
     # Uncompiled, creation holds a (Q, K) matrix of flags: 4 GiB at 65,536.
     batch = None if documents is None or documents.batch == 1 else documents.batch
     seen = _mask_mod(causal, window, offset, documents)
     return create_block_mask(seen, batch, None, queries, keys, device=device)
+
+
+_block_mask_of = kept_on_documents(maxsize=64)(_make_block_mask)
 
 
 def _mask_mod(causal: bool, window: int | None, offset: int, documents: Documents | None) -> Callable[..., Tensor]:

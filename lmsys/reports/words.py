@@ -41,6 +41,7 @@ FILES = {  # how names of files call a field; others by their own names
     "total_bytes": "memory",
     "error_ratio": "error",
     "compile_s": "compile",
+    "mask_s": "mask",
     "matmul_ceiling_fraction": "fraction",
     "sustained_ceiling_fraction": "sustained",
 }

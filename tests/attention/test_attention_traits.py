@@ -4,11 +4,20 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
-from lmsys.attention import ATTENTION, TRAITS
-from lmsys.registry import Entry
+from lmsys.attention import ATTENTION, TRAITS, Documents, Pattern
+from lmsys.registry import Entry, load_target
 
 ROWS = {name: row for name, row in ATTENTION.items() if row.target.startswith("lmsys.")}  # not those of other packages
+
+
+@pytest.mark.parametrize("mask", sorted({row.trait("mask") for row in ROWS.values()} - {""}))
+def test_a_mask_is_made_anew_whenever_it_is_asked_for(mask: str) -> None:
+    """Else its time would be that of a cache."""
+    make, pattern = load_target(mask), Pattern(True, 5, documents=Documents([3, 13]))
+    asked = pattern, 16, 16, torch.device("cpu")
+    assert make(*asked) is not make(*asked)
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
@@ -35,6 +44,9 @@ def test_facts_that_single_rows_have() -> None:
         *("sdpa", "sdpa_flash", "naive")
     ]
     assert where("compiles") == ["naive_compiled", "flex"]
+    ours = ["flash_torch", "flash_triton_torch_bwd", "flash_triton", "flash_gluon"]
+    sdpa = ["sdpa", "sdpa_math", "sdpa_efficient", "sdpa_flash", "sdpa_cudnn"]
+    assert where("mask") == [*ours, *sdpa, "flex"]
 
 
 def test_a_function_in_a_file_has_traits_of_its_own(tmp_path: Path) -> None:

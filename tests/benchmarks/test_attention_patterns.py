@@ -1,5 +1,6 @@
 """Patterns of benchmark cases: drawn lengths are the same everywhere, and visible pairs are counted exactly."""
 
+from time import sleep
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from benchmarks.attention import patterns
 from benchmarks.bench_attention import Attention, AttentionTest
 from lmsys.attention import ATTENTION, AttentionCase, Pattern
 from lmsys.cost.operations import attention_flops
+from lmsys.registry import Entry
 from tests.support.patterns import spelled
 
 SIZES = st.integers(1, 40)
@@ -110,3 +112,25 @@ def test_a_row_without_a_parameter_for_an_option_is_unsupported() -> None:
     assert told(plain, Pattern(True)) == {"causal": True}
     with pytest.raises(ValueError, match="has no parameter `window`"):
         told(plain, Pattern(True, 3))
+
+
+def slow(*_: Any) -> None:
+    """Makes a mask for 20 ms."""
+    sleep(0.02)
+
+
+def test_what_is_made_before_calls_is_timed_where_there_is_something() -> None:
+    def made(name: str, **options: Any) -> dict[str, float | None]:
+        pattern = patterns.make(1, 64, 64, "cpu", causal=True, **options)
+        entry = (
+            Entry("slow", "operator:add", traits={"mask": f"{__name__}:slow"}) if name == "slow" else ATTENTION[name]
+        )
+        return patterns.made_before_calls(entry, pattern, 64, 64, "cpu")
+
+    both = made("slow", window=8, documents="mixed")
+    assert 0.02 <= both["mask_s"] < 2 and 0 < both["documents_s"] < 2
+    assert made("slow", window=8).keys() == {"mask_s"}
+    assert made("slow") == made("naive", window=8) == {}
+    assert made("naive", documents="mixed").keys() == {"documents_s"}
+    declared = {one.name for one in Attention.fields}
+    assert both.keys() <= declared
