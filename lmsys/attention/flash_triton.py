@@ -35,7 +35,7 @@ from lmsys.attention.bounds import Bounds
 from lmsys.attention.contract import AttentionCase, why_not_plain
 from lmsys.attention.custom_ops import attend, autograd_function, custom_op
 from lmsys.attention.flash_torch import backward_here
-from lmsys.attention.flash_triton_decode import decode, decodes
+from lmsys.attention.flash_triton_decode import decode, decodes, forward_tensors
 from lmsys.attention.flash_triton_kernels import _dkdv_kernel, _dq_kernel, _fwd_kernel
 from lmsys.attention.pattern import INTERVALS, PLAIN, Pattern
 from lmsys.attention.tuning import Tile, block_d, candidates, tune
@@ -181,9 +181,7 @@ def _forward(
     """q (B, H, Q, D), k and v (B, Hkv, K, D) -> o (B, H, Q, D) and lse (B, H, Q), natural log, float32."""
     if tile is None and decodes(q, pattern):
         return decode(q, k, v, scale, pattern or PLAIN[causal])
-    o = describable(torch.empty_like(q))  # in q's own layout: behind a projection that is (B, Q, H, D) memory
-    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    q, k, v = describable(q), describable(k), describable(v)
+    q, k, v, o, lse = forward_tensors(q, k, v)
     with torch.cuda.device_of(q):
         if pattern is None:
             _run("fwd", (q, k, v, o), (lse, scale), causal, tile)

@@ -184,6 +184,13 @@ def _gpu(device: torch.device) -> tuple[int, int]:
     return found.multi_processor_count, found.shared_memory_per_block_optin
 
 
+def forward_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(q, k, v, o, lse): the inputs so that descriptors take them, and empty results."""
+    o = describable(torch.empty_like(q))  # in q's own layout: behind a projection that is (B, Q, H, D) memory
+    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    return describable(q), describable(k), describable(v), o, lse
+
+
 def decodes(q: Tensor, pattern: Pattern | None) -> bool:
     """True for what `decode` runs: at most FEW_QUERIES queries, and no documents."""
     return q.shape[2] <= FEW_QUERIES and (pattern is None or pattern.documents is None)
@@ -202,17 +209,15 @@ def decode(
     seen = max(1, min(keys, end + queries - 1) - max(first, 0))
     plan = plan_of(batch * kv_heads, group, queries, seen, tile_d, q.dtype, _gpu(q.device))
     parts = parts or plan.parts
-    o = describable(torch.empty_like(q))  # in q's own layout: behind a projection that is (B, Q, H, D) memory
-    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    q, k, v, o, lse = forward_tensors(q, k, v)
     part_o = torch.empty(lse.numel(), parts, tile_d, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(lse.numel(), parts, dtype=torch.float32, device=q.device)
-    tensors = tuple(describable(x) for x in (q, k, v))
     sizes = kv_heads, group, queries, keys, parts, plan.num_tiles, first, end
     softcap = None if pattern.softcap is None else float(pattern.softcap)
     others = part_o, part_lse, pattern.key_lengths, softcap, scale, *sizes
     with torch.cuda.device_of(q):
-        split = _split_keys(plan, tensors, others, tile_d)
-        split(batch * kv_heads * plan.num_tiles * parts, stream_of(q), tensors, others)
+        split = _split_keys(plan, (q, k, v), others, tile_d)
+        split(batch * kv_heads * plan.num_tiles * parts, stream_of(q), (q, k, v), others)
         merged = part_o, part_lse, lse, heads, queries, parts
         _combine(o, merged, tile_d)(lse.numel(), stream_of(q), (o,), merged)
     return o, lse

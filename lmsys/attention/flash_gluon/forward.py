@@ -172,9 +172,11 @@ def _first_weights(
 ):  # fmt: skip
     """`_weights`, of which half are known to be zero where a tile of more keys than queries begins with their own."""
     if CAUSAL and BLOCK_K > ROWS:
+        extent, batch, Q, stop, full_from, full_to = hides
+        first_ptr, end_ptr, per_entry = extent
         half = row == col
-        if hides[0][0] is not None:
-            half = hides[3] <= col + ROWS
+        if first_ptr is not None:
+            half = stop <= col + ROWS
         if half:
             top, left = _weights(
                 q, k.slice(0, ROWS), scale, row, col, K, hides, WG, WGS, ROWS, PING_PONG, CAUSAL, RAGGED

@@ -1,5 +1,8 @@
 """The tiles of keys that the forward visits, and what is hidden in them.
 
+`hides` says what a consumer's queries do not see: the `extent` of `intervals.py`, their batch entry, Q, and of their
+`edges` all but the first; a dense kernel is given zeros for all but the extent.
+
 Legend: B batch, H query heads, Q queries, K keys.
 """
 
