@@ -1,11 +1,14 @@
 """The axes that have an option of their own here, each declared once; `pytest --help` shows them. Imports no torch."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from lmsys.bench.axes import Axis, one_of, positive, yes_no
-from lmsys.config import SIZES
+from lmsys.checkpointing import FIT, LEVELS, RUN
+from lmsys.config import RESIDUALS, SIZES
 from lmsys.cost.memory import MATMUL_BYTES
 from lmsys.values import finite
 
@@ -69,6 +72,25 @@ def documents(text: str) -> str | None:
     return text
 
 
+def checkpointing(text: str) -> str:
+    """A setting of `model.checkpoint_blocks`; two texts of one meaning are one value."""
+    if text in (FIT, *LEVELS) or all(RUN.fullmatch(run) for run in text.split(",")):
+        return text
+    if not text.isdecimal():
+        raise ValueError(
+            f"must be {FIT}, a number of blocks, one of {', '.join(LEVELS)}, or several of these with their numbers of"
+            " blocks, as in attention*12,matmuls*22"
+        )
+    return {0: "none", 1: "whole"}.get(int(text), str(int(text)))
+
+
+def checkpointings(text: str) -> Iterator[str]:
+    """The settings of a list: levels with numbers that follow one another are one, as attention*12,matmuls*22."""
+    for has_number, parts in groupby(map(str.strip, text.split(",")), lambda part: "*" in part):
+        texts = list(parts)
+        yield from [",".join(texts)] if has_number else texts
+
+
 def bucket_size(text: str) -> int | str:
     return text if text in ("auto", "all") else positive(text)
 
@@ -113,6 +135,23 @@ NAMED = (
         ("eager",),
         "--compile",
         "eager, compiled (block by block), graphed (and replayed as a CUDA graph)",
+    ),
+    Axis(
+        "checkpoint",
+        checkpointing,
+        ("none",),
+        "--checkpoint",
+        f"what blocks keep for their backward, as model.checkpoint_blocks: {', '.join(LEVELS)}, {FIT},"
+        " attention*12,matmuls*22, or a number of blocks",
+        "LEVELS",
+        split=checkpointings,
+    ),
+    Axis(
+        "residual",
+        one_of(*RESIDUALS),
+        ("wide",),
+        "--residual",
+        "the dtype of the stream between blocks, as model.residual: wide, narrow (that of the matmuls)",
     ),
     Axis(
         "traces",

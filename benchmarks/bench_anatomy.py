@@ -165,7 +165,7 @@ def memory_of(case: AnatomyTest, rig: Rig, phases: Phases) -> Record:
     if case.mode == "step":
         found |= memory.breakdown(model, optimizer) | {"activations_bytes": by_phase["forward"]["live_bytes"]}
     if case.mode == "step" and not case.peer:
-        predicted = training_memory(case.config, case.batch, case.context, case.precision)
+        predicted = training_memory(case.computed, case.batch, case.context, case.precision)
         found |= {f"predicted_{name}_bytes": getattr(predicted, name) for name in HELD_IN_A_STEP}
     rig.base.zero_grad(set_to_none=True)
     timeline = memory.timeline(phases, case.device)

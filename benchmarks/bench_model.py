@@ -1,6 +1,7 @@
 """The language model: what is done with it, by size, context, batch, precision, compile mode and attention row."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.arithmetic import matmul_rates
@@ -8,6 +9,7 @@ from benchmarks.model.benchmark import ModelBenchmark, Setup
 from benchmarks.model.cases import FIELDS, ModelTest
 from benchmarks.model.rig import cold_samples
 from lmsys.bench import Candidate, Field, Record, bench, fields
+from lmsys.checkpointing import FIT
 from lmsys.cost.memory import training_memory
 from lmsys.cost.operations import FLOPS_OF_STEP, model_flops
 from lmsys.measure.compare import attempt
@@ -83,7 +85,7 @@ class Model(ModelBenchmark):
         tokens, time_s = case.batch * case.context, record.get("time_s")
         counted = case.mode in FLOPS_OF_STEP
         flops = model_flops(case.config, tokens=tokens, context=case.context, mode=case.mode) if counted else None
-        found: Record = {"predicted_bytes": predicted_bytes(case), "flops": flops}
+        found: Record = {"predicted_bytes": predicted_bytes(case, record), "flops": flops}
         if time_s:
             found["tokens_per_s"] = tokens / time_s
         if time_s and flops:
@@ -93,11 +95,16 @@ class Model(ModelBenchmark):
         return found
 
 
-def predicted_bytes(case: ModelTest) -> int | None:
+def predicted_bytes(case: ModelTest, record: Record) -> int | None:
     """Bytes held and the peak above them, where `training_memory` says them: ours, eager, and keeping no scores."""
     if (case.mode, case.compile) != ("step", "eager") or case.peer or case.attention.trait("keeps_scores", False):
         return None
-    return training_memory(case.config, case.batch, case.context, case.precision).peak
+    runtime = case.runtime
+    if levels := record.get("levels"):
+        runtime["checkpoint_blocks"] = levels
+    if record["outcome"] == "unsupported" or runtime["checkpoint_blocks"] == FIT:  # nothing has been chosen
+        return None
+    return training_memory(replace(case.config, **runtime), case.batch, case.context, case.precision).peak
 
 
 test_model = bench(Model)

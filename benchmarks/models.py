@@ -1,18 +1,22 @@
 """Language models as benchmarks make them: which rows they take, their weights, and their batches."""
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.arithmetic import DTYPES, why_no_arithmetic
+from benchmarks.arithmetic import AUTOCAST, DTYPES, why_no_arithmetic
 from lmsys.attention import ATTENTION, AttentionCase
-from lmsys.bench import Case, Entry, Record, Table
+from lmsys.bench import Case, Entry, Field, Record, Table
 from lmsys.bench.ranks import backend_of
+from lmsys.checkpointing import FIT
 from lmsys.config import ModelConfig, model_config
+from lmsys.cost.memory import fit
 from lmsys.model import BLOCKS_PER_GRAPH, TransformerLM
 from lmsys.model.transformer import attention_case as case_in_model
+from lmsys.training.fitted import MEMORY_SHARE
 
 NUM_BLOCKS = BLOCKS_PER_GRAPH  # of a model that is checked: as many as make one compiled graph stand for all
 MAX_SCORES = 2**28  # of naive attention in one block: 2 GiB in float64
@@ -29,6 +33,13 @@ LLAMA = Entry(
     traits={"whole_model": True},
 )
 MODEL_ROWS = Table(ATTENTION.kind, [*ATTENTION.values(), AUTO, LLAMA])  # all that a model can be asked with
+
+
+WHAT_IS_KEPT = (  # fields of a ModelCase's records
+    Field("checkpoint", role="axis", about="What blocks keep for their backward; the less, the more is computed again"),
+    Field("residual", role="axis", about="The dtype of the stream between blocks: narrow is that of the matmuls"),
+    Field("levels", role="detail", about="What --checkpoint fit has chosen"),
+)
 
 
 def attention_case(config: ModelConfig, batch: int, precision: str, device: str, grad: bool = True) -> AttentionCase:
@@ -54,7 +65,9 @@ def why_not(entry: Entry, case: AttentionCase, precision: str, compile: str) -> 
 class ModelCase(Case):
     """A language model at work.
 
-    compile  eager; compiled, block by block; graphed: that, replayed as a CUDA graph
+    compile     eager; compiled, block by block; graphed: that, replayed as a CUDA graph
+    checkpoint  what blocks keep for their backward, as `ModelConfig.checkpoint_blocks`
+    residual    as `ModelConfig.residual`
     """
 
     size: str
@@ -62,6 +75,8 @@ class ModelCase(Case):
     batch: int
     precision: str
     compile: str
+    checkpoint: str = field(default="none", kw_only=True)
+    residual: str = field(default="wide", kw_only=True)
 
     @property
     def comparison(self) -> str:
@@ -72,6 +87,29 @@ class ModelCase(Case):
     def config(self) -> ModelConfig:
         return model_config(self.size, context_length=self.context)
 
+    @property
+    def keeps(self) -> str:
+        """The part of an id that tells checkpointing and the residual stream; empty for the defaults."""
+        runs = [run.partition("*") for run in self.checkpoint.split(",")]
+        levels = "fit" if self.checkpoint == FIT else "".join(f"{level[0]}{count}" for level, _, count in runs)
+        return f"-C{levels}" * (self.checkpoint != "none") + f"-{self.residual}" * (self.residual != "wide")
+
+    @property
+    def runtime(self) -> dict[str, Any]:
+        """The fields of a config that say how it is computed."""
+        blocks = int(self.checkpoint) if self.checkpoint.isdecimal() else self.checkpoint
+        return {"checkpoint_blocks": blocks, "residual": self.residual}
+
+    @property
+    def why_not_runtime(self) -> str | None:
+        """None, or why the model cannot be computed so here. ValueError for levels of another number of blocks."""
+        if self.residual == "narrow" and self.precision not in AUTOCAST:
+            return f"matmuls in {self.precision} read float32, so nothing is narrower: --precision bf16"
+        config = replace(self.config, **self.runtime)
+        if config.checkpoint_blocks == FIT and self.device != "cuda":
+            return "what fits is chosen for a GPU: the memory of a CPU is others' too"
+        return None
+
 
 @dataclass(frozen=True)
 class TrainedCase(ModelCase):
@@ -79,7 +117,9 @@ class TrainedCase(ModelCase):
 
     @property
     def axes(self) -> Record:
-        return {"strategy": self.entry.name, **super().axes, "backend": self.backend}
+        own = super().axes
+        del own["checkpoint"], own["residual"]  # always the defaults
+        return {"strategy": self.entry.name, **own, "backend": self.backend}
 
     @property
     def backend(self) -> str:
@@ -105,6 +145,20 @@ class Batch:
         return cls(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
+def fitted(config: ModelConfig, batch: int, precision: str, memory: float | None = None, **ranks: Any) -> ModelConfig:
+    """The config, where it says "fit" with the levels that fit into `memory`, by default this process's share of its
+    GPU's; `ranks` as `lmsys.cost.memory.fit` takes them. ValueError where nothing fits."""
+    if config.checkpoint_blocks != FIT:
+        return config
+    return fit(config, batch, config.context_length, precision, memory or gpu_memory(), **ranks)
+
+
+def gpu_memory() -> float:
+    """Bytes that a model may take of this process's GPU."""
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return MEMORY_SHARE * total * torch.cuda.get_per_process_memory_fraction()
+
+
 def build(config: ModelConfig, device: str, seed: int) -> TransformerLM:
     """The model with the weights of this seed, whatever torch's generators are at, which stay as they are."""
     with torch.random.fork_rng():
@@ -112,9 +166,10 @@ def build(config: ModelConfig, device: str, seed: int) -> TransformerLM:
         return TransformerLM(config, device)
 
 
-def variant(base: TransformerLM, attention: str, compiled: bool) -> TransformerLM:
-    """`base`, which has not run yet, with another attention row, eager or compiled: all have one set of parameters."""
+def variant(base: TransformerLM, compiled: bool, **changes: Any) -> TransformerLM:
+    """`base`, which has not run yet, with another attention row or other runtime fields of its config, eager or
+    compiled: all have one set of parameters."""
     shared = {id(x): x for x in (*base.parameters(), *base.buffers())}
     model = copy.deepcopy(base, shared)
-    model.config = replace(base.config, attention=attention)
+    model.config = replace(base.config, **changes)
     return model.compile_blocks(BLOCKS_PER_GRAPH) if compiled else model

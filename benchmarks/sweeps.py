@@ -176,6 +176,16 @@ MODEL_FULL = (
     ),
     Grid("fits", size=MODEL_SIZES, context=(512, 1024), mode=("step",), compile=("eager",), batch=(1, 4, 16)),
 )
+LEVELS = Grid(
+    "levels",
+    size=("medium",),
+    context=(1024,),
+    mode=("step",),
+    compile=("compiled",),
+    batch=(8,),
+    checkpoint=("none", "matmuls", "attention", "whole"),
+    residual=("wide", "narrow"),
+)
 PEER = Grid(
     "peers",
     size=("small",),
@@ -418,7 +428,7 @@ SWEEPS = {
         "cuda": Sweep(
             0.3,
             FULL
-            | {"model": MODEL_FULL + PEERS, "anatomy": with_compiled(ANATOMY_FULL)}
+            | {"model": (*MODEL_FULL, LEVELS, *PEERS), "anatomy": with_compiled(ANATOMY_FULL)}
             | {"training": (MATRIX, REPRODUCIBLE)},
             sustained=True,
         ),

@@ -55,6 +55,18 @@ def groups_of(checkpoint_blocks: int | str, num_layers: int) -> list[Group]:
     )
 
 
+def for_fewer(checkpoint_blocks: int | str, num_layers: int, fewer: int) -> int | str:
+    """The setting as a model of `fewer` blocks has it: its first block and its last are of the levels of these.
+
+    ValueError as from `groups_of`.
+    """
+    if isinstance(checkpoint_blocks, int):
+        groups_of(checkpoint_blocks, num_layers)
+        return min(checkpoint_blocks, fewer)
+    levels = [group.level for group in groups_of(checkpoint_blocks, num_layers) for _ in range(group.first, group.stop)]
+    return setting_of(levels[round(place * (num_layers - 1) / max(1, fewer - 1))] for place in range(fewer))
+
+
 def setting_of(levels: Iterable[str]) -> str:
     """The setting that gives the blocks these levels, in order: "attention*12,matmuls*22"."""
     return ",".join(f"{level}*{len([*blocks])}" for level, blocks in groupby(levels))

@@ -10,11 +10,14 @@ from typing import Any
 
 from benchmarks import models
 from benchmarks.arithmetic import arithmetic
-from benchmarks.model.cases import AXES, ModelTest, model_of
+from benchmarks.model.cases import AXES, ModelTest, Row, model_of
 from benchmarks.model.check import Gate
 from benchmarks.model.rig import Rig
 from lmsys.bench import Axis, Benchmark, Candidate, Grid, Settings, Step
+from lmsys.checkpointing import FIT
 from lmsys.measure.compare import Failure, Kept
+
+RECOMPUTING = "train_forward", "backward", "step"  # modes that differ by what is kept for a backward
 
 
 @dataclass
@@ -44,15 +47,27 @@ class ModelBenchmark(Benchmark):
         rows = models.MODEL_ROWS.select(grid["attention"])
         against = not grid["against"] or grid["against"] in (entry.name for entry in rows)
         setups = grid.product("size", "context", "batch", "precision", "warmup", "mode", "compile")
-        for (size, context, batch, precision, warmup, mode, compile), entry in product(setups, rows if against else ()):
-            asked = size, context, batch, precision, compile, mode, warmup
-            yield ModelTest(grid.name, entry, settings.device, *asked)
+        ways = list(grid.product("checkpoint", "residual"))
+        for (*shape, warmup, mode, compile), entry, way in product(setups, rows if against else (), ways):
+            checkpoint, residual = way
+            if checkpoint == "none" or mode in RECOMPUTING:
+                asked = *shape, compile, mode, warmup
+                yield ModelTest(grid.name, entry, settings.device, *asked, checkpoint=checkpoint, residual=residual)
 
-    def key(self, case: ModelTest) -> tuple[bool, str, bool]:
+    def key(self, case: ModelTest) -> Row:
         return case.row
 
     def why_not(self, case: ModelTest) -> str | None:
-        return models.why_not(case.entry, case.asked, case.precision, case.compile)
+        if reason := models.why_not(case.entry, case.asked, case.precision, case.compile):
+            return reason
+        if case.peer and case.keeps:
+            return "what is kept and the residual stream are settings of our model"
+        try:
+            reason = case.why_not_runtime
+            _ = reason or case.computed
+        except ValueError as error:
+            return str(error)
+        return reason
 
     def no_sample(self, case: ModelTest) -> Failure | None:
         if case.compile != "graphed" or (case.mode == "step" and case.device == "cuda"):
@@ -72,6 +87,8 @@ class ModelBenchmark(Benchmark):
         model = model_of(candidate.case, setup.gate.base, shared=False)
         setup.gate.outputs(model, candidate.case.grad)
         candidate.call = model
+        if candidate.case.checkpoint == FIT:
+            candidate.notes["levels"] = str(candidate.case.computed.checkpoint_blocks)
 
     def check_all(self, candidates: Sequence[Candidate], setup: Setup, runner: Any) -> None:
         if setup.gate is None:

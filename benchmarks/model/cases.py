@@ -3,30 +3,42 @@
 A row is an attention row in our model, eager or compiled, or somebody else's whole model.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from benchmarks import axes
-from benchmarks.models import AUTO, ModelCase, attention_case, attention_row, variant
+from benchmarks.models import AUTO, WHAT_IS_KEPT, ModelCase, attention_case, attention_row, fitted, variant
 from lmsys.attention import AttentionCase
 from lmsys.bench import Axis, Entry, Field, Record, fields
+from lmsys.checkpointing import for_fewer
+from lmsys.config import ModelConfig
 from lmsys.cost.operations import model_parameters
 from lmsys.model import TransformerLM
 
+Row = tuple[bool, str, bool, str, str]
 SHAPE = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size")
 AXES = (
     *axes.named("--size", "--context", "--batch", "--precision", "--mode", batch=(4,)),
     *axes.named("--compile", "--attention", compile=("eager", "compiled"), attention=(AUTO.name,)),
+    *axes.named("--checkpoint", "--residual"),
     Axis("warmup", int, (None,)),
     Axis("against", default="", single=True),  # a row that the grid is about: there are no cases without it
 )
 FIELDS = (
     *fields.axes("size", "context", "batch", "precision", "mode", "compile"),
     *fields.axes(*SHAPE, "num_parameters"),
+    *WHAT_IS_KEPT,
     Field("peer", role="axis", about="Whether the whole model is somebody else's code"),
     Field("attention", role="detail", about="The attention row that computes; for auto, its choice"),
     Field("loss", role="detail", about="Loss on the batch of a timed call, after timing"),
+    Field(
+        "gradient_error",
+        label="Error of gradients",
+        role="detail",
+        about="Error of all gradients of a few blocks against float64, as a share of their size, in root mean square",
+        shown="%",
+    ),
 )
 
 
@@ -43,7 +55,8 @@ class ModelTest(ModelCase):
 
     @property
     def axes(self) -> Record:
-        asked = {name: getattr(self, name) for name in ("size", "context", "batch", "precision", "mode", "compile")}
+        names = "size", "context", "batch", "precision", "mode", "compile", "checkpoint", "residual"
+        asked = {name: getattr(self, name) for name in names}
         warmup = {} if self.warmup is None else {"warmup_steps": self.warmup}
         shape = {name: getattr(self.config, name) for name in SHAPE}
         found = {"num_parameters": model_parameters(self.config), "attention": self.attention.name}
@@ -69,16 +82,21 @@ class ModelTest(ModelCase):
 
     @property
     def id(self) -> str:
-        return f"{self.comparison}-{self.compile}-{self.impl}"
+        return f"{self.comparison}-{self.compile}{self.keeps}-{self.impl}"
 
     @property
     def grad(self) -> bool:
         return self.mode != "forward"
 
     @property
-    def row(self) -> tuple[bool, str, bool]:
+    def row(self) -> Row:
         """The key of a candidate, which is compiled and checked once for all its modes."""
-        return self.compile != "eager", self.entry.name, self.grad
+        return self.compile != "eager", self.entry.name, self.grad, self.checkpoint, self.residual
+
+    @property
+    def computed(self) -> ModelConfig:
+        """The config of the row's model. ValueError where no levels of checkpointing fit."""
+        return fitted(replace(self.config, **self.runtime), self.batch, self.precision)
 
     @property
     def asked(self) -> AttentionCase:
@@ -94,6 +112,8 @@ def model_of(case: ModelTest, base: TransformerLM, shared: bool) -> nn.Module:
     """The row's model with the weights of `base`: a peer's may share them, or be such that it is the same function."""
     compiled = case.compile != "eager"
     if not case.peer:
-        return variant(base, case.attention.name, compiled)
+        layers, fewer = case.config.num_layers, base.config.num_layers
+        blocks = for_fewer(case.computed.checkpoint_blocks, layers, fewer)
+        return variant(base, compiled, attention=case.attention.name, checkpoint_blocks=blocks, residual=case.residual)
     theirs = case.entry.load()(base.config, base.lm_head.weight.device).take_weights(base, shared)
     return theirs.compile_blocks() if compiled else theirs

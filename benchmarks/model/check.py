@@ -5,12 +5,16 @@ that is tested: see `benchmarks.arithmetic.ratio_of`, for the logits of inferenc
 training. Llama is such a row: with the weights of ours, mapped to its own and its gradients back, it is the same
 function.
 
+A row with a narrow residual stream is held to the budget of plain PyTorch with one, which rounds the same sums. How far
+its gradients are from float64 is in the record, as it is of every row.
+
 The gate tests NUM_BLOCKS blocks, as many as one compiled graph holds, because all graphs share their code. The context
 is the case's, up to MAX_CONTEXT; the batch is smaller where naive's scores would not fit.
 """
 
 import copy
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -24,6 +28,7 @@ from lmsys.measure.compare import release_memory
 from lmsys.model import TransformerLM
 
 MAX_CONTEXT = 2048
+GRADIENT = "gradient of"  # begins the names of gradients among outputs
 
 
 class Gate:
@@ -54,14 +59,19 @@ class Gate:
     def judge(self, candidates: Sequence[Candidate]) -> None:
         dtype = ROUNDING[self.precision]
         for grad in sorted({one.case.grad for one in candidates}):
-            exact = variant(copy.deepcopy(self.base).double(), "naive", compiled=False)
+            exact = variant(copy.deepcopy(self.base).double(), compiled=False, attention="naive")
             reference = self.outputs(exact, grad, "fp32")
             del exact
-            plain = self.outputs(variant(self.base, "naive", compiled=False), grad)
-            for candidate in (one for one in candidates if one.case.grad == grad):
-                if found := candidate.attempt(self.outputs, candidate.call, grad):
-                    pairs = {name: ratio_of(found[name], x, plain[name], dtype) for name, x in reference.items()}
-                    candidate.judge(pairs)
+            for residual in sorted({one.case.residual for one in candidates}):
+                rows = [one for one in candidates if (one.case.grad, one.case.residual) == (grad, residual)]
+                model = variant(self.base, compiled=False, attention="naive", residual=residual)
+                plain = self.outputs(model, grad) if rows else {}
+                for candidate in rows:
+                    if found := candidate.attempt(self.outputs, candidate.call, grad):
+                        candidate.judge(
+                            {name: ratio_of(found[name], x, plain[name], dtype) for name, x in reference.items()}
+                        )
+                        candidate.notes["gradient_error"] = gradient_error(found, reference) if grad else None
 
     def outputs(self, model: nn.Module, grad: bool, precision: str = "") -> dict[str, Tensor]:
         """The logits, or the loss and the gradient of every parameter, by its name in our model."""
@@ -75,4 +85,12 @@ class Gate:
         gradients = dict(zip(names, torch.autograd.grad(loss * scale, parameters), strict=True))
         if not isinstance(model, TransformerLM):
             gradients = model.as_ours(gradients)
-        return {"loss": loss.detach()} | {f"gradient of {name}": x / scale for name, x in gradients.items()}
+        return {"loss": loss.detach()} | {f"{GRADIENT} {name}": x / scale for name, x in gradients.items()}
+
+
+def gradient_error(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float | None:
+    """The error of all gradients as one vector, as a share of its length; None where it is no number."""
+    names = [name for name in reference if name.startswith(GRADIENT)]
+    off = sum((found[name].double() - reference[name]).square().sum().item() for name in names)
+    share = math.sqrt(off / sum(reference[name].square().sum().item() for name in names))
+    return share if math.isfinite(share) else None

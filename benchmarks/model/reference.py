@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.arithmetic import LOSS_SCALE, autocast, matmuls, widened
+from benchmarks.arithmetic import AUTOCAST, LOSS_SCALE, autocast, matmuls, widened
 from benchmarks.models import Batch
 from lmsys.attention.naive import naive
 from lmsys.model import TransformerLM
@@ -31,10 +31,12 @@ class Reference:
 
     exact  in float32, and where that is tested in float64
     meant  gives, by its name, a weight as ours must have it to be the function that is tested
+    narrow the residual stream is, unless exact, rounded to the dtype that matmuls read
     """
 
-    def __init__(self, base: TransformerLM, precision: str, exact: bool, meant: Meant):
+    def __init__(self, base: TransformerLM, precision: str, exact: bool, meant: Meant, narrow: bool = False):
         self.base, self.meant, self.exact = base, meant, exact
+        self.stream = AUTOCAST[precision] if narrow and not exact else None
         self.device, self.parameters = base.lm_head.weight.device.type, dict(base.named_parameters())
         self.precision = "fp32" if exact else precision
         self.dtype = torch.float64 if exact and precision == "fp32" else torch.float32
@@ -92,7 +94,7 @@ class Reference:
 
     def _hidden(self, x: Tensor) -> Tensor:
         """(S, M) -> (S, M), what the head reads."""
-        x = x[None]
+        x = x[None].to(self.stream or x.dtype)
         for index in range(len(self.base.layers)):
             x = checkpoint(self._block, index, x, use_reentrant=False, preserve_rng_state=False)
         return functional_call(self.base.ln_final, {"weight": self._used("ln_final.weight")}, (x,))[0]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from benchmarks.arithmetic import LOSS_SCALE, arithmetic, autocast
-from benchmarks.model.cases import ModelTest, model_of
+from benchmarks.model.cases import ModelTest, Row, model_of
 from benchmarks.model.spots import NUM_ROWS, OUTPUTS, UPDATE, UPDATES, Spots
 from benchmarks.model.update import Watch
 from benchmarks.models import Batch, build
@@ -46,7 +46,7 @@ class Rig:
     def __init__(self, case: ModelTest, seed: int):
         self.device, self.precision = case.device, case.precision
         self.base = build(case.config, case.device, seed)
-        self.models: dict[tuple[bool, str, bool], nn.Module] = {}  # by ModelTest.row
+        self.models: dict[Row, nn.Module] = {}  # by ModelTest.row
         shape, below = (2, case.batch, case.context), case.config.vocab_size
         self.data = Batch(*torch.empty(shape, dtype=torch.int64, device=case.device))
         self.draws = Draws(vars(self.data), seed, below=dict.fromkeys(vars(self.data), below))

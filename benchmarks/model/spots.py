@@ -107,7 +107,8 @@ class Spots:
         update = found.pop(UPDATE, None)
         if broken := [name for name, x in found.items() if not x.isfinite().all()]:
             return dict.fromkeys(broken, math.inf)
-        references = [Reference(self.base, self.precision, exact, meant) for exact in (True, False)]
+        narrow = case.residual == "narrow"
+        references = [Reference(self.base, self.precision, exact, meant, narrow) for exact in (True, False)]
         ratios = update.ratios() if update else {}
         if ALL_STATES in found:
             exact, plain = (one.losses(found[ALL_STATES], self.data.targets) for one in references)

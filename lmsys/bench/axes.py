@@ -21,6 +21,7 @@ class Axis:
     default  the values where neither a grid nor the command line names others
     option   an option of its own on the command line, such as --length; several options may give values to one axis
     single   the option takes one value, not a list, and the grid holds it as it is
+    split    a list's text -> the texts of its values, where there are commas inside of one
     """
 
     name: str
@@ -30,6 +31,7 @@ class Axis:
     help: str = ""
     metavar: str | None = None
     single: bool = False
+    split: Callable[[str], Iterable[str]] = lambda text: text.split(",")
 
     @property
     def flag(self) -> str:
@@ -37,7 +39,7 @@ class Axis:
 
     def values(self, text: str) -> Any:
         """The values that the command line's text stands for. ValueError with the option and the value at fault."""
-        parts = [text] if self.single else [part.strip() for part in text.split(",")]
+        parts = [text] if self.single else [part.strip() for part in self.split(text)]
         found = []
         for part in parts:
             try:

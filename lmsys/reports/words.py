@@ -55,6 +55,7 @@ CLOCKS = {
 VALUES: Mapping[str, Mapping[Any, str]] = {  # how values of fields are read, by field, in reading order
     "section": {
         "corpus": "All of the text",
+        "levels": "Steps by what blocks keep",
         "default": "Everyday sizes",
         "tokens16k": "16,384 tokens, by length",
         "dtypes": "By dtype",

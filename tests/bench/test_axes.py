@@ -1,11 +1,16 @@
 """Axes and grids: what the command line may say, what is refused, and what a grid becomes."""
 
+from itertools import groupby
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks import axes
 from benchmarks.bench_attention import shapes
 from lmsys.bench import Axis, Grid, positive
 from lmsys.bench.axes import filled, given_axes
+from lmsys.checkpointing import LEVELS
 
 
 @pytest.mark.parametrize(
@@ -21,6 +26,9 @@ from lmsys.bench.axes import filled, given_axes
         ("--heads", "12:5", "must be a multiple of key/value heads"),
         ("--epochs", "1", "--epochs '1': must be at least 2"),
         ("--bucket-mb", "few", "must be a positive whole number"),
+        ("--checkpoint", "none,,whole", "--checkpoint '': must be fit, a number of blocks"),
+        ("--checkpoint", "none,matmul*2", "--checkpoint 'matmul*2': must be fit, a number of blocks, one of none, "),
+        ("--residual", "bf16", "--residual 'bf16': must be one of wide, narrow"),
     ],
 )
 def test_bad_values_are_named(option: str, value: str, message: str) -> None:
@@ -41,6 +49,15 @@ def test_named_axes_take_the_place_of_a_grids_own() -> None:
     given = given_axes(known, {"--tiers": "128:64", "--heads": "8:2", "--head-dim": "32,128"})
     assert given == {"length": ((128, 64),), "heads": ((8, 2),), "head_dim": (32, 128)}
     assert list(shapes(filled(section, known, given))) == [(32, 8, 2, 128, 64, dim) for dim in (32, 128)]
+
+
+@given(st.lists(st.sampled_from(["fit", *LEVELS, "7", "attention*12,matmuls*22", "whole*1"]), min_size=1))
+def test_settings_of_checkpointing_are_apart_where_their_commas_are_not_their_own(settings: list[str]) -> None:
+    found = given_axes(axes.NAMED, {"--checkpoint": ", ".join(settings)})["checkpoint"]
+    runs = [one for has_number, part in groupby(settings, lambda one: "*" in one)
+            for one in ([",".join(part)] if has_number else part)]  # fmt: skip
+    assert list(found) == runs
+    assert given_axes(axes.NAMED, {"--checkpoint": "0,1"})["checkpoint"] == ("none", "whole")
 
 
 def test_two_options_of_one_axis_add_up_and_an_axis_is_known_by_its_name() -> None:

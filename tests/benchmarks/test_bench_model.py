@@ -21,6 +21,7 @@ from lmsys.bench.results import Session
 from lmsys.config import model_config
 from lmsys.cost.memory import training_memory
 from lmsys.cost.operations import model_flops, model_parameters
+from lmsys.model import TransformerLM
 from lmsys.training.graph import GraphedGradients
 from tests.support.collected import collect
 from tests.support.harness import cases_of, results
@@ -200,6 +201,69 @@ def slightly_off(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale
 
 def hungry(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
     return torch.empty(2**60, dtype=torch.int8)
+
+
+def test_what_is_kept_and_the_narrow_stream_stand_beside_the_default() -> None:
+    values: dict[str, Any] = {"precision": ("bf16",), "mode": ("forward", "step"), "attention": ("sdpa_flash",)}
+    values |= {"checkpoint": ("none", "whole*1,matmuls*1"), "residual": ("wide", "narrow")}
+    cases = cases_of(Model(), **(TINY | values))
+    found = {case.id: one.record for case, one in zip(cases, results(Model(), cases), strict=True)}
+    assert [name.removeprefix("s-tiny-S8B1-bf16-").removesuffix("-sdpa_flash") for name in found] == [
+        *("forward-eager", "forward-eager-narrow", "step-eager", "step-eager-narrow"),
+        *("step-eager-Cw1m1", "step-eager-Cw1m1-narrow"),
+    ]
+    steps = [one for one in found.values() if one["mode"] == "step"]
+    assert len({one["comparison"] for one in steps}) == 1
+    for one in found.values():
+        assert one["outcome"] == "ok" and 0 < one["error_ratio"] <= 1, one["reason"]
+        runtime = {"checkpoint_blocks": one["checkpoint"], "residual": one["residual"]}
+        config = model_config("tiny", context_length=8, **runtime)
+        predicted = training_memory(config, 1, 8, "bf16").peak if one["mode"] == "step" else None
+        assert one["predicted_bytes"] == predicted
+    errors = [one["gradient_error"] for one in steps]
+    assert 0 < errors[0] == errors[2] < errors[1] == errors[3] < 0.1  # narrow ones are farther off, by what is right
+
+
+def test_a_stream_that_is_rounded_more_than_it_says_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = TransformerLM.hidden
+
+    def coarse(self: TransformerLM, *args: Any, **options: Any) -> Tensor:
+        x = hidden(self, *args, **options)
+        coarsened = x + (x.to(torch.float8_e4m3fn).to(x.dtype) - x).detach()
+        return coarsened if self.config.residual == "narrow" and self.config.attention != "naive" else x
+
+    monkeypatch.setattr(TransformerLM, "hidden", coarse)
+    values = {"precision": ("bf16",), "residual": ("wide", "narrow"), "mode": ("step",), "attention": ("sdpa_flash",)}
+    cases = cases_of(Model(), **(TINY | values))
+    wide, narrow = (one.record for one in results(Model(), cases, timed=False))
+    assert wide["outcome"] == "ok" and narrow["outcome"] == "wrong" and narrow["error_ratio"] > 1
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"residual": ("narrow",)}, "matmuls in fp32 read float32"),
+        ({"checkpoint": ("fit",)}, "chosen for a GPU"),
+        ({"checkpoint": ("attention*12,matmuls*22",)}, "numbers that add up to 2 layers"),
+        ({"checkpoint": ("9",)}, "must lie in 0 to 2 layers"),
+        ({"checkpoint": ("whole",), "attention": ("llama",)}, "settings of our model"),
+    ],
+)
+def test_what_cannot_be_kept_so_is_unsupported(values: dict[str, Any], reason: str) -> None:
+    (one,) = records(mode=("step",), **values).values()
+    assert one["outcome"] == "unsupported"
+    assert reason in one["reason"] or ("llama" in values.get("attention", ()) and LLAMA.why_not(None))
+
+
+@pytest.mark.gpu
+def test_levels_that_fit_are_chosen_and_every_level_runs_compiled_and_graphed() -> None:
+    values = {"size": ("small",), "context": (512,), "precision": ("bf16",), "residual": ("wide", "narrow")}
+    levels = ("none", "matmuls", "attention", "whole", "attention*6,matmuls*6", "fit")
+    ways = {"checkpoint": levels, "compile": ("eager", "compiled", "graphed"), "mode": ("step",)}
+    cases = cases_of(Model(), Settings(device="cuda"), **(TINY | values | ways))
+    found = [one.record for one in results(Model(), cases, device="cuda")]
+    assert {one["outcome"] for one in found} == {"ok"}, [one["reason"] for one in found]
+    assert {one["levels"] for one in found if one["checkpoint"] == "fit"} == {"none*12"}
 
 
 def test_wrong_oom_and_broken_rows_are_cells(monkeypatch: pytest.MonkeyPatch) -> None:

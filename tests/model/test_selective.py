@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.models import attention_case
 from lmsys.attention import ATTENTION
-from lmsys.checkpointing import LEVELS, setting_of
+from lmsys.checkpointing import LEVELS, for_fewer, groups_of, setting_of
 from lmsys.config import ModelConfig
 from lmsys.cost import levels
 from lmsys.cost.memory import kept_bytes
@@ -67,6 +67,21 @@ def assert_same_bits(config: ModelConfig, checkpoint_blocks: int | str, precisio
         for how in (0, checkpoint_blocks)
     )
     assert_equal(found, expected)
+
+
+@given(
+    levels=st.lists(st.sampled_from(LEVELS), min_size=1, max_size=40), fewer=st.integers(1, 8), count=st.integers(0, 40)
+)
+def test_a_setting_for_fewer_blocks_begins_and_ends_alike(levels: list[str], fewer: int, count: int) -> None:
+    def all_of(setting: int | str, num_layers: int) -> list[str]:
+        return [group.level for group in groups_of(setting, num_layers) for _ in range(group.first, group.stop)]
+
+    fewer = min(fewer, len(levels))
+    found = all_of(for_fewer(setting_of(levels), len(levels), fewer), fewer)
+    assert len(found) == fewer and found[0] == levels[0] and (fewer == 1 or found[-1] == levels[-1])
+    assert for_fewer(setting_of(levels), len(levels), len(levels)) == setting_of(levels)
+    if count <= len(levels):
+        assert all_of(for_fewer(count, len(levels), fewer), fewer)[0] == ("whole" if count else "none")
 
 
 @settings(max_examples=12)

@@ -143,6 +143,28 @@ def test_models_are_contexts_by_sizes(models: dict[str, bytes]) -> None:
     assert sum(int(row["cases"]) for row in outcomes) == 5 * 11 + 9 and outcomes[0]["out of memory"] == "5"
 
 
+def test_what_is_kept_and_the_stream_stand_side_by_side(tmp_path: Path) -> None:
+    ways = [(kept, stream) for kept in ("none", "attention*12,matmuls*22") for stream in ("wide", "narrow")]
+    told = {"section": "levels", "mode": "step", "compile": "compiled"}
+    records = [
+        record("model", "naive", seconds, checkpoint=kept, residual=stream, **told)
+        for seconds, (kept, stream) in zip((8e-3, 4e-3, 2e-3, 1e-3), ways, strict=True)
+    ]
+    del records[0]["checkpoint"], records[0]["residual"]  # as older files are
+    files = report(tmp_path, records)
+    start, both = "model-levels-step-{}-bf16-compiled", r"[\d.]+ / [\d.]+"
+    kept = "attention-12-matmuls-22"
+    for fixed in ("narrow", "wide", kept, "none"):
+        assert re.fullmatch(both, cells(files, f"{start.format('time')}-{fixed}-naive")[0]["small"])
+    for word, fixed, speedup in (
+        ("over-none", f"{kept}-wide", "4.00"),
+        ("over-none", f"{kept}-narrow", "4.00"),
+        ("over-wide", f"{kept}-narrow", "2.00"),
+        ("over-wide", "none-narrow", "2.00"),
+    ):
+        assert cells(files, f"{start.format(f'speedup-{word}')}-{fixed}-naive")[0]["small"] == speedup
+
+
 def test_the_warm_up_study_is_means_and_deviations(models: dict[str, bytes]) -> None:
     rows = cells(models, "model-warmup-spread-bf16-eager-naive")
     assert list(rows[0]) == ["size", "context", "warm-up", "Forward (inference)", "Backward"]

@@ -36,13 +36,14 @@ MACHINE = {
 }  # fmt: skip
 GIB = 2**30
 MODEL = {"size": "small", "context": 512, "batch": 4, "precision": "bf16", "compile": "eager", "vocab_size": 10_000}
+KEPT = {"checkpoint": "none", "residual": "wide"}
 ASKED: dict[str, Record] = {  # of a case, where a test says nothing else
     "attention": {
         "batch": 2, "heads": 8, "kv_heads": 8, "queries": 1024, "keys": 1024, "head_dim": 64,
         "dtype": "bfloat16", "causal": True, "direction": "fwd",
     },
-    "model": {**MODEL, "mode": "step"},
-    "anatomy": {**MODEL, "mode": "step", "section": "anatomy"},
+    "model": {**MODEL, **KEPT, "mode": "step"},
+    "anatomy": {**MODEL, **KEPT, "mode": "step", "section": "anatomy"},
     "loss": {"tokens": 16_384, "d_model": 1024, "vocab_size": 10_000, "precision": "bf16"},
     "precision": {"section": "accumulation", "addend": 0.01, "times": 1000},
     "collectives": {"megabytes": 1, "world_size": 2, "backend": "nccl"},
@@ -59,7 +60,7 @@ ASKED: dict[str, Record] = {  # of a case, where a test says nothing else
 OF_ROWS = {  # what the rows of one comparison may differ in
     "impl", "label", "peer", "compile", "strategy", "row", "attention", "attention_label", "attention_peer",
     "strategy_peer", "asked_bucket_mb", "bucket_mb", "comm_dtype", "sharded_optimizer", "world_size", "megabytes",
-    "processes", "device", "memory_limit_bytes",
+    "processes", "device", "memory_limit_bytes", "checkpoint", "residual",
 }  # fmt: skip
 KIND_OF = {
     "model": "attention", "anatomy": "attention", "training": "strategy", "data_parallel": "strategy",

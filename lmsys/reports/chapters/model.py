@@ -12,7 +12,8 @@ from lmsys.reports.views import View
 from lmsys.reports.words import OUTCOMES, number
 
 PHASES = {"train_forward": "forward", "backward": "backward", "optimizer": "optimizer"}  # what a step consists of
-AXES = ("precision", "compile", "impl")  # may stand side by side in one cell
+AXES = ("precision", "compile", "checkpoint", "residual", "impl")  # may stand side by side in one cell
+KEPT = {"checkpoint": "none", "residual": "wide"}  # of what older files do not say
 SHAPE = ("d_model", "d_ff", "num_layers", "num_heads", "num_parameters")  # what a size stands for
 DRAWN = ("mfu", "matmul_ceiling_fraction", "total_bytes")  # by context
 OF_A_STEP = ("tokens_per_s", "mfu", "total_bytes", "peak_bytes")  # read at once where only whole steps were timed
@@ -29,7 +30,14 @@ VERDICTS = {True: "fits", False: "too large"}
 
 def chapters(view: View) -> list[Chapter]:
     """An overview, then a chapter for each grid."""
+    view = view.with_fields(
+        Field("checkpoint", role="axis", of=lambda case: case.get("checkpoint") or KEPT["checkpoint"]),
+        Field("residual", role="axis", of=lambda case: case.get("residual") or KEPT["residual"]),
+    )
     view = view.checked(("batch", "context", "vocab_size"), ("section", "size", *AXES, "mode")).quiet(*SHAPE)
+    for name, plain in KEPT.items():
+        view = view.read_as(**{name: {value: value for value in (plain, *view.values(name))}})
+        view = view.quiet(name) if view.values(name) == [plain] else view
     view = view.labelled(impl="attention", vocab_size="vocabulary", warmup_steps="warm-up", mean_s="Time, mean ± std")
     view = view.with_fields(TOTAL)  # older files do not have it
     view = view.ordered("section", "mode", *AXES, "num_parameters", "size", "context", "batch", "warmup_steps")
@@ -37,7 +45,7 @@ def chapters(view: View) -> list[Chapter]:
     sizes = sizes.labelled(num_layers="layers", num_heads="heads", num_parameters="parameters").ordered(SHAPE[-1])
     last = [
         listing(sizes, ("size", "vocab_size", *SHAPE), (), "model-sizes", "Sizes", "The models that were run"),
-        endings(view.ordered(*AXES), *AXES, word="model-outcomes", title="How the cases ended"),
+        endings(view.ordered(*AXES), *_shown(view), word="model-outcomes", title="How the cases ended"),
     ]
     return with_overview("Model", last, view, _section)
 
@@ -77,15 +85,21 @@ def _cuts(part: View, axis: str) -> list[View]:
     return list(part.groups(*(name for name in AXES if name != axis)).values())
 
 
+def _shown(part: View) -> list[str]:
+    """AXES, without what blocks keep and the stream where these are the defaults."""
+    return [name for name in AXES if part.values(name) != [KEPT.get(name)]]
+
+
 def _named(part: View, own: View) -> View:
     """The cut, whose files are named by the axes it holds constant; its heading names those that the part varies."""
-    fixed = [f"{{{name}}}" for name in AXES if not own.varies(name)]
+    plain = [name for name, value in KEPT.items() if not part.varies(name) and own.cases[0][name] == value]
+    fixed = [f"{{{name}}}" for name in AXES if not own.varies(name) and name not in plain]
     return own.cut("-".join(fixed), ", ".join(name for name in fixed if part.varies(name[1:-1])), tail=True)[0]
 
 
-def _grid(part: View, own: View, metric: str, inside: str = "compile") -> Table | None:
+def _grid(part: View, own: View, metric: str, inside: str = "compile", word: str = "") -> Table | None:
     """Rows: contexts; columns: sizes."""
-    return pivot(_named(part, own), metric, ["context", *["batch"] * own.varies("batch")], "size", inside)
+    return pivot(_named(part, own), metric, ["context", *["batch"] * own.varies("batch")], "size", inside, word)
 
 
 def _metric(part: View, metric: str) -> Items:
@@ -120,7 +134,7 @@ def _speeds(part: View, own: View, axis: str) -> Table | None:
     peers = [case["impl"] for case in own.cases if case["peer"]]
     base = base_of(own, otherwise=peers) if axis == "impl" else next(iter(own.words[axis]))
     own = compared(own, base, axis, medians=True).only(lambda case: case[axis] != base)
-    return _grid(part, own, SPEEDUP, axis)
+    return _grid(part, own, SPEEDUP, axis, f"speedup-over-{base}" if axis in KEPT else "")
 
 
 def _summary(part: View) -> Table | None:
@@ -139,7 +153,8 @@ def _best(part: View) -> Table | None:
     best = [max(own.cases, key=lambda case: case["tokens_per_s"]) for own in last.groups("size").values()]
     metrics = [name for name in ("time_s", *OF_A_STEP) if part.has(name)]
     title, about = "Most tokens per second of each size: {mode}", "Of all that was timed, by size"
-    return listing(replace(part, cases=best), ("size", *AXES, "batch", "context"), metrics, "best", title, about)
+    keys = ("size", *_shown(part), "batch", "context")
+    return listing(replace(part, cases=best), keys, metrics, "best", title, about)
 
 
 def _beside(part: View) -> Table | None:
