@@ -11,13 +11,14 @@ from typing import Any
 from benchmarks import axes
 from benchmarks.data_parallel.cases import ParallelCase, variants
 from benchmarks.data_parallel.check import gate
+from benchmarks.data_parallel.pairs import WRONG, Steps, pairs
 from benchmarks.data_parallel.passes import Pass, holds, judge_pass
 from benchmarks.data_parallel.rank import inspect, take_pass
-from benchmarks.data_parallel.rows import Row, communication, memory
-from lmsys.attention.compiled import why_no_compiler
+from benchmarks.data_parallel.rows import Row, communication, memory, step_rates, why_not
+from benchmarks.models import WHAT_IS_KEPT
 from lmsys.bench import Axis, Benchmark, Candidate, Field, Grid, Record, Settings, bench, fields
 from lmsys.bench.ranks import CLOCKS, backend_of, num_nodes, world_sizes
-from lmsys.cost.operations import model_flops, model_parameters
+from lmsys.cost.operations import model_parameters
 from lmsys.parallel import STRATEGIES
 
 PASSES = {"gloo": 2, "nccl": 3}  # of each row, in turns: a GPU's clock moves, and rows are compared within a pass
@@ -44,12 +45,14 @@ class DataParallel(Benchmark):
     axes: tuple[Axis, ...] = (
         *axes.named("--size", "--context", "--batch", "--precision", "--compile", "--strategy"),
         *axes.named("--world-size", "--bucket-mb", "--comm-dtype", "--sharded-optimizer", world_size=(1, 0)),
+        *axes.named("--checkpoint", "--residual"),
     )
     fields: tuple[Field, ...] = (
         *fields.axes("strategy", "size", "context", "batch", "precision", "compile"),
         Field("world_size", label="ranks", role="axis"),
         Field("asked_bucket_mb", "MiB", "bucket size", "axis", "Size of a bucket that the case asks for"),
         *fields.axes("comm_dtype", "sharded_optimizer", "backend"),
+        *WHAT_IS_KEPT,
         Field("num_nodes", label="nodes", role="axis"),
         Field("num_parameters", label="parameters", role="axis"),
         fields.TIME.called(about="Time of a training step, of the slowest rank"),
@@ -135,9 +138,16 @@ class DataParallel(Benchmark):
         ),
         Field("latency_s", "s", role="detail", about="Fitted latency of an all-reduce", shown="us"),
         Field("bandwidth_bytes_per_s", "B/s", role="detail", about="Fitted bandwidth of an all-reduce", shown="GB/s"),
-        fields.RATE.called(role="detail", of=lambda record: record["flops"] / record["time_s"]),
+        fields.MFU,
+        fields.MATMUL_FRACTION.called(
+            about="The arithmetic of the formula on a rank over median time, as a share of the large matmul measured in"
+            " this run"
+        ),
+        fields.SUSTAINED_FRACTION.called(role="metric"),
+        fields.RATE.called(role="detail", about="The arithmetic of the formula on a rank over median time"),
         *fields.details("num_buckets", "unsynchronized_by", "timeline"),
         Field("unchecked", role="detail", about="Why the timed steps were not held to plain ones"),
+        Field("held_by", role="detail", about="By other row: whether the steps of a pass led to the same bits"),
     )
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[ParallelCase]:
@@ -146,24 +156,17 @@ class DataParallel(Benchmark):
         for model in grid.product("size", "context", "batch", "precision", "compile"):
             for world_size, entry in product(sizes, STRATEGIES.select(grid["strategy"] or STRATEGIES)):
                 if world_size > 1 or not entry.trait("synchronizes", True):
-                    for variant in variants(grid, entry):
-                        yield ParallelCase(grid.name, entry, settings.device, *(*model, world_size, *variant))
+                    for variant, (kept, stream) in product(
+                        variants(grid, entry), grid.product("checkpoint", "residual")
+                    ):
+                        asked = (*model, world_size, *variant)
+                        yield ParallelCase(grid.name, entry, settings.device, *asked, checkpoint=kept, residual=stream)
 
     def contends(self, case: ParallelCase) -> bool:
         return bool(case.entry.trait("synchronizes", True))
 
     def why_not(self, case: ParallelCase) -> str | None:
-        graphed = case.compile == "graphed"
-        return (
-            (case.compile != "eager" and why_no_compiler(case.device))
-            or (graphed and case.device != "cuda" and "CUDA graphs need a CUDA device")
-            or (graphed and case.entry.trait("why_not_graphed", ""))
-            or (
-                case.precision == "fp16"
-                and "float16 gradients need loss scaling, which no strategy here does: --precision bf16"
-            )
-            or case.entry.why_not(case)
-        )
+        return why_not(case)
 
     def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: Any) -> None:
         """Checks each row once; nothing is left for after timing, since the timed steps themselves are checked."""
@@ -219,6 +222,7 @@ class DataParallel(Benchmark):
         samples = [max(ranks) for ranks in zip(*(rank.samples for rank in taken), strict=True)]
         row.passes[number : number + 1] = [samples]
         row.alone += map(max, zip(*(rank.alone for rank in taken), strict=True))
+        row.bits[number] = taken[0].bits
         if len({rank.model for rank in taken}) > 1 and row.case.synchronizes:
             candidate.failed("wrong", "after the timed steps ranks have different parameters")
         elif any(rank.late_s > sum(rank.samples) + LATE_S for rank in taken):
@@ -226,7 +230,7 @@ class DataParallel(Benchmark):
 
     def _check_pass(self, turn: Sequence[ParallelCase], passes: Sequence[Pass], trial: Any) -> None:
         """Holds all rows to plain steps, in one of the passes: which, nobody can know while they are taken."""
-        number = _entropy(turn, trial) % len(passes)
+        number, taken = _entropy(turn, trial) % len(passes), list[Steps]()
         for case in turn:
             candidate = trial.candidate(case)
             if candidate.outcome != "ok":
@@ -234,19 +238,35 @@ class DataParallel(Benchmark):
             if case.world_size > 1 and not case.synchronizes:
                 candidate.notes["unchecked"] = "each rank trains for itself"
                 continue
-            candidate.attempt(self._judge_pass, case, candidate, passes[number], number, trial)
+            ratios = candidate.attempt(self._judge_pass, case, candidate, passes[number], number, trial)
+            if candidate.outcome == "ok":
+                taken.append(Steps(case, candidate.state.bits[number], ratios))
+        self._compare(taken, trial)
 
-    def _judge_pass(self, case: ParallelCase, candidate: Candidate, one: Pass, number: int, trial: Any) -> None:
+    def _compare(self, taken: Sequence[Steps], trial: Any) -> None:
+        """Holds rows to each other: see `pairs`. Where bits differ that must not, the later row is wrong."""
+        for one in pairs(taken):
+            for two in ((one.first.case, one.second.case), (one.second.case, one.first.case)):
+                trial.candidate(two[0]).notes.setdefault("held_by", {})[two[1].impl] = one.held_by
+            if one.held_by == WRONG:
+                trial.candidate(one.second.case).failed(
+                    "wrong", f"after the timed steps of {one.first.case.impl} and it {one.why}"
+                )
+
+    def _judge_pass(
+        self, case: ParallelCase, candidate: Candidate, one: Pass, number: int, trial: Any
+    ) -> dict[str, float] | None:
+        """The largest error over its budget; None where the steps cannot be judged."""
         row, run = candidate.state, trial.runner.ranks.run
         start = row.case.world_size, row.case.backend
         if not all(run(*start, holds, row.case, one)):  # another row has failed, and taken the ranks with it
             self._take_pass(candidate, one, number, trial.runner)
             if candidate.outcome != "ok":
-                return
+                return None
         ranks = run(*start, judge_pass, row.case, one)
         if ranks[0] is None:
             candidate.notes["unchecked"] = "plain steps, which divide nothing among ranks, do not fit in this memory"
-            return
+            return None
         named = [pair for ratios in ranks for pair in ratios.items()]
         worst = dict([max(named, key=lambda pair: math.inf if math.isnan(pair[1]) else pair[1])])
         call = {"call": one.steps * len(row.passes) - len(row.passes) + number, "error_ratios": worst}
@@ -258,6 +278,7 @@ class DataParallel(Benchmark):
             candidate.reason = (
                 f"right before it was timed, not in the timed steps of pass {number + 1}: {candidate.reason}"
             )
+        return worst
 
     def clock_name(self, case: ParallelCase, runner: Any) -> str:
         return CLOCKS[case.backend]
@@ -265,9 +286,7 @@ class DataParallel(Benchmark):
     def metrics(self, case: ParallelCase, record: Record, machine: Record) -> Record:
         found: Record = {"num_parameters": model_parameters(case.config), "num_nodes": num_nodes()}
         if time_s := record.get("time_s"):
-            tokens = case.world_size * case.batch * case.context
-            found["flops"] = model_flops(case.config, tokens=tokens, context=case.context, mode="step")
-            found["tokens_per_s"] = tokens / time_s
+            found |= step_rates(case, time_s, machine)
         return found
 
 

@@ -25,13 +25,7 @@ class Model(ModelBenchmark):
         *FIELDS,
         *fields.axes("warmup_steps"),
         Field("tokens_per_s", "tokens/s", "Rate", about="Rate: tokens of the batch over median time"),
-        Field(
-            "mfu",
-            label="MFU",
-            about="Model FLOP utilisation: the arithmetic of the formula over median time, as a share of the peak that "
-            "the device's maker states",
-            shown="%",
-        ),
+        fields.MFU,
         fields.MATMUL_FRACTION.called(
             about="The arithmetic of the formula over median time, as a share of the large matmul measured in this run"
         ),

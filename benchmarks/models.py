@@ -20,6 +20,8 @@ from lmsys.training.fitted import MEMORY_SHARE
 
 NUM_BLOCKS = BLOCKS_PER_GRAPH  # of a model that is checked: as many as make one compiled graph stand for all
 MAX_SCORES = 2**28  # of naive attention in one block: 2 GiB in float64
+# Learning rate times d_model: Adam's goes with the inverse width (Yang et al. 2022, arXiv 2203.03466).
+LR_BY_WIDTH = 0.256
 LEARNING_RATE = 1e-6  # so small that hundreds of timed steps leave the weights as they were checked
 
 # What stands for an attention row in a model only: the choice of one, and a whole model of its own.
@@ -105,7 +107,7 @@ class ModelCase(Case):
         """None, or why the model cannot be computed so here. ValueError for levels of another number of blocks."""
         if self.residual == "narrow" and self.precision not in AUTOCAST:
             return f"matmuls in {self.precision} read float32, so nothing is narrower: --precision bf16"
-        config = replace(self.config, **self.runtime)
+        config = replace(self.config, **self.runtime)  # may refuse the levels
         if config.checkpoint_blocks == FIT and self.device != "cuda":
             return "what fits is chosen for a GPU: the memory of a CPU is others' too"
         return None
@@ -117,9 +119,7 @@ class TrainedCase(ModelCase):
 
     @property
     def axes(self) -> Record:
-        own = super().axes
-        del own["checkpoint"], own["residual"]  # always the defaults
-        return {"strategy": self.entry.name, **own, "backend": self.backend}
+        return {"strategy": self.entry.name, **super().axes, "backend": self.backend}
 
     @property
     def backend(self) -> str:

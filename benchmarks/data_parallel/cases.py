@@ -1,14 +1,14 @@
 """The tests of data parallelism: what each is asked, and how its strategy is built."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
 import torch
 
 from benchmarks.models import TrainedCase
-from lmsys.bench import Entry, Grid
+from lmsys.bench import Entry, Grid, Record
 
 NARROW = ("comm_dtype", "compute_dtype")
 Narrow = tuple[str, torch.dtype] | None  # which of these, and what it is
@@ -32,7 +32,7 @@ class ParallelCase(TrainedCase):
         mb = self.asked_bucket_mb
         bucket = "" if mb is None else f"-{mb}" if isinstance(mb, str) else f"-{mb}MiB"
         comm = "" if self.comm_dtype == "float32" else f"-{self.comm_dtype}"
-        return f"{self.entry.name}{bucket}{comm}{'-sharded' if self.sharded_optimizer else ''}"
+        return f"{self.entry.name}{bucket}{comm}{'-sharded' if self.sharded_optimizer else ''}{self.keeps}"
 
     @property
     def id(self) -> str:
@@ -53,6 +53,34 @@ class ParallelCase(TrainedCase):
     def narrow(self) -> Narrow:
         """The option whose dtype is narrower than the precision says: of what is sent, or computed with."""
         return next(((name, self.options[name]) for name in NARROW if name in self.options), None)
+
+    def same_bits(self, other: "ParallelCase") -> bool:
+        """True if steps of both add the same numbers in the same order, so that no bit of the weights may differ.
+
+        These are eager ones on a CPU, of one precision and stream. What blocks keep changes no number there. Nor do
+        strategies that say so (`halves_sums`): two ranks have one order alone, unless what they add is rounded.
+        """
+        if (self.device, self.compile, self.world_size) != (other.device, other.compile, other.world_size):
+            return False
+        if (self.device, self.compile) != ("cpu", "eager") or self.residual != other.residual:
+            return False
+        exact = self.precision == "fp32" and self.narrow == other.narrow is None and self.world_size <= 2
+        adds = all(one.entry.trait("halves_sums", False) for one in (self, other))
+        return replace(self, checkpoint=other.checkpoint) == other or (exact and adds)
+
+
+@dataclass(frozen=True)
+class StepsCase(ParallelCase):
+    """A row that trains alone, for so many timed steps."""
+
+    steps: int = field(default=20, kw_only=True)
+
+    @property
+    def axes(self) -> Record:
+        own = super().axes
+        for name in ("asked_bucket_mb", "comm_dtype", "sharded_optimizer"):  # always the defaults
+            del own[name]
+        return own
 
 
 def variants(grid: Grid, entry: Entry) -> Iterable[tuple[float | str | None, str, bool]]:

@@ -27,6 +27,7 @@ from lmsys.config import ModelConfig
 from lmsys.cost.operations import model_parameters
 from lmsys.model import Loss
 from lmsys.parallel.group import device
+from lmsys.training.reproducible import weights_sha256
 
 # With eps far above a gradient's size AdamW moves by the gradient's size: it sees one that is halved, and where a
 # gradient is near zero no rounding turns the step around. Of these rates hundreds of steps train, and do not diverge.
@@ -77,11 +78,15 @@ class Batches:
         self._drawn += 1
 
 
-def leave(case: ParallelCase, one: Pass, state: Mapping[str, Tensor]) -> None:
-    """Keeps rows of the parameters that the case's steps have led to, until they are judged or others are drawn."""
+def leave(case: ParallelCase, one: Pass, state: Mapping[str, Tensor]) -> str:
+    """Keeps rows of the parameters that the case's steps have led to, until they are judged or others are drawn.
+
+    Returns their sha256: those of two cases are equal if and only if all their bits are.
+    """
     for stale in [known for known in _LEFT if known[1].draw != one.draw]:
         del _LEFT[stale]
-    _LEFT[case.id, one] = _rows_of(state, one.key)
+    _LEFT[case.id, one] = rows = _rows_of(state, one.key)
+    return weights_sha256(rows)
 
 
 @on_part
@@ -140,7 +145,7 @@ def _plain(case: ParallelCase, one: Pass, dtype: torch.dtype, precision: str, na
     known = _RIGHT.get(case.world_size)
     if known is None or known[0] != one:
         known = _RIGHT[case.world_size] = one, {}
-    what = dtype, precision, narrow, case.config, case.batch
+    what = dtype, precision, narrow, case.config, case.batch, case.residual
     if what not in known[1]:
         start, end = _take_steps(case, one, dtype, precision, narrow)
         if bad := [name for name, rows in end.items() if not rows.isfinite().all()]:
@@ -164,7 +169,7 @@ def _have_room(case: ParallelCase) -> bool:
 
 
 def _take_steps(case: ParallelCase, one: Pass, dtype: torch.dtype, precision: str, narrow: Narrow) -> tuple[Rows, Rows]:
-    config, on = replace(case.config, attention="naive"), device()
+    config, on = replace(case.config, attention="naive", residual=case.residual), device()
     module = Loss(build(config, str(on), one.seed)).to(dtype)
     params = dict(module.named_parameters())
     optimizer, start = torch.optim.AdamW(params.values(), **ADAMW), _rows_of(params, one.key)

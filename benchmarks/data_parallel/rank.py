@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -13,8 +13,10 @@ from torch import Tensor
 from benchmarks.arithmetic import RECOMPILE_LIMIT, autocast, matmuls
 from benchmarks.data_parallel.cases import ParallelCase
 from benchmarks.data_parallel.passes import ADAMW, WARM_STEPS, Batches, Pass, leave
-from benchmarks.models import build
+from benchmarks.models import build, fitted, gpu_memory
 from lmsys.bench.ranks import on_part, release, subgroup, times
+from lmsys.checkpointing import FIT, for_fewer
+from lmsys.config import ModelConfig
 from lmsys.measure import memory
 from lmsys.measure.clock import in_turn, synchronize
 from lmsys.measure.overlap import Communication, communication_of
@@ -23,6 +25,7 @@ from lmsys.measure.step import Step
 from lmsys.model import Loss, TransformerLM
 from lmsys.parallel.adapter import Adapter
 from lmsys.parallel.alpha_beta import latency_and_bandwidth
+from lmsys.parallel.collectives import gather_objects
 from lmsys.parallel.group import device
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer
 from lmsys.training.graph import WARM_UPS, GraphedGradients, on_capture_stream
@@ -46,6 +49,28 @@ def prepared(case: ParallelCase) -> Iterator[None]:
     compiler = torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, optimize_ddp=False)
     with matmuls(case.precision), compiler:
         yield
+
+
+def blocks_of(case: ParallelCase, num_layers: int) -> int | str:
+    """The case's levels of checkpointing for a model of so many blocks; what fits is what fits on every rank."""
+    setting = case.runtime["checkpoint_blocks"]
+    if setting == FIT:
+        group, stage = subgroup(case.world_size), case.entry.trait("zero_stage", 0)
+        ranks = {
+            "world_size": case.world_size,
+            "stage": max(stage, int(case.sharded_optimizer)),
+            "gradients_stay": case.synchronizes and stage < 3,
+        }
+        config = replace(case.config, **case.runtime)
+        memory = min(gather_objects(gpu_memory(), group))
+        setting = fitted(config, case.batch, case.precision, memory, **ranks).checkpoint_blocks
+    return for_fewer(setting, case.config.num_layers, num_layers)
+
+
+def config_of(case: ParallelCase) -> ModelConfig:
+    """The config of the model that the case trains."""
+    config = case.config
+    return replace(config, checkpoint_blocks=blocks_of(case, config.num_layers), residual=case.residual)
 
 
 def wrap(case: ParallelCase, model: TransformerLM, options: dict[str, Any]) -> Adapter:
@@ -100,14 +125,14 @@ def make_optimizer(case: ParallelCase, strategy: Adapter, cls: Any, **options: A
 class Rig:
     """A model, its strategy, its optimizer and this rank's batches. Ranks begin with weights of their own."""
 
-    def __init__(self, case: ParallelCase, one: Pass):
+    def __init__(self, case: ParallelCase, one: Pass, adamw: dict[str, Any] = ADAMW):
         self.case, on, rank = case, str(device()), dist.get_rank()
-        self.strategy = wrap(case, build(case.config, on, one.seed + rank), case.options)
+        self.strategy = wrap(case, build(config_of(case), on, one.seed + rank), case.options)
         self.batches = Batches(case.config, case.batch, one)
         self.data = self.batches.now
         theirs = case.entry.trait("fused_adamw", False)
         cls, fused = (torch.optim.AdamW, {"fused": on != "cpu"}) if theirs else (AdamW, {})
-        self.optimizer = make_optimizer(case, self.strategy, cls, **ADAMW, **fused)
+        self.optimizer = make_optimizer(case, self.strategy, cls, **adamw, **fused)
         self.gradients = Gradients(self.strategy, case.precision)
 
     def loss(self) -> Tensor:
@@ -249,12 +274,14 @@ class Taken:
     samples, alone  seconds of each step, and of each step without synchronization
     model           tells whether ranks have one model
     late_s          seconds until the weights were there, when they were asked for after the steps
+    bits            sha256 of those rows of the weights that are looked at
     """
 
     samples: list[float]
     alone: list[float]
     model: str
     late_s: float
+    bits: str = ""
 
 
 @on_part
@@ -268,11 +295,11 @@ def take_pass(case: ParallelCase, one: Pass) -> Taken:
         begin, state, _, end = in_turn(
             perf_counter, rig.strategy.full_state_dict, lambda: synchronize(device().type), perf_counter
         )
-        leave(case, one, state)
+        bits = leave(case, one, state)
         del state
         model = rig.strategy.fingerprint()
         if case.world_size > 1 and rig.can_stay_local:
             rig.batches.draw()
             rig.step_alone()
             alone = rig.times(rig.step_alone, -(-one.steps // 2))
-    return Taken(samples, alone, model, end - begin)
+    return Taken(samples, alone, model, end - begin, bits)

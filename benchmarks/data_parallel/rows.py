@@ -4,12 +4,15 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from benchmarks.arithmetic import matmul_rates
 from benchmarks.data_parallel.cases import ParallelCase
 from benchmarks.data_parallel.rank import Inspection
+from lmsys.attention.compiled import why_no_compiler
 from lmsys.bench import Record, Settings
 from lmsys.cost.communication import ddp_overhead
 from lmsys.cost.memory import zero_memory
-from lmsys.cost.operations import model_parameters
+from lmsys.cost.operations import model_flops, model_parameters
+from lmsys.measure.machine import peak_flops_per_s
 
 MOST_STEPS = 50  # of a row in one pass
 
@@ -20,12 +23,14 @@ class Row:
 
     seen    by rank
     passes  seconds of each step, of the slowest rank; alone: of each step without synchronization
+    bits    sha256, by the number of the pass, of what its steps have led to
     """
 
     case: ParallelCase
     seen: list[Inspection]
     passes: list[list[float]] = field(default_factory=list)
     alone: list[float] = field(default_factory=list)
+    bits: dict[int, str] = field(default_factory=dict)
 
     @property
     def samples(self) -> list[float]:
@@ -36,6 +41,36 @@ class Row:
         """Steps of one pass: enough for the rounds asked for, and as many as fit the time."""
         slowest = max(seen.step_s for seen in self.seen)
         return max(-(-settings.min_rounds // passes), min(MOST_STEPS, int(settings.seconds_per_row / passes / slowest)))
+
+
+def why_not(case: ParallelCase) -> str | None:
+    """None, or why a case cannot run here."""
+    graphed = case.compile == "graphed"
+    try:
+        reason = case.why_not_runtime
+    except ValueError as error:
+        return str(error)
+    return (
+        reason
+        or (case.compile != "eager" and why_no_compiler(case.device))
+        or (graphed and case.device != "cuda" and "CUDA graphs need a CUDA device")
+        or (graphed and case.entry.trait("why_not_graphed", ""))
+        or (
+            case.precision == "fp16"
+            and "float16 gradients need loss scaling, which no strategy here does: --precision bf16"
+        )
+        or case.entry.why_not(case)
+    )
+
+
+def step_rates(case: ParallelCase, time_s: float, machine: Record) -> Record:
+    """Work of a step on all ranks; of one, its rate, and its shares of what a device reaches and its maker states."""
+    tokens = case.world_size * case.batch * case.context
+    flops = model_flops(case.config, tokens=tokens, context=case.context, mode="step")
+    found = {"flops": flops, "tokens_per_s": tokens / time_s}
+    found |= matmul_rates(flops / case.world_size, time_s, case.precision, machine)
+    stated = peak_flops_per_s(machine["gpu"], case.precision)
+    return found | {"mfu": found["flops_per_s"] / stated if stated else None}
 
 
 def communication(row: Row, rows: Sequence[Row]) -> Record:

@@ -2,15 +2,13 @@
 
 from dataclasses import dataclass, replace
 
-from benchmarks.models import MAX_SCORES, TrainedCase, attention_case, attention_row
+from benchmarks.models import LR_BY_WIDTH, MAX_SCORES, TrainedCase, attention_case, attention_row
 from lmsys.attention import ATTENTION, AttentionCase
 from lmsys.bench import Entry, Record
 from lmsys.config import ModelConfig
 from lmsys.parallel import STRATEGIES
 from lmsys.training.config import RunConfig, TrainConfig
 
-# Learning rate times d_model: Adam's goes with the inverse width (Yang et al. 2022, arXiv 2203.03466).
-LR_BY_WIDTH = 0.256
 LEAST_LR, WARMUP = 0.1, 0.1  # of the learning rate; of all steps
 
 
@@ -40,7 +38,8 @@ class TrainingCase(TrainedCase):
     @property
     def axes(self) -> Record:
         own = super().axes
-        del own["names_bucket"], own["micro"]
+        for name in ("names_bucket", "micro", "checkpoint", "residual"):  # the last two are always the defaults
+            del own[name]
         rows = {"attention": self.attention.name, "row": self.row}
         labels = {"attention_label": self.attention.label or self.attention.name}
         peers = {"attention_peer": self.attention.peer, "strategy_peer": self.entry.peer}

@@ -76,6 +76,13 @@ MATMUL_FRACTION = Field(
     about="Work over median time, as a share of the large matmul measured in this run",
     shown="%",
 )
+MFU = Field(
+    "mfu",
+    label="MFU",
+    about="Model FLOP utilisation: the arithmetic of the formula over median time, as a share of the peak that the "
+    "device's maker states",
+    shown="%",
+)
 COPY_FRACTION = Field(
     "copy_ceiling_fraction",
     label="Share of measured copy",

@@ -11,6 +11,7 @@ class Flat(Wrapper):
     """One flat tensor per dtype; the gradients are views of it from then on."""
 
     all_reduces = True
+    halves_sums = True
 
     def _synchronize(self) -> None:
         missing = self._missing()

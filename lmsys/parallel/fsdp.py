@@ -41,6 +41,7 @@ class Fsdp(Wrapper):
 
     zero_stage = 3
     shards_gradients = True
+    halves_sums = True
     sums_each_backward = True
     local_step = False
     compute_dtype = True

@@ -10,6 +10,7 @@ class Naive(Wrapper):
     """Each gradient in turn, and the next when it is done."""
 
     all_reduces = True
+    halves_sums = True
     baseline = 1
 
     def _synchronize(self) -> None:

@@ -23,6 +23,7 @@ class Overlapped(Wrapper):
     """Gradients of one bucket travel in one call. A bucket of one gradient is that gradient, without a copy."""
 
     all_reduces = True
+    halves_sums = True
     over: type[Collectives] = Collectives  # how buckets travel; on one rank nothing does
 
     def __init__(self, module: nn.Module, process_group: Group = None, comm_dtype: torch.dtype | None = None):

@@ -16,6 +16,7 @@ class Traits:
     tuned_bucket_mb   the benchmark chooses its option `bucket_mb` by timing a few
     comm_dtypes       the benchmark's communication dtypes are its option `comm_dtype`
     compute_dtype     with bf16 its option `compute_dtype` is bfloat16: parameters are gathered as matmuls read them
+    halves_sums       a mean gradient of two ranks is the sum of theirs, halved: in float32 these are the same bits
     fused_adamw       its parameters are DTensors: the optimizer must be torch's own AdamW, on a GPU the fused one
     why_not_graphed   why its step cannot be replayed as a CUDA graph; empty: it can
     why_not_saved     why the training loop cannot save its state; empty: it can
@@ -40,6 +41,7 @@ class Traits:
     tuned_bucket_mb: bool = False
     comm_dtypes: bool = False
     compute_dtype: bool = False
+    halves_sums: bool = False
     fused_adamw: bool = False
     why_not_graphed: str = ""
     why_not_saved: str = ""

@@ -225,11 +225,7 @@ class Trainer:
 
     def _clip(self) -> Tensor:
         """Clips by the norm of the whole gradient, and returns it, on every rank the same."""
-        norm = grad_norm(p for group in self.optimizer.param_groups for p in group["params"])
-        if self._shards_gradients and self.world_size > 1:
-            square = norm.to(self.device).square()
-            dist.all_reduce(square, group=self.group)
-            norm = square.sqrt()
+        norm = whole_norm(self.optimizer, self.group, divided=self._shards_gradients and self.world_size > 1)
         if self.config.train.clip_norm:
             scale_gradients(self.optimizer, clip_factor(norm, self.config.train.clip_norm))
         return norm
@@ -345,6 +341,16 @@ class Trainer:
             log.write(step=self.step, valid_loss=found.loss, valid_perplexity=found.perplexity)
         say(f"step {self.step:,}: validation loss {found.loss:.4f}, perplexity {found.perplexity:,.1f}")
         return found
+
+
+def whole_norm(optimizer: torch.optim.Optimizer, group: Group, divided: bool) -> Tensor:
+    """The norm of all gradients as one vector, on every rank the same; `divided`: a rank has a part of each."""
+    norm = grad_norm(p for one in optimizer.param_groups for p in one["params"])
+    if not divided:
+        return norm
+    square = norm.to(optimizer.param_groups[0]["params"][0].device).square()
+    dist.all_reduce(square, group=group)
+    return square.sqrt()
 
 
 _TIME = 64  # above the numbers of signals, and none of them

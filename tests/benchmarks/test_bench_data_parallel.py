@@ -303,6 +303,9 @@ def test_a_run_measures_ours_and_a_strategy_of_the_users(found: Records) -> None
     assert found["naive"]["improvement"] == 0 and found["bucketed-1MiB"]["num_buckets"] > 3
     assert found["naive"]["unsynchronized_by"] == "no_sync" and found["zero1"]["unsynchronized_by"] == "none"
     assert found["zero1"]["optimizer_fraction"] == pytest.approx(0.5, abs=0.02)
+    assert found["zero1"]["held_by"] == {"naive": "bits", "bucketed-1MiB": "bits"} | {
+        own: found[own]["held_by"]["zero1"] for own in ("Container", "divided-1MiB", "divided-25MiB", "MyDDP")
+    }
     assert found["naive"]["optimizer_bytes"] == pytest.approx(found["naive"]["predicted_optimizer_bytes"], rel=0.01)
 
 

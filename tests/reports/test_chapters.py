@@ -165,6 +165,21 @@ def test_what_is_kept_and_the_stream_stand_side_by_side(tmp_path: Path) -> None:
         assert cells(files, f"{start.format(f'speedup-{word}')}-{fixed}-naive")[0]["small"] == speedup
 
 
+def test_what_holds_two_strategies_together_is_a_table(tmp_path: Path) -> None:
+    held = {
+        "naive": {"fsdp-Cw": "bits", "torch_ddp": "tolerance"},
+        "fsdp-Cw": {"naive": "bits", "torch_ddp": "unknown"},
+    }
+    kept = {"fsdp-Cw": "whole"}
+    records = [
+        record("data_parallel", name, held_by=pairs, checkpoint=kept.get(name, "none")) for name, pairs in held.items()
+    ]
+    rows = cells(report(tmp_path, records), "data-parallel-default-small-S512-bf16-pairs")
+    assert [row["strategy"] for row in rows] == ["naive", "fsdp, whole"]
+    assert [row["torch_ddp"] for row in rows] == ["tolerance", "not known"]
+    assert [row["fsdp-Cw"] for row in rows] == ["the same bits", "itself"] and rows[1]["naive"] == "the same bits"
+
+
 def test_the_warm_up_study_is_means_and_deviations(models: dict[str, bytes]) -> None:
     rows = cells(models, "model-warmup-spread-bf16-eager-naive")
     assert list(rows[0]) == ["size", "context", "warm-up", "Forward (inference)", "Backward"]

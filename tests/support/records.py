@@ -49,7 +49,7 @@ ASKED: dict[str, Record] = {  # of a case, where a test says nothing else
     "collectives": {"megabytes": 1, "world_size": 2, "backend": "nccl"},
     "data_parallel": {
         **MODEL, "world_size": 2, "asked_bucket_mb": None, "comm_dtype": "float32", "sharded_optimizer": False,
-        "backend": "nccl", "num_nodes": 1, "bucket_mb": None,
+        "backend": "nccl", "num_nodes": 1, "bucket_mb": None, **KEPT,
     },
     "tokenizer": {"task": "encode", "vocab_size": 10_000, "text_bytes": 30_000_000, "processes": 2},
     "training": {

@@ -1,22 +1,25 @@
 """Data parallelism: a step by strategy, what communication costs, memory, and ours beside torch's."""
 
+import re
 from dataclasses import replace
 
 from lmsys.bench.fields import Field, Record
 from lmsys.reports import plots
 from lmsys.reports.canvas import Plot, canvas
+from lmsys.reports.kept import KEPT, with_kept
 from lmsys.reports.page import Block, Chapter
 from lmsys.reports.styles import Style
-from lmsys.reports.tables import listing, pivot
+from lmsys.reports.tables import Table, listing, pivot
 from lmsys.reports.versus import rivals
 from lmsys.reports.views import LIMIT, View
 from lmsys.reports.words import COMPILED
 
 PARTS = ("parameters_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes")
 COLOURS = {"computation": "#2563eb", "communication": "#dc2626"}
-SETTING = ("size", "batch", "context", "precision", "compile", "world_size", LIMIT)
+SETTING = ("size", "batch", "context", "precision", "compile", "world_size", *KEPT, LIMIT)
 TRAINING = ("{size} b{batch} s{context}, {precision}, ", "{world_size} ranks{how}")  # geometric means are by the second
 ORDER = ("section", "num_parameters", "precision", "context", "compile", "batch", "world_size", "impl")
+HELD = {"bits": "the same bits", "unknown": "not known"}
 STYLE = {"held": Style("held, by kind (line: peak of a step)", COLOURS["computation"])}
 
 
@@ -26,13 +29,17 @@ def chapters(view: View) -> list[Chapter]:
     exposed = view.fields["predicted_exposed_s"]  # of copy engines older files predict it by the times of NCCL
     copied = {name for name, row in view.table("strategy").items() if row.get("all_reduce_model") is False}
     predicted = Field("predicted_bytes", "B", "predicted without activations", "detail", shown="GiB")
-    view = view.checked(("context", "batch", "world_size"), ("section", "size", "precision", "strategy")).with_fields(
-        compiled,
-        exposed.called(of=lambda case: None if case["strategy"] in copied else case["predicted_exposed_s"]),
-        predicted.called(of=lambda case: sum(case[f"predicted_{name}"] for name in PARTS[:3])),
-        Field("called", role="detail", of=_called),
-        Field("held", role="detail", of=lambda case: "held"),
-        *COMPILED,
+    view = (
+        with_kept(view)
+        .checked(("context", "batch", "world_size"), ("section", "size", "precision", "strategy"))
+        .with_fields(
+            compiled,
+            exposed.called(of=lambda case: None if case["strategy"] in copied else case["predicted_exposed_s"]),
+            predicted.called(of=lambda case: sum(case[f"predicted_{name}"] for name in PARTS[:3])),
+            Field("called", role="detail", of=_called),
+            Field("held", role="detail", of=lambda case: "held"),
+            *COMPILED,
+        )
     )
     view = view.labelled(impl="strategy", mean_s="step").styled("impl", "strategy", "called").ordered(*ORDER)
     stem = "data-parallel-{section}-{size}-S{context}-{precision}{way}"
@@ -50,7 +57,10 @@ def chapters(view: View) -> list[Chapter]:
 
 def _called(case: Record) -> str:
     """How a table calls a row: its name, with the size of its buckets and what else is its own."""
-    extra = case["impl"].removeprefix(case["strategy"]).strip("-").replace("-", ", ").replace("MiB", " MiB")
+    extra = case["impl"].removeprefix(case["strategy"])
+    if case["checkpoint"] != KEPT["checkpoint"]:
+        extra = re.sub(r"-C\w+", f"-{case['checkpoint']}", extra)
+    extra = extra.strip("-").replace("-", ", ").replace("MiB", " MiB")
     if extra.startswith("auto"):
         extra = extra.replace("auto", f"auto ({case['bucket_mb'] or 0:.0f} MiB)", 1)
     return ", ".join(filter(None, [case["strategy"], extra]))
@@ -71,6 +81,7 @@ def _block(part: View) -> Block:
         pivot(largest, "time_s", ["batch"], word="by-batch") if largest.varies("batch") else None,
         listing(part, keys, ["mean_s", *costs], "step", "Step by strategy"),
         listing(measured, keys, [*sizes, "predicted_bytes"], "memory", "Memory of a rank"),
+        _pairs(part),
         plots.bars(largest, ["tokens_per_s"], "batch", word="rate"),
         plots.bars(largest, ["exposed_s"], "batch", word="exposed"),
         *map(_memory, held.cut("", "batch {batch}")[-1:]),
@@ -78,6 +89,22 @@ def _block(part: View) -> Block:
         *map(_timelines, traced.cut("", "batch {batch}")[:1]),
     ]
     return Block(part.title, lead)
+
+
+def _pairs(part: View) -> Table | None:
+    """Rows and columns: strategies; cells: what holds the steps of two of them together."""
+    cases = [
+        {**case, "other": other, "held": HELD.get(how, how)}
+        for case in part.cases
+        if case.get("held_by")
+        for other, how in {case["impl"]: "itself", **case["held_by"]}.items()
+    ]
+    about = (
+        "What holds two strategies together after the steps of one pass: the same bits, in the rows of the weights that"
+        " were looked at, or the tolerance, by which each of them is held to plain steps in float64"
+    )
+    own = replace(part, cases=cases).with_fields(Field("other", label="beside"), Field("held", label="Held by"))
+    return pivot(own, "held", ["batch", "world_size", "impl"], "other", word="pairs", about=about) if cases else None
 
 
 def _memory(own: View) -> Plot | None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from lmsys.bench.fields import Field
 from lmsys.reports import plots
+from lmsys.reports.kept import KEPT, with_kept
 from lmsys.reports.page import Block, Chapter, Items, with_overview
 from lmsys.reports.speedups import SPEEDUP, base_of, compared
 from lmsys.reports.tables import Table, endings, listing, pivot
@@ -13,7 +14,6 @@ from lmsys.reports.words import OUTCOMES, number
 
 PHASES = {"train_forward": "forward", "backward": "backward", "optimizer": "optimizer"}  # what a step consists of
 AXES = ("precision", "compile", "checkpoint", "residual", "impl")  # may stand side by side in one cell
-KEPT = {"checkpoint": "none", "residual": "wide"}  # of what older files do not say
 SHAPE = ("d_model", "d_ff", "num_layers", "num_heads", "num_parameters")  # what a size stands for
 DRAWN = ("mfu", "matmul_ceiling_fraction", "total_bytes")  # by context
 OF_A_STEP = ("tokens_per_s", "mfu", "total_bytes", "peak_bytes")  # read at once where only whole steps were timed
@@ -30,14 +30,7 @@ VERDICTS = {True: "fits", False: "too large"}
 
 def chapters(view: View) -> list[Chapter]:
     """An overview, then a chapter for each grid."""
-    view = view.with_fields(
-        Field("checkpoint", role="axis", of=lambda case: case.get("checkpoint") or KEPT["checkpoint"]),
-        Field("residual", role="axis", of=lambda case: case.get("residual") or KEPT["residual"]),
-    )
-    view = view.checked(("batch", "context", "vocab_size"), ("section", "size", *AXES, "mode")).quiet(*SHAPE)
-    for name, plain in KEPT.items():
-        view = view.read_as(**{name: {value: value for value in (plain, *view.values(name))}})
-        view = view.quiet(name) if view.values(name) == [plain] else view
+    view = with_kept(view).checked(("batch", "context", "vocab_size"), ("section", "size", *AXES, "mode")).quiet(*SHAPE)
     view = view.labelled(impl="attention", vocab_size="vocabulary", warmup_steps="warm-up", mean_s="Time, mean ± std")
     view = view.with_fields(TOTAL)  # older files do not have it
     view = view.ordered("section", "mode", *AXES, "num_parameters", "size", "context", "batch", "warmup_steps")

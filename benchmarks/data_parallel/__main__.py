@@ -1,0 +1,89 @@
+"""Versions of a training step, held to each other: by their bits where these must agree, else by the tolerance.
+
+python -m benchmarks.data_parallel --size tiny --context 32 --strategy naive,fsdp --checkpoint none,whole
+
+Takes the axes of `benchmarks/bench_data_parallel.py`, times nothing, and prints a table in Markdown: a line for each
+pair of versions, what holds it, and how far each is from plain steps in float64. Exits with 1 where nothing does.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+
+import torch
+
+from benchmarks.bench_data_parallel import DataParallel
+from benchmarks.data_parallel.cases import ParallelCase
+from benchmarks.data_parallel.pairs import UNKNOWN, WRONG, Pair, Steps, pairs
+from benchmarks.data_parallel.passes import Pass, judge_pass
+from benchmarks.data_parallel.rank import take_pass
+from lmsys.bench import Grid, Settings
+from lmsys.bench.axes import filled, given_axes
+from lmsys.bench.ranks import Ranks
+
+DEFAULTS = Grid(
+    "step", size=("tiny",), context=(32,), batch=(2,), precision=("fp32",), strategy=("naive",), world_size=(0,)
+)
+
+
+def steps_of(case: ParallelCase, one: Pass, ranks: Ranks) -> Steps:
+    """Takes the steps of a version on its ranks, and holds them to plain ones."""
+    start = case.world_size, case.backend
+    taken = ranks.run(*start, take_pass, case, one)
+    found = ranks.run(*start, judge_pass, case, one)
+    fits = all(ratios is not None for ratios in found)
+    worst = {name: max(ratios[name] for ratios in found) for name in found[0]} if fits else None
+    return Steps(case, taken[0].bits, worst)
+
+
+def name_of(case: ParallelCase) -> str:
+    return f"{case.impl}, {case.compile}, {case.world_size} rank{'s' * (case.world_size > 1)}"
+
+
+def table(found: Iterable[Pair]) -> str:
+    lines = ["| version | and | held by | errors / allowed |", "|---|---|---|---|"]
+    for one in found:
+        ratios = " and ".join(
+            "unknown" if two.error_ratio is None else f"{two.error_ratio:.3f}" for two in (one.first, one.second)
+        )
+        held = f"{one.held_by}: {one.why}" if one.why else one.held_by
+        lines.append(f"| {name_of(one.first.case)} | {name_of(one.second.case)} | {held} | {ratios} |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.data_parallel", description=__doc__.splitlines()[0])
+    axes = [axis for axis in DataParallel.axes if axis.option]
+    for axis in axes:
+        parser.add_argument(axis.option, dest=axis.option, help=axis.help.replace("%", "%%"), metavar=axis.metavar)
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="steps that are taken, after the first few")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, batches and the rows looked at")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    asked = vars(parser.parse_args(arguments))
+    benchmark, settings = DataParallel(), Settings(device=asked["device"], seed=asked["seed"])
+    if asked["steps"] < 1:
+        parser.error(f"--steps {asked['steps']}: must be at least 1")
+    try:
+        given = given_axes(axes, {option: text for option, text in asked.items() if text and option.startswith("--")})
+        cases = list(benchmark.cases(filled(DEFAULTS, DataParallel.axes, given), settings))
+    except ValueError as error:
+        parser.error(str(error))
+    cases = [case for case in cases if case.synchronizes or case.world_size == 1]
+    one = Pass(settings.seed, settings.seed, settings.seed, asked["steps"])
+    versions = []
+    with closing(Ranks()) as ranks:
+        for case in cases:
+            if reason := benchmark.why_not(case):
+                print(f"{name_of(case)}: left out, as {reason}", file=sys.stderr)
+            else:
+                versions.append(steps_of(case, one, ranks))
+    found = pairs(versions)
+    if not found:
+        parser.error("there must be two versions or more on as many ranks: name several values of an axis")
+    print(table(found))
+    return int(any(pair.held_by in (WRONG, UNKNOWN) for pair in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

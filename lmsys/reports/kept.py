@@ -1,0 +1,18 @@
+"""What blocks keep for their backward, and the residual stream, as chapters of models tell them."""
+
+from lmsys.bench.fields import Field
+from lmsys.reports.views import View
+
+KEPT = {"checkpoint": "none", "residual": "wide"}  # the defaults, which also stand for what older files do not say
+
+
+def with_kept(view: View) -> View:
+    """The view with both fields, the defaults first; captions do not tell a field that has the default throughout."""
+    view = view.with_fields(
+        Field("checkpoint", role="axis", of=lambda case: case.get("checkpoint") or KEPT["checkpoint"]),
+        Field("residual", role="axis", of=lambda case: case.get("residual") or KEPT["residual"]),
+    )
+    for name, plain in KEPT.items():
+        view = view.read_as(**{name: {value: value for value in (plain, *view.values(name))}})
+        view = view.quiet(name) if view.values(name) == [plain] else view
+    return view
