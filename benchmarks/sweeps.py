@@ -272,6 +272,37 @@ PARALLEL_FULL = (
     PARALLEL.but("scaling", world_size=(1, 2, 4, 8), strategy=("none", "bucketed", "zero1", "fsdp")),
 )
 
+# Training steps of large models, each row alone, on two ranks or more; the batch is each rank's. What is computed again
+# is what it takes to fit, or for the row of torch what may be its best.
+EIGHT_B = Grid(
+    "8b",
+    size=("8b",),
+    context=(32_768,),
+    batch=(1,),
+    strategy=("fsdp", "torch_fsdp2"),
+    compile=("compiled",),
+    checkpoint=("attention*12,matmuls*22", "attention", "whole"),
+    residual=("narrow",),
+)
+STEPS = (
+    EIGHT_B,
+    *(
+        EIGHT_B.but(size=(size,), context=(context,), checkpoint=("none", "matmuls", "attention"))
+        for size in ("1b", "3b")
+        for context in (4096, 32_768)
+    ),
+)
+SMOKE_STEPS = EIGHT_B.but(
+    "smoke",
+    size=("tiny",),
+    context=(32,),
+    compile=("eager",),
+    checkpoint=("attention*1,matmuls*1",),
+    residual=("wide",),
+    world_size=(2,),
+    steps=8,
+)
+
 # Whole trainings, attention rows by strategies; the batch is each rank's. `none` is one rank that accumulates all.
 TRAINING = Grid(
     "default",
@@ -335,6 +366,7 @@ SMOKE = {
     "data_parallel": (CPU_PARALLEL.but("smoke", world_size=(2,)),),
     "tokenizer": (Grid("smoke", text_bytes=100_000, vocab_size=500, rounds=1),),
     "training": (SMOKE_TRAINING,),
+    "steps": (SMOKE_STEPS,),
 }
 FULL = {
     "attention": (
@@ -429,7 +461,7 @@ SWEEPS = {
             0.3,
             FULL
             | {"model": (*MODEL_FULL, LEVELS, *PEERS), "anatomy": with_compiled(ANATOMY_FULL)}
-            | {"training": (MATRIX, REPRODUCIBLE)},
+            | {"training": (MATRIX, REPRODUCIBLE), "steps": STEPS},
             sustained=True,
         ),
     },

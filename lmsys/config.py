@@ -73,7 +73,7 @@ class ModelConfig:
 
 
 SIZES: Mapping[str, Mapping[str, int]] = {
-    name: dict(zip(("d_model", "d_ff", "num_layers", "num_heads"), values, strict=True))
+    name: dict(zip(("d_model", "d_ff", "num_layers", "num_heads", "vocab_size"), values, strict=False))
     for name, values in {
         "tiny": (128, 512, 2, 4),
         "small": (768, 3072, 12, 12),
@@ -82,6 +82,9 @@ SIZES: Mapping[str, Mapping[str, int]] = {
         "xl": (1600, 6400, 48, 25),
         "2.7b": (2560, 10240, 32, 32),  # from 2026 on CS336 calls this one xl
         "10b": (4608, 12288, 50, 36),
+        "1b": (1536, 4096, 20, 12, 151_936),
+        "3b": (2560, 6912, 28, 20, 151_936),
+        "8b": (4096, 11_008, 34, 32, 151_936),  # the model of CS336's leaderboard of 2026
     }.items()
 }
 

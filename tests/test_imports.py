@@ -141,7 +141,7 @@ def test_no_family_of_benchmarks_imports_another(file: Path) -> None:
         assert family not in families or SHARED.get(family, family) == own, f"{name_of(file)} imports {one}"
 
 
-SHARED = {"anatomy": "model", "plans": "attention"}  # of the model's own cases; of one row of attention
+SHARED = {"anatomy": "model", "plans": "attention", "steps": "data_parallel"}  # the same cases, other questions
 
 
 def family_of(file: Path) -> str:

@@ -28,7 +28,8 @@ SHAPES: dict[str, dict[str, Shape]] = {  # by benchmark and field; "" is of ever
         "phases": [{"name": TEXT, "peak_bytes": NUMBER}],
         "timeline": [{"name": TEXT, "points": [(NUMBER, NUMBER)]}],
     },
-    "data_parallel": {"timeline": [(TEXT, NUMBER, NUMBER)], "bucket_mb": NUMBER},
+    "data_parallel": {"timeline": [(TEXT, NUMBER, NUMBER)], "bucket_mb": NUMBER, "held_by": {"*": TEXT}},
+    "steps": {"losses": [NUMBER]},
     "precision": {
         "sums": [{"accumulator": TEXT, "addend": TEXT, "result": NUMBER, "error": NUMBER}],
         "tensors": [{"name": TEXT, "dtype": TEXT}],

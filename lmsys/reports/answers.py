@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from lmsys.bench.fields import Record
 from lmsys.bench.verdict import NEAR_TEXT, fastest, not_run, ratio_of, time_of
+from lmsys.reports.kept import KEPT
 from lmsys.reports.load import Machine
 from lmsys.reports.page import Block
 from lmsys.reports.speedups import geometric_mean
@@ -45,7 +46,7 @@ def _has_ranks(one: Record) -> bool:
 
 
 ATTENTION = {"direction": "direction", "dtype": "dtype", "head_dim": "D", "causal": "mask", "kind": "kind"}
-TRAINING = {"size": "model", "precision": "precision", "compile": "run"}
+TRAINING = {"size": "model", "precision": "precision", "compile": "run", "residual": "stream"}
 QUESTIONS = (
     Question(
         "attention",
@@ -59,7 +60,7 @@ QUESTIONS = (
         "model",
         "step",
         "Fastest training step",
-        TRAINING,
+        {**TRAINING, "checkpoint": "checkpointing"},
         ("llama", "sdpa", "sdpa_flash"),
         lambda one: one.get("mode") == "step",
     ),
@@ -116,7 +117,7 @@ def _fastest(machine: Machine, question: Question) -> Table | None:
 
 def _value(one: Record, name: str) -> object:
     """A case's value in a setting."""
-    return ", ".join(_kinds(one)) or None if name == "kind" else one.get(name)
+    return ", ".join(_kinds(one)) or None if name == "kind" else one.get(name) or KEPT.get(name)
 
 
 def _kinds(one: Record) -> Iterator[str]:

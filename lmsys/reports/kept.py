@@ -1,4 +1,4 @@
-"""What blocks keep for their backward, and the residual stream, as chapters of models tell them."""
+"""Chapters of models tell by these two fields what blocks keep for their backward, and the residual stream."""
 
 from lmsys.bench.fields import Field
 from lmsys.reports.views import View

@@ -56,6 +56,7 @@ VALUES: Mapping[str, Mapping[Any, str]] = {  # how values of fields are read, by
     "section": {
         "corpus": "All of the text",
         "levels": "Steps by what blocks keep",
+        "8b": "8 billion parameters, and smaller models",
         "default": "Everyday sizes",
         "tokens16k": "16,384 tokens, by length",
         "dtypes": "By dtype",
@@ -92,7 +93,7 @@ VALUES: Mapping[str, Mapping[Any, str]] = {  # how values of fields are read, by
     "direction": {"fwd": "forward", "bwd": "backward", "fwdbwd": "forward + backward"},
     "precision": {name: name for name in ("fp32", "tf32", "bf16", "fp16")},
     "compile": {name: name for name in ("eager", "compiled", "graphed")},
-    "size": {name: name for name in ("tiny", "small", "medium", "large", "xl", "2.7b", "10b")},
+    "size": {name: name for name in ("tiny", "small", "medium", "large", "xl", "2.7b", "10b", "1b", "3b", "8b")},
 }
 
 

@@ -334,7 +334,11 @@ def test_without_timing_rows_are_checked_only() -> None:
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--size", "medum", "must be one of tiny, small, medium, large, xl, 2.7b, 10b; did you mean medium"),
+        (
+            "--size",
+            "medum",
+            "must be one of tiny, small, medium, large, xl, 2.7b, 10b, 1b, 3b, 8b; did you mean medium",
+        ),
         ("--context", "0", "--context '0': must be a positive whole number"),
         ("--precision", "bf61", "must be one of fp32, tf32, bf16, fp16"),
         ("--mode", "fwd", "must be one of forward, train_forward, backward, optimizer, step"),

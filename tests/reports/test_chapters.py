@@ -165,6 +165,28 @@ def test_what_is_kept_and_the_stream_stand_side_by_side(tmp_path: Path) -> None:
         assert cells(files, f"{start.format(f'speedup-{word}')}-{fixed}-naive")[0]["small"] == speedup
 
 
+def test_steps_of_large_models_stand_beside_torchs_fastest(tmp_path: Path) -> None:
+    rows = {"fsdp-Ca": ("attention", 4.0), "torch_fsdp2-Cw": ("whole", 6.0), "torch_fsdp2-Ca": ("attention", 5.0)}
+    told = {"size": "8b", "context": 32_768, "batch": 1, "compile": "compiled", "residual": "narrow"}
+    records = [
+        record("steps", name, seconds, checkpoint=kept, losses=[12.0, 11.0, 10.0], **told)
+        for name, (kept, seconds) in rows.items()
+    ]
+    records.append(record("steps", "torch_fsdp2-Cm", outcome="oom", checkpoint="matmuls", **told))
+    files = report(tmp_path, records)
+    found = cells(files, "steps-8b-8b-S32768-speed")
+    assert [(row["strategy"], row["checkpoint"], row["Speed over torch's, ×"]) for row in found] == [
+        ("fsdp", "attention", "1.25"), ("torch_fsdp2", "attention", "1.00"), ("torch_fsdp2", "matmuls", ""),
+        ("torch_fsdp2", "whole", "0.833"),
+    ]  # fmt: skip
+    assert found[2]["Time, s"].startswith("OOM") and "one after another" in (
+        files["tables/synthetic-gpu-steps-8b-8b-S32768-speed.md"].decode()
+    )
+    assert [row["strategy"] for row in cells(files, "steps-8b-speed")] == [row["strategy"] for row in found]
+    assert "matmuls, ms" in cells(files, "steps-8b-8b-S32768-kinds")[0]
+    assert "plots/synthetic-gpu-steps-8b-8b-S32768-losses.svg" in files
+
+
 def test_what_holds_two_strategies_together_is_a_table(tmp_path: Path) -> None:
     held = {
         "naive": {"fsdp-Cw": "bits", "torch_ddp": "tolerance"},

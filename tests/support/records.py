@@ -15,6 +15,7 @@ from benchmarks.bench_data_parallel import DataParallel
 from benchmarks.bench_loss import Loss
 from benchmarks.bench_model import Model
 from benchmarks.bench_precision import Precision
+from benchmarks.bench_steps import TrainingSteps
 from benchmarks.bench_tokenizer import Tokenizers
 from benchmarks.bench_training import Training
 from lmsys.bench.fields import COMMON, Field, declared
@@ -25,7 +26,7 @@ from lmsys.reports.__main__ import main
 from lmsys.reports.folder import MANIFEST
 
 Record = dict[str, Any]
-ALL = (Attention, Model, Loss, Anatomy, Precision, Collectives, DataParallel, Tokenizers, Training)
+ALL = (Attention, Model, Loss, Anatomy, Precision, Collectives, DataParallel, TrainingSteps, Tokenizers, Training)
 BENCHMARKS = {cls.name: cls for cls in ALL}
 MACHINE = {
     "name": "Synthetic GPU", "device": "cuda", "cores": 2, "memory_bytes": 2**37, "gpu": "Synthetic GPU",
@@ -51,6 +52,7 @@ ASKED: dict[str, Record] = {  # of a case, where a test says nothing else
         **MODEL, "world_size": 2, "asked_bucket_mb": None, "comm_dtype": "float32", "sharded_optimizer": False,
         "backend": "nccl", "num_nodes": 1, "bucket_mb": None, **KEPT,
     },
+    "steps": {**MODEL, **KEPT, "world_size": 2, "backend": "nccl", "num_nodes": 1, "steps": 20, "section": "8b"},
     "tokenizer": {"task": "encode", "vocab_size": 10_000, "text_bytes": 30_000_000, "processes": 2},
     "training": {
         **MODEL, "attention": "naive", "num_ranks": 2, "world_size": 2, "backend": "nccl", "num_nodes": 1,
@@ -64,7 +66,7 @@ OF_ROWS = {  # what the rows of one comparison may differ in
 }  # fmt: skip
 KIND_OF = {
     "model": "attention", "anatomy": "attention", "training": "strategy", "data_parallel": "strategy",
-    "collectives": "operation", "precision": "none",
+    "collectives": "operation", "precision": "none", "steps": "strategy",
 }  # fmt: skip
 PHASES = {"forward": (3, 2), "backward": (4, 1), "optimizer": (2, 1)}  # peak and live, GiB
 

@@ -11,6 +11,7 @@ from lmsys.reports.chapters import (
     loss,
     model,
     precision,
+    steps,
     tokenizer,
     training,
 )
@@ -27,6 +28,7 @@ CHAPTERS: dict[str, Callable[[View], Sequence[Chapter]]] = {
     "precision": precision.chapters,
     "collectives": collectives.chapters,
     "data_parallel": data_parallel.chapters,
+    "steps": steps.chapters,
     "tokenizer": tokenizer.chapters,
     "training": training.chapters,
 }

@@ -1,0 +1,186 @@
+"""Training steps of large models, each row with the GPUs to itself: time, MFU, memory, and where the time goes.
+
+Two rows of a model of 8 billion parameters do not fit beside each other, so each is measured alone, in its turn. It is
+first held to one process, as in `benchmarks/bench_data_parallel.py`. Then it trains on one batch, step after step, and
+must bring the loss down.
+"""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any
+
+from benchmarks import axes
+from benchmarks.data_parallel.alone import Alone, train_alone, why_wrong
+from benchmarks.data_parallel.cases import StepsCase
+from benchmarks.data_parallel.check import gate
+from benchmarks.data_parallel.rows import step_rates, why_not
+from benchmarks.models import WHAT_IS_KEPT
+from lmsys.bench import Axis, Benchmark, Candidate, Field, Grid, Record, Settings, bench, fields, positive
+from lmsys.bench.ranks import CLOCKS, backend_of, num_nodes, world_sizes
+from lmsys.bench.trial import NOT_TIMED
+from lmsys.checkpointing import FIT
+from lmsys.cost.operations import model_parameters
+from lmsys.parallel import STRATEGIES
+
+STEPS = 20
+KINDS = {  # of a step's time, beside the optimizer's
+    "matmul": "matmuls",
+    "attention": "attention",
+    "elementwise": "elementwise",
+    "reduction": "reductions",
+    "copy": "copies",
+    "other": "other kernels",
+}
+
+
+class TrainingSteps(Benchmark):
+    """Each case alone is checked, then trains."""
+
+    name = "steps"
+    case_type = StepsCase
+    tables = {"strategy": STRATEGIES}
+    opens = False
+    streams = True
+    axes: tuple[Axis, ...] = (
+        *axes.named("--size", "--context", "--batch", "--precision", "--compile", "--strategy"),
+        *axes.named("--world-size", "--checkpoint", "--residual"),
+        Axis("steps", positive, STEPS, single=True, help="of each row, timed; their losses must fall"),
+    )
+    fields: tuple[Field, ...] = (
+        *fields.axes("strategy", "size", "context", "batch", "precision", "compile"),
+        Field("world_size", label="ranks", role="axis"),
+        *WHAT_IS_KEPT,
+        *fields.axes("backend"),
+        Field("num_nodes", label="nodes", role="axis"),
+        Field("num_parameters", label="parameters", role="axis"),
+        fields.TIME.called(about="Median time of a step, of the slowest rank", shown="s"),
+        Field("tokens_per_s", "tokens/s", "Rate", about="Tokens of all ranks' batches over the median time of a step"),
+        fields.MFU.called(
+            about="Model FLOP utilisation: the arithmetic of the formula over median time, as a share of the peak that"
+            " the devices' maker states for all ranks"
+        ),
+        fields.MATMUL_FRACTION.called(
+            about="The arithmetic of the formula on a rank over median time, as a share of the large matmul measured in"
+            " this run"
+        ),
+        fields.SUSTAINED_FRACTION.called(role="metric"),
+        fields.RATE.called(role="detail", about="The arithmetic of the formula on a rank over median time"),
+        Field(
+            "held_bytes",
+            "B",
+            "Held",
+            about="Weights and optimizer state that are live before a step, on the rank with most",
+            shown="GiB",
+        ),
+        fields.PEAK.called(about="Peak memory of a step above what was held, on the rank with most", shown="GiB"),
+        Field(
+            "total_bytes",
+            "B",
+            "Memory in all",
+            about="What is held before a step, and the peak above it, on the rank with most",
+            shown="GiB",
+        ),
+        Field("first_step_s", "s", "First step", "detail", "Time of the first step, which compiles and tunes", "s"),
+        Field("first_loss", "nats", "First loss", about="Loss of the first timed step, on the batch of all steps"),
+        Field("last_loss", "nats", "Last loss", about="Loss of the last timed step"),
+        *(
+            Field(f"{kind}_s", "s", label, about=f"Time of {label} in a step, without the optimizer's", shown="ms")
+            for kind, label in KINDS.items()
+        ),
+        Field("optimizer_s", "s", "optimizer", about="Time of clipping and the optimizer's kernels", shown="ms"),
+        Field(
+            "exposed_s",
+            "s",
+            "exposed communication",
+            about="Time of a step with a collective in flight and nothing computing",
+            shown="ms",
+        ),
+        Field(
+            "communication_s", "s", "communication", "detail", "Time of a step with a collective in flight", shown="ms"
+        ),
+        Field("profiled_s", "s", "profiled", "detail", "Wall time of a step under the profiler", "ms"),
+        Field("steps", role="axis", about="Timed steps"),
+        Field("losses", role="detail", about="Loss of each timed step, all on one batch"),
+    )
+
+    def cases(self, grid: Grid, settings: Settings) -> Iterator[StepsCase]:
+        """Rows that synchronize, on two ranks or more."""
+        sizes = [size for size in world_sizes(grid, backend_of(settings.device)) if size > 1]
+        rows = [row for row in STRATEGIES.select(grid["strategy"]) if row.trait("synchronizes", True)]
+        models = grid.product("size", "context", "batch", "precision", "compile")
+        for model, world_size, row, kept, residual in product(
+            models, sizes, rows, grid["checkpoint"], grid["residual"]
+        ):
+            asked = (grid.name, row, settings.device, *model, world_size)
+            yield StepsCase(*asked, checkpoint=kept, residual=residual, steps=grid["steps"])
+
+    def why_not(self, case: StepsCase) -> str | None:
+        return why_not(case)
+
+    def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: Any) -> None:
+        for candidate in candidates:
+            case = candidate.case
+            ranks = candidate.attempt(runner.ranks.run, case.world_size, case.backend, gate, case, runner.settings.seed)
+            if ranks:
+                candidate.judge(ranks[0], "float32")
+
+    def sample(self, turn: Sequence[StepsCase], trial: Any) -> None:
+        (case,) = turn
+        candidate = trial.candidate(case)
+        if trial.settings.timed:
+            candidate.attempt(self._train, case, candidate, trial)
+        number = trial.cases.index(case) + 1
+        trial.runner.say(f"  [{number}/{len(trial.cases)}] {case.impl}: {self._told(case, candidate, trial)}")
+
+    def _train(self, case: StepsCase, candidate: Candidate, trial: Any) -> None:
+        start = case.world_size, case.backend
+        ranks: list[Alone] = trial.runner.ranks.run(*start, train_alone, case, trial.settings.seed, case.steps)
+        if reason := why_wrong(ranks):
+            candidate.failed("wrong", reason)
+            return
+        measurement = trial.measurements[case.id]
+        measurement.samples = [max(samples) for samples in zip(*(one.samples for one in ranks), strict=True)]
+        measurement.record = found_by(ranks) | {"levels": ranks[0].levels if case.checkpoint == FIT else None}
+
+    def _told(self, case: StepsCase, candidate: Candidate, trial: Any) -> str:
+        """How the case has ended, in a line."""
+        one = trial.measurements[case.id]
+        if candidate.outcome != "ok" or not one.samples:
+            return f"{candidate.outcome}: {candidate.reason or NOT_TIMED}"
+        losses, memory = one.record["losses"], one.record["total_bytes"] / 2**30
+        return (
+            f"{statistics.median(one.samples):.4g} s a step, {memory:.3g} GiB, loss {losses[0]:.4f} to {losses[-1]:.4f}"
+        )
+
+    def clock_name(self, case: StepsCase, runner: Any) -> str:
+        return CLOCKS[case.backend]
+
+    def metrics(self, case: StepsCase, record: Record, machine: Record) -> Record:
+        """Work of all ranks, and with a time the rates, and a rank's share of what its device reaches."""
+        found: Record = {"num_parameters": model_parameters(case.config), "num_nodes": num_nodes()}
+        if time_s := record.get("time_s"):
+            found |= step_rates(case, time_s, machine)
+        return found
+
+
+def found_by(ranks: Sequence[Alone]) -> Record:
+    """The fields of what the ranks have found; kernels are those of the rank that waits least for the others."""
+    one = min(ranks, key=lambda rank: rank.communication_s)
+    held, peak = (max(getattr(rank, name) for rank in ranks) for name in ("held_bytes", "peak_bytes"))
+    clocks = [rank.sm_clock_mhz for rank in ranks if rank.sm_clock_mhz is not None]
+    return {
+        "held_bytes": held,
+        "peak_bytes": peak - held,
+        "total_bytes": peak,
+        "first_step_s": max(rank.first_step_s for rank in ranks),
+        "losses": [float(f"{loss:.6g}") for loss in one.losses],
+        "first_loss": one.losses[0],
+        "last_loss": one.losses[-1],
+        **{f"{kind}_s": one.kinds[kind] for kind in KINDS},
+        **{name: getattr(one, name) for name in ("optimizer_s", "exposed_s", "communication_s", "profiled_s")},
+        "sm_clock_mhz": statistics.median(clocks) if clocks else None,
+    }
+
+
+test_steps = bench(TrainingSteps)

@@ -1,0 +1,172 @@
+"""A training step of one row that has the GPUs to itself: models too large to stand beside another. Runs on the ranks.
+
+The row trains on one batch, again and again, with clipping, and with a learning rate by width. So its loss must fall:
+what is timed trains. Time, memory and kernels are those of the same model, one run after another.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from benchmarks.data_parallel.cases import ParallelCase
+from benchmarks.data_parallel.passes import Pass
+from benchmarks.data_parallel.rank import Rig, config_of, prepared
+from benchmarks.models import LR_BY_WIDTH
+from lmsys.attention import ATTENTION
+from lmsys.bench.ranks import on_part, release, subgroup, times
+from lmsys.measure import memory
+from lmsys.measure.clock import synchronize
+from lmsys.measure.overlap import communication_of
+from lmsys.measure.profile import KINDS, Profile, part, profile_call, register_kernels
+from lmsys.measure.sensors import sensors_of
+from lmsys.measure.step import Step
+from lmsys.parallel.group import device
+from lmsys.training.loop import whole_norm
+from lmsys.training.optimizer import clip_factor, scale_gradients
+
+MAX_NORM = 1.0
+LR_SHARE = 0.25  # of the rate by width: there is no warm-up
+UPDATE = "optimizer"  # a part of the step: clipping too
+STAGES = 4  # of the losses' fall
+
+
+class TrainingRig(Rig):
+    """A rig that clips, and trains on its first batch."""
+
+    def __init__(self, case: ParallelCase, seed: int):
+        adamw = {"lr": LR_SHARE * LR_BY_WIDTH / case.config.d_model, "betas": (0.9, 0.95)}
+        super().__init__(case, Pass(seed, seed, 0, 0), adamw)
+        self.divided = case.entry.trait("shards_gradients", False) and case.world_size > 1
+        self.group = subgroup(case.world_size)
+
+    def update(self) -> None:
+        with part(UPDATE):
+            if self.case.entry.trait("fused_adamw", False):  # DTensors, whose norm torch knows
+                torch.nn.utils.clip_grad_norm_(self.parameters, MAX_NORM)
+            else:
+                norm = whole_norm(self.optimizer, self.group, self.divided)
+                scale_gradients(self.optimizer, clip_factor(norm, MAX_NORM))
+            super().update()
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def finite(self) -> bool:
+        """True where no weight of this rank's is NaN or inf."""
+        own = (p.to_local() if isinstance(p, DTensor) else p for p in map(Tensor.detach, self.parameters))
+        return all(math.isfinite(torch.linalg.vector_norm(p, math.inf).item()) for p in own if p.numel())
+
+
+@dataclass
+class Alone:
+    """Findings on this rank.
+
+    levels          of checkpointing, as the model has them
+    first_step_s    with compiling and tuning
+    held_bytes      weights and optimizer state, before a step; peak_bytes: the most that is live in one
+    samples, losses of each step: seconds, and the loss of all ranks
+    kinds           seconds of a step's kernels by kind, without those of the optimizer
+    """
+
+    levels: str
+    first_step_s: float
+    held_bytes: int
+    peak_bytes: int
+    samples: list[float]
+    losses: list[float]
+    finite: bool
+    kinds: dict[str, float]
+    optimizer_s: float
+    profiled_s: float
+    communication_s: float
+    exposed_s: float
+    sm_clock_mhz: float | None
+
+
+@on_part
+def train_alone(case: ParallelCase, seed: int, steps: int) -> Alone:
+    """Builds the row, takes its steps, and looks into some more."""
+    for row in ATTENTION.values():
+        register_kernels(row.trait("kernels", ""), "attention")
+    register_kernels(case.entry.trait("kernels", ""), "communication")
+    kind, group = device().type, subgroup(case.world_size)
+    with prepared(case):
+        rigs: list[TrainingRig] = []
+        took: list[float] = []
+
+        def first() -> None:
+            start = perf_counter()
+            rigs[0].step()
+            rigs[0].finish()
+            synchronize(kind)
+            took.append(perf_counter() - start)
+
+        def step() -> None:
+            rigs[0].step()
+            rigs[0].finish()
+
+        phases = {"init": lambda: rigs.append(TrainingRig(case, seed)), "first": first, "step": step}
+        found = memory.phases(phases, kind)
+        (rig,) = rigs
+        inner = getattr(
+            rig.optimizer, "optim", rig.optimizer
+        )  # ZeroRedundancyOptimizer keeps its share in one of its own
+        held = sum(memory.breakdown(rig.strategy.wrapper, inner).values())
+        release()
+        losses: list[Tensor] = []
+        one = Step(lambda _: losses.append(rig.step()))
+        samples, _ = times(one, range(steps), group, finish=rig.finish)
+        clock = sensors_of(kind).read().sm_clock_mhz
+        told = torch.stack(losses).double()
+        dist.all_reduce(told, group=group)
+        finite = rig.finite()
+        sent = communication_of(rig.step, rig.finish, partial(dist.barrier, group), kind)
+        dist.barrier(group)
+        profile = profile_call(step, kind, steps=1)
+        outside = rig.outside_bytes
+    kinds, optimizer_s = by_kind(profile)
+    return Alone(
+        levels=str(config_of(case).checkpoint_blocks),
+        first_step_s=took[0],
+        held_bytes=held + outside,
+        peak_bytes=found["step"]["peak_bytes"] + outside,
+        samples=samples,
+        losses=(told / case.world_size).tolist(),
+        finite=finite,
+        kinds=kinds,
+        optimizer_s=optimizer_s,
+        profiled_s=profile.profiled_s,
+        communication_s=sent.time_s,
+        exposed_s=sent.time_s * (1 - (sent.overlap_fraction or 0.0)),
+        sm_clock_mhz=clock,
+    )
+
+
+def by_kind(profile: Profile) -> tuple[dict[str, float], float]:
+    """(seconds by kind without the optimizer's, the optimizer's), of one step."""
+    total = {kind: profile.shares[kind] * profile.kernel_s for kind in KINDS}
+    own: Mapping[str, float] = next((one.kinds for one in profile.parts if one.name == UPDATE), {})
+    return {kind: max(0.0, total[kind] - own.get(kind, 0.0)) for kind in KINDS}, sum(own.values())
+
+
+def why_wrong(ranks: list[Alone]) -> str | None:
+    """None, or why these steps do not train: a weight or loss that is no number, or losses that do not fall."""
+    if not all(one.finite for one in ranks):
+        return "after the timed steps a weight is NaN or inf"
+    losses = ranks[0].losses
+    if bad := [number for number, loss in enumerate(losses, start=1) if not math.isfinite(loss)]:
+        return f"the loss of timed step {bad[0]} is NaN or inf"
+    size = -(-len(losses) // STAGES)
+    means = [math.fsum(part) / len(part) for part in (losses[at : at + size] for at in range(0, len(losses), size))]
+    if not all(later < earlier for earlier, later in zip(means, means[1:], strict=False)):
+        told = ", ".join(f"{mean:.4f}" for mean in means)
+        return f"on one batch the loss must fall, and its means over {size} steps each are {told}"
+    return None

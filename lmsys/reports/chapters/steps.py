@@ -1,0 +1,80 @@
+"""Training steps of large models, each row alone: speed, share of what GPUs reach, memory, where the time goes."""
+
+from dataclasses import replace
+
+from lmsys.bench.fields import Field
+from lmsys.reports import plots
+from lmsys.reports.canvas import Plot
+from lmsys.reports.kept import KEPT, with_kept
+from lmsys.reports.page import Block, Chapter
+from lmsys.reports.tables import Table, listing
+from lmsys.reports.views import View
+from lmsys.reports.words import COMPILED
+
+NUMBERS = ("context", "batch", "world_size", "steps")
+WORDS = ("section", "size", "precision", "compile", "strategy")
+ROW = ("strategy", *KEPT, "compile")  # what a row is
+SPEED = ("time_s", "tokens_per_s", "over_peer", "mfu", "matmul_ceiling_fraction", "sustained_ceiling_fraction")
+MEMORY = ("held_bytes", "peak_bytes", "total_bytes", "first_loss", "last_loss")
+KINDS = tuple(
+    f"{kind}_s" for kind in "matmul attention elementwise reduction copy other optimizer exposed".split()
+)  # whose sum is about a step
+OVER_PEER = Field(
+    "over_peer",
+    "",
+    "Speed over torch's",
+    "detail",
+    "Time of torch's fastest row of this model over that of the row; they ran one after another",
+    "×",
+    lambda case: case["peer_s"] / case["time_s"],
+)
+
+
+def chapters(view: View) -> list[Chapter]:
+    """A chapter for each grid: first all models, then each."""
+    view = with_kept(replace(view, also="each row had the GPUs to itself, one after another"))
+    view = view.checked(NUMBERS, WORDS).with_fields(*COMPILED).styled("impl", "strategy")
+    view = view.ordered("section", "num_parameters", *NUMBERS, *ROW)
+    found = []
+    for (section,), own in view.groups("section").items():
+        blocks = [_block(part) for part in own.cut("steps-{section}-{size}-S{context}", "{size}, context {context}")]
+        found.append(Chapter(f"Training steps: {own.text('section', section)}", [Block("", [_all(own)]), *blocks]))
+    return found
+
+
+def _all(own: View) -> Table | None:
+    own = replace(_with_peers(own), stem=f"{own.stem}-steps-{own.cases[0]['section']}")
+    return listing(
+        own, ("size", "context", *ROW), SPEED, "speed", "All models: speed, and share of what the GPUs reach"
+    )
+
+
+def _block(part: View) -> Block:
+    timed = part.only(lambda case: case["time_s"])
+    lead = [
+        listing(_with_peers(part), ROW, SPEED, "speed", "Speed of a step"),
+        listing(timed, ROW, MEMORY, "memory", "Memory of a rank, and the losses"),
+        listing(timed, ROW, ("profiled_s", *KINDS), "kinds", "Where the time goes"),
+    ]
+    return Block(part.title, [*lead, _losses(timed)])
+
+
+def _losses(timed: View) -> Plot | None:
+    points = [
+        {**case, "step": step, "loss": loss}
+        for case in timed.cases
+        for step, loss in enumerate(case["losses"] or (), start=1)
+    ]
+    about = "Loss of each timed step, all on one batch: of a right step it falls"
+    fields = Field("step", label="step"), Field("loss", "nats", "Loss", about=about)
+    return plots.lines(replace(timed, cases=points).with_fields(*fields), "loss", "step", word="losses", xlabel="step")
+
+
+def _with_peers(part: View) -> View:
+    """Adds the time of the fastest row of somebody else of each model."""
+    times: dict[str, list[float]] = {}
+    for case in part.cases:
+        if case["peer"] and case["time_s"]:
+            times.setdefault(case["comparison"], []).append(case["time_s"])
+    cases = [{**case, "peer_s": min(times.get(case["comparison"], ()), default=None)} for case in part.cases]
+    return replace(part, cases=cases).with_fields(OVER_PEER)

@@ -1,0 +1,168 @@
+"""Training steps of large models: which cases there are, what is wrong in them, and what their records say."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.bench_steps import KINDS, TrainingSteps, found_by
+from benchmarks.data_parallel.alone import STAGES, UPDATE, Alone, by_kind, train_alone, why_wrong
+from benchmarks.data_parallel.cases import StepsCase
+from benchmarks.data_parallel.check import gate
+from benchmarks.data_parallel.rows import step_rates
+from benchmarks.sweeps import EIGHT_B, SWEEPS
+from lmsys.bench import Settings
+from lmsys.bench.ranks import Ranks
+from lmsys.bench.results import Session
+from lmsys.config import model_config
+from lmsys.cost.operations import model_flops, model_parameters
+from lmsys.measure.machine import peak_flops_per_s
+from lmsys.measure.profile import KINDS as ALL_KINDS
+from lmsys.measure.profile import Part, Profile
+from tests.support import harness
+
+TINY: dict[str, Any] = {"size": ("tiny",), "context": (16,), "batch": (1,), "world_size": (2,), "strategy": ("fsdp",)}
+FINE = Alone("0", 9.0, 100, 300, [2.0, 1.0], [], True, dict.fromkeys(ALL_KINDS, 0.5), 0.25, 3.0, 0.5, 0.125, None)
+LOSSES = st.lists(st.floats(0.5, 20.0), min_size=STAGES, max_size=40)
+
+
+def alone(losses: list[float], finite: bool = True) -> Alone:
+    return replace(FINE, losses=losses, finite=finite)
+
+
+def cases_of(**values: Any) -> list[StepsCase]:
+    return harness.cases_of(TrainingSteps(), **(TINY | values))
+
+
+def test_sweeps_have_cases_where_there_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    smoke = Session(Settings(device="cpu"), SWEEPS["smoke"]["cpu"]).add(TrainingSteps)
+    assert smoke == [f"smoke-tiny-S32B1-bf16-W2-{row}-Ca1m1" for row in ("fsdp", "torch_fsdp2")]
+    for gpus in (1, 2, 8):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        found = Session(Settings(device="cuda"), SWEEPS["full"]["cuda"]).add(TrainingSteps)
+        assert len(set(found)) == len(found) == (gpus > 1) * 2 * 3 * 5
+        assert not any(word in one for one in found for word in ("attention", "model", "training", "parallel"))
+        assert gpus == 1 or f"8b-8b-S32768B1-bf16-compiled-W{gpus}-fsdp-Ca12m22-narrow" in found
+
+
+def test_the_model_is_that_of_the_leaderboard() -> None:
+    (case, *_) = harness.cases_of(TrainingSteps(), Settings(device="cuda"), **EIGHT_B, world_size=(2,))
+    assert model_parameters(case.config) == 8_125_698_048 and case.steps == 20
+    assert model_flops(case.config, tokens=2**16, context=2**15, mode="step") == pytest.approx(4.745e15, rel=1e-3)
+    assert {size: round(model_parameters(model_config(size)) / 1e9) for size in ("1b", "3b")} == {"1b": 1, "3b": 3}
+
+
+@given(losses=LOSSES)
+def test_losses_that_fall_are_right_and_those_of_any_other_order_are_not(losses: list[float]) -> None:
+    falling = sorted({round(loss, 6) for loss in losses}, reverse=True)
+    size = -(-len(losses) // STAGES)
+    means = [math.fsum(part) / len(part) for part in (losses[at : at + size] for at in range(0, len(losses), size))]
+    told = why_wrong([alone(losses)])
+    assert (told is None) == (means == sorted(set(means), reverse=True))
+    assert told is None or "on one batch the loss must fall" in told
+    assert len(falling) < 2 or why_wrong([alone(falling)]) is None
+
+
+@given(losses=LOSSES, at=st.integers(0, 39), bad=st.sampled_from([math.nan, math.inf]))
+def test_what_is_no_number_is_wrong(losses: list[float], at: int, bad: float) -> None:
+    falling = sorted(set(losses), reverse=True)
+    at %= len(falling)
+    assert why_wrong([alone(falling), alone(falling, finite=False)]) == "after the timed steps a weight is NaN or inf"
+    assert (
+        why_wrong([alone([*falling[:at], bad, *falling[at + 1 :]])]) == f"the loss of timed step {at + 1} is NaN or inf"
+    )
+
+
+def test_the_optimizers_kernels_are_no_others() -> None:
+    shares = {**dict.fromkeys(ALL_KINDS, 0.0), "matmul": 0.5, "elementwise": 0.375, "reduction": 0.125}
+    part = Part(UPDATE, 3.0, 0.0, 1, {"elementwise": 2.5, "reduction": 0.5})
+    kinds, optimizer_s = by_kind(Profile("cpu", 1, 8.0, 8.0, 8.0, shares, [], [part], None))
+    assert optimizer_s == 3.0 and sum(kinds.values()) + optimizer_s == 8.0
+    assert (kinds["matmul"], kinds["elementwise"], kinds["reduction"]) == (4.0, 0.5, 0.5)
+
+
+def test_a_record_holds_the_rank_with_most_memory_and_the_kernels_of_the_slowest() -> None:
+    waits = replace(alone([3.0, 2.0]), held_bytes=150, peak_bytes=200, communication_s=9.0, optimizer_s=9.0)
+    found = found_by([alone([3.0, 2.0]), waits])
+    assert (found["held_bytes"], found["peak_bytes"], found["total_bytes"]) == (150, 150, 300)
+    assert found["optimizer_s"] == 0.25 and found["losses"] == [3.0, 2.0] and found["last_loss"] == 2.0
+
+
+def test_shares_are_those_of_a_rank() -> None:
+    (case,) = cases_of(precision=("bf16",))
+    gpu = "NVIDIA H100 80GB HBM3"
+    ceilings, sustained = ({"matmul_flops_per_s": {"bfloat16": rate}} for rate in (8e14, 4e14))
+    found = step_rates(case, 0.5, {"gpu": gpu, "ceilings": ceilings, "sustained": sustained})
+    flops, stated = model_flops(case.config, tokens=2 * 16, context=16, mode="step"), peak_flops_per_s(gpu, "bf16")
+    assert found["flops"] == flops and found["tokens_per_s"] == 2 * 16 / 0.5 and stated
+    assert found["mfu"] == pytest.approx(flops / 0.5 / (2 * stated))
+    assert found["matmul_ceiling_fraction"] == pytest.approx(flops / 2 / 0.5 / 8e14)
+    assert found["sustained_ceiling_fraction"] == pytest.approx(2 * found["matmul_ceiling_fraction"])
+
+
+class Answers(Ranks):
+    """Ranks that answer without running: what each row is told to have found."""
+
+    def __init__(self, found: dict[str, list[Alone]]) -> None:
+        self.found = found
+
+    def run(self, world_size: int, backend: str, function: Any, case: StepsCase, *_: Any) -> list[Any]:
+        if function is gate:
+            return [{"weight": 2.0 if case.impl == "zero1" else 0.5}] * world_size
+        assert function is train_alone and case.impl != "zero1"
+        return self.found[case.impl]
+
+
+def test_a_row_that_does_not_train_is_wrong_and_has_no_time() -> None:
+    right = [alone([4.0, 3.0, 2.0, 1.0])] * 2
+    found = {"fsdp": right, "naive": [alone([1.0, 2.0, 3.0, 4.0])] * 2, "flat": [right[0], alone([], finite=False)]}
+    cases = cases_of(strategy=("fsdp", "naive", "flat", "zero1"))
+    runner = harness.runner()
+    runner.__dict__["ranks"] = Answers(found)
+    records = {one.record["impl"]: one.record for one in runner.run(TrainingSteps(), cases)}
+    assert {name: one["outcome"] for name, one in records.items()} == {"fsdp": "ok"} | dict.fromkeys(
+        ("naive", "flat", "zero1"), "wrong"
+    )
+    assert "the loss must fall" in records["naive"]["reason"] and "a weight is NaN" in records["flat"]["reason"]
+    assert records["fsdp"]["time_s"] == 1.5 and all(
+        "time_s" not in records[name] for name in ("naive", "flat", "zero1")
+    )
+    assert records["fsdp"]["alone"] and records["fsdp"]["total_bytes"] == 300
+
+
+def test_a_run_trains_ours_beside_torchs_and_says_where_the_time_goes(smoke_result: Path) -> None:
+    every = json.loads(smoke_result.read_text())["lmsys"]["records"]
+    found = {one["strategy"]: one for one in every if one["benchmark"] == "steps"}
+    assert [*found] == ["fsdp", "torch_fsdp2"]
+    for one in found.values():
+        assert one["outcome"] == "ok", one["reason"]
+        assert len(one["losses"]) == one["rounds"] == one["steps"] == 8 and one["alone"]
+        assert one["first_loss"] > one["last_loss"] > 0 and 0 < one["error_ratio"] <= 1
+        assert one["held_bytes"] + one["peak_bytes"] == one["total_bytes"] > 0
+        assert one["held_bytes"] == pytest.approx(6 * one["num_parameters"], rel=0.05)  # 12 of them over two ranks
+        assert all(one[f"{kind}_s"] >= 0 for kind in KINDS) and one["matmul_s"] > 0 and one["optimizer_s"] > 0
+        assert 0 <= one["exposed_s"] <= one["communication_s"]
+        assert (one["checkpoint"], one["residual"]) == ("attention*1,matmuls*1", "wide")
+    ours, theirs = found.values()
+    assert theirs["peer"] and ours["comparison"] == theirs["comparison"]
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_compiled_steps_train_on_two_gpus() -> None:
+    values = {"size": ("small",), "context": (1024,), "precision": ("bf16",), "compile": ("compiled",)}
+    kept = {"checkpoint": ("attention*6,matmuls*6", "whole"), "residual": ("narrow",), "steps": 20}
+    cases = cases_of(strategy=("fsdp", "torch_fsdp2"), **values, **kept)
+    cases = [replace(case, device="cuda") for case in cases]
+    found = [one.record for one in harness.results(TrainingSteps(), cases, device="cuda")]
+    assert {one["outcome"] for one in found} == {"ok"}, [one["reason"] for one in found]
+    for one in found:
+        total = sum(one[f"{kind}_s"] for kind in KINDS) + one["optimizer_s"] + one["exposed_s"]
+        assert 0.5 * one["profiled_s"] < total < 1.2 * one["profiled_s"]
