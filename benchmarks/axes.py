@@ -8,7 +8,7 @@ from typing import Any
 
 from lmsys.bench.axes import Axis, one_of, positive, yes_no
 from lmsys.checkpointing import FIT, LEVELS, RUN
-from lmsys.config import RESIDUALS, SIZES
+from lmsys.config import SIZES
 from lmsys.cost.memory import MATMUL_BYTES
 from lmsys.values import finite
 
@@ -16,6 +16,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 DIRECTIONS = ("fwd", "bwd", "fwdbwd")
 MODES = ("forward", "train_forward", "backward", "optimizer", "step")
 COMPILES = ("eager", "compiled", "graphed")
+STREAMS = ("wide", "narrow")
 END = -1  # an offset that stands for K - Q
 MODELS_ONLY = ("auto", "llama")  # of --attention: no rows of the table, but ways to choose or replace a whole model
 
@@ -148,7 +149,7 @@ NAMED = (
     ),
     Axis(
         "residual",
-        one_of(*RESIDUALS),
+        one_of(*STREAMS),
         ("wide",),
         "--residual",
         "the dtype of the stream between blocks, as model.residual: wide, narrow (that of the matmuls)",

@@ -96,7 +96,7 @@ def predicted_bytes(case: ModelTest, record: Record) -> int | None:
     runtime = case.runtime
     if levels := record.get("levels"):
         runtime["checkpoint_blocks"] = levels
-    if record["outcome"] == "unsupported" or runtime["checkpoint_blocks"] == FIT:  # nothing has been chosen
+    if record["outcome"] == "unsupported" or runtime.get("checkpoint_blocks") == FIT:  # nothing has been chosen
         return None
     return training_memory(replace(case.config, **runtime), case.batch, case.context, case.precision).peak
 

@@ -16,7 +16,6 @@ from lmsys.config import ModelConfig, model_config
 from lmsys.cost.memory import fit
 from lmsys.model import BLOCKS_PER_GRAPH, TransformerLM
 from lmsys.model.transformer import attention_case as case_in_model
-from lmsys.training.fitted import MEMORY_SHARE
 
 NUM_BLOCKS = BLOCKS_PER_GRAPH  # of a model that is checked: as many as make one compiled graph stand for all
 MAX_SCORES = 2**28  # of naive attention in one block: 2 GiB in float64
@@ -98,9 +97,11 @@ class ModelCase(Case):
 
     @property
     def runtime(self) -> dict[str, Any]:
-        """The fields of a config that say how it is computed."""
+        """The fields of a config that say how it is computed, where they are not the defaults: an earlier state of the
+        code may not know them."""
         blocks = int(self.checkpoint) if self.checkpoint.isdecimal() else self.checkpoint
-        return {"checkpoint_blocks": blocks, "residual": self.residual}
+        kept = {"checkpoint_blocks": blocks} if self.checkpoint != "none" else {}
+        return kept | ({"residual": self.residual} if self.residual != "wide" else {})
 
     @property
     def why_not_runtime(self) -> str | None:
@@ -155,6 +156,8 @@ def fitted(config: ModelConfig, batch: int, precision: str, memory: float | None
 
 def gpu_memory() -> float:
     """Bytes that a model may take of this process's GPU."""
+    from lmsys.training.fitted import MEMORY_SHARE  # which an earlier state of the code may not have
+
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     return MEMORY_SHARE * total * torch.cuda.get_per_process_memory_fraction()
 

@@ -53,7 +53,7 @@ def prepared(case: ParallelCase) -> Iterator[None]:
 
 def blocks_of(case: ParallelCase, num_layers: int) -> int | str:
     """The case's levels of checkpointing for a model of so many blocks; what fits is what fits on every rank."""
-    setting = case.runtime["checkpoint_blocks"]
+    setting = case.runtime.get("checkpoint_blocks", 0)
     if setting == FIT:
         group, stage = subgroup(case.world_size), case.entry.trait("zero_stage", 0)
         ranks = {

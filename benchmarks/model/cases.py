@@ -112,8 +112,10 @@ def model_of(case: ModelTest, base: TransformerLM, shared: bool) -> nn.Module:
     """The row's model with the weights of `base`: a peer's may share them, or be such that it is the same function."""
     compiled = case.compile != "eager"
     if not case.peer:
-        layers, fewer = case.config.num_layers, base.config.num_layers
-        blocks = for_fewer(case.computed.checkpoint_blocks, layers, fewer)
-        return variant(base, compiled, attention=case.attention.name, checkpoint_blocks=blocks, residual=case.residual)
+        changes = {**case.runtime, "attention": case.attention.name}
+        if "checkpoint_blocks" in changes:
+            layers, fewer = case.config.num_layers, base.config.num_layers
+            changes["checkpoint_blocks"] = for_fewer(case.computed.checkpoint_blocks, layers, fewer)
+        return variant(base, compiled, **changes)
     theirs = case.entry.load()(base.config, base.lm_head.weight.device).take_weights(base, shared)
     return theirs.compile_blocks() if compiled else theirs

@@ -64,7 +64,8 @@ class Gate:
             del exact
             for residual in sorted({one.case.residual for one in candidates}):
                 rows = [one for one in candidates if (one.case.grad, one.case.residual) == (grad, residual)]
-                model = variant(self.base, compiled=False, attention="naive", residual=residual)
+                stream = {} if residual == "wide" else {"residual": residual}
+                model = variant(self.base, compiled=False, attention="naive", **stream)
                 plain = self.outputs(model, grad) if rows else {}
                 for candidate in rows:
                     if found := candidate.attempt(self.outputs, candidate.call, grad):
