@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lmsys.bench.changes import MARGIN
-from lmsys.reports import against, page
+from lmsys.reports import against, page, shares
 from lmsys.reports.answers import answers
 from lmsys.reports.chapters import CHAPTERS, OTHERS, energy
 from lmsys.reports.load import InputError, read
@@ -109,6 +109,7 @@ def build(paths: Sequence[Path], out: Path, baseline: str | None = None, single_
         ordered = [name for name in (*CHAPTERS, *sorted(own - CHAPTERS.keys())) if name in own]
         views = [(CHAPTERS.get(name, OTHERS), view_of(machine, name, baseline)) for name in ordered]
         found = [chapter for chapters, view in views for chapter in (*chapters(view), *energy.chapters(view))]
+        found = [*shares.chapters(machine), *found]
         answer = answers(machine)
         if changes:
             block, first = against.block_and_chapters(changes)

@@ -187,6 +187,32 @@ def test_steps_of_large_models_stand_beside_torchs_fastest(tmp_path: Path) -> No
     assert "plots/synthetic-gpu-steps-8b-8b-S32768-losses.svg" in files
 
 
+def test_all_steps_stand_in_one_table_of_shares(tmp_path: Path) -> None:
+    shares = {"mfu": 0.5, "matmul_ceiling_fraction": 0.625, "sustained_ceiling_fraction": 0.75}
+    records = [
+        record("steps", "fsdp-Ca", 4.0, size="8b", num_parameters=10**10, checkpoint="attention", **shares),
+        record("data_parallel", "naive", 2e-3, num_parameters=10**8, **shares | {"sustained_ceiling_fraction": None}),
+        record("model", "naive", 1e-3, residual="narrow", num_parameters=10**8, **shares | {"mfu": 0.25}),
+        record("model", "naive", mode="backward", num_parameters=10**8, **shares),
+        record("model", "flex", outcome="oom", num_parameters=10**8),
+        record("attention", "naive"),
+    ]
+    files = report(tmp_path, records)
+    found = cells(files, "mfu")
+    ratios = ("MFU, %", "Short ceiling, %", "Sustained ceiling, %")
+    assert [(row["in"], row["row"], *(row[name] for name in ratios)) for row in found] == [
+        ("model", "naive", "25.0", "62.5", "75.0"),
+        ("data parallel", "naive", "50.0", "62.5", ""),
+        ("steps", "fsdp-Ca", "50.0", "62.5", "75.0"),
+    ]
+    assert [row["residual"] for row in found] == ["narrow", "wide", "wide"]
+    assert [row["checkpoint"] for row in found] == ["none", "none", "attention"]
+    assert b"All: " in files["tables/synthetic-gpu-mfu.md"] and "precision" not in found[0]
+    (tmp_path / "none").mkdir()
+    only = report(tmp_path / "none", [record("attention", "naive")])
+    assert not any("-mfu" in name for name in only)
+
+
 def test_what_holds_two_strategies_together_is_a_table(tmp_path: Path) -> None:
     held = {
         "naive": {"fsdp-Cw": "bits", "torch_ddp": "tolerance"},

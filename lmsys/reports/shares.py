@@ -1,0 +1,86 @@
+"""One table of all training steps: their model FLOP utilisation, beside what of the large matmul each reaches."""
+
+from collections.abc import Sequence
+
+from lmsys.bench.fields import Record
+from lmsys.reports.kept import KEPT
+from lmsys.reports.load import Machine
+from lmsys.reports.page import Block, Chapter
+from lmsys.reports.tables import Table
+from lmsys.reports.words import number
+
+KEYS = {  # of a row's case, and the heads of their columns
+    "size": "model",
+    "context": "context",
+    "batch": "batch",
+    "world_size": "ranks",
+    "precision": "precision",
+    "compile": "compile",
+    "checkpoint": "checkpoint",
+    "residual": "residual",
+}
+PLAIN = {**KEPT, "world_size": 1, "compile": "eager"}  # of a case that does not say
+SHARES = {
+    "mfu": "MFU, %",
+    "matmul_ceiling_fraction": "Short ceiling, %",
+    "sustained_ceiling_fraction": "Sustained ceiling, %",
+}
+ABOUT = (
+    "The arithmetic of a training step by the formula over its median time, as a share of three rates. MFU: of the peak"
+    " that the device's maker states. Short ceiling: of a large matmul of this run, which is over before the device is"
+    " hot. Sustained ceiling: of one that is kept up for seconds, under the limit of power. Of several ranks it is one"
+    " rank's share. Blank: the rate is not known, as the sustained one where no sweep or option asked for it."
+)
+
+
+def chapters(machine: Machine) -> list[Chapter]:
+    """A chapter that is this table alone; none where no step has a share."""
+    table = step_shares(machine)
+    return [Chapter("Training steps: MFU", [Block("", [table])])] if table else []
+
+
+def step_shares(machine: Machine) -> Table | None:
+    """A line for each timed step of any benchmark, models by size; None where none has a share."""
+    cases = [one for one in machine.records if _is_step(one) and any(one.get(name) is not None for name in SHARES)]
+    if not cases:
+        return None
+    cases.sort(key=lambda one: [_place(_value(one, name)) for name in ("num_parameters", *KEYS, "benchmark", "impl")])
+    data = [{name: _value(one, name) for name in ("benchmark", *KEYS, "impl", "time_s", *SHARES)} for one in cases]
+    shown = [name for name in KEYS if len({line[name] for line in data}) > 1]
+    told = [f"{head} {data[0][name]}" for name, head in KEYS.items() if name not in shown]
+    return Table(
+        name=f"{machine.slug}-mfu",
+        title="Training steps: MFU, and shares of what this machine reaches",
+        caption=f"{ABOUT} All: {', '.join(told)}." if told else ABOUT,
+        columns=["in", *(KEYS[name] for name in shown), "row", "Time, ms", *SHARES.values()],
+        rows=[_cells(line, shown) for line in data],
+        data=data,
+        keys=2 + len(shown),
+        source=machine.about(cases),
+    )
+
+
+def _is_step(one: Record) -> bool:
+    """True of whole steps that have a time: benchmarks of steps alone name no mode."""
+    return "mfu" in one and one.get("mode") in (None, "step") and bool(one.get("time_s"))
+
+
+def _value(one: Record, name: str) -> object:
+    found = one.get(name)
+    return PLAIN.get(name) if found is None else found
+
+
+def _place(value: object) -> tuple[bool, float, str]:
+    """Sorts numbers by size, and before words."""
+    is_number = isinstance(value, int | float)
+    return not is_number, float(value) if isinstance(value, int | float) else 0.0, str(value)
+
+
+def _cells(line: Record, shown: Sequence[str]) -> list[str]:
+    keys = [str(line["benchmark"]).replace("_", " "), *(_text(line[name]) for name in shown), str(line["impl"])]
+    shares = ["" if line[name] is None else number(100 * line[name]) for name in SHARES]
+    return [*keys, number(1e3 * line["time_s"]), *shares]
+
+
+def _text(value: object) -> str:
+    return f"{value:,}" if type(value) is int else "" if value is None else str(value)
