@@ -126,3 +126,10 @@ def test_what_the_tool_cannot_compare_is_refused(
     with pytest.raises(SystemExit, match="2"):
         tool.main(words)
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_the_tool_holds_eager_compiled_and_graphed_steps_together() -> None:
+    words = "--device cuda --size small --context 128 --precision bf16 --strategy none --world-size 1"
+    levels = "--compile eager,compiled,graphed --checkpoint none,attention,whole"
+    assert tool.main([*words.split(), *levels.split()]) == 0
