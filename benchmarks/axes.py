@@ -15,7 +15,7 @@ from lmsys.values import finite
 DTYPES = ("float32", "float16", "bfloat16")
 DIRECTIONS = ("fwd", "bwd", "fwdbwd")
 MODES = ("forward", "train_forward", "backward", "optimizer", "step")
-COMPILES = ("eager", "compiled", "graphed")
+COMPILES = ("eager", "compiled", "graphed", "fused")
 STREAMS = ("wide", "narrow")
 END = -1  # an offset that stands for K - Q
 MODELS_ONLY = ("auto", "llama")  # of --attention: no rows of the table, but ways to choose or replace a whole model
@@ -135,7 +135,8 @@ NAMED = (
         one_of(*COMPILES),
         ("eager",),
         "--compile",
-        "eager, compiled (block by block), graphed (and replayed as a CUDA graph)",
+        "eager, compiled (block by block), graphed (and replayed as a CUDA graph); of a model also fused (by kernels of"
+        " ours, without a compiler, and replayed)",
     ),
     Axis(
         "checkpoint",

@@ -82,7 +82,7 @@ class Anatomy(ModelBenchmark):
         """Those that can be opened: a backward's or an optimizer's part is in the whole step, a graph's are those of
         what it replays."""
         for case in super().cases(grid, settings):
-            if case.mode in ANATOMY_MODES and case.compile != "graphed":
+            if case.mode in ANATOMY_MODES and not case.replayed:
                 yield AnatomyTest(**vars(case), traces=grid["traces"])
 
     def setup(self, cases: Sequence[ModelTest], settings: Settings) -> Setup:

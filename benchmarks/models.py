@@ -17,6 +17,7 @@ from lmsys.cost.memory import fit
 from lmsys.model import BLOCKS_PER_GRAPH, TransformerLM
 from lmsys.model.transformer import attention_case as case_in_model
 
+COMPILED = ("compiled", "graphed")  # ways to run blocks that need a compiler
 NUM_BLOCKS = BLOCKS_PER_GRAPH  # of a model that is checked: as many as make one compiled graph stand for all
 MAX_SCORES = 2**28  # of naive attention in one block: 2 GiB in float64
 # Learning rate times d_model: Adam's goes with the inverse width (Yang et al. 2022, arXiv 2203.03466).
@@ -55,7 +56,7 @@ def attention_row(entry: Entry, case: AttentionCase) -> Entry:
 
 def why_not(entry: Entry, case: AttentionCase, precision: str, compile: str) -> str | None:
     """None, or why a model with this row cannot run."""
-    if reason := why_no_arithmetic(precision, case.device, compiles=compile != "eager"):
+    if reason := why_no_arithmetic(precision, case.device, compiles=compile in COMPILED):
         return reason
     if entry not in MODEL_ROWS.values():
         return 'a model cannot use a kernel from a file; register it as an entry point (README, "From a package")'
@@ -66,7 +67,7 @@ def why_not(entry: Entry, case: AttentionCase, precision: str, compile: str) -> 
 class ModelCase(Case):
     """A language model at work.
 
-    compile     eager; compiled, block by block; graphed: that, replayed as a CUDA graph
+    compile     eager; compiled, block by block; graphed: that, replayed as a CUDA graph; fused: our kernels, replayed
     checkpoint  what blocks keep for their backward, as `ModelConfig.checkpoint_blocks`
     residual    as `ModelConfig.residual`
     """
@@ -87,6 +88,11 @@ class ModelCase(Case):
     @property
     def config(self) -> ModelConfig:
         return model_config(self.size, context_length=self.context)
+
+    @property
+    def replayed(self) -> bool:
+        """True where forward and backward are replayed as one CUDA graph."""
+        return self.compile in ("graphed", "fused")
 
     @property
     def keeps(self) -> str:
@@ -169,10 +175,12 @@ def build(config: ModelConfig, device: str, seed: int) -> TransformerLM:
         return TransformerLM(config, device)
 
 
-def variant(base: TransformerLM, compiled: bool, **changes: Any) -> TransformerLM:
-    """`base`, which has not run yet, with another attention row or other runtime fields of its config, eager or
-    compiled: all have one set of parameters."""
+def variant(base: TransformerLM, compile: str, **changes: Any) -> TransformerLM:
+    """`base`, which has not run yet, with another attention row or other runtime fields of its config, and with blocks
+    as a ModelCase's `compile` says: all have one set of parameters."""
     shared = {id(x): x for x in (*base.parameters(), *base.buffers())}
     model = copy.deepcopy(base, shared)
     model.config = replace(base.config, **changes)
-    return model.compile_blocks(BLOCKS_PER_GRAPH) if compiled else model
+    if compile == "fused":
+        return model.fuse_blocks()
+    return model.compile_blocks(BLOCKS_PER_GRAPH) if compile in COMPILED else model

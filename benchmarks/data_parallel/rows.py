@@ -53,6 +53,7 @@ def why_not(case: ParallelCase) -> str | None:
     return (
         reason
         or (case.compile != "eager" and why_no_compiler(case.device))
+        or (case.compile == "fused" and "fused blocks are no modules that a strategy could hook: --compile graphed")
         or (graphed and case.device != "cuda" and "CUDA graphs need a CUDA device")
         or (graphed and case.entry.trait("why_not_graphed", ""))
         or (

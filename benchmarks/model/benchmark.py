@@ -60,8 +60,10 @@ class ModelBenchmark(Benchmark):
     def why_not(self, case: ModelTest) -> str | None:
         if reason := models.why_not(case.entry, case.asked, case.precision, case.compile):
             return reason
-        if case.peer and case.keeps:
-            return "what is kept and the residual stream are settings of our model"
+        if case.peer and (case.keeps or case.compile == "fused"):
+            return "what is kept, the residual stream and fused blocks are settings of our model"
+        if case.compile == "fused" and case.checkpoint != "none":
+            return "fused blocks keep all that their backward reads"
         try:
             reason = case.why_not_runtime
             _ = reason or case.computed
@@ -70,7 +72,7 @@ class ModelBenchmark(Benchmark):
         return reason
 
     def no_sample(self, case: ModelTest) -> Failure | None:
-        if case.compile != "graphed" or (case.mode == "step" and case.device == "cuda"):
+        if not case.replayed or (case.mode == "step" and case.device == "cuda"):
             return None
         if case.device != "cuda":
             return "unsupported", "CUDA graphs need a CUDA device"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from benchmarks import axes
-from benchmarks.models import AUTO, WHAT_IS_KEPT, ModelCase, attention_case, attention_row, fitted, variant
+from benchmarks.models import AUTO, COMPILED, WHAT_IS_KEPT, ModelCase, attention_case, attention_row, fitted, variant
 from lmsys.attention import AttentionCase
 from lmsys.bench import Axis, Entry, Field, Record, fields
 from lmsys.checkpointing import for_fewer
@@ -16,7 +16,7 @@ from lmsys.config import ModelConfig
 from lmsys.cost.operations import model_parameters
 from lmsys.model import TransformerLM
 
-Row = tuple[bool, str, bool, str, str]
+Row = tuple[str, str, bool, str, str]
 SHAPE = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size")
 AXES = (
     *axes.named("--size", "--context", "--batch", "--precision", "--mode", batch=(4,)),
@@ -46,7 +46,7 @@ FIELDS = (
 class ModelTest(ModelCase):
     """One thing (`mode`) that is done with a model of some size by one row.
 
-    compile  graphed: forward and backward are replayed as one CUDA graph
+    compile  graphed, fused: forward and backward are replayed as one CUDA graph
     warmup   when given: so many untimed steps before ten timed ones, in a process of its own
     """
 
@@ -91,7 +91,8 @@ class ModelTest(ModelCase):
     @property
     def row(self) -> Row:
         """The key of a candidate, which is compiled and checked once for all its modes."""
-        return self.compile != "eager", self.entry.name, self.grad, self.checkpoint, self.residual
+        blocks = "compiled" if self.compile in COMPILED else self.compile
+        return blocks, self.entry.name, self.grad, self.checkpoint, self.residual
 
     @property
     def computed(self) -> ModelConfig:
@@ -110,12 +111,11 @@ class ModelTest(ModelCase):
 
 def model_of(case: ModelTest, base: TransformerLM, shared: bool) -> nn.Module:
     """The row's model with the weights of `base`: a peer's may share them, or be such that it is the same function."""
-    compiled = case.compile != "eager"
     if not case.peer:
         changes = {**case.runtime, "attention": case.attention.name}
         if "checkpoint_blocks" in changes:
             layers, fewer = case.config.num_layers, base.config.num_layers
             changes["checkpoint_blocks"] = for_fewer(case.computed.checkpoint_blocks, layers, fewer)
-        return variant(base, compiled, **changes)
+        return variant(base, case.compile, **changes)
     theirs = case.entry.load()(base.config, base.lm_head.weight.device).take_weights(base, shared)
-    return theirs.compile_blocks() if compiled else theirs
+    return theirs.compile_blocks() if case.compile in COMPILED else theirs

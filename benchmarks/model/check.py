@@ -59,13 +59,13 @@ class Gate:
     def judge(self, candidates: Sequence[Candidate]) -> None:
         dtype = ROUNDING[self.precision]
         for grad in sorted({one.case.grad for one in candidates}):
-            exact = variant(copy.deepcopy(self.base).double(), compiled=False, attention="naive")
+            exact = variant(copy.deepcopy(self.base).double(), "eager", attention="naive")
             reference = self.outputs(exact, grad, "fp32")
             del exact
             for residual in sorted({one.case.residual for one in candidates}):
                 rows = [one for one in candidates if (one.case.grad, one.case.residual) == (grad, residual)]
                 stream = {} if residual == "wide" else {"residual": residual}
-                model = variant(self.base, compiled=False, attention="naive", **stream)
+                model = variant(self.base, "eager", attention="naive", **stream)
                 plain = self.outputs(model, grad) if rows else {}
                 for candidate in rows:
                     if found := candidate.attempt(self.outputs, candidate.call, grad):

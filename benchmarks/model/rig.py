@@ -110,7 +110,7 @@ class Rig:
             graph()
             self.update(case.peer)
 
-        if case.compile == "graphed":
+        if case.replayed:
             graph = self.graph_of(case)
             return Step(lambda _: replayed(), prepare=graph.record, before=replayed)
         train = partial(self.loss_and_states, case)
@@ -159,7 +159,7 @@ class Rig:
             synchronize(self.device)
             seconds = time.perf_counter() - start
             del step  # with the memory of its graph
-            if case.compile == "graphed":
+            if case.replayed:
                 self.check_graph(case)
             return seconds
         finally:
@@ -181,7 +181,7 @@ class Rig:
         step.run(step.prepare())
         self.base.zero_grad(set_to_none=True)
         step = self.step_of(case)  # anew: a graph is recorded within what is measured
-        prepared = None if case.compile == "graphed" else step.prepare()
+        prepared = None if case.replayed else step.prepare()
         held = sum(memory.breakdown(self.model(case), self.optimizers.get(case.peer)).values())
         return held, memory.peak_bytes(lambda: step.run(prepared), self.device)
 

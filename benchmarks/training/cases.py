@@ -126,7 +126,7 @@ class TrainingCase(TrainedCase):
         """The case as the training loop takes it. ValueError for an option that the loop does not have."""
         if isinstance(self.bucket_mb, str):
             raise ValueError("the training loop has no automatic size of buckets: --bucket-mb is to name MiB")
-        if self.compile == "graphed":
+        if self.replayed:
             raise ValueError("the training loop replays no CUDA graph: --compile is to be eager or compiled")
         if self.reproducible and (reason := self.entry.trait("why_not_reproducible", "")):
             raise ValueError(reason)

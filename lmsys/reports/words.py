@@ -24,7 +24,7 @@ NAMES = re.compile(r"\{(\w+)\}")
 UNITS_IN_NAMES = re.compile(r"_(s|bytes|per_s|mhz|ratio)$")
 SHARES = ("matmul_ceiling_fraction", "sustained_ceiling_fraction")
 CLOCKED = ("time_s", "mean_s", "speedup", "mfu", *SHARES)  # come from samples, as all rates do
-HOW = {"eager": "", "graphed": ", as one CUDA graph"}
+HOW = {"eager": "", "graphed": ", as one CUDA graph", "fused": ", fused blocks as one CUDA graph"}
 COMPILED = (  # what names of files and headings say of the way of compiling
     Field("way", role="detail", of=lambda case: "" if case["compile"] == "eager" else f"-{case['compile']}"),
     Field("how", role="detail", of=lambda case: HOW.get(case["compile"], f", blocks {case['compile']}")),
@@ -92,7 +92,7 @@ VALUES: Mapping[str, Mapping[Any, str]] = {  # how values of fields are read, by
     "causal": {True: "causal", False: "not causal"},
     "direction": {"fwd": "forward", "bwd": "backward", "fwdbwd": "forward + backward"},
     "precision": {name: name for name in ("fp32", "tf32", "bf16", "fp16")},
-    "compile": {name: name for name in ("eager", "compiled", "graphed")},
+    "compile": {name: name for name in ("eager", "compiled", "graphed", "fused")},
     "size": {name: name for name in ("tiny", "small", "medium", "large", "xl", "2.7b", "10b", "1b", "3b", "8b")},
 }
 

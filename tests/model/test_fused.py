@@ -54,7 +54,7 @@ def _with_gradients(function: Callable[..., Any], inputs: list[Tensor], generato
 def test_an_addition_and_a_norm(
     size: tuple[int, int], seed: int, kinds: tuple[torch.dtype, torch.dtype], device: str
 ) -> None:
-    """Of a stream and a branch that may be narrower; the gradient of the sum comes in, too."""
+    """A stream and a branch that may be narrower; the gradient of the sum comes in, too."""
     stream, matmuls = kinds
     x, branch = drawn(size, seed, stream, matmuls, device=device)
     (weight,) = drawn(size[1:], seed + 1, torch.float32, device=device)
