@@ -1,7 +1,7 @@
 """The answers that the page begins with: the fastest row of each question, what was wrong, and what could not run."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lmsys.bench.fields import Record
@@ -17,8 +17,8 @@ NARROW = "bfloat16", "bf16"  # the precision that most readers ask for stands fi
 FAILED = "wrong", "error"
 ABOUT = (
     "All rows of a line took turns in one run. Speed: how many times as fast as the row that it names, by the "
-    "geometric mean over the shapes that were measured. First: for how many of them no row was more than "
-    f"{NEAR_TEXT} faster. Rows are named as one types them."
+    "geometric mean over the shapes that were measured. First: in so many of these shapes no row was more than "
+    f"{NEAR_TEXT} faster, and so many rows took turns. Rows are named as one types them."
 )
 
 
@@ -166,7 +166,7 @@ def _first(machine: Machine, comparisons: Sequence[Sequence[Record]], bases: Seq
     called = {machine.called(one) for rows in comparisons for one in rows if one["impl"] == found.row}
     rows = sorted({str(one["impl"]) for cases in comparisons for one in cases})
     said = f"{machine.run_of(comparisons[0][0])}: {', '.join(rows)} took turns"
-    counts = {"fastest": found.first, "comparisons": found.comparisons, "said": said}
+    counts = {"fastest": found.first, "comparisons": found.comparisons, "rows": len(rows), "said": said}
     return {"row": found.row, **counts, "called": " or ".join(sorted(called)), **_speed(comparisons, found.row, bases)}
 
 
@@ -188,10 +188,10 @@ def _ratio(rows: Sequence[Record], ours: str, theirs: str) -> float | None:
 
 
 def _answer(one: Record) -> list[str]:
+    first = f"{one['fastest']} of {one['comparisons']}, {one['rows']} rows"
     if not one["fastest"]:  # each was slower than another, as may be where samples spread
-        return ["not settled", "", f"0 of {one['comparisons']}"]
-    speed = f"{number(one['speedup'])} × {one['over']}" if one["speedup"] else ""
-    return [one["called"], speed, f"{one['fastest']} of {one['comparisons']}"]
+        return ["not settled", "", first]
+    return [one["called"], f"{number(one['speedup'])} × {one['over']}" if one["speedup"] else "", first]
 
 
 def _text(name: str, question: Question, value: object) -> str:
@@ -225,9 +225,21 @@ def _all_right(records: Sequence[Record]) -> str:
 
 
 def _not_run(machine: Machine) -> Table | None:
-    """Each reason once, with the rows that it holds for."""
-    lines = [[", ".join(rows), reason, str(rows.total())] for reason, rows in not_run(machine.records).items()]
+    """Each reason once, with the rows that it holds for, and those of them that other runs of this machine have."""
+    lines = []
+    for reason, rows in not_run(machine.records).items():
+        of = [one for one in machine.records if one["impl"] in rows]
+        without = {one["run"] for one in of if one["outcome"] == "unsupported" and one["reason"] == reason}
+        others = {one["run"] for one in of if without} - without
+        elsewhere = sorted(_ran(of, others) - _ran(of, without))
+        also = [f"in another run {', '.join(elsewhere)} ran"] if elsewhere else []
+        lines.append([", ".join(rows), "; ".join([reason, *also]), str(rows.total())])
     return _listed(machine, "not-run", "Not run here", ["row", "why", "cases"], lines) if lines else None
+
+
+def _ran(cases: Sequence[Record], runs: Container[int]) -> set[str]:
+    """The rows of which a case was right in one of these runs."""
+    return {str(one["impl"]) for one in cases if one["outcome"] == "ok" and one["run"] in runs}
 
 
 def _listed(machine: Machine, word: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

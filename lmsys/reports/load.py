@@ -63,8 +63,12 @@ class Machine:
         return f"run of {str(run.get('date') or 'no date')[:10]}, commit {str(run.get('commit') or 'unknown')[:10]}"
 
     def about(self, cases: Iterable[Record]) -> str:
-        """Machine, versions, commit and date of these cases, in one sentence."""
-        return f"{self.title}; " + "; also ".join(dict.fromkeys(map(_about, self.runs_of(cases)))) + "."
+        """Machine, versions, commits and dates of these cases, in one sentence that says no version twice."""
+        found: dict[str, dict[str, None]] = {}
+        for run in self.runs_of(cases):
+            found.setdefault(_versions(run), {})[_commit(run)] = None
+        told = (", ".join(filter(None, (versions, *commits))) for versions, commits in found.items())
+        return f"{self.title}; {'; also '.join(told)}."
 
     def ceiling(self, cases: Iterable[Record], dtype: str | None = None) -> float | None:
         """The best measured ceiling of these cases' runs: matmul FLOP/s in a dtype, or copy bytes/s without one."""
@@ -161,9 +165,13 @@ def _title(machine: Mapping[str, Any]) -> str:
     return f"{name}, {machine['cores']} cores" if machine.get("cores") else name
 
 
-def _about(run: Mapping[str, Any]) -> str:
+def _versions(run: Mapping[str, Any]) -> str:
     versions = [f"{label} {run[key]}" for key, label in FACTS.items() if run.get(key)]
     if run.get("device") == "cuda" and run.get("cores"):
         versions.insert(0, f"{run['cores']} CPU cores")
+    return ", ".join(versions)
+
+
+def _commit(run: Mapping[str, Any]) -> str:
     commit = str(run.get("commit") or "unknown")[:10] + (" with local changes" if run.get("dirty") else "")
-    return ", ".join([*versions, f"commit {commit}", str(run.get("date") or "undated")[:10]])
+    return f"commit {commit}, {str(run.get('date') or 'undated')[:10]}"

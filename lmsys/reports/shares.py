@@ -45,15 +45,17 @@ def step_shares(machine: Machine) -> Table | None:
     if not cases:
         return None
     cases.sort(key=lambda one: [_place(_value(one, name)) for name in ("num_parameters", *KEYS, "benchmark", "impl")])
-    data = [{name: _value(one, name) for name in ("benchmark", *KEYS, "impl", "time_s", *SHARES)} for one in cases]
+    names = "benchmark", "section", *KEYS, "impl", "time_s", *SHARES
+    data = [{name: _value(one, name) for name in names} for one in cases]
+    shares = [name for name in SHARES if any(line[name] is not None for line in data)]
     shown = [name for name in KEYS if len({line[name] for line in data}) > 1]
     told = [f"{head} {data[0][name]}" for name, head in KEYS.items() if name not in shown]
     return Table(
         name=f"{machine.slug}-mfu",
         title="Training steps: MFU, and shares of what this machine reaches",
         caption=f"{ABOUT} All: {', '.join(told)}." if told else ABOUT,
-        columns=["in", *(KEYS[name] for name in shown), "row", "Time, ms", *SHARES.values()],
-        rows=[_cells(line, shown) for line in data],
+        columns=["in", *(KEYS[name] for name in shown), "row", "Time, ms", *(SHARES[name] for name in shares)],
+        rows=[_cells(line, shown, shares) for line in data],
         data=data,
         keys=2 + len(shown),
         source=machine.about(cases),
@@ -76,10 +78,11 @@ def _place(value: object) -> tuple[bool, float, str]:
     return not is_number, float(value) if isinstance(value, int | float) else 0.0, str(value)
 
 
-def _cells(line: Record, shown: Sequence[str]) -> list[str]:
-    keys = [str(line["benchmark"]).replace("_", " "), *(_text(line[name]) for name in shown), str(line["impl"])]
-    shares = ["" if line[name] is None else number(100 * line[name]) for name in SHARES]
-    return [*keys, number(1e3 * line["time_s"]), *shares]
+def _cells(line: Record, shown: Sequence[str], shares: Sequence[str]) -> list[str]:
+    where = f"{line['benchmark']}, {line['section']}".replace("_", " ")
+    keys = [where, *(_text(line[name]) for name in shown), str(line["impl"])]
+    found = ["" if line[name] is None else number(100 * line[name]) for name in shares]
+    return [*keys, number(1e3 * line["time_s"]), *found]
 
 
 def _text(value: object) -> str:

@@ -233,7 +233,7 @@ def listing(
         details |= dict.fromkeys([(len(rows), at) for at in clocked], detail(view, case))
         found = [cell(view, name, case, notes, ending=name == metrics[0]) for name in metrics]
         rows.append([*replace(view, cases=[case]).constants(keys).values(), *found])
-    told = [f"{sentence(label_of(one))}: {one.about[:1].lower()}{one.about[1:]}" for one in fields if one.about]
+    told = [_told(sentence(label_of(one)), one.about) for one in fields if one.about]
     return Table(
         name=view.file(word),
         title=titled(filled(title, view.constants(view.axes())), view),
@@ -246,6 +246,10 @@ def listing(
         source=view.source,
         details=details,
     )
+
+
+def _told(label: str, about: str) -> str:
+    return about if about.startswith(f"{label}:") else f"{label}: {about[:1].lower()}{about[1:]}"
 
 
 def endings(view: View, *keys: str, word: str, title: str) -> Table:

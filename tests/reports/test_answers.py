@@ -30,7 +30,7 @@ def test_the_page_begins_with_them(tmp_path: Path) -> None:
     assert (fastest["fastest row"], fastest["speed"], fastest["first"]) == (
         "flash_triton",
         "2.00 × sdpa_flash",
-        "1 of 1",
+        "1 of 1, 2 rows",
     )
     (wrong,) = cells(files, "wrong")
     assert (wrong["row"], wrong["cases"], wrong["the first of them"]) == ("mine", "1", "dk is off")
@@ -42,13 +42,21 @@ def test_the_page_begins_with_them(tmp_path: Path) -> None:
     assert "run of 2000-01-02, commit 0123456789: flash_triton, sdpa_flash took turns" in page
 
 
+def test_a_row_that_another_run_has_is_said_to_have_run_there(tmp_path: Path) -> None:
+    absent = [record("attention", name, outcome="unsupported", reason="no wheel") for name in ("flex", "flash_attn_2")]
+    first = save(tmp_path / "1.json", [*comparison(1024, {"sdpa_flash": 2e-3}), *absent])
+    later = save(tmp_path / "2.json", comparison(2048, {"flex": 1e-3, "sdpa_flash": 2e-3}), date="2000-01-03")
+    (missing,) = cells(built(tmp_path / "out", first, later), "not-run")
+    assert missing["why"] == "no wheel; in another run flex ran"
+
+
 def test_the_fastest_is_of_the_run_that_sampled_most_rows(tmp_path: Path) -> None:
     """A later run of few rows says nothing of those that it left out."""
     first = save(tmp_path / "1.json", comparison(1024, {"flash_gluon": 1e-3, "flash_triton": 2e-3, "sdpa_flash": 3e-3}))
     later = [one for length in (2048, 4096) for one in comparison(length, {"flash_cuda": 1e-3, "sdpa_flash": 3e-3})]
     files = built(tmp_path / "out", first, save(tmp_path / "2.json", later, date="2000-01-03"))
     (fastest,) = cells(files, "fastest-attention")
-    assert (fastest["fastest row"], fastest["first"]) == ("flash_gluon", "1 of 1")
+    assert (fastest["fastest row"], fastest["first"]) == ("flash_gluon", "1 of 1, 3 rows")
 
 
 def test_speed_and_order_are_of_the_same_rounds(tmp_path: Path) -> None:

@@ -201,9 +201,9 @@ def test_all_steps_stand_in_one_table_of_shares(tmp_path: Path) -> None:
     found = cells(files, "mfu")
     ratios = ("MFU, %", "Short ceiling, %", "Sustained ceiling, %")
     assert [(row["in"], row["row"], *(row[name] for name in ratios)) for row in found] == [
-        ("model", "naive", "25.0", "62.5", "75.0"),
-        ("data parallel", "naive", "50.0", "62.5", ""),
-        ("steps", "fsdp-Ca", "50.0", "62.5", "75.0"),
+        ("model, default", "naive", "25.0", "62.5", "75.0"),
+        ("data parallel, default", "naive", "50.0", "62.5", ""),
+        ("steps, 8b", "fsdp-Ca", "50.0", "62.5", "75.0"),
     ]
     assert [row["residual"] for row in found] == ["narrow", "wide", "wide"]
     assert [row["checkpoint"] for row in found] == ["none", "none", "attention"]

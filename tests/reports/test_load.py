@@ -254,7 +254,8 @@ def test_a_file_of_schema_1_is_read_by_the_frozen_declarations(tmp_path: Path) -
     old = save(tmp_path / "old.json", records, schema=1)
     new = save(tmp_path / "new.json", small())
     names = [name for name in built(tmp_path / "old", old) if name.startswith("tables/")]
-    assert names == [name for name in built(tmp_path / "new", new) if name.startswith("tables/")]
+    found = [name for name in built(tmp_path / "new", new) if name.startswith("tables/")]
+    assert names == [name for name in found if not name.endswith(("-mask.csv", "-mask.md"))]  # of a later field
     table = (tmp_path / "old" / "tables" / f"synthetic-gpu-{STEM}-time.md").read_text()
     assert "| naive | flash_triton | sdpa_flash |" in table
 
