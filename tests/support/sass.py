@@ -10,6 +10,8 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,8 @@ TILED_BY_QUERIES = {"fwd": ("q", "o"), "dq": ("q", "o", "do", "dq"), "dkdv": ("q
 
 MASKS = {"full": (), "causal": (), "bounds": flash_triton.EXTENT[:3]}  # the last: a pattern's
 POINTERS = {"first_ptr": "*i32", "end_ptr": "*i32"}
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+MNEMONICS = {name: name for name in ("HGMMA", "HMMA", "UTMALDG", "LDL", "STL")} | {"waits": r"WARPGROUP\.DEPBAR"}
 
 
 def compile_kernel(
@@ -87,28 +91,36 @@ def compile_decoding(dtype: torch.dtype, head_dim: int, queries: int) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def resources(kernel: Any) -> dict[str, int]:
+def disassembled(kernel: Any) -> str:
+    """The kernel's SASS, an instruction a line."""
+    with _cubin(kernel) as path:
+        command = [TOOLS / "nvdisasm", "-c", "-ndf", path]  # neither data nor where indirect branches lead
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def count(mnemonics: Mapping[str, str], sass: str) -> dict[str, int]:
+    """How often each of these patterns begins a word."""
+    return {key: len(re.findall(rf"\b{mnemonic}", sass)) for key, mnemonic in mnemonics.items()}
+
+
+def resources(kernel: Any, sass: str | None = None) -> dict[str, int]:
     """Registers a thread, shared memory in bytes, and counts of the instructions that tell a good build."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with _cubin(kernel) as path:
+        command = [TOOLS / "cuobjdump", "-res-usage", path]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers = re.search(r"REG:(\d+)", usage)
+    assert registers is not None, usage
+    counts = count(MNEMONICS, disassembled(kernel) if sass is None else sass)
+    return {"registers": int(registers[1]), "shared": kernel.metadata.shared, **counts}
+
+
+@contextmanager
+def _cubin(kernel: Any) -> Iterator[str]:
+    """A file with the kernel's binary."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        sass, usage = (
-            subprocess.run([tool, flag, file.name], capture_output=True, text=True, check=True).stdout
-            for flag in ("-sass", "-res-usage")
-        )
-    registers = re.search(r"REG:(\d+)", usage)
-    assert registers is not None, usage
-    mnemonics = {
-        "HGMMA": "HGMMA",
-        "HMMA": "HMMA",
-        "waits": r"WARPGROUP\.DEPBAR",
-        "UTMALDG": "UTMALDG",
-        "LDL": "LDL",
-        "STL": "STL",
-    }
-    counts = {key: len(re.findall(rf"\b{mnemonic}", sass)) for key, mnemonic in mnemonics.items()}
-    return {"registers": int(registers[1]), "shared": kernel.metadata.shared, **counts}
+        yield file.name
 
 
 def main(dtypes: list[str]) -> None:

@@ -8,11 +8,8 @@ its operand A. It must run without TRITON_INTERPRET.
 
 import json
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +34,7 @@ from lmsys.attention.flash_gluon.plans import (
 from lmsys.attention.flash_gluon.postprocess import postprocess_kernel
 from lmsys.attention.flash_gluon.preprocess import preprocess_kernel
 from lmsys.kernels.launch import FUSED
-from tests.support.sass import TRITON_NAMES, resources
+from tests.support.sass import TRITON_NAMES, count, disassembled, resources
 
 BOUNDS = {"first_ptr": "*i32", "end_ptr": "*i32", "query_end_ptr": "*i32"}
 POINTERS = {"dq_semaphore": "*i32", "counter": "*i32", "parameters": "*i64"}
@@ -93,13 +90,9 @@ def pre_and_postprocess(dtype: torch.dtype, head_dim: int) -> Iterator[tuple[str
 
 
 def read(kernel: Any) -> dict[str, int]:
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        sass = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
-    counts = {key: len(re.findall(rf"\b{mnemonic}", sass)) for key, mnemonic in MNEMONICS.items()}
-    return resources(kernel) | counts | {"hazards": hazards(sass), "reused": reused(kernel.asm["ptx"])}
+    sass = disassembled(kernel)
+    found = resources(kernel, sass) | count(MNEMONICS, sass)
+    return found | {"hazards": hazards(sass), "reused": reused(kernel.asm["ptx"])}
 
 
 def reused(ptx: str) -> int:
