@@ -302,7 +302,6 @@ def test_the_simulation_catches_a_wait_left_out(mutant: tuple[str, str, str], mo
         return text
 
     monkeypatch.setattr(Path, "read_text", mutated)
-    monkeypatch.setattr(gluon_simulator, "PATIENCE_S", 3.0)
     if any(wrong(*size) for size in SIZES):
         return
     monkeypatch.setattr(gluon_simulator, "LANDINGS_S", ONCE_WAITED_FOR)

@@ -2,7 +2,7 @@
 
 Each partition of each CTA is a thread. Everything asynchronous is done as late, and memory that a copy will fill is
 spoilt as early, as the rules allow, so that a wait or a release in the wrong place shows as NaN, a wrong sum, an
-error, or a deadlock (reported after a while without progress):
+error, or a deadlock (reported once all wait for one another):
 - a bulk load fills its target with NaN when it is issued, and with data a while later;
 - a matmul reads its operands when it is waited for, and they must be what they were when it was issued;
 - a bulk store reads its source when it is waited for, and writes at the end; an addition lands when a semaphore is
@@ -21,8 +21,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -30,7 +31,6 @@ import torch
 from torch import Tensor
 
 SOURCES = Path(__file__).parents[2] / "lmsys" / "attention" / "flash_gluon"
-PATIENCE_S = 30.0
 LANDINGS_S: tuple[float | None, ...] = (0.0, 0.002, 0.02)  # after which a load lands; None: once it is waited for
 
 here = threading.local()  # the partition that this thread is
@@ -41,26 +41,52 @@ class Deadlock(AssertionError):
 
 
 class Machine:
-    """One lock for all: whoever changes anything wakes all that wait."""
+    """One lock for all. Whoever changes anything wakes those whose wait is over."""
 
     def __init__(self) -> None:
-        self.changed = threading.Condition(threading.RLock())
+        self.lock = threading.RLock()
         self.failure: BaseException | None = None
         self.late: list[tuple[Any, ...]] = []  # stores that nobody waited for: they land when the kernel ends
+        self.busy = 0  # threads that wait for nothing, and loads under way: without one nothing changes any more
+        self.waiting: list[tuple[Callable[[], bool], threading.Lock, str]] = []
 
     def await_(self, condition: Callable[[], bool], what: str) -> None:
-        with self.changed:
-            done = self.changed.wait_for(lambda: self.failure is not None or condition(), PATIENCE_S)
-            if self.failure is not None:
-                raise Deadlock("another partition failed") from self.failure
-            if not done:
-                raise Deadlock(f"waits for ever: {what} in {threading.current_thread().name}")
+        while True:
+            with self.lock:
+                if self.failure is not None:
+                    raise Deadlock("another partition failed") from self.failure
+                if condition():
+                    return
+                woken = threading.Lock()
+                woken.acquire()
+                self.waiting.append((condition, woken, f"{what} in {threading.current_thread().name}"))
+                self.rests()
+            woken.acquire()
 
     @contextmanager
     def change(self) -> Iterator[None]:
-        with self.changed:
+        with self.lock:
             yield
-            self.changed.notify_all()
+            self._wake()
+
+    def works(self, number: int = 1) -> None:
+        with self.lock:
+            self.busy += number
+
+    def rests(self) -> None:
+        with self.lock:
+            self.busy -= 1
+            if self.busy == 0 and self.waiting and self.failure is None:
+                self.failure = Deadlock(f"waits for ever: {'; '.join(what for *_, what in self.waiting)}")
+                self._wake()
+
+    def _wake(self) -> None:
+        for one in [*self.waiting]:
+            condition, woken, _ = one
+            if self.failure is not None or condition():
+                self.waiting.remove(one)
+                self.busy += 1
+                woken.release()
 
 
 class Barrier:
@@ -271,14 +297,19 @@ def _copy_in(desc: Descriptor, coord: list[Any], barrier: Barrier, target: Share
             target.data.copy_(block)
             barrier.landed(desc.block_type.nbytes)
 
+    def land_by_itself() -> None:
+        land()
+        machine.rests()
+
     delay = random.choice(LANDINGS_S)
     if delay is None:
         with machine.change():
             if not barrier.waiting:
                 barrier.late.append(land)
                 return
-    timer = threading.Timer(delay or 0.0, land)
+    timer = threading.Timer(delay or 0.0, land_by_itself)
     timer.daemon = True
+    machine.works()
     timer.start()
 
 
@@ -463,15 +494,20 @@ def _specialize(functions: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
         except BaseException as error:
             with machine.change():
                 machine.failure = machine.failure or error
+        finally:
+            machine.rests()
 
     threads = [
         threading.Thread(target=partition, args=work, name=f"CTA {cta.program} partition {i}", daemon=True)
         for i, work in enumerate(functions)
     ]
+    machine.works(len(threads))
     for thread in threads:
         thread.start()
+    machine.rests()
     for thread in threads:
         thread.join()
+    machine.works()
     if machine.failure is None:
         assert not any(state[0] for state in cta.named.values()), "threads were left behind at a named barrier"
 
@@ -572,9 +608,15 @@ class _Values(ast.NodeTransformer):
 
 def _run_source(module: str, names: dict[str, Any]) -> None:
     path = SOURCES / f"{module}.py"
-    tree = ast.parse(path.read_text())
+    exec(_compiled(path.read_text(), str(path)), names)
+
+
+@cache
+def _compiled(text: str, path: str) -> CodeType:
+    """The source without its imports."""
+    tree = ast.parse(text)
     tree.body = [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom)]
-    exec(compile(ast.fix_missing_locations(_Values().visit(tree)), str(path), "exec"), names)
+    return compile(ast.fix_missing_locations(_Values().visit(tree)), path, "exec")
 
 
 def launch(kernel: Callable[..., None], grid: int, at_once: int, *args: Any, **constants: Any) -> None:
@@ -590,8 +632,10 @@ def launch(kernel: Callable[..., None], grid: int, at_once: int, *args: Any, **c
             except BaseException as error:
                 with machine.change():
                     machine.failure = machine.failure or error
+        machine.rests()
 
     processors = [threading.Thread(target=processor, daemon=True) for _ in range(min(grid, at_once))]
+    machine.works(len(processors))
     for thread in processors:
         thread.start()
     for thread in processors:
