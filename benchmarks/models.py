@@ -22,6 +22,7 @@ NUM_BLOCKS = BLOCKS_PER_GRAPH  # of a model that is checked: as many as make one
 MAX_SCORES = 2**28  # of naive attention in one block: 2 GiB in float64
 # Learning rate times d_model: Adam's goes with the inverse width (Yang et al. 2022, arXiv 2203.03466).
 LR_BY_WIDTH = 0.256
+VOCABULARIES = {"tiny": 1000}  # of other sizes as of any model: of tiny that would be five sixths of its parameters
 LEARNING_RATE = 1e-6  # so small that hundreds of timed steps leave the weights as they were checked
 
 # What stands for an attention row in a model only: the choice of one, and a whole model of its own.
@@ -42,6 +43,12 @@ WHAT_IS_KEPT = (  # fields of a ModelCase's records
     Field("residual", role="axis", about="The dtype of the stream between blocks: narrow is that of the matmuls"),
     Field("levels", role="detail", about="What --checkpoint fit has chosen"),
 )
+
+
+def config_of(size: str, context: int) -> ModelConfig:
+    """The model of a named size as it is benchmarked."""
+    words = {"vocab_size": VOCABULARIES[size]} if size in VOCABULARIES else {}
+    return model_config(size, context_length=context, **words)
 
 
 def attention_case(config: ModelConfig, batch: int, precision: str, device: str, grad: bool = True) -> AttentionCase:
@@ -87,7 +94,7 @@ class ModelCase(Case):
 
     @property
     def config(self) -> ModelConfig:
-        return model_config(self.size, context_length=self.context)
+        return config_of(self.size, self.context)
 
     @property
     def replayed(self) -> bool:

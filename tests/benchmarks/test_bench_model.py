@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.axes import MODELS_ONLY, MODES
 from benchmarks.bench_model import Model
 from benchmarks.model.check import Gate
-from benchmarks.models import LLAMA, MODEL_ROWS
+from benchmarks.models import LLAMA, MODEL_ROWS, config_of
 from benchmarks.sweeps import SWEEPS
 from lmsys.attention import ATTENTION
 from lmsys.attention.compiled import why_no_compiler
@@ -18,7 +18,6 @@ from lmsys.attention.naive import naive
 from lmsys.bench import Settings
 from lmsys.bench.axes import filled, given_axes
 from lmsys.bench.results import Session
-from lmsys.config import model_config
 from lmsys.cost.memory import training_memory
 from lmsys.cost.operations import model_flops, model_parameters
 from lmsys.model import TransformerLM
@@ -85,7 +84,7 @@ def test_a_model_takes_attention_rows_and_what_only_models_take() -> None:
 @pytest.mark.parametrize("precision", some(["fp32", "bf16", "fp16"], 3))
 def test_every_mode_is_timed_and_accounted_for(precision: str) -> None:
     found = records(precision=(precision,))
-    config = model_config("tiny", context_length=8)
+    config = config_of("tiny", 8)
     assert {mode for mode, _, _ in found} == set(MODES)
     for (mode, _, _), one in found.items():
         assert one["outcome"] == "ok", one["reason"]
@@ -288,7 +287,7 @@ def test_wrong_oom_and_broken_rows_are_cells(monkeypatch: pytest.MonkeyPatch) ->
 def test_memory_is_predicted_for_attention_that_keeps_no_scores() -> None:
     found = records(mode=("step",), attention=("naive", "sdpa_flash"), timed=False)
     assert found["step", "eager", "naive"]["predicted_bytes"] is None
-    predicted = training_memory(model_config("tiny", context_length=8), 1, 8, "fp32").peak
+    predicted = training_memory(config_of("tiny", 8), 1, 8, "fp32").peak
     assert found["step", "eager", "sdpa_flash"]["predicted_bytes"] == predicted
 
 
