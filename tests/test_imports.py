@@ -1,10 +1,14 @@
 """Data flows one way: who may import whom, read off the source."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from lmsys.attention import ATTENTION
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(file for room in ("lmsys", "benchmarks", "reports") for file in (ROOT / room).rglob("*.py"))
@@ -146,6 +150,18 @@ SHARED = {"anatomy": "model", "plans": "attention", "steps": "data_parallel"}  #
 
 def family_of(file: Path) -> str:
     return file.relative_to(ROOT / "benchmarks").parts[0].removeprefix("bench_").removesuffix(".py")
+
+
+def test_torchs_compiler_comes_with_what_is_compiled() -> None:
+    """Its import takes as long as torch's own."""
+    pytest.importorskip("triton", reason="pip install triton==3.6.0 for the rows that import it")
+    modules = [f"benchmarks.{one.stem}" for one in (ROOT / "benchmarks").glob("bench_*.py")]
+    modules += [
+        "lmsys.training.__main__",
+        *{one.target.partition(":")[0] for one in ATTENTION.values() if not one.peer},
+    ]
+    line = "import sys; [__import__(one) for one in sys.argv[1:]]; sys.exit('torch._dynamo' in sys.modules)"
+    subprocess.run([sys.executable, "-c", line, *modules], cwd=ROOT, check=True)
 
 
 def test_the_rules_would_see_a_forbidden_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,11 +143,7 @@ def attend(
     if scale <= 0:
         q, scale = q * (-1 if scale < 0 else 0), -scale or 1.0
     if pattern is not None:
+        from lmsys.attention.untraced import under_pattern
+
         return under_pattern(eager, q, k, v, scale, pattern)
     return (compiled if torch.compiler.is_compiling() else eager.apply)(q, k, v, causal, scale)
-
-
-@torch.compiler.disable
-def under_pattern(eager: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None, pattern: Pattern) -> Tensor:
-    """Calls an autograd Function with a pattern, which no custom operator takes: torch.compile's graph ends here."""
-    return eager.apply(q, k, v, pattern.causal, scale, None, pattern)

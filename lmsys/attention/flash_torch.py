@@ -20,7 +20,7 @@ from torch import Tensor
 from lmsys.attention.bounds import Bounds
 from lmsys.attention.compiled import compile_for, layout_key, why_no_compiler
 from lmsys.attention.contract import AttentionCase, as_4d, why_not_plain
-from lmsys.attention.custom_ops import custom_op, under_pattern
+from lmsys.attention.custom_ops import custom_op
 from lmsys.attention.pattern import INTERVALS, PLAIN, Pattern
 from lmsys.autograd import once_differentiable
 
@@ -262,6 +262,8 @@ def flash_torch(
     `pattern` stands in the place of `causal`.
     """
     if pattern is not None:
+        from lmsys.attention.untraced import under_pattern
+
         return under_pattern(FlashTorch, q, k, v, scale, pattern)
     if torch.compiler.is_compiling():
         return _custom_op(q, k, v, causal, q.shape[-1] ** -0.5 if scale is None else scale)

@@ -8,15 +8,15 @@ Sources: Vaswani et al. 2017 (arXiv 1706.03762); Zhang & Sennrich 2019 (RMSNorm,
 Legend: B batch, S sequence length, M d_model, F d_ff, H query heads, Hkv key/value heads, D head dimension, V ids.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lmsys.attention import ATTENTION, Documents, Pattern, attention
-from lmsys.attention.contract import DTYPE_NAMES, AttentionCase, adapt, told
+from lmsys.attention import ATTENTION, Documents, attention
+from lmsys.attention.contract import DTYPE_NAMES, AttentionCase, adapt
 from lmsys.checkpointing import Group
 from lmsys.config import ModelConfig
 from lmsys.measure.profile import part
@@ -142,18 +142,6 @@ def attention_case(
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     shape = batch, config.num_heads, config.kv_heads, length, length, config.head_dim
     return AttentionCase(*shape, dtype, True, grad, device.type, capability, documents=documents)
-
-
-class Packed:
-    """A row's function that lets a query see its own document alone. New for each batch, so no graph knows it."""
-
-    def __init__(self, row: Callable[..., Tensor], documents: Documents):
-        self._row, self._told = row, told(row, Pattern(causal=True, documents=documents))
-
-    @torch.compiler.disable
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-        assert causal
-        return self._row(q, k, v, **self._told)
 
 
 class FeedForward(nn.Module):
@@ -352,7 +340,11 @@ class TransformerLM(nn.Module):
         case = attention_case(self.config, batch, length, dtype, x.device, grad=grad, documents=packed)
         if case not in self._rows:
             self._rows[case] = adapt(ATTENTION.pick(self.config.attention, case).load())
-        return self._rows[case] if documents is None else Packed(self._rows[case], documents)
+        if documents is None:
+            return self._rows[case]
+        from lmsys.model.packed import Packed
+
+        return Packed(self._rows[case], documents)
 
 
 class Loss(nn.Module):

@@ -429,7 +429,7 @@ def test_another_triton_is_tried_where_there_is_a_gpu(monkeypatch: pytest.Monkey
 def test_another_triton_is_tried_from_within_compiled_functions(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from lmsys.attention.flash_gluon import support
+    from lmsys.attention.flash_gluon import support, tried
     from lmsys.kernels import trial
     from tests.support.trials import COUNT
 
@@ -437,8 +437,8 @@ def test_another_triton_is_tried_from_within_compiled_functions(
     monkeypatch.setenv(COUNT, str(tmp_path / "count"))
     monkeypatch.setattr(trial, "_verdicts", {})
     monkeypatch.setattr(triton, "__version__", "3.99.0")
-    monkeypatch.setattr(support, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True)))
-    monkeypatch.setattr(support, "SELFTEST", "tests.support.trials:right")
+    monkeypatch.setattr(tried, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True)))
+    monkeypatch.setattr(tried, "SELFTEST", "tests.support.trials:right")
     case = replace(CASE, device="cuda", capability=(9, 0))
 
     def doubled(x: torch.Tensor) -> torch.Tensor:

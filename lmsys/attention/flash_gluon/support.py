@@ -1,16 +1,9 @@
 """The cases that the row runs, apart from the kernels, which a Triton of another version could not even import."""
 
-from pathlib import Path
-
-import torch
-import triton
-
 from lmsys.attention.contract import AttentionCase, why_not_plain
-from lmsys.kernels import launch, trial, tritons
+from lmsys.kernels import tritons
 
 HEAD_DIMS = (64, 128)
-SELFTEST = "lmsys.attention.flash_gluon.selftest:run"
-SOURCES = Path(__file__).parent, Path(launch.__file__)
 HOPPER = (9, 0)
 PATTERNS = "window", "documents"
 
@@ -26,11 +19,8 @@ def flash_gluon_supports(case: AttentionCase) -> str | None:
         return f"knows float16 and bfloat16, not {case.dtype}"
     if case.head_dim not in HEAD_DIMS:
         return f"knows head_dim 64 and 128, not {case.head_dim}"
-    return None if tritons.version() in tritons.ON_GPUS else _refused_when_tried()
+    if tritons.version() in tritons.ON_GPUS:
+        return None
+    from lmsys.attention.flash_gluon.tried import refused_when_tried
 
-
-@torch.compiler.assume_constant_result  # a trial cannot be traced
-def _refused_when_tried() -> str | None:
-    if not torch.cuda.is_available():
-        return f"has to be tried on a GPU before it runs on triton {triton.__version__}, and torch sees none here"
-    return trial.refusal("flash_gluon", SELFTEST, SOURCES, HOPPER)
+    return refused_when_tried()
