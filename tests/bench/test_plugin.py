@@ -6,7 +6,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from lmsys.bench.plugin import RecordedTimer
 from lmsys.bench.proof import seal
 from lmsys.files import claim
 from tests.support.collected import collect
-from tests.support.processes import ENVIRONMENT, ROOT
+from tests.support.processes import ENVIRONMENT, PYTEST, ROOT
 
 EXAMPLE = ROOT / "docs" / "examples" / "bench_matmul.py"
 SMALL = ("bench_matmul.py", "--axis", "size=16,17", "--axis", "dtype=float32", "--benchmark-max-time", "0.01")
@@ -28,7 +27,7 @@ SMALL = ("bench_matmul.py", "--axis", "size=16,17", "--axis", "dtype=float32", "
 
 def command(*options: object, plugin: bool = True) -> list[str]:
     loaded = ["-p", "lmsys.bench.plugin"] if plugin else []  # as its entry point does where the package is installed
-    return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *loaded, *map(str, options)]
+    return [*PYTEST, *loaded, *map(str, options)]
 
 
 def run(folder: Path, *options: object, plugin: bool = True, **more: Any) -> subprocess.CompletedProcess[str]:

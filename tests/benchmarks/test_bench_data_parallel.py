@@ -350,8 +350,9 @@ def test_two_rendezvous_agents_are_one_group_and_write_one_result(tmp_path: Path
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     line = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-    line += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test", "-m", "pytest"]
-    line += "benchmarks/bench_data_parallel.py -q --sweep smoke --strategy none,bucketed --benchmark-only".split()
+    line += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test"]
+    line += [*processes.PYTEST[1:], "benchmarks/bench_data_parallel.py"]
+    line += "--sweep smoke --strategy none,bucketed --benchmark-only".split()
     line += ["--benchmark-max-time", "0.01"]
     environment = processes.ENVIRONMENT | {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
     agents = []

@@ -84,7 +84,7 @@ def test_only_relative_positions_matter(seed: int, shift: int) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS)
-@settings(max_examples=2)
+@settings(max_examples=1)
 @given(seed=seeds)
 def test_the_attention_row_does_not_matter(row: str, seed: int) -> None:
     assert_right(tiny(seed, attention=row), seed)
@@ -94,19 +94,30 @@ needs_compiler = pytest.mark.skipif(why_no_compiler("cpu") is not None, reason=s
 
 
 @needs_compiler
-@pytest.mark.parametrize("row", ["naive", "sdpa_flash", "flash_torch", "flash_triton"])
-def test_compiled_blocks_equal_eager_ones_without_graph_breaks(row: str) -> None:
+@pytest.mark.parametrize(
+    ("row", "backend"),
+    [("naive", "inductor"), ("sdpa_flash", "aot_eager"), ("flash_torch", "inductor"), ("flash_triton", "inductor")],
+)
+def test_compiled_blocks_equal_eager_ones_without_graph_breaks(row: str, backend: str) -> None:
+    """What is traced of an operator of torch's, and what is made of our own."""
     if row not in ROWS:
         pytest.skip(f"{row} does not run here: see python -m lmsys")
-    assert_right(tiny(3, attention=row).compile_blocks(), 3)
+    assert_right(tiny(3, attention=row).compile_blocks(backend=backend), 3)
 
 
 @needs_compiler
-@pytest.mark.parametrize(("together", "checkpointed"), [(2, 0), (3, 0), (2, 4), (3, "whole*1,attention*1,matmuls*2")])
-def test_blocks_compiled_together_equal_eager_ones(together: int, checkpointed: int | str) -> None:
-    """Also where the last graph has fewer blocks; shapes that the guards let through are asserted too."""
+@pytest.mark.parametrize(
+    ("together", "checkpointed", "backend"),
+    [
+        *((2, 0, "aot_eager"), (3, 0, "aot_eager"), (2, 4, "aot_eager")),
+        (3, "whole*1,attention*1,matmuls*2", "inductor"),
+    ],
+)
+def test_blocks_compiled_together_equal_eager_ones(together: int, checkpointed: int | str, backend: str) -> None:
+    """Also where the last graph has fewer blocks; inductor's code asserts shapes that the guards have let through."""
     shape = {"num_layers": 4, "checkpoint_blocks": checkpointed}
-    eager, compiled = tiny(3, **shape), tiny(3, **shape).compile_blocks(together, options={"size_asserts": True})
+    how = {"options": {"size_asserts": True}} if backend == "inductor" else {"backend": backend}
+    eager, compiled = tiny(3, **shape), tiny(3, **shape).compile_blocks(together, **how)
     expected, found = (outcome(model, ids(3), ids(4)) for model in (eager, compiled))
     for name, one in expected.items():
         torch.testing.assert_close(found[name], one, msg=name)

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import ENVIRONMENT, ROOT
+from tests.support.processes import ENVIRONMENT, PYTEST, ROOT
 
 # Nothing is run: there is no cache to keep, and no unraisable error, which pytest collects garbage for each time.
-OPTIONS = "--collect-only -q -p no:cacheprovider -p no:unraisableexception".split()
+OPTIONS = ["--collect-only", *PYTEST[3:], "-p", "no:unraisableexception"]
 
 
 class Collected:

@@ -10,10 +10,12 @@ ROOT = Path(__file__).parents[2]
 # One thread: tiny kernels on several wait for each other when the machine is busy.
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 ENVIRONMENT.pop("PYTEST_XDIST_WORKER", None)  # these are no workers, even if their caller is
+# Without a cache, and without plugins that no benchmark needs: to import them takes more than half a second.
+PYTEST = [sys.executable, *"-m pytest -q -p no:cacheprovider -p no:hypothesispytest -p no:anyio".split()]
 
 
 def command(*options: object) -> list[str]:
-    return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, options)]
+    return [*PYTEST, *map(str, options)]
 
 
 def run(*options: object) -> subprocess.CompletedProcess[str]:
