@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# Each process that compiles for a CPU would try, for a second, whether AVX code can be compiled and loaded, the first on
+# Each process that compiles for a CPU would try for a second whether AVX code can be compiled and loaded, the first on
 # a machine for seven. It can. Also for the processes that tests start.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 

@@ -18,6 +18,7 @@ from lmsys.measure.compare import release_memory
 from lmsys.measure.sensors import Cpu, nvml, sensors_of
 
 CEILING_S, LEAST_RUNS = 0.2, 5  # of runs of each ceiling: on a busy machine the fastest of three is not the best
+TRIED_RUNS = 3  # of each size and layout, of which one is the fastest
 LONG_S = 1.0  # of bfloat16 on a CPU without instructions for it
 SIZES = {"cuda": (8192,), "cpu": (256, 512, 1024)}  # of the large matmul
 LEAST_SPREAD = 0.03  # below which a ceiling has not moved
@@ -54,41 +55,41 @@ def describe(device: str, *, command: str, seed: int, sweep: str) -> dict[str, A
     }
 
 
-def measure_ceilings(device: str) -> dict[str, Any]:
+def measure_ceilings(device: str, seconds: float = CEILING_S) -> dict[str, Any]:
     """The best that this machine reaches now: {"matmul_flops_per_s": {dtype: x}, "copy_bytes_per_s": x, "spread": x}.
 
     A square matmul in each dtype (float32 in IEEE arithmetic unless torch is set otherwise) and one copy that no cache
-    holds, read and write counted; the fastest of CEILING_S seconds of runs. On a CPU that of the fastest of several
-    sizes and of both layouts of the second operand: which is fast depends on the dtype. `spread`: how far the median
-    run of any of these was from its fastest, as a share of it.
+    holds, read and write counted; the fastest of `seconds` of runs, of CEILING_S at most. On a CPU that of the fastest
+    of several sizes and of both layouts of the second operand: which is fast depends on the dtype. `spread`: how far
+    the median run of any of these was from its fastest, as a share of it.
     """
-    copied = 2**30 if device == "cuda" else 2**27
+    copied, seconds = 2**30 if device == "cuda" else 2**27, min(seconds, CEILING_S)
     matmul, spreads = {}, []
     for dtype in (torch.bfloat16, torch.float32):
-        rate, spread = _matmul(dtype, device)
+        rate, spread = _matmul(dtype, device, seconds)
         matmul[str(dtype).removeprefix("torch.")] = rate
         spreads.append(spread)
     source = torch.zeros(copied, dtype=torch.int8, device=device)
-    best, median = _runs(partial(torch.empty_like(source).copy_, source), device)
+    best, median = _runs(partial(torch.empty_like(source).copy_, source), device, seconds)
     del source
     release_memory()
     spread = max(*spreads, median / best - 1)
     return {"matmul_flops_per_s": matmul, "copy_bytes_per_s": 2 * copied / best, "spread": spread}
 
 
-def _matmul(dtype: torch.dtype, device: str) -> tuple[float, float]:
+def _matmul(dtype: torch.dtype, device: str, seconds: float) -> tuple[float, float]:
     """(the best rate, FLOP/s; the spread of its runs), of the size and layout that a few runs found fastest."""
     found: list[tuple[float, int, Callable[[], Any]]] = []
     for transposed in (False, True) if device == "cpu" else (False,):
         for size in SIZES[device]:
             a = torch.randn(size, size, device=device, dtype=dtype)
             call: Callable[[], Any] = partial(torch.matmul, a, a.T if transposed else a)
-            best, _ = _runs(call, device, seconds=0.0)
+            best, _ = _runs(call, device, 0.0, TRIED_RUNS)
             found.append((2 * size**3 / best, size, call))
             if 8 * best > CEILING_S:  # the next size takes longer for one run
                 break
     rate, size, call = max(found, key=itemgetter(0))
-    best, median = _runs(call, device)
+    best, median = _runs(call, device, seconds)
     return max(rate, 2 * size**3 / best), median / best - 1
 
 
@@ -122,14 +123,14 @@ def peak_flops_per_s(gpu: str | None, precision: str, world_size: int = 1) -> fl
     return known[0] * world_size if known and precision in ("bf16", "fp16") else None
 
 
-def _runs(call: Callable[[], Any], device: str, seconds: float = CEILING_S) -> tuple[float, float]:
-    """(the least, the median) of the seconds of LEAST_RUNS calls or more, for so long; of long calls there are two.
+def _runs(call: Callable[[], Any], device: str, seconds: float, least: int = LEAST_RUNS) -> tuple[float, float]:
+    """(the least, the median) of the seconds of `least` calls or more, for so long; of long calls there are two.
 
     The first is not counted: it touches memory that nobody has touched.
     """
     clock, samples = clock_of(device), list[float]()
     timed(clock, call)
-    while len(samples) < LEAST_RUNS or sum(samples) < seconds:
+    while len(samples) < least or sum(samples) < seconds:
         samples += timed(clock, call)
         if sum(samples) > LONG_S and len(samples) > 1:
             break

@@ -90,7 +90,7 @@ def test_a_row_that_ends_its_process_costs_its_own_cases(monkeypatch: pytest.Mon
     """In a timed backward: a crash, an end without one, an interrupt, hangs that hold the interpreter and that do not;
     the next group begins in a fresh worker."""
     ends = ["segmentation_fault", "good", "leaves_with_0", "interrupts", "hangs_in_python", "hangs_in_c", "also_good"]
-    with isolated(monkeypatch, 9, deadline_s=6.0) as runner:
+    with isolated(monkeypatch, 9, deadline_s=4.0) as runner:
         found = records(runner, ends, "bwd")
         check(found)
         assert found["segmentation_fault", "bwd"]["crashed"] and "timed call" in found["hangs_in_c", "bwd"]["reason"]
@@ -119,7 +119,7 @@ def test_what_was_measured_before_a_row_ended_its_process_is_in_the_journal(
     fault: str, outcome: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And so is the row itself, such as one that was seen to hold more memory than there is."""
-    monkeypatch.setattr("lmsys.bench.isolation.MOST_HELD", 2 * 2**30 / available_bytes())
+    monkeypatch.setattr("lmsys.bench.isolation.MOST_HELD", 2**30 / available_bytes())
     rows = [f"tests/support/faults.py:{name}" for name in ("good", fault)]
     asked = {"--attention": ",".join(rows), "--length": "64", "--batch": "1", "--heads": "2", "--head-dim": "32"}
     asked |= {"--dtype": "float32", "--causal": "yes", "--direction": "fwd"}
@@ -240,7 +240,7 @@ IMPORTED = {
 @pytest.mark.parametrize("text", some(IMPORTED, one_in=3))
 def test_a_file_that_cannot_be_imported_is_a_usage_error(text: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(text)
-    asked = "--attention", f"{tmp_path}/mine.py:row", "--deadline", "3"
+    asked = "--attention", f"{tmp_path}/mine.py:row", "--deadline", "1"
     ended = subprocess.run(
         command("benchmarks/bench_attention.py", *asked), cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True
     )
