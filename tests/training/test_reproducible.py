@@ -16,7 +16,7 @@ from lmsys.training.reproducible import Tree, exact_norm
 from tests.support.training_runs import config, reproduced, trainer
 
 STRATEGIES = ("naive", "flat", "overlapped", "bucketed", "zero1", "fsdp")
-STEPS = 10
+STEPS = 6
 WORLD_SIZES = {"train.leaves=2": (1, 2), "train.leaves=8": (1, 4)}
 ONLY = {"train.sharded_optimizer=true": ("bucketed",), "train.bucket_mb=0.001": ("bucketed", "zero1")}
 SETTINGS = ("train.reproducible=true", f"train.steps={STEPS}", "train.clip_norm=0.5")
