@@ -1,6 +1,7 @@
 """The language model's benchmark: which cases there are, what is wrong in them, and what their records say."""
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -220,7 +221,7 @@ def test_what_is_kept_and_the_narrow_stream_stand_beside_the_default() -> None:
     for one in found.values():
         assert one["outcome"] == "ok" and 0 < one["error_ratio"] <= 1, one["reason"]
         runtime = {"checkpoint_blocks": one["checkpoint"], "residual": one["residual"]}
-        config = model_config("tiny", context_length=8, **runtime)
+        config = replace(config_of("tiny", 8), **runtime)
         predicted = training_memory(config, 1, 8, "bf16").peak if one["mode"] == "step" else None
         assert one["predicted_bytes"] == predicted
     errors = [one["gradient_error"] for one in steps]
