@@ -1,6 +1,7 @@
 """The benchmark of tokenizers: which cases there are, what is wrong in them, and what their records say."""
 
 import json
+import re
 import sys
 from itertools import count
 from pathlib import Path
@@ -92,7 +93,7 @@ def changing(change: Any, after: int = 0) -> Any:
         (
             lambda ids: ids[: np.flatnonzero(ids == 299)[-1]],
             2,
-            "not in timed call 0: ids of 6 documents",
+            r"not in timed call 0: ids of \d+ documents",
         ),
     ],
 )
@@ -100,7 +101,7 @@ def test_wrong_ids_are_told(change: Any, after: int, said: str, monkeypatch: pyt
     """The first call is the check, the second tells what a call costs."""
     monkeypatch.setattr(rows.Ours, "encoder", changing(change, after))
     one = found(TIMED, tokenizer=SERIAL)["lmsys_serial"]
-    assert one["outcome"] == "wrong" and said in one["reason"] and "time_s" not in one
+    assert one["outcome"] == "wrong" and re.search(said, one["reason"]) and "time_s" not in one
 
 
 def test_wrong_merges_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

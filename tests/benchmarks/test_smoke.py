@@ -21,7 +21,7 @@ def test_every_case_has_a_record_and_none_failed(content: dict[str, Any], smoke_
     bad = [f"{one['id']}: {one['reason']}" for one in found if one["outcome"] in ("wrong", "error")]
     assert not bad
     kinds = Counter(one["benchmark"] for one in found if one["outcome"] == "ok")
-    names = "attention model loss anatomy precision collectives data_parallel tokenizer training".split()
+    names = "attention model loss anatomy precision collectives data_parallel tokenizer training steps".split()
     assert set(kinds) == set(names)
     said = smoke_result.with_name("smoke.txt").read_text()
     assert "cases" in said and "lost" not in said  # ranks end with the run, without a word
