@@ -1,5 +1,5 @@
-"""What torch.compile does not trace. Imported where it is called: a mark of torch's imports the compiler, for about a
-second."""
+"""Calls that torch.compile does not trace. They are imported where they are made, since a mark of torch's imports the
+compiler, which takes about a second."""
 
 from typing import Any
 

@@ -234,7 +234,7 @@ def _session(config: pytest.Config) -> Session:
             sweep=config.getoption("sweep"),
             seconds_per_row=options.seconds_per_row(config, sweep),
             min_rounds=options.min_rounds(config),
-            timed=not nvtx and (config.getoption("benchmark_enable") or not config.getoption("benchmark_disable")),
+            timed=_is_timed(config) and not nvtx,
             memory_limit_bytes=options.memory_limit(config.getoption("memory_limit"), device),
             deadline_s=options.deadline(config.getoption("deadline")),
             nvtx=nvtx,
@@ -263,6 +263,11 @@ def _session(config: pytest.Config) -> Session:
     benchmarks.json = None  # the file is ours to write: whole, or not at all
     config.stash[SESSION] = session
     return session
+
+
+def _is_timed(config: pytest.Config) -> bool:
+    disabled = config.getoption("benchmark_disable") and not config.getoption("benchmark_enable")
+    return not (disabled or config.getoption("collectonly"))
 
 
 def _sweep(config: pytest.Config, device: str) -> Sweep:

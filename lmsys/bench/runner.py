@@ -136,7 +136,7 @@ class Runner:
         """Everything that is made once, before a row runs: nothing may differ for the first of them."""
         if "guard" in vars(self):
             return
-        if "machine" not in vars(self):
+        if "machine" not in vars(self) and self.settings.timed:
             self.say("measuring what this machine reaches")
             if self.settings.energy and (why := self.sensors.why_no_joules):
                 self.say(f"--energy: no energy is measured: {why}")
@@ -151,8 +151,9 @@ class Runner:
         facts["limits"] = self.limits.to_json() if self.limits else None
         clock = self.clock("device")
         facts["clock_share"] = {"seconds": clock.share_s, "measured_by": clock.share_by}
-        facts["ceilings"] = self._ceilings()
-        if one.sustained:
+        if one.timed:
+            facts["ceilings"] = self._ceilings()
+        if one.timed and one.sustained:
             self.say("measuring what it sustains")
             facts["sustained"] = sustained.measure(one.device, self.sensors)
         return facts

@@ -114,8 +114,8 @@ def test_what_an_interrupted_run_measured_is_kept_and_resumed(folder: Path) -> N
 
 def test_a_full_disk_ends_the_run_with_a_sentence_and_what_was_measured(folder: Path) -> None:
     """Stands for it: a limit on the size of files."""
-    sizes = ("--axis", f"size={','.join(map(str, range(16, 36)))}", "--axis", "dtype=float32")
-    fill = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))  # noqa: E731
+    sizes = ("--axis", f"size={','.join(map(str, range(16, 30)))}", "--axis", "dtype=float32")
+    fill = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))  # noqa: E731
     quickly = ("--benchmark-max-time", "0.01", "--benchmark-json", "out.json")
     (folder / "out.json").write_text("as it was")
     ended = run(folder, "bench_matmul.py", *sizes, *quickly, preexec_fn=fill)

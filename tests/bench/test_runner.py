@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmsys.bench import Entry, Field, Table
+from lmsys.bench import Entry, Field, Settings, Table
 from lmsys.bench.benchmark import verdict
+from lmsys.bench.runner import Runner
 from tests.support.harness import Telling, cases_of, records, results, runner
 
 ORDER = [
@@ -35,6 +36,16 @@ def test_without_timing_rows_are_checked_only() -> None:
     for one in records(benchmark, cases_of(benchmark), timed=False).values():
         assert one["outcome"] == "ok" and "not timed" in one["reason"] and "time_s" not in one
     assert "step right" not in benchmark.told
+
+
+@pytest.mark.parametrize(("settings", "seconds"), [({"timed": False}, []), ({"seconds_per_row": 0.01}, [0.02])])
+def test_ceilings_are_measured_as_long_as_two_rows_and_for_times_alone(
+    settings: dict[str, Any], seconds: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr("lmsys.measure.machine.measure_ceilings", lambda device, seconds: asked.append(seconds) or {})
+    found = Runner(Settings(device="cpu", **settings)).machine
+    assert asked == seconds and ("ceilings" in found) == bool(seconds)
 
 
 @pytest.mark.parametrize(("hook", "outcome"), [("setup", "oom"), ("redraw", "error")])

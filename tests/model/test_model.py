@@ -99,7 +99,7 @@ needs_compiler = pytest.mark.skipif(why_no_compiler("cpu") is not None, reason=s
     [("naive", "inductor"), ("sdpa_flash", "aot_eager"), ("flash_torch", "inductor"), ("flash_triton", "inductor")],
 )
 def test_compiled_blocks_equal_eager_ones_without_graph_breaks(row: str, backend: str) -> None:
-    """What is traced of an operator of torch's, and what is made of our own."""
+    """An operator of torch's is traced, operators of our own are compiled."""
     if row not in ROWS:
         pytest.skip(f"{row} does not run here: see python -m lmsys")
     assert_right(tiny(3, attention=row).compile_blocks(backend=backend), 3)

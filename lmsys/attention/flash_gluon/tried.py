@@ -1,5 +1,5 @@
-"""Whether the kernels pass their test on a Triton that nobody has run them on. Imported when that is asked: a mark of
-torch's imports the compiler, for about a second."""
+"""The trial of the kernels on a Triton that nobody has run them on. It is imported when it is needed: a mark of torch's
+imports the compiler, which takes about a second."""
 
 from pathlib import Path
 
