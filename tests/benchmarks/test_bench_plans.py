@@ -1,8 +1,9 @@
 """The benchmark of plans: none unless asked for, each as it is asked for, and what a bad one comes to."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from lmsys.attention.flash_gluon.plans import BACKWARD, FORWARD, SHORT, Backward
 from lmsys.attention.naive import masked_scores, naive
 from lmsys.attention.pattern import PLAIN
 from lmsys.kernels.tritons import is_known
+from lmsys.processes import futures
 from tests.support.cheats import CLOCK, seen
 from tests.support.collected import collect
 from tests.support.harness import cases_of, records
@@ -29,6 +31,13 @@ ONE = {"plan": ("planned",), "head_dim": (64,), "length": ((128, 128),), "causal
 
 def works(case: PlanCase) -> None:
     """In place of a first call on a GPU."""
+
+
+def in_this_process(function: Callable[[Any], Any], tasks: Iterable[Any], count: int, **_: Any) -> Iterator[Any]:
+    """In place of `futures`, where nothing dies."""
+    for task in tasks:
+        function(task)
+        yield SimpleNamespace(exception=lambda: None)
 
 
 def dies_by_one(case: PlanCase) -> None:
@@ -64,6 +73,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(plan_cases, "WIDTH", 512)
     monkeypatch.setattr(bench_plans, "CALLS", 3)
     monkeypatch.setattr(bench_plans, "first_call", works)
+    monkeypatch.setattr(bench_plans, "futures", in_this_process)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(Plans, "why_not", lambda self, case: None if case.entry.name == "flash_gluon" else "no GPU")
     for name, function in {"_forward": forward, "_backward": backward, "flash_gluon": row}.items():
@@ -194,6 +204,7 @@ def test_a_plan_that_dies_or_cannot_be_compiled_is_a_case_that_failed(
     on_cpu: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench_plans, "first_call", dies_by_one)
+    monkeypatch.setattr(bench_plans, "futures", futures)
     benchmark = Plans()
     cases = cases_of(benchmark, **(ONE | {"plan": ("candidates",), "direction": ("bwd",)}))
     found = records(benchmark, cases, timed=False)
@@ -278,6 +289,7 @@ def test_the_kernels_themselves_take_the_plan(direction: str, monkeypatch: pytes
     monkeypatch.setattr(plan_cases, "WIDTH", 64)
     monkeypatch.setattr(Plans, "why_not", lambda self, case: None if case.plan else "no GPU")
     monkeypatch.setattr(bench_plans, "first_call", works)
+    monkeypatch.setattr(bench_plans, "futures", in_this_process)
     plan = ForwardPlan(2, 2, False, True, False, 0) if direction == "fwd" else BackwardPlan(True, 0)
     with simulated():
         found = records(Plans(), cases_of(Plans(), **(ONE | {"plan": (plan,), "direction": (direction,)})), timed=False)
