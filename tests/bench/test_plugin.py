@@ -123,7 +123,7 @@ def test_a_full_disk_ends_the_run_with_a_sentence_and_what_was_measured(folder: 
     assert "out.json.partial cannot be written: File too large; what it holds stands" in ended.stdout
     assert "cannot write the result to out.json: File too large; out.json.partial holds the records" in ended.stdout
     assert (folder / "out.json").read_text() == "as it was" and not list(folder.glob("*.tmp"))
-    assert len(record.load(folder / "out.json.partial")["records"]) > 10
+    assert len(record.load(folder / "out.json.partial")["records"]) > 5
 
 
 def test_what_another_run_writes_is_neither_made_nor_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
