@@ -1,5 +1,6 @@
 """hypothesis profiles, and memory that no test may mistake for a result."""
 
+import gc
 import importlib.util
 import os
 import zlib
@@ -25,12 +26,20 @@ hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("ci")
 
 
+gc.disable()  # until all tests are collected: what is made meanwhile stays
+
 # Rooms whose tests start processes: files that take minutes. Last, one worker would be left alone with one of them.
 SLOW_ROOMS = ("bench", "benchmarks", "reports", "training")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.parent.name not in SLOW_ROOMS)
+
+
+def pytest_collection_finish() -> None:
+    """Later collections of garbage, of which benchmarks make many, pass over what is there by now."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
