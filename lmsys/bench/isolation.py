@@ -164,6 +164,7 @@ class Isolated:
                 else:
                     yield found.what
             if interrupted_s:
+                done = False  # the signal may reach the worker only now, between two calls, and end it
                 raise KeyboardInterrupt
         except Exception as error:
             done = not isinstance(error, Ended)

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from benchmarks.bench_attention import Attention, AttentionTest
+from lmsys import processes
 from lmsys.bench import Entry, Settings
 from lmsys.bench.heartbeat import NOBODY, TIMED, Beat, Heartbeat, read
 from lmsys.bench.isolation import Isolated, place_in
@@ -96,6 +97,25 @@ def test_a_row_that_ends_its_process_costs_its_own_cases(monkeypatch: pytest.Mon
         assert found["segmentation_fault", "bwd"]["crashed"] and "timed call" in found["hangs_in_c", "bwd"]["reason"]
         assert ", at faults.py:" in found["hangs_in_c", "bwd"]["reason"]
         check(records(runner, GOOD, "fwd", "bwd"))
+
+
+def test_an_interrupt_that_comes_with_the_answer_costs_nothing_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It finds the worker between two calls, where it ends it; what is asked next is asked of a fresh one."""
+    interrupts = [KeyboardInterrupt]
+
+    def answered(workers: Sequence[Any], timeout_s: float) -> list[Any]:
+        found = processes.answered(workers, 20.0)
+        if interrupts:
+            raise interrupts.pop()
+        return found
+
+    with isolated(monkeypatch, 1) as runner:
+        assert runner.facts()["device"] == "cpu"
+        monkeypatch.setattr("lmsys.bench.isolation.answered", answered)
+        with pytest.raises(KeyboardInterrupt):
+            runner.facts()
+        time.sleep(0.2)
+        assert runner.facts()["device"] == "cpu"
 
 
 @pytest.mark.parametrize(("more", "outcome"), [(1, "oom"), (0, "error")])
