@@ -93,6 +93,7 @@ def test_parameters_are_those_of_the_network(config: ModelConfig) -> None:
 def test_parameters_of_the_named_sizes() -> None:
     millions = {name: round(model_parameters(model_config(name)) / 1e6) for name in SIZES}
     told = {"tiny": 3, "small": 129, "medium": 423, "large": 969, "xl": 1998, "2.7b": 3407, "10b": 12833}
+    told |= {"1b": 1033, "3b": 2998, "8b": 8126}  # of a vocabulary of 151,936
     assert millions == told
 
 
