@@ -4,7 +4,7 @@ import gc
 import importlib.util
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,6 @@ hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("ci")
 
 
-gc.disable()  # until all tests are collected: what is made meanwhile stays
-
 # Rooms whose tests start processes: files that take minutes. Last, one worker would be left alone with one of them.
 SLOW_ROOMS = ("bench", "benchmarks", "reports", "training")
 
@@ -36,10 +34,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.parent.name not in SLOW_ROOMS)
 
 
-def pytest_collection_finish() -> None:
-    """Later collections of garbage, of which benchmarks make many, pass over what is there by now."""
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Garbage is not looked for meanwhile, nor later in what is there by then: benchmarks look for it often."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)
