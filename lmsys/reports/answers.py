@@ -2,12 +2,13 @@
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lmsys.bench.fields import Record
 from lmsys.bench.verdict import NEAR_TEXT, fastest, not_run, ratio_of, time_of
 from lmsys.reports.kept import KEPT
 from lmsys.reports.load import Machine
+from lmsys.reports.origins import commands, legend, run_names
 from lmsys.reports.page import Block
 from lmsys.reports.speedups import geometric_mean
 from lmsys.reports.tables import Table
@@ -15,10 +16,16 @@ from lmsys.reports.words import MEANINGS, VALUES, number
 
 NARROW = "bfloat16", "bf16"  # the precision that most readers ask for stands first
 FAILED = "wrong", "error"
+OLDER = KEPT | {"compile": "eager"}  # what files mean that do not say it
+INNER = ("said", "run", "named")  # what the table of numbers leaves out of a line
 ABOUT = (
-    "All rows of a line took turns in one run. Speed: how many times as fast as the row that it names, by the "
-    "geometric mean over the shapes that were measured. First: in so many of these shapes no row was more than "
-    f"{NEAR_TEXT} faster, and so many rows took turns. Rows are named as one types them."
+    "All rows of a line took turns in one run. Speed: how many times as fast as the row behind ×, by the "
+    "geometric mean over the shapes that were measured. First: the number of shapes, of all that were measured, in "
+    f"which no row was more than {NEAR_TEXT} faster; then the number of rows that took turns."
+)
+WAYS = (
+    " Compiled: by torch.compile; graphed: also replayed as one CUDA graph; fused: by kernels of lmsys in place of a "
+    "compiler, and replayed; eager: none of these."
 )
 
 
@@ -28,7 +35,8 @@ class Question:
 
     bases    names of rows that the fastest one is compared with: the first that was timed, else the next fastest
     contends true of the cases that do the work in question
-    about    what is said of these rows
+    about    what is said of the words of its lines
+    kind     the table that the rows are in
     """
 
     benchmark: str
@@ -38,6 +46,7 @@ class Question:
     bases: Sequence[str]
     contends: Callable[[Record], bool] = lambda _: True
     about: str = ""
+    kind: str = "attention"
 
 
 def _has_ranks(one: Record) -> bool:
@@ -54,7 +63,7 @@ QUESTIONS = (
         "Fastest attention",
         ATTENTION,
         ("sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_math", "naive"),
-        about=" The row sdpa is what PyTorch picks by itself; flex is its FlexAttention.",
+        about=" D is the size of a head, Q the number of queries, K that of keys.",
     ),
     Question(
         "model",
@@ -63,6 +72,7 @@ QUESTIONS = (
         {**TRAINING, "checkpoint": "checkpointing"},
         ("llama", "sdpa", "sdpa_flash"),
         lambda one: one.get("mode") == "step",
+        WAYS,
     ),
     Question(
         "data_parallel",
@@ -71,6 +81,8 @@ QUESTIONS = (
         {**TRAINING, "world_size": "ranks"},
         ("torch_ddp_tuned", "torch_ddp", "torch_fsdp2", "torch_zero1", "naive"),
         lambda one: one.get("strategy") != "none" and _has_ranks(one) and one.get("comm_dtype") != "bfloat16",
+        WAYS,
+        "strategy",
     ),
 )
 
@@ -89,7 +101,7 @@ def _fastest(machine: Machine, question: Question) -> Table | None:
     for one in timed:
         key = tuple(_value(one, name) for name in question.keys)
         together.setdefault(key, {}).setdefault(str(one["comparison"]), []).append(one)
-    data = []
+    data: list[Record] = []
     for key in sorted(together, key=_place):
         comparisons = _of_one_run([rows for rows in together[key].values() if _says_something(rows)])
         if comparisons:
@@ -98,26 +110,37 @@ def _fastest(machine: Machine, question: Question) -> Table | None:
             data.append(line | _first(machine, comparisons, bases))
     if not data:
         return None
+    runs = run_names(machine, (one["run"] for one in data))
+    named = {name for one in data for name in one["named"]}
     shown = [name for name in question.keys if len({one[name] for one in data}) > 1] or [*question.keys][:1]
     return Table(
         name=f"{machine.slug}-fastest-{question.word}",
         title=question.title,
         caption=ABOUT + question.about,
-        columns=["setting", "fastest row", "speed", "first"],
+        columns=["setting", "fastest row", "speed", "first", "run"],
         rows=[
-            [", ".join(filter(None, (_text(name, question, one[name]) for name in shown))), *_answer(one)]
+            [", ".join(filter(None, (_text(name, question, one[name]) for name in shown))), *_answer(one, runs)]
             for one in data
         ],
-        data=[{name: value for name, value in one.items() if name != "said"} for one in data],
+        data=[{name: value for name, value in one.items() if name not in INNER} for one in data],
+        notes=[*_bases(data), *legend(machine, question.kind, named)],
         keys=2,
         source=machine.about(timed),
-        details={(row, column): str(one["said"]) for row, one in enumerate(data) for column in (2, 3)},
+        details={(row, column): str(one["said"]) for row, one in enumerate(data) for column in (2, 3, 4)},
+        runs=commands(machine, runs),
     )
+
+
+def _bases(lines: Sequence[Record]) -> list[str]:
+    """Says over which rows the speeds of a table are, where they are over several."""
+    found = Counter(one["over"] for one in lines if one["fastest"] and one["over"])
+    told = ", ".join(f"{name} in {count}" for name, count in found.most_common())
+    return [f"The row behind × differs between lines: {told}."] if len(found) > 1 else []
 
 
 def _value(one: Record, name: str) -> object:
     """A case's value in a setting."""
-    return ", ".join(_kinds(one)) or None if name == "kind" else one.get(name) or KEPT.get(name)
+    return ", ".join(_kinds(one)) or None if name == "kind" else one.get(name) or OLDER.get(name)
 
 
 def _kinds(one: Record) -> Iterator[str]:
@@ -165,9 +188,16 @@ def _first(machine: Machine, comparisons: Sequence[Sequence[Record]], bases: Seq
     found = fastest(comparisons)
     called = {machine.called(one) for rows in comparisons for one in rows if one["impl"] == found.row}
     rows = sorted({str(one["impl"]) for cases in comparisons for one in cases})
-    said = f"{machine.run_of(comparisons[0][0])}: {', '.join(rows)} took turns"
-    counts = {"fastest": found.first, "comparisons": found.comparisons, "rows": len(rows), "said": said}
-    return {"row": found.row, **counts, "called": " or ".join(sorted(called)), **_speed(comparisons, found.row, bases)}
+    run = comparisons[0][0]["run"]
+    inner = {
+        "said": f"{machine.run_of(comparisons[0][0])}: {', '.join(rows)} took turns",
+        "run": run,
+        "named": {str(one.get("strategy") or one["impl"]) for cases in comparisons for one in cases},
+    }
+    counts = {"fastest": found.first, "comparisons": found.comparisons, "rows": len(rows)}
+    of = {name: machine.runs[run].get(name) for name in ("date", "commit")}
+    speed = _speed(comparisons, found.row, bases)
+    return {"row": found.row, **counts, "called": " or ".join(sorted(called)), **speed, **of, **inner}
 
 
 def _speed(comparisons: Sequence[Sequence[Record]], row: str, bases: Sequence[str]) -> Record:
@@ -187,11 +217,11 @@ def _ratio(rows: Sequence[Record], ours: str, theirs: str) -> float | None:
     return ratio_of(*(min(cases, key=time_of) for cases in found)) if all(found) else None
 
 
-def _answer(one: Record) -> list[str]:
-    first = f"{one['fastest']} of {one['comparisons']}, {one['rows']} rows"
+def _answer(one: Record, runs: Mapping[int, str]) -> list[str]:
+    seen = [f"{one['fastest']} of {one['comparisons']}, {one['rows']} rows", runs[one["run"]]]
     if not one["fastest"]:  # each was slower than another, as may be where samples spread
-        return ["not settled", "", first]
-    return [one["called"], f"{number(one['speedup'])} × {one['over']}" if one["speedup"] else "", first]
+        return ["not settled", "", *seen]
+    return [one["called"], f"{number(one['speedup'])} × {one['over']}" if one["speedup"] else "", *seen]
 
 
 def _text(name: str, question: Question, value: object) -> str:
@@ -203,16 +233,18 @@ def _text(name: str, question: Question, value: object) -> str:
 def _wrong(machine: Machine) -> Table:
     """Rows that were wrong or failed, with the first reason of each; a line that says so where there are none."""
     found: dict[tuple[str, ...], list[Record]] = {}
-    for one in machine.records:
-        if one["outcome"] in FAILED:
-            found.setdefault((one["outcome"], one["impl"], one["benchmark"]), []).append(one)
+    failed = [one for one in machine.records if one["outcome"] in FAILED]
+    for one in failed:
+        found.setdefault((one["outcome"], one["impl"], one["benchmark"]), []).append(one)
     rows = [
         [impl, MEANINGS[outcome], benchmark.replace("_", " "), str(len(cases)), str(cases[0]["reason"] or "")]
         for (outcome, impl, benchmark), cases in found.items()
     ]
     if not rows:
         return _listed(machine, "wrong", "Wrong or failed", ["row"], [[_all_right(machine.records)]])
-    return _listed(machine, "wrong", "Wrong or failed", ["row", "how", "in", "cases", "the first of them"], rows)
+    columns = ["row", "how", "in", "cases", "the first of them"]
+    runs = commands(machine, (one["run"] for one in failed))
+    return replace(_listed(machine, "wrong", "Wrong or failed", columns, rows), runs=runs)
 
 
 def _all_right(records: Sequence[Record]) -> str:

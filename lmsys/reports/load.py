@@ -60,15 +60,16 @@ class Machine:
     def run_of(self, case: Record) -> str:
         """The date and the commit of a case's run."""
         run = self.runs[case["run"]]
-        return f"run of {str(run.get('date') or 'no date')[:10]}, commit {str(run.get('commit') or 'unknown')[:10]}"
+        return f"run of {str(run.get('date') or 'no date')[:10]}, {commit_of(run)}"
 
     def about(self, cases: Iterable[Record]) -> str:
         """Machine, versions, commits and dates of these cases, in one sentence that says no version twice."""
         found: dict[str, dict[str, None]] = {}
         for run in self.runs_of(cases):
-            found.setdefault(_versions(run), {})[_commit(run)] = None
-        told = (", ".join(filter(None, (versions, *commits))) for versions, commits in found.items())
-        return f"{self.title}; {'; also '.join(told)}."
+            told = f"{commit_of(run)}, {str(run.get('date') or 'undated')[:10]}"
+            found.setdefault(_versions(run), {})[told] = None
+        parts = (", ".join(filter(None, (versions, *commits))) for versions, commits in found.items())
+        return f"{self.title}; {'; also '.join(parts)}."
 
     def ceiling(self, cases: Iterable[Record], dtype: str | None = None) -> float | None:
         """The best measured ceiling of these cases' runs: matmul FLOP/s in a dtype, or copy bytes/s without one."""
@@ -172,6 +173,5 @@ def _versions(run: Mapping[str, Any]) -> str:
     return ", ".join(versions)
 
 
-def _commit(run: Mapping[str, Any]) -> str:
-    commit = str(run.get("commit") or "unknown")[:10] + (" with local changes" if run.get("dirty") else "")
-    return f"commit {commit}, {str(run.get('date') or 'undated')[:10]}"
+def commit_of(run: Mapping[str, Any]) -> str:
+    return f"commit {str(run.get('commit') or 'unknown')[:10]}" + (" with local changes" if run.get("dirty") else "")

@@ -24,7 +24,11 @@ _HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 POLICY = (
     f"default-src 'none'; style-src 'unsafe-inline'; img-src 'self' data:; font-src data:; script-src 'sha256-{_HASH}'"
 )
-LEAD = "lmsys measures attention kernels and data-parallel training side by side, and times only what is right."
+LEAD = (
+    "lmsys measures attention kernels and data-parallel training side by side, and times only what is right. A row is "
+    "one implementation, such as a kernel or a strategy, under the name that one types. A case is one row in one "
+    "setting, such as a shape and a dtype."
+)
 LETTERS = "B is the batch, H the heads, Q the queries, K the keys, S the queries and keys alike, D the size of a head."
 FACTS = "date commit command sweep seed driver cuda torch triton python platform".split()
 
@@ -82,6 +86,9 @@ class Html(str):
     """Text that is HTML already."""
 
 
+UP = Html('<p class="up"><a href="#top">↑ Top</a> <a href="#contents">Contents</a></p>')
+
+
 def tag(name: str, *inside: str, **attributes: str) -> Html:
     """An element. The one place where text is made safe: all but Html is escaped, attributes too."""
     said = "".join(f' {key.rstrip("_").replace("_", "-")}="{escape(value)}"' for key, value in attributes.items())
@@ -135,17 +142,19 @@ def html(parts: Sequence[Part], notes: Sequence[str], single_file: bool = False)
     said.append(
         tag(
             "p",
-            "The commands that measured this are below, in “Machine, versions and runs”. ",
+            "The commands that measured this are below each table of answers and, all of them, in “Machine, versions "
+            "and runs”. ",
             made,
             " builds this page.",
         )
     )
+    head = joined([tag("h1", "lmsys report", id="top"), tag("p", LEAD)])
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{GENERATOR}\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>lmsys report</title>\n<style>\n{CSS}</style>\n<script>{SCRIPT}</script></head>\n<body>\n"
-        + tag("main", tag("h1", "lmsys report"), tag("p", LEAD), *first, *said, _contents(contents, names), *body)
+        + tag("main", head, *first, *said, _contents(contents, names), *body, UP)
         + "\n</body></html>\n"
     )
 
@@ -160,7 +169,7 @@ def _contents(links: Sequence[Html], names: Sequence[str]) -> Html:
     return joined(
         [
             tag("p", tag("label", "Rows: ", field), said, class_="controls"),
-            tag("nav", tag("ul", *links)),
+            tag("nav", tag("ul", *links, id="contents")),
             tag("datalist", *(tag("option", value=name) for name in names), id="rows"),
             tag("output", id="said"),
             tag("noscript", tag("p", "Without scripts, what is behind “More” is in the folders tables/ and plots/.")),
@@ -278,7 +287,16 @@ def _table(table: Table) -> Html:
     caption = tag("figcaption", table.caption, " ", files[0], " ", files[1])
     anchor = f"table-{table.name}"
     title = tag("p", tag("a", _brief(table), href=f"#{anchor}"), class_="title")
-    return tag("figure", title, tag("div", inside, class_="scroll"), *notes, caption, id=anchor)
+    return tag("figure", title, tag("div", inside, class_="scroll"), *notes, caption, *_made_by(table), id=anchor)
+
+
+def _made_by(table: Table) -> list[Html]:
+    """The runs that a table's lines come from, behind a click that needs no script."""
+    if not table.runs:
+        return []
+    told = f"From {len(table.runs)} runs, by these commands" if len(table.runs) > 1 else "From one run, by this command"
+    lines = [tag("li", f"From the run of {run}, made by: ", tag("code", command)) for run, command in table.runs]
+    return [tag("details", tag("summary", told), tag("ul", *lines, class_="notes"), class_="source")]
 
 
 def _line(table: Table, row: int) -> Html:

@@ -32,7 +32,7 @@ class Table:
 
     The first `keys` columns say what a row is; `name` is the stem of its files, `source` where its numbers are from.
     `best` are the places, row and column, of the best of those in its row that were sampled together; `details` says
-    more of some places.
+    more of some places. `runs` are the runs of its lines, each with its command.
     """
 
     name: str
@@ -46,12 +46,14 @@ class Table:
     source: str = ""
     best: frozenset[tuple[int, int]] = frozenset()
     details: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    runs: Sequence[tuple[str, str]] = ()
 
     def markdown(self) -> str:
         align = ["---"] * self.keys + ["---:"] * (len(self.columns) - self.keys)
         lines = [self.columns, align, *self.rows]
         body = "\n".join("| " + " | ".join(_plain(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
-        notes = "".join(f"{_plain(note)}  \n" for note in self.notes)
+        made = [f"From the run of {run}, made by: `{command}`" for run, command in self.runs]
+        notes = "".join(f"{_plain(note)}  \n" for note in (*self.notes, *made))
         caption = _plain(f"{self.caption} {self.source}".strip())
         return f"### {_plain(self.title)}\n\n{caption}\n\n{body}\n" + (f"\n{notes}" if notes else "")
 

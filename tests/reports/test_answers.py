@@ -1,11 +1,18 @@
 """The page begins with answers: who is fastest, over what, what was wrong, and what could not run."""
 
+from datetime import datetime
 from itertools import chain
 from pathlib import Path
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from benchmarks.sweeps import SWEEPS
+from lmsys.parallel import STRATEGIES
+from lmsys.reports.load import Machine
+from lmsys.reports.origins import run_names
 from lmsys.reports.words import VALUES
-from tests.support.records import Record, built, cells, record, save
+from tests.support.records import Record, built, cells, numbers, record, save
 
 LENGTHS = (1024, 2048, 4096)
 
@@ -48,6 +55,64 @@ def test_a_row_that_another_run_has_is_said_to_have_run_there(tmp_path: Path) ->
     later = save(tmp_path / "2.json", comparison(2048, {"flex": 1e-3, "sdpa_flash": 2e-3}), date="2000-01-03")
     (missing,) = cells(built(tmp_path / "out", first, later), "not-run")
     assert missing["why"] == "no wheel; in another run flex ran"
+
+
+def test_each_line_says_its_run_and_each_run_its_command_once(tmp_path: Path) -> None:
+    """Runs of one day are told apart by the time; a run that no line is of is not listed."""
+    files = []
+    for length, hour, dtype in ((1024, 1, "bfloat16"), (1024, 2, "float16"), (2048, 3, "float32")):
+        rows = {"flash_triton": 1e-3, "sdpa_flash": 2e-3} if dtype != "float32" else {"naive": 1e-3}
+        told = {"queries": length, "keys": length, "dtype": dtype}
+        records = [record("attention", name, value, **told) for name, value in rows.items()]
+        date, command = f"2000-01-02T0{hour}:00:00+00:00", f"measure {dtype} & <report>"
+        path = tmp_path / f"{dtype}.json"
+        files.append(save(path, records, date=date, command=command, commit=f"{hour}" * 12, dirty=hour == 2))
+    found = built(tmp_path / "out", *files)
+    lines = {line["setting"]: line["run"] for line in cells(found, "fastest-attention")}
+    assert lines == {"bfloat16": "2000-01-02 01:00", "float16": "2000-01-02 02:00"}
+    text = found["tables/synthetic-gpu-fastest-attention.md"].decode()
+    assert "run of 2000-01-02 01:00, commit 1111111111, made by: `measure bfloat16 & <report>`" in text
+    assert "commit 2222222222 with local changes, made by: `measure float16 & <report>`" in text
+    assert "measure float32" not in text
+    answer = found["index.html"].decode().partition("Machine, versions and runs</summary>")[0]
+    assert answer.count("<code>measure bfloat16 &amp; &lt;report&gt;</code>") == 1
+    assert [one["commit"] for one in numbers(found, "fastest-attention")] == ["1" * 12, "2" * 12]
+
+
+def test_the_command_of_what_was_wrong_is_below_it(tmp_path: Path) -> None:
+    bad = record("attention", "mine", outcome="wrong", reason="dk is off")
+    files = [save(tmp_path / "1.json", [bad], command="measure mine")]
+    files.append(save(tmp_path / "2.json", [record("attention", "naive")], command="another", date="2000-01-03"))
+    text = built(tmp_path / "out", *files)["tables/synthetic-gpu-wrong.md"].decode()
+    assert "made by: `measure mine`" in text and "another" not in text
+
+
+def test_rows_are_explained_as_their_table_says(tmp_path: Path) -> None:
+    """All that took turns, ours apart from others'; a row without a label is named alone."""
+    seconds = {"mine": 3e-3, "torch_ddp_tuned": 2e-3, "zero1": 1e-3, "flat": 4e-3}
+    records = [record("data_parallel", name, value) for name, value in seconds.items()]
+    found = built(tmp_path / "out", save(tmp_path / "r.json", records))
+    text = found["tables/synthetic-gpu-fastest-data-parallel.md"].decode()
+    flat, zero1, ddp = (STRATEGIES[name].label for name in ("flat", "zero1", "torch_ddp_tuned"))
+    assert f"Our rows: flat ({flat}), zero1 ({zero1}), mine.  \nOthers’ rows: torch_ddp_tuned ({ddp})." in text
+
+
+def test_a_table_says_where_speeds_are_over_several_rows(tmp_path: Path) -> None:
+    alike = comparison(1024, {"flash_triton": 1e-3, "sdpa_flash": 2e-3})
+    other = [record("attention", name, dtype="float16") for name in ("flash_triton", "sdpa_cudnn")]
+    for records, said in ((alike, ""), ([*alike, *other], "differs between lines: sdpa_flash in 1, sdpa_cudnn in 1.")):
+        files = built(tmp_path / f"{bool(said)}", save(tmp_path / f"{bool(said)}.json", records))
+        text = files["tables/synthetic-gpu-fastest-attention.md"].decode()
+        assert said in text and ("differs between lines" in text) is bool(said)
+
+
+@settings(max_examples=50, deadline=None)
+@given(dates=st.lists(st.datetimes() | st.none(), min_size=1, max_size=4))
+def test_names_of_runs_tell_them_apart(dates: list[datetime | None]) -> None:
+    runs = [{"date": date and date.isoformat()} for date in dates]
+    names = run_names(Machine("slug", "title", runs, [], {}, {}), range(len(runs)))
+    assert len(set(names.values())) == len(runs)
+    assert all(name.startswith(str(runs[at]["date"] or "undated")[:10]) for at, name in names.items())
 
 
 def test_the_fastest_is_of_the_run_that_sampled_most_rows(tmp_path: Path) -> None:

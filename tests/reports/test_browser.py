@@ -61,6 +61,35 @@ def test_the_first_screen_answers_and_everybody_can_read_it(page: Any) -> None:
     assert not [(one["id"], one["help"]) for one in found if one["impact"] in ("serious", "critical")]
 
 
+@pytest.mark.parametrize("page", [{"viewport": PHONE}], indirect=True, ids=["phone"])
+def test_every_answer_is_read_on_a_phone_without_scrolling_sideways(page: Any) -> None:
+    cells = page.locator(".answers :is(th, td)").all()
+    boxes = [box for cell in cells if (box := cell.bounding_box())]
+    assert len(boxes) == len(cells)
+    assert all(box["x"] >= 0 and box["x"] + box["width"] <= PHONE["width"] for box in boxes)
+    assert page.locator(".answers .wide").count() == 0
+
+
+def test_one_click_below_an_answer_says_its_run_and_its_command(page: Any) -> None:
+    """The line has the run's date; below it, the details begin with the same and hold the command."""
+    figure = page.locator(".answers figure:has(td)").first
+    run = figure.locator("tbody tr").first.locator("td").last.inner_text()
+    made = figure.locator("li", has_text=f"From the run of {run}, commit")
+    assert not made.is_visible()
+    figure.locator("summary").click()
+    assert made.is_visible() and made.locator("code").inner_text().startswith("python -m ")
+
+
+def test_a_link_leads_back_to_the_top(page: Any) -> None:
+    from playwright.sync_api import expect
+
+    for link, leads_to in (("Top", page.locator("h1")), ("Contents", page.locator("nav li").first)):
+        page.evaluate("scrollTo(0, document.body.scrollHeight)")
+        expect(leads_to).not_to_be_in_viewport()
+        page.get_by_role("link", name=link).click()
+        expect(leads_to).to_be_in_viewport()
+
+
 def test_it_is_small(page: Any, page_file: Path) -> None:
     assert page_file.stat().st_size <= MOST_BYTES
     assert page.evaluate("document.getElementsByTagName('*').length") <= MOST_NODES
