@@ -195,9 +195,9 @@ def _first(machine: Machine, comparisons: Sequence[Sequence[Record]], bases: Seq
         "named": {str(one.get("strategy") or one["impl"]) for cases in comparisons for one in cases},
     }
     counts = {"fastest": found.first, "comparisons": found.comparisons, "rows": len(rows)}
-    of = {name: machine.runs[run].get(name) for name in ("date", "commit")}
+    origin = {name: machine.runs[run].get(name) for name in ("date", "commit")}
     speed = _speed(comparisons, found.row, bases)
-    return {"row": found.row, **counts, "called": " or ".join(sorted(called)), **speed, **of, **inner}
+    return {"row": found.row, **counts, "called": " or ".join(sorted(called)), **speed, **origin, **inner}
 
 
 def _speed(comparisons: Sequence[Sequence[Record]], row: str, bases: Sequence[str]) -> Record:
