@@ -27,7 +27,7 @@ def commands(machine: Machine, runs: Iterable[int]) -> list[tuple[str, str]]:
 
 
 def legend(machine: Machine, kind: str, names: Iterable[str]) -> list[str]:
-    """What these rows are, as their table says it: ours in one sentence, others' in another, in the table's order."""
+    """Explains these rows as their table does: ours in one sentence, others' in another, in the table's order."""
     table, names = machine.rows.get(kind, {}), set(names)
     ordered = [*(name for name in table if name in names), *sorted(names - table.keys())]
     found: dict[str, list[str]] = {"Our rows": [], "Others’ rows": []}
