@@ -138,10 +138,17 @@ def test_maxima_may_grow(causal: bool, growth: list[float], seed: int) -> None:
 )
 @pytest.mark.parametrize("causal", [False, True])
 @settings(max_examples=3)
-@given(length=st.integers(1, 420), seed=st.integers(0, 2**31), group=st.sampled_from([1, 3]), many=st.booleans())
+@given(
+    length=st.integers(1, 420),
+    seed=st.integers(0, 2**31),
+    group=st.sampled_from([1, 3]),
+    many=st.booleans(),
+    step=st.fixed_dictionaries(dict.fromkeys(("wide", "late_dv", "by_query"), st.booleans())),
+)
 def test_every_way_through_the_backward(
-    deterministic: bool, prefetch: bool, causal: bool, length: int, seed: int, group: int, many: bool
-) -> None:
+    deterministic: bool, prefetch: bool, causal: bool, length: int, seed: int, group: int, many: bool,
+    step: dict[str, bool],
+) -> None:  # fmt: skip
     """`many`: as where there are so many CTAs that heads are worked on in groups."""
     from lmsys.attention.flash_gluon.plans import BackwardPlan
 
@@ -149,7 +156,7 @@ def test_every_way_through_the_backward(
     case = AttentionCase(1, 3, 3 // group, length, keys, head_dim, "bfloat16", causal, grad=True)
     x = make_inputs(case, seed)
     scale = head_dim**-0.5
-    plan = BackwardPlan(prefetch, seed % 3)
+    plan = BackwardPlan(prefetch, seed % 3, **step)
     few_waves, in_order = (0, {64: 1, 128: 2}) if many else (product().FEW_WAVES, product().HEADS_IN_ORDER)
     with simulated(), patch.multiple(product(), FEW_WAVES=few_waves, HEADS_IN_ORDER=in_order):
         o, lse = product()._forward(x.q, x.k, x.v, causal, scale)

@@ -10,6 +10,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from lmsys.kernels.launch import FUSED
 from tests.support.sass import TRITON_NAMES, count, disassembled, resources
 
 BOUNDS = {"first_ptr": "*i32", "end_ptr": "*i32", "query_end_ptr": "*i32"}
+ORDER = "wide", "late_dv", "by_query"  # of a backward's plan: what no plan of the row has yet
 POINTERS = {"dq_semaphore": "*i32", "counter": "*i32", "parameters": "*i64"}
 ADDS = {"UTMAREDG": "UTMAREDG", "REDG": r"REDG\.E\.ADD\.F32x4"}
 MNEMONICS = ADDS | {"UTMASTG": "UTMASTG", "SYNCS": "SYNCS", "BAR": r"BAR\.(?:SYNC|ARV)", "fences": r"MEMBAR\.\w+\.GPU"}
@@ -164,6 +166,10 @@ def main(dtypes: list[str], every: bool) -> None:
                         for mode in ({}, {"deterministic": True}, {"grouped": True})[: 3 if every else 2]:
                             report("backward", backward(dtype, head_dim, causal, ragged, plan, **mode), **what,
                                    ragged=ragged, **mode)  # fmt: skip
+                        if not (every or causal):
+                            continue
+                        ordered = replace(plan, **dict.fromkeys(ORDER, True))
+                        report("backward", backward(dtype, head_dim, causal, ragged, ordered), **what, ragged=ragged)
             if head_dim == 64 and not every:
                 continue
             for plan in _some({plan: None for _, plan in FORWARD[head_dim, True] if plan.ctas == 1}, every):

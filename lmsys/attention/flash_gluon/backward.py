@@ -150,7 +150,8 @@ def _hide(
 def _step(
     dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, num_tiles, step, steps, bh, m, dk, dv, lse,
     WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
-    PREFETCH: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    PREFETCH: gl.constexpr, WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr,
+    DETERMINISTIC: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     qs, lses, q_full, dos, deltas, do_full = ring
@@ -178,27 +179,34 @@ def _step(
             p = _hide(p, n, m, K, spans, WG, CAUSAL, BLOCK_Q, S_LAYOUT)
     p_narrow = narrow(p, DTYPE)
     p_operand = gl.convert_layout(p_narrow, P_LAYOUT)
-    dv_token = warpgroup_mma(p_operand, do, dv, is_async=True)
+    if not LATE_DV:
+        dv_token = warpgroup_mma(p_operand, do, dv, is_async=True)
     if PREFETCH:
         delta = deltas.index(stage).load(ROW_LAYOUT)
-        dp = warpgroup_mma_wait(1, deps=[dp_token])
+        dp = warpgroup_mma_wait(0 if LATE_DV else 1, deps=[dp_token])
     else:
-        dp = warpgroup_mma_wait(1, deps=[dp_token])
+        dp = warpgroup_mma_wait(0 if LATE_DV else 1, deps=[dp_token])
         delta = deltas.index(stage).load(ROW_LAYOUT)
-    ds = narrow(widen(p_narrow, DTYPE) * (dp - delta[None, :]), DTYPE)  # p itself would cost its registers until here
+    if WIDE:
+        ds = narrow(p * (dp - delta[None, :]), DTYPE)
+    else:  # p itself would cost its registers until here
+        ds = narrow(widen(p_narrow, DTYPE) * (dp - delta[None, :]), DTYPE)
     ds_shared = dss.index(step & 1)
-    ds_shared.slice(WG * 64, 64).store(ds)
+    if BY_QUERY:
+        ds_shared.slice(WG * 64, 64, dim=1).permute((1, 0)).store(ds)
+        ds_rows = ds_shared
+    else:
+        ds_shared.slice(WG * 64, 64).store(ds)
+        ds_rows = ds_shared.permute((1, 0))
+    if LATE_DV:
+        dv_token = warpgroup_mma(p_operand, do, dv, is_async=True)
     fence_async_shared()
     named_barrier("sync", EXCHANGE, 256)
     dq_zeros = gl.zeros([64, 64], gl.float32, DQ_LAYOUT)
     if D == 128:  # the consumers share dq by columns, at 64 by rows
-        dq_token = warpgroup_mma(
-            ds_shared.permute((1, 0)), all_k.slice(WG * 64, 64, dim=1), dq_zeros, use_acc=False, is_async=True
-        )
+        dq_token = warpgroup_mma(ds_rows, all_k.slice(WG * 64, 64, dim=1), dq_zeros, use_acc=False, is_async=True)
     else:
-        dq_token = warpgroup_mma(
-            ds_shared.slice(WG * 64, 64, dim=1).permute((1, 0)), all_k, dq_zeros, use_acc=False, is_async=True
-        )
+        dq_token = warpgroup_mma(ds_rows.slice(WG * 64, 64), all_k, dq_zeros, use_acc=False, is_async=True)
     ds_operand = gl.convert_layout(ds, P_LAYOUT)
     dk_token = warpgroup_mma(ds_operand, q, dk, is_async=True)
     if PREFETCH:
@@ -236,7 +244,8 @@ def _assignment(index, num_key_tiles, num_heads, at_once, team, DETERMINISTIC: g
 def _walk(
     dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, bh, low, high, start, num_tiles, steps, dk, dv,
     WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
-    AROUND: gl.constexpr, PREFETCH: gl.constexpr, DETERMINISTIC: gl.constexpr, DTYPE: gl.constexpr,
+    AROUND: gl.constexpr, PREFETCH: gl.constexpr, WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr,
+    DETERMINISTIC: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """dk / sm_scale and dv of this consumer's keys (64, D), over all tiles of queries."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
@@ -249,7 +258,8 @@ def _walk(
     for step in range(steps):
         dk, dv, lse = _step(
             dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, num_tiles, step, steps, bh, m, dk, dv, lse,
-            WG, D, BLOCK_Q, MASK, CAUSAL, PREFETCH, DETERMINISTIC, S_LAYOUT, O_LAYOUT, DQ_LAYOUT, DTYPE,
+            WG, D, BLOCK_Q, MASK, CAUSAL, PREFETCH, WIDE, LATE_DV, BY_QUERY, DETERMINISTIC,
+            S_LAYOUT, O_LAYOUT, DQ_LAYOUT, DTYPE,
         )  # fmt: skip
         bh, m = next_tile(bh, m, low, high, start, AROUND)
     return dk, dv
@@ -260,7 +270,8 @@ def _consumer(
     dq_ptr, dk_desc, dv_desc, parameters, scale, kvs, ring, dss,
     bh, n, walk, masked, K,
     WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
-    AROUND: gl.constexpr, PREFETCH: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    AROUND: gl.constexpr, PREFETCH: gl.constexpr, WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr,
+    DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     ks, vs, kv_full = kvs
     low, end, start, num_tiles, steps = walk
@@ -280,12 +291,12 @@ def _consumer(
         dk, dv = _walk(
             dq_ptr, scale, k, v, ks, dss, ring, n, K, masked, bh, low, high, start, num_tiles,
             gl.where(masked[0] == 0, steps, 0), dk, dv,
-            WG, D, BLOCK_Q, False, CAUSAL, AROUND, PREFETCH, DETERMINISTIC, DTYPE,
+            WG, D, BLOCK_Q, False, CAUSAL, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY, DETERMINISTIC, DTYPE,
         )  # fmt: skip
         steps = gl.where(masked[0] == 0, 0, steps)
     dk, dv = _walk(
         dq_ptr, scale, k, v, ks, dss, ring, n, K, masked, bh, low, high, start, num_tiles, steps, dk, dv,
-        WG, D, BLOCK_Q, CAUSAL or RAGGED, CAUSAL, AROUND, PREFETCH, DETERMINISTIC, DTYPE,
+        WG, D, BLOCK_Q, CAUSAL or RAGGED, CAUSAL, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY, DETERMINISTIC, DTYPE,
     )  # fmt: skip
     # Once more, and from memory: what is not needed until here would occupy registers all through the loop.
     kv_heads = gl.load(parameters).to(gl.int32)
@@ -347,7 +358,8 @@ def backward_kernel(
     scale, num_heads, H, G, Q, Q_PADDED, K, num_key_tiles, at_once, team, ahead,
     first_ptr, end_ptr, per_entry, query_end_ptr,
     BLOCK_Q: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, GROUPED: gl.constexpr,
-    PREFETCH: gl.constexpr, SPREAD: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    PREFETCH: gl.constexpr, WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr, SPREAD: gl.constexpr,
+    DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     """dk and dv; dq / sm_scale is added up in float32 (B H, Q_PADDED, D), Q_PADDED a multiple of BLOCK_Q.
 
@@ -366,14 +378,16 @@ def backward_kernel(
     DTYPE: gl.constexpr = q_desc.dtype
     K_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, D], DTYPE)
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_Q, D], DTYPE)
-    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_Q], DTYPE)
+    DS_ROWS: gl.constexpr = BLOCK_Q if BY_QUERY else BLOCK_K
+    DS_COLUMNS: gl.constexpr = BLOCK_K if BY_QUERY else BLOCK_Q
+    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([DS_ROWS, DS_COLUMNS], DTYPE)
     ks = gl.allocate_shared_memory(DTYPE, [BLOCK_K, D], K_LAYOUT)
     vs = gl.allocate_shared_memory(DTYPE, [BLOCK_K, D], K_LAYOUT)
     qs = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_Q, D], Q_LAYOUT)
     dos = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_Q, D], Q_LAYOUT)
     lses = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], lse_desc.layout)
     deltas = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], delta_desc.layout)
-    dss = gl.allocate_shared_memory(DTYPE, [2, BLOCK_K, BLOCK_Q], DS_LAYOUT)
+    dss = gl.allocate_shared_memory(DTYPE, [2, DS_ROWS, DS_COLUMNS], DS_LAYOUT)
     kvs = ks, vs, barriers(1, 1).index(0)
     ring = qs, lses, barriers(STAGES, 1), dos, deltas, barriers(STAGES, 1)
     fence_async_shared()
@@ -430,10 +444,10 @@ def backward_kernel(
             )),
             (_consumer, (
                 dq_ptr, dk_desc, dv_desc, parameters, scale, kvs, ring, dss, bh, n, walk, masked, K,
-                0, D, BLOCK_Q, CAUSAL, RAGGED, AROUND, PREFETCH, DETERMINISTIC
+                0, D, BLOCK_Q, CAUSAL, RAGGED, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY, DETERMINISTIC
             )),
             (_consumer, (
                 dq_ptr, dk_desc, dv_desc, parameters, scale, kvs, ring, dss, bh, n, walk, masked, K,
-                1, D, BLOCK_Q, CAUSAL, RAGGED, AROUND, PREFETCH, DETERMINISTIC
+                1, D, BLOCK_Q, CAUSAL, RAGGED, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY, DETERMINISTIC
             )),
     ], [4, 4], [240, 240])  # fmt: skip

@@ -4,6 +4,7 @@ Legend: B batch, H query heads, Hkv key heads, G = H / Hkv, Q queries, K keys, D
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -135,7 +136,8 @@ def backward_options(
     """The constants of `backward_kernel`."""
     return {
         "BLOCK_Q": BLOCK_Q[head_dim], "D": head_dim, "CAUSAL": causal, "RAGGED": ragged, "GROUPED": grouped,
-        "PREFETCH": plan.prefetch, "SPREAD": not causal and (ragged or deterministic), "DETERMINISTIC": deterministic,
+        "PREFETCH": plan.prefetch, "WIDE": plan.wide, "LATE_DV": plan.late_dv, "BY_QUERY": plan.by_query,
+        "SPREAD": not causal and (ragged or deterministic), "DETERMINISTIC": deterministic,
         **dict.fromkeys(() if bounded else EXTENT),
     }  # fmt: skip
 
@@ -233,7 +235,7 @@ class _Backward:
         q_block, k_block, out_block = ([1, 1, rows, head_dim] for rows in (self.block_q, TILE_K, 64))
         row_block = [self.block_q]
         main = kept(
-            ("backward", *same, causal, bounded, ragged, deterministic, group > 1, plan.prefetch),
+            ("backward", *same, causal, bounded, ragged, deterministic, group > 1, replace(plan, l2_mib=0)),
             backward_kernel,
             [half, half, half, half, floats, floats, half, half],
             [q_block, k_block, k_block, q_block, row_block, row_block, out_block, out_block],

@@ -78,6 +78,9 @@ class BackwardPlan:
 
     prefetch: bool  # the log-sum-exp is loaded a step ahead, rather than after the scores
     l2_mib: int  # MiB that heads worked on together read and add to; 0: one head after another
+    wide: bool = False  # P stays float32 until dS is made
+    late_dv: bool = False  # dV begins once dS is made, so that the exponentials may run beside what follows them
+    by_query: bool = False  # dS is exchanged as rows of queries, which the matmul for dq reads untransposed
 
 
 ANY = 2**31

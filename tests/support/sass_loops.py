@@ -1,0 +1,72 @@
+"""Counts the instructions of a backward of `flash_gluon`: `python -m tests.support.sass_loops [wide by_query]`.
+
+A JSON line for each head dimension and mask: instructions by kind that a warp issues for a tile of keys and one of
+queries, the shorter loop of the two consumers. Code for masks, around which most tiles branch, is counted as well.
+A path of a cubin in place of the fields of a plan reads another kernel's, such as FlashAttention-4's.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from lmsys.attention.flash_gluon.plans import backward_plan
+from tests.support.sass import TOOLS, disassembled
+from tests.support.sass_gluon import backward
+
+MATMULS = 16  # at least so many are in a loop that is a main one
+LENGTH = 4096  # of keys, whose plan is read
+
+
+def main_loop(sass: str) -> list[str]:
+    """The shortest run of instructions from a label to a branch back to it that has matmuls."""
+    return min(_loops(sass), key=len)
+
+
+def _loops(sass: str) -> Iterator[list[str]]:
+    labels: dict[str, int] = {}
+    code: list[str] = []
+    for line in sass.splitlines():
+        if match := re.match(r"\s*(\.L_\w+):", line):
+            labels[match[1]] = len(code)
+        elif match := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
+            code.append(match[1])
+            branch = re.search(r"\bBRA\S*\s.*?`\((\.L_\w+)\)", match[1])
+            if branch and branch[1] in labels:
+                loop = code[labels[branch[1]] :]
+                if sum("HGMMA" in one for one in loop) >= MATMULS:
+                    yield loop
+
+
+def kinds(loop: list[str]) -> Counter[str]:
+    return Counter(re.sub(r"^@!?U?P\w+\s+", "", one).split()[0].split(".")[0] for one in loop)
+
+
+def main(arguments: list[str]) -> None:
+    if arguments and Path(arguments[0]).exists():
+        command = [TOOLS / "nvdisasm", "-c", "-ndf", arguments[0]]
+        found = {"": subprocess.run(command, capture_output=True, text=True, check=True).stdout}
+    else:
+        step = dict.fromkeys(arguments, True)
+        found = {
+            f"{head_dim} {'causal' if causal else 'full'}": disassembled(
+                backward(
+                    torch.bfloat16, head_dim, causal, False, replace(backward_plan(head_dim, causal, LENGTH), **step)
+                )
+            )
+            for head_dim in (64, 128)
+            for causal in (False, True)
+        }
+    for name, sass in found.items():
+        loop = main_loop(sass)
+        print(json.dumps({"kernel": name, "instructions": len(loop), **dict(kinds(loop).most_common())}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
