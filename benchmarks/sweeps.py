@@ -346,6 +346,7 @@ REPRODUCIBLE = TRAINING.but(
     "reproducible",
     attention=("flash_gluon", "flash_triton"),
     strategy=("none", "naive", "bucketed", "zero1", "fsdp"),
+    compile=("eager", "graphed"),
     reproducible=BOTH,
 )
 CPU_REPRODUCIBLE = CPU_TRAINING.but(

@@ -28,7 +28,7 @@ from lmsys.parallel.alpha_beta import latency_and_bandwidth
 from lmsys.parallel.collectives import gather_objects
 from lmsys.parallel.group import device
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer
-from lmsys.training.graph import WARM_UPS, GraphedGradients, on_capture_stream
+from lmsys.training.graph import GraphedGradients, backward_of, on_capture_stream, warm_ups_of
 from lmsys.training.optimizer import AdamW
 
 INSPECTED = 3  # steps that are timed to learn what one costs
@@ -102,9 +102,8 @@ class Gradients:
 
     def record(self) -> None:
         """Makes the next call record a graph, which later calls replay."""
-        warm_ups = getattr(self.strategy.wrapper, "warm_ups_before_graph", WARM_UPS)
-        parameters = self.strategy.module.parameters()
-        self.graph = GraphedGradients(self.loss, parameters, self.strategy.finish, warm_ups)
+        compute, parameters = backward_of(self.loss, self.strategy.finish), self.strategy.module.parameters()
+        self.graph = GraphedGradients(compute, parameters, warm_ups_of(self.strategy.wrapper))
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """The loss; the gradients are there and are the mean over ranks."""

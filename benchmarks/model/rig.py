@@ -20,7 +20,7 @@ from lmsys.measure import memory
 from lmsys.measure.clock import clock_of, synchronize, timed
 from lmsys.measure.compare import Kept
 from lmsys.testing import norm_rms
-from lmsys.training.graph import GraphedGradients
+from lmsys.training.graph import GraphedGradients, backward_of
 from lmsys.training.optimizer import AdamW
 
 # So small that no number of timed steps moves a weight by more than float32 rounds in a gradient: what was right in any
@@ -144,7 +144,7 @@ class Rig:
         return self.spots.judge(case, kept, meant)
 
     def graph_of(self, case: ModelTest) -> GraphedGradients:
-        return GraphedGradients(lambda: self.scaler.scale(self.forward(case)), self.base.parameters())
+        return GraphedGradients(backward_of(lambda: self.scaler.scale(self.forward(case))), self.base.parameters())
 
     def alone(self, case: ModelTest) -> float:
         """Seconds of the case's first call, with nothing else live and nothing left afterwards, even where it fails.

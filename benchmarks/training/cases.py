@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from benchmarks.models import LR_BY_WIDTH, MAX_SCORES, TrainedCase, attention_case, attention_row
+from benchmarks.models import COMPILED, LR_BY_WIDTH, MAX_SCORES, TrainedCase, attention_case, attention_row
 from lmsys.attention import ATTENTION, AttentionCase
 from lmsys.bench import Entry, Record
 from lmsys.config import ModelConfig
@@ -126,8 +126,8 @@ class TrainingCase(TrainedCase):
         """The case as the training loop takes it. ValueError for an option that the loop does not have."""
         if isinstance(self.bucket_mb, str):
             raise ValueError("the training loop has no automatic size of buckets: --bucket-mb is to name MiB")
-        if self.replayed:
-            raise ValueError("the training loop replays no CUDA graph: --compile is to be eager or compiled")
+        if self.compile == "fused":
+            raise ValueError("the training loop has no fused blocks: --compile is to be eager, compiled or graphed")
         if self.reproducible and (reason := self.entry.trait("why_not_reproducible", "")):
             raise ValueError(reason)
         steps = self.steps * self.epochs
@@ -141,7 +141,8 @@ class TrainingCase(TrainedCase):
             warmup_steps=int(WARMUP * steps),
             seed=seed,
             precision=self.precision,
-            compile=self.compile == "compiled",
+            compile=self.compile in COMPILED,
+            graph=self.replayed,
             strategy=self.entry.target if ".py:" in self.entry.target else self.entry.name,
             bucket_mb=self.bucket_mb,
         )

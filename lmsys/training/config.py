@@ -74,6 +74,8 @@ class TrainConfig:
     clip_norm         of the gradient; 0: it is not clipped
     precision         fp32, or bf16 by autocast
     compile           the blocks by torch.compile, several to a graph where the strategy is none
+    graph             forward, backward and synchronization replayed as one CUDA graph, so that no kernel waits for the
+                      host to launch it; not with packed documents, nor with strategies that shard parameters
     strategy          a row of `lmsys.parallel.STRATEGIES`, or path.py:Class
     bucket_mb         MiB of a bucket where the strategy has them; None: its own choice
     sharded_optimizer the optimizer's state divided among ranks, over a strategy that all-reduces
@@ -99,6 +101,7 @@ class TrainConfig:
     seed: int = 0
     precision: str = "fp32"
     compile: bool = False
+    graph: bool = False
     strategy: str = "bucketed"
     bucket_mb: float | None = None
     sharded_optimizer: bool = False

@@ -9,6 +9,7 @@ Source: Gray 2019, "Getting Started with CUDA Graphs" (developer.nvidia.com/blog
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,29 +35,46 @@ def on_capture_stream() -> Iterator[torch.cuda.Stream]:
     torch.cuda.current_stream().wait_stream(stream)
 
 
+def warm_ups_of(wrapper: Any) -> int:
+    """Calls before a recording of the steps of this strategy."""
+    return getattr(wrapper, "warm_ups_before_graph", WARM_UPS)
+
+
+def backward_of(loss_of: Callable[..., Tensor], finish: Callable[[], None] | None = None) -> Callable[..., Tensor]:
+    """A function that computes `loss_of(*inputs)` and its backward, and gives the loss.
+
+    finish  called after the backward: the end of a synchronization of gradients
+    """
+
+    def compute(*inputs: Tensor) -> Tensor:
+        loss = loss_of(*inputs)
+        loss.backward()
+        if finish is not None:
+            finish()
+        return loss.detach()
+
+    return compute
+
+
 class GraphedGradients:
-    """`loss_of(*inputs)` and its backward, recorded on the first call and replayed on every later one.
+    """`compute(*inputs)`, such as `backward_of` a loss, recorded on the first call and replayed on every later one.
 
-    `loss_of` takes CUDA tensors and gives a scalar; it must do the same work on each call, in kernels alone, so without
-    a look at a value (`.item()`, boolean masks) and without random numbers of the host. A call copies its inputs to
-    those of the recording, whose shapes and dtypes they must have (ValueError), and leaves the gradients in `.grad`
-    of the `parameters` in place of what was there: the same tensors every time, and the loss likewise. Their memory,
-    and that of everything between, belongs to the graph until it is dropped.
+    `compute` takes CUDA tensors, leaves gradients in `.grad` and gives a scalar; it must do the same work on each call,
+    in kernels alone, so without a look at a value (`.item()`, boolean masks) and without random numbers of the host. A
+    call copies its inputs to those of the recording, whose shapes and dtypes they must have (ValueError), and leaves
+    the gradients in `.grad` of the `parameters` in place of what was there: the same tensors every time, and the loss
+    likewise. Their memory, and that of everything between, belongs to the graph until it is dropped.
 
-    finish    called after the backward, part of the recording: the end of a synchronization of gradients. NCCL's
-              collectives are recorded too: those begun before a call must have been waited for by then, those begun
-              inside by the end of `finish`, and every rank records, and replays, where the others do
+    NCCL's collectives are recorded too: those begun before a call must have been waited for by then, those begun inside
+    by its end, and every rank records, and replays, where the others do.
+
     warm_ups  calls before the recording, which leave nothing but gradients behind
     """
 
     def __init__(
-        self,
-        loss_of: Callable[..., Tensor],
-        parameters: Iterable[nn.Parameter],
-        finish: Callable[[], None] | None = None,
-        warm_ups: int = WARM_UPS,
+        self, compute: Callable[..., Tensor], parameters: Iterable[nn.Parameter], warm_ups: int = WARM_UPS
     ) -> None:
-        self._loss_of, self._finish, self._warm_ups = loss_of, finish, warm_ups
+        self._function, self._warm_ups = compute, warm_ups
         self._parameters = [p for p in parameters if p.requires_grad]
         self._graph: torch.cuda.CUDAGraph | None = None
 
@@ -94,11 +112,7 @@ class GraphedGradients:
 
     def _compute(self) -> Tensor:
         self._clear()
-        loss = self._loss_of(*self._inputs)
-        loss.backward()
-        if self._finish is not None:
-            self._finish()
-        return loss.detach()
+        return self._function(*self._inputs)
 
     def _clear(self) -> None:
         for p in self._parameters:

@@ -8,8 +8,9 @@ import math
 import signal
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,13 @@ from lmsys.training.config import RunConfig
 from lmsys.training.data import Batches, Source
 from lmsys.training.evaluation import Evaluation, Windows, evaluate
 from lmsys.training.fitted import fitted
+from lmsys.training.gradients import Gradients, ReplayedGradients
+from lmsys.training.graph import on_capture_stream
 from lmsys.training.log import JsonLines, Progress
 from lmsys.training.nonfinite import NonFiniteError, first_nonfinite
 from lmsys.training.optimizer import AdamW, clip_factor, cosine_schedule, grad_norm, scale_gradients, set_lr
 from lmsys.training.packing import check_attention, end_of_text_of, model_inputs
-from lmsys.training.reproducible import Tree, deterministic, exact_norm, weights_sha256
+from lmsys.training.reproducible import deterministic, exact_norm, weights_sha256
 from lmsys.training.stop import StopSignals
 
 RUNTIME_FIELDS = "attention", "checkpoint_blocks", "residual"  # of a model config: how it is computed, not what it is
@@ -91,6 +94,7 @@ class Trainer:
         packed = config.data.packing == "documents"
         if packed:
             check_attention(config, device)
+        self.autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=train.precision == "bf16")
         self.batches = Batches(
             source, config.model.context_length, train.held, train.seed, self.rank, self.world_size,
             train.accumulation(self.world_size), train.reproducible and not row.trait("sums_each_backward", False),
@@ -110,8 +114,13 @@ class Trainer:
         if train.compile:  # a strategy may surround each block, and reduce its gradients early
             together = 1 if row.trait("synchronizes", True) else BLOCKS_PER_GRAPH
             self.model.compile_blocks(together, fullgraph=not packed)  # graphs end at attention on documents
-        self.strategy, self._shards_gradients = self._strategy(row), row.trait("shards_gradients", False)
+        if reason := train.graph and self._why_no_graph(row):
+            raise ValueError(f"train.graph=true: {reason}")
+        with on_capture_stream() if train.graph else nullcontext():  # which torch's DDP keeps
+            self.strategy = self._strategy(row)
+        self._shards_gradients = row.trait("shards_gradients", False)
         self.optimizer = self._optimizer()
+        self._gradients = self._make_gradients()
         self.facts["optimizer"] = state.layout(self.strategy)
         if found is not None and shared is not None:
             self._resume(found, shared)
@@ -141,6 +150,22 @@ class Trainer:
             )
         return strategy
 
+    def _why_no_graph(self, row: Entry) -> str:
+        if self.device.type != "cuda":
+            return f"CUDA graphs need train.device=cuda, not {self.device.type}"
+        if self.config.data.packing != "none":
+            return f"each batch of data.packing={self.config.data.packing!r} has masks of its own, and is no replay"
+        reason = row.trait("why_not_graphed", "")
+        return reason and f"strategy {row.name!r}: {reason}"
+
+    def _make_gradients(self) -> Gradients | ReplayedGradients:
+        train = self.config.train
+        alone = train.reproducible and self.world_size == 1
+        tree = [p for group in self.optimizer.param_groups for p in group["params"]] if alone else None
+        divisor = train.leaves if train.reproducible else self.batches.accumulation
+        gradients = Gradients(self.strategy, self.autocast, divisor, tree)
+        return ReplayedGradients(gradients, self.strategy) if train.graph else gradients
+
     def _optimizer(self) -> torch.optim.Optimizer:
         train = self.config.train
         options = dict[str, Any](lr=train.lr, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay)
@@ -160,9 +185,6 @@ class Trainer:
         if self.rank < found.world_size:
             checkpoint.set_rng_state(found.own(self.rank, "rng")["rng"], self.device)
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16")
-
     def train_step(self, stop: int = 0) -> tuple[Step, int]:
         """One step, and the largest `stop` of any rank."""
         with deterministic(self.device) if self.config.train.reproducible else nullcontext():
@@ -174,7 +196,9 @@ class Trainer:
             self.step, max_lr=train.lr, min_lr=train.min_lr, warmup_steps=train.warmup_steps, total_steps=train.steps
         )
         set_lr(self.optimizer, lr)
-        total = (self._add_leaves if train.reproducible and self.world_size == 1 else self._accumulate)()
+        micros = range(self.batches.accumulation)
+        weights = [self.batches.weight(self.step, micro) for micro in micros]
+        total = self._gradients([self.batch(micro) for micro in micros], weights)
         norm = self._clip_exactly() if train.reproducible else self._clip()
         mean, stop = self._agree(total, stop)
         norm_value = float(norm)
@@ -186,39 +210,6 @@ class Trainer:
         self.in_a_row = 0 if taken else self.in_a_row + 1
         self.step += 1
         return Step(mean, norm_value, lr, taken), stop
-
-    def _accumulate(self) -> Tensor:
-        """The gradients of this rank's micro-batches, synchronized, and the mean of their losses."""
-        count, total = self.batches.accumulation, torch.zeros((), device=self.device)
-        for micro in range(count):
-            with nullcontext() if micro == count - 1 else self.strategy.no_sync():
-                total += self._backward(micro) / count
-        self.strategy.finish()
-        return total
-
-    def _add_leaves(self) -> Tensor:
-        """The same on one rank alone, whose micro-batches are added in pairs, as ranks would add theirs."""
-        count, total, tree = self.batches.accumulation, torch.zeros((), device=self.device), Tree()
-        params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        for micro in range(count):
-            total += self._backward(micro) / count
-            self.strategy.finish()
-            tree.add([p.grad for p in params])
-            for p in params:
-                p.grad = None
-        for p, gradient in zip(params, tree.total, strict=True):
-            p.grad = gradient
-        return total
-
-    def _backward(self, micro: int) -> Tensor:
-        """The loss of a micro-batch, whose gradients are added to those that are there."""
-        train, inputs = self.config.train, self.batch(micro)
-        with self.autocast():
-            loss = self.strategy(*inputs)
-        if (weight := self.batches.weight(self.step, micro)) != 1:
-            loss = loss * weight
-        (loss / (train.leaves if train.reproducible else self.batches.accumulation)).backward()
-        return loss.detach()
 
     def batch(self, micro: int) -> tuple[Any, ...]:
         return model_inputs(*self.batches.batch(self.step, micro), self.device)
@@ -235,9 +226,9 @@ class Trainer:
         grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         count = sum(p.numel() for p in self.model.parameters())
         norm = exact_norm(grads, count, self.group, divided=self._shards_gradients)
-        max_norm = self.config.train.clip_norm or math.inf
-        if math.isfinite(max_norm) and math.isfinite(norm):
-            torch._foreach_mul_(grads, min(1.0, max_norm / (norm + 1e-6)))
+        if (max_norm := self.config.train.clip_norm) and math.isfinite(norm):
+            factor = torch.tensor(min(1.0, max_norm / (norm + 1e-6)), device=self.device)
+            scale_gradients(self.optimizer, factor)
         return norm
 
     def _agree(self, loss: Tensor, stop: int) -> tuple[float, int]:

@@ -235,7 +235,8 @@ def test_all_that_can_be_trained_has_one_curve(two_ranks: Ranks) -> None:
         ({"bucket_mb": ("auto",), "strategy": ("bucketed",)}, "--bucket-mb is to name MiB"),
         ({"precision": ("tf32",)}, "TF32 is an arithmetic of CUDA"),
         ({"precision": ("fp16",)}, "precision='fp16' must be one of"),
-        ({"compile": ("graphed",)}, "--compile is to be eager or compiled"),
+        ({"compile": ("graphed",)}, "CUDA graphs need train.device=cuda, not cpu"),
+        ({"compile": ("fused",)}, "the training loop has no fused blocks"),
         ({"attention": ("sdpa_cudnn",)}, "CUDA"),
     ],
 )

@@ -12,7 +12,7 @@ from torch import nn
 from lmsys.parallel import STRATEGIES as TABLE
 from lmsys.parallel.copy_engine import CopyEngine, CopyEngines, check_gpus
 from lmsys.parallel.group import WorkerGroup, device
-from lmsys.training.graph import GraphedGradients
+from lmsys.training.graph import GraphedGradients, backward_of
 from tests.support import ranks as on_ranks
 from tests.support.engines import EnginesOverGloo
 from tests.support.ranks import Net, Recipe, Training, group_of, stand_in, train, worst_ratio
@@ -159,7 +159,7 @@ def _trained(strategy: str, options: dict[str, Any], graphed: bool) -> dict[str,
     model = Net(Recipe(width=40, layers=4, tied=True)).to(device())
     wrapper = TABLE[strategy].load()(model, group_of(2), 5e-3, **options)
     optimizer = wrapper.make_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
-    graph = GraphedGradients(wrapper, model.parameters(), wrapper.finish_gradient_synchronization)
+    graph = GraphedGradients(backward_of(wrapper, wrapper.finish_gradient_synchronization), model.parameters())
     for step in range(6):
         x = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())).to(device())
         if graphed and step > 1:

@@ -14,14 +14,14 @@ from lmsys.config import model_config
 from lmsys.model import TransformerLM
 from lmsys.parallel import STRATEGIES
 from lmsys.parallel.group import WorkerGroup, device
-from lmsys.training.graph import GraphedGradients
+from lmsys.training.graph import GraphedGradients, backward_of
 from lmsys.training.optimizer import AdamW, clip_grad_norm, set_lr
 
 
 def test_on_a_cpu_it_says_what_to_do_instead() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     with pytest.raises(ValueError, match="on a CPU call backward"):
-        GraphedGradients(lambda x: (x * weight).sum(), [weight])(torch.ones(2))
+        GraphedGradients(backward_of(lambda x: (x * weight).sum()), [weight])(torch.ones(2))
 
 
 def batches(count: int) -> list[tuple[Tensor, Tensor]]:
@@ -39,7 +39,7 @@ def trained(graphed: bool, compiled: bool, attention: str) -> tuple[list[float],
         with torch.autocast("cuda", torch.bfloat16):
             return model.loss(tokens, targets)
 
-    graph = GraphedGradients(loss_of, model.parameters())
+    graph = GraphedGradients(backward_of(loss_of), model.parameters())
     for step, batch in enumerate(batches(6)):
         set_lr(optimizer, 1e-3 / (1 + step))
         if graphed:
@@ -70,7 +70,7 @@ def test_it_trains_as_without(compiled: bool, attention: str) -> None:
 @pytest.mark.gpu
 def test_inputs_of_another_shape_are_named() -> None:
     weight = torch.nn.Parameter(torch.ones(2, device="cuda"))
-    graph = GraphedGradients(lambda x: (x * weight).sum(), [weight])
+    graph = GraphedGradients(backward_of(lambda x: (x * weight).sum()), [weight])
     assert graph(torch.tensor([1.0, 2.0], device="cuda")).item() == 3
     assert weight.grad.tolist() == [1, 2]
     with pytest.raises(ValueError, match=r"\(3,\).*\(2,\)"):
