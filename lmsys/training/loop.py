@@ -112,7 +112,8 @@ class Trainer:
             shared = found.shared("model", "progress")
             self.model.load_state_dict(shared["model"])
         if train.compile:  # a strategy may surround each block, and reduce its gradients early
-            together = 1 if row.trait("synchronizes", True) else BLOCKS_PER_GRAPH
+            alike = train.reproducible or row.trait("synchronizes", True)  # other graphs add in other orders
+            together = 1 if alike else BLOCKS_PER_GRAPH
             self.model.compile_blocks(together, fullgraph=not packed)  # graphs end at attention on documents
         if reason := train.graph and self._why_no_graph(row):
             raise ValueError(f"train.graph=true: {reason}")

@@ -119,7 +119,7 @@ def executed(execution: str) -> list[str]:
 @EXECUTIONS
 def test_one_sha256_on_a_gpu(one_gpu: WorkerGroup, tmp_path: Path, execution: str) -> None:
     found = set()
-    for strategy in ("naive", "naive", "zero1", "bucketed" if "graph" in execution else "fsdp"):
+    for strategy in ("naive", "naive", "none", "zero1", "bucketed" if "graph" in execution else "fsdp"):
         settings = *ON_GPUS, f"train.strategy={strategy}", *executed(execution)
         found |= set(one_gpu.run(reproduced, config(tmp_path, *SETTINGS, *settings), 1, STEPS))
     assert len(found) == 1
@@ -129,7 +129,7 @@ def test_one_sha256_on_a_gpu(one_gpu: WorkerGroup, tmp_path: Path, execution: st
 @EXECUTIONS
 def test_one_sha256_on_one_gpu_and_two(gpu_ranks: WorkerGroup, tmp_path: Path, execution: str) -> None:
     found = set()
-    for strategy, world_size in product(STRATEGIES, (1, 2)):
+    for strategy, world_size in (("none", 1), *product(STRATEGIES, (1, 2))):
         if "graph" in execution and strategy == "fsdp":
             continue  # it resizes parameters, which no graph may
         settings = *ON_GPUS, f"train.strategy={strategy}", *executed(execution)
