@@ -165,4 +165,6 @@ def test_compiled_steps_train_on_two_gpus() -> None:
     assert {one["outcome"] for one in found} == {"ok"}, [one["reason"] for one in found]
     for one in found:
         total = sum(one[f"{kind}_s"] for kind in KINDS) + one["optimizer_s"] + one["exposed_s"]
-        assert 0.5 * one["profiled_s"] < total < 1.2 * one["profiled_s"]
+        assert total < 1.2 * one["profiled_s"]
+        peak = peak_flops_per_s(torch.cuda.get_device_name(), "bf16", one["world_size"])
+        assert one["matmul_s"] + one["attention_s"] > one["flops"] / (peak or math.inf)  # less would be missed kernels
