@@ -129,7 +129,7 @@ def phases_of(case: AnatomyTest, rig: Rig) -> Phases:
     return {
         "forward": lambda: losses.append(rig.scaler.scale(rig.forward(case))),
         "backward": lambda: losses.pop().backward(),
-        "optimizer": lambda: rig.update(case.peer),
+        "optimizer": lambda: rig.update(case),
     }
 
 

@@ -87,11 +87,14 @@ class Rig:
         self.base.zero_grad(set_to_none=True)
         return self.scaler.scale(self.forward(case))
 
-    def update(self, peer: bool) -> None:
+    def update(self, case: ModelTest) -> None:
         """A step of AdamW, ours, or for a peer torch's as its users take it: their hyper-parameters are the same."""
+        peer = case.peer
         if peer not in self.optimizers:
             theirs = partial(torch.optim.AdamW, fused=True if self.device == "cuda" else None)
             self.optimizers[peer] = (theirs if peer else AdamW)(self.base.parameters(), lr=LEARNING_RATE)
+        if not peer:
+            self.optimizers[peer].rounded = self.model(case).rounded  # of this row alone
         self.scaler.step(self.optimizers[peer])
         self.scaler.update()
 
@@ -104,11 +107,11 @@ class Rig:
     def _timed(self, case: ModelTest) -> Step:
         def whole() -> None:
             self.loss(case).backward()
-            self.update(case.peer)
+            self.update(case)
 
         def replayed() -> None:
             graph()
-            self.update(case.peer)
+            self.update(case)
 
         if case.replayed:
             graph = self.graph_of(case)
@@ -118,12 +121,14 @@ class Rig:
             "forward": Step(lambda _: self.forward(case), before=lambda: self.forward(case)),
             "train_forward": Step(lambda _: train(), before=train),
             "backward": Step(lambda made: made.backward(), prepare=lambda: self.loss(case)),
-            "optimizer": Step(lambda _: self.update(case.peer), prepare=lambda: self.loss(case).backward()),
+            "optimizer": Step(lambda _: self.update(case), prepare=lambda: self.loss(case).backward()),
             "step": Step(lambda _: whole(), before=whole),
         }[case.mode]
 
     def _redraw(self, case: ModelTest, draw: int) -> None:
         self.draws.fill(draw)
+        if not case.peer and (rounded := self.model(case).rounded) is not None:
+            rounded.refresh()  # in a training of its own no other row steps the weights
         if case.mode in UPDATES:
             self._watch = Watch.of(self.spots.parameters, NUM_ROWS, draw, self.optimizers.get(case.peer))
 

@@ -5,13 +5,14 @@ gradient to the narrow dtype too, and widens it again. A matmul unit adds up in 
 sum, which is more exact, moves fewer bytes and needs no kernel to widen it. And as each weight is copied in any case,
 several weights that read one input are copied side by side, for one matmul in place of several.
 
-A weight may have such a copy beside it, as its attribute `rounded`: then that is read, and nothing is cast. The
-gradient is the weight's all the same, in float32.
+A weight may have such a copy beside it, as its attribute `rounded`: then that is read, and nothing is cast. Copies that
+lie side by side in memory are read as one. The gradient is the weight's all the same, in float32.
 
 Legend: T tokens, M input features, O output features.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -80,8 +81,20 @@ def _side_by_side(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         return weights[0].to(dtype)
     if torch.compiler.is_compiling():
         return torch.cat([w.to(dtype) for w in weights])
-    rows = sum(len(w) for w in weights)
-    return torch.cat(weights, out=weights[0].new_empty(rows, weights[0].shape[-1], dtype=dtype))
+    rows, width = sum(len(w) for w in weights), weights[0].shape[-1]
+    if all(w.dtype == dtype for w in weights) and _follow_each_other(weights):
+        return weights[0].as_strided((rows, width), (width, 1))
+    return torch.cat(weights, out=weights[0].new_empty(rows, width, dtype=dtype))
+
+
+def _follow_each_other(weights: Sequence[Tensor]) -> bool:
+    """True for contiguous tensors of one memory, each of which begins where the one before ends."""
+    one_memory = len({w.untyped_storage().data_ptr() for w in weights}) == 1
+    return (
+        one_memory
+        and all(w.is_contiguous() for w in weights)
+        and all(after.data_ptr() - before.data_ptr() == before.nbytes for before, after in pairwise(weights))
+    )
 
 
 def wide_mm(a: Tensor, b: Tensor) -> Tensor:

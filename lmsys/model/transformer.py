@@ -9,6 +9,7 @@ Legend: B batch, S sequence length, M d_model, F d_ff, H query heads, Hkv key/va
 """
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from lmsys.model.ids import Shape, check_ids
 from lmsys.model.linear import linear, matmul_dtype
 from lmsys.model.loss import linear_cross_entropy
 from lmsys.model.rotary import RotaryEmbedding
+from lmsys.model.rounded import RoundedWeights
 from lmsys.model.selective import run_again, run_selectively
 
 BLOCKS_PER_GRAPH = (
@@ -214,6 +216,7 @@ class TransformerLM(nn.Module):
         _ = ATTENTION[config.attention] if config.attention != "auto" else None  # an unknown name fails here
         self._rows: dict[AttentionCase, Any] = {}
         self._together, self._run, self._fused = 1, _run, False
+        self.rounded: RoundedWeights | None = None
 
     def compile_blocks(self, together: int = 1, **options: Any) -> "TransformerLM":
         """Compile `together` blocks as one graph: as blocks share their code, all later graphs of a size are free.
@@ -238,6 +241,9 @@ class TransformerLM(nn.Module):
     def fuse_blocks(self) -> "TransformerLM":
         """Run blocks by the kernels of `lmsys.model.fused`, without a compiler; to be recorded as a CUDA graph.
 
+        Under autocast matmuls read copies of their weights, `rounded`, which are made anew where weights have changed:
+        `AdamW` writes them as it steps, once its attribute `rounded` is that of the model.
+
         Blocks are then no modules that could be hooked or wrapped, and keep what their backward reads. ValueError with
         checkpointing.
         """
@@ -245,6 +251,11 @@ class TransformerLM(nn.Module):
             given = self.config.checkpoint_blocks
             raise ValueError(f"fused blocks keep what their backward reads: checkpoint_blocks={given!r} must be 0")
         self._fused = True
+        groups = [[self.lm_head]]
+        for layer in self.layers:
+            attn, ffn = layer.attn, layer.ffn
+            groups += [[attn.q_proj, attn.k_proj, attn.v_proj], [attn.output_proj], [ffn.w1], [ffn.w3], [ffn.w2]]
+        self.rounded = RoundedWeights(groups)
         return self
 
     def hidden(
@@ -276,7 +287,8 @@ class TransformerLM(nn.Module):
             [self._attend(x, documents)] * len(self.layers) if cache is None else cache.attend(lambda: self._attend(x))
         )
         if self._fused:
-            return fused.run(list(self.layers), self.ln_final, x, attend, self.rope, positions)
+            with self._rounded_shown():
+                return fused.run(list(self.layers), self.ln_final, x, attend, self.rope, positions)
         if not torch.is_grad_enabled():
             return self.ln_final(self._blocks(x, Group(0, len(self.layers), "none"), attend, positions))
         for group in self.config.groups:
@@ -287,7 +299,9 @@ class TransformerLM(nn.Module):
         return self.ln_final(x)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        return self.lm_head(self.hidden(tokens, positions))
+        hidden = self.hidden(tokens, positions)
+        with self._rounded_shown():
+            return self.lm_head(hidden)
 
     def loss(
         self,
@@ -301,7 +315,7 @@ class TransformerLM(nn.Module):
 
     def loss_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """The same of the states that `hidden` has made. ValueError for targets that are not class indices (B, S)."""
-        with part("head and loss"):
+        with part("head and loss"), self._rounded_shown():
             return linear_cross_entropy(hidden, self.lm_head.weight, targets)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -318,6 +332,11 @@ class TransformerLM(nn.Module):
             some = slice(start, min(start + self._together, group.stop))
             x = self._run(layers[some], x, attend[some], self.rope, positions, group.level)
         return x
+
+    def _rounded_shown(self) -> AbstractContextManager[None]:
+        if self.rounded is None or torch.compiler.is_compiling():
+            return nullcontext()
+        return self.rounded.shown()
 
     def _check(self, tokens: Tensor, positions: Tensor | None, documents: Documents | None) -> None:
         check_ids("tokens", tokens, "token ids", [("B", "S")], self.config.vocab_size)

@@ -135,6 +135,7 @@ def broadcast_(x: Tensor, group: Group) -> None:
     dist.broadcast(content.reshape(-1).view(torch.uint8), group=unwrapped(group), group_src=0)
     if content.data_ptr() != x.data_ptr():
         x.detach().copy_(content)
+    torch.autograd.graph.increment_version(x)  # which no collective does
 
 
 def gather_objects(value: Any, group: Group) -> list[Any]:

@@ -117,6 +117,7 @@ class ShardedOptimizer(Optimizer):
         loss = self.step_own(closure)
         for pending in [buffer.gather(self.rank, self.group) for buffer in self.flat_buffers]:
             pending.wait()
+        torch.autograd.graph.increment_version(list(self.owners))  # which were written as parts of flat buffers
         return loss
 
     def step_own(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -6,6 +6,7 @@ IEEE division and square root; the bias corrections 1 - βᵗ, in which float32 
 """
 
 import math
+from collections.abc import Sequence
 from functools import reduce
 from itertools import chain
 from operator import or_
@@ -20,14 +21,17 @@ from lmsys.measure.profile import register_kernels
 from lmsys.training.chunks import chunks_of
 
 BLOCK, NUM_WARPS = 1024, 4  # 8 elements a thread; measured: 3.80 of the H200's 4.8 TB/s, 2048 elements 3.72, 4096 3.40
-P, G, M, V, STEP = (tl.constexpr(row) for row in range(5))  # rows of the table of addresses
+P, G, M, V, COPY, STEP = (tl.constexpr(row) for row in range(6))  # rows of the table of addresses
+COPIES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 register_kernels(r"^_adamw_(rates_)?kernel$", "elementwise")
 
 
 @triton.jit
-def _address(ADDRESSES, row: tl.constexpr, tensor, num_tensors, ALIGNED: tl.constexpr):
-    pointer = tl.load(ADDRESSES + row * num_tensors + tensor).to(tl.pointer_type(tl.float32))
+def _address(
+    ADDRESSES, row: tl.constexpr, tensor, num_tensors, ALIGNED: tl.constexpr, dtype: tl.constexpr = tl.float32
+):
+    pointer = tl.load(ADDRESSES + row * num_tensors + tensor).to(tl.pointer_type(dtype))
     return tl.multiple_of(pointer, 16) if ALIGNED else pointer
 
 
@@ -48,7 +52,10 @@ def _adamw_rates_kernel(ADDRESSES, RATES, FOUND_INF, num_tensors, lr, log2_beta1
 
 
 @triton.jit
-def _update(p_at, g_at, m_at, v_at, mask, GRAD_SCALE, FACTOR, rate, root, decay, beta1, rest1, beta2, rest2, eps):
+def _update(
+    p_at, g_at, m_at, v_at, copy_at, copied, mask, GRAD_SCALE, FACTOR,
+    rate, root, decay, beta1, rest1, beta2, rest2, eps,
+):  # fmt: skip
     p, m, v = tl.load(p_at, mask=mask), tl.load(m_at, mask=mask), tl.load(v_at, mask=mask)
     g = tl.load(g_at, mask=mask)
     if GRAD_SCALE is not None:
@@ -63,15 +70,19 @@ def _update(p_at, g_at, m_at, v_at, mask, GRAD_SCALE, FACTOR, rate, root, decay,
     tl.store(p_at, p, mask=mask)
     tl.store(m_at, m, mask=mask)
     tl.store(v_at, v, mask=mask)
+    if copy_at is not None:  # noqa: SIM102  Triton would evaluate both sides of an `and`
+        if copied:
+            tl.store(copy_at, p.to(copy_at.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _adamw_kernel(
     ADDRESSES, SIZES, OWNERS, CHUNKS, RATES, GRAD_SCALE, FACTOR, FOUND_INF, num_tensors,
-    decay, beta1, rest1, beta2, rest2, eps, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+    decay, beta1, rest1, beta2, rest2, eps, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, COPY_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """decay = lr weight_decay, rest = 1 - β. GRAD_SCALE and FOUND_INF may be None, and so may FACTOR: gradients are
-    multiplied by it as they are read, and stay as they are."""
+    multiplied by it as they are read, and stay as they are. COPY_DTYPE: that of copies of parameters, which are
+    written where their address is not 0; None without any."""
     if FOUND_INF is not None:  # noqa: SIM102  Triton would evaluate both sides of an `and`
         if tl.load(FOUND_INF) == 1:
             return
@@ -83,11 +94,18 @@ def _adamw_kernel(
     g = _address(ADDRESSES, G, tensor, num_tensors, ALIGNED) + first + within
     m = _address(ADDRESSES, M, tensor, num_tensors, ALIGNED) + first + within
     v = _address(ADDRESSES, V, tensor, num_tensors, ALIGNED) + first + within
+    copy, copied = None, False
+    if COPY_DTYPE is not None:
+        copied = tl.load(ADDRESSES + COPY * num_tensors + tensor) != 0
+        copy = _address(ADDRESSES, COPY, tensor, num_tensors, ALIGNED, COPY_DTYPE) + first + within
     rate, root = tl.load(RATES + tensor), tl.load(RATES + num_tensors + tensor)
     if left >= BLOCK:  # without a mask, whose alignment nothing tells, loads are 16 bytes wide
-        _update(p, g, m, v, None, GRAD_SCALE, FACTOR, rate, root, decay, beta1, rest1, beta2, rest2, eps)
+        _update(p, g, m, v, copy, copied, None, GRAD_SCALE, FACTOR, rate, root, decay, beta1, rest1, beta2, rest2, eps)
     else:
-        _update(p, g, m, v, within < left, GRAD_SCALE, FACTOR, rate, root, decay, beta1, rest1, beta2, rest2, eps)
+        _update(
+            p, g, m, v, copy, copied, within < left, GRAD_SCALE, FACTOR, rate, root, decay, beta1, rest1, beta2, rest2,
+            eps,
+        )  # fmt: skip
 
 
 class FusedAdamW:
@@ -102,11 +120,23 @@ class FusedAdamW:
         self._aligned = False
 
     def step(
-        self, lists: tuple[list[Tensor], ...], group: dict[str, Any], scale: Any, found_inf: Any, factor: Any
+        self,
+        lists: tuple[list[Tensor], ...],
+        copies: Sequence[Tensor | None],
+        group: dict[str, Any],
+        scale: Any,
+        found_inf: Any,
+        factor: Any,
     ) -> None:
-        """`lists`: parameters, gradients, exp_avgs, exp_avg_sqs and step counters. The host does not wait."""
-        tensors = list(chain(*lists))
-        self._locate(list(map(Tensor.data_ptr, tensors)))
+        """`lists`: parameters, gradients, exp_avgs, exp_avg_sqs and step counters. The host does not wait.
+
+        copies  of parameters, of one narrow dtype and contiguous, which are written as well; None for one without
+        """
+        *updated, counters = lists
+        written = [copy for copy in copies if copy is not None]
+        tensors = [*chain(*lists), *written]
+        places = [0 if copy is None else copy.data_ptr() for copy in copies]
+        self._locate([*map(Tensor.data_ptr, chain(*updated)), *places, *map(Tensor.data_ptr, counters)])
         num_tensors, (beta1, beta2), lr = len(self.sizes), group["betas"], float(group["lr"])
         logs = (math.log2(beta) if beta else -math.inf for beta in (beta1, beta2))
         with torch.cuda.device_of(self.rates):
@@ -117,7 +147,8 @@ class FusedAdamW:
                 _adamw_kernel[(len(self.owners),)](
                     self._table, self.sizes, self.owners, self.chunks, self.rates, scale, factor, found_inf,
                     num_tensors, lr * group["weight_decay"], beta1, 1 - beta1, beta2, 1 - beta2, group["eps"],
-                    BLOCK=BLOCK, ALIGNED=self._aligned, num_warps=NUM_WARPS,
+                    BLOCK=BLOCK, ALIGNED=self._aligned, COPY_DTYPE=COPIES[written[0].dtype] if written else None,
+                    num_warps=NUM_WARPS,
                 )  # fmt: skip
         torch.autograd.graph.increment_version(tensors)  # as torch's kernels do
 

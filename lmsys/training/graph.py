@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lmsys.model.rounded import RoundedWeights, recorded
+
 _STREAMS: dict[int, torch.cuda.Stream] = {}  # by device: that of all recordings
 WARM_UPS = 3  # calls before the recording: what compiles, tunes or allocates for good on first use does it there
 
@@ -77,6 +79,7 @@ class GraphedGradients:
         self._function, self._warm_ups = compute, warm_ups
         self._parameters = [p for p in parameters if p.requires_grad]
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._read: set[RoundedWeights] = set()
 
     def record(self, *inputs: Tensor) -> None:
         """Records, where that has not been done: otherwise part of the first call."""
@@ -91,7 +94,7 @@ class GraphedGradients:
         self._clear()
         graph = torch.cuda.CUDAGraph()
         # The stream has cuBLAS's workspace by now. NCCL's watchdog, a thread of its own, asks for events meanwhile.
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"), recorded() as self._read:
             self._loss = self._compute()
         self._gradients = [p.grad for p in self._parameters]
         self._graph = graph
@@ -104,6 +107,8 @@ class GraphedGradients:
             raise ValueError(f"inputs of {given} for a graph that was recorded with {recorded}")
         for x, into in zip(inputs, self._inputs, strict=True):
             into.copy_(x)
+        for copies in self._read:
+            copies.refresh()
         assert self._graph is not None
         self._graph.replay()
         for p, gradient in zip(self._parameters, self._gradients, strict=True):

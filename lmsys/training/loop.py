@@ -121,6 +121,8 @@ class Trainer:
             self.strategy = self._strategy(row)
         self._shards_gradients = row.trait("shards_gradients", False)
         self.optimizer = self._optimizer()
+        if isinstance(self.optimizer, AdamW):
+            self.optimizer.rounded = self.model.rounded
         self._gradients = self._make_gradients()
         self.facts["optimizer"] = state.layout(self.strategy)
         if found is not None and shared is not None:

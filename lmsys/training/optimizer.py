@@ -36,12 +36,16 @@ class AdamW(Optimizer):
     `grad_factor`, a scalar tensor that `scale_gradients` sets, holds for one step, which is on gradients times it: they
     themselves stay as they are.
 
+    `rounded`, copies of parameters as `lmsys.model.rounded.RoundedWeights`, are written by the kernel of
+    adamw_triton.py in the same pass, but not under `GradScaler`.
+
     `torch.amp.GradScaler` leaves unscaling and the skipped step to the kernel when all parameters are on CUDA.
     ValueError: a negative, NaN or infinite lr, eps or weight_decay, a beta outside [0, 1), a gradient that is sparse
     or not floating-point, the state dict of another algorithm.
     """
 
     grad_factor: Tensor | None = None
+    rounded: Any = None
 
     def __init__(
         self,
@@ -89,7 +93,7 @@ class AdamW(Optimizer):
         for group, bundles in zip(self.param_groups, plans, strict=True):
             for bundle in bundles:
                 if bundle.params[0].is_cuda:
-                    _cuda_step(bundle, group, *scaling)
+                    _cuda_step(bundle, group, self.rounded, *scaling)
                 else:
                     _foreach_step(bundle, group, scaling[-1])
         return loss
@@ -143,22 +147,33 @@ def _by_kind(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype]
     return kinds
 
 
-def _cuda_step(bundle: _Bundle, group: dict[str, Any], *scaling: Tensor | None) -> None:
+def _cuda_step(bundle: _Bundle, group: dict[str, Any], rounded: Any, *scaling: Tensor | None) -> None:
     device = bundle.params[0].device
     moved = [None if x is None else x.to(device, non_blocking=True) for x in scaling]
     lists = bundle.params, bundle.grads(), bundle.exp_avgs, bundle.exp_avg_sqs
     if HAS_TRITON and bundle.params[0].dtype == torch.float32 and all(map(Tensor.is_contiguous, chain(*lists))):
-        _triton_step(bundle, group, *moved)
+        _triton_step(bundle, group, rounded, *moved)
     else:
         _fused_step(bundle, group, *moved)
 
 
-def _triton_step(bundle: _Bundle, group: dict[str, Any], *scaling: Tensor | None) -> None:
+def _triton_step(
+    bundle: _Bundle,
+    group: dict[str, Any],
+    rounded: Any,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    factor: Tensor | None = None,
+) -> None:
     from lmsys.training.adamw_triton import FusedAdamW
 
     bundle.kernel = bundle.kernel or FusedAdamW(bundle.params)
     lists = bundle.params, bundle.grads(), bundle.exp_avgs, bundle.exp_avg_sqs, bundle.steps
-    bundle.kernel.step(lists, group, *scaling)
+    follows = rounded is not None and found_inf is None  # the host does not know whether a step is taken
+    copies = [rounded.of(p) if follows else None for p in bundle.params]
+    bundle.kernel.step(lists, copies, group, grad_scale, found_inf, factor)
+    if follows:
+        rounded.follow(bundle.params)
 
 
 def _fused_step(

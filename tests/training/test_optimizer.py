@@ -161,6 +161,21 @@ def test_the_fused_step_is_that_of_torch(case: Case, scale: float | None, overfl
     assert_identical(ours, peer)
 
 
+class Copies:
+    """Stands for `RoundedWeights`, of parameters of any shape, in float16, which Triton's interpreter rounds right."""
+
+    def __init__(self, params: list[Tensor], views: bool):
+        room = [p.new_zeros(p.numel() + views, dtype=torch.float16) for p in params]  # 2 bytes off a multiple of 16
+        self.copies = [(p, x[int(views) :].view_as(p)) for p, x in zip(params, room, strict=True)]
+        self.followed: list[Tensor] = []
+
+    def of(self, weight: Tensor) -> Tensor | None:
+        return next((copy for p, copy in self.copies if p is weight), None)
+
+    def follow(self, weights: list[Tensor]) -> None:
+        self.followed = weights
+
+
 @pytest.mark.skipif(not HAS_TRITON, reason="pip install triton to test its kernels")
 @given(
     sizes=st.lists(shapes | st.sampled_from([(1,), (2049,), (3, 2731)]), min_size=1, max_size=4),
@@ -170,14 +185,16 @@ def test_the_fused_step_is_that_of_torch(case: Case, scale: float | None, overfl
     scale=st.sampled_from([None, 4.0]),
     overflow=st.booleans(),
     clipped=st.sampled_from([None, 0.3]),
+    copied=st.sampled_from([1, 2, None]),
     seed=st.integers(0, 2**32),
 )
 def test_the_triton_step_is_that_of_torch(
     sizes: list[tuple[int, ...]], chosen: dict[str, Any], num_steps: int, views: bool, scale: float | None,
-    overflow: bool, clipped: float | None, seed: int, device: str,
+    overflow: bool, clipped: float | None, copied: int | None, seed: int, device: str,
 ) -> None:  # fmt: skip
     """Gradients may be slices of one tensor, scaled, clipped as they are read, and new at every step; a step that
-    overflowed does not count."""
+    overflowed does not count. Copies of all parameters or of every second one are written where no step may overflow.
+    """
     case = Case([[(shape, torch.float32) for shape in sizes]], [chosen], num_steps, missing=0, seed=seed, device=device)
     ours, plain, wide = case.build(AdamW), case.build(torch_adamw), replace(case, wide=True).build(torch_adamw)
     for step in range(num_steps):
@@ -195,9 +212,13 @@ def test_the_triton_step_is_that_of_torch(
             p.grad = room[int(views) :].view_as(p).copy_(p.grad * (scale or 1))
         factor = None if scale is None else torch.tensor(scale, device=device)
         found_inf = None if scale is None else torch.tensor(float(skipped), device=device)
+        rounded = None if copied is None else Copies(parameters_of(ours)[::copied], views)
         for bundle in ours._plan(0):
             of_clipping = None if clipped is None else torch.tensor(clipped, device=device)
-            _triton_step(bundle, ours.param_groups[0], factor, found_inf, of_clipping)
+            _triton_step(bundle, ours.param_groups[0], rounded, factor, found_inf, of_clipping)
+        if rounded is not None and scale is None:
+            assert all(torch.equal(copy, p.half()) for p, copy in rounded.copies)
+            assert rounded.followed == parameters_of(ours)
         if not skipped:
             assert all(torch.equal(p.grad, grad) for p, grad in zip(parameters_of(ours), unscaled, strict=True))
     assert_right(ours, plain, wide)

@@ -1,0 +1,211 @@
+"""Kept copies of weights: a model that reads them has the bits of one that casts, whatever has changed its weights."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lmsys.config import model_config
+from lmsys.model import TransformerLM
+from lmsys.model.rounded import recorded
+from lmsys.training.graph import GraphedGradients
+from lmsys.training.optimizer import AdamW
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CONFIG = replace(
+    model_config("tiny", context_length=8), vocab_size=96, d_model=32, d_ff=64, attention="naive", num_kv_heads=2
+)
+
+
+def made(seed: int = 0, device: str = "cpu") -> TransformerLM:
+    torch.manual_seed(seed)
+    return TransformerLM(CONFIG, device).fuse_blocks()
+
+
+def gradients(model: TransformerLM) -> list[Tensor]:
+    tokens = torch.arange(18, device=model.lm_head.weight.device).view(2, 9) % CONFIG.vocab_size
+    with torch.autocast(tokens.device.type, torch.bfloat16):
+        loss = model.loss(tokens[:, :-1], tokens[:, 1:])
+        logits = model(tokens[:, :-1])
+    return [loss, logits, *torch.autograd.grad(loss, [*model.parameters()])]
+
+
+def casting(model: TransformerLM) -> TransformerLM:
+    """A model of the same weights that keeps no copies."""
+    other = TransformerLM(CONFIG, model.lm_head.weight.device)
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+def add(model: TransformerLM) -> TransformerLM:
+    with torch.no_grad():
+        model.layers[1].ffn.w2.weight[3] += 1
+    return model
+
+
+def step(model: TransformerLM) -> TransformerLM:
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    model.loss(tokens, tokens).backward()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    optimizer.rounded = model.rounded
+    optimizer.step()
+    return model
+
+
+def load(model: TransformerLM) -> TransformerLM:
+    model.load_state_dict(made(1).state_dict())
+    return model
+
+
+def assign(model: TransformerLM) -> TransformerLM:
+    model.load_state_dict(made(2).state_dict(), assign=True)
+    return model
+
+
+def replaced(model: TransformerLM) -> TransformerLM:
+    model.layers[0].attn.k_proj.weight = nn.Parameter(torch.randn_like(model.layers[0].attn.k_proj.weight))
+    return model
+
+
+def pointed_elsewhere(model: TransformerLM) -> TransformerLM:
+    model.lm_head.weight.data = torch.randn_like(model.lm_head.weight)
+    return model
+
+
+def there_and_back(model: TransformerLM) -> TransformerLM:
+    model = model.double()
+    with torch.no_grad():
+        model.lm_head.weight[0] *= 2
+    return model.float()
+
+
+def read_from_a_file(model: TransformerLM) -> TransformerLM:
+    return pickle.loads(pickle.dumps(model))
+
+
+CHANGES: list[Callable[[TransformerLM], TransformerLM]] = [
+    add, step, load, assign, replaced, pointed_elsewhere, there_and_back, copy.deepcopy, read_from_a_file
+]  # fmt: skip
+
+
+@given(change=st.sampled_from(CHANGES), more=st.lists(st.sampled_from(CHANGES), max_size=2))
+def test_copies_are_never_older_than_their_weights(change: Any, more: list[Any]) -> None:
+    model = made()
+    for one in (change, *more):
+        gradients(model)
+        model = one(model)
+    assert all(map(torch.equal, gradients(model), gradients(casting(model))))
+
+
+def pairs_of(model: TransformerLM) -> list[tuple[Tensor, Tensor]]:
+    """Weights and their copies."""
+    return [(p, copy) for p in model.parameters() if (copy := model.rounded.of(p)) is not None]
+
+
+def test_copies_have_the_dtype_of_autocast() -> None:
+    model = made()
+    gradients(model)
+    with torch.autocast("cpu", torch.float16), model.rounded.shown():
+        assert all(torch.equal(copy, p.half()) for p, copy in pairs_of(model))
+
+
+def test_a_copy_is_made_again_where_its_weight_has_changed_alone() -> None:
+    model = made()
+    gradients(model)
+    before = [copy._version for _, copy in pairs_of(model)]
+    add(model)
+    gradients(model)
+    again = [copy._version != version for (_, copy), version in zip(pairs_of(model), before, strict=True)]
+    assert len(again) == 1 + 7 * CONFIG.num_layers
+    assert sum(again) == 1
+
+
+def test_what_an_optimizer_has_written_is_not_made_again() -> None:
+    model = made()
+    gradients(model)
+    with torch.no_grad():
+        model.lm_head.weight[0] += 1
+    model.rounded.follow([model.lm_head.weight])
+    written = model.rounded.of(model.lm_head.weight)
+    assert written is not None
+    before = written.clone()
+    gradients(model)
+    assert torch.equal(written, before)
+
+
+def test_a_backward_after_a_step_is_refused() -> None:
+    """It would read copies of other weights than its forward."""
+    model, tokens = made(), torch.zeros(1, 8, dtype=torch.int64)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model.loss(tokens, tokens)
+    add(model)
+    gradients(model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_weights_show_their_copies_within_a_forward_alone() -> None:
+    model = made()
+    gradients(model)
+    assert not any(hasattr(p, "rounded") for p in model.parameters())
+    with torch.autocast("cpu", torch.bfloat16), model.rounded.shown():
+        assert hasattr(model.lm_head.weight, "rounded")
+    with model.rounded.shown():  # nothing is cast
+        assert not hasattr(model.lm_head.weight, "rounded")
+
+
+def test_a_tied_head_has_the_bits_of_one_that_is_cast() -> None:
+    model = made()
+    model.layers[0].ffn.w1.weight = model.layers[1].ffn.w1.weight
+    gradients(model)
+    add(model)
+    assert all(map(torch.equal, gradients(model)[:2], gradients(casting(model))[:2]))
+
+
+def test_a_recording_knows_the_copies_that_it_reads() -> None:
+    model, other = made(), made(1)
+    gradients(other)
+    with recorded() as found:
+        gradients(model)
+    assert found == {model.rounded}
+
+
+def test_queries_keys_and_values_are_read_as_one() -> None:
+    model = made()
+    gradients(model)
+    attn = model.layers[0].attn
+    q, k, v = (model.rounded.of(layer.weight) for layer in (attn.q_proj, attn.k_proj, attn.v_proj))
+    assert q is not None and k is not None and v is not None
+    assert q.data_ptr() + q.nbytes == k.data_ptr()
+    assert k.data_ptr() + k.nbytes == v.data_ptr()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("change", [add, load, step])
+def test_a_replayed_step_reads_weights_as_they_are(change: Callable[[TransformerLM], Any]) -> None:
+    """AdamW writes the copies; other changes between two replays are seen as well."""
+    model = made(device="cuda")
+    tokens = torch.arange(18, device="cuda").view(2, 9) % CONFIG.vocab_size
+
+    def loss() -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return model.loss(tokens[:, :-1], tokens[:, 1:])
+
+    graph, optimizer = GraphedGradients(loss, model.parameters()), AdamW(model.parameters(), lr=1e-2)
+    optimizer.rounded = model.rounded
+    for _ in range(2):
+        graph()
+        optimizer.step()
+        assert all(torch.equal(copy, p.bfloat16()) for p, copy in pairs_of(model))
+    if change is step:
+        optimizer.step()
+    else:
+        change(model)
+    assert torch.equal(graph(), loss())
