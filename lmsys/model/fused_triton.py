@@ -11,10 +11,11 @@ from torch import Tensor
 from lmsys.kernels.launch import launch
 from lmsys.measure.profile import register_kernels
 
-PROGRAMS = 8  # a multiprocessor, of the backward of a norm: each sums its rows' part of the weight's gradient
-BLOCK = 2048  # elements of a program of SwiGLU
+BLOCK = 2048  # elements of a program of SwiGLU; of a norm's backward at once, in rows, where a row is not longer
+WARPS = 32  # of a multiprocessor that a norm's backward fills: as many programs sum the weight's gradient as there are
+SUM_COLUMNS = 16  # of these sums, which a program adds up
 
-register_kernels(r"^_(add_norm|swiglu)_(forward|backward)_kernel$", "elementwise")
+register_kernels(r"^_(add_norm|swiglu)_(forward|backward)_kernel$|^_sum_rows_kernel$", "elementwise")
 
 
 @triton.jit
@@ -40,31 +41,41 @@ def _add_norm_forward_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _add_norm_backward_kernel(
-    D_NORMALISED, D_TOTAL, TOTAL, WEIGHT, RSTD, DX, D_BRANCH, D_WEIGHT, num_rows,
-    M: tl.constexpr, BLOCK_M: tl.constexpr, ADDS: tl.constexpr, BOTH: tl.constexpr,
+    D_NORMALISED, D_TOTAL, TOTAL, WEIGHT, RSTD, DX, D_BRANCH, D_WEIGHTS, num_rows,
+    M: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, ADDS: tl.constexpr, BOTH: tl.constexpr,
 ):  # fmt: skip
-    """A program owns some rows, one after another. ADDS: the sum's own gradient is added. BOTH: the gradient is written
-    in the branch's dtype as well."""
+    """A program owns some rows, ROWS at once, and leaves its part of the gradient of the weight. ADDS: the gradient of
+    the sum itself is added. BOTH: the gradient is written in the branch's dtype as well."""
     at = tl.arange(0, BLOCK_M)
-    mask = at < M
-    weight = tl.load(WEIGHT + at, mask=mask, other=0.0).to(tl.float32)
-    d_weight = tl.zeros([BLOCK_M], tl.float32)
-    number = tl.program_id(0).to(tl.int64)
-    for _ in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-        row = number * M
-        dy = tl.load(D_NORMALISED + row + at, mask=mask, other=0.0).to(tl.float32)
-        rstd = tl.load(RSTD + number)
-        x = tl.load(TOTAL + row + at, mask=mask, other=0.0).to(tl.float32) * rstd
+    weight = tl.load(WEIGHT + at, mask=at < M, other=0.0).to(tl.float32)[None, :]
+    d_weight = tl.zeros([ROWS, BLOCK_M], tl.float32)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    for _ in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
+        mask = (row < num_rows)[:, None] & (at < M)[None, :]
+        element = row[:, None] * M + at[None, :]
+        dy = tl.load(D_NORMALISED + element, mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(RSTD + row, mask=row < num_rows, other=0.0)[:, None]
+        x = tl.load(TOTAL + element, mask=mask, other=0.0).to(tl.float32) * rstd
         d_weight += dy * x
         dy *= weight
-        dx = rstd * (dy - x * (tl.sum(dy * x) / M))
+        dx = rstd * (dy - x * (tl.sum(dy * x, axis=1)[:, None] / M))
         if ADDS:
-            dx += tl.load(D_TOTAL + row + at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(DX + row + at, dx.to(DX.dtype.element_ty), mask=mask)
+            dx += tl.load(D_TOTAL + element, mask=mask, other=0.0).to(tl.float32)
+        tl.store(DX + element, dx.to(DX.dtype.element_ty), mask=mask)
         if BOTH:
-            tl.store(D_BRANCH + row + at, dx.to(D_BRANCH.dtype.element_ty), mask=mask)
-        number += tl.num_programs(0)
-    tl.store(D_WEIGHT + tl.program_id(0).to(tl.int64) * M + at, d_weight, mask=mask)
+            tl.store(D_BRANCH + element, dx.to(D_BRANCH.dtype.element_ty), mask=mask)
+        row += tl.num_programs(0) * ROWS
+    part = D_WEIGHTS + tl.program_id(0).to(tl.int64) * M
+    tl.store(part + at, tl.sum(d_weight, axis=0), mask=at < M)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _sum_rows_kernel(PARTS, SUM, num_rows, M: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr):
+    """A program owns BLOCK_M columns of all num_rows <= ROWS rows, which it reads at once."""
+    at, row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, ROWS)
+    mask = (row < num_rows)[:, None] & (at < M)[None, :]
+    parts = tl.load(PARTS + row[:, None] * M + at[None, :], mask=mask, other=0.0)
+    tl.store(SUM + at, tl.sum(parts, axis=0), mask=at < M)
 
 
 @triton.jit(do_not_specialize=["num_elements"])
@@ -112,17 +123,33 @@ def add_norm(
 def add_norm_backward(
     d_normalised: Tensor, d_total: Tensor | None, total: Tensor, weight: Tensor, rstd: Tensor, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """-> dx (T, M) in the dtype of `total`; the same in `dtype`, that of the branch, or None for none; d_weight (M)."""
+    """-> dx (T, M) in the dtype of `total`; the same in `dtype`, that of the branch, or None for none; d_weight (M) in
+    float32."""
     dx = torch.empty_like(total)
     both = dtype not in (None, total.dtype)
     d_branch = torch.empty_like(total, dtype=dtype) if both else dx
+    width = total.shape[-1]
+    block = triton.next_power_of_2(width)
+    at_once = max(1, BLOCK // block)
+    num_warps = min(16, at_once * block // 256)
     cores = torch.cuda.get_device_properties(total.device).multi_processor_count if total.is_cuda else 1
-    programs = min(len(total), PROGRAMS * cores)
-    d_weight = torch.empty(programs, total.shape[-1], dtype=torch.float32, device=total.device)
-    given = d_normalised, total if d_total is None else d_total, total, weight, rstd, dx, d_branch, d_weight
-    options = _tile(total.shape[-1]) | {"ADDS": d_total is not None, "BOTH": both}
-    launch(_add_norm_backward_kernel, programs, *given, len(total), **options)
-    return dx, None if dtype is None else d_branch, d_weight.sum(0)
+    programs = min(triton.cdiv(len(total), at_once), WARPS // num_warps * cores)
+    parts = torch.empty(programs, width, dtype=torch.float32, device=total.device)
+    given = d_normalised, total if d_total is None else d_total, total, weight, rstd, dx, d_branch, parts, len(total)
+    options = {"M": width, "BLOCK_M": block, "ROWS": at_once, "ADDS": d_total is not None, "BOTH": both}
+    launch(_add_norm_backward_kernel, programs, *given, **options, num_warps=num_warps)
+    return dx, None if dtype is None else d_branch, _sum_rows(parts)
+
+
+def _sum_rows(parts: Tensor) -> Tensor:
+    """(P, M) -> (M), in one order: of up to a thousand rows at once, which takes far less than a sum of PyTorch's."""
+    num_rows, width = parts.shape
+    rows = triton.next_power_of_2(num_rows)
+    total = parts.new_empty(width)
+    num_warps = max(1, min(16, rows * SUM_COLUMNS // 256))
+    options = {"M": width, "BLOCK_M": SUM_COLUMNS, "ROWS": rows, "num_warps": num_warps}
+    launch(_sum_rows_kernel, triton.cdiv(width, SUM_COLUMNS), parts, total, num_rows, **options)
+    return total
 
 
 def swiglu(gate: Tensor, value: Tensor) -> Tensor:
