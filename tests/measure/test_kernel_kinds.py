@@ -20,6 +20,7 @@ KINDS_OF_FILES = {
     "model/rotary_triton.py": "elementwise",
     "model/fused_triton.py": "elementwise",
     "model/loss_triton.py": "reduction",
+    "training/squares_triton.py": "reduction",
 }
 
 
