@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 import torch
@@ -115,11 +114,11 @@ class Plans(Benchmark):
         for head_dim, (length, _), causal, direction in grid.product("head_dim", "length", "causal", "direction"):
             batch = max(1, TOKENS // length)
             base = PlanCase(grid.name, OURS, settings.device, head_dim, length, causal, direction, batch)
-            asked = plans_of(base, grid["plan"])
             forms = [form for form in grid["form"] if form != DETERMINISTIC or direction == "bwd"]
+            asked = [(form, *one) for form in forms for one in plans_of(replace(base, form=form), grid["plan"])]
             for shape in self.shapes(base, grid) if asked else ():
                 yield replace(shape, entry=PEER)
-                for form, (plan, own) in product(forms, asked):
+                for form, plan, own in asked:
                     yield replace(shape, form=form, plan=plan, planned=own)
 
     def shapes(self, base: PlanCase, grid: Grid) -> Iterator[PlanCase]:

@@ -99,7 +99,7 @@ class PlanCase(Case):
 
 
 def plans_of(case: PlanCase, asked: Sequence[str | Plan]) -> list[tuple[Plan, bool]]:
-    """The plans for the case's direction and shape, each with whether the row takes it by itself; none for fwdbwd."""
+    """The plans for the case's direction, shape and form, each with whether it is the row's own; none for fwdbwd."""
     if case.direction not in PLANS:
         return []
     (cls, own), shape = PLANS[case.direction], (case.head_dim, case.causal, case.length)
@@ -108,7 +108,8 @@ def plans_of(case: PlanCase, asked: Sequence[str | Plan]) -> list[tuple[Plan, bo
         if one == CANDIDATES:
             found += [(plan, False) for plan in plans.candidates(case.direction, *shape)]
         elif one == PLANNED and shape[:2] in plans.FORWARD:
-            found.append((own(*shape), True))
+            order = {"plain": False} if case.form == DETERMINISTIC else {}
+            found.append((own(*shape, **order), True))
         elif isinstance(one, cls):
             found.append((one, False))
     return list(dict.fromkeys(found))

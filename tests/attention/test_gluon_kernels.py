@@ -394,6 +394,29 @@ def test_the_kernels_for_hopper_are_well_made() -> None:
             assert line["fences"] == (2 if line.get("deterministic") else 1), line
 
 
+@known
+@pytest.mark.parametrize(("head_dim", "causal"), [*itertools.product((64, 128), (False, True))])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("window", [None, 70])
+def test_a_pattern_and_a_fixed_order_keep_the_order_of_a_step_that_they_had(
+    head_dim: int, causal: bool, deterministic: bool, window: int | None
+) -> None:
+    """At head_dim 64 causal attention keeps it, too."""
+    case = AttentionCase(1, 2, 1, 70, 70, head_dim, "bfloat16", causal, grad=True)
+    x, taken = make_inputs(case, 0), []
+
+    def launch(*arguments: Any) -> Any:
+        taken.append(arguments[-1])
+        return SimpleNamespace(run=lambda *_: None)
+
+    pattern = None if window is None else Pattern(True, window)
+    lse = torch.empty(1, 2, 70)
+    with simulated(), patch.multiple(product(), _launches={}, _Backward=launch):
+        product()._backward(x.q, x.k, x.v, x.do, lse, x.do, causal, 1.0, deterministic, None, pattern)
+    spread = not (deterministic or window or (head_dim == 64 and causal))
+    assert [(plan.wide, plan.late_dv, plan.by_query) for plan in taken] == [(spread,) * 3]
+
+
 def test_a_hang_is_told_and_ends_the_process() -> None:
     """Also where the main thread is in a wait that no exception reaches."""
     script = "from tests.support.time_limit import time_limit\nimport time\n"
@@ -484,9 +507,16 @@ def test_the_selftest_asks_every_plan_and_both_orders(monkeypatch: pytest.Monkey
     selftest.run((9, 0))
     assert {device for *_, device in asked} == {torch.device("cuda", 1)}
     assert {dtype for _, dtype, *_ in asked} == {torch.bfloat16, torch.float16}
-    for i, table in enumerate((plans.FORWARD, plans.BACKWARD)):
-        expected = {(*key, plan) for key, entries in table.items() for _, plan in entries}
-        assert {(shape.head_dim, shape.causal, both[i]) for shape, _, both, *_ in asked} == expected
+    plain = [(shape, both) for shape, _, both, deterministic, *_ in asked if not (deterministic or shape.window)]
+    other = [(shape, both) for shape, _, both, deterministic, *_ in asked if deterministic or shape.window]
+    forward, backward = (
+        {(*key, plan) for key, entries in table.items() for _, plan in entries}
+        for table in (plans.FORWARD, plans.BACKWARD)
+    )
+    assert {(shape.head_dim, shape.causal, one) for shape, (one, _) in [*plain, *other]} == forward
+    assert {(shape.head_dim, shape.causal, one) for shape, (_, one) in plain} == backward
+    found = {(shape.head_dim, shape.causal, one) for shape, (_, one) in other}
+    assert found == {(*key, plans.not_spread(plan)) for *key, plan in backward}
     orders = {(shape.head_dim, shape.causal, deterministic) for shape, _, _, deterministic, *_ in asked}
     assert orders == set(itertools.product((64, 128), (False, True), (False, True)))
     windowed = {(shape.head_dim, deterministic) for shape, _, _, deterministic, *_ in asked if shape.window}

@@ -27,10 +27,12 @@ from lmsys.attention.flash_gluon.plans import (
     BACKWARD,
     FORWARD,
     SHORT,
+    SPREAD,
     BackwardPlan,
     ForwardPlan,
     candidates,
     forward_plan,
+    not_spread,
 )
 from lmsys.attention.flash_gluon.postprocess import postprocess_kernel
 from lmsys.attention.flash_gluon.preprocess import preprocess_kernel
@@ -38,7 +40,6 @@ from lmsys.kernels.launch import FUSED
 from tests.support.sass import TRITON_NAMES, count, disassembled, resources
 
 BOUNDS = {"first_ptr": "*i32", "end_ptr": "*i32", "query_end_ptr": "*i32"}
-ORDER = "wide", "late_dv", "by_query"  # of a backward's plan: what no plan of the row has yet
 POINTERS = {"dq_semaphore": "*i32", "counter": "*i32", "parameters": "*i64"}
 ADDS = {"UTMAREDG": "UTMAREDG", "REDG": r"REDG\.E\.ADD\.F32x4"}
 MNEMONICS = ADDS | {"UTMASTG": "UTMASTG", "SYNCS": "SYNCS", "BAR": r"BAR\.(?:SYNC|ARV)", "fences": r"MEMBAR\.\w+\.GPU"}
@@ -141,7 +142,8 @@ def hazards(sass: str) -> int:
 def main(dtypes: list[str], every: bool) -> None:
     """One of each kernel by head_dim and mask, of the backward in both orders, of the forward also for short sequences.
 
-    With head_dim 128 also those under a pattern, and a backward that is all that it can be.
+    Each backward has the plan that the row takes, and causal at 64 also the spread order. With head_dim 128 also those
+    under a pattern, and a grouped and ragged backward in both orders.
     `every`: of each plan and candidate, ragged and grouped too.
     """
     for dtype_name in dtypes:
@@ -164,12 +166,12 @@ def main(dtypes: list[str], every: bool) -> None:
                                **fields)  # fmt: skip
                     for plan in _some({plan: None for _, plan in BACKWARD[head_dim, causal]}, every):
                         for mode in ({}, {"deterministic": True}, {"grouped": True})[: 3 if every else 2]:
-                            report("backward", backward(dtype, head_dim, causal, ragged, plan, **mode), **what,
+                            own = not_spread(plan) if "deterministic" in mode else plan
+                            report("backward", backward(dtype, head_dim, causal, ragged, own, **mode), **what,
                                    ragged=ragged, **mode)  # fmt: skip
-                        if not (every or causal):
-                            continue
-                        ordered = replace(plan, **dict.fromkeys(ORDER, True))
-                        report("backward", backward(dtype, head_dim, causal, ragged, ordered), **what, ragged=ragged)
+                        spread = replace(plan, **SPREAD)
+                        if spread != plan:  # can be asked for
+                            report("backward", backward(dtype, head_dim, causal, ragged, spread), **what, ragged=ragged)
             if head_dim == 64 and not every:
                 continue
             for plan in _some({plan: None for _, plan in FORWARD[head_dim, True] if plan.ctas == 1}, every):
@@ -178,12 +180,12 @@ def main(dtypes: list[str], every: bool) -> None:
                 report("forward", binary, head_dim=head_dim, causal=True, ragged=False, bounded=True, **fields)
             for plan in _some({plan: None for _, plan in BACKWARD[head_dim, True]}, every):
                 for mode in ({}, {"deterministic": True, "grouped": True})[not every :]:
-                    binary = backward(dtype, head_dim, True, False, plan, bounded=True, **mode)
+                    binary = backward(dtype, head_dim, True, False, not_spread(plan), bounded=True, **mode)
                     report("backward", binary, head_dim=head_dim, causal=True, ragged=False, bounded=True, **mode)
-            most = {"deterministic": True, "grouped": True}
             plan = BACKWARD[head_dim, False][-1][1]
-            report("backward", backward(dtype, head_dim, False, True, plan, **most), head_dim=head_dim, causal=False,
-                   ragged=True, **most)  # fmt: skip
+            for own, most in ((plan, {}), (not_spread(plan), {"deterministic": True})):
+                binary = backward(dtype, head_dim, False, True, own, grouped=True, **most)
+                report("backward", binary, head_dim=head_dim, causal=False, ragged=True, grouped=True, **most)
 
 
 def _some(plans: dict[Any, None], every: bool) -> list[Any]:

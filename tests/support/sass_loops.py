@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -54,15 +55,11 @@ def main(arguments: list[str]) -> None:
         found = {"": subprocess.run(command, capture_output=True, text=True, check=True).stdout}
     else:
         step = dict.fromkeys(arguments, True)
-        found = {
-            f"{head_dim} {'causal' if causal else 'full'}": disassembled(
-                backward(
-                    torch.bfloat16, head_dim, causal, False, replace(backward_plan(head_dim, causal, LENGTH), **step)
-                )
-            )
-            for head_dim in (64, 128)
-            for causal in (False, True)
-        }
+        found = {}
+        for head_dim, causal in product((64, 128), (False, True)):
+            plan = replace(backward_plan(head_dim, causal, LENGTH, plain=False), **step)
+            kernel = backward(torch.bfloat16, head_dim, causal, False, plan)
+            found[f"{head_dim} {'causal' if causal else 'full'}"] = disassembled(kernel)
     for name, sass in found.items():
         loop = main_loop(sass)
         print(json.dumps({"kernel": name, "instructions": len(loop), **dict(kinds(loop).most_common())}))
