@@ -98,21 +98,17 @@ class Gradients:
                 return strategy(*inputs)
 
         self.loss = loss
+        self.compute = backward_of(loss, strategy.finish)
         self.graph: GraphedGradients | None = None  # once it is recorded, or to be
 
     def record(self) -> None:
         """Makes the next call record a graph, which later calls replay."""
-        compute, parameters = backward_of(self.loss, self.strategy.finish), self.strategy.module.parameters()
-        self.graph = GraphedGradients(compute, parameters, warm_ups_of(self.strategy.wrapper))
+        parameters = self.strategy.module.parameters()
+        self.graph = GraphedGradients(self.compute, parameters, warm_ups_of(self.strategy.wrapper))
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """The loss; the gradients are there and are the mean over ranks."""
-        if self.graph is not None:
-            return self.graph(*inputs)
-        loss = self.loss(*inputs)
-        loss.backward()
-        self.strategy.finish()
-        return loss.detach()
+        return (self.graph or self.compute)(*inputs)
 
 
 def make_optimizer(case: ParallelCase, strategy: Adapter, cls: Any, **options: Any) -> torch.optim.Optimizer:

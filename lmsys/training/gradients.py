@@ -71,7 +71,8 @@ class Gradients:
 class ReplayedGradients:
     """The same as one CUDA graph, which the first call records: see `GraphedGradients`.
 
-    A micro-batch is (tokens, targets), and its weight is 1. Drop it before the process group ends.
+    A micro-batch is (tokens, targets), and its weight is 1: ValueError for another. Drop it before the process group
+    ends.
     """
 
     def __init__(self, gradients: Gradients, strategy: Adapter):
@@ -82,4 +83,6 @@ class ReplayedGradients:
         self._graph = GraphedGradients(compute, strategy.module.parameters(), warm_ups_of(strategy.wrapper))
 
     def __call__(self, batches: Sequence[tuple[Any, ...]], weights: Sequence[float]) -> Tensor:
+        if any(weight != 1 for weight in weights):
+            raise ValueError(f"a CUDA graph takes micro-batches of weight 1, not {list(weights)}")
         return self._graph(*chain(*batches))

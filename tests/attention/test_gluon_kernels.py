@@ -413,8 +413,8 @@ def test_a_pattern_and_a_fixed_order_keep_the_order_of_a_step_that_they_had(
     lse = torch.empty(1, 2, 70)
     with simulated(), patch.multiple(product(), _launches={}, _Backward=launch):
         product()._backward(x.q, x.k, x.v, x.do, lse, x.do, causal, 1.0, deterministic, None, pattern)
-    spread = not (deterministic or window or (head_dim == 64 and causal))
-    assert [(plan.wide, plan.late_dv, plan.by_query) for plan in taken] == [(spread,) * 3]
+    reordered = not (deterministic or window or (head_dim == 64 and causal))
+    assert [(plan.wide, plan.late_dv, plan.by_query) for plan in taken] == [(reordered,) * 3]
 
 
 def test_a_hang_is_told_and_ends_the_process() -> None:
@@ -516,7 +516,7 @@ def test_the_selftest_asks_every_plan_and_both_orders(monkeypatch: pytest.Monkey
     assert {(shape.head_dim, shape.causal, one) for shape, (one, _) in [*plain, *other]} == forward
     assert {(shape.head_dim, shape.causal, one) for shape, (_, one) in plain} == backward
     found = {(shape.head_dim, shape.causal, one) for shape, (_, one) in other}
-    assert found == {(*key, plans.not_spread(plan)) for *key, plan in backward}
+    assert found == {(*key, plans.not_reordered(plan)) for *key, plan in backward}
     orders = {(shape.head_dim, shape.causal, deterministic) for shape, _, _, deterministic, *_ in asked}
     assert orders == set(itertools.product((64, 128), (False, True), (False, True)))
     windowed = {(shape.head_dim, deterministic) for shape, _, _, deterministic, *_ in asked if shape.window}

@@ -123,12 +123,12 @@ FORWARD: dict[tuple[int, bool], tuple[tuple[int, ForwardPlan], ...]] = {
         (ANY, ForwardPlan(2, 2, False, True, False, 0)),
     ),
 }
-SPREAD = {"wide": True, "late_dv": True, "by_query": True}  # exponentials run beside what follows them
+REORDERED = {"wide": True, "late_dv": True, "by_query": True}  # a step whose exponentials run beside what follows them
 BACKWARD: dict[tuple[int, bool], tuple[tuple[int, BackwardPlan], ...]] = {
     (64, True): ((ANY, BackwardPlan(False, 11)),),
-    (64, False): ((ANY, BackwardPlan(False, 0, **SPREAD)),),
-    (128, True): ((1024, BackwardPlan(True, 5, **SPREAD)), (ANY, BackwardPlan(True, 22, **SPREAD))),
-    (128, False): ((ANY, BackwardPlan(True, 0, **SPREAD)),),
+    (64, False): ((ANY, BackwardPlan(False, 0, **REORDERED)),),
+    (128, True): ((1024, BackwardPlan(True, 5, **REORDERED)), (ANY, BackwardPlan(True, 22, **REORDERED))),
+    (128, False): ((ANY, BackwardPlan(True, 0, **REORDERED)),),
 }
 
 
@@ -144,18 +144,18 @@ def bounded_plan(head_dim: int, keys: int) -> ForwardPlan:
 def backward_plan(head_dim: int, causal: bool, keys: int, plain: bool = True) -> BackwardPlan:
     """`plain`: without a pattern or a fixed order of additions, where no other order of a step has been measured."""
     plan = next(plan for longest, plan in BACKWARD[head_dim, causal] if keys <= longest)
-    return plan if plain else not_spread(plan)
+    return plan if plain else not_reordered(plan)
 
 
-def not_spread(plan: BackwardPlan) -> BackwardPlan:
+def not_reordered(plan: BackwardPlan) -> BackwardPlan:
     """The plan that a pattern or a fixed order of additions has where a plain backward has `plan`."""
-    return replace(plan, **dict.fromkeys(SPREAD, False))
+    return replace(plan, **dict.fromkeys(REORDERED, False))
 
 
 def candidates(direction: str, head_dim: int, causal: bool, keys: int) -> list[ForwardPlan] | list[BackwardPlan]:
     """The plans worth timing: settings that once won such a shape, and their neighbours."""
     if direction == "bwd":
-        plans = product((False, True), (5, 11, 22) if causal else (0,), ({}, SPREAD))
+        plans = product((False, True), (5, 11, 22) if causal else (0,), ({}, REORDERED))
         wanted = [(p, l2_mib, step) for p, l2_mib, step in plans if not (p and step and head_dim == 64)]  # it spills
         return [BackwardPlan(prefetch, l2_mib, **step) for prefetch, l2_mib, step in wanted]
     sizes = (0, 32) if causal and keys <= SHORT else (32,) if causal else (0,)

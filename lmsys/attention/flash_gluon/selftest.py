@@ -37,13 +37,13 @@ class Shape:
 
 def run(capability: tuple[int, int]) -> None:
     """Raises ValueError where a result is not exact, on the first GPU of `capability`."""
-    from lmsys.attention.flash_gluon.plans import BACKWARD, FORWARD, not_spread
+    from lmsys.attention.flash_gluon.plans import BACKWARD, FORWARD, not_reordered
 
     number = next(i for i in range(torch.cuda.device_count()) if torch.cuda.get_device_capability(i) == capability)
     for (head_dim, causal), entries in FORWARD.items():
         for i, (_, forward) in enumerate(entries):
             _, backward = BACKWARD[head_dim, causal][min(i, len(BACKWARD[head_dim, causal]) - 1)]
-            deterministic, other = i % 2 == 1, not_spread(backward)
+            deterministic, other = i % 2 == 1, not_reordered(backward)
             own = forward, other if deterministic else backward
             for seed in range(ROUNDS):
                 shape = Shape(head_dim=head_dim, causal=causal)
