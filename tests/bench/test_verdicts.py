@@ -3,7 +3,7 @@
     python -m pytest tests/bench/test_verdicts.py -m on_request -s                # on the CPU
     python -m pytest tests/bench/test_verdicts.py -m "on_request and gpu" -s      # on a GPU
 
-Each prints its counts.
+Each prints its counts, what changed, and what stayed unclear.
 """
 
 from collections import Counter
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lmsys.bench.changes import BAD, FASTER, MARGIN, SAME, SLOWER, compare
+from lmsys.bench.changes import BAD, FASTER, MARGIN, SAME, SLOWER, UNCLEAR, Change, compare, lines
 from lmsys.bench.results import MARGIN_IN_TURNS
 from tests.support.planted import PLANTED, changes, plant, records
 from tests.support.processes import ROOT
@@ -44,8 +44,7 @@ def test_nothing_is_found_where_nothing_changed(device: str, monkeypatch: pytest
     """The code against itself. A busy CPU leaves much unclear; on a GPU nearly all is the same."""
     monkeypatch.chdir(ROOT)
     found = [one for _ in range(PAIRS) for one in changes(device, SECONDS, str(ROOT), **ASKED[device])]
-    counts = Counter(one.verdict for one in found)
-    print(f"{device}, A/A in turns: {dict(counts)} of {len(found)} by a margin of {MARGIN_IN_TURNS}")
+    counts = told(f"{device}, A/A in turns", found, MARGIN_IN_TURNS)
     assert len(found) >= 300
     false = sum(counts[verdict] for verdict in (*BAD, FASTER))
     assert false <= (0.01 * len(found) if device == "cuda" else 0)
@@ -59,8 +58,7 @@ def test_a_planted_slowdown_is_found_in_turns(device: str, tmp_path: Path, monke
     monkeypatch.chdir(plant(tmp_path / "today", share))
     asked = ONE[device] | COMMON | {"attention": PLANTED, "dtype": DTYPE[device]}
     found = [one for _ in range(PAIRS) for one in changes(device, SECONDS, str(earlier), margin, **asked)]
-    counts = Counter(one.verdict for one in found)
-    print(f"{device}, {share:.0%} planted, in turns: {dict(counts)} of {len(found)} by a margin of {margin}")
+    counts = told(f"{device}, {share:.0%} planted, in turns", found, margin)
     assert len(found) == 40
     check_planted(device, counts)
 
@@ -75,10 +73,17 @@ def test_a_planted_slowdown_is_found_across_files(device: str, tmp_path: Path, m
             monkeypatch.chdir(plant(tmp_path / name, planted))
             runs.append(records(device, SECONDS, **asked))
         found += [one for one in compare(*runs) if not one.new["peer"]]
-    counts = Counter(one.verdict for one in found)
-    print(f"{device}, {share:.0%} planted, across files: {dict(counts)} of {len(found)} by a margin of {MARGIN}")
+    counts = told(f"{device}, {share:.0%} planted, across files", found, MARGIN)
     assert len(found) == 40
     check_planted(device, counts)
+
+
+def told(title: str, found: list[Change], margin: float) -> Counter[str]:
+    print(f"{title}:", *lines(found, margin), sep="\n")
+    for one in found:
+        if one.verdict == UNCLEAR:
+            print(f"unclear: {one.new['id']} {one.interval}")
+    return Counter(one.verdict for one in found)
 
 
 def check_planted(device: str, counts: Counter[str]) -> None:
