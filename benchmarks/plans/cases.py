@@ -108,8 +108,7 @@ def plans_of(case: PlanCase, asked: Sequence[str | Plan]) -> list[tuple[Plan, bo
         if one == CANDIDATES:
             found += [(plan, False) for plan in plans.candidates(case.direction, *shape)]
         elif one == PLANNED and shape[:2] in plans.FORWARD:
-            order = {"plain": False} if case.form == DETERMINISTIC else {}
-            found.append((own(*shape, **order), True))
+            found.append((own(*shape), True))
         elif isinstance(one, cls):
             found.append((one, False))
     return list(dict.fromkeys(found))

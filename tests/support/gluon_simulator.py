@@ -418,6 +418,13 @@ class Addition:
     landed: bool = False
 
 
+def _exp2_by_fmas(x: Tensor) -> Tensor:
+    """All eight as the kernel computes the last one."""
+    x = x.clamp(min=-127)
+    t = x - x.round()
+    return torch.where(x > -127, torch.exp2(x.round()), 0) * (1 + t * (0.69336860 + t * (0.24221784 + t * 0.05459282)))
+
+
 def _add_registers(pointer: Pointer, x: Tensor) -> None:
     """Lands at once or, as others may see it, when a semaphore is released; at the latest when the partition ends."""
     time.sleep(random.uniform(0, 0.002))  # so that the order of additions is one of many
@@ -587,6 +594,7 @@ def kernels(module: str) -> dict[str, Any]:
         "gdc_wait": lambda: None,  # kernels do not run beside one another
         "gdc_launch_dependents": lambda: None,
         "add_registers": _add_registers,
+        "exp2_of_eight": _exp2_by_fmas,
         "narrow": lambda x, dtype: x.to(dtype),
         "scale_rows": lambda x, factor: x * factor[:, None],
         "widen": lambda x, dtype: x.float(),

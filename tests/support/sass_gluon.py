@@ -10,7 +10,6 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,13 +25,11 @@ from lmsys.attention.flash_gluon.launch import layout
 from lmsys.attention.flash_gluon.plans import (
     BACKWARD,
     FORWARD,
-    REORDERED,
     SHORT,
     BackwardPlan,
     ForwardPlan,
     candidates,
     forward_plan,
-    not_reordered,
 )
 from lmsys.attention.flash_gluon.postprocess import postprocess_kernel
 from lmsys.attention.flash_gluon.preprocess import preprocess_kernel
@@ -142,8 +139,8 @@ def hazards(sass: str) -> int:
 def main(dtypes: list[str], every: bool) -> None:
     """One of each kernel by head_dim and mask, of the backward in both orders, of the forward also for short sequences.
 
-    Each backward has the plan that the row takes, and causal at 64 also the other order of a step. With head_dim 128
-    also those under a pattern, and a grouped and ragged backward in both orders.
+    Each backward has the plan that the row takes. With head_dim 128 also those under a pattern, and a grouped and
+    ragged backward in both orders.
     `every`: of each plan and candidate, ragged and grouped too.
     """
     for dtype_name in dtypes:
@@ -166,14 +163,8 @@ def main(dtypes: list[str], every: bool) -> None:
                                **fields)  # fmt: skip
                     for plan in _some({plan: None for _, plan in BACKWARD[head_dim, causal]}, every):
                         for mode in ({}, {"deterministic": True}, {"grouped": True})[: 3 if every else 2]:
-                            own = not_reordered(plan) if "deterministic" in mode else plan
-                            report("backward", backward(dtype, head_dim, causal, ragged, own, **mode), **what,
-                                   ragged=ragged, **mode)  # fmt: skip
-                        reordered = replace(plan, **REORDERED)
-                        if reordered != plan:  # can be asked for
-                            report(
-                                "backward", backward(dtype, head_dim, causal, ragged, reordered), **what, ragged=ragged
-                            )
+                            report("backward", backward(dtype, head_dim, causal, ragged, plan, **mode), **what,
+                                   ragged=ragged, peeled=plan.peeled, **mode)  # fmt: skip
             if head_dim == 64 and not every:
                 continue
             for plan in _some({plan: None for _, plan in FORWARD[head_dim, True] if plan.ctas == 1}, every):
@@ -182,12 +173,14 @@ def main(dtypes: list[str], every: bool) -> None:
                 report("forward", binary, head_dim=head_dim, causal=True, ragged=False, bounded=True, **fields)
             for plan in _some({plan: None for _, plan in BACKWARD[head_dim, True]}, every):
                 for mode in ({}, {"deterministic": True, "grouped": True})[not every :]:
-                    binary = backward(dtype, head_dim, True, False, not_reordered(plan), bounded=True, **mode)
-                    report("backward", binary, head_dim=head_dim, causal=True, ragged=False, bounded=True, **mode)
+                    binary = backward(dtype, head_dim, True, False, plan, bounded=True, **mode)
+                    report("backward", binary, head_dim=head_dim, causal=True, ragged=False, bounded=True,
+                           peeled=plan.peeled, **mode)  # fmt: skip
             plan = BACKWARD[head_dim, False][-1][1]
-            for own, most in ((plan, {}), (not_reordered(plan), {"deterministic": True})):
-                binary = backward(dtype, head_dim, False, True, own, grouped=True, **most)
-                report("backward", binary, head_dim=head_dim, causal=False, ragged=True, grouped=True, **most)
+            for most in ({}, {"deterministic": True}):
+                binary = backward(dtype, head_dim, False, True, plan, grouped=True, **most)
+                report("backward", binary, head_dim=head_dim, causal=False, ragged=True, grouped=True, peeled=False,
+                       **most)  # fmt: skip
 
 
 def _some(plans: dict[Any, None], every: bool) -> list[Any]:

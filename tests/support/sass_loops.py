@@ -11,13 +11,12 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import torch
 
-from lmsys.attention.flash_gluon.plans import backward_plan
+from lmsys.attention.flash_gluon.plans import BackwardPlan, backward_plan
 from tests.support.sass import TOOLS, disassembled
 from tests.support.sass_gluon import backward
 
@@ -57,7 +56,8 @@ def main(arguments: list[str]) -> None:
         step = dict.fromkeys(arguments, True)
         found = {}
         for head_dim, causal in product((64, 128), (False, True)):
-            plan = replace(backward_plan(head_dim, causal, LENGTH, plain=False), **step)
+            own = backward_plan(head_dim, causal, LENGTH)
+            plan = BackwardPlan(own.prefetch, own.l2_mib, **step)
             kernel = backward(torch.bfloat16, head_dim, causal, False, plan)
             found[f"{head_dim} {'causal' if causal else 'full'}"] = disassembled(kernel)
     for name, sass in found.items():

@@ -137,6 +137,7 @@ def backward_options(
     return {
         "BLOCK_Q": BLOCK_Q[head_dim], "D": head_dim, "CAUSAL": causal, "RAGGED": ragged, "GROUPED": grouped,
         "PREFETCH": plan.prefetch, "WIDE": plan.wide, "LATE_DV": plan.late_dv, "BY_QUERY": plan.by_query,
+        "FMA_EXP": plan.fma_exp, "PEELED": plan.peeled and causal,
         "SPREAD": not causal and (ragged or deterministic), "DETERMINISTIC": deterministic,
         **dict.fromkeys(() if bounded else EXTENT),
     }  # fmt: skip
@@ -327,8 +328,7 @@ def _backward(
     launch = _launches.get(key)
     with torch.cuda.device_of(q):
         if launch is None:
-            plain = not (bounded or deterministic)
-            chosen = plan or backward_plan(q.shape[-1], causal, k.shape[2], plain)
+            chosen = plan or backward_plan(q.shape[-1], causal, k.shape[2])
             launch = _launches[key] = _Backward(q, k, causal, bounded, deterministic, chosen)
         launch.run(q, k, v, o, lse, do, dq, dk, dv, scale, extent)
     return dq, dk, dv

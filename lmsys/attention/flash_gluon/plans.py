@@ -85,6 +85,8 @@ class BackwardPlan:
     wide: bool = False  # P stays float32 until dS is made
     late_dv: bool = False  # dV begins once dS is made, so that the exponentials may run beside what follows them
     by_query: bool = False  # dS is exchanged as rows of queries, which the matmul for dq reads untransposed
+    fma_exp: bool = False  # one exponential of eight by FMAs, beside those of the unit for them
+    peeled: bool = False  # causal tiles that need a mask have a loop of their own
 
 
 ANY = 2**31
@@ -125,8 +127,8 @@ FORWARD: dict[tuple[int, bool], tuple[tuple[int, ForwardPlan], ...]] = {
 }
 REORDERED = {"wide": True, "late_dv": True, "by_query": True}  # a step whose exponentials run beside what follows them
 BACKWARD: dict[tuple[int, bool], tuple[tuple[int, BackwardPlan], ...]] = {
-    (64, True): ((ANY, BackwardPlan(False, 11)),),
-    (64, False): ((ANY, BackwardPlan(False, 0, **REORDERED)),),
+    (64, True): ((ANY, BackwardPlan(False, 11, **REORDERED, fma_exp=True, peeled=True)),),
+    (64, False): ((ANY, BackwardPlan(False, 0, **REORDERED, fma_exp=True)),),
     (128, True): ((1024, BackwardPlan(True, 5, **REORDERED)), (ANY, BackwardPlan(True, 22, **REORDERED))),
     (128, False): ((ANY, BackwardPlan(True, 0, **REORDERED)),),
 }
@@ -141,23 +143,18 @@ def bounded_plan(head_dim: int, keys: int) -> ForwardPlan:
     return next(plan for longest, plan in FORWARD[head_dim, True] if keys <= longest and plan.ctas == 1)
 
 
-def backward_plan(head_dim: int, causal: bool, keys: int, plain: bool = True) -> BackwardPlan:
-    """`plain`: without a pattern or a fixed order of additions, where no other order of a step has been measured."""
-    plan = next(plan for longest, plan in BACKWARD[head_dim, causal] if keys <= longest)
-    return plan if plain else not_reordered(plan)
-
-
-def not_reordered(plan: BackwardPlan) -> BackwardPlan:
-    """The plan that a pattern or a fixed order of additions has where a plain backward has `plan`."""
-    return replace(plan, **dict.fromkeys(REORDERED, False))
+def backward_plan(head_dim: int, causal: bool, keys: int) -> BackwardPlan:
+    return next(plan for longest, plan in BACKWARD[head_dim, causal] if keys <= longest)
 
 
 def candidates(direction: str, head_dim: int, causal: bool, keys: int) -> list[ForwardPlan] | list[BackwardPlan]:
     """The plans worth timing: settings that once won such a shape, and their neighbours."""
     if direction == "bwd":
-        plans = product((False, True), (5, 11, 22) if causal else (0,), ({}, REORDERED))
-        wanted = [(p, l2_mib, step) for p, l2_mib, step in plans if not (p and step and head_dim == 64)]  # it spills
-        return [BackwardPlan(prefetch, l2_mib, **step) for prefetch, l2_mib, step in wanted]
+        steps = [{}, REORDERED, REORDERED | {"fma_exp": True}]
+        steps += [step | {"peeled": True} for step in steps[1:]] if causal else []
+        wanted = product((False, True), (5, 11, 22) if causal else (0,), steps)
+        ahead = head_dim == 128  # at 64 a log-sum-exp a step ahead spills registers in these orders, at 128 it gains
+        return [BackwardPlan(p, l2_mib, **step) for p, l2_mib, step in wanted if not step or p == ahead]
     sizes = (0, 32) if causal and keys <= SHORT else (32,) if causal else (0,)
     two = [
         ForwardPlan(2, stages, *flags, l2_mib, chained=keys <= SHORT)
