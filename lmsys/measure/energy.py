@@ -17,6 +17,7 @@ from lmsys.measure.sensors import Sensors
 from lmsys.measure.step import Step, nothing
 
 PASS_S, WARM_S = 1.5, 1.0  # some sensors of power tell the mean of a second
+LONGER = 3  # times as long take two passes of which one is taken off the other: what is left has the errors of both
 MOST_TIMES = 4  # of the pass: so long is waited for a counter that moves seldom
 SAMPLE_S = 0.005
 CHUNK_S = 0.05  # between two waits for the device, which idles then for a moment
@@ -82,6 +83,7 @@ class Energy:
 
 def of_step(step: Step, sensors: Sensors, synchronize: Callable[[], Any], seconds: float = PASS_S) -> Energy:
     """The energy of `run(prepare())` less that of `prepare()`, each in a pass of its own, on inputs as they are."""
+    seconds *= 1 if step.prepare is nothing else LONGER
     whole = of_call(lambda: step.run(step.prepare()), sensors, synchronize, seconds)
     return whole if step.prepare is nothing else whole.less(of_call(step.prepare, sensors, synchronize, seconds))
 
