@@ -143,7 +143,7 @@ def test_maxima_may_grow(causal: bool, growth: list[float], seed: int) -> None:
     seed=st.integers(0, 2**31),
     group=st.sampled_from([1, 3]),
     many=st.booleans(),
-    step=st.fixed_dictionaries(dict.fromkeys(("wide", "late_dv", "by_query", "fma_exp", "peeled"), st.booleans())),
+    step=st.fixed_dictionaries(dict.fromkeys(("wide", "late_dv", "by_query", "fma_exp"), st.booleans())),
 )
 def test_every_way_through_the_backward(
     deterministic: bool, prefetch: bool, causal: bool, length: int, seed: int, group: int, many: bool,
@@ -367,7 +367,7 @@ def test_the_kernels_for_hopper_are_well_made() -> None:
             assert line["registers"] <= 255 and line["LDL"] == line["STL"] == 0, line
             continue
         forward, head_dim = line["kernel"] == "forward", line["head_dim"]
-        walks = 1 + (line["ragged"] or line.get("peeled", False))  # loops over steps
+        walks = 1 + line["ragged"]  # loops over steps
         consumers, ctas, tile_k = line.get("consumers", 2), line.get("ctas", 1), line.get("tile_k", 128)
         assert line["registers"] * 128 * (1 + consumers) * ctas <= 65536, line
         assert (line["shared"] + 1024) * ctas <= 228 * 1024, line

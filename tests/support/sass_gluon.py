@@ -164,7 +164,7 @@ def main(dtypes: list[str], every: bool) -> None:
                     for plan in _some({plan: None for _, plan in BACKWARD[head_dim, causal]}, every):
                         for mode in ({}, {"deterministic": True}, {"grouped": True})[: 3 if every else 2]:
                             report("backward", backward(dtype, head_dim, causal, ragged, plan, **mode), **what,
-                                   ragged=ragged, peeled=plan.peeled, **mode)  # fmt: skip
+                                   ragged=ragged, **mode)  # fmt: skip
             if head_dim == 64 and not every:
                 continue
             for plan in _some({plan: None for _, plan in FORWARD[head_dim, True] if plan.ctas == 1}, every):
@@ -174,13 +174,11 @@ def main(dtypes: list[str], every: bool) -> None:
             for plan in _some({plan: None for _, plan in BACKWARD[head_dim, True]}, every):
                 for mode in ({}, {"deterministic": True, "grouped": True})[not every :]:
                     binary = backward(dtype, head_dim, True, False, plan, bounded=True, **mode)
-                    report("backward", binary, head_dim=head_dim, causal=True, ragged=False, bounded=True,
-                           peeled=plan.peeled, **mode)  # fmt: skip
+                    report("backward", binary, head_dim=head_dim, causal=True, ragged=False, bounded=True, **mode)
             plan = BACKWARD[head_dim, False][-1][1]
             for most in ({}, {"deterministic": True}):
                 binary = backward(dtype, head_dim, False, True, plan, grouped=True, **most)
-                report("backward", binary, head_dim=head_dim, causal=False, ragged=True, grouped=True, peeled=False,
-                       **most)  # fmt: skip
+                report("backward", binary, head_dim=head_dim, causal=False, ragged=True, grouped=True, **most)
 
 
 def _some(plans: dict[Any, None], every: bool) -> list[Any]:

@@ -242,78 +242,28 @@ def _assignment(index, num_key_tiles, num_heads, at_once, team, DETERMINISTIC: g
 
 
 @gluon.jit
-def _steps(
-    dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, low, high, start, num_tiles, steps, first, last, state,
+def _walk(
+    dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, bh, low, high, start, num_tiles, steps, dk, dv,
     WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
     AROUND: gl.constexpr, PREFETCH: gl.constexpr, WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr,
     FMA_EXP: gl.constexpr, DETERMINISTIC: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """Steps [first, last). `state`: head and tile of queries, dk / sm_scale and dv (64, D), and a log-sum-exp ahead."""
+    """dk / sm_scale and dv of this consumer's keys (64, D), over all tiles of queries."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    bh, m, dk, dv, lse = state
-    for step in range(first, last):
+    if PREFETCH:
+        mbarrier.wait(ring[2].index(0), 0, pred=steps > 0)
+    lse = ring[1].index(0).load(gl.SliceLayout(0, S_LAYOUT))
+    m = start
+    for step in range(steps):
         dk, dv, lse = _step(
             dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, num_tiles, step, steps, bh, m, dk, dv, lse,
             WG, D, BLOCK_Q, MASK, CAUSAL, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, DETERMINISTIC,
             S_LAYOUT, O_LAYOUT, DQ_LAYOUT, DTYPE,
         )  # fmt: skip
         bh, m = next_tile(bh, m, low, high, start, AROUND)
-    return bh, m, dk, dv, lse
-
-
-@gluon.jit
-def _walk(
-    dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, low, high, start, num_tiles, steps, state,
-    WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
-    AROUND: gl.constexpr, PREFETCH: gl.constexpr, WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr,
-    FMA_EXP: gl.constexpr, PEELED: gl.constexpr, DETERMINISTIC: gl.constexpr, DTYPE: gl.constexpr,
-):  # fmt: skip
-    """All steps. Those that need a mask have a loop of their own where the plan or the last key tile wants it.
-
-    Then no other step branches around a mask, behind which its instructions could not run beside those before. As the
-    branches of an `if`, the two loops spill registers; so they do at head_dim 128 without the loop around them.
-    """
-    masked_until, masked_from, spans = masked
-    if PEELED:
-        tiles = high - low  # of a head, `hidden` of which begin it and need a mask, as do those from `ended` on
-        hidden = gl.maximum(gl.minimum(masked_until - low, tiles), 0)
-        ended = tiles
-        PARTS: gl.constexpr = 1 if spans is None else 2
-        if spans is not None:
-            ended = gl.maximum(gl.minimum(masked_from - low, tiles), hidden)
-        first = 0
-        for part in range(PARTS * (steps // gl.maximum(tiles, 1))):
-            free_from, last = first + hidden, first + ended
-            if spans is not None:
-                last = gl.where(part % 2 == 0, last, first + tiles - ended)
-                free_from = gl.where(part % 2 == 0, free_from, last)
-            state = _steps(
-                dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, low, high, start, num_tiles, steps,
-                first, free_from, state, WG, D, BLOCK_Q, True, CAUSAL, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY,
-                FMA_EXP, DETERMINISTIC, DTYPE,
-            )  # fmt: skip
-            state = _steps(
-                dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, low, high, start, num_tiles, steps,
-                free_from, last, state, WG, D, BLOCK_Q, False, CAUSAL, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY,
-                FMA_EXP, DETERMINISTIC, DTYPE,
-            )  # fmt: skip
-            first = last
-        return state
-    free_from = 0
-    if RAGGED:  # the key tile that ends the keys masks everything, the others nothing
-        free_from = gl.where(masked_until == 0, 0, steps)
-        state = _steps(
-            dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, low, high, start, num_tiles, steps,
-            0, free_from, state, WG, D, BLOCK_Q, True, CAUSAL, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY,
-            FMA_EXP, DETERMINISTIC, DTYPE,
-        )  # fmt: skip
-    return _steps(
-        dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, low, high, start, num_tiles, steps,
-        free_from, steps, state, WG, D, BLOCK_Q, CAUSAL, CAUSAL, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY,
-        FMA_EXP, DETERMINISTIC, DTYPE,
-    )  # fmt: skip
+    return dk, dv
 
 
 @gluon.jit
@@ -322,7 +272,7 @@ def _consumer(
     bh, n, walk, masked, K,
     WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
     AROUND: gl.constexpr, PREFETCH: gl.constexpr, WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr,
-    FMA_EXP: gl.constexpr, PEELED: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    FMA_EXP: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     ks, vs, kv_full = kvs
     low, end, start, num_tiles, steps = walk
@@ -336,17 +286,20 @@ def _consumer(
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dk = gl.zeros([64, D], gl.float32, O_LAYOUT)
     dv = gl.zeros([64, D], gl.float32, O_LAYOUT)
-    if PREFETCH:
-        mbarrier.wait(ring[2].index(0), 0, pred=steps > 0)
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
-    lse = ring[1].index(0).load(gl.SliceLayout(0, S_LAYOUT))
-    state = bh, start, dk, dv, lse
-    state = _walk(
-        dq_ptr, scale, k, v, ks, dss, ring, n, K, masked, low, high, start, num_tiles, steps, state,
-        WG, D, BLOCK_Q, CAUSAL, RAGGED, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, PEELED, DETERMINISTIC,
-        DTYPE,
+    # The tile that ends the keys has a walk of its own: a branch in every step would cost all tiles. One walk of the
+    # two has no steps; as the branches of an `if`, they spill registers.
+    if RAGGED:
+        dk, dv = _walk(
+            dq_ptr, scale, k, v, ks, dss, ring, n, K, masked, bh, low, high, start, num_tiles,
+            gl.where(masked[0] == 0, steps, 0), dk, dv,
+            WG, D, BLOCK_Q, False, CAUSAL, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, DETERMINISTIC, DTYPE,
+        )  # fmt: skip
+        steps = gl.where(masked[0] == 0, 0, steps)
+    dk, dv = _walk(
+        dq_ptr, scale, k, v, ks, dss, ring, n, K, masked, bh, low, high, start, num_tiles, steps, dk, dv,
+        WG, D, BLOCK_Q, CAUSAL or RAGGED, CAUSAL, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP,
+        DETERMINISTIC, DTYPE,
     )  # fmt: skip
-    bh, m, dk, dv, lse = state
     # Once more, and from memory: what is not needed until here would occupy registers all through the loop.
     kv_heads = gl.load(parameters).to(gl.int32)
     num_key_tiles = gl.load(parameters + 1).to(gl.int32)
@@ -408,7 +361,7 @@ def backward_kernel(
     first_ptr, end_ptr, per_entry, query_end_ptr,
     BLOCK_Q: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, GROUPED: gl.constexpr,
     PREFETCH: gl.constexpr, WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr, FMA_EXP: gl.constexpr,
-    PEELED: gl.constexpr, SPREAD: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    SPREAD: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     """dk and dv; dq / sm_scale is added up in float32 (B H, Q_PADDED, D), Q_PADDED a multiple of BLOCK_Q.
 
@@ -494,11 +447,11 @@ def backward_kernel(
             (_consumer, (
                 dq_ptr, dk_desc, dv_desc, parameters, scale, kvs, ring, dss, bh, n, walk, masked, K,
                 0, D, BLOCK_Q, CAUSAL, RAGGED, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY,
-                FMA_EXP, PEELED, DETERMINISTIC
+                FMA_EXP, DETERMINISTIC
             )),
             (_consumer, (
                 dq_ptr, dk_desc, dv_desc, parameters, scale, kvs, ring, dss, bh, n, walk, masked, K,
                 1, D, BLOCK_Q, CAUSAL, RAGGED, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY,
-                FMA_EXP, PEELED, DETERMINISTIC
+                FMA_EXP, DETERMINISTIC
             )),
     ], [4, 4], [240, 240])  # fmt: skip

@@ -137,8 +137,7 @@ def backward_options(
     return {
         "BLOCK_Q": BLOCK_Q[head_dim], "D": head_dim, "CAUSAL": causal, "RAGGED": ragged, "GROUPED": grouped,
         "PREFETCH": plan.prefetch, "WIDE": plan.wide, "LATE_DV": plan.late_dv, "BY_QUERY": plan.by_query,
-        "FMA_EXP": plan.fma_exp, "PEELED": plan.peeled and causal,
-        "SPREAD": not causal and (ragged or deterministic), "DETERMINISTIC": deterministic,
+        "FMA_EXP": plan.fma_exp, "SPREAD": not causal and (ragged or deterministic), "DETERMINISTIC": deterministic,
         **dict.fromkeys(() if bounded else EXTENT),
     }  # fmt: skip
 
