@@ -96,6 +96,8 @@ def of_call(
     EnergyError where the counter stands still, or does what no counter can.
     """
     marks: list[Mark] = []
+    call()  # the first one may compile
+    synchronize()
     with Sampler(lambda: (sensors.joules(), sensors.watts()), SAMPLE_S) as sampler:
         begin_s = perf_counter() + warm_s
         for at_s in repeated(call, synchronize, marks):

@@ -1,11 +1,13 @@
 """Verdicts hold: on what did not change, and on a slowdown that was planted. This takes minutes: on request.
 
     python -m pytest tests/bench/test_verdicts.py -m on_request -s                # on the CPU
-    python -m pytest tests/bench/test_verdicts.py -m "on_request and gpu" -s      # on a GPU
+    python -m pytest tests/bench/test_verdicts.py -m "on_request and gpu" -s      # on a GPU, some 16 minutes
 
+LMSYS_PAIRS sets how many pairs of fresh processes take turns: fewer than five make a part of the whole.
 Each prints its counts, what changed, and what stayed unclear.
 """
 
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from tests.support.processes import ROOT
 
 pytestmark = pytest.mark.on_request
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-PAIRS = 5  # of fresh processes
+PAIRS = int(os.environ.get("LMSYS_PAIRS", "5"))
 ASKED = {
     "cpu": {
         "attention": "naive,vectorized,sdpa_math,sdpa_flash,flash_torch", "length": "64,96,128,192",
@@ -45,7 +47,7 @@ def test_nothing_is_found_where_nothing_changed(device: str, monkeypatch: pytest
     monkeypatch.chdir(ROOT)
     found = [one for _ in range(PAIRS) for one in changes(device, SECONDS, str(ROOT), **ASKED[device])]
     counts = told(f"{device}, A/A in turns", found, MARGIN_IN_TURNS)
-    assert len(found) >= 300
+    assert len(found) == 60 * PAIRS
     false = sum(counts[verdict] for verdict in (*BAD, FASTER))
     assert false <= (0.01 * len(found) if device == "cuda" else 0)
     assert device == "cpu" or counts[SAME] >= 0.95 * len(found)
@@ -59,7 +61,7 @@ def test_a_planted_slowdown_is_found_in_turns(device: str, tmp_path: Path, monke
     asked = ONE[device] | COMMON | {"attention": PLANTED, "dtype": DTYPE[device]}
     found = [one for _ in range(PAIRS) for one in changes(device, SECONDS, str(earlier), margin, **asked)]
     counts = told(f"{device}, {share:.0%} planted, in turns", found, margin)
-    assert len(found) == 40
+    assert len(found) == 8 * PAIRS
     check_planted(device, counts)
 
 
@@ -74,7 +76,7 @@ def test_a_planted_slowdown_is_found_across_files(device: str, tmp_path: Path, m
             runs.append(records(device, SECONDS, **asked))
         found += [one for one in compare(*runs) if not one.new["peer"]]
     counts = told(f"{device}, {share:.0%} planted, across files", found, MARGIN)
-    assert len(found) == 40
+    assert len(found) == 8 * PAIRS
     check_planted(device, counts)
 
 
@@ -88,5 +90,5 @@ def told(title: str, found: list[Change], margin: float) -> Counter[str]:
 
 def check_planted(device: str, counts: Counter[str]) -> None:
     """A GPU finds nearly all. A busy CPU may leave a row of twice the time unclear, and none the same."""
-    assert counts[SLOWER] >= (38 if device == "cuda" else 1)
+    assert counts[SLOWER] >= (0.95 * counts.total() if device == "cuda" else 1)
     assert not counts[SAME] and not counts[FASTER]

@@ -158,14 +158,14 @@ def test_the_energy_of_a_matmul_is_the_integral_of_its_power(size: int) -> None:
 def test_the_energy_of_attention_is_the_integral_of_its_power(
     name: str, direction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shape = {"batch": 1, "heads": 16, "kv_heads": 16, "queries": 4096, "keys": 4096, "head_dim": 128}
+    shape = {"batch": 4, "heads": 16, "kv_heads": 16, "queries": 4096, "keys": 4096, "head_dim": 128}
     capability, grad = torch.cuda.get_device_capability(), direction == "bwd"
     case = AttentionCase(
         **shape, dtype="bfloat16", causal=True, grad=grad, device="cuda", capability=capability
     )  # as in the sweeps
     if why_not := ATTENTION[name].why_not(case):
         pytest.skip(why_not)
-    q, k, v, do = (torch.randn(1, 16, 4096, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    q, k, v, do = (torch.randn(4, 16, 4096, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     for x in (q, k, v):
         x.requires_grad_(grad)
     call = adapt(ATTENTION[name].load())
