@@ -113,8 +113,8 @@ class WorkerGroup:
         if self.ended:
             raise RuntimeError("this group has ended: a rank failed, or it was closed; start another")
         for worker, memory in zip(self._workers, self._doing, strict=True):
-            doing.write(memory, f"in {getattr(function, '__name__', function)}")
-            worker.send(function, *args)
+            doing.write(memory, doing.AT_FIRST)  # until it has imported the function's module
+            worker.send(_noted, function, *args)
         return self._collect(self.timeout_s if timeout_s is None else timeout_s)
 
     def close(self) -> None:
@@ -192,6 +192,11 @@ class TorchrunGroup:
         watchdog.end()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _noted(function: Callable[..., Any], *args: Any) -> Any:
+    doing.now(f"in {getattr(function, '__name__', function)}")
+    return function(*args)
 
 
 def _check_environment() -> None:
