@@ -19,9 +19,9 @@ FAILED = "wrong", "error"
 OLDER = KEPT | {"compile": "eager"}  # what files mean that do not say it
 INNER = ("said", "run", "named")  # what the table of numbers leaves out of a line
 ABOUT = (
-    "All rows of a line took turns in one run. Speed: how many times as fast as the row behind ×, by the "
-    "geometric mean over the shapes that were measured. First: the number of shapes, of all that were measured, in "
-    f"which no row was more than {NEAR_TEXT} faster; then the number of rows that took turns."
+    "The rows that a line compares were timed in turns, in one run. Speed: 1.16 × sdpa means 1.16 times as fast as "
+    "sdpa, by the geometric mean over all shapes that were measured. First: in how many of these shapes no other row "
+    f"was more than {NEAR_TEXT} faster; then how many rows were compared."
 )
 WAYS = (
     " Compiled: by torch.compile; graphed: also replayed as one CUDA graph; fused: by kernels of lmsys in place of a "
@@ -103,10 +103,10 @@ def _fastest(machine: Machine, question: Question) -> Table | None:
         together.setdefault(key, {}).setdefault(str(one["comparison"]), []).append(one)
     data: list[Record] = []
     for key in sorted(together, key=_place):
-        comparisons = _of_one_run([rows for rows in together[key].values() if _says_something(rows)])
+        line = dict(zip(question.keys, key, strict=True))
+        bases = ("flex", *question.bases) if line.get("kind") else question.bases  # what PyTorch has for patterns
+        comparisons = _of_one_run([rows for rows in together[key].values() if _says_something(rows)], bases)
         if comparisons:
-            line = dict(zip(question.keys, key, strict=True))
-            bases = ("flex", *question.bases) if line.get("kind") else question.bases  # what PyTorch has for patterns
             data.append(line | _first(machine, comparisons, bases))
     if not data:
         return None
@@ -135,7 +135,7 @@ def _bases(lines: Sequence[Record]) -> list[str]:
     """Says over which rows the speeds of a table are, where they are over several."""
     found = Counter(one["over"] for one in lines if one["fastest"] and one["over"])
     told = ", ".join(f"{name} in {count}" for name, count in found.most_common())
-    return [f"The row behind × differs between lines: {told}."] if len(found) > 1 else []
+    return [f"Not all lines are compared with the same row: {told}."] if len(found) > 1 else []
 
 
 def _value(one: Record, name: str) -> object:
@@ -164,12 +164,20 @@ def _says_something(rows: Sequence[Record]) -> bool:
     return len({one["impl"] for one in rows}) > 1 and any(one.get("peer") for one in rows)
 
 
-def _of_one_run(comparisons: Sequence[Sequence[Record]]) -> list[Sequence[Record]]:
-    """Those of the run that sampled most rows, of such the latest: another may have left out the fastest."""
+def _of_one_run(comparisons: Sequence[Sequence[Record]], bases: Sequence[str]) -> list[Sequence[Record]]:
+    """Those of the run that has the first base that any has, of such the run of most rows, of these the latest.
+
+    A run without what a user would otherwise take, or of few rows, may have left out the fastest.
+    """
     rows: dict[int, set[str]] = {}
+    places: dict[int, int] = {}
     for cases in comparisons:
-        rows.setdefault(cases[0]["run"], set()).update(one["impl"] for one in cases)
-    best = max(rows, key=lambda run: (len(rows[run]), run), default=None)
+        run, names = cases[0]["run"], {one["impl"] for one in cases}
+        rows.setdefault(run, set()).update(names)
+        known = names | {one.get("strategy") for one in cases}
+        place = next((i for i, base in enumerate(bases) if base in known), len(bases))
+        places[run] = min(place, places.get(run, place))
+    best = max(rows, key=lambda run: (-places[run], len(rows[run]), run), default=None)
     return [cases for cases in comparisons if cases[0]["run"] == best]
 
 

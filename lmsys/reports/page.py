@@ -4,7 +4,7 @@ import base64
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
@@ -25,9 +25,9 @@ POLICY = (
     f"default-src 'none'; style-src 'unsafe-inline'; img-src 'self' data:; font-src data:; script-src 'sha256-{_HASH}'"
 )
 LEAD = (
-    "lmsys measures attention kernels and data-parallel training side by side, and times only what is right. A row is "
-    "one implementation, such as a kernel or a strategy, under the name that one types. A case is one row in one "
-    "setting, such as a shape and a dtype."
+    "lmsys measures attention kernels and data-parallel training side by side. Only results that were checked, and are "
+    "right, have times. A row is one implementation, such as a kernel or a strategy, named as on the command line. A "
+    "case is one row in one setting, such as a shape and a dtype."
 )
 LETTERS = "B is the batch, H the heads, Q the queries, K the keys, S the queries and keys alike, D the size of a head."
 FACTS = "date commit command sweep seed driver cuda torch triton python platform".split()
@@ -245,6 +245,14 @@ class Figures:
     """Blocks, tables and plots as HTML; with `inline` plots stand in the page."""
 
     inline: bool
+    _named: set[str] = field(default_factory=set)
+
+    def _anchor(self, name: str) -> dict[str, str]:
+        """The id of a figure, for the first of those that a page shows twice."""
+        if name in self._named:
+            return {}
+        self._named.add(name)
+        return {"id": name}
 
     def block(self, block: Block, anchors: dict[str, str]) -> Html:
         title = tag("a", block.title, href=f"#{anchors[block.chapter]}") if block.chapter else block.title
@@ -260,7 +268,7 @@ class Figures:
     def _figures(self, items: Sequence[Table | Plot | None]) -> Html:
         """Tables one below another, then plots side by side as far as the screen is wide."""
         plots = [self._plot(item) for item in items if isinstance(item, Plot)]
-        tables = [_table(item) for item in items if isinstance(item, Table)]
+        tables = [self._table(item) for item in items if isinstance(item, Table)]
         return joined([*tables, *([tag("div", *plots, class_="plots")] if plots else [])])
 
     def _plot(self, plot: Plot) -> Html:
@@ -271,23 +279,24 @@ class Figures:
             width, height = re.findall(r'(?:width|height)="([\d.]+)pt"', plot.svg)[:2]
             image = tag("img", src=file, alt=plot.title, loading="lazy", width=width, height=height)
         caption = tag("figcaption", plot.caption, " ", tag("a", "SVG", href=file))
-        return tag("figure", image, caption, id=f"plot-{plot.name}")
+        return tag("figure", image, caption, **self._anchor(f"plot-{plot.name}"))
 
-
-def _table(table: Table) -> Html:
-    keys = table.keys
-    head = [
-        tag("th", column or "row", **({"class_": "value"} if i >= keys else {}))
-        for i, column in enumerate(table.columns)
-    ]
-    rows = [_line(table, i) for i in range(len(table.rows))]
-    inside = tag("table", tag("thead", tag("tr", *head)), tag("tbody", *rows))
-    notes = [tag("ul", *(tag("li", note) for note in table.notes), class_="notes")] if table.notes else []
-    files = [tag("a", name, href=f"tables/{table.name}.{end}") for name, end in (("CSV", "csv"), ("Markdown", "md"))]
-    caption = tag("figcaption", table.caption, " ", files[0], " ", files[1])
-    anchor = f"table-{table.name}"
-    title = tag("p", tag("a", _brief(table), href=f"#{anchor}"), class_="title")
-    return tag("figure", title, tag("div", inside, class_="scroll"), *notes, caption, *_made_by(table), id=anchor)
+    def _table(self, table: Table) -> Html:
+        keys = table.keys
+        head = [
+            tag("th", column or "row", **({"class_": "value"} if i >= keys else {}))
+            for i, column in enumerate(table.columns)
+        ]
+        rows = [_line(table, i) for i in range(len(table.rows))]
+        inside = tag("table", tag("thead", tag("tr", *head)), tag("tbody", *rows))
+        notes = [tag("ul", *(tag("li", note) for note in table.notes), class_="notes")] if table.notes else []
+        ends = ("CSV", "csv"), ("Markdown", "md")
+        files = [tag("a", name, href=f"tables/{table.name}.{end}") for name, end in ends]
+        caption = tag("figcaption", table.caption, " ", files[0], " ", files[1])
+        anchor = f"table-{table.name}"
+        title = tag("p", tag("a", _brief(table), href=f"#{anchor}"), class_="title")
+        inside = tag("div", inside, class_="scroll")
+        return tag("figure", title, inside, *notes, caption, *_made_by(table), **self._anchor(anchor))
 
 
 def _made_by(table: Table) -> list[Html]:

@@ -130,7 +130,7 @@ def test_models_are_contexts_by_sizes(models: dict[str, bytes]) -> None:
         assert list(rows[0]) == ["context", "small", "xl"] and [row["context"] for row in rows] == ["128", "1,024"]
         assert re.fullmatch(r"[\d.,]+ / [\d.,]+", rows[0]["small"]) and rows[1]["xl"] == "OOM¹ / OOM¹"
     assert cells(models, "model-sizes-step-time-eager-naive")[1]["small"].endswith(" / –")
-    assert cells(models, "model-sizes-step-speedup-fp32-compiled-naive")[0]["small"] == "1.25"
+    assert cells(models, "model-sizes-step-speedup-over-eager-fp32-compiled-naive")[0]["small"] == "1.25"
     assert cells(models, "model-sizes-summary")[-1]["fp32"] == "1.25 (3)"
     assert [row["size"] for row in cells(models, "model-sizes-best")] == ["small", "xl"]
     assert [row["parameters"] for row in cells(models, "model-sizes")] == [
@@ -394,12 +394,12 @@ def test_tokenizers_stand_beside_the_packages(tmp_path: Path) -> None:
         "tokenizer", "tiktoken", section="corpus", task="train", outcome="unsupported", reason="does not train"
     )
     files = report(tmp_path, records)
-    rows = cells(files, "tokenizer-corpus-V10000")
+    rows = cells(files, "tokenizer-corpus-V10000-30000000B")
     assert [row["task"] for row in rows] == ["training"] * 4 + ["encoding"] * 4
     ours = rows[4]
     assert [ours[f"Speedup over {name}, ×"] for name in ("huggingface", "tiktoken")] == ["4.00", "2.00"]
-    assert rows[2]["Time, s"] == "n/a¹" and "plots/synthetic-gpu-tokenizer-corpus-V10000-rate.svg" in files
-    assert "30 MB" in files["tables/synthetic-gpu-tokenizer-corpus-V10000.md"].decode()
+    assert rows[2]["Time, s"] == "n/a¹" and "plots/synthetic-gpu-tokenizer-corpus-V10000-30000000B-rate.svg" in files
+    assert "30 MB" in files["tables/synthetic-gpu-tokenizer-corpus-V10000-30000000B.md"].decode()
 
 
 def test_collectives_have_a_fitted_latency_and_bandwidth(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The committed files of the report are those that README and docs show, as `python -m reports` makes them."""
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ def test_what_pages_show_is_what_the_committed_runs_say(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(plots, "to_svg", to_svg)
     build(sorted((ROOT / "reports" / "results").glob("*.json")), tmp_path / "site")
+    page = (tmp_path / "site" / "index.html").read_text()
+    ids = Counter(re.findall(r'id="([^"]+)"', page))
+    assert [name for name, count in ids.items() if count > 1] == [], "two tables or plots have one file"
     for name in wanted:
         assert _without_shapes(tmp_path / "site" / name) == _without_shapes(folder / name), (
             f"{name}: run `python -m reports -o site`, and copy it"

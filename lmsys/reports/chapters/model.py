@@ -127,7 +127,7 @@ def _speeds(part: View, own: View, axis: str) -> Table | None:
     peers = [case["impl"] for case in own.cases if case["peer"]]
     base = base_of(own, otherwise=peers) if axis == "impl" else next(iter(own.words[axis]))
     own = compared(own, base, axis, medians=True).only(lambda case: case[axis] != base)
-    return _grid(part, own, SPEEDUP, axis, f"speedup-over-{base}" if axis in KEPT else "")
+    return _grid(part, own, SPEEDUP, axis, f"speedup-over-{base}")
 
 
 def _summary(part: View) -> Table | None:

@@ -13,7 +13,9 @@ def chapters(view: View) -> list[Chapter]:
     view = view.checked(("vocab_size", "processes"), ("section", "task")).read_as(task=TASKS)
     view = view.labelled(impl="implementation")
     view = view.ordered("section", "vocab_size", "text_bytes", "task", "impl")
-    parts = view.cut("tokenizer-{section}-V{vocab_size}", "{section}, vocabulary {vocab_size}, {text_bytes}")
+    parts = view.cut(
+        "tokenizer-{section}-V{vocab_size}-{text_bytes}B", "{section}, vocabulary {vocab_size}, {text_bytes}"
+    )
     return [Chapter("Tokenizers", [_block(part) for part in parts])]
 
 
