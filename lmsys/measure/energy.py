@@ -17,7 +17,7 @@ from lmsys.measure.sensors import Sensors
 from lmsys.measure.step import Step, nothing
 
 PASS_S, WARM_S = 1.5, 1.0  # some sensors of power tell the mean of a second
-LONGER = 3  # times as long take two passes of which one is taken off the other: what is left has the errors of both
+LONGER = 3  # times as long is each of two passes whose difference is wanted, as that has the errors of both
 MOST_TIMES = 4  # of the pass: so long is waited for a counter that moves seldom
 SAMPLE_S = 0.005
 CHUNK_S = 0.05  # between two waits for the device, which idles then for a moment

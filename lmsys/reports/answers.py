@@ -169,16 +169,22 @@ def _of_one_run(comparisons: Sequence[Sequence[Record]], bases: Sequence[str]) -
 
     A run without what a user would otherwise take, or of few rows, may have left out the fastest.
     """
-    rows: dict[int, set[str]] = {}
-    places: dict[int, int] = {}
+    runs: dict[int, list[Sequence[Record]]] = {}
     for cases in comparisons:
-        run, names = cases[0]["run"], {one["impl"] for one in cases}
-        rows.setdefault(run, set()).update(names)
-        known = names | {one.get("strategy") for one in cases}
-        place = next((i for i, base in enumerate(bases) if base in known), len(bases))
-        places[run] = min(place, places.get(run, place))
-    best = max(rows, key=lambda run: (-places[run], len(rows[run]), run), default=None)
-    return [cases for cases in comparisons if cases[0]["run"] == best]
+        runs.setdefault(cases[0]["run"], []).append(cases)
+
+    def worth(run: int) -> tuple[int, int, int]:
+        found = [one for cases in runs[run] for one in cases]
+        names = {name for one in found for name in _names(one)}
+        place = next((i for i, base in enumerate(bases) if base in names), len(bases))
+        return -place, len({one["impl"] for one in found}), run
+
+    return runs[max(runs, key=worth)] if runs else []
+
+
+def _names(one: Record) -> tuple[str, str | None]:
+    """By these a base may name a case: a strategy is several rows, such as one for each size of buckets."""
+    return one["impl"], one.get("strategy")
 
 
 def _place(key: Sequence[object]) -> list[tuple[int, float, str]]:
@@ -221,7 +227,7 @@ def _speed(comparisons: Sequence[Sequence[Record]], row: str, bases: Sequence[st
 
 def _ratio(rows: Sequence[Record], ours: str, theirs: str) -> float | None:
     """The ratio of the fastest case of each, such as the best size of buckets."""
-    found = [[one for one in rows if name in (one["impl"], one.get("strategy"))] for name in (ours, theirs)]
+    found = [[one for one in rows if name in _names(one)] for name in (ours, theirs)]
     return ratio_of(*(min(cases, key=time_of) for cases in found)) if all(found) else None
 
 

@@ -245,7 +245,7 @@ class Figures:
     """Blocks, tables and plots as HTML; with `inline` plots stand in the page."""
 
     inline: bool
-    _named: set[str] = field(default_factory=set)
+    _named: set[str] = field(default_factory=set, init=False)
 
     def _anchor(self, name: str) -> dict[str, str]:
         """The id of a figure, for the first of those that a page shows twice."""

@@ -173,6 +173,9 @@ def test_forms_are_compared_with_plain_cases(on_cpu: list[Any]) -> None:
         "transposed": (8, 128),
         "grouped": (1, 128),
     }
+    full = cases_of(Plans(), **(ONE | {"causal": (False,)}), direction=("bwd",), form=FORMS)
+    reordered = {case.form: case.plan.late_dv for case in full if isinstance(case.plan, BackwardPlan)}
+    assert reordered == dict.fromkeys(FORMS, True), "what the row takes by itself"
     found = records(Plans(), cases)
     assert {one["outcome"] for name, one in found.items() if name != "sdpa_cudnn"} == {"ok"}
     for one in found.values():

@@ -2,18 +2,19 @@
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lmsys.reports import plots
+from lmsys.reports import page, plots
 from lmsys.reports.__main__ import build
 from tests.support.pages import PAGES, links
 from tests.support.processes import ROOT
 
 PUBLISHED = Path("reports/published/nvidia-h200")
-DRAWN = plots.to_svg
+DRAWN, WRITTEN = plots.to_svg, page.write
 READ_BY_TESTS = {"tables/nvidia-h200-tokens16k-bfloat16-fwd-tflops.md"}  # figures of README are compared with it
 
 
@@ -31,11 +32,21 @@ def test_what_pages_show_is_what_the_committed_runs_say(tmp_path: Path, monkeypa
         """Draws those that are shown; the others cost a minute."""
         return DRAWN(axes, name, title) if f"plots/{name}.svg" in wanted else '<svg width="1pt" height="1pt">'
 
+    def written(out: Path, parts: Sequence[page.Part], *others: Any) -> Path:
+        """No two tables, and no two plots, have one file; a page may show one of them twice."""
+        named: dict[tuple[type, str], page.Table | page.Plot] = {}
+        for _, answers, chapters in parts:
+            for block in (answers, *(block for chapter in chapters for block in chapter.blocks)):
+                for item in block.items:
+                    assert named.setdefault((type(item), item.name), item) == item, f"{item.name} is two"
+        assert named
+        return WRITTEN(out, parts, *others)
+
     monkeypatch.setattr(plots, "to_svg", to_svg)
+    monkeypatch.setattr(page, "write", written)
     build(sorted((ROOT / "reports" / "results").glob("*.json")), tmp_path / "site")
-    page = (tmp_path / "site" / "index.html").read_text()
-    ids = Counter(re.findall(r'id="([^"]+)"', page))
-    assert [name for name, count in ids.items() if count > 1] == [], "two tables or plots have one file"
+    ids = Counter(re.findall(r'id="([^"]+)"', (tmp_path / "site" / "index.html").read_text()))
+    assert [name for name, count in ids.items() if count > 1] == []
     for name in wanted:
         assert _without_shapes(tmp_path / "site" / name) == _without_shapes(folder / name), (
             f"{name}: run `python -m reports -o site`, and copy it"

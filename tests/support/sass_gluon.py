@@ -10,6 +10,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from lmsys.attention.flash_gluon.launch import layout
 from lmsys.attention.flash_gluon.plans import (
     BACKWARD,
     FORWARD,
+    REORDERED,
     SHORT,
     BackwardPlan,
     ForwardPlan,
@@ -139,8 +141,8 @@ def hazards(sass: str) -> int:
 def main(dtypes: list[str], every: bool) -> None:
     """One of each kernel by head_dim and mask, of the backward in both orders, of the forward also for short sequences.
 
-    Each backward has the plan that the row takes. With head_dim 128 also those under a pattern, and a grouped and
-    ragged backward in both orders.
+    Each backward has the plan that the row takes, and causal at 64 also the other order of a step. With head_dim 128
+    also those under a pattern, and a grouped and ragged backward in both orders.
     `every`: of each plan and candidate, ragged and grouped too.
     """
     for dtype_name in dtypes:
@@ -165,6 +167,11 @@ def main(dtypes: list[str], every: bool) -> None:
                         for mode in ({}, {"deterministic": True}, {"grouped": True})[: 3 if every else 2]:
                             report("backward", backward(dtype, head_dim, causal, ragged, plan, **mode), **what,
                                    ragged=ragged, **mode)  # fmt: skip
+                        reordered = replace(plan, **REORDERED)
+                        if reordered != plan:  # can be asked for
+                            report(
+                                "backward", backward(dtype, head_dim, causal, ragged, reordered), **what, ragged=ragged
+                            )
             if head_dim == 64 and not every:
                 continue
             for plan in _some({plan: None for _, plan in FORWARD[head_dim, True] if plan.ctas == 1}, every):

@@ -170,7 +170,8 @@ def _step(
     s = warpgroup_mma_wait(1, deps=[s_token])
     if not PREFETCH:
         lse = lses.index(stage).load(ROW_LAYOUT)
-    p = exp2_of_eight(s * scale - lse[None, :]) if FMA_EXP else gl.exp2(s * scale - lse[None, :])
+    exponents = s * scale - lse[None, :]
+    p = exp2_of_eight(exponents) if FMA_EXP else gl.exp2(exponents)
     if MASK:
         masked_until, masked_from, spans = masked
         hides = m < masked_until

@@ -7,6 +7,7 @@ Legend: B batch, H query heads, Hkv key heads, Q queries, K keys, D head dimensi
 """
 
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -43,15 +44,11 @@ def run(capability: tuple[int, int]) -> None:
     for (head_dim, causal), entries in FORWARD.items():
         for i, (_, forward) in enumerate(entries):
             _, backward = BACKWARD[head_dim, causal][min(i, len(BACKWARD[head_dim, causal]) - 1)]
-            deterministic = i % 2 == 1
-            for seed in range(ROUNDS):
-                shape = Shape(head_dim=head_dim, causal=causal)
-                check(shape, DTYPES[i % 2], (forward, backward), deterministic, seed, torch.device("cuda", number))
-                if causal and forward.ctas == 1:
-                    windowed = replace(shape, window=WINDOW)
-                    check(
-                        windowed, DTYPES[i % 2], (forward, backward), deterministic, seed, torch.device("cuda", number)
-                    )
+            shapes = [Shape(head_dim=head_dim, causal=causal)]
+            if causal and forward.ctas == 1:
+                shapes.append(replace(shapes[0], window=WINDOW))
+            for seed, shape in product(range(ROUNDS), shapes):
+                check(shape, DTYPES[i % 2], (forward, backward), i % 2 == 1, seed, torch.device("cuda", number))
 
 
 def check(
