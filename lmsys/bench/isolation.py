@@ -56,6 +56,7 @@ class Isolated:
         self.settings, self.say, self.checkout = settings, say, checkout
         self.line: Line | None = None  # of a worker of two
         self._worker: Worker | None = None
+        self._unread = False  # the worker was asked something, and its answer has not been read to the end
         self._machine: Record | None = None
 
     def collect(self, benchmark: Benchmark, grids: Sequence[Grid], texts: Mapping[str, str]) -> Collected:
@@ -105,7 +106,7 @@ class Isolated:
             self._memory.close()
             os.close(self._shared)
             self._trace.close()
-        self._worker = None
+        self._worker, self._unread = None, False
 
     def _ask(self, classes: Iterable[type[Benchmark]], function: Callable[..., Any], *args: Any) -> Any:
         """Returns what the worker's function returns."""
@@ -133,8 +134,11 @@ class Isolated:
     def stream(self, classes: Iterable[type[Benchmark]], function: Callable[..., Any], *args: Any) -> Iterator[Any]:
         """Yields what the worker's function tells, and None now and then, while it tells nothing; it needs these
         benchmarks. Raises Ended when the worker is gone."""
+        if self._unread:  # an interrupt fell where the caller was at work: nobody waits for what this worker still says
+            self.close(0.0)
         worker, needed = self._worker or self._start(), dict.fromkeys(map(where, classes))
         worker.send(in_worker.call, self._path(), [*needed], pickle.dumps((function, args)))
+        self._unread = True
         return self._answers(worker)
 
     def _answers(self, worker: Worker) -> Iterator[Any]:
@@ -170,8 +174,10 @@ class Isolated:
             done = not isinstance(error, Ended)
             raise
         finally:
-            if not done:  # nobody waits for what it still says
-                self.close(0.0)
+            if worker is self._worker:  # no other has taken its place
+                self._unread = False
+                if not done:  # nobody waits for what it still says
+                    self.close(0.0)
 
     def _look_at(self, worker: Worker, interrupted_s: float) -> None:
         """Ended, and the worker with it, where it is late or holds more memory than there is."""

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.bench_attention import Attention, AttentionTest
 from lmsys import processes
-from lmsys.bench import Entry, Settings
+from lmsys.bench import Entry, Settings, in_worker
 from lmsys.bench.heartbeat import NOBODY, TIMED, Beat, Heartbeat, read
 from lmsys.bench.isolation import Isolated, place_in
 from lmsys.bench.record import load
@@ -332,3 +332,17 @@ def test_a_strategy_that_does_harm_on_a_rank_costs_its_own_cases(tmp_path: Path)
             assert one["outcome"] == outcome and TOLD[one["impl"]] in one["reason"], one["reason"]
         else:
             assert one["outcome"] == "ok" and one["time_s"] > 0
+
+
+def test_an_answer_that_nobody_read_to_its_end_is_not_that_of_the_next_question() -> None:
+    """As where an interrupt falls while its reader is at work, whose frame a traceback keeps."""
+    runner = Isolated(Settings(seconds_per_row=0.01))
+    try:
+        unread = runner.stream([], in_worker.told, in_worker.machine)
+        next(filter(None, unread))
+        assert runner.machine == runner.machine and runner._worker is not None
+        pid = runner._worker.pid
+        unread.close()  # late: another worker has taken the place of the one that it read from
+        assert runner._ask([], os.getpid) == pid
+    finally:
+        runner.close()
