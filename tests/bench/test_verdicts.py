@@ -4,16 +4,19 @@
     python -m pytest tests/bench/test_verdicts.py -m "on_request and gpu" -s      # on a GPU, some 16 minutes
 
 LMSYS_PAIRS sets how many pairs of fresh processes take turns: fewer than five make a part of the whole.
-Each prints its counts, what changed, and what stayed unclear.
+Each pair prints its counts, what changed, and what stayed unclear.
 """
 
 import os
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from lmsys.bench.changes import BAD, FASTER, MARGIN, SAME, SLOWER, UNCLEAR, Change, compare, lines
+from lmsys.bench.fields import Record
 from lmsys.bench.results import MARGIN_IN_TURNS
 from tests.support.planted import PLANTED, changes, plant, records
 from tests.support.processes import ROOT
@@ -45,12 +48,12 @@ ACROSS_FILES = {"cuda": 0.06, "cpu": 1.0}
 def test_nothing_is_found_where_nothing_changed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The code against itself. A busy CPU leaves much unclear; on a GPU nearly all is the same."""
     monkeypatch.chdir(ROOT)
-    found = [one for _ in range(PAIRS) for one in changes(device, SECONDS, str(ROOT), **ASKED[device])]
-    counts = told(f"{device}, A/A in turns", found, MARGIN_IN_TURNS)
-    assert len(found) == 60 * PAIRS
+    pair = partial(changes, device, SECONDS, str(ROOT), **ASKED[device])
+    counts = told(f"{device}, A/A in turns", MARGIN_IN_TURNS, pair)
+    assert counts.total() == 60 * PAIRS
     false = sum(counts[verdict] for verdict in (*BAD, FASTER))
-    assert false <= (0.01 * len(found) if device == "cuda" else 0)
-    assert device == "cpu" or counts[SAME] >= 0.95 * len(found)
+    assert false <= (0.01 * counts.total() if device == "cuda" else 0)
+    assert device == "cpu" or counts[SAME] >= 0.95 * counts.total()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -59,36 +62,40 @@ def test_a_planted_slowdown_is_found_in_turns(device: str, tmp_path: Path, monke
     earlier = plant(tmp_path / "earlier", 0.0)
     monkeypatch.chdir(plant(tmp_path / "today", share))
     asked = ONE[device] | COMMON | {"attention": PLANTED, "dtype": DTYPE[device]}
-    found = [one for _ in range(PAIRS) for one in changes(device, SECONDS, str(earlier), margin, **asked)]
-    counts = told(f"{device}, {share:.0%} planted, in turns", found, margin)
-    assert len(found) == 8 * PAIRS
-    check_planted(device, counts)
+    pair = partial(changes, device, SECONDS, str(earlier), margin, **asked)
+    check_planted(device, told(f"{device}, {share:.0%} planted, in turns", margin, pair))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_planted_slowdown_is_found_across_files(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, share = [], ACROSS_FILES[device]
+    share = ACROSS_FILES[device]
     asked = ONE[device] | COMMON | {"attention": f"{PLANTED},sdpa_flash", "dtype": DTYPE[device]}
-    for _ in range(PAIRS):
-        runs = []
+
+    def pair() -> list[Change]:
+        runs: list[list[Record]] = []
         for name, planted in (("earlier", 0.0), ("today", share)):
             monkeypatch.chdir(plant(tmp_path / name, planted))
             runs.append(records(device, SECONDS, **asked))
-        found += [one for one in compare(*runs) if not one.new["peer"]]
-    counts = told(f"{device}, {share:.0%} planted, across files", found, MARGIN)
-    assert len(found) == 8 * PAIRS
-    check_planted(device, counts)
+        return [one for one in compare(runs[0], runs[1]) if not one.new["peer"]]
+
+    check_planted(device, told(f"{device}, {share:.0%} planted, across files", MARGIN, pair))
 
 
-def told(title: str, found: list[Change], margin: float) -> Counter[str]:
-    print(f"{title}:", *lines(found, margin), sep="\n")
-    for one in found:
-        if one.verdict == UNCLEAR:
-            print(f"unclear: {one.new['id']} {one.interval}")
-    return Counter(one.verdict for one in found)
+def told(title: str, margin: float, pair: Callable[[], list[Change]]) -> Counter[str]:
+    """How many verdicts of each kind the pairs give; each pair is told as soon as it has ended."""
+    counts: Counter[str] = Counter()
+    for number in range(1, PAIRS + 1):
+        found = pair()
+        print(f"{title}, pair {number} of {PAIRS}:", *lines(found, margin), sep="\n")
+        for one in found:
+            if one.verdict == UNCLEAR:
+                print(f"unclear: {one.new['id']} {one.interval}")
+        counts += Counter(one.verdict for one in found)
+    return counts
 
 
 def check_planted(device: str, counts: Counter[str]) -> None:
     """A GPU finds nearly all. A busy CPU may leave a row of twice the time unclear, and none the same."""
+    assert counts.total() == 8 * PAIRS
     assert counts[SLOWER] >= (0.95 * counts.total() if device == "cuda" else 1)
     assert not counts[SAME] and not counts[FASTER]
