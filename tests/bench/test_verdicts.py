@@ -38,7 +38,7 @@ ASKED = {
 ONE = {"cpu": {"length": "256", "batch": "1"}, "cuda": {"length": "4096", "batch": "4"}}
 COMMON = {"heads": "8", "head_dim": "64", "causal": "no", "direction": "fwd"}
 DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
-SECONDS = 0.2
+SECONDS = {"cpu": 0.2, "cuda": 0.1}
 # What is planted, and the margin by which it is to be found: a verdict says that a change is beyond the margin.
 PLANTS = {"cuda": (0.02, 0.01), "cpu": (1.0, MARGIN_IN_TURNS)}
 ACROSS_FILES = {"cuda": 0.06, "cpu": 1.0}
@@ -48,7 +48,7 @@ ACROSS_FILES = {"cuda": 0.06, "cpu": 1.0}
 def test_nothing_is_found_where_nothing_changed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The code against itself. A busy CPU leaves much unclear; on a GPU nearly all is the same."""
     monkeypatch.chdir(ROOT)
-    pair = partial(changes, device, SECONDS, str(ROOT), **ASKED[device])
+    pair = partial(changes, device, SECONDS[device], str(ROOT), **ASKED[device])
     counts = told(f"{device}, A/A in turns", MARGIN_IN_TURNS, pair)
     assert counts.total() == 60 * PAIRS
     false = sum(counts[verdict] for verdict in (*BAD, FASTER))
@@ -62,7 +62,7 @@ def test_a_planted_slowdown_is_found_in_turns(device: str, tmp_path: Path, monke
     earlier = plant(tmp_path / "earlier", 0.0)
     monkeypatch.chdir(plant(tmp_path / "today", share))
     asked = ONE[device] | COMMON | {"attention": PLANTED, "dtype": DTYPE[device]}
-    pair = partial(changes, device, SECONDS, str(earlier), margin, **asked)
+    pair = partial(changes, device, SECONDS[device], str(earlier), margin, **asked)
     check_planted(device, told(f"{device}, {share:.0%} planted, in turns", margin, pair))
 
 
@@ -75,7 +75,7 @@ def test_a_planted_slowdown_is_found_across_files(device: str, tmp_path: Path, m
         runs: list[list[Record]] = []
         for name, planted in (("earlier", 0.0), ("today", share)):
             monkeypatch.chdir(plant(tmp_path / name, planted))
-            runs.append(records(device, SECONDS, **asked))
+            runs.append(records(device, SECONDS[device], **asked))
         return [one for one in compare(runs[0], runs[1]) if not one.new["peer"]]
 
     check_planted(device, told(f"{device}, {share:.0%} planted, across files", MARGIN, pair))

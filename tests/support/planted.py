@@ -27,27 +27,34 @@ from lmsys.attention.flash_triton import flash_triton
 from lmsys.attention.vectorized import vectorized
 
 SHARE = {share}
+LEAD, PROBE = 2 * 10**6, 4 * 10**4  # cycles
 cycles = {{}}
 
 
-def seconds(call):
-    found = []
-    for _ in range(30):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+def timed(*calls):
+    """Milliseconds, while the host is ahead: its own work is not in them."""
+    torch.cuda._sleep(LEAD)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for call in calls:
         call()
-        end.record()
-        end.synchronize()
-        found.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(found)
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def added(call, cycles):
+    """The share by which a loop of so many cycles behind a call takes longer; the two in turns, as clocks move."""
+    loop = lambda: torch.cuda._sleep(cycles)
+    return statistics.median(timed(call, loop) / timed(call) for _ in range(60)) - 1
 
 
 def cycles_of(call, key):
-    """As long as SHARE of the call, less what a kernel more costs; learnt in the first call."""
+    """Cycles of a loop that adds SHARE, what its launch takes included; learnt in the first call."""
     if key not in cycles:
-        alone_s, launch_s = seconds(call), seconds(lambda: (call(), torch.cuda._sleep(1)))
-        rate = 10**7 / seconds(lambda: torch.cuda._sleep(10**7))
-        cycles[key] = max(1, int((SHARE * alone_s - (launch_s - alone_s)) * rate))
+        launch = added(call, 1)
+        rate = (added(call, PROBE) - launch) / PROBE
+        cycles[key] = max(1, int((SHARE - launch) / rate))
     return cycles[key]
 
 
