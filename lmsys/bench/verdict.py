@@ -45,7 +45,7 @@ def fastest(comparisons: Iterable[Sequence[Record]]) -> Fastest:
     def rank(name: str) -> tuple[int, int, float]:
         own = [one for one in rows if name in one]
         slower = sum(slowness(name, other) > NEAR for other in {other for one in own for other in one})
-        return slower, -len(own), geometric_mean([time_of(one[name]) / min(map(time_of, one.values())) for one in own])
+        return slower, -len(own), geometric_mean([max(_slowness(one[name], x) for x in one.values()) for one in own])
 
     row = min(sorted({name for one in rows for name in one}), key=rank)
     own = [one for one in rows if row in one]

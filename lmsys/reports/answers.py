@@ -6,22 +6,23 @@ from dataclasses import dataclass, replace
 
 from lmsys.bench.fields import Record
 from lmsys.bench.verdict import NEAR_TEXT, fastest, not_run, ratio_of, time_of
+from lmsys.reports.cells import STEADY, UNSTEADY, Notes, below, mark
 from lmsys.reports.kept import KEPT
 from lmsys.reports.load import Machine
 from lmsys.reports.origins import commands, legend, run_names
 from lmsys.reports.page import Block
 from lmsys.reports.speedups import geometric_mean
 from lmsys.reports.tables import Table
-from lmsys.reports.words import MEANINGS, VALUES, number
+from lmsys.reports.words import MEANINGS, VALUES, number, spread_of
 
 NARROW = "bfloat16", "bf16"  # the precision that most readers ask for stands first
 FAILED = "wrong", "error"
 OLDER = KEPT | {"compile": "eager"}  # what files mean that do not say it
-INNER = ("said", "run", "named")  # what the table of numbers leaves out of a line
+INNER = ("said", "run", "named", "unsteady")  # what the table of numbers leaves out of a line
 ABOUT = (
     "The rows that a line compares were timed in turns, in one run. Speed: 1.16 × sdpa means 1.16 times as fast as "
-    "sdpa, by the geometric mean over all shapes that were measured. First: in how many of these shapes no other row "
-    f"was more than {NEAR_TEXT} faster; then how many rows were compared."
+    "sdpa, by the geometric mean over all shapes that were measured. First in: of these shapes, those where no other "
+    f"row was more than {NEAR_TEXT} faster."
 )
 WAYS = (
     " Compiled: by torch.compile; graphed: also replayed as one CUDA graph; fused: by kernels of lmsys in place of a "
@@ -113,17 +114,19 @@ def _fastest(machine: Machine, question: Question) -> Table | None:
     runs = run_names(machine, (one["run"] for one in data))
     named = {name for one in data for name in one["named"]}
     shown = [name for name in question.keys if len({one[name] for one in data}) > 1] or [*question.keys][:1]
+    marks: Notes = {}
+    rows = [
+        [", ".join(filter(None, (_text(name, question, one[name]) for name in shown))), *_answer(one, runs, marks)]
+        for one in data
+    ]
     return Table(
         name=f"{machine.slug}-fastest-{question.word}",
         title=question.title,
         caption=ABOUT + question.about,
-        columns=["setting", "fastest row", "speed", "first", "run"],
-        rows=[
-            [", ".join(filter(None, (_text(name, question, one[name]) for name in shown))), *_answer(one, runs)]
-            for one in data
-        ],
+        columns=["setting", "fastest row", "speed", "first in", "run"],
+        rows=rows,
         data=[{name: value for name, value in one.items() if name not in INNER} for one in data],
-        notes=[*_bases(data), *legend(machine, question.kind, named)],
+        notes=[*below(marks, rows), *_bases(data), *legend(machine, question.kind, named)],
         keys=2,
         source=machine.about(timed),
         details={(row, column): str(one["said"]) for row, one in enumerate(data) for column in (2, 3, 4)},
@@ -154,7 +157,7 @@ def _kinds(one: Record) -> Iterator[str]:
     if one.get("offset"):
         yield "decoding"
     elif one.get("queries") != one.get("keys"):
-        yield "Q ≠ K"
+        yield "Q\N{NO-BREAK SPACE}≠\N{NO-BREAK SPACE}K"
     elif one.get("kv_heads") != one.get("heads"):
         yield "grouped heads"
 
@@ -211,6 +214,8 @@ def _first(machine: Machine, comparisons: Sequence[Sequence[Record]], bases: Seq
     counts = {"fastest": found.first, "comparisons": found.comparisons, "rows": len(rows)}
     origin = {name: machine.runs[run].get(name) for name in ("date", "commit")}
     speed = _speed(comparisons, found.row, bases)
+    pair = [one for cases in comparisons for one in cases if {found.row, speed["over"]} & {*_names(one)}]
+    inner["unsteady"] = any((spread_of(one) or 0.0) > STEADY for one in pair)
     return {"row": found.row, **counts, "called": " or ".join(sorted(called)), **speed, **origin, **inner}
 
 
@@ -231,17 +236,18 @@ def _ratio(rows: Sequence[Record], ours: str, theirs: str) -> float | None:
     return ratio_of(*(min(cases, key=time_of) for cases in found)) if all(found) else None
 
 
-def _answer(one: Record, runs: Mapping[int, str]) -> list[str]:
-    seen = [f"{one['fastest']} of {one['comparisons']}, {one['rows']} rows", runs[one["run"]]]
+def _answer(one: Record, runs: Mapping[int, str], notes: Notes) -> list[str]:
+    seen = [f"{one['fastest']} of {one['comparisons']}", runs[one["run"]]]
     if not one["fastest"]:  # each was slower than another, as may be where samples spread
         return ["not settled", "", *seen]
-    return [one["called"], f"{number(one['speedup'])} × {one['over']}" if one["speedup"] else "", *seen]
+    speed = f"{number(one['speedup'])} × {one['over']}" if one["speedup"] else ""
+    return [one["called"], speed + (mark(notes, UNSTEADY) if speed and one["unsteady"] else ""), *seen]
 
 
 def _text(name: str, question: Question, value: object) -> str:
     """A word as the report has it; a number says of what it is."""
     said = str(VALUES.get(name, {}).get(value, "" if value is None else value))
-    return f"{question.keys[name]} {said}" if type(value) in (int, float) else said
+    return f"{question.keys[name]}\N{NO-BREAK SPACE}{said}" if type(value) in (int, float) else said
 
 
 def _wrong(machine: Machine) -> Table:
@@ -250,24 +256,28 @@ def _wrong(machine: Machine) -> Table:
     failed = [one for one in machine.records if one["outcome"] in FAILED]
     for one in failed:
         found.setdefault((one["outcome"], one["impl"], one["benchmark"]), []).append(one)
+    columns = ["row", "how", "in", "cases", "the first of them"]
     rows = [
         [impl, MEANINGS[outcome], benchmark.replace("_", " "), str(len(cases)), str(cases[0]["reason"] or "")]
         for (outcome, impl, benchmark), cases in found.items()
     ]
     if not rows:
-        return _listed(machine, "wrong", "Wrong or failed", ["row"], [[_all_right(machine.records)]])
-    columns = ["row", "how", "in", "cases", "the first of them"]
+        count = sum(one["outcome"] == "ok" for one in machine.records)
+        columns, rows = ["row"], [[f"none: all {count:,} cases that ran were right"]]
     runs = commands(machine, (one["run"] for one in failed))
-    return replace(_listed(machine, "wrong", "Wrong or failed", columns, rows), runs=runs)
+    return replace(_listed(machine, "wrong", "Wrong or failed", columns, rows), notes=[*_right(machine)], runs=runs)
 
 
-def _all_right(records: Sequence[Record]) -> str:
-    """How many cases ran, and attention in which dtypes: of others nothing is known."""
-    ran = [one for one in records if one["outcome"] == "ok"]
-    dtypes = Counter(str(one["dtype"]) for one in ran if one["benchmark"] == "attention" and one.get("dtype"))
-    told = ", ".join(f"{count:,} in {dtype}" for dtype, count in sorted(dtypes.items(), key=lambda one: -one[1]))
-    said = f"none: all {len(ran):,} cases that ran were right"
-    return f"{said}; attention ran {told}, and in no other dtype" if told else said
+def _right(machine: Machine) -> Iterator[str]:
+    """For each dtype the rows of attention that were right in all cases: of others nothing is known."""
+    ended: dict[str, dict[str, set[str]]] = {}
+    for one in machine.records:
+        if one["benchmark"] == "attention" and one.get("dtype"):
+            ended.setdefault(str(one["dtype"]), {}).setdefault(str(one["impl"]), set()).add(one["outcome"])
+    for dtype, rows in sorted(ended.items(), key=lambda one: _place([one[0]])):
+        names = [name for name, outcomes in rows.items() if "ok" in outcomes and not outcomes & {*FAILED}]
+        if names:
+            yield f"Attention that was right in {dtype}, in every case that ran: {', '.join(names)}."
 
 
 def _not_run(machine: Machine) -> Table | None:

@@ -158,7 +158,9 @@ def _with_something(view: View, columns: str) -> tuple[View, list[str]]:
     if columns != "impl" or len(without) in (0, len(ended)):
         return view, []
     names = ", ".join(view.text(columns, value) for value in without)
-    return view.only(lambda case: case[columns] not in without), [f"Left out, as it cannot run this: {names}."]
+    return view.only(lambda case: case[columns] not in without), [
+        f"Left out, as no case of it could run: {names}. “Not run here” says why."
+    ]
 
 
 def _best(view: View, one: Field, line: Sequence[Record | None]) -> list[int]:
