@@ -24,8 +24,8 @@ from lmsys.bench.changes import (
 )
 from lmsys.bench.fields import Record
 from lmsys.reports import page
+from lmsys.reports.blocks import Block, Chapter
 from lmsys.reports.load import InputError, Machine, file_name, read
-from lmsys.reports.page import Block, Chapter
 from lmsys.reports.tables import Table, csv_of
 from lmsys.reports.words import number
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 from lmsys.bench.fields import Record
 from lmsys.bench.verdict import NEAR_TEXT, fastest, not_run, ratio_of, time_of
+from lmsys.reports.blocks import Block
 from lmsys.reports.cells import STEADY, UNSTEADY, Notes, below, mark
 from lmsys.reports.kept import KEPT
 from lmsys.reports.load import Machine
 from lmsys.reports.origins import commands, legend, run_names
-from lmsys.reports.page import Block
 from lmsys.reports.speedups import geometric_mean
 from lmsys.reports.tables import Table
 from lmsys.reports.words import MEANINGS, VALUES, number, spread_of

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from lmsys.bench.fields import Record
+from lmsys.reports.blocks import Block, Chapter
 from lmsys.reports.kept import KEPT
 from lmsys.reports.load import Machine
-from lmsys.reports.page import Block, Chapter
 from lmsys.reports.tables import Table
 from lmsys.reports.words import number
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lmsys.reports.load import file_name
-from lmsys.reports.page import Html, tag
+from lmsys.reports.tags import Html, tag
 from tests.support.records import built, fields_of, of_everything, record, save
 
 EVIL = '"><script>alert(1)</script><img src=x onerror=alert(1)>&\n$x_$ | ../../evil'

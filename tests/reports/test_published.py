@@ -10,6 +10,9 @@ import pytest
 
 from lmsys.reports import page, plots
 from lmsys.reports.__main__ import build
+from lmsys.reports.blocks import Part
+from lmsys.reports.canvas import Plot
+from lmsys.reports.tables import Table
 from tests.support.pages import PAGES, links
 from tests.support.processes import ROOT
 
@@ -32,9 +35,9 @@ def test_what_pages_show_is_what_the_committed_runs_say(tmp_path: Path, monkeypa
         """Draws those that are shown; the others cost a minute."""
         return DRAWN(axes, name, title) if f"plots/{name}.svg" in wanted else '<svg width="1pt" height="1pt">'
 
-    def written(out: Path, parts: Sequence[page.Part], *others: Any) -> Path:
+    def written(out: Path, parts: Sequence[Part], *others: Any) -> Path:
         """No two tables, and no two plots, have one file; a page may show one of them twice."""
-        named: dict[tuple[type, str], page.Table | page.Plot] = {}
+        named: dict[tuple[type, str], Table | Plot] = {}
         for _, answers, chapters in parts:
             for block in (answers, *(block for chapter in chapters for block in chapter.blocks)):
                 for item in block.items:

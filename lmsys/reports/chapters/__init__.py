@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from lmsys.reports.blocks import Chapter
 from lmsys.reports.chapters import (
     anatomy,
     attention,
@@ -15,7 +16,6 @@ from lmsys.reports.chapters import (
     tokenizer,
     training,
 )
-from lmsys.reports.page import Chapter
 from lmsys.reports.views import View
 
 __all__ = ["CHAPTERS", "OTHERS"]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from lmsys.bench.fields import Field
 from lmsys.reports import bits, plots
-from lmsys.reports.page import Block, Chapter, Items, with_overview
+from lmsys.reports.blocks import Block, Chapter, Items, with_overview
 from lmsys.reports.speedups import SPEEDUP, base_of, compared, is_compared
 from lmsys.reports.tables import Table, endings, pivot
 from lmsys.reports.versus import means

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from lmsys.bench.fields import Field, Record
 from lmsys.reports import plots
+from lmsys.reports.blocks import Block, Chapter
 from lmsys.reports.canvas import Plot
-from lmsys.reports.page import Block, Chapter
 from lmsys.reports.styles import Style
 from lmsys.reports.tables import listing, pivot
 from lmsys.reports.views import View

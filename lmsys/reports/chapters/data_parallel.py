@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from lmsys.bench.fields import Field, Record
 from lmsys.reports import plots
+from lmsys.reports.blocks import Block, Chapter
 from lmsys.reports.canvas import Plot, canvas
 from lmsys.reports.kept import KEPT, with_kept
-from lmsys.reports.page import Block, Chapter
 from lmsys.reports.styles import Style
 from lmsys.reports.tables import Table, listing, pivot
 from lmsys.reports.versus import rivals

@@ -1,6 +1,6 @@
 """Energy: what a call and a token cost, for each grid whose energy was measured; of any benchmark."""
 
-from lmsys.reports.page import Block, Chapter
+from lmsys.reports.blocks import Block, Chapter
 from lmsys.reports.tables import listing
 from lmsys.reports.views import View
 

@@ -2,7 +2,7 @@
 
 from lmsys.bench.fields import Field, Record
 from lmsys.reports import bits, plots
-from lmsys.reports.page import Block, Chapter
+from lmsys.reports.blocks import Block, Chapter
 from lmsys.reports.speedups import bases_of, compared
 from lmsys.reports.tables import listing
 from lmsys.reports.views import View

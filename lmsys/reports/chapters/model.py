@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from lmsys.bench.fields import Field
 from lmsys.reports import plots
+from lmsys.reports.blocks import Block, Chapter, Items, with_overview
 from lmsys.reports.kept import KEPT, with_kept
-from lmsys.reports.page import Block, Chapter, Items, with_overview
 from lmsys.reports.speedups import SPEEDUP, base_of, compared
 from lmsys.reports.tables import Table, endings, listing, pivot
 from lmsys.reports.versus import means

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from lmsys.bench.fields import Field
-from lmsys.reports.page import Block, Chapter
+from lmsys.reports.blocks import Block, Chapter
 from lmsys.reports.tables import Table, listing, pivot
 from lmsys.reports.views import View
 

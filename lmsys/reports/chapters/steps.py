@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from lmsys.bench.fields import Field
 from lmsys.reports import plots
+from lmsys.reports.blocks import Block, Chapter
 from lmsys.reports.canvas import Plot
 from lmsys.reports.kept import KEPT, with_kept
-from lmsys.reports.page import Block, Chapter
 from lmsys.reports.tables import Table, listing
 from lmsys.reports.views import View
 from lmsys.reports.words import COMPILED

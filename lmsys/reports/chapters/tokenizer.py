@@ -1,7 +1,7 @@
 """Tokenizers: how fast each trains and encodes, and in how much memory."""
 
 from lmsys.reports import plots
-from lmsys.reports.page import Block, Chapter
+from lmsys.reports.blocks import Block, Chapter
 from lmsys.reports.speedups import bases_of, compared
 from lmsys.reports.tables import listing
 from lmsys.reports.views import View

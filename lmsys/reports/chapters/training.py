@@ -6,8 +6,8 @@ from matplotlib.ticker import FuncFormatter
 
 from lmsys.bench.fields import Field, Record
 from lmsys.reports import plots
+from lmsys.reports.blocks import Block, Chapter
 from lmsys.reports.canvas import CEILING, Plot, canvas, plain, scale_values
-from lmsys.reports.page import Block, Chapter
 from lmsys.reports.speedups import SPEEDUP, beside
 from lmsys.reports.tables import listing, pivot
 from lmsys.reports.views import View
