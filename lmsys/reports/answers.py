@@ -3,11 +3,12 @@
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from string import ascii_uppercase
 
 from lmsys.bench.fields import Record
-from lmsys.bench.verdict import NEAR_TEXT, fastest, not_run, ratio_of, time_of
+from lmsys.bench.verdict import NEAR, NEAR_TEXT, fastest, not_run, ratio_of, time_of
 from lmsys.reports.blocks import Block
-from lmsys.reports.cells import STEADY, UNSTEADY, Notes, below, mark
+from lmsys.reports.cells import DETAILS, STEADY, Notes, below, mark
 from lmsys.reports.kept import KEPT
 from lmsys.reports.load import Machine
 from lmsys.reports.origins import commands, legend, run_names
@@ -17,13 +18,15 @@ from lmsys.reports.words import MEANINGS, VALUES, number, spread_of
 
 NARROW = "bfloat16", "bf16"  # the precision that most readers ask for stands first
 FAILED = "wrong", "error"
+FEW = 4  # rows: a comparison of fewer says so
 OLDER = KEPT | {"compile": "eager"}  # what files mean that do not say it
-INNER = ("said", "run", "named", "unsteady")  # what the table of numbers leaves out of a line
+INNER = ("said", "run", "named", "unsteady", "rivals")  # what the table of numbers leaves out of a line
 ABOUT = (
-    "The rows that a line compares were timed in turns, in one run. Speed: 1.16 × sdpa means 1.16 times as fast as "
-    "sdpa, by the geometric mean over all shapes that were measured. First in: of these shapes, those where no other "
-    f"row was more than {NEAR_TEXT} faster."
+    "The rows that a line compares were timed in turns, in one run; (of 2) says that there were so few. 1.16 × a row "
+    "means 1.16 times as fast as that row, by the geometric mean over the shapes of the run. Point at a figure, or "
+    f"click on it: it names the rows, and says in how many shapes no other one was more than {NEAR_TEXT} faster."
 )
+UNSTEADY = f"Unsteady: from p20 to p80 the samples of one of the two spread over more than {STEADY:.0%} of the median."
 WAYS = (
     " Compiled: by torch.compile; graphed: also replayed as one CUDA graph; fused: by kernels of lmsys in place of a "
     "compiler, and replayed; eager: none of these."
@@ -108,10 +111,12 @@ def _fastest(machine: Machine, question: Question) -> Table | None:
         bases = ("flex", *question.bases) if line.get("kind") else question.bases  # what PyTorch has for patterns
         comparisons = _of_one_run([rows for rows in together[key].values() if _says_something(rows)], bases)
         if comparisons:
-            data.append(line | _first(machine, comparisons, bases))
+            others = [one for cases in together[key].values() for one in cases]
+            data.append(line | _first(machine, comparisons, bases, others))
     if not data:
         return None
-    runs = run_names(machine, (one["run"] for one in data))
+    runs = {run: _letter(number) for number, run in enumerate(dict.fromkeys(one["run"] for one in data))}
+    dates, made = run_names(machine, runs), commands(machine)
     named = {name for one in data for name in one["named"]}
     shown = [name for name in question.keys if len({one[name] for one in data}) > 1] or [*question.keys][:1]
     marks: Notes = {}
@@ -123,22 +128,33 @@ def _fastest(machine: Machine, question: Question) -> Table | None:
         name=f"{machine.slug}-fastest-{question.word}",
         title=question.title,
         caption=ABOUT + question.about,
-        columns=["setting", "fastest row", "speed", "first in", "run"],
+        columns=["setting", "fastest row", "speed", "over the next", "run"],
         rows=rows,
         data=[{name: value for name, value in one.items() if name not in INNER} for one in data],
-        notes=[*below(marks, rows), *_bases(data), *legend(machine, question.kind, named)],
+        notes=[
+            *below(marks, rows),
+            f"Runs: {', '.join(f'{letter} of {dates[run]}' for run, letter in runs.items())}.",
+            *_bases(data),
+            *legend(machine, question.kind, named),
+        ],
         keys=2,
-        source=machine.about(timed),
         details={(row, column): str(one["said"]) for row, one in enumerate(data) for column in (2, 3, 4)},
-        runs=commands(machine, runs),
+        runs=[(f"Run {letter}, of {made[run][0]}", made[run][1]) for run, letter in runs.items()],
     )
+
+
+def _letter(number: int) -> str:
+    return ascii_uppercase[number % 26] + (str(number // 26) if number >= 26 else "")
 
 
 def _bases(lines: Sequence[Record]) -> list[str]:
     """Says over which rows the speeds of a table are, where they are over several."""
     found = Counter(one["over"] for one in lines if one["fastest"] and one["over"])
-    told = ", ".join(f"{name} in {count}" for name, count in found.most_common())
-    return [f"Not all lines are compared with the same row: {told}."] if len(found) > 1 else []
+    if len(found) < 2:
+        return []
+    (usual, _), *rest = found.most_common()
+    told = ", ".join(f"over {name} in {count}" for name, count in rest)
+    return [f"The speed is over {usual}; {told}, where {usual} is the fastest or did not take turns."]
 
 
 def _value(one: Record, name: str) -> object:
@@ -168,19 +184,22 @@ def _says_something(rows: Sequence[Record]) -> bool:
 
 
 def _of_one_run(comparisons: Sequence[Sequence[Record]], bases: Sequence[str]) -> list[Sequence[Record]]:
-    """Those of the run that has the first base that any has, of such the run of most rows, of these the latest.
+    """Those of the run that has the first base that any has, then most of the rows that are the fastest anywhere, then
+    most rows; of such the latest.
 
-    A run without what a user would otherwise take, or of few rows, may have left out the fastest.
+    A run without what a user would otherwise take, or without rows that won elsewhere, may have left out the fastest.
     """
+    winners = {min(cases, key=time_of)["impl"] for cases in comparisons}
     runs: dict[int, list[Sequence[Record]]] = {}
     for cases in comparisons:
         runs.setdefault(cases[0]["run"], []).append(cases)
 
-    def worth(run: int) -> tuple[int, int, int]:
+    def worth(run: int) -> tuple[int, int, int, int]:
         found = [one for cases in runs[run] for one in cases]
         names = {name for one in found for name in _names(one)}
         place = next((i for i, base in enumerate(bases) if base in names), len(bases))
-        return -place, len({one["impl"] for one in found}), run
+        rows = {one["impl"] for one in found}
+        return -place, len(rows & winners), len(rows), run
 
     return runs[max(runs, key=worth)] if runs else []
 
@@ -200,34 +219,52 @@ def _place(key: Sequence[object]) -> list[tuple[int, float, str]]:
     return found
 
 
-def _first(machine: Machine, comparisons: Sequence[Sequence[Record]], bases: Sequence[str]) -> Record:
-    """The fastest row, and its speed over a base."""
+def _first(
+    machine: Machine, comparisons: Sequence[Sequence[Record]], bases: Sequence[str], others: Sequence[Record]
+) -> Record:
+    """The fastest row, its speed over a base and over the next; `others`: cases of the setting in all runs."""
     found = fastest(comparisons)
-    called = {machine.called(one) for rows in comparisons for one in rows if one["impl"] == found.row}
-    rows = sorted({str(one["impl"]) for cases in comparisons for one in cases})
-    run = comparisons[0][0]["run"]
+    cases = [one for rows in comparisons for one in rows]
+    called = {machine.called(one) for one in cases if one["impl"] == found.row}
+    rows = sorted({str(one["impl"]) for one in cases})
+    run = cases[0]["run"]
+    near = f"in {found.first} of {found.comparisons} shapes no other was more than {NEAR_TEXT} faster"
+    speed = _speed(comparisons, found.row, bases)
+    pair = [one for one in cases if {found.row, speed["over"]} & {*_names(one)}]
     inner = {
-        "said": f"{machine.run_of(comparisons[0][0])}: {', '.join(rows)} took turns",
+        "said": DETAILS.join([machine.run_of(cases[0]), f"{', '.join(rows)} took turns", near]),
         "run": run,
-        "named": {str(one.get("strategy") or one["impl"]) for cases in comparisons for one in cases},
+        "named": {str(one.get("strategy") or one["impl"]) for one in cases},
+        "unsteady": any((spread_of(one) or 0.0) > STEADY for one in pair),
+        "rivals": _rivals([one for one in cases if one["impl"] == found.row], rows, others),
     }
     counts = {"fastest": found.first, "comparisons": found.comparisons, "rows": len(rows)}
     origin = {name: machine.runs[run].get(name) for name in ("date", "commit")}
-    speed = _speed(comparisons, found.row, bases)
-    pair = [one for cases in comparisons for one in cases if {found.row, speed["over"]} & {*_names(one)}]
-    inner["unsteady"] = any((spread_of(one) or 0.0) > STEADY for one in pair)
     return {"row": found.row, **counts, "called": " or ".join(sorted(called)), **speed, **origin, **inner}
 
 
+def _rivals(ours: Sequence[Record], rows: Sequence[str], others: Sequence[Record]) -> list[str]:
+    """Rows that took no turns with ours, and in another run less time for the same shape."""
+    times = {_shape(one): time_of(one) for one in ours}
+    faster = (one for one in others if one["run"] != ours[0]["run"] and time_of(one) * NEAR < times.get(_shape(one), 0))
+    return sorted({str(one["impl"]) for one in faster} - {*rows})
+
+
+def _shape(one: Record) -> str:
+    """The comparison without its date."""
+    return str(one["comparison"]).partition(" ")[0]
+
+
 def _speed(comparisons: Sequence[Sequence[Record]], row: str, bases: Sequence[str]) -> Record:
-    names = dict.fromkeys([*bases, *(str(one["impl"]) for rows in comparisons for one in rows)])
-    found = {name: [_ratio(rows, row, name) for rows in comparisons] for name in names if name != row}
+    """The speed over the first of the bases that took turns with the row, and over the next: the fastest other one."""
+    impls = {str(one["impl"]) for rows in comparisons for one in rows}
+    found = {name: [_ratio(rows, row, name) for rows in comparisons] for name in {*bases, *impls} if name != row}
     speeds = {name: geometric_mean(ratios) for name, ratios in found.items() if any(ratios)}
     if not speeds:
-        return {"over": None, "speedup": None}
-    base = next((name for name in bases if name in speeds), None)
-    base = base or min(speeds, key=lambda name: (-speeds[name][1], speeds[name][0]))  # of the most shapes
-    return {"over": base, "speedup": speeds[base][0]}
+        return {"over": None, "speedup": None, "next": None, "lead": None}
+    following = min(impls & {*speeds}, key=lambda name: (-speeds[name][1], speeds[name][0]))  # of the most shapes
+    base = next((name for name in bases if name in speeds), following)
+    return {"over": base, "speedup": speeds[base][0], "next": following, "lead": speeds[following][0]}
 
 
 def _ratio(rows: Sequence[Record], ours: str, theirs: str) -> float | None:
@@ -237,11 +274,17 @@ def _ratio(rows: Sequence[Record], ours: str, theirs: str) -> float | None:
 
 
 def _answer(one: Record, runs: Mapping[int, str], notes: Notes) -> list[str]:
-    seen = [f"{one['fastest']} of {one['comparisons']}", runs[one["run"]]]
     if not one["fastest"]:  # each was slower than another, as may be where samples spread
-        return ["not settled", "", *seen]
-    speed = f"{number(one['speedup'])} × {one['over']}" if one["speedup"] else ""
-    return [one["called"], speed + (mark(notes, UNSTEADY) if speed and one["unsteady"] else ""), *seen]
+        return ["not settled", "", "", runs[one["run"]]]
+    others = f"In another run, without turns, took less time: {', '.join(one['rivals'])}."
+    few = f" (of {one['rows']})" if one["rows"] < FEW else ""
+    row = one["called"] + few + (mark(notes, others) if one["rivals"] else "")
+    speed, lead = _times(one["speedup"], one["over"]), _times(one["lead"], one["next"])
+    return [row, speed + (mark(notes, UNSTEADY) if speed and one["unsteady"] else ""), lead, runs[one["run"]]]
+
+
+def _times(speed: float | None, name: str) -> str:
+    return f"{number(speed)}\N{NO-BREAK SPACE}× {name}" if speed else ""
 
 
 def _text(name: str, question: Question, value: object) -> str:
@@ -263,8 +306,10 @@ def _wrong(machine: Machine) -> Table:
     ]
     if not rows:
         count = sum(one["outcome"] == "ok" for one in machine.records)
-        columns, rows = ["row"], [[f"none: all {count:,} cases that ran were right"]]
-    runs = commands(machine, (one["run"] for one in failed))
+        of = f"{count:,} of {len(machine.records):,} cases"
+        columns, rows = ["row"], [[f"none: {of} ran, and all of these were right"]]
+    made = commands(machine)
+    runs = [(f"Run of {made[run][0]}", made[run][1]) for run in sorted({one["run"] for one in failed})]
     return replace(_listed(machine, "wrong", "Wrong or failed", columns, rows), notes=[*_right(machine)], runs=runs)
 
 
@@ -300,5 +345,4 @@ def _ran(cases: Sequence[Record], runs: Container[int]) -> set[str]:
 
 def _listed(machine: Machine, word: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     data = [dict(zip(columns, row, strict=True)) for row in rows]
-    source = machine.about(machine.records)
-    return Table(f"{machine.slug}-{word}", title, "", columns, rows, data, keys=len(columns), source=source)
+    return Table(f"{machine.slug}-{word}", title, "", columns, rows, data, keys=len(columns))

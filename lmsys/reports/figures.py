@@ -81,7 +81,7 @@ def _made_by(table: Table) -> list[Html]:
     if not table.runs:
         return []
     told = f"From {len(table.runs)} runs, by these commands" if len(table.runs) > 1 else "From one run, by this command"
-    lines = [tag("li", f"From the run of {run}, made by: ", tag("code", command)) for run, command in table.runs]
+    lines = [tag("li", f"{run}, made by: ", tag("code", command)) for run, command in table.runs]
     return [tag("details", tag("summary", told), tag("ul", *lines, class_="notes"), class_="source")]
 
 

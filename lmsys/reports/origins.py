@@ -17,10 +17,10 @@ def run_names(machine: Machine, runs: Iterable[int]) -> dict[int, str]:
     return {run: f"{name} (run {run + 1})" for run, name in names.items()}
 
 
-def commands(machine: Machine, runs: Iterable[int]) -> list[tuple[str, str]]:
-    """Each of these runs by its date and commit, and the command that made it."""
+def commands(machine: Machine) -> list[tuple[str, str]]:
+    """The date and commit of each run, and the command that made it."""
     told = []
-    for run, name in run_names(machine, runs).items():
+    for run, name in run_names(machine, range(len(machine.runs))).items():
         facts = machine.runs[run]
         told.append((f"{name}, {commit_of(facts)}", str(facts.get("command") or "an unknown command")))
     return told

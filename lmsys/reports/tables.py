@@ -52,7 +52,7 @@ class Table:
         align = ["---"] * self.keys + ["---:"] * (len(self.columns) - self.keys)
         lines = [self.columns, align, *self.rows]
         body = "\n".join("| " + " | ".join(_plain(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
-        made = [f"From the run of {run}, made by: `{command}`" for run, command in self.runs]
+        made = [f"{run}, made by: `{command}`" for run, command in self.runs]
         notes = "".join(f"{_plain(note)}  \n" for note in (*self.notes, *made))
         caption = _plain(f"{self.caption} {self.source}".strip())
         return f"### {_plain(self.title)}\n\n{caption}\n\n{body}\n" + (f"\n{notes}" if notes else "")

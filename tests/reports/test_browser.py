@@ -71,10 +71,10 @@ def test_every_answer_is_read_on_a_phone_without_scrolling_sideways(page: Any) -
 
 
 def test_one_click_below_an_answer_says_its_run_and_its_command(page: Any) -> None:
-    """The line has the run's date; below it, the details begin with the same and hold the command."""
+    """The line has the run's letter; below it, the details begin with the same, and hold date, commit and command."""
     figure = page.locator(".answers figure:has(td)").first
     run = figure.locator("tbody tr").first.locator("td").last.inner_text()
-    made = figure.locator("li", has_text=f"From the run of {run}, commit")
+    made = figure.locator("li", has_text=re.compile(f"^Run {run}, of [0-9-]+.*, commit "))
     assert not made.is_visible()
     figure.locator("summary").click()
     assert made.is_visible() and made.locator("code").inner_text().startswith("python -m ")

@@ -458,7 +458,7 @@ def test_strategies_stand_beside_torchs_own(tmp_path: Path) -> None:
     step = cells(files, f"{stem}-step")
     labels = {row["strategy"] for row in step}
     assert {"bucketed, 25 MiB", "bucketed, auto (25 MiB)"} <= labels
-    assert "±" in step[0]["step, ms"] and step[-1]["step, ms"] == "OOM¹"
+    assert "±" in step[0]["step, mean ± std, ms"] and step[-1]["step, mean ± std, ms"] == "OOM¹"
     assert [row["batch"] for row in cells(files, f"{stem}-by-batch")] == ["2", "4", "8"]
     for suffix, said in (("", False), ("-graphed", True), ("-compiled", False)):
         memory = files[f"tables/synthetic-gpu-{stem}{suffix}-memory.md"].decode()

@@ -207,7 +207,7 @@ def built(out: Path, *arguments: object) -> dict[str, bytes]:
 
 def cells(files: dict[str, bytes], name: str) -> list[dict[str, str]]:
     """A Markdown table of the machine above, as a list of rows by column head."""
-    text = files[f"tables/synthetic-gpu-{name}.md"].decode().replace("\\|", "¦")
+    text = files[f"tables/synthetic-gpu-{name}.md"].decode().replace("\\|", "¦").replace("\N{NO-BREAK SPACE}", " ")
     head, _, *rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")
     ]

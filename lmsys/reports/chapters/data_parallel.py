@@ -41,7 +41,9 @@ def chapters(view: View) -> list[Chapter]:
             *COMPILED,
         )
     )
-    view = view.labelled(impl="strategy", mean_s="step").styled("impl", "strategy", "called").ordered(*ORDER)
+    view = (
+        view.labelled(impl="strategy", mean_s="step, mean ± std").styled("impl", "strategy", "called").ordered(*ORDER)
+    )
     stem = "data-parallel-{section}-{size}-S{context}-{precision}{way}"
     found = []
     for (section,), own in view.groups("section").items():
