@@ -307,7 +307,7 @@ def _wrong(machine: Machine) -> Table:
     if not rows:
         count = sum(one["outcome"] == "ok" for one in machine.records)
         of = f"{count:,} of {len(machine.records):,} cases"
-        columns, rows = ["row"], [[f"none: {of} ran, and all of these were right"]]
+        columns, rows = ["cases"], [[f"none: {of} ran, and all of these were right"]]
     made = commands(machine)
     runs = [(f"Run of {made[run][0]}", made[run][1]) for run in sorted({one["run"] for one in failed})]
     return replace(_listed(machine, "wrong", "Wrong or failed", columns, rows), notes=[*_right(machine)], runs=runs)

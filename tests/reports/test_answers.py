@@ -190,7 +190,7 @@ def test_ours_alone_are_no_answer(tmp_path: Path) -> None:
 def test_nothing_wrong_is_said(tmp_path: Path) -> None:
     files = built(tmp_path / "out", save(tmp_path / "r.json", [record("attention", "naive")]))
     (none,) = cells(files, "wrong")
-    assert none["row"] == "none: 1 of 1 cases ran, and all of these were right"
+    assert none["cases"] == "none: 1 of 1 cases ran, and all of these were right"
     assert not [name for name in files if "fastest" in name]
 
 
