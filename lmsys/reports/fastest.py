@@ -1,0 +1,287 @@
+"""The fastest row of each setting, its speed over what users would otherwise take, and over the next."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from string import ascii_uppercase
+
+from lmsys.bench.fields import Record
+from lmsys.bench.verdict import NEAR, NEAR_TEXT, fastest, ratio_of, time_of
+from lmsys.reports.cells import DETAILS, STEADY, Notes, below, mark
+from lmsys.reports.kept import KEPT
+from lmsys.reports.load import Machine
+from lmsys.reports.origins import commands, legend, run_names
+from lmsys.reports.speedups import geometric_mean
+from lmsys.reports.tables import Table
+from lmsys.reports.words import VALUES, number, spread_of
+
+NARROW = "bfloat16", "bf16"  # the precision that most readers ask for stands first
+FAILED = "wrong", "error"
+FEW = 4  # rows: a comparison of fewer says so
+OLDER = KEPT | {"compile": "eager"}  # what files mean that do not say it
+INNER = ("said", "run", "named", "unsteady", "rivals")  # what the table of numbers leaves out of a line
+ABOUT = (
+    "The rows that a line compares were timed in turns, in one run; (of 2) says that there were so few. 1.16 × a row "
+    "means 1.16 times as fast as that row, by the geometric mean over the shapes of the run. Point at a figure, or "
+    f"click on it: it names the rows, and says in how many shapes no other one was more than {NEAR_TEXT} faster."
+)
+UNSTEADY = f"Unsteady: from p20 to p80 the samples of one of the two spread over more than {STEADY:.0%} of the median."
+WAYS = (
+    " Compiled: by torch.compile; graphed: also replayed as one CUDA graph; fused: by kernels of lmsys in place of a "
+    "compiler, and replayed; eager: none of these."
+)
+
+
+@dataclass(frozen=True)
+class Question:
+    """Who is fastest, among cases that were sampled together; a line of the table for each value of `keys`.
+
+    bases    names of rows that the fastest one is compared with: the first that was timed, else the next fastest
+    contends true of the cases that do the work in question
+    about    what is said of the words of its lines
+    kind     the table that the rows are in
+    """
+
+    benchmark: str
+    word: str
+    title: str
+    keys: Mapping[str, str]
+    bases: Sequence[str]
+    contends: Callable[[Record], bool] = lambda _: True
+    about: str = ""
+    kind: str = "attention"
+
+
+def _has_ranks(one: Record) -> bool:
+    ranks = one.get("world_size")
+    return isinstance(ranks, int) and ranks > 1
+
+
+ATTENTION = {"direction": "direction", "dtype": "dtype", "head_dim": "D", "causal": "mask", "kind": "kind"}
+TRAINING = {"size": "model", "precision": "precision", "compile": "run", "residual": "stream"}
+QUESTIONS = (
+    Question(
+        "attention",
+        "attention",
+        "Fastest attention",
+        ATTENTION,
+        ("sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_math", "naive"),
+        about=" D is the size of a head, Q the number of queries, K that of keys.",
+    ),
+    Question(
+        "model",
+        "step",
+        "Fastest training step",
+        {**TRAINING, "checkpoint": "checkpointing"},
+        ("llama", "sdpa", "sdpa_flash"),
+        lambda one: one.get("mode") == "step",
+        WAYS,
+    ),
+    Question(
+        "data_parallel",
+        "data-parallel",
+        "Fastest data parallelism",
+        {**TRAINING, "world_size": "ranks"},
+        ("torch_ddp_tuned", "torch_ddp", "torch_fsdp2", "torch_zero1", "naive"),
+        lambda one: one.get("strategy") != "none" and _has_ranks(one) and one.get("comm_dtype") != "bfloat16",
+        WAYS,
+        "strategy",
+    ),
+)
+
+
+def fastest_of(machine: Machine, question: Question) -> Table | None:
+    """A line for each setting, with the row that is fastest there; None where none was timed beside a peer."""
+    cases = [one for one in machine.records if one["benchmark"] == question.benchmark and question.contends(one)]
+    wrong = {(one["section"], one["impl"]) for one in cases if one["outcome"] in FAILED}
+    timed = [one for one in cases if one.get("time_s") and (one["section"], one["impl"]) not in wrong]
+    together: dict[tuple[object, ...], dict[str, list[Record]]] = {}
+    for one in timed:
+        key = tuple(_value(one, name) for name in question.keys)
+        together.setdefault(key, {}).setdefault(str(one["comparison"]), []).append(one)
+    data: list[Record] = []
+    for key in sorted(together, key=reading_order):
+        line = dict(zip(question.keys, key, strict=True))
+        bases = ("flex", *question.bases) if line.get("kind") else question.bases  # what PyTorch has for patterns
+        comparisons = _of_one_run([rows for rows in together[key].values() if _says_something(rows)], bases)
+        if comparisons:
+            others = [one for cases in together[key].values() for one in cases]
+            data.append(line | _first(machine, comparisons, bases, others))
+    if not data:
+        return None
+    runs = {run: _letter(number) for number, run in enumerate(dict.fromkeys(one["run"] for one in data))}
+    dates, made = run_names(machine, runs), commands(machine)
+    named = {name for one in data for name in one["named"]}
+    shown = [name for name in question.keys if len({one[name] for one in data}) > 1] or [*question.keys][:1]
+    marks: Notes = {}
+    rows = [
+        [", ".join(filter(None, (_text(name, question, one[name]) for name in shown))), *_answer(one, runs, marks)]
+        for one in data
+    ]
+    return Table(
+        name=f"{machine.slug}-fastest-{question.word}",
+        title=question.title,
+        caption=ABOUT + question.about,
+        columns=["setting", "fastest row", "speed", "over the next", "run"],
+        rows=rows,
+        data=[{name: value for name, value in one.items() if name not in INNER} for one in data],
+        notes=[
+            *below(marks, rows),
+            f"Runs: {', '.join(f'{letter} of {dates[run]}' for run, letter in runs.items())}.",
+            *_bases(data),
+            *legend(machine, question.kind, named),
+        ],
+        keys=2,
+        details={(row, column): str(one["said"]) for row, one in enumerate(data) for column in (2, 3, 4)},
+        runs=[(f"Run {letter}, of {made[run][0]}", made[run][1]) for run, letter in runs.items()],
+    )
+
+
+def _letter(number: int) -> str:
+    return ascii_uppercase[number % 26] + (str(number // 26) if number >= 26 else "")
+
+
+def _bases(lines: Sequence[Record]) -> list[str]:
+    """Says over which rows the speeds of a table are, where they are over several."""
+    found = Counter(one["over"] for one in lines if one["fastest"] and one["over"])
+    if len(found) < 2:
+        return []
+    (usual, _), *rest = found.most_common()
+    told = ", ".join(f"over {name} in {count}" for name, count in rest)
+    return [f"The speed is over {usual}; {told}, where {usual} is the fastest or did not take turns."]
+
+
+def _value(one: Record, name: str) -> object:
+    """A case's value in a setting."""
+    return ", ".join(_kinds(one)) or None if name == "kind" else one.get(name) or OLDER.get(name)
+
+
+def _kinds(one: Record) -> Iterator[str]:
+    """Says by what a case of attention differs from one with as many keys as queries, and key heads as query heads."""
+    if one.get("documents"):
+        yield "documents"
+    if window := one.get("window"):
+        yield f"window {window:,}"
+    if one.get("softcap"):
+        yield "capped scores"
+    if one.get("offset"):
+        yield "decoding"
+    elif one.get("queries") != one.get("keys"):
+        yield "Q\N{NO-BREAK SPACE}≠\N{NO-BREAK SPACE}K"
+    elif one.get("kv_heads") != one.get("heads"):
+        yield "grouped heads"
+
+
+def _says_something(rows: Sequence[Record]) -> bool:
+    """True of several rows with somebody else's among them: of ours alone the fastest may be slow."""
+    return len({one["impl"] for one in rows}) > 1 and any(one.get("peer") for one in rows)
+
+
+def _of_one_run(comparisons: Sequence[Sequence[Record]], bases: Sequence[str]) -> list[Sequence[Record]]:
+    """Those of the run that has the first base that any has, then most of the rows that are the fastest anywhere, then
+    most rows; of such the latest.
+
+    A run without what a user would otherwise take, or without rows that won elsewhere, may have left out the fastest.
+    """
+    winners = {min(cases, key=time_of)["impl"] for cases in comparisons}
+    runs: dict[int, list[Sequence[Record]]] = {}
+    for cases in comparisons:
+        runs.setdefault(cases[0]["run"], []).append(cases)
+
+    def worth(run: int) -> tuple[int, int, int, int]:
+        found = [one for cases in runs[run] for one in cases]
+        names = {name for one in found for name in _names(one)}
+        place = next((i for i, base in enumerate(bases) if base in names), len(bases))
+        rows = {one["impl"] for one in found}
+        return -place, len(rows & winners), len(rows), run
+
+    return runs[max(runs, key=worth)] if runs else []
+
+
+def _names(one: Record) -> tuple[str, str | None]:
+    """By these a base may name a case: a strategy is several rows, such as one for each size of buckets."""
+    return one["impl"], one.get("strategy")
+
+
+def reading_order(key: Sequence[object]) -> list[tuple[int, float, str]]:
+    """Sorts into reading order: a narrow precision first, words as the report lists them, numbers by size."""
+    known = [value for words in VALUES.values() for value in words]
+    found = []
+    for value in key:
+        first = 0 if value is None or value in NARROW else 1 + known.index(value) if value in known else 99
+        found.append((first, float(value) if isinstance(value, int | float) else 0.0, str(value)))
+    return found
+
+
+def _first(
+    machine: Machine, comparisons: Sequence[Sequence[Record]], bases: Sequence[str], others: Sequence[Record]
+) -> Record:
+    """The fastest row, its speed over a base and over the next; `others`: cases of the setting in all runs."""
+    found = fastest(comparisons)
+    cases = [one for rows in comparisons for one in rows]
+    called = {machine.called(one) for one in cases if one["impl"] == found.row}
+    rows = sorted({str(one["impl"]) for one in cases})
+    run = cases[0]["run"]
+    near = f"in {found.first} of {found.comparisons} shapes no other was more than {NEAR_TEXT} faster"
+    speed = _speed(comparisons, found.row, bases)
+    pair = [one for one in cases if {found.row, speed["over"]} & {*_names(one)}]
+    inner = {
+        "said": DETAILS.join([machine.run_of(cases[0]), f"{', '.join(rows)} took turns", near]),
+        "run": run,
+        "named": {str(one.get("strategy") or one["impl"]) for one in cases},
+        "unsteady": any((spread_of(one) or 0.0) > STEADY for one in pair),
+        "rivals": _rivals([one for one in cases if one["impl"] == found.row], rows, others),
+    }
+    counts = {"fastest": found.first, "comparisons": found.comparisons, "rows": len(rows)}
+    origin = {name: machine.runs[run].get(name) for name in ("date", "commit")}
+    return {"row": found.row, **counts, "called": " or ".join(sorted(called)), **speed, **origin, **inner}
+
+
+def _rivals(ours: Sequence[Record], rows: Sequence[str], others: Sequence[Record]) -> list[str]:
+    """Rows that took no turns with ours, and in another run less time for the same shape."""
+    times = {_shape(one): time_of(one) for one in ours}
+    faster = (one for one in others if one["run"] != ours[0]["run"] and time_of(one) * NEAR < times.get(_shape(one), 0))
+    return sorted({str(one["impl"]) for one in faster} - {*rows})
+
+
+def _shape(one: Record) -> str:
+    """The comparison without its date."""
+    return str(one["comparison"]).partition(" ")[0]
+
+
+def _speed(comparisons: Sequence[Sequence[Record]], row: str, bases: Sequence[str]) -> Record:
+    """The speed over the first of the bases that took turns with the row, and over the next: the fastest other one."""
+    impls = {str(one["impl"]) for rows in comparisons for one in rows}
+    found = {name: [_ratio(rows, row, name) for rows in comparisons] for name in {*bases, *impls} if name != row}
+    speeds = {name: geometric_mean(ratios) for name, ratios in found.items() if any(ratios)}
+    if not speeds:
+        return {"over": None, "speedup": None, "next": None, "lead": None}
+    following = min(impls & {*speeds}, key=lambda name: (-speeds[name][1], speeds[name][0]))  # of the most shapes
+    base = next((name for name in bases if name in speeds), following)
+    return {"over": base, "speedup": speeds[base][0], "next": following, "lead": speeds[following][0]}
+
+
+def _ratio(rows: Sequence[Record], ours: str, theirs: str) -> float | None:
+    """The ratio of the fastest case of each, such as the best size of buckets."""
+    found = [[one for one in rows if name in _names(one)] for name in (ours, theirs)]
+    return ratio_of(*(min(cases, key=time_of) for cases in found)) if all(found) else None
+
+
+def _answer(one: Record, runs: Mapping[int, str], notes: Notes) -> list[str]:
+    if not one["fastest"]:  # each was slower than another, as may be where samples spread
+        return ["not settled", "", "", runs[one["run"]]]
+    others = f"In another run, without turns, took less time: {', '.join(one['rivals'])}."
+    few = f" (of {one['rows']})" if one["rows"] < FEW else ""
+    row = one["called"] + few + (mark(notes, others) if one["rivals"] else "")
+    speed, lead = _times(one["speedup"], one["over"]), _times(one["lead"], one["next"])
+    return [row, speed + (mark(notes, UNSTEADY) if speed and one["unsteady"] else ""), lead, runs[one["run"]]]
+
+
+def _times(speed: float | None, name: str) -> str:
+    return f"{number(speed)}\N{NO-BREAK SPACE}× {name}" if speed else ""
+
+
+def _text(name: str, question: Question, value: object) -> str:
+    """A word as the report has it; a number says of what it is."""
+    said = str(VALUES.get(name, {}).get(value, "" if value is None else value))
+    return f"{question.keys[name]}\N{NO-BREAK SPACE}{said}" if type(value) in (int, float) else said
