@@ -256,7 +256,7 @@ def _speed(comparisons: Sequence[Sequence[Record]], row: str, bases: Sequence[st
     speeds = {name: geometric_mean(ratios) for name, ratios in found.items() if any(ratios)}
     if not speeds:
         return {"over": None, "speedup": None, "next": None, "lead": None}
-    following = min(impls & {*speeds}, key=lambda name: (-speeds[name][1], speeds[name][0]))  # of the most shapes
+    following = min(sorted(impls & {*speeds}), key=lambda name: (-speeds[name][1], speeds[name][0]))  # of most shapes
     base = next((name for name in bases if name in speeds), following)
     return {"over": base, "speedup": speeds[base][0], "next": following, "lead": speeds[following][0]}
 
