@@ -128,7 +128,7 @@ def fastest_of(machine: Machine, question: Question) -> Table | None:
         notes=[
             *below(marks, rows),
             f"Runs: {', '.join(f'{letter} of {dates[run]}' for run, letter in runs.items())}.",
-            *_bases(data),
+            *_bases(data, question.bases),
             *legend(machine, question.kind, named),
         ],
         keys=2,
@@ -141,14 +141,14 @@ def _letter(number: int) -> str:
     return ascii_uppercase[number % 26] + (str(number // 26) if number >= 26 else "")
 
 
-def _bases(lines: Sequence[Record]) -> list[str]:
+def _bases(lines: Sequence[Record], bases: Sequence[str]) -> list[str]:
     """Says over which rows the speeds of a table are, where they are over several."""
     found = Counter(one["over"] for one in lines if one["fastest"] and one["over"])
     if len(found) < 2:
         return []
-    (usual, _), *rest = found.most_common()
-    told = ", ".join(f"over {name} in {count}" for name, count in rest)
-    return [f"The speed is over {usual}; {told}, where {usual} is the fastest or did not take turns."]
+    told = ", ".join(f"{name} in {count}" for name, count in found.most_common())
+    first = f"the first of {', '.join(bases)} that took turns with the row"
+    return [f"The speed is over {first}, and else over the next. It is over {told}."]
 
 
 def _value(one: Record, name: str) -> object:
