@@ -33,8 +33,8 @@ def _wrong(machine: Machine) -> Table:
         count = sum(one["outcome"] == "ok" for one in machine.records)
         of = f"{count:,} of {len(machine.records):,} cases"
         columns, rows = ["cases"], [[f"none: {of} ran, and all of these were right"]]
-    made = commands(machine)
-    runs = [(f"Run of {made[run][0]}", made[run][1]) for run in sorted({one["run"] for one in failed})]
+    made = commands(machine, (one["run"] for one in failed))
+    runs = [(f"Run of {name}", command) for name, command in made.values()]
     return replace(_listed(machine, "wrong", "Wrong or failed", columns, rows), notes=[*_right(machine)], runs=runs)
 
 
@@ -70,4 +70,5 @@ def _ran(cases: Sequence[Record], runs: Container[int]) -> set[str]:
 
 def _listed(machine: Machine, word: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     data = [dict(zip(columns, row, strict=True)) for row in rows]
-    return Table(f"{machine.slug}-{word}", title, "", columns, rows, data, keys=len(columns))
+    source = machine.about(machine.records)
+    return Table(f"{machine.slug}-{word}", title, "", columns, rows, data, keys=len(columns), source=source)

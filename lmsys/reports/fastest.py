@@ -110,7 +110,7 @@ def fastest_of(machine: Machine, question: Question) -> Table | None:
     if not data:
         return None
     runs = {run: _letter(number) for number, run in enumerate(dict.fromkeys(one["run"] for one in data))}
-    dates, made = run_names(machine, runs), commands(machine)
+    dates, made = run_names(machine, runs), commands(machine, runs)
     named = {name for one in data for name in one["named"]}
     shown = [name for name in question.keys if len({one[name] for one in data}) > 1] or [*question.keys][:1]
     marks: Notes = {}
@@ -132,6 +132,7 @@ def fastest_of(machine: Machine, question: Question) -> Table | None:
             *legend(machine, question.kind, named),
         ],
         keys=2,
+        source=machine.about(timed),
         details={(row, column): str(one["said"]) for row, one in enumerate(data) for column in (2, 3, 4)},
         runs=[(f"Run {letter}, of {made[run][0]}", made[run][1]) for run, letter in runs.items()],
     )

@@ -37,7 +37,8 @@ class Figures:
         if names := dict.fromkeys(_brief(item).split(",")[0].lower() for item in block.more if item):
             more = tag("template", self._figures(block.more))
             inside.append(tag("details", tag("summary", f"More: {', '.join(names)}"), more))
-        if sources := dict.fromkeys(item.source for item in block.items if item.source):
+        told = [item for item in block.items if not (isinstance(item, Table) and item.runs)]  # those name their runs
+        if sources := dict.fromkeys(item.source for item in told if item.source):
             said = tag("template", *(tag("p", source) for source in sources))
             inside.append(tag("details", tag("summary", "Where these numbers are from"), said, class_="source"))
         return joined(inside)

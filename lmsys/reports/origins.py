@@ -17,12 +17,12 @@ def run_names(machine: Machine, runs: Iterable[int]) -> dict[int, str]:
     return {run: f"{name} (run {run + 1})" for run, name in names.items()}
 
 
-def commands(machine: Machine) -> list[tuple[str, str]]:
-    """The date and commit of each run, and the command that made it."""
-    told = []
-    for run, name in run_names(machine, range(len(machine.runs))).items():
+def commands(machine: Machine, runs: Iterable[int]) -> dict[int, tuple[str, str]]:
+    """The date and commit of each of these runs, and the command that made it."""
+    told = {}
+    for run, name in run_names(machine, runs).items():
         facts = machine.runs[run]
-        told.append((f"{name}, {commit_of(facts)}", str(facts.get("command") or "an unknown command")))
+        told[run] = f"{name}, {commit_of(facts)}", str(facts.get("command") or "an unknown command")
     return told
 
 
