@@ -143,7 +143,7 @@ def test_maxima_may_grow(causal: bool, growth: list[float], seed: int) -> None:
     seed=st.integers(0, 2**31),
     group=st.sampled_from([1, 3]),
     many=st.booleans(),
-    step=st.fixed_dictionaries(dict.fromkeys(("wide", "late_dv", "by_query", "fma_exp"), st.booleans())),
+    step=st.fixed_dictionaries(dict.fromkeys(("wide", "late_dv", "by_query", "fma_exp", "peeled"), st.booleans())),
 )
 def test_every_way_through_the_backward(
     deterministic: bool, prefetch: bool, causal: bool, length: int, seed: int, group: int, many: bool,
@@ -274,10 +274,10 @@ MUTANTS = [  # module, what stands there, what is put in its place: each would c
     ("forward", "            tma.store_wait(0)\n            thread_barrier()", "            thread_barrier()"),
     ("forward", "(acc.to(DTYPE))\n            fence_async_shared()", "(acc.to(DTYPE))"),
     ("backward", "    _await_free(step, DO_FREE)\n    mbarrier", "    mbarrier"),
-    ("backward", '    named_barrier("sync", EXCHANGE, 256)\n', ""),
+    ("backward_steps", '    named_barrier("sync", EXCHANGE, 256)\n', ""),
     ("backward", '    named_barrier("sync", EXCHANGE, 256)  # the other', "    #"),
     ("dq", "        semaphore_release(dq_semaphore", "        (lambda *_: None)(dq_semaphore"),
-    ("backward", "        await_acquired(DQ_ACQUIRED + WG)\n    dq", "        pass\n    dq"),
+    ("backward_steps", "        await_acquired(DQ_ACQUIRED + WG)\n    dq", "        pass\n    dq"),
     ("dq", "        semaphore_acquire(dq_semaphore", "        (lambda *_: None)(dq_semaphore"),
     ("dq", "    if step <= steps:", "    if step < steps:"),
     ("backward", "        _await_free(step, Q_FREE)\n        if DETERMINISTIC", "        if DETERMINISTIC"),
@@ -355,7 +355,7 @@ def compiled() -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-SPILT = {"3.9.0": 120}  # most loads, and stores, of spilt registers: this one spills some in every step too
+SPILT = {"3.9.0": 150}  # most loads, and stores, of spilt registers: this one spills some in every step too
 
 
 @known
@@ -367,7 +367,7 @@ def test_the_kernels_for_hopper_are_well_made() -> None:
             assert line["registers"] <= 255 and line["LDL"] == line["STL"] == 0, line
             continue
         forward, head_dim = line["kernel"] == "forward", line["head_dim"]
-        walks = 1 + line["ragged"]  # loops over steps
+        walks = 1 + (line["ragged"] or line.get("peeled", False))  # loops over steps
         consumers, ctas, tile_k = line.get("consumers", 2), line.get("ctas", 1), line.get("tile_k", 128)
         assert line["registers"] * 128 * (1 + consumers) * ctas <= 65536, line
         assert (line["shared"] + 1024) * ctas <= 228 * 1024, line
@@ -383,6 +383,7 @@ def test_the_kernels_for_hopper_are_well_made() -> None:
         assert (line["UTMAREDG"], line["REDG"]) == (0, 0 if forward else walks * 16), line
         assert line["SYNCS"] >= 20 and line["BAR"] >= 20, line
         assert line["hazards"] == line["reused"] == 0, line
+        assert line["restarts"] == 0 or not (line.get("grouped") or line.get("bounded")), line
         if forward:
             registers, cap = product().REGISTERS[consumers, ctas]  # consumers that ask for more than there are, hang
             assert line["registers"] == cap and 24 + consumers * registers <= (1 + consumers) * cap, line

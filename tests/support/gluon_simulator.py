@@ -599,7 +599,7 @@ def kernels(module: str) -> dict[str, Any]:
         "scale_rows": lambda x, factor: x * factor[:, None],
         "widen": lambda x, dtype: x.float(),
     }
-    before = {"forward": ("intervals", "key_tiles"), "backward": ("intervals", "dq")}
+    before = {"forward": ("intervals", "key_tiles"), "backward": ("intervals", "dq", "backward_steps")}
     for name in (*before.get(module, ()), module):
         _run_source(name, stand_ins)
     return stand_ins

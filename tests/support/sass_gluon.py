@@ -10,7 +10,6 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from lmsys.attention.flash_gluon.launch import layout
 from lmsys.attention.flash_gluon.plans import (
     BACKWARD,
     FORWARD,
-    REORDERED,
     SHORT,
     BackwardPlan,
     ForwardPlan,
@@ -94,7 +92,30 @@ def pre_and_postprocess(dtype: torch.dtype, head_dim: int) -> Iterator[tuple[str
 def read(kernel: Any) -> dict[str, int]:
     sass = disassembled(kernel)
     found = resources(kernel, sass) | count(MNEMONICS, sass)
-    return found | {"hazards": hazards(sass), "reused": reused(kernel.asm["ptx"])}
+    read_from = {
+        "hazards": hazards(sass),
+        "reused": reused(kernel.asm["ptx"]),
+        "restarts": restarts(kernel.asm["ttgir"]),
+    }
+    return found | read_from
+
+
+def restarts(ttgir: str) -> int:
+    """Loops over tiles, inside of another one, that begin at a constant.
+
+    Triton 3.6.0 once took a counter for the constant that it began as, which the outer loop carried on: the steps of
+    each head began at 0, and their barriers waited for ever.
+    """
+    open_at: list[int] = []  # indentations of the loops that a line is in
+    found = 0
+    for line in ttgir.splitlines():
+        indentation = len(line) - len(line.lstrip())
+        while open_at and indentation <= open_at[-1]:
+            open_at.pop()
+        if match := re.search(r"scf\.for %\w+ = (%\w+) to .*tensor<", line):
+            found += bool(open_at) and re.match(r"%c\d", match[1]) is not None
+            open_at.append(indentation)
+    return found
 
 
 def reused(ptx: str) -> int:
@@ -164,14 +185,11 @@ def main(dtypes: list[str], every: bool) -> None:
                         report("forward", forward(dtype, head_dim, causal, ragged, plan), **what, ragged=ragged,
                                **fields)  # fmt: skip
                     for plan in _some({plan: None for _, plan in BACKWARD[head_dim, causal]}, every):
-                        for mode in ({}, {"deterministic": True}, {"grouped": True})[: 3 if every else 2]:
+                        for mode in ({}, {"deterministic": True}, {"grouped": True})[
+                            : 3 if every or plan.peeled else 2
+                        ]:
                             report("backward", backward(dtype, head_dim, causal, ragged, plan, **mode), **what,
-                                   ragged=ragged, **mode)  # fmt: skip
-                        reordered = replace(plan, **REORDERED)
-                        if reordered != plan:  # can be asked for
-                            report(
-                                "backward", backward(dtype, head_dim, causal, ragged, reordered), **what, ragged=ragged
-                            )
+                                   ragged=ragged, peeled=plan.peeled, **mode)  # fmt: skip
             if head_dim == 64 and not every:
                 continue
             for plan in _some({plan: None for _, plan in FORWARD[head_dim, True] if plan.ctas == 1}, every):
@@ -181,11 +199,13 @@ def main(dtypes: list[str], every: bool) -> None:
             for plan in _some({plan: None for _, plan in BACKWARD[head_dim, True]}, every):
                 for mode in ({}, {"deterministic": True, "grouped": True})[not every :]:
                     binary = backward(dtype, head_dim, True, False, plan, bounded=True, **mode)
-                    report("backward", binary, head_dim=head_dim, causal=True, ragged=False, bounded=True, **mode)
+                    report("backward", binary, head_dim=head_dim, causal=True, ragged=False, bounded=True,
+                           peeled=plan.peeled, **mode)  # fmt: skip
             plan = BACKWARD[head_dim, False][-1][1]
             for most in ({}, {"deterministic": True}):
                 binary = backward(dtype, head_dim, False, True, plan, grouped=True, **most)
-                report("backward", binary, head_dim=head_dim, causal=False, ragged=True, grouped=True, **most)
+                report("backward", binary, head_dim=head_dim, causal=False, ragged=True, grouped=True, peeled=False,
+                       **most)  # fmt: skip
 
 
 def _some(plans: dict[Any, None], every: bool) -> list[Any]:

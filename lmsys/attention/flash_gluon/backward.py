@@ -14,10 +14,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
+from lmsys.attention.flash_gluon.backward_steps import DO_FREE, EXCHANGE, Q_FREE, walk_over
 from lmsys.attention.flash_gluon.dq import (
     BLOCK_K,
     DQ_ACQUIRED,
@@ -28,11 +27,8 @@ from lmsys.attention.flash_gluon.dq import (
     release_and_acquire,
 )
 from lmsys.attention.flash_gluon.hopper import (
-    FIRST_BARRIER,
-    add_registers,
     await_acquired,
     barriers,
-    exp2_of_eight,
     gdc_launch_dependents,
     gdc_wait,
     load_rows,
@@ -40,26 +36,15 @@ from lmsys.attention.flash_gluon.hopper import (
     narrow,
     owned_tile,
     store_rows,
-    widen,
 )
-from lmsys.attention.flash_gluon.intervals import edges, intervals, within
+from lmsys.attention.flash_gluon.intervals import edges, intervals
 from lmsys.attention.flash_gluon.names import async_load, reinterpret, thread_barrier
-
-EXCHANGE = FIRST_BARRIER  # named barriers: both consumers have written dS; stages of q, of do; then those of `dq`
-Q_FREE = gl.constexpr(FIRST_BARRIER.value + 1)
-DO_FREE = gl.constexpr(FIRST_BARRIER.value + 1 + STAGES.value)
-NEVER = gl.constexpr(2**31 - 1)
 
 
 @gluon.jit
 def _await_free(step, FIRST: gl.constexpr):
     if step >= STAGES:
         named_barrier("sync", FIRST + step % STAGES, 384)
-
-
-@gluon.jit
-def _release(step, FIRST: gl.constexpr):
-    named_barrier("arrive", FIRST + step % STAGES, 384)
 
 
 @gluon.jit
@@ -132,101 +117,6 @@ def _producer(
 
 
 @gluon.jit
-def _hide(
-    p, n, m, K, spans, WG: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr, S_LAYOUT: gl.constexpr
-):  # fmt: skip
-    """0 where a query may not look: (keys, queries), and for keys past the end."""
-    KEY_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    keys = n * BLOCK_K + WG * 64 + gl.arange(0, 64, layout=KEY_LAYOUT)
-    queries = m * BLOCK_Q + gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, S_LAYOUT))
-    if spans is None:
-        first = gl.where(keys < K, keys if CAUSAL else 0, NEVER)
-        visible = queries[None, :] >= first[:, None]
-    else:
-        visible = within(queries, spans.index(WG).load(KEY_LAYOUT), spans.index(2 + WG).load(KEY_LAYOUT))
-    return gl.where(visible, p, 0.0)
-
-
-@gluon.jit
-def _step(
-    dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, num_tiles, step, steps, bh, m, dk, dv, lse,
-    WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
-    PREFETCH: gl.constexpr, WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr,
-    FMA_EXP: gl.constexpr, DETERMINISTIC: gl.constexpr,
-    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
-):  # fmt: skip
-    qs, lses, q_full, dos, deltas, do_full = ring
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
-    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-    stage = step % STAGES
-    phase = (step // STAGES) & 1
-    q = qs.index(stage)
-    do = dos.index(stage)
-    zeros = gl.zeros([64, BLOCK_Q], gl.float32, S_LAYOUT)
-    mbarrier.wait(q_full.index(stage), phase)
-    s_token = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    mbarrier.wait(do_full.index(stage), phase)
-    dp_token = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(1, deps=[s_token])
-    if not PREFETCH:
-        lse = lses.index(stage).load(ROW_LAYOUT)
-    exponents = s * scale - lse[None, :]
-    p = exp2_of_eight(exponents) if FMA_EXP else gl.exp2(exponents)
-    if MASK:
-        masked_until, masked_from, spans = masked
-        hides = m < masked_until
-        if spans is not None:
-            hides = hides | (m >= masked_from)
-        if hides:
-            p = _hide(p, n, m, K, spans, WG, CAUSAL, BLOCK_Q, S_LAYOUT)
-    p_narrow = narrow(p, DTYPE)
-    p_operand = gl.convert_layout(p_narrow, P_LAYOUT)
-    if not LATE_DV:
-        dv_token = warpgroup_mma(p_operand, do, dv, is_async=True)
-    if PREFETCH:
-        delta = deltas.index(stage).load(ROW_LAYOUT)
-        dp = warpgroup_mma_wait(0 if LATE_DV else 1, deps=[dp_token])
-    else:
-        dp = warpgroup_mma_wait(0 if LATE_DV else 1, deps=[dp_token])
-        delta = deltas.index(stage).load(ROW_LAYOUT)
-    if WIDE:
-        ds = narrow(p * (dp - delta[None, :]), DTYPE)
-    else:  # p itself would cost its registers until here
-        ds = narrow(widen(p_narrow, DTYPE) * (dp - delta[None, :]), DTYPE)
-    ds_shared = dss.index(step & 1)
-    if BY_QUERY:
-        ds_shared.slice(WG * 64, 64, dim=1).permute((1, 0)).store(ds)
-        ds_rows = ds_shared
-    else:
-        ds_shared.slice(WG * 64, 64).store(ds)
-        ds_rows = ds_shared.permute((1, 0))
-    if LATE_DV:
-        dv_token = warpgroup_mma(p_operand, do, dv, is_async=True)
-    fence_async_shared()
-    named_barrier("sync", EXCHANGE, 256)
-    dq_zeros = gl.zeros([64, 64], gl.float32, DQ_LAYOUT)
-    if D == 128:  # the consumers share dq by columns, at 64 by rows
-        dq_token = warpgroup_mma(ds_rows, all_k.slice(WG * 64, 64, dim=1), dq_zeros, use_acc=False, is_async=True)
-    else:
-        dq_token = warpgroup_mma(ds_rows.slice(WG * 64, 64), all_k, dq_zeros, use_acc=False, is_async=True)
-    ds_operand = gl.convert_layout(ds, P_LAYOUT)
-    dk_token = warpgroup_mma(ds_operand, q, dk, is_async=True)
-    if PREFETCH:
-        following = step + 1
-        mbarrier.wait(q_full.index(following % STAGES), (following // STAGES) & 1, pred=following < steps)
-        lse = lses.index(following % STAGES).load(ROW_LAYOUT)
-    place = (bh * num_tiles + m) * 2 + WG
-    if DETERMINISTIC:
-        await_acquired(DQ_ACQUIRED + WG)
-    dq, dv, p_operand = warpgroup_mma_wait(1, deps=[dq_token, dv_token, p_operand])
-    _release(step, DO_FREE)
-    add_registers(dq_ptr + place.to(gl.int64) * 4096, dq)
-    dk, ds_operand = warpgroup_mma_wait(0, deps=[dk_token, ds_operand])
-    _release(step, Q_FREE)
-    return dk, dv, lse
-
-
-@gluon.jit
 def _assignment(index, num_key_tiles, num_heads, at_once, team, DETERMINISTIC: gl.constexpr, CAUSAL: gl.constexpr):
     """(B Hkv index, key tile) of a CTA; causal tiles the longest first. From num_key_tiles on: it has nothing to do.
 
@@ -243,37 +133,12 @@ def _assignment(index, num_key_tiles, num_heads, at_once, team, DETERMINISTIC: g
 
 
 @gluon.jit
-def _walk(
-    dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, bh, low, high, start, num_tiles, steps, dk, dv,
-    WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
-    AROUND: gl.constexpr, PREFETCH: gl.constexpr, WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr,
-    FMA_EXP: gl.constexpr, DETERMINISTIC: gl.constexpr, DTYPE: gl.constexpr,
-):  # fmt: skip
-    """dk / sm_scale and dv of this consumer's keys (64, D), over all tiles of queries."""
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    if PREFETCH:
-        mbarrier.wait(ring[2].index(0), 0, pred=steps > 0)
-    lse = ring[1].index(0).load(gl.SliceLayout(0, S_LAYOUT))
-    m = start
-    for step in range(steps):
-        dk, dv, lse = _step(
-            dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, num_tiles, step, steps, bh, m, dk, dv, lse,
-            WG, D, BLOCK_Q, MASK, CAUSAL, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, DETERMINISTIC,
-            S_LAYOUT, O_LAYOUT, DQ_LAYOUT, DTYPE,
-        )  # fmt: skip
-        bh, m = next_tile(bh, m, low, high, start, AROUND)
-    return dk, dv
-
-
-@gluon.jit
 def _consumer(
     dq_ptr, dk_desc, dv_desc, parameters, scale, kvs, ring, dss,
     bh, n, walk, masked, K,
     WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
     AROUND: gl.constexpr, PREFETCH: gl.constexpr, WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr,
-    FMA_EXP: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    FMA_EXP: gl.constexpr, PEELED: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     ks, vs, kv_full = kvs
     low, end, start, num_tiles, steps = walk
@@ -287,20 +152,17 @@ def _consumer(
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dk = gl.zeros([64, D], gl.float32, O_LAYOUT)
     dv = gl.zeros([64, D], gl.float32, O_LAYOUT)
-    # The tile that ends the keys has a walk of its own: a branch in every step would cost all tiles. One walk of the
-    # two has no steps; as the branches of an `if`, they spill registers.
-    if RAGGED:
-        dk, dv = _walk(
-            dq_ptr, scale, k, v, ks, dss, ring, n, K, masked, bh, low, high, start, num_tiles,
-            gl.where(masked[0] == 0, steps, 0), dk, dv,
-            WG, D, BLOCK_Q, False, CAUSAL, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, DETERMINISTIC, DTYPE,
-        )  # fmt: skip
-        steps = gl.where(masked[0] == 0, 0, steps)
-    dk, dv = _walk(
-        dq_ptr, scale, k, v, ks, dss, ring, n, K, masked, bh, low, high, start, num_tiles, steps, dk, dv,
-        WG, D, BLOCK_Q, CAUSAL or RAGGED, CAUSAL, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP,
-        DETERMINISTIC, DTYPE,
+    if PREFETCH:
+        mbarrier.wait(ring[2].index(0), 0, pred=steps > 0)
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
+    lse = ring[1].index(0).load(gl.SliceLayout(0, S_LAYOUT))
+    state = bh, start, dk, dv, lse
+    state = walk_over(
+        dq_ptr, scale, k, v, ks, dss, ring, n, K, masked, low, high, start, num_tiles, steps, state,
+        WG, D, BLOCK_Q, CAUSAL, RAGGED, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, PEELED, DETERMINISTIC,
+        DTYPE,
     )  # fmt: skip
+    bh, m, dk, dv, lse = state
     # Once more, and from memory: what is not needed until here would occupy registers all through the loop.
     kv_heads = gl.load(parameters).to(gl.int32)
     num_key_tiles = gl.load(parameters + 1).to(gl.int32)
@@ -362,7 +224,7 @@ def backward_kernel(
     first_ptr, end_ptr, per_entry, query_end_ptr,
     BLOCK_Q: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, GROUPED: gl.constexpr,
     PREFETCH: gl.constexpr, WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr, FMA_EXP: gl.constexpr,
-    SPREAD: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    PEELED: gl.constexpr, SPREAD: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     """dk and dv; dq / sm_scale is added up in float32 (B H, Q_PADDED, D), Q_PADDED a multiple of BLOCK_Q.
 
@@ -448,11 +310,11 @@ def backward_kernel(
             (_consumer, (
                 dq_ptr, dk_desc, dv_desc, parameters, scale, kvs, ring, dss, bh, n, walk, masked, K,
                 0, D, BLOCK_Q, CAUSAL, RAGGED, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY,
-                FMA_EXP, DETERMINISTIC
+                FMA_EXP, PEELED, DETERMINISTIC
             )),
             (_consumer, (
                 dq_ptr, dk_desc, dv_desc, parameters, scale, kvs, ring, dss, bh, n, walk, masked, K,
                 1, D, BLOCK_Q, CAUSAL, RAGGED, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY,
-                FMA_EXP, DETERMINISTIC
+                FMA_EXP, PEELED, DETERMINISTIC
             )),
     ], [4, 4], [240, 240])  # fmt: skip

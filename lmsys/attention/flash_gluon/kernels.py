@@ -83,7 +83,8 @@ def forward_options(head_dim: int, causal: bool, ragged: bool, plan: ForwardPlan
     return {
         "BLOCK_K": plan.tile_k, "D": head_dim, "WGS": plan.consumers, "STAGES": plan.stages,
         "REGISTERS": registers, "PING_PONG": plan.ping_pong, "OVERLAP": plan.ctas == 1, "NAMED": plan.named,
-        "DYNAMIC": plan.dynamic, "CHAINED": plan.chained, "CAUSAL": causal, "RAGGED": ragged, "maxnreg": cap,
+        "DYNAMIC": plan.dynamic, "CHAINED": plan.chained, "CAUSAL": causal, "RAGGED": ragged, "FMA_EXP": plan.fma_exp,
+        "maxnreg": cap,
         "launch_pdl": plan.chained, **dict.fromkeys(() if bounded else EXTENT[:3]),
     }  # fmt: skip
 
@@ -137,7 +138,8 @@ def backward_options(
     return {
         "BLOCK_Q": BLOCK_Q[head_dim], "D": head_dim, "CAUSAL": causal, "RAGGED": ragged, "GROUPED": grouped,
         "PREFETCH": plan.prefetch, "WIDE": plan.wide, "LATE_DV": plan.late_dv, "BY_QUERY": plan.by_query,
-        "FMA_EXP": plan.fma_exp, "SPREAD": not causal and (ragged or deterministic), "DETERMINISTIC": deterministic,
+        "FMA_EXP": plan.fma_exp, "PEELED": plan.peeled and causal,
+        "SPREAD": not causal and (ragged or deterministic), "DETERMINISTIC": deterministic,
         **dict.fromkeys(() if bounded else EXTENT),
     }  # fmt: skip
 

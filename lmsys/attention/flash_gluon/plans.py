@@ -76,6 +76,7 @@ class ForwardPlan:
     tile_k: int = 128  # keys of a tile
     ctas: int = 1  # on a processor at a time: 2, with half the registers each, begin scores after P V, not before
     chained: bool = False  # begins while the kernel before it in its stream ends: programmatic dependent launch
+    fma_exp: bool = False  # one exponential of eight by FMAs, beside those of the unit for them
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class BackwardPlan:
     late_dv: bool = False  # dV begins once dS is made, so that the exponentials may run beside what follows them
     by_query: bool = False  # dS is exchanged as rows of queries, which the matmul for dq reads untransposed
     fma_exp: bool = False  # one exponential of eight by FMAs, beside those of the unit for them
+    peeled: bool = False  # causal tiles that need a mask have a loop of their own
 
 
 ANY = 2**31
@@ -128,7 +130,7 @@ FORWARD: dict[tuple[int, bool], tuple[tuple[int, ForwardPlan], ...]] = {
 }
 REORDERED = {"wide": True, "late_dv": True, "by_query": True}  # a step whose exponentials run beside what follows them
 BACKWARD: dict[tuple[int, bool], tuple[tuple[int, BackwardPlan], ...]] = {
-    (64, True): ((ANY, BackwardPlan(False, 11)),),
+    (64, True): ((ANY, BackwardPlan(False, 11, **REORDERED, fma_exp=True, peeled=True)),),
     (64, False): ((ANY, BackwardPlan(False, 0, **REORDERED, fma_exp=True)),),
     (128, True): ((1024, BackwardPlan(True, 5, **REORDERED)), (ANY, BackwardPlan(True, 22, **REORDERED))),
     (128, False): ((ANY, BackwardPlan(True, 0, **REORDERED)),),
@@ -152,6 +154,7 @@ def candidates(direction: str, head_dim: int, causal: bool, keys: int) -> list[F
     """The plans worth timing: settings that once won such a shape, and their neighbours."""
     if direction == "bwd":
         steps = [{}, REORDERED, REORDERED | {"fma_exp": True}]
+        steps += [step | {"peeled": True} for step in steps[1:]] if causal else []
         wanted = product((False, True), (5, 11, 22) if causal else (0,), steps)
         ahead = head_dim == 128  # at 64 a log-sum-exp a step ahead spills registers in these orders, at 128 it gains
         return [BackwardPlan(p, l2_mib, **step) for p, l2_mib, step in wanted if not step or p == ahead]
@@ -169,7 +172,8 @@ def candidates(direction: str, head_dim: int, causal: bool, keys: int) -> list[F
     ]
     small = [replace(plan, stages=3, tile_k=64, ctas=2 if head_dim == 64 else 1, chained=True) for plan in two]
     room = head_dim == 64 and keys > SHORT  # three of them want more registers than there are at 128
-    return list(dict.fromkeys([*two, *(three if room else []), *(small if keys <= SMALL_TILES else [])]))
+    more = [replace(forward_plan(head_dim, causal, keys), fma_exp=True)]
+    return list(dict.fromkeys([*two, *(three if room else []), *(small if keys <= SMALL_TILES else []), *more]))
 
 
 def heads_at_once(l2_mib: int, bytes_per_head: int) -> int:

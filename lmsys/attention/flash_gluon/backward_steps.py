@@ -1,0 +1,205 @@
+"""What a consumer of the backward does for each tile of queries, and the loops over them.
+
+P and dS leave the registers of one matmul for the next. dq is added up in float32. The legend is that of `backward`.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from lmsys.attention.flash_gluon.dq import BLOCK_K, DQ_ACQUIRED, STAGES, next_tile
+from lmsys.attention.flash_gluon.hopper import (
+    FIRST_BARRIER,
+    add_registers,
+    await_acquired,
+    exp2_of_eight,
+    named_barrier,
+    narrow,
+    widen,
+)
+from lmsys.attention.flash_gluon.intervals import within
+
+EXCHANGE = FIRST_BARRIER  # named barriers: both consumers have written dS; stages of q, of do; then those of `dq`
+Q_FREE = gl.constexpr(FIRST_BARRIER.value + 1)
+DO_FREE = gl.constexpr(FIRST_BARRIER.value + 1 + STAGES.value)
+NEVER = gl.constexpr(2**31 - 1)
+
+
+@gluon.jit
+def _release(step, FIRST: gl.constexpr):
+    named_barrier("arrive", FIRST + step % STAGES, 384)
+
+
+@gluon.jit
+def _hide(
+    p, n, m, K, spans, WG: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr, S_LAYOUT: gl.constexpr
+):  # fmt: skip
+    """0 where a query may not look: (keys, queries), and for keys past the end."""
+    KEY_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    keys = n * BLOCK_K + WG * 64 + gl.arange(0, 64, layout=KEY_LAYOUT)
+    queries = m * BLOCK_Q + gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, S_LAYOUT))
+    if spans is None:
+        first = gl.where(keys < K, keys if CAUSAL else 0, NEVER)
+        visible = queries[None, :] >= first[:, None]
+    else:
+        visible = within(queries, spans.index(WG).load(KEY_LAYOUT), spans.index(2 + WG).load(KEY_LAYOUT))
+    return gl.where(visible, p, 0.0)
+
+
+@gluon.jit
+def _step(
+    dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, num_tiles, step, steps, bh, m, dk, dv, lse,
+    WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
+    PREFETCH: gl.constexpr, WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr,
+    FMA_EXP: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
+    qs, lses, q_full, dos, deltas, do_full = ring
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    stage = step % STAGES
+    phase = (step // STAGES) & 1
+    q = qs.index(stage)
+    do = dos.index(stage)
+    zeros = gl.zeros([64, BLOCK_Q], gl.float32, S_LAYOUT)
+    mbarrier.wait(q_full.index(stage), phase)
+    s_token = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(do_full.index(stage), phase)
+    dp_token = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(1, deps=[s_token])
+    if not PREFETCH:
+        lse = lses.index(stage).load(ROW_LAYOUT)
+    exponents = s * scale - lse[None, :]
+    p = exp2_of_eight(exponents) if FMA_EXP else gl.exp2(exponents)
+    if MASK:
+        masked_until, masked_from, spans = masked
+        hides = m < masked_until
+        if spans is not None:
+            hides = hides | (m >= masked_from)
+        if hides:
+            p = _hide(p, n, m, K, spans, WG, CAUSAL, BLOCK_Q, S_LAYOUT)
+    p_narrow = narrow(p, DTYPE)
+    p_operand = gl.convert_layout(p_narrow, P_LAYOUT)
+    if not LATE_DV:
+        dv_token = warpgroup_mma(p_operand, do, dv, is_async=True)
+    if PREFETCH:
+        delta = deltas.index(stage).load(ROW_LAYOUT)
+        dp = warpgroup_mma_wait(0 if LATE_DV else 1, deps=[dp_token])
+    else:
+        dp = warpgroup_mma_wait(0 if LATE_DV else 1, deps=[dp_token])
+        delta = deltas.index(stage).load(ROW_LAYOUT)
+    if WIDE:
+        ds = narrow(p * (dp - delta[None, :]), DTYPE)
+    else:  # p itself would cost its registers until here
+        ds = narrow(widen(p_narrow, DTYPE) * (dp - delta[None, :]), DTYPE)
+    ds_shared = dss.index(step & 1)
+    if BY_QUERY:
+        ds_shared.slice(WG * 64, 64, dim=1).permute((1, 0)).store(ds)
+        ds_rows = ds_shared
+    else:
+        ds_shared.slice(WG * 64, 64).store(ds)
+        ds_rows = ds_shared.permute((1, 0))
+    if LATE_DV:
+        dv_token = warpgroup_mma(p_operand, do, dv, is_async=True)
+    fence_async_shared()
+    named_barrier("sync", EXCHANGE, 256)
+    dq_zeros = gl.zeros([64, 64], gl.float32, DQ_LAYOUT)
+    if D == 128:  # the consumers share dq by columns, at 64 by rows
+        dq_token = warpgroup_mma(ds_rows, all_k.slice(WG * 64, 64, dim=1), dq_zeros, use_acc=False, is_async=True)
+    else:
+        dq_token = warpgroup_mma(ds_rows.slice(WG * 64, 64), all_k, dq_zeros, use_acc=False, is_async=True)
+    ds_operand = gl.convert_layout(ds, P_LAYOUT)
+    dk_token = warpgroup_mma(ds_operand, q, dk, is_async=True)
+    if PREFETCH:
+        following = step + 1
+        mbarrier.wait(q_full.index(following % STAGES), (following // STAGES) & 1, pred=following < steps)
+        lse = lses.index(following % STAGES).load(ROW_LAYOUT)
+    place = (bh * num_tiles + m) * 2 + WG
+    if DETERMINISTIC:
+        await_acquired(DQ_ACQUIRED + WG)
+    dq, dv, p_operand = warpgroup_mma_wait(1, deps=[dq_token, dv_token, p_operand])
+    _release(step, DO_FREE)
+    add_registers(dq_ptr + place.to(gl.int64) * 4096, dq)
+    dk, ds_operand = warpgroup_mma_wait(0, deps=[dk_token, ds_operand])
+    _release(step, Q_FREE)
+    return dk, dv, lse
+
+
+@gluon.jit
+def _steps(
+    dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, low, high, start, num_tiles, steps, first, last, state,
+    WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
+    AROUND: gl.constexpr, PREFETCH: gl.constexpr, WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr,
+    FMA_EXP: gl.constexpr, DETERMINISTIC: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
+    """Steps [first, last). `state`: head and tile of queries, dk / sm_scale and dv (64, D), and a log-sum-exp ahead."""
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    bh, m, dk, dv, lse = state
+    for step in range(first, last):
+        dk, dv, lse = _step(
+            dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, num_tiles, step, steps, bh, m, dk, dv, lse,
+            WG, D, BLOCK_Q, MASK, CAUSAL, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, DETERMINISTIC,
+            S_LAYOUT, O_LAYOUT, DQ_LAYOUT, DTYPE,
+        )  # fmt: skip
+        bh, m = next_tile(bh, m, low, high, start, AROUND)
+    return bh, m, dk, dv, lse
+
+
+@gluon.jit
+def walk_over(
+    dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, low, high, start, num_tiles, steps, state,
+    WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+    AROUND: gl.constexpr, PREFETCH: gl.constexpr, WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr,
+    FMA_EXP: gl.constexpr, PEELED: gl.constexpr, DETERMINISTIC: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
+    """All steps. Those that need a mask have a loop of their own where the plan or the last key tile wants it.
+
+    Then no other step branches around a mask, behind which its instructions could not run beside those before. As the
+    branches of an `if`, the two loops spill registers; so they do at head_dim 128 without the loop around them.
+    """
+    masked_until, masked_from, spans = masked
+    if PEELED:
+        tiles = high - low  # of a head: `hidden` of them begin it and need a mask, as do those from `ended` on
+        hidden = gl.maximum(gl.minimum(masked_until - low, tiles), 0)
+        PARTS: gl.constexpr = 1 if spans is None else 2
+        for part in range(PARTS * (steps // gl.maximum(tiles, 1))):
+            # Only `state` is carried from part to part: a number that began as a constant would stay one.
+            first = part // PARTS * tiles if AROUND else 0
+            free_from, last = first + hidden, first + tiles
+            if spans is not None:
+                ended = first + gl.maximum(gl.minimum(masked_from - low, tiles), hidden)
+                is_end = part % 2 == 1
+                free_from = gl.where(is_end, last, free_from)
+                first = gl.where(is_end, ended, first)
+                last = gl.where(is_end, last, ended)
+            state = _steps(
+                dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, low, high, start, num_tiles, steps,
+                first, free_from, state, WG, D, BLOCK_Q, True, CAUSAL, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY,
+                FMA_EXP, DETERMINISTIC, DTYPE,
+            )  # fmt: skip
+            state = _steps(
+                dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, low, high, start, num_tiles, steps,
+                free_from, last, state, WG, D, BLOCK_Q, False, CAUSAL, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY,
+                FMA_EXP, DETERMINISTIC, DTYPE,
+            )  # fmt: skip
+        return state
+    free_from = 0
+    if RAGGED:  # the key tile that ends the keys masks everything, the others nothing
+        free_from = gl.where(masked_until == 0, 0, steps)
+        state = _steps(
+            dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, low, high, start, num_tiles, steps,
+            0, free_from, state, WG, D, BLOCK_Q, True, CAUSAL, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY,
+            FMA_EXP, DETERMINISTIC, DTYPE,
+        )  # fmt: skip
+    return _steps(
+        dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, low, high, start, num_tiles, steps,
+        free_from, steps, state, WG, D, BLOCK_Q, CAUSAL, CAUSAL, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY,
+        FMA_EXP, DETERMINISTIC, DTYPE,
+    )  # fmt: skip
