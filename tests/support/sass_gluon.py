@@ -28,6 +28,7 @@ from lmsys.attention.flash_gluon.plans import (
     SHORT,
     BackwardPlan,
     ForwardPlan,
+    backward_plan,
     candidates,
     forward_plan,
 )
@@ -196,16 +197,15 @@ def main(dtypes: list[str], every: bool) -> None:
                 binary = forward(dtype, head_dim, True, False, plan, bounded=True)
                 fields = {name: getattr(plan, name) for name in ("consumers", "tile_k", "ctas", "chained")}
                 report("forward", binary, head_dim=head_dim, causal=True, ragged=False, bounded=True, **fields)
-            for plan in _some({plan: None for _, plan in BACKWARD[head_dim, True]}, every):
+            under = {backward_plan(head_dim, True, keys, bounded=True): None for keys, _ in BACKWARD[head_dim, True]}
+            for plan in _some(under, every):
                 for mode in ({}, {"deterministic": True, "grouped": True})[not every :]:
                     binary = backward(dtype, head_dim, True, False, plan, bounded=True, **mode)
-                    report("backward", binary, head_dim=head_dim, causal=True, ragged=False, bounded=True,
-                           peeled=plan.peeled, **mode)  # fmt: skip
+                    report("backward", binary, head_dim=head_dim, causal=True, ragged=False, bounded=True, **mode)
             plan = BACKWARD[head_dim, False][-1][1]
             for most in ({}, {"deterministic": True}):
                 binary = backward(dtype, head_dim, False, True, plan, grouped=True, **most)
-                report("backward", binary, head_dim=head_dim, causal=False, ragged=True, grouped=True, peeled=False,
-                       **most)  # fmt: skip
+                report("backward", binary, head_dim=head_dim, causal=False, ragged=True, grouped=True, **most)
 
 
 def _some(plans: dict[Any, None], every: bool) -> list[Any]:

@@ -153,6 +153,25 @@ def _steps(
 
 
 @gluon.jit
+def _causal_head(
+    dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, low, high, start, num_tiles, steps, first, last, state,
+    WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, AROUND: gl.constexpr, PREFETCH: gl.constexpr,
+    WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr, FMA_EXP: gl.constexpr,
+    DETERMINISTIC: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
+    """The steps of a head: those that need a mask, which begin it, have a loop of their own."""
+    free_from = first + gl.minimum(gl.maximum(masked[0] - low, 0), last - first)
+    state = _steps(
+        dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, low, high, start, num_tiles, steps, first, free_from,
+        state, WG, D, BLOCK_Q, True, True, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, DETERMINISTIC, DTYPE,
+    )  # fmt: skip
+    return _steps(
+        dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, low, high, start, num_tiles, steps, free_from, last,
+        state, WG, D, BLOCK_Q, False, True, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, DETERMINISTIC, DTYPE,
+    )  # fmt: skip
+
+
+@gluon.jit
 def walk_over(
     dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, low, high, start, num_tiles, steps, state,
     WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
@@ -162,37 +181,25 @@ def walk_over(
     """All steps. Those that need a mask have a loop of their own where the plan or the last key tile wants it.
 
     Then no other step branches around a mask, behind which its instructions could not run beside those before. As the
-    branches of an `if`, the two loops spill registers; so they do at head_dim 128 without the loop around them.
+    branches of an `if`, the two loops spill registers.
     """
-    masked_until, masked_from, spans = masked
     if PEELED:
-        tiles = high - low  # of a head: `hidden` of them begin it and need a mask, as do those from `ended` on
-        hidden = gl.maximum(gl.minimum(masked_until - low, tiles), 0)
-        PARTS: gl.constexpr = 1 if spans is None else 2
-        for part in range(PARTS * (steps // gl.maximum(tiles, 1))):
-            # Only `state` is carried from part to part: a number that began as a constant would stay one.
-            first = part // PARTS * tiles if AROUND else 0
-            free_from, last = first + hidden, first + tiles
-            if spans is not None:
-                ended = first + gl.maximum(gl.minimum(masked_from - low, tiles), hidden)
-                is_end = part % 2 == 1
-                free_from = gl.where(is_end, last, free_from)
-                first = gl.where(is_end, ended, first)
-                last = gl.where(is_end, last, ended)
-            state = _steps(
-                dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, low, high, start, num_tiles, steps,
-                first, free_from, state, WG, D, BLOCK_Q, True, CAUSAL, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY,
-                FMA_EXP, DETERMINISTIC, DTYPE,
+        tiles = gl.maximum(high - low, 1)
+        if not AROUND:
+            return _causal_head(
+                dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, low, high, start, num_tiles, steps, 0, steps,
+                state, WG, D, BLOCK_Q, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, DETERMINISTIC, DTYPE,
             )  # fmt: skip
-            state = _steps(
+        for first in range(0, steps, tiles):
+            state = _causal_head(
                 dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, low, high, start, num_tiles, steps,
-                free_from, last, state, WG, D, BLOCK_Q, False, CAUSAL, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY,
-                FMA_EXP, DETERMINISTIC, DTYPE,
+                first, first + tiles,
+                state, WG, D, BLOCK_Q, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, DETERMINISTIC, DTYPE,
             )  # fmt: skip
         return state
     free_from = 0
     if RAGGED:  # the key tile that ends the keys masks everything, the others nothing
-        free_from = gl.where(masked_until == 0, 0, steps)
+        free_from = gl.where(masked[0] == 0, 0, steps)
         state = _steps(
             dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, low, high, start, num_tiles, steps,
             0, free_from, state, WG, D, BLOCK_Q, True, CAUSAL, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY,

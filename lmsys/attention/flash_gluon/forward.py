@@ -22,7 +22,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from lmsys.attention.flash_gluon.hopper import (
     FIRST_BARRIER,
     barriers,
-    exp2_of_eight,
     gdc_launch_dependents,
     gdc_wait,
     load_rows,
@@ -214,7 +213,7 @@ def _pass_over(
 def _step(
     q, ks, vs, zeros, acc, top, total, p, k_full, k_empty, v_full, v_empty, fill, scale, row, col, K, hides,
     WG: gl.constexpr, WGS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PING_PONG: gl.constexpr,
-    OVERLAP: gl.constexpr, FMA_EXP: gl.constexpr, NAMED: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
+    OVERLAP: gl.constexpr, NAMED: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """Scores of this key tile while P V of the one before it runs, or (not OVERLAP) after it.
@@ -243,8 +242,7 @@ def _step(
         if (col < full_from) | (col + BLOCK_K > full_to):
             s = hide(s, row, col, K, hides, True, BLOCK_K, S_LAYOUT)
     new_top = gl.maximum(top, gl.max(s, 1) * scale)
-    below = s * scale - new_top[:, None]
-    weights = exp2_of_eight(below) if FMA_EXP else gl.exp2(below)
+    weights = gl.exp2(s * scale - new_top[:, None])
     rescale = gl.exp2(top - new_top)
     total = scale_rows(total, rescale) + _partial_sums(weights, BLOCK_K)
     if OVERLAP:
@@ -260,7 +258,7 @@ def _consumer(
     o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, extent,
     WG: gl.constexpr, WGS: gl.constexpr, BLOCK_K: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     PING_PONG: gl.constexpr, OVERLAP: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
-    FMA_EXP: gl.constexpr, NAMED: gl.constexpr, DYNAMIC: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
+    NAMED: gl.constexpr, DYNAMIC: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
 ):  # fmt: skip
     qs, q_full, q_empty = queries
     ks, k_full, k_empty, vs, v_full, v_empty = ring
@@ -316,7 +314,7 @@ def _consumer(
             col = (own_high - 1 - j) * BLOCK_K
             acc, top, total, p = _step(
                 q, ks, vs, zeros, acc, top, total, p, k_full, k_empty, v_full, v_empty, fill, scale, row, col, K,
-                hides, WG, WGS, BLOCK_K, STAGES, PING_PONG, OVERLAP, FMA_EXP, NAMED, K_FREE, V_FREE,
+                hides, WG, WGS, BLOCK_K, STAGES, PING_PONG, OVERLAP, NAMED, K_FREE, V_FREE,
                 S_LAYOUT, O_LAYOUT, P_LAYOUT, DTYPE,
             )  # fmt: skip
             fill += 1
@@ -368,7 +366,7 @@ def forward_kernel(
     first_ptr, end_ptr, per_entry,
     BLOCK_K: gl.constexpr, D: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, PING_PONG: gl.constexpr, OVERLAP: gl.constexpr, NAMED: gl.constexpr, DYNAMIC: gl.constexpr,
-    CHAINED: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, FMA_EXP: gl.constexpr,
+    CHAINED: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """o and the natural log-sum-exp. `scale` in base 2; `counter`: two int32 zeros, zero again at the end.
 
@@ -412,11 +410,11 @@ def forward_kernel(
             )),
             (_consumer, (
                 o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, extent, 0, WGS, BLOCK_K, D, STAGES,
-                PING_PONG, OVERLAP, CAUSAL, RAGGED, FMA_EXP, NAMED, DYNAMIC, K_FREE, V_FREE
+                PING_PONG, OVERLAP, CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
             )),
             (_consumer, (
                 o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, extent, 1, WGS, BLOCK_K, D, STAGES,
-                PING_PONG, OVERLAP, CAUSAL, RAGGED, FMA_EXP, NAMED, DYNAMIC, K_FREE, V_FREE
+                PING_PONG, OVERLAP, CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
             )),
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
     else:
@@ -427,14 +425,14 @@ def forward_kernel(
             )),
             (_consumer, (
                 o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, extent, 0, WGS, BLOCK_K, D, STAGES,
-                PING_PONG, OVERLAP, CAUSAL, RAGGED, FMA_EXP, NAMED, DYNAMIC, K_FREE, V_FREE
+                PING_PONG, OVERLAP, CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
             )),
             (_consumer, (
                 o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, extent, 1, WGS, BLOCK_K, D, STAGES,
-                PING_PONG, OVERLAP, CAUSAL, RAGGED, FMA_EXP, NAMED, DYNAMIC, K_FREE, V_FREE
+                PING_PONG, OVERLAP, CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
             )),
             (_consumer, (
                 o_desc, lse_ptr, scale, outs, queries, ring, mailbox, sizes, extent, 2, WGS, BLOCK_K, D, STAGES,
-                PING_PONG, OVERLAP, CAUSAL, RAGGED, FMA_EXP, NAMED, DYNAMIC, K_FREE, V_FREE
+                PING_PONG, OVERLAP, CAUSAL, RAGGED, NAMED, DYNAMIC, K_FREE, V_FREE
             )),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip

@@ -20,7 +20,6 @@ from lmsys.attention.flash_gluon.plans import (
     BackwardPlan,
     ForwardPlan,
     backward_plan,
-    bounded_plan,
     forward_plan,
     heads_at_once,
 )
@@ -83,8 +82,7 @@ def forward_options(head_dim: int, causal: bool, ragged: bool, plan: ForwardPlan
     return {
         "BLOCK_K": plan.tile_k, "D": head_dim, "WGS": plan.consumers, "STAGES": plan.stages,
         "REGISTERS": registers, "PING_PONG": plan.ping_pong, "OVERLAP": plan.ctas == 1, "NAMED": plan.named,
-        "DYNAMIC": plan.dynamic, "CHAINED": plan.chained, "CAUSAL": causal, "RAGGED": ragged, "FMA_EXP": plan.fma_exp,
-        "maxnreg": cap,
+        "DYNAMIC": plan.dynamic, "CHAINED": plan.chained, "CAUSAL": causal, "RAGGED": ragged, "maxnreg": cap,
         "launch_pdl": plan.chained, **dict.fromkeys(() if bounded else EXTENT[:3]),
     }  # fmt: skip
 
@@ -138,7 +136,7 @@ def backward_options(
     return {
         "BLOCK_Q": BLOCK_Q[head_dim], "D": head_dim, "CAUSAL": causal, "RAGGED": ragged, "GROUPED": grouped,
         "PREFETCH": plan.prefetch, "WIDE": plan.wide, "LATE_DV": plan.late_dv, "BY_QUERY": plan.by_query,
-        "FMA_EXP": plan.fma_exp, "PEELED": plan.peeled and causal,
+        "FMA_EXP": plan.fma_exp, "PEELED": plan.peeled and causal and not bounded,
         "SPREAD": not causal and (ragged or deterministic), "DETERMINISTIC": deterministic,
         **dict.fromkeys(() if bounded else EXTENT),
     }  # fmt: skip
@@ -300,8 +298,7 @@ def _forward(
     launch = _launches.get(key)
     with torch.cuda.device_of(q):
         if launch is None:
-            suited = bounded_plan(q.shape[-1], k.shape[2]) if bounded else forward_plan(q.shape[-1], causal, k.shape[2])
-            chosen = plan or suited
+            chosen = plan or forward_plan(q.shape[-1], causal, k.shape[2], bounded)
             launch = _launches[key] = _Forward(q, k, causal, bounded, chosen)
         launch.run(q, k, v, o, lse, scale, extent)
     return o, lse
@@ -329,7 +326,7 @@ def _backward(
     launch = _launches.get(key)
     with torch.cuda.device_of(q):
         if launch is None:
-            chosen = plan or backward_plan(q.shape[-1], causal, k.shape[2])
+            chosen = plan or backward_plan(q.shape[-1], causal, k.shape[2], bounded)
             launch = _launches[key] = _Backward(q, k, causal, bounded, deterministic, chosen)
         launch.run(q, k, v, o, lse, do, dq, dk, dv, scale, extent)
     return dq, dk, dv

@@ -76,7 +76,6 @@ class ForwardPlan:
     tile_k: int = 128  # keys of a tile
     ctas: int = 1  # on a processor at a time: 2, with half the registers each, begin scores after P V, not before
     chained: bool = False  # begins while the kernel before it in its stream ends: programmatic dependent launch
-    fma_exp: bool = False  # one exponential of eight by FMAs, beside those of the unit for them
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class BackwardPlan:
     late_dv: bool = False  # dV begins once dS is made, so that the exponentials may run beside what follows them
     by_query: bool = False  # dS is exchanged as rows of queries, which the matmul for dq reads untransposed
     fma_exp: bool = False  # one exponential of eight by FMAs, beside those of the unit for them
-    peeled: bool = False  # causal tiles that need a mask have a loop of their own
+    peeled: bool = False  # causal tiles that need a mask have a loop of their own, but under a pattern
 
 
 ANY = 2**31
@@ -137,17 +136,15 @@ BACKWARD: dict[tuple[int, bool], tuple[tuple[int, BackwardPlan], ...]] = {
 }
 
 
-def forward_plan(head_dim: int, causal: bool, keys: int) -> ForwardPlan:
-    return next(plan for longest, plan in FORWARD[head_dim, causal] if keys <= longest)
+def forward_plan(head_dim: int, causal: bool, keys: int, bounded: bool = False) -> ForwardPlan:
+    """bounded: under a pattern, whose intervals find no registers where two CTAs share them."""
+    return next(p for longest, p in FORWARD[head_dim, causal] if keys <= longest and not (bounded and p.ctas > 1))
 
 
-def bounded_plan(head_dim: int, keys: int) -> ForwardPlan:
-    """The causal plan for a forward under a pattern, whose intervals find no registers where two CTAs share them."""
-    return next(plan for longest, plan in FORWARD[head_dim, True] if keys <= longest and plan.ctas == 1)
-
-
-def backward_plan(head_dim: int, causal: bool, keys: int) -> BackwardPlan:
-    return next(plan for longest, plan in BACKWARD[head_dim, causal] if keys <= longest)
+def backward_plan(head_dim: int, causal: bool, keys: int, bounded: bool = False) -> BackwardPlan:
+    """bounded: under a pattern. Its masked tiles get no loop of their own, without which at 64 no other order pays."""
+    own = next(plan for longest, plan in BACKWARD[head_dim, causal] if keys <= longest)
+    return BackwardPlan(own.prefetch, own.l2_mib) if bounded and own.peeled else own
 
 
 def candidates(direction: str, head_dim: int, causal: bool, keys: int) -> list[ForwardPlan] | list[BackwardPlan]:
@@ -172,8 +169,7 @@ def candidates(direction: str, head_dim: int, causal: bool, keys: int) -> list[F
     ]
     small = [replace(plan, stages=3, tile_k=64, ctas=2 if head_dim == 64 else 1, chained=True) for plan in two]
     room = head_dim == 64 and keys > SHORT  # three of them want more registers than there are at 128
-    more = [replace(forward_plan(head_dim, causal, keys), fma_exp=True)]
-    return list(dict.fromkeys([*two, *(three if room else []), *(small if keys <= SMALL_TILES else []), *more]))
+    return list(dict.fromkeys([*two, *(three if room else []), *(small if keys <= SMALL_TILES else [])]))
 
 
 def heads_at_once(l2_mib: int, bytes_per_head: int) -> int:
