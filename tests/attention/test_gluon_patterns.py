@@ -49,9 +49,16 @@ def product() -> Any:
     return kernels
 
 
-def assert_right(case: AttentionCase, seed: int, plan: Any = None, orders: tuple[bool, ...] = (False, True)) -> None:
+def assert_right(
+    case: AttentionCase,
+    seed: int,
+    plan: Any = None,
+    orders: tuple[bool, ...] = (False, True),
+    pattern: Pattern | None = None,
+) -> None:
     """o, the log-sum-exp and the gradients, the latter in each of the `orders` of additions to dq."""
-    x, pattern, scale = make_inputs(case, seed), make_pattern(case, seed), case.head_dim**-0.5
+    x, scale = make_inputs(case, seed), case.head_dim**-0.5
+    pattern = pattern or make_pattern(case, seed)
     oracle = Oracle(case, x, pattern=pattern)
     with simulated():
         o, lse = product()._forward(x.q, x.k, x.v, case.causal, scale, plan, pattern)
@@ -74,6 +81,16 @@ BLIND = AttentionCase(1, 1, 1, 250, 130, 128, "bfloat16", True, grad=True, windo
 @example(case=BLIND, seed=1)
 def test_simulated_it_matches_the_oracle(case: AttentionCase, seed: int) -> None:
     assert_right(case, seed)
+
+
+@known
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_intervals_may_end_before_they_begin(head_dim: int) -> None:
+    """As those of queries do whose window lies beyond a short cache, and those of the keys behind it."""
+    pattern = Pattern(True, 30, key_lengths=torch.tensor([70, 250]))
+    assert (pattern.bounds(250, 250, CPU).end < pattern.bounds(250, 250, CPU).first).any()
+    case = AttentionCase(2, 2, 1, 250, 250, head_dim, "bfloat16", True, grad=True, window=30, key_lengths=True)
+    assert_right(case, 0, pattern=pattern)
 
 
 EDGES = [  # with a key alone at the edge of a tile, or a few behind half of one

@@ -577,6 +577,11 @@ def _jit(function: Any = None, **_: Any) -> Any:
     return function or (lambda function: function)
 
 
+def _hide_outside(x: Tensor, others: Tensor, first: Tensor, length: Tensor, hidden: float) -> Tensor:
+    distance = (others[None, :] - first[:, None]).long() & 0xFFFFFFFF  # unsigned
+    return torch.where(distance < length[:, None], x, hidden)
+
+
 def kernels(module: str) -> dict[str, Any]:
     """The names that the source of `module` defines, over the stand-ins."""
     stand_ins = {
@@ -599,9 +604,11 @@ def kernels(module: str) -> dict[str, Any]:
         "scale_rows": lambda x, factor: x * factor[:, None],
         "widen": lambda x, dtype: x.float(),
     }
+    after = {"intervals": {"hide_outside": _hide_outside}}  # in assembly, too
     before = {"forward": ("intervals", "key_tiles"), "backward": ("intervals", "dq", "backward_steps")}
     for name in (*before.get(module, ()), module):
         _run_source(name, stand_ins)
+        stand_ins |= after.get(name, {})
     return stand_ins
 
 

@@ -203,13 +203,13 @@ def _visited(first_ptr, end_ptr, per_entry, batch, n, K, BLOCK_Q: gl.constexpr):
 
 @gluon.jit
 def _keep_intervals(spans, first_ptr, end_ptr, per_entry, batch, n, K):
-    """Stores the keys' intervals for the masks of the consumers: `first` of each consumer, then `end`."""
+    """Stores the keys' intervals for the masks of the consumers: `first` of each consumer, then the lengths."""
     extent = first_ptr, end_ptr, per_entry
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     for w in gl.static_range(2):
-        first, end = intervals(extent, batch, n * BLOCK_K + w * 64, K, 64, LAYOUT)
+        first, length = intervals(extent, batch, n * BLOCK_K + w * 64, K, 64, LAYOUT)
         spans.index(w).store(first)
-        spans.index(2 + w).store(end)
+        spans.index(2 + w).store(length)
 
 
 @gluon.jit(

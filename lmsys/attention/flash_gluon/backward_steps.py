@@ -22,7 +22,7 @@ from lmsys.attention.flash_gluon.hopper import (
     narrow,
     widen,
 )
-from lmsys.attention.flash_gluon.intervals import within
+from lmsys.attention.flash_gluon.intervals import hide_outside
 
 EXCHANGE = FIRST_BARRIER  # named barriers: both consumers have written dS; stages of q, of do; then those of `dq`
 Q_FREE = gl.constexpr(FIRST_BARRIER.value + 1)
@@ -41,14 +41,15 @@ def _hide(
 ):  # fmt: skip
     """0 where a query may not look: (keys, queries), and for keys past the end."""
     KEY_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    keys = n * BLOCK_K + WG * 64 + gl.arange(0, 64, layout=KEY_LAYOUT)
     queries = m * BLOCK_Q + gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, S_LAYOUT))
     if spans is None:
+        keys = n * BLOCK_K + WG * 64 + gl.arange(0, 64, layout=KEY_LAYOUT)
         first = gl.where(keys < K, keys if CAUSAL else 0, NEVER)
-        visible = queries[None, :] >= first[:, None]
+        p = gl.where(queries[None, :] >= first[:, None], p, 0.0)
     else:
-        visible = within(queries, spans.index(WG).load(KEY_LAYOUT), spans.index(2 + WG).load(KEY_LAYOUT))
-    return gl.where(visible, p, 0.0)
+        first, length = spans.index(WG).load(KEY_LAYOUT), spans.index(2 + WG).load(KEY_LAYOUT)
+        p = hide_outside(p, queries, first, length, 0.0)
+    return p
 
 
 @gluon.jit

@@ -31,6 +31,7 @@ from lmsys.attention.flash_gluon.hopper import (
     scale_rows,
     store_rows,
 )
+from lmsys.attention.flash_gluon.intervals import intervals
 from lmsys.attention.flash_gluon.key_tiles import ROWS, hide, key_tiles, own_key_tiles
 from lmsys.attention.flash_gluon.names import thread_barrier
 
@@ -172,7 +173,7 @@ def _first_weights(
 ):  # fmt: skip
     """`_weights`, of which half are known to be zero where a tile of more keys than queries begins with their own."""
     if CAUSAL and BLOCK_K > ROWS:
-        extent, batch, Q, stop, full_from, full_to = hides
+        extent, first, length, stop, full_from, full_to = hides
         first_ptr, end_ptr, per_entry = extent
         half = row == col
         if first_ptr is not None:
@@ -220,7 +221,7 @@ def _step(
 
     The tile hides nothing, but where queries have intervals.
     """
-    extent, batch, Q, stop, full_from, full_to = hides
+    extent, first, length, stop, full_from, full_to = hides
     stage = fill % STAGES
     before = (fill - 1) % STAGES
     mbarrier.wait(k_full.index(stage), (fill // STAGES) & 1)
@@ -293,7 +294,8 @@ def _consumer(
         if BOUNDED:
             batch = bh // H
             own_low, own_high, stop, full_from, full_to = own_key_tiles(extent, batch, row, low, high, Q, BLOCK_K)
-            hides = extent, batch, Q, stop, full_from, full_to
+            first, length = intervals(extent, batch, row, Q, ROWS, ROW_LAYOUT)
+            hides = extent, first, length, stop, full_from, full_to
         elif CAUSAL and WGS * ROWS > BLOCK_K:
             own_high = gl.cdiv(gl.minimum(K, row + ROWS), BLOCK_K)
         if BOUNDED or (CAUSAL and WGS * ROWS > BLOCK_K):

@@ -1,6 +1,6 @@
 """The tiles of keys that the forward visits, and what is hidden in them.
 
-`hides` says what a consumer's queries do not see: the `extent` of `intervals.py`, their batch entry, Q, and of their
+`hides` says what a consumer's queries do not see: the `extent` of `intervals.py`, their `intervals`, and of their
 `edges` all but the first; a dense kernel is given zeros for all but the extent.
 
 Legend: B batch, H query heads, Q queries, K keys.
@@ -9,7 +9,7 @@ Legend: B batch, H query heads, Q queries, K keys.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lmsys.attention.flash_gluon.intervals import edges, intervals, within
+from lmsys.attention.flash_gluon.intervals import edges, hide_outside
 
 ROWS = gl.constexpr(64)  # queries of a consumer: the M of a warp group's matmul
 
@@ -40,13 +40,16 @@ def own_key_tiles(extent, batch, row, low, high, Q, BLOCK_K: gl.constexpr):
 @gluon.jit
 def hide(scores, row, col, K, hides, CAUSAL: gl.constexpr, BLOCK_K: gl.constexpr, LAYOUT: gl.constexpr):
     """-inf where a query may not look; query `row` + i sees the keys up to min(row + i, K - 1), or its interval."""
-    extent, batch, Q, stop, full_from, full_to = hides
+    extent, first, length, stop, full_from, full_to = hides
     if extent[0] is None:
         visible = _up_to_the_last(row, col, K, CAUSAL, BLOCK_K, LAYOUT)
+        scores = gl.where(visible, scores, float("-inf"))
     else:
-        first, end = intervals(extent, batch, row, Q, ROWS, gl.SliceLayout(1, LAYOUT))
-        visible = within(col + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, LAYOUT)), first, end)
-    return gl.where(visible, scores, float("-inf"))
+        cols = col + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, LAYOUT))
+        first = gl.convert_layout(first, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+        length = gl.convert_layout(length, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+        scores = hide_outside(scores, cols, first, length, float("-inf"))
+    return scores
 
 
 @gluon.jit
