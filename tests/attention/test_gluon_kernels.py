@@ -399,9 +399,10 @@ def test_the_kernels_for_hopper_are_well_made() -> None:
 @pytest.mark.parametrize(("head_dim", "causal"), [*itertools.product((64, 128), (False, True))])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("window", [None, 70])
-def test_a_fixed_order_takes_the_plan_of_plain_attention_and_a_pattern_a_causal_one(
+def test_a_pattern_and_a_fixed_order_take_the_plan_of_plain_attention(
     head_dim: int, causal: bool, deterministic: bool, window: int | None
 ) -> None:
+    """Under a pattern it is that of causal attention."""
     from lmsys.attention.flash_gluon.plans import backward_plan
 
     case = AttentionCase(1, 2, 1, 70, 70, head_dim, "bfloat16", causal, grad=True)
@@ -415,7 +416,7 @@ def test_a_fixed_order_takes_the_plan_of_plain_attention_and_a_pattern_a_causal_
     lse = torch.empty(1, 2, 70)
     with simulated(), patch.multiple(product(), _launches={}, _Backward=launch):
         product()._backward(x.q, x.k, x.v, x.do, lse, x.do, causal, 1.0, deterministic, None, pattern)
-    assert taken == [backward_plan(head_dim, causal or window is not None, 70, bounded=window is not None)]
+    assert taken == [backward_plan(head_dim, causal or window is not None, 70)]
 
 
 def test_a_hang_is_told_and_ends_the_process() -> None:

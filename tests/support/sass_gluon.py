@@ -28,7 +28,6 @@ from lmsys.attention.flash_gluon.plans import (
     SHORT,
     BackwardPlan,
     ForwardPlan,
-    backward_plan,
     candidates,
     forward_plan,
 )
@@ -197,8 +196,7 @@ def main(dtypes: list[str], every: bool) -> None:
                 binary = forward(dtype, head_dim, True, False, plan, bounded=True)
                 fields = {name: getattr(plan, name) for name in ("consumers", "tile_k", "ctas", "chained")}
                 report("forward", binary, head_dim=head_dim, causal=True, ragged=False, bounded=True, **fields)
-            under = {backward_plan(head_dim, True, keys, bounded=True): None for keys, _ in BACKWARD[head_dim, True]}
-            for plan in _some(under, every):
+            for plan in _some({plan: None for _, plan in BACKWARD[head_dim, True]}, every):
                 for mode in ({}, {"deterministic": True, "grouped": True})[not every :]:
                     binary = backward(dtype, head_dim, True, False, plan, bounded=True, **mode)
                     report("backward", binary, head_dim=head_dim, causal=True, ragged=False, bounded=True, **mode)

@@ -326,7 +326,7 @@ def _backward(
     launch = _launches.get(key)
     with torch.cuda.device_of(q):
         if launch is None:
-            chosen = plan or backward_plan(q.shape[-1], causal, k.shape[2], bounded)
+            chosen = plan or backward_plan(q.shape[-1], causal, k.shape[2])
             launch = _launches[key] = _Backward(q, k, causal, bounded, deterministic, chosen)
         launch.run(q, k, v, o, lse, do, dq, dk, dv, scale, extent)
     return dq, dk, dv

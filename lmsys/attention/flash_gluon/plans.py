@@ -141,10 +141,8 @@ def forward_plan(head_dim: int, causal: bool, keys: int, bounded: bool = False) 
     return next(p for longest, p in FORWARD[head_dim, causal] if keys <= longest and not (bounded and p.ctas > 1))
 
 
-def backward_plan(head_dim: int, causal: bool, keys: int, bounded: bool = False) -> BackwardPlan:
-    """bounded: under a pattern. Its masked tiles get no loop of their own, without which at 64 no other order pays."""
-    own = next(plan for longest, plan in BACKWARD[head_dim, causal] if keys <= longest)
-    return BackwardPlan(own.prefetch, own.l2_mib) if bounded and own.peeled else own
+def backward_plan(head_dim: int, causal: bool, keys: int) -> BackwardPlan:
+    return next(plan for longest, plan in BACKWARD[head_dim, causal] if keys <= longest)
 
 
 def candidates(direction: str, head_dim: int, causal: bool, keys: int) -> list[ForwardPlan] | list[BackwardPlan]:
