@@ -38,6 +38,7 @@ from lmsys.attention.flash_torch import backward_here
 from lmsys.attention.flash_triton_decode import decode, decodes, forward_tensors
 from lmsys.attention.flash_triton_kernels import _dkdv_kernel, _dq_kernel, _fwd_kernel
 from lmsys.attention.pattern import INTERVALS, PLAIN, Pattern
+from lmsys.attention.side_by_side import gradients_like
 from lmsys.attention.tuning import Tile, block_d, candidates, tune
 from lmsys.kernels.launch import INTERPRETED, Kernel, describable, dot_precision, geometry, stream_of
 
@@ -208,7 +209,7 @@ def _backward(
         # autograd runs this in a thread of its own, where nothing may have bound a CUDA context yet: Triton binds one
         # on launch, but descriptors are encoded before. This call binds it, also while a graph is captured.
         torch.cuda.is_current_stream_capturing()
-    dq, dk, dv = (describable(torch.empty_like(x)) for x in (q, k, v))
+    dq, dk, dv = gradients_like(q, k, v, lambda x: describable(torch.empty_like(x)))
     q, k, v, o, do = (describable(x) for x in (q, k, v, o, do))
     rows = q.shape[0] * q.shape[1] * _padded(q.shape[2])
     lse2, delta = (torch.empty(rows, dtype=torch.float32, device=q.device) for _ in range(2))

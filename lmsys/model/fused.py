@@ -5,6 +5,9 @@ residual stream and the branch once, and writes the sum and what the matmuls beh
 gradient of the stream in both precisions, for the stream in its own and for the branch in that of the matmuls, where
 autograd and a compiler need a pass for each. Recorded as a CUDA graph, such a step needs no compiler.
 
+Queries and keys are rotated where their projection has written them. Two matmuls read the second norm, and the one that
+makes the second part of its gradient adds the first.
+
 On a CPU, in float64 and without Triton, the same functions are compositions of PyTorch's.
 Legend: B batch, S sequence length, M d_model, F d_ff.
 """
@@ -19,7 +22,7 @@ from torch import Tensor
 from lmsys.autograd import once_differentiable
 from lmsys.measure.profile import part
 from lmsys.model.functions import silu
-from lmsys.model.linear import matmul_dtype
+from lmsys.model.linear import linears, matmul_dtype
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -46,15 +49,15 @@ def swiglu(gate: Tensor, value: Tensor) -> Tensor:
 def run(layers: Sequence[Any], last: Any, x: Tensor, attend: Sequence[Any], rope: Any, positions: Any) -> Tensor:
     """Blocks in a row and the norm behind them: x (B, S, M) -> (B, S, M), in the dtype that matmuls read.
 
-    The blocks are not called as modules, only their parts are.
+    The blocks are not called as modules, nor are their attention, their first feed-forward layers and, on CUDA, norms.
     """
     branch = None
     for layer, attend_here in zip(layers, attend, strict=True):
         x, normalised = add_norm(x, branch, layer.ln1)
-        branch = layer.attn(normalised, attend_here, rope, positions)
+        branch = layer.attn.mix(layer.attn.project(normalised), attend_here, rope, positions, in_place=True)
         x, normalised = add_norm(x, branch, layer.ln2)
-        gate, value = layer.ffn.up(normalised)
         with part("feed-forward"):
+            gate, value = linears(normalised, layer.ffn.w1.weight, layer.ffn.w3.weight)
             branch = layer.ffn.w2(swiglu(gate, value))
     return add_norm(x, branch, last)[1]
 

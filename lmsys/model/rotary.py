@@ -2,6 +2,7 @@
 
 On CUDA one kernel reads the projections and writes q, k and v, and one brings their gradients back together; in plain
 PyTorch, and as torch.compile fuses it, the pairs of neighbours are read a value at a time, at half the memory's speed.
+In place, the kernels read and write q and k alone, and v is never copied: attention reads all three where they lie.
 
 Source: Su et al. 2021 (arXiv 2104.09864).
 Legend: B batch, S sequence length, H query heads, Hkv key/value heads, D head dimension, N = H + 2 Hkv.
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lmsys.attention.side_by_side import whole_of
 from lmsys.autograd import once_differentiable
 from lmsys.kernels.custom_op import define
 from lmsys.model.ids import check_ids
@@ -31,13 +33,21 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("cos", angles.cos().float(), persistent=False)
         self.register_buffer("sin", angles.sin().float(), persistent=False)
 
-    def forward(self, projected: Tensor, num_heads: int, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, projected: Tensor, num_heads: int, positions: Tensor | None, in_place: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """projected (B, S, N D), positions (S) or (B, S), by default 0 ... S - 1 -> q (B, S, H, D) and k, v
-        (B, S, Hkv, D), each in memory of its own, of projected's dtype."""
+        (B, S, Hkv, D), each in memory of its own, of projected's dtype.
+
+        `in_place`: eager kernels write q and k over projected, of which q, k and v are parts then, and gradients that
+        lie side by side are turned back where they lie. Nobody else may read these tensors afterwards; autograd refuses
+        a backward that needs projected as it was.
+        """
         cos, sin = (t[: projected.shape[1]] if positions is None else t[positions] for t in (self.cos, self.sin))
         heads = projected.unflatten(-1, (-1, 2 * cos.shape[-1]))  # (B, S, N, D)
-        if HAS_TRITON and projected.is_cuda and projected.dtype != torch.float64:
-            return _Rotate.apply(heads, cos, sin, num_heads)
+        if not _plain(projected):
+            rotation = _RotateInPlace if in_place and not torch.compiler.is_compiling() else _Rotate
+            return rotation.apply(heads, cos, sin, num_heads)
         kv_heads = (heads.shape[2] - num_heads) // 2
         q, k, v = heads.split([num_heads, kv_heads, kv_heads], dim=2)
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # (..., S, 1, D / 2): the same for every head
@@ -61,6 +71,10 @@ class RotaryEmbedding(nn.Module):
         return _turn(x, self.cos[positions], self.sin[positions])
 
 
+def _plain(x: Tensor) -> bool:
+    return not (HAS_TRITON and x.is_cuda and x.dtype != torch.float64)
+
+
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     even, odd = wide.unflatten(-1, (-1, 2)).unbind(-1)
@@ -71,7 +85,7 @@ def _rotate(heads: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> tuple[Te
     from lmsys.model.rotary_triton import turn
 
     parts = _like_parts(heads, cos, sin, num_heads)
-    turn(heads.contiguous(), parts, cos.contiguous(), sin.contiguous(), backward=False)
+    turn(heads.contiguous(), parts, cos.contiguous(), sin.contiguous(), num_heads, backward=False)
     return parts
 
 
@@ -79,7 +93,7 @@ def _rotate_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tenso
     from lmsys.model.rotary_triton import turn
 
     heads, parts = _like_heads(dq, dk, dv, cos, sin), (dq.contiguous(), dk.contiguous(), dv.contiguous())
-    turn(heads, parts, cos.contiguous(), sin.contiguous(), backward=True)
+    turn(heads, parts, cos.contiguous(), sin.contiguous(), dq.shape[2], backward=True)
     return heads
 
 
@@ -93,7 +107,35 @@ def _like_heads(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) ->
     return dq.new_empty(*dq.shape[:2], dq.shape[2] + 2 * dk.shape[2], dq.shape[3])
 
 
-# heads (B, S, N, D), cos and sin (S, D / 2) or (B, S, D / 2) -> q, k, v, by the kernel of rotation_triton.py; and back.
+class _RotateInPlace(torch.autograd.Function):
+    """Gradients that lie side by side, as some attention rows leave them, are turned back in place as well."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> tuple[Tensor, ...]:
+        from lmsys.model.rotary_triton import turn
+
+        ctx.save_for_backward(cos, sin)
+        heads = heads.detach().contiguous()
+        turn(heads, None, cos.contiguous(), sin.contiguous(), num_heads, backward=False)
+        torch.autograd.graph.increment_version(heads)  # a kernel's writes are counted by nothing
+        kv_heads = (heads.shape[2] - num_heads) // 2
+        return heads.split([num_heads, kv_heads, kv_heads], dim=2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        from lmsys.model.rotary_triton import turn
+
+        dq, dk, dv = grads
+        cos, sin = ctx.saved_tensors
+        together = whole_of(*(g.transpose(1, 2) for g in grads))
+        if together is None:
+            return _rotate_backward(dq, dk, dv, cos, sin), None, None, None
+        turn(together, None, cos.contiguous(), sin.contiguous(), dq.shape[2], backward=True)
+        return together, None, None, None
+
+
+# heads (B, S, N, D), cos and sin (S, D / 2) or (B, S, D / 2) -> q, k, v, by the kernel of rotary_triton.py; and back.
 ANGLES, THREE = "Tensor cos, Tensor sin", "(Tensor, Tensor, Tensor)"
 rotate = define("rotate", f"(Tensor heads, {ANGLES}, int num_heads) -> {THREE}", _rotate, _like_parts)
 rotate_backward = define(

@@ -116,11 +116,18 @@ class Attention(nn.Module):
         with part("projections"):
             return self.qkv(x, self.q_proj, self.k_proj, self.v_proj)
 
-    def mix(self, projected: Tensor, attend: Any, rope: RotaryEmbedding | None, positions: Tensor | None) -> Tensor:
-        """The rest of it, from what `project` gives."""
+    def mix(
+        self,
+        projected: Tensor,
+        attend: Any,
+        rope: RotaryEmbedding | None,
+        positions: Tensor | None,
+        in_place: bool = False,
+    ) -> Tensor:
+        """The rest of it, from what `project` gives; `in_place` as in `RotaryEmbedding`."""
         with part("rotation"):  # (B, S, H, D), (B, S, Hkv, D) twice
             if rope is not None:
-                q, k, v = rope(projected, self.num_heads, positions)
+                q, k, v = rope(projected, self.num_heads, positions, in_place)
             else:
                 heads = self.num_heads, self.kv_heads, self.kv_heads
                 q, k, v = projected.unflatten(-1, (-1, self.head_dim)).split(heads, dim=-2)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lmsys.config import model_config
-from lmsys.model import TransformerLM, fused
+from lmsys.model import TransformerLM, fused, rotary
 from lmsys.model.transformer import RMSNorm
 from lmsys.testing import error_ratio
 
@@ -97,9 +97,11 @@ def test_the_product_of_swiglu(size: tuple[int, int], seed: int, dtype: torch.dt
     )
 
 
-def models(device: str, residual: str = "wide") -> tuple[TransformerLM, TransformerLM, Tensor]:
+def models(
+    device: str, residual: str = "wide", attention: str = "naive"
+) -> tuple[TransformerLM, TransformerLM, Tensor]:
     """Two of the same weights, of which the second is fused; and tokens."""
-    config = replace(model_config("tiny", context_length=16), attention="naive", num_layers=2, residual=residual)
+    config = replace(model_config("tiny", context_length=16), attention=attention, residual=residual, num_kv_heads=2)
     torch.manual_seed(1)
     plain, other = TransformerLM(config, device), TransformerLM(config, device)
     other.load_state_dict(plain.state_dict())
@@ -120,14 +122,20 @@ def test_on_a_cpu_a_fused_model_has_the_bits_of_an_eager_one() -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize(("dtype", "residual"), [(None, "wide"), (torch.bfloat16, "wide"), (torch.bfloat16, "narrow")])
+@pytest.mark.parametrize(
+    ("dtype", "residual", "attention"),
+    [(None, "wide", "flash_triton"), (torch.bfloat16, "wide", "naive"), (torch.bfloat16, "narrow", "naive")],
+)
 def test_a_fused_model_errs_no_more_than_an_eager_one(
-    dtype: torch.dtype | None, residual: str, device: str, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype | None, residual: str, attention: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, other, tokens = models(device, residual)
+    plain, other, tokens = models(device, residual, attention)
     ordinary = gradients(plain, tokens, dtype)
-    monkeypatch.setattr(fused, "_plain", lambda x: False)
+    for module in (fused, rotary):
+        monkeypatch.setattr(module, "_plain", lambda x: False)
     found = gradients(other, tokens, dtype)
+    monkeypatch.undo()
+    plain.config = replace(plain.config, attention="naive")
     exact = gradients(plain.double(), tokens)
     for one, usual, right in zip(found, ordinary, exact, strict=True):
         assert error_ratio(one, right, usual.to(dtype or torch.float32)) <= 1

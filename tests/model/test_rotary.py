@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lmsys.attention.compiled import why_no_compiler
-from lmsys.model.rotary import HAS_TRITON, RotaryEmbedding, rotate, rotate_backward
+from lmsys.model import rotary
+from lmsys.model.rotary import HAS_TRITON, RotaryEmbedding, _Rotate, _RotateInPlace, rotate, rotate_backward
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="pip install triton to test its kernels")
 sizes = st.tuples(*(st.integers(1, n) for n in (3, 6, 6, 4, 10)))  # B, S, H, Hkv, D / 2
@@ -81,6 +82,55 @@ def test_the_kernel_is_the_plain_rotation(
 
 
 @needs_triton
+@given(
+    size=sizes, seed=seeds, dtype=st.sampled_from([torch.float32, torch.float16]), positioned=st.booleans(),
+    together=st.booleans(),
+)  # fmt: skip
+def test_in_place_it_has_the_same_bits(
+    size: tuple[int, ...], seed: int, dtype: torch.dtype, positioned: bool, together: bool, device: str
+) -> None:
+    """Gradients may lie side by side, where they are turned back, or apart."""
+    batch, length, heads, kv_heads, half = size
+    rope, x = draw(size, seed, dtype, device)
+    positions = torch.randint(16, (batch, length), device=device) if positioned else torch.arange(length, device=device)
+    cos, sin = rope.cos[positions], rope.sin[positions]
+    gradient = torch.randn(batch, length, heads + 2 * kv_heads, 2 * half, device=device).to(dtype)
+    found = []
+    for function in (_Rotate, _RotateInPlace):
+        projected = (x * 1).unflatten(-1, (-1, 2 * half))
+        parts = function.apply(projected, cos, sin, heads)
+        grads = gradient.clone().split([heads, kv_heads, kv_heads], dim=2)
+        given = grads if together else [g.clone() for g in grads]
+        found.append([*parts, *torch.autograd.grad(parts, x, given)])
+        in_place = {part.untyped_storage().data_ptr() for part in (projected, *parts)}
+        assert len(in_place) == (1 if function is _RotateInPlace else 4)
+    assert all(map(torch.equal, *found))
+
+
+@needs_triton
+def test_a_backward_that_needs_the_projection_is_refused(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the projection itself, and of what was computed before it is rotated once more."""
+    monkeypatch.setattr(rotary, "_plain", lambda x: False)
+    rope, x = draw((1, 3, 1, 1, 2), 0, torch.float32, device)
+    kept = rope(x.exp(), 1, None, in_place=True)[0]
+    projected = x * 1
+    once, again = rope(projected, 1, None, in_place=True)[0].square(), rope(projected, 1, None, in_place=True)[0]
+    for result in (kept, once + again):
+        with pytest.raises(RuntimeError, match="modified .*inplace"):
+            result.sum().backward()
+
+
+@needs_triton
+def test_compiled_code_does_not_rotate_in_place(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rotary, "_plain", lambda x: False)
+    rope, x = draw((2, 5, 4, 2, 4), 0, torch.float32, device)
+    before = x.detach().clone()
+    expected = rope(x, 4, None)
+    found = torch.compile(rope, backend="eager", fullgraph=True, dynamic=False)(x, 4, None, in_place=True)
+    assert torch.equal(x, before) and all(map(torch.equal, found, expected))
+
+
+@needs_triton
 def test_angles_are_read_as_what_they_are(device: str) -> None:
     """A kernel is kept for later calls: those of a module that was cast to float64 are not for its pointers."""
     heads, cos, sin = (torch.randn(shape, device=device) for shape in ((2, 7, 3, 16), (7, 8), (7, 8)))
@@ -89,12 +139,13 @@ def test_angles_are_read_as_what_they_are(device: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_on_a_gpu_the_kernel_is_differentiated_and_compiled(dtype: torch.dtype, compiled: bool) -> None:
+def test_on_a_gpu_the_kernel_is_differentiated_and_compiled(dtype: torch.dtype, compiled: bool, in_place: bool) -> None:
     rope, x = draw((2, 16, 25, 5, 40), 0, dtype, "cuda")
     function = torch.compile(rope, fullgraph=True, dynamic=False) if compiled else rope
-    found, expected = function(x, 25, None), [y.cuda() for y in rope.cpu()(x.cpu(), 25, None)]
+    found, expected = function(x * 1, 25, None, in_place), [y.cuda() for y in rope.cpu()(x.cpu(), 25, None)]
     grads = [torch.randn_like(part).transpose(1, 2).contiguous().transpose(1, 2) for part in found]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)

@@ -39,8 +39,9 @@ def gradients(model: TransformerLM) -> list[Tensor]:
 
 def casting(model: TransformerLM) -> TransformerLM:
     """A model of the same weights that keeps no copies."""
-    other = TransformerLM(CONFIG, model.lm_head.weight.device)
+    other = TransformerLM(CONFIG, model.lm_head.weight.device).fuse_blocks()
     other.load_state_dict(model.state_dict())
+    other.rounded = None
     return other
 
 

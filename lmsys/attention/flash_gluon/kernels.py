@@ -27,6 +27,7 @@ from lmsys.attention.flash_gluon.postprocess import postprocess_kernel
 from lmsys.attention.flash_gluon.preprocess import preprocess_kernel
 from lmsys.attention.flash_gluon.support import flash_gluon_supports
 from lmsys.attention.pattern import Pattern
+from lmsys.attention.side_by_side import gradients_like
 from lmsys.kernels.launch import raw_stream
 
 __all__ = ["FlashGluon", "flash_gluon", "flash_gluon_supports"]
@@ -316,7 +317,7 @@ def _backward(
     torch.cuda.is_current_stream_capturing()
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    dq, dk, dv = _like(q), _like(k), _like(v)
+    dq, dk, dv = gradients_like(q, k, v, _like)
     q, k, v, o, do = _addressable(q), _addressable(k), _addressable(v), _addressable(o), _addressable(do)
     bounded, extent = pattern is not None, ()
     if pattern is not None:

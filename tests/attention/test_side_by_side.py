@@ -1,0 +1,123 @@
+"""Queries, keys and values as parts of one tensor: when they are, and gradients that lie as they do."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lmsys.attention import ATTENTION
+from lmsys.attention.contract import AttentionCase
+from lmsys.attention.side_by_side import gradients_like, whole_of
+from lmsys.model.rotary import HAS_TRITON
+
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="pip install triton to test its kernels")
+sizes = st.tuples(*(st.integers(1, n) for n in (2, 5, 2, 2)), st.sampled_from([4, 8, 16]))  # B, S, Hkv, H / Hkv, D
+
+
+def parts_of(whole: Tensor, kv_heads: int) -> list[Tensor]:
+    heads = whole.shape[2] - 2 * kv_heads
+    return [x.transpose(1, 2) for x in whole.split([heads, kv_heads, kv_heads], dim=2)]
+
+
+def drawn(size: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
+    batch, length, kv_heads, group, head_dim = size
+    whole = torch.randn(batch, length, (group + 2) * kv_heads, head_dim, generator=torch.Generator().manual_seed(1))
+    return whole, parts_of(whole, kv_heads)
+
+
+@given(sizes)
+def test_parts_are_found_whole(size: tuple[int, ...]) -> None:
+    whole, parts = drawn(size)
+    found = whole_of(*parts)
+    assert found is not None
+    assert (found.data_ptr(), found.shape, found.is_contiguous()) == (whole.data_ptr(), whole.shape, True)
+
+
+@given(size=sizes, number=st.integers(0, 2))
+def test_others_are_no_parts(size: tuple[int, ...], number: int) -> None:
+    """One is elsewhere, has fewer rows, or one value in all columns; or two have changed places."""
+    whole, parts = drawn(size)
+    one = parts[number]
+    for other in (one.clone(), one[:, :, :-1], one[..., :1].expand_as(one)):
+        assert whole_of(*(other if index == number else x for index, x in enumerate(parts))) is None
+    assert whole_of(parts[0], parts[2], parts[1]) is None
+    elsewhere = parts_of(whole.clone(), size[2])
+    assert whole_of(parts[0], *elsewhere[1:]) is None
+
+
+@given(sizes)
+def test_gradients_lie_as_their_inputs_do(size: tuple[int, ...]) -> None:
+    _, parts = drawn(size)
+    together = gradients_like(*parts, torch.empty_like)
+    assert whole_of(*together) is not None
+    apart = gradients_like(*(x.clone() for x in parts), torch.empty_like)
+    assert whole_of(*apart) is None
+    for found in (together, apart):
+        assert [x.shape for x in found] == [x.shape for x in parts]
+
+
+def test_rows_that_no_descriptor_takes_are_made_apart() -> None:
+    _, parts = drawn((1, 3, 1, 1, 2))
+    assert whole_of(*gradients_like(*parts, torch.empty_like)) is None
+
+
+def assert_bits(whole: Tensor, kv_heads: int, run: Callable[..., Sequence[Tensor]]) -> None:
+    """`run` makes a result and three gradients of parts of one tensor, and the same of these inputs apart."""
+    found = []
+    for apart in (False, True):
+        o, *grads = run(*(x.clone() if apart else x for x in parts_of(whole, kv_heads)))
+        assert (whole_of(*grads) is None) == apart
+        found.append([o, *grads])
+    assert all(map(torch.equal, *found))
+
+
+def of_row(name: str) -> Callable[..., Sequence[Tensor]]:
+    def run(*parts: Tensor) -> Sequence[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in parts]
+        o = ATTENTION[name].load()(*leaves, causal=True)
+        return o, *torch.autograd.grad(o, leaves, torch.ones_like(o))
+
+    return run
+
+
+@needs_triton
+@settings(max_examples=5)
+@given(size=sizes, dtype=st.sampled_from([torch.float32, torch.float16]))
+def test_flash_triton_has_the_same_bits(size: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    size = (*size[:4], 16)
+    assert_bits(drawn(size)[0].to(device, dtype), size[2], of_row("flash_triton"))
+
+
+@needs_triton
+def test_flash_gluon_has_the_same_bits_as_it_is_simulated() -> None:
+    from lmsys.attention.flash_gluon import kernels
+    from lmsys.kernels.tritons import KNOWN_TRITON, is_known
+    from tests.support.gluon_simulator import simulated
+
+    if not is_known():
+        pytest.skip(f"pip install triton=={KNOWN_TRITON[0]}, for which it is written")
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
+        with simulated():
+            o, lse = kernels._forward(q, k, v, True, 0.125)
+            return o, *kernels._backward(q, k, v, o, lse, torch.ones_like(o), True, 0.125, True)
+
+    assert_bits(drawn((2, 150, 1, 2, 64))[0].half(), 1, run)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_flash_gluon_has_the_same_bits(head_dim: int) -> None:
+    capability = torch.cuda.get_device_capability()
+    case = AttentionCase(2, 4, 2, 300, 300, head_dim, "bfloat16", True, True, "cuda", capability)
+    if reason := ATTENTION["flash_gluon"].why_not(case):
+        pytest.skip(reason)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert_bits(drawn((2, 300, 2, 2, head_dim))[0].to("cuda", torch.bfloat16), 2, of_row("flash_gluon"))
+    finally:
+        torch.use_deterministic_algorithms(before)
