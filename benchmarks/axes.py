@@ -135,8 +135,8 @@ NAMED = (
         one_of(*COMPILES),
         ("eager",),
         "--compile",
-        "eager, compiled (block by block), graphed (and replayed as a CUDA graph); of a model also fused (by kernels of"
-        " ours, without a compiler, and replayed)",
+        "eager, compiled (block by block), graphed (and replayed as a CUDA graph), fused (by kernels of ours, without a"
+        " compiler, and replayed)",
     ),
     Axis(
         "checkpoint",

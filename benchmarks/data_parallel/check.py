@@ -81,7 +81,7 @@ def _trained(case: ParallelCase, config: ModelConfig, options: dict[str, object]
     strategy = wrap(case, build(config, str(device()), seed + rank), options)
     optimizer = make_optimizer(case, strategy, torch.optim.SGD, **SGD)
     gradients = Gradients(strategy, "fp32")
-    if case.compile == "graphed":
+    if case.replayed:
         gradients.record()
     for data in _batches(config, case.world_size, seed):
         gradients(*_of_rank(data, rank))

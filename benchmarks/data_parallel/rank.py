@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.arithmetic import RECOMPILE_LIMIT, autocast, matmuls
 from benchmarks.data_parallel.cases import ParallelCase
 from benchmarks.data_parallel.passes import ADAMW, WARM_STEPS, Batches, Pass, leave
-from benchmarks.models import build, fitted, gpu_memory
+from benchmarks.models import COMPILED, build, fitted, gpu_memory
 from lmsys.bench.ranks import on_part, release, subgroup, times
 from lmsys.checkpointing import FIT, for_fewer
 from lmsys.config import ModelConfig
@@ -74,13 +74,16 @@ def config_of(case: ParallelCase) -> ModelConfig:
 
 
 def wrap(case: ParallelCase, model: TransformerLM, options: dict[str, Any]) -> Adapter:
-    """The model's loss under the case's strategy, compiled before where the case asks for it.
+    """The model's loss under the case's strategy, compiled or fused before where the case asks for it.
 
     A model to be graphed is wrapped on the stream of captures, which DDP keeps.
     """
-    module = Loss(model if case.compile == "eager" else model.compile_blocks(1))
-    with on_capture_stream() if case.compile == "graphed" else nullcontext():
-        return Adapter(case.entry.load(), module, subgroup(case.world_size), **options)
+    if case.compile == "fused":
+        model.fuse_blocks()
+    elif case.compile in COMPILED:
+        model.compile_blocks()
+    with on_capture_stream() if case.replayed else nullcontext():
+        return Adapter(case.entry.load(), Loss(model), subgroup(case.world_size), **options)
 
 
 class Gradients:
@@ -128,6 +131,8 @@ class Rig:
         theirs = case.entry.trait("fused_adamw", False)
         cls, fused = (torch.optim.AdamW, {"fused": on != "cpu"}) if theirs else (AdamW, {})
         self.optimizer = make_optimizer(case, self.strategy, cls, **adamw, **fused)
+        if isinstance(self.optimizer, AdamW):
+            self.optimizer.rounded = self.strategy.module.model.rounded
         self.gradients = Gradients(self.strategy, case.precision)
 
     def loss(self) -> Tensor:
@@ -135,7 +140,7 @@ class Rig:
 
     def warm(self) -> None:
         """Everything is planned, compiled and recorded when this is done."""
-        if self.case.compile == "graphed":
+        if self.case.replayed:
             self.gradients.record()
         for _ in range(WARM_STEPS[device().type]):
             self.batches.draw()
@@ -167,7 +172,7 @@ class Rig:
         """True where a step without synchronization is the same computation: not where ranks hold or step parts only,
         and not where it would be a recording of its own."""
         whole = self.case.entry.trait("local_step", True) and not self.case.sharded_optimizer
-        return self.strategy.can_stay_local and whole and self.case.compile != "graphed"
+        return self.strategy.can_stay_local and whole and not self.case.replayed
 
     @property
     def outside_bytes(self) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from benchmarks.arithmetic import matmul_rates
 from benchmarks.data_parallel.cases import ParallelCase
 from benchmarks.data_parallel.rank import Inspection
+from benchmarks.models import COMPILED
 from lmsys.attention.compiled import why_no_compiler
 from lmsys.bench import Record, Settings
 from lmsys.cost.communication import ddp_overhead
@@ -45,17 +46,18 @@ class Row:
 
 def why_not(case: ParallelCase) -> str | None:
     """None, or why a case cannot run here."""
-    graphed = case.compile == "graphed"
+    fused = case.compile == "fused"
     try:
         reason = case.why_not_runtime
     except ValueError as error:
         return str(error)
     return (
         reason
-        or (case.compile != "eager" and why_no_compiler(case.device))
-        or (case.compile == "fused" and "fused blocks are no modules that a strategy could hook: --compile graphed")
-        or (graphed and case.device != "cuda" and "CUDA graphs need a CUDA device")
-        or (graphed and case.entry.trait("why_not_graphed", ""))
+        or (case.compile in COMPILED and why_no_compiler(case.device))
+        or (case.replayed and case.device != "cuda" and "CUDA graphs need a CUDA device")
+        or (case.replayed and case.entry.trait("why_not_graphed", ""))
+        or (fused and case.entry.trait("why_not_fused", ""))
+        or (fused and case.checkpoint != "none" and "fused blocks keep all that their backward reads")
         or (
             case.precision == "fp16"
             and "float16 gradients need loss scaling, which no strategy here does: --precision bf16"

@@ -126,8 +126,8 @@ class TrainingCase(TrainedCase):
         """The case as the training loop takes it. ValueError for an option that the loop does not have."""
         if isinstance(self.bucket_mb, str):
             raise ValueError("the training loop has no automatic size of buckets: --bucket-mb is to name MiB")
-        if self.compile == "fused":
-            raise ValueError("the training loop has no fused blocks: --compile is to be eager, compiled or graphed")
+        if self.compile == "fused" and (reason := self.entry.trait("why_not_fused", "")):
+            raise ValueError(reason)
         if self.reproducible and (reason := self.entry.trait("why_not_reproducible", "")):
             raise ValueError(reason)
         steps = self.steps * self.epochs
@@ -142,6 +142,7 @@ class TrainingCase(TrainedCase):
             seed=seed,
             precision=self.precision,
             compile=self.compile in COMPILED,
+            fused=self.compile == "fused",
             graph=self.replayed,
             strategy=self.entry.target if ".py:" in self.entry.target else self.entry.name,
             bucket_mb=self.bucket_mb,

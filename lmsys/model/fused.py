@@ -46,6 +46,13 @@ def swiglu(gate: Tensor, value: Tensor) -> Tensor:
     return _SwiGLU.apply(gate.contiguous(), value.contiguous())
 
 
+def why_not(device: torch.device) -> str:
+    """Why blocks are not run by the kernels on this device, but by plain PyTorch; empty: they are."""
+    if device.type != "cuda":
+        return f"fused blocks are kernels for a CUDA device, and this is {device.type}"
+    return "" if HAS_TRITON else "fused blocks are kernels in Triton: pip install triton"
+
+
 def run(layers: Sequence[Any], last: Any, x: Tensor, attend: Sequence[Any], rope: Any, positions: Any) -> Tensor:
     """Blocks in a row and the norm behind them: x (B, S, M) -> (B, S, M), in the dtype that matmuls read.
 

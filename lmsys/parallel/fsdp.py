@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from lmsys.parallel.collectives import Group, all_reduce_mean
 from lmsys.parallel.flat_shard import FlatShard
 from lmsys.parallel.steps import Among, watch
-from lmsys.parallel.traits import RESIZES_PARAMETERS
+from lmsys.parallel.traits import RESIZES_PARAMETERS, SURROUNDS_BLOCKS
 from lmsys.parallel.units import blocks_of, flats_by_block, read_rounded, surround, weakly
 from lmsys.parallel.wrapper import Wrapper, check_floating, compared, whole
 
@@ -46,6 +46,7 @@ class Fsdp(Wrapper):
     local_step = False
     compute_dtype = True
     why_not_graphed = RESIZES_PARAMETERS
+    why_not_fused = SURROUNDS_BLOCKS
     rivals = ("torch_fsdp2",)
 
     def __init__(self, module: nn.Module, process_group: Group = None, compute_dtype: torch.dtype | None = None):

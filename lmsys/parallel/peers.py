@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lmsys.parallel.collectives import Group, broadcast_
-from lmsys.parallel.traits import RESIZES_PARAMETERS, Traits
+from lmsys.parallel.traits import RESIZES_PARAMETERS, SURROUNDS_BLOCKS, Traits
 from lmsys.parallel.units import blocks_of
 
 
@@ -77,6 +77,7 @@ class TorchZero1(TorchDDP):
     zero_stage = 1
     all_reduces = False
     local_step = False
+    why_not_fused = "its optimizer receives parameters with no change of version, so that bfloat16 copies would be old"
 
     def __init__(self, module: nn.Module, process_group: Group = None):
         super().__init__(module, process_group, gradient_as_bucket_view=True)
@@ -96,6 +97,7 @@ class TorchFSDP2(_Peer):
     compute_dtype = True
     fused_adamw = True
     why_not_graphed = RESIZES_PARAMETERS
+    why_not_fused = SURROUNDS_BLOCKS
     why_not_saved = "its DTensors are not saved by this loop; fsdp shards as much, and is saved"
 
     def __init__(self, module: nn.Module, process_group: Group = None, compute_dtype: torch.dtype | None = None):

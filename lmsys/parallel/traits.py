@@ -19,6 +19,8 @@ class Traits:
     halves_sums       a mean gradient of two ranks is the sum of theirs, halved: in float32 these are the same bits
     fused_adamw       its parameters are DTensors: the optimizer must be torch's own AdamW, on a GPU the fused one
     why_not_graphed   why its step cannot be replayed as a CUDA graph; empty: it can
+    why_not_fused     why it cannot train blocks of `TransformerLM.fuse_blocks`: it hooks blocks, or writes parameters
+                      without a change of their versions, so that copies of them would be old; empty: it can
     why_not_saved     why the training loop cannot save its state; empty: it can
     why_not_reproducible  why its sums cannot be those of a tree; empty: they can
     baseline          rows are compared with the timed row of the largest number; 0: never with this one
@@ -44,6 +46,7 @@ class Traits:
     halves_sums: bool = False
     fused_adamw: bool = False
     why_not_graphed: str = ""
+    why_not_fused: str = ""
     why_not_saved: str = ""
     why_not_reproducible: str = ""
     baseline: int = 0
@@ -51,6 +54,7 @@ class Traits:
     kernels: str = ""
 
 
+SURROUNDS_BLOCKS = "it waits for the parameters of a block when that is called, and fused blocks are not called"
 RESIZES_PARAMETERS = (  # why_not_graphed of strategies of stage 3
     "it allocates and frees whole parameters inside of every step, and the memory of what a CUDA graph replays stays"
     " where it is: --compile compiled runs it"

@@ -26,6 +26,7 @@ from lmsys.parallel.overlapped import Overlapped
 from lmsys.parallel.packing import Layout
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer, flatten, layout_of, owners_in
 from lmsys.parallel.steps import Among, watch
+from lmsys.parallel.traits import SURROUNDS_BLOCKS
 from lmsys.parallel.transport import Bucket
 from lmsys.parallel.units import blocks_of, parameters_by_block, surround, weakly
 
@@ -48,6 +49,7 @@ class Zero1(Overlapped):
     shards_gradients = True
     all_reduces = False
     local_step = False
+    why_not_fused = SURROUNDS_BLOCKS
     rivals = ("torch_zero1",)
 
     def __init__(self, module: nn.Module, process_group: Group = None, bucket_mb: float | str = 32):

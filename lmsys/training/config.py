@@ -74,6 +74,8 @@ class TrainConfig:
     clip_norm         of the gradient; 0: it is not clipped
     precision         fp32, or bf16 by autocast
     compile           the blocks by torch.compile, several to a graph where the strategy is none
+    fused             the blocks by kernels of lmsys.model.fused in place of a compiler, on CUDA; best with graph; not
+                      with activation checkpointing, nor with strategies whose ranks step a part of the parameters
     graph             forward, backward and synchronization replayed as one CUDA graph, so that no kernel waits for the
                       host to launch it; not with packed documents, nor with strategies that shard parameters
     strategy          a row of `lmsys.parallel.STRATEGIES`, or path.py:Class
@@ -101,6 +103,7 @@ class TrainConfig:
     seed: int = 0
     precision: str = "fp32"
     compile: bool = False
+    fused: bool = False
     graph: bool = False
     strategy: str = "bucketed"
     bucket_mb: float | None = None
@@ -124,6 +127,8 @@ class TrainConfig:
             raise ValueError(f"betas={self.betas} must be two numbers in [0, 1)")
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision={self.precision!r} must be one of {PRECISIONS}")
+        if self.compile and self.fused:
+            raise ValueError("compile=true and fused=true are two ways to run the blocks: one of them must be false")
         if self.leaves < 1 or self.leaves & (self.leaves - 1):
             raise ValueError(f"leaves={self.leaves} must be a power of two: they are added in pairs")
         if self.reproducible and self.batch_size % self.leaves:

@@ -21,7 +21,7 @@ from torch import Tensor
 from lmsys import doing
 from lmsys.cost.operations import model_flops
 from lmsys.measure.machine import peak_flops_per_s
-from lmsys.model import BLOCKS_PER_GRAPH, Loss, TransformerLM
+from lmsys.model import BLOCKS_PER_GRAPH, Loss, TransformerLM, fused
 from lmsys.parallel import STRATEGIES
 from lmsys.parallel.adapter import Adapter
 from lmsys.parallel.collectives import Group, TreeSums, gather_objects, size_and_rank
@@ -115,6 +115,10 @@ class Trainer:
             alike = train.reproducible or row.trait("synchronizes", True)  # other graphs add in other orders
             together = 1 if alike else BLOCKS_PER_GRAPH
             self.model.compile_blocks(together, fullgraph=not packed)  # graphs end at attention on documents
+        if train.fused:
+            if reason := fused.why_not(device) or row.trait("why_not_fused", ""):
+                raise ValueError(f"train.fused=true with strategy {row.name!r}: {reason}")
+            self.model.fuse_blocks()
         if reason := train.graph and self._why_no_graph(row):
             raise ValueError(f"train.graph=true: {reason}")
         with on_capture_stream() if train.graph else nullcontext():  # which torch's DDP keeps

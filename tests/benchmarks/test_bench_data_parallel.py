@@ -34,6 +34,7 @@ from lmsys.parallel import STRATEGIES as TABLE
 from lmsys.parallel.adapter import Adapter
 from lmsys.parallel.group import WorkerError
 from lmsys.parallel.none import NoSync
+from lmsys.parallel.traits import SURROUNDS_BLOCKS
 from tests.support import harness, processes
 
 OWN = '''
@@ -157,6 +158,18 @@ def test_what_cannot_be_graphed_says_why() -> None:
         assert found["zero1"] is None
         assert found["fsdp"] == found["torch_fsdp2"] and "--compile compiled runs it" in found["fsdp"]
     assert why_not(replace(one, compile="compiled")) is None
+
+
+def test_what_cannot_be_fused_says_why() -> None:
+    one, *_ = cases_of(strategy=("naive",), compile=("fused",))
+    on_gpu = replace(one, device="cuda")
+    found = [one, on_gpu, replace(on_gpu, entry=TABLE["zero1"]), replace(on_gpu, checkpoint="whole")]
+    assert [*map(DataParallel().why_not, found)] == [
+        "CUDA graphs need a CUDA device",
+        None,
+        SURROUNDS_BLOCKS,
+        "fused blocks keep all that their backward reads",
+    ]
 
 
 def _graphs(cases: list[ParallelCase]) -> list[int]:

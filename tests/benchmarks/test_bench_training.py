@@ -236,7 +236,8 @@ def test_all_that_can_be_trained_has_one_curve(two_ranks: Ranks) -> None:
         ({"precision": ("tf32",)}, "TF32 is an arithmetic of CUDA"),
         ({"precision": ("fp16",)}, "precision='fp16' must be one of"),
         ({"compile": ("graphed",)}, "CUDA graphs need train.device=cuda, not cpu"),
-        ({"compile": ("fused",)}, "the training loop has no fused blocks"),
+        ({"compile": ("fused",)}, "fused blocks are kernels for a CUDA device, and this is cpu"),
+        ({"compile": ("fused",), "strategy": ("zero1",)}, "fused blocks are not called"),
         ({"attention": ("sdpa_cudnn",)}, "CUDA"),
     ],
 )

@@ -65,7 +65,7 @@ def test_traits_of_sharding_agree(row: Entry) -> None:
     stage = row.trait("zero_stage")
     assert row.trait("shards_gradients") == (stage >= 2)
     assert row.trait("compute_dtype") == bool(row.trait("why_not_graphed")) == (stage == 3)
-    assert row.trait("local_step") == (stage == 0)
+    assert row.trait("local_step") == (not row.trait("why_not_fused")) == (stage == 0)
     assert row.trait("all_reduces") == (stage == 0 and row.trait("synchronizes"))
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from lmsys.config import ModelConfig
+from lmsys.model import fused
 from lmsys.parallel.collectives import size_and_rank
 from lmsys.parallel.group import device
 from lmsys.training import pipeline
@@ -183,6 +184,12 @@ def reproduced(run: RunConfig, world_size: int, steps: int, folder: str = "", on
     if folder:
         one.save(Path(folder))
     return weights_sha256(one.strategy.full_state_dict())
+
+
+def fused_anywhere(run: RunConfig, world_size: int, steps: int) -> str:
+    """`reproduced` with fused blocks, which are compositions of PyTorch's on a CPU."""
+    with use((fused, "why_not", lambda _: lambda device: "")):
+        return reproduced(run, world_size, steps)
 
 
 def _add_one_by_one(self: Tree, gradients: list[Any]) -> None:

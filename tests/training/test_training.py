@@ -107,6 +107,7 @@ def test_a_config_goes_through_json(
         ('{"train": 3}', "train: must be a JSON object; got 3"),
         ('{"model": {"num_heads": 3}}', "model: d_model=128 must divide"),
         ('{"train": {"precision": "bf17"}}', "train: precision='bf17' must be one of"),
+        ('{"train": {"compile": true, "fused": true}}', "train: compile=true and fused=true are two ways to run the"),
         ('{"checkpoint": {"keep": 0}}', "checkpoint: keep=0 must be at least 1"),
         ("[]", "the config: must be a JSON object"),
         ("{", "Expecting"),

@@ -1,0 +1,92 @@
+"""train.fused: the same training by fused blocks, resumed too; and what it needs."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lmsys.model import fused
+from lmsys.parallel.group import WorkerGroup
+from lmsys.training.loop import Trainer
+from lmsys.training.reproducible import weights_sha256
+from tests.support.training_runs import config, fused_anywhere, trainer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ALONE = "train.strategy=none", "train.batch_size=4"
+
+
+def digest(one: Trainer, steps: int) -> str:
+    for _ in range(steps):
+        assert one.train_step()[0].taken
+    return weights_sha256(one.strategy.full_state_dict())
+
+
+@pytest.fixture
+def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused blocks are compositions of PyTorch's on a CPU, which a training of a user's is not to be."""
+    monkeypatch.setattr(fused, "why_not", lambda device: "")
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("strategy", ["none", "naive", "bucketed"])
+def test_on_a_cpu_a_fused_training_has_the_bits_of_an_eager_one(tmp_path: Path, strategy: str) -> None:
+    settings = "train.batch_size=4", f"train.strategy={strategy}"
+    eager, other = (trainer(config(tmp_path, *settings, f"train.fused={way}")) for way in ("false", "true"))
+    assert digest(eager, 3) == digest(other, 3)
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_a_resumed_training_reads_no_old_copies(tmp_path: Path) -> None:
+    """In bfloat16: copies are read while it trains, and made again of what a checkpoint has."""
+    run = config(tmp_path, *ALONE, "train.fused=true", "train.precision=bf16")
+    whole, casting, first = trainer(run), trainer(run), trainer(run)
+    casting.model.rounded = casting.optimizer.rounded = None
+    expected = digest(whole, 4)
+    assert whole.model.rounded.of(whole.model.lm_head.weight) is not None
+    assert digest(casting, 4) == expected
+    digest(first, 2)
+    first.save(tmp_path / "checkpoints")
+    resumed = trainer(run, resume=True)
+    assert resumed.step == 2
+    assert digest(resumed, 2) == expected
+
+
+def test_copies_follow_what_other_ranks_have_stepped(ranks: WorkerGroup, tmp_path: Path) -> None:
+    """Their parameters come as parts of flat buffers."""
+    settings = "train.strategy=naive", "train.fused=true", "train.precision=bf16"
+    runs = (config(tmp_path, *settings, f"train.sharded_optimizer={way}") for way in ("false", "true"))
+    whole, sharded = (ranks.run(fused_anywhere, run, 2, 3)[:2] for run in runs)
+    assert whole == sharded and len({*whole}) == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "strategy", "triton", "said"),
+    [
+        ("cpu", "none", True, "strategy 'none': fused blocks are kernels for a CUDA device, and this is cpu"),
+        ("cuda", "none", False, "fused blocks are kernels in Triton: pip install triton"),
+        ("cuda", "zero1", True, "strategy 'zero1': it waits for the parameters of a block when that is called"),
+    ],
+)
+def test_what_it_needs_is_named(
+    device: str, strategy: str, triton: bool, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "HAS_TRITON", triton)
+    why_not = fused.why_not
+    monkeypatch.setattr(fused, "why_not", lambda _: why_not(SimpleNamespace(type=device)))
+    with pytest.raises(ValueError, match=f"train.fused=true with .*{said}"):
+        trainer(config(tmp_path, f"train.strategy={strategy}", "train.fused=true"))
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_checkpointing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="checkpoint_blocks='matmuls' must be 0"):
+        trainer(config(tmp_path, *ALONE, "train.fused=true", "model.checkpoint_blocks=matmuls"))
+
+
+@pytest.mark.gpu
+def test_a_replayed_fused_training_has_the_bits_of_its_launches(tmp_path: Path) -> None:
+    settings = *ALONE, "train.fused=true", "train.precision=bf16", "train.reproducible=true", "train.device=cuda"
+    runs = (config(tmp_path, *settings, f"train.graph={way}") for way in ("false", "true"))
+    launched, replayed = (trainer(run, device=torch.device("cuda")) for run in runs)
+    assert digest(launched, 4) == digest(replayed, 4)
