@@ -138,6 +138,6 @@ def test_the_tool_holds_eager_compiled_and_graphed_steps_together() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_tool_holds_fused_steps_to_eager_ones(precision: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = f"--device cuda --size small --context 128 --precision {precision} --strategy naive --world-size 1"
+    words = f"--device cuda --size small --context 128 --precision {precision} --strategy none --world-size 1"
     assert tool.main([*words.split(), "--compile", "eager,fused"]) == 0
-    assert "naive, fused, 1 rank" in capsys.readouterr().out
+    assert "none, fused, 1 rank" in capsys.readouterr().out
