@@ -1,4 +1,4 @@
-"""What a consumer of the backward does for each tile of queries, and the loops over them.
+"""A consumer's work for each tile of queries, in the backward, and the loops over them.
 
 P and dS leave the registers of one matmul for the next. dq is added up in float32. The legend is that of `backward`.
 """

@@ -21,13 +21,17 @@ Figures: one H200, bfloat16, B S = 16,384 tokens, H D = 2048. `python -m pytest 
   head_dim 128 a second CTA has no room; tiles of 64 are ahead at 256 causal, by 1 %.
 - A start under the kernel before (programmatic dependent launch), head_dim 64: 5 % at 128 keys, noise from 256 on.
 - The log-sum-exp a step ahead: 2 to 8 % at 128; at 64 it costs 1 to 3 %.
-- P in float32, dV begun late, dS by queries: 4 to 7 % at 128, and 4 to 8 % at 64 full; at 64 causal it costs 1 to 4 %.
-  docs/flash_gluon.md has each of the three alone, and what else was tried.
-- One exponential of eight by FMAs: 2 to 4 % at 64 full; noise at 128, and 1 to 2 % lost at 64 causal.
+- P in float32, dV begun late, dS by queries: 4 to 7 % at 128, and 4 to 8 % at 64 full. docs/flash_gluon.md has each of
+  the three alone, and what else was tried.
+- One exponential of eight by FMAs: 2 to 4 % at 64 full; noise at 128.
+- 64 causal gains by all of these only where tiles that need a mask have a loop of their own: 4 % at 1k, 7 % at 4k, 10 %
+  at 16k, 7 to 11 % with grouped heads, in a fixed order and with a length that is not whole tiles. At 128 such a loop
+  spills registers.
 - Grouped heads, lengths that are not whole tiles, float16, fewer than 1,024 keys and the fixed order of additions take
-  the plan of plain attention, and a pattern takes that of causal attention. Beside none of these three, at 4k and 16k,
-  that gains 2 to 3 % under patterns at 128, 6 to 8 % with grouped heads, 1 % at most in a fixed order; at 64 full 10 %
-  in a fixed order, 9 % with a length that is not whole tiles. The others have not been timed.
+  the plan of plain attention, and a pattern takes that of causal attention, in one loop. Beside none of the first three,
+  at 4k and 16k, that gains 2 to 3 % under patterns at 128 and 4 to 6 % at 64; at 128 6 to 8 % with grouped heads and 1 %
+  at most in a fixed order; at 64 full 10 % in a fixed order, 9 % with a length that is not whole tiles. The others have
+  not been timed.
 
 Choices that hold in every plan, and alternatives that lost (the named commits still have them):
 
