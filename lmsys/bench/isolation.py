@@ -137,8 +137,8 @@ class Isolated:
         if self._unread:  # an interrupt fell where the caller was at work: nobody waits for what this worker still says
             self.close(0.0)
         worker, needed = self._worker or self._start(), dict.fromkeys(map(where, classes))
+        self._unread = True  # first: an interrupt may fall between the two
         worker.send(in_worker.call, self._path(), [*needed], pickle.dumps((function, args)))
-        self._unread = True
         return self._answers(worker)
 
     def _answers(self, worker: Worker) -> Iterator[Any]:

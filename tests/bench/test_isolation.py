@@ -346,3 +346,21 @@ def test_an_answer_that_nobody_read_to_its_end_is_not_that_of_the_next_question(
         assert runner._ask([], os.getpid) == pid
     finally:
         runner.close()
+
+
+def test_an_interrupt_behind_a_question_leaves_no_answer_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, send = Isolated(Settings(seconds_per_row=0.01)), processes.Worker.send
+    runner.facts()  # a worker is there
+
+    def interrupted(*arguments: Any) -> None:
+        send(*arguments)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    try:
+        monkeypatch.setattr(processes.Worker, "send", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            runner.facts()
+        assert runner._ask([], abs, -3) == 3
+    finally:
+        runner.close()
