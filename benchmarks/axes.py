@@ -53,6 +53,11 @@ def softcap(text: str) -> float | None:
         raise ValueError("must be none or a number above 0, as in 30") from None
 
 
+def asked(text: str) -> bool | None:
+    """None for no: files from before there was such an axis do not say it, and mean the same."""
+    return yes_no(text) or None
+
+
 def offset(text: str) -> int:
     """The position of query 0; `end`: queries are the last ones of the keys."""
     if text == "end":
@@ -117,6 +122,7 @@ NAMED = (
     Axis("dtype", one_of(*DTYPES), option="--dtype", help=", ".join(DTYPES)),
     Axis("causal", yes_no, option="--causal", help="yes, no"),
     Axis("direction", one_of(*DIRECTIONS), option="--direction", help=", ".join(DIRECTIONS)),
+    Axis("deterministic", asked, (None,), "--deterministic", "in torch's deterministic mode: yes, no"),
     Axis("window", window, (None,), "--window", "keys that a causal query sees at most: 1024, none", "W"),
     Axis("documents", documents, (None,), "--documents", "packed into each sequence: mixed, equal16, none", "LENGTHS"),
     Axis("softcap", softcap, (None,), "--softcap", "of the scores: 30, none", "C"),

@@ -1,6 +1,7 @@
 """Attention: every selected row of the table, by shape, dtype, mask and direction."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -23,6 +24,7 @@ from lmsys.draws import Draws
 from lmsys.measure import memory
 from lmsys.measure.compare import Kept, attempt, release_memory
 from lmsys.testing import Inputs, make_inputs, run
+from lmsys.training.reproducible import deterministic_mode
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class AttentionTest(Case):
     documents: str | None = None  # a name of `patterns`
     key_lengths: bool | None = None
     softcap: float | None = None
+    deterministic: bool | None = None
 
     @property
     def group(self) -> str:
@@ -50,7 +53,8 @@ class AttentionTest(Case):
         mask = "causal" if self.causal else "full"
         shape = f"B{self.batch}{heads}Q{self.queries}K{self.keys}D{self.head_dim}"
         options = patterns.name_of(self.options)
-        return f"{self.section}-{shape}-{self.dtype}-{mask}" + (f"-{options}" if options else "")
+        told = [self.section, shape, self.dtype, mask, options, "deterministic" if self.deterministic else ""]
+        return "-".join(filter(None, told))
 
     @property
     def comparison(self) -> str:
@@ -119,14 +123,14 @@ class Attention(Benchmark):
     tables = {"attention": ATTENTION}
     axes: tuple[Axis, ...] = (
         *axes.named("--attention", "--length", "--tiers", "--head-dim", "--batch", "--heads"),
-        *axes.named("--dtype", "--causal", "--direction", "--window", "--documents", "--softcap"),
+        *axes.named("--dtype", "--causal", "--direction", "--window", "--documents", "--softcap", "--deterministic"),
         *(Axis("offset", axes.offset, (None,)), Axis("key_lengths", yes_no, (None,))),
         # batch is tokens / queries and heads is width / head_dim, where these are given; `without`: rows left out
         *(Axis("tokens", int, 0, single=True), Axis("width", int, 0, single=True), Axis("without")),
     )
     fields: tuple[Field, ...] = (
         *fields.axes("batch", "heads", "kv_heads", "queries", "keys", "head_dim", "dtype", "causal", "direction"),
-        *fields.axes(*patterns.OPTIONS),
+        *fields.axes(*patterns.OPTIONS, "deterministic"),
         fields.TIME,
         fields.RATE,
         fields.PEAK.called(about="Peak memory of {direction} above what was live before it"),
@@ -161,7 +165,7 @@ class Attention(Benchmark):
     )
 
     def cases(self, grid: Grid, settings: Settings) -> Iterator[AttentionTest]:
-        asked = grid.product("dtype", "causal", "direction", *patterns.OPTIONS)
+        asked = grid.product("dtype", "causal", "direction", *patterns.OPTIONS, "deterministic")
         for shape, what, entry in product(shapes(grid), asked, rows_of(grid)):
             case = AttentionTest(grid.name, entry, settings.device, *shape, *what)
             yield replace(case, offset=max(0, case.keys - case.queries)) if case.offset == axes.END else case
@@ -172,6 +176,9 @@ class Attention(Benchmark):
     def why_not(self, case: AttentionTest) -> str | None:
         reason = case.entry.why_not(case.asked)
         return reason or (why_not_told(adapt(case.entry.load()), case.asked.options) if case.options else None)
+
+    def context(self, cases: Sequence[AttentionTest]) -> AbstractContextManager[None]:
+        return deterministic_mode() if cases[0].deterministic else nullcontext()
 
     def setup(self, cases: Sequence[AttentionTest], settings: Settings) -> Setup:
         case = replace(cases[0].asked, grad=any(one.asked.grad for one in cases))

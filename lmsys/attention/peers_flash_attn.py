@@ -36,24 +36,26 @@ def _flash_attn(
 ) -> Tensor:
     """flash_attn_func; for documents flash_attn_varlen_func, on all sequences laid end to end.
 
+    In torch's deterministic mode they are asked for it.
     `caches`: few queries of many keys, and key lengths, go to flash_attn_with_kvcache, which divides the keys.
     """
     package, pattern = importlib.import_module(module), pattern or PLAIN[causal]
     options: dict[str, Any] = {"softmax_scale": scale, "causal": pattern.causal}
     if pattern.window is not None:
         options["window_size"] = pattern.window - 1, 0  # keys to the left of a query's own, and to its right
+    in_order = {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {}
     tensors = [x.transpose(1, 2) for x in (q, k, v)]  # (B, S, H, D)
     if pattern.documents is not None:
         edges, longest = pattern.documents.cu_seqlens(q.shape[0]), pattern.documents.longest
         options |= {"cu_seqlens_q": edges, "cu_seqlens_k": edges, "max_seqlen_q": longest, "max_seqlen_k": longest}
-        o = package.flash_attn_varlen_func(*(x.flatten(0, 1) for x in tensors), **options)
+        o = package.flash_attn_varlen_func(*(x.flatten(0, 1) for x in tensors), **options, **in_order)
     elif caches and (pattern.key_lengths is not None or _decodes(q, k, v)):
         lengths = pattern.key_lengths
         if lengths is not None:  # beyond the cache lies memory of others
             lengths = lengths.clamp(0, k.shape[2]).to(torch.int32)
         o = package.flash_attn_with_kvcache(*tensors, cache_seqlens=lengths, **options)
     else:
-        o = package.flash_attn_func(*tensors, **options)
+        o = package.flash_attn_func(*tensors, **options, **in_order)
     o = o[0] if isinstance(o, tuple) else o  # version 4 also returns the log-sum-exp
     return o.view(tensors[0].shape).transpose(1, 2)
 

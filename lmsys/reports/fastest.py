@@ -165,6 +165,8 @@ def _kinds(one: Record) -> Iterator[str]:
         yield f"window {window:,}"
     if one.get("softcap"):
         yield "capped scores"
+    if one.get("deterministic"):
+        yield "deterministic"
     if one.get("offset"):
         yield "decoding"
     elif one.get("queries") != one.get("keys"):

@@ -90,6 +90,7 @@ VALUES: Mapping[str, Mapping[Any, str]] = {  # how values of fields are read, by
         "step": "Whole step",
     },
     "causal": {True: "causal", False: "not causal"},
+    "deterministic": {True: "deterministic"},
     "direction": {"fwd": "forward", "bwd": "backward", "fwdbwd": "forward + backward"},
     "precision": {name: name for name in ("fp32", "tf32", "bf16", "fp16")},
     "compile": {name: name for name in ("eager", "compiled", "graphed", "fused")},

@@ -32,24 +32,31 @@ BITS = 62  # of a sum of whole numbers, so that none overflows
 
 
 @contextmanager
-def deterministic(device: torch.device) -> Iterator[None]:
+def deterministic_mode() -> Iterator[None]:
     """Inside, torch takes kernels that give the same bits for the same inputs, or raises an error."""
-    before, filled, threads = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.utils.deterministic.fill_uninitialized_memory,
-        torch.get_num_threads(),
-    )
+    before = torch.are_deterministic_algorithms_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # of a size that no call changes; read on first use
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
-    if device.type == "cpu":
-        torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
         torch.utils.deterministic.fill_uninitialized_memory = filled
-        torch.set_num_threads(threads)
+
+
+@contextmanager
+def deterministic(device: torch.device) -> Iterator[None]:
+    """`deterministic_mode`, and on a CPU one thread."""
+    threads = torch.get_num_threads()
+    with deterministic_mode():
+        if device.type == "cpu":
+            torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
 
 
 class Tree:

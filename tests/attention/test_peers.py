@@ -4,6 +4,7 @@ import inspect
 import sys
 import types
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from lmsys.attention import ATTENTION, AttentionCase, Documents, Pattern, peers,
 from lmsys.attention.naive import naive
 from lmsys.processes import in_own_process
 from lmsys.testing import Oracle, make_inputs, run
+from lmsys.training.reproducible import deterministic_mode
 
 PACKED = Documents([5, 1, 10])
 EACH = Documents([[16], [7, 9]])
@@ -95,6 +97,20 @@ def test_flash_attn_is_told_what_the_pattern_says(name: str, monkeypatch: pytest
         one = q[:, :, 11:], k, v
         last = Pattern(True, 4, offset=11)
         torch.testing.assert_close(peers_flash_attn.flash_attn_2(*one, pattern=last), naive(*one, pattern=last))
+
+
+@pytest.mark.parametrize("name", ["causal", "documents"])
+def test_flash_attn_is_deterministic_where_torch_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def noted(function: Any, *tensors: Tensor, deterministic: bool, **options: Any) -> Any:
+        assert deterministic
+        return function(*tensors, **options)
+
+    functions = {"flash_attn_func": partial(noted, dense), "flash_attn_varlen_func": partial(noted, varlen)}
+    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(**functions))
+    q, k, v = torch.randn(3, 2, 2, 16, 8)
+    with deterministic_mode():
+        found = peers_flash_attn.flash_attn_2(q, k, v, pattern=PATTERNS[name])
+    torch.testing.assert_close(found, naive(q, k, v, pattern=PATTERNS[name]))
 
 
 def test_flash_attn_3_decodes_by_its_call_for_caches(monkeypatch: pytest.MonkeyPatch) -> None:

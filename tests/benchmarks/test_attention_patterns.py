@@ -63,6 +63,7 @@ def test_ids_name_the_options_that_are_given_and_no_others() -> None:
     assert case(window=16, offset=3, documents="mixed", key_lengths=True, softcap=30.0).group == (
         "window-B2H4kv2Q64K64D32-float32-causal-window16-offset3-documents_mixed-key_lengths-softcap30"
     )
+    assert case(deterministic=True).group == "window-B2H4kv2Q64K64D32-float32-causal-deterministic"
 
 
 def test_work_is_that_of_visible_pairs() -> None:
@@ -90,6 +91,7 @@ def test_what_hides_nothing_is_asked_as_nothing() -> None:
     ("parse", "good", "bad"),
     [
         (axes.window, {"none": None, "16": 16}, ["0", "-1", "all"]),
+        (axes.asked, {"yes": True, "no": None}, ["1", "maybe"]),
         (axes.softcap, {"none": None, "30": 30.0}, ["0", "nan", "much"]),
         (axes.offset, {"end": axes.END, "0": 0, "7": 7}, ["-1", "last"]),
         (axes.documents, {"none": None, "mixed": "mixed", "equal16": "equal16"}, ["equal", "equal0", "16"]),

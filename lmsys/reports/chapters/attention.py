@@ -52,15 +52,22 @@ def _section(section: str, own: View) -> tuple[Items, list[Block]]:
     if any(case["queries"] != case["keys"] for case in own.cases):
         lengths = own.ordered("queries", "keys").distinct("S")
         own = own.labelled(S="Q×K").read_as(S={value: own.text("S", value) for (value,) in lengths})
-    parts = own.cut("{section}-{dtype}-{mask}-{direction}", "{direction}, {dtype}, {causal}")
-    parts = [_compared(part) for part in parts]
+    parts = [_compared(part) for part in _cut(own, "{section}-{dtype}-{mask}-{direction}", "{causal}")]
     timed = {case["impl"] for case in own.cases if case["time_s"] is not None}
     shown = own.only(lambda case: section in GLANCE and case["impl"] in timed)
-    masks = shown.cut("{section}-{dtype}-{direction}", "{direction}, {dtype}, both masks")
+    masks = _cut(shown, "{section}-{dtype}-{direction}", "both masks")
     rates = [
         Block(one.title, [pivot(_compared(one), "flops_per_s", _keys(one))]) for one in masks if one.varies("causal")
     ]
     return [_summary(own, section, parts)], [*rates, *(_block(part, section) for part in parts)]
+
+
+def _cut(own: View, stem: str, masks: str) -> list[View]:
+    """The parts of the usual mode of torch, then those of its deterministic one."""
+    heading = "{direction}, {dtype}, " + masks
+    fixed = own.only(lambda case: case.get("deterministic"))
+    found = own.only(lambda case: not case.get("deterministic")).cut(stem, heading)
+    return [*found, *fixed.cut(stem + "-deterministic", heading + ", {deterministic}")]
 
 
 def _compared(part: View) -> View:
