@@ -31,7 +31,13 @@ SLOW_ROOMS = ("bench", "benchmarks", "reports", "training")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.parent.name not in SLOW_ROOMS)
+    """Of the files that read the smoke sweep one comes before all others and makes it, so that nobody waits for it."""
+    readers = list(dict.fromkeys(item.path for item in items if "smoke_result" in getattr(item, "fixturenames", ())))
+
+    def place(item: pytest.Item) -> tuple[bool, bool, bool]:
+        return item.path not in readers[:1], item.path.parent.name not in SLOW_ROOMS, item.path in readers
+
+    items.sort(key=place)
 
 
 @pytest.hookimpl(wrapper=True)
