@@ -31,7 +31,7 @@ SLOW_ROOMS = ("bench", "benchmarks", "reports", "training")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the files that read the smoke sweep one comes before all others and makes it, so that nobody waits for it."""
+    """Long files first, and before them one of those that read the smoke sweep, which it makes: nobody waits for it."""
     readers = list(dict.fromkeys(item.path for item in items if "smoke_result" in getattr(item, "fixturenames", ())))
 
     def place(item: pytest.Item) -> tuple[bool, bool, bool]:

@@ -13,7 +13,7 @@ from lmsys.reports.load import Machine
 from lmsys.reports.origins import commands, legend, run_names
 from lmsys.reports.speedups import geometric_mean
 from lmsys.reports.tables import Table
-from lmsys.reports.words import VALUES, number, spread_of
+from lmsys.reports.words import VALUES, number, sentence, spread_of
 
 NARROW = "bfloat16", "bf16"  # the precision that most readers ask for stands first
 FAILED = "wrong", "error"
@@ -26,10 +26,15 @@ ABOUT = (
     f"click on it: it names the rows, and says in how many shapes no other one was more than {NEAR_TEXT} faster."
 )
 UNSTEADY = f"Unsteady: from p20 to p80 the samples of one of the two spread over more than {STEADY:.0%} of the median."
-WAYS = (
-    " Compiled: by torch.compile; graphed: also replayed as one CUDA graph; fused: by kernels of lmsys in place of a "
-    "compiler, and replayed; eager: none of these."
-)
+WAYS = {
+    "compiled": "by torch.compile",
+    "graphed": "compiled, and replayed as one CUDA graph",
+    "fused": "by kernels of lmsys in place of a compiler, and replayed",
+    "eager": "without a compiler",
+}
+
+
+MFU = " MFU is that of the fastest row, in the shape where it is highest."
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,6 @@ QUESTIONS = (
         {**TRAINING, "checkpoint": "checkpointing"},
         ("llama", "sdpa", "sdpa_flash"),
         lambda one: one.get("mode") == "step",
-        WAYS,
     ),
     Question(
         "data_parallel",
@@ -84,8 +88,7 @@ QUESTIONS = (
         {**TRAINING, "world_size": "ranks"},
         ("torch_ddp_tuned", "torch_ddp", "torch_fsdp2", "torch_zero1", "naive"),
         lambda one: one.get("strategy") != "none" and _has_ranks(one) and one.get("comm_dtype") != "bfloat16",
-        WAYS,
-        "strategy",
+        kind="strategy",
     ),
 )
 
@@ -114,15 +117,18 @@ def fastest_of(machine: Machine, question: Question) -> Table | None:
     named = {name for one in data for name in one["named"]}
     shown = [name for name in question.keys if len({one[name] for one in data}) > 1] or [*question.keys][:1]
     marks: Notes = {}
+    shares = any(one["mfu"] for one in data)
     rows = [
-        [", ".join(filter(None, (_text(name, question, one[name]) for name in shown))), *_answer(one, runs, marks)]
+        [", ".join(filter(None, (_text(name, question, one[name]) for name in shown))), *_answer(one, marks),
+         *([_percent(one["mfu"])] if shares else []), runs[one["run"]]]
         for one in data
-    ]
+    ]  # fmt: skip
+    columns = ["setting", "fastest row", "speed", "over the next", *(["MFU"] if shares else []), "run"]
     return Table(
         name=f"{machine.slug}-fastest-{question.word}",
         title=question.title,
-        caption=ABOUT + question.about,
-        columns=["setting", "fastest row", "speed", "over the next", "run"],
+        caption=ABOUT + question.about + _ways(data) + (MFU if shares else ""),
+        columns=columns,
         rows=rows,
         data=[{name: value for name, value in one.items() if name not in INNER} for one in data],
         notes=[
@@ -133,9 +139,15 @@ def fastest_of(machine: Machine, question: Question) -> Table | None:
         ],
         keys=2,
         source=machine.about(timed),
-        details={(row, column): str(one["said"]) for row, one in enumerate(data) for column in (2, 3, 4)},
+        details={(row, column): str(one["said"]) for row, one in enumerate(data) for column in range(2, len(columns))},
         runs=[(f"Run {letter}, of {made[run][0]}", made[run][1]) for run, letter in runs.items()],
     )
+
+
+def _ways(lines: Sequence[Record]) -> str:
+    """Says what ways of compiling are that the lines have."""
+    told = [f"{name}: {about}" for name, about in WAYS.items() if any(one.get("compile") == name for one in lines)]
+    return f" {sentence('; '.join(told))}." if told else ""
 
 
 def _letter(number: int) -> str:
@@ -237,7 +249,8 @@ def _first(
     }
     counts = {"fastest": found.first, "comparisons": found.comparisons, "rows": len(rows)}
     origin = {name: machine.runs[run].get(name) for name in ("date", "commit")}
-    return {"row": found.row, **counts, "called": " or ".join(sorted(called)), **speed, **origin, **inner}
+    mfu = max((float(one.get("mfu") or 0) for one in cases if one["impl"] == found.row), default=0) or None
+    return {"row": found.row, **counts, "called": " or ".join(sorted(called)), **speed, "mfu": mfu, **origin, **inner}
 
 
 def _rivals(ours: Sequence[Record], rows: Sequence[str], others: Sequence[Record]) -> list[str]:
@@ -270,14 +283,18 @@ def _ratio(rows: Sequence[Record], ours: str, theirs: str) -> float | None:
     return ratio_of(*(min(cases, key=time_of) for cases in found)) if all(found) else None
 
 
-def _answer(one: Record, runs: Mapping[int, str], notes: Notes) -> list[str]:
+def _answer(one: Record, notes: Notes) -> list[str]:
     if not one["fastest"]:  # each was slower than another, as may be where samples spread
-        return ["not settled", "", "", runs[one["run"]]]
+        return ["not settled", "", ""]
     others = f"In another run, without turns, took less time: {', '.join(one['rivals'])}."
     few = f" (of {one['rows']})" if one["rows"] < FEW else ""
     row = one["called"] + few + (mark(notes, others) if one["rivals"] else "")
     speed, lead = _times(one["speedup"], one["over"]), _times(one["lead"], one["next"])
-    return [row, speed + (mark(notes, UNSTEADY) if speed and one["unsteady"] else ""), lead, runs[one["run"]]]
+    return [row, speed + (mark(notes, UNSTEADY) if speed and one["unsteady"] else ""), lead]
+
+
+def _percent(share: float | None) -> str:
+    return f"{number(100 * share)}\N{NO-BREAK SPACE}%" if share else ""
 
 
 def _times(speed: float | None, name: str) -> str:

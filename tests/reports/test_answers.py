@@ -168,6 +168,20 @@ KINDS: dict[str, Record] = {
 }
 
 
+def test_a_training_step_tells_its_mfu_and_how_it_ran(tmp_path: Path) -> None:
+    """The highest of the fastest row's shapes; of ways of compiling those that the lines have."""
+    times = [("auto", 1e-3, 0.4), ("auto", 2e-3, 0.45), ("llama", 3e-3, 0.5), ("llama", 4e-3, 0.55)]
+    found = [
+        record("model", name, s, mode="step", compile="graphed", mfu=mfu, comparison=str(at % 2), peer=name == "llama")
+        for at, (name, s, mfu) in enumerate(times)
+    ]
+    files = built(tmp_path / "out", save(tmp_path / "1.json", found))
+    (fastest,) = cells(files, "fastest-step")
+    assert fastest["MFU"] == "45.0 %"
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert "Graphed: compiled, and replayed as one CUDA graph." in page and "fused:" not in page
+
+
 def test_each_kind_of_attention_has_an_answer_of_its_own(tmp_path: Path) -> None:
     """A row that is fast under one pattern says nothing of another, nor of none."""
     fast = dict.fromkeys(KINDS, "flash_gluon") | {"documents": "flash_triton", "decoding": "sdpa_flash"}
