@@ -45,6 +45,7 @@ class Question:
     contends true of the cases that do the work in question
     about    what is said of the words of its lines
     kind     the table that the rows are in
+    mfu      a column tells it
     """
 
     benchmark: str
@@ -55,6 +56,7 @@ class Question:
     contends: Callable[[Record], bool] = lambda _: True
     about: str = ""
     kind: str = "attention"
+    mfu: bool = False
 
 
 def _has_ranks(one: Record) -> bool:
@@ -80,6 +82,7 @@ QUESTIONS = (
         {**TRAINING, "checkpoint": "checkpointing"},
         ("llama", "sdpa", "sdpa_flash"),
         lambda one: one.get("mode") == "step",
+        mfu=True,
     ),
     Question(
         "data_parallel",
@@ -117,7 +120,7 @@ def fastest_of(machine: Machine, question: Question) -> Table | None:
     named = {name for one in data for name in one["named"]}
     shown = [name for name in question.keys if len({one[name] for one in data}) > 1] or [*question.keys][:1]
     marks: Notes = {}
-    shares = any(one["mfu"] for one in data)
+    shares = question.mfu and any(one["mfu"] for one in data)
     rows = [
         [", ".join(filter(None, (_text(name, question, one[name]) for name in shown))), *_answer(one, marks),
          *([_percent(one["mfu"])] if shares else []), runs[one["run"]]]
