@@ -16,13 +16,21 @@ if not torch.cuda.is_available():
     )  # triton reads it on import: without a GPU its kernels are interpreted
 
 from benchmarks.axes import NAMED
-from lmsys.bench.axes import Sweep, add_axis_options
+from lmsys.bench.axes import OPTION, Sweep, add_axis_options
+from lmsys.training.reproducible import DETERMINISTIC_CUBLAS
 
 pytest_plugins = ["lmsys.bench.plugin"]  # also where the package is not installed
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     add_axis_options(parser, NAMED)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What torch reads once in a process, in those that this one starts: they multiply before their first case."""
+    asked = [config.getoption(OPTION + "--deterministic") or "", *config.getoption("--axis")]
+    if any("yes" in text for text in asked if "=" not in text or text.startswith("deterministic=")):
+        os.environ.setdefault(*DETERMINISTIC_CUBLAS)
 
 
 def pytest_lmsys_sweeps() -> Mapping[str, Mapping[str, Sweep]]:

@@ -4,6 +4,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from benchmarks.arithmetic import matmul_rates
 from benchmarks.data_parallel.cases import ParallelCase
 from benchmarks.data_parallel.rank import Inspection
@@ -14,6 +16,7 @@ from lmsys.cost.communication import ddp_overhead
 from lmsys.cost.memory import zero_memory
 from lmsys.cost.operations import model_flops, model_parameters
 from lmsys.measure.machine import peak_flops_per_s
+from lmsys.model import fused as fused_blocks
 
 MOST_STEPS = 50  # of a row in one pass
 
@@ -56,7 +59,7 @@ def why_not(case: ParallelCase) -> str | None:
         or (case.compile in COMPILED and why_no_compiler(case.device))
         or (case.replayed and case.device != "cuda" and "CUDA graphs need a CUDA device")
         or (case.replayed and case.entry.trait("why_not_graphed", ""))
-        or (fused and case.entry.trait("why_not_fused", ""))
+        or (fused and (fused_blocks.why_not(torch.device(case.device)) or case.entry.trait("why_not_fused", "")))
         or (fused and case.checkpoint != "none" and "fused blocks keep all that their backward reads")
         or (
             case.precision == "fp16"

@@ -54,6 +54,17 @@ def _set_default_device(device: torch.device) -> None:
         torch.set_default_device(device)
 
 
+def _deterministic() -> list[bool]:
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    return [torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(), filled]
+
+
+def _set_deterministic(parts: list[bool]) -> None:
+    enabled, warns, filled = parts
+    torch.use_deterministic_algorithms(enabled, warn_only=warns)
+    torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
 def _folder() -> str:
     try:
         return os.getcwd()
@@ -81,7 +92,7 @@ PARTS = (
     Part("torch's default device", lambda: torch.empty(0).device, _set_default_device),
     Part("torch's seed", torch.initial_seed, torch.manual_seed),
     Part("the precision of float32 matmuls", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    Part("deterministic mode", torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    Part("deterministic mode", _deterministic, _set_deterministic),
     Part("the working directory", _folder, os.chdir),
     Part("handlers of signals", _handlers, _set_handlers),
 )

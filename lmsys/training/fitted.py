@@ -20,6 +20,11 @@ def fitted(config: RunConfig, strategy: Entry, device: torch.device, group: Grou
     model, train = config.model, config.train
     if model.checkpoint_blocks != FIT:
         return model
+    if train.fused:
+        raise ValueError(
+            "model.checkpoint_blocks=fit with train.fused=true: fused blocks keep all that their backward reads, so it"
+            " must be none"
+        )
     world_size, _ = size_and_rank(group)
     memory = min(gather_objects(_memory(train.memory_gib, device), group))
     stage = max(strategy.trait("zero_stage", 0), int(train.sharded_optimizer))

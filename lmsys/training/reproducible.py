@@ -29,14 +29,18 @@ from lmsys.parallel.collectives import Group, size_and_rank
 from lmsys.training.optimizer import HAS_TRITON
 
 BITS = 62  # of a sum of whole numbers, so that none overflows
+DETERMINISTIC_CUBLAS = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"  # a workspace of a size that no call changes
 
 
 @contextmanager
 def deterministic_mode() -> Iterator[None]:
-    """Inside, torch takes kernels that give the same bits for the same inputs, or raises an error."""
+    """Inside, torch takes kernels that give the same bits for the same inputs, or raises an error.
+
+    torch reads `DETERMINISTIC_CUBLAS` at the first matmul on a GPU: after that it is too late to set it.
+    """
     before = torch.are_deterministic_algorithms_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # of a size that no call changes; read on first use
+    os.environ.setdefault(*DETERMINISTIC_CUBLAS)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:

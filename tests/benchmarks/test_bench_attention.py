@@ -1,14 +1,17 @@
 """The benchmark of attention: right rows are timed, and wrong ones of every kind are cells without a time."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.bench_attention import Attention, rows_of
 from benchmarks.sweeps import SWEEPS
 from lmsys.attention import ATTENTION
 from lmsys.bench import Grid, Settings
+from tests.support import processes
 from tests.support.harness import cases_of, results
 from tests.support.processes import ROOT
 
@@ -240,3 +243,38 @@ def test_work_on_another_stream_is_wrong(kernels: Path) -> None:
     found = swept_rows(rows, "cuda", length=((2048, 2048),), dtype=("float32",), causal=(False,), direction=("fwd",))
     outcome = {row: one["outcome"] for (row, *_), one in found.items()}
     assert outcome == {"naive": "ok", "reads_early": "wrong", "nobody_waits": "wrong"}
+
+
+IN_ORDER = """
+import torch
+from lmsys.attention.naive import naive
+
+
+def in_order(q, k, v, *, causal=False, scale=None):
+    assert torch.are_deterministic_algorithms_enabled(), "torch is in its usual mode"
+    return naive(q, k, v, causal=causal, scale=scale)
+"""
+
+
+def test_a_deterministic_case_runs_in_torchs_deterministic_mode(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(IN_ORDER)
+    small = SMALL | {"direction": ("bwd",), "dtype": ("float32",), "attention": (f"{file}:in_order",)}
+    for mode, ended in ((True, "ok"), (None, "error")):
+        (one,) = results(Attention(), cases_of(Attention(), **small, deterministic=(mode,)))
+        assert one.record["outcome"] == ended and one.record["deterministic"] is mode, one.record["reason"]
+        assert mode or "in its usual mode" in one.record["reason"]
+        assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_deterministic_cases_behind_others(tmp_path: Path) -> None:
+    """torch reads how cuBLAS is to be deterministic at a process's first matmul, long before such a case."""
+    out, rows = tmp_path / "out.json", "naive,sdpa_flash,flash_triton"
+    small = "--length 256 --head-dim 64 --dtype bfloat16 --causal yes --direction bwd --benchmark-max-time 0.01".split()
+    asked = ("-k", "by_length", "--attention", rows, "--deterministic", "no,yes", "--benchmark-only")
+    ended = processes.run("benchmarks/bench_attention.py", *asked, *small, "--benchmark-json", out)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = json.loads(out.read_text())["lmsys"]["records"]
+    assert len(found) == 6 and all(one["outcome"] == "ok" for one in found), [one["reason"] for one in found]
+    assert all(one["repeatable"] for one in found if one["deterministic"])

@@ -29,7 +29,7 @@ from lmsys.bench.axes import given_axes
 from lmsys.bench.ranks import Ranks, Unsupported
 from lmsys.bench.results import Session
 from lmsys.measure.overlap import Communication
-from lmsys.model import TransformerLM
+from lmsys.model import TransformerLM, fused
 from lmsys.parallel import STRATEGIES as TABLE
 from lmsys.parallel.adapter import Adapter
 from lmsys.parallel.group import WorkerError
@@ -160,7 +160,7 @@ def test_what_cannot_be_graphed_says_why() -> None:
     assert why_not(replace(one, compile="compiled")) is None
 
 
-def test_what_cannot_be_fused_says_why() -> None:
+def test_what_cannot_be_fused_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     one, *_ = cases_of(strategy=("naive",), compile=("fused",))
     on_gpu = replace(one, device="cuda")
     found = [one, on_gpu, replace(on_gpu, entry=TABLE["zero1"]), replace(on_gpu, checkpoint="whole")]
@@ -170,6 +170,8 @@ def test_what_cannot_be_fused_says_why() -> None:
         SURROUNDS_BLOCKS,
         "fused blocks keep all that their backward reads",
     ]
+    monkeypatch.setattr(fused, "HAS_TRITON", False)
+    assert DataParallel().why_not(on_gpu) == "fused blocks are kernels in Triton: pip install triton"
 
 
 def _graphs(cases: list[ParallelCase]) -> list[int]:

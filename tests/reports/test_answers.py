@@ -168,6 +168,22 @@ KINDS: dict[str, Record] = {
 }
 
 
+def test_the_deterministic_mode_has_answers_and_tables_of_its_own(tmp_path: Path) -> None:
+    """The row it is compared with is that of the usual mode: `flex` comes first under patterns alone."""
+    seconds = {"flash_gluon": 1e-3, "sdpa": 2e-3, "flex": 3e-3}
+    told = {"direction": "bwd", "repeatable": True}
+    found = [
+        record("attention", name, s * (2 if mode else 1), **told, deterministic=mode, comparison=str(mode))
+        for mode in (None, True)
+        for name, s in seconds.items()
+    ]
+    files = built(tmp_path / "out", save(tmp_path / "1.json", found))
+    lines = {line["setting"]: line["speed"] for line in cells(files, "fastest-attention")}
+    assert set(lines.values()) == {"2.00 × sdpa"} and len(lines) == 2 and any("deterministic" in one for one in lines)
+    tables = [name for name in files if name.endswith("time.md")]
+    assert sum("deterministic" in name for name in tables) == 1 == sum("deterministic" not in name for name in tables)
+
+
 def test_a_training_step_tells_its_mfu_and_how_it_ran(tmp_path: Path) -> None:
     """The highest of the fastest row's shapes; of ways of compiling those that the lines have."""
     times = [("auto", 1e-3, 0.4), ("auto", 2e-3, 0.45), ("llama", 3e-3, 0.5), ("llama", 4e-3, 0.55)]

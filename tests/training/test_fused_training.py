@@ -82,6 +82,9 @@ def test_what_it_needs_is_named(
 def test_checkpointing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="checkpoint_blocks='matmuls' must be 0"):
         trainer(config(tmp_path, *ALONE, "train.fused=true", "model.checkpoint_blocks=matmuls"))
+    with pytest.raises(ValueError, match="checkpoint_blocks=fit with train.fused=true: .* it must be none"):
+        fit = "train.memory_gib=1", "model.checkpoint_blocks=fit"
+        trainer(config(tmp_path, *ALONE, "train.fused=true", *fit))
 
 
 @pytest.mark.gpu

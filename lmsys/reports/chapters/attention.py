@@ -40,7 +40,8 @@ def chapters(view: View) -> list[Chapter]:
     view = view.ordered("section", "dtype", "causal", "direction", LIMIT, *SHAPE, "impl")
     rows = view.ordered("impl").read_as(peer={True: "peer", False: "ours"})
     last = endings(rows, "name", "label", "peer", word="attention-implementations", title="Implementations")
-    return with_overview("Attention", [bits.table(rows, "attention-same-bits", PASSES), last], view, _section)
+    usual = rows.only(lambda case: not case.get("deterministic"))
+    return with_overview("Attention", [bits.table(usual, "attention-same-bits", PASSES), last], view, _section)
 
 
 def _pair(one: int, other: int, sign: str) -> int | str:
