@@ -22,7 +22,7 @@ Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K k
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy
@@ -203,13 +203,14 @@ def _backward(
     scale: float,
     tile: Tile | None = None,
     pattern: Pattern | None = None,
+    together: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq (B, H, Q, D), dk and dv (B, Hkv, K, D)."""
+    """dq (B, H, Q, D), dk and dv (B, Hkv, K, D). `together` is that of `gradients_like`."""
     if q.is_cuda:
         # autograd runs this in a thread of its own, where nothing may have bound a CUDA context yet: Triton binds one
         # on launch, but descriptors are encoded before. This call binds it, also while a graph is captured.
         torch.cuda.is_current_stream_capturing()
-    dq, dk, dv = gradients_like(q, k, v, lambda x: describable(torch.empty_like(x)))
+    dq, dk, dv = gradients_like(q, k, v, lambda x: describable(torch.empty_like(x)), together)
     q, k, v, o, do = (describable(x) for x in (q, k, v, o, do))
     rows = q.shape[0] * q.shape[1] * _padded(q.shape[2])
     lse2, delta = (torch.empty(rows, dtype=torch.float32, device=q.device) for _ in range(2))
@@ -225,7 +226,7 @@ def _backward(
 
 FlashTriton = autograd_function("FlashTriton", _forward, _backward)  # its `tile` is that of all three kernels
 FlashTritonTorchBackward = autograd_function("FlashTritonTorchBackward", _forward, backward_here)
-_custom_op = custom_op("flash_triton", _forward, _backward)
+_custom_op = custom_op("flash_triton", _forward, partial(_backward, together=False))
 _custom_op_torch_bwd = custom_op("flash_triton_torch_bwd", _forward, backward_here)
 
 

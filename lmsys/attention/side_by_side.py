@@ -27,14 +27,17 @@ def whole_of(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
     return q.as_strided((batch, length, heads + 2 * kv_heads, head_dim), (length * row, row, head_dim, 1))
 
 
-def gradients_like(q: Tensor, k: Tensor, v: Tensor, like: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def gradients_like(
+    q: Tensor, k: Tensor, v: Tensor, like: Callable[[Tensor], Tensor], together: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
     """Empty dq, dk and dv: parts of one tensor where q, k and v are, so that the projection's backward finds one.
 
-    Else `like` makes each of its input, also where a row of a head is no multiple of 16 bytes, as descriptors need it.
+    Else `like` makes each of its input, also where a row of a head is no multiple of 16 bytes, as descriptors need it,
+    and where not `together`: a custom operator has told beforehand how its results lie.
     """
-    together = whole_of(q, k, v)
-    if together is None or q.shape[-1] * q.element_size() % 16:
+    whole = whole_of(q, k, v) if together else None
+    if whole is None or q.shape[-1] * q.element_size() % 16:
         return like(q), like(k), like(v)
     heads, kv_heads = q.shape[1], k.shape[1]
-    dq, dk, dv = torch.empty_like(together).transpose(1, 2).split([heads, kv_heads, kv_heads], dim=1)
+    dq, dk, dv = torch.empty_like(whole).transpose(1, 2).split([heads, kv_heads, kv_heads], dim=1)
     return dq, dk, dv

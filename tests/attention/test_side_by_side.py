@@ -92,6 +92,21 @@ def test_flash_triton_has_the_same_bits(size: tuple[int, ...], dtype: torch.dtyp
 
 
 @needs_triton
+def test_compiled_code_gets_gradients_as_it_was_told_of_them(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its operators have told how results lie before they ran; others would have to be copied."""
+    from lmsys.attention import custom_ops, flash_triton
+
+    def laid_out(found: Tensor) -> Tensor:
+        assert found.transpose(1, 2).is_contiguous()
+        return found
+
+    monkeypatch.setattr(custom_ops, "_laid_out", laid_out)
+    leaves = [x.detach().requires_grad_() for x in parts_of(drawn((2, 40, 1, 2, 16))[0].to(device), 1)]
+    o = flash_triton._custom_op(*leaves, True, 0.25)
+    torch.autograd.grad(o, leaves, torch.ones_like(o))
+
+
+@needs_triton
 def test_flash_gluon_has_the_same_bits_as_it_is_simulated() -> None:
     from lmsys.attention.flash_gluon import kernels
     from lmsys.kernels.tritons import KNOWN_TRITON, is_known

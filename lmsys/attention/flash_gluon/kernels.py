@@ -5,6 +5,7 @@ Legend: B batch, H query heads, Hkv key heads, G = H / Hkv, Q queries, K keys, D
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -308,16 +309,17 @@ def _forward(
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, causal: bool, scale: float,
     deterministic: bool | None = None, plan: BackwardPlan | None = None, pattern: Pattern | None = None,
+    together: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq (B, H, Q, D), dk and dv (B, Hkv, K, D). `deterministic` defaults to what torch is set to.
 
-    `pattern` stands in the place of `causal`.
+    `pattern` stands in the place of `causal`; `together` is that of `gradients_like`.
     """
     # autograd runs this in a thread of its own, where nothing may have bound a CUDA context yet. This call does.
     torch.cuda.is_current_stream_capturing()
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    dq, dk, dv = gradients_like(q, k, v, _like)
+    dq, dk, dv = gradients_like(q, k, v, _like, together)
     q, k, v, o, do = _addressable(q), _addressable(k), _addressable(v), _addressable(o), _addressable(do)
     bounded, extent = pattern is not None, ()
     if pattern is not None:
@@ -334,7 +336,7 @@ def _backward(
 
 
 FlashGluon = autograd_function("FlashGluon", _forward, _backward)
-_custom_op = custom_op("flash_gluon", _forward, _backward)
+_custom_op = custom_op("flash_gluon", _forward, partial(_backward, together=False))
 
 
 def flash_gluon(
