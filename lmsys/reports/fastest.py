@@ -109,11 +109,11 @@ def fastest_of(machine: Machine, question: Question) -> Table | None:
     data: list[Record] = []
     for key in sorted(together, key=reading_order):
         line = dict(zip(question.keys, key, strict=True))
-        hidden = any(one.get(name) for cases in together[key].values() for one in cases for name in PATTERNS)
+        others = [one for cases in together[key].values() for one in cases]
+        hidden = any(one.get(name) for one in others for name in PATTERNS)
         bases = ("flex", *question.bases) if hidden else question.bases  # what PyTorch has for patterns
         comparisons = _of_one_run([rows for rows in together[key].values() if _says_something(rows)], bases)
         if comparisons:
-            others = [one for cases in together[key].values() for one in cases]
             data.append(line | _first(machine, comparisons, bases, others))
     if not data:
         return None

@@ -185,9 +185,8 @@ def main(dtypes: list[str], every: bool) -> None:
                         report("forward", forward(dtype, head_dim, causal, ragged, plan), **what, ragged=ragged,
                                **fields)  # fmt: skip
                     for plan in _some({plan: None for _, plan in BACKWARD[head_dim, causal]}, every):
-                        for mode in ({}, {"deterministic": True}, {"grouped": True})[
-                            : 3 if every or plan.peeled else 2
-                        ]:
+                        modes = {}, {"deterministic": True}, {"grouped": True}
+                        for mode in modes if every or plan.peeled else modes[:2]:
                             report("backward", backward(dtype, head_dim, causal, ragged, plan, **mode), **what,
                                    ragged=ragged, peeled=plan.peeled, **mode)  # fmt: skip
             if head_dim == 64 and not every:
