@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 
 import pytest
 
@@ -16,8 +17,9 @@ if not torch.cuda.is_available():
     )  # triton reads it on import: without a GPU its kernels are interpreted
 
 from benchmarks.axes import NAMED
-from lmsys.bench.axes import OPTION, Sweep, add_axis_options
-from lmsys.training.reproducible import DETERMINISTIC_CUBLAS
+from lmsys.bench.axes import Sweep, add_axis_options, given_axes
+from lmsys.bench.options import texts
+from lmsys.deterministic import CUBLAS_WORKSPACE
 
 pytest_plugins = ["lmsys.bench.plugin"]  # also where the package is not installed
 
@@ -27,10 +29,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What torch reads once in a process, in those that this one starts: they multiply before their first case."""
-    asked = [config.getoption(OPTION + "--deterministic") or "", *config.getoption("--axis")]
-    if any("yes" in text for text in asked if "=" not in text or text.startswith("deterministic=")):
-        os.environ.setdefault(*DETERMINISTIC_CUBLAS)
+    """Sets what processes need before their first matmul, which is long before their first deterministic case."""
+    axis = [one for one in NAMED if one.name == "deterministic"]
+    with suppress(ValueError):  # cases are collected from the same texts, which tells it
+        if any(given_axes(axis, texts(config)).get("deterministic", ())):
+            os.environ.setdefault(*CUBLAS_WORKSPACE)
 
 
 def pytest_lmsys_sweeps() -> Mapping[str, Mapping[str, Sweep]]:

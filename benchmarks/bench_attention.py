@@ -20,11 +20,11 @@ from lmsys.attention.contract import DTYPES, adapt, options_of, told, why_not_to
 from lmsys.bench import Axis, Benchmark, Candidate, Case, Entry, Field, Grid, Record, Settings, Step, bench, fields
 from lmsys.bench.axes import yes_no
 from lmsys.cost import operations
+from lmsys.deterministic import deterministic_mode
 from lmsys.draws import Draws
 from lmsys.measure import memory
 from lmsys.measure.compare import Kept, attempt, release_memory
 from lmsys.testing import Inputs, make_inputs, run
-from lmsys.training.reproducible import deterministic_mode
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ OPTIONS = {  # where they are declared, and the page that tells them
 
 def test_docstrings_begin_with_a_subject_or_a_verb() -> None:
     files = [path for folder in ("lmsys", "benchmarks", "tests", "reports") for path in (ROOT / folder).rglob("*.py")]
+    files += ROOT.glob("*.py")
     found = re.compile(r'^ *"""(?:Of|What|Whether) .*', re.MULTILINE)
     assert not {path.name: found.findall(path.read_text()) for path in files if found.search(path.read_text())}
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lmsys import deterministic
 from lmsys.measure.compare import Lost
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
@@ -54,17 +55,6 @@ def _set_default_device(device: torch.device) -> None:
         torch.set_default_device(device)
 
 
-def _deterministic() -> list[bool]:
-    filled = torch.utils.deterministic.fill_uninitialized_memory
-    return [torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(), filled]
-
-
-def _set_deterministic(parts: list[bool]) -> None:
-    enabled, warns, filled = parts
-    torch.use_deterministic_algorithms(enabled, warn_only=warns)
-    torch.utils.deterministic.fill_uninitialized_memory = filled
-
-
 def _folder() -> str:
     try:
         return os.getcwd()
@@ -92,7 +82,7 @@ PARTS = (
     Part("torch's default device", lambda: torch.empty(0).device, _set_default_device),
     Part("torch's seed", torch.initial_seed, torch.manual_seed),
     Part("the precision of float32 matmuls", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    Part("deterministic mode", _deterministic, _set_deterministic),
+    Part("deterministic mode", deterministic.mode, deterministic.set_mode),
     Part("the working directory", _folder, os.chdir),
     Part("handlers of signals", _handlers, _set_handlers),
 )

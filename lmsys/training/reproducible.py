@@ -17,7 +17,6 @@ Source for the norm: Demmel & Nguyen 2013, "Fast Reproducible Floating-Point Sum
 
 import hashlib
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -25,29 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lmsys.deterministic import deterministic_mode
 from lmsys.parallel.collectives import Group, size_and_rank
 from lmsys.training.optimizer import HAS_TRITON
 
 BITS = 62  # of a sum of whole numbers, so that none overflows
-DETERMINISTIC_CUBLAS = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"  # a workspace of a size that no call changes
-
-
-@contextmanager
-def deterministic_mode() -> Iterator[None]:
-    """Inside, torch takes kernels that give the same bits for the same inputs, or raises an error.
-
-    torch reads `DETERMINISTIC_CUBLAS` at the first matmul on a GPU: after that it is too late to set it.
-    """
-    before = torch.are_deterministic_algorithms_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory
-    os.environ.setdefault(*DETERMINISTIC_CUBLAS)
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
 @contextmanager

@@ -14,9 +14,9 @@ from torch.nn.attention.flex_attention import create_mask
 
 from lmsys.attention import ATTENTION, AttentionCase, Documents, Pattern, peers, peers_flash_attn
 from lmsys.attention.naive import naive
+from lmsys.deterministic import deterministic_mode
 from lmsys.processes import in_own_process
 from lmsys.testing import Oracle, make_inputs, run
-from lmsys.training.reproducible import deterministic_mode
 
 PACKED = Documents([5, 1, 10])
 EACH = Documents([[16], [7, 9]])

@@ -1,7 +1,10 @@
 """The benchmark of attention: right rows are timed, and wrong ones of every kind are cells without a time."""
 
 import json
+import os
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +14,8 @@ from benchmarks.bench_attention import Attention, rows_of
 from benchmarks.sweeps import SWEEPS
 from lmsys.attention import ATTENTION
 from lmsys.bench import Grid, Settings
+from lmsys.bench.axes import OPTION
+from lmsys.deterministic import CUBLAS_WORKSPACE
 from tests.support import processes
 from tests.support.harness import cases_of, results
 from tests.support.processes import ROOT
@@ -265,6 +270,29 @@ def test_a_deterministic_case_runs_in_torchs_deterministic_mode(tmp_path: Path) 
         assert one.record["outcome"] == ended and one.record["deterministic"] is mode, one.record["reason"]
         assert mode or "in its usual mode" in one.record["reason"]
         assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(
+    ("option", "axes", "is_set"),
+    [
+        ("no,yes", [], True),
+        ("true", [], True),
+        (None, ["deterministic=yes"], True),
+        ("no", ["size=tiny"], False),
+        ("maybe", [], False),
+        (None, ["no equals sign"], False),
+    ],
+)
+def test_processes_begin_with_what_torch_reads_once(
+    option: str | None, axes: list[str], is_set: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, value = CUBLAS_WORKSPACE
+    monkeypatch.setitem(os.environ, name, "")  # put back afterwards
+    del os.environ[name]
+    given = SimpleNamespace(**{f"{OPTION}--deterministic": option})
+    configure = runpy.run_path(str(processes.ROOT / "conftest.py"))["pytest_configure"]
+    configure(SimpleNamespace(option=given, getoption={"axis": axes}.__getitem__))
+    assert os.environ.get(name) == (value if is_set else None)
 
 
 @pytest.mark.gpu
