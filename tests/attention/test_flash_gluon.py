@@ -180,11 +180,11 @@ def test_ctas_that_add_in_order_follow_one_another(
     queries: int, keys: int, processors: int | None, in_order: int, causal: bool, head_dim: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """The fixed order where a head has more key tiles than a team, or than run at once, on real or supposed processors.
+    """The fixed order where a head has more key tiles than run at once, on real or supposed processors.
 
-    `in_order`: heads of a causal backward that alternate; there are four.
+    `in_order`: heads that alternate; there are four.
     """
-    monkeypatch.setattr(kernels(), "HEADS_IN_ORDER", {64: in_order, 128: in_order})
+    monkeypatch.setattr(kernels(), "heads_at_once", lambda *_: in_order)
     monkeypatch.setattr(kernels(), "_launches", {})
     if processors is not None:
         major, minor = torch.cuda.get_device_capability()

@@ -194,7 +194,7 @@ def test_key_tiles_wait_for_those_on_their_right_alone(
     for n in reversed(range((length + 127) // 128)):
         low, end, *_ = backward["_visited"](*extent_of(bounds.of_keys), 0, torch.tensor(n), length, block_q)
         for m in range(int(low), int(end)):
-            value = backward["semaphore_value"](n, torch.tensor(m), 0, 0, 0, ends, length, True, block_q)
+            value = backward["semaphore_value"](n, torch.tensor(m), 0, ends, length, True, block_q)
             assert int(value) == visits[m]
             visits[m] += 1
 

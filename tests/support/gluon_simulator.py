@@ -7,7 +7,9 @@ error, or a deadlock (reported once all wait for one another):
 - a matmul reads its operands when it is waited for, and they must be what they were when it was issued;
 - a bulk store reads its source when it is waited for, and writes at the end; an addition lands when a semaphore is
   released, by its own partition or one that a named barrier has told of it; so do zeros;
-- shared memory that was written by ordinary stores and not fenced cannot be an operand.
+- shared memory that was written by ordinary stores and not fenced cannot be an operand;
+- memory that torch hands out begins as NaN; in a fixed order a CTA adds to a tile of dq that it has acquired, and
+  stores one that no other has come to.
 Not simulated: layouts, registers, what 128 threads do apart from one another.
 """
 
@@ -249,6 +251,8 @@ class Cta:
     grid: int
     # number: [threads that have come, times completed, additions to memory that those who came know of]
     named: dict[int, list[Any]] = field(default_factory=dict)
+    # how many have come before, by place of the semaphore: of the acquired tiles of dq; None: there is no fixed order
+    acquired: dict[int, int] | None = field(default_factory=dict)
 
 
 def _scalar(x: Any) -> Any:
@@ -415,6 +419,7 @@ def _atomic_add(pointer: Pointer, x: Any, mask: Any = None) -> Tensor:
 class Addition:
     pointer: Pointer
     numbers: Tensor
+    stores: bool = False
     landed: bool = False
 
 
@@ -425,12 +430,22 @@ def _exp2_by_fmas(x: Tensor) -> Tensor:
     return torch.where(x > -127, torch.exp2(x.round()), 0) * (1 + t * (0.69336860 + t * (0.24221784 + t * 0.05459282)))
 
 
-def _add_registers(pointer: Pointer, x: Tensor) -> None:
+def _add_registers(pointer: Pointer, x: Tensor, stores: bool = False) -> None:
     """Lands at once or, as others may see it, when a semaphore is released; at the latest when the partition ends."""
     time.sleep(random.uniform(0, 0.002))  # so that the order of additions is one of many
-    here.added.append(Addition(pointer, x.reshape(4, 2, 8, 8, 4, 2).permute(3, 0, 2, 4, 1, 5).reshape(4096)))
+    acquired, tile = here.cta.acquired, int(pointer.offset) // (2 * 4096)  # of both consumers
+    assert acquired is None or tile in acquired, "added or stored before the tile was acquired"
+    numbers = x.reshape(4, 2, 8, 8, 4, 2).permute(3, 0, 2, 4, 1, 5).reshape(4096)
+    here.added.append(Addition(pointer, numbers, stores))
     if random.random() < 0.5:
         _finish_additions()
+
+
+def _store_registers(pointer: Pointer, x: Tensor) -> None:
+    acquired = here.cta.acquired
+    first = acquired is not None and acquired.get(int(pointer.offset) // (2 * 4096), 0) == 0
+    assert first, "stored over what others have added"
+    _add_registers(pointer, x, stores=True)
 
 
 def _finish_additions() -> None:
@@ -438,7 +453,12 @@ def _finish_additions() -> None:
         for x in here.added:
             if not x.landed:
                 start = int(x.pointer.offset)
-                x.pointer.window(start + 4096)[start:].add_(x.numbers)
+                tile = x.pointer.window(start + 4096)[start:]
+                if x.stores:
+                    assert tile.isnan().all(), "stored over what was there"
+                    tile.copy_(x.numbers)
+                else:
+                    tile.add_(x.numbers)
                 x.landed = True
         here.added.clear()
 
@@ -463,25 +483,30 @@ def _semaphore_release(semaphore: Pointer) -> None:
             start = int(x.offset)
             x.window(start + 4096)[start:].zero_()
         here.met.clear()
-    before = _atomic_add(semaphore, 1)
-    assert not here.in_order or before == here.acquired.pop(int(semaphore.offset), None), "added out of order"
+    before, acquired = _atomic_add(semaphore, 1), here.cta.acquired
+    assert acquired is None or before == acquired.pop(int(semaphore.offset), None), "added out of order"
 
 
 def _semaphore_wait(semaphore: Pointer, expected: Any, first: int) -> None:
-    here.in_order = False  # this partition releases what it has not acquired
-    _let_add(semaphore, expected, first)
+    here.cta.acquired = None  # this CTA releases what it has not acquired
+    _await_value(semaphore, expected)
+    _let_add(first)
 
 
-def _let_add(semaphore: Pointer, expected: Any, first: int) -> None:
+def _await_value(semaphore: Pointer, expected: Any) -> None:
     assert int(_load(semaphore)) <= int(expected), "the semaphore has passed this value"
     here.machine.await_(lambda: int(_load(semaphore)) == int(expected), f"a semaphore at {int(expected)}")
+
+
+def _let_add(first: int) -> None:
     for number in (first, first + 1):
         _named_barrier("arrive", number, 160, come=32)
 
 
 def _semaphore_acquire(semaphore: Pointer, expected: Any, first: int) -> None:
-    here.acquired[int(semaphore.offset)] = int(expected)
-    _let_add(semaphore, expected, first)
+    _await_value(semaphore, expected)
+    here.cta.acquired[int(semaphore.offset)] = int(expected)
+    _let_add(first)
 
 
 def _specialize(functions: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
@@ -496,7 +521,6 @@ def _specialize(functions: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
             with machine.change():
                 machine.late += here.writes
             assert not here.matmuls, "a matmul was never waited for"
-            assert not here.acquired, "a semaphore was acquired and never released"
             assert not here.cleared and not here.met, "zeros were written and never released"
         except BaseException as error:
             with machine.change():
@@ -517,13 +541,13 @@ def _specialize(functions: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
     machine.works()
     if machine.failure is None:
         assert not any(state[0] for state in cta.named.values()), "threads were left behind at a named barrier"
+        assert not cta.acquired, "a semaphore was acquired and never released"
 
 
 def _enter(machine: Machine, cta: Cta) -> None:
     here.machine, here.cta = machine, cta
     here.matmuls, here.stores, here.writes, here.stored, here.added = [], [], [], [], []
     here.cleared, here.met = [], []  # zeros that warps have written, apart from one another; that all of them have
-    here.acquired, here.in_order = {}, True  # values by place of the semaphore
 
 
 class _Constant(int):
@@ -599,6 +623,7 @@ def kernels(module: str) -> dict[str, Any]:
         "gdc_wait": lambda: None,  # kernels do not run beside one another
         "gdc_launch_dependents": lambda: None,
         "add_registers": _add_registers,
+        "store_registers": _store_registers,
         "exp2_of_eight": _exp2_by_fmas,
         "narrow": lambda x, dtype: x.to(dtype),
         "scale_rows": lambda x, factor: x * factor[:, None],
@@ -660,6 +685,11 @@ def launch(kernel: Callable[..., None], grid: int, at_once: int, *args: Any, **c
         raise machine.failure
 
 
+def _unwritten(*args: Any, make: Callable[..., Tensor] = torch.empty, **options: Any) -> Tensor:
+    made = make(*args, **options)
+    return made.fill_(float("nan")) if made.is_floating_point() else made
+
+
 PROCESSORS = 6
 
 
@@ -695,6 +725,7 @@ def simulated() -> Iterator[None]:
             (product, "_kernels", {}),
             (product, "_launches", {}),
             (product, "_counters", {}),
+            (torch, "empty", _unwritten),
             (torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=PROCESSORS)),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             (torch.cuda, "device_of", lambda x: nullcontext()),

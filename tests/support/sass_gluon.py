@@ -1,9 +1,9 @@
 """Compiles the kernels of `flash_gluon` for sm_90a, with or without a GPU, and reads what came out.
 
 `python -m tests.support.sass_gluon` prints one JSON line for each kernel, with `every` for each that a plan launches.
-Beside the counts of `tests.support.sass`: reductions by TMA (UTMAREDG) and from registers (REDG), bulk stores
-(UTMASTG), barriers, fences that reach other CTAs, and `hazards`: writes to a register from which a matmul still reads
-its operand A. It must run without TRITON_INTERPRET.
+Beside the counts of `tests.support.sass`: reductions by TMA (UTMAREDG) and from registers (REDG), stores of 16
+bytes (STG), bulk stores (UTMASTG), barriers, fences that reach other CTAs, and `hazards`: writes to a register from
+which a matmul still reads its operand A. It must run without TRITON_INTERPRET.
 """
 
 import json
@@ -38,7 +38,7 @@ from tests.support.sass import TRITON_NAMES, count, disassembled, resources
 
 BOUNDS = {"first_ptr": "*i32", "end_ptr": "*i32", "query_end_ptr": "*i32"}
 POINTERS = {"dq_semaphore": "*i32", "counter": "*i32", "parameters": "*i64"}
-ADDS = {"UTMAREDG": "UTMAREDG", "REDG": r"REDG\.E\.ADD\.F32x4"}
+ADDS = {"UTMAREDG": "UTMAREDG", "REDG": r"REDG\.E\.ADD\.F32x4", "STG": r"STG\.E\.128"}
 MNEMONICS = ADDS | {"UTMASTG": "UTMASTG", "SYNCS": "SYNCS", "BAR": r"BAR\.(?:SYNC|ARV)", "fences": r"MEMBAR\.\w+\.GPU"}
 MNEMONICS |= {"ACQBULK": "ACQBULK", "PREEXIT": "PREEXIT"}  # griddepcontrol.wait and .launch_dependents
 

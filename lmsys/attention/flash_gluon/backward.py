@@ -21,7 +21,6 @@ from lmsys.attention.flash_gluon.dq import (
     BLOCK_K,
     DQ_ACQUIRED,
     STAGES,
-    at_start,
     clear_ahead,
     next_tile,
     release_and_acquire,
@@ -101,7 +100,7 @@ def _producer(
             BLOCK_Q, CAUSAL, AROUND, DETERMINISTIC,
         )  # fmt: skip
         dq_ptr, kv_bh, num_heads, ahead, size = clearing
-        cleared, n, num_key_tiles, team, ends, Q = order
+        cleared, n, num_key_tiles, ends, Q = order
         clear_ahead(dq_ptr, cleared, kv_bh, n, num_heads, num_key_tiles, ahead, size)
     dq_tile, place = _load_tiles(
         q_desc, do_desc, lse_desc, delta_desc, ring, work, order, dq_tile, place, first, steps, H, Q_PADDED,
@@ -117,18 +116,14 @@ def _producer(
 
 
 @gluon.jit
-def _assignment(index, num_key_tiles, num_heads, at_once, team, DETERMINISTIC: gl.constexpr, CAUSAL: gl.constexpr):
-    """(B Hkv index, key tile) of a CTA; causal tiles the longest first. From num_key_tiles on: it has nothing to do.
+def _assignment(index, num_key_tiles, num_heads, at_once, DETERMINISTIC: gl.constexpr, CAUSAL: gl.constexpr):
+    """(B Hkv index, key tile) of a CTA; causal tiles the longest first, in the deterministic mode the shortest.
 
-    In the deterministic mode those who add first come first: causal tiles the shortest first, else team after team.
+    There a CTA waits for those alone that come to its head before it. They have lower numbers, so they have begun.
     """
-    if DETERMINISTIC and not CAUSAL:
-        kv_bh, number = owned_tile(index // team, gl.cdiv(num_key_tiles, team), num_heads, at_once)
-        n = number * team + index % team
-    else:
-        kv_bh, n = owned_tile(index, num_key_tiles, num_heads, at_once)
-        if DETERMINISTIC:
-            n = num_key_tiles - 1 - n
+    kv_bh, n = owned_tile(index, num_key_tiles, num_heads, at_once)
+    if DETERMINISTIC and CAUSAL:
+        n = num_key_tiles - 1 - n
     return kv_bh, n
 
 
@@ -169,8 +164,7 @@ def _consumer(
     num_heads = gl.load(parameters + 2).to(gl.int32)
     at_once = gl.load(parameters + 3).to(gl.int32)
     sm_scale = gl.load(parameters + 4).to(gl.int32).to(gl.float32, bitcast=True)
-    team = gl.load(parameters + 5).to(gl.int32)
-    kv_bh, n = _assignment(gl.program_id(0), num_key_tiles, num_heads, at_once, team, DETERMINISTIC, CAUSAL)
+    kv_bh, n = _assignment(gl.program_id(0), num_key_tiles, num_heads, at_once, DETERMINISTIC, CAUSAL)
     batch = kv_bh // kv_heads
     kv_head = kv_bh % kv_heads
     row = n * BLOCK_K + WG * 64
@@ -214,13 +208,13 @@ def _keep_intervals(spans, first_ptr, end_ptr, per_entry, batch, n, K):
 
 @gluon.jit(
     do_not_specialize=[
-        "num_heads", "H", "G", "Q", "Q_PADDED", "K", "num_key_tiles", "at_once", "team", "ahead",
+        "num_heads", "H", "G", "Q", "Q_PADDED", "K", "num_key_tiles", "at_once", "ahead",
         "first_ptr", "end_ptr", "per_entry", "query_end_ptr",
     ]
 )  # fmt: skip
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_ptr, parameters, dq_semaphore,
-    scale, num_heads, H, G, Q, Q_PADDED, K, num_key_tiles, at_once, team, ahead,
+    scale, num_heads, H, G, Q, Q_PADDED, K, num_key_tiles, at_once, ahead,
     first_ptr, end_ptr, per_entry, query_end_ptr,
     BLOCK_Q: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, GROUPED: gl.constexpr,
     PREFETCH: gl.constexpr, WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr, FMA_EXP: gl.constexpr,
@@ -232,10 +226,10 @@ def backward_kernel(
     those of `preprocess_kernel`; `num_heads` is B Hkv. dq begins as zeros for the first `ahead` key heads.
     The CTAs of each head clear the rest, for the head so many later. `dq_semaphore` is a zero for each key head.
     RAGGED: K is no multiple of BLOCK_K (which a causal kernel need not be told). GROUPED: G > 1.
-    SPREAD: the key tiles of a `team` begin with tiles of queries that are evenly spread, and go around.
-    DETERMINISTIC: CTAs add to dq, all of which begins as zeros, in a fixed order; `dq_semaphore` is a zero for each
-    tile of queries. In full attention those of a team wait for one another: it must fit the GPU, and have no more
-    members than tiles of queries.
+    SPREAD: the key tiles of a head begin with tiles of queries that are evenly spread, and go around.
+    DETERMINISTIC: CTAs add to dq in a fixed order; `dq_semaphore` is a zero for each tile of queries. The first CTA to
+    come to a tile stores it, whatever lies there. Under a pattern, or in full attention with K < BLOCK_K, all of dq
+    begins as zeros instead.
     `first_ptr`, `end_ptr` and `per_entry` are the `extent` of `intervals.py`, of the keys, and `query_end_ptr` has the
     ends of the queries' intervals; or all are None. A kernel that reads them is CAUSAL: in the order of tiles.
     """
@@ -257,7 +251,7 @@ def backward_kernel(
     ring = qs, lses, barriers(STAGES, 1), dos, deltas, barriers(STAGES, 1)
     fence_async_shared()
     AROUND: gl.constexpr = GROUPED or SPREAD
-    kv_bh, n = _assignment(gl.program_id(0), num_key_tiles, num_heads, at_once, team, DETERMINISTIC, CAUSAL)
+    kv_bh, n = _assignment(gl.program_id(0), num_key_tiles, num_heads, at_once, DETERMINISTIC, CAUSAL)
     num_tiles = gl.cdiv(Q, BLOCK_Q)
     low = 0  # the lowest tile of queries that sees these keys
     masked_until = 0  # tiles of queries up to here need a mask
@@ -267,17 +261,17 @@ def backward_kernel(
     elif CAUSAL:
         low = n * BLOCK_K // BLOCK_Q
         masked_until = (n + 1) * BLOCK_K // BLOCK_Q
-    if (n + 1) * BLOCK_K > K:
+    # In the deterministic mode a causal CTA is the first in the tiles that it masks, and stores them. The last key tile
+    # is the first everywhere, so it masks everything, also where it ends with the keys.
+    STORES: gl.constexpr = DETERMINISTIC and CAUSAL and not BOUNDED
+    if (n + 1) * BLOCK_K >= K if STORES else (n + 1) * BLOCK_K > K:
         masked_until = num_tiles
     start = low
     if SPREAD:
-        place = n % team
-        start = at_start(place, num_tiles, gl.minimum(team, num_key_tiles - n + place))
+        start = n * num_tiles // num_key_tiles
     batch = kv_bh // (H // G)
     kv_head = kv_bh % (H // G)
     steps = gl.maximum((end if BOUNDED else num_tiles) - low, 0)
-    if DETERMINISTIC:
-        steps = gl.where(n < num_key_tiles, steps, 0)
     if GROUPED:
         steps *= G
     bh = kv_bh * G
@@ -295,11 +289,11 @@ def backward_kernel(
     if BOUNDED:
         walk = low, end, start, num_tiles, steps
         masked = masked_until, masked_from, spans
-        order = dq_semaphore, n, num_key_tiles, team, ends, Q
+        order = dq_semaphore, n, num_key_tiles, ends, Q
     else:
         walk = low, None, start, num_tiles, steps
         masked = masked_until, None, None
-        order = dq_semaphore, n, num_key_tiles, team, None, None
+        order = dq_semaphore, n, num_key_tiles, None, None
     clearing = dq_ptr, kv_bh, num_heads, ahead, G * (Q_PADDED * D // 4096)
     work = batch, kv_head * G, walk
     gl.warp_specialize([

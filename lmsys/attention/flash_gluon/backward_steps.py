@@ -20,6 +20,7 @@ from lmsys.attention.flash_gluon.hopper import (
     exp2_of_eight,
     named_barrier,
     narrow,
+    store_registers,
     widen,
 )
 from lmsys.attention.flash_gluon.intervals import hide_outside
@@ -57,7 +58,7 @@ def _step(
     dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, num_tiles, step, steps, bh, m, dk, dv, lse,
     WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
     PREFETCH: gl.constexpr, WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr,
-    FMA_EXP: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    FMA_EXP: gl.constexpr, DETERMINISTIC: gl.constexpr, STORES: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     qs, lses, q_full, dos, deltas, do_full = ring
@@ -125,7 +126,17 @@ def _step(
         await_acquired(DQ_ACQUIRED + WG)
     dq, dv, p_operand = warpgroup_mma_wait(1, deps=[dq_token, dv_token, p_operand])
     _release(step, DO_FREE)
-    add_registers(dq_ptr + place.to(gl.int64) * 4096, dq)
+    tile = dq_ptr + place.to(gl.int64) * 4096
+    if STORES == "some":
+        stores = m < masked[0] if CAUSAL else n == 0
+        if stores:
+            store_registers(tile, dq)
+        else:
+            add_registers(tile, dq)
+    elif STORES == "all":
+        store_registers(tile, dq)
+    else:
+        add_registers(tile, dq)
     dk, ds_operand = warpgroup_mma_wait(0, deps=[dk_token, ds_operand])
     _release(step, Q_FREE)
     return dk, dv, lse
@@ -136,9 +147,12 @@ def _steps(
     dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, low, high, start, num_tiles, steps, first, last, state,
     WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
     AROUND: gl.constexpr, PREFETCH: gl.constexpr, WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr,
-    FMA_EXP: gl.constexpr, DETERMINISTIC: gl.constexpr, DTYPE: gl.constexpr,
+    FMA_EXP: gl.constexpr, DETERMINISTIC: gl.constexpr, STORES: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """Steps [first, last). `state`: head and tile of queries, dk / sm_scale and dv (64, D), and a log-sum-exp ahead."""
+    """Steps [first, last). `state`: head and tile of queries, dk / sm_scale and dv (64, D), and a log-sum-exp ahead.
+
+    STORES: which of them come to a tile of dq first, "none", "all", or "some", as the step asks.
+    """
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -146,7 +160,7 @@ def _steps(
     for step in range(first, last):
         dk, dv, lse = _step(
             dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, num_tiles, step, steps, bh, m, dk, dv, lse,
-            WG, D, BLOCK_Q, MASK, CAUSAL, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, DETERMINISTIC,
+            WG, D, BLOCK_Q, MASK, CAUSAL, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, DETERMINISTIC, STORES,
             S_LAYOUT, O_LAYOUT, DQ_LAYOUT, DTYPE,
         )  # fmt: skip
         bh, m = next_tile(bh, m, low, high, start, AROUND)
@@ -160,15 +174,20 @@ def _causal_head(
     WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr, FMA_EXP: gl.constexpr,
     DETERMINISTIC: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """The steps of a head: those that need a mask, which begin it, have a loop of their own."""
+    """The steps of a head: those that need a mask, which begin it, have a loop of their own.
+
+    In the deterministic mode they are also those that store.
+    """
     free_from = first + gl.minimum(gl.maximum(masked[0] - low, 0), last - first)
     state = _steps(
         dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, low, high, start, num_tiles, steps, first, free_from,
-        state, WG, D, BLOCK_Q, True, True, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, DETERMINISTIC, DTYPE,
+        state, WG, D, BLOCK_Q, True, True, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, DETERMINISTIC,
+        "all" if DETERMINISTIC else "none", DTYPE,
     )  # fmt: skip
     return _steps(
         dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, low, high, start, num_tiles, steps, free_from, last,
-        state, WG, D, BLOCK_Q, False, True, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, DETERMINISTIC, DTYPE,
+        state, WG, D, BLOCK_Q, False, True, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, DETERMINISTIC, "none",
+        DTYPE,
     )  # fmt: skip
 
 
@@ -198,16 +217,17 @@ def walk_over(
                 state, WG, D, BLOCK_Q, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, DETERMINISTIC, DTYPE,
             )  # fmt: skip
         return state
+    STORES: gl.constexpr = "some" if DETERMINISTIC and masked[2] is None else "none"  # a pattern's dq begins as zeros
     free_from = 0
-    if RAGGED:  # the key tile that ends the keys masks everything, the others nothing
+    if RAGGED:  # the key tile that ends the keys masks everything, the others nothing; it is not the first to add to dq
         free_from = gl.where(masked[0] == 0, 0, steps)
         state = _steps(
             dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, low, high, start, num_tiles, steps,
             0, free_from, state, WG, D, BLOCK_Q, True, CAUSAL, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY,
-            FMA_EXP, DETERMINISTIC, DTYPE,
+            FMA_EXP, DETERMINISTIC, "none", DTYPE,
         )  # fmt: skip
     return _steps(
         dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, low, high, start, num_tiles, steps,
         free_from, steps, state, WG, D, BLOCK_Q, CAUSAL, CAUSAL, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY,
-        FMA_EXP, DETERMINISTIC, DTYPE,
+        FMA_EXP, DETERMINISTIC, STORES, DTYPE,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Additions to dq: over zeros that CTAs write for one another, or in a fixed order.
+"""Additions to dq: over zeros that CTAs write for one another, or in a fixed order, where the first one stores.
 
 In both modes a semaphore in global memory (FlashAttention's `dq_semaphore`) says when the consumers of a CTA may add.
 The producer waits for it and then lets the consumers pass a named barrier.
@@ -49,19 +49,13 @@ def clear_ahead(dq_ptr, cleared, kv_bh, n, num_heads, num_key_tiles, ahead, size
 
 
 @gluon.jit
-def at_start(place, num_tiles, members):
-    """The tile of queries that a member of a team begins with: members begin evenly spread."""
-    return place * num_tiles // members
+def semaphore_value(n, m, num_key_tiles, ends, Q, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr):
+    """How many CTAs come to dq's tile m before key tile n, in the deterministic order: the value to wait for.
 
-
-@gluon.jit
-def semaphore_value(n, m, num_tiles, num_key_tiles, team, ends, Q, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr):
-    """How many CTAs add to dq's tile m before key tile n, in the deterministic order: the value to wait for.
-
-    That is the order in which they come to it if all of a team keep step: nobody waits. Causal tiles begin at their
-    diagonal, so the highest comes first to every m. In full attention the members of a team begin evenly spread: first
-    comes the one that begins closest below m, or at it. Where queries have intervals, of which `ends` are the ends of
-    this batch entry's, the highest key tile comes first too, whether it begins later or not.
+    In full attention all key tiles begin at m = 0, and follow one another as a chain, the lowest first. Causal ones
+    begin at their diagonal, so the highest comes first to every m, and nobody waits if all keep step. Where queries
+    have intervals, of which `ends` are the ends of this batch entry's, the highest comes first too, whether it begins
+    later or not.
     """
     if ends is not None:
         last_query = gl.minimum((m + 1) * BLOCK_Q, Q) - 1
@@ -70,16 +64,13 @@ def semaphore_value(n, m, num_tiles, num_key_tiles, team, ends, Q, CAUSAL: gl.co
         last = gl.minimum(num_key_tiles - 1, ((m + 1) * BLOCK_Q - 1) // BLOCK_K)
         return last - n
     else:
-        place = n % team
-        members = gl.minimum(team, num_key_tiles - n + place)
-        first = ((m + 1) * members - 1) // num_tiles
-        return n - place + first - place + gl.where(first < place, members, 0)
+        return n
 
 
 @gluon.jit
 def release_and_acquire(order, step, dq_tile, walk, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, AROUND: gl.constexpr):
-    """Releases the tile of dq that step - STAGES has added to; then acquires the one of the step after it."""
-    dq_semaphore, n, num_key_tiles, team, ends, Q = order
+    """Releases the tile of dq that step - STAGES has added to or stored, then acquires the one of the step after it."""
+    dq_semaphore, n, num_key_tiles, ends, Q = order
     low, end, start, num_tiles, steps = walk
     high = num_tiles if end is None else end
     bh, m = dq_tile
@@ -87,6 +78,6 @@ def release_and_acquire(order, step, dq_tile, walk, BLOCK_Q: gl.constexpr, CAUSA
         semaphore_release(dq_semaphore + (bh * num_tiles + m))
         bh, m = next_tile(bh, m, low, high, start, AROUND)
     if step <= steps:
-        number = semaphore_value(n, m, num_tiles, num_key_tiles, team, ends, Q, CAUSAL, BLOCK_Q)
+        number = semaphore_value(n, m, num_key_tiles, ends, Q, CAUSAL, BLOCK_Q)
         semaphore_acquire(dq_semaphore + (bh * num_tiles + m), number, DQ_ACQUIRED)
     return bh, m

@@ -122,12 +122,23 @@ def add_registers(ptr, x):
     Four that a thread holds lie together: 512 bytes for an instruction of a warp. CTAs add in no order but that of
     `semaphore_acquire`.
     """
+    _put_registers("red.global.add.v4.f32", ptr, x)
+
+
+@gluon.jit
+def store_registers(ptr, x):
+    """Stores x as `add_registers` adds it."""
+    _put_registers("st.global.v4.f32", ptr, x)
+
+
+@gluon.jit
+def _put_registers(INSTRUCTION: gl.constexpr, ptr, x):
     x = x.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([1024, 2, 2])
     left, right = gl.split(x)
     a, c = gl.split(left)
     b, d = gl.split(right)
     places = (ptr + 4 * gl.arange(0, 1024, layout=a.type.layout)).to(gl.int64)
-    ASM: gl.constexpr = "red.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;"
+    ASM: gl.constexpr = INSTRUCTION + " [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;"
     gl.inline_asm_elementwise(ASM, "=r,l,f,f,f,f", [places, a, b, c, d], dtype=gl.int32, is_pure=False, pack=1)
 
 

@@ -36,9 +36,9 @@ __all__ = ["FlashGluon", "flash_gluon", "flash_gluon_supports"]
 LOG2_E = math.log2(math.e)
 TILE_K = 128
 ROWS = 64  # queries that one warp group of the forward owns
-NUM_PARAMETERS = 6  # int64, which `preprocess_kernel` writes
+NUM_PARAMETERS = 6  # int64, five of them written: what follows begins at a multiple of 16 bytes, as kernels are told
 BLOCK_Q = {64: 128, 128: 64}  # by head_dim: queries of a step of the backward
-HEADS_IN_ORDER = {64: 4, 128: 2}  # by head_dim: heads whose key tiles alternate in a causal backward of fixed order
+IN_ORDER_MIB = 32  # that heads read and add to whose key tiles alternate in a backward of fixed order
 FEW_WAVES = 8  # waves of CTAs: below this, the tail costs more than L2 reuse gains
 DQ_TILE = 4096  # numbers of dq that are added to at a time
 MOST_CLEARED = 8  # tiles of dq: more of them would keep the loads of a CTA that clears them waiting
@@ -139,19 +139,9 @@ def backward_options(
         "BLOCK_Q": BLOCK_Q[head_dim], "D": head_dim, "CAUSAL": causal, "RAGGED": ragged, "GROUPED": grouped,
         "PREFETCH": plan.prefetch, "WIDE": plan.wide, "LATE_DV": plan.late_dv, "BY_QUERY": plan.by_query,
         "FMA_EXP": plan.fma_exp, "PEELED": plan.peeled and causal and not bounded,
-        "SPREAD": not causal and (ragged or deterministic), "DETERMINISTIC": deterministic,
+        "SPREAD": not causal and ragged and not deterministic, "DETERMINISTIC": deterministic,
         **dict.fromkeys(() if bounded else EXTENT),
     }  # fmt: skip
-
-
-def team_of(num_key_tiles: int, num_tiles: int, processors: int) -> int:
-    """How many key tiles of a head are worked on together in full attention of fixed order.
-
-    CTAs that wait for one another are on the GPU together, also where they have half of it. They begin two tiles of
-    queries apart, so that one has long released a tile of dq when the next one comes to it.
-    """
-    num_teams = triton.cdiv(num_key_tiles, max(1, min(processors, num_tiles) // 2))
-    return triton.cdiv(num_key_tiles, num_teams)
 
 
 def ahead_of(at_once: int, num_key_tiles: int, num_heads: int, processors: int) -> int:
@@ -176,15 +166,11 @@ class _Backward:
         processors = torch.cuda.get_device_properties(q.device).multi_processor_count
         self.grid = kv_num_heads * num_key_tiles
         num_tiles = triton.cdiv(queries, self.block_q)
-        team = num_key_tiles
-        if deterministic and causal:
-            at_once = HEADS_IN_ORDER[head_dim]
-        elif deterministic:
-            team = team_of(num_key_tiles, num_tiles, processors)
-            at_once = processors // team  # heads whose first teams come before their second ones
-            self.grid = kv_num_heads * triton.cdiv(num_key_tiles, team) * team
+        bytes_per_head = 8 * max(queries * group, keys) * head_dim
+        if deterministic:  # several, as CTAs of one head that begin together wait for one another
+            at_once = heads_at_once(IN_ORDER_MIB, bytes_per_head)
         elif plan.l2_mib and self.grid > FEW_WAVES * processors:
-            at_once = heads_at_once(plan.l2_mib, 8 * max(queries * group, keys) * head_dim)
+            at_once = heads_at_once(plan.l2_mib, bytes_per_head)
         else:  # causal, all of the longest tiles first: the last head's would end alone
             at_once = kv_num_heads if causal else 1
         at_once = min(at_once, kv_num_heads)
@@ -192,11 +178,13 @@ class _Backward:
         ahead = kv_num_heads
         if not deterministic and share <= MOST_CLEARED:
             ahead = ahead_of(at_once, num_key_tiles, kv_num_heads, processors)
+        num_cleared = ahead * group  # heads of dq that begin as zeros
+        if deterministic and not bounded and (causal or keys >= TILE_K):  # else nobody stores: see `walk_over`
+            num_cleared = 0
         self.num_semaphores = num_heads * num_tiles if deterministic else kv_num_heads
-        self.sizes = kv_num_heads, heads, group, queries, self.padded, keys, num_key_tiles, at_once, team, ahead
+        self.sizes = kv_num_heads, heads, group, queries, self.padded, keys, num_key_tiles, at_once, ahead
         self.preprocess_sizes = (
-            num_heads, heads, group, queries, self.padded, num_key_tiles, at_once, team, self.num_semaphores,
-            ahead * group,
+            num_heads, heads, group, queries, self.padded, num_key_tiles, at_once, self.num_semaphores, num_cleared,
         )  # fmt: skip
         # float32 dq (B H, Qpad, D), padded log-sum-exp and delta (B H, Qpad), parameters (int64), dq_semaphore (int32)
         self.num_rows = num_heads * self.padded

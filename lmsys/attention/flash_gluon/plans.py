@@ -48,9 +48,12 @@ Choices that hold in every plan, and alternatives that lost (the named commits s
 - The scores of a step begun in the step before, to run while dS is exchanged: 3 to 10 % slower at 128, 0 to 3 % at 64
   (e0dee24).
 - A fixed order of additions to dq: the producer waits for a semaphore in global memory, lets the consumers add by a
-  barrier, and releases the semaphore; of a causal head the shortest tiles come first, in full attention teams begin
-  evenly spread. 0.90 to 0.98 of the default's speed. With consumers that count and wait themselves, the longest first:
-  0.60 to 0.74 (f899023). Of 1, 2, 4 ... 32 heads that alternate, 2 to 4 win from 4k on: 16 cost up to 30 %.
+  barrier, and releases the semaphore. The key tiles of a head follow one another as a chain, as FlashAttention-4's do,
+  the lowest first, in causal attention the highest (the shortest). The first CTA to come to a tile stores it, so no
+  zeros have to be there. Heads alternate, up to 32 MiB of them. This has not been timed yet. Before it dq began as
+  zeros, and in full attention key tiles began evenly spread and waited for one another in a ring: 0.80 to 0.96 of the
+  default's speed (fixed-order-peer.json). There, of 1, 2, 4 ... 32 causal heads that alternate, 2 to 4 won from 4k on,
+  and 16 cost up to 30 %. With consumers that count and wait themselves, the longest first: 0.60 to 0.74 (f899023).
 - float32 dq in memory used again and again, in the L2 cache, rounded by the main kernel in place of one before and one
   after (122 us in every cell): 20 to 70 % slower at 1k, as what it waits for adds 7 to 18 us to the 16 of a CTA; by 1
   to 2 % faster at 64 full from 4k on. Rounded by the last CTA to add to a tile: slower still, as it spills registers

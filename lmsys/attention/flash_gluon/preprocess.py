@@ -9,13 +9,13 @@ import triton.language as tl
 
 @triton.jit(
     do_not_specialize=[
-        "num_heads", "H", "G", "Q", "Q_PADDED", "num_key_tiles", "at_once", "team", "num_semaphores", "num_cleared",
+        "num_heads", "H", "G", "Q", "Q_PADDED", "num_key_tiles", "at_once", "num_semaphores", "num_cleared",
         "o_b", "o_h", "o_q", "do_b", "do_h", "do_q",
     ]
 )  # fmt: skip
 def preprocess_kernel(
     o_ptr, do_ptr, lse_ptr, lse2_ptr, delta_ptr, dq32_ptr, dq_semaphore, parameters, sm_scale,
-    num_heads, H, G, Q, Q_PADDED, num_key_tiles, at_once, team, num_semaphores, num_cleared,
+    num_heads, H, G, Q, Q_PADDED, num_key_tiles, at_once, num_semaphores, num_cleared,
     o_b, o_h, o_q, do_b, do_h, do_q,
     ROWS: tl.constexpr, D: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
@@ -57,4 +57,3 @@ def preprocess_kernel(
         tl.store(parameters + 2, num_heads // G)
         tl.store(parameters + 3, at_once)
         tl.store(parameters + 4, sm_scale.to(tl.int32, bitcast=True))
-        tl.store(parameters + 5, team)
