@@ -30,6 +30,7 @@ class Documents:
         if len(set(sums)) != 1:
             raise ValueError(f"documents must fill all batch entries alike; their lengths add up to {shortly(sums)}")
         self.num_tokens = sums[0]
+        self.longest = max(max(row) for row in self.lengths)
         ends = [list(accumulate(row)) for row in self.lengths]
         starts = [[0, *row[:-1]] for row in ends]
         self.starts, self.ends = (self._by_token(x, device) for x in (starts, ends))
@@ -88,10 +89,6 @@ class Documents:
     def positions(self) -> Tensor:
         """(B, S) or (1, S) int64: the place of each token in its own document, from 0 on."""
         return torch.arange(self.num_tokens, device=self.device) - self.starts
-
-    @property
-    def longest(self) -> int:
-        return max(max(row) for row in self.lengths)
 
     def __repr__(self) -> str:
         return f"Documents({shortly([list(row) for row in self.lengths])}, device={str(self.device)!r})"

@@ -89,6 +89,11 @@ class Pattern:
         found = bounds_of(self.documents, self.causal, self.window, self.offset, num_queries, num_keys, device)
         return found if self.key_lengths is None else found.until(self.key_lengths)
 
+    def span(self, num_keys: int) -> int:
+        """The most keys that a query may see, by its window and documents."""
+        longest = num_keys if self.documents is None else min(num_keys, self.documents.longest)
+        return longest if self.window is None else min(longest, self.window)
+
     def of_entries(self, entries: list[int]) -> "Pattern":
         """The pattern of some batch entries; a mask must have all of them."""
         documents = self.documents

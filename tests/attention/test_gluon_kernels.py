@@ -518,7 +518,10 @@ def test_the_selftest_asks_every_plan_and_both_orders(monkeypatch: pytest.Monkey
         {(*key, plan) for key, entries in table.items() for _, plan in entries}
         for table in (plans.FORWARD, plans.BACKWARD)
     )
-    assert {(shape.head_dim, shape.causal, one) for shape, (one, _) in [*plain, *other]} == forward
+    without = [(shape, both) for shape, both in [*plain, *other] if not shape.window]
+    assert {(shape.head_dim, shape.causal, one) for shape, (one, _) in without} == forward
+    bounded = {(shape.head_dim, one) for shape, (one, _) in other if shape.window}
+    assert bounded == {(head_dim, plan) for head_dim in (64, 128) for plan in plans.bounded_plans(head_dim)}
     assert {(shape.head_dim, shape.causal, one) for shape, (_, one) in plain} == backward
     assert {(shape.head_dim, shape.causal, one) for shape, (_, one) in other} == backward
     orders = {(shape.head_dim, shape.causal, deterministic) for shape, _, _, deterministic, *_ in asked}

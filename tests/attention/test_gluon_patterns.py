@@ -1,6 +1,7 @@
 """Windows and documents in the kernels of `flash_gluon`, simulated on the CPU: results, tiles visited, order."""
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -118,9 +119,9 @@ def test_a_key_too_many_or_too_few_shows(head_dim: int, pattern: Pattern) -> Non
 
 
 def every_plan() -> list[tuple[int, Any]]:
-    from lmsys.attention.flash_gluon.plans import FORWARD
+    from lmsys.attention.flash_gluon.plans import bounded_plans
 
-    return [(head_dim, plan) for head_dim in (64, 128) for _, plan in FORWARD[head_dim, True] if plan.ctas == 1]
+    return [(head_dim, plan) for head_dim in (64, 128) for plan in bounded_plans(head_dim)]
 
 
 @known
@@ -135,6 +136,35 @@ def test_every_plan_passes_over_tiles_on_either_side(
     case = AttentionCase(1, 2, 2, queries, keys, head_dim, "bfloat16", True, window=window)
     with patch.object(gluon_simulator, "PROCESSORS", 2):
         assert_right(case, seed, plan, orders=())
+
+
+@settings(max_examples=20)
+@given(case=patterned(), seed=SEEDS)
+def test_no_query_sees_more_than_the_span(case: AttentionCase, seed: int) -> None:
+    """All that it may have is seen by some query, where no later key is hidden and nothing ends before it."""
+    pattern = make_pattern(case, seed)
+    most = int(pattern.seen(case.queries, case.keys, CPU).sum(-1).max())
+    assert most <= pattern.span(case.keys)
+    if not case.causal:
+        assert most == pattern.span(case.keys)
+
+
+@known
+@pytest.mark.parametrize("window", [512, 513])
+def test_a_short_span_has_a_plan_of_its_own(window: int) -> None:
+    from lmsys.attention.flash_gluon.plans import BOUNDED_64, SHORT_SPAN_128, forward_plan
+
+    taken = []
+
+    def launch(*arguments: Any) -> Any:
+        taken.append(arguments[-1])
+        return SimpleNamespace(run=lambda *_: None)
+
+    for head_dim in (64, 128):
+        x = make_inputs(AttentionCase(1, 1, 1, 1500, 1500, head_dim, "bfloat16", True), 0)
+        with simulated(), patch.multiple(product(), _launches={}, _Forward=launch):
+            product()._forward(x.q, x.k, x.v, True, 1.0, pattern=Pattern(True, window))
+    assert taken == [BOUNDED_64, SHORT_SPAN_128 if window == 512 else forward_plan(128, True, 1500)]
 
 
 def bounds_of(length: int, window: int | None, causal: bool, documents: bool, seed: int) -> tuple[Pattern, Any]:

@@ -28,6 +28,7 @@ from lmsys.attention.flash_gluon.plans import (
     SHORT,
     BackwardPlan,
     ForwardPlan,
+    bounded_plans,
     candidates,
     forward_plan,
 )
@@ -162,8 +163,8 @@ def hazards(sass: str) -> int:
 def main(dtypes: list[str], every: bool) -> None:
     """One of each kernel by head_dim and mask, of the backward in both orders, of the forward also for short sequences.
 
-    Each backward has the plan that the row takes, and causal at 64 also the other order of a step. With head_dim 128
-    also those under a pattern, and a grouped and ragged backward in both orders.
+    Each backward has the plan that the row takes, and causal at 64 also the other order of a step. Also the forwards
+    under a pattern; with head_dim 128 a backward under one, and a grouped and ragged backward in both orders.
     `every`: of each plan and candidate, ragged and grouped too.
     """
     for dtype_name in dtypes:
@@ -189,12 +190,12 @@ def main(dtypes: list[str], every: bool) -> None:
                         for mode in modes if every or plan.peeled else modes[:2]:
                             report("backward", backward(dtype, head_dim, causal, ragged, plan, **mode), **what,
                                    ragged=ragged, peeled=plan.peeled, **mode)  # fmt: skip
-            if head_dim == 64 and not every:
-                continue
-            for plan in _some({plan: None for _, plan in FORWARD[head_dim, True] if plan.ctas == 1}, every):
+            for plan in bounded_plans(head_dim):
                 binary = forward(dtype, head_dim, True, False, plan, bounded=True)
                 fields = {name: getattr(plan, name) for name in ("consumers", "tile_k", "ctas", "chained")}
                 report("forward", binary, head_dim=head_dim, causal=True, ragged=False, bounded=True, **fields)
+            if head_dim == 64 and not every:
+                continue
             for plan in _some({plan: None for _, plan in BACKWARD[head_dim, True]}, every):
                 for mode in ({}, {"deterministic": True, "grouped": True})[not every :]:
                     binary = backward(dtype, head_dim, True, False, plan, bounded=True, **mode)

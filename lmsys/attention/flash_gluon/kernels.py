@@ -284,11 +284,12 @@ def _forward(
     if pattern is not None:
         bounds = pattern.bounds(q.shape[2], k.shape[2], q.device)  # kept until the kernel that reads it is launched
         causal, extent = True, _extent(bounds)
+        plan = plan or forward_plan(q.shape[-1], causal, k.shape[2], pattern.span(k.shape[2]))
     key = "forward", q.shape, k.shape, q.dtype, causal, bounded, q.device.index, plan
     launch = _launches.get(key)
     with torch.cuda.device_of(q):
         if launch is None:
-            chosen = plan or forward_plan(q.shape[-1], causal, k.shape[2], bounded)
+            chosen = plan or forward_plan(q.shape[-1], causal, k.shape[2])
             launch = _launches[key] = _Forward(q, k, causal, bounded, chosen)
         launch.run(q, k, v, o, lse, scale, extent)
     return o, lse

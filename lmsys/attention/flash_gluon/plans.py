@@ -104,6 +104,11 @@ SMALL_TILES = 1024  # keys, up to which tiles of 64 of them may win
 
 SHORT_64 = ForwardPlan(2, 3, False, False, True, 0, tile_k=64, ctas=2, chained=True)
 
+# Under a pattern, whose tiles are those of causal attention; at 128 where no query sees more than SHORT_SPAN keys.
+BOUNDED_64 = replace(SHORT_64, named=True, l2_mib=32, chained=False)
+SHORT_SPAN = 512
+SHORT_SPAN_128 = ForwardPlan(2, 3, False, True, True, 32, tile_k=64)
+
 # (head_dim, causal): (keys up to, plan), ...
 FORWARD: dict[tuple[int, bool], tuple[tuple[int, ForwardPlan], ...]] = {
     (64, True): (
@@ -143,9 +148,20 @@ BACKWARD: dict[tuple[int, bool], tuple[tuple[int, BackwardPlan], ...]] = {
 }
 
 
-def forward_plan(head_dim: int, causal: bool, keys: int, bounded: bool = False) -> ForwardPlan:
-    """bounded: under a pattern, whose intervals find no registers where two CTAs share them."""
-    return next(p for longest, p in FORWARD[head_dim, causal] if keys <= longest and not (bounded and p.ctas > 1))
+def forward_plan(head_dim: int, causal: bool, keys: int, span: int | None = None) -> ForwardPlan:
+    """span: the most keys that a query sees under a pattern; None: there is none."""
+    if span is not None and head_dim == 64:
+        return BOUNDED_64
+    if span is not None and span <= SHORT_SPAN:
+        return SHORT_SPAN_128
+    return next(plan for longest, plan in FORWARD[head_dim, causal] if keys <= longest)
+
+
+def bounded_plans(head_dim: int) -> list[ForwardPlan]:
+    """The forward plans that a pattern may have."""
+    if head_dim == 64:
+        return [BOUNDED_64]
+    return [SHORT_SPAN_128, *(plan for longest, plan in FORWARD[head_dim, True] if longest > SHORT_SPAN)]
 
 
 def backward_plan(head_dim: int, causal: bool, keys: int) -> BackwardPlan:
