@@ -63,54 +63,52 @@ def _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, head, row,
 @gluon.jit
 def _load_tiles(
     q_desc, do_desc, lse_desc, delta_desc, ring, work, order, dq_tile, place, first, last, H, Q_PADDED,
-    BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, AROUND: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, ORDER: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     """Loads the queries of steps `first` to `last`, after the tile at `place`; in a fixed order also acquires dq's."""
-    batch, first_head, walk = work
-    low, end, start, num_tiles, steps = walk
-    high = num_tiles if end is None else end
-    head, m = place
+    batch, first_bh, walk = work
+    bh, m = place
     for step in range(first, last):
-        head, m = next_tile(head, m, low, high, start, AROUND)
+        bh, m = next_tile(bh, m, walk, ORDER)
         row = m * BLOCK_Q
-        padded = (batch * H + head) * Q_PADDED + row
-        _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, head, row, padded, step)
+        padded = bh * Q_PADDED + row
+        _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, bh - batch * H, row, padded, step)
         if DETERMINISTIC:
-            dq_tile = release_and_acquire(order, step, dq_tile, walk, BLOCK_Q, CAUSAL, AROUND)
-    return dq_tile, (head, m)
+            dq_tile = release_and_acquire(order, step, dq_tile, walk, BLOCK_Q, CAUSAL, ORDER)
+    return dq_tile, (bh, m)
 
 
 @gluon.jit
 def _producer(
     q_desc, do_desc, lse_desc, delta_desc, ring, work, order, clearing, H, Q_PADDED, BLOCK_Q: gl.constexpr,
-    CAUSAL: gl.constexpr, AROUND: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    CAUSAL: gl.constexpr, ORDER: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     """Loads all tiles of queries but the first. In the deterministic mode it also acquires and releases dq's tiles for
     the consumers; else, once the ring is full, it writes zeros into dq for a later head.
     """
-    batch, head, walk = work
-    low, end, start, num_tiles, steps = walk
-    dq_tile = batch * H + head, start
-    place = head, start
+    batch, first_bh, walk = work
+    low, end, start, num_tiles, steps, last_bh, G = walk
+    dq_tile = first_bh, start
+    place = first_bh, start
     first = 1
     if not DETERMINISTIC:
         first = gl.minimum(steps, STAGES)
         dq_tile, place = _load_tiles(
             q_desc, do_desc, lse_desc, delta_desc, ring, work, order, dq_tile, place, 1, first, H, Q_PADDED,
-            BLOCK_Q, CAUSAL, AROUND, DETERMINISTIC,
+            BLOCK_Q, CAUSAL, ORDER, DETERMINISTIC,
         )  # fmt: skip
         dq_ptr, kv_bh, num_heads, ahead, size = clearing
         cleared, n, num_key_tiles, ends, Q = order
         clear_ahead(dq_ptr, cleared, kv_bh, n, num_heads, num_key_tiles, ahead, size)
     dq_tile, place = _load_tiles(
         q_desc, do_desc, lse_desc, delta_desc, ring, work, order, dq_tile, place, first, steps, H, Q_PADDED,
-        BLOCK_Q, CAUSAL, AROUND, DETERMINISTIC,
+        BLOCK_Q, CAUSAL, ORDER, DETERMINISTIC,
     )  # fmt: skip
     FIRST: gl.constexpr = 1 if DETERMINISTIC else STAGES
     for step in range(gl.maximum(steps, FIRST), steps + STAGES):  # arrivals have to be met before the CTA may end
         _await_free(step, Q_FREE)
         if DETERMINISTIC:
-            dq_tile = release_and_acquire(order, step, dq_tile, walk, BLOCK_Q, CAUSAL, AROUND)
+            dq_tile = release_and_acquire(order, step, dq_tile, walk, BLOCK_Q, CAUSAL, ORDER)
     for step in range(gl.maximum(steps, STAGES), steps + STAGES):
         _await_free(step, DO_FREE)
 
@@ -132,12 +130,11 @@ def _consumer(
     dq_ptr, dk_desc, dv_desc, parameters, scale, kvs, ring, dss,
     bh, n, walk, masked, K,
     WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
-    AROUND: gl.constexpr, PREFETCH: gl.constexpr, WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr,
+    ORDER: gl.constexpr, PREFETCH: gl.constexpr, WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr,
     FMA_EXP: gl.constexpr, PEELED: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     ks, vs, kv_full = kvs
-    low, end, start, num_tiles, steps = walk
-    high = num_tiles if end is None else end
+    low, end, start, num_tiles, steps, last_bh, G = walk
     DTYPE: gl.constexpr = dk_desc.dtype
     k = ks.slice(WG * 64, 64)
     v = vs.slice(WG * 64, 64)
@@ -153,8 +150,8 @@ def _consumer(
     lse = ring[1].index(0).load(gl.SliceLayout(0, S_LAYOUT))
     state = bh, start, dk, dv, lse
     state = walk_over(
-        dq_ptr, scale, k, v, ks, dss, ring, n, K, masked, low, high, start, num_tiles, steps, state,
-        WG, D, BLOCK_Q, CAUSAL, RAGGED, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, PEELED, DETERMINISTIC,
+        dq_ptr, scale, k, v, ks, dss, ring, n, K, masked, walk, state,
+        WG, D, BLOCK_Q, CAUSAL, RAGGED, ORDER, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, PEELED, DETERMINISTIC,
         DTYPE,
     )  # fmt: skip
     bh, m, dk, dv, lse = state
@@ -250,7 +247,8 @@ def backward_kernel(
     kvs = ks, vs, barriers(1, 1).index(0)
     ring = qs, lses, barriers(STAGES, 1), dos, deltas, barriers(STAGES, 1)
     fence_async_shared()
-    AROUND: gl.constexpr = GROUPED or SPREAD
+    DOWN: gl.constexpr = GROUPED and CAUSAL and not DETERMINISTIC and not BOUNDED
+    ORDER: gl.constexpr = "down" if DOWN else "around" if GROUPED or SPREAD else "straight"
     kv_bh, n = _assignment(gl.program_id(0), num_key_tiles, num_heads, at_once, DETERMINISTIC, CAUSAL)
     num_tiles = gl.cdiv(Q, BLOCK_Q)
     low = 0  # the lowest tile of queries that sees these keys
@@ -269,6 +267,8 @@ def backward_kernel(
     start = low
     if SPREAD:
         start = n * num_tiles // num_key_tiles
+    if DOWN:
+        start = num_tiles - 1
     batch = kv_bh // (H // G)
     kv_head = kv_bh % (H // G)
     steps = gl.maximum((end if BOUNDED else num_tiles) - low, 0)
@@ -287,28 +287,28 @@ def backward_kernel(
         padded = kv_bh * G * Q_PADDED + row
         _load_queries(q_desc, do_desc, lse_desc, delta_desc, ring, batch, kv_head * G, row, padded, 0)
     if BOUNDED:
-        walk = low, end, start, num_tiles, steps
+        walk = low, end, start, num_tiles, steps, bh + G - 1, G
         masked = masked_until, masked_from, spans
         order = dq_semaphore, n, num_key_tiles, ends, Q
     else:
-        walk = low, None, start, num_tiles, steps
+        walk = low, None, start, num_tiles, steps, bh + G - 1, G
         masked = masked_until, None, None
         order = dq_semaphore, n, num_key_tiles, None, None
     clearing = dq_ptr, kv_bh, num_heads, ahead, G * (Q_PADDED * D // 4096)
-    work = batch, kv_head * G, walk
+    work = batch, bh, walk
     gl.warp_specialize([
             (_producer, (
                 q_desc, do_desc, lse_desc, delta_desc, ring, work, order, clearing, H, Q_PADDED, BLOCK_Q, CAUSAL,
-                AROUND, DETERMINISTIC
+                ORDER, DETERMINISTIC
             )),
             (_consumer, (
                 dq_ptr, dk_desc, dv_desc, parameters, scale, kvs, ring, dss, bh, n, walk, masked, K,
-                0, D, BLOCK_Q, CAUSAL, RAGGED, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY,
+                0, D, BLOCK_Q, CAUSAL, RAGGED, ORDER, PREFETCH, WIDE, LATE_DV, BY_QUERY,
                 FMA_EXP, PEELED, DETERMINISTIC
             )),
             (_consumer, (
                 dq_ptr, dk_desc, dv_desc, parameters, scale, kvs, ring, dss, bh, n, walk, masked, K,
-                1, D, BLOCK_Q, CAUSAL, RAGGED, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY,
+                1, D, BLOCK_Q, CAUSAL, RAGGED, ORDER, PREFETCH, WIDE, LATE_DV, BY_QUERY,
                 FMA_EXP, PEELED, DETERMINISTIC
             )),
     ], [4, 4], [240, 240])  # fmt: skip

@@ -144,9 +144,9 @@ def _step(
 
 @gluon.jit
 def _steps(
-    dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, low, high, start, num_tiles, steps, first, last, state,
+    dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, walk, first, last, state,
     WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
-    AROUND: gl.constexpr, PREFETCH: gl.constexpr, WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr,
+    ORDER: gl.constexpr, PREFETCH: gl.constexpr, WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr,
     FMA_EXP: gl.constexpr, DETERMINISTIC: gl.constexpr, STORES: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """Steps [first, last). `state`: head and tile of queries, dk / sm_scale and dv (64, D), and a log-sum-exp ahead.
@@ -156,6 +156,7 @@ def _steps(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    low, end, start, num_tiles, steps, last_bh, G = walk
     bh, m, dk, dv, lse = state
     for step in range(first, last):
         dk, dv, lse = _step(
@@ -163,14 +164,14 @@ def _steps(
             WG, D, BLOCK_Q, MASK, CAUSAL, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, DETERMINISTIC, STORES,
             S_LAYOUT, O_LAYOUT, DQ_LAYOUT, DTYPE,
         )  # fmt: skip
-        bh, m = next_tile(bh, m, low, high, start, AROUND)
+        bh, m = next_tile(bh, m, walk, ORDER)
     return bh, m, dk, dv, lse
 
 
 @gluon.jit
 def _causal_head(
-    dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, low, high, start, num_tiles, steps, first, last, state,
-    WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, AROUND: gl.constexpr, PREFETCH: gl.constexpr,
+    dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, walk, first, free_from, last, state,
+    WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, ORDER: gl.constexpr, PREFETCH: gl.constexpr,
     WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr, FMA_EXP: gl.constexpr,
     DETERMINISTIC: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
@@ -178,24 +179,22 @@ def _causal_head(
 
     In the deterministic mode they are also those that store.
     """
-    free_from = first + gl.minimum(gl.maximum(masked[0] - low, 0), last - first)
     state = _steps(
-        dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, low, high, start, num_tiles, steps, first, free_from,
-        state, WG, D, BLOCK_Q, True, True, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, DETERMINISTIC,
+        dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, walk, first, free_from, state,
+        WG, D, BLOCK_Q, True, True, ORDER, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, DETERMINISTIC,
         "all" if DETERMINISTIC else "none", DTYPE,
     )  # fmt: skip
     return _steps(
-        dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, low, high, start, num_tiles, steps, free_from, last,
-        state, WG, D, BLOCK_Q, False, True, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, DETERMINISTIC, "none",
-        DTYPE,
+        dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, walk, free_from, last, state,
+        WG, D, BLOCK_Q, False, True, ORDER, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, DETERMINISTIC, "none", DTYPE,
     )  # fmt: skip
 
 
 @gluon.jit
 def walk_over(
-    dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, low, high, start, num_tiles, steps, state,
+    dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, walk, state,
     WG: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
-    AROUND: gl.constexpr, PREFETCH: gl.constexpr, WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr,
+    ORDER: gl.constexpr, PREFETCH: gl.constexpr, WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr,
     FMA_EXP: gl.constexpr, PEELED: gl.constexpr, DETERMINISTIC: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """All steps. Those that need a mask have a loop of their own where the plan or the last key tile wants it.
@@ -203,31 +202,43 @@ def walk_over(
     Then no other step branches around a mask, behind which its instructions could not run beside those before. As the
     branches of an `if`, the two loops spill registers.
     """
+    low, end, start, num_tiles, steps, last_bh, G = walk
     if PEELED:
-        tiles = gl.maximum(high - low, 1)
-        if not AROUND:
+        if ORDER == "straight":
+            free_from = gl.minimum(gl.maximum(masked[0] - low, 0), steps)
             return _causal_head(
-                dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, low, high, start, num_tiles, steps, 0, steps,
-                state, WG, D, BLOCK_Q, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, DETERMINISTIC, DTYPE,
+                dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, walk, 0, free_from, steps, state,
+                WG, D, BLOCK_Q, ORDER, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, DETERMINISTIC, DTYPE,
             )  # fmt: skip
-        for first in range(0, steps, tiles):
-            state = _causal_head(
-                dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, low, high, start, num_tiles, steps,
-                first, first + tiles,
-                state, WG, D, BLOCK_Q, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, DETERMINISTIC, DTYPE,
-            )  # fmt: skip
-        return state
+        if ORDER == "around":
+            tiles = gl.maximum(num_tiles - low, 1)
+            for first in range(0, steps, tiles):
+                free_from = first + gl.minimum(gl.maximum(masked[0] - low, 0), tiles)
+                state = _causal_head(
+                    dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, walk, first, free_from, first + tiles, state,
+                    WG, D, BLOCK_Q, ORDER, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, DETERMINISTIC, DTYPE,
+                )  # fmt: skip
+            return state
+        free_until = steps - gl.minimum(gl.maximum(masked[0] - low, 0) * G, steps)
+        state = _steps(
+            dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, walk, 0, free_until, state,
+            WG, D, BLOCK_Q, False, True, ORDER, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, False, "none", DTYPE,
+        )  # fmt: skip
+        return _steps(
+            dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, walk, free_until, steps, state,
+            WG, D, BLOCK_Q, True, True, ORDER, PREFETCH, WIDE, LATE_DV, BY_QUERY, FMA_EXP, False, "none", DTYPE,
+        )  # fmt: skip
     STORES: gl.constexpr = "some" if DETERMINISTIC and masked[2] is None else "none"  # a pattern's dq begins as zeros
     free_from = 0
     if RAGGED:  # the key tile that ends the keys masks everything, the others nothing; it is not the first to add to dq
         free_from = gl.where(masked[0] == 0, 0, steps)
         state = _steps(
-            dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, low, high, start, num_tiles, steps,
-            0, free_from, state, WG, D, BLOCK_Q, True, CAUSAL, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY,
+            dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, walk,
+            0, free_from, state, WG, D, BLOCK_Q, True, CAUSAL, ORDER, PREFETCH, WIDE, LATE_DV, BY_QUERY,
             FMA_EXP, DETERMINISTIC, "none", DTYPE,
         )  # fmt: skip
     return _steps(
-        dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, low, high, start, num_tiles, steps,
-        free_from, steps, state, WG, D, BLOCK_Q, CAUSAL, CAUSAL, AROUND, PREFETCH, WIDE, LATE_DV, BY_QUERY,
+        dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, walk,
+        free_from, steps, state, WG, D, BLOCK_Q, CAUSAL, CAUSAL, ORDER, PREFETCH, WIDE, LATE_DV, BY_QUERY,
         FMA_EXP, DETERMINISTIC, STORES, DTYPE,
     )  # fmt: skip

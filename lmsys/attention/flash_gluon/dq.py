@@ -22,13 +22,24 @@ DQ_ACQUIRED = gl.constexpr(FIRST_BARRIER.value + 1 + 2 * STAGES.value)  # named 
 
 
 @gluon.jit
-def next_tile(head, m, low, high, start, AROUND: gl.constexpr):
-    """The tile of queries after m, below `high`. `low` follows the last; back at `start`, the next head begins."""
-    m += 1
-    if AROUND:
-        m = gl.where(m == high, low, m)
-        head = gl.where(m == start, head + 1, head)
-    return head, m
+def next_tile(bh, m, walk, ORDER: gl.constexpr):
+    """The tile of queries after m of head bh.
+
+    ORDER: "straight", m + 1; "around", so below `high`, where `low` follows, and back at `start` the next head begins;
+    "down", the same tile of the next head, and behind the last of the group the tile below of its first.
+    """
+    low, end, start, num_tiles, steps, last_bh, G = walk
+    high = num_tiles if end is None else end
+    if ORDER == "down":
+        ends = bh == last_bh
+        bh = gl.where(ends, bh + 1 - G, bh + 1)
+        m = gl.where(ends, m - 1, m)
+    else:
+        m += 1
+        if ORDER == "around":
+            m = gl.where(m == high, low, m)
+            bh = gl.where(m == start, bh + 1, bh)
+    return bh, m
 
 
 @gluon.jit
@@ -68,15 +79,14 @@ def semaphore_value(n, m, num_key_tiles, ends, Q, CAUSAL: gl.constexpr, BLOCK_Q:
 
 
 @gluon.jit
-def release_and_acquire(order, step, dq_tile, walk, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, AROUND: gl.constexpr):
+def release_and_acquire(order, step, dq_tile, walk, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, ORDER: gl.constexpr):
     """Releases the tile of dq that step - STAGES has added to or stored, then acquires the one of the step after it."""
     dq_semaphore, n, num_key_tiles, ends, Q = order
-    low, end, start, num_tiles, steps = walk
-    high = num_tiles if end is None else end
+    low, end, start, num_tiles, steps, last_bh, G = walk
     bh, m = dq_tile
     if step >= STAGES:
         semaphore_release(dq_semaphore + (bh * num_tiles + m))
-        bh, m = next_tile(bh, m, low, high, start, AROUND)
+        bh, m = next_tile(bh, m, walk, ORDER)
     if step <= steps:
         number = semaphore_value(n, m, num_key_tiles, ends, Q, CAUSAL, BLOCK_Q)
         semaphore_acquire(dq_semaphore + (bh * num_tiles + m), number, DQ_ACQUIRED)

@@ -38,7 +38,8 @@ TILE_K = 128
 ROWS = 64  # queries that one warp group of the forward owns
 NUM_PARAMETERS = 6  # int64, five of them written: what follows begins at a multiple of 16 bytes, as kernels are told
 BLOCK_Q = {64: 128, 128: 64}  # by head_dim: queries of a step of the backward
-IN_ORDER_MIB = 32  # that heads read and add to whose key tiles alternate in a backward of fixed order
+IN_ORDER_MIB = {True: 32, False: 32}  # by causal: of heads whose key tiles alternate in a backward of fixed order
+GROUPED_AT_ONCE = 4  # key heads, at least, that are worked on together in a causal backward of grouped heads
 FEW_WAVES = 8  # waves of CTAs: below this, the tail costs more than L2 reuse gains
 DQ_TILE = 4096  # numbers of dq that are added to at a time
 MOST_CLEARED = 8  # tiles of dq: more of them would keep the loads of a CTA that clears them waiting
@@ -168,7 +169,9 @@ class _Backward:
         num_tiles = triton.cdiv(queries, self.block_q)
         bytes_per_head = 8 * max(queries * group, keys) * head_dim
         if deterministic:  # several, as CTAs of one head that begin together wait for one another
-            at_once = heads_at_once(IN_ORDER_MIB, bytes_per_head)
+            at_once = heads_at_once(IN_ORDER_MIB[causal], bytes_per_head)
+        elif causal and group > 1 and not bounded:
+            at_once = max(GROUPED_AT_ONCE, heads_at_once(plan.l2_mib, bytes_per_head))
         elif plan.l2_mib and self.grid > FEW_WAVES * processors:
             at_once = heads_at_once(plan.l2_mib, bytes_per_head)
         else:  # causal, all of the longest tiles first: the last head's would end alone
