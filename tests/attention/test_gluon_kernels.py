@@ -158,7 +158,8 @@ def test_every_way_through_the_backward(
     x = make_inputs(case, seed)
     scale = head_dim**-0.5
     plan = BackwardPlan(prefetch, seed % 3, **step)
-    few_waves, in_order = (0, 0) if many else (product().FEW_WAVES, product().IN_ORDER_MIB)
+    none = dict.fromkeys((False, True), 0)
+    few_waves, in_order = (0, none) if many else (product().FEW_WAVES, product().IN_ORDER_MIB)
     with simulated(), patch.multiple(product(), FEW_WAVES=few_waves, IN_ORDER_MIB=in_order):
         o, lse = product()._forward(x.q, x.k, x.v, causal, scale)
         dq, dk, dv = product()._backward(x.q, x.k, x.v, o, lse, x.do, causal, scale, deterministic, plan)
@@ -176,7 +177,7 @@ def test_the_deterministic_order_does_not_hang_on_few_processors_nor_depend_on_c
     """Head by head, and with heads that alternate. Six processors are fewer than the key tiles of some chains."""
     case = AttentionCase(2, 2, 1, queries, keys, 64, "bfloat16", causal, grad=True)
     x = make_inputs(case, 0)
-    with simulated(), patch.object(product(), "IN_ORDER_MIB", in_order_mib):
+    with simulated(), patch.object(product(), "IN_ORDER_MIB", dict.fromkeys((False, True), in_order_mib)):
         o, lse = product()._forward(x.q, x.k, x.v, causal, 0.125)
         found = [product()._backward(x.q, x.k, x.v, o, lse, x.do, causal, 0.125, True) for _ in range(2)]
     assert all(torch.equal(one, other) for again in found[1:] for one, other in zip(found[0], again, strict=True))
