@@ -105,9 +105,9 @@ SMALL_TILES = 1024  # keys, up to which tiles of 64 of them may win
 SHORT_64 = ForwardPlan(2, 3, False, False, True, 0, tile_k=64, ctas=2, chained=True)
 
 # Under a pattern, whose tiles are those of causal attention; at 128 where no query sees more than SHORT_SPAN keys.
-BOUNDED_64 = replace(SHORT_64, named=True, l2_mib=32, chained=False)
+BOUNDED_64 = replace(SHORT_64, ping_pong=True, named=True, l2_mib=32, chained=False)
 SHORT_SPAN = 512
-SHORT_SPAN_128 = ForwardPlan(2, 3, False, True, True, 32, tile_k=64)
+SHORT_SPAN_128 = ForwardPlan(2, 3, True, True, True, 32, tile_k=64)
 
 # (head_dim, causal): (keys up to, plan), ...
 FORWARD: dict[tuple[int, bool], tuple[tuple[int, ForwardPlan], ...]] = {
