@@ -150,7 +150,7 @@ def test_every_way_through_the_backward(
     deterministic: bool, prefetch: bool, causal: bool, length: int, seed: int, group: int, many: bool,
     step: dict[str, bool],
 ) -> None:  # fmt: skip
-    """`many`: as where there are so many CTAs that heads are worked on in groups."""
+    """`many`: as where there are so many CTAs that heads are worked on in groups, and grouped heads do not walk down."""
     from lmsys.attention.flash_gluon.plans import BackwardPlan
 
     head_dim, keys = [64, 128][seed % 2], 1 + seed % 420
@@ -158,9 +158,8 @@ def test_every_way_through_the_backward(
     x = make_inputs(case, seed)
     scale = head_dim**-0.5
     plan = BackwardPlan(prefetch, seed % 3, **step)
-    none = dict.fromkeys((False, True), 0)
-    few_waves, in_order = (0, none) if many else (product().FEW_WAVES, product().IN_ORDER_MIB)
-    with simulated(), patch.multiple(product(), FEW_WAVES=few_waves, IN_ORDER_MIB=in_order):
+    long = {"FEW_WAVES": 0, "MOST_DOWN": 0, "IN_ORDER_MIB": dict.fromkeys((False, True), 0)}
+    with simulated(), patch.multiple(product(), **(long if many else {"FEW_WAVES": product().FEW_WAVES})):
         o, lse = product()._forward(x.q, x.k, x.v, causal, scale)
         dq, dk, dv = product()._backward(x.q, x.k, x.v, o, lse, x.do, causal, scale, deterministic, plan)
     ratios = Oracle(case, x).error_ratios({"dq": dq, "dk": dk, "dv": dv}, rms=True)

@@ -70,7 +70,7 @@ def forward(
 
 def backward(
     dtype: torch.dtype, head_dim: int, causal: bool, ragged: bool, plan: BackwardPlan,
-    deterministic: bool = False, grouped: bool = False, bounded: bool = False,
+    deterministic: bool = False, grouped: bool = False, bounded: bool = False, down: bool = False,
 ) -> Any:  # fmt: skip
     queries = BLOCK_Q[head_dim]
     q, k, out = (descriptor([1, 1, rows, head_dim], dtype) for rows in (queries, TILE_K, 64))
@@ -79,7 +79,7 @@ def backward(
         "q_desc": q, "k_desc": k, "v_desc": k, "do_desc": q, "lse_desc": row, "delta_desc": row,
         "dk_desc": out, "dv_desc": out, **BOUNDS,
     }  # fmt: skip
-    constants = backward_options(head_dim, causal, ragged, grouped, deterministic, plan, bounded)
+    constants = backward_options(head_dim, causal, ragged, grouped, deterministic, plan, bounded, down)
     return compile_kernel(backward_kernel, signature, constants, maxnreg=168)
 
 
@@ -163,7 +163,7 @@ def hazards(sass: str) -> int:
 def main(dtypes: list[str], every: bool) -> None:
     """One of each kernel by head_dim and mask, of the backward in both orders, of the forward also for short sequences.
 
-    Each backward has the plan that the row takes, and causal at 64 also the other order of a step. Also the forwards
+    Each backward has the plan that the row takes, causal also with grouped heads that walk down. Also the forwards
     under a pattern; with head_dim 128 a backward under one, and a grouped and ragged backward in both orders.
     `every`: of each plan and candidate, ragged and grouped too.
     """
@@ -186,8 +186,10 @@ def main(dtypes: list[str], every: bool) -> None:
                         report("forward", forward(dtype, head_dim, causal, ragged, plan), **what, ragged=ragged,
                                **fields)  # fmt: skip
                     for plan in _some({plan: None for _, plan in BACKWARD[head_dim, causal]}, every):
-                        modes = {}, {"deterministic": True}, {"grouped": True}
-                        for mode in modes if every or plan.peeled else modes[:2]:
+                        modes = [{}, {"deterministic": True}]
+                        modes += [{"grouped": True}] if every or plan.peeled else []
+                        modes += [{"grouped": True, "down": True}] if causal else []
+                        for mode in modes:
                             report("backward", backward(dtype, head_dim, causal, ragged, plan, **mode), **what,
                                    ragged=ragged, peeled=plan.peeled, **mode)  # fmt: skip
             for plan in bounded_plans(head_dim):

@@ -215,7 +215,7 @@ def backward_kernel(
     first_ptr, end_ptr, per_entry, query_end_ptr,
     BLOCK_Q: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, GROUPED: gl.constexpr,
     PREFETCH: gl.constexpr, WIDE: gl.constexpr, LATE_DV: gl.constexpr, BY_QUERY: gl.constexpr, FMA_EXP: gl.constexpr,
-    PEELED: gl.constexpr, SPREAD: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    PEELED: gl.constexpr, SPREAD: gl.constexpr, DOWN: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     """dk and dv; dq / sm_scale is added up in float32 (B H, Q_PADDED, D), Q_PADDED a multiple of BLOCK_Q.
 
@@ -224,6 +224,8 @@ def backward_kernel(
     The CTAs of each head clear the rest, for the head so many later. `dq_semaphore` is a zero for each key head.
     RAGGED: K is no multiple of BLOCK_K (which a causal kernel need not be told). GROUPED: G > 1.
     SPREAD: the key tiles of a head begin with tiles of queries that are evenly spread, and go around.
+    DOWN: grouped causal heads begin at the last tile of queries, and take it for each head before the one below it. So
+    the key tiles of a head come to a tile together, while the L2 cache holds it; from head to head they drift apart.
     DETERMINISTIC: CTAs add to dq in a fixed order; `dq_semaphore` is a zero for each tile of queries. The first CTA to
     come to a tile stores it, whatever lies there. Under a pattern, or in full attention with K < BLOCK_K, all of dq
     begins as zeros instead.
@@ -247,7 +249,6 @@ def backward_kernel(
     kvs = ks, vs, barriers(1, 1).index(0)
     ring = qs, lses, barriers(STAGES, 1), dos, deltas, barriers(STAGES, 1)
     fence_async_shared()
-    DOWN: gl.constexpr = GROUPED and CAUSAL and not DETERMINISTIC and not BOUNDED
     ORDER: gl.constexpr = "down" if DOWN else "around" if GROUPED or SPREAD else "straight"
     kv_bh, n = _assignment(gl.program_id(0), num_key_tiles, num_heads, at_once, DETERMINISTIC, CAUSAL)
     num_tiles = gl.cdiv(Q, BLOCK_Q)

@@ -39,7 +39,8 @@ ROWS = 64  # queries that one warp group of the forward owns
 NUM_PARAMETERS = 6  # int64, five of them written: what follows begins at a multiple of 16 bytes, as kernels are told
 BLOCK_Q = {64: 128, 128: 64}  # by head_dim: queries of a step of the backward
 IN_ORDER_MIB = {True: 8, False: 16}  # by causal: of heads whose key tiles alternate in a backward of fixed order
-GROUPED_AT_ONCE = 2  # key heads, at least, that are worked on together in a causal backward of grouped heads
+DOWN_AT_ONCE = 2  # key heads, at least, that are worked on together where grouped heads walk down
+MOST_DOWN = 32  # key tiles of a head that walk down: more of them that add to one tile of dq wait for one another
 FEW_WAVES = 8  # waves of CTAs: below this, the tail costs more than L2 reuse gains
 DQ_TILE = 4096  # numbers of dq that are added to at a time
 MOST_CLEARED = 8  # tiles of dq: more of them would keep the loads of a CTA that clears them waiting
@@ -133,14 +134,15 @@ class _Forward:
 
 
 def backward_options(
-    head_dim: int, causal: bool, ragged: bool, grouped: bool, deterministic: bool, plan: BackwardPlan, bounded: bool
-) -> dict[str, Any]:
+    head_dim: int, causal: bool, ragged: bool, grouped: bool, deterministic: bool, plan: BackwardPlan, bounded: bool,
+    down: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """The constants of `backward_kernel`."""
     return {
         "BLOCK_Q": BLOCK_Q[head_dim], "D": head_dim, "CAUSAL": causal, "RAGGED": ragged, "GROUPED": grouped,
         "PREFETCH": plan.prefetch, "WIDE": plan.wide, "LATE_DV": plan.late_dv, "BY_QUERY": plan.by_query,
         "FMA_EXP": plan.fma_exp, "PEELED": plan.peeled and causal and not bounded,
-        "SPREAD": not causal and ragged and not deterministic, "DETERMINISTIC": deterministic,
+        "SPREAD": not causal and ragged and not deterministic, "DOWN": down, "DETERMINISTIC": deterministic,
         **dict.fromkeys(() if bounded else EXTENT),
     }  # fmt: skip
 
@@ -168,10 +170,11 @@ class _Backward:
         self.grid = kv_num_heads * num_key_tiles
         num_tiles = triton.cdiv(queries, self.block_q)
         bytes_per_head = 8 * max(queries * group, keys) * head_dim
+        down = causal and group > 1 and not (deterministic or bounded) and num_key_tiles <= MOST_DOWN
         if deterministic:  # several, as CTAs of one head that begin together wait for one another
             at_once = heads_at_once(IN_ORDER_MIB[causal], bytes_per_head)
-        elif causal and group > 1 and not bounded:
-            at_once = max(GROUPED_AT_ONCE, heads_at_once(plan.l2_mib, bytes_per_head))
+        elif down:
+            at_once = max(DOWN_AT_ONCE, heads_at_once(plan.l2_mib, bytes_per_head))
         elif plan.l2_mib and self.grid > FEW_WAVES * processors:
             at_once = heads_at_once(plan.l2_mib, bytes_per_head)
         else:  # causal, all of the longest tiles first: the last head's would end alone
@@ -197,12 +200,12 @@ class _Backward:
         self.preprocess_grid = self.num_rows // self.rows
         self.postprocess_grid = self.num_rows // ROWS
         self.preprocess, self.main, self.postprocess = self._compiled(
-            q, head_dim, causal, bounded, keys, deterministic, group, plan
+            q, head_dim, causal, bounded, keys, deterministic, group, plan, down
         )
 
     def _compiled(
         self, q: Tensor, head_dim: int, causal: bool, bounded: bool, keys: int, deterministic: bool, group: int,
-        plan: BackwardPlan,
+        plan: BackwardPlan, down: bool,
     ) -> tuple[Kernel, Kernel, Kernel]:  # fmt: skip
         like = {"device": q.device}
         half = torch.empty(1, 1, 1, head_dim, dtype=q.dtype, **like)
@@ -228,12 +231,12 @@ class _Backward:
         q_block, k_block, out_block = ([1, 1, rows, head_dim] for rows in (self.block_q, TILE_K, 64))
         row_block = [self.block_q]
         main = kept(
-            ("backward", *same, causal, bounded, ragged, deterministic, group > 1, replace(plan, l2_mib=0)),
+            ("backward", *same, causal, bounded, ragged, deterministic, group > 1, down, replace(plan, l2_mib=0)),
             backward_kernel,
             [half, half, half, half, floats, floats, half, half],
             [q_block, k_block, k_block, q_block, row_block, row_block, out_block, out_block],
             [floats, longs, ints, 1.5, *self.sizes, *([ints, ints, 1, ints] if bounded else [])],
-            **backward_options(head_dim, causal, ragged, group > 1, deterministic, plan, bounded),
+            **backward_options(head_dim, causal, ragged, group > 1, deterministic, plan, bounded, down),
             maxnreg=168,
             launch_pdl=True,
         )  # fmt: skip
