@@ -150,7 +150,7 @@ def test_every_way_through_the_backward(
     deterministic: bool, prefetch: bool, causal: bool, length: int, seed: int, group: int, many: bool,
     step: dict[str, bool],
 ) -> None:  # fmt: skip
-    """`many`: as where there are so many CTAs that heads are worked on in groups, and grouped heads do not walk down."""
+    """`many`: as where many CTAs have heads worked on in groups; then grouped heads do not walk down either."""
     from lmsys.attention.flash_gluon.plans import BackwardPlan
 
     head_dim, keys = [64, 128][seed % 2], 1 + seed % 420

@@ -16,19 +16,30 @@ from lmsys.reports.tables import Table
 from tests.support.pages import PAGES, links
 from tests.support.processes import ROOT
 
-PUBLISHED = Path("reports/published/nvidia-h200")
+PUBLISHED = Path("reports/published")
+RUNS = {"nvidia-h200": "*.json", "nvidia-h100": "h100/*.json", "nvidia-h100-energy": "energy/*.json"}  # of each report
 DRAWN, WRITTEN = plots.to_svg, page.write
-READ_BY_TESTS = {"tables/nvidia-h200-tokens16k-bfloat16-fwd-tflops.md"}  # figures of README are compared with it
+# Figures of README are compared with it.
+READ_BY_TESTS = {"nvidia-h100/tables/nvidia-h100-80gb-hbm3-tokens16k-bfloat16-fwd-tflops.md"}
 
 
-def shown() -> set[str]:
-    """The files that pages link to or show."""
-    found = {Path(path) for page in PAGES for path, _ in links(page)}
-    return {path.relative_to(PUBLISHED).as_posix() for path in found if path.is_relative_to(PUBLISHED)}
+def shown(report: str) -> set[str]:
+    """The files of a report that pages link to or show, or tests read."""
+    linked = {Path(path) for page in PAGES for path, _ in links(page)}
+    found = linked | {PUBLISHED / path for path in READ_BY_TESTS}
+    folder = PUBLISHED / report
+    return {path.relative_to(folder).as_posix() for path in found if path.is_relative_to(folder)}
 
 
-def test_what_pages_show_is_what_the_committed_runs_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted, folder = shown() | READ_BY_TESTS, ROOT / PUBLISHED
+def test_there_is_no_other_report() -> None:
+    assert {path.name for path in (ROOT / PUBLISHED).iterdir()} == set(RUNS)
+
+
+@pytest.mark.parametrize("report", RUNS)
+def test_what_pages_show_is_what_the_committed_runs_say(
+    report: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, folder = shown(report), ROOT / PUBLISHED / report
     assert {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} == wanted
 
     def to_svg(axes: Any, name: str, title: str) -> str:
@@ -47,12 +58,12 @@ def test_what_pages_show_is_what_the_committed_runs_say(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(plots, "to_svg", to_svg)
     monkeypatch.setattr(page, "write", written)
-    build(sorted((ROOT / "reports" / "results").glob("*.json")), tmp_path / "site")
+    build(sorted((ROOT / "reports" / "results").glob(RUNS[report])), tmp_path / "site")
     ids = Counter(re.findall(r'id="([^"]+)"', (tmp_path / "site" / "index.html").read_text()))
     assert [name for name, count in ids.items() if count > 1] == []
     for name in wanted:
         assert _without_shapes(tmp_path / "site" / name) == _without_shapes(folder / name), (
-            f"{name}: run `python -m reports -o site`, and copy it"
+            f"{name}: run `python -m reports -o site reports/results/{RUNS[report]}`, and copy it"
         )
 
 

@@ -19,6 +19,8 @@ Figures: one H200, bfloat16, B S = 16,384 tokens, H D = 2048. `python -m pytest 
   128: causal 21 % at 256 keys, 11 % at 512 and 4 % at 1,024; in full attention 3 % and nothing, and 5 % lost at 1,024.
   At 128 keys two CTAs lose 2 to 6 %; one consumer and three or four CTAs lose there too (9c5168b has them). At
   head_dim 128 a second CTA has no room; tiles of 64 are ahead at 256 causal, by 1 %.
+  Under patterns two CTAs with such tiles win at 64 at any length: 26 to 31 % with documents and short windows, 5 % with
+  a window of 1,024. At 128 tiles of 64 keys gain up to 11 % where a query sees 512 keys at most (one H100).
 - A start under the kernel before (programmatic dependent launch), head_dim 64: 5 % at 128 keys, noise from 256 on.
 - The log-sum-exp a step ahead: 2 to 8 % at 128; at 64 it costs 1 to 3 %.
 - P in float32, dV begun late, dS by queries: 4 to 7 % at 128, and 4 to 8 % at 64 full. docs/flash_gluon.md has each of
@@ -48,12 +50,13 @@ Choices that hold in every plan, and alternatives that lost (the named commits s
 - The scores of a step begun in the step before, to run while dS is exchanged: 3 to 10 % slower at 128, 0 to 3 % at 64
   (e0dee24).
 - A fixed order of additions to dq: the producer waits for a semaphore in global memory, lets the consumers add by a
-  barrier, and releases the semaphore. The key tiles of a head follow one another as a chain, as FlashAttention-4's do,
-  the lowest first, in causal attention the highest (the shortest). The first CTA to come to a tile stores it, so no
-  zeros have to be there. Heads alternate, up to 32 MiB of them. This has not been timed yet. Before it dq began as
-  zeros, and in full attention key tiles began evenly spread and waited for one another in a ring: 0.80 to 0.96 of the
-  default's speed (fixed-order-peer.json). There, of 1, 2, 4 ... 32 causal heads that alternate, 2 to 4 won from 4k on,
-  and 16 cost up to 30 %. With consumers that count and wait themselves, the longest first: 0.60 to 0.74 (f899023).
+  barrier, and releases the semaphore. The key tiles of a head follow one another as a chain, the lowest first, in
+  causal attention the highest (the shortest). The first CTA to come to a tile stores it, so no zeros have to be there.
+  Heads alternate, up to 8 MiB of them, in full attention 16: 0.86 to 1.07 of the default's speed on one H100, where a
+  ring of key tiles that began evenly spread had 0.84 to 1.00. With consumers that count and wait themselves, the
+  longest first: 0.60 to 0.74 (f899023).
+- Grouped causal heads of up to 32 key tiles walk down, so that the key tiles of a head come to a tile of queries
+  together: 1.00 to 1.39 times as fast on one H100. With 64 key tiles that costs 2 %, with 128 of them 8 %.
 - float32 dq in memory used again and again, in the L2 cache, rounded by the main kernel in place of one before and one
   after (122 us in every cell): 20 to 70 % slower at 1k, as what it waits for adds 7 to 18 us to the 16 of a CTA; by 1
   to 2 % faster at 64 full from 4k on. Rounded by the last CTA to add to a tile: slower still, as it spills registers
