@@ -121,10 +121,12 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def site(session: nox.Session) -> None:
-    """The same site, with the report of the committed runs in out/docs/published: what GitHub Pages shows."""
+    """The same site, with the reports of the committed runs in out/docs/published: what GitHub Pages shows."""
     session.install(*nox.project.dependency_groups(PROJECT, "docs", "report"))
     build_docs(session)
     session.run("python", "-m", "reports", "-o", "out/docs/published")
+    on_h100 = sorted(map(str, Path("reports/results/h100").glob("*.json")))
+    session.run("python", "-m", "reports", "-o", "out/docs/published/h100", *on_h100)
 
 
 @nox.session(default=False)
