@@ -133,6 +133,9 @@ def test_maxima_may_grow(causal: bool, growth: list[float], seed: int) -> None:
     assert max(ratios.values()) <= 1, ratios
 
 
+STEP = "wide", "late_dv", "by_query", "fma_exp", "peeled"
+
+
 @known
 @pytest.mark.parametrize(
     ("deterministic", "prefetch"), some([(False, True), (False, False), (True, True), (True, False)], 2)
@@ -144,8 +147,9 @@ def test_maxima_may_grow(causal: bool, growth: list[float], seed: int) -> None:
     seed=st.integers(0, 2**31),
     group=st.sampled_from([1, 3]),
     many=st.booleans(),
-    step=st.fixed_dictionaries(dict.fromkeys(("wide", "late_dv", "by_query", "fma_exp", "peeled"), st.booleans())),
+    step=st.fixed_dictionaries(dict.fromkeys(STEP, st.booleans())),
 )
+@example(length=400, seed=398, group=3, many=False, step=dict.fromkeys(STEP, True))
 def test_every_way_through_the_backward(
     deterministic: bool, prefetch: bool, causal: bool, length: int, seed: int, group: int, many: bool,
     step: dict[str, bool],
@@ -159,7 +163,7 @@ def test_every_way_through_the_backward(
     scale = head_dim**-0.5
     plan = BackwardPlan(prefetch, seed % 3, **step)
     long = {"FEW_WAVES": 0, "MOST_DOWN": 0, "IN_ORDER_MIB": dict.fromkeys((False, True), 0)}
-    with simulated(), patch.multiple(product(), **(long if many else {"FEW_WAVES": product().FEW_WAVES})):
+    with simulated(), patch.multiple(product(), **long) if many else nullcontext():
         o, lse = product()._forward(x.q, x.k, x.v, causal, scale)
         dq, dk, dv = product()._backward(x.q, x.k, x.v, o, lse, x.do, causal, scale, deterministic, plan)
     ratios = Oracle(case, x).error_ratios({"dq": dq, "dk": dk, "dv": dv}, rms=True)
@@ -281,13 +285,17 @@ MUTANTS = [  # module, what stands there, what is put in its place: each would c
     ("backward_steps", "stores = m < masked[0]", "stores = m <= masked[0]"),
     ("backward_steps", "else n == 0\n", "else n < 0\n"),
     ("backward_steps", "            store_registers(", "            add_registers("),
+    ("backward", "start = num_tiles - 1", "start = 0"),
+    ("dq", "m - 1, m)", "m + 1, m)"),
+    ("dq", "bh + 1 - G, bh + 1)", "bh + 1, bh + 1)"),
     ("dq", "        semaphore_release(cleared", "        (lambda *_: None)(cleared"),
     ("dq", "    semaphore_wait(cleared", "    (lambda *_: None)(cleared"),
     ("dq", "gl.where(kv_bh < ahead, 0, num_key_tiles)", "0"),
     ("dq", "        thread_barrier()\n", ""),
     ("backward", "        await_acquired(DQ_ACQUIRED + WG)\n    mbarrier", "        pass\n    mbarrier"),
 ]  # fmt: skip
-SIZES = (600, 600, True), (1500, 60, True), (300, 256, True), (200, 300, False)  # queries, keys, causal
+# Queries, keys, causal, query heads to a key head.
+SIZES = (600, 600, True, 1), (1500, 60, True, 1), (300, 256, True, 1), (200, 300, False, 1), (300, 300, True, 3)
 AS_THEY_COME, ONCE_WAITED_FOR = (0.0, 0.002, 0.02), (None,)  # loads; by the second none lands in time by luck
 
 
@@ -313,12 +321,12 @@ def test_the_simulation_catches_a_wait_left_out(mutant: tuple[str, str, str], mo
     assert any(wrong(*size) for size in SIZES), there
 
 
-def wrong(queries: int, keys: int, causal: bool) -> bool:
+def wrong(queries: int, keys: int, causal: bool, group: int) -> bool:
     """True if a simulated run with so many queries and keys fails, hangs, errs or does not repeat."""
     from lmsys.attention.flash_gluon.plans import BackwardPlan
 
     plan = BackwardPlan(False, 1)
-    case = AttentionCase(1, 3, 3, queries, keys, 64, "bfloat16", causal, grad=True)
+    case = AttentionCase(1, 3, 3 // group, queries, keys, 64, "bfloat16", causal, grad=True)
     x = make_inputs(case, 0)
     arguments = x.q, x.k, x.v
     try:

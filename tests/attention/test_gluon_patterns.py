@@ -141,7 +141,7 @@ def test_every_plan_passes_over_tiles_on_either_side(
 @settings(max_examples=20)
 @given(case=patterned(), seed=SEEDS)
 def test_no_query_sees_more_than_the_span(case: AttentionCase, seed: int) -> None:
-    """All that it may have is seen by some query, where no later key is hidden and nothing ends before it."""
+    """Without a causal mask, some query sees as many keys as the span."""
     pattern = make_pattern(case, seed)
     most = int(pattern.seen(case.queries, case.keys, CPU).sum(-1).max())
     assert most <= pattern.span(case.keys)
@@ -150,9 +150,9 @@ def test_no_query_sees_more_than_the_span(case: AttentionCase, seed: int) -> Non
 
 
 @known
-@pytest.mark.parametrize("window", [512, 513])
-def test_a_short_span_has_a_plan_of_its_own(window: int) -> None:
-    from lmsys.attention.flash_gluon.plans import BOUNDED_64, SHORT_SPAN_128, forward_plan
+@pytest.mark.parametrize(("head_dim", "most"), [(64, 2560), (128, 512)])
+def test_a_short_span_has_a_plan_of_its_own(head_dim: int, most: int) -> None:
+    from lmsys.attention.flash_gluon.plans import SHORT_SPAN_PLAN, forward_plan
 
     taken = []
 
@@ -160,11 +160,11 @@ def test_a_short_span_has_a_plan_of_its_own(window: int) -> None:
         taken.append(arguments[-1])
         return SimpleNamespace(run=lambda *_: None)
 
-    for head_dim in (64, 128):
-        x = make_inputs(AttentionCase(1, 1, 1, 1500, 1500, head_dim, "bfloat16", True), 0)
-        with simulated(), patch.multiple(product(), _launches={}, _Forward=launch):
+    x = make_inputs(AttentionCase(1, 1, 1, 2700, 2700, head_dim, "bfloat16", True), 0)
+    with simulated(), patch.multiple(product(), _launches={}, _Forward=launch):
+        for window in (most, most + 1):
             product()._forward(x.q, x.k, x.v, True, 1.0, pattern=Pattern(True, window))
-    assert taken == [BOUNDED_64, SHORT_SPAN_128 if window == 512 else forward_plan(128, True, 1500)]
+    assert taken == [SHORT_SPAN_PLAN[head_dim], forward_plan(head_dim, True, 2700)]
 
 
 def bounds_of(length: int, window: int | None, causal: bool, documents: bool, seed: int) -> tuple[Pattern, Any]:

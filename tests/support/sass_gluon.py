@@ -163,7 +163,7 @@ def hazards(sass: str) -> int:
 def main(dtypes: list[str], every: bool) -> None:
     """One of each kernel by head_dim and mask, of the backward in both orders, of the forward also for short sequences.
 
-    Each backward has the plan that the row takes, causal also with grouped heads that walk down. Also the forwards
+    Each backward has the plan that the row takes, causal also with grouped heads in both orders. Also the forwards
     under a pattern; with head_dim 128 a backward under one, and a grouped and ragged backward in both orders.
     `every`: of each plan and candidate, ragged and grouped too.
     """
@@ -187,7 +187,7 @@ def main(dtypes: list[str], every: bool) -> None:
                                **fields)  # fmt: skip
                     for plan in _some({plan: None for _, plan in BACKWARD[head_dim, causal]}, every):
                         modes = [{}, {"deterministic": True}]
-                        modes += [{"grouped": True}] if every or plan.peeled else []
+                        modes += [{"grouped": True}] if every or causal else []
                         modes += [{"grouped": True, "down": True}] if causal else []
                         for mode in modes:
                             report("backward", backward(dtype, head_dim, causal, ragged, plan, **mode), **what,

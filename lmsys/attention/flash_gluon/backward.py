@@ -117,7 +117,7 @@ def _producer(
 def _assignment(index, num_key_tiles, num_heads, at_once, DETERMINISTIC: gl.constexpr, CAUSAL: gl.constexpr):
     """(B Hkv index, key tile) of a CTA; causal tiles the longest first, in the deterministic mode the shortest.
 
-    There a CTA waits for those alone that come to its head before it. They have lower numbers, so they have begun.
+    There a CTA waits only for CTAs that come to its head before it. They have lower numbers, so they have begun.
     """
     kv_bh, n = owned_tile(index, num_key_tiles, num_heads, at_once)
     if DETERMINISTIC and CAUSAL:
@@ -249,6 +249,8 @@ def backward_kernel(
     kvs = ks, vs, barriers(1, 1).index(0)
     ring = qs, lses, barriers(STAGES, 1), dos, deltas, barriers(STAGES, 1)
     fence_async_shared()
+    MAY_WALK_DOWN: gl.constexpr = GROUPED and CAUSAL and not BOUNDED and not DETERMINISTIC
+    gl.static_assert(MAY_WALK_DOWN or not DOWN, "only grouped causal heads walk down, in no fixed order")
     ORDER: gl.constexpr = "down" if DOWN else "around" if GROUPED or SPREAD else "straight"
     kv_bh, n = _assignment(gl.program_id(0), num_key_tiles, num_heads, at_once, DETERMINISTIC, CAUSAL)
     num_tiles = gl.cdiv(Q, BLOCK_Q)

@@ -230,7 +230,9 @@ def walk_over(
         )  # fmt: skip
     STORES: gl.constexpr = "some" if DETERMINISTIC and masked[2] is None else "none"  # a pattern's dq begins as zeros
     free_from = 0
-    if RAGGED:  # the key tile that ends the keys masks everything, the others nothing; it is not the first to add to dq
+    # The key tile that ends the keys masks everything, the others nothing. It is not the first to add to dq, unless it
+    # is the only one; then dq begins as zeros.
+    if RAGGED:
         free_from = gl.where(masked[0] == 0, 0, steps)
         state = _steps(
             dq_ptr, scale, k, v, all_k, dss, ring, n, K, masked, walk,

@@ -25,8 +25,8 @@ DQ_ACQUIRED = gl.constexpr(FIRST_BARRIER.value + 1 + 2 * STAGES.value)  # named 
 def next_tile(bh, m, walk, ORDER: gl.constexpr):
     """The tile of queries after m of head bh.
 
-    ORDER: "straight", m + 1; "around", so below `high`, where `low` follows, and back at `start` the next head begins;
-    "down", the same tile of the next head, and behind the last of the group the tile below of its first.
+    ORDER: "straight" goes up. "around" goes up to `high`, goes on at `low`, and begins the next head when it is back at
+    `start`. "down" takes the same tile of the next head, and after the last head of the group the tile below.
     """
     low, end, start, num_tiles, steps, last_bh, G = walk
     high = num_tiles if end is None else end

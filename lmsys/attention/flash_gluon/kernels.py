@@ -38,9 +38,10 @@ TILE_K = 128
 ROWS = 64  # queries that one warp group of the forward owns
 NUM_PARAMETERS = 6  # int64, five of them written: what follows begins at a multiple of 16 bytes, as kernels are told
 BLOCK_Q = {64: 128, 128: 64}  # by head_dim: queries of a step of the backward
-IN_ORDER_MIB = {True: 8, False: 16}  # by causal: of heads whose key tiles alternate in a backward of fixed order
+IN_ORDER_MIB = {True: 8, False: 16}  # by causal: a backward of fixed order works on heads of so many MiB in turns
 DOWN_AT_ONCE = 2  # key heads, at least, that are worked on together where grouped heads walk down
-MOST_DOWN = 32  # key tiles of a head that walk down: more of them that add to one tile of dq wait for one another
+MOST_DOWN = 32  # key tiles of a head that walk down: with more, CTAs wait for one another at each tile of dq
+DOWN_WAVES = 4  # waves of CTAs: below this the longest tiles of all heads come first, also where heads walk down
 FEW_WAVES = 8  # waves of CTAs: below this, the tail costs more than L2 reuse gains
 DQ_TILE = 4096  # numbers of dq that are added to at a time
 MOST_CLEARED = 8  # tiles of dq: more of them would keep the loads of a CTA that clears them waiting
@@ -171,11 +172,11 @@ class _Backward:
         num_tiles = triton.cdiv(queries, self.block_q)
         bytes_per_head = 8 * max(queries * group, keys) * head_dim
         down = causal and group > 1 and not (deterministic or bounded) and num_key_tiles <= MOST_DOWN
-        if deterministic:  # several, as CTAs of one head that begin together wait for one another
+        if deterministic:  # as many as fit, as CTAs of one head that begin together wait for one another
             at_once = heads_at_once(IN_ORDER_MIB[causal], bytes_per_head)
-        elif down:
+        elif down and self.grid > DOWN_WAVES * processors:
             at_once = max(DOWN_AT_ONCE, heads_at_once(plan.l2_mib, bytes_per_head))
-        elif plan.l2_mib and self.grid > FEW_WAVES * processors:
+        elif not down and plan.l2_mib and self.grid > FEW_WAVES * processors:
             at_once = heads_at_once(plan.l2_mib, bytes_per_head)
         else:  # causal, all of the longest tiles first: the last head's would end alone
             at_once = kv_num_heads if causal else 1

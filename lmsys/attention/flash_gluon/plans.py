@@ -19,8 +19,9 @@ Figures: one H200, bfloat16, B S = 16,384 tokens, H D = 2048. `python -m pytest 
   128: causal 21 % at 256 keys, 11 % at 512 and 4 % at 1,024; in full attention 3 % and nothing, and 5 % lost at 1,024.
   At 128 keys two CTAs lose 2 to 6 %; one consumer and three or four CTAs lose there too (9c5168b has them). At
   head_dim 128 a second CTA has no room; tiles of 64 are ahead at 256 causal, by 1 %.
-  Under patterns two CTAs with such tiles win at 64 at any length: 26 to 31 % with documents and short windows, 5 % with
-  a window of 1,024. At 128 tiles of 64 keys gain up to 11 % where a query sees 512 keys at most (one H100).
+  Under patterns two CTAs with such tiles win at head_dim 64: 26 to 31 % with documents and short windows, 5 % with a
+  window of 1,024 (one H100, 16,384 keys, documents of up to 2,361). At head_dim 128, tiles of 64 keys gain up to 11 %
+  where a query sees 512 keys at most. Longer spans have not been timed.
 - A start under the kernel before (programmatic dependent launch), head_dim 64: 5 % at 128 keys, noise from 256 on.
 - The log-sum-exp a step ahead: 2 to 8 % at 128; at 64 it costs 1 to 3 %.
 - P in float32, dV begun late, dS by queries: 4 to 7 % at 128, and 4 to 8 % at 64 full. docs/flash_gluon.md has each of
@@ -56,7 +57,9 @@ Choices that hold in every plan, and alternatives that lost (the named commits s
   ring of key tiles that began evenly spread had 0.84 to 1.00. With consumers that count and wait themselves, the
   longest first: 0.60 to 0.74 (f899023).
 - Grouped causal heads of up to 32 key tiles walk down, so that the key tiles of a head come to a tile of queries
-  together: 1.00 to 1.39 times as fast on one H100. With 64 key tiles that costs 2 %, with 128 of them 8 %.
+  together: 1.00 to 1.39 times as fast on one H100. With 64 key tiles that costs 2 %, with 128 of them 8 %. In fewer
+  than four waves of CTAs all heads are worked on together, as in other causal backwards; that has not been timed at
+  4,096 keys.
 - float32 dq in memory used again and again, in the L2 cache, rounded by the main kernel in place of one before and one
   after (122 us in every cell): 20 to 70 % slower at 1k, as what it waits for adds 7 to 18 us to the 16 of a CTA; by 1
   to 2 % faster at 64 full from 4k on. Rounded by the last CTA to add to a tile: slower still, as it spills registers
@@ -107,10 +110,13 @@ SMALL_TILES = 1024  # keys, up to which tiles of 64 of them may win
 
 SHORT_64 = ForwardPlan(2, 3, False, False, True, 0, tile_k=64, ctas=2, chained=True)
 
-# Under a pattern, whose tiles are those of causal attention; at 128 where no query sees more than SHORT_SPAN keys.
-BOUNDED_64 = replace(SHORT_64, ping_pong=True, named=True, l2_mib=32, chained=False)
-SHORT_SPAN = 512
-SHORT_SPAN_128 = ForwardPlan(2, 3, True, True, True, 32, tile_k=64)
+# By head_dim: keys, up to which the spans of a pattern's queries are short, and the plan that it then has. Its tiles
+# are those of causal attention.
+SHORT_SPAN = {64: 2560, 128: 512}
+SHORT_SPAN_PLAN = {
+    64: replace(SHORT_64, ping_pong=True, named=True, l2_mib=32, chained=False),
+    128: ForwardPlan(2, 3, True, True, True, 32, tile_k=64),
+}
 
 # (head_dim, causal): (keys up to, plan), ...
 FORWARD: dict[tuple[int, bool], tuple[tuple[int, ForwardPlan], ...]] = {
@@ -153,18 +159,15 @@ BACKWARD: dict[tuple[int, bool], tuple[tuple[int, BackwardPlan], ...]] = {
 
 def forward_plan(head_dim: int, causal: bool, keys: int, span: int | None = None) -> ForwardPlan:
     """span: the most keys that a query sees under a pattern; None: there is none."""
-    if span is not None and head_dim == 64:
-        return BOUNDED_64
-    if span is not None and span <= SHORT_SPAN:
-        return SHORT_SPAN_128
+    if span is not None and span <= SHORT_SPAN[head_dim]:
+        return SHORT_SPAN_PLAN[head_dim]
     return next(plan for longest, plan in FORWARD[head_dim, causal] if keys <= longest)
 
 
 def bounded_plans(head_dim: int) -> list[ForwardPlan]:
     """The forward plans that a pattern may have."""
-    if head_dim == 64:
-        return [BOUNDED_64]
-    return [SHORT_SPAN_128, *(plan for longest, plan in FORWARD[head_dim, True] if longest > SHORT_SPAN)]
+    others = [plan for longest, plan in FORWARD[head_dim, True] if longest > SHORT_SPAN[head_dim]]
+    return [SHORT_SPAN_PLAN[head_dim], *others]
 
 
 def backward_plan(head_dim: int, causal: bool, keys: int) -> BackwardPlan:

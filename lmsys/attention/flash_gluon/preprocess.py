@@ -22,7 +22,7 @@ def preprocess_kernel(
     """delta and the base-2 log-sum-exp (B H, Q_PADDED), zeros in dq_semaphore and the first `num_cleared` heads of dq.
 
     dq is (B H, Q_PADDED, D). Strides count 8.
-    The last tiles come first, so that the L2 cache holds those that the next kernel begins with.
+    The last tiles come first, so that the L2 cache holds the heads that the next kernel begins with.
     """
     tl.extra.cuda.gdc_launch_dependents()
     program = tl.num_programs(0) - 1 - tl.program_id(0)
