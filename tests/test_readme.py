@@ -162,3 +162,16 @@ def test_documents_windows_and_grouped_heads_are_those_of_the_runs() -> None:
             for column, text in zip(head[2:], cells, strict=True):
                 direction, theirs = column.split(", over ")
                 assert text == means(*PATTERNS[case], {"forward": "fwd", "backward": "bwd"}[direction], row, theirs)
+
+
+def test_what_is_said_of_the_fixed_order_is_what_its_run_says() -> None:
+    (path,) = (ROOT / "reports" / "results" / "flash_gluon").glob(f"{H100}_*_fixed-order.json")
+    times: dict[tuple[int, bool, int], dict[tuple[str, bool], float]] = {}
+    for one in json.loads(path.read_text())["lmsys"]["records"]:
+        shape = one["head_dim"], one["causal"], one["keys"]
+        times.setdefault(shape, {})[one["impl"], bool(one["deterministic"])] = one["time_s"]
+    assert len(times) == 12
+    ours, theirs = ("flash_gluon", True), ("flash_attn_4", True)
+    default = statistics.geometric_mean(found["flash_gluon", False] / found[ours] for found in times.values())
+    peer = statistics.geometric_mean(found[theirs] / found[ours] for found in times.values())
+    assert f"has {default:.2f} of the speed of the default one in geometric mean, and {peer:.2f} times" in RESULTS

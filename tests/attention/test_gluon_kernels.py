@@ -30,7 +30,7 @@ from lmsys.kernels.tritons import KNOWN_TRITON, ON_GPUS, is_known, version  # no
 from lmsys.registry import load_target  # noqa: E402
 from lmsys.testing import Oracle, make_inputs, run  # noqa: E402
 from tests.support.attention_rows import growing  # noqa: E402
-from tests.support.gluon_simulator import simulated  # noqa: E402
+from tests.support.gluon_simulator import plans_taken, simulated  # noqa: E402
 from tests.support.variants import some
 
 known = pytest.mark.skipif(not is_known(), reason=f"pip install triton=={KNOWN_TRITON[0]}, for which they are written")
@@ -417,15 +417,10 @@ def test_a_pattern_and_a_fixed_order_take_the_plan_of_plain_attention(
     from lmsys.attention.flash_gluon.plans import backward_plan
 
     case = AttentionCase(1, 2, 1, 70, 70, head_dim, "bfloat16", causal, grad=True)
-    x, taken = make_inputs(case, 0), []
-
-    def launch(*arguments: Any) -> Any:
-        taken.append(arguments[-1])
-        return SimpleNamespace(run=lambda *_: None)
-
+    x = make_inputs(case, 0)
     pattern = None if window is None else Pattern(True, window)
     lse = torch.empty(1, 2, 70)
-    with simulated(), patch.multiple(product(), _launches={}, _Backward=launch):
+    with plans_taken("_Backward") as taken:
         product()._backward(x.q, x.k, x.v, x.do, lse, x.do, causal, 1.0, deterministic, None, pattern)
     assert taken == [backward_plan(head_dim, causal or window is not None, 70)]
 

@@ -1,7 +1,6 @@
 """Windows and documents in the kernels of `flash_gluon`, simulated on the CPU: results, tiles visited, order."""
 
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,7 +17,7 @@ from lmsys.attention.flash_gluon.support import flash_gluon_supports  # noqa: E4
 from lmsys.kernels.tritons import KNOWN_TRITON, is_known  # noqa: E402
 from lmsys.testing import Oracle, make_inputs  # noqa: E402
 from tests.support import gluon_simulator  # noqa: E402
-from tests.support.gluon_simulator import simulated  # noqa: E402
+from tests.support.gluon_simulator import plans_taken, simulated  # noqa: E402
 from tests.support.patterns import document_lengths, make_pattern  # noqa: E402
 from tests.support.variants import some  # noqa: E402
 
@@ -154,14 +153,8 @@ def test_no_query_sees_more_than_the_span(case: AttentionCase, seed: int) -> Non
 def test_a_short_span_has_a_plan_of_its_own(head_dim: int, most: int) -> None:
     from lmsys.attention.flash_gluon.plans import SHORT_SPAN_PLAN, forward_plan
 
-    taken = []
-
-    def launch(*arguments: Any) -> Any:
-        taken.append(arguments[-1])
-        return SimpleNamespace(run=lambda *_: None)
-
     x = make_inputs(AttentionCase(1, 1, 1, 2700, 2700, head_dim, "bfloat16", True), 0)
-    with simulated(), patch.multiple(product(), _launches={}, _Forward=launch):
+    with plans_taken("_Forward") as taken:
         for window in (most, most + 1):
             product()._forward(x.q, x.k, x.v, True, 1.0, pattern=Pattern(True, window))
     assert taken == [SHORT_SPAN_PLAN[head_dim], forward_plan(head_dim, True, 2700)]

@@ -711,6 +711,21 @@ class Kernel:
 
 
 @contextmanager
+def plans_taken(launcher: str) -> Iterator[list[Any]]:
+    """The plans with which `_Forward` or `_Backward` is made meanwhile; nothing runs."""
+    from lmsys.attention.flash_gluon import kernels
+
+    taken: list[Any] = []
+
+    def launch(*arguments: Any) -> Any:
+        taken.append(arguments[-1])
+        return SimpleNamespace(run=lambda *_: None)
+
+    with simulated(), patch.multiple(kernels, **{"_launches": {}, launcher: launch}):
+        yield taken
+
+
+@contextmanager
 def simulated() -> Iterator[None]:
     """Within, `flash_gluon` runs on CPU tensors, on a GPU of PROCESSORS multiprocessors."""
     from lmsys.attention.flash_gluon import kernels as product

@@ -172,12 +172,11 @@ class _Backward:
         num_tiles = triton.cdiv(queries, self.block_q)
         bytes_per_head = 8 * max(queries * group, keys) * head_dim
         down = causal and group > 1 and not (deterministic or bounded) and num_key_tiles <= MOST_DOWN
+        waves, least = (DOWN_WAVES, DOWN_AT_ONCE) if down else (FEW_WAVES, 1)
         if deterministic:  # as many as fit, as CTAs of one head that begin together wait for one another
             at_once = heads_at_once(IN_ORDER_MIB[causal], bytes_per_head)
-        elif down and self.grid > DOWN_WAVES * processors:
-            at_once = max(DOWN_AT_ONCE, heads_at_once(plan.l2_mib, bytes_per_head))
-        elif not down and plan.l2_mib and self.grid > FEW_WAVES * processors:
-            at_once = heads_at_once(plan.l2_mib, bytes_per_head)
+        elif plan.l2_mib and self.grid > waves * processors:
+            at_once = max(least, heads_at_once(plan.l2_mib, bytes_per_head))
         else:  # causal, all of the longest tiles first: the last head's would end alone
             at_once = kv_num_heads if causal else 1
         at_once = min(at_once, kv_num_heads)
