@@ -3,11 +3,12 @@
 Few queries fill no GPU when a program owns a tile of them, so here the keys are divided among programs as well
 (Flash-Decoding, Dao et al. 2023). The heads that share keys and values stand in one tile of queries, so that a key is
 read once for all of them. Each program leaves o and the log-sum-exp of its part of the keys; a second kernel weighs
-the parts by their log-sum-exp, in one order, so repeats are bitwise equal.
+the parts by their log-sum-exp, in one order, so repeats are bitwise equal. On sm_90 and later it begins beside the
+first one and waits there for its end (programmatic dependent launch). Keys that are one part need no second kernel.
 
-Reading keys and values is nearly all of the time. So two programs share a multiprocessor, each with its
-next tiles of 16 KiB on their way, and the number of parts fills the GPU: see `parts_of`; nothing is timed. These sizes
-follow from registers and shared memory on sm_90; no measurement has chosen them.
+Reading keys and values is nearly all of the time. So a program has its next tiles on their way while it multiplies,
+in as much of a multiprocessor's shared memory as it can have: tiles of 32 KiB on sm_90. Where tiles are smaller, as
+for small head dimensions, two programs share a multiprocessor. The number of parts fills the GPU: see `parts_of`.
 
 Which keys a query sees follows from numbers alone, so one binary serves causal or not, and with a window or without.
 
@@ -30,12 +31,11 @@ from lmsys.attention.pattern import Pattern
 from lmsys.attention.tuning import block_d
 from lmsys.kernels.launch import INTERPRETED, Kernel, describable, dot_precision, geometry, stream_of
 
-TILE_BYTES = 512 if INTERPRETED else 16 * 1024  # of keys, and as much of values; interpreted, few keys are many tiles
-PROGRAMS = 2  # a multiprocessor
-LEAST_TILES = 2  # of a part, so that one is on its way while the other is multiplied
+TILE_BYTES = 1024 if INTERPRETED else 32 * 1024  # of keys, and as much of values; interpreted, few keys are many tiles
+ROOM = 200 * 1024  # shared memory in bytes from which a program has three stages of such tiles
+LEAST_TILES = 1  # of a part
 MOST_WAVES = 8
 FULL = 0.9  # enough of the places for programs, in the last wave and those before it
-ROOM = 160 * 1024  # shared memory in bytes from which two programs have three stages each
 UNSPECIALISED = ["H_KV", "G", "Q", "K", "parts", "num_tiles", "first", "end", "H", "lengths_ptr"]
 
 
@@ -43,12 +43,16 @@ UNSPECIALISED = ["H_KV", "G", "Q", "K", "parts", "num_tiles", "first", "end", "H
 def _split_keys_kernel(
     q_desc, k_desc, v_desc, part_o_ptr, part_lse_ptr, lengths_ptr, softcap, scale,
     H_KV, G, Q, K, parts, num_tiles, first, end,
-    HEADS: tl.constexpr, QUERIES: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, QUERIES: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr,
+    UNIT: tl.constexpr, PRECISION: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Query i sees keys from `first` + i to before `end` + i, of the first lengths[batch] of K.
 
-    A tile has HEADS heads by QUERIES queries, of one group; the log-sum-exp of a part is in base 2.
+    A tile has HEADS heads by QUERIES queries, of one group. Rows of a part of o have COLUMNS columns; its log-sum-exp
+    is in base 2, times UNIT.
     """
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     tile, part, owner = program % num_tiles, program // num_tiles % parts, program // num_tiles // parts
     batch, kv_head = owner // H_KV, owner % H_KV
@@ -89,14 +93,20 @@ def _split_keys_kernel(
         top = new_top
     total = tl.where(total == 0.0, 1.0, total)
     at = ((owner * G + head) * Q + query).to(tl.int64) * parts + part
-    mine = (head < G) & (query < Q)
-    tl.store(part_lse_ptr + at, top + tl.log2(total), mask=mine)
-    tl.store(part_o_ptr + at[:, None] * D + tl.arange(0, D)[None, :], acc / total[:, None], mask=mine[:, None])
+    mine, column = (head < G) & (query < Q), tl.arange(0, D)[None, :]
+    tl.store(part_lse_ptr + at, (top + tl.log2(total)) * UNIT, mask=mine)
+    stored = mine[:, None] & (column < COLUMNS)
+    tl.store(part_o_ptr + at[:, None] * COLUMNS + column, acc / total[:, None], mask=stored)
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
-def _combine_kernel(o_desc, part_o_ptr, part_lse_ptr, lse_ptr, H, Q, parts, D: tl.constexpr, PARTS: tl.constexpr):
+def _combine_kernel(
+    o_desc, part_o_ptr, part_lse_ptr, lse_ptr, H, Q, parts,
+    D: tl.constexpr, PARTS: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
     """o and the log-sum-exp of one query of one head, from its parts, PARTS of them at once."""
+    if CHAINED:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
     top, total = float("-inf"), 0.0
     acc = tl.zeros([D], tl.float32)
@@ -150,10 +160,14 @@ def plan_of(
     heads = max(triton.next_power_of_2(group), 16 // tile_queries)
     heads = min(heads, (16 if wide else 64) // tile_queries)
     num_tiles = triton.cdiv(group, heads)
-    block_k = min(128, max(16, TILE_BYTES // (tile_d * dtype.itemsize * (1 + wide))))
     processors, shared_bytes = gpu
-    parts = parts_of(owners * num_tiles, keys // (block_k * LEAST_TILES), processors * PROGRAMS)
-    return Plan(heads, tile_queries, num_tiles, block_k, parts, 8 if wide else 4, 3 if shared_bytes >= ROOM else 2)
+    roomy = shared_bytes >= ROOM
+    row_bytes = tile_d * dtype.itemsize
+    block_k = min(128, max(16, TILE_BYTES // (4 if wide else 1 if roomy else 2) // row_bytes))
+    programs = 1 if block_k * row_bytes > TILE_BYTES // 2 else 2  # a multiprocessor
+    parts = parts_of(owners * num_tiles, keys // (block_k * LEAST_TILES), processors * programs)
+    num_warps = 8 if wide or heads * tile_queries * tile_d > 64 * 128 else 4
+    return Plan(heads, tile_queries, num_tiles, block_k, parts, num_warps, 3 if roomy else 2)
 
 
 def parts_of(owners: int, most: int, places: int) -> int:
@@ -210,16 +224,21 @@ def decode(
     plan = plan_of(batch * kv_heads, group, queries, seen, tile_d, q.dtype, _gpu(q.device))
     parts = parts or plan.parts
     q, k, v, o, lse = forward_tensors(q, k, v)
-    part_o = torch.empty(lse.numel(), parts, tile_d, dtype=torch.float32, device=q.device)
-    part_lse = torch.empty(lse.numel(), parts, dtype=torch.float32, device=q.device)
+    if parts == 1:  # which is the result; rows of it are stored one after another
+        part_o = o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        part_lse = lse
+    else:
+        part_o = torch.empty(lse.numel(), parts, tile_d, dtype=torch.float32, device=q.device)
+        part_lse = torch.empty(lse.numel(), parts, dtype=torch.float32, device=q.device)
     sizes = kv_heads, group, queries, keys, parts, plan.num_tiles, first, end
     softcap = None if pattern.softcap is None else float(pattern.softcap)
     others = part_o, part_lse, pattern.key_lengths, softcap, scale, *sizes
     with torch.cuda.device_of(q):
         split = _split_keys(plan, (q, k, v), others, tile_d)
         split(batch * kv_heads * plan.num_tiles * parts, stream_of(q), (q, k, v), others)
-        merged = part_o, part_lse, lse, heads, queries, parts
-        _combine(o, merged, tile_d)(lse.numel(), stream_of(q), (o,), merged)
+        if parts > 1:
+            merged = part_o, part_lse, lse, heads, queries, parts
+            _combine(o, merged, tile_d)(lse.numel(), stream_of(q), (o,), merged)
     return o, lse
 
 
@@ -233,13 +252,21 @@ def _seen_by_the_first(pattern: Pattern, keys: int) -> tuple[int, int]:
     return max(-FEW_QUERIES, min(first, keys)), min(end, keys)
 
 
+def _can_chain(device: torch.device) -> bool:
+    """True where a kernel may begin before the one before it has ended."""
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 _kernels: dict[tuple[Any, ...], Any] = {}
 
 
 def _split_keys(plan: Plan, tensors: tuple[Tensor, ...], others: tuple[Any, ...], tile_d: int) -> Any:
-    q, precision, (lengths, softcap) = tensors[0], dot_precision(tensors[0]), others[2:4]
+    q, precision, (part_o, _, lengths, softcap) = tensors[0], dot_precision(tensors[0]), others[:4]
     sizes = plan.heads, plan.queries, plan.block_k, plan.num_warps, plan.num_stages
-    key = *sizes, q.dtype, q.device, tile_d, precision, lengths is None or lengths.dtype, softcap is None
+    columns, of_all = part_o.shape[-1], part_o.dim() == q.dim()  # of all keys, or of a part of them
+    form = columns, of_all, lengths is None or lengths.dtype, softcap is None
+    key = *sizes, q.dtype, q.device, tile_d, precision, *form
     if key not in _kernels:
         blocks = [[1, plan.heads, plan.queries, tile_d], *2 * [[1, 1, plan.block_k, tile_d]]]
         _kernels[key] = Kernel(
@@ -250,7 +277,10 @@ def _split_keys(plan: Plan, tensors: tuple[Tensor, ...], others: tuple[Any, ...]
             QUERIES=plan.queries,
             BLOCK_K=plan.block_k,
             D=tile_d,
+            COLUMNS=columns,
+            UNIT=LN_2 if of_all else 1.0,
             PRECISION=precision,
+            CHAINED=not of_all and _can_chain(q.device),
             num_warps=plan.num_warps,
             num_stages=plan.num_stages,
         )
@@ -261,5 +291,8 @@ def _combine(o: Tensor, others: tuple[Any, ...], tile_d: int) -> Any:
     key = o.dtype, o.device, tile_d
     if key not in _kernels:
         described = TensorDescriptor(o, *geometry(o), [1, 1, 1, tile_d])
-        _kernels[key] = Kernel(_combine_kernel, [described], list(others), D=tile_d, PARTS=32, num_warps=4)
+        options: dict[str, Any] = {"D": tile_d, "PARTS": 32, "CHAINED": _can_chain(o.device), "num_warps": 4}
+        if options["CHAINED"]:
+            options["launch_pdl"] = True
+        _kernels[key] = Kernel(_combine_kernel, [described], list(others), **options)
     return _kernels[key]

@@ -11,8 +11,6 @@ import pytest
 
 pytest.importorskip("triton", reason="pip install triton==3.6.0 to compile the kernels")
 
-from lmsys.attention.flash_triton_decode import PROGRAMS  # noqa: E402
-
 KERNELS = [
     (kernel, head_dim, mask)
     for kernel in ("fwd", "dq", "dkdv")
@@ -46,13 +44,15 @@ def test_a_kernel_for_hopper_is_well_made(kernel: str, head_dim: int, mask: str)
     assert found["shared"] <= 227 * 1024
 
 
-@pytest.mark.parametrize(("head_dim", "queries"), [(128, 1), (128, 16)])
-def test_two_programs_that_decode_share_a_multiprocessor(head_dim: int, queries: int) -> None:
+@pytest.mark.parametrize(("head_dim", "programs"), [(64, 2), (128, 1), (256, 1)])
+@pytest.mark.parametrize("queries", [1, 16])
+def test_programs_that_decode_fill_a_multiprocessor(head_dim: int, programs: int, queries: int) -> None:
     found = compiled()["split_keys", head_dim, f"Q{queries}"]
     assert found["LDL"] == found["STL"] == 0, "registers spill to local memory"
     assert found["HMMA"] + found["HGMMA"] >= 8, "every product runs on tensor cores"
     assert found["UTMALDG"] >= 7, (
         "tiles arrive by bulk tensor loads: q, and those of keys and values before the loop and in it"
     )
-    assert found["registers"] * 4 * 32 * PROGRAMS <= 64 * 1024
-    assert (found["shared"] + 1024) * PROGRAMS <= 228 * 1024
+    assert found["waits"] <= max(2, found["HGMMA"] // 6), "the compiler serialised products"
+    assert found["registers"] * 4 * 32 * programs <= 64 * 1024
+    assert 128 * 1024 <= (found["shared"] + 1024) * programs <= 228 * 1024

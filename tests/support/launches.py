@@ -61,9 +61,12 @@ def main(capability: int) -> None:
                 attend(*case, length, transposed)
     for pattern in (Pattern(True, 7), Pattern(key_lengths=torch.tensor([40, 33]), softcap=2.0)):
         attend(*CASES[0], LENGTHS[0], False, pattern)
-    for pattern in (Pattern(True, offset=30), Pattern(True, 7, 31, key_lengths=torch.tensor([40, 33]), softcap=2.0)):
-        for length in LENGTHS[:2]:
-            q, k, v = (torch.randn(BATCH, heads, length, 64)[:, :, :keys] for heads, keys in ((4, 3), (2, 64), (2, 64)))
+    many, few = Pattern(True, offset=150), Pattern(True, 7, 31, key_lengths=torch.tensor([40, 33]), softcap=2.0)
+    for pattern in (many, few):  # keys in parts, and in one
+        for length in (160, 153):
+            q, k, v = (
+                torch.randn(BATCH, heads, length, 64)[:, :, :keys] for heads, keys in ((4, 3), (2, 160), (2, 160))
+            )
             flash_triton._forward(q, k, v, True, 0.125, None, pattern)
     for length in LENGTHS:
         heads = torch.randn(BATCH, length, 3 * HEADS, 256)  # on a grid of two dimensions

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def compile_decoding(dtype: torch.dtype, head_dim: int, queries: int) -> Any:
     kernel, gpu = flash_triton_decode._split_keys_kernel, (132, 227 * 1024)
     plan = flash_triton_decode.plan_of(64, 4, queries, 32_768, head_dim, dtype, gpu)
     sizes = {"HEADS": plan.heads, "QUERIES": plan.queries, "BLOCK_K": plan.block_k, "D": head_dim}
-    constants = {**sizes, "PRECISION": "ieee", "softcap": None}
+    constants = {**sizes, "COLUMNS": head_dim, "UNIT": 1.0, "PRECISION": "ieee", "CHAINED": True, "softcap": None}
     name, types = TRITON_NAMES[dtype], {"lengths_ptr": "*i32", "scale": "fp32"}
     types["q_desc"] = f"tensordesc<{name}[1, {plan.heads}, {plan.queries}, {head_dim}]>"
     types |= dict.fromkeys(("k_desc", "v_desc"), f"tensordesc<{name}[1, 1, {plan.block_k}, {head_dim}]>")
@@ -133,7 +134,7 @@ def main(dtypes: list[str]) -> None:
                     found = resources(compile_kernel(name, dtype, block_d, mask == "causal", tile, "ieee", extent))
                     line = {"kernel": name, "dtype": dtype_name, "head_dim": block_d, "mask": mask, **found}
                     print(json.dumps(line), flush=True)
-        for head_dim, queries in ((128, 1), (128, 16)) if dtype != torch.float32 else ():
+        for head_dim, queries in product((64, 128, 256), (1, 16)) if dtype != torch.float32 else ():
             found = resources(compile_decoding(dtype, head_dim, queries))
             line = {"kernel": "split_keys", "dtype": dtype_name, "head_dim": head_dim, "mask": f"Q{queries}", **found}
             print(json.dumps(line), flush=True)
