@@ -33,7 +33,6 @@ from lmsys.kernels.launch import INTERPRETED, Kernel, describable, dot_precision
 
 TILE_BYTES = 1024 if INTERPRETED else 32 * 1024  # of keys, and as much of values; interpreted, few keys are many tiles
 ROOM = 200 * 1024  # shared memory in bytes from which a program has three stages of such tiles
-LEAST_TILES = 1  # of a part
 MOST_WAVES = 8
 FULL = 0.9  # enough of the places for programs, in the last wave and those before it
 UNSPECIALISED = ["H_KV", "G", "Q", "K", "parts", "num_tiles", "first", "end", "H", "lengths_ptr"]
@@ -165,7 +164,7 @@ def plan_of(
     row_bytes = tile_d * dtype.itemsize
     block_k = min(128, max(16, TILE_BYTES // (4 if wide else 1 if roomy else 2) // row_bytes))
     programs = 1 if block_k * row_bytes > TILE_BYTES // 2 else 2  # a multiprocessor
-    parts = parts_of(owners * num_tiles, keys // (block_k * LEAST_TILES), processors * programs)
+    parts = parts_of(owners * num_tiles, keys // block_k, processors * programs)
     num_warps = 8 if wide or heads * tile_queries * tile_d > 64 * 128 else 4
     return Plan(heads, tile_queries, num_tiles, block_k, parts, num_warps, 3 if roomy else 2)
 
@@ -175,8 +174,11 @@ def parts_of(owners: int, most: int, places: int) -> int:
 
     Programs take equally long, so the last wave of them should be as full as those before. For one wave, two and so on
     up to MOST_WAVES there are as many parts as fit; the first number that fills FULL of the places is taken, or else
-    the fullest.
+    the fullest. Owners that fill half of the places have one part each: multiprocessors are in pairs that share a way to
+    memory, one of each pair reads about as fast as both, and nothing has to be combined.
     """
+    if FULL * places / 2 <= owners <= places / 2:
+        return 1
     best, most_full = 1, 0.0
     for waves in range(1, MOST_WAVES + 1):
         parts = places * waves // owners

@@ -141,7 +141,16 @@ def test_parts_fill_the_gpu(owners: int, most: int, places: int) -> None:
 
 @pytest.mark.parametrize(
     ("owners", "most", "parts"),
-    [(8 * 8, 256, 2), (1 * 8, 256, 16), (64 * 8, 256, 1), (1 * 8, 8, 8), (300, 256, 2), (5000, 256, 1), (1, 0, 1)],
+    [
+        (8 * 8, 256, 1),
+        (4 * 8, 256, 4),
+        (1 * 8, 256, 16),
+        (64 * 8, 256, 1),
+        (1 * 8, 8, 8),
+        (300, 256, 2),
+        (5000, 256, 1),
+        (1, 0, 1),
+    ],
 )
 def test_parts_on_an_h200(owners: int, most: int, parts: int) -> None:
     """132 multiprocessors, a program each at head dimension 128, where 32,768 keys are 256 tiles."""
