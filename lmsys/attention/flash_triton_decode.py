@@ -174,8 +174,8 @@ def parts_of(owners: int, most: int, places: int) -> int:
 
     Programs take equally long, so the last wave of them should be as full as those before. For one wave, two and so on
     up to MOST_WAVES there are as many parts as fit; the first number that fills FULL of the places is taken, or else
-    the fullest. Owners that fill half of the places have one part each: multiprocessors are in pairs that share a way to
-    memory, one of each pair reads about as fast as both, and nothing has to be combined.
+    the fullest. Owners that fill half of the places have one part each: multiprocessors are in pairs that share a way
+    to memory, one of each pair reads about as fast as both, and nothing has to be combined.
     """
     if FULL * places / 2 <= owners <= places / 2:
         return 1

@@ -170,10 +170,14 @@ def test_every_way_through_the_backward(
     assert max(ratios.values()) <= 1, ratios
 
 
+ORDERED = (1100, 520), (130, 1100), (700, 700)  # queries, keys
+
+
 @known
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("in_order_mib", [0, 32])
-@pytest.mark.parametrize(("queries", "keys"), some([(1100, 520), (130, 1100), (700, 700)], 3))
+@pytest.mark.parametrize(
+    ("queries", "keys", "in_order_mib", "causal"),
+    some([(*size, *way) for size in ORDERED for way in itertools.product((0, 32), (True, False))], 5),
+)
 def test_the_deterministic_order_does_not_hang_on_few_processors_nor_depend_on_chance(
     queries: int, keys: int, in_order_mib: int, causal: bool
 ) -> None:
@@ -300,7 +304,7 @@ AS_THEY_COME, ONCE_WAITED_FOR = (0.0, 0.002, 0.02), (None,)  # loads; by the sec
 
 
 @known
-@pytest.mark.parametrize("mutant", some([(one,) for one in MUTANTS], 5), ids=range(len(MUTANTS)))
+@pytest.mark.parametrize("mutant", some([(one,) for one in MUTANTS], 10), ids=range(len(MUTANTS)))
 def test_the_simulation_catches_a_wait_left_out(mutant: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.support import gluon_simulator
 
