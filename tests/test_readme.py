@@ -82,7 +82,7 @@ def test_the_command_is_that_of_the_run(text: str) -> None:
     (line,) = (
         one
         for one in text.splitlines()
-        if one.startswith("python -m pytest benchmarks/bench_attention.py -k ") and "--sweep full" in one
+        if one.startswith('python -m pytest benchmarks/bench_attention.py -k "tokens16k') and "--sweep full" in one
     )
     assert all(option and option[0] in line for option in options)
 
@@ -162,6 +162,23 @@ def test_documents_windows_and_grouped_heads_are_those_of_the_runs() -> None:
             for column, text in zip(head[2:], cells, strict=True):
                 direction, theirs = column.split(", over ")
                 assert text == means(*PATTERNS[case], {"forward": "fwd", "backward": "bwd"}[direction], row, theirs)
+
+
+def test_decoding_is_that_of_its_run() -> None:
+    found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for one in run("decode")["records"]:
+        if one["outcome"] == "ok":
+            found.setdefault((str(one["batch"]), f"{one['keys']:,} keys"), {})[one["impl"]] = one
+    (told,) = tables(RESULTS, "batch", "1,024 keys")
+    head, *body = told
+    for batch, *cells in body:
+        for keys, text in zip(head[1:], cells, strict=True):
+            rows = found.get((batch, keys), {})
+            assert ("flash_triton" in rows) == bool(text)
+            if text:
+                ours = rows.pop("flash_triton")
+                lead = min(one["time_s"] for one in rows.values()) / ours["time_s"]
+                assert text == f"{lead:.2f} ({ours['copy_ceiling_fraction']:.2f})"
 
 
 def test_what_is_said_of_the_fixed_order_is_what_its_run_says() -> None:

@@ -389,7 +389,8 @@ def test_a_signal_ends_with_a_checkpoint(
 ENDLESS = ("--set", "train.steps=1000000", "--set", "checkpoint.interval=0")
 
 
-@pytest.mark.parametrize("number", some([signal.SIGTERM, signal.SIGINT], one_in=2))
+@pytest.mark.on_request
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_two_signals_end_a_run_of_which_a_rank_has_stopped(data: Path, tmp_path: Path, number: int) -> None:
     """Its other rank waits inside of a collective, where Python runs no handler."""
     folder = copy_of(data, tmp_path / "run")
