@@ -1,0 +1,61 @@
+"""Fsdp in a half precision: two ranks have the weights of one process that computes both halves of each batch."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lmsys.parallel.fsdp import Fsdp
+from lmsys.parallel.group import WorkerGroup
+from tests.support.ranks import group_of
+
+RANKS, STEPS, EXAMPLES, WORDS, WIDTH = 2, 4, 10, 100, 64
+
+
+def _loss(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(model(ids).float(), labels)
+
+
+def _differences(where: str, dtype: torch.dtype) -> list[float]:
+    """On a rank: the largest difference of any weight after each step; none on ranks that take no part."""
+    group, rank = group_of(RANKS), dist.get_rank()
+    if rank >= RANKS:
+        return []
+    torch.manual_seed(0)
+    layers = nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.LayerNorm(2 * WIDTH), nn.Linear(2 * WIDTH, WORDS)
+    alone = nn.Sequential(nn.Embedding(WORDS, WIDTH), *layers).to(where)
+    fsdp = Fsdp(copy.deepcopy(alone), group, compute_dtype=dtype)
+    ours, theirs = (torch.optim.SGD(one.parameters(), lr=0.5) for one in (fsdp, alone))
+    found = []
+    for _ in range(STEPS):
+        ids, labels = torch.randint(WORDS, (2, RANKS, EXAMPLES)).to(where)
+        _loss(fsdp, ids[rank], labels[rank]).backward()
+        fsdp.finish_gradient_synchronization()
+        ours.step()
+        ours.zero_grad()
+        parts = [copy.deepcopy(alone).to(dtype) for _ in range(RANKS)]
+        for number, part in enumerate(parts):
+            _loss(part, ids[number], labels[number]).backward()
+        for p, *halves in zip(alone.parameters(), *(part.parameters() for part in parts), strict=True):
+            p.grad = torch.stack([half.grad.float() for half in halves]).sum(0) / RANKS
+        theirs.step()
+        whole = fsdp.full_state_dict()
+        found.append(max(float((whole[name] - x).abs().max()) for name, x in alone.state_dict().items()))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_two_ranks_equal_both_halves_on_one(ranks: WorkerGroup, where: str, dtype: torch.dtype) -> None:
+    """Bit for bit: the same matmuls, and a sum of two. A GPU that both ranks share has gloo carry all by the host."""
+    found = ranks.run(_differences, where, dtype)
+    assert found[:RANKS] == [[0.0] * STEPS] * RANKS
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_so_do_two_gpus(gpu_ranks: WorkerGroup, dtype: torch.dtype) -> None:
+    assert gpu_ranks.run(_differences, "cuda", dtype) == [[0.0] * STEPS] * RANKS
