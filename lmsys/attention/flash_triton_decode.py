@@ -8,7 +8,8 @@ first one and waits there for its end (programmatic dependent launch). Keys that
 
 Reading keys and values is nearly all of the time. So a program has its next tiles on their way while it multiplies,
 in as much of a multiprocessor's shared memory as it can have: tiles of 32 KiB on sm_90. Where tiles are smaller, as
-for small head dimensions, two programs share a multiprocessor. The number of parts fills the GPU: see `parts_of`.
+for small head dimensions or many queries, two programs share a multiprocessor. The number of parts fills the GPU: see
+`parts_of`.
 
 Which keys a query sees follows from numbers alone, so one binary serves causal or not, and with a window or without.
 
@@ -33,6 +34,7 @@ from lmsys.kernels.launch import INTERPRETED, Kernel, describable, dot_precision
 
 TILE_BYTES = 1024 if INTERPRETED else 32 * 1024  # of keys, and as much of values; interpreted, few keys are many tiles
 ROOM = 200 * 1024  # shared memory in bytes from which a program has three stages of such tiles
+MOST_ROWS = 64  # of a tile of queries
 MOST_WAVES = 8
 FULL = 0.9  # enough of the places for programs, in the last wave and those before it
 UNSPECIALISED = ["H_KV", "G", "Q", "K", "parts", "num_tiles", "first", "end", "H", "lengths_ptr"]
@@ -157,16 +159,16 @@ def plan_of(
     wide = dtype == torch.float32
     tile_queries = triton.next_power_of_2(queries)
     heads = max(triton.next_power_of_2(group), 16 // tile_queries)
-    heads = min(heads, (16 if wide else 64) // tile_queries)
+    heads = min(heads, (16 if wide else MOST_ROWS) // tile_queries)
     num_tiles = triton.cdiv(group, heads)
     processors, shared_bytes = gpu
     roomy = shared_bytes >= ROOM
+    large = roomy and not wide and heads * tile_queries < MOST_ROWS  # else registers hold less of a tile
     row_bytes = tile_d * dtype.itemsize
-    block_k = min(128, max(16, TILE_BYTES // (4 if wide else 1 if roomy else 2) // row_bytes))
+    block_k = min(128, max(16, TILE_BYTES // (1 if large else 4 if wide else 2) // row_bytes))
     programs = 1 if block_k * row_bytes > TILE_BYTES // 2 else 2  # a multiprocessor
     parts = parts_of(owners * num_tiles, keys // block_k, processors * programs)
-    num_warps = 8 if wide or heads * tile_queries * tile_d > 64 * 128 else 4
-    return Plan(heads, tile_queries, num_tiles, block_k, parts, num_warps, 3 if roomy else 2)
+    return Plan(heads, tile_queries, num_tiles, block_k, parts, 8 if wide else 4, 3 if roomy else 2)
 
 
 def parts_of(owners: int, most: int, places: int) -> int:

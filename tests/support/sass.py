@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ TILED_BY_QUERIES = {"fwd": ("q", "o"), "dq": ("q", "o", "do", "dq"), "dkdv": ("q
 
 MASKS = {"full": (), "causal": (), "bounds": flash_triton.EXTENT[:3]}  # the last: a pattern's
 POINTERS = {"first_ptr": "*i32", "end_ptr": "*i32"}
+DECODING = (64, 1), (64, 16), (128, 1), (128, 16), (256, 1)  # head_dim, queries
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 MNEMONICS = {name: name for name in ("HGMMA", "HMMA", "UTMALDG", "LDL", "STL")} | {"waits": r"WARPGROUP\.DEPBAR"}
 
@@ -134,7 +134,7 @@ def main(dtypes: list[str]) -> None:
                     found = resources(compile_kernel(name, dtype, block_d, mask == "causal", tile, "ieee", extent))
                     line = {"kernel": name, "dtype": dtype_name, "head_dim": block_d, "mask": mask, **found}
                     print(json.dumps(line), flush=True)
-        for head_dim, queries in product((64, 128, 256), (1, 16)) if dtype != torch.float32 else ():
+        for head_dim, queries in DECODING if dtype != torch.float32 else ():
             found = resources(compile_decoding(dtype, head_dim, queries))
             line = {"kernel": "split_keys", "dtype": dtype_name, "head_dim": head_dim, "mask": f"Q{queries}", **found}
             print(json.dumps(line), flush=True)
