@@ -16,7 +16,7 @@ Which keys a query sees follows from numbers alone, so one binary serves causal 
 Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -202,9 +202,14 @@ def _gpu(device: torch.device) -> tuple[int, int]:
     return found.multi_processor_count, found.shared_memory_per_block_optin
 
 
-def forward_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def forward_tensors(
+    q: Tensor, k: Tensor, v: Tensor, contiguous: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(q, k, v, o, lse): the inputs so that descriptors take them, and empty results."""
-    o = describable(torch.empty_like(q))  # in q's own layout: behind a projection that is (B, Q, H, D) memory
+    if contiguous:
+        o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    else:
+        o = describable(torch.empty_like(q))  # in q's own layout: behind a projection that is (B, Q, H, D) memory
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     return describable(q), describable(k), describable(v), o, lse
 
@@ -226,11 +231,12 @@ def decode(
     first, end = _seen_by_the_first(pattern, keys)
     seen = max(1, min(keys, end + queries - 1) - max(first, 0))
     plan = plan_of(batch * kv_heads, group, queries, seen, tile_d, q.dtype, _gpu(q.device))
-    parts = parts or plan.parts
-    q, k, v, o, lse = forward_tensors(q, k, v)
-    if parts == 1:  # which is the result; rows of it are stored one after another
-        part_o = o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        part_lse = lse
+    if parts:
+        plan = replace(plan, parts=parts)
+    parts = plan.parts
+    q, k, v, o, lse = forward_tensors(q, k, v, contiguous=parts == 1)
+    if parts == 1:  # which is the result
+        part_o, part_lse = o, lse
     else:
         part_o = torch.empty(lse.numel(), parts, tile_d, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(lse.numel(), parts, dtype=torch.float32, device=q.device)
@@ -268,8 +274,8 @@ _kernels: dict[tuple[Any, ...], Any] = {}
 def _split_keys(plan: Plan, tensors: tuple[Tensor, ...], others: tuple[Any, ...], tile_d: int) -> Any:
     q, precision, (part_o, _, lengths, softcap) = tensors[0], dot_precision(tensors[0]), others[:4]
     sizes = plan.heads, plan.queries, plan.block_k, plan.num_warps, plan.num_stages
-    columns, of_all = part_o.shape[-1], part_o.dim() == q.dim()  # of all keys, or of a part of them
-    form = columns, of_all, lengths is None or lengths.dtype, softcap is None
+    columns, is_result = part_o.shape[-1], plan.parts == 1
+    form = columns, is_result, lengths is None or lengths.dtype, softcap is None
     key = *sizes, q.dtype, q.device, tile_d, precision, *form
     if key not in _kernels:
         blocks = [[1, plan.heads, plan.queries, tile_d], *2 * [[1, 1, plan.block_k, tile_d]]]
@@ -282,9 +288,9 @@ def _split_keys(plan: Plan, tensors: tuple[Tensor, ...], others: tuple[Any, ...]
             BLOCK_K=plan.block_k,
             D=tile_d,
             COLUMNS=columns,
-            UNIT=LN_2 if of_all else 1.0,
+            UNIT=LN_2 if is_result else 1.0,
             PRECISION=precision,
-            CHAINED=not of_all and _can_chain(q.device),
+            CHAINED=not is_result and _can_chain(q.device),
             num_warps=plan.num_warps,
             num_stages=plan.num_stages,
         )
