@@ -162,6 +162,8 @@ def get_ddp_bucketed(module, bucket_size_mb):
 
 
 def get_fsdp(module, compute_dtype=None):
+    for child in module.modules():
+        child.reads_own_dtype = type(child).__name__ == "RMSNorm"  # the course's computes in float32
     return Fsdp(module, compute_dtype=compute_dtype)
 
 

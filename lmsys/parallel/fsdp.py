@@ -21,7 +21,7 @@ from lmsys.parallel.collectives import Group, all_reduce_mean
 from lmsys.parallel.flat_shard import FlatShard
 from lmsys.parallel.steps import Among, watch
 from lmsys.parallel.traits import RESIZES_PARAMETERS, SURROUNDS_BLOCKS
-from lmsys.parallel.units import blocks_of, flats_by_block, read_rounded, surround, weakly
+from lmsys.parallel.units import blocks_of, flats_by_block, read_as_kept, read_rounded, surround, weakly
 from lmsys.parallel.wrapper import Wrapper, check_floating, compared, whole
 
 
@@ -30,7 +30,9 @@ class Fsdp(Wrapper):
 
     Where modules read rounded copies of their parameters under autocast (`reads_rounded`, the linear layers of
     `TransformerLM`), only these copies are gathered in compute_dtype, all else is in its own, and the forward is under
-    autocast: gradients then are what they are without sharding, and none is rounded.
+    autocast: gradients then are what they are without sharding, and none is rounded. In a model of other modules all
+    is gathered in compute_dtype, but for the parameters of modules that say `reads_own_dtype`, as a norm that computes
+    in float32 does.
 
     `parameters()` are the parts that this rank keeps, flat: an optimizer that works element by element steps them as it
     would the whole. The module's own parameters keep their names and shapes, and have as gradients this rank's parts of
@@ -55,7 +57,8 @@ class Fsdp(Wrapper):
         self._dtype = compute_dtype
         rounded = read_rounded(module) if compute_dtype in (torch.bfloat16, torch.float16) else set[int]()
         self._autocasts = bool(rounded)
-        self._units = [[self._flat(params, rounded) for params in unit] for unit in flats_by_block(module)]
+        kept = {id(p) for p in module.parameters()} - rounded if rounded else read_as_kept(module)
+        self._units = [[self._flat(params, rounded, kept) for params in unit] for unit in flats_by_block(module)]
         self._to_reduce = len(self._units) - 1  # the next, from the last block to what is in no block
         self._in_backward = False
         self._reducing: list[_Unit] = []
@@ -157,9 +160,9 @@ class Fsdp(Wrapper):
                     x.copy_(values[id(x)])
         return told
 
-    def _flat(self, params: list[nn.Parameter], rounded: set[int]) -> FlatShard:
-        is_rounded = id(params[0]) in rounded  # then all of them are
-        return FlatShard(params, self.group, self._dtype if is_rounded or not rounded else None, is_rounded)
+    def _flat(self, params: list[nn.Parameter], rounded: set[int], kept: set[int]) -> FlatShard:
+        one = id(params[0])  # and the others are as it is
+        return FlatShard(params, self.group, None if one in kept else self._dtype, one in rounded)
 
     def _flats(self) -> Iterator[FlatShard]:
         for unit in self._units:

@@ -35,9 +35,9 @@ def parameters_by_block(module: nn.Module) -> list[list[nn.Parameter]]:
 
 def flats_by_block(module: nn.Module) -> list[list[list[nn.Parameter]]]:
     """The same, in each those that can lie side by side: of one dtype and device, all trained or all frozen, and all
-    `read_rounded` or none."""
-    rounded = read_rounded(module)
-    return [_by_kind(params, rounded) for params in parameters_by_block(module)]
+    `read_rounded` or none, all `read_as_kept` or none."""
+    marks = read_rounded(module), read_as_kept(module)
+    return [_by_kind(params, *marks) for params in parameters_by_block(module)]
 
 
 def read_rounded(module: nn.Module) -> set[int]:
@@ -50,10 +50,16 @@ def read_rounded(module: nn.Module) -> set[int]:
     return {id(p) for p, told in readers.items() if all(told) and p.dtype == torch.float32}
 
 
-def _by_kind(params: list[nn.Parameter], rounded: set[int]) -> list[list[nn.Parameter]]:
+def read_as_kept(module: nn.Module) -> set[int]:
+    """The ids of parameters that a module reads in the dtype they are kept in, by its attribute `reads_own_dtype`."""
+    found = (child for child in module.modules() if getattr(child, "reads_own_dtype", False))
+    return {id(p) for child in found for p in child.parameters(recurse=False)}
+
+
+def _by_kind(params: list[nn.Parameter], *marks: set[int]) -> list[list[nn.Parameter]]:
     kinds: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for p in params:
-        kinds[p.dtype, p.device, p.requires_grad, id(p) in rounded].append(p)
+        kinds[p.dtype, p.device, p.requires_grad, *(id(p) in mark for mark in marks)].append(p)
     return list(kinds.values())
 
 

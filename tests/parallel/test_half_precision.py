@@ -15,6 +15,28 @@ from tests.support.ranks import group_of
 RANKS, STEPS, EXAMPLES, WORDS, WIDTH = 2, 4, 10, 100, 64
 
 
+class Norm(nn.Module):
+    """Computes in float32, with a weight in its own precision, and gives what it got."""
+
+    reads_own_dtype = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (F.normalize(x.float(), dim=-1) * WIDTH**0.5 * self.weight).to(x.dtype)
+
+
+def _narrow(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy with rounded parameters, but for those of modules that read their own."""
+    made = copy.deepcopy(model)
+    for child in made.modules():
+        for p in child.parameters(recurse=False):
+            p.data = p.data if isinstance(child, Norm) else p.data.to(dtype)
+    return made
+
+
 def _loss(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(model(ids).float(), labels)
 
@@ -26,7 +48,7 @@ def _differences(where: str, dtype: torch.dtype) -> list[float]:
         return []
     torch.manual_seed(0)
     layers = nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.LayerNorm(2 * WIDTH), nn.Linear(2 * WIDTH, WORDS)
-    alone = nn.Sequential(nn.Embedding(WORDS, WIDTH), *layers).to(where)
+    alone = nn.Sequential(nn.Embedding(WORDS, WIDTH), Norm(), *layers).to(where)
     fsdp = Fsdp(copy.deepcopy(alone), group, compute_dtype=dtype)
     ours, theirs = (torch.optim.SGD(one.parameters(), lr=0.5) for one in (fsdp, alone))
     found = []
@@ -36,7 +58,7 @@ def _differences(where: str, dtype: torch.dtype) -> list[float]:
         fsdp.finish_gradient_synchronization()
         ours.step()
         ours.zero_grad()
-        parts = [copy.deepcopy(alone).to(dtype) for _ in range(RANKS)]
+        parts = [_narrow(alone, dtype) for _ in range(RANKS)]
         for number, part in enumerate(parts):
             _loss(part, ids[number], labels[number]).backward()
         for p, *halves in zip(alone.parameters(), *(part.parameters() for part in parts), strict=True):
