@@ -15,7 +15,6 @@ import triton.language as tl
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2.0))
 HEADS_AT_ONCE = tl.constexpr(8)
-SUMS = tl.constexpr(8)  # of a row of P, each of what some threads hold: they are added once, after the last tile
 # One binary for all lengths and addresses.
 UNSPECIALISED = ["num_heads", "H", "Q", "Q_PADDED", "K", "num_tiles", "lse_ptr", "lse2_ptr", "delta_ptr"]
 UNSPECIALISED += ["first_ptr", "end_ptr", "bounds_stride"]
@@ -121,7 +120,7 @@ def _fwd_kernel(
         scale = softcap * LOG2_E
     q = _load(q_desc, batch, head, row, BLOCK_Q, D)
     top = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_Q, SUMS], tl.float32)
+    total = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, D], tl.float32)
     if first_ptr is None:
         start = 0
@@ -146,12 +145,11 @@ def _fwd_kernel(
             base = tl.where(new_top == float("-inf"), 0.0, new_top)
         p = tl.exp2(scores * scale - base[:, None])
         rescale = tl.exp2(top - base)
-        total = total * rescale[:, None] + tl.sum(p.reshape(BLOCK_Q, BLOCK_K // SUMS, SUMS), 1)
+        total = total * rescale + tl.sum(p, 1)
         acc = acc * rescale[:, None]
         v = _load(v_desc, batch, head // G, col, BLOCK_K, D)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
         top = new_top
-    total = tl.sum(total, 1)
     if first_ptr is not None:  # a query that sees nothing: o is 0, and the log-sum-exp -inf
         total = tl.where(total == 0.0, 1.0, total)
     _store(o_desc, batch, head, row, acc / total[:, None], BLOCK_Q, D)

@@ -53,7 +53,7 @@ def candidates(kernel: str, dtype: torch.dtype, block_d: int, precision: str) ->
             "dkdv": (Tile(64, 64, 4, 2), Tile(64, 128, 8, 3), Tile(32, 64, 4, 2)),
         }[kernel]
     return {
-        "fwd": (Tile(64, 64, 4, 4), Tile(64, 64, 4, 3), Tile(64, 128, 4, 3), Tile(128, 64, 4, 3)),
+        "fwd": (Tile(64, 64, 4, 3), Tile(64, 128, 4, 3), Tile(128, 64, 4, 3)),
         "dq": (Tile(64, 64, 4, 3), Tile(64, 128, 4, 3), Tile(64, 64, 4, 2), Tile(128, 64, 8, 3)),
         "dkdv": (Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(128, 64, 4, 2)),
     }[kernel]
