@@ -17,6 +17,7 @@ Choices, each measured on one H200 with bfloat16 inputs:
 - `_dq_kernel` runs first and leaves delta = rowsum(o * do) and the log-sum-exp, in base 2 and padded, to the other.
 - Longest rows first when causal, in groups of heads whose keys and values stay in L2 together.
 - What calls of one case share is worked out once (`_Launch`), and descriptors are kept: short calls wait for the host.
+`docs/flash_triton.md` has other forms and tiles, with their times, and what bounds this row.
 
 Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension.
 """
