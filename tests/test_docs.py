@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import lmsys
 from benchmarks.axes import NAMED
 from benchmarks.sweeps import SWEEPS
 from lmsys.attention import ATTENTION
@@ -49,6 +50,14 @@ def test_readme_is_short_and_begins_with_two_commands() -> None:
     readme = PAGES["README.md"]
     assert readme.count("\n") <= 150
     assert readme[readme.index("```sh") :].startswith(FIRST) and FIRST in PAGES["docs/install.md"]
+
+
+def test_changelog_and_citation_are_of_this_version() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    released = re.search(r"^## \[([^]]+)\] - ([0-9-]{10})$", changelog, re.MULTILINE)
+    cited = dict(re.findall(r"^(version|date-released): (\S+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE))
+    assert released is not None
+    assert [lmsys.__version__, cited["date-released"]] == [*released.groups()] and cited["version"] == lmsys.__version__
 
 
 @pytest.mark.parametrize("page", PAGES)
