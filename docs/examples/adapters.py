@@ -163,7 +163,8 @@ def get_ddp_bucketed(module, bucket_size_mb):
 
 def get_fsdp(module, compute_dtype=None):
     for child in module.modules():
-        child.reads_own_dtype = type(child).__name__ == "RMSNorm"  # the course's computes in float32
+        if type(child).__name__ == "RMSNorm":  # the course's computes in float32
+            child.reads_own_dtype = True
     return Fsdp(module, compute_dtype=compute_dtype)
 
 

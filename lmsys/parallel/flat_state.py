@@ -18,10 +18,19 @@ State = dict[str, Any]
 
 
 def whole_state(shares: Sequence[State], module: nn.Module) -> State:
-    """The state dicts of all ranks' parts of `module` as that of an optimizer over module.parameters()."""
-    numbers = _numbers(module)
+    """The state dicts of all ranks' parts of `module` as that of an optimizer over module.parameters().
+
+    ValueError for those of another number of parts than the module has.
+    """
+    numbers, flats = _numbers(module), _flats(module)
+    held = sum(len(group["params"]) for group in shares[0]["param_groups"])
+    if held != len(flats):
+        raise ValueError(
+            f"the optimizer's state is of {held} flat parts, and the module has {len(flats)}: dtypes, requires_grad,"
+            " reads_rounded and reads_own_dtype must be what they were when it was wrapped"
+        )
     state: dict[int, State] = {}
-    for flat, params in enumerate(_flats(module)):
+    for flat, params in enumerate(flats):
         found = [share["state"][flat] for share in shares if flat in share["state"]]
         for name, value in found[0].items() if found else ():
             parts = [copy.deepcopy(value) for _ in params]  # a counter is added to in place

@@ -31,8 +31,9 @@ class Fsdp(Wrapper):
     Where modules read rounded copies of their parameters under autocast (`reads_rounded`, the linear layers of
     `TransformerLM`), only these copies are gathered in compute_dtype, all else is in its own, and the forward is under
     autocast: gradients then are what they are without sharding, and none is rounded. In a model of other modules all
-    is gathered in compute_dtype, but for the parameters of modules that say `reads_own_dtype`, as a norm that computes
-    in float32 does.
+    is gathered in compute_dtype. A module whose attribute `reads_own_dtype` is True when it is wrapped, such as a norm
+    that computes in float32, reads its own parameters (not those of its children) as they are; its inputs are cast all
+    the same.
 
     `parameters()` are the parts that this rank keeps, flat: an optimizer that works element by element steps them as it
     would the whole. The module's own parameters keep their names and shapes, and have as gradients this rank's parts of
@@ -161,7 +162,7 @@ class Fsdp(Wrapper):
         return told
 
     def _flat(self, params: list[nn.Parameter], rounded: set[int], kept: set[int]) -> FlatShard:
-        one = id(params[0])  # and the others are as it is
+        one = id(params[0])  # the others have the same marks
         return FlatShard(params, self.group, None if one in kept else self._dtype, one in rounded)
 
     def _flats(self) -> Iterator[FlatShard]:

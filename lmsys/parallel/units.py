@@ -51,7 +51,8 @@ def read_rounded(module: nn.Module) -> set[int]:
 
 
 def read_as_kept(module: nn.Module) -> set[int]:
-    """The ids of parameters that a module reads in the dtype they are kept in, by its attribute `reads_own_dtype`."""
+    """The ids of parameters that a module reads in the dtype they are kept in: one that holds them says
+    `reads_own_dtype`, which suffices where several do."""
     found = (child for child in module.modules() if getattr(child, "reads_own_dtype", False))
     return {id(p) for child in found for p in child.parameters(recurse=False)}
 

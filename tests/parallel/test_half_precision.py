@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lmsys.parallel.flat_state import flat_share, whole_state
 from lmsys.parallel.fsdp import Fsdp
 from lmsys.parallel.group import WorkerGroup
 from tests.support.ranks import group_of
@@ -16,7 +17,7 @@ RANKS, STEPS, EXAMPLES, WORDS, WIDTH = 2, 4, 10, 100, 64
 
 
 class Norm(nn.Module):
-    """Computes in float32, with a weight in its own precision, and gives what it got."""
+    """Computes in float32, with a weight in its own precision; the result has the dtype of the input."""
 
     reads_own_dtype = True
 
@@ -33,7 +34,8 @@ def _narrow(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     made = copy.deepcopy(model)
     for child in made.modules():
         for p in child.parameters(recurse=False):
-            p.data = p.data if isinstance(child, Norm) else p.data.to(dtype)
+            if not isinstance(child, Norm):
+                p.data = p.data.to(dtype)
     return made
 
 
@@ -81,3 +83,22 @@ def test_two_ranks_equal_both_halves_on_one(ranks: WorkerGroup, where: str, dtyp
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_so_do_two_gpus(gpu_ranks: WorkerGroup, dtype: torch.dtype) -> None:
     assert gpu_ranks.run(_differences, "cuda", dtype) == [[0.0] * STEPS] * RANKS
+
+
+def test_an_optimizers_state_goes_through_parts_of_marked_modules_and_back() -> None:
+    """Blocks too. Marks that have changed since are an error: parts would be taken for others."""
+    block = nn.Sequential(nn.Linear(WIDTH, WIDTH), Norm())
+    model = nn.Sequential(Norm(), nn.ModuleList([block]))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    state = optimizer.state_dict()
+    shares = [flat_share(state, model, rank, RANKS) for rank in range(RANKS)]
+    found = whole_state(shares, model)["state"]
+    assert found.keys() == state["state"].keys()
+    for number, held in state["state"].items():
+        assert all(torch.equal(found[number][name], x) for name, x in held.items())
+    block[1].reads_own_dtype = False
+    with pytest.raises(ValueError, match="of 3 flat parts, and the module has 2: .* reads_own_dtype"):
+        whole_state(shares, model)
