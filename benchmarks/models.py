@@ -26,7 +26,7 @@ VOCABULARIES = {"tiny": 1000}  # of other sizes as of any model: of tiny that wo
 LEARNING_RATE = 1e-6  # so small that hundreds of timed steps leave the weights as they were checked
 
 # What stands for an attention row in a model only: the choice of one, and a whole model of its own.
-AUTO = Entry("auto", "lmsys.attention:attention", "the fastest row that can run it")
+AUTO = Entry("auto", "lmsys.attention:attention", "the fastest attention row that can run it")
 LLAMA = Entry(
     "llama",
     "benchmarks.model.llama:Llama",

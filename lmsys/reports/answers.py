@@ -32,7 +32,7 @@ def _wrong(machine: Machine) -> Table:
     if not rows:
         count = sum(one["outcome"] == "ok" for one in machine.records)
         of = f"{count:,} of {len(machine.records):,} cases"
-        columns, rows = ["cases"], [[f"none: {of} ran, and all of these were right"]]
+        columns, rows = ["cases"], [[f"nothing was wrong: {of} ran, and all of these were right"]]
     made = commands(machine, (one["run"] for one in failed))
     runs = [(f"Run of {name}", command) for name, command in made.values()]
     return replace(_listed(machine, "wrong", "Wrong or failed", columns, rows), notes=[*_right(machine)], runs=runs)

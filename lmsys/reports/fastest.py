@@ -22,9 +22,9 @@ FEW = 4  # rows: a comparison of fewer says so
 OLDER = KEPT | {"compile": "eager"}  # what files mean that do not say it
 INNER = ("said", "run", "named", "unsteady", "rivals")  # what the table of numbers leaves out of a line
 ABOUT = (
-    "The rows that a line compares were timed in turns, in one run; (of 2) says that there were so few. 1.16 × a row "
+    "The rows that a line compares were timed in turns, in one run; (of 2) means that only two were. 1.16 × a row "
     "means 1.16 times as fast as that row, by the geometric mean over the shapes of the run. Point at a figure, or "
-    f"click on it: it names the rows, and says in how many shapes no other one was more than {NEAR_TEXT} faster."
+    f"click on it: it names the rows, and says in how many shapes the row was the fastest, or within {NEAR_TEXT} of it."
 )
 UNSTEADY = f"Unsteady: from p20 to p80 the samples of one of the two spread over more than {STEADY:.0%} of the median."
 WAYS = {
@@ -165,8 +165,8 @@ def _bases(lines: Sequence[Record], bases: Sequence[str]) -> list[str]:
     if len(found) < 2:
         return []
     told = ", ".join(f"{name} in {count}" for name, count in found.most_common())
-    first = f"the first of {', '.join(bases)} that took turns with the row"
-    return [f"The speed is over {first}, and else over the next. It is over {told}."]
+    first = f"the first of {', '.join(bases)} that took turns with it"
+    return [f"A row's speed is that over another row: {first}, or else the second-fastest. That is {told}."]
 
 
 def _value(one: Record, name: str) -> object:
@@ -291,7 +291,7 @@ def _ratio(rows: Sequence[Record], ours: str, theirs: str) -> float | None:
 def _answer(one: Record, notes: Notes) -> list[str]:
     if not one["fastest"]:  # each was slower than another, as may be where samples spread
         return ["not settled", "", ""]
-    others = f"In another run, without turns, took less time: {', '.join(one['rivals'])}."
+    others = f"In another run, which took no turns with this one, these took less time: {', '.join(one['rivals'])}."
     few = f" (of {one['rows']})" if one["rows"] < FEW else ""
     row = one["called"] + few + (mark(notes, others) if one["rivals"] else "")
     speed, lead = _times(one["speedup"], one["over"]), _times(one["lead"], one["next"])

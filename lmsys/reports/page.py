@@ -20,8 +20,8 @@ POLICY = (
     f"default-src 'none'; style-src 'unsafe-inline'; img-src 'self' data:; font-src data:; script-src 'sha256-{_HASH}'"
 )
 LEAD = (
-    "lmsys measures attention kernels and data-parallel training side by side. Only results that were checked, and are "
-    "right, have times. A row is one implementation, such as a kernel or a strategy, named as on the command line. A "
+    "lmsys measures attention kernels and data-parallel training side by side. A result has a time only if it "
+    "passed its check. A row is one implementation, such as a kernel or a strategy, named as on the command line. A "
     "case is one row in one setting, such as a shape and a dtype."
 )
 LETTERS = "B is the batch, H the heads, Q the queries, K the keys, S the queries and keys alike, D the size of a head."
