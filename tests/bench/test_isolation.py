@@ -87,10 +87,10 @@ def test_what_a_row_leaves_changed_is_its_own_error(call: int, monkeypatch: pyte
         check(records(runner, ["good", *LEAVES_CHANGED, "also_good"], "fwd"))
 
 
-ENDS = "segmentation_fault", "leaves_with_0", "hangs_in_c", "interrupts", "hangs_in_python"
+ENDS = ("segmentation_fault", "hangs_in_c"), ("leaves_with_0", "hangs_in_python"), ("interrupts",)
 
 
-@pytest.mark.parametrize("ends", some([(ENDS[::2],), (ENDS[1::2],)], 2), ids=["some", "others"])
+@pytest.mark.parametrize("ends", some([(ends,) for ends in ENDS], 3), ids=range(len(ENDS)))
 def test_a_row_that_ends_its_process_costs_its_own_cases(
     ends: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,7 +139,7 @@ def test_a_row_that_is_killed_as_memory_ran_out_is_out_of_memory(
 
 @pytest.mark.parametrize(
     ("fault", "outcome", "told"),
-    some([("eats_memory", "oom", "GiB of memory"), ("interrupts", "error", "KeyboardInterrupt")], 2),
+    some([("interrupts", "error", "KeyboardInterrupt"), ("eats_memory", "oom", "GiB of memory")], 2),
 )
 def test_what_was_measured_before_a_row_ended_its_process_is_in_the_journal(
     fault: str, outcome: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
