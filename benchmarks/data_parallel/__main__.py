@@ -80,7 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 versions.append(steps_of(case, one, ranks))
     found = pairs(versions)
     if not found:
-        parser.error("there must be two versions or more on as many ranks: name several values of an axis")
+        parser.error(
+            f"there must be two versions or more on as many ranks, and {len(versions)} can run here: name several"
+            " values of an axis; on one rank the strategy is none"
+        )
     print(table(found))
     return int(any(pair.held_by in (WRONG, UNKNOWN) for pair in found))
 
