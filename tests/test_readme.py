@@ -192,3 +192,31 @@ def test_what_is_said_of_the_fixed_order_is_what_its_run_says() -> None:
     default = statistics.geometric_mean(found["flash_gluon", False] / found[ours] for found in times.values())
     peer = statistics.geometric_mean(found[theirs] / found[ours] for found in times.values())
     assert f"has {default:.2f} of the speed of the default one in geometric mean, and {peer:.2f} times" in RESULTS
+
+
+def test_the_notebook_of_flash_triton_says_what_its_run_says() -> None:
+    """The forms of its forward, each beside today's loop with the same tiles, and its share of the fastest row."""
+    page = "docs/flash_triton.md"
+    (path,) = (ROOT / "reports" / "results" / "flash_triton").glob(f"{H100}_*_forward-forms.jsonl")
+    runs = [json.loads(line) for line in path.read_text().splitlines()]
+    (told,) = tables((ROOT / page).read_text(), "form", "D 64")
+    for (_, *cells), form in zip(told[1:], ("sums", "lazy", "ahead", "behind"), strict=True):
+        for head_dim, text in zip((64, 128), cells, strict=True):
+            ratios = []
+            for one in (run for run in runs if run["D"] == head_dim):
+                found = {tuple(name.split("(", 1)): rate for name, rate in one["tflops"].items()}
+                same = [tile for name, tile in found if name == form]
+                ratios.append(max(found[form, tile] for tile in same) / max(found["base", tile] for tile in same))
+            assert len(ratios) == 6 and text == f"{statistics.geometric_mean(ratios):.2f}", form
+    times: dict[tuple[str, str], dict[str, float]] = {}
+    for one in run("attention")["records"]:
+        if one["section"] == "tokens16k" and one["direction"] in ("fwd", "bwd"):
+            times.setdefault((one["direction"], one["comparison"]), {})[one["impl"]] = one["time_s"]
+    shares = {
+        way: statistics.geometric_mean(
+            min(found.values()) / found["flash_triton"] for (direction, _), found in times.items() if direction == way
+        )
+        for way in ("fwd", "bwd")
+    }
+    said = " ".join((ROOT / page).read_text().split())
+    assert f"its forward has {shares['fwd']:.3f} of the speed" in said and f"backward {shares['bwd']:.2f}." in said
