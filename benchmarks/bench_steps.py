@@ -12,11 +12,11 @@ from typing import Any
 
 from benchmarks import axes
 from benchmarks.data_parallel.alone import Alone, train_alone, why_wrong
-from benchmarks.data_parallel.cases import StepsCase
+from benchmarks.data_parallel.cases import MODELS, StepsCase
 from benchmarks.data_parallel.check import gate
 from benchmarks.data_parallel.rows import step_rates, why_not
 from benchmarks.models import WHAT_IS_KEPT
-from lmsys.bench import Axis, Benchmark, Candidate, Field, Grid, Record, Settings, bench, fields, positive
+from lmsys.bench import Axis, Benchmark, Candidate, Field, Grid, Record, Settings, bench, fields, one_of, positive
 from lmsys.bench.ranks import CLOCKS, backend_of, num_nodes, world_sizes
 from lmsys.bench.trial import NOT_TIMED
 from lmsys.checkpointing import FIT
@@ -45,10 +45,12 @@ class TrainingSteps(Benchmark):
     axes: tuple[Axis, ...] = (
         *axes.named("--size", "--context", "--batch", "--precision", "--compile", "--strategy"),
         *axes.named("--world-size", "--checkpoint", "--residual"),
+        Axis("model", one_of(*MODELS), ("ours",), help="ours, and beside torch's strategies llama, Hugging Face's"),
         Axis("steps", positive, STEPS, single=True, help="of each row, timed; their losses must fall"),
     )
     fields: tuple[Field, ...] = (
         *fields.axes("strategy", "size", "context", "batch", "precision", "compile"),
+        Field("model", role="axis", about="Whose model is trained: ours, or Hugging Face's Llama"),
         Field("world_size", label="ranks", role="axis"),
         *WHAT_IS_KEPT,
         *fields.axes("backend"),
@@ -108,12 +110,13 @@ class TrainingSteps(Benchmark):
         """Rows that synchronize, on two ranks or more."""
         sizes = [size for size in world_sizes(grid, backend_of(settings.device)) if size > 1]
         rows = [row for row in STRATEGIES.select(grid["strategy"]) if row.trait("synchronizes", True)]
-        models = grid.product("size", "context", "batch", "precision", "compile")
-        for model, world_size, row, kept, residual in product(
-            models, sizes, rows, grid["checkpoint"], grid["residual"]
+        works = grid.product("size", "context", "batch", "precision", "compile")
+        for work, world_size, row, model, kept, residual in product(
+            works, sizes, rows, grid["model"], grid["checkpoint"], grid["residual"]
         ):
-            asked = (grid.name, row, settings.device, *model, world_size)
-            yield StepsCase(*asked, checkpoint=kept, residual=residual, steps=grid["steps"])
+            if row.peer or model == "ours":  # somebody else's model is there as its users train it
+                asked = (grid.name, row, settings.device, *work, world_size)
+                yield StepsCase(*asked, checkpoint=kept, residual=residual, steps=grid["steps"], model=model)
 
     def why_not(self, case: StepsCase) -> str | None:
         return why_not(case)

@@ -283,6 +283,7 @@ EIGHT_B = Grid(
     compile=("compiled",),
     checkpoint=("attention*12,matmuls*22", "attention", "whole"),
     residual=("narrow",),
+    model=("ours", "llama"),
 )
 STEPS = (
     EIGHT_B,
@@ -299,6 +300,7 @@ SMOKE_STEPS = EIGHT_B.but(
     compile=("eager",),
     checkpoint=("attention*1,matmuls*1",),
     residual=("wide",),
+    model=("ours",),
     world_size=(2,),
     steps=8,
 )

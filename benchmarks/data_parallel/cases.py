@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.models import TrainedCase
+from benchmarks.arithmetic import AUTOCAST
+from benchmarks.models import LLAMA, TrainedCase
 from lmsys.bench import Entry, Grid, Record
 
 NARROW = ("comm_dtype", "compute_dtype")
 Narrow = tuple[str, torch.dtype] | None  # which of these, and what it is
+MODELS = {"ours": None, "llama": replace(LLAMA, target="benchmarks.model.sharded_llama:ShardedLlama")}
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,11 @@ class ParallelCase(TrainedCase):
         return given | {"bucket_mb": None} if self.asked_bucket_mb == "all" else given
 
     @property
+    def whole_model(self) -> Entry | None:
+        """The row of somebody else's model that is trained instead of ours."""
+        return None
+
+    @property
     def narrow(self) -> Narrow:
         """The option whose dtype is narrower than the precision says: of what is sent, or computed with."""
         return next(((name, self.options[name]) for name in NARROW if name in self.options), None)
@@ -71,9 +78,27 @@ class ParallelCase(TrainedCase):
 
 @dataclass(frozen=True)
 class StepsCase(ParallelCase):
-    """A row that trains alone, for so many timed steps."""
+    """A row that trains a model of MODELS alone, for so many timed steps."""
 
     steps: int = field(default=20, kw_only=True)
+    model: str = field(default="ours", kw_only=True)
+
+    @property
+    def whole_model(self) -> Entry | None:
+        return MODELS[self.model]
+
+    @property
+    def keeps(self) -> str:
+        return f"-{self.model}" * (self.model != "ours") + super().keeps
+
+    @property
+    def why_not_runtime(self) -> str | None:
+        """None, or why the model cannot be computed so here, or lacks its packages. ValueError as of any model."""
+        if (reason := super().why_not_runtime) is None and self.whole_model is not None:
+            if self.precision in AUTOCAST and self.residual == "wide":
+                return "the stream between its layers has the dtype of its matmuls: --residual narrow"
+            reason = self.whole_model.why_not(self)
+        return reason
 
     @property
     def axes(self) -> Record:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.arithmetic import matmuls, ratio_of
 from benchmarks.data_parallel.cases import NARROW, Narrow, ParallelCase
-from benchmarks.data_parallel.rank import Gradients, blocks_of, make_optimizer, prepared, wrap
+from benchmarks.data_parallel.rank import Gradients, blocks_of, make_optimizer, model_of, prepared, wrap
 from benchmarks.models import NUM_BLOCKS, Batch, build
 from lmsys.bench.ranks import on_part, subgroup
 from lmsys.config import ModelConfig
@@ -78,7 +78,7 @@ def _of_rank(data: Batch, rank: int) -> tuple[Tensor, Tensor]:
 
 def _trained(case: ParallelCase, config: ModelConfig, options: dict[str, object], seed: int) -> State:
     rank = dist.get_rank()
-    strategy = wrap(case, build(config, str(device()), seed + rank), options)
+    strategy = wrap(case, model := model_of(case, config, seed + rank), options)
     optimizer = make_optimizer(case, strategy, torch.optim.SGD, **SGD)
     gradients = Gradients(strategy, "fp32")
     if case.replayed:
@@ -87,7 +87,11 @@ def _trained(case: ParallelCase, config: ModelConfig, options: dict[str, object]
         gradients(*_of_rank(data, rank))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return {name.removeprefix("module."): x.detach().clone() for name, x in strategy.full_state_dict().items()}
+    state = {name.removeprefix("module."): x.detach().clone() for name, x in strategy.full_state_dict().items()}
+    if case.whole_model is None:
+        return state
+    theirs = {name.removeprefix("model."): x for name, x in state.items()}
+    return {f"model.{name}": x for name, x in model.as_ours(theirs).items()}
 
 
 @lru_cache(maxsize=4)

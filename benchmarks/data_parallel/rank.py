@@ -22,7 +22,7 @@ from lmsys.measure.clock import in_turn, synchronize
 from lmsys.measure.overlap import Communication, communication_of
 from lmsys.measure.profile import register_kernels
 from lmsys.measure.step import Step
-from lmsys.model import Loss, TransformerLM
+from lmsys.model import Loss
 from lmsys.parallel.adapter import Adapter
 from lmsys.parallel.alpha_beta import latency_and_bandwidth
 from lmsys.parallel.collectives import gather_objects
@@ -73,7 +73,13 @@ def config_of(case: ParallelCase) -> ModelConfig:
     return replace(config, checkpoint_blocks=blocks_of(case, config.num_layers), residual=case.residual)
 
 
-def wrap(case: ParallelCase, model: TransformerLM, options: dict[str, Any]) -> Adapter:
+def model_of(case: ParallelCase, config: ModelConfig, seed: int) -> Any:
+    """The model that the case trains, with the weights of this seed."""
+    ours, other = build(config, str(device()), seed), case.whole_model
+    return ours if other is None else other.load()(config, device()).take_weights(ours)
+
+
+def wrap(case: ParallelCase, model: Any, options: dict[str, Any]) -> Adapter:
     """The model's loss under the case's strategy, compiled or fused before where the case asks for it.
 
     A model to be graphed is wrapped on the stream of captures, which DDP keeps.
@@ -125,7 +131,7 @@ class Rig:
 
     def __init__(self, case: ParallelCase, one: Pass, adamw: dict[str, Any] = ADAMW):
         self.case, on, rank = case, str(device()), dist.get_rank()
-        self.strategy = wrap(case, build(config_of(case), on, one.seed + rank), case.options)
+        self.strategy = wrap(case, model_of(case, config_of(case), one.seed + rank), case.options)
         self.batches = Batches(case.config, case.batch, one)
         self.data = self.batches.now
         theirs = case.entry.trait("fused_adamw", False)

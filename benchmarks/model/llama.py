@@ -63,7 +63,8 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         return self.wrapped(input_ids=tokens).logits
 
-    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, tokens: Tensor, targets: Tensor, documents: None = None) -> Tensor:
+        """Its own loss, without documents packed into the sequences: a strategy's wrapper hands on that it has none."""
         return self.loss_and_logits(tokens, targets)[0]
 
     def loss_and_logits(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

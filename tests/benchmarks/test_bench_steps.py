@@ -1,5 +1,6 @@
 """Training steps of large models: which cases there are, what is wrong in them, and what their records say."""
 
+import importlib.util
 import json
 import math
 from dataclasses import replace
@@ -15,7 +16,7 @@ from benchmarks.bench_steps import KINDS, TrainingSteps, found_by
 from benchmarks.data_parallel.alone import STAGES, UPDATE, Alone, by_kind, train_alone, why_wrong
 from benchmarks.data_parallel.cases import StepsCase
 from benchmarks.data_parallel.check import gate
-from benchmarks.data_parallel.rows import step_rates
+from benchmarks.data_parallel.rows import step_rates, why_not
 from benchmarks.sweeps import EIGHT_B, SWEEPS
 from lmsys.bench import Settings
 from lmsys.bench.ranks import Ranks
@@ -46,9 +47,11 @@ def test_sweeps_have_cases_where_there_are_ranks(monkeypatch: pytest.MonkeyPatch
     for gpus in (1, 2, 8):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         found = Session(Settings(device="cuda"), SWEEPS["full"]["cuda"]).add(TrainingSteps)
-        assert len(set(found)) == len(found) == (gpus > 1) * 2 * 3 * 5
+        assert len(set(found)) == len(found) == (gpus > 1) * 3 * 3 * 5  # fsdp, and torch_fsdp2 with two models
         assert not any(word in one for one in found for word in ("attention", "model", "training", "parallel"))
-        assert gpus == 1 or f"8b-8b-S32768B1-bf16-compiled-W{gpus}-fsdp-Ca12m22-narrow" in found
+        eight = f"8b-8b-S32768B1-bf16-compiled-W{gpus}"
+        assert gpus == 1 or {f"{eight}-fsdp-Ca12m22-narrow", f"{eight}-torch_fsdp2-llama-Ca-narrow"} < {*found}
+        assert not any("fsdp-llama" in one for one in found)
 
 
 def test_the_model_is_that_of_the_leaderboard() -> None:
@@ -104,6 +107,29 @@ def test_shares_are_those_of_a_rank() -> None:
     assert found["mfu"] == pytest.approx(flops / 0.5 / (2 * stated))
     assert found["matmul_ceiling_fraction"] == pytest.approx(flops / 2 / 0.5 / 8e14)
     assert found["sustained_ceiling_fraction"] == pytest.approx(2 * found["matmul_ceiling_fraction"])
+
+
+def test_llama_has_no_stream_wider_than_its_matmuls() -> None:
+    wide, narrow, exact = (
+        cases_of(strategy=("torch_fsdp2",), model=("llama",), precision=(precision,), residual=(residual,))[0]
+        for precision, residual in (("bf16", "wide"), ("bf16", "narrow"), ("fp32", "wide"))
+    )
+    assert "--residual narrow" in str(why_not(wide))
+    for case in (narrow, exact):
+        reason = why_not(case)
+        assert (
+            reason is None if importlib.util.find_spec("transformers") else "pip install 'lmsys[peers]'" in str(reason)
+        )
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="pip install transformers to train Llama")
+def test_llama_trains_as_our_model_does_by_whatever_it_keeps() -> None:
+    kept = {"checkpoint": ("attention*1,matmuls*1", "whole"), "precision": ("bf16",), "residual": ("narrow",)}
+    cases = cases_of(strategy=("torch_fsdp2",), model=("ours", "llama"), **kept, steps=8)
+    ours, _, *theirs = (one.record for one in harness.results(TrainingSteps(), cases))
+    for one in theirs:
+        assert one["outcome"] == "ok", one["reason"]
+        assert one["losses"] == pytest.approx(ours["losses"], rel=1e-3)
 
 
 class Answers(Ranks):

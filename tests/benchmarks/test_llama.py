@@ -1,15 +1,20 @@
 """Our model and Hugging Face's Llama are one function of the same weights."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers", reason="pip install transformers to compare with Llama")
 
 from benchmarks.bench_model import Model  # noqa: E402
 from benchmarks.model.cases import model_of  # noqa: E402
 from benchmarks.model.llama import Llama  # noqa: E402
+from benchmarks.model.sharded_llama import ShardedLlama  # noqa: E402
 from lmsys.attention.compiled import why_no_compiler  # noqa: E402
 from lmsys.config import ModelConfig  # noqa: E402
 from lmsys.model import TransformerLM  # noqa: E402
@@ -60,6 +65,37 @@ def test_it_compiles_whole() -> None:
     cases = cases_of(Model(), **LLAMA_STEP, compile=("compiled", "eager"))
     compiled, eager = (model_of(case, ours, shared=False) for case in cases)
     torch.testing.assert_close(compiled.loss(tokens, targets), eager.loss(tokens, targets))
+
+
+class Products(TorchDispatchMode):
+    """Counts matmuls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function is torch.ops.aten.mm.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("levels", "again"),
+    [("none", [0, 0]), ("matmuls", [0, 0]), ("attention", [2, 2]), ("whole", [6, 6]), ("attention*1,none*1", [2, 0])],
+)
+def test_a_layer_computes_only_those_matmuls_again_that_it_does_not_keep(levels: str, again: list[int]) -> None:
+    ours, tokens, targets = pair()
+    theirs = ShardedLlama(replace(ours.config, checkpoint_blocks=levels)).take_weights(ours)
+    plain = Llama(ours.config).take_weights(ours)
+    for model in (theirs, plain):
+        model.loss(tokens, targets)
+        with Products() as forward:
+            loss = model.loss(tokens, targets)
+        with Products() as backward:
+            loss.backward()
+        assert (forward.count, backward.count) == (15, 30 + sum(again) * (model is theirs))
+    for a, b in zip(theirs.parameters(), plain.parameters(), strict=True):
+        assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad)
 
 
 def test_another_theta_is_refused() -> None:
