@@ -5,17 +5,20 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, Never
 
 import pytest
 
 from lmsys import files
 from lmsys.bench import Settings, record
+from lmsys.bench.isolation import Ended
 from lmsys.bench.plugin import _resume
 from lmsys.bench.proof import seal
 from lmsys.bench.results import Session, read_results
 from lmsys.bench.trial import Result
 from lmsys.measure import machine
 from lmsys.verify import verify
+from tests.support.harness import Telling
 
 ONE = {
     "id": "a",
@@ -187,3 +190,30 @@ def test_an_interrupt_leaves_the_repeats_that_are_complete() -> None:
     found, _ = repeated(good, good, {})
     assert {one["outcome"] for one in found.values()} == {"ok"} and len(found) == 2
     assert repeated({})[0] == {}
+
+
+class Leaves(Repeated):
+    """A runner that ends, or is interrupted, where it is asked for ceilings again."""
+
+    def __init__(self, fault: BaseException):
+        super().__init__()
+        self.fault, self.machine = fault, facts()
+
+    def rate_again(self, found: object) -> Never:
+        raise self.fault
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"), [(KeyboardInterrupt(), "interrupted"), (Ended("the process was killed", None), "was killed")]
+)
+def test_whoever_ends_the_last_measurement_of_ceilings_loses_no_record(fault: BaseException, told: str) -> None:
+    session = Session(Settings(device="cpu"))
+    session.__dict__["runner"] = Leaves(fault)
+    session.results["attention", "a"] = Result(dict(ONE), [1.0])
+    session.benchmarks["attention"], session._cases["attention", "a"] = Telling(), None
+    content: dict[str, Any] = {"benchmarks": []}
+    session.complete(content)
+    assert content["lmsys"]["records"] == [ONE]
+    (sentence,) = content["lmsys"]["machine"]["ceilings_moved"]
+    assert sentence.startswith("ceilings were not measured again") and sentence.endswith(told)
+    assert any(sentence in line for line in session.summary())
