@@ -21,6 +21,7 @@ from lmsys.bench.ranks import CLOCKS, backend_of, num_nodes, world_sizes
 from lmsys.bench.trial import NOT_TIMED
 from lmsys.checkpointing import FIT
 from lmsys.cost.operations import model_parameters
+from lmsys.measure.conditions import told_of
 from lmsys.parallel import STRATEGIES
 
 STEPS = 20
@@ -171,7 +172,6 @@ def found_by(ranks: Sequence[Alone]) -> Record:
     """The fields of what the ranks have found; kernels are those of the rank that waits least for the others."""
     one = min(ranks, key=lambda rank: rank.communication_s)
     held, peak = (max(getattr(rank, name) for rank in ranks) for name in ("held_bytes", "peak_bytes"))
-    clocks = [rank.sm_clock_mhz for rank in ranks if rank.sm_clock_mhz is not None]
     return {
         "held_bytes": held,
         "peak_bytes": peak - held,
@@ -182,7 +182,7 @@ def found_by(ranks: Sequence[Alone]) -> Record:
         "last_loss": one.losses[-1],
         **{f"{kind}_s": one.kinds[kind] for kind in KINDS},
         **{name: getattr(one, name) for name in ("optimizer_s", "exposed_s", "communication_s", "profiled_s")},
-        "sm_clock_mhz": statistics.median(clocks) if clocks else None,
+        **told_of([reading for rank in ranks for reading in rank.readings]),
     }
 
 

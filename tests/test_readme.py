@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from lmsys.attention import ATTENTION
+from lmsys.config import model_config
+from lmsys.cost.operations import attention_flops, block_matrices
 from tests.support.pages import PAGES
 from tests.support.processes import ROOT
 
@@ -135,6 +137,54 @@ def test_steps_beside_torch_are_the_published_ones() -> None:
         for count, text in zip((2, 4), cells, strict=True):
             mean = [f"geometric mean, {count} ranks{end}"]
             assert text == cell(f"{count}-nvidia-h200-data-parallel-sizes-peers", mean, f"{name} / {other}"), name
+
+
+EIGHT = {  # by the number that docs/results.md gives a run
+    number: json.loads((ROOT / "reports" / "results" / f"{path}.json").read_text())["lmsys"]
+    for number, path in (("1", "nvidia-h200_20261126_steps-8b"), ("2", "apart/nvidia-h200_20261126_steps-8b-llama"))
+}
+
+
+def test_steps_of_8_billion_parameters_are_those_of_the_runs() -> None:
+    (told,) = tables(RESULTS, "run", "strategy")
+    expected = []
+    for number, run in EIGHT.items():
+        first = run["records"][0]
+        assert (first["strategy"], first["first_loss"] > first["last_loss"]) == ("fsdp", True)
+        for one in run["records"]:
+            row = [number, one["strategy"], one["model"], one["checkpoint"].replace("*", "\\*")]
+            if one["outcome"] == "ok":
+                times = f"{one['time_s']:.2f}", f"{one['time_s'] / first['time_s']:.2f}"
+                expected.append([*row, *times, f"{one['mfu']:.3f}", f"{one['total_bytes'] / 2**30:.0f}"])
+                assert f"{one['first_loss']:.2f}" == "11.78" and "falls from 11.78" in RESULTS
+            else:
+                expected.append([*row, {"oom": "out of memory"}[one["outcome"]], "", "", ""])
+    assert told[1:] == expected
+
+
+def test_what_bounds_a_step_of_8_billion_parameters() -> None:
+    config, run = model_config("8b"), EIGHT["1"]
+    one, rate = run["records"][0], run["machine"]["sustained"]["matmul_flops_per_s"]["bfloat16"]
+    tokens, heads = one["batch"] * one["context"], config.num_heads
+    again = 12 * 2 * config.d_model * config.d_ff  # W1 and W3 of the blocks of the level "attention"
+    weights = config.num_layers * block_matrices(config) + config.vocab_size * config.d_model
+    pass_of_layer = attention_flops(1, heads, tokens, tokens, config.head_dim, causal=True, direction="fwdbwd")
+    work = {"matmuls": 2 * tokens * (3 * weights + again), "attention": config.num_layers * pass_of_layer}
+    kinds = {
+        "matmuls": one["matmul_s"],
+        "attention": one["attention_s"],
+        "elementwise, reductions, copies": one["elementwise_s"] + one["reduction_s"] + one["copy_s"],
+        "optimizer": one["optimizer_s"],
+        "exposed communication": one["exposed_s"],
+    }
+    (told,) = tables(RESULTS, "kind", "time, ms")
+    expected = []
+    for kind, time_s in kinds.items():
+        least = work[kind] / rate if kind in work else 0.0
+        expected.append(
+            [kind, f"{1e3 * time_s:,.0f}", f"{1e3 * least:,.0f}" * bool(least), f"{1e3 * (time_s - least):,.0f}"]
+        )
+    assert told[1:] == expected
 
 
 def means(name: str, section: str, head_dims: tuple[int, ...], direction: str, ours: str, theirs: str) -> str:

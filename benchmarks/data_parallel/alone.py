@@ -25,7 +25,7 @@ from lmsys.measure import memory
 from lmsys.measure.clock import synchronize
 from lmsys.measure.overlap import communication_of
 from lmsys.measure.profile import KINDS, Profile, part, profile_call, register_kernels
-from lmsys.measure.sensors import sensors_of
+from lmsys.measure.sensors import Reading, sensors_of
 from lmsys.measure.step import Step
 from lmsys.parallel.group import device
 from lmsys.training.loop import whole_norm
@@ -74,6 +74,7 @@ class Alone:
     held_bytes      weights and optimizer state, before a step; peak_bytes: the most that is live in one
     samples, losses of each step: seconds, and the loss of all ranks
     kinds           seconds of a step's kernels by kind, without those of the optimizer
+    readings        of the device's sensors while it is at work on the timed steps
     """
 
     levels: str
@@ -88,7 +89,7 @@ class Alone:
     profiled_s: float
     communication_s: float
     exposed_s: float
-    sm_clock_mhz: float | None
+    readings: list[Reading]
 
 
 @on_part
@@ -121,10 +122,13 @@ def train_alone(case: ParallelCase, seed: int, steps: int) -> Alone:
         )  # ZeroRedundancyOptimizer keeps its share in one of its own
         held = sum(memory.breakdown(rig.strategy.wrapper, inner).values())
         release()
-        losses: list[Tensor] = []
-        one = Step(lambda _: losses.append(rig.step()))
-        samples, _ = times(one, range(steps), group, finish=rig.finish)
-        clock = sensors_of(kind).read().sm_clock_mhz
+        losses, readings, sensors = list[Tensor](), list[Reading](), sensors_of(kind)
+
+        def timed(_: object) -> None:
+            losses.append(rig.step())
+            readings.append(sensors.read())  # the host is ahead of a GPU, which goes on
+
+        samples, _ = times(Step(timed), range(steps), group, finish=rig.finish)
         told = torch.stack(losses).double()
         dist.all_reduce(told, group=group)
         finite = rig.finite()
@@ -146,7 +150,7 @@ def train_alone(case: ParallelCase, seed: int, steps: int) -> Alone:
         profiled_s=profile.profiled_s,
         communication_s=sent.time_s,
         exposed_s=sent.time_s * (1 - (sent.overlap_fraction or 0.0)),
-        sm_clock_mhz=clock,
+        readings=readings,
     )
 
 

@@ -42,14 +42,8 @@ class Conditions:
         load, counts = host.load(self._parent), [self._strangers, self._count()]
         strangers = max(_known(counts), default=None)
         share = host.others_share(self._load, load)
-        reasons = {bit for one in readings for bit in _bits(one.reasons)}
-        return {
-            "sm_clock_mhz": _median(one.sm_clock_mhz for one in readings),
-            "memory_clock_mhz": _median(one.memory_clock_mhz for one in readings),
-            "cpu_clock_mhz": _median(one.cpu_clock_mhz for one in readings),
-            "temperature_c": max(_known(one.temperature_c for one in readings), default=None),
-            "power_w": _median(one.power_w for one in readings),
-            "clock_reasons": told(reasons - {0x1}) or None,
+        reasons = _reasons(readings)
+        return told_of(readings) | {
             "other_processes": strangers,
             "others_cpu_share": share,
             "disturbed": disturbance(reasons, strangers, share if self._device == "cpu" else None),
@@ -66,6 +60,19 @@ class Conditions:
         load = host.load(self._parent)
         family = load.family if load else {self._parent, os.getpid()}
         return len({*found} - family) if os.getpid() in found else max(0, len(found) - len(family))
+
+
+def told_of(readings: Sequence[Reading]) -> dict[str, Any]:
+    """The fields of a record that readings alone tell: median clocks and power, the highest temperature, and why a
+    clock was not higher."""
+    return {
+        "sm_clock_mhz": _median(one.sm_clock_mhz for one in readings),
+        "memory_clock_mhz": _median(one.memory_clock_mhz for one in readings),
+        "cpu_clock_mhz": _median(one.cpu_clock_mhz for one in readings),
+        "temperature_c": max(_known(one.temperature_c for one in readings), default=None),
+        "power_w": _median(one.power_w for one in readings),
+        "clock_reasons": told(_reasons(readings) - {0x1}) or None,
+    }
 
 
 def disturbance(reasons: Iterable[int], strangers: int | None, share: float | None) -> str | None:
@@ -86,6 +93,10 @@ def disturbance(reasons: Iterable[int], strangers: int | None, share: float | No
 
 def told(reasons: Iterable[int]) -> str:
     return ", ".join(REASONS.get(bit, f"reason {bit:#x}") for bit in sorted(reasons))
+
+
+def _reasons(readings: Iterable[Reading]) -> set[int]:
+    return {bit for one in readings for bit in _bits(one.reasons)}
 
 
 def _bits(reasons: int) -> list[int]:

@@ -26,10 +26,11 @@ from lmsys.cost.operations import model_flops, model_parameters
 from lmsys.measure.machine import PEAK_FLOPS_PER_S, peak_flops_per_s
 from lmsys.measure.profile import KINDS as ALL_KINDS
 from lmsys.measure.profile import Part, Profile
+from lmsys.measure.sensors import Reading
 from tests.support import harness
 
 TINY: dict[str, Any] = {"size": ("tiny",), "context": (16,), "batch": (1,), "world_size": (2,), "strategy": ("fsdp",)}
-FINE = Alone("0", 9.0, 100, 300, [2.0, 1.0], [], True, dict.fromkeys(ALL_KINDS, 0.5), 0.25, 3.0, 0.5, 0.125, None)
+FINE = Alone("0", 9.0, 100, 300, [2.0, 1.0], [], True, dict.fromkeys(ALL_KINDS, 0.5), 0.25, 3.0, 0.5, 0.125, [])
 LOSSES = st.lists(st.floats(0.5, 20.0), min_size=STAGES, max_size=40)
 
 
@@ -94,6 +95,9 @@ def test_a_record_holds_the_rank_with_most_memory_and_the_kernels_of_the_slowest
     waits = replace(alone([3.0, 2.0]), held_bytes=150, peak_bytes=200, communication_s=9.0, optimizer_s=9.0)
     found = found_by([alone([3.0, 2.0]), waits])
     assert (found["held_bytes"], found["peak_bytes"], found["total_bytes"]) == (150, 150, 300)
+    assert found["sm_clock_mhz"] is found["power_w"] is None
+    hot = [replace(alone([1.0]), readings=[Reading(1500.0, power_w=watts)] * 3) for watts in (690.0, 700.0)]
+    assert (found_by(hot)["sm_clock_mhz"], found_by(hot)["power_w"]) == (1500.0, 695.0)
     assert found["optimizer_s"] == 0.25 and found["losses"] == [3.0, 2.0] and found["last_loss"] == 2.0
 
 

@@ -173,11 +173,15 @@ def test_steps_of_large_models_stand_beside_torchs_fastest(tmp_path: Path) -> No
         for name, (kept, seconds) in rows.items()
     ]
     records.append(record("steps", "torch_fsdp2-Cm", outcome="oom", checkpoint="matmuls", **told))
+    llama = {"strategy": "torch_fsdp2", "model": "llama"}
+    records.append(record("steps", "torch_fsdp2-llama-Ca", 8.0, checkpoint="attention", **told | llama))
     files = report(tmp_path, records)
     found = cells(files, "steps-8b-8b-S32768-speed")
-    assert [(row["strategy"], row["checkpoint"], row["Speed over torch's, ×"]) for row in found] == [
-        ("fsdp", "attention", "1.25"), ("torch_fsdp2", "attention", "1.00"), ("torch_fsdp2", "matmuls", ""),
-        ("torch_fsdp2", "whole", "0.833"),
+    names = "strategy", "model", "checkpoint", "Speed over torch's, ×"
+    assert [tuple(row[name] for name in names) for row in found] == [
+        ("fsdp", "ours", "attention", "1.25"), ("torch_fsdp2", "ours", "attention", "1.00"),
+        ("torch_fsdp2", "ours", "matmuls", ""), ("torch_fsdp2", "ours", "whole", "0.833"),
+        ("torch_fsdp2", "llama", "attention", "0.625"),
     ]  # fmt: skip
     assert found[2]["Time, s"].startswith("OOM") and "one after another" in (
         files["tables/synthetic-gpu-steps-8b-8b-S32768-speed.md"].decode()

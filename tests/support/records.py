@@ -62,7 +62,7 @@ ASKED: dict[str, Record] = {  # of a case, where a test says nothing else
 OF_ROWS = {  # what the rows of one comparison may differ in
     "impl", "label", "peer", "compile", "strategy", "row", "attention", "attention_label", "attention_peer",
     "strategy_peer", "asked_bucket_mb", "bucket_mb", "comm_dtype", "sharded_optimizer", "world_size", "megabytes",
-    "processes", "device", "memory_limit_bytes", "checkpoint", "residual",
+    "processes", "device", "memory_limit_bytes", "checkpoint", "residual", "model",
 }  # fmt: skip
 KIND_OF = {
     "model": "attention", "anatomy": "attention", "training": "strategy", "data_parallel": "strategy",

@@ -13,12 +13,14 @@ from lmsys.reports.words import COMPILED
 
 NUMBERS = ("context", "batch", "world_size", "steps")
 WORDS = ("section", "size", "precision", "compile", "strategy")
-ROW = ("strategy", *KEPT, "compile")  # what a row is
+OURS = "ours"  # whose model it is where a file does not say
+ROW = ("strategy", "model", *KEPT, "compile")  # what a row is
 SPEED = ("time_s", "tokens_per_s", "over_peer", "mfu", "matmul_ceiling_fraction", "sustained_ceiling_fraction")
 MEMORY = ("held_bytes", "peak_bytes", "total_bytes", "first_loss", "last_loss")
 KINDS = tuple(
     f"{kind}_s" for kind in "matmul attention elementwise reduction copy other optimizer exposed".split()
 )  # whose sum is about a step
+SENSED = ("power_w", "sm_clock_mhz")  # while the steps were timed
 OVER_PEER = Field(
     "over_peer",
     "",
@@ -33,6 +35,8 @@ OVER_PEER = Field(
 def chapters(view: View) -> list[Chapter]:
     """A chapter for each grid: first all models, then each."""
     view = with_kept(replace(view, also="each row had the GPUs to itself, one after another"))
+    view = view.with_fields(Field("model", role="axis", of=lambda case: case.get("model") or OURS))
+    view = view.read_as(model={name: name for name in (OURS, *view.values("model"))})
     view = view.checked(NUMBERS, WORDS).with_fields(*COMPILED).styled("impl", "strategy")
     view = view.ordered("section", "num_parameters", *NUMBERS, *ROW)
     found = []
@@ -45,18 +49,24 @@ def chapters(view: View) -> list[Chapter]:
 def _all(own: View) -> Table | None:
     own = replace(_with_peers(own), stem=f"{own.stem}-steps-{own.cases[0]['section']}")
     return listing(
-        own, ("size", "context", *ROW), SPEED, "speed", "All models: speed, and share of what the GPUs reach"
+        own, ("size", "context", *_row(own)), SPEED, "speed", "All models: speed, and share of what the GPUs reach"
     )
 
 
 def _block(part: View) -> Block:
     timed = part.only(lambda case: case["time_s"])
+    known = [name for name in SENSED if any(case.get(name) is not None for case in timed.cases)]
     lead = [
-        listing(_with_peers(part), ROW, SPEED, "speed", "Speed of a step"),
-        listing(timed, ROW, MEMORY, "memory", "Memory of a rank, and the losses"),
-        listing(timed, ROW, ("profiled_s", *KINDS), "kinds", "Where the time goes"),
+        listing(_with_peers(part), _row(part), SPEED, "speed", "Speed of a step"),
+        listing(timed, _row(part), MEMORY, "memory", "Memory of a rank, and the losses"),
+        listing(timed, _row(part), ("profiled_s", *KINDS, *known), "kinds", "Where the time goes"),
     ]
     return Block(part.title, [*lead, _losses(timed)])
+
+
+def _row(view: View) -> list[str]:
+    """The fields that tell rows apart; what is the same in all, the caption says."""
+    return [name for name in ROW if name == "strategy" or len(view.values(name)) > 1]
 
 
 def _losses(timed: View) -> Plot | None:
