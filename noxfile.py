@@ -154,8 +154,8 @@ def build_docs(session: nox.Session) -> None:
 
 
 def build(session: nox.Session, *arguments: str) -> None:
-    session.run("python", "-m", "reports", "-o", str(SITE), *arguments)
-    session.log(f"report: {(SITE / 'index.html').resolve()}")
+    if session.run("python", "-m", "reports", "-o", str(SITE), *arguments):  # not so with --install-only
+        session.log(f"report: {(SITE / 'index.html').resolve()}")
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ def fastest_of(machine: Machine, question: Question) -> Table | None:
          *([_percent(one["mfu"])] if shares else []), runs[one["run"]]]
         for one in data
     ]  # fmt: skip
-    columns = ["setting", "fastest row", "speed", "over the next", *(["MFU"] if shares else []), "run"]
+    columns = ["setting", "fastest row", "speed", "over the next fastest", *(["MFU"] if shares else []), "run"]
     return Table(
         name=f"{machine.slug}-fastest-{question.word}",
         title=question.title,
