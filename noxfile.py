@@ -24,7 +24,7 @@ nox.options.reuse_venv = "yes"
 
 TORCH = "torch==2.13.0"
 TRITON = "triton==3.6.0"  # for a torch that brings none, as CPU builds: there its interpreter runs the kernels
-TRITONS = re.findall(r'"([\d.]+)"', Path("lmsys/kernels/tritons.py").read_text())  # those that are known
+TRITONS = list(dict.fromkeys(re.findall(r'"([\d.]+)"', Path("lmsys/kernels/tritons.py").read_text())))  # each once
 SITE = Path("reports/site")
 NOTHING_TO_BUILD = 3  # what flash_cuda's build exits with; its row then says why, and the others are tested
 PROJECT = nox.project.load_toml("pyproject.toml")
