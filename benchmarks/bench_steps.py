@@ -21,7 +21,7 @@ from lmsys.bench.ranks import CLOCKS, backend_of, num_nodes, world_sizes
 from lmsys.bench.trial import NOT_TIMED
 from lmsys.checkpointing import FIT
 from lmsys.cost.operations import model_parameters
-from lmsys.measure.conditions import told_of
+from lmsys.measure.conditions import state_of
 from lmsys.parallel import STRATEGIES
 
 STEPS = 20
@@ -182,7 +182,7 @@ def found_by(ranks: Sequence[Alone]) -> Record:
         "last_loss": one.losses[-1],
         **{f"{kind}_s": one.kinds[kind] for kind in KINDS},
         **{name: getattr(one, name) for name in ("optimizer_s", "exposed_s", "communication_s", "profiled_s")},
-        **told_of([reading for rank in ranks for reading in rank.readings]),
+        **state_of([reading for rank in ranks for reading in rank.readings]),
     }
 
 

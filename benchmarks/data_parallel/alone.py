@@ -74,7 +74,7 @@ class Alone:
     held_bytes      weights and optimizer state, before a step; peak_bytes: the most that is live in one
     samples, losses of each step: seconds, and the loss of all ranks
     kinds           seconds of a step's kernels by kind, without those of the optimizer
-    readings        of the device's sensors while it is at work on the timed steps
+    readings        of the device's sensors, of a GPU while it is at work on the timed steps
     """
 
     levels: str
@@ -126,9 +126,12 @@ def train_alone(case: ParallelCase, seed: int, steps: int) -> Alone:
 
         def timed(_: object) -> None:
             losses.append(rig.step())
-            readings.append(sensors.read())  # the host is ahead of a GPU, which goes on
+            if kind == "cuda":  # the host is ahead of it; on a CPU reading would count as a part of the step
+                readings.append(sensors.read())
 
         samples, _ = times(Step(timed), range(steps), group, finish=rig.finish)
+        if kind == "cpu":
+            readings.append(sensors.read())
         told = torch.stack(losses).double()
         dist.all_reduce(told, group=group)
         finite = rig.finite()

@@ -243,10 +243,12 @@ class Session:
 
     def complete(self, output_json: Record) -> None:
         """pytest-benchmark's JSON, with what was carried over, and our records."""
+        from lmsys.bench.isolation import Ended
+
         if self.settings.timed and self.results:
             try:
                 self._rate_again(output_json["benchmarks"])
-            except (KeyboardInterrupt, RuntimeError) as error:  # its worker ended; what is measured stands
+            except (KeyboardInterrupt, Ended) as error:  # what is measured stands
                 self.moved = [f"ceilings were not measured again: {str(error) or 'interrupted'}"]
                 self.runner.machine["ceilings_moved"] = self.moved
         output_json["benchmarks"] = [*self.carried_entries, *output_json["benchmarks"]]

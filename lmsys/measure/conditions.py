@@ -43,7 +43,7 @@ class Conditions:
         strangers = max(_known(counts), default=None)
         share = host.others_share(self._load, load)
         reasons = _reasons(readings)
-        return told_of(readings) | {
+        return state_of(readings) | {
             "other_processes": strangers,
             "others_cpu_share": share,
             "disturbed": disturbance(reasons, strangers, share if self._device == "cpu" else None),
@@ -62,7 +62,7 @@ class Conditions:
         return len({*found} - family) if os.getpid() in found else max(0, len(found) - len(family))
 
 
-def told_of(readings: Sequence[Reading]) -> dict[str, Any]:
+def state_of(readings: Sequence[Reading]) -> dict[str, Any]:
     """The fields of a record that readings alone tell: median clocks and power, the highest temperature, and why a
     clock was not higher."""
     return {
