@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from lmsys.reports.words import FILES, OUTCOMES, is_clocked, label_of, number, s
 
 FULL_COLOUR = 4.0  # the ratio from which a heat map's colour says no more, the same in every plot
 NO_BASE = "no base"
+MOST_PLACES = 6  # on an axis that counts, such as one of steps; a shorter one is of places that were chosen
 
 
 def drawn(view: View, axes: Any, head: str, word: str, caption: str) -> Plot:
@@ -73,8 +75,9 @@ def lines(
     if not numbers:
         add_places(axes, [view.text(axis, place) for place in places])
     else:
-        axes.set_xscale("log", base=2) if places[0] > 0 else None
-        axes.xaxis.set_major_locator(FixedLocator(places))
+        counted = len(places) > MOST_PLACES and all(b - a == 1 for a, b in pairwise(places))
+        axes.set_xscale("log", base=2) if places[0] > 0 and not counted else None
+        axes.xaxis.set_major_locator(FixedLocator(places, MOST_PLACES if counted else None))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
     log = max(values) >= 10 * min(values) and unit != "%" and not unit.endswith("/s")

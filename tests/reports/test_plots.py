@@ -1,11 +1,12 @@
 """Plots have a style for each row, words where there is no value, legends and labels that can be read."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from lmsys.reports import canvas
+from lmsys.reports import canvas, plots
 from lmsys.reports.load import read
 from lmsys.reports.styles import Style
 from lmsys.reports.views import View, view_of
@@ -109,3 +110,19 @@ def test_a_narrow_range_is_drawn_from_zero(tmp_path: Path, growth: int, from_zer
     files = built(tmp_path / "out", save(tmp_path / "r.json", records))
     drawing = files["plots/synthetic-gpu-default-bfloat16-causal-fwd-peak.svg"].decode()
     assert (">0</text>" in drawing) is from_zero
+
+
+@pytest.mark.parametrize(
+    ("places", "scale", "ticks"), [(range(1, 15), "linear", 5), ((1, 2, 4, 8, 16, 32, 64), "log", 7)]
+)
+def test_an_axis_that_counts_is_even_and_has_few_labels(
+    places: Sequence[int], scale: str, ticks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = [record("collectives", "all_reduce", megabytes=place, bytes=place * 10**6) for place in places]
+    (machine,) = read([save(tmp_path / "r.json", records)])
+    seen: list[tuple[str, int]] = []
+    monkeypatch.setattr(
+        plots, "drawn", lambda _, axes, *__: seen.append((axes.get_xscale(), len(axes.xaxis.get_majorticklocs())))
+    )
+    plots.lines(view_of(machine, "collectives").styled("impl"), "time_s", "megabytes")
+    assert seen == [(scale, ticks)]
