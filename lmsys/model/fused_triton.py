@@ -3,6 +3,9 @@
 Legend: T tokens, M d_model, N elements.
 """
 
+import math
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -12,6 +15,7 @@ from lmsys.kernels.launch import launch
 from lmsys.measure.profile import register_kernels
 
 BLOCK = 2048  # elements of a program of SwiGLU; of a norm's backward at once, in rows, where a row is not longer
+VECTOR = 8  # elements of SwiGLU that are loaded at once, where their number is a multiple of it
 WARPS = 32  # of a multiprocessor that a norm's backward fills: as many programs sum the weight's gradient as there are
 SUM_COLUMNS = 16  # of these sums, which a program adds up
 
@@ -78,19 +82,22 @@ def _sum_rows_kernel(PARTS, SUM, num_rows, M: tl.constexpr, BLOCK_M: tl.constexp
     tl.store(SUM + at, tl.sum(parts, axis=0), mask=at < M)
 
 
-@triton.jit(do_not_specialize=["num_elements"])
-def _swiglu_forward_kernel(GATE, VALUE, PRODUCT, num_elements, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["num_vectors"])
+def _swiglu_forward_kernel(GATE, VALUE, PRODUCT, num_vectors, VECTOR: tl.constexpr, BLOCK: tl.constexpr):
+    """The end is a whole number of vectors, so that the compiler sees that no load of one is cut by the mask."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < num_elements
+    mask = at < num_vectors * VECTOR
     gate = tl.load(GATE + at, mask=mask, other=0.0).to(tl.float32)
     product = gate * tl.sigmoid(gate) * tl.load(VALUE + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(PRODUCT + at, product.to(PRODUCT.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_elements"])
-def _swiglu_backward_kernel(D_PRODUCT, GATE, VALUE, D_GATE, D_VALUE, num_elements, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["num_vectors"])
+def _swiglu_backward_kernel(
+    D_PRODUCT, GATE, VALUE, D_GATE, D_VALUE, num_vectors, VECTOR: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < num_elements
+    mask = at < num_vectors * VECTOR
     gate = tl.load(GATE + at, mask=mask, other=0.0).to(tl.float32)
     value = tl.load(VALUE + at, mask=mask, other=0.0).to(tl.float32)
     d_product = tl.load(D_PRODUCT + at, mask=mask, other=0.0).to(tl.float32)
@@ -155,12 +162,17 @@ def _sum_rows(parts: Tensor) -> Tensor:
 def swiglu(gate: Tensor, value: Tensor) -> Tensor:
     """gate · sigmoid(gate) · value, of one shape and dtype and contiguous; computed in float32."""
     product = torch.empty_like(gate)
-    launch(_swiglu_forward_kernel, triton.cdiv(gate.numel(), BLOCK), gate, value, product, gate.numel(), BLOCK=BLOCK)
+    _launch_swiglu(_swiglu_forward_kernel, gate, value, product)
     return product
 
 
 def swiglu_backward(d_product: Tensor, gate: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     d_gate, d_value = torch.empty_like(gate), torch.empty_like(value)
-    given = d_product, gate, value, d_gate, d_value, gate.numel()
-    launch(_swiglu_backward_kernel, triton.cdiv(gate.numel(), BLOCK), *given, BLOCK=BLOCK)
+    _launch_swiglu(_swiglu_backward_kernel, d_product, gate, value, d_gate, d_value)
     return d_gate, d_value
+
+
+def _launch_swiglu(kernel: Any, *tensors: Tensor) -> None:
+    count = tensors[0].numel()
+    vector = math.gcd(count, VECTOR)
+    launch(kernel, triton.cdiv(count, BLOCK), *tensors, count // vector, VECTOR=vector, BLOCK=BLOCK)

@@ -1,10 +1,4 @@
-"""The kernel of the loss: on a CPU in Triton's interpreter, on a GPU as it is, and compiled for sm_90 without one."""
-
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""The kernel of the loss: on a CPU in Triton's interpreter, and on a GPU as it is."""
 
 import pytest
 import torch
@@ -109,38 +103,3 @@ def test_the_loss_in_chunks_with_it_and_without(
     for chunk in (100, 700):
         for one, ref, low in zip(results(dtype, chunk), exact, plain, strict=True):
             assert error_ratio(one, ref, low) <= 1
-
-
-def build(one_tile: bool) -> dict[str, int]:
-    """Resources of the kernel on sm_90, and its wide loads and stores of bfloat16; not in the interpreter."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from tests.support.sass import resources
-
-    kernel, pointers = loss_triton._cross_entropy_kernel, {"logits": "bf16", "labels": "i64", "losses": "fp32"}
-    constants = {"IGNORED": IGNORED, "LANES": TILE // 8, "VECTOR": 8, "ONE_TILE": one_tile}
-    constants["NUM_STAGES"] = loss_triton.NUM_STAGES
-    types = {f"{name}_ptr": f"*{dtype}" for name, dtype in pointers.items()} | dict.fromkeys(constants, "constexpr")
-    signature = {name: types.get(name, "i32") for name in kernel.arg_names}
-    aligned = {
-        (index,): [["tt.divisibility", 16]] for index, name in enumerate(signature) if name not in ("V", *constants)
-    }
-    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(kernel, signature=signature, constexprs=places, attrs=aligned)
-    num_warps = TILE // (32 * loss_triton.ELEMENTS_PER_THREAD)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
-    wide = {name: compiled.asm["ptx"].count(name) for name in ("ld.global.v4", "st.global.v4")}
-    return resources(compiled) | wide
-
-
-def test_for_hopper_it_is_well_made() -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    line = "import json; from tests.model.test_loss_triton import build; print(json.dumps([build(True), build(False)]))"
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-c", line]
-    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    for found, passes in zip(json.loads(done.stdout), (1, 2), strict=True):
-        assert found["LDL"] == found["STL"] == 0, "registers spill to local memory"
-        assert found["ld.global.v4"] == 2 * passes and found["st.global.v4"] == 2, "a thread moves 16 bytes at once"

@@ -1,0 +1,104 @@
+"""The model's kernels in Triton, compiled for sm_90 without a GPU: a thread moves 16 bytes at once, and nothing spills.
+
+A mask can hide from the compiler that a load is aligned. The kernel is as right as before then, and loads numbers one
+by one: SwiGLU took more than twice as long so.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="pip install triton==3.6.0 to compile its kernels")
+
+# Loads and stores of 16 bytes that a thread makes: of each tensor that it reads or writes, two for 16 elements in two
+# bytes and two for 8 in four. Weights, and the sines and cosines of angles, are of them.
+EXPECTED = {
+    "loss, one tile": (2, 2),
+    "loss, two passes": (4, 2),
+    "add_norm forward": (5, 3),
+    "add_norm backward": (6, 4),
+    "swiglu forward": (4, 2),
+    "swiglu backward": (6, 4),
+    "rotation": (4, 2),
+}
+
+
+def build(kernel: Any, num_warps: int, types: Mapping[str, str], **constants: Any) -> dict[str, int]:
+    """Resources of a kernel for sm_90, and its wide loads and stores; not in the interpreter.
+
+    What has no type is a whole number. As `launch` does, pointers and numbers that are specialised on are multiples
+    of 16.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from tests.support.sass import resources
+
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    places = {name: (index,) for index, name in enumerate(signature)}
+    special = [
+        p.name for p in kernel.params if not p.do_not_specialize and signature[p.name] not in ("constexpr", "fp32")
+    ]
+    aligned = {places[name]: [["tt.divisibility", 16]] for name in special}
+    values = {places[name]: value for name, value in constants.items()}
+    source = ASTSource(kernel, signature=signature, constexprs=values, attrs=aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+    wide = {name: compiled.asm["ptx"].count(f"{name}.global.v4") for name in ("ld", "st")}
+    return resources(compiled) | wide
+
+
+def builds() -> dict[str, dict[str, int]]:
+    """Each kernel as a model of 768 channels in 12 heads launches it in bfloat16, with a stream in float32."""
+    from lmsys.config import IGNORED
+    from lmsys.model import fused_triton, loss_triton, rotary_triton
+
+    found = {}
+    types = {"logits_ptr": "*bf16", "labels_ptr": "*i64", "losses_ptr": "*fp32"}
+    tile = {"LANES": loss_triton.TILE // 8, "VECTOR": 8, "IGNORED": IGNORED, "NUM_STAGES": loss_triton.NUM_STAGES}
+    warps = loss_triton.TILE // (32 * loss_triton.ELEMENTS_PER_THREAD)
+    for name, one_tile in (("loss, one tile", True), ("loss, two passes", False)):
+        found[name] = build(loss_triton._cross_entropy_kernel, warps, types, **tile, ONE_TILE=one_tile)
+
+    narrow = (
+        "BRANCH",
+        "NORMALISED",
+        "D_NORMALISED",
+        "D_BRANCH",
+        "D_PRODUCT",
+        "GATE",
+        "VALUE",
+        "PRODUCT",
+        "D_GATE",
+        "D_VALUE",
+    )
+    wide = ("X", "WEIGHT", "TOTAL", "RSTD", "D_TOTAL", "DX", "D_WEIGHTS", "COS", "SIN")
+    types = dict.fromkeys(narrow, "*bf16") | dict.fromkeys(wide, "*fp32") | {"eps": "fp32"}
+    row = {"M": 768, "BLOCK_M": 1024, "ADDS": True}
+    found["add_norm forward"] = build(fused_triton._add_norm_forward_kernel, 4, types, **row)
+    found["add_norm backward"] = build(fused_triton._add_norm_backward_kernel, 8, types, **row, ROWS=2, BOTH=True)
+    block = {"VECTOR": fused_triton.VECTOR, "BLOCK": fused_triton.BLOCK}
+    found["swiglu forward"] = build(fused_triton._swiglu_forward_kernel, 4, types, **block)
+    found["swiglu backward"] = build(fused_triton._swiglu_backward_kernel, 4, types, **block)
+
+    types |= dict.fromkeys(("HEADS", "Q", "K", "V"), "*bf16")
+    heads = {"H": 12, "HKV": 12, "D": 64, "BLOCK_H": 32, "BLOCK_D": 64, "BACKWARD": False, "IN_PLACE": True}
+    found["rotation"] = build(rotary_triton._rotate_kernel, 4, types, **heads)
+    return found
+
+
+def test_for_hopper_kernels_move_16_bytes_at_once_and_do_not_spill() -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    line = "import json; from tests.model.test_wide_loads import builds; print(json.dumps(builds()))"
+    command, root = [sys.executable, "-c", line], Path(__file__).parents[2]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {name: (one["ld"], one["st"]) for name, one in found.items()} == EXPECTED
+    assert not any(one["LDL"] + one["STL"] for one in found.values()), "registers spill to local memory"
