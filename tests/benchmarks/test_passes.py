@@ -169,3 +169,33 @@ def test_batches_come_one_after_another_in_one_memory(ranks: Ranks) -> None:
     assert first == again and first[0] != first[1] and all(other[0] != first[0] for other in others)
     assert all(tokens[1:] == targets[:-1] for tokens, targets in first[0])
     assert len({str(one) for one in first[0]}) == len(first[0]) - 1 and first[0][-1] == first[0][0]
+
+
+def _judged_beside_lucky_steps(case: ParallelCase, one: Pass) -> tuple[str, dict[str, float] | None]:
+    """On a rank: a parameter, and the judgement where plain steps end there almost where exact ones do."""
+    take, ends = passes._take_steps, {}
+    name = "model.layers.0.attn.q_proj.weight"
+
+    def lucky(case: ParallelCase, one: Pass, dtype: torch.dtype, *rest: Any) -> Any:
+        start, end = take(case, one, dtype, *rest)
+        ends[dtype] = end
+        if dtype != torch.float64:
+            exact = ends[torch.float64][name]
+            end[name] = (exact + (end[name] - exact) / 1000).to(end[name].dtype)
+        return start, end
+
+    passes._RIGHT.clear()
+    passes._take_steps = lucky
+    try:
+        return name, judge_pass(case, one)
+    finally:
+        passes._take_steps = take
+        passes._RIGHT.clear()
+
+
+@pytest.mark.parametrize(("strategy", "right"), [("overlapped", True), (target(rank_cheats.HalvedGradients), False)])
+def test_a_parameter_has_the_usual_budget_where_plain_steps_are_lucky(strategy: str, right: bool, ranks: Ranks) -> None:
+    case = case_of(strategy, precision=("bf16",))
+    ranks.run(case.world_size, case.backend, take_pass, case, ONE)
+    for name, ratios in ranks.run(case.world_size, case.backend, _judged_beside_lucky_steps, case, ONE):
+        assert (ratios[name] < 1) == right, ratios[name]
