@@ -176,12 +176,13 @@ MODEL_FULL = (
     ),
     Grid("fits", size=MODEL_SIZES, context=(512, 1024), mode=("step",), compile=("eager",), batch=(1, 4, 16)),
 )
+# Replayed as a graph: launched one by one, pieces that are run again wait for the host.
 LEVELS = Grid(
     "levels",
     size=("medium",),
     context=(1024,),
     mode=("step",),
-    compile=("compiled",),
+    compile=("graphed",),
     batch=(8,),
     checkpoint=("none", "matmuls", "attention", "whole"),
     residual=("wide", "narrow"),

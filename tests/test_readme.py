@@ -15,19 +15,20 @@ from tests.support.processes import ROOT
 
 PUBLISHED = ROOT / "reports" / "published"
 README, RESULTS = PAGES["README.md"], PAGES["docs/results.md"]
-H100 = "nvidia-h100-80gb-hbm3"
-ATTENTION_RUN = "attention"  # which sampled all rows of the tables of attention together
+H100, H200 = "nvidia-h100-80gb-hbm3", "nvidia-h200"
+NOTES = "⁰¹²³⁴⁵⁶⁷⁸⁹"
+ATTENTION_RUN = "attention-bf16", H200  # which sampled all rows of the tables of attention together
 
 
-def run(name: str) -> dict[str, Any]:
-    (path,) = (ROOT / "reports" / "results" / "h100").glob(f"{H100}_*_{name}.json")
+def run(name: str, machine: str = H100) -> dict[str, Any]:
+    folder = {H100: "h100/", H200: ""}[machine]
+    (path,) = (ROOT / "reports" / "results").glob(f"{folder}{machine}_*_{name}.json")
     return json.loads(path.read_text())["lmsys"]
 
 
 def published(table: str) -> list[list[str]]:
     """The rows of a published table, its head first."""
-    machine = "nvidia-h100" if table.startswith(H100) else "nvidia-h200"
-    return rows((PUBLISHED / machine / "tables" / f"{table}.md").read_text())
+    return rows((PUBLISHED / H200 / "tables" / f"{table}.md").read_text())
 
 
 def rows(text: str) -> list[list[str]]:
@@ -46,7 +47,7 @@ def rates(direction: str) -> list[list[str]]:
     """TFLOP/s at 16,384 tokens, by mask, D and S, in the order of the table of rows."""
     found = {
         ("causal" if one["causal"] else "not causal", one["head_dim"], one["keys"], one["impl"]): one["flops_per_s"]
-        for one in run(ATTENTION_RUN)["records"]
+        for one in run(*ATTENTION_RUN)["records"]
         if one["section"] == "tokens16k" and one["direction"] == direction
     }
     names = [name for name in ATTENTION if any(key[3] == name for key in found)]
@@ -60,26 +61,26 @@ def rates(direction: str) -> list[list[str]]:
 def test_tables_of_attention_are_those_of_one_run() -> None:
     assert tables(README, "mask", "D", "S") == [rates("fwd")]
     assert tables(RESULTS, "mask", "D", "S") == [rates("fwd"), rates("bwd")]
-    assert not re.search("[⁰¹²³⁴⁵⁶⁷⁸⁹]", README + RESULTS), "a table needs no notes where its rows are of one run"
+    assert not re.search(f"[{NOTES}]", README + RESULTS), "a table needs no notes where its rows are of one run"
 
 
 def test_the_published_table_has_the_same_figures() -> None:
-    head, *body = published(f"{H100}-tokens16k-bfloat16-fwd-tflops")
+    head, *body = published(f"{H200}-tokens16k-bfloat16-fwd-tflops")
     found = [dict(zip(head, line, strict=True)) for line in body]
     told_head, *told = rates("fwd")
-    assert [[line[name] for name in told_head] for line in found] == told
+    assert [[line[name].rstrip(NOTES) for name in told_head] for line in found] == told
 
 
 def test_what_was_measured_is_told_with_the_table() -> None:
     for text in (README, RESULTS):
-        machine = run(ATTENTION_RUN)["machine"]
+        machine = run(*ATTENTION_RUN)["machine"]
         assert machine["commit"][:10] in text and machine["date"][:10] in text and not machine["dirty"]
         assert all(f"{one} {machine[one]}" in text for one in ("torch", "triton", "driver"))
 
 
 @pytest.mark.parametrize("text", [README, RESULTS])
 def test_the_command_is_that_of_the_run(text: str) -> None:
-    known = run(ATTENTION_RUN)["machine"]["command"]
+    known = run(*ATTENTION_RUN)["machine"]["command"]
     options = [re.search(f"{one} (\\S+)", known) for one in ("--sweep", "--attention", "--benchmark-max-time")]
     (line,) = (
         one
@@ -106,7 +107,7 @@ def test_what_is_said_of_the_tables() -> None:
 
 def test_speedups_are_the_published_ones() -> None:
     (told,) = tables(RESULTS, "row", "forward, causal")
-    summary = {line[0]: line for line in published(f"{H100}-tokens16k-summary")}
+    summary = {line[0]: line for line in published(f"{H200}-tokens16k-summary")}
     for name, *cells in told[1:]:
         found = summary[name]
         forward, backward, forward_full, backward_full = [cell.removesuffix(" (6)") for cell in found[1:]]
@@ -165,6 +166,20 @@ def test_steps_of_8_billion_parameters_are_those_of_the_runs() -> None:
     )
     third = json.loads((ROOT / "reports" / "results" / "apart" / "nvidia-h200_20261126_steps-8b.json").read_text())
     assert [(one["strategy"], one["rounds"]) for one in third["lmsys"]["records"]] == [("fsdp", 20)]
+
+
+def test_four_gpus_are_nearly_twice_two() -> None:
+    four, two = (
+        run("steps-8b-four", H200),
+        json.loads((ROOT / "reports" / "results" / "apart" / "nvidia-h200_20261126_steps-8b-two.json").read_text())[
+            "lmsys"
+        ],
+    )
+    assert [run["machine"]["commit"] for run in (four, two)] == ["05a286d57960fede739efde584bee7966f31a6cf"] * 2
+    times = [run["records"][0]["time_s"] for run in (four, two)]
+    said = " ".join(RESULTS.split())
+    assert f"takes {times[0]:.2f} s a step, and {times[1]:.2f} s on two GPUs of the same machine" in said
+    assert f"train {times[1] / times[0]:.2f} of twice the tokens" in said
 
 
 def test_what_bounds_a_step_of_8_billion_parameters() -> None:
@@ -236,17 +251,26 @@ def test_decoding_is_that_of_its_run() -> None:
                 assert text == f"{lead:.2f} ({ours['copy_ceiling_fraction']:.2f})"
 
 
-def test_what_is_said_of_the_fixed_order_is_what_its_run_says() -> None:
-    (path,) = (ROOT / "reports" / "results" / "flash_gluon").glob(f"{H100}_*_fixed-order.json")
+def fixed_order(machine: str) -> tuple[str, str]:
+    """The speed of the fixed order over that of the default one, and over that of FlashAttention-4's fixed order."""
+    (path,) = (ROOT / "reports" / "results" / "flash_gluon").glob(f"{machine}_*_fixed-order.json")
     times: dict[tuple[int, bool, int], dict[tuple[str, bool], float]] = {}
     for one in json.loads(path.read_text())["lmsys"]["records"]:
         shape = one["head_dim"], one["causal"], one["keys"]
         times.setdefault(shape, {})[one["impl"], bool(one["deterministic"])] = one["time_s"]
     assert len(times) == 12
-    ours, theirs = ("flash_gluon", True), ("flash_attn_4", True)
-    default = statistics.geometric_mean(found["flash_gluon", False] / found[ours] for found in times.values())
-    peer = statistics.geometric_mean(found[theirs] / found[ours] for found in times.values())
-    assert f"has {default:.2f} of the speed of the default one in geometric mean, and {peer:.2f} times" in RESULTS
+    others = ("flash_gluon", False), ("flash_attn_4", True)
+    default, peer = (
+        statistics.geometric_mean(found[other] / found["flash_gluon", True] for found in times.values())
+        for other in others
+    )
+    return f"{default:.2f}", f"{peer:.2f}"
+
+
+def test_what_is_said_of_the_fixed_order_is_what_its_runs_say() -> None:
+    said, (default, peer) = " ".join(RESULTS.split()), fixed_order(H200)
+    assert f"has {default} of the speed of the default one on one H200, and {peer} times that" in said
+    assert "on one H100 it has {} and {}.".format(*fixed_order(H100)) in said
 
 
 def test_the_notebook_of_flash_triton_says_what_its_run_says() -> None:

@@ -97,7 +97,7 @@ def detail(view: View, case: Record | None) -> str:
     told += [", ".join(conditions)] if (conditions := _conditions(case)) else []
     told += [case["energy_note"]] if case.get("energy_note") else []
     if case.get("repeatable") is not None:
-        told.append("the same bits each time" if case["repeatable"] else "not the same bits each time")
+        told.append("the same bits each time" if case["repeatable"] else "bits vary")
     told.append(view.machine.run_of(case))
     return DETAILS.join(told)
 

@@ -62,7 +62,7 @@ class Figures:
     def _table(self, table: Table) -> Html:
         keys = table.keys
         head = [
-            tag("th", column or "row", **({"class_": "value"} if i >= keys else {}))
+            tag("th", column or "row", **({"class_": "key"} if i < keys else {}))
             for i, column in enumerate(table.columns)
         ]
         rows = [_line(table, i) for i in range(len(table.rows))]

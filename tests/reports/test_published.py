@@ -17,10 +17,10 @@ from tests.support.pages import PAGES, links
 from tests.support.processes import ROOT
 
 PUBLISHED = Path("reports/published")
-RUNS = {"nvidia-h200": "*.json", "nvidia-h100": "h100/*.json", "nvidia-h100-energy": "energy/*.json"}  # of each report
+RUNS = {"nvidia-h200": "*.json", "nvidia-h200-energy": "energy/*.json"}  # of each report
 DRAWN, WRITTEN = plots.to_svg, page.write
 # Figures of README are compared with it.
-READ_BY_TESTS = {"nvidia-h100/tables/nvidia-h100-80gb-hbm3-tokens16k-bfloat16-fwd-tflops.md"}
+READ_BY_TESTS = {"nvidia-h200/tables/nvidia-h200-tokens16k-bfloat16-fwd-tflops.md"}
 
 
 def shown(report: str) -> set[str]:
