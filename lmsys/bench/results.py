@@ -99,8 +99,12 @@ class Session:
     def select(self, keys: Iterable[Key]) -> None:
         """The cases that are left after -k and the like: a group is these, whichever of its tests comes first.
 
-        ValueError where a case is without the same as it was: both are measured, or both are carried over.
+        ValueError where a case is without the same as it was: both are measured, or both are carried over; and where
+        records are carried over whose benchmark this run does not collect, so that it cannot rate them.
         """
+        if unknown := {name for name, _ in self.carried} - self.benchmarks.keys():
+            told = "this run has not: run the files that it was made of, and choose among their cases by -k"
+            raise ValueError(f"--resume: it has records of {', '.join(sorted(unknown))}, which {told}")
         keys = dict.fromkeys(key for key in keys if key in self._cases)
         if self.checkout:
             for key, other in ((key, self._other(key)) for key in keys):
@@ -247,7 +251,7 @@ class Session:
 
         if self.settings.timed and self.results:
             try:
-                self._rate_again(output_json["benchmarks"])
+                self._rate_again([*self.carried_entries, *output_json["benchmarks"]])
             except (KeyboardInterrupt, Ended) as error:  # what is measured stands
                 self.moved = [f"ceilings were not measured again: {str(error) or 'interrupted'}"]
                 self.runner.machine["ceilings_moved"] = self.moved
@@ -289,15 +293,29 @@ class Session:
         return compare_in_turns(self.records) if self.checkout else []
 
     def _rate_again(self, entries: Iterable[Record]) -> None:
-        """Rates records by the higher of each ceiling's measurements, before the first row and after the last."""
-        asked = [(self.benchmarks[key[0]], self._cases[key], one.record) for key, one in self.results.items()]
-        self.moved, records = self.runner.rate_again(asked)
-        for result, rated in zip(self.results.values(), records, strict=True):
-            result.record = rated
+        """Rates records by the higher of each ceiling's measurements, before the first row and after the last.
+
+        Carried ones, too: a file has the ceilings of the run that wrote it.
+        """
+        held = self.carried | {key: one.record for key, one in self.results.items()}
+        asked = {
+            key: (self.benchmarks[key[0]], case, one) for key, one in held.items() if (case := self._case(key, one))
+        }
+        self.moved, records = self.runner.rate_again([*asked.values()])
+        rated = dict(zip(asked, records, strict=True))
+        self.carried |= {key: one for key, one in rated.items() if key in self.carried}
+        for key, result in self.results.items():
+            result.record = rated[key]
         for entry in entries:
             info = entry["extra_info"]
-            if found := self.results.get((info.get("benchmark"), info.get("id"))):
-                info |= {name: value for name, value in found.record.items() if name in info}
+            if found := rated.get((info.get("benchmark"), info.get("id"))):
+                info |= {name: value for name, value in found.items() if name in info}
+
+    def _case(self, key: Key, one: Record) -> Any:
+        """The case of a record; None where this run has not its benchmark, or the record does not say all of it."""
+        if key in self._cases:
+            return self._cases[key]
+        return self.benchmarks[key[0]].case_of(one) if key[0] in self.benchmarks else None
 
     def resume(self, found: Record, entries: Sequence[Record]) -> None:
         """Take over what an earlier run has done, under the same memory limit.

@@ -217,3 +217,32 @@ def test_whoever_ends_the_last_measurement_of_ceilings_loses_no_record(fault: Ba
     (sentence,) = content["lmsys"]["machine"]["ceilings_moved"]
     assert sentence.startswith("ceilings were not measured again") and sentence.endswith(told)
     assert any(sentence in line for line in session.summary())
+
+
+class Rates:
+    """A runner that rates records by new ceilings."""
+
+    machine = facts()
+
+    def rate_again(self, found: list[tuple[object, object, dict[str, object]]]) -> tuple[list[str], list[object]]:
+        return [], [one | {"matmul_ceiling_fraction": 0.5} for _, _, one in found]
+
+
+def test_what_is_carried_over_is_rated_by_the_ceilings_of_the_new_file() -> None:
+    carried, measured = (ONE | {"id": name, "matmul_ceiling_fraction": 0.25} for name in "ab")
+    session = Session(Settings(device="cpu"), benchmarks={"attention": Telling()})
+    session.resume(head() | {"records": [carried]}, [{"extra_info": dict(carried), "stats": {}}])
+    session.__dict__["runner"] = Rates()
+    session.results["attention", "b"] = Result(measured, [1.0])
+    session._cases |= {("attention", name): object() for name in "ab"}
+    content: dict[str, Any] = {"benchmarks": [{"extra_info": dict(measured), "stats": {}}]}
+    session.complete(content)
+    found = [*content["lmsys"]["records"], *(one["extra_info"] for one in content["benchmarks"])]
+    assert [(one["id"], one["matmul_ceiling_fraction"]) for one in found] == [("a", 0.5), ("b", 0.5)] * 2
+
+
+def test_records_of_a_benchmark_that_is_not_collected_are_not_carried_over() -> None:
+    session = Session(Settings(device="cpu"), benchmarks={"attention": Telling()})
+    session.resume(head() | {"records": [ONE, ONE | {"benchmark": "model"}]}, [])
+    with pytest.raises(ValueError, match="--resume: it has records of model, which this run has not: run the files"):
+        session.select([])
