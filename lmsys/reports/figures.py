@@ -72,7 +72,7 @@ class Figures:
         files = [tag("a", name, href=f"tables/{table.name}.{end}") for name, end in ends]
         caption = tag("figcaption", table.caption, " ", files[0], " ", files[1])
         anchor = f"table-{table.name}"
-        title = tag("p", tag("a", _brief(table), href=f"#{anchor}"), class_="title")
+        title = tag("a", _brief(table), href=f"#{anchor}", class_="title")
         inside = tag("div", inside, class_="scroll")
         return tag("figure", title, inside, *notes, caption, *_made_by(table), **self._anchor(anchor))
 

@@ -60,6 +60,24 @@ def test_tiers_are_in_order_of_length(attention: dict[str, bytes]) -> None:
     assert [row["Q×K"] for row in rows] == ["128×64", "256×128", "1,024×512"]
 
 
+def test_a_grid_of_one_shape_has_a_line_for_each_dtype_and_direction(tmp_path: Path) -> None:
+    files = report(
+        tmp_path,
+        [
+            record("attention", impl, seconds, section="dtypes", dtype=dtype, direction=direction)
+            for dtype in ("bfloat16", "float32")
+            for direction in ("fwd", "bwd")
+            for impl, seconds in (("naive", 4e-3), ("sdpa_flash", 2e-3))
+        ],
+    )
+    rows = cells(files, "dtypes-time")
+    assert [(row["direction"], row["dtype"]) for row in rows] == [
+        (direction, dtype) for direction in ("forward", "backward") for dtype in ("bfloat16", "float32")
+    ]
+    speedups = cells(files, "dtypes-speedup")
+    assert [row["naive"] for row in speedups] == ["0.500"] * 4 + ["0.500 (4)"]
+
+
 def test_key_columns_are_in_sort_order(attention: dict[str, bytes]) -> None:
     """Read from left to right, the rows of every table only grow: masks, head dimensions, lengths."""
     for name in (path[21:-3] for path in attention if re.search(r"-(time|tflops|peak|saved|error)\.md$", path)):

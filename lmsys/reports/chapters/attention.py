@@ -23,6 +23,8 @@ PASSES = {  # what o depends on, and what the gradients depend on
     "forward and backward": lambda case: case["direction"] != "fwd",
 }
 DRAWN = ("time_s", "flops_per_s", "peak_bytes")  # by length
+LINES = ("direction", "dtype", "causal")  # what tells the lines of a grid of one shape apart
+PART = "{direction}, {dtype}, "  # the heading of a part begins so
 
 
 def chapters(view: View) -> list[Chapter]:
@@ -53,19 +55,29 @@ def _section(section: str, own: View) -> tuple[Items, list[Block]]:
     if any(case["queries"] != case["keys"] for case in own.cases):
         lengths = own.ordered("queries", "keys").distinct("S")
         own = own.labelled(S="Q×K").read_as(S={value: own.text("S", value) for (value,) in lengths})
-    parts = [_compared(part) for part in _cut(own, "{section}-{dtype}-{mask}-{direction}", "{causal}")]
+    parts = [_compared(part) for part in _cut(own, "{section}-{dtype}-{mask}-{direction}", PART + "{causal}")]
     timed = {case["impl"] for case in own.cases if case["time_s"] is not None}
     shown = own.only(lambda case: section in GLANCE and case["impl"] in timed)
-    masks = _cut(shown, "{section}-{dtype}-{direction}", "both masks")
+    summary: Items = [_summary(own, section, parts)]
+    if len(own.distinct(*SHAPE)) == 1 and any(map(own.varies, LINES)):  # a table of each part would have one line
+        return summary, [_lines(part) for part in _cut(own, "{section}", "one shape")]
+    masks = _cut(shown, "{section}-{dtype}-{direction}", PART + "both masks")
     rates = [
         Block(one.title, [pivot(_compared(one), "flops_per_s", _keys(one))]) for one in masks if one.varies("causal")
     ]
-    return [_summary(own, section, parts)], [*rates, *(_block(part, section) for part in parts)]
+    return summary, [*rates, *(_block(part, section) for part in parts)]
 
 
-def _cut(own: View, stem: str, masks: str) -> list[View]:
+def _lines(part: View) -> Block:
+    """Tables with a line for each direction, dtype and mask."""
+    part = _compared(part)
+    keys = [name for name in LINES if part.varies(name)] or ["S"]
+    time, *rest = (pivot(part, metric, keys) for metric in part.metrics())
+    return Block(part.title, [time, pivot(part, SPEEDUP, keys)], rest)
+
+
+def _cut(own: View, stem: str, heading: str) -> list[View]:
     """The parts of the usual mode of torch, then those of its deterministic one."""
-    heading = "{direction}, {dtype}, " + masks
     fixed = own.only(lambda case: case.get("deterministic"))
     found = own.only(lambda case: not case.get("deterministic")).cut(stem, heading)
     return [*found, *fixed.cut(stem + "-deterministic", heading + ", {deterministic}")]
