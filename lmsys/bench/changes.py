@@ -50,6 +50,12 @@ class Change:
         return self.verdict not in (SAME, UNCLEAR)
 
     @property
+    def disturbed(self) -> str:
+        """Says in which run the machine was disturbed as the case was measured, and by what; empty for neither."""
+        sides = {"before": self.old.get("disturbed"), "after": self.new.get("disturbed")}
+        return "; ".join(f"disturbed {side}: {said}" for side, said in sides.items() if said)
+
+    @property
     def ratio(self) -> float | None:
         """New time over old, as its anchor was in both."""
         return _exponential(self.shift.estimate) if self.shift else None
@@ -122,8 +128,8 @@ def look_changed(records: Iterable[Record]) -> bool:
 
 def lines(changes: Sequence[Change], margin: float) -> Iterator[str]:
     """A table for a terminal: how many of each verdict there are, and what changed."""
-    counts = Counter(one.verdict for one in changes)
-    told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
+    counts = counts_of(changes).items()
+    told = ", ".join(f"{cases} {verdict}{of_them_disturbed(disturbed)}" for verdict, (cases, disturbed) in counts)
     yield f"{told or 'nothing to compare'}, by a margin of {margin:.3g}"
     changed = [one for one in changes if one.is_changed]
     if changed:
@@ -132,9 +138,26 @@ def lines(changes: Sequence[Change], margin: float) -> Iterator[str]:
         ratio = f"{one.ratio:.3f}" if one.ratio else ""
         interval = f"{one.interval[0]:.3f} to {one.interval[1]:.3f}" if one.interval else ""
         reason = one.old["reason"] if one.verdict == MENDED else one.new["reason"] if one.verdict == BROKEN else None
-        yield f"{one.verdict:8} {ratio:>14} {interval:>16}  {one.new['id']}{f': {reason}' if reason else ''}"
+        said = "; ".join(text for text in (reason, one.disturbed) if text)
+        yield f"{one.verdict:8} {ratio:>14} {interval:>16}  {one.new['id']}{f': {said}' if said else ''}"
     if len(changed) > MOST_LINES:
         yield f"and {len(changed) - MOST_LINES} more, on the page"
+    if disturbed := sum(bool(one.disturbed) for one in changes):
+        several = f"{disturbed} cases were" if disturbed > 1 else "1 case was"
+        yield f"{several} measured while the machine was disturbed, and the verdict may come from that: measure again"
+
+
+def counts_of(changes: Iterable[Change]) -> dict[str, tuple[int, int]]:
+    """(cases, how many of these were disturbed) of each verdict that there is, in the order of VERDICTS."""
+    changes = list(changes)
+    cases = Counter(one.verdict for one in changes)
+    disturbed = Counter(one.verdict for one in changes if one.disturbed)
+    return {verdict: (cases[verdict], disturbed[verdict]) for verdict in VERDICTS if cases[verdict]}
+
+
+def of_them_disturbed(count: int) -> str:
+    """Stands behind a number of cases; empty where none of them was disturbed."""
+    return f" ({count} disturbed)" if count else ""
 
 
 def _change_in_turns(old: Record, new: Record) -> Change:

@@ -1,6 +1,5 @@
 """A run against an earlier one: the verdict on each case in a terminal, and a page that shows the two side by side."""
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,20 +13,22 @@ from lmsys.bench.changes import (
     SAME,
     SLOWER,
     UNCLEAR,
-    VERDICTS,
     Change,
     compare,
     compare_in_turns,
+    counts_of,
     lines,
     of_one_run,
+    of_them_disturbed,
     spread_between,
 )
 from lmsys.bench.fields import Record
 from lmsys.reports import page
 from lmsys.reports.blocks import Block, Chapter
+from lmsys.reports.cells import Notes, below, mark
 from lmsys.reports.load import InputError, Machine, file_name, read
 from lmsys.reports.tables import Table, csv_of
-from lmsys.reports.words import number
+from lmsys.reports.words import number, sentence
 
 DECIDE = ("torch", "triton", "cuda", "float32_matmul")  # of a run: with another, times are of something else
 COLUMNS = ["case", "row", "before", "after", "time after / before", "95 %", "beside", "verdict"]
@@ -60,11 +61,6 @@ class Compared:
     @property
     def is_bad(self) -> bool:
         return any(one.is_bad for one in self.changes)
-
-    @property
-    def counts(self) -> dict[str, int]:
-        found = Counter(one.verdict for one in self.changes)
-        return {name: found[name] for name in VERDICTS if found[name]}
 
 
 def read_both(
@@ -168,13 +164,14 @@ def block_and_chapters(found: Compared) -> tuple[Block, list[Chapter]]:
     """The verdicts in numbers, then what changed, the largest first, and all cases."""
     slug = found.after.slug
     source = " ".join(f"{name.title()}: {side.about(side.records)}" for name, side in _sides(found))
+    counts = counts_of(found.changes).items()
     verdicts = Table(
         name=f"{slug}-verdicts",
         title="Verdicts",
         caption=_caption(found),
         columns=["verdict", "cases", "meaning"],
-        rows=[[name, str(count), MEANINGS[name]] for name, count in found.counts.items()],
-        data=[{"verdict": name, "cases": count} for name, count in found.counts.items()],
+        rows=[[name, f"{cases}{of_them_disturbed(count)}", MEANINGS[name]] for name, (cases, count) in counts],
+        data=[{"verdict": name, "cases": cases, "disturbed": count} for name, (cases, count) in counts],
         keys=3,
         source=source,
     )
@@ -203,6 +200,8 @@ def _caption(found: Compared) -> str:
         said.append(f"The runs that --repeats named differ by {100 * found.between_runs:.2g} %.")
     if spreads or found.between_runs:
         said.append("Intervals are wider by that.")
+    if any(one.disturbed for one in found.changes):
+        said.append("The verdict on a case that was disturbed may come from the disturbance: measure it again.")
     return " ".join(said)
 
 
@@ -235,25 +234,30 @@ def _table(name: str, title: str, changes: Sequence[Change], source: str) -> Tab
             "high": one.interval[1] if one.interval else None,
             "beside": one.beside,
             "verdict": one.verdict,
+            "disturbed": one.disturbed,
         }
         for one in changes
     ]
+    notes: Notes = {}
+    rows = [_row(one, notes) for one in changes]
     return Table(
         name=name,
         title=title,
         caption="Times are in microseconds. Where clocks moved, the ratio of the times is not the ratio that counts.",
         columns=COLUMNS,
-        rows=[_row(one) for one in changes],
+        rows=rows,
         data=data,
         keys=2,
+        notes=below(notes, rows),
         source=source,
     )
 
 
-def _row(change: Change) -> list[str]:
+def _row(change: Change, notes: Notes) -> list[str]:
     times = [number(1e6 * one["time_s"]) if one.get("time_s") else one["outcome"] for one in (change.old, change.new)]
     interval = " to ".join(f"{one:.3f}" for one in change.interval or ())
     ratio = f"{change.ratio:.3f}" if change.ratio else ""
     impl = str(change.new["impl"])
     case = str(change.new["id"]).removesuffix(f"-{impl}")
-    return [case, impl, *times, ratio, interval, change.beside or "nothing", change.verdict]
+    verdict = change.verdict + (mark(notes, f"{sentence(change.disturbed)}.") if change.disturbed else "")
+    return [case, impl, *times, ratio, interval, change.beside or "nothing", verdict]

@@ -81,7 +81,8 @@ def test_a_sweep_says_what_became_slower_and_what_broke(folder: Path, tmp_path: 
     commit = git(folder, "rev-parse", "HEAD").strip()
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "against HEAD, in turns:" in ended.stdout and "--against: 1 slower" in ended.stdout, ended.stdout
-    assert re.search(r"^slower +\d+\.\d+ +\d+\.\d+ to \d+\.\d+  default-32-float32-slower$", ended.stdout, re.MULTILINE)
+    slower = r"^slower +\d+\.\d+ +\d+\.\d+ to \d+\.\d+  default-32-float32-slower(?:: disturbed .*)?$"
+    assert re.search(slower, ended.stdout, re.MULTILINE)  # a busy machine disturbs it
     assert re.search(r"^mended +default-32-float32-mended: product is .* the allowed error", ended.stdout, re.MULTILINE)
     assert not list((tmp_path / "cache").iterdir()), "the earlier state was left behind"
 

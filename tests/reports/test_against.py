@@ -49,6 +49,30 @@ def test_a_slower_row_is_told_and_fails(tmp_path: Path, capsys: pytest.CaptureFi
     assert compared(tmp_path / "wide", old, new, "--margin", "0.2") == 0
 
 
+@pytest.mark.parametrize("side", ["before", "after"])
+def test_a_case_that_was_disturbed_in_either_run_is_marked(
+    side: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the terminal and on the page, so that nobody takes it for a change of the code without having read that."""
+    paths = {"before": run(tmp_path / "old.json", 1), "after": run(tmp_path / "new.json", 2, 1.1)}
+    content = json.loads(paths[side].read_text())
+    slower, same = content["lmsys"]["records"][0], content["lmsys"]["records"][2]
+    assert (slower["impl"], same["impl"]) == ("flash_triton", "naive")
+    for one in (slower, same):
+        one["disturbed"] = "other programs took 40 % of the CPU"
+    paths[side].write_text(json.dumps(content))
+    assert compared(tmp_path / "out", paths["before"], paths["after"]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("3 slower (1 disturbed), 3 unclear, 3 same (1 disturbed), by a margin of 0.05\n")
+    assert f"{slower['id']}: disturbed {side}: other programs took 40 % of the CPU\n" in said
+    assert "2 cases were measured while the machine was disturbed" in said
+    texts = [path.read_text() for path in (tmp_path / "out").rglob("*.md")]
+    changed, verdicts = (next(text for text in texts if f"### {name}" in text) for name in ("What changed", "Verdicts"))
+    assert changed.count("slower¹") == 1 and changed.count("| slower |") == 2
+    assert f"¹ Disturbed {side}: other programs took 40 % of the CPU." in changed
+    assert "| slower | 3 (1 disturbed) |" in verdicts and "a case that was disturbed" in verdicts
+
+
 def test_the_same_files_give_the_same_page(tmp_path: Path) -> None:
     old, new = run(tmp_path / "old.json", 1), run(tmp_path / "new.json", 2, 1.1)
     pages = []
