@@ -1,7 +1,7 @@
 """Blocks, tables and plots as HTML."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lmsys.reports.blocks import Block
@@ -19,7 +19,7 @@ def _brief(item: Table | Plot) -> str:
 
 @dataclass(frozen=True)
 class Figures:
-    """Blocks, tables and plots as HTML; with `inline` plots stand in the page."""
+    """Blocks, tables and plots as HTML; with `inline` plots stand in the page, and no link leads out of it."""
 
     inline: bool
     _named: set[str] = field(default_factory=set, init=False)
@@ -56,8 +56,13 @@ class Figures:
         else:
             width, height = re.findall(r'(?:width|height)="([\d.]+)pt"', plot.svg)[:2]
             image = tag("img", src=file, alt=plot.title, loading="lazy", width=width, height=height)
-        caption = tag("figcaption", plot.caption, " ", tag("a", "SVG", href=file))
+        caption = tag("figcaption", plot.caption, *self._links({"SVG": file}))
         return tag("figure", image, caption, **self._anchor(f"plot-{plot.name}"))
+
+    def _links(self, files: Mapping[str, str]) -> list[str]:
+        """Links to files beside the page, by what they are called; none in a page that is sent alone."""
+        links = [] if self.inline else [tag("a", name, href=file) for name, file in files.items()]
+        return [text for link in links for text in (" ", link)]
 
     def _table(self, table: Table) -> Html:
         keys = table.keys
@@ -68,9 +73,9 @@ class Figures:
         rows = [_line(table, i) for i in range(len(table.rows))]
         inside = tag("table", tag("thead", tag("tr", *head)), tag("tbody", *rows))
         notes = [tag("ul", *(tag("li", note) for note in table.notes), class_="notes")] if table.notes else []
-        ends = ("CSV", "csv"), ("Markdown", "md")
-        files = [tag("a", name, href=f"tables/{table.name}.{end}") for name, end in ends]
-        caption = tag("figcaption", table.caption, " ", files[0], " ", files[1])
+        ends = {"CSV": "csv", "Markdown": "md"}
+        files = {name: f"tables/{table.name}.{end}" for name, end in ends.items()}
+        caption = tag("figcaption", table.caption, *self._links(files))
         anchor = f"table-{table.name}"
         title = tag("a", _brief(table), href=f"#{anchor}", class_="title")
         inside = tag("div", inside, class_="scroll")

@@ -47,7 +47,7 @@ def write(out: Path, parts: Sequence[Part], records_csv: str, notes: Sequence[st
 def html(parts: Sequence[Part], notes: Sequence[str], single_file: bool = False) -> str:
     """The page: every machine's answers, a contents list, then every machine with its facts and chapters.
 
-    `single_file`: plots stand in the page, not in files beside it.
+    `single_file`: plots stand in the page, not in files beside it, and it links to no file.
     """
     first, contents, body = [], [], []
     figures = Figures(single_file)
@@ -63,10 +63,14 @@ def html(parts: Sequence[Part], notes: Sequence[str], single_file: bool = False)
             inside.append(tag("h3", chapter.title, id=anchors[chapter.title]))
             inside += [figures.block(block, anchors) for block in chapter.blocks if block.items]
         body.append(tag("section", *inside))
-    csv = tag("a", "records.csv", href="tables/records.csv")
     names = sorted({str(case["impl"]) for machine, _, _ in parts for case in machine.records})
     said = [tag("p", note) for note in notes]
-    said.append(tag("p", "Every measured case is in ", csv, f"; each table and plot links to its own file. {LETTERS}"))
+    if single_file:
+        files = ["This page links to no other file: the folder that it was made in has each table and plot as a file. "]
+    else:
+        csv = tag("a", "records.csv", href="tables/records.csv")
+        files = ["Every measured case is in ", csv, "; each table and plot links to its own file. "]
+    said.append(tag("p", *files, LETTERS))
     made = tag("code", "python -m lmsys.reports RESULT.json ... -o DIR")
     said.append(
         tag(

@@ -37,6 +37,15 @@ def test_a_single_file_holds_its_plots(tmp_path: Path) -> None:
     assert "<img" not in page
 
 
+def test_a_single_file_links_to_nothing_outside_itself(tmp_path: Path) -> None:
+    """Who receives it has no tables/ and plots/ beside it."""
+    files = built(tmp_path / "out", save(tmp_path / "r.json", of_everything()), "--single-file")
+    page = files["index.html"].decode()
+    links = re.findall(r'(?:href|src)="(?!data:)([^"]+)"', page)
+    assert len(links) > 100 and {link for link in links if not link.startswith("#")} == set()
+    assert all(f'id="{link[1:]}"' in page for link in links)
+
+
 def test_ids_are_each_ones_own(everything: dict[str, bytes]) -> None:
     ids = re.findall(r' id="([^"]+)"', re.sub(r"<svg.*?</svg>", "", everything["index.html"].decode(), flags=re.S))
     assert len(ids) == len(set(ids))
