@@ -8,6 +8,7 @@ window of it, so that a new draw costs one copy, and any part of a draw can be m
 
 import random
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _WEYL = 0x9E3779B9, 0xBB67AE85
 _WORD = 0xFFFFFFFF
 _AT_ONCE = 2**22  # counters, so that what is needed on the way stays below 1 GiB
+_BLOCK, _BLOCKS = 2**16, 2**11  # values that `part` makes at once, and how often it keeps so many: 256 MiB of bfloat16
 
 
 def philox(seed: int, first: int, count: int, device: str | torch.device = "cpu") -> Tensor:
@@ -133,5 +135,16 @@ def part(
     std: float = 1.0,
     below: int | None = None,
 ) -> Tensor:
-    """`count` elements from `first` on of what `fill` writes, made alone, on a CPU."""
-    return _elements(key(seed, name), start(draw, name) + first, count, dtype, std, below)
+    """`count` elements from `first` on of what `fill` writes, made alone, on a CPU.
+
+    Draws are windows of one stream, which overlap: what was made of it for one is kept for the next.
+    """
+    begin = start(draw, name) + first
+    low, end = begin - begin % _BLOCK, begin + count
+    blocks = [_block(key(seed, name), at, dtype, std, below) for at in range(low, end, _BLOCK)]
+    return torch.cat(blocks)[begin - low : end - low].clone()
+
+
+@lru_cache(_BLOCKS)
+def _block(seed: int, first: int, dtype: torch.dtype, std: float, below: int | None) -> Tensor:
+    return _elements(seed, first, _BLOCK, dtype, std, below)

@@ -3,7 +3,8 @@
 For every record: its seal; the statistics of its samples; every field that is a function of others; work and rates from
 its shapes; whether anything can be that fast there; and of the timed calls that were checked, the inputs, the oracle
 and the errors of the rows that it holds. The benchmarks' own code, from FOLDER (default: benchmarks), does that, so the
-same works for your own. What could not be recomputed is told. Exit code 1 where something is wrong, 2 for bad usage.
+same works for your own. What could not be recomputed is told. Exit code 1 where something is wrong, 2 for bad usage,
+130 where it was interrupted (Ctrl-C). A file that takes long says on stderr how far it is.
 
 Whoever has this code can forge a result that agrees with itself. What nobody can see from a file alone: samples that
 are all scaled alike, with everything that follows from them; facts of a machine that no rate depends on.
@@ -13,9 +14,11 @@ import argparse
 import importlib
 import importlib.util
 import math
+import signal
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,12 +28,15 @@ from lmsys.bench.benchmark import Benchmark
 from lmsys.bench.fields import Record
 from lmsys.bench.proof import file_seal, seal
 from lmsys.bench.record import load, summarize, today
-from lmsys.bench.results import entries_of
+from lmsys.bench.results import entries_of, time_left
 from lmsys.measure.limits import Limits
 from lmsys.values import shortly
 
 RTOL = 1e-9  # of what pure Python makes of the same numbers
 NOT_RECOMPUTED = "not recomputed: "
+TOLD_S = 5.0  # from one line on how far it is to the next
+INTERRUPTED = 128 + signal.SIGINT
+Say = Callable[[str], None]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,20 +46,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         benchmarks = benchmarks_in(options.benchmarks)
-        found = {path: verify(path, benchmarks) for path in options.results}
+        wrong = [_tell(path, *verify(path, benchmarks, _say)) for path in options.results]
     except ValueError as error:
         print(f"python -m lmsys.verify: error: {error}", file=sys.stderr)
         return 2
-    wrong = 0
-    for path, (count, sentences) in found.items():
-        untold = [one for one in sentences if NOT_RECOMPUTED not in one]
-        wrong += len(untold)
-        for sentence in untold:
-            print(f"{path}: {sentence}")
-        for sentence, times in Counter(one.partition(": ")[2] for one in sentences if NOT_RECOMPUTED in one).items():
-            print(f"{path}: {times} times {sentence}")
-        print(f"{path}: {count} records, {f'{len(untold)} things are wrong' if untold else 'nothing is wrong'}")
-    return 1 if wrong else 0
+    except KeyboardInterrupt:
+        print("python -m lmsys.verify: interrupted; what stands above is all that was verified", file=sys.stderr)
+        return INTERRUPTED
+    return 1 if any(wrong) else 0
+
+
+def _tell(path: Path, count: int, sentences: Sequence[str]) -> int:
+    """Prints what was found in a file; the number of things that are wrong with it."""
+    untold = [one for one in sentences if NOT_RECOMPUTED not in one]
+    for sentence in untold:
+        print(f"{path}: {sentence}")
+    for sentence, times in Counter(one.partition(": ")[2] for one in sentences if NOT_RECOMPUTED in one).items():
+        print(f"{path}: {times} times {sentence}")
+    print(f"{path}: {count} records, {f'{len(untold)} things are wrong' if untold else 'nothing is wrong'}", flush=True)
+    return len(untold)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def benchmarks_in(folder: Path) -> dict[str, Benchmark]:
@@ -75,17 +90,22 @@ def _module(path: Path) -> ModuleType:
     return importlib.import_module(f"{path.parent.name}.{path.stem}" if in_package else path.stem)
 
 
-def verify(path: Path, benchmarks: Mapping[str, Benchmark]) -> tuple[int, list[str]]:
-    """(the number of records, sentences on what is wrong with the file or was not recomputed)."""
+def verify(path: Path, benchmarks: Mapping[str, Benchmark], say: Say = lambda _: None) -> tuple[int, list[str]]:
+    """(the number of records, sentences on what is wrong with the file or was not recomputed).
+
+    say  is called every few seconds with a line on how far it is. ValueError where the file is no result.
+    """
     content = load(path)
+    records = content["records"]
     sentences = list(_of_file(path, content))
-    for number, record in enumerate(content["records"], start=1):
-        if sys.stderr.isatty():
-            end = "\n" if number == len(content["records"]) else "\r"
-            print(f"{path}: {number}/{len(content['records'])}", end=end, file=sys.stderr, flush=True)
+    began = told = time.monotonic()
+    for done, record in enumerate(records):
+        if (now := time.monotonic()) - told >= TOLD_S:
+            told = now
+            say(f"{path}: {done:,} of {len(records):,} records{time_left(now - began, done, len(records))}")
         benchmark = benchmarks.get(record["benchmark"])
         sentences += [f"{record['id']}: {one}" for one in _of_any_record(record, benchmark, content["machine"])]
-    return len(content["records"]), sentences
+    return len(records), sentences
 
 
 def _of_file(path: Path, content: Record) -> Iterator[str]:

@@ -68,6 +68,16 @@ def test_a_part_of_a_draw_is_made_alone(draw: int, first: int) -> None:
         assert torch.equal(alone, x.flatten()[first:]), name
 
 
+def test_what_was_made_for_a_part_is_kept_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws are windows of one stream; and who writes into a part changes no other."""
+    wanted = 5, 7, "kept", 0, 10, torch.float32
+    first = part(*wanted)
+    expected = first.clone()
+    first.zero_()
+    monkeypatch.setattr(draws, "philox", None)
+    assert torch.equal(part(*wanted), expected)
+
+
 @given(seed=SEEDS, first=st.integers(0, 50), at_once=st.integers(1, 5))
 def test_how_much_is_made_at_once_does_not_matter(seed: int, first: int, at_once: int) -> None:
     whole = values(seed, 0, 90), whole_numbers(seed, 0, 90, below=17)

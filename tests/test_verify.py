@@ -6,6 +6,9 @@ flash_gluon,flash_cuda,sdpa_flash,sdpa_cudnn --length 512 --head-dim 64 --causal
 
 import copy
 import json
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -296,6 +299,42 @@ def test_the_command_says_so_and_exits_so(
     assert "time_s is" in capsys.readouterr().out
     assert verify.main([str(tmp_path / "none.json")]) == 2
     assert "cannot read" in capsys.readouterr().err
+
+
+def test_a_file_that_takes_long_says_how_far_it_is(
+    content: Content, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(content))
+    assert verify.main([str(path)]) == 0 and capsys.readouterr().err == ""
+    monkeypatch.setattr(verify, "TOLD_S", 0.0)
+    assert verify.main([str(path)]) == 0
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == f"{path}: 0 of 2 records"
+    assert re.fullmatch(rf"{re.escape(str(path))}: 1 of 2 records, about \d+ s left", second)
+
+
+def test_an_interrupt_ends_it_with_a_sentence(content: Content, tmp_path: Path) -> None:
+    """In the second file, after what was found in the first; and the exit code is that of Ctrl-C."""
+    paths = tmp_path / "whole.json", tmp_path / "cut.json"
+    for path in paths:
+        path.write_text(json.dumps(content))
+    interrupting = """
+import signal, sys
+from lmsys import verify
+of_a_file = verify._of_file
+def interrupted(path, content):
+    if path.name == "cut.json":
+        signal.raise_signal(signal.SIGINT)
+    return of_a_file(path, content)
+verify._of_file = interrupted
+sys.exit(verify.main())
+"""
+    command = [sys.executable, "-c", interrupting, *map(str, paths)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 130 and done.stdout == f"{paths[0]}: 2 records, nothing is wrong\n"
+    assert done.stderr.startswith("python -m lmsys.verify: interrupted") and done.stderr.count("\n") == 1
 
 
 def test_without_the_benchmarks_it_says_what_it_left_out(tmp_path: Path, content: Content) -> None:

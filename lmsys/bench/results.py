@@ -195,10 +195,7 @@ class Session:
         """How long the rest should take, if its cases cost what those before have cost."""
         self._began = self._began or time.monotonic()
         total, done = sum(map(len, self._groups.values())), len(self.results) / (2 if self.checkout else 1)
-        if not done:
-            return ""
-        seconds = (time.monotonic() - self._began) / done * (total - done)
-        return f", about {seconds / 60:.0f} min left" if seconds >= 90 else f", about {seconds:.0f} s left"
+        return time_left(time.monotonic() - self._began, done, total)
 
     @cached_property
     def runner(self) -> "Runner | Isolated | Paired":
@@ -367,6 +364,14 @@ class Session:
     def close(self) -> None:
         if "runner" in self.__dict__:
             self.runner.close()
+
+
+def time_left(seconds: float, done: float, total: int) -> str:
+    """How long the rest of `total` should take, if each costs what those `done` in `seconds` did; empty before any."""
+    if not done:
+        return ""
+    left = seconds / done * (total - done)
+    return f", about {left / 60:.0f} min left" if left >= 90 else f", about {left:.0f} s left"
 
 
 def read_results(path: Path) -> Iterator[tuple[Record, list[Record]]]:
