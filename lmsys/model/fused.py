@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lmsys.autograd import once_differentiable
+from lmsys.config import ModelConfig
 from lmsys.measure.profile import part
 from lmsys.model.functions import silu
 from lmsys.model.linear import linears, matmul_dtype
@@ -51,6 +52,13 @@ def why_not(device: torch.device) -> str:
     if device.type != "cuda":
         return f"fused blocks are kernels for a CUDA device, and this is {device.type}"
     return "" if HAS_TRITON else "fused blocks are kernels in Triton: pip install triton"
+
+
+def check_levels(config: ModelConfig) -> None:
+    """ValueError where the blocks of this model are to keep less than fused blocks do."""
+    if any(group.level != "none" for group in config.groups):
+        given = config.checkpoint_blocks
+        raise ValueError(f"fused blocks keep what their backward reads: checkpoint_blocks={given!r} must be 0")
 
 
 def run(layers: Sequence[Any], last: Any, x: Tensor, attend: Sequence[Any], rope: Any, positions: Any) -> Tensor:

@@ -254,9 +254,7 @@ class TransformerLM(nn.Module):
         Blocks are then no modules that could be hooked or wrapped, and keep what their backward reads. ValueError with
         checkpointing.
         """
-        if any(group.level != "none" for group in self.config.groups):
-            given = self.config.checkpoint_blocks
-            raise ValueError(f"fused blocks keep what their backward reads: checkpoint_blocks={given!r} must be 0")
+        fused.check_levels(self.config)
         self._fused = True
         groups = [[self.lm_head]]
         for layer in self.layers:

@@ -1,5 +1,6 @@
 """The log of a run: it has a line of JSON for every step and evaluation, and prints one now and then."""
 
+import importlib
 import json
 import math
 import time
@@ -75,16 +76,23 @@ class WandB:
         self._run.finish()
 
 
-def others(config: RunConfig, step: int) -> list[TensorBoard | WandB]:
-    """The other logs that the config asks for. ValueError names the extra that would bring a missing package."""
-    found: list[TensorBoard | WandB] = []
+def check_packages(config: RunConfig) -> None:
+    """ValueError, with the extra that would bring it, where a package of the other logs is missing."""
+    asked = {"torch.utils.tensorboard": config.log.tensorboard, "wandb": config.log.wandb is not None}
     try:
-        if config.log.tensorboard:
-            found.append(TensorBoard(config.folder / "tensorboard", step))
-        if config.log.wandb is not None:
-            found.append(WandB(config.folder, config.log.wandb, config.log.wandb_mode, asdict(config)))
+        for name in (name for name, is_asked in asked.items() if is_asked):
+            importlib.import_module(name)
     except ImportError as error:
         raise ValueError(f"log: {error}; pip install 'lmsys[log]' brings it") from error
+
+
+def others(config: RunConfig, step: int) -> list[TensorBoard | WandB]:
+    """The other logs that the config asks for; `check_packages` has seen that their packages are there."""
+    found: list[TensorBoard | WandB] = []
+    if config.log.tensorboard:
+        found.append(TensorBoard(config.folder / "tensorboard", step))
+    if config.log.wandb is not None:
+        found.append(WandB(config.folder, config.log.wandb, config.log.wandb_mode, asdict(config)))
     return found
 
 

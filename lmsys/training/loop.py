@@ -21,13 +21,12 @@ from torch import Tensor
 from lmsys import doing
 from lmsys.cost.operations import model_flops
 from lmsys.measure.machine import peak_flops_per_s
-from lmsys.model import BLOCKS_PER_GRAPH, Loss, TransformerLM, fused
-from lmsys.parallel import STRATEGIES
+from lmsys.model import BLOCKS_PER_GRAPH, Loss, TransformerLM
 from lmsys.parallel.adapter import Adapter
 from lmsys.parallel.collectives import Group, TreeSums, gather_objects, size_and_rank
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer
 from lmsys.registry import Entry
-from lmsys.training import checkpoint, state
+from lmsys.training import checkpoint, possible, state
 from lmsys.training.checkpoint import Checkpoint
 from lmsys.training.config import RunConfig
 from lmsys.training.data import Batches, Source
@@ -38,7 +37,7 @@ from lmsys.training.graph import on_capture_stream
 from lmsys.training.log import JsonLines, Progress
 from lmsys.training.nonfinite import NonFiniteError, first_nonfinite
 from lmsys.training.optimizer import AdamW, clip_factor, cosine_schedule, grad_norm, scale_gradients, set_lr
-from lmsys.training.packing import check_attention, end_of_text_of, model_inputs
+from lmsys.training.packing import end_of_text_of, model_inputs
 from lmsys.training.reproducible import deterministic, exact_norm, weights_sha256
 from lmsys.training.stop import StopSignals
 
@@ -90,10 +89,8 @@ class Trainer:
         train = config.train
         self.config, self.windows, self.device, self.group = config, windows, device, group
         self.world_size, self.rank = size_and_rank(group)
-        (row,) = STRATEGIES.select([train.strategy])
+        row = possible.check(config, device, group)
         packed = config.data.packing == "documents"
-        if packed:
-            check_attention(config, device)
         self.autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=train.precision == "bf16")
         self.batches = Batches(
             source, config.model.context_length, train.held, train.seed, self.rank, self.world_size,
@@ -116,11 +113,7 @@ class Trainer:
             together = 1 if alike else BLOCKS_PER_GRAPH
             self.model.compile_blocks(together, fullgraph=not packed)  # graphs end at attention on documents
         if train.fused:
-            if reason := fused.why_not(device) or row.trait("why_not_fused", ""):
-                raise ValueError(f"train.fused=true with strategy {row.name!r}: {reason}")
             self.model.fuse_blocks()
-        if reason := train.graph and self._why_no_graph(row):
-            raise ValueError(f"train.graph=true: {reason}")
         with on_capture_stream() if train.graph else nullcontext():  # which torch's DDP keeps
             self.strategy = self._strategy(row)
         self._shards_gradients = row.trait("shards_gradients", False)
@@ -134,36 +127,13 @@ class Trainer:
 
     def _strategy(self, row: Entry) -> Adapter:
         train = self.config.train
-        if self.world_size > 1 and not row.trait("synchronizes", True):
-            raise ValueError(
-                f"strategy {row.name!r} lets ranks drift apart: it is for measuring, and trains on one rank only"
-            )
-        if reason := row.trait("why_not_saved", ""):
-            raise ValueError(f"strategy {row.name!r}: {reason}")
-        if train.reproducible and (reason := row.trait("why_not_reproducible", "")):
-            raise ValueError(f"strategy {row.name!r} with train.reproducible: {reason}")
-        if row.peer and not dist.is_initialized():
-            raise ValueError(f"strategy {row.name!r} needs a process group: start it by --ranks 1 or torchrun")
         options: dict[str, Any] = {} if train.bucket_mb is None else {"bucket_mb": train.bucket_mb}
         if row.trait("compute_dtype", False) and train.precision == "bf16" and not train.reproducible:
             options["compute_dtype"] = torch.bfloat16
         group = TreeSums(self.group) if train.reproducible else self.group
         strategy = Adapter(row.load(), Loss(self.model), group, **options)
-        able = strategy.can_stay_local and row.trait("accumulates", True)
-        if self.world_size > 1 and self.batches.accumulation > 1 and not able:
-            raise ValueError(
-                f"strategy {row.name!r} cannot accumulate micro-batches: train.micro_batch_size is to be"
-                f" {train.batch_size // self.world_size}, train.batch_size over {self.world_size} ranks"
-            )
+        possible.check_accumulation(self.config, row, self.world_size, able=strategy.can_stay_local)
         return strategy
-
-    def _why_no_graph(self, row: Entry) -> str:
-        if self.device.type != "cuda":
-            return f"CUDA graphs need train.device=cuda, not {self.device.type}"
-        if self.config.data.packing != "none":
-            return f"each batch of data.packing={self.config.data.packing!r} has masks of its own, and is no replay"
-        reason = row.trait("why_not_graphed", "")
-        return reason and f"strategy {row.name!r}: {reason}"
 
     def _make_gradients(self) -> Gradients | ReplayedGradients:
         train = self.config.train
@@ -178,10 +148,6 @@ class Trainer:
         options = dict[str, Any](lr=train.lr, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay)
         if not train.sharded_optimizer:
             return self.strategy.make_optimizer(AdamW, **options)
-        if self._shards_gradients:
-            raise ValueError(
-                f"strategy {train.strategy!r} shards its optimizer itself: train.sharded_optimizer is false"
-            )
         return ShardedOptimizer(self.model.parameters(), AdamW, self.group, **options)
 
     def _resume(self, found: Checkpoint, shared: dict[str, Any]) -> None:

@@ -38,23 +38,26 @@ def model_inputs(inputs: np.ndarray, targets: np.ndarray, device: torch.device) 
 
 
 def check_attention(config: RunConfig, device: torch.device) -> None:
-    """ValueError, with the rows that can, where model.attention cannot train on packed documents."""
-    model, train = config.model, config.train
+    """ValueError, with the rows that can, where model.attention cannot train here, or not on packed documents."""
+    model, train, packed = config.model, config.train, config.data.packing == "documents"
     dtype = "bfloat16" if train.precision == "bf16" else "float32"
-    case = attention_case(model, train.held, model.context_length, dtype, device, grad=True, documents=True)
+    case = attention_case(model, train.held, model.context_length, dtype, device, grad=True, documents=packed)
     try:
         reason = _why_not(ATTENTION.pick(model.attention, case), case)
     except ValueError as error:
         reason = str(error)
     if reason:
         able = ", ".join(name for name in ATTENTION if not _why_not(ATTENTION[name], case))
-        told = f"model.attention={model.attention!r} cannot train with data.packing='documents': {reason}"
+        with_what = "data.packing='documents'" if packed else f"train.precision={train.precision!r} on {device.type}"
+        told = f"model.attention={model.attention!r} cannot train with {with_what}: {reason}"
         raise ValueError(f"{told}; here these can: {able}")
 
 
 def _why_not(row: Entry, case: AttentionCase) -> str | None:
     if reason := row.why_not(case):
         return reason
+    if not case.documents:
+        return None
     if row.trait("compiles", False):
         return "it compiles anew for the documents of each batch"
     try:

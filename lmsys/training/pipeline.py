@@ -30,14 +30,14 @@ from lmsys.parallel.collectives import gather_objects, size_and_rank
 from lmsys.strict_json import paths, read_json
 from lmsys.tokenizer import Tokenizer, train
 from lmsys.tokenizer.chunks import Chunk
-from lmsys.training import checkpoint
+from lmsys.training import checkpoint, possible
 from lmsys.training.checkpoint import Checkpoint
 from lmsys.training.config import RunConfig
 from lmsys.training.corpora import END_OF_TEXT, Corpus, corpus_of, make_folder
 from lmsys.training.data import TokenFiles, fixed_windows
 from lmsys.training.evaluation import Windows, evaluate, unigram
 from lmsys.training.generation import Sampling, generate
-from lmsys.training.log import JsonLines, others
+from lmsys.training.log import JsonLines, check_packages, others
 from lmsys.training.loop import Outcome, Trainer
 from lmsys.training.packing import end_of_text_of
 from lmsys.training.tokens import shards, tokenize_files
@@ -88,8 +88,12 @@ def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> i
     world_size, rank = size_and_rank(None)
     context = RunContext(config, rank, world_size)
     _agree(config, steps, skip_data)
-    config.train.accumulation(world_size)  # both refused here rather than after the data has been made
+    config.train.accumulation(world_size)  # what cannot be is refused here, not after the data has been made
     STRATEGIES.select([config.train.strategy])
+    if "train" in steps:
+        possible.check(config, context.device)
+        if rank == 0:
+            check_packages(config)
     if context.device.type == "cpu" and config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     if any(step in WRITERS for step in steps):

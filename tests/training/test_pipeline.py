@@ -83,6 +83,38 @@ def test_a_strategy_that_there_is_not_is_named(tmp_path: Path, capsys: pytest.Ca
     assert f"'{tmp_path / 'mine.py'}' does not load: ZeroDivisionError: division by zero" in said
 
 
+REFUSED = {
+    "train.graph=true": "train.graph=true: CUDA graphs need train.device=cuda, not cpu",
+    "train.fused=true": "train.fused=true with strategy 'bucketed': fused blocks are kernels for a CUDA device",
+    "train.strategy=torch_fsdp2": "strategy 'torch_fsdp2': ",
+    "train.strategy=torch_ddp": "strategy 'torch_ddp' needs a process group: start it by --ranks 1 or torchrun",
+    "train.sharded_optimizer=true train.strategy=zero1": "strategy 'zero1' shards its optimizer itself",
+    "train.reproducible=true train.strategy=copy_engine": "strategy 'copy_engine' with train.reproducible: ",
+    "model.checkpoint_blocks=fit": "model.checkpoint_blocks=fit needs train.memory_gib on a CPU",
+    "model.attention=flash_gluon": "model.attention='flash_gluon' cannot train with train.precision='fp32' on cpu: ",
+    "data.packing=documents model.attention=naive_compiled": "cannot train with data.packing='documents': ",
+    "log.wandb=mine": "lmsys[log]' brings it",
+}
+
+
+@pytest.mark.parametrize("settings", REFUSED)
+@pytest.mark.usefixtures("no_training")
+def test_a_training_that_cannot_run_here_is_refused_before_any_data_is_made(
+    settings: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    options = [part for one in settings.split() for part in ("--set", one)]
+    assert REFUSED[settings] in told(capsys, tmp_path, *options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_data_for_another_machine_can_be_made_here(tmp_path: Path) -> None:
+    """A machine without a GPU makes tokens for one that has some."""
+    run = config(tmp_path / "run", f"data.corpus={corpus(tmp_path)}", "train.graph=true", "train.fused=true")
+    assert pipeline.run(run, ("tokenizer",)) == 0
+    assert (run.folder / "tokenizer" / "made.json").is_file()
+
+
 @pytest.mark.parametrize("step", pipeline.DATA_STEPS)
 def test_a_step_that_ended_in_the_middle_is_done_again(
     tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
