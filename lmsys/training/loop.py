@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from lmsys.training import checkpoint, possible, state
 from lmsys.training.checkpoint import Checkpoint
 from lmsys.training.config import RunConfig
 from lmsys.training.data import Batches, Source
-from lmsys.training.evaluation import Evaluation, Windows, evaluate
+from lmsys.training.evaluation import Evaluation, Windows, autocast_of, evaluate
 from lmsys.training.fitted import fitted
 from lmsys.training.gradients import Gradients, ReplayedGradients
 from lmsys.training.graph import on_capture_stream
@@ -91,7 +90,7 @@ class Trainer:
         self.world_size, self.rank = size_and_rank(group)
         row = possible.check(config, device, group)
         packed = config.data.packing == "documents"
-        self.autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=train.precision == "bf16")
+        self.autocast = autocast_of(train.precision, device)
         self.batches = Batches(
             source, config.model.context_length, train.held, train.seed, self.rank, self.world_size,
             train.accumulation(self.world_size), train.reproducible and not row.trait("sums_each_backward", False),

@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
@@ -35,7 +36,7 @@ from lmsys.training.checkpoint import Checkpoint
 from lmsys.training.config import RunConfig
 from lmsys.training.corpora import END_OF_TEXT, Corpus, corpus_of, make_folder
 from lmsys.training.data import TokenFiles, fixed_windows
-from lmsys.training.evaluation import Windows, evaluate, unigram
+from lmsys.training.evaluation import Windows, autocast_of, evaluate, unigram
 from lmsys.training.generation import Sampling, generate
 from lmsys.training.log import JsonLines, check_packages, others
 from lmsys.training.loop import Outcome, Trainer
@@ -76,6 +77,11 @@ class RunContext:
         if name not in ("cpu", "cuda") or name == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"train.device={name!r} must be cpu, or cuda where there is a CUDA device")
         return torch.device(name)
+
+    @property
+    def autocast(self) -> Callable[[], torch.autocast]:
+        """Attention rows that train in bfloat16 may not know float32."""
+        return autocast_of(self.config.train.precision, self.device)
 
     def say(self, text: str) -> None:
         if self.rank == 0:
@@ -212,7 +218,7 @@ def evaluate_model(context: RunContext) -> None:
     config, tokenizer = context.config, _tokenizer(context)
     source, windows = _data(context, tokenizer)
     model, step = _trained(context, tokenizer)
-    found = evaluate(model, windows, config.evaluate.batch_size)
+    found = evaluate(model, windows, config.evaluate.batch_size, context.autocast)
     least = unigram(source, windows, config.model.vocab_size)
     context.say(
         f"step {step:,} on {found.tokens:,} held-out tokens: loss {found.loss:.4f}, perplexity"
@@ -230,7 +236,8 @@ def print_sample(context: RunContext) -> None:
     room = min(config.max_new_tokens, model.config.context_length - len(prompt))
     if room < 0:
         raise ValueError(f"generate.prompt is {len(prompt)} tokens, more than {model.config.context_length=}")
-    (made,) = generate(model, [prompt], room, sampling, stop=stop[0] if len(stop) == 1 else None, seed=config.seed)
+    with context.autocast():
+        (made,) = generate(model, [prompt], room, sampling, stop=stop[0] if len(stop) == 1 else None, seed=config.seed)
     context.say(f"sample of step {step:,}:\n{tokenizer.decode(prompt + made)}")
 
 

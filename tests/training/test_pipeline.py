@@ -3,9 +3,14 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor
 
+from lmsys.model import TransformerLM
+from lmsys.model.linear import matmul_dtype
+from lmsys.model.transformer import DTYPE_NAMES
 from lmsys.tokenizer import Tokenizer
 from lmsys.training import pipeline
 from lmsys.training.__main__ import main
@@ -106,6 +111,27 @@ def test_a_training_that_cannot_run_here_is_refused_before_any_data_is_made(
     options = [part for one in settings.split() for part in ("--set", one)]
     assert REFUSED[settings] in told(capsys, tmp_path, *options)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_model_is_evaluated_and_read_in_the_precision_of_its_training(
+    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An attention row that trains in bfloat16 may refuse float32."""
+    run = config(tmp_path / "run", f"data.corpus={corpus(tmp_path)}", f"train.precision={precision}")
+    assert pipeline.run(run, (*pipeline.DATA_STEPS, "train")) == 0
+    seen: list[str] = []
+
+    def attend(model: TransformerLM, x: Tensor, documents: Any = None) -> Any:
+        seen.append(DTYPE_NAMES[matmul_dtype(x)])
+        return chosen(model, x, documents)
+
+    chosen = TransformerLM._attend
+    monkeypatch.setattr(TransformerLM, "_attend", attend)
+    for step in ("evaluate", "generate"):
+        seen.clear()
+        assert pipeline.run(run, (step,)) == 0
+        assert set(seen) == {{"fp32": "float32", "bf16": "bfloat16"}[precision]}, step
 
 
 def test_data_for_another_machine_can_be_made_here(tmp_path: Path) -> None:
