@@ -13,6 +13,7 @@ it: when it is closed, or when this process has gone, whatever the worker does t
 """
 
 import contextlib
+import gc
 import io
 import os
 import pickle
@@ -344,6 +345,7 @@ def _serve(number: int, callers_main: dict[str, str]) -> None:
         _answer(line, request)
         with contextlib.suppress(OSError, ValueError):  # a call may have closed it
             sys.stdout.flush()
+    gc.freeze()  # an interpreter that ends looks for garbage, in what torch holds for half a second
 
 
 def _answer(line: Connection, request: bytes) -> None:
