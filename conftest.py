@@ -1,5 +1,6 @@
 """Settles what must stand before a kernel is imported, and tells the harness's plugin about this repository."""
 
+import gc
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -34,6 +35,11 @@ def pytest_configure(config: pytest.Config) -> None:
     with suppress(ValueError):  # cases are collected from the same texts, which tells it
         if any(given_axes(axis, texts(config)).get("deterministic", ())):
             os.environ.setdefault(*CUBLAS_WORKSPACE)
+
+
+def pytest_unconfigure() -> None:
+    """An interpreter that ends looks for garbage, in what torch holds for half a second."""
+    gc.freeze()
 
 
 def pytest_lmsys_sweeps() -> Mapping[str, Mapping[str, Sweep]]:
