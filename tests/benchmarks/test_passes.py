@@ -1,6 +1,7 @@
 """The timed steps of a pass: honest strategies lead where plain steps lead, and no cheat does."""
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -98,8 +99,8 @@ def test_steps_on_gpus_are_held_to_plain_ones(precision: str) -> None:
         gpus.close()
 
 
-def _judged_by_wrong_steps(case: ParallelCase, one: Pass, change: float) -> Any:
-    """On a rank: the judgement where steps that pass for exact end elsewhere."""
+def _judged_by_wrong_steps(case: ParallelCase, one: Pass, change: float) -> str:
+    """On a rank, which lives on: the error of the judgement where steps that pass for exact end elsewhere."""
     take = passes._take_steps
 
     def elsewhere(case: ParallelCase, one: Pass, dtype: torch.dtype, *rest: Any) -> Any:
@@ -109,10 +110,13 @@ def _judged_by_wrong_steps(case: ParallelCase, one: Pass, change: float) -> Any:
     passes._RIGHT.clear()
     passes._take_steps = elsewhere
     try:
-        return judge_pass(case, one)
+        judge_pass(case, one)
+    except RuntimeError as error:
+        return str(error)
     finally:
         passes._take_steps = take
         passes._RIGHT.clear()
+    return "nothing"
 
 
 @pytest.mark.parametrize("change", [1.0, math.nan])
@@ -120,8 +124,8 @@ def test_exact_steps_that_are_wrong_judge_nothing(change: float, ranks: Ranks) -
     """The budget is how far plain steps end from exact ones: from wrong ones so far that everything would be right."""
     case = case_of("none", world_size=(1,))
     ranks.run(1, case.backend, take_pass, case, ONE)
-    with pytest.raises(WorkerError, match="the bench failed, not the row: plain steps in fp32 .* (NaN|way)"):
-        ranks.run(1, case.backend, _judged_by_wrong_steps, case, ONE, change)
+    (said,) = ranks.run(1, case.backend, _judged_by_wrong_steps, case, ONE, change)
+    assert re.match("the bench failed, not the row: plain steps in fp32 .* (NaN|way)", said), said
 
 
 def test_a_row_that_cheats_is_a_case_without_a_time(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,11 +145,6 @@ def test_a_row_that_cheats_is_a_case_without_a_time(ranks: Ranks, monkeypatch: p
     )
     assert late["outcome"] == "wrong" and "its weights took longer to come than all timed steps" in late["reason"]
     assert "time_s" not in halved and "time_s" not in late
-
-
-def test_a_row_that_replaces_the_clock_of_a_rank_fails(ranks: Ranks) -> None:
-    with pytest.raises(WorkerError, match="a row replaced time.perf_counter, lmsys.bench.ranks.times, by which it is"):
-        worst(ranks, case_of(target(rank_cheats.Replacing)))
 
 
 def _drawn(case: ParallelCase, one: Pass) -> list[list[list[int]]]:
@@ -199,3 +198,9 @@ def test_a_parameter_has_the_usual_budget_where_plain_steps_are_lucky(strategy: 
     ranks.run(case.world_size, case.backend, take_pass, case, ONE)
     for name, ratios in ranks.run(case.world_size, case.backend, _judged_beside_lucky_steps, case, ONE):
         assert (ratios[name] < 1) == right, ratios[name]
+
+
+def test_a_row_that_replaces_the_clock_of_a_rank_fails(ranks: Ranks) -> None:
+    """It comes last, for it ends the ranks."""
+    with pytest.raises(WorkerError, match="a row replaced time.perf_counter, lmsys.bench.ranks.times, by which it is"):
+        worst(ranks, case_of(target(rank_cheats.Replacing)))
