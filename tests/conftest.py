@@ -16,6 +16,7 @@ import hypothesis
 import pytest
 import torch
 
+from lmsys.bench.ranks import Ranks
 from lmsys.check.poison import poison
 from lmsys.parallel.group import WorkerGroup
 from tests.support.processes import smoke_sweep
@@ -85,6 +86,14 @@ def _ready(groups: dict[str, WorkerGroup], world_size: int, backend: str) -> Wor
 def ranks(groups: dict[str, WorkerGroup]) -> WorkerGroup:
     """Four processes that stand ready, on the CPU."""
     return _ready(groups, 4, "gloo")
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Ranks]:
+    """Two ranks of a benchmark, on the CPU: others where a test before has ended them."""
+    found = Ranks()
+    yield found
+    found.close()
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """The benchmark of collectives: its cases and its records."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,13 +67,6 @@ def test_a_wrong_result_is_a_case_without_a_time_and_without_timing_there_is_onl
     assert asked == [None, None], "no time to sample"
     assert right["outcome"] == "ok" and "not timed" in right["reason"] and "time_s" not in right
     assert (wrong["outcome"], wrong["reason"]) == ("wrong", "rank 1: off")
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Ranks]:
-    found = Ranks()
-    yield found
-    found.close()
 
 
 def record_of(ranks: Ranks, entry: Entry, backend: str = "gloo") -> dict[str, Any]:

@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
@@ -91,13 +90,6 @@ class broken(Container):
 OTHERS = "attention", "model", "loss", "anatomy", "precision", "tokenizer", "training", "collectives"
 TINY = {"size": ("tiny",), "context": (16,), "precision": ("fp32",), "batch": (2,), "world_size": (2,)}
 Records = dict[str, dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Ranks]:
-    found = Ranks()
-    yield found
-    found.close()
 
 
 def cases_of(**values: Any) -> list[ParallelCase]:

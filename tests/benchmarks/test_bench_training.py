@@ -80,13 +80,6 @@ TINY = {
 OTHERS = "attention", "model", "loss", "anatomy", "precision", "data_parallel", "collectives", "tokenizer"
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Ranks]:
-    found = Ranks()
-    yield found
-    found.close()
-
-
 @pytest.fixture(scope="module", autouse=True)
 def small_corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The modules here in the place of the standard library's."""

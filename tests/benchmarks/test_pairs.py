@@ -1,6 +1,5 @@
 """Two versions of a training step, held to each other: which of the two holds, and what neither does."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,13 +81,6 @@ def test_pairs_are_of_as_many_ranks() -> None:
     versions = [Steps(case, "x", {}) for case in ALL[:: len(ALL) // 12]]
     for one in pairs(versions):
         assert one.first.case.world_size == one.second.case.world_size and one.first is not one.second
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Ranks]:
-    found = Ranks()
-    yield found
-    found.close()
 
 
 def told(line: str) -> tuple[str, str, str]:

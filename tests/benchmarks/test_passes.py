@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -29,13 +28,6 @@ def target(cheat: type) -> str:
     return f"{rank_cheats.__file__}:{cheat.__name__}"
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    found = Ranks()
-    yield found
-    found.close()
-
-
 def case_of(strategy: str, **values: Any) -> ParallelCase:
     asked = {"size": ("tiny",), "context": (16,), "precision": ("fp32",), "batch": (2,), "world_size": (2,)}
     (case,) = harness.cases_of(DataParallel(), **asked | values, strategy=(strategy,))
@@ -49,33 +41,33 @@ def worst(ranks: Ranks, case: ParallelCase) -> float:
 
 
 @pytest.mark.parametrize("strategy", [*HONEST, *PEERS, target(rank_cheats.Honest)])
-def test_honest_steps_are_right(strategy: str, ranks: Ranks) -> None:
-    assert worst(ranks, case_of(strategy, bucket_mb=(1,))) < MARGIN
+def test_honest_steps_are_right(strategy: str, two_ranks: Ranks) -> None:
+    assert worst(two_ranks, case_of(strategy, bucket_mb=(1,))) < MARGIN
 
 
 @pytest.mark.parametrize("strategy", ["overlapped", "fsdp", "torch_ddp"])
-def test_honest_steps_in_bfloat16_are_right(strategy: str, ranks: Ranks) -> None:
+def test_honest_steps_in_bfloat16_are_right(strategy: str, two_ranks: Ranks) -> None:
     """fsdp gathers parameters in bfloat16, and has the budget of that."""
-    assert worst(ranks, case_of(strategy, precision=("bf16",))) < MARGIN
+    assert worst(two_ranks, case_of(strategy, precision=("bf16",))) < MARGIN
 
 
-def test_gradients_that_are_sent_in_bfloat16_have_the_budget_of_that(ranks: Ranks) -> None:
+def test_gradients_that_are_sent_in_bfloat16_have_the_budget_of_that(two_ranks: Ranks) -> None:
     case = case_of("bucketed", comm_dtype=("bfloat16",), bucket_mb=(1,))
-    assert worst(ranks, case) < MARGIN
+    assert worst(two_ranks, case) < MARGIN
 
 
-def test_one_process_is_held_to_plain_steps_too(ranks: Ranks) -> None:
-    assert worst(ranks, case_of("none", world_size=(1,))) < MARGIN
+def test_one_process_is_held_to_plain_steps_too(two_ranks: Ranks) -> None:
+    assert worst(two_ranks, case_of("none", world_size=(1,))) < MARGIN
 
 
 @pytest.mark.parametrize("cheat", rank_cheats.CHEATS)
-def test_cheats_are_wrong(cheat: type, ranks: Ranks) -> None:
-    assert worst(ranks, case_of(target(cheat))) > 10
+def test_cheats_are_wrong(cheat: type, two_ranks: Ranks) -> None:
+    assert worst(two_ranks, case_of(target(cheat))) > 10
 
 
 @pytest.mark.parametrize("cheat", [rank_cheats.HalvedGradients, rank_cheats.StaleGradients])
-def test_cheats_in_bfloat16_are_wrong(cheat: type, ranks: Ranks) -> None:
-    assert worst(ranks, case_of(target(cheat), precision=("bf16",))) > 3
+def test_cheats_in_bfloat16_are_wrong(cheat: type, two_ranks: Ranks) -> None:
+    assert worst(two_ranks, case_of(target(cheat), precision=("bf16",))) > 3
 
 
 @pytest.mark.gpu
@@ -120,18 +112,18 @@ def _judged_by_wrong_steps(case: ParallelCase, one: Pass, change: float) -> str:
 
 
 @pytest.mark.parametrize("change", [1.0, math.nan])
-def test_exact_steps_that_are_wrong_judge_nothing(change: float, ranks: Ranks) -> None:
+def test_exact_steps_that_are_wrong_judge_nothing(change: float, two_ranks: Ranks) -> None:
     """The budget is how far plain steps end from exact ones: from wrong ones so far that everything would be right."""
     case = case_of("none", world_size=(1,))
-    ranks.run(1, case.backend, take_pass, case, ONE)
-    (said,) = ranks.run(1, case.backend, _judged_by_wrong_steps, case, ONE, change)
+    two_ranks.run(1, case.backend, take_pass, case, ONE)
+    (said,) = two_ranks.run(1, case.backend, _judged_by_wrong_steps, case, ONE, change)
     assert re.match("the bench failed, not the row: plain steps in fp32 .* (NaN|way)", said), said
 
 
-def test_a_row_that_cheats_is_a_case_without_a_time(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_cheats_is_a_case_without_a_time(two_ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PASSES, "gloo", 2)
     runner = harness.runner(min_rounds=12)
-    runner.__dict__["ranks"] = ranks
+    runner.__dict__["ranks"] = two_ranks
     cases = [case_of("none"), case_of("naive")]
     cases += [case_of(target(one)) for one in (rank_cheats.HalvedGradients, rank_cheats.Late)]
     none, naive, halved, late = [one.record for one in runner.run(DataParallel(), cases)]
@@ -158,11 +150,11 @@ def _drawn(case: ParallelCase, one: Pass) -> list[list[list[int]]]:
     return found
 
 
-def test_batches_come_one_after_another_in_one_memory(ranks: Ranks) -> None:
+def test_batches_come_one_after_another_in_one_memory(two_ranks: Ranks) -> None:
     """Each once until all have come; the same again of a draw, others of another, of another seed and on each rank."""
 
     def drawn(one: Pass) -> list[Any]:
-        return ranks.run(2, "gloo", _drawn, case_of("naive", batch=(1,)), one)
+        return two_ranks.run(2, "gloo", _drawn, case_of("naive", batch=(1,)), one)
 
     first, again, *others = (drawn(one) for one in (ONE, ONE, replace(ONE, draw=9), replace(ONE, seed=9)))
     assert first == again and first[0] != first[1] and all(other[0] != first[0] for other in others)
@@ -193,14 +185,16 @@ def _judged_beside_lucky_steps(case: ParallelCase, one: Pass) -> tuple[str, dict
 
 
 @pytest.mark.parametrize(("strategy", "right"), [("overlapped", True), (target(rank_cheats.HalvedGradients), False)])
-def test_a_parameter_has_the_usual_budget_where_plain_steps_are_lucky(strategy: str, right: bool, ranks: Ranks) -> None:
+def test_a_parameter_has_the_usual_budget_where_plain_steps_are_lucky(
+    strategy: str, right: bool, two_ranks: Ranks
+) -> None:
     case = case_of(strategy, precision=("bf16",))
-    ranks.run(case.world_size, case.backend, take_pass, case, ONE)
-    for name, ratios in ranks.run(case.world_size, case.backend, _judged_beside_lucky_steps, case, ONE):
+    two_ranks.run(case.world_size, case.backend, take_pass, case, ONE)
+    for name, ratios in two_ranks.run(case.world_size, case.backend, _judged_beside_lucky_steps, case, ONE):
         assert (ratios[name] < 1) == right, ratios[name]
 
 
-def test_a_row_that_replaces_the_clock_of_a_rank_fails(ranks: Ranks) -> None:
+def test_a_row_that_replaces_the_clock_of_a_rank_fails(two_ranks: Ranks) -> None:
     """It comes last, for it ends the ranks."""
     with pytest.raises(WorkerError, match="a row replaced time.perf_counter, lmsys.bench.ranks.times, by which it is"):
-        worst(ranks, case_of(target(rank_cheats.Replacing)))
+        worst(two_ranks, case_of(target(rank_cheats.Replacing)))
