@@ -342,7 +342,7 @@ def test_a_strategy_that_does_harm_on_a_rank_costs_its_own_cases(tmp_path: Path)
 
 def test_an_answer_that_nobody_read_to_its_end_is_not_that_of_the_next_question() -> None:
     """As where an interrupt falls while its reader is at work, whose frame a traceback keeps."""
-    runner = Isolated(Settings(seconds_per_row=0.01))
+    runner = Isolated(Settings(seconds_per_row=0.01, timed=False))
     try:
         unread = runner.stream([], in_worker.told, in_worker.machine)
         next(filter(None, unread))
