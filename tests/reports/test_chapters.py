@@ -60,11 +60,13 @@ def test_tiers_are_in_order_of_length(attention: dict[str, bytes]) -> None:
     assert [row["Q×K"] for row in rows] == ["128×64", "256×128", "1,024×512"]
 
 
-def test_a_grid_of_one_shape_has_a_line_for_each_dtype_and_direction(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lengths", [[512], [512, 1024]])
+def test_the_grid_of_dtypes_has_a_line_for_each_case(lengths: list[int], tmp_path: Path) -> None:
     files = report(
         tmp_path,
         [
-            record("attention", impl, seconds, section="dtypes", dtype=dtype, direction=direction)
+            record("attention", impl, seconds, section="dtypes", dtype=dtype, direction=direction, queries=s, keys=s)
+            for s in lengths
             for dtype in ("bfloat16", "float32")
             for direction in ("fwd", "bwd")
             for impl, seconds in (("naive", 4e-3), ("sdpa_flash", 2e-3))
@@ -72,10 +74,14 @@ def test_a_grid_of_one_shape_has_a_line_for_each_dtype_and_direction(tmp_path: P
     )
     rows = cells(files, "dtypes-time")
     assert [(row["direction"], row["dtype"]) for row in rows] == [
-        (direction, dtype) for direction in ("forward", "backward") for dtype in ("bfloat16", "float32")
+        (direction, dtype)
+        for direction in ("forward", "backward")
+        for dtype in ("bfloat16", "float32")
+        for _ in lengths
     ]
-    speedups = cells(files, "dtypes-speedup")
-    assert [row["naive"] for row in speedups] == ["0.500"] * 4 + ["0.500 (4)"]
+    assert ("S" in rows[0]) == (len(lengths) > 1)
+    speedups, count = cells(files, "dtypes-speedup"), 4 * len(lengths)
+    assert [row["naive"] for row in speedups] == ["0.500"] * count + [f"0.500 ({count})"]
 
 
 def test_key_columns_are_in_sort_order(attention: dict[str, bytes]) -> None:

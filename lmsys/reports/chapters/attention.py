@@ -16,6 +16,7 @@ JOINED = {  # grids of many head dimensions: tables that hold several rows in on
     "eager_compiled": ("naive", "naive_compiled"),
 }
 BARS = ("tiers", "by_length")
+TOGETHER = ("dtypes",)  # grids of few shapes: a table of each part would have one line
 GLANCE = ("tokens16k",)  # grids whose few cells, of both masks, stand in one table of rates
 SHAPE = ("head_dim", "queries", "keys", "heads", "kv_heads", "batch")
 PASSES = {  # what o depends on, and what the gradients depend on
@@ -23,7 +24,6 @@ PASSES = {  # what o depends on, and what the gradients depend on
     "forward and backward": lambda case: case["direction"] != "fwd",
 }
 DRAWN = ("time_s", "flops_per_s", "peak_bytes")  # by length
-LINES = ("direction", "dtype", "causal")  # what tells the lines of a grid of one shape apart
 PART = "{direction}, {dtype}, "  # the heading of a part begins so
 
 
@@ -59,8 +59,8 @@ def _section(section: str, own: View) -> tuple[Items, list[Block]]:
     timed = {case["impl"] for case in own.cases if case["time_s"] is not None}
     shown = own.only(lambda case: section in GLANCE and case["impl"] in timed)
     summary: Items = [_summary(own, section, parts)]
-    if len(own.distinct(*SHAPE)) == 1 and any(map(own.varies, LINES)):  # a table of each part would have one line
-        return summary, [_lines(part) for part in _cut(own, "{section}", "one shape")]
+    if section in TOGETHER:
+        return summary, [_lines(part) for part in _cut(own, "{section}", "by dtype")]
     masks = _cut(shown, "{section}-{dtype}-{direction}", PART + "both masks")
     rates = [
         Block(one.title, [pivot(_compared(one), "flops_per_s", _keys(one))]) for one in masks if one.varies("causal")
@@ -69,9 +69,9 @@ def _section(section: str, own: View) -> tuple[Items, list[Block]]:
 
 
 def _lines(part: View) -> Block:
-    """Tables with a line for each direction, dtype and mask."""
+    """Tables with a line for each direction, dtype, mask and shape."""
     part = _compared(part)
-    keys = [name for name in LINES if part.varies(name)] or ["S"]
+    keys = [name for name in ("direction", "dtype", "causal", "D", "S") if part.varies(name)] or ["S"]
     time, *rest = (pivot(part, metric, keys) for metric in part.metrics())
     return Block(part.title, [time, pivot(part, SPEEDUP, keys)], rest)
 
