@@ -141,7 +141,7 @@ def part(
     """
     begin = start(draw, name) + first
     low, end = begin - begin % _BLOCK, begin + count
-    blocks = [_block(key(seed, name), at, dtype, std, below) for at in range(low, end, _BLOCK)]
+    blocks = [_block(key(seed, name), at, dtype, std, below) for at in range(low, max(end, low + 1), _BLOCK)]
     return torch.cat(blocks)[begin - low : end - low].clone()
 
 

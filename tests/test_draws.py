@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lmsys import draws
-from lmsys.draws import STARTS, Draws, part, philox, values, whole_numbers
+from lmsys.draws import STARTS, Draws, part, philox, start, values, whole_numbers
 
 SEEDS = st.integers(0, 2**64 - 1)
 # Counter, key and words of Random123's kat_vectors, "philox4x32 10".
@@ -76,6 +76,11 @@ def test_what_was_made_for_a_part_is_kept_for_the_next(monkeypatch: pytest.Monke
     first.zero_()
     monkeypatch.setattr(draws, "philox", None)
     assert torch.equal(part(*wanted), expected)
+
+
+def test_no_elements_are_a_part_too() -> None:
+    for first in range(-start(0, "none") % draws._BLOCK, 2 * draws._BLOCK, draws._BLOCK // 2):
+        assert part(0, 0, "none", first, 0, torch.float32).shape == (0,)
 
 
 @given(seed=SEEDS, first=st.integers(0, 50), at_once=st.integers(1, 5))
