@@ -20,9 +20,10 @@ NOTES = "⁰¹²³⁴⁵⁶⁷⁸⁹"
 ATTENTION_RUN = "attention-bf16", H200  # which sampled all rows of the tables of attention together
 
 
-def run(name: str, machine: str = H100) -> dict[str, Any]:
-    folder = {H100: "h100/", H200: ""}[machine]
-    (path,) = (ROOT / "reports" / "results").glob(f"{folder}{machine}_*_{name}.json")
+def run(name: str, machine: str = H100, folder: str | None = None) -> dict[str, Any]:
+    """Our part of a committed file; a machine's own folder is where the runs of its page are."""
+    folder = {H100: "h100", H200: ""}[machine] if folder is None else folder
+    (path,) = (ROOT / "reports" / "results" / folder).glob(f"{machine}_*_{name}.json")
     return json.loads(path.read_text())["lmsys"]
 
 
@@ -141,18 +142,18 @@ def test_steps_beside_torch_are_the_published_ones() -> None:
 
 
 EIGHT = {  # by the number that docs/results.md gives a run
-    number: json.loads((ROOT / "reports" / "results" / f"{path}.json").read_text())["lmsys"]
-    for number, path in (("1", "nvidia-h200_20261126_steps-8b"), ("2", "apart/nvidia-h200_20261126_steps-8b-llama"))
+    "1": run("steps-8b", H200),
+    "2": run("steps-8b-llama", H200, "apart"),
 }
 
 
 def test_steps_of_8_billion_parameters_are_those_of_the_runs() -> None:
     (told,) = tables(RESULTS, "run", "strategy")
     expected = []
-    for number, run in EIGHT.items():
-        first = run["records"][0]
+    for number, content in EIGHT.items():
+        first = content["records"][0]
         assert first["strategy"] == "fsdp"
-        for one in run["records"]:
+        for one in content["records"]:
             row = [number, one["strategy"], one["model"], one["checkpoint"].replace("*", "\\*")]
             if one["outcome"] == "ok":
                 times = f"{one['time_s']:.2f}", f"{one['time_s'] / first['time_s']:.2f}"
@@ -164,19 +165,14 @@ def test_steps_of_8_billion_parameters_are_those_of_the_runs() -> None:
     assert "The loss of every row falls from 11.78, and a third run of `fsdp` took 20 steps." in " ".join(
         RESULTS.split()
     )
-    third = json.loads((ROOT / "reports" / "results" / "apart" / "nvidia-h200_20261126_steps-8b.json").read_text())
-    assert [(one["strategy"], one["rounds"]) for one in third["lmsys"]["records"]] == [("fsdp", 20)]
+    third = run("steps-8b", H200, "apart")
+    assert [(one["strategy"], one["rounds"]) for one in third["records"]] == [("fsdp", 20)]
 
 
 def test_four_gpus_are_nearly_twice_two() -> None:
-    four, two = (
-        run("steps-8b-four", H200),
-        json.loads((ROOT / "reports" / "results" / "apart" / "nvidia-h200_20261126_steps-8b-two.json").read_text())[
-            "lmsys"
-        ],
-    )
-    assert [run["machine"]["commit"] for run in (four, two)] == ["05a286d57960fede739efde584bee7966f31a6cf"] * 2
-    times = [run["records"][0]["time_s"] for run in (four, two)]
+    four, two = run("steps-8b-four", H200), run("steps-8b-two", H200, "apart")
+    assert [one["machine"]["commit"] for one in (four, two)] == ["05a286d57960fede739efde584bee7966f31a6cf"] * 2
+    times = [one["records"][0]["time_s"] for one in (four, two)]
     said = " ".join(RESULTS.split())
     assert f"takes {times[0]:.2f} s a step, and {times[1]:.2f} s on two GPUs of the same machine" in said
     assert f"train {times[1] / times[0]:.2f} of twice the tokens" in said
@@ -253,9 +249,8 @@ def test_decoding_is_that_of_its_run() -> None:
 
 def fixed_order(machine: str) -> tuple[str, str]:
     """The speed of the fixed order over that of the default one, and over that of FlashAttention-4's fixed order."""
-    (path,) = (ROOT / "reports" / "results" / "flash_gluon").glob(f"{machine}_*_fixed-order.json")
     times: dict[tuple[int, bool, int], dict[tuple[str, bool], float]] = {}
-    for one in json.loads(path.read_text())["lmsys"]["records"]:
+    for one in run("fixed-order", machine, "flash_gluon")["records"]:
         shape = one["head_dim"], one["causal"], one["keys"]
         times.setdefault(shape, {})[one["impl"], bool(one["deterministic"])] = one["time_s"]
     assert len(times) == 12

@@ -309,10 +309,8 @@ class Session:
                 info |= {name: value for name, value in found.items() if name in info}
 
     def _case(self, key: Key, one: Record) -> Any:
-        """The case of a record; None where this run has not its benchmark, or the record does not say all of it."""
-        if key in self._cases:
-            return self._cases[key]
-        return self.benchmarks[key[0]].case_of(one) if key[0] in self.benchmarks else None
+        """The case of a record; None where this run does not select it, and the record does not say all of it."""
+        return self._cases[key] if key in self._cases else self.benchmarks[key[0]].case_of(one)
 
     def resume(self, found: Record, entries: Sequence[Record]) -> None:
         """Take over what an earlier run has done, under the same memory limit.

@@ -30,7 +30,6 @@ from lmsys.training.checkpoint import Checkpoint
 from lmsys.training.config import RunConfig
 from lmsys.training.data import Batches, Source
 from lmsys.training.evaluation import Evaluation, Windows, autocast_of, evaluate
-from lmsys.training.fitted import fitted
 from lmsys.training.gradients import Gradients, ReplayedGradients
 from lmsys.training.graph import on_capture_stream
 from lmsys.training.log import JsonLines, Progress
@@ -88,7 +87,7 @@ class Trainer:
         train = config.train
         self.config, self.windows, self.device, self.group = config, windows, device, group
         self.world_size, self.rank = size_and_rank(group)
-        row = possible.check(config, device, group)
+        row, model = possible.check(config, device, group)
         packed = config.data.packing == "documents"
         self.autocast = autocast_of(train.precision, device)
         self.batches = Batches(
@@ -97,7 +96,7 @@ class Trainer:
             end_of_text_of(source, config),
         )  # fmt: skip
         torch.manual_seed(train.seed)
-        self.model = TransformerLM(fitted(config, row, device, group), device=device)
+        self.model = TransformerLM(model, device=device)
         self.step, self.skipped, self.in_a_row, self.seconds = 0, 0, 0, 0.0
         model_facts = {k: v for k, v in asdict(config.model).items() if k not in RUNTIME_FIELDS}
         self.facts = {"model": model_facts, "batch_size": train.batch_size, "seed": train.seed, **(facts or {})}

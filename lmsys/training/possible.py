@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from lmsys.config import ModelConfig
 from lmsys.model import fused
 from lmsys.parallel import STRATEGIES
 from lmsys.parallel.collectives import Group, size_and_rank
@@ -12,17 +13,17 @@ from lmsys.training.fitted import fitted
 from lmsys.training.packing import check_attention
 
 
-def check(config: RunConfig, device: torch.device, group: Group = None) -> Entry:
-    """The row of the strategy. ValueError with the setting and the reason where `device` or the ranks cannot train so.
+def check(config: RunConfig, device: torch.device, group: Group = None) -> tuple[Entry, ModelConfig]:
+    """(the row of the strategy, the model's config as `fitted` makes it).
 
-    It reads no data and makes no model. All ranks call it.
+    It reads no data and makes no model. All ranks call it. ValueError with the setting and the reason where `device` or
+    the ranks cannot train so.
     """
     train = config.train
     world_size, _ = size_and_rank(group)
-    train.accumulation(world_size)
     (row,) = STRATEGIES.select([train.strategy])
     check_attention(config, device)
-    fitted(config, row, device, group)
+    model = fitted(config, row, device, group)
     if train.fused:
         if reason := fused.why_not(device) or row.trait("why_not_fused", ""):
             raise ValueError(f"train.fused=true with strategy {row.name!r}: {reason}")
@@ -30,7 +31,7 @@ def check(config: RunConfig, device: torch.device, group: Group = None) -> Entry
     if reason := train.graph and _why_no_graph(config, row, device):
         raise ValueError(f"train.graph=true: {reason}")
     _check_strategy(config, row, world_size)
-    return row
+    return row, model
 
 
 def _why_no_graph(config: RunConfig, row: Entry, device: torch.device) -> str:

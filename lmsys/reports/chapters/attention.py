@@ -56,11 +56,11 @@ def _section(section: str, own: View) -> tuple[Items, list[Block]]:
         lengths = own.ordered("queries", "keys").distinct("S")
         own = own.labelled(S="Q×K").read_as(S={value: own.text("S", value) for (value,) in lengths})
     parts = [_compared(part) for part in _cut(own, "{section}-{dtype}-{mask}-{direction}", PART + "{causal}")]
-    timed = {case["impl"] for case in own.cases if case["time_s"] is not None}
-    shown = own.only(lambda case: section in GLANCE and case["impl"] in timed)
     summary: Items = [_summary(own, section, parts)]
     if section in TOGETHER:
         return summary, [_lines(part) for part in _cut(own, "{section}", "by dtype")]
+    timed = {case["impl"] for case in own.cases if case["time_s"] is not None}
+    shown = own.only(lambda case: section in GLANCE and case["impl"] in timed)
     masks = _cut(shown, "{section}-{dtype}-{direction}", PART + "both masks")
     rates = [
         Block(one.title, [pivot(_compared(one), "flops_per_s", _keys(one))]) for one in masks if one.varies("causal")
