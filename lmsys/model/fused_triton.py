@@ -1,9 +1,8 @@
 """Addition and norm, and SwiGLU's product, in Triton: each reads and writes an element once, forward and backward.
 
-Legend: T tokens, M d_model, N elements.
+Legend: T tokens, M d_model, F d_ff.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ from torch import Tensor
 from lmsys.kernels.launch import launch
 from lmsys.measure.profile import register_kernels
 
-BLOCK = 2048  # elements of a program of SwiGLU; of a norm's backward at once, in rows, where a row is not longer
-VECTOR = 8  # elements of SwiGLU that are loaded at once, where their number is a multiple of it
+SWIGLU_BLOCK = 4096  # elements of a program of SwiGLU, at most
+NORM_BLOCK = 1024  # elements of a norm's backward at once, in rows, where a row is not longer
 WARPS = 32  # of a multiprocessor that a norm's backward fills: as many programs sum the weight's gradient as there are
 SUM_COLUMNS = 16  # of these sums, which a program adds up
 
@@ -82,29 +81,28 @@ def _sum_rows_kernel(PARTS, SUM, num_rows, M: tl.constexpr, BLOCK_M: tl.constexp
     tl.store(SUM + at, tl.sum(parts, axis=0), mask=at < M)
 
 
-@triton.jit(do_not_specialize=["num_vectors"])
-def _swiglu_forward_kernel(GATE, VALUE, PRODUCT, num_vectors, VECTOR: tl.constexpr, BLOCK: tl.constexpr):
-    """The end is a whole number of vectors, so that the compiler sees that no load of one is cut by the mask."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < num_vectors * VECTOR
-    gate = tl.load(GATE + at, mask=mask, other=0.0).to(tl.float32)
-    product = gate * tl.sigmoid(gate) * tl.load(VALUE + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(PRODUCT + at, product.to(PRODUCT.dtype.element_ty), mask=mask)
+@triton.jit
+def _swiglu_forward_kernel(HALVES, PRODUCT, F: tl.constexpr, BLOCK: tl.constexpr):
+    """A program owns a part of a row of gate and value side by side."""
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < F
+    gate = tl.load(HALVES + row * 2 * F + at, mask=mask, other=0.0).to(tl.float32)
+    value = tl.load(HALVES + row * 2 * F + F + at, mask=mask, other=0.0).to(tl.float32)
+    product = gate * tl.sigmoid(gate) * value
+    tl.store(PRODUCT + row * F + at, product.to(PRODUCT.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_vectors"])
-def _swiglu_backward_kernel(
-    D_PRODUCT, GATE, VALUE, D_GATE, D_VALUE, num_vectors, VECTOR: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < num_vectors * VECTOR
-    gate = tl.load(GATE + at, mask=mask, other=0.0).to(tl.float32)
-    value = tl.load(VALUE + at, mask=mask, other=0.0).to(tl.float32)
-    d_product = tl.load(D_PRODUCT + at, mask=mask, other=0.0).to(tl.float32)
+@triton.jit
+def _swiglu_backward_kernel(D_PRODUCT, HALVES, D_HALVES, F: tl.constexpr, BLOCK: tl.constexpr):
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < F
+    gate = tl.load(HALVES + row * 2 * F + at, mask=mask, other=0.0).to(tl.float32)
+    value = tl.load(HALVES + row * 2 * F + F + at, mask=mask, other=0.0).to(tl.float32)
+    d_product = tl.load(D_PRODUCT + row * F + at, mask=mask, other=0.0).to(tl.float32)
     share = tl.sigmoid(gate)
-    d_gate = d_product * value * share * (1 + gate * (1 - share))
-    tl.store(D_GATE + at, d_gate.to(D_GATE.dtype.element_ty), mask=mask)
-    tl.store(D_VALUE + at, (d_product * gate * share).to(D_VALUE.dtype.element_ty), mask=mask)
+    d_gate, d_value = d_product * value * share * (1 + gate * (1 - share)), d_product * gate * share
+    tl.store(D_HALVES + row * 2 * F + at, d_gate.to(D_HALVES.dtype.element_ty), mask=mask)
+    tl.store(D_HALVES + row * 2 * F + F + at, d_value.to(D_HALVES.dtype.element_ty), mask=mask)
 
 
 def _tile(width: int) -> dict[str, int]:
@@ -137,7 +135,7 @@ def add_norm_backward(
     d_branch = torch.empty_like(total, dtype=dtype) if both else dx
     width = total.shape[-1]
     block = triton.next_power_of_2(width)
-    at_once = max(1, BLOCK // block)
+    at_once = max(1, NORM_BLOCK // block)
     num_warps = min(16, at_once * block // 256)
     cores = torch.cuda.get_device_properties(total.device).multi_processor_count if total.is_cuda else 1
     programs = min(triton.cdiv(len(total), at_once), WARPS // num_warps * cores)
@@ -149,7 +147,7 @@ def add_norm_backward(
 
 
 def _sum_rows(parts: Tensor) -> Tensor:
-    """(P, M) -> (M), in one order: of up to a thousand rows at once, which takes far less than a sum of PyTorch's."""
+    """(P, M) -> (M), in one order: of all rows at once, which takes far less than a sum of PyTorch's."""
     num_rows, width = parts.shape
     rows = triton.next_power_of_2(num_rows)
     total = parts.new_empty(width)
@@ -159,20 +157,23 @@ def _sum_rows(parts: Tensor) -> Tensor:
     return total
 
 
-def swiglu(gate: Tensor, value: Tensor) -> Tensor:
-    """gate · sigmoid(gate) · value, of one shape and dtype and contiguous; computed in float32."""
-    product = torch.empty_like(gate)
-    _launch_swiglu(_swiglu_forward_kernel, gate, value, product)
+def swiglu(halves: Tensor) -> Tensor:
+    """(..., 2 F) -> (..., F): gate · sigmoid(gate) · value of the two halves of each row, computed in float32.
+    Contiguous."""
+    product = halves.new_empty(*halves.shape[:-1], halves.shape[-1] // 2)
+    _launch_swiglu(_swiglu_forward_kernel, product, halves, product)
     return product
 
 
-def swiglu_backward(d_product: Tensor, gate: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    d_gate, d_value = torch.empty_like(gate), torch.empty_like(value)
-    _launch_swiglu(_swiglu_backward_kernel, d_product, gate, value, d_gate, d_value)
-    return d_gate, d_value
+def swiglu_backward(d_product: Tensor, halves: Tensor) -> Tensor:
+    """The gradient of `halves`, from that of the product."""
+    d_halves = torch.empty_like(halves)
+    _launch_swiglu(_swiglu_backward_kernel, d_product, d_product, halves, d_halves)
+    return d_halves
 
 
-def _launch_swiglu(kernel: Any, *tensors: Tensor) -> None:
-    count = tensors[0].numel()
-    vector = math.gcd(count, VECTOR)
-    launch(kernel, triton.cdiv(count, BLOCK), *tensors, count // vector, VECTOR=vector, BLOCK=BLOCK)
+def _launch_swiglu(kernel: Any, product: Tensor, *tensors: Tensor) -> None:
+    width = product.shape[-1]
+    block = min(SWIGLU_BLOCK, triton.next_power_of_2(width))
+    options = {"F": width, "BLOCK": block, "num_warps": max(1, block // 512)}
+    launch(kernel, product.numel() // width, *tensors, **options, grid_y=triton.cdiv(width, block))

@@ -33,16 +33,6 @@ def linear(x: Tensor, *weights: Tensor) -> Tensor:
     return F.linear(x, *weights) if len(weights) == 1 else torch.cat([F.linear(x, w) for w in weights], dim=-1)
 
 
-def linears(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    """`linear` with a result for each weight: for matmuls that are too large to gain from being one.
-
-    The gradient of x is a sum over the weights: each matmul adds its part, where autograd would need a pass for it.
-    """
-    if (dtype := _cast_to(x, weights)) is None:
-        return tuple(F.linear(x, w) for w in weights)
-    return _NarrowLinears.apply(x, dtype, [rounded(w, dtype) for w in weights], *weights)
-
-
 def matmul_dtype(x: Tensor) -> torch.dtype:
     """The dtype that autocast gives x for a matmul."""
     device = x.device.type
@@ -90,33 +80,6 @@ class _NarrowLinear(torch.autograd.Function):
         if any(needs_weights):
             d_weights = wide_mm(grad.mT, narrow).split(ctx.rows)
         return dx, None, None, *(d if need else None for d, need in zip(d_weights, needs_weights, strict=True))
-
-
-class _NarrowLinears(torch.autograd.Function):
-    """As `_NarrowLinear`, with a result for each weight."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, sources: list[Tensor], *weights: Tensor) -> tuple[Tensor, ...]:
-        narrow, copies = x.reshape(-1, x.shape[-1]).to(dtype), [w.to(dtype) for w in sources]  # (T, M), (O, M)
-        needs_x, _, _, *needs_weights = ctx.needs_input_grad
-        ctx.save_for_backward(narrow if any(needs_weights) else None, *(copies if needs_x else ()))
-        ctx.wide = x.dtype
-        return tuple((narrow @ w.mT).view(*x.shape[:-1], len(w)) for w in copies)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        narrow, *copies = ctx.saved_tensors
-        needs_x, _, _, *needs_weights = ctx.needs_input_grad
-        flat = [g.reshape(-1, g.shape[-1]) for g in grads]  # (T, O)
-        dx = None
-        if needs_x:
-            total = flat[0] @ copies[0]
-            for g, w in zip(flat[1:], copies[1:], strict=True):
-                total.addmm_(g, w)
-            dx = total.to(ctx.wide).view(*grads[0].shape[:-1], total.shape[-1])
-        d_weights = (wide_mm(g.mT, narrow) if need else None for g, need in zip(flat, needs_weights, strict=True))
-        return dx, None, None, *d_weights
 
 
 def _side_by_side(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -1,6 +1,7 @@
 """The softmax of a row of logits in Triton: its loss, and its gradient in the place of the logits.
 
-A program owns a row. One that fits into a tile is read once, and stays in registers. Over a longer one it walks twice.
+A program owns a row. One of up to TILE logits is read once, and stays in registers: as one tile, or as a large and a
+small one, where these have less room that stays empty. Over a longer row the program walks twice.
 The first pass finds the maximum and the sum; each lane keeps both for itself, so that warps meet once a row and not
 once a tile. The second writes the gradient, from the end of the row to its beginning: what was read last lies in the L2
 cache still, so memory sees about one read and one write of a logit.
@@ -16,7 +17,9 @@ from torch import Tensor
 from lmsys.measure.profile import register_kernels
 
 TILE = 2**14  # logits of a row at once
-ELEMENTS_PER_THREAD = 16
+SMALLEST_TILE = 2**9
+HELD_PER_THREAD, PASSED_PER_THREAD = 32, 16  # logits, of a row that is read once (of its first tile) and twice
+MAX_REGISTERS = 64  # of a thread that holds logits: the compiler takes up to 128, and half as many rows are under way
 NUM_STAGES = 1  # stages of the loads: with more they go through shared memory
 LOWEST = tl.constexpr(-3e38)  # finite: a lane that sees nothing but -inf must not take the difference of two
 
@@ -39,23 +42,32 @@ def _store_gradient(row_ptr, cols, p, label, counted, stride):
 @triton.jit(do_not_specialize=["V"])
 def _cross_entropy_kernel(
     logits_ptr, labels_ptr, losses_ptr, stride, V,
-    IGNORED: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, ONE_TILE: tl.constexpr,
+    IGNORED: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, VECTOR: tl.constexpr, ONE_READ: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
+    """BLOCK logits are a tile; REST are a second one of a row that is read once, if that is not 0."""
     row = tl.program_id(0).to(tl.int64)  # C x V may pass 2**31
     logits_ptr += row * stride
     label = tl.load(labels_ptr + row)
     counted, is_class = label != IGNORED, (label >= 0) & (label < V)
     # Before the second pass overwrites it: the reductions between wait for all warps.
     chosen = tl.load(logits_ptr + label, mask=is_class, other=0.0).to(tl.float32)
-    BLOCK: tl.constexpr = LANES * VECTOR
-    tile = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]  # a lane's share is one wide load
-    if ONE_TILE:
-        x = _load(logits_ptr, tile, stride, V)
-        row_top = tl.maximum(tl.max(x), LOWEST)
-        exponentials = tl.exp(x - row_top)
-        row_total = tl.sum(exponentials)
+    if ONE_READ:
+        label = label.to(tl.int32)  # which each of the columns is compared with
+        tile, second = tl.arange(0, BLOCK), BLOCK + tl.arange(0, max(REST, 1))
+        if REST:  # the first tile is full
+            x, y = tl.load(logits_ptr + tile).to(tl.float32), _load(logits_ptr, second, stride, V)
+            row_top = tl.maximum(tl.maximum(tl.max(x), tl.max(y)), LOWEST)
+            x, y = tl.exp(x - row_top), tl.exp(y - row_top)
+            row_total = tl.sum(x) + tl.sum(y)
+        else:
+            x = _load(logits_ptr, tile, stride, V)
+            row_top = tl.maximum(tl.max(x), LOWEST)
+            x = tl.exp(x - row_top)
+            row_total = tl.sum(x)
     else:
+        LANES: tl.constexpr = BLOCK // VECTOR
+        tile = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]  # a lane's share: one wide load
         top = tl.full([LANES], LOWEST, tl.float32)
         total = tl.zeros([LANES], tl.float32)
         for start in tl.range(0, V, BLOCK, num_stages=NUM_STAGES):
@@ -67,14 +79,24 @@ def _cross_entropy_kernel(
         row_total = tl.sum(total * tl.exp(top - row_top), 0)
     row_total = tl.where(is_class, row_total, float("nan"))  # and with it a row that counts without being of a class
     tl.store(losses_ptr + row, tl.where(counted, row_top - chosen + tl.log(row_total), 0.0))
-    if ONE_TILE:
-        _store_gradient(logits_ptr, tile, exponentials * (1 / row_total), label, counted, stride)
+    if ONE_READ:
+        _store_gradient(logits_ptr, tile, x * (1 / row_total), label, counted, stride)
+        if REST:
+            _store_gradient(logits_ptr, second, y * (1 / row_total), label, counted, stride)
     else:
         last = (V - 1) // BLOCK * BLOCK
         for done in tl.range(0, V, BLOCK, num_stages=NUM_STAGES):
             cols = last - done + tile
             p = tl.exp(_load(logits_ptr, cols, stride, V) - row_top) * (1 / row_total)
             _store_gradient(logits_ptr, cols, p, label, counted, stride)
+
+
+def tiles(vocabulary: int) -> tuple[int, int]:
+    """The sizes of one tile or two, powers of two, that hold a row; one where two would be as large together."""
+    whole = max(SMALLEST_TILE, triton.next_power_of_2(vocabulary))
+    first = whole // 2
+    rest = max(SMALLEST_TILE, triton.next_power_of_2(max(1, vocabulary - first)))
+    return (first, rest) if rest < first else (whole, 0)
 
 
 def replace_by_gradient(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
@@ -85,9 +107,10 @@ def replace_by_gradient(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
     """
     (num_rows, vocabulary), stride = logits.shape, logits.stride(0)
     vector = 16 // logits.element_size()
-    tile = min(TILE, max(512, triton.next_power_of_2(vocabulary)))
+    one_read = vocabulary <= TILE
+    tile, rest = tiles(vocabulary) if one_read else (TILE, 0)
     losses = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-    constants = ignored, tile // vector, vector, vocabulary <= tile, NUM_STAGES
+    constants = ignored, tile, rest, vector, one_read, NUM_STAGES
     with torch.cuda.device_of(logits):
         _cross_entropy_kernel[(num_rows,)](
             logits,
@@ -96,6 +119,7 @@ def replace_by_gradient(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
             stride,
             vocabulary,
             *constants,
-            num_warps=tile // (32 * ELEMENTS_PER_THREAD),
+            num_warps=max(1, tile // (32 * (HELD_PER_THREAD if one_read else PASSED_PER_THREAD))),
+            maxnreg=MAX_REGISTERS if one_read else None,
         )
     return losses

@@ -259,7 +259,7 @@ class TransformerLM(nn.Module):
         groups = [[self.lm_head]]
         for layer in self.layers:
             attn, ffn = layer.attn, layer.ffn
-            groups += [[attn.q_proj, attn.k_proj, attn.v_proj], [attn.output_proj], [ffn.w1], [ffn.w3], [ffn.w2]]
+            groups += [[attn.q_proj, attn.k_proj, attn.v_proj], [attn.output_proj], [ffn.w1, ffn.w3], [ffn.w2]]
         self.rounded = RoundedWeights(groups)
         return self
 

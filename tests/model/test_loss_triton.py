@@ -16,7 +16,7 @@ loss_triton = pytest.importorskip("lmsys.model.loss_triton")
 interpreted = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="Triton compiles here: see the cuda test")
 DEVICES = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
 TILE = loss_triton.TILE
-EDGES = (1, 2, 15, 16, 17, 511, 512, 513, TILE - 1, TILE, TILE + 1, 2 * TILE + 5)
+EDGES = (1, 2, 15, 16, 17, 511, 512, 513, 1535, 1536, 1537, 10_000, TILE - 1, TILE, TILE + 1, 2 * TILE + 5)
 # Triton's interpreter computes bfloat16 wrongly, without a word.
 DTYPES = {"cpu": [torch.float32, torch.float16], "cuda": [torch.float32, torch.float16, torch.bfloat16]}
 

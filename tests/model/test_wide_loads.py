@@ -19,17 +19,19 @@ pytest.importorskip("triton", reason="pip install triton==3.6.0 to compile its k
 # Loads and stores of 16 bytes that a thread makes: of each tensor that it reads or writes, two for 16 elements in two
 # bytes and two for 8 in four. Weights, and the sines and cosines of angles, are of them.
 EXPECTED = {
-    "loss, one tile": (2, 2),
+    "loss, two tiles": (5, 5),
     "loss, two passes": (4, 2),
     "add_norm forward": (5, 3),
-    "add_norm backward": (6, 4),
+    "add_norm backward": (7, 5),
     "swiglu forward": (4, 2),
     "swiglu backward": (6, 4),
     "rotation": (4, 2),
 }
 
 
-def build(kernel: Any, num_warps: int, types: Mapping[str, str], **constants: Any) -> dict[str, int]:
+def build(
+    kernel: Any, num_warps: int, types: Mapping[str, str], max_registers: int | None = None, **constants: Any
+) -> dict[str, int]:
     """Resources of a kernel for sm_90, and its wide loads and stores; not in the interpreter.
 
     What has no type is a whole number. As `launch` does, pointers and numbers that are specialised on are multiples
@@ -49,7 +51,8 @@ def build(kernel: Any, num_warps: int, types: Mapping[str, str], **constants: An
     aligned = {places[name]: [["tt.divisibility", 16]] for name in special}
     values = {places[name]: value for name, value in constants.items()}
     source = ASTSource(kernel, signature=signature, constexprs=values, attrs=aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+    options = {"num_warps": num_warps, "maxnreg": max_registers}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     wide = {name: compiled.asm["ptx"].count(f"{name}.global.v4") for name in ("ld", "st")}
     return resources(compiled) | wide
 
@@ -61,10 +64,16 @@ def builds() -> dict[str, dict[str, int]]:
 
     found = {}
     types = {"logits_ptr": "*bf16", "labels_ptr": "*i64", "losses_ptr": "*fp32"}
-    tile = {"LANES": loss_triton.TILE // 8, "VECTOR": 8, "IGNORED": IGNORED, "NUM_STAGES": loss_triton.NUM_STAGES}
-    warps = loss_triton.TILE // (32 * loss_triton.ELEMENTS_PER_THREAD)
-    for name, one_tile in (("loss, one tile", True), ("loss, two passes", False)):
-        found[name] = build(loss_triton._cross_entropy_kernel, warps, types, **tile, ONE_TILE=one_tile)
+    loss = {"VECTOR": 8, "IGNORED": IGNORED, "NUM_STAGES": loss_triton.NUM_STAGES}
+    first, second = loss_triton.tiles(10_000)
+    held, passed = loss_triton.HELD_PER_THREAD, loss_triton.PASSED_PER_THREAD
+    for name, tile, per_thread, cap, rest in (
+        ("loss, two tiles", first, held, loss_triton.MAX_REGISTERS, second),
+        ("loss, two passes", loss_triton.TILE, passed, None, 0),
+    ):
+        shape = {"BLOCK": tile, "REST": rest, "ONE_READ": rest > 0}
+        warps = tile // (32 * per_thread)
+        found[name] = build(loss_triton._cross_entropy_kernel, warps, types, cap, **loss, **shape)
 
     narrow = (
         "BRANCH",
@@ -72,20 +81,18 @@ def builds() -> dict[str, dict[str, int]]:
         "D_NORMALISED",
         "D_BRANCH",
         "D_PRODUCT",
-        "GATE",
-        "VALUE",
+        "HALVES",
         "PRODUCT",
-        "D_GATE",
-        "D_VALUE",
+        "D_HALVES",
     )
     wide = ("X", "WEIGHT", "TOTAL", "RSTD", "D_TOTAL", "DX", "D_WEIGHTS", "COS", "SIN")
     types = dict.fromkeys(narrow, "*bf16") | dict.fromkeys(wide, "*fp32") | {"eps": "fp32"}
     row = {"M": 768, "BLOCK_M": 1024, "ADDS": True}
     found["add_norm forward"] = build(fused_triton._add_norm_forward_kernel, 4, types, **row)
-    found["add_norm backward"] = build(fused_triton._add_norm_backward_kernel, 8, types, **row, ROWS=2, BOTH=True)
-    block = {"VECTOR": fused_triton.VECTOR, "BLOCK": fused_triton.BLOCK}
-    found["swiglu forward"] = build(fused_triton._swiglu_forward_kernel, 4, types, **block)
-    found["swiglu backward"] = build(fused_triton._swiglu_backward_kernel, 4, types, **block)
+    found["add_norm backward"] = build(fused_triton._add_norm_backward_kernel, 4, types, **row, ROWS=1, BOTH=True)
+    block = {"F": 3072, "BLOCK": fused_triton.SWIGLU_BLOCK}
+    found["swiglu forward"] = build(fused_triton._swiglu_forward_kernel, 8, types, **block)
+    found["swiglu backward"] = build(fused_triton._swiglu_backward_kernel, 8, types, **block)
 
     types |= dict.fromkeys(("HEADS", "Q", "K", "V"), "*bf16")
     heads = {"H": 12, "HKV": 12, "D": 64, "BLOCK_H": 32, "BLOCK_D": 64, "BACKWARD": False, "IN_PLACE": True}
