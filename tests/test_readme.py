@@ -17,6 +17,7 @@ PUBLISHED = ROOT / "reports" / "published"
 README, RESULTS = PAGES["README.md"], PAGES["docs/results.md"]
 H100, H200 = "nvidia-h100-80gb-hbm3", "nvidia-h200"
 NOTES = "⁰¹²³⁴⁵⁶⁷⁸⁹"
+BESIDE_LLAMA = f"{H200}-model-peers-step-beside-llama"
 ATTENTION_RUN = "attention-bf16", H200  # which sampled all rows of the tables of attention together
 
 
@@ -124,12 +125,11 @@ def cell(table: str, key: list[str], column: str) -> str:
 
 def test_steps_beside_llama_are_the_published_ones() -> None:
     (told,) = tables(RESULTS, "size", "batch")
-    for size, batch, speedup, memory in told[1:]:
-        found = [
-            cell("nvidia-h200-model-peers-step-beside-llama", [size, batch, "compiled"], one)
-            for one in ("speedup, ×", "memory, ×")
-        ]
-        assert [speedup, memory] == found, size
+    for *key, speedup, mfu, theirs, memory in told[1:]:
+        found = [cell(BESIDE_LLAMA, key, one) for one in ("speedup, ×", "MFU, %", "Llama MFU, %", "memory, ×")]
+        assert [speedup, mfu, theirs, memory] == found, key
+    head, *body = published(BESIDE_LLAMA)
+    assert {line[head.index("Llama is")] for line in body} == {"graphed"}
 
 
 def test_steps_beside_torch_are_the_published_ones() -> None:

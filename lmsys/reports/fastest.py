@@ -46,6 +46,7 @@ class Question:
     contends true of the cases that do the work in question
     about    what is said of the words of its lines
     kind     the table that the rows are in
+    way      the field that says how a row was run, where its ways are compared, too, and the fastest is named
     mfu      a column tells it
     """
 
@@ -57,6 +58,7 @@ class Question:
     contends: Callable[[Record], bool] = lambda _: True
     about: str = ""
     kind: str = "attention"
+    way: str = ""
     mfu: bool = False
 
 
@@ -66,7 +68,7 @@ def _has_ranks(one: Record) -> bool:
 
 
 ATTENTION = {"direction": "direction", "dtype": "dtype", "head_dim": "D", "causal": "mask", "kind": "kind"}
-TRAINING = {"size": "model", "precision": "precision", "compile": "run", "residual": "stream"}
+MODEL = {"size": "model", "precision": "precision", "residual": "stream"}
 QUESTIONS = (
     Question(
         "attention",
@@ -80,16 +82,18 @@ QUESTIONS = (
         "model",
         "step",
         "Fastest training step",
-        {**TRAINING, "checkpoint": "checkpointing"},
+        {**MODEL, "checkpoint": "checkpointing"},
         ("llama", "sdpa", "sdpa_flash"),
         lambda one: one.get("mode") == "step",
+        about=" Of the ways in which a row was run (eager, compiled, ...) the fastest counts.",
+        way="compile",
         mfu=True,
     ),
     Question(
         "data_parallel",
         "data-parallel",
         "Fastest data parallelism",
-        {**TRAINING, "world_size": "ranks"},
+        {**MODEL, "compile": "run", "world_size": "ranks"},
         ("torch_ddp_tuned", "torch_ddp", "torch_fsdp2", "torch_zero1", "naive"),
         lambda one: one.get("strategy") != "none" and _has_ranks(one) and one.get("comm_dtype") != "bfloat16",
         kind="strategy",
@@ -114,7 +118,7 @@ def fastest_of(machine: Machine, question: Question) -> Table | None:
         bases = ("flex", *question.bases) if hidden else question.bases  # what PyTorch has for patterns
         comparisons = _of_one_run([rows for rows in together[key].values() if _says_something(rows)], bases)
         if comparisons:
-            data.append(line | _first(machine, comparisons, bases, others))
+            data.append(line | _first(machine, comparisons, bases, others, question.way))
     if not data:
         return None
     runs = {run: _letter(number) for number, run in enumerate(dict.fromkeys(one["run"] for one in data))}
@@ -151,7 +155,8 @@ def fastest_of(machine: Machine, question: Question) -> Table | None:
 
 def _ways(lines: Sequence[Record]) -> str:
     """Says what ways of compiling are that the lines have."""
-    told = [f"{name}: {about}" for name, about in WAYS.items() if any(one.get("compile") == name for one in lines)]
+    used = " ".join(str(one.get("compile")) for one in lines)
+    told = [f"{name}: {about}" for name, about in WAYS.items() if name in used]
     return f" {sentence('; '.join(told))}." if told else ""
 
 
@@ -234,12 +239,20 @@ def reading_order(key: Sequence[object]) -> list[tuple[int, float, str]]:
 
 
 def _first(
-    machine: Machine, comparisons: Sequence[Sequence[Record]], bases: Sequence[str], others: Sequence[Record]
+    machine: Machine,
+    comparisons: Sequence[Sequence[Record]],
+    bases: Sequence[str],
+    others: Sequence[Record],
+    way: str,
 ) -> Record:
-    """The fastest row, its speed over a base and over the next; `others`: cases of the setting in all runs."""
+    """The fastest row, its speed over a base and over the next; `others`: cases of the setting in all runs; `way`: the
+    field by which the row's name goes on, if any."""
     found = fastest(comparisons)
     cases = [one for rows in comparisons for one in rows]
-    called = {machine.called(one) for one in cases if one["impl"] == found.row}
+    ours = ([one for one in rows if one["impl"] == found.row] for rows in comparisons)
+    best = [min(own, key=time_of) for own in ours if own]
+    called = {", ".join(filter(None, (machine.called(one), one.get(way)))) for one in best}
+    ways = {way: " or ".join(sorted({str(_value(one, way)) for one in best}))} if way else {}
     rows = sorted({str(one["impl"]) for one in cases})
     run = cases[0]["run"]
     near = f"in {found.first} of {found.comparisons} shapes no other was more than {NEAR_TEXT} faster"
@@ -250,12 +263,16 @@ def _first(
         "run": run,
         "named": {str(one.get("strategy") or one["impl"]) for one in cases},
         "unsteady": any((spread_of(one) or 0.0) > STEADY for one in pair),
-        "rivals": _rivals([one for one in cases if one["impl"] == found.row], rows, others),
+        "rivals": _rivals(best, rows, others),
     }
     counts = {"fastest": found.first, "comparisons": found.comparisons, "rows": len(rows)}
     origin = {name: machine.runs[run].get(name) for name in ("date", "commit")}
-    mfu = max((float(one.get("mfu") or 0) for one in cases if one["impl"] == found.row), default=0) or None
-    return {"row": found.row, **counts, "called": " or ".join(sorted(called)), **speed, "mfu": mfu, **origin, **inner}
+    mfu = max((float(one.get("mfu") or 0) for one in best), default=0) or None
+    return (
+        {"row": found.row, "called": " or ".join(sorted(called)), **ways, **counts, **speed, "mfu": mfu}
+        | origin
+        | inner
+    )
 
 
 def _rivals(ours: Sequence[Record], rows: Sequence[str], others: Sequence[Record]) -> list[str]:

@@ -198,6 +198,17 @@ def test_a_training_step_tells_its_mfu_and_how_it_ran(tmp_path: Path) -> None:
     assert "Graphed: compiled, and replayed as one CUDA graph." in page and "fused:" not in page
 
 
+def test_of_the_ways_in_which_a_row_was_run_the_fastest_is_the_answer(tmp_path: Path) -> None:
+    """Of the peer's ways the fastest counts as well."""
+    times = {("auto", "eager"): 4e-3, ("auto", "fused"): 1e-3, ("llama", "eager"): 3e-3, ("llama", "graphed"): 2e-3}
+    found = [
+        record("model", name, s, mode="step", compile=way, comparison="one", peer=name == "llama")
+        for (name, way), s in times.items()
+    ]
+    (fastest,) = cells(built(tmp_path / "out", save(tmp_path / "1.json", found)), "fastest-step")
+    assert (fastest["fastest row"], fastest["speed"]) == ("auto, fused (of 2)", "2.00 × llama")
+
+
 def test_each_kind_of_attention_has_an_answer_of_its_own(tmp_path: Path) -> None:
     """A row that is fast under one pattern says nothing of another, nor of none."""
     fast = dict.fromkeys(KINDS, "flash_gluon") | {"documents": "flash_triton", "decoding": "sdpa_flash"}

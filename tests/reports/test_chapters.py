@@ -307,6 +307,22 @@ def test_our_model_stands_beside_a_peers(tmp_path: Path) -> None:
     assert rows[0]["rate, tokens/s"] == number(records[0]["tokens_per_s"]) and rows[1]["Llama rate, tokens/s"] == "OOM"
 
 
+def test_each_way_of_our_model_stands_beside_the_fastest_of_a_peers(tmp_path: Path) -> None:
+    """A peer does not have all of our ways. What was measured of all cases stands in one table."""
+    told = {"section": "peers", "context": 1024, "size": "small", "batch": 16}
+    peer = {"label": "Hugging Face Llama", "peer": True}
+    records = [record("model", "auto", 0.1, compile=way, **told) for way in ("compiled", "graphed", "fused")]
+    records += [record("model", "llama", 0.2, compile="compiled", **told, **peer)]
+    records += [record("model", "llama", 0.15, compile="graphed", **told, **peer)]
+    records += [record("model", "llama", compile="fused", outcome="unsupported", reason="ours alone", **told, **peer)]
+    files = report(tmp_path, records)
+    rows = cells(files, "model-peers-step-beside-llama")
+    assert [row["compile"] for row in rows] == ["compiled", "graphed", "fused"]
+    assert {(row["Llama is"], row["speedup, ×"]) for row in rows} == {("graphed", "1.50")}
+    ways = [(row["attention"], row["compile"]) for row in cells(files, "model-peers-step-all")]
+    assert sorted(ways) == sorted({(row["impl"], row["compile"]) for row in records if row["outcome"] == "ok"})
+
+
 def test_an_opened_model_is_divided_by_kind_part_phase_and_kernel(tmp_path: Path) -> None:
     parts = [part("forward", 0.02, 0.04), part("scores", 4e-3, 8e-3, matmul=1e-3), part("softmax", 2e-3, 3e-3)]
     sizes = {

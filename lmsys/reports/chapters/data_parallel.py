@@ -82,15 +82,17 @@ def _block(part: View) -> Block:
     lead = [
         pivot(largest, "time_s", ["batch"], word="by-batch") if largest.varies("batch") else None,
         listing(part, keys, ["mean_s", *costs], "step", "Step by strategy"),
-        listing(measured, keys, [*sizes, "predicted_bytes"], "memory", "Memory of a rank"),
-        _pairs(part),
         plots.bars(largest, ["tokens_per_s"], "batch", word="rate"),
         plots.bars(largest, ["exposed_s"], "batch", word="exposed"),
+    ]
+    more = [
+        listing(measured, keys, [*sizes, "predicted_bytes"], "memory", "Memory of a rank"),
+        _pairs(part),
         *map(_memory, held.cut("", "batch {batch}")[-1:]),
         *map(_scaling, scaled.cut("", "batch {batch}")[-1:]),
         *map(_timelines, traced.cut("", "batch {batch}")[:1]),
     ]
-    return Block(part.title, lead)
+    return Block(part.title, lead, more)
 
 
 def _pairs(part: View) -> Table | None:

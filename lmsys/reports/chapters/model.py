@@ -1,5 +1,6 @@
 """Whole models: contexts by sizes for each call, what memory they need, and how they compare with another's model."""
 
+import math
 from dataclasses import replace
 
 from lmsys.bench.fields import Field
@@ -14,11 +15,13 @@ from lmsys.reports.words import OUTCOMES, number
 
 PHASES = {"train_forward": "forward", "backward": "backward", "optimizer": "optimizer"}  # what a step consists of
 AXES = ("precision", "compile", "checkpoint", "residual", "impl")  # may stand side by side in one cell
+WAYS = ("compile", "checkpoint", "residual")  # of running one model
 SHAPE = ("d_model", "d_ff", "num_layers", "num_heads", "num_parameters")  # what a size stands for
 DRAWN = ("mfu", "matmul_ceiling_fraction", "total_bytes")  # by context
 OF_A_STEP = ("tokens_per_s", "mfu", "total_bytes", "peak_bytes")  # read at once where only whole steps were timed
 # The tables that a mode shows first, by section. In all other sections the times come first.
-LEAD = {"peers": ("beside",), "fits": ("predicted", "total_bytes", "peak_bytes")}
+LEAD = {"fits": ("predicted", "total_bytes", "peak_bytes")}
+TOGETHER = ("peers",)  # few shapes in many ways: a table of each way would have a line for each shape
 BESIDE = {"tokens_per_s": "rate", "mfu": "MFU", "total_bytes": "memory"}  # of our model and a peer's
 ABOUT = "Memory in all: weights, gradients and optimizer state live before, and the peak above them"
 TOTAL = Field(
@@ -58,9 +61,12 @@ def _section(section: str, own: View) -> tuple[Items, list[Block]]:
             blocks.append(Block(part.title, [pivot(cut, "mean_s", keys, "mode", about=about) for cut in cuts]))
             continue
         modes = part.cut("{mode}", "{mode}")
-        glance += [_beside(modes[-1]), None if section == "peers" else _best(part), _summary(part)]
+        glance += [_beside(modes[-1]), None if section in TOGETHER else _best(part), _summary(part)]
         blocks.append(Block(f"Step by phase{part.heading and ', '}{part.heading}", _phases(part)))
         for mode in modes:
+            if section in TOGETHER:
+                blocks.append(Block(mode.title, [], [_listed(mode)]))
+                continue
             items: dict[str, Items] = {
                 "beside": [_beside(mode)],
                 "time_s": _times(mode),
@@ -150,10 +156,20 @@ def _best(part: View) -> Table | None:
     return listing(replace(part, cases=best), keys, metrics, "best", title, about)
 
 
+def _listed(part: View) -> Table | None:
+    """Rows: cases, without ways of running that a model does not have; columns: all that was measured."""
+    own = part.only(lambda case: case["outcome"] != "unsupported").ordered("size", "batch")
+    metrics = ["time_s", *(name for name in own.metrics() if name != "time_s")]
+    return listing(own, ("size", "batch", "impl"), metrics, "all", "All cases")
+
+
 def _beside(part: View) -> Table | None:
-    """Rows: our cases, of one mode; columns: speed and memory of ours and of a peer's model. None without one."""
+    """Rows: our cases, of one mode; columns: speed and memory of ours and of a peer's model, in the way of running it
+    that is its fastest. None without a peer."""
     theirs = next((case["impl"] for case in part.cases if case["peer"]), "")
-    own = compared(part, theirs, medians=True).labelled(speedup="speedup").ordered("size", "batch")
+    same = [name for name in part.axes() if name not in (*WAYS, "impl", "label", "peer")]
+    part = _with_fastest(part, theirs, same)
+    own = compared(part, theirs, same=same, medians=True).labelled(speedup="speedup").ordered("size", "batch")
     for name, label in BESIDE.items():
         peers = own.fields[name].called(
             name=f"peer_{name}",
@@ -162,12 +178,22 @@ def _beside(part: View) -> Table | None:
         )
         own = own.labelled(**{name: label}).with_fields(peers)
     own = own.only(lambda case: theirs and not case["peer"]).with_fields(
-        Field("memory_ratio", label="memory", shown="×", of=lambda case: case["total_bytes"] / case["peer_total_bytes"])
+        Field("peer_compile", label=f"{theirs.capitalize()} is", of=lambda case: case["beside"]["compile"]),
+        Field("memory_ratio", "", "memory", shown="×", of=lambda case: case["total_bytes"] / case["peer_total_bytes"]),
     )
-    columns = ["tokens_per_s", "peer_tokens_per_s", SPEEDUP, "mfu", "peer_mfu", "total_bytes", "peer_total_bytes"]
+    columns = ["tokens_per_s", "peer_compile", "peer_tokens_per_s", SPEEDUP, "mfu", "peer_mfu"]
+    columns += ["total_bytes", "peer_total_bytes", "memory_ratio"]
     title = f"Ours beside {part.text('impl', theirs)}"
     about = f"{title}. {own.fields[SPEEDUP].about}. {ABOUT}"
-    return listing(own, ("size", "batch"), [*columns, "memory_ratio"], f"beside-{theirs}", title, about)
+    return listing(own, ("size", "batch"), columns, f"beside-{theirs}", title, about)
+
+
+def _with_fastest(part: View, name: str, same: list[str]) -> View:
+    """Keeps, of the row of that name, the fastest of those cases that are alike on the axes `same`; one without a time
+    where none has one."""
+    groups = part.only(lambda case: case["impl"] == name).groups(*same).values()
+    fastest = [min(one.cases, key=lambda case: case["time_s"] or math.inf)["id"] for one in groups]
+    return part.only(lambda case: case["impl"] != name or case["id"] in fastest)
 
 
 def _predicted(part: View, section: str) -> Table | None:
