@@ -61,7 +61,7 @@ class ModelBenchmark(Benchmark):
         if reason := models.why_not(case.entry, case.asked, case.precision, case.compile):
             return reason
         if case.peer and (case.keeps or case.compile == "fused"):
-            return "what is kept, the residual stream and fused blocks are settings of our model"
+            return "a narrow residual stream, fused blocks and levels of checkpointing are settings of our model alone"
         if case.compile == "fused" and case.checkpoint != "none":
             return "fused blocks keep all that their backward reads"
         try:

@@ -20,11 +20,19 @@ NARROW = "bfloat16", "bf16"  # the precision that most readers ask for stands fi
 FAILED = "wrong", "error"
 FEW = 4  # rows: a comparison of fewer says so
 OLDER = KEPT | {"compile": "eager"}  # what files mean that do not say it
-INNER = ("said", "run", "named", "unsteady", "rivals")  # what the table of numbers leaves out of a line
+INNER = (
+    "said",
+    "run",
+    "named",
+    "unsteady",
+    "rivals",
+    "over_as",
+    "next_as",
+)  # what the table of numbers leaves out of a line
 ABOUT = (
-    "The rows that a line compares were timed in turns, in one run; (of 2) means that only two were. 1.16 × a row "
-    "means 1.16 times as fast as that row, by the geometric mean over the shapes of the run. Point at a figure, or "
-    f"click on it: it names the rows, and says in how many shapes the row was the fastest, or within {NEAR_TEXT} of it."
+    "The rows of a line took turns in one run; (of 2 rows) says that only two did. 1.5 × sdpa means 1.5 times as fast"
+    " as sdpa, in the geometric mean over the shapes of the run. Point at a figure, or click on it: it names the rows,"
+    f" and says in how many shapes no other row was more than {NEAR_TEXT} faster."
 )
 UNSTEADY = f"Unsteady: from p20 to p80 the samples of one of the two spread over more than {STEADY:.0%} of the median."
 WAYS = {
@@ -47,6 +55,7 @@ class Question:
     about    what is said of the words of its lines
     kind     the table that the rows are in
     way      the field that says how a row was run, where its ways are compared, too, and the fastest is named
+    told     of `keys` those that a line tells also where all lines have one value, and other cases another
     mfu      a column tells it
     """
 
@@ -59,6 +68,7 @@ class Question:
     about: str = ""
     kind: str = "attention"
     way: str = ""
+    told: Sequence[str] = ()
     mfu: bool = False
 
 
@@ -85,8 +95,10 @@ QUESTIONS = (
         {**MODEL, "checkpoint": "checkpointing"},
         ("llama", "sdpa", "sdpa_flash"),
         lambda one: one.get("mode") == "step",
-        about=" Of the ways in which a row was run (eager, compiled, ...) the fastest counts.",
+        about=" Each row counts by the fastest of the ways in which it was run, which its name tells. A narrow residual"
+        " stream is held in the dtype of matmuls, a wide one in float32; only steps of one kind are compared.",
         way="compile",
+        told=("residual",),
         mfu=True,
     ),
     Question(
@@ -124,7 +136,9 @@ def fastest_of(machine: Machine, question: Question) -> Table | None:
     runs = {run: _letter(number) for number, run in enumerate(dict.fromkeys(one["run"] for one in data))}
     dates, made = run_names(machine, runs), commands(machine, runs)
     named = {name for one in data for name in one["named"]}
+    asked = {name: {key[at] for key in together} for at, name in enumerate(question.keys)}
     shown = [name for name in question.keys if len({one[name] for one in data}) > 1] or [*question.keys][:1]
+    shown += [name for name in question.told if name not in shown and len(asked[name]) > 1]
     marks: Notes = {}
     shares = question.mfu and any(one["mfu"] for one in data)
     rows = [
@@ -169,9 +183,10 @@ def _bases(lines: Sequence[Record], bases: Sequence[str]) -> list[str]:
     found = Counter(one["over"] for one in lines if one["fastest"] and one["over"])
     if len(found) < 2:
         return []
-    told = ", ".join(f"{name} in {count}" for name, count in found.most_common())
-    first = f"the first of {', '.join(bases)} that took turns with it"
-    return [f"A row's speed is that over another row: {first}, or else the second-fastest. That is {told}."]
+    (first, count), *others = found.most_common()
+    told = ", ".join([f"{first} in {count} line{'s' * (count > 1)}", *(f"{name} in {count}" for name, count in others)])
+    asked = f"the first of {', '.join(bases)} that took turns with the row"
+    return [f"Speed is over {asked}, else over the second-fastest row: {told}."]
 
 
 def _value(one: Record, name: str) -> object:
@@ -249,14 +264,14 @@ def _first(
     field by which the row's name goes on, if any."""
     found = fastest(comparisons)
     cases = [one for rows in comparisons for one in rows]
-    ours = ([one for one in rows if one["impl"] == found.row] for rows in comparisons)
-    best = [min(own, key=time_of) for own in ours if own]
+    best = _best(comparisons, found.row)
     called = {", ".join(filter(None, (machine.called(one), one.get(way)))) for one in best}
     ways = {way: " or ".join(sorted({str(_value(one, way)) for one in best}))} if way else {}
     rows = sorted({str(one["impl"]) for one in cases})
     run = cases[0]["run"]
     near = f"in {found.first} of {found.comparisons} shapes no other was more than {NEAR_TEXT} faster"
     speed = _speed(comparisons, found.row, bases)
+    others_as = {f"{name}_as": _as(speed[name], _best(comparisons, speed[name]), way) for name in ("over", "next")}
     pair = [one for one in cases if {found.row, speed["over"]} & {*_names(one)}]
     inner = {
         "said": DETAILS.join([machine.run_of(cases[0]), f"{', '.join(rows)} took turns", near]),
@@ -264,6 +279,7 @@ def _first(
         "named": {str(one.get("strategy") or one["impl"]) for one in cases},
         "unsteady": any((spread_of(one) or 0.0) > STEADY for one in pair),
         "rivals": _rivals(best, rows, others),
+        **others_as,
     }
     counts = {"fastest": found.first, "comparisons": found.comparisons, "rows": len(rows)}
     origin = {name: machine.runs[run].get(name) for name in ("date", "commit")}
@@ -273,6 +289,18 @@ def _first(
         | origin
         | inner
     )
+
+
+def _best(comparisons: Sequence[Sequence[Record]], name: str) -> list[Record]:
+    """The fastest case of a row in each comparison that has it."""
+    found = ([one for one in rows if name in _names(one)] for rows in comparisons)
+    return [min(own, key=time_of) for own in found if own]
+
+
+def _as(name: str, best: Sequence[Record], way: str) -> str:
+    """A row's name, and how it was run where that is one way."""
+    ways = {one.get(way) for one in best} if way else set()
+    return ", ".join(filter(None, (name, *(ways if len(ways) == 1 else ()))))
 
 
 def _rivals(ours: Sequence[Record], rows: Sequence[str], others: Sequence[Record]) -> list[str]:
@@ -301,17 +329,17 @@ def _speed(comparisons: Sequence[Sequence[Record]], row: str, bases: Sequence[st
 
 def _ratio(rows: Sequence[Record], ours: str, theirs: str) -> float | None:
     """The ratio of the fastest case of each, such as the best size of buckets."""
-    found = [[one for one in rows if name in _names(one)] for name in (ours, theirs)]
-    return ratio_of(*(min(cases, key=time_of) for cases in found)) if all(found) else None
+    found = [one for name in (ours, theirs) for one in _best([rows], name)]
+    return ratio_of(*found) if len(found) == 2 else None
 
 
 def _answer(one: Record, notes: Notes) -> list[str]:
     if not one["fastest"]:  # each was slower than another, as may be where samples spread
         return ["not settled", "", ""]
     others = f"In another run, which took no turns with this one, these took less time: {', '.join(one['rivals'])}."
-    few = f" (of {one['rows']})" if one["rows"] < FEW else ""
+    few = f" (of {one['rows']} rows)" if one["rows"] < FEW else ""
     row = one["called"] + few + (mark(notes, others) if one["rivals"] else "")
-    speed, lead = _times(one["speedup"], one["over"]), _times(one["lead"], one["next"])
+    speed, lead = _times(one["speedup"], one["over_as"]), _times(one["lead"], one["next_as"])
     return [row, speed + (mark(notes, UNSTEADY) if speed and one["unsteady"] else ""), lead]
 
 

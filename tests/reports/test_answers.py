@@ -36,7 +36,7 @@ def test_the_page_begins_with_them(tmp_path: Path) -> None:
     ]
     files = built(tmp_path / "out", save(tmp_path / "r.json", records))
     (fastest,) = cells(files, "fastest-attention")
-    assert (fastest["fastest row"], fastest["speed"]) == ("flash_triton (of 2)", "2.00 × sdpa_flash")
+    assert (fastest["fastest row"], fastest["speed"]) == ("flash_triton (of 2 rows)", "2.00 × sdpa_flash")
     (wrong,) = cells(files, "wrong")
     assert (wrong["row"], wrong["cases"], wrong["the first of them"]) == ("mine", "1", "dk is off")
     (missing,) = cells(files, "not-run")
@@ -99,11 +99,11 @@ def test_rows_are_explained_as_their_table_says(tmp_path: Path) -> None:
 def test_a_table_says_where_speeds_are_over_several_rows(tmp_path: Path) -> None:
     alike = comparison(1024, {"flash_triton": 1e-3, "sdpa_flash": 2e-3})
     other = [record("attention", name, dtype="float16") for name in ("flash_triton", "sdpa_cudnn")]
-    told = "that took turns with it, or else the second-fastest. That is sdpa_flash in 1, sdpa_cudnn in 1."
+    told = "that took turns with the row, else over the second-fastest row: sdpa_flash in 1 line, sdpa_cudnn in 1."
     for records, said in ((alike, ""), ([*alike, *other], told)):
         files = built(tmp_path / f"{bool(said)}", save(tmp_path / f"{bool(said)}.json", records))
         text = files["tables/synthetic-gpu-fastest-attention.md"].decode()
-        assert said in text and ("A row's speed is that over" in text) is bool(said)
+        assert said in text and ("Speed is over the first of" in text) is bool(said)
 
 
 @settings(max_examples=50, deadline=None)
@@ -125,7 +125,10 @@ def test_the_fastest_is_of_the_run_that_sampled_most_rows(tmp_path: Path) -> Non
     later = [one for length in (2048, 4096) for one in comparison(length, {"flash_cuda": 1e-3, "sdpa_flash": 3e-3})]
     files = built(tmp_path / "out", first, save(tmp_path / "2.json", later, date="2000-01-03"))
     (fastest,) = cells(files, "fastest-attention")
-    assert (fastest["fastest row"], fastest["over the next fastest"]) == ("flash_gluon (of 3)", "2.00 × flash_triton")
+    assert (fastest["fastest row"], fastest["over the next fastest"]) == (
+        "flash_gluon (of 3 rows)",
+        "2.00 × flash_triton",
+    )
 
 
 def test_the_fastest_is_of_a_run_that_had_what_users_would_otherwise_take(tmp_path: Path) -> None:
@@ -135,14 +138,14 @@ def test_the_fastest_is_of_a_run_that_had_what_users_would_otherwise_take(tmp_pa
     later = [record("data_parallel", name, s, comparison="b", strategy=name) for name, s in SHARDED.items()]
     files = built(tmp_path / "out", first, save(tmp_path / "2.json", later, date="2000-01-03"))
     (fastest,) = cells(files, "fastest-data-parallel")
-    assert (fastest["fastest row"], fastest["speed"]) == ("naive (of 2)", "1.50 × torch_ddp_tuned")
+    assert (fastest["fastest row"], fastest["speed"]) == ("naive (of 2 rows)", "1.50 × torch_ddp_tuned")
 
 
 @pytest.mark.parametrize(
     ("triton", "flash", "fastest"),
     [
-        ([1.0, 2.0, 3.0, 4.0, 2.6], [1.1, 2.2, 3.3, 0.1, 2.5], ("flash_triton (of 2)", "1.10 × sdpa_flash")),
-        ([1.0, 2.0, 3.0, 4.0, 5.0], [0.99, 1.98, 3.01, 3.96, 4.95], ("sdpa_flash (of 2)", "1.01 × flash_triton")),
+        ([1.0, 2.0, 3.0, 4.0, 2.6], [1.1, 2.2, 3.3, 0.1, 2.5], ("flash_triton (of 2 rows)", "1.10 × sdpa_flash")),
+        ([1.0, 2.0, 3.0, 4.0, 5.0], [0.99, 1.98, 3.01, 3.96, 4.95], ("sdpa_flash (of 2 rows)", "1.01 × flash_triton")),
     ],
     ids=["apart", "within the margin"],
 )
@@ -199,14 +202,17 @@ def test_a_training_step_tells_its_mfu_and_how_it_ran(tmp_path: Path) -> None:
 
 
 def test_of_the_ways_in_which_a_row_was_run_the_fastest_is_the_answer(tmp_path: Path) -> None:
-    """Of the peer's ways the fastest counts as well."""
+    """It is compared with the fastest of the peer's ways. That a stream is wide is told where others are narrow."""
     times = {("auto", "eager"): 4e-3, ("auto", "fused"): 1e-3, ("llama", "eager"): 3e-3, ("llama", "graphed"): 2e-3}
     found = [
         record("model", name, s, mode="step", compile=way, comparison="one", peer=name == "llama")
         for (name, way), s in times.items()
     ]
-    (fastest,) = cells(built(tmp_path / "out", save(tmp_path / "1.json", found)), "fastest-step")
-    assert (fastest["fastest row"], fastest["speed"]) == ("auto, fused (of 2)", "2.00 × llama")
+    narrow = [record("model", "auto", 1e-4, mode="step", residual="narrow", comparison="one")]
+    for records, setting in ((found, "small"), (found + narrow, "small, wide")):
+        (fastest,) = cells(built(tmp_path / "out", save(tmp_path / "1.json", records)), "fastest-step")
+        assert (fastest["fastest row"], fastest["speed"]) == ("auto, fused (of 2 rows)", "2.00 × llama, graphed")
+        assert fastest["setting"] == setting
 
 
 def test_each_kind_of_attention_has_an_answer_of_its_own(tmp_path: Path) -> None:
@@ -219,7 +225,7 @@ def test_each_kind_of_attention_has_an_answer_of_its_own(tmp_path: Path) -> None
     ]
     found = cells(built(tmp_path / "out", save(tmp_path / "r.json", records)), "fastest-attention")
     told = {one["setting"].removeprefix("forward").removeprefix(", "): one["fastest row"] for one in found}
-    assert told == {kind: f"{row} (of 3)" for kind, row in fast.items()}
+    assert told == {kind: f"{row} (of 3 rows)" for kind, row in fast.items()}
 
 
 def test_each_section_has_a_title() -> None:
@@ -280,7 +286,7 @@ def test_a_row_that_took_no_turns_but_less_time_is_told(tmp_path: Path) -> None:
     later += comparison(2048, {"flash_torch": 1e-6, "sdpa_flash": 1e-3})
     files = built(tmp_path / "out", first, save(tmp_path / "2.json", later, date="2000-01-03"))
     (fastest,) = cells(files, "fastest-attention")
-    assert fastest["fastest row"] == "flash_gluon (of 3)¹"
+    assert fastest["fastest row"] == "flash_gluon (of 3 rows)¹"
     text = files["tables/synthetic-gpu-fastest-attention.md"].decode()
     assert "¹ In another run, which took no turns with this one, these took less time: flash_cuda." in text
 
@@ -291,4 +297,4 @@ def test_a_run_of_rows_that_won_elsewhere_is_asked_rather_than_one_of_many_other
     few = comparison(2048, {"flash_triton": 2e-3, "flash_attn_4": 1e-3, "sdpa": 5e-3})
     files = built(tmp_path / "out", first, save(tmp_path / "2.json", few, date="1999-01-03"))
     (fastest,) = cells(files, "fastest-attention")
-    assert fastest["fastest row"] == "flash_attn_4 (of 3)"
+    assert fastest["fastest row"] == "flash_attn_4 (of 3 rows)"

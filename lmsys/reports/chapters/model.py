@@ -24,6 +24,7 @@ LEAD = {"fits": ("predicted", "total_bytes", "peak_bytes")}
 TOGETHER = ("peers",)  # few shapes in many ways: a table of each way would have a line for each shape
 BESIDE = {"tokens_per_s": "rate", "mfu": "MFU", "total_bytes": "memory"}  # of our model and a peer's
 ABOUT = "Memory in all: weights, gradients and optimizer state live before, and the peak above them"
+STREAM = "A narrow residual stream is held in the dtype of matmuls, a wide one in float32"
 TOTAL = Field(
     "total_bytes", "B", "Memory in all", "metric", ABOUT, "GiB", lambda case: case["held_bytes"] + case["peak_bytes"]
 )
@@ -65,7 +66,7 @@ def _section(section: str, own: View) -> tuple[Items, list[Block]]:
         blocks.append(Block(f"Step by phase{part.heading and ', '}{part.heading}", _phases(part)))
         for mode in modes:
             if section in TOGETHER:
-                blocks.append(Block(mode.title, [], [_listed(mode)]))
+                blocks.append(Block(mode.title, [_beside(mode)], [_listed(mode)]))
                 continue
             items: dict[str, Items] = {
                 "beside": [_beside(mode)],
@@ -178,14 +179,20 @@ def _beside(part: View) -> Table | None:
         )
         own = own.labelled(**{name: label}).with_fields(peers)
     own = own.only(lambda case: theirs and not case["peer"]).with_fields(
-        Field("peer_compile", label=f"{theirs.capitalize()} is", of=lambda case: case["beside"]["compile"]),
-        Field("memory_ratio", "", "memory", shown="×", of=lambda case: case["total_bytes"] / case["peer_total_bytes"]),
+        Field("peer_compile", label=f"{theirs.capitalize()} run as", of=lambda case: case["beside"]["compile"]),
+        Field(
+            "memory_ratio",
+            "",
+            f"memory over {theirs.capitalize()}'s",
+            shown="×",
+            of=lambda case: case["total_bytes"] / case["peer_total_bytes"],
+        ),
     )
-    columns = ["tokens_per_s", "peer_compile", "peer_tokens_per_s", SPEEDUP, "mfu", "peer_mfu"]
+    columns = [SPEEDUP, "peer_compile", "tokens_per_s", "peer_tokens_per_s", "mfu", "peer_mfu"]
     columns += ["total_bytes", "peer_total_bytes", "memory_ratio"]
     title = f"Ours beside {part.text('impl', theirs)}"
-    about = f"{title}. {own.fields[SPEEDUP].about}. {ABOUT}"
-    return listing(own, ("size", "batch"), columns, f"beside-{theirs}", title, about)
+    about = f"{title}, which stands here by the fastest of the ways in which it was run. {own.fields[SPEEDUP].about}."
+    return listing(own, ("size", "batch"), columns, f"beside-{theirs}", title, f"{about} {STREAM}. {ABOUT}")
 
 
 def _with_fastest(part: View, name: str, same: list[str]) -> View:
