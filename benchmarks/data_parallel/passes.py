@@ -34,8 +34,8 @@ from lmsys.training.reproducible import weights_sha256
 # gradient is near zero no rounding turns the step around. Of these rates hundreds of steps train, and do not diverge.
 ADAMW: dict[str, Any] = {"lr": 1e-3, "eps": 1e-2}
 WARM_STEPS = {"cpu": 2, "cuda": 3}  # the first plans buckets, the second runs with them
-# Of each parameter ROWS rows are looked at, or fewer, but one, where all together have more than NUMBERS. One row says
-# little: by one row of each of 434 parameters, right steps of xl were called wrong.
+# ROWS rows of each parameter are looked at: fewer, but at least one, where all together would have more than NUMBERS
+# numbers. One row says little: by one row of each parameter, right steps of xl were called wrong.
 ROWS, NUMBERS = 16, 2**22
 MOST_APART = 0.5  # of the way that weights go: plain steps end so far from exact ones, where neither is broken
 MAX_SCORES = 2**28  # of naive attention in all blocks together, of the sequences that are taken at once

@@ -5,8 +5,8 @@ residual stream and the branch once, and writes the sum and what the matmuls beh
 gradient of the stream in both precisions, for the stream in its own and for the branch in that of the matmuls, where
 autograd and a compiler need a pass for each. Recorded as a CUDA graph, such a step needs no compiler.
 
-Queries and keys are rotated where their projection has written them. Gate and value of SwiGLU are written side by side
-by one matmul, and so are their gradients, for the matmuls that read them.
+Queries and keys are rotated where their projection has written them. Under autocast one matmul writes gate and value of
+SwiGLU side by side, and its backward writes their gradients so, for one matmul each behind it.
 
 On a CPU, in float64 and without Triton, the same functions are compositions of PyTorch's.
 Legend: B batch, S sequence length, M d_model, F d_ff.

@@ -105,7 +105,7 @@ def _swiglu_backward_kernel(D_PRODUCT, HALVES, D_HALVES, F: tl.constexpr, BLOCK:
     tl.store(D_HALVES + row * 2 * F + F + at, d_value.to(D_HALVES.dtype.element_ty), mask=mask)
 
 
-def _tile(width: int) -> dict[str, int]:
+def norm_options(width: int) -> dict[str, int]:
     """A row in one tile, of about 8 elements a thread."""
     block = triton.next_power_of_2(width)
     return {"M": width, "BLOCK_M": block, "num_warps": max(1, min(16, block // 256))}
@@ -121,7 +121,7 @@ def add_norm(
     normalised = torch.empty_like(x, dtype=dtype)
     rstd = torch.empty(len(x), dtype=torch.float32, device=x.device)
     given = x, x if branch is None else branch, weight, total, normalised, rstd, eps
-    launch(_add_norm_forward_kernel, len(x), *given, **_tile(x.shape[-1]), ADDS=branch is not None)
+    launch(_add_norm_forward_kernel, len(x), *given, **norm_options(x.shape[-1]), ADDS=branch is not None)
     return total, normalised, rstd
 
 
@@ -134,16 +134,20 @@ def add_norm_backward(
     both = dtype not in (None, total.dtype)
     d_branch = torch.empty_like(total, dtype=dtype) if both else dx
     width = total.shape[-1]
-    block = triton.next_power_of_2(width)
-    at_once = max(1, NORM_BLOCK // block)
-    num_warps = min(16, at_once * block // 256)
+    options = norm_backward_options(width)
     cores = torch.cuda.get_device_properties(total.device).multi_processor_count if total.is_cuda else 1
-    programs = min(triton.cdiv(len(total), at_once), WARPS // num_warps * cores)
+    programs = min(triton.cdiv(len(total), options["ROWS"]), WARPS // options["num_warps"] * cores)
     parts = torch.empty(programs, width, dtype=torch.float32, device=total.device)
     given = d_normalised, total if d_total is None else d_total, total, weight, rstd, dx, d_branch, parts, len(total)
-    options = {"M": width, "BLOCK_M": block, "ROWS": at_once, "ADDS": d_total is not None, "BOTH": both}
-    launch(_add_norm_backward_kernel, programs, *given, **options, num_warps=num_warps)
+    launch(_add_norm_backward_kernel, programs, *given, **options, ADDS=d_total is not None, BOTH=both)
     return dx, None if dtype is None else d_branch, _sum_rows(parts)
+
+
+def norm_backward_options(width: int) -> dict[str, int]:
+    """How the backward of a norm runs for rows of so many channels: constants, and the compiler's."""
+    block = triton.next_power_of_2(width)
+    at_once = max(1, NORM_BLOCK // block)
+    return {"M": width, "BLOCK_M": block, "ROWS": at_once, "num_warps": min(16, at_once * block // 256)}
 
 
 def _sum_rows(parts: Tensor) -> Tensor:
@@ -159,21 +163,28 @@ def _sum_rows(parts: Tensor) -> Tensor:
 
 def swiglu(halves: Tensor) -> Tensor:
     """(..., 2 F) -> (..., F): gate · sigmoid(gate) · value of the two halves of each row, computed in float32.
-    Contiguous."""
+    Contiguous. 16 bytes are moved at once where they divide rows of F."""
+    assert halves.shape[-1] % 2 == 0
     product = halves.new_empty(*halves.shape[:-1], halves.shape[-1] // 2)
-    _launch_swiglu(_swiglu_forward_kernel, product, halves, product)
+    _launch_swiglu(_swiglu_forward_kernel, halves, product)
     return product
 
 
 def swiglu_backward(d_product: Tensor, halves: Tensor) -> Tensor:
     """The gradient of `halves`, from that of the product."""
     d_halves = torch.empty_like(halves)
-    _launch_swiglu(_swiglu_backward_kernel, d_product, d_product, halves, d_halves)
+    _launch_swiglu(_swiglu_backward_kernel, d_product, halves, d_halves)
     return d_halves
 
 
-def _launch_swiglu(kernel: Any, product: Tensor, *tensors: Tensor) -> None:
-    width = product.shape[-1]
+def _launch_swiglu(kernel: Any, *tensors: Tensor) -> None:
+    width = min(x.shape[-1] for x in tensors)  # of the product
+    options = swiglu_options(width)
+    num_rows, parts = tensors[-1].numel() // tensors[-1].shape[-1], triton.cdiv(width, options["BLOCK"])
+    launch(kernel, num_rows, *tensors, **options, grid_y=parts)
+
+
+def swiglu_options(width: int) -> dict[str, int]:
+    """How SwiGLU's kernels run for rows of so many products: constants, and the compiler's."""
     block = min(SWIGLU_BLOCK, triton.next_power_of_2(width))
-    options = {"F": width, "BLOCK": block, "num_warps": max(1, block // 512)}
-    launch(kernel, product.numel() // width, *tensors, **options, grid_y=triton.cdiv(width, block))
+    return {"F": width, "BLOCK": block, "num_warps": max(1, block // 512)}

@@ -30,7 +30,7 @@ EXPECTED = {
 
 
 def build(
-    kernel: Any, num_warps: int, types: Mapping[str, str], max_registers: int | None = None, **constants: Any
+    kernel: Any, types: Mapping[str, str], num_warps: int, maxnreg: int | None = None, **constants: Any
 ) -> dict[str, int]:
     """Resources of a kernel for sm_90, and its wide loads and stores; not in the interpreter.
 
@@ -51,7 +51,7 @@ def build(
     aligned = {places[name]: [["tt.divisibility", 16]] for name in special}
     values = {places[name]: value for name, value in constants.items()}
     source = ASTSource(kernel, signature=signature, constexprs=values, attrs=aligned)
-    options = {"num_warps": num_warps, "maxnreg": max_registers}
+    options = {"num_warps": num_warps, "maxnreg": maxnreg}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     wide = {name: compiled.asm["ptx"].count(f"{name}.global.v4") for name in ("ld", "st")}
     return resources(compiled) | wide
@@ -64,16 +64,9 @@ def builds() -> dict[str, dict[str, int]]:
 
     found = {}
     types = {"logits_ptr": "*bf16", "labels_ptr": "*i64", "losses_ptr": "*fp32"}
-    loss = {"VECTOR": 8, "IGNORED": IGNORED, "NUM_STAGES": loss_triton.NUM_STAGES}
-    first, second = loss_triton.tiles(10_000)
-    held, passed = loss_triton.HELD_PER_THREAD, loss_triton.PASSED_PER_THREAD
-    for name, tile, per_thread, cap, rest in (
-        ("loss, two tiles", first, held, loss_triton.MAX_REGISTERS, second),
-        ("loss, two passes", loss_triton.TILE, passed, None, 0),
-    ):
-        shape = {"BLOCK": tile, "REST": rest, "ONE_READ": rest > 0}
-        warps = tile // (32 * per_thread)
-        found[name] = build(loss_triton._cross_entropy_kernel, warps, types, cap, **loss, **shape)
+    for name, vocabulary in (("loss, two tiles", 10_000), ("loss, two passes", 32_000)):
+        options = loss_triton.options(vocabulary, vector=8)
+        found[name] = build(loss_triton._cross_entropy_kernel, types, IGNORED=IGNORED, **options)
 
     narrow = (
         "BRANCH",
@@ -87,16 +80,16 @@ def builds() -> dict[str, dict[str, int]]:
     )
     wide = ("X", "WEIGHT", "TOTAL", "RSTD", "D_TOTAL", "DX", "D_WEIGHTS", "COS", "SIN")
     types = dict.fromkeys(narrow, "*bf16") | dict.fromkeys(wide, "*fp32") | {"eps": "fp32"}
-    row = {"M": 768, "BLOCK_M": 1024, "ADDS": True}
-    found["add_norm forward"] = build(fused_triton._add_norm_forward_kernel, 4, types, **row)
-    found["add_norm backward"] = build(fused_triton._add_norm_backward_kernel, 4, types, **row, ROWS=1, BOTH=True)
-    block = {"F": 3072, "BLOCK": fused_triton.SWIGLU_BLOCK}
-    found["swiglu forward"] = build(fused_triton._swiglu_forward_kernel, 8, types, **block)
-    found["swiglu backward"] = build(fused_triton._swiglu_backward_kernel, 8, types, **block)
+    row, rows = fused_triton.norm_options(768), fused_triton.norm_backward_options(768)
+    found["add_norm forward"] = build(fused_triton._add_norm_forward_kernel, types, **row, ADDS=True)
+    found["add_norm backward"] = build(fused_triton._add_norm_backward_kernel, types, **rows, ADDS=True, BOTH=True)
+    part = fused_triton.swiglu_options(3072)
+    found["swiglu forward"] = build(fused_triton._swiglu_forward_kernel, types, **part)
+    found["swiglu backward"] = build(fused_triton._swiglu_backward_kernel, types, **part)
 
     types |= dict.fromkeys(("HEADS", "Q", "K", "V"), "*bf16")
     heads = {"H": 12, "HKV": 12, "D": 64, "BLOCK_H": 32, "BLOCK_D": 64, "BACKWARD": False, "IN_PLACE": True}
-    found["rotation"] = build(rotary_triton._rotate_kernel, 4, types, **heads)
+    found["rotation"] = build(rotary_triton._rotate_kernel, types, 4, **heads)
     return found
 
 
