@@ -132,6 +132,15 @@ def test_steps_beside_llama_are_the_published_ones() -> None:
         assert [speedup, mfu, theirs, memory] == found, key
     head, *body = published(BESIDE_LLAMA)
     assert {line[head.index("Llama run as")] for line in body} == {"graphed"}
+    times = {
+        (one["size"], one["impl"]): one["time_s"] for one in run("model-peers", H200)["records"] if _is_compiled(one)
+    }
+    told = [f"{times[size, 'llama'] / times[size, 'auto']:.2f}" for size in ("small", "medium")]
+    assert "is {} times as fast as Llama's at small, and {} times at medium".format(*told) in " ".join(RESULTS.split())
+
+
+def _is_compiled(one: dict[str, Any]) -> bool:
+    return one["compile"] == "compiled" and one["residual"] == "wide"
 
 
 def test_steps_beside_torch_are_the_published_ones() -> None:

@@ -96,7 +96,8 @@ QUESTIONS = (
         ("llama", "sdpa", "sdpa_flash"),
         lambda one: one.get("mode") == "step",
         about=" Each row counts by the fastest of the ways in which it was run, which its name tells. A narrow residual"
-        " stream is held in the dtype of matmuls, a wide one in float32; only steps of one kind are compared.",
+        " stream is held in the dtype of matmuls, a wide one in float32. Only steps of one kind are compared, and only"
+        " where somebody else's are among them.",
         way="compile",
         told=("residual",),
         mfu=True,
@@ -128,7 +129,8 @@ def fastest_of(machine: Machine, question: Question) -> Table | None:
         others = [one for cases in together[key].values() for one in cases]
         hidden = any(one.get(name) for one in others for name in PATTERNS)
         bases = ("flex", *question.bases) if hidden else question.bases  # what PyTorch has for patterns
-        comparisons = _of_one_run([rows for rows in together[key].values() if _says_something(rows)], bases)
+        several = [rows for rows in together[key].values() if _says_something(rows)]
+        comparisons = _of_one_run(several, bases, question.way)
         if comparisons:
             data.append(line | _first(machine, comparisons, bases, others, question.way))
     if not data:
@@ -217,13 +219,16 @@ def _says_something(rows: Sequence[Record]) -> bool:
     return len({one["impl"] for one in rows}) > 1 and any(one.get("peer") for one in rows)
 
 
-def _of_one_run(comparisons: Sequence[Sequence[Record]], bases: Sequence[str]) -> list[Sequence[Record]]:
-    """Those of the run that has the first base that any has, then most of the rows that are the fastest anywhere, then
-    most rows; of such the latest.
+def _of_one_run(comparisons: Sequence[Sequence[Record]], bases: Sequence[str], way: str) -> list[Sequence[Record]]:
+    """Those of the run that has the first base that any has, then most of the rows that are the fastest of a shape in
+    all runs, then most rows; of such the latest.
 
     A run without what a user would otherwise take, or without rows that won elsewhere, may have left out the fastest.
     """
-    winners = {min(cases, key=time_of)["impl"] for cases in comparisons}
+    shapes: dict[str, list[Record]] = {}
+    for cases in comparisons:
+        shapes.setdefault(_shape(cases[0]), []).extend(cases)
+    winners = {_run_as(min(cases, key=time_of), way) for cases in shapes.values()}
     runs: dict[int, list[Sequence[Record]]] = {}
     for cases in comparisons:
         runs.setdefault(cases[0]["run"], []).append(cases)
@@ -232,7 +237,7 @@ def _of_one_run(comparisons: Sequence[Sequence[Record]], bases: Sequence[str]) -
         found = [one for cases in runs[run] for one in cases]
         names = {name for one in found for name in _names(one)}
         place = next((i for i, base in enumerate(bases) if base in names), len(bases))
-        rows = {one["impl"] for one in found}
+        rows = {_run_as(one, way) for one in found}
         return -place, len(rows & winners), len(rows), run
 
     return runs[max(runs, key=worth)] if runs else []
@@ -265,20 +270,20 @@ def _first(
     found = fastest(comparisons)
     cases = [one for rows in comparisons for one in rows]
     best = _best(comparisons, found.row)
-    called = {", ".join(filter(None, (machine.called(one), one.get(way)))) for one in best}
-    ways = {way: " or ".join(sorted({str(_value(one, way)) for one in best}))} if way else {}
+    called = {", ".join((machine.called(one), *_run_as(one, way)[1:])) for one in best}
+    ways = {way: " or ".join(sorted({_run_as(one, way)[1] for one in best}))} if way else {}
     rows = sorted({str(one["impl"]) for one in cases})
     run = cases[0]["run"]
     near = f"in {found.first} of {found.comparisons} shapes no other was more than {NEAR_TEXT} faster"
     speed = _speed(comparisons, found.row, bases)
     others_as = {f"{name}_as": _as(speed[name], _best(comparisons, speed[name]), way) for name in ("over", "next")}
-    pair = [one for one in cases if {found.row, speed["over"]} & {*_names(one)}]
+    pair = [*best, *_best(comparisons, speed["over"])]
     inner = {
         "said": DETAILS.join([machine.run_of(cases[0]), f"{', '.join(rows)} took turns", near]),
         "run": run,
         "named": {str(one.get("strategy") or one["impl"]) for one in cases},
         "unsteady": any((spread_of(one) or 0.0) > STEADY for one in pair),
-        "rivals": _rivals(best, rows, others),
+        "rivals": _rivals(best, cases, others, way),
         **others_as,
     }
     counts = {"fastest": found.first, "comparisons": found.comparisons, "rows": len(rows)}
@@ -297,17 +302,23 @@ def _best(comparisons: Sequence[Sequence[Record]], name: str) -> list[Record]:
     return [min(own, key=time_of) for own in found if own]
 
 
+def _run_as(one: Record, way: str) -> tuple[str, ...]:
+    """A case's row, and the way in which it was run where ways are compared."""
+    return (one["impl"], str(_value(one, way))) if way else (one["impl"],)
+
+
 def _as(name: str, best: Sequence[Record], way: str) -> str:
     """A row's name, and how it was run where that is one way."""
-    ways = {one.get(way) for one in best} if way else set()
-    return ", ".join(filter(None, (name, *(ways if len(ways) == 1 else ()))))
+    ways = {_run_as(one, way)[1:] for one in best}
+    return ", ".join((name, *(ways.pop() if len(ways) == 1 else ())))
 
 
-def _rivals(ours: Sequence[Record], rows: Sequence[str], others: Sequence[Record]) -> list[str]:
-    """Rows that took no turns with ours, and in another run less time for the same shape."""
+def _rivals(ours: Sequence[Record], cases: Sequence[Record], others: Sequence[Record], way: str) -> list[str]:
+    """Rows that took no turns with ours, and in another run less time for the same shape; `cases`: those that did."""
     times = {_shape(one): time_of(one) for one in ours}
     faster = (one for one in others if one["run"] != ours[0]["run"] and time_of(one) * NEAR < times.get(_shape(one), 0))
-    return sorted({str(one["impl"]) for one in faster} - {*rows})
+    rivals = {_run_as(one, way) for one in faster} - {_run_as(one, way) for one in cases}
+    return sorted(map(", ".join, rivals))
 
 
 def _shape(one: Record) -> str:

@@ -16,8 +16,8 @@ import pytest
 
 pytest.importorskip("triton", reason="pip install triton==3.6.0 to compile its kernels")
 
-# Loads and stores of 16 bytes that a thread makes: of each tensor that it reads or writes, two for 16 elements in two
-# bytes and two for 8 in four. Weights, and the sines and cosines of angles, are of them.
+# Loads and stores of 16 bytes in the code of a thread, of all tensors together, as a small model launches it: one for 8
+# numbers of two bytes, or for 4 of four bytes. A thread has 8, 16 or 40 numbers of a tensor.
 EXPECTED = {
     "loss, two tiles": (5, 5),
     "loss, two passes": (4, 2),

@@ -215,6 +215,22 @@ def test_of_the_ways_in_which_a_row_was_run_the_fastest_is_the_answer(tmp_path: 
         assert fastest["setting"] == setting
 
 
+def test_a_later_run_of_slower_ways_takes_no_answers_place(tmp_path: Path) -> None:
+    """Nor is the answer unsteady where another way of the same row was."""
+    first = {("auto", "fused"): 1e-3, ("auto", "eager"): 4e-3, ("llama", "graphed"): 2e-3}
+    later = {("auto", "eager"): 4e-3, ("llama", "eager"): 5e-3, ("llama", "compiled"): 6e-3}
+    paths = []
+    for day, times in enumerate((first, later), start=1):
+        found = [
+            record("model", name, s, mode="step", compile=way, comparison=f"one {day}", peer=name == "llama")
+            | ({"p20_s": s / 2, "p80_s": 2 * s} if way == "eager" else {})
+            for (name, way), s in times.items()
+        ]
+        paths.append(save(tmp_path / f"{day}.json", found, date=f"2000-01-0{day}"))
+    (fastest,) = cells(built(tmp_path / "out", *paths), "fastest-step")
+    assert (fastest["fastest row"], fastest["speed"]) == ("auto, fused (of 2 rows)", "2.00 × llama, graphed")
+
+
 def test_each_kind_of_attention_has_an_answer_of_its_own(tmp_path: Path) -> None:
     """A row that is fast under one pattern says nothing of another, nor of none."""
     fast = dict.fromkeys(KINDS, "flash_gluon") | {"documents": "flash_triton", "decoding": "sdpa_flash"}

@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from lmsys.bench.fields import Field
+from lmsys.bench.fields import Field, Record
 from lmsys.reports import plots
 from lmsys.reports.blocks import Block, Chapter, Items, with_overview
 from lmsys.reports.kept import KEPT, with_kept
@@ -15,7 +15,7 @@ from lmsys.reports.words import OUTCOMES, number
 
 PHASES = {"train_forward": "forward", "backward": "backward", "optimizer": "optimizer"}  # what a step consists of
 AXES = ("precision", "compile", "checkpoint", "residual", "impl")  # may stand side by side in one cell
-WAYS = ("compile", "checkpoint", "residual")  # of running one model
+SETTINGS = ("compile", "checkpoint", "residual")  # one model runs in each of their values
 SHAPE = ("d_model", "d_ff", "num_layers", "num_heads", "num_parameters")  # what a size stands for
 DRAWN = ("mfu", "matmul_ceiling_fraction", "total_bytes")  # by context
 OF_A_STEP = ("tokens_per_s", "mfu", "total_bytes", "peak_bytes")  # read at once where only whole steps were timed
@@ -161,14 +161,14 @@ def _listed(part: View) -> Table | None:
     """Rows: cases, without ways of running that a model does not have; columns: all that was measured."""
     own = part.only(lambda case: case["outcome"] != "unsupported").ordered("size", "batch")
     metrics = ["time_s", *(name for name in own.metrics() if name != "time_s")]
-    return listing(own, ("size", "batch", "impl"), metrics, "all", "All cases")
+    return listing(own, ("size", "batch", "impl"), metrics, "all", "All cases that the models have")
 
 
 def _beside(part: View) -> Table | None:
     """Rows: our cases, of one mode; columns: speed and memory of ours and of a peer's model, in the way of running it
     that is its fastest. None without a peer."""
     theirs = next((case["impl"] for case in part.cases if case["peer"]), "")
-    same = [name for name in part.axes() if name not in (*WAYS, "impl", "label", "peer")]
+    same = [name for name in part.axes() if name not in (*SETTINGS, "impl", "label", "peer")]
     part = _with_fastest(part, theirs, same)
     own = compared(part, theirs, same=same, medians=True).labelled(speedup="speedup").ordered("size", "batch")
     for name, label in BESIDE.items():
@@ -179,7 +179,7 @@ def _beside(part: View) -> Table | None:
         )
         own = own.labelled(**{name: label}).with_fields(peers)
     own = own.only(lambda case: theirs and not case["peer"]).with_fields(
-        Field("peer_compile", label=f"{theirs.capitalize()} run as", of=lambda case: case["beside"]["compile"]),
+        Field("peer_compile", label=f"{theirs.capitalize()} run as", of=_run_as),
         Field(
             "memory_ratio",
             "",
@@ -195,9 +195,14 @@ def _beside(part: View) -> Table | None:
     return listing(own, ("size", "batch"), columns, f"beside-{theirs}", title, f"{about} {STREAM}. {ABOUT}")
 
 
+def _run_as(case: Record) -> str:
+    """How the peer's model was run that stands beside the case; empty where it has no time."""
+    return case["beside"]["compile"] if case["beside"]["time_s"] else ""
+
+
 def _with_fastest(part: View, name: str, same: list[str]) -> View:
-    """Keeps, of the row of that name, the fastest of those cases that are alike on the axes `same`; one without a time
-    where none has one."""
+    """Drops cases of the row of that name: of those that are alike on the axes `same` the fastest stays, and one where
+    none has a time."""
     groups = part.only(lambda case: case["impl"] == name).groups(*same).values()
     fastest = [min(one.cases, key=lambda case: case["time_s"] or math.inf)["id"] for one in groups]
     return part.only(lambda case: case["impl"] != name or case["id"] in fastest)
