@@ -62,7 +62,8 @@ def _section(section: str, own: View) -> tuple[Items, list[Block]]:
             blocks.append(Block(part.title, [pivot(cut, "mean_s", keys, "mode", about=about) for cut in cuts]))
             continue
         modes = part.cut("{mode}", "{mode}")
-        glance += [_beside(modes[-1]), None if section in TOGETHER else _best(part), _summary(part)]
+        glance += [] if section in TOGETHER else [_beside(modes[-1]), _best(part)]
+        glance += [_summary(part)]
         blocks.append(Block(f"Step by phase{part.heading and ', '}{part.heading}", _phases(part)))
         for mode in modes:
             if section in TOGETHER:
