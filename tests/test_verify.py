@@ -285,12 +285,18 @@ def test_what_is_sealed_again_contradicts_itself(
     assert bool(found) == (name not in CANNOT), found
 
 
-def test_the_command_says_so_and_exits_so(
-    content: Content, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def path(content: Content, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A result file that is right, for the command, which is run in the repository."""
     monkeypatch.chdir(ROOT)
     path = tmp_path / "result.json"
     path.write_text(json.dumps(content))
+    return path
+
+
+def test_the_command_says_so_and_exits_so(
+    path: Path, content: Content, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert verify.main([str(path)]) == 0
     assert "nothing is wrong" in capsys.readouterr().out
     time_scaled(content)
@@ -302,11 +308,8 @@ def test_the_command_says_so_and_exits_so(
 
 
 def test_a_file_that_takes_long_says_how_far_it_is(
-    content: Content, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(ROOT)
-    path = tmp_path / "result.json"
-    path.write_text(json.dumps(content))
     assert verify.main([str(path)]) == 0 and capsys.readouterr().err == ""
     monkeypatch.setattr(verify, "TOLD_S", 0.0)
     assert verify.main([str(path)]) == 0

@@ -1,7 +1,7 @@
 """The fastest row of each setting, its speed over what users would otherwise take, and over the next."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from string import ascii_uppercase
 
@@ -20,15 +20,8 @@ NARROW = "bfloat16", "bf16"  # the precision that most readers ask for stands fi
 FAILED = "wrong", "error"
 FEW = 4  # rows: a comparison of fewer says so
 OLDER = KEPT | {"compile": "eager"}  # what files mean that do not say it
-INNER = (
-    "said",
-    "run",
-    "named",
-    "unsteady",
-    "rivals",
-    "over_as",
-    "next_as",
-)  # what the table of numbers leaves out of a line
+# What the table of numbers leaves out of a line.
+INNER = ("said", "run", "named", "unsteady", "rivals", "over_as", "next_as")
 ABOUT = (
     "The rows of a line took turns in one run; (of 2 rows) says that only two did. 1.5 × sdpa means 1.5 times as fast"
     " as sdpa, in the geometric mean over the shapes of the run. Point at a figure, or click on it: it names the rows,"
@@ -269,36 +262,33 @@ def _first(
     field by which the row's name goes on, if any."""
     found = fastest(comparisons)
     cases = [one for rows in comparisons for one in rows]
-    best = _best(comparisons, found.row)
+    best = _best(([one for one in shape if one["impl"] == found.row] for shape in comparisons), found.row)
     called = {", ".join((machine.called(one), *_run_as(one, way)[1:])) for one in best}
     ways = {way: " or ".join(sorted({_run_as(one, way)[1] for one in best}))} if way else {}
     rows = sorted({str(one["impl"]) for one in cases})
     run = cases[0]["run"]
     near = f"in {found.first} of {found.comparisons} shapes no other was more than {NEAR_TEXT} faster"
     speed = _speed(comparisons, found.row, bases)
-    others_as = {f"{name}_as": _as(speed[name], _best(comparisons, speed[name]), way) for name in ("over", "next")}
-    pair = [*best, *_best(comparisons, speed["over"])]
+    over, following = (_best(comparisons, speed[name]) for name in ("over", "next"))
     inner = {
         "said": DETAILS.join([machine.run_of(cases[0]), f"{', '.join(rows)} took turns", near]),
         "run": run,
         "named": {str(one.get("strategy") or one["impl"]) for one in cases},
-        "unsteady": any((spread_of(one) or 0.0) > STEADY for one in pair),
+        "unsteady": any((spread_of(one) or 0.0) > STEADY for one in (*best, *over)),
         "rivals": _rivals(best, cases, others, way),
-        **others_as,
+        "over_as": _as(speed["over"], over, way),
+        "next_as": _as(speed["next"], following, way),
     }
     counts = {"fastest": found.first, "comparisons": found.comparisons, "rows": len(rows)}
     origin = {name: machine.runs[run].get(name) for name in ("date", "commit")}
     mfu = max((float(one.get("mfu") or 0) for one in best), default=0) or None
-    return (
-        {"row": found.row, "called": " or ".join(sorted(called)), **ways, **counts, **speed, "mfu": mfu}
-        | origin
-        | inner
-    )
+    told = {"row": found.row, "called": " or ".join(sorted(called)), **ways, **counts, **speed, "mfu": mfu}
+    return told | origin | inner
 
 
-def _best(comparisons: Sequence[Sequence[Record]], name: str) -> list[Record]:
-    """The fastest case of a row in each comparison that has it."""
-    found = ([one for one in rows if name in _names(one)] for rows in comparisons)
+def _best(comparisons: Iterable[Sequence[Record]], name: str | None) -> list[Record]:
+    """The fastest case of a row in each comparison that has it; none where the row is None."""
+    found = ([one for one in rows if name and name in _names(one)] for rows in comparisons)
     return [min(own, key=time_of) for own in found if own]
 
 
@@ -307,10 +297,10 @@ def _run_as(one: Record, way: str) -> tuple[str, ...]:
     return (one["impl"], str(_value(one, way))) if way else (one["impl"],)
 
 
-def _as(name: str, best: Sequence[Record], way: str) -> str:
+def _as(name: str | None, best: Sequence[Record], way: str) -> str:
     """A row's name, and how it was run where that is one way."""
     ways = {_run_as(one, way)[1:] for one in best}
-    return ", ".join((name, *(ways.pop() if len(ways) == 1 else ())))
+    return ", ".join((name, *(ways.pop() if len(ways) == 1 else ()))) if name else ""
 
 
 def _rivals(ours: Sequence[Record], cases: Sequence[Record], others: Sequence[Record], way: str) -> list[str]:

@@ -215,6 +215,21 @@ def test_of_the_ways_in_which_a_row_was_run_the_fastest_is_the_answer(tmp_path: 
         assert fastest["setting"] == setting
 
 
+def test_without_samples_there_is_a_fastest_row_and_no_speed(tmp_path: Path) -> None:
+    """Their ratio is not known, as that of two times may be of two clocks."""
+    times = {"flash_triton": 1e-3, "sdpa_flash": 2e-3}
+    found = [record("attention", name, s) | {"samples_s": None} for name, s in times.items()]
+    found += [
+        record("model", name, s, mode="step", compile="fused", comparison="one", peer=name == "llama")
+        | {"samples_s": None}
+        for name, s in (("auto", 1e-3), ("llama", 2e-3))
+    ]
+    files = built(tmp_path / "out", save(tmp_path / "1.json", found))
+    for word, row in (("attention", "flash_triton (of 2 rows)"), ("step", "auto, fused (of 2 rows)")):
+        (fastest,) = cells(files, f"fastest-{word}")
+        assert (fastest["fastest row"], fastest["speed"], fastest["over the next fastest"]) == (row, "", "")
+
+
 def test_a_later_run_of_slower_ways_takes_no_answers_place(tmp_path: Path) -> None:
     """Nor is the answer unsteady where another way of the same row was."""
     first = {("auto", "fused"): 1e-3, ("auto", "eager"): 4e-3, ("llama", "graphed"): 2e-3}
