@@ -62,9 +62,13 @@ def _tell(path: Path, count: int, sentences: Sequence[str]) -> int:
     for sentence in untold:
         print(f"{path}: {sentence}")
     for sentence, times in Counter(one.partition(": ")[2] for one in sentences if NOT_RECOMPUTED in one).items():
-        print(f"{path}: {times} times {sentence}")
-    print(f"{path}: {count} records, {f'{len(untold)} things are wrong' if untold else 'nothing is wrong'}", flush=True)
+        print(f"{path}: {times} {'time' if times == 1 else 'times'} {sentence}")
+    print(f"{path}: {count} records, {_wrong(len(untold))}", flush=True)
     return len(untold)
+
+
+def _wrong(count: int) -> str:
+    return f"{count} things are wrong" if count > 1 else "1 thing is wrong" if count else "nothing is wrong"
 
 
 def _say(text: str) -> None:
@@ -128,9 +132,18 @@ def _of_file(path: Path, content: Record) -> Iterator[str]:
         yield from (f"{key[1]}: {one}" for one in _differences(entry["extra_info"], records[key], "pytest-benchmark"))
         if entry["stats"].get("data", records[key].get("samples_s")) != records[key].get("samples_s"):
             yield f"{key[1]}: pytest-benchmark has other samples"
-    for key, record in records.items():
-        if entries and record.get("samples_s") and key not in entries:
-            yield f"{key[1]}: pytest-benchmark has no such case"
+    missing = [one for key, one in records.items() if entries and one.get("samples_s") and key not in entries]
+    cut = _comparison_cut_short(content["records"], missing)
+    for record in missing:
+        why = f"{NOT_RECOMPUTED}an interrupt left pytest-benchmark without the case" if record in cut else ""
+        yield f"{record['id']}: {why or 'pytest-benchmark has no such case'}"
+
+
+def _comparison_cut_short(records: Sequence[Record], missing: Sequence[Record]) -> list[Record]:
+    """The records that an interrupt leaves without pytest-benchmark's entries: all of the file's last comparison."""
+    last = records[-1].get("comparison") if records else None
+    cut = [one for one in records if last and one.get("comparison") == last]
+    return cut if all(one in missing for one in cut) else []
 
 
 def _of_any_record(record: Record, benchmark: Benchmark | None, machine: Record) -> Iterator[str]:

@@ -180,6 +180,43 @@ def test_steps_of_8_billion_parameters_are_those_of_the_runs() -> None:
     assert [(one["strategy"], one["rounds"]) for one in third["records"]] == [("fsdp", 20)]
 
 
+def test_steps_of_1_and_3_billion_parameters_are_those_of_the_runs() -> None:
+    (told,) = tables(RESULTS, "size", "tokens")
+    expected, of_the_host, equal, of_attention = [], [], [], []
+    for name in ("steps-1b-3b-4096", "steps-1b-32768", "steps-3b-32768"):
+        shapes: dict[tuple[str, int], list[dict[str, Any]]] = {}
+        for one in run(name, H200)["records"]:
+            shapes.setdefault((one["size"], one["context"]), []).append(one)
+        for shape, found in shapes.items():
+            if len(found) < 3:  # interrupted there
+                continue
+            for one in found:
+                speed = one["time_s"] / found[0]["time_s"]
+                row = [one["size"], f"{one['context']:,}", one["strategy"], one["model"]]
+                row += [f"{1e3 * one['time_s']:,.0f}", f"{speed:.2f}", f"{one['mfu']:.3f}"]
+                expected.append([*row, f"{one['total_bytes'] / 2**30:.0f}"])
+                assert one["last_loss"] < one["first_loss"]
+                if shape == ("1b", 4096):
+                    of_the_host.append(_share_at_work(one))
+                elif one["context"] == 32768:
+                    assert "power cap" in one["clock_reasons"]
+                    of_attention.append(one["attention_s"] / one["profiled_s"])
+                    equal += [speed] * (one["model"] == "ours")
+    assert told[1:] == expected
+    said = " ".join(RESULTS.split())
+    shares = [f"{100 * one:.0f} %" for one in of_the_host]
+    assert "take {} with `fsdp`, {} with `torch_fsdp2` and {} with `llama`".format(*shares) in said
+    least, most = (f"{100 * one:.0f}" for one in (min(of_attention), max(of_attention)))
+    assert f"attention takes {least} to {most} % of the time" in said
+    assert max(equal) < 1.01
+
+
+def _share_at_work(one: dict[str, Any]) -> float:
+    """The share of a profiled step that its kernels and exposed communication take."""
+    kinds = "matmul", "attention", "elementwise", "reduction", "copy", "other", "optimizer", "exposed"
+    return float(sum(one[f"{kind}_s"] for kind in kinds) / one["profiled_s"])
+
+
 def test_four_gpus_are_nearly_twice_two() -> None:
     four, two = run("steps-8b-four", H200), run("steps-8b-two", H200, "apart")
     assert [one["machine"]["commit"] for one in (four, two)] == ["05a286d57960fede739efde584bee7966f31a6cf"] * 2

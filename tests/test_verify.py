@@ -352,6 +352,18 @@ def test_entries_of_other_tests_are_not_looked_at(content: Content, tmp_path: Pa
     assert wrong_in(content, tmp_path, benchmarks) == []
 
 
+@pytest.mark.parametrize(("last", "left_out", "expected"), [("ours", 1, 0), ("ours", 0, 1), ("shared", 1, 1)])
+def test_an_interrupt_may_leave_the_last_comparison_without_entries(
+    last: str, left_out: int, expected: int, content: Content, tmp_path: Path, benchmarks: dict[str, Any]
+) -> None:
+    """Its cases are measured before pytest-benchmark asks for one: all of it, not a part, nor an earlier comparison."""
+    for number, one in enumerate(records(content)):
+        one["comparison"] = f"{number} today" if last == "ours" else "0 today"
+    seal_again(content)
+    del content["benchmarks"][left_out]
+    assert len(wrong_in(content, tmp_path, benchmarks)) == expected
+
+
 def test_a_number_beyond_every_float_is_a_difference_told_shortly(
     content: Content, tmp_path: Path, benchmarks: dict[str, Any]
 ) -> None:
