@@ -9,7 +9,7 @@ from lmsys.reports.canvas import Plot
 from lmsys.reports.cells import DETAILS
 from lmsys.reports.tables import Table
 from lmsys.reports.tags import Html, joined, tag
-from lmsys.reports.words import OUTCOMES
+from lmsys.reports.words import OUTCOMES, inside_a_sentence
 
 
 def _brief(item: Table | Plot) -> str:
@@ -34,7 +34,7 @@ class Figures:
     def block(self, block: Block, anchors: dict[str, str]) -> Html:
         title = tag("a", block.title, href=f"#{anchors[block.chapter]}") if block.chapter else block.title
         inside = [*([tag("h4", title)] if title else []), self._figures(block.lead)]
-        if names := dict.fromkeys(_brief(item).split(",")[0].lower() for item in block.more if item):
+        if names := dict.fromkeys(inside_a_sentence(_brief(item).split(",")[0]) for item in block.more if item):
             more = tag("template", self._figures(block.more))
             inside.append(tag("details", tag("summary", f"More: {', '.join(names)}"), more))
         told = [item for item in block.items if not (isinstance(item, Table) and item.runs)]  # those name their runs

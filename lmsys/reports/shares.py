@@ -25,6 +25,7 @@ SHARES = {
     "matmul_ceiling_fraction": "Short ceiling, %",
     "sustained_ceiling_fraction": "Sustained ceiling, %",
 }
+MOST_AT_ONCE = 40  # lines that are read at once, about a printed page
 ABOUT = (
     "The arithmetic of a training step by the formula over its median time, as a share of three rates. MFU: of the peak"
     " that the device's maker states. Short ceiling: of a large matmul of this run, which is over before the device is"
@@ -34,9 +35,10 @@ ABOUT = (
 
 
 def chapters(machine: Machine) -> list[Chapter]:
-    """A chapter that is this table alone; none where no step has a share."""
+    """A chapter that is this table alone, behind a click where it is long; none where no step has a share."""
     table = step_shares(machine)
-    return [Chapter("Training steps: MFU", [Block("", [table])])] if table else []
+    block = Block("", [table]) if table and len(table.rows) <= MOST_AT_ONCE else Block("", [], [table])
+    return [Chapter("Training steps: MFU", [block])] if table else []
 
 
 def step_shares(machine: Machine) -> Table | None:
@@ -52,7 +54,7 @@ def step_shares(machine: Machine) -> Table | None:
     told = [f"{head} {data[0][name]}" for name, head in KEYS.items() if name not in shown]
     return Table(
         name=f"{machine.slug}-mfu",
-        title="Training steps: MFU, and shares of what this machine reaches",
+        title="MFU of every step, and its shares of what this machine reaches",
         caption=f"{ABOUT} All: {', '.join(told)}." if told else ABOUT,
         columns=["in", *(KEYS[name] for name in shown), "row", "Time, ms", *(SHARES[name] for name in shares)],
         rows=[_cells(line, shown, shares) for line in data],

@@ -16,6 +16,7 @@ from lmsys.reports.words import (
     MEANINGS,
     filled,
     head_of,
+    inside_a_sentence,
     is_clocked,
     label_of,
     sentence,
@@ -253,7 +254,7 @@ def listing(
 
 
 def _told(label: str, about: str) -> str:
-    return about if about.startswith(f"{label}:") else f"{label}: {about[:1].lower()}{about[1:]}"
+    return about if about.startswith(f"{label}:") else f"{label}: {inside_a_sentence(about)}"
 
 
 def endings(view: View, *keys: str, word: str, title: str) -> Table:

@@ -115,6 +115,11 @@ def sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+def inside_a_sentence(text: str) -> str:
+    """With a small first letter, unless it begins with an abbreviation."""
+    return text if text[1:2].isupper() else text[:1].lower() + text[1:]
+
+
 def filled(text: str, values: Mapping[str, Any]) -> str:
     """The text with what stands for each name in braces; braces around anything else stay as they are."""
     return NAMES.sub(lambda found: str(values.get(found[1], found[0])), text)

@@ -7,7 +7,7 @@ from lmsys.reports import plots
 from lmsys.reports.blocks import Block, Chapter
 from lmsys.reports.canvas import Plot
 from lmsys.reports.kept import KEPT, with_kept
-from lmsys.reports.tables import Table, listing
+from lmsys.reports.tables import listing
 from lmsys.reports.views import View
 from lmsys.reports.words import COMPILED
 
@@ -33,35 +33,35 @@ OVER_PEER = Field(
 
 
 def chapters(view: View) -> list[Chapter]:
-    """A chapter for each grid: first all models, then each."""
+    """A chapter for each grid: one table per question, of all its models, and how the losses of each fall."""
     view = with_kept(replace(view, also="each row had the GPUs to itself, one after another"))
     view = view.with_fields(Field("model", role="axis", of=lambda case: case.get("model") or OURS))
     view = view.read_as(model={name: name for name in (OURS, *view.values("model"))})
     view = view.checked(NUMBERS, WORDS).with_fields(*COMPILED).styled("impl", "strategy")
     view = view.ordered("section", "num_parameters", *NUMBERS, *ROW)
-    found = []
-    for (section,), own in view.groups("section").items():
-        blocks = [_block(part) for part in own.cut("steps-{section}-{size}-S{context}", "{size}, context {context}")]
-        found.append(Chapter(f"Training steps: {own.text('section', section)}", [Block("", [_all(own)]), *blocks]))
-    return found
+    return [
+        Chapter(f"Training steps: {own.text('section', section)}", [_block(own)])
+        for (section,), own in view.groups("section").items()
+    ]
 
 
-def _all(own: View) -> Table | None:
-    own = replace(_with_peers(own), stem=f"{own.stem}-steps-{own.cases[0]['section']}")
-    return listing(
-        own, ("size", "context", *_row(own)), SPEED, "speed", "All models: speed, and share of what the GPUs reach"
-    )
-
-
-def _block(part: View) -> Block:
-    timed = part.only(lambda case: case["time_s"])
+def _block(own: View) -> Block:
+    losses = [
+        _losses(_timed(part)) for part in own.cut("steps-{section}-{size}-S{context}", "{size}, context {context}")
+    ]
+    own = replace(own, stem=f"{own.stem}-steps-{own.cases[0]['section']}")
+    timed, keys = _timed(own), ("size", "context", *_row(own))
     known = [name for name in SENSED if any(case.get(name) is not None for case in timed.cases)]
     lead = [
-        listing(_with_peers(part), _row(part), SPEED, "speed", "Speed of a step"),
-        listing(timed, _row(part), MEMORY, "memory", "Memory of a rank, and the losses"),
-        listing(timed, _row(part), ("profiled_s", *KINDS, *known), "kinds", "Where the time goes"),
+        listing(_with_peers(own), keys, SPEED, "speed", "Speed, and share of what the GPUs reach"),
+        listing(timed, keys, MEMORY, "memory", "Memory of a rank, and the losses"),
+        listing(timed, keys, ("profiled_s", *KINDS, *known), "kinds", "Where the time goes"),
     ]
-    return Block(part.title, [*lead, _losses(timed)])
+    return Block("", lead, losses)
+
+
+def _timed(view: View) -> View:
+    return view.only(lambda case: case["time_s"])
 
 
 def _row(view: View) -> list[str]:
