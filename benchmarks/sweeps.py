@@ -16,7 +16,8 @@ COMPILED_ROWS = ("naive_compiled", "flex")
 SLOW_ROWS = ("naive", "naive_compiled", "vectorized", "sdpa_math", "flash_torch", "flash_triton_torch_bwd")
 FLASH_ROWS = ("naive", "flash_triton_torch_bwd", "flash_triton")
 STRATEGIES = tuple(
-    "none naive flat overlapped bucketed zero1 fsdp torch_ddp torch_ddp_tuned torch_zero1 torch_fsdp2".split()
+    "none naive flat overlapped bucketed zero1 fsdp torch_ddp torch_ddp_tuned torch_zero1 torch_fsdp2"
+    " torch_fsdp2_zero2".split()
 )
 
 
@@ -215,9 +216,15 @@ def with_compiled(grid: Grid) -> tuple[Grid, ...]:
     return grid, grid.but(compile=("compiled",), attention=grid["attention"][-1:])
 
 
-# The head and loss. row: "chunked" is ours; "eager" and "compiled" make the logits of all tokens at once.
+# The head and loss. row: "chunked" is ours; "eager" and "compiled" make the logits of all tokens at once, and
+# "torch_chunked", torch's own, makes them in chunks.
 CPU_LOSS = Grid(
-    "default", vocab_size=(2000, 10_000), tokens=(256,), d_model=(64,), precision=("fp32",), row=("chunked", "eager")
+    "default",
+    vocab_size=(2000, 10_000),
+    tokens=(256,),
+    d_model=(64,),
+    precision=("fp32",),
+    row=("chunked", "eager", "torch_chunked"),
 )
 
 # Tokenizers, on the standard library's text. text_bytes: how much of it, None: all, about 30 MB; rounds: how often each
@@ -365,7 +372,7 @@ SMOKE = {
         Grid("smoke", size=("tiny",), context=(64,), precision=("fp32", "bf16"), compile=("eager",), batch=(2,)),
     ),
     "anatomy": (ANATOMY_SMOKE,),
-    "loss": (CPU_LOSS.but("smoke", vocab_size=(1000,), precision=("fp32", "bf16")),),
+    "loss": (CPU_LOSS.but("smoke", vocab_size=(1000,), precision=("fp32", "bf16"), row=("chunked", "eager")),),
     "collectives": (COLLECTIVES.but("smoke", megabytes=(1,)),),
     "data_parallel": (CPU_PARALLEL.but("smoke", world_size=(2,)),),
     "tokenizer": (Grid("smoke", text_bytes=100_000, vocab_size=500, rounds=1),),

@@ -19,6 +19,19 @@ def unchunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(widened(F.linear(hidden, weight)), targets)
 
 
+def torch_chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """torch's own, in chunks of tokens. Autocast does not reach inside, so this casts as it would; so is the loss."""
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    options = torch.nn.LinearCrossEntropyOptions()
+    return F.linear_cross_entropy(hidden.to(dtype), weight.to(dtype), targets, options=options)
+
+
+def torch_chunked_supports(_: object) -> str | None:
+    has = hasattr(torch.nn, "LinearCrossEntropyOptions")
+    return None if has else f"torch {torch.__version__} cannot make this loss in chunks; torch 2.13 and later can"
+
+
 @dataclass
 class Inputs:
     """hidden (N, M) and weight (V, M), both leaves, and targets (N); gradients are those of the loss times `scale`.

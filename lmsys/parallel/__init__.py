@@ -29,8 +29,9 @@ STRATEGIES = Table(
         _ours("fsdp", "fsdp:Fsdp", "fully sharded", "#994477"),
         _peer("torch_ddp", "TorchDDP", "torch DDP", "#442255"),
         _peer("torch_ddp_tuned", "TorchDDPTuned", "torch DDP, tuned", "#9977ff"),
-        _peer("torch_zero1", "TorchZero1", "torch ZeRO-1", "#aaaa55"),
+        _peer("torch_zero1", "TorchZero1", "torch ZeRO-1, unmaintained", "#aaaa55"),
         _peer("torch_fsdp2", "TorchFSDP2", "torch FSDP2", "#4455aa"),
+        _peer("torch_fsdp2_zero2", "TorchFSDP2Zero2", "torch FSDP2, not resharded", "#008855"),
     ],
     group="lmsys.parallel",
 )

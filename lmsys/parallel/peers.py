@@ -72,7 +72,10 @@ class TorchDDPTuned(TorchDDP):
 
 
 class TorchZero1(TorchDDP):
-    """DDP, and an optimizer that divides its state by parameter; each rank broadcasts what it has stepped."""
+    """DDP, and an optimizer that divides its state by parameter; each rank broadcasts what it has stepped.
+
+    torch no longer maintains ZeroRedundancyOptimizer.
+    """
 
     zero_stage = 1
     all_reduces = False
@@ -99,6 +102,7 @@ class TorchFSDP2(_Peer):
     why_not_graphed = RESIZES_PARAMETERS
     why_not_fused = SURROUNDS_BLOCKS
     why_not_saved = "its DTensors are not saved by this loop; fsdp shards as much, and is saved"
+    reshards_after_forward = True
 
     def __init__(self, module: nn.Module, process_group: Group = None, compute_dtype: torch.dtype | None = None):
         super().__init__()
@@ -109,9 +113,10 @@ class TorchFSDP2(_Peer):
         policy = MixedPrecisionPolicy()
         if compute_dtype is not None:
             policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+        options = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": self.reshards_after_forward}
         for block in blocks_of(module):
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        self.module = fully_shard(module, mesh=mesh, mp_policy=policy)
+            fully_shard(block, **options)
+        self.module = fully_shard(module, **options)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -123,3 +128,9 @@ class TorchFSDP2(_Peer):
             yield
         finally:
             self.module.set_requires_gradient_sync(True)
+
+
+class TorchFSDP2Zero2(TorchFSDP2):
+    """FSDP2 whose parameters stay whole from a block's forward to its backward: they are gathered once in a step."""
+
+    reshards_after_forward = False

@@ -5,7 +5,7 @@ class Traits:
     """Class attributes with their defaults. A strategy sets those in which it differs; `Entry.trait` reads them.
 
     synchronizes      False: every rank trains for itself, and the others are measured against that
-    zero_stage        what ranks divide: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too
+    zero_stage        what ranks divide between steps: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too
     shards_gradients  a rank is left with a part of the gradients: their norm is that of all parts
     all_reduces       every rank gets all mean gradients, so that a ShardedOptimizer may step them
     accumulates       backwards under no_sync() may come before one that synchronizes

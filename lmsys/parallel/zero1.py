@@ -50,7 +50,7 @@ class Zero1(Overlapped):
     all_reduces = False
     local_step = False
     why_not_fused = SURROUNDS_BLOCKS
-    rivals = ("torch_zero1",)
+    rivals = ("torch_fsdp2_zero2", "torch_zero1")
 
     def __init__(self, module: nn.Module, process_group: Group = None, bucket_mb: float | str = 32):
         if not is_size(bucket_mb):

@@ -100,7 +100,7 @@ QUESTIONS = (
         "data-parallel",
         "Fastest data parallelism",
         {**MODEL, "compile": "run", "world_size": "ranks"},
-        ("torch_ddp_tuned", "torch_ddp", "torch_fsdp2", "torch_zero1", "naive"),
+        ("torch_ddp_tuned", "torch_ddp", "torch_fsdp2", "torch_fsdp2_zero2", "torch_zero1", "naive"),
         lambda one: one.get("strategy") != "none" and _has_ranks(one) and one.get("comm_dtype") != "bfloat16",
         kind="strategy",
     ),

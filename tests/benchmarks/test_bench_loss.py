@@ -70,6 +70,21 @@ def test_the_compiled_row_runs() -> None:
     assert one["outcome"] == "ok" and one["peer"], one["reason"]
 
 
+IN_CHUNKS = "LinearCrossEntropyOptions"
+
+
+@pytest.mark.skipif(not hasattr(torch.nn, IN_CHUNKS), reason="torch's loss in chunks needs torch 2.13 or later")
+def test_torchs_own_loss_in_chunks_is_right_in_float32() -> None:
+    one = records(row=("torch_chunked",))["torch_chunked"]
+    assert one["outcome"] == "ok" and one["peer"] and one["error_ratio"] <= 1, one["reason"]
+
+
+def test_without_torchs_loss_in_chunks_its_row_says_which_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.nn, IN_CHUNKS, raising=False)
+    one = records(row=("torch_chunked",), timed=False)["torch_chunked"]
+    assert one["outcome"] == "unsupported" and "torch 2.13 and later can" in one["reason"]
+
+
 def test_without_a_compiler_the_compiled_row_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.arithmetic.why_no_compiler", lambda device: "there is no compiler")
     found = records(row=("eager", "compiled"), timed=False)

@@ -20,7 +20,7 @@ from tests.support import harness, rank_cheats
 
 ONE = Pass(seed=1, draw=2, key=3, steps=5)
 HONEST = ("naive", "flat", "overlapped", "bucketed", "zero1", "fsdp")
-PEERS = ("torch_ddp", "torch_ddp_tuned", "torch_zero1", "torch_fsdp2")
+PEERS = ("torch_ddp", "torch_ddp_tuned", "torch_zero1", "torch_fsdp2", "torch_fsdp2_zero2")
 MARGIN = 0.8  # of the budget
 
 

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from lmsys.config import ModelConfig
+from lmsys.config import ModelConfig, model_config
 from lmsys.model import TransformerLM
 from lmsys.parallel import STRATEGIES, shards
 from lmsys.parallel.bucketed import Bucketed
@@ -21,6 +22,7 @@ from lmsys.parallel.fsdp import Fsdp
 from lmsys.parallel.group import WorkerGroup, device
 from lmsys.parallel.naive import Naive
 from lmsys.parallel.sharded_optimizer import FlatBuffer, ShardedOptimizer
+from lmsys.parallel.units import blocks_of
 from lmsys.parallel.zero1 import Zero1
 from tests.support import ranks as on_ranks
 from tests.support.parallel_faults import FAULTS, FAULTS_OF_SHARDS, train_with
@@ -73,6 +75,31 @@ def test_equal_to_one_process_on_the_whole_batch(
 def test_peers_are_that_too(ranks: WorkerGroup, name: str) -> None:
     recipe, training = Recipe(tied=True), Training(name, optimizer="adamw", steps=4)
     assert worst_ratio(ranks.run(train, recipe, training, 0), recipe, training, 0) <= 1
+
+
+def _whole_after_forward(name: str) -> tuple[int, int]:
+    """How many parameters of blocks are whole before a forward, and between that and its backward."""
+    group = group_of(2)
+    if dist.get_rank() >= 2:
+        return 0, 0
+    wrapper = STRATEGIES[name].load()(TransformerLM(model_config("tiny")).to(device()), group)
+
+    def whole() -> int:
+        return sum(not isinstance(x, DTensor) for block in blocks_of(wrapper.module) for x in block.parameters())
+
+    before = whole()
+    loss = wrapper(torch.zeros(1, 8, dtype=torch.int64, device=device())).sum()
+    after = whole()
+    loss.backward()
+    return before, after
+
+
+@pytest.mark.parametrize(("name", "stays"), [("torch_fsdp2", False), ("torch_fsdp2_zero2", True)])
+def test_parameters_of_blocks_stay_whole_until_the_backward_where_they_are_not_resharded(
+    ranks: WorkerGroup, name: str, stays: bool
+) -> None:
+    before, after = ranks.run(_whole_after_forward, name)[0]
+    assert before == 0 and (after > 0) == stays
 
 
 OF_ALL, OF_SHARDS = ("bucketed", "copy_engine"), ("zero1", "copy_engine_zero1")  # each by collectives, by copy engines

@@ -77,8 +77,9 @@ def test_facts_that_single_rows_have() -> None:
     assert where("takes_bucket_mb") == where("comm_dtypes") == ["bucketed", "copy_engine"]
     assert where("tuned_bucket_mb") == where("accumulates") == ["torch_ddp_tuned"]
     assert where("all_reduce_model") == where("kernels") == ["copy_engine", "copy_engine_zero1"]
-    assert where("fused_adamw") == where("why_not_saved") == ["torch_fsdp2"]
-    assert where("zero_stage") == ["zero1", "copy_engine_zero1", "fsdp", "torch_zero1", "torch_fsdp2"]
+    of_torch = ["torch_fsdp2", "torch_fsdp2_zero2"]
+    assert where("fused_adamw") == where("why_not_saved") == of_torch
+    assert where("zero_stage") == ["zero1", "copy_engine_zero1", "fsdp", "torch_zero1", *of_torch]
 
 
 def test_rows_have_colors_of_their_own() -> None:
