@@ -249,6 +249,11 @@ def test_what_bounds_a_step_of_8_billion_parameters() -> None:
             [kind, f"{1e3 * time_s:,.0f}", f"{1e3 * least:,.0f}" * bool(least), f"{1e3 * (time_s - least):,.0f}"]
         )
     assert told[1:] == expected
+    seconds, kept = 2 * tokens * again / rate, 12 * 2 * tokens * config.d_ff * 2
+    said = " ".join(RESULTS.split())
+    assert f"Of the matmuls, {1e3 * seconds:.0f} ms at the sustained rate are computed again" in said
+    assert f"{kept / 2**30:.0f} GiB would have to go there and back" in said
+    assert f"That could save {100 * seconds / one['time_s']:.1f} % of the step at most" in said
 
 
 def means(name: str, section: str, head_dims: tuple[int, ...], direction: str, ours: str, theirs: str) -> str:
