@@ -58,9 +58,8 @@ class Machine:
         return [self.runs[run] for run in sorted({case["run"] for case in cases})]
 
     def run_of(self, case: Record) -> str:
-        """The date and the commit of a case's run."""
-        run = self.runs[case["run"]]
-        return f"run of {str(run.get('date') or 'no date')[:10]}, {commit_of(run)}"
+        """The date, to the minute, and the commit of a case's run."""
+        return run_told(self.runs[case["run"]])
 
     def about(self, cases: Iterable[Record]) -> str:
         """Machine, versions, commits and dates of these cases, in one sentence that says no version twice."""
@@ -171,6 +170,11 @@ def _versions(run: Mapping[str, Any]) -> str:
     if run.get("device") == "cuda" and run.get("cores"):
         versions.insert(0, f"{run['cores']} CPU cores")
     return ", ".join(versions)
+
+
+def run_told(run: Record) -> str:
+    date = str(run.get("date") or "no date")[:16].replace("T", " ")
+    return f"run of {date}, {commit_of(run)}"
 
 
 def commit_of(run: Mapping[str, Any]) -> str:

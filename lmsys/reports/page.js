@@ -55,11 +55,18 @@ const widths = new ResizeObserver(seen => seen.forEach(({target: t}) => {
   t.classList.toggle("wide", t.scrollWidth > t.clientWidth) ? t.tabIndex = 0 : t.removeAttribute("tabindex");
 }));
 
-// What is known of a figure: its own, and what all figures of its row have in common.
+// What is known of a figure: its own, what all figures of its row have in common, and the command of its run.
 function complete(cell) {
-  const common = cell.parentElement.title;
-  if (cell.title && common && !cell.title.endsWith(common)) cell.title += `; ${common}`;
-  return cell.title || common;
+  const row = cell.parentElement;
+  if (row.title) row.title = withCommand(row.title);
+  if (!cell.title) return row.title;
+  if (!cell.title.endsWith(row.title)) cell.title += `; ${row.title}`;
+  return cell.title = withCommand(cell.title);
+}
+
+function withCommand(text) {
+  const run = [...document.getElementById("runs").options].find(one => text.includes(one.label));
+  return run && !text.endsWith(run.value) ? `${text}; made by: ${run.value}` : text;
 }
 
 function prepare(part) {
@@ -85,7 +92,7 @@ addEventListener("DOMContentLoaded", () => {
     said.textContent = details ? `${cell.textContent}: ${details}` : "";
   });
   addEventListener("pointerover", event => {
-    const cell = event.target.closest("td[title]");
+    const cell = event.target.closest("td[title], tr[title] > *");
     if (cell) complete(cell);
   });
   addEventListener("keydown", event => {

@@ -2,14 +2,14 @@
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lmsys.reports import folder
 from lmsys.reports.blocks import Part
 from lmsys.reports.facts import facts_of, runs_of
 from lmsys.reports.figures import Figures
-from lmsys.reports.load import InputError, file_name
+from lmsys.reports.load import InputError, file_name, run_told
 from lmsys.reports.tags import Html, joined, tag
 
 GENERATOR = '<meta name="generator" content="lmsys reports">'
@@ -63,6 +63,7 @@ def html(parts: Sequence[Part], notes: Sequence[str], single_file: bool = False)
             inside.append(tag("h3", chapter.title, id=anchors[chapter.title]))
             inside += [figures.block(block, anchors) for block in chapter.blocks if block.items]
         body.append(tag("section", *inside))
+    commands = {run_told(run): str(run.get("command") or "") for machine, _, _ in parts for run in machine.runs}
     names = sorted({str(case["impl"]) for machine, _, _ in parts for case in machine.records})
     said = [tag("p", note) for note in notes]
     if single_file:
@@ -87,23 +88,27 @@ def html(parts: Sequence[Part], notes: Sequence[str], single_file: bool = False)
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>lmsys report</title>\n<style>\n{CSS}</style>\n<script>{SCRIPT}</script></head>\n<body>\n"
-        + tag("main", head, *first, *said, _contents(contents, names), *body, UP)
+        + tag("main", head, *first, *said, _contents(contents, names, commands), *body, UP)
         + "\n</body></html>\n"
     )
 
 
-def _contents(links: Sequence[Html], names: Sequence[str]) -> Html:
-    """The contents, the field that filters rows, what a click on a figure says, and a line for who has no scripts."""
+def _contents(links: Sequence[Html], names: Sequence[str], commands: Mapping[str, str]) -> Html:
+    """The contents, the field that filters rows, what a click on a figure says, and a line for who has no scripts.
+
+    `commands` are those of the runs, by what a figure says of its run.
+    """
     field = Html('<input id="only" type="search" list="rows" placeholder="flash_gluon, sdpa">')
     said = (
         " Type parts of names, and the tables show these rows alone. A click on a column's head sorts by it; one on a"
-        " figure says its rounds, spread, error and run."
+        " figure says its rounds, spread, error, run and command."
     )
     return joined(
         [
             tag("p", tag("label", "Rows: ", field), said, class_="controls"),
             tag("nav", tag("ul", *links, id="contents")),
             tag("datalist", *(tag("option", value=name) for name in names), id="rows"),
+            tag("datalist", *(tag("option", value=one, label=run) for run, one in commands.items() if one), id="runs"),
             tag("output", id="said"),
             tag("noscript", tag("p", "Without scripts, what is behind “More” is in the folders tables/ and plots/.")),
         ]

@@ -127,3 +127,4 @@ def test_a_figure_says_what_stands_behind_it(page: Any) -> None:
     figure.click()
     said = page.locator("#said").inner_text()
     assert figure.get_attribute("title") in said and re.search(r"\d+ rounds; p20 to p80 .* run of \d{4}-", said)
+    assert len(re.findall("; made by: python -m pytest ", said)) == 1

@@ -117,4 +117,4 @@ def test_a_figure_says_its_rounds_spread_error_and_run(tmp_path: Path) -> None:
     low, high = (f"{1e3 * case[name]:.3g}" for name in ("p20_s", "p80_s"))
     said = re.findall(r'<td title="10 rounds; p20 to p80 (\S+) to (\S+) ms; error 0.250 of what is allowed;', page)
     assert said and all((float(a), float(b)) == (float(low), float(high)) for a, b in said)
-    assert "run of 2000-01-02, commit 0123456789" in page
+    assert "run of 2000-01-02 03:04, commit 0123456789" in page
