@@ -107,6 +107,30 @@ def test_what_is_said_of_the_tables() -> None:
     assert all(one < 1 for one in leads("fwd", "flash_triton", "sdpa_cudnn"))
 
 
+def test_means_over_shapes_are_those_of_the_run() -> None:
+    times: dict[tuple[str, str], dict[str, float]] = {}
+    for one in run("attention-bf16", H200)["records"]:
+        if one["section"] == "tokens16k" or one["queries"] == 16384:
+            times.setdefault((one["direction"], one["comparison"]), {})[one["impl"]] = one["time_s"]
+    by = {direction: [x for key, x in times.items() if key[0] == direction] for direction in ("fwd", "bwd", "fwdbwd")}
+    assert [len(found) for found in by.values()] == [12, 12, 1]
+    over = {name: [x["flash_attn_4"] / x["flash_gluon"] for x in by[name]] for name in ("fwd", "bwd")}
+    better = [min(x["flash_attn_4"], x["sdpa_cudnn"]) / x["flash_gluon"] for x in by["fwd"]]
+    portable = {name: [min(x.values()) / x["flash_triton"] for x in by[name]] for name in ("fwd", "bwd")}
+    means = {name: f"{statistics.geometric_mean(x):.2f}" for name, x in over.items()}
+    shares = {name: f"{statistics.geometric_mean(x):.2f}" for name, x in portable.items()}
+    (both,) = by["fwdbwd"]
+    said = " ".join(RESULTS.split())
+    assert f"is {means['fwd']} times as fast in the forward and {means['bwd']} times in the backward" in said
+    assert (
+        f"is {statistics.geometric_mean(better):.2f} times as fast, and at least {min(better):.2f} times in each shape"
+        in said
+    )
+    assert f"reaches {shares['fwd']} of the fastest row in the forward, and {shares['bwd']} in the backward" in said
+    took = [f"`{name}` {1e3 * both[name]:.2f} ms" for name in ("flash_gluon", "flash_attn_4")]
+    assert f"that takes {' and '.join(took)}" in said
+
+
 def test_speedups_are_the_published_ones() -> None:
     (told,) = tables(RESULTS, "row", "forward, causal")
     summary = {line[0]: line for line in published(f"{H200}-tokens16k-summary")}
