@@ -3,6 +3,7 @@
 import json
 import re
 import statistics
+from itertools import product
 from typing import Any
 
 import pytest
@@ -161,6 +162,27 @@ def test_steps_beside_llama_are_the_published_ones() -> None:
     }
     told = [f"{times[size, 'llama'] / times[size, 'auto']:.2f}" for size in ("small", "medium")]
     assert "is {} times as fast as Llama's at small, and {} times at medium".format(*told) in " ".join(RESULTS.split())
+
+
+SIZES_TOLD = "small", "medium", "xl"
+
+
+def test_errors_of_gradients_are_those_of_the_runs() -> None:
+    records = [one for name in ("model-peers", "model-peers-xl") for one in run(name, H200)["records"]]
+    errors = {(one["size"], one["impl"], one["compile"], one["residual"]): one.get("gradient_error") for one in records}
+    ours = [("auto", way, stream) for stream, way in product(("wide", "narrow"), ("graphed", "fused"))]
+    ways = [("llama", "graphed", "wide"), *ours]
+    (told,) = tables(RESULTS, "size", "Llama, wide")
+    assert told[1:] == [[size, *(f"{1e3 * errors[size, *way]:.4f}" for way in ways)] for size in SIZES_TOLD]
+    wide = [errors[size, "auto", "fused", "wide"] / errors[size, "auto", "graphed", "wide"] - 1 for size in SIZES_TOLD]
+    said = " ".join(RESULTS.split())
+    assert f"in the size small {100 * wide[0]:.2f} % more, in the others less" in said and max(wide[1:]) < 0
+    for way, end in (("graphed", "where they are compiled"), ("fused", "where they are fused")):
+        found = [errors[size, "auto", way, "narrow"] / errors[size, "auto", way, "wide"] for size in SIZES_TOLD]
+        assert re.search(f"{min(found):.2f} to {max(found):.2f} times (as much as with a wide one )?{end}", said)
+    for size, impl, compile, residual in errors:  # a graphed step computes what a compiled one does
+        if compile == "compiled":
+            assert errors[size, impl, compile, residual] == errors[size, impl, "graphed", residual]
 
 
 def _is_compiled(one: dict[str, Any]) -> bool:
