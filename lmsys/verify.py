@@ -142,7 +142,7 @@ def _of_file(path: Path, content: Record) -> Iterator[str]:
 def _comparison_cut_short(records: Sequence[Record], missing: Sequence[Record]) -> list[Record]:
     """The records that an interrupt leaves without pytest-benchmark's entries: all of the file's last comparison."""
     last = records[-1].get("comparison") if records else None
-    cut = [one for one in records if last and one.get("comparison") == last]
+    cut = [one for one in records if last and one.get("comparison") == last and one.get("samples_s")]
     return cut if all(one in missing for one in cut) else []
 
 

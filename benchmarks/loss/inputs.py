@@ -20,7 +20,7 @@ def unchunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def torch_chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """torch's own, in chunks of tokens. Autocast does not reach inside, so this casts as it would; so is the loss."""
+    """torch's own loss, in chunks of tokens. Autocast does not reach inside: the inputs are cast here, and the loss too."""
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     options = torch.nn.LinearCrossEntropyOptions()

@@ -102,7 +102,7 @@ class TorchFSDP2(_Peer):
     why_not_graphed = RESIZES_PARAMETERS
     why_not_fused = SURROUNDS_BLOCKS
     why_not_saved = "its DTensors are not saved by this loop; fsdp shards as much, and is saved"
-    reshards_after_forward = True
+    reshards_after_forward: bool | None = None  # torch's choice: all but the root
 
     def __init__(self, module: nn.Module, process_group: Group = None, compute_dtype: torch.dtype | None = None):
         super().__init__()
