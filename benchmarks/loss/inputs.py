@@ -20,7 +20,7 @@ def unchunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def torch_chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """torch's own loss, in chunks of tokens. Autocast does not reach inside: the inputs are cast here, and the loss too."""
+    """torch's own loss, in chunks of tokens. Autocast does not reach inside, so inputs and loss are cast here."""
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     options = torch.nn.LinearCrossEntropyOptions()
