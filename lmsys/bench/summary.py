@@ -49,4 +49,4 @@ def _not_run(records: list[Record]) -> Iterator[str]:
     for reason, rows in reasons[:MOST_REASONS]:
         yield f"not run, {rows.total()} case{'s' if rows.total() > 1 else ''} of {', '.join(rows)}: {reason}"
     if (left := len(reasons) - MOST_REASONS) > 0:
-        yield f"... and {left} more reasons: the report lists them"
+        yield f"... and {left} more {'reason' if left == 1 else 'reasons'}: the report lists them"
