@@ -57,6 +57,7 @@ VALUES: Mapping[str, Mapping[Any, str]] = {  # how values of fields are read, by
         "corpus": "All of the text",
         "levels": "Steps by what blocks keep",
         "8b": "8 billion parameters, and smaller models",
+        "large": "other large models, and levels of checkpointing",
         "default": "Everyday sizes",
         "tokens16k": "16,384 tokens, by length",
         "dtypes": "By dtype",
