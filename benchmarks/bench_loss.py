@@ -37,14 +37,20 @@ from lmsys.measure import memory
 from lmsys.measure.compare import Kept
 
 UNCHUNKED = "benchmarks.loss.inputs:unchunked"
-CHUNKED = "benchmarks.loss.inputs:torch_chunked"
+TORCH_CHUNKED = "benchmarks.loss.inputs:torch_chunked"
 LOSSES = Table(
     "loss",
     [
         Entry("chunked", "lmsys.model.loss:linear_cross_entropy", "in chunks"),
         Entry("eager", UNCHUNKED, "all logits, eager", traits={"baseline": 1}),
         Entry("compiled", UNCHUNKED, "all logits, torch.compile", peer=True, traits={"baseline": 2, "compiles": True}),
-        Entry("torch_chunked", CHUNKED, "torch's linear_cross_entropy", peer=True, supports=f"{CHUNKED}_supports"),
+        Entry(
+            "torch_chunked",
+            TORCH_CHUNKED,
+            "torch's linear_cross_entropy",
+            peer=True,
+            supports=f"{TORCH_CHUNKED}_supports",
+        ),
     ],
 )
 

@@ -132,18 +132,15 @@ def _of_file(path: Path, content: Record) -> Iterator[str]:
         yield from (f"{key[1]}: {one}" for one in _differences(entry["extra_info"], records[key], "pytest-benchmark"))
         if entry["stats"].get("data", records[key].get("samples_s")) != records[key].get("samples_s"):
             yield f"{key[1]}: pytest-benchmark has other samples"
-    missing = [one for key, one in records.items() if entries and one.get("samples_s") and key not in entries]
-    cut = _comparison_cut_short(content["records"], missing)
-    for record in missing:
-        why = f"{NOT_RECOMPUTED}an interrupt left pytest-benchmark without the case" if record in cut else ""
-        yield f"{record['id']}: {why or 'pytest-benchmark has no such case'}"
-
-
-def _comparison_cut_short(records: Sequence[Record], missing: Sequence[Record]) -> list[Record]:
-    """The records that an interrupt leaves without pytest-benchmark's entries: all of the file's last comparison."""
-    last = records[-1].get("comparison") if records else None
-    cut = [one for one in records if last and one.get("comparison") == last and one.get("samples_s")]
-    return cut if all(one in missing for one in cut) else []
+    if not entries or not records:
+        return
+    sampled = {key: one.get("comparison") for key, one in records.items() if one.get("samples_s")}
+    last = content["records"][-1].get("comparison")  # an interrupt leaves all of it without entries, or nothing
+    cut_short = last and not any(key in entries for key, comparison in sampled.items() if comparison == last)
+    for key, comparison in sampled.items():
+        if key not in entries:
+            cut = f"{NOT_RECOMPUTED}an interrupt left pytest-benchmark without the case"
+            yield f"{key[1]}: {cut if cut_short and comparison == last else 'pytest-benchmark has no such case'}"
 
 
 def _of_any_record(record: Record, benchmark: Benchmark | None, machine: Record) -> Iterator[str]:

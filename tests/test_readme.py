@@ -16,6 +16,7 @@ from tests.support.processes import ROOT
 
 PUBLISHED = ROOT / "reports" / "published"
 README, RESULTS = PAGES["README.md"], PAGES["docs/results.md"]
+SAID = " ".join(RESULTS.split())  # in one line
 H100, H200 = "nvidia-h100-80gb-hbm3", "nvidia-h200"
 NOTES = "⁰¹²³⁴⁵⁶⁷⁸⁹"
 BESIDE_LLAMA = f"{H200}-model-peers-step-beside-llama"
@@ -110,26 +111,24 @@ def test_what_is_said_of_the_tables() -> None:
 
 def test_means_over_shapes_are_those_of_the_run() -> None:
     times: dict[tuple[str, str], dict[str, float]] = {}
-    for one in run("attention-bf16", H200)["records"]:
+    for one in run(*ATTENTION_RUN)["records"]:
         if one["section"] == "tokens16k" or one["queries"] == 16384:
             times.setdefault((one["direction"], one["comparison"]), {})[one["impl"]] = one["time_s"]
     by = {direction: [x for key, x in times.items() if key[0] == direction] for direction in ("fwd", "bwd", "fwdbwd")}
     assert [len(found) for found in by.values()] == [12, 12, 1]
-    over = {name: [x["flash_attn_4"] / x["flash_gluon"] for x in by[name]] for name in ("fwd", "bwd")}
-    better = [min(x["flash_attn_4"], x["sdpa_cudnn"]) / x["flash_gluon"] for x in by["fwd"]]
-    portable = {name: [min(x.values()) / x["flash_triton"] for x in by[name]] for name in ("fwd", "bwd")}
-    means = {name: f"{statistics.geometric_mean(x):.2f}" for name, x in over.items()}
-    shares = {name: f"{statistics.geometric_mean(x):.2f}" for name, x in portable.items()}
     (both,) = by["fwdbwd"]
-    said = " ".join(RESULTS.split())
-    assert f"is {means['fwd']} times as fast in the forward and {means['bwd']} times in the backward" in said
-    assert (
-        f"is {statistics.geometric_mean(better):.2f} times as fast, and at least {min(better):.2f} times in each shape"
-        in said
-    )
-    assert f"reaches {shares['fwd']} of the fastest row in the forward, and {shares['bwd']} in the backward" in said
+    means, shares = [], []
+    for direction in ("fwd", "bwd"):
+        found = by[direction]
+        means.append(f"{statistics.geometric_mean(x['flash_attn_4'] / x['flash_gluon'] for x in found):.2f}")
+        shares.append(f"{statistics.geometric_mean(min(x.values()) / x['flash_triton'] for x in found):.2f}")
+    better = [min(x["flash_attn_4"], x["sdpa_cudnn"]) / x["flash_gluon"] for x in by["fwd"]]
+    mean, least = f"{statistics.geometric_mean(better):.2f}", f"{min(better):.2f}"
+    assert "is {} times as fast in the forward and {} times in the backward".format(*means) in SAID
+    assert f"is {mean} times as fast, and at least {least} times in each shape" in SAID
+    assert "reaches {} of the fastest row in the forward, and {} in the backward".format(*shares) in SAID
     took = [f"`{name}` {1e3 * both[name]:.2f} ms" for name in ("flash_gluon", "flash_attn_4")]
-    assert f"that takes {' and '.join(took)}" in said
+    assert f"that takes {' and '.join(took)}" in SAID
 
 
 def test_speedups_are_the_published_ones() -> None:
@@ -161,7 +160,7 @@ def test_steps_beside_llama_are_the_published_ones() -> None:
         (one["size"], one["impl"]): one["time_s"] for one in run("model-peers", H200)["records"] if _is_compiled(one)
     }
     told = [f"{times[size, 'llama'] / times[size, 'auto']:.2f}" for size in ("small", "medium")]
-    assert "is {} times as fast as Llama's at small, and {} times at medium".format(*told) in " ".join(RESULTS.split())
+    assert "is {} times as fast as Llama's at small, and {} times at medium".format(*told) in SAID
 
 
 SIZES_TOLD = "small", "medium", "xl"
@@ -175,11 +174,10 @@ def test_errors_of_gradients_are_those_of_the_runs() -> None:
     (told,) = tables(RESULTS, "size", "Llama, wide")
     assert told[1:] == [[size, *(f"{1e3 * errors[size, *way]:.4f}" for way in ways)] for size in SIZES_TOLD]
     wide = [errors[size, "auto", "fused", "wide"] / errors[size, "auto", "graphed", "wide"] - 1 for size in SIZES_TOLD]
-    said = " ".join(RESULTS.split())
-    assert f"in the size small {100 * wide[0]:.2f} % more, in the others less" in said and max(wide[1:]) < 0
+    assert f"in the size small {100 * wide[0]:.2f} % more, in the others less" in SAID and max(wide[1:]) < 0
     for way, end in (("graphed", "where they are compiled"), ("fused", "where they are fused")):
         found = [errors[size, "auto", way, "narrow"] / errors[size, "auto", way, "wide"] for size in SIZES_TOLD]
-        assert re.search(f"{min(found):.2f} to {max(found):.2f} times (as much as with a wide one )?{end}", said)
+        assert re.search(f"{min(found):.2f} to {max(found):.2f} times (as much as with a wide one )?{end}", SAID)
     for size, impl, compile, residual in errors:  # a graphed step computes what a compiled one does
         if compile == "compiled":
             assert errors[size, impl, compile, residual] == errors[size, impl, "graphed", residual]
@@ -219,42 +217,35 @@ def test_steps_of_8_billion_parameters_are_those_of_the_runs() -> None:
             else:
                 expected.append([*row, {"oom": "out of memory"}[one["outcome"]], "", "", ""])
     assert told[1:] == expected
-    assert "The loss of every row falls from 11.78, and a third run of `fsdp` took 20 steps." in " ".join(
-        RESULTS.split()
-    )
+    assert "The loss of every row falls from 11.78, and a third run of `fsdp` took 20 steps." in SAID
     third = run("steps-8b", H200, "apart")
     assert [(one["strategy"], one["rounds"]) for one in third["records"]] == [("fsdp", 20)]
 
 
 def test_steps_of_1_and_3_billion_parameters_are_those_of_the_runs() -> None:
     (told,) = tables(RESULTS, "size", "tokens")
-    expected, of_the_host, equal, of_attention = [], [], [], []
+    shapes: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
     for name in ("steps-1b-3b-4096", "steps-1b-32768", "steps-3b-32768"):
-        shapes: dict[tuple[str, int], list[dict[str, Any]]] = {}
         for one in run(name, H200)["records"]:
-            shapes.setdefault((one["size"], one["context"]), []).append(one)
-        for shape, found in shapes.items():
-            if len(found) < 3:  # interrupted there
-                continue
-            for one in found:
-                speed = one["time_s"] / found[0]["time_s"]
-                row = [one["size"], f"{one['context']:,}", one["strategy"], one["model"]]
-                row += [f"{1e3 * one['time_s']:,.0f}", f"{speed:.2f}", f"{one['mfu']:.3f}"]
-                expected.append([*row, f"{one['total_bytes'] / 2**30:.0f}"])
-                assert one["last_loss"] < one["first_loss"]
-                if shape == ("1b", 4096):
-                    of_the_host.append(_share_at_work(one))
-                elif one["context"] == 32768:
-                    assert "power cap" in one["clock_reasons"]
-                    of_attention.append(one["attention_s"] / one["profiled_s"])
-                    equal += [speed] * (one["model"] == "ours")
-    assert told[1:] == expected
-    said = " ".join(RESULTS.split())
-    shares = [f"{100 * one:.0f} %" for one in of_the_host]
-    assert "take {} with `fsdp`, {} with `torch_fsdp2` and {} with `llama`".format(*shares) in said
+            shapes.setdefault((name, one["size"], one["context"]), []).append(one)
+    whole = [found for found in shapes.values() if len(found) == 3]  # not where the run was interrupted
+    assert told[1:] == [_row_beside(one, found[0]) for found in whole for one in found]
+    assert all(one["last_loss"] < one["first_loss"] for found in whole for one in found)
+    shares = [f"{100 * _share_at_work(one):.0f} %" for one in shapes["steps-1b-3b-4096", "1b", 4096]]
+    assert "take {} with `fsdp`, {} with `torch_fsdp2` and {} with `llama`".format(*shares) in SAID
+    long = [found for found in whole if found[0]["context"] == 32768]
+    assert all("power cap" in one["clock_reasons"] for found in long for one in found)
+    of_attention = [one["attention_s"] / one["profiled_s"] for found in long for one in found]
     least, most = (f"{100 * one:.0f}" for one in (min(of_attention), max(of_attention)))
-    assert f"attention takes {least} to {most} % of the time" in said
-    assert max(equal) < 1.01
+    assert f"attention takes {least} to {most} % of the time" in SAID
+    assert all(theirs["time_s"] < 1.01 * ours["time_s"] for ours, theirs, _ in long)  # of our model, by both strategies
+
+
+def _row_beside(one: dict[str, Any], first: dict[str, Any]) -> list[str]:
+    """A line of the table: a step beside that of the first row."""
+    keys = [one["size"], f"{one['context']:,}", one["strategy"], one["model"]]
+    speed, memory = f"{one['time_s'] / first['time_s']:.2f}", f"{one['total_bytes'] / 2**30:.0f}"
+    return [*keys, f"{1e3 * one['time_s']:,.0f}", speed, f"{one['mfu']:.3f}", memory]
 
 
 def _share_at_work(one: dict[str, Any]) -> float:
@@ -267,9 +258,8 @@ def test_four_gpus_are_nearly_twice_two() -> None:
     four, two = run("steps-8b-four", H200), run("steps-8b-two", H200, "apart")
     assert [one["machine"]["commit"] for one in (four, two)] == ["05a286d57960fede739efde584bee7966f31a6cf"] * 2
     times = [one["records"][0]["time_s"] for one in (four, two)]
-    said = " ".join(RESULTS.split())
-    assert f"takes {times[0]:.2f} s a step, and {times[1]:.2f} s on two GPUs of the same machine" in said
-    assert f"train {times[1] / times[0]:.2f} of twice the tokens" in said
+    assert f"takes {times[0]:.2f} s a step, and {times[1]:.2f} s on two GPUs of the same machine" in SAID
+    assert f"train {times[1] / times[0]:.2f} of twice the tokens" in SAID
 
 
 def test_what_bounds_a_step_of_8_billion_parameters() -> None:
@@ -296,10 +286,9 @@ def test_what_bounds_a_step_of_8_billion_parameters() -> None:
         )
     assert told[1:] == expected
     seconds, kept = 2 * tokens * again / rate, 12 * 2 * tokens * config.d_ff * 2
-    said = " ".join(RESULTS.split())
-    assert f"Of the matmuls, {1e3 * seconds:.0f} ms at the sustained rate are computed again" in said
-    assert f"{kept / 2**30:.0f} GiB would have to go there and back" in said
-    assert f"That could save {100 * seconds / one['time_s']:.1f} % of the step at most" in said
+    assert f"Of the matmuls, {1e3 * seconds:.0f} ms at the sustained rate are computed again" in SAID
+    assert f"{kept / 2**30:.0f} GiB would have to go there and back" in SAID
+    assert f"That could save {100 * seconds / one['time_s']:.1f} % of the step at most" in SAID
 
 
 def means(name: str, section: str, head_dims: tuple[int, ...], direction: str, ours: str, theirs: str) -> str:
@@ -362,9 +351,9 @@ def fixed_order(machine: str) -> tuple[str, str]:
 
 
 def test_what_is_said_of_the_fixed_order_is_what_its_runs_say() -> None:
-    said, (default, peer) = " ".join(RESULTS.split()), fixed_order(H200)
-    assert f"has {default} of the speed of the default one on one H200, and {peer} times that" in said
-    assert "on one H100 it has {} and {}.".format(*fixed_order(H100)) in said
+    default, peer = fixed_order(H200)
+    assert f"has {default} of the speed of the default one on one H200, and {peer} times that" in SAID
+    assert "on one H100 it has {} and {}.".format(*fixed_order(H100)) in SAID
 
 
 def test_the_notebook_of_flash_triton_says_what_its_run_says() -> None:

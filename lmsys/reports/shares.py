@@ -37,8 +37,10 @@ ABOUT = (
 def chapters(machine: Machine) -> list[Chapter]:
     """A chapter that is this table alone, behind a click where it is long; none where no step has a share."""
     table = step_shares(machine)
-    block = Block("", [table]) if table and len(table.rows) <= MOST_AT_ONCE else Block("", [], [table])
-    return [Chapter("Training steps: MFU", [block])] if table else []
+    if table is None:
+        return []
+    block = Block("", [table]) if len(table.rows) <= MOST_AT_ONCE else Block("", [], [table])
+    return [Chapter("Training steps: MFU", [block])]
 
 
 def step_shares(machine: Machine) -> Table | None:
