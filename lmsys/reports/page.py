@@ -63,7 +63,6 @@ def html(parts: Sequence[Part], notes: Sequence[str], single_file: bool = False)
             inside.append(tag("h3", chapter.title, id=anchors[chapter.title]))
             inside += [figures.block(block, anchors) for block in chapter.blocks if block.items]
         body.append(tag("section", *inside))
-    commands = {run_told(run): str(run.get("command") or "") for machine, _, _ in parts for run in machine.runs}
     names = sorted({str(case["impl"]) for machine, _, _ in parts for case in machine.records})
     said = [tag("p", note) for note in notes]
     if single_file:
@@ -88,9 +87,19 @@ def html(parts: Sequence[Part], notes: Sequence[str], single_file: bool = False)
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>lmsys report</title>\n<style>\n{CSS}</style>\n<script>{SCRIPT}</script></head>\n<body>\n"
-        + tag("main", head, *first, *said, _contents(contents, names, commands), *body, UP)
+        + tag("main", head, *first, *said, _contents(contents, names, _commands(parts)), *body, UP)
         + "\n</body></html>\n"
     )
+
+
+def _commands(parts: Sequence[Part]) -> dict[str, str]:
+    """The command of each run that has one: all of them where runs of one commit began in the same minute."""
+    found: dict[str, dict[str, None]] = {}
+    for machine, _, _ in parts:
+        for run in machine.runs:
+            if command := run.get("command"):
+                found.setdefault(run_told(run), {})[str(command)] = None
+    return {told: " or ".join(commands) for told, commands in found.items()}
 
 
 def _contents(links: Sequence[Html], names: Sequence[str], commands: Mapping[str, str]) -> Html:
@@ -108,7 +117,7 @@ def _contents(links: Sequence[Html], names: Sequence[str], commands: Mapping[str
             tag("p", tag("label", "Rows: ", field), said, class_="controls"),
             tag("nav", tag("ul", *links, id="contents")),
             tag("datalist", *(tag("option", value=name) for name in names), id="rows"),
-            tag("datalist", *(tag("option", value=one, label=run) for run, one in commands.items() if one), id="runs"),
+            tag("datalist", *(tag("option", value=one, label=run) for run, one in commands.items()), id="runs"),
             tag("output", id="said"),
             tag("noscript", tag("p", "Without scripts, what is behind “More” is in the folders tables/ and plots/.")),
         ]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from lmsys.reports.shares import MOST_AT_ONCE
 from lmsys.reports.words import number
 from tests.support.records import GIB, built, cells, numbers, part, record, save, sums
 
@@ -238,6 +239,14 @@ def test_all_steps_stand_in_one_table_of_shares(tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     only = report(tmp_path / "none", [record("attention", "naive")])
     assert not any("-mfu" in name for name in only)
+
+
+@pytest.mark.parametrize(("count", "closed"), [(MOST_AT_ONCE, False), (MOST_AT_ONCE + 1, True)])
+def test_a_long_table_of_shares_is_behind_a_click(count: int, closed: bool, tmp_path: Path) -> None:
+    records = [record("model", "naive", mfu=0.5, context=128 * number) for number in range(1, count + 1)]
+    files = report(tmp_path, records)
+    assert len(cells(files, "mfu")) == count
+    assert (b"<summary>More: MFU of every step</summary>" in files["index.html"]) == closed
 
 
 def test_what_holds_two_strategies_together_is_a_table(tmp_path: Path) -> None:

@@ -118,3 +118,16 @@ def test_a_figure_says_its_rounds_spread_error_and_run(tmp_path: Path) -> None:
     said = re.findall(r'<td title="10 rounds; p20 to p80 (\S+) to (\S+) ms; error 0.250 of what is allowed;', page)
     assert said and all((float(a), float(b)) == (float(low), float(high)) for a, b in said)
     assert "run of 2000-01-02 03:04, commit 0123456789" in page
+
+
+def test_runs_that_began_in_the_same_minute_are_told_with_both_commands(tmp_path: Path) -> None:
+    """A figure's run is told by the minute and the commit: no command stands there that may be another run's."""
+    at = "2000-01-02T03:04:{}+00:00".format
+    runs = [
+        save(tmp_path / f"{second}.json", [record("attention", name)], date=at(second), command=f"pytest {name}")
+        for second, name in (("05", "naive"), ("55", "flash_triton"))
+    ]
+    runs.append(save(tmp_path / "later.json", [record("loss", "eager")], date="2000-01-02T03:05:00+00:00"))
+    page = built(tmp_path / "out", *runs)["index.html"].decode()
+    told = re.findall('<option value="([^"]*)" label="run of 2000-01-02 ([^"]*), commit 0123456789">', page)
+    assert sorted(told) == [("pytest", "03:05"), ("pytest naive or pytest flash_triton", "03:04")]
