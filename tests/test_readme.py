@@ -3,12 +3,14 @@
 import json
 import re
 import statistics
+from datetime import datetime, timedelta
 from itertools import product
 from typing import Any
 
 import pytest
 
 from lmsys.attention import ATTENTION
+from lmsys.bench.verdict import ratio_of
 from lmsys.config import model_config
 from lmsys.cost.operations import attention_flops, block_matrices
 from tests.support.pages import PAGES
@@ -24,10 +26,11 @@ ATTENTION_RUN = "attention-bf16", H200  # which sampled all rows of the tables o
 
 
 def run(name: str, machine: str = H100, folder: str | None = None) -> dict[str, Any]:
-    """Our part of a committed file; a machine's own folder is where the runs of its page are."""
+    """Our part of a committed file, and when the run ended; a machine's own folder has the runs of its page."""
     folder = {H100: "h100", H200: ""}[machine] if folder is None else folder
     (path,) = (ROOT / "reports" / "results" / folder).glob(f"{machine}_*_{name}.json")
-    return json.loads(path.read_text())["lmsys"]
+    content = json.loads(path.read_text())
+    return {"ended": content.get("datetime"), **content["lmsys"]}
 
 
 def published(table: str) -> list[list[str]]:
@@ -196,30 +199,49 @@ def test_steps_beside_torch_are_the_published_ones() -> None:
             assert text == cell(f"{count}-nvidia-h200-data-parallel-sizes-peers", mean, f"{name} / {other}"), name
 
 
-EIGHT = {  # by the number that docs/results.md gives a run
-    "1": run("steps-8b", H200),
-    "2": run("steps-8b-llama", H200, "apart"),
-}
+def test_compiled_steps_beside_torch_are_those_of_one_run() -> None:
+    sizes: dict[str, dict[str, dict[str, Any]]] = {}
+    for one in run("data-parallel-zero2", H200, "apart")["records"]:
+        if one["world_size"] == 2:
+            sizes.setdefault(one["size"], {})[one["strategy"]] = one
+
+    def told(ours: str, theirs: str) -> str:
+        ratios = [ratio_of(found[ours], found[theirs]) for found in sizes.values()]
+        return f"{statistics.geometric_mean(one for one in ratios if one):.2f}"
+
+    assert [*sizes] == ["small", "medium", "xl"]
+    assert f"`fsdp` is {told('fsdp', 'torch_fsdp2')} times as fast as `torch_fsdp2`" in SAID
+    assert f"`zero1` is {told('zero1', 'torch_fsdp2_zero2')} times as fast as `torch_fsdp2_zero2`" in SAID
+    assert f"has {told('zero1', 'torch_zero1')} of the speed of `torch_zero1`" in SAID
 
 
-def test_steps_of_8_billion_parameters_are_those_of_the_runs() -> None:
-    (told,) = tables(RESULTS, "run", "strategy")
-    expected = []
-    for number, content in EIGHT.items():
-        first = content["records"][0]
-        assert first["strategy"] == "fsdp"
-        for one in content["records"]:
-            row = [number, one["strategy"], one["model"], one["checkpoint"].replace("*", "\\*")]
-            if one["outcome"] == "ok":
-                times = f"{one['time_s']:.2f}", f"{one['time_s'] / first['time_s']:.2f}"
-                expected.append([*row, *times, f"{one['mfu']:.3f}", f"{one['total_bytes'] / 2**30:.0f}"])
-                assert f"{one['first_loss']:.2f}" == "11.78" and one["last_loss"] < one["first_loss"]
-            else:
-                expected.append([*row, {"oom": "out of memory"}[one["outcome"]], "", "", ""])
-    assert told[1:] == expected
-    assert "The loss of every row falls from 11.78, and a third run of `fsdp` took 20 steps." in SAID
-    third = run("steps-8b", H200, "apart")
-    assert [(one["strategy"], one["rounds"]) for one in third["records"]] == [("fsdp", 20)]
+EIGHT = run("steps-8b", H200)
+
+
+def test_steps_of_8_billion_parameters_are_those_of_one_run() -> None:
+    (told,) = tables(RESULTS, "strategy", "model")
+    first = EIGHT["records"][0]
+    assert first["strategy"] == "fsdp"
+    for one, row in zip(EIGHT["records"], told[1:], strict=True):
+        times = f"{one['time_s']:.2f}", f"{one['time_s'] / first['time_s']:.2f}"
+        rest = (
+            f"{one['mfu']:.3f}",
+            f"{one['total_bytes'] / 2**30:.0f}",
+            f"{one['power_w']:.0f}",
+            f"{one['sm_clock_mhz']:.0f}",
+        )
+        assert row == [one["strategy"], one["model"], one["checkpoint"].replace("*", "\\*"), *times, *rest]
+        assert one["rounds"] == 20
+        assert [f"{one[name]:.2f}" for name in ("first_loss", "last_loss")] == ["11.78", "10.16"]
+    assert "for 20 steps each" in SAID and "falls from 11.78 to 10.16" in SAID
+    began, ended = (datetime.fromisoformat(text) for text in (EIGHT["machine"]["date"], EIGHT["ended"]))
+    assert "it took less than ten minutes" in SAID and ended - began < timedelta(minutes=10)
+
+
+def test_llama_runs_out_of_memory_at_the_level_of_our_rows() -> None:
+    level = EIGHT["records"][0]["checkpoint"]
+    found = [one for one in run("steps-8b", H200, "apart")["records"] if one["model"] == "llama"]
+    assert [(one["checkpoint"], one["outcome"]) for one in found] == [(level, "oom")]
 
 
 def test_steps_of_1_and_3_billion_parameters_are_those_of_the_runs() -> None:
@@ -254,6 +276,28 @@ def _share_at_work(one: dict[str, Any]) -> float:
     return float(sum(one[f"{kind}_s"] for kind in kinds) / one["profiled_s"])
 
 
+def test_why_the_matrix_of_trainings_does_not_rank_strategies() -> None:
+    cases = run("training-matrix", H200)["records"]
+    found = {(one["attention"], one["strategy"]): one for one in cases}
+    steps = cases[0]["steps"] / cases[0]["epochs"]
+    eager = [f"{1e3 * found['sdpa_cudnn', name]['time_s'] / steps:.0f}" for name in ("naive", "bucketed")]
+    assert "a step takes {} ms with `naive` and {} ms with `bucketed`".format(*eager) in SAID
+    graphed = {
+        (one["strategy"], one["bucket_mb"]): f"{1e3 * one['time_s']:.0f}"
+        for one in run("data-parallel-graphed", H200)["records"]
+        if one["size"] == "small" and one["context"] * one["batch"] == cases[0]["context"] * cases[0]["batch"]
+    }
+    times = graphed["naive", None], graphed["bucketed", found["sdpa_cudnn", "bucketed"]["bucket_mb"]]
+    assert "with as many tokens, takes {} and {} ms".format(*times) in SAID
+    spread = max(max(one["samples_s"]) / min(one["samples_s"]) for one in cases)
+    assert {one["rounds"] for one in cases} == {8} and f"differ by up to {spread:.2f} times" in SAID
+    ratios = [
+        found[attention, "bucketed"]["time_s"] / found[attention, "naive"]["time_s"]
+        for attention in {one["attention"] for one in cases}
+    ]
+    assert f"`naive` has {min(ratios):.2f} to {max(ratios):.2f} times the speed of `bucketed`" in SAID
+
+
 def test_four_gpus_are_nearly_twice_two() -> None:
     four, two = run("steps-8b-four", H200), run("steps-8b-two", H200, "apart")
     assert [one["machine"]["commit"] for one in (four, two)] == ["05a286d57960fede739efde584bee7966f31a6cf"] * 2
@@ -263,8 +307,8 @@ def test_four_gpus_are_nearly_twice_two() -> None:
 
 
 def test_what_bounds_a_step_of_8_billion_parameters() -> None:
-    config, run = model_config("8b"), EIGHT["1"]
-    one, rate = run["records"][0], run["machine"]["sustained"]["matmul_flops_per_s"]["bfloat16"]
+    config = model_config("8b")
+    one, rate = EIGHT["records"][0], EIGHT["machine"]["sustained"]["matmul_flops_per_s"]["bfloat16"]
     tokens, heads = one["batch"] * one["context"], config.num_heads
     again = 12 * 2 * config.d_model * config.d_ff  # W1 and W3 of the blocks of the level "attention"
     weights = config.num_layers * block_matrices(config) + config.vocab_size * config.d_model
@@ -282,7 +326,7 @@ def test_what_bounds_a_step_of_8_billion_parameters() -> None:
     for kind, time_s in kinds.items():
         least = work[kind] / rate if kind in work else 0.0
         expected.append(
-            [kind, f"{1e3 * time_s:,.0f}", f"{1e3 * least:,.0f}" * bool(least), f"{1e3 * (time_s - least):,.0f}"]
+            [kind, f"{1e3 * time_s:,.0f}", f"{1e3 * least:,.0f}" * bool(least), f"{1e3 * max(time_s - least, 0):,.0f}"]
         )
     assert told[1:] == expected
     seconds, kept = 2 * tokens * again / rate, 12 * 2 * tokens * config.d_ff * 2

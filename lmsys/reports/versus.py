@@ -10,22 +10,25 @@ from lmsys.reports.words import filled, number
 
 
 def rivals(view: View, settings: Sequence[str], names: tuple[str, str], word: str, title: str) -> Table | None:
-    """How much faster than its rivals, as the table names them, each strategy is: rows: settings; columns: pairs.
+    """How much faster than its rivals, as the table names them, each strategy is: rows: settings; columns: pairs that
+    were timed.
 
     `names` are templates of a row's name; last, geometric means of those rows whose names end alike.
     """
     pairs = [(ours, theirs) for ours, row in view.table("strategy").items() for theirs in row.get("rivals") or ()]
+    parts = view.groups(*settings).values()
+    speeds = {pair: [_fastest_ratio(own, *pair) for own in parts] for pair in pairs}
+    speeds = {pair: ratios for pair, ratios in speeds.items() if any(ratios)}
     found: dict[str, list[float | None]] = {}
     alike: dict[str, list[list[float | None]]] = {}
-    for own in view.groups(*settings).values():
-        ratios = [_fastest_ratio(own, *pair) for pair in pairs]
+    for own, *ratios in zip(parts, *speeds.values(), strict=True):
         if any(ratios):
             start, end = (filled(text, own.cases[0]) for text in names)
             found[start + end] = ratios
             alike.setdefault(end, []).append(ratios)
     if not found:
         return None
-    heads = [f"{ours} / {theirs}" for ours, theirs in pairs]
+    heads = [f"{ours} / {theirs}" for ours, theirs in speeds]
     rows = [[name, *("" if ratio is None else number(ratio) for ratio in ratios)] for name, ratios in found.items()]
     rows += [[f"geometric mean, {end}", *map(mean_text, zip(*lines, strict=True))] for end, lines in alike.items()]
     return Table(
