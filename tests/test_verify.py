@@ -327,6 +327,7 @@ def test_an_interrupt_ends_it_with_a_sentence(content: Content, tmp_path: Path) 
     interrupting = """
 import signal, sys
 from lmsys import verify
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background may have been told to ignore it
 of_a_file = verify._of_file
 def interrupted(path, content):
     if path.name == "cut.json":

@@ -94,7 +94,7 @@ def detail(view: View, case: Record | None) -> str:
         told.append(f"p20 to p80 {low} to {high} {unit}")
     if case.get("error_ratio") is not None:
         told.append(f"error {number(case['error_ratio'])} of what is allowed")
-    told += [", ".join(conditions)] if (conditions := _conditions(case)) else []
+    told += [", ".join(conditions)] if (conditions := _conditions(view, case)) else []
     told += [case["energy_note"]] if case.get("energy_note") else []
     if case.get("repeatable") is not None:
         told.append("the same bits each time" if case["repeatable"] else "bits vary")
@@ -102,13 +102,16 @@ def detail(view: View, case: Record | None) -> str:
     return DETAILS.join(told)
 
 
-def _conditions(case: Record) -> list[str]:
-    """The state of the machine while the case was sampled."""
-    told = [f"{label} {exact(round(case[name]))} {unit}" for name, label, unit in STATE if case.get(name)]
+def _conditions(view: View, case: Record) -> list[str]:
+    """The state of the machine while the case was sampled; a memory clock only where it was not at its highest."""
+    settings = view.machine.runs[case["run"]].get("settings") or {}
+    usual = {"memory_clock_mhz": settings.get("max_memory_mhz")}
+    known = [(case.get(name), label, unit) for name, label, unit in STATE if case.get(name) != usual.get(name)]
+    told = [f"{label} {exact(round(value))} {unit}" for value, label, unit in known if value]
     if case.get("clock_reasons"):
         told.append(f"clock held by {case['clock_reasons']}")
     if case.get("other_processes"):
         told.append(f"other processes that had the device: {case['other_processes']}")
-    if case.get("others_cpu_share") is not None:
-        told.append(f"other programs took {case['others_cpu_share']:.0%} of the CPU")
+    if (share := case.get("others_cpu_share") or 0.0) >= 0.005:
+        told.append(f"other programs took {share:.0%} of the CPU")
     return told

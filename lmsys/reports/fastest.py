@@ -267,7 +267,8 @@ def _first(
     ways = {way: " or ".join(sorted({_run_as(one, way)[1] for one in best}))} if way else {}
     rows = sorted({str(one["impl"]) for one in cases})
     run = cases[0]["run"]
-    near = f"in {found.first} of {found.comparisons} shapes no other was more than {NEAR_TEXT} faster"
+    shapes = "shape" if found.comparisons == 1 else "shapes"
+    near = f"in {found.first} of {found.comparisons} {shapes} no other was more than {NEAR_TEXT} faster"
     speed = _speed(comparisons, found.row, bases)
     over, following = (_best(comparisons, speed[name]) for name in ("over", "next"))
     inner = {

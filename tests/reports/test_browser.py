@@ -1,18 +1,23 @@
-"""The published page in Chromium, by `nox -s browser`: no errors, within its bounds, and what scripts do there."""
+"""Pages in Chromium, by `nox -s browser`: no errors, within their bounds, and what scripts do there.
+
+The published page of one H200, and where it matters that of a smoke sweep of this machine, which is mostly a CPU.
+"""
 
 import re
 import shutil
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lmsys.reports.__main__ import build
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, smoke_sweep
 
 MOST_NODES, MOST_BYTES, MOST_PRINTED = 15_000, 10**6, 25
 DESKTOP, PHONE = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
+BOTH = "page_file", "own_page_file"
 RATES = "table-nvidia-h200-tokens16k-bfloat16-fwd-tflops"
 
 
@@ -20,6 +25,12 @@ RATES = "table-nvidia-h200-tokens16k-bfloat16-fwd-tflops"
 def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("playwright", reason="playwright is not installed: `nox -s browser` brings it")
     return build(sorted((ROOT / "reports" / "results").glob("*.json")), tmp_path_factory.mktemp("site") / "out")
+
+
+@pytest.fixture(scope="module")
+def own_page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("own")
+    return build([smoke_sweep(folder)], folder / "out")
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +45,14 @@ def browser(page_file: Path) -> Iterator[Any]:
 
 
 @pytest.fixture
-def page(browser: Any, page_file: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+def page(browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
     """The page, opened as the test's parameter says; no script failed and nothing was refused at its end."""
-    page, errors = browser.new_page(**getattr(request, "param", {"viewport": DESKTOP})), []
+    name, options = getattr(request, "param", ("page_file", {"viewport": DESKTOP}))
+    file, errors = request.getfixturevalue(name), []
+    page = browser.new_page(**options)
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: errors.append(str(error)))
-    page.goto(page_file.as_uri())
+    page.goto(file.as_uri())
     yield page
     assert not errors
     page.close()
@@ -47,9 +60,11 @@ def page(browser: Any, page_file: Path, request: pytest.FixtureRequest) -> Itera
 
 @pytest.mark.parametrize(
     "page",
-    [{"viewport": size, "color_scheme": scheme} for size in (DESKTOP, PHONE) for scheme in ("light", "dark")],
+    [
+        pytest.param((file, {"viewport": size, "color_scheme": scheme}), id=f"{file}, {size['width']}, {scheme}")
+        for file, size, scheme in product(BOTH, (DESKTOP, PHONE), ("light", "dark"))
+    ],
     indirect=True,
-    ids=["desktop", "desktop, dark", "phone", "phone, dark"],
 )
 def test_the_first_screen_answers_and_everybody_can_read_it(page: Any) -> None:
     from axe_playwright_python.sync_playwright import Axe  # type: ignore[import-not-found, unused-ignore]
@@ -61,7 +76,7 @@ def test_the_first_screen_answers_and_everybody_can_read_it(page: Any) -> None:
     assert not [(one["id"], one["help"]) for one in found if one["impact"] in ("serious", "critical")]
 
 
-@pytest.mark.parametrize("page", [{"viewport": PHONE}], indirect=True, ids=["phone"])
+@pytest.mark.parametrize("page", [(file, {"viewport": PHONE}) for file in BOTH], indirect=True, ids=BOTH)
 def test_every_answer_is_read_on_a_phone_without_scrolling_sideways(page: Any) -> None:
     cells = page.locator(".answers :is(th, td)").all()
     boxes = [box for cell in cells if (box := cell.bounding_box())]

@@ -50,6 +50,13 @@ def test_a_figure_says_the_state_of_the_machine(tmp_path: Path) -> None:
     assert told in page.decode() and "SM clock 1,755 MHz, power 656 W" in page.decode()
 
 
+def test_a_figure_leaves_out_what_is_as_it_should_be(tmp_path: Path) -> None:
+    case = record("attention", "naive", **STATE | {"others_cpu_share": 0.0049})
+    path = save(tmp_path / "r.json", [case], settings={"max_memory_mhz": 3201.0})
+    page = built(tmp_path / "out", path)["index.html"].decode()
+    assert "memory clock 3,201" not in page and "of the CPU" not in page and "temperature 54 °C" in page
+
+
 @pytest.mark.parametrize("disturbed", [None, "the device was throttled (power brake)"])
 def test_a_disturbed_figure_is_flagged(disturbed: str | None, tmp_path: Path) -> None:
     case = record("attention", "naive", disturbed=disturbed)
