@@ -2,7 +2,7 @@
 # requires-python = ">=3.11"
 # dependencies = ["nox>=2025.2.9"]
 # ///
-"""Sessions: lint, tests, bench, and on request gpu, tritons, fuzz, browser, report, docs, site, package.
+"""Sessions: lint, tests, bench, and on request gpu, tritons, fuzz, commands, browser, report, docs, site, package.
 
 Each wraps lines of docs/install.md.
 
@@ -81,6 +81,13 @@ def fuzz(session: nox.Session) -> None:
     """100,000 spoiled files for each reader of a file: a result or a ValueError, and no other file is touched."""
     install(session, "test")
     session.run("python", "-m", "pytest", "-n", "2", "tests/fuzz", *session.posargs, env={"LMSYS_FUZZ": "100000"})
+
+
+@nox.session(default=False)
+def commands(session: nox.Session) -> None:
+    """Every command of the pages, run in order, small."""
+    install(session, "test")
+    session.run("python", "-m", "pytest", "-m", "on_request", "tests/test_commands.py", *session.posargs)
 
 
 @nox.session(default=False)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import lmsys
 from benchmarks.axes import NAMED
@@ -19,7 +18,7 @@ from benchmarks.sweeps import SWEEPS
 from lmsys.attention import ATTENTION
 from lmsys.parallel import STRATEGIES
 from tests.support.collected import collect, strays
-from tests.support.pages import PAGES, anchors, blocks, commands, links, module_of, spans
+from tests.support.pages import PAGES, anchors, blocks, commands, links, module_of, spans, waits_for_a_gpu
 from tests.support.processes import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -30,7 +29,6 @@ python3 -m pip install nox && python3 -m nox -s tests    # verify every row that
 TOOLS = {"", "venv", "ruff", "mypy", "build", "mkdocs"}  # what is no part of this repository
 ALL = [(page, *module_of(words)) for page in PAGES for words in commands(page)]
 ELSEWHERE = {"lmsys/attention/exp2.py", "tests/adapters.py"}  # an example of CONTRIBUTING.md, a file of CS336
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPTIONS = {  # where they are declared, and the page that tells them
     "lmsys/bench/plugin.py": "docs/options.md",
     "lmsys/check/__main__.py": "docs/kernel.md",
@@ -121,17 +119,6 @@ def without(words: list[str], *options: str) -> list[str]:
     """Without these options and their values."""
     kept = iter(word for word in words if not word.startswith(tuple(f"{option}=" for option in options)))
     return [word for word in kept if word not in options or not next(kept)]
-
-
-def waits_for_a_gpu(words: list[str]) -> bool:
-    """It selects a section that only the sweep of GPUs has."""
-    sweep = SWEEPS[words[words.index("--sweep") + 1] if "--sweep" in words else "default"]
-    chosen = re.findall(r"\w+", words[words.index("-k") + 1]) if "-k" in words else []
-    return DEVICE == "cpu" and any(one in sections(sweep["cuda"]) - sections(sweep["cpu"]) for one in chosen)
-
-
-def sections(sweep: Any) -> set[str]:
-    return {grid.name for grids in sweep.grids.values() for grid in grids}
 
 
 class Parsed(Exception):

@@ -6,7 +6,11 @@ from collections.abc import Iterator
 from os.path import normpath
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
+import torch
+
+from benchmarks.sweeps import SWEEPS
 from tests.support.processes import ROOT
 
 PAGES = {
@@ -14,6 +18,7 @@ PAGES = {
     for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 }
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROGRAMS = re.compile(r"(\w+=\S+ )*(python3?|torchrun|pip|nox|uv|mkdir|\.nox/\w+/bin/python)( |$)")
 
 
@@ -28,6 +33,11 @@ def spans(page: str) -> list[str]:
 
 def commands(page: str) -> Iterator[list[str]]:
     """The words of each command in a page's shell and between its backticks: of `a && b` both, of `a > b` a."""
+    return (words for words, _ in with_files(page))
+
+
+def with_files(page: str) -> Iterator[tuple[list[str], str]]:
+    """The same, and the file that its output is written to, or ""."""
     lines = [line for code in blocks(page, "sh") for line in code.splitlines()]
     lines += [text for text in spans(page) if PROGRAMS.match(text)]
     for line in lines:
@@ -35,7 +45,7 @@ def commands(page: str) -> Iterator[list[str]]:
         while words:
             end = words.index("&&") if "&&" in words else len(words)
             written = words.index(">") if ">" in words[:end] else end
-            yield words[:written]
+            yield words[:written], " ".join(words[written + 1 : end])
             words = words[end + 1 :]
 
 
@@ -62,6 +72,17 @@ def module_of(words: list[str]) -> tuple[str, list[str]]:
     place = rest.index("-m")
     assert program == "torchrun" or place == 0
     return rest[place + 1], rest[place + 2 :]
+
+
+def waits_for_a_gpu(words: list[str]) -> bool:
+    """It selects a section that only the sweep of GPUs has."""
+    sweep = SWEEPS[words[words.index("--sweep") + 1] if "--sweep" in words else "default"]
+    chosen = re.findall(r"\w+", words[words.index("-k") + 1]) if "-k" in words else []
+    return DEVICE == "cpu" and any(one in sections(sweep["cuda"]) - sections(sweep["cpu"]) for one in chosen)
+
+
+def sections(sweep: Any) -> set[str]:
+    return {grid.name for grids in sweep.grids.values() for grid in grids}
 
 
 def links(page: str) -> list[tuple[str, str]]:

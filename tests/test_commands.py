@@ -1,0 +1,161 @@
+"""The commands of the pages, run: page by page, in their order, small, each in a fresh copy of the repository.
+
+python -m pytest tests/test_commands.py -m on_request      # takes minutes
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from glob import glob
+from pathlib import Path
+
+import pytest
+
+from tests.support.pages import PAGES, blocks, commands, waits_for_a_gpu, with_files
+from tests.support.processes import ENVIRONMENT, ROOT
+
+LIMIT_S = 600
+NOTHING_SELECTED = 5  # pytest's exit code
+# What is not run, as a pattern of the whole command, and why.
+NOT_RUN = {
+    r"(python3? -m )?pip install .*": "installs packages; sessions of nox install the same groups and extras",
+    r"(python3 -m nox|nox|uv run noxfile.py)( .*)?": "a session of nox: run it by itself",
+    r"python3 -m venv .venv|\. \S+/activate": "makes an environment; the Python of this test has one",
+    r"python -m (ruff|mypy)( .*)?": "the session `lint` has these packages",
+    r"python -m mkdocs .*": "the session `docs` has this package",
+    r"python -m build .*": "the session `package` has this package",
+    r"python -m pytest( -n 2)?|PYTHONPATH=\S+ python -m pytest": "a whole suite: `nox -s tests`, or the course's own",
+    r"\S+ -m pytest (-\S+ \w+ )*tests/.*": "tests of the suite: `nox -s tests` runs them, and `-m on_request` some",
+    r"python -m pytest -k exp2": "the suite's tests of a row that the reader adds",
+    r"python -m pytest (.* )?-m gpu( .*)?": "needs a GPU: `nox -s gpu`",
+    r"LMSYS_FUZZ=100000 .*": "takes an hour: `nox -s fuzz`; with fewer files it is run",
+    r"python -m lmsys.attention.flash_cuda": "compiles for minutes where there is nvcc: `nox -s gpu`",
+    r"python -m lmsys.training .*train.graph=true.*": "needs a GPU: tests/training has it, with `nox -s gpu`",
+    r"python -m benchmarks.data_parallel .*graphed.*": "needs a GPU; the command for a CPU is run",
+    r"git clone .*|cd .*|cp docs/examples/adapters.py .*": "the course's repositories, from a network",
+    r"torchrun --nnodes .*": "needs several machines",
+    r"(nsys|ncu) .*": "needs a GPU and NVIDIA's profilers",
+}  # fmt: skip
+# Words of a page that stand for a reader's own.
+OWN = {"exp2": "vectorized", "ROW": "naive", "RESULT.json": "out.json", "FILE": "out.json", "DIR": "site"}
+OWN["LMSYS_FUZZ=1000"] = "LMSYS_FUZZ=3"
+# Options that make commands small, by a pattern of the whole command: every pattern that is found adds its own.
+MODEL = "--size tiny --context 32 --batch 2"
+SMALL = {
+    r"pytest (benchmarks|bench_)": "--benchmark-max-time 0.005",
+    r"pytest benchmarks( |$)": "--sweep smoke --precision fp32",
+    r"bench_attention": "--length 64 --head-dim 16 --batch 1 --heads 1 --dtype float32",
+    r"bench_attention(?!.*(--attention|compiled))": "--attention naive,sdpa,flash_triton",
+    r"bench_model(?!.*-k).*--compile compiled": "--compile eager",
+    r"bench_model(?!.*--mode)": "--mode forward,backward",
+    r"bench_data_parallel.*--compile compiled": "--strategy none,fsdp,torch_fsdp2",
+    r"bench_(model|anatomy|data_parallel|steps|training)": MODEL,
+    r"bench_(?!steps)(model|anatomy|data_parallel|training)(?!.*--residual)": "--precision fp32",
+    r"bench_training": "--epochs 2 --train-tokens 512 --val-tokens 256",
+    r"bench_training.*-k matrix": "--attention naive_compiled,sdpa_cudnn --strategy none,naive,zero1",
+    r"bench_collectives": "--world-size 2 --axis megabytes=1",
+    r"bench_tokenizer": "--axis text_bytes=100000 --axis vocab_size=500 --axis rounds=1",
+    r"compare-fail": "--benchmark-compare-fail median:100000%",  # samples are few
+    r"--against HEAD": "--margin 1",
+    r"benchmarks.data_parallel": MODEL,
+    r"lmsys.training(?!.*--print-config)": "--size tiny --corpus README.md --set model.vocab_size=300"
+    " --set model.context_length=32 --set train.steps=4 --set train.warmup_steps=1 --set generate.max_new_tokens=4",
+    r"--nproc-per-node": "--nproc-per-node 2",
+}
+# Commands that need no file of a page, and leave none to it: the first page runs them.
+ALONE = re.compile(r"\S+ -m (reports|lmsys|lmsys\.check naive)")
+ON_ANY_PAGE: list[list[str]] = []
+# Files that a reader writes, from the first block of a kind.
+FILES = {"docs/cs336.md": ("leaderboard.json", "json"), "docs/strategy.md": ("train.py", "python")}
+# The result that a page takes from the page before.
+FIRST = "python -m pytest benchmarks/bench_attention.py --sweep smoke --attention naive --benchmark-json out.json"
+
+
+def why_not_run(words: list[str]) -> str:
+    return next((why for pattern, why in NOT_RUN.items() if re.fullmatch(pattern, " ".join(words))), "")
+
+
+def made_small(words: list[str]) -> list[str]:
+    """With other values for options that it has; those that it has not come last."""
+    line = " ".join(words)
+    for options in [options for pattern, options in SMALL.items() if re.search(pattern, line)]:
+        pairs = options.split()
+        for option, value in zip(pairs[::2], pairs[1::2], strict=True):
+            name = "" if option not in ("--axis", "--set") else value.partition("=")[0] + "="
+            places = [i for i, word in enumerate(words[:-1]) if word == option and words[i + 1].startswith(name)]
+            for place in reversed(places):
+                words = [*words[:place], option, value, *words[place + 2 :]]
+            words = words if places else [*words, option, value]
+    return words
+
+
+def as_run(words: list[str], folder: Path) -> Iterator[str]:
+    """By this Python, with this folder's names."""
+    programs = {"torchrun": "torch.distributed.run", "pytest-benchmark": "pytest_benchmark"}
+    for word in made_small([re.sub(r"^\[|\]$", "", word) for word in words]):
+        if word in programs:
+            yield from (sys.executable, "-m", programs[word])
+        elif re.fullmatch(r"(\.nox/\w+/bin/)?python3?", word):
+            yield sys.executable
+        elif word != "...":
+            own = ",".join(OWN.get(part, part) for part in word.split(","))
+            yield from sorted(glob(own, root_dir=folder)) or [own]
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The files that git knows, as they are now, and one commit of them."""
+    folder = tmp_path / "lmsys"
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in listed.splitlines():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    for line in ("init -q", "add -A", "-c user.name=a -c user.email=a@b commit -qm copy"):
+        subprocess.run(["git", *line.split()], cwd=folder, check=True)
+    return folder
+
+
+def run(words: list[str], folder: Path, output: str = "") -> None:
+    environment = ENVIRONMENT | {"PYTHONPATH": str(folder)}
+    while re.match(r"[A-Z_]+=", words[0]):
+        name, _, value = words[0].partition("=")
+        environment, words = environment | {name: value}, words[1:]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S, env=environment)
+    nothing = done.returncode == NOTHING_SELECTED and waits_for_a_gpu(words)
+    assert done.returncode == 0 or nothing, f"{' '.join(words)}\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
+    if output:
+        (folder / output).write_text(done.stdout)
+
+
+@pytest.mark.on_request
+@pytest.mark.parametrize("page", [page for page in PAGES if not all(map(why_not_run, commands(page)))])
+def test_commands_run(page: str, copy: Path) -> None:
+    """Commands between backticks come last. One of pytest that is on a page twice, once small, is run once."""
+    if page in FILES:
+        name, kind = FILES[page]
+        (copy / name).write_text(blocks(page, kind)[0])
+    done: list[list[str]] = []
+    for words, output in with_files(page):
+        if why_not_run(words):
+            continue
+        small = list(as_run(words, copy))
+        if "out.json" in small and "--benchmark-json" not in small and not (copy / "out.json").exists():
+            run(list(as_run(FIRST.split(), copy)), copy)
+        if sorted(small) not in done + ON_ANY_PAGE:
+            run(small, copy, output)
+        if "pytest" in small:
+            done.append(sorted(small))
+        elif ALONE.fullmatch(" ".join(small)):
+            ON_ANY_PAGE.append(sorted(small))
+
+
+def test_what_is_not_run_is_on_a_page() -> None:
+    lines = [" ".join(words) for page in PAGES for words in commands(page)]
+    for pattern in NOT_RUN:
+        assert any(re.fullmatch(pattern, line) for line in lines), f"no command is {pattern}"
+    for word in OWN:
+        assert any(re.search(rf"\b{re.escape(word)}\b", line) for line in lines), f"no command has {word}"
+    for pattern in SMALL:
+        assert any(re.search(pattern, line) for line in lines), f"no command is {pattern}"
