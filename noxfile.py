@@ -87,7 +87,7 @@ def fuzz(session: nox.Session) -> None:
 def commands(session: nox.Session) -> None:
     """Every command of the pages, run in order, small."""
     install(session, "test")
-    session.run("python", "-m", "pytest", "-m", "on_request", "tests/test_commands.py", *session.posargs)
+    session.run("python", "-m", "pytest", "-n", "2", "-m", "on_request", "tests/test_commands.py", *session.posargs)
 
 
 @nox.session(default=False)

@@ -1,6 +1,6 @@
 """The commands of the pages, run: page by page, in their order, small, each in a fresh copy of the repository.
 
-python -m pytest tests/test_commands.py -m on_request      # takes minutes
+python -m pytest -n 2 -m on_request tests/test_commands.py      # a quarter of an hour
 """
 
 import re

@@ -30,11 +30,11 @@ Figures: one H200, bfloat16, B S = 16,384 tokens, H D = 2048. `python -m pytest 
 - 64 causal gains by all of these only where tiles that need a mask have a loop of their own: 4 % at 1k, 7 % at 4k, 10 %
   at 16k, 7 to 11 % with grouped heads, in a fixed order and with a length that is not whole tiles. At 128 such a loop
   spills registers.
-- Grouped heads, lengths that are not whole tiles, float16, and the fixed order of additions take the plan of plain
-  attention, and a pattern takes that of causal attention, in one loop. Beside none of the first
-  three, at 4k and 16k, that gains 2 to 3 % under patterns at 128 and 4 to 6 % at 64; at 128 6 to 8 % with grouped heads
-  and 1 % at most in a fixed order; at 64 full 10 % in a fixed order, 9 % with a length that is not whole tiles. The
-  others have not been timed.
+- Grouped heads, lengths that are not whole tiles, float16 and the fixed order of additions take the plan of plain
+  attention, and a pattern takes that of causal attention, in one loop. Beside none of the first three, at 4k and 16k,
+  that gains 2 to 3 % under patterns at 128 and 4 to 6 % at 64; at 128 6 to 8 % with grouped heads and 1 % at most in a
+  fixed order; at 64 full 10 % in a fixed order, 9 % with a length that is not whole tiles. The others have not been
+  timed.
 
 Choices that hold in every plan, and alternatives that lost (the named commits still have them):
 
