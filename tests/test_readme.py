@@ -4,12 +4,15 @@ import json
 import re
 import statistics
 from datetime import datetime, timedelta
+from functools import cache
 from itertools import product
 from typing import Any
 
 import pytest
 
+from benchmarks.plans.cases import plan_called
 from lmsys.attention import ATTENTION
+from lmsys.attention.flash_gluon.plans import backward_plan
 from lmsys.bench.verdict import ratio_of
 from lmsys.config import model_config
 from lmsys.cost.operations import attention_flops, block_matrices
@@ -25,6 +28,7 @@ BESIDE_LLAMA = f"{H200}-model-peers-step-beside-llama"
 ATTENTION_RUN = "attention-bf16", H200  # which sampled all rows of the tables of attention together
 
 
+@cache
 def run(name: str, machine: str = H100, folder: str | None = None) -> dict[str, Any]:
     """Our part of a committed file, and when the run ended; a machine's own folder has the runs of its page."""
     folder = {H100: "h100", H200: ""}[machine] if folder is None else folder
@@ -398,6 +402,23 @@ def test_what_is_said_of_the_fixed_order_is_what_its_runs_say() -> None:
     default, peer = fixed_order(H200)
     assert f"has {default} of the speed of the default one on one H200, and {peer} times that" in SAID
     assert "on one H100 it has {} and {}.".format(*fixed_order(H100)) in SAID
+
+
+def test_the_notebook_of_flash_gluon_says_what_its_runs_of_short_plans_say() -> None:
+    """Each plan beside the one before, and that the fastest of them up to 1,024 keys is the plan now."""
+    lengths: dict[int, dict[str, dict[str, Any]]] = {}
+    for name in ("short-backwards", "short-backwards-2"):
+        for one in run(name, H200, "flash_gluon")["records"]:
+            lengths.setdefault(one["length"], {})[one["plan"] or one["impl"]] = one
+    order = "wide+late_dv+by_query+fma_exp+peeled"
+    names = f"l2_mib5+{order}", f"l2_mib22+{order}", "l2_mib5", "sdpa_cudnn"
+    (told,) = tables(PAGES["docs/flash_gluon.md"], "plan", "256 keys")
+    for name, (_, *cells) in zip(names, told[1:], strict=True):
+        ratios = [ratio_of(lengths[keys][name], lengths[keys][f"l2_mib11+{order}"]) for keys in sorted(lengths)]
+        assert cells == [f"{ratio:.2f}" for ratio in ratios], name
+    for keys in (256, 512, 1024):
+        assert names[0] == min(lengths[keys], key=lambda name: lengths[keys][name]["time_s"])
+        assert plan_called(names[0]) == backward_plan(64, True, keys)
 
 
 def test_the_notebook_of_flash_triton_says_what_its_run_says() -> None:
