@@ -3,6 +3,7 @@
 import json
 import re
 import statistics
+from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import cache
 from itertools import product
@@ -15,6 +16,7 @@ from lmsys.attention import ATTENTION
 from lmsys.attention.flash_gluon.plans import backward_plan
 from lmsys.bench.verdict import ratio_of
 from lmsys.config import model_config
+from lmsys.cost.memory import training_memory
 from lmsys.cost.operations import attention_flops, block_matrices
 from tests.support.pages import PAGES
 from tests.support.processes import ROOT
@@ -219,6 +221,23 @@ def test_compiled_steps_beside_torch_are_those_of_one_run() -> None:
     assert f"has {told('zero1', 'torch_zero1')} of the speed of `torch_zero1`" in SAID
 
 
+def test_larger_buckets_of_zero1_are_those_of_one_run() -> None:
+    groups: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for one in run("data-parallel-zero1-buckets", H200, "apart")["records"]:
+        groups.setdefault((one["size"], one["compile"]), {})[one["impl"]] = one
+
+    def told(compile: str, other: str, *sizes: str) -> list[str]:
+        found = [groups[size, compile] for size in sizes]
+        return [f"{ratio_of(rows['Zero128'], rows[other]):.2f}" for rows in found]
+
+    both = "small", "xl"
+    small, xl = told("compiled", "zero1", *both)
+    assert f"are {small} times as fast as with 32 MiB at small, and {xl} times at xl" in SAID
+    assert "That is {} and {} times as fast as `torch_zero1`".format(*told("compiled", "torch_zero1", *both)) in SAID
+    assert f"Graphed steps of small, which ask nothing of the host, have {told('graphed', 'zero1', 'small')[0]}" in SAID
+    assert {rows["zero1"]["bucket_mb"] for rows in groups.values() if "zero1" in rows} == {32}
+
+
 EIGHT = run("steps-8b", H200)
 
 
@@ -248,10 +267,10 @@ def test_llama_runs_out_of_memory_at_the_level_of_our_rows() -> None:
     assert [(one["checkpoint"], one["outcome"]) for one in found] == [(level, "oom")]
 
 
-def test_steps_of_1_and_3_billion_parameters_are_those_of_the_runs() -> None:
+def test_steps_of_other_sizes_and_lengths_are_those_of_the_runs() -> None:
     (told,) = tables(RESULTS, "size", "tokens")
     shapes: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
-    for name in ("steps-1b-3b-4096", "steps-1b-32768", "steps-3b-32768"):
+    for name in ("steps-1b-3b-4096", "steps-8b-4096", "steps-1b-32768", "steps-3b-32768"):
         for one in run(name, H200)["records"]:
             shapes.setdefault((name, one["size"], one["context"]), []).append(one)
     whole = [found for found in shapes.values() if len(found) == 3]  # not where the run was interrupted
@@ -260,10 +279,10 @@ def test_steps_of_1_and_3_billion_parameters_are_those_of_the_runs() -> None:
     shares = [f"{100 * _share_at_work(one):.0f} %" for one in shapes["steps-1b-3b-4096", "1b", 4096]]
     assert "take {} with `fsdp`, {} with `torch_fsdp2` and {} with `llama`".format(*shares) in SAID
     long = [found for found in whole if found[0]["context"] == 32768]
-    assert all("power cap" in one["clock_reasons"] for found in long for one in found)
-    of_attention = [one["attention_s"] / one["profiled_s"] for found in long for one in found]
-    least, most = (f"{100 * one:.0f}" for one in (min(of_attention), max(of_attention)))
-    assert f"attention takes {least} to {most} % of the time" in SAID
+    large = shapes["steps-8b-4096", "8b", 4096]
+    assert all("power cap" in one["clock_reasons"] for found in (*long, large) for one in found)
+    assert f"attention takes {_shares('attention', *long)} % of the time" in SAID
+    assert f"and matmuls take {_shares('matmul', large)} % of the time" in SAID
     assert all(theirs["time_s"] < 1.01 * ours["time_s"] for ours, theirs, _ in long)  # of our model, by both strategies
 
 
@@ -272,6 +291,12 @@ def _row_beside(one: dict[str, Any], first: dict[str, Any]) -> list[str]:
     keys = [one["size"], f"{one['context']:,}", one["strategy"], one["model"]]
     speed, memory = f"{one['time_s'] / first['time_s']:.2f}", f"{one['total_bytes'] / 2**30:.0f}"
     return [*keys, f"{1e3 * one['time_s']:,.0f}", speed, f"{one['mfu']:.3f}", memory]
+
+
+def _shares(kind: str, *shapes: list[dict[str, Any]]) -> str:
+    """The least and the largest share of a profiled step that kernels of a kind take, in percent."""
+    found = [100 * one[f"{kind}_s"] / one["profiled_s"] for steps in shapes for one in steps]
+    return f"{min(found):.0f} to {max(found):.0f}"
 
 
 def _share_at_work(one: dict[str, Any]) -> float:
@@ -300,6 +325,21 @@ def test_why_the_matrix_of_trainings_does_not_rank_strategies() -> None:
         for attention in {one["attention"] for one in cases}
     ]
     assert f"`naive` has {min(ratios):.2f} to {max(ratios):.2f} times the speed of `bucketed`" in SAID
+
+
+def test_time_and_memory_by_level_are_those_of_the_run_and_of_the_prediction() -> None:
+    (told,) = tables(PAGES["docs/training.md"], "level", "residual")
+    expected, errors = [], {}
+    for one in run("model-levels", H200)["records"]:
+        settings = {"checkpoint_blocks": one["checkpoint"], "residual": one["residual"]}
+        config = replace(model_config(one["size"], context_length=one["context"]), **settings)
+        predicted = training_memory(config, one["batch"], one["context"], one["precision"]).peak
+        gib = (f"{size / 2**30:.1f}" for size in (one["total_bytes"], predicted))
+        expected.append([one["checkpoint"], one["residual"], f"{1e3 * one['time_s']:.1f}", *gib])
+        errors[one["checkpoint"], one["residual"]] = one["total_bytes"] / predicted - 1
+    assert told[1:] == expected
+    assert "take up to 6 % more than predicted at `whole`" in PAGES["docs/training.md"]
+    assert f"{100 * max(errors.values()):.0f}" == "6" and max(errors, key=lambda key: errors[key])[0] == "whole"
 
 
 def test_four_gpus_are_nearly_twice_two() -> None:
@@ -447,3 +487,17 @@ def test_the_notebook_of_flash_triton_says_what_its_run_says() -> None:
     }
     said = " ".join((ROOT / page).read_text().split())
     assert f"its forward has {shares['fwd']:.3f} of the speed" in said and f"backward {shares['bwd']:.2f}." in said
+
+
+def test_pairs_of_versions_are_those_of_the_run() -> None:
+    (path,) = (ROOT / "reports" / "results" / "apart").glob("*_step-versions.md")
+    _, _, *pairs = rows(path.read_text())
+    assert len(pairs) == 21 and {held for _, _, held, _ in pairs} == {"tolerance"}
+    errors: dict[str, float] = {}
+    for first, second, _, ratios in pairs:
+        errors |= zip((first, second), map(float, ratios.split(" and ")), strict=True)
+    fsdp = {f"{error:.3f}" for name, error in errors.items() if name.startswith("fsdp")}
+    others = [error for name, error in errors.items() if not name.startswith("fsdp")]
+    assert len(errors) == 7 and fsdp == {"0.415"}
+    told = f"0.42 of what is allowed with `fsdp`, and {min(others):.2f} to {max(others):.2f} with the others"
+    assert told in " ".join(PAGES["docs/strategy.md"].split())

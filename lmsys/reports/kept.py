@@ -1,6 +1,7 @@
 """Chapters of models tell by these two fields what blocks keep for their backward, and the residual stream."""
 
 from lmsys.bench.fields import Field
+from lmsys.checkpointing import LEVELS
 from lmsys.reports.views import View
 
 KEPT = {"checkpoint": "none", "residual": "wide"}  # the defaults, which also stand for what older files do not say
@@ -13,6 +14,7 @@ def with_kept(view: View) -> View:
         Field("residual", role="axis", of=lambda case: case.get("residual") or KEPT["residual"]),
     )
     for name, plain in KEPT.items():
-        view = view.read_as(**{name: {value: value for value in (plain, *view.values(name))}})
+        first = [value for value in (plain, *LEVELS) if value in view.values(name)]
+        view = view.read_as(**{name: {value: value for value in (*first, *view.values(name))}})
         view = view.quiet(name) if view.values(name) == [plain] else view
     return view

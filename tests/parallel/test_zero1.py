@@ -15,7 +15,7 @@ from lmsys.parallel.collectives import Pending
 from lmsys.parallel.group import WorkerGroup
 from lmsys.parallel.sharded_optimizer import FlatBuffer
 from lmsys.parallel.transport import Collectives
-from lmsys.parallel.zero1 import AHEAD, Zero1
+from lmsys.parallel.zero1 import AHEAD, Zero1, segment_mb
 from tests.support.modules import deferred
 from tests.support.ranks import Recipe, Training, group_of, recording, train, use, worst_ratio
 
@@ -90,6 +90,16 @@ def _fetched(recorded: bool, order: list[int], bucket_mb: float) -> Fetched | No
     own = [{index_of[p] for p in block.parameters()} for block in module.blocks]
     needed = [{number for number, found in enumerate(members) if found & of_block} for of_block in own]
     return Fetched(events, needed, len(wrapper.flat_buffers), state)
+
+
+def _bucket_mb(bucket_mb: float | str) -> float | None:
+    group = group_of(2)
+    return Zero1(Some(), group, bucket_mb).bucket_mb if dist.get_rank() < 2 else None
+
+
+def test_buckets_of_auto_have_one_size_until_segments_would_be_small(ranks: WorkerGroup) -> None:
+    assert [segment_mb(count) for count in (1, 2, 4, 8, 16, 64)] == [256, 128, 64, 32, 32, 32]
+    assert [ranks.run(_bucket_mb, value)[:2] for value in ("auto", 3.5)] == [[128, 128], [3.5, 3.5]]
 
 
 @settings(max_examples=25)

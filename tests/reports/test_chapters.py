@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -168,15 +169,29 @@ def test_models_are_contexts_by_sizes(models: dict[str, bytes]) -> None:
     assert sum(int(row["cases"]) for row in outcomes) == 5 * 11 + 9 and outcomes[0]["out of memory"] == "5"
 
 
-def test_what_is_kept_and_the_stream_stand_side_by_side(tmp_path: Path) -> None:
-    ways = [(kept, stream) for kept in ("none", "attention*12,matmuls*22") for stream in ("wide", "narrow")]
-    told = {"section": "levels", "mode": "step", "compile": "compiled"}
+WAYS = [(kept, stream) for kept in ("none", "attention*12,matmuls*22") for stream in ("wide", "narrow")]
+
+
+def by_way(context: int) -> list[dict[str, Any]]:
+    told = {"section": "levels", "mode": "step", "compile": "compiled", "context": context}
     records = [
         record("model", "naive", seconds, checkpoint=kept, residual=stream, **told)
-        for seconds, (kept, stream) in zip((8e-3, 4e-3, 2e-3, 1e-3), ways, strict=True)
+        for seconds, (kept, stream) in zip((8e-3, 4e-3, 2e-3, 1e-3), WAYS, strict=True)
     ]
     del records[0]["checkpoint"], records[0]["residual"]  # as older files are
-    files = report(tmp_path, records)
+    return records
+
+
+def test_what_is_kept_and_the_stream_are_one_table_of_a_single_shape(tmp_path: Path) -> None:
+    files = report(tmp_path, by_way(128))
+    found = cells(files, "model-levels-step-all")
+    assert [(row["checkpoint"], row["residual"]) for row in found] == WAYS
+    assert [row["Speedup over none, ×"] for row in found] == ["1.00", "1.00", "4.00", "4.00"]
+    assert not [name for name in files if "model-levels-step-time" in name]
+
+
+def test_what_is_kept_and_the_stream_stand_side_by_side_in_several_shapes(tmp_path: Path) -> None:
+    files = report(tmp_path, by_way(128) + by_way(256))
     start, both = "model-levels-step-{}-bf16-compiled", r"[\d.]+ / [\d.]+"
     kept = "attention-12-matmuls-22"
     for fixed in ("narrow", "wide", kept, "none"):
@@ -204,11 +219,11 @@ def test_steps_of_large_models_stand_beside_torchs_fastest(tmp_path: Path) -> No
     found = cells(files, "steps-8b-speed")
     names = "strategy", "model", "checkpoint", "Speed over torch's, ×"
     assert [tuple(row[name] for name in names) for row in found] == [
-        ("fsdp", "ours", "attention", "1.25"), ("torch_fsdp2", "ours", "attention", "1.00"),
-        ("torch_fsdp2", "ours", "matmuls", ""), ("torch_fsdp2", "ours", "whole", "0.833"),
+        ("fsdp", "ours", "attention", "1.25"), ("torch_fsdp2", "ours", "matmuls", ""),
+        ("torch_fsdp2", "ours", "attention", "1.00"), ("torch_fsdp2", "ours", "whole", "0.833"),
         ("torch_fsdp2", "llama", "attention", "0.625"),
     ]  # fmt: skip
-    assert found[2]["Time, s"].startswith("OOM") and "one after another" in (
+    assert found[1]["Time, s"].startswith("OOM") and "one after another" in (
         files["tables/synthetic-gpu-steps-8b-speed.md"].decode()
     )
     assert "matmuls, ms" in cells(files, "steps-8b-kinds")[0]

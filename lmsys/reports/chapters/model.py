@@ -21,7 +21,7 @@ DRAWN = ("mfu", "matmul_ceiling_fraction", "total_bytes")  # by context
 OF_A_STEP = ("tokens_per_s", "mfu", "total_bytes", "peak_bytes")  # read at once where only whole steps were timed
 # The tables that a mode shows first, by section. In all other sections the times come first.
 LEAD = {"fits": ("predicted", "total_bytes", "peak_bytes")}
-TOGETHER = ("peers",)  # few shapes in many ways: a table of each way would have a line for each shape
+TOGETHER = ("peers",)  # few shapes in many ways, as in `_in_many_ways`
 BESIDE = {"tokens_per_s": "rate", "mfu": "MFU", "total_bytes": "memory"}  # of our model and a peer's
 ABOUT = "Memory in all: weights, gradients and optimizer state live before, and the peak above them"
 STREAM = "A narrow residual stream is held in the dtype of matmuls, a wide one in float32"
@@ -62,12 +62,14 @@ def _section(section: str, own: View) -> tuple[Items, list[Block]]:
             blocks.append(Block(part.title, [pivot(cut, "mean_s", keys, "mode", about=about) for cut in cuts]))
             continue
         modes = part.cut("{mode}", "{mode}")
-        glance += [] if section in TOGETHER else [_beside(modes[-1]), _best(part)]
+        together = section in TOGETHER or _in_many_ways(part)
+        glance += [] if together else [_beside(modes[-1]), _best(part)]
         glance += [_summary(part)]
         blocks.append(Block(f"Step by phase{part.heading and ', '}{part.heading}", _phases(part)))
         for mode in modes:
-            if section in TOGETHER:
-                blocks.append(Block(mode.title, [_beside(mode)], [_listed(mode)]))
+            if together:
+                beside, listed = _beside(mode), _listed(mode)
+                blocks.append(Block(mode.title, [beside or listed], [listed] if beside else []))
                 continue
             items: dict[str, Items] = {
                 "beside": [_beside(mode)],
@@ -79,6 +81,11 @@ def _section(section: str, own: View) -> tuple[Items, list[Block]]:
             lead = [item for name in first for item in items.pop(name, [])]
             blocks.append(Block(mode.title, lead, [item for rest in items.values() for item in rest]))
     return glance, blocks
+
+
+def _in_many_ways(part: View) -> bool:
+    """True of one shape by what blocks keep, or by residual stream: a table of each way would have one line."""
+    return len(part.distinct("size", "context", "batch")) == 1 and any(part.varies(name) for name in KEPT)
 
 
 def _cuts(part: View, axis: str) -> list[View]:
@@ -162,6 +169,9 @@ def _listed(part: View) -> Table | None:
     """Rows: cases, without ways of running that a model does not have; columns: all that was measured."""
     own = part.only(lambda case: case["outcome"] != "unsupported").ordered("size", "batch")
     metrics = ["time_s", *(name for name in own.metrics() if name != "time_s")]
+    if own.varies("checkpoint"):
+        own = compared(own, KEPT["checkpoint"], "checkpoint", medians=True)
+        metrics.insert(1, SPEEDUP)
     return listing(own, ("size", "batch", "impl"), metrics, "all", "All cases that the models have")
 
 
