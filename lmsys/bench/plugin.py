@@ -110,6 +110,9 @@ def measured(request: pytest.FixtureRequest, recorded_timer: RecordedTimer, benc
             pytest.skip(f"already measured: {session.carried[key]['outcome']}")
         try:
             result = session.result(key)
+        except KeyboardInterrupt:  # of which pytest-benchmark would say that its fixture was not used
+            request.config.addinivalue_line("filterwarnings", "ignore:Benchmark fixture was not used at all")
+            raise
         except JournalError as error:  # a full disk: whatever else is measured would be lost
             pytest.exit(str(error), returncode=1)
         found = result.record

@@ -101,6 +101,7 @@ def test_what_an_interrupted_run_measured_is_kept_and_resumed(folder: Path) -> N
     printed, said = process.communicate(timeout=60)
     # pytest itself fails to show where, now and then: in Python 3.11 an interrupt may fall between two lines.
     assert process.returncode == 2 or "self._rawentry.tb_lineno - 1" in said, printed + said
+    assert "was not used at all" not in printed
     before = {one["id"]: one for one in record.load(folder / "out.json")["records"]}
     assert 5 <= len(before) < 64 * 2 * 2
 
