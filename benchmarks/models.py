@@ -66,7 +66,7 @@ def why_not(entry: Entry, case: AttentionCase, precision: str, compile: str) -> 
     if reason := why_no_arithmetic(precision, case.device, compiles=compile in COMPILED):
         return reason
     if entry not in MODEL_ROWS.values():
-        return 'a model cannot use a kernel from a file; register it as an entry point (README, "From a package")'
+        return 'models take no kernel from a file; register it as an entry point (docs/kernel.md, "From a package")'
     return entry.why_not(case)
 
 

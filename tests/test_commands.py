@@ -35,7 +35,7 @@ NOT_RUN = {
     r"python -m lmsys.training .*train.graph=true.*": "needs a GPU: tests/training has it, with `nox -s gpu`",
     r"python -m benchmarks.data_parallel .*graphed.*": "needs a GPU; the command for a CPU is run",
     r"git clone .*|cd .*|cp docs/examples/adapters.py .*": "the course's repositories, from a network",
-    r"torchrun --nnodes .*": "needs several machines",
+    r"(\w+=\S+ )?torchrun --nnodes .*": "needs several machines",
     r"(nsys|ncu) .*": "needs a GPU and NVIDIA's profilers",
 }  # fmt: skip
 # Words of a page that stand for a reader's own.

@@ -3,6 +3,7 @@
 import argparse
 import ast
 import importlib.util
+import math
 import re
 import sys
 import tomllib
@@ -17,6 +18,7 @@ from benchmarks.axes import NAMED
 from benchmarks.sweeps import SWEEPS
 from lmsys.attention import ATTENTION
 from lmsys.parallel import STRATEGIES
+from lmsys.training import __main__ as training
 from tests.support.collected import collect, strays
 from tests.support.pages import PAGES, anchors, blocks, commands, links, module_of, spans, waits_for_a_gpu
 from tests.support.processes import ROOT
@@ -95,6 +97,20 @@ def is_module(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:
         return False
+
+
+def test_trainings_divide_their_batch_among_the_ranks_that_pages_launch() -> None:
+    launched = [words for page in PAGES for words in commands(page) if {"torchrun", "lmsys.training"} <= {*words}]
+    checked = 0
+    for words in launched:
+        start = words.index("lmsys.training") + 1
+        launch, asked = words[:start], training.parser().parse_args(words[start:])
+        options = [option for option in ("--nproc-per-node", "--nnodes") if option in launch]
+        ranks = math.prod(int(launch[launch.index(option) + 1]) for option in options)
+        if asked.config is None:  # what a file of a page says, tests/test_cs336.py reads
+            assert training.read_config(asked).train.accumulation(ranks) >= 1
+            checked += 1
+    assert checked >= 2
 
 
 def test_every_command_of_pytest_runs_what_it_says() -> None:

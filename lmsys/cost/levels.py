@@ -7,7 +7,7 @@ import argparse
 from dataclasses import replace
 
 from lmsys.checkpointing import LEVELS
-from lmsys.config import SIZES, ModelConfig, model_config
+from lmsys.config import RESIDUALS, SIZES, ModelConfig, model_config
 from lmsys.cost.memory import MATMUL_BYTES, kept_bytes, training_memory
 from lmsys.cost.operations import block_matrices, model_flops
 
@@ -41,10 +41,11 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024, metavar="S", help="tokens of a sequence")
     parser.add_argument("--batch", type=int, default=8, metavar="B", help="sequences that a rank holds at once")
     parser.add_argument("--precision", choices=MATMUL_BYTES, default="bf16")
+    parser.add_argument("--residual", choices=RESIDUALS, default="wide", help="the residual stream")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks that divide the state")
     parser.add_argument("--stage", type=int, choices=range(4), default=0, help="what they divide: 3 for fsdp")
     asked = parser.parse_args()
-    config = model_config(asked.size, context_length=asked.context)
+    config = replace(model_config(asked.size, context_length=asked.context), residual=asked.residual)
     print(table(config, asked.batch, asked.precision, asked.ranks, asked.stage))
 
 
