@@ -19,7 +19,9 @@ import torch
 from lmsys.bench.ranks import Ranks
 from lmsys.check.poison import poison
 from lmsys.parallel.group import WorkerGroup
-from tests.support.processes import smoke_sweep
+from tests.support.processes import STARTUP, smoke_sweep
+
+os.environ["PYTHONPATH"] = os.pathsep.join([str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 # "ci" draws the same few examples every time; --hypothesis-profile explore draws others, and more.
 hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True, max_examples=20)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lmsys.files import check_private, claim, replacing
-from tests.support.processes import ENVIRONMENT, ROOT
+from tests.support.processes import ENVIRONMENT
 
 HOLD = "import sys, time; from lmsys.files import claim; from pathlib import Path\n"
 HOLD += "claim(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
@@ -41,7 +41,7 @@ def test_who_claims_a_file_removes_what_a_killed_writer_has_left(tmp_path: Path)
 def test_a_claim_ends_with_its_process_however_that_ends(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     line = [sys.executable, "-c", HOLD, str(path)]
-    other = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT | {"PYTHONPATH": str(ROOT)})
+    other = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
     assert other.stdout and other.stdout.readline() == "held\n"
     with pytest.raises(ValueError, match=f"process {other.pid} is writing it"):
         claim(path)

@@ -75,7 +75,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_sweep_says_what_became_slower_and_what_broke(folder: Path, tmp_path: Path) -> None:
-    environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT), "LMSYS_CACHE_DIR": str(tmp_path / "cache")}
+    environment = ENVIRONMENT | {"LMSYS_CACHE_DIR": str(tmp_path / "cache")}
     line = command(*SMALL, *QUIET, "--against", "HEAD")
     ended = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     commit = git(folder, "rev-parse", "HEAD").strip()

@@ -31,9 +31,8 @@ def command(*options: object, plugin: bool = True) -> list[str]:
 
 
 def run(folder: Path, *options: object, plugin: bool = True, **more: Any) -> subprocess.CompletedProcess[str]:
-    environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
     line = command(*options, plugin=plugin)
-    return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=120, env=environment, **more)
+    return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=120, env=ENVIRONMENT, **more)
 
 
 @pytest.fixture
@@ -92,7 +91,7 @@ def test_what_an_interrupted_run_measured_is_kept_and_resumed(folder: Path) -> N
     heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731 - a test run in the background would not
     process = subprocess.Popen(
         line, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=ENVIRONMENT | {"PYTHONPATH": str(ROOT)}, preexec_fn=heed,
+        env=ENVIRONMENT, preexec_fn=heed,
     )  # fmt: skip
     partial = folder / "out.json.partial"
     while process.poll() is None and (not partial.is_file() or partial.read_text().count("\n") < 6):

@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+STARTUP = ROOT / "tests" / "support" / "startup"  # each interpreter that has it in its path is quicker
+PATH = os.pathsep.join([str(ROOT), str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])])
 # One thread: tiny kernels on several wait for each other when the machine is busy.
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": PATH}
 ENVIRONMENT.pop("PYTEST_XDIST_WORKER", None)  # these are no workers, even if their caller is
 # Without a cache, and without plugins that no benchmark needs: to import them takes more than half a second.
 PYTEST = [sys.executable, *"-m pytest -q -p no:cacheprovider -p no:hypothesispytest -p no:anyio".split()]
