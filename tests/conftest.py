@@ -122,6 +122,10 @@ def any_tile(monkeypatch: pytest.MonkeyPatch) -> None:
         return
     from triton.runtime.errors import OutOfResources
 
+    from tests.support.triton_interpreter import quicken
+
+    quicken()
+
     def choose(case: tuple[object, ...], tiles: tuple[Any, ...], launch: Callable[[Any], None], _: object) -> Any:
         first = zlib.crc32(repr(case).encode()) % len(tiles)
         for tile in tiles[first:] + tiles[:first]:

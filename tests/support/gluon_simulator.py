@@ -17,6 +17,7 @@ import ast
 import ctypes
 import itertools
 import math
+import os
 import random
 import threading
 import time
@@ -726,6 +727,21 @@ def plans_taken(launcher: str) -> Iterator[list[Any]]:
 
 
 @contextmanager
+def on_one_core() -> Iterator[None]:
+    """One interpreter lock lets one thread run at a time: on several cores they would wait for one another's wake-up.
+
+    Workers of xdist take one each. A thread runs where the one that starts it does.
+    """
+    cores = os.sched_getaffinity(0)
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    os.sched_setaffinity(0, {sorted(cores)[worker % len(cores)]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+@contextmanager
 def simulated() -> Iterator[None]:
     """Within, `flash_gluon` runs on CPU tensors, on a GPU of PROCESSORS multiprocessors."""
     from lmsys.attention.flash_gluon import kernels as product
@@ -734,6 +750,7 @@ def simulated() -> Iterator[None]:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # partitions are threads enough
         patches.callback(torch.set_num_threads, threads)
+        patches.enter_context(on_one_core())
         for owner, name, stand_in in [
             (product, "Kernel", Kernel),
             (product, "raw_stream", lambda device: 0),
