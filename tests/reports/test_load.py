@@ -13,7 +13,7 @@ from lmsys.reports.__main__ import main
 from lmsys.reports.folder import MANIFEST
 from lmsys.reports.load import read
 from tests.support.processes import ROOT
-from tests.support.records import MACHINE, built, cells, fields_of, of_everything, record, rows_of, save
+from tests.support.records import MACHINE, built, cells, fields_of, record, rows_of, save
 
 STEM = "default-bfloat16-causal-fwd"
 PEAK = f"tables/synthetic-gpu-{STEM}-peak.md"
@@ -281,12 +281,6 @@ def test_the_page_reports_a_sweep_of_every_benchmark(smoke_result: Path, tmp_pat
     titles = ("Attention", "Model", "Head and loss", "Where time goes", "Mixed precision", "Collectives", "Tokenizers")
     assert all(f">{title}</h3>" in page for title in titles)
     assert ">Data parallel: Smoke test</h3>" in page and ">Training: Smoke test</h3>" in page
-
-
-@pytest.fixture(scope="module")
-def everything(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    folder = tmp_path_factory.mktemp("everything")
-    return built(folder / "out", save(folder / "r.json", of_everything()))
 
 
 def test_every_benchmark_has_its_chapters_in_page_order(everything: dict[str, bytes]) -> None:

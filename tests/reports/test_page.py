@@ -4,19 +4,11 @@ import re
 from html import escape
 from pathlib import Path
 
-import pytest
-
 from lmsys.reports.load import file_name
 from lmsys.reports.tags import Html, tag
-from tests.support.records import built, fields_of, of_everything, record, save
+from tests.support.records import built, fields_of, record, save
 
 EVIL = '"><script>alert(1)</script><img src=x onerror=alert(1)>&\n$x_$ | ../../evil'
-
-
-@pytest.fixture(scope="module")
-def everything(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    folder = tmp_path_factory.mktemp("page")
-    return built(folder / "out", save(folder / "r.json", of_everything()))
 
 
 def test_every_link_leads_somewhere(everything: dict[str, bytes]) -> None:
@@ -30,17 +22,15 @@ def test_every_link_leads_somewhere(everything: dict[str, bytes]) -> None:
     assert all(name == "tables/records.csv" or name in links for name in everything if name != "index.html")
 
 
-def test_a_single_file_holds_its_plots(tmp_path: Path) -> None:
-    files = built(tmp_path / "out", save(tmp_path / "r.json", of_everything()), "--single-file")
-    page = files["index.html"].decode()
-    assert page.count("<svg") == len([name for name in files if name.endswith(".svg")]) == page.count('role="img"')
+def test_a_single_file_holds_its_plots(in_one_file: dict[str, bytes]) -> None:
+    page, plots = in_one_file["index.html"].decode(), [name for name in in_one_file if name.endswith(".svg")]
+    assert page.count("<svg") == len(plots) == page.count('role="img"')
     assert "<img" not in page
 
 
-def test_a_single_file_links_to_nothing_outside_itself(tmp_path: Path) -> None:
+def test_a_single_file_links_to_nothing_outside_itself(in_one_file: dict[str, bytes]) -> None:
     """Who receives it has no tables/ and plots/ beside it."""
-    files = built(tmp_path / "out", save(tmp_path / "r.json", of_everything()), "--single-file")
-    page = files["index.html"].decode()
+    page = in_one_file["index.html"].decode()
     links = re.findall(r'(?:href|src)="(?!data:)([^"]+)"', page)
     assert len(links) > 100 and {link for link in links if not link.startswith("#")} == set()
     assert all(f'id="{link[1:]}"' in page for link in links)

@@ -222,11 +222,6 @@ def test_ratios_of_medians_are_told_apart(tmp_path: Path) -> None:
     assert "median of rounds sampled together" in found.fields[SPEEDUP].about
 
 
-@pytest.fixture(scope="module")
-def everything(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    return report(tmp_path_factory.mktemp("everything"), of_everything())
-
-
 def test_csvs_hold_the_numbers_of_the_records(everything: dict[str, bytes]) -> None:
     """Each line that is of a case says of the fields of records what one record says."""
     records = [{name: "" if value is None else str(value) for name, value in one.items()} for one in of_everything()]
