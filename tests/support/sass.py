@@ -1,8 +1,9 @@
 """Compiles the Triton kernels for sm_90, with or without a GPU, and reads what came out.
 
-`python -m tests.support.sass` prints one JSON line for each kernel, dtype, head dimension, mask and tile: registers,
-spills (LDL, STL), tensor-core instructions (HGMMA, and the DEPBAR that wait for them; HMMA) and bulk tensor loads
-(UTMALDG). It must run without TRITON_INTERPRET, so the tests start it in a process of its own.
+`python -m tests.support.sass` prints one JSON line for each kernel, dtype, head dimension (or of the one that is
+named, as by `128`), mask and tile: registers, spills (LDL, STL), tensor-core instructions (HGMMA, and the DEPBAR that
+wait for them; HMMA) and bulk tensor loads (UTMALDG). It must run without TRITON_INTERPRET, so the tests start it in a
+process of its own.
 """
 
 import json
@@ -124,21 +125,22 @@ def _cubin(kernel: Any) -> Iterator[str]:
         yield file.name
 
 
-def main(dtypes: list[str]) -> None:
+def main(dtypes: list[str], head_dims: list[int]) -> None:
     for dtype_name in dtypes:
         dtype = getattr(torch, dtype_name)
         for name in KERNELS:
-            for block_d in (64, 128) if dtype != torch.float32 else (64,):
+            for block_d in (one for one in (64, 128) if one in head_dims and (one, dtype) != (128, torch.float32)):
                 tile = candidates(name, dtype, block_d, "ieee")[0]
                 for mask, extent in MASKS.items():
                     found = resources(compile_kernel(name, dtype, block_d, mask == "causal", tile, "ieee", extent))
                     line = {"kernel": name, "dtype": dtype_name, "head_dim": block_d, "mask": mask, **found}
                     print(json.dumps(line), flush=True)
-        for head_dim, queries in DECODING if dtype != torch.float32 else ():
+        for head_dim, queries in (one for one in DECODING if one[0] in head_dims and dtype != torch.float32):
             found = resources(compile_decoding(dtype, head_dim, queries))
             line = {"kernel": "split_keys", "dtype": dtype_name, "head_dim": head_dim, "mask": f"Q{queries}", **found}
             print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["bfloat16"])
+    sizes, dtypes = ([name for name in sys.argv[1:] if name.isdigit() == digits] for digits in (True, False))
+    main(dtypes or ["bfloat16"], [*map(int, sizes)] or [64, 128, 256])

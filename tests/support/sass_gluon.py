@@ -1,6 +1,7 @@
 """Compiles the kernels of `flash_gluon` for sm_90a, with or without a GPU, and reads what came out.
 
-`python -m tests.support.sass_gluon` prints one JSON line for each kernel, with `every` for each that a plan launches.
+`python -m tests.support.sass_gluon` prints one JSON line for each kernel, with `every` for each that a plan launches,
+with 64 or 128 for those of that head dimension.
 Beside the counts of `tests.support.sass`: reductions by TMA (UTMAREDG) and from registers (REDG), stores of 16
 bytes (STG), bulk stores (UTMASTG), barriers, fences that reach other CTAs, and `hazards`: writes to a register from
 which a matmul still reads its operand A. It must run without TRITON_INTERPRET.
@@ -160,7 +161,7 @@ def hazards(sass: str) -> int:
     return found
 
 
-def main(dtypes: list[str], every: bool) -> None:
+def main(dtypes: list[str], every: bool, head_dims: list[int]) -> None:
     """One of each kernel by head_dim and mask, of the backward in both orders, of the forward also for short sequences.
 
     Each backward has the plan that the row takes, causal also with grouped heads in both orders. Also the forwards
@@ -173,7 +174,7 @@ def main(dtypes: list[str], every: bool) -> None:
         def report(kernel: str, binary: Any, name: str = dtype_name, **what: Any) -> None:
             print(json.dumps({"kernel": kernel, "dtype": name, **what, **read(binary)}), flush=True)
 
-        for head_dim in (64, 128):
+        for head_dim in head_dims:
             for name, binary in pre_and_postprocess(dtype, head_dim):
                 report(name, binary, head_dim=head_dim)
             for causal in (True, False):
@@ -213,4 +214,6 @@ def _some(plans: dict[Any, None], every: bool) -> list[Any]:
 
 
 if __name__ == "__main__":
-    main([name for name in sys.argv[1:] if name != "every"] or ["bfloat16"], "every" in sys.argv)
+    asked = sys.argv[1:]
+    dtypes = [name for name in asked if name.endswith(("float16", "float32"))]
+    main(dtypes or ["bfloat16"], "every" in asked, [int(name) for name in asked if name.isdigit()] or [64, 128])
