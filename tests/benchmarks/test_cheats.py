@@ -17,7 +17,7 @@ from tests.support.variants import some
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHAPE = {"cpu": (1, 4, 2, 200, 200, 32), "cuda": (2, 8, 4, 1024, 1024, 64)}
-FEWER_HEADS = (1, 2, 1, 200, 200, 32)  # of kernels that are interpreted, for seconds
+SMALLER = (1, 2, 1, 100, 100, 32)  # of kernels that are interpreted, for seconds
 DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 DTYPES = "float32", "float16", "bfloat16"
 WAYS = [(name, direction) for name, one in CHEATS.items() for direction in one.directions]
@@ -32,7 +32,7 @@ def leave_no_trace() -> Iterator[None]:
 
 
 def record_of(entry: Entry, direction: str, device: str, dtype: str = "", **settings: Any) -> dict[str, Any]:
-    shape = FEWER_HEADS if device == "cpu" and "triton" in entry.name else SHAPE[device]
+    shape = SMALLER if device == "cpu" and "triton" in entry.name else SHAPE[device]
     case = AttentionTest("cheats", entry, device, *shape, dtype or DTYPE[device], True, direction)
     found = harness.records(Attention(), [case], device=device, seconds_per_row=0.02, **settings)
     return found[entry.name]

@@ -53,13 +53,13 @@ def test_one_that_is_exact_is_not_refused_and_not_tried_again(monkeypatch: pytes
     [
         (wrong, "ValueError: dq is wrong"),
         (crash, "a worker process died: killed by SIGSEGV"),
-        (hang, "a worker process did not answer within 5 s and was killed"),
+        (hang, "a worker process did not answer within 3 s and was killed"),
     ],
 )
 def test_a_refusal_says_why_and_what_to_do(
     function: Callable[[tuple[int, int]], None], what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial, "DEADLINE_S", 5.0 if function is hang else 60.0)
+    monkeypatch.setattr(trial, "DEADLINE_S", 3.0 if function is hang else 60.0)
     reason = str(asked(function))
     assert f"was tried on triton 3.99.0, on which its GPU tests have not run: {what};" in reason
     assert "it runs on triton 3.6.0" in reason and f"to try again, delete {trial.trials_file()}" in reason

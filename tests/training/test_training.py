@@ -349,9 +349,10 @@ def test_a_killed_run_goes_on(data: Path, tmp_path: Path, kills: range) -> None:
 
 def test_a_rank_that_is_killed_is_started_again(data: Path, tmp_path: Path, group: WorkerGroup) -> None:
     whole, run = copy_of(data, tmp_path / "whole"), copy_of(data, tmp_path / "run")
-    assert group.run(train_on_rank, config(whole, "train.steps=60")) == [0, 0]
+    assert group.run(train_on_rank, config(whole, "train.steps=20")) == [0, 0]
     launcher = "-m torch.distributed.run --nproc-per-node 2 --max-restarts 1 --standalone".split()
-    process = start(run, "train", *SLOW, launcher=tuple(launcher))
+    asked = "--set", "train.steps=20", "--set", "checkpoint.interval=1"
+    process = start(run, "train", *asked, launcher=tuple(launcher))
     while not list(run.glob("checkpoints/step-*.json")) and process.poll() is None:
         time.sleep(0.01)
     os.kill(ranks_of(process)[-1], signal.SIGKILL)
