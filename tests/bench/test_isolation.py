@@ -78,7 +78,7 @@ def check(found: dict[tuple[str, str], dict[str, Any]], by_chance: bool = False)
             assert FAULTS[name].told in one["reason"], one["reason"]
 
 
-@pytest.mark.parametrize("call", [1, 2, 9])
+@pytest.mark.parametrize("call", [1, pytest.param(2, marks=pytest.mark.on_request), 9])
 def test_what_a_row_leaves_changed_is_its_own_error(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In its first call, in its check and in a timed one; nothing of it is felt by the rows before and behind it."""
     with isolated(monkeypatch, call) as runner:

@@ -15,6 +15,7 @@ from lmsys.attention.compiled import why_no_compiler
 from lmsys.model.linear import linear
 from lmsys.testing import error_ratio
 from lmsys.training.optimizer import AdamW, clip_grad_norm
+from tests.support.variants import some
 
 DTYPES = [torch.bfloat16, torch.float16]
 
@@ -98,9 +99,13 @@ def test_a_second_forward_for_the_backward_gives_the_same(case: Case, autocast: 
         assert torch.equal(one, other)
 
 
+# Which of the leaves take a gradient.
+NEEDS = (True, True, True, True), (False, True, False, True), (True, False, False, False)
+
+
 @pytest.mark.skipif(why_no_compiler("cpu") is not None, reason=str(why_no_compiler("cpu")))
 @pytest.mark.parametrize("autocast", [torch.bfloat16, None])
-@pytest.mark.parametrize("needs", [(True, True, True, True), (False, True, False, True), (True, False, False, False)])
+@pytest.mark.parametrize("needs", some([(needs,) for needs in NEEDS], 3))
 def test_compiled_equals_eager(needs: tuple[bool, bool, bool, bool], autocast: torch.dtype | None) -> None:
     case = Case((2, 3), 8, (6, 4, 4), needs, gaps=False, seed=0)
     compiled = torch.compile(linear, fullgraph=True, dynamic=False)

@@ -19,6 +19,7 @@ from lmsys.model import TransformerLM
 from lmsys.model.loss import IGNORED, linear_cross_entropy
 from lmsys.model.transformer import Attention
 from lmsys.testing import error_ratio
+from tests.support.variants import but
 
 VOCABULARY = 31
 ROWS = [
@@ -83,7 +84,7 @@ def test_only_relative_positions_matter(seed: int, shift: int) -> None:
     assert torch.equal(model(tokens, positions.expand(2, -1)), model(tokens))
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", but(ROWS, "naive_compiled"))
 @settings(max_examples=1)
 @given(seed=seeds)
 def test_the_attention_row_does_not_matter(row: str, seed: int) -> None:
@@ -96,7 +97,10 @@ needs_compiler = pytest.mark.skipif(why_no_compiler("cpu") is not None, reason=s
 @needs_compiler
 @pytest.mark.parametrize(
     ("row", "backend"),
-    [("naive", "inductor"), ("sdpa_flash", "aot_eager"), ("flash_torch", "inductor"), ("flash_triton", "inductor")],
+    [
+        *(("naive", "inductor"), ("sdpa_flash", "aot_eager"), ("flash_triton", "inductor")),
+        pytest.param("flash_torch", "inductor", marks=pytest.mark.on_request),
+    ],
 )
 def test_compiled_blocks_equal_eager_ones_without_graph_breaks(row: str, backend: str) -> None:
     """An operator of torch's is traced, operators of our own are compiled."""
@@ -110,12 +114,12 @@ def test_compiled_blocks_equal_eager_ones_without_graph_breaks(row: str, backend
     ("together", "checkpointed", "backend"),
     [
         *((2, 0, "aot_eager"), (3, 0, "aot_eager"), (2, 4, "aot_eager")),
-        (3, "whole*1,attention*1,matmuls*2", "inductor"),
+        pytest.param(2, "whole*1,attention*1,matmuls*1", "inductor", marks=pytest.mark.on_request),
     ],
 )
 def test_blocks_compiled_together_equal_eager_ones(together: int, checkpointed: int | str, backend: str) -> None:
     """Also where the last graph has fewer blocks; inductor's code asserts shapes that the guards have let through."""
-    shape = {"num_layers": 4, "checkpoint_blocks": checkpointed}
+    shape = {"num_layers": 3 if backend == "inductor" else 4, "checkpoint_blocks": checkpointed}
     how = {"options": {"size_asserts": True}} if backend == "inductor" else {"backend": backend}
     eager, compiled = tiny(3, **shape), tiny(3, **shape).compile_blocks(together, **how)
     expected, found = (outcome(model, ids(3), ids(4)) for model in (eager, compiled))

@@ -111,7 +111,7 @@ def test_functions_run_on_every_rank_and_results_come_by_rank(ranks: WorkerGroup
             (_sleeps, "timeout", "rank 1 did not answer within 3 s, in _sleeps"),
             (_is_stopped, "stopped", r"rank 1 was stopped \(SIGSTOP\) for 2 s, in _is_stopped"),
         ],
-        2,
+        4,
     ),
 )
 def test_a_rank_that_fails_ends_the_others_within_seconds(  # type: ignore[no-untyped-def]

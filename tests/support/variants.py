@@ -13,3 +13,8 @@ def some(values: Iterable[Any], one_in: int) -> list[Any]:
         several = value if isinstance(value, tuple) else (value,)
         marked.append(pytest.param(*several, marks=[pytest.mark.on_request] if index % one_in else []))
     return marked
+
+
+def but(values: Iterable[Any], *on_request: Any) -> list[Any]:
+    """For `parametrize`: these run with -m on_request, the others always."""
+    return [pytest.param(one, marks=[pytest.mark.on_request] if one in on_request else []) for one in values]

@@ -59,7 +59,7 @@ TRAINED = [
 ]
 
 
-@pytest.mark.parametrize("settings", some([(one,) for one in TRAINED], 2))
+@pytest.mark.parametrize("settings", some([(one,) for one in TRAINED], 4))
 def test_whatever_is_trained(four: WorkerGroup, tmp_path: Path, settings: tuple[str, ...]) -> None:
     found = set()
     for strategy, world_size in product(("bucketed", "zero1", "fsdp"), (1, 2, 4)):
