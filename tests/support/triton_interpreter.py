@@ -22,4 +22,7 @@ def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
 
 
 def quicken() -> None:
-    interpreter._patch_builtin = _patch_builtin
+    """Does nothing to an interpreter of a Triton that has no such function."""
+    theirs = getattr(interpreter, "_patch_builtin", None)
+    if theirs and list(inspect.signature(theirs).parameters)[:3] == ["pkg", "builder", "scope"]:
+        interpreter._patch_builtin = _patch_builtin
