@@ -1,9 +1,9 @@
 """Chapters of models tell by these two fields what blocks keep for their backward, and the residual stream."""
 
 from lmsys.bench.fields import Field
-from lmsys.checkpointing import LEVELS
 from lmsys.reports.views import View
 
+LEVELS = ("none", "matmuls", "attention", "whole")  # of `lmsys.checkpointing`, in its order
 KEPT = {"checkpoint": "none", "residual": "wide"}  # the defaults, which also stand for what older files do not say
 
 

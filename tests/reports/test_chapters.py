@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from lmsys import checkpointing
+from lmsys.reports.kept import LEVELS
 from lmsys.reports.shares import MOST_AT_ONCE
 from lmsys.reports.words import number
 from tests.support.records import GIB, built, cells, numbers, part, record, save, sums
@@ -183,6 +185,7 @@ def by_way(context: int) -> list[dict[str, Any]]:
 
 
 def test_what_is_kept_and_the_stream_are_one_table_of_a_single_shape(tmp_path: Path) -> None:
+    assert LEVELS == checkpointing.LEVELS
     files = report(tmp_path, by_way(128))
     found = cells(files, "model-levels-step-all")
     assert [(row["checkpoint"], row["residual"]) for row in found] == WAYS
