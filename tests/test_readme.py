@@ -205,6 +205,14 @@ def test_steps_beside_torch_are_the_published_ones() -> None:
             assert text == cell(f"{count}-nvidia-h200-data-parallel-sizes-peers", mean, f"{name} / {other}"), name
 
 
+def test_compiled_steps_of_copy_engines_beside_torch_are_the_published_ones() -> None:
+    table, mean = "2-nvidia-h200-data-parallel-sizes-peers", ["geometric mean, 2 ranks, blocks compiled"]
+    pairs = ("copy_engine", "torch_ddp_tuned"), ("copy_engine_zero1", "torch_zero1")
+    found = [f"{float(cell(table, mean, f'{ours} / {theirs}')):.2f}" for ours, theirs in pairs]
+    assert f"`copy_engine` has {found[0]} of the speed of `torch_ddp_tuned`, and" in SAID
+    assert f"`copy_engine_zero1` {found[1]} of that of `torch_zero1`" in SAID
+
+
 def test_compiled_steps_beside_torch_are_those_of_one_run() -> None:
     sizes: dict[str, dict[str, dict[str, Any]]] = {}
     for one in run("data-parallel-zero2", H200, "apart")["records"]:
