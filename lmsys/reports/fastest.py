@@ -214,7 +214,7 @@ def _says_something(rows: Sequence[Record]) -> bool:
 
 def _of_one_run(comparisons: Sequence[Sequence[Record]], bases: Sequence[str], way: str) -> list[Sequence[Record]]:
     """Those of the run that has the first base that any has, then most of the rows that are the fastest of a shape in
-    all runs, then most rows; of such the latest.
+    all runs, then most shapes in which all of these took turns, then most rows; of such the latest.
 
     A run without what a user would otherwise take, or without rows that won elsewhere, may have left out the fastest.
     """
@@ -226,12 +226,13 @@ def _of_one_run(comparisons: Sequence[Sequence[Record]], bases: Sequence[str], w
     for cases in comparisons:
         runs.setdefault(cases[0]["run"], []).append(cases)
 
-    def worth(run: int) -> tuple[int, int, int, int]:
+    def worth(run: int) -> tuple[int, int, int, int, int]:
         found = [one for cases in runs[run] for one in cases]
         names = {name for one in found for name in _names(one)}
         place = next((i for i, base in enumerate(bases) if base in names), len(bases))
         rows = {_run_as(one, way) for one in found}
-        return -place, len(rows & winners), len(rows), run
+        with_all = sum(winners <= {_run_as(one, way) for one in cases} for cases in runs[run])
+        return -place, len(rows & winners), with_all, len(rows), run
 
     return runs[max(runs, key=worth)] if runs else []
 

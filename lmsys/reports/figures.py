@@ -33,38 +33,45 @@ class Figures:
 
     def block(self, block: Block, anchors: dict[str, str]) -> Html:
         title = tag("a", block.title, href=f"#{anchors[block.chapter]}") if block.chapter else block.title
-        inside = [*([tag("h4", title)] if title else []), self._figures(block.lead)]
+        told: set[str] = set()
+        inside = [*([tag("h4", title)] if title else []), self._figures(block.lead, told)]
         if names := dict.fromkeys(inside_a_sentence(_brief(item).split(",")[0]) for item in block.more if item):
-            more = tag("template", self._figures(block.more))
+            more = tag("template", self._figures(block.more, told))
             inside.append(tag("details", tag("summary", f"More: {', '.join(names)}"), more))
-        told = [item for item in block.items if not (isinstance(item, Table) and item.runs)]  # those name their runs
-        if sources := dict.fromkeys(item.source for item in told if item.source):
+        others = [item for item in block.items if not (isinstance(item, Table) and item.runs)]  # those name their runs
+        if sources := dict.fromkeys(item.source for item in others if item.source):
             said = tag("template", *(tag("p", source) for source in sources))
             inside.append(tag("details", tag("summary", "Where these numbers are from"), said, class_="source"))
         return joined(inside)
 
-    def _figures(self, items: Sequence[Table | Plot | None]) -> Html:
+    def _figures(self, items: Sequence[Table | Plot | None], told: set[str]) -> Html:
         """Tables one below another, then plots side by side as far as the screen is wide."""
-        plots = [self._plot(item) for item in items if isinstance(item, Plot)]
-        tables = [self._table(item) for item in items if isinstance(item, Table)]
+        tables = [self._table(item, told) for item in items if isinstance(item, Table)]
+        plots = [self._plot(item, told) for item in items if isinstance(item, Plot)]
         return joined([*tables, *([tag("div", *plots, class_="plots")] if plots else [])])
 
-    def _plot(self, plot: Plot) -> Html:
+    def _plot(self, plot: Plot, told: set[str]) -> Html:
         file = f"plots/{plot.name}.svg"
         if self.inline:
             image = tag("div", Html(plot.svg[plot.svg.index("<svg") :]), role="img", aria_label=plot.title)
         else:
             width, height = re.findall(r'(?:width|height)="([\d.]+)pt"', plot.svg)[:2]
             image = tag("img", src=file, alt=plot.title, loading="lazy", width=width, height=height)
-        caption = tag("figcaption", plot.caption, *self._links({"SVG": file}))
+        caption = self._caption(plot, told, {"SVG": file})
         return tag("figure", image, caption, **self._anchor(f"plot-{plot.name}"))
+
+    def _caption(self, item: Table | Plot, told: set[str], files: Mapping[str, str]) -> Html:
+        """The caption without lines that the block has told above it, and links to the files."""
+        lines = [line for line in item.caption.splitlines() if line not in told]
+        told.update(lines)
+        return tag("figcaption", " ".join(lines), *self._links(files))
 
     def _links(self, files: Mapping[str, str]) -> list[str]:
         """Links to files beside the page, by what they are called; none in a page that is sent alone."""
         links = [] if self.inline else [tag("a", name, href=file) for name, file in files.items()]
         return [text for link in links for text in (" ", link)]
 
-    def _table(self, table: Table) -> Html:
+    def _table(self, table: Table, told: set[str]) -> Html:
         keys = table.keys
         head = [
             tag("th", column or "row", **({"class_": "key"} if i < keys else {}))
@@ -72,10 +79,12 @@ class Figures:
         ]
         rows = [_line(table, i) for i in range(len(table.rows))]
         inside = tag("table", tag("thead", tag("tr", *head)), tag("tbody", *rows))
-        notes = [tag("ul", *(tag("li", note) for note in table.notes), class_="notes")] if table.notes else []
+        below = [note for note in table.notes if note[0].isdigit() or note not in told]  # cells refer to numbers
+        told.update(below)
+        notes = [tag("ul", *(tag("li", note) for note in below), class_="notes")] if below else []
         ends = {"CSV": "csv", "Markdown": "md"}
         files = {name: f"tables/{table.name}.{end}" for name, end in ends.items()}
-        caption = tag("figcaption", table.caption, *self._links(files))
+        caption = self._caption(table, told, files)
         anchor = f"table-{table.name}"
         title = tag("a", _brief(table), href=f"#{anchor}", class_="title")
         inside = tag("div", inside, class_="scroll")

@@ -56,11 +56,14 @@ const widths = new ResizeObserver(seen => seen.forEach(({target: t}) => {
 }));
 
 // What is known of a figure: its own, what all figures of its row have in common, and the command of its run.
+const completed = new WeakSet();
+
 function complete(cell) {
   const row = cell.parentElement;
   if (row.title) row.title = withCommand(row.title);
-  if (!cell.title) return row.title;
-  if (!cell.title.endsWith(row.title)) cell.title += `; ${row.title}`;
+  if (!cell.title || completed.has(cell)) return cell.title || row.title;
+  completed.add(cell);
+  if (row.title) cell.title += `; ${row.title}`;
   return cell.title = withCommand(cell.title);
 }
 

@@ -234,10 +234,10 @@ class View:
         return ", ".join(told)
 
     def caption(self, about: str, clocked: bool = False) -> str:
-        """The caption: what is shown, every axis that is held, and how it was timed."""
+        """The caption, in lines: what is shown, every axis that is held, and how it was timed."""
         held = sentence("; ".join(filter(None, [self.heading, self.held(), self.also])))
         how = timing(self.cases) if clocked else ""
-        return f"{filled(about, self.constants(self.axes()))}. {held}. {how}".strip()
+        return f"{filled(about, self.constants(self.axes()))}.\n{held}.\n{how}".strip()
 
     @property
     def source(self) -> str:

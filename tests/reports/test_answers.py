@@ -329,3 +329,12 @@ def test_a_run_of_rows_that_won_elsewhere_is_asked_rather_than_one_of_many_other
     files = built(tmp_path / "out", first, save(tmp_path / "2.json", few, date="1999-01-03"))
     (fastest,) = cells(files, "fastest-attention")
     assert fastest["fastest row"] == "flash_attn_4 (of 3 rows)"
+
+
+def test_a_run_with_more_shapes_of_the_rows_that_won_is_asked_rather_than_one_of_more_rows(tmp_path: Path) -> None:
+    more = {"flash_triton": 1e-3, "flash_attn_4": 2e-3, "sdpa": 5e-3, "naive": 6e-3, "vectorized": 7e-3}
+    first = save(tmp_path / "1.json", comparison(512, more))
+    shapes = [comparison(length, {"flash_triton": 2e-3, "flash_attn_4": 1e-3, "sdpa": 5e-3}) for length in (1024, 2048)]
+    few = save(tmp_path / "2.json", [one for shape in shapes for one in shape], date="1999-01-03")
+    (fastest,) = cells(built(tmp_path / "out", first, few), "fastest-attention")
+    assert fastest["fastest row"] == "flash_attn_4 (of 3 rows)"
