@@ -239,19 +239,19 @@ def _by_steps(name: str) -> dict[str, dict[str, dict[str, Any]]]:
 
 def test_larger_buckets_of_zero1_are_those_of_two_runs() -> None:
     """In the first run the row `Zero128` is what `zero1` is in the second."""
-    small, now = _by_steps("data-parallel-zero1-buckets"), _by_steps("data-parallel-zero1")
-    assert {rows["zero1"]["bucket_mb"] for rows in small.values() if "zero1" in rows} == {32}
-    assert {rows["zero1"]["bucket_mb"] for rows in now.values()} == {small["compiled small"]["Zero128"]["bucket_mb"]}
+    before, now = _by_steps("data-parallel-zero1-buckets"), _by_steps("data-parallel-zero1")
+    assert {rows["zero1"]["bucket_mb"] for rows in before.values() if "zero1" in rows} == {32}
+    assert {rows["zero1"]["bucket_mb"] for rows in now.values()} == {before["compiled small"]["Zero128"]["bucket_mb"]}
 
     def told(rows: dict[str, dict[str, Any]], ours: str, theirs: str) -> str:
         return f"{ratio_of(rows[ours], rows[theirs]):.2f}"
 
-    wider = [told(small[case], "Zero128", "zero1") for case in ("compiled small", "compiled xl", "graphed small")]
+    wider = [told(before[case], "Zero128", "zero1") for case in ("compiled small", "compiled xl", "graphed small")]
     assert "are {} times as fast as with 32 MiB at small, and {} times at xl".format(*wider) in SAID
     assert f"Graphed steps of small, which ask nothing of the host, have {wider[2]} of their speed" in SAID
     (table,) = tables(RESULTS, "steps", "small")
     for way, *cells in table[1:]:
-        first = told(small[f"{way} small"], "Zero128", "torch_zero1")
+        first = told(before[f"{way} small"], "Zero128", "torch_zero1")
         assert cells == [first, *(told(now[f"{way} {size}"], "zero1", "torch_zero1") for size in ("medium", "xl"))]
 
 
@@ -531,7 +531,7 @@ def test_the_notebook_of_flash_gluon_says_what_its_runs_say_of_energy() -> None:
     power = [one["energy_power_w"] for _, one in every]
     assert f"draws {min(power):.0f} to {max(power):.0f} W" in said
     least = min(one["energy_j"] / found["own"]["energy_j"] for found, one in every)
-    assert f"takes {least:.3f} of it" in said
+    assert f"takes {least:.3f} of it" in said and f"within {100 * (1 - least):.1f} %" in said
     none = [
         (found["own"], found[name_of(IDEAS["bwd"]["none of the fields"](plan_called(found["own"]["plan"])))])
         for found in cells["bwd"]
@@ -542,11 +542,19 @@ def test_the_notebook_of_flash_gluon_says_what_its_runs_say_of_energy() -> None:
     assert f"save {min(saved):.0f} to {max(saved):.0f} % of the energy" in said
 
 
-def test_the_notebook_of_flash_triton_says_what_its_run_says_of_energy() -> None:
+def test_the_notebooks_say_what_a_run_says_of_the_energy_of_other_rows() -> None:
     joules = {(one["impl"], one["direction"]): one["energy_j"] for one in run("attention", H200, "energy")["records"]}
-    told = [f"{joules['flash_triton', one] / joules['flash_gluon', one]:.2f} times" for one in ("fwd", "bwd")]
-    said = " ".join(PAGES["docs/flash_triton.md"].split())
-    assert "takes {} the energy of one of `flash_gluon` in the forward, and {} in the backward".format(*told) in said
+
+    def told(row: str) -> list[str]:
+        return [
+            f"{joules[row, direction] / joules['flash_gluon', direction]:.2f} times" for direction in ("fwd", "bwd")
+        ]
+
+    triton, gluon = (" ".join(PAGES[f"docs/{row}.md"].split()) for row in ("flash_triton", "flash_gluon"))
+    theirs = "takes {} the energy of one of `flash_gluon` in the forward, and {} in the backward"
+    assert theirs.format(*told("flash_triton")) in triton
+    peers = "takes {} as much as `flash_gluon` in the forward, and {} in the backward"
+    assert peers.format(*told("flash_attn_4")) in gluon
 
 
 def test_the_notebook_of_flash_triton_says_what_its_run_says() -> None:
