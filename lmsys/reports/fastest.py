@@ -181,6 +181,7 @@ def _bases(lines: Sequence[Record], bases: Sequence[str]) -> list[str]:
     (first, count), *others = found.most_common()
     told = ", ".join([f"{first} in {count} line{'s' * (count > 1)}", *(f"{name} in {count}" for name, count in others)])
     asked = f"the first of {', '.join(bases)} that took turns with the row"
+    asked += " (of documents, windows and capped scores flex, if it did)" if "flex" in found else ""
     return [f"Speed is over {asked}, else over the second-fastest row: {told}."]
 
 

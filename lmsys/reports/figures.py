@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from lmsys.reports.blocks import Block
 from lmsys.reports.canvas import Plot
 from lmsys.reports.cells import DETAILS
-from lmsys.reports.tables import Table
+from lmsys.reports.tables import LEFT_OUT, Table
 from lmsys.reports.tags import Html, joined, tag
 from lmsys.reports.words import OUTCOMES, inside_a_sentence
 
@@ -61,10 +61,11 @@ class Figures:
         return tag("figure", image, caption, **self._anchor(f"plot-{plot.name}"))
 
     def _caption(self, item: Table | Plot, told: set[str], files: Mapping[str, str]) -> Html:
-        """The caption without lines that the block has told above it, and links to the files."""
-        lines = [line for line in item.caption.splitlines() if line not in told]
+        """Says what the item shows, then of its cases what the block has not told above it; links to the files."""
+        about, *held = item.caption.splitlines() or [""]
+        lines = [line for line in held if line not in told]
         told.update(lines)
-        return tag("figcaption", " ".join(lines), *self._links(files))
+        return tag("figcaption", " ".join([about, *lines]), *self._links(files))
 
     def _links(self, files: Mapping[str, str]) -> list[str]:
         """Links to files beside the page, by what they are called; none in a page that is sent alone."""
@@ -79,7 +80,7 @@ class Figures:
         ]
         rows = [_line(table, i) for i in range(len(table.rows))]
         inside = tag("table", tag("thead", tag("tr", *head)), tag("tbody", *rows))
-        below = [note for note in table.notes if note[0].isdigit() or note not in told]  # cells refer to numbers
+        below = [note for note in table.notes if note not in told or not note.startswith(LEFT_OUT)]
         told.update(below)
         notes = [tag("ul", *(tag("li", note) for note in below), class_="notes")] if below else []
         ends = {"CSV": "csv", "Markdown": "md"}

@@ -24,6 +24,7 @@ from lmsys.reports.words import (
 )
 
 ENDINGS = ("timed", "verified, untimed", *MEANINGS.values())
+LEFT_OUT = "Left out, as no case of it could run"
 SPREAD = ("mean_s", "std_s", "p20_s", "p80_s", "rounds")  # stand beside a time in its CSV
 
 
@@ -134,11 +135,11 @@ def pivot(
         means = [mean_text(case[SPEEDUP] for case in view.cases if case[columns] == head) for head in heads]
         lines.append(["geometric mean (cells)", *[""] * (len(rows) - 1), *means])
     several = " / ".join(view.text(inside, value) for value in inner) if len(inner) > 1 else ""
-    about = (f"In each cell: {several}. " if several else "") + (about or about_of(one))
+    inside_a_cell = f"\nIn each cell: {several}." if several else ""
     return Table(
         name=view.file(word or FILES.get(metric, metric)),
         title=titled(head_of(one) + (f" ({several})" if several else ""), view),
-        caption=view.caption(about, is_clocked(one)),
+        caption=view.caption(about or about_of(one), is_clocked(one)) + inside_a_cell,
         columns=[*(label_of(view.fields[name]) for name in rows), *(_head(view, columns, head) for head in heads)],
         rows=lines,
         data=data_of(view, *(data or (metric, *(SPREAD if metric in ("time_s", "mean_s") else ())))),
@@ -159,9 +160,7 @@ def _with_something(view: View, columns: str) -> tuple[View, list[str]]:
     if columns != "impl" or len(without) in (0, len(ended)):
         return view, []
     names = ", ".join(view.text(columns, value) for value in without)
-    return view.only(lambda case: case[columns] not in without), [
-        f"Left out, as no case of it could run: {names}. “Not run here” says why."
-    ]
+    return view.only(lambda case: case[columns] not in without), [f"{LEFT_OUT}: {names}. “Not run here” says why."]
 
 
 def _best(view: View, one: Field, line: Sequence[Record | None]) -> list[int]:
