@@ -1,5 +1,6 @@
 """Tables hold every case in one cell, each outcome with its reason, honest speedups, the numbers of records."""
 
+import html
 import math
 import re
 import statistics
@@ -254,3 +255,19 @@ def test_captions_fix_what_is_constant(everything: dict[str, bytes]) -> None:
         "auto: sdpa_flash",
     ):
         assert fact in text, fact
+
+
+def test_the_page_always_says_what_a_table_shows_and_once_in_a_group_of_which_cases(
+    everything: dict[str, bytes],
+) -> None:
+    """Its file says all of it."""
+    page, groups = html.unescape(everything["index.html"].decode()), []
+    for group in re.split("<h[1-4]", page):
+        found = re.findall(r'<figure id="table-([^"]+)">.*?<figcaption>(.*?)(?: <a |</figcaption>)', group)
+        for name, caption in found:
+            whole = everything[f"tables/{name}.md"].decode().splitlines()[2]
+            about = re.split(r"(?<=\.) ", caption)[0]  # some have none, and only say where they are from
+            assert whole.startswith(about if about else "Synthetic GPU; "), name
+        groups.append([caption for _, caption in found])
+    (times,) = (found for found in groups if any("B 2, H 8, S 512 to 65,536, D 64" in one for one in found))
+    assert len(times) > 3 and sum("B 2, H 8, S 512 to 65,536, D 64" in one for one in times) == 1
