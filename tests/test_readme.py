@@ -502,6 +502,11 @@ IDEAS: dict[str, dict[str, Callable[[Any], Any]]] = {  # the plan of each line, 
 }
 
 
+def _with(found: dict[str, dict[str, Any]], direction: str, idea: str) -> dict[str, Any]:
+    """The case of the plan that the idea makes of the row's own."""
+    return found[name_of(IDEAS[direction][idea](plan_called(found["own"]["plan"])))]
+
+
 def test_the_notebook_of_flash_gluon_says_what_its_runs_say_of_energy() -> None:
     cells: dict[str, list[dict[str, dict[str, Any]]]] = {"bwd": [], "fwd": []}
     for cell in ("64-causal", "64-full", "128-causal", "128-full"):
@@ -518,12 +523,7 @@ def test_the_notebook_of_flash_gluon_says_what_its_runs_say_of_energy() -> None:
         for idea, *texts in told:
             for found, text in zip(cells[direction], texts, strict=True):
                 own = found["own"]
-                name = (
-                    name_of(IDEAS[direction][idea](plan_called(own["plan"])))
-                    if idea in IDEAS[direction]
-                    else "sdpa_cudnn"
-                )
-                one = found[name]
+                one = found["sdpa_cudnn"] if idea == "SDPA cuDNN" else _with(found, direction, idea)
                 figures = f"{ratio_of(one, own):.2f}, {one['energy_j'] / own['energy_j']:.2f}"
                 assert text == ("is the plan" if one is own else figures), (direction, idea)
     said = " ".join(page.split())
@@ -532,10 +532,7 @@ def test_the_notebook_of_flash_gluon_says_what_its_runs_say_of_energy() -> None:
     assert f"draws {min(power):.0f} to {max(power):.0f} W" in said
     least = min(one["energy_j"] / found["own"]["energy_j"] for found, one in every)
     assert f"takes {least:.3f} of it" in said and f"within {100 * (1 - least):.1f} %" in said
-    none = [
-        (found["own"], found[name_of(IDEAS["bwd"]["none of the fields"](plan_called(found["own"]["plan"])))])
-        for found in cells["bwd"]
-    ]
+    none = [(found["own"], _with(found, "bwd", "none of the fields")) for found in cells["bwd"]]
     faster = [100 * (ratio_of(own, one) - 1) for own, one in none]
     saved = [100 * (1 - own["energy_j"] / one["energy_j"]) for own, one in none]
     assert f"gain {min(faster):.0f} to {max(faster):.0f} % in time" in said

@@ -23,8 +23,8 @@ def torch_chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """torch's own loss, in chunks of tokens. Autocast does not reach inside, so inputs and loss are cast here.
 
     torch 2.13 chooses chunks of a token or two where the vocabulary is large beside the features, as 10,000 beside 64.
-    Its products for them may sum over the vocabulary term by term (on an AMD EPYC they do): the gradient of hidden then
-    has nine times the error of the usual loss in float32, and the bench calls it wrong. With four tokens it is right.
+    Its products for them may sum over the vocabulary term by term (on an AMD EPYC they do): in float32 the gradient of
+    hidden then errs several times as much as that of the usual loss, and the bench calls it wrong.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype

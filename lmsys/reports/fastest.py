@@ -231,9 +231,9 @@ def _of_one_run(comparisons: Sequence[Sequence[Record]], bases: Sequence[str], w
         found = [one for cases in runs[run] for one in cases]
         names = {name for one in found for name in _names(one)}
         place = next((i for i, base in enumerate(bases) if base in names), len(bases))
-        rows = {_run_as(one, way) for one in found}
-        with_all = sum(winners <= {_run_as(one, way) for one in cases} for cases in runs[run])
-        return -place, len(rows & winners), with_all, len(rows), run
+        together = [{_run_as(one, way) for one in cases} for cases in runs[run]]
+        rows = set[tuple[str, ...]]().union(*together)
+        return -place, len(rows & winners), sum(winners <= own for own in together), len(rows), run
 
     return runs[max(runs, key=worth)] if runs else []
 
