@@ -1,11 +1,13 @@
-"""`python -m lmsys.check mine.py:f`: is this attention right? Of the first failure: where, what, and which mistake.
+"""`python -m lmsys.check mine.py:f`: is it right? Of the first failure: where, what, and which mistake.
 
-A row of the table by its name, or path.py:function. It is asked for more than one tile, odd lengths, Q != K, grouped
-heads, a scale, transposed memory, three dtypes, forward and backward, each held to a float64 oracle as the suite does.
+A row of a table by its name, or path.py:attribute: attention, a strategy, an optimizer, a loss, a norm. Attention is
+asked for more than one tile, odd lengths, Q != K, grouped heads, a scale, transposed memory, three dtypes, forward and
+backward, each held to a float64 oracle as the suite does. A strategy trains on two processes, beside one process.
 Exit codes: 0 right, 1 wrong or failed, 2 a target or option that is none.
 """
 
 import argparse
+import json
 import os
 import sys
 
@@ -14,26 +16,33 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported; without a GPU it can only interpret
 
-from lmsys.attention import ATTENTION
-from lmsys.check.verdict import WRONG, check
+from lmsys.check.kinds import KINDS, LIMIT_S, find
+from lmsys.check.question import Options
+from lmsys.check.verdict import SCHEMA, WRONG, check
 from lmsys.processes import ProcessError, in_own_process
 
 USAGE = 2
-LIMIT_S = 600.0
 
 
 def main(arguments: list[str] | None = None) -> int:
     found = argparse.ArgumentParser(prog="python -m lmsys.check", description=__doc__.split("\n\n")[0])
-    found.add_argument("row", help="a name of the table, or path.py:function")
-    found.add_argument("--head-dim", type=int, default=64, help="default: 64")
+    found.add_argument("target", help="a name of a table, or path.py:attribute")
+    found.add_argument("--kind", choices=KINDS, help="what it is; default: told by its class or its parameters")
+    found.add_argument("--head-dim", type=int, default=64, help="of attention; default: 64")
     found.add_argument("--forward", action="store_true", help="no gradients")
     found.add_argument("--seed", type=int, default=0, help="of the inputs")
+    found.add_argument("--json", action="store_true", help="a JSON object in a line for each case: docs/check.md")
     given = found.parse_args(arguments)
     try:
-        (entry,) = ATTENTION.select([given.row])
-        return int(in_own_process(check, entry, given.head_dim, not given.forward, given.seed, timeout_s=LIMIT_S))
+        kind, entry = find(given.target, given.kind)
+        options = Options(given.head_dim, not given.forward, given.seed)
+        return int(in_own_process(check, entry, options, kind.name, given.json, timeout_s=LIMIT_S))
     except ProcessError as error:
-        print(f"wrong\n\n{given.row}: {error}")
+        if given.json:
+            told = {"schema": SCHEMA, "name": given.target, "verdict": "wrong", "reason": str(error)}
+            print(json.dumps(told))
+        else:
+            print(f"wrong\n\n{given.target}: {error}")
         return WRONG
     except ValueError as error:
         print(f"python -m lmsys.check: error: {error}", file=sys.stderr)

@@ -9,6 +9,7 @@ from lmsys.attention import ATTENTION
 from lmsys.check import places
 from lmsys.check.__main__ import main
 from lmsys.check.cases import cases
+from lmsys.check.question import Options
 from lmsys.check.verdict import RIGHT, WRONG, check
 from lmsys.registry import Entry
 from tests.support import wrong_kernels
@@ -22,7 +23,7 @@ def entry(name: str) -> Entry:
 
 @pytest.mark.parametrize("name", ["right", "of_a_course"])
 def test_what_is_right_passes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check(entry(name), head_dim=32, grad=True, seed=0) == RIGHT
+    assert check(entry(name), Options(32, grad=True)) == RIGHT
     said = capsys.readouterr().out
     left_out = [one for one in cases("cpu", None) if one.case.scale is not None and name == "of_a_course"]
     assert said.count(": right\n") == len(list(cases("cpu", None))) - len(left_out)
@@ -31,22 +32,22 @@ def test_what_is_right_passes(name: str, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_what_does_not_repeat_is_right(capsys: pytest.CaptureFixture[str]) -> None:
-    assert check(entry("any_order"), head_dim=32, grad=False, seed=0) == RIGHT
+    assert check(entry("any_order"), Options(32, grad=False)) == RIGHT
     assert "the same bits in 3 calls: no (o); " in capsys.readouterr().out
-    assert check(entry("by_batch"), head_dim=32, grad=False, seed=0) == RIGHT
+    assert check(entry("by_batch"), Options(32, grad=False)) == RIGHT
     assert "the same bits in 3 calls: yes; alone as in a batch of 2: no (o)\n" in capsys.readouterr().out
 
 
 def test_the_example_of_the_pages_is_right() -> None:
     mine = Path(__file__).parents[2] / "docs" / "examples" / "mine.py"
-    assert check(Entry("mine", f"{mine}:my_attention"), head_dim=32, grad=True, seed=0) == RIGHT
+    assert check(Entry("mine", f"{mine}:my_attention"), Options(32)) == RIGHT
 
 
 @pytest.mark.parametrize("name", wrong_kernels.WRONG)
 def test_a_mistake_is_named(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     told, function = wrong_kernels.WRONG[name]
     monkeypatch.setattr(wrong_kernels, name, function, raising=False)
-    assert check(Entry(name, f"tests.support.wrong_kernels:{name}"), head_dim=32, grad=True, seed=0) == WRONG
+    assert check(Entry(name, f"tests.support.wrong_kernels:{name}"), Options(32)) == WRONG
     said = capsys.readouterr().out
     assert told in said, said
     assert "no known mistake" not in said
@@ -54,7 +55,7 @@ def test_a_mistake_is_named(name: str, capsys: pytest.CaptureFixture[str], monke
 
 @pytest.mark.parametrize("name", ["naive", "vectorized", "flash_torch", "sdpa_math"])
 def test_rows_of_the_table_are_right(name: str) -> None:
-    assert check(ATTENTION[name], head_dim=32, grad=True, seed=1) == RIGHT
+    assert check(ATTENTION[name], Options(32, seed=1)) == RIGHT
 
 
 def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:

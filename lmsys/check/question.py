@@ -1,0 +1,48 @@
+"""A question that an implementation is asked, and the fault that its answer may have."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command's options, for every kind of implementation.
+
+    head_dim  of attention
+    grad      False: forwards alone
+    seed      of the inputs
+    """
+
+    head_dim: int = 64
+    grad: bool = True
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong with an answer.
+
+    text         the place and the values, in lines for a reader
+    mistake      the known mistake that gives this answer, in words; None where no known one does
+    error_ratio  the largest error over its budget; None where no number is at fault
+    """
+
+    text: str
+    mistake: str | None = None
+    error_ratio: float | None = None
+
+
+@dataclass(frozen=True)
+class Question:
+    """One case, and how its answer is judged.
+
+    about   the case in a few words
+    judge   asks the implementation: None where the answer is right
+    shape   the case in full
+    reason  why the implementation is not asked; None: it is
+    """
+
+    about: str
+    judge: Callable[[], Fault | None] = field(repr=False)
+    shape: str = ""
+    reason: str | None = None
