@@ -36,13 +36,15 @@ class Fault:
 class Question:
     """One case, and how its answer is judged.
 
-    about   the case in a few words
-    judge   asks the implementation: None where the answer is right
-    shape   the case in full
-    reason  why the implementation is not asked; None: it is
+    about    the case in a few words
+    judge    asks the implementation: None where the answer is right
+    shape    the case in full
+    reason   why the implementation is not asked; None: it is
+    extreme  the inputs are ones that a normal draw does not have: `lmsys.extremes`
     """
 
     about: str
     judge: Callable[[], Fault | None] = field(repr=False)
     shape: str = ""
     reason: str | None = None
+    extreme: bool = False
