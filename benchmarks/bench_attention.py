@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks import axes
 from benchmarks.arithmetic import capability_of, matmul_rates
 from benchmarks.attention import patterns
-from benchmarks.attention.check import Gate, check_float32, check_scale
+from benchmarks.attention.check import Gate, check_extremes, check_float32, check_scale
 from benchmarks.attention.spots import NUM_KEPT, Spots, repeat
 from lmsys.attention import ATTENTION, AttentionCase, Pattern
 from lmsys.attention.contract import DTYPES, adapt, options_of, told, why_not_told
@@ -21,7 +21,7 @@ from lmsys.bench import Axis, Benchmark, Candidate, Case, Entry, Field, Grid, Re
 from lmsys.bench.axes import yes_no
 from lmsys.cost import operations
 from lmsys.deterministic import deterministic_mode
-from lmsys.draws import Draws
+from lmsys.extremes.attention import AttentionDraws
 from lmsys.measure import memory
 from lmsys.measure.compare import Kept, attempt, release_memory
 from lmsys.testing import Inputs, make_inputs, run
@@ -111,7 +111,7 @@ class Setup:
     case: AttentionCase
     pattern: Pattern
     inputs: Inputs
-    draws: Draws
+    draws: AttentionDraws
     spots: Spots
 
 
@@ -184,7 +184,8 @@ class Attention(Benchmark):
         case = replace(cases[0].asked, grad=any(one.asked.grad for one in cases))
         inputs = make_inputs(case, settings.seed)
         pattern = cases[0].pattern
-        return Setup(case, pattern, inputs, Draws(inputs.tensors, settings.seed), Spots(case, inputs, pattern))
+        draws = AttentionDraws(inputs.tensors, settings.seed, pattern.causal)
+        return Setup(case, pattern, inputs, draws, Spots(case, draws, inputs, pattern))
 
     def open(self, candidate: Candidate, setup: Setup) -> None:
         candidate.call = adapt(candidate.entry.load())
@@ -192,18 +193,22 @@ class Attention(Benchmark):
 
     def check_all(self, candidates: Sequence[Candidate], setup: Setup, runner: Any) -> None:
         """float32 first, once: there an error of 1 % shows. A row that cannot run it, or not in this memory, is held
-        to the stricter root-mean-square rule in its own dtype. Small cases also with a scale of their own."""
+        to the stricter root-mean-square rule in its own dtype. Small cases also with a scale of their own, and all rows
+        in a small case of extreme inputs."""
         seed = runner.settings.seed
         if setup.inputs.seed == seed:  # as they were drawn
             setup.inputs.redraw_(seed + 1)
             if setup.case.dtype != "float32":
                 check_float32(candidates, replace(setup.case, dtype="float32"), setup.pattern, seed + 1)
                 release_memory()
+        elif setup.draws.extreme is not None:  # one oracle judges all of the inputs
+            setup.inputs.redraw_(seed + 2)
         in_own_dtype = Gate(setup.inputs, setup.case, setup.pattern)
         for candidate in candidates:
             if candidate.outcome == "ok" and (failure := in_own_dtype.check(candidate)):
                 candidate.failed(*failure)
         check_scale(candidates, setup.inputs, setup.case, setup.pattern)
+        check_extremes(candidates, seed)
 
     def redraw(self, setup: Setup, draw: int) -> None:
         setup.draws.fill(draw)
@@ -216,7 +221,7 @@ class Attention(Benchmark):
         case = AttentionCase(**asked, dtype=record["dtype"], causal=record["causal"], grad=False, device="cpu")
         options = {name: record[name] for name in patterns.OPTIONS if record.get(name)}
         pattern = patterns.make(case.batch, case.queries, case.keys, "cpu", causal=case.causal, **options)
-        yield from repeat(case, record["proof"]["seed"], call, pattern)
+        yield from repeat(case, record["proof"], call, pattern)
 
     def step(self, case: AttentionTest, candidate: Candidate, setup: Setup) -> Step:
         """fwd: without gradients, as in inference. bwd: the gradients alone, of a forward run untimed just before."""

@@ -19,6 +19,11 @@ an error of 1 % pass: rms(x - ref) <= 2 rms(mixed - ref) + 4 eps32 max(1, max|re
 call is held so in every row, to 3 rms(naive_t - ref): a row may have been more exact when it was not timed. Of the few
 elements of a spot naive_t may by chance be all but exact, so o has 4 eps32 max|lse| max|o| more there, as dv has above.
 
+On inputs that a normal draw has not (`lmsys.extremes`) |lse| may be thousands, and q hundreds. A `Spot` that is extreme
+has room for what every flash backward then loses by, to first order: P_ij is off by 4 eps32 max(1, |lse_i|) of itself,
+and delta_i, since o is rounded to t, by 2 eps √Σ_d (o_id do_id)². Roundings of different queries are independent, so
+that their sum in dk grows as a root; within a row all of P may be off alike, which dq's own cancellation survives.
+
 Two trainings of one model on the same batches, which differ in kernel or strategy, are one training when their losses
 over the first 100 steps are at most 1e-3 apart in float32 and 0.03 in bfloat16, and the norms of their first gradients,
 made by the same weights, 1e-3 and 5e-3 of the norm: AdamW moves alike on a gradient that is off by a factor.
@@ -51,10 +56,14 @@ BLOCK_SCORES = {"cuda": 2**26, "cpu": 2**21}  # scores held at once
 
 @dataclass(frozen=True)
 class Spot:
-    """A part of the outputs: (batch, key head) pairs, with their query heads, and query rows; None: all."""
+    """A part of the outputs: (batch, key head) pairs, with their query heads, and query rows; None: all.
+
+    extreme  its inputs are ones that a normal draw has not
+    """
 
     units: tuple[tuple[int, int], ...]
     rows: slice | None = None
+    extreme: bool = False
 
 
 @dataclass
@@ -192,10 +201,15 @@ class Oracle:
         if self.grad:
             for name, more in self._recomputing().items():
                 self.budget[name] += more
+        self._carried = self._carry() if self.grad and spot and spot.extreme else {}
+        for name, bound in self._carried.items():
+            self.budget[name] += _norm_max(bound)
         self._rms_budget: dict[str, float] = {}
         self._spot_budget: dict[str, float] = {}  # in root mean square
         if spot and self.dtype != torch.float32:
             self._spot_budget = {name: rms_budget(ref, plain[name], 3) for name, ref in others.items()}
+            for name, bound in self._carried.items():
+                self._spot_budget[name] += norm_rms(bound)
 
     def error_ratios(self, outputs: dict[str, Tensor], rms: bool = False) -> dict[str, float]:
         """Error over budget of each tensor, in the shapes the row gave them; 1 or less is right.
@@ -227,6 +241,8 @@ class Oracle:
         if not self._rms_budget:
             mixed = self._run(torch.float32, self.dtype, partial(_mixed, dtype=self.dtype))
             self._rms_budget = {key: rms_budget(self.reference[key], mixed[key]) for key in mixed.keys() - {"lse"}}
+            for key, bound in self._carried.items():
+                self._rms_budget[key] += norm_rms(bound)
         return self._rms_budget[name]
 
     def _recomputing(self) -> dict[str, float]:
@@ -241,6 +257,29 @@ class Oracle:
             "dk": eps * ds * _norm_max(self._q) * summed,
             "dv": self._exponent("dv"),
         }
+
+    def _carry(self) -> dict[str, Tensor]:
+        """Bounds of what errors of P and of delta become in dq (U, G, Q, D) and dk (U, 1, K, D), element by element."""
+        eps, eps32 = torch.finfo(self.dtype).eps, 4 * torch.finfo(torch.float32).eps
+        bounds = {name: torch.zeros_like(self.reference[name]) for name in ("dq", "dk")}
+        scale = self._q.shape[-1] ** -0.5 if self.scale is None else abs(self.scale)
+        for units, rows, keys in self._blocks():
+            q, do = (x[units, :, rows].double() for x in (self._q, self._do))  # (U, G, rows, D)
+            k, v = (x[units, :, keys].double() for x in (self._k, self._v))
+            pattern = self._pattern.of_entries(list(range(units.start, units.stop)))
+            scores, blind = masked_scores(q, k, pattern, self.scale, self._rows.start + rows.start)
+            p = scores.softmax(dim=-1)
+            p = p if blind is None else p.masked_fill(blind, 0)
+            lse = _finite(self.reference["lse"][units, :, rows]).abs().clamp(min=1).unsqueeze(-1)
+            o, dp = self.reference["o"][units, :, rows], do @ v.mT
+            off_p = eps32 * lse * p * (dp - (o * do).sum(dim=-1, keepdim=True)).abs()  # of dS, by P
+            off_delta = 2 * eps * (o * do).square().sum(dim=-1, keepdim=True).sqrt()
+            alike = eps32 * lse * self.reference["dq"][units, :, rows].abs() / scale + off_delta * (p @ k).abs()
+            bounds["dq"][units, :, rows] = (alike + (off_p.square() @ k.square()).sqrt()) * scale
+            squares = (off_p.square() + (p * off_delta).square()).mT @ q.square()
+            bounds["dk"][units, :, keys] += squares.sum(dim=1, keepdim=True)
+        bounds["dk"] = bounds["dk"].sqrt() * scale
+        return bounds
 
     def _exponent(self, name: str) -> float:
         """An error of 4 eps32 in the exponents, which are as large as the log-sum-exp."""

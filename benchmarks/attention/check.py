@@ -11,11 +11,13 @@ from lmsys.attention import AttentionCase, Pattern
 from lmsys.bench import Candidate
 from lmsys.bench.benchmark import verdict
 from lmsys.bench.plain import check_plain
+from lmsys.check import extremes
 from lmsys.measure.clock import synchronize
 from lmsys.measure.compare import Failure, attempt, release_memory
 from lmsys.testing import Inputs, Oracle, make_inputs, run
 
 SLEEP_CYCLES = 4 * 10**7  # about 20 ms, longer than a warm call takes to launch its first kernel
+_PASSED: set[tuple[str, AttentionCase]] = set()  # targets of rows, and small cases of extremes that they are right in
 OWN_SCALE = 0.3  # head_dim ** -0.5 of no head dimension
 SMALL_SCORES = 2**22  # of a case that is checked with it, too
 
@@ -49,6 +51,40 @@ def check_scale(candidates: Sequence[Candidate], inputs: Inputs, case: Attention
         able = candidate.outcome == "ok" and takes_one and candidate.entry.why_not(asked) is None
         if able and (failure := gate.check(candidate)):
             candidate.failed(failure[0], f"with the scale {OWN_SCALE}: {failure[1]}")
+
+
+def check_extremes(candidates: Sequence[Candidate], seed: int) -> None:
+    """Fails each candidate that is wrong on inputs which a normal draw has not, in a small case.
+
+    Its length is one that no tile divides, and for a row that takes none, one of tiles. A row is asked once of each
+    dtype, head dimension, mask and direction, but not where it would compile for it. Patterns have extremes in their
+    timed calls alone.
+    """
+    for candidate in candidates:
+        asked = candidate.case.asked
+        if candidate.outcome != "ok" or candidate.entry.trait("compiles") or asked.options:
+            continue
+        for length in (extremes.LENGTH, extremes.WHOLE):
+            case = extremes.case_of_kinds(replace(asked, scale=None), length)
+            if candidate.entry.why_not(case) is None and _takes_extremes(candidate, case, seed):
+                break
+
+
+def _takes_extremes(candidate: Candidate, case: AttentionCase, seed: int) -> bool:
+    """False where the row raises an exception. A candidate that is wrong is failed."""
+    if (known := (candidate.entry.target, case)) in _PASSED:
+        return True
+    rms = candidate.state != "has float32"
+    fault, failure = candidate.watched(extremes.failure, candidate.call, case, case.grad, seed, rms)
+    if failure:
+        candidate.failed(*failure)
+    elif fault is None:
+        _PASSED.add(known)
+    elif fault.raises:
+        return False
+    else:
+        candidate.failed("wrong", fault.line)
+    return True
 
 
 class Gate:

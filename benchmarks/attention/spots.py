@@ -2,23 +2,26 @@
 
 Of a forward some rows of some heads are looked at; of a backward some whole heads, since each row of dk and dv is a sum
 over all queries. What is copied behind the clock is these parts alone. Of each part a row goes into the record, by
-which others can repeat the check on a machine without a GPU: `repeat`.
+which others can repeat the check on a machine without a GPU: `repeat`. Where a draw has an extreme unit
+(`lmsys.extremes.attention`), a part is of that unit, and is judged alone.
 """
 
 import base64
 import random
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.arithmetic import BUDGET_RTOL, ERROR_RTOL
-from lmsys import draws
 from lmsys.attention import AttentionCase, Pattern
 from lmsys.attention.contract import DTYPES
+from lmsys.attention.pattern import PLAIN
 from lmsys.bench import Record
 from lmsys.bench.plain import check_plain
+from lmsys.extremes.attention import AttentionDraws, Unit, drawn_unit, extreme_of
 from lmsys.measure.compare import Kept
 from lmsys.testing import Inputs, Oracle, Spot, pick
 
@@ -33,8 +36,8 @@ MOST_SCORES = 2**25  # of a part that `repeat` makes again: seconds on a CPU
 class Spots:
     """Copies and judges parts of timed calls, by the key of each."""
 
-    def __init__(self, case: AttentionCase, inputs: Inputs, pattern: Pattern | None = None):
-        self.case, self.inputs, self.pattern = case, inputs, pattern
+    def __init__(self, case: AttentionCase, draws: AttentionDraws, inputs: Inputs, pattern: Pattern | None = None):
+        self.case, self.draws, self.inputs, self.pattern = case, draws, inputs, pattern
 
     def keep(self, backward: bool, result: Any, key: int | None) -> Any:
         """The parts of what a row returned that the key says, by name; None without a key. See `check_plain`."""
@@ -46,14 +49,18 @@ class Spots:
             return None
         return [
             {name: pick(x, spot, self.case.kv_heads) for name, x in outputs.items()}
-            for spot in spots_of(self.case, backward, key)
+            for spot in self._spots(backward, key)
         ]
+
+    def _spots(self, backward: bool, key: int) -> list[Spot]:
+        """Those of the draw that the inputs hold."""
+        return spots_of(self.case, backward, key, self.draws.extreme and self.draws.extreme[0])
 
     def judge(self, backward: bool, kept: Kept, rms: bool) -> Mapping[str, float]:
         """The worst error over its budget of each tensor; leaves one row of each part as evidence."""
         worst: dict[str, float] = {}
         parts = kept.evidence.setdefault("parts", [])
-        for spot, found in zip(spots_of(self.case, backward, kept.key), kept.result, strict=True):
+        for spot, found in zip(self._spots(backward, kept.key), kept.result, strict=True):
             oracle = Oracle(self.case, self.inputs, grad=backward, spot=spot, pattern=self.pattern)
             for name, ratio in oracle.judge(found, rms).items():
                 worst[name] = max(ratio, worst.get(name, 0.0))
@@ -62,16 +69,23 @@ class Spots:
         return worst
 
 
-def spots_of(case: AttentionCase, backward: bool, key: int) -> list[Spot]:
+def spots_of(case: AttentionCase, backward: bool, key: int, extreme: Unit | None) -> list[Spot]:
+    """The parts that a key says; the last is of the draw's extreme unit, where there is one."""
     chance = random.Random(key)
     units = [(batch, head) for batch in range(case.batch) for head in range(case.kv_heads)]
     if backward:
         scores = case.heads // case.kv_heads * case.queries * case.keys
         count = min(len(units), max(1, min(NUM_HEADS, SPOT_SCORES // scores)))
-        return [Spot((unit,)) for unit in chance.sample(units, count)]
+        chosen = chance.sample(units, count)
+        if extreme is not None and extreme not in chosen:
+            chosen[-1] = extreme
+        return [Spot((unit,), extreme=unit == extreme) for unit in chosen]
     starts = [chance.randrange(max(1, case.queries - SPOT_ROWS + 1)) for _ in range(NUM_SPOTS)]
     rows = [slice(start, min(start + SPOT_ROWS, case.queries)) for start in starts]
-    return [Spot((chance.choice(units),), one) for one in rows]
+    chosen = [chance.choice(units) for _ in rows]
+    if extreme is not None:
+        chosen[-1] = extreme
+    return [Spot((unit,), part, unit == extreme) for unit, part in zip(chosen, rows, strict=True)]
 
 
 def _evidence(name: str, found: Tensor, spot: Spot, oracle: Oracle, chance: random.Random) -> Record:
@@ -90,22 +104,24 @@ def _evidence(name: str, found: Tensor, spot: Spot, oracle: Oracle, chance: rand
     }
 
 
-def repeat(case: AttentionCase, seed: int, call: Record, pattern: Pattern | None = None) -> Iterator[str]:
+def repeat(case: AttentionCase, proof: Record, call: Record, pattern: Pattern | None = None) -> Iterator[str]:
     """Sentences on what is wrong with a call of a record, or could not be made again: inputs, oracle and errors."""
     backward, oracles = "o" not in call["error_ratios"], dict[str, Oracle]()
-    expected = [(list(one.units[0]), one.rows) for one in spots_of(case, backward, call["key"])]
+    extreme = extreme_of(case, proof["seed"], call["draw"], proof["generator"])
+    spots = spots_of(case, backward, call["key"], extreme and extreme[0])
+    expected = {str((list(spot.units[0]), spot.rows)): spot for spot in spots}
     for part in call["parts"]:
         rows = None if part["rows"] is None else slice(*part["rows"])
-        if (part["unit"], rows) not in expected:
+        spot = expected.get(place := str((part["unit"], rows)))
+        if spot is None:
             yield f"its part {part['unit']}, rows {part['rows']}, is not one that its key says"
             continue
         scores = case.heads // case.kv_heads * (case.queries if rows is None else rows.stop - rows.start) * case.keys
         if scores > MOST_SCORES:
             yield f"not recomputed: {part['tensor']} of a head with {scores:,} scores (at most {MOST_SCORES:,} here)"
             continue
-        place = str((part["unit"], part["rows"]))
         if place not in oracles:
-            oracles[place] = _oracle(case, seed, call["draw"], tuple(part["unit"]), rows, backward, pattern)
+            oracles[place] = _oracle(case, proof, call["draw"], spot, backward, pattern)
         yield from _differences(case, part, oracles[place], call["error_ratios"][part["tensor"]])
 
 
@@ -126,27 +142,12 @@ def _differences(case: AttentionCase, part: Record, oracle: Oracle, ratio: float
 
 
 def _oracle(
-    case: AttentionCase,
-    seed: int,
-    draw: int,
-    unit: tuple[int, int],
-    rows: slice | None,
-    backward: bool,
-    pattern: Pattern | None,
+    case: AttentionCase, proof: Record, draw: int, spot: Spot, backward: bool, pattern: Pattern | None
 ) -> Oracle:
     """The oracle of one head, whose inputs alone are drawn again."""
-    (batch, head), group = unit, case.heads // case.kv_heads
-
-    def part(name: str, heads: int, length: int) -> Tensor:
-        each = heads // case.kv_heads * length * case.head_dim  # elements of a unit
-        first = (batch * case.kv_heads + head) * each
-        found = draws.part(seed, draw, name, first, each, DTYPES[case.dtype])
-        return found.view(1, heads // case.kv_heads, length, case.head_dim)
-
-    q, do = (part(name, case.heads, case.queries) for name in ("q", "do"))
-    k, v = (part(name, case.kv_heads, case.keys) for name in ("k", "v"))
-    alone = AttentionCase(
-        1, group, 1, *(case.queries, case.keys, case.head_dim, case.dtype, case.causal, backward, "cpu")
-    )
-    own = pattern and pattern.of_entries([batch])
-    return Oracle(alone, Inputs(q, k, v, do, seed), grad=backward, spot=Spot(((0, 0),), rows), pattern=own)
+    (unit,) = spot.units
+    tensors = drawn_unit(case, proof["seed"], draw, unit, (pattern or PLAIN[case.causal]).causal, proof["generator"])
+    alone = replace(case, batch=1, heads=case.heads // case.kv_heads, kv_heads=1, grad=backward, device="cpu")
+    inputs = Inputs(**tensors, seed=proof["seed"])
+    alone_spot = replace(spot, units=((0, 0),))
+    return Oracle(alone, inputs, grad=backward, spot=alone_spot, pattern=pattern and pattern.of_entries([unit[0]]))

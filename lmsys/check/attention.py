@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 
 from lmsys.attention.contract import AttentionCase, adapt
 from lmsys.bench.interpreted import interpreted_kernels
-from lmsys.check import places
-from lmsys.check.cases import Asked, cases
+from lmsys.check import extremes, places
+from lmsys.check.cases import DTYPES, Asked, cases
 from lmsys.check.patterns import explain
 from lmsys.check.question import Fault, Options, Question
 from lmsys.measure.repeats import apart, repeated
@@ -31,6 +32,12 @@ def questions(entry: Entry, options: Options) -> Iterator[Question]:
             reason = "it takes no scale"
         judge = partial(failure, row, asked, options.grad, options.seed)
         yield Question(f"{asked.about}, {asked.case.dtype}", judge, f"{asked.about} ({asked})", reason)
+    for dtype, causal in product(DTYPES, (False, True)):
+        case = extremes.case_of_kinds(replace(asked.case, dtype=dtype, causal=causal, scale=None, heads=1, kv_heads=1))
+        extreme = Asked(f"extreme scores{', causal' if causal else ''}", case)
+        judge = partial(extremes.failure, row, case, options.grad, options.seed)
+        about = f"{extreme.about}, {dtype}"
+        yield Question(about, judge, f"{extreme.about} ({extreme})", entry.why_not(case), extreme=True)
 
 
 def remark(entry: Entry, options: Options) -> str:

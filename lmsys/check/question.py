@@ -25,11 +25,19 @@ class Fault:
     text         the place and the values, in lines for a reader
     mistake      the known mistake that gives this answer, in words; None where no known one does
     error_ratio  the largest error over its budget; None where no number is at fault
+    raises       there is no answer, but an exception
     """
 
     text: str
     mistake: str | None = None
     error_ratio: float | None = None
+    raises: bool = False
+
+    @property
+    def line(self) -> str:
+        """The place and the values in a line, behind the mistake where one is known."""
+        place = self.text.strip().splitlines()[0]
+        return f"{self.mistake} ({place})" if self.mistake else place
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import json
 import time
+import warnings
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ SCHEMA = 1  # of the lines for programs: docs/check.md
 def check(entry: Entry, options: Options, kind: str = "attention", as_json: bool = False) -> int:
     """Says of each question whether the answer is right, up to the first wrong one; RIGHT or WRONG."""
     poison(setattr)
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton.runtime.interpreter")  # of masked lanes
     teller = (ForPrograms if as_json else ForPeople)(entry.name, kind)
     right, refused, start = 0, dict[str, None](), time.perf_counter()
     for question in KINDS[kind].questions(entry, options):

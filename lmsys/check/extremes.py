@@ -1,0 +1,172 @@
+"""Attention on inputs that a normal draw has not, a kind beside the other in one call, each judged alone.
+
+A row that is wrong there is asked once more, for the range of scores that it bears: which scores it loses says what it
+does with the maximum of a row.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lmsys.attention.contract import DTYPES, AttentionCase
+from lmsys.check import places
+from lmsys.check.question import Fault
+from lmsys.extremes.attention import KINDS, plant, unit_tensors
+from lmsys.testing import Inputs, Oracle, Spot, make_inputs, pick, run
+
+HEADS = 2  # key heads, so that as many kinds make a batch entry
+LENGTH, WHOLE = (
+    161,
+    256,
+)  # queries and keys: no multiple of a tile, and few enough for an interpreter; a multiple of most
+LIKE = {"o": "q", "dq": "q", "dk": "k", "dv": "v"}
+SMALLEST, LARGEST = math.log(torch.finfo(torch.float32).tiny), math.log(torch.finfo(torch.float32).max)
+DENORMAL = math.log(2.0**-149)  # below it exp is zero in float32
+RESOLUTION = 2.0  # of scores that are asked
+Row = Callable[..., Tensor]
+
+
+def case_of_kinds(case: AttentionCase, length: int = LENGTH) -> AttentionCase:
+    """The small case that holds every kind once: of `case` its dtype, head dimension, mask and grouping."""
+    group = 1 if case.heads == case.kv_heads else 2
+    batch, heads = len(KINDS) // HEADS, HEADS * group
+    return replace(case, batch=batch, heads=heads, kv_heads=HEADS, queries=length, keys=length)
+
+
+def units_of(case: AttentionCase) -> dict[str, tuple[int, int]]:
+    """The (batch, key head) pair of each kind."""
+    return {kind: divmod(number, case.kv_heads) for number, kind in enumerate(KINDS)}
+
+
+def inputs_of_kinds(case: AttentionCase, seed: int) -> Inputs:
+    """Inputs of `case_of_kinds`."""
+    inputs = make_inputs(case, seed)
+    for kind, unit in units_of(case).items():
+        plant(kind, *unit_tensors(inputs.tensors, unit), case.causal)
+    return inputs
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The largest error over its budget of a kind: of which tensor, and the oracle that says so."""
+
+    kind: str
+    name: str
+    ratio: float
+    oracle: Oracle
+
+
+def judge(case: AttentionCase, inputs: Inputs, outputs: Mapping[str, Tensor], rms: bool = False) -> list[Worst]:
+    """Errors over their budgets, by kind, o before gradients, and only of the first tensor that is wrong."""
+    verdicts = []
+    for kind, unit in units_of(case).items():
+        spot = Spot((unit,), extreme=True)
+        oracle = Oracle(case, inputs, scale=case.scale, grad="dq" in outputs, spot=spot)
+        picked = {name: pick(x, spot, case.kv_heads) for name, x in outputs.items()}
+        ratios = oracle.judge(picked, rms)
+        name = next((name for name, ratio in ratios.items() if not ratio <= 1), max(ratios, key=ratios.__getitem__))
+        verdicts.append(Worst(kind, name, ratios[name], oracle))
+    return verdicts
+
+
+def failure(row: Row, case: AttentionCase, grad: bool, seed: int, rms: bool = False) -> Fault | None:
+    """The fault of the row on inputs of every kind, in a case of `case_of_kinds`; None where there is none."""
+    inputs = inputs_of_kinds(case, seed)
+    try:
+        outputs = run(row, inputs, causal=case.causal, scale=case.scale, grad=grad)
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        return Fault(f"  it raises {type(error).__name__}: {lines[0] if lines else 'no message'}", raises=True)
+    for name, x in outputs.items():
+        like = inputs.tensors[LIKE[name]]
+        if x.shape != like.shape or x.dtype != like.dtype:
+            given = f"{x.dtype} of shape {tuple(x.shape)}"
+            return Fault(f"  {name} is {given}; expected {like.dtype} of shape {tuple(like.shape)}")
+    wrong = [worst for worst in judge(case, inputs, outputs, rms) if not worst.ratio <= 1]
+    return _fault(row, case, outputs, wrong, grad) if wrong else None
+
+
+def _fault(row: Row, case: AttentionCase, outputs: Mapping[str, Tensor], wrong: list[Worst], grad: bool) -> Fault:
+    first = min(wrong, key=lambda worst: worst.name != "o")
+    unit = units_of(case)[first.kind]
+    found = pick(outputs[first.name], Spot((unit,)), case.kv_heads)
+    expected, budget = first.oracle.reference[first.name], first.oracle.budget[first.name]
+    at = places.worst(found, expected)
+    head = unit[1] * found.shape[1] + at[1]
+    place = ", ".join(map(str, (unit[0], head, *at[2:])))
+    off = ~((found.double() - expected).abs() <= budget)
+    size = "not finite" if math.isinf(first.ratio) else f"{first.ratio:.3g} times what is allowed"
+    mistake = range_mistake(row, case, grad and first.name != "o")
+    lines = [
+        f"  {KINDS[first.kind]}: {first.name}[{place}]: expected {expected[at].item():.6g}, got {found[at].item():.6g};"
+        f" the largest error is {size}",
+        f"  wrong in {100 * off.float().mean().item():.3g} % of the elements there",
+        f"  pattern: {mistake}" if mistake else "  no known mistake gives this result",
+    ]
+    if others := [KINDS[worst.kind] for worst in wrong if worst is not first]:
+        lines.append(f"  wrong too: {'; '.join(others)}")
+    return Fault("\n".join(lines), mistake, first.ratio)
+
+
+def range_mistake(row: Row, case: AttentionCase, grad: bool = False) -> str | None:
+    """The mistake that the range of scores says which the row bears, in words; None where it bears all."""
+    try:
+        least, most = bears(row, replace(case, causal=False), WHOLE, grad)
+        behind, _ = bears(row, replace(case, causal=False), LENGTH, grad)
+        masked, _ = bears(row, replace(case, causal=True), WHOLE, grad)
+    except Exception:
+        return None  # what else is wrong with it is told without a name
+    if math.isfinite(least) and math.isfinite(most):
+        number = most - (LARGEST - math.log(WHOLE))  # where a sum of so many exponentials overflows
+        if abs(number) < 2 * RESOLUTION:
+            return "no maximum is subtracted before the exponential"
+        return f"a fixed number, about {number:.3g}, is subtracted in the place of the maximum"
+    if math.isfinite(most):
+        return f"scores overflow from about {most:.4g} on"
+    if math.isfinite(least):
+        begin = least - (SMALLEST + DENORMAL) / 2  # a GPU may take denormal numbers for zero, or not
+        about = f"{begin:.4g}" if abs(begin) > SMALLEST - DENORMAL else "0"
+        return f"the maximum begins at a finite number, about {about}: rows of lower scores are lost"
+    if math.isfinite(behind):
+        return "keys behind the last one, which pad the last tile, count in the maximum, as 0"
+    if math.isfinite(masked):
+        return "masked keys count in the maximum"
+    return None
+
+
+def bears(row: Row, case: AttentionCase, keys: int, grad: bool) -> tuple[float, float]:
+    """The scores between which the row is right; -inf and inf where it is right for all.
+
+    ValueError where it is wrong at ordinary scores.
+    """
+    far = 2.0 ** torch.arange(8, 13 if case.dtype == "float16" else 20)
+    near = torch.arange(0.0, 256.0, RESOLUTION)
+    scores = torch.cat([-far.flip(0), -near.flip(0)[:-1], near, far])
+    lost = _lost(row, case, keys, grad, scores)
+    if lost[scores.abs() < 16].any():
+        raise ValueError("it is wrong at ordinary scores")
+    least, most = scores[lost & (scores < 0)], scores[lost & (scores > 0)]
+    if not len(least) or least.max() > -256:
+        return (least.max().item() if len(least) else -math.inf), (most.min().item() if len(most) else math.inf)
+    between = torch.linspace(least.max().item(), least.max().item() / 2, 256)
+    finer = between[_lost(row, case, keys, grad, between)]
+    return finer.max().item(), (most.min().item() if len(most) else math.inf)
+
+
+def _lost(row: Row, case: AttentionCase, keys: int, grad: bool, scores: Tensor) -> Tensor:
+    """Where the row's answer is lost, for queries all of whose keys have the same score, so that o is the mean of v."""
+    dtype, scale = DTYPES[case.dtype], case.head_dim**-0.5 if case.scale is None else case.scale
+    keys = max(keys, len(scores) + 1) if case.causal else keys  # no query sees all
+    q = torch.zeros(1, 1, len(scores), case.head_dim, dtype=dtype)
+    k, v = torch.zeros(1, 1, keys, case.head_dim, dtype=dtype), torch.ones(1, 1, keys, case.head_dim, dtype=dtype)
+    q[..., 0], k[..., 0] = scores.to(dtype), 1 / scale
+    q, k, v = (x.to(case.device).requires_grad_(grad) for x in (q, k, v))
+    with torch.set_grad_enabled(grad):
+        o = row(q, k, v, causal=case.causal, scale=case.scale)
+    lost = ~((o.detach() - 1).abs() < 0.5)
+    if grad:
+        lost = lost | ~torch.autograd.grad(o, q, torch.ones_like(o))[0].isfinite()
+    return lost.any(dim=-1).flatten().cpu()

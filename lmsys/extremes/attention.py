@@ -1,0 +1,142 @@
+"""Inputs of attention as training has them: deep rows, sinks, one-hot rows, outlier channels.
+
+A draw is normal but for one (batch, key head) pair now and then, a *unit*, whose q, k and v become one of KINDS. They
+are changed by assignment, by copies and by powers of two, so that any machine makes the same bits again.
+
+Sources: sinks, Xiao et al. 2024 (arXiv 2309.17453); outlier channels, Dettmers et al. 2022 (arXiv 2208.07339), of keys
+Liu et al. 2024 (arXiv 2402.02750); growth of attention's logits, Dehghani et al. 2023 (arXiv 2302.05442), section 3.
+
+Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension.
+"""
+
+import random
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from lmsys import draws
+from lmsys.attention.contract import DTYPES, AttentionCase
+from lmsys.draws import Draws
+
+KINDS = {
+    "low": "all scores far below zero",
+    "lowest": "all scores as far below zero as masks are set",
+    "high": "all scores far above zero",
+    "equal": "all keys equal",
+    "sink": "key 0 far above all others",
+    "first": "one-hot rows, the key among the first",
+    "last": "one-hot rows, the key among the last",
+    "diagonal": "one-hot rows, each query its own key",
+    "climb": "scores that rise from tile to tile",
+    "outlier": "channels of outliers in keys and values",
+}
+SHARE = 1 / 16  # of the units that are drawn, at most
+FAR, FARTHEST = 12, {torch.float16: 15}  # exponents of q · k; 20 in dtypes that reach so far
+SHARP = 2.0**5  # a query that is so many times its key sees that key alone
+SINK = 2.0**11
+STEP_KEYS, STEPS, STEP = 16, 32, 2.0**5  # of q · k: a step for so many keys
+FIRST_KEYS, TAIL = 8, 64
+KEY_OUTLIER, VALUE_OUTLIER = 2.0**4, 2.0**5
+
+Unit = tuple[int, int]  # batch, key head
+
+
+def plant(kind: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
+    """Makes a unit, drawn normal, one of `kind`, in place: q (G, Q, D), k and v (K, D)."""
+    queries, keys = q.shape[-2], len(k)
+    if kind in ("low", "lowest", "high"):
+        exponent = FARTHEST.get(q.dtype, 20) if kind == "lowest" else FAR
+        q.zero_()
+        q[..., 0] = 2.0 ** (exponent // 2)
+        k[:, 0] = 2.0 ** (exponent - exponent // 2) * (1 if kind == "high" else -1)
+    elif kind == "equal":
+        k.copy_(k[:1].clone().expand_as(k))
+    elif kind == "sink":
+        k[:, 0], k[0, 1:] = 0.0, 0.0
+        q[..., 0], k[0, 0] = SINK / 2**4, 2.0**4
+    elif kind == "first":
+        q.copy_(SHARP * k[torch.arange(queries, device=q.device) % min(FIRST_KEYS, keys)])
+    elif kind == "last":
+        begin = keys - (keys % TAIL or min(TAIL, keys))
+        start = begin if causal else 0  # queries before it do not see the last keys
+        position = torch.arange(start, max(start, queries), device=q.device)
+        seen = position.clamp(max=keys - 1) if causal else begin + position % (keys - begin)
+        q[:, start:] = SHARP * k[seen]
+    elif kind == "diagonal":
+        q.copy_(SHARP * k[torch.arange(queries, device=q.device).clamp(max=keys - 1)])
+    elif kind == "climb":
+        steps = (torch.arange(keys, device=k.device) // STEP_KEYS).clamp(max=STEPS - 1)
+        q.zero_()
+        q[..., 0], k[:, 0] = STEP, steps.to(k.dtype)
+    else:
+        assert kind == "outlier", kind
+        k[:, 0] *= KEY_OUTLIER
+        v[:, -1] *= VALUE_OUTLIER
+
+
+def planted(case_units: int, kv_heads: int, seed: int, draw: int) -> tuple[Unit, str] | None:
+    """The unit of this draw that is extreme and its kind; None where none is."""
+    chance = random.Random(f"{seed} {draw} extreme")
+    if chance.random() >= SHARE * case_units:
+        return None
+    return divmod(chance.randrange(case_units), kv_heads), chance.choice([*KINDS])
+
+
+def unit_tensors(tensors: Mapping[str, Tensor], unit: Unit) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of a unit's q (G, Q, D), k and v (K, D)."""
+    batch, head = unit
+    q, k, v = (tensors[name].data[batch] for name in ("q", "k", "v"))
+    return q.unflatten(0, (len(k), -1))[head], k[head], v[head]
+
+
+class AttentionDraws(Draws):
+    """`Draws` of q (B, H, Q, D), k, v and do in which one unit is extreme now and then: see `planted`.
+
+    extreme  the unit of the draw that the tensors hold, and its kind
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], seed: int, causal: bool):
+        super().__init__(tensors, seed)
+        self.causal, self.extreme = causal, None
+        self._units, self._kv_heads = tensors["k"].shape[0] * tensors["k"].shape[1], tensors["k"].shape[1]
+
+    extreme: tuple[Unit, str] | None
+
+    def fill(self, draw: int, names: Iterable[str] | None = None) -> None:
+        names = [*self.tensors] if names is None else [*names]
+        super().fill(draw, names)
+        if "q" not in names:
+            return
+        self.extreme = planted(self._units, self._kv_heads, self.seed, draw)
+        if self.extreme is not None:
+            unit, kind = self.extreme
+            plant(kind, *unit_tensors(self.tensors, unit), self.causal)
+
+
+def drawn_unit(
+    case: AttentionCase, seed: int, draw: int, unit: Unit, causal: bool, generator: str = draws.VERSION
+) -> dict[str, Tensor]:
+    """A unit of a draw, made alone on a CPU: q and do (1, G, Q, D), k and v (1, 1, K, D).
+
+    `generator` is what made the draw: before version 2 no unit was extreme.
+    """
+    group = case.heads // case.kv_heads
+    shapes = {"q": (group, case.queries), "k": (1, case.keys), "v": (1, case.keys), "do": (group, case.queries)}
+    made = {}
+    for name, (heads, length) in shapes.items():
+        count = heads * length * case.head_dim
+        first = (unit[0] * case.kv_heads + unit[1]) * count
+        part = draws.part(seed, draw, name, first, count, DTYPES[case.dtype])
+        made[name] = part.view(1, heads, length, case.head_dim)
+    extreme = extreme_of(case, seed, draw, generator)
+    if extreme is not None and extreme[0] == unit:
+        plant(extreme[1], *unit_tensors(made, (0, 0)), causal)
+    return made
+
+
+def extreme_of(case: AttentionCase, seed: int, draw: int, generator: str = draws.VERSION) -> tuple[Unit, str] | None:
+    """The extreme unit of a draw of the case's inputs, and its kind; None where none is."""
+    if generator == draws.ALL_NORMAL:
+        return None
+    return planted(case.batch * case.kv_heads, case.kv_heads, seed, draw)
