@@ -12,6 +12,7 @@ from lmsys.bench import Candidate
 from lmsys.bench.benchmark import verdict
 from lmsys.bench.plain import check_plain
 from lmsys.check import extremes
+from lmsys.check.attention import known_mistake
 from lmsys.measure.clock import synchronize
 from lmsys.measure.compare import Failure, attempt, release_memory
 from lmsys.testing import Inputs, Oracle, make_inputs, run
@@ -64,7 +65,7 @@ def check_extremes(candidates: Sequence[Candidate], seed: int) -> None:
         asked = candidate.case.asked
         if candidate.outcome != "ok" or candidate.entry.trait("compiles") or asked.options:
             continue
-        for length in (extremes.LENGTH, extremes.WHOLE):
+        for length in (None, extremes.WHOLE):
             case = extremes.case_of_kinds(replace(asked, scale=None), length)
             if candidate.entry.why_not(case) is None and _takes_extremes(candidate, case, seed):
                 break
@@ -85,6 +86,16 @@ def _takes_extremes(candidate: Candidate, case: AttentionCase, seed: int) -> boo
     else:
         candidate.failed("wrong", fault.line)
     return True
+
+
+def name_mistakes(candidates: Sequence[Candidate], seed: int) -> None:
+    """Adds to the reason of each candidate that is wrong the mistake that gives such results, where one is known."""
+    for candidate in candidates:
+        if candidate.outcome == "wrong" and not candidate.entry.trait("compiles"):
+            asked = replace(candidate.case.asked, scale=None)
+            mistake, _ = candidate.watched(known_mistake, candidate.entry, candidate.call, asked, seed)
+            if mistake:
+                candidate.reason = f"{candidate.reason}; in a small case: {mistake}"
 
 
 class Gate:

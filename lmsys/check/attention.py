@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -32,12 +31,17 @@ def questions(entry: Entry, options: Options) -> Iterator[Question]:
             reason = "it takes no scale"
         judge = partial(failure, row, asked, options.grad, options.seed)
         yield Question(f"{asked.about}, {asked.case.dtype}", judge, f"{asked.about} ({asked})", reason)
-    for dtype, causal in product(DTYPES, (False, True)):
-        case = extremes.case_of_kinds(replace(asked.case, dtype=dtype, causal=causal, scale=None, heads=1, kv_heads=1))
-        extreme = Asked(f"extreme scores{', causal' if causal else ''}", case)
-        judge = partial(extremes.failure, row, case, options.grad, options.seed)
-        about = f"{extreme.about}, {dtype}"
-        yield Question(about, judge, f"{extreme.about} ({extreme})", entry.why_not(case), extreme=True)
+    for dtype in DTYPES:
+        simple = replace(asked.case, dtype=dtype, scale=None, heads=1, kv_heads=1)
+        cases_of_extremes = {
+            "extreme scores": extremes.case_of_kinds(replace(simple, causal=False)),
+            "extreme scores, causal": extremes.case_of_kinds(replace(simple, causal=True)),
+            "many equal keys": extremes.case_of_many_keys(simple),
+        }
+        for about, case in cases_of_extremes.items():
+            judge = partial(extremes.failure, row, case, options.grad, options.seed)
+            shape = f"{about} ({Asked(about, case)})"
+            yield Question(f"{about}, {dtype}", judge, shape, entry.why_not(case), extreme=True)
 
 
 def remark(entry: Entry, options: Options) -> str:
@@ -65,6 +69,17 @@ def remark(entry: Entry, options: Options) -> str:
 
 def _but_for(differ: Mapping[str, float]) -> str:
     return f"no ({', '.join(differ)})" if differ else "yes"
+
+
+def known_mistake(entry: Entry, row: Any, case: AttentionCase, seed: int) -> str | None:
+    """The mistake that small cases with the mask and head dimension of `case` name; None where they name none."""
+    for asked in cases(case.device, case.capability, case.head_dim):
+        alike = asked.case.causal == case.causal and asked.case.dtype in ("float32", case.dtype)
+        if alike and asked.case.scale is None and entry.why_not(asked.case) is None:
+            fault = failure(row, asked, case.grad, seed)
+            if fault is not None:
+                return fault.mistake
+    return None
 
 
 def failure(row: Any, asked: Asked, grad: bool, seed: int) -> Fault | None:

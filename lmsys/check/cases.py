@@ -50,6 +50,7 @@ def cases(device: str, capability: tuple[int, int] | None, head_dim: int = 64) -
         Asked("grouped heads", replace(odd, heads=4, kv_heads=2, causal=True)),
         Asked("a scale of its own", replace(odd, scale=0.3)),
         Asked("inputs transposed in memory", replace(odd, batch=2, causal=True), transposed=True),
+        Asked("inputs transposed in memory, again", replace(odd, batch=2, causal=True), transposed=True),
     ]
     yield from [*simple, *rare]
     for dtype in DTYPES[1:]:

@@ -18,10 +18,12 @@ from lmsys.extremes.attention import KINDS, plant, unit_tensors
 from lmsys.testing import Inputs, Oracle, Spot, make_inputs, pick, run
 
 HEADS = 2  # key heads, so that as many kinds make a batch entry
-LENGTH, WHOLE = (
-    161,
-    256,
-)  # queries and keys: no multiple of a tile, and few enough for an interpreter; a multiple of most
+LENGTH = {
+    "cuda": 161,
+    "cpu": 97,
+}  # queries and keys: no multiple of a tile; interpreters are slow, and their tiles small
+WHOLE = 256  # a multiple of most tiles
+FEW_QUERIES, MANY_KEYS = 32, 4133  # a sum in float16 stands still at 2,048 equal terms, in bfloat16 at 256
 LIKE = {"o": "q", "dq": "q", "dk": "k", "dv": "v"}
 SMALLEST, LARGEST = math.log(torch.finfo(torch.float32).tiny), math.log(torch.finfo(torch.float32).max)
 DENORMAL = math.log(2.0**-149)  # below it exp is zero in float32
@@ -29,16 +31,23 @@ RESOLUTION = 2.0  # of scores that are asked
 Row = Callable[..., Tensor]
 
 
-def case_of_kinds(case: AttentionCase, length: int = LENGTH) -> AttentionCase:
+def case_of_many_keys(case: AttentionCase) -> AttentionCase:
+    """The small case of MANY_KEYS: of `case` its dtype and head dimension."""
+    return replace(case, batch=1, heads=1, kv_heads=1, queries=FEW_QUERIES, keys=MANY_KEYS, causal=False)
+
+
+def case_of_kinds(case: AttentionCase, length: int | None = None) -> AttentionCase:
     """The small case that holds every kind once: of `case` its dtype, head dimension, mask and grouping."""
     group = 1 if case.heads == case.kv_heads else 2
+    length = length or LENGTH[case.device]
     batch, heads = len(KINDS) // HEADS, HEADS * group
     return replace(case, batch=batch, heads=heads, kv_heads=HEADS, queries=length, keys=length)
 
 
 def units_of(case: AttentionCase) -> dict[str, tuple[int, int]]:
-    """The (batch, key head) pair of each kind."""
-    return {kind: divmod(number, case.kv_heads) for number, kind in enumerate(KINDS)}
+    """The (batch, key head) pair of each kind; of many keys they are all equal."""
+    kinds = ["equal"] if case.batch * case.kv_heads == 1 else [*KINDS]
+    return {kind: divmod(number, case.kv_heads) for number, kind in enumerate(kinds)}
 
 
 def inputs_of_kinds(case: AttentionCase, seed: int) -> Inputs:
@@ -115,7 +124,7 @@ def range_mistake(row: Row, case: AttentionCase, grad: bool = False) -> str | No
     """The mistake that the range of scores says which the row bears, in words; None where it bears all."""
     try:
         least, most = bears(row, replace(case, causal=False), WHOLE, grad)
-        behind, _ = bears(row, replace(case, causal=False), LENGTH, grad)
+        behind, _ = bears(row, replace(case, causal=False), LENGTH[case.device], grad)
         masked, _ = bears(row, replace(case, causal=True), WHOLE, grad)
     except Exception:
         return None  # what else is wrong with it is told without a name

@@ -9,6 +9,7 @@ Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head d
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from lmsys.attention.contract import AttentionCase, repeat_heads
 from lmsys.testing import Inputs
 
 TILES = (16, 32, 64, 128, 256)
+MOST = 0.99  # of the elements
 GRADIENTS = ("dq", "dk", "dv")
 Outputs = Mapping[str, Tensor]
 
@@ -135,6 +137,13 @@ def of_backwards(case: AttentionCase, inputs: Inputs, name: str) -> Iterator[tup
     yield "delta, the row sum of do · o, is not subtracted", summed(p, p * dp)
     yield "delta is added where it is to be subtracted", summed(p, p * (dp + delta))
     yield "dP is not multiplied by P", summed(p, dp - delta)
+    lse = seen.logsumexp(dim=-1, keepdim=True)
+    for base, factor in (
+        ("2, and is read as one in base e", 1 / math.log(2)),
+        ("e, and is read as one in base 2", math.log(2)),
+    ):
+        otherwise = (seen - lse * factor).exp()
+        yield f"the log-sum-exp is in base {base}", summed(otherwise, otherwise * (dp - delta))
     ones = torch.ones_like(do)
     by_ones = ones @ values.mT
     along = p * (by_ones - (p * by_ones).sum(dim=-1, keepdim=True))
@@ -169,13 +178,68 @@ def explain(case: AttentionCase, inputs: Inputs, found: Outputs, name: str, budg
     good = outputs_of(right(case), inputs)[name]
     if (told := _copies(good, is_)) is not None:
         return told
+    if name == "o" and inputs.q.dtype == torch.float32 and (told := _roundings(case, inputs, output, budget)):
+        return told
     factor = float((output * good).sum() / good.square().sum())
     if math.isfinite(factor) and abs(factor - 1) > 1e-6 and is_(factor * good):
         return f"it is {factor:.4g} times what is right"
     memory = {"o": inputs.q, "dq": inputs.q, "dk": inputs.k, "dv": inputs.v}[name]
     if not memory.is_contiguous() and is_(_as_in_memory(case, inputs, name)):
         return "strides are ignored: the inputs are read as if they were contiguous"
-    return _rows_of("zeros", output == 0)
+    return _rows_of("zeros", output == 0) or _only(~((output - good).abs() <= budget))
+
+
+def _roundings(case: AttentionCase, inputs: Inputs, output: Tensor, budget: float) -> str | None:
+    """The place where a result in float32 was rounded on its way. Tiles and sums differ: most elements must agree."""
+    formula = right(case)
+    q, k, v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
+    keys, values = (repeat_heads(x, case.heads) for x in (k, v))
+    i, j = torch.arange(case.queries, device=q.device)[:, None], torch.arange(case.keys, device=q.device)
+
+    def weights(q: Tensor, k: Tensor) -> Tensor:
+        scores = (q.double() @ k.double().mT * formula.scale).masked_fill(~formula.visible(i, j), -math.inf)
+        return (scores - scores.amax(dim=-1, keepdim=True)).exp()
+
+    p = weights(q, keys)
+    for kind, dtype in (("TF32", None), ("bfloat16", torch.bfloat16), ("float16", torch.float16)):
+        near = partial(_nearest, dtype=dtype)
+        narrow, half = weights(near(q), near(keys)), near(p.float()).double()
+        tried = {
+            f"q, k, v and P are rounded to {kind}": near((narrow).float()).double()
+            @ near(values).double()
+            / narrow.sum(-1, keepdim=True),
+            f"q and k are rounded to {kind}": narrow @ values.double() / narrow.sum(-1, keepdim=True),
+            f"P is rounded to {kind} before it is summed": half @ values.double() / half.sum(-1, keepdim=True),
+            f"P is rounded to {kind}": half @ values.double() / p.sum(-1, keepdim=True),
+        }
+        for words, expected in tried.items():
+            if ((output - expected).abs() <= budget).double().mean() > MOST:
+                return words
+    return None
+
+
+def _nearest(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """x (float32) rounded to `dtype` and back; None: to TF32, which has ten bits behind the point."""
+    if dtype is not None:
+        return x.to(dtype).float()
+    bits = x.contiguous().view(torch.int32)
+    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+def _only(wrong: Tensor) -> str | None:
+    """The one batch entry, head or tile that is wrong, or is right, where the mask (B, H, S, D) says so."""
+    for axis, name in enumerate(("batch entry", "head")):
+        others = [dim for dim in range(4) if dim != axis]
+        at, size = wrong.amax(dim=others).nonzero().flatten().tolist(), wrong.shape[axis]
+        if len(at) == 1 < size:
+            return f"only {name} {at[0]} is wrong"
+        if len(at) == size - 1 > 0:
+            return f"only {name} {({*range(size)} - {*at}).pop()} is right"
+    rows = wrong.amax(dim=(0, 1, 3)).nonzero().flatten().tolist()
+    for tile in TILES if rows else ():
+        if wrong.shape[2] > tile and rows[0] // tile == rows[-1] // tile:
+            return f"only the tile of rows {rows[0] // tile * tile} to {rows[0] // tile * tile + tile - 1} is wrong"
+    return None
 
 
 def _rows_of(kind: str, at: Tensor) -> str | None:
