@@ -22,7 +22,8 @@ elements of a spot naive_t may by chance be all but exact, so o has 4 eps32 max|
 On inputs that a normal draw has not (`lmsys.extremes`) |lse| may be thousands, and q hundreds. A `Spot` that is extreme
 has room for what every flash backward then loses by, to first order: P_ij is off by 4 eps32 max(1, |lse_i|) of itself,
 and delta_i, since o is rounded to t, by 2 eps √Σ_d (o_id do_id)². Roundings of different queries are independent, so
-that their sum in dk grows as a root; within a row all of P may be off alike, which dq's own cancellation survives.
+that their sums in dk and dv grow as a root; within a row all of P may be off alike, which dq's own cancellation
+survives. Equal scores round alike, so that all of P may be off by eps / 2 in dv, in the same direction.
 
 Two trainings of one model on the same batches, which differ in kernel or strategy, are one training when their losses
 over the first 100 steps are at most 1e-3 apart in float32 and 0.03 in bfloat16, and the norms of their first gradients,
@@ -259,9 +260,9 @@ class Oracle:
         }
 
     def _carry(self) -> dict[str, Tensor]:
-        """Bounds of what errors of P and of delta become in dq (U, G, Q, D) and dk (U, 1, K, D), element by element."""
+        """Bounds of what errors of P and of delta become in dq (U, G, Q, D), dk and dv (U, 1, K, D), by element."""
         eps, eps32 = torch.finfo(self.dtype).eps, 4 * torch.finfo(torch.float32).eps
-        bounds = {name: torch.zeros_like(self.reference[name]) for name in ("dq", "dk")}
+        bounds = {name: torch.zeros_like(self.reference[name]) for name in ("dq", "dk", "dv")}
         scale = self._q.shape[-1] ** -0.5 if self.scale is None else abs(self.scale)
         for units, rows, keys in self._blocks():
             q, do = (x[units, :, rows].double() for x in (self._q, self._do))  # (U, G, rows, D)
@@ -278,7 +279,10 @@ class Oracle:
             bounds["dq"][units, :, rows] = (alike + (off_p.square() @ k.square()).sqrt()) * scale
             squares = (off_p.square() + (p * off_delta).square()).mT @ q.square()
             bounds["dk"][units, :, keys] += squares.sum(dim=1, keepdim=True)
+            squares = (eps32 * lse * p).square().mT @ do.square()
+            bounds["dv"][units, :, keys] += squares.sum(dim=1, keepdim=True)
         bounds["dk"] = bounds["dk"].sqrt() * scale
+        bounds["dv"] = bounds["dv"].sqrt() + eps / 2 * self.reference["dv"].abs()
         return bounds
 
     def _exponent(self, name: str) -> float:

@@ -123,11 +123,12 @@ def _fault(row: Row, case: AttentionCase, outputs: Mapping[str, Tensor], wrong: 
 def range_mistake(row: Row, case: AttentionCase, grad: bool = False) -> str | None:
     """The mistake that the range of scores says which the row bears, in words; None where it bears all."""
     try:
-        least, most = bears(row, replace(case, causal=False), WHOLE, grad)
-        behind, _ = bears(row, replace(case, causal=False), LENGTH[case.device], grad)
-        masked, _ = bears(row, replace(case, causal=True), WHOLE, grad)
+        full = bears(row, replace(case, causal=False), WHOLE, grad)
+        tail = bears(row, replace(case, causal=False), LENGTH[case.device], grad)
+        causal = bears(row, replace(case, causal=True), WHOLE, grad)
     except Exception:
         return None  # what else is wrong with it is told without a name
+    least, most = full.least, full.most
     if math.isfinite(least) and math.isfinite(most):
         number = most - (LARGEST - math.log(WHOLE))  # where a sum of so many exponentials overflows
         if abs(number) < 2 * RESOLUTION:
@@ -139,43 +140,65 @@ def range_mistake(row: Row, case: AttentionCase, grad: bool = False) -> str | No
         begin = least - (SMALLEST + DENORMAL) / 2  # a GPU may take denormal numbers for zero, or not
         about = f"{begin:.4g}" if abs(begin) > SMALLEST - DENORMAL else "0"
         return f"the maximum begins at a finite number, about {about}: rows of lower scores are lost"
-    if math.isfinite(behind):
+    if math.isfinite(tail.least):
         return "keys behind the last one, which pad the last tile, count in the maximum, as 0"
-    if math.isfinite(masked):
+    if causal.leaks:
+        return f"masked scores are set to a finite number, about {causal.least:.4g}: in rows of lower ones they win"
+    if math.isfinite(causal.least):
         return "masked keys count in the maximum"
     return None
 
 
-def bears(row: Row, case: AttentionCase, keys: int, grad: bool) -> tuple[float, float]:
-    """The scores between which the row is right; -inf and inf where it is right for all.
+@dataclass(frozen=True)
+class Range:
+    """The scores between which a row is right; -inf and inf where it is right for all.
 
-    ValueError where it is wrong at ordinary scores.
+    leaks  below the least it gives values of keys that a query must not see
     """
+
+    least: float
+    most: float
+    leaks: bool
+
+
+def bears(row: Row, case: AttentionCase, keys: int, grad: bool) -> Range:
+    """The scores that the row bears where those of all keys are equal. ValueError: it is wrong at ordinary ones."""
     far = 2.0 ** torch.arange(8, 13 if case.dtype == "float16" else 20)
     near = torch.arange(0.0, 256.0, RESOLUTION)
     scores = torch.cat([-far.flip(0), -near.flip(0)[:-1], near, far])
-    lost = _lost(row, case, keys, grad, scores)
+    lost, leaks = _lost(row, case, keys, grad, scores)
     if lost[scores.abs() < 16].any():
         raise ValueError("it is wrong at ordinary scores")
-    least, most = scores[lost & (scores < 0)], scores[lost & (scores > 0)]
-    if not len(least) or least.max() > -256:
-        return (least.max().item() if len(least) else -math.inf), (most.min().item() if len(most) else math.inf)
-    between = torch.linspace(least.max().item(), least.max().item() / 2, 256)
-    finer = between[_lost(row, case, keys, grad, between)]
-    return finer.max().item(), (most.min().item() if len(most) else math.inf)
+    below, above = scores[lost & (scores < 0)], scores[lost & (scores > 0)]
+    most = above.min().item() if len(above) else math.inf
+    if not len(below):
+        return Range(-math.inf, most, False)
+    least = below.max().item()
+    if least <= -256:  # between powers of two
+        between = torch.linspace(least, least / 2, 256)
+        lost, leaks = _lost(row, case, keys, grad, between)
+        least = between[lost].max().item()
+    return Range(least, most, bool(leaks.any()))
 
 
-def _lost(row: Row, case: AttentionCase, keys: int, grad: bool, scores: Tensor) -> Tensor:
-    """Where the row's answer is lost, for queries all of whose keys have the same score, so that o is the mean of v."""
+def _lost(row: Row, case: AttentionCase, keys: int, grad: bool, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the row's answer is wrong, by query, and where it is too large, for it has values of masked keys.
+
+    All keys of a query have the same score, so that o is the mean of the values that it sees.
+    """
     dtype, scale = DTYPES[case.dtype], case.head_dim**-0.5 if case.scale is None else case.scale
     keys = max(keys, len(scores) + 1) if case.causal else keys  # no query sees all
     q = torch.zeros(1, 1, len(scores), case.head_dim, dtype=dtype)
-    k, v = torch.zeros(1, 1, keys, case.head_dim, dtype=dtype), torch.ones(1, 1, keys, case.head_dim, dtype=dtype)
+    k, v = (torch.zeros(1, 1, keys, case.head_dim, dtype=dtype) for _ in range(2))
     q[..., 0], k[..., 0] = scores.to(dtype), 1 / scale
+    v += (torch.arange(keys) / keys).to(dtype)[:, None]
+    seen = v[0, 0, :, 0].double().cumsum(0) / torch.arange(1, keys + 1)  # the mean up to each key
+    expected = seen[: len(scores)] if case.causal else seen[-1:].expand(len(scores))
     q, k, v = (x.to(case.device).requires_grad_(grad) for x in (q, k, v))
     with torch.set_grad_enabled(grad):
         o = row(q, k, v, causal=case.causal, scale=case.scale)
-    lost = ~((o.detach() - 1).abs() < 0.5)
+    off = o.detach().double().cpu()[0, 0] - expected[:, None]
+    lost = ~(off.abs() < 0.2).all(dim=-1)
     if grad:
-        lost = lost | ~torch.autograd.grad(o, q, torch.ones_like(o))[0].isfinite()
-    return lost.any(dim=-1).flatten().cpu()
+        lost = lost | ~torch.autograd.grad(o, q, torch.ones_like(o))[0].cpu()[0, 0].isfinite().all(dim=-1)
+    return lost, (off > 0.2).all(dim=-1)

@@ -22,6 +22,7 @@ TILES = (16, 32, 64, 128, 256)
 MOST = 0.99  # of the elements
 GRADIENTS = ("dq", "dk", "dv")
 Outputs = Mapping[str, Tensor]
+Round = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Formula:
     heads         from a query head: the key head that it reads
     first_keys    the number of keys that are read; None for all
     zeros_behind  the number of keys of zeros that are read behind the last one
+    hidden        the score of a key that is not visible
+    axis          the softmax's, of (B, H, Q, K)
     """
 
     scale: float
@@ -39,6 +42,8 @@ class Formula:
     heads: Callable[[int], int]
     first_keys: int | None = None
     zeros_behind: int = 0
+    hidden: float = -math.inf
+    axis: int = -1
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (x[:, [self.heads(head) for head in range(q.shape[1])]] for x in (k, v))
@@ -48,8 +53,8 @@ class Formula:
             k, v = (torch.nn.functional.pad(x, (0, 0, 0, self.zeros_behind)) for x in (k, v))
         scores = q @ k.mT * self.scale
         i, j = (torch.arange(n, device=q.device) for n in scores.shape[-2:])
-        scores = scores.masked_fill(~self.visible(i[:, None], j), -math.inf)
-        return scores.softmax(dim=-1).nan_to_num(0.0) @ v
+        scores = scores.masked_fill(~self.visible(i[:, None], j), self.hidden)
+        return scores.softmax(dim=self.axis).nan_to_num(0.0) @ v
 
 
 def right(case: AttentionCase) -> Formula:
@@ -73,9 +78,14 @@ def mistakes(case: AttentionCase) -> Iterator[tuple[str, Formula]]:
     yield "there is no scale: scores are q kᵀ", with_(scale=1.0)
     yield "scores are divided by head_dim, not by its root", with_(scale=1 / case.head_dim)
     yield "scores are multiplied by the root of head_dim", with_(scale=case.head_dim**0.5)
+    for padded in (32, 64, 128, 256):
+        if padded > case.head_dim:
+            yield f"the scale is that of a head dimension padded to {padded}", with_(scale=padded**-0.5)
+    yield "the softmax runs over queries, not over keys", with_(axis=-2)
     yield "exp2 is taken of scores that were not multiplied by log2(e)", with_(scale=good.scale * math.log(2))
     if case.causal:
         yield "the causal mask is ignored", with_(visible=lambda i, j: j >= 0)
+        yield "masked scores are set to 0, not to minus infinity", with_(hidden=0.0)
         yield "off by one at the diagonal: a query does not see its own key", with_(visible=lambda i, j: j < i)
         yield "off by one at the diagonal: a query sees the key behind its own", with_(visible=lambda i, j: j <= i + 1)
         yield "the mask is turned around: a query sees the keys from its own on", with_(visible=lambda i, j: j >= i)
@@ -163,8 +173,8 @@ def explain(case: AttentionCase, inputs: Inputs, found: Outputs, name: str, budg
     """The mistake that makes `found[name]` what it is, in words; None where no known one does."""
     output = found[name].double()
 
-    def is_(expected: Tensor) -> bool:
-        return bool(expected.isfinite().all()) and bool(((output - expected).abs() <= budget).all())
+    def is_(expected: Tensor, times: float = 1.0) -> bool:
+        return bool(expected.isfinite().all()) and bool(((output - expected).abs() <= times * budget).all())
 
     if (told := _rows_of("unwritten", output.isnan())) is not None:
         return told
@@ -173,7 +183,8 @@ def explain(case: AttentionCase, inputs: Inputs, found: Outputs, name: str, budg
             if is_(gradient):
                 return f"in {name} {mistake}"
     for mistake, formula in mistakes(case):
-        if is_(outputs_of(formula, inputs)[name]):
+        larger = max(1.0, abs(formula.scale / right(case).scale))  # scores, and by so much their errors
+        if is_(outputs_of(formula, inputs)[name], larger):
             return mistake
     good = outputs_of(right(case), inputs)[name]
     if (told := _copies(good, is_)) is not None:
@@ -196,34 +207,41 @@ def _roundings(case: AttentionCase, inputs: Inputs, output: Tensor, budget: floa
     keys, values = (repeat_heads(x, case.heads) for x in (k, v))
     i, j = torch.arange(case.queries, device=q.device)[:, None], torch.arange(case.keys, device=q.device)
 
-    def weights(q: Tensor, k: Tensor) -> Tensor:
-        scores = (q.double() @ k.double().mT * formula.scale).masked_fill(~formula.visible(i, j), -math.inf)
-        return (scores - scores.amax(dim=-1, keepdim=True)).exp()
+    def result(scores: Tensor, of_p: Round = exactly, of_sum: Round = exactly, of_v: Round = exactly) -> Tensor:
+        scores = scores.double().masked_fill(~formula.visible(i, j), -math.inf)
+        p = (scores - scores.amax(dim=-1, keepdim=True)).exp()
+        return of_p(p) @ of_v(values).double() / of_sum(p).sum(dim=-1, keepdim=True)
 
-    p = weights(q, keys)
-    for kind, dtype in (("TF32", None), ("bfloat16", torch.bfloat16), ("float16", torch.float16)):
+    def product(q: Tensor, k: Tensor) -> Tensor:
+        return q.double() @ k.double().mT * formula.scale
+
+    for kind, dtype in (("TF32 or float16", None), ("bfloat16", torch.bfloat16)):
         near = partial(_nearest, dtype=dtype)
-        narrow, half = weights(near(q), near(keys)), near(p.float()).double()
+        rounded = product(near(q), near(keys))
         tried = {
-            f"q, k, v and P are rounded to {kind}": near((narrow).float()).double()
-            @ near(values).double()
-            / narrow.sum(-1, keepdim=True),
-            f"q and k are rounded to {kind}": narrow @ values.double() / narrow.sum(-1, keepdim=True),
-            f"P is rounded to {kind} before it is summed": half @ values.double() / half.sum(-1, keepdim=True),
-            f"P is rounded to {kind}": half @ values.double() / p.sum(-1, keepdim=True),
+            f"q and k are rounded to {kind}": result(rounded),
+            f"q, k, v and P are rounded to {kind}": result(rounded, near, exactly, near),
+            f"P is rounded to {kind} before it is summed": result(product(q, keys), near, near),
+            f"P and v are rounded to {kind}": result(product(q, keys), near, exactly, near),
+            f"P is rounded to {kind}": result(product(q, keys), near),
+            f"q, k and q kᵀ are rounded to {kind}": result(near(rounded / formula.scale) * formula.scale),
         }
-        for words, expected in tried.items():
+        for mistake, expected in tried.items():
             if ((output - expected).abs() <= budget).double().mean() > MOST:
-                return words
+                return mistake
     return None
 
 
+def exactly(x: Tensor) -> Tensor:
+    return x
+
+
 def _nearest(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """x (float32) rounded to `dtype` and back; None: to TF32, which has ten bits behind the point."""
+    """x rounded to `dtype`, in float64; None: to ten bits behind the point, which TF32 and float16 have."""
     if dtype is not None:
-        return x.to(dtype).float()
-    bits = x.contiguous().view(torch.int32)
-    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
+        return x.to(dtype).double()
+    bits = x.float().contiguous().view(torch.int32)
+    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32).double()
 
 
 def _only(wrong: Tensor) -> str | None:

@@ -1,0 +1,108 @@
+"""Extreme inputs of attention: any machine makes the same ones, honest rows are right on them, faults are not."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmsys import draws
+from lmsys.attention import ATTENTION
+from lmsys.attention.contract import AttentionCase, adapt
+from lmsys.check import extremes
+from lmsys.check.kinds import KINDS
+from lmsys.check.question import Options
+from lmsys.extremes.attention import KINDS as EXTREMES
+from lmsys.extremes.attention import AttentionDraws, drawn_unit, extreme_of, plant, unit_tensors
+from lmsys.registry import Entry
+from lmsys.testing import make_inputs
+from tests.museum import attention
+from tests.museum.exhibit import EXHIBITS, Exhibit
+
+ATTENTION_EXHIBITS = [one for one in EXHIBITS if one.kind == "attention"]
+CASES = st.builds(
+    AttentionCase,
+    batch=st.integers(1, 3),
+    heads=st.just(4),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    queries=st.integers(1, 90),
+    keys=st.integers(1, 90),
+    head_dim=st.sampled_from([8, 16]),
+    dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+    causal=st.booleans(),
+    grad=st.just(True),
+)
+
+
+@given(case=CASES, seed=st.integers(0, 2**32), draw=st.integers(0, 2**53))
+def test_a_unit_is_drawn_again_alone(case: AttentionCase, seed: int, draw: int) -> None:
+    inputs = make_inputs(case, 0)
+    drawn = AttentionDraws(inputs.tensors, seed, case.causal)
+    drawn.fill(draw)
+    assert drawn.extreme == extreme_of(case, seed, draw)
+    unit = drawn.extreme[0] if drawn.extreme else (case.batch - 1, 0)
+    alone = drawn_unit(case, seed, draw, unit, case.causal)
+    q, k, v = unit_tensors(inputs.tensors, unit)
+    for x, y in ((q, alone["q"][0]), (k, alone["k"][0, 0]), (v, alone["v"][0, 0])):
+        assert torch.equal(x, y)
+    before = drawn_unit(case, seed, draw, unit, case.causal, draws.ALL_NORMAL)
+    assert torch.equal(before["do"], alone["do"])
+    assert torch.equal(before["q"], alone["q"]) or drawn.extreme is not None
+
+
+def test_a_small_share_is_extreme() -> None:
+    case = AttentionCase(2, 2, 2, 8, 8, 8, "float32")
+    drawn = [extreme_of(case, 0, draw) for draw in range(2000)]
+    hits = [one for one in drawn if one is not None]
+    assert abs(len(hits) / 2000 - 4 / 16) < 0.05
+    assert {kind for _, kind in hits} == {*EXTREMES} and {unit for unit, _ in hits} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+
+
+@given(case=CASES, kind=st.sampled_from([*EXTREMES]), seed=st.integers(0, 2**32))
+def test_inputs_are_finite_and_change(case: AttentionCase, kind: str, seed: int) -> None:
+    inputs = make_inputs(case, seed)
+    q, k, v = (x.clone() for x in unit_tensors(inputs.tensors, (0, 0)))
+    plant(kind, *unit_tensors(inputs.tensors, (0, 0)), case.causal)
+    now = unit_tensors(inputs.tensors, (0, 0))
+    assert all(bool(x.isfinite().all()) for x in now)
+    others = make_inputs(case, seed)
+    assert torch.equal(inputs.do, others.do) and torch.equal(inputs.q[1:], others.q[1:])
+    assert any(not torch.equal(x, y) for x, y in zip((q, k, v), now, strict=True)) or case.keys == 1 or case.causal
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@given(
+    row=st.sampled_from(["vectorized", "flash_torch", "sdpa_flash"]), causal=st.booleans(), seed=st.integers(0, 2**32)
+)
+def test_honest_rows_are_right(dtype: str, row: str, causal: bool, seed: int) -> None:
+    one = AttentionCase(1, 1, 1, 1, 1, 64, dtype, causal=causal, grad=True)
+    case = extremes.case_of_kinds(one)
+    fault = extremes.failure(adapt(ATTENTION[row].load()), case, True, seed)
+    assert fault is None, fault
+
+
+@pytest.mark.parametrize("exhibit", ATTENTION_EXHIBITS, ids=lambda one: one.name)
+def test_a_published_fault_is_refused_and_named(exhibit: Exhibit) -> None:
+    faults = (question.judge() for question in KINDS["attention"].questions(exhibit.entry, Options(64)))
+    fault = next((fault for fault in faults if fault is not None), None)
+    assert fault is not None
+    assert exhibit.mistake is None or exhibit.mistake in (fault.mistake or ""), fault.text
+
+
+@pytest.mark.parametrize("entry", attention.HONEST, ids=lambda entry: entry.name)
+def test_an_honest_row_is_never_accused(entry: Entry) -> None:
+    for question in KINDS["attention"].questions(entry, Options(32, seed=7)):
+        if question.reason is None and question.extreme:
+            fault = question.judge()
+            assert fault is None, f"{question.about}: {fault}"
+
+
+@pytest.mark.parametrize("mistake", ["no_max", "oob_zero"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_range_of_scores_names_a_mistake(mistake: str, dtype: str) -> None:
+    """Also where the default scale is no power of two, and of gradients."""
+    (exhibit,) = (one for one in ATTENTION_EXHIBITS if one.name == mistake)
+    case = replace(extremes.case_of_kinds(AttentionCase(1, 1, 1, 1, 1, 80, dtype)), grad=True)
+    name = extremes.range_mistake(exhibit.entry.load(), case, grad=True)
+    assert name is not None and str(exhibit.mistake) in name
