@@ -31,8 +31,7 @@ TRAITS: dict[str, Any] = {
 }
 INTERVALS = "lmsys.attention.pattern:intervals"
 BOOLEAN = "lmsys.attention.peers:boolean_mask"
-# Its authors publish no package of it.
-FLASH_ATTN_3 = "--no-build-isolation 'git+https://github.com/Dao-AILab/flash-attention#subdirectory=hopper'"
+FLASH_ATTN_3 = "flash-attn-3 from PyTorch's own package index, as docs/install.md says,"
 
 
 def _ours(name: str, module: str, label: str, extra: str = "", any_case: bool = False, **traits: Any) -> Entry:

@@ -16,6 +16,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported; without a GPU it can only interpret
 
+from lmsys.check.cases import DTYPES
 from lmsys.check.kinds import KINDS, LIMIT_S, find
 from lmsys.check.question import Options
 from lmsys.check.verdict import SCHEMA, WRONG, check
@@ -29,13 +30,17 @@ def main(arguments: list[str] | None = None) -> int:
     found.add_argument("target", help="a name of a table, or path.py:attribute")
     found.add_argument("--kind", choices=KINDS, help="what it is; default: told by its class or its parameters")
     found.add_argument("--head-dim", type=int, default=64, help="of attention; default: 64")
+    found.add_argument("--dtype", default=",".join(DTYPES), help="those to ask, a comma list; default: %(default)s")
     found.add_argument("--forward", action="store_true", help="no gradients")
     found.add_argument("--seed", type=int, default=0, help="of the inputs")
     found.add_argument("--json", action="store_true", help="a JSON object in a line for each case: docs/check.md")
     given = found.parse_args(arguments)
     try:
         kind, entry = find(given.target, given.kind)
-        options = Options(given.head_dim, not given.forward, given.seed)
+        dtypes = tuple(given.dtype.split(","))
+        if unknown := [name for name in dtypes if name not in DTYPES]:
+            raise ValueError(f"--dtype {unknown[0]!r} must be one of {', '.join(DTYPES)}")
+        options = Options(given.head_dim, not given.forward, dtypes, given.seed)
         return int(in_own_process(check, entry, options, kind.name, given.json, timeout_s=LIMIT_S))
     except ProcessError as error:
         if given.json:

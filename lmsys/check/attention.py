@@ -11,7 +11,7 @@ from torch import Tensor
 from lmsys.attention.contract import AttentionCase, adapt
 from lmsys.bench.interpreted import interpreted_kernels
 from lmsys.check import extremes, places
-from lmsys.check.cases import DTYPES, Asked, cases
+from lmsys.check.cases import Asked, cases
 from lmsys.check.patterns import explain
 from lmsys.check.question import Fault, Options, Question
 from lmsys.measure.repeats import apart, repeated
@@ -26,13 +26,16 @@ def questions(entry: Entry, options: Options) -> Iterator[Question]:
     row, device = adapt(implementation := entry.load()), "cuda" if torch.cuda.is_available() else "cpu"
     capability = torch.cuda.get_device_capability() if device == "cuda" else None
     for asked in cases(device, capability, options.head_dim):
+        if asked.case.dtype not in options.dtypes:
+            continue
         reason = entry.why_not(asked.case)
         if asked.case.scale is not None and row is not implementation:
             reason = "it takes no scale"
         judge = partial(failure, row, asked, options.grad, options.seed)
         yield Question(f"{asked.about}, {asked.case.dtype}", judge, f"{asked.about} ({asked})", reason)
-    for dtype in DTYPES:
-        simple = replace(asked.case, dtype=dtype, scale=None, heads=1, kv_heads=1)
+    plain = AttentionCase(1, 1, 1, 1, 1, options.head_dim, "", grad=True, device=device, capability=capability)
+    for dtype in options.dtypes:
+        simple = replace(plain, dtype=dtype)
         cases_of_extremes = {
             "extreme scores": extremes.case_of_kinds(replace(simple, causal=False)),
             "extreme scores, causal": extremes.case_of_kinds(replace(simple, causal=True)),
@@ -51,7 +54,8 @@ def remark(entry: Entry, options: Options) -> str:
     """
     row, device = adapt(entry.load()), "cuda" if torch.cuda.is_available() else "cpu"
     capability = torch.cuda.get_device_capability() if device == "cuda" else None
-    able = [one.case for one in cases(device, capability, options.head_dim) if entry.why_not(one.case) is None]
+    asked = [one.case for one in cases(device, capability, options.head_dim) if one.case.dtype in options.dtypes]
+    able = [case for case in asked if entry.why_not(case) is None]
     case = replace(able[-1], batch=2)
     if reason := entry.why_not(case):
         return f"not asked for the same bits: {reason}"

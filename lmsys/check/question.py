@@ -10,11 +10,13 @@ class Options:
 
     head_dim  of attention
     grad      False: forwards alone
+    dtypes    of attention, losses and norms: these alone
     seed      of the inputs
     """
 
     head_dim: int = 64
     grad: bool = True
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     seed: int = 0
 
 
