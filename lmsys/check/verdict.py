@@ -1,6 +1,7 @@
 """The verdict on an implementation, question by question, for people or for programs."""
 
 import json
+import math
 import time
 import warnings
 from typing import Any
@@ -85,7 +86,8 @@ class ForPrograms:
 
     def wrong(self, question: Question, fault: Fault) -> None:
         told = {"shape": question.shape or question.about, "text": fault.text, "mistake": fault.mistake}
-        self._print(case=question.about, verdict="wrong", **told, error_ratio=fault.error_ratio)
+        ratio = fault.error_ratio if fault.error_ratio is None or math.isfinite(fault.error_ratio) else None
+        self._print(case=question.about, verdict="wrong", **told, error_ratio=ratio)
         self._print(verdict="wrong")
 
     def ends(self, right: int, refused: list[str], remark: str | None, seconds: float) -> None:

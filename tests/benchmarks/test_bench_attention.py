@@ -215,6 +215,58 @@ def test_the_smoke_sweep_refuses_what_is_wrong_beyond_one_tile(device: str) -> N
     assert all(found[name] == {"ok"} for name in TAKEN) and all("wrong" in found[name] for name in REFUSED), found
 
 
+SHIPPED = """
+import torch
+
+from tests.museum.attention import over_sum, row_max, scores_of
+
+
+def no_max(q, k, v, *, causal=False, scale=None):
+    return over_sum(scores_of(q, k, causal, scale).exp(), q, v)
+
+
+def fixed_max(q, k, v, *, causal=False, scale=None):
+    return over_sum((scores_of(q, k, causal, scale) - 20).exp(), q, v)
+
+
+def oob_zero(q, k, v, *, causal=False, scale=None):
+    scores = scores_of(q, k, causal, scale)
+    top = row_max(scores)
+    return over_sum((scores - (top.clamp(min=0) if k.shape[2] % 32 else top)).exp(), q, v)
+
+
+def finite_sentinel(q, k, v, *, causal=False, scale=None):
+    scores = scores_of(q, k, causal, scale)
+    return over_sum((scores - row_max(scores).clamp(min=-1e4)).exp(), q, v)
+"""
+NAMES = {
+    "no_max": "no maximum is subtracted",
+    "fixed_max": "a fixed number, about 20",
+    "oob_zero": "pad the last tile, count in the maximum",
+    "finite_sentinel": "the maximum begins at a finite number, about -",
+}
+
+
+def test_the_sweep_refuses_and_names_what_normal_draws_do_not_show(tmp_path: Path) -> None:
+    """At a shape that the second-last is right in."""
+    file = tmp_path / "shipped.py"
+    file.write_text(SHIPPED)
+    rows = ["naive", *(f"{file}:{name}" for name in NAMES)]
+    found = swept_rows(rows, length=((64, 64),), causal=(False, True), direction=("fwd", "bwd"), timed=False)
+    for (row, *_), record in found.items():
+        assert record["outcome"] == ("ok" if row == "naive" else "wrong"), record["reason"]
+        assert row == "naive" or NAMES[row] in record["reason"]
+
+
+def test_timed_calls_of_extreme_draws_are_looked_at_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that is wrong for deep scores, and passes the checks before the clock, is wrong when it is timed."""
+    monkeypatch.setattr("benchmarks.bench_attention.check_extremes", lambda *_: None)
+    monkeypatch.setattr("lmsys.extremes.attention.SHARE", 1.0)
+    row = f"{ROOT / 'tests' / 'support' / 'wrong_kernels.py'}:unshifted"
+    (record,) = swept_rows([row], dtype=("float32",), direction=("fwd",)).values()
+    assert record["outcome"] == "wrong" and "right before it was timed, not in timed call" in record["reason"]
+
+
 @pytest.mark.parametrize(
     ("what", "outcome"), [("bench_attention.make_inputs", "oom"), ("attention.check.Oracle", "error")]
 )

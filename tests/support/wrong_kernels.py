@@ -36,6 +36,14 @@ def right(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float
     return attend(q, k, v, causal=causal, scale=scale)
 
 
+def unshifted(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    """Right for ordinary scores: it subtracts no maximum."""
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    weights = (scores.masked_fill(~visible, -torch.inf) if causal else scores).exp()
+    return weights / weights.sum(dim=-1, keepdim=True) @ v
+
+
 def of_a_course(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     """(B, S, D), with the default scale."""
     return attend(q[:, None], k[:, None], v[:, None], causal=is_causal)[:, 0]
