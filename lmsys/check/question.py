@@ -22,7 +22,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with an answer.
+    """The error of an answer, for a reader and for a table.
 
     text         the place and the values, in lines for a reader
     mistake      the known mistake that gives this answer, in words; None where no known one does
