@@ -39,24 +39,24 @@ def failure(optimizer: Any, claim: Claim, asked: Asked, seed: int, device: str) 
     run = run_of(asked, seed, device)
     changed: list[tuple[int, int]] = []
     try:
-        found = trace_of(optimizer, claim, run, changed=lambda step, i: changed.append((step, i)))
+        made = trace_of(optimizer, claim, run, changed=lambda step, i: changed.append((step, i)))
     except Exception as error:
-        said = str(error).strip().splitlines()
-        return Fault(f"  it raises {type(error).__name__}: {said[0] if said else 'no message'}")
+        lines = str(error).strip().splitlines()
+        return Fault(f"  it raises {type(error).__name__}: {lines[0] if lines else 'no message'}")
     if changed and not asked.in_place:
         step, i = changed[0]
-        told = f"step {step + 1} of {asked.steps} changes the gradient of parameter {i} in place"
-        return Fault(f"  {told}: what reads it afterwards, such as accumulation, reads another", told)
-    begins = None if asked.masters else [list(run.parameters), *found[:-1]]
+        mistake = f"step {step + 1} of {asked.steps} changes the gradient of parameter {i} in place"
+        return Fault(f"  {mistake}: what reads it afterwards, such as accumulation, reads another", mistake)
+    begins = None if asked.masters else [list(run.parameters), *made[:-1]]
     exact = Formula(RULES[claim.algorithm]).trace(run, begins)
     plain = _plain(claim, run, begins)
-    for step, parameters in enumerate(found):
+    for step, parameters in enumerate(made):
         for i, p in enumerate(parameters):
             if p.dtype != run.parameters[i].dtype or p.shape != run.parameters[i].shape:
                 return Fault(f"  step {step + 1} makes parameter {i} {p.dtype} of shape {tuple(p.shape)}")
             ratios = _ratios(p, exact[step][i], plain[step][i])
             if max(ratios) > 1:
-                return _fault(claim, asked, run, (found, exact, plain), begins, (step, i, ratios))
+                return _fault(claim, asked, run, (made, exact, plain), begins, (step, i, ratios))
     return None
 
 
@@ -71,9 +71,9 @@ def _plain(claim: Claim, run: Run, begins: Trace | None) -> Trace:
     return [[p.to(dtype) for p in parameters] for parameters in trace_of(claim.plain, without_masters, wide)]
 
 
-def _ratios(found: Tensor, exact: Tensor, plain: Tensor) -> list[float]:
+def _ratios(made: Tensor, exact: Tensor, plain: Tensor) -> list[float]:
     """The error of each row, of a vector as a whole, over its budget."""
-    rows = zip(*(x.reshape(-1, x.shape[-1]) for x in (found, exact, plain)), strict=True)
+    rows = zip(*(x.reshape(-1, x.shape[-1]) for x in (made, exact, plain)), strict=True)
     return [error_ratio(*row) for row in rows]
 
 
@@ -86,14 +86,14 @@ def _fault(
     place: tuple[int, int, list[float]],
 ) -> Fault:
     step, i, ratios = place
-    found, exact = (x[step][i].reshape(len(ratios), -1).double() for x in traces[:2])
+    made, exact = (x[step][i].reshape(len(ratios), -1).double() for x in traces[:2])
     row = ratios.index(max(ratios))
-    column = int((found[row] - exact[row]).abs().nan_to_num(nan=torch.inf).argmax())
+    column = int((made[row] - exact[row]).abs().nan_to_num(nan=torch.inf).argmax())
     size = asked.sizes.get(step)
     wrong = sum(ratio > 1 for ratio in ratios)
     lines = [
         f"  step {step + 1} of {asked.steps}, parameter {i}, row {row}, column {column}: expected"
-        f" {exact[row, column].item():.6g}, got {found[row, column].item():.6g}; the largest error is"
+        f" {exact[row, column].item():.6g}, got {made[row, column].item():.6g}; the largest error is"
         f" {ratios[row]:.3g} times what is allowed",
         f"  wrong in {wrong} of {len(ratios)} rows" + (f", whose gradients are of size {size}" if size else ""),
     ]
@@ -105,7 +105,7 @@ def _fault(
 def explain(
     claim: Claim, asked: Asked, run: Run, traces: tuple[Trace, Trace, Trace], begins: Trace | None
 ) -> str | None:
-    """The mistake whose steps are those that were found, in words; None where no known one's are."""
+    """The mistake whose steps are those that were made, in words; None where no known one's are."""
     known = mistakes(claim.algorithm)
     for mistake, formula in chain(of_masters(claim.algorithm, bool(asked.reloads)), known) if asked.masters else known:
         if _gives(formula.trace(run, begins), traces):
@@ -114,17 +114,17 @@ def explain(
 
 
 def _gives(mistaken: Trace, traces: tuple[Trace, Trace, Trace]) -> bool:
-    """Whether a mistake makes what was found in all steps, and not what is right.
+    """Whether a mistake makes what was made in all steps, and not what is right.
 
     Its budget is that of what is right: plain PyTorch's error, moved to where the mistake leads.
     """
     differs = False
-    for found, exact, plain, wrong in zip(*(chain.from_iterable(one) for one in (*traces, mistaken)), strict=True):
-        if not torch.equal(found.isfinite(), wrong.isfinite()):
+    for made, exact, plain, wrong in zip(*(chain.from_iterable(one) for one in (*traces, mistaken)), strict=True):
+        if not torch.equal(made.isfinite(), wrong.isfinite()):
             return False
-        finite = found.isfinite()
+        finite = made.isfinite()
         wrong = torch.where(finite, wrong, exact)
-        if max(_ratios(torch.where(finite, found, exact), wrong, (wrong + (plain - exact)).to(plain.dtype))) > 1:
+        if max(_ratios(torch.where(finite, made, exact), wrong, (wrong + (plain - exact)).to(plain.dtype))) > 1:
             return False
         differs |= not bool(finite.all()) or max(_ratios(wrong, exact, plain)) > 1
     return differs

@@ -56,7 +56,6 @@ def claim_of(optimizer: Any) -> Claim:
     parameters, name = _parameters(optimizer), optimizer.__name__
     settings = frozenset(parameters) & frozenset(DEFAULTS)
     masters = _masters(name, parameters)
-    told = f"{name} takes {', '.join(parameters) or 'no settings'}"
     if other := next((algorithm for algorithm in OTHERS if algorithm in name), None):
         raise ValueError(f"{name} looks like {other}: AdamW, Adam and SGD can be checked")
     if "betas" in parameters and "adamw" in name.lower():
@@ -66,7 +65,8 @@ def claim_of(optimizer: Any) -> Claim:
         return Claim("Adam", why, settings, masters)
     if "momentum" in parameters or "sgd" in name.lower():
         return Claim("SGD", f"it takes {'momentum' if 'momentum' in parameters else 'no betas'}", settings, masters)
-    raise ValueError(f"{told}: neither betas (AdamW, Adam) nor momentum (SGD)")
+    takes = ", ".join(parameters) or "no settings"
+    raise ValueError(f"{name} takes {takes}: neither betas (AdamW, Adam) nor momentum (SGD)")
 
 
 def _parameters(optimizer: Any) -> dict[str, inspect.Parameter]:
@@ -76,9 +76,9 @@ def _parameters(optimizer: Any) -> dict[str, inspect.Parameter]:
         if "__init__" not in vars(cls):
             continue
         parameters = list(inspect.signature(cls.__init__).parameters.values())
-        named = [one for one in parameters[2:] if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
-        settings = {one.name: one for one in named} | settings
-        if all(one.kind != one.VAR_KEYWORD for one in parameters):
+        named = [x for x in parameters[2:] if x.kind not in (x.VAR_KEYWORD, x.VAR_POSITIONAL)]
+        settings = {x.name: x for x in named} | settings
+        if all(x.kind != x.VAR_KEYWORD for x in parameters):
             break
     return settings
 

@@ -1,7 +1,8 @@
 """The formulas of AdamW, Adam and SGD in float64, with what an optimizer may do otherwise.
 
 A formula has two parts. The rule is the arithmetic of one parameter (`Adam`, `Sgd`). The keeping is what surrounds it:
-which parameters are stepped, by which settings, and what becomes of their state. `optimizer_mistakes.py` lists mistakes in both.
+which parameters are stepped, by which settings, and what becomes of their state. `optimizer_mistakes.py` lists mistakes
+in both.
 
     Adam  m = β1 m + (1 - β1) g,  v = β2 v + (1 - β2) g²,  p -= lr (m / (1 - β1ᵗ)) / (√(v / (1 - β2ᵗ)) + eps)
     Sgd   b = momentum b + (1 - dampening) g, in its first step b = g;  p -= lr b, or lr (g + momentum b) with nesterov

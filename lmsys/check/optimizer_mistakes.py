@@ -31,7 +31,7 @@ def mistakes(algorithm: str) -> Mistakes:
         yield from _of_zeros(rule)
     else:
         yield from _of_sgd(rule)
-    yield from _of_keeping(rule)
+    yield from _of_keeping(rule, algorithm)
 
 
 def _of_decay(good: Adam, algorithm: str) -> Mistakes:
@@ -47,8 +47,8 @@ def _of_decay(good: Adam, algorithm: str) -> Mistakes:
         yield "weights decay twice in a step", with_(shrink=lambda lr, decay: 1 - (1 - lr * decay) ** 2)
         yield "weight decay is not scaled by lr", with_(shrink=lambda lr, decay: decay)
         yield "weight decay is scaled by lr twice", with_(shrink=lambda lr, decay: lr * lr * decay)
-        told = "weight decay comes after the step, of weights that have moved already: torch takes it of those before"
-        yield told, with_(late=True)
+        late = "weight decay comes after the step, of weights that have moved already: torch takes it of those before"
+        yield late, with_(late=True)
         yield "lr weight_decay itself is taken from the weights, not its product with them", with_(constant=True)
         yield "weights grow: weight decay is added to them", with_(shrink=lambda lr, decay: -lr * decay)
     else:
@@ -172,7 +172,7 @@ def _of_sgd(good: Sgd) -> Mistakes:
     yield "momentum is forgotten", Formula(good, Keeping(forgets=True))
 
 
-def _of_keeping(good: Adam | Sgd) -> Mistakes:
+def _of_keeping(good: Adam | Sgd, algorithm: str) -> Mistakes:
     def with_(**changes: Any) -> Formula:
         return Formula(good, Keeping(**changes))
 
@@ -197,7 +197,8 @@ def _of_keeping(good: Adam | Sgd) -> Mistakes:
         "settings but lr are read when it is made: changes in param_groups are ignored",
         with_(setting=lambda all, step, group: {**all[0][group], "lr": all[step][group]["lr"]}),
     )
-    yield "parameters without a gradient decay", with_(without_gradient="decay")
+    if algorithm == "AdamW":
+        yield "parameters without a gradient decay", with_(without_gradient="decay")
     yield "parameters without a gradient are stepped, as if it were zero", with_(without_gradient="step")
     yield "state is shared between parameters of a shape", with_(shared=True)
     yield "moments are not kept from step to step", with_(forgets=True)

@@ -1,7 +1,7 @@
 """Gradients as training has them and a normal draw has not: rows of zeros, and rows near 1e-20 and near 1e+20.
 
-All are made by exact operations, so they are the same on every machine. The square of HUGE is beyond float32, which ends
-at 2**128, and the 1 - beta2 = 0.001 of it that AdamW adds to its second moment is not: the order of the products
+All are made by exact operations, so they are the same on every machine. The square of HUGE is beyond float32, which
+ends at 2**128; the 1 - beta2 = 0.001 of it that AdamW adds to its second moment is not: the order of the products
 decides. The square of TINY lies below the smallest normal number, 2**-126, and is nothing beside any eps.
 """
 
