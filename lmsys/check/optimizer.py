@@ -119,7 +119,8 @@ def _gives(mistaken: Trace, traces: tuple[Trace, Trace, Trace]) -> bool:
     Its budget is that of what is right: plain PyTorch's error, moved to where the mistake leads.
     """
     differs = False
-    for made, exact, plain, wrong in zip(*(chain.from_iterable(one) for one in (*traces, mistaken)), strict=True):
+    flat = [list(chain.from_iterable(trace)) for trace in (*traces, mistaken)]
+    for made, exact, plain, wrong in zip(*flat, strict=True):
         if not torch.equal(made.isfinite(), wrong.isfinite()):
             return False
         finite = made.isfinite()

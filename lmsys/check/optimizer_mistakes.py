@@ -176,7 +176,6 @@ def _of_keeping(good: Adam | Sgd, algorithm: str) -> Mistakes:
     def with_(**changes: Any) -> Formula:
         return Formula(good, Keeping(**changes))
 
-    names = "m", "v", "b"
     yield (
         "settings of the first param group are used for all",
         with_(setting=lambda all, step, group: all[step][0]),
@@ -203,18 +202,19 @@ def _of_keeping(good: Adam | Sgd, algorithm: str) -> Mistakes:
     yield "state is shared between parameters of a shape", with_(shared=True)
     yield "moments are not kept from step to step", with_(forgets=True)
     yield "state is lost by load_state_dict", with_(loads=lambda state: {})
-    yield "the count of steps is lost by load_state_dict", with_(loads=lambda state: _without(state, "t"))
-    yield "moments are lost by load_state_dict", with_(loads=lambda state: _without(state, *names))
-    yield "the second moment is lost by load_state_dict", with_(loads=lambda state: _without(state, "v"))
+    if algorithm != "SGD":
+        yield "the count of steps is lost by load_state_dict", with_(loads=lambda state: _without(state, "t"))
+        yield "moments are lost by load_state_dict", with_(loads=lambda state: _without(state, "m", "v"))
+        yield "the second moment is lost by load_state_dict", with_(loads=lambda state: _without(state, "v"))
+        yield (
+            "after load_state_dict bias correction is that of the constructor's betas",
+            with_(restores=lambda loaded, made: {**loaded, "corrected_by": made["betas"]}),
+        )
     yield (
         "load_state_dict leaves lr as the constructor set it",
         with_(restores=lambda loaded, made: {**loaded, "lr": made["lr"]}),
     )
     yield "load_state_dict leaves settings as the constructor set them", with_(restores=lambda loaded, made: made)
-    yield (
-        "after load_state_dict bias correction is that of the constructor's betas",
-        with_(restores=lambda loaded, made: {**loaded, "corrected_by": made["betas"]}),
-    )
 
 
 def of_masters(algorithm: str, loads: bool) -> Mistakes:

@@ -88,8 +88,9 @@ def asked_of(claim: Claim) -> Iterator[Asked]:
 def _usual(claim: Claim) -> tuple[dict[str, Any], dict[str, Any]]:
     """Settings with which state counts, and weight decay: those of both that the optimizer takes."""
     memory = {"momentum": 0.9} if claim.algorithm == "SGD" else {"betas": (0.8, 0.95)}
-    taken = [{name: x for name, x in one.items() if name in claim.settings} for one in (memory, {"weight_decay": 0.5})]
-    return taken[0], taken[1]
+    decay = {"weight_decay": 0.5}
+    memory, decay = ({name: x for name, x in asked.items() if name in claim.settings} for asked in (memory, decay))
+    return memory, decay
 
 
 def _of_extremes(decay: Mapping[str, Any]) -> Iterator[Asked]:
@@ -118,10 +119,10 @@ def run_of(asked: Asked, seed: int, device: str) -> Run:
     parameters = drawn("parameter")
     if asked.masters:  # 1.4 to 1.6: bfloat16 rounds a step away from the first to the last
         parameters = [1.5 + p / 32 for p in parameters]
-    now: list[Settings] = [{**DEFAULTS, **one} for one in asked.given]
+    now: list[Settings] = [{**DEFAULTS, **given} for given in asked.given]
     settings, gradients = [], []
     for step in range(asked.steps):
-        now = [{**one, **asked.changes.get(step, {})} for one in now]
+        now = [{**before, **asked.changes.get(step, {})} for before in now]
         settings.append(now)
         # Those of masters do not change, so that tiny steps add up.
         of_step = [g.to(asked.dtype) for g in drawn("gradient" if asked.masters else f"gradient of step {step}")]
@@ -176,7 +177,7 @@ def trace_of(
 def _made(
     make: Any, claim: Claim, run: Run, parameters: list[torch.nn.Parameter], settings: Sequence[Settings]
 ) -> Optimizer:
-    taken = [{name: x for name, x in one.items() if name in claim.settings} for one in settings]
+    taken = [{name: x for name, x in given.items() if name in claim.settings} for given in settings]
     pairs = zip(run.groups, taken, strict=True)
     groups = [{"params": [parameters[i] for i in members], **of_group} for members, of_group in pairs]
     masters = (claim.masters or {}) if parameters[0].dtype == torch.bfloat16 else {}
