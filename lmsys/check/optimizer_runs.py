@@ -87,8 +87,8 @@ def asked_of(claim: Claim) -> Iterator[Asked]:
 
 def _usual(claim: Claim) -> tuple[dict[str, Any], dict[str, Any]]:
     """Settings with which state counts, and weight decay: those of both that the optimizer takes."""
-    memory = {"momentum": 0.9} if claim.algorithm == "SGD" else {"betas": (0.8, 0.95)}
-    decay = {"weight_decay": 0.5}
+    memory: dict[str, Any] = {"momentum": 0.9} if claim.algorithm == "SGD" else {"betas": (0.8, 0.95)}
+    decay: dict[str, Any] = {"weight_decay": 0.5}
     memory, decay = ({name: x for name, x in asked.items() if name in claim.settings} for asked in (memory, decay))
     return memory, decay
 
