@@ -88,7 +88,7 @@ class CountsItsInitialisationAdam(PlainAdam):
 @exhibit(
     "optimizer",
     "flashlight/flashlight#143",
-    "each parameter had another bias correction, which vanished within a few steps",
+    "every parameter had the bias correction of another step",
     "once for each parameter",
 )
 class CountsParametersAdam(PlainAdam):
@@ -130,7 +130,7 @@ class MultipliesAdam(PlainAdam):
 @exhibit(
     "optimizer",
     "ml-explore/mlx#1640",
-    "first steps were several times too large: there was no bias correction",
+    "there was no bias correction, so the first steps were too large",
     "bias correction is forgotten",
 )
 class NoCorrectionAdam(PlainAdam):
@@ -201,7 +201,7 @@ class OverflowingSquareAdam(PlainAdam):
 @exhibit(
     "optimizer",
     "FluxML/Optimisers.jl#182",
-    "decay did not follow the learning rate, and was a thousand times too strong",
+    "a model ported from PyTorch misbehaved: weight decay did not follow the learning rate",
     "weight decay is not scaled by lr",
 )
 class UnscaledDecayAdamW(PlainAdamW):
@@ -256,7 +256,7 @@ class DecaysUnusedAdamW(PlainAdamW):
 @exhibit(
     "optimizer",
     "chainer/chainer#1913",
-    "parameters without a gradient moved on by their old moments",
+    "a parameter whose gradient is None was updated as if it were zero",
     "are stepped, as if it were zero",
 )
 class StepsUnusedAdam(PlainAdam):
@@ -303,8 +303,8 @@ class ForgetfulAdam(PlainAdam):
 
 @exhibit(
     "optimizer",
-    "facebookresearch/fairscale#66",
-    "changes of param_groups but lr did nothing: the inner optimizer had others",
+    "meta-pytorch/torchrec#2663",
+    "a schedule of settings other than lr did nothing: the wrapped optimizer kept its own",
     "settings but lr are read when it is made",
 )
 class InnerGroupsAdamW(PlainAdamW):
