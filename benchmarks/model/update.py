@@ -64,7 +64,7 @@ class Update:
 
 
 def _ratio_of_row(found: Tensor, exact: Tensor, plain: Tensor) -> float:
-    """Of the elements that float32 can hold: where the formula itself overflows it, nothing is right or wrong."""
+    """Judges the elements that float32 can hold: where the formula itself overflows it, nothing is right or wrong."""
     finite = plain.isfinite()
     if not finite.any():
         return 0.0

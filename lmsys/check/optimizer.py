@@ -61,7 +61,7 @@ def failure(optimizer: Any, claim: Claim, asked: Asked, seed: int, device: str) 
 
 
 def _plain(claim: Claim, run: Run, begins: Trace | None) -> Trace:
-    """What torch's own makes of the run in its dtype; of one with masters in float32, rounded when it is read."""
+    """The run by torch's own in its dtype; one with masters in float32, rounded when it is read."""
     without_masters = replace(claim, masters=None)
     if begins is not None:
         return trace_of(claim.plain, without_masters, replace(run, reloads=frozenset()), begins)
@@ -114,7 +114,7 @@ def explain(
 
 
 def _gives(mistaken: Trace, traces: tuple[Trace, Trace, Trace]) -> bool:
-    """Whether a mistake makes what was made in all steps, and not what is right.
+    """True where a mistake makes what was made in all steps, and not what is right.
 
     Its budget is that of what is right: plain PyTorch's error, moved to where the mistake leads.
     """

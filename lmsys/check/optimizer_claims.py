@@ -22,7 +22,7 @@ DEFAULTS: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Claim:
-    """What an optimizer is held to.
+    """The algorithm that an optimizer is held to, and what its constructor takes.
 
     algorithm  "AdamW", "Adam" or "SGD", as torch.optim has them
     why        how this is known

@@ -25,7 +25,7 @@ Trace = list[list[Tensor]]  # by step, by parameter: its values after the step
 
 @dataclass(frozen=True)
 class Run:
-    """What an optimizer is asked to do.
+    """A training that an optimizer is asked for.
 
     parameters  their values before the first step
     groups      by group: the indices of its parameters
@@ -151,7 +151,7 @@ class Counter:
 
 @dataclass(frozen=True)
 class Keeping:
-    """What surrounds a rule.
+    """The bookkeeping that surrounds a rule.
 
     count             from a parameter's own number of steps, this one included, and the Counter: t
     without_gradient  what happens to a parameter that has no gradient: "nothing", "decay" or "step"
@@ -181,7 +181,7 @@ class Formula:
     keeping: Keeping = field(default_factory=Keeping)
 
     def trace(self, run: Run, begins: Trace | None = None) -> Trace:
-        """What the parameters are after each step, in float64.
+        """The parameters after each step, in float64.
 
         begins  by step, by parameter: the values that the step begins from; None: those that it has left itself
         """

@@ -144,7 +144,7 @@ def trace_of(
     begins: Trace | None = None,
     changed: Callable[[int, int], None] = ignored,
 ) -> Trace:
-    """What the parameters are after each step of an optimizer.
+    """The parameters after each step of an optimizer.
 
     changed  is called with the step and the parameter where a step has changed a gradient
     begins  by step, by parameter: the values that the step begins from; None: those that it has left itself

@@ -71,7 +71,7 @@ class Ranks:
         self.group: WorkerGroup | None = None
 
     def train(self, entry: Entry, kind: str, seed: int, steps: int, optimizer: str) -> Trained | None:
-        """What rank 0 is left with; None where a rank fails, or hangs."""
+        """The losses and weights of rank 0; None where a rank fails, or hangs."""
         if self.group is None or self.group.ended:
             self.group = WorkerGroup(WORLD_SIZE, timeout_s=LIMIT_S)
         try:

@@ -1,4 +1,4 @@
-"""What this suite and the rules of other gates see of each exhibit, and whether honest rows are accused; as a page."""
+"""Tables of what this suite and the rules of other gates see of each exhibit, and of honest rows."""
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -18,7 +18,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `lmsys.check` says of a row.
+    """The answer of `lmsys.check` about a row.
 
     fault         the first one; None where every answer is right
     about         the question that it answers
