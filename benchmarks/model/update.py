@@ -7,7 +7,7 @@ below it float32 rounds to multiples of 2**-149, whatever the size.
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from benchmarks.arithmetic import ratio_of
-from lmsys.extremes.optimizer import PLANTED, plant
+from lmsys.extremes.optimizer import plant
 from lmsys.testing import error_ratio
 
 MOMENTS = "exp_avg", "exp_avg_sq"
@@ -27,7 +27,7 @@ SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 class Update:
     """Rows of a parameter with their moments, before an update and after it; the gradient and step that it took.
 
-    num_planted  so many of the first rows have a planted gradient
+    planted  the values of the gradients that were planted in the first rows
     """
 
     name: str
@@ -37,7 +37,7 @@ class Update:
     gradient: Tensor
     count: float
     group: Mapping[str, Any]
-    num_planted: int = 0
+    planted: Sequence[float] = ()
 
     def ratios(self) -> dict[str, float]:
         """The error of each over its budget, which is what the formula loses in float32, its constants included.
@@ -48,7 +48,7 @@ class Update:
         ratios: dict[str, float] = {}
         for what, x in self.new.items():
             for i in range(len(self.rows)):
-                where = f" where the gradient is {PLANTED[i]:.2g}" if i < self.num_planted else ""
+                where = f" where the gradient is {self.planted[i]:.2g}" if i < len(self.planted) else ""
                 name = f"{what} of {self.name}{where}"
                 ratios[name] = max(ratios.get(name, 0.0), _ratio_of_row(x[i], exact[what][i], plain[what][i]))
         return ratios
@@ -79,13 +79,15 @@ def _ratio_of_row(found: Tensor, exact: Tensor, plain: Tensor) -> float:
 class Watch:
     """Rows of a parameter before an update, by the draw: no key is known before a call.
 
-    replaced  the gradients that planted ones have taken the place of; None where none are planted
+    planted   the values of the gradients that are planted in the first rows; () for none
+    replaced  the gradients whose place they have taken
     """
 
     name: str
     parameter: Tensor
     rows: list[int]
     old: dict[str, Tensor]
+    planted: Sequence[float] = ()
     replaced: Tensor | None = None
 
     @classmethod
@@ -96,29 +98,26 @@ class Watch:
         rows = chance.sample(range(len(parameter)), min(num_rows, len(parameter)))
         return cls(name, parameter, rows, _state(parameter, rows, optimizer))
 
-    def plant(self, scale: float) -> None:
+    def plant(self, values: Sequence[float], scale: float) -> None:
         """Puts extreme gradients in place of those of the first rows, times a loss scale."""
         assert self.parameter.grad is not None
-        self.replaced = self.parameter.grad[self._planted] / scale
-        plant(self.parameter.grad, self._planted, scale)
+        self.planted = values[: len(self.rows)]
+        rows = self.rows[: len(self.planted)]
+        self.replaced = self.parameter.grad[rows] / scale
+        plant(self.parameter.grad, rows, self.planted, scale)
 
     def put_back(self) -> None:
         """The gradients, not scaled, as the backward has made them."""
         if self.replaced is not None:
             assert self.parameter.grad is not None
-            self.parameter.grad[self._planted] = self.replaced
-
-    @property
-    def _planted(self) -> list[int]:
-        return self.rows[: len(PLANTED)]
+            self.parameter.grad[self.rows[: len(self.planted)]] = self.replaced
 
     def done(self, optimizer: Optimizer) -> Update:
         gradient, group = self.parameter.grad, dict(optimizer.param_groups[0])
         assert gradient is not None
         count = float(optimizer.state[self.parameter]["step"])
         new = _state(self.parameter, self.rows, optimizer)
-        planted = 0 if self.replaced is None else len(self._planted)
-        return Update(self.name, self.rows, self.old, new, gradient[self.rows], count, group, planted)
+        return Update(self.name, self.rows, self.old, new, gradient[self.rows], count, group, self.planted)
 
 
 def _state(parameter: Tensor, rows: list[int], optimizer: Optimizer | None) -> dict[str, Tensor]:

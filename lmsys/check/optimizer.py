@@ -95,7 +95,7 @@ def _fault(
         f"  step {step + 1} of {asked.steps}, parameter {i}, row {row}, column {column}: expected"
         f" {exact[row, column].item():.6g}, got {made[row, column].item():.6g}; the largest error is"
         f" {ratios[row]:.3g} times what is allowed",
-        f"  wrong in {wrong} of {len(ratios)} rows" + (f", whose gradients are of size {size}" if size else ""),
+        f"  wrong in {wrong} of {len(ratios)} rows" + (f", of a step whose gradients are {size}" if size else ""),
     ]
     mistake = explain(claim, asked, run, traces, begins)
     lines.append(f"  pattern: {mistake}" if mistake else "  no known mistake gives these steps")

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lmsys import draws
 from lmsys.check.optimizer_claims import DEFAULTS, Claim
 from lmsys.check.optimizer_formula import Run, Settings, Trace
-from lmsys.extremes.optimizer import extreme
+from lmsys.extremes.optimizer import SIZES, extreme
 
 SHAPES = (8, 16), (8, 16), (24,)
 MASTER_STEPS, MASTER_LR = 96, 0.75 * 2.0**-8  # bfloat16 rounds such a step of weights of 1 to 2 away; all make 0.28
@@ -94,8 +94,8 @@ def _usual(claim: Claim) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _of_extremes(decay: Mapping[str, Any]) -> Iterator[Asked]:
-    for size in ("zero", "1e-20", "1e+20", "mixed"):
-        about = "rows of gradients of 0, 1e-20, 1e+20 and 1" if size == "mixed" else f"gradients of {size}"
+    words = "gradients of zero", "tiny gradients", "huge gradients", "rows of zero, tiny, huge and ordinary gradients"
+    for size, about in zip(SIZES, words, strict=True):
         yield Asked(f"{about}, the first step", 1, sizes={0: size})
         yield Asked(f"{about}, after others", 6, (decay,), sizes={2: size, 3: size})
 

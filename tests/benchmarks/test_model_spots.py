@@ -302,7 +302,7 @@ def test_planted_gradients_are_put_back_before_gradients_are_judged() -> None:
         watch = rig._watch
         assert watch is not None and watch.parameter.grad is not None
         planted = watch.parameter.grad[watch.rows[:3]]
-        assert torch.equal(planted, torch.tensor(extremes.PLANTED)[:, None].expand_as(planted))
+        assert torch.equal(planted, torch.tensor(extremes.planted(False))[:, None].expand_as(planted))
         step.keep(None, 5)
         kept = watch.parameter.grad.clone()
         rig.draws.fill(3)

@@ -12,7 +12,7 @@ from lmsys.check.optimizer_formula import Formula, Trace
 from lmsys.check.optimizer_mistakes import RULES, mistakes
 from lmsys.check.optimizer_runs import asked_of, run_of, trace_of
 from lmsys.check.question import Fault, Options, Question
-from lmsys.extremes.optimizer import HUGE, TINY, extreme, plant
+from lmsys.extremes.optimizer import HUGE, LARGE, TINY, extreme, plant, planted
 from lmsys.registry import Entry
 from tests.museum import optimizer as museum
 from tests.museum.exhibit import EXHIBITS, Exhibit
@@ -107,7 +107,7 @@ def test_settings_that_it_does_not_take_are_not_asked_for(monkeypatch: pytest.Mo
 
 def test_extreme_gradients_are_exact() -> None:
     drawn = torch.randn(8, 3)
-    for size, factor in (("zero", 0.0), ("1e-20", TINY), ("1e+20", HUGE)):
+    for size, factor in (("zero", 0.0), ("tiny", TINY), ("huge", HUGE)):
         assert torch.equal(extreme(drawn, size).double(), drawn.double() * factor)
     mixed = extreme(drawn, "mixed")
     assert (
@@ -115,7 +115,7 @@ def test_extreme_gradients_are_exact() -> None:
         and torch.equal(mixed[2::4], drawn[2::4] * HUGE)
         and torch.equal(mixed[3::4], drawn[3::4])
     )
-    planted = drawn.clone()
-    plant(planted, [4, 1, 6, 0], scale=2.0)
-    assert planted[[4, 1, 6]].tolist() == [[0.0] * 3, [2 * TINY] * 3, [2 * HUGE] * 3]
-    assert torch.equal(planted[[0, 2, 3, 5, 7]], drawn[[0, 2, 3, 5, 7]])
+    held = drawn.clone()
+    plant(held, [4, 1, 6], planted(held_by_torch=True), scale=2.0)
+    assert held[[4, 1, 6]].tolist() == [[0.0] * 3, [2 * TINY] * 3, [2 * LARGE] * 3]
+    assert torch.equal(held[[0, 2, 3, 5, 7]], drawn[[0, 2, 3, 5, 7]])
