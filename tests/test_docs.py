@@ -33,7 +33,7 @@ ALL = [(page, *module_of(words)) for page in PAGES for words in commands(page)]
 ELSEWHERE = {"lmsys/attention/exp2.py", "tests/adapters.py"}  # an example of CONTRIBUTING.md, a file of CS336
 OPTIONS = {  # where they are declared, and the page that tells them
     "lmsys/bench/plugin.py": "docs/options.md",
-    "lmsys/check/__main__.py": "docs/kernel.md",
+    "lmsys/check/__main__.py": "docs/check.md",
     "lmsys/reports/__main__.py": "docs/report.md",
     "lmsys/verify.py": "docs/threats.md",
 }

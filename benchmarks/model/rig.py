@@ -1,7 +1,7 @@
 """The whole language models of a group on their device, ready to be timed in every mode."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,23 +15,32 @@ from benchmarks.model.spots import NUM_ROWS, OUTPUTS, UPDATE, UPDATES, Spots
 from benchmarks.model.update import Watch
 from benchmarks.models import Batch, build
 from lmsys.bench import Settings, Step
+from lmsys.bench.benchmark import verdict
 from lmsys.draws import Draws
+from lmsys.extremes.optimizer import planted
 from lmsys.measure import memory
 from lmsys.measure.clock import clock_of, synchronize, timed
 from lmsys.measure.compare import Kept
 from lmsys.testing import norm_rms
 from lmsys.training.graph import GraphedGradients, backward_of
-from lmsys.training.optimizer import AdamW
+from lmsys.training.optimizer import HAS_TRITON, AdamW
 
 # So small that no number of timed steps moves a weight by more than float32 rounds in a gradient: what was right in any
 # timed call is made by the weights as they are when it is judged.
 LEARNING_RATE = 1e-12
+CHECKED_UPDATES = 2  # before any timed call
 COLD_ROUNDS = 10  # timed steps of the warm-up study
 GRAPH_BUDGET = 4 * torch.finfo(torch.bfloat16).eps  # of a gradient's size: additions have no fixed order
 
 
 class GraphFault(ValueError):
     """A graph's gradients are not those of the same kernels, launched one by one."""
+
+    failure = property(lambda self: ("wrong", str(self)))
+
+
+class UpdateFault(ValueError):
+    """An update on extreme gradients is not the formula's."""
 
     failure = property(lambda self: ("wrong", str(self)))
 
@@ -121,9 +130,19 @@ class Rig:
             "forward": Step(lambda _: self.forward(case), before=lambda: self.forward(case)),
             "train_forward": Step(lambda _: train(), before=train),
             "backward": Step(lambda made: made.backward(), prepare=lambda: self.loss(case)),
-            "optimizer": Step(lambda _: self.update(case), prepare=lambda: self.loss(case).backward()),
+            "optimizer": Step(lambda _: self.update(case), prepare=lambda: self._make_gradients(case)),
             "step": Step(lambda _: whole(), before=whole),
         }[case.mode]
+
+    def _make_gradients(self, case: ModelTest) -> None:
+        """Those of the loss, but in a few rows that a draw has chosen: these are extreme."""
+        self.loss(case).backward()
+        if self._watch is not None:
+            self._watch.plant(self._extremes(case), self.scaler.get_scale())
+
+    def _extremes(self, case: ModelTest) -> Sequence[float]:
+        """The values that the case's optimizer must hold: on a GPU torch's does not hold all that ours does."""
+        return planted(held_by_torch=self.device == "cuda" and (case.peer or not HAS_TRITON))
 
     def _redraw(self, case: ModelTest, draw: int) -> None:
         self.draws.fill(draw)
@@ -141,7 +160,9 @@ class Rig:
         if case.mode not in UPDATES:
             return self.spots.gradients(key, self.scaler.get_scale())
         assert self._watch is not None
-        return self.spots.gradients(key, 1.0) | {UPDATE: self._watch.done(self.optimizers[case.peer])}
+        update = self._watch.done(self.optimizers[case.peer])
+        self._watch.put_back()
+        return self.spots.gradients(key, 1.0) | {UPDATE: update}
 
     def judge(self, case: ModelTest, kept: Kept) -> Mapping[str, float]:
         self.base.zero_grad(set_to_none=True)  # makes room
@@ -155,7 +176,7 @@ class Rig:
         """Seconds of the case's first call, with nothing else live and nothing left afterwards, even where it fails.
 
         Blocks are not compiled again, but where the gate's shape was smaller; what is compiled whole is. GraphFault
-        where a graph is wrong.
+        where a graph is wrong, UpdateFault where an update on extreme gradients is.
         """
         self.clear()
         try:
@@ -163,6 +184,8 @@ class Rig:
             step.run(step.prepare())
             synchronize(self.device)
             seconds = time.perf_counter() - start
+            if case.mode in UPDATES:
+                self.check_update(case)
             del step  # with the memory of its graph
             if case.replayed:
                 self.check_graph(case)
@@ -178,6 +201,20 @@ class Rig:
         worst = max(norm_rms(p.grad - x) / norm_rms(x) for p, x in pairs)
         if not worst <= GRAPH_BUDGET:
             raise GraphFault(f"a gradient of the graph is off by {worst:.2g} of its size")
+
+    def check_update(self, case: ModelTest) -> None:
+        """The first two steps of an optimizer, with extreme gradients in rows of a matrix; all others are as they are.
+
+        UpdateFault where they are not the formula's.
+        """
+        self.optimizers.pop(case.peer, None)
+        for draw in range(CHECKED_UPDATES):
+            watch = Watch.of(self.spots.parameters, NUM_ROWS, draw, self.optimizers.get(case.peer))
+            watch.plant(self._extremes(case), self.scaler.get_scale())
+            self.update(case)
+            _, wrong = verdict(watch.done(self.optimizers[case.peer]).ratios(), "before any timed call")
+            if wrong:
+                raise UpdateFault(wrong[1])
 
     def memory_of(self, case: ModelTest) -> tuple[int, int]:
         """Bytes live before what is timed (weights, gradients, optimizer state), and the peak above all that was."""

@@ -5,8 +5,9 @@
                    its own logits, which are looked at
     backward       gradients: the embeddings of such tokens, through all blocks; where the batch is not too much work
                    for a reference, rows of the matrices of one block and of the head, to which all sequences add
-    optimizer      these gradients, and what the update has made of some weights and their moments
-    step           the same
+    optimizer      these gradients, and what the update has made of some weights and their moments: in a few of their
+                   rows the gradient is extreme (update.py), planted once the backward has made it
+    step           these gradients, and the update as the backward's gradients give it
 
 Half of the tokens are drawn among the first ones, most of them: there attention's share in what follows is largest. The
 embedding of a token that only one sequence holds has its gradient from that sequence alone: no other is run for it.

@@ -1,7 +1,8 @@
-"""A kernel and a strategy to begin with: right, plain and slow. Put yours in their place.
+"""A kernel, a strategy and an optimizer to begin with: right, plain and slow. Put yours in their place.
 
 cp docs/examples/mine.py .
 python -m lmsys.check mine.py:my_attention
+python -m lmsys.check mine.py:MyAdamW
 """
 
 import torch
@@ -35,3 +36,25 @@ class MyDDP(torch.nn.Module):
             if parameter.grad is not None:
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= dist.get_world_size()
+
+
+class MyAdamW(torch.optim.Optimizer):
+    """AdamW: Loshchilov & Hutter, arXiv 1711.05101, Algorithm 2, as torch has it."""
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            (beta1, beta2), lr = group["betas"], group["lr"]
+            for p in [p for p in group["params"] if p.grad is not None]:
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                state["step"] += 1
+                state["exp_avg"].lerp_(p.grad, 1 - beta1)
+                state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+                root = state["exp_avg_sq"].sqrt() / (1 - beta2 ** state["step"]) ** 0.5
+                p.mul_(1 - lr * group["weight_decay"])
+                p.addcdiv_(state["exp_avg"], root + group["eps"], value=-lr / (1 - beta1 ** state["step"]))

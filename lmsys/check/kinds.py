@@ -40,7 +40,7 @@ def _kind(name: str, table: Table | None = None) -> Kind:
     return Kind(name, f"lmsys.check.{name}", table or Table(name, []))
 
 
-KINDS = {one.name: one for one in (_kind("attention", ATTENTION), _kind("strategy", STRATEGIES))}
+KINDS = {one.name: one for one in (_kind("attention", ATTENTION), _kind("strategy", STRATEGIES), _kind("optimizer"))}
 
 
 def find(target: str, kind: str | None) -> tuple[Kind, Entry]:
@@ -57,6 +57,8 @@ def find(target: str, kind: str | None) -> tuple[Kind, Entry]:
 
 def kind_of(implementation: Any) -> str:
     """The kind that an implementation looks like, by its class or the names of its parameters."""
+    if inspect.isclass(implementation) and issubclass(implementation, torch.optim.Optimizer):
+        return "optimizer"
     if inspect.isclass(implementation) and not issubclass(implementation, torch.autograd.Function):
         return "strategy"
     return "attention"

@@ -64,7 +64,7 @@ def _update(
     if FACTOR is not None:
         g *= tl.load(FACTOR)
     m = beta1 * m + rest1 * g
-    v = beta2 * v + rest2 * (g * g)
+    v = beta2 * v + (rest2 * g) * g  # in this order: the square of 1e20 is beyond float32, 0.001 of it is not
     p -= decay * p
     p -= tl.div_rn(rate * m, tl.sqrt_rn(v) * root + eps)
     tl.store(p_at, p, mask=mask)

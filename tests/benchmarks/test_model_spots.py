@@ -22,6 +22,7 @@ from benchmarks.model.reference import EMBEDDINGS, HEAD, Reference
 from benchmarks.model.rig import Rig
 from benchmarks.models import LLAMA
 from lmsys.attention.naive import naive
+from lmsys.extremes import optimizer as extremes
 from lmsys.measure.compare import Kept
 from lmsys.model.loss import linear_cross_entropy
 from lmsys.training.optimizer import AdamW
@@ -126,6 +127,7 @@ def test_a_right_call_is_within_its_budget_whatever_is_looked_at(row: str, preci
     for mode in ("backward", "optimizer", "step"):
         assert {EMBEDDINGS, HEAD} <= looked_at[mode] and sum("attn" in one for one in looked_at[mode]) >= 4
         assert any("exp_avg_sq" in one for one in looked_at[mode]) == (mode in spots.UPDATES)
+        assert any("where the gradient is 7.4e+19" in one for one in looked_at[mode]) == (mode == "optimizer")
 
 
 Row = Callable[..., Tensor]
@@ -256,6 +258,56 @@ def test_an_update_that_is_none_is_refused(mode: str, optimizer: Any, monkeypatc
     monkeypatch.setattr(rigs, "AdamW", optimizer)
     one = record_of(mode=(mode,))
     assert one["outcome"] == "wrong" and "exp_avg" in one["reason"]
+
+
+class OverflowsOnHuge(AdamW):
+    """Squares gradients before it scales them: right, but for gradients of 1e20."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            if self.overflows():
+                self.state[p]["exp_avg_sq"][p.grad.square().isinf()] = torch.inf
+
+    def overflows(self) -> bool:
+        return True
+
+
+class OverflowsWhileTimed(OverflowsOnHuge):
+    def overflows(self) -> bool:
+        return timed()
+
+
+@pytest.mark.parametrize(("mode", "optimizer", "when"), [
+    ("optimizer", OverflowsOnHuge, "before any timed call"),
+    ("step", OverflowsOnHuge, "before any timed call"),
+    ("optimizer", OverflowsWhileTimed, "in timed call"),
+])  # fmt: skip
+def test_an_update_that_overflows_on_huge_gradients_is_refused(
+    mode: str, optimizer: Any, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rigs, "AdamW", optimizer)
+    one = record_of(mode=(mode,))
+    assert one["outcome"] == "wrong" and when in one["reason"], one["reason"]
+    assert "exp_avg_sq of" in one["reason"] and "where the gradient is 7.4e+19" in one["reason"]
+
+
+def test_planted_gradients_are_put_back_before_gradients_are_judged() -> None:
+    for precision in ("fp32", "fp16"):
+        (case,) = cases(mode=("optimizer",), precision=(precision,))
+        rig = Rig(case, seed=0)
+        step = rig.step_of(case)
+        step.redraw(3)
+        step.run(step.prepare())
+        watch = rig._watch
+        assert watch is not None and watch.parameter.grad is not None
+        planted = watch.parameter.grad[watch.rows[:3]]
+        assert torch.equal(planted, torch.tensor(extremes.planted(False))[:, None].expand_as(planted))
+        step.keep(None, 5)
+        kept = watch.parameter.grad.clone()
+        rig.draws.fill(3)
+        rig.loss(case).backward()
+        torch.testing.assert_close(kept, watch.parameter.grad / rig.scaler.get_scale(), rtol=1e-6, atol=0)
 
 
 class Graph:

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lmsys.extremes.optimizer import SIZES, extreme
 from lmsys.testing import error_ratio
 from lmsys.training.optimizer import (
     HAS_TRITON,
@@ -137,6 +138,35 @@ def load(resumed: torch.optim.Optimizer, half: torch.optim.Optimizer, state_dict
     resumed.load_state_dict(state_dict)
     for p, q in zip(parameters_of(resumed), parameters_of(half), strict=True):
         p.data.copy_(q.data)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_extreme_gradients_give_the_steps_that_they_give_torch_on_a_cpu(size: str, device: str) -> None:
+    """By the kernel of adamw_triton.py too, where it can run. Rows are judged alone, so that none hides another."""
+    case = Case([[((8, 3), torch.float32)]], [{"lr": 0.1}], num_steps=3, missing=0, seed=1)
+    ours, kernel = (replace(case, device=where).build(AdamW) for where in ("cpu", device))
+    plain, wide = case.build(torch.optim.AdamW, foreach=False), replace(case, wide=True).build(torch.optim.AdamW)
+    for step in range(case.num_steps):
+        for optimizer in (ours, kernel, plain, wide):
+            case.set_grads(optimizer, step)
+            for p in parameters_of(optimizer):
+                p.grad = extreme(p.grad.cpu(), size).to(p)
+        for optimizer in (ours, plain, wide):
+            optimizer.step()
+        for bundle in kernel._plan(0) if HAS_TRITON else ():
+            _triton_step(bundle, kernel.param_groups[0], None, None, None)
+    for optimizer in (ours, kernel) if HAS_TRITON else (ours,):
+        (p,), (low,), (ref,) = map(parameters_of, (optimizer, plain, wide))
+        for name in STATE[1:]:
+            rows = zip(optimizer.state[p][name].cpu(), plain.state[low][name], wide.state[ref][name], strict=True)
+            assert all(_in_units(row, low, ref) <= 1 for row, low, ref in rows), name
+        assert all(error_ratio(*row) <= 1 for row in zip(p.detach().cpu(), ref.detach(), low.detach(), strict=True))
+
+
+def _in_units(found: Tensor, plain: Tensor, wide: Tensor) -> float:
+    """The error over its budget, in units of the largest value, or of the smallest normal number where that is less."""
+    unit = max(wide.abs().max().item(), torch.finfo(torch.float32).tiny)
+    return error_ratio(found.double() / unit, wide / unit, (plain.double() / unit).float())
 
 
 @given(cases)

@@ -1,0 +1,185 @@
+"""The runs that an optimizer is asked for, and running them."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lmsys import draws
+from lmsys.check.optimizer_claims import DEFAULTS, Claim
+from lmsys.check.optimizer_formula import Run, Settings, Trace
+from lmsys.extremes.optimizer import SIZES, extreme
+
+SHAPES = (8, 16), (8, 16), (24,)
+MASTER_STEPS, MASTER_LR = 96, 0.75 * 2.0**-8  # bfloat16 rounds such a step of weights of 1 to 2 away; all make 0.28
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A run by what it is about.
+
+    groups   by group: its parameters
+    given    by group, settings in place of DEFAULTS
+    changes  by step: settings that all groups have from then on
+    missing  by step: the parameters without a gradient
+    reloads  the steps before which the state is saved and loaded
+    sizes    by step: the size of its gradients, as `lmsys.extremes.optimizer` has it; others are drawn near-normal
+    masters  asks for float32 masters
+    in_place  a step may change gradients
+    """
+
+    about: str
+    steps: int
+    given: tuple[Mapping[str, Any], ...] = ({},)
+    groups: tuple[tuple[int, ...], ...] = ((0, 1, 2),)
+    changes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    missing: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    reloads: frozenset[int] = frozenset()
+    sizes: Mapping[int, str] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    masters: bool = False
+    in_place: bool = False
+
+    def why_not(self, claim: Claim) -> str | None:
+        """None, or why an optimizer with this claim is not asked."""
+        needed = {name for settings in (*self.given, *self.changes.values()) for name in settings}
+        if lacking := sorted(needed - claim.settings):
+            return f"it takes no {', '.join(lacking)}"
+        if self.masters and claim.masters is None:
+            return "it claims no float32 masters: its bfloat16 weights round as torch's do"
+        return None
+
+
+def asked_of(claim: Claim) -> Iterator[Asked]:
+    """From the first step to the rarest inputs."""
+    memory, decay = _usual(claim)
+    yield Asked("several steps", 6)
+    if claim.algorithm == "SGD":
+        without, with_momentum = {"weight_decay": 0.5}, memory | {"weight_decay": 0.5}
+        yield Asked("weight decay, without and with momentum", 4, (without, with_momentum), ((0,), (1, 2)))
+        yield Asked("momentum", 6, ({"momentum": 0.9},))
+        yield Asked("momentum and dampening", 6, ({"momentum": 0.9, "dampening": 0.5},))
+        # torch's own foreach SGD adds the momentum to the gradients themselves here (torch 2.13).
+        yield Asked("nesterov", 6, ({"momentum": 0.9, "nesterov": True},), in_place=True)
+    else:
+        yield Asked("weight decay", 4, ({"weight_decay": 0.5},))
+        yield Asked("a large eps", 4, ({"eps": 0.5},))
+        yield Asked("other betas", 4, ({"betas": (0.5, 0.8)},))
+    kept = memory | decay
+    apart = {"lr": 0.1, **kept}, {"lr": 0.025, **({"weight_decay": 0.0} if decay else {})}
+    yield Asked("two param groups, of different settings", 4, apart, ((0,), (1, 2)))
+    missing = {0: frozenset({1, 2}), 1: frozenset({2}), 3: frozenset({0})}
+    yield Asked("parameters without a gradient in some steps", 6, (kept,), missing=missing)
+    yield Asked("lr changed between steps", 6, (kept,), changes={2: {"lr": 0.05}, 4: {"lr": 0.2}})
+    if decay:
+        both = {"lr": 0.05, "weight_decay": 0.125}
+        yield Asked("lr and weight decay changed between steps", 4, (kept,), changes={2: both})
+    yield Asked("saved and loaded between steps", 6, (kept,), changes={1: {"lr": 0.05}}, reloads=frozenset({3, 4}))
+    yield Asked("several steps", 6, (kept,), dtype=torch.bfloat16)
+    yield Asked("saved and loaded between steps", 6, (kept,), reloads=frozenset({3}), dtype=torch.bfloat16)
+    yield from _of_extremes(decay)
+    yield from _of_masters()
+
+
+def _usual(claim: Claim) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings with which state counts, and weight decay: those of both that the optimizer takes."""
+    memory: dict[str, Any] = {"momentum": 0.9} if claim.algorithm == "SGD" else {"betas": (0.8, 0.95)}
+    decay: dict[str, Any] = {"weight_decay": 0.5}
+    memory, decay = ({name: x for name, x in asked.items() if name in claim.settings} for asked in (memory, decay))
+    return memory, decay
+
+
+def _of_extremes(decay: Mapping[str, Any]) -> Iterator[Asked]:
+    words = "gradients of zero", "tiny gradients", "huge gradients", "rows of zero, tiny, huge and ordinary gradients"
+    for size, about in zip(SIZES, words, strict=True):
+        yield Asked(f"{about}, the first step", 1, sizes={0: size})
+        yield Asked(f"{about}, after others", 6, (decay,), sizes={2: size, 3: size})
+
+
+def _of_masters() -> Iterator[Asked]:
+    tiny, dtype = ({"lr": MASTER_LR},), torch.bfloat16
+    yield Asked("float32 masters, many tiny steps", MASTER_STEPS, tiny, dtype=dtype, masters=True)
+    before_each = frozenset(range(1, MASTER_STEPS))
+    about = "float32 masters, saved and loaded before each of many tiny steps"
+    yield Asked(about, MASTER_STEPS, tiny, reloads=before_each, dtype=dtype, masters=True)
+
+
+def run_of(asked: Asked, seed: int, device: str) -> Run:
+    """Its parameters, settings and gradients: the same bits on any machine."""
+
+    def drawn(name: str) -> list[Tensor]:
+        keys = [draws.key(seed, f"{name} {i}") for i in range(len(SHAPES))]
+        pairs = zip(keys, SHAPES, strict=True)
+        return [draws.values(key, 0, torch.Size(shape).numel()).view(shape).to(device) for key, shape in pairs]
+
+    parameters = drawn("parameter")
+    if asked.masters:  # 1.4 to 1.6: bfloat16 rounds a step away from the first to the last
+        parameters = [1.5 + p / 32 for p in parameters]
+    now: list[Settings] = [{**DEFAULTS, **given} for given in asked.given]
+    settings, gradients = [], []
+    for step in range(asked.steps):
+        now = [{**before, **asked.changes.get(step, {})} for before in now]
+        settings.append(now)
+        # Those of masters do not change, so that tiny steps add up.
+        of_step = [g.to(asked.dtype) for g in drawn("gradient" if asked.masters else f"gradient of step {step}")]
+        if step in asked.sizes:
+            of_step = [extreme(g, asked.sizes[step]) for g in of_step]
+        gradients.append([None if i in asked.missing.get(step, ()) else g for i, g in enumerate(of_step)])
+    parameters = [p.to(asked.dtype) for p in parameters]
+    return Run(parameters, asked.groups, settings, gradients, asked.reloads, DEFAULTS)
+
+
+def ignored(step: int, parameter: int) -> None:
+    """A changed gradient that is nobody's affair."""
+
+
+def trace_of(
+    make: Callable[..., Optimizer],
+    claim: Claim,
+    run: Run,
+    begins: Trace | None = None,
+    changed: Callable[[int, int], None] = ignored,
+) -> Trace:
+    """The parameters after each step of an optimizer.
+
+    changed  is called with the step and the parameter where a step has changed a gradient
+    begins  by step, by parameter: the values that the step begins from; None: those that it has left itself
+    """
+    parameters = [torch.nn.Parameter(p.clone()) for p in run.parameters]
+    optimizer = _made(make, claim, run, parameters, run.settings[0])
+    traced: Trace = []
+    for step, gradients in enumerate(run.gradients):
+        if step in run.reloads:
+            state = copy.deepcopy(optimizer.state_dict())
+            parameters = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
+            optimizer = _made(make, claim, run, parameters, [run.constructed] * len(run.groups))
+            optimizer.load_state_dict(state)
+        if step > 0 and run.settings[step] != run.settings[step - 1]:
+            for group, settings in zip(optimizer.param_groups, run.settings[step], strict=True):
+                group.update({name: x for name, x in settings.items() if name in claim.settings})
+        for i, p in enumerate(parameters):
+            gradient = gradients[i]
+            p.grad = None if gradient is None else gradient.clone()
+            if begins is not None:
+                p.data.copy_(begins[step][i])
+        optimizer.step()
+        for i, (p, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+            if gradient is not None and (p.grad is None or not torch.equal(p.grad, gradient)):
+                changed(step, i)
+        traced.append([p.detach().clone() for p in parameters])
+    return traced
+
+
+def _made(
+    make: Any, claim: Claim, run: Run, parameters: list[torch.nn.Parameter], settings: Sequence[Settings]
+) -> Optimizer:
+    taken = [{name: x for name, x in given.items() if name in claim.settings} for given in settings]
+    pairs = zip(run.groups, taken, strict=True)
+    groups = [{"params": [parameters[i] for i in members], **of_group} for members, of_group in pairs]
+    masters = (claim.masters or {}) if parameters[0].dtype == torch.bfloat16 else {}
+    optimizer: Optimizer = make(groups, **taken[0], **masters)
+    return optimizer

@@ -1,0 +1,121 @@
+"""`python -m lmsys.check` of optimizers: published faults are refused and named, and no right one is accused."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lmsys.check.kinds import kind_of
+from lmsys.check.optimizer import questions
+from lmsys.check.optimizer_claims import claim_of
+from lmsys.check.optimizer_formula import Formula, Trace
+from lmsys.check.optimizer_mistakes import RULES, mistakes
+from lmsys.check.optimizer_runs import asked_of, run_of, trace_of
+from lmsys.check.question import Fault, Options, Question
+from lmsys.extremes.optimizer import HUGE, LARGE, TINY, extreme, plant, planted
+from lmsys.registry import Entry
+from tests.museum import optimizer as museum
+from tests.museum.exhibit import EXHIBITS, Exhibit
+
+FAULTS = [one for one in EXHIBITS if one.kind == "optimizer"]
+
+
+def answers(entry: Entry) -> Iterator[tuple[Question, Fault | None]]:
+    return ((question, question.judge()) for question in questions(entry, Options(seed=1)) if question.reason is None)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda one: one.name)
+def test_a_published_fault_is_refused_and_named(fault: Exhibit) -> None:
+    wrong = next(answer for _, answer in answers(fault.entry) if answer is not None)
+    assert fault.mistake is not None and wrong.mistake is not None, wrong.text
+    assert fault.mistake in wrong.mistake and wrong.mistake in wrong.text
+
+
+@pytest.mark.parametrize("entry", museum.HONEST, ids=lambda one: one.name)
+def test_a_right_one_is_never_accused(entry: Entry) -> None:
+    judged = list(answers(entry))
+    assert [answer for _, answer in judged if answer is not None] == []
+    assert sum(question.extreme for question, _ in judged) == 8
+
+
+@pytest.mark.parametrize("name", ["HalfEpsAdam", "OverflowingSquareAdam"])
+def test_some_are_seen_by_extreme_gradients_alone(name: str) -> None:
+    (fault,) = (one for one in FAULTS if one.name == name)
+    seen = {question.extreme for question, answer in answers(fault.entry) if answer is not None}
+    assert seen == {True}
+
+
+@pytest.mark.parametrize("algorithm", ["AdamW", "Adam", "SGD"])
+def test_the_formula_is_that_of_torch(algorithm: str) -> None:
+    claim = claim_of(getattr(torch.optim, algorithm))
+    for asked in asked_of(claim):
+        if asked.dtype == torch.float32 and asked.why_not(claim) is None:
+            run = run_of(asked, 3, "cpu")
+            made = trace_of(claim.plain, claim, run)
+            for found, exact in zip(made, Formula(RULES[algorithm]).trace(run), strict=True):
+                for p, right in zip(found, exact, strict=True):
+                    torch.testing.assert_close(p.double(), right, rtol=2e-5, atol=2e-6, msg=asked.about)
+
+
+@pytest.mark.parametrize("algorithm", ["AdamW", "Adam", "SGD"])
+def test_every_mistake_shows_in_some_run(algorithm: str) -> None:
+    claim = claim_of(getattr(torch.optim, algorithm))
+    able = [asked for asked in asked_of(claim) if asked.why_not(claim) is None]
+    runs = [run_of(asked, 0, "cpu") for asked in able]
+    rights = [Formula(RULES[algorithm]).trace(run) for run in runs]
+    for words, formula in mistakes(algorithm):
+        shown = (values(formula.trace(run)) != values(right) for run, right in zip(runs, rights, strict=True))
+        assert any(shown), words
+
+
+def values(trace: Trace) -> list[list[float]]:
+    return [p.flatten().tolist() for parameters in trace for p in parameters]
+
+
+def test_what_an_optimizer_is_held_to() -> None:
+    class MyAdamW(torch.optim.AdamW): ...
+
+    class Mine(torch.optim.Adam):
+        def __init__(self, params: object, lr: float = 0.1, **more: object): ...
+
+    class Plain(torch.optim.SGD):
+        def __init__(self, params: object, lr: float = 0.1): ...
+
+    class FancyLion(torch.optim.Adam): ...
+
+    assert claim_of(MyAdamW).algorithm == "AdamW" and "AdamW is in its name" in str(claim_of(MyAdamW))
+    assert claim_of(Mine).algorithm == "Adam" and {"lr", "betas", "eps", "weight_decay"} <= claim_of(Mine).settings
+    assert claim_of(museum.Masters).masters == {"master_weights": True} and claim_of(MyAdamW).masters is None
+    assert claim_of(museum.Sgd).algorithm == "SGD" and kind_of(MyAdamW) == "optimizer"
+    with pytest.raises(ValueError, match="Plain takes lr: neither betas"):
+        claim_of(Plain)
+    with pytest.raises(ValueError, match="FancyLion looks like Lion"):
+        claim_of(FancyLion)
+
+
+def test_settings_that_it_does_not_take_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnlyRateSGD(torch.optim.SGD):
+        def __init__(self, params: object, lr: float = 0.1):
+            super().__init__(params, lr=lr)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(museum, "OnlyRateSGD", OnlyRateSGD, raising=False)
+    entry = Entry("OnlyRateSGD", "tests.museum.optimizer:OnlyRateSGD")
+    reasons = {question.reason for question in questions(entry, Options())}
+    assert {"it takes no weight_decay", "it takes no momentum, nesterov", None} <= reasons
+    assert all(answer is None for _, answer in answers(entry))
+
+
+def test_extreme_gradients_are_exact() -> None:
+    drawn = torch.randn(8, 3)
+    for size, factor in (("zero", 0.0), ("tiny", TINY), ("huge", HUGE)):
+        assert torch.equal(extreme(drawn, size).double(), drawn.double() * factor)
+    mixed = extreme(drawn, "mixed")
+    assert (
+        mixed[::4].eq(0).all()
+        and torch.equal(mixed[2::4], drawn[2::4] * HUGE)
+        and torch.equal(mixed[3::4], drawn[3::4])
+    )
+    held = drawn.clone()
+    plant(held, [4, 1, 6], planted(held_by_torch=True), scale=2.0)
+    assert held[[4, 1, 6]].tolist() == [[0.0] * 3, [2 * TINY] * 3, [2 * LARGE] * 3]
+    assert torch.equal(held[[0, 2, 3, 5, 7]], drawn[[0, 2, 3, 5, 7]])

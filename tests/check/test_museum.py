@@ -1,0 +1,146 @@
+"""The museum: its page has every exhibit, and the rules of other gates see what they should."""
+
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+from lmsys.check.question import Fault
+from lmsys.registry import Entry
+from tests.museum import mini
+from tests.museum.__main__ import PAGE, main
+from tests.museum.exhibit import Exhibit
+from tests.museum.families import exhibits, honest
+from tests.museum.gates import GATES, Subject, seen_by, subject
+from tests.museum.ranks import Ranks
+from tests.museum.table import Row, Verdict, asked, markdown, written
+
+ALL = exhibits()
+
+
+def test_the_page_has_every_exhibit() -> None:
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    for exhibit in ALL:
+        (line,) = (line for line in lines if line.startswith(f"| `{exhibit.name}` ({exhibit.kind.replace('_', ' ')})"))
+        assert exhibit.reference in line and exhibit.symptom.replace("|", "\\|") in line
+        assert "not refused" not in line
+    assert not any("accused**" in line for line in PAGE.read_text().splitlines())
+
+
+def test_every_exhibit_has_a_name_and_a_reference_of_its_own() -> None:
+    assert len({(exhibit.kind, exhibit.name) for exhibit in ALL}) == len(ALL)
+    assert all(re.fullmatch(r"[\w.-]+/[\w.-]+#\d+|[\w.-]+/[\w.-]+/.+", exhibit.reference) for exhibit in ALL)
+    assert {"optimizer"} <= {kind for kind, _ in honest()}
+
+
+def of(change: float, share: float = 1.0, seeds: range = range(10_000), losses: float = 0.0) -> Subject:
+    """Ones, and a share of them changed, on draws of some seeds."""
+
+    def pair(seed: int) -> tuple[list[Tensor], list[Tensor]]:
+        made = torch.ones(1000)
+        made[: int(share * 1000)] += change if seed in seeds else 0.0
+        return [made], [torch.ones(1000)]
+
+    return Subject(pair, lambda: ([3.0, 2.0 * (1 + losses)], [3.0, 2.0]))
+
+
+@pytest.mark.parametrize(
+    ("fault", "seen"),
+    [
+        (of(0.0), []),
+        (of(5e-4), []),
+        (of(5e-3), ["new seeds"]),
+        (of(0.5), ["allclose 1e-2", "99 % within", "new seeds", "cosine"]),
+        (of(0.5, share=0.005), ["allclose 1e-2", "new seeds"]),
+        (of(0.5, share=0.02), ["allclose 1e-2", "99 % within", "new seeds", "cosine"]),
+        (of(0.5, seeds=range(7, 8)), ["99 % within"]),
+        (of(0.5, seeds=range(1, 10_000)), ["99 % within", "new seeds"]),
+        (of(float("nan"), share=0.001), ["allclose 1e-2", "new seeds", "cosine"]),
+        (of(0.0, losses=1e-4), ["loss curve"]),
+        (of(0.0, losses=1e-5), []),
+        (Subject(lambda seed: None, lambda: None), [*GATES]),
+    ],
+)
+def test_what_the_rules_of_other_gates_see(fault: Subject, seen: list[str]) -> None:
+    assert [*seen_by(fault)] == seen
+
+
+def twice(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return 2 * mini.norm(x, weight, eps)
+
+
+def slightly_more(gate: Tensor, up: Tensor) -> Tensor:
+    return mini.swiglu(gate, up) * (1 + 3e-3)
+
+
+@pytest.mark.parametrize("kind", ["norm", "swiglu", "rotary", "loss"])
+def test_what_is_right_passes_every_rule(kind: str) -> None:
+    assert not [*seen_by(subject(Entry(kind, f"tests.museum.mini:{kind}"), kind, Ranks()))]
+
+
+def test_faults_of_operations_and_optimizers_are_run_as_gates_run_them() -> None:
+    assert [*seen_by(subject(Entry("twice", f"{__name__}:twice"), "norm", Ranks()))] == [*GATES]
+    assert [*seen_by(subject(Entry("more", f"{__name__}:slightly_more"), "swiglu", Ranks()))] == [
+        "new seeds",
+        "loss curve",
+    ]
+    faults = {exhibit.name: exhibit for exhibit in ALL if exhibit.kind == "optimizer"}
+    assert [*seen_by(subject(faults["UnscaledDecayAdamW"].entry, "optimizer", Ranks()))] == ["new seeds", "loss curve"]
+    assert not [*seen_by(subject(faults["HalfEpsAdam"].entry, "optimizer", Ranks()))]
+    with pytest.raises(ValueError, match="kind='tokenizer' must be one of attention, norm"):
+        subject(Entry("any", "any:any"), "tokenizer", Ranks())
+
+
+def test_the_verdict_of_the_check() -> None:
+    faults = {exhibit.name: exhibit for exhibit in ALL if exhibit.kind == "optimizer"}
+    ordinary, extreme = (asked(faults[name].entry, "optimizer") for name in ("NoCorrectionAdam", "HalfEpsAdam"))
+    assert ordinary.fault is not None and not ordinary.extreme_only
+    assert extreme.fault is not None and extreme.extreme_only and extreme.about.startswith("gradients of zero")
+    assert asked(Entry("AdamW", "torch.optim:AdamW"), "optimizer") == Verdict()
+
+
+def test_the_tables() -> None:
+    def row(name: str, kind: str, verdict: Verdict, *seen: str) -> Row:
+        return Row(Exhibit(name, kind, f"any:{name}", "o/r#1", "it is | wrong", "forgotten"), verdict, seen)
+
+    made = [
+        row("A", "optimizer", Verdict(Fault("", "eps is forgotten"), "zero", extreme_only=True), "cosine"),
+        row("B", "optimizer", Verdict(Fault("", "another name"), "any")),
+        row("C", "norm", Verdict()),
+    ]
+    text = markdown(
+        made, [("norm", Entry("mine", "any:mine"), Verdict()), ("norm", Entry("bad", "a:b"), made[0].verdict)]
+    )
+    assert "| optimizer | 2 | 2 | 1 | 1 | 0 | 0 | 0 | 1 | 0 |" in text and "| all | 3 | 2 | 1 | 1 |" in text
+    link = "[o/r#1](https://github.com/o/r/issues/1)"
+    assert (
+        f"| `A` (optimizer) | {link} | it is \\| wrong | eps is forgotten | not seen before | | | | seen | |"
+        in text.replace("  ", " ")
+    )
+    assert "**not refused**" in text and "2 of 2 are refused, and 1 of them are named." in text
+    assert "1 of 2 are accused." in text and "| norm | `bad` | **accused** (zero) |" in text
+    page = written(
+        written("Above.\n\n<!-- python -m tests.museum --write -->\n<!-- the end of what it writes -->\nBelow.\n", "1"),
+        "2",
+    )
+    assert page.startswith("Above.") and page.endswith("Below.\n") and "\n2\n" in page and "\n1\n" not in page
+    with pytest.raises(ValueError, match="once"):
+        written("no marks", "1")
+
+
+@pytest.mark.on_request
+def test_strategies_run_as_gates_run_them() -> None:
+    ranks = Ranks()
+    assert not [*seen_by(subject(Entry("naive", "lmsys.parallel.naive:Naive"), "strategy", ranks))]
+    ranks.close()
+
+
+@pytest.mark.on_request
+def test_every_fault_is_refused_and_no_right_row_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page may differ in what other gates see of a race."""
+    monkeypatch.setattr("tests.museum.__main__.poison", lambda replace: None)  # it would last
+    assert main(["--markdown"]) == 0
+    assert capsys.readouterr().out.count("\n| `") >= len(ALL)

@@ -1,0 +1,39 @@
+"""Every exhibit, and every honest row, of all families of the museum."""
+
+import importlib
+from pathlib import Path
+
+from lmsys.registry import Entry
+from tests.museum.exhibit import EXHIBITS, Exhibit
+
+HONEST_OF = {  # by family and list of honest rows: their kind
+    ("attention", "HONEST"): "attention",
+    ("loss", "HONEST"): "loss",
+    ("norm", "HONEST"): "norm",
+    ("norm", "HONEST_SWIGLU"): "swiglu",
+    ("rotary", "HONEST"): "rotary",
+    ("optimizer", "HONEST"): "optimizer",
+    ("parallel", "HONEST"): "strategy",
+    ("parallel", "HONEST_OPTIMIZERS"): "sharded_optimizer",
+}
+FAMILIES = [
+    name for name in dict.fromkeys(family for family, _ in HONEST_OF) if (Path(__file__).parent / f"{name}.py").exists()
+]
+
+
+def exhibits(kind: str | None = None) -> list[Exhibit]:
+    """In the order of families, of one kind or of all."""
+    for name in FAMILIES:
+        importlib.import_module(f"tests.museum.{name}")
+    modules = [f"tests.museum.{name}" for name in FAMILIES]
+    ordered = sorted(EXHIBITS, key=lambda exhibit: modules.index(exhibit.target.partition(":")[0]))
+    return [exhibit for exhibit in ordered if kind in (None, exhibit.kind)]
+
+
+def honest(kind: str | None = None) -> list[tuple[str, Entry]]:
+    """(kind, row)."""
+    rows = []
+    for (family, name), of in HONEST_OF.items():
+        if family in FAMILIES and kind in (None, of):
+            rows += [(of, entry) for entry in getattr(importlib.import_module(f"tests.museum.{family}"), name, [])]
+    return rows

@@ -1,0 +1,136 @@
+"""A model of two blocks whose operations can be exchanged, in plain PyTorch: what other gates run a fault in.
+
+Legend: B batch, S tokens of a sequence, D width, H heads, V vocabulary.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lmsys import draws
+
+B, S, D, H, V = 4, 64, 32, 2, 64
+Function = Callable[..., Any]
+
+
+def drawn(seed: int, name: str, *shape: int) -> Tensor:
+    """Near-normal values, the same bits on any machine."""
+    return draws.values(draws.key(seed, name), 0, torch.Size(shape).numel()).view(shape)
+
+
+def tokens_of(seed: int, step: int = 0, rank: int = 0) -> Tensor:
+    """(B, S)."""
+    key = draws.key(seed, f"tokens {step} {rank}")
+    return draws.whole_numbers(key, 0, B * S, V).view(B, S)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def rotary(x: Tensor, positions: Tensor) -> Tensor:
+    """x (..., S, D), positions (S): turns the pairs (0, 1), (2, 3), ..."""
+    half = x.shape[-1] // 2
+    angles = positions[:, None] * 10_000.0 ** (-torch.arange(half, device=x.device) / half)
+    cos, sin, even, odd = angles.cos(), angles.sin(), x[..., ::2], x[..., 1::2]
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits, targets)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """How implementations of a kind are called.
+
+    plain   what PyTorch makes of it
+    inputs  by seed: the arguments of a normal draw
+    call    from the implementation and the arguments: the output; None: f(*arguments)
+    """
+
+    plain: Function
+    inputs: Callable[[int], tuple[Any, ...]]
+    call: Callable[..., Tensor] | None = None
+
+    def output(self, implementation: Function, arguments: tuple[Any, ...]) -> Tensor:
+        return (self.call or _called)(implementation, *arguments)
+
+
+def _called(implementation: Function, *arguments: Any) -> Tensor:
+    result: Tensor = implementation(*arguments)
+    return result
+
+
+def _attended(implementation: Function, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    from lmsys.attention.contract import adapt
+
+    result: Tensor = adapt(implementation)(q, k, v, causal=True)
+    return result
+
+
+OPERATIONS: dict[str, Operation] = {
+    "attention": Operation(
+        attention, lambda seed: tuple(drawn(seed, name, 2, 4, 256, 64) for name in "qkv"), _attended
+    ),
+    "norm": Operation(norm, lambda seed: (drawn(seed, "x", 64, 256), 1 + drawn(seed, "weight", 256) / 8, 1e-5)),
+    "rotary": Operation(rotary, lambda seed: (drawn(seed, "x", 2, 4, 256, 64), torch.arange(256))),
+    "swiglu": Operation(swiglu, lambda seed: (drawn(seed, "gate", 64, 256), drawn(seed, "up", 64, 256))),
+    "loss": Operation(loss, lambda seed: (drawn(seed, "logits", 256, V), tokens_of(seed).flatten())),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, call: Callable[..., Tensor]):
+        super().__init__()
+        self.call = call
+        self.norms = nn.ParameterList([torch.ones(D), torch.ones(D)])
+        self.qkv, self.out = nn.Linear(D, 3 * D, bias=False), nn.Linear(D, D, bias=False)
+        self.up, self.down = nn.Linear(D, 4 * D, bias=False), nn.Linear(2 * D, D, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(self.call("norm", x, self.norms[0], 1e-5)).view(len(x), S, 3, H, D // H).permute(2, 0, 3, 1, 4)
+        q, k = (self.call("rotary", heads[i].contiguous(), torch.arange(S, device=x.device)) for i in (0, 1))
+        o = self.call("attention", q, k, heads[2].contiguous())
+        x = x + self.out(o.transpose(1, 2).reshape(x.shape))
+        gate, up = self.up(self.call("norm", x, self.norms[1], 1e-5)).chunk(2, dim=-1)
+        return x + self.down(self.call("swiglu", gate.contiguous(), up.contiguous()))
+
+
+class MiniModel(nn.Module):
+    """Next-token loss of tokens (B, S). `replaced`: implementations, by kind."""
+
+    def __init__(self, seed: int, replaced: Mapping[str, Function] | None = None):
+        super().__init__()
+        self.replaced = dict(replaced or {})
+        self.embed = nn.Embedding(V, D)
+        self.layers = nn.ModuleList(Block(self._call) for _ in range(2))
+        self.norm = nn.Parameter(torch.ones(D))
+        self.head = nn.Linear(D, V, bias=False)
+        with torch.no_grad():
+            for name, p in self.named_parameters():
+                if p.dim() == 2:
+                    p.copy_(drawn(seed, name, *p.shape) * p.shape[-1] ** -0.5)
+
+    def _call(self, kind: str, *arguments: Any) -> Tensor:
+        operation = OPERATIONS[kind]
+        return operation.output(self.replaced.get(kind, operation.plain), arguments)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(self._call("norm", x, self.norm, 1e-5))
+        return self._call("loss", logits[:, :-1].reshape(-1, V), tokens[:, 1:].reshape(-1))
