@@ -1,0 +1,122 @@
+"""Strategies: trainings of small modules on two ranks, each held to plain SGD in float64 on one process.
+
+The ranks are processes of gloo on a CPU, or GPUs with NCCL where there are two. What is right is the mean over ranks of
+each rank's gradient, as in DistributedDataParallel: with equal batches that is the gradient of the batch of all ranks,
+and a rank with a smaller batch counts as much as the others. Every rank must end with the weights of that training, by
+`lmsys.testing.error_ratio`, and begins with weights of its own, so that rank 0's have to be broadcast.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Self
+
+import torch
+
+from lmsys.check.question import Fault, Options, Question
+from lmsys.check.recorder import Mismatch, PeerFailed
+from lmsys.check.strategy_mistakes import Ask, explain, wrong_parameters
+from lmsys.check.trained import Failure, Result, options_of, plain, prepare, train, why_not
+from lmsys.extremes.strategy import Trial, trials
+from lmsys.parallel.group import WorkerError, WorkerGroup
+from lmsys.registry import Entry
+
+WORLD_SIZE = 2
+START_S, TRIAL_S = 120.0, 15.0  # to start ranks and import what they need; for a training of milliseconds
+
+
+def questions(entry: Entry, options: Options) -> Iterator[Question]:
+    """The trials, from the simplest to the rarest. Ranks start once, and again only where a trial has ended them."""
+    strategy = entry.load()
+    with Ranks(entry, train) as ranks:
+        for trial in trials(WORLD_SIZE, options.seed):
+            if reason := why_not(entry, trial, strategy):
+                yield Question(trial.about, _right, reason=reason, extreme=trial.extreme)
+                continue
+            ask = partial(ranks.ask, options=options_of(strategy, trial))
+            results = ask(trial)
+            if trial.extreme and (failure := refusal(results)):
+                yield Question(trial.about, _right, reason=f"it refuses {trial.about}: {failure.text}", extreme=True)
+                continue
+            judge = partial(fault, ask, trial, results)
+            yield Question(trial.about, judge, f"{trial.about}, {WORLD_SIZE} ranks", extreme=trial.extreme)
+
+
+def _right() -> None:
+    return None
+
+
+class Ranks:
+    """Two ranks that train what they are asked; those that a training has ended are started again."""
+
+    def __init__(self, entry: Entry, function: Callable[..., Result]):
+        self.entry, self.function = entry, function
+        self._numbers, self._group = itertools.count(), self._start()
+
+    def _start(self) -> WorkerGroup:
+        group = WorkerGroup(WORLD_SIZE, timeout_s=START_S)
+        group.run(prepare, self.entry)
+        return group
+
+    def ask(self, trial: Any, options: Any) -> Sequence[Result]:
+        """The results of ranks; of a rank that has died or hangs, its failure."""
+        if self._group.ended:
+            self._group = self._start()
+        try:
+            found: Sequence[Result] = self._group.run(
+                self.function, self.entry, trial, next(self._numbers), options, timeout_s=TRIAL_S
+            )
+            return found
+        except WorkerError as error:
+            return [Result(failure=Failure(error.rank, error.kind, *_said(error)))]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._group.close()
+
+
+def _said(error: WorkerError) -> tuple[str, str]:
+    """The text of a rank's failure, and what it was doing."""
+    first, *trace = str(error).strip().splitlines()
+    named = [line for line in trace if line.startswith((f"{error.kind}:", f"torch.distributed.{error.kind}:"))]
+    doing = first.partition(" failed ")[2].rstrip(":")
+    return (named[-1].partition(": ")[2] if named else first), doing
+
+
+def blamed(results: Sequence[Result]) -> Failure | None:
+    """The failure that others follow from."""
+    failures = [one.failure for one in results if one.failure is not None]
+    first = [one for one in failures if one.kind != PeerFailed.__name__]
+    return next(iter(first or failures), None)
+
+
+def refusal(results: Sequence[Result]) -> Failure | None:
+    """The failure of a strategy that says aloud that it does not take the module."""
+    failure = blamed(results)
+    return failure if failure is not None and failure.refuses else None
+
+
+def fault(ask: Ask, trial: Trial, results: Sequence[Result]) -> Fault | None:
+    """The fault of the ranks' results of a trial; None where there is none."""
+    if failure := blamed(results):
+        if failure.kind == Mismatch.__name__:
+            return Fault(f"  {failure.text}, {failure.doing}", "ranks begin different collectives")
+        return Fault(f"  {failure}")
+    exact, ordinary = (plain(trial, dtype)[-1].weights for dtype in (torch.float64, torch.float32))
+    for rank, one in enumerate(results):
+        if one.state.keys() != exact.keys():
+            other = sorted(one.state.keys() ^ exact.keys())
+            return Fault(f"  the state of rank {rank} is not the module's: it differs in {', '.join(other)}")
+    wrong = wrong_parameters(results, exact, ordinary)
+    if not wrong:
+        return None
+    name = max(wrong, key=lambda one: wrong[one])
+    mistake = explain(ask, trial)
+    lines = [
+        f"  after {trial.steps} step{'s' * (trial.steps > 1)} {len(wrong)} of {len(exact)} tensors are wrong; the"
+        f" largest error is in {name}, {wrong[name]:.3g} times what is allowed",
+        f"  pattern: {mistake}" if mistake else "  no known mistake gives this result",
+    ]
+    return Fault("\n".join(lines), mistake, wrong[name])
