@@ -27,19 +27,25 @@ START_S, TRIAL_S = 120.0, 15.0  # to start ranks and import what they need; for 
 
 def questions(entry: Entry, options: Options) -> Iterator[Question]:
     """The trials, from the simplest to the rarest. Ranks start once, and again only where a trial has ended them."""
+    with Ranks(train) as ranks:
+        yield from asked(ranks, entry, options)
+
+
+def asked(ranks: "Ranks", entry: Entry, options: Options) -> Iterator[Question]:
+    """The questions, by ranks that run already."""
     strategy = entry.load()
-    with Ranks(entry, train) as ranks:
-        for trial in trials(WORLD_SIZE, options.seed):
-            if reason := why_not(entry, trial, strategy):
-                yield Question(trial.about, _right, reason=reason, extreme=trial.extreme)
-                continue
-            ask = partial(ranks.ask, options=options_of(strategy, trial))
-            results = ask(trial)
-            if trial.extreme and (failure := refusal(results)):
-                yield Question(trial.about, _right, reason=f"it refuses {trial.about}: {failure.text}", extreme=True)
-                continue
-            judge = partial(fault, ask, trial, results)
-            yield Question(trial.about, judge, f"{trial.about}, {WORLD_SIZE} ranks", extreme=trial.extreme)
+    for trial in trials(WORLD_SIZE, options.seed):
+        if reason := why_not(entry, trial, strategy):
+            yield Question(trial.about, _right, reason=reason, extreme=trial.extreme)
+            continue
+        ask = partial(ranks.ask, entry, options=options_of(trial))
+        results = ask(trial)
+        if trial.extreme and (failure := refusal(results)):
+            told = f"{trial.about}: it raises {failure.kind}: {failure.text.partition('. ')[0]}"
+            yield Question(trial.about, _right, reason=told, extreme=True)
+            continue
+        judge = partial(fault, ask, trial, results)
+        yield Question(trial.about, judge, f"{trial.about}, {WORLD_SIZE} ranks", extreme=trial.extreme)
 
 
 def _right() -> None:
@@ -47,24 +53,21 @@ def _right() -> None:
 
 
 class Ranks:
-    """Two ranks that train what they are asked; those that a training has ended are started again."""
+    """Two ranks that train what they are asked by `function`; those that a training has ended are started again."""
 
-    def __init__(self, entry: Entry, function: Callable[..., Result]):
-        self.entry, self.function = entry, function
-        self._numbers, self._group = itertools.count(), self._start()
+    def __init__(self, function: Callable[..., Result]):
+        self.function, self._numbers = function, itertools.count()
+        self._group: WorkerGroup | None = None
 
-    def _start(self) -> WorkerGroup:
-        group = WorkerGroup(WORLD_SIZE, timeout_s=START_S)
-        group.run(prepare, self.entry)
-        return group
-
-    def ask(self, trial: Any, options: Any) -> Sequence[Result]:
+    def ask(self, entry: Entry, trial: Any, options: Any = None) -> Sequence[Result]:
         """The results of ranks; of a rank that has died or hangs, its failure."""
-        if self._group.ended:
-            self._group = self._start()
         try:
+            if self._group is None or self._group.ended:
+                self._group = WorkerGroup(WORLD_SIZE, timeout_s=START_S)
+                self._group.run(prepare, entry)
+            number = next(self._numbers)
             found: Sequence[Result] = self._group.run(
-                self.function, self.entry, trial, next(self._numbers), options, timeout_s=TRIAL_S
+                self.function, entry, trial, number, options or {}, timeout_s=TRIAL_S
             )
             return found
         except WorkerError as error:
@@ -74,7 +77,8 @@ class Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._group.close()
+        if self._group is not None:
+            self._group.close()
 
 
 def _said(error: WorkerError) -> tuple[str, str]:

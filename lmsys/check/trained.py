@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lmsys import doing
+from lmsys.check.poison import poison
 from lmsys.check.recorder import Recorder
 from lmsys.extremes.strategy import Probe, Trial, batch, probe
 from lmsys.parallel.adapter import Adapter
-from lmsys.parallel.group import device, is_lost_peer
+from lmsys.parallel.group import STOPPED, device, is_lost_peer
+from lmsys.processes import DIED, TIMEOUT
 from lmsys.registry import Entry
 
 SGD: dict[str, Any] = {"lr": 0.25, "momentum": 0.5}
@@ -41,7 +43,8 @@ class Failure:
         return self.kind in REFUSALS and not is_lost_peer(self.kind, self.text)
 
     def __str__(self) -> str:
-        return f"rank {self.rank} raises {self.kind} {self.doing}: {self.text}"
+        ended = self.kind in (DIED, STOPPED, TIMEOUT)
+        return self.text if ended else f"rank {self.rank} raises {self.kind} {self.doing}: {self.text}"
 
 
 @dataclass(frozen=True)
@@ -54,11 +57,10 @@ class Result:
 
 
 def prepare(entry: Entry) -> None:
-    """Imports what a rank needs, and makes uninitialised memory NaN."""
-    from lmsys.check.poison import poison
-
+    """Imports what a rank needs, torch's compiler for the first optimizer too, and makes uninitialised memory NaN."""
     poison(setattr)
     entry.load()
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], **SGD).step()
 
 
 def train(entry: Entry, trial: Trial, number: int, options: Mapping[str, Any], group: Any = None) -> Result:
@@ -93,8 +95,7 @@ def _trained(
             tokens = batch(trial, step, micro, rank).to(device())
             with nullcontext() if last else strategy.no_sync():
                 doing.now(f"in the forward of step {step + 1}")
-                used = {"rare": rank == 0} if "rare" in trial.parts else {}
-                loss = strategy(tokens, **used) / trial.micro_batches
+                loss = strategy(tokens, **trial.switches(rank, micro)) / trial.micro_batches
                 doing.now(f"in the backward of step {step + 1}")
                 loss.backward()
         doing.now(f"in finish_gradient_synchronization of step {step + 1}")
@@ -115,7 +116,7 @@ def _by_numel(module: Probe) -> dict[int, str]:
     return {p.numel(): name for name, p in module.named_parameters() if counts[p.numel()] == 1}
 
 
-def options_of(strategy: Any, trial: Trial) -> dict[str, Any]:
+def options_of(trial: Trial) -> dict[str, Any]:
     """The options that the trial asks for."""
     return {"bucket_mb": SMALL_MB} if trial.small_buckets else {}
 
@@ -130,9 +131,12 @@ def why_not(entry: Entry, trial: Trial, strategy: Any) -> str | None:
         return "it has no no_sync()"
     if trial.micro_batches > 1 and not entry.trait("accumulates", True):
         return "it does not accumulate"
-    if {"rare", "idle"} & set(trial.parts):
-        return entry.trait("why_not_unused", "") or None
-    return None
+    reason = ""
+    if {"once", "idle", "rare"} & set(trial.parts):
+        reason = entry.trait("why_not_unused", "")
+    if "rare" in trial.parts:
+        reason = reason or entry.trait("why_not_unequal", "")
+    return reason or None
 
 
 @dataclass(frozen=True)
@@ -185,8 +189,8 @@ def _gradients(module: Probe, trial: Trial, step: int) -> tuple[State, State]:
     rows = []
     for rank in range(trial.world_size):
         for micro in range(trial.micro_batches):
-            used = {"rare": rank == 0} if "rare" in trial.parts else {}
-            loss = module(batch(trial, step, micro, rank), **used) / trial.micro_batches
+            tokens = batch(trial, step, micro, rank)
+            loss = module(tokens, **trial.switches(rank, micro)) / trial.micro_batches
             rows.append(torch.autograd.grad(loss, [*named.values()], allow_unused=True))
     shape = trial.world_size, trial.micro_batches
     found, used = State(), State()

@@ -15,7 +15,7 @@ from lmsys import draws
 VOCABULARY, WIDTH, HIDDEN, SEQUENCE = 11, 6, 9, 3
 EXAMPLES, FEW = 4, 1  # in a batch, and in the batch of the last rank where that is smaller
 EXPONENTS = (-66, -33, 0, 33)  # 2**-66 = 1.4e-20, 2**33 = 8.6e+9
-PARTS = ("tied", "twice", "frozen", "rare", "idle", "sizes")
+PARTS = ("tied", "twice", "frozen", "transposed", "once", "rare", "idle", "sizes")
 TIED = {"head.weight": "embed.weight"}
 TWICE = {"again.weight": "shared.weight", "again.bias": "shared.bias"}
 
@@ -24,8 +24,9 @@ TWICE = {"again.weight": "shared.weight", "again.bias": "shared.bias"}
 class Trial:
     """A training on `world_size` ranks.
 
-    parts          of the module, from PARTS: weights `tied`; a layer used `twice`; one `frozen`; one that only rank 0
-                   uses, `rare`; one that none does, `idle`; gradients of many `sizes`
+    parts          of the module, from PARTS: weights `tied`; a layer used `twice`; one `frozen`; one whose weight lies
+                   `transposed` in memory; one that only the first micro-batch uses, `once`, that only rank 0 does,
+                   `rare`, or that none does, `idle`; gradients of many `sizes`
     micro_batches  backwards for each step, all but the last under no_sync()
     uneven         the last rank has FEW examples in a batch, and others EXAMPLES
     small_buckets  the strategy is asked for buckets that hold a part of the module
@@ -47,6 +48,11 @@ class Trial:
         """The names that a second use of a weight has in a module whose uses are `apart`, and the weight's own name."""
         return (TIED if "tied" in self.parts else {}) | (TWICE if "twice" in self.parts else {})
 
+    def switches(self, rank: int, micro_batch: int) -> dict[str, bool]:
+        """The keyword arguments of a rank's forward."""
+        asked = {"rare": rank == 0, "once": micro_batch == 0}
+        return {name: value for name, value in asked.items() if name in self.parts}
+
     def examples(self, rank: int) -> int:
         return FEW if self.uneven and rank == self.world_size - 1 else EXAMPLES
 
@@ -64,6 +70,8 @@ EXTREME = (
     Trial("a smaller batch on one rank", uneven=True, extreme=True),
     Trial("gradients from 1e-20 to 1e+10 in one bucket", ("sizes",), extreme=True),
     Trial("accumulated micro-batches of tied weights", ("tied", "twice"), micro_batches=2, extreme=True),
+    Trial("a weight transposed in memory", ("transposed",), extreme=True),
+    Trial("parameters that only the first micro-batch uses", ("once",), micro_batches=2, extreme=True),
     Trial("parameters that no rank uses", ("idle",), extreme=True),
     Trial("parameters that one rank does not use", ("rare",), extreme=True),
 )
@@ -91,6 +99,11 @@ class Probe(nn.Module):
             self.again = nn.Linear(WIDTH, WIDTH)
         if "frozen" in trial.parts:
             self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        if "transposed" in trial.parts:
+            self.transposed = nn.Linear(WIDTH, HIDDEN, bias=False)
+            self.transposed.weight = nn.Parameter(torch.empty(WIDTH, HIDDEN).t())
+        if "once" in trial.parts:
+            self.once = nn.Linear(WIDTH, WIDTH)
         if "rare" in trial.parts:
             self.rare = nn.Linear(WIDTH, WIDTH)
         if "idle" in trial.parts:
@@ -102,7 +115,7 @@ class Probe(nn.Module):
             self.head.weight = self.embed.weight
         self.register_buffer("scale", torch.empty(WIDTH))
 
-    def forward(self, tokens: Tensor, rare: bool = False) -> Tensor:
+    def forward(self, tokens: Tensor, rare: bool = False, once: bool = False) -> Tensor:
         embedded = self.embed(tokens)  # (B, S, WIDTH)
         x = embedded * self.scale
         for layer in self.layers:
@@ -112,7 +125,11 @@ class Probe(nn.Module):
         if "twice" in self.parts:
             again = getattr(self, "again", self.shared)
             x = x + torch.tanh(again(torch.tanh(self.shared(x))))
-        if rare and "rare" in self.parts:
+        if "transposed" in self.parts:
+            x = x + self.transposed(x)[..., :WIDTH]
+        if once:
+            x = x + self.once(x)
+        if rare:
             x = x + self.rare(x)
         loss = (self.head(x) - tokens.unsqueeze(-1) / VOCABULARY).square().mean()
         if "sizes" in self.parts:
