@@ -7,7 +7,7 @@ and a rank with a smaller batch counts as much as the others. Every rank must en
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -104,23 +104,31 @@ def refusal(results: Sequence[Result]) -> Failure | None:
 
 def fault(ask: Ask, trial: Trial, results: Sequence[Result]) -> Fault | None:
     """The fault of the ranks' results of a trial; None where there is none."""
-    if failure := blamed(results):
-        if failure.kind == Mismatch.__name__:
-            return Fault(f"  {failure.text}, {failure.doing}", "ranks begin different collectives")
-        return Fault(f"  {failure}")
+    if (failure := failed(results)) is not None:
+        return failure
     exact, ordinary = (plain(trial, dtype)[-1].weights for dtype in (torch.float64, torch.float32))
     for rank, one in enumerate(results):
         if one.state.keys() != exact.keys():
             other = sorted(one.state.keys() ^ exact.keys())
             return Fault(f"  the state of rank {rank} is not the module's: it differs in {', '.join(other)}")
     wrong = wrong_parameters(results, exact, ordinary)
-    if not wrong:
-        return None
-    name = max(wrong, key=lambda one: wrong[one])
-    mistake = explain(ask, trial)
+    return wrong_weights(trial, wrong, len(exact), explain(ask, trial)) if wrong else None
+
+
+def failed(results: Sequence[Result]) -> Fault | None:
+    """The fault of ranks that have failed, None where none has."""
+    failure = blamed(results)
+    if failure is not None and failure.kind == Mismatch.__name__:
+        return Fault(f"  {failure.text}, {failure.doing}", "ranks begin different collectives")
+    return None if failure is None else Fault(f"  {failure}")
+
+
+def wrong_weights(trial: Trial, wrong: Mapping[str, float], count: int, mistake: str | None) -> Fault:
+    """The fault of a training that ends with `wrong` weights of `count`, by name their errors over their budgets."""
+    name, steps = max(wrong, key=lambda one: wrong[one]), f"{trial.steps} step{'s' * (trial.steps > 1)}"
     lines = [
-        f"  after {trial.steps} step{'s' * (trial.steps > 1)} {len(wrong)} of {len(exact)} tensors are wrong; the"
-        f" largest error is in {name}, {wrong[name]:.3g} times what is allowed",
+        f"  after {steps} {len(wrong)} of {count} tensors are wrong; the largest error is in {name},"
+        f" {wrong[name]:.3g} times what is allowed",
         f"  pattern: {mistake}" if mistake else "  no known mistake gives this result",
     ]
     return Fault("\n".join(lines), mistake, wrong[name])

@@ -169,9 +169,9 @@ def _beginning(results: Sequence[Result], wrong: Sequence[str], exact: Before) -
     others = [name for name in wrong if name not in exact.grads]
     told = []
     if weights:
-        told.append(f"initial weights are not broadcast from rank 0: {_listed(weights)}")
+        told.append(f"initial weights are not broadcast from rank 0: {listed(weights)}")
     if frozen := [name for name in others if name != "scale"]:
-        told.append(f"initial weights of frozen parameters are not broadcast from rank 0: {_listed(frozen)}")
+        told.append(f"initial weights of frozen parameters are not broadcast from rank 0: {listed(frozen)}")
     if "scale" in others:
         told.append("buffers are not broadcast from rank 0: scale")
     return "; ".join(told)
@@ -182,7 +182,7 @@ def _step(
 ) -> str | None:
     fitting = {name: list(_fitting(trial, results, name, exact, ordinary)) for name in wrong if name in exact.grads}
     if frozen := [name for name in wrong if name not in exact.grads and name not in ("head.weight",)]:
-        return f"what is not to be trained has changed: {_listed(frozen)}"
+        return f"what is not to be trained has changed: {listed(frozen)}"
     left, told = dict(fitting), list[str]()
     while left and any(left.values()):
         counts: dict[str, int] = {}
@@ -197,7 +197,7 @@ def _step(
     if told:
         return "; ".join(told)
     if apart := [name for name in wrong if not all(_same(results[0], one, name) for one in results[1:])]:
-        return f"ranks end with different weights: {_listed(apart)}"
+        return f"ranks end with different weights: {listed(apart)}"
     return None
 
 
@@ -229,13 +229,13 @@ def _stepped(before: Before, name: str, grads: Tensor) -> Tensor:
 
 def _sentence(rule: str, names: Sequence[str], trial: Trial, results: Sequence[Result], exact: Before) -> str:
     if rule.startswith("keeps"):
-        return f"an update is not shared with all ranks: {_listed(names)} {rule}"
+        return f"an update is not shared with all ranks: {listed(names)} {rule}"
     trained = [name for name, used in exact.used.items() if used.any() and name in exact.grads]
     whole = set(names) == set(trained)
     if rule.startswith("of "):
-        subject = "gradients" if whole else f"gradients (of {_listed(names)})"
+        subject = "gradients" if whole else f"gradients (of {listed(names)})"
     else:
-        subject = "gradients" if whole else f"the gradients of {_listed(names)}"
+        subject = "gradients" if whole else f"the gradients of {listed(names)}"
     if "tied" in trial.parts and list(names) == ["embed.weight"] and ("summed" in rule or "twice" in rule):
         subject, rule = "the gradients of the tied weight embed.weight", f"{rule}: it counts once for each name"
     told = f"{subject} {rule}"
@@ -252,5 +252,6 @@ def _same(first: Result, other: Result, name: str) -> bool:
     return torch.equal(first.state[name], other.state[name])
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """The names, or the first of many."""
     return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"

@@ -3,7 +3,7 @@
 import datetime
 import inspect
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,17 +69,26 @@ def train(entry: Entry, trial: Trial, number: int, options: Mapping[str, Any], g
     rank = dist.get_rank(group)
     module = probe(trial, rank).to(device())
     recorder = Recorder(number, group, _by_numel(module))
-    try:
+
+    def training() -> Result:
         with recorder.recording():
-            found = _trained(entry, trial, module, rank, options, recorder)
-            recorder.mark("the end of the training")
+            return _trained(entry, trial, module, rank, options, recorder)
+
+    return guarded(recorder, training)
+
+
+def guarded(recorder: Recorder, training: Callable[[], Result]) -> Result:
+    """The training's result, or its failure, which all ranks have ended with; raised where another rank still waits."""
+    try:
+        found = training()
+        recorder.mark("the end of the training")
         return found
     except Exception as error:
         lines = str(error).strip().splitlines() or ["no message"]
         recorder.fail(error)
         if not recorder.others_end(OTHERS_S):
             raise
-        return Result(failure=Failure(rank, type(error).__name__, lines[0], doing.last()))
+        return Result(failure=Failure(dist.get_rank(recorder.group), type(error).__name__, lines[0], doing.last()))
 
 
 def _trained(
