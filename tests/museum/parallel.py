@@ -1,0 +1,396 @@
+"""Published faults of data-parallel strategies and of sharded optimizers. Ranks import it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lmsys.parallel import STRATEGIES
+from lmsys.registry import Entry
+from tests.museum.exhibit import exhibit
+
+HONEST = [
+    *(STRATEGIES[name] for name in ("naive", "flat", "overlapped", "bucketed", "zero1", "fsdp")),
+    *(STRATEGIES[name] for name in ("torch_ddp", "torch_ddp_tuned", "torch_zero1", "torch_fsdp2", "torch_fsdp2_zero2")),
+    Entry("MyDDP", "docs/examples/mine.py:MyDDP"),
+]
+HONEST_OPTIMIZERS = [
+    Entry("ShardedOptimizer", "lmsys.parallel.sharded_optimizer:ShardedOptimizer"),
+    Entry("ZeroRedundancyOptimizer", "torch.distributed.optim:ZeroRedundancyOptimizer", peer=True),
+]
+
+
+def mean_(x: Tensor) -> None:
+    dist.all_reduce(x)
+    x /= dist.get_world_size()
+
+
+class Container(nn.Module):
+    """A right strategy, one all-reduce for each gradient after the backward; each exhibit changes a line of it."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module, self.synchronizing = module, True
+        for x in self.broadcast():
+            dist.broadcast(x.detach(), src=0)
+        self.named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.prepare()
+
+    def broadcast(self) -> list[Tensor]:
+        return [*self.module.parameters(), *self.module.buffers()]
+
+    def prepare(self) -> None:
+        pass
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.synchronizing = False
+        yield
+        self.synchronizing = True
+
+    def finish_gradient_synchronization(self) -> None:
+        for name, p in self.named.items():
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            self.reduce(name, p.grad)
+
+    def reduce(self, name: str, grad: Tensor) -> None:
+        mean_(grad)
+
+
+@exhibit("strategy", "neuralmagic/sparseml#135", "gradients are world_size times too large", "summed over ranks")
+class Summed(Container):
+    def reduce(self, name: str, grad: Tensor) -> None:
+        dist.all_reduce(grad)
+
+
+@exhibit("strategy", "verl-project/verl-SpeCo#29", "the learning rate is divided by world_size", "twice")
+class DividedTwice(Container):
+    def reduce(self, name: str, grad: Tensor) -> None:
+        grad /= dist.get_world_size()
+        mean_(grad)
+
+
+@exhibit("strategy", "deepspeedai/DeepSpeed#5618", "expert gradients are as many times too large as ranks", "summed")
+class ExpertsSummed(Container):
+    def reduce(self, name: str, grad: Tensor) -> None:
+        dist.all_reduce(grad)
+        if not name.startswith("layers.1."):
+            grad /= dist.get_world_size()
+
+
+@exhibit("strategy", "pytorch/xla#3216", "models that begin apart are never made equal", "initial weights")
+class NeverBroadcast(Container):
+    def broadcast(self) -> list[Tensor]:
+        return list(self.module.buffers())
+
+
+@exhibit("strategy", "pytorch/pytorch#63916", "a buffer that was assigned anew is not synchronized", "buffers")
+class BuffersLeft(Container):
+    def broadcast(self) -> list[Tensor]:
+        return list(self.module.parameters())
+
+
+@exhibit("strategy", "NVIDIA/Megatron-LM#1446", "vectors such as norms drift apart over ranks", "never synchronized")
+class VectorsLeft(Container):
+    def reduce(self, name: str, grad: Tensor) -> None:
+        if grad.dim() > 1:
+            mean_(grad)
+
+
+class Hooked(Container):
+    """A right strategy that begins an all-reduce when a gradient is ready, and waits for all of them."""
+
+    def prepare(self) -> None:
+        self.handles: list[tuple[Any, Tensor]] = []
+        for name, p in self.named.items():
+            p.register_post_accumulate_grad_hook(lambda p, name=name: self.ready(name, p))
+
+    def ready(self, name: str, p: Tensor) -> None:
+        if self.synchronizing:
+            self.handles.append((dist.all_reduce(p.grad, async_op=True), p))
+
+    def finish_gradient_synchronization(self) -> None:
+        for handle, p in self.handles:
+            handle.wait()
+            p.grad /= dist.get_world_size()
+        self.handles = []
+
+
+@exhibit("strategy", "deepspeedai/DeepSpeed#5545", "with overlapped communication losses differ", "nobody waits")
+class NotWaited(Hooked):
+    def finish_gradient_synchronization(self) -> None:
+        self.handles.pop()
+        super().finish_gradient_synchronization()
+
+
+@exhibit("strategy", "deepspeedai/DeepSpeed#5606", "a buffer is filled again while it is sent", None)
+class BufferReused(Container):
+    def finish_gradient_synchronization(self) -> None:
+        buffer, sent = torch.empty(512), []
+        for p in self.named.values():
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            part = buffer[: p.numel()]
+            part.copy_(p.grad.flatten())
+            sent.append((dist.all_reduce(part, async_op=True), part, p))
+        for handle, part, p in sent:
+            handle.wait()
+            p.grad.copy_(part.view_as(p) / dist.get_world_size())
+
+
+@exhibit("strategy", "pytorch/pytorch#51929", "a shared weight is reduced at its first use", "too early")
+class FirstUse(Container):
+    """Reduces what modules' backward hooks see, which for a shared module come before the gradient is whole."""
+
+    def prepare(self) -> None:
+        self.early: dict[str, Tensor] = {}
+        for name, p in self.named.items():
+            if name.startswith("shared."):
+                p.register_hook(lambda grad, name=name: self.early.setdefault(name, grad.clone()))
+                continue
+        if hasattr(self.module, "shared"):
+            self.module.shared.register_full_backward_hook(lambda *_: self.first(self.module.shared))
+
+    def first(self, shared: nn.Module) -> None:
+        for name, p in shared.named_parameters():
+            if name not in self.early and p.grad is not None:
+                self.early[name] = p.grad
+
+    def reduce(self, name: str, grad: Tensor) -> None:
+        mean_(grad)
+
+
+@exhibit("strategy", "modelscope/FunASR#3472", "the first micro-batch is synchronized, and not the last", "first micro")
+class FirstMicroBatch(Container):
+    def prepare(self) -> None:
+        self.count = 0
+        for p in self.named.values():
+            p.register_post_accumulate_grad_hook(lambda p: None if self.count else mean_(p.grad))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().forward(*args, **kwargs)
+        loss.register_hook(lambda grad: None)
+        return loss
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        yield
+        self.count += 1
+
+    def finish_gradient_synchronization(self) -> None:
+        self.count = 0
+
+
+@exhibit("strategy", "NVIDIA/Megatron-LM#7186", "the last micro-batch is all that is left", "last micro-batch alone")
+class LastMicroBatch(Hooked):
+    def prepare(self) -> None:
+        super().prepare()
+        for p in self.named.values():
+            p.register_hook(lambda grad, p=p: p.grad.zero_() * 0 + grad if p.grad is not None else grad)
+
+
+@exhibit("strategy", "pytorch/pytorch#128949", "a bucket with an unused parameter is never reduced", "last bucket")
+class WaitsForUnused(Container):
+    """Buckets of whole layers; one is sent when all of its gradients have come."""
+
+    def finish_gradient_synchronization(self) -> None:
+        complete = [p for name, p in self.named.items() if self.whole(name)]
+        for p in complete:
+            mean_(p.grad)
+
+    def whole(self, name: str) -> bool:
+        first = name.partition(".")[0] in ("embed", "idle")
+        return not first or not hasattr(self.module, "idle")
+
+
+@exhibit("strategy", "deepspeedai/DeepSpeed#2343", "gradients of one layer are added to those of another", "different")
+class OrderOfGradients(Container):
+    """Sends gradients in the order in which they come, which is another on a rank with other data."""
+
+    def finish_gradient_synchronization(self) -> None:
+        order = list(self.named.values())
+        for p in order if dist.get_rank() == 0 else reversed(order):
+            mean_(p.grad)
+
+
+@exhibit("strategy", "horovod/horovod#597", "a rank without a gradient does not join the others' all-reduce", "different")
+class SkipsMissing(Container):
+    def finish_gradient_synchronization(self) -> None:
+        for p in self.named.values():
+            if p.grad is not None:
+                mean_(p.grad)
+
+
+@exhibit("strategy", "NVIDIA/Megatron-LM#4609", "gradients begin at what the buffer held, which is weights", None)
+class BufferNotZeroed(Container):
+    def reduce(self, name: str, grad: Tensor) -> None:
+        mean_(grad)
+        grad += self.named[name].detach()
+
+
+@exhibit("strategy", "NVIDIA/Megatron-LM#6624", "small gradients vanish in a bfloat16 sum", "bfloat16")
+class SumsInBfloat16(Container):
+    def reduce(self, name: str, grad: Tensor) -> None:
+        sent = grad.bfloat16()
+        mean_(sent)
+        grad.copy_(sent)
+
+
+@exhibit("strategy", "NovaSky-AI/SkyRL#1886", "a copy is reduced, and its result is dropped", "never synchronized")
+class ReducesACopy(Container):
+    def broadcast(self) -> list[Tensor]:
+        return []
+
+    def prepare(self) -> None:
+        for x in [*self.module.parameters(), *self.module.buffers()]:
+            sent = x.detach().contiguous()
+            dist.broadcast(sent, src=0)
+            x.detach().copy_(sent)
+
+    def reduce(self, name: str, grad: Tensor) -> None:
+        mean_(grad.contiguous())
+
+
+@exhibit("strategy", "pytorch/pytorch#69031", "what only an earlier micro-batch uses stays local", "never synchronized")
+class OnlyTheLastBackward(Hooked):
+    """Synchronizes what the hooks of the last backward saw."""
+
+
+@exhibit("strategy", "pytorch/pytorch#53160", "a used parameter is taken for an unused one", "lost on the ranks")
+class TakenForUnused(Container):
+    def finish_gradient_synchronization(self) -> None:
+        used = {name: p.grad is not None for name, p in self.named.items()}
+        super().finish_gradient_synchronization()
+        for name, p in self.named.items():
+            p.grad = p.grad if used[name] else None
+
+
+@exhibit("strategy", "pytorch/pytorch#63210", "the first bucket is taken for the last", "summed")
+class FirstTakenForLast(Container):
+    """Divides when the last bucket has come, and takes the first for it."""
+
+    def reduce(self, name: str, grad: Tensor) -> None:
+        dist.all_reduce(grad)
+        if name == "embed.weight":
+            grad /= dist.get_world_size()
+
+
+@exhibit("strategy", "NVIDIA/TransformerEngine#3552", "of a tied weight one use is assigned, not added", "one use")
+class TiedAssigned(Container):
+    """Keeps the gradient of the last use alone, as a buffer that is written where it is to be added to."""
+
+    def forward(self, tokens: Tensor, **kwargs: Any) -> Any:
+        if self.module.head.weight is not self.module.embed.weight:
+            return self.module(tokens, **kwargs)
+        tied = {"head.weight": self.module.head.weight.detach()}
+        return torch.func.functional_call(self.module, tied, (tokens,), kwargs, tie_weights=False)
+
+
+@exhibit("strategy", "NVIDIA/Megatron-LM#663", "a forward reads the weights of the step before", None)
+class StaleGather(Container):
+    """The weights of the embedding arrive one step late."""
+
+    def prepare(self) -> None:
+        self.late = self.module.embed.weight.detach().clone()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        weight = self.module.embed.weight
+        now, weight.data = weight.data, self.late
+        loss = self.module(*args, **kwargs)
+        weight.data, self.late = now, now.clone()
+        return loss
+
+
+def shard(params: list[Any], rank: int) -> list[Any]:
+    """Every world_size-th parameter, of each group."""
+    groups = params if params and isinstance(params[0], dict) else [{"params": params}]
+    size = dist.get_world_size()
+    return [{**group, "params": group["params"][rank::size]} for group in groups]
+
+
+class Sharded(torch.optim.Optimizer):
+    """A right sharded optimizer: each rank steps every world_size-th parameter, and broadcasts it."""
+
+    def __init__(self, params: Any, optimizer_cls: Callable[..., Any], **kwargs: Any):
+        super().__init__(params, kwargs)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.local = optimizer_cls(self.own(), **kwargs)
+
+    def own(self) -> list[dict[str, Any]]:
+        return [{**group, "params": group["params"][self.rank :: self.size]} for group in self.param_groups]
+
+    def step(self, closure: Any = None) -> None:
+        self.options()
+        self.local.step()
+        self.share()
+
+    def options(self) -> None:
+        for group, local in zip(self.param_groups, self.local.param_groups, strict=True):
+            local.update({name: value for name, value in group.items() if name != "params"})
+
+    def share(self) -> None:
+        for group in self.param_groups:
+            for number, p in enumerate(group["params"]):
+                dist.broadcast(p.detach(), src=number % self.size)
+
+
+@exhibit("sharded_optimizer", "facebookresearch/fairscale#58", "a schedule does not reach the optimizer", "is not used")
+class ScheduleLost(Sharded):
+    def options(self) -> None:
+        pass
+
+
+@exhibit("sharded_optimizer", "facebookresearch/fairscale#66", "only the learning rate is in sync", "momentum")
+class OnlyTheLearningRate(Sharded):
+    def options(self) -> None:
+        for group, local in zip(self.param_groups, self.local.param_groups, strict=True):
+            local["lr"] = group["lr"]
+
+
+@exhibit("sharded_optimizer", "pytorch/pytorch#71347", "of groups of parameters only the first counts", "of a group")
+class GroupsLost(Sharded):
+    def own(self) -> list[dict[str, Any]]:
+        return [{"params": group["params"]} for group in super().own()]
+
+    def options(self) -> None:
+        for local in self.local.param_groups:
+            local["lr"] = self.param_groups[0]["lr"]
+            local["momentum"] = self.param_groups[0].get("momentum")
+
+
+@exhibit("sharded_optimizer", "deepspeedai/DeepSpeed#2058", "a part of the parameters is trained", "no rank steps")
+class WrongPartition(Sharded):
+    """A rank's updates go to the partition of its neighbour, and those who own it overwrite them."""
+
+    def share(self) -> None:
+        for group in self.param_groups:
+            for number, p in enumerate(group["params"]):
+                dist.broadcast(p.detach(), src=(number + 1) % self.size)
+
+
+@exhibit("sharded_optimizer", "deepspeedai/DeepSpeed#856", "gradients of other partitions are not cleared", "zero_grad")
+class LeavesGradients(Sharded):
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.local.zero_grad(set_to_none)
+
+
+@exhibit("sharded_optimizer", "karpathy/nanochat#843", "weights are read before they have been gathered", "nobody waits")
+class NobodyWaits(Sharded):
+    def share(self) -> None:
+        for group in self.param_groups:
+            for number, p in enumerate(group["params"]):
+                dist.broadcast(p.detach(), src=number % self.size, async_op=True)
+
+
+@exhibit("sharded_optimizer", "facebookresearch/optimizers#149", "a rank without gradients skips the step", "different")
+class SkipsTheStep(Sharded):
+    def step(self, closure: Any = None) -> None:
+        if any(p.grad is not None for group in self.local.param_groups for p in group["params"]):
+            super().step()
