@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lmsys import doing
+
 PEER_S = 5.0  # for other ranks to come to a collective: after that it begins, whatever they do
 LOOK_S = 2e-4  # between two looks into the store
 KINDS = {  # by the name of torch's method: the collective, and the number of the arguments that it writes
@@ -52,7 +54,8 @@ class Recorder:
 
     trial  a number of its own for each training, the same on all ranks
     group  of the ranks that train
-    calls  in the order in which they began; unwaited: those that nobody has waited for
+    calls  in the order in which they began
+    unwaited  those that nobody has waited for; raced: those whose tensors were written to while they were under way
     """
 
     trial: int
@@ -60,6 +63,7 @@ class Recorder:
     names: dict[int, str] = field(default_factory=dict)  # of parameters, by their number of elements
     calls: list[str] = field(default_factory=list)
     unwaited: dict[int, str] = field(default_factory=dict)
+    raced: list[str] = field(default_factory=list)
     _counts: Counter[str] = field(default_factory=Counter)
     _lock: Any = field(default_factory=threading.Lock)
 
@@ -100,19 +104,38 @@ class Recorder:
             delayed = written is not None and group.name() == "gloo" and _caller_is_a_users()
             if not (delayed and tensors and all(x.is_contiguous() for x in _tensors(args))):
                 return method(group, *args, **kwargs)
-            copies = _copies(args)
-            work = method(group, *copies, **kwargs)
-            number = len(self.calls)
-            self.unwaited[number] = what
-
-            def deliver() -> None:
-                if self.unwaited.pop(number, None) is not None:
-                    for x, copy in zip(tensors, _tensors(copies[written or 0]), strict=True):
-                        x.data.copy_(copy)
-
-            return Delayed(work, deliver)
+            return self._delayed(what, method, group, args, kwargs, tensors, written or 0)
 
         return call
+
+    def _delayed(
+        self,
+        what: str,
+        method: Callable[..., Any],
+        group: Any,
+        args: Any,
+        kwargs: Any,
+        tensors: list[Tensor],
+        written: int,
+    ) -> "Delayed":
+        """Begins the collective on copies. What arrives where the tensors were written to meanwhile is NaN: it could be
+        anything."""
+        copies, before = _copies(args), _copies(args)
+        number = len(self.calls)
+        self.unwaited[number] = what
+
+        def deliver() -> None:
+            if self.unwaited.pop(number, None) is None:
+                return
+            changed = not all(map(_same_bits, _tensors(args), _tensors(before)))
+            for x, copy in zip(tensors, _tensors(copies[written]), strict=True):
+                x.data.copy_(copy)
+                if changed and x.is_floating_point():
+                    x.data.fill_(torch.nan)
+            if changed:
+                self.raced.append(what)
+
+        return Delayed(method(group, *copies, **kwargs), deliver)
 
     def _words(self, kind: str, tensors: list[Tensor]) -> str:
         if not tensors:
@@ -135,6 +158,8 @@ class Recorder:
         self._note(what, group, number)
         keys = [f"{self._key(group, number)}/{rank}" for rank in range(dist.get_world_size(group))]
         if not _all_come(keys, PEER_S):
+            missing = [str(rank) for rank, key in enumerate(keys) if not _store().check([key])]
+            doing.now(f"{doing.last()}, where it waits for rank {', '.join(missing)} in {what}")
             return
         noted = [_store().get(key).decode() for key in keys]
         if lost := [rank for rank, other in enumerate(noted) if other.startswith("!")]:
@@ -195,6 +220,10 @@ def _copies(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
     return type(value)(_copies(part) for part in value) if isinstance(value, list | tuple) else value
+
+
+def _same_bits(x: Tensor, y: Tensor) -> bool:
+    return torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
 
 
 def _caller_is_a_users() -> bool:

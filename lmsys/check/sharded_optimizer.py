@@ -21,7 +21,7 @@ from lmsys.check.recorder import Recorder
 from lmsys.check.strategy import WORLD_SIZE, Ranks, failed, refusal, wrong_weights
 from lmsys.check.strategy_mistakes import Ask, listed, ratio, wrong_parameters
 from lmsys.check.trained import Result, State, guarded
-from lmsys.extremes.sharded_optimizer import SLOWER, OptimizerTrial, module_of, optimizer_trials
+from lmsys.extremes.sharded_optimizer import OptimizerTrial, change_options, module_of, optimizer_trials
 from lmsys.extremes.strategy import batch
 from lmsys.parallel.group import device
 from lmsys.registry import Entry
@@ -29,14 +29,14 @@ from lmsys.registry import Entry
 
 def questions(entry: Entry, options: Options) -> Iterator[Question]:
     """The trials, from the simplest to the rarest. Ranks start once, and again only where a trial has ended them."""
-    with Ranks(step) as ranks:
+    with Ranks() as ranks:
         yield from asked(ranks, entry, options)
 
 
 def asked(ranks: Ranks, entry: Entry, options: Options) -> Iterator[Question]:
     """The questions, by ranks that run already."""
     for trial in optimizer_trials(WORLD_SIZE, options.seed):
-        ask = partial(ranks.ask, entry)
+        ask = partial(ranks.ask, step, entry)
         results = ask(trial)
         if trial.extreme and (failure := refusal(results)):
             told = f"{trial.about}: it raises {failure.kind}: {failure.text.partition('. ')[0]}"
@@ -73,10 +73,9 @@ def _stepped(entry: Entry, trial: OptimizerTrial, recorder: Recorder) -> Result:
             optimizer.zero_grad()
             recorder.mark(f"the end of step {number + 1}")
         if trial.schedule:
-            for one in optimizer.param_groups:
-                one["lr"] *= SLOWER
+            change_options(optimizer)
     state = {name: x.detach().cpu().clone() for name, x in module.state_dict().items()}
-    return Result(state, tuple(unwaited))
+    return Result(state, tuple(unwaited), tuple(recorder.raced))
 
 
 @dataclass(frozen=True)
@@ -116,11 +115,12 @@ def plain(trial: OptimizerTrial, dtype: torch.dtype) -> list[Before]:
         found.append(Before(*copy.deepcopy((module, optimizer)), grads, trial))
         optimizer.step()
         optimizer.zero_grad()
-        for one in optimizer.param_groups if trial.schedule else ():
-            one["lr"] *= SLOWER
+        if trial.schedule:
+            change_options(optimizer)
     return found
 
 
+CHANGED = ("lr", "momentum"), ("lr",), ("momentum",)  # options that a schedule changes
 Rule = tuple[str, State]  # in words, and the weights after the step
 
 
@@ -150,14 +150,14 @@ def rules(before: Sequence[Before], number: int) -> Iterator[Rule]:
     defaults = {name: value for name, value in now.optimizer.defaults.items() if name not in ("params",)}
     theirs = getattr(torch.optim, now.trial.optimizer)([torch.zeros(1)]).defaults
     yield "no rank steps", now.weights
+    for names in CHANGED if now.trial.schedule and number > 0 else ():
+        told = f"{' and '.join(names)} as changed in param_groups: the change is not used"
+        yield told, now.after(with_options(**{name: now.trial.options[name] for name in names}))
     yield "gradients are summed over ranks again", now.after(with_grads(lambda _, g: world_size * g))
     yield "gradients are divided by the number of ranks again", now.after(with_grads(lambda _, g: g / world_size))
     yield "the options of a group are lost: it has those of the first group", now.after(with_options(**keeps))
     yield "the options of a group are lost: it has the optimizer's", now.after(with_options(**defaults))
     yield "the optimizer's options are lost: it has torch's defaults", now.after(with_options(**theirs))
-    if now.trial.schedule and number > 0:
-        lr = now.trial.options["lr"]
-        yield "a learning rate that was changed in param_groups is not used", now.after(with_options(lr=lr))
     if number > 0:
         yield "the optimizer's state is lost between steps", now.after(afresh)
         left = before[number - 1].grads
@@ -181,6 +181,8 @@ def explain(ask: Ask, trial: OptimizerTrial) -> str | None:
         wrong = wrong_parameters(results, exact[steps].weights, ordinary[steps].weights)
         if wrong and steps == 0:
             return f"the optimizer's constructor changes weights: {listed(list(wrong))}"
+        if raced := [one for result in results for one in result.raced]:
+            return f"what the {raced[0]} works on is written to before it has been waited for"
         if wrong:
             told = _of_step(results, list(wrong), exact[:steps], ordinary[:steps])
             return told and (told if steps == 1 else f"{told} (from step {steps} on)")

@@ -27,7 +27,7 @@ START_S, TRIAL_S = 120.0, 15.0  # to start ranks and import what they need; for 
 
 def questions(entry: Entry, options: Options) -> Iterator[Question]:
     """The trials, from the simplest to the rarest. Ranks start once, and again only where a trial has ended them."""
-    with Ranks(train) as ranks:
+    with Ranks() as ranks:
         yield from asked(ranks, entry, options)
 
 
@@ -38,7 +38,7 @@ def asked(ranks: "Ranks", entry: Entry, options: Options) -> Iterator[Question]:
         if reason := why_not(entry, trial, strategy):
             yield Question(trial.about, _right, reason=reason, extreme=trial.extreme)
             continue
-        ask = partial(ranks.ask, entry, options=options_of(trial))
+        ask = partial(ranks.ask, train, entry, options=options_of(trial))
         results = ask(trial)
         if trial.extreme and (failure := refusal(results)):
             told = f"{trial.about}: it raises {failure.kind}: {failure.text.partition('. ')[0]}"
@@ -53,21 +53,20 @@ def _right() -> None:
 
 
 class Ranks:
-    """Two ranks that train what they are asked by `function`; those that a training has ended are started again."""
+    """Two ranks that train what they are asked; those that a training has ended are started again."""
 
-    def __init__(self, function: Callable[..., Result]):
-        self.function, self._numbers = function, itertools.count()
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
         self._group: WorkerGroup | None = None
 
-    def ask(self, entry: Entry, trial: Any, options: Any = None) -> Sequence[Result]:
-        """The results of ranks; of a rank that has died or hangs, its failure."""
+    def ask(self, function: Callable[..., Result], entry: Entry, trial: Any, options: Any = None) -> Sequence[Result]:
+        """What function(entry, trial, number, options) returns on the ranks; of a rank that dies or hangs its failure."""
         try:
             if self._group is None or self._group.ended:
                 self._group = WorkerGroup(WORLD_SIZE, timeout_s=START_S)
                 self._group.run(prepare, entry)
-            number = next(self._numbers)
             found: Sequence[Result] = self._group.run(
-                self.function, entry, trial, number, options or {}, timeout_s=TRIAL_S
+                function, entry, trial, next(self._numbers), options or {}, timeout_s=TRIAL_S
             )
             return found
         except WorkerError as error:

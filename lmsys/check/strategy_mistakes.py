@@ -24,12 +24,14 @@ class Seen:
 
     grads  (world_size, micro_batches, ...); early: the part of its last use, or None; used: (world_size,)
     sizes  (world_size,): examples of each rank
+    weights  of the parameter before the step
     """
 
     grads: Tensor
     early: Tensor | None
     used: Tensor
     sizes: Tensor
+    weights: Tensor
 
     @property
     def of_ranks(self) -> Tensor:
@@ -52,15 +54,15 @@ def rules(seen: Seen) -> Iterator[Rule]:
         return x.expand_as(g)
 
     yield "are never synchronized: each rank steps by its own", g
-    yield "are summed over ranks, not averaged", on_all(world_size * mean)
-    yield "are divided by the number of ranks twice", on_all(mean / world_size)
-    for rank in range(world_size):
-        yield f"are those of rank {rank} alone on every rank, and are not averaged", on_all(g[rank])
     if not seen.used.all() and seen.used.any():
         among = g[seen.used].mean(dim=0)
         yield "are averaged over the ranks that use the parameter, where the others count as zero", on_all(among)
         yield "are lost on the ranks that do not use the parameter", _where(seen.used, on_all(mean))
         yield "are averaged over the ranks that use it, and lost on the others", _where(seen.used, on_all(among))
+    yield "are summed over ranks, not averaged", on_all(world_size * mean)
+    yield "are divided by the number of ranks twice", on_all(mean / world_size)
+    for rank in range(world_size):
+        yield f"are those of rank {rank} alone on every rank, and are not averaged", on_all(g[rank])
     if seen.sizes.unique().numel() > 1:
         weights = (seen.sizes / seen.sizes.sum()).view(-1, *[1] * (g.dim() - 1))
         yield "are weighted by the number of tokens of each rank; the contract is the mean over ranks", on_all(
@@ -73,6 +75,7 @@ def rules(seen: Seen) -> Iterator[Rule]:
     if seen.early is not None:
         yield from _too_early(seen, on_all)
     yield "are not used: it keeps its weights", torch.zeros_like(g)
+    yield "begin at the weights, as in a buffer that is not zeroed", on_all(mean + seen.weights)
     yield "are counted twice", on_all(2 * mean)
     yield "are multiplied by the number of ranks twice", on_all(world_size**2 * mean)
     yield "are subtracted where they are to be added", on_all(-mean)
@@ -158,6 +161,8 @@ def explain(ask: Ask, trial: Trial) -> str | None:
         wrong = wrong_parameters(results, exact[steps].weights, ordinary[steps].weights)
         if wrong and steps == 0:
             return _beginning(results, list(wrong), exact[0])
+        if raced := [one for result in results for one in result.raced]:
+            return f"what the {raced[0]} works on is written to before it has been waited for"
         if wrong:
             told = _step(trial, results, list(wrong), exact[steps - 1], ordinary[steps - 1])
             return told and (told if steps == 1 else f"{told} (from step {steps} on)")
@@ -207,8 +212,8 @@ def _fitting(
     """The mistakes that leave every rank with the weights that it has."""
     sizes = torch.tensor([trial.examples(rank) for rank in range(trial.world_size)])
     both = [
-        rules(Seen(one.grads[name], one.early.get(name), one.used[name], sizes.to(one.grads[name].dtype)))
-        for one in (exact, ordinary)
+        rules(Seen(g, one.early.get(name), one.used[name], sizes.to(g.dtype), one.weights[name]))
+        for one, g in ((exact, exact.grads[name]), (ordinary, ordinary.grads[name]))
     ]
     for (told, wide), (_, narrow) in zip(*both, strict=True):
         ends = [_stepped(one, name, g) for one, g in ((exact, wide), (ordinary, narrow))]

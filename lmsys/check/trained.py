@@ -49,10 +49,15 @@ class Failure:
 
 @dataclass(frozen=True)
 class Result:
-    """What a rank is left with: its state, and collectives that nobody had waited for when the optimizer stepped."""
+    """What a rank is left with.
+
+    unwaited  collectives that nobody had waited for when the optimizer stepped
+    raced     collectives whose tensors were written to while they were under way
+    """
 
     state: State = field(default_factory=dict)
     unwaited: tuple[str, ...] = ()
+    raced: tuple[str, ...] = ()
     failure: Failure | None = None
 
 
@@ -116,7 +121,7 @@ def _trained(
         recorder.mark(f"the end of step {step + 1}")
     doing.now("in full_state_dict()")
     state = {name.removeprefix("module."): x.detach().cpu().clone() for name, x in strategy.full_state_dict().items()}
-    return Result(state, tuple(unwaited))
+    return Result(state, tuple(unwaited), tuple(recorder.raced))
 
 
 def _by_numel(module: Probe) -> dict[int, str]:

@@ -11,7 +11,7 @@ SGD: dict[str, Any] = {"lr": 0.25, "momentum": 0.5}
 ADAMW: dict[str, Any] = {"lr": 0.05, "eps": 1e-2, "weight_decay": 0.1}
 OPTIMIZERS = {"SGD": SGD, "AdamW": ADAMW}
 SECOND: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.0}  # of the second group of parameters
-SLOWER = 0.5  # a schedule multiplies the learning rate by it after each step
+SLOWER = 0.5  # a schedule multiplies options by it after each step
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class OptimizerTrial(Trial):
 
     optimizer   a name in OPTIMIZERS
     groups      parameters are in two groups: biases are in a second, with options of its own
-    schedule    the learning rate changes after each step
+    schedule    learning rate and momentum change after each step
     one         there is a single parameter, so that a rank owns none
     """
 
@@ -52,7 +52,7 @@ ORDINARY = (
     OptimizerTrial("AdamW", optimizer="AdamW"),
     OptimizerTrial("AdamW, tied weights", ("tied",), optimizer="AdamW"),
     OptimizerTrial("AdamW, groups of parameters", optimizer="AdamW", groups=True),
-    OptimizerTrial("SGD with a schedule of the learning rate", schedule=True),
+    OptimizerTrial("SGD with a schedule of learning rate and momentum", schedule=True),
 )
 EXTREME = (
     OptimizerTrial("frozen parameters", ("frozen",), optimizer="AdamW", extreme=True),
@@ -70,3 +70,10 @@ def optimizer_trials(world_size: int, seed: int) -> list[OptimizerTrial]:
 def module_of(trial: OptimizerTrial) -> nn.Module:
     """The module with the weights that all ranks begin with."""
     return probe(trial, 0)
+
+
+def change_options(optimizer: Any) -> None:
+    """Does what a schedule does after a step."""
+    for group in optimizer.param_groups:
+        group["lr"] *= SLOWER
+        group["momentum"] *= SLOWER

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lmsys.parallel import STRATEGIES
 from lmsys.registry import Entry
@@ -130,7 +132,7 @@ class NotWaited(Hooked):
         super().finish_gradient_synchronization()
 
 
-@exhibit("strategy", "deepspeedai/DeepSpeed#5606", "a buffer is filled again while it is sent", None)
+@exhibit("strategy", "deepspeedai/DeepSpeed#5606", "a buffer is filled again while it is sent", "written to")
 class BufferReused(Container):
     def finish_gradient_synchronization(self) -> None:
         buffer, sent = torch.empty(512), []
@@ -145,26 +147,24 @@ class BufferReused(Container):
             p.grad.copy_(part.view_as(p) / dist.get_world_size())
 
 
-@exhibit("strategy", "pytorch/pytorch#51929", "a shared weight is reduced at its first use", "too early")
+@exhibit("strategy", "pytorch/pytorch#51929", "of a checkpointed layer that is used twice one use counts", "too early")
 class FirstUse(Container):
-    """Reduces what modules' backward hooks see, which for a shared module come before the gradient is whole."""
+    """A reentrant checkpoint is a backward of its own, which calls the hook of a shared weight for each use."""
 
     def prepare(self) -> None:
-        self.early: dict[str, Tensor] = {}
+        self.sent = set[str]()
+        for shared in [child for name, child in self.module.named_children() if name == "shared"]:
+            shared.forward = partial(checkpoint, shared.forward, use_reentrant=True)
         for name, p in self.named.items():
-            if name.startswith("shared."):
-                p.register_hook(lambda grad, name=name: self.early.setdefault(name, grad.clone()))
-                continue
-        if hasattr(self.module, "shared"):
-            self.module.shared.register_full_backward_hook(lambda *_: self.first(self.module.shared))
+            p.register_post_accumulate_grad_hook(partial(self.ready, name))
 
-    def first(self, shared: nn.Module) -> None:
-        for name, p in shared.named_parameters():
-            if name not in self.early and p.grad is not None:
-                self.early[name] = p.grad
+    def ready(self, name: str, p: Tensor) -> None:
+        if name not in self.sent:
+            self.sent.add(name)
+            mean_(p.grad)
 
-    def reduce(self, name: str, grad: Tensor) -> None:
-        mean_(grad)
+    def finish_gradient_synchronization(self) -> None:
+        self.sent.clear()
 
 
 @exhibit("strategy", "modelscope/FunASR#3472", "the first micro-batch is synchronized, and not the last", "first micro")
@@ -173,11 +173,6 @@ class FirstMicroBatch(Container):
         self.count = 0
         for p in self.named.values():
             p.register_post_accumulate_grad_hook(lambda p: None if self.count else mean_(p.grad))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        loss = super().forward(*args, **kwargs)
-        loss.register_hook(lambda grad: None)
-        return loss
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -228,7 +223,7 @@ class SkipsMissing(Container):
                 mean_(p.grad)
 
 
-@exhibit("strategy", "NVIDIA/Megatron-LM#4609", "gradients begin at what the buffer held, which is weights", None)
+@exhibit("strategy", "NVIDIA/Megatron-LM#4609", "gradients begin at what the buffer held, which is weights", "begin at the weights")
 class BufferNotZeroed(Container):
     def reduce(self, name: str, grad: Tensor) -> None:
         mean_(grad)
@@ -293,6 +288,31 @@ class TiedAssigned(Container):
         return torch.func.functional_call(self.module, tied, (tokens,), kwargs, tie_weights=False)
 
 
+@exhibit("strategy", "NVIDIA/Megatron-LM#844", "a tied embedding is reduced again for its second place", "for each name")
+class TiedTwice(Container):
+    def reduce(self, name: str, grad: Tensor) -> None:
+        mean_(grad)
+        if name == "embed.weight" and self.module.head.weight is self.module.embed.weight:
+            dist.all_reduce(grad)
+
+
+@exhibit("strategy", "hpcaitech/ColossalAI#247", "with micro-batches gradients are reduced many times", "summed over ranks again")
+class ReducedEachMicroBatch(Container):
+    def prepare(self) -> None:
+        for p in self.named.values():
+            p.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))
+
+    def reduce(self, name: str, grad: Tensor) -> None:
+        grad /= dist.get_world_size()
+
+
+@exhibit("strategy", "deepspeedai/DeepSpeed#8090", "the owner of a weight has gradients that are not reduced", "owner")
+class OwnersGradient(Container):
+    def reduce(self, name: str, grad: Tensor) -> None:
+        owner = list(self.named).index(name) % dist.get_world_size()
+        dist.broadcast(grad, src=owner)
+
+
 @exhibit("strategy", "NVIDIA/Megatron-LM#663", "a forward reads the weights of the step before", None)
 class StaleGather(Container):
     """The weights of the embedding arrive one step late."""
@@ -306,13 +326,6 @@ class StaleGather(Container):
         loss = self.module(*args, **kwargs)
         weight.data, self.late = now, now.clone()
         return loss
-
-
-def shard(params: list[Any], rank: int) -> list[Any]:
-    """Every world_size-th parameter, of each group."""
-    groups = params if params and isinstance(params[0], dict) else [{"params": params}]
-    size = dist.get_world_size()
-    return [{**group, "params": group["params"][rank::size]} for group in groups]
 
 
 class Sharded(torch.optim.Optimizer):
@@ -354,7 +367,7 @@ class OnlyTheLearningRate(Sharded):
             local["lr"] = group["lr"]
 
 
-@exhibit("sharded_optimizer", "pytorch/pytorch#71347", "of groups of parameters only the first counts", "of a group")
+@exhibit("sharded_optimizer", "deepspeedai/DeepSpeed#6878", "a group does not have its own learning rate", "of a group")
 class GroupsLost(Sharded):
     def own(self) -> list[dict[str, Any]]:
         return [{"params": group["params"]} for group in super().own()]
