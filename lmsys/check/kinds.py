@@ -48,7 +48,7 @@ OF_SHARDED_OPTIMIZERS = {"optimizer_cls", "optimizer_class"}  # the parameter by
 def find(target: str, kind: str | None) -> tuple[Kind, Entry]:
     """The kind and the row of a name or of path.py:attribute. ValueError, with the kinds there are, for others."""
     if kind is None and ".py" not in target:
-        kind = next((one.name for one in KINDS.values() if target in one.table), "attention")
+        kind = next((one.name for one in KINDS.values() if target in list(one.table)), "attention")
     if kind is not None:
         found = KINDS[kind]
         (entry,) = found.table.select([target])

@@ -5,9 +5,9 @@ in the ranks' common store what it is about to begin, and reads what the others 
 raise `Mismatch`. With gloo the result of a collective that does not wait arrives when it is waited for, and not before.
 """
 
+import datetime
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +21,6 @@ from torch import Tensor
 from lmsys import doing
 
 PEER_S = 5.0  # for other ranks to come to a collective: after that it begins, whatever they do
-LOOK_S = 2e-4  # between two looks into the store
 KINDS = {  # by the name of torch's method: the collective, and the number of the arguments that it writes
     "allreduce": ("all_reduce", 0),
     "allreduce_coalesced": ("all_reduce", None),
@@ -91,7 +90,7 @@ class Recorder:
         """True once every rank has noted that it comes to nothing more; False when the time is up."""
         keys = [f"lmsys-check/{self.trial}/ended/{rank}" for rank in range(dist.get_world_size(self.group))]
         _store().set(keys[dist.get_rank(self.group)], "")
-        return _all_come(keys, timeout_s)
+        return _read(keys, timeout_s) is not None
 
     def _recorded(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         kind, written = KINDS[name]
@@ -157,11 +156,11 @@ class Recorder:
             self._counts[group.group_name] += 1
         self._note(what, group, number)
         keys = [f"{self._key(group, number)}/{rank}" for rank in range(dist.get_world_size(group))]
-        if not _all_come(keys, PEER_S):
+        noted = _read(keys, PEER_S)
+        if noted is None:
             missing = [str(rank) for rank, key in enumerate(keys) if not _store().check([key])]
             doing.now(f"{doing.last()}, where it waits for rank {', '.join(missing)} in {what}")
             return
-        noted = [_store().get(key).decode() for key in keys]
         if lost := [rank for rank, other in enumerate(noted) if other.startswith("!")]:
             raise PeerFailed(f"rank {lost[0]} has raised {noted[lost[0]][1:]}")
         if len(set(noted)) > 1:
@@ -198,14 +197,17 @@ def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def _all_come(keys: list[str], timeout_s: float) -> bool:
-    """True once the store has all keys, False when the time is up: its own `wait` writes warnings then."""
-    deadline = time.monotonic() + timeout_s
-    while not _store().check(keys):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(LOOK_S)
-    return True
+def _read(keys: list[str], timeout_s: float) -> list[str] | None:
+    """What the store has under these keys, once it has all of them; None when the time is up."""
+    store = _store()
+    before = store.timeout
+    store.set_timeout(datetime.timedelta(seconds=timeout_s))
+    try:
+        return [note.decode() for note in store.multi_get(keys)]
+    except dist.DistStoreError:
+        return None
+    finally:
+        store.set_timeout(before)
 
 
 def _tensors(value: Any) -> list[Tensor]:

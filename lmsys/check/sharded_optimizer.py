@@ -8,7 +8,7 @@ then end with all of the weights that `optimizer_cls` alone leads to in float64.
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -103,6 +103,7 @@ class Before:
         return one.weights
 
 
+@lru_cache(maxsize=64)
 def plain(trial: OptimizerTrial, dtype: torch.dtype) -> list[Before]:
     """torch's optimizer before each step, and after the last."""
     module = module_of(trial).to(dtype)

@@ -22,6 +22,7 @@ from lmsys.parallel.group import WorkerError, WorkerGroup
 from lmsys.registry import Entry
 
 WORLD_SIZE = 2
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # of ranks: else a wait that ends warns in four lines
 START_S, TRIAL_S = 120.0, 15.0  # to start ranks and import what they need; for a training of milliseconds
 
 
@@ -63,7 +64,7 @@ class Ranks:
         """What function(entry, trial, number, options) returns on the ranks; of a rank that dies or hangs its failure."""
         try:
             if self._group is None or self._group.ended:
-                self._group = WorkerGroup(WORLD_SIZE, timeout_s=START_S)
+                self._group = WorkerGroup(WORLD_SIZE, timeout_s=START_S, environment=QUIET)
                 self._group.run(prepare, entry)
             found: Sequence[Result] = self._group.run(
                 function, entry, trial, next(self._numbers), options or {}, timeout_s=TRIAL_S

@@ -48,8 +48,8 @@ class OptimizerTrial(Trial):
 
 ORDINARY = (
     OptimizerTrial("SGD with momentum, one step", steps=1),
-    OptimizerTrial("SGD with momentum"),
-    OptimizerTrial("AdamW", optimizer="AdamW"),
+    OptimizerTrial("SGD with momentum", steps=3),
+    OptimizerTrial("AdamW", steps=3, optimizer="AdamW"),
     OptimizerTrial("AdamW, tied weights", ("tied",), optimizer="AdamW"),
     OptimizerTrial("AdamW, groups of parameters", optimizer="AdamW", groups=True),
     OptimizerTrial("SGD with a schedule of learning rate and momentum", schedule=True),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lmsys import draws
 
-VOCABULARY, WIDTH, HIDDEN, SEQUENCE = 11, 6, 9, 3
+VOCABULARY, WIDTH, SEQUENCE = 11, 6, 3
 EXAMPLES, FEW = 4, 1  # in a batch, and in the batch of the last rank where that is smaller
 EXPONENTS = (-66, -33, 0, 33)  # 2**-66 = 1.4e-20, 2**33 = 8.6e+9
 PARTS = ("tied", "twice", "frozen", "transposed", "once", "rare", "idle", "sizes")
@@ -35,7 +35,7 @@ class Trial:
 
     about: str
     parts: tuple[str, ...] = ()
-    steps: int = 3
+    steps: int = 2
     micro_batches: int = 1
     uneven: bool = False
     small_buckets: bool = False
@@ -59,7 +59,7 @@ class Trial:
 
 ORDINARY = (
     Trial("one step", steps=1),
-    Trial("several steps"),
+    Trial("several steps", steps=3),
     Trial("small buckets", small_buckets=True),
     Trial("tied weights", ("tied",)),
     Trial("a layer used twice", ("twice",)),
@@ -100,8 +100,8 @@ class Probe(nn.Module):
         if "frozen" in trial.parts:
             self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         if "transposed" in trial.parts:
-            self.transposed = nn.Linear(WIDTH, HIDDEN, bias=False)
-            self.transposed.weight = nn.Parameter(torch.empty(WIDTH, HIDDEN).t())
+            self.transposed = nn.Linear(WIDTH, WIDTH, bias=False)
+            self.transposed.weight = nn.Parameter(torch.empty(WIDTH, WIDTH).t())
         if "once" in trial.parts:
             self.once = nn.Linear(WIDTH, WIDTH)
         if "rare" in trial.parts:
@@ -126,7 +126,7 @@ class Probe(nn.Module):
             again = getattr(self, "again", self.shared)
             x = x + torch.tanh(again(torch.tanh(self.shared(x))))
         if "transposed" in self.parts:
-            x = x + self.transposed(x)[..., :WIDTH]
+            x = x + self.transposed(x)
         if once:
             x = x + self.once(x)
         if rare:
@@ -144,20 +144,22 @@ class Layer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
+        return x + torch.tanh(self.linear(x))
 
 
 def probe(trial: Trial, rank: int, apart: bool = False) -> Probe:
     """The trial's module with the weights and buffers of this rank, of which no other rank has any."""
     module = Probe(trial, apart)
     state = dict(module.named_parameters()) | dict(module.named_buffers())
+    own = {name: x.numel() for name, x in state.items() if name not in trial.twins}
+    drawn = draws.values(draws.key(trial.seed, f"weights of rank {rank}"), 0, sum(own.values()))
+    values = dict(zip(sorted(own), drawn.split([own[name] for name in sorted(own)]), strict=True))
     with torch.no_grad():
         for name, x in state.items():
-            key = draws.key(trial.seed, f"{trial.twins.get(name, name)} of rank {rank}")
-            x.copy_(draws.values(key, 0, x.numel()).view(x.shape) * unit_of(name))
+            x.copy_(values[trial.twins.get(name, name)].view(x.shape) * unit_of(name))
     return module
 
 

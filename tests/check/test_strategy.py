@@ -2,15 +2,17 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from lmsys.check import sharded_optimizer, strategy
-from lmsys.check.__main__ import main
 from lmsys.check.kinds import find
 from lmsys.check.question import Fault, Options, Question
 from lmsys.check.strategy import Ranks
+from lmsys.check.verdict import WRONG as WRONG_VERDICT
+from lmsys.check.verdict import check
 from lmsys.parallel import STRATEGIES
 from lmsys.registry import Entry
 from tests.museum.exhibit import EXHIBITS, Exhibit
@@ -18,7 +20,7 @@ from tests.museum.parallel import HONEST, HONEST_OPTIMIZERS
 from tests.support.wrong_strategies import WRONG, WRONG_OPTIMIZERS
 
 KINDS = {"strategy": strategy, "sharded_optimizer": sharded_optimizer}
-QUICK = "bucketed", "torch_ddp_tuned", "torch_fsdp2", "MyDDP"  # others are asked on request
+QUICK = "bucketed", "torch_ddp_tuned", "MyDDP"  # others are asked on request
 SUPPORT = Path(__file__).parents[1] / "support"
 PLANTED = [(kind, name, told) for kind, of in zip(KINDS, (WRONG, WRONG_OPTIMIZERS), strict=True) for name, told in of.items()]
 
@@ -65,6 +67,7 @@ def test_a_right_sharded_optimizer_is_not_accused(ranks: Ranks, row: Entry) -> N
 def test_what_a_row_refuses_is_not_asked(ranks: Ranks) -> None:
     questions = list(strategy.asked(ranks, STRATEGIES["torch_fsdp2"], Options()))
     told = {one.about: one.reason for one in questions if one.reason is not None}
+    assert not any(one.judge() for one in questions if one.reason is None)
     assert told["small buckets"] == "it takes no size of buckets"
     assert "NotImplementedError: FSDP does not support non-contiguous" in told["a weight transposed in memory"]
     assert told["parameters that one rank does not use"].startswith("FSDP2 reduces the gradients that a rank has")
@@ -77,16 +80,10 @@ def test_an_exception_names_rank_and_step(ranks: Ranks) -> None:
 
 
 def test_ranks_that_begin_different_collectives(ranks: Ranks) -> None:
-    found = first_fault(ranks, "strategy", Entry("Order", "tests.museum.parallel:OrderOfGradients"))
-    assert found is not None
-    told = "on rank 0 comes all_reduce of 66 elements in float32, on rank 1 comes all_reduce of 54 elements"
-    assert told in found[1].text or "ranks begin different collectives: after" in found[1].text
-
-
-def test_ranks_that_have_died_are_started_again(ranks: Ranks) -> None:
-    died = first_fault(ranks, "strategy", Entry("Crashes", "tests.support.faulty_strategies:Crashes"))
-    assert died is not None and "rank 1 died: killed by SIGSEGV, in finish_gradient_synchronization of step 1" in died[1].text
-    assert first_fault(ranks, "strategy", Entry("MyDDP", "docs/examples/mine.py:MyDDP")) is None
+    found = first_fault(ranks, "strategy", Entry("Skips", "tests.museum.parallel:SkipsMissing"))
+    told = "on rank 0 comes all_reduce of 36 elements in float32, on rank 1 comes all_reduce of 66 elements"
+    assert found is not None and told in found[1].text, found
+    assert "in finish_gradient_synchronization of step 1" in found[1].text
 
 
 @pytest.mark.on_request
@@ -95,14 +92,31 @@ def test_a_rank_that_hangs_is_named(ranks: Ranks) -> None:
     assert hangs is not None and "where it waits for rank 1 in all_reduce" in hangs[1].text
 
 
+@pytest.mark.on_request
+def test_ranks_that_have_died_are_started_again(ranks: Ranks) -> None:
+    assert first_fault(ranks, "strategy", Entry("Crashes", "tests.support.faulty_strategies:Crashes")) is not None
+    assert first_fault(ranks, "strategy", Entry("MyDDP", "docs/examples/mine.py:MyDDP")) is None
+
+
 def test_the_kind_is_told_by_the_parameters() -> None:
     assert find("docs/examples/mine.py:MyDDP", None)[0].name == "strategy"
     assert find(f"{SUPPORT}/wrong_strategies.py:NotShared", None)[0].name == "sharded_optimizer"
     assert find("torch_ddp", None)[0].name == "strategy"
 
 
-def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main([f"{SUPPORT}/wrong_strategies.py:OneLayerForgotten", "--json"]) == 1
-    first, last = map(json.loads, capfd.readouterr().out.splitlines())
+def test_the_verdict_for_programs(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(strategy, "Ranks", lambda: nullcontext(ranks))
+    forgets = Entry("OneLayerForgotten", "tests.support.wrong_strategies:OneLayerForgotten")
+    assert check(forgets, Options(), "strategy", as_json=True) == WRONG_VERDICT
+    first, last = map(json.loads, capsys.readouterr().out.splitlines())
     assert (first["case"], first["verdict"], last["verdict"]) == ("one step", "wrong", "wrong")
-    assert first["mistake"].startswith("the gradients of layers.1.up.weight are never synchronized")
+    assert first["mistake"].startswith("the gradients of layers.1.linear.weight are never synchronized")
+
+
+def test_a_rank_that_dies_is_named(ranks: Ranks) -> None:
+    """The last of the tests: it ends the ranks."""
+    died = first_fault(ranks, "strategy", Entry("Crashes", "tests.support.faulty_strategies:Crashes"))
+    told = "rank 1 died: killed by SIGSEGV, in finish_gradient_synchronization of step 1"
+    assert died is not None and died[1].text.strip() == told

@@ -25,7 +25,7 @@ class WeightedByTokens(Container):
 
 class OneLayerForgotten(Container):
     def reduce(self, name: str, grad: Tensor) -> None:
-        if name != "layers.1.up.weight":
+        if name != "layers.1.linear.weight":
             mean_(grad)
 
 
@@ -95,7 +95,7 @@ class LosesItsState(Sharded):
 
 WRONG = {
     "WeightedByTokens": "weighted by the number of tokens",
-    "OneLayerForgotten": "the gradients of layers.1.up.weight are never synchronized",
+    "OneLayerForgotten": "the gradients of layers.1.linear.weight are never synchronized",
     "AccumulatedStaysLocal": "of micro-batches under no_sync() are not synchronized at all",
     "SumsInFloat16": "communicated in float16",
     "LeftWhereUnused": "averaged over the ranks that use the parameter",
