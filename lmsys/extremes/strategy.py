@@ -151,7 +151,10 @@ class Layer(nn.Module):
 
 
 def probe(trial: Trial, rank: int, apart: bool = False) -> Probe:
-    """The trial's module with the weights and buffers of this rank, of which no other rank has any."""
+    """The trial's module with the weights and buffers of this rank, of which no other rank has any.
+
+    Extreme trials begin with equal buffers: each asks for a single thing.
+    """
     module = Probe(trial, apart)
     state = dict(module.named_parameters()) | dict(module.named_buffers())
     own = {name: x.numel() for name, x in state.items() if name not in trial.twins}
@@ -160,6 +163,8 @@ def probe(trial: Trial, rank: int, apart: bool = False) -> Probe:
     with torch.no_grad():
         for name, x in state.items():
             x.copy_(values[trial.twins.get(name, name)].view(x.shape) * unit_of(name))
+        if trial.extreme:
+            module.scale.fill_(1.0)
     return module
 
 
