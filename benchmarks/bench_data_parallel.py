@@ -15,7 +15,7 @@ from benchmarks.data_parallel.pairs import WRONG, Steps, pairs
 from benchmarks.data_parallel.passes import Pass, holds, judge_pass
 from benchmarks.data_parallel.rank import inspect, take_pass
 from benchmarks.data_parallel.rows import Row, communication, memory, step_rates, why_not
-from benchmarks.data_parallel.trials import Run, extreme_mistake, mistake
+from benchmarks.data_parallel.trials import judge_by_trials
 from benchmarks.models import WHAT_IS_KEPT
 from lmsys.bench import Axis, Benchmark, Candidate, Field, Grid, Record, Settings, bench, fields
 from lmsys.bench.ranks import CLOCKS, backend_of, num_nodes, world_sizes
@@ -183,7 +183,7 @@ class DataParallel(Benchmark):
         start = case.world_size, case.backend
         if case.world_size > 1 and case.synchronizes:
             candidate.judge(run(*start, gate, case, settings.seed)[0], "float32")
-            _name_mistake(candidate, run, settings.seed)
+            judge_by_trials(candidate, run, settings.seed)
         if candidate.outcome != "ok" or not settings.timed:
             return
         if case.entry.trait("tuned_bucket_mb", False):
@@ -290,14 +290,6 @@ class DataParallel(Benchmark):
         if time_s := record.get("time_s"):
             found |= step_rates(case, time_s, machine)
         return found
-
-
-def _name_mistake(candidate: Candidate, run: Run, seed: int) -> None:
-    """Asks a right row what training has beyond the gate's model, and names the mistake of a wrong one."""
-    if candidate.outcome == "ok" and (reason := extreme_mistake(candidate.case, run, seed)):
-        candidate.failed("wrong", reason)
-    elif candidate.outcome == "wrong" and (name := mistake(candidate.case, run, seed)):
-        candidate.reason = f"{candidate.reason}: {name}"
 
 
 def _entropy(turn: Sequence[ParallelCase], trial: Any) -> int:

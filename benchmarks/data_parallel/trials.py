@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.data_parallel.cases import NARROW, ParallelCase
+from lmsys.bench import Candidate
 from lmsys.bench.ranks import joined, on_part, subgroup
 from lmsys.check.strategy import blamed, fault
 from lmsys.check.trained import Result, options_of, train, why_not
@@ -31,6 +32,14 @@ def small_trainings(case: ParallelCase, asked: Sequence[Trial], first: int) -> l
         train(case.entry, trial, number, options | options_of(trial), group)
         for number, trial in enumerate(asked, start=first)
     ]
+
+
+def judge_by_trials(candidate: Candidate, run: Run, seed: int) -> None:
+    """Asks a right row what training has beyond the gate's model, and names the mistake of a wrong one."""
+    if candidate.outcome == "ok" and (reason := extreme_mistake(candidate.case, run, seed)):
+        candidate.failed("wrong", reason)
+    elif candidate.outcome == "wrong" and (name := mistake(candidate.case, run, seed)):
+        candidate.reason = f"{candidate.reason}: {name}"
 
 
 def extreme_mistake(case: ParallelCase, run: Run, seed: int) -> str | None:

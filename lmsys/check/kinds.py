@@ -41,7 +41,10 @@ def _kind(name: str, table: Table | None = None) -> Kind:
     return Kind(name, f"lmsys.check.{name}", table or Table(name, []))
 
 
-KINDS = {one.name: one for one in (_kind("attention", ATTENTION), _kind("strategy", STRATEGIES), _kind("sharded_optimizer"))}
+KINDS = {
+    kind.name: kind
+    for kind in (_kind("attention", ATTENTION), _kind("strategy", STRATEGIES), _kind("sharded_optimizer"))
+}
 OF_SHARDED_OPTIMIZERS = {"optimizer_cls", "optimizer_class"}  # the parameter by which they are given torch's
 
 

@@ -165,8 +165,8 @@ class Recorder:
             raise PeerFailed(f"rank {lost[0]} has raised {noted[lost[0]][1:]}")
         if len(set(noted)) > 1:
             self.fail(Mismatch())
-            told = ", ".join(f"on rank {rank} comes {other}" for rank, other in enumerate(noted))
-            raise Mismatch(f"ranks begin different collectives: after {number} equal ones {told}")
+            calls = ", ".join(f"on rank {rank} comes {other}" for rank, other in enumerate(noted))
+            raise Mismatch(f"ranks begin different collectives: after {number} equal ones {calls}")
 
 
 class Delayed:
@@ -198,7 +198,7 @@ def _store() -> Any:
 
 
 def _read(keys: list[str], timeout_s: float) -> list[str] | None:
-    """What the store has under these keys, once it has all of them; None when the time is up."""
+    """The notes under these keys, once the store has all of them; None when the time is up."""
     store = _store()
     before = store.timeout
     store.set_timeout(datetime.timedelta(seconds=timeout_s))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lmsys import doing
 from lmsys.check.question import Fault, Options, Question
 from lmsys.check.recorder import Recorder
-from lmsys.check.strategy import WORLD_SIZE, Ranks, failed, refusal, wrong_weights
+from lmsys.check.strategy import WORLD_SIZE, Ranks, failed, refusal, refused, wrong_weights
 from lmsys.check.strategy_mistakes import Ask, listed, ratio, wrong_parameters
 from lmsys.check.trained import Result, State, guarded
 from lmsys.extremes.sharded_optimizer import OptimizerTrial, change_options, module_of, optimizer_trials
@@ -39,8 +39,7 @@ def asked(ranks: Ranks, entry: Entry, options: Options) -> Iterator[Question]:
         ask = partial(ranks.ask, step, entry)
         results = ask(trial)
         if trial.extreme and (failure := refusal(results)):
-            told = f"{trial.about}: it raises {failure.kind}: {failure.text.partition('. ')[0]}"
-            yield Question(trial.about, lambda: None, reason=told, extreme=True)
+            yield Question(trial.about, lambda: None, reason=refused(trial, failure), extreme=True)
             continue
         judge = partial(fault, ask, trial, results)
         yield Question(trial.about, judge, f"{trial.about}, {WORLD_SIZE} ranks", extreme=trial.extreme)
@@ -96,11 +95,11 @@ class Before:
         module, optimizer = copy.deepcopy((self.module, self.optimizer))
         for name, p in module.named_parameters():
             p.grad = self.grads[name].clone() if name in self.grads else None
-        one = Before(module, optimizer, self.grads, self.trial)
-        change(one)
+        copied = Before(module, optimizer, self.grads, self.trial)
+        change(copied)
         for _ in range(times):
             optimizer.step()
-        return one.weights
+        return copied.weights
 
 
 @lru_cache(maxsize=64)
@@ -108,17 +107,17 @@ def plain(trial: OptimizerTrial, dtype: torch.dtype) -> list[Before]:
     """torch's optimizer before each step, and after the last."""
     module = module_of(trial).to(dtype)
     optimizer = getattr(torch.optim, trial.optimizer)(trial.params(module), **trial.options)
-    found = list[Before]()
+    steps = list[Before]()
     for number in range(trial.steps + 1):
         losses = [module(batch(trial, number, 0, rank)) for rank in range(trial.world_size)]
         torch.stack(losses).mean().backward()
         grads = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
-        found.append(Before(*copy.deepcopy((module, optimizer)), grads, trial))
+        steps.append(Before(*copy.deepcopy((module, optimizer)), grads, trial))
         optimizer.step()
         optimizer.zero_grad()
         if trial.schedule:
             change_options(optimizer)
-    return found
+    return steps
 
 
 CHANGED = ("lr", "momentum"), ("lr",), ("momentum",)  # options that a schedule changes
@@ -130,30 +129,30 @@ def rules(before: Sequence[Before], number: int) -> Iterator[Rule]:
     now, world_size = before[number], before[number].trial.world_size
 
     def with_grads(change: Callable[[str, Tensor], Tensor]) -> Callable[[Before], None]:
-        def put(one: Before) -> None:
-            for name, p in one.module.named_parameters():
+        def put(before: Before) -> None:
+            for name, p in before.module.named_parameters():
                 if p.grad is not None:
                     p.grad = change(name, p.grad)
 
         return put
 
     def with_options(**options: Any) -> Callable[[Before], None]:
-        def put(one: Before) -> None:
-            for group in one.optimizer.param_groups:
+        def put(before: Before) -> None:
+            for group in before.optimizer.param_groups:
                 group.update(options)
 
         return put
 
-    def afresh(one: Before) -> None:
-        one.optimizer.state.clear()
+    def afresh(before: Before) -> None:
+        before.optimizer.state.clear()
 
     keeps = {name: value for name, value in now.optimizer.param_groups[0].items() if name not in ("params",)}
     defaults = {name: value for name, value in now.optimizer.defaults.items() if name not in ("params",)}
     theirs = getattr(torch.optim, now.trial.optimizer)([torch.zeros(1)]).defaults
     yield "no rank steps", now.weights
     for names in CHANGED if now.trial.schedule and number > 0 else ():
-        told = f"{' and '.join(names)} as changed in param_groups: the change is not used"
-        yield told, now.after(with_options(**{name: now.trial.options[name] for name in names}))
+        words = f"{' and '.join(names)} as changed in param_groups: the change is not used"
+        yield words, now.after(with_options(**{name: now.trial.options[name] for name in names}))
     yield "gradients are summed over ranks again", now.after(with_grads(lambda _, g: world_size * g))
     yield "gradients are divided by the number of ranks again", now.after(with_grads(lambda _, g: g / world_size))
     yield "the options of a group are lost: it has those of the first group", now.after(with_options(**keeps))
@@ -166,27 +165,27 @@ def rules(before: Sequence[Before], number: int) -> Iterator[Rule]:
         def stale(name: str, g: Tensor) -> Tensor:
             return g + left[name] * (world_size - 1) / world_size
 
-        told = "zero_grad() leaves gradients of parameters that other ranks own: they add to the next"
-        yield told, now.after(with_grads(stale))
+        words = "zero_grad() leaves gradients of parameters that other ranks own: they add to the next"
+        yield words, now.after(with_grads(stale))
         yield "zero_grad() leaves gradients: they add to the next", now.after(with_grads(lambda n, g: g + left[n]))
     yield "it is stepped twice", now.after(times=2)
 
 
 def explain(ask: Ask, trial: OptimizerTrial) -> str | None:
-    """The mistake, in words, of an optimizer whose result of the trial is wrong; None where no known one explains it."""
+    """The mistake, in words, of an optimizer whose result of the trial is wrong; None where no known one gives it."""
     exact, ordinary = plain(trial, torch.float64), plain(trial, torch.float32)
     for steps in range(trial.steps + 1):
         results = ask(replace(trial, steps=steps))
-        if any(one.failure for one in results):
+        if any(result.failure for result in results):
             return None
         wrong = wrong_parameters(results, exact[steps].weights, ordinary[steps].weights)
         if wrong and steps == 0:
             return f"the optimizer's constructor changes weights: {listed(list(wrong))}"
-        if raced := [one for result in results for one in result.raced]:
+        if raced := [call for result in results for call in result.raced]:
             return f"what the {raced[0]} works on is written to before it has been waited for"
         if wrong:
-            told = _of_step(results, list(wrong), exact[:steps], ordinary[:steps])
-            return told and (told if steps == 1 else f"{told} (from step {steps} on)")
+            name = _of_step(results, list(wrong), exact[:steps], ordinary[:steps])
+            return name and (name if steps == 1 else f"{name} (from step {steps} on)")
     return None
 
 
@@ -194,17 +193,16 @@ def _of_step(
     results: Sequence[Result], wrong: Sequence[str], exact: Sequence[Before], ordinary: Sequence[Before]
 ) -> str | None:
     number = len(exact) - 1
-    if told := _not_shared(results, wrong, exact[number], ordinary[number]):
-        return told
-    left, told_of = list(wrong), list[str]()
-    for (told, wide), (_, narrow) in zip(rules(exact, number), rules(ordinary, number), strict=True):
-        names = [name for name in left if all(ratio(one.state[name], wide[name], narrow[name]) <= 1 for one in results)]
+    if sentence := _not_shared(results, wrong, exact[number], ordinary[number]):
+        return sentence
+    left, sentences = list(wrong), list[str]()
+    for (words, wide), (_, narrow) in zip(rules(exact, number), rules(ordinary, number), strict=True):
+        names = [name for name in left if all(ratio(x.state[name], wide[name], narrow[name]) <= 1 for x in results)]
         if names:
-            told_of.append(f"{told} ({listed(names)})" if len(names) < len(wrong) or "no rank" in told else told)
+            some = len(names) < len(wrong) or "no rank" in words
+            sentences.append(f"{words} ({listed(names)})" if some else words)
             left = [name for name in left if name not in names]
-    if told_of:
-        return "; ".join(told_of)
-    return _apart(results, wrong)
+    return "; ".join(sentences) or _apart(results, wrong)
 
 
 def _not_shared(results: Sequence[Result], wrong: Sequence[str], exact: Before, ordinary: Before) -> str | None:
@@ -212,21 +210,22 @@ def _not_shared(results: Sequence[Result], wrong: Sequence[str], exact: Before, 
     after, before = (exact.after(), ordinary.after()), (exact.weights, ordinary.weights)
     keeps: dict[int, list[str]] = {}
     for name in wrong:
-        for rank, one in enumerate(results):
-            if ratio(one.state[name], *(x[name] for x in before)) <= 1:
+        for rank, result in enumerate(results):
+            if ratio(result.state[name], *(x[name] for x in before)) <= 1:
                 keeps.setdefault(rank, []).append(name)
-            elif ratio(one.state[name], *(x[name] for x in after)) > 1:
+            elif ratio(result.state[name], *(x[name] for x in after)) > 1:
                 return None
-    if not keeps or any(len([names for names in keeps.values() if name in names]) == len(results) for name in wrong):
+    keepers = [sum(name in names for names in keeps.values()) for name in wrong]
+    if not keeps or len(results) in keepers:  # what no rank has stepped is another mistake
         return None
-    told = "; ".join(f"rank {rank} keeps its old {listed(names)}" for rank, names in keeps.items())
-    waits = [one for result in results for one in result.unwaited]
-    return f"updates are not shared with all ranks: {told}" + (f"; nobody waits for the {waits[0]}" if waits else "")
+    words = "; ".join(f"rank {rank} keeps its old {listed(names)}" for rank, names in keeps.items())
+    waits = [call for result in results for call in result.unwaited]
+    return f"updates are not shared with all ranks: {words}" + (f"; nobody waits for the {waits[0]}" if waits else "")
 
 
 def _apart(results: Sequence[Result], wrong: Sequence[str]) -> str | None:
     first, *others = results
-    apart = [name for name in wrong if not all(torch.equal(first.state[name], one.state[name]) for one in others)]
+    apart = [name for name in wrong if not all(torch.equal(first.state[name], other.state[name]) for other in others)]
     return f"ranks end with different weights: {listed(apart)}" if apart else None
 
 

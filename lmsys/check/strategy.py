@@ -42,8 +42,7 @@ def asked(ranks: "Ranks", entry: Entry, options: Options) -> Iterator[Question]:
         ask = partial(ranks.ask, train, entry, options=options_of(trial))
         results = ask(trial)
         if trial.extreme and (failure := refusal(results)):
-            told = f"{trial.about}: it raises {failure.kind}: {failure.text.partition('. ')[0]}"
-            yield Question(trial.about, _right, reason=told, extreme=True)
+            yield Question(trial.about, _right, reason=refused(trial, failure), extreme=True)
             continue
         judge = partial(fault, ask, trial, results)
         yield Question(trial.about, judge, f"{trial.about}, {WORLD_SIZE} ranks", extreme=trial.extreme)
@@ -61,17 +60,15 @@ class Ranks:
         self._group: WorkerGroup | None = None
 
     def ask(self, function: Callable[..., Result], entry: Entry, trial: Any, options: Any = None) -> Sequence[Result]:
-        """What function(entry, trial, number, options) returns on the ranks; of a rank that dies or hangs its failure."""
+        """The results of function(entry, trial, number, options) on ranks; of one that dies or hangs, its failure."""
         try:
             if self._group is None or self._group.ended:
                 self._group = WorkerGroup(WORLD_SIZE, timeout_s=START_S, environment=QUIET)
                 self._group.run(prepare, entry)
-            found: Sequence[Result] = self._group.run(
-                function, entry, trial, next(self._numbers), options or {}, timeout_s=TRIAL_S
-            )
-            return found
+            number = next(self._numbers)
+            return self._group.run(function, entry, trial, number, options or {}, timeout_s=TRIAL_S)
         except WorkerError as error:
-            return [Result(failure=Failure(error.rank, error.kind, *_said(error)))]
+            return [Result(failure=Failure(error.rank, error.kind, *_text_and_doing(error)))]
 
     def __enter__(self) -> Self:
         return self
@@ -81,7 +78,7 @@ class Ranks:
             self._group.close()
 
 
-def _said(error: WorkerError) -> tuple[str, str]:
+def _text_and_doing(error: WorkerError) -> tuple[str, str]:
     """The text of a rank's failure, and what it was doing."""
     first, *trace = str(error).strip().splitlines()
     named = [line for line in trace if line.startswith((f"{error.kind}:", f"torch.distributed.{error.kind}:"))]
@@ -91,8 +88,8 @@ def _said(error: WorkerError) -> tuple[str, str]:
 
 def blamed(results: Sequence[Result]) -> Failure | None:
     """The failure that others follow from."""
-    failures = [one.failure for one in results if one.failure is not None]
-    first = [one for one in failures if one.kind != PeerFailed.__name__]
+    failures = [result.failure for result in results if result.failure is not None]
+    first = [failure for failure in failures if failure.kind != PeerFailed.__name__]
     return next(iter(first or failures), None)
 
 
@@ -102,14 +99,19 @@ def refusal(results: Sequence[Result]) -> Failure | None:
     return failure if failure is not None and failure.refuses else None
 
 
+def refused(trial: Trial, failure: Failure) -> str:
+    """The reason of a question that is not asked."""
+    return f"{trial.about}: it raises {failure.kind}: {failure.text.partition('. ')[0]}"
+
+
 def fault(ask: Ask, trial: Trial, results: Sequence[Result]) -> Fault | None:
     """The fault of the ranks' results of a trial; None where there is none."""
     if (failure := failed(results)) is not None:
         return failure
     exact, ordinary = (plain(trial, dtype)[-1].weights for dtype in (torch.float64, torch.float32))
-    for rank, one in enumerate(results):
-        if one.state.keys() != exact.keys():
-            other = sorted(one.state.keys() ^ exact.keys())
+    for rank, result in enumerate(results):
+        if result.state.keys() != exact.keys():
+            other = sorted(result.state.keys() ^ exact.keys())
             return Fault(f"  the state of rank {rank} is not the module's: it differs in {', '.join(other)}")
     wrong = wrong_parameters(results, exact, ordinary)
     return wrong_weights(trial, wrong, len(exact), explain(ask, trial)) if wrong else None
@@ -125,7 +127,7 @@ def failed(results: Sequence[Result]) -> Fault | None:
 
 def wrong_weights(trial: Trial, wrong: Mapping[str, float], count: int, mistake: str | None) -> Fault:
     """The fault of a training that ends with `wrong` weights of `count`, by name their errors over their budgets."""
-    name, steps = max(wrong, key=lambda one: wrong[one]), f"{trial.steps} step{'s' * (trial.steps > 1)}"
+    name, steps = max(wrong, key=lambda name: wrong[name]), f"{trial.steps} step{'s' * (trial.steps > 1)}"
     lines = [
         f"  after {steps} {len(wrong)} of {count} tensors are wrong; the largest error is in {name},"
         f" {wrong[name]:.3g} times what is allowed",

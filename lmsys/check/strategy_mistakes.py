@@ -65,8 +65,9 @@ def rules(seen: Seen) -> Iterator[Rule]:
         yield f"are those of rank {rank} alone on every rank, and are not averaged", on_all(g[rank])
     if seen.sizes.unique().numel() > 1:
         weights = (seen.sizes / seen.sizes.sum()).view(-1, *[1] * (g.dim() - 1))
-        yield "are weighted by the number of tokens of each rank; the contract is the mean over ranks", on_all(
-            (g * weights).sum(dim=0)
+        yield (
+            "are weighted by the number of tokens of each rank; the contract is the mean over ranks",
+            on_all((g * weights).sum(dim=0)),
         )
         scaled = g * (seen.sizes / seen.sizes.max()).view(-1, *[1] * (g.dim() - 1))
         yield "are weighted by the tokens of each rank, over those of the largest batch", on_all(scaled.mean(dim=0))
@@ -80,12 +81,12 @@ def rules(seen: Seen) -> Iterator[Rule]:
     yield "are multiplied by the number of ranks twice", on_all(world_size**2 * mean)
     yield "are subtracted where they are to be added", on_all(-mean)
     for dtype in NARROW:
-        told = f"are communicated in {str(dtype).removeprefix('torch.')}"
-        yield told, on_all(g.to(dtype).sum(dim=0).to(g.dtype) / world_size)
-        yield told, on_all((g / world_size).to(dtype).sum(dim=0).to(g.dtype))
-        yield told, on_all((g.to(dtype).sum(dim=0) / world_size).to(g.dtype))
-        yield told, on_all(g.to(dtype).to(g.dtype).mean(dim=0))
-        yield told, on_all(mean.to(dtype).to(g.dtype))
+        words = f"are communicated in {str(dtype).removeprefix('torch.')}"
+        yield words, on_all(g.to(dtype).sum(dim=0).to(g.dtype) / world_size)
+        yield words, on_all((g / world_size).to(dtype).sum(dim=0).to(g.dtype))
+        yield words, on_all((g.to(dtype).sum(dim=0) / world_size).to(g.dtype))
+        yield words, on_all(g.to(dtype).to(g.dtype).mean(dim=0))
+        yield words, on_all(mean.to(dtype).to(g.dtype))
 
 
 def _where(used: Tensor, x: Tensor) -> Tensor:
@@ -99,11 +100,13 @@ def _of_micro_batches(seen: Seen, on_all: Callable[[Tensor], Tensor]) -> Iterato
     yield "are those of the last micro-batch alone", on_all(last.mean(dim=0))
     yield "are those of the first micro-batch alone", on_all(first.mean(dim=0))
     local = by_micro[:, :-1].sum(dim=1)
-    yield "of micro-batches under no_sync() are not synchronized at all, those of the last are", (
-        local + last.mean(dim=0)
+    yield (
+        "of micro-batches under no_sync() are not synchronized at all, those of the last are",
+        (local + last.mean(dim=0)),
     )
-    yield "are synchronized after the first micro-batch, and not when the step is made", (
-        first.mean(dim=0) + by_micro[:, 1:].sum(dim=1)
+    yield (
+        "are synchronized after the first micro-batch, and not when the step is made",
+        (first.mean(dim=0) + by_micro[:, 1:].sum(dim=1)),
     )
     yield "are synchronized under no_sync(), and those of the last micro-batch are not", local.mean(dim=0) + last
     summed = divided = again = torch.zeros_like(first)
@@ -113,8 +116,9 @@ def _of_micro_batches(seen: Seen, on_all: Callable[[Tensor], Tensor]) -> Iterato
         again = on_all((again + by_micro[:, micro]).sum(dim=0) / world_size)
     yield "of earlier micro-batches are summed over ranks again with each later one", summed / world_size
     yield "are summed over ranks again with each micro-batch, and never divided", summed
-    yield "of earlier micro-batches are divided by the number of ranks again with each later one", on_all(
-        divided.sum(dim=0)
+    yield (
+        "of earlier micro-batches are divided by the number of ranks again with each later one",
+        on_all(divided.sum(dim=0)),
     )
     yield "are summed over micro-batches twice", on_all(count * seen.mean)
     yield "are divided by the number of micro-batches twice", on_all(seen.mean / count)
@@ -124,15 +128,17 @@ def _too_early(seen: Seen, on_all: Callable[[Tensor], Tensor]) -> Iterator[Rule]
     assert seen.early is not None
     early, world_size = seen.early.sum(dim=1), len(seen.grads)
     rest = seen.of_ranks - early
-    told = "are synchronized too early, before the last use of the weight has added to them"
-    yield f"{told}: what comes later stays on its rank", early.mean(dim=0) + rest
-    yield f"{told}: what comes later is lost", on_all(early.mean(dim=0))
+    early_words = "are synchronized too early, before the last use of the weight has added to them"
+    yield f"{early_words}: what comes later stays on its rank", early.mean(dim=0) + rest
+    yield f"{early_words}: what comes later is lost", on_all(early.mean(dim=0))
     yield "are those of one use of the weight alone", on_all(rest.mean(dim=0))
-    yield "of a weight with two uses are counted twice: the first part is summed over ranks again with the second", on_all(
-        world_size * early.mean(dim=0) + rest.mean(dim=0)
+    yield (
+        "of a weight with two uses are counted twice: the first part is summed over ranks again with the second",
+        on_all(world_size * early.mean(dim=0) + rest.mean(dim=0)),
     )
-    yield "of a weight with two uses are counted twice: the second part is averaged twice", on_all(
-        early.mean(dim=0) + world_size * rest.mean(dim=0)
+    yield (
+        "of a weight with two uses are counted twice: the second part is averaged twice",
+        on_all(early.mean(dim=0) + world_size * rest.mean(dim=0)),
     )
     yield "of a weight with two uses are counted twice in part", on_all(2 * early.mean(dim=0) + rest.mean(dim=0))
     yield "of a weight with two uses are counted twice in part", on_all(early.mean(dim=0) + 2 * rest.mean(dim=0))
@@ -140,15 +146,15 @@ def _too_early(seen: Seen, on_all: Callable[[Tensor], Tensor]) -> Iterator[Rule]
 
 def wrong_parameters(results: Sequence[Result], exact: State, ordinary: State) -> dict[str, float]:
     """Errors over their budgets above 1, by name, on the rank where they are worst."""
-    worst = {name: max(ratio(one.state[name], exact[name], ordinary[name]) for one in results) for name in exact}
+    worst = {name: max(ratio(result.state[name], exact[name], ordinary[name]) for result in results) for name in exact}
     return {name: value for name, value in worst.items() if not value <= 1}
 
 
-def ratio(found: Tensor, exact: Tensor, ordinary: Tensor) -> float:
+def ratio(x: Tensor, exact: Tensor, ordinary: Tensor) -> float:
     """`error_ratio` in units of the largest value, a power of two: weights of 1e-20 are judged as those of 1 are."""
     largest = exact.abs().max()
     unit = torch.where(largest > 0, torch.exp2(torch.frexp(largest).exponent.double()), 1.0)
-    return error_ratio(found.double() / unit, exact / unit, (ordinary.double() / unit).float())
+    return error_ratio(x.double() / unit, exact / unit, (ordinary.double() / unit).float())
 
 
 def explain(ask: Ask, trial: Trial) -> str | None:
@@ -156,79 +162,80 @@ def explain(ask: Ask, trial: Trial) -> str | None:
     exact, ordinary = plain(trial, torch.float64), plain(trial, torch.float32)
     for steps in range(trial.steps + 1):
         results = ask(replace(trial, steps=steps))
-        if any(one.failure for one in results):
+        if any(result.failure for result in results):
             return None
         wrong = wrong_parameters(results, exact[steps].weights, ordinary[steps].weights)
         if wrong and steps == 0:
-            return _beginning(results, list(wrong), exact[0])
-        if raced := [one for result in results for one in result.raced]:
+            return _beginning(trial, list(wrong), exact[0])
+        if raced := [call for result in results for call in result.raced]:
             return f"what the {raced[0]} works on is written to before it has been waited for"
         if wrong:
-            told = _step(trial, results, list(wrong), exact[steps - 1], ordinary[steps - 1])
-            return told and (told if steps == 1 else f"{told} (from step {steps} on)")
+            name = _step(trial, results, list(wrong), exact[steps - 1], ordinary[steps - 1])
+            return name and (name if steps == 1 else f"{name} (from step {steps} on)")
     return None
 
 
-def _beginning(results: Sequence[Result], wrong: Sequence[str], exact: Before) -> str:
+def _beginning(trial: Trial, wrong: Sequence[str], exact: Before) -> str:
     weights = [name for name in wrong if name in exact.grads]
-    others = [name for name in wrong if name not in exact.grads]
-    told = []
+    others = [name for name in wrong if name not in exact.grads and name not in trial.twins]
+    sentences = list[str]()
     if weights:
-        told.append(f"initial weights are not broadcast from rank 0: {listed(weights)}")
+        sentences.append(f"initial weights are not broadcast from rank 0: {listed(weights)}")
     if frozen := [name for name in others if name != "scale"]:
-        told.append(f"initial weights of frozen parameters are not broadcast from rank 0: {listed(frozen)}")
+        sentences.append(f"initial weights of frozen parameters are not broadcast from rank 0: {listed(frozen)}")
     if "scale" in others:
-        told.append("buffers are not broadcast from rank 0: scale")
-    return "; ".join(told)
+        sentences.append("buffers are not broadcast from rank 0: scale")
+    return "; ".join(sentences)
 
 
-def _step(
-    trial: Trial, results: Sequence[Result], wrong: Sequence[str], exact: Before, ordinary: Before
-) -> str | None:
+def _step(trial: Trial, results: Sequence[Result], wrong: Sequence[str], exact: Before, ordinary: Before) -> str | None:
     fitting = {name: list(_fitting(trial, results, name, exact, ordinary)) for name in wrong if name in exact.grads}
-    if frozen := [name for name in wrong if name not in exact.grads and name not in ("head.weight",)]:
+    if frozen := [name for name in wrong if name not in exact.grads and name not in trial.twins]:
         return f"what is not to be trained has changed: {listed(frozen)}"
-    left, told = dict(fitting), list[str]()
+    left, sentences = dict(fitting), list[str]()
     while left and any(left.values()):
         counts: dict[str, int] = {}
         for rule in (rule for fits in left.values() for rule in fits):
             counts[rule] = counts.get(rule, 0) + 1
-        rule = max(counts, key=lambda one: counts[one])
+        rule = max(counts, key=lambda rule: counts[rule])
         names = [name for name, fits in left.items() if rule in fits]
-        told.append(_sentence(rule, names, trial, results, exact))
+        sentences.append(_sentence(rule, names, trial, results, exact))
         left = {name: fits for name, fits in left.items() if name not in names}
-    if len(told) == trial.world_size and all("alone on every rank" in one for one in told) and not left:
+    if (
+        len(sentences) == trial.world_size
+        and all("alone on every rank" in sentence for sentence in sentences)
+        and not left
+    ):
         return "each parameter is stepped by the gradient of one rank, its owner, which is not averaged"
-    if told:
-        return "; ".join(told)
-    if apart := [name for name in wrong if not all(_same(results[0], one, name) for one in results[1:])]:
+    if sentences:
+        return "; ".join(sentences)
+    if apart := [name for name in wrong if not all(_same(results[0], other, name) for other in results[1:])]:
         return f"ranks end with different weights: {listed(apart)}"
     return None
 
 
-def _fitting(
-    trial: Trial, results: Sequence[Result], name: str, exact: Before, ordinary: Before
-) -> Iterator[str]:
+def _fitting(trial: Trial, results: Sequence[Result], name: str, exact: Before, ordinary: Before) -> Iterator[str]:
     """The mistakes that leave every rank with the weights that it has."""
     sizes = torch.tensor([trial.examples(rank) for rank in range(trial.world_size)])
     both = [
-        rules(Seen(g, one.early.get(name), one.used[name], sizes.to(g.dtype), one.weights[name]))
-        for one, g in ((exact, exact.grads[name]), (ordinary, ordinary.grads[name]))
+        rules(Seen(g, before.early.get(name), before.used[name], sizes.to(g.dtype), before.weights[name]))
+        for before, g in ((exact, exact.grads[name]), (ordinary, ordinary.grads[name]))
     ]
-    for (told, wide), (_, narrow) in zip(*both, strict=True):
-        ends = [_stepped(one, name, g) for one, g in ((exact, wide), (ordinary, narrow))]
-        if all(ratio(one.state[name], ends[0][rank], ends[1][rank]) <= 1 for rank, one in enumerate(results)):
-            yield told
-    after = [_stepped(one, name, one.grads[name].sum(dim=1).mean(dim=0)[None])[0] for one in (exact, ordinary)]
-    before = exact.weights[name], ordinary.weights[name]
-    keeps = [rank for rank, one in enumerate(results) if ratio(one.state[name], *before) <= 1]
-    steps = [rank for rank, one in enumerate(results) if ratio(one.state[name], *after) <= 1]
+    for (words, wide), (_, narrow) in zip(*both, strict=True):
+        ends = _stepped(exact, name, wide), _stepped(ordinary, name, narrow)  # (world_size, ...) each
+        if all(ratio(result.state[name], ends[0][rank], ends[1][rank]) <= 1 for rank, result in enumerate(results)):
+            yield words
+    means = [before.grads[name].sum(dim=1).mean(dim=0) for before in (exact, ordinary)]
+    after = _stepped(exact, name, means[0]), _stepped(ordinary, name, means[1])
+    old = exact.weights[name], ordinary.weights[name]
+    keeps = [rank for rank, result in enumerate(results) if ratio(result.state[name], *old) <= 1]
+    steps = [rank for rank, result in enumerate(results) if ratio(result.state[name], *after) <= 1]
     if keeps and steps and len(keeps) + len(steps) == len(results):
         yield f"keeps its old value on rank {', '.join(map(str, keeps))}"
 
 
 def _stepped(before: Before, name: str, grads: Tensor) -> Tensor:
-    """The weights (world_size, ...) after a step of SGD by these gradients."""
+    """The weights after a step of SGD by these gradients: (world_size, ...), or those of a single rank."""
     return before.weights[name] - SGD["lr"] * (SGD["momentum"] * before.momenta[name] + grads)
 
 
@@ -243,14 +250,14 @@ def _sentence(rule: str, names: Sequence[str], trial: Trial, results: Sequence[R
         subject = "gradients" if whole else f"the gradients of {listed(names)}"
     if "tied" in trial.parts and list(names) == ["embed.weight"] and ("summed" in rule or "twice" in rule):
         subject, rule = "the gradients of the tied weight embed.weight", f"{rule}: it counts once for each name"
-    told = f"{subject} {rule}"
+    sentence = f"{subject} {rule}"
     if not rule.startswith("are never synchronized"):
-        return told
-    if waits := [one for result in results for one in result.unwaited]:
-        return f"{told}; nobody waits for the {waits[0]}"
+        return sentence
+    if waits := [call for result in results for call in result.unwaited]:
+        return f"{sentence}; nobody waits for the {waits[0]}"
     if not whole and set(names) == set(trained[: len(names)]):
-        return f"{told}; they are the last in a backward, as a last bucket that is not sent"
-    return told
+        return f"{sentence}; they are the last in a backward, as a last bucket that is not sent"
+    return sentence
 
 
 def _same(first: Result, other: Result, name: str) -> bool:

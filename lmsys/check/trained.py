@@ -1,6 +1,5 @@
 """A trial's training: by a strategy on ranks, and by plain sums on one process. Runs on the ranks, and beside them."""
 
-import datetime
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -50,7 +49,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Result:
-    """What a rank is left with.
+    """The end of a training on a rank.
 
     unwaited  collectives that nobody had waited for when the optimizer stepped
     raced     collectives whose tensors were written to while they were under way
@@ -86,9 +85,9 @@ def train(entry: Entry, trial: Trial, number: int, options: Mapping[str, Any], g
 def guarded(recorder: Recorder, training: Callable[[], Result]) -> Result:
     """The training's result, or its failure, which all ranks have ended with; raised where another rank still waits."""
     try:
-        found = training()
+        result = training()
         recorder.mark("the end of the training")
-        return found
+        return result
     except Exception as error:
         lines = str(error).strip().splitlines() or ["no message"]
         recorder.fail(error)
@@ -180,18 +179,18 @@ def plain(trial: Trial, dtype: torch.dtype) -> list[Before]:
     module = probe(trial, 0, apart=True).to(dtype)
     weights = {name: x.detach().clone() for name, x in module.state_dict().items()}
     momenta = {name: torch.zeros_like(x) for name, x in module.named_parameters() if x.requires_grad}
-    found = list[Before]()
+    steps = list[Before]()
     for step in range(trial.steps + 1):
         module.load_state_dict(weights)
         by_use, used = _gradients(module, trial, step)
         early = {first: by_use[twin] for twin, first in trial.twins.items()}
         grads = {n: g + early[n] if n in early else g for n, g in by_use.items() if n not in trial.twins}
-        found.append(Before(_joined(weights), dict(momenta), grads, early, used))
+        steps.append(Before(_joined(weights), dict(momenta), grads, early, used))
         for name, g in grads.items():
             momenta[name] = SGD["momentum"] * momenta[name] + g.sum(dim=1).mean(dim=0)
             weights[name] = weights[name] - SGD["lr"] * momenta[name]
         weights |= {twin: weights[first] for twin, first in trial.twins.items()}
-    return found
+    return steps
 
 
 def _joined(weights: State) -> State:
@@ -209,9 +208,9 @@ def _gradients(module: Probe, trial: Trial, step: int) -> tuple[State, State]:
             loss = module(tokens, **trial.switches(rank, micro)) / trial.micro_batches
             rows.append(torch.autograd.grad(loss, [*named.values()], allow_unused=True))
     shape = trial.world_size, trial.micro_batches
-    found, used = State(), State()
+    grads, used = State(), State()
     for number, (name, p) in enumerate(named.items()):
         column = [row[number] for row in rows]
         used[name] = torch.tensor([x is not None for x in column]).view(shape).any(dim=1)
-        found[name] = torch.stack([torch.zeros_like(p) if x is None else x for x in column]).view(*shape, *p.shape)
-    return found, used
+        grads[name] = torch.stack([torch.zeros_like(p) if x is None else x for x in column]).view(*shape, *p.shape)
+    return grads, used

@@ -1,4 +1,4 @@
-"""Trainings that an optimizer meets whose state is divided among ranks: parameter groups, schedules, unused parameters."""
+"""Trainings that a sharded optimizer meets: groups of parameters, schedules, parameters without a gradient."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,13 +21,13 @@ class OptimizerTrial(Trial):
     optimizer   a name in OPTIMIZERS
     groups      parameters are in two groups: biases are in a second, with options of its own
     schedule    learning rate and momentum change after each step
-    one         there is a single parameter, so that a rank owns none
+    single      there is a single parameter, so that a rank owns none
     """
 
     optimizer: str = "SGD"
     groups: bool = False
     schedule: bool = False
-    one: bool = False
+    single: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -36,7 +36,7 @@ class OptimizerTrial(Trial):
     def params(self, module: nn.Module) -> list[Any]:
         """The parameters, or the groups, that the optimizer is given."""
         named = dict(module.named_parameters())
-        if self.one:
+        if self.single:
             return [named["head.weight"]]
         if not self.groups:
             return list(named.values())
@@ -58,7 +58,7 @@ EXTREME = (
     OptimizerTrial("frozen parameters", ("frozen",), optimizer="AdamW", extreme=True),
     OptimizerTrial("gradients from 1e-20 to 1e+10", ("sizes",), extreme=True),
     OptimizerTrial("parameters without a gradient", ("idle",), optimizer="AdamW", extreme=True),
-    OptimizerTrial("fewer parameters than ranks", one=True, extreme=True),
+    OptimizerTrial("fewer parameters than ranks", single=True, extreme=True),
 )
 
 

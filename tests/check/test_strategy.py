@@ -1,4 +1,4 @@
-"""`python -m lmsys.check` on strategies and sharded optimizers: right ones pass, and of wrong ones the mistake is named."""
+"""`python -m lmsys.check` on strategies and sharded optimizers: right ones pass, a wrong one's mistake is named."""
 
 import json
 from collections.abc import Iterator
@@ -15,20 +15,23 @@ from lmsys.check.verdict import WRONG as WRONG_VERDICT
 from lmsys.check.verdict import check
 from lmsys.parallel import STRATEGIES
 from lmsys.registry import Entry
+from tests.museum import parallel
+from tests.museum import sharded_optimizer as optimizers
 from tests.museum.exhibit import EXHIBITS, Exhibit
-from tests.museum.parallel import HONEST, HONEST_OPTIMIZERS
 from tests.support.wrong_strategies import WRONG, WRONG_OPTIMIZERS
 
 KINDS = {"strategy": strategy, "sharded_optimizer": sharded_optimizer}
 QUICK = "bucketed", "torch_ddp_tuned", "MyDDP"  # others are asked on request
 SUPPORT = Path(__file__).parents[1] / "support"
-PLANTED = [(kind, name, told) for kind, of in zip(KINDS, (WRONG, WRONG_OPTIMIZERS), strict=True) for name, told in of.items()]
+PLANTED = [
+    (kind, name, told) for kind, of in zip(KINDS, (WRONG, WRONG_OPTIMIZERS), strict=True) for name, told in of.items()
+]
 
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    with Ranks() as found:
-        yield found
+    with Ranks() as ranks:
+        yield ranks
 
 
 def first_fault(ranks: Ranks, kind: str, entry: Entry) -> tuple[Question, Fault] | None:
@@ -39,27 +42,31 @@ def first_fault(ranks: Ranks, kind: str, entry: Entry) -> tuple[Question, Fault]
     return None
 
 
-@pytest.mark.parametrize("one", [one for one in EXHIBITS if one.kind in KINDS], ids=lambda one: one.name)
-def test_a_published_fault_is_refused(ranks: Ranks, one: Exhibit) -> None:
-    found = first_fault(ranks, one.kind, one.entry)
-    assert found is not None, f"{one.name} is found right"
-    assert one.mistake is None or one.mistake in (found[1].mistake or ""), found[1].text
+@pytest.mark.parametrize("fault", [fault for fault in EXHIBITS if fault.kind in KINDS], ids=lambda fault: fault.name)
+def test_a_published_fault_is_refused(ranks: Ranks, fault: Exhibit) -> None:
+    wrong = first_fault(ranks, fault.kind, fault.entry)
+    assert wrong is not None, f"{fault.name} passes for right"
+    assert fault.mistake is None or fault.mistake in (wrong[1].mistake or ""), wrong[1].text
 
 
 @pytest.mark.parametrize(("kind", "name", "told"), PLANTED, ids=[name for _, name, _ in PLANTED])
 def test_a_planted_mistake_is_named(ranks: Ranks, kind: str, name: str, told: str) -> None:
-    found = first_fault(ranks, kind, Entry(name, f"tests.support.wrong_strategies:{name}"))
-    assert found is not None and told in (found[1].mistake or ""), found
+    wrong = first_fault(ranks, kind, Entry(name, f"tests.support.wrong_strategies:{name}"))
+    assert wrong is not None and told in (wrong[1].mistake or ""), wrong
 
 
 @pytest.mark.parametrize(
-    "row", [pytest.param(one, marks=[] if one.name in QUICK else pytest.mark.on_request, id=one.name) for one in HONEST]
+    "row",
+    [
+        pytest.param(one, marks=[] if one.name in QUICK else pytest.mark.on_request, id=one.name)
+        for one in parallel.HONEST
+    ],
 )
 def test_a_right_strategy_is_not_accused(ranks: Ranks, row: Entry) -> None:
     assert first_fault(ranks, "strategy", row) is None
 
 
-@pytest.mark.parametrize("row", HONEST_OPTIMIZERS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", optimizers.HONEST, ids=lambda row: row.name)
 def test_a_right_sharded_optimizer_is_not_accused(ranks: Ranks, row: Entry) -> None:
     assert first_fault(ranks, "sharded_optimizer", row) is None
 
@@ -74,16 +81,16 @@ def test_what_a_row_refuses_is_not_asked(ranks: Ranks) -> None:
 
 
 def test_an_exception_names_rank_and_step(ranks: Ranks) -> None:
-    found = first_fault(ranks, "strategy", Entry("Raises", "tests.support.wrong_strategies:RaisesInItsSecondStep"))
+    wrong = first_fault(ranks, "strategy", Entry("Raises", "tests.support.wrong_strategies:RaisesInItsSecondStep"))
     told = "rank 1 raises IndexError in finish_gradient_synchronization of step 2: there are no more buckets"
-    assert found is not None and found[1].text.strip() == told
+    assert wrong is not None and wrong[1].text.strip() == told
 
 
 def test_ranks_that_begin_different_collectives(ranks: Ranks) -> None:
-    found = first_fault(ranks, "strategy", Entry("Skips", "tests.museum.parallel:SkipsMissing"))
+    wrong = first_fault(ranks, "strategy", Entry("Skips", "tests.museum.parallel:SkipsMissing"))
     told = "on rank 0 comes all_reduce of 36 elements in float32, on rank 1 comes all_reduce of 66 elements"
-    assert found is not None and told in found[1].text, found
-    assert "in finish_gradient_synchronization of step 1" in found[1].text
+    assert wrong is not None and told in wrong[1].text, wrong
+    assert "in finish_gradient_synchronization of step 1" in wrong[1].text
 
 
 @pytest.mark.on_request

@@ -1,17 +1,18 @@
-"""Published faults of data-parallel strategies and of sharded optimizers. Ranks import it."""
+"""Published faults of data-parallel strategies, beside right ones. Ranks import it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lmsys.parallel import STRATEGIES
 from lmsys.registry import Entry
+from tests.museum.containers import Container, Hooked, mean_
 from tests.museum.exhibit import exhibit
 
 HONEST = [
@@ -19,51 +20,6 @@ HONEST = [
     *(STRATEGIES[name] for name in ("torch_ddp", "torch_ddp_tuned", "torch_zero1", "torch_fsdp2", "torch_fsdp2_zero2")),
     Entry("MyDDP", "docs/examples/mine.py:MyDDP"),
 ]
-HONEST_OPTIMIZERS = [
-    Entry("ShardedOptimizer", "lmsys.parallel.sharded_optimizer:ShardedOptimizer"),
-    Entry("ZeroRedundancyOptimizer", "torch.distributed.optim:ZeroRedundancyOptimizer", peer=True),
-]
-
-
-def mean_(x: Tensor) -> None:
-    dist.all_reduce(x)
-    x /= dist.get_world_size()
-
-
-class Container(nn.Module):
-    """A right strategy, one all-reduce for each gradient after the backward; each exhibit changes a line of it."""
-
-    def __init__(self, module: nn.Module):
-        super().__init__()
-        self.module, self.synchronizing = module, True
-        for x in self.broadcast():
-            dist.broadcast(x.detach(), src=0)
-        self.named = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self.prepare()
-
-    def broadcast(self) -> list[Tensor]:
-        return [*self.module.parameters(), *self.module.buffers()]
-
-    def prepare(self) -> None:
-        pass
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        self.synchronizing = False
-        yield
-        self.synchronizing = True
-
-    def finish_gradient_synchronization(self) -> None:
-        for name, p in self.named.items():
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-            self.reduce(name, p.grad)
-
-    def reduce(self, name: str, grad: Tensor) -> None:
-        mean_(grad)
 
 
 @exhibit("strategy", "neuralmagic/sparseml#135", "gradients are world_size times too large", "summed over ranks")
@@ -104,25 +60,6 @@ class VectorsLeft(Container):
     def reduce(self, name: str, grad: Tensor) -> None:
         if grad.dim() > 1:
             mean_(grad)
-
-
-class Hooked(Container):
-    """A right strategy that begins an all-reduce when a gradient is ready, and waits for all of them."""
-
-    def prepare(self) -> None:
-        self.handles: list[tuple[Any, Tensor]] = []
-        for name, p in self.named.items():
-            p.register_post_accumulate_grad_hook(lambda p, name=name: self.ready(name, p))
-
-    def ready(self, name: str, p: Tensor) -> None:
-        if self.synchronizing:
-            self.handles.append((dist.all_reduce(p.grad, async_op=True), p))
-
-    def finish_gradient_synchronization(self) -> None:
-        for handle, p in self.handles:
-            handle.wait()
-            p.grad /= dist.get_world_size()
-        self.handles = []
 
 
 @exhibit("strategy", "deepspeedai/DeepSpeed#5545", "with overlapped communication losses differ", "nobody waits")
@@ -215,7 +152,7 @@ class OrderOfGradients(Container):
             mean_(p.grad)
 
 
-@exhibit("strategy", "horovod/horovod#597", "a rank without a gradient does not join the others' all-reduce", "different")
+@exhibit("strategy", "horovod/horovod#597", "a rank without a gradient does not join an all-reduce", "different")
 class SkipsMissing(Container):
     def finish_gradient_synchronization(self) -> None:
         for p in self.named.values():
@@ -223,7 +160,12 @@ class SkipsMissing(Container):
                 mean_(p.grad)
 
 
-@exhibit("strategy", "NVIDIA/Megatron-LM#4609", "gradients begin at what the buffer held, which is weights", "begin at the weights")
+@exhibit(
+    "strategy",
+    "NVIDIA/Megatron-LM#4609",
+    "gradients begin at weights that a buffer held",
+    "begin at the weights",
+)
 class BufferNotZeroed(Container):
     def reduce(self, name: str, grad: Tensor) -> None:
         mean_(grad)
@@ -288,7 +230,7 @@ class TiedAssigned(Container):
         return torch.func.functional_call(self.module, tied, (tokens,), kwargs, tie_weights=False)
 
 
-@exhibit("strategy", "NVIDIA/Megatron-LM#844", "a tied embedding is reduced again for its second place", "for each name")
+@exhibit("strategy", "NVIDIA/Megatron-LM#844", "a tied embedding is reduced for each of its places", "for each name")
 class TiedTwice(Container):
     def reduce(self, name: str, grad: Tensor) -> None:
         mean_(grad)
@@ -296,7 +238,12 @@ class TiedTwice(Container):
             dist.all_reduce(grad)
 
 
-@exhibit("strategy", "hpcaitech/ColossalAI#247", "with micro-batches gradients are reduced many times", "summed over ranks again")
+@exhibit(
+    "strategy",
+    "hpcaitech/ColossalAI#247",
+    "micro-batches reduce gradients many times",
+    "summed over ranks again",
+)
 class ReducedEachMicroBatch(Container):
     def prepare(self) -> None:
         for p in self.named.values():
@@ -326,84 +273,3 @@ class StaleGather(Container):
         loss = self.module(*args, **kwargs)
         weight.data, self.late = now, now.clone()
         return loss
-
-
-class Sharded(torch.optim.Optimizer):
-    """A right sharded optimizer: each rank steps every world_size-th parameter, and broadcasts it."""
-
-    def __init__(self, params: Any, optimizer_cls: Callable[..., Any], **kwargs: Any):
-        super().__init__(params, kwargs)
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.local = optimizer_cls(self.own(), **kwargs)
-
-    def own(self) -> list[dict[str, Any]]:
-        return [{**group, "params": group["params"][self.rank :: self.size]} for group in self.param_groups]
-
-    def step(self, closure: Any = None) -> None:
-        self.options()
-        self.local.step()
-        self.share()
-
-    def options(self) -> None:
-        for group, local in zip(self.param_groups, self.local.param_groups, strict=True):
-            local.update({name: value for name, value in group.items() if name != "params"})
-
-    def share(self) -> None:
-        for group in self.param_groups:
-            for number, p in enumerate(group["params"]):
-                dist.broadcast(p.detach(), src=number % self.size)
-
-
-@exhibit("sharded_optimizer", "facebookresearch/fairscale#58", "a schedule does not reach the optimizer", "is not used")
-class ScheduleLost(Sharded):
-    def options(self) -> None:
-        pass
-
-
-@exhibit("sharded_optimizer", "facebookresearch/fairscale#66", "only the learning rate is in sync", "momentum")
-class OnlyTheLearningRate(Sharded):
-    def options(self) -> None:
-        for group, local in zip(self.param_groups, self.local.param_groups, strict=True):
-            local["lr"] = group["lr"]
-
-
-@exhibit("sharded_optimizer", "deepspeedai/DeepSpeed#6878", "a group does not have its own learning rate", "of a group")
-class GroupsLost(Sharded):
-    def own(self) -> list[dict[str, Any]]:
-        return [{"params": group["params"]} for group in super().own()]
-
-    def options(self) -> None:
-        for local in self.local.param_groups:
-            local["lr"] = self.param_groups[0]["lr"]
-            local["momentum"] = self.param_groups[0].get("momentum")
-
-
-@exhibit("sharded_optimizer", "deepspeedai/DeepSpeed#2058", "a part of the parameters is trained", "no rank steps")
-class WrongPartition(Sharded):
-    """A rank's updates go to the partition of its neighbour, and those who own it overwrite them."""
-
-    def share(self) -> None:
-        for group in self.param_groups:
-            for number, p in enumerate(group["params"]):
-                dist.broadcast(p.detach(), src=(number + 1) % self.size)
-
-
-@exhibit("sharded_optimizer", "deepspeedai/DeepSpeed#856", "gradients of other partitions are not cleared", "zero_grad")
-class LeavesGradients(Sharded):
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.local.zero_grad(set_to_none)
-
-
-@exhibit("sharded_optimizer", "karpathy/nanochat#843", "weights are read before they have been gathered", "nobody waits")
-class NobodyWaits(Sharded):
-    def share(self) -> None:
-        for group in self.param_groups:
-            for number, p in enumerate(group["params"]):
-                dist.broadcast(p.detach(), src=number % self.size, async_op=True)
-
-
-@exhibit("sharded_optimizer", "facebookresearch/optimizers#149", "a rank without gradients skips the step", "different")
-class SkipsTheStep(Sharded):
-    def step(self, closure: Any = None) -> None:
-        if any(p.grad is not None for group in self.local.param_groups for p in group["params"]):
-            super().step()

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.museum.parallel import Container, Sharded, mean_
+from tests.museum.containers import Container, mean_
+from tests.museum.sharded_optimizer import Sharded
 
 
 class WeightedByTokens(Container):
@@ -64,6 +65,20 @@ class LeftWhereUnused(Container):
         grad /= self.users[name].clamp(min=1)
 
 
+class MovesWhatIsFrozen(Container):
+    def finish_gradient_synchronization(self) -> None:
+        super().finish_gradient_synchronization()
+        for p in self.module.parameters():
+            if not p.requires_grad:
+                p.data.mul_(0.5)
+
+
+class EndsApart(Container):
+    def reduce(self, name: str, grad: Tensor) -> None:
+        mean_(grad)
+        grad *= 1 + dist.get_rank() / 8
+
+
 class RaisesInItsSecondStep(Container):
     def reduce(self, name: str, grad: Tensor) -> None:
         self.count = getattr(self, "count", 0) + 1
@@ -98,6 +113,8 @@ WRONG = {
     "OneLayerForgotten": "the gradients of layers.1.linear.weight are never synchronized",
     "AccumulatedStaysLocal": "of micro-batches under no_sync() are not synchronized at all",
     "SumsInFloat16": "communicated in float16",
+    "MovesWhatIsFrozen": "what is not to be trained has changed: frozen.weight, frozen.bias",
+    "EndsApart": "ranks end with different weights: embed.weight",
     "LeftWhereUnused": "averaged over the ranks that use the parameter",
 }
 WRONG_OPTIMIZERS = {
