@@ -23,7 +23,7 @@ from lmsys.registry import Entry
 
 WORLD_SIZE = 2
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # of ranks: else a wait that ends warns in four lines
-START_S, TRIAL_S = 120.0, 15.0  # to start ranks and import what they need; for a training of milliseconds
+START_S, TRIAL_S = 120.0, 12.0  # to start ranks and import what they need; for a training of milliseconds
 
 
 def questions(entry: Entry, options: Options) -> Iterator[Question]:
