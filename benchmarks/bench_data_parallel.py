@@ -15,6 +15,7 @@ from benchmarks.data_parallel.pairs import WRONG, Steps, pairs
 from benchmarks.data_parallel.passes import Pass, holds, judge_pass
 from benchmarks.data_parallel.rank import inspect, take_pass
 from benchmarks.data_parallel.rows import Row, communication, memory, step_rates, why_not
+from benchmarks.data_parallel.trials import judge_by_trials
 from benchmarks.models import WHAT_IS_KEPT
 from lmsys.bench import Axis, Benchmark, Candidate, Field, Grid, Record, Settings, bench, fields
 from lmsys.bench.ranks import CLOCKS, backend_of, num_nodes, world_sizes
@@ -182,6 +183,7 @@ class DataParallel(Benchmark):
         start = case.world_size, case.backend
         if case.world_size > 1 and case.synchronizes:
             candidate.judge(run(*start, gate, case, settings.seed)[0], "float32")
+            judge_by_trials(candidate, run, settings.seed)
         if candidate.outcome != "ok" or not settings.timed:
             return
         if case.entry.trait("tuned_bucket_mb", False):

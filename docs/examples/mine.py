@@ -25,15 +25,17 @@ class MyDDP(torch.nn.Module):
     def __init__(self, module):
         super().__init__()
         self.module = module
-        for parameter in module.parameters():
-            dist.broadcast(parameter.detach(), src=0)
+        for tensor in [*module.parameters(), *module.buffers()]:
+            dist.broadcast(tensor.detach(), src=0)
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
 
     def finish_gradient_synchronization(self):
         for parameter in self.module.parameters():
-            if parameter.grad is not None:
+            if parameter.requires_grad:
+                if parameter.grad is None:  # not used on this rank: others may have used it
+                    parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= dist.get_world_size()
 

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,13 +41,22 @@ def _kind(name: str, table: Table | None = None) -> Kind:
     return Kind(name, f"lmsys.check.{name}", table or Table(name, []))
 
 
-KINDS = {one.name: one for one in (_kind("attention", ATTENTION), _kind("strategy", STRATEGIES), _kind("optimizer"))}
+KINDS = {
+    kind.name: kind
+    for kind in (
+        _kind("attention", ATTENTION),
+        _kind("strategy", STRATEGIES),
+        _kind("sharded_optimizer"),
+        _kind("optimizer"),
+    )
+}
+OF_SHARDED_OPTIMIZERS = {"optimizer_cls", "optimizer_class"}  # the parameter by which they are given torch's
 
 
 def find(target: str, kind: str | None) -> tuple[Kind, Entry]:
     """The kind and the row of a name or of path.py:attribute. ValueError, with the kinds there are, for others."""
     if kind is None and ".py" not in target:
-        kind = next((one.name for one in KINDS.values() if target in one.table), "attention")
+        kind = next((one.name for one in KINDS.values() if target in list(one.table)), "attention")
     if kind is not None:
         found = KINDS[kind]
         (entry,) = found.table.select([target])
@@ -57,6 +67,9 @@ def find(target: str, kind: str | None) -> tuple[Kind, Entry]:
 
 def kind_of(implementation: Any) -> str:
     """The kind that an implementation looks like, by its class or the names of its parameters."""
+    with suppress(TypeError, ValueError):
+        if OF_SHARDED_OPTIMIZERS & inspect.signature(implementation).parameters.keys():
+            return "sharded_optimizer"
     if inspect.isclass(implementation) and issubclass(implementation, torch.optim.Optimizer):
         return "optimizer"
     if inspect.isclass(implementation) and not issubclass(implementation, torch.autograd.Function):

@@ -73,13 +73,19 @@ class WorkerGroup:
 
     backend          None: NCCL where there are as many GPUs, else gloo
     timeout_s        for every `run` and every collective
+    environment      variables of the ranks besides those of this process
     with_last_words  should this process be killed, standard error says of each rank what it was doing
     ValueError as in `check_backend`; WorkerError when a rank raises, dies, has been stopped for $LMSYS_STOPPED_S, or is
     not done in time: then all are ended. It says what the rank was `doing`, or else which function it ran.
     """
 
     def __init__(
-        self, world_size: int, backend: str | None = None, timeout_s: float = 300.0, with_last_words: bool = False
+        self,
+        world_size: int,
+        backend: str | None = None,
+        timeout_s: float = 300.0,
+        with_last_words: bool = False,
+        environment: Mapping[str, str] | None = None,
     ):
         if backend is None:
             enough = torch.cuda.is_available() and torch.cuda.device_count() >= world_size
@@ -94,7 +100,7 @@ class WorkerGroup:
             self._doing.append(doing.map_file(file))
             doing.write(self._doing[-1], doing.AT_FIRST)
             said = last_words(rank, file) if with_last_words else ""
-            self._workers.append(Worker(open_files=[file], last_words=said))
+            self._workers.append(Worker(environment, open_files=[file], last_words=said))
             self._workers[-1].send(_join, backend, rank, world_size, self._store.port, timeout_s, file)
             os.close(file)
         self._collect(timeout_s)

@@ -39,6 +39,7 @@ class TorchDDP(_Peer):
     """DistributedDataParallel as it comes."""
 
     all_reduces = True
+    why_not_unused = "torch DDP without find_unused_parameters raises an error for a parameter without a gradient"
     warm_ups_before_graph = 11  # its reducer takes times in the first ten steps, which no recording may
 
     def __init__(self, module: nn.Module, process_group: Group = None, **options: Any):
@@ -60,6 +61,7 @@ class TorchDDPTuned(TorchDDP):
     """DDP with the options for a graph that is always the same; its users sweep the bucket size."""
 
     tuned_bucket_mb = True
+    why_not_unused = ""  # a static graph finds unused parameters in the first step
     accumulates = False  # a static graph does not know backwards under no_sync(): torch ends with an assertion
 
     def __init__(self, module: nn.Module, process_group: Group = None, bucket_mb: float = 25):
@@ -98,6 +100,7 @@ class TorchFSDP2(_Peer):
     shards_gradients = True
     local_step = False
     compute_dtype = True
+    why_not_unequal = "FSDP2 reduces the gradients that a rank has: with other ones on another rank it hangs"
     fused_adamw = True
     why_not_graphed = RESIZES_PARAMETERS
     why_not_fused = SURROUNDS_BLOCKS

@@ -22,6 +22,8 @@ class Traits:
     why_not_fused     why it cannot train blocks of `TransformerLM.fuse_blocks`: it hooks blocks, or writes parameters
                       without a change of their versions, so that copies of them would be old; empty: it can
     why_not_saved     why the training loop cannot save its state; empty: it can
+    why_not_unused    why every rank must use every parameter in each backward; empty: it need not
+    why_not_unequal   why ranks must use the same parameters; empty: they need not
     why_not_reproducible  why its sums cannot be those of a tree; empty: they can
     baseline          rows are compared with the timed row of the largest number; 0: never with this one
     rivals            the rows that the report compares it with
@@ -48,6 +50,8 @@ class Traits:
     why_not_graphed: str = ""
     why_not_fused: str = ""
     why_not_saved: str = ""
+    why_not_unused: str = ""
+    why_not_unequal: str = ""
     why_not_reproducible: str = ""
     baseline: int = 0
     rivals: tuple[str, ...] = ()

@@ -21,6 +21,7 @@ from benchmarks.data_parallel.check import gate
 from benchmarks.data_parallel.passes import Pass, holds, judge_pass
 from benchmarks.data_parallel.rank import Inspection, Taken, inspect, take_pass
 from benchmarks.data_parallel.rows import Row
+from benchmarks.data_parallel.trials import small_trainings
 from benchmarks.sweeps import STRATEGIES, SWEEPS
 from lmsys.attention.compiled import why_no_compiler
 from lmsys.bench import Grid, Settings, Sweep
@@ -80,6 +81,26 @@ class slightly_off(Container):
     factor = 1.01
 
 
+class summed(Container):
+    def __init__(self, module):
+        super().__init__(module)
+        for x in module.buffers():
+            dist.broadcast(x.data, 0)
+        self.factor = 1 / dist.get_world_size()
+
+
+class forgets_unused(Container):
+    """Right in a language model, which uses all of its parameters."""
+
+    def finish_gradient_synchronization(self):
+        unused = [p for p in self.module.parameters() if p.grad is None]
+        for p in unused:
+            p.grad = torch.zeros_like(p)
+        super().finish_gradient_synchronization()
+        for p in unused:
+            p.grad = None
+
+
 class broken(Container):
     def forward(self, *inputs):
         if dist.get_rank() == 1:
@@ -87,6 +108,7 @@ class broken(Container):
         return self.module(*inputs)
 
 '''
+OWN_NAMES = "Container", "divided", "slightly_off", "summed", "forgets_unused", "broken"
 OTHERS = "attention", "model", "loss", "anatomy", "precision", "tokenizer", "training", "collectives"
 TINY = {"size": ("tiny",), "context": (16,), "precision": ("fp32",), "batch": (2,), "world_size": (2,)}
 Records = dict[str, dict[str, Any]]
@@ -228,6 +250,8 @@ class Answers(Ranks):
                 raise Unsupported("no such thing")
             seen = Inspection({"optimizer_bytes": 8}, Communication(0.0, None, []), 0.1, None, None, True)
             return [seen] * world_size
+        if function is small_trainings:
+            raise WorkerError(0, "error", "these ranks train nothing")
         if function is holds:
             return [True] * world_size
         if function is judge_pass:
@@ -287,7 +311,7 @@ def found(two_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Records
     """One run for all rows: ours with their accounts, the user's as they are, what is wrong or fails as cells."""
     file = tmp_path_factory.mktemp("strategies") / "own.py"
     file.write_text(OWN)
-    own = [f"{file}:{name}" for name in ("Container", "divided", "slightly_off", "broken")]
+    own = [f"{file}:{name}" for name in OWN_NAMES]
     own.append(f"{processes.ROOT}/docs/examples/mine.py:MyDDP")
     strategies = ("none", "naive", "bucketed", "zero1", *own)
     cases = cases_of(strategy=strategies, world_size=(1, 2), context=(32,), bucket_mb=(1, 25))
@@ -301,6 +325,10 @@ def test_a_run_measures_ours_and_a_strategy_of_the_users(found: Records) -> None
         *("none", "naive", "bucketed-1MiB", "zero1", "Container", "divided-1MiB", "divided-25MiB", "MyDDP")
     }, [one["reason"] for one in found.values()]
     assert found["slightly_off"]["outcome"] == "wrong" and found["slightly_off"]["error_ratio"] > 1
+    assert found["summed"]["outcome"] == "wrong"
+    assert found["summed"]["reason"].endswith(": gradients are summed over ranks, not averaged")
+    assert found["forgets_unused"]["outcome"] == "wrong"
+    assert found["forgets_unused"]["reason"].startswith("parameters that one rank does not use: the gradients of rare.")
     assert found["broken"]["outcome"] == "error" and "rank 1 failed" in found["broken"]["reason"]
     assert "TypeError: no such layer" in found["broken"]["reason"]
     for name in ("naive", "bucketed-1MiB", "zero1", "Container"):

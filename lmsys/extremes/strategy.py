@@ -1,0 +1,182 @@
+"""Modules and batches that a data-parallel strategy meets in training, each small enough for a step in a millisecond.
+
+A `Trial` says what is trained: by its `parts` the module has tied weights, a layer used twice, frozen layers, layers
+that one rank or no rank uses, gradients from 1e-20 to 1e+10 in one bucket; its last rank may have a smaller batch. All
+values come from `lmsys.draws` and are scaled by powers of two, so that any machine makes the same.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from lmsys import draws
+
+VOCABULARY, WIDTH, SEQUENCE = 11, 6, 3
+EXAMPLES, FEW = 4, 1  # in a batch, and in the batch of the last rank where that is smaller
+EXPONENTS = (-66, -33, 0, 33)  # 2**-66 = 1.4e-20, 2**33 = 8.6e+9
+PARTS = ("tied", "twice", "frozen", "transposed", "once", "rare", "idle", "sizes")
+TIED = {"head.weight": "embed.weight"}
+TWICE = {"again.weight": "shared.weight", "again.bias": "shared.bias"}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A training on `world_size` ranks.
+
+    parts          of the module, from PARTS: weights `tied`; a layer used `twice`; one `frozen`; one whose weight lies
+                   `transposed` in memory; one that only the first micro-batch uses, `once`, that only rank 0 does,
+                   `rare`, or that none does, `idle`; gradients of many `sizes`
+    micro_batches  backwards for each step, all but the last under no_sync()
+    uneven         the last rank has FEW examples in a batch, and others EXAMPLES
+    small_buckets  the strategy is asked for buckets that hold a part of the module
+    extreme        the question goes beyond a plain module and equal batches
+    """
+
+    about: str
+    parts: tuple[str, ...] = ()
+    steps: int = 2
+    micro_batches: int = 1
+    uneven: bool = False
+    small_buckets: bool = False
+    extreme: bool = False
+    world_size: int = 2
+    seed: int = 0
+
+    @property
+    def twins(self) -> dict[str, str]:
+        """The names that a second use of a weight has in a module whose uses are `apart`, and the weight's own name."""
+        return (TIED if "tied" in self.parts else {}) | (TWICE if "twice" in self.parts else {})
+
+    def switches(self, rank: int, micro_batch: int) -> dict[str, bool]:
+        """The keyword arguments of a rank's forward."""
+        asked = {"rare": rank == 0, "once": micro_batch == 0}
+        return {name: value for name, value in asked.items() if name in self.parts}
+
+    def examples(self, rank: int) -> int:
+        return FEW if self.uneven and rank == self.world_size - 1 else EXAMPLES
+
+
+ORDINARY = (
+    Trial("one step", steps=1),
+    Trial("several steps", steps=3),
+    Trial("small buckets", small_buckets=True),
+    Trial("tied weights", ("tied",)),
+    Trial("a layer used twice", ("twice",)),
+    Trial("frozen parameters", ("frozen",)),
+    Trial("accumulated micro-batches", micro_batches=3),
+)
+EXTREME = (
+    Trial("a smaller batch on one rank", uneven=True, extreme=True),
+    Trial("gradients from 1e-20 to 1e+10 in one bucket", ("sizes",), extreme=True),
+    Trial("accumulated micro-batches of tied weights", ("tied", "twice"), micro_batches=2, extreme=True),
+    Trial("a weight transposed in memory", ("transposed",), extreme=True),
+    Trial("parameters that only the first micro-batch uses", ("once",), micro_batches=2, extreme=True),
+    Trial("parameters that no rank uses", ("idle",), extreme=True),
+    Trial("parameters that one rank does not use", ("rare",), extreme=True),
+)
+
+
+def trials(world_size: int, seed: int) -> list[Trial]:
+    """All trials, from the simplest to the rarest."""
+    return [replace(trial, world_size=world_size, seed=seed) for trial in (*ORDINARY, *EXTREME)]
+
+
+class Probe(nn.Module):
+    """tokens (B, S) -> the loss, a mean over all tokens.
+
+    apart  a tied or repeated layer is two layers with equal weights, so that each use has a gradient of its own
+    """
+
+    def __init__(self, trial: Trial, apart: bool = False):
+        super().__init__()
+        self.parts = trial.parts
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        if "twice" in trial.parts:
+            self.shared = nn.Linear(WIDTH, WIDTH)
+        if "twice" in trial.parts and apart:
+            self.again = nn.Linear(WIDTH, WIDTH)
+        if "frozen" in trial.parts:
+            self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        if "transposed" in trial.parts:
+            self.transposed = nn.Linear(WIDTH, WIDTH, bias=False)
+            self.transposed.weight = nn.Parameter(torch.empty(WIDTH, WIDTH).t())
+        if "once" in trial.parts:
+            self.once = nn.Linear(WIDTH, WIDTH)
+        if "rare" in trial.parts:
+            self.rare = nn.Linear(WIDTH, WIDTH)
+        if "idle" in trial.parts:
+            self.idle = nn.Linear(WIDTH, WIDTH)
+        if "sizes" in trial.parts:
+            self.sizes = nn.ParameterList(nn.Parameter(torch.empty(WIDTH)) for _ in EXPONENTS)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if "tied" in trial.parts and not apart:
+            self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.empty(WIDTH))
+
+    def forward(self, tokens: Tensor, rare: bool = False, once: bool = False) -> Tensor:
+        embedded = self.embed(tokens)  # (B, S, WIDTH)
+        x = embedded * self.scale
+        for layer in self.layers:
+            x = layer(x)
+        if "frozen" in self.parts:
+            x = x + self.frozen(x)
+        if "twice" in self.parts:
+            again = getattr(self, "again", self.shared)
+            x = x + torch.tanh(again(torch.tanh(self.shared(x))))
+        if "transposed" in self.parts:
+            x = x + self.transposed(x)
+        if once:
+            x = x + self.once(x)
+        if rare:
+            x = x + self.rare(x)
+        loss = (self.head(x) - tokens.unsqueeze(-1) / VOCABULARY).square().mean()
+        if "sizes" in self.parts:
+            by_token = tokens.to(x.dtype).mean(dim=1, keepdim=True) - VOCABULARY // 2  # (B, 1)
+            for exponent, p in zip(EXPONENTS, self.sizes, strict=True):
+                loss = loss + (by_token * p).mean() * 2.0**exponent
+        return loss
+
+
+class Layer(nn.Module):
+    """A residual block (B, S, WIDTH) -> (B, S, WIDTH)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+def probe(trial: Trial, rank: int, apart: bool = False) -> Probe:
+    """The trial's module with the weights and buffers of this rank, of which no other rank has any.
+
+    Extreme trials begin with equal buffers: each asks for a single thing.
+    """
+    module = Probe(trial, apart)
+    state = dict(module.named_parameters()) | dict(module.named_buffers())
+    own = {name: x.numel() for name, x in state.items() if name not in trial.twins}
+    drawn = draws.values(draws.key(trial.seed, f"weights of rank {rank}"), 0, sum(own.values()))
+    values = dict(zip(sorted(own), drawn.split([own[name] for name in sorted(own)]), strict=True))
+    with torch.no_grad():
+        for name, x in state.items():
+            x.copy_(values[trial.twins.get(name, name)].view(x.shape) * unit_of(name))
+        if trial.extreme:
+            module.scale.fill_(1.0)
+    return module
+
+
+def unit_of(name: str) -> float:
+    """The power of two that the weights of this name are drawn in units of."""
+    if name.startswith("sizes."):
+        return 2.0 ** EXPONENTS[int(name.removeprefix("sizes."))]
+    return 1.0 if name == "scale" else 0.5
+
+
+def batch(trial: Trial, step: int, micro_batch: int, rank: int) -> Tensor:
+    """The tokens (B, SEQUENCE) of a rank's backward."""
+    key = draws.key(trial.seed, f"step {step}, micro-batch {micro_batch}, rank {rank}")
+    count = trial.examples(rank)
+    return draws.whole_numbers(key, 0, count * SEQUENCE, VOCABULARY).view(count, SEQUENCE)

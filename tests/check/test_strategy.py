@@ -1,0 +1,129 @@
+"""`python -m lmsys.check` on strategies and sharded optimizers: right ones pass, a wrong one's mistake is named."""
+
+import json
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from lmsys.check import sharded_optimizer, strategy
+from lmsys.check.kinds import find
+from lmsys.check.question import Fault, Options, Question
+from lmsys.check.strategy import Ranks
+from lmsys.check.verdict import WRONG as WRONG_VERDICT
+from lmsys.check.verdict import check
+from lmsys.parallel import STRATEGIES
+from lmsys.registry import Entry
+from tests.museum import parallel
+from tests.museum import sharded_optimizer as optimizers
+from tests.museum.exhibit import EXHIBITS, Exhibit
+from tests.support.wrong_strategies import WRONG, WRONG_OPTIMIZERS
+
+KINDS = {"strategy": strategy, "sharded_optimizer": sharded_optimizer}
+QUICK = "bucketed", "torch_ddp_tuned", "MyDDP"  # others are asked on request
+SUPPORT = Path(__file__).parents[1] / "support"
+PLANTED = [
+    (kind, name, told) for kind, of in zip(KINDS, (WRONG, WRONG_OPTIMIZERS), strict=True) for name, told in of.items()
+]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks() as ranks:
+        yield ranks
+
+
+def first_fault(ranks: Ranks, kind: str, entry: Entry) -> tuple[Question, Fault] | None:
+    """The first wrong answer, as the command finds it."""
+    for question in KINDS[kind].asked(ranks, entry, Options()):
+        if question.reason is None and (fault := question.judge()):
+            return question, fault
+    return None
+
+
+@pytest.mark.parametrize("fault", [fault for fault in EXHIBITS if fault.kind in KINDS], ids=lambda fault: fault.name)
+def test_a_published_fault_is_refused(ranks: Ranks, fault: Exhibit) -> None:
+    wrong = first_fault(ranks, fault.kind, fault.entry)
+    assert wrong is not None, f"{fault.name} passes for right"
+    assert fault.mistake is None or fault.mistake in (wrong[1].mistake or ""), wrong[1].text
+
+
+@pytest.mark.parametrize(("kind", "name", "told"), PLANTED, ids=[name for _, name, _ in PLANTED])
+def test_a_planted_mistake_is_named(ranks: Ranks, kind: str, name: str, told: str) -> None:
+    wrong = first_fault(ranks, kind, Entry(name, f"tests.support.wrong_strategies:{name}"))
+    assert wrong is not None and told in (wrong[1].mistake or ""), wrong
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(one, marks=[] if one.name in QUICK else pytest.mark.on_request, id=one.name)
+        for one in parallel.HONEST
+    ],
+)
+def test_a_right_strategy_is_not_accused(ranks: Ranks, row: Entry) -> None:
+    assert first_fault(ranks, "strategy", row) is None
+
+
+@pytest.mark.parametrize("row", optimizers.HONEST, ids=lambda row: row.name)
+def test_a_right_sharded_optimizer_is_not_accused(ranks: Ranks, row: Entry) -> None:
+    assert first_fault(ranks, "sharded_optimizer", row) is None
+
+
+def test_what_a_row_refuses_is_not_asked(ranks: Ranks) -> None:
+    questions = list(strategy.asked(ranks, STRATEGIES["torch_fsdp2"], Options()))
+    told = {one.about: one.reason for one in questions if one.reason is not None}
+    assert not any(one.judge() for one in questions if one.reason is None)
+    assert told["small buckets"] == "it takes no size of buckets"
+    assert "NotImplementedError: FSDP does not support non-contiguous" in told["a weight transposed in memory"]
+    assert told["parameters that one rank does not use"].startswith("FSDP2 reduces the gradients that a rank has")
+
+
+def test_an_exception_names_rank_and_step(ranks: Ranks) -> None:
+    wrong = first_fault(ranks, "strategy", Entry("Raises", "tests.support.wrong_strategies:RaisesInItsSecondStep"))
+    told = "rank 1 raises IndexError in finish_gradient_synchronization of step 2: there are no more buckets"
+    assert wrong is not None and wrong[1].text.strip() == told
+
+
+def test_ranks_that_begin_different_collectives(ranks: Ranks) -> None:
+    wrong = first_fault(ranks, "strategy", Entry("Skips", "tests.museum.parallel:SkipsMissing"))
+    told = "on rank 0 comes all_reduce of 36 elements in float32, on rank 1 comes all_reduce of 66 elements"
+    assert wrong is not None and told in wrong[1].text, wrong
+    assert "in finish_gradient_synchronization of step 1" in wrong[1].text
+
+
+@pytest.mark.on_request
+def test_a_rank_that_hangs_is_named(ranks: Ranks) -> None:
+    hangs = first_fault(ranks, "strategy", Entry("Hangs", "tests.support.faulty_strategies:Hangs"))
+    assert hangs is not None and "where it waits for rank 1 in all_reduce" in hangs[1].text
+
+
+@pytest.mark.on_request
+def test_ranks_that_have_died_are_started_again(ranks: Ranks) -> None:
+    assert first_fault(ranks, "strategy", Entry("Crashes", "tests.support.faulty_strategies:Crashes")) is not None
+    assert first_fault(ranks, "strategy", Entry("MyDDP", "docs/examples/mine.py:MyDDP")) is None
+
+
+def test_the_kind_is_told_by_the_parameters() -> None:
+    assert find("docs/examples/mine.py:MyDDP", None)[0].name == "strategy"
+    assert find(f"{SUPPORT}/wrong_strategies.py:NotShared", None)[0].name == "sharded_optimizer"
+    assert find("torch_ddp", None)[0].name == "strategy"
+
+
+def test_the_verdict_for_programs(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(strategy, "Ranks", lambda: nullcontext(ranks))
+    forgets = Entry("OneLayerForgotten", "tests.support.wrong_strategies:OneLayerForgotten")
+    assert check(forgets, Options(), "strategy", as_json=True) == WRONG_VERDICT
+    first, last = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (first["case"], first["verdict"], last["verdict"]) == ("one step", "wrong", "wrong")
+    assert first["mistake"].startswith("the gradients of layers.1.linear.weight are never synchronized")
+
+
+def test_a_rank_that_dies_is_named(ranks: Ranks) -> None:
+    """The last of the tests: it ends the ranks."""
+    died = first_fault(ranks, "strategy", Entry("Crashes", "tests.support.faulty_strategies:Crashes"))
+    told = "rank 1 died: killed by SIGSEGV, in finish_gradient_synchronization of step 1"
+    assert died is not None and died[1].text.strip() == told

@@ -1,0 +1,96 @@
+"""Published faults of optimizers whose state is divided among ranks, beside right ones. Ranks import it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lmsys.registry import Entry
+from tests.museum.exhibit import exhibit
+
+HONEST = [
+    Entry("ShardedOptimizer", "lmsys.parallel.sharded_optimizer:ShardedOptimizer"),
+    Entry("ZeroRedundancyOptimizer", "torch.distributed.optim:ZeroRedundancyOptimizer", peer=True),
+]
+
+
+class Sharded(torch.optim.Optimizer):
+    """A right sharded optimizer: each rank steps every world_size-th parameter, and broadcasts it."""
+
+    def __init__(self, params: Any, optimizer_cls: Callable[..., Any], **kwargs: Any):
+        super().__init__(params, kwargs)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.local = optimizer_cls(self.own(), **kwargs)
+
+    def own(self) -> list[dict[str, Any]]:
+        return [{**group, "params": group["params"][self.rank :: self.size]} for group in self.param_groups]
+
+    def step(self, closure: Any = None) -> None:
+        self.options()
+        self.local.step()
+        self.share()
+
+    def options(self) -> None:
+        for group, local in zip(self.param_groups, self.local.param_groups, strict=True):
+            local.update({name: value for name, value in group.items() if name != "params"})
+
+    def share(self) -> None:
+        for group in self.param_groups:
+            for number, p in enumerate(group["params"]):
+                dist.broadcast(p.detach(), src=number % self.size)
+
+
+@exhibit("sharded_optimizer", "facebookresearch/fairscale#58", "a schedule does not reach the optimizer", "is not used")
+class ScheduleLost(Sharded):
+    def options(self) -> None:
+        pass
+
+
+@exhibit("sharded_optimizer", "facebookresearch/fairscale#66", "only the learning rate is in sync", "momentum")
+class OnlyTheLearningRate(Sharded):
+    def options(self) -> None:
+        for group, local in zip(self.param_groups, self.local.param_groups, strict=True):
+            local["lr"] = group["lr"]
+
+
+@exhibit("sharded_optimizer", "deepspeedai/DeepSpeed#6878", "a group does not have its own learning rate", "of a group")
+class GroupsLost(Sharded):
+    def own(self) -> list[dict[str, Any]]:
+        return [{"params": group["params"]} for group in super().own()]
+
+    def options(self) -> None:
+        for local in self.local.param_groups:
+            local["lr"] = self.param_groups[0]["lr"]
+            local["momentum"] = self.param_groups[0].get("momentum")
+
+
+@exhibit("sharded_optimizer", "deepspeedai/DeepSpeed#2058", "a part of the parameters is trained", "no rank steps")
+class WrongPartition(Sharded):
+    """A rank's updates go to the partition of its neighbour, and those who own it overwrite them."""
+
+    def share(self) -> None:
+        for group in self.param_groups:
+            for number, p in enumerate(group["params"]):
+                dist.broadcast(p.detach(), src=(number + 1) % self.size)
+
+
+@exhibit("sharded_optimizer", "deepspeedai/DeepSpeed#856", "gradients of other partitions are not cleared", "zero_grad")
+class LeavesGradients(Sharded):
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.local.zero_grad(set_to_none)
+
+
+@exhibit("sharded_optimizer", "karpathy/nanochat#843", "weights are read before they are gathered", "nobody waits")
+class NobodyWaits(Sharded):
+    def share(self) -> None:
+        for group in self.param_groups:
+            for number, p in enumerate(group["params"]):
+                dist.broadcast(p.detach(), src=number % self.size, async_op=True)
+
+
+@exhibit("sharded_optimizer", "facebookresearch/optimizers#149", "a rank without gradients skips the step", "different")
+class SkipsTheStep(Sharded):
+    def step(self, closure: Any = None) -> None:
+        if any(p.grad is not None for group in self.local.param_groups for p in group["params"]):
+            super().step()

@@ -1,0 +1,124 @@
+"""Mistakes planted in strategies that nobody has published, and the words that name each. Ranks import it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.museum.containers import Container, mean_
+from tests.museum.sharded_optimizer import Sharded
+
+
+class WeightedByTokens(Container):
+    def forward(self, tokens: Tensor, **kwargs: Any) -> Any:
+        self.tokens = torch.tensor(float(tokens.numel()))
+        return super().forward(tokens, **kwargs)
+
+    def reduce(self, name: str, grad: Tensor) -> None:
+        total = self.tokens.clone()
+        dist.all_reduce(total)
+        grad *= self.tokens / total
+        dist.all_reduce(grad)
+
+
+class OneLayerForgotten(Container):
+    def reduce(self, name: str, grad: Tensor) -> None:
+        if name != "layers.1.linear.weight":
+            mean_(grad)
+
+
+class AccumulatedStaysLocal(Container):
+    """Synchronizes what the last micro-batch has added, and not what was there before."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        yield
+        self.before = {name: p.grad.clone() for name, p in self.named.items() if p.grad is not None}
+
+    def reduce(self, name: str, grad: Tensor) -> None:
+        before = getattr(self, "before", {}).get(name, torch.zeros_like(grad))
+        grad -= before
+        mean_(grad)
+        grad += before
+
+
+class SumsInFloat16(Container):
+    def reduce(self, name: str, grad: Tensor) -> None:
+        sent = grad.half()
+        mean_(sent)
+        grad.copy_(sent)
+
+
+class LeftWhereUnused(Container):
+    """Divides by the ranks that use a parameter."""
+
+    def finish_gradient_synchronization(self) -> None:
+        self.users = {name: torch.tensor(float(p.grad is not None)) for name, p in self.named.items()}
+        super().finish_gradient_synchronization()
+
+    def reduce(self, name: str, grad: Tensor) -> None:
+        dist.all_reduce(self.users[name])
+        dist.all_reduce(grad)
+        grad /= self.users[name].clamp(min=1)
+
+
+class MovesWhatIsFrozen(Container):
+    def finish_gradient_synchronization(self) -> None:
+        super().finish_gradient_synchronization()
+        for p in self.module.parameters():
+            if not p.requires_grad:
+                p.data.mul_(0.5)
+
+
+class EndsApart(Container):
+    def reduce(self, name: str, grad: Tensor) -> None:
+        mean_(grad)
+        grad *= 1 + dist.get_rank() / 8
+
+
+class RaisesInItsSecondStep(Container):
+    def reduce(self, name: str, grad: Tensor) -> None:
+        self.count = getattr(self, "count", 0) + 1
+        if dist.get_rank() == 1 and self.count > len(self.named):
+            raise IndexError("there are no more buckets")
+        mean_(grad)
+
+
+class NotShared(Sharded):
+    def share(self) -> None:
+        pass
+
+
+class LeavesAParameter(Sharded):
+    """The ranks' shares are equally long: what is left over belongs to nobody."""
+
+    def own(self) -> list[dict[str, Any]]:
+        groups = super().own()
+        for whole, mine in zip(self.param_groups, groups, strict=True):
+            mine["params"] = mine["params"][: len(whole["params"]) // self.size]
+        return groups
+
+
+class LosesItsState(Sharded):
+    def step(self, closure: Any = None) -> None:
+        self.local.state.clear()
+        super().step(closure)
+
+
+WRONG = {
+    "WeightedByTokens": "weighted by the number of tokens",
+    "OneLayerForgotten": "the gradients of layers.1.linear.weight are never synchronized",
+    "AccumulatedStaysLocal": "of micro-batches under no_sync() are not synchronized at all",
+    "SumsInFloat16": "communicated in float16",
+    "MovesWhatIsFrozen": "what is not to be trained has changed: frozen.weight, frozen.bias",
+    "EndsApart": "ranks end with different weights: embed.weight",
+    "LeftWhereUnused": "averaged over the ranks that use the parameter",
+}
+WRONG_OPTIMIZERS = {
+    "NotShared": "updates are not shared with all ranks: rank 1 keeps its old embed.weight",
+    "LeavesAParameter": "no rank steps",
+    "LosesItsState": "state is lost between steps (from step 2 on)",
+}
