@@ -14,7 +14,7 @@ HONEST_OF = {  # by family and list of honest rows: their kind
     ("rotary", "HONEST"): "rotary",
     ("optimizer", "HONEST"): "optimizer",
     ("parallel", "HONEST"): "strategy",
-    ("parallel", "HONEST_OPTIMIZERS"): "sharded_optimizer",
+    ("sharded_optimizer", "HONEST"): "sharded_optimizer",
 }
 FAMILIES = [
     name for name in dict.fromkeys(family for family, _ in HONEST_OF) if (Path(__file__).parent / f"{name}.py").exists()
