@@ -17,7 +17,11 @@ Mistakes = Iterator[tuple[str, Formula]]
 
 
 def mistakes(algorithm: str, rule: Adam | Sgd) -> Mistakes:
-    """(in words, the formula with it), the plainest first, in the form of `rule`. algorithm: "AdamW", "Adam" or "SGD"."""
+    """(in words, the formula with it), the plainest first.
+
+    algorithm  "AdamW", "Adam" or "SGD"
+    rule       its form, in which the mistakes are made
+    """
     if isinstance(rule, Adam):
         yield from _of_decay(rule, algorithm)
         yield from _of_moments(rule)
