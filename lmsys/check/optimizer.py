@@ -1,7 +1,9 @@
 """Optimizers: each step is held to the formula in float64, made from the weights that the step began with.
 
-The budget is what the same optimizer of torch loses in the dtype: `lmsys.testing.error_ratio`, for each row of a
-parameter alone, so that a row of huge steps hides none beside it. An optimizer that claims float32 masters of bfloat16
+The formula is that of the form that its first steps follow: torch's, or another published one (`optimizer_forms.py`).
+The budget is what the same optimizer of torch loses in the dtype, in other forms the formula in plain PyTorch:
+`lmsys.testing.error_ratio`, for each row of a parameter alone, so that a row of huge steps hides none beside it. An
+optimizer that claims float32 masters of bfloat16
 weights is held to the whole path in float64 instead.
 """
 
@@ -15,8 +17,9 @@ import torch
 from torch import Tensor
 
 from lmsys.check.optimizer_claims import Claim, claim_of
+from lmsys.check.optimizer_forms import FORMS, Form, form_of
 from lmsys.check.optimizer_formula import Formula, Run, Trace
-from lmsys.check.optimizer_mistakes import RULES, mistakes, of_masters
+from lmsys.check.optimizer_mistakes import mistakes, of_masters
 from lmsys.check.optimizer_runs import Asked, asked_of, run_of, trace_of
 from lmsys.check.question import Fault, Options, Question
 from lmsys.registry import Entry
@@ -26,16 +29,28 @@ from lmsys.testing import error_ratio
 def questions(entry: Entry, options: Options) -> Iterator[Question]:
     """The runs, from the first step to the rarest inputs. ValueError for what claims to be no known algorithm."""
     optimizer = entry.load()
-    claim = claim_of(optimizer)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    claim, device = claim_of(optimizer), _device()
+    form = form_of(optimizer, claim, options.seed, device)
+    held_to = f"{claim}\n  its first steps are those of {form}" if form and form.differs else str(claim)
     for asked in asked_of(claim):
         about = f"{asked.about}, {str(asked.dtype).removeprefix('torch.')}"
-        judge = partial(failure, optimizer, claim, asked, options.seed, device)
-        yield Question(about, judge, f"{about}\n  {claim}", asked.why_not(claim), extreme=bool(asked.sizes))
+        judge = partial(failure, optimizer, claim, form, asked, options.seed, device)
+        yield Question(about, judge, f"{about}\n  {held_to}", asked.why_not(claim), extreme=bool(asked.sizes))
 
 
-def failure(optimizer: Any, claim: Claim, asked: Asked, seed: int, device: str) -> Fault | None:
-    """The fault of an optimizer's steps in a run; None where there is none."""
+def remark(entry: Entry, options: Options) -> str:
+    """The form that the optimizer follows, in words."""
+    optimizer = entry.load()
+    claim = claim_of(optimizer)
+    return str(form_of(optimizer, claim, options.seed, _device()) or FORMS[claim.algorithm][0])
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def failure(optimizer: Any, claim: Claim, form: Form | None, asked: Asked, seed: int, device: str) -> Fault | None:
+    """The fault of an optimizer's steps in a run; None where there is none. form: None is held to torch's."""
     run = run_of(asked, seed, device)
     changed: list[tuple[int, int]] = []
     try:
@@ -48,27 +63,29 @@ def failure(optimizer: Any, claim: Claim, asked: Asked, seed: int, device: str) 
         mistake = f"step {step + 1} of {asked.steps} changes the gradient of parameter {i} in place"
         return Fault(f"  {mistake}: what reads it afterwards, such as accumulation, reads another", mistake)
     begins = None if asked.masters else [list(run.parameters), *made[:-1]]
-    exact = Formula(RULES[claim.algorithm]).trace(run, begins)
-    plain = _plain(claim, run, begins)
+    exact = Formula((form or FORMS[claim.algorithm][0]).rule).trace(run, begins)
+    plain = _plain(claim, form, run, begins)
     for step, parameters in enumerate(made):
         for i, p in enumerate(parameters):
             if p.dtype != run.parameters[i].dtype or p.shape != run.parameters[i].shape:
                 return Fault(f"  step {step + 1} makes parameter {i} {p.dtype} of shape {tuple(p.shape)}")
             ratios = _ratios(p, exact[step][i], plain[step][i])
             if max(ratios) > 1:
-                return _fault(claim, asked, run, (made, exact, plain), begins, (step, i, ratios))
+                return _fault(claim, form, asked, run, (made, exact, plain), begins, (step, i, ratios))
     return None
 
 
-def _plain(claim: Claim, run: Run, begins: Trace | None) -> Trace:
-    """The run by torch's own in its dtype; one with masters in float32, rounded when it is read."""
-    without_masters = replace(claim, masters=None)
-    if begins is not None:
-        return trace_of(claim.plain, without_masters, replace(run, reloads=frozenset()), begins)
+def _plain(claim: Claim, form: Form | None, run: Run, begins: Trace | None) -> Trace:
+    """The run in its dtype; one with masters in float32, rounded when it is read."""
     dtype = run.parameters[0].dtype
-    gradients = [[None if g is None else g.float() for g in of_step] for of_step in run.gradients]
-    wide = replace(run, parameters=[p.float() for p in run.parameters], gradients=gradients, reloads=frozenset())
-    return [[p.to(dtype) for p in parameters] for parameters in trace_of(claim.plain, without_masters, wide)]
+    if begins is None:
+        gradients = [[None if g is None else g.float() for g in of_step] for of_step in run.gradients]
+        run = replace(run, parameters=[p.float() for p in run.parameters], gradients=gradients)
+    if form and form.differs:  # torch has no optimizer of it
+        made = Formula(form.rule).trace(run, begins, run.parameters[0].dtype)
+    else:
+        made = trace_of(claim.plain, replace(claim, masters=None), replace(run, reloads=frozenset()), begins)
+    return [[p.to(dtype) for p in parameters] for parameters in made]
 
 
 def _ratios(made: Tensor, exact: Tensor, plain: Tensor) -> list[float]:
@@ -79,6 +96,7 @@ def _ratios(made: Tensor, exact: Tensor, plain: Tensor) -> list[float]:
 
 def _fault(
     claim: Claim,
+    form: Form | None,
     asked: Asked,
     run: Run,
     traces: tuple[Trace, Trace, Trace],
@@ -97,19 +115,23 @@ def _fault(
         f" {ratios[row]:.3g} times what is allowed",
         f"  wrong in {wrong} of {len(ratios)} rows" + (f", of a step whose gradients are {size}" if size else ""),
     ]
-    mistake = explain(claim, asked, run, traces, begins)
+    mistake = explain(claim, form, asked, run, traces, begins)
     lines.append(f"  pattern: {mistake}" if mistake else "  no known mistake gives these steps")
     return Fault("\n".join(lines), mistake, ratios[row])
 
 
 def explain(
-    claim: Claim, asked: Asked, run: Run, traces: tuple[Trace, Trace, Trace], begins: Trace | None
+    claim: Claim, form: Form | None, asked: Asked, run: Run, traces: tuple[Trace, Trace, Trace], begins: Trace | None
 ) -> str | None:
-    """The mistake whose steps are those that were made, in words; None where no known one's are."""
-    known = mistakes(claim.algorithm)
-    for mistake, formula in chain(of_masters(claim.algorithm, bool(asked.reloads)), known) if asked.masters else known:
-        if _gives(formula.trace(run, begins), traces):
-            return mistake
+    """The mistake whose steps are those that were made, in words; None where no known one's are.
+
+    A mistake may hide the form: where the first steps follow none, it is sought in all.
+    """
+    for rule in [of.rule for of in ([form] if form else FORMS[claim.algorithm])]:
+        masters = of_masters(rule, bool(asked.reloads)) if asked.masters else ()
+        for mistake, formula in chain(masters, mistakes(claim.algorithm, rule)):
+            if _gives(formula.trace(run, begins), traces):
+                return mistake
     return None
 
 

@@ -1,4 +1,4 @@
-"""The formulas of AdamW, Adam and SGD in float64, with what an optimizer may do otherwise.
+"""The formulas of AdamW, Adam and SGD, with what an optimizer may do otherwise.
 
 A formula has two parts. The rule is the arithmetic of one parameter (`Adam`, `Sgd`). The keeping is what surrounds it:
 which parameters are stepped, by which settings, and what becomes of their state. `optimizer_mistakes.py` lists mistakes
@@ -8,7 +8,8 @@ in both.
     Sgd   b = momentum b + (1 - dampening) g, in its first step b = g;  p -= lr b, or lr (g + momentum b) with nesterov
 
 Adam, AdamW: arXiv 1412.6980, Algorithm 1, and arXiv 1711.05101, Algorithm 2, as torch.optim has them: AdamW takes
-lr weight_decay p from p before the step, Adam and SGD add weight_decay p to g.
+lr weight_decay p from p before the step, Adam and SGD add weight_decay p to g. `optimizer_forms.py` has the other
+published forms.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -180,13 +181,13 @@ class Formula:
     rule: Adam | Sgd
     keeping: Keeping = field(default_factory=Keeping)
 
-    def trace(self, run: Run, begins: Trace | None = None) -> Trace:
-        """The parameters after each step, in float64.
+    def trace(self, run: Run, begins: Trace | None = None, dtype: torch.dtype = torch.float64) -> Trace:
+        """The parameters after each step, computed in a dtype: float64 is the measure, others are plain PyTorch.
 
         begins  by step, by parameter: the values that the step begins from; None: those that it has left itself
         """
         keeping, counter = self.keeping, Counter()
-        values = [p.double() for p in run.parameters]
+        values = [p.to(dtype) for p in run.parameters]
         keys: list[Any] = [p.shape if keeping.shared else i for i, p in enumerate(values)]
         states: dict[Any, State] = {key: {} for key in keys}
         made: Trace = []
@@ -195,12 +196,12 @@ class Formula:
             if step in run.reloads:
                 states, loaded = {key: keeping.loads(state) for key, state in states.items()}, True
             counter.calls += 1
-            values = values if begins is None else [p.double() for p in begins[step]]
+            values = values if begins is None else [p.to(dtype) for p in begins[step]]
             for i in [i for members in run.groups for i in members]:
                 settings = self._settings(run, step, run.group_of(i), loaded)
                 values[i] = self._step(values[i], gradients[i], states[keys[i]], settings, counter)
             if keeping.weights is not None and (loaded or not keeping.once_loaded):
-                values = [p.to(keeping.weights).double() for p in values]
+                values = [p.to(keeping.weights).to(dtype) for p in values]
             made.append(list(values))
         return made
 
@@ -218,5 +219,5 @@ class Formula:
         if self.keeping.forgets:
             for name in state.keys() & {"m", "v", "b"}:
                 del state[name]
-        g = torch.zeros_like(p) if g is None else g.double()
+        g = torch.zeros_like(p) if g is None else g.to(p.dtype)
         return self.rule.step(p, g, state, settings, self.keeping.count(state["t"], counter))

@@ -3,7 +3,6 @@
 The one whose steps are those of the optimizer is named.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,19 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmsys.check.optimizer_forms import FORMS
 from lmsys.check.optimizer_formula import Adam, Counter, Formula, Keeping, Sgd, State
 
-RULES: dict[str, Adam | Sgd] = {
-    "AdamW": Adam(),
-    "Adam": Adam(shrink=lambda lr, decay: 0.0, in_gradient=1.0),
-    "SGD": Sgd(),
-}
 Mistakes = Iterator[tuple[str, Formula]]
 
 
-def mistakes(algorithm: str) -> Mistakes:
-    """(in words, the formula with it), the plainest first. algorithm: "AdamW", "Adam" or "SGD"."""
-    rule = RULES[algorithm]
+def mistakes(algorithm: str, rule: Adam | Sgd) -> Mistakes:
+    """(in words, the formula with it), the plainest first.
+
+    algorithm  "AdamW", "Adam" or "SGD"
+    rule       its form, in which the mistakes are made
+    """
     if isinstance(rule, Adam):
         yield from _of_decay(rule, algorithm)
         yield from _of_moments(rule)
@@ -32,6 +30,9 @@ def mistakes(algorithm: str) -> Mistakes:
     else:
         yield from _of_sgd(rule)
     yield from _of_keeping(rule, algorithm)
+    for form in FORMS[algorithm]:
+        if form.rule is not rule:
+            yield f"the form is not that of the first steps: here it is {form.words}", Formula(form.rule)
 
 
 def _of_decay(good: Adam, algorithm: str) -> Mistakes:
@@ -47,8 +48,6 @@ def _of_decay(good: Adam, algorithm: str) -> Mistakes:
         yield "weights decay twice in a step", with_(shrink=lambda lr, decay: 1 - (1 - lr * decay) ** 2)
         yield "weight decay is not scaled by lr", with_(shrink=lambda lr, decay: decay)
         yield "weight decay is scaled by lr twice", with_(shrink=lambda lr, decay: lr * lr * decay)
-        late = "weight decay comes after the step, of weights that have moved already: torch takes it of those before"
-        yield late, with_(late=True)
         yield "lr weight_decay itself is taken from the weights, not its product with them", with_(constant=True)
         yield "weights grow: weight decay is added to them", with_(shrink=lambda lr, decay: -lr * decay)
     else:
@@ -86,10 +85,6 @@ def _of_moments(good: Adam) -> Mistakes:
         with_(update=lambda m, v, c1, c2, eps: (m / c1) / ((v + eps) / c2).sqrt()),
     )
     yield (
-        "eps is added before bias correction",
-        with_(update=lambda m, v, c1, c2, eps: (m / c1) * math.sqrt(c2) / (v.sqrt() + eps)),
-    )
-    yield (
         "eps is added after the division: 1 / √v + eps",
         with_(update=lambda m, v, c1, c2, eps: (m / c1) * ((v / c2).rsqrt() + eps)),
     )
@@ -100,21 +95,6 @@ def _of_moments(good: Adam) -> Mistakes:
     )
     for dtype in (torch.float16, torch.bfloat16):
         yield f"moments are kept in {str(dtype).removeprefix('torch.')}", with_(keep=_rounded(dtype))
-    yield (
-        "(1 - beta2) · (g · g): the square overflows before it is scaled",
-        with_(square=lambda g: g.float().square().double()),
-    )
-    yield (
-        "v / (1 - beta2 ** t) overflows: torch divides the root of v by the root of 1 - beta2 ** t",
-        with_(update=lambda m, v, c1, c2, eps: (m / c1) / ((v.float() / c2).sqrt().double() + eps)),
-    )
-    yield (
-        "the square overflows, and v / (1 - beta2 ** t) as well",
-        with_(
-            square=lambda g: g.float().square().double(),
-            update=lambda m, v, c1, c2, eps: (m / c1) / ((v.float() / c2).sqrt().double() + eps),
-        ),
-    )
 
 
 def _rounded(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -217,14 +197,14 @@ def _of_keeping(good: Adam | Sgd, algorithm: str) -> Mistakes:
     yield "load_state_dict leaves settings as the constructor set them", with_(restores=lambda loaded, made: made)
 
 
-def of_masters(algorithm: str, loads: bool) -> Mistakes:
+def of_masters(rule: Adam | Sgd, loads: bool) -> Mistakes:
     """Mistakes of an optimizer that is to keep float32 masters of bfloat16 weights; `loads`: in a run that loads them.
 
     One that loses them without that has been refused before.
     """
     lost = "float32 masters are lost by load_state_dict" if loads else "float32 masters are lost"
     keeping = Keeping(weights=torch.bfloat16, once_loaded=loads)
-    yield f"{lost}: steps smaller than bfloat16 rounds are nothing", Formula(RULES[algorithm], keeping)
+    yield f"{lost}: steps smaller than bfloat16 rounds are nothing", Formula(rule, keeping)
 
 
 def _without(state: State, *names: str) -> State:

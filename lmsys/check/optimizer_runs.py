@@ -127,7 +127,7 @@ def run_of(asked: Asked, seed: int, device: str) -> Run:
         # Those of masters do not change, so that tiny steps add up.
         of_step = [g.to(asked.dtype) for g in drawn("gradient" if asked.masters else f"gradient of step {step}")]
         if step in asked.sizes:
-            of_step = [extreme(g, asked.sizes[step]) for g in of_step]
+            of_step = [extreme(g, asked.sizes[step], held_by_torch=True) for g in of_step]
         gradients.append([None if i in asked.missing.get(step, ()) else g for i, g in enumerate(of_step)])
     parameters = [p.to(asked.dtype) for p in parameters]
     return Run(parameters, asked.groups, settings, gradients, asked.reloads, DEFAULTS)

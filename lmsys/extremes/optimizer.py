@@ -5,8 +5,9 @@ ends at 2**128; the 1 - beta2 = 0.001 of it that AdamW adds to its second moment
 decides. The square of TINY lies below the smallest normal number, 2**-126, and is nothing beside any eps.
 
 torch's CUDA kernels square a gradient before they scale it: from HUGE they make moments of inf, the fused ones NaN
-(torch 2.11, one H200), where those of a CPU are right. So what is held to torch on a GPU gets LARGE, whose square
-float32 has.
+(torch 2.11, one H200), where those of a CPU are right. Code that follows the papers, v = β2 v + (1 - β2) g², does so
+on a CPU too. So what is held to torch on a GPU gets LARGE, whose square float32 has, and so does what `lmsys.check` is
+asked about.
 """
 
 from collections.abc import Sequence
@@ -23,12 +24,12 @@ def planted(held_by_torch: bool) -> tuple[float, ...]:
     return 0.0, TINY, LARGE if held_by_torch else HUGE
 
 
-def extreme(gradient: Tensor, size: str) -> Tensor:
-    """`gradient` times 0, TINY or HUGE (LARGE on a GPU), for a size of "zero", "tiny" or "huge". Exact in float32.
+def extreme(gradient: Tensor, size: str, held_by_torch: bool) -> Tensor:
+    """`gradient` times a value of `planted`, for a size of "zero", "tiny" or "huge". Exact in float32.
 
     In "mixed" the rows have these factors in turn, and every fourth row stays as it is.
     """
-    factors = dict(zip(SIZES, planted(held_by_torch=gradient.is_cuda), strict=False))
+    factors = dict(zip(SIZES, planted(held_by_torch), strict=False))
     if size != "mixed":
         return gradient * factors[size]
     in_turn = torch.tensor([*factors.values(), 1.0], dtype=gradient.dtype, device=gradient.device)

@@ -1,15 +1,18 @@
 """`python -m lmsys.check` of optimizers: published faults are refused and named, and no right one is accused."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lmsys.check.kinds import kind_of
-from lmsys.check.optimizer import questions
+from lmsys.check.optimizer import questions, remark
 from lmsys.check.optimizer_claims import claim_of
+from lmsys.check.optimizer_forms import FORMS, Form
 from lmsys.check.optimizer_formula import Formula, Trace
-from lmsys.check.optimizer_mistakes import RULES, mistakes
+from lmsys.check.optimizer_mistakes import mistakes
 from lmsys.check.optimizer_runs import asked_of, run_of, trace_of
 from lmsys.check.question import Fault, Options, Question
 from lmsys.extremes.optimizer import HUGE, LARGE, TINY, extreme, plant, planted
@@ -38,9 +41,8 @@ def test_a_right_one_is_never_accused(entry: Entry) -> None:
     assert sum(question.extreme for question, _ in judged) == 8
 
 
-@pytest.mark.parametrize("name", ["HalfEpsAdam", "OverflowingSquareAdam"])
-def test_some_are_seen_by_extreme_gradients_alone(name: str) -> None:
-    (fault,) = (one for one in FAULTS if one.name == name)
+def test_one_is_seen_by_extreme_gradients_alone() -> None:
+    (fault,) = (one for one in FAULTS if one.name == "HalfEpsAdam")
     seen = {question.extreme for question, answer in answers(fault.entry) if answer is not None}
     assert seen == {True}
 
@@ -52,24 +54,84 @@ def test_the_formula_is_that_of_torch(algorithm: str) -> None:
         if asked.dtype == torch.float32 and asked.why_not(claim) is None:
             run = run_of(asked, 3, "cpu")
             made = trace_of(claim.plain, claim, run)
-            for found, exact in zip(made, Formula(RULES[algorithm]).trace(run), strict=True):
+            for found, exact in zip(made, Formula(FORMS[algorithm][0].rule).trace(run), strict=True):
                 for p, right in zip(found, exact, strict=True):
                     torch.testing.assert_close(p.double(), right, rtol=2e-5, atol=2e-6, msg=asked.about)
 
 
-@pytest.mark.parametrize("algorithm", ["AdamW", "Adam", "SGD"])
-def test_every_mistake_shows_in_some_run(algorithm: str) -> None:
+@pytest.mark.parametrize(("algorithm", "form"), [(name, form) for name, forms in FORMS.items() for form in forms])
+def test_every_mistake_shows_in_some_run(algorithm: str, form: Form) -> None:
     claim = claim_of(getattr(torch.optim, algorithm))
     able = [asked for asked in asked_of(claim) if asked.why_not(claim) is None]
     runs = [run_of(asked, 0, "cpu") for asked in able]
-    rights = [Formula(RULES[algorithm]).trace(run) for run in runs]
-    for words, formula in mistakes(algorithm):
+    rights = [Formula(form.rule).trace(run) for run in runs]
+    for words, formula in mistakes(algorithm, form.rule):
         shown = (values(formula.trace(run)) != values(right) for run, right in zip(runs, rights, strict=True))
         assert any(shown), words
 
 
 def values(trace: Trace) -> list[list[float]]:
     return [p.flatten().tolist() for parameters in trace for p in parameters]
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("HandoutAdamW", "AdamW in the form of CS336's handout: decay after the step, eps before bias correction"),
+        ("FixedEpsAdamW", "AdamW in the form of CS336's handout"),
+        ("EfficientAdamW", "AdamW with eps before bias correction, as in Kingma & Ba's"),
+        ("EfficientAdam", "Adam with eps before bias correction"),
+        ("LateDecayAdamW", "AdamW with decay after the step, as in CS336's handout; it differs from torch's by lr"),
+        ("TextbookAdam", "Adam in the form of torch.optim.Adam"),
+        ("PlainAdamW", "AdamW in the form of torch.optim.AdamW"),
+        ("Sgd", "SGD in the form of torch.optim.SGD"),
+    ],
+)
+def test_the_remark_has_the_form(name: str, form: str) -> None:
+    assert remark(Entry(name, f"tests.museum.optimizer:{name}"), Options()).startswith(form)
+
+
+class InRootAdamW(museum.EfficientAdamW):
+    def update(self, m: Tensor, v: Tensor, c1: float, c2: float, eps: float) -> Tensor:
+        return (m / c1) / ((v + eps) / c2).sqrt()
+
+
+class ForgetsLateAdamW(museum.HandoutAdamW):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({**state_dict, "state": {}})
+
+
+class NeverCountsAdamW(museum.HandoutAdamW):
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for state in self.state.values():
+            state["t"] = 1
+
+
+class CountsTogetherAdamW(museum.CountsTogetherAdam, museum.EfficientAdamW):
+    coupled = False
+
+
+class TwoFormsAdamW(museum.PlainAdamW):
+    def update(self, m: Tensor, v: Tensor, c1: float, c2: float, eps: float) -> Tensor:
+        if eps > 0.1:
+            return m * (c2**0.5 / c1) / (v.sqrt() + eps)
+        return super().update(m, v, c1, c2, eps)
+
+
+@pytest.mark.parametrize(
+    ("faulty", "mistake"),
+    [
+        (InRootAdamW, "eps is added inside of the root, before bias correction"),
+        (ForgetsLateAdamW, "state is lost by load_state_dict"),
+        (NeverCountsAdamW, "steps are not counted"),
+        (CountsTogetherAdamW, "steps are counted together"),
+        (TwoFormsAdamW, "the form is not that of the first steps: here it is AdamW with eps before bias correction"),
+    ],
+)
+def test_a_mistake_in_another_form_is_named(faulty: type, mistake: str) -> None:
+    wrong = next(answer for _, answer in answers(Entry("it", f"{__name__}:{faulty.__name__}")) if answer is not None)
+    assert wrong.mistake is not None and mistake in wrong.mistake, wrong.text
 
 
 def test_what_an_optimizer_is_held_to() -> None:
@@ -108,8 +170,9 @@ def test_settings_that_it_does_not_take_are_not_asked_for(monkeypatch: pytest.Mo
 def test_extreme_gradients_are_exact() -> None:
     drawn = torch.randn(8, 3)
     for size, factor in (("zero", 0.0), ("tiny", TINY), ("huge", HUGE)):
-        assert torch.equal(extreme(drawn, size).double(), drawn.double() * factor)
-    mixed = extreme(drawn, "mixed")
+        assert torch.equal(extreme(drawn, size, held_by_torch=False).double(), drawn.double() * factor)
+    assert torch.equal(extreme(drawn, "huge", held_by_torch=True), drawn * LARGE)
+    mixed = extreme(drawn, "mixed", held_by_torch=False)
     assert (
         mixed[::4].eq(0).all()
         and torch.equal(mixed[2::4], drawn[2::4] * HUGE)

@@ -63,6 +63,74 @@ class PlainAdam(PlainAdamW):
     coupled = True
 
 
+class HandoutAdamW(Optimizer):
+    """Right: the form of CS336's handout (assignment 1) and of transformers' AdamW, written as a student does."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, betas: Any = (0.9, 0.999), eps: float = 1e-8, weight_decay=0.01):
+        if lr < 0:
+            raise ValueError(f"{lr=} must not be negative")
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            lr, eps, weight_decay = group["lr"], group["eps"], group["weight_decay"]
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                t = state.get("t", 1)
+                grad = p.grad.data
+                m = beta1 * state.get("m", torch.zeros_like(p.data)) + (1 - beta1) * grad
+                v = beta2 * state.get("v", torch.zeros_like(p.data)) + (1 - beta2) * grad**2
+                alpha_t = lr * math.sqrt(1 - beta2**t) / (1 - beta1**t)
+                p.data -= alpha_t * m / (torch.sqrt(v) + eps)
+                p.data -= lr * weight_decay * p.data
+                state["t"], state["m"], state["v"] = t + 1, m, v
+        return loss
+
+
+class FixedEpsAdamW(HandoutAdamW):
+    """Right: eps is no setting of it."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, betas: Any = (0.9, 0.999), weight_decay: float = 0.01):
+        super().__init__(params, lr, betas, 1e-8, weight_decay)
+
+
+class EfficientAdamW(PlainAdamW):
+    """Right: Kingma and Ba's efficient order of computation, arXiv 1412.6980, end of section 2."""
+
+    def update(self, m: Tensor, v: Tensor, c1: float, c2: float, eps: float) -> Tensor:
+        return m * (math.sqrt(c2) / c1) / (v.sqrt() + eps)
+
+
+class EfficientAdam(EfficientAdamW):
+    """Right."""
+
+    coupled = True
+
+
+class LateDecayAdamW(PlainAdamW):
+    """Right: decay after the step, as the handout has it, and eps after bias correction, as torch has it."""
+
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super().one(p, g, state, {**group, "weight_decay": 0.0})
+        self.decay(p, group)
+
+
+class TextbookAdam(PlainAdam):
+    """Right: arXiv 1412.6980, Algorithm 1, as it is written there. It squares the gradient before it scales it."""
+
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        g = g + group["weight_decay"] * p
+        state["m"] = beta1 * state.get("m", 0.0) + (1 - beta1) * g
+        state["v"] = beta2 * state.get("v", 0.0) + (1 - beta2) * g**2
+        m_hat, v_hat = state["m"] / (1 - beta1 ** state["step"]), state["v"] / (1 - beta2 ** state["step"])
+        p.sub_(group["lr"] * m_hat / (v_hat.sqrt() + group["eps"]))
+
+
 @exhibit(
     "optimizer",
     "allenai/OLMo-core#317",
@@ -140,17 +208,6 @@ class NoCorrectionAdam(PlainAdam):
 
 @exhibit(
     "optimizer",
-    "karpathy/nanochat#304",
-    "eps was larger than asked for in early steps",
-    "eps is added before bias correction",
-)
-class EpsBeforeCorrectionAdamW(PlainAdamW):
-    def update(self, m: Tensor, v: Tensor, c1: float, c2: float, eps: float) -> Tensor:
-        return m * (math.sqrt(c2) / c1) / (v.sqrt() + eps)
-
-
-@exhibit(
-    "optimizer",
     "FluxML/Flux.jl#448",
     "eps acted as its root, 1e-4 for 1e-8, where gradients are small",
     "eps is added inside of the root",
@@ -184,22 +241,6 @@ class HalfEpsAdam(PlainAdam):
 
 @exhibit(
     "optimizer",
-    "FeRx-NLME/ferx-core#1112",
-    "Adam froze for good after one huge gradient: its square was infinite",
-    "the square overflows",
-)
-class OverflowingSquareAdam(PlainAdam):
-    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        beta1, beta2 = group["betas"]
-        g = g + group["weight_decay"] * p
-        state["m"] = beta1 * state.get("m", 0.0) + (1 - beta1) * g
-        state["v"] = beta2 * state.get("v", 0.0) + (1 - beta2) * (g * g)
-        c1, c2 = 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]
-        p.sub_(group["lr"] * self.update(state["m"], state["v"], c1, c2, group["eps"]))
-
-
-@exhibit(
-    "optimizer",
     "FluxML/Optimisers.jl#182",
     "a model ported from PyTorch misbehaved: weight decay did not follow the learning rate",
     "weight decay is not scaled by lr",
@@ -217,18 +258,6 @@ class UnscaledDecayAdamW(PlainAdamW):
 )
 class InheritingAdamW(PlainAdamW):
     coupled = True
-
-
-@exhibit(
-    "optimizer",
-    "huggingface/transformers#14539",
-    "weights decayed after the step, by what the step had made of them",
-    "weight decay comes after the step",
-)
-class DecaysAfterAdamW(PlainAdamW):
-    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        super().one(p, g, state, {**group, "weight_decay": 0.0})
-        self.decay(p, group)
 
 
 @exhibit(
@@ -377,6 +406,10 @@ class MastersAdamW(Masters):
     """Right."""
 
 
+class EfficientMastersAdamW(EfficientAdamW, Masters):
+    """Right."""
+
+
 @exhibit(
     "optimizer",
     "pytorch/pytorch#43706",
@@ -519,4 +552,9 @@ HONEST = [
         for one in (LoopAdamW, ForeachAdamW, FusedAdamW, ForeachAdam, FusedAdam, ForeachSGD)
     ),
     *(Entry(one.__name__, f"{__name__}:{one.__name__}") for one in (PlainAdamW, PlainAdam, MastersAdamW, Sgd)),
+    *(
+        Entry(one.__name__, f"{__name__}:{one.__name__}")
+        for one in (HandoutAdamW, FixedEpsAdamW, EfficientAdamW, EfficientAdam, EfficientMastersAdamW)
+    ),
+    *(Entry(one.__name__, f"{__name__}:{one.__name__}") for one in (LateDecayAdamW, TextbookAdam)),
 ]
