@@ -58,12 +58,13 @@ def check_extremes(candidates: Sequence[Candidate], seed: int) -> None:
     """Fails each candidate that is wrong on inputs which a normal draw has not, in a small case.
 
     Its length is one that no tile divides, and for a row that takes none, one of tiles. A row is asked once of each
-    dtype, head dimension, mask and direction, but not where it would compile for it. Patterns have extremes in their
-    timed calls alone.
+    dtype, head dimension, mask and direction, but not where it would compile for it, nor where it is interpreted: that
+    takes seconds, and no figure rests on it. Patterns have extremes in their timed calls alone.
     """
     for candidate in candidates:
         asked = candidate.case.asked
-        if candidate.outcome != "ok" or candidate.entry.trait("compiles") or asked.options:
+        slow = candidate.interpreted or candidate.entry.trait("compiles")
+        if candidate.outcome != "ok" or slow or asked.options:
             continue
         for length in (None, extremes.WHOLE):
             case = extremes.case_of_kinds(replace(asked, scale=None), length)
