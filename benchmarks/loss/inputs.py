@@ -13,10 +13,10 @@ from torch import Tensor
 
 from benchmarks.arithmetic import LOSS_SCALE, ROUNDING, autocast, mean_ratio, ratio_by_group, widened
 from lmsys.draws import Draws, key, values
-from lmsys.extremes.loss import SCALE, ExtremeTokens, is_extreme
+from lmsys.extremes.loss import WIDTH, ExtremeTokens, is_extreme, write_head, write_kind
 
 LOSS, D_HIDDEN, D_WEIGHT = OUTPUTS = ("loss", "gradient of hidden", "gradient of weight")
-ODD_TOKENS, ODD_WIDTH, ODD_VOCABULARY = 101, 64, 517  # of the shape that no block divides
+ODD_TOKENS, ODD_VOCABULARY = 101, 517  # of the shape that no block divides
 BLOCK_LOGITS = {"cuda": 2**26, "cpu": 2**22}  # of the reference, held at once
 Answer = tuple[Tensor, Tensor, Tensor]  # the loss, and the gradients of hidden and weight
 
@@ -152,24 +152,19 @@ class LossDraws(Draws):
 class OddInputs(Inputs):
     """A small shape that no block divides, with a token in five of each kind; logits are exact but for ordinary ones.
 
-    0  ordinary
-    1  all logits far above 0    2  far below it    3  all equal    4  the target has the lowest logit by far
+    The kinds are 0, ordinary, and those of `lmsys.extremes.loss.KINDS` up to 4.
     """
 
     @classmethod
     def draw(cls, precision: str, device: str, seed: int) -> "OddInputs":
-        x = cls(**vars(cls.empty(ODD_TOKENS, ODD_WIDTH, ODD_VOCABULARY, precision, device)))
+        x = cls(**vars(cls.empty(ODD_TOKENS, WIDTH, ODD_VOCABULARY, precision, device)))
         hidden, weight, targets = (one.data for one in x.tensors.values())
         targets[:] = torch.arange(ODD_TOKENS, device=device) * 31 % ODD_VOCABULARY
-        weight[:] = values(key(seed, "weight"), 0, weight.numel(), device).view(weight.shape) * std_of(weight)
-        hidden[:] = 0.0
-        hidden[::5] = values(key(seed, "hidden"), 0, hidden[::5].numel(), device).view_as(hidden[::5])
-        weight[:, :16], hidden[::5, :16] = 0.25, 0.0  # features that lift all logits alike
-        hidden[1::5, :16], hidden[2::5, :16] = SCALE / 4, -SCALE / 4
-        weight[:, 16], hidden[::5, 16] = torch.arange(ODD_VOCABULARY, device=device) % 8, 0.0
-        hidden[1::5, 16] = hidden[2::5, 16] = 2.0
-        weight[-1, 32:], weight[targets[4::5], 32:] = 0.25, -0.25
-        hidden[4::5, 32:] = SCALE / 8
+        for name, x_of, std in (("hidden", hidden, 1.0), ("weight", weight, std_of(weight))):
+            x_of[:] = values(key(seed, name), 0, x_of.numel(), device).view(x_of.shape) * std
+        write_head(weight, lowest=targets[4::5])
+        for kind in range(5):
+            write_kind(kind, hidden[kind::5])
         return x
 
     @property

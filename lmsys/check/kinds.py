@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lmsys.attention import ATTENTION
+from lmsys.check import signature
 from lmsys.check.question import Options, Question
 from lmsys.parallel import STRATEGIES
 from lmsys.registry import Entry, Table
@@ -40,7 +41,14 @@ def _kind(name: str, table: Table | None = None) -> Kind:
     return Kind(name, f"lmsys.check.{name}", table or Table(name, []))
 
 
-KINDS = {one.name: one for one in (_kind("attention", ATTENTION), _kind("strategy", STRATEGIES))}
+KINDS = {
+    one.name: one
+    for one in (
+        _kind("attention", ATTENTION),
+        _kind("strategy", STRATEGIES),
+        *map(_kind, ("loss", "norm", "rotary", "swiglu")),
+    )
+}
 
 
 def find(target: str, kind: str | None) -> tuple[Kind, Entry]:
@@ -57,6 +65,8 @@ def find(target: str, kind: str | None) -> tuple[Kind, Entry]:
 
 def kind_of(implementation: Any) -> str:
     """The kind that an implementation looks like, by its class or the names of its parameters."""
+    if kind := signature.kind_of(implementation):
+        return kind
     if inspect.isclass(implementation) and not issubclass(implementation, torch.autograd.Function):
         return "strategy"
     return "attention"

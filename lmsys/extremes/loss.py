@@ -76,3 +76,38 @@ def is_extreme(places: range, length: int) -> Tensor:
     marks = torch.zeros(length, dtype=torch.int64)
     marks[places.start : places.stop : places.step] = 1
     return marks
+
+
+KINDS = {  # of tokens of a head of WIDTH features, all exact but for the last
+    "logits far above 0": 1,
+    "logits far below 0": 2,
+    "equal logits": 3,
+    "targets with the lowest logit by far": 4,
+    "logits of hundreds": 5,
+}
+WIDTH = 64
+
+
+def write_head(weight: Tensor, lowest: Tensor) -> None:
+    """Writes weight (V, WIDTH) in place, so that `write_kind` can make logits extreme; those of `lowest` can be lowest.
+
+    16 features lift all logits alike, one spreads them by eighths of the classes, and 32 are against each other.
+    """
+    weight[:, :16] = 0.25
+    weight[:, 16] = torch.arange(len(weight), device=weight.device) % 8
+    weight[lowest, 32:] = -0.25
+    weight[-1, 32:] = 0.25
+
+
+def write_kind(kind: int, hidden: Tensor) -> None:
+    """Writes hidden (n, WIDTH), drawn as standard normal, in place; kind 0 is ordinary."""
+    if kind in (0, 5):
+        hidden[:, :17] = 0.0
+        hidden.mul_(2.0**7 if kind == 5 else 1.0)
+        return
+    hidden.zero_()
+    if kind in (1, 2):
+        hidden[:, :16] = SCALE / 4 if kind == 1 else -SCALE / 4
+        hidden[:, 16] = 2.0
+    if kind == 4:
+        hidden[:, 32:] = SCALE / 8
