@@ -130,15 +130,16 @@ def judge(
     plain = outputs_of(plain_formula or formula, problem, problem.dtype)
     for name, right in reference.items():
         if name not in found:
-            text = f"  no gradient reaches {name}: it is cut off from the result"
-            return Fault(text, "the result is detached: no gradient reaches the inputs")
+            detached = "the result is detached, or the backward gives none"
+            return Fault(f"  no gradient reaches {name}\n  pattern: {detached}", detached)
         dtypes = {problem.dtype} | ({torch.float32} if widened and name == RESULT else set())
         if found[name].shape != right.shape or found[name].dtype not in dtypes:
             given = f"{found[name].dtype} of shape {tuple(found[name].shape)}"
             return Fault(f"  {_called(name)} is {given}; expected {problem.dtype} of shape {tuple(right.shape)}")
-        if (ratio := ratio_of(found[name], right, plain[name], mean=not problem.extreme)) > 1:
-            mistake = explain(found[name], name, right, plain[name], problem, mistakes(problem))
-            return _fault(name, list(reference), found[name], right, plain[name], ratio, mistake)
+        ratio = ratio_of(found[name], right, plain[name], mean=not problem.extreme)
+        if ratio > 1:
+            mistake = explain(found, name, reference, plain, problem, mistakes(problem))
+            return _fault(name, list(reference), found[name], right, ratio, mistake)
     return None
 
 
@@ -172,40 +173,45 @@ def ratio_of(found: Tensor, reference: Tensor, plain: Tensor, mean: bool = False
 
 
 def explain(
-    found: Tensor, name: str, right: Tensor, plain: Tensor, problem: Problem, mistakes: Iterable[Mistake]
+    found: Outputs, name: str, reference: Outputs, plain: Outputs, problem: Problem, mistakes: Iterable[Mistake]
 ) -> str | None:
-    """The mistake that gives `found` and not what is right, in words; None where no known one does."""
-    lost = plain.double() - right
+    """The mistake that gives `found[name]`, and not what is right, in words; None where no known one does.
+
+    It must give what was found of the outputs before it too: a right result has no mistake of a forward.
+    """
+    output, right, losing = found[name], reference[name], plain[name]
+    names = list(reference)[: list(reference).index(name) + 1]
     for mistake in mistakes:
-        made = mistake.outputs(problem).get(name)
-        if made is None or not _alike(found, made.double(), lost, plain.dtype):
+        made = mistake.outputs(problem)
+        if name not in made or not all(
+            _alike(found[one], made[one], reference[one], plain[one]) for one in names if one in made
+        ):
             continue
-        if not (made.isfinite().all() and ratio_of(made, right, plain) <= 1):  # it does not show in this problem
+        if not (made[name].isfinite().all() and ratio_of(made[name], right, losing) <= 1):  # else it does not show here
             return mistake.text
-    known = right.abs().max() > 0 and found.isfinite().all()
-    factor = float((found.double() * right).sum() / right.square().sum()) if known else math.nan
-    shows = math.isfinite(factor) and ratio_of(factor * right, right, plain) > 1
-    if shows and _alike(found, factor * right, lost, plain.dtype):
+    known = right.abs().max() > 0 and output.isfinite().all()
+    factor = float((output.double() * right).sum() / right.square().sum()) if known else math.nan
+    shows = math.isfinite(factor) and ratio_of(factor * right, right, losing) > 1
+    if shows and _alike(output, factor * right, right, losing):
         return f"it is {factor:.4g} times what is right"
     return None
 
 
-def _alike(found: Tensor, made: Tensor, lost: Tensor, dtype: torch.dtype) -> bool:
-    """True where both are finite at the same places, and there equal, with the budget of what is lost."""
-    finite = made.isfinite()
+def _alike(found: Tensor, made: Tensor, right: Tensor, plain: Tensor) -> bool:
+    """True where both are finite at the same places, and there equal within the budget of what is right."""
+    made, finite = made.double(), made.isfinite()
     if not bool((finite == found.isfinite()).all()):
         return False
     made, found = made.where(finite, 0), found.double().where(finite, 0)
-    return not bool(finite.any()) or ratio_of(found, made, (made + lost).to(dtype)) <= 1
+    lost = (plain.double() - right).where(finite, 0)
+    return not bool(finite.any()) or ratio_of(found, made, (made + lost).to(plain.dtype)) <= 1
 
 
 def _called(name: str) -> str:
     return "the result" if name == RESULT else f"the gradient of {name}"
 
 
-def _fault(
-    name: str, names: Sequence[str], found: Tensor, right: Tensor, plain: Tensor, ratio: float, mistake: str | None
-) -> Fault:
+def _fault(name: str, names: Sequence[str], found: Tensor, right: Tensor, ratio: float, mistake: str | None) -> Fault:
     at = places.worst(found, right)
     place = f"[{', '.join(map(str, at))}]" if at else ""
     lines = [

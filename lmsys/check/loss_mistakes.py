@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmsys.check.formulas import Mistake, Outputs, Problem, backward, forward, grad_output_ignored, narrow
+from lmsys.check.formulas import Formula, Mistake, Outputs, Problem, backward, forward, grad_output_ignored, narrow
 
 CHUNKS = (16, 32, 50, 64, 100, 128, 256)
 BLOCKS = (32, 64, 128, 256, 512, 1024)
@@ -58,20 +58,15 @@ def mistakes(problem: Problem) -> Iterator[Mistake]:
     yield forward("the logarithm has base 2", lambda x, s: right(x, s) / math.log(2))
     yield forward("it is a probability, not its logarithm: the mean of 1 - p", _of_probabilities)
     for amount in SMOOTHINGS:
-        smooth = {"label_smoothing": amount, "ignore_index": problem.settings["ignore_index"]}
-        yield forward(
-            f"labels are smoothed by {amount:g}",
-            lambda x, s, smooth=smooth: F.cross_entropy(logits_of(x), s["targets"], **smooth),
-        )
-        yield forward(f"labels are smoothed by {amount:g}, and their sum is not 1", _smoothed(amount, 1.0 - amount, 1))
-        yield forward(f"labels are smoothed by {amount:g} for each class, not in all", _smoothed(amount, 1.0, 0))
+        yield forward(f"labels are smoothed by {amount:g}", _smoothed(1.0 - amount, amount))
+        yield forward(f"labels are smoothed by {amount:g}, and their sum is not 1", _smoothed(1.0 - amount, 1.0))
     yield from _of_backwards(counted)
     if "weight" in problem.inputs:
         yield from _of_weights(len(targets))
 
 
 def _of_the_maximum() -> Iterator[Mistake]:
-    def shifted_by(top: Callable[[Tensor], Tensor]) -> Callable[[Inputs, Settings], Tensor]:
+    def shifted_by(top: Callable[[Tensor], Tensor]) -> Formula:
         def formula(x: Inputs, s: Settings) -> Tensor:
             logits = logits_of(x).float()
             shift = top(logits.detach())
@@ -127,13 +122,13 @@ def _of_ignored(counted: Tensor) -> Iterator[Mistake]:
 
 
 def _of_the_vocabulary(vocabulary: int) -> Iterator[Mistake]:
-    def padded(more: int, by: float = 0.0) -> Callable[[Inputs, Settings], Tensor]:
+    def padded(more: int, by: float = 0.0) -> Formula:
         return lambda x, s: _mean(F.pad(logits_of(x), (0, more), value=by).logsumexp(dim=-1), logits_of(x), s)
 
-    def repeated(times: int) -> Callable[[Inputs, Settings], Tensor]:
+    def repeated(times: int) -> Formula:
         return lambda x, s: right(x, s) + math.log(times)
 
-    def cut(classes: int) -> Callable[[Inputs, Settings], Tensor]:
+    def cut(classes: int) -> Formula:
         return lambda x, s: _mean(logits_of(x)[:, :classes].logsumexp(dim=-1), logits_of(x), s)
 
     for more in sorted({-vocabulary % block for block in BLOCKS} - {0}):
@@ -148,7 +143,7 @@ def _of_the_vocabulary(vocabulary: int) -> Iterator[Mistake]:
 
 
 def _of_chunks(counted: Tensor) -> Iterator[Mistake]:
-    def of_means(size: int) -> Callable[[Inputs, Settings], Tensor]:
+    def of_means(size: int) -> Formula:
         def formula(x: Inputs, s: Settings) -> Tensor:
             each, counts = losses(logits_of(x), s)
             sums = torch.stack([part.sum() for part in each.split(size)])
@@ -182,14 +177,13 @@ def _of_probabilities(inputs: Inputs, settings: Settings) -> Tensor:
     return (1 - each.neg().exp()).where(counted, 0).sum() / counted.sum()
 
 
-def _smoothed(amount: float, of_label: float, shared: int) -> Callable[[Inputs, Settings], Tensor]:
-    """Targets of `of_label` at the label and `amount` at every class, or where `shared` a V-th of 1 at each."""
+def _smoothed(of_label: float, of_all: float) -> Formula:
+    """Targets of `of_label` at the label, and `of_all` shared by all classes."""
 
     def formula(inputs: Inputs, settings: Settings) -> Tensor:
         logits, counted = logits_of(inputs), settings["targets"] != settings["ignore_index"]
-        each = losses(logits, settings)[0] * of_label
-        at_all = -logits.log_softmax(dim=-1).sum(dim=-1) * (1 / logits.shape[-1] if shared else amount)
-        return (each + at_all.where(counted, 0)).sum() / counted.sum()
+        at_all = -logits.log_softmax(dim=-1).mean(dim=-1) * of_all
+        return (losses(logits, settings)[0] * of_label + at_all.where(counted, 0)).sum() / counted.sum()
 
     return formula
 

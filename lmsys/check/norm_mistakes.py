@@ -13,7 +13,7 @@ from torch import Tensor
 from lmsys.check.formulas import Formula, Mistake, Outputs, Problem, backward, forward, grad_output_ignored, narrow
 
 BLOCKS = (32, 64, 128, 256, 512, 1024)
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+ROWS = (128, 64, 32, 16, 8, 4, 2, 1)
 USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-3, 0.0)
 Inputs = Mapping[str, Tensor]
 Settings = Mapping[str, Any]
@@ -54,12 +54,12 @@ def rms(x: Tensor, eps: float) -> Tensor:
 
 def rms_norm_mistakes(problem: Problem) -> Iterator[Mistake]:
     """The plainest first."""
-    yield from _of_divisors(problem, None)
     yield forward("the mean is subtracted, as LayerNorm does", of_parts(rms, mean_of))
     yield narrow(
         "squares overflow in the dtype of x: they belong in float32",
-        of_parts(lambda x, eps: 1 / ((x * x).mean(dim=-1, keepdim=True) + eps).rsqrt()),
+        lambda x, s: x["x"] * ((x["x"] * x["x"]).mean(dim=-1, keepdim=True) + s["eps"]).rsqrt() * x["weight"],
     )
+    yield from _of_divisors(problem, None)
     yield from _of_backwards(problem, rms_norm, None)
 
 
@@ -117,10 +117,19 @@ def _of_divisors(problem: Problem, mean: Callable[[Tensor], Tensor] | None) -> I
     def weighted(weight: Callable[[Tensor, Tensor], Tensor]) -> Formula:
         return of_parts(rms, mean, weight)
 
+    def always(eps: float) -> Callable[[Tensor, float], Tensor]:
+        return lambda x, _: rms(x, eps)
+
+    def over(columns: int) -> Callable[[Tensor, float], Tensor]:
+        return lambda x, eps: (mean_of(x * x) * width / columns + eps).sqrt()
+
+    def of_columns(columns: int) -> Callable[[Tensor, float], Tensor]:
+        return lambda x, eps: (mean_of(x[..., :columns].square()) + eps).sqrt()
+
     yield forward("eps is added to the root, not inside of it", by(lambda x, eps: rms(x, 0.0) + eps))
     for eps in USUAL_EPS:
         told = f"eps is always {eps:g}, whatever is given" if eps else "eps is missing"
-        yield forward(told, by(lambda x, _, eps=eps: rms(x, eps)))
+        yield forward(told, by(always(eps)))
     yield forward("eps is squared", by(lambda x, eps: rms(x, eps * eps)))
     yield forward("eps is added to the sum of squares, not to their mean", by(lambda x, eps: rms(x, eps / width)))
     yield forward("no root is taken", by(lambda x, eps: rms(x, eps).square()))
@@ -135,12 +144,12 @@ def _of_divisors(problem: Problem, mean: Callable[[Tensor], Tensor] | None) -> I
     for padded in sorted({-(-width // block) * block for block in BLOCKS} - {width}):
         yield forward(
             f"the sum of squares is divided by {padded} columns, not by {width}",
-            by(lambda x, eps, n=padded: (mean_of(x * x) * width / n + eps).sqrt()),
+            by(over(padded)),
         )
     for kept in sorted({*(width // block * block for block in BLOCKS), width - 1} - {0, width}):
         yield forward(
             f"columns from {kept} on do not count in the mean of squares",
-            by(lambda x, eps, n=kept: (mean_of(x[..., :n].square()) + eps).sqrt()),
+            by(of_columns(kept)),
         )
     yield forward("the weight is applied as 1 + weight", weighted(lambda y, w: y * (1 + w)))
     yield forward("the weight is ignored", weighted(lambda y, w: y + 0 * w))
@@ -208,22 +217,24 @@ def _of_weights(problem: Problem, formula: Formula, mean: Callable[[Tensor], Ten
     yield backward(
         "the weight's gradient is made of x, which is not normalised", formula, of(lambda d: d.sum(0), False)
     )
+
+    def of_rows(rows: slice) -> Callable[[Problem, Outputs], Outputs]:
+        return of(lambda d: d[rows].sum(0))
+
     yield backward("the weight's gradient is averaged over rows, not summed", formula, of(lambda d: d.mean(0)))
-    sizes = sorted({*ROWS, x.shape[0]} - {num_rows})
+    sizes = [x.shape[0], *ROWS] if x.shape[0] < num_rows else ROWS
     for size in (size for size in sizes if size < num_rows):
         last = (num_rows - 1) // size * size
         yield backward(
             f"only the last block of {size} rows adds to the weight's gradient",
             formula,
-            of(lambda d, n=last: d[n:].sum(0)),
+            of_rows(slice(last, None)),
         )
-        yield backward(
-            f"only the first {size} rows add to the weight's gradient", formula, of(lambda d, n=size: d[:n].sum(0))
-        )
+        yield backward(f"only the first {size} rows add to the weight's gradient", formula, of_rows(slice(size)))
         if num_rows % size:
             kept = num_rows // size * size
             yield backward(
                 f"the last {num_rows - kept} rows, no whole block of {size}, do not add to the weight's gradient",
                 formula,
-                of(lambda d, n=kept: d[:n].sum(0)),
+                of_rows(slice(kept)),
             )

@@ -12,11 +12,9 @@ Roles = Mapping[str, Sequence[str]]  # by role the names that parameters of it h
 
 
 def parameters_of(implementation: Any) -> dict[str, inspect.Parameter]:
-    """The parameters of a call by name: of an autograd Function without ctx, of a module's class those of its forward."""
-    if inspect.isclass(implementation) and issubclass(implementation, torch.autograd.Function):
-        return dict(list(inspect.signature(implementation.forward).parameters.items())[1:])
-    if inspect.isclass(implementation) and issubclass(implementation, nn.Module):
-        return dict(list(inspect.signature(implementation.forward).parameters.items())[1:])
+    """The parameters of a call by name: an autograd Function's without ctx, for a module's class its forward's."""
+    if inspect.isclass(implementation) and issubclass(implementation, torch.autograd.Function | nn.Module):
+        return dict(list(inspect.signature(implementation.forward).parameters.items())[1:])  # type: ignore[attr-defined]
     if isinstance(implementation, nn.Module):
         return dict(inspect.signature(implementation.forward).parameters)
     return dict(inspect.signature(implementation).parameters)

@@ -6,10 +6,10 @@ from lmsys.check.kinds import kind_of
 from lmsys.check.question import Options
 from lmsys.check.verdict import RIGHT, WRONG, check
 from lmsys.registry import Entry
-from tests.museum import loss
+from tests.museum import loss, norm, rotary, swiglu
 from tests.museum.exhibit import EXHIBITS, Exhibit
 
-MODULES = {"loss": loss}
+MODULES = {"loss": loss, "norm": norm, "rotary": rotary, "swiglu": swiglu}
 FAULTS = [one for one in EXHIBITS if one.kind in MODULES]
 HONEST = [(kind, entry) for kind, module in MODULES.items() for entry in module.HONEST]
 
