@@ -16,6 +16,7 @@ from benchmarks.model.update import Watch
 from benchmarks.models import Batch, build
 from lmsys.bench import Settings, Step
 from lmsys.draws import Draws
+from lmsys.extremes.model import write_model
 from lmsys.measure import memory
 from lmsys.measure.clock import clock_of, synchronize, timed
 from lmsys.measure.compare import Kept
@@ -40,12 +41,16 @@ class Rig:
     """The models of a group on one set of weights and gradients, with one batch, whose tokens and targets are drawn
     again and again in one place; each is made when it is first used.
 
+    Some embeddings and gates are extreme, as those of the gate: so are the tokens of every draw that have these
+    embeddings.
+
     All of ours have one optimizer, a peer has its own: while both are sampled, there are two sets of moments.
     """
 
     def __init__(self, case: ModelTest, seed: int):
         self.device, self.precision = case.device, case.precision
         self.base = build(case.config, case.device, seed)
+        write_model(dict(self.base.named_parameters()))
         self.models: dict[Row, nn.Module] = {}  # by ModelTest.row
         shape, below = (2, case.batch, case.context), case.config.vocab_size
         self.data = Batch(*torch.empty(shape, dtype=torch.int64, device=case.device))
