@@ -28,7 +28,7 @@ from benchmarks.arithmetic import LOSS_SCALE, ROUNDING, autocast, ratio_by_group
 from benchmarks.model.cases import ModelTest
 from benchmarks.models import MAX_SCORES, NUM_BLOCKS, Batch, build, variant
 from lmsys.bench import Candidate
-from lmsys.extremes.model import EMBEDDINGS, ROWS, group_of, write_model
+from lmsys.extremes.model import EMBEDDINGS, FIRST_ID, ROWS, group_of, write_model
 from lmsys.measure.compare import release_memory
 from lmsys.model import TransformerLM
 
@@ -50,8 +50,9 @@ class Gate:
     def _draw(self, batch: int) -> None:
         self.batch = batch
         self.data = Batch.draw(self.base.config, batch, self.base.lm_head.weight.device.type, self.seed)
+        self.data.tokens[:, 0] = FIRST_ID
         kinds = torch.arange(1, len(ROWS) + 1)  # ids of extreme embeddings, of each kind the first
-        self.data.tokens[0, -len(kinds) - 1 : -1] = kinds.to(self.data.tokens)[: self.data.tokens.shape[1] - 1]
+        self.data.tokens[0, 1 : len(kinds) + 1] = kinds.to(self.data.tokens)[: self.data.tokens.shape[1] - 1]
 
     def check(self, candidates: Sequence[Candidate]) -> None:
         """Judges each; on half the batch, and half again, where it is the gate's own reference that has no room."""

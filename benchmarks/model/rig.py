@@ -1,7 +1,7 @@
 """The whole language models of a group on their device, ready to be timed in every mode."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from benchmarks.model.update import Watch
 from benchmarks.models import Batch, build
 from lmsys.bench import Settings, Step
 from lmsys.draws import Draws
-from lmsys.extremes.model import write_model
+from lmsys.extremes.model import FIRST_ID, write_model
 from lmsys.measure import memory
 from lmsys.measure.clock import clock_of, synchronize, timed
 from lmsys.measure.compare import Kept
@@ -37,6 +37,14 @@ class GraphFault(ValueError):
     failure = property(lambda self: ("wrong", str(self)))
 
 
+class BatchDraws(Draws):
+    """Draws of tokens and targets, of which the first token of each sequence is ordinary."""
+
+    def fill(self, draw: int, names: Iterable[str] | None = None) -> None:
+        super().fill(draw, names)
+        self.tensors["tokens"].data[:, 0] = FIRST_ID
+
+
 class Rig:
     """The models of a group on one set of weights and gradients, with one batch, whose tokens and targets are drawn
     again and again in one place; each is made when it is first used.
@@ -54,7 +62,7 @@ class Rig:
         self.models: dict[Row, nn.Module] = {}  # by ModelTest.row
         shape, below = (2, case.batch, case.context), case.config.vocab_size
         self.data = Batch(*torch.empty(shape, dtype=torch.int64, device=case.device))
-        self.draws = Draws(vars(self.data), seed, below=dict.fromkeys(vars(self.data), below))
+        self.draws = BatchDraws(vars(self.data), seed, below=dict.fromkeys(vars(self.data), below))
         self.draws.fill(seed)
         self.spots = Spots(self.base, self.data, self.precision)
         self._watch: Watch | None = None
