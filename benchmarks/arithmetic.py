@@ -66,24 +66,44 @@ def widened(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def ratio_of(found: Tensor, reference: Tensor, plain: Tensor, dtype: torch.dtype) -> float:
+def ratio_of(found: Tensor, reference: Tensor, plain: Tensor, dtype: torch.dtype, mean: bool = True) -> float:
     """The error of `found` over its budget, which is what the `plain` computation loses when it is rounded to `dtype`.
 
     `lmsys.testing.error_ratio` has absolute terms and gradients are small, so all are taken in units of the reference's
-    largest value. More than one number is held in root mean square too, as attention rows without a float32 form are.
+    largest value. More than one number is held in root mean square too, as attention rows without a float32 form are,
+    unless `mean` is False: what plain PyTorch makes exactly leaves no mean error to others.
     """
     _, exponent = math.frexp(reference.abs().max().item())
     found, reference, plain = (x.double() / 2.0**exponent for x in (found, reference, plain))
     ratio = error_ratio(found, reference, plain.to(dtype))
-    return max(ratio, norm_rms(found - reference) / rms_budget(reference, plain)) if found.dim() else ratio
+    return max(ratio, norm_rms(found - reference) / rms_budget(reference, plain)) if found.dim() and mean else ratio
 
 
-def mean_ratio(found: Tensor, terms: Tensor, plain: Tensor) -> float:
+def ratio_by_group(found: Tensor, reference: Tensor, plain: Tensor, dtype: torch.dtype, groups: Tensor) -> float:
+    """The largest `ratio_of` of any group of rows: `groups` holds a number for each row, 0 for ordinary ones.
+
+    Rows of extreme inputs are groups of their own: neither do they lend others their budget, nor take theirs. They may
+    be exact in plain PyTorch, so only the ordinary ones are held in root mean square.
+    """
+    groups = groups.to(found.device)
+    parts = [(groups == group, group == 0) for group in groups.unique().tolist()]
+    return max(ratio_of(found[rows], reference[rows], plain[rows], dtype, mean) for rows, mean in parts)
+
+
+def mean_ratio(found: Tensor, terms: Tensor, plain: Tensor, groups: Tensor | None = None) -> float:
     """The error of a mean over its budget: what the `plain` computation of its terms loses in root mean square.
 
     No mean of errors is larger than that. The error of the plain mean says little: errors of both signs may cancel.
+    With `groups`, a number for each term, the budget is the mean of those of the groups by their shares: no mean is
+    larger than that either, and large terms in a small group do not widen it as they would in all.
     """
-    ratio = abs(found.item() - terms.double().mean().item()) / rms_budget(terms.double(), plain.double())
+    terms, plain = terms.double(), plain.double()
+    budget = rms_budget(terms, plain)
+    if groups is not None:
+        groups = groups.to(terms.device)
+        parts = [groups == group for group in groups.unique()]
+        budget = sum(part.double().mean().item() * rms_budget(terms[part], plain[part]) for part in parts)
+    ratio = abs(found.item() - terms.mean().item()) / budget
     return ratio if math.isfinite(ratio) else math.inf
 
 

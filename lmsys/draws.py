@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 VERSION = "philox4x32-10/2"  # changes when a draw does
-ALL_NORMAL = "philox4x32-10/1"  # drew no extremes: `lmsys.extremes`
 STD = (4 * (256**2 - 1) / 12) ** 0.5  # of the sum of four bytes
 STARTS = 2**16  # places where a draw can begin
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57

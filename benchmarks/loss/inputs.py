@@ -1,15 +1,22 @@
-"""Inputs of the head and loss, and the answer to them, made in blocks of tokens at the full shape."""
+"""Inputs of the head and loss, and the answer to them, made in blocks of tokens at the full shape.
 
-from collections.abc import Callable, Iterator, Sequence
+A token in EVERY is extreme: see `lmsys.extremes.loss`. Extreme tokens, and the rows of the weight that they add to, are
+judged apart from the others, which have the budget that they would have without them.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.arithmetic import LOSS_SCALE, autocast, widened
-from lmsys.draws import Draws
+from benchmarks.arithmetic import LOSS_SCALE, ROUNDING, autocast, mean_ratio, ratio_by_group, widened
+from lmsys.draws import Draws, key, values
+from lmsys.extremes.loss import WIDTH, ExtremeTokens, is_extreme, write_head, write_kind
 
+LOSS, D_HIDDEN, D_WEIGHT = OUTPUTS = ("loss", "gradient of hidden", "gradient of weight")
+ODD_TOKENS, ODD_VOCABULARY = 101, 517  # of the shape that no block divides
 BLOCK_LOGITS = {"cuda": 2**26, "cpu": 2**22}  # of the reference, held at once
 Answer = tuple[Tensor, Tensor, Tensor]  # the loss, and the gradients of hidden and weight
 
@@ -41,7 +48,9 @@ def torch_chunked_supports(_: object) -> str | None:
 class Inputs:
     """hidden (N, M) and weight (V, M), both leaves, and targets (N); gradients are those of the loss times `scale`.
 
-    exact, plain  the eager row's answer in float64 and in the precision itself; on the host, where no row is measured
+    extreme       the extreme ones of the tokens; None: none are
+    exact, plain  the eager row's answer in float64 and in the precision itself, the loss for each token; on the host,
+                  where no row is measured
     """
 
     hidden: Tensor
@@ -49,6 +58,7 @@ class Inputs:
     targets: Tensor
     precision: str
     scale: float
+    extreme: ExtremeTokens | None = None
     exact: Sequence[Tensor] = ()
     plain: Sequence[Tensor] = ()
 
@@ -67,9 +77,26 @@ class Inputs:
     def device(self) -> str:
         return self.hidden.device.type
 
-    def draws(self, seed: int) -> Draws:
-        """Logits are about standard normal."""
-        return Draws(self.tensors, seed, std={"weight": std_of(self.weight)}, below={"targets": len(self.weight)})
+    def draws(self, seed: int) -> "LossDraws":
+        return LossDraws(self, seed)
+
+    @property
+    def groups(self) -> tuple[Tensor, Tensor]:
+        """A number for each token (N) and for each class (V): 1 where it is extreme, or an extreme token adds to it."""
+        if self.extreme is None:
+            return torch.zeros(len(self.targets)), torch.zeros(len(self.weight))
+        return (
+            is_extreme(self.extreme.tokens, len(self.targets)),
+            is_extreme(self.extreme.classes, len(self.weight)),
+        )
+
+    def check(self, call: Callable[..., Tensor]) -> dict[str, float]:
+        """The error over its budget of each output of a row; `exact` and `plain` are made before.
+
+        Only the row's own answer is on the device while it runs.
+        """
+        answer = [x.cpu() for x in self.run(call)]
+        return ratios(answer, self.exact, self.plain, self.groups, self.precision, self.device)
 
     def run(self, call: Callable[..., Tensor]) -> Answer:
         with autocast(self.precision, self.device):
@@ -78,18 +105,22 @@ class Inputs:
         return loss.detach(), d_hidden, d_weight
 
     def in_blocks(self, exact: bool) -> Answer:
-        """The eager row's answer, made from one block of tokens after another; in float64 where `exact`."""
+        """The eager row's answer, made from one block of tokens after another; in float64 where `exact`.
+
+        In the loss's place are those of the tokens, of which it is the mean.
+        """
         dtype, precision = self.arithmetic(exact)
-        weight = self.weight.detach().to(dtype).requires_grad_()
-        total, d_hidden, d_weight = weight.new_zeros(()), [], torch.zeros_like(weight)
-        for hidden, targets in self.blocks():
-            share = len(targets) / len(self.targets)
-            leaf = hidden.to(dtype).requires_grad_()
-            loss, *gradients = Inputs(leaf, weight, targets, precision, self.scale * share).run(unchunked)
-            total += loss * share
+        weight, share = self.weight.detach().to(dtype).requires_grad_(), self.scale / len(self.targets)
+        losses, d_hidden, d_weight = [], [], torch.zeros_like(weight)
+        for block, targets in self.blocks():
+            hidden = block.to(dtype).requires_grad_()
+            with autocast(precision, self.device):
+                loss = F.cross_entropy(widened(F.linear(hidden, weight)), targets, reduction="none")
+            gradients = torch.autograd.grad(loss.sum() * share, (hidden, weight))
+            losses.append(loss.detach())
             d_hidden.append(gradients[0])
             d_weight += gradients[1]
-        return total, torch.cat(d_hidden), d_weight
+        return torch.cat(losses), torch.cat(d_hidden), d_weight
 
     def arithmetic(self, exact: bool) -> tuple[torch.dtype, str]:
         """The dtype of leaves, and the precision that they are computed in."""
@@ -99,6 +130,68 @@ class Inputs:
         """Hidden states and targets, of so many tokens at a time that their logits fit."""
         size = max(1, BLOCK_LOGITS[self.device] // len(self.weight))
         yield from zip(self.hidden.detach().split(size), self.targets.split(size), strict=True)
+
+
+class LossDraws(Draws):
+    """Draws of these inputs: logits are about standard normal, but for the extreme tokens."""
+
+    def __init__(self, inputs: Inputs, seed: int):
+        std = {"weight": std_of(inputs.weight)}
+        super().__init__(inputs.tensors, seed, std=std, below={"targets": len(inputs.weight)})
+        self.inputs = inputs
+
+    def fill(self, draw: int, names: Iterable[str] | None = None) -> None:
+        x = self.inputs
+        super().fill(draw, names)
+        x.extreme = ExtremeTokens.of(draw, len(x.targets), len(x.weight))
+        x.extreme.write_weight(x.weight)
+        x.extreme.write_tokens(x.hidden, x.weight, x.targets)
+
+
+@dataclass
+class OddInputs(Inputs):
+    """A small shape that no block divides, with a token in five of each kind; logits are exact but for ordinary ones.
+
+    The kinds are 0, ordinary, and those of `lmsys.extremes.loss.KINDS` up to 4.
+    """
+
+    @classmethod
+    def draw(cls, precision: str, device: str, seed: int) -> "OddInputs":
+        x = cls(**vars(cls.empty(ODD_TOKENS, WIDTH, ODD_VOCABULARY, precision, device)))
+        hidden, weight, targets = (one.data for one in x.tensors.values())
+        targets[:] = torch.arange(ODD_TOKENS, device=device) * 31 % ODD_VOCABULARY
+        for name, x_of, std in (("hidden", hidden, 1.0), ("weight", weight, std_of(weight))):
+            x_of[:] = values(key(seed, name), 0, x_of.numel(), device).view(x_of.shape) * std
+        write_head(weight, lowest=targets[4::5])
+        for kind in range(5):
+            write_kind(kind, hidden[kind::5])
+        return x
+
+    @property
+    def groups(self) -> tuple[Tensor, Tensor]:
+        return torch.arange(len(self.targets)) % 5, torch.zeros(len(self.weight))
+
+
+def ratios(
+    answer: Sequence[Tensor],
+    exact: Sequence[Tensor],
+    plain: Sequence[Tensor],
+    groups: Sequence[Tensor],
+    precision: str,
+    device: str | None = None,
+) -> dict[str, float]:
+    """The error over its budget of each output: the loss against those of all tokens, the gradients by groups of rows.
+
+    groups  of the terms of the loss, and of the rows of each gradient, or of these with the tokens' for both
+    device  where one output after another is compared; by default where they are
+    """
+    of_terms, *of_rows = groups if len(groups) == 3 else (groups[0], *groups)
+    (loss, *found), (terms, *right), (plain_terms, *losing) = answer, exact, plain
+    result = {LOSS: mean_ratio(loss, terms, plain_terms, of_terms)}
+    for name, x, y, z, rows in zip(OUTPUTS[1:], found, right, losing, of_rows, strict=True):
+        on = device or x.device
+        result[name] = ratio_by_group(x.to(on), y.to(on), z.to(on), ROUNDING[precision], rows)
+    return result
 
 
 def std_of(weight: Tensor) -> float:

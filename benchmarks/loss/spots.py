@@ -1,27 +1,30 @@
 """Timed calls of the head and loss, checked at tokens and classes that no row can know.
 
 Of the gradients some rows are looked at: those of hidden states, which depend on all classes, and those of the weight,
-which depend on all tokens. The loss is held to the mean of what the tokens lose. One gradient of a hidden state goes
-into the record, by which others can repeat the check on a machine without a GPU: `repeat`.
+which depend on all tokens. Some of them are those of extreme tokens, and of their classes. The loss is held to the mean
+of what the tokens lose. One gradient of a hidden state goes into the record, by which others can repeat the check on a
+machine without a GPU: `repeat`.
 """
 
 import base64
 import random
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.arithmetic import BUDGET_RTOL, ERROR_RTOL, ROUNDING, autocast, mean_ratio, ratio_of, widened
-from benchmarks.loss.inputs import Answer, Inputs, std_of, unchunked
+from benchmarks.arithmetic import BUDGET_RTOL, ERROR_RTOL, ROUNDING, autocast, ratio_by_group, widened
+from benchmarks.loss.inputs import D_HIDDEN, OUTPUTS, Answer, Inputs, ratios, std_of, unchunked
 from lmsys import draws
 from lmsys.bench import Record
 from lmsys.bench.plain import check_plain
+from lmsys.extremes import has_extremes
+from lmsys.extremes.loss import ExtremeTokens
 from lmsys.measure.compare import Kept
 
-LOSS, D_HIDDEN, D_WEIGHT = OUTPUTS = ("loss", "gradient of hidden", "gradient of weight")
 NUM_BLOCKS, BLOCK_ROWS = 4, 16  # of each gradient
 MOST_ELEMENTS = 2**25  # of a weight that `repeat` draws again: seconds on a CPU
 
@@ -45,26 +48,32 @@ class Spots:
 
     def judge(self, kept: Kept) -> Mapping[str, float]:
         """The error over its budget of each; leaves one row as evidence."""
-        dtype = ROUNDING[self.inputs.precision]
-        tokens, classes = (indices(some) for some in blocks_of(self.inputs, kept.key))
-        exact, plain = (parts(self.inputs, tokens, classes, exact) for exact in (True, False))
-        (loss, *found) = kept.result
-        kept.evidence["part"] = _evidence(kept.key, found[0], exact[1])
-        rows = zip(OUTPUTS[1:], found, exact[1:], plain[1:], strict=True)
-        return {LOSS: mean_ratio(loss, exact[0], plain[0])} | {name: ratio_of(x, y, z, dtype) for name, x, y, z in rows}
+        x = self.inputs
+        tokens, classes = (indices(some) for some in blocks_of(x, kept.key))
+        exact, plain = (parts(x, tokens, classes, exact) for exact in (True, False))
+        of_tokens, of_classes = x.groups
+        groups = of_tokens, of_tokens[tokens], of_classes[classes]
+        kept.evidence["part"] = _evidence(kept.key, groups[1], kept.result[1], exact[1])
+        return ratios(kept.result, exact, plain, groups, x.precision)
 
 
 def blocks_of(inputs: Inputs, key: int) -> tuple[list[slice], list[slice]]:
-    """Blocks of tokens and of classes, as slices: an index would have to travel to the device."""
-    chance = random.Random(key)
+    """Blocks of tokens and of classes, as slices: an index would have to travel to the device.
 
-    def some(length: int) -> list[slice]:
-        starts = range(0, length, BLOCK_ROWS)
-        return [
-            slice(one, min(one + BLOCK_ROWS, length)) for one in chance.sample(starts, min(NUM_BLOCKS, len(starts)))
-        ]
+    The first block of each holds an extreme token, or a class of one.
+    """
+    chance, extreme = random.Random(key), inputs.extreme
 
-    return some(len(inputs.hidden)), some(len(inputs.weight))
+    def some(length: int, some_extreme: range) -> list[slice]:
+        starts = list(range(0, length, BLOCK_ROWS))
+        holding = sorted({index - index % BLOCK_ROWS for index in some_extreme})
+        first = [chance.choice(holding)] if holding else []
+        others = [start for start in starts if start not in first]
+        chosen = first + chance.sample(others, min(NUM_BLOCKS, len(starts)) - len(first))
+        return [slice(start, min(start + BLOCK_ROWS, length)) for start in chosen]
+
+    tokens, classes = (extreme.tokens, extreme.classes) if extreme else (range(0), range(0))
+    return some(len(inputs.hidden), tokens), some(len(inputs.weight), classes)
 
 
 def indices(blocks: list[slice]) -> list[int]:
@@ -92,9 +101,11 @@ def parts(inputs: Inputs, tokens: list[int], classes: list[int], exact: bool) ->
     return torch.cat(losses), d_hidden, d_rows
 
 
-def _evidence(key: int, found: Tensor, exact: Tensor) -> Record:
-    """One row of the gradients of hidden states: its values, and the largest error."""
-    row = random.Random(key).randrange(len(found))
+def _evidence(key: int, groups: Tensor, found: Tensor, exact: Tensor) -> Record:
+    """One row of the gradients of hidden states, as often of an extreme token as not: its values, the largest error."""
+    chance = random.Random(key)
+    group = chance.choice(groups.unique().tolist())
+    row = chance.choice((groups == group).nonzero().flatten().tolist())
     return {
         "tensor": D_HIDDEN,
         "row": row,
@@ -121,23 +132,48 @@ def repeat(record: Record, call: Record) -> Iterator[str]:
         yield f"its recorded values are off by {error:.4g} from what is right, and it says {part['error']:.4g}"
     found = exact.clone()
     found[part["row"]] = values
-    own, said = ratio_of(found, exact, plain, ROUNDING[inputs.precision]), call["error_ratios"][D_HIDDEN]
+    groups = inputs.groups[0]
+    own, said = ratio_by_group(found, exact, plain, ROUNDING[inputs.precision], groups), call["error_ratios"][D_HIDDEN]
     if said < own * (1 - BUDGET_RTOL):
         yield f"its error ratio {said:.4g} is less than that of its own row, about {own:.4g}"
 
 
-def _inputs_of(record: Record, call: Record) -> Inputs:
+def _inputs_of(record: Record, call: Record) -> "SomeInputs":
     """The inputs of the hidden states that a call was looked at by, drawn again; gradients are those of the mean over
     all tokens."""
     num_tokens, d_model, vocab_size = (record[name] for name in ("tokens", "d_model", "vocab_size"))
     whole = Inputs.empty(num_tokens, d_model, vocab_size, record["precision"], "cpu")
+    if has_extremes(record["proof"]["generator"]):
+        whole.extreme = ExtremeTokens.of(call["draw"], num_tokens, vocab_size)
     tokens, _ = blocks_of(whole, call["key"])
 
     def drawn(name: str, first: int, count: int, **what: Any) -> Tensor:
         return draws.part(record["proof"]["seed"], call["draw"], name, first, count, whole.tensors[name].dtype, **what)
 
-    hidden = [drawn("hidden", rows.start * d_model, (rows.stop - rows.start) * d_model) for rows in tokens]
-    targets = [drawn("targets", rows.start, rows.stop - rows.start, below=vocab_size) for rows in tokens]
     weight = drawn("weight", 0, d_model * vocab_size, std=std_of(whole.weight)).view(vocab_size, d_model)
-    share = sum(map(len, targets)) / num_tokens
-    return Inputs(torch.cat(hidden).view(-1, d_model), weight, torch.cat(targets), whole.precision, whole.scale * share)
+    if whole.extreme:
+        whole.extreme.write_weight(weight)
+    blocks = []
+    for rows in tokens:
+        count = rows.stop - rows.start
+        hidden = drawn("hidden", rows.start * d_model, count * d_model).view(count, d_model)
+        targets = drawn("targets", rows.start, count, below=vocab_size)
+        if whole.extreme:
+            whole.extreme.write_tokens(hidden, weight, targets, rows.start)
+        blocks.append((hidden, targets))
+    hidden, targets = (torch.cat(x) for x in zip(*blocks, strict=True))
+    of_tokens = whole.groups[0][indices(tokens)]
+    scale = whole.scale * len(targets) / num_tokens
+    return SomeInputs(hidden, weight, targets, whole.precision, scale, of_tokens=of_tokens)
+
+
+@dataclass
+class SomeInputs(Inputs):
+    """Some tokens of inputs; of_tokens: their groups."""
+
+    of_tokens: Tensor | None = None
+
+    @property
+    def groups(self) -> tuple[Tensor, Tensor]:
+        assert self.of_tokens is not None
+        return self.of_tokens, torch.zeros(len(self.weight))

@@ -8,6 +8,10 @@ function.
 A row with a narrow residual stream is held to the budget of plain PyTorch with one, which rounds the same sums. How far
 its gradients are from float64 is in the record, as it is of every row.
 
+Some embeddings are zero, huge or have an outlier channel, and some gates are saturated: `lmsys.extremes.model`. Their
+gradients, and the logits of their tokens, are judged apart from the others, which have a budget of their own: at zero a
+gradient may be many times as large as any other, at a huge row as small.
+
 The gate tests NUM_BLOCKS blocks, as many as one compiled graph holds, because all graphs share their code. The context
 is the case's, up to MAX_CONTEXT; the batch is smaller where naive's scores would not fit.
 """
@@ -20,15 +24,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from benchmarks.arithmetic import LOSS_SCALE, ROUNDING, autocast, ratio_of
+from benchmarks.arithmetic import LOSS_SCALE, ROUNDING, autocast, ratio_by_group, ratio_of
 from benchmarks.model.cases import ModelTest
 from benchmarks.models import MAX_SCORES, NUM_BLOCKS, Batch, build, variant
 from lmsys.bench import Candidate
+from lmsys.extremes.model import EMBEDDINGS, FIRST_ID, ROWS, group_of, write_model
 from lmsys.measure.compare import release_memory
 from lmsys.model import TransformerLM
 
 MAX_CONTEXT = 2048
-GRADIENT = "gradient of"  # begins the names of gradients among outputs
+LOGITS, GRADIENT = "logits", "gradient of"  # an output; what begins the names of gradients among outputs
 
 
 class Gate:
@@ -38,12 +43,16 @@ class Gate:
         config, context = case.config, min(case.context, MAX_CONTEXT)
         small = replace(config, num_layers=min(config.num_layers, NUM_BLOCKS), context_length=context)
         self.base = build(small, case.device, seed)
+        write_model(dict(self.base.named_parameters()))
         self.precision, self.seed = case.precision, seed
         self._draw(max(1, min(case.batch, MAX_SCORES // (config.num_heads * context**2))))
 
     def _draw(self, batch: int) -> None:
         self.batch = batch
         self.data = Batch.draw(self.base.config, batch, self.base.lm_head.weight.device.type, self.seed)
+        self.data.tokens[:, 0] = FIRST_ID
+        kinds = torch.arange(1, len(ROWS) + 1)  # ids of extreme embeddings, of each kind the first
+        self.data.tokens[0, 1 : len(kinds) + 1] = kinds.to(self.data.tokens)[: self.data.tokens.shape[1] - 1]
 
     def check(self, candidates: Sequence[Candidate]) -> None:
         """Judges each; on half the batch, and half again, where it is the gate's own reference that has no room."""
@@ -57,7 +66,6 @@ class Gate:
             self._draw(self.batch // 2)
 
     def judge(self, candidates: Sequence[Candidate]) -> None:
-        dtype = ROUNDING[self.precision]
         for grad in sorted({one.case.grad for one in candidates}):
             exact = variant(copy.deepcopy(self.base).double(), "eager", attention="naive")
             reference = self.outputs(exact, grad, "fp32")
@@ -70,16 +78,32 @@ class Gate:
                 for candidate in rows:
                     if found := candidate.attempt(self.outputs, candidate.call, grad):
                         candidate.judge(
-                            {name: ratio_of(found[name], x, plain[name], dtype) for name, x in reference.items()}
+                            {name: self.ratio(name, found[name], x, plain[name]) for name, x in reference.items()}
                         )
-                        candidate.notes["gradient_error"] = gradient_error(found, reference) if grad else None
+                        candidate.notes["gradient_error"] = self.gradient_error(found, reference) if grad else None
+
+    def ratio(self, name: str, found: Tensor, reference: Tensor, plain: Tensor) -> float:
+        """The error over its budget: of rows of a gradient, and of the logits of tokens, by groups."""
+        dtype = ROUNDING[self.precision]
+        if not reference.dim():
+            return ratio_of(found, reference, plain, dtype)
+        group = self.group(name, reference)
+        found, reference, plain = (x.reshape(-1, x.shape[-1]) for x in (found, reference, plain))
+        return ratio_by_group(found, reference, plain, dtype, group)
+
+    def group(self, name: str, x: Tensor) -> Tensor:
+        """A number for each row of an output: 0 where it is ordinary."""
+        if name == LOGITS:
+            embeddings = group_of(EMBEDDINGS, self.base.config.vocab_size)
+            return embeddings[self.data.tokens.flatten().cpu()]
+        return group_of(name.removeprefix(f"{GRADIENT} "), x.numel() // x.shape[-1])
 
     def outputs(self, model: nn.Module, grad: bool, precision: str = "") -> dict[str, Tensor]:
         """The logits, or the loss and the gradient of every parameter, by its name in our model."""
         data, precision = self.data, precision or self.precision
         with torch.set_grad_enabled(grad), autocast(precision, data.tokens.device.type):
             if not grad:
-                return {"logits": model(data.tokens)}
+                return {LOGITS: model(data.tokens)}
             loss = model.loss(data.tokens, data.targets)
         scale = LOSS_SCALE if precision == "fp16" else 1.0
         names, parameters = zip(*model.named_parameters(), strict=True)
@@ -88,10 +112,14 @@ class Gate:
             gradients = model.as_ours(gradients)
         return {"loss": loss.detach()} | {f"{GRADIENT} {name}": x / scale for name, x in gradients.items()}
 
-
-def gradient_error(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float | None:
-    """The error of all gradients as one vector, as a share of its length; None where it is no number."""
-    names = [name for name in reference if name.startswith(GRADIENT)]
-    off = sum((found[name].double() - reference[name]).square().sum().item() for name in names)
-    share = math.sqrt(off / sum(reference[name].square().sum().item() for name in names))
-    return share if math.isfinite(share) else None
+    def gradient_error(self, found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float | None:
+        """The error of the ordinary rows of all gradients as one vector, as a share of its length; None where it is no
+        number."""
+        off = size = 0.0
+        for name, x in reference.items():
+            if name.startswith(GRADIENT):
+                ordinary = (self.group(name, x) == 0).to(x.device) if x.dim() > 1 else slice(None)
+                off += (found[name].double() - x)[ordinary].square().sum().item()
+                size += x[ordinary].square().sum().item()
+        share = math.sqrt(off / size)
+        return share if math.isfinite(share) else None

@@ -1,7 +1,7 @@
 """The whole language models of a group on their device, ready to be timed in every mode."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from benchmarks.models import Batch, build
 from lmsys.bench import Settings, Step
 from lmsys.bench.benchmark import verdict
 from lmsys.draws import Draws
+from lmsys.extremes.model import FIRST_ID, write_model
 from lmsys.extremes.optimizer import planted
 from lmsys.measure import memory
 from lmsys.measure.clock import clock_of, synchronize, timed
@@ -45,9 +46,20 @@ class UpdateFault(ValueError):
     failure = property(lambda self: ("wrong", str(self)))
 
 
+class BatchDraws(Draws):
+    """Draws of tokens and targets, of which the first token of each sequence is ordinary."""
+
+    def fill(self, draw: int, names: Iterable[str] | None = None) -> None:
+        super().fill(draw, names)
+        self.tensors["tokens"].data[:, 0] = FIRST_ID
+
+
 class Rig:
     """The models of a group on one set of weights and gradients, with one batch, whose tokens and targets are drawn
     again and again in one place; each is made when it is first used.
+
+    Some embeddings and gates are extreme, as those of the gate: so are the tokens of every draw that have these
+    embeddings.
 
     All of ours have one optimizer, a peer has its own: while both are sampled, there are two sets of moments.
     """
@@ -55,10 +67,11 @@ class Rig:
     def __init__(self, case: ModelTest, seed: int):
         self.device, self.precision = case.device, case.precision
         self.base = build(case.config, case.device, seed)
+        write_model(dict(self.base.named_parameters()))
         self.models: dict[Row, nn.Module] = {}  # by ModelTest.row
         shape, below = (2, case.batch, case.context), case.config.vocab_size
         self.data = Batch(*torch.empty(shape, dtype=torch.int64, device=case.device))
-        self.draws = Draws(vars(self.data), seed, below=dict.fromkeys(vars(self.data), below))
+        self.draws = BatchDraws(vars(self.data), seed, below=dict.fromkeys(vars(self.data), below))
         self.draws.fill(seed)
         self.spots = Spots(self.base, self.data, self.precision)
         self._watch: Watch | None = None

@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.arithmetic import AUTOCAST, ROUNDING, mean_ratio, ratio_of
+from benchmarks.arithmetic import AUTOCAST, ROUNDING, mean_ratio, ratio_by_group
 from benchmarks.model.cases import ModelTest
 from benchmarks.model.reference import EMBEDDINGS, HEAD, Meant, Reference
 from benchmarks.models import Batch
 from lmsys.bench.plain import check_plain
+from lmsys.extremes.model import group_of
 from lmsys.measure.compare import Kept
 from lmsys.model import TransformerLM
 
@@ -119,8 +120,17 @@ class Spots:
         if EMBEDDINGS in found:
             found[EMBEDDINGS] = found[EMBEDDINGS][self._sequences(spot)[1]]
         for name in found.keys() - {LOSS, ALL_STATES}:
-            ratios[name] = ratio_of(found[name], rights[0][name], rights[1][name], ROUNDING[self.precision])
+            parts = found[name], rights[0][name], rights[1][name]
+            ratios[name] = ratio_by_group(*parts, ROUNDING[self.precision], self._group(name, spot))
         return ratios
+
+    def _group(self, name: str, spot: Spot) -> Tensor:
+        """A number for each row of a part: 0 where neither its token nor the row itself is extreme."""
+        if name not in (LOGITS, STATES, EMBEDDINGS):
+            return group_of(name, len(self.parameters[name]))[spot.rows[name]]
+        ids = self.data.tokens[spot.sequence, spot.positions].cpu()
+        group = group_of(EMBEDDINGS, self.base.config.vocab_size)[ids]
+        return group[self._sequences(spot)[1]] if name == EMBEDDINGS else group
 
     def _right_outputs(self, reference: Reference, spot: Spot) -> Parts:
         states, logits = reference.states(self.data.tokens[spot.sequence], spot.positions)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lmsys.attention import ATTENTION
+from lmsys.check import signature
 from lmsys.check.question import Options, Question
 from lmsys.parallel import STRATEGIES
 from lmsys.registry import Entry, Table
@@ -46,8 +47,7 @@ KINDS = {
     for kind in (
         _kind("attention", ATTENTION),
         _kind("strategy", STRATEGIES),
-        _kind("sharded_optimizer"),
-        _kind("optimizer"),
+        *map(_kind, ("sharded_optimizer", "optimizer", "loss", "norm", "rotary", "swiglu")),
     )
 }
 OF_SHARDED_OPTIMIZERS = {"optimizer_cls", "optimizer_class"}  # the parameter by which they are given torch's
@@ -72,6 +72,8 @@ def kind_of(implementation: Any) -> str:
             return "sharded_optimizer"
     if inspect.isclass(implementation) and issubclass(implementation, torch.optim.Optimizer):
         return "optimizer"
+    if kind := signature.kind_of(implementation):
+        return kind
     if inspect.isclass(implementation) and not issubclass(implementation, torch.autograd.Function):
         return "strategy"
     return "attention"

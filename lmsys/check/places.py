@@ -8,12 +8,13 @@ from torch import Tensor
 AXES = ("batch", "head", "row", "column")
 
 
-def where(wrong: Tensor) -> str:
-    """The axes of a mask (B, H, S, D) on which only some elements are wrong: "rows 214 to 236 of 237, the last 23"."""
+def where(wrong: Tensor, axes: Sequence[str] = AXES) -> str:
+    """The axes of a mask, by default (B, H, S, D), on which only some elements are wrong: "rows 214 to 236 of 237, the
+    last 23"."""
     told = []
-    for axis, name in enumerate(AXES):
-        others = [one for one in range(4) if one != axis]
-        at = wrong.amax(dim=others).nonzero().flatten().tolist()
+    for axis, name in enumerate(axes):
+        others = [one for one in range(len(axes)) if one != axis]
+        at = (wrong.amax(dim=others) if others else wrong).nonzero().flatten().tolist()
         if len(at) < wrong.shape[axis]:
             told.append(_of_axis(name, at, wrong.shape[axis]))
     share = wrong.float().mean().item()

@@ -18,6 +18,7 @@ from torch import Tensor
 from lmsys import draws
 from lmsys.attention.contract import DTYPES, AttentionCase
 from lmsys.draws import Draws
+from lmsys.extremes import has_extremes
 
 KINDS = {
     "low": "all scores far below zero",
@@ -137,6 +138,6 @@ def drawn_unit(
 
 def extreme_of(case: AttentionCase, seed: int, draw: int, generator: str = draws.VERSION) -> tuple[Unit, str] | None:
     """The extreme unit of a draw of the case's inputs, and its kind; None where none is."""
-    if generator == draws.ALL_NORMAL:
+    if not has_extremes(generator):
         return None
     return planted(case.batch * case.kv_heads, case.kv_heads, seed, draw)

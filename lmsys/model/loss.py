@@ -77,10 +77,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     d_hidden[start : start + chunk] = logits @ operand
                 if d_weight is not None:
                     _add_product(d_weight, logits.mT, rows)
-            # 1 / N; of a batch without targets the mean is NaN, as in torch.
-            scale = (targets != IGNORED).sum().to(total.dtype).reciprocal()
+            count = (targets != IGNORED).sum().to(total.dtype)
+        scale = count.clamp(min=1).reciprocal()
         ctx.save_for_backward(scale, *(x for x in (d_hidden, d_weight) if x is not None))
-        return total * scale
+        return total / count  # of a batch without targets the mean is NaN and its gradients are 0, as in torch
 
     @staticmethod
     @once_differentiable

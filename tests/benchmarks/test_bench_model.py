@@ -174,6 +174,36 @@ def test_without_a_gpu_a_graph_and_tf32_are_unsupported() -> None:
         assert one["outcome"] == "unsupported" and "TF32" in one["reason"]
 
 
+def no_eps(x: Tensor, branch: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
+    total = x if branch is None else x + branch
+    return total, total * total.square().mean(dim=-1, keepdim=True).rsqrt() * norm.weight
+
+
+def squares_in_half(x: Tensor, branch: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
+    total = x if branch is None else x + branch
+    squares = total.half().square().mean(dim=-1, keepdim=True).float()
+    return total, total * (squares + norm.eps).rsqrt() * norm.weight
+
+
+def sigmoid_of_exponentials(x: Tensor) -> Tensor:
+    return x * (x.float().exp() / (1 + x.float().exp()))
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"), [("add_norm", no_eps), ("add_norm", squares_in_half), ("silu", sigmoid_of_exponentials)]
+)
+def test_blocks_that_only_normal_rows_pass_are_wrong(name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only fused blocks are patched: the reference is made of others."""
+    asked: dict[str, Any] = {"compile": ("fused",), "mode": ("train_forward",), "precision": ("bf16",)}
+    with monkeypatch.context() as patch:
+        patch.setattr(f"lmsys.model.fused.{name}", wrong)
+        (one,) = records(timed=False, attention=("sdpa_math",), **asked).values()
+        assert one["outcome"] == "wrong", one["reason"]
+        patch.setattr("benchmarks.model.check.write_model", lambda parameters: None)
+        (one,) = records(timed=False, attention=("sdpa_math",), **asked).values()
+        assert one["outcome"] == "unsupported" and one["error_ratio"] <= 1  # right, and only graphs are timed
+
+
 @pytest.mark.gpu
 def test_a_graph_is_measured_beside_what_it_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     def found_in(precision: str) -> dict[tuple[str, str, str], dict[str, Any]]:

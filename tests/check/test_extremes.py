@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmsys import draws
 from lmsys.attention import ATTENTION
 from lmsys.attention.contract import AttentionCase, adapt
 from lmsys.check import extremes
 from lmsys.check.kinds import KINDS
 from lmsys.check.question import Options
+from lmsys.extremes import BEFORE
 from lmsys.extremes.attention import KINDS as EXTREMES
 from lmsys.extremes.attention import AttentionDraws, drawn_unit, extreme_of, plant, unit_tensors
 from lmsys.registry import Entry
@@ -46,7 +46,7 @@ def test_a_unit_is_drawn_again_alone(case: AttentionCase, seed: int, draw: int) 
     q, k, v = unit_tensors(inputs.tensors, unit)
     for x, y in ((q, alone["q"][0]), (k, alone["k"][0, 0]), (v, alone["v"][0, 0])):
         assert torch.equal(x, y)
-    before = drawn_unit(case, seed, draw, unit, case.causal, draws.ALL_NORMAL)
+    before = drawn_unit(case, seed, draw, unit, case.causal, BEFORE)
     assert torch.equal(before["do"], alone["do"])
     assert torch.equal(before["q"], alone["q"]) or drawn.extreme is not None
 

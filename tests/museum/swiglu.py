@@ -1,0 +1,80 @@
+"""SwiGLU in the museum: published faults restated, and honest ones beside them."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lmsys.model.functions import silu
+from lmsys.model.fused import swiglu as fused
+from lmsys.registry import Entry
+from tests.museum.exhibit import exhibit
+
+
+@exhibit("swiglu", "ml-explore/mlx-lm#767", "Another function, of plausible outputs.", "gate and up are exchanged")
+def exchanged(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(up) * gate
+
+
+@exhibit("swiglu", "Nijikadesu/breakdown-minimind#3", "The model trains all the same.", "silu is taken of the product")
+def silu_of_the_product(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate * up)
+
+
+@exhibit(
+    "swiglu", "kakaobrain/trident#101", "Both halves are activated, and outputs are too small.", "silu is taken of both"
+)
+def both_activated(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * F.silu(up)
+
+
+@exhibit("swiglu", "huggingface/candle#3745", "A model's gate is computed with another activation.", "gelu(gate)")
+def another_activation(gate: Tensor, up: Tensor) -> Tensor:
+    return F.gelu(gate, approximate="tanh") * up
+
+
+@exhibit(
+    "swiglu", "tinygrad/tinygrad#1113", "Gates far below 0 have a gradient of NaN.", "derivative of 1 / (1 + exp(-x))"
+)
+def backward_overflows(gate: Tensor, up: Tensor) -> Tensor:
+    return gate / (1 + (-gate).exp()) * up
+
+
+@exhibit("swiglu", "trymirai/lalamo#328", "Saturated gates are NaN.", "exp(x) / (1 + exp(x))")
+def sigmoid_overflows(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    gate = F.linear(x, w1)
+    return F.linear(gate * (gate.exp() / (1 + gate.exp())) * F.linear(x, w3), w2)
+
+
+# Honest ones.
+
+
+def product(gate: Tensor, up: Tensor) -> Tensor:
+    return silu(gate) * up
+
+
+def ours_fused(gate: Tensor, up: Tensor) -> Tensor:
+    return fused(torch.cat([gate, up], dim=-1))
+
+
+class ByHand(torch.autograd.Function):
+    """In float32, with the backward written out."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return (F.silu(gate.float()) * up.float()).to(gate.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        gate, up = (x.float() for x in ctx.saved_tensors)
+        s, do = gate.sigmoid(), grads[0].float()
+        return (do * up * s * (1 + gate * (1 - s))).to(grads[0].dtype), (do * gate * s).to(grads[0].dtype)
+
+
+def feed_forward(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    return F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2)
+
+
+HONEST = [Entry(one.__name__, f"{__name__}:{one.__name__}") for one in (product, ours_fused, ByHand, feed_forward)]
