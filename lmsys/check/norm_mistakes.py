@@ -24,6 +24,14 @@ def rms_norm(inputs: Inputs, settings: Settings) -> Tensor:
     return F.rms_norm(inputs["x"], settings["shape"], inputs["weight"], settings["eps"])
 
 
+def plain_rms_norm(inputs: Inputs, settings: Settings) -> Tensor:
+    """`rms_norm` as Llama's code has it, which rounds before the weight is applied: of the usual ways that which loses
+    most, above all in the weight's gradient."""
+    x = inputs["x"].float() if inputs["x"].dtype != torch.float64 else inputs["x"]
+    normalised = x * (mean_of(x * x) + settings["eps"]).rsqrt()
+    return normalised.to(inputs["x"].dtype) * inputs["weight"]
+
+
 def layer_norm(inputs: Inputs, settings: Settings) -> Tensor:
     """(x - mean) / sqrt(var + eps) · weight + bias."""
     return F.layer_norm(inputs["x"], settings["shape"], inputs["weight"], inputs["bias"], settings["eps"])
@@ -159,7 +167,7 @@ def _of_divisors(problem: Problem, mean: Callable[[Tensor], Tensor] | None) -> I
 
 
 def _of_backwards(problem: Problem, formula: Formula, mean: Callable[[Tensor], Tensor] | None) -> Iterator[Mistake]:
-    """Of dx = rstd (g - mean(g) - y mean(g y)), where g = upstream · weight, and mean(g) is of LayerNorm alone."""
+    """Right is dx = rstd (g - mean(g) - y mean(g y)), g = upstream · weight; mean(g) is a term of LayerNorm alone."""
     yield grad_output_ignored(formula)
 
     def of(made: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Callable[[Problem, Outputs], Outputs]:
