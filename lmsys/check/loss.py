@@ -6,7 +6,6 @@
 Legend: N tokens, V vocabulary, M d_model.
 """
 
-import inspect
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,13 +13,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lmsys import draws
 from lmsys.check.formulas import RESULT, Problem, judge, run
 from lmsys.check.loss_mistakes import mistakes, plain, right
 from lmsys.check.question import Fault, Options, Question
-from lmsys.check.signature import Called, called, names_of, parameters_of
+from lmsys.check.signature import Called, called, is_module_class, names_of, parameters_of
 from lmsys.config import IGNORED
 from lmsys.extremes.loss import KINDS, WIDTH, write_head, write_kind
 from lmsys.registry import Entry
@@ -83,8 +82,7 @@ def questions(entry: Entry, options: Options) -> Iterator[Question]:
 
 
 def _instance(implementation: Any) -> Any:
-    is_module = inspect.isclass(implementation) and issubclass(implementation, nn.Module)
-    return implementation() if is_module else implementation
+    return implementation() if is_module_class(implementation) else implementation
 
 
 def roles_of(implementation: Any) -> Mapping[str, Any]:

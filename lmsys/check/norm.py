@@ -6,7 +6,6 @@ with the width and eps, whose first parameter is the weight. Results have the dt
 Legend: N rows, M width.
 """
 
-import inspect
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,9 +17,9 @@ from torch import Tensor, nn
 
 from lmsys import draws
 from lmsys.check.formulas import Problem, judge
-from lmsys.check.norm_mistakes import layer_norm, layer_norm_mistakes, rms_norm, rms_norm_mistakes
+from lmsys.check.norm_mistakes import layer_norm, layer_norm_mistakes, plain_rms_norm, rms_norm, rms_norm_mistakes
 from lmsys.check.question import Fault, Options, Question
-from lmsys.check.signature import Called, Roles, called
+from lmsys.check.signature import Builder, Called, Roles, called, is_module_class
 from lmsys.extremes.model import ROWS, large_mean
 from lmsys.registry import Entry
 
@@ -73,15 +72,11 @@ def questions(entry: Entry, options: Options) -> Iterator[Question]:
     """The cases, of a LayerNorm where there is a bias."""
     implementation = entry.load()
     with_bias = (
-        called(implementation, ROLES).has("bias") if not _is_class(implementation) else _has_bias(implementation)
+        called(implementation, ROLES).has("bias") if not is_module_class(implementation) else _has_bias(implementation)
     )
     for asked in cases(with_bias):
         judged = partial(_judged, implementation, asked, options, with_bias)
         yield Question(f"{asked.about}, {str(asked.dtype)[6:]}", judged, str(asked), extreme=bool(asked.extreme))
-
-
-def _is_class(implementation: Any) -> bool:
-    return inspect.isclass(implementation) and issubclass(implementation, nn.Module)
 
 
 def _has_bias(implementation: Any) -> bool:
@@ -90,26 +85,16 @@ def _has_bias(implementation: Any) -> bool:
 
 def _built(implementation: Any, width: int) -> nn.Module:
     """A module of the width with EPS. ValueError where it takes no such."""
-    build = called(_Builder(implementation), BUILT)
+    build = called(Builder(implementation), BUILT)
     module: nn.Module = build({"width": width, "eps": EPS})
     return module
-
-
-class _Builder:
-    """A class as a function of what it is built with."""
-
-    def __init__(self, implementation: Any):
-        self.implementation, self.__signature__ = implementation, inspect.signature(implementation)
-
-    def __call__(self, **values: Any) -> Any:
-        return self.implementation(**values)
 
 
 def _judged(implementation: Any, asked: Asked, options: Options, with_bias: bool) -> Fault | None:
     problem = problem_of(asked, options, with_bias)
     formula, mistakes = (layer_norm, layer_norm_mistakes) if with_bias else (rms_norm, rms_norm_mistakes)
-    call = _of_class(implementation, problem) if _is_class(implementation) else called(implementation, ROLES)
-    return judge(call, formula, mistakes, problem)
+    call = _of_class(implementation, problem) if is_module_class(implementation) else called(implementation, ROLES)
+    return judge(call, formula, mistakes, problem, plain_formula=layer_norm if with_bias else plain_rms_norm)
 
 
 def _of_class(implementation: Any, problem: Problem) -> Called:

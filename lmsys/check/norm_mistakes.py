@@ -24,6 +24,14 @@ def rms_norm(inputs: Inputs, settings: Settings) -> Tensor:
     return F.rms_norm(inputs["x"], settings["shape"], inputs["weight"], settings["eps"])
 
 
+def plain_rms_norm(inputs: Inputs, settings: Settings) -> Tensor:
+    """`rms_norm` as Llama's code has it, which rounds before the weight is applied: of the usual ways that which loses
+    most, above all in the weight's gradient."""
+    x = inputs["x"].float() if inputs["x"].dtype != torch.float64 else inputs["x"]
+    normalised = x * (mean_of(x * x) + settings["eps"]).rsqrt()
+    return normalised.to(inputs["x"].dtype) * inputs["weight"]
+
+
 def layer_norm(inputs: Inputs, settings: Settings) -> Tensor:
     """(x - mean) / sqrt(var + eps) · weight + bias."""
     return F.layer_norm(inputs["x"], settings["shape"], inputs["weight"], inputs["bias"], settings["eps"])
@@ -114,17 +122,8 @@ def _of_divisors(problem: Problem, mean: Callable[[Tensor], Tensor] | None) -> I
     def by(divisor: Callable[[Tensor, float], Tensor]) -> Formula:
         return of_parts(divisor, mean)
 
-    def weighted(weight: Callable[[Tensor, Tensor], Tensor]) -> Formula:
-        return of_parts(rms, mean, weight)
-
     def always(eps: float) -> Callable[[Tensor, float], Tensor]:
         return lambda x, _: rms(x, eps)
-
-    def over(columns: int) -> Callable[[Tensor, float], Tensor]:
-        return lambda x, eps: (mean_of(x * x) * width / columns + eps).sqrt()
-
-    def of_columns(columns: int) -> Callable[[Tensor, float], Tensor]:
-        return lambda x, eps: (mean_of(x[..., :columns].square()) + eps).sqrt()
 
     yield forward("eps is added to the root, not inside of it", by(lambda x, eps: rms(x, 0.0) + eps))
     for eps in USUAL_EPS:
@@ -141,16 +140,33 @@ def _of_divisors(problem: Problem, mean: Callable[[Tensor], Tensor] | None) -> I
     yield forward(
         "the mean is over the whole tensor, not over each row", by(lambda x, eps: ((x * x).mean() + eps).sqrt())
     )
+    yield from _of_columns(width, mean)
+    yield from _of_applied_weights(mean)
+
+
+def _of_columns(width: int, mean: Callable[[Tensor], Tensor] | None) -> Iterator[Mistake]:
+    def over(columns: int) -> Callable[[Tensor, float], Tensor]:
+        return lambda x, eps: (mean_of(x * x) * width / columns + eps).sqrt()
+
+    def of_columns(columns: int) -> Callable[[Tensor, float], Tensor]:
+        return lambda x, eps: (mean_of(x[..., :columns].square()) + eps).sqrt()
+
     for padded in sorted({-(-width // block) * block for block in BLOCKS} - {width}):
         yield forward(
             f"the sum of squares is divided by {padded} columns, not by {width}",
-            by(over(padded)),
+            of_parts(over(padded), mean),
         )
     for kept in sorted({*(width // block * block for block in BLOCKS), width - 1} - {0, width}):
         yield forward(
             f"columns from {kept} on do not count in the mean of squares",
-            by(of_columns(kept)),
+            of_parts(of_columns(kept), mean),
         )
+
+
+def _of_applied_weights(mean: Callable[[Tensor], Tensor] | None) -> Iterator[Mistake]:
+    def weighted(weight: Callable[[Tensor, Tensor], Tensor]) -> Formula:
+        return of_parts(rms, mean, weight)
+
     yield forward("the weight is applied as 1 + weight", weighted(lambda y, w: y * (1 + w)))
     yield forward("the weight is ignored", weighted(lambda y, w: y + 0 * w))
     yield forward("the weight is added, not multiplied", weighted(lambda y, w: y + w))
@@ -159,7 +175,7 @@ def _of_divisors(problem: Problem, mean: Callable[[Tensor], Tensor] | None) -> I
 
 
 def _of_backwards(problem: Problem, formula: Formula, mean: Callable[[Tensor], Tensor] | None) -> Iterator[Mistake]:
-    """Of dx = rstd (g - mean(g) - y mean(g y)), where g = upstream · weight, and mean(g) is of LayerNorm alone."""
+    """Right is dx = rstd (g - mean(g) - y mean(g y)), g = upstream · weight; mean(g) is a term of LayerNorm alone."""
     yield grad_output_ignored(formula)
 
     def of(made: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Callable[[Problem, Outputs], Outputs]:

@@ -7,7 +7,6 @@ may be neighbours (2i, 2i + 1) or of the two halves (i, i + D / 2), but the same
 Legend: B batch, H heads, S sequence length, D head dimension.
 """
 
-import inspect
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,13 +14,13 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lmsys import draws
 from lmsys.check.formulas import RESULT, Problem, judge, outputs_of, run
 from lmsys.check.question import Fault, Options, Question
 from lmsys.check.rotary_mistakes import HALVES, NEIGHBOURS, mistakes, plain, right
-from lmsys.check.signature import Called, Roles, called
+from lmsys.check.signature import Builder, Called, Roles, called, is_module_class
 from lmsys.extremes.model import huge, outlier, zeros
 from lmsys.registry import Entry
 
@@ -94,7 +93,7 @@ class Row:
 
     def __init__(self, implementation: Any):
         self.implementation = implementation
-        self.is_class = inspect.isclass(implementation) and issubclass(implementation, nn.Module)
+        self.is_class = is_module_class(implementation)
         self.call = None if self.is_class else called(implementation, ROLES)
         self.takes_theta = self.call is None or self.call.has("theta") or self.call.has("cos")
         self._pairs = cache(self._turned)
@@ -121,7 +120,7 @@ class Row:
         if self.call is not None:
             return self.call
         x = problem.inputs["x"]
-        build = called(_Builder(self.implementation), BUILT)
+        build = called(Builder(self.implementation), BUILT)
         module = build({"theta": problem.settings["theta"], "head_dim": x.shape[-1], "length": LONGEST})
         roles = called(module, ROLES).roles
         return Called(module.to(x.device), roles, by_place=False)
@@ -134,16 +133,6 @@ class Row:
             problem,
             plain_formula=plain,
         )
-
-
-class _Builder:
-    """A class as a function of what it is built with."""
-
-    def __init__(self, implementation: Any):
-        self.implementation, self.__signature__ = implementation, inspect.signature(implementation)
-
-    def __call__(self, **values: Any) -> Any:
-        return self.implementation(**values)
 
 
 def problem_of(asked: Asked, options: Options, pairs: str) -> Problem:

@@ -33,7 +33,7 @@ def kind_of(implementation: Any) -> str | None:
     if not callable(implementation):
         return None
     names = names_of(parameters_of(implementation))
-    if inspect.isclass(implementation) and issubclass(implementation, nn.Module):
+    if is_module_class(implementation):
         names |= names_of(inspect.signature(implementation).parameters)
     if names & {"params", "module"} or {"q", "k", "v"} <= names:  # optimizers, strategies, attention
         return None
@@ -42,6 +42,20 @@ def kind_of(implementation: Any) -> str | None:
 
 def names_of(parameters: Iterable[str]) -> set[str]:
     return {name.strip("_").lower() for name in parameters}
+
+
+def is_module_class(implementation: Any) -> bool:
+    return inspect.isclass(implementation) and issubclass(implementation, nn.Module)
+
+
+class Builder:
+    """A class as a function of what it is built with."""
+
+    def __init__(self, implementation: Any):
+        self.implementation, self.__signature__ = implementation, inspect.signature(implementation)
+
+    def __call__(self, **values: Any) -> Any:
+        return self.implementation(**values)
 
 
 @dataclass(frozen=True)

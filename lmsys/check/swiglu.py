@@ -158,7 +158,7 @@ def _interleaved(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _of_backwards(problem: Problem) -> Iterator[Mistake]:
-    """Of d_gate = g up s (1 + gate (1 - s)) and d_up = g silu(gate), with s = sigmoid(gate)."""
+    """Right are d_gate = g up s (1 + gate (1 - s)) and d_up = g silu(gate), with s = sigmoid(gate)."""
     wrong: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
         "the derivative of silu is taken for sigmoid": lambda g, a, b, s: (g * b * s, g * a * s),
         "the derivative of silu is taken for that of sigmoid": lambda g, a, b, s: (g * b * s * (1 - s), g * a * s),

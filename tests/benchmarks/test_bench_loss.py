@@ -6,19 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.arithmetic import LOSS_SCALE, ROUNDING, mean_ratio, ratio_of, widened
+from benchmarks.arithmetic import LOSS_SCALE, ROUNDING, mean_ratio, ratio_of
 from benchmarks.bench_loss import Loss
-from benchmarks.loss.inputs import BLOCK_LOGITS, OUTPUTS, Inputs, LossDraws, unchunked
-from benchmarks.loss.spots import _evidence, blocks_of, indices, parts
+from benchmarks.loss.inputs import BLOCK_LOGITS, OUTPUTS, Inputs, unchunked
+from benchmarks.loss.spots import blocks_of, indices, parts
 from benchmarks.sweeps import SWEEPS
 from lmsys.attention.compiled import why_no_compiler
 from lmsys.bench import Settings
 from lmsys.bench.results import Session
-from lmsys.draws import VERSION, Draws
-from lmsys.extremes import BEFORE
 from lmsys.model.loss import linear_cross_entropy
 from tests.support import harness
 from tests.support.cheats import CLOCK, seen
@@ -228,65 +225,6 @@ def test_others_can_repeat_what_a_record_says(precision: str) -> None:
             (said,) = Loss().repeat(one, call | {"error_ratios": dict.fromkeys(OUTPUTS, 1e-9)})
             assert "less than that of its own row" in said
         assert "not recomputed" in next(iter(Loss().repeat(one | {"vocab_size": 10**8}, calls[0])))
-
-
-def test_records_of_draws_without_extremes_are_repeated_as_they_were_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fill(draws: Any, draw: int) -> None:
-        Draws.fill(draws, draw)
-        draws.inputs.extreme = None
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LossDraws, "fill", fill)
-        patch.setattr("lmsys.draws.VERSION", BEFORE)
-        one = records(row=("chunked",))["chunked"]
-    assert one["proof"]["generator"] == BEFORE and one["proof"]["calls"]
-    later = one | {"proof": one["proof"] | {"generator": VERSION}}
-    for call in one["proof"]["calls"]:
-        assert not list(Loss().repeat(one, call))
-        assert "off by" in next(iter(Loss().repeat(later, call)))
-
-
-def test_extreme_tokens_are_looked_at_in_every_call_and_often_recorded() -> None:
-    inputs = drawn(tokens=600, vocab_size=400)
-    assert inputs.extreme is not None
-    of_tokens, of_classes = inputs.groups
-    rows = []
-    for draw in range(20):
-        tokens, classes = (indices(some) for some in blocks_of(inputs, key=draw))
-        assert len(set(tokens)) == len(tokens) >= 56 and len(set(classes)) == 64
-        assert of_tokens[tokens].sum() and of_classes[classes].sum()
-        zeros = torch.zeros(len(tokens), 16)
-        rows.append(of_tokens[tokens][_evidence(draw, of_tokens[tokens], zeros, zeros.double())["row"]].item())
-    assert 5 < sum(rows) < 15
-
-
-def without_maximum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    logits = widened(F.linear(hidden, weight))
-    return (logits.exp().sum(dim=1).log() - logits.gather(1, targets[:, None])[:, 0]).mean()
-
-
-def from_zero(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The maximum begins at 0: nothing is left of logits far below it."""
-    logits = widened(F.linear(hidden, weight))
-    top = logits.amax(dim=1, keepdim=True).clamp(min=0)
-    return ((logits - top).exp().sum(dim=1).log() + (top - logits.gather(1, targets[:, None]))[:, 0]).mean()
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("row", [without_maximum, from_zero])
-def test_rows_that_only_normal_logits_pass_are_wrong(row: Any, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmsys.model.loss.linear_cross_entropy", row)
-    one = records(row=("chunked",), precision=(precision,))["chunked"]
-    assert one["outcome"] == "wrong" and "loss" in one["reason"] and "NaN or inf" in one["reason"]
-
-
-def test_a_row_that_overflows_only_while_it_is_timed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def row(*inputs: Tensor) -> Tensor:
-        return without_maximum(*inputs) if seen(CLOCK) else linear_cross_entropy(*inputs)
-
-    monkeypatch.setattr("lmsys.model.loss.linear_cross_entropy", row)
-    one = records(row=("chunked",))["chunked"]
-    assert one["outcome"] == "wrong" and "in timed call" in one["reason"]
 
 
 def test_wrong_oom_unsupported_and_stale_rows_are_cells(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,103 @@
+"""Functions of tensors in the check: which kind they are, how they are called, and which mistake a backward has."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lmsys.check.__main__ import main
+from lmsys.check.formulas import RESULT, Problem, explain, outputs_of
+from lmsys.check.kinds import kind_of
+from lmsys.check.loss import ROLES, cases, questions, roles_of
+from lmsys.check.question import Options
+from lmsys.check.signature import called
+from lmsys.check.swiglu import mistakes, right
+from lmsys.registry import Entry
+
+MUSEUM = Path(__file__).parents[1] / "museum"
+
+
+def linear_first(lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.cross_entropy(F.linear(_input, lin_weight).float(), target)
+
+
+def of_logits(input: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
+    return F.cross_entropy(input, target)
+
+
+def unheard_of(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    return F.cross_entropy(logits / temperature, targets)
+
+
+class Several(torch.autograd.Function):
+    """Returns more than the loss, and takes no keywords."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int, smoothing: float = 0.0) -> Any:
+        with torch.enable_grad():
+            leaf = logits.detach().requires_grad_()
+            loss = F.cross_entropy(leaf.float(), targets, ignore_index=ignore_index)
+            ctx.gradient = torch.autograd.grad(loss, leaf)[0]
+        return loss.detach(), loss.detach() * 0
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.gradient * grads[0], None, None
+
+
+def faults(function: str) -> list[str]:
+    asked = questions(Entry(function, f"{__name__}:{function}"), Options())
+    return [fault.text for fault in (one.judge() for one in asked if one.reason is None) if fault]
+
+
+@pytest.mark.parametrize("function", ["linear_first", "of_logits", "Several"])
+def test_losses_are_called_as_they_are_written(function: str) -> None:
+    assert faults(function) == []
+
+
+def test_a_parameter_of_no_known_role_is_refused() -> None:
+    assert roles_of(of_logits) != ROLES == roles_of(linear_first)
+    with pytest.raises(ValueError, match="parameter 'temperature' has no default and no known name"):
+        called(unheard_of, roles_of(unheard_of))
+
+
+def test_kinds_are_told_by_names_of_parameters() -> None:
+    def adamw(params: Any, lr: float = 1e-3, eps: float = 1e-8) -> None: ...
+    def attention(q: Tensor, k: Tensor, v: Tensor, cos: Tensor) -> None: ...
+
+    assert [kind_of(one) for one in (nn.CrossEntropyLoss, nn.RMSNorm, F.layer_norm)] == ["loss", "norm", "norm"]
+    assert kind_of(attention) == "attention" and kind_of(adamw) not in ("norm", "loss", "rotary", "swiglu")
+    assert kind_of(torch.optim.AdamW) not in ("norm", "loss", "rotary", "swiglu")
+
+
+def test_the_command_says_the_kind_and_the_mistake(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([f"{MUSEUM / 'loss.py'}:no_max", "--json"]) == 1
+    *_, fault, whole = map(json.loads, capfd.readouterr().out.splitlines())
+    assert fault["kind"] == "loss" and fault["verdict"] == whole["verdict"] == "wrong"
+    assert fault["mistake"] == "no maximum is subtracted before the exponential: it overflows"
+    assert main([f"{MUSEUM / 'rotary.py'}:of_complex_numbers", "--forward"]) == 0
+    assert "it turns neighbours (2i, 2i + 1)" in capfd.readouterr().out
+
+
+def test_extreme_cases_come_last_but_for_that_without_tokens() -> None:
+    kinds = [bool(one.kind) for one in cases()]
+    first = kinds.index(True)
+    assert not any(kinds[:first]) and all(kinds[first:-1])
+
+
+def test_a_mistake_of_a_forward_is_not_named_where_the_result_is_right() -> None:
+    torch.manual_seed(0)
+    inputs = {"gate": torch.randn(5, 7), "up": torch.randn(5, 7)}
+    problem = Problem(inputs, {}, torch.randn(5, 7))
+    reference, plain = outputs_of(right, problem), outputs_of(right, problem, torch.float32)
+    exchanged = next(iter(mistakes(problem))).outputs(problem)
+    wrong = {**reference, "gate": exchanged["gate"]}
+    assert explain(wrong, "gate", reference, plain, problem, mistakes(problem)) is None
+    wrong[RESULT] = exchanged[RESULT]
+    assert "exchanged" in str(explain(wrong, "gate", reference, plain, problem, mistakes(problem)))
+    tripled = {**reference, "gate": 3 * reference["gate"]}
+    assert explain(tripled, "gate", reference, plain, problem, mistakes(problem)) == "it is 3 times what is right"
