@@ -1,14 +1,23 @@
 """Mixed precision: what rounding does to a long sum, and which dtype autocast gives each tensor. Nothing is timed."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from benchmarks.models import build
 from lmsys.bench import Benchmark, Candidate, Case, Entry, Field, Grid, Record, Settings, Table, bench, fields
-from lmsys.model.precision import ADDEND, CONFIG, TIMES, accumulation, autocast_dtypes
+from lmsys.config import ModelConfig
 
+ADDEND, TIMES = 0.01, 1000  # the sum is 10
+CONFIG = ModelConfig(64, 128, 1, 2, vocab_size=97, context_length=16, attention="sdpa_math")
+WATCHED = (  # modules whose outputs are looked at
+    *("token_embeddings", "layers.0.ln1", "layers.0.attn.qkv", "layers.0.attn", "layers.0.ffn.w1", "layers.0.ffn"),
+    *("layers.0", "ln_final", "lm_head"),
+)
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 STUDIES = Table(
     "study",
@@ -19,18 +28,59 @@ STUDIES = Table(
 )
 
 
-def sums(dtype: torch.dtype, settings: Settings) -> Record:
-    return {
-        "addend": ADDEND,
-        "times": TIMES,
-        "sums": [{**asdict(one), "error": one.error} for one in accumulation(dtype)],
-    }
+def sums(low: torch.dtype, settings: Settings) -> Record:
+    """ADDEND added TIMES times in four ways: all in float32, all in `low`, and a float32 sum of `low` values, cast by
+    torch or by hand.
+
+    The last two agree: what the addend lost when it was rounded, no accumulator brings back; but a sum that is itself
+    rounded after each step loses far more.
+    """
+    exact, rounded, name = torch.tensor(ADDEND, dtype=torch.float32), torch.tensor(ADDEND, dtype=low), _name(low)
+    ways = [
+        ("float32", "float32", _total(torch.float32, exact)),
+        (name, name, _total(low, rounded)),
+        ("float32", name, _total(torch.float32, rounded)),
+        ("float32", f"{name}, cast to float32", _total(torch.float32, rounded.float())),
+    ]
+    results = [
+        {"accumulator": accumulator, "addend": addend, "result": result, "error": result - ADDEND * TIMES}
+        for accumulator, addend, result in ways
+    ]
+    return {"addend": ADDEND, "times": TIMES, "sums": results}
+
+
+def _total(accumulator: torch.dtype, addend: Tensor) -> float:
+    running = torch.zeros((), dtype=accumulator)
+    for _ in range(TIMES):
+        running += addend
+    return running.item()
 
 
 def tensors(dtype: torch.dtype, settings: Settings) -> Record:
-    tokens = torch.arange(CONFIG.context_length, device=settings.device)[None]
-    found = autocast_dtypes(build(CONFIG, settings.device, settings.seed), tokens, dtype)
-    return {"tensors": [{"name": name, "dtype": kept_in} for name, kept_in in found]}
+    """The dtypes of a training step under autocast: of a model's parameters, outputs, loss and gradients."""
+    model, tokens = build(CONFIG, settings.device, settings.seed), torch.arange(CONFIG.context_length)[None]
+    tokens = tokens.to(settings.device)
+    names = {model.get_submodule(name): name for name in WATCHED}
+    outputs: dict[str, torch.dtype] = {}
+
+    def note(module: nn.Module, _: Any, output: Any) -> None:
+        if module in names:
+            outputs[names[module]] = output.dtype
+
+    with register_module_forward_hook(note):
+        with torch.autocast(settings.device, dtype):
+            model(tokens)
+            loss = model.loss(tokens, tokens)
+        loss.backward()
+    weight = model.layers[0].attn.q_proj.weight
+    assert weight.grad is not None
+    dtypes = {"parameters": weight.dtype, **{f"output of {name}": outputs[name] for name in WATCHED}}
+    dtypes |= {"loss": loss.dtype, "gradients": weight.grad.dtype}
+    return {"tensors": [{"name": name, "dtype": _name(kept_in)} for name, kept_in in dtypes.items()]}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""`python -m lmsys.verify RESULT.json ... [--benchmarks FOLDER]`: recomputes what result files say, on any machine.
+"""`python -m lmsys.verify RESULT.json ... [--benchmarks FOLDER] ...`: recomputes what result files say, on any machine.
 
-For every record: its seal; the statistics of its samples; every field that is a function of others; work and rates from
-its shapes; whether anything can be that fast there; and of the timed calls that were checked, the inputs, the oracle
-and the errors of the rows that it holds. The benchmarks' own code, from FOLDER (default: benchmarks), does that, so the
-same works for your own. What could not be recomputed is told. Exit code 1 where something is wrong, 2 for bad usage,
-130 where it was interrupted (Ctrl-C). A file that takes long says on stderr how far it is.
+For every record: its seal; the statistics of its samples; every field that is a function of others; work and rates
+from its shapes; whether anything can be that fast there; and of the timed calls that were checked, the inputs, the
+oracle and the errors of the rows that it holds. The benchmarks' own code, from each FOLDER (default: benchmarks and
+dev), does that, so the same works for your own. What could not be recomputed is told. Exit code 1 where something is
+wrong, 2 for bad usage, 130 where it was interrupted (Ctrl-C). A file that takes long says on stderr how far it is.
 
 Whoever has this code can forge a result that agrees with itself. What nobody can see from a file alone: samples that
 are all scaled alike, with everything that follows from them; facts of a machine that no rate depends on.
@@ -33,6 +33,7 @@ from lmsys.measure.limits import Limits
 from lmsys.values import shortly
 
 RTOL = 1e-9  # of what pure Python makes of the same numbers
+FOLDERS = Path("benchmarks"), Path("dev")  # of this repository
 NOT_RECOMPUTED = "not recomputed: "
 TOLD_S = 5.0  # from one line on how far it is to the next
 INTERRUPTED = 128 + signal.SIGINT
@@ -42,10 +43,11 @@ Say = Callable[[str], None]
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m lmsys.verify", description="Recomputes what result files say.")
     parser.add_argument("results", nargs="+", type=Path, metavar="RESULT.json")
-    parser.add_argument("--benchmarks", type=Path, default=Path("benchmarks"), metavar="FOLDER", help="where they are")
+    about = "where they are; may be given several times (default: benchmarks and dev)"
+    parser.add_argument("--benchmarks", action="append", type=Path, metavar="FOLDER", help=about)
     options = parser.parse_args(arguments)
     try:
-        benchmarks = benchmarks_in(options.benchmarks)
+        benchmarks = benchmarks_in(*options.benchmarks or FOLDERS)
         wrong = [_tell(path, *verify(path, benchmarks, _say)) for path in options.results]
     except ValueError as error:
         print(f"python -m lmsys.verify: error: {error}", file=sys.stderr)
@@ -75,10 +77,10 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def benchmarks_in(folder: Path) -> dict[str, Benchmark]:
-    """The benchmarks by name that the folder's bench_*.py files hold; none where there is no such folder."""
+def benchmarks_in(*folders: Path) -> dict[str, Benchmark]:
+    """The benchmarks by name that the folders' bench_*.py files hold; none where there is no such folder."""
     found: dict[str, Benchmark] = {}
-    for path in sorted(folder.glob("bench_*.py")):
+    for path in (path for folder in folders for path in sorted(folder.glob("bench_*.py"))):
         for value in vars(_module(path)).values():
             if isinstance(cls := getattr(value, "benchmark", None), type) and issubclass(cls, Benchmark):
                 found[cls.name] = cls()

@@ -30,7 +30,7 @@ hypothesis.settings.load_profile("ci")
 
 
 # Rooms whose tests start processes: files that take minutes. Last, one worker would be left alone with one of them.
-SLOW_ROOMS = ("bench", "benchmarks", "reports", "training")
+SLOW_ROOMS = ("bench", "benchmarks", "dev", "reports", "training")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -45,7 +45,7 @@ OWN["LMSYS_FUZZ=1000"] = "LMSYS_FUZZ=3"
 # Options that make commands small, by a pattern of the whole command: every pattern that is found adds its own.
 MODEL = "--size tiny --context 32 --batch 2"
 SMALL = {
-    r"pytest (benchmarks|bench_)": "--benchmark-max-time 0.005",
+    r"pytest (benchmarks|dev|bench_)": "--benchmark-max-time 0.005",
     r"pytest benchmarks( |$)": "--sweep smoke --precision fp32",
     r"bench_attention": "--length 64 --head-dim 16 --batch 1 --heads 1 --dtype float32",
     r"bench_attention(?!.*(--attention|compiled))": "--attention naive,sdpa,flash_triton",

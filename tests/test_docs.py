@@ -39,8 +39,11 @@ OPTIONS = {  # where they are declared, and the page that tells them
 }
 
 
+ROOMS = "lmsys", "benchmarks", "dev", "tests", "reports"
+
+
 def test_docstrings_begin_with_a_subject_or_a_verb() -> None:
-    files = [path for folder in ("lmsys", "benchmarks", "tests", "reports") for path in (ROOT / folder).rglob("*.py")]
+    files = [path for folder in ROOMS for path in (ROOT / folder).rglob("*.py")]
     files += ROOT.glob("*.py")
     found = re.compile(r'^ *"""(?:Of|What|Whether) .*', re.MULTILINE)
     assert not {path.name: found.findall(path.read_text()) for path in files if found.search(path.read_text())}
@@ -88,7 +91,7 @@ def test_names_and_paths_are_there(page: str) -> None:
         found: Any = importlib.import_module(".".join(parts[:length]))
         for part in parts[length:]:
             found = getattr(found, part)
-    for path in [one for one in said if re.fullmatch(r"(lmsys|benchmarks|tests|docs|\.github)/[\w./]+", one)]:
+    for path in [one for one in said if re.fullmatch(r"(lmsys|benchmarks|dev|tests|docs|\.github)/[\w./]+", one)]:
         assert (ROOT / path).exists() or path in ELSEWHERE, path
 
 

@@ -11,7 +11,7 @@ import pytest
 from lmsys.attention import ATTENTION
 
 ROOT = Path(__file__).parents[1]
-FILES = sorted(file for room in ("lmsys", "benchmarks", "reports") for file in (ROOT / room).rglob("*.py"))
+FILES = sorted(file for room in ("lmsys", "benchmarks", "dev", "reports") for file in (ROOT / room).rglob("*.py"))
 PLAIN = (  # of lmsys: what a machine without torch can import
     *(
         "__init__",
@@ -87,7 +87,7 @@ def outside(file: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("file", within("lmsys/"), ids=name_of)
 def test_the_library_imports_neither_benchmarks_nor_tests(file: Path) -> None:
-    assert not imports_of(file, "benchmarks", "tests", "reports")
+    assert not imports_of(file, "benchmarks", "dev", "tests", "reports")
     if not within_room(file, "reports"):
         assert not imports_of(file, "pandas", "matplotlib", "lmsys.reports")
     if not within_room(file, "bench"):
@@ -131,7 +131,7 @@ def test_measuring_names_no_kernel(file: Path) -> None:
 
 @pytest.mark.parametrize("file", within("lmsys/reports/", "reports/"), ids=name_of)
 def test_reports_know_only_what_a_result_is(file: Path) -> None:
-    assert not imports_of(file, "torch", "benchmarks", "tests", "pytest")
+    assert not imports_of(file, "torch", "benchmarks", "dev", "tests", "pytest")
     assert sorted(imports_of(file, "lmsys")) == sorted(imports_of(file, *OF_REPORTS))
 
 
@@ -145,7 +145,12 @@ def test_no_family_of_benchmarks_imports_another(file: Path) -> None:
         assert family not in families or SHARED.get(family, family) == own, f"{name_of(file)} imports {one}"
 
 
-SHARED = {"anatomy": "model", "plans": "attention", "steps": "data_parallel"}  # the same cases, other questions
+@pytest.mark.parametrize("file", within("benchmarks/"), ids=name_of)
+def test_no_benchmark_needs_the_tools_of_maintainers(file: Path) -> None:
+    assert not imports_of(file, "dev", "tests")
+
+
+SHARED = {"anatomy": "model", "steps": "data_parallel"}  # the same cases, other questions
 
 
 def family_of(file: Path) -> str:
@@ -157,6 +162,7 @@ def test_torchs_compiler_comes_with_what_is_compiled() -> None:
     pytest.importorskip("triton", reason="pip install triton==3.6.0 for the rows that import it")
     modules = [f"benchmarks.{one.stem}" for one in (ROOT / "benchmarks").glob("bench_*.py")]
     modules += [
+        "dev.bench_plans",
         "lmsys.training.__main__",
         *{one.target.partition(":")[0] for one in ATTENTION.values() if not one.peer},
     ]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.plans.cases import name_of, plan_called
+from dev.plan_cases import name_of, plan_called
 from lmsys.attention import ATTENTION
 from lmsys.attention.flash_gluon.plans import BackwardPlan, backward_plan
 from lmsys.bench.verdict import ratio_of

@@ -21,6 +21,7 @@ from lmsys.bench.record import summarize
 from tests.support.records import record
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "reports" / "results"
 RESULT = Path(__file__).parent / "data" / "attention_h200.json"
 SCALED = ("mean_s", "std_s", "p20_s", "p80_s", "min_s", "time_s")
 Content = dict[str, Any]
@@ -340,6 +341,24 @@ sys.exit(verify.main())
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 130 and done.stdout == f"{paths[0]}: 2 records, nothing is wrong\n"
     assert done.stderr.startswith("python -m lmsys.verify: interrupted") and done.stderr.count("\n") == 1
+
+
+def test_without_folders_it_finds_the_benchmark_of_every_committed_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    known = verify.benchmarks_in(*verify.FOLDERS)
+    said = {name for path in RESULTS.rglob("*.json") for name in re.findall(r'"benchmark": ?"(\w+)"', path.read_text())}
+    assert {"attention", "plans", "short_plans"} <= said <= known.keys()
+
+
+def test_every_folder_that_is_named_is_looked_in(
+    tmp_path: Path, content: Content, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "out.json"
+    path.write_text(json.dumps(content))
+    for folders in (["benchmarks", str(tmp_path)], [str(tmp_path), "benchmarks"]):
+        named = [word for folder in folders for word in ("--benchmarks", str(ROOT / folder))]
+        assert verify.main([*named, str(path)]) == 0
+        assert verify.NOT_RECOMPUTED not in capsys.readouterr().out
 
 
 def test_without_the_benchmarks_it_says_what_it_left_out(tmp_path: Path, content: Content) -> None:

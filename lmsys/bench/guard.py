@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.cuda
 
-PACKAGES = "lmsys", "benchmarks"
+PACKAGES = "lmsys", "benchmarks", "dev"
 OWNERS = (
     *(builtins, json, math, operator, random, statistics, time, sys, random.Random),
     *(torch, torch.Tensor, torch.cuda, torch.cuda.Event, torch.cuda.Stream, torch.autograd, torch.linalg),

@@ -287,7 +287,7 @@ def place_in(trace: str, root: Path = ROOT) -> str:
     """`file:line in function` of what a faulthandler's trace names first outside of libraries and our packages."""
     for path, line, function in re.findall(r'^  File "(.+)", line (\d+) in (.+)$', trace, re.MULTILINE):
         folders = Path(path).parts
-        ours = Path(path).is_relative_to(root / "lmsys") or Path(path).is_relative_to(root / "benchmarks")
+        ours = any(Path(path).is_relative_to(root / one) for one in ("lmsys", "benchmarks", "dev"))
         library = "site-packages" in folders or path.startswith((sys.base_prefix, "<"))
         if not ours and not library:
             return f"{Path(path).name}:{line} in {function}"

@@ -1,6 +1,6 @@
 """The settings of the kernels, by head dimension, mask and length, and why each won.
 
-Figures: one H200, bfloat16, B S = 16,384 tokens, H D = 2048. `python -m pytest benchmarks/bench_plans.py
+Figures: one H200, bfloat16, B S = 16,384 tokens, H D = 2048. `python -m pytest dev/bench_plans.py
 --benchmark-only --axis plan=candidates` times every candidate again, beside SDPA cuDNN.
 
 - Two consumers of 64 queries at head_dim 128, where no registers are left for a third. At 64 a third pays from 2k keys

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import bench_plans
-from benchmarks.bench_plans import Plans, ShortPlans
-from benchmarks.plans import cases as plan_cases
-from benchmarks.plans.cases import FORMS, PlanCase, name_of, plan_called
+from dev import bench_plans, plan_cases
+from dev.bench_plans import Plans, ShortPlans
+from dev.plan_cases import FORMS, PlanCase, name_of, plan_called
 from lmsys.attention.flash_gluon.plans import BACKWARD, FORWARD, SHORT, BackwardPlan, ForwardPlan, candidates
 from lmsys.attention.naive import masked_scores, naive
 from lmsys.attention.pattern import PLAIN
@@ -117,9 +116,7 @@ def test_no_sweep_has_plans_and_every_one_has_its_own_id_where_it_is_asked_for()
             for comparison in {case.comparison for case in cases}:
                 (peer,) = [case for case in cases if case.comparison == comparison and case.plan is None]
                 assert peer.impl == "sdpa_cudnn"
-    planned, found = collect(
-        [["benchmarks/bench_plans.py", "--axis", f"plan={plan}"] for plan in ("planned", "l2_mib5")]
-    )
+    planned, found = collect([["dev/bench_plans.py", "--axis", f"plan={plan}"] for plan in ("planned", "l2_mib5")])
     assert planned["code"] == found["code"] == 0 and len(planned["ids"]) == 2 * (24 + 24)
     assert {name.rpartition("-")[2] for name in found["ids"]} == {"sdpa_cudnn]", "l2_mib5]"}
 

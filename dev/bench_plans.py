@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks import axes
 from benchmarks.arithmetic import matmul_rates
 from benchmarks.attention.spots import Spots, repeat
-from benchmarks.plans.cases import DETERMINISTIC, FORMS, PLAIN, TRANSPOSED, PlanCase, plan_called, plans_of
+from dev.plan_cases import DETERMINISTIC, FORMS, PLAIN, TRANSPOSED, PlanCase, plan_called, plans_of
 from lmsys.attention import ATTENTION
 from lmsys.bench import (
     Axis,
