@@ -75,13 +75,14 @@ def _but_for(differ: Mapping[str, float]) -> str:
 
 def known_mistake(entry: Entry, row: Any, case: AttentionCase, seed: int) -> str | None:
     """The mistake that small cases with the mask and head dimension of `case` name; None where they name none."""
-    for asked in cases(case.device, case.capability, case.head_dim):
-        alike = asked.case.causal == case.causal and asked.case.dtype in ("float32", case.dtype)
-        if alike and asked.case.scale is None and entry.why_not(asked.case) is None:
-            fault = failure(row, asked, case.grad, seed)
-            if fault is not None:
-                return fault.mistake
-    return None
+    alike = [
+        asked
+        for asked in cases(case.device, case.capability, case.head_dim)
+        if asked.case.causal == case.causal and asked.case.dtype in ("float32", case.dtype)
+        if asked.case.scale is None and entry.why_not(asked.case) is None
+    ]
+    faults = (failure(row, asked, case.grad, seed) for asked in alike)
+    return next((fault.mistake for fault in faults if fault is not None), None)
 
 
 def failure(row: Any, asked: Asked, grad: bool, seed: int) -> Fault | None:
@@ -106,8 +107,9 @@ def _fault(
     expected = oracle.reference[name].unflatten(0, (case.batch, case.kv_heads)).flatten(1, 2)  # (B, H, S, D)
     at = places.worst(found, expected)
     wrong = ~((found.double() - expected).abs() <= budget)
+    place = ", ".join(map(str, at))
     lines = [
-        f"  {name}[{', '.join(map(str, at))}]: expected {expected[at].item():.6g}, got {found[at].item():.6g}; the largest error is"
+        f"  {name}[{place}]: expected {expected[at].item():.6g}, got {found[at].item():.6g}; the largest error is"
         f" {ratio:.3g} times what is allowed",
         f"  wrong at: {places.where(wrong)}",
     ]

@@ -15,7 +15,7 @@ from lmsys.attention.contract import DTYPES, AttentionCase
 from lmsys.check import places
 from lmsys.check.cases import answer
 from lmsys.check.question import Fault
-from lmsys.extremes.attention import KINDS, plant, unit_tensors
+from lmsys.extremes.attention import KINDS, Unit, plant, unit_tensors
 from lmsys.testing import Oracle, Spot, make_inputs, pick
 
 HEADS = 2  # key heads, so that as many kinds make a batch entry
@@ -29,6 +29,7 @@ SMALLEST, LARGEST = math.log(torch.finfo(torch.float32).tiny), math.log(torch.fi
 DENORMAL = math.log(2.0**-149)  # below it exp is zero in float32
 RESOLUTION = 2.0  # of scores that are asked
 Row = Callable[..., Tensor]
+Wrong = tuple[Unit, str, float, Oracle]  # its first wrong tensor, the error over its budget, the oracle that says so
 
 
 def case_of_many_keys(case: AttentionCase) -> AttentionCase:
@@ -44,16 +45,6 @@ def case_of_kinds(case: AttentionCase, length: int | None = None) -> AttentionCa
     return replace(case, batch=batch, heads=heads, kv_heads=HEADS, queries=length, keys=length)
 
 
-@dataclass(frozen=True)
-class Worst:
-    """The first wrong tensor of a unit (batch, key head), its error over its budget, and the oracle that says so."""
-
-    unit: tuple[int, int]
-    name: str
-    ratio: float
-    oracle: Oracle
-
-
 def failure(row: Row, case: AttentionCase, grad: bool, seed: int, rms: bool = False) -> Fault | None:
     """The fault of the row on inputs of every kind, in a case of `case_of_kinds`; None where there is none.
 
@@ -67,28 +58,27 @@ def failure(row: Row, case: AttentionCase, grad: bool, seed: int, rms: bool = Fa
     outputs, fault = answer(row, case, inputs, grad)
     if fault is not None:
         return fault
-    wrong = {}
+    wrong: dict[str, Wrong] = {}
     for kind, unit in units.items():
         spot = Spot((unit,), extreme=True)
         oracle = Oracle(case, inputs, scale=case.scale, grad="dq" in outputs, spot=spot)
         ratios = oracle.judge({name: pick(x, spot, case.kv_heads) for name, x in outputs.items()}, rms)
         if name := next((name for name, ratio in ratios.items() if not ratio <= 1), None):
-            wrong[kind] = Worst(unit, name, ratios[name], oracle)
+            wrong[kind] = unit, name, ratios[name], oracle
     return _fault(row, case, outputs, wrong, grad) if wrong else None
 
 
 def _fault(
-    row: Row, case: AttentionCase, outputs: Mapping[str, Tensor], wrong: Mapping[str, Worst], grad: bool
+    row: Row, case: AttentionCase, outputs: Mapping[str, Tensor], wrong: Mapping[str, Wrong], grad: bool
 ) -> Fault:
-    kind = min(wrong, key=lambda kind: wrong[kind].name != "o")
-    first = wrong[kind]
-    name, oracle, (batch, key_head) = first.name, first.oracle, first.unit
-    given = pick(outputs[name], Spot((first.unit,)), case.kv_heads)
+    kind = next((kind for kind, (_, name, *_) in wrong.items() if name == "o"), next(iter(wrong)))
+    unit, name, ratio, oracle = wrong[kind]
+    given = pick(outputs[name], Spot((unit,)), case.kv_heads)
     expected = oracle.reference[name]
     at = places.worst(given, expected)
-    place = ", ".join(map(str, (batch, key_head * given.shape[1] + at[1], *at[2:])))
+    place = ", ".join(map(str, (unit[0], unit[1] * given.shape[1] + at[1], *at[2:])))
     off = ~((given.double() - expected).abs() <= oracle.budget[name])
-    size = "not finite" if math.isinf(first.ratio) else f"{first.ratio:.3g} times what is allowed"
+    size = "not finite" if math.isinf(ratio) else f"{ratio:.3g} times what is allowed"
     mistake = range_mistake(row, case, grad and name != "o")
     lines = [
         f"  {KINDS[kind]}: {name}[{place}]: expected {expected[at].item():.6g}, got {given[at].item():.6g};"
@@ -98,7 +88,7 @@ def _fault(
     ]
     if others := [KINDS[other] for other in wrong if other != kind]:
         lines.append(f"  wrong too: {'; '.join(others)}")
-    return Fault("\n".join(lines), mistake, first.ratio)
+    return Fault("\n".join(lines), mistake, ratio)
 
 
 def range_mistake(row: Row, case: AttentionCase, grad: bool = False) -> str | None:

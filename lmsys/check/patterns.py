@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lmsys.attention.contract import AttentionCase, repeat_heads
 from lmsys.testing import Inputs
@@ -28,28 +29,22 @@ Outputs = Mapping[str, Tensor]
 class Formula:
     """softmax(scale q kᵀ, masked) v, with what a kernel may do otherwise.
 
-    visible       from the indices of queries and keys: whether the key is seen
-    heads         from a query head: the key head that it reads
-    first_keys    the number of keys that are read; None for all
-    zeros_behind  the number of keys of zeros that are read behind the last one
-    hidden        the score of a key that is not visible
-    axis          the softmax's, of (B, H, Q, K)
+    visible  from the indices of queries and keys: whether the key is seen
+    heads    from a query head: the key head that it reads
+    read     the keys, or the values, (B, H, K, D), as they are read
+    hidden   the score of a key that is not visible
+    axis     the softmax's, of (B, H, Q, K)
     """
 
     scale: float
     visible: Callable[[Tensor, Tensor], Tensor]
     heads: Callable[[int], int]
-    first_keys: int | None = None
-    zeros_behind: int = 0
+    read: Callable[[Tensor], Tensor] = lambda keys: keys
     hidden: float = -math.inf
     axis: int = -1
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = (x[:, [self.heads(head) for head in range(q.shape[1])]] for x in (k, v))
-        if self.first_keys is not None:
-            k, v = k[:, :, : self.first_keys], v[:, :, : self.first_keys]
-        if self.zeros_behind:
-            k, v = (torch.nn.functional.pad(x, (0, 0, 0, self.zeros_behind)) for x in (k, v))
+        k, v = (self.read(x[:, [self.heads(head) for head in range(q.shape[1])]]) for x in (k, v))
         scores = q @ k.mT * self.scale
         i, j = (torch.arange(n, device=q.device) for n in scores.shape[-2:])
         scores = scores.masked_fill(~self.visible(i[:, None], j), self.hidden)
@@ -65,21 +60,21 @@ def right(case: AttentionCase) -> Formula:
 
 def mistakes(case: AttentionCase) -> dict[str, Formula]:
     """The formula with each mistake, by the mistake in words, the plainest first."""
-    changes = {words: {"scale": scale} for words, scale in _scales(case).items()}
-    changes |= {"the softmax runs over queries, not over keys": {"axis": -2}}
+    changes: dict[str, dict[str, Any]] = {words: {"scale": scale} for words, scale in _scales(case).items()}
+    changes["the softmax runs over queries, not over keys"] = {"axis": -2}
     changes |= {words: {"visible": visible} for words, visible in _masks(case).items()}
     if case.causal:
-        changes |= {"masked scores are set to 0, not to minus infinity": {"hidden": 0.0}}
+        changes["masked scores are set to 0, not to minus infinity"] = {"hidden": 0.0}
     for keys in sorted({case.queries, *range(16, case.keys, 16), *(case.keys // t * t for t in TILES), case.keys - 1}):
         if 0 < keys < case.keys:
-            changes |= {f"keys from {keys} on are ignored": {"first_keys": keys}}
+            changes[f"keys from {keys} on are ignored"] = {"read": lambda x, n=keys: x[:, :, :n]}
     for more in sorted({-case.keys % tile for tile in TILES} - {0}):
-        changes |= {f"{more} keys behind the last one are read as zeros": {"zeros_behind": more}}
+        changes[f"{more} keys behind the last one are read as zeros"] = {"read": partial(pad, pad=(0, 0, 0, more))}
     if case.heads != case.kv_heads:
-        modulo = {"heads": lambda head: head % case.kv_heads}
-        changes |= {"query head h reads key head h % kv_heads, not h // group": modulo}
+        modulo = "query head h reads key head h % kv_heads, not h // group"
+        changes[modulo] = {"heads": lambda head: head % case.kv_heads}
     if case.kv_heads > 1:
-        changes |= {"every query head reads key head 0": {"heads": lambda head: 0}}
+        changes["every query head reads key head 0"] = {"heads": lambda head: 0}
     return {words: replace(right(case), **change) for words, change in changes.items()}
 
 
