@@ -63,16 +63,16 @@ class Update:
         return dict(zip(self.old, (p, m, v), strict=True))
 
 
-def _ratio_of_row(found: Tensor, exact: Tensor, plain: Tensor) -> float:
+def _ratio_of_row(new: Tensor, exact: Tensor, plain: Tensor) -> float:
     """Judges the elements that float32 can hold: where the formula itself overflows it, nothing is right or wrong."""
     finite = plain.isfinite()
     if not finite.any():
         return 0.0
-    found, exact, plain = found[finite], exact[finite], plain[finite]
+    new, exact, plain = new[finite], exact[finite], plain[finite]
     if exact.abs().max() >= SMALLEST_NORMAL:
-        return ratio_of(found, exact, plain, torch.float32)
-    found, exact, plain = (x.double() / SMALLEST_NORMAL for x in (found, exact, plain))
-    return error_ratio(found, exact, plain.float())
+        return ratio_of(new, exact, plain, torch.float32)
+    new, exact, plain = (x.double() / SMALLEST_NORMAL for x in (new, exact, plain))
+    return error_ratio(new, exact, plain.float())
 
 
 @dataclass
@@ -100,16 +100,15 @@ class Watch:
 
     def plant(self, values: Sequence[float], scale: float) -> None:
         """Puts extreme gradients in place of those of the first rows, times a loss scale."""
-        assert self.parameter.grad is not None
-        self.planted = values[: len(self.rows)]
+        gradient, self.planted = self.parameter.grad, values[: len(self.rows)]
+        assert gradient is not None
         rows = self.rows[: len(self.planted)]
-        self.replaced = self.parameter.grad[rows] / scale
-        plant(self.parameter.grad, rows, self.planted, scale)
+        self.replaced = gradient[rows] / scale
+        plant(gradient, rows, self.planted, scale)
 
     def put_back(self) -> None:
         """The gradients, not scaled, as the backward has made them."""
-        if self.replaced is not None:
-            assert self.parameter.grad is not None
+        if self.replaced is not None and self.parameter.grad is not None:
             self.parameter.grad[self.rows[: len(self.planted)]] = self.replaced
 
     def done(self, optimizer: Optimizer) -> Update:

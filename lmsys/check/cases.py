@@ -1,12 +1,18 @@
 """The cases that a kernel is asked, from the simplest to the rarest, so that the first failure says most."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+import torch
+from torch import Tensor
+
 from lmsys.attention.contract import AttentionCase
+from lmsys.check.question import Fault
+from lmsys.testing import Inputs, run
 
 LONG, ODD = 384, 237  # queries and keys: several tiles of any kernel; no multiple of anything
 DTYPES = ("float32", "bfloat16", "float16")
+LIKE = {"o": "q", "dq": "q", "dk": "k", "dv": "v"}  # in this order: what comes after a wrong one is wrong with it
 
 
 @dataclass(frozen=True)
@@ -56,3 +62,25 @@ def cases(device: str, capability: tuple[int, int] | None, head_dim: int = 64) -
     for dtype in DTYPES[1:]:
         for asked in (simple[0], simple[3], simple[6], rare[5]):
             yield replace(asked, case=replace(asked.case, dtype=dtype))
+
+
+def answer(
+    row: Callable[..., Tensor], case: AttentionCase, inputs: Inputs, grad: bool
+) -> tuple[dict[str, Tensor], Fault | None]:
+    """The results of a row, by name, and the fault that they have before any number is compared."""
+    before = {name: x.clone() for name, x in inputs.tensors.items()}
+    try:
+        outputs = run(row, inputs, causal=case.causal, scale=case.scale, grad=grad)
+        torch.cuda.synchronize() if case.device == "cuda" else None
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        text = f"  it raises {type(error).__name__}: {lines[0] if lines else 'no message'}"
+        return {}, Fault(text, raises=True)
+    if changed := [name for name, x in before.items() if not torch.equal(x, inputs.tensors[name])]:
+        return outputs, Fault(f"  it changes its input {changed[0]}")
+    for name, x in outputs.items():
+        like = inputs.tensors[LIKE[name]]
+        if x.shape != like.shape or x.dtype != like.dtype:
+            given = f"{x.dtype} of shape {tuple(x.shape)}"
+            return outputs, Fault(f"  {name} is {given}; expected {like.dtype} of shape {tuple(like.shape)}")
+    return outputs, None

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from lmsys.attention.contract import DTYPES, AttentionCase
 from lmsys.check import places
+from lmsys.check.cases import answer
 from lmsys.check.question import Fault
-from lmsys.extremes.attention import KINDS, plant, unit_tensors
-from lmsys.testing import Inputs, Oracle, Spot, make_inputs, pick, run
+from lmsys.extremes.attention import KINDS, Unit, plant, unit_tensors
+from lmsys.testing import Oracle, Spot, make_inputs, pick
 
 HEADS = 2  # key heads, so that as many kinds make a batch entry
 LENGTH = {
@@ -24,11 +25,11 @@ LENGTH = {
 }  # queries and keys: no multiple of a tile; interpreters are slow, and their tiles small
 WHOLE = 256  # a multiple of most tiles
 FEW_QUERIES, MANY_KEYS = 32, 4133  # a sum in float16 stands still at 2,048 equal terms, in bfloat16 at 256
-LIKE = {"o": "q", "dq": "q", "dk": "k", "dv": "v"}
 SMALLEST, LARGEST = math.log(torch.finfo(torch.float32).tiny), math.log(torch.finfo(torch.float32).max)
 DENORMAL = math.log(2.0**-149)  # below it exp is zero in float32
 RESOLUTION = 2.0  # of scores that are asked
 Row = Callable[..., Tensor]
+Wrong = tuple[Unit, str, float, Oracle]  # its first wrong tensor, the error over its budget, the oracle that says so
 
 
 def case_of_many_keys(case: AttentionCase) -> AttentionCase:
@@ -44,80 +45,50 @@ def case_of_kinds(case: AttentionCase, length: int | None = None) -> AttentionCa
     return replace(case, batch=batch, heads=heads, kv_heads=HEADS, queries=length, keys=length)
 
 
-def units_of(case: AttentionCase) -> dict[str, tuple[int, int]]:
-    """The (batch, key head) pair of each kind; of many keys they are all equal."""
+def failure(row: Row, case: AttentionCase, grad: bool, seed: int, rms: bool = False) -> Fault | None:
+    """The fault of the row on inputs of every kind, in a case of `case_of_kinds`; None where there is none.
+
+    Each kind is a unit, judged alone. In a case of many keys, of a single unit, they are all equal.
+    """
     kinds = ["equal"] if case.batch * case.kv_heads == 1 else [*KINDS]
-    return {kind: divmod(number, case.kv_heads) for number, kind in enumerate(kinds)}
-
-
-def inputs_of_kinds(case: AttentionCase, seed: int) -> Inputs:
-    """Inputs of `case_of_kinds`."""
+    units = {kind: divmod(number, case.kv_heads) for number, kind in enumerate(kinds)}
     inputs = make_inputs(case, seed)
-    for kind, unit in units_of(case).items():
+    for kind, unit in units.items():
         plant(kind, *unit_tensors(inputs.tensors, unit), case.causal)
-    return inputs
-
-
-@dataclass(frozen=True)
-class Worst:
-    """The largest error over its budget of a kind: of which tensor, and the oracle that says so."""
-
-    kind: str
-    name: str
-    ratio: float
-    oracle: Oracle
-
-
-def judge(case: AttentionCase, inputs: Inputs, outputs: Mapping[str, Tensor], rms: bool = False) -> list[Worst]:
-    """Errors over their budgets, by kind, o before gradients, and only of the first tensor that is wrong."""
-    verdicts = []
-    for kind, unit in units_of(case).items():
+    outputs, fault = answer(row, case, inputs, grad)
+    if fault is not None:
+        return fault
+    wrong: dict[str, Wrong] = {}
+    for kind, unit in units.items():
         spot = Spot((unit,), extreme=True)
         oracle = Oracle(case, inputs, scale=case.scale, grad="dq" in outputs, spot=spot)
-        picked = {name: pick(x, spot, case.kv_heads) for name, x in outputs.items()}
-        ratios = oracle.judge(picked, rms)
-        name = next((name for name, ratio in ratios.items() if not ratio <= 1), max(ratios, key=ratios.__getitem__))
-        verdicts.append(Worst(kind, name, ratios[name], oracle))
-    return verdicts
-
-
-def failure(row: Row, case: AttentionCase, grad: bool, seed: int, rms: bool = False) -> Fault | None:
-    """The fault of the row on inputs of every kind, in a case of `case_of_kinds`; None where there is none."""
-    inputs = inputs_of_kinds(case, seed)
-    try:
-        outputs = run(row, inputs, causal=case.causal, scale=case.scale, grad=grad)
-    except Exception as error:
-        lines = str(error).strip().splitlines()
-        return Fault(f"  it raises {type(error).__name__}: {lines[0] if lines else 'no message'}", raises=True)
-    for name, x in outputs.items():
-        like = inputs.tensors[LIKE[name]]
-        if x.shape != like.shape or x.dtype != like.dtype:
-            given = f"{x.dtype} of shape {tuple(x.shape)}"
-            return Fault(f"  {name} is {given}; expected {like.dtype} of shape {tuple(like.shape)}")
-    wrong = [worst for worst in judge(case, inputs, outputs, rms) if not worst.ratio <= 1]
+        ratios = oracle.judge({name: pick(x, spot, case.kv_heads) for name, x in outputs.items()}, rms)
+        if name := next((name for name, ratio in ratios.items() if not ratio <= 1), None):
+            wrong[kind] = unit, name, ratios[name], oracle
     return _fault(row, case, outputs, wrong, grad) if wrong else None
 
 
-def _fault(row: Row, case: AttentionCase, outputs: Mapping[str, Tensor], wrong: list[Worst], grad: bool) -> Fault:
-    first = min(wrong, key=lambda worst: worst.name != "o")
-    unit = units_of(case)[first.kind]
-    found = pick(outputs[first.name], Spot((unit,)), case.kv_heads)
-    expected, budget = first.oracle.reference[first.name], first.oracle.budget[first.name]
-    at = places.worst(found, expected)
-    head = unit[1] * found.shape[1] + at[1]
-    place = ", ".join(map(str, (unit[0], head, *at[2:])))
-    off = ~((found.double() - expected).abs() <= budget)
-    size = "not finite" if math.isinf(first.ratio) else f"{first.ratio:.3g} times what is allowed"
-    mistake = range_mistake(row, case, grad and first.name != "o")
+def _fault(
+    row: Row, case: AttentionCase, outputs: Mapping[str, Tensor], wrong: Mapping[str, Wrong], grad: bool
+) -> Fault:
+    kind = next((kind for kind, (_, name, *_) in wrong.items() if name == "o"), next(iter(wrong)))
+    unit, name, ratio, oracle = wrong[kind]
+    given = pick(outputs[name], Spot((unit,)), case.kv_heads)
+    expected = oracle.reference[name]
+    at = places.worst(given, expected)
+    place = ", ".join(map(str, (unit[0], unit[1] * given.shape[1] + at[1], *at[2:])))
+    off = ~((given.double() - expected).abs() <= oracle.budget[name])
+    size = "not finite" if math.isinf(ratio) else f"{ratio:.3g} times what is allowed"
+    mistake = range_mistake(row, case, grad and name != "o")
     lines = [
-        f"  {KINDS[first.kind]}: {first.name}[{place}]: expected {expected[at].item():.6g}, got {found[at].item():.6g};"
+        f"  {KINDS[kind]}: {name}[{place}]: expected {expected[at].item():.6g}, got {given[at].item():.6g};"
         f" the largest error is {size}",
         f"  wrong in {100 * off.float().mean().item():.3g} % of the elements there",
         f"  pattern: {mistake}" if mistake else "  no known mistake gives this result",
     ]
-    if others := [KINDS[worst.kind] for worst in wrong if worst is not first]:
+    if others := [KINDS[other] for other in wrong if other != kind]:
         lines.append(f"  wrong too: {'; '.join(others)}")
-    return Fault("\n".join(lines), mistake, first.ratio)
+    return Fault("\n".join(lines), mistake, ratio)
 
 
 def range_mistake(row: Row, case: AttentionCase, grad: bool = False) -> str | None:

@@ -3,19 +3,19 @@
 The formula is that of the form that its first steps follow: torch's, or another published one (`optimizer_forms.py`).
 The budget is what the same optimizer of torch loses in the dtype, in other forms the formula in plain PyTorch:
 `lmsys.testing.error_ratio`, for each row of a parameter alone, so that a row of huge steps hides none beside it. An
-optimizer that claims float32 masters of bfloat16
-weights is held to the whole path in float64 instead.
+optimizer that claims float32 masters of bfloat16 weights is held to the whole path in float64 instead.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lmsys.check import places
 from lmsys.check.optimizer_claims import Claim, claim_of
 from lmsys.check.optimizer_forms import FORMS, Form, form_of
 from lmsys.check.optimizer_formula import Formula, Run, Trace
@@ -60,18 +60,21 @@ def failure(optimizer: Any, claim: Claim, form: Form | None, asked: Asked, seed:
         return Fault(f"  it raises {type(error).__name__}: {lines[0] if lines else 'no message'}")
     if changed and not asked.in_place:
         step, i = changed[0]
-        mistake = f"step {step + 1} of {asked.steps} changes the gradient of parameter {i} in place"
-        return Fault(f"  {mistake}: what reads it afterwards, such as accumulation, reads another", mistake)
+        changes = f"step {step + 1} of {asked.steps} changes the gradient of parameter {i} in place"
+        return Fault(f"  {changes}: what reads it afterwards, such as accumulation, reads another", changes)
     begins = None if asked.masters else [list(run.parameters), *made[:-1]]
     exact = Formula((form or FORMS[claim.algorithm][0]).rule).trace(run, begins)
     plain = _plain(claim, form, run, begins)
-    for step, parameters in enumerate(made):
-        for i, p in enumerate(parameters):
-            if p.dtype != run.parameters[i].dtype or p.shape != run.parameters[i].shape:
-                return Fault(f"  step {step + 1} makes parameter {i} {p.dtype} of shape {tuple(p.shape)}")
-            ratios = _ratios(p, exact[step][i], plain[step][i])
-            if max(ratios) > 1:
-                return _fault(claim, form, asked, run, (made, exact, plain), begins, (step, i, ratios))
+    for step, i in product(range(asked.steps), range(len(run.parameters))):
+        p, before = made[step][i], run.parameters[i]
+        if p.dtype != before.dtype or p.shape != before.shape:
+            return Fault(f"  step {step + 1} makes parameter {i} {p.dtype} of shape {tuple(p.shape)}")
+        ratios = _ratios(p, exact[step][i], plain[step][i])
+        if max(ratios) > 1:
+            place = _place(asked, step, i, ratios, p, exact[step][i])
+            mistake = explain(claim, form, asked, run, (made, exact, plain), begins)
+            pattern = f"  pattern: {mistake}" if mistake else "  no known mistake gives these steps"
+            return Fault(f"{place}\n{pattern}", mistake, max(ratios))
     return None
 
 
@@ -94,30 +97,16 @@ def _ratios(made: Tensor, exact: Tensor, plain: Tensor) -> list[float]:
     return [error_ratio(*row) for row in rows]
 
 
-def _fault(
-    claim: Claim,
-    form: Form | None,
-    asked: Asked,
-    run: Run,
-    traces: tuple[Trace, Trace, Trace],
-    begins: Trace | None,
-    place: tuple[int, int, list[float]],
-) -> Fault:
-    step, i, ratios = place
-    made, exact = (x[step][i].reshape(len(ratios), -1).double() for x in traces[:2])
-    row = ratios.index(max(ratios))
-    column = int((made[row] - exact[row]).abs().nan_to_num(nan=torch.inf).argmax())
-    size = asked.sizes.get(step)
-    wrong = sum(ratio > 1 for ratio in ratios)
-    lines = [
+def _place(asked: Asked, step: int, i: int, ratios: list[float], made: Tensor, exact: Tensor) -> str:
+    row, wrong, size = ratios.index(max(ratios)), sum(ratio > 1 for ratio in ratios), asked.sizes.get(step)
+    made, exact = (x.reshape(len(ratios), -1)[row] for x in (made, exact))
+    (column,) = places.worst(made, exact)
+    return (
         f"  step {step + 1} of {asked.steps}, parameter {i}, row {row}, column {column}: expected"
-        f" {exact[row, column].item():.6g}, got {made[row, column].item():.6g}; the largest error is"
-        f" {ratios[row]:.3g} times what is allowed",
-        f"  wrong in {wrong} of {len(ratios)} rows" + (f", of a step whose gradients are {size}" if size else ""),
-    ]
-    mistake = explain(claim, form, asked, run, traces, begins)
-    lines.append(f"  pattern: {mistake}" if mistake else "  no known mistake gives these steps")
-    return Fault("\n".join(lines), mistake, ratios[row])
+        f" {exact[column].item():.6g}, got {made[column].item():.6g}; the largest error is"
+        f" {ratios[row]:.3g} times what is allowed\n"
+        f"  wrong in {wrong} of {len(ratios)} rows" + (f", of a step whose gradients are {size}" if size else "")
+    )
 
 
 def explain(
@@ -128,7 +117,7 @@ def explain(
     A mistake may hide the form: where the first steps follow none, it is sought in all.
     """
     for rule in [of.rule for of in ([form] if form else FORMS[claim.algorithm])]:
-        masters = of_masters(rule, bool(asked.reloads)) if asked.masters else ()
+        masters = [of_masters(rule, bool(asked.reloads))] if asked.masters else []
         for mistake, formula in chain(masters, mistakes(claim.algorithm, rule)):
             if _gives(formula.trace(run, begins), traces):
                 return mistake
@@ -143,9 +132,9 @@ def _gives(mistaken: Trace, traces: tuple[Trace, Trace, Trace]) -> bool:
     differs = False
     flat = [list(chain.from_iterable(trace)) for trace in (*traces, mistaken)]
     for made, exact, plain, wrong in zip(*flat, strict=True):
-        if not torch.equal(made.isfinite(), wrong.isfinite()):
-            return False
         finite = made.isfinite()
+        if not torch.equal(finite, wrong.isfinite()):
+            return False
         wrong = torch.where(finite, wrong, exact)
         if max(_ratios(torch.where(finite, made, exact), wrong, (wrong + (plain - exact)).to(plain.dtype))) > 1:
             return False

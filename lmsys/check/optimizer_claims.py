@@ -38,14 +38,14 @@ class Claim:
     def __str__(self) -> str:
         return f"held to {self.algorithm}, as torch.optim.{self.algorithm}: {self.why}"
 
-    def given(self, **settings: Any) -> dict[str, Any]:
-        """Those of DEFAULTS that the constructor takes, with these in place of some."""
-        return {name: value for name, value in {**DEFAULTS, **settings}.items() if name in self.settings}
-
     @property
     def plain(self) -> Callable[..., Optimizer]:
         """The optimizer of torch that says what a dtype loses."""
         return getattr(torch.optim, self.algorithm)
+
+    def taken(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of the settings that the constructor takes."""
+        return {name: x for name, x in settings.items() if name in self.settings}
 
 
 def claim_of(optimizer: Any) -> Claim:
@@ -54,27 +54,25 @@ def claim_of(optimizer: Any) -> Claim:
     AdamW: takes betas, and has "AdamW" in its name. Adam: takes betas. SGD: takes momentum, or "SGD" is in its name.
     """
     parameters, name = _parameters(optimizer), optimizer.__name__
-    settings = frozenset(parameters) & frozenset(DEFAULTS)
-    masters = _masters(name, parameters)
     if other := next((algorithm for algorithm in OTHERS if algorithm in name), None):
         raise ValueError(f"{name} looks like {other}: AdamW, Adam and SGD can be checked")
     if "betas" in parameters and "adamw" in name.lower():
-        return Claim("AdamW", "it takes betas, and AdamW is in its name", settings, masters)
-    if "betas" in parameters:
+        algorithm, why = "AdamW", "it takes betas, and AdamW is in its name"
+    elif "betas" in parameters:
+        algorithm = "Adam"
         why = "it takes betas; with AdamW in its name it would be held to decoupled weight decay"
-        return Claim("Adam", why, settings, masters)
-    if "momentum" in parameters or "sgd" in name.lower():
-        return Claim("SGD", f"it takes {'momentum' if 'momentum' in parameters else 'no betas'}", settings, masters)
-    takes = ", ".join(parameters) or "no settings"
-    raise ValueError(f"{name} takes {takes}: neither betas (AdamW, Adam) nor momentum (SGD)")
+    elif "momentum" in parameters or "sgd" in name.lower():
+        algorithm, why = "SGD", f"it takes {'momentum' if 'momentum' in parameters else 'no betas'}"
+    else:
+        takes = ", ".join(parameters) or "no settings"
+        raise ValueError(f"{name} takes {takes}: neither betas (AdamW, Adam) nor momentum (SGD)")
+    return Claim(algorithm, why, frozenset(parameters) & frozenset(DEFAULTS), _masters(name, parameters))
 
 
 def _parameters(optimizer: Any) -> dict[str, inspect.Parameter]:
     """Those of the constructor behind `self` and the parameters; behind **kwargs those of the class it derives from."""
     settings: dict[str, inspect.Parameter] = {}
-    for cls in optimizer.__mro__:
-        if "__init__" not in vars(cls):
-            continue
+    for cls in [cls for cls in optimizer.__mro__ if "__init__" in vars(cls)]:
         parameters = list(inspect.signature(cls.__init__).parameters.values())
         named = [x for x in parameters[2:] if x.kind not in (x.VAR_KEYWORD, x.VAR_POSITIONAL)]
         settings = {x.name: x for x in named} | settings

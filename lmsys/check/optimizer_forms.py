@@ -46,7 +46,7 @@ def _before_correction(m: Tensor, v: Tensor, correction1: float, correction2: fl
 
 
 _ADAMW = Adam()
-_ADAM = Adam(shrink=lambda lr, decay: 0.0, in_gradient=1.0)
+_ADAM = Adam(taken=lambda lr, decay, p: 0.0, in_gradient=1.0)
 _LARGER_EPS = "an eps that is 1 / √(1 - beta2 ** t) times as large, 32 times in the first step of beta2 = 0.999"
 _LATE_DECAY = "lr weight_decay of the step itself"
 FORMS: Mapping[str, Sequence[Form]] = {  # where some do not differ, the first counts
@@ -93,7 +93,6 @@ def form_of(optimizer: Any, claim: Claim, seed: int, device: str) -> Form | None
 def _followed(form: Form, run: Run, begins: Trace, made: Trace) -> int:
     """The number of steps before the first that is not the form's."""
     exact, plain = (Formula(form.rule).trace(run, begins, dtype) for dtype in (torch.float64, torch.float32))
-    for step, parameters in enumerate(made):
-        if any(error_ratio(*of) > 1 for of in zip(parameters, exact[step], plain[step], strict=True)):
-            return step
-    return len(made)
+    pairs = [zip(*of_step, strict=True) for of_step in zip(made, exact, plain, strict=True)]
+    right = [all(error_ratio(*of) <= 1 for of in of_step) for of_step in pairs]
+    return [*right, False].index(False)

@@ -12,6 +12,7 @@ lr weight_decay p from p before the step, Adam and SGD add weight_decay p to g. 
 published forms.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,9 +44,6 @@ class Run:
     reloads: frozenset[int] = frozenset()
     constructed: Settings = field(default_factory=dict)
 
-    def group_of(self, parameter: int) -> int:
-        return next(i for i, members in enumerate(self.groups) if parameter in members)
-
 
 def _adam_update(m: Tensor, v: Tensor, correction1: float, correction2: float, eps: float) -> Tensor:
     return (m / correction1) / ((v / correction2).sqrt() + eps)
@@ -55,125 +53,99 @@ def _adam_update(m: Tensor, v: Tensor, correction1: float, correction2: float, e
 class Adam:
     """One step of one parameter.
 
-    shrink       from lr and weight_decay: the share of p that is taken from it
-    late         p is shrunk after the step, not before it
-    constant     what is taken from p is lr weight_decay itself, not its product with p
+    taken        from (lr, weight_decay, p): what decay takes from p
+    late         p decays after the step, not before it
     in_gradient  how many times weight_decay p is added to the gradient
     betas        β1 and β2 as they are used
     square       what the second moment is the mean of
-    correct      from β and t: what a moment is divided by, for the first moment and for the second
+    corrections  from 1 - β1ᵗ and 1 - β2ᵗ: what the moments are divided by
     update       p changes by lr times this
     keep         the moments as they are kept between steps
-    where        the elements that are stepped, from their gradients; None: all
     """
 
-    shrink: Callable[[float, float], float] = lambda lr, decay: lr * decay
+    taken: Callable[[float, float, Tensor], Tensor | float] = lambda lr, decay, p: lr * decay * p
     late: bool = False
-    constant: bool = False
     in_gradient: float = 0.0
     betas: Callable[[float, float], tuple[float, float]] = lambda beta1, beta2: (beta1, beta2)
     square: Callable[[Tensor], Tensor] = lambda g: g * g
-    correct: tuple[Callable[[float, float], float], ...] = (lambda beta, t: 1 - beta**t, lambda beta, t: 1 - beta**t)
+    corrections: Callable[[float, float], tuple[float, float]] = lambda c1, c2: (c1, c2)
     update: Callable[[Tensor, Tensor, float, float, float], Tensor] = _adam_update
     keep: Callable[[Tensor], Tensor] = lambda moment: moment
-    where: Callable[[Tensor], Tensor] | None = None
 
     def step(self, p: Tensor, g: Tensor, state: State, settings: Settings, t: float) -> Tensor:
         """The new values of p; changes `state`."""
-        before, (beta1, beta2) = p, self.betas(*settings["betas"])
+        beta1, beta2 = self.betas(*settings["betas"])
         corrected = self.betas(*settings.get("corrected_by", settings["betas"]))
-        zeros = torch.zeros_like(p)
-        g_decayed = g + self.in_gradient * settings["weight_decay"] * p
-        m = beta1 * state.get("m", zeros) + (1 - beta1) * g_decayed
-        v = beta2 * state.get("v", zeros) + (1 - beta2) * self.square(g_decayed)
-        corrections = self.correct[0](corrected[0], t), self.correct[1](corrected[1], t)
+        g = g + self.in_gradient * settings["weight_decay"] * p
+        m = beta1 * state.get("m", torch.zeros_like(p)) + (1 - beta1) * g
+        v = beta2 * state.get("v", torch.zeros_like(p)) + (1 - beta2) * self.square(g)
+        corrections = self.corrections(*(1 - beta**t for beta in corrected))
+        state |= {"m": self.keep(m), "v": self.keep(v)}
         p = p if self.late else self.decay(p, settings)
         p = p - settings["lr"] * self.update(m, v, *corrections, settings["eps"])
-        p = self.decay(p, settings) if self.late else p
-        if self.where is not None:
-            stepped = self.where(g)
-            m, v = (torch.where(stepped, x, state.get(name, zeros)) for name, x in (("m", m), ("v", v)))
-            p = torch.where(stepped, p, before)
-        state |= {"m": self.keep(m), "v": self.keep(v)}
-        return p
+        return self.decay(p, settings) if self.late else p
 
     def decay(self, p: Tensor, settings: Settings) -> Tensor:
-        return p - self.shrink(settings["lr"], settings["weight_decay"]) * (1 if self.constant else p)
+        return p - self.taken(settings["lr"], settings["weight_decay"], p)
+
+
+def _sgd_buffer(b: Tensor | None, g: Tensor, momentum: float, dampening: float) -> Tensor:
+    return g if b is None else momentum * b + (1 - dampening) * g
 
 
 @dataclass(frozen=True)
 class Sgd:
     """One step of one parameter.
 
-    in_gradient, shrink  as in Adam
-    only_with_momentum   weight decay is left out where momentum is 0
-    damp_first           the first gradient is multiplied by 1 - dampening too
-    average              the buffer is momentum b + (1 - momentum) g
-    rate_within          lr is multiplied into what the buffer adds up
-    nesterov             from (g, b, momentum): the step with nesterov
+    taken, in_gradient  as in Adam
+    only_with_momentum  weight decay is left out where momentum is 0
+    buffer              from (b, g, momentum, dampening): the new b; the first has no b before it
+    rate_within         lr is multiplied into what the buffer adds up
+    nesterov            from (g, b, momentum): the step with nesterov
     """
 
+    taken: Callable[[float, float, Tensor], Tensor | float] = lambda lr, decay, p: 0.0
     in_gradient: float = 1.0
-    shrink: Callable[[float, float], float] = lambda lr, decay: 0.0
     only_with_momentum: bool = False
-    damp_first: bool = False
-    average: bool = False
+    buffer: Callable[[Tensor | None, Tensor, float, float], Tensor] = _sgd_buffer
     rate_within: bool = False
     nesterov: Callable[[Tensor, Tensor, float], Tensor] = lambda g, b, momentum: g + momentum * b
 
     def step(self, p: Tensor, g: Tensor, state: State, settings: Settings, t: float) -> Tensor:
         """The new values of p; changes `state`."""
-        momentum, lr, decay = settings["momentum"], settings["lr"], settings["weight_decay"]
-        if not (self.only_with_momentum and momentum == 0):
-            g, p = g + self.in_gradient * decay * p, self.decay(p, settings)
+        momentum, lr = settings["momentum"], settings["lr"]
+        decay = 0.0 if self.only_with_momentum and momentum == 0 else settings["weight_decay"]
+        g, p = g + self.in_gradient * decay * p, p - self.taken(lr, decay, p)
         if momentum == 0:
             return p - lr * g
-        b, added = state.get("b"), g * lr if self.rate_within else g
-        damped = (1 - momentum if self.average else 1 - settings["dampening"]) * added
-        if b is None:
-            b = damped if self.damp_first or self.average else added
-        else:
-            b = momentum * b + damped
-        state["b"] = b
-        step = self.nesterov(added, b, momentum) if settings["nesterov"] else b
+        added = g * lr if self.rate_within else g
+        state["b"] = self.buffer(state.get("b"), added, momentum, settings["dampening"])
+        step = self.nesterov(added, state["b"], momentum) if settings["nesterov"] else state["b"]
         return p - (1 if self.rate_within else lr) * step
-
-    def decay(self, p: Tensor, settings: Settings) -> Tensor:
-        return p - self.shrink(settings["lr"], settings["weight_decay"]) * p
-
-
-@dataclass
-class Counter:
-    """Calls of `step`, and updates of any parameter, so far."""
-
-    calls: int = 0
-    updates: int = 0
 
 
 @dataclass(frozen=True)
 class Keeping:
     """The bookkeeping that surrounds a rule.
 
-    count             from a parameter's own number of steps, this one included, and the Counter: t
+    count             t from the parameter's number of steps, the calls of `step`, and the steps of all parameters
     without_gradient  what happens to a parameter that has no gradient: "nothing", "decay" or "step"
     shared            all parameters of a shape have one state
     forgets           the moments are zeros again in each step
     loads             from a parameter's state: what is left of it when it has been loaded
     restores          from the settings that a state dict holds, and those of the constructor: those after loading
-    weights           the dtype that weights are rounded to after each step; None: they are not
-    once_loaded       they are not before the first load
     setting           from the settings by step and group, the step and the group: those that are used
+    weights           the dtype that weights are rounded to after each step; None: they are not
     """
 
-    count: Callable[[int, Counter], float] = lambda own, counter: own
+    count: Callable[[int, int, int], float] = lambda steps, calls, of_all: steps
     without_gradient: str = "nothing"
     shared: bool = False
     forgets: bool = False
     loads: Callable[[State], State] = lambda state: state
     restores: Callable[[Settings, Settings], Settings] = lambda loaded, constructed: loaded
-    weights: torch.dtype | None = None
-    once_loaded: bool = False
     setting: Callable[[Sequence[Sequence[Settings]], int, int], Settings] = lambda all, step, group: all[step][group]
+    weights: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -186,38 +158,30 @@ class Formula:
 
         begins  by step, by parameter: the values that the step begins from; None: those that it has left itself
         """
-        keeping, counter = self.keeping, Counter()
+        keeping, loaded, of_all = self.keeping, False, 0
         values = [p.to(dtype) for p in run.parameters]
-        keys: list[Any] = [p.shape if keeping.shared else i for i, p in enumerate(values)]
-        states: dict[Any, State] = {key: {} for key in keys}
+        states: dict[Any, State] = defaultdict(dict)
         made: Trace = []
-        loaded = False
         for step, gradients in enumerate(run.gradients):
             if step in run.reloads:
-                states, loaded = {key: keeping.loads(state) for key, state in states.items()}, True
-            counter.calls += 1
-            values = values if begins is None else [p.to(dtype) for p in begins[step]]
-            for i in [i for members in run.groups for i in members]:
-                settings = self._settings(run, step, run.group_of(i), loaded)
-                values[i] = self._step(values[i], gradients[i], states[keys[i]], settings, counter)
-            if keeping.weights is not None and (loaded or not keeping.once_loaded):
+                states.update({key: keeping.loads(state) for key, state in states.items()})
+                loaded = True
+            values = list(values) if begins is None else [p.to(dtype) for p in begins[step]]
+            for group, i in [(group, i) for group, members in enumerate(run.groups) for i in members]:
+                settings, g = keeping.setting(run.settings, step, group), gradients[i]
+                settings = keeping.restores(settings, run.constructed) if loaded else settings
+                if g is None and keeping.without_gradient == "decay" and isinstance(self.rule, Adam):
+                    values[i] = self.rule.decay(values[i], settings)
+                if g is None and keeping.without_gradient != "step":
+                    continue
+                of_all += 1
+                state = states[run.parameters[i].shape if keeping.shared else i]
+                state["t"] = state.get("t", 0) + 1
+                t = keeping.count(state["t"], step + 1, of_all)
+                kept = {} if keeping.forgets else state
+                g = torch.zeros_like(values[i]) if g is None else g.to(dtype)
+                values[i] = self.rule.step(values[i], g, kept, settings, t)
+            if keeping.weights is not None:
                 values = [p.to(keeping.weights).to(dtype) for p in values]
-            made.append(list(values))
+            made.append(values)
         return made
-
-    def _settings(self, run: Run, step: int, group: int, loaded: bool) -> Settings:
-        settings = self.keeping.setting(run.settings, step, group)
-        return self.keeping.restores(settings, run.constructed) if loaded else settings
-
-    def _step(self, p: Tensor, g: Tensor | None, state: State, settings: Settings, counter: Counter) -> Tensor:
-        if g is None and self.keeping.without_gradient == "nothing":
-            return p
-        if g is None and self.keeping.without_gradient == "decay":
-            return self.rule.decay(p, settings)
-        counter.updates += 1
-        state["t"] = state.get("t", 0) + 1
-        if self.keeping.forgets:
-            for name in state.keys() & {"m", "v", "b"}:
-                del state[name]
-        g = torch.zeros_like(p) if g is None else g.to(p.dtype)
-        return self.rule.step(p, g, state, settings, self.keeping.count(state["t"], counter))

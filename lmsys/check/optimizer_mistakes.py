@@ -1,211 +1,154 @@
 """Mistakes that people make in AdamW, Adam and SGD, each as the formula with it: `optimizer_formula.py`.
 
-The one whose steps are those of the optimizer is named.
+The one whose steps are those of the optimizer is named. The tables have a mistake in words, and what it changes in the
+rule or in the keeping; the plainest stand first.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lmsys.check.optimizer_forms import FORMS
-from lmsys.check.optimizer_formula import Adam, Counter, Formula, Keeping, Sgd, State
+from lmsys.check.optimizer_formula import Adam, Formula, Keeping, Sgd
 
-Mistakes = Iterator[tuple[str, Formula]]
+Changes = dict[str, dict[str, Any]]
+DECOUPLED: dict[str, Any] = {"in_gradient": 0.0, "taken": lambda lr, decay, p: lr * decay * p}
+IGNORED: Changes = {"weight_decay is ignored": {"in_gradient": 0.0, "taken": lambda lr, decay, p: 0.0}}
+
+DECAY_OF_ADAMW: Changes = IGNORED | {
+    "weight decay is coupled: it is added to the gradient, as in Adam, not taken from the weights": {
+        "in_gradient": 1.0,
+        "taken": lambda lr, decay, p: 0.0,
+    },
+    "weight decay is taken from the weights and added to the gradient as well": {"in_gradient": 1.0},
+    "weights decay twice in a step": {"taken": lambda lr, decay, p: (1 - (1 - lr * decay) ** 2) * p},
+    "weight decay is not scaled by lr": {"taken": lambda lr, decay, p: decay * p},
+    "weight decay is scaled by lr twice": {"taken": lambda lr, decay, p: lr * lr * decay * p},
+    "lr weight_decay itself is taken from the weights, not its product with them": {
+        "taken": lambda lr, decay, p: lr * decay,
+    },
+    "weights grow: weight decay is added to them": {"taken": lambda lr, decay, p: -lr * decay * p},
+}
+DECAY_OF_ADAM: Changes = IGNORED | {
+    "weight decay is decoupled, as in AdamW: Adam adds it to the gradient": DECOUPLED,
+    "weight decay is added to the gradient twice": {"in_gradient": 2.0},
+}
+MOMENTS: Changes = {
+    "bias correction is forgotten": {"corrections": lambda c1, c2: (1.0, 1.0)},
+    "bias correction of the first moment is forgotten": {"corrections": lambda c1, c2: (1.0, c2)},
+    "bias correction of the second moment is forgotten": {"corrections": lambda c1, c2: (c1, 1.0)},
+    "moments are multiplied by 1 - beta ** t, not divided": {"corrections": lambda c1, c2: (1 / c1, 1 / c2)},
+    "betas are exchanged": {"betas": lambda beta1, beta2: (beta2, beta1)},
+    "betas are used as 1 - beta": {"betas": lambda beta1, beta2: (1 - beta1, 1 - beta2)},
+    "the second moment is the mean of the gradient, not of its square": {"square": lambda g: g},
+    "the second moment is the mean of |g|, not of its square": {"square": torch.abs},
+    "there is no root: the step is divided by the second moment itself": {
+        "update": lambda m, v, c1, c2, eps: (m / c1) / (v / c2 + eps),
+    },
+    "eps is forgotten": {"update": lambda m, v, c1, c2, eps: (m / c1) / (v / c2).sqrt()},
+    "eps is added inside of the root": {"update": lambda m, v, c1, c2, eps: (m / c1) / (v / c2 + eps).sqrt()},
+    "eps is added inside of the root, before bias correction": {
+        "update": lambda m, v, c1, c2, eps: (m / c1) / ((v + eps) / c2).sqrt(),
+    },
+    "eps is added after the division: 1 / √v + eps": {
+        "update": lambda m, v, c1, c2, eps: (m / c1) * ((v / c2).rsqrt() + eps),
+    },
+    "the second moment is not used: the step is lr m": {"update": lambda m, v, c1, c2, eps: m / c1},
+    "moments are kept in float16": {"keep": lambda moment: moment.half().double()},
+    "moments are kept in bfloat16": {"keep": lambda moment: moment.bfloat16().double()},
+}
+OF_SGD: Changes = IGNORED | {
+    "weight decay is ignored where momentum is 0": {"only_with_momentum": True},
+    "weight decay is added to the gradient twice": {"in_gradient": 2.0},
+    "weight decay is decoupled: SGD adds it to the gradient": DECOUPLED,
+    "weight decay is not scaled by lr": {"in_gradient": 0.0, "taken": lambda lr, decay, p: decay * p},
+    "the first gradient is damped too: torch begins with the gradient itself": {
+        "buffer": lambda b, g, momentum, dampening: (0 if b is None else momentum * b) + (1 - dampening) * g,
+    },
+    "the buffer is a mean: momentum b + (1 - momentum) g": {
+        "buffer": lambda b, g, momentum, dampening: (0 if b is None else momentum * b) + (1 - momentum) * g,
+    },
+    "lr is multiplied into the buffer: a change of lr comes late": {"rate_within": True},
+    "nesterov is ignored": {"nesterov": lambda g, b, momentum: b},
+    "nesterov looks ahead from the old buffer": {"nesterov": lambda g, b, momentum: b + momentum * (b - g)},
+}
+RULES: Mapping[str, Changes] = {"AdamW": DECAY_OF_ADAMW | MOMENTS, "Adam": DECAY_OF_ADAM | MOMENTS, "SGD": OF_SGD}
+
+COUNTING: Changes = {
+    "steps are not counted: bias correction stays that of the first step": {"count": lambda steps, calls, of_all: 1},
+    "a step is counted twice": {"count": lambda steps, calls, of_all: 2 * steps},
+    "steps are counted from 2: bias correction is that of the next step": {
+        "count": lambda steps, calls, of_all: steps + 1,
+    },
+    "a step is counted once for each parameter, in a counter of all": {"count": lambda steps, calls, of_all: of_all},
+    "steps are counted together: a parameter without a gradient in some is corrected as if it had had all": {
+        "count": lambda steps, calls, of_all: calls,
+    },
+}
+KEEPING: Changes = {
+    "it steps up the gradient": {
+        "setting": lambda all, step, group: all[step][group] | {"lr": -all[step][group]["lr"]}
+    },
+    "settings of the first param group are used for all": {"setting": lambda all, step, group: all[step][0]},
+    "lr of the first param group is used for all": {
+        "setting": lambda all, step, group: all[step][group] | {"lr": all[step][0]["lr"]},
+    },
+    "lr is read when it is made: changes in param_groups are ignored": {
+        "setting": lambda all, step, group: all[step][group] | {"lr": all[0][group]["lr"]},
+    },
+    "settings are read when it is made: changes in param_groups are ignored": {
+        "setting": lambda all, step, group: all[0][group],
+    },
+    "settings but lr are read when it is made: changes in param_groups are ignored": {
+        "setting": lambda all, step, group: all[0][group] | {"lr": all[step][group]["lr"]},
+    },
+    "parameters without a gradient are stepped, as if it were zero": {"without_gradient": "step"},
+    "state is shared between parameters of a shape": {"shared": True},
+    "moments are not kept from step to step": {"forgets": True},
+    "state is lost by load_state_dict": {"loads": lambda state: {}},
+    "load_state_dict leaves lr as the constructor set it": {
+        "restores": lambda loaded, made: loaded | {"lr": made["lr"]},
+    },
+    "load_state_dict leaves settings as the constructor set them": {"restores": lambda loaded, made: made},
+}
+KEEPING_OF_ADAM: Changes = {
+    "the count of steps is lost by load_state_dict": {"loads": lambda state: state | {"t": 0}},
+    "moments are lost by load_state_dict": {"loads": lambda state: {"t": state["t"]}},
+    "the second moment is lost by load_state_dict": {"loads": lambda state: {"t": state["t"], "m": state["m"]}},
+    "after load_state_dict bias correction is that of the constructor's betas": {
+        "restores": lambda loaded, made: loaded | {"corrected_by": made["betas"]},
+    },
+}
+UNUSED_DECAY: Changes = {"parameters without a gradient decay": {"without_gradient": "decay"}}
+KEEPINGS: Mapping[str, Changes] = {
+    "AdamW": COUNTING | UNUSED_DECAY | KEEPING | KEEPING_OF_ADAM,
+    "Adam": COUNTING | KEEPING | KEEPING_OF_ADAM,
+    "SGD": {"momentum is forgotten": {"forgets": True}} | KEEPING,
+}
 
 
-def mistakes(algorithm: str, rule: Adam | Sgd) -> Mistakes:
+def mistakes(algorithm: str, rule: Adam | Sgd) -> Iterator[tuple[str, Formula]]:
     """(in words, the formula with it), the plainest first.
 
     algorithm  "AdamW", "Adam" or "SGD"
     rule       its form, in which the mistakes are made
     """
-    if isinstance(rule, Adam):
-        yield from _of_decay(rule, algorithm)
-        yield from _of_moments(rule)
-        yield from _of_counting(rule)
-        yield from _of_zeros(rule)
-    else:
-        yield from _of_sgd(rule)
-    yield from _of_keeping(rule, algorithm)
+    for words, changes in RULES[algorithm].items():
+        yield words, Formula(replace(rule, **changes))
+    for words, changes in KEEPINGS[algorithm].items():
+        yield words, Formula(rule, Keeping(**changes))
     for form in FORMS[algorithm]:
         if form.rule is not rule:
             yield f"the form is not that of the first steps: here it is {form.words}", Formula(form.rule)
 
 
-def _of_decay(good: Adam, algorithm: str) -> Mistakes:
-    def with_(**changes: Any) -> Formula:
-        return Formula(replace(good, **changes))
-
-    none, scaled = (lambda lr, decay: 0.0), (lambda lr, decay: lr * decay)
-    yield "weight_decay is ignored", with_(shrink=none, in_gradient=0.0)
-    if algorithm == "AdamW":
-        coupled = with_(shrink=none, in_gradient=1.0)
-        yield "weight decay is coupled: it is added to the gradient, as in Adam, not taken from the weights", coupled
-        yield "weight decay is taken from the weights and added to the gradient as well", with_(in_gradient=1.0)
-        yield "weights decay twice in a step", with_(shrink=lambda lr, decay: 1 - (1 - lr * decay) ** 2)
-        yield "weight decay is not scaled by lr", with_(shrink=lambda lr, decay: decay)
-        yield "weight decay is scaled by lr twice", with_(shrink=lambda lr, decay: lr * lr * decay)
-        yield "lr weight_decay itself is taken from the weights, not its product with them", with_(constant=True)
-        yield "weights grow: weight decay is added to them", with_(shrink=lambda lr, decay: -lr * decay)
-    else:
-        yield (
-            "weight decay is decoupled, as in AdamW: Adam adds it to the gradient",
-            with_(shrink=scaled, in_gradient=0.0),
-        )
-        yield "weight decay is added to the gradient twice", with_(in_gradient=2.0)
-
-
-def _of_moments(good: Adam) -> Mistakes:
-    def with_(**changes: Any) -> Formula:
-        return Formula(replace(good, **changes))
-
-    right, none, times = good.correct[0], (lambda beta, t: 1.0), (lambda beta, t: 1 / (1 - beta**t))
-    yield "bias correction is forgotten", with_(correct=(none, none))
-    yield "bias correction of the first moment is forgotten", with_(correct=(none, right))
-    yield "bias correction of the second moment is forgotten", with_(correct=(right, none))
-    yield "moments are multiplied by 1 - beta ** t, not divided", with_(correct=(times, times))
-    yield "betas are exchanged", with_(betas=lambda beta1, beta2: (beta2, beta1))
-    yield "betas are used as 1 - beta", with_(betas=lambda beta1, beta2: (1 - beta1, 1 - beta2))
-    yield "the second moment is the mean of the gradient, not of its square", with_(square=lambda g: g)
-    yield "the second moment is the mean of |g|, not of its square", with_(square=torch.abs)
-    yield (
-        "there is no root: the step is divided by the second moment itself",
-        with_(update=lambda m, v, c1, c2, eps: (m / c1) / (v / c2 + eps)),
-    )
-    yield "eps is forgotten", with_(update=lambda m, v, c1, c2, eps: (m / c1) / (v / c2).sqrt())
-    yield (
-        "eps is added inside of the root",
-        with_(update=lambda m, v, c1, c2, eps: (m / c1) / (v / c2 + eps).sqrt()),
-    )
-    yield (
-        "eps is added inside of the root, before bias correction",
-        with_(update=lambda m, v, c1, c2, eps: (m / c1) / ((v + eps) / c2).sqrt()),
-    )
-    yield (
-        "eps is added after the division: 1 / √v + eps",
-        with_(update=lambda m, v, c1, c2, eps: (m / c1) * ((v / c2).rsqrt() + eps)),
-    )
-    yield "it steps up the gradient", with_(update=lambda m, v, c1, c2, eps: -good.update(m, v, c1, c2, eps))
-    yield (
-        "the second moment is not used: the step is lr m",
-        with_(update=lambda m, v, c1, c2, eps: m / c1),
-    )
-    for dtype in (torch.float16, torch.bfloat16):
-        yield f"moments are kept in {str(dtype).removeprefix('torch.')}", with_(keep=_rounded(dtype))
-
-
-def _rounded(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    return lambda moment: moment.to(dtype).double()
-
-
-def _of_counting(good: Adam) -> Mistakes:
-    def with_(count: Callable[[int, Counter], float]) -> Formula:
-        return Formula(good, Keeping(count=count))
-
-    yield "steps are not counted: bias correction stays that of the first step", with_(lambda own, counter: 1)
-    yield "a step is counted twice", with_(lambda own, counter: 2 * own)
-    yield "steps are counted from 2: bias correction is that of the next step", with_(lambda own, counter: own + 1)
-    yield (
-        "a step is counted once for each parameter, in a counter of all",
-        with_(lambda own, counter: counter.updates),
-    )
-    yield (
-        "steps are counted together: a parameter without a gradient in some is corrected as if it had had all",
-        with_(lambda own, counter: counter.calls),
-    )
-
-
-def _of_zeros(good: Adam) -> Mistakes:
-    yield (
-        "elements whose gradient is zero are not stepped: their moments do not decay",
-        Formula(replace(good, where=lambda g: g != 0)),
-    )
-    yield (
-        "parameters whose gradient is zero everywhere are not stepped",
-        Formula(replace(good, where=lambda g: (g != 0).any().expand_as(g))),
-    )
-
-
-def _of_sgd(good: Sgd) -> Mistakes:
-    def with_(**changes: Any) -> Formula:
-        return Formula(replace(good, **changes))
-
-    yield "weight_decay is ignored", with_(in_gradient=0.0)
-    yield "weight decay is ignored where momentum is 0", with_(only_with_momentum=True)
-    yield "weight decay is added to the gradient twice", with_(in_gradient=2.0)
-    yield (
-        "weight decay is decoupled: SGD adds it to the gradient",
-        with_(in_gradient=0.0, shrink=lambda lr, decay: lr * decay),
-    )
-    yield (
-        "weight decay is not scaled by lr",
-        with_(in_gradient=0.0, shrink=lambda lr, decay: decay),
-    )
-    yield "the first gradient is damped too: torch begins with the gradient itself", with_(damp_first=True)
-    yield "the buffer is a mean: momentum b + (1 - momentum) g", with_(average=True)
-    yield "lr is multiplied into the buffer: a change of lr comes late", with_(rate_within=True)
-    yield "nesterov is ignored", with_(nesterov=lambda g, b, momentum: b)
-    yield "nesterov looks ahead from the old buffer", with_(nesterov=lambda g, b, momentum: b + momentum * (b - g))
-    yield "momentum is forgotten", Formula(good, Keeping(forgets=True))
-
-
-def _of_keeping(good: Adam | Sgd, algorithm: str) -> Mistakes:
-    def with_(**changes: Any) -> Formula:
-        return Formula(good, Keeping(**changes))
-
-    yield (
-        "settings of the first param group are used for all",
-        with_(setting=lambda all, step, group: all[step][0]),
-    )
-    yield (
-        "lr of the first param group is used for all",
-        with_(setting=lambda all, step, group: {**all[step][group], "lr": all[step][0]["lr"]}),
-    )
-    yield (
-        "lr is read when it is made: changes in param_groups are ignored",
-        with_(setting=lambda all, step, group: {**all[step][group], "lr": all[0][group]["lr"]}),
-    )
-    yield (
-        "settings are read when it is made: changes in param_groups are ignored",
-        with_(setting=lambda all, step, group: all[0][group]),
-    )
-    yield (
-        "settings but lr are read when it is made: changes in param_groups are ignored",
-        with_(setting=lambda all, step, group: {**all[0][group], "lr": all[step][group]["lr"]}),
-    )
-    if algorithm == "AdamW":
-        yield "parameters without a gradient decay", with_(without_gradient="decay")
-    yield "parameters without a gradient are stepped, as if it were zero", with_(without_gradient="step")
-    yield "state is shared between parameters of a shape", with_(shared=True)
-    yield "moments are not kept from step to step", with_(forgets=True)
-    yield "state is lost by load_state_dict", with_(loads=lambda state: {})
-    if algorithm != "SGD":
-        yield "the count of steps is lost by load_state_dict", with_(loads=lambda state: _without(state, "t"))
-        yield "moments are lost by load_state_dict", with_(loads=lambda state: _without(state, "m", "v"))
-        yield "the second moment is lost by load_state_dict", with_(loads=lambda state: _without(state, "v"))
-        yield (
-            "after load_state_dict bias correction is that of the constructor's betas",
-            with_(restores=lambda loaded, made: {**loaded, "corrected_by": made["betas"]}),
-        )
-    yield (
-        "load_state_dict leaves lr as the constructor set it",
-        with_(restores=lambda loaded, made: {**loaded, "lr": made["lr"]}),
-    )
-    yield "load_state_dict leaves settings as the constructor set them", with_(restores=lambda loaded, made: made)
-
-
-def of_masters(rule: Adam | Sgd, loads: bool) -> Mistakes:
-    """Mistakes of an optimizer that is to keep float32 masters of bfloat16 weights; `loads`: in a run that loads them.
+def of_masters(rule: Adam | Sgd, loads: bool) -> tuple[str, Formula]:
+    """The mistake of an optimizer that is to keep float32 masters of bfloat16 weights; `loads`: in a run that loads.
 
     One that loses them without that has been refused before.
     """
     lost = "float32 masters are lost by load_state_dict" if loads else "float32 masters are lost"
-    keeping = Keeping(weights=torch.bfloat16, once_loaded=loads)
-    yield f"{lost}: steps smaller than bfloat16 rounds are nothing", Formula(rule, keeping)
-
-
-def _without(state: State, *names: str) -> State:
-    return {name: value for name, value in state.items() if name not in names}
+    formula = Formula(rule, Keeping(weights=torch.bfloat16))
+    return f"{lost}: steps smaller than bfloat16 rounds are nothing", formula

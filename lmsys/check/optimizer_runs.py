@@ -1,8 +1,8 @@
 """The runs that an optimizer is asked for, and running them."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -54,58 +54,49 @@ class Asked:
         return None
 
 
-def asked_of(claim: Claim) -> Iterator[Asked]:
+def asked_of(claim: Claim) -> list[Asked]:
     """From the first step to the rarest inputs."""
-    memory, decay = _usual(claim)
-    yield Asked("several steps", 6)
-    if claim.algorithm == "SGD":
-        without, with_momentum = {"weight_decay": 0.5}, memory | {"weight_decay": 0.5}
-        yield Asked("weight decay, without and with momentum", 4, (without, with_momentum), ((0,), (1, 2)))
-        yield Asked("momentum", 6, ({"momentum": 0.9},))
-        yield Asked("momentum and dampening", 6, ({"momentum": 0.9, "dampening": 0.5},))
+    sgd = claim.algorithm == "SGD"
+    momentum, half, decay = {"momentum": 0.9}, {"weight_decay": 0.5}, claim.taken({"weight_decay": 0.5})
+    kept = decay | claim.taken(momentum if sgd else {"betas": (0.8, 0.95)})  # with these, state counts
+    of_sgd = [
+        Asked("weight decay, without and with momentum", 4, (half, kept | half), ((0,), (1, 2))),
+        Asked("momentum", 6, (momentum,)),
+        Asked("momentum and dampening", 6, (momentum | {"dampening": 0.5},)),
         # torch's own foreach SGD adds the momentum to the gradients themselves here (torch 2.13).
-        yield Asked("nesterov", 6, ({"momentum": 0.9, "nesterov": True},), in_place=True)
-    else:
-        yield Asked("weight decay", 4, ({"weight_decay": 0.5},))
-        yield Asked("a large eps", 4, ({"eps": 0.5},))
-        yield Asked("other betas", 4, ({"betas": (0.5, 0.8)},))
-    kept = memory | decay
-    apart = {"lr": 0.1, **kept}, {"lr": 0.025, **({"weight_decay": 0.0} if decay else {})}
-    yield Asked("two param groups, of different settings", 4, apart, ((0,), (1, 2)))
+        Asked("nesterov", 6, (momentum | {"nesterov": True},), in_place=True),
+    ]
+    of_adam = [
+        Asked("weight decay", 4, (half,)),
+        Asked("a large eps", 4, ({"eps": 0.5},)),
+        Asked("other betas", 4, ({"betas": (0.5, 0.8)},)),
+    ]
+    apart = kept | {"lr": 0.1}, claim.taken({"lr": 0.025, "weight_decay": 0.0})
     missing = {0: frozenset({1, 2}), 1: frozenset({2}), 3: frozenset({0})}
-    yield Asked("parameters without a gradient in some steps", 6, (kept,), missing=missing)
-    yield Asked("lr changed between steps", 6, (kept,), changes={2: {"lr": 0.05}, 4: {"lr": 0.2}})
-    if decay:
-        both = {"lr": 0.05, "weight_decay": 0.125}
-        yield Asked("lr and weight decay changed between steps", 4, (kept,), changes={2: both})
-    yield Asked("saved and loaded between steps", 6, (kept,), changes={1: {"lr": 0.05}}, reloads=frozenset({3, 4}))
-    yield Asked("several steps", 6, (kept,), dtype=torch.bfloat16)
-    yield Asked("saved and loaded between steps", 6, (kept,), reloads=frozenset({3}), dtype=torch.bfloat16)
-    yield from _of_extremes(decay)
-    yield from _of_masters()
-
-
-def _usual(claim: Claim) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings with which state counts, and weight decay: those of both that the optimizer takes."""
-    memory: dict[str, Any] = {"momentum": 0.9} if claim.algorithm == "SGD" else {"betas": (0.8, 0.95)}
-    decay: dict[str, Any] = {"weight_decay": 0.5}
-    memory, decay = ({name: x for name, x in asked.items() if name in claim.settings} for asked in (memory, decay))
-    return memory, decay
-
-
-def _of_extremes(decay: Mapping[str, Any]) -> Iterator[Asked]:
+    both = {"lr": 0.05, "weight_decay": 0.125}
+    of_all = [
+        Asked("two param groups, of different settings", 4, apart, ((0,), (1, 2))),
+        Asked("parameters without a gradient in some steps", 6, (kept,), missing=missing),
+        Asked("lr changed between steps", 6, (kept,), changes={2: {"lr": 0.05}, 4: {"lr": 0.2}}),
+        Asked("lr and weight decay changed between steps", 4, (kept,), changes={2: both}),
+        Asked("saved and loaded between steps", 6, (kept,), changes={1: {"lr": 0.05}}, reloads=frozenset({3, 4})),
+        Asked("several steps", 6, (kept,), dtype=torch.bfloat16),
+        Asked("saved and loaded between steps", 6, (kept,), reloads=frozenset({3}), dtype=torch.bfloat16),
+    ]
     words = "gradients of zero", "tiny gradients", "huge gradients", "rows of zero, tiny, huge and ordinary gradients"
-    for size, about in zip(SIZES, words, strict=True):
-        yield Asked(f"{about}, the first step", 1, sizes={0: size})
-        yield Asked(f"{about}, after others", 6, (decay,), sizes={2: size, 3: size})
-
-
-def _of_masters() -> Iterator[Asked]:
-    tiny, dtype = ({"lr": MASTER_LR},), torch.bfloat16
-    yield Asked("float32 masters, many tiny steps", MASTER_STEPS, tiny, dtype=dtype, masters=True)
-    before_each = frozenset(range(1, MASTER_STEPS))
-    about = "float32 masters, saved and loaded before each of many tiny steps"
-    yield Asked(about, MASTER_STEPS, tiny, reloads=before_each, dtype=dtype, masters=True)
+    of_extremes = [
+        asked
+        for size, about in zip(SIZES, words, strict=True)
+        for asked in (
+            Asked(f"{about}, the first step", 1, sizes={0: size}),
+            Asked(f"{about}, after others", 6, (decay,), sizes={2: size, 3: size}),
+        )
+    ]
+    about, before_each = "float32 masters, saved and loaded before each of many tiny steps", range(1, MASTER_STEPS)
+    given, dtype = ({"lr": MASTER_LR},), torch.bfloat16
+    tiny = Asked("float32 masters, many tiny steps", MASTER_STEPS, given, dtype=dtype, masters=True)
+    of_masters = [tiny, replace(tiny, about=about, reloads=frozenset(before_each))]
+    return [Asked("several steps", 6), *(of_sgd if sgd else of_adam), *of_all, *of_extremes, *of_masters]
 
 
 def run_of(asked: Asked, seed: int, device: str) -> Run:
@@ -133,16 +124,12 @@ def run_of(asked: Asked, seed: int, device: str) -> Run:
     return Run(parameters, asked.groups, settings, gradients, asked.reloads, DEFAULTS)
 
 
-def ignored(step: int, parameter: int) -> None:
-    """A changed gradient that is nobody's affair."""
-
-
 def trace_of(
     make: Callable[..., Optimizer],
     claim: Claim,
     run: Run,
     begins: Trace | None = None,
-    changed: Callable[[int, int], None] = ignored,
+    changed: Callable[[int, int], object] = lambda step, i: None,
 ) -> Trace:
     """The parameters after each step of an optimizer.
 
@@ -160,9 +147,8 @@ def trace_of(
             optimizer.load_state_dict(state)
         if step > 0 and run.settings[step] != run.settings[step - 1]:
             for group, settings in zip(optimizer.param_groups, run.settings[step], strict=True):
-                group.update({name: x for name, x in settings.items() if name in claim.settings})
-        for i, p in enumerate(parameters):
-            gradient = gradients[i]
+                group.update(claim.taken(settings))
+        for i, (p, gradient) in enumerate(zip(parameters, gradients, strict=True)):
             p.grad = None if gradient is None else gradient.clone()
             if begins is not None:
                 p.data.copy_(begins[step][i])
@@ -177,9 +163,8 @@ def trace_of(
 def _made(
     make: Any, claim: Claim, run: Run, parameters: list[torch.nn.Parameter], settings: Sequence[Settings]
 ) -> Optimizer:
-    taken = [{name: x for name, x in given.items() if name in claim.settings} for given in settings]
-    pairs = zip(run.groups, taken, strict=True)
-    groups = [{"params": [parameters[i] for i in members], **of_group} for members, of_group in pairs]
+    pairs = zip(run.groups, settings, strict=True)
+    groups = [{"params": [parameters[i] for i in members], **claim.taken(given)} for members, given in pairs]
     masters = (claim.masters or {}) if parameters[0].dtype == torch.bfloat16 else {}
-    optimizer: Optimizer = make(groups, **taken[0], **masters)
+    optimizer: Optimizer = make(groups, **claim.taken(settings[0]), **masters)
     return optimizer

@@ -7,13 +7,14 @@ Legend: B batch, H query heads, Hkv key/value heads, Q queries, K keys, D head d
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lmsys.attention.contract import AttentionCase, repeat_heads
 from lmsys.testing import Inputs
@@ -22,35 +23,28 @@ TILES = (16, 32, 64, 128, 256)
 MOST = 0.99  # of the elements
 GRADIENTS = ("dq", "dk", "dv")
 Outputs = Mapping[str, Tensor]
-Round = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Formula:
     """softmax(scale q kᵀ, masked) v, with what a kernel may do otherwise.
 
-    visible       from the indices of queries and keys: whether the key is seen
-    heads         from a query head: the key head that it reads
-    first_keys    the number of keys that are read; None for all
-    zeros_behind  the number of keys of zeros that are read behind the last one
-    hidden        the score of a key that is not visible
-    axis          the softmax's, of (B, H, Q, K)
+    visible  from the indices of queries and keys: whether the key is seen
+    heads    from a query head: the key head that it reads
+    read     the keys, or the values, (B, H, K, D), as they are read
+    hidden   the score of a key that is not visible
+    axis     the softmax's, of (B, H, Q, K)
     """
 
     scale: float
     visible: Callable[[Tensor, Tensor], Tensor]
     heads: Callable[[int], int]
-    first_keys: int | None = None
-    zeros_behind: int = 0
+    read: Callable[[Tensor], Tensor] = lambda keys: keys
     hidden: float = -math.inf
     axis: int = -1
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = (x[:, [self.heads(head) for head in range(q.shape[1])]] for x in (k, v))
-        if self.first_keys is not None:
-            k, v = k[:, :, : self.first_keys], v[:, :, : self.first_keys]
-        if self.zeros_behind:
-            k, v = (torch.nn.functional.pad(x, (0, 0, 0, self.zeros_behind)) for x in (k, v))
+        k, v = (self.read(x[:, [self.heads(head) for head in range(q.shape[1])]]) for x in (k, v))
         scores = q @ k.mT * self.scale
         i, j = (torch.arange(n, device=q.device) for n in scores.shape[-2:])
         scores = scores.masked_fill(~self.visible(i[:, None], j), self.hidden)
@@ -64,54 +58,68 @@ def right(case: AttentionCase) -> Formula:
     return Formula(scale, causal, lambda head: head // group)
 
 
-def mistakes(case: AttentionCase) -> Iterator[tuple[str, Formula]]:
-    """(in words, the formula with it), the plainest first."""
-    good = right(case)
-
-    def with_(**changes: Any) -> Formula:
-        return replace(good, **changes)
-
-    usual = case.head_dim**-0.5
-    if case.scale is not None:
-        yield "scale is ignored: it is always head_dim ** -0.5", with_(scale=usual)
-        yield "scale comes on top of head_dim ** -0.5", with_(scale=case.scale * usual)
-    yield "there is no scale: scores are q kᵀ", with_(scale=1.0)
-    yield "scores are divided by head_dim, not by its root", with_(scale=1 / case.head_dim)
-    yield "scores are multiplied by the root of head_dim", with_(scale=case.head_dim**0.5)
-    for padded in (32, 64, 128, 256):
-        if padded > case.head_dim:
-            yield f"the scale is that of a head dimension padded to {padded}", with_(scale=padded**-0.5)
-    yield "the softmax runs over queries, not over keys", with_(axis=-2)
-    yield "exp2 is taken of scores that were not multiplied by log2(e)", with_(scale=good.scale * math.log(2))
+def mistakes(case: AttentionCase) -> dict[str, Formula]:
+    """The formula with each mistake, by the mistake in words, the plainest first."""
+    changes: dict[str, dict[str, Any]] = {words: {"scale": scale} for words, scale in _scales(case).items()}
+    changes["the softmax runs over queries, not over keys"] = {"axis": -2}
+    changes |= {words: {"visible": visible} for words, visible in _masks(case).items()}
     if case.causal:
-        yield "the causal mask is ignored", with_(visible=lambda i, j: j >= 0)
-        yield "masked scores are set to 0, not to minus infinity", with_(hidden=0.0)
-        yield "off by one at the diagonal: a query does not see its own key", with_(visible=lambda i, j: j < i)
-        yield "off by one at the diagonal: a query sees the key behind its own", with_(visible=lambda i, j: j <= i + 1)
-        yield "the mask is turned around: a query sees the keys from its own on", with_(visible=lambda i, j: j >= i)
-        for tile in TILES:
-            if tile < max(case.queries, case.keys):
-                told = f"the mask is by tiles of {tile}: a query sees all keys of its own tile"
-                yield told, with_(visible=lambda i, j, t=tile: j // t <= i // t)
-                told = f"tiles of {tile} on the diagonal are left out"
-                yield told, with_(visible=lambda i, j, t=tile: j // t < i // t)
-                told = f"the mask is applied within tiles of {tile} alone"
-                yield told, with_(visible=lambda i, j, t=tile: j % t <= i % t)
-        if case.queries != case.keys:
-            more = case.keys - case.queries
-            told = "the causal mask begins at the last key, not at the first (bottom right, not top left)"
-            yield told, with_(visible=lambda i, j: j <= i + more)
-    else:
-        yield "it is causal where it must not be", with_(visible=lambda i, j: j <= i)
+        changes["masked scores are set to 0, not to minus infinity"] = {"hidden": 0.0}
     for keys in sorted({case.queries, *range(16, case.keys, 16), *(case.keys // t * t for t in TILES), case.keys - 1}):
         if 0 < keys < case.keys:
-            yield f"keys from {keys} on are ignored", with_(first_keys=keys)
+            changes[f"keys from {keys} on are ignored"] = {"read": lambda x, n=keys: x[:, :, :n]}
     for more in sorted({-case.keys % tile for tile in TILES} - {0}):
-        yield f"{more} keys behind the last one are read as zeros", with_(zeros_behind=more)
+        changes[f"{more} keys behind the last one are read as zeros"] = {"read": partial(pad, pad=(0, 0, 0, more))}
     if case.heads != case.kv_heads:
-        yield "query head h reads key head h % kv_heads, not h // group", with_(heads=lambda head: head % case.kv_heads)
+        modulo = "query head h reads key head h % kv_heads, not h // group"
+        changes[modulo] = {"heads": lambda head: head % case.kv_heads}
     if case.kv_heads > 1:
-        yield "every query head reads key head 0", with_(heads=lambda head: 0)
+        changes["every query head reads key head 0"] = {"heads": lambda head: 0}
+    return {words: replace(right(case), **change) for words, change in changes.items()}
+
+
+def _scales(case: AttentionCase) -> dict[str, Any]:
+    usual, scale = case.head_dim**-0.5, right(case).scale
+    of_its_own = {
+        "scale is ignored: it is always head_dim ** -0.5": usual,
+        "scale comes on top of head_dim ** -0.5": scale * usual,
+    }
+    padded = {
+        f"the scale is that of a head dimension padded to {size}": size**-0.5
+        for size in (32, 64, 128, 256)
+        if size > case.head_dim
+    }
+    return (of_its_own if case.scale is not None else {}) | {
+        "there is no scale: scores are q kᵀ": 1.0,
+        "scores are divided by head_dim, not by its root": 1 / case.head_dim,
+        "scores are multiplied by the root of head_dim": case.head_dim**0.5,
+        **padded,
+        "exp2 is taken of scores that were not multiplied by log2(e)": scale * math.log(2),
+    }
+
+
+def _masks(case: AttentionCase) -> dict[str, Any]:
+    if not case.causal:
+        return {"it is causal where it must not be": lambda i, j: j <= i}
+    masks: dict[str, Any] = {
+        "the causal mask is ignored": lambda i, j: j >= 0,
+        "off by one at the diagonal: a query does not see its own key": lambda i, j: j < i,
+        "off by one at the diagonal: a query sees the key behind its own": lambda i, j: j <= i + 1,
+        "the mask is turned around: a query sees the keys from its own on": lambda i, j: j >= i,
+    }
+    for tile in [tile for tile in TILES if tile < max(case.queries, case.keys)]:
+        masks |= {
+            f"the mask is by tiles of {tile}: a query sees all keys of its own tile": (
+                lambda i, j, t=tile: j // t <= i // t
+            ),
+            f"tiles of {tile} on the diagonal are left out": lambda i, j, t=tile: j // t < i // t,
+            f"the mask is applied within tiles of {tile} alone": lambda i, j, t=tile: j % t <= i % t,
+        }
+    if case.queries != case.keys:
+        more = case.keys - case.queries
+        last = "the causal mask begins at the last key, not at the first (bottom right, not top left)"
+        masks[last] = lambda i, j: j <= i + more
+    return masks
 
 
 def outputs_of(formula: Formula, inputs: Inputs) -> dict[str, Tensor]:
@@ -122,118 +130,127 @@ def outputs_of(formula: Formula, inputs: Inputs) -> dict[str, Tensor]:
     return {"o": o.detach(), **dict(zip(GRADIENTS, gradients, strict=True))}
 
 
-def of_backwards(case: AttentionCase, inputs: Inputs, name: str) -> Iterator[tuple[str, Tensor]]:
-    """(in words, what `name`, a gradient, would then be) of mistakes that only a backward can make."""
-    good = right(case)
+def of_backwards(case: AttentionCase, inputs: Inputs, name: str) -> dict[str, Tensor]:
+    """The gradient `name` with each mistake that only a backward can make, by the mistake in words."""
+    scale = right(case).scale
     q, k, v, do = (x.detach().double() for x in (inputs.q, inputs.k, inputs.v, inputs.do))
     keys, values = (repeat_heads(x, case.heads) for x in (k, v))
-    i, j = torch.arange(case.queries, device=q.device)[:, None], torch.arange(case.keys, device=q.device)
-    scores = q @ keys.mT * good.scale
-    seen = scores.masked_fill(~good.visible(i, j), -math.inf)
-    p, dp = seen.softmax(dim=-1), do @ values.mT
+    scores = q @ keys.mT * scale
+    seen = scores.masked_fill(~_visible(case, q), -math.inf)
+    p, dp, lse = seen.softmax(dim=-1), do @ values.mT, seen.logsumexp(dim=-1, keepdim=True)
     delta = (p * dp).sum(dim=-1, keepdim=True)
-    ds = p * (dp - delta)
+    rows, ones = torch.arange(case.queries, device=q.device)[:, None], torch.ones_like(do)
+    by_ones = ones @ values.mT
 
-    def gradient(p: Tensor, ds: Tensor, scale: float = good.scale, do: Tensor = do) -> Tensor:
+    def by_head(p: Tensor, ds: Tensor, scale: float = scale, do: Tensor = do) -> Tensor:
         """(B, H, S, D): for dk and dv of each query head."""
         return {"dq": lambda: ds @ keys * scale, "dk": lambda: ds.mT @ q * scale, "dv": lambda: p.mT @ do}[name]()
 
     def summed(*args: Any) -> Tensor:
-        found = gradient(*args)
-        return found if name == "dq" else found.unflatten(1, (case.kv_heads, -1)).sum(dim=2)
+        gradient = by_head(*args)
+        return gradient if name == "dq" else gradient.unflatten(1, (case.kv_heads, -1)).sum(dim=2)
 
-    yield "the scale is missing", summed(p, ds, 1.0)
-    yield "the scale is applied twice", summed(p, ds, good.scale**2)
-    yield "delta, the row sum of do · o, is not subtracted", summed(p, p * dp)
-    yield "delta is added where it is to be subtracted", summed(p, p * (dp + delta))
-    yield "dP is not multiplied by P", summed(p, dp - delta)
-    lse = seen.logsumexp(dim=-1, keepdim=True)
-    for base, factor in (
-        ("2, and is read as one in base e", 1 / math.log(2)),
-        ("e, and is read as one in base 2", math.log(2)),
-    ):
-        otherwise = (seen - lse * factor).exp()
-        yield f"the log-sum-exp is in base {base}", summed(otherwise, otherwise * (dp - delta))
-    ones = torch.ones_like(do)
-    by_ones = ones @ values.mT
-    along = p * (by_ones - (p * by_ones).sum(dim=-1, keepdim=True))
-    yield "do is ignored: ones stand for it", summed(p, along, good.scale, ones)
+    def with_p(p: Tensor) -> Tensor:
+        return summed(p, p * (dp - delta))
+
+    made = {
+        "the scale is missing": summed(p, p * (dp - delta), 1.0),
+        "the scale is applied twice": summed(p, p * (dp - delta), scale**2),
+        "delta, the row sum of do · o, is not subtracted": summed(p, p * dp),
+        "delta is added where it is to be subtracted": summed(p, p * (dp + delta)),
+        "dP is not multiplied by P": summed(p, dp - delta),
+        "the log-sum-exp is in base 2, and is read as one in base e": with_p((seen - lse / math.log(2)).exp()),
+        "the log-sum-exp is in base e, and is read as one in base 2": with_p((seen - lse * math.log(2)).exp()),
+        "do is ignored: ones stand for it": summed(
+            p, p * (by_ones - (p * by_ones).sum(dim=-1, keepdim=True)), scale, ones
+        ),
+    }
+    for tile in [tile for tile in TILES if tile < 2 * case.queries]:
+        half = f"delta is made for the first half of each tile of {tile} alone"
+        made[half] = summed(p, p * (dp - delta * (rows % tile < tile // 2)))
     if case.causal:
-        unmasked, all_seen = (scores - seen.logsumexp(dim=-1, keepdim=True)).exp(), scores.softmax(dim=-1)
-        yield "the causal mask is ignored", summed(unmasked, unmasked * (dp - delta))
-        yield "the causal mask is ignored, in the sum as well", summed(all_seen, all_seen * (dp - delta))
+        made["the causal mask is ignored"] = with_p((scores - lse).exp())
+        made["the causal mask is ignored, in the sum as well"] = with_p(scores.softmax(dim=-1))
     if case.heads != case.kv_heads and name != "dq":
-        by_head = gradient(p, ds).unflatten(1, (case.kv_heads, -1))
-        yield "only the last query head of a group counts", by_head[:, :, -1]
-        yield "only the first query head of a group counts", by_head[:, :, 0]
-        yield "the group's gradients are averaged, not summed", by_head.mean(dim=2)
+        grouped = by_head(p, p * (dp - delta)).unflatten(1, (case.kv_heads, -1))
+        made["only the last query head of a group counts"] = grouped[:, :, -1]
+        made["only the first query head of a group counts"] = grouped[:, :, 0]
+        made["the group's gradients are averaged, not summed"] = grouped.mean(dim=2)
+    return made
 
 
-def explain(case: AttentionCase, inputs: Inputs, found: Outputs, name: str, budget: float) -> str | None:
-    """The mistake that makes `found[name]` what it is, in words; None where no known one does."""
-    output = found[name].double()
+def explain(case: AttentionCase, inputs: Inputs, outputs: Outputs, name: str, budget: float) -> str | None:
+    """The mistake that makes `outputs[name]` what it is, in words; None where no known one does."""
+    output, good = outputs[name].double(), outputs_of(right(case), inputs)[name]
 
     def is_(expected: Tensor, times: float = 1.0) -> bool:
         return bool(expected.isfinite().all()) and bool(((output - expected).abs() <= times * budget).all())
 
-    if (told := _rows_of("unwritten", output.isnan())) is not None:
-        return told
-    if name != "o":
-        for mistake, gradient in of_backwards(case, inputs, name):
-            if is_(gradient):
-                return f"in {name} {mistake}"
-    for mistake, formula in mistakes(case):
+    if unwritten := _rows_of("unwritten", output.isnan()):
+        return unwritten
+    backwards = {} if name == "o" else of_backwards(case, inputs, name)
+    tried = {f"in {name} {words}": gradient for words, gradient in backwards.items()}
+    for mistake, expected in (tried | _elsewhere(case, inputs, good, name)).items():
+        if not torch.equal(expected, good) and is_(expected):
+            return mistake
+    for mistake, formula in mistakes(case).items():
         larger = max(1.0, abs(formula.scale / right(case).scale))  # scores, and by so much their errors
         if is_(outputs_of(formula, inputs)[name], larger):
             return mistake
-    good = outputs_of(right(case), inputs)[name]
-    if (told := _copies(good, is_)) is not None:
-        return told
-    if name == "o" and inputs.q.dtype == torch.float32 and (told := _roundings(case, inputs, output, budget)):
-        return told
+    if name == "o" and inputs.q.dtype == torch.float32:
+        for mistake, expected in _roundings(case, inputs).items():  # tiles and sums differ: most elements must agree
+            if ((output - expected).abs() <= budget).double().mean() > MOST:
+                return mistake
     factor = float((output * good).sum() / good.square().sum())
     if math.isfinite(factor) and abs(factor - 1) > 1e-6 and is_(factor * good):
         return f"it is {factor:.4g} times what is right"
-    memory = {"o": inputs.q, "dq": inputs.q, "dk": inputs.k, "dv": inputs.v}[name]
-    if not memory.is_contiguous() and is_(_as_in_memory(case, inputs, name)):
-        return "strides are ignored: the inputs are read as if they were contiguous"
-    return _rows_of("zeros", output == 0) or _only(~((output - good).abs() <= budget))
+    return _rows_of("zeros", output == 0)
 
 
-def _roundings(case: AttentionCase, inputs: Inputs, output: Tensor, budget: float) -> str | None:
-    """The place where a result in float32 was rounded on its way. Tiles and sums differ: most elements must agree."""
-    formula = right(case)
+def _elsewhere(case: AttentionCase, inputs: Inputs, good: Tensor, name: str) -> dict[str, Tensor]:
+    """Right results in other places, or of inputs from other places."""
+    q, k, v, do = (
+        torch.as_strided(x, x.shape, torch.empty(x.shape, device="meta").stride()) for x in inputs.tensors.values()
+    )
+    made = {
+        "every batch has the result of batch 0": good[:1].expand_as(good),
+        "every head has the result of head 0": good[:, :1].expand_as(good),
+        "strides are ignored: the inputs are read as if they were contiguous": outputs_of(
+            right(case), Inputs(q, k, v, do, inputs.seed)
+        )[name],
+    }
+    exchanged = {"batches and heads are exchanged": good.transpose(0, 1)}
+    return made | (exchanged if good.shape[0] == good.shape[1] else {})
+
+
+def _roundings(case: AttentionCase, inputs: Inputs) -> dict[str, Tensor]:
+    """Results that were rounded on their way, by the place, in float64."""
     q, k, v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
     keys, values = (repeat_heads(x, case.heads) for x in (k, v))
-    i, j = torch.arange(case.queries, device=q.device)[:, None], torch.arange(case.keys, device=q.device)
+    scale, visible = right(case).scale, _visible(case, q)
 
-    def result(scores: Tensor, of_p: Round = exactly, of_sum: Round = exactly, of_v: Round = exactly) -> Tensor:
-        scores = scores.double().masked_fill(~formula.visible(i, j), -math.inf)
+    def result(scores: Tensor, v: Tensor = values, near: Callable[[Tensor], Tensor] = torch.clone) -> Tensor:
+        scores = (scores * scale).masked_fill(~visible, -math.inf)
         p = (scores - scores.amax(dim=-1, keepdim=True)).exp()
-        return of_p(p) @ of_v(values).double() / of_sum(p).sum(dim=-1, keepdim=True)
+        return near(p) @ v.double() / p.sum(dim=-1, keepdim=True)
 
-    def product(q: Tensor, k: Tensor) -> Tensor:
-        return q.double() @ k.double().mT * formula.scale
-
+    made: dict[str, Tensor] = {}
     for kind, dtype in (("TF32 or float16", None), ("bfloat16", torch.bfloat16)):
         near = partial(_nearest, dtype=dtype)
-        rounded = product(near(q), near(keys))
-        tried = {
+        exact, rounded = q.double() @ keys.double().mT, near(q) @ near(keys).mT
+        made |= {
             f"q and k are rounded to {kind}": result(rounded),
-            f"q, k, v and P are rounded to {kind}": result(rounded, near, exactly, near),
-            f"P is rounded to {kind} before it is summed": result(product(q, keys), near, near),
-            f"P and v are rounded to {kind}": result(product(q, keys), near, exactly, near),
-            f"P is rounded to {kind}": result(product(q, keys), near),
-            f"q, k and q kᵀ are rounded to {kind}": result(near(rounded / formula.scale) * formula.scale),
+            f"q, k, v and P are rounded to {kind}": result(rounded, near(values), near),
+            f"P and v are rounded to {kind}": result(exact, near(values), near),
+            f"P is rounded to {kind}": result(exact, values, near),
+            f"q, k and q kᵀ are rounded to {kind}": result(near(rounded)),
         }
-        for mistake, expected in tried.items():
-            if ((output - expected).abs() <= budget).double().mean() > MOST:
-                return mistake
-    return None
+    return made
 
 
-def exactly(x: Tensor) -> Tensor:
-    return x
+def _visible(case: AttentionCase, q: Tensor) -> Tensor:
+    i, j = (torch.arange(n, device=q.device) for n in (case.queries, case.keys))
+    return right(case).visible(i[:, None], j)
 
 
 def _nearest(x: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -244,47 +261,13 @@ def _nearest(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     return ((bits + 0x1000) & ~0x1FFF).view(torch.float32).double()
 
 
-def _only(wrong: Tensor) -> str | None:
-    """The one batch entry, head or tile that is wrong, or is right, where the mask (B, H, S, D) says so."""
-    for axis, name in enumerate(("batch entry", "head")):
-        others = [dim for dim in range(4) if dim != axis]
-        at, size = wrong.amax(dim=others).nonzero().flatten().tolist(), wrong.shape[axis]
-        if len(at) == 1 < size:
-            return f"only {name} {at[0]} is wrong"
-        if len(at) == size - 1 > 0:
-            return f"only {name} {({*range(size)} - {*at}).pop()} is right"
-    rows = wrong.amax(dim=(0, 1, 3)).nonzero().flatten().tolist()
-    for tile in TILES if rows else ():
-        if wrong.shape[2] > tile and rows[0] // tile == rows[-1] // tile:
-            return f"only the tile of rows {rows[0] // tile * tile} to {rows[0] // tile * tile + tile - 1} is wrong"
-    return None
-
-
 def _rows_of(kind: str, at: Tensor) -> str | None:
     """The rows that a mask (B, H, S, D) holds, where it holds whole rows alone."""
     rows = at.all(dim=-1)  # (B, H, S)
-    if not rows.any() or not bool((at.any(dim=-1) == rows).all()):
+    if not rows.any() or not torch.equal(at.any(dim=-1), rows):
         return None
-    in_all, size = rows.all(dim=0).all(dim=0).nonzero().flatten().tolist(), rows.shape[-1]
-    if len(in_all) == size:
-        return f"all of it is {kind}"
-    if bool((rows == rows[:1, :1]).all()) and in_all == list(range(in_all[0], size)):
-        return f"the last {len(in_all)} rows are {kind}"
+    size, count = rows.shape[-1], int(rows[0, 0].sum())
+    last = torch.arange(size, device=rows.device) >= size - count
+    if bool((rows == last).all()):
+        return f"all of it is {kind}" if count == size else f"the last {count} rows are {kind}"
     return f"{int(rows.sum())} of {rows.numel()} rows are {kind}"
-
-
-def _copies(good: Tensor, is_: Callable[[Tensor], bool]) -> str | None:
-    if good.shape[0] > 1 and is_(good[:1].expand_as(good)):
-        return "every batch has the result of batch 0"
-    if good.shape[1] > 1 and is_(good[:, :1].expand_as(good)):
-        return "every head has the result of head 0"
-    if good.shape[0] == good.shape[1] > 1 and is_(good.transpose(0, 1)):
-        return "batches and heads are exchanged"
-    return None
-
-
-def _as_in_memory(case: AttentionCase, inputs: Inputs, name: str) -> Tensor:
-    q, k, v, do = (
-        torch.as_strided(x, x.shape, torch.empty(x.shape, device="meta").stride()) for x in inputs.tensors.values()
-    )
-    return outputs_of(right(case), Inputs(q, k, v, do, inputs.seed))[name]

@@ -56,16 +56,15 @@ def plant(kind: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
     elif kind == "sink":
         k[:, 0], k[0, 1:] = 0.0, 0.0
         q[..., 0], k[0, 0] = SINK / 2**4, 2.0**4
-    elif kind == "first":
-        q.copy_(SHARP * k[torch.arange(queries, device=q.device) % min(FIRST_KEYS, keys)])
+    elif kind in ("first", "diagonal"):
+        position = torch.arange(queries, device=q.device)
+        q.copy_(SHARP * k[position % min(FIRST_KEYS, keys) if kind == "first" else position.clamp(max=keys - 1)])
     elif kind == "last":
         begin = keys - (keys % TAIL or min(TAIL, keys))
         start = begin if causal else 0  # queries before it do not see the last keys
         position = torch.arange(start, max(start, queries), device=q.device)
         seen = position.clamp(max=keys - 1) if causal else begin + position % (keys - begin)
         q[:, start:] = SHARP * k[seen]
-    elif kind == "diagonal":
-        q.copy_(SHARP * k[torch.arange(queries, device=q.device).clamp(max=keys - 1)])
     elif kind == "climb":
         steps = (torch.arange(keys, device=k.device) // STEP_KEYS).clamp(max=STEPS - 1)
         q.zero_()
@@ -99,20 +98,17 @@ class AttentionDraws(Draws):
 
     def __init__(self, tensors: Mapping[str, Tensor], seed: int, causal: bool):
         super().__init__(tensors, seed)
-        self.causal, self.extreme = causal, None
-        self._units, self._kv_heads = tensors["k"].shape[0] * tensors["k"].shape[1], tensors["k"].shape[1]
-
-    extreme: tuple[Unit, str] | None
+        self.causal = causal
+        self.extreme: tuple[Unit, str] | None = None
 
     def fill(self, draw: int, names: Iterable[str] | None = None) -> None:
         names = [*self.tensors] if names is None else [*names]
         super().fill(draw, names)
-        if "q" not in names:
-            return
-        self.extreme = planted(self._units, self._kv_heads, self.seed, draw)
-        if self.extreme is not None:
-            unit, kind = self.extreme
-            plant(kind, *unit_tensors(self.tensors, unit), self.causal)
+        if "q" in names:
+            batch, kv_heads = self.tensors["k"].shape[:2]
+            self.extreme = planted(batch * kv_heads, kv_heads, self.seed, draw)
+            if self.extreme is not None:
+                plant(self.extreme[1], *unit_tensors(self.tensors, self.extreme[0]), self.causal)
 
 
 def drawn_unit(
@@ -138,6 +134,5 @@ def drawn_unit(
 
 def extreme_of(case: AttentionCase, seed: int, draw: int, generator: str = draws.VERSION) -> tuple[Unit, str] | None:
     """The extreme unit of a draw of the case's inputs, and its kind; None where none is."""
-    if not has_extremes(generator):
-        return None
-    return planted(case.batch * case.kv_heads, case.kv_heads, seed, draw)
+    units = case.batch * case.kv_heads
+    return planted(units, case.kv_heads, seed, draw) if has_extremes(generator) else None
