@@ -117,29 +117,29 @@ def outputs_of(formula: Formula, problem: Problem, dtype: torch.dtype = torch.fl
     """The result of a formula in this dtype, and the gradients."""
     leaves = {name: x.detach().to(dtype).requires_grad_() for name, x in problem.inputs.items()}
     result = formula(leaves, problem.settings)
-    outputs = {RESULT: result.detach()}
-    if problem.grad_output is not None:
-        upstream = problem.grad_output.to(result.dtype)
-        gradients = torch.autograd.grad(
-            result, list(leaves.values()), upstream, allow_unused=True, materialize_grads=True
-        )
-        outputs |= zip(leaves, gradients, strict=True)
-    return outputs
+    if problem.grad_output is None:
+        return {RESULT: result.detach()}
+    upstream = problem.grad_output.to(result.dtype)
+    gradients = torch.autograd.grad(result, [*leaves.values()], upstream, allow_unused=True, materialize_grads=True)
+    return {RESULT: result.detach()} | dict(zip(leaves, gradients, strict=True))
 
 
-def forwards(formulas: Mapping[str, Formula]) -> Mistakes:
-    """Mistakes in the formula, which its gradient makes too."""
-    return {text: partial(outputs_of, formula) for text, formula in formulas.items()}
-
-
-def narrows(formulas: Mapping[str, Formula], dtype: torch.dtype) -> Mistakes:
-    """Mistakes that show only in this dtype."""
+def forwards(formulas: Mapping[str, Formula], dtype: torch.dtype = torch.float64) -> Mistakes:
+    """Mistakes in the formula, which its gradient makes too; those that show only in a narrow dtype are made in it."""
     return {text: partial(outputs_of, formula, dtype=dtype) for text, formula in formulas.items()}
 
 
 def backwards(formula: Formula, gradients: Mapping[str, Gradients]) -> Mistakes:
-    """Mistakes of a backward alone, each of which makes some of the gradients."""
-    return {text: partial(_backward, formula, made) for text, made in gradients.items()}
+    """Mistakes of a backward alone, each of which makes some of the gradients; the first ignores grad_output."""
+    ignored: dict[str, Gradients] = {
+        "the gradient of the result is ignored: ones stand for it": partial(_ones, formula)
+    }
+    return {text: partial(_backward, formula, made) for text, made in {**ignored, **gradients}.items()}
+
+
+def _ones(formula: Formula, exact: Problem, _: Outputs) -> Outputs:
+    outputs = outputs_of(formula, replace(exact, grad_output=torch.ones_like(exact.upstream)))
+    return {name: outputs[name] for name in exact.inputs}
 
 
 def _backward(formula: Formula, made: Gradients, problem: Problem) -> Outputs:
@@ -148,16 +148,6 @@ def _backward(formula: Formula, made: Gradients, problem: Problem) -> Outputs:
     inputs = {name: x.detach().double() for name, x in problem.inputs.items()}
     exact = replace(problem, inputs=inputs, grad_output=problem.grad_output.double())
     return made(exact, outputs_of(formula, exact))
-
-
-def grad_output_ignored(formula: Formula) -> Mistakes:
-    """The gradients that ones would give."""
-
-    def gradients(problem: Problem, right: Outputs) -> Outputs:
-        ones = replace(problem, grad_output=torch.ones_like(right[RESULT]))
-        return {name: x for name, x in outputs_of(formula, ones).items() if name != RESULT}
-
-    return backwards(formula, {"the gradient of the result is ignored: ones stand for it": gradients})
 
 
 def padding(width: int) -> list[int]:
@@ -237,17 +227,17 @@ def run(call: Called, problem: Problem) -> Outputs:
     return outputs
 
 
-def ratio_of(found: Tensor, reference: Tensor, plain: Tensor, mean: bool = False) -> float:
+def ratio_of(output: Tensor, reference: Tensor, plain: Tensor, mean: bool = False) -> float:
     """`lmsys.testing.error_ratio` in units of the reference's largest value: gradients may be small.
 
     mean  tensors of a narrow dtype are held in root mean square as well
     """
     _, exponent = math.frexp(reference.abs().max().item())
-    found, reference, losing = (x.double() / 2.0**exponent for x in (found, reference, plain))
-    ratio = error_ratio(found, reference, losing.to(plain.dtype))
-    if not mean or plain.dtype == torch.float32 or not found.dim():
+    output, reference, losing = (x.double() / 2.0**exponent for x in (output, reference, plain))
+    ratio = error_ratio(output, reference, losing.to(plain.dtype))
+    if not mean or plain.dtype == torch.float32 or not output.dim():
         return ratio
-    return max(ratio, norm_rms(found - reference) / rms_budget(reference, losing))
+    return max(ratio, norm_rms(output - reference) / rms_budget(reference, losing))
 
 
 def explain(
@@ -266,7 +256,7 @@ def explain(
             continue
         if not (made[name].isfinite().all() and ratio_of(made[name], right, losing) <= 1):  # else it does not show here
             return text
-    known = right.abs().max() > 0 and output.isfinite().all()
+    known = bool(right.abs().max() > 0 and output.isfinite().all())
     factor = float((output.double() * right).sum() / right.square().sum()) if known else math.nan
     shows = math.isfinite(factor) and ratio_of(factor * right, right, losing) > 1
     if shows and _alike(output, factor * right, right, losing):
@@ -274,31 +264,31 @@ def explain(
     return None
 
 
-def _alike(found: Tensor, made: Tensor, right: Tensor, plain: Tensor) -> bool:
+def _alike(output: Tensor, made: Tensor, right: Tensor, plain: Tensor) -> bool:
     """True where both are finite at the same places, and there equal within the budget of what is right."""
     made, finite = made.double(), made.isfinite()
-    if not bool((finite == found.isfinite()).all()):
+    if not bool((finite == output.isfinite()).all()):
         return False
-    made, found = made.where(finite, 0), found.double().where(finite, 0)
+    made, output = made.where(finite, 0), output.double().where(finite, 0)
     lost = (plain.double() - right).where(finite, 0)
-    return not bool(finite.any()) or ratio_of(found, made, (made + lost).to(plain.dtype)) <= 1
+    return not bool(finite.any()) or ratio_of(output, made, (made + lost).to(plain.dtype)) <= 1
 
 
 def _called(name: str) -> str:
     return "the result" if name == RESULT else f"the gradient of {name}"
 
 
-def _fault(name: str, names: Sequence[str], found: Tensor, right: Tensor, ratio: float, mistake: str | None) -> Fault:
-    at = places.worst(found, right)
+def _fault(name: str, names: Sequence[str], output: Tensor, right: Tensor, ratio: float, mistake: str | None) -> Fault:
+    at = places.worst(output, right)
     place = f"[{', '.join(map(str, at))}]" if at else ""
     lines = [
-        f"  {_called(name)}{place}: expected {right[at].item():.6g}, got {found[at].item():.6g}; the largest error is"
+        f"  {_called(name)}{place}: expected {right[at].item():.6g}, got {output[at].item():.6g}; the largest error is"
         f" {ratio:.3g} times what is allowed"
     ]
     if at:
         axes = ("batch", "row", "column")[-right.dim() :] if right.dim() <= 3 else ("batch", "head", "row", "column")
-        error = (found.double() - right).abs()
-        wrong = error > error.max() / ratio if math.isfinite(ratio) else ~found.isfinite()
+        error = (output.double() - right).abs()
+        wrong = error > error.max() / ratio if math.isfinite(ratio) else ~output.isfinite()
         kind = "wrong" if math.isfinite(ratio) else "NaN or inf"
         lines.append(f"  {kind} at: {places.where(wrong, axes)}")
     lines.append(f"  pattern: {mistake}" if mistake else "  no known mistake gives this result")

@@ -21,8 +21,6 @@ from lmsys.check.formulas import (
     backwards,
     cut,
     forwards,
-    grad_output_ignored,
-    narrows,
     padding,
     parts_of_sum,
 )
@@ -97,9 +95,8 @@ def mistakes(problem: Problem) -> Mistakes:
     in_weight = _of_weights(counted) if "weight" in problem.inputs else {}
     return {
         **forwards({"the losses are summed, not averaged": lambda x, s: losses(x, s).sum()}),
-        **narrows(MAXIMUM, torch.float32),
+        **forwards(MAXIMUM, torch.float32),
         **forwards(ignored | _of_vocabulary(vocabulary) | _of_chunks(tokens) | others | smoothed),
-        **grad_output_ignored(right),
         **backwards(right, _of_gradients(counted) | in_weight),
     }
 

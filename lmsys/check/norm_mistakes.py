@@ -20,8 +20,6 @@ from lmsys.check.formulas import (
     backwards,
     cut,
     forwards,
-    grad_output_ignored,
-    narrows,
     padding,
     parts_of_sum,
 )
@@ -71,9 +69,8 @@ def rms_norm_mistakes(problem: Problem) -> Mistakes:
     x = problem.inputs["x"]
     return {
         **forwards({"the mean is subtracted, as LayerNorm does": of_parts(rms, True)}),
-        **narrows({"squares overflow in the dtype of x: they belong in float32": of_parts(rms, False)}, x.dtype),
+        **forwards({"squares overflow in the dtype of x: they belong in float32": of_parts(rms, False)}, x.dtype),
         **forwards(_of_divisors(x.shape[-1], False)),
-        **grad_output_ignored(rms_norm),
         **backwards(rms_norm, _of_dx(False) | _of_weights(x, False)),
     }
 
@@ -93,13 +90,16 @@ def layer_norm_mistakes(problem: Problem) -> Mistakes:
         )
         for more in padding(width)
     }
+    exchanged: dict[str, Gradients] = {
+        "the gradients of weight and bias are exchanged": (
+            lambda exact, right: {"weight": right["bias"], "bias": right["weight"]}
+        )
+    }
     return {
         **forwards(plainest | _of_divisors(width, True) | padded),
-        **narrows({"the variance is mean(x^2) - mean(x)^2: the difference of large numbers": _one_pass}, x.dtype),
+        **forwards({"the variance is mean(x^2) - mean(x)^2: the difference of large numbers": _one_pass}, x.dtype),
         **forwards({"the bias is not added": of_parts(rms, True, bias=0.0)}),
-        **grad_output_ignored(layer_norm),
-        **backwards(layer_norm, _of_dx(True) | _of_weights(x, True)),
-        **backwards(layer_norm, {"the gradients of weight and bias are exchanged": _exchanged}),
+        **backwards(layer_norm, _of_dx(True) | _of_weights(x, True) | exchanged),
     }
 
 
@@ -119,10 +119,6 @@ def _one_pass(inputs: Inputs, settings: Settings) -> Tensor:
     variance = mean_of(x * x) - mean * mean
     y = (x - mean) * (variance + settings["eps"]).rsqrt() * inputs["weight"].float() + inputs["bias"].float()
     return y.to(inputs["x"].dtype)
-
-
-def _exchanged(problem: Problem, right: Outputs) -> Outputs:
-    return {"weight": right["bias"], "bias": right["weight"]}
 
 
 def _over(width: int, columns: int) -> Divisor:

@@ -19,8 +19,6 @@ from lmsys.check.formulas import (
     Settings,
     backwards,
     forwards,
-    grad_output_ignored,
-    narrows,
 )
 from lmsys.check.signature import Called
 
@@ -75,12 +73,11 @@ def mistakes(call: Called, problem: Problem) -> Mistakes:
         "pairs are mixed up: tables of halves, and neighbours are turned": _mixed_with_neighbours,
         "only the first half of the head dimension is turned": _half_turned,
     }
-    of_angles = {} if call.has("cos") else forwards(ANGLES) | narrows(_rounded(problem.dtype), torch.float32)
+    of_angles = {} if call.has("cos") else forwards(ANGLES) | forwards(_rounded(problem.dtype), torch.float32)
     return {
         **forwards(plainest),
         **of_angles,
         **forwards({"the batch's second axis, heads, is taken for the sequence": _over_heads}),
-        **grad_output_ignored(right),
         **backwards(right, BACKWARDS),
     }
 

@@ -27,9 +27,7 @@ from lmsys.check.formulas import (
     backwards,
     drawn,
     forwards,
-    grad_output_ignored,
     judge,
-    narrows,
     questions_of,
 )
 from lmsys.check.question import Fault, Options, Question
@@ -128,12 +126,11 @@ def mistakes(problem: Problem) -> Mistakes:
     overflows = {
         f"{text} {str(dtype)[6:]}": made
         for dtype in (torch.float32, problem.dtype)
-        for text, made in narrows(_of_activations(OVERFLOWS), dtype).items()
+        for text, made in forwards(_of_activations(OVERFLOWS), dtype).items()
     }
     return {
         **forwards(_of_activations(ACTIVATIONS)),
         **overflows,
-        **grad_output_ignored(right),
         **backwards(right, {text: _gradients(made) for text, made in BACKWARDS.items()}),
     }
 
