@@ -98,11 +98,9 @@ def mean_ratio(found: Tensor, terms: Tensor, plain: Tensor, groups: Tensor | Non
     larger than that either, and large terms in a small group do not widen it as they would in all.
     """
     terms, plain = terms.double(), plain.double()
-    budget = rms_budget(terms, plain)
-    if groups is not None:
-        groups = groups.to(terms.device)
-        parts = [groups == group for group in groups.unique()]
-        budget = sum(part.double().mean().item() * rms_budget(terms[part], plain[part]) for part in parts)
+    groups = torch.zeros_like(terms) if groups is None else groups.to(terms.device)
+    parts = [groups == group for group in groups.unique()]
+    budget = sum(part.double().mean().item() * rms_budget(terms[part], plain[part]) for part in parts)
     ratio = abs(found.item() - terms.mean().item()) / budget
     return ratio if math.isfinite(ratio) else math.inf
 

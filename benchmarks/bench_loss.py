@@ -15,7 +15,7 @@ import torch
 
 from benchmarks import axes
 from benchmarks.arithmetic import DTYPES, arithmetic, matmul_rates, why_no_arithmetic
-from benchmarks.loss.inputs import ODD_VOCABULARY, OUTPUTS, Inputs, OddInputs
+from benchmarks.loss.inputs import ODD_VOCABULARY, OUTPUTS, Inputs, odd_inputs
 from benchmarks.loss.spots import Spots, repeat
 from lmsys.bench import (
     Axis,
@@ -78,7 +78,7 @@ class Setup:
     """
 
     inputs: Inputs
-    odd: OddInputs
+    odd: Inputs
     draws: Draws
     spots: Spots
 
@@ -130,7 +130,7 @@ class Loss(Benchmark):
         inputs = Inputs.empty(one.tokens, one.d_model, one.vocab_size, one.precision, one.device)
         draws = inputs.draws(settings.seed)
         draws.fill(settings.seed)
-        return Setup(inputs, OddInputs.draw(one.precision, one.device, settings.seed), draws, Spots(inputs))
+        return Setup(inputs, odd_inputs(one.precision, one.device, settings.seed), draws, Spots(inputs))
 
     def open(self, candidate: Candidate, setup: Setup) -> None:
         call = candidate.entry.load()
@@ -145,11 +145,11 @@ class Loss(Benchmark):
         super().check_all(candidates, setup, runner)
 
     def check(self, candidate: Candidate, setup: Setup) -> Mapping[str, float]:
-        found = setup.inputs.check(candidate.call)
+        ratios = setup.inputs.check(candidate.call)
         if not candidate.entry.trait("compiles", False):  # another shape would be compiled for
             of_odd = setup.odd.check(candidate.call)
-            found |= {f"{name}, of {ODD_VOCABULARY} classes": ratio for name, ratio in of_odd.items()}
-        return found
+            ratios |= {f"{name}, of {ODD_VOCABULARY} classes": ratio for name, ratio in of_odd.items()}
+        return ratios
 
     def redraw(self, setup: Setup, draw: int) -> None:
         setup.draws.fill(draw)

@@ -48,6 +48,7 @@ def torch_chunked_supports(_: object) -> str | None:
 class Inputs:
     """hidden (N, M) and weight (V, M), both leaves, and targets (N); gradients are those of the loss times `scale`.
 
+    groups        a number for each token (N) and class (V): 0 where it is ordinary, and no extreme token adds to it
     extreme       the extreme ones of the tokens; None: none are
     exact, plain  the eager row's answer in float64 and in the precision itself, the loss for each token; on the host,
                   where no row is measured
@@ -58,6 +59,7 @@ class Inputs:
     targets: Tensor
     precision: str
     scale: float
+    groups: tuple[Tensor, Tensor]
     extreme: ExtremeTokens | None = None
     exact: Sequence[Tensor] = ()
     plain: Sequence[Tensor] = ()
@@ -67,7 +69,8 @@ class Inputs:
         shapes = (tokens, d_model), (vocab_size, d_model)
         hidden, weight = (torch.empty(shape, device=device, requires_grad=True) for shape in shapes)
         targets = torch.empty(tokens, dtype=torch.int64, device=device)
-        return cls(hidden, weight, targets, precision, LOSS_SCALE if precision == "fp16" else 1.0)
+        scale, ordinary = LOSS_SCALE if precision == "fp16" else 1.0, (torch.zeros(tokens), torch.zeros(vocab_size))
+        return cls(hidden, weight, targets, precision, scale, ordinary)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -80,15 +83,11 @@ class Inputs:
     def draws(self, seed: int) -> "LossDraws":
         return LossDraws(self, seed)
 
-    @property
-    def groups(self) -> tuple[Tensor, Tensor]:
-        """A number for each token (N) and for each class (V): 1 where it is extreme, or an extreme token adds to it."""
-        if self.extreme is None:
-            return torch.zeros(len(self.targets)), torch.zeros(len(self.weight))
-        return (
-            is_extreme(self.extreme.tokens, len(self.targets)),
-            is_extreme(self.extreme.classes, len(self.weight)),
-        )
+    def choose_extreme(self, draw: int) -> None:
+        """Says which tokens of a draw are extreme; they and their classes are a group of their own."""
+        self.extreme = ExtremeTokens.of(draw, len(self.targets), len(self.weight))
+        of_tokens = is_extreme(self.extreme.tokens, len(self.targets))
+        self.groups = of_tokens, is_extreme(self.extreme.classes, len(self.weight))
 
     def check(self, call: Callable[..., Tensor]) -> dict[str, float]:
         """The error over its budget of each output of a row; `exact` and `plain` are made before.
@@ -96,7 +95,8 @@ class Inputs:
         Only the row's own answer is on the device while it runs.
         """
         answer = [x.cpu() for x in self.run(call)]
-        return ratios(answer, self.exact, self.plain, self.groups, self.precision, self.device)
+        of_tokens, of_classes = self.groups
+        return ratios(answer, self.exact, self.plain, (of_tokens, of_tokens, of_classes), self.precision, self.device)
 
     def run(self, call: Callable[..., Tensor]) -> Answer:
         with autocast(self.precision, self.device):
@@ -143,33 +143,27 @@ class LossDraws(Draws):
     def fill(self, draw: int, names: Iterable[str] | None = None) -> None:
         x = self.inputs
         super().fill(draw, names)
-        x.extreme = ExtremeTokens.of(draw, len(x.targets), len(x.weight))
+        x.choose_extreme(draw)
+        assert x.extreme is not None
         x.extreme.write_weight(x.weight)
         x.extreme.write_tokens(x.hidden, x.weight, x.targets)
 
 
-@dataclass
-class OddInputs(Inputs):
+def odd_inputs(precision: str, device: str, seed: int) -> Inputs:
     """A small shape that no block divides, with a token in five of each kind; logits are exact but for ordinary ones.
 
     The kinds are 0, ordinary, and those of `lmsys.extremes.loss.KINDS` up to 4.
     """
-
-    @classmethod
-    def draw(cls, precision: str, device: str, seed: int) -> "OddInputs":
-        x = cls(**vars(cls.empty(ODD_TOKENS, WIDTH, ODD_VOCABULARY, precision, device)))
-        hidden, weight, targets = (one.data for one in x.tensors.values())
-        targets[:] = torch.arange(ODD_TOKENS, device=device) * 31 % ODD_VOCABULARY
-        for name, x_of, std in (("hidden", hidden, 1.0), ("weight", weight, std_of(weight))):
-            x_of[:] = values(key(seed, name), 0, x_of.numel(), device).view(x_of.shape) * std
-        write_head(weight, lowest=targets[4::5])
-        for kind in range(5):
-            write_kind(kind, hidden[kind::5])
-        return x
-
-    @property
-    def groups(self) -> tuple[Tensor, Tensor]:
-        return torch.arange(len(self.targets)) % 5, torch.zeros(len(self.weight))
+    x = Inputs.empty(ODD_TOKENS, WIDTH, ODD_VOCABULARY, precision, device)
+    hidden, weight, targets = x.hidden.data, x.weight.data, x.targets
+    targets[:] = torch.arange(ODD_TOKENS, device=device) * 31 % ODD_VOCABULARY
+    for name, tensor, std in (("hidden", hidden, 1.0), ("weight", weight, std_of(weight))):
+        tensor[:] = values(key(seed, name), 0, tensor.numel(), device).view(tensor.shape) * std
+    write_head(weight, lowest=targets[4::5])
+    for kind in range(5):
+        write_kind(kind, hidden[kind::5])
+    x.groups = torch.arange(ODD_TOKENS) % 5, torch.zeros(ODD_VOCABULARY)
+    return x
 
 
 def ratios(
@@ -182,15 +176,13 @@ def ratios(
 ) -> dict[str, float]:
     """The error over its budget of each output: the loss against those of all tokens, the gradients by groups of rows.
 
-    groups  of the terms of the loss, and of the rows of each gradient, or of these with the tokens' for both
+    groups  of the terms of the loss, and of the rows of each gradient
     device  where one output after another is compared; by default where they are
     """
-    of_terms, *of_rows = groups if len(groups) == 3 else (groups[0], *groups)
-    (loss, *found), (terms, *right), (plain_terms, *losing) = answer, exact, plain
-    result = {LOSS: mean_ratio(loss, terms, plain_terms, of_terms)}
-    for name, x, y, z, rows in zip(OUTPUTS[1:], found, right, losing, of_rows, strict=True):
-        on = device or x.device
-        result[name] = ratio_by_group(x.to(on), y.to(on), z.to(on), ROUNDING[precision], rows)
+    result = {LOSS: mean_ratio(answer[0], exact[0], plain[0], groups[0])}
+    for i in (1, 2):
+        x, y, z = (tensors[i].to(device or answer[i].device) for tensors in (answer, exact, plain))
+        result[OUTPUTS[i]] = ratio_by_group(x, y, z, ROUNDING[precision], groups[i])
     return result
 
 

@@ -9,7 +9,6 @@ machine without a GPU: `repeat`.
 import base64
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from lmsys import draws
 from lmsys.bench import Record
 from lmsys.bench.plain import check_plain
 from lmsys.extremes import has_extremes
-from lmsys.extremes.loss import ExtremeTokens
 from lmsys.measure.compare import Kept
 
 NUM_BLOCKS, BLOCK_ROWS = 4, 16  # of each gradient
@@ -130,21 +128,21 @@ def repeat(record: Record, call: Record) -> Iterator[str]:
     error = (values.double() - exact[part["row"]]).abs().max().item()
     if not abs(error - part["error"]) <= ERROR_RTOL * max(error, part["error"]):
         yield f"its recorded values are off by {error:.4g} from what is right, and it says {part['error']:.4g}"
-    found = exact.clone()
-    found[part["row"]] = values
-    groups = inputs.groups[0]
-    own, said = ratio_by_group(found, exact, plain, ROUNDING[inputs.precision], groups), call["error_ratios"][D_HIDDEN]
-    if said < own * (1 - BUDGET_RTOL):
-        yield f"its error ratio {said:.4g} is less than that of its own row, about {own:.4g}"
+    answer = exact.clone()
+    answer[part["row"]] = values
+    ratio = ratio_by_group(answer, exact, plain, ROUNDING[inputs.precision], inputs.groups[0])
+    recorded = call["error_ratios"][D_HIDDEN]
+    if recorded < ratio * (1 - BUDGET_RTOL):
+        yield f"its error ratio {recorded:.4g} is less than that of its own row, about {ratio:.4g}"
 
 
-def _inputs_of(record: Record, call: Record) -> "SomeInputs":
+def _inputs_of(record: Record, call: Record) -> Inputs:
     """The inputs of the hidden states that a call was looked at by, drawn again; gradients are those of the mean over
     all tokens."""
     num_tokens, d_model, vocab_size = (record[name] for name in ("tokens", "d_model", "vocab_size"))
     whole = Inputs.empty(num_tokens, d_model, vocab_size, record["precision"], "cpu")
     if has_extremes(record["proof"]["generator"]):
-        whole.extreme = ExtremeTokens.of(call["draw"], num_tokens, vocab_size)
+        whole.choose_extreme(call["draw"])
     tokens, _ = blocks_of(whole, call["key"])
 
     def drawn(name: str, first: int, count: int, **what: Any) -> Tensor:
@@ -162,18 +160,5 @@ def _inputs_of(record: Record, call: Record) -> "SomeInputs":
             whole.extreme.write_tokens(hidden, weight, targets, rows.start)
         blocks.append((hidden, targets))
     hidden, targets = (torch.cat(x) for x in zip(*blocks, strict=True))
-    of_tokens = whole.groups[0][indices(tokens)]
-    scale = whole.scale * len(targets) / num_tokens
-    return SomeInputs(hidden, weight, targets, whole.precision, scale, of_tokens=of_tokens)
-
-
-@dataclass
-class SomeInputs(Inputs):
-    """Some tokens of inputs; of_tokens: their groups."""
-
-    of_tokens: Tensor | None = None
-
-    @property
-    def groups(self) -> tuple[Tensor, Tensor]:
-        assert self.of_tokens is not None
-        return self.of_tokens, torch.zeros(len(self.weight))
+    groups = whole.groups[0][indices(tokens)], whole.groups[1]
+    return Inputs(hidden, weight, targets, whole.precision, whole.scale * len(targets) / num_tokens, groups)

@@ -34,14 +34,8 @@ COLD_ROUNDS = 10  # timed steps of the warm-up study
 GRAPH_BUDGET = 4 * torch.finfo(torch.bfloat16).eps  # of a gradient's size: additions have no fixed order
 
 
-class GraphFault(ValueError):
-    """A graph's gradients are not those of the same kernels, launched one by one."""
-
-    failure = property(lambda self: ("wrong", str(self)))
-
-
-class UpdateFault(ValueError):
-    """An update on extreme gradients is not the formula's."""
+class WrongCall(ValueError):
+    """A graph, or an update on extreme gradients, is wrong before any timed call."""
 
     failure = property(lambda self: ("wrong", str(self)))
 
@@ -188,8 +182,8 @@ class Rig:
     def alone(self, case: ModelTest) -> float:
         """Seconds of the case's first call, with nothing else live and nothing left afterwards, even where it fails.
 
-        Blocks are not compiled again, but where the gate's shape was smaller; what is compiled whole is. GraphFault
-        where a graph is wrong, UpdateFault where an update on extreme gradients is.
+        Blocks are not compiled again, but where the gate's shape was smaller; what is compiled whole is. WrongCall
+        where a graph is wrong, or an update on extreme gradients.
         """
         self.clear()
         try:
@@ -213,12 +207,12 @@ class Rig:
         pairs = zip(self.base.parameters(), launched, strict=True)
         worst = max(norm_rms(p.grad - x) / norm_rms(x) for p, x in pairs)
         if not worst <= GRAPH_BUDGET:
-            raise GraphFault(f"a gradient of the graph is off by {worst:.2g} of its size")
+            raise WrongCall(f"a gradient of the graph is off by {worst:.2g} of its size")
 
     def check_update(self, case: ModelTest) -> None:
         """The first two steps of an optimizer, with extreme gradients in rows of a matrix; all others are as they are.
 
-        UpdateFault where they are not the formula's.
+        WrongCall where they are not the formula's.
         """
         self.optimizers.pop(case.peer, None)
         for draw in range(CHECKED_UPDATES):
@@ -227,7 +221,7 @@ class Rig:
             self.update(case)
             _, wrong = verdict(watch.done(self.optimizers[case.peer]).ratios(), "before any timed call")
             if wrong:
-                raise UpdateFault(wrong[1])
+                raise WrongCall(wrong[1])
 
     def memory_of(self, case: ModelTest) -> tuple[int, int]:
         """Bytes live before what is timed (weights, gradients, optimizer state), and the peak above all that was."""

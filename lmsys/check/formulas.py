@@ -3,23 +3,68 @@
 A formula is the function as it is written on paper, in PyTorch and in any dtype. In float64 it is what is right, in the
 dtype of the inputs it says what plain PyTorch loses, which is the budget. A mistake is the formula with the mistake in
 it. Most are made in float64; those that only a narrow dtype shows, as overflows, in that dtype.
+
+A kind of function has a table of cases, the inputs of a case, a formula, and tables of mistakes: in words, the plainest
+first.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lmsys import draws
 from lmsys.check import places
-from lmsys.check.question import Fault
+from lmsys.check.question import Fault, Options, Question
 from lmsys.check.signature import Called
 from lmsys.testing import error_ratio, norm_rms, rms_budget
 
+Inputs = Mapping[str, Tensor]
+Settings = Mapping[str, Any]
 Outputs = dict[str, Tensor]  # "result", and the gradient of each input by its name
+Formula = Callable[[Inputs, Settings], Tensor]
 RESULT = "result"
+BLOCKS = (32, 64, 128, 256, 512, 1024)  # of columns, in a kernel
+NARROW = torch.bfloat16, torch.float16
+DTYPES = torch.float32, *NARROW
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A case of a function.
+
+    shape    of the input, or of the inputs' first one: each kind says which
+    extreme  which inputs of `lmsys.extremes` these are; "": ordinary ones
+    more     what else the kind says of the case, by name
+    """
+
+    about: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    extreme: str = ""
+    more: Settings = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        more = "".join(f", {name} {value:g}" for name, value in self.more.items())
+        return f"{self.about} ({str(self.dtype)[6:]}, shape {self.shape}{more})"
+
+
+def questions_of(
+    cases: Iterable[Asked],
+    judged: Callable[[Asked], Fault | None],
+    options: Options,
+    reason: Callable[[Asked], str | None] = lambda asked: None,
+) -> Iterator[Question]:
+    """The cases of the dtypes that are asked for; `reason` says why one is not asked."""
+    for asked in cases:
+        dtype = str(asked.dtype)[6:]
+        if dtype in options.dtypes:
+            about = f"{asked.about}, {dtype}"
+            yield Question(about, partial(judged, asked), str(asked), reason(asked), bool(asked.extreme))
 
 
 @dataclass(frozen=True)
@@ -32,8 +77,8 @@ class Problem:
     extreme      plain PyTorch may be exact here, so that there is no mean error that others may have
     """
 
-    inputs: Mapping[str, Tensor]
-    settings: Mapping[str, Any]
+    inputs: Inputs
+    settings: Settings
     grad_output: Tensor | None
     extreme: bool = False
 
@@ -41,73 +86,97 @@ class Problem:
     def dtype(self) -> torch.dtype:
         return next(iter(self.inputs.values())).dtype
 
+    @property
+    def upstream(self) -> Tensor:
+        """grad_output, where there is one."""
+        assert self.grad_output is not None
+        return self.grad_output
 
-Formula = Callable[[Mapping[str, Tensor], Mapping[str, Any]], Tensor]
+    @classmethod
+    def of(cls, asked: Asked, options: Options, inputs: Inputs, settings: Settings, grad_output: Tensor) -> "Problem":
+        """Puts them on the device, and all but the settings into the dtype of the case."""
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return cls(
+            {name: x.to(device, asked.dtype) for name, x in inputs.items()},
+            {name: x.to(device) if isinstance(x, Tensor) else x for name, x in settings.items()},
+            grad_output.to(device, asked.dtype) if options.grad else None,
+            bool(asked.extreme),
+        )
 
 
-@dataclass(frozen=True)
-class Mistake:
-    """A mistake in words, and the outputs of an implementation that makes it."""
+def drawn(options: Options, name: str, *shape: int) -> Tensor:
+    """Standard normal values of this name."""
+    return draws.values(draws.key(options.seed, name), 0, math.prod(shape)).view(shape)
 
-    text: str
-    outputs: Callable[[Problem], Outputs] = field(repr=False)
+
+Mistakes = dict[str, Callable[[Problem], Outputs]]  # in words, and the outputs of an implementation that makes it
+Gradients = Callable[[Problem, Outputs], Outputs]  # from a problem in float64 and its right outputs
 
 
 def outputs_of(formula: Formula, problem: Problem, dtype: torch.dtype = torch.float64) -> Outputs:
     """The result of a formula in this dtype, and the gradients."""
     leaves = {name: x.detach().to(dtype).requires_grad_() for name, x in problem.inputs.items()}
     result = formula(leaves, problem.settings)
-    found = {RESULT: result.detach()}
-    if problem.grad_output is not None:
-        gradients = torch.autograd.grad(
-            result, list(leaves.values()), problem.grad_output.to(result.dtype), allow_unused=True
-        )
-        for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
-            found[name] = torch.zeros_like(leaf) if gradient is None else gradient
-    return found
+    if problem.grad_output is None:
+        return {RESULT: result.detach()}
+    upstream = problem.grad_output.to(result.dtype)
+    gradients = torch.autograd.grad(result, [*leaves.values()], upstream, allow_unused=True, materialize_grads=True)
+    return {RESULT: result.detach()} | dict(zip(leaves, gradients, strict=True))
 
 
-def forward(text: str, formula: Formula) -> Mistake:
-    """A mistake in the formula, which its gradient makes too."""
-    return Mistake(text, lambda problem: outputs_of(formula, problem))
+def forwards(formulas: Mapping[str, Formula], dtype: torch.dtype = torch.float64) -> Mistakes:
+    """Mistakes in the formula, which its gradient makes too; those that show only in a narrow dtype are made in it."""
+    return {text: partial(outputs_of, formula, dtype=dtype) for text, formula in formulas.items()}
 
 
-def narrow(text: str, formula: Formula, dtype: torch.dtype | None = None) -> Mistake:
-    """A mistake that only shows in the dtype of the inputs, or in this one."""
-    return Mistake(text, lambda problem: outputs_of(formula, problem, dtype or problem.dtype))
+def backwards(formula: Formula, gradients: Mapping[str, Gradients]) -> Mistakes:
+    """Mistakes of a backward alone, each of which makes some of the gradients; the first ignores grad_output."""
+    ignored: dict[str, Gradients] = {
+        "the gradient of the result is ignored: ones stand for it": partial(_ones, formula)
+    }
+    return {text: partial(_backward, formula, made) for text, made in {**ignored, **gradients}.items()}
 
 
-def backward(text: str, formula: Formula, gradients: Callable[[Problem, Outputs], Outputs]) -> Mistake:
-    """A mistake of a backward alone: `gradients` makes some of the gradients from the problem in float64."""
-
-    def outputs(problem: Problem) -> Outputs:
-        if problem.grad_output is None:
-            return {}
-        exact = Problem(
-            {name: x.detach().double() for name, x in problem.inputs.items()},
-            problem.settings,
-            problem.grad_output.double(),
-        )
-        return gradients(exact, outputs_of(formula, exact))
-
-    return Mistake(text, outputs)
+def _ones(formula: Formula, exact: Problem, _: Outputs) -> Outputs:
+    outputs = outputs_of(formula, replace(exact, grad_output=torch.ones_like(exact.upstream)))
+    return {name: outputs[name] for name in exact.inputs}
 
 
-def grad_output_ignored(formula: Formula) -> Mistake:
-    """The gradients that ones would give."""
+def _backward(formula: Formula, made: Gradients, problem: Problem) -> Outputs:
+    if problem.grad_output is None:
+        return {}
+    inputs = {name: x.detach().double() for name, x in problem.inputs.items()}
+    exact = replace(problem, inputs=inputs, grad_output=problem.grad_output.double())
+    return made(exact, outputs_of(formula, exact))
 
-    def gradients(problem: Problem, right: Outputs) -> Outputs:
-        assert problem.grad_output is not None
-        ones = Problem(problem.inputs, problem.settings, torch.ones_like(problem.grad_output))
-        return {name: x for name, x in outputs_of(formula, ones).items() if name != RESULT}
 
-    return backward("the gradient of the result is ignored: ones stand for it", formula, gradients)
+def padding(width: int) -> list[int]:
+    """The columns behind the last one, up to a whole block."""
+    return sorted({-width % block for block in BLOCKS} - {0})
+
+
+def cut(width: int) -> list[int]:
+    """The columns of whole blocks, and all but the last one."""
+    return sorted({*(width // block * block for block in BLOCKS), width - 1} - {0, width})
+
+
+def parts_of_sum(rows: str, count: int, sizes: Iterable[int]) -> dict[str, slice]:
+    """The rows that a mistaken weight's gradient is the sum of, in words; `sizes` are those of blocks of rows."""
+    parts = {}
+    for size in (size for size in sizes if size < count):
+        last = (count - 1) // size * size
+        parts[f"only the last block of {size} {rows} adds to the weight's gradient"] = slice(last, None)
+        parts[f"only the first {size} {rows} add to the weight's gradient"] = slice(size)
+        if count % size:
+            left_out = f"the last {count - last} {rows}, no whole block of {size}, do not add to the weight's gradient"
+            parts[left_out] = slice(last)
+    return parts
 
 
 def judge(
     call: Called,
     formula: Formula,
-    mistakes: Callable[[Problem], Iterable[Mistake]],
+    mistakes: Callable[[Problem], Mistakes],
     problem: Problem,
     widened: bool = False,
     plain_formula: Formula | None = None,
@@ -119,27 +188,27 @@ def judge(
     """
     before = {name: x.clone() for name, x in problem.inputs.items()}
     try:
-        found = run(call, problem)
+        outputs = run(call, problem)
     except Exception as error:
-        said = str(error).strip().splitlines()
-        return Fault(f"  it raises {type(error).__name__}: {said[0] if said else 'no message'}")
+        message = str(error).strip().splitlines()
+        return Fault(f"  it raises {type(error).__name__}: {message[0] if message else 'no message'}")
     for name, x in problem.inputs.items():
         if not torch.equal(x, before[name]):
             return Fault(f"  it changes its input {name}", f"it changes its input {name}")
     reference = outputs_of(formula, problem)
     plain = outputs_of(plain_formula or formula, problem, problem.dtype)
     for name, right in reference.items():
-        if name not in found:
+        if name not in outputs:
             detached = "the result is detached, or the backward gives none"
             return Fault(f"  no gradient reaches {name}\n  pattern: {detached}", detached)
         dtypes = {problem.dtype} | ({torch.float32} if widened and name == RESULT else set())
-        if found[name].shape != right.shape or found[name].dtype not in dtypes:
-            given = f"{found[name].dtype} of shape {tuple(found[name].shape)}"
+        if outputs[name].shape != right.shape or outputs[name].dtype not in dtypes:
+            given = f"{outputs[name].dtype} of shape {tuple(outputs[name].shape)}"
             return Fault(f"  {_called(name)} is {given}; expected {problem.dtype} of shape {tuple(right.shape)}")
-        ratio = ratio_of(found[name], right, plain[name], mean=not problem.extreme)
+        ratio = ratio_of(outputs[name], right, plain[name], mean=not problem.extreme)
         if ratio > 1:
-            mistake = explain(found, name, reference, plain, problem, mistakes(problem))
-            return _fault(name, list(reference), found[name], right, ratio, mistake)
+            mistake = explain(outputs, name, reference, plain, problem, mistakes(problem))
+            return _fault(name, list(reference), outputs[name], right, ratio, mistake)
     return None
 
 
@@ -149,47 +218,45 @@ def run(call: Called, problem: Problem) -> Outputs:
     leaves = {name: x.detach().requires_grad_(grad) for name, x in problem.inputs.items()}
     with torch.set_grad_enabled(grad):
         result = call({**leaves, **problem.settings})
-    found = {RESULT: result.detach()}
+    outputs = {RESULT: result.detach()}
     if grad and result.requires_grad:
-        assert problem.grad_output is not None
-        upstream = problem.grad_output.to(result.dtype).expand(result.shape)
+        upstream = problem.upstream.to(result.dtype).expand(result.shape)
         gradients = torch.autograd.grad(result, list(leaves.values()), upstream, allow_unused=True)
-        found |= {name: x for name, x in zip(leaves, gradients, strict=True) if x is not None}
+        outputs |= {name: x for name, x in zip(leaves, gradients, strict=True) if x is not None}
     torch.cuda.synchronize() if result.is_cuda else None
-    return found
+    return outputs
 
 
-def ratio_of(found: Tensor, reference: Tensor, plain: Tensor, mean: bool = False) -> float:
+def ratio_of(output: Tensor, reference: Tensor, plain: Tensor, mean: bool = False) -> float:
     """`lmsys.testing.error_ratio` in units of the reference's largest value: gradients may be small.
 
     mean  tensors of a narrow dtype are held in root mean square as well
     """
     _, exponent = math.frexp(reference.abs().max().item())
-    found, reference, losing = (x.double() / 2.0**exponent for x in (found, reference, plain))
-    ratio = error_ratio(found, reference, losing.to(plain.dtype))
-    if not mean or plain.dtype == torch.float32 or not found.dim():
+    output, reference, losing = (x.double() / 2.0**exponent for x in (output, reference, plain))
+    ratio = error_ratio(output, reference, losing.to(plain.dtype))
+    if not mean or plain.dtype == torch.float32 or not output.dim():
         return ratio
-    return max(ratio, norm_rms(found - reference) / rms_budget(reference, losing))
+    return max(ratio, norm_rms(output - reference) / rms_budget(reference, losing))
 
 
 def explain(
-    found: Outputs, name: str, reference: Outputs, plain: Outputs, problem: Problem, mistakes: Iterable[Mistake]
+    outputs: Outputs, name: str, reference: Outputs, plain: Outputs, problem: Problem, mistakes: Mistakes
 ) -> str | None:
-    """The mistake that gives `found[name]`, and not what is right, in words; None where no known one does.
+    """The mistake that gives `outputs[name]`, and not what is right, in words; None where no known one does.
 
-    It must give what was found of the outputs before it too: a right result has no mistake of a forward.
+    It must give the outputs before it too: a right result has no mistake of a forward.
     """
-    output, right, losing = found[name], reference[name], plain[name]
+    output, right, losing = outputs[name], reference[name], plain[name]
     names = list(reference)[: list(reference).index(name) + 1]
-    for mistake in mistakes:
-        made = mistake.outputs(problem)
-        if name not in made or not all(
-            _alike(found[one], made[one], reference[one], plain[one]) for one in names if one in made
-        ):
+    for text, outputs_with in mistakes.items():
+        made = outputs_with(problem)
+        alike = (_alike(outputs[x], made[x], reference[x], plain[x]) for x in names if x in made)
+        if name not in made or not all(alike):
             continue
         if not (made[name].isfinite().all() and ratio_of(made[name], right, losing) <= 1):  # else it does not show here
-            return mistake.text
-    known = right.abs().max() > 0 and output.isfinite().all()
+            return text
+    known = bool(right.abs().max() > 0 and output.isfinite().all())
     factor = float((output.double() * right).sum() / right.square().sum()) if known else math.nan
     shows = math.isfinite(factor) and ratio_of(factor * right, right, losing) > 1
     if shows and _alike(output, factor * right, right, losing):
@@ -197,31 +264,31 @@ def explain(
     return None
 
 
-def _alike(found: Tensor, made: Tensor, right: Tensor, plain: Tensor) -> bool:
+def _alike(output: Tensor, made: Tensor, right: Tensor, plain: Tensor) -> bool:
     """True where both are finite at the same places, and there equal within the budget of what is right."""
     made, finite = made.double(), made.isfinite()
-    if not bool((finite == found.isfinite()).all()):
+    if not bool((finite == output.isfinite()).all()):
         return False
-    made, found = made.where(finite, 0), found.double().where(finite, 0)
+    made, output = made.where(finite, 0), output.double().where(finite, 0)
     lost = (plain.double() - right).where(finite, 0)
-    return not bool(finite.any()) or ratio_of(found, made, (made + lost).to(plain.dtype)) <= 1
+    return not bool(finite.any()) or ratio_of(output, made, (made + lost).to(plain.dtype)) <= 1
 
 
 def _called(name: str) -> str:
     return "the result" if name == RESULT else f"the gradient of {name}"
 
 
-def _fault(name: str, names: Sequence[str], found: Tensor, right: Tensor, ratio: float, mistake: str | None) -> Fault:
-    at = places.worst(found, right)
+def _fault(name: str, names: Sequence[str], output: Tensor, right: Tensor, ratio: float, mistake: str | None) -> Fault:
+    at = places.worst(output, right)
     place = f"[{', '.join(map(str, at))}]" if at else ""
     lines = [
-        f"  {_called(name)}{place}: expected {right[at].item():.6g}, got {found[at].item():.6g}; the largest error is"
+        f"  {_called(name)}{place}: expected {right[at].item():.6g}, got {output[at].item():.6g}; the largest error is"
         f" {ratio:.3g} times what is allowed"
     ]
     if at:
         axes = ("batch", "row", "column")[-right.dim() :] if right.dim() <= 3 else ("batch", "head", "row", "column")
-        error = (found.double() - right).abs()
-        wrong = error > error.max() / ratio if math.isfinite(ratio) else ~found.isfinite()
+        error = (output.double() - right).abs()
+        wrong = error > error.max() / ratio if math.isfinite(ratio) else ~output.isfinite()
         kind = "wrong" if math.isfinite(ratio) else "NaN or inf"
         lines.append(f"  {kind} at: {places.where(wrong, axes)}")
     lines.append(f"  pattern: {mistake}" if mistake else "  no known mistake gives this result")

@@ -23,6 +23,7 @@ TILES = (16, 32, 64, 128, 256)
 MOST = 0.99  # of the elements
 GRADIENTS = ("dq", "dk", "dv")
 Outputs = Mapping[str, Tensor]
+Round = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,21 @@ def explain(case: AttentionCase, inputs: Inputs, outputs: Outputs, name: str, bu
     factor = float((output * good).sum() / good.square().sum())
     if math.isfinite(factor) and abs(factor - 1) > 1e-6 and is_(factor * good):
         return f"it is {factor:.4g} times what is right"
-    return _rows_of("zeros", output == 0)
+    return _rows_of("zeros", output == 0) or _only(~((output - good).abs() <= budget))
+
+
+def _only(wrong: Tensor) -> str | None:
+    """The one batch entry, head or tile of rows that is wrong, where a mask (B, H, S, D) has no other."""
+    for dim, name in ((0, "batch entry"), (1, "head")):
+        at = wrong.transpose(0, dim).flatten(1).any(dim=1).nonzero().flatten().tolist()
+        if len(at) == 1 < wrong.shape[dim]:
+            return f"only {name} {at[0]} is wrong"
+    rows = wrong.any(dim=3).flatten(0, 1).any(dim=0).nonzero().flatten().tolist()
+    for tile in [tile for tile in TILES if rows and tile < wrong.shape[2]]:
+        if rows[0] // tile == rows[-1] // tile:
+            first = rows[0] // tile * tile
+            return f"only the tile of rows {first} to {first + tile - 1} is wrong"
+    return None
 
 
 def _elsewhere(case: AttentionCase, inputs: Inputs, good: Tensor, name: str) -> dict[str, Tensor]:
@@ -229,10 +244,10 @@ def _roundings(case: AttentionCase, inputs: Inputs) -> dict[str, Tensor]:
     keys, values = (repeat_heads(x, case.heads) for x in (k, v))
     scale, visible = right(case).scale, _visible(case, q)
 
-    def result(scores: Tensor, v: Tensor = values, near: Callable[[Tensor], Tensor] = torch.clone) -> Tensor:
+    def result(scores: Tensor, v: Tensor = values, of_p: Round = torch.clone, of_sum: Round = torch.clone) -> Tensor:
         scores = (scores * scale).masked_fill(~visible, -math.inf)
         p = (scores - scores.amax(dim=-1, keepdim=True)).exp()
-        return near(p) @ v.double() / p.sum(dim=-1, keepdim=True)
+        return of_p(p) @ v.double() / of_sum(p).sum(dim=-1, keepdim=True)
 
     made: dict[str, Tensor] = {}
     for kind, dtype in (("TF32 or float16", None), ("bfloat16", torch.bfloat16)):
@@ -242,6 +257,7 @@ def _roundings(case: AttentionCase, inputs: Inputs) -> dict[str, Tensor]:
             f"q and k are rounded to {kind}": result(rounded),
             f"q, k, v and P are rounded to {kind}": result(rounded, near(values), near),
             f"P and v are rounded to {kind}": result(exact, near(values), near),
+            f"P is rounded to {kind} before it is summed": result(exact, values, near, near),
             f"P is rounded to {kind}": result(exact, values, near),
             f"q, k and q kᵀ are rounded to {kind}": result(near(rounded)),
         }

@@ -11,15 +11,14 @@ AXES = ("batch", "head", "row", "column")
 def where(wrong: Tensor, axes: Sequence[str] = AXES) -> str:
     """The axes of a mask, by default (B, H, S, D), on which only some elements are wrong: "rows 214 to 236 of 237, the
     last 23"."""
-    told = []
+    parts = []
     for axis, name in enumerate(axes):
-        others = [one for one in range(len(axes)) if one != axis]
+        others = [other for other in range(len(axes)) if other != axis]
         at = (wrong.amax(dim=others) if others else wrong).nonzero().flatten().tolist()
         if len(at) < wrong.shape[axis]:
-            told.append(_of_axis(name, at, wrong.shape[axis]))
+            parts.append(_of_axis(name, at, wrong.shape[axis]))
     share = wrong.float().mean().item()
-    told = told or ["everywhere"]
-    return f"{', '.join(told)} ({100 * share:.3g} % of the elements)"
+    return f"{', '.join(parts) or 'everywhere'} ({100 * share:.3g} % of the elements)"
 
 
 def _of_axis(name: str, at: Sequence[int], size: int) -> str:
@@ -39,5 +38,4 @@ def _of_axis(name: str, at: Sequence[int], size: int) -> str:
 def worst(found: Tensor, expected: Tensor) -> tuple[int, ...]:
     """The index of the largest error; what is not finite is the largest."""
     error = (found.double() - expected).abs().nan_to_num(nan=float("inf"))
-    at = int(error.argmax())
-    return tuple(int(one) for one in torch.unravel_index(torch.tensor(at), error.shape))
+    return tuple(int(index) for index in torch.unravel_index(error.argmax(), error.shape))

@@ -4,19 +4,26 @@ Legend: B batch, H heads, S sequence length, D head dimension.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from lmsys.check.formulas import Formula, Mistake, Outputs, Problem, backward, forward, grad_output_ignored, narrow
+from lmsys.check.formulas import (
+    Formula,
+    Gradients,
+    Inputs,
+    Mistakes,
+    Outputs,
+    Problem,
+    Settings,
+    backwards,
+    forwards,
+)
 from lmsys.check.signature import Called
 
 NEIGHBOURS, HALVES = "neighbours (2i, 2i + 1)", "halves (i, i + D / 2)"
 THETAS = (100.0, 1000.0, 10_000.0, 500_000.0, 1_000_000.0)
-Inputs = Mapping[str, Tensor]
-Settings = Mapping[str, Any]
 Angles = Callable[[Tensor, Settings], Tensor]  # of x and settings: (S, D / 2)
 
 
@@ -56,109 +63,106 @@ def plain(inputs: Inputs, settings: Settings) -> Tensor:
     return turned(inputs["x"], angles * (1 + torch.finfo(torch.float32).eps), settings["pairs"])
 
 
-def mistakes(call: Called, problem: Problem) -> Iterator[Mistake]:
+def mistakes(call: Called, problem: Problem) -> Mistakes:
     """The plainest first; of a function that is given tables, those of positions and frequencies are not its own."""
-    x, pairs = problem.inputs["x"], problem.settings["pairs"]
-    dtype, head_dim = x.dtype, x.shape[-1]
-    yield forward("it turns the other way: the sine has the wrong sign", by(lambda x, s: -angles_of(x, s)))
-    yield forward("sine and cosine are exchanged", by(lambda x, s: math.pi / 2 - angles_of(x, s)))
-    yield forward("x is returned as it is", lambda x, s: x["x"] * 1)
-    for told, formula in _of_pairs().items():
-        yield forward(told, formula)
-    if not call.has("cos"):
-        yield from _of_angles(dtype, head_dim)
-        yield narrow("positions are rounded to the dtype of x", by(_positions_in(dtype)), torch.float32)
-        yield narrow("frequencies are rounded to the dtype of x", by(_frequencies_in(dtype)), torch.float32)
-        yield narrow("positions and frequencies are rounded to the dtype of x", by(_both_in(dtype)), torch.float32)
-        yield narrow(
-            "angles are rounded to the dtype of x",
-            by(lambda x, s: angles_of(x, s).to(dtype).to(x.dtype)),
-            torch.float32,
-        )
-    yield forward("the batch's second axis, heads, is taken for the sequence", _over_heads)
-    yield grad_output_ignored(right)
-
-    def of(angles: Callable[[Tensor], Tensor]) -> Callable[[Problem, Outputs], Outputs]:
-        def gradients(exact: Problem, _: Outputs) -> Outputs:
-            assert exact.grad_output is not None
-            return {"x": turned(exact.grad_output, angles(angles_of(exact.inputs["x"], exact.settings)), pairs)}
-
-        return gradients
-
-    yield backward("the backward turns as the forward does: it must turn back", right, of(lambda a: a))
-    yield backward("the backward does not turn", right, of(lambda a: 0 * a))
-
-
-def _of_pairs() -> dict[str, Formula]:
-    def mixed(tables_of_halves: bool) -> Formula:
-        """The tables' columns are laid out for the one kind of pairs, and x is turned by the other."""
-
-        def formula(inputs: Inputs, settings: Settings) -> Tensor:
-            x, angles = inputs["x"], angles_of(inputs["x"], settings)
-            if tables_of_halves:
-                whole = torch.cat([angles, angles], dim=-1)
-                first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
-                across = torch.stack((-second, first), dim=-1).flatten(-2)
-            else:
-                whole = angles.repeat_interleave(2, dim=-1)
-                first, second = x.chunk(2, dim=-1)
-                across = torch.cat((-second, first), dim=-1)
-            return x * whole.cos().to(x.dtype) + across * whole.sin().to(x.dtype)
-
-        return formula
-
-    def half_turned(inputs: Inputs, settings: Settings) -> Tensor:
-        x, angles = inputs["x"], angles_of(inputs["x"], settings)
-        width = x.shape[-1] // 2
-        kept = angles[:, : width // 2]
-        return torch.cat([turned(x[..., :width], kept, settings["pairs"]), x[..., width:]], dim=-1)
-
+    plainest: dict[str, Formula] = {
+        "it turns the other way: the sine has the wrong sign": by(lambda x, s: -angles_of(x, s)),
+        "sine and cosine are exchanged": by(lambda x, s: math.pi / 2 - angles_of(x, s)),
+        "x is returned as it is": lambda x, s: x["x"] * 1,
+        "pairs are mixed up: tables of neighbours, and halves are turned": _mixed_with_halves,
+        "pairs are mixed up: tables of halves, and neighbours are turned": _mixed_with_neighbours,
+        "only the first half of the head dimension is turned": _half_turned,
+    }
+    of_angles = {} if call.has("cos") else forwards(ANGLES) | forwards(_rounded(problem.dtype), torch.float32)
     return {
-        "pairs are mixed up: tables of neighbours, and halves are turned": mixed(False),
-        "pairs are mixed up: tables of halves, and neighbours are turned": mixed(True),
-        "only the first half of the head dimension is turned": half_turned,
+        **forwards(plainest),
+        **of_angles,
+        **forwards({"the batch's second axis, heads, is taken for the sequence": _over_heads}),
+        **backwards(right, BACKWARDS),
     }
 
 
-def _of_angles(dtype: torch.dtype, head_dim: int) -> Iterator[Mistake]:
-    def from_(first: Callable[[Tensor], Tensor]) -> Formula:
-        return by(lambda x, s: angles_of(x, {**s, "positions": first(s["positions"])}))
+def _turning(times: float) -> Gradients:
+    """A backward that turns by so many times the angles."""
 
-    def powers(exponent: float) -> Formula:
-        def angles(x: Tensor, s: Settings) -> Tensor:
-            steps = torch.arange(0, x.shape[-1], 2, device=x.device).to(x.dtype)
-            return s["positions"].to(x.dtype)[:, None] * s["theta"] ** (steps * exponent / x.shape[-1])
+    def gradients(exact: Problem, _: Outputs) -> Outputs:
+        angles = times * angles_of(exact.inputs["x"], exact.settings)
+        return {"x": turned(exact.upstream, angles, exact.settings["pairs"])}
 
-        return by(angles)
-
-    def with_theta(theta: float) -> Formula:
-        return by(lambda x, s: angles_of(x, {**s, "theta": theta}))
-
-    yield forward(
-        "positions are ignored: they begin at 0, or a table of an earlier call is read again",
-        from_(lambda p: torch.arange(len(p), device=p.device)),
-    )
-    yield forward("positions begin at 1", from_(lambda p: p + 1))
-    yield forward("positions are one too few", from_(lambda p: p - 1))
-    yield forward("all tokens are at the last position", from_(lambda p: p[-1:].expand(len(p))))
-    for theta in THETAS:
-        told = f"theta is always {theta:,.0f}, whatever is given"
-        yield forward(told, with_theta(theta))
-    yield forward("frequencies rise with the column: the sign of the exponent is wrong", powers(1.0))
-    yield forward("the exponent is -i / D, not -2i / D", powers(-0.5))
-    yield forward("the exponent is -4i / D, not -2i / D", powers(-2.0))
+    return gradients
 
 
-def _positions_in(dtype: torch.dtype) -> Angles:
-    return lambda x, s: s["positions"].to(dtype).to(x.dtype)[:, None] * frequencies(x, s["theta"])
+BACKWARDS = {
+    "the backward turns as the forward does: it must turn back": _turning(1.0),
+    "the backward does not turn": _turning(0.0),
+}
 
 
-def _frequencies_in(dtype: torch.dtype) -> Angles:
-    return lambda x, s: s["positions"].to(x.dtype)[:, None] * frequencies(x, s["theta"]).to(dtype).to(x.dtype)
+def _mixed_with_neighbours(inputs: Inputs, settings: Settings) -> Tensor:
+    """The tables' columns are laid out for halves, and neighbours are turned."""
+    x, angles = inputs["x"], angles_of(inputs["x"], settings).repeat(1, 2)
+    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+    across = torch.stack((-second, first), dim=-1).flatten(-2)
+    return x * angles.cos().to(x.dtype) + across * angles.sin().to(x.dtype)
 
 
-def _both_in(dtype: torch.dtype) -> Angles:
-    return lambda x, s: (s["positions"].to(dtype)[:, None] * frequencies(x, s["theta"]).to(dtype)).to(x.dtype)
+def _mixed_with_halves(inputs: Inputs, settings: Settings) -> Tensor:
+    x, angles = inputs["x"], angles_of(inputs["x"], settings).repeat_interleave(2, dim=-1)
+    first, second = x.chunk(2, dim=-1)
+    return x * angles.cos().to(x.dtype) + torch.cat((-second, first), dim=-1) * angles.sin().to(x.dtype)
+
+
+def _half_turned(inputs: Inputs, settings: Settings) -> Tensor:
+    (x, rest), angles = inputs["x"].chunk(2, dim=-1), angles_of(inputs["x"], settings)
+    return torch.cat([turned(x, angles[:, : x.shape[-1] // 2], settings["pairs"]), rest], dim=-1)
+
+
+def _at(positions: Callable[[Tensor], Tensor]) -> Formula:
+    return by(lambda x, s: angles_of(x, {**s, "positions": positions(s["positions"])}))
+
+
+def _with_theta(theta: float) -> Formula:
+    return by(lambda x, s: angles_of(x, {**s, "theta": theta}))
+
+
+def _with_power(power: float) -> Formula:
+    """theta^(-2i / D) to this power."""
+    return by(lambda x, s: angles_of(x, {**s, "theta": s["theta"] ** power}))
+
+
+ANGLES: dict[str, Formula] = {
+    "positions are ignored: they begin at 0, or a table of an earlier call is read again": (
+        _at(lambda p: torch.arange(len(p), device=p.device))
+    ),
+    "positions begin at 1": _at(lambda p: p + 1),
+    "positions are one too few": _at(lambda p: p - 1),
+    "all tokens are at the last position": _at(lambda p: p[-1:].expand(len(p))),
+    **{f"theta is always {theta:,.0f}, whatever is given": _with_theta(theta) for theta in THETAS},
+    "frequencies rise with the column: the sign of the exponent is wrong": _with_power(-1.0),
+    "the exponent is -i / D, not -2i / D": _with_power(0.5),
+    "the exponent is -4i / D, not -2i / D": _with_power(2.0),
+}
+
+
+def _rounded(dtype: torch.dtype) -> dict[str, Formula]:
+    def rounded(x: Tensor) -> Tensor:
+        return x.to(dtype).to(torch.float32)
+
+    def product(positions: Tensor, frequencies: Tensor) -> Tensor:
+        return positions[:, None] * frequencies
+
+    return {
+        "positions are rounded to the dtype of x": (
+            by(lambda x, s: product(rounded(s["positions"]), frequencies(x, s["theta"])))
+        ),
+        "frequencies are rounded to the dtype of x": (
+            by(lambda x, s: product(s["positions"], rounded(frequencies(x, s["theta"]))))
+        ),
+        "positions and frequencies are rounded to the dtype of x": (
+            by(lambda x, s: rounded(product(rounded(s["positions"]), rounded(frequencies(x, s["theta"])))))
+        ),
+        "angles are rounded to the dtype of x": by(lambda x, s: rounded(angles_of(x, s))),
+    }
 
 
 def _over_heads(inputs: Inputs, settings: Settings) -> Tensor:

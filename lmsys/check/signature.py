@@ -11,10 +11,20 @@ from torch import nn
 Roles = Mapping[str, Sequence[str]]  # by role the names that parameters of it have
 
 
+def is_module(implementation: Any) -> bool:
+    """True for a module's class."""
+    return inspect.isclass(implementation) and issubclass(implementation, nn.Module)
+
+
+def is_function(implementation: Any) -> bool:
+    """True for an autograd Function."""
+    return inspect.isclass(implementation) and issubclass(implementation, torch.autograd.Function)
+
+
 def parameters_of(implementation: Any) -> dict[str, inspect.Parameter]:
     """The parameters of a call by name: an autograd Function's without ctx, for a module's class its forward's."""
-    if inspect.isclass(implementation) and issubclass(implementation, torch.autograd.Function | nn.Module):
-        return dict(list(inspect.signature(implementation.forward).parameters.items())[1:])  # type: ignore[attr-defined]
+    if is_module(implementation) or is_function(implementation):
+        return dict(list(inspect.signature(implementation.forward).parameters.items())[1:])
     if isinstance(implementation, nn.Module):
         return dict(inspect.signature(implementation.forward).parameters)
     return dict(inspect.signature(implementation).parameters)
@@ -33,7 +43,7 @@ def kind_of(implementation: Any) -> str | None:
     if not callable(implementation):
         return None
     names = names_of(parameters_of(implementation))
-    if is_module_class(implementation):
+    if is_module(implementation):
         names |= names_of(inspect.signature(implementation).parameters)
     if names & {"params", "module"} or {"q", "k", "v"} <= names:  # optimizers, strategies, attention
         return None
@@ -42,20 +52,6 @@ def kind_of(implementation: Any) -> str | None:
 
 def names_of(parameters: Iterable[str]) -> set[str]:
     return {name.strip("_").lower() for name in parameters}
-
-
-def is_module_class(implementation: Any) -> bool:
-    return inspect.isclass(implementation) and issubclass(implementation, nn.Module)
-
-
-class Builder:
-    """A class as a function of what it is built with."""
-
-    def __init__(self, implementation: Any):
-        self.implementation, self.__signature__ = implementation, inspect.signature(implementation)
-
-    def __call__(self, **values: Any) -> Any:
-        return self.implementation(**values)
 
 
 @dataclass(frozen=True)
@@ -78,22 +74,33 @@ class Called:
 
 def called(implementation: Any, roles: Roles) -> Called:
     """The implementation as a function of its roles. ValueError for a parameter without a default that has no role."""
-    is_function = inspect.isclass(implementation) and issubclass(implementation, torch.autograd.Function)
-    known = {name: role for role, names in roles.items() for name in names}
-    found: dict[str, str] = {}
-    for name, parameter in parameters_of(implementation).items():
+    parameters, positional = parameters_of(implementation), is_function(implementation)
+    by_place = positional or any(x.kind is x.POSITIONAL_ONLY for x in parameters.values())
+    function = implementation.apply if positional else implementation
+    return Called(function, _roles(parameters, roles, positional), by_place)
+
+
+def built(implementation: Any, roles: Roles, values: Mapping[str, Any]) -> nn.Module:
+    """A module of its class, built with the values of its roles. ValueError as `called` has it."""
+    given = _roles(inspect.signature(implementation).parameters, roles)
+    module: nn.Module = implementation(**{name: values[role] for name, role in given.items()})
+    return module
+
+
+def _roles(parameters: Mapping[str, inspect.Parameter], roles: Roles, positional: bool = False) -> dict[str, str]:
+    known, given = {name: role for role, names in roles.items() for name in names}, {}
+    for name, parameter in parameters.items():
         usual = name.strip("_").lower()
         if usual in known:
-            found[name] = known[usual]
+            given[name] = known[usual]
         elif parameter.default is parameter.empty and parameter.kind not in (
             parameter.VAR_POSITIONAL,
             parameter.VAR_KEYWORD,
         ):
             raise ValueError(_unknown(name, roles))
-        elif is_function:
+        elif positional:
             break  # what comes behind it keeps its default
-    by_place = is_function or any(one.kind is one.POSITIONAL_ONLY for one in parameters_of(implementation).values())
-    return Called(implementation.apply if is_function else implementation, found, by_place)
+    return given
 
 
 def _unknown(name: str, roles: Roles) -> str:

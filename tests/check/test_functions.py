@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lmsys.check.__main__ import main
 from lmsys.check.formulas import RESULT, Problem, explain, outputs_of
 from lmsys.check.kinds import kind_of
-from lmsys.check.loss import ROLES, cases, questions, roles_of
+from lmsys.check.loss import CASES, ROLES, questions, roles_of
 from lmsys.check.question import Options
 from lmsys.check.signature import called
 from lmsys.check.swiglu import mistakes, right
@@ -84,7 +84,7 @@ def test_the_command_says_the_kind_and_the_mistake(capfd: pytest.CaptureFixture[
 
 
 def test_extreme_cases_come_last_but_for_that_without_tokens() -> None:
-    kinds = [bool(one.kind) for one in cases()]
+    kinds = [bool(one.extreme) for one in CASES]
     first = kinds.index(True)
     assert not any(kinds[:first]) and all(kinds[first:-1])
 
@@ -94,7 +94,7 @@ def test_a_mistake_of_a_forward_is_not_named_where_the_result_is_right() -> None
     inputs = {"gate": torch.randn(5, 7), "up": torch.randn(5, 7)}
     problem = Problem(inputs, {}, torch.randn(5, 7))
     reference, plain = outputs_of(right, problem), outputs_of(right, problem, torch.float32)
-    exchanged = next(iter(mistakes(problem))).outputs(problem)
+    exchanged = next(iter(mistakes(problem).values()))(problem)
     wrong = {**reference, "gate": exchanged["gate"]}
     assert explain(wrong, "gate", reference, plain, problem, mistakes(problem)) is None
     wrong[RESULT] = exchanged[RESULT]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lmsys.check.kinds import kind_of
+from lmsys.check.kinds import KINDS, kind_of
 from lmsys.check.question import Options
 from lmsys.check.verdict import RIGHT, WRONG, check
 from lmsys.registry import Entry
@@ -29,3 +29,9 @@ def test_a_fault_is_refused_and_named(one: Exhibit, capsys: pytest.CaptureFixtur
 def test_an_honest_one_is_right(kind: str, entry: Entry, seed: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert kind_of(entry.load()) == kind
     assert check(entry, Options(seed=seed), kind) == RIGHT, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("kind", "entry"), [(kind, module.HONEST[0]) for kind, module in MODULES.items()])
+def test_only_the_dtypes_that_are_asked_for_are_asked(kind: str, entry: Entry) -> None:
+    asked = [question.about for question in KINDS[kind].questions(entry, Options(dtypes=("bfloat16",)))]
+    assert asked and all(about.endswith(", bfloat16") for about in asked)

@@ -10,7 +10,7 @@ HONEST_OF = {  # by family and list of honest rows: their kind
     ("attention", "HONEST"): "attention",
     ("loss", "HONEST"): "loss",
     ("norm", "HONEST"): "norm",
-    ("norm", "HONEST_SWIGLU"): "swiglu",
+    ("swiglu", "HONEST"): "swiglu",
     ("rotary", "HONEST"): "rotary",
     ("optimizer", "HONEST"): "optimizer",
     ("parallel", "HONEST"): "strategy",
