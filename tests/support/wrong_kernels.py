@@ -184,3 +184,28 @@ WRONG["dk_without_scale"] = "in dk the scale is missing", with_backward("scale")
 
 def dies(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
     os.abort()
+
+
+def scaled_at(place: Any) -> Callable[..., Tensor]:
+    """Right but for one place, whose results are half as large again."""
+
+    def row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+        o = attend(q, k, v, causal=causal, scale=scale)
+        factor = torch.ones_like(o)
+        factor[place] = 1.5 + 0.1 * torch.arange(o.shape[-1])
+        return o * factor
+
+    return row
+
+
+WRONG["one_head"] = "only head 1 is wrong", scaled_at((slice(None), slice(1, 2)))
+WRONG["one_entry"] = "only batch entry 2 is wrong", scaled_at((slice(2, 3), slice(None)))
+WRONG["one_tile"] = "only the tile of rows 64 to 127 is wrong", scaled_at((..., slice(64, 128), slice(None)))
+
+
+@wrong("P is rounded to bfloat16 before it is summed")
+def rounded_early(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    k, v = (repeat_heads(x, q.shape[1]) for x in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    p = (scores - scores.amax(dim=-1, keepdim=True)).exp().bfloat16().float()
+    return p / p.sum(dim=-1, keepdim=True) @ v
