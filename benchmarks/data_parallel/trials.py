@@ -15,78 +15,57 @@ from benchmarks.data_parallel.cases import NARROW, ParallelCase
 from lmsys.bench import Candidate
 from lmsys.bench.ranks import joined, on_part, subgroup
 from lmsys.check.strategy import blamed, fault
-from lmsys.check.trained import Result, options_of, train, why_not
+from lmsys.check.trained import Failure, Result, train, why_not
 from lmsys.extremes.strategy import Trial, trials
 from lmsys.parallel.group import WorkerError
+from lmsys.processes import DIED
 
 Run = Callable[..., Sequence[Any]]  # of `lmsys.bench.ranks.Ranks`
 _NUMBERS = itertools.count(2**31)  # of trainings: apart from those of a check
-_ASKED: set[Any] = set()  # rows, with their options and ranks
+_ASKED: set[Any] = set()  # right rows, with their options and ranks
 
 
 @on_part
-def small_trainings(case: ParallelCase, asked: Sequence[Trial], first: int) -> list[Result]:
-    """On a rank: the result of each trial, whose numbers are those from `first` on."""
-    group, options = subgroup(case.world_size), _options(case)
-    return [
-        train(case.entry, trial, number, options | options_of(trial), group)
-        for number, trial in enumerate(asked, start=first)
-    ]
+def small_training(case: ParallelCase, trial: Trial, number: int) -> Result:
+    """On a rank: the result of the trial."""
+    return train(case.entry, trial, number, _options(case), subgroup(case.world_size))
 
 
 def judge_by_trials(candidate: Candidate, run: Run, seed: int) -> None:
-    """Asks a right row what training has beyond the gate's model, and names the mistake of a wrong one."""
-    if candidate.outcome == "ok" and (reason := extreme_mistake(candidate.case, run, seed)):
-        candidate.failed("wrong", reason)
-    elif candidate.outcome == "wrong" and (name := mistake(candidate.case, run, seed)):
-        candidate.reason = f"{candidate.reason}: {name}"
-
-
-def extreme_mistake(case: ParallelCase, run: Run, seed: int) -> str | None:
-    """The reason why a row is wrong in an extreme trial, None where it is right in all that it takes. Asked once.
+    """Asks a right row what training has beyond the gate's model, once, and names the mistake of a wrong one.
 
     Under torchrun nothing is asked: a rank that another one waits for there cannot be started again.
     """
+    case, right = candidate.case, candidate.outcome == "ok"
     key = case.entry.target, repr(_options(case)), case.world_size, case.backend
-    if key in _ASKED or joined() is not None:
-        return None
-    _ASKED.add(key)
-    asked = [trial for trial in _taken(case, seed) if trial.extreme]
+    if joined() is not None or (right and key in _ASKED) or candidate.outcome not in ("ok", "wrong"):
+        return
+    if right:
+        _ASKED.add(key)
+    row, ask = case.entry.load(), partial(_ask, case, run)
+    for trial in trials(case.world_size, seed):
+        if why_not(case.entry, trial, row) is not None or (right and not trial.extreme):
+            continue
+        results = ask(trial)
+        failure = blamed(results)
+        if failure is not None and failure.kind == DIED:
+            return
+        wrong = None if right and failure is not None else fault(ask, trial, results)
+        if wrong is None:
+            continue
+        if right:
+            candidate.failed("wrong", f"{trial.about}: {wrong.mistake or wrong.text.strip().splitlines()[0]}")
+        elif wrong.mistake:
+            candidate.reason = f"{candidate.reason}: {wrong.mistake}"
+        return
+
+
+def _ask(case: ParallelCase, run: Run, trial: Trial) -> Sequence[Result]:
+    """The results by rank; where ranks have ended without any, that they died."""
     try:
-        ranks = _results(case, run, asked)
-    except WorkerError:
-        return None
-    for trial, *results in zip(asked, *ranks, strict=True):
-        if blamed(results) is None and (wrong := fault(partial(_ask, case, run), trial, results)):
-            return f"{trial.about}: {wrong.mistake or wrong.text.strip().splitlines()[0]}"
-    return None
-
-
-def mistake(case: ParallelCase, run: Run, seed: int) -> str | None:
-    """The known mistake of a wrong row, in words; None where no trial shows one."""
-    for trial in _taken(case, seed) if joined() is None else ():
-        try:
-            wrong = fault(partial(_ask, case, run), trial, _ask(case, run, trial))
-        except WorkerError:
-            return None
-        if wrong is not None:
-            return wrong.mistake
-    return None
-
-
-def _taken(case: ParallelCase, seed: int) -> list[Trial]:
-    strategy = case.entry.load()
-    return [trial for trial in trials(case.world_size, seed) if why_not(case.entry, trial, strategy) is None]
-
-
-def _ask(case: ParallelCase, run: Run, trial: Trial) -> list[Result]:
-    return [results[0] for results in _results(case, run, [trial])]
-
-
-def _results(case: ParallelCase, run: Run, asked: Sequence[Trial]) -> Sequence[Sequence[Result]]:
-    """By rank, and by trial."""
-    first = [next(_NUMBERS) for _ in asked][0]
-    return run(case.world_size, case.backend, small_trainings, case, asked, first)
+        return run(case.world_size, case.backend, small_training, case, trial, next(_NUMBERS))
+    except WorkerError as error:
+        return [Result(failure=Failure(error.rank, DIED, str(error), ""))]
 
 
 def _options(case: ParallelCase) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lmsys import doing
 
@@ -36,7 +37,6 @@ KINDS = {  # by the name of torch's method: the collective, and the number of th
     "alltoall_base": ("all_to_all", 0),
     "barrier": ("barrier", None),
 }
-TORCH = "torch."
 
 
 class Mismatch(RuntimeError):
@@ -51,17 +51,16 @@ class PeerFailed(RuntimeError):
 class Recorder:
     """Records collectives of this rank while it is `recording`.
 
-    trial  a number of its own for each training, the same on all ranks
+    trial  a number that no other training has, the same on all ranks
     group  of the ranks that train
-    calls  in the order in which they began
-    unwaited  those that nobody has waited for; raced: those whose tensors were written to while they were under way
+    names  of parameters, by their number of elements
+    unwaited  collectives that nobody has waited for; raced: those whose tensors were written to while under way
     """
 
     trial: int
     group: Any
-    names: dict[int, str] = field(default_factory=dict)  # of parameters, by their number of elements
-    calls: list[str] = field(default_factory=list)
-    unwaited: dict[int, str] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
+    unwaited: dict[Any, str] = field(default_factory=dict)
     raced: list[str] = field(default_factory=list)
     _counts: Counter[str] = field(default_factory=Counter)
     _lock: Any = field(default_factory=threading.Lock)
@@ -78,19 +77,13 @@ class Recorder:
             for name, method in before.items():
                 setattr(group, name, method)
 
-    def mark(self, what: str) -> None:
-        """Notes that this rank has come to a point that all ranks come to, such as the end of a step."""
-        self._compare(what, self.group)
-
     def fail(self, error: BaseException) -> None:
         """Notes that this rank comes to nothing more, so that no other waits for it."""
         self._note(f"!{type(error).__name__}", self.group, self._counts[self.group.group_name])
 
     def others_end(self, timeout_s: float) -> bool:
         """True once every rank has noted that it comes to nothing more; False when the time is up."""
-        keys = [f"lmsys-check/{self.trial}/ended/{rank}" for rank in range(dist.get_world_size(self.group))]
-        _store().set(keys[dist.get_rank(self.group)], "")
-        return _read(keys, timeout_s) is not None
+        return _read(self._note("", self.group, "ended"), timeout_s) is not None
 
     def _recorded(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         kind, written = KINDS[name]
@@ -98,43 +91,28 @@ class Recorder:
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
             tensors = _tensors(args[written or 0]) if args else []
             what = self._words(kind, tensors)
-            self.calls.append(what)
-            self._compare(what, group)
+            self.mark(what, group)
             delayed = written is not None and group.name() == "gloo" and _caller_is_a_users()
             if not (delayed and tensors and all(x.is_contiguous() for x in _tensors(args))):
                 return method(group, *args, **kwargs)
-            return self._delayed(what, method, group, args, kwargs, tensors, written or 0)
+            copies, before = (tree_map_only(Tensor, lambda x: x.detach().clone(), args) for _ in range(2))
+            work = method(group, *copies, **kwargs)
+            self.unwaited[work] = what
+
+            def deliver() -> None:
+                """Makes NaN of what arrives where the tensors were written to meanwhile: it could be anything."""
+                if self.unwaited.pop(work, None) is None:
+                    return
+                changed = not all(map(_same_bits, _tensors(args), _tensors(before)))
+                self.raced += [what] * changed
+                for x, copy in zip(tensors, _tensors(copies[written or 0]), strict=True):
+                    x.data.copy_(copy)
+                    if changed and x.is_floating_point():
+                        x.data.fill_(torch.nan)
+
+            return Delayed(work, deliver)
 
         return call
-
-    def _delayed(
-        self,
-        what: str,
-        method: Callable[..., Any],
-        group: Any,
-        args: Any,
-        kwargs: Any,
-        tensors: list[Tensor],
-        written: int,
-    ) -> "Delayed":
-        """Begins the collective on copies. What arrives where the tensors were written to meanwhile is NaN: it could be
-        anything."""
-        copies, before = _copies(args), _copies(args)
-        number = len(self.calls)
-        self.unwaited[number] = what
-
-        def deliver() -> None:
-            if self.unwaited.pop(number, None) is None:
-                return
-            changed = not all(map(_same_bits, _tensors(args), _tensors(before)))
-            for x, copy in zip(tensors, _tensors(copies[written]), strict=True):
-                x.data.copy_(copy)
-                if changed and x.is_floating_point():
-                    x.data.fill_(torch.nan)
-            if changed:
-                self.raced.append(what)
-
-        return Delayed(method(group, *copies, **kwargs), deliver)
 
     def _words(self, kind: str, tensors: list[Tensor]) -> str:
         if not tensors:
@@ -143,19 +121,22 @@ class Recorder:
         name = f" ({self.names[count]})" if count in self.names else ""
         return f"{kind} of {count} elements{name} in {str(tensors[0].dtype).removeprefix('torch.')}"
 
-    def _note(self, what: str, group: Any, number: int) -> None:
-        _store().set(f"{self._key(group, number)}/{dist.get_rank(group)}", what)
+    def _note(self, what: str, group: Any, number: Any) -> list[str]:
+        """Notes what this rank has come to as its `number`-th; the keys of such notes, by rank."""
+        prefix = f"lmsys-check/{self.trial}/{group.group_name}/{number}"
+        _store().set(f"{prefix}/{dist.get_rank(group)}", what)
+        return [f"{prefix}/{rank}" for rank in range(dist.get_world_size(group))]
 
-    def _key(self, group: Any, number: int) -> str:
-        return f"lmsys-check/{self.trial}/{group.group_name}/{number}"
+    def mark(self, what: str, group: Any = None) -> None:
+        """Notes that this rank has come to what all ranks of the group come to: a collective, or the end of a step.
 
-    def _compare(self, what: str, group: Any) -> None:
-        """Mismatch where another rank of the group notes something else as its next; PeerFailed where it has failed."""
+        Mismatch where another rank notes something else as its next; PeerFailed where it has failed.
+        """
+        group = self.group if group is None else group
         with self._lock:
             number = self._counts[group.group_name]
             self._counts[group.group_name] += 1
-        self._note(what, group, number)
-        keys = [f"{self._key(group, number)}/{rank}" for rank in range(dist.get_world_size(group))]
+        keys = self._note(what, group, number)
         noted = _read(keys, PEER_S)
         if noted is None:
             missing = [str(rank) for rank, key in enumerate(keys) if not _store().check([key])]
@@ -211,17 +192,7 @@ def _read(keys: list[str], timeout_s: float) -> list[str] | None:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [x for part in value for x in _tensors(part)]
-    return []
-
-
-def _copies(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return type(value)(_copies(part) for part in value) if isinstance(value, list | tuple) else value
+    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
 
 
 def _same_bits(x: Tensor, y: Tensor) -> bool:
@@ -229,11 +200,8 @@ def _same_bits(x: Tensor, y: Tensor) -> bool:
 
 
 def _caller_is_a_users() -> bool:
-    """False where torch's own code, other than the functions of torch.distributed, has begun the collective."""
+    """False where torch's code, other than the functions of torch.distributed, has begun the collective."""
     frame: Any = sys._getframe(2)
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if name not in ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger"):
-            return not name.startswith(TORCH)
+    while frame.f_globals.get("__name__") in ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger"):
         frame = frame.f_back
-    return True
+    return not frame.f_globals.get("__name__", "").startswith("torch.")

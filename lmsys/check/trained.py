@@ -1,8 +1,9 @@
-"""A trial's training: by a strategy on ranks, and by plain sums on one process. Runs on the ranks, and beside them."""
+"""A trial's training: by what is asked on ranks, and by torch on one process. Runs on the ranks, and beside them."""
 
+import copy
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -15,13 +16,15 @@ from torch import Tensor
 from lmsys import doing
 from lmsys.check.poison import poison
 from lmsys.check.recorder import Recorder
+from lmsys.extremes.sharded_optimizer import change_options, made_optimizer
 from lmsys.extremes.strategy import Probe, Trial, batch, probe
 from lmsys.parallel.adapter import Adapter
 from lmsys.parallel.group import STOPPED, device, is_lost_peer
+from lmsys.parallel.naive import Naive
 from lmsys.processes import DIED, TIMEOUT
 from lmsys.registry import Entry
+from lmsys.testing import error_ratio
 
-SGD: dict[str, Any] = {"lr": 0.25, "momentum": 0.5}
 OTHERS_S = 2.0  # for the other ranks to end, once this one has raised
 SMALL_MB = 2.0**-13  # 32 float32: a layer has more
 REFUSALS = ("ValueError", "RuntimeError", "NotImplementedError")
@@ -65,60 +68,60 @@ def prepare(entry: Entry) -> None:
     """Imports what a rank needs, torch's compiler for the first optimizer too, and makes uninitialised memory NaN."""
     poison(setattr)
     entry.load()
-    torch.optim.SGD([torch.zeros(1, requires_grad=True)], **SGD).step()
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
 
 
 def train(entry: Entry, trial: Trial, number: int, options: Mapping[str, Any], group: Any = None) -> Result:
-    """On a rank: the trial by the strategy `entry`, built with `options`. `number` is of this training alone."""
+    """On a rank: the trial by the row, built with `options`. `number` is of this training alone.
+
+    A failure is a result where all ranks have ended with it, and is raised where another rank still waits.
+    """
     group = dist.group.WORLD if group is None else group
-    rank = dist.get_rank(group)
-    module = probe(trial, rank).to(device())
+    module = probe(trial, dist.get_rank(group)).to(device())
     recorder = Recorder(number, group, _by_numel(module))
-
-    def training() -> Result:
-        with recorder.recording():
-            return _trained(entry, trial, module, rank, options, recorder)
-
-    return guarded(recorder, training)
-
-
-def guarded(recorder: Recorder, training: Callable[[], Result]) -> Result:
-    """The training's result, or its failure, which all ranks have ended with; raised where another rank still waits."""
     try:
-        result = training()
-        recorder.mark("the end of the training")
+        with recorder.recording():
+            result = _trained(entry, trial, module, recorder, options)
+            recorder.mark("the end of the training")
         return result
     except Exception as error:
-        lines = str(error).strip().splitlines() or ["no message"]
         recorder.fail(error)
         if not recorder.others_end(OTHERS_S):
             raise
-        return Result(failure=Failure(dist.get_rank(recorder.group), type(error).__name__, lines[0], doing.last()))
+        text = str(error).strip().partition("\n")[0] or "no message"
+        return Result(failure=Failure(dist.get_rank(group), type(error).__name__, text, doing.last()))
 
 
-def _trained(
-    entry: Entry, trial: Trial, module: Probe, rank: int, options: Mapping[str, Any], recorder: Recorder
-) -> Result:
+def _trained(entry: Entry, trial: Trial, module: Probe, recorder: Recorder, options: Mapping[str, Any]) -> Result:
+    """A sharded optimizer is given the means of gradients, by a strategy that does no more."""
+    asked, rank, unwaited = entry.load(), dist.get_rank(recorder.group), list[str]()
     doing.now("as it wraps the module")
-    strategy = Adapter(entry.load(), module, recorder.group, **options)
-    optimizer, unwaited = strategy.make_optimizer(torch.optim.SGD, **SGD), list[str]()
-    recorder.mark("the end of the strategy's constructor")
+    options = {**options, "bucket_mb": SMALL_MB} if trial.small_buckets else options
+    strategy = Adapter(Naive if trial.sharded else asked, module, recorder.group, **options)
+    doing.now("as it makes the optimizer")
+    make = (
+        asked if trial.sharded else lambda _, optimizer_cls, **kwargs: strategy.make_optimizer(optimizer_cls, **kwargs)
+    )
+    optimizer = made_optimizer(trial, module, make)
+    recorder.mark("the end of the constructor")
     for step in range(trial.steps):
         for micro in range(trial.micro_batches):
             last = micro == trial.micro_batches - 1
-            tokens = batch(trial, step, micro, rank).to(device())
             with nullcontext() if last else strategy.no_sync():
                 doing.now(f"in the forward of step {step + 1}")
+                tokens = batch(trial, step, micro, rank).to(device())
                 loss = strategy(tokens, **trial.switches(rank, micro)) / trial.micro_batches
                 doing.now(f"in the backward of step {step + 1}")
                 loss.backward()
         doing.now(f"in finish_gradient_synchronization of step {step + 1}")
         strategy.finish()
-        unwaited += recorder.unwaited.values()
         doing.now(f"in the optimizer's step {step + 1}")
         optimizer.step()
+        unwaited += recorder.unwaited.values()
         optimizer.zero_grad()
         recorder.mark(f"the end of step {step + 1}")
+        if trial.schedule:
+            change_options(optimizer)
     doing.now("in full_state_dict()")
     state = {name.removeprefix("module."): x.detach().cpu().clone() for name, x in strategy.full_state_dict().items()}
     return Result(state, tuple(unwaited), tuple(recorder.raced))
@@ -130,72 +133,84 @@ def _by_numel(module: Probe) -> dict[int, str]:
     return {p.numel(): name for name, p in module.named_parameters() if counts[p.numel()] == 1}
 
 
-def options_of(trial: Trial) -> dict[str, Any]:
-    """The options that the trial asks for."""
-    return {"bucket_mb": SMALL_MB} if trial.small_buckets else {}
-
-
-def why_not(entry: Entry, trial: Trial, strategy: Any) -> str | None:
-    """None, or why the strategy cannot be asked the trial."""
+def why_not(entry: Entry, trial: Trial, asked: Any) -> str | None:
+    """None, or why what the row loads, `asked`, cannot be asked the trial."""
     with suppress(TypeError, ValueError):
-        taken = inspect.signature(strategy).parameters
+        taken = inspect.signature(asked).parameters
         if trial.small_buckets and not {"bucket_mb", "bucket_size_mb"} & taken.keys():
             return "it takes no size of buckets"
-    if trial.micro_batches > 1 and not hasattr(strategy, "no_sync"):
+    if trial.micro_batches > 1 and not hasattr(asked, "no_sync"):
         return "it has no no_sync()"
     if trial.micro_batches > 1 and not entry.trait("accumulates", True):
         return "it does not accumulate"
-    reason = ""
-    if {"once", "idle", "rare"} & set(trial.parts):
-        reason = entry.trait("why_not_unused", "")
-    if "rare" in trial.parts:
-        reason = reason or entry.trait("why_not_unequal", "")
-    return reason or None
+    if {"once", "idle", "rare"} & set(trial.parts) and (reason := entry.trait("why_not_unused", "")):
+        return reason
+    return entry.trait("why_not_unequal", "") or None if "rare" in trial.parts else None
 
 
 @dataclass(frozen=True)
 class Before:
-    """A step of the plain training, in one dtype.
+    """A step of torch's optimizer on one process, before it is made, in one dtype.
 
-    weights   before the step, with buffers; momenta: of SGD before it
-    grads     by name (world_size, micro_batches, ...), of the loss that each backward is called on
-    early     of a weight with two uses: the part of `grads` that its last use makes, which comes first in a backward
-    used      by name (world_size,): the ranks that use a parameter
+    grads  by name (world_size, micro_batches, ...), of the loss that each backward is called on
+    early  of a weight with two uses: the part of `grads` that its last use makes, which comes first in a backward
+    used   by name (world_size,): the ranks that use a parameter
     """
 
-    weights: State
-    momenta: State
+    trial: Trial
+    module: Probe
+    optimizer: torch.optim.Optimizer
     grads: State
     early: State
     used: State
 
+    @property
+    def weights(self) -> State:
+        return {name: x.detach() for name, x in self.module.state_dict().items()}
 
-@lru_cache(maxsize=64)  # a reference is asked for again to name a mistake, and for other strategies
+    @property
+    def means(self) -> State:
+        """The mean over ranks of each rank's gradient, of the parameters that a rank uses."""
+        return {name: g.sum(dim=1).mean(dim=0) for name, g in self.grads.items() if self.used[name].any()}
+
+    def after(
+        self, grads: State, options: Mapping[str, Any] | None = None, afresh: bool = False, times: int = 1
+    ) -> State:
+        """The weights after a step by `grads` with other options, or `afresh`, without the optimizer's state."""
+        module, optimizer = copy.deepcopy((self.module, self.optimizer))
+        for name, p in module.named_parameters():
+            p.grad = grads.get(name)
+        for group in optimizer.param_groups:
+            group.update(options or {})
+        if afresh:
+            optimizer.state.clear()
+        for _ in range(times):
+            optimizer.step()
+        return {name: x.detach() for name, x in module.state_dict().items()}
+
+
+@lru_cache(maxsize=64)  # a reference is asked for again to name a mistake, and for other rows
 def plain(trial: Trial, dtype: torch.dtype) -> list[Before]:
-    """Each step, and the state after the last: SGD on the mean over ranks of each rank's gradient.
+    """torch's optimizer before each step, and after the last, on the mean over ranks of each rank's gradient.
 
     Where batches have one size, that is the gradient of the batch of all ranks.
     """
-    module = probe(trial, 0, apart=True).to(dtype)
-    weights = {name: x.detach().clone() for name, x in module.state_dict().items()}
-    momenta = {name: torch.zeros_like(x) for name, x in module.named_parameters() if x.requires_grad}
+    module, apart = probe(trial, 0).to(dtype), probe(trial, 0, apart=True).to(dtype)
+    optimizer = made_optimizer(trial, module, lambda params, optimizer_cls, **options: optimizer_cls(params, **options))
     steps = list[Before]()
     for step in range(trial.steps + 1):
-        module.load_state_dict(weights)
-        by_use, used = _gradients(module, trial, step)
+        weights = module.state_dict()
+        apart.load_state_dict(weights | {twin: weights[first] for twin, first in trial.twins.items()})
+        by_use, used = _gradients(apart, trial, step)
         early = {first: by_use[twin] for twin, first in trial.twins.items()}
         grads = {n: g + early[n] if n in early else g for n, g in by_use.items() if n not in trial.twins}
-        steps.append(Before(_joined(weights), dict(momenta), grads, early, used))
-        for name, g in grads.items():
-            momenta[name] = SGD["momentum"] * momenta[name] + g.sum(dim=1).mean(dim=0)
-            weights[name] = weights[name] - SGD["lr"] * momenta[name]
-        weights |= {twin: weights[first] for twin, first in trial.twins.items()}
+        steps.append(Before(trial, *copy.deepcopy((module, optimizer)), grads, early, used))
+        for name, p in module.named_parameters():
+            p.grad = steps[-1].means.get(name)
+        optimizer.step()
+        if trial.schedule:
+            change_options(optimizer)
     return steps
-
-
-def _joined(weights: State) -> State:
-    """The state of the module whose tied weights are one."""
-    return {name: x for name, x in weights.items() if not name.startswith("again.")}
 
 
 def _gradients(module: Probe, trial: Trial, step: int) -> tuple[State, State]:
@@ -214,3 +229,16 @@ def _gradients(module: Probe, trial: Trial, step: int) -> tuple[State, State]:
         used[name] = torch.tensor([x is not None for x in column]).view(shape).any(dim=1)
         grads[name] = torch.stack([torch.zeros_like(p) if x is None else x for x in column]).view(*shape, *p.shape)
     return grads, used
+
+
+def wrong_parameters(results: Sequence[Result], exact: State, ordinary: State) -> dict[str, float]:
+    """Errors over their budgets above 1, by name, on the rank where they are worst."""
+    worst = {name: max(ratio(result.state[name], exact[name], ordinary[name]) for result in results) for name in exact}
+    return {name: value for name, value in worst.items() if not value <= 1}
+
+
+def ratio(x: Tensor, exact: Tensor, ordinary: Tensor) -> float:
+    """`error_ratio` in units of the largest value, a power of two: weights of 1e-20 are judged as those of 1 are."""
+    largest = exact.abs().max()
+    unit = torch.where(largest > 0, torch.exp2(torch.frexp(largest).exponent.double()), 1.0)
+    return error_ratio(x.double() / unit, exact / unit, (ordinary.double() / unit).float())

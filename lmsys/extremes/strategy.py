@@ -16,6 +16,7 @@ VOCABULARY, WIDTH, SEQUENCE = 11, 6, 3
 EXAMPLES, FEW = 4, 1  # in a batch, and in the batch of the last rank where that is smaller
 EXPONENTS = (-66, -33, 0, 33)  # 2**-66 = 1.4e-20, 2**33 = 8.6e+9
 PARTS = ("tied", "twice", "frozen", "transposed", "once", "rare", "idle", "sizes")
+LAYERS = {"twice": "shared"} | {part: part for part in ("frozen", "transposed", "once", "rare", "idle")}  # by part
 TIED = {"head.weight": "embed.weight"}
 TWICE = {"again.weight": "shared.weight", "again.bias": "shared.bias"}
 
@@ -31,6 +32,11 @@ class Trial:
     uneven         the last rank has FEW examples in a batch, and others EXAMPLES
     small_buckets  the strategy is asked for buckets that hold a part of the module
     extreme        the question goes beyond a plain module and equal batches
+    sharded        a sharded optimizer is asked, whose gradients are means already: `lmsys.extremes.sharded_optimizer`
+    optimizer      a name in its OPTIMIZERS
+    groups         parameters are in two groups: biases are in a second, with other options
+    schedule       learning rate and momentum change after each step
+    single         the optimizer has a single parameter, so that some ranks have none
     """
 
     about: str
@@ -40,6 +46,11 @@ class Trial:
     uneven: bool = False
     small_buckets: bool = False
     extreme: bool = False
+    sharded: bool = False
+    optimizer: str = "SGD"
+    groups: bool = False
+    schedule: bool = False
+    single: bool = False
     world_size: int = 2
     seed: int = 0
 
@@ -57,7 +68,7 @@ class Trial:
         return FEW if self.uneven and rank == self.world_size - 1 else EXAMPLES
 
 
-ORDINARY = (
+TRIALS = (
     Trial("one step", steps=1),
     Trial("several steps", steps=3),
     Trial("small buckets", small_buckets=True),
@@ -65,8 +76,6 @@ ORDINARY = (
     Trial("a layer used twice", ("twice",)),
     Trial("frozen parameters", ("frozen",)),
     Trial("accumulated micro-batches", micro_batches=3),
-)
-EXTREME = (
     Trial("a smaller batch on one rank", uneven=True, extreme=True),
     Trial("gradients from 1e-20 to 1e+10 in one bucket", ("sizes",), extreme=True),
     Trial("accumulated micro-batches of tied weights", ("tied", "twice"), micro_batches=2, extreme=True),
@@ -79,7 +88,7 @@ EXTREME = (
 
 def trials(world_size: int, seed: int) -> list[Trial]:
     """All trials, from the simplest to the rarest."""
-    return [replace(trial, world_size=world_size, seed=seed) for trial in (*ORDINARY, *EXTREME)]
+    return [replace(trial, world_size=world_size, seed=seed) for trial in TRIALS]
 
 
 class Probe(nn.Module):
@@ -88,26 +97,22 @@ class Probe(nn.Module):
     apart  a tied or repeated layer is two layers with equal weights, so that each use has a gradient of its own
     """
 
+    shared: nn.Module
+
     def __init__(self, trial: Trial, apart: bool = False):
         super().__init__()
         self.parts = trial.parts
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList(Layer() for _ in range(2))
-        if "twice" in trial.parts:
-            self.shared = nn.Linear(WIDTH, WIDTH)
+        more = {LAYERS[part]: nn.Linear(WIDTH, WIDTH) for part in trial.parts if part in LAYERS}
         if "twice" in trial.parts and apart:
-            self.again = nn.Linear(WIDTH, WIDTH)
-        if "frozen" in trial.parts:
-            self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        if "transposed" in trial.parts:
-            self.transposed = nn.Linear(WIDTH, WIDTH, bias=False)
-            self.transposed.weight = nn.Parameter(torch.empty(WIDTH, WIDTH).t())
-        if "once" in trial.parts:
-            self.once = nn.Linear(WIDTH, WIDTH)
-        if "rare" in trial.parts:
-            self.rare = nn.Linear(WIDTH, WIDTH)
-        if "idle" in trial.parts:
-            self.idle = nn.Linear(WIDTH, WIDTH)
+            more["again"] = nn.Linear(WIDTH, WIDTH)
+        if "frozen" in more:
+            more["frozen"].requires_grad_(False)
+        if "transposed" in more:
+            more["transposed"].weight = nn.Parameter(torch.empty(WIDTH, WIDTH).t())
+        for name, layer in more.items():
+            self.add_module(name, layer)
         if "sizes" in trial.parts:
             self.sizes = nn.ParameterList(nn.Parameter(torch.empty(WIDTH)) for _ in EXPONENTS)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
@@ -116,21 +121,15 @@ class Probe(nn.Module):
         self.register_buffer("scale", torch.empty(WIDTH))
 
     def forward(self, tokens: Tensor, rare: bool = False, once: bool = False) -> Tensor:
-        embedded = self.embed(tokens)  # (B, S, WIDTH)
-        x = embedded * self.scale
+        x = self.embed(tokens) * self.scale  # (B, S, WIDTH)
         for layer in self.layers:
             x = layer(x)
-        if "frozen" in self.parts:
-            x = x + self.frozen(x)
         if "twice" in self.parts:
             again = getattr(self, "again", self.shared)
             x = x + torch.tanh(again(torch.tanh(self.shared(x))))
-        if "transposed" in self.parts:
-            x = x + self.transposed(x)
-        if once:
-            x = x + self.once(x)
-        if rare:
-            x = x + self.rare(x)
+        for name, asked in {"frozen": True, "transposed": True, "once": once, "rare": rare}.items():
+            if asked and name in self.parts:
+                x = x + getattr(self, name)(x)
         loss = (self.head(x) - tokens.unsqueeze(-1) / VOCABULARY).square().mean()
         if "sizes" in self.parts:
             by_token = tokens.to(x.dtype).mean(dim=1, keepdim=True) - VOCABULARY // 2  # (B, 1)
@@ -157,22 +156,16 @@ def probe(trial: Trial, rank: int, apart: bool = False) -> Probe:
     """
     module = Probe(trial, apart)
     state = dict(module.named_parameters()) | dict(module.named_buffers())
-    own = {name: x.numel() for name, x in state.items() if name not in trial.twins}
-    drawn = draws.values(draws.key(trial.seed, f"weights of rank {rank}"), 0, sum(own.values()))
-    values = dict(zip(sorted(own), drawn.split([own[name] for name in sorted(own)]), strict=True))
+    sizes = {name: state[name].numel() for name in sorted(state) if name not in trial.twins}
+    drawn = draws.values(draws.key(trial.seed, f"weights of rank {rank}"), 0, sum(sizes.values()))
+    values = dict(zip(sizes, drawn.split([*sizes.values()]), strict=True))
+    units = {"scale": 1.0} | {f"sizes.{number}": 2.0**exponent for number, exponent in enumerate(EXPONENTS)}
     with torch.no_grad():
         for name, x in state.items():
-            x.copy_(values[trial.twins.get(name, name)].view(x.shape) * unit_of(name))
+            x.copy_(values[trial.twins.get(name, name)].view(x.shape) * units.get(name, 0.5))
         if trial.extreme:
             module.scale.fill_(1.0)
     return module
-
-
-def unit_of(name: str) -> float:
-    """The power of two that the weights of this name are drawn in units of."""
-    if name.startswith("sizes."):
-        return 2.0 ** EXPONENTS[int(name.removeprefix("sizes."))]
-    return 1.0 if name == "scale" else 0.5
 
 
 def batch(trial: Trial, step: int, micro_batch: int, rank: int) -> Tensor:

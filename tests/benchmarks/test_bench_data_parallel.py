@@ -21,7 +21,7 @@ from benchmarks.data_parallel.check import gate
 from benchmarks.data_parallel.passes import Pass, holds, judge_pass
 from benchmarks.data_parallel.rank import Inspection, Taken, inspect, take_pass
 from benchmarks.data_parallel.rows import Row
-from benchmarks.data_parallel.trials import small_trainings
+from benchmarks.data_parallel.trials import small_training
 from benchmarks.sweeps import STRATEGIES, SWEEPS
 from lmsys.attention.compiled import why_no_compiler
 from lmsys.bench import Grid, Settings, Sweep
@@ -250,7 +250,7 @@ class Answers(Ranks):
                 raise Unsupported("no such thing")
             seen = Inspection({"optimizer_bytes": 8}, Communication(0.0, None, []), 0.1, None, None, True)
             return [seen] * world_size
-        if function is small_trainings:
+        if function is small_training:
             raise WorkerError(0, "error", "these ranks train nothing")
         if function is holds:
             return [True] * world_size
