@@ -42,16 +42,14 @@ def main(arguments: list[str] | None = None) -> int:
             raise ValueError(f"--dtype {unknown[0]!r} must be one of {', '.join(DTYPES)}")
         options = Options(given.head_dim, not given.forward, dtypes, given.seed)
         return int(in_own_process(check, entry, options, kind.name, given.json, timeout_s=LIMIT_S))
-    except ProcessError as error:
-        if given.json:
-            told = {"schema": SCHEMA, "name": given.target, "verdict": "wrong", "reason": str(error)}
-            print(json.dumps(told))
-        else:
-            print(f"wrong\n\n{given.target}: {error}")
-        return WRONG
     except ValueError as error:
         print(f"python -m lmsys.check: error: {error}", file=sys.stderr)
         return USAGE
+    except Exception as error:
+        reason = str(error) if isinstance(error, ProcessError) else f"it raises {type(error).__name__}: {error}"
+        told = {"schema": SCHEMA, "name": entry.name, "kind": kind.name, "verdict": "wrong", "reason": reason}
+        print(json.dumps(told) if given.json else f"wrong\n\n{given.target}: {reason}")
+        return WRONG
 
 
 if __name__ == "__main__":

@@ -256,7 +256,7 @@ def explain(
             continue
         if not (made[name].isfinite().all() and ratio_of(made[name], right, losing) <= 1):  # else it does not show here
             return text
-    known = bool(right.abs().max() > 0 and output.isfinite().all())
+    known = right.dim() > 0 and bool(right.abs().max() > 0 and output.isfinite().all())  # any number is a multiple
     factor = float((output.double() * right).sum() / right.square().sum()) if known else math.nan
     shows = math.isfinite(factor) and ratio_of(factor * right, right, losing) > 1
     if shows and _alike(output, factor * right, right, losing):

@@ -74,6 +74,11 @@ def kind_of(implementation: Any) -> str:
         return "optimizer"
     if kind := signature.kind_of(implementation):
         return kind
-    if inspect.isclass(implementation) and not issubclass(implementation, torch.autograd.Function):
+    if signature.is_function(implementation):
+        return "attention"
+    names = list(inspect.signature(implementation).parameters)
+    if hasattr(implementation, "finish_gradient_synchronization") or names[:1] == ["module"]:
         return "strategy"
-    return "attention"
+    if len(names) >= 3 and not inspect.isclass(implementation):  # q, k, v by any names
+        return "attention"
+    raise ValueError(f"it cannot be told what {getattr(implementation, '__name__', implementation)!r} is: use --kind")

@@ -24,8 +24,8 @@ from lmsys.extremes.loss import KINDS, WIDTH, write_head, write_kind
 from lmsys.registry import Entry
 
 ROLES: Roles = {
-    "hidden": ("hidden", "input", "x", "h", "hidden_states"),
-    "logits": ("logits", "predictions", "scores"),
+    "hidden": ("hidden", "input", "inputs", "x", "h", "hidden_states"),
+    "logits": ("logits", "predictions", "pred", "preds", "scores"),
     "weight": ("weight", "w", "linear_weight", "lin_weight", "head"),
     "targets": ("targets", "target", "labels", "label", "y"),
     "ignore_index": ("ignore_index", "ignored", "ignore"),

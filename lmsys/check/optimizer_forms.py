@@ -85,6 +85,8 @@ def form_of(optimizer: Any, claim: Claim, seed: int, device: str) -> Form | None
         made = trace_of(optimizer, claim, run)
     except Exception:
         return None  # the questions say so
+    if not all(bool(p.isfinite().all()) for of_step in made for p in of_step):
+        return None
     begins = [list(run.parameters), *made[:-1]]
     followed = [_followed(form, run, begins, made) for form in FORMS[claim.algorithm]]
     return FORMS[claim.algorithm][followed.index(max(followed))] if max(followed) else None

@@ -187,8 +187,7 @@ def explain(case: AttentionCase, inputs: Inputs, outputs: Outputs, name: str, bu
     def is_(expected: Tensor, times: float = 1.0) -> bool:
         return bool(expected.isfinite().all()) and bool(((output - expected).abs() <= times * budget).all())
 
-    if unwritten := _rows_of("unwritten", output.isnan()):
-        return unwritten
+    lost, output = output.isnan(), output.nan_to_num(0.0)  # NaN in rows that see nothing, too
     backwards = {} if name == "o" else of_backwards(case, inputs, name)
     tried = {f"in {name} {words}": gradient for words, gradient in backwards.items()}
     for mistake, expected in (tried | _elsewhere(case, inputs, good, name)).items():
@@ -198,10 +197,15 @@ def explain(case: AttentionCase, inputs: Inputs, outputs: Outputs, name: str, bu
         larger = max(1.0, abs(formula.scale / right(case).scale))  # scores, and by so much their errors
         if is_(outputs_of(formula, inputs)[name], larger):
             return mistake
+    for mistake, expected in _not_rescaled(case, inputs).items() if name == "o" else ():
+        if is_(expected):
+            return mistake
     if name == "o" and inputs.q.dtype == torch.float32:
         for mistake, expected in _roundings(case, inputs).items():  # tiles and sums differ: most elements must agree
             if ((output - expected).abs() <= budget).double().mean() > MOST:
                 return mistake
+    if lost.any():
+        return _rows_of("unwritten", lost)
     factor = float((output * good).sum() / good.square().sum())
     if math.isfinite(factor) and abs(factor - 1) > 1e-6 and is_(factor * good):
         return f"it is {factor:.4g} times what is right"
@@ -236,6 +240,25 @@ def _elsewhere(case: AttentionCase, inputs: Inputs, good: Tensor, name: str) -> 
     }
     exchanged = {"batches and heads are exchanged": good.transpose(0, 1)}
     return made | (exchanged if good.shape[0] == good.shape[1] else {})
+
+
+def _not_rescaled(case: AttentionCase, inputs: Inputs) -> dict[str, Tensor]:
+    """Results of an online softmax that keeps o or the sum as they are when the maximum of a row grows, by tiles."""
+    q, k, v = (x.detach().double() for x in (inputs.q, inputs.k, inputs.v))
+    keys, values = (repeat_heads(x, case.heads) for x in (k, v))
+    scores = (q @ keys.mT * right(case).scale).masked_fill(~_visible(case, q), -math.inf)
+    made = {}
+    for tile in [tile for tile in TILES if tile < case.keys]:
+        top = torch.full_like(scores[..., :1], -1e300)  # of tiles so far
+        o = kept_o = total = kept_total = torch.zeros_like(top)
+        for part, v_part in zip(scores.split(tile, dim=-1), values.split(tile, dim=-2), strict=True):
+            grown = torch.maximum(top, part.amax(dim=-1, keepdim=True))
+            p, factor, top = (part - grown).exp(), (top - grown).exp(), grown
+            o, kept_o = o * factor + p @ v_part, kept_o + p @ v_part
+            total, kept_total = total * factor + p.sum(dim=-1, keepdim=True), kept_total + p.sum(dim=-1, keepdim=True)
+        made[f"o is not rescaled when the maximum grows, with tiles of {tile} keys"] = kept_o / total
+        made[f"the sum is not rescaled when the maximum grows, with tiles of {tile} keys"] = o / kept_total
+    return made
 
 
 def _roundings(case: AttentionCase, inputs: Inputs) -> dict[str, Tensor]:

@@ -107,7 +107,7 @@ def _summary(made: Sequence[Row]) -> str:
         counts = [len(of), sum(row.refused for row in of), sum(row.mistake is not None for row in of)]
         counts += [sum(row.new for row in of), *(sum(gate in row.seen for row in of) for gate in GATES)]
         lines.append([kind.replace("_", " "), *map(str, counts)])
-    header = ["", "Faults", "Refused here", "Named", "Not seen before", *GATES]
+    header = ["", "Faults", "Refused here", "Named", "By extreme inputs alone", *GATES]
     return _table(header, lines)
 
 
@@ -116,7 +116,7 @@ def _faults(made: Sequence[Row]) -> str:
     for row in made:
         exhibit = row.exhibit
         refused = row.verdict.fault.mistake or "refused, without a name" if row.verdict.fault else "**not refused**"
-        mark = "not seen before" if row.new else ""
+        mark = "by extreme inputs alone" if row.new else ""
         gates = ["seen" if gate in row.seen else "" for gate in GATES]
         name = f"`{exhibit.name}` ({exhibit.kind.replace('_', ' ')})"
         lines.append([name, _link(exhibit.reference), exhibit.symptom, refused, mark, *gates])

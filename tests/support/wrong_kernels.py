@@ -209,3 +209,37 @@ def rounded_early(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scal
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     p = (scores - scores.amax(dim=-1, keepdim=True)).exp().bfloat16().float()
     return p / p.sum(dim=-1, keepdim=True) @ v
+
+
+def online(keeps_o: bool, keeps_sum: bool) -> Callable[..., Tensor]:
+    """An online softmax over tiles of 64 keys, which forgets to rescale when the maximum grows."""
+
+    def row(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+        k, v = (repeat_heads(x, q.shape[1]) for x in (k, v))
+        scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+        if causal:
+            scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+        top, total, o = scores[..., :1] * 0 - 1e30, torch.zeros(()), torch.zeros(())
+        for part, values in zip(scores.split(64, dim=-1), v.split(64, dim=-2), strict=True):
+            grown = torch.maximum(top, part.amax(dim=-1, keepdim=True))
+            p, factor, top = (part - grown).exp(), (top - grown).exp(), grown
+            o = (o if keeps_o else o * factor) + p @ values
+            total = (total if keeps_sum else total * factor) + p.sum(dim=-1, keepdim=True)
+        return o / total
+
+    return row
+
+
+WRONG["keeps_o"] = "o is not rescaled when the maximum grows, with tiles of 64 keys", online(True, False)
+WRONG["keeps_sum"] = "the sum is not rescaled when the maximum grows, with tiles of 64 keys", online(False, True)
+
+
+@wrong("off by one at the diagonal: a query does not see its own key")
+def blind_first(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    """Its first query sees nothing, and has NaN."""
+    if not causal:
+        return attend(q, k, v, scale=scale)
+    k, v = (repeat_heads(x, q.shape[1]) for x in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu()
+    return scores.masked_fill(hidden, -torch.inf).softmax(dim=-1) @ v
