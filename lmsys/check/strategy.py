@@ -45,7 +45,8 @@ def asked(
         reason = why_not(entry, trial, row)
         results = ranks.ask(entry, trial) if reason is None else []
         failure = blamed(results)
-        if trial.extreme and failure is not None and failure.refuses:
+        may_refuse = trial.extreme or trial.micro_batches > 1  # what not every strategy takes
+        if may_refuse and failure is not None and failure.refuses:
             reason = f"{trial.about}: it raises {failure.kind}: {failure.text.partition('. ')[0]}"
         judge = partial(fault, partial(ranks.ask, entry), trial, results, rules)
         yield Question(trial.about, judge, f"{trial.about}, {WORLD_SIZE} ranks", reason, trial.extreme)

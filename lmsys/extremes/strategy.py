@@ -15,7 +15,7 @@ from lmsys import draws
 VOCABULARY, WIDTH, SEQUENCE = 11, 6, 3
 EXAMPLES, FEW = 4, 1  # in a batch, and in the batch of the last rank where that is smaller
 EXPONENTS = (-66, -33, 0, 33)  # 2**-66 = 1.4e-20, 2**33 = 8.6e+9
-PARTS = ("tied", "twice", "frozen", "transposed", "once", "rare", "idle", "sizes")
+PARTS = ("buffers", "tied", "twice", "frozen", "transposed", "once", "rare", "idle", "sizes")
 LAYERS = {"twice": "shared"} | {part: part for part in ("frozen", "transposed", "once", "rare", "idle")}  # by part
 TIED = {"head.weight": "embed.weight"}
 TWICE = {"again.weight": "shared.weight", "again.bias": "shared.bias"}
@@ -25,9 +25,10 @@ TWICE = {"again.weight": "shared.weight", "again.bias": "shared.bias"}
 class Trial:
     """A training on `world_size` ranks.
 
-    parts          of the module, from PARTS: weights `tied`; a layer used `twice`; one `frozen`; one whose weight lies
-                   `transposed` in memory; one that only the first micro-batch uses, `once`, that only rank 0 does,
-                   `rare`, or that none does, `idle`; gradients of many `sizes`
+    parts          of the module, from PARTS: `buffers` that differ between ranks at first; weights `tied`; a layer used
+                   `twice`; one `frozen`; one whose weight lies `transposed` in memory; one that only the first
+                   micro-batch uses, `once`, that only rank 0 does, `rare`, or that none does, `idle`; gradients of many
+                   `sizes`
     micro_batches  backwards for each step, all but the last under no_sync()
     uneven         the last rank has FEW examples in a batch, and others EXAMPLES
     small_buckets  the strategy is asked for buckets that hold a part of the module
@@ -75,6 +76,7 @@ TRIALS = (
     Trial("tied weights", ("tied",)),
     Trial("a layer used twice", ("twice",)),
     Trial("frozen parameters", ("frozen",)),
+    Trial("buffers, which are rank 0's", ("buffers",)),
     Trial("accumulated micro-batches", micro_batches=3),
     Trial("a smaller batch on one rank", uneven=True, extreme=True),
     Trial("gradients from 1e-20 to 1e+10 in one bucket", ("sizes",), extreme=True),
@@ -152,7 +154,7 @@ class Layer(nn.Module):
 def probe(trial: Trial, rank: int, apart: bool = False) -> Probe:
     """The trial's module with the weights and buffers of this rank, of which no other rank has any.
 
-    Extreme trials begin with equal buffers: each asks for a single thing.
+    Buffers are equal but where a trial asks for them: each asks for a single thing.
     """
     module = Probe(trial, apart)
     state = dict(module.named_parameters()) | dict(module.named_buffers())
@@ -163,7 +165,7 @@ def probe(trial: Trial, rank: int, apart: bool = False) -> Probe:
     with torch.no_grad():
         for name, x in state.items():
             x.copy_(values[trial.twins.get(name, name)].view(x.shape) * units.get(name, 0.5))
-        if trial.extreme:
+        if "buffers" not in trial.parts:
             module.scale.fill_(1.0)
     return module
 

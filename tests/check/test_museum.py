@@ -115,7 +115,7 @@ def test_the_tables() -> None:
     assert "| optimizer | 2 | 2 | 1 | 1 | 0 | 0 | 0 | 1 | 0 |" in text and "| all | 3 | 2 | 1 | 1 |" in text
     link = "[o/r#1](https://github.com/o/r/issues/1)"
     assert (
-        f"| `A` (optimizer) | {link} | it is \\| wrong | eps is forgotten | not seen before | | | | seen | |"
+        f"| `A` (optimizer) | {link} | it is \\| wrong | eps is forgotten | by extreme inputs alone | | | | seen | |"
         in text.replace("  ", " ")
     )
     assert "**not refused**" in text and "2 of 2 are refused, and 1 of them are named." in text

@@ -18,6 +18,7 @@ from lmsys.registry import Entry
 from tests.museum import parallel
 from tests.museum import sharded_optimizer as optimizers
 from tests.museum.exhibit import EXHIBITS, Exhibit
+from tests.support.variants import some
 from tests.support.wrong_strategies import WRONG, WRONG_OPTIMIZERS
 
 KINDS = {"strategy": strategy, "sharded_optimizer": sharded_optimizer}
@@ -42,14 +43,16 @@ def first_fault(ranks: Ranks, kind: str, entry: Entry) -> tuple[Question, Fault]
     return None
 
 
-@pytest.mark.parametrize("fault", [fault for fault in EXHIBITS if fault.kind in KINDS], ids=lambda fault: fault.name)
+@pytest.mark.parametrize(
+    "fault", some((fault for fault in EXHIBITS if fault.kind in KINDS), 4), ids=lambda fault: fault.name
+)
 def test_a_published_fault_is_refused(ranks: Ranks, fault: Exhibit) -> None:
     wrong = first_fault(ranks, fault.kind, fault.entry)
     assert wrong is not None, f"{fault.name} passes for right"
     assert fault.mistake is None or fault.mistake in (wrong[1].mistake or ""), wrong[1].text
 
 
-@pytest.mark.parametrize(("kind", "name", "told"), PLANTED, ids=[name for _, name, _ in PLANTED])
+@pytest.mark.parametrize(("kind", "name", "told"), some(PLANTED, 2), ids=[name for _, name, _ in PLANTED])
 def test_a_planted_mistake_is_named(ranks: Ranks, kind: str, name: str, told: str) -> None:
     wrong = first_fault(ranks, kind, Entry(name, f"tests.support.wrong_strategies:{name}"))
     assert wrong is not None and told in (wrong[1].mistake or ""), wrong

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lmsys.check.optimizer_claims import claim_of
 from lmsys.registry import Entry
-from tests.museum.mini import OPERATIONS, MiniModel, drawn, tokens_of
+from tests.museum.mini import OPERATIONS, MiniModel, drawn, plain_of, tokens_of
 from tests.museum.ranks import Ranks, on_one
 
 STEPS_ON_RANKS = 3
@@ -53,16 +53,16 @@ def subject(entry: Entry, kind: str, ranks: Ranks) -> Subject:
 
 
 def _of_operation(entry: Entry, kind: str) -> Subject:
-    operation = OPERATIONS[kind]
+    operation, plain = OPERATIONS[kind], plain_of(kind, entry.load())
 
     def pair(seed: int) -> Pair:
         arguments = operation.inputs(seed)
         with torch.no_grad():
-            outputs = [operation.output(one, arguments) for one in (entry.load(), operation.plain)]
+            outputs = [operation.output(one, arguments) for one in (entry.load(), plain)]
         return [outputs[0]], [outputs[1]]
 
     def curves() -> Curves:
-        return _curve({kind: entry.load()}), _plain_curve()
+        return _curve({kind: entry.load()}), _plain_curve() if plain is operation.plain else _curve({kind: plain})
 
     return Subject(_or_none(pair), _or_none(curves))
 

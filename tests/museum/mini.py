@@ -12,6 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lmsys import draws
+from lmsys.check.loss import roles_of
+from lmsys.check.norm import ROLES as NORM
+from lmsys.check.question import Options
+from lmsys.check.rotary import ROLES as ROTARY
+from lmsys.check.rotary import pairs_of
+from lmsys.check.rotary_mistakes import HALVES
+from lmsys.check.signature import called
+from lmsys.check.swiglu import ROLES as SWIGLU
 
 B, S, D, H, V = 4, 64, 32, 2, 64
 Function = Callable[..., Any]
@@ -58,20 +66,58 @@ class Operation:
 
     plain   what PyTorch makes of it
     inputs  by seed: the arguments of a normal draw
-    call    from the implementation and the arguments: the output; None: f(*arguments)
+    call    from the implementation and the arguments: the output
     """
 
     plain: Function
     inputs: Callable[[int], tuple[Any, ...]]
-    call: Callable[..., Tensor] | None = None
+    call: Callable[..., Tensor]
 
     def output(self, implementation: Function, arguments: tuple[Any, ...]) -> Tensor:
-        return (self.call or _called)(implementation, *arguments)
+        return self.call(implementation, *arguments)
 
 
-def _called(implementation: Function, *arguments: Any) -> Tensor:
-    result: Tensor = implementation(*arguments)
-    return result
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def rotary_halves(x: Tensor, positions: Tensor) -> Tensor:
+    """As `rotary`, with the pairs (0, D / 2), (1, D / 2 + 1), ..."""
+    neighbours = torch.stack(x.chunk(2, dim=-1), dim=-1).flatten(-2)
+    return torch.cat([rotary(neighbours, positions)[..., part::2] for part in (0, 1)], dim=-1)
+
+
+def plain_of(kind: str, implementation: Function) -> Function:
+    """The operation in plain PyTorch, in the form that the implementation has."""
+    if kind == "norm" and called(implementation, NORM).has("bias"):
+        return layer_norm
+    if kind == "rotary" and pairs_of(implementation, Options()) == HALVES:
+        return rotary_halves
+    return OPERATIONS[kind].plain
+
+
+def _normed(implementation: Function, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    values = {"x": x, "weight": weight, "bias": torch.zeros_like(weight), "eps": eps, "shape": x.shape[-1:]}
+    return called(implementation, NORM)(values)
+
+
+def _turned(implementation: Function, x: Tensor, positions: Tensor) -> Tensor:
+    return called(implementation, ROTARY)({"x": x, "positions": positions, "theta": 10_000.0})
+
+
+def _gated(implementation: Function, gate: Tensor, up: Tensor) -> Tensor:
+    """In a whole feed-forward, weights of ones and zeros make gate and up."""
+    whole, both = torch.eye(gate.shape[-1]), torch.eye(2 * gate.shape[-1])
+    w1, w3 = both.split(gate.shape[-1])
+    values = {"gate": gate, "up": up, "x": torch.cat([gate, up], dim=-1), "w1": w1, "w2": whole, "w3": w3}
+    return called(implementation, SWIGLU)(values)
+
+
+def _lost(implementation: Function, logits: Tensor, targets: Tensor) -> Tensor:
+    """A loss with the head in it gets the logits as hidden states, and a weight of ones and zeros."""
+    weight = torch.eye(logits.shape[-1])
+    values = {"logits": logits, "hidden": logits, "weight": weight, "targets": targets, "ignore_index": -100}
+    return called(implementation, roles_of(implementation))(values)
 
 
 def _attended(implementation: Function, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -85,10 +131,12 @@ OPERATIONS: dict[str, Operation] = {
     "attention": Operation(
         attention, lambda seed: tuple(drawn(seed, name, 2, 4, 256, 64) for name in "qkv"), _attended
     ),
-    "norm": Operation(norm, lambda seed: (drawn(seed, "x", 64, 256), 1 + drawn(seed, "weight", 256) / 8, 1e-5)),
-    "rotary": Operation(rotary, lambda seed: (drawn(seed, "x", 2, 4, 256, 64), torch.arange(256))),
-    "swiglu": Operation(swiglu, lambda seed: (drawn(seed, "gate", 64, 256), drawn(seed, "up", 64, 256))),
-    "loss": Operation(loss, lambda seed: (drawn(seed, "logits", 256, V), tokens_of(seed).flatten())),
+    "norm": Operation(
+        norm, lambda seed: (drawn(seed, "x", 64, 256), 1 + drawn(seed, "weight", 256) / 8, 1e-5), _normed
+    ),
+    "rotary": Operation(rotary, lambda seed: (drawn(seed, "x", 2, 4, 256, 64), torch.arange(256)), _turned),
+    "swiglu": Operation(swiglu, lambda seed: (drawn(seed, "gate", 64, 256), drawn(seed, "up", 64, 256)), _gated),
+    "loss": Operation(loss, lambda seed: (drawn(seed, "logits", 256, V), tokens_of(seed).flatten()), _lost),
 }
 
 
