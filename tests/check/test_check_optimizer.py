@@ -28,14 +28,14 @@ def answers(entry: Entry) -> Iterator[tuple[Question, Fault | None]]:
     return ((question, question.judge()) for question in questions(entry, Options(seed=1)) if question.reason is None)
 
 
-@pytest.mark.parametrize("fault", some(FAULTS, 2), ids=lambda one: one.name)
+@pytest.mark.parametrize("fault", some(FAULTS, 4), ids=lambda one: one.name)
 def test_a_published_fault_is_refused_and_named(fault: Exhibit) -> None:
     wrong = next(answer for _, answer in answers(fault.entry) if answer is not None)
     assert fault.mistake is not None and wrong.mistake is not None, wrong.text
     assert fault.mistake in wrong.mistake and wrong.mistake in wrong.text
 
 
-@pytest.mark.parametrize("entry", some(museum.HONEST, 2), ids=lambda one: one.name)
+@pytest.mark.parametrize("entry", some(museum.HONEST, 4), ids=lambda one: one.name)
 def test_a_right_one_is_never_accused(entry: Entry) -> None:
     judged = list(answers(entry))
     assert [answer for _, answer in judged if answer is not None] == []

@@ -83,7 +83,7 @@ def test_honest_rows_are_right(dtype: str, row: str, causal: bool, seed: int) ->
     assert fault is None, fault
 
 
-@pytest.mark.parametrize("exhibit", some(ATTENTION_EXHIBITS, 2), ids=lambda one: one.name)
+@pytest.mark.parametrize("exhibit", some(ATTENTION_EXHIBITS, 3), ids=lambda one: one.name)
 def test_a_published_fault_is_refused_and_named(exhibit: Exhibit) -> None:
     faults = (question.judge() for question in KINDS["attention"].questions(exhibit.entry, Options(64)))
     fault = next((fault for fault in faults if fault is not None), None)
