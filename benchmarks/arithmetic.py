@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lmsys.attention.compiled import why_no_compiler
 from lmsys.bench import Record
-from lmsys.testing import error_ratio, norm_rms, rms_budget
+from lmsys.testing import ratio_of, rms_budget
 
 DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # of the matmuls
 MEASURED = DTYPES | {"tf32": None}  # of the large matmuls
@@ -64,19 +64,6 @@ def autocast(precision: str, device: str) -> torch.autocast:
 def widened(logits: Tensor) -> Tensor:
     """Widens to float32 what is narrower, as losses are computed."""
     return logits if logits.dtype == torch.float64 else logits.float()
-
-
-def ratio_of(found: Tensor, reference: Tensor, plain: Tensor, dtype: torch.dtype, mean: bool = True) -> float:
-    """The error of `found` over its budget, which is what the `plain` computation loses when it is rounded to `dtype`.
-
-    `lmsys.testing.error_ratio` has absolute terms and gradients are small, so all are taken in units of the reference's
-    largest value. More than one number is held in root mean square too, as attention rows without a float32 form are,
-    unless `mean` is False: what plain PyTorch makes exactly leaves no mean error to others.
-    """
-    _, exponent = math.frexp(reference.abs().max().item())
-    found, reference, plain = (x.double() / 2.0**exponent for x in (found, reference, plain))
-    ratio = error_ratio(found, reference, plain.to(dtype))
-    return max(ratio, norm_rms(found - reference) / rms_budget(reference, plain)) if found.dim() and mean else ratio
 
 
 def ratio_by_group(found: Tensor, reference: Tensor, plain: Tensor, dtype: torch.dtype, groups: Tensor) -> float:

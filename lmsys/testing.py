@@ -367,6 +367,19 @@ def error_ratio(found: Tensor, reference: Tensor, plain: Tensor) -> float:
     return ratio if math.isfinite(ratio) else math.inf
 
 
+def ratio_of(found: Tensor, reference: Tensor, plain: Tensor, dtype: torch.dtype, mean: bool = True) -> float:
+    """The error of `found` over its budget, which is what the `plain` computation loses when it is rounded to `dtype`.
+
+    `error_ratio` has absolute terms and gradients are small, so all are taken in units of the reference's
+    largest value. More than one number is held in root mean square too, as attention rows without a float32 form are,
+    unless `mean` is False: what plain PyTorch makes exactly leaves no mean error to others.
+    """
+    _, exponent = math.frexp(reference.abs().max().item())
+    found, reference, plain = (x.double() / 2.0**exponent for x in (found, reference, plain))
+    ratio = error_ratio(found, reference, plain.to(dtype))
+    return max(ratio, norm_rms(found - reference) / rms_budget(reference, plain)) if found.dim() and mean else ratio
+
+
 def curve_ratios(
     losses: Sequence[float], reference: Sequence[float], norm: float, reference_norm: float, dtype: str
 ) -> dict[str, float]:

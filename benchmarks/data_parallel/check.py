@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.arithmetic import matmuls, ratio_of
+from benchmarks.arithmetic import matmuls
 from benchmarks.data_parallel.cases import NARROW, Narrow, ParallelCase
 from benchmarks.data_parallel.rank import Gradients, blocks_of, make_optimizer, model_of, prepared, wrap
 from benchmarks.models import NUM_BLOCKS, Batch, build
@@ -25,6 +25,7 @@ from lmsys.config import ModelConfig
 from lmsys.cost.operations import model_parameters
 from lmsys.model import Loss
 from lmsys.parallel.group import device
+from lmsys.testing import ratio_of
 
 STEPS = 3
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}

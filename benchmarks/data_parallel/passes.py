@@ -4,7 +4,7 @@ All rows of a pass take as many steps, the untimed ones before included, from th
 which are drawn before each step. What is right is made by plain means: on every rank the model unwrapped, with naive
 attention, its own gradients, torch's all-reduce of each, torch's AdamW; in float64, but that forward and backward of a
 narrower precision than fp32 are in float32. The budget is what the same steps lose in the case's precision, with
-gradients or parameters rounded where the row's are: `benchmarks.arithmetic.ratio_of` of how far some rows of each
+gradients or parameters rounded where the row's are: `lmsys.testing.ratio_of` of how far some rows of each
 parameter have moved. Steps of a large model soon part, and in one parameter plain ones may end near exact ones by
 chance: none has less of a budget, as a share of its way, than all parameters together.
 """
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.arithmetic import ROUNDING, autocast, matmuls, ratio_of
+from benchmarks.arithmetic import ROUNDING, autocast, matmuls
 from benchmarks.data_parallel.cases import Narrow, ParallelCase
 from benchmarks.models import Batch, build
 from lmsys import draws
@@ -28,6 +28,7 @@ from lmsys.config import ModelConfig
 from lmsys.cost.operations import model_parameters
 from lmsys.model import Loss
 from lmsys.parallel.group import device
+from lmsys.testing import ratio_of
 from lmsys.training.reproducible import weights_sha256
 
 # With eps far above a gradient's size AdamW moves by the gradient's size: it sees one that is halved, and where a

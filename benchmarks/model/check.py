@@ -1,7 +1,7 @@
 """The gate: a language model with some attention row, eager or compiled, must compute what the plain one does.
 
 The reference is the eager model with naive attention in float64, the budget what the same model loses in the precision
-that is tested: see `benchmarks.arithmetic.ratio_of`, for the logits of inference, or for the loss and each gradient of
+that is tested: see `lmsys.testing.ratio_of`, for the logits of inference, or for the loss and each gradient of
 training. Llama is such a row: with the weights of ours, mapped to its own and its gradients back, it is the same
 function.
 
@@ -24,13 +24,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from benchmarks.arithmetic import LOSS_SCALE, ROUNDING, autocast, ratio_by_group, ratio_of
+from benchmarks.arithmetic import LOSS_SCALE, ROUNDING, autocast, ratio_by_group
 from benchmarks.model.cases import ModelTest
 from benchmarks.models import MAX_SCORES, NUM_BLOCKS, Batch, build, variant
 from lmsys.bench import Candidate
 from lmsys.extremes.model import EMBEDDINGS, FIRST_ID, ROWS, group_of, write_model
 from lmsys.measure.compare import release_memory
 from lmsys.model import TransformerLM
+from lmsys.testing import ratio_of
 
 MAX_CONTEXT = 2048
 LOGITS, GRADIENT = "logits", "gradient of"  # an output; what begins the names of gradients among outputs

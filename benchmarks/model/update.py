@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from benchmarks.arithmetic import ratio_of
 from lmsys.extremes.optimizer import plant
-from lmsys.testing import error_ratio
+from lmsys.testing import error_ratio, ratio_of
 
 MOMENTS = "exp_avg", "exp_avg_sq"
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny

@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
         return USAGE
     except Exception as error:
         reason = str(error) if isinstance(error, ProcessError) else f"it raises {type(error).__name__}: {error}"
-        told = {"schema": SCHEMA, "name": entry.name, "kind": kind.name, "verdict": "wrong", "reason": reason}
+        told = {"schema": SCHEMA, "name": given.target.rpartition(":")[2], "verdict": "wrong", "reason": reason}
         print(json.dumps(told) if given.json else f"wrong\n\n{given.target}: {reason}")
         return WRONG
 

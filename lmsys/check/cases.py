@@ -73,9 +73,7 @@ def answer(
         outputs = run(row, inputs, causal=case.causal, scale=case.scale, grad=grad)
         torch.cuda.synchronize() if case.device == "cuda" else None
     except Exception as error:
-        lines = str(error).strip().splitlines()
-        text = f"  it raises {type(error).__name__}: {lines[0] if lines else 'no message'}"
-        return {}, Fault(text, raises=True)
+        return {}, Fault.raised(error)
     if changed := [name for name, x in before.items() if not torch.equal(x, inputs.tensors[name])]:
         return outputs, Fault(f"  it changes its input {changed[0]}")
     for name, x in outputs.items():

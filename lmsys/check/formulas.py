@@ -21,7 +21,7 @@ from lmsys import draws
 from lmsys.check import places
 from lmsys.check.question import Fault, Options, Question
 from lmsys.check.signature import Called
-from lmsys.testing import error_ratio, norm_rms, rms_budget
+from lmsys.testing import ratio_of
 
 Inputs = Mapping[str, Tensor]
 Settings = Mapping[str, Any]
@@ -190,8 +190,7 @@ def judge(
     try:
         outputs = run(call, problem)
     except Exception as error:
-        message = str(error).strip().splitlines()
-        return Fault(f"  it raises {type(error).__name__}: {message[0] if message else 'no message'}")
+        return Fault.raised(error)
     for name, x in problem.inputs.items():
         if not torch.equal(x, before[name]):
             return Fault(f"  it changes its input {name}", f"it changes its input {name}")
@@ -205,7 +204,7 @@ def judge(
         if outputs[name].shape != right.shape or outputs[name].dtype not in dtypes:
             given = f"{outputs[name].dtype} of shape {tuple(outputs[name].shape)}"
             return Fault(f"  {_called(name)} is {given}; expected {problem.dtype} of shape {tuple(right.shape)}")
-        ratio = ratio_of(outputs[name], right, plain[name], mean=not problem.extreme)
+        ratio = _ratio(outputs[name], right, plain[name], mean=not problem.extreme)
         if ratio > 1:
             mistake = explain(outputs, name, reference, plain, problem, mistakes(problem))
             return _fault(name, list(reference), outputs[name], right, ratio, mistake)
@@ -227,17 +226,9 @@ def run(call: Called, problem: Problem) -> Outputs:
     return outputs
 
 
-def ratio_of(output: Tensor, reference: Tensor, plain: Tensor, mean: bool = False) -> float:
-    """`lmsys.testing.error_ratio` in units of the reference's largest value: gradients may be small.
-
-    mean  tensors of a narrow dtype are held in root mean square as well
-    """
-    _, exponent = math.frexp(reference.abs().max().item())
-    output, reference, losing = (x.double() / 2.0**exponent for x in (output, reference, plain))
-    ratio = error_ratio(output, reference, losing.to(plain.dtype))
-    if not mean or plain.dtype == torch.float32 or not output.dim():
-        return ratio
-    return max(ratio, norm_rms(output - reference) / rms_budget(reference, losing))
+def _ratio(output: Tensor, reference: Tensor, plain: Tensor, mean: bool = False) -> float:
+    """`ratio_of` in the dtype of `plain`; with `mean`, tensors of a narrow one in root mean square as well."""
+    return ratio_of(output, reference, plain, plain.dtype, mean and plain.dtype != torch.float32)
 
 
 def explain(
@@ -254,11 +245,11 @@ def explain(
         alike = (_alike(outputs[x], made[x], reference[x], plain[x]) for x in names if x in made)
         if name not in made or not all(alike):
             continue
-        if not (made[name].isfinite().all() and ratio_of(made[name], right, losing) <= 1):  # else it does not show here
+        if not (made[name].isfinite().all() and _ratio(made[name], right, losing) <= 1):  # else it does not show here
             return text
     known = right.dim() > 0 and bool(right.abs().max() > 0 and output.isfinite().all())  # any number is a multiple
     factor = float((output.double() * right).sum() / right.square().sum()) if known else math.nan
-    shows = math.isfinite(factor) and ratio_of(factor * right, right, losing) > 1
+    shows = math.isfinite(factor) and _ratio(factor * right, right, losing) > 1
     if shows and _alike(output, factor * right, right, losing):
         return f"it is {factor:.4g} times what is right"
     return None
@@ -271,7 +262,7 @@ def _alike(output: Tensor, made: Tensor, right: Tensor, plain: Tensor) -> bool:
         return False
     made, output = made.where(finite, 0), output.double().where(finite, 0)
     lost = (plain.double() - right).where(finite, 0)
-    return not bool(finite.any()) or ratio_of(output, made, (made + lost).to(plain.dtype)) <= 1
+    return not bool(finite.any()) or _ratio(output, made, (made + lost).to(plain.dtype)) <= 1
 
 
 def _called(name: str) -> str:

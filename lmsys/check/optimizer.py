@@ -56,8 +56,7 @@ def failure(optimizer: Any, claim: Claim, form: Form | None, asked: Asked, seed:
     try:
         made = trace_of(optimizer, claim, run, changed=lambda step, i: changed.append((step, i)))
     except Exception as error:
-        lines = str(error).strip().splitlines()
-        return Fault(f"  it raises {type(error).__name__}: {lines[0] if lines else 'no message'}")
+        return Fault.raised(error)
     if changed and not asked.in_place:
         step, i = changed[0]
         changes = f"step {step + 1} of {asked.steps} changes the gradient of parameter {i} in place"

@@ -35,6 +35,12 @@ class Fault:
     error_ratio: float | None = None
     raises: bool = False
 
+    @classmethod
+    def raised(cls, error: Exception) -> "Fault":
+        """The fault of an implementation that raises an exception: its kind and its first line."""
+        lines = str(error).strip().splitlines()
+        return cls(f"  it raises {type(error).__name__}: {lines[0] if lines else 'no message'}", raises=True)
+
     @property
     def line(self) -> str:
         """The place and the values in a line, behind the mistake where one is known."""

@@ -23,7 +23,7 @@ from lmsys.parallel.group import STOPPED, device, is_lost_peer
 from lmsys.parallel.naive import Naive
 from lmsys.processes import DIED, TIMEOUT
 from lmsys.registry import Entry
-from lmsys.testing import error_ratio
+from lmsys.testing import ratio_of
 
 OTHERS_S = 2.0  # for the other ranks to end, once this one has raised
 SMALL_MB = 2.0**-13  # 32 float32: a layer has more
@@ -238,7 +238,5 @@ def wrong_parameters(results: Sequence[Result], exact: State, ordinary: State) -
 
 
 def ratio(x: Tensor, exact: Tensor, ordinary: Tensor) -> float:
-    """`error_ratio` in units of the largest value, a power of two: weights of 1e-20 are judged as those of 1 are."""
-    largest = exact.abs().max()
-    unit = torch.where(largest > 0, torch.exp2(torch.frexp(largest).exponent.double()), 1.0)
-    return error_ratio(x.double() / unit, exact / unit, (ordinary.double() / unit).float())
+    """`ratio_of` of weights in float32: those of 1e-20 are judged as those of 1 are."""
+    return ratio_of(x, exact, ordinary, torch.float32, mean=False)

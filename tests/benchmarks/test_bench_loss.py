@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.arithmetic import LOSS_SCALE, ROUNDING, mean_ratio, ratio_of
+from benchmarks.arithmetic import LOSS_SCALE, ROUNDING, mean_ratio
 from benchmarks.bench_loss import Loss
 from benchmarks.loss.inputs import BLOCK_LOGITS, OUTPUTS, Inputs, unchunked
 from benchmarks.loss.spots import blocks_of, indices, parts
@@ -17,6 +17,7 @@ from lmsys.attention.compiled import why_no_compiler
 from lmsys.bench import Settings
 from lmsys.bench.results import Session
 from lmsys.model.loss import linear_cross_entropy
+from lmsys.testing import ratio_of
 from tests.support import harness
 from tests.support.cheats import CLOCK, seen
 from tests.support.harness import cases_of
