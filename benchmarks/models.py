@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,15 +28,10 @@ LEARNING_RATE = 1e-6  # so small that hundreds of timed steps leave the weights 
 
 # What stands for an attention row in a model only: the choice of one, and a whole model of its own.
 AUTO = Entry("auto", "lmsys.attention:attention", "the fastest attention row that can run it")
-LLAMA = Entry(
-    "llama",
-    "benchmarks.model.llama:Llama",
-    "Hugging Face Llama",
-    peer=True,
-    extra="peers",
-    traits={"whole_model": True},
-)
-MODEL_ROWS = Table(ATTENTION.kind, [*ATTENTION.values(), AUTO, LLAMA])  # all that a model can be asked with
+whole_model = partial(Entry, peer=True, extra="peers", traits={"whole_model": True})
+LLAMA = whole_model("llama", "benchmarks.model.llama:Llama", "Hugging Face Llama")
+LLAMA_TUNED = whole_model("llama_tuned", "benchmarks.model.llama:LlamaTuned", "Hugging Face Llama, no mask tensor")
+MODEL_ROWS = Table(ATTENTION.kind, [*ATTENTION.values(), AUTO, LLAMA, LLAMA_TUNED])  # all that a model can be asked with
 
 
 WHAT_IS_KEPT = (  # fields of a ModelCase's records

@@ -161,7 +161,8 @@ def smoke(length: int, odd: int, head_dim: int, batch: int, compiled_dtype: str)
     return full, causal, compiled, *patterns
 
 
-# The language model. attention: its rows; "auto" is the fastest that can, "llama" is Hugging Face's whole model.
+# The language model. attention: its rows; "auto" is the fastest that can, "llama" is Hugging Face's whole model
+# as it comes, "llama_tuned" as an expert runs it.
 # warmup: so many untimed steps before ten timed ones, each in a process of its own.
 MODEL_SIZES = ("small", "medium", "large", "xl", "2.7b")
 MODEL_FULL = (
@@ -195,8 +196,8 @@ PEER = Grid(
     mode=("step",),
     compile=("compiled", "graphed", "fused"),
     batch=(16,),
-    attention=("auto", "llama"),
-    against="llama",
+    attention=("auto", "llama_tuned", "llama"),
+    against="llama_tuned",
 )
 PEERS = (PEER, PEER.but(size=("medium",), batch=(8,)), PEER.but(size=("xl",), batch=(4,)))
 ANATOMY = Grid(

@@ -86,7 +86,7 @@ QUESTIONS = (
         "step",
         "Fastest training step",
         {**MODEL, "checkpoint": "checkpointing"},
-        ("llama", "sdpa", "sdpa_flash"),
+        ("llama_tuned", "llama", "sdpa", "sdpa_flash"),
         lambda one: one.get("mode") == "step",
         about=" Each row counts by the fastest of the ways in which it was run, which its name tells. A narrow residual"
         " stream is held in the dtype of matmuls, a wide one in float32. Only steps of one kind are compared, and only"
