@@ -24,6 +24,8 @@ has room for what every flash backward then loses by, to first order: P_ij is of
 and delta_i, since o is rounded to t, by 2 eps √Σ_d (o_id do_id)². Roundings of different queries are independent, so
 that their sums in dk and dv grow as a root; within a row all of P may be off alike, which dq's own cancellation
 survives. Equal scores round alike, so that all of P may be off by eps / 2 in dv, in the same direction.
+A row that divides the keys of few queries among programs, as flash-decoding does, weighs their results by exp(lse_i - lse)
+of float32 numbers: half of a spacing in lse_i and half of one in lse are eps32 |lse| of a weight at most, and of o.
 
 Two trainings of one model on the same batches, which differ in kernel or strategy, are one training when their losses
 over the first 100 steps are at most 1e-3 apart in float32 and 0.03 in bfloat16, and the norms of their first gradients,
@@ -43,7 +45,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmsys.attention.contract import DTYPES, AttentionCase, repeat_heads, told
+from lmsys.attention.contract import DTYPES, FEW_QUERIES, AttentionCase, repeat_heads, told
 from lmsys.attention.naive import masked_scores, naive
 from lmsys.attention.pattern import PLAIN, Pattern
 
@@ -202,7 +204,9 @@ class Oracle:
         if self.grad:
             for name, more in self._recomputing().items():
                 self.budget[name] += more
-        self._carried = self._carry() if self.grad and spot and spot.extreme else {}
+        self._carried: dict[str, Tensor] = {}
+        if spot and spot.extreme:
+            self._carried = self._carry() if self.grad else self._merged(case.queries)
         for name, bound in self._carried.items():
             self.budget[name] += _norm_max(bound)
         self._rms_budget: dict[str, float] = {}
@@ -284,6 +288,12 @@ class Oracle:
         bounds["dk"] = bounds["dk"].sqrt() * scale
         bounds["dv"] = bounds["dv"].sqrt() + eps / 2 * self.reference["dv"].abs()
         return bounds
+
+    def _merged(self, queries: int) -> dict[str, Tensor]:
+        """Bounds of what merging by a log-sum-exp makes in o (U, G, Q, D), by element; none where queries are many."""
+        lse = _finite(self.reference["lse"]).abs().unsqueeze(-1)
+        bound = torch.finfo(torch.float32).eps * lse * self.reference["o"].abs()
+        return {"o": bound} if queries <= FEW_QUERIES else {}
 
     def _exponent(self, name: str) -> float:
         """An error of 4 eps32 in the exponents, which are as large as the log-sum-exp."""
