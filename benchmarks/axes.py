@@ -22,7 +22,7 @@ MODELS_ONLY = (
     "auto",
     "llama",
     "llama_tuned",
-)  # of --attention: no rows of the table, but ways to choose or replace a whole model
+)  # of --attention: what chooses a row, or is a whole model
 
 
 def square(text: str) -> tuple[int, int]:

@@ -33,7 +33,7 @@ LLAMA = whole_model("llama", "benchmarks.model.llama:Llama", "Hugging Face Llama
 LLAMA_TUNED = whole_model("llama_tuned", "benchmarks.model.llama:LlamaTuned", "Hugging Face Llama, no mask tensor")
 MODEL_ROWS = Table(
     ATTENTION.kind, [*ATTENTION.values(), AUTO, LLAMA, LLAMA_TUNED]
-)  # all that a model can be asked with
+)  # all that a model takes
 
 
 WHAT_IS_KEPT = (  # fields of a ModelCase's records

@@ -24,8 +24,8 @@ has room for what every flash backward then loses by, to first order: P_ij is of
 and delta_i, since o is rounded to t, by 2 eps √Σ_d (o_id do_id)². Roundings of different queries are independent, so
 that their sums in dk and dv grow as a root; within a row all of P may be off alike, which dq's own cancellation
 survives. Equal scores round alike, so that all of P may be off by eps / 2 in dv, in the same direction.
-A row that divides the keys of few queries among programs, as flash-decoding does, weighs their results by exp(lse_i - lse)
-of float32 numbers: half of a spacing in lse_i and half of one in lse are eps32 |lse| of a weight at most, and of o.
+A row that divides the keys of few queries among programs, as flash-decoding does, weighs their results by
+exp(lse_i - lse) of float32 numbers: a weight, and so o, is off by eps32 |lse| at most, by half a spacing in each.
 
 Two trainings of one model on the same batches, which differ in kernel or strategy, are one training when their losses
 over the first 100 steps are at most 1e-3 apart in float32 and 0.03 in bfloat16, and the norms of their first gradients,
