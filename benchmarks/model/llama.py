@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -25,12 +24,6 @@ LAYER_NAMES = {
 CAUSAL = "sdpa_causal"  # an attention of transformers that is told `is_causal` in place of a mask
 AttentionInterface.register(CAUSAL, sdpa_attention_forward)
 AttentionMaskInterface.register(CAUSAL, lambda *_, **__: None)
-FASTEST_FIRST = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
 NAMES = {"token_embeddings": "model.embed_tokens", "ln_final": "model.norm", "lm_head": "lm_head"}
 
 
@@ -117,18 +110,11 @@ class Llama(nn.Module):
 class LlamaTuned(Llama):
     """Llama as an expert runs it: no mask is made, and SDPA is told `is_causal`, so that it takes its fast kernels.
 
-    Among these cuDNN's come first, where they run: on Hopper they are the fastest of torch's.
+    Which of them is torch's choice: on Hopper cuDNN's. An order set by `sdpa_kernel(set_priority=True)` would outlive
+    it, since what that puts back is not the preference which torch works out at its first call.
     """
 
     attention = CAUSAL
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        with sdpa_kernel(FASTEST_FIRST, set_priority=True):
-            return super().forward(tokens)
-
-    def loss_and_logits(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        with sdpa_kernel(FASTEST_FIRST, set_priority=True):
-            return super().loss_and_logits(tokens, targets)
 
 
 def _theirs(name: str) -> str:
