@@ -141,6 +141,22 @@ def test_means_over_shapes_are_those_of_the_run() -> None:
     assert f"that takes {' and '.join(took)}" in SAID
 
 
+def test_what_is_said_of_an_h100_is_of_its_run() -> None:
+    times: dict[tuple[str, str], dict[str, float]] = {}
+    for one in run("attention")["records"]:
+        if one["section"] == "tokens16k":
+            times.setdefault((one["direction"], one["comparison"]), {})[one["impl"]] = one["time_s"]
+    forward = [
+        min(x["flash_attn_4"], x["sdpa_cudnn"]) / x["flash_gluon"] for (way, _), x in times.items() if way == "fwd"
+    ]
+    backward = [x["flash_attn_4"] / x["flash_gluon"] for (way, _), x in times.items() if way == "bwd"]
+    assert len(forward) == len(backward) == 12
+    mean, least = f"{statistics.geometric_mean(forward):.2f}", f"{min(forward):.2f}"
+    assert f"is {mean} times as fast as the better of the two in the forward, at least {least} times" in SAID
+    assert f"{statistics.geometric_mean(backward):.2f} times as fast as FlashAttention-4 in the backward" in SAID
+    assert f"at least {least} times as fast in each shape" in " ".join(README.split())
+
+
 def test_speedups_are_the_published_ones() -> None:
     (told,) = tables(RESULTS, "row", "forward, causal")
     summary = {line[0]: line for line in published(f"{H200}-tokens16k-summary")}
