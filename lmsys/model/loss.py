@@ -47,6 +47,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk:
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     source = rounded(weight, dtype)  # of its values
+    if not torch.is_grad_enabled():  # a Function is told that leaves need gradients all the same
+        hidden, weight = hidden.detach(), weight.detach()
     return _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, source, targets.flatten().long(), chunk, dtype)
 
 

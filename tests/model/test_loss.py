@@ -1,6 +1,7 @@
 """The head's loss in chunks: the memory that it takes, gradients asked for twice, targets that are no class."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +74,17 @@ def test_forward_and_backward_hold_one_chunk_of_logits_and_one_gradient_of_each(
     weight.grad = hidden.grad = None
     value = linear_cross_entropy(hidden, weight, targets, chunk)
     assert memory.peak_bytes(value.backward, "cpu") < weight.nbytes / 2
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_evaluation_holds_one_chunk_of_logits_and_no_gradient(mode: Any) -> None:
+    hidden, weight, targets = head("cpu")
+    wide = torch.randn(20 * VOCABULARY, WIDTH, requires_grad=True)
+    with mode():
+        peak = memory.peak_bytes(lambda: linear_cross_entropy(hidden, wide, targets, 1), "cpu")
+    assert peak < wide.nbytes / 2
+    (gradient,) = torch.autograd.grad(linear_cross_entropy(hidden, weight.detach(), targets), hidden)
+    assert gradient.count_nonzero()
 
 
 @pytest.mark.gpu
