@@ -3,12 +3,15 @@
 Legend: V classes.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lmsys.config import IGNORED
 from lmsys.model.ids import check_ids
+from lmsys.model.loss import LossOptions, counts_of, reduced
 
 
 def silu(x: Tensor) -> Tensor:
@@ -24,15 +27,41 @@ def softmax(x: Tensor, dim: int) -> Tensor:
     return torch.softmax(x, dim)
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    reduction: str = "mean",
+    token_weights: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    return_z_loss: bool = False,
+    softcap: float | None = None,
+    ignore_index: int = IGNORED,
+) -> Any:
     """The mean of -log softmax(logits)[target]: logits (..., V), targets (...) of class indices -> a scalar.
 
-    Targets of -100 count for nothing. The dtype is that of the logits, at least float32. ValueError when the shapes do
-    not fit, and on a CPU for other targets outside 0 to V - 1. `linear_cross_entropy` makes the logits, too, and holds
-    only some of them at once.
+    Targets of `ignore_index` count for nothing. The dtype is that of the logits, at least float32. ValueError when the
+    shapes do not fit, and on a CPU for other targets outside 0 to V - 1. The other options are those of
+    `linear_cross_entropy`, which makes the logits, too, and holds only some of them at once.
     """
     if logits.dim() < 1:
         raise ValueError("logits (..., V) must have at least one dimension; got a scalar")
-    check_ids("targets", targets, "class indices", [tuple(logits.shape[:-1])], logits.shape[-1], but=IGNORED)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide.flatten(0, -2) if wide.dim() > 1 else wide[None], targets.flatten().long())
+    options = LossOptions(reduction, label_smoothing, z_loss, softcap, ignore_index)
+    check_ids("targets", targets, "class indices", [tuple(logits.shape[:-1])], logits.shape[-1], but=ignore_index)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).reshape(-1, logits.shape[-1])
+    counts = counts_of(token_weights, targets, options, wide.dtype)
+    if softcap is not None:
+        wide = softcap * torch.tanh(wide / softcap)
+    losses = F.cross_entropy(
+        wide,
+        targets.flatten().long(),
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction="none",
+    )
+    z_losses = torch.zeros_like(losses)
+    if z_loss:
+        z_losses = (z_loss * wide.logsumexp(dim=-1).square()).where(targets.flatten() != ignore_index, 0)
+    loss = reduced(losses + z_losses, counts, reduction)
+    return (loss, reduced(z_losses, counts, reduction).detach()) if return_z_loss else loss

@@ -13,43 +13,135 @@ Legend: N tokens, C tokens of a chunk, V vocabulary, M d_model.
 
 import importlib.util
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lmsys.autograd import once_differentiable
 from lmsys.config import IGNORED
 from lmsys.model.ids import check_ids
-from lmsys.model.linear import rounded
+from lmsys.model.linear import matmul_dtype, rounded
+from lmsys.values import finite, shortly, whole
 
 CHUNK_LOGITS = 2**28  # at once: 512 MiB in bfloat16
 CHUNK_MULTIPLE = 128  # tokens: tiles of matmuls come out even
+MOST_SOFTCAP = 1e30
+REDUCTIONS = "mean", "sum", "none"
 STRIDE_MULTIPLE = 16  # logits: rows begin where wide loads and matmuls like them to
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int | None = None) -> Tensor:
-    """mean over tokens of cross_entropy(hidden weightᵀ, targets): a scalar in float32, differentiable once.
+@dataclass(frozen=True)
+class LossOptions:
+    """The options that `cross_entropy` and `linear_cross_entropy` share; ValueError for values that they cannot have.
 
-    hidden (..., M), weight (V, M), targets (...) of class indices, those of IGNORED left out. Matmuls run in the
+    reduction        "mean", "sum" or "none": one loss for each token, in the shape of the targets
+    label_smoothing  the target is 1 - label_smoothing at its class, and label_smoothing / V more at every class
+    z_loss           a token's loss has z_loss · lse² more, lse the log-sum-exp of its logits (Chowdhery et al. 2022,
+                     "PaLM", arXiv 2204.02311, section 5)
+    softcap          logits become softcap · tanh(logit / softcap) before all else
+    ignore_index     targets of this value count for nothing, also where it is a class
+    """
+
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float | None = None
+    ignore_index: int = IGNORED
+
+    def __post_init__(self) -> None:
+        if self.reduction not in REDUCTIONS:
+            raise ValueError(f"reduction={shortly(self.reduction)} must be one of {', '.join(REDUCTIONS)}")
+        finite("label_smoothing", self.label_smoothing, least=0, most=1)
+        finite("z_loss", self.z_loss, least=0)
+        if self.softcap is not None:
+            finite("softcap", self.softcap, least=1 / MOST_SOFTCAP, most=MOST_SOFTCAP)
+        whole("ignore_index", self.ignore_index)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk: int | None = None,
+    *,
+    reduction: str = "mean",
+    token_weights: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    return_z_loss: bool = False,
+    softcap: float | None = None,
+    ignore_index: int = IGNORED,
+) -> Any:
+    """The mean over tokens of cross_entropy(hidden weightᵀ, targets): a scalar in float32, differentiable once.
+
+    hidden (..., M), weight (V, M), targets (...) of class indices, those of `ignore_index` left out. Matmuls run in the
     autocast dtype when autocast is on, else in hidden's; the loss in float32. `chunk`: tokens at once, by default as
     many as keep the logits at about CHUNK_LOGITS, in even shares. ValueError when the shapes do not fit, and on a
     CPU for any other target outside 0 to V - 1; on a GPU, which would have to be waited for, such a target gives NaN.
+
+    The other options are those of `LossOptions`, and these:
+
+    token_weights  (...) factors of the tokens' losses. The mean is their weighted sum over the sum of the weights of
+                   the tokens that count, as torch's is of weights of classes: for these, class_weights[targets]
+    return_z_loss  (loss, z): z is the part of the loss that `z_loss` adds, reduced alike, without a gradient
+
+    With reduction "none", or weights that need a gradient themselves, the gradients are made in the backward, from
+    logits that are computed again: a matmul more. Without, they are made in the forward.
     """
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[-1]:
         shapes = f"{tuple(hidden.shape)}, {tuple(weight.shape)}"
         raise ValueError(f"hidden (..., M) and weight (V, M) must fit together; got shapes {shapes}")
-    check_ids("targets", targets, "class indices", [tuple(hidden.shape[:-1])], len(weight), but=IGNORED)
+    options = LossOptions(reduction, label_smoothing, z_loss, softcap, ignore_index)
+    check_ids("targets", targets, "class indices", [tuple(hidden.shape[:-1])], len(weight), but=ignore_index)
     if chunk is not None and chunk < 1:
         raise ValueError(f"{chunk=} must be at least one token")
     chunk = chunk or _even_chunk(targets.numel(), len(weight))
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    dtype = matmul_dtype(hidden)
     source = rounded(weight, dtype)  # of its values
     if not torch.is_grad_enabled():  # a Function is told that leaves need gradients all the same
         hidden, weight = hidden.detach(), weight.detach()
-    return _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, source, targets.flatten().long(), chunk, dtype)
+    counts = counts_of(token_weights, targets, options, torch.promote_types(dtype, torch.float32))
+    summed = reduction != "none" and not counts.requires_grad
+    factors = counts.flatten() if summed and counts.is_floating_point() else None
+    rows, labels = hidden.reshape(-1, hidden.shape[-1]), targets.flatten().long()
+    loss, z_losses = _LinearCrossEntropy.apply(rows, weight, source, labels, factors, options, chunk, dtype, summed)
+    loss = reduced(loss, counts, reduction)
+    return (loss, reduced(z_losses, counts, reduction).detach()) if return_z_loss else loss
+
+
+def counts_of(token_weights: Any, targets: Tensor, options: LossOptions, dtype: torch.dtype) -> Tensor:
+    """By how much each token counts, in the targets' shape: true or false, with weights these or 0, in `dtype`."""
+    counted, x = targets != options.ignore_index, token_weights
+    if x is None:
+        return counted
+    if not (
+        isinstance(x, Tensor) and x.is_floating_point() and x.shape == targets.shape and x.device == targets.device
+    ):
+        asked = f"{tuple(targets.shape)} on {targets.device}"
+        raise ValueError(f"token_weights must be floating-point numbers of shape {asked}; got {shortly(x)}")
+    weights: Tensor = x.to(dtype).where(counted, 0)
+    return weights
+
+
+def reduced(losses: Tensor, counts: Tensor, reduction: str) -> Tensor:
+    """The losses of tokens (N,), reduced as `counts` (...) has it; or their weighted sum, of which the mean is wanted.
+
+    Where no token counts, or the weights add up to 0, the mean is NaN and its gradients are 0, as in torch.
+    """
+    if losses.dim():
+        losses = losses.view(counts.shape)
+        losses = losses * counts if counts.is_floating_point() else losses
+        losses = losses if reduction == "none" else losses.sum()
+    if reduction != "mean":
+        return losses
+    amount = counts.sum().to(losses.dtype)
+    empty = amount == 0
+    return (losses / amount.masked_fill(empty, 1)).masked_fill(empty, math.nan)
 
 
 def _even_chunk(tokens: int, vocabulary: int) -> int:
@@ -60,37 +152,82 @@ def _even_chunk(tokens: int, vocabulary: int) -> int:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
+    """The losses of tokens (N,), or where `summed` their sum with the factors (N,), and beside it the z-losses (N,)."""
+
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, source: Tensor, targets: Tensor, chunk: int, dtype: torch.dtype
-    ) -> Tensor:
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        with torch.autocast(hidden.device.type, enabled=False):
-            operand = source.detach().to(dtype)  # (V, M)
-            total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
-            d_hidden = torch.empty_like(hidden) if needs_hidden else None
-            d_weight = weight.new_zeros(weight.shape) if needs_weight else None
-            room = _rows(min(chunk, len(hidden)), len(weight), operand)
-            for start in range(0, len(hidden), chunk):
-                rows, labels = hidden[start : start + chunk].to(dtype), targets[start : start + chunk]
-                logits = torch.mm(rows, operand.mT, out=room[: len(rows)])  # (C, V)
-                total += _replace_by_gradient(logits, labels).sum()
-                if d_hidden is not None:
-                    d_hidden[start : start + chunk] = logits @ operand
-                if d_weight is not None:
-                    _add_product(d_weight, logits.mT, rows)
-            count = (targets != IGNORED).sum().to(total.dtype)
-        scale = count.clamp(min=1).reciprocal()
-        ctx.save_for_backward(scale, *(x for x in (d_hidden, d_weight) if x is not None))
-        return total / count  # of a batch without targets the mean is NaN and its gradients are 0, as in torch
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        source: Tensor,
+        targets: Tensor,
+        factors: Tensor | None,
+        options: LossOptions,
+        chunk: int,
+        dtype: torch.dtype,
+        summed: bool,
+    ) -> tuple[Tensor, Tensor]:
+        needs = ctx.needs_input_grad[:2] if summed else (False, False)
+        shares, top = (None, None) if factors is None else _shares(factors)
+        ctx.how = options, chunk, dtype
+        losses, z_losses, *gradients = _walk(needs, shares, hidden, weight, source, targets, *ctx.how)
+        ctx.save_for_backward(*((top, *gradients) if summed else (hidden, weight, source, targets)))
+        ctx.mark_non_differentiable(z_losses)
+        if summed:
+            losses = losses.sum() if factors is None else losses @ factors
+        return losses, z_losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         # Only here do 1 / N and a loss scale meet the gradients: before, float16 would round the small ones to zero.
-        scale, *gradients = ctx.saved_tensors
-        kept = iter([_times(x, scale * grads[0]) for x in gradients])
-        return *(next(kept) if need else None for need in ctx.needs_input_grad[:2]), *[None] * 4
+        factor = grads[0]
+        if factor.dim():
+            shares, factor = _shares(factor)
+            *_, d_hidden, d_weight = _walk(ctx.needs_input_grad[:2], shares, *ctx.saved_tensors, *ctx.how)
+        else:
+            top, d_hidden, d_weight = ctx.saved_tensors
+            factor = factor if top is None else factor * top
+        return *(x if x is None else _times(x, factor) for x in (d_hidden, d_weight)), *[None] * 7
+
+
+def _walk(
+    needs: Sequence[bool],
+    factors: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    source: Tensor,
+    targets: Tensor,
+    options: LossOptions,
+    chunk: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Losses and z-losses (N,), and the gradients of losses · factors that are needed, of hidden and of the weight."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        operand = source.detach().to(dtype)  # (V, M)
+        wide = torch.promote_types(dtype, torch.float32)
+        losses, lses = torch.zeros(2, len(hidden), dtype=wide, device=hidden.device)
+        d_hidden = torch.empty_like(hidden) if needs[0] else None
+        d_weight = weight.new_zeros(weight.shape) if needs[1] else None
+        room = _rows(min(chunk, len(hidden)), len(weight), operand)
+        for start in range(0, len(hidden), chunk):
+            part = slice(start, start + chunk)
+            rows, labels = hidden[part].to(dtype), targets[part]
+            logits = torch.mm(rows, operand.mT, out=room[: len(rows)])  # (C, V)
+            own = None if factors is None else factors[part]
+            losses[part], lses[part] = _replace_by_gradient(logits, labels, own, options, any(needs))
+            if d_hidden is not None:
+                d_hidden[part] = logits @ operand
+            if d_weight is not None:
+                _add_product(d_weight, logits.mT, rows)
+    z_losses = lses.square_().mul_(options.z_loss)
+    return losses + z_losses, z_losses, d_hidden, d_weight
+
+
+def _shares(factors: Tensor) -> tuple[Tensor, Tensor]:
+    """The factors over the largest, and that one: gradients in float16 have the size that they have without factors."""
+    top = F.pad(factors.abs(), (0, 1), value=torch.finfo(torch.float32).tiny).amax()
+    return factors / top, top
 
 
 def _rows(num_rows: int, width: int, like: Tensor) -> Tensor:
@@ -125,22 +262,38 @@ def _times(gradient: Tensor, factor: Tensor) -> Tensor:
     return torch.mul(gradient, factor[None], out=torch.empty_like(gradient) if again else gradient)
 
 
-def _replace_by_gradient(logits: Tensor, labels: Tensor) -> Tensor:
-    """The loss of each row (C,), and in the place of the logits (C, V) the gradient of their sum."""
+def _replace_by_gradient(
+    logits: Tensor, labels: Tensor, factors: Tensor | None, options: LossOptions, gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """The cross-entropy and the log-sum-exp of each row (C,), 0 where it is ignored; with `gradient`, in the place of
+    the logits (C, V) that of the sum of losses · factors (C,), z-losses in them."""
     if logits.is_cuda and logits.dtype != torch.float64 and _has_triton():
         from lmsys.model.loss_triton import replace_by_gradient
 
-        return replace_by_gradient(logits, labels, IGNORED)
+        return replace_by_gradient(logits, labels, factors, options, gradient)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))  # float32 and float64: the logits themselves
-    counted = (labels != IGNORED)[:, None]
+    counted = (labels != options.ignore_index)[:, None]
     label = labels[:, None].where(counted, 0)
-    wide.sub_(wide.amax(dim=-1, keepdim=True))
+    smoothing, slope = options.label_smoothing, None
+    if options.softcap is not None:
+        capped = torch.tanh(wide / options.softcap)
+        wide, slope = capped * options.softcap, 1 - capped.square()
+    mean = wide.mean(dim=-1, keepdim=True) if smoothing else 0.0
+    top = wide.amax(dim=-1, keepdim=True)
+    wide.sub_(top)
     shifted = wide.gather(1, label)  # (C, 1)
     total = wide.exp_().sum(dim=-1, keepdim=True)
-    log_p = shifted - total.log()
-    wide.div_(total).scatter_(1, label, log_p.expm1())
-    logits.copy_(wide.masked_fill_(~counted, 0))
-    return log_p.neg().where(counted, 0)[:, 0]
+    log_p, lse = shifted - total.log(), top + total.log()
+    if gradient:
+        of_lse = 2 * options.z_loss * lse  # beside the 1 of the cross-entropy
+        wide.div_(total / (1 + of_lse)).scatter_(1, label, log_p.expm1() + smoothing + of_lse * log_p.exp())
+        if smoothing:
+            wide.sub_(smoothing / wide.shape[1])
+        for factor in (slope, factors if factors is None else factors[:, None]):
+            wide = wide if factor is None else wide.mul_(factor)
+        logits.copy_(wide.masked_fill_(~counted, 0))
+    losses = (smoothing - 1) * log_p + smoothing * (lse - mean)
+    return losses.where(counted, 0)[:, 0], lse.where(counted, 0)[:, 0]
 
 
 @cache

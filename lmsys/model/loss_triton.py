@@ -1,7 +1,8 @@
 """The softmax of a row of logits in Triton: its loss, and its gradient in the place of the logits.
 
 A program owns a row. One of up to TILE logits is read once, and stays in registers: as one tile, or as a large and a
-small one, where two leave fewer places unused. Over a longer row the program walks twice.
+small one, where two leave fewer places unused. Over a longer row the program walks twice. Soft cap, label smoothing,
+z-loss and factors of the gradients are made on the way; what is None costs nothing.
 The first pass finds the maximum and the sum; each lane keeps both for itself, so that warps meet once a row and not
 once a tile. The second writes the gradient, from the end of the row to its beginning: what was read last lies in the L2
 cache still, so memory sees about one read and one write of a logit.
@@ -14,7 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lmsys.attention.flash_triton_kernels import _tanh
 from lmsys.measure.profile import register_kernels
+from lmsys.model.loss import LossOptions
 
 TILE = 2**14  # logits of a row at once
 SMALLEST_TILE = 2**9
@@ -29,23 +32,47 @@ register_kernels(r"^_cross_entropy_kernel$", "reduction")
 
 
 @triton.jit
-def _load(row_ptr, cols, stride, V):
-    """Loads in float32, and -inf from V on: up to the row's stride memory is read too, so that loads are wide."""
-    x = tl.load(row_ptr + cols, mask=cols < stride, other=0.0)
-    return tl.where(cols < V, x.to(tl.float32), float("-inf"))
+def _ratio(x, softcap):
+    """What is held of a logit: itself, or over a soft cap its tanh, which the gradient needs more exactly."""
+    x = x.to(tl.float32)
+    if softcap is not None:
+        x = _tanh(x / softcap)
+    return x
 
 
 @triton.jit
-def _store_gradient(row_ptr, cols, p, label, counted, stride):
-    gradient = tl.where(counted, p - tl.where(cols == label, 1.0, 0.0), 0.0)
+def _capped(x, softcap):
+    if softcap is not None:
+        x = softcap * x
+    return x
+
+
+@triton.jit
+def _load(row_ptr, cols, stride, V, softcap):
+    """Ratios in float32, and -inf from V on: up to the row's stride memory is read too, so that loads are wide."""
+    x = tl.load(row_ptr + cols, mask=cols < stride, other=0.0)
+    return tl.where(cols < V, _ratio(x, softcap), float("-inf"))
+
+
+@triton.jit
+def _store_gradient(row_ptr, cols, x, p, label, counted, stride, V, label_smoothing, softcap, factors_ptr, row):
+    """x are ratios, p the part of the gradient of capped logits that is a multiple of the probabilities."""
+    gradient = p - tl.where(cols == label, 1.0, 0.0)
+    if label_smoothing is not None:
+        gradient += tl.where(cols < V, label_smoothing * (tl.where(cols == label, 1.0, 0.0) - 1.0 / V), 0.0)
+    if softcap is not None:
+        gradient *= tl.where(cols < V, (1.0 - x) * (1.0 + x), 0.0)
+    if factors_ptr is not None:
+        gradient *= tl.load(factors_ptr + row)
+    gradient = tl.where(counted, gradient, 0.0)
     tl.store(row_ptr + cols, gradient.to(row_ptr.dtype.element_ty), mask=cols < stride)
 
 
 @triton.jit(do_not_specialize=["V"])
 def _cross_entropy_kernel(
-    logits_ptr, labels_ptr, losses_ptr, stride, V,
-    IGNORED: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, VECTOR: tl.constexpr, ONE_READ: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    logits_ptr, labels_ptr, losses_ptr, lses_ptr, factors_ptr, stride, V, label_smoothing, z_loss, softcap,
+    IGNORED: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, VECTOR: tl.constexpr,
+    ONE_READ: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """BLOCK logits are a tile; REST are a second one of a row that is read once, if that is not 0."""
     row = tl.program_id(0).to(tl.int64)  # C x V may pass 2**31
@@ -53,48 +80,67 @@ def _cross_entropy_kernel(
     label = tl.load(labels_ptr + row)
     counted, is_class = label != IGNORED, (label >= 0) & (label < V)
     # Before the second pass overwrites it: the reductions between wait for all warps.
-    chosen = tl.load(logits_ptr + label, mask=is_class, other=0.0).to(tl.float32)
+    chosen = _capped(_ratio(tl.load(logits_ptr + label, mask=is_class, other=0.0), softcap), softcap)
     if ONE_READ:
         label = label.to(tl.int32)  # which each of the columns is compared with
         tile = tl.arange(0, BLOCK)
         if REST:  # the first tile is full
             second = BLOCK + tl.arange(0, REST)
-            x, y = tl.load(logits_ptr + tile).to(tl.float32), _load(logits_ptr, second, stride, V)
-            row_top = tl.maximum(tl.maximum(tl.max(x), tl.max(y)), LOWEST)
-            x, y = tl.exp(x - row_top), tl.exp(y - row_top)
-            row_total = tl.sum(x) + tl.sum(y)
+            x, y = _ratio(tl.load(logits_ptr + tile), softcap), _load(logits_ptr, second, stride, V, softcap)
+            row_top = tl.maximum(_capped(tl.maximum(tl.max(x), tl.max(y)), softcap), LOWEST)
+            p, q = tl.exp(_capped(x, softcap) - row_top), tl.exp(_capped(y, softcap) - row_top)
+            row_total = tl.sum(p) + tl.sum(q)
+            row_sum = _capped(tl.sum(x) + tl.sum(tl.where(second < V, y, 0.0)), softcap)
         else:
-            x = _load(logits_ptr, tile, stride, V)
-            row_top = tl.maximum(tl.max(x), LOWEST)
-            x = tl.exp(x - row_top)
-            row_total = tl.sum(x)
+            x = _load(logits_ptr, tile, stride, V, softcap)
+            row_top = tl.maximum(_capped(tl.max(x), softcap), LOWEST)
+            p = tl.exp(_capped(x, softcap) - row_top)
+            row_total = tl.sum(p)
+            row_sum = _capped(tl.sum(tl.where(tile < V, x, 0.0)), softcap)
     else:
         LANES: tl.constexpr = BLOCK // VECTOR
         tile = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]  # a lane's share: one wide load
         top = tl.full([LANES], LOWEST, tl.float32)
-        total = tl.zeros([LANES], tl.float32)
+        total, sums = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
         for start in tl.range(0, V, BLOCK, num_stages=NUM_STAGES):
-            x = _load(logits_ptr, start + tile, stride, V)
+            x = _capped(_load(logits_ptr, start + tile, stride, V, softcap), softcap)
             new_top = tl.maximum(top, tl.max(x, 1))
             total = total * tl.exp(top - new_top) + tl.sum(tl.exp(x - new_top[:, None]), 1)
             top = new_top
+            sums += tl.sum(tl.where(start + tile < V, x, 0.0), 1)
         row_top = tl.max(top, 0)
         row_total = tl.sum(total * tl.exp(top - row_top), 0)
+        row_sum = tl.sum(sums, 0)
     row_total = tl.where(is_class, row_total, float("nan"))  # and with it a row that counts without being of a class
-    tl.store(losses_ptr + row, tl.where(counted, row_top - chosen + tl.log(row_total), 0.0))
-    if ONE_READ:
-        _store_gradient(logits_ptr, tile, x * (1 / row_total), label, counted, stride)
-        if REST:
-            _store_gradient(logits_ptr, second, y * (1 / row_total), label, counted, stride)
-    else:
-        last = (V - 1) // BLOCK * BLOCK
-        for done in tl.range(0, V, BLOCK, num_stages=NUM_STAGES):
-            cols = last - done + tile
-            p = tl.exp(_load(logits_ptr, cols, stride, V) - row_top) * (1 / row_total)
-            _store_gradient(logits_ptr, cols, p, label, counted, stride)
+    loss, lse, scale = row_top - chosen + tl.log(row_total), row_top + tl.log(row_total), 1 / row_total
+    if label_smoothing is not None:
+        loss = (1.0 - label_smoothing) * loss + label_smoothing * (lse - row_sum / V)
+    if z_loss is not None:
+        scale *= 1.0 + 2.0 * z_loss * lse
+        tl.store(lses_ptr + row, tl.where(counted, lse, 0.0))
+    tl.store(losses_ptr + row, tl.where(counted, loss, 0.0))
+    if GRADIENT:
+        if ONE_READ:
+            _store_gradient(
+                logits_ptr, tile, x, p * scale, label, counted, stride, V, label_smoothing, softcap, factors_ptr, row
+            )
+            if REST:
+                _store_gradient(
+                    logits_ptr, second, y, q * scale, label, counted, stride, V, label_smoothing, softcap,
+                    factors_ptr, row,
+                )  # fmt: skip
+        else:
+            last = (V - 1) // BLOCK * BLOCK
+            for done in tl.range(0, V, BLOCK, num_stages=NUM_STAGES):
+                cols = last - done + tile
+                x = _load(logits_ptr, cols, stride, V, softcap)
+                p = tl.exp(_capped(x, softcap) - row_top) * scale
+                _store_gradient(
+                    logits_ptr, cols, x, p, label, counted, stride, V, label_smoothing, softcap, factors_ptr, row
+                )
 
 
-def options(vocabulary: int, vector: int) -> dict[str, int]:
+def row_options(vocabulary: int, vector: int) -> dict[str, int]:
     """How the kernel runs for rows of so many logits, of which `vector` are 16 bytes: constants, and the compiler's."""
     one_read = vocabulary <= TILE
     tile, rest = _tiles(vocabulary) if one_read else (TILE, 0)
@@ -112,17 +158,22 @@ def _tiles(vocabulary: int) -> tuple[int, int]:
     return (first, rest) if rest < first else (whole, 0)
 
 
-def replace_by_gradient(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
-    """The loss of each row (C,) in float32, 0 where its label is `ignored`; `logits` (C, V) become its gradient.
+def replace_by_gradient(
+    logits: Tensor, labels: Tensor, factors: Tensor | None, options: LossOptions, gradient: bool = True
+) -> tuple[Tensor, Tensor]:
+    """The cross-entropy of each row (C,), and for a z-loss the log-sum-exp, in float32; 0 where the label is ignored.
 
-    The logits are float32, float16 or bfloat16, of unit stride within a row; what lies between two rows is overwritten.
-    The labels (C,) are classes; a row whose label is none, and not `ignored`, becomes NaN.
+    With `gradient`, `logits` (C, V) become the gradient of the sum of losses · factors (C,), z-losses in them. They are
+    float32, float16 or bfloat16, of unit stride within a row; what lies between two rows is overwritten. The labels
+    (C,) are classes; a row whose label is none, and not the ignored one, becomes NaN. The factors are contiguous.
     """
     (num_rows, vocabulary), stride = logits.shape, logits.stride(0)
-    losses = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-    given = options(vocabulary, 16 // logits.element_size())
+    losses, lses = torch.zeros(2, num_rows, dtype=torch.float32, device=logits.device)
+    used = options.label_smoothing or None, options.z_loss or None, options.softcap
+    given = row_options(vocabulary, 16 // logits.element_size())
     with torch.cuda.device_of(logits):
         _cross_entropy_kernel[(num_rows,)](
-            logits, labels.contiguous(), losses, stride, vocabulary, IGNORED=ignored, **given
-        )
-    return losses
+            logits, labels.contiguous(), losses, lses, factors, stride, vocabulary, *used,
+            IGNORED=options.ignore_index, GRADIENT=gradient, **given,
+        )  # fmt: skip
+    return losses, lses

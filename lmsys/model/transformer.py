@@ -321,7 +321,8 @@ class TransformerLM(nn.Module):
     def loss_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """The same of the states that `hidden` has made. ValueError for targets that are not class indices (B, S)."""
         with part("head and loss"), self._rounded_shown():
-            return linear_cross_entropy(hidden, self.lm_head.weight, targets)
+            loss: Tensor = linear_cross_entropy(hidden, self.lm_head.weight, targets)
+        return loss
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Does what torch does, also with a dict of a wrapped or compiled model (prefixes `module.`, `_orig_mod.`)."""

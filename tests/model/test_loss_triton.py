@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lmsys.model.loss import IGNORED, linear_cross_entropy
+from lmsys.model.loss import IGNORED, LossOptions, linear_cross_entropy
 from lmsys.testing import error_ratio
 
 triton = pytest.importorskip("triton", reason="pip install triton==3.6.0 to run the kernel in its interpreter")
@@ -48,7 +48,7 @@ def test_loss_and_gradient_equal_those_of_torch(device: str) -> None:
         if ignored:
             labels[:: 1 + seed % 3] = IGNORED
         exact, plain = reference(logits.double(), labels), reference(logits.float(), labels)
-        losses = loss_triton.replace_by_gradient(logits, labels, IGNORED)
+        losses, _ = loss_triton.replace_by_gradient(logits, labels, None, LossOptions())
         assert losses.dtype == torch.float32 and error_ratio(losses, exact[0], plain[0]) <= 1
         assert error_ratio(logits, exact[1], plain[1].to(dtype)) <= 1
         assert not losses[labels == IGNORED].any() and not logits[labels == IGNORED].any()
@@ -60,7 +60,7 @@ def test_loss_and_gradient_equal_those_of_torch(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_label_that_is_no_class_makes_its_row_nan(device: str) -> None:
     logits, labels = torch.ones(4, 40, device=device), torch.tensor([40, -1, IGNORED, 39], device=device)
-    losses = loss_triton.replace_by_gradient(logits, labels, IGNORED)
+    losses, _ = loss_triton.replace_by_gradient(logits, labels, None, LossOptions())
     for found in (losses, logits.sum(1)):
         assert found.isnan().tolist() == [True, True, False, False]
 
@@ -72,7 +72,7 @@ def test_rows_beyond_two_billion_logits() -> None:
     logits[-1, 7] = 5.0
     labels = torch.full((rows,), 7, device="cuda")
     exact, _ = reference(logits[-2:].double(), labels[-2:])
-    losses = loss_triton.replace_by_gradient(logits, labels, IGNORED)
+    losses, _ = loss_triton.replace_by_gradient(logits, labels, None, LossOptions())
     assert error_ratio(losses[-2:], exact, exact.float()) <= 1
     assert torch.equal(logits[0], logits[-2]) and logits[-1, 7] > logits[-2, 7] and (logits[:, 7] < 0).all()
 

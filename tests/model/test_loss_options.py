@@ -1,0 +1,216 @@
+"""The options of the losses, on every path: values and gradients against the formula in float64.
+
+Legend: N tokens, V vocabulary, M d_model.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lmsys.measure import memory
+from lmsys.model import loss
+from lmsys.model.functions import cross_entropy
+from lmsys.model.loss import IGNORED, MOST_SOFTCAP, REDUCTIONS, linear_cross_entropy
+from lmsys.testing import error_ratio
+
+WIDTH = 16
+Loss = Callable[..., Any]
+
+
+def formula(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """The loss and its z-loss, as they are written on paper, from logits in float32 or float64."""
+    logits, ignored = hidden @ weight.mT, options.get("ignore_index", IGNORED)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if softcap := options.get("softcap"):
+        logits = softcap * torch.tanh(logits / softcap)
+    smoothing, counted = options.get("label_smoothing", 0.0), targets != ignored
+    share = F.one_hot(targets.where(counted, 0), len(weight)) * (1 - smoothing) + smoothing / len(weight)
+    lse = logits.logsumexp(dim=-1)
+    z = (options.get("z_loss", 0.0) * lse.square()).where(counted, 0)
+    losses = (lse - (share * logits).sum(dim=-1)).where(counted, 0) + z
+    token_weights = options.get("token_weights")
+    by = (counted if token_weights is None else token_weights.where(counted, 0)).to(losses.dtype)
+    divisor = by.sum() if options.get("reduction", "mean") == "mean" else torch.ones(())
+    both = losses * by, z.detach() * by.detach()
+    return both if options.get("reduction") == "none" else (both[0].sum() / divisor, both[1].sum() / divisor.detach())
+
+
+def by_logits(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, **options: Any) -> Any:
+    return cross_entropy(hidden @ weight.mT, targets, **options)
+
+
+def by_kernel(*inputs: Any, tile: int = 2**14, **options: Any) -> Any:
+    """`linear_cross_entropy` with its kernel, in the interpreter too; more logits than `tile` are read twice."""
+    loss_triton = pytest.importorskip("lmsys.model.loss_triton")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss_triton, "TILE", tile)
+        patch.setattr(loss, "_replace_by_gradient", loss_triton.replace_by_gradient)
+        return linear_cross_entropy(*inputs, **options)
+
+
+PATHS: dict[str, Loss] = {
+    "chunked": linear_cross_entropy,
+    "kernel": by_kernel,
+    "kernel, two passes": partial(by_kernel, tile=2**9),
+    "logits": by_logits,
+}
+
+
+@st.composite
+def cases(draw: Any, *dtypes: torch.dtype, vocabularies: tuple[int, ...] = (1, 2, 33, 517, 1100)) -> dict[str, Any]:
+    return {
+        "tokens": draw(st.integers(1, 12)),
+        "vocabulary": draw(st.sampled_from(vocabularies)),
+        "dtype": draw(st.sampled_from(dtypes)),
+        "ignored": draw(st.sampled_from(["none", "some", "all"])),
+        "weights": draw(st.sampled_from([None, None, "drawn", "with a gradient"])),
+        "chunk": draw(st.integers(1, 13)),
+        "seed": draw(st.integers(0, 2**31)),
+        "std": draw(st.sampled_from([0.1, 1.0, 4.0])),
+        "options": {
+            "reduction": draw(st.sampled_from(REDUCTIONS)),
+            "label_smoothing": draw(st.sampled_from([0.0, 0.0, 0.1, 0.9, 1.0])),
+            "z_loss": draw(st.sampled_from([0.0, 0.0, 1e-4, 0.3])),
+            "softcap": draw(st.sampled_from([None, None, 0.5, 5.0, 30.0, 1e5])),
+            "ignore_index": draw(st.sampled_from([IGNORED, 0])),
+        },
+    }
+
+
+def holds(path: Loss, device: str, case: dict[str, Any]) -> None:
+    """The loss, its z-loss, and the gradients of hidden states, weight and weights of tokens."""
+    generator = torch.Generator().manual_seed(case["seed"])
+    tokens, vocabulary, dtype, options = (case[name] for name in ("tokens", "vocabulary", "dtype", "options"))
+    hidden = (torch.randn(tokens, WIDTH, generator=generator) * case["std"]).to(device, dtype)
+    weight = torch.randn(vocabulary, WIDTH, generator=generator).to(device, dtype)
+    targets = torch.randint(vocabulary, (tokens,), generator=generator).to(device)
+    targets[: {"none": 0, "some": tokens // 2, "all": tokens}[case["ignored"]]] = options["ignore_index"]
+    token_weights = torch.rand(tokens, generator=generator).to(device) + 0.1 if case["weights"] else None
+    upstream = torch.randn(tokens if options["reduction"] == "none" else (), generator=generator).to(device)
+
+    def results(compute: torch.dtype, call: Loss, **more: Any) -> list[Tensor]:
+        leaves = [x.detach().to(compute).requires_grad_() for x in (hidden, weight)]
+        if token_weights is not None:
+            of_weights = token_weights.detach().to(torch.promote_types(compute, torch.float32))
+            more["token_weights"] = of_weights.requires_grad_(case["weights"] == "with a gradient")
+            leaves += [of_weights] if of_weights.requires_grad else []
+        value, z = call(*leaves[:2], targets, **options, **more)
+        assert not z.requires_grad and value.shape == z.shape
+        return [value.detach(), z, *torch.autograd.grad(value, leaves, upstream.to(value.dtype))]
+
+    found = results(dtype, path, chunk=case["chunk"], return_z_loss=True)
+    exact, plain = results(torch.float64, formula), results(dtype, formula)
+    if options["reduction"] == "mean" and not bool((targets != options["ignore_index"]).any()):
+        assert found[0].isnan() and not any(x.count_nonzero() for x in found[2:])
+        return
+    judged = torch.float32 if dtype == torch.float64 else dtype
+    # That of a weight in a mean is a difference of losses over a sum, and may cancel wholly.
+    sizes = [1.0, 1.0, 1.0, 1.0, 10 * max(1.0, exact[0].abs().max().item())]
+    for one, reference, low, size in zip(found, exact, plain, sizes[: len(found)], strict=True):
+        assert error_ratio(one / size, reference / size, (low / size).to(judged)) <= 1
+
+
+@pytest.mark.parametrize("path", PATHS)
+@settings(max_examples=30)
+@given(case=cases(torch.float32, torch.float16, torch.bfloat16, torch.float64))
+def test_all_options_together_equal_the_formula(path: str, case: dict[str, Any]) -> None:
+    if path.startswith("kernel"):  # float64 is not the kernel's, and the interpreter computes bfloat16 wrongly
+        case["dtype"] = torch.float16 if case["dtype"] == torch.float16 else torch.float32
+    holds(PATHS[path], "cpu", case)
+
+
+@pytest.mark.gpu
+@settings(max_examples=300)
+@given(
+    case=cases(torch.float32, torch.float16, torch.bfloat16, torch.float64, vocabularies=(1, 33, 517, 10_000, 50_000))
+)
+def test_on_a_gpu_too(case: dict[str, Any]) -> None:
+    holds(linear_cross_entropy, "cuda", case)
+
+
+def inputs(vocabulary: int = 20, tokens: int = 6) -> tuple[Tensor, Tensor, Tensor]:
+    """hidden, weight (both leaves) and targets."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, WIDTH, generator=generator).requires_grad_() for n in (tokens, vocabulary))
+    return hidden, weight, torch.randint(vocabulary, (tokens,), generator=generator)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"reduction": "average"}, "reduction='average' must be one of mean, sum, none"),
+    ({"label_smoothing": 1.1}, "label_smoothing=1.1 must be at least 0 and at most 1"),
+    ({"z_loss": -1e-4}, "z_loss=-0.0001 must be at least 0"),
+    ({"z_loss": float("nan")}, "z_loss=nan must be a finite number"),
+    ({"softcap": 0.0}, "softcap=0.0 must be"),
+    ({"softcap": 10 * MOST_SOFTCAP}, "softcap=1e"),
+    ({"ignore_index": 0.5}, "ignore_index=0.5 must be a whole number"),
+    ({"token_weights": torch.ones(5)}, "token_weights must be floating-point numbers of shape"),
+    ({"token_weights": torch.ones(6, dtype=torch.int64)}, "token_weights must be floating-point numbers"),
+    ({"token_weights": 2.0}, "token_weights must be floating-point numbers"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD)
+@pytest.mark.parametrize("path", ["chunked", "logits"])
+def test_a_bad_value_is_named(path: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PATHS[path](*inputs(), chunk=3, **options)
+
+
+def test_a_class_may_be_the_one_that_is_ignored_and_then_others_may_not() -> None:
+    hidden, weight, targets = inputs()
+    for call in (linear_cross_entropy, partial(by_logits, chunk=3)):
+        with pytest.raises(ValueError, match=r"from 0 to 19, or 7; got -100"):
+            call(hidden, weight, targets.index_fill(0, torch.tensor(2), IGNORED), ignore_index=7)
+
+
+def test_what_lies_at_ignored_tokens_is_not_read() -> None:
+    hidden, weight, targets = inputs()
+    targets[2], token_weights = IGNORED, torch.rand(6)
+    token_weights[2] = float("nan")
+    for reduction in REDUCTIONS:
+        for call in (linear_cross_entropy, partial(by_logits, chunk=3)):
+            value = call(hidden, weight, targets, token_weights=token_weights, reduction=reduction)
+            of_hidden, of_weight = torch.autograd.grad(value.sum(), (hidden, weight))
+            assert value.isfinite().all() and of_weight.isfinite().all() and not of_hidden[2].any()
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_small_factors_lose_nothing_in_float16(reduction: str) -> None:
+    """Weights of 1e-7 and gradients of 1e-7 are below what float16 holds, as gradients of logits."""
+    hidden, weight, targets = inputs()
+    leaves = [x.detach().half().requires_grad_() for x in (hidden, weight)]
+    token_weights = torch.rand(6) * 1e-7 if reduction != "none" else None
+    upstream = torch.rand(6) * 1e-7 if reduction == "none" else torch.ones(())
+    value = linear_cross_entropy(*leaves, targets, reduction=reduction, token_weights=token_weights)
+    scale = 1.0 if reduction == "mean" else 2.0**20
+    found = torch.autograd.grad(scale * value, leaves, upstream)
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    reference, _ = formula(*wide, targets, reduction=reduction, token_weights=token_weights)
+    exact = torch.autograd.grad(scale * reference, wide, upstream.double())
+    for one, right in zip(found, exact, strict=True):
+        assert error_ratio(one, right, right.half()) <= 1
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+def test_losses_of_tokens_hold_one_chunk_of_logits(reduction: str) -> None:
+    """Also on the way back, where they are made again."""
+    hidden, weight, targets = inputs(vocabulary=500, tokens=1024)
+    peak = memory.peak_bytes(
+        lambda: linear_cross_entropy(hidden, weight, targets, 64, reduction=reduction).sum().backward(), "cpu"
+    )
+    assert peak - hidden.nbytes - weight.nbytes < 1.7 * 4 * 64 * 500
+
+
+def test_a_second_derivative_of_a_token_is_refused() -> None:
+    hidden, weight, targets = inputs()
+    losses = linear_cross_entropy(hidden, weight, targets, reduction="none")
+    (gradient,) = torch.autograd.grad(losses.sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (gradient * hidden).sum().backward()

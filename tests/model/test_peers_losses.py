@@ -1,0 +1,301 @@
+"""Ideas of Liger-Kernel's tests of its cross-entropies, restated for ours: docs/kernel.md lists what does not apply.
+
+Source: linkedin/Liger-Kernel, test/transformers/test_cross_entropy.py and test_fused_linear_cross_entropy.py.
+
+Legend: N tokens, V vocabulary, M d_model.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lmsys.model.functions import cross_entropy
+from lmsys.model.loss import IGNORED, REDUCTIONS, linear_cross_entropy
+from lmsys.testing import error_ratio
+
+WIDTH = 32
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SHAPES = {"cpu": [(24, 96), (47, 31)], "cuda": [(512, 4096), (423, 32_000), (1269, 123)]}
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+Loss = Callable[..., Any]
+
+
+def of_head(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Any:
+    return linear_cross_entropy(hidden, weight, targets, max(1, len(targets) // 3), **options)
+
+
+def of_logits(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Any:
+    return cross_entropy(F.linear(hidden, weight), targets, **options)
+
+
+LOSSES = [of_head, of_logits]
+both = pytest.mark.parametrize("loss", LOSSES)
+everywhere = pytest.mark.parametrize("device", DEVICES)
+
+
+def drawn(device: str, tokens: int, vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """hidden (N, M), weight (V, M), targets (N); logits are about standard normal."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(tokens, WIDTH).to(dtype), (torch.randn(vocabulary, WIDTH) * WIDTH**-0.5).to(dtype)
+    return hidden.to(device), weight.to(device), torch.randint(vocabulary, (tokens,)).to(device)
+
+
+def plain(hidden: Tensor, weight: Tensor, targets: Tensor, /, softcap: float | None = None, **options: Any) -> Tensor:
+    """torch's, from logits in at least float32."""
+    logits = F.linear(hidden, weight)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide if softcap is None else softcap * torch.tanh(wide / softcap), targets, **options)
+
+
+def results(call: Loss, dtype: torch.dtype, inputs: Sequence[Tensor], /, upstream: float = 1.0, **options: Any) -> Any:
+    """The loss, and the gradients of hidden states and weight where what follows multiplies it, in float32 or float64,
+    by factors that differ from token to token."""
+    leaves = [x.detach().to(dtype).requires_grad_() for x in inputs[:2]]
+    value = call(*leaves, inputs[2], **options)
+    factors = torch.linspace(0.5, 1.5, value.numel(), device=value.device).view(value.shape)
+    return [value.detach(), *torch.autograd.grad(value, leaves, (upstream * factors).to(value.dtype))]
+
+
+def agree(found: Sequence[Tensor], exact: Sequence[Tensor], low: Sequence[Tensor], dtype: torch.dtype) -> None:
+    for one, reference, lost in zip(found, exact, low, strict=True):
+        assert error_ratio(one, reference, lost.to(dtype)) <= 1
+
+
+def held_to_torch(
+    loss: Loss, inputs: Sequence[Tensor], dtype: torch.dtype, reference: Loss = plain, **more: Any
+) -> None:
+    found, exact, low = (
+        results(call, precision, inputs, **more)
+        for call, precision in ((loss, dtype), (reference, torch.float64), (reference, dtype))
+    )
+    agree(found, exact, low, dtype)
+
+
+# Values and gradients, one option after another and some together ---------------------------------------------------
+
+
+@both
+@everywhere
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_every_reduction_and_gradients_that_differ_from_token_to_token(
+    loss: Loss, device: str, dtype: torch.dtype, reduction: str
+) -> None:
+    """A gradient of ones hides that only the first of them is used."""
+    for shape in SHAPES[device]:
+        held_to_torch(loss, drawn(device, *shape, dtype), dtype, reduction=reduction)
+
+
+@both
+@everywhere
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("ignore_index", [IGNORED, -123, 2])
+def test_ignored_targets_also_where_a_class_is_ignored(
+    loss: Loss, device: str, reduction: str, ignore_index: int
+) -> None:
+    for shape in SHAPES[device]:
+        inputs = drawn(device, *shape, torch.float32)
+        inputs[2][torch.randperm(len(inputs[2]))[: len(inputs[2]) // 3]] = ignore_index
+        held_to_torch(loss, inputs, torch.float32, reduction=reduction, ignore_index=ignore_index)
+
+
+@both
+@everywhere
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("smoothing", [0.1, 0.5])
+def test_smoothed_labels_with_ignored_ones_and_without(
+    loss: Loss, device: str, dtype: torch.dtype, smoothing: float
+) -> None:
+    for shape in SHAPES[device]:
+        inputs = drawn(device, *shape, dtype)
+        held_to_torch(loss, inputs, dtype, label_smoothing=smoothing)
+        inputs[2][::3] = 1
+        held_to_torch(loss, inputs, dtype, label_smoothing=smoothing, ignore_index=1)
+
+
+@both
+@everywhere
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_soft_cap(loss: Loss, device: str, dtype: torch.dtype, reduction: str) -> None:
+    for shape in SHAPES[device]:
+        held_to_torch(loss, drawn(device, *shape, dtype), dtype, reduction=reduction, softcap=2.0)
+
+
+def with_z(hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: float, **options: Any) -> tuple[Tensor, Tensor]:
+    """torch's loss of each token, and coefficient · lse² beside it; the mean is over tokens that count."""
+    reduction, ignored = options.pop("reduction", "mean"), options.get("ignore_index", IGNORED)
+    lse = F.linear(hidden, weight).to(torch.promote_types(hidden.dtype, torch.float32)).logsumexp(dim=-1)
+    z = (z_loss * lse.square()).where(targets != ignored, 0)
+    total = plain(hidden, weight, targets, **options, reduction="none") + z
+    if reduction == "none":
+        return total, z
+    count = (targets != ignored).sum() if reduction == "mean" else 1
+    return total.sum() / count, z.sum() / count
+
+
+@both
+@everywhere
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("others", [{}, {"label_smoothing": 0.1, "ignore_index": 1}])
+def test_a_z_loss_alone_and_beside_other_options(
+    loss: Loss, device: str, reduction: str, others: dict[str, Any]
+) -> None:
+    for shape in SHAPES[device]:
+        inputs = drawn(device, *shape, torch.float32)
+        inputs[2][::4] = 1
+        options = {"z_loss": 1e-2, "reduction": reduction, **others}
+        held_to_torch(loss, inputs, torch.float32, lambda *x, **o: with_z(*x, **o)[0], **options)
+        value, z = loss(*inputs, return_z_loss=True, **options)
+        assert torch.equal(value, loss(*inputs, **options)) and not z.requires_grad
+        torch.testing.assert_close(z, with_z(*inputs, **options)[1])
+
+
+@both
+def test_a_loss_alone_is_a_tensor_and_with_its_z_loss_a_pair(loss: Loss) -> None:
+    inputs = drawn("cpu", 3, 3, torch.float32)
+    inputs[0].requires_grad_()
+    value, z = loss(*inputs, return_z_loss=True)
+    assert value.shape == z.shape == () and not z
+    value.backward()
+    assert inputs[0].grad is not None and torch.equal(value, loss(*inputs))
+
+
+@both
+@everywhere
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_weights_of_classes_are_weights_of_tokens_by_their_targets(loss: Loss, device: str, reduction: str) -> None:
+    """The mean is torch's: over the weights of the tokens that count."""
+    for shape in SHAPES[device]:
+        inputs = drawn(device, *shape, torch.float32)
+        of_classes = torch.rand(shape[1], device=device)
+        inputs[2][::5] = 2
+
+        def by_class(*tensors: Any, of_classes: Tensor = of_classes, **options: Any) -> Tensor:
+            return plain(*tensors, weight=of_classes.to(tensors[0].dtype), **options)
+
+        def by_token(*tensors: Any, of_classes: Tensor = of_classes, **options: Any) -> Any:
+            return loss(*tensors, token_weights=of_classes[tensors[2]], **options)
+
+        held_to_torch(by_token, inputs, torch.float32, by_class, reduction=reduction, ignore_index=2, softcap=5.0)
+
+
+@both
+@everywhere
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_tokens_scaled_by_their_probabilities(loss: Loss, device: str, reduction: str) -> None:
+    """Weights that are no constants, but without a gradient; ignored tokens have one of their own choice."""
+    for tokens, vocabulary in SHAPES[device]:
+        hidden, weight, targets = drawn(device, tokens, vocabulary, torch.float32)
+        targets[::4] = IGNORED
+
+        def scaled(x: Tensor, w: Tensor, t: Tensor, reduction: str) -> Tensor:
+            each = plain(x, w, t, reduction="none")
+            each = each * (-each).exp().detach()
+            return each if reduction == "none" else each.sum()
+
+        probabilities = (-plain(hidden, weight, targets, reduction="none")).exp()
+        probabilities[::4] = float("inf")
+
+        def ours(*tensors: Any, weights: Tensor = probabilities, **options: Any) -> Any:
+            return loss(*tensors, token_weights=weights, **options)
+
+        held_to_torch(ours, (hidden, weight, targets), torch.float32, scaled, reduction=reduction)
+
+
+@both
+@everywhere
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("others", [{}, {"label_smoothing": 0.1, "ignore_index": 1, "softcap": 5.0}])
+def test_where_it_is_not_the_last_function(loss: Loss, device: str, reduction: str, others: dict[str, Any]) -> None:
+    for shape in SHAPES[device]:
+        inputs = drawn(device, *shape, torch.float32)
+        held_to_torch(loss, inputs, torch.float32, upstream=3 * 0.7310586, reduction=reduction, **others)
+
+
+# Evaluation, dtypes, what is no class --------------------------------------------------------------------------------
+
+
+@both
+@everywhere
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_forward_alone_gives_the_same_and_no_gradient(loss: Loss, device: str, reduction: str) -> None:
+    options = {"reduction": reduction, "z_loss": 1e-3, "softcap": 5.0, "return_z_loss": True}
+    hidden, weight, targets = drawn(device, *SHAPES[device][1], torch.float32)
+    expected = loss(hidden.requires_grad_(), weight.requires_grad_(), targets, **options)
+    with torch.no_grad():
+        found = loss(hidden, weight, targets, **options)
+    assert all(map(torch.equal, found, expected)) and not found[0].requires_grad
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        found[0].sum().backward()
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_inside_all_is_float32(device: str, dtype: torch.dtype) -> None:
+    """Logits in a narrow dtype give the loss of their float32 copies, and its gradient rounded once."""
+    logits = torch.randn(4, 128_256, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    targets = torch.arange(4, device=device) * 1000
+    narrow, wide = logits.clone().requires_grad_(), logits.float().requires_grad_()
+    values = [cross_entropy(x, targets, label_smoothing=0.1, z_loss=1e-4, softcap=30.0) for x in (narrow, wide)]
+    assert torch.equal(*values)
+    (one,), (other,) = (torch.autograd.grad(value, x) for value, x in zip(values, (narrow, wide), strict=True))
+    assert one.dtype == dtype and torch.equal(one, other.to(dtype))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("ignore_index", [2, -123])
+def test_a_target_out_of_bounds_is_an_error_or_nan(device: str, ignore_index: int) -> None:
+    """On a GPU, which would have to be waited for, the loss of the head is NaN."""
+    inputs = drawn(device, 24, 96, torch.bfloat16)
+    inputs[2][:8], inputs[2][8:12] = ignore_index, 97
+    if device == "cuda":
+        losses = of_head(*inputs, ignore_index=ignore_index, reduction="none")
+        assert losses.isnan().tolist() == [8 <= token < 12 for token in range(24)]
+        return
+    for loss in LOSSES:
+        with pytest.raises(ValueError, match=f"targets must be class indices from 0 to 95, or {ignore_index}; got 97"):
+            loss(*inputs, ignore_index=ignore_index)
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_gradients_at_targets_that_are_all_but_certain(device: str, dtype: torch.dtype, smoothing: float) -> None:
+    """p - 1 cancels there: it is made before anything is rounded to the narrow dtype, relative to its own size."""
+    weight = torch.eye(512).to(device, dtype)
+    logits = torch.randn(128, 512, generator=torch.Generator().manual_seed(0))
+    targets, rows = torch.arange(128) * 3, torch.arange(128)
+    logits[rows, targets] = logits.amax(dim=-1) + 10
+    hidden, targets = logits.to(device, dtype), targets.to(device)
+    wide = hidden.double().requires_grad_()
+    reference = F.cross_entropy(wide, targets, label_smoothing=smoothing, reduction="sum")
+    (exact,) = torch.autograd.grad(reference, wide)
+    for loss in LOSSES:
+        leaf = hidden.clone().requires_grad_()
+        (found,) = torch.autograd.grad(loss(leaf, weight, targets, label_smoothing=smoothing, reduction="sum"), leaf)
+        right = exact[rows, targets]
+        relative = (found[rows, targets].double() - right).abs() / right.abs()
+        assert relative.max() < torch.finfo(dtype).eps
+
+
+@both
+@everywhere
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_under_autocast_from_float32_parameters(loss: Loss, device: str, dtype: torch.dtype) -> None:
+    hidden, weight, targets = drawn(device, *SHAPES[device][0], torch.float32)
+
+    def cast(*tensors: Any, call: Loss, **options: Any) -> Any:
+        with torch.autocast(device, dtype):
+            return call(*tensors, **options)
+
+    inputs, options = (hidden, weight, targets), {"label_smoothing": 0.1, "z_loss": 1e-3}
+    found = results(cast, torch.float32, inputs, call=loss, **options)
+    low = results(cast, torch.float32, inputs, call=lambda *x, **o: with_z(*x, **o)[0], **options)
+    exact = results(lambda *x, **o: with_z(*x, **o)[0], torch.float64, inputs, **options)
+    assert all(x.dtype == torch.float32 for x in found)
+    agree(found, exact, low, dtype)
