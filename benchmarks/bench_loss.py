@@ -2,7 +2,8 @@
 
 The reference is the eager row in float64, and the budget is what that row loses in the precision that is tested. Both
 are made at the full shape, in blocks of tokens: only the rows themselves need room for all logits. Rows that do not
-compile are also asked for a small shape that no block divides, with more kinds of extreme tokens.
+compile are also asked for a small shape that no block divides, with more kinds of extreme tokens. A row that has a
+parameter for another reduction, for weights, smoothed labels, a z-loss or a soft cap is asked for these as well.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from lmsys.bench import (
     fields,
     positive,
 )
+from lmsys.check.loss import faults_of_options
 from lmsys.draws import Draws
 from lmsys.measure import memory
 from lmsys.measure.compare import Kept
@@ -149,7 +151,7 @@ class Loss(Benchmark):
         if not candidate.entry.trait("compiles", False):  # another shape would be compiled for
             of_odd = setup.odd.check(candidate.call)
             ratios |= {f"{name}, of {ODD_VOCABULARY} classes": ratio for name, ratio in of_odd.items()}
-        return ratios
+        return ratios | faults_of_options(candidate.entry)
 
     def redraw(self, setup: Setup, draw: int) -> None:
         setup.draws.fill(draw)

@@ -49,7 +49,7 @@ class Asked:
     more: Settings = field(default_factory=dict)
 
     def __str__(self) -> str:
-        more = "".join(f", {name} {value:g}" for name, value in self.more.items())
+        more = "".join(f", {name} {value}" for name, value in self.more.items())
         return f"{self.about} ({str(self.dtype)[6:]}, shape {self.shape}{more})"
 
 

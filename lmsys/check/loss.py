@@ -1,14 +1,15 @@
 """Losses: the questions that they are asked, each held to float64.
 
 `f(logits, targets)`, or with the head in it `f(hidden, weight, targets)` (the weight may come first); each may take an
-`ignore_index`. The loss is the mean over all tokens that count. A module's class is built without arguments. A case's
-shape is that of the logits, (N, V); its first tokens may be ignored.
+`ignore_index`, and, by keyword, what OPTIONS has: it is asked for those for which it has a parameter. The loss is the
+mean over all tokens that count. A module's class is built without arguments. A case's shape is that of the logits,
+(N, V); its first tokens may be ignored.
 
 Legend: N tokens, V vocabulary, M d_model.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,9 +17,9 @@ import torch
 
 from lmsys import draws
 from lmsys.check.formulas import DTYPES, NARROW, RESULT, Asked, Problem, drawn, judge, questions_of, run
-from lmsys.check.loss_mistakes import mistakes, plain, right
+from lmsys.check.loss_mistakes import OPTIONS, mistakes, plain, right
 from lmsys.check.question import Fault, Options, Question
-from lmsys.check.signature import Called, Roles, built, called, is_module, names_of, parameters_of
+from lmsys.check.signature import Called, Roles, built, called, is_function, is_module, names_of, parameters_of
 from lmsys.config import IGNORED
 from lmsys.extremes.loss import KINDS, WIDTH, write_head, write_kind
 from lmsys.registry import Entry
@@ -29,42 +30,68 @@ ROLES: Roles = {
     "weight": ("weight", "w", "linear_weight", "lin_weight", "head"),
     "targets": ("targets", "target", "labels", "label", "y"),
     "ignore_index": ("ignore_index", "ignored", "ignore"),
+    "reduction": ("reduction",),
+    "token_weights": ("token_weights", "loss_weights", "sample_weight"),
+    "label_smoothing": ("label_smoothing", "smoothing"),
+    "z_loss": ("z_loss", "lse_square_scale", "z_loss_weight", "z_loss_multiplier"),
+    "softcap": ("softcap", "logit_softcap", "logits_soft_cap", "final_logit_softcapping"),
 }
 UPSTREAM = 0.625  # the gradient of the loss: no 1, and exact
 TOKENS, ODD = 24, (101, 517)  # ODD: no multiple of anything
 LONG = 330, 517  # tokens of several chunks
+OPTION_CASES = (
+    Asked("the sum of losses", LONG, more={"reduction": "sum"}),
+    Asked("the losses of tokens", LONG, more={"reduction": "none"}),
+    Asked("weights of tokens", ODD, more={"token_weights": "drawn"}),
+    Asked("smoothed labels", ODD, more={"label_smoothing": 0.1}),
+    Asked("a z-loss", ODD, more={"z_loss": 0.01}),
+    Asked("a soft cap", ODD, more={"softcap": 1.5}),
+)
 CASES = (
     Asked("a few tokens", (TOKENS, 96)),
     Asked("a vocabulary that no block divides", ODD),
     Asked("more tokens than a chunk", LONG),
     Asked("ignored tokens", LONG, more={"ignored": 101, "ignore_index": IGNORED}),
     Asked("another ignore_index", ODD, more={"ignored": 33, "ignore_index": 7}),
+    *OPTION_CASES,
     *(Asked("a vocabulary that no block divides", ODD, dtype) for dtype in NARROW),
     *(Asked(about, ODD, dtype, about) for dtype in DTYPES[:2] for about in KINDS),
     Asked("all tokens ignored", (TOKENS, 96), more={"ignored": TOKENS, "ignore_index": IGNORED}),
 )
 
 
-def questions(entry: Entry, options: Options) -> Iterator[Question]:
+def questions(entry: Entry, options: Options, cases: Iterable[Asked] = CASES) -> Iterator[Question]:
     """The cases that the function can be asked."""
     implementation = entry.load()
     roles = roles_of(implementation)
     call = called(built(implementation, {}, {}) if is_module(implementation) else implementation, roles)
 
     def reason(asked: Asked) -> str | None:
-        return "it takes no ignore_index" if asked.more and not call.has("ignore_index") else None
+        missing = [name for name in asked.more if name != "ignored" and not call.has(name)]
+        return f"it takes no {missing[0]}" if missing else None
 
-    return questions_of(CASES, partial(_judged, call, options), options, reason)
+    return questions_of(cases, partial(_judged, call, options), options, reason)
+
+
+def faults_of_options(entry: Entry) -> dict[str, float]:
+    """The error over its budget of each option that a function has a parameter for and gets wrong; inf: no answer."""
+    faults = {}
+    if names_of(parameters_of(entry.load())) & {name for option in OPTIONS for name in ROLES[option]}:
+        for question in questions(entry, Options(dtypes=("float32",)), OPTION_CASES):
+            if question.reason is None and (fault := question.judge()):
+                faults[question.about] = fault.error_ratio or math.inf
+    return faults
 
 
 def roles_of(implementation: Any) -> Roles:
     """The roles by names; an input without a weight beside it is logits."""
     parameters = parameters_of(implementation)
+    roles = {name: ROLES[name] for name in ROLES if name not in OPTIONS or not is_function(implementation)}
     needed = names_of(name for name, x in parameters.items() if x.default is x.empty)
     if needed & set(ROLES["weight"]):
-        return ROLES
+        return roles
     both = (*ROLES["logits"], *ROLES["hidden"])
-    return {"logits": both, "targets": ROLES["targets"], "ignore_index": ROLES["ignore_index"]}
+    return {"logits": both} | {name: roles[name] for name in roles if name not in ("logits", "hidden", "weight")}
 
 
 def _problem(call: Called, asked: Asked, options: Options) -> Problem:
@@ -81,8 +108,12 @@ def _problem(call: Called, asked: Asked, options: Options) -> Problem:
     inputs = {"hidden": hidden, "weight": weight}
     if not call.has("weight"):
         inputs = {"logits": hidden.to(asked.dtype).double() @ weight.to(asked.dtype).double().mT}
-    settings = {"targets": targets, "ignore_index": ignore_index}
-    return Problem.of(asked, options, inputs, settings, torch.tensor(UPSTREAM))
+    chosen = {name: value for name, value in asked.more.items() if name in OPTIONS}
+    if "token_weights" in chosen:
+        chosen["token_weights"] = drawn(options, "token_weights", tokens).abs()
+    settings = {"targets": targets, "ignore_index": ignore_index, **chosen}
+    upstream = drawn(options, "upstream", tokens) if chosen.get("reduction") == "none" else torch.tensor(UPSTREAM)
+    return Problem.of(asked, options, inputs, settings, upstream)
 
 
 def _judged(call: Called, options: Options, asked: Asked) -> Fault | None:

@@ -4,7 +4,8 @@ Legend: N tokens, V vocabulary.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +22,12 @@ from lmsys.check.formulas import (
     backwards,
     cut,
     forwards,
+    outputs_of,
     padding,
     parts_of_sum,
 )
 
+OPTIONS = "reduction", "token_weights", "label_smoothing", "z_loss", "softcap"
 CHUNKS = (16, 32, 50, 64, 100, 128, 256)
 FINITE = (0.0, -10.0, -15.0, -20.0, -30.0, -50.0, -100.0)  # what stands for -inf
 SMOOTHINGS = (0.1, 0.05, 0.01, 0.2)
@@ -32,18 +35,27 @@ OfLogits = Callable[[Tensor, Tensor], Tensor]  # the gradients (N, V) of the log
 
 
 def right(inputs: Inputs, settings: Settings) -> Tensor:
-    """The mean of -log softmax(logits)[target] over the tokens that count."""
-    return F.cross_entropy(logits_of(inputs), settings["targets"], ignore_index=settings["ignore_index"])
+    """The mean of -log softmax(logits)[target] over the tokens that count, or what the options say."""
+    if not options_of(settings):
+        return F.cross_entropy(logits_of(inputs), settings["targets"], ignore_index=settings["ignore_index"])
+    weights = settings.get("token_weights", 1.0) * counts(settings)
+    each, reduction = losses(inputs, settings) * weights, settings.get("reduction", "mean")
+    return each if reduction == "none" else each.sum() / (weights.sum() if reduction == "mean" else 1.0)
 
 
-def logits_of(inputs: Inputs) -> Tensor:
-    return inputs["logits"] if "logits" in inputs else F.linear(inputs["hidden"], inputs["weight"])
+def logits_of(inputs: Inputs, softcap: float = math.inf) -> Tensor:
+    logits = inputs["logits"] if "logits" in inputs else F.linear(inputs["hidden"], inputs["weight"])
+    return logits if softcap == math.inf else softcap * torch.tanh(logits / softcap)
 
 
 def plain(inputs: Inputs, settings: Settings) -> Tensor:
     """`right` as it is often written: a log-sum-exp less a logit, both of which round where they are large."""
-    is_float32 = next(iter(inputs.values())).dtype == torch.float32
+    is_float32 = next(iter(inputs.values())).dtype == torch.float32 and not options_of(settings)
     return of_sum(lambda x: x.logsumexp(dim=-1))(inputs, settings) if is_float32 else right(inputs, settings)
+
+
+def options_of(settings: Settings) -> list[str]:
+    return [name for name in OPTIONS if name in settings]
 
 
 def counts(settings: Settings) -> Tensor:
@@ -73,12 +85,16 @@ def of_sum(lse: Callable[[Tensor], Tensor]) -> Formula:
 
 def losses(inputs: Inputs, settings: Settings) -> Tensor:
     """The loss of each token, 0 where it is ignored."""
+    logits, smoothing = logits_of(inputs, settings.get("softcap", math.inf)), settings.get("label_smoothing", 0.0)
+    z = settings.get("z_loss", 0.0) * logits.logsumexp(dim=-1).square().where(counts(settings), 0)
     targets, ignored = settings["targets"], settings["ignore_index"]
-    return F.cross_entropy(logits_of(inputs), targets, ignore_index=ignored, reduction="none")
+    return z + F.cross_entropy(logits, targets, None, None, ignored, None, "none", smoothing)
 
 
 def mistakes(problem: Problem) -> Mistakes:
-    """The plainest first."""
+    """The plainest first. Where there are options, those that are made with them."""
+    if options := options_of(problem.settings):
+        return _of_options(options)
     counted = counts(problem.settings)
     tokens, vocabulary = logits_of(problem.inputs).shape
     smoothed: dict[str, Formula] = {}
@@ -99,6 +115,22 @@ def mistakes(problem: Problem) -> Mistakes:
         **forwards(ignored | _of_vocabulary(vocabulary) | _of_chunks(tokens) | others | smoothed),
         **backwards(right, _of_gradients(counted) | in_weight),
     }
+
+
+def _of_options(options: Sequence[str]) -> Mistakes:
+    def without(name: str) -> Formula:
+        return lambda x, s: right(x, {option: s[option] for option in s if option != name})
+
+    def first_for_all(problem: Problem, _: Outputs) -> Outputs:
+        first = problem.upstream.flatten()[0].expand(problem.upstream.shape)
+        return outputs_of(right, replace(problem, grad_output=first))
+
+    formulas = {f"{name} is ignored": without(name) for name in options if name != "reduction"}
+    if "token_weights" in options:
+        divided = "the weighted sum is divided by the number of tokens, not by the sum of weights"
+        formulas[divided] = lambda x, s: right(x, {**s, "reduction": "sum"}) / counts(s).sum()
+    gradients = {"the gradient of the first token stands for those of all": first_for_all}
+    return forwards(formulas) | backwards(right, gradients)
 
 
 def _shifted_by(top: Callable[[Tensor], Tensor]) -> Formula:

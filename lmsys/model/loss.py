@@ -107,25 +107,23 @@ def linear_cross_entropy(
         hidden, weight = hidden.detach(), weight.detach()
     counts = counts_of(token_weights, targets, options, torch.promote_types(dtype, torch.float32))
     summed = reduction != "none" and not counts.requires_grad
-    factors = counts.flatten() if summed and counts.is_floating_point() else None
-    rows, labels = hidden.reshape(-1, hidden.shape[-1]), targets.flatten().long()
-    loss, z_losses = _LinearCrossEntropy.apply(rows, weight, source, labels, factors, options, chunk, dtype, summed)
+    inputs = hidden.reshape(-1, hidden.shape[-1]), weight, source, targets.flatten().long(), counts.detach().flatten()
+    loss, z_losses = _LinearCrossEntropy.apply(*inputs, options, chunk, dtype, summed)
     loss = reduced(loss, counts, reduction)
     return (loss, reduced(z_losses, counts, reduction).detach()) if return_z_loss else loss
 
 
-def counts_of(token_weights: Any, targets: Tensor, options: LossOptions, dtype: torch.dtype) -> Tensor:
-    """By how much each token counts, in the targets' shape: true or false, with weights these or 0, in `dtype`."""
+def counts_of(token_weights: Tensor | None, targets: Tensor, options: LossOptions, dtype: torch.dtype) -> Tensor:
+    """By how much each token counts, in the targets' shape: 0 where it is ignored, else its weight or 1."""
     counted, x = targets != options.ignore_index, token_weights
     if x is None:
-        return counted
+        return counted.to(dtype)
     if not (
         isinstance(x, Tensor) and x.is_floating_point() and x.shape == targets.shape and x.device == targets.device
     ):
         asked = f"{tuple(targets.shape)} on {targets.device}"
         raise ValueError(f"token_weights must be floating-point numbers of shape {asked}; got {shortly(x)}")
-    weights: Tensor = x.to(dtype).where(counted, 0)
-    return weights
+    return x.to(dtype).where(counted, 0)
 
 
 def reduced(losses: Tensor, counts: Tensor, reduction: str) -> Tensor:
@@ -134,12 +132,11 @@ def reduced(losses: Tensor, counts: Tensor, reduction: str) -> Tensor:
     Where no token counts, or the weights add up to 0, the mean is NaN and its gradients are 0, as in torch.
     """
     if losses.dim():
-        losses = losses.view(counts.shape)
-        losses = losses * counts if counts.is_floating_point() else losses
+        losses = losses.view(counts.shape) * counts
         losses = losses if reduction == "none" else losses.sum()
     if reduction != "mean":
         return losses
-    amount = counts.sum().to(losses.dtype)
+    amount = counts.sum()
     empty = amount == 0
     return (losses / amount.masked_fill(empty, 1)).masked_fill(empty, math.nan)
 
@@ -161,21 +158,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         source: Tensor,
         targets: Tensor,
-        factors: Tensor | None,
+        factors: Tensor,
         options: LossOptions,
         chunk: int,
         dtype: torch.dtype,
         summed: bool,
     ) -> tuple[Tensor, Tensor]:
         needs = ctx.needs_input_grad[:2] if summed else (False, False)
-        shares, top = (None, None) if factors is None else _shares(factors)
+        shares, top = _shares(factors)
         ctx.how = options, chunk, dtype
         losses, z_losses, *gradients = _walk(needs, shares, hidden, weight, source, targets, *ctx.how)
         ctx.save_for_backward(*((top, *gradients) if summed else (hidden, weight, source, targets)))
         ctx.mark_non_differentiable(z_losses)
-        if summed:
-            losses = losses.sum() if factors is None else losses @ factors
-        return losses, z_losses
+        return (losses * factors).sum() if summed else losses, z_losses  # autocast would narrow a product of vectors
 
     @staticmethod
     @once_differentiable
@@ -187,13 +182,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             *_, d_hidden, d_weight = _walk(ctx.needs_input_grad[:2], shares, *ctx.saved_tensors, *ctx.how)
         else:
             top, d_hidden, d_weight = ctx.saved_tensors
-            factor = factor if top is None else factor * top
+            factor = factor * top
         return *(x if x is None else _times(x, factor) for x in (d_hidden, d_weight)), *[None] * 7
 
 
 def _walk(
     needs: Sequence[bool],
-    factors: Tensor | None,
+    factors: Tensor,
     hidden: Tensor,
     weight: Tensor,
     source: Tensor,
@@ -214,8 +209,7 @@ def _walk(
             part = slice(start, start + chunk)
             rows, labels = hidden[part].to(dtype), targets[part]
             logits = torch.mm(rows, operand.mT, out=room[: len(rows)])  # (C, V)
-            own = None if factors is None else factors[part]
-            losses[part], lses[part] = _replace_by_gradient(logits, labels, own, options, any(needs))
+            losses[part], lses[part] = _replace_by_gradient(logits, labels, factors[part], options, any(needs))
             if d_hidden is not None:
                 d_hidden[part] = logits @ operand
             if d_weight is not None:
@@ -263,7 +257,7 @@ def _times(gradient: Tensor, factor: Tensor) -> Tensor:
 
 
 def _replace_by_gradient(
-    logits: Tensor, labels: Tensor, factors: Tensor | None, options: LossOptions, gradient: bool
+    logits: Tensor, labels: Tensor, factors: Tensor, options: LossOptions, gradient: bool
 ) -> tuple[Tensor, Tensor]:
     """The cross-entropy and the log-sum-exp of each row (C,), 0 where it is ignored; with `gradient`, in the place of
     the logits (C, V) that of the sum of losses · factors (C,), z-losses in them."""
@@ -274,10 +268,10 @@ def _replace_by_gradient(
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))  # float32 and float64: the logits themselves
     counted = (labels != options.ignore_index)[:, None]
     label = labels[:, None].where(counted, 0)
-    smoothing, slope = options.label_smoothing, None
-    if options.softcap is not None:
-        capped = torch.tanh(wide / options.softcap)
-        wide, slope = capped * options.softcap, 1 - capped.square()
+    smoothing, softcap = options.label_smoothing, options.softcap
+    if softcap is not None:
+        capped = torch.tanh(wide / softcap)
+        wide = capped * softcap
     mean = wide.mean(dim=-1, keepdim=True) if smoothing else 0.0
     top = wide.amax(dim=-1, keepdim=True)
     wide.sub_(top)
@@ -285,12 +279,13 @@ def _replace_by_gradient(
     total = wide.exp_().sum(dim=-1, keepdim=True)
     log_p, lse = shifted - total.log(), top + total.log()
     if gradient:
-        of_lse = 2 * options.z_loss * lse  # beside the 1 of the cross-entropy
-        wide.div_(total / (1 + of_lse)).scatter_(1, label, log_p.expm1() + smoothing + of_lse * log_p.exp())
+        of_lse, factor = 2 * options.z_loss * lse, factors[:, None]  # of_lse: beside the 1 of the cross-entropy
+        wide.mul_((1 + of_lse) * factor / total)
+        wide.scatter_(1, label, (log_p.expm1() + smoothing + of_lse * log_p.exp()) * factor)
         if smoothing:
-            wide.sub_(smoothing / wide.shape[1])
-        for factor in (slope, factors if factors is None else factors[:, None]):
-            wide = wide if factor is None else wide.mul_(factor)
+            wide.sub_(smoothing / wide.shape[1] * factor)
+        if softcap is not None:
+            wide.mul_(1 - capped.square())
         logits.copy_(wide.masked_fill_(~counted, 0))
     losses = (smoothing - 1) * log_p + smoothing * (lse - mean)
     return losses.where(counted, 0)[:, 0], lse.where(counted, 0)[:, 0]

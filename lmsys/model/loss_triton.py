@@ -34,17 +34,12 @@ register_kernels(r"^_cross_entropy_kernel$", "reduction")
 @triton.jit
 def _ratio(x, softcap):
     """What is held of a logit: itself, or over a soft cap its tanh, which the gradient needs more exactly."""
-    x = x.to(tl.float32)
-    if softcap is not None:
-        x = _tanh(x / softcap)
-    return x
+    return x.to(tl.float32) if softcap is None else _tanh(x.to(tl.float32) / softcap)
 
 
 @triton.jit
 def _capped(x, softcap):
-    if softcap is not None:
-        x = softcap * x
-    return x
+    return x if softcap is None else softcap * x
 
 
 @triton.jit
@@ -62,9 +57,7 @@ def _store_gradient(row_ptr, cols, x, p, label, counted, stride, V, label_smooth
         gradient += tl.where(cols < V, label_smoothing * (tl.where(cols == label, 1.0, 0.0) - 1.0 / V), 0.0)
     if softcap is not None:
         gradient *= tl.where(cols < V, (1.0 - x) * (1.0 + x), 0.0)
-    if factors_ptr is not None:
-        gradient *= tl.load(factors_ptr + row)
-    gradient = tl.where(counted, gradient, 0.0)
+    gradient = tl.where(counted, gradient * tl.load(factors_ptr + row), 0.0)
     tl.store(row_ptr + cols, gradient.to(row_ptr.dtype.element_ty), mask=cols < stride)
 
 
@@ -159,7 +152,7 @@ def _tiles(vocabulary: int) -> tuple[int, int]:
 
 
 def replace_by_gradient(
-    logits: Tensor, labels: Tensor, factors: Tensor | None, options: LossOptions, gradient: bool = True
+    logits: Tensor, labels: Tensor, factors: Tensor, options: LossOptions, gradient: bool = True
 ) -> tuple[Tensor, Tensor]:
     """The cross-entropy of each row (C,), and for a z-loss the log-sum-exp, in float32; 0 where the label is ignored.
 

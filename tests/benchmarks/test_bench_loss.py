@@ -252,6 +252,16 @@ def test_wrong_oom_unsupported_and_stale_rows_are_cells(monkeypatch: pytest.Monk
     assert one["outcome"] == "unsupported" and "TF32" in one["reason"]
 
 
+def test_a_row_that_gets_an_option_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def row(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: str = "mean", z_loss: float = 0.0) -> Tensor:
+        loss: Tensor = linear_cross_entropy(hidden, weight, targets, reduction=reduction)
+        return loss
+
+    monkeypatch.setattr("lmsys.model.loss.linear_cross_entropy", row)
+    one = records(row=("chunked",))["chunked"]
+    assert one["outcome"] == "wrong" and "a z-loss" in one["reason"]
+
+
 def test_a_reference_without_room_is_an_error_of_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise MemoryError("no room")

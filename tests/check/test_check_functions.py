@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lmsys.check.__main__ import main
 from lmsys.check.formulas import RESULT, Problem, explain, outputs_of
 from lmsys.check.kinds import kind_of
-from lmsys.check.loss import CASES, ROLES, questions, roles_of
+from lmsys.check.loss import CASES, ROLES, faults_of_options, questions, roles_of
 from lmsys.check.question import Options
 from lmsys.check.signature import called
 from lmsys.check.swiglu import mistakes, right
@@ -49,6 +49,44 @@ class Several(torch.autograd.Function):
         return ctx.gradient * grads[0], None, None
 
 
+def smoothing_forgotten(
+    logits: Tensor, targets: Tensor, reduction: str = "mean", label_smoothing: float = 0.0
+) -> Tensor:
+    return F.cross_entropy(logits.float(), targets, reduction=reduction)
+
+
+def by_count(logits: Tensor, targets: Tensor, token_weights: Tensor | None = None) -> Tensor:
+    each = F.cross_entropy(logits.float(), targets, reduction="none")
+    return (each if token_weights is None else each * token_weights).mean()
+
+
+class _FirstForAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, losses: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return losses.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.saved_tensors[0] * grads[0].flatten()[0], None, None
+
+
+def first_for_all(logits: Tensor, targets: Tensor, *, reduction: str = "mean") -> Tensor:
+    with torch.enable_grad():
+        leaf = logits.detach().requires_grad_()
+        losses = F.cross_entropy(leaf.float(), targets, reduction=reduction)
+        (gradient,) = torch.autograd.grad(losses.sum(), leaf)
+    result: Tensor = _FirstForAll.apply(logits, losses.detach(), gradient)
+    return result
+
+
+OPTION_FAULTS = {
+    "smoothing_forgotten": ("smoothed labels", "label_smoothing is ignored"),
+    "by_count": ("weights of tokens", "divided by the number of tokens, not by the sum of weights"),
+    "first_for_all": ("the losses of tokens", "the gradient of the first token stands for those of all"),
+}
+
+
 def faults(function: str) -> list[str]:
     asked = questions(Entry(function, f"{__name__}:{function}"), Options())
     return [fault.text for fault in (one.judge() for one in asked if one.reason is None) if fault]
@@ -57,6 +95,19 @@ def faults(function: str) -> list[str]:
 @pytest.mark.parametrize("function", ["linear_first", "of_logits", "Several"])
 def test_losses_are_called_as_they_are_written(function: str) -> None:
     assert faults(function) == []
+
+
+@pytest.mark.parametrize("function", OPTION_FAULTS)
+def test_an_option_is_asked_for_where_there_is_a_parameter_and_its_mistake_named(function: str) -> None:
+    about, mistake = OPTION_FAULTS[function]
+    entry = Entry(function, f"{__name__}:{function}")
+    assert list(faults_of_options(entry)) == [f"{about}, float32"]
+    (fault,) = (text for text in faults(function) if "known mistake" in text or "pattern" in text)
+    assert mistake in fault
+
+
+def test_of_a_loss_without_options_none_is_asked() -> None:
+    assert not faults_of_options(Entry("of_logits", f"{__name__}:of_logits"))
 
 
 def test_a_parameter_of_no_known_role_is_refused() -> None:

@@ -63,8 +63,14 @@ def builds() -> dict[str, dict[str, int]]:
     from lmsys.model import fused_triton, loss_triton, rotary_triton
 
     found = {}
-    types = {"logits_ptr": "*bf16", "labels_ptr": "*i64", "losses_ptr": "*fp32", "lses_ptr": "*fp32"}
-    absent = "factors_ptr", "label_smoothing", "z_loss", "softcap"
+    types = {
+        "logits_ptr": "*bf16",
+        "labels_ptr": "*i64",
+        "losses_ptr": "*fp32",
+        "lses_ptr": "*fp32",
+        "factors_ptr": "*fp32",
+    }
+    absent = "label_smoothing", "z_loss", "softcap"
     for name, vocabulary in (("loss, two tiles", 10_000), ("loss, two passes", 32_000)):
         options = loss_triton.row_options(vocabulary, vector=8) | dict.fromkeys(absent)
         found[name] = build(loss_triton._cross_entropy_kernel, types, IGNORED=IGNORED, GRADIENT=True, **options)
