@@ -26,6 +26,7 @@ from lmsys.check.formulas import (
     padding,
     parts_of_sum,
 )
+from lmsys.model.functions import cross_entropy
 
 OPTIONS = "reduction", "token_weights", "label_smoothing", "z_loss", "softcap"
 CHUNKS = (16, 32, 50, 64, 100, 128, 256)
@@ -36,16 +37,14 @@ OfLogits = Callable[[Tensor, Tensor], Tensor]  # the gradients (N, V) of the log
 
 def right(inputs: Inputs, settings: Settings) -> Tensor:
     """The mean of -log softmax(logits)[target] over the tokens that count, or what the options say."""
-    if not options_of(settings):
-        return F.cross_entropy(logits_of(inputs), settings["targets"], ignore_index=settings["ignore_index"])
-    weights = settings.get("token_weights", 1.0) * counts(settings)
-    each, reduction = losses(inputs, settings) * weights, settings.get("reduction", "mean")
-    return each if reduction == "none" else each.sum() / (weights.sum() if reduction == "mean" else 1.0)
+    if options_of(settings):
+        result: Tensor = cross_entropy(logits_of(inputs), **settings)
+        return result
+    return F.cross_entropy(logits_of(inputs), settings["targets"], ignore_index=settings["ignore_index"])
 
 
-def logits_of(inputs: Inputs, softcap: float = math.inf) -> Tensor:
-    logits = inputs["logits"] if "logits" in inputs else F.linear(inputs["hidden"], inputs["weight"])
-    return logits if softcap == math.inf else softcap * torch.tanh(logits / softcap)
+def logits_of(inputs: Inputs) -> Tensor:
+    return inputs["logits"] if "logits" in inputs else F.linear(inputs["hidden"], inputs["weight"])
 
 
 def plain(inputs: Inputs, settings: Settings) -> Tensor:
@@ -85,10 +84,8 @@ def of_sum(lse: Callable[[Tensor], Tensor]) -> Formula:
 
 def losses(inputs: Inputs, settings: Settings) -> Tensor:
     """The loss of each token, 0 where it is ignored."""
-    logits, smoothing = logits_of(inputs, settings.get("softcap", math.inf)), settings.get("label_smoothing", 0.0)
-    z = settings.get("z_loss", 0.0) * logits.logsumexp(dim=-1).square().where(counts(settings), 0)
     targets, ignored = settings["targets"], settings["ignore_index"]
-    return z + F.cross_entropy(logits, targets, None, None, ignored, None, "none", smoothing)
+    return F.cross_entropy(logits_of(inputs), targets, ignore_index=ignored, reduction="none")
 
 
 def mistakes(problem: Problem) -> Mistakes:

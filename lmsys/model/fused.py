@@ -12,7 +12,6 @@ On a CPU, in float64 and without Triton, the same functions are compositions of 
 Legend: B batch, S sequence length, M d_model, F d_ff.
 """
 
-import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,11 +20,10 @@ from torch import Tensor
 
 from lmsys.autograd import once_differentiable
 from lmsys.config import ModelConfig
+from lmsys.kernels import HAS_TRITON
 from lmsys.measure.profile import part
 from lmsys.model.functions import silu
 from lmsys.model.linear import linear, matmul_dtype
-
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def add_norm(x: Tensor, branch: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:

@@ -11,11 +11,9 @@ where Triton is not installed.
 Legend: N tokens, C tokens of a chunk, V vocabulary, M d_model.
 """
 
-import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from torch import Tensor
 
 from lmsys.autograd import once_differentiable
 from lmsys.config import IGNORED
+from lmsys.kernels import HAS_TRITON
 from lmsys.model.ids import check_ids
 from lmsys.model.linear import matmul_dtype, rounded
 from lmsys.values import finite, shortly, whole
@@ -261,7 +260,7 @@ def _replace_by_gradient(
 ) -> tuple[Tensor, Tensor]:
     """The cross-entropy and the log-sum-exp of each row (C,), 0 where it is ignored; with `gradient`, in the place of
     the logits (C, V) that of the sum of losses · factors (C,), z-losses in them."""
-    if logits.is_cuda and logits.dtype != torch.float64 and _has_triton():
+    if logits.is_cuda and logits.dtype != torch.float64 and HAS_TRITON:
         from lmsys.model.loss_triton import replace_by_gradient
 
         return replace_by_gradient(logits, labels, factors, options, gradient)
@@ -289,8 +288,3 @@ def _replace_by_gradient(
         logits.copy_(wide.masked_fill_(~counted, 0))
     losses = (smoothing - 1) * log_p + smoothing * (lse - mean)
     return losses.where(counted, 0)[:, 0], lse.where(counted, 0)[:, 0]
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None

@@ -8,7 +8,6 @@ Source: Su et al. 2021 (arXiv 2104.09864).
 Legend: B batch, S sequence length, H query heads, Hkv key/value heads, D head dimension, N = H + 2 Hkv.
 """
 
-import importlib.util
 from typing import Any
 
 import torch
@@ -16,11 +15,10 @@ from torch import Tensor, nn
 
 from lmsys.attention.side_by_side import whole_of
 from lmsys.autograd import once_differentiable
+from lmsys.kernels import HAS_TRITON
 from lmsys.kernels.custom_op import define
 from lmsys.model.ids import check_ids
 from lmsys.values import broadcasts
-
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class RotaryEmbedding(nn.Module):

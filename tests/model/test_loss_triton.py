@@ -88,7 +88,7 @@ def test_the_loss_in_chunks_with_it_and_without(
     dtype: torch.dtype, has_triton: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A vocabulary that no tile divides, targets left out, weights of the dtype that is computed in."""
-    monkeypatch.setattr("lmsys.model.loss._has_triton", lambda: has_triton)
+    monkeypatch.setattr("lmsys.model.loss.HAS_TRITON", has_triton)
     torch.manual_seed(0)
     leaves = [torch.randn(n, 128, device="cuda").to(dtype) for n in (700, 1001)]
     leaves[1] *= 0.1
