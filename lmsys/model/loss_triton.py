@@ -33,7 +33,7 @@ register_kernels(r"^_cross_entropy_kernel$", "reduction")
 
 @triton.jit
 def _ratio(x, softcap):
-    """What is held of a logit: itself, or over a soft cap its tanh, which the gradient needs more exactly."""
+    """A logit as it is held: itself, or under a soft cap its tanh, which the gradient needs more exactly."""
     return x.to(tl.float32) if softcap is None else _tanh(x.to(tl.float32) / softcap)
 
 

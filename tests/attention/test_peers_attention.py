@@ -37,7 +37,7 @@ def takes(option: str) -> pytest.MarkDecorator:
 
 
 def by_row(row: Row, interpreted: list[Any], cpu: list[Any], cuda: list[Any]) -> list[Any]:
-    """Of three lists of sizes the one that this row is quick with."""
+    """The one of three lists of sizes that this row is quick with."""
     return cuda if row.device == "cuda" else interpreted if row.interpreted else cpu
 
 
