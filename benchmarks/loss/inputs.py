@@ -14,6 +14,7 @@ from torch import Tensor
 from benchmarks.arithmetic import LOSS_SCALE, ROUNDING, autocast, mean_ratio, ratio_by_group, widened
 from lmsys.draws import Draws, key, values
 from lmsys.extremes.loss import WIDTH, ExtremeTokens, is_extreme, write_head, write_kind
+from lmsys.model.linear import matmul_dtype
 
 LOSS, D_HIDDEN, D_WEIGHT = OUTPUTS = ("loss", "gradient of hidden", "gradient of weight")
 ODD_TOKENS, ODD_VOCABULARY = 101, 517  # of the shape that no block divides
@@ -33,8 +34,7 @@ def torch_chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     Its products for them may sum over the vocabulary term by term (on an AMD EPYC they do): in float32 the gradient of
     hidden then errs several times as much as that of the usual loss, and the bench calls it wrong.
     """
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    dtype = matmul_dtype(hidden)
     options = torch.nn.LinearCrossEntropyOptions()
     return F.linear_cross_entropy(hidden.to(dtype), weight.to(dtype), targets, options=options)
 

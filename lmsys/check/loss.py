@@ -67,20 +67,18 @@ def questions(entry: Entry, options: Options, cases: Iterable[Asked] = CASES) ->
     call = called(built(implementation, {}, {}) if is_module(implementation) else implementation, roles)
 
     def reason(asked: Asked) -> str | None:
-        missing = [name for name in asked.more if name != "ignored" and not call.has(name)]
-        return f"it takes no {missing[0]}" if missing else None
+        missing = (name for name in asked.more if name != "ignored" and not call.has(name))
+        return next((f"it takes no {name}" for name in missing), None)
 
     return questions_of(cases, partial(_judged, call, options), options, reason)
 
 
 def faults_of_options(entry: Entry) -> dict[str, float]:
     """The error over its budget of each option that a function has a parameter for and gets wrong; inf: no answer."""
-    faults = {}
-    if names_of(parameters_of(entry.load())) & {name for option in OPTIONS for name in ROLES[option]}:
-        for question in questions(entry, Options(dtypes=("float32",)), OPTION_CASES):
-            if question.reason is None and (fault := question.judge()):
-                faults[question.about] = fault.error_ratio or math.inf
-    return faults
+    taken = names_of(parameters_of(entry.load())) & {name for option in OPTIONS for name in ROLES[option]}
+    asked = questions(entry, Options(dtypes=("float32",)), OPTION_CASES) if taken else ()
+    judged = {one.about: one.judge() for one in asked if one.reason is None}
+    return {about: fault.error_ratio or math.inf for about, fault in judged.items() if fault}
 
 
 def roles_of(implementation: Any) -> Roles:
@@ -108,11 +106,11 @@ def _problem(call: Called, asked: Asked, options: Options) -> Problem:
     inputs = {"hidden": hidden, "weight": weight}
     if not call.has("weight"):
         inputs = {"logits": hidden.to(asked.dtype).double() @ weight.to(asked.dtype).double().mT}
-    chosen = {name: value for name, value in asked.more.items() if name in OPTIONS}
-    if "token_weights" in chosen:
-        chosen["token_weights"] = drawn(options, "token_weights", tokens).abs()
-    settings = {"targets": targets, "ignore_index": ignore_index, **chosen}
-    upstream = drawn(options, "upstream", tokens) if chosen.get("reduction") == "none" else torch.tensor(UPSTREAM)
+    settings = {"targets": targets, "ignore_index": ignore_index}
+    settings |= {name: value for name, value in asked.more.items() if name in OPTIONS}
+    if "token_weights" in settings:
+        settings["token_weights"] = drawn(options, "token_weights", tokens).abs()
+    upstream = drawn(options, "upstream", tokens) if settings.get("reduction") == "none" else torch.tensor(UPSTREAM)
     return Problem.of(asked, options, inputs, settings, upstream)
 
 

@@ -37,10 +37,9 @@ OfLogits = Callable[[Tensor, Tensor], Tensor]  # the gradients (N, V) of the log
 
 def right(inputs: Inputs, settings: Settings) -> Tensor:
     """The mean of -log softmax(logits)[target] over the tokens that count, or what the options say."""
-    if options_of(settings):
-        result: Tensor = cross_entropy(logits_of(inputs), **settings)
-        return result
-    return F.cross_entropy(logits_of(inputs), settings["targets"], ignore_index=settings["ignore_index"])
+    others = {name: value for name, value in settings.items() if name != "targets"}
+    formula: Callable[..., Tensor] = cross_entropy if options_of(settings) else F.cross_entropy
+    return formula(logits_of(inputs), settings["targets"], **others)
 
 
 def logits_of(inputs: Inputs) -> Tensor:
@@ -115,19 +114,26 @@ def mistakes(problem: Problem) -> Mistakes:
 
 
 def _of_options(options: Sequence[str]) -> Mistakes:
-    def without(name: str) -> Formula:
-        return lambda x, s: right(x, {option: s[option] for option in s if option != name})
+    ignored = {
+        f"{name} is ignored": lambda x, s, name=name: right(x, {each: s[each] for each in s if each != name})
+        for name in options
+        if name != "reduction"
+    }
+    by_count = {
+        "the weighted sum is divided by the number of tokens, not by the sum of weights": (
+            lambda x, s: right(x, {**s, "reduction": "sum"}) / counts(s).sum()
+        )
+    }
+    return forwards(ignored | (by_count if "token_weights" in options else {})) | backwards(right, FIRST_FOR_ALL)
 
-    def first_for_all(problem: Problem, _: Outputs) -> Outputs:
-        first = problem.upstream.flatten()[0].expand(problem.upstream.shape)
-        return outputs_of(right, replace(problem, grad_output=first))
 
-    formulas = {f"{name} is ignored": without(name) for name in options if name != "reduction"}
-    if "token_weights" in options:
-        divided = "the weighted sum is divided by the number of tokens, not by the sum of weights"
-        formulas[divided] = lambda x, s: right(x, {**s, "reduction": "sum"}) / counts(s).sum()
-    gradients = {"the gradient of the first token stands for those of all": first_for_all}
-    return forwards(formulas) | backwards(right, gradients)
+FIRST_FOR_ALL: dict[str, Gradients] = {
+    "the gradient of the first token stands for those of all": (
+        lambda problem, _: outputs_of(
+            right, replace(problem, grad_output=problem.upstream.flatten()[0].expand(problem.upstream.shape))
+        )
+    )
+}
 
 
 def _shifted_by(top: Callable[[Tensor], Tensor]) -> Formula:

@@ -51,8 +51,7 @@ def cross_entropy(
     check_ids("targets", targets, "class indices", [tuple(logits.shape[:-1])], logits.shape[-1], but=ignore_index)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).reshape(-1, logits.shape[-1])
     counts = counts_of(token_weights, targets, options, wide.dtype)
-    if softcap is not None:
-        wide = softcap * torch.tanh(wide / softcap)
+    wide = wide if softcap is None else softcap * torch.tanh(wide / softcap)
     losses = F.cross_entropy(
         wide,
         targets.flatten().long(),
@@ -60,8 +59,7 @@ def cross_entropy(
         label_smoothing=label_smoothing,
         reduction="none",
     )
-    z_losses = torch.zeros_like(losses)
-    if z_loss:
-        z_losses = (z_loss * wide.logsumexp(dim=-1).square()).where(targets.flatten() != ignore_index, 0)
+    counted = targets.flatten() != ignore_index
+    z_losses = z_loss * wide.logsumexp(dim=-1).square().where(counted, 0) if z_loss else torch.zeros_like(losses)
     loss = reduced(losses + z_losses, counts, reduction)
     return (loss, reduced(z_losses, counts, reduction).detach()) if return_z_loss else loss

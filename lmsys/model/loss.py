@@ -57,8 +57,7 @@ class LossOptions:
             raise ValueError(f"reduction={shortly(self.reduction)} must be one of {', '.join(REDUCTIONS)}")
         finite("label_smoothing", self.label_smoothing, least=0, most=1)
         finite("z_loss", self.z_loss, least=0)
-        if self.softcap is not None:
-            finite("softcap", self.softcap, least=1 / MOST_SOFTCAP, most=MOST_SOFTCAP)
+        finite("softcap", 1.0 if self.softcap is None else self.softcap, least=1 / MOST_SOFTCAP, most=MOST_SOFTCAP)
         whole("ignore_index", self.ignore_index)
 
 
@@ -97,31 +96,27 @@ def linear_cross_entropy(
         raise ValueError(f"hidden (..., M) and weight (V, M) must fit together; got shapes {shapes}")
     options = LossOptions(reduction, label_smoothing, z_loss, softcap, ignore_index)
     check_ids("targets", targets, "class indices", [tuple(hidden.shape[:-1])], len(weight), but=ignore_index)
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"{chunk=} must be at least one token")
-    chunk = chunk or _even_chunk(targets.numel(), len(weight))
+    chunk = _even_chunk(targets.numel(), len(weight)) if chunk is None else whole("chunk", chunk, least=1)
     dtype = matmul_dtype(hidden)
-    source = rounded(weight, dtype)  # of its values
-    if not torch.is_grad_enabled():  # a Function is told that leaves need gradients all the same
-        hidden, weight = hidden.detach(), weight.detach()
     counts = counts_of(token_weights, targets, options, torch.promote_types(dtype, torch.float32))
-    summed = reduction != "none" and not counts.requires_grad
-    inputs = hidden.reshape(-1, hidden.shape[-1]), weight, source, targets.flatten().long(), counts.detach().flatten()
-    loss, z_losses = _LinearCrossEntropy.apply(*inputs, options, chunk, dtype, summed)
+    rows, labels = hidden.reshape(-1, hidden.shape[-1]), targets.flatten().long()
+    inputs = rows, weight, rounded(weight, dtype), labels, counts.detach().flatten()
+    # A Function is told that leaves need gradients also where none are recorded.
+    at_once, recorded = reduction != "none" and not counts.requires_grad, torch.is_grad_enabled()
+    loss, z_losses = _LinearCrossEntropy.apply(*inputs, options, chunk, dtype, at_once, recorded)
     loss = reduced(loss, counts, reduction)
     return (loss, reduced(z_losses, counts, reduction).detach()) if return_z_loss else loss
 
 
 def counts_of(token_weights: Tensor | None, targets: Tensor, options: LossOptions, dtype: torch.dtype) -> Tensor:
     """By how much each token counts, in the targets' shape: 0 where it is ignored, else its weight or 1."""
-    counted, x = targets != options.ignore_index, token_weights
+    counted, x, shape = targets != options.ignore_index, token_weights, tuple(targets.shape)
     if x is None:
         return counted.to(dtype)
     if not (
         isinstance(x, Tensor) and x.is_floating_point() and x.shape == targets.shape and x.device == targets.device
     ):
-        asked = f"{tuple(targets.shape)} on {targets.device}"
-        raise ValueError(f"token_weights must be floating-point numbers of shape {asked}; got {shortly(x)}")
+        raise ValueError(f"token_weights must be floating-point numbers beside targets, {shape}; got {shortly(x)}")
     return x.to(dtype).where(counted, 0)
 
 
@@ -136,8 +131,7 @@ def reduced(losses: Tensor, counts: Tensor, reduction: str) -> Tensor:
     if reduction != "mean":
         return losses
     amount = counts.sum()
-    empty = amount == 0
-    return (losses / amount.masked_fill(empty, 1)).masked_fill(empty, math.nan)
+    return (losses / amount.masked_fill(amount == 0, 1)).masked_fill(amount == 0, math.nan)
 
 
 def _even_chunk(tokens: int, vocabulary: int) -> int:
@@ -148,7 +142,10 @@ def _even_chunk(tokens: int, vocabulary: int) -> int:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The losses of tokens (N,), or where `summed` their sum with the factors (N,), and beside it the z-losses (N,)."""
+    """The losses of tokens (N,), or with `at_once` their sum with the factors (N,), and beside it the z-losses (N,).
+
+    With `at_once` the forward makes the gradients where they are `recorded`; else the backward does.
+    """
 
     @staticmethod
     def forward(
@@ -161,28 +158,28 @@ class _LinearCrossEntropy(torch.autograd.Function):
         options: LossOptions,
         chunk: int,
         dtype: torch.dtype,
-        summed: bool,
+        at_once: bool,
+        recorded: bool,
     ) -> tuple[Tensor, Tensor]:
-        needs = ctx.needs_input_grad[:2] if summed else (False, False)
+        needs = ctx.needs_input_grad[:2] if at_once and recorded else (False, False)
         shares, top = _shares(factors)
         ctx.how = options, chunk, dtype
         losses, z_losses, *gradients = _walk(needs, shares, hidden, weight, source, targets, *ctx.how)
-        ctx.save_for_backward(*((top, *gradients) if summed else (hidden, weight, source, targets)))
+        ctx.save_for_backward(*((top, *gradients) if at_once else (hidden, weight, source, targets)))
         ctx.mark_non_differentiable(z_losses)
-        return (losses * factors).sum() if summed else losses, z_losses  # autocast would narrow a product of vectors
+        return (losses * factors).sum() if at_once else losses, z_losses  # autocast would narrow a product of vectors
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         # Only here do 1 / N and a loss scale meet the gradients: before, float16 would round the small ones to zero.
-        factor = grads[0]
-        if factor.dim():
-            shares, factor = _shares(factor)
-            *_, d_hidden, d_weight = _walk(ctx.needs_input_grad[:2], shares, *ctx.saved_tensors, *ctx.how)
+        if grads[0].dim():
+            shares, factor = _shares(grads[0])
+            _, _, *gradients = _walk(ctx.needs_input_grad[:2], shares, *ctx.saved_tensors, *ctx.how)
         else:
-            top, d_hidden, d_weight = ctx.saved_tensors
-            factor = factor * top
-        return *(x if x is None else _times(x, factor) for x in (d_hidden, d_weight)), *[None] * 7
+            factor, *gradients = ctx.saved_tensors
+            factor = factor * grads[0]
+        return *(x if x is None else _times(x, factor) for x in gradients), *[None] * 8
 
 
 def _walk(
@@ -199,8 +196,7 @@ def _walk(
     """Losses and z-losses (N,), and the gradients of losses · factors that are needed, of hidden and of the weight."""
     with torch.autocast(hidden.device.type, enabled=False):
         operand = source.detach().to(dtype)  # (V, M)
-        wide = torch.promote_types(dtype, torch.float32)
-        losses, lses = torch.zeros(2, len(hidden), dtype=wide, device=hidden.device)
+        losses, lses = factors.new_zeros(2, len(hidden))
         d_hidden = torch.empty_like(hidden) if needs[0] else None
         d_weight = weight.new_zeros(weight.shape) if needs[1] else None
         room = _rows(min(chunk, len(hidden)), len(weight), operand)
@@ -286,5 +282,4 @@ def _replace_by_gradient(
         if softcap is not None:
             wide.mul_(1 - capped.square())
         logits.copy_(wide.masked_fill_(~counted, 0))
-    losses = (smoothing - 1) * log_p + smoothing * (lse - mean)
-    return losses.where(counted, 0)[:, 0], lse.where(counted, 0)[:, 0]
+    return ((smoothing - 1) * log_p + smoothing * (lse - mean)).where(counted, 0)[:, 0], lse.where(counted, 0)[:, 0]

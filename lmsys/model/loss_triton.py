@@ -162,11 +162,11 @@ def replace_by_gradient(
     """
     (num_rows, vocabulary), stride = logits.shape, logits.stride(0)
     losses, lses = torch.zeros(2, num_rows, dtype=torch.float32, device=logits.device)
-    used = options.label_smoothing or None, options.z_loss or None, options.softcap
     given = row_options(vocabulary, 16 // logits.element_size())
     with torch.cuda.device_of(logits):
         _cross_entropy_kernel[(num_rows,)](
-            logits, labels.contiguous(), losses, lses, factors, stride, vocabulary, *used,
+            logits, labels.contiguous(), losses, lses, factors, stride, vocabulary,
+            options.label_smoothing or None, options.z_loss or None, options.softcap,
             IGNORED=options.ignore_index, GRADIENT=gradient, **given,
         )  # fmt: skip
     return losses, lses

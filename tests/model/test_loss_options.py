@@ -150,7 +150,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"softcap": 0.0}, "softcap=0.0 must be"),
     ({"softcap": 10 * MOST_SOFTCAP}, "softcap=1e"),
     ({"ignore_index": 0.5}, "ignore_index=0.5 must be a whole number"),
-    ({"token_weights": torch.ones(5)}, "token_weights must be floating-point numbers of shape"),
+    ({"token_weights": torch.ones(5)}, "token_weights must be floating-point numbers beside targets, "),
     ({"token_weights": torch.ones(6, dtype=torch.int64)}, "token_weights must be floating-point numbers"),
     ({"token_weights": 2.0}, "token_weights must be floating-point numbers"),
 ]
