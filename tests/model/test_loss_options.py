@@ -179,6 +179,8 @@ def test_what_lies_at_ignored_tokens_is_not_read() -> None:
             value = call(hidden, weight, targets, token_weights=token_weights, reduction=reduction)
             of_hidden, of_weight = torch.autograd.grad(value.sum(), (hidden, weight))
             assert value.isfinite().all() and of_weight.isfinite().all() and not of_hidden[2].any()
+            nowhere = hidden.detach().index_fill(0, torch.tensor(2), float("nan"))
+            assert call(nowhere, weight, targets, z_loss=0.1, reduction=reduction).isfinite().all()
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
