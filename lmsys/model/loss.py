@@ -92,18 +92,25 @@ def linear_cross_entropy(
     logits that are computed again: a matmul more. Without, they are made in the forward.
     """
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[-1]:
-        shapes = f"{tuple(hidden.shape)}, {tuple(weight.shape)}"
-        raise ValueError(f"hidden (..., M) and weight (V, M) must fit together; got shapes {shapes}")
+        raise ValueError(
+            "hidden (..., M) and weight (V, M) must fit together;"
+            f" got shapes {tuple(hidden.shape)}, {tuple(weight.shape)}"
+        )
     options = LossOptions(reduction, label_smoothing, z_loss, softcap, ignore_index)
     check_ids("targets", targets, "class indices", [tuple(hidden.shape[:-1])], len(weight), but=ignore_index)
     chunk = _even_chunk(targets.numel(), len(weight)) if chunk is None else whole("chunk", chunk, least=1)
     dtype = matmul_dtype(hidden)
     counts = counts_of(token_weights, targets, options, torch.promote_types(dtype, torch.float32))
-    rows, labels = hidden.reshape(-1, hidden.shape[-1]), targets.flatten().long()
-    inputs = rows, weight, rounded(weight, dtype), labels, counts.detach().flatten()
-    # A Function is told that leaves need gradients also where none are recorded.
-    at_once, recorded = reduction != "none" and not counts.requires_grad, torch.is_grad_enabled()
-    loss, z_losses = _LinearCrossEntropy.apply(*inputs, options, chunk, dtype, at_once, recorded)
+    loss, z_losses = _LinearCrossEntropy.apply(
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        rounded(weight, dtype),
+        targets.flatten().long(),
+        counts.detach().flatten(),
+        *(options, chunk, dtype),
+        reduction != "none" and not counts.requires_grad,
+        torch.is_grad_enabled(),  # a Function is told that leaves need gradients also where none are recorded
+    )
     loss = reduced(loss, counts, reduction)
     return (loss, reduced(z_losses, counts, reduction).detach()) if return_z_loss else loss
 
