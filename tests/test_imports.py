@@ -32,7 +32,7 @@ PLAIN = (  # of lmsys: what a machine without torch can import
     *(
         f"bench/{name}"
         for name in (
-            "__init__ axes benchmark checkout fields options plugin proof record results schema1 shapes validate"
+            "__init__ axes benchmark checkout fields options plugin proof record results shapes validate"
         ).split()
     ),
 )
@@ -47,7 +47,7 @@ ROWS = "lmsys.attention", "lmsys.parallel"
 DATA = "lmsys/files.py", *(f"lmsys/training/{name}.py" for name in ("corpora", "data", "download", "tokens"))
 OF_REPORTS = (
     *("lmsys.reports", "lmsys.files", "lmsys.strict_json", "lmsys.values"),
-    *(f"lmsys.bench.{name}" for name in ("changes", "fields", "record", "schema1", "shapes", "validate", "verdict")),
+    *(f"lmsys.bench.{name}" for name in ("changes", "fields", "record", "shapes", "validate", "verdict")),
 )
 
 
