@@ -18,7 +18,11 @@ MODES = ("forward", "train_forward", "backward", "optimizer", "step")
 COMPILES = ("eager", "compiled", "graphed", "fused")
 STREAMS = ("wide", "narrow")
 END = -1  # an offset that stands for K - Q
-MODELS_ONLY = ("auto", "llama", "llama_tuned")  # of --attention: no rows of the table, but ways to choose or replace a whole model
+MODELS_ONLY = (
+    "auto",
+    "llama",
+    "llama_tuned",
+)  # of --attention: no rows of the table, but ways to choose or replace a whole model
 
 
 def square(text: str) -> tuple[int, int]:

@@ -31,7 +31,9 @@ AUTO = Entry("auto", "lmsys.attention:attention", "the fastest attention row tha
 whole_model = partial(Entry, peer=True, extra="peers", traits={"whole_model": True})
 LLAMA = whole_model("llama", "benchmarks.model.llama:Llama", "Hugging Face Llama")
 LLAMA_TUNED = whole_model("llama_tuned", "benchmarks.model.llama:LlamaTuned", "Hugging Face Llama, no mask tensor")
-MODEL_ROWS = Table(ATTENTION.kind, [*ATTENTION.values(), AUTO, LLAMA, LLAMA_TUNED])  # all that a model can be asked with
+MODEL_ROWS = Table(
+    ATTENTION.kind, [*ATTENTION.values(), AUTO, LLAMA, LLAMA_TUNED]
+)  # all that a model can be asked with
 
 
 WHAT_IS_KEPT = (  # fields of a ModelCase's records

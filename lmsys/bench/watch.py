@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from lmsys.bench.benchmark import Candidate, Settings
+from lmsys.bench.guard import Changed, State
 from lmsys.bench.heartbeat import TIMED, Heartbeat
-from lmsys.bench.state import Changed, State
 from lmsys.measure.clock import synchronize
 from lmsys.measure.compare import Failure, attempt
 from lmsys.measure.step import Step, nothing

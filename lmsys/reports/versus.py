@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from lmsys.bench.verdict import ratio_of
-from lmsys.reports.speedups import SPEEDUP, geometric_mean, mean_text
+from lmsys.reports.cells import SPEEDUP, geometric_mean, mean_text
 from lmsys.reports.tables import Table
 from lmsys.reports.views import View
 from lmsys.reports.words import filled, number

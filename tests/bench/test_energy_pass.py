@@ -12,7 +12,7 @@ from lmsys.bench.fields import ENERGY, Record
 from lmsys.bench.heartbeat import Heartbeat
 from lmsys.measure import energy
 from lmsys.measure.energy import Energy, EnergyError
-from lmsys.measure.limits import Limits
+from lmsys.measure.machine import Limits
 from lmsys.measure.sensors import Sensors
 from tests.bench.test_runner import WithSize
 from tests.support.device import FakeDevice

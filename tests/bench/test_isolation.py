@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.bench_attention import Attention, AttentionTest
 from lmsys import processes
-from lmsys.bench import Entry, Settings, in_worker
+from lmsys.bench import Entry, Settings
 from lmsys.bench.heartbeat import NOBODY, TIMED, Beat, Heartbeat, read
 from lmsys.bench.isolation import Isolated, place_in
 from lmsys.bench.record import load
@@ -344,12 +344,12 @@ def test_an_answer_that_nobody_read_to_its_end_is_not_that_of_the_next_question(
     """As where an interrupt falls while its reader is at work, whose frame a traceback keeps."""
     runner = Isolated(Settings(seconds_per_row=0.01, timed=False))
     try:
-        unread = runner.stream([], in_worker.told, in_worker.machine)
+        unread = runner.stream("ready")
         next(filter(None, unread))
         assert runner.machine == runner.machine and runner._worker is not None
         pid = runner._worker.pid
         unread.close()  # late: another worker has taken the place of the one that it read from
-        assert runner._ask([], os.getpid) == pid
+        assert runner.facts() and runner._worker.pid == pid
     finally:
         runner.close()
 
@@ -367,6 +367,6 @@ def test_an_interrupt_behind_a_question_leaves_no_answer_to_the_next(monkeypatch
         monkeypatch.setattr(processes.Worker, "send", interrupted)
         with pytest.raises(KeyboardInterrupt):
             runner.facts()
-        assert runner._ask([], abs, -3) == 3
+        assert "clock_share" in runner.ready()
     finally:
         runner.close()

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 
-from lmsys.reports.blocks import Chapter
 from lmsys.reports.chapters import (
     anatomy,
     attention,
@@ -16,6 +15,7 @@ from lmsys.reports.chapters import (
     tokenizer,
     training,
 )
+from lmsys.reports.tables import Chapter
 from lmsys.reports.views import View
 
 __all__ = ["CHAPTERS", "OTHERS"]

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 from lmsys.bench.fields import Field
 from lmsys.reports import bits, plots
-from lmsys.reports.blocks import Block, Chapter, Items, with_overview
-from lmsys.reports.speedups import SPEEDUP, base_of, compared, is_compared
-from lmsys.reports.tables import Table, endings, pivot
+from lmsys.reports.cells import SPEEDUP, base_of, compared, is_compared
+from lmsys.reports.tables import Block, Chapter, Items, Table, endings, pivot, with_overview
 from lmsys.reports.versus import means
 from lmsys.reports.views import LIMIT, View
 from lmsys.reports.words import FILES, number

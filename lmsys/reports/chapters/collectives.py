@@ -4,11 +4,9 @@ from dataclasses import replace
 
 from lmsys.bench.fields import Field, Record
 from lmsys.reports import plots
-from lmsys.reports.blocks import Block, Chapter
 from lmsys.reports.canvas import Plot
-from lmsys.reports.styles import Style
-from lmsys.reports.tables import listing, pivot
-from lmsys.reports.views import View
+from lmsys.reports.tables import Block, Chapter, listing, pivot
+from lmsys.reports.views import Style, View
 from lmsys.reports.words import number, scaled
 
 BANDWIDTH = "algorithm_bytes_per_s"

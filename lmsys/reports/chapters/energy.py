@@ -1,7 +1,6 @@
 """Energy: what a call and a token cost, for each grid whose energy was measured; of any benchmark."""
 
-from lmsys.reports.blocks import Block, Chapter
-from lmsys.reports.tables import listing
+from lmsys.reports.tables import Block, Chapter, listing
 from lmsys.reports.views import View
 
 SHOWN = (

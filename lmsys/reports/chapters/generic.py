@@ -1,10 +1,9 @@
 """Any benchmark that has no chapter of its own: its grids, by the fields that it declares."""
 
 from lmsys.reports import bits, plots
-from lmsys.reports.blocks import Block, Chapter
 from lmsys.reports.canvas import Plot
-from lmsys.reports.speedups import SPEEDUP, base_of, compared
-from lmsys.reports.tables import listing, pivot
+from lmsys.reports.cells import SPEEDUP, base_of, compared
+from lmsys.reports.tables import Block, Chapter, listing, pivot
 from lmsys.reports.views import View
 from lmsys.reports.words import sentence
 

@@ -2,9 +2,8 @@
 
 from lmsys.bench.fields import Field, Record
 from lmsys.reports import bits, plots
-from lmsys.reports.blocks import Block, Chapter
-from lmsys.reports.speedups import bases_of, compared
-from lmsys.reports.tables import listing
+from lmsys.reports.cells import bases_of, compared
+from lmsys.reports.tables import Block, Chapter, listing
 from lmsys.reports.views import View
 
 TITLE = "Time, speed and peak memory"

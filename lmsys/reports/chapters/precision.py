@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from lmsys.bench.fields import Field
-from lmsys.reports.blocks import Block, Chapter
-from lmsys.reports.tables import Table, listing, pivot
+from lmsys.reports.tables import Block, Chapter, Table, listing, pivot
 from lmsys.reports.views import View
 
 DTYPES = {name: name for name in ("float32", "float16", "bfloat16")}  # in reading order

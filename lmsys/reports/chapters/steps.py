@@ -4,11 +4,9 @@ from dataclasses import replace
 
 from lmsys.bench.fields import Field
 from lmsys.reports import plots
-from lmsys.reports.blocks import Block, Chapter
 from lmsys.reports.canvas import Plot
-from lmsys.reports.kept import KEPT, with_kept
-from lmsys.reports.tables import listing
-from lmsys.reports.views import View
+from lmsys.reports.tables import Block, Chapter, listing
+from lmsys.reports.views import KEPT, View, with_kept
 from lmsys.reports.words import COMPILED
 
 NUMBERS = ("context", "batch", "world_size", "steps")

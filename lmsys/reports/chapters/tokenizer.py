@@ -1,9 +1,8 @@
 """Tokenizers: how fast each trains and encodes, and in how much memory."""
 
 from lmsys.reports import plots
-from lmsys.reports.blocks import Block, Chapter
-from lmsys.reports.speedups import bases_of, compared
-from lmsys.reports.tables import listing
+from lmsys.reports.cells import bases_of, compared
+from lmsys.reports.tables import Block, Chapter, listing
 from lmsys.reports.views import View
 
 TASKS = {"train": "training", "encode": "encoding"}  # in page order
