@@ -80,34 +80,18 @@ def compare(
     """
     old, new = list(old), list(new)
     usual = _usual([*old, *new])
-    told: list[Change] = []
-    judged: list[tuple[Change, Shift]] = []
+    found = []
     for before, after, anchor in _pairs(old, new):
-        spreads = [
-            between_runs,
-            usual.get(after["benchmark"], 0.0),
-            *(one.get("between_runs") or 0.0 for one in (before, after)),
-        ]
-        change = _change(before, after, anchor, max(spreads))
-        if change.beside and change.shift:
-            judged.append((change, change.shift))
-        elif change.verdict != UNCLEAR or (before.get("time_s") and after.get("time_s")):
-            told.append(change)
-    return sorted([*told, *_judged(judged, margin)], key=_weight)
+        spreads = between_runs, usual.get(after["benchmark"], 0.0), *_spreads(before, after)
+        found.append(_change(before, after, anchor, max(spreads)))
+    return _judged(found, margin)
 
 
 def compare_in_turns(records: Iterable[Record], margin: float | None = None) -> list[Change]:
-    """The same of one run that measured rows today and as they were, side by side. By its own margin, or by this."""
-    told: list[Change] = []
-    judged: list[tuple[Change, Shift]] = []
-    for old, new in in_turns(records):
-        change = _change_in_turns(old, new)
-        if change.shift:
-            judged.append((change, change.shift))
-        elif change.verdict != UNCLEAR or (old.get("time_s") and new.get("time_s")):
-            told.append(change)
-    margin = margin or max((change.old["against"]["margin"] for change, _ in judged), default=0.0)
-    return sorted([*told, *_judged(judged, margin)], key=_weight)
+    """Verdicts for a run that measured rows as they were beside today's. `margin` overrides the margin in the file."""
+    pairs = in_turns(records)
+    margin = margin or max((old["against"]["margin"] for old, _ in pairs), default=0.0)
+    return _judged([_change_in_turns(old, new) for old, new in pairs], margin)
 
 
 def in_turns(records: Iterable[Record]) -> list[Pair]:
@@ -161,22 +145,27 @@ def of_them_disturbed(count: int) -> str:
 
 
 def _change_in_turns(old: Record, new: Record) -> Change:
-    was, now = (one["outcome"] == "ok" for one in (old, new))
-    if was != now:
-        return Change(old, new, BROKEN if was else MENDED)
-    shift = paired(_ratios(new, old)) if _is_timed((old, new)) else None
-    spread = max(one.get("between_runs") or 0.0 for one in (old, new))
-    return Change(old, new, beside=str(old["impl"]), shift=shift and shift.widened(spread))
+    found = _ended(old, new) or Change(old, new, beside=str(old["impl"]))
+    if found.verdict != UNCLEAR or not _is_timed((old, new)):
+        return found
+    shift = paired(_ratios(new, old))
+    return replace(found, shift=shift and shift.widened(max(_spreads(old, new))))
 
 
-def _judged(found: Sequence[tuple[Change, Shift]], margin: float) -> list[Change]:
-    """With their verdicts: those that count as changes among so many."""
+def _judged(found: Iterable[Change], margin: float) -> list[Change]:
+    """Those that say something, with their verdicts, the most important first; among so many some differ by chance."""
     edge = math.log1p(margin)
-    counted = discoveries([shift.p_beyond(edge) for _, shift in found], FALSE_DISCOVERIES)
-    return [
-        replace(change, verdict=_verdict(shift, edge, is_change))
-        for (change, shift), is_change in zip(found, counted, strict=True)
-    ]
+    told: list[Change] = []
+    open_: list[tuple[Change, Shift]] = []
+    for one in found:
+        if one.beside and one.shift:
+            open_.append((one, one.shift))
+        elif one.verdict != UNCLEAR or (one.old.get("time_s") and one.new.get("time_s")):
+            told.append(one)
+    counted = discoveries([shift.p_beyond(edge) for _, shift in open_], FALSE_DISCOVERIES)
+    for (one, shift), is_change in zip(open_, counted, strict=True):
+        told.append(replace(one, verdict=_verdict(shift, edge, is_change)))
+    return sorted(told, key=_weight)
 
 
 def of_one_run(old: Iterable[Record], new: Iterable[Record]) -> tuple[list[Record], list[Record]]:
@@ -287,15 +276,23 @@ def _unsteadiness(one: Record) -> float:
 
 def _change(old: Record, new: Record, anchor: Pair | None, between_runs: float = 0.0) -> Change:
     """A case in both runs; the verdict is open where it was timed in both."""
-    was, now = (one["outcome"] == "ok" for one in (old, new))
-    if was != now:
-        return Change(old, new, BROKEN if was else MENDED)
-    if not _is_timed((old, new)):
-        return Change(old, new)
+    found = _ended(old, new) or Change(old, new)
+    if found.verdict != UNCLEAR or not _is_timed((old, new)):
+        return found
     if anchor is None:
-        return Change(old, new, shift=between(_logarithms(old), _logarithms(new)))
+        return replace(found, shift=between(_logarithms(old), _logarithms(new)))
     shift = between(_ratios(old, anchor[0]), _ratios(new, anchor[1]))
-    return Change(old, new, beside=str(anchor[0]["impl"]), shift=shift and shift.widened(between_runs))
+    return replace(found, beside=str(anchor[0]["impl"]), shift=shift and shift.widened(between_runs))
+
+
+def _ended(old: Record, new: Record) -> Change | None:
+    """A case that was right in one of the two alone."""
+    was, now = (one["outcome"] == "ok" for one in (old, new))
+    return None if was == now else Change(old, new, BROKEN if was else MENDED)
+
+
+def _spreads(*records: Record) -> list[float]:
+    return [one.get("between_runs") or 0.0 for one in records]
 
 
 def _logarithms(one: Record) -> list[float]:

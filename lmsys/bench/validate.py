@@ -7,16 +7,38 @@ Imports no torch.
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from lmsys.bench.fields import ROLES, Record
 from lmsys.values import choice, flag, measured, shortly, whole
 
-NUMBER, TEXT, POSITIVE = "a finite number", "text", "a number above 0"
 MOST_CHARACTERS = 1000  # of a name or a label; a reason may have ten times as many
-Shape = str | Sequence[Any] | Mapping[str, Any]
-# A list stands for any number of its one item, a tuple for items in their order, an object for these keys and others.
+
+
+def check_text(where: str, value: Any, most: int = MOST_CHARACTERS) -> str:
+    if not isinstance(value, str) or len(value) > most:
+        told = f"{len(value):,} characters" if isinstance(value, str) else type(value).__name__
+        raise ValueError(f"{where}: must be text of at most {most:,} characters; got {told}")
+    return value
+
+
+def check_object(where: str, value: Any) -> Record:
+    """The value, an object whose names are text that is not too long."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: must be an object; got a {type(value).__name__}")
+    for name in value:
+        check_text(f"{where}: a name in it", name)
+    return value
+
+
+# A shape is a function that checks one value; a list for any number of its one item; a tuple for items in their order;
+# an object for these keys, and any others; or, where it has the key "*", for keys of which none must be there.
+Shape = Callable[[str, Any], Any] | Sequence[Any] | Mapping[str, Any]
+NUMBER, TEXT, LONG_TEXT = measured, check_text, partial(check_text, most=10 * MOST_CHARACTERS)
+POSITIVE, AMOUNT, COUNT = partial(measured, above=0), partial(measured, least=0), partial(whole, least=0, most=2**63)
+RATES = {"*": AMOUNT, "matmul_flops_per_s": {"*": AMOUNT}, "flops_per_s": {"*": AMOUNT}}
 SHAPES: dict[str, dict[str, Shape]] = {  # by benchmark and field; "" is of every benchmark
     "": {
         "samples_s": [POSITIVE],
@@ -68,10 +90,8 @@ def check_named(where: str, benchmark: str, name: str, value: Any) -> None:
 
 def check_shape(where: str, value: Any, shape: Shape) -> None:
     """ValueError with the place inside of the value."""
-    if shape in (NUMBER, POSITIVE):
-        measured(where, value, **({"above": 0} if shape == POSITIVE else {}))
-    elif shape == TEXT:
-        check_text(where, value)
+    if callable(shape):
+        shape(where, value)
     elif isinstance(shape, Mapping):
         _check_keys(where, value, shape)
     elif not isinstance(value, list) or (isinstance(shape, tuple) and len(value) != len(shape)):
@@ -86,29 +106,21 @@ def _check_keys(where: str, value: Any, shape: Mapping[str, Any]) -> None:
     for key, one in check_object(where, value).items():
         if key in shape or "*" in shape:
             check_shape(f"{where}.{key}", one, shape.get(key, shape.get("*")))
-    if missing := [key for key in shape if key != "*" and key not in value]:
+    if (missing := [key for key in shape if key not in value]) and "*" not in shape:
         raise ValueError(f"{where}={shortly(value)} has no {missing[0]!r}")
 
 
-def check_text(where: str, value: Any, most: int = MOST_CHARACTERS) -> str:
-    if not isinstance(value, str) or len(value) > most:
-        told = f"{len(value):,} characters" if isinstance(value, str) else type(value).__name__
-        raise ValueError(f"{where}: must be text of at most {most:,} characters; got {told}")
-    return value
-
-
-def check_object(where: str, value: Any) -> Record:
-    """The value, an object whose names are text that is not too long."""
-    if not isinstance(value, dict):
-        raise ValueError(f"{where}: must be an object; got a {type(value).__name__}")
-    for name in value:
-        check_text(f"{where}: a name in it", name)
-    return value
-
-
 AMOUNTS = ("B", "FLOP", "FLOP/s", "B/s", "tokens/s", "MHz", "Hz", "MiB", "W", "J")  # units of what is never negative
-COUNTS, MOST_COUNTED = ("cores", "memory_bytes", "gpu_count", "threads", "seed"), 2**63  # of a machine
-RATES, RATES_OF_DTYPES = ("ceilings", "limits", "sustained"), ("matmul_flops_per_s", "flops_per_s")  # of a machine
+MACHINE: dict[
+    str, Shape
+] = {  # facts of `lmsys.measure.machine.describe`, and of what a run adds to it; others are text
+    **dict.fromkeys(("cores", "memory_bytes", "gpu_count", "threads", "seed"), COUNT),
+    **dict.fromkeys(("ceilings", "limits", "sustained"), RATES),
+    "clock_share": check_object,
+    "settings": check_object,
+    "ceilings_moved": [TEXT],
+    "dirty": flag,
+}
 NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 COLOR = r"#[0-9a-fA-F]{6}"
 
@@ -121,7 +133,11 @@ def check_content(found: Record) -> None:
             _row(f"rows.{kind}[{number}]", row)
     for name, value in check_object("machine", found["machine"]).items():
         if value is not None:
-            _fact(f"machine.{name}", name, value)
+            check_shape(f"machine.{name}", value, MACHINE.get(name, LONG_TEXT))
+    settings = found["machine"].get("settings") or {}
+    for name, value in settings.items():
+        check_named(f"machine.settings.{name}", "", name, value)
+        check_value(f"machine.settings.{name}", value, {"name": name, "role": "detail"})
     for number, record in enumerate(found["records"]):
         for name in ("id", "benchmark", "impl"):
             check_text(f"records[{number}].{name}", record.get(name))
@@ -149,30 +165,6 @@ def _fields(where: str, declared: Any) -> dict[str, Mapping[str, Any]]:
     return found
 
 
-def _fact(where: str, name: str, value: Any) -> None:
-    """One of `lmsys.measure.machine.describe` and of what a run adds to it; None where it is not known."""
-    if name in COUNTS:
-        whole(where, value, least=0, most=MOST_COUNTED)
-    elif name in RATES:
-        for kind, rate in check_object(where, value).items():
-            of_each = check_object(f"{where}.{kind}", rate) if kind in RATES_OF_DTYPES else {"": rate}
-            for dtype, one in of_each.items():
-                measured(f"{where}.{kind}" + (f".{dtype}" if dtype else ""), one, least=0)
-    elif name == "clock_share":
-        check_object(where, value)
-    elif name == "settings":
-        for setting, one in check_object(where, value).items():
-            check_named(f"{where}.{setting}", "", setting, one)
-            check_value(f"{where}.{setting}", one, {"name": setting, "role": "detail"})
-    elif name == "ceilings_moved":
-        for number, told in enumerate(_list(where, value)):
-            check_text(f"{where}[{number}]", told)
-    elif name == "dirty":
-        flag(where, value)
-    else:
-        check_text(where, value, 10 * MOST_CHARACTERS)
-
-
 def _row(where: str, row: Any) -> None:
     for key in ("name", "label"):
         check_text(f"{where}.{key}", check_object(where, row).get(key))
@@ -189,7 +181,7 @@ def check_value(where: str, value: Any, field: Mapping[str, Any]) -> None:
     if value is None:
         return
     if role == "outcome":
-        check_text(where, value, 10 * MOST_CHARACTERS)
+        LONG_TEXT(where, value)
     elif isinstance(value, list | dict):
         if role != "detail":
             raise ValueError(f"{where}={shortly(value)} must be one value")
