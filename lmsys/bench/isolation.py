@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from lmsys import doing
-from lmsys.bench import heartbeat
 from lmsys.bench.axes import Grid
 from lmsys.bench.benchmark import Benchmark, Case, Cases, Collected, Settings
 from lmsys.bench.checkout import Checkout
 from lmsys.bench.fields import Record
-from lmsys.bench.heartbeat import NOBODY, Heartbeat
+from lmsys.bench.watch import COPY_S, NOBODY, Heartbeat, read_beat
 from lmsys.measure.host import available_bytes, oom_kills, resident_bytes
 from lmsys.measure.turns import ALONE, Turns
 from lmsys.processes import DIED, Told, Worker, answered, tell
@@ -228,12 +227,12 @@ class Isolated:
             raise KeyboardInterrupt
         if (held := resident_bytes(worker.pid)) > self._most_bytes:
             raise Ended(f"it held {held / 2**30:.1f} GiB of memory", None, "oom")
-        beat = heartbeat.read(self._memory)
+        beat = read_beat(self._memory)
         if not beat.is_late:
             return
         row = beat.row_on_device  # at once: what is known of the GPU ages
         time.sleep(POLL_S)
-        if heartbeat.read(self._memory).number != beat.number:
+        if read_beat(self._memory).number != beat.number:
             return  # it was read in the middle of a change
         worker.signal(signal.SIGUSR1)  # it writes down where it is, whatever it does
         time.sleep(TRACE_S)
@@ -242,8 +241,8 @@ class Isolated:
     def _ended(self, failure: Any) -> Ended | None:
         """How a row has ended the worker; None for an exception that is the bench's own."""
         if failure.kind == "Lost":
-            time.sleep(2 * heartbeat.COPY_S)  # until the row that the GPU has reached is copied
-        beat = heartbeat.read(self._memory)
+            time.sleep(2 * COPY_S)  # until the row that the GPU has reached is copied
+        beat = read_beat(self._memory)
         if failure.kind == DIED and "SIGKILL" in failure.text and oom_kills() > self._oom_kills:
             return Ended(f"memory ran out, and the system killed its process {beat.doing}", None, "oom")
         if failure.kind == DIED:

@@ -18,10 +18,10 @@ from lmsys.bench.axes import Grid, filled, given_axes
 from lmsys.bench.benchmark import Benchmark, Case, Cases, Collected, Settings
 from lmsys.bench.fields import Record
 from lmsys.bench.guard import Guard
-from lmsys.bench.heartbeat import NOBODY, Heartbeat
 from lmsys.bench.proof import seal
 from lmsys.bench.ranks import Ranks
 from lmsys.bench.trial import Endings, Result, Trial
+from lmsys.bench.watch import NOBODY, Heartbeat
 from lmsys.measure import machine
 from lmsys.measure.clock import Clock, CpuClock, clock_of, synchronize
 from lmsys.measure.compare import Lost, release_memory

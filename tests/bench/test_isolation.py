@@ -18,10 +18,10 @@ import torch
 from benchmarks.bench_attention import Attention, AttentionTest
 from lmsys import processes
 from lmsys.bench import Entry, Settings
-from lmsys.bench.heartbeat import NOBODY, TIMED, Beat, Heartbeat, read
 from lmsys.bench.isolation import Isolated, place_in
 from lmsys.bench.record import load
 from lmsys.bench.results import Session
+from lmsys.bench.watch import NOBODY, TIMED, Beat, Heartbeat, read
 from lmsys.doing import map_file, shared_file
 from lmsys.measure.host import available_bytes
 from tests.support.faults import FAULTS
@@ -199,7 +199,7 @@ def test_the_process_that_runs_no_row_has_no_cuda_context(monkeypatch: pytest.Mo
 
 def test_a_heartbeat_is_read_by_another_and_outlives_its_process() -> None:
     file = shared_file()
-    line = f"from lmsys.bench.heartbeat import Heartbeat; Heartbeat({file}).beat(3, 'in its check', 60.0); import os; "
+    line = f"from lmsys.bench.watch import Heartbeat; Heartbeat({file}).beat(3, 'in its check', 60.0); import os; "
     subprocess.run([sys.executable, "-c", line + "os.abort()"], cwd=ROOT, pass_fds=[file], check=False)
     ours = Heartbeat.__new__(Heartbeat)  # not made: that would beat
     ours._memory = map_file(file)

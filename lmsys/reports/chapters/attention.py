@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from lmsys.bench.fields import Field
-from lmsys.reports import bits, plots
+from lmsys.reports import plots, versus
 from lmsys.reports.cells import SPEEDUP, base_of, compared, is_compared
 from lmsys.reports.tables import Block, Chapter, Items, Table, endings, pivot, with_overview
 from lmsys.reports.versus import means
@@ -42,7 +42,7 @@ def chapters(view: View) -> list[Chapter]:
     rows = view.ordered("impl").read_as(peer={True: "peer", False: "ours"})
     last = endings(rows, "name", "label", "peer", word="attention-implementations", title="Implementations")
     usual = rows.only(lambda case: not case.get("deterministic"))
-    return with_overview("Attention", [bits.table(usual, "attention-same-bits", PASSES), last], view, _section)
+    return with_overview("Attention", [versus.same_bits(usual, "attention-same-bits", PASSES), last], view, _section)
 
 
 def _pair(one: int, other: int, sign: str) -> int | str:

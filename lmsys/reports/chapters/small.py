@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lmsys.bench.fields import Field, Record
-from lmsys.reports import bits, plots
+from lmsys.reports import plots, versus
 from lmsys.reports.canvas import Plot
 from lmsys.reports.cells import SPEEDUP, base_of, bases_of, compared
 from lmsys.reports.tables import Block, Chapter, Table, listing, pivot
@@ -28,7 +28,7 @@ def loss(view: View) -> list[Chapter]:
         table = _over_bases(part, ("vocab_size", "impl"), bases_of(part), "Time, speed and peak memory", shares=True)
         bars = [plots.bars(part, [metric], "vocab_size") for metric in ("time_s", "peak_bytes")]
         blocks.append(Block(part.title, [table, *bars]))
-    return [Chapter("Head and loss", [*blocks, Block("", [bits.table(view, "loss-same-bits")])])]
+    return [Chapter("Head and loss", [*blocks, Block("", [versus.same_bits(view, "loss-same-bits")])])]
 
 
 def tokenizer(view: View) -> list[Chapter]:
@@ -259,7 +259,7 @@ def any_other(view: View) -> list[Chapter]:
     """A benchmark that has no chapter of its own: a block for each grid, by the fields that it declares."""
     axes = [name for name in view.axes() if name not in ("section", "impl", "label", "peer")]
     parts = view.ordered("section", *axes, "impl").cut(f"{view.benchmark}-{{section}}", "{section}")
-    last = Block("", [bits.table(view, f"{view.benchmark}-same-bits")])
+    last = Block("", [versus.same_bits(view, f"{view.benchmark}-same-bits")])
     return [Chapter(sentence(view.benchmark.replace("_", " ")), [*(_grid(part, axes) for part in parts), last])]
 
 
