@@ -8,8 +8,7 @@ from itertools import product
 from typing import Any
 
 from benchmarks import axes
-from benchmarks.collectives.cases import CollectiveCase
-from benchmarks.collectives.rank import measure
+from benchmarks.collectives.rank import CollectiveCase, measure
 from lmsys.bench import (
     Axis,
     Benchmark,

@@ -5,10 +5,11 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tokenizer import TOKENIZERS, rows
+from benchmarks.tokenizer import rows
 from benchmarks.tokenizer.texts import Texts, first_difference
 from lmsys.bench import (
     Axis,
@@ -29,11 +30,26 @@ from lmsys.bench.benchmark import DEFAULT_ROUNDS
 from lmsys.bench.plain import NotAsPromised
 from lmsys.measure.compare import Kept
 from lmsys.measure.memory import peak_resident_bytes
+from lmsys.registry import Entry, Table
 from lmsys.tokenizer import naive, train
 from lmsys.tokenizer.chunks import Chunk, cut_file
 from lmsys.tokenizer.pretokens import Pretokenizer
 from lmsys.tokenizer.training import count_pretokens
 from lmsys.training.corpora import END_OF_TEXT, stdlib
+
+ROWS = "benchmarks.tokenizer.rows:"
+peer = partial(Entry, peer=True, extra="peers")
+
+
+TOKENIZERS = Table(
+    "tokenizer",
+    [
+        Entry("lmsys", f"{ROWS}Ours", "this library"),
+        Entry("lmsys_serial", f"{ROWS}Ours", "this library, one process", traits={"processes": 1}),
+        peer("tiktoken", f"{ROWS}Tiktoken", "tiktoken", supports=f"{ROWS}tiktoken_supports"),
+        peer("huggingface", f"{ROWS}HuggingFace", "Hugging Face tokenizers", supports=f"{ROWS}huggingface_supports"),
+    ],
+)
 
 SMALL_BYTES, SMALL_TOKENS = 30_000, 200  # what the definition can train on in a second
 SMALLEST = 257  # a vocabulary without merges

@@ -8,6 +8,7 @@ gradient has another norm, is wrong as soon as that shows: see `lmsys.testing`.
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
@@ -15,9 +16,7 @@ from benchmarks import axes
 from benchmarks.arithmetic import DTYPES
 from benchmarks.models import AUTO, LLAMA, MODEL_ROWS, why_not
 from benchmarks.training.cases import TrainingCase
-from benchmarks.training.curve import Curve
-from benchmarks.training.rank import Epoch, begin, clear, end, epoch, inspect
-from benchmarks.training.tokens import CORPUS, tokens_of
+from benchmarks.training.rank import CORPUS, Epoch, begin, clear, end, epoch, inspect, tokens_of
 from lmsys.attention import ATTENTION
 from lmsys.bench import Axis, Benchmark, Candidate, Entry, Field, Grid, Record, Settings, bench, fields, positive
 from lmsys.bench.ranks import backend_of, num_nodes, world_sizes
@@ -25,7 +24,51 @@ from lmsys.bench.trial import NOT_TIMED
 from lmsys.cost.operations import model_flops, model_parameters
 from lmsys.measure.compare import attempt
 from lmsys.parallel import STRATEGIES
-from lmsys.testing import CURVE_STEPS
+from lmsys.testing import CURVE_BUDGET, CURVE_STEPS, curve_ratios
+
+CURVE_POINTS = 100  # of a curve that travels with a record
+
+
+@dataclass
+class Curve:
+    """The loss over the global batch and the norm of the gradient, by step; the loss on held-out text at the end.
+
+    weights  of a reference: by attention row, the sha256 that every reproducible training has ended with, and of which
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    valid_loss: float | None = None
+    weights: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def add(self, epoch: Epoch) -> None:
+        self.losses += epoch.losses
+        self.norms += epoch.norms
+
+    def ratios(self, reference: "Curve", dtype: str) -> Mapping[str, float]:
+        return curve_ratios(self.losses, reference.losses, self.norms[0], reference.norms[0], dtype)
+
+    def fields(self, reference: "Curve", dtype: str) -> Record:
+        """At most CURVE_POINTS losses, each with its difference to the reference's as far as that goes."""
+        apart = [a - b for a, b in zip(self.losses[:CURVE_STEPS], reference.losses, strict=False)]
+        every = -(-len(self.losses) // CURVE_POINTS)
+        places = sorted({*range(0, len(self.losses), every), len(self.losses) - 1})
+        return {
+            "steps": len(self.losses),
+            "curve_steps": [place + 1 for place in places],
+            "curve_losses": [_finite(self.losses[place]) for place in places],
+            "curve_differences": [_finite(apart[place]) for place in places if place < len(apart)],
+            "curve_difference": _finite(max(map(abs, apart))),
+            "curve_budget": CURVE_BUDGET[dtype],
+            "norm_difference": _finite(abs(self.norms[0] / reference.norms[0] - 1)),
+            "loss": _finite(self.losses[-1]),
+            "valid_loss": None if self.valid_loss is None else _finite(self.valid_loss),
+        }
+
+
+def _finite(value: float) -> float | None:
+    """Rounds to six digits; None for what JSON has no number for."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 class Training(Benchmark):

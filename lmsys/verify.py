@@ -29,7 +29,7 @@ from lmsys.bench.fields import Record
 from lmsys.bench.proof import file_seal, seal
 from lmsys.bench.record import load, summarize, today
 from lmsys.bench.results import entries_of, time_left
-from lmsys.measure.limits import Limits
+from lmsys.measure.machine import Limits
 from lmsys.values import shortly
 
 RTOL = 1e-9  # of what pure Python makes of the same numbers

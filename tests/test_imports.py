@@ -31,9 +31,7 @@ PLAIN = (  # of lmsys: what a machine without torch can import
     *("cost/__init__", "cost/operations", "cost/memory", "cost/levels", "cost/communication"),
     *(
         f"bench/{name}"
-        for name in (
-            "__init__ axes benchmark checkout fields options plugin proof record results schema1 shapes validate"
-        ).split()
+        for name in ("__init__ axes benchmark checkout fields options plugin proof record results validate").split()
     ),
 )
 LATE = (
@@ -47,7 +45,7 @@ ROWS = "lmsys.attention", "lmsys.parallel"
 DATA = "lmsys/files.py", *(f"lmsys/training/{name}.py" for name in ("corpora", "data", "download", "tokens"))
 OF_REPORTS = (
     *("lmsys.reports", "lmsys.files", "lmsys.strict_json", "lmsys.values"),
-    *(f"lmsys.bench.{name}" for name in ("changes", "fields", "record", "schema1", "shapes", "validate", "verdict")),
+    *(f"lmsys.bench.{name}" for name in ("changes", "fields", "record", "validate", "verdict")),
 )
 
 

@@ -1,5 +1,5 @@
-"""An operation on its rank: checked, timed with new numbers in each call, and checked again in timed calls. Runs on the
-ranks.
+"""An operation, as it is asked, and on its rank: checked, timed with new numbers in each call, and checked again in
+timed calls.
 """
 
 import random
@@ -12,13 +12,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.collectives.cases import CollectiveCase
 from lmsys import draws
-from lmsys.bench import Step
+from lmsys.bench import Case, Step
 from lmsys.bench.ranks import on_part, subgroup, times
 from lmsys.measure.clock import synchronize
 from lmsys.parallel import collectives
 from lmsys.parallel.group import device
+
+
+@dataclass(frozen=True)
+class CollectiveCase(Case):
+    """An operation on so many megabytes, of 10^6 bytes, over so many ranks."""
+
+    megabytes: int
+    world_size: int
+    backend: str
+
+    @property
+    def comparison(self) -> str:
+        return f"{self.section}-W{self.world_size}-{self.backend}"
+
+    @property
+    def id(self) -> str:
+        return f"{self.comparison}-{self.impl}-{self.megabytes}MB"
+
+    @property
+    def numel(self) -> int:
+        """float32 elements of the whole tensor, a multiple of the world size."""
+        return self.megabytes * 10**6 // 4 // self.world_size * self.world_size
+
 
 MAX_ROUNDS = 200
 LEAD_S = 0.05  # longer than the host needs to launch MAX_ROUNDS calls

@@ -23,8 +23,7 @@ from lmsys.attention import ATTENTION
 from lmsys.bench.ranks import on_part, release, subgroup, times
 from lmsys.measure import memory
 from lmsys.measure.clock import synchronize
-from lmsys.measure.overlap import communication_of
-from lmsys.measure.profile import KINDS, Profile, part, profile_call, register_kernels
+from lmsys.measure.profile import KINDS, Profile, communication_of, part, profile_call, register_kernels
 from lmsys.measure.sensors import Reading, sensors_of
 from lmsys.measure.step import Step
 from lmsys.parallel.group import device

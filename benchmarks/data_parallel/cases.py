@@ -13,7 +13,7 @@ from lmsys.bench import Entry, Grid, Record
 
 NARROW = ("comm_dtype", "compute_dtype")
 Narrow = tuple[str, torch.dtype] | None  # which of these, and what it is
-MODELS = {"ours": None, "llama": replace(LLAMA, target="benchmarks.model.sharded_llama:ShardedLlama")}
+MODELS = {"ours": None, "llama": replace(LLAMA, target="benchmarks.model.llama:ShardedLlama")}
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from lmsys.checkpointing import FIT, for_fewer
 from lmsys.config import ModelConfig
 from lmsys.measure import memory
 from lmsys.measure.clock import in_turn, synchronize
-from lmsys.measure.overlap import Communication, communication_of
-from lmsys.measure.profile import register_kernels
+from lmsys.measure.profile import Communication, communication_of, register_kernels
 from lmsys.measure.step import Step
 from lmsys.model import Loss
 from lmsys.parallel.adapter import Adapter

@@ -13,10 +13,15 @@ class Matmul(Benchmark):
 test_matmul = bench(Matmul)
 """
 
+import importlib
+import importlib.util
 import math
+import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from lmsys.bench.axes import Axis, Grid
@@ -199,6 +204,11 @@ class Benchmark:
     streams = False
     keeps_interrupted = False
 
+    def __reduce__(self) -> Any:
+        """In another process it is that process's own: there is one of a class, which keeps what its hooks keep."""
+        cls = type(self)
+        return _benchmark, (cls.__module__, getattr(sys.modules[cls.__module__], "__file__", ""), cls.__qualname__)
+
     def cases(self, grid: Grid, settings: Settings) -> Iterator[Any]:
         """The cases of a grid, whose ids are unique."""
         raise NotImplementedError
@@ -335,6 +345,20 @@ class Benchmark:
     def metrics(self, case: Any, record: Record, machine: Record) -> Record:
         """Work and rates, from shapes and the record's time, which is missing where nothing was timed."""
         return {}
+
+
+@cache
+def _benchmark(module: str, file: str, name: str) -> Benchmark:
+    """Makes a benchmark of a module that another process has imported by whatever name."""
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError:
+        spec = importlib.util.spec_from_file_location(module, file)
+        assert spec is not None and spec.loader is not None
+        found = sys.modules[module] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(found)
+    made: Benchmark = attrgetter(name)(found)()
+    return made
 
 
 def judges_calls(benchmark: Benchmark) -> bool:

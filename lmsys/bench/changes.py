@@ -6,18 +6,100 @@ there is no verdict: beside a row of ours nobody could say which of the two has 
 
 A row that took turns with itself as it was (`--against` of a sweep) needs no anchor: round by round its own ratio is
 the change.
+
+A change is an estimate and its error from ranks, which a few slow rounds do not move. Source: Hodges and Lehmann 1963,
+"Estimates of Location Based on Rank Tests"; intervals by inverting the rank test of Mann and Whitney, or where the two
+took turns that of Wilcoxon. Rounds that follow one another resemble one another, which widens the error.
 """
 
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import NormalDist, median
 from typing import Any
+
+import numpy as np
 
 from lmsys.bench import record
 from lmsys.bench.fields import IDENTITY, Record
-from lmsys.measure.shift import FEWEST, Shift, between, discoveries, paired
+
+Z = NormalDist().inv_cdf(0.975)  # of a two-sided interval of 95 %
+FEWEST = 5  # rounds; of fewer nothing is said
+MOST = 1000  # rounds; all pairs of them are looked at
+MOST_ALIKE = 0.9  # neighbouring rounds, as correlation
+
+
+@dataclass(frozen=True)
+class Shift:
+    """The natural logarithm of new over old: an estimate, and its standard error."""
+
+    estimate: float
+    error: float
+
+    def widened(self, error: float) -> "Shift":
+        """With another error, independent of its own."""
+        return Shift(self.estimate, math.hypot(self.error, error))
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Bounds of 95 %."""
+        return self.estimate - Z * self.error, self.estimate + Z * self.error
+
+    def p_beyond(self, margin: float) -> float:
+        """The chance of an estimate so far from zero, or farther, on either side, if the true one is the margin."""
+        if self.error == 0:
+            return 0.0 if abs(self.estimate) > margin else 1.0
+        near, far = ((one * margin - abs(self.estimate)) / self.error for one in (1, -1))
+        return NormalDist().cdf(near) + NormalDist().cdf(far)
+
+
+def between(old: Sequence[float], new: Sequence[float]) -> Shift | None:
+    """The shift of two samples that were taken apart, as logarithms; None of fewer than five rounds."""
+    if min(len(old), len(new)) < FEWEST:
+        return None
+    x, y = (np.asarray(values[:MOST], dtype=float) for values in (old, new))
+    spread = math.sqrt(len(x) * len(y) * (len(x) + len(y) + 1) / 12)
+    return _shift(np.subtract.outer(y, x).ravel(), spread, max(_alike(x), _alike(y)))
+
+
+def paired(differences: Sequence[float]) -> Shift | None:
+    """The shift of two samples that took turns, from new less old, round by round, as logarithms; None of fewer than
+    five rounds."""
+    if len(differences) < FEWEST:
+        return None
+    x = np.asarray(differences[:MOST], dtype=float)
+    spread = math.sqrt(len(x) * (len(x) + 1) * (2 * len(x) + 1) / 24)
+    means = np.add.outer(x, x)[np.triu_indices(len(x))] / 2  # of Walsh: of each two rounds, and of each alone
+    return _shift(means, spread, _alike(x))
+
+
+def _shift(candidates: np.ndarray, spread: float, alike: float) -> Shift:
+    """Their median, and half of what lies between the two that the rank test does not tell from it, by its spread."""
+    ordered = np.sort(candidates)
+    place = max(0, math.floor(len(ordered) / 2 - Z * spread))
+    error = float(ordered[-1 - place] - ordered[place]) / (2 * Z)
+    return Shift(float(np.median(ordered)), error * math.sqrt((1 + alike) / (1 - alike)))
+
+
+def _alike(values: np.ndarray) -> float:
+    """The correlation of ranks with those of the round before, from 0 to `MOST_ALIKE`."""
+    ranks = np.argsort(np.argsort(values, kind="stable"), kind="stable").astype(float)
+    if len(ranks) < FEWEST or not np.ptp(values):
+        return 0.0
+    return min(MOST_ALIKE, max(0.0, float(np.corrcoef(ranks[:-1], ranks[1:])[0, 1])))
+
+
+def discoveries(p_values: Sequence[float], rate: float) -> list[bool]:
+    """Which of many tests count, so that at most that share of them is expected to be false.
+
+    Source: Benjamini and Hochberg 1995, "Controlling the False Discovery Rate".
+    """
+    order = sorted(range(len(p_values)), key=lambda place: p_values[place])
+    last = max((rank for rank, place in enumerate(order, 1) if p_values[place] <= rate * rank / len(order)), default=0)
+    counted = set(order[:last])
+    return [place in counted for place in range(len(p_values))]
+
 
 FASTER, SLOWER, SAME, UNCLEAR, BROKEN, MENDED = "faster", "slower", "same", "unclear", "broken", "mended"
 VERDICTS = (BROKEN, SLOWER, FASTER, MENDED, UNCLEAR, SAME)  # in the order of how much they matter
@@ -80,34 +162,18 @@ def compare(
     """
     old, new = list(old), list(new)
     usual = _usual([*old, *new])
-    told: list[Change] = []
-    judged: list[tuple[Change, Shift]] = []
+    found = []
     for before, after, anchor in _pairs(old, new):
-        spreads = [
-            between_runs,
-            usual.get(after["benchmark"], 0.0),
-            *(one.get("between_runs") or 0.0 for one in (before, after)),
-        ]
-        change = _change(before, after, anchor, max(spreads))
-        if change.beside and change.shift:
-            judged.append((change, change.shift))
-        elif change.verdict != UNCLEAR or (before.get("time_s") and after.get("time_s")):
-            told.append(change)
-    return sorted([*told, *_judged(judged, margin)], key=_weight)
+        spreads = between_runs, usual.get(after["benchmark"], 0.0), *_spreads(before, after)
+        found.append(_change(before, after, anchor, max(spreads)))
+    return _judged(found, margin)
 
 
 def compare_in_turns(records: Iterable[Record], margin: float | None = None) -> list[Change]:
-    """The same of one run that measured rows today and as they were, side by side. By its own margin, or by this."""
-    told: list[Change] = []
-    judged: list[tuple[Change, Shift]] = []
-    for old, new in in_turns(records):
-        change = _change_in_turns(old, new)
-        if change.shift:
-            judged.append((change, change.shift))
-        elif change.verdict != UNCLEAR or (old.get("time_s") and new.get("time_s")):
-            told.append(change)
-    margin = margin or max((change.old["against"]["margin"] for change, _ in judged), default=0.0)
-    return sorted([*told, *_judged(judged, margin)], key=_weight)
+    """Verdicts for a run that measured rows as they were beside today's. `margin` overrides the margin in the file."""
+    pairs = in_turns(records)
+    margin = margin or max((old["against"]["margin"] for old, _ in pairs), default=0.0)
+    return _judged([_change_in_turns(old, new) for old, new in pairs], margin)
 
 
 def in_turns(records: Iterable[Record]) -> list[Pair]:
@@ -161,22 +227,27 @@ def of_them_disturbed(count: int) -> str:
 
 
 def _change_in_turns(old: Record, new: Record) -> Change:
-    was, now = (one["outcome"] == "ok" for one in (old, new))
-    if was != now:
-        return Change(old, new, BROKEN if was else MENDED)
-    shift = paired(_ratios(new, old)) if _is_timed((old, new)) else None
-    spread = max(one.get("between_runs") or 0.0 for one in (old, new))
-    return Change(old, new, beside=str(old["impl"]), shift=shift and shift.widened(spread))
+    found = _ended(old, new) or Change(old, new, beside=str(old["impl"]))
+    if found.verdict != UNCLEAR or not _is_timed((old, new)):
+        return found
+    shift = paired(_ratios(new, old))
+    return replace(found, shift=shift and shift.widened(max(_spreads(old, new))))
 
 
-def _judged(found: Sequence[tuple[Change, Shift]], margin: float) -> list[Change]:
-    """With their verdicts: those that count as changes among so many."""
+def _judged(found: Iterable[Change], margin: float) -> list[Change]:
+    """Those that say something, with their verdicts, the most important first; among so many some differ by chance."""
     edge = math.log1p(margin)
-    counted = discoveries([shift.p_beyond(edge) for _, shift in found], FALSE_DISCOVERIES)
-    return [
-        replace(change, verdict=_verdict(shift, edge, is_change))
-        for (change, shift), is_change in zip(found, counted, strict=True)
-    ]
+    told: list[Change] = []
+    open_: list[tuple[Change, Shift]] = []
+    for one in found:
+        if one.beside and one.shift:
+            open_.append((one, one.shift))
+        elif one.verdict != UNCLEAR or (one.old.get("time_s") and one.new.get("time_s")):
+            told.append(one)
+    counted = discoveries([shift.p_beyond(edge) for _, shift in open_], FALSE_DISCOVERIES)
+    for (one, shift), is_change in zip(open_, counted, strict=True):
+        told.append(replace(one, verdict=_verdict(shift, edge, is_change)))
+    return sorted(told, key=_weight)
 
 
 def of_one_run(old: Iterable[Record], new: Iterable[Record]) -> tuple[list[Record], list[Record]]:
@@ -287,15 +358,23 @@ def _unsteadiness(one: Record) -> float:
 
 def _change(old: Record, new: Record, anchor: Pair | None, between_runs: float = 0.0) -> Change:
     """A case in both runs; the verdict is open where it was timed in both."""
-    was, now = (one["outcome"] == "ok" for one in (old, new))
-    if was != now:
-        return Change(old, new, BROKEN if was else MENDED)
-    if not _is_timed((old, new)):
-        return Change(old, new)
+    found = _ended(old, new) or Change(old, new)
+    if found.verdict != UNCLEAR or not _is_timed((old, new)):
+        return found
     if anchor is None:
-        return Change(old, new, shift=between(_logarithms(old), _logarithms(new)))
+        return replace(found, shift=between(_logarithms(old), _logarithms(new)))
     shift = between(_ratios(old, anchor[0]), _ratios(new, anchor[1]))
-    return Change(old, new, beside=str(anchor[0]["impl"]), shift=shift and shift.widened(between_runs))
+    return replace(found, beside=str(anchor[0]["impl"]), shift=shift and shift.widened(between_runs))
+
+
+def _ended(old: Record, new: Record) -> Change | None:
+    """A case that was right in one of the two alone."""
+    was, now = (one["outcome"] == "ok" for one in (old, new))
+    return None if was == now else Change(old, new, BROKEN if was else MENDED)
+
+
+def _spreads(*records: Record) -> list[float]:
+    return [one.get("between_runs") or 0.0 for one in records]
 
 
 def _logarithms(one: Record) -> list[float]:

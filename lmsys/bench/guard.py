@@ -1,23 +1,32 @@
-"""Holds fast what judges and measures: no row may replace it.
+"""Holds fast what judges and measures, and the state of a process that all its rows share: no row may change it.
 
 A row runs in the process that judges it, so Python lets it replace any function. What stood in the judges' places
-before the first row's file was imported is remembered, compared after each row has run, and put back. What this cannot
-see is in docs/threats.md.
+before the first row's file was imported is remembered, compared after each row has run, and put back; so is a process's
+own state, such as torch's default dtype. What this cannot see is in docs/threats.md.
 """
 
 import builtins
+import gc
 import json
 import math
 import operator
+import os
 import random
+import signal
 import statistics
 import sys
 import time
 import types
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.cuda
+
+from lmsys import deterministic
+from lmsys.measure.compare import Lost
 
 PACKAGES = "lmsys", "benchmarks", "dev"
 OWNERS = (
@@ -96,3 +105,151 @@ def _function(value: Any) -> types.FunctionType | None:
     value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
     is_ours = isinstance(value, types.FunctionType) and value.__module__.partition(".")[0] in PACKAGES
     return value if is_ours else None
+
+
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+OUTPUTS = {1: "stdout", 2: "stderr"}
+PLAIN = bool | int | str | torch.dtype | torch.device
+# Variables that compilers and profilers add for themselves begin so.
+OF_COMPILERS = ("TORCH", "_TORCH", "TRITON_CACHE_", "CUDA_MODULE_LOADING", "KINETO_")
+
+
+class Changed(RuntimeError):
+    """A row has left something changed."""
+
+    failure = property(lambda self: ("error", str(self)))
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of state that `get` reads and `put` puts back; `name` is how a reader knows it."""
+
+    name: str
+    get: Callable[[], Any]
+    put: Callable[[Any], Any]
+
+
+def _autocast() -> list[bool]:
+    return [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")]
+
+
+def _set_autocast(enabled: list[bool]) -> None:
+    for device, value in zip(("cpu", "cuda"), enabled, strict=True):
+        torch.set_autocast_enabled(device, value)
+
+
+def _stream() -> Any:
+    return torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+
+def _set_default_device(device: torch.device) -> None:
+    torch.set_default_device(None)  # one that is set costs every factory function
+    if torch.empty(0).device != device:
+        torch.set_default_device(device)
+
+
+def _folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:
+        return "a folder that is gone"
+
+
+def _handlers() -> list[Any]:
+    return [signal.getsignal(number) for number in HANDLED]
+
+
+def _set_handlers(handlers: list[Any]) -> None:
+    for number, handler in zip(HANDLED, handlers, strict=True):
+        signal.signal(number, handler)
+
+
+PARTS = (
+    Part("whether gradients are recorded", torch.is_grad_enabled, torch._C._set_grad_enabled),
+    Part("torch.inference_mode", torch.is_inference_mode_enabled, lambda _: None),
+    Part("torch's default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    Part("torch's number of threads", torch.get_num_threads, torch.set_num_threads),
+    Part("torch.autocast", _autocast, _set_autocast),
+    Part("the current CUDA stream", _stream, lambda stream: stream and torch.cuda.set_stream(stream)),
+    Part("whether garbage is collected", gc.isenabled, lambda enabled: (gc.disable, gc.enable)[enabled]()),
+    Part("torch's default device", lambda: torch.empty(0).device, _set_default_device),
+    Part("torch's seed", torch.initial_seed, torch.manual_seed),
+    Part("the precision of float32 matmuls", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    Part("deterministic mode", deterministic.mode, deterministic.set_mode),
+    Part("the working directory", _folder, os.chdir),
+    Part("handlers of signals", _handlers, _set_handlers),
+)
+
+
+class State:
+    """The process as it is when this is made; `close` it."""
+
+    def __init__(self) -> None:
+        self._parts = {part: _read(part) for part in PARTS}
+        self._variables, self._raw_variables = dict(os.environ), _raw_variables()
+        self._streams = {number: getattr(sys, name) for number, name in OUTPUTS.items()}
+        self._files = {number: (os.dup(number), found) for number in OUTPUTS if (found := _file(number))}
+
+    def mend(self) -> str | None:
+        """Puts back what has changed, and tells it in a sentence. Raises Lost where it cannot. It takes some 30 us."""
+        told = [*self._mend_parts(), *self._mend_variables(), *self._mend_outputs()]
+        return f"it leaves changed: {'; '.join(told)}" if told else None
+
+    def _mend_parts(self) -> Iterator[str]:
+        for part, was in self._parts.items():
+            now = _read(part)
+            if now == was or was is None:
+                continue
+            told = f"{part.name} ({was}, now {now})" if isinstance(was, PLAIN) else part.name
+            with suppress(Exception):
+                part.put(was)
+            if _read(part) != was:
+                raise Lost(f"it leaves changed: {told}")
+            yield told
+
+    def _mend_variables(self) -> Iterator[str]:
+        if self._raw_variables == _raw_variables():
+            return
+        for name in [one for one in os.environ if one not in self._variables and not one.startswith(OF_COMPILERS)]:
+            del os.environ[name]
+        for name, value in self._variables.items():
+            if os.environ.get(name) != value and not name.startswith(OF_COMPILERS):
+                os.environ[name] = value
+                yield f"environment variable {name}"
+        self._raw_variables = _raw_variables()
+
+    def _mend_outputs(self) -> Iterator[str]:
+        for number, (copy, file) in self._files.items():
+            if _file(number) != file:
+                os.dup2(copy, number)
+                yield f"file {number}, which is {OUTPUTS[number]}"
+        for number, stream in self._streams.items():
+            if stream.closed:
+                self._streams[number] = open(number, "w", closefd=False)  # noqa: SIM115
+            if getattr(sys, OUTPUTS[number]) is not self._streams[number]:
+                setattr(sys, OUTPUTS[number], self._streams[number])
+                yield f"sys.{OUTPUTS[number]}"
+
+    def close(self) -> None:
+        for copy, _ in self._files.values():
+            os.close(copy)
+
+
+def _read(part: Part) -> Any:
+    try:
+        return part.get()
+    except Exception as error:  # torch refuses to say some settings after others were made
+        return f"{type(error).__name__}: {error}"
+
+
+def _raw_variables() -> dict[Any, Any]:
+    """The environment as the interpreter keeps it: decoding all of it takes 0.1 ms."""
+    return dict(vars(os.environ)["_data"])
+
+
+def _file(number: int) -> tuple[int, int] | None:
+    try:
+        found = os.fstat(number)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

@@ -7,6 +7,7 @@ failed, and the rest of its group is run again in a fresh worker, side by side. 
 memory is eaten, each row of the group runs alone first, and those that fail alone have failed.
 """
 
+import faulthandler
 import os
 import pickle
 import re
@@ -14,20 +15,66 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from lmsys import doing
-from lmsys.bench import heartbeat, in_worker
 from lmsys.bench.axes import Grid
 from lmsys.bench.benchmark import Benchmark, Case, Cases, Collected, Settings
 from lmsys.bench.checkout import Checkout
 from lmsys.bench.fields import Record
-from lmsys.bench.heartbeat import NOBODY, Heartbeat
-from lmsys.bench.in_worker import Begun, Line, where
+from lmsys.bench.watch import COPY_S, NOBODY, Heartbeat, read_beat
 from lmsys.measure.host import available_bytes, oom_kills, resident_bytes
-from lmsys.processes import DIED, Told, Worker, answered
+from lmsys.measure.turns import ALONE, Turns
+from lmsys.processes import DIED, Told, Worker, answered, tell
+
+Line = tuple[int, bool]  # to the worker that it takes turns with: an open file's number, and whether it goes first
+_runner: Any = None  # in a worker: what does the work
+_turns: Turns = ALONE
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A worker has begun a group: the ids of the cases of each candidate, in the order of its heartbeat's rows."""
+
+    candidates: list[list[str]]
+
+
+def begin(shared: int, trace: int, settings: Settings, machine: Record | None, line: Line | None) -> None:
+    """First of all in a worker: what is to be said should a row crash, and the judges as they are."""
+    global _runner, _turns
+    faulthandler.enable(file=trace)
+    faulthandler.register(signal.SIGUSR1, file=trace)
+    from lmsys.bench.runner import Runner
+
+    _runner = Runner(settings, tell, Heartbeat(shared))
+    if line is not None:
+        _turns = Turns(Connection(line[0]), line[1], _runner.heartbeat.rest)
+    if machine is not None:
+        _runner.__dict__["machine"] = machine
+    _runner.limit_memory()
+
+
+def answer(path: list[str], pickled: bytes) -> None:
+    """In a worker: tells what a method of its runner returns, of `run` each result.
+
+    A benchmark in the arguments comes first: where its module is, its cases are found.
+    """
+    sys.path[:] = path
+    name, args = pickle.loads(pickled)
+    if name != "run":
+        tell(getattr(_runner, name)(*args))
+        return
+    benchmark, cases, ended, in_turns = args
+    _runner.turns = _turns if in_turns else ALONE
+    with _runner.turns.session():
+        _runner.ready()
+    for result in _runner.run(benchmark, cases, ended, begun=lambda ids: tell(Begun(ids))):
+        tell(result)
+
 
 POLL_S = 0.1
 INTERRUPT_S = 10.0  # for a worker to hand over what it has, after Ctrl-C
@@ -61,16 +108,16 @@ class Isolated:
 
     def collect(self, benchmark: Benchmark, grids: Sequence[Grid], texts: Mapping[str, str]) -> Collected:
         """ValueError also where a file of the user's ends or holds up the process that imports it."""
-        cls = type(benchmark)
         try:
-            return self._ask([cls], in_worker.collect, where(cls), grids, texts)
+            return self.ask("collect", benchmark, grids, texts)
         except Ended as ended:
             files = [word for text in texts.values() for word in text.split(",") if ".py" in word]
-            raise ValueError(f"{', '.join(files) or cls.__module__} cannot be imported: {ended.reason}") from None
+            what = ", ".join(files) or type(benchmark).__module__
+            raise ValueError(f"{what} cannot be imported: {ended.reason}") from None
 
     def run(self, benchmark: Benchmark, cases: Cases) -> Iterator[Any]:
         """The results of a group, whatever its rows do to their worker."""
-        group = Group(self, type(benchmark), cases)
+        group = Group(self, benchmark, cases)
         while group.left:
             try:
                 yield from filter(None, group.results())
@@ -78,26 +125,20 @@ class Isolated:
                 group.blame(fault)
 
     def facts(self) -> Record:
-        return self._ask([], in_worker.facts)
+        return self.ask("facts")
 
-    def ready(self) -> None:
-        """Does what `Runner.ready` does, before a row runs."""
-        _ = self.machine
+    def ready(self) -> Record:
+        if self._machine is None:
+            self._machine = self.ask("ready")
+        return self._machine
 
     @property
     def machine(self) -> Record:
-        if self._machine is None:
-            self._machine = self._ask([], in_worker.machine)
-        return self._machine
+        return self.ready()
 
     def rate_again(self, found: Sequence[tuple[Benchmark, Case, Record]]) -> tuple[list[str], list[Record]]:
-        asked = [(where(type(benchmark)), case, record) for benchmark, case, record in found]
-        moved, records, self._machine = self._ask([type(one) for one, _, _ in found], in_worker.rate_again, asked)
-        return moved, records
-
-    def imports(self, cls: type[Benchmark]) -> None:
-        """Raises what the worker raises when it imports a benchmark."""
-        self._ask([cls], in_worker.facts)
+        rated, self._machine = self.ask("rate_again", found), self.ask("ready")
+        return rated
 
     def close(self, grace_s: float = 2.0) -> None:
         """Ends the worker, which has so long to do it by itself: what runs next runs in a fresh one."""
@@ -108,9 +149,9 @@ class Isolated:
             self._trace.close()
         self._worker, self._unread = None, False
 
-    def _ask(self, classes: Iterable[type[Benchmark]], function: Callable[..., Any], *args: Any) -> Any:
-        """Returns what the worker's function returns."""
-        (found,) = filter(None, self.stream(classes, in_worker.told, function, *args))
+    def ask(self, name: str, *args: Any) -> Any:
+        """Returns what this method of the worker's runner returns."""
+        (found,) = filter(None, self.stream(name, *args))
         return found
 
     def _start(self) -> Worker:
@@ -121,7 +162,7 @@ class Isolated:
         folder = self.checkout.working_folder if self.checkout else None
         worker = Worker(open_files=files, path=self._path(), folder=folder)
         self._most_bytes, self._oom_kills = MOST_HELD * available_bytes(), oom_kills()
-        worker.send(in_worker.begin, self._shared, self._trace.fileno(), self.settings, self._machine, self.line)
+        worker.send(begin, self._shared, self._trace.fileno(), self.settings, self._machine, self.line)
         self._worker = worker
         for _ in self._answers(worker):
             pass
@@ -131,14 +172,15 @@ class Isolated:
         path = [str(folder) for folder in sys.path]
         return self.checkout.path(path) if self.checkout else path
 
-    def stream(self, classes: Iterable[type[Benchmark]], function: Callable[..., Any], *args: Any) -> Iterator[Any]:
-        """Yields what the worker's function tells, and None now and then, while it tells nothing; it needs these
-        benchmarks. Raises Ended when the worker is gone."""
+    def stream(self, name: str, *args: Any) -> Iterator[Any]:
+        """Yields what the worker tells of this method, and None now and then, while it tells nothing.
+
+        Raises Ended when the worker is gone."""
         if self._unread:  # an interrupt fell where the caller was at work: nobody waits for what this worker still says
             self.close(0.0)
-        worker, needed = self._worker or self._start(), dict.fromkeys(map(where, classes))
+        worker = self._worker or self._start()
         self._unread = True  # first: an interrupt may fall between the two
-        worker.send(in_worker.call, self._path(), [*needed], pickle.dumps((function, args)))
+        worker.send(answer, self._path(), pickle.dumps((name, args)))
         return self._answers(worker)
 
     def _answers(self, worker: Worker) -> Iterator[Any]:
@@ -185,12 +227,12 @@ class Isolated:
             raise KeyboardInterrupt
         if (held := resident_bytes(worker.pid)) > self._most_bytes:
             raise Ended(f"it held {held / 2**30:.1f} GiB of memory", None, "oom")
-        beat = heartbeat.read(self._memory)
+        beat = read_beat(self._memory)
         if not beat.is_late:
             return
         row = beat.row_on_device  # at once: what is known of the GPU ages
         time.sleep(POLL_S)
-        if heartbeat.read(self._memory).number != beat.number:
+        if read_beat(self._memory).number != beat.number:
             return  # it was read in the middle of a change
         worker.signal(signal.SIGUSR1)  # it writes down where it is, whatever it does
         time.sleep(TRACE_S)
@@ -199,8 +241,8 @@ class Isolated:
     def _ended(self, failure: Any) -> Ended | None:
         """How a row has ended the worker; None for an exception that is the bench's own."""
         if failure.kind == "Lost":
-            time.sleep(2 * heartbeat.COPY_S)  # until the row that the GPU has reached is copied
-        beat = heartbeat.read(self._memory)
+            time.sleep(2 * COPY_S)  # until the row that the GPU has reached is copied
+        beat = read_beat(self._memory)
         if failure.kind == DIED and "SIGKILL" in failure.text and oom_kills() > self._oom_kills:
             return Ended(f"memory ran out, and the system killed its process {beat.doing}", None, "oom")
         if failure.kind == DIED:
@@ -227,8 +269,8 @@ class Group:
     ended  how those ended that are not to be run again
     """
 
-    def __init__(self, isolated: Isolated, cls: type[Benchmark], cases: Cases):
-        self.isolated, self.cls, self.cases = isolated, cls, {case.id: case for case in cases}
+    def __init__(self, isolated: Isolated, benchmark: Benchmark, cases: Cases):
+        self.isolated, self.benchmark, self.cases = isolated, benchmark, {case.id: case for case in cases}
         self.left, self.ended = dict(self.cases), dict[str, Any]()
         self._tried_alone, self._rows = False, list[list[str]]()
 
@@ -276,7 +318,7 @@ class Group:
         return found
 
     def _told(self, cases: Cases, ended: Mapping[str, Any], in_turns: bool) -> Iterator[Any]:
-        return self.isolated.stream([self.cls], in_worker.run, where(self.cls), cases, ended, in_turns)
+        return self.isolated.stream("run", self.benchmark, cases, ended, in_turns)
 
 
 def _known(row: int) -> int | None:

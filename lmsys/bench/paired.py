@@ -39,7 +39,7 @@ class Paired:
         self.checkout.use_today(_home(type(benchmark)))
         self.earlier._machine = self.today.machine
         try:
-            self.earlier.imports(type(benchmark))
+            self.earlier.collect(benchmark, (), {})  # imports it
         except Exception as error:  # whatever an earlier state raises when it is imported
             told = f"today's benchmark {benchmark.name!r} cannot run its rows: {error}"
             raise ValueError(f"--against {self.checkout.text}: {told}") from None
@@ -48,7 +48,7 @@ class Paired:
     def run(self, benchmark: Benchmark, cases: Cases) -> Iterator[Any]:
         earlier = [replace(case, entry=self._earlier(case)) for case in cases]
         found = None
-        groups = Group(self.today, type(benchmark), cases), Group(self.earlier, type(benchmark), earlier)
+        groups = Group(self.today, benchmark, cases), Group(self.earlier, benchmark, earlier)
         while found is None:
             found = self._together(groups)
         yield from found[0]
@@ -89,8 +89,8 @@ class Paired:
     def facts(self) -> Record:
         return self.today.facts()
 
-    def ready(self) -> None:
-        self.today.ready()
+    def ready(self) -> Record:
+        return self.today.ready()
 
     @property
     def machine(self) -> Record:

@@ -6,6 +6,8 @@ Each of the calls is a timed one that was checked: its number among the samples,
 parts that were looked at, the errors over their budgets, and what its benchmark left as evidence. The seal is the
 SHA-256 of the record without it. It finds what was changed by accident or without care; whoever seals again is found
 by `python -m lmsys.verify` only where the rest contradicts itself, or the oracle.
+
+Kernels that Triton's interpreter runs are noticed here, too: they are verified, and never timed.
 """
 
 import hashlib
@@ -16,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from lmsys.bench.fields import Record
 from lmsys.registry import Entry
@@ -63,3 +66,22 @@ def loaded_kernels() -> Iterator[dict[str, str]]:
         yield found
     finally:
         hooks.remove(note)
+
+
+@contextmanager
+def interpreted_kernels() -> Iterator[list[Any]]:
+    """A list that grows by every kernel that Triton's interpreter runs meanwhile, wherever it is defined."""
+    launched: list[Any] = []
+    if importlib.util.find_spec("triton") is None:
+        yield launched
+        return
+    from triton.runtime.interpreter import GridExecutor
+
+    launch = GridExecutor.__call__
+
+    def noted(self: Any, *args: Any, **options: Any) -> Any:
+        launched.append(self)
+        return launch(self, *args, **options)
+
+    with mock.patch.object(GridExecutor, "__call__", noted):
+        yield launched

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lmsys.bench.axes import Grid
-from lmsys.bench.guard import Guard
-from lmsys.bench.state import Changed, State
+from lmsys.bench.guard import Changed, Guard, State
 from lmsys.measure.clock import CYCLES_PER_S, clock_of
 from lmsys.measure.compare import release_memory
 from lmsys.measure.memory import cap_gpu_memory

@@ -7,7 +7,7 @@ A result file is pytest-benchmark's JSON with a top-level key
     rows    for each table of rows their names, labels and traits, in the table's order
 
 While a run lasts, the same content is appended to a journal, `<result>.partial`: a JSON line with all but the records,
-then one for each record. Files of schema 1, which had neither fields nor rows, are read as if they were of schema 2.
+then one for each record.
 """
 
 import json
@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lmsys.bench import schema1
 from lmsys.bench.fields import Record
 from lmsys.bench.validate import check_content
 from lmsys.files import replacing
@@ -150,11 +149,11 @@ def load(path: Path) -> Record:
         raise ValueError(f'{path}: not a result of this bench: it has no "lmsys" key with schema, machine and records')
     if not isinstance(found["machine"], dict) or not _all_dicts(found["records"]):
         raise ValueError(f"{path}: not a result of this bench: machine must be an object, records a list of objects")
-    if found["schema"] == 1:
-        found = schema1.upgraded(found)
     if found["schema"] != SCHEMA:
         schema = shortly(found["schema"])
-        raise ValueError(f"{path}: schema {schema} is not the {SCHEMA} that this version reads; update lmsys")
+        raise ValueError(
+            f"{path}: schema {schema} is not the {SCHEMA} that this version reads: another version of lmsys wrote it"
+        )
     if not isinstance(found.get("fields"), dict) or not isinstance(found.get("rows"), dict):
         raise ValueError(f"{path}: not a result of this bench: fields and rows must be objects")
     try:

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmsys.bench import record, summary
+from lmsys.bench import record, verdict
 from lmsys.bench.axes import Grid, Sweep
 from lmsys.bench.benchmark import Benchmark, Settings
 from lmsys.bench.fields import COMMON, Record, declared
@@ -338,7 +338,7 @@ class Session:
         return bool(done and answered and same_question)
 
     def summary(self) -> Iterator[str]:
-        yield from summary.lines(self.records, self._contends)
+        yield from verdict.lines(self.records, self._contends)
         if self._seconds:
             longest = sorted(self._seconds.items(), key=lambda one: -one[1])
             took = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in longest)

@@ -18,16 +18,16 @@ from lmsys.bench.axes import Grid, filled, given_axes
 from lmsys.bench.benchmark import Benchmark, Case, Cases, Collected, Settings
 from lmsys.bench.fields import Record
 from lmsys.bench.guard import Guard
-from lmsys.bench.heartbeat import Heartbeat
 from lmsys.bench.proof import seal
 from lmsys.bench.ranks import Ranks
 from lmsys.bench.trial import Endings, Result, Trial
-from lmsys.measure import machine, sustained
+from lmsys.bench.watch import NOBODY, Heartbeat
+from lmsys.measure import machine
 from lmsys.measure.clock import Clock, CpuClock, clock_of, synchronize
 from lmsys.measure.compare import Lost, release_memory
 from lmsys.measure.conditions import Conditions
 from lmsys.measure.host import resident_bytes
-from lmsys.measure.limits import Limits, limits_of
+from lmsys.measure.machine import Limits, limits_of
 from lmsys.measure.memory import cap_gpu_memory, cap_host_memory
 from lmsys.measure.sensors import Sensors, sensors_of
 from lmsys.measure.turns import ALONE, Turns
@@ -67,6 +67,13 @@ class Runner:
         """The benchmark's cases, with what the command line says of its axes. ValueError for bad values."""
         if any(".py" in text for text in texts.values()):
             self.ready()  # before a user's file is imported
+        self.heartbeat.beat(NOBODY, "while it was imported", self.settings.deadline_s)
+        try:
+            return self._collected(benchmark, grids, texts)
+        finally:
+            self.heartbeat.rest()
+
+    def _collected(self, benchmark: Benchmark, grids: Sequence[Grid], texts: Mapping[str, str]) -> Collected:
         given = given_axes(benchmark.axes, texts)
         asked = [filled(grid, benchmark.axes, given) for grid in grids]
         cases = {case.id: case for grid in asked for case in benchmark.cases(grid, self.settings)}
@@ -132,10 +139,10 @@ class Runner:
         """The machine and the code, without what has to be measured."""
         return machine.describe(self.settings.device, command="", seed=0, sweep="")
 
-    def ready(self) -> None:
-        """Everything that is made once, before a row runs: nothing may differ for the first of them."""
+    def ready(self) -> Record:
+        """Makes what is made once, before a row runs: nothing may differ for the first of them. The machine."""
         if "guard" in vars(self):
-            return
+            return self.machine
         if "machine" not in vars(self) and self.settings.timed:
             self.say("measuring what this machine reaches")
             if self.settings.energy and (why := self.sensors.why_no_joules):
@@ -143,6 +150,7 @@ class Runner:
         _ = self.guard, self.machine, self.clock("loop"), self.sensors
         if self.settings.device == "cpu":
             cap_host_memory()
+        return self.machine
 
     @cached_property
     def machine(self) -> Record:
@@ -155,7 +163,7 @@ class Runner:
             facts["ceilings"] = self._ceilings()
         if one.timed and one.sustained:
             self.say("measuring what it sustains")
-            facts["sustained"] = sustained.measure(one.device, self.sensors)
+            facts["sustained"] = machine.measure_sustained(one.device, self.sensors)
         return facts
 
     def _ceilings(self) -> Record:

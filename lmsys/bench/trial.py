@@ -13,8 +13,7 @@ from lmsys import draws
 from lmsys.bench.benchmark import Benchmark, Candidate, Case, Cases, Measurement, judges_calls, verdict
 from lmsys.bench.energy_pass import energy_fields
 from lmsys.bench.fields import Record
-from lmsys.bench.interpreted import interpreted_kernels
-from lmsys.bench.proof import loaded_kernels, source_of
+from lmsys.bench.proof import interpreted_kernels, loaded_kernels, source_of
 from lmsys.bench.record import rounded, summarize
 from lmsys.bench.same_bits import same_bits
 from lmsys.bench.watch import Watch, copied

@@ -1,20 +1,126 @@
 """A result file's content, held to what it declares of itself: whatever comes behind this can rely on types and sizes.
 
-Every ValueError names the place in the file, the value and what would be right. Imports no torch.
+Fields are held to their declarations, to what their names say, and lists of our own benchmarks to the shapes that
+chapters of the report rely on. Every ValueError names the place in the file, the value and what would be right.
+Imports no torch.
 """
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from lmsys.bench.fields import ROLES, Record
-from lmsys.bench.shapes import MOST_CHARACTERS, ROWS, check_named, check_object, check_shape, check_text
 from lmsys.values import choice, flag, measured, shortly, whole
 
+MOST_CHARACTERS = 1000  # of a name or a label; a reason may have ten times as many
+
+
+def check_text(where: str, value: Any, most: int = MOST_CHARACTERS) -> str:
+    if not isinstance(value, str) or len(value) > most:
+        told = f"{len(value):,} characters" if isinstance(value, str) else type(value).__name__
+        raise ValueError(f"{where}: must be text of at most {most:,} characters; got {told}")
+    return value
+
+
+def check_object(where: str, value: Any) -> Record:
+    """The value, an object whose names are text that is not too long."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: must be an object; got a {type(value).__name__}")
+    for name in value:
+        check_text(f"{where}: a name in it", name)
+    return value
+
+
+# A shape is a function that checks one value; a list for any number of its one item; a tuple for items in their order;
+# an object for these keys, and any others; or, where it has the key "*", for keys of which none must be there.
+Shape = Callable[[str, Any], Any] | Sequence[Any] | Mapping[str, Any]
+NUMBER, TEXT, LONG_TEXT = measured, check_text, partial(check_text, most=10 * MOST_CHARACTERS)
+POSITIVE, AMOUNT, COUNT = partial(measured, above=0), partial(measured, least=0), partial(whole, least=0, most=2**63)
+RATES = {"*": AMOUNT, "matmul_flops_per_s": {"*": AMOUNT}, "flops_per_s": {"*": AMOUNT}}
+SHAPES: dict[str, dict[str, Shape]] = {  # by benchmark and field; "" is of every benchmark
+    "": {
+        "samples_s": [POSITIVE],
+        "between_runs": POSITIVE,
+        "against": {"name": TEXT, "commit": TEXT, "margin": POSITIVE},
+        "same_bits": {"calls": NUMBER, "differ": {"*": NUMBER}, "elements": [NUMBER], "alone": {"*": NUMBER}},
+    },
+    "anatomy": {
+        "allocations": [{"bytes": NUMBER, "count": NUMBER, "at_peak": NUMBER, "where": TEXT, "function": TEXT}],
+        "kernels": [{"name": TEXT, "kind": TEXT, "total_s": NUMBER, "count": NUMBER}],
+        "parts": [{"name": TEXT, "total_s": NUMBER, "backward_s": NUMBER, "count": NUMBER, "kinds": {"*": NUMBER}}],
+        "phases": [{"name": TEXT, "peak_bytes": NUMBER}],
+        "timeline": [{"name": TEXT, "points": [(NUMBER, NUMBER)]}],
+    },
+    "data_parallel": {"timeline": [(TEXT, NUMBER, NUMBER)], "bucket_mb": NUMBER, "held_by": {"*": TEXT}},
+    "steps": {"losses": [NUMBER]},
+    "precision": {
+        "sums": [{"accumulator": TEXT, "addend": TEXT, "result": NUMBER, "error": NUMBER}],
+        "tensors": [{"name": TEXT, "dtype": TEXT}],
+    },
+    "training": {
+        **dict.fromkeys(("curve_budget", "curve_difference", "norm_difference", "loss", "valid_loss"), NUMBER),
+        "curve_steps": [NUMBER],
+        "curve_losses": [NUMBER],
+        "curve_differences": [NUMBER],
+        "rank_peak_bytes": [NUMBER],
+    },
+}
+ROWS: dict[str, Shape] = {"baseline": NUMBER, "rivals": [TEXT]}  # of a row of a table, which may have others
+# A name with a unit is that of a number, and so are these.
+NUMBERS = re.compile(
+    r".*_(s|bytes|mhz|w|j|c|fraction|ratio|share|efficiency|parameters)|rounds|bytes|flops|times|addend|other_processes"
+)
+TEXTS = re.compile(r"id|benchmark|impl|label|section|comparison|clock|strategy|clock_reasons|disturbed|energy_note")
+
+
+def check_named(where: str, benchmark: str, name: str, value: Any) -> None:
+    """ValueError where a field's value is not what its name says, whatever the file declares of it."""
+    shape = SHAPES.get(benchmark, {}).get(name) or SHAPES[""].get(name)
+    if value is None:
+        return
+    if shape is not None:
+        check_shape(where, value, shape)
+    elif TEXTS.fullmatch(name):
+        check_shape(where, value, TEXT)
+    elif NUMBERS.fullmatch(name):
+        check_shape(where, value, NUMBER)
+
+
+def check_shape(where: str, value: Any, shape: Shape) -> None:
+    """ValueError with the place inside of the value."""
+    if callable(shape):
+        shape(where, value)
+    elif isinstance(shape, Mapping):
+        _check_keys(where, value, shape)
+    elif not isinstance(value, list) or (isinstance(shape, tuple) and len(value) != len(shape)):
+        told = f"a list of {len(shape)}" if isinstance(shape, tuple) else "a list"
+        raise ValueError(f"{where}={shortly(value)} must be {told}")
+    else:
+        for number, one in enumerate(value):
+            check_shape(f"{where}[{number}]", one, shape[number if isinstance(shape, tuple) else 0])
+
+
+def _check_keys(where: str, value: Any, shape: Mapping[str, Any]) -> None:
+    for key, one in check_object(where, value).items():
+        if key in shape or "*" in shape:
+            check_shape(f"{where}.{key}", one, shape.get(key, shape.get("*")))
+    if (missing := [key for key in shape if key not in value]) and "*" not in shape:
+        raise ValueError(f"{where}={shortly(value)} has no {missing[0]!r}")
+
+
 AMOUNTS = ("B", "FLOP", "FLOP/s", "B/s", "tokens/s", "MHz", "Hz", "MiB", "W", "J")  # units of what is never negative
-COUNTS, MOST_COUNTED = ("cores", "memory_bytes", "gpu_count", "threads", "seed"), 2**63  # of a machine
-RATES, RATES_OF_DTYPES = ("ceilings", "limits", "sustained"), ("matmul_flops_per_s", "flops_per_s")  # of a machine
+MACHINE: dict[
+    str, Shape
+] = {  # facts of `lmsys.measure.machine.describe`, and of what a run adds to it; others are text
+    **dict.fromkeys(("cores", "memory_bytes", "gpu_count", "threads", "seed"), COUNT),
+    **dict.fromkeys(("ceilings", "limits", "sustained"), RATES),
+    "clock_share": check_object,
+    "settings": check_object,
+    "ceilings_moved": [TEXT],
+    "dirty": flag,
+}
 NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 COLOR = r"#[0-9a-fA-F]{6}"
 
@@ -27,7 +133,11 @@ def check_content(found: Record) -> None:
             _row(f"rows.{kind}[{number}]", row)
     for name, value in check_object("machine", found["machine"]).items():
         if value is not None:
-            _fact(f"machine.{name}", name, value)
+            check_shape(f"machine.{name}", value, MACHINE.get(name, LONG_TEXT))
+    settings = found["machine"].get("settings") or {}
+    for name, value in settings.items():
+        check_named(f"machine.settings.{name}", "", name, value)
+        check_value(f"machine.settings.{name}", value, {"name": name, "role": "detail"})
     for number, record in enumerate(found["records"]):
         for name in ("id", "benchmark", "impl"):
             check_text(f"records[{number}].{name}", record.get(name))
@@ -55,30 +165,6 @@ def _fields(where: str, declared: Any) -> dict[str, Mapping[str, Any]]:
     return found
 
 
-def _fact(where: str, name: str, value: Any) -> None:
-    """One of `lmsys.measure.machine.describe` and of what a run adds to it; None where it is not known."""
-    if name in COUNTS:
-        whole(where, value, least=0, most=MOST_COUNTED)
-    elif name in RATES:
-        for kind, rate in check_object(where, value).items():
-            of_each = check_object(f"{where}.{kind}", rate) if kind in RATES_OF_DTYPES else {"": rate}
-            for dtype, one in of_each.items():
-                measured(f"{where}.{kind}" + (f".{dtype}" if dtype else ""), one, least=0)
-    elif name == "clock_share":
-        check_object(where, value)
-    elif name == "settings":
-        for setting, one in check_object(where, value).items():
-            check_named(f"{where}.{setting}", "", setting, one)
-            check_value(f"{where}.{setting}", one, {"name": setting, "role": "detail"})
-    elif name == "ceilings_moved":
-        for number, told in enumerate(_list(where, value)):
-            check_text(f"{where}[{number}]", told)
-    elif name == "dirty":
-        flag(where, value)
-    else:
-        check_text(where, value, 10 * MOST_CHARACTERS)
-
-
 def _row(where: str, row: Any) -> None:
     for key in ("name", "label"):
         check_text(f"{where}.{key}", check_object(where, row).get(key))
@@ -95,7 +181,7 @@ def check_value(where: str, value: Any, field: Mapping[str, Any]) -> None:
     if value is None:
         return
     if role == "outcome":
-        check_text(where, value, 10 * MOST_CHARACTERS)
+        LONG_TEXT(where, value)
     elif isinstance(value, list | dict):
         if role != "detail":
             raise ValueError(f"{where}={shortly(value)} must be one value")

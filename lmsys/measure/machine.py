@@ -1,4 +1,7 @@
-"""Facts about this machine and the ceilings that it reaches; they travel with every result."""
+"""Facts about this machine, the ceilings that it reaches and sustains, and the limits that no kernel can beat.
+
+They travel with every result. Limits are the rates of a GPU's data sheet, from its own clocks and widths.
+"""
 
 import datetime
 import os
@@ -6,6 +9,7 @@ import platform
 import statistics
 import subprocess
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -13,9 +17,10 @@ from typing import Any
 
 import torch
 
-from lmsys.measure.clock import clock_of, timed
+from lmsys.measure.clock import clock_of, synchronize, timed
 from lmsys.measure.compare import release_memory
-from lmsys.measure.sensors import Cpu, nvml, sensors_of
+from lmsys.measure.energy import Mark, Sampler, calls_between, repeated
+from lmsys.measure.sensors import Cpu, Reading, Sensors, nvml, sensors_of
 
 CEILING_S, LEAST_RUNS = 0.2, 5  # of runs of each ceiling: on a busy machine the fastest of three is not the best
 TRIED_RUNS = 3  # of each size and layout, of which one is the fastest
@@ -166,3 +171,88 @@ def commit() -> dict[str, Any]:
 
     status = git("status", "--porcelain")
     return {"commit": git("rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}
+
+
+# Dense operations that a multiprocessor ends in a cycle, by compute capability: NVIDIA's architecture white papers and
+# the tables of throughput in the CUDA C++ Programming Guide. float32 counts as TF32 where there is one, which no way of
+# computing a float32 product by tensor cores exceeds.
+FLOP_PER_CYCLE = {
+    (7, 0): {"float16": 1024, "bfloat16": 128, "float32": 128},
+    (7, 5): {"float16": 1024, "bfloat16": 128, "float32": 128},
+    (8, 0): {"float16": 2048, "bfloat16": 2048, "float32": 1024},
+    (8, 6): {"float16": 1024, "bfloat16": 1024, "float32": 512},
+    (8, 9): {"float16": 2048, "bfloat16": 2048, "float32": 1024},
+    (9, 0): {"float16": 4096, "bfloat16": 4096, "float32": 2048},
+    (10, 0): {"float16": 8192, "bfloat16": 8192, "float32": 4096},
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Operations per second by dtype, and bytes per second that memory can be read at."""
+
+    flops_per_s: dict[str, float]
+    bytes_per_s: float
+
+    def least_s(self, flops: float, dtype: str, read_bytes: float) -> float:
+        """The seconds that so much arithmetic, and so many bytes that are in no cache, take at least."""
+        arithmetic = flops / self.flops_per_s[dtype] if dtype in self.flops_per_s else 0.0
+        return max(arithmetic, read_bytes / self.bytes_per_s)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"flops_per_s": self.flops_per_s, "bytes_per_s": self.bytes_per_s}
+
+
+def limits_of(device: str, max_sm_mhz: float | None) -> Limits | None:
+    """The current GPU's limits; None on a CPU, for a GPU that the table lacks, and where clocks cannot be read."""
+    if device != "cuda" or max_sm_mhz is None:
+        return None
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    per_cycle = FLOP_PER_CYCLE.get((gpu.major, gpu.minor))
+    if per_cycle is None:
+        return None
+    cycles = gpu.multi_processor_count * max_sm_mhz * 1e6
+    memory = 2 * gpu.memory_clock_rate * 1e3 * gpu.memory_bus_width / 8  # kHz, twice in a cycle
+    return Limits({dtype: count * cycles for dtype, count in per_cycle.items()}, memory)
+
+
+DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
+WINDOW_S, LEAST_S, MOST_S = 1.0, 3.0, 15.0
+STEADY = 0.01  # of two windows, one behind the other: so far apart they are at most when the rate has settled
+SAMPLE_S = 0.02
+
+
+def measure_sustained(device: str, sensors: Sensors) -> dict[str, Any]:
+    """{"matmul_flops_per_s": {dtype: x}, "seconds": until it had settled}, with the state of the device at its end.
+
+    The matmul of the ceilings, again and again: the mean rate of the last WINDOW_S.
+    """
+    size, dtype = SIZES[device][-1], DTYPES[device]
+    a, marks = torch.randn(size, size, device=device, dtype=dtype), list[Mark]()
+    with Sampler(sensors.read, SAMPLE_S) as sampler:
+        for at_s in repeated(partial(torch.matmul, a, a), partial(synchronize, device), marks):
+            if has_settled(marks) or at_s - marks[0][0] > MOST_S:
+                break
+    del a
+    release_memory()
+    end_s = marks[-1][0]
+    rate = calls_between(marks, end_s - WINDOW_S, end_s) / WINDOW_S * 2 * size**3
+    readings = [reading for at_s, reading in sampler.taken if at_s > end_s - WINDOW_S]
+    found = {"matmul_flops_per_s": {str(dtype).removeprefix("torch."): rate}, "seconds": end_s - marks[0][0]}
+    return found | _state(readings)
+
+
+def has_settled(marks: list[Mark]) -> bool:
+    """True where the rate of the last window is that of the window before it."""
+    end_s = marks[-1][0]
+    if end_s - marks[0][0] < LEAST_S:
+        return False
+    before, last = (calls_between(marks, end_s - n * WINDOW_S, end_s - (n - 1) * WINDOW_S) for n in (2, 1))
+    return abs(last / before - 1) < STEADY
+
+
+def _state(readings: list[Reading]) -> dict[str, float]:
+    """Medians of what the sensors told."""
+    names = ("sm_clock_mhz", "cpu_clock_mhz", "power_w", "temperature_c")
+    known = {name: [value for one in readings if (value := getattr(one, name)) is not None] for name in names}
+    return {name: statistics.median(values) for name, values in known.items() if values}

@@ -22,7 +22,7 @@ from pathlib import Path
 from lmsys.bench.changes import MARGIN
 from lmsys.reports import against, page, shares
 from lmsys.reports.answers import answers
-from lmsys.reports.chapters import CHAPTERS, OTHERS, energy
+from lmsys.reports.chapters import CHAPTERS, ENERGY, OTHERS
 from lmsys.reports.load import InputError, read
 from lmsys.reports.tables import csv_of
 from lmsys.reports.views import view_of
@@ -108,7 +108,7 @@ def build(paths: Sequence[Path], out: Path, baseline: str | None = None, single_
         own = {one["benchmark"] for one in machine.records} & machine.fields.keys()
         ordered = [name for name in (*CHAPTERS, *sorted(own - CHAPTERS.keys())) if name in own]
         views = [(CHAPTERS.get(name, OTHERS), view_of(machine, name, baseline)) for name in ordered]
-        found = [chapter for chapters, view in views for chapter in (*chapters(view), *energy.chapters(view))]
+        found = [chapter for chapters, view in views for chapter in (*chapters(view), *ENERGY(view))]
         found = [*shares.chapters(machine), *found]
         answer = answers(machine)
         if changes:

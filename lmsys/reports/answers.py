@@ -5,11 +5,9 @@ from dataclasses import replace
 
 from lmsys.bench.fields import Record
 from lmsys.bench.verdict import not_run
-from lmsys.reports.blocks import Block
 from lmsys.reports.fastest import FAILED, QUESTIONS, fastest_of, reading_order
-from lmsys.reports.load import Machine
-from lmsys.reports.origins import commands
-from lmsys.reports.tables import Table
+from lmsys.reports.load import Machine, commands
+from lmsys.reports.tables import Block, Table
 from lmsys.reports.words import MEANINGS
 
 

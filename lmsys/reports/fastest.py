@@ -7,12 +7,10 @@ from string import ascii_uppercase
 
 from lmsys.bench.fields import Record
 from lmsys.bench.verdict import NEAR, NEAR_TEXT, fastest, ratio_of, time_of
-from lmsys.reports.cells import DETAILS, STEADY, Notes, below, mark
-from lmsys.reports.kept import KEPT
-from lmsys.reports.load import Machine
-from lmsys.reports.origins import commands, legend, run_names
-from lmsys.reports.speedups import geometric_mean
+from lmsys.reports.cells import DETAILS, STEADY, Notes, below, geometric_mean, mark
+from lmsys.reports.load import Machine, commands, legend, run_names
 from lmsys.reports.tables import Table
+from lmsys.reports.views import KEPT
 from lmsys.reports.words import VALUES, number, sentence, spread_of
 
 PATTERNS = "documents", "window", "softcap"  # which SDPA takes as a dense mask, or not at all

@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lmsys.reports import folder
-from lmsys.reports.blocks import Part
-from lmsys.reports.facts import facts_of, runs_of
-from lmsys.reports.figures import Figures
+from lmsys.reports.figures import Figures, Html, facts_of, joined, runs_of, tag
 from lmsys.reports.load import InputError, file_name, run_told
-from lmsys.reports.tags import Html, joined, tag
+from lmsys.reports.tables import Part
 
 GENERATOR = '<meta name="generator" content="lmsys reports">'
 CSS, SCRIPT = ((Path(__file__).parent / name).read_text() for name in ("page.css", "page.js"))

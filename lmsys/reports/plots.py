@@ -20,11 +20,9 @@ from lmsys.reports.canvas import (
     short,
     to_svg,
 )
-from lmsys.reports.cells import NOT_RUN
-from lmsys.reports.speedups import SPEEDUP, is_compared
-from lmsys.reports.styles import Style, lighter
+from lmsys.reports.cells import NOT_RUN, SPEEDUP, is_compared
 from lmsys.reports.tables import about_of, titled
-from lmsys.reports.views import View
+from lmsys.reports.views import Style, View, lighter
 from lmsys.reports.words import FILES, OUTCOMES, is_clocked, label_of, number, scaled, sentence, unit_of
 
 FULL_COLOUR = 4.0  # the ratio from which a heat map's colour says no more, the same in every plot

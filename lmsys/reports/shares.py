@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 
 from lmsys.bench.fields import Record
-from lmsys.reports.blocks import Block, Chapter
-from lmsys.reports.kept import KEPT
 from lmsys.reports.load import Machine
-from lmsys.reports.tables import Table
+from lmsys.reports.tables import Block, Chapter, Table
+from lmsys.reports.views import KEPT
 from lmsys.reports.words import number
 
 KEYS = {  # of a row's case, and the heads of their columns

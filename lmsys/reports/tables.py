@@ -1,15 +1,16 @@
-"""Tables of cases: their cells with outcomes and footnotes, as Markdown and as CSV."""
+"""Tables of cases: their cells with outcomes and footnotes, as Markdown and as CSV; and the blocks of a page."""
 
 import csv
 import io
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lmsys.bench.fields import Field, Record
-from lmsys.reports.cells import CEILINGS, NOT_RUN, Notes, below, cell, detail, mark
-from lmsys.reports.speedups import SPEEDUP, is_compared, mean_text
+from lmsys.reports.canvas import Plot
+from lmsys.reports.cells import CEILINGS, NOT_RUN, SPEEDUP, Notes, below, cell, detail, is_compared, mark, mean_text
+from lmsys.reports.load import Machine
 from lmsys.reports.views import View
 from lmsys.reports.words import (
     FILES,
@@ -279,3 +280,42 @@ def _ending(case: Record) -> str:
     if case["outcome"] != "ok":
         return MEANINGS[case["outcome"]]
     return ENDINGS[0] if case["time_s"] is not None else ENDINGS[1]
+
+
+Items = list[Table | Plot | None]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Tables and plots of one subject: `lead` is read at once, `more` behind a click. The title leads to `chapter`."""
+
+    title: str
+    lead: Sequence[Table | Plot | None]
+    more: Sequence[Table | Plot | None] = ()
+    chapter: str = ""
+
+    @property
+    def items(self) -> list[Table | Plot]:
+        return [item for item in (*self.lead, *self.more) if item]
+
+
+@dataclass(frozen=True)
+class Chapter:
+    title: str
+    blocks: Sequence[Block]
+
+
+Part = tuple[Machine, Block, Sequence[Chapter]]  # the block holds the answers
+
+
+def with_overview(
+    title: str, last: Sequence[Table | None], view: View, section: Callable[[str, View], tuple[Items, list[Block]]]
+) -> list[Chapter]:
+    """An overview, then a chapter for each grid: `section` makes what the overview shows of it, and its blocks."""
+    overview, found = [Block("", last)], []
+    for (name,), own in view.groups("section").items():
+        glance, blocks = section(name, own)
+        heading = own.text("section", name)
+        found.append(Chapter(f"{title}: {heading}", blocks))
+        overview.insert(-1, Block(heading, glance, chapter=found[-1].title))
+    return [Chapter(title, overview), *found]

@@ -9,10 +9,10 @@ import pytest
 from lmsys.bench import Settings, Step
 from lmsys.bench.energy_pass import OF_OTHERS
 from lmsys.bench.fields import ENERGY, Record
-from lmsys.bench.heartbeat import Heartbeat
+from lmsys.bench.watch import Heartbeat
 from lmsys.measure import energy
 from lmsys.measure.energy import Energy, EnergyError
-from lmsys.measure.limits import Limits
+from lmsys.measure.machine import Limits
 from lmsys.measure.sensors import Sensors
 from tests.bench.test_runner import WithSize
 from tests.support.device import FakeDevice

@@ -17,11 +17,11 @@ import torch
 
 from benchmarks.bench_attention import Attention, AttentionTest
 from lmsys import processes
-from lmsys.bench import Entry, Settings, in_worker
-from lmsys.bench.heartbeat import NOBODY, TIMED, Beat, Heartbeat, read
+from lmsys.bench import Entry, Settings
 from lmsys.bench.isolation import Isolated, place_in
 from lmsys.bench.record import load
 from lmsys.bench.results import Session
+from lmsys.bench.watch import NOBODY, TIMED, Beat, Heartbeat, read
 from lmsys.doing import map_file, shared_file
 from lmsys.measure.host import available_bytes
 from tests.support.faults import FAULTS
@@ -199,7 +199,7 @@ def test_the_process_that_runs_no_row_has_no_cuda_context(monkeypatch: pytest.Mo
 
 def test_a_heartbeat_is_read_by_another_and_outlives_its_process() -> None:
     file = shared_file()
-    line = f"from lmsys.bench.heartbeat import Heartbeat; Heartbeat({file}).beat(3, 'in its check', 60.0); import os; "
+    line = f"from lmsys.bench.watch import Heartbeat; Heartbeat({file}).beat(3, 'in its check', 60.0); import os; "
     subprocess.run([sys.executable, "-c", line + "os.abort()"], cwd=ROOT, pass_fds=[file], check=False)
     ours = Heartbeat.__new__(Heartbeat)  # not made: that would beat
     ours._memory = map_file(file)
@@ -344,12 +344,12 @@ def test_an_answer_that_nobody_read_to_its_end_is_not_that_of_the_next_question(
     """As where an interrupt falls while its reader is at work, whose frame a traceback keeps."""
     runner = Isolated(Settings(seconds_per_row=0.01, timed=False))
     try:
-        unread = runner.stream([], in_worker.told, in_worker.machine)
+        unread = runner.stream("ready")
         next(filter(None, unread))
         assert runner.machine == runner.machine and runner._worker is not None
         pid = runner._worker.pid
         unread.close()  # late: another worker has taken the place of the one that it read from
-        assert runner._ask([], os.getpid) == pid
+        assert runner.facts() and runner._worker.pid == pid
     finally:
         runner.close()
 
@@ -367,6 +367,6 @@ def test_an_interrupt_behind_a_question_leaves_no_answer_to_the_next(monkeypatch
         monkeypatch.setattr(processes.Worker, "send", interrupted)
         with pytest.raises(KeyboardInterrupt):
             runner.facts()
-        assert runner._ask([], abs, -3) == 3
+        assert "clock_share" in runner.ready()
     finally:
         runner.close()

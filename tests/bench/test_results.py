@@ -1,4 +1,4 @@
-"""A run of benchmarks keeps the results of an earlier run, of a killed one, and of files of schema 1."""
+"""A run of benchmarks keeps the results of an earlier run, and of a killed one."""
 
 import json
 import math
@@ -93,19 +93,6 @@ def test_a_journal_that_goes_on_from_another_never_holds_less(
     ]
     record.Journal(output, head(), [ONE, ONE | {"id": "b"}])
     assert [one["id"] for one in record.load(output)["records"]] == ["a", "b"]
-
-
-def test_files_of_schema_1_are_read_and_resumed(tmp_path: Path) -> None:
-    old = ONE | {"matmul_fraction": 0.5, "copy_fraction": 0.1, "mode": "eager"}
-    path = tmp_path / "old.json"
-    path.write_text(json.dumps({"lmsys": {"schema": 1, "machine": facts(), "records": [old]}, "benchmarks": []}))
-    found = record.load(path)
-    (upgraded,) = found["records"]
-    assert upgraded == ONE | {"matmul_ceiling_fraction": 0.5, "copy_ceiling_fraction": 0.1}
-    session = Session(Settings(device="cpu"))
-    for found, entries in read_results(path):
-        session.resume(found, entries)
-    assert list(session.carried) == [("attention", "a")]
 
 
 BENCHMARKS = {

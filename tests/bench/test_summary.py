@@ -6,8 +6,7 @@ from typing import Any
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lmsys.bench.summary import MOST_REASONS, lines
-from lmsys.bench.verdict import NEAR, fastest
+from lmsys.bench.verdict import MOST_REASONS, NEAR, fastest, lines
 
 ROWS = "flash_triton", "sdpa_flash", "naive"
 

@@ -28,7 +28,7 @@ from lmsys.bench import Grid, Settings, Sweep
 from lmsys.bench.axes import given_axes
 from lmsys.bench.ranks import Ranks, Unsupported
 from lmsys.bench.results import Session
-from lmsys.measure.overlap import Communication
+from lmsys.measure.profile import Communication
 from lmsys.model import TransformerLM, fused
 from lmsys.parallel import STRATEGIES as TABLE
 from lmsys.parallel.adapter import Adapter

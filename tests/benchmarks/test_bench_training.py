@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.bench_training import Training
+from benchmarks.bench_training import CURVE_POINTS, Training
 from benchmarks.sweeps import SWEEPS
-from benchmarks.training import tokens as text
+from benchmarks.training import rank as text
 from benchmarks.training.cases import TrainingCase
-from benchmarks.training.curve import CURVE_POINTS
-from benchmarks.training.tokens import tokens_of
+from benchmarks.training.rank import tokens_of
 from lmsys.bench import Grid, Settings, Sweep, record
 from lmsys.bench.axes import given_axes
 from lmsys.bench.ranks import Ranks, Unsupported

@@ -13,8 +13,7 @@ pytest.importorskip("transformers", reason="pip install transformers to compare 
 
 from benchmarks.bench_model import Model  # noqa: E402
 from benchmarks.model.cases import model_of  # noqa: E402
-from benchmarks.model.llama import Llama, LlamaTuned  # noqa: E402
-from benchmarks.model.sharded_llama import ShardedLlama  # noqa: E402
+from benchmarks.model.llama import Llama, LlamaTuned, ShardedLlama  # noqa: E402
 from lmsys.attention.compiled import why_no_compiler  # noqa: E402
 from lmsys.config import ModelConfig  # noqa: E402
 from lmsys.model import TransformerLM  # noqa: E402

@@ -14,12 +14,12 @@ from torch import Tensor
 from benchmarks.arithmetic import arithmetic
 from benchmarks.axes import MODES
 from benchmarks.bench_model import Model
-from benchmarks.model import reference as references
 from benchmarks.model import rig as rigs
 from benchmarks.model import spots
+from benchmarks.model import spots as references
 from benchmarks.model.cases import ModelTest
-from benchmarks.model.reference import EMBEDDINGS, HEAD, Reference
 from benchmarks.model.rig import Rig
+from benchmarks.model.spots import EMBEDDINGS, HEAD, Reference
 from benchmarks.models import LLAMA
 from lmsys.attention.naive import naive
 from lmsys.extremes import optimizer as extremes

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lmsys.measure import limits
-from lmsys.measure.limits import Limits, limits_of
+from lmsys.measure import machine
+from lmsys.measure.machine import Limits, limits_of
 
 H200 = SimpleNamespace(major=9, minor=0, multi_processor_count=132, memory_clock_rate=3_201_000, memory_bus_width=6144)
 
@@ -27,7 +27,7 @@ def test_an_h200_is_what_its_data_sheet_says(h200: None) -> None:
 
 def test_there_are_none_where_they_are_not_known(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert limits_of("cpu", 1830.0) is None and limits_of("cuda", None) is None
-    monkeypatch.setattr(limits, "FLOP_PER_CYCLE", {})
+    monkeypatch.setattr(machine, "FLOP_PER_CYCLE", {})
     assert limits_of("cuda", 1830.0) is None
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lmsys.measure.overlap import merged, read_overlap
+from lmsys.measure.profile import merged, read_overlap
 
 STEP_US = 1000.0
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmsys.measure.shift import FEWEST, Shift, between, discoveries, paired
+from lmsys.bench.changes import FEWEST, Shift, between, discoveries, paired
 
 samples = st.lists(st.floats(-1, 1), min_size=FEWEST, max_size=30)
 

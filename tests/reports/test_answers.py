@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.sweeps import SWEEPS
 from lmsys.parallel import STRATEGIES
-from lmsys.reports.load import Machine
-from lmsys.reports.origins import run_names
+from lmsys.reports.load import Machine, run_names
 from lmsys.reports.words import VALUES
 from tests.support.records import Record, built, cells, numbers, record, save
 

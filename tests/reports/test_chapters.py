@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from lmsys import checkpointing
-from lmsys.reports.kept import LEVELS
 from lmsys.reports.shares import MOST_AT_ONCE
+from lmsys.reports.views import LEVELS
 from lmsys.reports.words import number
 from tests.support.records import GIB, built, cells, numbers, part, record, save, sums
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from lmsys.bench import schema1
 from lmsys.reports.__main__ import main
 from lmsys.reports.folder import MANIFEST
 from lmsys.reports.load import read
@@ -245,31 +244,6 @@ def test_other_bad_input_is_one_clear_line(tmp_path: Path, capsys: pytest.Captur
     refused([str(tmp_path / "absent.json")], "absent.json", capsys)
     refused([str(tmp_path)], str(tmp_path), capsys)
     refused([], "name the result files", capsys)
-
-
-def test_a_file_of_schema_1_is_read_by_the_frozen_declarations(tmp_path: Path) -> None:
-    records = small()
-    for one in records:
-        one["mode"], one["matmul_fraction"] = "eager", one.pop("matmul_ceiling_fraction")
-    old = save(tmp_path / "old.json", records, schema=1)
-    new = save(tmp_path / "new.json", small())
-    names = [name for name in built(tmp_path / "old", old) if name.startswith("tables/")]
-    found = [name for name in built(tmp_path / "new", new) if name.startswith("tables/")]
-    assert names == [name for name in found if not name.endswith(("-mask.csv", "-mask.md"))]  # of a later field
-    table = (tmp_path / "old" / "tables" / f"synthetic-gpu-{STEM}-time.md").read_text()
-    assert "| naive | flash_triton | sdpa_flash |" in table
-
-
-def test_every_field_of_an_older_committed_run_is_declared() -> None:
-    """Newer ones declare their own."""
-    known = json.loads(Path(schema1.__file__).with_name("schema1.json").read_text())
-    runs = {path: json.loads(path.read_text())["lmsys"] for path in (ROOT / "reports" / "results").glob("*.json")}
-    older = {path: run for path, run in sorted(runs.items()) if run["schema"] == 1}
-    assert older, "no run is of schema 1 now: lmsys.bench.schema1 can go"
-    for path, run in older.items():
-        for one in schema1.upgraded(run)["records"]:
-            declared = {field["name"] for field in known["fields"][one["benchmark"]]}
-            assert one.keys() <= declared, f"{path.name}: {sorted(one.keys() - declared)}"
 
 
 def test_the_page_reports_a_sweep_of_every_benchmark(smoke_result: Path, tmp_path: Path) -> None:

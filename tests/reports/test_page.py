@@ -4,8 +4,8 @@ import re
 from html import escape
 from pathlib import Path
 
+from lmsys.reports.figures import Html, tag
 from lmsys.reports.load import file_name
-from lmsys.reports.tags import Html, tag
 from tests.support.records import built, fields_of, record, save
 
 EVIL = '"><script>alert(1)</script><img src=x onerror=alert(1)>&\n$x_$ | ../../evil'

@@ -8,8 +8,7 @@ import pytest
 
 from lmsys.reports import canvas, plots
 from lmsys.reports.load import read
-from lmsys.reports.styles import Style
-from lmsys.reports.views import View, view_of
+from lmsys.reports.views import Style, View, view_of
 from tests.support.records import built, of_everything, record, rows_of, save
 
 

@@ -10,9 +10,8 @@ import pytest
 
 from lmsys.reports import page, plots
 from lmsys.reports.__main__ import build
-from lmsys.reports.blocks import Part
 from lmsys.reports.canvas import Plot
-from lmsys.reports.tables import Table
+from lmsys.reports.tables import Part, Table
 from tests.support.pages import PAGES, links
 from tests.support.processes import ROOT
 

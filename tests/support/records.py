@@ -188,13 +188,13 @@ def of_everything() -> list[Record]:
     return [*attention, *models, *losses, *opened, *studies, *sent, *parallel, *words, *trained]
 
 
-def save(path: Path, records: list[Record], schema: int = 2, **machine: Any) -> Path:
+def save(path: Path, records: list[Record], **machine: Any) -> Path:
     """A result file of these records."""
     names = {one["benchmark"] for one in records} & BENCHMARKS.keys()
     fields = {name: [one.to_json() for one in fields_of(name).values()] for name in sorted(names)}
     rows = {kind: list(rows_of(kind).values()) for kind in ("attention", "strategy", "loss", "tokenizer", "operation")}
-    head = {"fields": fields, "rows": rows} if schema == 2 else {}
-    path.write_text(json.dumps({"lmsys": {"schema": schema, "machine": MACHINE | machine, **head, "records": records}}))
+    head = {"fields": fields, "rows": rows}
+    path.write_text(json.dumps({"lmsys": {"schema": 2, "machine": MACHINE | machine, **head, "records": records}}))
     return path
 
 

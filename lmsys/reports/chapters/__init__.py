@@ -2,34 +2,23 @@
 
 from collections.abc import Callable, Sequence
 
-from lmsys.reports.blocks import Chapter
-from lmsys.reports.chapters import (
-    anatomy,
-    attention,
-    collectives,
-    data_parallel,
-    generic,
-    loss,
-    model,
-    precision,
-    steps,
-    tokenizer,
-    training,
-)
+from lmsys.reports.chapters import anatomy, attention, data_parallel, model, small, training
+from lmsys.reports.tables import Chapter
 from lmsys.reports.views import View
 
-__all__ = ["CHAPTERS", "OTHERS"]
+__all__ = ["CHAPTERS", "ENERGY", "OTHERS"]
 
 CHAPTERS: dict[str, Callable[[View], Sequence[Chapter]]] = {
     "attention": attention.chapters,
     "model": model.chapters,
-    "loss": loss.chapters,
+    "loss": small.loss,
     "anatomy": anatomy.chapters,
-    "precision": precision.chapters,
-    "collectives": collectives.chapters,
+    "precision": small.precision,
+    "collectives": small.collectives,
     "data_parallel": data_parallel.chapters,
-    "steps": steps.chapters,
-    "tokenizer": tokenizer.chapters,
+    "steps": small.steps,
+    "tokenizer": small.tokenizer,
     "training": training.chapters,
 }
-OTHERS = generic.chapters  # of a benchmark that is none of these: a user's own
+ENERGY = small.energy  # of any benchmark whose energy was measured
+OTHERS = small.any_other  # of a benchmark that is none of these: a user's own

@@ -7,9 +7,8 @@ from matplotlib.ticker import FuncFormatter
 
 from lmsys.bench.fields import Field, Record
 from lmsys.reports import plots
-from lmsys.reports.blocks import Block, Chapter
 from lmsys.reports.canvas import CEILING, INK, Plot, canvas, plain
-from lmsys.reports.tables import Table, listing, pivot
+from lmsys.reports.tables import Block, Chapter, Table, listing, pivot
 from lmsys.reports.views import LIMIT, View
 from lmsys.reports.words import filled, number
 

@@ -3,10 +3,9 @@
 from dataclasses import replace
 
 from lmsys.bench.fields import Field
-from lmsys.reports import bits, plots
-from lmsys.reports.blocks import Block, Chapter, Items, with_overview
-from lmsys.reports.speedups import SPEEDUP, base_of, compared, is_compared
-from lmsys.reports.tables import Table, endings, pivot
+from lmsys.reports import plots, versus
+from lmsys.reports.cells import SPEEDUP, base_of, compared, is_compared
+from lmsys.reports.tables import Block, Chapter, Items, Table, endings, pivot, with_overview
 from lmsys.reports.versus import means
 from lmsys.reports.views import LIMIT, View
 from lmsys.reports.words import FILES, number
@@ -43,7 +42,7 @@ def chapters(view: View) -> list[Chapter]:
     rows = view.ordered("impl").read_as(peer={True: "peer", False: "ours"})
     last = endings(rows, "name", "label", "peer", word="attention-implementations", title="Implementations")
     usual = rows.only(lambda case: not case.get("deterministic"))
-    return with_overview("Attention", [bits.table(usual, "attention-same-bits", PASSES), last], view, _section)
+    return with_overview("Attention", [versus.same_bits(usual, "attention-same-bits", PASSES), last], view, _section)
 
 
 def _pair(one: int, other: int, sign: str) -> int | str:

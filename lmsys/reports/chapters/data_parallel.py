@@ -5,13 +5,10 @@ from dataclasses import replace
 
 from lmsys.bench.fields import Field, Record
 from lmsys.reports import plots
-from lmsys.reports.blocks import Block, Chapter
 from lmsys.reports.canvas import Plot, canvas
-from lmsys.reports.kept import KEPT, with_kept
-from lmsys.reports.styles import Style
-from lmsys.reports.tables import Table, listing, pivot
+from lmsys.reports.tables import Block, Chapter, Table, listing, pivot
 from lmsys.reports.versus import rivals
-from lmsys.reports.views import LIMIT, View
+from lmsys.reports.views import KEPT, LIMIT, Style, View, with_kept
 from lmsys.reports.words import COMPILED
 
 PARTS = ("parameters_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes")

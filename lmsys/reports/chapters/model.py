@@ -5,12 +5,10 @@ from dataclasses import replace
 
 from lmsys.bench.fields import Field, Record
 from lmsys.reports import plots
-from lmsys.reports.blocks import Block, Chapter, Items, with_overview
-from lmsys.reports.kept import KEPT, with_kept
-from lmsys.reports.speedups import SPEEDUP, base_of, compared
-from lmsys.reports.tables import Table, endings, listing, pivot
+from lmsys.reports.cells import SPEEDUP, base_of, compared
+from lmsys.reports.tables import Block, Chapter, Items, Table, endings, listing, pivot, with_overview
 from lmsys.reports.versus import means
-from lmsys.reports.views import View
+from lmsys.reports.views import KEPT, View, with_kept
 from lmsys.reports.words import OUTCOMES, number
 
 PHASES = {"train_forward": "forward", "backward": "backward", "optimizer": "optimizer"}  # what a step consists of

@@ -6,10 +6,9 @@ from matplotlib.ticker import FuncFormatter
 
 from lmsys.bench.fields import Field, Record
 from lmsys.reports import plots
-from lmsys.reports.blocks import Block, Chapter
 from lmsys.reports.canvas import CEILING, Plot, canvas, plain, scale_values
-from lmsys.reports.speedups import SPEEDUP, beside
-from lmsys.reports.tables import listing, pivot
+from lmsys.reports.cells import SPEEDUP, beside
+from lmsys.reports.tables import Block, Chapter, listing, pivot
 from lmsys.reports.views import View
 from lmsys.reports.words import COMPILED
 
