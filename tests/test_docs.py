@@ -39,16 +39,6 @@ OPTIONS = {  # where they are declared, and the page that tells them
 }
 
 
-ROOMS = "lmsys", "benchmarks", "dev", "tests", "reports"
-
-
-def test_docstrings_begin_with_a_subject_or_a_verb() -> None:
-    files = [path for folder in ROOMS for path in (ROOT / folder).rglob("*.py")]
-    files += ROOT.glob("*.py")
-    found = re.compile(r'^ *"""(?:Of|What|Whether) .*', re.MULTILINE)
-    assert not {path.name: found.findall(path.read_text()) for path in files if found.search(path.read_text())}
-
-
 def test_readme_is_short_and_begins_with_two_commands() -> None:
     readme = PAGES["README.md"]
     assert readme.count("\n") <= 150
