@@ -21,7 +21,7 @@ from lmsys.bench.ranks import CLOCKS, backend_of, num_nodes, world_sizes
 from lmsys.bench.trial import NOT_TIMED
 from lmsys.checkpointing import FIT
 from lmsys.cost.operations import model_parameters
-from lmsys.measure.conditions import state_of
+from lmsys.measure.sensors import state_of
 from lmsys.parallel import STRATEGIES
 
 STEPS = 20

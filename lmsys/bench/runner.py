@@ -25,11 +25,10 @@ from lmsys.bench.watch import NOBODY, Heartbeat
 from lmsys.measure import machine
 from lmsys.measure.clock import Clock, CpuClock, clock_of, synchronize
 from lmsys.measure.compare import Lost, release_memory
-from lmsys.measure.conditions import Conditions
 from lmsys.measure.host import resident_bytes
 from lmsys.measure.machine import Limits, limits_of
 from lmsys.measure.memory import cap_gpu_memory, cap_host_memory
-from lmsys.measure.sensors import Sensors, sensors_of
+from lmsys.measure.sensors import Conditions, Sensors, sensors_of
 from lmsys.measure.turns import ALONE, Turns
 from lmsys.registry import Entry
 

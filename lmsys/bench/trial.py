@@ -19,7 +19,7 @@ from lmsys.bench.same_bits import same_bits
 from lmsys.bench.watch import Watch, copied
 from lmsys.measure.clock import synchronize
 from lmsys.measure.compare import Failure, Kept, attempt, interleave, release_memory
-from lmsys.measure.ranges import call_in_ranges
+from lmsys.measure.profile import call_in_ranges
 from lmsys.measure.sensors import Reading
 from lmsys.measure.step import Step, nothing
 

@@ -17,9 +17,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported; without a GPU it can only interpret
 
 from lmsys.check.cases import DTYPES
-from lmsys.check.kinds import KINDS, LIMIT_S, find
+from lmsys.check.kinds import KINDS, LIMIT_S, SCHEMA, WRONG, check, find
 from lmsys.check.question import Options
-from lmsys.check.verdict import SCHEMA, WRONG, check
 from lmsys.processes import ProcessError, in_own_process
 
 USAGE = 2

@@ -6,15 +6,34 @@ with the width and eps, whose first parameter is the weight. Results have the dt
 Legend: N rows, M width.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from lmsys.check.formulas import DTYPES, NARROW, Asked, Problem, drawn, judge, questions_of
-from lmsys.check.norm_mistakes import layer_norm, layer_norm_mistakes, plain_rms_norm, rms_norm, rms_norm_mistakes
+from lmsys.check.formulas import (
+    DTYPES,
+    NARROW,
+    Asked,
+    Formula,
+    Gradients,
+    Inputs,
+    Mistakes,
+    Outputs,
+    Problem,
+    Settings,
+    backwards,
+    cut,
+    drawn,
+    forwards,
+    judge,
+    padding,
+    parts_of_sum,
+    questions_of,
+)
 from lmsys.check.question import Fault, Options, Question
 from lmsys.check.signature import Called, Roles, built, called, is_module
 from lmsys.extremes.model import ROWS, large_mean
@@ -87,3 +106,205 @@ def _problem(asked: Asked, options: Options, with_bias: bool) -> Problem:
         EXTREME[asked.extreme](inputs["x"])
     settings = {"eps": EPS, "shape": (width,)}
     return Problem.of(asked, options, inputs, settings, drawn(options, "upstream", *asked.shape))
+
+
+BLOCK_ROWS = (128, 64, 32, 16, 8, 4, 2, 1)
+USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-3, 0.0)
+Divisor = Callable[[Tensor, float], Tensor]
+
+
+def rms_norm(inputs: Inputs, settings: Settings) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) · weight."""
+    return F.rms_norm(inputs["x"], settings["shape"], inputs["weight"], settings["eps"])
+
+
+def plain_rms_norm(inputs: Inputs, settings: Settings) -> Tensor:
+    """`rms_norm` as Llama's code has it, which rounds before the weight is applied.
+
+    Of the usual ways that one loses most, above all in the weight's gradient.
+    """
+    x = inputs["x"].to(torch.promote_types(inputs["x"].dtype, torch.float32))
+    normalised = x * (x.square().mean(dim=-1, keepdim=True) + settings["eps"]).rsqrt()
+    return normalised.to(inputs["x"].dtype) * inputs["weight"]
+
+
+def layer_norm(inputs: Inputs, settings: Settings) -> Tensor:
+    """(x - mean) / sqrt(var + eps) · weight + bias."""
+    return F.layer_norm(inputs["x"], settings["shape"], inputs["weight"], inputs["bias"], settings["eps"])
+
+
+def of_parts(
+    divisor: Divisor, centred: bool, weighted: Callable[[Tensor, Tensor], Tensor] = torch.mul, bias: float = 1.0
+) -> Formula:
+    """A norm in which x, less its mean where it is centred, is divided by `divisor(x, eps)` and weighted."""
+
+    def formula(inputs: Inputs, settings: Settings) -> Tensor:
+        x = less_mean(inputs["x"], centred)
+        y = weighted(x / divisor(x, settings["eps"]), inputs["weight"])
+        return y + bias * inputs["bias"] if "bias" in inputs else y
+
+    return formula
+
+
+def mean_of(x: Tensor) -> Tensor:
+    return x.mean(dim=-1, keepdim=True)
+
+
+def less_mean(x: Tensor, centred: bool) -> Tensor:
+    return x - mean_of(x) if centred else x
+
+
+def rms(x: Tensor, eps: float) -> Tensor:
+    return (mean_of(x * x) + eps).sqrt()
+
+
+def rms_norm_mistakes(problem: Problem) -> Mistakes:
+    """The plainest first."""
+    x = problem.inputs["x"]
+    return {
+        **forwards({"the mean is subtracted, as LayerNorm does": of_parts(rms, True)}),
+        **forwards({"squares overflow in the dtype of x: they belong in float32": of_parts(rms, False)}, x.dtype),
+        **forwards(_of_divisors(x.shape[-1], False)),
+        **backwards(rms_norm, _of_dx(False) | _of_weights(x, False)),
+    }
+
+
+def layer_norm_mistakes(problem: Problem) -> Mistakes:
+    """The plainest first."""
+    x = problem.inputs["x"]
+    width = x.shape[-1]
+    plainest: dict[str, Formula] = {
+        "the mean is not subtracted, as RMSNorm has it": of_parts(rms, False),
+        "the mean is subtracted, and the variance is that around 0": _with_squares_of_mean(1.0),
+        "the variance is divided by the width less one": of_parts(_over(width, width - 1), True),
+    }
+    padded = {
+        f"{more} columns behind the last one count in the variance, as zeros less the mean": (
+            _with_squares_of_mean(more / width)
+        )
+        for more in padding(width)
+    }
+    exchanged: dict[str, Gradients] = {
+        "the gradients of weight and bias are exchanged": (
+            lambda exact, right: {"weight": right["bias"], "bias": right["weight"]}
+        )
+    }
+    return {
+        **forwards(plainest | _of_divisors(width, True) | padded),
+        **forwards({"the variance is mean(x^2) - mean(x)^2: the difference of large numbers": _one_pass}, x.dtype),
+        **forwards({"the bias is not added": of_parts(rms, True, bias=0.0)}),
+        **backwards(layer_norm, _of_dx(True) | _of_weights(x, True) | exchanged),
+    }
+
+
+def _with_squares_of_mean(times: float) -> Formula:
+    """LayerNorm whose variance has as many squares of the mean too many."""
+
+    def formula(inputs: Inputs, settings: Settings) -> Tensor:
+        more = times * mean_of(inputs["x"]).square()
+        return of_parts(lambda x, eps: (mean_of(x * x) + more + eps).sqrt(), True)(inputs, settings)
+
+    return formula
+
+
+def _one_pass(inputs: Inputs, settings: Settings) -> Tensor:
+    x = inputs["x"].float()
+    mean = mean_of(x)
+    variance = mean_of(x * x) - mean * mean
+    y = (x - mean) * (variance + settings["eps"]).rsqrt() * inputs["weight"].float() + inputs["bias"].float()
+    return y.to(inputs["x"].dtype)
+
+
+def _over(width: int, columns: int) -> Divisor:
+    return lambda x, eps: (mean_of(x * x) * width / columns + eps).sqrt()
+
+
+def _of_first(columns: int) -> Divisor:
+    return lambda x, eps: rms(x[..., :columns], eps)
+
+
+def _always(eps: float) -> Divisor:
+    return lambda x, _: rms(x, eps)
+
+
+def _of_divisors(width: int, centred: bool) -> dict[str, Formula]:
+    divisors: dict[str, Divisor] = {
+        "eps is added to the root, not inside of it": lambda x, eps: rms(x, 0.0) + eps,
+        **{f"eps is always {eps:g}, whatever is given" if eps else "eps is missing": _always(eps) for eps in USUAL_EPS},
+        "eps is squared": lambda x, eps: rms(x, eps * eps),
+        "eps is added to the sum of squares, not to their mean": lambda x, eps: rms(x, eps / width),
+        "no root is taken": lambda x, eps: rms(x, eps).square(),
+        "squares are summed, not averaged": _over(width, 1),
+        "the mean of sizes stands for that of squares": lambda x, eps: mean_of(x.abs()) + eps,
+        "the mean itself stands for that of squares": lambda x, eps: (mean_of(x).square() + eps).sqrt(),
+        "the mean is over rows, not over columns": lambda x, eps: ((x * x).mean(0) + eps).sqrt(),
+        "the mean is over the whole tensor, not over each row": lambda x, eps: ((x * x).mean() + eps).sqrt(),
+        **{
+            f"the sum of squares is divided by {width + more} columns, not by {width}": _over(width, width + more)
+            for more in padding(width)
+        },
+        **{f"columns from {kept} on do not count in the mean of squares": _of_first(kept) for kept in cut(width)},
+    }
+    weights: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "the weight is applied as 1 + weight": lambda y, w: y * (1 + w),
+        "the weight is ignored": lambda y, w: y + 0 * w,
+        "the weight is added, not multiplied": torch.add,
+        "the weight is applied twice": lambda y, w: y * w * w,
+        "it is divided by the weight": torch.div,
+    }
+    formulas = {text: of_parts(divisor, centred) for text, divisor in divisors.items()}
+    return formulas | {text: of_parts(rms, centred, weighted) for text, weighted in weights.items()}
+
+
+def _of_dx(centred: bool) -> dict[str, Gradients]:
+    """Mistakes in dx = rstd (g - mean(g) - y mean(g y)), where g = upstream · weight; mean(g) is LayerNorm's alone."""
+
+    def less(g: Tensor) -> Tensor:
+        return less_mean(g, centred)
+
+    def of(made: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Gradients:
+        def gradients(exact: Problem, _: Outputs) -> Outputs:
+            do, x = exact.upstream, less(exact.inputs["x"])
+            rstd = 1 / rms(x, exact.settings["eps"])
+            return {"x": made(do * exact.inputs["weight"], x * rstd, rstd, do)}
+
+        return gradients
+
+    dx: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
+        "the term of the root is missing in dx: rstd is taken for a constant": lambda g, y, r, _: r * less(g),
+        "the term of the root is added in dx, not subtracted": lambda g, y, r, _: r * (less(g) + y * mean_of(g * y)),
+        "the term of the root is summed in dx, not averaged": (
+            lambda g, y, r, _: r * (less(g) - y * (g * y).sum(-1, keepdim=True))
+        ),
+        "dx is not multiplied by the weight": lambda g, y, r, do: r * (less(do) - y * mean_of(do * y)),
+        "dx is not divided by the root": lambda g, y, r, _: less(g) - y * mean_of(g * y),
+        "dx is multiplied by the variance, not by its inverse root": (
+            lambda g, y, r, _: r**-2 * (less(g) - y * mean_of(g * y))
+        ),
+        "the term of the mean is missing in dx": lambda g, y, r, _: r * (g - y * mean_of(g * y)),
+        "the term of the mean is subtracted twice in dx": (
+            lambda g, y, r, _: r * (g - 2 * mean_of(g) - y * mean_of(g * y))
+        ),
+    }
+    return {text: of(made) for text, made in dx.items() if centred or "term of the mean" not in text}
+
+
+def _of_weights(x: Tensor, centred: bool) -> dict[str, Gradients]:
+    def of(rows: slice, normalised: bool = True, times: float = 1.0) -> Gradients:
+        """The gradients of weight and bias, summed over some rows."""
+
+        def gradients(exact: Problem, _: Outputs) -> Outputs:
+            x = less_mean(exact.inputs["x"], centred)
+            y = x / rms(x, exact.settings["eps"]) if normalised else x
+            each = {"weight": exact.upstream * y, "bias": exact.upstream}
+            return {name: times * each[name].flatten(0, -2)[rows].sum(0) for name in each.keys() & exact.inputs.keys()}
+
+        return gradients
+
+    count = x.numel() // x.shape[-1]
+    parts = parts_of_sum("rows", count, (x.shape[0], *BLOCK_ROWS))
+    return {
+        "the weight's gradient is made of x, which is not normalised": of(slice(None), normalised=False),
+        "the weight's gradient is averaged over rows, not summed": of(slice(None), times=1 / count),
+        **{text: of(rows) for text, rows in parts.items()},
+    }

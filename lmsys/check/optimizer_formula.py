@@ -1,20 +1,26 @@
-"""The formulas of AdamW, Adam and SGD, with what an optimizer may do otherwise.
+"""The formulas of AdamW, Adam and SGD in their published forms, with what an optimizer may do otherwise.
 
 A formula has two parts. The rule is the arithmetic of one parameter (`Adam`, `Sgd`). The keeping is what surrounds it:
-which parameters are stepped, by which settings, and what becomes of their state. `optimizer_mistakes.py` lists mistakes
-in both.
+which parameters are stepped, by which settings, and what becomes of their state. `optimizer.py` lists mistakes in both.
 
     Adam  m = β1 m + (1 - β1) g,  v = β2 v + (1 - β2) g²,  p -= lr (m / (1 - β1ᵗ)) / (√(v / (1 - β2ᵗ)) + eps)
     Sgd   b = momentum b + (1 - dampening) g, in its first step b = g;  p -= lr b, or lr (g + momentum b) with nesterov
 
 Adam, AdamW: arXiv 1412.6980, Algorithm 1, and arXiv 1711.05101, Algorithm 2, as torch.optim has them: AdamW takes
-lr weight_decay p from p before the step, Adam and SGD add weight_decay p to g. `optimizer_forms.py` has the other
-published forms.
+lr weight_decay p from p before the step, Adam and SGD add weight_decay p to g.
+
+Two choices make a form of Adam and AdamW, and authors differ in both. None is a mistake where it is kept to:
+
+- eps is added to √(v / (1 - β2ᵗ)), after bias correction (arXiv 1412.6980, Algorithm 1; torch), or to √v, before it
+  (the efficient order of computation at the end of section 2 there; CS336's handout).
+- AdamW's weights decay before the step (arXiv 1711.05101, Algorithm 2; torch), or after it, moved as they are (CS336's
+  handout; transformers' AdamW).
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -185,3 +191,55 @@ class Formula:
                 values = [p.to(keeping.weights).to(dtype) for p in values]
             made.append(values)
         return made
+
+
+@dataclass(frozen=True)
+class Form:
+    """One of the ways to write an algorithm.
+
+    rule     its arithmetic
+    words    the name of the form, in words
+    differs  its distance from torch's form, in words; "" for torch's
+    """
+
+    rule: Adam | Sgd
+    words: str
+    differs: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.words}; it differs from torch's by {self.differs}" if self.differs else self.words
+
+
+def _before_correction(m: Tensor, v: Tensor, correction1: float, correction2: float, eps: float) -> Tensor:
+    return (m * (math.sqrt(correction2) / correction1)) / (v.sqrt() + eps)
+
+
+_ADAMW = Adam()
+_ADAM = Adam(taken=lambda lr, decay, p: 0.0, in_gradient=1.0)
+_LARGER_EPS = "an eps that is 1 / √(1 - beta2 ** t) times as large, 32 times in the first step of beta2 = 0.999"
+_LATE_DECAY = "lr weight_decay of the step itself"
+FORMS: Mapping[str, Sequence[Form]] = {  # where some do not differ, the first counts
+    "AdamW": (
+        Form(_ADAMW, "AdamW in the form of torch.optim.AdamW"),
+        Form(
+            replace(_ADAMW, update=_before_correction),
+            "AdamW with eps before bias correction, as in Kingma & Ba's efficient form (arXiv 1412.6980, section 2)",
+            _LARGER_EPS,
+        ),
+        Form(replace(_ADAMW, late=True), "AdamW with decay after the step, as in CS336's handout", _LATE_DECAY),
+        Form(
+            replace(_ADAMW, late=True, update=_before_correction),
+            "AdamW in the form of CS336's handout: decay after the step, eps before bias correction",
+            f"{_LATE_DECAY}, and by {_LARGER_EPS}",
+        ),
+    ),
+    "Adam": (
+        Form(_ADAM, "Adam in the form of torch.optim.Adam"),
+        Form(
+            replace(_ADAM, update=_before_correction),
+            "Adam with eps before bias correction, as in Kingma & Ba's efficient form (arXiv 1412.6980, section 2)",
+            _LARGER_EPS,
+        ),
+    ),
+    "SGD": (Form(Sgd(), "SGD in the form of torch.optim.SGD"),),
+}

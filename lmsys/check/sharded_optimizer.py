@@ -15,7 +15,7 @@ from lmsys.check.strategy import Ranks
 from lmsys.check.strategy import asked as asked_of_ranks
 from lmsys.check.strategy_mistakes import Rule
 from lmsys.check.trained import Before
-from lmsys.extremes.sharded_optimizer import OPTIMIZERS, optimizer_trials
+from lmsys.extremes.strategy import OPTIMIZERS, optimizer_trials
 from lmsys.registry import Entry
 
 CHANGED = ("lr", "momentum"), ("lr",), ("momentum",)  # options that a schedule changes

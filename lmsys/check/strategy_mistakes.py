@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from lmsys.check.trained import Before, Result, State, plain, ratio, wrong_parameters
-from lmsys.extremes.sharded_optimizer import OPTIMIZERS
-from lmsys.extremes.strategy import Trial
+from lmsys.extremes.strategy import OPTIMIZERS, Trial
 
 Ask = Callable[[Trial], Sequence[Result]]  # a training on the ranks, by rank
 # A mistake in words, in which braces stand for names of parameters, and the weights that a step with it leaves on all

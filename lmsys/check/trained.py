@@ -16,8 +16,7 @@ from torch import Tensor
 from lmsys import doing
 from lmsys.check.poison import poison
 from lmsys.check.recorder import Recorder
-from lmsys.extremes.sharded_optimizer import change_options, made_optimizer
-from lmsys.extremes.strategy import Probe, Trial, batch, probe
+from lmsys.extremes.strategy import Probe, Trial, batch, change_options, made_optimizer, probe
 from lmsys.parallel.adapter import Adapter
 from lmsys.parallel.group import STOPPED, device, is_lost_peer
 from lmsys.parallel.naive import Naive

@@ -3,9 +3,13 @@
 A `Trial` says what is trained: by its `parts` the module has tied weights, a layer used twice, frozen layers, layers
 that one rank or no rank uses, gradients from 1e-20 to 1e+10 in one bucket; its last rank may have a smaller batch. All
 values come from `lmsys.draws` and are scaled by powers of two, so that any machine makes the same.
+
+`OPTIMIZER_TRIALS` are what a sharded optimizer meets: groups of parameters, schedules, parameters without a gradient.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +37,7 @@ class Trial:
     uneven         the last rank has FEW examples in a batch, and others EXAMPLES
     small_buckets  the strategy is asked for buckets that hold a part of the module
     extreme        the question goes beyond a plain module and equal batches
-    sharded        a sharded optimizer is asked, whose gradients are means already: `lmsys.extremes.sharded_optimizer`
+    sharded        a sharded optimizer is asked, whose gradients are means already: `lmsys.extremes.strategy`
     optimizer      a name in its OPTIMIZERS
     groups         parameters are in two groups: biases are in a second, with other options
     schedule       learning rate and momentum change after each step
@@ -175,3 +179,46 @@ def batch(trial: Trial, step: int, micro_batch: int, rank: int) -> Tensor:
     key = draws.key(trial.seed, f"step {step}, micro-batch {micro_batch}, rank {rank}")
     count = trial.examples(rank)
     return draws.whole_numbers(key, 0, count * SEQUENCE, VOCABULARY).view(count, SEQUENCE)
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.25, "momentum": 0.5},
+    "AdamW": {"lr": 0.05, "eps": 1e-2, "weight_decay": 0.1},
+}
+SECOND: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.0}  # of the second group of parameters
+SLOWER = 0.5  # a schedule multiplies options by it after each step
+OPTIMIZER_TRIALS = (
+    Trial("SGD with momentum, one step", steps=1),
+    Trial("SGD with momentum", steps=3),
+    Trial("AdamW", steps=3, optimizer="AdamW"),
+    Trial("AdamW, tied weights", ("tied",), optimizer="AdamW"),
+    Trial("AdamW, groups of parameters", optimizer="AdamW", groups=True),
+    Trial("SGD with a schedule of learning rate and momentum", schedule=True),
+    Trial("frozen parameters", ("frozen",), optimizer="AdamW", extreme=True),
+    Trial("gradients from 1e-20 to 1e+10", ("sizes",), extreme=True),
+    Trial("parameters without a gradient", ("idle",), optimizer="AdamW", extreme=True),
+    Trial("fewer parameters than ranks", single=True, extreme=True),
+)
+
+
+def optimizer_trials(world_size: int, seed: int) -> list[Trial]:
+    """All trials, from the simplest to the rarest."""
+    return [replace(trial, sharded=True, world_size=world_size, seed=seed) for trial in OPTIMIZER_TRIALS]
+
+
+def made_optimizer(trial: Trial, module: nn.Module, make: Callable[..., Any]) -> Any:
+    """The trial's optimizer of the module, by make(parameters or groups, class, **options)."""
+    named: dict[str, Any] = dict(module.named_parameters())
+    params = [named["head.weight"]] if trial.single else list(named.values())
+    if trial.groups:
+        biases = [p for name, p in named.items() if name.endswith("bias")]
+        others = [p for name, p in named.items() if not name.endswith("bias")]
+        params = [{"params": others}, {"params": biases, **SECOND}]
+    return make(params, getattr(torch.optim, trial.optimizer), **OPTIMIZERS[trial.optimizer])
+
+
+def change_options(optimizer: Any) -> None:
+    """Does what a schedule does after a step."""
+    for group in optimizer.param_groups:
+        group["lr"] *= SLOWER
+        group["momentum"] *= SLOWER

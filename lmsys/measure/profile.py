@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from lmsys.measure.clock import CpuClock, clock_of, synchronize, timed
 from lmsys.measure.memory import allocator_events
+from lmsys.measure.step import Step
 
 PART = "part: "  # the prefix of our ranges in a trace
 KINDS = ("matmul", "attention", "elementwise", "reduction", "copy", "communication", "other")
@@ -418,3 +419,27 @@ def _timeline(sending: Intervals, computing: Intervals, steps: int) -> list[tupl
         late = [(max(a, middle) - middle, b - middle) for a, b in merged(intervals, gap) if b > middle]
         rows += [(what, float(f"{a:.5g}"), float(f"{b:.5g}")) for a, b in late[:MOST_INTERVALS]]
     return rows
+
+
+NUM_CALLS = 3
+
+
+def call_in_ranges(name: str, step: Step, device: str) -> None:
+    """Calls a step a few times, each on new inputs and in a push/pop range of this name, with nothing else in it.
+
+    A range is its thread's, so a backward runs in this thread too; and the device has done the call when it ends.
+    """
+    for draw in range(NUM_CALLS):
+        step.before()
+        step.redraw(draw)
+        prepared = step.prepare()
+        step.redraw_late(draw)
+        synchronize(device)
+        torch.cuda.nvtx.range_push(name)
+        try:
+            with torch.autograd.set_multithreading_enabled(False):
+                found = step.run(prepared)
+            synchronize(device)
+        finally:
+            torch.cuda.nvtx.range_pop()
+        step.keep(found, None)

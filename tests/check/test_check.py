@@ -8,8 +8,8 @@ import torch
 from lmsys.attention import ATTENTION
 from lmsys.check import attention, places
 from lmsys.check.__main__ import main
+from lmsys.check.kinds import RIGHT, WRONG, check
 from lmsys.check.question import Options
-from lmsys.check.verdict import RIGHT, WRONG, check
 from lmsys.registry import Entry
 from tests.support import wrong_kernels
 

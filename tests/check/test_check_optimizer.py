@@ -8,12 +8,9 @@ import torch
 from torch import Tensor
 
 from lmsys.check.kinds import kind_of
-from lmsys.check.optimizer import questions, remark
-from lmsys.check.optimizer_claims import claim_of
-from lmsys.check.optimizer_forms import FORMS, Form
-from lmsys.check.optimizer_formula import Formula, Trace
-from lmsys.check.optimizer_mistakes import mistakes
-from lmsys.check.optimizer_runs import asked_of, run_of, trace_of
+from lmsys.check.optimizer import mistakes, questions, remark
+from lmsys.check.optimizer_formula import FORMS, Form, Formula, Trace
+from lmsys.check.optimizer_runs import asked_of, claim_of, run_of, trace_of
 from lmsys.check.question import Fault, Options, Question
 from lmsys.extremes.optimizer import HUGE, LARGE, TINY, extreme, plant, planted
 from lmsys.registry import Entry

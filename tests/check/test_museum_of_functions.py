@@ -2,9 +2,8 @@
 
 import pytest
 
-from lmsys.check.kinds import KINDS, kind_of
+from lmsys.check.kinds import KINDS, RIGHT, WRONG, check, kind_of
 from lmsys.check.question import Options
-from lmsys.check.verdict import RIGHT, WRONG, check
 from lmsys.registry import Entry
 from tests.museum import loss, norm, rotary, swiglu
 from tests.museum.exhibit import EXHIBITS, Exhibit

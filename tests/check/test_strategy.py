@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from lmsys.check import sharded_optimizer, strategy
-from lmsys.check.kinds import find
+from lmsys.check.kinds import WRONG as WRONG_VERDICT
+from lmsys.check.kinds import check, find
 from lmsys.check.question import Fault, Options, Question
 from lmsys.check.strategy import Ranks
-from lmsys.check.verdict import WRONG as WRONG_VERDICT
-from lmsys.check.verdict import check
 from lmsys.parallel import STRATEGIES
 from lmsys.registry import Entry
 from tests.museum import parallel

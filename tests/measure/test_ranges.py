@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lmsys.bench import fields
-from lmsys.measure.ranges import NUM_CALLS, call_in_ranges
+from lmsys.measure.profile import NUM_CALLS, call_in_ranges
 from lmsys.measure.step import Step
 from tests.support.harness import Telling, cases_of, records
 

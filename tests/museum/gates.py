@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmsys.check.optimizer_claims import claim_of
+from lmsys.check.optimizer_runs import claim_of
 from lmsys.registry import Entry
 from tests.museum.mini import OPERATIONS, MiniModel, drawn, plain_of, tokens_of
 from tests.museum.ranks import Ranks, on_one

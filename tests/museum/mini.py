@@ -15,9 +15,8 @@ from lmsys import draws
 from lmsys.check.loss import roles_of
 from lmsys.check.norm import ROLES as NORM
 from lmsys.check.question import Options
+from lmsys.check.rotary import HALVES, pairs_of
 from lmsys.check.rotary import ROLES as ROTARY
-from lmsys.check.rotary import pairs_of
-from lmsys.check.rotary_mistakes import HALVES
 from lmsys.check.signature import called
 from lmsys.check.swiglu import ROLES as SWIGLU
 
