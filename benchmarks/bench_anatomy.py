@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import axes
-from benchmarks.model.benchmark import ModelBenchmark, Setup
+from benchmarks.bench_model import ModelBenchmark, Setup
 from benchmarks.model.cases import FIELDS, ModelTest
 from benchmarks.model.rig import Rig
 from benchmarks.sweeps import ANATOMY_MODES

@@ -3,29 +3,227 @@
 The result of each is checked. Then it is timed through our own calls, and in a plain loop of torch's.
 """
 
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
+from time import perf_counter
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
 from benchmarks import axes
-from benchmarks.collectives.rank import CollectiveCase, measure
+from lmsys import draws
 from lmsys.bench import (
     Axis,
     Benchmark,
+    Case,
     Entry,
     Field,
     Grid,
     Record,
     Settings,
+    Step,
     Table,
     bench,
     fields,
     one_of,
     positive,
 )
-from lmsys.bench.ranks import CLOCKS, world_sizes
+from lmsys.bench.ranks import CLOCKS, on_part, subgroup, times, world_sizes
 from lmsys.cost.communication import bus_factor
-from lmsys.parallel.group import BACKENDS
+from lmsys.measure.clock import synchronize
+from lmsys.parallel import collectives
+from lmsys.parallel.group import BACKENDS, device
+
+
+@dataclass(frozen=True)
+class CollectiveCase(Case):
+    """An operation on so many megabytes, of 10^6 bytes, over so many ranks."""
+
+    megabytes: int
+    world_size: int
+    backend: str
+
+    @property
+    def comparison(self) -> str:
+        return f"{self.section}-W{self.world_size}-{self.backend}"
+
+    @property
+    def id(self) -> str:
+        return f"{self.comparison}-{self.impl}-{self.megabytes}MB"
+
+    @property
+    def numel(self) -> int:
+        """float32 elements of the whole tensor, a multiple of the world size."""
+        return self.megabytes * 10**6 // 4 // self.world_size * self.world_size
+
+
+MAX_ROUNDS = 200
+LEAD_S = 0.05  # longer than the host needs to launch MAX_ROUNDS calls
+LOOP, LOOP_S = 20, 0.3  # calls of the plain loop, fewer where they would take longer
+CHECKED = 3  # timed calls whose results are checked
+MEANS = ("all_reduce", "reduce_scatter")
+_ENTROPY = random.SystemRandom()
+
+
+@dataclass
+class Found:
+    """On a rank: what is wrong with a result, empty if nothing is; seconds of each call through ours, and of one in
+    torch's plain loop; number and draw of the timed calls that were checked."""
+
+    wrong: str = ""
+    samples: list[float] = field(default_factory=list)
+    loop_s: float = 0.0
+    checked: list[tuple[int, int]] = field(default_factory=list)
+
+
+@on_part
+def measure(case: CollectiveCase, seconds: float | None, min_rounds: int, seed: int) -> Found:
+    """Ours and the plain loop take about so many `seconds` both; None: the operation is checked only."""
+    group, inputs = subgroup(case.world_size), Inputs(case, seed)
+    call = _ours(case, inputs, group)
+    inputs.fill(seed)
+    wrong = _differences(inputs, {seed: call()}).get(seed, "")
+    if seconds is None or _most(float(bool(wrong)), group):
+        return Found(wrong)
+    plain = _plain(case, inputs.stream[: case.numel].clone(), group)
+    calls = max(2, min(LOOP, int(LOOP_S / _loop(plain, 1, group))))
+    loop = min(_loop(plain, calls, group) for _ in range(2))
+    rounds = torch.tensor(max(min_rounds, min(MAX_ROUNDS, int(seconds / loop))), device=device())
+    dist.broadcast(rounds, 0, group=group)
+    drawn, checked = _plan(int(rounds), group)
+    samples, kept = _times(call, inputs, drawn, checked, group)
+    loop = min(loop, _loop(plain, calls, group))
+    numbers = {drawn[number]: number for number in checked}
+    for draw, text in _differences(inputs, {drawn[number]: found for number, found in kept.items()}).items():
+        wrong = f"right before it was timed, not in timed call {numbers[draw]}: {text}"
+    return Found(wrong, samples, loop, [(number, drawn[number]) for number in checked])
+
+
+def _plan(rounds: int, group: Any) -> tuple[list[int], list[int]]:
+    """The draws of so many calls, and the numbers of those that are checked: told by rank 0 when sampling begins."""
+    checked = _ENTROPY.sample(range(rounds), min(CHECKED, rounds))
+    told = torch.tensor([[_ENTROPY.getrandbits(53), number in checked] for number in range(rounds)], device=device())
+    dist.broadcast(told, 0, group=group)
+    drawn, flags = told.T.tolist()
+    return drawn, [number for number, flag in enumerate(flags) if flag]
+
+
+def _times(
+    call: Callable[[], Tensor], inputs: "Inputs", drawn: list[int], checked: list[int], group: Any
+) -> tuple[list[float], dict[int, Any]]:
+    """(seconds of each call, by number copies of the results that are checked), whose memory is there beforehand."""
+    room = [torch.empty_like(inputs.out) for _ in checked]
+
+    def keep(found: Tensor, key: int | None) -> Tensor | None:
+        return None if key is None else room.pop().copy_(found)
+
+    step = Step(lambda _: call(), redraw=inputs.fill, keep=keep)
+    return times(step, drawn, group, keys=dict.fromkeys(checked, 0), lead_s=LEAD_S)
+
+
+class Inputs:
+    """This rank's numbers: for each draw another window of a stream of whole numbers, which all ranks can make.
+
+    drawn   this rank's input: what the operation is to change, or to read
+    out     where its result is to be
+    stream  its numbers, held
+    """
+
+    def __init__(self, case: CollectiveCase, seed: int):
+        self.case, self.seed, self.rank = case, seed, dist.get_rank()
+        self.stream = self.stream_of(self.rank)
+        x = self.stream[: case.numel].clone()
+        part = x.chunk(case.world_size)[self.rank]
+        self.out = (part if case.impl == "reduce_scatter" else x).clone()
+        inputs = {"reduce_scatter": x, "all_gather": part}
+        self.drawn = inputs.get(case.impl, self.out)
+
+    def stream_of(self, rank: int) -> Tensor:
+        """Whole numbers of 16 bits, in float32: any order of addition gives the same sum, and whatever is narrower
+        than float32 another one."""
+        stream, count = draws.key(self.seed, f"rank {rank}"), self.case.numel + draws.STARTS
+        return draws.whole_numbers(stream, 0, count, 2**16, device()).float() - 2**15
+
+    def window(self, stream: Tensor, rank: int, draw: int) -> Tensor:
+        start = draws.start(draw, f"rank {rank}")
+        return stream[start : start + len(self.drawn)]
+
+    def fill(self, draw: int) -> None:
+        self.drawn.copy_(self.window(self.stream, self.rank, draw))
+
+    def expected(self, drawn: Iterable[int]) -> dict[int, Tensor]:
+        """By draw: what this rank's result should be, of a mean the sum."""
+        world_size, rank, kind = self.case.world_size, self.rank, self.case.impl
+        found: dict[int, list[Tensor]] = {draw: [] for draw in drawn}
+        for one in range(1 if kind == "broadcast" else world_size):
+            stream = self.stream if one == rank else self.stream_of(one)
+            for draw, parts in found.items():
+                part = self.window(stream, one, draw)
+                part = part.chunk(world_size)[rank] if kind == "reduce_scatter" else part
+                parts[:] = [parts[0] + part] if parts and kind in MEANS else [*parts, part.clone()]
+        return {draw: torch.cat(parts) for draw, parts in found.items()}
+
+
+def _ours(case: CollectiveCase, inputs: Inputs, group: Any) -> Callable[[], Tensor]:
+    operation, out = case.entry.load(), inputs.out
+    sent = () if inputs.drawn is out else (inputs.drawn,)
+
+    def run() -> Tensor:
+        if case.impl == "broadcast":
+            operation(out, group=group, group_src=0)
+        else:
+            operation(out, *sent, group, async_op=False).wait()
+        return out
+
+    return run
+
+
+def _plain(case: CollectiveCase, x: Tensor, group: Any) -> Callable[[], Any]:
+    """One call of torch.distributed, as its documentation has it."""
+    part = x.chunk(case.world_size)[dist.get_rank()].clone()
+    out = torch.empty_like(x)
+    average = dist.ReduceOp.AVG if case.backend == "nccl" else dist.ReduceOp.SUM
+    return {
+        "all_reduce": lambda: dist.all_reduce(out.zero_() if case.backend == "gloo" else out, average, group=group),
+        "reduce_scatter": lambda: collectives._reduce_scatter(part, x, average, group=group),
+        "all_gather": lambda: collectives._all_gather(out, part, group=group),
+        "broadcast": lambda: dist.broadcast(out, group=group, group_src=0),
+    }[case.impl]
+
+
+def _differences(inputs: Inputs, results: Mapping[int, Tensor]) -> dict[int, str]:
+    """Says what is wrong with which results, by the draws of their inputs."""
+    case, said = inputs.case, dict[int, str]()
+    scale = case.world_size if case.impl in MEANS else 1
+    for draw, expected in inputs.expected(results).items():
+        found = (results[draw] * scale).round()  # exact but for the division
+        if not torch.equal(found, expected):
+            off = (found - expected).abs().max().item() / scale
+            said[draw] = f"rank {inputs.rank}: the result of {case.impl} is off by {off:.3g}"
+    return said
+
+
+def _loop(call: Callable[[], Any], calls: int, group: Any) -> float:
+    """Seconds of a call among so many, one after another; of the slowest rank."""
+    dist.barrier(group)
+    synchronize(device().type)
+    start = perf_counter()
+    for _ in range(calls):
+        call()
+    synchronize(device().type)
+    return _most((perf_counter() - start) / calls, group)
+
+
+def _most(value: float, group: Any) -> float:
+    """The largest of any rank."""
+    found = torch.tensor(value, device=device())
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return found.item()
+
 
 OPERATIONS = Table(
     "operation",

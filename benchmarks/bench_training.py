@@ -15,8 +15,7 @@ from typing import Any
 from benchmarks import axes
 from benchmarks.arithmetic import DTYPES
 from benchmarks.models import AUTO, LLAMA, MODEL_ROWS, why_not
-from benchmarks.training.cases import TrainingCase
-from benchmarks.training.rank import CORPUS, Epoch, begin, clear, end, epoch, inspect, tokens_of
+from benchmarks.training.rank import CORPUS, Epoch, TrainingCase, begin, clear, end, epoch, inspect, tokens_of
 from lmsys.attention import ATTENTION
 from lmsys.bench import Axis, Benchmark, Candidate, Entry, Field, Grid, Record, Settings, bench, fields, positive
 from lmsys.bench.ranks import backend_of, num_nodes, world_sizes

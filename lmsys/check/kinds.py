@@ -18,7 +18,7 @@ from lmsys.check import signature
 from lmsys.check.poison import poison
 from lmsys.check.question import Fault, Options, Question
 from lmsys.parallel import STRATEGIES
-from lmsys.registry import Entry, Table
+from lmsys.registry import Entry, Table, load_target
 
 LIMIT_S = 600.0
 
@@ -27,33 +27,32 @@ LIMIT_S = 600.0
 class Kind:
     """A kind of implementation.
 
-    module  its questions: `questions(entry, options)`, and perhaps a last `remark(entry, options)`
-    table   the rows that a name can mean
+    table  the rows that a name can mean
+    asks   `module:function` of its questions, in whose module there may be a last `remark(entry, options)`
     """
 
     name: str
-    module: str
     table: Table
+    asks: str
 
     def questions(self, entry: Entry, options: Options) -> Iterator[Question]:
-        yield from importlib.import_module(self.module).questions(entry, options)
+        yield from load_target(self.asks)(entry, options)
 
     def remark(self, entry: Entry, options: Options) -> str | None:
-        said: Callable[..., str] | None = getattr(importlib.import_module(self.module), "remark", None)
+        module = importlib.import_module(self.asks.partition(":")[0])
+        said: Callable[..., str] | None = getattr(module, "remark", None)
         return said(entry, options) if said else None
 
 
-def _kind(name: str, table: Table | None = None) -> Kind:
-    return Kind(name, f"lmsys.check.{name}", table or Table(name, []))
-
-
 KINDS = {
-    kind.name: kind
-    for kind in (
-        _kind("attention", ATTENTION),
-        _kind("strategy", STRATEGIES),
-        *map(_kind, ("sharded_optimizer", "optimizer", "loss", "norm", "rotary", "swiglu")),
-    )
+    "attention": Kind("attention", ATTENTION, "lmsys.check.attention:questions"),
+    "strategy": Kind("strategy", STRATEGIES, "lmsys.check.strategy:questions"),
+    "sharded_optimizer": Kind(
+        "sharded_optimizer", Table("sharded_optimizer", []), "lmsys.check.strategy:optimizer_questions"
+    ),
+} | {
+    name: Kind(name, Table(name, []), f"lmsys.check.{name}:questions")
+    for name in ("optimizer", "loss", "norm", "rotary", "swiglu")
 }
 OF_SHARDED_OPTIMIZERS = {"optimizer_cls", "optimizer_class"}  # the parameter by which they are given torch's
 

@@ -1,23 +1,28 @@
-"""Strategies: trainings of small modules on two ranks, each held to plain SGD in float64 on one process.
+"""Strategies and sharded optimizers: trainings of small modules on two ranks, each held to one process in float64.
 
 The ranks are processes of gloo on a CPU, or GPUs with NCCL where there are two. What is right is the mean over ranks of
 each rank's gradient, as in DistributedDataParallel: with equal batches that is the gradient of the batch of all ranks,
 and a rank with a smaller batch counts as much as the others. Every rank must end with the weights of that training, by
 `lmsys.testing.error_ratio`, and begins with weights of its own, so that rank 0's have to be broadcast.
+
+A sharded optimizer is called as f(params, optimizer_cls, **kwargs), as in CS336, assignment 2. Ranks begin with equal
+weights; before each step every rank has the mean over ranks of the gradients, as after an all-reduce. Every rank must
+then end with all of the weights that `optimizer_cls` alone leads to in float64.
 """
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Self
+from typing import Any
 
 import torch
 
 from lmsys.check.question import Fault, Options, Question
 from lmsys.check.recorder import Mismatch, PeerFailed
-from lmsys.check.strategy_mistakes import Ask, Rules, explain, rules
-from lmsys.check.trained import Failure, Result, plain, prepare, train, why_not, wrong_parameters
-from lmsys.extremes.strategy import Trial, trials
+from lmsys.check.strategy_mistakes import Ask, Rule, Rules, explain, rules
+from lmsys.check.trained import Before, Failure, Result, plain, prepare, train, why_not, wrong_parameters
+from lmsys.extremes.strategy import OPTIMIZERS, Trial, optimizer_trials, trials
 from lmsys.parallel.group import WorkerError, WorkerGroup
 from lmsys.registry import Entry
 
@@ -26,33 +31,37 @@ QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # of ranks: else a wait that ends warn
 START_S, TRIAL_S = 120.0, 12.0  # to start ranks and import what they need; for a training of milliseconds
 
 
-def questions(entry: Entry, options: Options) -> Iterator[Question]:
-    """The trials, from the simplest to the rarest. Ranks start once, and again only where a trial has ended them."""
-    with Ranks() as ranks:
-        yield from asked(ranks, entry, options)
-
-
-def asked(
-    ranks: "Ranks",
+def questions(
     entry: Entry,
     options: Options,
+    ranks: "Ranks | None" = None,
     trials: Callable[[int, int], Sequence[Trial]] = trials,
     rules: Rules = rules,
 ) -> Iterator[Question]:
-    """The questions, by ranks that run already, and the rules by which mistakes are named."""
+    """The trials, from the simplest to the rarest. Ranks start once, and again only where a trial has ended them.
+
+    ranks  ones that run already, and go on; None: they start here, and end behind the last question
+    rules  by which mistakes are named
+    """
     row = entry.load()
-    for trial in trials(WORLD_SIZE, options.seed):
-        reason = why_not(entry, trial, row)
-        results = ranks.ask(entry, trial) if reason is None else []
-        failure = blamed(results)
-        may_refuse = trial.extreme or trial.micro_batches > 1  # what not every strategy takes
-        if may_refuse and failure is not None and failure.refuses:
-            reason = f"{trial.about}: it raises {failure.kind}: {failure.text.partition('. ')[0]}"
-        judge = partial(fault, partial(ranks.ask, entry), trial, results, rules)
-        yield Question(trial.about, judge, f"{trial.about}, {WORLD_SIZE} ranks", reason, trial.extreme)
+    with nullcontext(ranks) if ranks else Ranks() as running:
+        for trial in trials(WORLD_SIZE, options.seed):
+            reason = why_not(entry, trial, row)
+            results = running.ask(entry, trial) if reason is None else []
+            failure = blamed(results)
+            may_refuse = trial.extreme or trial.micro_batches > 1  # what not every strategy takes
+            if may_refuse and failure is not None and failure.refuses:
+                reason = f"{trial.about}: it raises {failure.kind}: {failure.text.partition('. ')[0]}"
+            judge = partial(fault, partial(running.ask, entry), trial, results, rules)
+            yield Question(trial.about, judge, f"{trial.about}, {WORLD_SIZE} ranks", reason, trial.extreme)
 
 
-class Ranks:
+def optimizer_questions(entry: Entry, options: Options, ranks: "Ranks | None" = None) -> Iterator[Question]:
+    """The trials of a sharded optimizer."""
+    return questions(entry, options, ranks, optimizer_trials, optimizer_rules)
+
+
+class Ranks(AbstractContextManager["Ranks"]):
     """Two ranks that train what they are asked; those that a training has ended are started again."""
 
     def __init__(self) -> None:
@@ -72,9 +81,6 @@ class Ranks:
             texts = [first, *(line.partition(": ")[2] for line in trace if line.startswith(kinds))]
             doing = first.partition(" failed ")[2].rstrip(":")
             return [Result(failure=Failure(error.rank, error.kind, texts[-1], doing))]
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self._group is not None:
@@ -108,3 +114,37 @@ def fault(ask: Ask, trial: Trial, results: Sequence[Result], rules: Rules = rule
     )
     text += f"  pattern: {mistake}" if mistake else "  no known mistake gives this result"
     return Fault(text, mistake, wrong[name])
+
+
+CHANGED = ("lr", "momentum"), ("lr",), ("momentum",)  # options that a schedule changes
+
+
+def optimizer_rules(steps: Sequence[Before]) -> Iterator[Rule]:
+    """Each known mistake, and the weights that the last of the steps then leads to."""
+    now, number, trial = steps[-1], len(steps) - 1, steps[-1].trial
+    g, world_size, given = now.means, trial.world_size, OPTIMIZERS[trial.optimizer]
+    yield "no rank steps ({names})", now.weights
+    for names in CHANGED if trial.schedule and number > 0 else ():
+        words = f"{' and '.join(names)} as changed in param_groups: the change is not used"
+        yield words, now.after(g, {name: given[name] for name in names})
+    yield "gradients are summed over ranks again", now.after({name: world_size * x for name, x in g.items()})
+    yield (
+        "gradients are divided by the number of ranks again",
+        now.after({name: x / world_size for name, x in g.items()}),
+    )
+    theirs = getattr(torch.optim, trial.optimizer)([torch.zeros(1)]).defaults
+    lost: dict[str, dict[str, Any]] = {
+        "the options of a group are lost: it has those of the first group": now.optimizer.param_groups[0],
+        "the options of a group are lost: it has the optimizer's": now.optimizer.defaults,
+        "the optimizer's options are lost: it has torch's defaults": theirs,
+    }
+    for words, options in lost.items():
+        yield words, now.after(g, {name: value for name, value in options.items() if name != "params"})
+    if number > 0:
+        yield "the optimizer's state is lost between steps", now.after(g, afresh=True)
+        left = steps[-2].means
+        stale = {name: x + left[name] * (world_size - 1) / world_size for name, x in g.items()}
+        yield "zero_grad() leaves gradients of parameters that other ranks own: they add to the next", now.after(stale)
+        both = {name: x + left[name] for name, x in g.items()}
+        yield "zero_grad() leaves gradients: they add to the next", now.after(both)
+    yield "it is stepped twice", now.after(g, times=2)

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.bench_collectives import Collectives
-from benchmarks.collectives.rank import Found
+from benchmarks.bench_collectives import Collectives, Found
 from benchmarks.sweeps import SWEEPS
 from lmsys.bench import Entry, Grid, Settings, Sweep
 from lmsys.bench.ranks import Ranks

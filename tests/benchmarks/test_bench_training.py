@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from benchmarks.bench_training import CURVE_POINTS, Training
 from benchmarks.sweeps import SWEEPS
 from benchmarks.training import rank as text
-from benchmarks.training.cases import TrainingCase
-from benchmarks.training.rank import tokens_of
+from benchmarks.training.rank import TrainingCase, tokens_of
 from lmsys.bench import Grid, Settings, Sweep, record
 from lmsys.bench.axes import given_axes
 from lmsys.bench.ranks import Ranks, Unsupported

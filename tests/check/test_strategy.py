@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lmsys.check import sharded_optimizer, strategy
+from lmsys.check import strategy
 from lmsys.check.kinds import WRONG as WRONG_VERDICT
 from lmsys.check.kinds import check, find
 from lmsys.check.question import Fault, Options, Question
@@ -20,7 +20,7 @@ from tests.museum.exhibit import EXHIBITS, Exhibit
 from tests.support.variants import some
 from tests.support.wrong_strategies import WRONG, WRONG_OPTIMIZERS
 
-KINDS = {"strategy": strategy, "sharded_optimizer": sharded_optimizer}
+KINDS = {"strategy": strategy.questions, "sharded_optimizer": strategy.optimizer_questions}
 QUICK = "bucketed", "torch_ddp_tuned", "MyDDP"  # others are asked on request
 SUPPORT = Path(__file__).parents[1] / "support"
 PLANTED = [
@@ -36,7 +36,7 @@ def ranks() -> Iterator[Ranks]:
 
 def first_fault(ranks: Ranks, kind: str, entry: Entry) -> tuple[Question, Fault] | None:
     """The first wrong answer, as the command finds it."""
-    for question in KINDS[kind].asked(ranks, entry, Options()):
+    for question in KINDS[kind](entry, Options(), ranks):
         if question.reason is None and (fault := question.judge()):
             return question, fault
     return None
@@ -74,7 +74,7 @@ def test_a_right_sharded_optimizer_is_not_accused(ranks: Ranks, row: Entry) -> N
 
 
 def test_what_a_row_refuses_is_not_asked(ranks: Ranks) -> None:
-    questions = list(strategy.asked(ranks, STRATEGIES["torch_fsdp2"], Options()))
+    questions = list(strategy.questions(STRATEGIES["torch_fsdp2"], Options(), ranks))
     told = {one.about: one.reason for one in questions if one.reason is not None}
     assert not any(one.judge() for one in questions if one.reason is None)
     assert told["small buckets"] == "it takes no size of buckets"
