@@ -177,5 +177,4 @@ def _contexts(level: str) -> tuple[Any, Any]:
             kept = matmuls[context.is_recompute] <= KEPT_MATMULS[level]
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)
-    return contexts
+    return create_selective_checkpoint_contexts(policy)

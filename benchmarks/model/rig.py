@@ -10,7 +10,7 @@ float32 rounds to multiples of 2**-149, whatever the size.
 import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -40,19 +40,52 @@ SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
 @dataclass
 class Update:
-    """Rows of a parameter with their moments, before an update and after it; the gradient and step that it took.
+    """Rows of a parameter with their moments, before an update and, once that is `done`, after it.
 
-    planted  the values of the gradients that were planted in the first rows
+    planted   the values of the gradients that are planted in the first rows; () for none
+    replaced  the gradients whose place they have taken
+    gradient, count, group  of the rows, the step and the settings that the update was made by
     """
 
     name: str
+    parameter: Tensor
     rows: list[int]
     old: dict[str, Tensor]
-    new: dict[str, Tensor]
-    gradient: Tensor
-    count: float
-    group: Mapping[str, Any]
+    new: dict[str, Tensor] = field(default_factory=dict)
     planted: Sequence[float] = ()
+    replaced: Tensor | None = None
+    gradient: Tensor = field(default_factory=lambda: torch.empty(0))
+    count: float = 0.0
+    group: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Tensor], num_rows: int, draw: int, optimizer: Optimizer | None) -> "Update":
+        """One that is to come, of rows that the draw says: no key is known before a call."""
+        chance = random.Random(draw)
+        name = chance.choice([name for name, p in parameters.items() if p.dim() == 2])
+        parameter = parameters[name]
+        rows = chance.sample(range(len(parameter)), min(num_rows, len(parameter)))
+        return cls(name, parameter, rows, _state(parameter, rows, optimizer))
+
+    def plant(self, values: Sequence[float], scale: float) -> None:
+        """Puts extreme gradients in place of those of the first rows, times a loss scale."""
+        gradient, self.planted = self.parameter.grad, values[: len(self.rows)]
+        assert gradient is not None
+        rows = self.rows[: len(self.planted)]
+        self.replaced = gradient[rows] / scale
+        plant(gradient, rows, self.planted, scale)
+
+    def put_back(self) -> None:
+        """The gradients, not scaled, as the backward has made them."""
+        if self.replaced is not None and self.parameter.grad is not None:
+            self.parameter.grad[self.rows[: len(self.planted)]] = self.replaced
+
+    def done(self, optimizer: Optimizer) -> "Update":
+        assert self.parameter.grad is not None
+        self.gradient, self.group = self.parameter.grad[self.rows], dict(optimizer.param_groups[0])
+        self.count = float(optimizer.state[self.parameter]["step"])
+        self.new = _state(self.parameter, self.rows, optimizer)
+        return self
 
     def ratios(self) -> dict[str, float]:
         """The error of each over its budget, which is what the formula loses in float32, its constants included.
@@ -88,50 +121,6 @@ def _ratio_of_row(new: Tensor, exact: Tensor, plain: Tensor) -> float:
         return ratio_of(new, exact, plain, torch.float32)
     new, exact, plain = (x.double() / SMALLEST_NORMAL for x in (new, exact, plain))
     return error_ratio(new, exact, plain.float())
-
-
-@dataclass
-class Watch:
-    """Rows of a parameter before an update, by the draw: no key is known before a call.
-
-    planted   the values of the gradients that are planted in the first rows; () for none
-    replaced  the gradients whose place they have taken
-    """
-
-    name: str
-    parameter: Tensor
-    rows: list[int]
-    old: dict[str, Tensor]
-    planted: Sequence[float] = ()
-    replaced: Tensor | None = None
-
-    @classmethod
-    def of(cls, parameters: Mapping[str, Tensor], num_rows: int, draw: int, optimizer: Optimizer | None) -> "Watch":
-        chance = random.Random(draw)
-        name = chance.choice([name for name, p in parameters.items() if p.dim() == 2])
-        parameter = parameters[name]
-        rows = chance.sample(range(len(parameter)), min(num_rows, len(parameter)))
-        return cls(name, parameter, rows, _state(parameter, rows, optimizer))
-
-    def plant(self, values: Sequence[float], scale: float) -> None:
-        """Puts extreme gradients in place of those of the first rows, times a loss scale."""
-        gradient, self.planted = self.parameter.grad, values[: len(self.rows)]
-        assert gradient is not None
-        rows = self.rows[: len(self.planted)]
-        self.replaced = gradient[rows] / scale
-        plant(gradient, rows, self.planted, scale)
-
-    def put_back(self) -> None:
-        """The gradients, not scaled, as the backward has made them."""
-        if self.replaced is not None and self.parameter.grad is not None:
-            self.parameter.grad[self.rows[: len(self.planted)]] = self.replaced
-
-    def done(self, optimizer: Optimizer) -> Update:
-        gradient, group = self.parameter.grad, dict(optimizer.param_groups[0])
-        assert gradient is not None
-        count = float(optimizer.state[self.parameter]["step"])
-        new = _state(self.parameter, self.rows, optimizer)
-        return Update(self.name, self.rows, self.old, new, gradient[self.rows], count, group, self.planted)
 
 
 def _state(parameter: Tensor, rows: list[int], optimizer: Optimizer | None) -> dict[str, Tensor]:
@@ -182,7 +171,7 @@ class Rig:
         self.draws = BatchDraws(vars(self.data), seed, below=dict.fromkeys(vars(self.data), below))
         self.draws.fill(seed)
         self.spots = Spots(self.base, self.data, self.precision)
-        self._watch: Watch | None = None
+        self._update: Update | None = None
         self.clear()
 
     def clear(self) -> None:
@@ -231,7 +220,7 @@ class Rig:
     def step_of(self, case: ModelTest) -> Step:
         """The call to time, on tokens of its own; a backward's forward, and an optimizer's gradients, are made untimed
         just before."""
-        keep = self._keep_outputs if case.mode in OUTPUTS else self._keep_gradients
+        keep = self.spots.outputs if case.mode in OUTPUTS else self._keep_gradients
         return replace(self._timed(case), redraw=partial(self._redraw, case), keep=partial(keep, case))
 
     def _timed(self, case: ModelTest) -> Step:
@@ -258,8 +247,8 @@ class Rig:
     def _make_gradients(self, case: ModelTest) -> None:
         """Those of the loss, but in a few rows that a draw has chosen: these are extreme."""
         self.loss(case).backward()
-        if self._watch is not None:
-            self._watch.plant(self._extremes(case), self.scaler.get_scale())
+        if self._update is not None:
+            self._update.plant(self._extremes(case), self.scaler.get_scale())
 
     def _extremes(self, case: ModelTest) -> Sequence[float]:
         """The values that the case's optimizer must hold: on a GPU torch's does not hold all that ours does."""
@@ -270,20 +259,16 @@ class Rig:
         if not case.peer and (rounded := self.model(case).rounded) is not None:
             rounded.refresh()  # in a training of its own no other row steps the weights
         if case.mode in UPDATES:
-            self._watch = Watch.of(self.spots.parameters, NUM_ROWS, draw, self.optimizers.get(case.peer))
-
-    def _keep_outputs(self, case: ModelTest, result: Any, key: int | None) -> Any:
-        return self.spots.outputs(case, result, key)
+            self._update = Update.of(self.spots.parameters, NUM_ROWS, draw, self.optimizers.get(case.peer))
 
     def _keep_gradients(self, case: ModelTest, result: Any, key: int | None) -> Any:
         if key is None:
             return None
         if case.mode not in UPDATES:
             return self.spots.gradients(key, self.scaler.get_scale())
-        assert self._watch is not None
-        update = self._watch.done(self.optimizers[case.peer])
-        self._watch.put_back()
-        return self.spots.gradients(key, 1.0) | {UPDATE: update}
+        assert self._update is not None
+        self._update.done(self.optimizers[case.peer]).put_back()
+        return self.spots.gradients(key, 1.0) | {UPDATE: self._update}
 
     def judge(self, case: ModelTest, kept: Kept) -> Mapping[str, float]:
         self.base.zero_grad(set_to_none=True)  # makes room
@@ -330,10 +315,10 @@ class Rig:
         """
         self.optimizers.pop(case.peer, None)
         for draw in range(CHECKED_UPDATES):
-            watch = Watch.of(self.spots.parameters, NUM_ROWS, draw, self.optimizers.get(case.peer))
-            watch.plant(self._extremes(case), self.scaler.get_scale())
+            update = Update.of(self.spots.parameters, NUM_ROWS, draw, self.optimizers.get(case.peer))
+            update.plant(self._extremes(case), self.scaler.get_scale())
             self.update(case)
-            _, wrong = verdict(watch.done(self.optimizers[case.peer]).ratios(), "before any timed call")
+            _, wrong = verdict(update.done(self.optimizers[case.peer]).ratios(), "before any timed call")
             if wrong:
                 raise WrongCall(wrong[1])
 

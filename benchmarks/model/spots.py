@@ -117,8 +117,7 @@ class Reference:
     def _block(self, index: int, x: Tensor) -> Tensor:
         layer = self.base.layers[index]
         weights = {name: self._used(f"layers.{index}.{name}") for name, _ in layer.named_parameters()}
-        found: Tensor = functional_call(layer, weights, (x, attend, self.base.rope, None))
-        return found
+        return functional_call(layer, weights, (x, attend, self.base.rope, None))
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return linear(hidden, self._used(HEAD))

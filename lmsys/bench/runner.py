@@ -155,7 +155,7 @@ class Runner:
     def machine(self) -> Record:
         one = self.settings
         facts = machine.describe(one.device, command=one.command, seed=one.seed, sweep=one.sweep)
-        facts["limits"] = self.limits.to_json() if self.limits else None
+        facts["limits"] = vars(self.limits) if self.limits else None
         clock = self.clock("device")
         facts["clock_share"] = {"seconds": clock.share_s, "measured_by": clock.share_by}
         if one.timed:

@@ -57,8 +57,7 @@ def options_of(settings: Settings) -> list[str]:
 
 
 def counts(settings: Settings) -> Tensor:
-    counted: Tensor = settings["targets"] != settings["ignore_index"]
-    return counted
+    return settings["targets"] != settings["ignore_index"]
 
 
 def mean(each: Tensor, settings: Settings) -> Tensor:

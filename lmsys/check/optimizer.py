@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lmsys.check import places
-from lmsys.check.optimizer_formula import FORMS, Adam, Form, Formula, Keeping, Run, Sgd, Trace
+from lmsys.check.optimizer_formula import FORMS, Adam, Form, Formula, Run, Sgd, Trace
 from lmsys.check.optimizer_runs import Asked, Claim, asked_of, claim_of, run_of, trace_of
 from lmsys.check.question import Fault, Options, Question
 from lmsys.registry import Entry
@@ -290,7 +290,7 @@ def mistakes(algorithm: str, rule: Adam | Sgd) -> Iterator[tuple[str, Formula]]:
     for words, changes in RULES[algorithm].items():
         yield words, Formula(replace(rule, **changes))
     for words, changes in KEEPINGS[algorithm].items():
-        yield words, Formula(rule, Keeping(**changes))
+        yield words, Formula(rule, **changes)
     for form in FORMS[algorithm]:
         if form.rule is not rule:
             yield f"the form is not that of the first steps: here it is {form.words}", Formula(form.rule)
@@ -302,5 +302,5 @@ def of_masters(rule: Adam | Sgd, loads: bool) -> tuple[str, Formula]:
     One that loses them without that has been refused before.
     """
     lost = "float32 masters are lost by load_state_dict" if loads else "float32 masters are lost"
-    formula = Formula(rule, Keeping(weights=torch.bfloat16))
+    formula = Formula(rule, weights=torch.bfloat16)
     return f"{lost}: steps smaller than bfloat16 rounds are nothing", formula

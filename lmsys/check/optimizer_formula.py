@@ -51,10 +51,6 @@ class Run:
     constructed: Settings = field(default_factory=dict)
 
 
-def _adam_update(m: Tensor, v: Tensor, correction1: float, correction2: float, eps: float) -> Tensor:
-    return (m / correction1) / ((v / correction2).sqrt() + eps)
-
-
 @dataclass(frozen=True)
 class Adam:
     """One step of one parameter.
@@ -75,7 +71,9 @@ class Adam:
     betas: Callable[[float, float], tuple[float, float]] = lambda beta1, beta2: (beta1, beta2)
     square: Callable[[Tensor], Tensor] = lambda g: g * g
     corrections: Callable[[float, float], tuple[float, float]] = lambda c1, c2: (c1, c2)
-    update: Callable[[Tensor, Tensor, float, float, float], Tensor] = _adam_update
+    update: Callable[[Tensor, Tensor, float, float, float], Tensor] = lambda m, v, c1, c2, eps: (
+        (m / c1) / ((v / c2).sqrt() + eps)
+    )
     keep: Callable[[Tensor], Tensor] = lambda moment: moment
 
     def step(self, p: Tensor, g: Tensor, state: State, settings: Settings, t: float) -> Tensor:
@@ -95,10 +93,6 @@ class Adam:
         return p - self.taken(settings["lr"], settings["weight_decay"], p)
 
 
-def _sgd_buffer(b: Tensor | None, g: Tensor, momentum: float, dampening: float) -> Tensor:
-    return g if b is None else momentum * b + (1 - dampening) * g
-
-
 @dataclass(frozen=True)
 class Sgd:
     """One step of one parameter.
@@ -113,7 +107,9 @@ class Sgd:
     taken: Callable[[float, float, Tensor], Tensor | float] = lambda lr, decay, p: 0.0
     in_gradient: float = 1.0
     only_with_momentum: bool = False
-    buffer: Callable[[Tensor | None, Tensor, float, float], Tensor] = _sgd_buffer
+    buffer: Callable[[Tensor | None, Tensor, float, float], Tensor] = lambda b, g, momentum, dampening: (
+        g if b is None else momentum * b + (1 - dampening) * g
+    )
     rate_within: bool = False
     nesterov: Callable[[Tensor, Tensor, float], Tensor] = lambda g, b, momentum: g + momentum * b
 
@@ -131,9 +127,10 @@ class Sgd:
 
 
 @dataclass(frozen=True)
-class Keeping:
-    """The bookkeeping that surrounds a rule.
+class Formula:
+    """A rule, and the keeping that surrounds it.
 
+    rule              the arithmetic of one parameter
     count             t from the parameter's number of steps, the calls of `step`, and the steps of all parameters
     without_gradient  what happens to a parameter that has no gradient: "nothing", "decay" or "step"
     shared            all parameters of a shape have one state
@@ -144,6 +141,7 @@ class Keeping:
     weights           the dtype that weights are rounded to after each step; None: they are not
     """
 
+    rule: Adam | Sgd
     count: Callable[[int, int, int], float] = lambda steps, calls, of_all: steps
     without_gradient: str = "nothing"
     shared: bool = False
@@ -153,42 +151,36 @@ class Keeping:
     setting: Callable[[Sequence[Sequence[Settings]], int, int], Settings] = lambda all, step, group: all[step][group]
     weights: torch.dtype | None = None
 
-
-@dataclass(frozen=True)
-class Formula:
-    rule: Adam | Sgd
-    keeping: Keeping = field(default_factory=Keeping)
-
     def trace(self, run: Run, begins: Trace | None = None, dtype: torch.dtype = torch.float64) -> Trace:
         """The parameters after each step, computed in a dtype: float64 is the measure, others are plain PyTorch.
 
         begins  by step, by parameter: the values that the step begins from; None: those that it has left itself
         """
-        keeping, loaded, of_all = self.keeping, False, 0
+        loaded, of_all = False, 0
         values = [p.to(dtype) for p in run.parameters]
         states: dict[Any, State] = defaultdict(dict)
         made: Trace = []
         for step, gradients in enumerate(run.gradients):
             if step in run.reloads:
-                states.update({key: keeping.loads(state) for key, state in states.items()})
+                states.update({key: self.loads(state) for key, state in states.items()})
                 loaded = True
             values = list(values) if begins is None else [p.to(dtype) for p in begins[step]]
             for group, i in [(group, i) for group, members in enumerate(run.groups) for i in members]:
-                settings, g = keeping.setting(run.settings, step, group), gradients[i]
-                settings = keeping.restores(settings, run.constructed) if loaded else settings
-                if g is None and keeping.without_gradient == "decay" and isinstance(self.rule, Adam):
+                settings, g = self.setting(run.settings, step, group), gradients[i]
+                settings = self.restores(settings, run.constructed) if loaded else settings
+                if g is None and self.without_gradient == "decay" and isinstance(self.rule, Adam):
                     values[i] = self.rule.decay(values[i], settings)
-                if g is None and keeping.without_gradient != "step":
+                if g is None and self.without_gradient != "step":
                     continue
                 of_all += 1
-                state = states[run.parameters[i].shape if keeping.shared else i]
+                state = states[run.parameters[i].shape if self.shared else i]
                 state["t"] = state.get("t", 0) + 1
-                t = keeping.count(state["t"], step + 1, of_all)
-                kept = {} if keeping.forgets else state
+                t = self.count(state["t"], step + 1, of_all)
+                kept = {} if self.forgets else state
                 g = torch.zeros_like(values[i]) if g is None else g.to(dtype)
                 values[i] = self.rule.step(values[i], g, kept, settings, t)
-            if keeping.weights is not None:
-                values = [p.to(keeping.weights).to(dtype) for p in values]
+            if self.weights is not None:
+                values = [p.to(self.weights).to(dtype) for p in values]
             made.append(values)
         return made
 

@@ -247,5 +247,4 @@ def _made(
     pairs = zip(run.groups, settings, strict=True)
     groups = [{"params": [parameters[i] for i in members], **claim.taken(given)} for members, given in pairs]
     masters = (claim.masters or {}) if parameters[0].dtype == torch.bfloat16 else {}
-    optimizer: Optimizer = make(groups, **claim.taken(settings[0]), **masters)
-    return optimizer
+    return make(groups, **claim.taken(settings[0]), **masters)

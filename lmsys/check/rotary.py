@@ -141,12 +141,15 @@ def frequencies(x: Tensor, theta: float) -> Tensor:
     return theta ** (-torch.arange(0, x.shape[-1], 2, device=x.device).to(dtype) / x.shape[-1])
 
 
-def turned(x: Tensor, angles: Tensor, pairs: str) -> Tensor:
-    """x (..., S, D) with the pairs turned by angles (S, D / 2), in x's dtype."""
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    first, second = x.unflatten(-1, (-1, 2)).unbind(-1) if pairs == NEIGHBOURS else x.chunk(2, dim=-1)
-    both = first * cos - second * sin, first * sin + second * cos
-    return torch.stack(both, dim=-1).flatten(-2) if pairs == NEIGHBOURS else torch.cat(both, dim=-1)
+def turned(x: Tensor, angles: Tensor, pairs: str, columns: str = "") -> Tensor:
+    """x (..., S, D) with the pairs turned by angles (S, D / 2), in x's dtype.
+
+    columns  the pairs that the tables of cosines and sines are laid out for; "": those that are turned
+    """
+    first, second = x.chunk(2, dim=-1) if pairs == HALVES else x.unflatten(-1, (-1, 2)).unbind(-1)
+    across = torch.cat((-second, first), -1) if pairs == HALVES else torch.stack((-second, first), -1).flatten(-2)
+    both = torch.cat((angles, angles), -1) if (columns or pairs) == HALVES else angles.repeat_interleave(2, -1)
+    return x * both.cos().to(x.dtype) + across * both.sin().to(x.dtype)
 
 
 def by(angles: Angles) -> Formula:
@@ -172,8 +175,8 @@ def mistakes(call: Called, problem: Problem) -> Mistakes:
         "it turns the other way: the sine has the wrong sign": by(lambda x, s: -angles_of(x, s)),
         "sine and cosine are exchanged": by(lambda x, s: math.pi / 2 - angles_of(x, s)),
         "x is returned as it is": lambda x, s: x["x"] * 1,
-        "pairs are mixed up: tables of neighbours, and halves are turned": _mixed_with_halves,
-        "pairs are mixed up: tables of halves, and neighbours are turned": _mixed_with_neighbours,
+        "pairs are mixed up: tables of neighbours, and halves are turned": _mixed(HALVES, NEIGHBOURS),
+        "pairs are mixed up: tables of halves, and neighbours are turned": _mixed(NEIGHBOURS, HALVES),
         "only the first half of the head dimension is turned": _half_turned,
     }
     of_angles = {} if call.has("cos") else forwards(ANGLES) | forwards(_rounded(problem.dtype), torch.float32)
@@ -201,18 +204,8 @@ BACKWARDS = {
 }
 
 
-def _mixed_with_neighbours(inputs: Inputs, settings: Settings) -> Tensor:
-    """The tables' columns are laid out for halves, and neighbours are turned."""
-    x, angles = inputs["x"], angles_of(inputs["x"], settings).repeat(1, 2)
-    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
-    across = torch.stack((-second, first), dim=-1).flatten(-2)
-    return x * angles.cos().to(x.dtype) + across * angles.sin().to(x.dtype)
-
-
-def _mixed_with_halves(inputs: Inputs, settings: Settings) -> Tensor:
-    x, angles = inputs["x"], angles_of(inputs["x"], settings).repeat_interleave(2, dim=-1)
-    first, second = x.chunk(2, dim=-1)
-    return x * angles.cos().to(x.dtype) + torch.cat((-second, first), dim=-1) * angles.sin().to(x.dtype)
+def _mixed(pairs: str, columns: str) -> Formula:
+    return lambda inputs, settings: turned(inputs["x"], angles_of(inputs["x"], settings), pairs, columns)
 
 
 def _half_turned(inputs: Inputs, settings: Settings) -> Tensor:
@@ -220,30 +213,22 @@ def _half_turned(inputs: Inputs, settings: Settings) -> Tensor:
     return torch.cat([turned(x, angles[:, : x.shape[-1] // 2], settings["pairs"]), rest], dim=-1)
 
 
-def _at(positions: Callable[[Tensor], Tensor]) -> Formula:
-    return by(lambda x, s: angles_of(x, {**s, "positions": positions(s["positions"])}))
-
-
-def _with_theta(theta: float) -> Formula:
-    return by(lambda x, s: angles_of(x, {**s, "theta": theta}))
-
-
-def _with_power(power: float) -> Formula:
-    """theta^(-2i / D) to this power."""
-    return by(lambda x, s: angles_of(x, {**s, "theta": s["theta"] ** power}))
+def _with(name: str, other: Any) -> Formula:
+    """Angles of another "positions" or "theta": a value, or a function of what is given."""
+    return by(lambda x, s: angles_of(x, {**s, name: other(s[name]) if callable(other) else other}))
 
 
 ANGLES: dict[str, Formula] = {
     "positions are ignored: they begin at 0, or a table of an earlier call is read again": (
-        _at(lambda p: torch.arange(len(p), device=p.device))
+        _with("positions", lambda p: torch.arange(len(p), device=p.device))
     ),
-    "positions begin at 1": _at(lambda p: p + 1),
-    "positions are one too few": _at(lambda p: p - 1),
-    "all tokens are at the last position": _at(lambda p: p[-1:].expand(len(p))),
-    **{f"theta is always {theta:,.0f}, whatever is given": _with_theta(theta) for theta in THETAS},
-    "frequencies rise with the column: the sign of the exponent is wrong": _with_power(-1.0),
-    "the exponent is -i / D, not -2i / D": _with_power(0.5),
-    "the exponent is -4i / D, not -2i / D": _with_power(2.0),
+    "positions begin at 1": _with("positions", lambda p: p + 1),
+    "positions are one too few": _with("positions", lambda p: p - 1),
+    "all tokens are at the last position": _with("positions", lambda p: p[-1:].expand(len(p))),
+    **{f"theta is always {theta:,.0f}, whatever is given": _with("theta", theta) for theta in THETAS},
+    "frequencies rise with the column: the sign of the exponent is wrong": _with("theta", lambda theta: theta**-1.0),
+    "the exponent is -i / D, not -2i / D": _with("theta", lambda theta: theta**0.5),
+    "the exponent is -4i / D, not -2i / D": _with("theta", lambda theta: theta**2.0),
 }
 
 

@@ -83,8 +83,7 @@ def called(implementation: Any, roles: Roles) -> Called:
 def built(implementation: Any, roles: Roles, values: Mapping[str, Any]) -> nn.Module:
     """A module of its class, built with the values of its roles. ValueError as `called` has it."""
     given = _roles(inspect.signature(implementation).parameters, roles)
-    module: nn.Module = implementation(**{name: values[role] for name, role in given.items()})
-    return module
+    return implementation(**{name: values[role] for name, role in given.items()})
 
 
 def _roles(parameters: Mapping[str, inspect.Parameter], roles: Roles, positional: bool = False) -> dict[str, str]:
@@ -97,12 +96,8 @@ def _roles(parameters: Mapping[str, inspect.Parameter], roles: Roles, positional
             parameter.VAR_POSITIONAL,
             parameter.VAR_KEYWORD,
         ):
-            raise ValueError(_unknown(name, roles))
+            names = "; ".join(f"{role}: {', '.join(some)}" for role, some in roles.items())
+            raise ValueError(f"parameter {name!r} has no default and no known name ({names})")
         elif positional:
             break  # what comes behind it keeps its default
     return given
-
-
-def _unknown(name: str, roles: Roles) -> str:
-    names = "; ".join(f"{role}: {', '.join(some)}" for role, some in roles.items())
-    return f"parameter {name!r} has no default and no known name ({names})"

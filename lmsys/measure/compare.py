@@ -151,7 +151,8 @@ def interleave(
         for name, cost in costs.items()
     }
     warming = math.ceil(clock.warm_s / sum(cost.device_s for cost in costs.values()))
-    theirs, warming = _agreed(turns, rounds, warming)
+    theirs, their_warming = turns.exchange((rounds, warming)) or (dict[str, int](), 0)
+    warming = max(warming, their_warming)
     rounds = {name: max(count, theirs.get(name, 0)) for name, count in rounds.items()}
     expect(sum(max(cost.host_s, cost.device_s) * (rounds[name] + warming) for name, cost in costs.items()))
     clock.expect(partial(next(iter(steps.values())).redraw_late, 0))
@@ -225,14 +226,7 @@ class _Taken:
             self._clock.forget(self.pending.pop(name))
             del self.result.kept[name]
             return None
-        taken: tuple[Any, int, Kept | None] = found
-        return taken
-
-
-def _agreed(turns: Turns, rounds: dict[str, int], warming: int) -> tuple[dict[str, int], int]:
-    """The rounds of each row by the other process, and how many only warm in both."""
-    theirs, their_warming = turns.exchange((rounds, warming)) or ({}, 0)
-    return theirs, max(warming, their_warming)
+        return found
 
 
 def _order(index: int, names: Collection[str], theirs: Container[str]) -> list[str]:

@@ -6,12 +6,14 @@ device is never idle meanwhile, but where the host launches more slowly than it 
 """
 
 import threading
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from time import perf_counter
 from typing import Any, Self
+
+import numpy as np
+import torch
 
 from lmsys.measure.sensors import Sensors
 from lmsys.measure.step import Step, nothing
@@ -141,23 +143,16 @@ def moves_of(samples: Sequence[Sample], begin_s: float) -> list[tuple[float, flo
 
 def _integral(samples: Sequence[Sample]) -> float | None:
     """Joules: power over time, straight between samples."""
-    total = 0.0
-    for one, other in pairwise(samples):
-        if one.watts is None or other.watts is None:
-            return None
-        total += (one.watts + other.watts) / 2 * (other.at_s - one.at_s)
-    return total
+    if any(one.watts is None for one in samples):
+        return None
+    at_s, watts = torch.tensor([(one.at_s, one.watts) for one in samples], dtype=torch.float64).T
+    return torch.trapezoid(watts, at_s).item()
 
 
 def calls_between(marks: Sequence[Mark], begin_s: float, end_s: float) -> float:
     """The calls between two moments, where they go on evenly between marks."""
-    return _done(marks, end_s) - _done(marks, begin_s)
-
-
-def _done(marks: Sequence[Mark], at_s: float) -> float:
-    place = min(max(bisect_right(marks, at_s, key=lambda mark: mark[0]), 1), len(marks) - 1)
-    (before_s, before), (after_s, after) = marks[place - 1], marks[place]
-    return before + (after - before) * (at_s - before_s) / (after_s - before_s)
+    first, last = np.interp((begin_s, end_s), *zip(*marks, strict=True))
+    return float(last - first)
 
 
 def repeated(call: Callable[[], Any], synchronize: Callable[[], Any], marks: list[Mark]) -> Iterator[float]:

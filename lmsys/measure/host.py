@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,13 +66,19 @@ class Load:
 def load(parent: int, root: Path = Path("/")) -> Load | None:
     """The load now, `parent` and all that it has started being the family; None where Linux does not tell."""
     with suppress(OSError, ValueError, IndexError):
-        ticks, processes = os.sysconf("SC_CLK_TCK"), _processes(root / "proc")
-        family = {parent}
-        while more := {pid for pid, (above, _) in processes.items() if above in family} - family:
-            family |= more
+        ticks, processes = os.sysconf("SC_CLK_TCK"), processes_in(root / "proc")
+        family = family_of(parent, processes)
         own = sum(processes[pid][1] for pid in family if pid in processes)
         return Load(time.monotonic(), _busy_ticks(root / "proc/stat") / ticks, own / ticks, frozenset(family))
     return None
+
+
+def family_of(parent: int, processes: Mapping[int, tuple[int, int]]) -> set[int]:
+    """`parent` and all that it has started, of what `processes_in` tells."""
+    family = {parent}
+    while more := {pid for pid, (above, _) in processes.items() if above in family} - family:
+        family |= more
+    return family
 
 
 def others_share(before: Load | None, after: Load | None) -> float | None:
@@ -92,7 +99,7 @@ def _busy_ticks(stat: Path) -> int:
     return sum(int(words[at]) for words in lines for at in (1, 2, 3, 6, 7, 8))
 
 
-def _processes(proc: Path) -> dict[int, tuple[int, int]]:
+def processes_in(proc: Path) -> dict[int, tuple[int, int]]:
     """By a process's number: its parent's, and the ticks that it and those that it has waited for have used."""
     found = {}
     for folder in proc.iterdir():

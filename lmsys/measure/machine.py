@@ -199,9 +199,6 @@ class Limits:
         arithmetic = flops / self.flops_per_s[dtype] if dtype in self.flops_per_s else 0.0
         return max(arithmetic, read_bytes / self.bytes_per_s)
 
-    def to_json(self) -> dict[str, Any]:
-        return {"flops_per_s": self.flops_per_s, "bytes_per_s": self.bytes_per_s}
-
 
 def limits_of(device: str, max_sm_mhz: float | None) -> Limits | None:
     """The current GPU's limits; None on a CPU, for a GPU that the table lacks, and where clocks cannot be read."""

@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lmsys.measure.host import available_bytes, resident_bytes
+from lmsys.measure.host import available_bytes, family_of, processes_in, resident_bytes
 from lmsys.values import shortly
 
 UNITS = {
@@ -94,7 +94,7 @@ def peak_resident_bytes(command: Sequence[str], interval_s: float = 0.01) -> int
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     peak = 0
     while process.poll() is None:
-        peak = max(peak, sum(map(resident_bytes, _family(process.pid))))
+        peak = max(peak, sum(map(resident_bytes, family_of(process.pid, processes_in(Path("/proc"))))))
         time.sleep(interval_s)
     assert process.stderr is not None
     with process.stderr:
@@ -102,21 +102,6 @@ def peak_resident_bytes(command: Sequence[str], interval_s: float = 0.01) -> int
     if process.returncode:
         raise RuntimeError(f"{shlex.join(command)} ended with {process.returncode}: {said.splitlines()[-1:]}")
     return peak
-
-
-def _family(pid: int) -> list[int]:
-    """The process and those that descend from it."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it has just ended
-        children.setdefault(parent, []).append(int(stat.parent.name))
-    found = [pid]
-    for one in found:
-        found += children.get(one, [])
-    return found
 
 
 def saved_bytes(forward: Callable[[], Any]) -> int:
@@ -277,6 +262,7 @@ def _source(frames: list[dict[str, Any]]) -> tuple[str, str]:
 def _events_on_cpu(call: Callable[[], Any], lines: bool) -> list[AllocatorEvent]:
     with _Lines() if lines else nullcontext():
         recorded = _profiled(call)  # held until the lines are read: an event does not keep the one around it alive
+    found = [e for e in recorded if e.tag.name == "Allocation" and e.extra_fields.device.type == "cpu"]
     return [
         AllocatorEvent(
             event.start_time_ns,
@@ -284,7 +270,7 @@ def _events_on_cpu(call: Callable[[], Any], lines: bool) -> list[AllocatorEvent]
             event.extra_fields.ptr,
             *(_marked_source(event) if lines else ()),
         )
-        for event in _allocations(recorded)
+        for event in sorted(found, key=lambda event: event.start_time_ns)
     ]
 
 
@@ -299,11 +285,6 @@ def _profiled(call: Callable[[], Any]) -> list[Any]:
         found.append(waiting.pop())
         waiting.extend(found[-1].children)
     return found
-
-
-def _allocations(events: list[Any]) -> list[Any]:
-    found = (event for event in events if event.tag.name == "Allocation" and event.extra_fields.device.type == "cpu")
-    return sorted(found, key=lambda event: event.start_time_ns)
 
 
 class _Lines(TorchDispatchMode):

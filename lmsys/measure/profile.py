@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from lmsys.measure.clock import CpuClock, clock_of, synchronize, timed
+from lmsys.measure.clock import CpuClock, synchronize, timed
 from lmsys.measure.memory import allocator_events
 from lmsys.measure.step import Step
 
@@ -154,31 +154,24 @@ class Profile:
     """Where a call's time goes, per call. `dataclasses.asdict` makes JSON of it.
 
     kernel_s: the sum over kernels, which run side by side on several streams; profiled_s: wall time under the profiler,
-    the mean of the same calls; clocked_s: a call without it, by events on CUDA, the median. shares: of kernel_s.
+    the mean of the same calls. shares: of kernel_s.
     """
 
-    device: str
-    steps: int
-    clocked_s: float
     profiled_s: float
     kernel_s: float
     shares: dict[str, float]
     kernels: list[Kernel]
     parts: list[Part]
-    trace: str | None
 
 
 def profile_call(call: Callable[[], Any], device: str, *, steps: int = 3, trace: Path | None = None) -> Profile:
-    """Profiles `steps` calls, after one that warms up, as many that are clocked and one under the idling profiler.
+    """Profiles `steps` calls, after one that warms up and one under the idling profiler.
 
     `trace`, a .json file, keeps the trace: for ui.perfetto.dev or chrome://tracing.
     """
     if steps < 1:
         raise ValueError(f"{steps=} must be at least 1")
     call()
-    clock = clock_of(device)
-    clocked_s = statistics.median(timed(clock, call, steps))
-    del clock  # and the memory that it holds on a GPU
     with tempfile.TemporaryDirectory() as folder:
         path = Path(trace) if trace else Path(folder) / "trace.json"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -188,9 +181,7 @@ def profile_call(call: Callable[[], Any], device: str, *, steps: int = 3, trace:
     shares = dict.fromkeys(KINDS, 0.0)
     for kernel in kernels:
         shares[kernel.kind] += kernel.total_s / kernel_s
-    return Profile(
-        device, steps, clocked_s, profiled_s, kernel_s, shares, kernels, parts, str(trace) if trace else None
-    )
+    return Profile(profiled_s, kernel_s, shares, kernels, parts)
 
 
 def _write_trace(call: Callable[[], Any], device: str, steps: int, path: Path) -> float:

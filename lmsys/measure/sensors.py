@@ -145,9 +145,9 @@ class Cpu(Sensors):
             self.why_no_joules = NOT_READABLE.format(error=error)
 
     def read(self) -> Reading:
-        found = [_number(file) for file in self._files("scaling_cur_freq")]
-        known = [one for one in found if one is not None]
-        return Reading(cpu_clock_mhz=sum(known) / len(known) / 1e3 if known else None)
+        with suppress(OSError, ValueError):
+            return Reading(cpu_clock_mhz=statistics.fmean(map(_whole, self._files("scaling_cur_freq"))) / 1e3)
+        return Reading()
 
     def joules(self) -> float:
         for one, (last, limit) in self._counters.items():
@@ -197,13 +197,6 @@ def _scaled(unit: float, value: float | None) -> float | None:
 
 def _whole(file: Path) -> int:
     return int(file.read_text())
-
-
-def _number(file: Path) -> float | None:
-    try:
-        return float(file.read_text())
-    except (OSError, ValueError):
-        return None
 
 
 Number = TypeVar("Number", int, float)

@@ -322,12 +322,12 @@ def test_memory_is_predicted_for_attention_that_keeps_no_scores() -> None:
     assert found["step", "eager", "sdpa_flash"]["predicted_bytes"] == predicted
 
 
-@pytest.mark.parametrize(("what", "outcome"), [("benchmark.Rig", "oom"), ("check.Gate.judge", "error")])
+@pytest.mark.parametrize(("what", "outcome"), [("bench_model.Rig", "oom"), ("model.check.Gate.judge", "error")])
 def test_what_fails_outside_a_row_fails_every_case(what: str, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(f"benchmarks.model.{what}", fails)
+    monkeypatch.setattr(f"benchmarks.{what}", fails)
     for one in records().values():
         assert one["outcome"] == outcome and "no room" in one["reason"]
 

@@ -299,7 +299,7 @@ def test_planted_gradients_are_put_back_before_gradients_are_judged() -> None:
         rig = Rig(case, seed=0)
         step = rig.step_of(case)
         step.redraw(3)
-        watch = rig._watch
+        watch = rig._update
         assert watch is not None
         rig.loss(case).backward()
         assert watch.parameter.grad is not None

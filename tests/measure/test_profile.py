@@ -103,7 +103,7 @@ def model(x: Tensor, w: Tensor) -> Tensor:
     return x
 
 
-def test_a_profile_tells_kernels_parts_and_clock(tmp_path: Path, device: str) -> None:
+def test_a_profile_tells_kernels_and_parts(tmp_path: Path, device: str) -> None:
     x = torch.randn(256, 256, device=device)
     w = torch.randn(256, 256, device=device, requires_grad=True)
     calls = []
@@ -117,10 +117,9 @@ def test_a_profile_tells_kernels_parts_and_clock(tmp_path: Path, device: str) ->
 
     path = tmp_path / "new" / "trace.json"
     found = profile_call(call, device, steps=2, trace=path)
-    assert len(calls) == 1 + 2 + 1 + 2
+    assert len(calls) == 1 + 1 + 2
     assert json.loads(json.dumps(dataclasses.asdict(found))) == dataclasses.asdict(found)
-    assert (found.device, found.steps, found.trace) == (device, 2, str(path))
-    assert 0 < found.kernel_s <= found.profiled_s and found.clocked_s > 0
+    assert 0 < found.kernel_s <= found.profiled_s
     assert found.shares.keys() == set(KINDS) and sum(found.shares.values()) == pytest.approx(1)
     assert found.shares["matmul"] > 0 and found.shares["reduction"] > 0 and found.shares["communication"] == 0
     assert sum(k.total_s for k in found.kernels) == pytest.approx(found.kernel_s)
@@ -140,11 +139,11 @@ def test_a_profile_tells_kernels_parts_and_clock(tmp_path: Path, device: str) ->
     assert {"traceEvents", "displayTimeUnit"} <= json.loads(path.read_text()).keys()
 
 
-def test_the_clock_runs_without_the_profiler() -> None:
-    slow = iter([0.0, 0.1, 0.1, 0.1, 0.0, 0.01, 0.01, 0.01])
+def test_calls_that_warm_up_do_not_count() -> None:
+    slow = iter([0.1, 0.1, 0.01, 0.01, 0.01])
     found = profile_call(lambda: time.sleep(next(slow)), "cpu")
-    assert found.clocked_s >= 0.1 > found.profiled_s >= 0.01
-    assert found.kernels == [] and found.kernel_s == 0 and found.trace is None
+    assert found.profiled_s >= 0.01 and next(slow, None) is None
+    assert found.kernels == [] and found.kernel_s == 0
 
 
 def test_bad_numbers_are_named() -> None:
@@ -296,4 +295,4 @@ def test_cuda_kernels_are_profiled() -> None:
     found = profile_call(lambda: model(x, x), "cuda", steps=3)
     assert found.shares["matmul"] > found.shares["reduction"] > 0 == found.shares["other"]
     assert all(kernel.count == 1 for kernel in found.kernels), found.kernels
-    assert 0.3 * found.clocked_s < found.kernel_s < found.profiled_s
+    assert 0 < found.kernel_s < found.profiled_s
