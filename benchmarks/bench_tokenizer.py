@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -266,7 +267,9 @@ class Tokenizers(Benchmark):
                 return None
             if case.task == "train":
                 return list(found.merges)
-            return rows.some_ids_of(found, setup.end_of_text, setup.drawn.chosen(key))
+            ids = rows.ids_by_document(found, setup.end_of_text)
+            chosen = [number for number in setup.drawn.chosen(key) if number < len(ids)]
+            return len(ids), {number: list(map(int, ids[number])) for number in chosen}
 
         return Step(lambda call: call(), lambda: rows.call_of(*arguments), redraw=setup.write, keep=keep)
 
@@ -305,10 +308,12 @@ def by_definition(task: str, texts: Texts) -> list[Any]:
 
 
 def found_by(case: TokenizerCase, texts: Texts) -> list[Any]:
-    row, encodes = case.entry.load(), case.task == "encode"
+    row, encodes, end = case.entry.load(), case.task == "encode", texts.end_of_text
     text, asked = (texts.path, texts.tokenizer) if encodes else (texts.small, SMALLEST + SMALL_TOKENS)
     found = rows.call_of(row, case.task, text, asked, case.processes)()
-    return rows.ids_of(found, texts.end_of_text) if encodes else found.merges
+    if not encodes:
+        return found.merges
+    return list(map(int, chain.from_iterable((*ids, end) for ids in rows.ids_by_document(found, end))))[:-1]
 
 
 test_tokenizer = bench(Tokenizers)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from lmsys.bench.ranks import Ranks
-from lmsys.check.poison import poison
+from lmsys.check.question import poison
 from lmsys.parallel.group import WorkerGroup
 from tests.support.processes import STARTUP, smoke_sweep
 

@@ -6,8 +6,8 @@ own, with nothing else loaded: that is how its memory is measured. Imports no to
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from itertools import chain, pairwise
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class Ours:
 
     @staticmethod
     def encoder(text: Path, tokenizer: Tokenizer, processes: int) -> Call:
-        """A function that encodes the text with an empty cache of words. `ids_of` reads its result."""
+        """A function that encodes the text with an empty cache of words. `ids_by_document` reads its result."""
         new = Tokenizer(tokenizer.vocab, tokenizer.merges, tokenizer.special_tokens)
         return lambda: list(encode_files(new, [text], processes))
 
@@ -98,22 +98,13 @@ def documents_of(text: Path) -> list[str]:
     return text.read_text(encoding="utf-8").split(END_OF_TEXT)
 
 
-def ids_of(result: list[Any], end_of_text: int) -> list[int]:
-    """One list of ids. Some rows encode each document alone: there the end of text is put back between them."""
-    if result and isinstance(result[0], np.ndarray):
-        return np.concatenate(result).tolist()
-    documents = [one if isinstance(one, list) else one.ids for one in result]
-    return list(chain.from_iterable((*one, end_of_text) for one in documents))[:-1]
-
-
-def some_ids_of(result: list[Any], end_of_text: int, chosen: Sequence[int]) -> tuple[int, dict[int, list[int]]]:
-    """(the number of documents, the ids of those that are chosen)."""
-    if result and isinstance(result[0], np.ndarray):
-        ids = np.concatenate(result)
-        ends = [-1, *np.flatnonzero(ids == end_of_text).tolist(), len(ids)]
-        result = [ids[start + 1 : stop] for start, stop in pairwise(ends)]
-    found = {number: result[number] for number in chosen if number < len(result)}
-    return len(result), {number: list(map(int, getattr(one, "ids", one))) for number, one in found.items()}
+def ids_by_document(result: list[Any], end_of_text: int) -> list[Any]:
+    """The ids of each document. Some rows encode each alone; in the chunks of others ends of text divide them."""
+    if not (result and isinstance(result[0], np.ndarray)):
+        return [getattr(one, "ids", one) for one in result]
+    ids = np.concatenate(result)
+    ends = [-1, *np.flatnonzero(ids == end_of_text).tolist(), len(ids)]
+    return [ids[start + 1 : stop] for start, stop in pairwise(ends)]
 
 
 def tiktoken_supports(case: Any) -> str | None:

@@ -15,8 +15,7 @@ import torch
 
 from lmsys.attention import ATTENTION
 from lmsys.check import signature
-from lmsys.check.poison import poison
-from lmsys.check.question import Fault, Options, Question
+from lmsys.check.question import Fault, Options, Question, poison
 from lmsys.parallel import STRATEGIES
 from lmsys.registry import Entry, Table, load_target
 

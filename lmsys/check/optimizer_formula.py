@@ -20,7 +20,7 @@ Two choices make a form of Adam and AdamW, and authors differ in both. None is a
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,15 @@ from torch import Tensor
 Settings = Mapping[str, Any]
 State = dict[str, Any]
 Trace = list[list[Tensor]]  # by step, by parameter: its values after the step
+DEFAULTS: Settings = {  # what an optimizer is made with, but where a run says otherwise
+    "lr": 0.1,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "momentum": 0.0,
+    "dampening": 0.0,
+    "nesterov": False,
+}
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,6 @@ class Run:
     settings    by step, by group: lr and the rest
     gradients   by step, by parameter: None where it has none
     reloads     the steps before which the optimizer is made anew, and its state dict is saved and loaded
-    constructed the settings that it is made anew with
     """
 
     parameters: Sequence[Tensor]
@@ -48,7 +56,6 @@ class Run:
     settings: Sequence[Sequence[Settings]]
     gradients: Sequence[Sequence[Tensor | None]]
     reloads: frozenset[int] = frozenset()
-    constructed: Settings = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -167,7 +174,7 @@ class Formula:
             values = list(values) if begins is None else [p.to(dtype) for p in begins[step]]
             for group, i in [(group, i) for group, members in enumerate(run.groups) for i in members]:
                 settings, g = self.setting(run.settings, step, group), gradients[i]
-                settings = self.restores(settings, run.constructed) if loaded else settings
+                settings = self.restores(settings, DEFAULTS) if loaded else settings
                 if g is None and self.without_gradient == "decay" and isinstance(self.rule, Adam):
                     values[i] = self.rule.decay(values[i], settings)
                 if g is None and self.without_gradient != "step":

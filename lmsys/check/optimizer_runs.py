@@ -11,19 +11,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lmsys import draws
-from lmsys.check.optimizer_formula import Run, Settings, Trace
+from lmsys.check.optimizer_formula import DEFAULTS, Run, Settings, Trace
 from lmsys.extremes.optimizer import SIZES, extreme
 
 OTHERS = "AdaBelief", "Adafactor", "Adamax", "Adan", "Lamb", "LAMB", "Lion", "NAdam", "RAdam", "SparseAdam"
-DEFAULTS: Mapping[str, Any] = {
-    "lr": 0.1,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "weight_decay": 0.0,
-    "momentum": 0.0,
-    "dampening": 0.0,
-    "nesterov": False,
-}
 
 
 @dataclass(frozen=True)
@@ -202,7 +193,7 @@ def run_of(asked: Asked, seed: int, device: str) -> Run:
             of_step = [extreme(g, asked.sizes[step], held_by_torch=True) for g in of_step]
         gradients.append([None if i in asked.missing.get(step, ()) else g for i, g in enumerate(of_step)])
     parameters = [p.to(asked.dtype) for p in parameters]
-    return Run(parameters, asked.groups, settings, gradients, asked.reloads, DEFAULTS)
+    return Run(parameters, asked.groups, settings, gradients, asked.reloads)
 
 
 def trace_of(
@@ -224,7 +215,7 @@ def trace_of(
         if step in run.reloads:
             state = copy.deepcopy(optimizer.state_dict())
             parameters = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
-            optimizer = _made(make, claim, run, parameters, [run.constructed] * len(run.groups))
+            optimizer = _made(make, claim, run, parameters, [DEFAULTS] * len(run.groups))
             optimizer.load_state_dict(state)
         if step > 0 and run.settings[step] != run.settings[step - 1]:
             for group, settings in zip(optimizer.param_groups, run.settings[step], strict=True):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lmsys import doing
-from lmsys.check.poison import poison
+from lmsys.check.question import poison
 from lmsys.check.recorder import Recorder
 from lmsys.extremes.strategy import Probe, Trial, batch, change_options, made_optimizer, probe
 from lmsys.parallel.adapter import Adapter

@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
 
 from lmsys.check.kinds import KINDS
-from lmsys.check.poison import poison
+from lmsys.check.question import poison
 from tests.museum.families import exhibits, honest
 from tests.museum.table import Row, honest_verdicts, markdown, rows, written
 

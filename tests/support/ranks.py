@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lmsys.check.poison import poison
+from lmsys.check.question import poison
 from lmsys.parallel import STRATEGIES
 from lmsys.parallel.copy_engine import CopyEngine
 from lmsys.parallel.copy_engine_zero1 import CopyEngineZero1
