@@ -16,7 +16,8 @@ from lmsys.attention.contract import (
     why_not_told,
 )
 from lmsys.attention.documents import Documents
-from lmsys.attention.pattern import Pattern, checked_pattern
+from lmsys.attention.hidden import kept_apart
+from lmsys.attention.pattern import PLAIN, Pattern, checked_pattern
 from lmsys.registry import Entry, Table
 
 __all__ = ["ATTENTION", "AttentionCase", "Documents", "Pattern", "attention"]
@@ -25,6 +26,7 @@ __all__ = ["ATTENTION", "AttentionCase", "Documents", "Pattern", "attention"]
 TRAITS: dict[str, Any] = {
     "keeps_scores": False,  # it holds Q x K scores: memory grows as the square of the length
     "baseline": 0,  # speedups are over the timed row of the largest number; 0: never over this one
+    "isolates": False,  # nothing that a pattern hides from a query changes its result, be it NaN
     "compiles": False,  # its first call runs torch.compile, for seconds
     "mask": "",  # module:attr of a function (pattern, queries, keys, device): what it reads of a pattern, made anew
     "kernels": "",  # a regular expression found in the names of its own device kernels: they count as attention
@@ -91,6 +93,7 @@ ATTENTION = Table(
             "FlashAttention-2, Triton",
             extra="triton",
             color="#ff88aa",
+            isolates=True,
             mask=INTERVALS,
             kernels=r"^_(fwd|split_keys|combine|dq|dkdv)_kernel$",
         ),
@@ -177,8 +180,15 @@ def attention(
     )
     scale = None if scale is None else float(scale)
     q4, k4, v4 = as_4d(q), as_4d(k), as_4d(v)
+    if pattern is PLAIN[True] and k4.shape[2] > q4.shape[2]:  # keys that no query sees
+        k4, v4 = k4[:, :, : q4.shape[2]], v4[:, :, : q4.shape[2]]
     entry = ATTENTION.pick(impl, case_of(q4, k4, v4, pattern, scale=scale))
     row = adapt(entry.load())
     if reason := why_not_told(row, pattern.options):
         raise ValueError(f"attention {impl!r} ({entry.target}) cannot run {', '.join(pattern.options)}: {reason}")
-    return row(q4, k4, v4, scale=scale, **told(row, pattern)).reshape(*q.shape[:-1], v.shape[-1])
+    options = told(row, pattern)
+    if 0 in (*q4.shape, *k4.shape):
+        row, options = ATTENTION["naive"].load(), {"pattern": pattern}  # there is nothing to compute
+    elif pattern.options.keys() - {"softcap"} and not entry.trait("isolates"):
+        row = kept_apart(row, pattern)
+    return row(q4, k4, v4, scale=scale, **options).reshape(*q.shape[:-1], v.shape[-1])

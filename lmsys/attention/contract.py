@@ -109,8 +109,9 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
         finite("scale", scale, least=-FLOAT32_MAX, most=FLOAT32_MAX)
     if not (q.dim() == k.dim() == v.dim() and q.dim() >= 3):
         raise ValueError(f"q, k, v must have one rank of at least 3; got shapes {_shapes(q, k, v)}")
-    if 0 in (*q.shape, *k.shape, *v.shape):
-        raise ValueError(f"q, k, v must have no dimension of length zero; got shapes {_shapes(q, k, v)}")
+    heads = (q.shape[-3], k.shape[-3]) if q.dim() > 3 else ()
+    if 0 in (q.shape[-1], k.shape[-1], v.shape[-1], *heads):
+        raise ValueError(f"q, k, v must have a head and a head dimension of at least 1; got shapes {_shapes(q, k, v)}")
     if k.shape[:-1] != v.shape[:-1]:
         told = f"{tuple(k.shape)} and {tuple(v.shape)}"
         raise ValueError(f"k and v must have one shape but for the head dimension; got {told}")
@@ -137,7 +138,34 @@ def as_4d(x: Tensor) -> Tensor:
     x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
     if x.dim() == 3:
         return x.unsqueeze(1)
-    return x if x.dim() == 4 else x.reshape(-1, *x.shape[-3:])
+    return x if x.dim() == 4 else x.flatten(0, -4)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x itself where each row of it is 16-byte aligned, or all of it contiguous; else a copy.
+
+    Kernels that move 16 bytes at a time read other memory than x's otherwise, or end the process. A row that stands for
+    many, by a stride of 0, is copied too.
+    """
+    size, compiling = x.element_size(), torch.compiler.is_compiling()
+    if compiling or not torch._C._functorch.is_functorch_wrapped_tensor(x):  # which hides a dimension
+        address = x.storage_offset() * size if compiling else x.data_ptr()
+        by_rows = all(n == 1 or (s and not s * size % 16) for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True))
+        if not address % 16 and (x.is_contiguous() or (by_rows and x.stride(-1) == 1)):
+            return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def with_aligned_gradient(o: Tensor) -> Tensor:
+    """o, which gives the backward behind it a gradient as `aligned` makes it."""
+    if o.requires_grad and not torch.compiler.is_compiling():  # compiled code lays out what it gives
+        o.register_hook(aligned)
+    return o
+
+
+def for_scores(x: Tensor) -> Tensor:
+    """q or k as scores are made of it: in float16 they would be infinite beyond 65,504."""
+    return x.float() if x.dtype == torch.float16 else x
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from lmsys.values import shortly, whole
 
 INTEGERS = (torch.int32, torch.int64)
+FARTHEST = 2**31 - 1  # positions are int32 in kernels
 
 
 class Documents:
@@ -128,7 +129,9 @@ def _rows(lengths: Any) -> Sequence[Any]:
 def _checked(lengths: Any) -> tuple[int, ...]:
     if not isinstance(lengths, Sequence) or not lengths:
         raise ValueError(f"documents of a batch entry must be a list of lengths; got {shortly(lengths)}")
-    return tuple(whole("length of a document", length, least=1) for length in lengths)
+    found = tuple(whole("length of a document", length, least=1, most=FARTHEST) for length in lengths)
+    whole("number of tokens of a batch entry", sum(found), most=FARTHEST)
+    return found
 
 
 def _check_integers(name: str, x: Any, dims: tuple[int, ...]) -> None:

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from lmsys.attention.compiled import compile_for, layout_key, why_no_compiler
-from lmsys.attention.contract import DTYPES, AttentionCase, why_not_plain, why_not_value_dim
+from lmsys.attention.contract import DTYPES, AttentionCase, aligned, why_not_plain, why_not_value_dim, with_aligned_gradient
 from lmsys.attention.documents import Documents, kept_on_documents
 from lmsys.attention.pattern import PLAIN, Pattern
 
@@ -36,13 +36,18 @@ def sdpa(
     scale: float | None = None,
     pattern: Pattern | None = None,
 ) -> Tensor:
-    """scaled_dot_product_attention as it comes; a pattern becomes a boolean mask in place of `is_causal`."""
-    grouped = q.shape[1] != k.shape[1]
+    """scaled_dot_product_attention as it comes; a pattern becomes a boolean mask in place of `is_causal`.
+
+    On CUDA its kernels give wrong results, or end the process, for memory that is not 16-byte aligned: that is copied.
+    """
+    q, k, v, grouped = aligned(q), aligned(k), aligned(v), q.shape[1] != k.shape[1]
     if pattern is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+        return with_aligned_gradient(o)
     seen, blind = _seen_and_blind(pattern, q.shape[2], k.shape[2], q.device)
     seen = seen.expand(*q.shape[:-1], k.shape[2])
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=grouped)
+    o = with_aligned_gradient(o)
     return o if blind is None else o.masked_fill(blind, 0)
 
 

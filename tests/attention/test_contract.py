@@ -25,9 +25,8 @@ def zeros(*shape: int, **options: Any) -> Tensor:
 BAD = {
     "rank 2": ((zeros(8, 16), zeros(8, 16), zeros(8, 16)), "rank of at least 3; got shapes (8, 16)"),
     "mixed ranks": ((zeros(2, 2, 8, 16), zeros(2, 8, 16), zeros(2, 8, 16)), "one rank"),
-    "no queries": ((zeros(1, 2, 0, 16), *2 * [zeros(1, 2, 8, 16)]), "length zero; got shapes (1, 2, 0, 16)"),
-    "no keys": ((zeros(1, 2, 8, 16), *2 * [zeros(1, 2, 0, 16)]), "length zero"),
-    "no heads": ((zeros(1, 0, 8, 16), *2 * [zeros(1, 0, 8, 16)]), "length zero"),
+    "no heads": ((zeros(1, 0, 8, 16), *2 * [zeros(1, 0, 8, 16)]), "a head and a head dimension of at least 1"),
+    "no head dimension": (3 * (zeros(1, 2, 8, 0),), "of at least 1; got shapes (1, 2, 8, 0)"),
     "k unlike v": ((zeros(1, 2, 8, 16), zeros(1, 2, 8, 16), zeros(1, 2, 9, 16)), "(1, 2, 8, 16) and (1, 2, 9, 16)"),
     "head dimension": ((zeros(1, 2, 8, 16), *2 * [zeros(1, 2, 8, 32)]), "one head dimension; got 16 and 32"),
     "batch": ((zeros(3, 2, 8, 16), *2 * [zeros(1, 2, 8, 16)]), "same batch dimensions; got shapes (3, 2, 8, 16)"),
