@@ -154,13 +154,18 @@ def attention(
     heads), or (B, Q, D), (B, K, D), (B, K, Dv); one dtype and device. Returns o (..., H, Q, Dv) or
     (B, Q, Dv) of q's dtype; differentiable once.
 
-    A query sees the keys that all of these let it see; one that sees none gives zeros, and gradients of zero.
+    A query sees the keys that all of these let it see; one that sees none gives zeros, and gradients of zero. What an
+    option hides from a query never changes its result, nor its gradient, be it NaN or infinity. With `causal` alone
+    that is so of keys that no query sees, j >= Q; of others NaN may reach queries before them, as in torch's SDPA.
+    Any memory is taken: what a backend cannot read, such as rows that are not 16-byte aligned, is copied for it.
+    Without queries, keys or batch entries there is nothing to compute: o is empty, or zeros where there are no keys.
 
     causal       query i sees keys j <= i + offset: aligned at the top left as in torch SDPA, also for Q != K
     scale        the factor of the scores; None: D ** -0.5
     window       with `causal`: the last `window` of those keys alone, j > i + offset - window
     documents    `Documents` packed into the sequence, made once; a query sees its own alone, and Q = K
-    key_lengths  (B,) int32 or int64, of caches of different lengths: keys j < key_lengths[b]
+    key_lengths  (B,) int32 or int64, of caches of different lengths: keys j < key_lengths[b]. From 0 to K: on a CPU
+                 others are refused, on CUDA, where the host cannot know them, they are taken as 0 or K
     softcap      scores become softcap · tanh(score / softcap), before anything is hidden
     offset       the position of query 0 among the keys: K - Q for the last queries of a sequence
     mask         boolean, broadcastable to (..., H, Q, K), or to (B, Q, K): True where a query sees a key

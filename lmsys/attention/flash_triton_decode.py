@@ -27,7 +27,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lmsys.attention.contract import FEW_QUERIES
-from lmsys.attention.flash_triton_kernels import LN_2, LOG2_E, _has_nan, _is_finite, _tanh
+from lmsys.attention.flash_triton_kernels import LN_2, LOG2_E, _has_nan, _is_finite, _load, _tanh
 from lmsys.attention.pattern import Pattern
 from lmsys.attention.tuning import block_d
 from lmsys.kernels.launch import INTERPRETED, Kernel, describable, dot_precision, geometry, stream_of
@@ -81,17 +81,15 @@ def _split_keys_kernel(
     for again in tl.static_range(2):
         if again:  # as in `_fwd_kernel`, of what a query does not see
             spoilt = _has_nan(acc)
-            begin = tl.where(spoilt, begin, stop)
-            top = tl.where(spoilt, float("-inf"), top)
-            total = tl.where(spoilt, 0.0, total)
-            acc = tl.where(spoilt, 0.0, acc)
+            top, total = tl.where(spoilt, float("-inf"), top), tl.where(spoilt, 0.0, total)
+            begin, acc = tl.where(spoilt, begin, stop), tl.where(spoilt, 0.0, acc)
         for col in tl.range(begin, stop, BLOCK_K, num_stages=1 if again else None):
             k = k_desc.load([batch, kv_head, col, 0]).reshape(BLOCK_K, D)
             scores = tl.dot(q, k.T, input_precision=PRECISION)
             if softcap is not None:
                 scores = _tanh(scores * ratio)
             if again:
-                v = v_desc.load([batch, kv_head, col, 0]).reshape(BLOCK_K, D)
+                v = _load(v_desc, batch, kv_head, col, BLOCK_K, D)
                 sound = _is_finite(v)
                 scores = tl.where(sound[None, :], scores, float("nan"))
             cols = (col + tl.arange(0, BLOCK_K))[None, :]
@@ -101,10 +99,7 @@ def _split_keys_kernel(
             p = tl.exp2(scores - base[:, None])
             rescale = tl.exp2(top - base)
             total = total * rescale + tl.sum(p, 1)
-            if again:
-                v = tl.where(sound[:, None], v, 0.0)
-            else:
-                v = v_desc.load([batch, kv_head, col, 0]).reshape(BLOCK_K, D)
+            v = tl.where(sound[:, None], v, 0.0) if again else _load(v_desc, batch, kv_head, col, BLOCK_K, D)
             acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
             top = new_top
     total = tl.where(total == 0.0, 1.0, total)

@@ -4,10 +4,10 @@ Dense, `first_ptr` and what follows it are None. Under a pattern a query sees an
 an interval of queries (`lmsys/attention/bounds.py`): `first_ptr` and `end_ptr` hold those of what the program owns,
 `bounds_stride` apart for each batch entry, 0 where all have the same. `softcap` is None where there is none.
 
-Of what a query does not see, NaN and infinity reach the sums of its tile all the same: their weight is zero, and 0 · NaN
-is NaN. Where sums under a pattern are NaN, they are made once more, with zeros in place of the vectors that are not
-finite, and NaN as the weight of those that are seen. `_dkdv_kernel` does so in a launch of its own, CLEAN: both in one
-kernel would spill registers.
+Of what a query does not see, NaN and infinity reach the sums of its tile all the same: their weight is zero, and
+0 · NaN is NaN. Sums that are NaN under a pattern are made `again`, with zeros in place of vectors that are not finite,
+and NaN as the weight of those that are seen. `_dkdv_kernel` does so in a launch of its own, CLEAN: both in one kernel
+would spill registers.
 
 Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension.
 """
@@ -36,8 +36,21 @@ def _owned_tile(num_heads, num_tiles):
 
 
 @triton.jit
-def _load(desc, batch, head, start, BLOCK: tl.constexpr, D: tl.constexpr):
-    return desc.load([batch, head, start, 0]).reshape(BLOCK, D)
+def _is_finite(x):
+    """Of each row of a tile."""
+    return tl.min((tl.abs(x.to(tl.float32)) < float("inf")).to(tl.int32), 1) > 0
+
+
+@triton.jit
+def _has_nan(x):
+    return tl.max(tl.max((x != x).to(tl.int32), 1), 0) > 0
+
+
+@triton.jit
+def _load(desc, batch, head, start, BLOCK: tl.constexpr, D: tl.constexpr, CLEAN: tl.constexpr = False):
+    """A tile of rows; with CLEAN those that are not finite are zeros."""
+    x = desc.load([batch, head, start, 0]).reshape(BLOCK, D)
+    return tl.where(_is_finite(x)[:, None], x, 0.0) if CLEAN else x
 
 
 @triton.jit
@@ -99,17 +112,6 @@ def _tanh(x):
 
 
 @triton.jit
-def _is_finite(x):
-    """Of each row of a tile."""
-    return tl.min((tl.abs(x.to(tl.float32)) < float("inf")).to(tl.int32), 1) > 0
-
-
-@triton.jit
-def _has_nan(x):
-    return tl.max(tl.max((x != x).to(tl.int32), 1), 0) > 0
-
-
-@triton.jit
 def _hide(scores, rows, cols, K, CAUSAL: tl.constexpr):
     visible = (cols < K)[None, :]
     if CAUSAL:
@@ -148,10 +150,8 @@ def _fwd_kernel(
     for again in tl.static_range(1 if first_ptr is None else 2):
         if again:
             spoilt = _has_nan(acc)
-            start = tl.where(spoilt, start, stop)
-            top = tl.where(spoilt, float("-inf"), top)
-            total = tl.where(spoilt, 0.0, total)
-            acc = tl.where(spoilt, 0.0, acc)
+            top, total = tl.where(spoilt, float("-inf"), top), tl.where(spoilt, 0.0, total)
+            start, acc = tl.where(spoilt, start, stop), tl.where(spoilt, 0.0, acc)
         for col in tl.range(start, stop, BLOCK_K, num_stages=1 if again else None):
             k = _load(k_desc, batch, head // G, col, BLOCK_K, D)
             scores = tl.dot(q, k.T, input_precision=PRECISION)
@@ -174,10 +174,7 @@ def _fwd_kernel(
             rescale = tl.exp2(top - base)
             total = total * rescale + tl.sum(p, 1)
             acc = acc * rescale[:, None]
-            if again:
-                v = tl.where(sound[:, None], v, 0.0)
-            else:
-                v = _load(v_desc, batch, head // G, col, BLOCK_K, D)
+            v = tl.where(sound[:, None], v, 0.0) if again else _load(v_desc, batch, head // G, col, BLOCK_K, D)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
             top = new_top
     if first_ptr is not None:  # a query that sees nothing: o is 0, and the log-sum-exp -inf
@@ -227,14 +224,10 @@ def _dq_kernel(
     for again in tl.static_range(1 if first_ptr is None else 2):
         if again:
             spoilt = _has_nan(dq)
-            start = tl.where(spoilt, start, stop)
-            dq = tl.where(spoilt, 0.0, dq)
+            start, dq = tl.where(spoilt, start, stop), tl.where(spoilt, 0.0, dq)
         for col in tl.range(start, stop, BLOCK_K, num_stages=1 if again else None):
-            k = _load(k_desc, batch, head // G, col, BLOCK_K, D)
-            v = _load(v_desc, batch, head // G, col, BLOCK_K, D)
-            if again:  # of queries that see them the log-sum-exp is NaN
-                k = tl.where(_is_finite(k)[:, None], k, 0.0)
-                v = tl.where(_is_finite(v)[:, None], v, 0.0)
+            k = _load(k_desc, batch, head // G, col, BLOCK_K, D, again)  # a query's log-sum-exp is NaN that sees NaN
+            v = _load(v_desc, batch, head // G, col, BLOCK_K, D, again)
             scores = tl.dot(q, k.T, input_precision=PRECISION)
             dp = tl.dot(do, v.T, input_precision=PRECISION)
             if softcap is not None:
@@ -267,6 +260,10 @@ def _dkdv_kernel(
     cols = col + tl.arange(0, BLOCK_K)
     k = _load(k_desc, batch, kv_head, col, BLOCK_K, D)
     v = _load(v_desc, batch, kv_head, col, BLOCK_K, D)
+    if CLEAN:
+        dk, dv = _load(dk_desc, batch, kv_head, col, BLOCK_K, D), _load(dv_desc, batch, kv_head, col, BLOCK_K, D)
+        if not (_has_nan(dk) | _has_nan(dv)):
+            return
     dk = tl.zeros([BLOCK_K, D], tl.float32)
     dv = tl.zeros([BLOCK_K, D], tl.float32)
     if softcap is None:
@@ -282,29 +279,18 @@ def _dkdv_kernel(
         start, stop, full_from, full_to, first, end = _interval(
             first_ptr, end_ptr, bounds_stride, batch, col, K, BLOCK_K, BLOCK_Q
         )
-    if CLEAN:
-        dk_tile = _load(dk_desc, batch, kv_head, col, BLOCK_K, D)
-        dv_tile = _load(dv_desc, batch, kv_head, col, BLOCK_K, D)
-        if not (_has_nan(dk_tile) | _has_nan(dv_tile)):
-            return
     for group in range(G):
         head = kv_head * G + group
         for row in range(start, stop, BLOCK_Q):
             padded = (batch * H + head) * Q_PADDED + row
-            q = _load(q_desc, batch, head, row, BLOCK_Q, D)
-            do = _load(do_desc, batch, head, row, BLOCK_Q, D)
-            if CLEAN:
-                sound = _is_finite(do)
-                do = tl.where(sound[:, None], do, 0.0)
-                q = tl.where(_is_finite(q)[:, None], q, 0.0)  # its log-sum-exp is NaN
+            q = _load(q_desc, batch, head, row, BLOCK_Q, D, CLEAN)
+            do = _load(do_desc, batch, head, row, BLOCK_Q, D, CLEAN)
             lse = lse2_desc.load([padded])
             scores = tl.dot(k, q.T, input_precision=PRECISION)  # transposed: P and dS stay in registers
             dp = tl.dot(v, do.T, input_precision=PRECISION)
             if softcap is not None:
                 scores = _tanh(scores * ratio)
             p = tl.exp2(scores * factor - lse[None, :])
-            if CLEAN:
-                p = tl.where(sound[None, :], p, float("nan"))
             if CAUSAL:  # noqa: SIM102 - known when compiling, unlike the next
                 if row < full:
                     p = tl.where((row + tl.arange(0, BLOCK_Q))[None, :] >= cols[:, None], p, 0.0)
@@ -315,8 +301,9 @@ def _dkdv_kernel(
             ds = p * (dp - delta[None, :])
             if softcap is not None:
                 ds *= 1.0 - scores * scores
-            if CLEAN:
+            if CLEAN:  # where q is not finite, the log-sum-exp is NaN, and where do is not, delta
                 ds = tl.where(p == 0.0, 0.0, ds)
+                p = tl.where(tl.abs(ds) < float("inf"), p, float("nan"))
             dv = _add_dot(dv, p.to(do.dtype), do, PRECISION)
             dk = _add_dot(dk, ds.to(q.dtype), q, PRECISION)
     _store(dk_desc, batch, kv_head, col, dk * scale, BLOCK_K, D)

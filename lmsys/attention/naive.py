@@ -22,7 +22,9 @@ def masked_scores(
     In float32 where q is float16.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = for_scores(q) @ for_scores(repeat_heads(k, q.shape[1])).mT * scale  # (B, H, Q, K)
+    scores = for_scores(q) @ for_scores(repeat_heads(k, q.shape[1])).mT  # (B, H, Q, K)
+    narrow = scores.to(q.dtype) * scale  # as plain PyTorch rounds them
+    scores = narrow if q.dtype == scores.dtype else torch.where(narrow.isfinite(), narrow, scores * scale)
     if pattern.softcap is not None:
         wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
         scores = (pattern.softcap * torch.tanh(wide / pattern.softcap)).to(scores.dtype)

@@ -20,7 +20,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from lmsys.attention.compiled import compile_for, layout_key, why_no_compiler
-from lmsys.attention.contract import DTYPES, AttentionCase, aligned, why_not_plain, why_not_value_dim, with_aligned_gradient
+from lmsys.attention.contract import (
+    DTYPES,
+    AttentionCase,
+    aligned,
+    why_not_plain,
+    why_not_value_dim,
+    with_aligned_gradient,
+)
 from lmsys.attention.documents import Documents, kept_on_documents
 from lmsys.attention.pattern import PLAIN, Pattern
 

@@ -29,7 +29,7 @@ from lmsys.attention.flash_gluon.preprocess import preprocess_kernel
 from lmsys.attention.flash_gluon.support import flash_gluon_supports
 from lmsys.attention.pattern import Pattern
 from lmsys.attention.side_by_side import gradients_like
-from lmsys.kernels.launch import raw_stream
+from lmsys.kernels.launch import describable, raw_stream
 
 __all__ = ["FlashGluon", "flash_gluon", "flash_gluon_supports"]
 
@@ -52,14 +52,6 @@ REGISTERS = {(2, 1): (240, 168), (2, 2): (104, 80), (3, 1): (160, 128)}
 _launches: dict[tuple[Any, ...], Any] = {}
 _kernels: dict[tuple[Any, ...], Kernel] = {}
 _counters: dict[tuple[int, int], Tensor] = {}
-
-
-def _addressable(x: Tensor) -> Tensor:
-    """x itself when TMA can address it, else a contiguous copy."""
-    b, h, s, d = x.stride()
-    if d == 1 and not (b | h | s) & 7 and b and h and s and not x.data_ptr() & 15:
-        return x
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def _like(x: Tensor) -> Tensor:
@@ -285,7 +277,7 @@ def _forward(
     """
     o = _like(q)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    q, k, v = _addressable(q), _addressable(k), _addressable(v)
+    q, k, v = describable(q), describable(k), describable(v)
     bounded, extent = pattern is not None, ()
     if pattern is not None:
         bounds = pattern.bounds(q.shape[2], k.shape[2], q.device)  # kept until the kernel that reads it is launched
@@ -315,7 +307,7 @@ def _backward(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     dq, dk, dv = gradients_like(q, k, v, _like, together)
-    q, k, v, o, do = _addressable(q), _addressable(k), _addressable(v), _addressable(o), _addressable(do)
+    q, k, v, o, do = describable(q), describable(k), describable(v), describable(o), describable(do)
     bounded, extent = pattern is not None, ()
     if pattern is not None:
         bounds = pattern.bounds(q.shape[2], k.shape[2], q.device)
