@@ -338,7 +338,10 @@ BAD_DOCUMENTS: dict[str, tuple[Callable[[], Any], str]] = {
     "none": (lambda: Documents([]), "documents are made of their lengths, as in Documents([3, 5]), or one list of len"),
     "number": (lambda: Documents(8), "for each batch entry; got 8"),
     "empty": (lambda: Documents([3, 0]), "length of a document=0 must be at least 1"),
-    "2**33 tokens": (lambda: Documents([2**33]), "length of a document=8589934592 must be at least 1 and at most 2,147"),
+    "2**33 tokens": (
+        lambda: Documents([2**33]),
+        "length of a document=8589934592 must be at least 1 and at most 2,147",
+    ),
     "10**30 tokens": (lambda: Documents([10**30]), "and at most 2,147,483,647"),
     "2**31 tokens": (lambda: Documents([2**31 - 1, 1]), "tokens of a batch entry=2147483648 must be at most 2,147,483"),
     "half": (lambda: Documents([3, 0.5]), "length of a document=0.5 must be a whole number"),
