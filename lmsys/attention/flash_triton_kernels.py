@@ -258,12 +258,12 @@ def _dkdv_kernel(
     batch, kv_head = head_index // (H // G), head_index % (H // G)
     col = tile * BLOCK_K
     cols = col + tl.arange(0, BLOCK_K)
-    k = _load(k_desc, batch, kv_head, col, BLOCK_K, D)
-    v = _load(v_desc, batch, kv_head, col, BLOCK_K, D)
     if CLEAN:
         dk, dv = _load(dk_desc, batch, kv_head, col, BLOCK_K, D), _load(dv_desc, batch, kv_head, col, BLOCK_K, D)
         if not (_has_nan(dk) | _has_nan(dv)):
             return
+    k = _load(k_desc, batch, kv_head, col, BLOCK_K, D)
+    v = _load(v_desc, batch, kv_head, col, BLOCK_K, D)
     dk = tl.zeros([BLOCK_K, D], tl.float32)
     dv = tl.zeros([BLOCK_K, D], tl.float32)
     if softcap is None:
