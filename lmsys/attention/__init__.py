@@ -17,7 +17,7 @@ from lmsys.attention.contract import (
 )
 from lmsys.attention.documents import Documents
 from lmsys.attention.hidden import kept_apart
-from lmsys.attention.pattern import PLAIN, Pattern, checked_pattern
+from lmsys.attention.pattern import Pattern, checked_pattern
 from lmsys.registry import Entry, Table
 
 __all__ = ["ATTENTION", "AttentionCase", "Documents", "Pattern", "attention"]
@@ -185,7 +185,7 @@ def attention(
     )
     scale = None if scale is None else float(scale)
     q4, k4, v4 = as_4d(q), as_4d(k), as_4d(v)
-    if pattern is PLAIN[True] and k4.shape[2] > q4.shape[2]:  # keys that no query sees
+    if pattern.causal and not pattern.options and k4.shape[2] > q4.shape[2]:  # keys that no query sees
         k4, v4 = k4[:, :, : q4.shape[2]], v4[:, :, : q4.shape[2]]
     entry = ATTENTION.pick(impl, case_of(q4, k4, v4, pattern, scale=scale))
     row = adapt(entry.load())

@@ -27,7 +27,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lmsys.attention.contract import FEW_QUERIES
-from lmsys.attention.flash_triton_kernels import LN_2, LOG2_E, _has_nan, _is_finite, _load, _tanh
+from lmsys.attention.flash_triton_kernels import LN_2, LOG2_E, _has_nan, _load, _spoil, _tanh
 from lmsys.attention.pattern import Pattern
 from lmsys.attention.tuning import block_d
 from lmsys.kernels.launch import INTERPRETED, Kernel, describable, dot_precision, geometry, stream_of
@@ -88,10 +88,7 @@ def _split_keys_kernel(
             scores = tl.dot(q, k.T, input_precision=PRECISION)
             if softcap is not None:
                 scores = _tanh(scores * ratio)
-            if again:
-                v = _load(v_desc, batch, kv_head, col, BLOCK_K, D)
-                sound = _is_finite(v)
-                scores = tl.where(sound[None, :], scores, float("nan"))
+            scores = _spoil(scores, v_desc, batch, kv_head, col, BLOCK_K, D) if again else scores
             cols = (col + tl.arange(0, BLOCK_K))[None, :]
             scores = tl.where((cols >= row_first[:, None]) & (cols < row_end[:, None]), scores * scale, float("-inf"))
             new_top = tl.maximum(top, tl.max(scores, 1))
@@ -99,7 +96,7 @@ def _split_keys_kernel(
             p = tl.exp2(scores - base[:, None])
             rescale = tl.exp2(top - base)
             total = total * rescale + tl.sum(p, 1)
-            v = tl.where(sound[:, None], v, 0.0) if again else _load(v_desc, batch, kv_head, col, BLOCK_K, D)
+            v = _load(v_desc, batch, kv_head, col, BLOCK_K, D, again)
             acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
             top = new_top
     total = tl.where(total == 0.0, 1.0, total)

@@ -54,6 +54,12 @@ def _load(desc, batch, head, start, BLOCK: tl.constexpr, D: tl.constexpr, CLEAN:
 
 
 @triton.jit
+def _spoil(scores, v_desc, batch, head, start, BLOCK_K: tl.constexpr, D: tl.constexpr):
+    """Scores of a tile of keys, with NaN where values are not finite."""
+    return tl.where(_is_finite(_load(v_desc, batch, head, start, BLOCK_K, D))[None, :], scores, float("nan"))
+
+
+@triton.jit
 def _store(desc, batch, head, start, tile, BLOCK: tl.constexpr, D: tl.constexpr):
     desc.store([batch, head, start, 0], tile.to(desc.dtype).reshape(1, 1, BLOCK, D))
 
@@ -157,10 +163,7 @@ def _fwd_kernel(
             scores = tl.dot(q, k.T, input_precision=PRECISION)
             if softcap is not None:
                 scores = _tanh(scores * ratio)
-            if again:
-                v = _load(v_desc, batch, head // G, col, BLOCK_K, D)
-                sound = _is_finite(v)
-                scores = tl.where(sound[None, :], scores, float("nan"))
+            scores = _spoil(scores, v_desc, batch, head // G, col, BLOCK_K, D) if again else scores
             if first_ptr is None:
                 if col >= full:
                     scores = _hide(scores, rows, col + tl.arange(0, BLOCK_K), K, CAUSAL)
@@ -174,7 +177,7 @@ def _fwd_kernel(
             rescale = tl.exp2(top - base)
             total = total * rescale + tl.sum(p, 1)
             acc = acc * rescale[:, None]
-            v = tl.where(sound[:, None], v, 0.0) if again else _load(v_desc, batch, head // G, col, BLOCK_K, D)
+            v = _load(v_desc, batch, head // G, col, BLOCK_K, D, again)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
             top = new_top
     if first_ptr is not None:  # a query that sees nothing: o is 0, and the log-sum-exp -inf

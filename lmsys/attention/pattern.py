@@ -105,10 +105,8 @@ class Pattern:
         return replace(self, documents=documents, key_lengths=lengths, mask=mask)
 
     def simplest(self, num_queries: int, num_keys: int) -> "Pattern":
-        """The same pattern without what does nothing: a window as long as the sequence, an offset to its end."""
+        """The same pattern without what hides nothing: a window as long as the sequence, an offset to its end."""
         found = self
-        if found.softcap is not None and found.softcap >= NO_CAP:
-            found = replace(found, softcap=None)
         if found.window is not None and found.window >= num_queries + found.offset:
             found = replace(found, window=None)
         if found.causal and found.window is None and found.offset >= num_keys - 1:
@@ -150,6 +148,7 @@ def checked_pattern(
             raise ValueError(f"{window=} needs causal=True: it counts the keys up to a query's own position")
     if softcap is not None:
         softcap = finite("softcap", softcap, above=0, most=torch.finfo(torch.float32).max)
+        softcap = softcap if softcap < NO_CAP else None
     batch = q.shape[:-3].numel() if q.dim() > 3 else q.shape[0]
     if documents is not None:
         _check_documents(documents, q, k, batch)

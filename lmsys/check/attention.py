@@ -88,7 +88,6 @@ def known_mistake(entry: Entry, row: Any, case: AttentionCase, seed: int) -> str
 def failure(row: Any, asked: Asked, grad: bool, seed: int) -> Fault | None:
     """The fault of the row's results of a case; None where there is none."""
     case = asked.case
-    plain = replace(asked, memory="")
     inputs = make_inputs(case, seed, memory=asked.memory)
     outputs, fault = answer(row, case, inputs, grad)
     if fault is not None:
@@ -101,7 +100,9 @@ def failure(row: Any, asked: Asked, grad: bool, seed: int) -> Fault | None:
                 mistake = explain(case, inputs, outputs, name, 2 * oracle.budget[name])
             else:
                 mistake = (
-                    f"it is wrong for {MEMORY[asked.memory][2]}" if failure(row, plain, grad, seed) is None else None
+                    f"it is wrong for {MEMORY[asked.memory][2]}"
+                    if failure(row, replace(asked, memory=""), grad, seed) is None
+                    else None
                 )
             return _fault(name, outputs, oracle, case, ratio, mistake)
     return None
