@@ -20,7 +20,7 @@ from lmsys.bench import Axis, Candidate, Field, Grid, Record, Settings, bench, f
 from lmsys.bench.ranks import backend_of, world_sizes
 from lmsys.bench.trial import NOT_TIMED
 from lmsys.checkpointing import FIT
-from lmsys.measure.conditions import state_of
+from lmsys.measure.sensors import state_of
 from lmsys.parallel import STRATEGIES
 
 STEPS = 20

@@ -9,8 +9,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from lmsys.bench.axes import Grid
 from lmsys.bench.benchmark import Benchmark
+from lmsys.bench.fields import Grid
 from lmsys.bench.guard import Changed, Guard, State
 from lmsys.measure.clock import CYCLES_PER_S, clock_of
 from lmsys.measure.compare import release_memory
