@@ -18,7 +18,7 @@ from benchmarks.attention.spots import NUM_KEPT, Spots, repeat
 from lmsys.attention import ATTENTION, AttentionCase, Pattern
 from lmsys.attention.contract import DTYPES, adapt, options_of, told, why_not_told
 from lmsys.bench import Axis, Benchmark, Candidate, Case, Entry, Field, Grid, Record, Settings, Step, bench, fields
-from lmsys.bench.axes import yes_no
+from lmsys.bench.fields import yes_no
 from lmsys.cost import operations
 from lmsys.deterministic import deterministic_mode
 from lmsys.extremes.attention import AttentionDraws

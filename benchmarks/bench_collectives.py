@@ -11,7 +11,6 @@ from benchmarks import axes
 from benchmarks.collectives.rank import CollectiveCase, measure
 from lmsys.bench import (
     Axis,
-    Benchmark,
     Entry,
     Field,
     Grid,
@@ -23,7 +22,7 @@ from lmsys.bench import (
     one_of,
     positive,
 )
-from lmsys.bench.ranks import CLOCKS, world_sizes
+from lmsys.bench.ranks import OnRanks, world_sizes
 from lmsys.cost.communication import bus_factor
 from lmsys.parallel.group import BACKENDS
 
@@ -38,13 +37,12 @@ OPERATIONS = Table(
 )
 
 
-class Collectives(Benchmark):
+class Collectives(OnRanks):
     """Each operation is checked, and timed on the ranks; one after another, since they share the wires."""
 
     name = "collectives"
     case_type = CollectiveCase
     tables = {"operation": OPERATIONS}
-    opens = False
     streams = True
     axes: tuple[Axis, ...] = (
         *axes.named("--world-size"),
@@ -110,9 +108,6 @@ class Collectives(Benchmark):
             ]
             candidate.judge(ratios)
             candidate.notes["loop_s"] = max(one.loop_s for one in found)
-
-    def clock_name(self, case: CollectiveCase, runner: Any) -> str:
-        return CLOCKS[case.backend]
 
     def metrics(self, case: CollectiveCase, record: Record, machine: Record) -> Record:
         found: Record = {"bytes": 4 * case.numel}

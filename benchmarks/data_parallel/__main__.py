@@ -19,7 +19,7 @@ from benchmarks.data_parallel.pairs import UNKNOWN, WRONG, Pair, Steps, pairs
 from benchmarks.data_parallel.passes import Pass, judge_pass
 from benchmarks.data_parallel.rank import take_pass
 from lmsys.bench import Grid, Settings
-from lmsys.bench.axes import filled, given_axes
+from lmsys.bench.fields import filled, given_axes
 from lmsys.bench.ranks import Ranks
 
 DEFAULTS = Grid(

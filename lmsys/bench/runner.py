@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from lmsys.bench import fields
-from lmsys.bench.axes import Grid, filled, given_axes
 from lmsys.bench.benchmark import Benchmark, Case, Cases, Collected, Settings
-from lmsys.bench.fields import Record
+from lmsys.bench.fields import Grid, Record, filled, given_axes
 from lmsys.bench.guard import Guard
 from lmsys.bench.proof import seal
 from lmsys.bench.ranks import Ranks
@@ -25,11 +24,10 @@ from lmsys.bench.watch import NOBODY, Heartbeat
 from lmsys.measure import machine
 from lmsys.measure.clock import Clock, CpuClock, clock_of, synchronize
 from lmsys.measure.compare import Lost, release_memory
-from lmsys.measure.conditions import Conditions
 from lmsys.measure.host import resident_bytes
 from lmsys.measure.machine import Limits, limits_of
 from lmsys.measure.memory import cap_gpu_memory, cap_host_memory
-from lmsys.measure.sensors import Sensors, sensors_of
+from lmsys.measure.sensors import Conditions, Sensors, sensors_of
 from lmsys.measure.turns import ALONE, Turns
 from lmsys.registry import Entry
 

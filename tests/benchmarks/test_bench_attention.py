@@ -14,7 +14,7 @@ from benchmarks.bench_attention import Attention, rows_of
 from benchmarks.sweeps import SWEEPS
 from lmsys.attention import ATTENTION
 from lmsys.bench import Grid, Settings
-from lmsys.bench.axes import OPTION
+from lmsys.bench.fields import OPTION
 from lmsys.deterministic import CUBLAS_WORKSPACE
 from tests.support import processes
 from tests.support.harness import cases_of, results

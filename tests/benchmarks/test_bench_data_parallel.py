@@ -25,7 +25,7 @@ from benchmarks.data_parallel.trials import small_training
 from benchmarks.sweeps import STRATEGIES, SWEEPS
 from lmsys.attention.compiled import why_no_compiler
 from lmsys.bench import Grid, Settings, Sweep
-from lmsys.bench.axes import given_axes
+from lmsys.bench.fields import given_axes
 from lmsys.bench.ranks import Ranks, Unsupported
 from lmsys.bench.results import Session
 from lmsys.measure.profile import Communication

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from benchmarks import bench_tokenizer
-from benchmarks.bench_tokenizer import Tokenizers, _beginning
-from benchmarks.tokenizer import rows, texts
-from benchmarks.tokenizer.texts import Texts
+from benchmarks.bench_tokenizer import Texts, Tokenizers, _beginning
+from benchmarks.tokenizer import rows
 from lmsys.tokenizer import Tokenizer, train
 from lmsys.training.corpora import END_OF_TEXT, Corpus, text_file
 from tests.support.harness import cases_of, records
@@ -185,7 +184,7 @@ def test_no_two_texts_are_alike_and_each_can_be_made_again(tmp_path: Path) -> No
 
 def test_merges_are_held_to_the_definition_at_any_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Merges of which only the first are right, and the others remembered from another text, are found out."""
-    monkeypatch.setattr(texts, "FIRST_MERGES", 5)
+    monkeypatch.setattr("benchmarks.bench_tokenizer.FIRST_MERGES", 5)
     path = _beginning(bench_tokenizer.stdlib().train, 30_000, tmp_path / "beginning")
     one = Texts(path, path, Tokenizer(BYTES, [], [END_OF_TEXT]), partly=True)
     one.write(1)

@@ -17,7 +17,7 @@ from benchmarks.training import rank as text
 from benchmarks.training.cases import TrainingCase
 from benchmarks.training.rank import tokens_of
 from lmsys.bench import Grid, Settings, Sweep, record
-from lmsys.bench.axes import given_axes
+from lmsys.bench.fields import given_axes
 from lmsys.bench.ranks import Ranks, Unsupported
 from lmsys.bench.results import Session, read_results
 from lmsys.bench.runner import Runner

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmsys.measure import host
-from lmsys.measure.conditions import BUSY, EXPECTED, REASONS, Conditions, disturbance, told
-from lmsys.measure.sensors import Reading
+from lmsys.measure.sensors import BUSY, EXPECTED, REASONS, Conditions, Reading, disturbance, told
 from tests.support.device import FakeDevice
 
 
