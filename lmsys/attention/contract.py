@@ -14,12 +14,16 @@ import torch
 from torch import Tensor
 
 from lmsys.attention.pattern import OPTIONS, Pattern
+from lmsys.kernels.custom_op import constant
 from lmsys.values import finite
 
 FEW_QUERIES = 16  # at most so many are too few to fill a GPU by tiles of queries: decoding
 FLOAT32_MAX = torch.finfo(torch.float32).max
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+TYPICAL = {"batch": 2, "queries": 4096, "keys": 4096, "window": 128, "offset": 1}
+TYPICAL_ON_CPU = TYPICAL | {"queries": 64, "keys": 64}  # where Triton may be interpreted
 
 
 @dataclass(frozen=True)
@@ -71,11 +75,16 @@ def case_of(
     return AttentionCase(
         *(batch, heads, k.shape[1], queries, k.shape[2], head_dim, DTYPE_NAMES[q.dtype], pattern.causal, grad),
         device=q.device.type,
-        capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
+        capability=capability_of(q.device.index) if q.is_cuda else None,
         scale=scale,
         value_dim=None if v.shape[-1] == head_dim else v.shape[-1],
         **options_of(pattern),
     )
+
+
+@constant
+def capability_of(index: int | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
 
 
 def options_of(pattern: Pattern) -> dict[str, Any]:
@@ -105,7 +114,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
         if x.layout != torch.strided or x.is_nested:
             told = "a nested tensor" if x.is_nested else f"layout {x.layout}"
             raise ValueError(f"{name} must be a dense tensor (layout torch.strided); got {told}")
-    if scale is not None:
+    if scale is not None and not torch.compiler.is_compiling():
         finite("scale", scale, least=-FLOAT32_MAX, most=FLOAT32_MAX)
     if not (q.dim() == k.dim() == v.dim() and q.dim() >= 3):
         raise ValueError(f"q, k, v must have one rank of at least 3; got shapes {_shapes(q, k, v)}")
@@ -128,6 +137,30 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
         raise ValueError(f"q, k, v must be on one device; got {q.device}, {k.device}, {v.device}")
     if q.device.type not in ("cpu", "cuda"):
         raise ValueError(f"q, k, v must be on a CPU or a CUDA device; got {q.device}")
+
+
+def as_autocast(x: Any) -> Any:
+    """x as autocast casts what torch's SDPA is given: floating-point numbers that are not float64."""
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
+def constants_of(case: AttentionCase) -> tuple[Any, ...]:
+    """The fields of a case that torch.compile traces, as constants: for lengths that it leaves open, typical ones."""
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    found, typical = [], TYPICAL_ON_CPU if case.device == "cpu" else TYPICAL
+    for name in AttentionCase.__dataclass_fields__:
+        value = getattr(case, name)
+        if name in ("scale", "softcap"):  # all that anybody asks of them
+            value = None if value is None else 1.0 if value > 0 else -1.0
+        elif isinstance(value, int | torch.SymInt) and not isinstance(value, bool):
+            is_open = name in typical and not has_static_value(value)
+            value = typical[name] if is_open else len(range(value))  # int() would leave it open
+        found.append(value)
+    return tuple(found)
 
 
 def as_4d(x: Tensor) -> Tensor:
@@ -202,11 +235,13 @@ def told(row: Callable[..., Tensor], pattern: Pattern) -> dict[str, Any]:
     """
     if not pattern.options:
         return {"causal": pattern.causal}
-    if reason := why_not_told(row, pattern.options):
+    if reason := why_not_told(row, tuple(pattern.options)):
         raise ValueError(reason)
-    return {"pattern": pattern} if "pattern" in _parameters(row) else {"causal": pattern.causal, **pattern.options}
+    takes_all = why_not_told(row, ("pattern",)) is None
+    return {"pattern": pattern} if takes_all else {"causal": pattern.causal, **pattern.options}
 
 
+@constant
 def why_not_told(row: Callable[..., Tensor], options: Iterable[str]) -> str | None:
     """None, or the options that a row has no parameter for: one that takes every keyword might leave them unread."""
     missing = [name for name in options if not {name, "pattern"} & _parameters(row)]

@@ -233,8 +233,8 @@ def _backward(
     return dq, dk, dv
 
 
-FlashCuda = autograd_function("FlashCuda", _forward, _backward)  # its `tile` is `Tiles`
-_custom_op = custom_op("flash_cuda", _forward, _backward)
+_operator, _gradients = custom_op("flash_cuda", _forward, _backward)
+FlashCuda = autograd_function("FlashCuda", _forward, _backward, _gradients)  # its `tile` is `Tiles`
 
 
 def flash_cuda(
@@ -250,7 +250,7 @@ def flash_cuda(
 
     `pattern`, of a window, stands in the place of `causal`.
     """
-    return attend(FlashCuda, _custom_op, q, k, v, causal, scale, pattern)
+    return attend(FlashCuda, _operator, q, k, v, causal, scale, pattern)
 
 
 def flash_cuda_supports(case: AttentionCase) -> str | None:

@@ -229,10 +229,11 @@ def _backward(
     return dq, dk, dv
 
 
-FlashTriton = autograd_function("FlashTriton", _forward, _backward)  # its `tile` is that of all three kernels
-FlashTritonTorchBackward = autograd_function("FlashTritonTorchBackward", _forward, backward_here)
-_custom_op = custom_op("flash_triton", _forward, partial(_backward, together=False))
-_custom_op_torch_bwd = custom_op("flash_triton_torch_bwd", _forward, backward_here)
+_operator, _gradients = custom_op("flash_triton", _forward, partial(_backward, together=False))
+_operator_torch_bwd, _gradients_torch_bwd = custom_op("flash_triton_torch_bwd", _forward, backward_here)
+# The `tile` of FlashTriton is that of all three kernels.
+FlashTriton = autograd_function("FlashTriton", _forward, _backward, _gradients)
+FlashTritonTorchBackward = autograd_function("FlashTritonTorchBackward", _forward, backward_here, _gradients_torch_bwd)
 
 
 def flash_triton(
@@ -248,7 +249,7 @@ def flash_triton(
 
     `pattern` stands in the place of `causal`.
     """
-    return attend(FlashTriton, _custom_op, q, k, v, causal, scale, pattern)
+    return attend(FlashTriton, _operator, q, k, v, causal, scale, pattern)
 
 
 def flash_triton_torch_bwd(
@@ -261,7 +262,7 @@ def flash_triton_torch_bwd(
     pattern: Pattern | None = None,
 ) -> Tensor:
     """`flash_triton` with a compiled PyTorch backward, as a course solution has it before its own Triton backward."""
-    return attend(FlashTritonTorchBackward, _custom_op_torch_bwd, q, k, v, causal, scale, pattern)
+    return attend(FlashTritonTorchBackward, _operator_torch_bwd, q, k, v, causal, scale, pattern)
 
 
 def flash_triton_supports(case: AttentionCase) -> str | None:

@@ -24,7 +24,10 @@ def kept_apart(row: Callable[..., Tensor], pattern: Pattern) -> Callable[..., Te
     """`row`, which is told `pattern`, but nothing that the pattern hides from a query changes what that query gives."""
 
     def apart(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        q, k, v, spoilt = _Sound.apply(q, k, v, *_sight(pattern, q.shape[2], k.shape[2], q.device))
+        # Where none is recorded, torch.compile counts the arguments that a Function takes.
+        recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        sound = _Sound.apply if recorded or not torch.compiler.is_compiling() else _Sound.forward
+        q, k, v, spoilt = sound(q, k, v, *_sight(pattern, q.shape[2], k.shape[2], q.device))
         return _Spoilt.apply(row(q, k, v, **options), spoilt)
 
     return apart
@@ -34,7 +37,8 @@ def _sight(pattern: Pattern, *where: Any) -> tuple[Tensor, ...]:
     """Who sees whom: first and end of the keys of a query, and of the queries of a key; or a mask (B, H, Q, K)."""
     if pattern.mask is None:
         bounds = pattern.bounds(*where)
-        return bounds.first, bounds.end, bounds.of_keys.first, bounds.of_keys.end
+        of_keys = bounds.seen_by() if torch.compiler.is_compiling() else bounds.of_keys
+        return bounds.first, bounds.end, of_keys.first, of_keys.end
     return (pattern.seen(*where),)
 
 

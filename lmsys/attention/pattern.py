@@ -146,7 +146,7 @@ def checked_pattern(
         whole("window", window, least=1, most=FARTHEST)
         if not causal:
             raise ValueError(f"{window=} needs causal=True: it counts the keys up to a query's own position")
-    if softcap is not None:
+    if softcap is not None and not torch.compiler.is_compiling():  # to which a number may be open
         softcap = finite("softcap", softcap, above=0, most=torch.finfo(torch.float32).max)
         softcap = softcap if softcap < NO_CAP else None
     batch = q.shape[:-3].numel() if q.dim() > 3 else q.shape[0]
@@ -158,7 +158,8 @@ def checked_pattern(
         _check_mask(mask, q, k)
         mask = _mask_4d(mask, q)
     found = Pattern(causal, window, int(offset), documents, key_lengths, mask, softcap)
-    return found.simplest(q.shape[-2], k.shape[-2])
+    # A compiler would make code for either side of each comparison of lengths.
+    return found if torch.compiler.is_compiling() else found.simplest(q.shape[-2], k.shape[-2])
 
 
 def _check_documents(documents: Any, q: Tensor, k: Tensor, batch: int) -> None:

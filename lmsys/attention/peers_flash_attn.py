@@ -7,7 +7,7 @@ dimension.
 
 import importlib
 import inspect
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn as torch_varlen_attn
 
 from lmsys.attention.contract import FEW_QUERIES, AttentionCase, aligned, why_not_plain, with_aligned_gradient
-from lmsys.attention.documents import Documents
+from lmsys.attention.documents import Documents, kept_on_documents
 from lmsys.attention.pattern import PLAIN, Pattern
 from lmsys.attention.peers import MADE_ONCE, why_not_scale
 
@@ -117,7 +117,7 @@ def varlen_attn(
 ) -> Tensor:
     """torch.nn.attention.varlen.varlen_attn on a sequence of documents, or of one."""
     pattern = pattern or PLAIN[causal]
-    of_q, of_k = (pattern.documents or _whole(x.shape[2], x.device) for x in (q, k))
+    of_q, of_k = (pattern.documents or _whole(None, x.shape[2], x.device) for x in (q, k))
     left = -1 if pattern.window is None else pattern.window - 1
     tensors = [aligned(x).squeeze(0).transpose(0, 1) for x in (q, k, v)]  # (S, H, D)
     o = torch_varlen_attn(
@@ -130,8 +130,8 @@ def varlen_attn(
     return with_aligned_gradient(o).transpose(0, 1).unsqueeze(0)
 
 
-@lru_cache(maxsize=64)
-def _whole(length: int, device: torch.device) -> Documents:
+@kept_on_documents(most=64)
+def _whole(documents: None, length: int, device: torch.device) -> Documents:
     return Documents([length], device)
 
 

@@ -1,7 +1,6 @@
 """Bad input is a ValueError that names the value at fault; odd but good input gives q's shape and dtype."""
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -98,18 +97,6 @@ def test_views_are_taken_for_what_they_show(view: str, impl: str) -> None:
     tensors = [VIEWS[view](torch.randn(2, 4, 32, 16)) for _ in range(3)]
     found = attention(*tensors, impl=impl)
     assert torch.allclose(found, attention(*[x.contiguous() for x in tensors], impl=impl), atol=1e-6)
-
-
-@pytest.mark.parametrize("impl", ["flash_torch", "flash_triton"])
-@pytest.mark.parametrize("value", [lambda o: o.sum(), lambda o: o.square().sum()], ids=["constant", "square"])
-def test_a_second_derivative_is_refused(impl: str, value: Callable[[Tensor], Tensor]) -> None:
-    """Also of a sum, whose gradient is a constant: torch's own decorator lets that pass, and gives another number."""
-    if reason := ATTENTION[impl].why_not(AttentionCase(1, 2, 2, 5, 5, 32, "float32")):
-        pytest.skip(reason)
-    q, k, v = (torch.randn(1, 2, 5, 32).requires_grad_() for _ in range(3))
-    (gradient,) = torch.autograd.grad(value(attention(q, k, v, impl=impl)), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        (gradient * q).sum().backward()
 
 
 @pytest.mark.parametrize("impl", ["naive", "flash_torch", "flash_triton"])

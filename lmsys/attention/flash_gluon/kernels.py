@@ -4,6 +4,7 @@ Legend: B batch, H query heads, Hkv key heads, G = H / Hkv, Q queries, K keys, D
 """
 
 import math
+from collections.abc import Hashable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from lmsys.attention.bounds import Bounds
 from lmsys.attention.custom_ops import attend, autograd_function, custom_op
+from lmsys.attention.documents import keep
 from lmsys.attention.flash_gluon.backward import backward_kernel
 from lmsys.attention.flash_gluon.forward import forward_kernel
 from lmsys.attention.flash_gluon.launch import Kernel
@@ -51,7 +53,7 @@ REGISTERS = {(2, 1): (240, 168), (2, 2): (104, 80), (3, 1): (160, 128)}
 
 _launches: dict[tuple[Any, ...], Any] = {}
 _kernels: dict[tuple[Any, ...], Kernel] = {}
-_counters: dict[tuple[int, int], Tensor] = {}
+_counters: dict[Hashable, Tensor] = {}
 
 
 def _like(x: Tensor) -> Tensor:
@@ -59,13 +61,15 @@ def _like(x: Tensor) -> Tensor:
     return torch.empty_like(x) if x.stride(-1) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _counter(device: int, stream: int) -> Tensor:
+def _counter(device: torch.device, stream: int) -> Tensor:
     """Two zeros, which the kernel leaves zero: a pair for each stream, used once the kernel before has ended."""
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)  # a graph may be replayed on any stream
-    if (device, stream) not in _counters:
-        _counters[device, stream] = torch.zeros(2, dtype=torch.int32, device=device)
-    return _counters[device, stream]
+    counter = _counters.get((device.index, stream))
+    if counter is None:
+        make = partial(torch.zeros, 2, dtype=torch.int32, device=device)
+        counter = keep(_counters, (device.index, stream), make, device, most=2**31)
+    return counter
 
 
 def _extent(bounds: Bounds, *more: Tensor) -> tuple[Any, ...]:
@@ -121,7 +125,7 @@ class _Forward:
         self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, extent: tuple[Any, ...]
     ) -> None:
         stream = raw_stream(self.device)
-        counter = _counter(self.device, stream).data_ptr() if self.dynamic else 0
+        counter = _counter(q.device, stream).data_ptr() if self.dynamic else 0
         others = lse.data_ptr(), counter, scale * LOG2_E, *self.sizes, *extent
         self.kernel(self.grid, stream, (q, k, v, o), others)
 
@@ -322,8 +326,8 @@ def _backward(
     return dq, dk, dv
 
 
-FlashGluon = autograd_function("FlashGluon", _forward, _backward)
-_custom_op = custom_op("flash_gluon", _forward, partial(_backward, together=False))
+_operator, _gradients = custom_op("flash_gluon", _forward, partial(_backward, together=False))
+FlashGluon = autograd_function("FlashGluon", _forward, _backward, _gradients)
 
 
 def flash_gluon(
@@ -334,4 +338,4 @@ def flash_gluon(
     bfloat16 or float16. dq is added up in no fixed order, unless `torch.use_deterministic_algorithms(True)`.
     `pattern`, of a window, documents or both, stands in the place of `causal`.
     """
-    return attend(FlashGluon, _custom_op, q, k, v, causal, scale, pattern)
+    return attend(FlashGluon, _operator, q, k, v, causal, scale, pattern)
