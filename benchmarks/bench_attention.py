@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from benchmarks import axes
-from benchmarks.arithmetic import capability_of, matmul_rates
 from benchmarks.attention import patterns
 from benchmarks.attention.check import Gate, check_extremes, check_float32, check_memory, check_scale, name_mistakes
 from benchmarks.attention.spots import NUM_KEPT, Spots, repeat
+from benchmarks.models import capability_of, matmul_rates
 from lmsys.attention import ATTENTION, AttentionCase, Pattern
 from lmsys.attention.contract import DTYPES, adapt, options_of, told, why_not_told
 from lmsys.bench import Axis, Benchmark, Candidate, Case, Entry, Field, Grid, Record, Settings, Step, bench, fields

@@ -9,13 +9,11 @@ from itertools import product
 from typing import Any
 
 from benchmarks import axes
-from benchmarks.data_parallel.cases import ParallelCase, variants
-from benchmarks.data_parallel.check import gate
-from benchmarks.data_parallel.pairs import WRONG, Steps, pairs
+from benchmarks.data_parallel.cases import WRONG, ParallelCase, Steps, pairs, variants
+from benchmarks.data_parallel.check import gate, judge_by_trials
 from benchmarks.data_parallel.passes import Pass, holds, judge_pass
 from benchmarks.data_parallel.rank import inspect, take_pass
 from benchmarks.data_parallel.rows import Row, communication, memory, step_rates, why_not
-from benchmarks.data_parallel.trials import judge_by_trials
 from benchmarks.models import WHAT_IS_KEPT
 from lmsys.bench import Axis, Candidate, Field, Grid, Record, Settings, bench, fields
 from lmsys.bench.ranks import OnRanks, backend_of, num_nodes, world_sizes

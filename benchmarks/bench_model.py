@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.arithmetic import matmul_rates
 from benchmarks.model.benchmark import ModelBenchmark, Setup
 from benchmarks.model.cases import FIELDS, ModelTest
 from benchmarks.model.rig import cold_samples
+from benchmarks.models import matmul_rates
 from lmsys.bench import Candidate, Field, Record, bench, fields
 from lmsys.checkpointing import FIT
 from lmsys.cost.memory import training_memory

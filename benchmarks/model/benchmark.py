@@ -9,7 +9,6 @@ from itertools import product
 from typing import Any
 
 from benchmarks import models
-from benchmarks.arithmetic import arithmetic
 from benchmarks.model.cases import AXES, ModelTest, Row, model_of
 from benchmarks.model.check import Gate
 from benchmarks.model.rig import Rig
@@ -79,7 +78,7 @@ class ModelBenchmark(Benchmark):
         return "unsupported", "forward and backward are one graph: only whole steps can be timed"
 
     def context(self, cases: Sequence[ModelTest]) -> AbstractContextManager[None]:
-        return arithmetic(cases[0].precision)
+        return models.arithmetic(cases[0].precision)
 
     def setup(self, cases: Sequence[ModelTest], settings: Settings) -> Setup:
         return Setup(cases[0], settings.seed, Gate(cases[0], settings.seed))
