@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
     )  # triton reads it on import: without a GPU its kernels are interpreted
 
 from benchmarks.axes import NAMED
-from lmsys.bench.axes import Sweep, add_axis_options, given_axes
+from lmsys.bench.fields import Sweep, add_axis_options, given_axes
 from lmsys.bench.options import texts
 from lmsys.deterministic import CUBLAS_WORKSPACE
 

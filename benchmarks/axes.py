@@ -6,7 +6,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from lmsys.bench.axes import Axis, one_of, positive, yes_no
+from lmsys.bench.fields import Axis, one_of, positive, yes_no
 from lmsys.checkpointing import FIT, LEVELS, RUN
 from lmsys.config import SIZES
 from lmsys.cost.memory import MATMUL_BYTES

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from benchmarks import axes
-from benchmarks.arithmetic import capability_of, matmul_rates
 from benchmarks.attention import patterns
-from benchmarks.attention.check import Gate, check_extremes, check_float32, check_scale, name_mistakes
+from benchmarks.attention.check import Gate, check_extremes, check_float32, check_memory, check_scale, name_mistakes
 from benchmarks.attention.spots import NUM_KEPT, Spots, repeat
+from benchmarks.models import capability_of, matmul_rates
 from lmsys.attention import ATTENTION, AttentionCase, Pattern
 from lmsys.attention.contract import DTYPES, adapt, options_of, told, why_not_told
 from lmsys.bench import Axis, Benchmark, Candidate, Case, Entry, Field, Grid, Record, Settings, Step, bench, fields
-from lmsys.bench.axes import yes_no
+from lmsys.bench.fields import yes_no
 from lmsys.cost import operations
 from lmsys.deterministic import deterministic_mode
 from lmsys.extremes.attention import AttentionDraws
@@ -194,7 +194,7 @@ class Attention(Benchmark):
     def check_all(self, candidates: Sequence[Candidate], setup: Setup, runner: Any) -> None:
         """float32 first, once: there an error of 1 % shows. A row that cannot run it, or not in this memory, is held
         to the stricter root-mean-square rule in its own dtype. Small cases also with a scale of their own, and all rows
-        in a small case of extreme inputs."""
+        in small cases of extreme inputs, and of inputs that lie in memory in other ways."""
         seed = runner.settings.seed
         if setup.inputs.seed == seed:  # as they were drawn
             setup.inputs.redraw_(seed + 1)
@@ -210,6 +210,7 @@ class Attention(Benchmark):
         check_scale(candidates, setup.inputs, setup.case, setup.pattern)
         name_mistakes(candidates, seed)
         check_extremes(candidates, seed)
+        check_memory(candidates, seed)
 
     def redraw(self, setup: Setup, draw: int) -> None:
         setup.draws.fill(draw)

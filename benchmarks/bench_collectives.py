@@ -18,7 +18,6 @@ from benchmarks import axes
 from lmsys import draws
 from lmsys.bench import (
     Axis,
-    Benchmark,
     Case,
     Entry,
     Field,
@@ -32,7 +31,7 @@ from lmsys.bench import (
     one_of,
     positive,
 )
-from lmsys.bench.ranks import CLOCKS, on_part, subgroup, times, world_sizes
+from lmsys.bench.ranks import OnRanks, on_part, subgroup, times, world_sizes
 from lmsys.cost.communication import bus_factor
 from lmsys.measure.clock import synchronize
 from lmsys.parallel import collectives
@@ -236,13 +235,12 @@ OPERATIONS = Table(
 )
 
 
-class Collectives(Benchmark):
+class Collectives(OnRanks):
     """Each operation is checked, and timed on the ranks; one after another, since they share the wires."""
 
     name = "collectives"
     case_type = CollectiveCase
     tables = {"operation": OPERATIONS}
-    opens = False
     streams = True
     axes: tuple[Axis, ...] = (
         *axes.named("--world-size"),
@@ -308,9 +306,6 @@ class Collectives(Benchmark):
             ]
             candidate.judge(ratios)
             candidate.notes["loop_s"] = max(one.loop_s for one in found)
-
-    def clock_name(self, case: CollectiveCase, runner: Any) -> str:
-        return CLOCKS[case.backend]
 
     def metrics(self, case: CollectiveCase, record: Record, machine: Record) -> Record:
         found: Record = {"bytes": 4 * case.numel}

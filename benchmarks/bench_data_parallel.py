@@ -9,16 +9,14 @@ from itertools import product
 from typing import Any
 
 from benchmarks import axes
-from benchmarks.data_parallel.cases import ParallelCase, variants
-from benchmarks.data_parallel.check import gate
-from benchmarks.data_parallel.pairs import WRONG, Steps, pairs
+from benchmarks.data_parallel.cases import WRONG, ParallelCase, Steps, pairs, variants
+from benchmarks.data_parallel.check import gate, judge_by_trials
 from benchmarks.data_parallel.passes import Pass, holds, judge_pass
 from benchmarks.data_parallel.rank import inspect, take_pass
 from benchmarks.data_parallel.rows import Row, communication, memory, step_rates, why_not
-from benchmarks.data_parallel.trials import judge_by_trials
 from benchmarks.models import WHAT_IS_KEPT
-from lmsys.bench import Axis, Benchmark, Candidate, Field, Grid, Record, Settings, bench, fields
-from lmsys.bench.ranks import CLOCKS, backend_of, num_nodes, world_sizes
+from lmsys.bench import Axis, Candidate, Field, Grid, Record, Settings, bench, fields
+from lmsys.bench.ranks import OnRanks, backend_of, num_nodes, world_sizes
 from lmsys.cost.operations import model_parameters
 from lmsys.parallel import STRATEGIES
 
@@ -33,7 +31,21 @@ def held(name: str, label: str, about: str, role: str = "metric") -> Field:
     return Field(name, "B", label, role, f"{about}, on the rank with most", "GiB")
 
 
-class DataParallel(Benchmark):
+class ParallelBenchmark(OnRanks):
+    """Steps of models that strategies train on ranks."""
+
+    def why_not(self, case: ParallelCase) -> str | None:
+        return why_not(case)
+
+    def metrics(self, case: ParallelCase, record: Record, machine: Record) -> Record:
+        """Work of all ranks, and with a time the rates, and a rank's share of what its device reaches."""
+        found: Record = {"num_parameters": model_parameters(case.config), "num_nodes": num_nodes()}
+        if time_s := record.get("time_s"):
+            found |= step_rates(case, time_s, machine)
+        return found
+
+
+class DataParallel(ParallelBenchmark):
     """Each row alone is held to one process, tuned, and looked into for memory and communication. Then all are timed,
     pass after pass in turns; after the steps of a pass all ranks must have one model, and in one of the passes, which
     nobody can know, that must be the model that plain steps lead to."""
@@ -41,7 +53,6 @@ class DataParallel(Benchmark):
     name = "data_parallel"
     case_type = ParallelCase
     tables = {"strategy": STRATEGIES}
-    opens = False
     keeps_interrupted = True
     axes: tuple[Axis, ...] = (
         *axes.named("--size", "--context", "--batch", "--precision", "--compile", "--strategy"),
@@ -166,9 +177,6 @@ class DataParallel(Benchmark):
     def contends(self, case: ParallelCase) -> bool:
         return bool(case.entry.trait("synchronizes", True))
 
-    def why_not(self, case: ParallelCase) -> str | None:
-        return why_not(case)
-
     def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: Any) -> None:
         """Checks each row once; nothing is left for after timing, since the timed steps themselves are checked."""
         new = sorted((one for one in candidates if one.state is None), key=lambda one: -one.case.world_size)
@@ -281,15 +289,6 @@ class DataParallel(Benchmark):
                 f"right before it was timed, not in the timed steps of pass {number + 1}: {candidate.reason}"
             )
         return worst
-
-    def clock_name(self, case: ParallelCase, runner: Any) -> str:
-        return CLOCKS[case.backend]
-
-    def metrics(self, case: ParallelCase, record: Record, machine: Record) -> Record:
-        found: Record = {"num_parameters": model_parameters(case.config), "num_nodes": num_nodes()}
-        if time_s := record.get("time_s"):
-            found |= step_rates(case, time_s, machine)
-        return found
 
 
 def _entropy(turn: Sequence[ParallelCase], trial: Any) -> int:

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from benchmarks import axes
-from benchmarks.arithmetic import DTYPES, arithmetic, matmul_rates, why_no_arithmetic
-from benchmarks.loss.inputs import ODD_VOCABULARY, OUTPUTS, Inputs, odd_inputs
-from benchmarks.loss.spots import Spots, repeat
+from benchmarks.loss import ODD_VOCABULARY, OUTPUTS, Inputs, Spots, odd_inputs, repeat
+from benchmarks.models import DTYPES, arithmetic, matmul_rates, why_no_arithmetic
 from lmsys.bench import (
     Axis,
     Benchmark,
@@ -39,8 +38,8 @@ from lmsys.draws import Draws
 from lmsys.measure import memory
 from lmsys.measure.compare import Kept
 
-UNCHUNKED = "benchmarks.loss.inputs:unchunked"
-TORCH_CHUNKED = "benchmarks.loss.inputs:torch_chunked"
+UNCHUNKED = "benchmarks.loss:unchunked"
+TORCH_CHUNKED = "benchmarks.loss:torch_chunked"
 LOSSES = Table(
     "loss",
     [

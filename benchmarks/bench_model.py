@@ -9,10 +9,10 @@ from itertools import product
 from typing import Any
 
 from benchmarks import models
-from benchmarks.arithmetic import arithmetic, matmul_rates
 from benchmarks.model.cases import AXES, FIELDS, ModelTest, Row, model_of
 from benchmarks.model.check import Gate
 from benchmarks.model.rig import Rig, cold_samples
+from benchmarks.models import matmul_rates
 from lmsys.bench import Axis, Benchmark, Candidate, Field, Grid, Record, Settings, Step, bench, fields
 from lmsys.checkpointing import FIT
 from lmsys.cost.memory import training_memory
@@ -83,7 +83,7 @@ class ModelBenchmark(Benchmark):
         return "unsupported", "forward and backward are one graph: only whole steps can be timed"
 
     def context(self, cases: Sequence[ModelTest]) -> AbstractContextManager[None]:
-        return arithmetic(cases[0].precision)
+        return models.arithmetic(cases[0].precision)
 
     def setup(self, cases: Sequence[ModelTest], settings: Settings) -> Setup:
         return Setup(cases[0], settings.seed, Gate(cases[0], settings.seed))

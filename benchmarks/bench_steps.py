@@ -11,16 +11,15 @@ from itertools import product
 from typing import Any
 
 from benchmarks import axes
+from benchmarks.bench_data_parallel import ParallelBenchmark
 from benchmarks.data_parallel.alone import Alone, train_alone, why_wrong
 from benchmarks.data_parallel.cases import MODELS, StepsCase
 from benchmarks.data_parallel.check import gate
-from benchmarks.data_parallel.rows import step_rates, why_not
 from benchmarks.models import WHAT_IS_KEPT
-from lmsys.bench import Axis, Benchmark, Candidate, Field, Grid, Record, Settings, bench, fields, one_of, positive
-from lmsys.bench.ranks import CLOCKS, backend_of, num_nodes, world_sizes
+from lmsys.bench import Axis, Candidate, Field, Grid, Record, Settings, bench, fields, one_of, positive
+from lmsys.bench.ranks import backend_of, world_sizes
 from lmsys.bench.trial import NOT_TIMED
 from lmsys.checkpointing import FIT
-from lmsys.cost.operations import model_parameters
 from lmsys.measure.sensors import state_of
 from lmsys.parallel import STRATEGIES
 
@@ -35,13 +34,12 @@ KINDS = {  # of a step's time, beside the optimizer's
 }
 
 
-class TrainingSteps(Benchmark):
+class TrainingSteps(ParallelBenchmark):
     """Each case alone is checked, then trains."""
 
     name = "steps"
     case_type = StepsCase
     tables = {"strategy": STRATEGIES}
-    opens = False
     streams = True
     axes: tuple[Axis, ...] = (
         *axes.named("--size", "--context", "--batch", "--precision", "--compile", "--strategy"),
@@ -119,9 +117,6 @@ class TrainingSteps(Benchmark):
                 asked = (grid.name, row, settings.device, *work, world_size)
                 yield StepsCase(*asked, checkpoint=kept, residual=residual, steps=grid["steps"], model=model)
 
-    def why_not(self, case: StepsCase) -> str | None:
-        return why_not(case)
-
     def check_all(self, candidates: Sequence[Candidate], setup: Any, runner: Any) -> None:
         for candidate in candidates:
             case = candidate.case
@@ -156,16 +151,6 @@ class TrainingSteps(Benchmark):
         return (
             f"{statistics.median(one.samples):.4g} s a step, {memory:.3g} GiB, loss {losses[0]:.4f} to {losses[-1]:.4f}"
         )
-
-    def clock_name(self, case: StepsCase, runner: Any) -> str:
-        return CLOCKS[case.backend]
-
-    def metrics(self, case: StepsCase, record: Record, machine: Record) -> Record:
-        """Work of all ranks, and with a time the rates, and a rank's share of what its device reaches."""
-        found: Record = {"num_parameters": model_parameters(case.config), "num_nodes": num_nodes()}
-        if time_s := record.get("time_s"):
-            found |= step_rates(case, time_s, machine)
-        return found
 
 
 def found_by(ranks: Sequence[Alone]) -> Record:

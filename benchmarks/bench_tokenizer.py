@@ -1,4 +1,7 @@
-"""Tokenizers: training and encoding, ours beside tiktoken and Hugging Face tokenizers, where they are installed."""
+"""Tokenizers: training and encoding, ours beside tiktoken and Hugging Face tokenizers, where they are installed.
+
+No call saw its text before: of each draw it is the lines of a corpus in another order.
+"""
 
 import random
 import sys
@@ -39,26 +42,6 @@ from lmsys.tokenizer.naive import Pair
 from lmsys.tokenizer.pretokens import Pretokenizer
 from lmsys.tokenizer.training import count_pretokens
 from lmsys.training.corpora import END_OF_TEXT, stdlib
-
-ROWS = "benchmarks.tokenizer.rows:"
-peer = partial(Entry, peer=True, extra="peers")
-
-
-TOKENIZERS = Table(
-    "tokenizer",
-    [
-        Entry("lmsys", f"{ROWS}Ours", "this library"),
-        Entry("lmsys_serial", f"{ROWS}Ours", "this library, one process", traits={"processes": 1}),
-        peer("tiktoken", f"{ROWS}Tiktoken", "tiktoken", supports=f"{ROWS}tiktoken_supports"),
-        peer("huggingface", f"{ROWS}HuggingFace", "Hugging Face tokenizers", supports=f"{ROWS}huggingface_supports"),
-    ],
-)
-
-SMALL_BYTES, SMALL_TOKENS = 30_000, 200  # what the definition can train on in a second
-SMALLEST = 257  # a vocabulary without merges
-TASKS = ("train", "encode")
-WHAT = {"train": "merge", "encode": "id"}
-
 
 LEFT_OUT = 16  # one line of so many, in texts to train on: pre-tokens then have other counts in each
 CHECKED_BYTES = 100_000  # of documents, and one more
@@ -151,6 +134,26 @@ def first_difference(what: str, found: Sequence[Any], expected: Sequence[Any]) -
         if one != other:
             return f"{what} {place:,} is {one}, by definition {other}"
     return f"{len(found):,} {what}s, by definition {len(expected):,}"
+
+
+ROWS = "benchmarks.tokenizer.rows:"
+peer = partial(Entry, peer=True, extra="peers")
+
+
+TOKENIZERS = Table(
+    "tokenizer",
+    [
+        Entry("lmsys", f"{ROWS}Ours", "this library"),
+        Entry("lmsys_serial", f"{ROWS}Ours", "this library, one process", traits={"processes": 1}),
+        peer("tiktoken", f"{ROWS}Tiktoken", "tiktoken", supports=f"{ROWS}tiktoken_supports"),
+        peer("huggingface", f"{ROWS}HuggingFace", "Hugging Face tokenizers", supports=f"{ROWS}huggingface_supports"),
+    ],
+)
+
+SMALL_BYTES, SMALL_TOKENS = 30_000, 200  # what the definition can train on in a second
+SMALLEST = 257  # a vocabulary without merges
+TASKS = ("train", "encode")
+WHAT = {"train": "merge", "encode": "id"}
 
 
 @dataclass(frozen=True)

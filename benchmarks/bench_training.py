@@ -13,8 +13,7 @@ from itertools import product
 from typing import Any
 
 from benchmarks import axes
-from benchmarks.arithmetic import DTYPES
-from benchmarks.models import AUTO, LLAMA, MODEL_ROWS, why_not
+from benchmarks.models import AUTO, DTYPES, LLAMA, MODEL_ROWS, why_not
 from benchmarks.training.rank import CORPUS, Epoch, TrainingCase, begin, clear, end, epoch, inspect, tokens_of
 from lmsys.attention import ATTENTION
 from lmsys.bench import Axis, Benchmark, Candidate, Entry, Field, Grid, Record, Settings, bench, fields, positive

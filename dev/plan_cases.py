@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from string import digits
 from typing import Any
 
-from benchmarks.arithmetic import capability_of
+from benchmarks.models import capability_of
 from lmsys.attention import AttentionCase
 from lmsys.attention.flash_gluon import plans
 from lmsys.attention.flash_gluon.plans import BackwardPlan, ForwardPlan

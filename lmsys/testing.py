@@ -54,6 +54,13 @@ MAX_ELEMENTS = 2**27  # elements of q or k in the sample: 1 GiB for each float64
 CURVE_STEPS = 100
 CURVE_BUDGET = {"float32": 1e-3, "bfloat16": 0.03}  # nats
 NORM_BUDGET = {"float32": 1e-3, "bfloat16": 5e-3}  # relative error of the norm
+MEMORY = {  # how inputs may lie: a layout, the tensors that have it, and the whole in words
+    "transposed": ("transposed", ("q", "k", "v", "do"), "inputs transposed in memory"),
+    "unaligned": ("unaligned", ("q", "k", "v", "do"), "inputs that are not aligned to 16 bytes"),
+    "unaligned gradient": ("unaligned", ("do",), "a gradient that is not aligned to 16 bytes"),
+    "expanded": ("expanded", ("k", "v"), "keys and values that are expanded, of stride 0"),
+    "constant gradient": ("constant", ("do",), "a gradient of stride 0, as that of o.sum() is"),
+}
 BLOCK_SCORES = {"cuda": 2**26, "cpu": 2**21}  # scores held at once
 
 
@@ -102,7 +109,9 @@ class Inputs:
         self.seed = seed
         generator = torch.Generator(self.q.device).manual_seed(seed)
         for x in (self.q, self.k, self.v, self.do):
-            x.data.normal_(std=self.std if x is self.q or x is self.k else 1.0, generator=generator)
+            x.data[tuple(slice(None if stride else 1) for stride in x.stride())].normal_(
+                std=self.std if x is self.q or x is self.k else 1.0, generator=generator
+            )
         return self
 
 
@@ -114,23 +123,40 @@ def pick(x: Tensor, spot: Spot, kv_heads: int) -> Tensor:
 
 
 def make_inputs(
-    case: AttentionCase, seed: int, dtype: str | None = None, *, std: float = 1.0, transposed: bool = False
+    case: AttentionCase,
+    seed: int,
+    dtype: str | None = None,
+    *,
+    std: float = 1.0,
+    transposed: bool = False,
+    memory: str = "",
 ) -> Inputs:
     """Standard normal inputs of `case` on its device, in `dtype` (default: the case's); v and do are value_dim wide.
 
-    `std` is that of q and k: logits have about std². `transposed` gives views of (B, S, H, D) memory.
+    `std` is that of q and k: logits have about std². `memory` is one of MEMORY, `transposed` the first of them.
     """
+    options: dict[str, Any] = {"dtype": DTYPES[dtype or case.dtype], "device": case.device}
+    layout, names, _ = MEMORY.get("transposed" if transposed else memory, ("", (), ""))
 
-    def empty(heads: int, length: int, width: int) -> Tensor:
-        options: dict[str, Any] = {"dtype": DTYPES[dtype or case.dtype], "device": case.device}
-        if transposed:
-            return torch.empty(case.batch, length, heads, width, **options).transpose(1, 2)
-        return torch.empty(case.batch, heads, length, width, **options)
+    def empty(name: str, *shape: int) -> Tensor:
+        return _laid_out(layout if name in names else "", *shape, **options)
 
+    of_queries, of_keys = (case.batch, case.heads, case.queries), (case.batch, case.kv_heads, case.keys)
     value_dim = case.value_dim or case.head_dim
-    q, do = empty(case.heads, case.queries, case.head_dim), empty(case.heads, case.queries, value_dim)
-    k, v = empty(case.kv_heads, case.keys, case.head_dim), empty(case.kv_heads, case.keys, value_dim)
+    q, do = empty("q", *of_queries, case.head_dim), empty("do", *of_queries, value_dim)
+    k, v = empty("k", *of_keys, case.head_dim), empty("v", *of_keys, value_dim)
     return Inputs(q, k, v, do, seed, std).redraw_(seed)
+
+
+def _laid_out(layout: str, batch: int, heads: int, length: int, width: int, **options: Any) -> Tensor:
+    """An empty tensor (B, H, S, D)."""
+    if layout == "transposed":
+        return torch.empty(batch, length, heads, width, **options).transpose(1, 2)
+    if layout == "unaligned":  # as a part of a projection of one more column
+        rows = torch.empty(batch, length, heads * width + 1, **options)[..., 1:]
+        return rows.unflatten(-1, (heads, width)).transpose(1, 2)
+    own = {"expanded": (1, 1, length, width), "constant": (1, 1, 1, 1)}.get(layout, (batch, heads, length, width))
+    return torch.empty(own, **options).expand(batch, heads, length, width)
 
 
 def run(

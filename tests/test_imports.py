@@ -31,7 +31,7 @@ PLAIN = (  # of lmsys: what a machine without torch can import
     *("cost/__init__", "cost/operations", "cost/memory", "cost/levels", "cost/communication"),
     *(
         f"bench/{name}"
-        for name in ("__init__ axes benchmark checkout fields options plugin proof record results validate").split()
+        for name in ("__init__ benchmark checkout fields options plugin proof record results validate").split()
     ),
 )
 LATE = (

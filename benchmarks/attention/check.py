@@ -1,7 +1,8 @@
 """The check of an attention row, asked in a way that a cache, a changed input or a lost stream cannot answer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,14 +12,15 @@ from lmsys.attention import AttentionCase, Pattern
 from lmsys.bench import Candidate
 from lmsys.bench.benchmark import verdict
 from lmsys.bench.plain import check_plain
-from lmsys.check import extremes
-from lmsys.check.attention import known_mistake
+from lmsys.check import attention, extremes
+from lmsys.check.cases import ODD, in_memory
+from lmsys.check.question import Fault
 from lmsys.measure.clock import synchronize
 from lmsys.measure.compare import Failure, attempt, release_memory
 from lmsys.testing import Inputs, Oracle, make_inputs, run
 
 SLEEP_CYCLES = 4 * 10**7  # about 20 ms, longer than a warm call takes to launch its first kernel
-_PASSED: set[tuple[str, AttentionCase]] = set()  # targets of rows, and small cases of extremes that they are right in
+_PASSED: set[tuple[Any, ...]] = set()  # targets of rows, and small cases that they are right in
 OWN_SCALE = 0.3  # head_dim ** -0.5 of no head dimension
 SMALL_SCORES = 2**22  # of a case that is checked with it, too
 
@@ -61,23 +63,38 @@ def check_extremes(candidates: Sequence[Candidate], seed: int) -> None:
     dtype, head dimension, mask and direction, but not where it would compile for it, nor where it is interpreted: that
     takes seconds, and no figure rests on it. Patterns have extremes in their timed calls alone.
     """
-    for candidate in candidates:
-        asked = candidate.case.asked
-        slow = candidate.interpreted or candidate.entry.trait("compiles")
-        if candidate.outcome != "ok" or slow or asked.options:
-            continue
+    for candidate in filter(_asked_more, candidates):
         for length in (None, extremes.WHOLE):
-            case = extremes.case_of_kinds(replace(asked, scale=None), length)
-            if candidate.entry.why_not(case) is None and _takes_extremes(candidate, case, seed):
+            case = extremes.case_of_kinds(replace(candidate.case.asked, scale=None), length)
+            rms = candidate.state != "has float32"
+            if candidate.entry.why_not(case) is None and _takes(
+                candidate, extremes.failure, case, case.grad, seed, rms
+            ):
                 break
 
 
-def _takes_extremes(candidate: Candidate, case: AttentionCase, seed: int) -> bool:
+def check_memory(candidates: Sequence[Candidate], seed: int) -> None:
+    """Fails each candidate that is wrong where inputs do not lie as fresh tensors do, in a small case.
+
+    Asked as seldom as extremes are. A row that raises an exception has refused such memory.
+    """
+    for candidate in filter(_asked_more, candidates):
+        small = {"batch": 2, "heads": 2, "kv_heads": 2, "queries": ODD, "keys": ODD, "scale": None}
+        for asked in in_memory(replace(candidate.case.asked, **small)):
+            if candidate.outcome == "ok" and candidate.entry.why_not(asked.case) is None:
+                _takes(candidate, attention.failure, asked, asked.case.grad, seed)
+
+
+def _asked_more(candidate: Candidate) -> bool:
+    slow = candidate.interpreted or candidate.entry.trait("compiles")
+    return candidate.outcome == "ok" and not slow and not candidate.case.asked.options
+
+
+def _takes(candidate: Candidate, judge: Callable[..., Fault | None], *asked: Any) -> bool:
     """False where the row raises an exception. A candidate that is wrong is failed."""
-    if (known := (candidate.entry.target, case)) in _PASSED:
+    if (known := (candidate.entry.target, *asked)) in _PASSED:
         return True
-    rms = candidate.state != "has float32"
-    fault, failure = candidate.watched(extremes.failure, candidate.call, case, case.grad, seed, rms)
+    fault, failure = candidate.watched(judge, candidate.call, *asked)
     if failure:
         candidate.failed(*failure)
     elif fault is None:
@@ -94,7 +111,7 @@ def name_mistakes(candidates: Sequence[Candidate], seed: int) -> None:
     for candidate in candidates:
         if candidate.outcome == "wrong" and not candidate.entry.trait("compiles"):
             asked = replace(candidate.case.asked, scale=None)
-            mistake, _ = candidate.watched(known_mistake, candidate.entry, candidate.call, asked, seed)
+            mistake, _ = candidate.watched(attention.known_mistake, candidate.entry, candidate.call, asked, seed)
             if mistake:
                 candidate.reason = f"{candidate.reason}; in a small case: {mistake}"
 

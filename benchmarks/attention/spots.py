@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.arithmetic import BUDGET_RTOL, ERROR_RTOL
+from benchmarks.models import BUDGET_RTOL, ERROR_RTOL
 from lmsys.attention import AttentionCase, Pattern
 from lmsys.attention.contract import DTYPES
 from lmsys.attention.pattern import PLAIN

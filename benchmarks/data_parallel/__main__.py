@@ -14,12 +14,11 @@ from contextlib import closing
 import torch
 
 from benchmarks.bench_data_parallel import DataParallel
-from benchmarks.data_parallel.cases import ParallelCase
-from benchmarks.data_parallel.pairs import UNKNOWN, WRONG, Pair, Steps, pairs
+from benchmarks.data_parallel.cases import UNKNOWN, WRONG, Pair, ParallelCase, Steps, pairs
 from benchmarks.data_parallel.passes import Pass, judge_pass
 from benchmarks.data_parallel.rank import take_pass
 from lmsys.bench import Grid, Settings
-from lmsys.bench.axes import filled, given_axes
+from lmsys.bench.fields import filled, given_axes
 from lmsys.bench.ranks import Ranks
 
 DEFAULTS = Grid(

@@ -1,14 +1,18 @@
-"""The tests of data parallelism: what each is asked, and how its strategy is built."""
+"""The tests of data parallelism: what each is asked, how its strategy is built, and what holds two of them together.
 
-from collections.abc import Iterable
+Two versions of a step take the same steps from the same weights on the same batches. They are held to each other by
+their bits where these must agree, else by the tolerance: `benchmarks.data_parallel.passes` says how each is held to
+plain steps in float64. A pair whose bits agree needs no tolerance, whatever was expected.
+"""
+
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 import torch
 
-from benchmarks.arithmetic import AUTOCAST
-from benchmarks.models import LLAMA, TrainedCase
+from benchmarks.models import AUTOCAST, LLAMA, TrainedCase
 from lmsys.bench import Entry, Grid, Record
 
 NARROW = ("comm_dtype", "compute_dtype")
@@ -115,3 +119,53 @@ def variants(grid: Grid, entry: Entry) -> Iterable[tuple[float | str | None, str
         grid["comm_dtype"] if entry.trait("comm_dtypes", False) else ("float32",),
         grid["sharded_optimizer"] if entry.trait("all_reduces", False) else (False,),
     )
+
+
+BITS, TOLERANCE, WRONG, UNKNOWN = "bits", "tolerance", "wrong", "unknown"
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Steps that a version has taken.
+
+    bits    sha256 of the weights, or of those rows of them that are looked at
+    ratios  errors against float64 over their budgets, by parameter; None where plain steps find no room
+    """
+
+    case: ParallelCase
+    bits: str
+    ratios: Mapping[str, float] | None
+
+    @property
+    def error_ratio(self) -> float | None:
+        return None if self.ratios is None else max(self.ratios.values())
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two versions, what holds them together (BITS or TOLERANCE), or why nothing does (WRONG) or may (UNKNOWN)."""
+
+    first: Steps
+    second: Steps
+    held_by: str
+    why: str
+
+
+def pair(first: Steps, second: Steps) -> Pair:
+    if first.bits == second.bits:
+        return Pair(first, second, BITS, "")
+    if first.case.same_bits(second.case):
+        return Pair(first, second, WRONG, "their weights must have the same bits, and have not")
+    for one in (first, second):
+        beyond = {name: ratio for name, ratio in (one.ratios or {}).items() if not ratio <= 1}
+        for name, ratio in beyond.items():
+            return Pair(first, second, WRONG, f"{one.case.impl}: {name} is {ratio:.3g} times the allowed error off")
+    if first.ratios is None or second.ratios is None:
+        return Pair(first, second, UNKNOWN, "plain steps in float64 do not fit in this memory")
+    return Pair(first, second, TOLERANCE, "")
+
+
+def pairs(versions: Iterable[Steps]) -> list[Pair]:
+    """All pairs of versions on as many ranks: others have other batches."""
+    both = combinations(versions, 2)
+    return [pair(*two) for two in both if len({one.case.world_size for one in two}) == 1]

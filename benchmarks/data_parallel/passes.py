@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.arithmetic import ROUNDING, autocast, matmuls
 from benchmarks.data_parallel.cases import Narrow, ParallelCase
-from benchmarks.models import Batch, build
+from benchmarks.models import ROUNDING, Batch, autocast, build, matmuls
 from lmsys import draws
 from lmsys.bench.ranks import on_part, release, subgroup
 from lmsys.config import ModelConfig

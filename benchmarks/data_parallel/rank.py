@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.arithmetic import RECOMPILE_LIMIT, autocast, matmuls
 from benchmarks.data_parallel.cases import ParallelCase
 from benchmarks.data_parallel.passes import ADAMW, WARM_STEPS, Batches, Pass, leave
-from benchmarks.models import COMPILED, build, fitted, gpu_memory
+from benchmarks.models import COMPILED, RECOMPILE_LIMIT, autocast, build, fitted, gpu_memory, matmuls
 from lmsys.bench.ranks import on_part, release, subgroup, times
 from lmsys.checkpointing import FIT, for_fewer
 from lmsys.config import ModelConfig

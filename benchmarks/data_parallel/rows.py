@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from benchmarks.arithmetic import matmul_rates
 from benchmarks.data_parallel.cases import ParallelCase
 from benchmarks.data_parallel.rank import Inspection
-from benchmarks.models import COMPILED
+from benchmarks.models import COMPILED, matmul_rates
 from lmsys.attention.compiled import why_no_compiler
 from lmsys.bench import Record, Settings
 from lmsys.cost.communication import ddp_overhead

@@ -24,9 +24,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from benchmarks.arithmetic import LOSS_SCALE, ROUNDING, autocast, ratio_by_group
 from benchmarks.model.cases import ModelTest
-from benchmarks.models import MAX_SCORES, NUM_BLOCKS, Batch, build, variant
+from benchmarks.models import (
+    LOSS_SCALE,
+    MAX_SCORES,
+    NUM_BLOCKS,
+    ROUNDING,
+    Batch,
+    autocast,
+    build,
+    ratio_by_group,
+    variant,
+)
 from lmsys.bench import Candidate
 from lmsys.extremes.model import EMBEDDINGS, FIRST_ID, ROWS, group_of, write_model
 from lmsys.measure.compare import release_memory

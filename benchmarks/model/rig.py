@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from benchmarks.arithmetic import LOSS_SCALE, arithmetic, autocast
 from benchmarks.model.cases import ModelTest, Row, model_of
 from benchmarks.model.spots import NUM_ROWS, OUTPUTS, UPDATE, UPDATES, Spots
-from benchmarks.models import Batch, build
+from benchmarks.models import LOSS_SCALE, Batch, arithmetic, autocast, build
 from lmsys.bench import Settings, Step
 from lmsys.bench.benchmark import verdict
 from lmsys.draws import Draws

@@ -26,9 +26,18 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.arithmetic import AUTOCAST, LOSS_SCALE, ROUNDING, autocast, matmuls, mean_ratio, ratio_by_group, widened
 from benchmarks.model.cases import ModelTest
-from benchmarks.models import Batch
+from benchmarks.models import (
+    AUTOCAST,
+    LOSS_SCALE,
+    ROUNDING,
+    Batch,
+    autocast,
+    matmuls,
+    mean_ratio,
+    ratio_by_group,
+    widened,
+)
 from lmsys.attention.naive import naive
 from lmsys.bench.plain import check_plain
 from lmsys.extremes.model import group_of

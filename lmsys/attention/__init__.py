@@ -1,8 +1,12 @@
 """The attention table, in reading order. A new kernel is a file beside this one and a row below."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lmsys.attention.contract import (
@@ -10,13 +14,17 @@ from lmsys.attention.contract import (
     AttentionCase,
     adapt,
     as_4d,
+    as_autocast,
     case_of,
     check_inputs,
+    constants_of,
     told,
     why_not_told,
 )
 from lmsys.attention.documents import Documents
+from lmsys.attention.hidden import kept_apart
 from lmsys.attention.pattern import Pattern, checked_pattern
+from lmsys.kernels.custom_op import constant
 from lmsys.registry import Entry, Table
 
 __all__ = ["ATTENTION", "AttentionCase", "Documents", "Pattern", "attention"]
@@ -25,6 +33,7 @@ __all__ = ["ATTENTION", "AttentionCase", "Documents", "Pattern", "attention"]
 TRAITS: dict[str, Any] = {
     "keeps_scores": False,  # it holds Q x K scores: memory grows as the square of the length
     "baseline": 0,  # speedups are over the timed row of the largest number; 0: never over this one
+    "isolates": False,  # nothing that a pattern hides from a query changes its result, be it NaN
     "compiles": False,  # its first call runs torch.compile, for seconds
     "mask": "",  # module:attr of a function (pattern, queries, keys, device): what it reads of a pattern, made anew
     "kernels": "",  # a regular expression found in the names of its own device kernels: they count as attention
@@ -91,6 +100,7 @@ ATTENTION = Table(
             "FlashAttention-2, Triton",
             extra="triton",
             color="#ff88aa",
+            isolates=True,
             mask=INTERVALS,
             kernels=r"^_(fwd|split_keys|combine|dq|dkdv)_kernel$",
         ),
@@ -149,21 +159,34 @@ def attention(
 
     q (..., H, Q, D), k (..., Hkv, K, D), v (..., Hkv, K, Dv) with H a multiple of Hkv (grouped-query
     heads), or (B, Q, D), (B, K, D), (B, K, Dv); one dtype and device. Returns o (..., H, Q, Dv) or
-    (B, Q, Dv) of q's dtype; differentiable once.
+    (B, Q, Dv) of q's dtype. Under autocast q, k and v are cast to its dtype, as torch's own SDPA does, but for float64.
 
-    A query sees the keys that all of these let it see; one that sees none gives zeros, and gradients of zero.
+    Differentiable any number of times by our own rows, whose second derivatives are computed from Q x K scores, in
+    plain PyTorch; forward-mode derivatives are refused by those with kernels. Rows of others have what they have.
+    `torch.func`'s grad, vjp and vmap, torch.compile without a break, torch.export and selective checkpointing, to which
+    flash rows are operators `torch.ops.lmsys.<row>`, take every row that they can.
+
+    A query sees the keys that all of these let it see; one that sees none gives zeros, and gradients of zero. What an
+    option hides from a query never changes its result, nor its gradient, be it NaN or infinity. With `causal` alone
+    that is so of keys that no query sees, j >= Q; of others NaN may reach queries before them, as in torch's SDPA.
+    Any memory is taken: what a backend cannot read, such as rows that are not 16-byte aligned, is copied for it.
+    Without queries, keys or batch entries there is nothing to compute: o is empty, or zeros where there are no keys.
 
     causal       query i sees keys j <= i + offset: aligned at the top left as in torch SDPA, also for Q != K
     scale        the factor of the scores; None: D ** -0.5
     window       with `causal`: the last `window` of those keys alone, j > i + offset - window
     documents    `Documents` packed into the sequence, made once; a query sees its own alone, and Q = K
-    key_lengths  (B,) int32 or int64, of caches of different lengths: keys j < key_lengths[b]
+    key_lengths  (B,) int32 or int64, of caches of different lengths: keys j < key_lengths[b]. From 0 to K: on a CPU
+                 others are refused, on CUDA, where the host cannot know them, they are taken as 0 or K
     softcap      scores become softcap · tanh(score / softcap), before anything is hidden
     offset       the position of query 0 among the keys: K - Q for the last queries of a sequence
     mask         boolean, broadcastable to (..., H, Q, K), or to (B, Q, K): True where a query sees a key
     impl         a row of the table. "auto" takes the fastest one that supports the case, on a CPU none that Triton
                  interprets; a named row that cannot run it is a ValueError that says why.
     """
+    autocast = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+    if autocast:
+        q, k, v = (as_autocast(x) for x in (q, k, v))
     check_inputs(q, k, v, scale)
     pattern = checked_pattern(
         *(q, k),
@@ -177,8 +200,40 @@ def attention(
     )
     scale = None if scale is None else float(scale)
     q4, k4, v4 = as_4d(q), as_4d(k), as_4d(v)
-    entry = ATTENTION.pick(impl, case_of(q4, k4, v4, pattern, scale=scale))
+    if pattern.causal and not pattern.options and k4.shape[2] > q4.shape[2]:  # keys that no query sees
+        k4, v4 = k4[:, :, : q4.shape[2]], v4[:, :, : q4.shape[2]]
+    row, isolates = row_of(impl, case_of(q4, k4, v4, pattern, scale=scale))
+    options = told(row, pattern)
+    if 0 in (*q4.shape, *k4.shape):
+        row, options = ATTENTION["naive"].load(), {"pattern": pattern}  # there is nothing to compute
+    elif pattern.options.keys() - {"softcap"} and not isolates:
+        row = kept_apart(row, pattern)
+    # A row's products have the dtypes that it gives them.
+    with torch.autocast(q.device.type, enabled=False) if autocast else nullcontext():
+        o = row(q4, k4, v4, scale=scale, **options)
+    return o.reshape(*q.shape[:-1], v.shape[-1])
+
+
+def row_of(impl: str, case: AttentionCase) -> tuple[Callable[..., Tensor], bool]:
+    """The function of the row that runs a case, and its trait "isolates"; ValueError where none can."""
+    if torch.compiler.is_compiling():  # which asks once for cases of many lengths
+        return getattr(_TRACED, _traced(impl, *constants_of(case)))
+    return _picked(impl, case)[1]
+
+
+def _picked(impl: str, case: AttentionCase) -> tuple[str, tuple[Callable[..., Tensor], bool]]:
+    entry = ATTENTION.pick(impl, case)
     row = adapt(entry.load())
-    if reason := why_not_told(row, pattern.options):
-        raise ValueError(f"attention {impl!r} ({entry.target}) cannot run {', '.join(pattern.options)}: {reason}")
-    return row(q4, k4, v4, scale=scale, **told(row, pattern)).reshape(*q.shape[:-1], v.shape[-1])
+    if reason := why_not_told(row, tuple(case.options)):
+        raise ValueError(f"attention {impl!r} ({entry.target}) cannot run {', '.join(case.options)}: {reason}")
+    return entry.name, (row, entry.trait("isolates"))
+
+
+_TRACED = SimpleNamespace()  # what torch.compile has asked for, by names: it takes no function for a constant
+
+
+@constant
+def _traced(impl: str, *fields: Any) -> str:
+    name, row = _picked(impl, AttentionCase(*fields))
+    setattr(_TRACED, name, row)
+    return name

@@ -10,11 +10,13 @@ Legend: B batch, Q queries, K keys, S = Q = K.
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lmsys.attention.documents import Documents, kept_on_documents
+from lmsys.autograd import is_watched
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +35,10 @@ class Bounds:
     @cached_property
     def of_keys(self) -> "Bounds":
         """The interval of queries that see each key: first, end (B or 1, K)."""
+        return self.seen_by()
+
+    def seen_by(self) -> "Bounds":
+        """The same made anew, as torch.compile traces it."""
         keys = torch.arange(self.num_keys, dtype=torch.int32, device=self.first.device)
         keys = keys.expand(self.first.shape[0], -1).contiguous()
         first = torch.searchsorted(self.end, keys, right=True, out_int32=True)  # queries that end at j or before it
@@ -72,20 +78,23 @@ def make_bounds(
     num_keys: int,
     device: torch.device,
 ) -> Bounds:
-    """The intervals of a `Pattern` without key lengths and mask.
-
-    They are made on the CPU and copied, so that they are there for every stream that later finds them here.
-    """
-    position = torch.arange(num_queries).unsqueeze(0) + offset  # (1, Q)
+    """The intervals of a `Pattern` without key lengths and mask."""
+    position = torch.arange(num_queries, device=device).unsqueeze(0) + offset  # (1, Q)
     first, end = torch.zeros_like(position), torch.full_like(position, num_keys)
     if causal:
         end = torch.minimum(position + 1, end)
     if window is not None:
         first = (position - window + 1).clamp(0, num_keys)
     if documents is not None:
-        first, end = torch.maximum(first, documents.starts.cpu()), torch.minimum(end, documents.ends.cpu())
-    first, end = (x.to(torch.int32).contiguous().to(device) for x in (first, end))
+        first, end = torch.maximum(first, documents.starts), torch.minimum(end, documents.ends)
+    first, end = (x.to(torch.int32).contiguous() for x in (first, end))
     return Bounds(first, end, num_keys)
 
 
-bounds_of = kept_on_documents(maxsize=64)(make_bounds)
+@kept_on_documents(most=64)
+def bounds_of(documents: Documents | None, *key: Any) -> Bounds:
+    """Those of `make_bounds`, and of keys as well, so that what is kept is made at once, in no mode of a later call."""
+    found = make_bounds(documents, *key)
+    if not is_watched() and (documents is None or documents.kept is not None):
+        assert found.of_keys
+    return found

@@ -14,12 +14,16 @@ import torch
 from torch import Tensor
 
 from lmsys.attention.pattern import OPTIONS, Pattern
+from lmsys.kernels.custom_op import constant
 from lmsys.values import finite
 
 FEW_QUERIES = 16  # at most so many are too few to fill a GPU by tiles of queries: decoding
 FLOAT32_MAX = torch.finfo(torch.float32).max
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+TYPICAL = {"batch": 2, "queries": 4096, "keys": 4096, "window": 128, "offset": 1}
+TYPICAL_ON_CPU = TYPICAL | {"queries": 64, "keys": 64}  # where Triton may be interpreted
 
 
 @dataclass(frozen=True)
@@ -71,11 +75,16 @@ def case_of(
     return AttentionCase(
         *(batch, heads, k.shape[1], queries, k.shape[2], head_dim, DTYPE_NAMES[q.dtype], pattern.causal, grad),
         device=q.device.type,
-        capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
+        capability=capability_of(q.device.index) if q.is_cuda else None,
         scale=scale,
         value_dim=None if v.shape[-1] == head_dim else v.shape[-1],
         **options_of(pattern),
     )
+
+
+@constant
+def capability_of(index: int | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
 
 
 def options_of(pattern: Pattern) -> dict[str, Any]:
@@ -105,12 +114,13 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
         if x.layout != torch.strided or x.is_nested:
             told = "a nested tensor" if x.is_nested else f"layout {x.layout}"
             raise ValueError(f"{name} must be a dense tensor (layout torch.strided); got {told}")
-    if scale is not None:
+    if scale is not None and not torch.compiler.is_compiling():
         finite("scale", scale, least=-FLOAT32_MAX, most=FLOAT32_MAX)
     if not (q.dim() == k.dim() == v.dim() and q.dim() >= 3):
         raise ValueError(f"q, k, v must have one rank of at least 3; got shapes {_shapes(q, k, v)}")
-    if 0 in (*q.shape, *k.shape, *v.shape):
-        raise ValueError(f"q, k, v must have no dimension of length zero; got shapes {_shapes(q, k, v)}")
+    heads = (q.shape[-3], k.shape[-3]) if q.dim() > 3 else ()
+    if 0 in (q.shape[-1], k.shape[-1], v.shape[-1], *heads):
+        raise ValueError(f"q, k, v must have a head and a head dimension of at least 1; got shapes {_shapes(q, k, v)}")
     if k.shape[:-1] != v.shape[:-1]:
         told = f"{tuple(k.shape)} and {tuple(v.shape)}"
         raise ValueError(f"k and v must have one shape but for the head dimension; got {told}")
@@ -129,6 +139,30 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
         raise ValueError(f"q, k, v must be on a CPU or a CUDA device; got {q.device}")
 
 
+def as_autocast(x: Any) -> Any:
+    """x as autocast casts what torch's SDPA is given: floating-point numbers that are not float64."""
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
+def constants_of(case: AttentionCase) -> tuple[Any, ...]:
+    """The fields of a case that torch.compile traces, as constants: for lengths that it leaves open, typical ones."""
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    found, typical = [], TYPICAL_ON_CPU if case.device == "cpu" else TYPICAL
+    for name in AttentionCase.__dataclass_fields__:
+        value = getattr(case, name)
+        if name in ("scale", "softcap"):  # all that anybody asks of them
+            value = None if value is None else 1.0 if value > 0 else -1.0
+        elif isinstance(value, int | torch.SymInt) and not isinstance(value, bool):
+            is_open = name in typical and not has_static_value(value)
+            value = typical[name] if is_open else len(range(value))  # int() would leave it open
+        found.append(value)
+    return tuple(found)
+
+
 def as_4d(x: Tensor) -> Tensor:
     """(B, S, D) as (B, 1, S, D); (..., H, S, D) as (B, H, S, D) with the leading dimensions made one.
 
@@ -137,7 +171,36 @@ def as_4d(x: Tensor) -> Tensor:
     x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
     if x.dim() == 3:
         return x.unsqueeze(1)
-    return x if x.dim() == 4 else x.reshape(-1, *x.shape[-3:])
+    return x if x.dim() == 4 else x.flatten(0, -4)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x itself where each row of it is 16-byte aligned, or all of it contiguous; else a copy.
+
+    Kernels that move 16 bytes at a time read other memory than x's otherwise, or end the process. A row that stands for
+    many, by a stride of 0, is copied too.
+    """
+    size = x.element_size()
+    if torch.compiler.is_compiling():  # which has no addresses
+        at_unit = True
+    else:  # one that torch.func has wrapped may hide a dimension
+        at_unit = not torch._C._functorch.is_functorch_wrapped_tensor(x) and not x.data_ptr() % 16
+    by_rows = all(n == 1 or (s and not s * size % 16) for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True))
+    if at_unit and (x.is_contiguous() or (by_rows and x.stride(-1) == 1)):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def with_aligned_gradient(o: Tensor) -> Tensor:
+    """o, which gives the backward behind it a gradient as `aligned` makes it."""
+    if o.requires_grad and not torch.compiler.is_compiling():  # compiled code lays out what it gives
+        o.register_hook(aligned)
+    return o
+
+
+def for_scores(x: Tensor) -> Tensor:
+    """q or k as scores are made of it: in float16 they would be infinite beyond 65,504."""
+    return x.float() if x.dtype == torch.float16 else x
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
@@ -172,11 +235,13 @@ def told(row: Callable[..., Tensor], pattern: Pattern) -> dict[str, Any]:
     """
     if not pattern.options:
         return {"causal": pattern.causal}
-    if reason := why_not_told(row, pattern.options):
+    if reason := why_not_told(row, tuple(pattern.options)):
         raise ValueError(reason)
-    return {"pattern": pattern} if "pattern" in _parameters(row) else {"causal": pattern.causal, **pattern.options}
+    takes_all = why_not_told(row, ("pattern",)) is None
+    return {"pattern": pattern} if takes_all else {"causal": pattern.causal, **pattern.options}
 
 
+@constant
 def why_not_told(row: Callable[..., Tensor], options: Iterable[str]) -> str | None:
     """None, or the options that a row has no parameter for: one that takes every keyword might leave them unread."""
     missing = [name for name in options if not {name, "pattern"} & _parameters(row)]

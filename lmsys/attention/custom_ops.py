@@ -1,19 +1,23 @@
-"""Makes kernels differentiable: for eager PyTorch as an autograd Function, for torch.compile as a custom operator, one
-node of known shapes into which it does not look."""
+"""Makes kernels differentiable: for eager PyTorch as an autograd Function, and for whoever looks at operators, such as
+torch.compile, by custom operators, nodes of known shapes into which nobody looks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lmsys.attention.contract import as_4d
+from lmsys.attention.documents import Documents
+from lmsys.attention.naive import naive
 from lmsys.attention.pattern import Pattern
-from lmsys.autograd import once_differentiable
+from lmsys.autograd import is_watched, no_forward_mode
 from lmsys.kernels.custom_op import define
 
-Forward = Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
+Forward = Callable[..., tuple[Tensor, Tensor]]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
+ASKED = "bool causal, float scale, str layout, SymInt[] numbers, float[] floats, Tensor[] tensors"
 
 
 def _like(x: Tensor) -> Tensor:
@@ -22,70 +26,142 @@ def _like(x: Tensor) -> Tensor:
     return x.new_empty_strided(x.shape, (length * heads * head_dim, head_dim, heads * head_dim, 1))
 
 
+def _like_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _like(q), q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
 def _laid_out(found: Tensor) -> Tensor:
     return found if found.transpose(1, 2).is_contiguous() else _like(found).copy_(found)
 
 
-def custom_op(
-    name: str, forward: Forward, backward: Backward
-) -> Callable[[Tensor, Tensor, Tensor, bool, float], Tensor]:
-    """`lmsys::<name>`: (q, k, v, causal, scale) -> o on 4-D tensors, differentiable once.
+def _apart(pattern: Pattern | None) -> tuple[str, tuple[int, ...], tuple[float, ...], list[Tensor]]:
+    """A pattern as operators take it: (layout, numbers, floats, tensors), whose layout names options and their kinds.
 
-    `forward(q, k, v, causal, scale)` gives o and the log-sum-exp, `backward(q, k, v, o, lse, do, causal, scale)`
-    gives dq, dk, dv.
+    Without one all are empty.
+    """
+    options = {} if pattern is None else pattern.options
+    parts = {name: x.parts if isinstance(x, Documents) else (x,) for name, x in options.items()}
+    layout = " ".join(f"{name}:{''.join(map(_kind, values))}" for name, values in parts.items())
+    numbers, floats, tensors = ([x for some in parts.values() for x in some if _kind(x) == kind] for kind in "nft")
+    return layout, tuple(numbers), tuple(floats), tensors
+
+
+def _kind(value: Any) -> str:
+    return "t" if isinstance(value, Tensor) else "f" if isinstance(value, float | torch.SymFloat) else "n"
+
+
+def _together(causal: bool, layout: str, *parts: Sequence[Any]) -> dict[str, Pattern]:
+    """The keyword by which a kernel is told a pattern that was taken apart, where there was one."""
+    left, given = dict(zip("nft", map(iter, parts), strict=True)), dict[str, Any]()
+    for name, kinds in (one.split(":") for one in layout.split()):
+        values = [next(left[kind]) for kind in kinds]
+        given[name] = Documents.of_parts(*values) if name == "documents" else values[0]
+    return {"pattern": Pattern(causal, **given)} if layout else {}
+
+
+def _exact(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, pattern: Pattern | None = None) -> Tensor:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return naive(*(x.to(wide) for x in (q, k, v)), causal=causal, scale=scale, pattern=pattern).to(q.dtype)
+
+
+def custom_op(name: str, forward: Forward, backward: Backward) -> tuple[Callable[..., Tensor], Backward]:
+    """The operators `lmsys::<name>` and `lmsys::<name>_backward` as functions on 4-D tensors, differentiable each:
+    (q, k, v, causal, scale, pattern) -> o and (q, k, v, o, lse, do, causal, scale, pattern) -> dq, dk, dv.
+
+    A pattern, or None, stands in the place of `causal`. `forward(q, k, v, causal, scale)` gives o and the log-sum-exp,
+    `backward(q, k, v, o, lse, do, causal, scale)` gives dq, dk, dv; each may be given a `pattern`. Second derivatives
+    are those of `naive`.
     """
 
-    def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        o, lse = forward(q, k, v, causal, scale)
+    def run(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, *parts: Any) -> tuple[Tensor, Tensor]:
+        o, lse = forward(q, k, v, causal, scale, **_together(causal, *parts))
         return _laid_out(o), lse
 
-    def run_backward(
-        q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = backward(q, k, v, o, lse, do, causal, scale)
-        return _laid_out(dq), _laid_out(dk), _laid_out(dv)
+    def run_backward(*args: Any) -> tuple[Tensor, ...]:
+        causal, _, *parts = args[6:]
+        return tuple(map(_laid_out, backward(*args[:8], **_together(causal, *parts))))
 
-    def like_run(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        lse = q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
-        return _like(q), lse
-
-    def like_run_backward(
-        q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return _like(q), _like(k), _like(v)
-
-    last = "bool causal, float scale"
-    schemas = (
-        f"(Tensor q, Tensor k, Tensor v, {last}) -> (Tensor, Tensor)",
-        f"(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor do, {last}) -> (Tensor, Tensor, Tensor)",
+    forward_op = define(
+        name, f"(Tensor q, Tensor k, Tensor v, {ASKED}) -> (Tensor, Tensor)", run, _like_forward, batched=True
     )
-    forward_op = define(name, schemas[0], run, like_run)
-    backward_op = define(f"{name}_backward", schemas[1], run_backward, like_run_backward)
+    backward_op = define(
+        f"{name}_backward",
+        f"(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor do, {ASKED}) -> (Tensor, Tensor, Tensor)",
+        run_backward,
+        lambda q, k, v, *_: (_like(q), _like(k), _like(v)),
+        batched=True,
+    )
+
+    class Gradients(torch.autograd.Function):
+        """dq, dk, dv of `backward_op`, with the derivatives of those of `_exact`."""
+
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+            return backward_op(*args[:11], args[11:])
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            q, k, v, _, _, do, *ctx.asked = inputs[:11]
+            ctx.save_for_backward(q, k, v, do, *inputs[11:])
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            q, k, v, do, *tensors = ctx.saved_tensors
+            causal, scale, *parts = ctx.asked
+            function = partial(_exact, causal=causal, scale=scale, **_together(causal, *parts, tensors))
+            _, pull = torch.func.vjp(lambda q, k, v, do: torch.func.vjp(function, q, k, v)[1](do), q, k, v, do)
+            *found, of_do = pull(grads)
+            return *found, None, None, of_do, *[None] * (5 + len(tensors))
 
     class CustomOp(torch.autograd.Function):
         """Stays out of the registered operators: in compiled code each call of one costs the host about 15 us."""
 
-        @staticmethod
-        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-            ctx.causal, ctx.scale = causal, scale
-            o, lse = forward_op(q, k, v, causal, scale)
-            ctx.save_for_backward(q, k, v, o, lse)
-            return o
+        generate_vmap_rule = True
 
         @staticmethod
-        @once_differentiable
+        def forward(*args: Any) -> tuple[Tensor, Tensor]:
+            return forward_op(*args[:8], args[8:])
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+            q, k, v, *ctx.asked = inputs[:8]
+            ctx.mark_non_differentiable(output[1])
+            ctx.save_for_backward(q, k, v, *output, *inputs[8:])
+
+        @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> Any:
-            return *backward_op(*ctx.saved_tensors, grads[0], ctx.causal, ctx.scale), None, None
+            q, k, v, o, lse, *tensors = ctx.saved_tensors
+            args = q, k, v, o, lse, grads[0], *ctx.asked
+            found = backward_op(*args, tensors) if torch.compiler.is_compiling() else Gradients.apply(*args, *tensors)
+            return *found, *[None] * (5 + len(tensors))
 
-    return CustomOp.apply
+    class Refusing(CustomOp):
+        jvp = staticmethod(no_forward_mode)  # which torch.compile takes in no Function
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, pattern: Pattern | None = None) -> Tensor:
+        *parts, tensors = _apart(pattern)
+        if not torch.compiler.is_compiling():
+            return Refusing.apply(q, k, v, causal, scale, *parts, *tensors)[0]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+            return CustomOp.apply(q, k, v, causal, scale, *parts, *tensors)[0]
+        # Without gradients, torch.compile counts the arguments that a Function takes.
+        return forward_op(q, k, v, causal, scale, *parts, tensors)[0]
+
+    def gradients(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *parts, tensors = _apart(args[8])
+        return Gradients.apply(*args[:8], *parts, *tensors)
+
+    return attend, gradients
 
 
-def autograd_function(name: str, forward: Forward, backward: Backward) -> Any:
+def autograd_function(name: str, forward: Forward, backward: Backward, gradients: Backward) -> Any:
     """The class `name` with `.apply(q, k, v, causal, scale, tile, pattern)` on (..., H, S, D) or (B, S, D).
 
     The last four may be left out: `tile` is what `forward` and `backward`, else as for `custom_op`, take as one more
     argument; a `pattern`, which some of them take, they are given by its name. They take the maximum before they scale,
-    so `scale` must be positive (ValueError); `attend` takes any.
+    so `scale` must be positive (ValueError); `attend` takes any. `gradients` makes those to be differentiated again.
     """
 
     class Flash(torch.autograd.Function):
@@ -113,15 +189,18 @@ def autograd_function(name: str, forward: Forward, backward: Backward) -> Any:
             ctx.save_for_backward(q, k, v, o, lse)
             return o
 
+        jvp = staticmethod(no_forward_mode)
+
         @staticmethod
-        @once_differentiable
         def backward(ctx: Any, *grads: Tensor) -> Any:
             q, k, v, o, lse = ctx.saved_tensors
-            asked = ctx.causal, ctx.scale, *ctx.tile
+            asked, options, run = (ctx.causal, ctx.scale, *ctx.tile), ctx.options, backward
+            if torch.is_grad_enabled():  # for second derivatives
+                run, asked, options = gradients, (ctx.causal, ctx.scale, ctx.options.get("pattern")), {}
             if q.dim() == 4:
-                return *backward(q, k, v, o, lse, grads[0], *asked, **ctx.options), None, None, None, None
+                return *run(q, k, v, o, lse, grads[0], *asked, **options), None, None, None, None
             q4, k4, v4, o4, do4 = (as_4d(x) for x in (q, k, v, o, grads[0]))
-            found = backward(q4, k4, v4, o4, lse.view(q4.shape[:-1]), do4, *asked, **ctx.options)
+            found = run(q4, k4, v4, o4, lse.view(q4.shape[:-1]), do4, *asked, **options)
             return *(dx.reshape(x.shape) for dx, x in zip(found, (q, k, v), strict=True)), None, None, None, None
 
     Flash.__name__ = Flash.__qualname__ = name
@@ -130,7 +209,7 @@ def autograd_function(name: str, forward: Forward, backward: Backward) -> Any:
 
 def attend(
     eager: Any,
-    compiled: Callable[..., Tensor],
+    operator: Callable[..., Tensor],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -138,12 +217,13 @@ def attend(
     scale: float | None,
     pattern: Pattern | None = None,
 ) -> Tensor:
-    """Calls an `autograd_function`, or inside torch.compile a `custom_op`. They need scale > 0; here any will do."""
+    """Calls an `autograd_function`, or where somebody looks a `custom_op`. They need scale > 0; here any will do."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if scale <= 0:
         q, scale = q * (-1 if scale < 0 else 0), -scale or 1.0
-    if pattern is not None:
-        from lmsys.attention.untraced import under_pattern
-
-        return under_pattern(eager, q, k, v, scale, pattern)
-    return (compiled if torch.compiler.is_compiling() else eager.apply)(q, k, v, causal, scale)
+    causal = causal if pattern is None else pattern.causal
+    if is_watched():
+        return operator(q, k, v, causal, scale, pattern)
+    if pattern is None:
+        return eager.apply(q, k, v, causal, scale)
+    return eager.apply(q, k, v, causal, scale, None, pattern)

@@ -1,16 +1,20 @@
-"""Documents packed one after another into a sequence: made once, and then given to many calls."""
+"""Documents packed one after another into a sequence, and other tensors that are made once for many calls."""
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache, partial, wraps
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial, wraps
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lmsys.autograd import is_watched
 from lmsys.values import shortly, whole
 
 INTEGERS = (torch.int32, torch.int64)
+FARTHEST = 2**31 - 1  # positions are int32 in kernels
 
 
 class Documents:
@@ -29,12 +33,13 @@ class Documents:
         sums = [sum(row) for row in self.lengths]
         if len(set(sums)) != 1:
             raise ValueError(f"documents must fill all batch entries alike; their lengths add up to {shortly(sums)}")
-        self.num_tokens = sums[0]
         self.longest = max(max(row) for row in self.lengths)
         ends = [list(accumulate(row)) for row in self.lengths]
         starts = [[0, *row[:-1]] for row in ends]
-        self.starts, self.ends = (self._by_token(x, device) for x in (starts, ends))
-        self._kept = dict[Hashable, Any]()
+        with torch.inference_mode(False):  # they may be used outside of it
+            self.starts, self.ends = (self._by_token(x, device) for x in (starts, ends))
+        self.starts.longest = self.longest  # unseen by a compiler: plans alone need it
+        self.kept: dict[Hashable, Any] | None = {}
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor) -> "Documents":
@@ -60,10 +65,28 @@ class Documents:
             lengths.append(counts.tolist())
         return cls(lengths, ids.device)
 
+    @classmethod
+    def of_parts(cls, starts: Tensor, ends: Tensor) -> "Documents":
+        """Those that `parts` has taken apart, for the time of a call: nothing is kept, and nobody knows the lengths."""
+        found = cls.__new__(cls)
+        found.starts, found.ends, found.kept = starts, ends, None
+        found.longest = getattr(starts, "longest", starts.shape[1])
+        return found
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor]:
+        """The tensors that an operator is given in their place."""
+        return self.starts, self.ends
+
     @property
     def batch(self) -> int:
         """B, or 1 where all batch entries are packed alike."""
-        return len(self.lengths)
+        return self.starts.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """S."""
+        return self.starts.shape[1]
 
     @property
     def device(self) -> torch.device:
@@ -77,13 +100,7 @@ class Documents:
             edges = [0, *accumulate(length for row in rows for length in row)]
             return torch.tensor(edges, dtype=torch.int32, device=self.device)
 
-        return self.keep(("cu_seqlens", batch), made)
-
-    def keep(self, name: Hashable, make: Callable[[], Any]) -> Any:
-        """The result of `make()`, made once; it goes with the documents, and so must not hold them."""
-        if name not in self._kept:
-            self._kept[name] = make()
-        return self._kept[name]
+        return keep(self.kept, ("cu_seqlens", batch), made, self.device)
 
     @property
     def positions(self) -> Tensor:
@@ -101,17 +118,58 @@ class Documents:
         return torch.stack(rows).to(device)
 
 
-def kept_on_documents(maxsize: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes `make(documents, *key)` once, and keeps it on the documents; without any, keeps the last `maxsize`."""
+def keep(
+    kept: dict[Hashable, Any] | None, key: Hashable, make: Callable[[], Any], device: torch.device, most: int = 64
+) -> Any:
+    """kept[key], which is made where it is missing, in the place of the oldest where there are `most`.
+
+    It is made anew, and not kept, where there is nowhere to keep it, by a tracer, and by a CUDA graph that is being
+    recorded, whose part it becomes.
+    """
+    if kept is None or is_watched():
+        return make()
+    if key not in kept:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return make()
+        if len(kept) >= most:
+            kept.pop(next(iter(kept)), None)
+        kept[key] = _made_to_last(make, device)
+    return kept[key]
+
+
+def _made_to_last(make: Callable[[], Any], device: torch.device) -> Any:
+    """make(), in a thread of its own, where none of the modes hold that are on here.
+
+    Of inference mode, autograd would refuse the tensors for ever; torch.compile's CUDA graphs warm up in memory of
+    their own, and count what is left there.
+    """
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def made() -> Any:
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            found = make()
+            if stream is not None:  # so that it is there for every stream that later finds it
+                stream.synchronize()
+            return found
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(made).result()
+
+
+def kept_on_documents(most: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes `make(documents, *key)`, whose key ends in a device, once, and keeps it on the documents, or without any
+    beside others: at most so many.
+
+    What is kept on documents goes with them, and so must not hold them.
+    """
 
     def decorate(make: Callable[..., Any]) -> Callable[..., Any]:
-        without = lru_cache(maxsize)(partial(make, None))
+        without: dict[Hashable, Any] = {}
 
         @wraps(make)
-        def made(documents: Documents | None, *key: Hashable) -> Any:
-            if documents is None:
-                return without(*key)
-            return documents.keep((make.__qualname__, *key), partial(make, documents, *key))
+        def made(documents: Documents | None, *key: Any) -> Any:
+            kept = without if documents is None else documents.kept
+            return keep(kept, (make.__qualname__, *key), partial(make, documents, *key), key[-1], most)
 
         return made
 
@@ -128,7 +186,9 @@ def _rows(lengths: Any) -> Sequence[Any]:
 def _checked(lengths: Any) -> tuple[int, ...]:
     if not isinstance(lengths, Sequence) or not lengths:
         raise ValueError(f"documents of a batch entry must be a list of lengths; got {shortly(lengths)}")
-    return tuple(whole("length of a document", length, least=1) for length in lengths)
+    found = tuple(whole("length of a document", length, least=1, most=FARTHEST) for length in lengths)
+    whole("number of tokens of a batch entry", sum(found), most=FARTHEST)
+    return found
 
 
 def _check_integers(name: str, x: Any, dims: tuple[int, ...]) -> None:

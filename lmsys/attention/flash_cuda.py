@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lmsys.attention.contract import DTYPE_NAMES, AttentionCase, why_not_plain
+from lmsys.attention.contract import DTYPE_NAMES, AttentionCase, aligned, why_not_plain
 from lmsys.attention.custom_ops import attend, autograd_function, custom_op
 from lmsys.attention.pattern import PLAIN, Pattern
 from lmsys.files import cache_folder, check_private
@@ -160,11 +160,7 @@ def _stream(device: torch.device) -> int:
 
 def _addressable(x: Tensor) -> Tensor:
     """x itself when its rows can be moved by 16 bytes and their stride is an int32, else a copy."""
-    size = x.element_size()
-    whole = all(n == 1 or s * size % 16 == 0 for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True))
-    if whole and x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and x.stride(-2) < 2**31:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    return aligned(x if x.stride(-2) < 2**31 else x.contiguous())
 
 
 def _run(
@@ -237,8 +233,8 @@ def _backward(
     return dq, dk, dv
 
 
-FlashCuda = autograd_function("FlashCuda", _forward, _backward)  # its `tile` is `Tiles`
-_custom_op = custom_op("flash_cuda", _forward, _backward)
+_operator, _gradients = custom_op("flash_cuda", _forward, _backward)
+FlashCuda = autograd_function("FlashCuda", _forward, _backward, _gradients)  # its `tile` is `Tiles`
 
 
 def flash_cuda(
@@ -254,7 +250,7 @@ def flash_cuda(
 
     `pattern`, of a window, stands in the place of `causal`.
     """
-    return attend(FlashCuda, _custom_op, q, k, v, causal, scale, pattern)
+    return attend(FlashCuda, _operator, q, k, v, causal, scale, pattern)
 
 
 def flash_cuda_supports(case: AttentionCase) -> str | None:

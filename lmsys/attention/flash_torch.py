@@ -20,9 +20,8 @@ from torch import Tensor
 from lmsys.attention.bounds import Bounds
 from lmsys.attention.compiled import compile_for, layout_key, why_no_compiler
 from lmsys.attention.contract import AttentionCase, as_4d, why_not_plain
-from lmsys.attention.custom_ops import custom_op
+from lmsys.attention.custom_ops import attend, autograd_function, custom_op
 from lmsys.attention.pattern import INTERVALS, PLAIN, Pattern
-from lmsys.autograd import once_differentiable
 
 TILE_SCORES = {"cuda": 2**24, "cpu": 2**20}  # scores of one tile over all heads: 64 MiB, 4 MiB
 MIN_TILE, MAX_TILE = 64, 2048
@@ -217,35 +216,8 @@ def backward_here(q: Tensor, *others: Any, **options: Any) -> tuple[Tensor, Tens
     return (compiled_flash_backward if q.is_cuda else flash_backward)(q, *others, **options)
 
 
-class FlashTorch(torch.autograd.Function):
-    """`.apply(q, k, v, causal, scale, tile, pattern)` on (..., H, S, D) or (B, S, D); the last four may be left out."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        causal: bool = False,
-        scale: float | None = None,
-        tile: int | None = None,
-        pattern: Pattern | None = None,
-    ) -> Tensor:
-        ctx.causal, ctx.tile, ctx.pattern = causal, tile, pattern
-        ctx.scale = q.shape[-1] ** -0.5 if scale is None else scale
-        o, lse = flash_forward(as_4d(q), as_4d(k), as_4d(v), causal, ctx.scale, tile, pattern)
-        o = o.view(q.shape)
-        ctx.save_for_backward(q, k, v, o, lse.view(q.shape[:-1]))
-        return o
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        asked = ctx.causal, ctx.scale, ctx.tile, ctx.pattern
-        return *backward_here(*ctx.saved_tensors, grads[0], *asked), None, None, None, None
-
-
-_custom_op = custom_op("flash_torch", flash_forward, backward_here)
+_operator, _gradients = custom_op("flash_torch", flash_forward, backward_here)
+FlashTorch = autograd_function("FlashTorch", flash_forward, backward_here, _gradients)
 
 
 def flash_torch(
@@ -261,13 +233,7 @@ def flash_torch(
 
     `pattern` stands in the place of `causal`.
     """
-    if pattern is not None:
-        from lmsys.attention.untraced import under_pattern
-
-        return under_pattern(FlashTorch, q, k, v, scale, pattern)
-    if torch.compiler.is_compiling():
-        return _custom_op(q, k, v, causal, q.shape[-1] ** -0.5 if scale is None else scale)
-    return FlashTorch.apply(q, k, v, causal, scale)
+    return attend(FlashTorch, _operator, q, k, v, causal, scale, pattern)
 
 
 def flash_torch_supports(case: AttentionCase) -> str | None:

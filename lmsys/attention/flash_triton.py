@@ -74,6 +74,7 @@ class _Launch:
         extent: Extent,
         causal: bool,
         precision: str,
+        clean: bool,
         tile: Tile,
     ):
         function, tiled_by = KERNELS[name]
@@ -88,7 +89,7 @@ class _Launch:
         self.grid = owners * num_tiles
         self.sizes = owners, heads, heads // kv_heads, *lengths, num_tiles
         tile_d = block_d(head_dim)
-        key = name, tile, q.dtype, tile_d, causal, precision, heads // kv_heads, q.device, len(extent)
+        key = name, tile, q.dtype, tile_d, causal, precision, heads // kv_heads, q.device, len(extent), clean
         if key not in _kernels:
             q_block, k_block = ([1, 1, rows, tile_d] for rows in (tile.block_q, tile.block_k))
             blocks = {"q": q_block, "k": k_block, "vector": [tile.block_q]}
@@ -97,6 +98,7 @@ class _Launch:
                 [TensorDescriptor(x, *geometry(x), blocks[by]) for x, by in zip(tensors, tiled_by, strict=True)],
                 [*others, *self.sizes, *extent],
                 **dict.fromkeys(EXTENT[len(extent) :]),
+                **({"CLEAN": clean} if name == "dkdv" else {}),
                 BLOCK_Q=tile.block_q,
                 BLOCK_K=tile.block_k,
                 D=tile_d,
@@ -128,20 +130,21 @@ def _run(
     causal: bool,
     tile: Tile | None,
     extent: Extent = (),
+    clean: bool = False,
 ) -> None:
     """Launches a kernel on `tensors` to describe, the first of them q and k, and `others`: pointers, then the scale.
 
-    An `extent` stands in the place of `causal`.
+    An `extent` stands in the place of `causal`. `clean` is that of `_dkdv_kernel`.
     """
     q, k = tensors[:2]
     precision = dot_precision(q)
-    key = name, q.shape, k.shape, q.dtype, q.device, causal, len(extent), precision, tile
+    key = name, q.shape, k.shape, q.dtype, q.device, causal, len(extent), precision, clean, tile
     launch = _launches.get(key)
     if launch is None:
 
         @cache
         def made(tile: Tile) -> _Launch:
-            return _Launch(name, tensors, others, extent, causal, precision, tile)
+            return _Launch(name, tensors, others, extent, causal, precision, clean, tile)
 
         def timed(tile: Tile) -> None:
             made(tile)(tensors, others, extent)
@@ -221,14 +224,16 @@ def _backward(
             causal, bounds = False, pattern.bounds(q.shape[2], k.shape[2], q.device)
             of_queries, of_keys = _extent(bounds, pattern), _extent(bounds.of_keys, pattern)
         _run("dq", (q, k, v, o, do, dq), (lse, lse2, delta, scale), causal, tile, of_queries)
-        _run("dkdv", (q, k, v, do, dk, dv, lse2, delta), (scale,), causal, tile, of_keys)
+        for clean in (False,) if pattern is None else (False, True):
+            _run("dkdv", (q, k, v, do, dk, dv, lse2, delta), (scale,), causal, tile, of_keys, clean)
     return dq, dk, dv
 
 
-FlashTriton = autograd_function("FlashTriton", _forward, _backward)  # its `tile` is that of all three kernels
-FlashTritonTorchBackward = autograd_function("FlashTritonTorchBackward", _forward, backward_here)
-_custom_op = custom_op("flash_triton", _forward, partial(_backward, together=False))
-_custom_op_torch_bwd = custom_op("flash_triton_torch_bwd", _forward, backward_here)
+_operator, _gradients = custom_op("flash_triton", _forward, partial(_backward, together=False))
+_operator_torch_bwd, _gradients_torch_bwd = custom_op("flash_triton_torch_bwd", _forward, backward_here)
+# The `tile` of FlashTriton is that of all three kernels.
+FlashTriton = autograd_function("FlashTriton", _forward, _backward, _gradients)
+FlashTritonTorchBackward = autograd_function("FlashTritonTorchBackward", _forward, backward_here, _gradients_torch_bwd)
 
 
 def flash_triton(
@@ -244,7 +249,7 @@ def flash_triton(
 
     `pattern` stands in the place of `causal`.
     """
-    return attend(FlashTriton, _custom_op, q, k, v, causal, scale, pattern)
+    return attend(FlashTriton, _operator, q, k, v, causal, scale, pattern)
 
 
 def flash_triton_torch_bwd(
@@ -257,7 +262,7 @@ def flash_triton_torch_bwd(
     pattern: Pattern | None = None,
 ) -> Tensor:
     """`flash_triton` with a compiled PyTorch backward, as a course solution has it before its own Triton backward."""
-    return attend(FlashTritonTorchBackward, _custom_op_torch_bwd, q, k, v, causal, scale, pattern)
+    return attend(FlashTritonTorchBackward, _operator_torch_bwd, q, k, v, causal, scale, pattern)
 
 
 def flash_triton_supports(case: AttentionCase) -> str | None:

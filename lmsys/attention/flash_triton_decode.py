@@ -27,7 +27,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lmsys.attention.contract import FEW_QUERIES
-from lmsys.attention.flash_triton_kernels import LN_2, LOG2_E, _tanh
+from lmsys.attention.flash_triton_kernels import LN_2, LOG2_E, _has_nan, _load, _spoil, _tanh
 from lmsys.attention.pattern import Pattern
 from lmsys.attention.tuning import block_d
 from lmsys.kernels.launch import INTERPRETED, Kernel, describable, dot_precision, geometry, stream_of
@@ -77,21 +77,28 @@ def _split_keys_kernel(
     top = tl.full([HEADS * QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([HEADS * QUERIES], tl.float32)
     acc = tl.zeros([HEADS * QUERIES, D], tl.float32)
-    for col in range(low + start, stop, BLOCK_K):
-        k = k_desc.load([batch, kv_head, col, 0]).reshape(BLOCK_K, D)
-        scores = tl.dot(q, k.T, input_precision=PRECISION)
-        if softcap is not None:
-            scores = _tanh(scores * ratio)
-        cols = (col + tl.arange(0, BLOCK_K))[None, :]
-        scores = tl.where((cols >= row_first[:, None]) & (cols < row_end[:, None]), scores * scale, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a query may have seen nothing yet
-        p = tl.exp2(scores - base[:, None])
-        rescale = tl.exp2(top - base)
-        total = total * rescale + tl.sum(p, 1)
-        v = v_desc.load([batch, kv_head, col, 0]).reshape(BLOCK_K, D)
-        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
-        top = new_top
+    begin = low + start
+    for again in tl.static_range(2):
+        if again:  # as in `_fwd_kernel`, of what a query does not see
+            spoilt = _has_nan(acc)
+            top, total = tl.where(spoilt, float("-inf"), top), tl.where(spoilt, 0.0, total)
+            begin, acc = tl.where(spoilt, begin, stop), tl.where(spoilt, 0.0, acc)
+        for col in tl.range(begin, stop, BLOCK_K, num_stages=1 if again else None):
+            k = k_desc.load([batch, kv_head, col, 0]).reshape(BLOCK_K, D)
+            scores = tl.dot(q, k.T, input_precision=PRECISION)
+            if softcap is not None:
+                scores = _tanh(scores * ratio)
+            scores = _spoil(scores, v_desc, batch, kv_head, col, BLOCK_K, D) if again else scores
+            cols = (col + tl.arange(0, BLOCK_K))[None, :]
+            scores = tl.where((cols >= row_first[:, None]) & (cols < row_end[:, None]), scores * scale, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a query may have seen nothing yet
+            p = tl.exp2(scores - base[:, None])
+            rescale = tl.exp2(top - base)
+            total = total * rescale + tl.sum(p, 1)
+            v = _load(v_desc, batch, kv_head, col, BLOCK_K, D, again)
+            acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+            top = new_top
     total = tl.where(total == 0.0, 1.0, total)
     at = ((owner * G + head) * Q + query).to(tl.int64) * parts + part
     mine, column = (head < G) & (query < Q), tl.arange(0, D)[None, :]

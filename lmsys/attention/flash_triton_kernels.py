@@ -4,6 +4,11 @@ Dense, `first_ptr` and what follows it are None. Under a pattern a query sees an
 an interval of queries (`lmsys/attention/bounds.py`): `first_ptr` and `end_ptr` hold those of what the program owns,
 `bounds_stride` apart for each batch entry, 0 where all have the same. `softcap` is None where there is none.
 
+Of what a query does not see, NaN and infinity reach the sums of its tile all the same: their weight is zero, and
+0 · NaN is NaN. Sums that are NaN under a pattern are made `again`, with zeros in place of vectors that are not finite,
+and NaN as the weight of those that are seen. `_dkdv_kernel` does so in a launch of its own, CLEAN: both in one kernel
+would spill registers.
+
 Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension.
 """
 
@@ -31,8 +36,27 @@ def _owned_tile(num_heads, num_tiles):
 
 
 @triton.jit
-def _load(desc, batch, head, start, BLOCK: tl.constexpr, D: tl.constexpr):
-    return desc.load([batch, head, start, 0]).reshape(BLOCK, D)
+def _is_finite(x):
+    """Of each row of a tile."""
+    return tl.min((tl.abs(x.to(tl.float32)) < float("inf")).to(tl.int32), 1) > 0
+
+
+@triton.jit
+def _has_nan(x):
+    return tl.max(tl.max((x != x).to(tl.int32), 1), 0) > 0
+
+
+@triton.jit
+def _load(desc, batch, head, start, BLOCK: tl.constexpr, D: tl.constexpr, CLEAN: tl.constexpr = False):
+    """A tile of rows; with CLEAN those that are not finite are zeros."""
+    x = desc.load([batch, head, start, 0]).reshape(BLOCK, D)
+    return tl.where(_is_finite(x)[:, None], x, 0.0) if CLEAN else x
+
+
+@triton.jit
+def _spoil(scores, v_desc, batch, head, start, BLOCK_K: tl.constexpr, D: tl.constexpr):
+    """Scores of a tile of keys, with NaN where values are not finite."""
+    return tl.where(_is_finite(_load(v_desc, batch, head, start, BLOCK_K, D))[None, :], scores, float("nan"))
 
 
 @triton.jit
@@ -129,27 +153,33 @@ def _fwd_kernel(
         start, stop, full_from, full_to, first, end = _interval(
             first_ptr, end_ptr, bounds_stride, batch, row, Q, BLOCK_Q, BLOCK_K
         )
-    for col in range(start, stop, BLOCK_K):
-        k = _load(k_desc, batch, head // G, col, BLOCK_K, D)
-        scores = tl.dot(q, k.T, input_precision=PRECISION)
-        if softcap is not None:
-            scores = _tanh(scores * ratio)
-        if first_ptr is None:
-            if col >= full:
-                scores = _hide(scores, rows, col + tl.arange(0, BLOCK_K), K, CAUSAL)
-        elif (col < full_from) | (col + BLOCK_K > full_to):
-            scores = tl.where(_within(col + tl.arange(0, BLOCK_K), first, end), scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1) * scale)
-        base = new_top
-        if first_ptr is not None:  # a query may have seen nothing yet
-            base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp2(scores * scale - base[:, None])
-        rescale = tl.exp2(top - base)
-        total = total * rescale + tl.sum(p, 1)
-        acc = acc * rescale[:, None]
-        v = _load(v_desc, batch, head // G, col, BLOCK_K, D)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-        top = new_top
+    for again in tl.static_range(1 if first_ptr is None else 2):
+        if again:
+            spoilt = _has_nan(acc)
+            top, total = tl.where(spoilt, float("-inf"), top), tl.where(spoilt, 0.0, total)
+            start, acc = tl.where(spoilt, start, stop), tl.where(spoilt, 0.0, acc)
+        for col in tl.range(start, stop, BLOCK_K, num_stages=1 if again else None):
+            k = _load(k_desc, batch, head // G, col, BLOCK_K, D)
+            scores = tl.dot(q, k.T, input_precision=PRECISION)
+            if softcap is not None:
+                scores = _tanh(scores * ratio)
+            scores = _spoil(scores, v_desc, batch, head // G, col, BLOCK_K, D) if again else scores
+            if first_ptr is None:
+                if col >= full:
+                    scores = _hide(scores, rows, col + tl.arange(0, BLOCK_K), K, CAUSAL)
+            elif (col < full_from) | (col + BLOCK_K > full_to):
+                scores = tl.where(_within(col + tl.arange(0, BLOCK_K), first, end), scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+            base = new_top
+            if first_ptr is not None:  # a query may have seen nothing yet
+                base = tl.where(new_top == float("-inf"), 0.0, new_top)
+            p = tl.exp2(scores * scale - base[:, None])
+            rescale = tl.exp2(top - base)
+            total = total * rescale + tl.sum(p, 1)
+            acc = acc * rescale[:, None]
+            v = _load(v_desc, batch, head // G, col, BLOCK_K, D, again)
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+            top = new_top
     if first_ptr is not None:  # a query that sees nothing: o is 0, and the log-sum-exp -inf
         total = tl.where(total == 0.0, 1.0, total)
     _store(o_desc, batch, head, row, acc / total[:, None], BLOCK_Q, D)
@@ -194,24 +224,28 @@ def _dq_kernel(
     else:
         ratio = scale / softcap
         factor = softcap * LOG2_E
-    for col in range(start, stop, BLOCK_K):
-        k = _load(k_desc, batch, head // G, col, BLOCK_K, D)
-        v = _load(v_desc, batch, head // G, col, BLOCK_K, D)
-        scores = tl.dot(q, k.T, input_precision=PRECISION)
-        dp = tl.dot(do, v.T, input_precision=PRECISION)
-        if softcap is not None:
-            scores = _tanh(scores * ratio)
-            slope = 1.0 - scores * scores
-        if first_ptr is None:
-            if col >= full:
-                scores = _hide(scores, rows, col + tl.arange(0, BLOCK_K), K, CAUSAL)
-        elif (col < full_from) | (col + BLOCK_K > full_to):
-            scores = tl.where(_within(col + tl.arange(0, BLOCK_K), first, end), scores, float("-inf"))
-        p = tl.exp2(scores * factor - lse[:, None])
-        ds = p * (dp - delta[:, None])
-        if softcap is not None:
-            ds *= slope
-        dq = _add_dot(dq, ds.to(k.dtype), k, PRECISION)
+    for again in tl.static_range(1 if first_ptr is None else 2):
+        if again:
+            spoilt = _has_nan(dq)
+            start, dq = tl.where(spoilt, start, stop), tl.where(spoilt, 0.0, dq)
+        for col in tl.range(start, stop, BLOCK_K, num_stages=1 if again else None):
+            k = _load(k_desc, batch, head // G, col, BLOCK_K, D, again)  # a query's log-sum-exp is NaN that sees NaN
+            v = _load(v_desc, batch, head // G, col, BLOCK_K, D, again)
+            scores = tl.dot(q, k.T, input_precision=PRECISION)
+            dp = tl.dot(do, v.T, input_precision=PRECISION)
+            if softcap is not None:
+                scores = _tanh(scores * ratio)
+                slope = 1.0 - scores * scores
+            if first_ptr is None:
+                if col >= full:
+                    scores = _hide(scores, rows, col + tl.arange(0, BLOCK_K), K, CAUSAL)
+            elif (col < full_from) | (col + BLOCK_K > full_to):
+                scores = tl.where(_within(col + tl.arange(0, BLOCK_K), first, end), scores, float("-inf"))
+            p = tl.exp2(scores * factor - lse[:, None])
+            ds = p * (dp - delta[:, None])
+            if softcap is not None:
+                ds *= slope
+            dq = _add_dot(dq, ds.to(k.dtype), k, PRECISION)
     _store(dq_desc, batch, head, row, dq * scale, BLOCK_Q, D)
 
 
@@ -221,11 +255,16 @@ def _dkdv_kernel(
     scale, num_heads, H, G, Q, Q_PADDED, K, num_tiles,
     first_ptr, end_ptr, bounds_stride, softcap,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    CLEAN: tl.constexpr,
 ):  # fmt: skip
     head_index, tile = _owned_tile(num_heads, num_tiles)  # a key/value head
     batch, kv_head = head_index // (H // G), head_index % (H // G)
     col = tile * BLOCK_K
     cols = col + tl.arange(0, BLOCK_K)
+    if CLEAN:
+        dk, dv = _load(dk_desc, batch, kv_head, col, BLOCK_K, D), _load(dv_desc, batch, kv_head, col, BLOCK_K, D)
+        if not (_has_nan(dk) | _has_nan(dv)):
+            return
     k = _load(k_desc, batch, kv_head, col, BLOCK_K, D)
     v = _load(v_desc, batch, kv_head, col, BLOCK_K, D)
     dk = tl.zeros([BLOCK_K, D], tl.float32)
@@ -247,8 +286,8 @@ def _dkdv_kernel(
         head = kv_head * G + group
         for row in range(start, stop, BLOCK_Q):
             padded = (batch * H + head) * Q_PADDED + row
-            q = _load(q_desc, batch, head, row, BLOCK_Q, D)
-            do = _load(do_desc, batch, head, row, BLOCK_Q, D)
+            q = _load(q_desc, batch, head, row, BLOCK_Q, D, CLEAN)
+            do = _load(do_desc, batch, head, row, BLOCK_Q, D, CLEAN)
             lse = lse2_desc.load([padded])
             scores = tl.dot(k, q.T, input_precision=PRECISION)  # transposed: P and dS stay in registers
             dp = tl.dot(v, do.T, input_precision=PRECISION)
@@ -265,6 +304,9 @@ def _dkdv_kernel(
             ds = p * (dp - delta[None, :])
             if softcap is not None:
                 ds *= 1.0 - scores * scores
+            if CLEAN:  # where q is not finite, the log-sum-exp is NaN, and where do is not, delta
+                ds = tl.where(p == 0.0, 0.0, ds)
+                p = tl.where(tl.abs(ds) < float("inf"), p, float("nan"))
             dv = _add_dot(dv, p.to(do.dtype), do, PRECISION)
             dk = _add_dot(dk, ds.to(q.dtype), q, PRECISION)
     _store(dk_desc, batch, kv_head, col, dk * scale, BLOCK_K, D)

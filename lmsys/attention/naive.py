@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lmsys.attention.compiled import compile_for, layout_key, why_no_compiler
-from lmsys.attention.contract import AttentionCase, repeat_heads, why_not_plain
+from lmsys.attention.contract import AttentionCase, for_scores, repeat_heads, why_not_plain
 from lmsys.attention.pattern import PLAIN, Pattern
 from lmsys.measure.profile import part
 
@@ -19,11 +19,14 @@ def masked_scores(
     """scale · q kᵀ, capped, with -inf where query `first_query + i` must not see key j: (B, H, Q, K).
 
     With it come the queries that see nothing, which broadcast to (B, H, Q, 1); their scores are those of all keys.
+    In float32 where q is float16.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = q @ repeat_heads(k, q.shape[1]).mT * scale  # (B, H, Q, K)
+    scores = for_scores(q) @ for_scores(repeat_heads(k, q.shape[1])).mT  # (B, H, Q, K)
+    narrow = scores.to(q.dtype) * scale  # as plain PyTorch rounds them
+    scores = narrow if q.dtype == scores.dtype else torch.where(narrow.isfinite(), narrow, scores * scale)
     if pattern.softcap is not None:
-        wide = scores.to(torch.promote_types(scores.dtype, torch.float32))  # a cap may be beyond float16
+        wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
         scores = (pattern.softcap * torch.tanh(wide / pattern.softcap)).to(scores.dtype)
     if not pattern.hides:
         return scores, None
@@ -49,7 +52,7 @@ def naive(
     with part("scores"):
         scores, blind = masked_scores(q, k, pattern or PLAIN[causal], scale, first_query)
     with part("softmax"):
-        weights = torch.softmax(scores, dim=-1)
+        weights = torch.softmax(scores, dim=-1).to(v.dtype)
     with part("values"):
         o = weights @ repeat_heads(v, q.shape[1])
         return o if blind is None else o.masked_fill(blind, 0)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lmsys.attention.bounds import Bounds, bounds_of, make_bounds
-from lmsys.attention.documents import INTEGERS, Documents
+from lmsys.attention.documents import FARTHEST, INTEGERS, Documents
 from lmsys.values import broadcasts, finite, flag, shortly, whole
 
-FARTHEST = 2**31 - 1  # positions are int32 in kernels
+NO_CAP = 2.0**40  # a softcap from here on changes no score below 2**28 by as much as float32 shows
 INTERVALS = "window", "offset", "documents", "key_lengths", "softcap"  # they leave each query an interval of keys
 OPTIONS = *INTERVALS, "mask"
 
@@ -26,7 +26,7 @@ class Pattern:
     window       j > i + offset - window; it needs `causal`
     offset       the position of query 0 among the keys: K - Q for the last queries of a sequence
     documents    those of i's own document; Q = K
-    key_lengths  (B,) int32 or int64: j < key_lengths[b]
+    key_lengths  (B,) int32 or int64, taken contiguous: j < key_lengths[b]
     mask         boolean, broadcastable to (B, H, Q, K): True where i sees j
     softcap      scores become softcap · tanh(score / softcap)
     """
@@ -41,6 +41,8 @@ class Pattern:
     options: dict[str, Any] = field(init=False, repr=False)  # those given, without `causal`, which every row knows
 
     def __post_init__(self) -> None:
+        if self.key_lengths is not None:
+            object.__setattr__(self, "key_lengths", self.key_lengths.contiguous())  # kernels read them by address
         given = {name: getattr(self, name) for name in OPTIONS}
         given = {name: value for name, value in given.items() if value is not None and (name != "offset" or value)}
         object.__setattr__(self, "options", given)
@@ -137,25 +139,27 @@ def checked_pattern(
 ) -> Pattern:
     """The pattern of a call on q (..., H, Q, D) and k, which fit together. ValueError names the value at fault."""
     flag("causal", causal)
-    if offset == 0 and all(x is None for x in (window, documents, key_lengths, softcap, mask)):
+    if type(offset) is int and offset == 0 and all(x is None for x in (window, documents, key_lengths, softcap, mask)):
         return PLAIN[causal]
     whole("offset", offset, least=0, most=FARTHEST)
     if window is not None:
         whole("window", window, least=1, most=FARTHEST)
         if not causal:
             raise ValueError(f"{window=} needs causal=True: it counts the keys up to a query's own position")
-    if softcap is not None:
+    if softcap is not None and not torch.compiler.is_compiling():  # to which a number may be open
         softcap = finite("softcap", softcap, above=0, most=torch.finfo(torch.float32).max)
+        softcap = softcap if softcap < NO_CAP else None
     batch = q.shape[:-3].numel() if q.dim() > 3 else q.shape[0]
     if documents is not None:
         _check_documents(documents, q, k, batch)
     if key_lengths is not None:
-        _check_key_lengths(key_lengths, q, batch)
+        _check_key_lengths(key_lengths, q, k, batch)
     if mask is not None:
         _check_mask(mask, q, k)
         mask = _mask_4d(mask, q)
     found = Pattern(causal, window, int(offset), documents, key_lengths, mask, softcap)
-    return found.simplest(q.shape[-2], k.shape[-2])
+    # A compiler would make code for either side of each comparison of lengths.
+    return found if torch.compiler.is_compiling() else found.simplest(q.shape[-2], k.shape[-2])
 
 
 def _check_documents(documents: Any, q: Tensor, k: Tensor, batch: int) -> None:
@@ -171,7 +175,7 @@ def _check_documents(documents: Any, q: Tensor, k: Tensor, batch: int) -> None:
         raise ValueError(f"documents must be on the device of q, {q.device}; got {documents.device}")
 
 
-def _check_key_lengths(key_lengths: Any, q: Tensor, batch: int) -> None:
+def _check_key_lengths(key_lengths: Any, q: Tensor, k: Tensor, batch: int) -> None:
     if not isinstance(key_lengths, Tensor) or key_lengths.dtype not in INTEGERS:
         told = key_lengths.dtype if isinstance(key_lengths, Tensor) else type(key_lengths).__name__
         raise ValueError(f"key_lengths must be a torch.Tensor of int32 or int64; got {told}")
@@ -181,6 +185,9 @@ def _check_key_lengths(key_lengths: Any, q: Tensor, batch: int) -> None:
         )
     if key_lengths.device != q.device:
         raise ValueError(f"key_lengths must be on the device of q, {q.device}; got {key_lengths.device}")
+    if key_lengths.is_cpu and not torch.compiler.is_compiling():  # on a GPU the host would have to wait for them
+        for length in key_lengths.tolist():
+            whole("key_lengths", length, least=0, most=k.shape[-2])
 
 
 def _check_mask(mask: Any, q: Tensor, k: Tensor) -> None:

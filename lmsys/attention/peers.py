@@ -20,7 +20,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from lmsys.attention.compiled import compile_for, layout_key, why_no_compiler
-from lmsys.attention.contract import DTYPES, AttentionCase, why_not_plain, why_not_value_dim
+from lmsys.attention.contract import (
+    DTYPES,
+    AttentionCase,
+    aligned,
+    why_not_plain,
+    why_not_value_dim,
+    with_aligned_gradient,
+)
 from lmsys.attention.documents import Documents, kept_on_documents
 from lmsys.attention.pattern import PLAIN, Pattern
 
@@ -36,13 +43,19 @@ def sdpa(
     scale: float | None = None,
     pattern: Pattern | None = None,
 ) -> Tensor:
-    """scaled_dot_product_attention as it comes; a pattern becomes a boolean mask in place of `is_causal`."""
-    grouped = q.shape[1] != k.shape[1]
+    """scaled_dot_product_attention as it comes; a pattern becomes a boolean mask in place of `is_causal`.
+
+    On CUDA its kernels give wrong results, or end the process, for memory that is not 16-byte aligned: that is copied.
+    """
+    q, k, v = aligned(q), aligned(k), aligned(v)
+    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
     if pattern is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, **grouped)
+        return with_aligned_gradient(o)
     seen, blind = _seen_and_blind(pattern, q.shape[2], k.shape[2], q.device)
     seen = seen.expand(*q.shape[:-1], k.shape[2])
-    o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=grouped)
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, **grouped)
+    o = with_aligned_gradient(o)
     return o if blind is None else o.masked_fill(blind, 0)
 
 
@@ -52,7 +65,8 @@ def _seen_and_blind(
     """Masks, which a user makes once for many calls: so are those that are made of no tensor of this call."""
     if pattern.options.keys() & {"mask", "key_lengths"}:
         return pattern.seen_and_blind(num_queries, num_keys, device)
-    return _made(*(getattr(pattern, name) for name in MADE_ONCE), num_queries, num_keys, device)
+    numbers = pattern.causal, pattern.window, pattern.offset
+    return _masks_of(pattern.documents, *numbers, num_queries, num_keys, device)
 
 
 def boolean_mask(pattern: Pattern, num_queries: int, num_keys: int, device: torch.device) -> Any:
@@ -60,8 +74,8 @@ def boolean_mask(pattern: Pattern, num_queries: int, num_keys: int, device: torc
     return pattern.seen_and_blind(num_queries, num_keys, device)
 
 
-@lru_cache(maxsize=2)  # of Q x K bytes each
-def _made(causal: bool, window: int | None, offset: int, documents: Documents | None, *shape: Any) -> Any:
+@kept_on_documents(most=2)  # of Q x K bytes each
+def _masks_of(documents: Documents | None, causal: bool, window: int | None, offset: int, *shape: Any) -> Any:
     return Pattern(causal, window, offset, documents).seen_and_blind(*shape)
 
 
@@ -230,7 +244,7 @@ def _make_block_mask(
     return create_block_mask(seen, batch, None, queries, keys, device=device)
 
 
-_block_mask_of = kept_on_documents(maxsize=64)(_make_block_mask)
+_block_mask_of = kept_on_documents(most=64)(_make_block_mask)
 
 
 def _mask_mod(causal: bool, window: int | None, offset: int, documents: Documents | None) -> Callable[..., Tensor]:

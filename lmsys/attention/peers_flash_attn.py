@@ -7,15 +7,15 @@ dimension.
 
 import importlib
 import inspect
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn as torch_varlen_attn
 
-from lmsys.attention.contract import FEW_QUERIES, AttentionCase, why_not_plain
-from lmsys.attention.documents import Documents
+from lmsys.attention.contract import FEW_QUERIES, AttentionCase, aligned, why_not_plain, with_aligned_gradient
+from lmsys.attention.documents import Documents, kept_on_documents
 from lmsys.attention.pattern import PLAIN, Pattern
 from lmsys.attention.peers import MADE_ONCE, why_not_scale
 
@@ -44,7 +44,7 @@ def _flash_attn(
     if pattern.window is not None:
         options["window_size"] = pattern.window - 1, 0  # keys to the left of a query's own, and to its right
     in_order = {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {}
-    tensors = [x.transpose(1, 2) for x in (q, k, v)]  # (B, S, H, D)
+    tensors = [aligned(x).transpose(1, 2) for x in (q, k, v)]  # (B, S, H, D)
     if pattern.documents is not None:
         edges, longest = pattern.documents.cu_seqlens(q.shape[0]), pattern.documents.longest
         options |= {"cu_seqlens_q": edges, "cu_seqlens_k": edges, "max_seqlen_q": longest, "max_seqlen_k": longest}
@@ -57,7 +57,7 @@ def _flash_attn(
     else:
         o = package.flash_attn_func(*tensors, **options, **in_order)
     o = o[0] if isinstance(o, tuple) else o  # version 4 also returns the log-sum-exp
-    return o.view(tensors[0].shape).transpose(1, 2)
+    return with_aligned_gradient(o).view(tensors[0].shape).transpose(1, 2)
 
 
 def _decodes(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -117,9 +117,9 @@ def varlen_attn(
 ) -> Tensor:
     """torch.nn.attention.varlen.varlen_attn on a sequence of documents, or of one."""
     pattern = pattern or PLAIN[causal]
-    of_q, of_k = (pattern.documents or _whole(x.shape[2], x.device) for x in (q, k))
+    of_q, of_k = (pattern.documents or _whole(None, x.shape[2], x.device) for x in (q, k))
     left = -1 if pattern.window is None else pattern.window - 1
-    tensors = [x.squeeze(0).transpose(0, 1) for x in (q, k, v)]  # (S, H, D)
+    tensors = [aligned(x).squeeze(0).transpose(0, 1) for x in (q, k, v)]  # (S, H, D)
     o = torch_varlen_attn(
         *tensors,
         *(of_q.cu_seqlens(1), of_k.cu_seqlens(1), of_q.longest, of_k.longest),
@@ -127,11 +127,11 @@ def varlen_attn(
         window_size=(left, 0 if pattern.causal else -1),
         **({"enable_gqa": True} if q.shape[1] != k.shape[1] else {}),
     )
-    return o.transpose(0, 1).unsqueeze(0)
+    return with_aligned_gradient(o).transpose(0, 1).unsqueeze(0)
 
 
-@lru_cache(maxsize=64)
-def _whole(length: int, device: torch.device) -> Documents:
+@kept_on_documents(most=64)
+def _whole(documents: None, length: int, device: torch.device) -> Documents:
     return Documents([length], device)
 
 

@@ -7,6 +7,7 @@ the values.
 import torch
 from torch import Tensor
 
+from lmsys.attention.contract import for_scores
 from lmsys.attention.pattern import PLAIN, Pattern
 
 
@@ -27,14 +28,13 @@ def vectorized(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     pattern, blind = pattern or PLAIN[causal], None
-    num_heads, num_queries = q.shape[1], q.shape[2]
-    num_kv_heads, num_keys = k.shape[1], k.shape[2]
-    rows = (q * scale).unflatten(1, (num_kv_heads, -1)).flatten(2, 3)  # (B, Hkv, G * Q, D)
-    scores = rows @ k.mT  # (B, Hkv, G * Q, K)
+    num_kv_heads, num_queries, num_keys = k.shape[1], q.shape[2], k.shape[2]
+    rows = (for_scores(q) * scale).unflatten(1, (num_kv_heads, -1)).flatten(2, 3)  # (B, Hkv, G * Q, D)
+    scores = rows @ for_scores(k).mT  # (B, Hkv, G * Q, K)
     if pattern.softcap is not None:
         scores = torch.tanh(scores / pattern.softcap) * pattern.softcap
     if pattern.hides:
         seen, blind = pattern.seen_and_blind(num_queries, num_keys, q.device)
-        scores.view(-1, num_heads, num_queries, num_keys).masked_fill_(~seen, float("-inf"))
-    o = (torch.softmax(scores, dim=-1) @ v).unflatten(2, (-1, num_queries)).flatten(1, 2)
+        scores.unflatten(2, (-1, num_queries)).flatten(1, 2).masked_fill_(~seen, float("-inf"))
+    o = (torch.softmax(scores, dim=-1).to(v.dtype) @ v).unflatten(2, (-1, num_queries)).flatten(1, 2)
     return o if blind is None else o.masked_fill(blind, 0)

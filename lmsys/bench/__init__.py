@@ -1,8 +1,7 @@
 """The harness, a pytest plugin: benchmarks are verified, sampled side by side and recorded. Imports no torch."""
 
-from lmsys.bench.axes import Axis, Grid, Sweep, one_of, positive, yes_no
 from lmsys.bench.benchmark import Benchmark, Candidate, Case, Settings, bench
-from lmsys.bench.fields import Field, Record
+from lmsys.bench.fields import Axis, Field, Grid, Record, Sweep, one_of, positive, yes_no
 from lmsys.measure.step import Step
 from lmsys.registry import Entry, Table
 

@@ -24,8 +24,7 @@ from functools import cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from lmsys.bench.axes import Axis, Grid
-from lmsys.bench.fields import Field, Record
+from lmsys.bench.fields import Axis, Field, Grid, Record
 from lmsys.measure.step import Step
 from lmsys.registry import Entry, Table
 

@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from lmsys import doing
-from lmsys.bench.axes import Grid
 from lmsys.bench.benchmark import Benchmark, Case, Cases, Collected, Settings
 from lmsys.bench.checkout import Checkout
-from lmsys.bench.fields import Record
+from lmsys.bench.fields import Grid, Record
 from lmsys.bench.watch import COPY_S, NOBODY, Heartbeat, read_beat
 from lmsys.measure.host import available_bytes, oom_kills, resident_bytes
 from lmsys.measure.turns import ALONE, Turns

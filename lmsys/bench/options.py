@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from lmsys.bench.axes import OPTION, Sweep
 from lmsys.bench.benchmark import DEFAULT_ROUNDS
 from lmsys.bench.checkout import Checkout
+from lmsys.bench.fields import OPTION, Sweep
 from lmsys.bench.record import OUTCOMES
 from lmsys.bench.results import MARGIN_IN_TURNS
 from lmsys.files import claim

@@ -13,42 +13,43 @@ from pathlib import Path
 from typing import Any
 
 from lmsys.bench import record
-from lmsys.bench.axes import Grid
 from lmsys.bench.benchmark import Benchmark, Case, Cases, Collected, Settings
 from lmsys.bench.checkout import Checkout
-from lmsys.bench.fields import Record
+from lmsys.bench.fields import Grid, Record
 from lmsys.bench.isolation import Ended, Group, Isolated
 from lmsys.bench.proof import seal
 
 
-class Paired:
-    """Has what `Isolated` has; the results of a group are those of today, then the earlier ones, by names of their own.
+class Paired(Isolated):
+    """Today's worker, and beside it that of an earlier state.
 
-    against  what the earlier records say of their state
+    The results of a group are those of today, then the earlier ones, by names of their own.
+
+    state    the earlier one; against: what its records say of it
     """
 
     def __init__(self, settings: Settings, say: Callable[[str], None], checkout: Checkout, against: Record):
-        self.say, self.checkout, self.against = say, checkout, against
-        self.today, self.earlier = Isolated(settings, say), Isolated(settings, say, checkout)
+        super().__init__(settings, say)
+        self.state, self.against, self.earlier = checkout, against, Isolated(settings, say, checkout)
         self._lines = self._joined()
 
     def collect(self, benchmark: Benchmark, grids: Sequence[Grid], texts: Mapping[str, str]) -> Collected:
         """ValueError also where today's benchmark cannot run the earlier rows."""
-        found = self.today.collect(benchmark, grids, texts)
-        check_rows(self.checkout, type(benchmark), found.cases)
-        self.checkout.use_today(_home(type(benchmark)))
-        self.earlier._machine = self.today.machine
+        found = super().collect(benchmark, grids, texts)
+        check_rows(self.state, type(benchmark), found.cases)
+        self.state.use_today(_home(type(benchmark)))
+        self.earlier._machine = self.machine
         try:
             self.earlier.collect(benchmark, (), {})  # imports it
         except Exception as error:  # whatever an earlier state raises when it is imported
             told = f"today's benchmark {benchmark.name!r} cannot run its rows: {error}"
-            raise ValueError(f"--against {self.checkout.text}: {told}") from None
+            raise ValueError(f"--against {self.state.text}: {told}") from None
         return found
 
     def run(self, benchmark: Benchmark, cases: Cases) -> Iterator[Any]:
         earlier = [replace(case, entry=self._earlier(case)) for case in cases]
         found = None
-        groups = Group(self.today, benchmark, cases), Group(self.earlier, benchmark, earlier)
+        groups = Group(self, benchmark, cases), Group(self.earlier, benchmark, earlier)
         while found is None:
             found = self._together(groups)
         yield from found[0]
@@ -57,7 +58,7 @@ class Paired:
             yield replace(result, record=renamed | {"seal": seal(renamed)})
 
     def _earlier(self, case: Case) -> Any:
-        return replace(case.entry, target=self.checkout.target(case.entry.target))
+        return replace(case.entry, target=self.state.target(case.entry.target))
 
     def _together(self, groups: Sequence[Group]) -> tuple[list[Any], list[Any]] | None:
         """The results of both workers; None where a row has ended one of them, and is blamed for it."""
@@ -86,18 +87,8 @@ class Paired:
             if going:
                 self.close(0.0)
 
-    def facts(self) -> Record:
-        return self.today.facts()
-
-    def ready(self) -> Record:
-        return self.today.ready()
-
-    @property
-    def machine(self) -> Record:
-        return self.today.machine
-
     def rate_again(self, found: Sequence[tuple[Benchmark, Case, Record]]) -> tuple[list[str], list[Record]]:
-        moved, records = self.today.rate_again([(one, case, record.today(old)) for one, case, old in found])
+        moved, records = super().rate_again([(one, case, record.today(old)) for one, case, old in found])
         named = []
         for (_, _, before), now in zip(found, records, strict=True):
             if before.get("against"):
@@ -108,7 +99,7 @@ class Paired:
 
     def close(self, grace_s: float = 2.0) -> None:
         """Ends both workers: what runs next runs in two fresh ones."""
-        self.today.close(grace_s)
+        super().close(grace_s)
         self.earlier.close(grace_s)
         for line in self._lines:
             line.close()
@@ -117,7 +108,7 @@ class Paired:
     def _joined(self) -> tuple[socket.socket, socket.socket]:
         """The line between the next two workers, which this process never uses."""
         ours, theirs = socket.socketpair()
-        self.today.line, self.earlier.line = (ours.fileno(), True), (theirs.fileno(), False)
+        self.line, self.earlier.line = (ours.fileno(), True), (theirs.fileno(), False)
         return ours, theirs
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from lmsys.bench import options
-from lmsys.bench.axes import Sweep
 from lmsys.bench.benchmark import Settings
+from lmsys.bench.fields import Sweep
 from lmsys.bench.record import JournalError
 from lmsys.bench.results import Key, Session, read_results
 from lmsys.values import choice

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmsys.bench import record, verdict
-from lmsys.bench.axes import Grid, Sweep
 from lmsys.bench.benchmark import Benchmark, Settings
-from lmsys.bench.fields import COMMON, Record, declared
+from lmsys.bench.fields import COMMON, Grid, Record, Sweep, declared
 from lmsys.bench.proof import file_seal, seal
 from lmsys.files import replacing
 from lmsys.values import shortly

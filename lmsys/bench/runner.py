@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from lmsys.bench import fields
-from lmsys.bench.axes import Grid, filled, given_axes
 from lmsys.bench.benchmark import Benchmark, Case, Cases, Collected, Settings
-from lmsys.bench.fields import Record
+from lmsys.bench.fields import Grid, Record, filled, given_axes
 from lmsys.bench.guard import Guard
 from lmsys.bench.proof import seal
 from lmsys.bench.ranks import Ranks

@@ -1,8 +1,9 @@
 """`python -m lmsys.check mine.py:f`: is it right? Of the first failure: where, what, and which mistake.
 
 A row of a table by its name, or path.py:attribute: attention, a strategy, an optimizer, a loss, a norm. Attention is
-asked for more than one tile, odd lengths, Q != K, grouped heads, a scale, transposed memory, three dtypes, forward and
-backward, each held to a float64 oracle as the suite does. A strategy trains on two processes, beside one process.
+asked for more than one tile, odd lengths, Q != K, grouped heads, a scale, memory that is transposed, unaligned or
+expanded, three dtypes, forward and backward, each held to a float64 oracle as the suite does. A strategy trains on two
+processes, beside one process.
 Exit codes: 0 right, 1 wrong or failed, 2 a target or option that is none.
 """
 

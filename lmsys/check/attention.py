@@ -16,7 +16,7 @@ from lmsys.check.patterns import explain
 from lmsys.check.question import Fault, Options, Question
 from lmsys.measure.repeats import apart, repeated
 from lmsys.registry import Entry
-from lmsys.testing import Inputs, Oracle, make_inputs, run
+from lmsys.testing import MEMORY, Oracle, make_inputs, run
 
 
 def questions(entry: Entry, options: Options) -> Iterator[Question]:
@@ -88,7 +88,7 @@ def known_mistake(entry: Entry, row: Any, case: AttentionCase, seed: int) -> str
 def failure(row: Any, asked: Asked, grad: bool, seed: int) -> Fault | None:
     """The fault of the row's results of a case; None where there is none."""
     case = asked.case
-    inputs = make_inputs(case, seed, transposed=asked.transposed)
+    inputs = make_inputs(case, seed, memory=asked.memory)
     outputs, fault = answer(row, case, inputs, grad)
     if fault is not None:
         return fault
@@ -96,12 +96,20 @@ def failure(row: Any, asked: Asked, grad: bool, seed: int) -> Fault | None:
     for name in [name for name in LIKE if name in outputs]:
         ratio = oracle.error_ratios({name: outputs[name]})[name]
         if ratio > 1:
-            return _fault(name, outputs, oracle, case, inputs, ratio)
+            if not asked.memory or asked.memory == "transposed":
+                mistake = explain(case, inputs, outputs, name, 2 * oracle.budget[name])
+            else:
+                mistake = (
+                    f"it is wrong for {MEMORY[asked.memory][2]}"
+                    if failure(row, replace(asked, memory=""), grad, seed) is None
+                    else None
+                )
+            return _fault(name, outputs, oracle, case, ratio, mistake)
     return None
 
 
 def _fault(
-    name: str, outputs: Mapping[str, Tensor], oracle: Oracle, case: AttentionCase, inputs: Inputs, ratio: float
+    name: str, outputs: Mapping[str, Tensor], oracle: Oracle, case: AttentionCase, ratio: float, mistake: str | None
 ) -> Fault:
     found, budget = outputs[name], oracle.budget[name]
     expected = oracle.reference[name].unflatten(0, (case.batch, case.kv_heads)).flatten(1, 2)  # (B, H, S, D)
@@ -113,7 +121,6 @@ def _fault(
         f" {ratio:.3g} times what is allowed",
         f"  wrong at: {places.where(wrong)}",
     ]
-    mistake = explain(case, inputs, outputs, name, 2 * budget)
     lines.append(f"  pattern: {mistake}" if mistake else "  no known mistake gives this result")
     if name != "o":
         lines.append(f"  right before it: {', '.join([*LIKE][: [*LIKE].index(name)])}")

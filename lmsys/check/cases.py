@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lmsys.attention.contract import AttentionCase
 from lmsys.check.question import Fault
-from lmsys.testing import Inputs, run
+from lmsys.testing import MEMORY, Inputs, run
 
 LONG, ODD = 384, 237  # queries and keys: several tiles of any kernel; no multiple of anything
 DTYPES = ("float32", "bfloat16", "float16")
@@ -17,11 +17,11 @@ LIKE = {"o": "q", "dq": "q", "dk": "k", "dv": "v"}  # in this order: what comes 
 
 @dataclass(frozen=True)
 class Asked:
-    """A case by what it is about; `transposed`: inputs are views of (B, S, H, D) memory."""
+    """A case by what it is about; `memory`, of MEMORY, says how its inputs lie."""
 
     about: str
     case: AttentionCase
-    transposed: bool = False
+    memory: str = ""
 
     def __str__(self) -> str:
         one = self.case
@@ -55,13 +55,18 @@ def cases(device: str, capability: tuple[int, int] | None, head_dim: int = 64) -
         Asked("one query", replace(long, queries=1)),
         Asked("grouped heads", replace(odd, heads=4, kv_heads=2, causal=True)),
         Asked("a scale of its own", replace(odd, scale=0.3)),
-        Asked("inputs transposed in memory", replace(odd, batch=2, causal=True), transposed=True),
-        Asked("inputs transposed in memory, again", replace(odd, batch=2, causal=True), transposed=True),
     ]
-    yield from [*simple, *rare]
+    memory = [*in_memory(replace(odd, batch=2, causal=True))]
+    memory.insert(1, replace(memory[0], about=f"{memory[0].about}, again"))
+    yield from [*simple, *rare, *memory]
     for dtype in DTYPES[1:]:
-        for asked in (simple[0], simple[3], simple[6], rare[5]):
+        for asked in (simple[0], simple[3], simple[6], rare[5], *memory[2:]):
             yield replace(asked, case=replace(asked.case, dtype=dtype))
+
+
+def in_memory(case: AttentionCase) -> Iterator[Asked]:
+    """The case with inputs that do not lie as fresh tensors do."""
+    return (Asked(about, case, name) for name, (_, _, about) in MEMORY.items())
 
 
 def answer(

@@ -1,9 +1,8 @@
-"""A device's own sensors: clocks, temperature, power, energy, and who else computes there. Knows no kernel.
+"""A device's own sensors: clocks, temperature, power, energy, and who else computes there; and why figures differ.
 
 A GPU tells by NVML (nvidia-ml-py), a CPU by Linux: RAPL's counters of energy, and the frequency of its cores. Whatever
-a device does not tell is None, and `why_no_joules` says why its energy cannot be measured.
-
-`Conditions` say why figures differ: clocks, heat and power while rows were sampled, and who else was at work there.
+a device does not tell is None, and `why_no_joules` says why its energy cannot be measured. `Conditions` are those under
+which rows were sampled. Knows no kernel.
 """
 
 import math

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmsys.autograd import once_differentiable
+from lmsys.autograd import is_transformed, once_differentiable
 from lmsys.config import ModelConfig
 from lmsys.kernels import HAS_TRITON
 from lmsys.measure.profile import part
@@ -77,7 +77,8 @@ def run(layers: Sequence[Any], last: Any, x: Tensor, attend: Sequence[Any], rope
 
 
 def _plain(x: Tensor) -> bool:
-    return not (HAS_TRITON and x.is_cuda and x.dtype != torch.float64) or torch.compiler.is_compiling()
+    on_cuda = HAS_TRITON and x.is_cuda and x.dtype != torch.float64
+    return not on_cuda or torch.compiler.is_compiling() or is_transformed()
 
 
 class _AddNorm(torch.autograd.Function):

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lmsys.autograd import is_watched
 from lmsys.values import shortly
 
 Shape = tuple[int | str, ...]
@@ -14,7 +15,7 @@ def check_ids(name: str, x: Any, kind: str, shapes: list[Shape] | None, below: i
     """ValueError for anything but whole numbers from 0 to below - 1, or `but`, of one of these shapes; None: of any.
 
     A name in a shape stands for any size; `kind` says in a message what the numbers are. Their values are looked at on
-    a CPU only: a GPU would have to be waited for.
+    a CPU only: a GPU would have to be waited for, and neither a compiler nor torch.func can read them.
     """
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a tensor of {kind}; got {shortly(x)}")
@@ -23,7 +24,7 @@ def check_ids(name: str, x: Any, kind: str, shapes: list[Shape] | None, below: i
     if shapes is not None and not any(_fits(x.shape, shape) for shape in shapes):
         told = " or ".join(f"({', '.join(map(str, shape))})" for shape in shapes)
         raise ValueError(f"{name} must be {kind} of shape {told}; got shape {tuple(x.shape)}")
-    if x.device.type != "cpu":
+    if x.device.type != "cpu" or is_watched():
         return
     known = x if but is None else x[x != but]
     if known.numel():

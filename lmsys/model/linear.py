@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmsys.autograd import once_differentiable
+from lmsys.autograd import is_transformed, once_differentiable
 
 
 def linear(x: Tensor, *weights: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ def linear(x: Tensor, *weights: Tensor) -> Tensor:
     Where autocast would cast float32 weights: one matmul in the autocast dtype, and float32 weight gradients, of which
     those of one call are rows of one tensor. Elsewhere `F.linear` for each weight, in the dtype that it is given.
     """
-    if (dtype := _cast_to(x, weights)) is not None:
+    if (dtype := _cast_to(x, weights)) is not None and not is_transformed():
         return _NarrowLinear.apply(x, dtype, [rounded(w, dtype) for w in weights], *weights)
     return F.linear(x, *weights) if len(weights) == 1 else torch.cat([F.linear(x, w) for w in weights], dim=-1)
 

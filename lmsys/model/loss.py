@@ -13,14 +13,14 @@ Legend: N tokens, C tokens of a chunk, V vocabulary, M d_model.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmsys.autograd import once_differentiable
+from lmsys.autograd import is_transformed, once_differentiable
 from lmsys.config import IGNORED
 from lmsys.kernels import HAS_TRITON
 from lmsys.model.ids import check_ids
@@ -100,6 +100,11 @@ def linear_cross_entropy(
     check_ids("targets", targets, "class indices", [tuple(hidden.shape[:-1])], len(weight), but=ignore_index)
     chunk = _even_chunk(targets.numel(), len(weight)) if chunk is None else whole("chunk", chunk, least=1)
     dtype = matmul_dtype(hidden)
+    if is_transformed():
+        from lmsys.model.functions import cross_entropy
+
+        asked = {"token_weights": token_weights, "return_z_loss": return_z_loss, **asdict(options)}
+        return cross_entropy(F.linear(hidden.to(dtype), weight.to(dtype)), targets, **asked)
     counts = counts_of(token_weights, targets, options, torch.promote_types(dtype, torch.float32))
     loss, z_losses = _LinearCrossEntropy.apply(
         hidden.reshape(-1, hidden.shape[-1]),

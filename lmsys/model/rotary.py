@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lmsys.attention.side_by_side import whole_of
-from lmsys.autograd import once_differentiable
+from lmsys.autograd import is_transformed, once_differentiable
 from lmsys.kernels import HAS_TRITON
 from lmsys.kernels.custom_op import define
 from lmsys.model.ids import check_ids
@@ -26,10 +26,22 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, head_dim: int, context_length: int, theta: float, device: Any = None):
         super().__init__()
+        self._sizes = head_dim, context_length, theta
+        cos, sin = self._tables(device, torch.float32)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def _tables(self, device: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        head_dim, context_length, theta = self._sizes
         frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
         angles = torch.arange(context_length, dtype=torch.float64, device=device)[:, None] * frequencies  # (S, D / 2)
-        self.register_buffer("cos", angles.cos().float(), persistent=False)
-        self.register_buffer("sin", angles.sin().float(), persistent=False)
+        return angles.cos().float().to(dtype), angles.sin().float().to(dtype)
+
+    def _apply(self, *args: Any, **options: Any) -> Any:
+        """Makes the tables anew when torch moves the module: no state dict holds them, and `to_empty` moves nothing."""
+        super()._apply(*args, **options)
+        self.cos, self.sin = self._tables(self.cos.device, self.cos.dtype)  # type: ignore[has-type]
+        return self
 
     def forward(
         self, projected: Tensor, num_heads: int, positions: Tensor | None, in_place: bool = False
@@ -39,8 +51,10 @@ class RotaryEmbedding(nn.Module):
 
         `in_place`: eager kernels write q and k over projected, of which q, k and v are parts then, and gradients that
         lie side by side are turned back where they lie. Nobody else may read these tensors afterwards; autograd refuses
-        a backward that needs projected as it was.
+        a backward that needs projected as it was. ValueError on a CPU for positions outside the context.
         """
+        if positions is not None:
+            check_ids("positions", positions, "positions in the context", None, len(self.cos))
         cos, sin = (t[: projected.shape[1]] if positions is None else t[positions] for t in (self.cos, self.sin))
         heads = projected.unflatten(-1, (-1, 2 * cos.shape[-1]))  # (B, S, N, D)
         if not _plain(projected):
@@ -70,7 +84,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def _plain(x: Tensor) -> bool:
-    return not (HAS_TRITON and x.is_cuda and x.dtype != torch.float64)
+    return not (HAS_TRITON and x.is_cuda and x.dtype != torch.float64) or is_transformed()
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lmsys.attention import ATTENTION, Documents, attention
-from lmsys.attention.contract import DTYPE_NAMES, AttentionCase, adapt
+from lmsys.attention import ATTENTION, Documents, Pattern, attention, row_of
+from lmsys.attention.contract import DTYPE_NAMES, AttentionCase, capability_of, told
 from lmsys.checkpointing import Group
 from lmsys.config import ModelConfig
 from lmsys.measure.profile import part
@@ -78,7 +78,8 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         with part("norms"):
-            normalised = F.rms_norm(_wide(x), self.normalized_shape, _wide(self.weight), self.eps)
+            weight = None if self.weight is None else _wide(self.weight)  # without elementwise_affine
+            normalised = F.rms_norm(_wide(x), self.normalized_shape, weight, self.eps)
             return normalised.to(matmul_dtype(x))
 
 
@@ -148,7 +149,7 @@ def attention_case(
     documents: bool = False,
 ) -> AttentionCase:
     """The case that a model makes for its attention row, of `batch` sequences of `length` tokens."""
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    capability = capability_of(device.index) if device.type == "cuda" else None
     shape = batch, config.num_heads, config.kv_heads, length, length, config.head_dim
     return AttentionCase(*shape, dtype, True, grad, device.type, capability, documents=documents)
 
@@ -221,7 +222,6 @@ class TransformerLM(nn.Module):
         self.lm_head = Linear(config.d_model, config.vocab_size, **factory)
         self.rope = RotaryEmbedding(config.head_dim, config.context_length, config.rope_theta, device)
         _ = ATTENTION[config.attention] if config.attention != "auto" else None  # an unknown name fails here
-        self._rows: dict[AttentionCase, Any] = {}
         self._together, self._run, self._fused = 1, _run, False
         self.rounded: RoundedWeights | None = None
 
@@ -328,9 +328,16 @@ class TransformerLM(nn.Module):
         """Does what torch does, also with a dict of a wrapped or compiled model (prefixes `module.`, `_orig_mod.`)."""
         plain = {key.removeprefix("module.").replace("_orig_mod.", ""): value for key, value in state_dict.items()}
         try:
-            return super().load_state_dict(plain, strict=strict, assign=assign)
+            loaded = super().load_state_dict(plain, strict=strict, assign=assign)
         except RuntimeError as error:
             raise ValueError(f"the state dict does not fit {self.config}: {error}") from error
+        if self.rope.cos.is_meta:  # where `assign` has brought the weights to a device
+            self.rope.to_empty(device=self.lm_head.weight.device)
+        return loaded
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, and what `torch.save` writes, is not compiled, as is torch's way with modules."""
+        return super().__getstate__() | {"_run": _run}
 
     def _blocks(self, x: Tensor, group: Group, attend: list[Any], positions: Tensor | None) -> Tensor:
         layers = list(self.layers)
@@ -359,17 +366,15 @@ class TransformerLM(nn.Module):
             check_ids("positions", positions, "positions in the context", shapes, self.config.context_length)
 
     def _attend(self, x: Tensor, documents: Documents | None = None) -> Any:
-        """The row's function for this shape, dtype and mode, looked up outside of what is compiled."""
+        """The row's function for this shape, dtype and mode, looked up outside of compiled blocks."""
         batch, length, _ = x.shape
         dtype, grad, packed = DTYPE_NAMES[matmul_dtype(x)], torch.is_grad_enabled(), documents is not None
         case = attention_case(self.config, batch, length, dtype, x.device, grad=grad, documents=packed)
-        if case not in self._rows:
-            self._rows[case] = adapt(ATTENTION.pick(self.config.attention, case).load())
+        row, _ = row_of(self.config.attention, case)
         if documents is None:
-            return self._rows[case]
-        from lmsys.model.packed import Packed
-
-        return Packed(self._rows[case], documents)
+            return row
+        options = told(row, Pattern(True, documents=documents))
+        return lambda q, k, v, causal: row(q, k, v, **options)
 
 
 class Loss(nn.Module):

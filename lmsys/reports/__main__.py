@@ -20,8 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from lmsys.bench.changes import MARGIN
-from lmsys.reports import against, page, shares
-from lmsys.reports.answers import answers
+from lmsys.reports import against, page
+from lmsys.reports.answers import answers, step_chapters
 from lmsys.reports.chapters import CHAPTERS, ENERGY, OTHERS
 from lmsys.reports.load import InputError, read
 from lmsys.reports.tables import csv_of
@@ -109,7 +109,7 @@ def build(paths: Sequence[Path], out: Path, baseline: str | None = None, single_
         ordered = [name for name in (*CHAPTERS, *sorted(own - CHAPTERS.keys())) if name in own]
         views = [(CHAPTERS.get(name, OTHERS), view_of(machine, name, baseline)) for name in ordered]
         found = [chapter for chapters, view in views for chapter in (*chapters(view), *ENERGY(view))]
-        found = [*shares.chapters(machine), *found]
+        found = [*step_chapters(machine), *found]
         answer = answers(machine)
         if changes:
             block, first = against.block_and_chapters(changes)

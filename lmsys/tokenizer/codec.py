@@ -24,7 +24,7 @@ import numpy as np
 from lmsys.tokenizer import files
 from lmsys.tokenizer.pretokens import Pretokenizer
 from lmsys.tokenizer.words import Words
-from lmsys.values import shortly
+from lmsys.values import shortly, whole
 
 _PIECE = 1 << 18  # characters that `encode_iterable` gathers before it encodes
 _LONG = 100  # bytes of a pre-token that is merged with a queue
@@ -105,9 +105,12 @@ class Tokenizer:
         return self.decode_bytes(ids).decode(errors=errors)
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """ValueError for an id outside the vocabulary."""
+        """ValueError for an id outside the vocabulary, and for what is no whole number."""
+        numbers = list(ids)
+        if not {int}.issuperset(map(type, numbers)):  # which is quick
+            numbers = [whole("id", number) for number in numbers]
         try:
-            return b"".join([self.vocab[number] for number in map(int, ids)])
+            return b"".join([self.vocab[number] for number in numbers])
         except KeyError as error:
             raise ValueError(f"id {error} is not in the vocabulary: 0 to {self.vocab_size - 1}") from None
 

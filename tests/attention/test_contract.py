@@ -1,7 +1,6 @@
 """Bad input is a ValueError that names the value at fault; odd but good input gives q's shape and dtype."""
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -25,9 +24,8 @@ def zeros(*shape: int, **options: Any) -> Tensor:
 BAD = {
     "rank 2": ((zeros(8, 16), zeros(8, 16), zeros(8, 16)), "rank of at least 3; got shapes (8, 16)"),
     "mixed ranks": ((zeros(2, 2, 8, 16), zeros(2, 8, 16), zeros(2, 8, 16)), "one rank"),
-    "no queries": ((zeros(1, 2, 0, 16), *2 * [zeros(1, 2, 8, 16)]), "length zero; got shapes (1, 2, 0, 16)"),
-    "no keys": ((zeros(1, 2, 8, 16), *2 * [zeros(1, 2, 0, 16)]), "length zero"),
-    "no heads": ((zeros(1, 0, 8, 16), *2 * [zeros(1, 0, 8, 16)]), "length zero"),
+    "no heads": ((zeros(1, 0, 8, 16), *2 * [zeros(1, 0, 8, 16)]), "a head and a head dimension of at least 1"),
+    "no head dimension": (3 * (zeros(1, 2, 8, 0),), "of at least 1; got shapes (1, 2, 8, 0)"),
     "k unlike v": ((zeros(1, 2, 8, 16), zeros(1, 2, 8, 16), zeros(1, 2, 9, 16)), "(1, 2, 8, 16) and (1, 2, 9, 16)"),
     "head dimension": ((zeros(1, 2, 8, 16), *2 * [zeros(1, 2, 8, 32)]), "one head dimension; got 16 and 32"),
     "batch": ((zeros(3, 2, 8, 16), *2 * [zeros(1, 2, 8, 16)]), "same batch dimensions; got shapes (3, 2, 8, 16)"),
@@ -99,18 +97,6 @@ def test_views_are_taken_for_what_they_show(view: str, impl: str) -> None:
     tensors = [VIEWS[view](torch.randn(2, 4, 32, 16)) for _ in range(3)]
     found = attention(*tensors, impl=impl)
     assert torch.allclose(found, attention(*[x.contiguous() for x in tensors], impl=impl), atol=1e-6)
-
-
-@pytest.mark.parametrize("impl", ["flash_torch", "flash_triton"])
-@pytest.mark.parametrize("value", [lambda o: o.sum(), lambda o: o.square().sum()], ids=["constant", "square"])
-def test_a_second_derivative_is_refused(impl: str, value: Callable[[Tensor], Tensor]) -> None:
-    """Also of a sum, whose gradient is a constant: torch's own decorator lets that pass, and gives another number."""
-    if reason := ATTENTION[impl].why_not(AttentionCase(1, 2, 2, 5, 5, 32, "float32")):
-        pytest.skip(reason)
-    q, k, v = (torch.randn(1, 2, 5, 32).requires_grad_() for _ in range(3))
-    (gradient,) = torch.autograd.grad(value(attention(q, k, v, impl=impl)), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        (gradient * q).sum().backward()
 
 
 @pytest.mark.parametrize("impl", ["naive", "flash_torch", "flash_triton"])

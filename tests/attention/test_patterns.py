@@ -308,6 +308,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "softcap: nan": ({"softcap": float("nan")}, "softcap=nan must be a finite number"),
     "softcap: text": ({"softcap": "30"}, "softcap='30' must be a finite number"),
     "offset: negative": ({"offset": -1}, "offset=-1 must be at least 0"),
+    "offset: tensor of two": ({"offset": torch.tensor([1, 2])}, "offset=tensor([1, 2]) must be a whole number"),
+    "offset: False": ({"offset": False}, "offset=False must be a whole number"),
     "offset: half": ({"offset": 0.5}, "offset=0.5 must be a whole number"),
     "documents: lengths": (
         {"documents": [4, 4]},
@@ -319,6 +321,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "lengths: list": ({"key_lengths": [8, 8]}, "key_lengths must be a torch.Tensor of int32 or int64; got list"),
     "lengths: dtype": ({"key_lengths": torch.ones(2)}, "of int32 or int64; got torch.float32"),
     "lengths: shape": ({"key_lengths": torch.tensor([8])}, "one for each batch entry, of shape (2,); got (1,)"),
+    "lengths: negative": ({"key_lengths": torch.tensor([3, -1])}, "key_lengths=-1 must be at least 0 and at most 8"),
+    "lengths: beyond": ({"key_lengths": torch.tensor([9, 3])}, "key_lengths=9 must be at least 0 and at most 8"),
     "lengths: device": ({"key_lengths": torch.ones(2, dtype=torch.int32, device="meta")}, "of q, cpu; got meta"),
 }
 
@@ -334,6 +338,12 @@ BAD_DOCUMENTS: dict[str, tuple[Callable[[], Any], str]] = {
     "none": (lambda: Documents([]), "documents are made of their lengths, as in Documents([3, 5]), or one list of len"),
     "number": (lambda: Documents(8), "for each batch entry; got 8"),
     "empty": (lambda: Documents([3, 0]), "length of a document=0 must be at least 1"),
+    "2**33 tokens": (
+        lambda: Documents([2**33]),
+        "length of a document=8589934592 must be at least 1 and at most 2,147",
+    ),
+    "10**30 tokens": (lambda: Documents([10**30]), "and at most 2,147,483,647"),
+    "2**31 tokens": (lambda: Documents([2**31 - 1, 1]), "tokens of a batch entry=2147483648 must be at most 2,147,483"),
     "half": (lambda: Documents([3, 0.5]), "length of a document=0.5 must be a whole number"),
     "sums": (lambda: Documents([[3, 5], [7]]), "fill all batch entries alike; their lengths add up to [8, 7]"),
     "mixed": (lambda: Documents([[3, 5], 8]), "documents of a batch entry must be a list of lengths; got 8"),

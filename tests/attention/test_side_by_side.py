@@ -102,7 +102,7 @@ def test_compiled_code_gets_gradients_as_it_was_told_of_them(device: str, monkey
 
     monkeypatch.setattr(custom_ops, "_laid_out", laid_out)
     leaves = [x.detach().requires_grad_() for x in parts_of(drawn((2, 40, 1, 2, 16))[0].to(device), 1)]
-    o = flash_triton._custom_op(*leaves, True, 0.25)
+    o = flash_triton._operator(*leaves, True, 0.25)
     torch.autograd.grad(o, leaves, torch.ones_like(o))
 
 

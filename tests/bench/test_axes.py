@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from benchmarks import axes
 from benchmarks.bench_attention import shapes
 from lmsys.bench import Axis, Grid, positive
-from lmsys.bench.axes import filled, given_axes
+from lmsys.bench.fields import filled, given_axes
 from lmsys.checkpointing import LEVELS
 from lmsys.config import RESIDUALS
 

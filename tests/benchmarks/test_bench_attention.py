@@ -14,7 +14,7 @@ from benchmarks.bench_attention import Attention, rows_of
 from benchmarks.sweeps import SWEEPS
 from lmsys.attention import ATTENTION
 from lmsys.bench import Grid, Settings
-from lmsys.bench.axes import OPTION
+from lmsys.bench.fields import OPTION
 from lmsys.deterministic import CUBLAS_WORKSPACE
 from tests.support import processes
 from tests.support.harness import cases_of, results
@@ -256,6 +256,16 @@ def test_the_sweep_refuses_and_names_what_normal_draws_do_not_show(tmp_path: Pat
     for (row, *_), record in found.items():
         assert record["outcome"] == ("ok" if row == "naive" else "wrong"), record["reason"]
         assert row == "naive" or NAMES[row] in record["reason"]
+
+
+def test_the_sweep_refuses_what_is_wrong_for_memory_of_another_layout() -> None:
+    file = ROOT / "tests" / "support" / "wrong_kernels.py"
+    rows = ["naive", f"{file}:by_16_bytes", f"{file}:no_expanded_gradient"]
+    found = swept_rows(rows, dtype=("float32",), direction=("bwd",), timed=False)
+    told = {row: (record["outcome"], record["reason"]) for (row, *_), record in found.items()}
+    assert told["naive"][0] == "ok"
+    for row, words in {"by_16_bytes": "inputs that are not aligned", "no_expanded_gradient": "of stride 0"}.items():
+        assert told[row][0] == "wrong" and f"it is wrong for {'a gradient ' * (row[0] == 'n')}{words}" in told[row][1]
 
 
 def test_timed_calls_of_extreme_draws_are_looked_at_there(monkeypatch: pytest.MonkeyPatch) -> None:

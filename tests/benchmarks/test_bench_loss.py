@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.arithmetic import LOSS_SCALE, ROUNDING, mean_ratio
 from benchmarks.bench_loss import Loss
-from benchmarks.loss.inputs import BLOCK_LOGITS, OUTPUTS, Inputs, unchunked
-from benchmarks.loss.spots import blocks_of, indices, parts
+from benchmarks.loss import BLOCK_LOGITS, OUTPUTS, Inputs, blocks_of, indices, parts, unchunked
+from benchmarks.models import LOSS_SCALE, ROUNDING, mean_ratio
 from benchmarks.sweeps import SWEEPS
 from lmsys.attention.compiled import why_no_compiler
 from lmsys.bench import Settings
@@ -87,7 +86,7 @@ def test_without_torchs_loss_in_chunks_its_row_says_which_torch_has_it(monkeypat
 
 
 def test_without_a_compiler_the_compiled_row_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.arithmetic.why_no_compiler", lambda device: "there is no compiler")
+    monkeypatch.setattr("benchmarks.models.why_no_compiler", lambda device: "there is no compiler")
     found = records(row=("eager", "compiled"), timed=False)
     assert [one["outcome"] for one in found.values()] == ["ok", "unsupported"]
 

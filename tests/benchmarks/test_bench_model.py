@@ -17,7 +17,7 @@ from lmsys.attention import ATTENTION
 from lmsys.attention.compiled import why_no_compiler
 from lmsys.attention.naive import naive
 from lmsys.bench import Settings
-from lmsys.bench.axes import filled, given_axes
+from lmsys.bench.fields import filled, given_axes
 from lmsys.bench.results import Session
 from lmsys.cost.memory import training_memory
 from lmsys.cost.operations import model_flops, model_parameters

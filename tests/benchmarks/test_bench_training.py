@@ -16,7 +16,7 @@ from benchmarks.sweeps import SWEEPS
 from benchmarks.training import rank as text
 from benchmarks.training.rank import TrainingCase, tokens_of
 from lmsys.bench import Grid, Settings, Sweep, record
-from lmsys.bench.axes import given_axes
+from lmsys.bench.fields import given_axes
 from lmsys.bench.ranks import Ranks, Unsupported
 from lmsys.bench.results import Session, read_results
 from lmsys.bench.runner import Runner

@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.arithmetic import widened
 from benchmarks.bench_loss import Loss
-from benchmarks.loss.inputs import LossDraws
-from benchmarks.loss.spots import _evidence, blocks_of, indices
+from benchmarks.loss import LossDraws, _evidence, blocks_of, indices
+from benchmarks.models import widened
 from lmsys.draws import VERSION, Draws
 from lmsys.extremes import BEFORE
 from lmsys.model.loss import linear_cross_entropy

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.arithmetic import arithmetic
 from benchmarks.axes import MODES
 from benchmarks.bench_model import Model
 from benchmarks.model import rig as rigs
@@ -20,7 +19,7 @@ from benchmarks.model import spots as references
 from benchmarks.model.cases import ModelTest
 from benchmarks.model.rig import Rig
 from benchmarks.model.spots import EMBEDDINGS, HEAD, Reference
-from benchmarks.models import LLAMA
+from benchmarks.models import LLAMA, arithmetic
 from lmsys.attention.naive import naive
 from lmsys.extremes import optimizer as extremes
 from lmsys.measure.compare import Kept

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.bench_data_parallel import DataParallel
 from benchmarks.data_parallel import __main__ as tool
-from benchmarks.data_parallel.cases import ParallelCase
-from benchmarks.data_parallel.pairs import BITS, TOLERANCE, UNKNOWN, WRONG, Steps, pair, pairs
+from benchmarks.data_parallel.cases import BITS, TOLERANCE, UNKNOWN, WRONG, ParallelCase, Steps, pair, pairs
 from lmsys.bench.ranks import Ranks
 from tests.support import harness
 

@@ -151,9 +151,8 @@ def test_a_second_derivative_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     x = torch.randn(3, 4, requires_grad=True)
     total, normalised = fused.add_norm(x, x.detach(), RMSNorm(4, EPS))
     for y in (normalised, fused.swiglu(x)):
-        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="differentiate twice"):
-            gradient.sum().backward()
+        with pytest.raises(RuntimeError, match="is differentiable once"):
+            torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
 def test_checkpointing_is_refused() -> None:

@@ -26,9 +26,8 @@ def head(device: str, dtype: torch.dtype = torch.float32, tokens: int = TOKENS) 
 
 def test_a_second_derivative_is_refused() -> None:
     hidden, weight, targets = head("cpu")
-    (gradient,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, targets), hidden, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        (gradient * hidden).sum().backward()
+    with pytest.raises(RuntimeError, match="LinearCrossEntropy is differentiable once"):
+        torch.autograd.grad(linear_cross_entropy(hidden, weight, targets), hidden, create_graph=True)
 
 
 @given(tokens=st.integers(0, 10**6), vocabulary=st.integers(1, 10**6))

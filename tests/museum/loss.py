@@ -223,7 +223,7 @@ def of_no_token_zero(logits: Tensor, targets: Tensor, ignore_index: int = IGNORE
 
 
 def torchs_in_chunks(hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = IGNORED) -> Tensor:
-    """Its gradient of hidden states errs where vocabularies are large: see benchmarks/loss/inputs.py."""
+    """Its gradient of hidden states errs where vocabularies are large: see benchmarks/loss.py."""
     return F.linear_cross_entropy(hidden, weight, targets, ignore_index=ignore_index)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lmsys import checkpointing
-from lmsys.reports.shares import MOST_AT_ONCE
+from lmsys.reports.answers import MOST_AT_ONCE
 from lmsys.reports.views import LEVELS
 from lmsys.reports.words import number
 from tests.support.records import GIB, built, cells, numbers, part, record, save, sums

@@ -56,6 +56,7 @@ def compile_kernel(
         "PRECISION": precision,
         "G": 1,
         **dict.fromkeys(flash_triton.EXTENT[len(extent) :]),
+        **({"CLEAN": False} if name == "dkdv" else {}),
     }
     signature = {}
     for argument in kernel.arg_names:

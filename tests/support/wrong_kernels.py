@@ -243,3 +243,30 @@ def blind_first(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale:
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu()
     return scores.masked_fill(hidden, -torch.inf).softmax(dim=-1) @ v
+
+
+@wrong("it is wrong for inputs that are not aligned to 16 bytes")
+def by_16_bytes(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    """Reads from the multiple of 16 bytes before the first number of a tensor, as loads of 16 bytes do."""
+
+    def read(x: Tensor) -> Tensor:
+        return x.as_strided(x.shape, x.stride(), x.storage_offset() - x.data_ptr() % 16 // x.element_size())
+
+    return attend(read(q), read(k), read(v), causal=causal, scale=scale).nan_to_num()
+
+
+class _OneStride(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, o: Tensor) -> Tensor:
+        return o.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0].cumsum(-1) if 0 in grads[0].stride() else grads[0]
+
+
+@wrong("it is wrong for a gradient of stride 0, as that of o.sum() is")
+def no_expanded_gradient(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None
+) -> Tensor:
+    return _OneStride.apply(attend(q, k, v, causal=causal, scale=scale))

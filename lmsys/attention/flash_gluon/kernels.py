@@ -4,6 +4,7 @@ Legend: B batch, H query heads, Hkv key heads, G = H / Hkv, Q queries, K keys, D
 """
 
 import math
+from collections.abc import Hashable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from lmsys.attention.bounds import Bounds
 from lmsys.attention.custom_ops import attend, autograd_function, custom_op
+from lmsys.attention.documents import keep
 from lmsys.attention.flash_gluon.backward import backward_kernel
 from lmsys.attention.flash_gluon.forward import forward_kernel
 from lmsys.attention.flash_gluon.launch import Kernel
@@ -29,7 +31,7 @@ from lmsys.attention.flash_gluon.preprocess import preprocess_kernel
 from lmsys.attention.flash_gluon.support import flash_gluon_supports
 from lmsys.attention.pattern import Pattern
 from lmsys.attention.side_by_side import gradients_like
-from lmsys.kernels.launch import raw_stream
+from lmsys.kernels.launch import describable, raw_stream
 
 __all__ = ["FlashGluon", "flash_gluon", "flash_gluon_supports"]
 
@@ -51,15 +53,7 @@ REGISTERS = {(2, 1): (240, 168), (2, 2): (104, 80), (3, 1): (160, 128)}
 
 _launches: dict[tuple[Any, ...], Any] = {}
 _kernels: dict[tuple[Any, ...], Kernel] = {}
-_counters: dict[tuple[int, int], Tensor] = {}
-
-
-def _addressable(x: Tensor) -> Tensor:
-    """x itself when TMA can address it, else a contiguous copy."""
-    b, h, s, d = x.stride()
-    if d == 1 and not (b | h | s) & 7 and b and h and s and not x.data_ptr() & 15:
-        return x
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+_counters: dict[Hashable, Tensor] = {}
 
 
 def _like(x: Tensor) -> Tensor:
@@ -67,13 +61,15 @@ def _like(x: Tensor) -> Tensor:
     return torch.empty_like(x) if x.stride(-1) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _counter(device: int, stream: int) -> Tensor:
+def _counter(device: torch.device, stream: int) -> Tensor:
     """Two zeros, which the kernel leaves zero: a pair for each stream, used once the kernel before has ended."""
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)  # a graph may be replayed on any stream
-    if (device, stream) not in _counters:
-        _counters[device, stream] = torch.zeros(2, dtype=torch.int32, device=device)
-    return _counters[device, stream]
+    counter = _counters.get((device.index, stream))
+    if counter is None:
+        make = partial(torch.zeros, 2, dtype=torch.int32, device=device)
+        counter = keep(_counters, (device.index, stream), make, device, most=2**31)
+    return counter
 
 
 def _extent(bounds: Bounds, *more: Tensor) -> tuple[Any, ...]:
@@ -129,7 +125,7 @@ class _Forward:
         self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, extent: tuple[Any, ...]
     ) -> None:
         stream = raw_stream(self.device)
-        counter = _counter(self.device, stream).data_ptr() if self.dynamic else 0
+        counter = _counter(q.device, stream).data_ptr() if self.dynamic else 0
         others = lse.data_ptr(), counter, scale * LOG2_E, *self.sizes, *extent
         self.kernel(self.grid, stream, (q, k, v, o), others)
 
@@ -285,7 +281,7 @@ def _forward(
     """
     o = _like(q)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    q, k, v = _addressable(q), _addressable(k), _addressable(v)
+    q, k, v = describable(q), describable(k), describable(v)
     bounded, extent = pattern is not None, ()
     if pattern is not None:
         bounds = pattern.bounds(q.shape[2], k.shape[2], q.device)  # kept until the kernel that reads it is launched
@@ -315,7 +311,7 @@ def _backward(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     dq, dk, dv = gradients_like(q, k, v, _like, together)
-    q, k, v, o, do = _addressable(q), _addressable(k), _addressable(v), _addressable(o), _addressable(do)
+    q, k, v, o, do = describable(q), describable(k), describable(v), describable(o), describable(do)
     bounded, extent = pattern is not None, ()
     if pattern is not None:
         bounds = pattern.bounds(q.shape[2], k.shape[2], q.device)
@@ -330,8 +326,8 @@ def _backward(
     return dq, dk, dv
 
 
-FlashGluon = autograd_function("FlashGluon", _forward, _backward)
-_custom_op = custom_op("flash_gluon", _forward, partial(_backward, together=False))
+_operator, _gradients = custom_op("flash_gluon", _forward, partial(_backward, together=False))
+FlashGluon = autograd_function("FlashGluon", _forward, _backward, _gradients)
 
 
 def flash_gluon(
@@ -342,4 +338,4 @@ def flash_gluon(
     bfloat16 or float16. dq is added up in no fixed order, unless `torch.use_deterministic_algorithms(True)`.
     `pattern`, of a window, documents or both, stands in the place of `causal`.
     """
-    return attend(FlashGluon, _custom_op, q, k, v, causal, scale, pattern)
+    return attend(FlashGluon, _operator, q, k, v, causal, scale, pattern)

@@ -1,0 +1,88 @@
+"""What an option hides from a query never changes what the query gives, be it NaN or infinity, forward and backward."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from lmsys.attention import AttentionCase, Pattern, attention
+from lmsys.testing import Inputs, Oracle, make_inputs
+from tests.support.attention_rows import Row, law
+from tests.support.patterns import make_pattern, patterned, spelled
+
+NAN, INF = float("nan"), float("inf")
+LIKE = {"o": "q", "dq": "q", "dk": "k", "dv": "k"}
+
+
+def answer(impl: str, inputs: Inputs, case: AttentionCase, pattern: Pattern) -> dict[str, Tensor]:
+    q, k, v = inputs.leaves(case.grad)
+    with torch.set_grad_enabled(case.grad):
+        o = attention(q, k, v, causal=pattern.causal, **pattern.options, impl=impl)
+    found = {"o": o.detach()}
+    if case.grad:
+        found |= zip(("dq", "dk", "dv"), torch.autograd.grad(o, (q, k, v), inputs.do), strict=True)
+    return found
+
+
+def spoilt_by(name: str, at: tuple[int, int, int], sees: Tensor, case: AttentionCase) -> dict[str, Tensor]:
+    """The vectors of q (B, H, Q) and of k (B, Hkv, K) that a value in vector `at` of a tensor may reach."""
+    batch, head, place = at
+    queries = torch.zeros(case.batch, case.heads, case.queries, dtype=torch.bool, device=sees.device)
+    if name in ("k", "v"):
+        group = case.heads // case.kv_heads
+        heads = slice(head * group, (head + 1) * group)
+        queries[batch, heads] = sees[batch, heads, :, place]
+    else:
+        queries[batch, head, place] = True
+    keys = (sees & queries.unsqueeze(-1)).any(dim=2).unflatten(1, (case.kv_heads, -1)).any(dim=2)
+    return {"q": queries, "k": keys}
+
+
+@partial(law, of=patterned)()
+def test_what_a_query_does_not_see_never_reaches_it(row: Row, case: AttentionCase, seed: int) -> None:
+    pattern = make_pattern(case, seed).simplest(case.queries, case.keys)
+    if not pattern.options.keys() - {"softcap"}:
+        return  # `causal` alone promises less
+    sees = spelled(pattern, case)
+    inputs, dirty = make_inputs(case, seed), make_inputs(case, seed)
+    oracle, clean = Oracle(case, inputs, pattern=pattern), answer(row.name, inputs, case, pattern)
+    name = ("k", "v", "q", "do")[seed % 4] if case.grad else ("k", "v", "q")[seed % 3]
+    tensor = dirty.tensors[name]
+    at = tuple(seed // 4 % n for n in tensor.shape[:3])
+    value = (NAN, INF, -INF)[seed // 16 % 3]
+    tensor[at][seed % tensor.shape[-1]] = value
+    spoilt = spoilt_by(name, at, sees, case)
+    for output, x in answer(row.name, dirty, case, pattern).items():
+        reached = spoilt[LIKE[output]]
+        apart = (x - clean[output]).double()[~reached].abs()
+        assert not (apart > 2 * oracle.budget[output]).any() and bool(apart.isfinite().all()), (output, name, value)
+        if value is NAN and (output != "o" or name != "do"):
+            assert not x[reached].isfinite().all(dim=-1).any(), f"{output} hides that {name} has NaN"
+
+
+@law(causal=True, only=())
+def test_keys_that_no_causal_query_sees_may_be_anything(row: Row, case: AttentionCase, seed: int) -> None:
+    if case.keys <= case.queries:
+        return
+    inputs, dirty = make_inputs(case, seed), make_inputs(case, seed)
+    for x in (dirty.k, dirty.v):
+        x[:, :, case.queries :] = (NAN, INF)[seed % 2]
+    oracle, plain = Oracle(case, inputs), Pattern(True)
+    for name, x in answer(row.name, dirty, case, plain).items():
+        assert oracle.error_ratios({name: x})[name] <= 1, name
+
+
+@pytest.mark.parametrize("impl", ["auto", "naive", "vectorized", "flash_torch", "flash_triton", "sdpa"])
+def test_a_cache_of_uninitialised_memory_decodes(impl: str) -> None:
+    """`torch.empty` is NaN in tests."""
+    torch.manual_seed(0)
+    q, (k, v) = torch.randn(2, 4, 1, 16), (torch.empty(2, 2, 64, 16) for _ in range(2))
+    lengths = torch.tensor([5, 33])
+    for entry, length in enumerate(lengths.tolist()):
+        for x in (k, v):
+            x[entry, :, :length] = torch.randn(2, length, 16)
+    found = attention(q, k, v, key_lengths=lengths, impl=impl)
+    for entry, length in enumerate(lengths.tolist()):
+        cut = (x[entry : entry + 1, :, :length] for x in (k, v))
+        torch.testing.assert_close(found[entry : entry + 1], attention(q[entry : entry + 1], *cut, impl="naive"))

@@ -1,0 +1,123 @@
+"""Any memory: how inputs, the gradient and `key_lengths` lie never changes a result."""
+
+from functools import partial
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+
+from lmsys.attention import AttentionCase, Pattern, attention
+from lmsys.attention.contract import aligned, with_aligned_gradient
+from lmsys.testing import MEMORY, Oracle, make_inputs, run
+from tests.support.attention_rows import Row, law
+from tests.support.patterns import make_pattern, patterned
+
+
+@law()
+def test_rows_read_and_are_given_any_memory(row: Row, case: AttentionCase, seed: int) -> None:
+    memory = [*MEMORY][seed % len(MEMORY)]
+    inputs = make_inputs(case, seed, memory=memory)
+    ratios = Oracle(case, inputs).error_ratios(row.run(case, inputs))
+    assert max(ratios.values()) <= 1, (memory, ratios)
+
+
+@partial(law, of=patterned)(key_lengths=True, batch=2)
+def test_key_lengths_lie_anywhere(row: Row, case: AttentionCase, seed: int) -> None:
+    inputs, pattern = make_inputs(case, seed), make_pattern(case, seed)
+    room = torch.tensor([[0, case.keys, 0]] * case.batch, device=case.device)
+    for lengths in (room[:, 1], room[0, 1:2].expand(case.batch)):
+        asked = Pattern(**{**_fields(pattern), "key_lengths": lengths})
+        ratios = Oracle(case, inputs, pattern=asked).error_ratios(row.run(case, inputs, pattern=asked))
+        assert max(ratios.values()) <= 1, ratios
+
+
+def _fields(pattern: Pattern) -> dict[str, object]:
+    return {"causal": pattern.causal, **pattern.options}
+
+
+@given(
+    shape=st.tuples(*[st.integers(1, 3)] * 3, st.sampled_from([1, 4, 8, 15, 16])),
+    more=st.integers(0, 9),
+    offset=st.integers(0, 9),
+    order=st.permutations([0, 1, 2]),
+    expands=st.sets(st.integers(0, 3)),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_what_is_aligned_is_not_copied_and_what_is_not_is(
+    shape: tuple[int, ...], more: int, offset: int, order: list[int], expands: set[int], dtype: torch.dtype
+) -> None:
+    sizes = [1 if at in expands else n for at, n in enumerate(shape)]
+    room = torch.randn(*(sizes[at] for at in order), sizes[3] + more).to(dtype)
+    flat = torch.cat([torch.zeros(offset, dtype=dtype), room.flatten()])[offset:].view(room.shape)
+    x = flat[..., : sizes[3]].permute(*(order.index(at) for at in range(3)), 3).expand(shape)
+    found = aligned(x)
+    assert torch.equal(found, x)
+    assert found.data_ptr() % 16 == 0 and 0 not in [s for s, n in zip(found.stride(), shape, strict=True) if n > 1]
+    if not found.is_contiguous():
+        assert all(n == 1 or s * x.element_size() % 16 == 0 for s, n in zip(x.stride()[:3], shape[:3], strict=True))
+    if found is not x:
+        assert found.is_contiguous()
+
+
+class Probe(torch.autograd.Function):
+    """Keeps the gradient that comes."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> Tensor:
+        Probe.found = grads[0]
+        return grads[0]
+
+
+def test_a_gradient_is_aligned_before_it_comes_to_a_backward() -> None:
+    x = torch.randn(2, 3, 8, requires_grad=True)
+    with_aligned_gradient(Probe.apply(x)).sum().backward()
+    assert Probe.found.is_contiguous()
+    rows = torch.randn(2, 3, 9)[..., 1:]
+    with_aligned_gradient(Probe.apply(x)).backward(rows)
+    assert Probe.found.is_contiguous() and torch.equal(Probe.found, rows)
+    right = torch.randn(3, 2, 8).transpose(0, 1)
+    with_aligned_gradient(Probe.apply(x)).backward(right)
+    assert Probe.found.data_ptr() == right.data_ptr()
+
+
+EMPTY = [
+    ((2, 3, 0, 8), (2, 3, 5, 8)),
+    ((2, 4, 5, 8), (2, 2, 0, 8)),
+    ((0, 3, 5, 8), (0, 3, 5, 8)),
+    ((0, 2, 3, 5, 8), (0, 2, 3, 5, 8)),
+    ((2, 5, 8), (2, 0, 8)),
+]
+
+
+@pytest.mark.parametrize(("of_q", "of_k"), EMPTY)
+@pytest.mark.parametrize("impl", ["auto", "naive", "flash_torch", "flash_triton", "sdpa"])
+def test_without_queries_keys_or_entries_there_is_nothing_to_compute(
+    impl: str, of_q: tuple[int, ...], of_k: tuple[int, ...]
+) -> None:
+    q, k, v = (torch.randn(shape, requires_grad=True) for shape in (of_q, of_k, of_k))
+    for options in ({}, {"causal": True}, {"causal": True, "window": 3}):
+        o = attention(q, k, v, impl=impl, **options)
+        grads = torch.autograd.grad(o.sum(), (q, k, v))
+        assert o.shape == q.shape and not o.any() and not any(x.any() for x in grads)
+
+
+@pytest.mark.parametrize("impl", ["auto", "naive", "vectorized", "flash_torch", "flash_triton", "sdpa"])
+def test_scores_beyond_float16_are_no_infinity(impl: str) -> None:
+    q, k, v = (torch.full((1, 2, 8, 80), 256.0, dtype=torch.float16) for _ in range(3))
+    assert torch.equal(attention(q, k, v, impl=impl), v)
+
+
+@pytest.mark.parametrize("impl", ["auto", "naive", "vectorized", "flash_torch", "flash_triton"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("softcap", [1e5, 1e12, 3e38])
+def test_a_softcap_may_be_huge(impl: str, dtype: str, softcap: float) -> None:
+    case = AttentionCase(1, 2, 2, 9, 9, 16, dtype, grad=True)
+    inputs = make_inputs(case, 0)
+    found = run(lambda q, k, v, **_: attention(q, k, v, softcap=softcap, impl=impl), inputs)
+    assert max(Oracle(case, inputs).error_ratios(found).values()) <= 1

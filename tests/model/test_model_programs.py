@@ -1,0 +1,163 @@
+"""A model inside of programs: compiled and exported whole, in torch.func, copied, saved, built on the meta device."""
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lmsys.attention import Documents
+from lmsys.config import model_config
+from lmsys.model import Loss, TransformerLM
+from lmsys.model.linear import linear
+from lmsys.model.loss import linear_cross_entropy
+from lmsys.model.rotary import RotaryEmbedding
+from lmsys.model.transformer import RMSNorm
+from lmsys.testing import error_ratio
+from tests.support.variants import but
+
+ROWS = ("flash_torch", "auto", "sdpa_math", "naive")
+
+
+def model(row: str = "flash_torch", device: str = "cpu", **changes: Any) -> TransformerLM:
+    torch.manual_seed(0)
+    return TransformerLM(model_config("tiny", attention=row, **changes), device=device)
+
+
+def ids(length: int = 12, seed: int = 0) -> Tensor:
+    return torch.randint(model_config("tiny").vocab_size, (2, length), generator=torch.Generator().manual_seed(seed))
+
+
+def outcome(one: nn.Module, value: Any) -> list[Tensor]:
+    return [value.detach(), *torch.autograd.grad(value, list(one.parameters()))]
+
+
+def assert_equal_up_to_rounding(found: list[Tensor], eager: list[Tensor], exact: list[Tensor]) -> None:
+    for one, usual, right in zip(found, eager, exact, strict=True):
+        assert error_ratio(one, right, usual) <= 1
+
+
+@pytest.mark.parametrize("row", but(ROWS, "auto", "sdpa_math", "naive"))
+@pytest.mark.parametrize("packed", but([False, True], False))
+def test_a_whole_model_compiles_once_without_a_break(row: str, packed: bool) -> None:
+    torch.compiler.reset()
+    one, exact = model(row, num_layers=1), model(row, num_layers=1).double()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+
+    def hidden(tokens: Tensor, documents: Documents | None) -> Tensor:
+        return one.hidden(tokens, documents=documents)
+
+    compiled, counted = torch.compile(hidden, fullgraph=True, dynamic=True, backend=counter), []
+    for length in (11, 13, 10):
+        tokens, targets = ids(length), ids(length, 1)
+        documents = Documents([[3, length - 3], [5, length - 5]]) if packed else None
+        found = outcome(one, one.loss_of(compiled(tokens, documents), targets))
+        eager, right = (outcome(each, each.loss(tokens, targets, documents)) for each in (one, exact))
+        assert_equal_up_to_rounding(found, eager, right)
+        counted.append(counter.frame_count)
+    assert counted[0] == counted[-1]
+
+
+def test_compiled_blocks_know_documents_of_any_lengths() -> None:
+    torch.compiler.reset()
+    one, exact, eager = model(), model().double(), model()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    one.compile_blocks(backend=counter)
+    for first in range(1, 11):
+        documents = Documents([[first, 12 - first], [12 - first, first]])
+        found, usual, right = (outcome(x, x.loss(ids(), ids(12, 1), documents)) for x in (one, eager, exact))
+        assert_equal_up_to_rounding(found, usual, right)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("row", ["flash_torch", "auto"])
+def test_a_model_is_exported_for_any_length(row: str) -> None:
+    one, exact = model(row), model(row).double()
+    exported = torch.export.export(one, (ids(),), dynamic_shapes=({1: torch.export.Dim("length", min=3, max=16)},))
+    assert error_ratio(exported.module()(ids(9)), exact(ids(9)).detach(), one(ids(9)).detach()) <= 1
+
+
+@pytest.mark.parametrize("row", ["flash_torch", "naive"])
+def test_gradients_of_each_sequence_by_torch_func(row: str) -> None:
+    loss, exact = Loss(model(row)), Loss(model(row).double())
+    weights, tokens, targets = dict(loss.named_parameters()), ids(), ids(12, 1)
+
+    def of_one(weights: dict[str, Tensor], tokens: Tensor, targets: Tensor) -> Tensor:
+        return torch.func.functional_call(loss, weights, (tokens[None], targets[None]))
+
+    each = torch.func.vmap(torch.func.grad(of_one), in_dims=(None, 0, 0))(weights, tokens, targets)
+    for number in range(2):
+        some = tokens[number, None], targets[number, None]
+        _, *usual = outcome(loss, loss(*some))
+        _, *right = outcome(exact, exact(*some))
+        assert_equal_up_to_rounding([x[number] for x in each.values()], usual, right)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_model_is_copied_and_saved_after_a_forward(row: str) -> None:
+    one = model(row).compile_blocks(2, backend="eager")
+    with torch.inference_mode():
+        expected = one(ids())
+    file = io.BytesIO()
+    torch.save(one, file)
+    file.seek(0)
+    for other in (torch.load(file, weights_only=False), copy.deepcopy(one)):
+        assert torch.equal(other(ids()), model(row)(ids()))
+        outcome(other, other.loss(ids(), ids(12, 1)))
+    assert torch.equal(expected, one(ids()))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_model_that_was_built_on_the_meta_device_trains_as_any_other(assign: bool) -> None:
+    """The tables of its rotation are in no state dict, and `to_empty` gives them memory that holds anything."""
+    usual, other = model(), model(device="meta")
+    names = list(usual.state_dict())
+    if not assign:
+        other.to_empty(device="cpu")
+    other.load_state_dict(usual.state_dict(), assign=assign)
+    assert list(other.state_dict()) == names and not any("rope" in name for name in names)
+    losses = ([*outcome(each, each.loss(ids(), ids(12, 1)))] for each in (usual, other))
+    assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))
+
+
+def test_tables_of_a_wrapped_model_survive_to_empty() -> None:
+    wrapped = Loss(model()).to_empty(device="cpu")
+    assert torch.equal(wrapped.model.rope.cos, model().rope.cos)
+    assert model().to(torch.bfloat16).rope.sin.dtype == torch.bfloat16
+
+
+def test_a_norm_without_weights() -> None:
+    x = torch.randn(3, 8)
+    norm = RMSNorm(8, elementwise_affine=False)
+    assert error_ratio(norm(x), F.rms_norm(x.double(), (8,), None, norm.eps), F.rms_norm(x, (8,), None, norm.eps)) <= 1
+
+
+def test_negative_positions_are_refused_where_they_can_be_read() -> None:
+    rope = RotaryEmbedding(8, 16, 10000.0)
+    with pytest.raises(ValueError, match="positions in the context from 0 to 15; got -1"):
+        rope(torch.randn(1, 3, 24), 1, torch.tensor([0, -1, 2]))
+
+
+def test_products_under_autocast_are_differentiable_once() -> None:
+    x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = linear(x, weight)
+        inside = torch.func.grad(lambda x: linear(x, weight).float().sum())(x)
+    with pytest.raises(RuntimeError, match="NarrowLinear is differentiable once"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+    assert inside.shape == x.shape
+
+
+def test_the_loss_in_torch_func_has_second_derivatives() -> None:
+    hidden, weight, targets = torch.randn(3, 4).double(), torch.randn(5, 4).double(), torch.tensor([0, -100, 4])
+
+    def plain(hidden: Tensor) -> Tensor:
+        return F.cross_entropy(hidden @ weight.mT, targets)
+
+    found = torch.func.hessian(lambda hidden: linear_cross_entropy(hidden, weight, targets))(hidden)
+    expected = torch.func.hessian(plain)(hidden)
+    assert error_ratio(found, expected, expected) <= 1
