@@ -136,7 +136,7 @@ class _Learner:
         return -count, (self.order[pair[0]], self.order[pair[1]]), pair
 
     def _merge(self, pair: str) -> tuple[bytes, bytes]:
-        first, second = pair
+        first, second = pair[0], pair[1]
         merge = self.bytes_of[first], self.bytes_of[second]
         char = self._token(merge[0] + merge[1])
         lefts: defaultdict[str, int] = defaultdict(int)  # how often each token stands in front of the pair

@@ -156,16 +156,23 @@ class Trainer:
         if self.rank < found.world_size:
             checkpoint.set_rng_state(found.own(self.rank, "rng")["rng"], self.device)
 
+    @property
+    def schedule(self) -> dict[str, float]:
+        """The settings of the learning rate, and what they give next."""
+        train = self.config.train
+        rate = cosine_schedule(
+            self.step, max_lr=train.lr, min_lr=train.min_lr, warmup_steps=train.warmup_steps, total_steps=train.steps
+        )
+        settings = {f"train.{name}": getattr(train, name) for name in ("steps", "lr", "min_lr", "warmup_steps")}
+        return settings | {"the rate of the next step": rate}
+
     def train_step(self, stop: int = 0) -> tuple[Step, int]:
         """One step, and the largest `stop` of any rank."""
         with deterministic(self.device) if self.config.train.reproducible else nullcontext():
             return self._train_step(stop)
 
     def _train_step(self, stop: int) -> tuple[Step, int]:
-        train = self.config.train
-        lr = cosine_schedule(
-            self.step, max_lr=train.lr, min_lr=train.min_lr, warmup_steps=train.warmup_steps, total_steps=train.steps
-        )
+        train, lr = self.config.train, self.schedule["the rate of the next step"]
         set_lr(self.optimizer, lr)
         micros = range(self.batches.accumulation)
         weights = [self.batches.weight(self.step, micro) for micro in micros]
@@ -223,8 +230,9 @@ class Trainer:
         shared["progress"] = {"skipped": self.skipped, "in_a_row": self.in_a_row, "seconds": self.seconds}
         own["rng"] = checkpoint.rng_state(self.device)
         return checkpoint.save(
-            folder, self.step, shared, own, facts=self.facts, keep=self.config.checkpoint.keep, rank=self.rank,
-            world_size=self.world_size, gather=lambda mine: gather_objects(mine, self.group),
+            folder, self.step, shared, own, facts=self.facts | {"schedule": self.schedule},
+            keep=self.config.checkpoint.keep, rank=self.rank, world_size=self.world_size,
+            gather=lambda mine: gather_objects(mine, self.group),
         )  # fmt: skip
 
     def fit(self, folder: Path, log: JsonLines | None = None, say: Say = lambda _: None) -> Outcome:

@@ -11,9 +11,10 @@ from torch import Tensor
 from lmsys.model import TransformerLM
 from lmsys.model.linear import matmul_dtype
 from lmsys.model.transformer import DTYPE_NAMES
-from lmsys.tokenizer import Tokenizer
+from lmsys.tokenizer import Tokenizer, train
 from lmsys.training import pipeline
 from lmsys.training.__main__ import main
+from lmsys.training.corpora import END_OF_TEXT
 from tests.support.training_runs import SETTINGS, config, corpus
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -111,6 +112,20 @@ def test_a_training_that_cannot_run_here_is_refused_before_any_data_is_made(
     options = [part for one in settings.split() for part in ("--set", one)]
     assert REFUSED[settings] in told(capsys, tmp_path, *options)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+def test_a_prompt_that_is_too_long_is_named_before_the_training(
+    has_tokenizer: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As soon as there is a tokenizer by which to count it; before any text where one is given."""
+    monkeypatch.setattr(pipeline, "make_tokens", None)
+    options = "--set", f"generate.prompt={'?' * 40}"
+    if has_tokenizer:
+        train([corpus(tmp_path)], 300, [END_OF_TEXT]).save(tmp_path / "tokenizer")
+        options += "--set", f"data.tokenizer={tmp_path / 'tokenizer'}", "--corpus", "none"
+    said = told(capsys, tmp_path, *options)
+    assert f"generate.prompt='{'?' * 40}' is 40 tokens; model.context_length is 16" in said
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
