@@ -43,6 +43,11 @@ RUNTIME_FIELDS = "attention", "checkpoint_blocks", "residual"  # of a model conf
 Say = Callable[[str], None]
 
 
+def model_facts(config: RunConfig) -> dict[str, Any]:
+    """What a model is, by which a checkpoint is known to be of it."""
+    return {name: value for name, value in asdict(config.model).items() if name not in RUNTIME_FIELDS}
+
+
 @dataclass(frozen=True)
 class Step:
     """loss: mean over the global batch; norm: of the gradient before clipping; taken: whether weights have moved."""
@@ -98,8 +103,12 @@ class Trainer:
         torch.manual_seed(train.seed)
         self.model = TransformerLM(model, device=device)
         self.step, self.skipped, self.in_a_row, self.seconds = 0, 0, 0, 0.0
-        model_facts = {k: v for k, v in asdict(config.model).items() if k not in RUNTIME_FIELDS}
-        self.facts = {"model": model_facts, "batch_size": train.batch_size, "seed": train.seed, **(facts or {})}
+        self.facts = {
+            "model": model_facts(config),
+            "batch_size": train.batch_size,
+            "seed": train.seed,
+            **(facts or {}),
+        }
         self.facts["packing"] = config.data.packing if packed else None  # a checkpoint from before it has none
         shared = None
         if found is not None:
@@ -150,6 +159,8 @@ class Trainer:
 
     def _resume(self, found: Checkpoint, shared: dict[str, Any]) -> None:
         state.restore_optimizer(self.strategy, self.optimizer, found, shared, self.rank, self.world_size)
+        for group in self.optimizer.param_groups:  # with which it was saved: the settings are this run's
+            group.update({name: getattr(self.config.train, name) for name in ("betas", "eps", "weight_decay")})
         progress = shared["progress"]
         self.step = found.step
         self.skipped, self.in_a_row, self.seconds = (progress[name] for name in ("skipped", "in_a_row", "seconds"))

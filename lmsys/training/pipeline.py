@@ -10,6 +10,7 @@ A result that is there and was made of the same settings is taken as it is, so a
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
@@ -38,7 +39,7 @@ from lmsys.training.data import TokenFiles, fixed_windows
 from lmsys.training.evaluation import Windows, autocast_of, evaluate, unigram
 from lmsys.training.generation import Sampling, generate
 from lmsys.training.log import JsonLines, check_packages, others
-from lmsys.training.loop import Outcome, Trainer
+from lmsys.training.loop import Outcome, Trainer, model_facts
 from lmsys.training.packing import end_of_text_of
 from lmsys.training.tokens import shards, tokenize_files
 from lmsys.values import shortly
@@ -84,8 +85,10 @@ class RunContext:
         return autocast_of(self.config.train.precision, self.device)
 
     def say(self, text: str) -> None:
+        """On rank 0; with escapes for characters that the terminal does not have."""
         if self.rank == 0:
-            print(text, flush=True)
+            encoding = sys.stdout.encoding or "utf-8"
+            print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
 def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> int:
@@ -163,7 +166,9 @@ def make_tokenizer(context: RunContext, anew: bool) -> None:
     made = {"vocab_size": vocab_size, "text": _facts(corpus.train)}
     record = context.config.folder / "tokenizer" / "made.json"
     if anew or _read(record) != made:
-        context.say(f"training a tokenizer of {vocab_size:,} tokens on {_size(corpus.train) / 1e6:,.1f} MB")
+        context.say(
+            f"training a tokenizer of {vocab_size:,} tokens on {sum(file.size for file in corpus.train) / 1e6:,.1f} MB"
+        )
         tokenizer = train(corpus.train, vocab_size, [END_OF_TEXT], context.processes)
         record.unlink(missing_ok=True)  # it would speak for half of a save that is killed
         tokenizer.save(record.parent)
@@ -181,7 +186,7 @@ def make_tokens(context: RunContext, anew: bool) -> None:
     found = _read(folder / "made.json") or {}
     if not anew and {name: found.get(name) for name in made} == made:
         return
-    context.say(f"tokenizing {_size(corpus.files) / 1e6:,.1f} MB")
+    context.say(f"tokenizing {sum(file.size for file in corpus.files) / 1e6:,.1f} MB")
     _wait(context)  # all have read made.json
     if context.rank == 0:
         (folder / "made.json").unlink(missing_ok=True)
@@ -259,7 +264,11 @@ def _prompt(context: RunContext, tokenizer: Tokenizer) -> list[int]:
 def _tell_schedule(context: RunContext, found: Checkpoint, trainer: Trainer) -> None:
     """The rate may jump where a run goes on with other steps than it had. Old checkpoints have no schedule."""
     changes = [(name.partition(".")[2], *values) for name, *values in found.differences(schedule=trainer.schedule)]
-    if told := [f"{name} was {shortly(was)} and is {now}" for name, was, now in changes if name]:
+    if told := [
+        f"{name} was {shortly(was)} and is {now}"
+        for name, was, now in changes
+        if name and trainer.step < trainer.config.train.steps
+    ]:
         context.say(f"the learning rate has another schedule than before: {', '.join(told)}")
 
 
@@ -280,7 +289,7 @@ def _trained(context: RunContext, tokenizer: Tokenizer) -> tuple[TransformerLM, 
     found = checkpoint.newest(context.checkpoints)
     if found is None:
         raise ValueError(f"{context.checkpoints}: there is no checkpoint; train first")
-    found.require(tokenizer=tokenizer.fingerprint)
+    found.require(model=model_facts(context.config), tokenizer=tokenizer.fingerprint)
     model = TransformerLM(context.config.model, device=context.device)
     model.load_state_dict(found.shared("model")["model"])
     return model, found.step
@@ -328,10 +337,6 @@ def _data(context: RunContext, tokenizer: Tokenizer) -> tuple[TokenFiles, Window
 
 def _facts(files: tuple[Chunk, ...]) -> list[Any]:
     return [[str(chunk.path), chunk.start, chunk.stop] for chunk in files]
-
-
-def _size(files: tuple[Chunk, ...]) -> int:
-    return sum(chunk.size for chunk in files)
 
 
 def _read(path: Path) -> dict[str, Any] | None:

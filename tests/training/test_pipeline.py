@@ -2,6 +2,7 @@
 
 import json
 import sys
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,29 @@ def test_a_model_is_evaluated_and_read_in_the_precision_of_its_training(
         seen.clear()
         assert pipeline.run(run, (step,)) == 0
         assert set(seen) == {{"fp32": "float32", "bf16": "bfloat16"}[precision]}, step
+
+
+@pytest.mark.parametrize(("encoding", "written"), [("ascii", b"na\\xefve \\u4e2d\n"), ("utf-8", "naïve 中\n".encode())])
+def test_a_sample_is_printed_whatever_the_terminal_can_show(
+    encoding: str, written: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", TextIOWrapper(terminal := BytesIO(), encoding))
+    for rank in range(2):
+        pipeline.RunContext(config(tmp_path), rank, 2).say("naïve 中")
+    assert terminal.getvalue() == written
+
+
+@pytest.mark.parametrize("setting", ["num_heads=1", "rope_theta=100", "d_ff=64"])
+def test_a_checkpoint_is_not_taken_for_another_model(
+    setting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whose tensors may have the same shapes: its loss would be wrong, and nobody told."""
+    for step in ("tokenizer", "tokenize", "train"):
+        assert pipeline.run(config(tmp_path / "run", f"data.corpus={corpus(tmp_path)}"), (step,)) == 0
+    name, _, value = setting.partition("=")
+    for step in ("evaluate", "generate"):
+        said = told(capsys, tmp_path, step, "--set", f"model.{setting}")
+        assert f"saved with model.{name}=" in said and f"this run has {value}" in said
 
 
 def test_data_for_another_machine_can_be_made_here(tmp_path: Path) -> None:

@@ -558,6 +558,15 @@ def test_a_second_training_into_one_output_is_refused_at_once(
     assert pipeline.run(run, ("train",)) == 0  # it is free again
 
 
+@pytest.mark.parametrize("setting", ["train.strategy=bucketed", "train.strategy=fsdp", "train.sharded_optimizer=true"])
+def test_a_run_that_goes_on_has_its_own_settings_of_the_optimizer(tmp_path: Path, setting: str) -> None:
+    """And not those that the optimizer was saved with."""
+    trainer(run := config(tmp_path, setting)).save(tmp_path / "checkpoints")
+    changed = run.changed(["train.betas=[0.5,0.6]", "train.eps=0.1", "train.weight_decay=0"])
+    for group in trainer(changed, resume=True).optimizer.param_groups:
+        assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.5, 0.6), 0.1, 0)
+
+
 def test_another_schedule_is_told_where_a_run_goes_on(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
