@@ -263,7 +263,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, di
     """By options: what must be said, and what was; also of the second of two runs into one file, and the help."""
     output = tmp_path_factory.mktemp("claimed") / "out.json"
     release = claim(output)
-    told = f"out.json: process {os.getpid()} is writing it; wait for that or name another file"
+    told = f"out.json: process {os.getpid()} is writing it; wait for its end, or write elsewhere"
     asked = BAD | {f"--benchmark-json {output}": told, "--help": "usage: "}
     found = collect([["benchmarks/bench_attention.py", *options.split(" ")] for options in asked])
     release()
