@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.training.cases import TrainingCase
-from lmsys.bench.proof import interpreted_kernels
+from lmsys.bench.findings import interpreted_kernels
 from lmsys.bench.ranks import Unsupported, on_part, release, subgroup
 from lmsys.measure import memory
 from lmsys.measure.clock import synchronize

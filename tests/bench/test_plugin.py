@@ -16,7 +16,7 @@ import pytest
 from lmsys.bench import record
 from lmsys.bench.options import claim_writable, wants_tables
 from lmsys.bench.plugin import RecordedTimer
-from lmsys.bench.proof import seal
+from lmsys.bench.record import seal
 from lmsys.files import claim
 from tests.support.collected import collect
 from tests.support.processes import ENVIRONMENT, PYTEST, ROOT
