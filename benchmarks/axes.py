@@ -6,7 +6,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from lmsys.bench.fields import Axis, one_of, positive, yes_no
+from lmsys.bench.fields import Axis, Parse, one_of, positive, yes_no
 from lmsys.checkpointing import FIT, LEVELS, RUN
 from lmsys.config import SIZES
 from lmsys.cost.memory import MATMUL_BYTES
@@ -44,13 +44,11 @@ def head_pair(text: str) -> tuple[int, int]:
     return pair
 
 
-def window(text: str) -> int | None:
-    return None if text == "none" else positive(text)
+def or_none(parse: Parse) -> Parse:
+    return lambda text: None if text == "none" else parse(text)
 
 
-def softcap(text: str) -> float | None:
-    if text == "none":
-        return None
+def softcap(text: str) -> float:
     try:
         return finite("softcap", float(text), above=0)
     except ValueError:
@@ -71,10 +69,8 @@ def offset(text: str) -> int:
     return int(text)
 
 
-def documents(text: str) -> str | None:
-    """`mixed`, `equal16` (any number) or `none`: lengths of `benchmarks/attention/patterns.py`."""
-    if text == "none":
-        return None
+def documents(text: str) -> str:
+    """`mixed` or `equal16` (any number): lengths of `benchmarks/attention/patterns.py`."""
     if text != "mixed":
         if not text.startswith("equal"):
             raise ValueError("must be none, mixed, or equal and a number, as in equal16")
@@ -127,9 +123,16 @@ NAMED = (
     Axis("causal", yes_no, option="--causal", help="yes, no"),
     Axis("direction", one_of(*DIRECTIONS), option="--direction", help=", ".join(DIRECTIONS)),
     Axis("deterministic", asked, (None,), "--deterministic", "in torch's deterministic mode: yes, no"),
-    Axis("window", window, (None,), "--window", "keys that a causal query sees at most: 1024, none", "W"),
-    Axis("documents", documents, (None,), "--documents", "packed into each sequence: mixed, equal16, none", "LENGTHS"),
-    Axis("softcap", softcap, (None,), "--softcap", "of the scores: 30, none", "C"),
+    Axis("window", or_none(positive), (None,), "--window", "keys that a causal query sees at most: 1024, none", "W"),
+    Axis(
+        "documents",
+        or_none(documents),
+        (None,),
+        "--documents",
+        "packed into each sequence: mixed, equal16, none",
+        "LENGTHS",
+    ),
+    Axis("softcap", or_none(softcap), (None,), "--softcap", "of the scores: 30, none", "C"),
     Axis("size", one_of(*SIZES), option="--size", help=f"of the language model: {', '.join(SIZES)}"),
     Axis("context", positive, option="--context", metavar="S", help="sequence lengths of the language model: 512,1024"),
     Axis(

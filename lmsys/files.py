@@ -56,7 +56,7 @@ def claim(path: Path) -> Callable[[], None]:
             file.seek(0)
             number = file.read().strip() or "unknown"
             file.close()
-            raise ValueError(f"{path}: process {number} is writing it; wait for that or name another file") from None
+            raise ValueError(f"{path}: process {number} is writing it; wait for its end, or write elsewhere") from None
         try:
             if os.path.samestat(os.fstat(file.fileno()), lock.stat()):
                 break

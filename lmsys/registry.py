@@ -25,7 +25,10 @@ def load_target(target: str) -> Any:
     module_name, separator, attribute = target.rpartition(":")
     if not separator or not module_name or not attribute:
         raise ValueError(f"{target=} must read module:attribute or path.py:attribute")
-    module = _load_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
+    if module_name.endswith(".py"):
+        module = _load_file(module_name)
+    else:  # once a call of attention: to import anew costs the host half a microsecond
+        module = sys.modules.get(module_name) or importlib.import_module(module_name)
     if not hasattr(module, attribute):
         raise ValueError(f"{target=}: {module_name} defines no {attribute!r}")
     return getattr(module, attribute)

@@ -4,6 +4,7 @@ import difflib
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
@@ -57,10 +58,11 @@ def parse_json(text: str) -> Any:
     halves of characters, as for what is no JSON."""
 
     def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        if twins := sorted({key for key in keys if keys.count(key) > 1}):
-            raise ValueError(f"{shortly(twins[0])} is given twice in one object")
-        return dict(pairs)
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twins = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+            raise ValueError(f"{shortly(min(twins))} is given twice in one object")
+        return found
 
     def refuse(name: str) -> Any:
         raise ValueError(f"{name} is not a JSON number")

@@ -26,8 +26,7 @@ from typing import Any
 from lmsys.bench import fields
 from lmsys.bench.benchmark import Benchmark
 from lmsys.bench.fields import Record
-from lmsys.bench.proof import file_seal, seal
-from lmsys.bench.record import load, summarize, today
+from lmsys.bench.record import file_seal, load, seal, summarize, today
 from lmsys.bench.results import entries_of, time_left
 from lmsys.measure.machine import Limits
 from lmsys.values import shortly

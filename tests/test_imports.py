@@ -31,14 +31,13 @@ PLAIN = (  # of lmsys: what a machine without torch can import
     *("cost/__init__", "cost/operations", "cost/memory", "cost/levels", "cost/communication"),
     *(
         f"bench/{name}"
-        for name in ("__init__ benchmark checkout fields options plugin proof record results validate").split()
+        for name in ("__init__ benchmark checkout fields options plugin record results validate").split()
     ),
 )
 LATE = (
     "bench/benchmark",
     "bench/options",
     "bench/plugin",
-    "bench/proof",
     "bench/results",
 )  # import what needs torch inside of functions
 ROWS = "lmsys.attention", "lmsys.parallel"

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from lmsys import verify
-from lmsys.bench.proof import file_seal, seal
-from lmsys.bench.record import summarize
+from lmsys.bench.record import file_seal, seal, summarize
 from tests.support.records import record
 
 ROOT = Path(__file__).parents[1]

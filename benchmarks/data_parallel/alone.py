@@ -102,23 +102,20 @@ def train_alone(case: ParallelCase, seed: int, steps: int) -> Alone:
         rigs: list[TrainingRig] = []
         took: list[float] = []
 
-        def first() -> None:
-            start = perf_counter()
-            rigs[0].step()
-            rigs[0].finish()
-            synchronize(kind)
-            took.append(perf_counter() - start)
-
         def step() -> None:
             rigs[0].step()
             rigs[0].finish()
 
+        def first() -> None:
+            start = perf_counter()
+            step()
+            synchronize(kind)
+            took.append(perf_counter() - start)
+
         phases = {"init": lambda: rigs.append(TrainingRig(case, seed)), "first": first, "step": step}
         found = memory.phases(phases, kind)
         (rig,) = rigs
-        inner = getattr(
-            rig.optimizer, "optim", rig.optimizer
-        )  # ZeroRedundancyOptimizer keeps its share in one of its own
+        inner = getattr(rig.optimizer, "optim", rig.optimizer)  # where ZeroRedundancyOptimizer keeps its share
         held = sum(memory.breakdown(rig.strategy.wrapper, inner).values())
         release()
         losses, readings, sensors = list[Tensor](), list[Reading](), sensors_of(kind)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from benchmarks.models import COMPILED, LR_BY_WIDTH, MAX_SCORES, TrainedCase, attention_case, attention_row
 from lmsys.attention import ATTENTION, AttentionCase
 from lmsys.bench import Entry, Record
-from lmsys.bench.proof import interpreted_kernels
+from lmsys.bench.findings import interpreted_kernels
 from lmsys.bench.ranks import Unsupported, on_part, release, subgroup
 from lmsys.config import ModelConfig
 from lmsys.measure import memory

@@ -224,7 +224,7 @@ def row_of(impl: str, case: AttentionCase) -> tuple[Callable[..., Tensor], bool]
 def _picked(impl: str, case: AttentionCase) -> tuple[str, tuple[Callable[..., Tensor], bool]]:
     entry = ATTENTION.pick(impl, case)
     row = adapt(entry.load())
-    if reason := why_not_told(row, tuple(case.options)):
+    if case.options and (reason := why_not_told(row, case.options)):
         raise ValueError(f"attention {impl!r} ({entry.target}) cannot run {', '.join(case.options)}: {reason}")
     return entry.name, (row, entry.trait("isolates"))
 

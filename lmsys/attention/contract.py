@@ -180,14 +180,12 @@ def aligned(x: Tensor) -> Tensor:
     Kernels that move 16 bytes at a time read other memory than x's otherwise, or end the process. A row that stands for
     many, by a stride of 0, is copied too.
     """
-    size = x.element_size()
+    *outer, last = x.stride()
+    rows = x.is_contiguous() or (last == 1 and not any(not step or step * x.element_size() % 16 for step in outer))
     if torch.compiler.is_compiling():  # which has no addresses
-        at_unit = True
-    else:  # one that torch.func has wrapped may hide a dimension
-        at_unit = not torch._C._functorch.is_functorch_wrapped_tensor(x) and not x.data_ptr() % 16
-    by_rows = all(n == 1 or (s and not s * size % 16) for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True))
-    if at_unit and (x.is_contiguous() or (by_rows and x.stride(-1) == 1)):
-        return x
+        return x if rows else x.contiguous()
+    if rows and not torch._C._functorch.is_functorch_wrapped_tensor(x) and not x.data_ptr() % 16:
+        return x  # one that torch.func has wrapped may hide a dimension
     return x.clone(memory_format=torch.contiguous_format)
 
 

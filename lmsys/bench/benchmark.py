@@ -311,7 +311,7 @@ class Benchmark:
 
     def outputs(self, candidate: Candidate, setup: Any, element: int | None = None) -> Mapping[str, Any]:
         """All tensors that a call returns on the inputs as they stand, by name: whether their bits come again is in the
-        record (`lmsys.bench.same_bits`), of benchmarks that override this.
+        record (`lmsys.bench.findings`), of benchmarks that override this.
 
         With `element`, where `batch_of` says more than 1: of a batch that holds only this element of the whole one.
         """

@@ -32,9 +32,12 @@ class Checkout:
 
     def __init__(self, text: str):
         """`text`: a git reference or a folder. ValueError where it is neither, or both."""
-        self.text, self.root = text, _root()
+        self.text = text
+        self.root = Path(
+            _git(Path.cwd(), "rev-parse", "--show-toplevel") or Path.cwd()
+        )  # without git the folder itself
         folder = Path(text).expanduser()
-        self.commit = _commit(self.root, text)
+        self.commit = _git(self.root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{text}^{{commit}}")
         if self.commit and folder.is_dir():
             raise ValueError(f"--against {text!r} is a folder and a git reference: name one by ./{text} or its commit")
         if not self.commit and not folder.is_dir():
@@ -95,16 +98,6 @@ class Checkout:
         with archive, tarfile.open(fileobj=archive.stdout, mode="r|") as file:
             file.extractall(folder, filter="data")
         return folder
-
-
-def _root() -> Path:
-    """The repository that this process works in; without git the working folder itself."""
-    found = _git(Path.cwd(), "rev-parse", "--show-toplevel")
-    return Path(found) if found else Path.cwd()
-
-
-def _commit(root: Path, text: str) -> str:
-    return _git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{text}^{{commit}}")
 
 
 def _git(folder: Path, *words: str) -> str:

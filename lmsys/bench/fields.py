@@ -144,8 +144,8 @@ class Field:
             lists that a drawing reads
     about   a sentence for captions: what the number is
     shown   the unit that readers see, such as ms, GiB, TFLOP/s or %; the stored one when empty
-    of      a function of the finished record that gives the value; it may raise KeyError or TypeError where the record
-            lacks what it needs, and the field is then None
+    of      a function of the finished record that gives the value; it may raise KeyError, TypeError or
+            ZeroDivisionError where the record lacks what it needs, and the field is then None
     """
 
     name: str
@@ -169,7 +169,7 @@ class Field:
         assert self.of is not None
         try:
             return self.of(record)
-        except (KeyError, TypeError):
+        except (KeyError, TypeError, ZeroDivisionError):
             return None
 
     def to_json(self) -> Record:

@@ -46,7 +46,8 @@ class Guard:
 
     def __init__(self) -> None:
         _settle()
-        self._known = [(owner, dict(_names(owner))) for owner in _owners()]
+        owners = [*OWNERS, *_modules(), *_classes(_modules())]
+        self._known = [(owner, dict(_names(owner))) for owner in owners]
         functions = {id(f): f for _, names in self._known for f in map(_function, names.values()) if f is not None}
         self._code = [(f, f.__code__, f.__defaults__) for f in functions.values()]
 
@@ -76,11 +77,6 @@ def _settle() -> None:
     for one in _classes(_modules()):
         if issubclass(one, torch.optim.Optimizer):
             one._patch_step_function(one.__new__(one))
-
-
-def _owners() -> list[Any]:
-    ours = _modules()
-    return [*OWNERS, *ours, *_classes(ours)]
 
 
 def _modules() -> list[types.ModuleType]:

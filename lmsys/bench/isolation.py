@@ -54,7 +54,6 @@ def begin(shared: int, trace: int, settings: Settings, machine: Record | None, l
         _turns = Turns(Connection(line[0]), line[1], _runner.heartbeat.rest)
     if machine is not None:
         _runner.__dict__["machine"] = machine
-    _runner.limit_memory()
 
 
 def answer(path: list[str], pickled: bytes) -> None:

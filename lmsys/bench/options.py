@@ -98,12 +98,9 @@ def outcomes(text: str | None) -> tuple[str, ...]:
 
 def deadline(text: str) -> float:
     try:
-        seconds = float(text)
+        return finite("--deadline", float(text), above=0)
     except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"--deadline {text!r}: must be a finite number of seconds, more than 0")
-    return seconds
+        raise ValueError(f"--deadline {text!r}: must be a finite number of seconds, more than 0") from None
 
 
 def repeats(config: pytest.Config, on_ranks: bool) -> int:

@@ -17,7 +17,6 @@ from lmsys.bench.benchmark import Benchmark, Case, Cases, Collected, Settings
 from lmsys.bench.checkout import Checkout
 from lmsys.bench.fields import Grid, Record
 from lmsys.bench.isolation import Ended, Group, Isolated
-from lmsys.bench.proof import seal
 
 
 class Paired(Isolated):
@@ -54,8 +53,7 @@ class Paired(Isolated):
             found = self._together(groups)
         yield from found[0]
         for result in found[1]:
-            renamed = record.earlier(result.record, self.against)
-            yield replace(result, record=renamed | {"seal": seal(renamed)})
+            yield replace(result, record=record.earlier(result.record, self.against))
 
     def _earlier(self, case: Case) -> Any:
         return replace(case.entry, target=self.state.target(case.entry.target))
@@ -89,13 +87,8 @@ class Paired(Isolated):
 
     def rate_again(self, found: Sequence[tuple[Benchmark, Case, Record]]) -> tuple[list[str], list[Record]]:
         moved, records = super().rate_again([(one, case, record.today(old)) for one, case, old in found])
-        named = []
-        for (_, _, before), now in zip(found, records, strict=True):
-            if before.get("against"):
-                now = record.earlier(now, self.against)
-                now["seal"] = seal(now)
-            named.append(now)
-        return moved, named
+        both = zip(found, records, strict=True)
+        return moved, [record.earlier(now, self.against) if old.get("against") else now for (_, _, old), now in both]
 
     def close(self, grace_s: float = 2.0) -> None:
         """Ends both workers: what runs next runs in two fresh ones."""

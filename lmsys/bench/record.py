@@ -6,10 +6,14 @@ A result file is pytest-benchmark's JSON with a top-level key
     fields  for each benchmark the declarations of its records' fields (`lmsys.bench.fields`), in their order
     rows    for each table of rows their names, labels and traits, in the table's order
 
+The seal of a record is the SHA-256 of all else in it. It finds what was changed by accident or without care; whoever
+seals again is found by `python -m lmsys.verify` only where the rest contradicts itself, or the oracle.
+
 While a run lasts, the same content is appended to a journal, `<result>.partial`: a JSON line with all but the records,
 then one for each record.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -44,10 +48,14 @@ def check_record(record: Record) -> Record:
 
 
 def earlier(record: Record, against: Record) -> Record:
-    """A record of a row as it was, under a name of its own; `against`: {"name", "commit", "margin"} of that state."""
+    """A record of a row as it was, under a name of its own, and sealed.
+
+    `against`: {"name", "commit", "margin"} of that state.
+    """
     suffix = f"@{against['name']}"
     named = {key: f"{record[key]}{suffix}" for key in ("id", "impl", "label")}
-    return record | named | {"against": against}
+    record = record | named | {"against": against}
+    return record | {"seal": seal(record)}
 
 
 def today(record: Record) -> Record:
@@ -56,6 +64,20 @@ def today(record: Record) -> Record:
         return record
     suffix = f"@{record['against']['name']}"
     return record | {key: str(record.get(key)).removesuffix(suffix) for key in ("id", "impl", "label")}
+
+
+def seal(record: Record) -> str:
+    """SHA-256, in hexadecimal, of a record without its seal, as JSON with its keys in order."""
+    return _digest({name: value for name, value in record.items() if name != "seal"})
+
+
+def file_seal(content: Record) -> str:
+    """SHA-256, in hexadecimal, of a file's machine and the seals of its records, in their order."""
+    return _digest([content["machine"], [one.get("seal") for one in content["records"]]])
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
 def summarize(samples_s: Sequence[float]) -> Record:

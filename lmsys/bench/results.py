@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from lmsys.bench import record, verdict
 from lmsys.bench.benchmark import Benchmark, Settings
 from lmsys.bench.fields import COMMON, Grid, Record, Sweep, declared
-from lmsys.bench.proof import file_seal, seal
 from lmsys.files import replacing
 from lmsys.values import shortly
 
@@ -181,7 +180,7 @@ class Session:
                 result = next((one for one in results if one.record["outcome"] != "ok"), results[-1])
                 if spread := spreads.get(result.record["id"]):
                     result.record["between_runs"] = spread
-                result.record["seal"] = seal(result.record)
+                result.record["seal"] = record.seal(result.record)
                 self._keep(group, result)
 
     def _is_doubtful(self, found: "list[list[Result]]") -> bool:
@@ -209,9 +208,7 @@ class Session:
             return Isolated(self.settings, self.say)
         from lmsys.bench.runner import Runner
 
-        runner = Runner(self.settings, self.say)
-        runner.limit_memory()
-        return runner
+        return Runner(self.settings, self.say)
 
     @cached_property
     def journal(self) -> record.Journal:
@@ -254,7 +251,7 @@ class Session:
         output_json["benchmarks"] = [*self.carried_entries, *output_json["benchmarks"]]
         machine = self.runner.machine if self.results else self.carried_head["machine"]
         payload = record.payload(self._head(machine), self.records)
-        output_json["lmsys"] = payload | {"seal": file_seal(json.loads(json.dumps(payload)))}
+        output_json["lmsys"] = payload | {"seal": record.file_seal(json.loads(json.dumps(payload)))}
 
     def save(self, content: Record) -> None:
         """Into the output, which is there whole or as it was; then the journal goes. A fault is told in `faults`."""

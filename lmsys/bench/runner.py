@@ -17,8 +17,8 @@ from lmsys.bench import fields
 from lmsys.bench.benchmark import Benchmark, Case, Cases, Collected, Settings
 from lmsys.bench.fields import Grid, Record, filled, given_axes
 from lmsys.bench.guard import Guard
-from lmsys.bench.proof import seal
 from lmsys.bench.ranks import Ranks
+from lmsys.bench.record import seal
 from lmsys.bench.trial import Endings, Result, Trial
 from lmsys.bench.watch import NOBODY, Heartbeat
 from lmsys.measure import machine
@@ -43,6 +43,8 @@ class MemoryEaten(Lost):
 class Runner:
     """Runs groups of cases in this process. The clocks, the machine and its ceilings are made on first use, once a run.
 
+    ValueError for a memory limit that is more than the GPU has.
+
     say        tells the user what is going on
     heartbeat  of a worker whose parent watches
     turns      with the worker that measures the same rows as they were
@@ -55,9 +57,6 @@ class Runner:
         self.heartbeat, self.is_watched = heartbeat or Heartbeat(), heartbeat is not None
         self.turns: Turns = ALONE
         self.kernels: dict[str, dict[str, str]] = {}  # by a row's target: names and hashes of what it has loaded
-
-    def limit_memory(self) -> None:
-        """ValueError for a limit that is more than the GPU has."""
         if self.settings.memory_limit_bytes is not None and self.settings.device == "cuda":
             cap_gpu_memory(self.settings.memory_limit_bytes)
 
@@ -67,21 +66,20 @@ class Runner:
             self.ready()  # before a user's file is imported
         self.heartbeat.beat(NOBODY, "while it was imported", self.settings.deadline_s)
         try:
-            return self._collected(benchmark, grids, texts)
+            given = given_axes(benchmark.axes, texts)
+            asked = [filled(grid, benchmark.axes, given) for grid in grids]
+            cases = {case.id: case for grid in asked for case in benchmark.cases(grid, self.settings)}
+            if "guard" in vars(self) and (names := self.guard.mend()):
+                raise ValueError(
+                    f"a file replaces {', '.join(names)} when it is imported, by which its rows are judged"
+                )
+            rows: dict[str, dict[str, Record]] = {}
+            for case in cases.values():
+                for kind, row in benchmark.rows_of(case).items():
+                    rows.setdefault(kind, {})[row.name] = _reported(row)
+            return Collected(cases, {name: case.group for name, case in cases.items()}, rows)
         finally:
             self.heartbeat.rest()
-
-    def _collected(self, benchmark: Benchmark, grids: Sequence[Grid], texts: Mapping[str, str]) -> Collected:
-        given = given_axes(benchmark.axes, texts)
-        asked = [filled(grid, benchmark.axes, given) for grid in grids]
-        cases = {case.id: case for grid in asked for case in benchmark.cases(grid, self.settings)}
-        if "guard" in vars(self) and (names := self.guard.mend()):
-            raise ValueError(f"a file replaces {', '.join(names)} when it is imported, by which its rows are judged")
-        rows: dict[str, dict[str, Record]] = {}
-        for case in cases.values():
-            for kind, row in benchmark.rows_of(case).items():
-                rows.setdefault(kind, {})[row.name] = _reported(row)
-        return Collected(cases, {name: case.group for name, case in cases.items()}, rows)
 
     def run(
         self,
@@ -116,7 +114,12 @@ class Runner:
             self._in_session(trial, trial.repeat)
         trial.release()
         kept = self._held() - held
-        if self.is_watched and len(trial.candidates) > 1 and trial.outcomes["oom"] and kept > EATEN_BYTES:
+        if (
+            self.is_watched
+            and len(trial.candidates) > 1
+            and any(trial.ending(case)[0] == "oom" for case in cases)
+            and kept > EATEN_BYTES
+        ):
             raise MemoryEaten(f"a row has kept {kept / 2**30:.1f} GiB of memory, and others found too little")
         yield from trial.results(cases)
         gc.freeze()  # what lives between groups is code, which the many collections of the next need not visit again

@@ -3,7 +3,6 @@
 import math
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from lmsys import draws
 from lmsys.bench.benchmark import Benchmark, Candidate, Case, Cases, Measurement, judges_calls, verdict
-from lmsys.bench.energy_pass import energy_fields
 from lmsys.bench.fields import Record
-from lmsys.bench.proof import interpreted_kernels, loaded_kernels, source_of
+from lmsys.bench.findings import energy_fields, interpreted_kernels, loaded_kernels, same_bits, source_of
 from lmsys.bench.record import rounded, summarize
-from lmsys.bench.same_bits import same_bits
 from lmsys.bench.watch import Watch, copied
 from lmsys.measure.clock import synchronize
 from lmsys.measure.compare import Failure, Kept, attempt, interleave, release_memory
@@ -316,14 +313,10 @@ class Trial:
             candidate.call = candidate.state = None
         release_memory()
 
-    @property
-    def outcomes(self) -> Counter[str]:
-        """How cases have ended by now."""
-        found: Counter[str] = Counter()
-        for case in self.cases:
-            outcome, failure = self.candidate(case).outcome, self.measurements[case.id].failure
-            found[failure[0] if failure and outcome == "ok" else outcome] += 1
-        return found
+    def ending(self, case: Case) -> tuple[str, str | None]:
+        """The outcome and the reason, by now."""
+        candidate, failure = self.candidate(case), self.measurements[case.id].failure
+        return failure if failure and candidate.outcome == "ok" else (candidate.outcome, candidate.reason)
 
     def results(self, cases: Iterable[Case]) -> Iterator[Result]:
         for case in cases:
@@ -333,9 +326,7 @@ class Trial:
 
     def _result(self, case: Case) -> Result:
         benchmark, candidate, measurement = self.benchmark, self.candidate(case), self.measurements[case.id]
-        outcome, reason = candidate.outcome, candidate.reason
-        if outcome == "ok" and measurement.failure:
-            outcome, reason = measurement.failure
+        outcome, reason = self.ending(case)
         samples = measurement.samples if outcome == "ok" else None
         if outcome == "ok" and samples is None and reason is None:
             not_timed = IN_RANGES if self.settings.nvtx else NOT_TIMED

@@ -81,7 +81,7 @@ class Heartbeat:
 
     def renew(self, seconds: float) -> None:
         """The same row has so long from now on."""
-        last = self.last()
+        last = read_beat(self._memory)
         self.beat(last.row, last.doing, seconds if last.row != NOBODY else math.inf)
 
     def beat_on_gpu(self, row: int) -> None:
@@ -89,9 +89,6 @@ class Heartbeat:
         if self._gpu is None:
             self._gpu = _GpuRow(self._memory)
         self._gpu.enqueue(row)
-
-    def last(self) -> Beat:
-        return read_beat(self._memory)
 
 
 def read_beat(memory: Any) -> Beat:

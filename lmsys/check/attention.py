@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lmsys.attention.contract import AttentionCase, adapt
-from lmsys.bench.proof import interpreted_kernels
+from lmsys.bench.findings import interpreted_kernels
 from lmsys.check import extremes, places
 from lmsys.check.cases import LIKE, Asked, answer, cases
 from lmsys.check.patterns import explain

@@ -187,7 +187,7 @@ class View:
         cases = [dict(case) for case in self.cases]
         for one in fields:
             for case in cases if one.of else ():
-                case[one.name] = _value_of(one, case)
+                case[one.name] = one.value(case)
         return replace(self, fields=Fields(self.fields | {one.name: one for one in fields}), cases=cases)
 
     def unfolded(self, name: str, *fields: Field) -> "View":
@@ -313,14 +313,6 @@ class View:
             if (case[metric] or 0) > 0:
                 found[case[by]][case[axis]] = scaled(self.fields[metric], case[metric])
         return found
-
-
-def _value_of(field: Field, case: Record) -> Any:
-    assert field.of is not None
-    try:
-        return field.of(case)
-    except (KeyError, TypeError, ZeroDivisionError):
-        return None
 
 
 LEVELS = ("none", "matmuls", "attention", "whole")  # of `lmsys.checkpointing`, in its order

@@ -4,6 +4,7 @@ Sources: Sennrich et al. 2016 (arXiv 1508.07909), section 3.2, on bytes as in GP
 """
 
 import heapq
+from array import array
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -90,25 +91,33 @@ def learn_merges(counts: Mapping[bytes, int], num_tokens: int) -> list[tuple[byt
 
 
 class _Learner:
-    """Words as strings with a character for each token, so that a merge is `split` and `join`.
+    """All words in one row, a linked list of tokens, so that a merge costs what it changes, however long words are.
 
-    pairs   how often each pair, a string of two characters, occurs
-    homes   the words where it may still occur: those that have had it
-    queue   a heap of (-count, order of the pair, pair); an entry whose count has fallen since is put back with the new
+    Each token is a character, and a pair is a string of two. Places without a token, "", stand between words.
+
+    pairs           how often each pair occurs
+    homes           the places where it may still begin: those where it has
+    before, behind  the places of the tokens on both sides
+    queue           a heap of (-count, order of the pair, pair); an entry whose count has fallen since is put back with
+                    the new
     """
 
     def __init__(self, counts: Mapping[bytes, int]):
         self.tokens = {bytes([byte]): chr(byte) for byte in range(_NUM_BYTES)}
         self.bytes_of = {char: token for token, char in self.tokens.items()}
         self.order = {char: _descending(token) for token, char in self.tokens.items()}
-        self.words = [word.decode("latin-1") for word in counts]
-        self.counts = list(counts.values())
+        self.chars, self.counts = [""], array("q", [0])
         self.pairs: defaultdict[str, int] = defaultdict(int)
-        self.homes: defaultdict[str, list[int]] = defaultdict(list)
-        for number, (word, count) in enumerate(zip(self.words, self.counts, strict=True)):
-            for pair in map(add, word, word[1:]):
+        self.homes: defaultdict[str, array[int]] = defaultdict(partial(array, "q"))  # an eighth of a list of integers
+        for word, count in counts.items():
+            text, start = word.decode("latin-1"), len(self.chars)
+            for place, pair in enumerate(map(add, text, text[1:]), start):
                 self.pairs[pair] += count
-                self.homes[pair].append(number)
+                self.homes[pair].append(place)
+            self.chars += [*text, ""]
+            self.counts.extend([count] * (len(text) + 1))
+        self.before = array("q", range(-1, len(self.chars) - 1))
+        self.behind = array("q", range(1, len(self.chars) + 1))
         self.queue = [self._entry(pair, count) for pair, count in self.pairs.items()]
         heapq.heapify(self.queue)
 
@@ -127,40 +136,33 @@ class _Learner:
         return -count, (self.order[pair[0]], self.order[pair[1]]), pair
 
     def _merge(self, pair: str) -> tuple[bytes, bytes]:
-        merge = self.bytes_of[pair[0]], self.bytes_of[pair[1]]
+        first, second = pair[0], pair[1]
+        merge = self.bytes_of[first], self.bytes_of[second]
         char = self._token(merge[0] + merge[1])
-        before: defaultdict[str, int] = defaultdict(int)  # how often each token stands in front of the pair
-        behind: defaultdict[str, int] = defaultdict(int)
-        doubled = 0  # how often the pair stands behind itself
-        words, counts, homes = self.words, self.counts, self.homes
-        for number in homes.pop(pair):
-            parts = words[number].split(pair)
-            if len(parts) == 1:
-                continue  # gone by another merge, or done already: a word is listed once for each occurrence
-            words[number], count = char.join(parts), counts[number]
-            if parts[0]:
-                before[parts[0][-1]] += count
-                homes[parts[0][-1] + char].append(number)
-            if parts[-1]:
-                behind[parts[-1][0]] += count
-                homes[char + parts[-1][0]].append(number)
-            for part in parts[1:-1]:
-                if part:
-                    behind[part[0]] += count
-                    before[part[-1]] += count
-                    homes[char + part[0]].append(number)
-                    homes[part[-1] + char].append(number)
-                else:
-                    doubled += count
-                    homes[char + char].append(number)
-        changes = [(left + pair[0], left + char, count) for left, count in before.items()]
-        changes += [(pair[1] + right, char + right, count) for right, count in behind.items()]
-        changes += [(pair[1] + pair[0], char + char, doubled)] if doubled else []
+        lefts: defaultdict[str, int] = defaultdict(int)  # how often each token stands in front of the pair
+        rights: defaultdict[str, int] = defaultdict(int)
+        chars, counts, homes, before, behind = self.chars, self.counts, self.homes, self.before, self.behind
+        for place in sorted(homes.pop(pair)):  # from left to right: in a run of one token the pairs overlap
+            other = behind[place]
+            if chars[place] != first or chars[other] != second:
+                continue  # gone by another merge
+            last, following = before[place], behind[other]
+            chars[place], chars[other] = char, ""
+            behind[place], before[following] = following, place
+            if left := chars[last]:
+                lefts[left] += counts[place]
+                homes[left + char].append(last)
+            if right := chars[following]:
+                rights[right] += counts[place]
+                homes[char + right].append(place)
+        changes = [(left + first, left + char, count) for left, count in lefts.items()]
+        changes += [(second + right, char + right, count) for right, count in rights.items()]
         for old, new, count in changes:
             self.pairs[old] -= count
             self.pairs[new] += count
         for _, new, _ in changes:
-            heapq.heappush(self.queue, self._entry(new, self.pairs[new]))
+            if count := self.pairs[new]:  # in a run it may be gone again
+                heapq.heappush(self.queue, self._entry(new, count))
         del self.pairs[pair]
         return merge
 

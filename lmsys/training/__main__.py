@@ -57,12 +57,15 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--ranks", type=int, metavar="N", help="start so many processes of its own, with a GPU each")
     found.add_argument("--size", choices=list(SIZES), help="of the model, by name")
     for name, path in SHORT.items():
-        found.add_argument(f"--{name.replace('_', '-')}", metavar="X", help=f"the same as --set {path}=X")
+        found.add_argument(
+            f"--{name.replace('_', '-')}", dest="set", action="append", type=f"{path}={{}}".format, metavar="X",
+            help=f"the same as --set {path}=X",
+        )  # fmt: skip
     return found
 
 
 def read_config(arguments: argparse.Namespace) -> RunConfig:
-    """The file's settings, then the size's, then those of the command line."""
+    """The file's settings, then the size's, then those of the command line, of which the last holds."""
     config = RunConfig()
     if arguments.config is not None:
         try:
@@ -72,8 +75,6 @@ def read_config(arguments: argparse.Namespace) -> RunConfig:
         except ValueError as error:
             raise ValueError(f"{arguments.config}: {error}") from error
     settings = [f"model.{name}={value}" for name, value in SIZES.get(arguments.size, {}).items()]
-    given = {path: getattr(arguments, name) for name, path in SHORT.items()}
-    settings += [f"{path}={value}" for path, value in given.items() if value is not None]
     return config.changed([*settings, *arguments.set])
 
 

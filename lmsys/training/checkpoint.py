@@ -12,20 +12,21 @@ import os
 import re
 import secrets
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lmsys.files import replacing, sha256_of
+from lmsys.files import sha256_of, write_json
 from lmsys.strict_json import read_json
 from lmsys.tensor_files import load_state
 from lmsys.values import shortly
 
 State = dict[str, Any]  # tensors, numbers, strings, and dicts, lists and tuples of them
 _MANIFEST = re.compile(r"step-(\d{8,})\.json")
+_WRITTEN = re.compile(r"step-(\d{8,})(-(shared|rank-\d+)-[0-9a-f]{8}\.pt|\.json\.[0-9a-f]{8}\.tmp)")
 _FORMAT = 1
 
 
@@ -58,14 +59,19 @@ class Checkpoint:
 
     def require(self, **facts: Any) -> None:
         """ValueError that names the first fact, and in it the first field, that is not as given."""
+        for name, found, expected in self.differences(**facts):
+            raise ValueError(f"{self.manifest}: saved with {name}={found!r}; this run has {expected!r}")
+
+    def differences(self, **facts: Any) -> Iterator[tuple[str, Any, Any]]:
+        """(its name, as it was saved, as given) of each fact, and in it of each field, that is not as given."""
         for name, expected in facts.items():
             expected, found = json.loads(json.dumps(expected)), self.facts.get(name)
-            if found == expected:
-                continue
-            if isinstance(found, dict) and isinstance(expected, dict):
-                keys = [key for key in sorted(found.keys() | expected.keys()) if found.get(key) != expected.get(key)]
-                name, found, expected = f"{name}.{keys[0]}", found.get(keys[0]), expected.get(keys[0])
-            raise ValueError(f"{self.manifest}: saved with {name}={found!r}; this run has {expected!r}")
+            pairs = (
+                [(f"{name}.{key}", found.get(key), expected.get(key)) for key in sorted(found.keys() | expected.keys())]
+                if isinstance(found, dict) and isinstance(expected, dict)
+                else [(name, found, expected)]
+            )
+            yield from (one for one in pairs if one[1] != one[2])
 
     def verify(self) -> None:
         """ValueError, with the file, unless each is there with its length and SHA-256."""
@@ -200,8 +206,7 @@ def _write_parts(folder: Path, step: int, parts: Mapping[str, State]) -> dict[st
 
 def _commit(manifest: Path, content: Mapping[str, Any]) -> None:
     _sync_folder(manifest.parent)  # the names of the parts, before that of the manifest
-    with replacing(manifest) as file:
-        file.write(json.dumps({**content, "sha256": _digest(content)}, indent=1).encode())
+    write_json(manifest, {**content, "sha256": _digest(content)})
     _sync_folder(manifest.parent)
 
 
@@ -230,21 +235,26 @@ def _attempt(call: Callable[[], Any]) -> tuple[Any, str | None]:
 
 
 def _tidy(folder: Path, step: int, keep: int | None) -> None:
-    """Remove the manifests beyond `keep`, then every part that no manifest names, such as those of killed saves.
+    """Remove the checkpoints beyond `keep`, and parts that no manifest names, such as those of killed saves.
 
-    Later steps stay and do not count: they are there when a run has gone back behind them, as behind a torn one.
+    Later steps stay and do not count: they are there when a run has gone back behind them, as behind a torn one. So
+    does what no save can have written: files with other names, and manifests that cannot be read, with their parts.
     """
-    manifests = [manifest for found, manifest in _manifests(folder).items() if found <= step]
-    for old in manifests[keep:] if keep is not None else []:
-        old.unlink(missing_ok=True)
-    named = set()
-    for manifest in _manifests(folder).values():
+    named, unknown, count = set[str](), set[int](), 0
+    for found, manifest in _manifests(folder).items():
         try:
-            named |= {entry["file"] for entry in read(manifest).files.values()}
+            files = read(manifest).files
         except ValueError:
-            return  # a manifest that cannot be read may name any of them
-    for path in folder.glob("step-*"):
-        if path.suffix in (".pt", ".tmp") and path.name not in named and not path.is_dir():
+            unknown.add(found)
+            continue
+        count += found <= step
+        if keep is not None and count > keep:
+            manifest.unlink(missing_ok=True)
+        else:
+            named |= {entry["file"] for entry in files.values()}
+    for path in folder.iterdir():
+        written = _WRITTEN.fullmatch(path.name)
+        if written and path.name not in named and int(written[1]) not in unknown and not path.is_dir():
             path.unlink(missing_ok=True)
 
 

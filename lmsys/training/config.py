@@ -1,6 +1,7 @@
 """Every setting of a training run, in plain values: frozen, checked, and JSON there and back. Imports no torch."""
 
 import json
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -12,6 +13,7 @@ from lmsys.config import ModelConfig, model_config
 from lmsys.strict_json import check_fields, overlay, parse_json, parse_setting
 from lmsys.values import finite, shortly
 
+SEEDS = 2**63  # of torch's and numpy's generators
 PRECISIONS = ("fp32", "bf16")
 PACKING = ("none", "documents")
 TINYSTORIES = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main/TinyStoriesV2-GPT4-"
@@ -119,6 +121,7 @@ class TrainConfig:
         check_fields(self)
         _at_least(self, 1, "steps", "batch_size", "micro_batch_size", "log_interval", "threads")
         _at_least(self, 0, "lr", "min_lr", "warmup_steps", "eps", "weight_decay", "clip_norm", "max_nonfinite")
+        _at_least(self, 0, "seed", most=SEEDS - 1)
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr={self.min_lr} must be at most lr={self.lr}")
         if self.warmup_steps >= self.steps:
@@ -224,6 +227,7 @@ class GenerateConfig:
         check_fields(self)
         _at_least(self, 0, "max_new_tokens", "temperature")
         _at_least(self, 1, "top_k")
+        _at_least(self, 0, "seed", most=SEEDS - 1)
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must lie above 0 and be at most 1")
 
@@ -288,7 +292,7 @@ def _paths(config: object, *names: str) -> None:
             raise ValueError(f"{name}={shortly(value)} must be a path, which has no null byte")
 
 
-def _at_least(config: object, least: int, *names: str) -> None:
+def _at_least(config: object, least: int, *names: str, most: float = math.inf) -> None:
     for name in names:
         if (value := getattr(config, name)) is not None:
-            finite(name, value, least=least)
+            finite(name, value, least=least, most=most)

@@ -10,26 +10,30 @@ from pathlib import Path
 from typing import Any
 
 from lmsys.files import replacing
-from lmsys.strict_json import parse_json
 from lmsys.training.config import RunConfig
 
 
 class JsonLines:
-    """A file with a JSON object a line, each with its `step`. Begins with what it holds up to `step`: a run that is
-    resumed writes later steps anew, and a line that was cut off is gone."""
+    """A file with a JSON object a line, each with its `step`. JSON has no such numbers, so NaN and infinities are the
+    strings "NaN", "Infinity" and "-Infinity", which float() reads.
+
+    Begins with what it holds up to `step`: a run that is resumed writes later steps anew. The lines of these, and what
+    is no such line, go to the end of a file beside it, NAME.replaced.
+    """
 
     def __init__(self, path: Path, step: int, others: "Sequence[TensorBoard | WandB]" = ()):
         self._others, path = others, Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = path.read_text(errors="replace") if path.is_file() else ""
-        whole = text[: text.rfind("\n") + 1].splitlines()
-        kept = [line for line in whole if _step(line) <= step]
+        lines = path.read_text(errors="surrogateescape").splitlines() if path.is_file() else []
+        kept = [_facts_until(step, line) for line in lines]
+        if replaced := [line + "\n" for line, facts in zip(lines, kept, strict=True) if facts is None]:
+            with path.with_name(path.name + ".replaced").open("a", errors="surrogateescape") as beside:
+                beside.writelines(replaced)
         with replacing(path) as file:
-            file.write("".join(line + "\n" for line in kept).encode())
+            file.write("".join(_line(facts) for facts in kept if facts is not None).encode())
         self._file = path.open("a")
 
     def write(self, **facts: Any) -> None:
-        self._file.write(json.dumps(facts) + "\n")
+        self._file.write(_line(facts))
         self._file.flush()
         for other in self._others:
             other.write(facts)
@@ -40,12 +44,19 @@ class JsonLines:
             other.close()
 
 
-def _step(line: str) -> float:
-    """The step of a line; infinity for what is none, which is dropped: the run can go on without it."""
+def _line(facts: dict[str, Any]) -> str:
+    odd = {name: json.dumps(x) for name, x in facts.items() if isinstance(x, float) and not math.isfinite(x)}
+    return json.dumps(facts | odd) + "\n"
+
+
+def _facts_until(step: int, line: str) -> dict[str, Any] | None:
+    """None for a line of a later step, and for what is none: the run can go on without it. Earlier versions of this
+    package wrote NaN without quotes."""
     try:
-        return float(parse_json(line)["step"])
-    except (ValueError, KeyError, TypeError, OverflowError):
-        return math.inf
+        facts = json.loads(line)
+        return facts if float(facts["step"]) <= step else None
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None
 
 
 class TensorBoard:
@@ -57,7 +68,8 @@ class TensorBoard:
     def write(self, facts: dict[str, Any]) -> None:
         for name, value in facts.items():
             if name != "step":
-                self._writer.add_scalar(name, value, facts["step"])
+                add = self._writer.add_text if isinstance(value, str) else self._writer.add_scalar
+                add(name, value, facts["step"])
 
     def close(self) -> None:
         self._writer.close()
@@ -88,12 +100,9 @@ def check_packages(config: RunConfig) -> None:
 
 def others(config: RunConfig, step: int) -> list[TensorBoard | WandB]:
     """The other logs that the config asks for; `check_packages` has seen that their packages are there."""
-    found: list[TensorBoard | WandB] = []
-    if config.log.tensorboard:
-        found.append(TensorBoard(config.folder / "tensorboard", step))
-    if config.log.wandb is not None:
-        found.append(WandB(config.folder, config.log.wandb, config.log.wandb_mode, asdict(config)))
-    return found
+    log, folder = config.log, config.folder
+    board = [TensorBoard(folder / "tensorboard", step)] if log.tensorboard else []
+    return [*board, *([WandB(folder, log.wandb, log.wandb_mode, asdict(config))] if log.wandb is not None else [])]
 
 
 class Progress:

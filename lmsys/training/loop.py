@@ -43,6 +43,11 @@ RUNTIME_FIELDS = "attention", "checkpoint_blocks", "residual"  # of a model conf
 Say = Callable[[str], None]
 
 
+def model_facts(config: RunConfig) -> dict[str, Any]:
+    """What a model is, by which a checkpoint is known to be of it."""
+    return {name: value for name, value in asdict(config.model).items() if name not in RUNTIME_FIELDS}
+
+
 @dataclass(frozen=True)
 class Step:
     """loss: mean over the global batch; norm: of the gradient before clipping; taken: whether weights have moved."""
@@ -98,8 +103,12 @@ class Trainer:
         torch.manual_seed(train.seed)
         self.model = TransformerLM(model, device=device)
         self.step, self.skipped, self.in_a_row, self.seconds = 0, 0, 0, 0.0
-        model_facts = {k: v for k, v in asdict(config.model).items() if k not in RUNTIME_FIELDS}
-        self.facts = {"model": model_facts, "batch_size": train.batch_size, "seed": train.seed, **(facts or {})}
+        self.facts = {
+            "model": model_facts(config),
+            "batch_size": train.batch_size,
+            "seed": train.seed,
+            **(facts or {}),
+        }
         self.facts["packing"] = config.data.packing if packed else None  # a checkpoint from before it has none
         shared = None
         if found is not None:
@@ -150,11 +159,23 @@ class Trainer:
 
     def _resume(self, found: Checkpoint, shared: dict[str, Any]) -> None:
         state.restore_optimizer(self.strategy, self.optimizer, found, shared, self.rank, self.world_size)
+        for group in self.optimizer.param_groups:  # with which it was saved: the settings are this run's
+            group.update({name: getattr(self.config.train, name) for name in ("betas", "eps", "weight_decay")})
         progress = shared["progress"]
         self.step = found.step
         self.skipped, self.in_a_row, self.seconds = (progress[name] for name in ("skipped", "in_a_row", "seconds"))
         if self.rank < found.world_size:
             checkpoint.set_rng_state(found.own(self.rank, "rng")["rng"], self.device)
+
+    @property
+    def schedule(self) -> dict[str, float]:
+        """The settings of the learning rate, and what they give next."""
+        train = self.config.train
+        rate = cosine_schedule(
+            self.step, max_lr=train.lr, min_lr=train.min_lr, warmup_steps=train.warmup_steps, total_steps=train.steps
+        )
+        settings = {f"train.{name}": getattr(train, name) for name in ("steps", "lr", "min_lr", "warmup_steps")}
+        return settings | {"the rate of the next step": rate}
 
     def train_step(self, stop: int = 0) -> tuple[Step, int]:
         """One step, and the largest `stop` of any rank."""
@@ -162,10 +183,7 @@ class Trainer:
             return self._train_step(stop)
 
     def _train_step(self, stop: int) -> tuple[Step, int]:
-        train = self.config.train
-        lr = cosine_schedule(
-            self.step, max_lr=train.lr, min_lr=train.min_lr, warmup_steps=train.warmup_steps, total_steps=train.steps
-        )
+        train, lr = self.config.train, self.schedule["the rate of the next step"]
         set_lr(self.optimizer, lr)
         micros = range(self.batches.accumulation)
         weights = [self.batches.weight(self.step, micro) for micro in micros]
@@ -223,8 +241,9 @@ class Trainer:
         shared["progress"] = {"skipped": self.skipped, "in_a_row": self.in_a_row, "seconds": self.seconds}
         own["rng"] = checkpoint.rng_state(self.device)
         return checkpoint.save(
-            folder, self.step, shared, own, facts=self.facts, keep=self.config.checkpoint.keep, rank=self.rank,
-            world_size=self.world_size, gather=lambda mine: gather_objects(mine, self.group),
+            folder, self.step, shared, own, facts=self.facts | {"schedule": self.schedule},
+            keep=self.config.checkpoint.keep, rank=self.rank, world_size=self.world_size,
+            gather=lambda mine: gather_objects(mine, self.group),
         )  # fmt: skip
 
     def fit(self, folder: Path, log: JsonLines | None = None, say: Say = lambda _: None) -> Outcome:

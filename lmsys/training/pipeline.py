@@ -8,12 +8,12 @@
 A result that is there and was made of the same settings is taken as it is, so an interrupted run goes on where it was.
 """
 
-import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from lmsys import doing
 from lmsys.checkpointing import FIT
-from lmsys.files import replacing
+from lmsys.files import claim, write_json
 from lmsys.model import TransformerLM
 from lmsys.parallel import STRATEGIES, group
 from lmsys.parallel.collectives import gather_objects, size_and_rank
@@ -39,14 +39,15 @@ from lmsys.training.data import TokenFiles, fixed_windows
 from lmsys.training.evaluation import Windows, autocast_of, evaluate, unigram
 from lmsys.training.generation import Sampling, generate
 from lmsys.training.log import JsonLines, check_packages, others
-from lmsys.training.loop import Outcome, Trainer
+from lmsys.training.loop import Outcome, Trainer, model_facts
 from lmsys.training.packing import end_of_text_of
 from lmsys.training.tokens import shards, tokenize_files
+from lmsys.values import shortly
 
 DATA_STEPS = ("tokenizer", "tokenize")
 WRITERS = (*DATA_STEPS, "train")  # steps that write in the output
 STEPS = (*WRITERS, "evaluate", "generate")
-FOLDERS, FILES = ("tokenizer", "tokens", "checkpoints"), ("log.jsonl", "config.json")
+FOLDERS, FILES = ("tokenizer", "tokens", "checkpoints"), ("log.jsonl", "log.jsonl.replaced", "config.json")
 PARTS = ("train", "valid")
 OF_A_RANK = ("train.threads", "data.processes")  # settings that each machine may have for itself
 DOWNLOAD_LINES_S = 5.0
@@ -84,8 +85,10 @@ class RunContext:
         return autocast_of(self.config.train.precision, self.device)
 
     def say(self, text: str) -> None:
+        """On rank 0; with escapes for characters that the terminal does not have."""
         if self.rank == 0:
-            print(text, flush=True)
+            encoding = sys.stdout.encoding or "utf-8"
+            print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
 def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> int:
@@ -102,20 +105,29 @@ def run(config: RunConfig, steps: tuple[str, ...], skip_data: bool = False) -> i
             check_packages(config)
     if context.device.type == "cpu" and config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
-    if any(step in WRITERS for step in steps):
-        _check_output(config.folder)
-    alone = len(steps) == 1
-    for step in (step for step in steps if not (skip_data and step in DATA_STEPS)):
+    with ExitStack() as ending:
+        if any(step in WRITERS for step in steps):
+            _check_output(config.folder)
+            if rank == 0:
+                ending.callback(claim(config.folder / "log.jsonl"))
+        return _take(context, [step for step in steps if not (skip_data and step in DATA_STEPS)], len(steps) == 1)
+
+
+def _take(context: RunContext, steps: list[str], alone: bool) -> int:
+    if "tokenizer" in steps:
+        doing.now("in 'tokenizer'")
+        make_tokenizer(context, anew=alone)
+    if "generate" in steps:
+        _prompt(context, _tokenizer(context))  # one that is too long is refused here, not after the training
+    for step in (step for step in steps if step != "tokenizer"):
         doing.now(f"at the beginning of {step!r}" if step == "train" else f"in {step!r}")
-        if step == "tokenizer":
-            make_tokenizer(context, anew=alone)
-        elif step == "tokenize":
+        if step == "tokenize":
             make_tokens(context, anew=alone)
         elif step == "train":
             outcome = train_model(context)
             if outcome.why.startswith("SIG"):
                 return 128 + signal.Signals[outcome.why]
-        elif rank == 0:
+        elif context.rank == 0:
             (evaluate_model if step == "evaluate" else print_sample)(context)
     _wait(context)
     return 0
@@ -154,11 +166,13 @@ def make_tokenizer(context: RunContext, anew: bool) -> None:
     made = {"vocab_size": vocab_size, "text": _facts(corpus.train)}
     record = context.config.folder / "tokenizer" / "made.json"
     if anew or _read(record) != made:
-        context.say(f"training a tokenizer of {vocab_size:,} tokens on {_size(corpus.train) / 1e6:,.1f} MB")
+        context.say(
+            f"training a tokenizer of {vocab_size:,} tokens on {sum(file.size for file in corpus.train) / 1e6:,.1f} MB"
+        )
         tokenizer = train(corpus.train, vocab_size, [END_OF_TEXT], context.processes)
         record.unlink(missing_ok=True)  # it would speak for half of a save that is killed
         tokenizer.save(record.parent)
-        _write(record, made)
+        write_json(record, made)
     _wait(context)
 
 
@@ -172,7 +186,7 @@ def make_tokens(context: RunContext, anew: bool) -> None:
     found = _read(folder / "made.json") or {}
     if not anew and {name: found.get(name) for name in made} == made:
         return
-    context.say(f"tokenizing {_size(corpus.files) / 1e6:,.1f} MB")
+    context.say(f"tokenizing {sum(file.size for file in corpus.files) / 1e6:,.1f} MB")
     _wait(context)  # all have read made.json
     if context.rank == 0:
         (folder / "made.json").unlink(missing_ok=True)
@@ -184,7 +198,7 @@ def make_tokens(context: RunContext, anew: bool) -> None:
         )  # fmt: skip
     _wait(context)
     if context.rank == 0:
-        _write(folder / "made.json", {**made, "shards": context.world_size})
+        write_json(folder / "made.json", {**made, "shards": context.world_size})
     _wait(context)
 
 
@@ -197,6 +211,7 @@ def train_model(context: RunContext) -> Outcome:
     if found is not None:
         done = "; all steps are done: name another --output to train anew" if trainer.step >= config.train.steps else ""
         context.say(f"going on from {found.manifest}, step {trainer.step:,}{done}")
+        _tell_schedule(context, found, trainer)
     alone = context.world_size == 1
     size = f"{sum(x.numel() for x in trainer.model.parameters()):,} parameters, " if alone else ""
     context.say(f"training: {size}{len(source):,} tokens of text, {context.world_size} x {context.device.type}")
@@ -204,7 +219,6 @@ def train_model(context: RunContext) -> Outcome:
         context.say(f"model.checkpoint_blocks=fit is {trainer.model.config.checkpoint_blocks} here")
     log = None
     if context.rank == 0:
-        context.config.folder.mkdir(parents=True, exist_ok=True)
         (context.config.folder / "config.json").write_text(config.to_json())
         log = JsonLines(context.config.folder / "log.jsonl", trainer.step, others(config, trainer.step))
     with closing(log) if log is not None else nullcontext():
@@ -231,14 +245,31 @@ def print_sample(context: RunContext) -> None:
     config, tokenizer = context.config.generate, _tokenizer(context)
     model, step = _trained(context, tokenizer)
     stop = tokenizer.encode(END_OF_TEXT)
-    prompt = tokenizer.encode(config.prompt) or stop
+    prompt = _prompt(context, tokenizer)
     sampling = Sampling(config.temperature, config.top_k, config.top_p)
     room = min(config.max_new_tokens, model.config.context_length - len(prompt))
-    if room < 0:
-        raise ValueError(f"generate.prompt is {len(prompt)} tokens, more than {model.config.context_length=}")
     with context.autocast():
         (made,) = generate(model, [prompt], room, sampling, stop=stop[0] if len(stop) == 1 else None, seed=config.seed)
     context.say(f"sample of step {step:,}:\n{tokenizer.decode(prompt + made)}")
+
+
+def _prompt(context: RunContext, tokenizer: Tokenizer) -> list[int]:
+    prompt, most = context.config.generate.prompt, context.config.model.context_length
+    ids = tokenizer.encode(prompt or END_OF_TEXT)
+    if len(ids) > most:
+        raise ValueError(f"generate.prompt={shortly(prompt)} is {len(ids):,} tokens; model.context_length is {most:,}")
+    return ids
+
+
+def _tell_schedule(context: RunContext, found: Checkpoint, trainer: Trainer) -> None:
+    """The rate may jump where a run goes on with other steps than it had. Old checkpoints have no schedule."""
+    changes = [(name.partition(".")[2], *values) for name, *values in found.differences(schedule=trainer.schedule)]
+    if told := [
+        f"{name} was {shortly(was)} and is {now}"
+        for name, was, now in changes
+        if name and trainer.step < trainer.config.train.steps
+    ]:
+        context.say(f"the learning rate has another schedule than before: {', '.join(told)}")
 
 
 def _tell_outcome(context: RunContext, trainer: Trainer, outcome: Outcome) -> None:
@@ -258,7 +289,7 @@ def _trained(context: RunContext, tokenizer: Tokenizer) -> tuple[TransformerLM, 
     found = checkpoint.newest(context.checkpoints)
     if found is None:
         raise ValueError(f"{context.checkpoints}: there is no checkpoint; train first")
-    found.require(tokenizer=tokenizer.fingerprint)
+    found.require(model=model_facts(context.config), tokenizer=tokenizer.fingerprint)
     model = TransformerLM(context.config.model, device=context.device)
     model.load_state_dict(found.shared("model")["model"])
     return model, found.step
@@ -308,10 +339,6 @@ def _facts(files: tuple[Chunk, ...]) -> list[Any]:
     return [[str(chunk.path), chunk.start, chunk.stop] for chunk in files]
 
 
-def _size(files: tuple[Chunk, ...]) -> int:
-    return sum(chunk.size for chunk in files)
-
-
 def _read(path: Path) -> dict[str, Any] | None:
     """The facts that a step wrote last, or None where it has not come to its end."""
     try:
@@ -319,11 +346,6 @@ def _read(path: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, ValueError):
         return None
     return found if isinstance(found, dict) else None
-
-
-def _write(path: Path, facts: dict[str, Any]) -> None:
-    with replacing(path) as file:
-        file.write(json.dumps(facts, indent=1).encode())
 
 
 def _wait(context: RunContext) -> None:

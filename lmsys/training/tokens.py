@@ -4,7 +4,6 @@ With several ranks each makes a shard of its share of the text; the shards in or
 Imports no torch.
 """
 
-import json
 import tokenize
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -14,7 +13,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from lmsys.files import replacing
+from lmsys.files import replacing, write_json
 from lmsys.strict_json import read_json
 from lmsys.tokenizer import Tokenizer
 from lmsys.tokenizer.chunks import Chunk, no_text, split, whole
@@ -70,8 +69,7 @@ def tokenize_files(
         "tokenizer": tokenizer.fingerprint,
         "end_of_text": end_of_text(tokenizer),
     }
-    with replacing(path.with_suffix(".json")) as file:
-        file.write(json.dumps(facts).encode())
+    write_json(path.with_suffix(".json"), facts)
     return path
 
 

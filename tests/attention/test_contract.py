@@ -14,7 +14,7 @@ from lmsys.attention import ATTENTION, AttentionCase, attention, peers
 from lmsys.attention.contract import adapt, as_4d, check_inputs
 from lmsys.attention.flash_torch import FlashTorch
 from lmsys.attention.naive import naive
-from lmsys.bench.proof import interpreted_kernels
+from lmsys.bench.findings import interpreted_kernels
 
 
 def zeros(*shape: int, **options: Any) -> Tensor:

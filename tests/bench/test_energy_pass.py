@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from lmsys.bench import Settings, Step
-from lmsys.bench.energy_pass import OF_OTHERS
 from lmsys.bench.fields import ENERGY, Record
+from lmsys.bench.findings import OF_OTHERS
 from lmsys.bench.watch import Heartbeat
 from lmsys.measure import energy
 from lmsys.measure.energy import Energy, EnergyError

@@ -16,7 +16,7 @@ import pytest
 from lmsys.bench import record
 from lmsys.bench.options import claim_writable, wants_tables
 from lmsys.bench.plugin import RecordedTimer
-from lmsys.bench.proof import seal
+from lmsys.bench.record import seal
 from lmsys.files import claim
 from tests.support.collected import collect
 from tests.support.processes import ENVIRONMENT, PYTEST, ROOT
@@ -263,7 +263,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, di
     """By options: what must be said, and what was; also of the second of two runs into one file, and the help."""
     output = tmp_path_factory.mktemp("claimed") / "out.json"
     release = claim(output)
-    told = f"out.json: process {os.getpid()} is writing it; wait for that or name another file"
+    told = f"out.json: process {os.getpid()} is writing it; wait for its end, or write elsewhere"
     asked = BAD | {f"--benchmark-json {output}": told, "--help": "usage: "}
     found = collect([["benchmarks/bench_attention.py", *options.split(" ")] for options in asked])
     release()

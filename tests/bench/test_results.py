@@ -13,7 +13,7 @@ from lmsys import files
 from lmsys.bench import Settings, record
 from lmsys.bench.isolation import Ended
 from lmsys.bench.plugin import _resume
-from lmsys.bench.proof import seal
+from lmsys.bench.record import seal
 from lmsys.bench.results import Session, read_results
 from lmsys.bench.trial import Result
 from lmsys.measure import machine

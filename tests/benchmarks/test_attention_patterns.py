@@ -90,11 +90,15 @@ def test_what_hides_nothing_is_asked_as_nothing() -> None:
 @pytest.mark.parametrize(
     ("parse", "good", "bad"),
     [
-        (axes.window, {"none": None, "16": 16}, ["0", "-1", "all"]),
+        (axes.or_none(axes.positive), {"none": None, "16": 16}, ["0", "-1", "all"]),
         (axes.asked, {"yes": True, "no": None}, ["1", "maybe"]),
-        (axes.softcap, {"none": None, "30": 30.0}, ["0", "nan", "much"]),
+        (axes.or_none(axes.softcap), {"none": None, "30": 30.0}, ["0", "nan", "much"]),
         (axes.offset, {"end": axes.END, "0": 0, "7": 7}, ["-1", "last"]),
-        (axes.documents, {"none": None, "mixed": "mixed", "equal16": "equal16"}, ["equal", "equal0", "16"]),
+        (
+            axes.or_none(axes.documents),
+            {"none": None, "mixed": "mixed", "equal16": "equal16"},
+            ["equal", "equal0", "16"],
+        ),
     ],
 )
 def test_values_of_axes_are_read_or_refused(parse: Any, good: dict[str, Any], bad: list[str]) -> None:

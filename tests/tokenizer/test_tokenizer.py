@@ -2,9 +2,13 @@
 
 import json
 import pickle
+import random
+import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +16,7 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lmsys.strict_json import parse_json
 from lmsys.tokenizer import Tokenizer, naive, train
 from lmsys.tokenizer.pretokens import PATTERN
 from lmsys.tokenizer.training import learn_merges
@@ -70,6 +75,48 @@ def test_ties_go_to_the_greater_pair() -> None:
 def test_runs_of_one_letter_whose_pairs_overlap() -> None:
     counts = {b"a" * n: n for n in range(2, 12)} | {b"ab" + b"a" * n + b"b": 3 * n for n in range(2, 7)}
     assert learn_merges(counts, 25) == naive.learn_merges(counts, 25)
+
+
+def test_a_word_of_twice_the_length_is_twice_the_work() -> None:
+    """Not four times, as where a merge reads the whole word. Strings that C reads count by their length."""
+
+    def work(length: int) -> int:
+        word, done = bytes(random.Random(0).choices(b"abcdefghij", k=length)), 0
+
+        def count(_: FrameType, event: str, function: Any) -> None:
+            nonlocal done
+            read = getattr(function, "__self__", None) if event == "c_call" else None
+            done += len(read) if isinstance(read, str | bytes) else 1
+
+        sys.setprofile(count)
+        try:
+            learn_merges({word: 1}, 300)
+        finally:
+            sys.setprofile(None)
+        return done
+
+    assert work(8000) < 2.5 * work(4000)
+
+
+def test_keys_of_an_object_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vocabulary is an object of 50,000 keys. Equal ones are still found."""
+
+    class Key(str):
+        compared = 0
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            Key.compared += 1
+            return str.__eq__(self, other)
+
+    def loads(text: str, object_pairs_hook: Any, **_: Any) -> Any:
+        return object_pairs_hook([(Key(key), 1) for key in text.split()])
+
+    monkeypatch.setattr(json, "loads", loads)
+    parse_json(" ".join(map(str, range(500))))
+    assert Key.compared <= 500
+    with pytest.raises(ValueError, match="'b' is given twice in one object"):
+        parse_json("a b c b c")
 
 
 def test_any_number_of_processes_learns_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

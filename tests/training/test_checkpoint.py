@@ -232,6 +232,22 @@ def test_folders_that_are_named_as_checkpoints_are_left_alone(tmp_path: Path) ->
     assert found is not None and found.step == 3 and len([*tmp_path.iterdir()]) == 2 + 3
 
 
+def test_files_that_no_save_has_written_are_left_alone(tmp_path: Path) -> None:
+    """Whatever they begin with. What killed saves have left is removed, but where a manifest cannot be read, which may
+    name it."""
+    names = ["step-best.pt", "step-00000001-mine.pt", "step-mine.tmp", "step-00000001.json", "step-00000001.pt"]
+    names += ["step-00000002.json.tmp", "step-00000002-shared-best.pt", "step-00000001-shared-0123abcd.pt", "notes.txt"]
+    left = ["step-00000002-shared-0123abcd.pt", "step-00000009-rank-11-0123abcd.pt", "step-00000002.json.0123abcd.tmp"]
+    for name in (*names, *left):
+        (tmp_path / name).write_text("mine")
+    for step in (2, 3, 4):
+        save(tmp_path, step, STATE, keep=1)
+    assert all((tmp_path / name).read_text() == "mine" for name in names)
+    found = newest(tmp_path)
+    assert found is not None and found.step == 4
+    assert len([*tmp_path.iterdir()]) == len(names) + 3
+
+
 def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
     for value in (1, 2):
         save(tmp_path, 5, {"value": value})

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from torch import Tensor
 from lmsys.model import TransformerLM
 from lmsys.model.linear import matmul_dtype
 from lmsys.model.transformer import DTYPE_NAMES
-from lmsys.tokenizer import Tokenizer
+from lmsys.tokenizer import Tokenizer, train
 from lmsys.training import pipeline
 from lmsys.training.__main__ import main
+from lmsys.training.corpora import END_OF_TEXT
 from tests.support.training_runs import SETTINGS, config, corpus
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -113,6 +115,20 @@ def test_a_training_that_cannot_run_here_is_refused_before_any_data_is_made(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+def test_a_prompt_that_is_too_long_is_named_before_the_training(
+    has_tokenizer: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As soon as there is a tokenizer by which to count it; before any text where one is given."""
+    monkeypatch.setattr(pipeline, "make_tokens", None)
+    options = "--set", f"generate.prompt={'?' * 40}"
+    if has_tokenizer:
+        train([corpus(tmp_path)], 300, [END_OF_TEXT]).save(tmp_path / "tokenizer")
+        options += "--set", f"data.tokenizer={tmp_path / 'tokenizer'}", "--corpus", "none"
+    said = told(capsys, tmp_path, *options)
+    assert f"generate.prompt='{'?' * 40}' is 40 tokens; model.context_length is 16" in said
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_model_is_evaluated_and_read_in_the_precision_of_its_training(
     precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -132,6 +148,29 @@ def test_a_model_is_evaluated_and_read_in_the_precision_of_its_training(
         seen.clear()
         assert pipeline.run(run, (step,)) == 0
         assert set(seen) == {{"fp32": "float32", "bf16": "bfloat16"}[precision]}, step
+
+
+@pytest.mark.parametrize(("encoding", "written"), [("ascii", b"na\\xefve \\u4e2d\n"), ("utf-8", "naïve 中\n".encode())])
+def test_a_sample_is_printed_whatever_the_terminal_can_show(
+    encoding: str, written: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", TextIOWrapper(terminal := BytesIO(), encoding))
+    for rank in range(2):
+        pipeline.RunContext(config(tmp_path), rank, 2).say("naïve 中")
+    assert terminal.getvalue() == written
+
+
+@pytest.mark.parametrize("setting", ["num_heads=1", "rope_theta=100", "d_ff=64"])
+def test_a_checkpoint_is_not_taken_for_another_model(
+    setting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whose tensors may have the same shapes: its loss would be wrong, and nobody told."""
+    for step in ("tokenizer", "tokenize", "train"):
+        assert pipeline.run(config(tmp_path / "run", f"data.corpus={corpus(tmp_path)}"), (step,)) == 0
+    name, _, value = setting.partition("=")
+    for step in ("evaluate", "generate"):
+        said = told(capsys, tmp_path, step, "--set", f"model.{setting}")
+        assert f"saved with model.{name}=" in said and f"this run has {value}" in said
 
 
 def test_data_for_another_machine_can_be_made_here(tmp_path: Path) -> None:

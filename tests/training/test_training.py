@@ -7,9 +7,11 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +20,13 @@ from hypothesis import strategies as st
 
 from lmsys.cost.memory import training_memory
 from lmsys.parallel.group import WorkerGroup
+from lmsys.strict_json import parse_json
 from lmsys.training import pipeline
 from lmsys.training.__main__ import main
 from lmsys.training.checkpoint import save
 from lmsys.training.config import RunConfig
 from lmsys.training.log import JsonLines, Progress
+from lmsys.training.loop import Trainer
 from lmsys.training.nonfinite import NonFiniteError
 from tests.support.training_runs import (
     SETTINGS,
@@ -108,6 +112,8 @@ def test_a_config_goes_through_json(
         ('{"model": {"num_heads": 3}}', "model: d_model=128 must divide"),
         ('{"train": {"precision": "bf17"}}', "train: precision='bf17' must be one of"),
         ('{"train": {"compile": true, "fused": true}}', "train: compile=true and fused=true are two ways to run the"),
+        ('{"train": {"seed": -1}}', "train: seed=-1 must be at least 0 and at most 9,223,372,036,854,775,807"),
+        ('{"generate": {"seed": 9223372036854775808}}', "generate: seed=9223372036854775808 must be at least 0"),
         ('{"checkpoint": {"keep": 0}}', "checkpoint: keep=0 must be at least 1"),
         ("[]", "the config: must be a JSON object"),
         ("{", "Expecting"),
@@ -139,6 +145,13 @@ def test_settings_of_the_command_line(capsys: pytest.CaptureFixture[str], tmp_pa
     assert (found.train.lr, found.train.seed, found.train.strategy) == (0.3, 7, "zero1")
     assert (found.model.attention, found.model.d_model, found.generate.prompt) == ("naive", 768, "12")
     assert found.checkpoint.keep is None
+    for options, steps in (
+        (("--set", "train.steps=40", "--steps", "50"), 50),
+        (("--steps", "50", "--set", "train.steps=40"), 40),
+        (("--steps", "50", "--steps", "60"), 60),
+    ):
+        assert main([*options, "--print-config"]) == 0
+        assert RunConfig.from_json(capsys.readouterr().out).train.steps == steps
     assert main(["--set", "train.lr"]) == 2 and "must be PATH=VALUE" in capsys.readouterr().err
     assert main(["--config", str(tmp_path / "no.json")]) == 2 and "No such file" in capsys.readouterr().err
 
@@ -450,12 +463,35 @@ def test_ranks_with_different_settings_are_told(
 
 
 def test_a_log_begins_where_the_run_does(tmp_path: Path) -> None:
+    """What it does not keep stands beside it, of every resume."""
     path = tmp_path / "log.jsonl"
-    path.write_text('{"step": 1}\n{"step\0": 1\n[2]\n{"loss": 2}\n{"step": 2}\n{"step": 3}\n{"st')
-    log = JsonLines(str(path), 2)  # type: ignore[arg-type]
-    log.write(step=3, loss=1.0)
-    log.close()
-    assert read_lines(path) == [{"step": 1}, {"step": 2}, {"step": 3, "loss": 1.0}]
+    later = ['{"step\0": 1', "[2]", '{"loss": 2}', '{"step": 3}', '{"st']
+    path.write_text("\n".join(['{"step": 1}', *later[:3], '{"step": 2}', *later[3:]]))
+    for _ in range(2):
+        log = JsonLines(str(path), 2)  # type: ignore[arg-type]
+        log.write(step=3, loss=1.0)
+        log.close()
+        assert read_lines(path) == [{"step": 1}, {"step": 2}, {"step": 3, "loss": 1.0}]
+    assert (tmp_path / "log.jsonl.replaced").read_text().splitlines() == [*later, '{"step": 3, "loss": 1.0}']
+
+
+@pytest.mark.parametrize("writer", ["this version", "an earlier one"])
+@given(st.lists(st.floats(), max_size=6), st.integers(0, 7))
+@settings(max_examples=20)
+def test_a_log_is_json_whatever_the_loss_is_and_a_resume_drops_no_line(
+    tmp_path_factory: pytest.TempPathFactory, writer: str, values: list[float], step: int
+) -> None:
+    """Nor one of an earlier version, which wrote NaN as Python does."""
+    path = tmp_path_factory.mktemp("logs") / "log.jsonl"
+    with closing(JsonLines(path, 0)) as log:
+        for facts in ({"step": number, "loss": value} for number, value in enumerate(values, start=1)):
+            log.write(**facts) if writer == "this version" else log._file.write(json.dumps(facts) + "\n")
+    JsonLines(path, step).close()
+    kept, beside = values[:step], path.with_name("log.jsonl.replaced")
+    found = [parse_json(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in found] == list(range(1, len(kept) + 1))
+    assert [repr(float(line["loss"])) for line in found] == [repr(value) for value in kept]
+    assert len(read_lines(beside)) == len(values) - len(kept)
 
 
 def test_figures_go_elsewhere_too(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -479,6 +515,69 @@ def test_figures_go_elsewhere_too(data: Path, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match=r"pip install 'lmsys\[log\]' brings it"):
         pipeline.run(settings_, ("train",))
+
+
+def test_tensorboard_takes_a_reproducible_training_to_its_end_and_again(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its scalars are numbers; the last line has the sha256 of the weights."""
+    run, scalars, texts = copy_of(data, tmp_path / "run"), [], []
+    writer = SimpleNamespace(
+        add_scalar=lambda name, value, step: scalars.append((name, float(value), step)),
+        add_text=lambda name, text, step: texts.append((name, text, step)),
+        close=lambda: None,
+    )
+    board = SimpleNamespace(SummaryWriter=lambda folder, purge_step: writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
+    for steps in (1, 2, 2):
+        sizes = f"train.steps={steps}", "train.warmup_steps=0"
+        assert pipeline.run(config(run, "log.tensorboard=true", "train.reproducible=true", *sizes), ("train",)) == 0
+    assert [step for name, _, step in scalars if name == "loss"] == [1, 2]
+    assert [(name, len(text), step) for name, text, step in texts] == [("weights_sha256", 64, one) for one in (1, 2, 2)]
+
+
+def test_a_second_training_into_one_output_is_refused_at_once(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the first is in its training; which ends as if there had been no other."""
+    run, errors, fit = config(copy_of(data, tmp_path / "run")), [], Trainer.fit
+
+    def fit_beside(trainer: Trainer, *rest: Any) -> Any:
+        for step in pipeline.WRITERS:
+            with pytest.raises(ValueError, match="is writing it") as error:
+                pipeline.run(run, (step,))
+            errors.append(str(error.value))
+        return fit(trainer, *rest)
+
+    monkeypatch.setattr(Trainer, "fit", fit_beside)
+    assert pipeline.run(run, ("train",)) == 0
+    path = run.folder / "log.jsonl"
+    assert errors == [f"{path}: process {os.getpid()} is writing it; wait for its end, or write elsewhere"] * 3
+    assert [line["step"] for line in read_lines(path) if "loss" in line] == list(range(1, 9))
+    monkeypatch.undo()
+    assert pipeline.run(run, ("train",)) == 0  # it is free again
+
+
+@pytest.mark.parametrize("setting", ["train.strategy=bucketed", "train.strategy=fsdp", "train.sharded_optimizer=true"])
+def test_a_run_that_goes_on_has_its_own_settings_of_the_optimizer(tmp_path: Path, setting: str) -> None:
+    """And not those that the optimizer was saved with."""
+    trainer(run := config(tmp_path, setting)).save(tmp_path / "checkpoints")
+    changed = run.changed(["train.betas=[0.5,0.6]", "train.eps=0.1", "train.weight_decay=0"])
+    for group in trainer(changed, resume=True).optimizer.param_groups:
+        assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.5, 0.6), 0.1, 0)
+
+
+def test_another_schedule_is_told_where_a_run_goes_on(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copy_of(data, tmp_path / "run")
+    for steps in (8, 8, 16):
+        assert pipeline.run(config(run, f"train.steps={steps}", "checkpoint.interval=0"), ("train",)) == 0
+        said = capsys.readouterr().out
+        assert ("another schedule" in said) == (steps == 16)
+    rates = [line["lr"] for line in read_lines(run / "log.jsonl") if "lr" in line]
+    told = f"the rate of the next step was 0.0003 and is {rates[8]}, train.steps was 8 and is 16\n"
+    assert f"the learning rate has another schedule than before: {told}" in said
 
 
 def test_the_progress_line(monkeypatch: pytest.MonkeyPatch) -> None:

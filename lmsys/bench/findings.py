@@ -1,0 +1,141 @@
+"""Findings about a row beside its samples: which code ran, whether its bits come again, the energy of its calls.
+
+    "proof": {"generator", "seed", "source": {"name", "sha256"}, "kernels": {name: hash}, "calls": [...]}
+    "same_bits": {"calls", "differ": {tensor: largest difference}, "elements", "alone": {tensor: ...}, "failure"}
+
+The proof is for others to check. Each of its calls is a timed one that was checked: its number among the samples, the
+draw of its inputs, the key of the parts that were looked at, the errors over their budgets, and what its benchmark left
+as evidence. Kernels that Triton's interpreter runs are noticed here, too: they are verified, and never timed.
+
+`differ` has the tensors whose bits were not those of the first call. The `elements` of the batch were called alone, and
+of what repeats `alone` has the tensors that then had other bits; without elements nobody has asked. A row that does not
+repeat is not wrong.
+
+Energy is measured on request: behind a case's samples and its memory, alone on the device.
+"""
+
+import hashlib
+import importlib.util
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from torch import Tensor
+
+from lmsys.bench.benchmark import Benchmark, Candidate
+from lmsys.bench.fields import Record
+from lmsys.measure import energy
+from lmsys.measure.clock import synchronize
+from lmsys.measure.repeats import apart, repeated
+from lmsys.registry import Entry
+
+if TYPE_CHECKING:
+    from lmsys.bench.trial import Trial
+
+OF_OTHERS = "energy is measured of calls that the bench's own process makes again and again: here others make them"
+
+
+def source_of(entry: Entry) -> Record:
+    """The name and SHA-256 of the file that a row's implementation stands in; {} where it is in none."""
+    try:
+        target = inspect.unwrap(entry.load())
+        path = Path(inspect.getsourcefile(target) or "")
+        return {"name": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    except (ImportError, OSError, TypeError):
+        return {}
+
+
+@contextmanager
+def loaded_kernels() -> Iterator[dict[str, str]]:
+    """Names and hashes, by Triton, of the kernels that are loaded meanwhile: each is once in a process."""
+    found: dict[str, str] = {}
+    if importlib.util.find_spec("triton") is None:
+        yield found
+        return
+    import triton
+
+    def note(module: Any, function: Any, name: str, group: Any, hash: str) -> None:
+        found[name] = hash
+
+    hooks = triton.knobs.runtime.kernel_load_end_hook
+    hooks.add(note)
+    try:
+        yield found
+    finally:
+        hooks.remove(note)
+
+
+@contextmanager
+def interpreted_kernels() -> Iterator[list[Any]]:
+    """A list that grows by every kernel that Triton's interpreter runs meanwhile, wherever it is defined."""
+    launched: list[Any] = []
+    if importlib.util.find_spec("triton") is None:
+        yield launched
+        return
+    from triton.runtime.interpreter import GridExecutor
+
+    launch = GridExecutor.__call__
+
+    def noted(self: Any, *args: Any, **options: Any) -> Any:
+        launched.append(self)
+        return launch(self, *args, **options)
+
+    with mock.patch.object(GridExecutor, "__call__", noted):
+        yield launched
+
+
+def same_bits(benchmark: Benchmark, candidate: Candidate, setup: Any, seconds: float) -> Record:
+    """The record's field, on the inputs as they stand. What fails here costs this finding only: `failure` says why."""
+    found: Record = {"calls": 0, "differ": {}, "elements": [], "alone": {}, "failure": None}
+    call = partial(benchmark.outputs, candidate, setup)
+    repeats, failure = candidate.watched(repeated, call, seconds)
+    if failure:
+        return found | {"failure": failure[1]}
+    first, found["calls"], found["differ"] = repeats
+    stable = {name: x for name, x in first.items() if name not in found["differ"]}
+    alone, failure = candidate.watched(_alone, benchmark, candidate, call, stable)
+    return found | ({"failure": failure[1]} if failure else alone)
+
+
+def _alone(benchmark: Benchmark, candidate: Candidate, call: Any, whole: dict[str, Tensor]) -> Record:
+    """The elements that were called alone, the first and the last, and what was not as in the `whole` batch."""
+    batch = benchmark.batch_of(candidate)
+    elements = [0, batch - 1] if batch > 1 else []
+    differ: dict[str, float] = {}
+    for element in elements:
+        part = {name: x[element : element + 1] for name, x in whole.items()}
+        for name, size in apart(call(element), part).items():
+            differ[name] = max(size, differ.get(name, 0.0))
+    return {"elements": elements, "alone": differ}
+
+
+def energy_fields(trial: "Trial", case: Any) -> Record:
+    """The fields on the energy of the case's calls, or on why there is none.
+
+    Inputs are drawn once, before the pass: to draw them again would count, too. So a row may know them by then; one
+    that is faster than its arithmetic can be has no energy.
+    """
+    benchmark, candidate, runner = trial.benchmark, trial.candidate(case), trial.runner
+    if case.id not in trial.called_here:
+        return {"energy_note": OF_OTHERS}
+    if why_not := runner.sensors.why_no_joules:
+        return {"energy_note": why_not}
+
+    def measured() -> energy.Energy:
+        step = benchmark.step(case, candidate, trial.setup)
+        trial.redraw_of(step)(trial.settings.seed)
+        step.redraw_late(trial.settings.seed)
+        return energy.of_step(step, runner.sensors, done)
+
+    def done() -> None:
+        synchronize(trial.settings.device)
+        runner.heartbeat.renew(trial.settings.deadline_s)  # the deadline is that of a few calls
+
+    found, failure = candidate.watched(measured)
+    if failure is None:
+        failure = trial.impossible(case, found.call_s, cached=True)
+    return {"energy_note": failure[1]} if failure else found.record(benchmark.tokens(case))
