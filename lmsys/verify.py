@@ -174,10 +174,8 @@ def _of_record(record: Record, benchmark: Benchmark | None, machine: Record) -> 
 
 def _of_benchmark(record: Record, benchmark: Benchmark, machine: Record) -> Iterator[str]:
     """Its derived fields, its id, its work and rates, and whether anything could be that fast."""
-    derived = {}
-    for field in fields.declared(fields.COMMON, benchmark.fields).values():
-        if field.of is not None:
-            derived[field.name] = field.value(record)
+    known = fields.declared(fields.COMMON, benchmark.fields).values()
+    derived = {field.name: field.value(record) for field in known if field.of is not None}
     yield from _differences(derived, record, "its other fields")
     case = benchmark.case_of(record)
     if case is None:

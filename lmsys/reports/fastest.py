@@ -320,7 +320,7 @@ def _shape(one: Record) -> str:
 def _speed(comparisons: Sequence[Sequence[Record]], row: str, bases: Sequence[str]) -> Record:
     """The speed over the first of the bases that took turns with the row, and over the next: the fastest other one."""
     impls = {str(one["impl"]) for rows in comparisons for one in rows}
-    found = {name: [_ratio(rows, row, name) for rows in comparisons] for name in {*bases, *impls} if name != row}
+    found = {name: [ratio_of_best(rows, row, name) for rows in comparisons] for name in {*bases, *impls} if name != row}
     speeds = {name: geometric_mean(ratios) for name, ratios in found.items() if any(ratios)}
     if not speeds:
         return {"over": None, "speedup": None, "next": None, "lead": None}
@@ -329,8 +329,8 @@ def _speed(comparisons: Sequence[Sequence[Record]], row: str, bases: Sequence[st
     return {"over": base, "speedup": speeds[base][0], "next": following, "lead": speeds[following][0]}
 
 
-def _ratio(rows: Sequence[Record], ours: str, theirs: str) -> float | None:
-    """The ratio of the fastest case of each, such as the best size of buckets."""
+def ratio_of_best(rows: Sequence[Record], ours: str, theirs: str) -> float | None:
+    """Theirs over ours, of the fastest case of each row or strategy, such as the best size of buckets; None without."""
     found = [one for name in (ours, theirs) for one in _best([rows], name)]
     return ratio_of(*found) if len(found) == 2 else None
 

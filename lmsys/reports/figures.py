@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from html import escape
 
 from lmsys.bench.fields import Record
-from lmsys.reports.canvas import Plot
 from lmsys.reports.cells import DETAILS, STATE
 from lmsys.reports.load import Machine, matmul_rates
-from lmsys.reports.tables import LEFT_OUT, Block, Table
+from lmsys.reports.tables import LEFT_OUT, Block, Plot, Table
 from lmsys.reports.words import OUTCOMES, exact, inside_a_sentence, number, span
 
 NO_END = {"img", "input", "li", "tbody", "td", "th", "thead", "tr"}  # as these stand in our pages

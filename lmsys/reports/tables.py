@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lmsys.bench.fields import Field, Record
-from lmsys.reports.canvas import Plot
 from lmsys.reports.cells import CEILINGS, NOT_RUN, SPEEDUP, Notes, below, cell, detail, is_compared, mark, mean_text
 from lmsys.reports.load import Machine
 from lmsys.reports.views import View
@@ -280,6 +279,20 @@ def _ending(case: Record) -> str:
     if case["outcome"] != "ok":
         return MEANINGS[case["outcome"]]
     return ENDINGS[0] if case["time_s"] is not None else ENDINGS[1]
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A drawing; `name` is the stem of its file, `source` where its numbers are from."""
+
+    name: str
+    title: str
+    caption: str
+    svg: str
+    source: str = ""
+
+    def files(self) -> dict[str, str]:
+        return {f"plots/{self.name}.svg": self.svg}
 
 
 Items = list[Table | Plot | None]

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from lmsys.bench.fields import BATCH_INVARIANT, REPEATABLE, Field, Record
-from lmsys.bench.verdict import ratio_of
 from lmsys.reports.cells import SPEEDUP, Notes, below, geometric_mean, mark, mean_text
+from lmsys.reports.fastest import ratio_of_best
 from lmsys.reports.tables import Table, data_of
 from lmsys.reports.views import View
 from lmsys.reports.words import filled, label_of, number
@@ -17,8 +17,8 @@ def rivals(view: View, settings: Sequence[str], names: tuple[str, str], word: st
     `names` are templates of a row's name; last, geometric means of those rows whose names end alike.
     """
     pairs = [(ours, theirs) for ours, row in view.table("strategy").items() for theirs in row.get("rivals") or ()]
-    parts = view.groups(*settings).values()
-    speeds = {pair: [_fastest_ratio(own, *pair) for own in parts] for pair in pairs}
+    parts = view.only(lambda case: case["time_s"]).groups(*settings).values()
+    speeds = {pair: [ratio_of_best(own.cases, *pair) for own in parts] for pair in pairs}
     speeds = {pair: ratios for pair, ratios in speeds.items() if any(ratios)}
     found: dict[str, list[float | None]] = {}
     alike: dict[str, list[list[float | None]]] = {}
@@ -42,12 +42,6 @@ def rivals(view: View, settings: Sequence[str], names: tuple[str, str], word: st
         rows=rows,
         data=[{"training": name, **dict(zip(heads, ratios, strict=True))} for name, ratios in found.items()],
     )
-
-
-def _fastest_ratio(own: View, ours: str, theirs: str) -> float | None:
-    """Theirs over ours, of the fastest case of each strategy."""
-    timed = [[case for case in own.cases if case["strategy"] == name and case["time_s"]] for name in (ours, theirs)]
-    return ratio_of(*(min(cases, key=lambda case: case["time_s"]) for cases in timed)) if all(timed) else None
 
 
 def means(view: View, row: str, column: str, word: str, title: str) -> Table | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lmsys.reports import canvas, plots
+from lmsys.reports import plots
 from lmsys.reports.load import read
 from lmsys.reports.views import Style, View, view_of
 from tests.support.records import built, of_everything, record, rows_of, save
@@ -15,27 +15,27 @@ from tests.support.records import built, of_everything, record, rows_of, save
 @pytest.mark.parametrize(("length", "rows"), [(5, 2), (15, 2), (25, 4), (45, 4)])
 def test_legends_lie_within_the_drawing(length: int, rows: int) -> None:
     """Two columns of long labels would be cut off on both sides; the drawing keeps its own height."""
-    axes = canvas.canvas(3.0)
+    axes = plots.canvas(3.0)
     figure = axes.figure
     height = figure.get_figheight()
     for i in range(4):
         axes.plot([0, 1], [0, i], label=f"{i}" * length)
-    canvas.add_legend(axes)
+    plots.add_legend(axes)
     (legend,) = figure.legends
     assert legend.get_window_extent().width <= figure.bbox.width
     assert figure.get_figheight() == pytest.approx(height + 0.2 * rows + 0.1)
 
 
 def test_labels_that_would_run_into_one_another_are_slanted() -> None:
-    assert not canvas.crowded(["64", "128", "256"])
-    assert canvas.crowded(["none", "bucketed-25MiB", "bucketed-25MiB-bfloat16"])
+    assert not plots.crowded(["64", "128", "256"])
+    assert plots.crowded(["none", "bucketed-25MiB", "bucketed-25MiB-bfloat16"])
 
 
 @pytest.mark.parametrize(
     ("length", "text"), [(512, "512"), (1024, "1k"), (65536, "64k"), (1000, "1,000"), (128_000, "128,000")]
 )
 def test_only_powers_of_two_are_written_short(length: int, text: str) -> None:
-    assert canvas.short(length) == text
+    assert plots.short(length) == text
 
 
 def test_a_row_has_one_colour_in_all_chapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,7 @@ import pytest
 
 from lmsys.reports import page, plots
 from lmsys.reports.__main__ import build
-from lmsys.reports.canvas import Plot
-from lmsys.reports.tables import Part, Table
+from lmsys.reports.tables import Part, Plot, Table
 from tests.support.pages import PAGES, links
 from tests.support.processes import ROOT
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from lmsys.reports.chapters import anatomy, attention, data_parallel, model, small, training
+from lmsys.reports.chapters import anatomy, attention, model, small, training
 from lmsys.reports.tables import Chapter
 from lmsys.reports.views import View
 
@@ -15,10 +15,10 @@ CHAPTERS: dict[str, Callable[[View], Sequence[Chapter]]] = {
     "anatomy": anatomy.chapters,
     "precision": small.precision,
     "collectives": small.collectives,
-    "data_parallel": data_parallel.chapters,
+    "data_parallel": training.data_parallel,
     "steps": small.steps,
     "tokenizer": small.tokenizer,
-    "training": training.chapters,
+    "training": training.training,
 }
 ENERGY = small.energy  # of any benchmark whose energy was measured
 OTHERS = small.any_other  # of a benchmark that is none of these: a user's own

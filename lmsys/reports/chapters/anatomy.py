@@ -7,8 +7,7 @@ from matplotlib.ticker import FuncFormatter
 
 from lmsys.bench.fields import Field, Record
 from lmsys.reports import plots
-from lmsys.reports.canvas import CEILING, INK, Plot, canvas, plain
-from lmsys.reports.tables import Block, Chapter, Table, listing, pivot
+from lmsys.reports.tables import Block, Chapter, Plot, Table, listing, pivot
 from lmsys.reports.views import LIMIT, View
 from lmsys.reports.words import filled, number
 
@@ -222,7 +221,7 @@ def _share_bars(part: View) -> Plot | None:
         return None
     kinds = [kind for kind in KINDS if any(case[f"{kind}_share"] for case in own.cases)]
     head = "Time by kind of kernel, %"
-    axes = canvas(0.52 * len(own.cases) + 0.4)
+    axes = plots.canvas(0.52 * len(own.cases) + 0.4)
     for row, case in enumerate(own.cases):
         left = 0.0
         for kind in kinds:
@@ -250,19 +249,19 @@ def _timeline(own: View) -> Plot | None:
     held = (case["held_bytes"] or 0) / GIB
     most, end = held + max(size for _, size in points) / GIB, 1e3 * points[-1][0]
     head = f"Memory in the course of one {own.text('mode', case['mode'])}, GiB"
-    axes = canvas(2.6)
+    axes = plots.canvas(2.6)
     axes.fill_between([0, end], held, color=HELD, alpha=0.55, linewidth=0, label="held before")
     last = (0.0, held)
     for phase in phases:
         xs, ys = zip(last, *((1e3 * at, held + size / GIB) for at, size in phase["points"]), strict=True)
-        color, last = PHASES.get(phase["name"], INK), (xs[-1], ys[-1])
+        color, last = PHASES.get(phase["name"], plots.INK), (xs[-1], ys[-1])
         axes.plot(xs, ys, drawstyle="steps-post", linewidth=1.0, color=color)
         axes.fill_between(xs, held, ys, step="post", alpha=0.3, linewidth=0, color=color, label=phase["name"])
-    axes.axhline(most, **CEILING)
+    axes.axhline(most, **plots.CEILING)
     axes.text(0, most, f" peak {number(most)} GiB", va="bottom", fontsize=9)
     axes.set(xlim=(0, end), ylim=(0, 1.14 * most), xlabel="ms", ylabel="GiB")
-    axes.xaxis.set_major_formatter(FuncFormatter(plain))
-    axes.yaxis.set_major_formatter(FuncFormatter(plain))
+    axes.xaxis.set_major_formatter(FuncFormatter(plots.plain))
+    axes.yaxis.set_major_formatter(FuncFormatter(plots.plain))
     about = (
         "Memory in use after each event of the allocator, the first at 0 ms; held before are the weights and, in a "
         "step, the optimizer's state. Time is the host's, slowed by the recording. Of many events the extremes are "

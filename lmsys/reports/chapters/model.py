@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from lmsys.bench.fields import Field, Record
+from lmsys.bench.fields import Field
 from lmsys.reports import plots
 from lmsys.reports.cells import SPEEDUP, base_of, compared
 from lmsys.reports.tables import Block, Chapter, Items, Table, endings, listing, pivot, with_overview
@@ -188,7 +188,11 @@ def _beside(part: View) -> Table | None:
         )
         own = own.labelled(**{name: label}).with_fields(peers)
     own = own.only(lambda case: theirs and not case["peer"]).with_fields(
-        Field("peer_compile", label=f"{theirs.capitalize()} run as", of=_run_as),
+        Field(
+            "peer_compile",
+            label=f"{theirs.capitalize()} run as",
+            of=lambda case: case["beside"]["compile"] if case["beside"]["time_s"] else "",
+        ),
         Field(
             "memory_ratio",
             "",
@@ -202,11 +206,6 @@ def _beside(part: View) -> Table | None:
     title = f"Ours beside {part.text('impl', theirs)}"
     about = f"{title}, which stands here by the fastest of the ways in which it was run. {own.fields[SPEEDUP].about}."
     return listing(own, ("size", "batch"), columns, f"beside-{theirs}", title, f"{about} {STREAM}. {ABOUT}")
-
-
-def _run_as(case: Record) -> str:
-    """How the peer's model was run that stands beside the case; empty where it has no time."""
-    return case["beside"]["compile"] if case["beside"]["time_s"] else ""
 
 
 def _with_fastest(part: View, name: str, same: list[str]) -> View:

@@ -8,9 +8,8 @@ from dataclasses import replace
 
 from lmsys.bench.fields import Field, Record
 from lmsys.reports import plots, versus
-from lmsys.reports.canvas import Plot
 from lmsys.reports.cells import SPEEDUP, base_of, bases_of, compared
-from lmsys.reports.tables import Block, Chapter, Table, listing, pivot
+from lmsys.reports.tables import Block, Chapter, Plot, Table, listing, pivot
 from lmsys.reports.views import KEPT, Style, View, with_kept
 from lmsys.reports.words import COMPILED, number, scaled, sentence
 
@@ -53,14 +52,15 @@ def _over_bases(
     own, (first, *others) = part, part.metrics()
     for base in bases:
         own = compared(own, base, name=f"speedup_over_{base}", same=same)
-        label = f"peak, share of {own.text('impl', base)}"
-        own = own.with_fields(Field(f"peak_of_{base}", label=label, shown="%", of=_share))
+        share = Field(
+            f"peak_of_{base}",
+            label=f"peak, share of {own.text('impl', base)}",
+            shown="%",
+            of=lambda case: case["peak_bytes"] / case["beside"]["peak_bytes"],
+        )
+        own = own.with_fields(share)
     peaks = [f"peak_of_{base}" for base in bases if shares]
     return listing(own, keys, [first, *(f"speedup_over_{base}" for base in bases), *others, *peaks], "", title)
-
-
-def _share(case: Record) -> float:
-    return case["peak_bytes"] / case["beside"]["peak_bytes"]
 
 
 # Of collectives
