@@ -5,7 +5,7 @@ rank's parts of them, but no values. Whatever reads one is told what to call ins
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,11 @@ class Freed(Absent):
         if (grad := self.grad) is not None:
             grad.zero_()
 
+    @property
+    def rounded(self) -> Tensor | None:
+        _read(self)  # now it is no longer of this class
+        return vars(self).get("rounded")
+
 
 class FlatShard:
     """`shard` is this rank's part, `whole` the gathered tensor, without memory while it is freed.
@@ -41,13 +46,22 @@ class FlatShard:
     gathered_dtype of `whole`; None: their own
     rounded        the views are not the parameters but their attribute `rounded`, which modules read in their place.
                    The parameters keep their dtype, and so do their gradients; their own values are NaN
+    on_read        is called when a freed parameter is read: true where it is whole then
+
+    Autograd refuses to go on with a tensor of another version than it has saved. So a freed parameter has another, and
+    has the former one again when it is gathered, unless the shard has changed meanwhile.
     """
 
     @torch.no_grad()
     def __init__(
-        self, params: list[nn.Parameter], group: Group, gathered_dtype: torch.dtype | None, rounded: bool = False
+        self,
+        params: list[nn.Parameter],
+        group: Group,
+        gathered_dtype: torch.dtype | None,
+        rounded: bool = False,
+        on_read: Callable[[], Any] = bool,
     ):
-        self.params, self.group = params, group
+        self.params, self.group, self.on_read = params, group, on_read
         world_size, self.rank = size_and_rank(group)
         self.layout = Layout.of(params)
         length = self.layout.part(world_size)
@@ -60,7 +74,8 @@ class FlatShard:
         self.whole = torch.empty(world_size * length, dtype=narrow or everything.dtype, device=everything.device)
         self._nbytes = self.whole.untyped_storage().nbytes()
         self._gathering: Pending | None = None
-        self._is_whole = False
+        self._is_whole, self._version = False, 0  # of the shard, when it was gathered
+        self.used = False  # this rank has made a gradient, since the shard's was None
         self._is_shown = False  # in a tensor of their own, for others to read
         self._reduced: list[tuple[Pending, Tensor]] = []
         self._views, self._padding = self.layout.views(self.whole), self.layout.gaps(self.whole.numel())
@@ -68,6 +83,7 @@ class FlatShard:
         if rounded:  # through `.data`, as below
             self._rounded = [view.data for view in self._views]
             self._views = [p.new_full((1,) * p.dim(), torch.nan).expand(p.shape) for p in params]  # no memory of a size
+        self._stamped = self._rounded or self.params  # what autograd saves
         self._homes = [(weakref.ref(self), place) for place in self._places()]
         self._point_to(self._views)
         self._release()
@@ -85,7 +101,7 @@ class FlatShard:
             p.data = view
 
     def _leave(self) -> None:
-        leave(self.params, _refuse, Freed, self._homes)
+        leave(self.params, _read, Freed, self._homes)
 
     def _release(self) -> None:
         for p in self.params if self._is_whole and self._rounded else ():
@@ -93,19 +109,29 @@ class FlatShard:
         self._leave()
         self.whole.untyped_storage().resize_(0)
         self._is_whole = False
+        self._stamp(freed=1)
+
+    def _stamp(self, freed: int) -> None:
+        versions = [2 * self._version + freed] * len(self._stamped)
+        torch._C._autograd._unsafe_set_version_counter(self._stamped, versions)
 
     @torch.no_grad()
-    def gather(self) -> None:
-        if self._is_whole or self._gathering is not None:
-            return
+    def gather(self) -> bool:
+        """True where it begins now: it is neither whole nor on its way, or the shard has changed since."""
+        if (self._is_whole or self._gathering is not None) and self._version == self.shard._version:
+            return False
+        self.free()
         self.reshard()
         self.whole.untyped_storage().resize_(self._nbytes)
+        self._version = self.shard._version
         self._gathering = all_gather(self.whole, self.shard.detach().to(self.whole.dtype), self.group)
+        return True
 
     def wait(self) -> None:
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering, self._is_whole = None, True
+            self._stamp(freed=0)
             appear(self.params)
             for p, copy in zip(self.params, self._rounded, strict=False):  # none, unless copies are gathered
                 p.rounded = copy
@@ -121,10 +147,11 @@ class FlatShard:
         if not self.shard.requires_grad:
             return
         self.finish_reduce()
+        appear(self.params)  # their own gradients, not what is there of the sum
+        self.used = any([p.grad is not None for p in self.params]) or (self.used and self.shard.grad is not None)
         grads = self.shard.new_empty(self.whole.numel())
         if self._padding:  # it is part of the shards, and of their norm
             torch._foreach_zero_([grads[gap] for gap in self._padding])
-        appear(self.params)  # their own gradients, not what is there of the sum
         copy_gradients(self.params, self.layout.views(grads))
         for p in self.params:
             p.grad = None
@@ -179,7 +206,10 @@ class FlatShard:
         self.free()
 
 
-def _refuse(p: Any) -> None:
+def _read(p: Any) -> None:
+    flat = p.home[0]()
+    if flat is not None and flat.on_read():
+        return
     raise RuntimeError(
         f"a parameter of shape {tuple(p.shape)} was read that fsdp has divided among ranks: full_state_dict() gives all"
         " values, unshard() shows them until the next forward, parameters() of the wrapper are this rank's parts"

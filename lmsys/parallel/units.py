@@ -2,19 +2,23 @@
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+_PLAIN = bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device  # of which nothing is to be told
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """The entries of the outermost ModuleLists, in order: a Transformer's layers."""
+    """The entries of the outermost ModuleLists, in order: a Transformer's layers. Of a list in a list, its entries."""
     found: list[nn.Module] = []
     for child in module.children():
-        found += list(child) if isinstance(child, nn.ModuleList) else blocks_of(child)
-    return found
+        entry = isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList | nn.ModuleDict)
+        found += [child] if entry else blocks_of(child)
+    return list(dict.fromkeys(found))
 
 
 def parameters_by_block(module: nn.Module) -> list[list[nn.Parameter]]:
@@ -90,6 +94,31 @@ def surround(block: nn.Module, before: Callable[..., None], after: Callable[...,
         return output
 
     block._compiled_call_impl = call
+
+
+def is_in_backward() -> bool:
+    """True inside of a backward, where checkpointing runs forwards again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def tensors_in(output: Any) -> tuple[list[Tensor], bool]:
+    """The tensors of a forward's output that a backward can begin from, and whether there may be others.
+
+    Looks into containers that torch knows, and one level into other objects.
+    """
+    leaves, hidden = tree_leaves(output), False
+    for x in [x for x in leaves if not isinstance(x, (Tensor, *_PLAIN))]:
+        hidden = True
+        parts = list(x) if isinstance(x, tuple | list) else getattr(x, "__dict__", None)
+        leaves += tree_leaves(parts)
+    found = [x for x in leaves if isinstance(x, Tensor)]
+    return [x for x in found if x.requires_grad], hidden or not found
+
+
+def before_backward(tensors: Sequence[Tensor], hook: Callable[..., Any]) -> None:
+    """Calls the hook in each backward that comes to one of them, once, before what has made them."""
+    if tensors:
+        torch.autograd.graph.register_multi_grad_hook(tensors, hook, mode="any")
 
 
 def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:

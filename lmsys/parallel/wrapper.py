@@ -22,47 +22,82 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from lmsys.parallel.collectives import Group, broadcast_, gather_objects, size_and_rank
+from lmsys.parallel.steps import Among, watch
 from lmsys.parallel.structure import Structure
 from lmsys.parallel.traits import Traits
-from lmsys.parallel.units import weakly
+from lmsys.parallel.units import before_backward, is_in_backward, tensors_in, weakly
 
 
 class Wrapper(Traits, nn.Module):
     """Base of the strategies: agreement, broadcast, hooks, `no_sync`. A strategy fills in `_synchronize`.
 
     Facts about a strategy are class attributes: `Traits` lists them with their defaults.
+    Several backwards add their gradients, also between two calls of `finish_gradient_synchronization`.
 
     process_group  None: the default one, or a single rank where there is none
     ValueError when ranks hold different modules, and where one of them has since replaced, added or removed a
     parameter, or set one to be trained: `finish_gradient_synchronization` raises it on all ranks, on GPUs a step later.
-    RuntimeError for a forward after a backward that was not finished.
+    RuntimeError for a forward or a step after a backward that was not finished, and, told as above, where ranks have
+    made different forwards.
     """
+
+    _walk: Any = None  # of a forward, where a strategy gathers parameters as it goes on
 
     def __init__(self, module: nn.Module, process_group: Group = None):
         super().__init__()
         self.module, self.group = module, process_group
         self.world_size, self.rank = size_and_rank(process_group)
         self.trainable = [p for p in module.parameters() if p.requires_grad]
-        self._synchronizing, self._unfinished = True, False
+        self._synchronizing, self._unfinished, self._in_backward = True, False, False
+        self._history = 0  # of what this rank has done since it last finished: the same on all
         self._structure, self._change = Structure(module), ""
-        self._flag: tuple[Tensor, torch.cuda.Event] | None = None  # on GPUs, of the step before: whether a rank changed
+        self._told: tuple[Tensor, torch.cuda.Event] | None = None  # on GPUs, the flags of the step before
         _agree(module, process_group)
         for x in (*module.parameters(), *module.buffers()):
             broadcast_(x, process_group)
         for index, p in enumerate(self.trainable):
             p.register_post_accumulate_grad_hook(weakly(self._on_grad, index))
+        self._whole = Among(module.parameters())
+        watch(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._prepare()
+        self._look_for_changes()
+        if torch.is_grad_enabled() and self._synchronizing:
+            self._note(0)
+        output = self.module(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self._watch(*tensors_in(output))
+        return output
+
+    def _watch(self, tensors: list[Tensor], hidden: bool) -> None:
+        """Has `_enter_backward` called before a backward from these outputs. hidden: there may be others."""
+        before_backward(tensors, weakly(self._enter_backward, self._walk))
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """RuntimeError where an optimizer would step by gradients that are this rank's own."""
+        if self._unfinished and self._whole.held_by(optimizer):
+            self._refuse_unfinished()
+
+    def _prepare(self) -> None:
+        """For a forward; RuntimeError where a backward was not finished."""
+        if not is_in_backward():  # else checkpointing runs it again
+            self._refuse_unfinished()
+            self._leave_backward()
+
+    def _refuse_unfinished(self) -> None:
         if self._unfinished:
             raise RuntimeError(
-                "a backward was not followed by finish_gradient_synchronization(): call it before the optimizer's step,"
-                " or run backwards that only accumulate gradients under no_sync()"
+                "a backward was not followed by finish_gradient_synchronization(): call it before the optimizer's step"
+                " and the next forward, after a backward that has failed too; or run backwards that only accumulate"
+                " gradients under no_sync()"
             )
+
+    def _look_for_changes(self) -> None:
         if torch.is_grad_enabled() and (self._change or not self._structure.is_as_it_was()):
             self._change = self._structure.change()
             if self._change and (self.world_size == 1 or not self.synchronizes):
                 raise _changed([self._change])
-        return self.module(*args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -75,6 +110,7 @@ class Wrapper(Traits, nn.Module):
 
     def finish_gradient_synchronization(self) -> None:
         """Makes every gradient the mean over ranks. All ranks call it between backward and the optimizer's step."""
+        self._leave_backward()
         self._unfinished = False
         if self.world_size > 1 and self.trainable:
             self._synchronize()
@@ -119,8 +155,31 @@ class Wrapper(Traits, nn.Module):
             " or save its full_state_dict(), which a module like its own loads"
         )
 
+    def _note(self, what: int) -> None:
+        """Makes it part of the history."""
+        self._history = (31 * self._history + what + 1) % 4093
+
+    def _enter_backward(self, walk: Any, *_: Any) -> None:
+        """Called before a backward that begins from this wrapper's output, or goes on with that of another forward."""
+        if not self._in_backward:
+            self._in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(weakly(self._leave_backward))
+            self._begin_backward()
+
+    def _leave_backward(self) -> None:
+        """Called when a backward has ended; for one that has failed, by what comes next."""
+        self._in_backward = False
+
+    def _begin_backward(self) -> None:
+        """Called before a backward: no gradient has changed yet."""
+
     def _on_grad(self, index: int, _: Tensor) -> None:
         """Called when a backward has accumulated `trainable[index].grad`."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward(create_graph=True) makes gradients that are no part of a graph once they are means over"
+                " ranks: take torch.autograd.grad(..., create_graph=True) for the term of the loss, then backward()"
+            )
         if self._synchronizing:
             if not self._unfinished:  # a module's attributes are slow to set, and this runs once a parameter
                 self._unfinished = True
@@ -137,19 +196,21 @@ class Wrapper(Traits, nn.Module):
         return [index for index, p in enumerate(self.trainable) if p.grad is None]
 
     def _use(self, missing: list[int]) -> Tensor:
-        """Mask of present gradients, 1 or 0, and whether this rank's module has changed.
-
-        Its mean over ranks is 0 for parameters that no rank has used, and last where no rank has changed.
-        """
-        use = torch.ones(len(self.trainable) + 1, device=self.trainable[0].device)
+        """Mask of present gradients, 1 or 0, and the flags of `_heed`. Its mean is 0 where no rank has a gradient."""
+        use = torch.ones(len(self.trainable) + 3, device=self.trainable[0].device, dtype=torch.float64)
         if missing:
             use[missing] = 0.0
-        if not self._change:
-            use[-1:].zero_()
+        for flag, value in zip(use[-3:], self._flags(), strict=True):
+            flag.fill_(value)
         return use
 
+    def _flags(self) -> tuple[float, float, float]:
+        """Whether this rank's module has changed; its history, and the square of it."""
+        history, self._history = self._history, 0
+        return float(bool(self._change)), history, history**2
+
     def _conclude(self, use: Tensor, missing: list[int]) -> None:
-        """Drops gradients that no rank had, and raises ValueError where a rank's module has changed.
+        """Drops gradients that no rank had, and heeds the flags.
 
         `use` is the mean over ranks. The host waits for it only where a gradient is missing.
         """
@@ -157,23 +218,37 @@ class Wrapper(Traits, nn.Module):
             for index, share in zip(missing, use[missing].tolist(), strict=True):
                 if share == 0:
                     self.trainable[index].grad = None
-        self._refuse_change(use[-1:])
+        self._heed(use[-3:])
 
-    def _refuse_change(self, flag: Tensor) -> None:
-        """ValueError on all ranks at once, where the mean `flag` (1,) is not 0: on a GPU that of the step before, for
-        which the host does not have to wait."""
-        told: Tensor | None = flag
-        if flag.is_cuda:
+    def _heed(self, flags: Tensor) -> list[float] | None:
+        """The means (3,) of `_flags`, which may have others behind them; None where they are not known yet.
+
+        On a GPU they are those of the step before, for which the host does not have to wait. ValueError on all ranks at
+        once where a module has changed; RuntimeError where ranks have done different things.
+        """
+        told: Tensor | None = flags
+        if flags.is_cuda:
             if torch.cuda.is_current_stream_capturing():
-                return
+                return None
             told = None
-            if self._flag is not None:
-                told, arrived = self._flag
+            if self._told is not None:
+                told, arrived = self._told
                 arrived.synchronize()
-            self._flag = flag.to("cpu", non_blocking=True), torch.cuda.current_stream().record_event()
-        if told is not None and told.item() > 0:
-            self._flag = None
+            self._told = flags.to("cpu", non_blocking=True), torch.cuda.current_stream().record_event()
+        if told is None:
+            return None
+        changed, history, square, *_ = found = told.tolist()
+        if changed > 0:
+            self._told = None
             raise _changed(gather_objects(self._change, self.group))
+        if square - history**2 > 0.1 / self.world_size:
+            self._told = None
+            raise RuntimeError(
+                "ranks have not made the same forwards since they last finished, or not in the same order, so that"
+                " their gradients are of different batches: after an exception on one rank, end all; a forward that"
+                " one rank makes alone belongs under torch.no_grad()"
+            )
+        return found
 
 
 def whole(x: Any) -> Any:

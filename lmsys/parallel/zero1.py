@@ -25,7 +25,7 @@ from lmsys.parallel.collectives import Group, Pending, size_and_rank
 from lmsys.parallel.overlapped import Overlapped
 from lmsys.parallel.packing import Layout
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer, flatten, layout_of, owners_in
-from lmsys.parallel.steps import Among, watch
+from lmsys.parallel.steps import Among
 from lmsys.parallel.traits import SURROUNDS_BLOCKS
 from lmsys.parallel.transport import Bucket
 from lmsys.parallel.units import blocks_of, parameters_by_block, surround, weakly
@@ -49,7 +49,7 @@ class Zero1(Overlapped):
                256 MiB of all ranks' segments, and at least 32
 
     Its optimizer is that of `make_optimizer`. Parameters are whole again from the next forward on, or from `wait()`.
-    Gradients are to be zeroed after each step: to accumulate, use no_sync(). Once a forward is recorded as part of a
+    Once a forward is recorded as part of a
     CUDA graph the fetching is too, and no step begins it any more: other forwards and `wait()` are then asked of all
     ranks. Its optimizer takes parameters that were trained when this was made, and no others (ValueError).
     """
@@ -75,9 +75,11 @@ class Zero1(Overlapped):
         self._stale, self._recorded = False, False  # others' parameters are the old ones; a recorded forward fetches
         self._wait_in_forward()
         self.transport.settle(self.buckets, self.flat_buffers)
+        self._own = [p for p, rank in self.owners.items() if rank == self.rank]
+        self._scaled: list[tuple[Tensor, int]] | None = None  # gradients that are means no longer, and their versions
+        self._are_means = False
         self._trained, self.optimizers = Among(self.trainable), WeakSet[Any]()
         self._address = address(self.trainable[0]) if self.trainable else 0
-        watch(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         recorded = self.world_size > 1 and self._is_being_recorded()
@@ -107,6 +109,7 @@ class Zero1(Overlapped):
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """ValueError for an optimizer that would step parts, and for parameters that are no longer where they were."""
+        super().before_step(optimizer)
         if not self._trained.held_by(optimizer):
             return
         if optimizer not in self.optimizers:
@@ -163,10 +166,34 @@ class Zero1(Overlapped):
         own = replace(Layout.of(owned), length=segmented.length)
         return replace(super()._bucket(number, indices), layout=layout, owned=owned, own=own, whole=False)
 
+    def _begin_backward(self) -> None:
+        super()._begin_backward()
+        self._scale()
+
+    def _leave_backward(self) -> None:
+        """Where none has been added to, gradients are means again: one has asked for others than the parameters'."""
+        super()._leave_backward()
+        scaled, self._scaled = self._scaled, None
+        if scaled and all(x._version == version for x, version in scaled):
+            torch._foreach_div_([x for x, _ in scaled], self.world_size)
+            self._are_means = True
+
+    @torch.no_grad()
+    def _scale(self) -> None:
+        """Means to which gradients will be added become this rank's share of a sum that will be divided."""
+        means = [p.grad for p in self._own if self._are_means and p.grad is not None]
+        self._are_means = False
+        if means:
+            torch._foreach_mul_(means, self.world_size)
+            self._scaled = [(x, x._version) for x in means]
+
     def _synchronize(self) -> None:
+        self._scale()
+        self._scaled = None
         # What is still sent, for a block that was not run, must not change in the next step.
         self._wait_for([number for number, pending in enumerate(self._gathering) if not pending.done])
         super()._synchronize()
+        self._are_means = True
 
     def _wait_in_forward(self) -> None:
         """Makes each block wait before its forward for its own parameters; `forward` waits for the others."""
