@@ -229,7 +229,7 @@ class Fsdp(Wrapper):
     def _pin(self, unit: Unit) -> None:
         """Leaves a unit whole until the step, as nobody can tell when its last use will be over.
 
-        In a backward only where it makes a graph: a later one reads parameters too.
+        In a backward only where that makes a graph, of which a later one reads parameters too.
         """
         unit.pinned = unit.pinned or torch.is_grad_enabled()
         unit.gather()
@@ -247,7 +247,7 @@ class Fsdp(Wrapper):
         for unit in self._running:
             unit.calls = 0  # an exception has ended it
         self._running.clear()
-        self._walk = Walk(self._order, Unit.free)
+        self._walk = Walk(self._order, Unit.free, release_first=True)
         for unit in (outside, *self._order[:1]):
             unit.gather()
         outside.wait()
@@ -275,10 +275,10 @@ class Fsdp(Wrapper):
         unit.pinned = unit.pinned or hidden
         unit.calls -= 1
         self._running.remove(unit)
-        if tensors and self._walk is not None:
-            self._walk.leave(unit)
-        if self._walk is None or self._walk.is_over(unit):
+        if self._walk is None:
             unit.free()
+        else:
+            self._walk.leave(unit, returns=bool(tensors))
 
     def _return_to(self, unit: Unit, _: Tensor) -> None:
         """Called before a backward comes to a unit."""
@@ -291,6 +291,8 @@ class Fsdp(Wrapper):
         if walk is not None:
             self._to_come.discard(walk)
             self._back.extend(reversed(walk.visits))
+            for unit in walk.visits:
+                unit.pinned = unit.pinned or torch.is_grad_enabled()  # a later backward reads parameters too
 
     def _begin_backward(self) -> None:
         self._back = Walk((), weakly(self._is_over))

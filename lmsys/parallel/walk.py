@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
-
 from lmsys.parallel.flat_shard import FlatShard
 
 
@@ -49,15 +47,15 @@ class Unit:
 
 
 class Walk:
-    """order    in which units are expected, each as often as it will be used
-    release  is called with a unit whose last expected use is over
-    seen     the order in which they were used
-    visits   those that a backward will come back to, in the order of the forward
-    strayed  some were not expected
+    """order     in which units are expected, each as often as it will be used
+    release   is called with a unit whose last expected use is over: before the next is gathered, or then
+    seen      the order in which they were used
+    visits    those that a backward will come back to, in the order of the forward
+    strayed   some were not expected
     """
 
-    def __init__(self, order: Iterable[Unit], release: Callable[[Unit], Any]):
-        self.order, self._release = list(order), release
+    def __init__(self, order: Iterable[Unit], release: Callable[[Unit], Any], release_first: bool = False):
+        self.order, self._release, self._release_first = list(order), release, release_first
         self._left, self._at = Counter(self.order), -1
         self.seen, self.visits, self.strayed = list[Unit](), list[Unit](), False
 
@@ -74,39 +72,41 @@ class Walk:
         except ValueError:
             self.strayed = True
             unit.gather()
-            return
-        self.advance(to)
+        else:
+            self._advance(to)
 
-    def advance(self, to: int) -> None:
-        """Goes on to a place in the order. Those in between are only passed over."""
-        while self._at < to:
-            before = self.order[self._at] if self._at >= 0 else None
-            self._at += 1
-            for unit in self.order[self._at : self._at + 2]:
-                unit.gather()
-            if self._at < to:
-                _append(self.visits, self.order[self._at])
-            if before is not None:
-                self._left[before] -= 1
-                if not self._left[before]:
-                    self._release(before)
-
-    def leave(self, unit: Unit) -> None:
-        """Called when a forward of a unit has ended that a backward will come back to."""
-        _append(self.visits, unit)
+    def leave(self, unit: Unit, returns: bool) -> None:
+        """Called when a forward of a unit has ended. returns: a backward will come back to it."""
+        if returns:
+            _append(self.visits, unit)
+        if not self._left[unit]:
+            unit.free()
 
     def end(self) -> None:
         """Passes over all that is left."""
-        last = len(self.order) - 1
-        if self._at < last:
-            self.advance(last)
-            _append(self.visits, self.order[last])
+        self._advance(len(self.order))
 
-    def is_over(self, unit: Unit) -> bool:
-        """True for a unit that is not expected again, and is not the one that a backward begins with."""
-        at_last = self._at == len(self.order) - 1
-        here = self._at >= 0 and self.order[self._at] is unit
-        return self._left[unit] <= here and not (here and at_last and torch.is_grad_enabled())
+    def _advance(self, to: int) -> None:
+        """Goes on to a place in the order. Those in between are only passed over."""
+        last = len(self.order) - 1
+        while self._at < min(to, last):
+            before = self.order[self._at] if self._at >= 0 else None
+            self._at += 1
+            self.order[self._at].gather()
+            if self._release_first:
+                self._pass(before)
+            for unit in self.order[self._at + 1 : self._at + 2]:
+                unit.gather()
+            if not self._release_first:
+                self._pass(before)
+            if self._at < to:
+                _append(self.visits, self.order[self._at])
+
+    def _pass(self, unit: Unit | None) -> None:
+        if unit is not None:
+            self._left[unit] -= 1
+            if not self._left[unit]:
+                self._release(unit)
 
 
 def _append(units: list[Unit], unit: Unit) -> None:

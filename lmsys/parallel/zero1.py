@@ -76,7 +76,7 @@ class Zero1(Overlapped):
         self._wait_in_forward()
         self.transport.settle(self.buckets, self.flat_buffers)
         self._own = [p for p, rank in self.owners.items() if rank == self.rank]
-        self._scaled: list[tuple[Tensor, int]] | None = None  # gradients that are means no longer, and their versions
+        self._scaled: list[Tensor] = []  # means to which a backward may add
         self._are_means = False
         self._trained, self.optimizers = Among(self.trainable), WeakSet[Any]()
         self._address = address(self.trainable[0]) if self.trainable else 0
@@ -171,12 +171,11 @@ class Zero1(Overlapped):
         self._scale()
 
     def _leave_backward(self) -> None:
-        """Where none has been added to, gradients are means again: one has asked for others than the parameters'."""
+        """Where nothing was added they are means again: one has asked for other gradients than the parameters'."""
         super()._leave_backward()
-        scaled, self._scaled = self._scaled, None
-        if scaled and all(x._version == version for x, version in scaled):
-            torch._foreach_div_([x for x, _ in scaled], self.world_size)
-            self._are_means = True
+        if self._scaled:
+            torch._foreach_div_(self._scaled, self.world_size)
+            self._scaled, self._are_means = [], True
 
     @torch.no_grad()
     def _scale(self) -> None:
@@ -185,11 +184,16 @@ class Zero1(Overlapped):
         self._are_means = False
         if means:
             torch._foreach_mul_(means, self.world_size)
-            self._scaled = [(x, x._version) for x in means]
+            self._scaled = means
+
+    def _on_grad(self, index: int, p: Tensor) -> None:
+        if self._scaled:
+            self._scaled = []
+        super()._on_grad(index, p)
 
     def _synchronize(self) -> None:
         self._scale()
-        self._scaled = None
+        self._scaled = []
         # What is still sent, for a block that was not run, must not change in the next step.
         self._wait_for([number for number, pending in enumerate(self._gathering) if not pending.done])
         super()._synchronize()

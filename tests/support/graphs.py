@@ -268,7 +268,8 @@ class Player:
         return self.model.state_dict() if self.is_plain else self.model.full_state_dict()
 
     def see(self, **found: Tensor) -> None:
-        self.seen.append({name: x.detach().cpu().clone() for name, x in found.items()})
+        real = {name: torch.view_as_real(x) if x.is_complex() else x for name, x in found.items()}
+        self.seen.append({name: x.detach().cpu().clone() for name, x in real.items()})
 
     def batch(self) -> list[Tensor]:
         """A batch for each of `ranks`; all players draw the same."""
@@ -489,4 +490,5 @@ def play(strategy: str, graph: Graph, ways: Sequence[str], momentum: float = 0.0
 
 def play_alone(graph: Graph, ways: Sequence[str], dtype: torch.dtype, momentum: float = 0.0) -> list[dict[str, Tensor]]:
     torch.manual_seed(0)
-    return Player(Net(graph).to(dtype), [0, 1], dtype, momentum).play(ways)
+    net = Net(graph)
+    return Player(net.double() if dtype == torch.float64 else net, [0, 1], dtype, momentum).play(ways)
