@@ -74,7 +74,8 @@ class FlatShard:
         self.whole = torch.empty(world_size * length, dtype=narrow or everything.dtype, device=everything.device)
         self._nbytes = self.whole.untyped_storage().nbytes()
         self._gathering: Pending | None = None
-        self._is_whole, self._version = False, 0  # of the shard, when it was gathered
+        self._is_whole, self._is_hidden = False, False
+        self._version = 0  # of the shard, when it was gathered
         self.used = False  # this rank has made a gradient, since the shard's was None
         self._is_shown = False  # in a tensor of their own, for others to read
         self._reduced: list[tuple[Pending, Tensor]] = []
@@ -103,10 +104,18 @@ class FlatShard:
     def _leave(self) -> None:
         leave(self.params, _read, Freed, self._homes)
 
+    def hide(self) -> None:
+        """From now on a read is told to `on_read`, though the values are still here."""
+        if self._is_whole and not self._is_hidden:
+            self._leave()
+            self._is_hidden = True
+
     def _release(self) -> None:
         for p in self.params if self._is_whole and self._rounded else ():
-            del p.rounded
-        self._leave()
+            del vars(p)["rounded"]
+        if not self._is_hidden:
+            self._leave()
+        self._is_hidden = False
         self.whole.untyped_storage().resize_(0)
         self._is_whole = False
         self._stamp(freed=1)
@@ -131,10 +140,13 @@ class FlatShard:
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering, self._is_whole = None, True
+            self._is_hidden = True
             self._stamp(freed=0)
-            appear(self.params)
             for p, copy in zip(self.params, self._rounded, strict=False):  # none, unless copies are gathered
-                p.rounded = copy
+                vars(p)["rounded"] = copy
+        if self._is_hidden:
+            appear(self.params)
+            self._is_hidden = False
 
     def free(self) -> None:
         self.wait()

@@ -290,6 +290,7 @@ class Fsdp(Wrapper):
         super()._enter_backward(walk)
         if walk is not None:
             self._to_come.discard(walk)
+            self._back.end()  # of what came after that forward
             self._back.extend(reversed(walk.visits))
             for unit in walk.visits:
                 unit.pinned = unit.pinned or torch.is_grad_enabled()  # a later backward reads parameters too

@@ -31,6 +31,11 @@ class Unit:
         for flat in self.flats:
             flat.wait()
 
+    def hide(self) -> None:
+        if not (self.pinned or self.calls):
+            for flat in self.flats:
+                flat.hide()
+
     def free(self) -> None:
         if not (self.pinned or self.calls):
             for flat in self.flats:
@@ -79,7 +84,9 @@ class Walk:
         """Called when a forward of a unit has ended. returns: a backward will come back to it."""
         if returns:
             _append(self.visits, unit)
-        if not self._left[unit]:
+        if self._left[unit]:
+            unit.hide()
+        else:
             unit.free()
 
     def end(self) -> None:
