@@ -149,7 +149,8 @@ class FlatShard:
             self._is_hidden = False
 
     def free(self) -> None:
-        self.wait()
+        if self._gathering is not None:
+            self.wait()
         if self._is_whole:
             self._release()
 

@@ -289,8 +289,8 @@ class Fsdp(Wrapper):
     def _enter_backward(self, walk: Walk | None, *_: Any) -> None:
         super()._enter_backward(walk)
         if walk is not None:
-            self._to_come.discard(walk)
             self._back.end()  # of what came after that forward
+            self._to_come.discard(walk)
             self._back.extend(reversed(walk.visits))
             for unit in walk.visits:
                 unit.pinned = unit.pinned or torch.is_grad_enabled()  # a later backward reads parameters too
