@@ -17,6 +17,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_map
 
 from lmsys.parallel.collectives import Group, all_reduce_mean, gather_objects
@@ -94,12 +95,13 @@ class Fsdp(Wrapper):
             for part, flat in enumerate(unit.flats):
                 yield f"{prefix}{'.' if prefix else ''}unit{unit.number}.part{part}", flat.shard
 
+    @_disable_dynamo  # compiled blocks run as such; a compiler of the whole would look into what is done around them
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._prepare()
-        if is_in_backward():
+        again = is_in_backward()  # checkpointed as a whole: all units stay for the backward of this
+        if again:
             self._enter_backward(None)
-        else:
-            self._begin_forward()
+        self._begin_forward(bool if again else Unit.free)
         if self._dtype is not None and not self._autocasts:
             args, kwargs = tree_map(self._cast, (args, kwargs))
         device = next(self._flats()).whole.device.type if self._autocasts else "cpu"
@@ -108,13 +110,12 @@ class Fsdp(Wrapper):
                 output = super().forward(*args, **kwargs)
             finally:
                 walk, self._walk = self._walk, None
-        if walk is not None:
-            walk.end()
-            if torch.is_grad_enabled():
-                self._to_come.add(walk)
-                self._other_order = walk.seen if walk.strayed else self._other_order
-            else:
-                self._free()
+                walk.end()
+        if torch.is_grad_enabled():
+            self._to_come.add(walk)
+            self._other_order = walk.seen if walk.strayed else self._other_order
+        elif not again:
+            self._free()
         return output
 
     def finish_gradient_synchronization(self) -> None:
@@ -242,12 +243,12 @@ class Fsdp(Wrapper):
         self._pin(self._units[number])
         return True
 
-    def _begin_forward(self) -> None:
-        outside, *blocks = self._units
+    def _begin_forward(self, release: Callable[[Unit], Any]) -> None:
+        outside, *_ = self._units
         for unit in self._running:
             unit.calls = 0  # an exception has ended it
         self._running.clear()
-        self._walk = Walk(self._order, Unit.free, release_first=True)
+        self._walk = Walk(self._order, release, release_first=True)
         for unit in (outside, *self._order[:1]):
             unit.gather()
         outside.wait()
@@ -255,16 +256,15 @@ class Fsdp(Wrapper):
     def _enter_forward(self, unit: Unit, *_: Any) -> None:
         if is_in_backward():  # checkpointed
             self._enter_backward(None)
-            unit.gather()
         else:
             for other in self._running:  # reads its parameters again after this call
                 other.pinned = other.pinned or (torch.is_grad_enabled() and other is not unit)
             self._running.append(unit)
             unit.calls += 1
-            if self._walk is None:
-                unit.gather()
-            else:
-                self._walk.enter(unit)
+        if self._walk is None:
+            unit.gather()
+        else:
+            self._walk.enter(unit)
         unit.wait()
 
     def _leave_forward(self, unit: Unit, _: nn.Module, __: Any, output: Any) -> None:

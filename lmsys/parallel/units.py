@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable, which imports the compiler when it is called
 from torch.utils._pytree import tree_leaves
 
 _PLAIN = bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device  # of which nothing is to be told
@@ -77,13 +78,13 @@ def _outside(module: nn.Module, blocks: list[nn.Module]) -> list[nn.Parameter]:
 def surround(block: nn.Module, before: Callable[..., None], after: Callable[..., None] | None = None) -> None:
     """Runs before(block, args) and after(block, args, output) around the block's forward.
 
-    As hooks, or around what `block.compile()` has made, which would look into hooks: compile first, then surround.
+    As hooks, which a compiler that comes later leaves out, or around what `block.compile()` has made.
     """
     compiled = block._compiled_call_impl
     if compiled is None:
-        block.register_forward_pre_hook(before)
+        block.register_forward_pre_hook(_disable_dynamo(before))
         if after is not None:
-            block.register_forward_hook(after)
+            block.register_forward_hook(_disable_dynamo(after))
         return
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -18,6 +18,7 @@ from tests.support.ranks import error_of, group_of, stand_in
 
 WIDTH, EXAMPLES = 4, 3
 BLOCKS = "mlp deep frozen half lstm complex mixed normed spare branch".split()
+OTHER_BLOCKS = "batch-norm sparse".split()  # which not all strategies train as one process does
 HOLDERS = "list reversed zipped nested attributes dict sequential".split()
 RETURNS = "tensor pair dict object deep-object nothing stored".split()
 OPS = ("call", "twice", "method", "read", "checkpoint", "reentrant", "segment", "no_grad", "detach", "add", "own", "boom")
@@ -46,6 +47,15 @@ class Graph:
     tied: bool = False
     outside: bool = True  # a first and a last layer that are in no block
     returns: str = "tensor"  # of the module
+    prepared: str = ""  # what is done to it before it is wrapped: "compiled", "meta"
+    optimizer: str = "sgd"
+
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "eps": 1e-2}),
+}
 
 
 class Kept:
@@ -79,6 +89,10 @@ class Block(nn.Module):
             self.more = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
         if kind == "spare":
             self.spare = nn.Parameter(torch.randn(3))
+        if kind == "batch-norm":
+            self.norm = nn.BatchNorm1d(WIDTH)
+        if kind == "sparse":
+            self.table = nn.Embedding(3, WIDTH, sparse=True)
         if kind == "branch":
             self.gate = nn.Parameter(torch.rand(WIDTH))
         if kind == "frozen":
@@ -90,7 +104,9 @@ class Block(nn.Module):
     def body(self, x: Tensor) -> Tensor:
         if self.kind == "lstm":
             return x + self.down(self.up(x.unsqueeze(0))[0].squeeze(0))
-        y = self.norm(x) if self.kind == "normed" else x
+        y = self.norm(x) if self.kind in ("normed", "batch-norm") else x
+        if self.kind == "sparse":
+            y = y + self.table(torch.arange(len(x), device=x.device) % 3)
         y = self.down(torch.tanh(self.up(y.to(_dtype(self.up)))).to(_dtype(self.down)))
         if self.kind == "complex":
             y = y * (x.to(self.phase.dtype) * self.phase).real.to(x.dtype)
@@ -242,13 +258,17 @@ class Player:
     model: nn.Module
     ranks: Sequence[int]
     dtype: torch.dtype
-    momentum: float = 0.0
+    wrap: Callable[[nn.Module], nn.Module] = lambda module: module
     seen: list[dict[str, Tensor]] = field(default_factory=list)
     drawn: int = 0
 
     def __post_init__(self) -> None:
-        make = getattr(self.model, "make_optimizer", lambda cls, **options: cls(self.model.parameters(), **options))
-        self.optimizer = make(torch.optim.SGD, lr=0.1, momentum=self.momentum)
+        self.optimizer = self.optimizer_of(self.model)
+
+    def optimizer_of(self, model: Any) -> torch.optim.Optimizer:
+        cls, options = OPTIMIZERS[self.net.graph.optimizer]
+        make = getattr(model, "make_optimizer", lambda cls, **options: cls(model.parameters(), **options))
+        return make(cls, **options)
 
     def play(self, ways: Sequence[str]) -> list[dict[str, Tensor]]:
         for way in ways:
@@ -465,11 +485,137 @@ class Player:
         self.update()
 
 
+    def others_are_odd(self) -> None:
+        """From here on: what not every strategy takes."""
+
+    def forget_finish(self) -> None:
+        self.loss().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def fail_and_forget_finish(self) -> None:
+        loss = self.loss()
+        Boom.armed = True
+        try:
+            loss.backward()
+        except ArithmeticError:
+            pass
+        finally:
+            Boom.armed = False
+        self.optimizer.zero_grad()
+        self.step()
+
+    def forward_before_finish(self) -> None:
+        self.loss().backward()
+        with torch.no_grad():
+            self._evaluated_for_all()
+        self.update()
+
+    def create_graph(self) -> None:
+        self.loss().backward(create_graph=True)
+        self.update()
+
+    def call_the_module(self) -> None:
+        self.mean([_taken(self.net(x, r)) for r, x in zip(self.ranks, self.batch(), strict=True)]).backward()
+        self.update()
+
+    def functional_call(self) -> None:
+        copies = {name: 1.0 * p for name, p in self.net.named_parameters()}
+        batch = self.batch()
+        outputs = [
+            torch.func.functional_call(self.net, copies, (x, r)) for r, x in zip(self.ranks, batch, strict=True)
+        ]
+        self.mean([_taken(y) for y in outputs]).backward()
+        self.update()
+
+    def compile_the_wrapper(self) -> None:
+        torch._dynamo.reset()
+        compiled = torch.compile(self.model, backend="eager")
+        outputs = [_taken(compiled(x, r)) for r, x in zip(self.ranks, self.batch(), strict=True)]
+        self.mean(outputs).backward()
+        self.update()
+
+    def compile_blocks(self) -> None:
+        torch._dynamo.reset()
+        for block in self.net.modules():
+            if isinstance(block, Block):
+                block.compile(backend="eager")
+        self.step()
+        self.step()
+
+    def freeze(self) -> None:
+        self.net.block(0).up.weight.requires_grad_(False)
+        self.step()
+
+    def unfreeze(self) -> None:
+        for p in self.net.parameters():
+            p.requires_grad_(True)
+        self.step()
+
+    def freeze_parts(self) -> None:
+        """What the wrapper says are its parameters."""
+        for p in [*self.model.parameters()][:1]:
+            p.requires_grad_(False)
+        self.step()
+
+    def replace(self) -> None:
+        self.net.last.weight = nn.Parameter(torch.ones(WIDTH, WIDTH, dtype=self.dtype, device=device()))
+        self.step()
+
+    def autocast(self) -> None:
+        with torch.autocast(device().type, torch.bfloat16, enabled=self.dtype == torch.float32):
+            loss = self.loss()
+        loss.backward()
+        self.update()
+
+    def read_parameters(self) -> None:
+        self.see(**dict(self.net.named_parameters()))
+
+    def _other(self) -> "Player":
+        torch.manual_seed(7)
+        net = Net(replace(self.net.graph, prepared="")).to(device())
+        model = self.wrap(net.double() if self.dtype == torch.float64 else net)
+        return Player(model, self.ranks, self.dtype, self.wrap, self.seen, self.drawn)
+
+    def gan(self) -> None:
+        """Two wrappers, one behind the other, that are trained in turn."""
+        critic = self._other()
+        for _ in range(2):
+            made = self.outputs(self.batch())
+            critic.mean([_taken(critic.model(y.detach(), r)) for r, y in zip(self.ranks, made, strict=True)]).backward()
+            critic.update()
+            made = self.outputs(self.batch())
+            self.mean([-_taken(critic.model(y, r)) for r, y in zip(self.ranks, made, strict=True)]).backward()
+            critic.finish()
+            critic.optimizer.zero_grad()
+            self.update()
+        critic.see(**critic.whole())
+
+    def teach(self) -> None:
+        """A teacher that is not trained, and a student."""
+        teacher = self._other()
+        batch = self.batch()
+        with torch.no_grad():
+            goals = [_taken(teacher.model(x, r)) for r, x in zip(self.ranks, batch, strict=True)]
+        outputs = [_taken(self.model(x, r)) for r, x in zip(self.ranks, batch, strict=True)]
+        self.mean([y - goal for y, goal in zip(outputs, goals, strict=True)]).backward()
+        self.update()
+
+
 WAYS = [name for name in vars(Player) if not name.startswith("_")]
-WAYS = WAYS[WAYS.index("step") :]
+WAYS, ODD_WAYS = WAYS[WAYS.index("step") : WAYS.index("others_are_odd")], WAYS[WAYS.index("others_are_odd") + 1 :]
 
 
-def play(strategy: str, graph: Graph, ways: Sequence[str], momentum: float = 0.0) -> list[dict[str, Tensor]] | str:
+def prepare(net: Net) -> Net:
+    if net.graph.prepared == "compiled":
+        torch._dynamo.reset()
+        for block in net.modules():
+            if isinstance(block, Block):
+                block.compile(backend="aot_eager")
+    return net
+
+
+def play(strategy: str, graph: Graph, ways: Sequence[str]) -> list[dict[str, Tensor]] | str:
     """On a rank of two: what is seen, or what was raised."""
     group, rank = group_of(2), dist.get_rank()
     if rank >= 2:
@@ -480,15 +626,22 @@ def play(strategy: str, graph: Graph, ways: Sequence[str], momentum: float = 0.0
     def go() -> None:
         if rank == 0:
             torch.manual_seed(0)
-        wrapper = STRATEGIES[strategy].load()(Net(graph).to(device()), group)
-        seen.extend(Player(wrapper, [rank], torch.float32, momentum).play(ways))
+        with torch.device("meta") if graph.prepared == "meta" else nullcontext():
+            net = Net(graph)
+        strategies = STRATEGIES[strategy].load()
+
+        def wrap(module: nn.Module) -> nn.Module:
+            return strategies(module, group)
+
+        net = net if graph.prepared == "meta" else net.to(device())
+        seen.extend(Player(wrap(prepare(net)), [rank], torch.float32, wrap).play(ways))
 
     with stand_in():
         told = error_of(go)
     return seen if told == "nothing raised" else told
 
 
-def play_alone(graph: Graph, ways: Sequence[str], dtype: torch.dtype, momentum: float = 0.0) -> list[dict[str, Tensor]]:
+def play_alone(graph: Graph, ways: Sequence[str], dtype: torch.dtype) -> list[dict[str, Tensor]]:
     torch.manual_seed(0)
     net = Net(graph)
-    return Player(net.double() if dtype == torch.float64 else net, [0, 1], dtype, momentum).play(ways)
+    return Player(net.double() if dtype == torch.float64 else net, [0, 1], dtype).play(ways)
