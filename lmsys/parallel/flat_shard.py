@@ -70,6 +70,7 @@ class FlatShard:
             view.copy_(p)
         self._own = slice(self.rank * length, (self.rank + 1) * length)
         self.shard = nn.Parameter(everything[self._own].clone(), requires_grad=params[0].requires_grad)
+        self._trained = self.shard.requires_grad
         narrow = gathered_dtype if params[0].is_floating_point() else None
         self.whole = torch.empty(world_size * length, dtype=narrow or everything.dtype, device=everything.device)
         self._nbytes = self.whole.untyped_storage().nbytes()
@@ -127,6 +128,8 @@ class FlatShard:
     @torch.no_grad()
     def gather(self) -> bool:
         """True where it begins now: it is neither whole nor on its way, or the shard has changed since."""
+        if self.shard.requires_grad is not self._trained:
+            raise ValueError("one of parameters() was frozen, or set to be trained, after the module was wrapped")
         if (self._is_whole or self._gathering is not None) and self._version == self.shard._version:
             return False
         self.free()
@@ -161,7 +164,7 @@ class FlatShard:
             return
         self.finish_reduce()
         appear(self.params)  # their own gradients, not what is there of the sum
-        self.used = any([p.grad is not None for p in self.params]) or (self.used and self.shard.grad is not None)
+        self.used = any(p.grad is not None for p in self.params) or (self.used and self.shard.grad is not None)
         grads = self.shard.new_empty(self.whole.numel())
         if self._padding:  # it is part of the shards, and of their norm
             torch._foreach_zero_([grads[gap] for gap in self._padding])

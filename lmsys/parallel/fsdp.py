@@ -1,9 +1,10 @@
 """Fully sharded data parallelism: a rank keeps a part of every parameter, gradient and optimizer state.
 
 The parameters of a block (an entry of a ModuleList), and those of no block, lie side by side in a flat tensor of which
-a rank keeps one of world_size equal parts, in its full precision: that is what the optimizer steps. Before a block's
-forward, and again before its backward, the whole is gathered, the next block's while this one computes; after it the
-whole is freed. A block's gradients are reduce-scattered while the block before it goes on with the backward.
+a rank keeps one of world_size equal parts, in its full precision: that is what the optimizer steps. A block that is
+called is gathered, in whatever order and however often, and the one that was called after it before is gathered while
+it computes; it is freed when its last use is over. A backward comes back to blocks in the reverse order of their
+calls: it gathers them again, and reduce-scatters their gradients while it goes on. See `walk`.
 
 Source: Zhao et al. 2023, "PyTorch FSDP" (arXiv 2304.11277), sections 3.2 and 3.3; Rajbhandari et al. 2020, "ZeRO"
 (1910.02054), P_os+g+p.
@@ -51,9 +52,13 @@ class Fsdp(Wrapper):
 
     `parameters()` are the parts that this rank keeps, flat: an optimizer that works element by element steps them as it
     would the whole. The module's own parameters keep their names and shapes, and have as gradients this rank's parts of
-    them; without values they refuse to be read, until `unshard` shows them whole. Gradients are reduced in the
-    parameters' precision, in every backward: under no_sync() too, as no rank could keep them whole. A parameter that no
-    rank has used has a gradient of zeros. What is to be compiled, block by block, is compiled before it is wrapped.
+    them; without values they refuse to be read, until `unshard` shows them whole. Where a forward reads them other than
+    by calling their block, they are gathered and stay until the step. Gradients are reduced in the parameters'
+    precision, in every backward: under no_sync() too, as no rank could keep them whole. A flat part that no rank has
+    used has no gradient; a parameter that no rank has used has one of zeros where others of its part have been.
+
+    A rank may leave out blocks that others call. Else ranks must call blocks in the same order: RuntimeError where they
+    have not, or a collective that waits in vain. torch.compile of the wrapper leaves it as it is; compile its blocks.
     """
 
     zero_stage = 3
@@ -123,20 +128,17 @@ class Fsdp(Wrapper):
         self._unfinished = False
         self._unpin()
         flats = [flat for flat in self._flats() if flat.shard.requires_grad]
+        if not flats:
+            return
         use = [float(flat.used) for flat in flats]
-        strayed = self.world_size == 1 and bool(self._other_order)
-        if self.world_size > 1 and flats:
-            values = [*use, *self._flags(), float(bool(self._other_order))]
-            means = torch.tensor(values, dtype=torch.float64).to(flats[0].shard.device, non_blocking=True)
-            all_reduce_mean(means, self.group, async_op=False).wait()
-            if not all(use):  # gradients that no rank has made are none
-                use = means[: len(flats)].tolist()
-            told = self._heed(means[len(flats) :])
-            strayed = told is not None and told[-1] > 0
-        for flat, share in zip(flats, use, strict=True):
-            if not share:
-                flat.shard.grad = None
-        if strayed:
+        values = torch.tensor([*use, *self._flags(), float(bool(self._other_order))], dtype=torch.float64)
+        means = values.to(flats[0].shard.device, non_blocking=True)
+        all_reduce_mean(means, self.group, async_op=False).wait()
+        if not all(use):  # gradients that no rank has made are none
+            for flat, share in zip(flats, means.tolist(), strict=False):
+                if not share:
+                    flat.shard.grad = None
+        if (told := self._heed(means[len(flats) :])) is not None and told[-1] > 0:
             self._learn()
 
     def unshard(self) -> None:
@@ -237,7 +239,7 @@ class Fsdp(Wrapper):
         unit.wait()
 
     def _read(self, number: int) -> bool:
-        """True where a freed parameter has been gathered, since a forward has read it other than by calling its block."""
+        """True where a freed parameter is whole now, as a forward has read it other than by calling its block."""
         if self._walk is None and not is_in_backward():
             return False
         self._pin(self._units[number])

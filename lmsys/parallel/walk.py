@@ -24,7 +24,7 @@ class Unit:
         self.calls, self.pinned = 0, False
 
     def gather(self) -> None:
-        if any([flat.gather() for flat in self.flats]):
+        if any(flat.gather() for flat in self.flats):
             self._note(2 * self.number)
 
     def wait(self) -> None:

@@ -298,7 +298,9 @@ def _agree(module: nn.Module, group: Group) -> None:
     if on_meta := [name for name, x in (*module.named_parameters(), *module.named_buffers()) if x.is_meta]:
         raise ValueError(f"{on_meta[0]} is on the meta device, without values: module.to_empty(device=...) comes first")
     if sparse := [name for name, one in module.named_modules() if getattr(one, "sparse", False) is True]:
-        raise ValueError(f"{sparse[0] or 'the module'} makes sparse gradients: strategies add dense ones; set sparse=False")
+        raise ValueError(
+            f"{sparse[0] or 'the module'} makes sparse gradients: strategies add dense ones; set sparse=False"
+        )
     own = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
     own += [(name, tuple(x.shape), str(x.dtype), None) for name, x in module.named_buffers()]
     first, *others = gather_objects(own, group)

@@ -48,6 +48,7 @@ class Zero1(Overlapped):
     """bucket_mb  MiB of a segment, or up to four times as many where segments come out more even; or "auto": what makes
                256 MiB of all ranks' segments, and at least 32
 
+    Gradients that are means already are added to, as this rank's share, by what comes before the next step.
     Its optimizer is that of `make_optimizer`. Parameters are whole again from the next forward on, or from `wait()`.
     Once a forward is recorded as part of a
     CUDA graph the fetching is too, and no step begins it any more: other forwards and `wait()` are then asked of all

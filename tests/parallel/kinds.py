@@ -1,7 +1,7 @@
 """Kinds of modules and of training, each by each strategy beside one process: right, refused, or what else happens.
 
-    python -m tests.parallel.kinds            # prints the table, on two processes of this machine
-    python -m tests.parallel.kinds --write    # into docs/strategy.md
+python -m tests.parallel.kinds            # prints the table, on two processes of this machine
+python -m tests.parallel.kinds --write    # into docs/strategy.md
 """
 
 import sys
@@ -20,13 +20,14 @@ PEERS = ("torch_ddp", "torch_fsdp2")
 PAGE = Path(__file__).parents[2] / "docs" / "strategy.md"
 BEGIN, END = "<!-- kinds -->\n", "<!-- end of kinds -->\n"
 RIGHT, REFUSED, WRONG, ERROR, HANGS = "right", "refused", "**wrong**", "error", "hangs"
-RUN_S = 20
+RUN_S = 12
 REFUSALS = (  # how the sentences of ours begin
     "a backward was not followed by finish_gradient_synchronization()",
     "a second gradient of one parameter in a backward",
     "a parameter of shape",
     "backward(create_graph=True) makes gradients",
     "on rank 0 the parameter",
+    "one of parameters() was frozen",
     "ranks have not made the same forwards",
     "the module returned nothing that tells when a backward begins",
     "blocks.0.up.weight is on the meta device",
@@ -120,7 +121,6 @@ KINDS: dict[str, Kind] = {
     "compiled blocks": one(PLAIN, prepared="compiled"),
     "blocks compiled after wrapping": one(PLAIN, ways=["compile_blocks"]),
     "torch.compile of the wrapper": one(PLAIN, ways=["compile_the_wrapper", "step"]),
-    
     "momentum": one(PLAIN, optimizer="momentum", ways=["step"] * 3),
     "AdamW": one(PLAIN, optimizer="adamw", ways=["step"] * 3),
     "accumulation under no_sync()": one(PLAIN, ways=["accumulate"] * 2),

@@ -1,7 +1,7 @@
 """Modules as graphs of calls, and ways of training them: on ranks, and on one process. Ranks import it."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,20 @@ BLOCKS = "mlp deep frozen half lstm complex mixed normed spare branch".split()
 OTHER_BLOCKS = "batch-norm sparse".split()  # which not all strategies train as one process does
 HOLDERS = "list reversed zipped nested attributes dict sequential".split()
 RETURNS = "tensor pair dict object deep-object nothing stored".split()
-OPS = ("call", "twice", "method", "read", "checkpoint", "reentrant", "segment", "no_grad", "detach", "add", "own", "boom")
+OPS = (
+    "call",
+    "twice",
+    "method",
+    "read",
+    "checkpoint",
+    "reentrant",
+    "segment",
+    "no_grad",
+    "detach",
+    "add",
+    "own",
+    "boom",
+)
 
 
 @dataclass(frozen=True)
@@ -452,7 +465,9 @@ class Player:
         loss = self.loss()
         Boom.armed = True
         try:
-            (Boom.apply(loss) if not any(c.op == "boom" for p in self.net.graph.programs for c in p) else loss).backward()
+            (
+                Boom.apply(loss) if not any(c.op == "boom" for p in self.net.graph.programs for c in p) else loss
+            ).backward()
         except ArithmeticError:
             pass
         finally:
@@ -461,10 +476,8 @@ class Player:
         self.optimizer.zero_grad()
 
     def fail_in_forward(self) -> None:
-        try:
+        with suppress(RuntimeError):
             self.model(torch.ones(1, WIDTH + 1, dtype=self.dtype, device=device()))
-        except RuntimeError:
-            pass
 
     def checkpoint_all(self) -> None:
         batch = [x.requires_grad_() for x in self.batch()]
@@ -483,7 +496,6 @@ class Player:
         ]
         self.mean(outputs).backward()
         self.update()
-
 
     def others_are_odd(self) -> None:
         """From here on: what not every strategy takes."""
@@ -522,9 +534,7 @@ class Player:
     def functional_call(self) -> None:
         copies = {name: 1.0 * p for name, p in self.net.named_parameters()}
         batch = self.batch()
-        outputs = [
-            torch.func.functional_call(self.net, copies, (x, r)) for r, x in zip(self.ranks, batch, strict=True)
-        ]
+        outputs = [torch.func.functional_call(self.net, copies, (x, r)) for r, x in zip(self.ranks, batch, strict=True)]
         self.mean([_taken(y) for y in outputs]).backward()
         self.update()
 
