@@ -316,6 +316,11 @@ class Fsdp(Wrapper):
         self._free()
 
     def _on_grad(self, index: int, p: Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward(create_graph=True) makes gradients that are no part of a graph once fsdp has divided them:"
+                " take torch.autograd.grad(..., create_graph=True) for the term of the loss, then backward()"
+            )
         super()._on_grad(index, p)
         if not self._in_backward:
             self._enter_backward(None)

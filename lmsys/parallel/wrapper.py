@@ -175,11 +175,6 @@ class Wrapper(Traits, nn.Module):
 
     def _on_grad(self, index: int, _: Tensor) -> None:
         """Called when a backward has accumulated `trainable[index].grad`."""
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "backward(create_graph=True) makes gradients that are no part of a graph once they are means over"
-                " ranks: take torch.autograd.grad(..., create_graph=True) for the term of the loss, then backward()"
-            )
         if self._synchronizing:
             if not self._unfinished:  # a module's attributes are slow to set, and this runs once a parameter
                 self._unfinished = True

@@ -301,7 +301,8 @@ class Player:
         return self.model.state_dict() if self.is_plain else self.model.full_state_dict()
 
     def see(self, **found: Tensor) -> None:
-        real = {name: torch.view_as_real(x) if x.is_complex() else x for name, x in found.items()}
+        whole = {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in found.items()}  # of FSDP2
+        real = {name: torch.view_as_real(x) if x.is_complex() else x for name, x in whole.items()}
         self.seen.append({name: x.detach().cpu().clone() for name, x in real.items()})
 
     def batch(self) -> list[Tensor]:
