@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lmsys.parallel.absent import Absent, appear, leave
 from lmsys.parallel.collectives import Group, Pending, all_gather, reduce_scatter_mean, size_and_rank
 from lmsys.parallel.packing import Layout, copy_gradients
+from lmsys.parallel.part import as_part
 
 
 class Freed(Absent):
@@ -182,7 +183,7 @@ class FlatShard:
         for pending, part in self._reduced:
             pending.wait()
             if self.shard.grad is None:
-                self.shard.grad = part
+                self.shard.grad = part if self.whole.numel() == part.numel() else as_part(part, self.group)
             else:
                 self.shard.grad += part
         self._reduced.clear()
@@ -197,14 +198,19 @@ class FlatShard:
     def unshard(self) -> None:
         """Shows the module's parameters whole, in their own dtype, and their gradients. All ranks call it."""
         self.free()
+        self.reshard()
         self._point_to(self.gathered(self.shard))
-        self._is_shown = True
+        self._is_shown, self._version = True, self.shard._version
         if self.shard.grad is not None:
             for p, grad in zip(self.params, self.gathered(self.shard.grad), strict=True):
                 p.grad = grad
 
+    @torch.no_grad()
     def reshard(self) -> None:
+        """Ends it: what has been written meanwhile stays, unless the shard has changed."""
         if self._is_shown:
+            if self._version == self.shard._version:
+                self._write({id(p): p for p in self.params})
             for p in self.params:
                 p.grad = None
             self._point_to(self._views)
@@ -214,12 +220,18 @@ class FlatShard:
     @torch.no_grad()
     def load(self, values: Mapping[int, Tensor]) -> None:
         """Sets this rank's part of the parameters whose values, whole and in their shapes, are here by their id."""
+        self.reshard()
+        self.free()
+        self._write(values)
+
+    def _write(self, values: Mapping[int, Tensor]) -> None:
+        part = self.shard.detach().clone()
         for p, (_, place), (_, _, start) in zip(self.params, self._homes, self.layout.places, strict=True):
             if id(p) in values:
                 first = self._own.start + place.start - start  # in the parameter
-                self.shard[place].copy_(values[id(p)].reshape(-1)[first : first + place.stop - place.start])
-        self.reshard()
-        self.free()
+                part[place].copy_(values[id(p)].reshape(-1)[first : first + place.stop - place.start])
+        if not torch.equal(part, self.shard):  # else what was gathered stays as it is
+            self.shard.copy_(part)
 
 
 def _read(p: Any) -> None:

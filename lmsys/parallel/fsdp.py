@@ -23,7 +23,10 @@ from torch.utils._pytree import tree_map
 
 from lmsys.parallel.collectives import Group, all_reduce_mean, gather_objects
 from lmsys.parallel.flat_shard import FlatShard
+from lmsys.parallel.flat_state import flat_share, whole_state
+from lmsys.parallel.sharded_optimizer import check_share, on_cpu
 from lmsys.parallel.steps import Among
+from lmsys.parallel.structure import Groups, grouped
 from lmsys.parallel.traits import RESIZES_PARAMETERS, SURROUNDS_BLOCKS
 from lmsys.parallel.units import (
     before_backward,
@@ -75,13 +78,9 @@ class Fsdp(Wrapper):
         check_floating("compute_dtype", compute_dtype)
         super().__init__(module, process_group)
         self._dtype = compute_dtype
-        rounded = read_rounded(module) if compute_dtype in (torch.bfloat16, torch.float16) else set[int]()
-        self._autocasts = bool(rounded)
-        kept = {id(p) for p in module.parameters()} - rounded if rounded else read_as_kept(module)
-        self._units = [
-            Unit(number, [self._flat(number, params, rounded, kept) for params in unit], weakly(self._note))
-            for number, unit in enumerate(flats_by_block(module))
-        ]
+        self._units = [Unit(number, (), weakly(self._note)) for number in range(1 + len(blocks_of(module)))]
+        self._optimizers = WeakSet[Any]()
+        self._lay_out()
         unit_of = {id(p): unit for unit in self._units for flat in unit.flats for p in flat.params}
         self._unit_of = [unit_of[id(p)] for p in self.trainable]
         self._order = self._units[1:]  # in which forwards use blocks, as far as is known
@@ -93,7 +92,43 @@ class Fsdp(Wrapper):
         self._reducing: list[Unit] = []
         for block, unit in zip(blocks_of(module), self._order, strict=True):
             surround(block, weakly(self._enter_forward, unit), weakly(self._leave_forward, unit))
+
+    def _lay_out(self, *groups: set[int]) -> None:
+        """Lays parameters side by side, those of each group apart."""
+        self.unshard()
+        rounded = read_rounded(self.module) if self._dtype in (torch.bfloat16, torch.float16) else set[int]()
+        self._autocasts = bool(rounded)
+        kept = {id(p) for p in self.module.parameters()} - rounded if rounded else read_as_kept(self.module)
+        for unit, flats in zip(self._units, flats_by_block(self.module, *groups), strict=True):
+            unit.flats = [self._flat(unit.number, params, rounded, kept) for params in flats]
         self._parts = Among(self.parameters())
+
+    def make_optimizer(self, optimizer_cls: Any, groups: Groups | None = None, **kwargs: Any) -> torch.optim.Optimizer:
+        """As any strategy's. With `groups`, ValueError where training has begun in others: they are laid out apart."""
+        chosen: list[Any] = list(self.parameters())
+        if groups is not None:
+            if len(self._optimizers) or any(p.grad is not None for p in chosen):
+                raise ValueError("fsdp lays groups apart: make the optimizer of groups before any other, and one alone")
+            chosen = grouped(self.module, groups)
+            marks = [{id(p) for p in group["params"]} for group in chosen]
+            self._lay_out(*marks)
+            for group, mark in zip(chosen, marks, strict=True):
+                group["params"] = [flat.shard for flat in self._flats() if id(flat.params[0]) in mark]
+        optimizer = optimizer_cls(chosen, **kwargs)
+        self._optimizers.add(optimizer)
+        return optimizer
+
+    def parameters_in(self, optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
+        shards = {id(p): id(flat.shard) for flat in self._flats() for p in flat.params}
+        groups = [{id(p) for p in group["params"]} for group in optimizer.param_groups]
+        return [[p for p in self.module.parameters() if shards[id(p)] in group] for group in groups]
+
+    def _whole_state(self, optimizer: Any) -> dict[str, Any]:
+        shares = gather_objects(tree_map(on_cpu, optimizer.state_dict()), self.group)
+        return whole_state(shares, self.module, self.parameters_in(optimizer))
+
+    def _own_state(self, optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+        return flat_share(state, self.module, self.rank, self.world_size, self.parameters_in(optimizer))
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
         for unit in self._units:
@@ -182,6 +217,12 @@ class Fsdp(Wrapper):
             )
         if self._parts.held_by(optimizer):
             self._refuse_unfinished()
+            if optimizer not in self._optimizers and len(optimizer.param_groups) > 1:
+                raise ValueError(
+                    "this optimizer has several param groups, and the flat parts of fsdp are neither of one name nor of"
+                    " one shape: make it by make_optimizer(cls, groups=lambda name, p: options, ...)"
+                )
+            check_share(optimizer.param_groups, self.rank, self.world_size)
             self.reshard()
             self._unpin()
 

@@ -38,10 +38,10 @@ def parameters_by_block(module: nn.Module) -> list[list[nn.Parameter]]:
     return units
 
 
-def flats_by_block(module: nn.Module) -> list[list[list[nn.Parameter]]]:
-    """The same, in each those that can lie side by side: of one dtype and device, all trained or all frozen, and all
-    `read_rounded` or none, all `read_as_kept` or none."""
-    marks = read_rounded(module), read_as_kept(module)
+def flats_by_block(module: nn.Module, *groups: set[int]) -> list[list[list[nn.Parameter]]]:
+    """The same, in each those that can lie side by side: of one dtype and device, all trained or all frozen, all
+    `read_rounded` or none, all `read_as_kept` or none, and in each of the `groups`, of ids, all or none."""
+    marks = read_rounded(module), read_as_kept(module), *groups
     return [_by_kind(params, *marks) for params in parameters_by_block(module)]
 
 

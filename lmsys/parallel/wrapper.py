@@ -14,16 +14,18 @@ large batches train as one process does on all of them.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import _IncompatibleKeys
+from torch.utils._pytree import tree_map
 
 from lmsys.parallel.collectives import Group, broadcast_, gather_objects, size_and_rank
 from lmsys.parallel.steps import Among, watch
-from lmsys.parallel.structure import Structure
+from lmsys.parallel.structure import Groups, Structure, grouped
 from lmsys.parallel.traits import Traits
 from lmsys.parallel.units import before_backward, is_in_backward, tensors_in, weakly
 
@@ -115,9 +117,60 @@ class Wrapper(Traits, nn.Module):
         if self.world_size > 1 and self.trainable:
             self._synchronize()
 
-    def make_optimizer(self, optimizer_cls: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """The optimizer that steps what this strategy trains."""
-        return optimizer_cls(self.parameters(), **kwargs)
+    def make_optimizer(self, optimizer_cls: Any, groups: Groups | None = None, **kwargs: Any) -> torch.optim.Optimizer:
+        """The optimizer that steps what this strategy trains.
+
+        groups  called with the name, in the module, of each trained parameter, and it: the options in which the
+                optimizer treats it otherwise, such as {"weight_decay": 0.0} or {}
+        """
+        return optimizer_cls(grouped(self.module, groups), **kwargs)
+
+    def parameters_in(self, optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
+        """The module's parameters, by the optimizer's param groups."""
+        return [group["params"] for group in optimizer.param_groups]
+
+    def full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The optimizer's state, whole and by name, as torch.distributed.checkpoint has it of any strategy.
+
+        As torch's `get_optimizer_state_dict`, an optimizer that has none yet gets one of zeros. All ranks call it.
+        """
+        from torch.distributed.checkpoint.state_dict import _init_optim_state
+
+        _init_optim_state(optimizer)
+        names, state = list(chain(*self._names_in(optimizer))), self._whole_state(optimizer)
+        groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
+        return {"state": {names[number]: x for number, x in state["state"].items()}, "param_groups": groups}
+
+    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+        """Loads such a state, also of another strategy or FSDP2. All ranks call it, with the same state.
+
+        ValueError where it is of other parameters, or of other groups of them.
+        """
+        own, given = self._names_in(optimizer), state_dict["param_groups"]
+        fitting = [next((group for group in given if set(names) <= set(group["params"])), None) for names in own]
+        numbers = {name: number for number, name in enumerate(chain(*own))}
+        if None in fitting or not state_dict["state"].keys() <= numbers.keys():
+            raise ValueError(f"the state has other parameters, or other groups of them, than this optimizer: {own}")
+        found = {
+            "state": {numbers[name]: tree_map(whole, x) for name, x in state_dict["state"].items()},
+            "param_groups": [
+                {**(group or {}), "params": [numbers[name] for name in names]}
+                for group, names in zip(fitting, own, strict=True)
+            ],
+        }
+        optimizer.load_state_dict(self._own_state(optimizer, found))
+
+    def _names_in(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        return [[names[id(p)] for p in params] for params in self.parameters_in(optimizer)]
+
+    def _whole_state(self, optimizer: Any) -> dict[str, Any]:
+        """By the number of a parameter in `parameters_in`."""
+        return getattr(optimizer, "full_state_dict", optimizer.state_dict)()
+
+    def _own_state(self, optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+        """What of a whole state this rank's optimizer loads."""
+        return state
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The module's state dict, whole, on every rank. All ranks call it."""
@@ -296,6 +349,15 @@ def _agree(module: nn.Module, group: Group) -> None:
         raise ValueError(
             f"{sparse[0] or 'the module'} makes sparse gradients: strategies add dense ones; set sparse=False"
         )
+    norms = [(name, one) for name, one in module.named_modules() if isinstance(one, _BatchNorm) and one.training]
+    alone = [name for name, one in norms if not isinstance(one, nn.SyncBatchNorm)]
+    if alone and size_and_rank(group)[0] > 1:
+        raise ValueError(
+            f"{alone[0] or 'the module'} normalizes by each rank's own batch, and not by that of all: take"
+            " nn.SyncBatchNorm.convert_sync_batchnorm(module), or eval() for it before the module is wrapped"
+        )
+    if hasattr(module, "_ddp_params_and_buffers_to_ignore"):
+        raise ValueError("the module names parameters that DDP is to ignore: hold them in another module")
     own = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
     own += [(name, tuple(x.shape), str(x.dtype), None) for name, x in module.named_buffers()]
     first, *others = gather_objects(own, group)

@@ -10,7 +10,7 @@ Source: Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), section 7.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,8 +24,10 @@ from lmsys.parallel.buckets import MIB, is_size, plan_segments
 from lmsys.parallel.collectives import Group, Pending, size_and_rank
 from lmsys.parallel.overlapped import Overlapped
 from lmsys.parallel.packing import Layout
+from lmsys.parallel.part import as_part
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer, flatten, layout_of, owners_in
 from lmsys.parallel.steps import Among
+from lmsys.parallel.structure import Groups, grouped
 from lmsys.parallel.traits import SURROUNDS_BLOCKS
 from lmsys.parallel.transport import Bucket
 from lmsys.parallel.units import blocks_of, parameters_by_block, surround, weakly
@@ -96,8 +98,8 @@ class Zero1(Overlapped):
             self._stale = False
         return output
 
-    def make_optimizer(self, optimizer_cls: Any, **kwargs: Any) -> "Zero1Optimizer":
-        return Zero1Optimizer(self, optimizer_cls, **kwargs)
+    def make_optimizer(self, optimizer_cls: Any, groups: Groups | None = None, **kwargs: Any) -> "Zero1Optimizer":
+        return Zero1Optimizer(self, optimizer_cls, **{"params": groups and grouped(self.module, groups), **kwargs})
 
     def full_state_dict(self) -> dict[str, Tensor]:
         self.wait()
@@ -199,6 +201,9 @@ class Zero1(Overlapped):
         self._wait_for([number for number, pending in enumerate(self._gathering) if not pending.done])
         super()._synchronize()
         self._are_means = True
+        for p in self._own:
+            if p.grad is not None:
+                as_part(p.grad, self.group)
 
     def _wait_in_forward(self) -> None:
         """Makes each block wait before its forward for its own parameters; `forward` waits for the others."""
@@ -244,9 +249,9 @@ class Zero1Optimizer(ShardedOptimizer):
             " what is unfrozen or added after wrapping no rank reduces gradients; wrap the module again"
         )
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, *args: Any, **kwargs: Any) -> Any:
         wrapper = self._wrapper()
         assert wrapper is not None, "the strategy that this optimizer belongs to is gone"
-        loss = self.step_own(closure)
+        loss = self.step_own(*args, **kwargs)
         wrapper.stepped()
         return loss

@@ -33,6 +33,7 @@ REFUSALS = (  # how the sentences of ours begin
     "blocks.0.up.weight is on the meta device",
     "first.weight is on the meta device",
     "blocks.0.table makes sparse gradients",
+    "blocks.0.norm normalizes by each rank's own batch",
 )
 TWO_STEPS = ("step", "step")
 Kind = tuple[Graph, Sequence[str]]
