@@ -27,8 +27,7 @@ from lmsys.measure.profile import KINDS, Profile, communication_of, part, profil
 from lmsys.measure.sensors import Reading, sensors_of
 from lmsys.measure.step import Step
 from lmsys.parallel.group import device
-from lmsys.training.loop import whole_norm
-from lmsys.training.optimizer import clip_factor, scale_gradients
+from lmsys.training.optimizer import clip_factor, scale_gradients, whole_norm
 
 MAX_NORM = 1.0
 LR_SHARE = 0.25  # of the rate by width: there is no warm-up
@@ -50,7 +49,7 @@ class TrainingRig(Rig):
             if self.case.entry.trait("fused_adamw", False):  # DTensors, whose norm torch knows
                 torch.nn.utils.clip_grad_norm_(self.parameters, MAX_NORM)
             else:
-                norm = whole_norm(self.optimizer, self.group, self.divided)
+                norm = whole_norm(self.parameters, self.group, self.divided)
                 scale_gradients(self.optimizer, clip_factor(norm, MAX_NORM))
             super().update()
 

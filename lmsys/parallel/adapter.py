@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lmsys.parallel.collectives import Group
+from lmsys.parallel.structure import grouped
 
 
 class Adapter:
@@ -38,7 +39,7 @@ class Adapter:
     def make_optimizer(self, optimizer_cls: Any, **kwargs: Any) -> torch.optim.Optimizer:
         if hasattr(self.wrapper, "make_optimizer"):
             return self.wrapper.make_optimizer(optimizer_cls, **kwargs)
-        return optimizer_cls(self.module.parameters(), **kwargs)
+        return optimizer_cls(grouped(self.module, kwargs.pop("groups", None)), **kwargs)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         whole = hasattr(self.wrapper, "full_state_dict")

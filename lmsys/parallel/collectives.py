@@ -82,6 +82,8 @@ def all_reduce_mean(x: Tensor, group: Group, async_op: bool = True) -> Pending:
 def reduce_scatter_mean(out: Tensor, x: Tensor, group: Group, async_op: bool = True) -> Pending:
     """x (world_size · n,) -> out (n,): the mean over ranks of this rank's segment."""
     world_size, _ = size_and_rank(group)
+    if x.is_complex():  # torch.distributed does so for other collectives, not for this one
+        out, x = torch.view_as_real(out), torch.view_as_real(x)
     if world_size == 1:
         out.copy_(x)
         return Pending()

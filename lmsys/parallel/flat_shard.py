@@ -5,7 +5,7 @@ rank's parts of them, but no values. Whatever reads one is told what to call ins
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lmsys.parallel.absent import Absent, appear, leave
 from lmsys.parallel.collectives import Group, Pending, all_gather, reduce_scatter_mean, size_and_rank
 from lmsys.parallel.packing import Layout, copy_gradients
+from lmsys.parallel.part import as_part
 
 
 class Freed(Absent):
@@ -33,6 +34,11 @@ class Freed(Absent):
         if (grad := self.grad) is not None:
             grad.zero_()
 
+    @property
+    def rounded(self) -> Tensor | None:
+        _read(self)  # now it is no longer of this class
+        return vars(self).get("rounded")
+
 
 class FlatShard:
     """`shard` is this rank's part, `whole` the gathered tensor, without memory while it is freed.
@@ -41,13 +47,22 @@ class FlatShard:
     gathered_dtype of `whole`; None: their own
     rounded        the views are not the parameters but their attribute `rounded`, which modules read in their place.
                    The parameters keep their dtype, and so do their gradients; their own values are NaN
+    on_read        is called when a freed parameter is read: true where it is whole then
+
+    Autograd refuses to go on with a tensor of another version than it has saved. So a freed parameter has another, and
+    has the former one again when it is gathered, unless the shard has changed meanwhile.
     """
 
     @torch.no_grad()
     def __init__(
-        self, params: list[nn.Parameter], group: Group, gathered_dtype: torch.dtype | None, rounded: bool = False
+        self,
+        params: list[nn.Parameter],
+        group: Group,
+        gathered_dtype: torch.dtype | None,
+        rounded: bool = False,
+        on_read: Callable[[], Any] = bool,
     ):
-        self.params, self.group = params, group
+        self.params, self.group, self.on_read = params, group, on_read
         world_size, self.rank = size_and_rank(group)
         self.layout = Layout.of(params)
         length = self.layout.part(world_size)
@@ -56,11 +71,14 @@ class FlatShard:
             view.copy_(p)
         self._own = slice(self.rank * length, (self.rank + 1) * length)
         self.shard = nn.Parameter(everything[self._own].clone(), requires_grad=params[0].requires_grad)
+        self._trained = self.shard.requires_grad
         narrow = gathered_dtype if params[0].is_floating_point() else None
         self.whole = torch.empty(world_size * length, dtype=narrow or everything.dtype, device=everything.device)
         self._nbytes = self.whole.untyped_storage().nbytes()
         self._gathering: Pending | None = None
-        self._is_whole = False
+        self._is_whole, self._is_hidden = False, False
+        self._version = 0  # of the shard, when it was gathered
+        self.used = False  # this rank has made a gradient, since the shard's was None
         self._is_shown = False  # in a tensor of their own, for others to read
         self._reduced: list[tuple[Pending, Tensor]] = []
         self._views, self._padding = self.layout.views(self.whole), self.layout.gaps(self.whole.numel())
@@ -68,6 +86,7 @@ class FlatShard:
         if rounded:  # through `.data`, as below
             self._rounded = [view.data for view in self._views]
             self._views = [p.new_full((1,) * p.dim(), torch.nan).expand(p.shape) for p in params]  # no memory of a size
+        self._stamped = self._rounded or self.params  # what autograd saves
         self._homes = [(weakref.ref(self), place) for place in self._places()]
         self._point_to(self._views)
         self._release()
@@ -85,33 +104,57 @@ class FlatShard:
             p.data = view
 
     def _leave(self) -> None:
-        leave(self.params, _refuse, Freed, self._homes)
+        leave(self.params, _read, Freed, self._homes)
+
+    def hide(self) -> None:
+        """From now on a read is told to `on_read`, though the values are still here."""
+        if self._is_whole and not self._is_hidden:
+            self._leave()
+            self._is_hidden = True
 
     def _release(self) -> None:
         for p in self.params if self._is_whole and self._rounded else ():
-            del p.rounded
-        self._leave()
+            del vars(p)["rounded"]
+        if not self._is_hidden:
+            self._leave()
+        self._is_hidden = False
         self.whole.untyped_storage().resize_(0)
         self._is_whole = False
+        self._stamp(freed=1)
+
+    def _stamp(self, freed: int) -> None:
+        versions = [2 * self._version + freed] * len(self._stamped)
+        torch._C._autograd._unsafe_set_version_counter(self._stamped, versions)
 
     @torch.no_grad()
-    def gather(self) -> None:
-        if self._is_whole or self._gathering is not None:
-            return
+    def gather(self) -> bool:
+        """True where it begins now: it is neither whole nor on its way, or the shard has changed since."""
+        if self.shard.requires_grad is not self._trained:
+            raise ValueError("one of parameters() was frozen, or set to be trained, after the module was wrapped")
+        if (self._is_whole or self._gathering is not None) and self._version == self.shard._version:
+            return False
+        self.free()
         self.reshard()
         self.whole.untyped_storage().resize_(self._nbytes)
+        self._version = self.shard._version
         self._gathering = all_gather(self.whole, self.shard.detach().to(self.whole.dtype), self.group)
+        return True
 
     def wait(self) -> None:
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering, self._is_whole = None, True
-            appear(self.params)
+            self._is_hidden = True
+            self._stamp(freed=0)
             for p, copy in zip(self.params, self._rounded, strict=False):  # none, unless copies are gathered
-                p.rounded = copy
+                vars(p)["rounded"] = copy
+        if self._is_hidden:
+            appear(self.params)
+            self._is_hidden = False
 
     def free(self) -> None:
-        self.wait()
+        if self._gathering is not None:
+            self.wait()
         if self._is_whole:
             self._release()
 
@@ -121,10 +164,11 @@ class FlatShard:
         if not self.shard.requires_grad:
             return
         self.finish_reduce()
+        appear(self.params)  # their own gradients, not what is there of the sum
+        self.used = any(p.grad is not None for p in self.params) or (self.used and self.shard.grad is not None)
         grads = self.shard.new_empty(self.whole.numel())
         if self._padding:  # it is part of the shards, and of their norm
             torch._foreach_zero_([grads[gap] for gap in self._padding])
-        appear(self.params)  # their own gradients, not what is there of the sum
         copy_gradients(self.params, self.layout.views(grads))
         for p in self.params:
             p.grad = None
@@ -139,7 +183,7 @@ class FlatShard:
         for pending, part in self._reduced:
             pending.wait()
             if self.shard.grad is None:
-                self.shard.grad = part
+                self.shard.grad = part if self.whole.numel() == part.numel() else as_part(part, self.group)
             else:
                 self.shard.grad += part
         self._reduced.clear()
@@ -154,14 +198,19 @@ class FlatShard:
     def unshard(self) -> None:
         """Shows the module's parameters whole, in their own dtype, and their gradients. All ranks call it."""
         self.free()
+        self.reshard()
         self._point_to(self.gathered(self.shard))
-        self._is_shown = True
+        self._is_shown, self._version = True, self.shard._version
         if self.shard.grad is not None:
             for p, grad in zip(self.params, self.gathered(self.shard.grad), strict=True):
                 p.grad = grad
 
+    @torch.no_grad()
     def reshard(self) -> None:
+        """Ends it: what has been written meanwhile stays, unless the shard has changed."""
         if self._is_shown:
+            if self._version == self.shard._version:
+                self._write({id(p): p for p in self.params})
             for p in self.params:
                 p.grad = None
             self._point_to(self._views)
@@ -171,15 +220,24 @@ class FlatShard:
     @torch.no_grad()
     def load(self, values: Mapping[int, Tensor]) -> None:
         """Sets this rank's part of the parameters whose values, whole and in their shapes, are here by their id."""
+        self.reshard()
+        self.free()
+        self._write(values)
+
+    def _write(self, values: Mapping[int, Tensor]) -> None:
+        part = self.shard.detach().clone()
         for p, (_, place), (_, _, start) in zip(self.params, self._homes, self.layout.places, strict=True):
             if id(p) in values:
                 first = self._own.start + place.start - start  # in the parameter
-                self.shard[place].copy_(values[id(p)].reshape(-1)[first : first + place.stop - place.start])
-        self.reshard()
-        self.free()
+                part[place].copy_(values[id(p)].reshape(-1)[first : first + place.stop - place.start])
+        if not torch.equal(part, self.shard):  # else what was gathered stays as it is
+            self.shard.copy_(part)
 
 
-def _refuse(p: Any) -> None:
+def _read(p: Any) -> None:
+    flat = p.home[0]()
+    if flat is not None and flat.on_read():
+        return
     raise RuntimeError(
         f"a parameter of shape {tuple(p.shape)} was read that fsdp has divided among ranks: full_state_dict() gives all"
         " values, unshard() shows them until the next forward, parameters() of the wrapper are this rank's parts"

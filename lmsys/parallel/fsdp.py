@@ -1,27 +1,45 @@
 """Fully sharded data parallelism: a rank keeps a part of every parameter, gradient and optimizer state.
 
 The parameters of a block (an entry of a ModuleList), and those of no block, lie side by side in a flat tensor of which
-a rank keeps one of world_size equal parts, in its full precision: that is what the optimizer steps. Before a block's
-forward, and again before its backward, the whole is gathered, the next block's while this one computes; after it the
-whole is freed. A block's gradients are reduce-scattered while the block before it goes on with the backward.
+a rank keeps one of world_size equal parts, in its full precision: that is what the optimizer steps. A block that is
+called is gathered, in whatever order and however often, and the one that was called after it before is gathered while
+it computes; it is freed when its last use is over. A backward comes back to blocks in the reverse order of their
+calls: it gathers them again, and reduce-scatters their gradients while it goes on. See `walk`.
 
 Source: Zhao et al. 2023, "PyTorch FSDP" (arXiv 2304.11277), sections 3.2 and 3.3; Rajbhandari et al. 2020, "ZeRO"
 (1910.02054), P_os+g+p.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch._compile import _disable_dynamo
+from torch.utils._pytree import tree_map
 
-from lmsys.parallel.collectives import Group, all_reduce_mean
+from lmsys.parallel.collectives import Group, all_reduce_mean, gather_objects
 from lmsys.parallel.flat_shard import FlatShard
-from lmsys.parallel.steps import Among, watch
+from lmsys.parallel.flat_state import flat_share, whole_state
+from lmsys.parallel.sharded_optimizer import check_share, on_cpu
+from lmsys.parallel.steps import Among
+from lmsys.parallel.structure import Groups, grouped
 from lmsys.parallel.traits import RESIZES_PARAMETERS, SURROUNDS_BLOCKS
-from lmsys.parallel.units import blocks_of, flats_by_block, read_as_kept, read_rounded, surround, weakly
+from lmsys.parallel.units import (
+    before_backward,
+    blocks_of,
+    flats_by_block,
+    is_in_backward,
+    read_as_kept,
+    read_rounded,
+    surround,
+    tensors_in,
+    weakly,
+)
+from lmsys.parallel.walk import Unit, Walk
 from lmsys.parallel.wrapper import Wrapper, check_floating, compared, whole
 
 
@@ -37,9 +55,13 @@ class Fsdp(Wrapper):
 
     `parameters()` are the parts that this rank keeps, flat: an optimizer that works element by element steps them as it
     would the whole. The module's own parameters keep their names and shapes, and have as gradients this rank's parts of
-    them; without values they refuse to be read, until `unshard` shows them whole. Gradients are reduced in the
-    parameters' precision, in every backward: under no_sync() too, as no rank could keep them whole. A parameter that no
-    rank has used has a gradient of zeros. What is to be compiled, block by block, is compiled before it is wrapped.
+    them; without values they refuse to be read, until `unshard` shows them whole. Where a forward reads them other than
+    by calling their block, they are gathered and stay until the step. Gradients are reduced in the parameters'
+    precision, in every backward: under no_sync() too, as no rank could keep them whole. A flat part that no rank has
+    used has no gradient; a parameter that no rank has used has one of zeros where others of its part have been.
+
+    A rank may leave out blocks that others call. Else ranks must call blocks in the same order: RuntimeError where they
+    have not, or a collective that waits in vain. torch.compile of the wrapper leaves it as it is; compile its blocks.
     """
 
     zero_stage = 3
@@ -56,48 +78,103 @@ class Fsdp(Wrapper):
         check_floating("compute_dtype", compute_dtype)
         super().__init__(module, process_group)
         self._dtype = compute_dtype
-        rounded = read_rounded(module) if compute_dtype in (torch.bfloat16, torch.float16) else set[int]()
+        self._units = [Unit(number, (), weakly(self._note)) for number in range(1 + len(blocks_of(module)))]
+        self._optimizers = WeakSet[Any]()
+        self._lay_out()
+        unit_of = {id(p): unit for unit in self._units for flat in unit.flats for p in flat.params}
+        self._unit_of = [unit_of[id(p)] for p in self.trainable]
+        self._order = self._units[1:]  # in which forwards use blocks, as far as is known
+        self._other_order: list[Unit] = []  # in which one has used them
+        self._running: list[Unit] = []  # whose forwards have begun, each inside of the one before
+        self._to_come = WeakSet[Walk]()  # forwards that no backward has come to
+        self._back = Walk((), bool)
+        self._to_reduce = set[Unit]()
+        self._reducing: list[Unit] = []
+        for block, unit in zip(blocks_of(module), self._order, strict=True):
+            surround(block, weakly(self._enter_forward, unit), weakly(self._leave_forward, unit))
+
+    def _lay_out(self, *groups: set[int]) -> None:
+        """Lays parameters side by side, those of each group apart."""
+        self.unshard()
+        rounded = read_rounded(self.module) if self._dtype in (torch.bfloat16, torch.float16) else set[int]()
         self._autocasts = bool(rounded)
-        kept = {id(p) for p in module.parameters()} - rounded if rounded else read_as_kept(module)
-        self._units = [[self._flat(params, rounded, kept) for params in unit] for unit in flats_by_block(module)]
-        self._to_reduce = len(self._units) - 1  # the next, from the last block to what is in no block
-        self._in_backward = False
-        self._reducing: list[_Unit] = []
-        for number, block in enumerate(blocks_of(module), start=1):
-            surround(block, weakly(self._enter_forward, number), weakly(self._leave_forward, number))
-        self._whole, self._parts = Among(module.parameters()), Among(self.parameters())
-        watch(self)
+        kept = {id(p) for p in self.module.parameters()} - rounded if rounded else read_as_kept(self.module)
+        for unit, flats in zip(self._units, flats_by_block(self.module, *groups), strict=True):
+            unit.flats = [self._flat(unit.number, params, rounded, kept) for params in flats]
+        self._parts = Among(self.parameters())
+
+    def make_optimizer(self, optimizer_cls: Any, groups: Groups | None = None, **kwargs: Any) -> torch.optim.Optimizer:
+        """As any strategy's. With `groups`, ValueError where training has begun in others: they are laid out apart."""
+        chosen: list[Any] = list(self.parameters())
+        if groups is not None:
+            if len(self._optimizers) or any(p.grad is not None for p in chosen):
+                raise ValueError("fsdp lays groups apart: make the optimizer of groups before any other, and one alone")
+            chosen = grouped(self.module, groups)
+            marks = [{id(p) for p in group["params"]} for group in chosen]
+            self._lay_out(*marks)
+            for group, mark in zip(chosen, marks, strict=True):
+                group["params"] = [flat.shard for flat in self._flats() if id(flat.params[0]) in mark]
+        optimizer = optimizer_cls(chosen, **kwargs)
+        self._optimizers.add(optimizer)
+        return optimizer
+
+    def parameters_in(self, optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
+        shards = {id(p): id(flat.shard) for flat in self._flats() for p in flat.params}
+        groups = [{id(p) for p in group["params"]} for group in optimizer.param_groups]
+        return [[p for p in self.module.parameters() if shards[id(p)] in group] for group in groups]
+
+    def _whole_state(self, optimizer: Any) -> dict[str, Any]:
+        shares = gather_objects(tree_map(on_cpu, optimizer.state_dict()), self.group)
+        return whole_state(shares, self.module, self.parameters_in(optimizer))
+
+    def _own_state(self, optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+        return flat_share(state, self.module, self.rank, self.world_size, self.parameters_in(optimizer))
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
-        for number, unit in enumerate(self._units):
-            for part, flat in enumerate(unit):
-                yield f"{prefix}{'.' if prefix else ''}unit{number}.part{part}", flat.shard
+        for unit in self._units:
+            for part, flat in enumerate(unit.flats):
+                yield f"{prefix}{'.' if prefix else ''}unit{unit.number}.part{part}", flat.shard
 
+    @_disable_dynamo  # compiled blocks run as such; a compiler of the whole would look into what is done around them
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._unfinished:
-            return super().forward(*args, **kwargs)  # which refuses
-        if self._in_backward:  # one under no_sync()
-            self._end_backward()
-        for unit in self._units[:2]:
-            _each(unit, FlatShard.gather)
-        _each(self._units[0], FlatShard.wait)
-        if self._autocasts:
-            with torch.autocast(next(self._flats()).whole.device.type, self._dtype):
-                output = super().forward(*args, **kwargs)
-        else:
+        self._prepare()
+        again = is_in_backward()  # checkpointed as a whole: all units stay for the backward of this
+        if again:
+            self._enter_backward(None)
+        self._begin_forward(bool if again else Unit.free)
+        if self._dtype is not None and not self._autocasts:
             args, kwargs = tree_map(self._cast, (args, kwargs))
-            output = super().forward(*args, **kwargs)
-        if not torch.is_grad_enabled():
-            _each(self._units[0], FlatShard.free)
+        device = next(self._flats()).whole.device.type if self._autocasts else "cpu"
+        with torch.autocast(device, self._dtype, enabled=True) if self._autocasts else nullcontext():
+            try:
+                output = super().forward(*args, **kwargs)
+            finally:
+                walk, self._walk = self._walk, None
+                walk.end()
+        if torch.is_grad_enabled():
+            self._to_come.add(walk)
+            self._other_order = walk.seen if walk.strayed else self._other_order
+        elif not again:
+            self._free()
         return output
 
     def finish_gradient_synchronization(self) -> None:
-        self._end_backward()
+        self._leave_backward()
         self._unfinished = False
-        if self.world_size > 1 and self.trainable:
-            flag = torch.full((1,), float(bool(self._change)), device=self.trainable[0].device)
-            all_reduce_mean(flag, self.group, async_op=False).wait()
-            self._refuse_change(flag)
+        self._unpin()
+        flats = [flat for flat in self._flats() if flat.shard.requires_grad]
+        if not flats:
+            return
+        use = [float(flat.used) for flat in flats]
+        values = torch.tensor([*use, *self._flags(), float(bool(self._other_order))], dtype=torch.float64)
+        means = values.to(flats[0].shard.device, non_blocking=True)
+        all_reduce_mean(means, self.group, async_op=False).wait()
+        if not all(use):  # gradients that no rank has made are none
+            for flat, share in zip(flats, means.tolist(), strict=False):
+                if not share:
+                    flat.shard.grad = None
+        if (told := self._heed(means[len(flats) :])) is not None and told[-1] > 0:
+            self._learn()
 
     def unshard(self) -> None:
         """Shows the module's parameters and their gradients whole, in their own dtype, as copies to be read.
@@ -108,11 +185,13 @@ class Fsdp(Wrapper):
             raise RuntimeError(
                 "gradients are still on their way: finish_gradient_synchronization() comes before unshard()"
             )
-        _each(self._flats(), FlatShard.unshard)
+        for flat in self._flats():
+            flat.unshard()
 
     def reshard(self) -> None:
         """Leaves the module's parameters without values again."""
-        _each(self._flats(), FlatShard.reshard)
+        for flat in self._flats():
+            flat.reshard()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
@@ -137,8 +216,15 @@ class Fsdp(Wrapper):
                 " make_optimizer(), or over parameters() of the wrapper"
             )
         if self._parts.held_by(optimizer):
+            self._refuse_unfinished()
+            if optimizer not in self._optimizers and len(optimizer.param_groups) > 1:
+                raise ValueError(
+                    "this optimizer has several param groups, and the flat parts of fsdp are neither of one name nor of"
+                    " one shape: make it by make_optimizer(cls, groups=lambda name, p: options, ...)"
+                )
+            check_share(optimizer.param_groups, self.rank, self.world_size)
             self.reshard()
-            _each(self._flats(), FlatShard.free)
+            self._unpin()
 
     def _state(self, of: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         """By name, what `of` makes of each whole parameter, one unit after another; buffers are copied."""
@@ -161,74 +247,143 @@ class Fsdp(Wrapper):
                     x.copy_(values[id(x)])
         return told
 
-    def _flat(self, params: list[nn.Parameter], rounded: set[int], kept: set[int]) -> FlatShard:
+    def _flat(self, unit: int, params: list[nn.Parameter], rounded: set[int], kept: set[int]) -> FlatShard:
         one = id(params[0])  # the others have the same marks
-        return FlatShard(params, self.group, None if one in kept else self._dtype, one in rounded)
+        gathered_dtype = None if one in kept else self._dtype
+        return FlatShard(params, self.group, gathered_dtype, one in rounded, weakly(self._read, unit))
 
     def _flats(self) -> Iterator[FlatShard]:
         for unit in self._units:
-            yield from unit
+            yield from unit.flats
 
     def _cast(self, x: Any) -> Any:
         floating = isinstance(x, Tensor) and x.is_floating_point()
         return x.to(self._dtype) if floating and self._dtype is not None else x
 
-    def _on_grad(self, index: int, _: Tensor) -> None:
-        if not self._in_backward:  # attributes are slow to set, as in Wrapper
-            self._in_backward = True
-        if self._synchronizing and not self._unfinished:
-            self._unfinished = True
-
-    def _end_backward(self) -> None:
-        self._reduce_down_to(0)
+    def _free(self) -> None:
+        """Of units, all but those that are pinned."""
         for unit in self._units:
-            _each(unit, FlatShard.finish_reduce)
-            _each(unit, FlatShard.free)
-        self._reducing.clear()
-        self._to_reduce, self._in_backward = len(self._units) - 1, False
+            unit.free()
 
-    def _reduce_down_to(self, number: int) -> None:
-        """Sends the gradients of units that are done with their backward, and frees their parameters.
+    def _unpin(self) -> None:
+        for unit in self._units:
+            unit.pinned = False
+        self._free()
 
-        On every rank at the same point, whichever of its parameters have gradients: collectives keep one order.
+    def _pin(self, unit: Unit) -> None:
+        """Leaves a unit whole until the step, as nobody can tell when its last use will be over.
+
+        In a backward only where that makes a graph, of which a later one reads parameters too.
         """
-        while self._to_reduce >= number:
-            unit = self._units[self._to_reduce]
-            _each(unit, FlatShard.reduce)
-            _each(unit, FlatShard.free)
-            self._reducing.append(unit)
-            self._to_reduce -= 1
-            if len(self._reducing) > 1:  # gradients that have arrived give back the memory they came in
-                _each(self._reducing.pop(0), FlatShard.finish_reduce)
+        unit.pinned = unit.pinned or torch.is_grad_enabled()
+        unit.gather()
+        unit.wait()
 
-    def _enter_forward(self, number: int, *_: Any) -> None:
-        for unit in self._units[number : number + 1 if self._in_backward else number + 2]:
-            _each(unit, FlatShard.gather)
-        _each(self._units[number], FlatShard.wait)
+    def _read(self, number: int) -> bool:
+        """True where a freed parameter is whole now, as a forward has read it other than by calling its block."""
+        if self._walk is None and not is_in_backward():
+            return False
+        self._pin(self._units[number])
+        return True
 
-    def _leave_forward(self, number: int, _: nn.Module, __: Any, output: Any) -> None:
-        if self._in_backward:  # activation checkpointing runs a forward again, and then the backward of it
+    def _begin_forward(self, release: Callable[[Unit], Any]) -> None:
+        outside, *_ = self._units
+        for unit in self._running:
+            unit.calls = 0  # an exception has ended it
+        self._running.clear()
+        self._walk = Walk(self._order, release, release_first=True)
+        for unit in (outside, *self._order[:1]):
+            unit.gather()
+        outside.wait()
+
+    def _enter_forward(self, unit: Unit, *_: Any) -> None:
+        if is_in_backward():  # checkpointed
+            self._enter_backward(None)
+        else:
+            for other in self._running:  # reads its parameters again after this call
+                other.pinned = other.pinned or (torch.is_grad_enabled() and other is not unit)
+            self._running.append(unit)
+            unit.calls += 1
+        if self._walk is None:
+            unit.gather()
+        else:
+            self._walk.enter(unit)
+        unit.wait()
+
+    def _leave_forward(self, unit: Unit, _: nn.Module, __: Any, output: Any) -> None:
+        tensors, hidden = tensors_in(output) if torch.is_grad_enabled() else ([], False)
+        before_backward(tensors, weakly(self._return_to, unit))
+        if is_in_backward():
             return
-        is_last = number == len(self._units) - 1
-        if not (is_last and torch.is_grad_enabled()):
-            _each(self._units[number], FlatShard.free)
-        tensors = [x for x in tree_flatten(output)[0] if isinstance(x, Tensor) and x.requires_grad]
-        if tensors:
-            begin = weakly(self._enter_backward, number)
-            torch.autograd.graph.register_multi_grad_hook(tensors, begin, mode="any")
+        unit.pinned = unit.pinned or hidden
+        unit.calls -= 1
+        self._running.remove(unit)
+        if self._walk is None:
+            unit.free()
+        else:
+            self._walk.leave(unit, returns=bool(tensors))
 
-    def _enter_backward(self, number: int, _: Tensor) -> None:
-        self._in_backward = True
-        _each(self._units[number], FlatShard.gather)
-        if number > 1:
-            _each(self._units[number - 1], FlatShard.gather)
-        self._reduce_down_to(number + 1)
-        _each(self._units[number], FlatShard.wait)
+    def _return_to(self, unit: Unit, _: Tensor) -> None:
+        """Called before a backward comes to a unit."""
+        self._enter_backward(None)
+        self._back.enter(unit)
+        self._pin(unit)
 
+    def _enter_backward(self, walk: Walk | None, *_: Any) -> None:
+        super()._enter_backward(walk)
+        if walk is not None:
+            self._back.end()  # of what came after that forward
+            self._to_come.discard(walk)
+            self._back.extend(reversed(walk.visits))
+            for unit in walk.visits:
+                unit.pinned = unit.pinned or torch.is_grad_enabled()  # a later backward reads parameters too
 
-_Unit = list[FlatShard]  # of parameters that are gathered and freed together
+    def _begin_backward(self) -> None:
+        self._back = Walk((), weakly(self._is_over))
+        self._to_reduce = set(self._unit_of)
+        self._pin(self._units[0])
 
+    def _leave_backward(self) -> None:
+        if not self._in_backward:
+            return
+        super()._leave_backward()
+        self._back.end()
+        for unit in reversed(self._units):
+            if unit in self._to_reduce:
+                self._reduce(unit)
+        for unit in self._reducing:
+            unit.finish_reduce()
+        self._reducing.clear()
+        self._free()
 
-def _each(unit: Iterable[FlatShard], do: Callable[[FlatShard], None]) -> None:
-    for flat in unit:
-        do(flat)
+    def _on_grad(self, index: int, p: Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward(create_graph=True) makes gradients that are no part of a graph once fsdp has divided them:"
+                " take torch.autograd.grad(..., create_graph=True) for the term of the loss, then backward()"
+            )
+        super()._on_grad(index, p)
+        if not self._in_backward:
+            self._enter_backward(None)
+        self._to_reduce.add(self._unit_of[index])
+
+    def _is_over(self, unit: Unit) -> None:
+        """Called when a backward has come to all of a unit's uses that it is known to come to."""
+        if unit in self._to_reduce and not any(unit in walk.visits for walk in self._to_come):
+            self._reduce(unit)
+        unit.free()
+
+    def _reduce(self, unit: Unit) -> None:
+        """Sends its gradients: on every rank at the same point, whichever it has, as collectives keep one order."""
+        self._to_reduce.discard(unit)
+        unit.reduce()
+        self._reducing.append(unit)
+        if len(self._reducing) > 1:  # gradients that have arrived give back the memory they came in
+            self._reducing.pop(0).finish_reduce()
+
+    def _learn(self) -> None:
+        """Expects units in the order of rank 0, and those that it has not used behind them."""
+        found = gather_objects([unit.number for unit in self._other_order], self.group)[0]
+        unused = [unit for unit in self._order if unit.number not in found]
+        self._order = [self._units[number] for number in found] + unused
+        self._other_order = []

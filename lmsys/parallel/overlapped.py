@@ -11,7 +11,7 @@ Source: Li et al. 2020, "PyTorch Distributed" (arXiv 2006.15704), section 3.2.
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lmsys.parallel.collectives import Group, Pending, all_reduce_mean, broadcast_, size_and_rank
 from lmsys.parallel.packing import Layout
@@ -62,12 +62,26 @@ class Overlapped(Wrapper):
         self._sent: list[Pending] = []
         self._absent: list[int] = []
 
+    def _watch(self, tensors: list[Tensor], hidden: bool) -> None:
+        if hidden and not tensors and self.trainable:
+            raise ValueError(
+                "the module returned nothing that tells when a backward begins: let it return the tensors that it"
+                " begins from, in tuples, lists, dicts or dataclasses"
+            )
+        super()._watch(tensors, hidden)
+
+    def _begin_backward(self) -> None:
+        """Gradients of a backward before this one are means first: to add to what travels would spoil it."""
+        if self._unfinished and self.world_size > 1:
+            self._synchronize()
+
     def _gradient_is_ready(self, index: int) -> None:
         if self.world_size == 1:
             return
         if index in self._ready:
             raise RuntimeError(
-                "a second backward before finish_gradient_synchronization(): the first belongs under no_sync()"
+                "a second gradient of one parameter in a backward, whose first is on its way: checkpoint what is called"
+                " more than once by use_reentrant=False, or run the backward under no_sync()"
             )
         self._ready.add(index)
         if self._seen is not None:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lmsys.parallel.collectives import Group, broadcast_
+from lmsys.parallel.structure import Groups, grouped
 from lmsys.parallel.traits import RESIZES_PARAMETERS, SURROUNDS_BLOCKS, Traits
 from lmsys.parallel.units import blocks_of
 
@@ -27,8 +28,8 @@ class _Peer(Traits, nn.Module):
     def finish_gradient_synchronization(self) -> None:
         """Does nothing: the backward ends when gradients are averaged."""
 
-    def make_optimizer(self, optimizer_cls: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        return optimizer_cls(self.module.parameters(), **kwargs)
+    def make_optimizer(self, optimizer_cls: Any, groups: Groups | None = None, **kwargs: Any) -> torch.optim.Optimizer:
+        return optimizer_cls(grouped(self.module, groups), **kwargs)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         state = self.module.state_dict()
@@ -87,9 +88,9 @@ class TorchZero1(TorchDDP):
     def __init__(self, module: nn.Module, process_group: Group = None):
         super().__init__(module, process_group, gradient_as_bucket_view=True)
 
-    def make_optimizer(self, optimizer_cls: Any, **kwargs: Any) -> torch.optim.Optimizer:
+    def make_optimizer(self, optimizer_cls: Any, groups: Groups | None = None, **kwargs: Any) -> torch.optim.Optimizer:
         return ZeroRedundancyOptimizer(
-            self.module.parameters(), optimizer_cls, self.group, parameters_as_bucket_view=True, **kwargs
+            grouped(self.module, groups), optimizer_cls, self.group, parameters_as_bucket_view=True, **kwargs
         )
 
 

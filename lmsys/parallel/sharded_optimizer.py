@@ -5,6 +5,7 @@ communication follows. Parameters become views of flat buffers of world_size equ
 copies nothing. Source: Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), P_os.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -89,7 +90,7 @@ class ShardedOptimizer(Optimizer):
         self._local = optimizer_cls([self._own(group) for group in self.param_groups], **kwargs)
         self.defaults = self._local.defaults
         for group, local in zip(self.param_groups, self._local.param_groups, strict=True):
-            group.update({name: value for name, value in local.items() if name != "params"})
+            group.update(without(local, "params"))
         self.state = self._local.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -100,7 +101,7 @@ class ShardedOptimizer(Optimizer):
             self._flatten(strangers)
         if self._local is not None:
             self._local.add_param_group(self._own(group))
-            group.update({k: v for k, v in self._local.param_groups[-1].items() if k != "params"})
+            group.update(without(self._local.param_groups[-1], "params"))
 
     def _flatten(self, params: list[Tensor]) -> None:
         kinds = [(p.device, p.dtype) for p in params]
@@ -112,60 +113,76 @@ class ShardedOptimizer(Optimizer):
     def _own(self, group: dict[str, Any]) -> dict[str, Any]:
         return {**group, "params": [p for p in group["params"] if self.owners[p] == self.rank]}
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps this rank's parameters, then waits for everybody's."""
-        loss = self.step_own(closure)
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Steps this rank's parameters, then waits for everybody's. It is given what `optimizer_cls` takes."""
+        loss = self.step_own(*args, **kwargs)
         for pending in [buffer.gather(self.rank, self.group) for buffer in self.flat_buffers]:
             pending.wait()
         torch.autograd.graph.increment_version(list(self.owners))  # which were written as parts of flat buffers
         return loss
 
-    def step_own(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step_own(self, *args: Any, **kwargs: Any) -> Any:
         """The step without the gathering: until then this rank has the old values of others' parameters."""
-        for group, local in zip(self.param_groups, self._local.param_groups, strict=True):
-            local.update({name: value for name, value in group.items() if name != "params"})  # schedules set it there
-        return self._local.step(closure)
+        both = list(zip(self.param_groups, self._local.param_groups, strict=True))
+        for group, local in both:
+            local.update(without(group, "params"))  # schedules set it there
+        self._local.state = self.state
+        loss = self._local.step(*args, **kwargs)
+        for group, local in both:
+            group.update(without(local, "params"))  # an optimizer may count there
+        return loss
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's share: state by the parameter's number over all groups, the groups, and whose share it is."""
         numbers = _numbers(self.param_groups)
         groups = [{**group, "params": [numbers[p] for p in group["params"]]} for group in self.param_groups]
-        state = {numbers[p]: dict(self.state[p]) for p in self.state}
-        return {"state": state, "param_groups": groups, "shard": [self.rank, self.world_size]}
+        state = {numbers.get(p, p): copy.copy(x) for p, x in self.state.items()}  # a key may be no parameter
+        check_share(groups, self.rank, self.world_size)
+        return {"state": state, "param_groups": groups}
 
     def full_state_dict(self) -> dict[str, Any]:
         """The state dict of `optimizer_cls` without shards, on every rank, its tensors on the CPU."""
-        return merge_shares(gather_objects(tree_map(_on_cpu, self.state_dict()), self.group))
+        return merge_shares(gather_objects(tree_map(on_cpu, self.state_dict()), self.group))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes this rank's part of a full state dict, or its own share. ValueError for another's share."""
-        state, groups = state_dict["state"], state_dict["param_groups"]
-        if (share := state_dict.get("shard", [self.rank, self.world_size])) != [self.rank, self.world_size]:
-            raise ValueError(
-                f"the state dict is the share of rank {share[0]} of {share[1]}, this is rank {self.rank} of"
-                f" {self.world_size}: load a full one, by full_state_dict() or shards.load()"
-            )
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        check_share(groups, self.rank, self.world_size)
         found, here = ([len(group["params"]) for group in of] for of in (groups, self.param_groups))
         if found != here:
             raise ValueError(f"the state dict has param groups of {found} parameters, this optimizer of {here}")
+        own, local_groups = set[int](), []
         for saved, group in zip(groups, self.param_groups, strict=True):
-            group.update({name: value for name, value in saved.items() if name != "params"})
-        order = [number for group in groups for number in group["params"]]
-        named = dict(zip(_numbers(self.param_groups), order, strict=True))
-        numbers = _numbers(self._local.param_groups)
-        own = {number: state[named[p]] for p, number in numbers.items() if named[p] in state}
-        local_groups = [
-            {**saved, "params": [numbers[p] for p in local["params"]]}
-            for saved, local in zip(groups, self._local.param_groups, strict=True)
-        ]
-        self._local.load_state_dict({"state": own, "param_groups": local_groups})
+            group.update(without(saved, "params"))
+            numbers = dict(zip(group["params"], saved["params"], strict=True))
+            own.update(numbers[p] for p in group["params"] if self.owners[p] == self.rank)
+            local_groups.append({**saved, "params": [number for number in saved["params"] if number in own]})
+        state = {key: x for key, x in state_dict["state"].items() if key in own or not isinstance(key, int)}
+        self._local.load_state_dict({"state": state, "param_groups": local_groups})
         self.state = self._local.state
 
 
 def merge_shares(shares: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The shares of all ranks as one state dict, as the optimizer without shards would give it."""
     state = {number: values for share in shares for number, values in share["state"].items()}
-    return {"state": dict(sorted(state.items())), "param_groups": shares[0]["param_groups"]}
+    groups = [without(group, "shard") for group in shares[0]["param_groups"]]
+    state = dict(sorted(state.items(), key=lambda one: (isinstance(one[0], str), one[0])))
+    return {"state": state, "param_groups": groups}
+
+
+def check_share(groups: Iterable[dict[str, Any]], rank: int, world_size: int) -> None:
+    """Param groups tell whose part they are of from now on. ValueError where they are of another rank."""
+    for group in groups:
+        if (share := list(group.setdefault("shard", [rank, world_size]))) != [rank, world_size]:
+            raise ValueError(
+                f"the optimizer's state is the share of rank {share[0]} of {share[1]}, this is rank {rank} of"
+                f" {world_size}: load each rank's own, or a whole one, by the wrapper's full_optimizer_state_dict() and"
+                " load_optimizer_state_dict()"
+            )
+
+
+def without(group: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != name}
 
 
 def _numbers(groups: Sequence[dict[str, Any]]) -> dict[Tensor, int]:
@@ -173,5 +190,5 @@ def _numbers(groups: Sequence[dict[str, Any]]) -> dict[Tensor, int]:
     return {p: number for number, p in enumerate(p for group in groups for p in group["params"])}
 
 
-def _on_cpu(value: Any) -> Any:
+def on_cpu(value: Any) -> Any:
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value

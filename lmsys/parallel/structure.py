@@ -1,6 +1,11 @@
-"""A module as it was when it was wrapped: which parameters it holds, by which names."""
+"""A module as it was when it was wrapped: which parameters it holds, by which names. Groups of them by name."""
+
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
+
+Groups = Callable[[str, nn.Parameter], dict[str, Any]]  # what an optimizer is to do otherwise with a parameter
 
 
 class Structure:
@@ -38,6 +43,18 @@ class Structure:
         other = [p for p, trained in self._trained if p.requires_grad is not trained]
         how = "set to be trained" if other and other[0].requires_grad else "frozen"
         return f"the parameter {names[id(other[0])]} was {how}" if other else ""
+
+
+def grouped(module: nn.Module, groups: Groups | None) -> list[Any]:
+    """The trained parameters as an optimizer takes them, those of equal options in a group; None: all, in no groups."""
+    if groups is None:
+        return list(module.parameters())
+    found: dict[str, dict[str, Any]] = {}
+    for name, p in module.named_parameters():
+        if p.requires_grad:
+            options = groups(name, p)
+            found.setdefault(repr(sorted(options.items())), {**options, "params": []})["params"].append(p)
+    return list(found.values())
 
 
 def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:

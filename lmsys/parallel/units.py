@@ -2,19 +2,24 @@
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable, which imports the compiler when it is called
+from torch.utils._pytree import tree_leaves
+
+_PLAIN = bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device  # of which nothing is to be told
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """The entries of the outermost ModuleLists, in order: a Transformer's layers."""
+    """The entries of the outermost ModuleLists, in order: a Transformer's layers. Of a list in a list, its entries."""
     found: list[nn.Module] = []
     for child in module.children():
-        found += list(child) if isinstance(child, nn.ModuleList) else blocks_of(child)
-    return found
+        entry = isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList | nn.ModuleDict)
+        found += [child] if entry else blocks_of(child)
+    return list(dict.fromkeys(found))
 
 
 def parameters_by_block(module: nn.Module) -> list[list[nn.Parameter]]:
@@ -33,10 +38,10 @@ def parameters_by_block(module: nn.Module) -> list[list[nn.Parameter]]:
     return units
 
 
-def flats_by_block(module: nn.Module) -> list[list[list[nn.Parameter]]]:
-    """The same, in each those that can lie side by side: of one dtype and device, all trained or all frozen, and all
-    `read_rounded` or none, all `read_as_kept` or none."""
-    marks = read_rounded(module), read_as_kept(module)
+def flats_by_block(module: nn.Module, *groups: set[int]) -> list[list[list[nn.Parameter]]]:
+    """The same, in each those that can lie side by side: of one dtype and device, all trained or all frozen, all
+    `read_rounded` or none, all `read_as_kept` or none, and in each of the `groups`, of ids, all or none."""
+    marks = read_rounded(module), read_as_kept(module), *groups
     return [_by_kind(params, *marks) for params in parameters_by_block(module)]
 
 
@@ -73,13 +78,13 @@ def _outside(module: nn.Module, blocks: list[nn.Module]) -> list[nn.Parameter]:
 def surround(block: nn.Module, before: Callable[..., None], after: Callable[..., None] | None = None) -> None:
     """Runs before(block, args) and after(block, args, output) around the block's forward.
 
-    As hooks, or around what `block.compile()` has made, which would look into hooks: compile first, then surround.
+    As hooks, which a compiler that comes later leaves out, or around what `block.compile()` has made.
     """
     compiled = block._compiled_call_impl
     if compiled is None:
-        block.register_forward_pre_hook(before)
+        block.register_forward_pre_hook(_disable_dynamo(before))
         if after is not None:
-            block.register_forward_hook(after)
+            block.register_forward_hook(_disable_dynamo(after))
         return
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -90,6 +95,31 @@ def surround(block: nn.Module, before: Callable[..., None], after: Callable[...,
         return output
 
     block._compiled_call_impl = call
+
+
+def is_in_backward() -> bool:
+    """True inside of a backward, where checkpointing runs forwards again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def tensors_in(output: Any) -> tuple[list[Tensor], bool]:
+    """The tensors of a forward's output that a backward can begin from, and whether there may be others.
+
+    Looks into containers that torch knows, and one level into other objects.
+    """
+    leaves, hidden = tree_leaves(output), False
+    for x in [x for x in leaves if not isinstance(x, (Tensor, *_PLAIN))]:
+        hidden = True
+        parts = list(x) if isinstance(x, tuple | list) else getattr(x, "__dict__", None)
+        leaves += tree_leaves(parts)
+    found = [x for x in leaves if isinstance(x, Tensor)]
+    return [x for x in found if x.requires_grad], hidden or not found
+
+
+def before_backward(tensors: Sequence[Tensor], hook: Callable[..., Any]) -> None:
+    """Calls the hook in each backward that comes to one of them, once, before what has made them."""
+    if tensors:
+        torch.autograd.graph.register_multi_grad_hook(tensors, hook, mode="any")
 
 
 def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:

@@ -14,55 +14,92 @@ large batches train as one process does on all of them.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import _IncompatibleKeys
+from torch.utils._pytree import tree_map
 
 from lmsys.parallel.collectives import Group, broadcast_, gather_objects, size_and_rank
-from lmsys.parallel.structure import Structure
+from lmsys.parallel.steps import Among, watch
+from lmsys.parallel.structure import Groups, Structure, grouped
 from lmsys.parallel.traits import Traits
-from lmsys.parallel.units import weakly
+from lmsys.parallel.units import before_backward, is_in_backward, tensors_in, weakly
 
 
 class Wrapper(Traits, nn.Module):
     """Base of the strategies: agreement, broadcast, hooks, `no_sync`. A strategy fills in `_synchronize`.
 
     Facts about a strategy are class attributes: `Traits` lists them with their defaults.
+    Several backwards add their gradients, also between two calls of `finish_gradient_synchronization`.
 
     process_group  None: the default one, or a single rank where there is none
     ValueError when ranks hold different modules, and where one of them has since replaced, added or removed a
     parameter, or set one to be trained: `finish_gradient_synchronization` raises it on all ranks, on GPUs a step later.
-    RuntimeError for a forward after a backward that was not finished.
+    RuntimeError for a forward or a step after a backward that was not finished, and, told as above, where ranks have
+    made different forwards.
     """
+
+    _walk: Any = None  # of a forward, where a strategy gathers parameters as it goes on
 
     def __init__(self, module: nn.Module, process_group: Group = None):
         super().__init__()
         self.module, self.group = module, process_group
         self.world_size, self.rank = size_and_rank(process_group)
         self.trainable = [p for p in module.parameters() if p.requires_grad]
-        self._synchronizing, self._unfinished = True, False
+        self._synchronizing, self._unfinished, self._in_backward = True, False, False
+        self._history = 0  # of what this rank has done since it last finished: the same on all
         self._structure, self._change = Structure(module), ""
-        self._flag: tuple[Tensor, torch.cuda.Event] | None = None  # on GPUs, of the step before: whether a rank changed
+        self._told: tuple[Tensor, torch.cuda.Event] | None = None  # on GPUs, the flags of the step before
         _agree(module, process_group)
         for x in (*module.parameters(), *module.buffers()):
             broadcast_(x, process_group)
         for index, p in enumerate(self.trainable):
             p.register_post_accumulate_grad_hook(weakly(self._on_grad, index))
+        self._whole = Among(module.parameters())
+        watch(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._prepare()
+        self._look_for_changes()
+        if torch.is_grad_enabled() and self._synchronizing:
+            self._note(0)
+        output = self.module(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self._watch(*tensors_in(output))
+        return output
+
+    def _watch(self, tensors: list[Tensor], hidden: bool) -> None:
+        """Has `_enter_backward` called before a backward from these outputs. hidden: there may be others."""
+        before_backward(tensors, weakly(self._enter_backward, self._walk))
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """RuntimeError where an optimizer would step by gradients that are this rank's own."""
+        if self._unfinished and self._whole.held_by(optimizer):
+            self._refuse_unfinished()
+
+    def _prepare(self) -> None:
+        """For a forward; RuntimeError where a backward was not finished."""
+        if not is_in_backward():  # else checkpointing runs it again
+            self._refuse_unfinished()
+            self._leave_backward()
+
+    def _refuse_unfinished(self) -> None:
         if self._unfinished:
             raise RuntimeError(
-                "a backward was not followed by finish_gradient_synchronization(): call it before the optimizer's step,"
-                " or run backwards that only accumulate gradients under no_sync()"
+                "a backward was not followed by finish_gradient_synchronization(): call it before the optimizer's step"
+                " and the next forward, after a backward that has failed too; or run backwards that only accumulate"
+                " gradients under no_sync()"
             )
+
+    def _look_for_changes(self) -> None:
         if torch.is_grad_enabled() and (self._change or not self._structure.is_as_it_was()):
             self._change = self._structure.change()
             if self._change and (self.world_size == 1 or not self.synchronizes):
                 raise _changed([self._change])
-        return self.module(*args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -75,13 +112,65 @@ class Wrapper(Traits, nn.Module):
 
     def finish_gradient_synchronization(self) -> None:
         """Makes every gradient the mean over ranks. All ranks call it between backward and the optimizer's step."""
+        self._leave_backward()
         self._unfinished = False
         if self.world_size > 1 and self.trainable:
             self._synchronize()
 
-    def make_optimizer(self, optimizer_cls: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """The optimizer that steps what this strategy trains."""
-        return optimizer_cls(self.parameters(), **kwargs)
+    def make_optimizer(self, optimizer_cls: Any, groups: Groups | None = None, **kwargs: Any) -> torch.optim.Optimizer:
+        """The optimizer that steps what this strategy trains.
+
+        groups  called with the name, in the module, of each trained parameter, and it: the options in which the
+                optimizer treats it otherwise, such as {"weight_decay": 0.0} or {}
+        """
+        return optimizer_cls(grouped(self.module, groups), **kwargs)
+
+    def parameters_in(self, optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
+        """The module's parameters, by the optimizer's param groups."""
+        return [group["params"] for group in optimizer.param_groups]
+
+    def full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The optimizer's state, whole and by name, as torch.distributed.checkpoint has it of any strategy.
+
+        As torch's `get_optimizer_state_dict`, an optimizer that has none yet gets one of zeros. All ranks call it.
+        """
+        from torch.distributed.checkpoint.state_dict import _init_optim_state
+
+        _init_optim_state(optimizer)
+        names, state = list(chain(*self._names_in(optimizer))), self._whole_state(optimizer)
+        groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
+        return {"state": {names[number]: x for number, x in state["state"].items()}, "param_groups": groups}
+
+    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+        """Loads such a state, also of another strategy or FSDP2. All ranks call it, with the same state.
+
+        ValueError where it is of other parameters, or of other groups of them.
+        """
+        own, given = self._names_in(optimizer), state_dict["param_groups"]
+        fitting = [next((group for group in given if set(names) <= set(group["params"])), None) for names in own]
+        numbers = {name: number for number, name in enumerate(chain(*own))}
+        if None in fitting or not state_dict["state"].keys() <= numbers.keys():
+            raise ValueError(f"the state has other parameters, or other groups of them, than this optimizer: {own}")
+        found = {
+            "state": {numbers[name]: tree_map(whole, x) for name, x in state_dict["state"].items()},
+            "param_groups": [
+                {**(group or {}), "params": [numbers[name] for name in names]}
+                for group, names in zip(fitting, own, strict=True)
+            ],
+        }
+        optimizer.load_state_dict(self._own_state(optimizer, found))
+
+    def _names_in(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        return [[names[id(p)] for p in params] for params in self.parameters_in(optimizer)]
+
+    def _whole_state(self, optimizer: Any) -> dict[str, Any]:
+        """By the number of a parameter in `parameters_in`."""
+        return getattr(optimizer, "full_state_dict", optimizer.state_dict)()
+
+    def _own_state(self, optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+        """What of a whole state this rank's optimizer loads."""
+        return state
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The module's state dict, whole, on every rank. All ranks call it."""
@@ -119,6 +208,24 @@ class Wrapper(Traits, nn.Module):
             " or save its full_state_dict(), which a module like its own loads"
         )
 
+    def _note(self, what: int) -> None:
+        """Makes it part of the history."""
+        self._history = (31 * self._history + what + 1) % 4093
+
+    def _enter_backward(self, walk: Any, *_: Any) -> None:
+        """Called before a backward that begins from this wrapper's output, or goes on with that of another forward."""
+        if not self._in_backward:
+            self._in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(weakly(self._leave_backward))
+            self._begin_backward()
+
+    def _leave_backward(self) -> None:
+        """Called when a backward has ended; for one that has failed, by what comes next."""
+        self._in_backward = False
+
+    def _begin_backward(self) -> None:
+        """Called before a backward: no gradient has changed yet."""
+
     def _on_grad(self, index: int, _: Tensor) -> None:
         """Called when a backward has accumulated `trainable[index].grad`."""
         if self._synchronizing:
@@ -137,19 +244,21 @@ class Wrapper(Traits, nn.Module):
         return [index for index, p in enumerate(self.trainable) if p.grad is None]
 
     def _use(self, missing: list[int]) -> Tensor:
-        """Mask of present gradients, 1 or 0, and whether this rank's module has changed.
-
-        Its mean over ranks is 0 for parameters that no rank has used, and last where no rank has changed.
-        """
-        use = torch.ones(len(self.trainable) + 1, device=self.trainable[0].device)
+        """Mask of present gradients, 1 or 0, and the flags of `_heed`. Its mean is 0 where no rank has a gradient."""
+        use = torch.ones(len(self.trainable) + 3, device=self.trainable[0].device, dtype=torch.float64)
         if missing:
             use[missing] = 0.0
-        if not self._change:
-            use[-1:].zero_()
+        for flag, value in zip(use[-3:], self._flags(), strict=True):
+            flag.fill_(value)
         return use
 
+    def _flags(self) -> tuple[float, float, float]:
+        """Whether this rank's module has changed; its history, and the square of it."""
+        history, self._history = self._history, 0
+        return float(bool(self._change)), history, history**2
+
     def _conclude(self, use: Tensor, missing: list[int]) -> None:
-        """Drops gradients that no rank had, and raises ValueError where a rank's module has changed.
+        """Drops gradients that no rank had, and heeds the flags.
 
         `use` is the mean over ranks. The host waits for it only where a gradient is missing.
         """
@@ -157,23 +266,37 @@ class Wrapper(Traits, nn.Module):
             for index, share in zip(missing, use[missing].tolist(), strict=True):
                 if share == 0:
                     self.trainable[index].grad = None
-        self._refuse_change(use[-1:])
+        self._heed(use[-3:])
 
-    def _refuse_change(self, flag: Tensor) -> None:
-        """ValueError on all ranks at once, where the mean `flag` (1,) is not 0: on a GPU that of the step before, for
-        which the host does not have to wait."""
-        told: Tensor | None = flag
-        if flag.is_cuda:
+    def _heed(self, flags: Tensor) -> list[float] | None:
+        """The means (3,) of `_flags`, which may have others behind them; None where they are not known yet.
+
+        On a GPU they are those of the step before, for which the host does not have to wait. ValueError on all ranks at
+        once where a module has changed; RuntimeError where ranks have done different things.
+        """
+        told: Tensor | None = flags
+        if flags.is_cuda:
             if torch.cuda.is_current_stream_capturing():
-                return
+                return None
             told = None
-            if self._flag is not None:
-                told, arrived = self._flag
+            if self._told is not None:
+                told, arrived = self._told
                 arrived.synchronize()
-            self._flag = flag.to("cpu", non_blocking=True), torch.cuda.current_stream().record_event()
-        if told is not None and told.item() > 0:
-            self._flag = None
+            self._told = flags.to("cpu", non_blocking=True), torch.cuda.current_stream().record_event()
+        if told is None:
+            return None
+        changed, history, square, *_ = found = told.tolist()
+        if changed > 0:
+            self._told = None
             raise _changed(gather_objects(self._change, self.group))
+        if square - history**2 > 0.1 / self.world_size:
+            self._told = None
+            raise RuntimeError(
+                "ranks have not made the same forwards since they last finished, or not in the same order, so that"
+                " their gradients are of different batches: after an exception on one rank, end all; a forward that"
+                " one rank makes alone belongs under torch.no_grad()"
+            )
+        return found
 
 
 def whole(x: Any) -> Any:
@@ -219,7 +342,22 @@ def dense(p: Tensor) -> Tensor:
 
 
 def _agree(module: nn.Module, group: Group) -> None:
-    """ValueError on every rank that names the first difference between what ranks hold."""
+    """ValueError on every rank that names the first difference between what ranks hold, or what no strategy takes."""
+    if on_meta := [name for name, x in (*module.named_parameters(), *module.named_buffers()) if x.is_meta]:
+        raise ValueError(f"{on_meta[0]} is on the meta device, without values: module.to_empty(device=...) comes first")
+    if sparse := [name for name, one in module.named_modules() if getattr(one, "sparse", False) is True]:
+        raise ValueError(
+            f"{sparse[0] or 'the module'} makes sparse gradients: strategies add dense ones; set sparse=False"
+        )
+    norms = [(name, one) for name, one in module.named_modules() if isinstance(one, _BatchNorm) and one.training]
+    alone = [name for name, one in norms if not isinstance(one, nn.SyncBatchNorm)]
+    if alone and size_and_rank(group)[0] > 1:
+        raise ValueError(
+            f"{alone[0] or 'the module'} normalizes by each rank's own batch, and not by that of all: take"
+            " nn.SyncBatchNorm.convert_sync_batchnorm(module), or eval() for it before the module is wrapped"
+        )
+    if hasattr(module, "_ddp_params_and_buffers_to_ignore"):
+        raise ValueError("the module names parameters that DDP is to ignore: hold them in another module")
     own = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
     own += [(name, tuple(x.shape), str(x.dtype), None) for name, x in module.named_buffers()]
     first, *others = gather_objects(own, group)

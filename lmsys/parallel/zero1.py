@@ -10,7 +10,7 @@ Source: Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), section 7.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,8 +24,10 @@ from lmsys.parallel.buckets import MIB, is_size, plan_segments
 from lmsys.parallel.collectives import Group, Pending, size_and_rank
 from lmsys.parallel.overlapped import Overlapped
 from lmsys.parallel.packing import Layout
+from lmsys.parallel.part import as_part
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer, flatten, layout_of, owners_in
-from lmsys.parallel.steps import Among, watch
+from lmsys.parallel.steps import Among
+from lmsys.parallel.structure import Groups, grouped
 from lmsys.parallel.traits import SURROUNDS_BLOCKS
 from lmsys.parallel.transport import Bucket
 from lmsys.parallel.units import blocks_of, parameters_by_block, surround, weakly
@@ -48,8 +50,9 @@ class Zero1(Overlapped):
     """bucket_mb  MiB of a segment, or up to four times as many where segments come out more even; or "auto": what makes
                256 MiB of all ranks' segments, and at least 32
 
+    Gradients that are means already are added to, as this rank's share, by what comes before the next step.
     Its optimizer is that of `make_optimizer`. Parameters are whole again from the next forward on, or from `wait()`.
-    Gradients are to be zeroed after each step: to accumulate, use no_sync(). Once a forward is recorded as part of a
+    Once a forward is recorded as part of a
     CUDA graph the fetching is too, and no step begins it any more: other forwards and `wait()` are then asked of all
     ranks. Its optimizer takes parameters that were trained when this was made, and no others (ValueError).
     """
@@ -75,9 +78,11 @@ class Zero1(Overlapped):
         self._stale, self._recorded = False, False  # others' parameters are the old ones; a recorded forward fetches
         self._wait_in_forward()
         self.transport.settle(self.buckets, self.flat_buffers)
+        self._own = [p for p, rank in self.owners.items() if rank == self.rank]
+        self._scaled: list[Tensor] = []  # means to which a backward may add
+        self._are_means = False
         self._trained, self.optimizers = Among(self.trainable), WeakSet[Any]()
         self._address = address(self.trainable[0]) if self.trainable else 0
-        watch(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         recorded = self.world_size > 1 and self._is_being_recorded()
@@ -93,8 +98,8 @@ class Zero1(Overlapped):
             self._stale = False
         return output
 
-    def make_optimizer(self, optimizer_cls: Any, **kwargs: Any) -> "Zero1Optimizer":
-        return Zero1Optimizer(self, optimizer_cls, **kwargs)
+    def make_optimizer(self, optimizer_cls: Any, groups: Groups | None = None, **kwargs: Any) -> "Zero1Optimizer":
+        return Zero1Optimizer(self, optimizer_cls, **{"params": groups and grouped(self.module, groups), **kwargs})
 
     def full_state_dict(self) -> dict[str, Tensor]:
         self.wait()
@@ -107,6 +112,7 @@ class Zero1(Overlapped):
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """ValueError for an optimizer that would step parts, and for parameters that are no longer where they were."""
+        super().before_step(optimizer)
         if not self._trained.held_by(optimizer):
             return
         if optimizer not in self.optimizers:
@@ -163,10 +169,41 @@ class Zero1(Overlapped):
         own = replace(Layout.of(owned), length=segmented.length)
         return replace(super()._bucket(number, indices), layout=layout, owned=owned, own=own, whole=False)
 
+    def _begin_backward(self) -> None:
+        super()._begin_backward()
+        self._scale()
+
+    def _leave_backward(self) -> None:
+        """Where nothing was added they are means again: one has asked for other gradients than the parameters'."""
+        super()._leave_backward()
+        if self._scaled:
+            torch._foreach_div_(self._scaled, self.world_size)
+            self._scaled, self._are_means = [], True
+
+    @torch.no_grad()
+    def _scale(self) -> None:
+        """Means to which gradients will be added become this rank's share of a sum that will be divided."""
+        means = [p.grad for p in self._own if self._are_means and p.grad is not None]
+        self._are_means = False
+        if means:
+            torch._foreach_mul_(means, self.world_size)
+            self._scaled = means
+
+    def _on_grad(self, index: int, p: Tensor) -> None:
+        if self._scaled:
+            self._scaled = []
+        super()._on_grad(index, p)
+
     def _synchronize(self) -> None:
+        self._scale()
+        self._scaled = []
         # What is still sent, for a block that was not run, must not change in the next step.
         self._wait_for([number for number, pending in enumerate(self._gathering) if not pending.done])
         super()._synchronize()
+        self._are_means = True
+        for p in self._own:
+            if p.grad is not None:
+                as_part(p.grad, self.group)
 
     def _wait_in_forward(self) -> None:
         """Makes each block wait before its forward for its own parameters; `forward` waits for the others."""
@@ -212,9 +249,9 @@ class Zero1Optimizer(ShardedOptimizer):
             " what is unfrozen or added after wrapping no rank reduces gradients; wrap the module again"
         )
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, *args: Any, **kwargs: Any) -> Any:
         wrapper = self._wrapper()
         assert wrapper is not None, "the strategy that this optimizer belongs to is gone"
-        loss = self.step_own(closure)
+        loss = self.step_own(*args, **kwargs)
         wrapper.stepped()
         return loss

@@ -73,6 +73,7 @@ class TrainConfig:
     reproducible      the same weights, bit for bit, on any number of ranks and under any strategy of ours; the batch is
                       then so many `leaves`, a power of two, in place of micro-batches, on 1, leaves/2 or leaves ranks
     lr, min_lr        the cosine schedule's largest and last; warmup_steps from 0 to lr
+    undecayed         parts of the names of parameters that weight decay leaves alone, such as ln|embeddings; None: none
     clip_norm         of the gradient; 0: it is not clipped
     precision         fp32, or bf16 by autocast
     compile           the blocks by torch.compile, several to a graph where the strategy is none
@@ -101,6 +102,7 @@ class TrainConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
+    undecayed: str | None = None
     clip_norm: float = 1.0
     seed: int = 0
     precision: str = "fp32"

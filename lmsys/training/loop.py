@@ -24,6 +24,7 @@ from lmsys.model import BLOCKS_PER_GRAPH, Loss, TransformerLM
 from lmsys.parallel.adapter import Adapter
 from lmsys.parallel.collectives import Group, TreeSums, gather_objects, size_and_rank
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer
+from lmsys.parallel.structure import grouped
 from lmsys.registry import Entry
 from lmsys.training import checkpoint, possible, state
 from lmsys.training.checkpoint import Checkpoint
@@ -34,7 +35,7 @@ from lmsys.training.gradients import Gradients, ReplayedGradients
 from lmsys.training.graph import on_capture_stream
 from lmsys.training.log import JsonLines, Progress
 from lmsys.training.nonfinite import NonFiniteError, first_nonfinite
-from lmsys.training.optimizer import AdamW, clip_factor, cosine_schedule, grad_norm, scale_gradients, set_lr
+from lmsys.training.optimizer import AdamW, clip_factor, cosine_schedule, scale_gradients, set_lr, undecayed, whole_norm
 from lmsys.training.packing import end_of_text_of, model_inputs
 from lmsys.training.reproducible import deterministic, exact_norm, weights_sha256
 from lmsys.training.stop import StopSignals
@@ -109,6 +110,7 @@ class Trainer:
             "seed": train.seed,
             **(facts or {}),
         }
+        self.facts["undecayed"] = train.undecayed  # its optimizer numbers parameters by group
         self.facts["packing"] = config.data.packing if packed else None  # a checkpoint from before it has none
         shared = None
         if found is not None:
@@ -153,9 +155,11 @@ class Trainer:
     def _optimizer(self) -> torch.optim.Optimizer:
         train = self.config.train
         options = dict[str, Any](lr=train.lr, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay)
+        if train.undecayed is not None:
+            options["groups"] = undecayed(self.model, train.undecayed)
         if not train.sharded_optimizer:
             return self.strategy.make_optimizer(AdamW, **options)
-        return ShardedOptimizer(self.model.parameters(), AdamW, self.group, **options)
+        return ShardedOptimizer(grouped(self.model, options.pop("groups", None)), AdamW, self.group, **options)
 
     def _resume(self, found: Checkpoint, shared: dict[str, Any]) -> None:
         state.restore_optimizer(self.strategy, self.optimizer, found, shared, self.rank, self.world_size)
@@ -205,7 +209,8 @@ class Trainer:
 
     def _clip(self) -> Tensor:
         """Clips by the norm of the whole gradient, and returns it, on every rank the same."""
-        norm = whole_norm(self.optimizer, self.group, divided=self._shards_gradients and self.world_size > 1)
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        norm = whole_norm(parameters, self.group, divided=self._shards_gradients and self.world_size > 1)
         if self.config.train.clip_norm:
             scale_gradients(self.optimizer, clip_factor(norm, self.config.train.clip_norm))
         return norm
@@ -322,16 +327,6 @@ class Trainer:
             log.write(step=self.step, valid_loss=found.loss, valid_perplexity=found.perplexity)
         say(f"step {self.step:,}: validation loss {found.loss:.4f}, perplexity {found.perplexity:,.1f}")
         return found
-
-
-def whole_norm(optimizer: torch.optim.Optimizer, group: Group, divided: bool) -> Tensor:
-    """The norm of all gradients as one vector, on every rank the same; `divided`: a rank has a part of each."""
-    norm = grad_norm(p for one in optimizer.param_groups for p in one["params"])
-    if not divided:
-        return norm
-    square = norm.to(optimizer.param_groups[0]["params"][0].device).square()
-    dist.all_reduce(square, group=group)
-    return square.sqrt()
 
 
 _TIME = 64  # above the numbers of signals, and none of them

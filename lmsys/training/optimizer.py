@@ -6,15 +6,20 @@ Schedule and clipping are those of CS336, assignment 1 (section 4, "Training a T
 import importlib.util
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from lmsys.parallel.collectives import Group, unwrapped
+from lmsys.parallel.structure import Groups
+from lmsys.parallel.wrapper import Wrapper
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 OTHER_ALGORITHMS = {"amsgrad": True, "maximize": True, "decoupled_weight_decay": False}  # in a param group of torch
@@ -61,7 +66,7 @@ class AdamW(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        _validate(**{name: param_group.get(name, default) for name, default in self.defaults.items()})
+        _validate(**{**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -90,22 +95,29 @@ class AdamW(Optimizer):
         scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None), self.grad_factor
         self.grad_factor = None
         plans = [self._plan(i) for i in range(len(self.param_groups))]  # all, before any parameter changes
-        for group, bundles in zip(self.param_groups, plans, strict=True):
-            for bundle in bundles:
-                if bundle.params[0].is_cuda:
-                    _cuda_step(bundle, group, self.rounded, *scaling)
-                else:
-                    _foreach_step(bundle, group, scaling[-1])
+        with torch._C.DisableTorchFunctionSubclass():  # gradients are `Part`s under some strategies
+            for group, bundles in zip(self.param_groups, plans, strict=True):
+                for bundle in bundles:
+                    if bundle.params[0].is_cuda:
+                        _cuda_step(bundle, group, self.rounded, *scaling)
+                    else:
+                        _foreach_step(bundle, group, scaling[-1])
         return loss
 
     def _plan(self, index: int) -> "list[_Bundle]":
-        """The bundles of a param group, the same ones for as long as the same of its parameters have gradients."""
-        live = [p for p in self.param_groups[index]["params"] if p.grad is not None]
+        """The bundles of a param group, the same ones while the same of its parameters have gradients, and the same
+        state. ValueError for options that have become wrong."""
+        group = self.param_groups[index]
+        _validate(**group)
+        live = [p for p in group["params"] if p.grad is not None]
         before, bundles = self._plans.get(index, ([], []))
-        if len(before) != len(live) or not all(map(is_, before, live)):
+        if len(before) != len(found := self._with_state(live)) or not all(map(is_, before, found)):
             bundles = self._bundles(live)
-            self._plans[index] = live, bundles
+            self._plans[index] = self._with_state(live), bundles
         return bundles
+
+    def _with_state(self, live: list[Tensor]) -> list[Any]:
+        return [*live, *chain.from_iterable(state.values() for state in self.state.values())]
 
     def _bundles(self, live: list[Tensor]) -> list["_Bundle"]:
         for p in live:
@@ -220,10 +232,10 @@ def _foreach_step(bundle: _Bundle, group: dict[str, Any], factor: Tensor | None)
     torch._foreach_addcdiv_(bundle.params, bundle.exp_avgs, divisors, [-lr / (1 - beta1**t) for t in counts])
 
 
-def _validate(*, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+def _validate(*, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, **_: Any) -> None:
     for name, value in {"lr": lr, "eps": eps, "weight_decay": weight_decay}.items():
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{name}={value} must be finite and at least 0")
+        if isinstance(value, Tensor) or not 0 <= value < math.inf:
+            raise ValueError(f"{name}={value} must be a number, finite and at least 0")
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"{betas=} must be two numbers in [0, 1)")
 
@@ -248,6 +260,17 @@ def cosine_schedule(step: int, *, max_lr: float, min_lr: float, warmup_steps: in
     return min_lr + (max_lr - min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
+def undecayed(module: nn.Module, parts: str) -> Groups:
+    """`groups` for make_optimizer: no weight decay for parameters whose names have one of the parts, divided by |.
+
+    ValueError for a part that no name has.
+    """
+    names = [name for name, _ in module.named_parameters()]
+    if missing := [part for part in parts.split("|") if not any(part in name for name in names)]:
+        raise ValueError(f"undecayed={parts!r}: no parameter's name has {missing[0]!r} in it")
+    return lambda name, _: {"weight_decay": 0.0} if any(part in name for part in parts.split("|")) else {}
+
+
 def set_lr(optimizer: Optimizer, lr: float) -> None:
     """Give `lr` to every param group, as in `set_lr(optimizer, cosine_schedule(step, ...))` before each step."""
     for group in optimizer.param_groups:
@@ -255,8 +278,11 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
 
 
 @torch.no_grad()
-def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, eps: float = 1e-6) -> Tensor:
+def clip_grad_norm(parameters: Wrapper | Tensor | Iterable[Tensor], max_norm: float, eps: float = 1e-6) -> Tensor:
     """Scale all gradients in place by min(1, max_norm / (norm + eps)); returns norm, a scalar tensor.
+
+    Under a strategy that leaves each rank a part of the gradients, such as `Zero1` and `Fsdp`, give the wrapper itself:
+    norm is that of the whole, on every rank the same. All ranks call it.
 
     norm is the L2 norm of all gradients as one vector, before clipping, on the first one's device and in at least
     float32 (so the norm of float16 gradients cannot overflow); 0 when there are none. The host does not wait, hence
@@ -265,8 +291,12 @@ def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, eps: 
 
     ValueError: a negative or NaN max_norm or eps.
     """
+    group, divided = None, False
+    if isinstance(parameters, Wrapper):
+        group, divided = parameters.group, parameters.shards_gradients and parameters.world_size > 1
+        parameters = parameters.parameters()
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    norm = grad_norm(parameters)
+    norm = whole_norm(parameters, group, divided)
     _multiply(parameters, clip_factor(norm, max_norm, eps))
     return norm
 
@@ -283,6 +313,16 @@ def grad_norm(parameters: Iterable[Tensor]) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
         norms.append(torch.stack(torch._foreach_norm(grads, 2, dtype=wide)).to(first_device))
     return torch.linalg.vector_norm(torch.cat(norms))
+
+
+def whole_norm(parameters: Sequence[Tensor], group: Group, divided: bool) -> Tensor:
+    """The norm of all gradients as one vector, on every rank the same; `divided`: a rank has a part of each."""
+    if not divided:
+        return grad_norm(parameters)
+    with torch._C.DisableTorchFunctionSubclass():  # which refuses the norm of a part
+        square = grad_norm(parameters).to(parameters[0].device, torch.float64).square()
+    dist.all_reduce(square, group=unwrapped(group))
+    return square.sqrt().to(torch.promote_types(parameters[0].dtype, torch.float32))
 
 
 def clip_factor(norm: Tensor, max_norm: float, eps: float = 1e-6) -> Tensor:

@@ -78,7 +78,8 @@ def exact_norm(gradients: Sequence[Tensor], count: int, group: Group = None, div
     device = gradients[0].device if gradients else torch.device("cpu")
     largest = torch.zeros((), dtype=torch.float64, device=device)
     if gradients:
-        largest = torch.stack(torch._foreach_norm(list(gradients), math.inf)).max().double()
+        with torch._C.DisableTorchFunctionSubclass():  # which refuses the norm of a part
+            largest = torch.stack(torch._foreach_norm(list(gradients), math.inf)).max().double()
         largest.nan_to_num_(nan=math.inf, posinf=math.inf)  # NCCL's maximum may pass over NaN
     if divided and size_and_rank(group)[0] > 1:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)

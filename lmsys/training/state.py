@@ -39,9 +39,10 @@ def restore_optimizer(
     if flat and was_flat and found.world_size == world_size:
         optimizer.load_state_dict(found.own(rank, "optimizer")["optimizer"])
         return
+    groups = strategy.wrapper.parameters_in(optimizer) if flat else [one["params"] for one in optimizer.param_groups]
     if "optimizer" in shared:
         state = shared["optimizer"]
     else:
         shares = [found.own(index, "optimizer")["optimizer"] for index in range(found.world_size)]
-        state = whole_state(shares, strategy.module) if was_flat else merge_shares(shares)
-    optimizer.load_state_dict(flat_share(state, strategy.module, rank, world_size) if flat else state)
+        state = whole_state(shares, strategy.module, groups) if was_flat else merge_shares(shares)
+    optimizer.load_state_dict(flat_share(state, strategy.module, rank, world_size, groups) if flat else state)

@@ -408,6 +408,38 @@ def test_sparse_and_complex_gradients_are_refused_and_nothing_moves() -> None:
         AdamW([z]).step()
 
 
+def test_options_that_have_become_wrong_leave_the_weights() -> None:
+    """A tensor is one: torch's schedulers write into it, and the host would wait to read it."""
+    p = torch.ones(3, requires_grad=True)
+    with pytest.raises(ValueError, match="must be a number"):
+        AdamW([p], lr=torch.tensor(0.1))
+    optimizer = AdamW([p])
+    p.grad = torch.ones(3)
+    for wrong in (torch.tensor(0.1), math.nan):
+        optimizer.param_groups[0]["lr"] = wrong
+        with pytest.raises(ValueError, match="lr="):
+            optimizer.step()
+    assert torch.equal(p, torch.ones(3)) and not optimizer.state
+
+
+def test_state_that_is_cleared_or_replaced_is_heeded() -> None:
+    runs = []
+    for make in (AdamW, torch.optim.AdamW):
+        p, q = torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)
+        optimizer = make([{"params": [p]}, {"params": [q], "lr": 0.1}])
+        for step in range(5):
+            p.grad, q.grad = torch.full((3,), step - 1.5), torch.ones(2)
+            if step == 2:
+                optimizer.state.clear()
+            if step == 3:
+                optimizer.state[p]["exp_avg"] = torch.full((3,), 2.0)
+            if step == 4:
+                optimizer.state[q] = {name: x + 1 for name, x in optimizer.state[q].items()}
+            optimizer.step()
+        runs.append((p.detach(), q.detach()))
+    torch.testing.assert_close(*runs)
+
+
 @pytest.mark.parametrize(
     ("make", "name"),
     [

@@ -233,12 +233,14 @@ def test_all_steps_then_each_alone(data: Path, tmp_path: Path, capsys: pytest.Ca
 def test_two_ranks_equal_one_process_and_resume(data: Path, tmp_path: Path, group: WorkerGroup, strategy: str) -> None:
     name, sharded = strategy.removesuffix("+sharded"), strategy.endswith("+sharded")
     options = [f"train.strategy={name}", f"train.sharded_optimizer={json.dumps(sharded)}", "checkpoint.keep=null"]
+    undecayed = ["train.undecayed=ln|embeddings", "train.weight_decay=0.9"]
+    options += undecayed
     if name == "torch_ddp_tuned":
         (said, _) = group.run(error_on_rank, config(data, *options))
         assert "cannot accumulate micro-batches: train.micro_batch_size is to be 4" in said
         options.append("train.micro_batch_size=4")
     alone, both = copy_of(data, tmp_path / "alone"), copy_of(data, tmp_path / "both")
-    assert pipeline.run(config(alone), ("train",)) == 0
+    assert pipeline.run(config(alone, *undecayed), ("train",)) == 0
     assert group.run(train_on_rank, config(both, *options)) == [0, 0]
     assert max(abs(a - b) for a, b in zip(losses(alone), losses(both), strict=True)) < 1e-4
     expected = weights(both)
@@ -271,8 +273,8 @@ def test_another_number_of_ranks_goes_on(
 ) -> None:
     """From two ranks to one and, by what that has saved, back."""
     alone, run = copy_of(data, tmp_path / "alone"), copy_of(data, tmp_path / "run")
-    assert pipeline.run(config(alone), ("train",)) == 0
-    options = ["checkpoint.keep=null", "checkpoint.interval=1"]
+    assert pipeline.run(config(alone, "train.undecayed=ln|embeddings"), ("train",)) == 0
+    options = ["checkpoint.keep=null", "checkpoint.interval=1", "train.undecayed=ln|embeddings"]
     on_two, on_one = (config(run, *options, f"train.strategy={name}") for name in (before, after))
     assert group.run(train_on_rank, on_two) == [0, 0]
     _forget_after(run, 3)

@@ -1,0 +1,105 @@
+"""What works on parts: clipping, loss scaling, groups, optimizers and their state, beside one process."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lmsys.parallel.group import WorkerGroup
+from lmsys.testing import error_ratio
+from tests.support import parts
+from tests.support.parts import on_two
+
+SHARDED = ("zero1", "copy_engine_zero1", "fsdp")
+STRATEGIES = ("naive", *SHARDED)
+
+
+def two(ranks: WorkerGroup, function: Callable[..., Any], *args: Any) -> list[Any]:
+    return ranks.run(on_two, function, *args)[:2]
+
+
+def same(found: Any, exact: Any, plain: Any) -> None:
+    """As on one process, in float64 and in float32."""
+    if isinstance(found, dict):
+        assert found.keys() == exact.keys()
+        found, exact, plain = (list(one.values()) for one in (found, exact, plain))
+    if isinstance(found, list | tuple):
+        for one in zip(found, exact, plain, strict=True):
+            same(*one)
+    elif isinstance(found, torch.Tensor):
+        assert error_ratio(found, exact.double(), plain.float()) <= 1
+    else:
+        assert found == exact == plain
+
+
+def is_as_on_one_process(ranks: WorkerGroup, way: Callable[..., Any], strategy: str, *args: Any) -> None:
+    exact, plain = (way(alone, *args) for alone in ("exact", "alone"))
+    for found in two(ranks, way, strategy, *args):
+        assert not isinstance(found, str), found
+        same(found, exact, plain)
+
+
+WAYS = (
+    parts.clipped,
+    parts.scaled,
+    parts.in_groups,
+    parts.by_a_plain_optimizer,
+    parts.with_state_replaced,
+    parts.with_averages,
+)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("way", WAYS)
+def test_parts_are_trained_as_one_process_trains_the_whole(
+    ranks: WorkerGroup, way: Callable[[str], Any], strategy: str
+) -> None:
+    is_as_on_one_process(ranks, way, strategy)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("way", WAYS)
+def test_so_they_are_on_gpus(gpu_ranks: WorkerGroup, way: Callable[[str], Any], strategy: str) -> None:
+    is_as_on_one_process(gpu_ranks, way, strategy)
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_the_norm_of_a_part_is_refused(ranks: WorkerGroup, strategy: str) -> None:
+    for found in two(ranks, parts.refused_norms, strategy):
+        assert all("clip_grad_norm(wrapper, max_norm)" in told for told in found), found
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_a_state_that_does_not_fit_is_refused(ranks: WorkerGroup, strategy: str) -> None:
+    groups, others, *more = two(ranks, parts.refused_states, strategy)[1]
+    assert "has other parameters, or other groups of them" in groups + others
+    share = more.pop(0)
+    assert "is the share of rank 0 of 2, this is rank 1 of 2" in share
+    if strategy == "fsdp":
+        assert "unit" in more[0] and "several param groups" in more[1] and "before any other" in more[2]
+
+
+@pytest.mark.parametrize("strategy", ["naive", "zero1", "fsdp"])
+def test_what_ranks_would_not_train_as_one_process_is_refused_at_construction(
+    ranks: WorkerGroup, strategy: str
+) -> None:
+    told = ["SyncBatchNorm", "sparse=False", "meta device", "names parameters that DDP is to ignore", "nothing raised"]
+    for found in two(ranks, parts.refused_modules, strategy):
+        assert all(words in one for words, one in zip(told, found, strict=True)), found
+
+
+@pytest.mark.parametrize("by_name", [None, parts.decayed])
+@pytest.mark.parametrize(
+    ("before", "after"), [("fsdp", "torch_fsdp2"), ("torch_fsdp2", "fsdp"), ("zero1", "torch_fsdp2"), ("fsdp", "zero1")]
+)
+def test_training_goes_on_from_a_distributed_checkpoint(
+    ranks: WorkerGroup, tmp_path: Path, before: str, after: str, by_name: Any
+) -> None:
+    exact, plain = (parts.three_steps(alone, by_name) for alone in ("exact", "alone"))
+    saved = two(ranks, parts.save, before, str(tmp_path), by_name)[0]
+    for loaded, after_a_step in two(ranks, parts.load, after, str(tmp_path), by_name):
+        assert all(torch.equal(loaded[name], x) for name, x in saved.items())
+        same(after_a_step, exact, plain)

@@ -1,0 +1,658 @@
+"""Modules as graphs of calls, and ways of training them: on ranks, and on one process. Ranks import it."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
+
+from lmsys.parallel import STRATEGIES
+from lmsys.parallel.group import device
+from tests.support.ranks import error_of, group_of, stand_in
+
+WIDTH, EXAMPLES = 4, 3
+BLOCKS = "mlp deep frozen half lstm complex mixed normed spare branch".split()
+OTHER_BLOCKS = "batch-norm sparse".split()  # which not all strategies train as one process does
+HOLDERS = "list reversed zipped nested attributes dict sequential".split()
+RETURNS = "tensor pair dict object deep-object nothing stored".split()
+OPS = (
+    "call",
+    "twice",
+    "method",
+    "read",
+    "checkpoint",
+    "reentrant",
+    "segment",
+    "no_grad",
+    "detach",
+    "add",
+    "own",
+    "boom",
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A step of a forward: what `op` makes of the values at `sources` by `block`, behind those that are there."""
+
+    op: str
+    block: int = 0
+    sources: tuple[int, ...] = (-1,)
+    returns: str = "tensor"  # of the block
+
+
+Program = tuple[Call, ...]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Blocks, how the module holds them, and the programs that its forwards run in turn."""
+
+    programs: tuple[Program, ...]
+    blocks: tuple[str, ...] = ("mlp",) * 3
+    holder: str = "list"
+    tied: bool = False
+    outside: bool = True  # a first and a last layer that are in no block
+    returns: str = "tensor"  # of the module
+    prepared: str = ""  # what is done to it before it is wrapped: "compiled", "meta"
+    optimizer: str = "sgd"
+
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "eps": 1e-2}),
+}
+
+
+class Kept:
+    """A container that torch does not know."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+class Seen:
+    """Another, whose attributes one can see."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+class Block(nn.Module):
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind = kind
+        wide = torch.float64 if kind == "mixed" else None
+        self.up = nn.LSTM(WIDTH, WIDTH) if kind == "lstm" else nn.Linear(WIDTH, WIDTH + 1, dtype=wide)
+        self.down = nn.Linear(WIDTH if kind == "lstm" else WIDTH + 1, WIDTH)
+        if kind == "normed":
+            self.up, self.norm = weight_norm(self.up), nn.LayerNorm(WIDTH)
+        if kind == "complex":
+            self.phase = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))
+        if kind == "deep":
+            self.more = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        if kind == "spare":
+            self.spare = nn.Parameter(torch.randn(3))
+        if kind == "batch-norm":
+            self.norm = nn.BatchNorm1d(WIDTH)
+        if kind == "sparse":
+            self.table = nn.Embedding(3, WIDTH, sparse=True)
+        if kind == "branch":
+            self.gate = nn.Parameter(torch.rand(WIDTH))
+        if kind == "frozen":
+            self.requires_grad_(False)
+        if kind == "half":
+            self.down.requires_grad_(False)
+        self.kept: Any = None
+
+    def body(self, x: Tensor) -> Tensor:
+        if self.kind == "lstm":
+            return x + self.down(self.up(x.unsqueeze(0))[0].squeeze(0))
+        y = self.norm(x) if self.kind in ("normed", "batch-norm") else x
+        if self.kind == "sparse":
+            y = y + self.table(torch.arange(len(x), device=x.device) % 3)
+        y = self.down(torch.tanh(self.up(y.to(_dtype(self.up)))).to(_dtype(self.down)))
+        if self.kind == "complex":
+            y = y * (x.to(self.phase.dtype) * self.phase).real.to(x.dtype)
+        if self.kind == "deep":
+            y = self.more(y)
+        if self.kind == "branch":
+            y = y * (self.gate.square() / self.gate.square().sum())  # of no input
+        return x + y
+
+    def forward(self, x: Any, returns: str = "tensor") -> Any:
+        if isinstance(x, list):
+            x[0]["x"] = self.body(x[0]["x"])
+            return None
+        y = self.body(x)
+        if returns == "stored":
+            self.kept = y.square().mean()
+        return _held(y, returns)
+
+
+def _dtype(layer: nn.Module) -> torch.dtype:
+    return layer.bias.dtype
+
+
+def _held(y: Tensor, returns: str) -> Any:
+    made: dict[str, Callable[[], Any]] = {
+        "pair": lambda: (y, y.mean()),
+        "dict": lambda: [{"y": y}],
+        "object": lambda: Seen(y),
+        "deep-object": lambda: Kept(Seen(y)),
+    }
+    return made.get(returns, lambda: y)()
+
+
+def _taken(held: Any) -> Tensor:
+    while not isinstance(held, Tensor):
+        if isinstance(held, tuple | list):
+            held = held[0]
+        else:
+            held = held["y"] if isinstance(held, dict) else held.value
+    return held
+
+
+class Boom(torch.autograd.Function):
+    """The identity. Its backward raises where it was asked to."""
+
+    armed = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if Boom.armed:
+            raise ArithmeticError("boom")
+        return grad
+
+
+class Net(nn.Module):
+    def __init__(self, graph: Graph):
+        super().__init__()
+        self.graph, self.turn = graph, 0
+        blocks = [Block(kind) for kind in graph.blocks]
+        half = (len(blocks) + 1) // 2
+        if graph.outside:
+            self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+            if graph.tied:
+                self.last.weight = self.first.weight
+        if graph.holder == "reversed":
+            self.blocks = nn.ModuleList(blocks[::-1])
+        elif graph.holder == "zipped":
+            self.one, self.other = nn.ModuleList(blocks[:half]), nn.ModuleList(blocks[half:])
+        elif graph.holder == "nested":
+            self.blocks = nn.ModuleList([nn.ModuleList(blocks[:half]), nn.ModuleList(blocks[half:])])
+        elif graph.holder == "attributes":
+            for number, block in enumerate(blocks):
+                setattr(self, f"block{number}", block)
+        elif graph.holder == "dict":
+            self.blocks = nn.ModuleDict({str(number): block for number, block in enumerate(blocks)})
+        elif graph.holder == "sequential":
+            self.blocks = nn.Sequential(*blocks)
+        else:
+            self.blocks = nn.ModuleList(blocks)
+
+    def block(self, number: int) -> Block:
+        found = [x for x in self.modules() if isinstance(x, Block)]
+        number %= len(found)
+        if self.graph.holder == "zipped":
+            half = len(self.one)
+            order = [n // 2 + half * (n % 2) for n in range(2 * half)]
+            return found[[n for n in order if n < len(found)][number]]
+        return found[-1 - number if self.graph.holder == "reversed" else number]
+
+    def forward(self, x: Tensor, rank: int = 0, turn: int | None = None) -> Any:
+        program = self.graph.programs[(self.turn if turn is None else turn) % len(self.graph.programs)]
+        values = [self.first(x) if self.graph.outside else x]
+        extra: list[Tensor] = []
+        for call in program:
+            values.append(self._do(call, values, rank, extra))
+        y = self.last(values[-1]) if self.graph.outside else values[-1]
+        return _held(sum(extra, y), self.graph.returns)
+
+    def _do(self, call: Call, values: Sequence[Tensor], rank: int, extra: list[Tensor]) -> Tensor:
+        x, block = values[call.sources[0] % len(values)], self.block(call.block)
+        match call.op:
+            case "twice":
+                return block(block(x))
+            case "method":
+                return block.body(x)
+            case "read":
+                return x + torch.tanh(F.linear(x, block.down.bias.diag()))
+            case "checkpoint":
+                return checkpoint(block, x, use_reentrant=False)
+            case "reentrant":
+                return checkpoint(block, x, use_reentrant=True)
+            case "segment":
+                other = self.block(call.block + 1)
+                return checkpoint(lambda x: other(block(x)), x, use_reentrant=False)
+            case "no_grad":
+                with torch.no_grad():
+                    aside = block(x)
+                return x + aside
+            case "detach":
+                return block(x.detach())
+            case "add":
+                return x + values[call.sources[-1] % len(values)]
+            case "own":
+                return block(x) if rank == 0 else x
+            case "boom":
+                return Boom.apply(block(x))
+        if call.returns == "nothing":
+            held: Any = [{"x": x}]
+            block(held)
+            return held[0]["x"]
+        y = _taken(block(x, call.returns))
+        if call.returns == "stored":
+            extra.append(block.kept)
+            block.kept = None
+        return y
+
+
+@dataclass
+class Player:
+    """A model, wrapped or plain, that is trained in some ways; `seen` is what these let one see.
+
+    ranks  whose batches it trains on: its own, or a plain one on those of all
+    """
+
+    model: nn.Module
+    ranks: Sequence[int]
+    dtype: torch.dtype
+    wrap: Callable[[nn.Module], nn.Module] = lambda module: module
+    seen: list[dict[str, Tensor]] = field(default_factory=list)
+    drawn: int = 0
+
+    def __post_init__(self) -> None:
+        self.optimizer = self.optimizer_of(self.model)
+
+    def optimizer_of(self, model: Any) -> torch.optim.Optimizer:
+        cls, options = OPTIMIZERS[self.net.graph.optimizer]
+        make = getattr(model, "make_optimizer", lambda cls, **options: cls(model.parameters(), **options))
+        return make(cls, **options)
+
+    def play(self, ways: Sequence[str]) -> list[dict[str, Tensor]]:
+        for way in ways:
+            getattr(self, way)()
+        self.see(**self.whole())
+        return self.seen
+
+    @property
+    def is_plain(self) -> bool:
+        return isinstance(self.model, Net)
+
+    @property
+    def net(self) -> Any:
+        return self.model if self.is_plain else self.model.module
+
+    def whole(self) -> dict[str, Tensor]:
+        return self.model.state_dict() if self.is_plain else self.model.full_state_dict()
+
+    def see(self, **found: Tensor) -> None:
+        whole = {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in found.items()}  # of FSDP2
+        real = {name: torch.view_as_real(x) if x.is_complex() else x for name, x in whole.items()}
+        self.seen.append({name: x.detach().cpu().clone() for name, x in real.items()})
+
+    def batch(self) -> list[Tensor]:
+        """A batch for each of `ranks`; all players draw the same."""
+        self.drawn += 1
+        every = torch.randn(2, EXAMPLES, WIDTH, generator=torch.Generator().manual_seed(self.drawn))
+        self.net.turn = self.drawn
+        return [every[rank].to(device(), self.dtype) for rank in self.ranks]
+
+    def outputs(self, batch: Sequence[Tensor]) -> list[Tensor]:
+        return [_taken(self.model(x, rank)) for rank, x in zip(self.ranks, batch, strict=True)]
+
+    def mean(self, of_each: Sequence[Tensor]) -> Tensor:
+        return torch.stack([(y - 1).square().mean() for y in of_each]).mean()
+
+    def loss(self) -> Tensor:
+        return self.mean(self.outputs(self.batch()))
+
+    def finish(self) -> None:
+        if not self.is_plain:
+            self.model.finish_gradient_synchronization()
+
+    def update(self) -> None:
+        self.finish()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    # Ways of training.
+
+    def step(self) -> None:
+        self.loss().backward()
+        self.update()
+
+    def accumulate(self) -> None:
+        with nullcontext() if self.is_plain else self.model.no_sync():
+            self.loss().backward()
+        self.step()
+
+    def two_forwards(self) -> None:
+        (self.loss() + self.loss()).backward()
+        self.update()
+
+    def two_backwards(self) -> None:
+        first, second = self.loss(), self.loss()
+        first.backward()
+        second.backward()
+        self.update()
+
+    def two_backwards_in_reverse(self) -> None:
+        first, second = self.loss(), self.loss()
+        second.backward()
+        first.backward()
+        self.update()
+
+    def sync_then_not(self) -> None:
+        first, second = self.loss(), self.loss()
+        first.backward()
+        with nullcontext() if self.is_plain else self.model.no_sync():
+            second.backward()
+        self.update()
+
+    def retain(self) -> None:
+        loss = self.loss()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        self.update()
+
+    def chunks(self) -> None:
+        outputs = self.outputs(self.batch())
+        parts = [self.mean([y.chunk(2)[part] for y in outputs]) for part in range(2)]
+        parts[0].backward(retain_graph=True)
+        parts[1].backward()
+        self.update()
+
+    def _evaluated(self) -> None:
+        self.net.eval()
+        batch = self.batch()
+        self.see(evaluated=_taken(self.model(batch[0], 0)))
+        self.net.train()
+
+    def evaluate_between(self) -> None:
+        loss = self.loss()
+        with torch.no_grad():
+            self._evaluated_for_all()
+        loss.backward()
+        self.update()
+
+    def infer_between(self) -> None:
+        loss = self.loss()
+        with torch.inference_mode():
+            self._evaluated_for_all()
+        loss.backward()
+        self.update()
+
+    def _evaluated_for_all(self) -> None:
+        for y in self.outputs(self.batch()):
+            assert not y.requires_grad
+
+    def look(self) -> None:
+        """A forward that no backward follows, whose graph stays."""
+        self.kept = self.loss()
+
+    def late_look(self) -> None:
+        self.loss().backward()
+        self.finish()
+        self.kept = self.loss()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def finish_twice(self) -> None:
+        self.loss().backward()
+        self.finish()
+        self.update()
+
+    def two_finishes(self) -> None:
+        self.loss().backward()
+        self.finish()
+        self.loss().backward()
+        self.update()
+
+    def accumulate_behind_a_finish(self) -> None:
+        self.loss().backward()
+        self.finish()
+        self.accumulate()
+
+    def zero_in_place(self) -> None:
+        self.loss().backward()
+        self.finish()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=False)
+        self.step()
+
+    def drop(self) -> None:
+        self.loss().backward()
+        self.finish()
+        self.optimizer.zero_grad()
+
+    def penalty(self) -> None:
+        batch = [x.requires_grad_() for x in self.batch()]
+        outputs = self.outputs(batch)
+        grads = torch.autograd.grad(sum(y.sum() for y in outputs), batch, create_graph=True)
+        (self.mean(outputs) + torch.stack([g.square().mean() for g in grads]).mean()).backward()
+        self.update()
+
+    def ask_for_inputs_gradients(self) -> None:
+        """Between a backward and its step."""
+        self.loss().backward()
+        self.finish()
+        batch = [x.requires_grad_() for x in self.batch()]
+        torch.autograd.grad(sum(y.sum() for y in self.outputs(batch)), batch)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def two_optimizers(self) -> None:
+        other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+        other.step()
+        self.step()
+
+    def fail(self) -> None:
+        """An exception in a backward, on all ranks; the gradients are dropped."""
+        loss = self.loss()
+        Boom.armed = True
+        try:
+            (
+                Boom.apply(loss) if not any(c.op == "boom" for p in self.net.graph.programs for c in p) else loss
+            ).backward()
+        except ArithmeticError:
+            pass
+        finally:
+            Boom.armed = False
+        self.finish()
+        self.optimizer.zero_grad()
+
+    def fail_in_forward(self) -> None:
+        with suppress(RuntimeError):
+            self.model(torch.ones(1, WIDTH + 1, dtype=self.dtype, device=device()))
+
+    def checkpoint_all(self) -> None:
+        batch = [x.requires_grad_() for x in self.batch()]
+        outputs = [
+            _taken(checkpoint(self.model, x, rank, self.net.turn, use_reentrant=False))
+            for rank, x in zip(self.ranks, batch, strict=True)
+        ]
+        self.mean(outputs).backward()
+        self.update()
+
+    def checkpoint_all_reentrant(self) -> None:
+        batch = [x.requires_grad_() for x in self.batch()]
+        outputs = [
+            _taken(checkpoint(self.model, x, rank, self.net.turn, use_reentrant=True))
+            for rank, x in zip(self.ranks, batch, strict=True)
+        ]
+        self.mean(outputs).backward()
+        self.update()
+
+    def others_are_odd(self) -> None:
+        """From here on: what not every strategy takes."""
+
+    def forget_finish(self) -> None:
+        self.loss().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def fail_and_forget_finish(self) -> None:
+        loss = self.loss()
+        Boom.armed = True
+        try:
+            loss.backward()
+        except ArithmeticError:
+            pass
+        finally:
+            Boom.armed = False
+        self.optimizer.zero_grad()
+        self.step()
+
+    def forward_before_finish(self) -> None:
+        self.loss().backward()
+        with torch.no_grad():
+            self._evaluated_for_all()
+        self.update()
+
+    def create_graph(self) -> None:
+        self.loss().backward(create_graph=True)
+        self.update()
+
+    def call_the_module(self) -> None:
+        self.mean([_taken(self.net(x, r)) for r, x in zip(self.ranks, self.batch(), strict=True)]).backward()
+        self.update()
+
+    def functional_call(self) -> None:
+        copies = {name: 1.0 * p for name, p in self.net.named_parameters()}
+        batch = self.batch()
+        outputs = [torch.func.functional_call(self.net, copies, (x, r)) for r, x in zip(self.ranks, batch, strict=True)]
+        self.mean([_taken(y) for y in outputs]).backward()
+        self.update()
+
+    def compile_the_wrapper(self) -> None:
+        torch._dynamo.reset()
+        compiled = torch.compile(self.model, backend="eager")
+        outputs = [_taken(compiled(x, r)) for r, x in zip(self.ranks, self.batch(), strict=True)]
+        self.mean(outputs).backward()
+        self.update()
+
+    def compile_blocks(self) -> None:
+        torch._dynamo.reset()
+        for block in self.net.modules():
+            if isinstance(block, Block):
+                block.compile(backend="eager")
+        self.step()
+        self.step()
+
+    def freeze(self) -> None:
+        self.net.block(0).up.weight.requires_grad_(False)
+        self.step()
+
+    def unfreeze(self) -> None:
+        for p in self.net.parameters():
+            p.requires_grad_(True)
+        self.step()
+
+    def freeze_parts(self) -> None:
+        """What the wrapper says are its parameters."""
+        for p in [*self.model.parameters()][:1]:
+            p.requires_grad_(False)
+        self.step()
+
+    def replace(self) -> None:
+        self.net.last.weight = nn.Parameter(torch.ones(WIDTH, WIDTH, dtype=self.dtype, device=device()))
+        self.step()
+
+    def autocast(self) -> None:
+        with torch.autocast(device().type, torch.bfloat16, enabled=self.dtype == torch.float32):
+            loss = self.loss()
+        loss.backward()
+        self.update()
+
+    def read_parameters(self) -> None:
+        self.see(**dict(self.net.named_parameters()))
+
+    def _other(self) -> "Player":
+        torch.manual_seed(7)
+        net = Net(replace(self.net.graph, prepared="")).to(device())
+        model = self.wrap(net.double() if self.dtype == torch.float64 else net)
+        return Player(model, self.ranks, self.dtype, self.wrap, self.seen, self.drawn)
+
+    def gan(self) -> None:
+        """Two wrappers, one behind the other, that are trained in turn."""
+        critic = self._other()
+        for _ in range(2):
+            made = self.outputs(self.batch())
+            critic.mean([_taken(critic.model(y.detach(), r)) for r, y in zip(self.ranks, made, strict=True)]).backward()
+            critic.update()
+            made = self.outputs(self.batch())
+            self.mean([-_taken(critic.model(y, r)) for r, y in zip(self.ranks, made, strict=True)]).backward()
+            critic.finish()
+            critic.optimizer.zero_grad()
+            self.update()
+        critic.see(**critic.whole())
+
+    def teach(self) -> None:
+        """A teacher that is not trained, and a student."""
+        teacher = self._other()
+        batch = self.batch()
+        with torch.no_grad():
+            goals = [_taken(teacher.model(x, r)) for r, x in zip(self.ranks, batch, strict=True)]
+        outputs = [_taken(self.model(x, r)) for r, x in zip(self.ranks, batch, strict=True)]
+        self.mean([y - goal for y, goal in zip(outputs, goals, strict=True)]).backward()
+        self.update()
+
+
+WAYS = [name for name in vars(Player) if not name.startswith("_")]
+WAYS, ODD_WAYS = WAYS[WAYS.index("step") : WAYS.index("others_are_odd")], WAYS[WAYS.index("others_are_odd") + 1 :]
+
+
+def prepare(net: Net) -> Net:
+    if net.graph.prepared == "compiled":
+        torch._dynamo.reset()
+        for block in net.modules():
+            if isinstance(block, Block):
+                block.compile(backend="aot_eager")
+    return net
+
+
+def play(strategy: str, graph: Graph, ways: Sequence[str]) -> list[dict[str, Tensor]] | str:
+    """On a rank of two: what is seen, or what was raised."""
+    group, rank = group_of(2), dist.get_rank()
+    if rank >= 2:
+        return []
+    torch.manual_seed(1 + rank)
+    seen: list[dict[str, Tensor]] = []
+
+    def go() -> None:
+        if rank == 0:
+            torch.manual_seed(0)
+        with torch.device("meta") if graph.prepared == "meta" else nullcontext():
+            net = Net(graph)
+        strategies = STRATEGIES[strategy].load()
+
+        def wrap(module: nn.Module) -> nn.Module:
+            return strategies(module, group)
+
+        net = net if graph.prepared == "meta" else net.to(device())
+        seen.extend(Player(wrap(prepare(net)), [rank], torch.float32, wrap).play(ways))
+
+    with stand_in():
+        told = error_of(go)
+    return seen if told == "nothing raised" else told
+
+
+def play_alone(graph: Graph, ways: Sequence[str], dtype: torch.dtype) -> list[dict[str, Tensor]]:
+    torch.manual_seed(0)
+    net = Net(graph)
+    return Player(net.double() if dtype == torch.float64 else net, [0, 1], dtype).play(ways)

@@ -1,0 +1,306 @@
+"""Trainings on two ranks by what takes gradients, optimizers and their state for whole; and on one process.
+
+Ranks import it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
+
+from lmsys.parallel import STRATEGIES
+from lmsys.parallel.group import device
+from lmsys.parallel.peers import TorchFSDP2
+from lmsys.training.optimizer import AdamW, clip_grad_norm
+from tests.support.ranks import Net, Recipe, error_of, group_of, stand_in
+
+RECIPE, MAX_NORM = Recipe(width=5), 0.05
+State = dict[str, Tensor]
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(4, RECIPE.width, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+@dataclass
+class Trained:
+    """A model and its optimizer; `ranks`: whose batches it trains on."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    ranks: Sequence[int]
+
+    @property
+    def is_plain(self) -> bool:
+        return isinstance(self.model, Net)
+
+    def backward(self, step: int, scale: Callable[[Tensor], Tensor] = lambda loss: loss, factor: float = 1) -> None:
+        like = next(self.model.parameters())
+        losses = [self.model(batch(step, rank).to(like)) for rank in self.ranks]
+        scale(torch.stack(losses).mean() * factor).backward()
+        if not self.is_plain:
+            self.model.finish_gradient_synchronization()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step(self, step: int) -> None:
+        self.backward(step)
+        self.update()
+
+    def whole(self) -> State:
+        found = self.model.state_dict() if self.is_plain else self.model.full_state_dict()
+        return {name: x.detach().cpu().clone() for name, x in found.items()}
+
+
+def made(strategy: str, cls: Any = torch.optim.SGD, recipe: Recipe = RECIPE, seed: int = 0, **options: Any) -> Trained:
+    """On a rank, or on one process, of all batches: "alone", or in float64 "exact"."""
+    torch.manual_seed(seed)
+    net, options = Net(recipe), {"lr": 0.1, **({} if cls in (torch.optim.SGD, Plain) else {"eps": 1e-2}), **options}
+    if strategy in ("alone", "exact"):
+        net = net.double() if strategy == "exact" else net
+        groups = options.pop("groups", None)
+        return Trained(net, cls(by_hand(net, groups), **options), (0, 1))
+    with stand_in():
+        wrapper = STRATEGIES[strategy].load()(net.to(device()), group_of(2))
+    return Trained(wrapper, wrapper.make_optimizer(cls, **options), (dist.get_rank(),))
+
+
+def by_hand(net: nn.Module, groups: Any) -> Any:
+    """One group of each parameter."""
+    if groups is None:
+        return net.parameters()
+    return [{"params": [p], **groups(name, p)} for name, p in net.named_parameters()]
+
+
+# What is done: gives what is seen.
+
+
+def clipped(strategy: str) -> tuple[Tensor, State]:
+    it, norms = made(strategy), []
+    for step in range(3):
+        it.backward(step)
+        of = it.model.parameters() if it.is_plain else it.model
+        norms.append(clip_grad_norm(of, MAX_NORM).cpu())
+        it.update()
+    return torch.stack(norms), it.whole()
+
+
+def scaled(strategy: str) -> tuple[list[float], State]:
+    """The second step has an inf, in the gradients of one block."""
+    it, scales = made(strategy, AdamW), []
+    scaler = torch.amp.GradScaler(next(it.model.parameters()).device.type, init_scale=1024.0)
+    for step in range(3):
+        weight = it.model.last.weight if it.is_plain else it.model.module.last.weight
+        hook = weight.register_hook(lambda grad, step=step: grad * (torch.inf if step == 1 else 1))
+        it.backward(step, scaler.scale)
+        hook.remove()
+        scaler.step(it.optimizer)
+        scaler.update()
+        it.optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return scales, it.whole()
+
+
+def refused_norms(strategy: str) -> list[str]:
+    it = made(strategy)
+    it.backward(0)
+    params = [p for p in it.model.module.parameters() if p.grad is not None and p.grad.numel()]
+    of = torch.nn.utils
+    return [
+        error_of(lambda: of.clip_grad_norm_(it.model.parameters(), MAX_NORM)),
+        error_of(lambda: of.clip_grad_norm_(params, MAX_NORM)),
+        error_of(lambda: of.get_total_norm([p.grad for p in params])),
+        error_of(lambda: clip_grad_norm(it.model.parameters(), MAX_NORM)),
+        error_of(lambda: params[0].grad.data.norm(2)),
+        error_of(lambda: torch.cat([p.grad.flatten() for p in params]).norm()),
+    ]
+
+
+def on_two(function: Callable[..., Any], *args: Any) -> Any:
+    """On a rank: what the function gives, or the error that it raises. Ranks beyond two have nothing to do."""
+    group_of(2)
+    if dist.get_rank() >= 2:
+        return None
+    found: list[Any] = []
+    told = error_of(lambda: found.append(function(*args)))
+    return found[0] if found else told
+
+
+def decayed(name: str, p: nn.Parameter) -> dict[str, Any]:
+    """Biases are not decayed; the last layer has another learning rate."""
+    return ({"weight_decay": 0.0} if p.dim() < 2 else {}) | ({"lr": 0.03} if name.startswith("last") else {})
+
+
+def in_groups(strategy: str) -> State:
+    """With a schedule, which goes through groups."""
+    it = made(strategy, AdamW, weight_decay=0.5, groups=decayed, betas=(0.8, 0.9))
+    schedule = torch.optim.lr_scheduler.LambdaLR(it.optimizer, lambda step: 0.5**step)
+    for step in range(3):
+        it.step(step)
+        schedule.step()
+    return it.whole()
+
+
+class Plain(torch.optim.Optimizer):
+    """Takes no closure, but a factor; counts in its group, and keeps more than parameters have."""
+
+    def __init__(self, params: Any, lr: float):
+        super().__init__(params, {"lr": lr, "count": 0})
+
+    @torch.no_grad()
+    def step(self, factor: float = 1.0) -> None:
+        for group in self.param_groups:
+            group["count"] += 1
+            for p in (p for p in group["params"] if p.grad is not None):
+                p -= factor * group["lr"] / group["count"] * p.grad
+        self.state["steps"] = {"seen": self.state["steps"].get("seen", 0) + 1}
+
+
+def by_a_plain_optimizer(strategy: str) -> tuple[State, int, int]:
+    """Two steps, then one more of a second, which has the state of the first."""
+    it = made(strategy, Plain)
+    for step in range(2):
+        it.backward(step)
+        it.optimizer.step(factor=0.5)
+        it.optimizer.zero_grad()
+    make = Plain if it.is_plain else it.model.make_optimizer
+    other = Plain(it.model.parameters(), lr=0.1) if it.is_plain else make(Plain, lr=0.1)
+    other.load_state_dict(it.optimizer.state_dict())
+    it.optimizer = other
+    it.step(2)
+    return it.whole(), other.param_groups[0]["count"], other.state["steps"]["seen"]
+
+
+def with_state_replaced(strategy: str) -> State:
+    """Cleared, then one that was kept."""
+    it = made(strategy, torch.optim.AdamW)
+    it.step(0)
+    kept = it.optimizer.state
+    it.optimizer.state = type(kept)(dict)
+    it.step(1)
+    it.optimizer.state.clear()
+    it.step(2)
+    it.optimizer.state = kept
+    it.step(3)
+    return it.whole()
+
+
+def with_averages(strategy: str) -> list[State]:
+    """Weights and their average change places for an evaluation, on the module itself, by copies and by `.data`."""
+    it = made(strategy, torch.optim.SGD, momentum=0.9)
+    show, hide = (getattr(it.model, name, lambda: None) for name in ("unshard", "reshard"))
+    net, seen = it.model if it.is_plain else it.model.module, []
+    show()
+    average = [p.detach().clone() for p in net.parameters()]
+    hide()
+    for step in range(3):
+        it.step(step)
+        show()
+        for x, p in zip(average, net.parameters(), strict=True):
+            x.lerp_(p.detach(), 0.5)
+        own = [p.detach().clone() for p in net.parameters()]
+        for n, (x, p) in enumerate(zip(average, net.parameters(), strict=True)):
+            if n % 2 or "zero1" in strategy:  # whose parameters are views of flat buffers
+                p.data.copy_(x)
+            else:
+                p.data = x.clone()
+        hide()
+        seen.append(it.whole())
+        show()
+        for x, p in zip(own, net.parameters(), strict=True):
+            p.data.copy_(x)
+        hide()
+    return [*seen, it.whole()]
+
+
+def refused_states(strategy: str) -> list[str]:
+    """Rank 0's state on all ranks; groups of flat parts; a whole state of other groups; torch's own state dicts."""
+    it = made(strategy, AdamW)
+    it.step(0)
+    sent = [it.optimizer.state_dict()]
+    dist.broadcast_object_list(sent, group=group_of(2), group_src=0)
+    other = made(strategy, AdamW)
+    other.backward(1)
+    share = error_of(other.optimizer.load_state_dict, sent[0])
+    if strategy == "fsdp":
+        share = error_of(other.update)
+    whole = it.model.full_optimizer_state_dict(it.optimizer)
+    grouped = made(strategy, AdamW, groups=decayed)
+    found = [error_of(grouped.model.load_optimizer_state_dict, grouped.optimizer, whole)]
+    del whole["param_groups"][0]["params"][0]
+    found.append(error_of(it.model.load_optimizer_state_dict, it.optimizer, whole))
+    found.append(share)
+    if strategy == "fsdp":
+        found.append(error_of(get_optimizer_state_dict, it.model, it.optimizer))
+        params = list(it.model.parameters())
+        parts = [{"params": [p for p in params if p.dim() > 1]}, {"params": params, "weight_decay": 0.0}]
+        it.optimizer = torch.optim.AdamW(parts)
+        found.append(error_of(it.step, 1))
+        found.append(error_of(lambda: it.model.make_optimizer(AdamW, groups=decayed)))
+    return found
+
+
+def refused_modules(strategy: str) -> list[str]:
+    """At construction."""
+    with torch.device("meta"):
+        meta = nn.Linear(2, 2)
+    ignoring = nn.Linear(2, 2)
+    ignoring._ddp_params_and_buffers_to_ignore = ["bias"]
+    modules = [nn.Sequential(nn.BatchNorm1d(2)), nn.Embedding(2, 2, sparse=True), meta, ignoring]
+    wrap = STRATEGIES[strategy].load()
+    told = [error_of(wrap, module.to(device()) if module is not meta else meta, group_of(2)) for module in modules]
+    modules[0].eval()  # frozen, it is as every other layer
+    return [*told, error_of(wrap, modules[0], group_of(2))]
+
+
+# Checkpoints of weights and the optimizer's state, between strategies and FSDP2.
+
+
+def three_steps(strategy: str, groups: Any) -> State:
+    it = made(strategy, torch.optim.AdamW, groups=groups)
+    for step in range(3):
+        it.step(step)
+    return it.whole()
+
+
+def save(strategy: str, folder: str, groups: Any) -> State:
+    """Trains two steps and saves: the weights."""
+    it = made(strategy, torch.optim.AdamW, groups=groups)
+    for step in range(2):
+        it.step(step)
+    dcp.save(_state_of(it), checkpoint_id=folder, process_group=group_of(2))
+    return it.whole()
+
+
+def load(strategy: str, folder: str, groups: Any) -> tuple[State, State]:
+    """Another model: the weights it has loaded, and those after a third step."""
+    it = made(strategy, torch.optim.AdamW, seed=1, groups=groups, lr=0.7)
+    state = _state_of(it)
+    dcp.load(state, checkpoint_id=folder, process_group=group_of(2))
+    if strategy == "torch_fsdp2":
+        set_state_dict(
+            it.model.module, it.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+    else:
+        it.model.load_state_dict(state["model"])
+        it.model.load_optimizer_state_dict(it.optimizer, state["optimizer"])
+    loaded = it.whole()
+    it.step(2)
+    return loaded, it.whole()
+
+
+def _state_of(it: Trained) -> dict[str, Any]:
+    if isinstance(it.model, TorchFSDP2):
+        model, optimizer = get_state_dict(it.model.module, it.optimizer)
+        return {"model": model, "optimizer": optimizer}
+    return {
+        "model": it.model.sharded_state_dict(),
+        "optimizer": it.model.full_optimizer_state_dict(it.optimizer),
+    }
