@@ -33,7 +33,7 @@ NOT_RUN = {
     r"LMSYS_FUZZ=100000 .*": "takes an hour: `nox -s fuzz`; with fewer files it is run",
     r"python -m lmsys.attention.flash_cuda": "compiles for minutes where there is nvcc: `nox -s gpu`",
     r"python -m lmsys.training .*train.graph=true.*": "needs a GPU: tests/training has it, with `nox -s gpu`",
-    r"python -m benchmarks.data_parallel .*graphed.*": "needs a GPU; the command for a CPU is run",
+    r"python -m dev.steps .*graphed.*": "needs a GPU; the command for a CPU is run",
     r"python -m tests\.museum.*": "takes a quarter of an hour: by hand, when an exhibit is added",
     r"git clone .*|cd .*|cp docs/examples/adapters.py .*": "the course's repositories, from a network",
     r"(\w+=\S+ )?torchrun --nnodes .*": "needs several machines",
@@ -60,7 +60,7 @@ SMALL = {
     r"bench_tokenizer": "--axis text_bytes=100000 --axis vocab_size=500 --axis rounds=1",
     r"compare-fail": "--benchmark-compare-fail median:100000%",  # samples are few
     r"--against HEAD": "--margin 1",
-    r"benchmarks.data_parallel": MODEL,
+    r"dev.steps": MODEL,
     r"lmsys.training(?!.*--print-config)": "--size tiny --corpus README.md --set model.vocab_size=300"
     " --set model.context_length=32 --set train.steps=4 --set train.warmup_steps=1 --set generate.max_new_tokens=4",
     r"--nproc-per-node": "--nproc-per-node 2",

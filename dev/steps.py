@@ -1,6 +1,6 @@
 """Versions of a training step, held to each other: by their bits where these must agree, else by the tolerance.
 
-python -m benchmarks.data_parallel --size tiny --context 32 --strategy naive,fsdp --checkpoint none,whole
+python -m dev.steps --size tiny --context 32 --strategy naive,fsdp --checkpoint none,whole
 
 Takes the axes of `benchmarks/bench_data_parallel.py`, times nothing, and prints a table in Markdown: a line for each
 pair of versions, what holds it, and how far each is from plain steps in float64. Exits with 1 where nothing does.
@@ -52,7 +52,7 @@ def table(found: Iterable[Pair]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.data_parallel", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m dev.steps", description=__doc__.splitlines()[0])
     axes = [axis for axis in DataParallel.axes if axis.option]
     for axis in axes:
         parser.add_argument(axis.option, dest=axis.option, help=axis.help.replace("%", "%%"), metavar=axis.metavar)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.bench_data_parallel import DataParallel
-from benchmarks.data_parallel import __main__ as tool
 from benchmarks.data_parallel.cases import BITS, TOLERANCE, UNKNOWN, WRONG, ParallelCase, Steps, pair, pairs
+from dev import steps as tool
 from lmsys.bench.ranks import Ranks
 from tests.support import harness
 
