@@ -28,7 +28,7 @@ PLAIN = (  # of lmsys: what a machine without torch can import
         "training/config",
     ),
     "checkpointing",
-    *("cost/__init__", "cost/operations", "cost/memory", "cost/levels", "cost/communication"),
+    *("cost/__init__", "cost/operations", "cost/memory", "cost/communication"),
     *(
         f"bench/{name}"
         for name in ("__init__ benchmark checkout fields options plugin record results validate").split()

@@ -22,9 +22,9 @@ from lmsys.measure.profile import Communication, communication_of, register_kern
 from lmsys.measure.step import Step
 from lmsys.model import Loss
 from lmsys.parallel.adapter import Adapter
-from lmsys.parallel.alpha_beta import latency_and_bandwidth
 from lmsys.parallel.collectives import gather_objects
 from lmsys.parallel.group import device
+from lmsys.parallel.overlapped import latency_and_bandwidth
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer
 from lmsys.training.graph import GraphedGradients, backward_of, on_capture_stream, warm_ups_of
 from lmsys.training.optimizer import AdamW

@@ -10,9 +10,8 @@ from lmsys.attention.flash_torch import FlashTorch
 from lmsys.config import ModelConfig
 from lmsys.model import TransformerLM, functions, transformer
 from lmsys.model.rotary import RotaryEmbedding
-from lmsys.parallel.bucketed import Bucketed
 from lmsys.parallel.fsdp import Fsdp
-from lmsys.parallel.overlapped import Overlapped
+from lmsys.parallel.overlapped import Bucketed, Overlapped
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer
 from lmsys.tokenizer import Tokenizer, train
 from lmsys.training.checkpoint_file import load_checkpoint, save_checkpoint

@@ -26,7 +26,7 @@ from lmsys.check.formulas import (
     padding,
     parts_of_sum,
 )
-from lmsys.model.functions import cross_entropy
+from lmsys.model.loss import cross_entropy
 
 OPTIONS = "reduction", "token_weights", "label_smoothing", "z_loss", "softcap"
 CHUNKS = (16, 32, 50, 64, 100, 128, 256)

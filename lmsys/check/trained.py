@@ -18,8 +18,8 @@ from lmsys.check.question import poison
 from lmsys.check.recorder import Recorder
 from lmsys.extremes.strategy import Probe, Trial, batch, change_options, made_optimizer, probe
 from lmsys.parallel.adapter import Adapter
+from lmsys.parallel.baselines import Naive
 from lmsys.parallel.group import STOPPED, device, is_lost_peer
-from lmsys.parallel.naive import Naive
 from lmsys.processes import DIED, TIMEOUT
 from lmsys.registry import Entry
 from lmsys.testing import ratio_of

@@ -1,16 +1,20 @@
-"""The memory that training a model needs, in bytes, from its config. Imports no torch.
+"""The memory that training a model needs, in bytes, from its config; a table in Markdown by level of checkpointing.
 
-Legend: N tokens (B·S), M d_model, F d_ff, H query heads, Hkv key/value heads, D head dimension, V vocabulary.
+python -m lmsys.cost.memory --size medium --context 1024 --batch 8 --precision bf16
+
+Imports no torch. Legend: N tokens (B·S), M d_model, F d_ff, H query heads, Hkv key/value heads, D head dimension, V
+vocabulary.
 """
 
+import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from lmsys.checkpointing import FIT, LEVELS, setting_of
-from lmsys.config import ModelConfig
-from lmsys.cost.operations import block_matrices, model_parameters
+from lmsys.config import RESIDUALS, SIZES, ModelConfig, model_config
+from lmsys.cost.operations import block_matrices, model_flops, model_parameters
 
 MATMUL_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # bytes of an element that a matmul reads
 WIDE = 4  # parameters, gradients, optimizer state, the residual stream unless it is narrow
@@ -176,3 +180,44 @@ def kept_bytes(
 def _gathers(world_size: int, stage: int) -> bool:
     """True where the weights of matmuls are gathered in the precision's dtype."""
     return stage == 3 and world_size > 1
+
+
+def again_flops(config: ModelConfig, level: str, tokens: int, context: int) -> float:
+    """Operations of the matmuls that a step makes again where all blocks have this level; w2's too in whole blocks."""
+    width = config.d_model
+    forward = 2 * block_matrices(config) + 2 * context * width  # with causal attention, as in `model_flops`
+    of_a_token = {"none": 0, "matmuls": 0, "attention": 4 * width * config.d_ff, "whole": forward}[level]
+    return float(config.num_layers * tokens * of_a_token)
+
+
+def table(config: ModelConfig, batch: int, precision: str, world_size: int = 1, stage: int = 0) -> str:
+    """A line for each level: what a block keeps, the peak of a step, both in GiB, and what is computed again."""
+    context = config.context_length
+    step = model_flops(config, tokens=batch * context, context=context, mode="step")
+    lines = ["| level | a block keeps, GiB | peak, GiB | matmuls again, % of a step |", "|---|---:|---:|---:|"]
+    for level in LEVELS:
+        footprint = training_memory(
+            replace(config, checkpoint_blocks=level), batch, context, precision, world_size, stage
+        )
+        kept = kept_bytes(config, level, batch * context, precision, world_size, stage)
+        again = again_flops(config, level, batch * context, context) / step
+        lines.append(f"| {level} | {kept / 2**30:.3f} | {footprint.peak / 2**30:.2f} | {100 * again:.1f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m lmsys.cost.memory", description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--context", type=int, default=1024, metavar="S", help="tokens of a sequence")
+    parser.add_argument("--batch", type=int, default=8, metavar="B", help="sequences that a rank holds at once")
+    parser.add_argument("--precision", choices=MATMUL_BYTES, default="bf16")
+    parser.add_argument("--residual", choices=RESIDUALS, default="wide", help="the residual stream")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks that divide the state")
+    parser.add_argument("--stage", type=int, choices=range(4), default=0, help="what they divide: 3 for fsdp")
+    asked = parser.parse_args()
+    config = replace(model_config(asked.size, context_length=asked.context), residual=asked.residual)
+    print(table(config, asked.batch, asked.precision, asked.ranks, asked.stage))
+
+
+if __name__ == "__main__":
+    main()

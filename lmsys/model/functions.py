@@ -1,7 +1,4 @@
-"""Activation, softmax and loss of a language model, as functions of tensors.
-
-Legend: V classes.
-"""
+"""Activation and softmax as functions of tensors, and checks of ids from outside: tokens, class indices, positions."""
 
 from typing import Any
 
@@ -9,9 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmsys.config import IGNORED
-from lmsys.model.ids import check_ids
-from lmsys.model.loss import LossOptions, counts_of, reduced
+from lmsys.autograd import is_watched
+from lmsys.values import shortly
 
 
 def silu(x: Tensor) -> Tensor:
@@ -27,39 +23,35 @@ def softmax(x: Tensor, dim: int) -> Tensor:
     return torch.softmax(x, dim)
 
 
-def cross_entropy(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    reduction: str = "mean",
-    token_weights: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    return_z_loss: bool = False,
-    softcap: float | None = None,
-    ignore_index: int = IGNORED,
-) -> Any:
-    """The mean of -log softmax(logits)[target]: logits (..., V), targets (...) of class indices -> a scalar.
+Shape = tuple[int | str, ...]
 
-    Targets of `ignore_index` count for nothing. The dtype is that of the logits, at least float32. ValueError when the
-    shapes do not fit, and on a CPU for other targets outside 0 to V - 1. The other options are those of
-    `linear_cross_entropy`, which makes the logits, too, and holds only some of them at once.
+
+def check_ids(name: str, x: Any, kind: str, shapes: list[Shape] | None, below: int, but: int | None = None) -> None:
+    """ValueError for anything but whole numbers from 0 to below - 1, or `but`, of one of these shapes; None: of any.
+
+    A name in a shape stands for any size; `kind` says in a message what the numbers are. Their values are looked at on
+    a CPU only: a GPU would have to be waited for, and neither a compiler nor torch.func can read them.
     """
-    if logits.dim() < 1:
-        raise ValueError("logits (..., V) must have at least one dimension; got a scalar")
-    options = LossOptions(reduction, label_smoothing, z_loss, softcap, ignore_index)
-    check_ids("targets", targets, "class indices", [tuple(logits.shape[:-1])], logits.shape[-1], but=ignore_index)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).reshape(-1, logits.shape[-1])
-    counts = counts_of(token_weights, targets, options, wide.dtype)
-    wide = wide if softcap is None else softcap * torch.tanh(wide / softcap)
-    losses = F.cross_entropy(
-        wide,
-        targets.flatten().long(),
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        reduction="none",
-    )
-    counted = targets.flatten() != ignore_index
-    z_losses = z_loss * wide.logsumexp(dim=-1).square().where(counted, 0) if z_loss else torch.zeros_like(losses)
-    loss = reduced(losses + z_losses, counts, reduction)
-    return (loss, reduced(z_losses, counts, reduction).detach()) if return_z_loss else loss
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a tensor of {kind}; got {shortly(x)}")
+    if x.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name} must be {kind} in int64 or int32; got {x.dtype}")
+    if shapes is not None and not any(_fits(x.shape, shape) for shape in shapes):
+        told = " or ".join(f"({', '.join(map(str, shape))})" for shape in shapes)
+        raise ValueError(f"{name} must be {kind} of shape {told}; got shape {tuple(x.shape)}")
+    if x.device.type != "cpu" or is_watched():
+        return
+    known = x if but is None else x[x != but]
+    if known.numel():
+        check_range(name, kind, int(known.min()), int(known.max()), below, but)
+
+
+def check_range(name: str, kind: str, low: int, high: int, below: int, but: int | None = None) -> None:
+    """ValueError, with the one at fault, where the least or the greatest of some ids is not in 0 to below - 1."""
+    if low < 0 or high >= below:
+        other = "" if but is None else f", or {but}"
+        raise ValueError(f"{name} must be {kind} from 0 to {below - 1}{other}; got {low if low < 0 else high}")
+
+
+def _fits(shape: torch.Size, asked: Shape) -> bool:
+    return len(shape) == len(asked) and all(isinstance(n, str) or n == m for n, m in zip(asked, shape, strict=True))

@@ -1,4 +1,4 @@
-"""Cross-entropy of a language model's head, without the logits of the whole batch.
+"""Cross-entropy, and that of a language model's head without the logits of the whole batch.
 
 The head and the loss are one function here: for a chunk of tokens it makes the logits, their loss and, in the same
 pass and the same memory, their gradient, and forgets them. Nothing of size tokens x vocabulary is ever held, and no
@@ -23,7 +23,7 @@ from torch import Tensor
 from lmsys.autograd import is_transformed, once_differentiable
 from lmsys.config import IGNORED
 from lmsys.kernels import HAS_TRITON
-from lmsys.model.ids import check_ids
+from lmsys.model.functions import check_ids
 from lmsys.model.linear import matmul_dtype, rounded
 from lmsys.values import finite, shortly, whole
 
@@ -59,6 +59,44 @@ class LossOptions:
         finite("z_loss", self.z_loss, least=0)
         finite("softcap", 1.0 if self.softcap is None else self.softcap, least=1 / MOST_SOFTCAP, most=MOST_SOFTCAP)
         whole("ignore_index", self.ignore_index)
+
+
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    reduction: str = "mean",
+    token_weights: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    return_z_loss: bool = False,
+    softcap: float | None = None,
+    ignore_index: int = IGNORED,
+) -> Any:
+    """The mean of -log softmax(logits)[target]: logits (..., V), targets (...) of class indices -> a scalar.
+
+    Targets of `ignore_index` count for nothing. The dtype is that of the logits, at least float32. ValueError when the
+    shapes do not fit, and on a CPU for other targets outside 0 to V - 1. The other options are those of
+    `linear_cross_entropy`, which makes the logits, too, and holds only some of them at once.
+    """
+    if logits.dim() < 1:
+        raise ValueError("logits (..., V) must have at least one dimension; got a scalar")
+    options = LossOptions(reduction, label_smoothing, z_loss, softcap, ignore_index)
+    check_ids("targets", targets, "class indices", [tuple(logits.shape[:-1])], logits.shape[-1], but=ignore_index)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).reshape(-1, logits.shape[-1])
+    counts = counts_of(token_weights, targets, options, wide.dtype)
+    wide = wide if softcap is None else softcap * torch.tanh(wide / softcap)
+    losses = F.cross_entropy(
+        wide,
+        targets.flatten().long(),
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction="none",
+    )
+    counted = targets.flatten() != ignore_index
+    z_losses = z_loss * wide.logsumexp(dim=-1).square().where(counted, 0) if z_loss else torch.zeros_like(losses)
+    loss = reduced(losses + z_losses, counts, reduction)
+    return (loss, reduced(z_losses, counts, reduction).detach()) if return_z_loss else loss
 
 
 def linear_cross_entropy(
@@ -101,8 +139,6 @@ def linear_cross_entropy(
     chunk = _even_chunk(targets.numel(), len(weight)) if chunk is None else whole("chunk", chunk, least=1)
     dtype = matmul_dtype(hidden)
     if is_transformed():
-        from lmsys.model.functions import cross_entropy
-
         asked = {"token_weights": token_weights, "return_z_loss": return_z_loss, **asdict(options)}
         return cross_entropy(F.linear(hidden.to(dtype), weight.to(dtype)), targets, **asked)
     counts = counts_of(token_weights, targets, options, torch.promote_types(dtype, torch.float32))

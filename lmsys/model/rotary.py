@@ -17,7 +17,7 @@ from lmsys.attention.side_by_side import whole_of
 from lmsys.autograd import is_transformed, once_differentiable
 from lmsys.kernels import HAS_TRITON
 from lmsys.kernels.custom_op import define
-from lmsys.model.ids import check_ids
+from lmsys.model.functions import check_ids
 from lmsys.values import broadcasts
 
 

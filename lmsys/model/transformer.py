@@ -22,12 +22,10 @@ from lmsys.checkpointing import Group
 from lmsys.config import ModelConfig
 from lmsys.measure.profile import part
 from lmsys.model import fused
-from lmsys.model.functions import silu
-from lmsys.model.ids import Shape, check_ids
-from lmsys.model.linear import linear, matmul_dtype
+from lmsys.model.functions import Shape, check_ids, silu
+from lmsys.model.linear import RoundedWeights, linear, matmul_dtype
 from lmsys.model.loss import linear_cross_entropy
 from lmsys.model.rotary import RotaryEmbedding
-from lmsys.model.rounded import RoundedWeights
 from lmsys.model.selective import run_again, run_selectively
 
 BLOCKS_PER_GRAPH = (

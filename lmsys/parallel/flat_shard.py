@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lmsys.parallel.absent import Absent, appear, leave
+from lmsys.parallel.buckets import Layout, copy_gradients
 from lmsys.parallel.collectives import Group, Pending, all_gather, reduce_scatter_mean, size_and_rank
-from lmsys.parallel.packing import Layout, copy_gradients
-from lmsys.parallel.part import as_part
+from lmsys.parallel.part import Absent, appear, as_part, leave
 
 
 class Freed(Absent):

@@ -4,7 +4,7 @@ The parameters of a block (an entry of a ModuleList), and those of no block, lie
 a rank keeps one of world_size equal parts, in its full precision: that is what the optimizer steps. A block that is
 called is gathered, in whatever order and however often, and the one that was called after it before is gathered while
 it computes; it is freed when its last use is over. A backward comes back to blocks in the reverse order of their
-calls: it gathers them again, and reduce-scatters their gradients while it goes on. See `walk`.
+calls: it gathers them again, and reduce-scatters their gradients while it goes on.
 
 Source: Zhao et al. 2023, "PyTorch FSDP" (arXiv 2304.11277), sections 3.2 and 3.3; Rajbhandari et al. 2020, "ZeRO"
 (1910.02054), P_os+g+p.
@@ -23,10 +23,9 @@ from torch.utils._pytree import tree_map
 
 from lmsys.parallel.collectives import Group, all_reduce_mean, gather_objects
 from lmsys.parallel.flat_shard import FlatShard
-from lmsys.parallel.flat_state import flat_share, whole_state
-from lmsys.parallel.sharded_optimizer import check_share, on_cpu
-from lmsys.parallel.steps import Among
-from lmsys.parallel.structure import Groups, grouped
+from lmsys.parallel.part import divided
+from lmsys.parallel.sharded_optimizer import check_share, flat_share, on_cpu, whole_state
+from lmsys.parallel.structure import Among, Groups, grouped
 from lmsys.parallel.traits import RESIZES_PARAMETERS, SURROUNDS_BLOCKS
 from lmsys.parallel.units import (
     before_backward,
@@ -204,8 +203,6 @@ class Fsdp(Wrapper):
 
     def sharded_state_dict(self) -> dict[str, Tensor]:
         """Parameters as DTensors, divided by their first dimension as FSDP2 has them, in memory of their own."""
-        from lmsys.parallel.dtensors import divided
-
         return self._state(lambda x: divided(x, self.group))
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:

@@ -1,22 +1,113 @@
-"""All-reduces that begin while the backward goes on: one per parameter, from its post-accumulate-grad hook.
+"""All-reduces that begin while the backward goes on: one per parameter or bucket, from post-accumulate-grad hooks.
 
 Ranks must begin the same collectives in the same order, whatever order their gradients come in: a bucket is sent when
 it is complete and all before it have been. The order is at first the reverse of the parameters', then, once, the one in
-which rank 0 saw gradients come in the first backward. Here every parameter is a bucket of its own.
+which rank 0 saw gradients come in the first backward.
 
 Strategies of this kind differ in two choices: who owns what, which `_partition` and `_bucket` say, and how buckets
-travel, which `over` says.
+travel, which `over` says. That transport makes the means the gradients of the parameters that this rank owns.
 
 Source: Li et al. 2020, "PyTorch Distributed" (arXiv 2006.15704), section 3.2.
 """
 
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from lmsys.parallel.collectives import Group, Pending, all_reduce_mean, broadcast_, size_and_rank
-from lmsys.parallel.packing import Layout
-from lmsys.parallel.transport import Bucket, Collectives
-from lmsys.parallel.wrapper import Wrapper, check_floating
+from lmsys.cost.communication import fit_latency_bandwidth, optimal_bucket_bytes
+from lmsys.parallel.buckets import EDGE_BYTES, MIB, Layout, copy_gradients, is_size, pack, plan, widen
+from lmsys.parallel.collectives import (
+    Group,
+    Pending,
+    all_reduce_mean,
+    broadcast_,
+    is_nccl,
+    reduce_scatter_mean,
+    size_and_rank,
+)
+from lmsys.parallel.sharded_optimizer import FlatBuffer
+from lmsys.parallel.wrapper import Wrapper, check_floating, dense
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that travel as one.
+
+    number   of the bucket, in the order of sending
+    indices  of `params` among the parameters that are trained
+    layout   where the gradients of `params` lie side by side
+    dtype    of what travels
+    owned    those of `params` that this rank owns; `own` is where their means lie side by side
+    whole    True where every rank owns all of `params`
+    """
+
+    number: int
+    indices: tuple[int, ...]
+    params: list[nn.Parameter]
+    layout: Layout
+    dtype: torch.dtype
+    owned: list[nn.Parameter]
+    own: Layout
+    whole: bool = True
+
+
+class Collectives:
+    """Buckets travel by all-reduces, or by reduce-scatters and all-gathers. Each step's are in memory of their own."""
+
+    outside_bytes = 0  # of GPU memory that torch's allocator does not count
+
+    def __init__(self, module: nn.Module, group: Group):
+        self.group = group
+        _, self.rank = size_and_rank(group)
+        self._scattered = Pending(), Pending()  # the last two reduce-scatters
+
+    def zeros(self, like: Tensor, length: int) -> Tensor:
+        """Zeros (length,) of the dtype and device of `like`, into which parameters can be gathered."""
+        return like.new_zeros(length)
+
+    def settle(self, buckets: Sequence[Bucket], buffers: Sequence[FlatBuffer] = ()) -> None:
+        """Called when no other buckets of gradients, and no other flat buffers of parameters, will follow."""
+
+    def reduce(self, bucket: Bucket) -> Pending:
+        """Begins a bucket's communication: then gradients are the means, or None where this rank owns no more."""
+        if not bucket.whole:
+            return self._reduce_scatter(bucket)
+        params = bucket.params
+        if len(params) == 1 and bucket.dtype == params[0].dtype:
+            if params[0].grad is None:
+                params[0].grad = torch.zeros_like(params[0])
+            return all_reduce_mean(dense(params[0]), self.group)
+        flat, views = pack(params, bucket.layout, bucket.dtype)
+        if bucket.dtype != params[0].dtype:
+            return Pending(all_reduce_mean(flat, self.group), partial(widen, params, views))
+        for p, view in zip(params, views, strict=True):
+            p.grad = view
+        return all_reduce_mean(flat, self.group)
+
+    def _reduce_scatter(self, bucket: Bucket) -> Pending:
+        flat = bucket.params[0].new_empty(bucket.layout.length)
+        with torch.no_grad():
+            copy_gradients(bucket.params, bucket.layout.views(flat))
+            own = flat.new_empty(bucket.own.length)
+            views = bucket.own.views(own)
+        for p in bucket.params:
+            p.grad = None
+        for p, view in zip(bucket.owned, views, strict=True):
+            p.grad = view
+        before, last = self._scattered
+        before.wait()  # so that its flat tensor can be used again
+        self._scattered = last, reduce_scatter_mean(own, flat, self.group)
+        return self._scattered[1]
+
+    def gather(self, number: int, buffer: FlatBuffer) -> Pending:
+        """Begins to gather one of the flat buffers: called from 0 on, one after another."""
+        return buffer.gather(self.rank, self.group)
 
 
 class Overlapped(Wrapper):
@@ -120,3 +211,80 @@ class Overlapped(Wrapper):
         self._seen = None
         self._plan(order.tolist())
         self.transport.settle(self.buckets)
+
+
+SIZES = {"cpu": (2**12, 2**20, 2**22), "cuda": (2**12, 2**22, 2**26)}  # bytes
+CALLS = 5
+ROUNDS = 8
+
+
+def latency_and_bandwidth(group: Group, device: torch.device) -> tuple[float, float]:
+    """Fits t = o + bytes / w by least squares over SIZES: o in seconds (alpha) and w in bytes/s (1 / beta).
+
+    Of each size every rank keeps its least time, and the fit takes the slowest rank's. If these times do not grow with
+    the size, as on a busy machine, the ranks measure again, at most ROUNDS times. ValueError if they never grow.
+    """
+    sizes = SIZES[device.type]
+    least = torch.full((len(sizes),), float("inf"), dtype=torch.float64, device=device)
+    for left in reversed(range(ROUNDS)):
+        times = [_seconds(torch.zeros(size // 4, device=device), group) for size in sizes]
+        least = torch.minimum(least, least.new_tensor(times))
+        slowest = least.clone()
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+        found = slowest.tolist()
+        if found == sorted(found) or not left:  # all ranks decide alike
+            break
+    return fit_latency_bandwidth(sizes, found)
+
+
+def _seconds(x: torch.Tensor, group: Group) -> float:
+    """The least of CALLS, after one that connects."""
+    found = []
+    for _ in range(1 + CALLS):
+        dist.barrier(group) if not is_nccl(group, x) else torch.cuda.synchronize(x.device)
+        start = time.perf_counter()
+        dist.all_reduce(x, group=group)
+        if x.is_cuda:
+            torch.cuda.synchronize(x.device)
+        found.append(time.perf_counter() - start)
+    return min(found[1:])
+
+
+class Bucketed(Overlapped):
+    """bucket_mb   MiB of a bucket; None: no limit, one bucket for each dtype and device; or "auto": √(s o w) of the
+                measured latency o and bandwidth w of an all-reduce
+    comm_dtype  of what travels, such as torch.bfloat16; None: the gradients'. Gradients keep their own dtype.
+
+    ValueError for a bucket size that is not positive.
+    """
+
+    takes_bucket_mb = True
+    comm_dtypes = True
+    rivals: tuple[str, ...] = ("torch_ddp_tuned", "torch_ddp", "naive")
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Group = None,
+        bucket_mb: float | str | None = 25,
+        comm_dtype: torch.dtype | None = None,
+    ):
+        if bucket_mb is not None and bucket_mb != "auto" and not is_size(bucket_mb):
+            raise ValueError(f'{bucket_mb=} must be a positive number of MiB, "auto", or None for one bucket')
+        self.bucket_mb = bucket_mb
+        super().__init__(module, process_group, comm_dtype)
+
+    def _partition(self, order: list[int]) -> list[tuple[int, ...]]:
+        sizes = [p.numel() * (self.comm_dtype or p.dtype).itemsize for p in self.trainable]
+        if self.bucket_mb == "auto":
+            self.bucket_mb = self._best(sum(sizes))
+        kinds = [(p.device, p.dtype) for p in self.trainable]
+        if self.bucket_mb is None:
+            return plan(sizes, order, math.inf, math.inf, kinds)
+        return plan(sizes, order, float(self.bucket_mb) * MIB, EDGE_BYTES, kinds)
+
+    def _best(self, total: int) -> float:
+        if self.world_size == 1 or not total:
+            return 25
+        latency_s, bytes_per_s = latency_and_bandwidth(self.group, self.trainable[0].device)
+        return optimal_bucket_bytes(total, latency_s, bytes_per_s) / MIB

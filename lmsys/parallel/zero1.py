@@ -19,17 +19,14 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from lmsys.parallel.absent import address, appear, leave
-from lmsys.parallel.buckets import MIB, is_size, plan_segments
+from lmsys.parallel.buckets import MIB, Layout, is_size, plan_segments
 from lmsys.parallel.collectives import Group, Pending, size_and_rank
-from lmsys.parallel.overlapped import Overlapped
-from lmsys.parallel.packing import Layout
-from lmsys.parallel.part import as_part
+from lmsys.parallel.copy_engine import CopyEngine
+from lmsys.parallel.overlapped import Bucket, Overlapped
+from lmsys.parallel.part import address, appear, as_part, leave
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer, flatten, layout_of, owners_in
-from lmsys.parallel.steps import Among
-from lmsys.parallel.structure import Groups, grouped
+from lmsys.parallel.structure import Among, Groups, grouped
 from lmsys.parallel.traits import SURROUNDS_BLOCKS
-from lmsys.parallel.transport import Bucket
 from lmsys.parallel.units import blocks_of, parameters_by_block, surround, weakly
 
 # Flat buffers that a recorded forward has begun to gather beyond those it has waited for. Were all begun at its start,
@@ -255,3 +252,19 @@ class Zero1Optimizer(ShardedOptimizer):
         loss = self.step_own(*args, **kwargs)
         wrapper.stepped()
         return loss
+
+
+class CopyEngineZero1(Zero1):
+    """bucket_mb: as in `Zero1`, but 32 MiB of a segment by default. ValueError as in `CopyEngines`.
+
+    Parameters live in memory that the GPUs of one node see of one another. The rank that has stepped them copies them
+    to its peers. Unlike those of `Zero1`, gradients of all ranks' parameters are held until the synchronization ends.
+    """
+
+    over = CopyEngine.over
+    why_not_reproducible = CopyEngine.why_not_reproducible
+    all_reduce_model = CopyEngine.all_reduce_model
+    kernels = CopyEngine.kernels
+
+    def __init__(self, module: nn.Module, process_group: Group = None, bucket_mb: float | str = 32):
+        super().__init__(module, process_group, bucket_mb)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lmsys.attention import attention
 from lmsys.model import TransformerLM
-from lmsys.model.ids import check_range
+from lmsys.model.functions import check_range
 
 
 @dataclass(frozen=True)

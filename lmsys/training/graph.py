@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lmsys.model.rounded import RoundedWeights, recorded
+from lmsys.model.linear import RoundedWeights, recorded
 
 _STREAMS: dict[int, torch.cuda.Stream] = {}  # by device: that of all recordings
 WARM_UPS = 3  # calls before the recording: what compiles, tunes or allocates for good on first use does it there

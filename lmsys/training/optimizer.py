@@ -41,7 +41,7 @@ class AdamW(Optimizer):
     `grad_factor`, a scalar tensor that `scale_gradients` sets, holds for one step, which is on gradients times it: they
     themselves stay as they are.
 
-    `rounded`, copies of parameters as `lmsys.model.rounded.RoundedWeights`, are written by the kernel of
+    `rounded`, copies of parameters as `lmsys.model.linear.RoundedWeights`, are written by the kernel of
     adamw_triton.py in the same pass, but not under `GradScaler`.
 
     `torch.amp.GradScaler` leaves unscaling and the skipped step to the kernel when all parameters are on CUDA.

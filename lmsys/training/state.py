@@ -3,9 +3,8 @@
 from torch.optim import Optimizer
 
 from lmsys.parallel.adapter import Adapter
-from lmsys.parallel.flat_state import flat_share, whole_state
 from lmsys.parallel.fsdp import Fsdp
-from lmsys.parallel.sharded_optimizer import ShardedOptimizer, merge_shares
+from lmsys.parallel.sharded_optimizer import ShardedOptimizer, flat_share, merge_shares, whole_state
 from lmsys.training.checkpoint import Checkpoint, State
 
 PREFIX = "model."  # the names of parameters begin with it: strategies wrap lmsys.model.Loss

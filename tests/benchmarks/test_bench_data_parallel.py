@@ -31,8 +31,8 @@ from lmsys.measure.profile import Communication
 from lmsys.model import TransformerLM, fused
 from lmsys.parallel import STRATEGIES as TABLE
 from lmsys.parallel.adapter import Adapter
+from lmsys.parallel.baselines import NoSync
 from lmsys.parallel.group import WorkerError
-from lmsys.parallel.none import NoSync
 from lmsys.parallel.traits import SURROUNDS_BLOCKS
 from tests.support import harness, processes
 

@@ -28,7 +28,7 @@ from tests.support import harness
 STRATEGIES = '''
 import torch.distributed as dist
 
-from lmsys.parallel.naive import Naive
+from lmsys.parallel.baselines import Naive
 
 
 class one_percent_off(Naive):

@@ -132,7 +132,7 @@ def test_the_tables() -> None:
 @pytest.mark.on_request
 def test_strategies_run_as_gates_run_them() -> None:
     ranks = Ranks()
-    assert not [*seen_by(subject(Entry("naive", "lmsys.parallel.naive:Naive"), "strategy", ranks))]
+    assert not [*seen_by(subject(Entry("naive", "lmsys.parallel.baselines:Naive"), "strategy", ranks))]
     ranks.close()
 
 

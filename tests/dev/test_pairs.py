@@ -17,7 +17,7 @@ from tests.support import harness
 
 NEARLY = """
 import torch
-from lmsys.parallel.naive import Naive
+from lmsys.parallel.baselines import Naive
 
 
 class nearly(Naive):

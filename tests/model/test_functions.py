@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmsys.model.functions import cross_entropy, silu, softmax
-from lmsys.model.loss import IGNORED
+from lmsys.model.functions import silu, softmax
+from lmsys.model.loss import IGNORED, cross_entropy
 
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
 seeds = st.integers(0, 2**16)

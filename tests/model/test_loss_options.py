@@ -16,8 +16,7 @@ from torch import Tensor
 
 from lmsys.measure import memory
 from lmsys.model import loss
-from lmsys.model.functions import cross_entropy
-from lmsys.model.loss import IGNORED, MOST_SOFTCAP, REDUCTIONS, linear_cross_entropy
+from lmsys.model.loss import IGNORED, MOST_SOFTCAP, REDUCTIONS, cross_entropy, linear_cross_entropy
 from lmsys.testing import error_ratio
 
 WIDTH = 16

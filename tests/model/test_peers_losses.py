@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmsys.model.functions import cross_entropy
-from lmsys.model.loss import IGNORED, REDUCTIONS, linear_cross_entropy
+from lmsys.model.loss import IGNORED, REDUCTIONS, cross_entropy, linear_cross_entropy
 from lmsys.testing import error_ratio
 
 WIDTH = 32

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lmsys.config import model_config
 from lmsys.model import TransformerLM
-from lmsys.model.rounded import recorded
+from lmsys.model.linear import recorded
 from lmsys.training.graph import GraphedGradients
 from lmsys.training.optimizer import AdamW
 

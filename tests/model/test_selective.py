@@ -14,7 +14,7 @@ from benchmarks.models import attention_case
 from lmsys.attention import ATTENTION
 from lmsys.checkpointing import LEVELS, for_fewer, groups_of, setting_of
 from lmsys.config import ModelConfig
-from lmsys.cost import levels
+from lmsys.cost import memory as cost_memory
 from lmsys.cost.memory import kept_bytes
 from lmsys.measure.memory import saved_bytes
 from lmsys.model import TransformerLM
@@ -206,7 +206,7 @@ def test_levels_on_a_gpu(row: str, compiled: bool) -> None:
 def test_the_table_of_levels(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """More is computed again from line to line, and less kept; "attention" makes 2 of the 3 feed-forward matmuls."""
     monkeypatch.setattr("sys.argv", ["levels", "--size", "2.7b", "--context", "512", "--batch", "1"])
-    levels.main()
+    cost_memory.main()
     rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
     names, kept, peaks, again = zip(*rows, strict=True)
     assert names == LEVELS and sorted(map(float, kept), reverse=True) == [*map(float, kept)]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmsys.model.functions import cross_entropy as ours
+from lmsys.model.loss import cross_entropy as ours
 from lmsys.model.loss import linear_cross_entropy as ours_in_chunks
 from lmsys.registry import Entry
 from tests.museum.exhibit import exhibit

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from lmsys.config import model_config
 from lmsys.cost.operations import model_parameters
-from lmsys.parallel.buckets import ALIGNMENT, offsets, plan, plan_segments, share_out
-from lmsys.parallel.packing import Layout
+from lmsys.parallel.buckets import ALIGNMENT, Layout, offsets, plan, plan_segments, share_out
 
 sizes = st.lists(st.integers(1, 100), min_size=1, max_size=30)
 limits = st.integers(1, 200)

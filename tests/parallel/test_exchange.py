@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lmsys.parallel.buckets import ALIGNMENT
+from lmsys.parallel.buckets import ALIGNMENT, Layout
 from lmsys.parallel.collectives import Pending
-from lmsys.parallel.exchange import (
+from lmsys.parallel.copy_engine import (
     ARRIVED,
     DONE,
     READY,
@@ -22,7 +22,6 @@ from lmsys.parallel.exchange import (
     peers_of,
     segments_of,
 )
-from lmsys.parallel.packing import Layout
 from lmsys.testing import error_ratio
 from tests.support.streams import Gpu, Handle, run
 

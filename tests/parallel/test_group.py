@@ -13,8 +13,8 @@ from torch import nn
 
 from lmsys.bench.ranks import Unsupported
 from lmsys.measure.compare import outcome_of
-from lmsys.parallel.bucketed import Bucketed
 from lmsys.parallel.group import TorchrunGroup, WorkerError, WorkerGroup, check_backend, device
+from lmsys.parallel.overlapped import Bucketed
 from lmsys.watchdog import under_torchrun
 from tests.support.variants import some
 

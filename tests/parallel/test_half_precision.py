@@ -8,9 +8,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lmsys.parallel.flat_state import flat_share, whole_state
 from lmsys.parallel.fsdp import Fsdp
 from lmsys.parallel.group import WorkerGroup
+from lmsys.parallel.sharded_optimizer import flat_share, whole_state
 from tests.support.ranks import group_of
 
 RANKS, STEPS, EXAMPLES, WORDS, WIDTH = 2, 4, 10, 100, 64

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmsys.parallel.flat_state import flat_share, whole_state
 from lmsys.parallel.group import WorkerGroup
+from lmsys.parallel.sharded_optimizer import flat_share, whole_state
 from lmsys.testing import error_ratio
 from tests.support.modules import ONE_BY_ONE, OPERATIONS, do, load_checkpoint, play, play_alone, save_checkpoint
 from tests.support.ranks import Net, Recipe

@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 from lmsys.config import ModelConfig, model_config
 from lmsys.model import TransformerLM
 from lmsys.parallel import STRATEGIES
-from lmsys.parallel.bucketed import Bucketed
+from lmsys.parallel.baselines import Naive
 from lmsys.parallel.fsdp import Fsdp
 from lmsys.parallel.group import WorkerGroup, device
-from lmsys.parallel.naive import Naive
+from lmsys.parallel.overlapped import Bucketed
 from lmsys.parallel.sharded_optimizer import FlatBuffer, ShardedOptimizer, merge_shares
 from lmsys.parallel.units import blocks_of
 from lmsys.parallel.zero1 import Zero1
@@ -126,9 +126,9 @@ def _traffic(name: str, options: dict[str, Any], recipe: Recipe) -> tuple[int, i
     def counting(real: Any) -> Any:
         return lambda x, g, **options: sent.append(x.numel()) or real(x, g, **options)
 
-    from lmsys.parallel import flat, naive, overlapped, transport
+    from lmsys.parallel import baselines, overlapped
 
-    places = [(module, "all_reduce_mean", counting) for module in (flat, naive, overlapped, transport)]
+    places = [(module, "all_reduce_mean", counting) for module in (baselines, overlapped)]
     with on_ranks.use(*places):
         wrapper(torch.randn(3, recipe.width)).backward()
         wrapper.finish_gradient_synchronization()

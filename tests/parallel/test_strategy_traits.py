@@ -19,7 +19,7 @@ OPTIONS = {  # trait: the option of the constructor that it speaks of
 }
 OWN_FILE = """
 from torch import nn
-from lmsys.parallel.bucketed import Bucketed
+from lmsys.parallel.overlapped import Bucketed
 
 class Plain(nn.Module):
     zero_stage = 2

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lmsys.parallel.absent import appear, leave
 from lmsys.parallel.collectives import Pending
 from lmsys.parallel.group import WorkerGroup
+from lmsys.parallel.overlapped import Collectives
+from lmsys.parallel.part import appear, leave
 from lmsys.parallel.sharded_optimizer import FlatBuffer
-from lmsys.parallel.transport import Collectives
 from lmsys.parallel.zero1 import AHEAD, Zero1, segment_mb
 from tests.support.modules import deferred
 from tests.support.ranks import Recipe, Training, group_of, recording, train, use, worst_ratio

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lmsys.parallel.collectives import Pending, all_gather, all_reduce_mean
 from lmsys.parallel.copy_engine import CopyEngines
-from lmsys.parallel.transport import Bucket, Collectives
+from lmsys.parallel.overlapped import Bucket, Collectives
 
 
 class ExchangeOverGloo:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lmsys.parallel.naive import Naive
+from lmsys.parallel.baselines import Naive
 
 
 class Faulty(Naive):

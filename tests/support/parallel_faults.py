@@ -7,13 +7,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lmsys.parallel import copy_engine, transport, wrapper
-from lmsys.parallel.buckets import offsets
+from lmsys.parallel import copy_engine, overlapped, wrapper
+from lmsys.parallel.buckets import Layout, offsets
 from lmsys.parallel.collectives import Pending
 from lmsys.parallel.copy_engine import CopyEngines
-from lmsys.parallel.packing import Layout
+from lmsys.parallel.overlapped import Bucket, Collectives
 from lmsys.parallel.sharded_optimizer import FlatBuffer, ShardedOptimizer
-from lmsys.parallel.transport import Bucket, Collectives
 from tests.support import engines
 from tests.support.engines import ExchangeOverGloo
 from tests.support.ranks import Recipe, Training, train, use
@@ -35,7 +34,7 @@ def _summed(by_engines: bool) -> Any:
         return send
 
     names = ("all_reduce_mean",) if by_engines else ("all_reduce_mean", "reduce_scatter_mean")
-    return use(*((engines if by_engines else transport, name, sums) for name in names))
+    return use(*((engines if by_engines else overlapped, name, sums) for name in names))
 
 
 def _never_waited(by_engines: bool) -> Any:

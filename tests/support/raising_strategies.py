@@ -8,7 +8,7 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lmsys.parallel.bucketed import Bucketed
+from lmsys.parallel.overlapped import Bucketed
 from lmsys.training.data import Batches
 
 AT = int(os.environ.get("LMSYS_RAISE_AT", "5"))

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from lmsys.check.question import poison
 from lmsys.parallel import STRATEGIES
 from lmsys.parallel.copy_engine import CopyEngine
-from lmsys.parallel.copy_engine_zero1 import CopyEngineZero1
 from lmsys.parallel.group import device
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer
-from lmsys.parallel.zero1 import Zero1
+from lmsys.parallel.zero1 import CopyEngineZero1, Zero1
 from lmsys.testing import error_ratio
 from tests.support.engines import EnginesOverGloo
 

@@ -1,0 +1,57 @@
+"""What the other strategies are measured against: they do nothing, or wait for the backward to end."""
+
+from collections import defaultdict
+
+import torch
+
+from lmsys.parallel.buckets import Layout, pack
+from lmsys.parallel.collectives import all_reduce_mean
+from lmsys.parallel.wrapper import Wrapper, dense
+
+
+class NoSync(Wrapper):
+    """Gradients stay each rank's own."""
+
+    synchronizes = False
+
+    def _synchronize(self) -> None:
+        """Does nothing."""
+
+
+class Naive(Wrapper):
+    """Each gradient in turn, and the next when it is done."""
+
+    all_reduces = True
+    halves_sums = True
+    baseline = 1
+
+    def _synchronize(self) -> None:
+        missing = self._missing()
+        use = self._use(missing)
+        all_reduce_mean(use, self.group, async_op=False).wait()
+        for p in self.trainable:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            all_reduce_mean(dense(p), self.group, async_op=False).wait()
+        self._conclude(use, missing)
+
+
+class Flat(Wrapper):
+    """One flat tensor per dtype; the gradients are views of it from then on."""
+
+    all_reduces = True
+    halves_sums = True
+
+    def _synchronize(self) -> None:
+        missing = self._missing()
+        use = self._use(missing)
+        all_reduce_mean(use, self.group, async_op=False).wait()
+        kinds = defaultdict(list)
+        for p in self.trainable:
+            kinds[p.device, p.dtype].append(p)
+        for params in kinds.values():
+            flat, views = pack(params, Layout.of(params), params[0].dtype)
+            all_reduce_mean(flat, self.group, async_op=False).wait()
+            for p, view in zip(params, views, strict=True):
+                p.grad = view
+        self._conclude(use, missing)
