@@ -32,7 +32,8 @@ def linear(x: Tensor, *weights: Tensor) -> Tensor:
     Where autocast would cast float32 weights: one matmul in the autocast dtype, and float32 weight gradients, of which
     those of one call are rows of one tensor. Elsewhere `F.linear` for each weight, in the dtype that it is given.
     """
-    if (dtype := _cast_to(x, weights)) is not None and not is_transformed():
+    dtype = None if x.dtype == torch.float64 else _cast_to(weights)  # autocast, too, leaves float64 alone
+    if dtype is not None and not is_transformed():
         return _NarrowLinear.apply(x, dtype, [rounded(w, dtype) for w in weights], *weights)
     return F.linear(x, *weights) if len(weights) == 1 else torch.cat([F.linear(x, w) for w in weights], dim=-1)
 
@@ -49,14 +50,11 @@ def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return copy if copy is not None and copy.dtype == dtype else weight
 
 
-def _cast_to(x: Tensor, weights: Sequence[Tensor]) -> torch.dtype | None:
-    """The narrow dtype to which autocast would cast float32 weights, or None."""
-    device = x.device.type
-    if torch.is_autocast_enabled(device) and all(t.dtype == torch.float32 for t in weights):
-        dtype = torch.get_autocast_dtype(device)
-        if dtype.itemsize < 4 and x.dtype != torch.float64:  # autocast, too, leaves float64 alone
-            return dtype
-    return None
+def _cast_to(weights: Sequence[Tensor]) -> torch.dtype | None:
+    """The narrow dtype to which autocast would cast these, if all are float32, or None."""
+    device = weights[0].device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+    return dtype if dtype.itemsize < 4 and all(t.dtype == torch.float32 for t in weights) else None
 
 
 class _NarrowLinear(torch.autograd.Function):
@@ -152,10 +150,10 @@ class RoundedWeights:
         """Inside, weights have their copies as `rounded`, which `lmsys.model.linear` reads; under autocast alone."""
         groups = [] if self._shown else [[layer.weight for layer in group] for group in self._layers]
         weights = list(chain(*groups))
-        if not weights or not _are_cast(weights):
-            yield
+        dtype = _cast_to(weights) if weights else None
+        if dtype is None or not all(isinstance(one, nn.Parameter) and not one.is_inference() for one in weights):
+            yield  # nothing is cast, or a weight does not count its changes
             return
-        dtype = torch.get_autocast_dtype(weights[0].device.type)
         if not self._are_of(weights, dtype):
             self._make(groups, dtype)
         self.refresh()
@@ -209,14 +207,3 @@ class RoundedWeights:
             self._copies += together.split(rows)
         self._numbers = {id(weight): number for number, weight in enumerate(self._weights)}
         self._made_of = [None] * len(self._weights)
-
-
-def _are_cast(weights: Sequence[Tensor]) -> bool:
-    """True where autocast would cast each to a narrow dtype, and each is a parameter that counts its changes."""
-    device = weights[0].device.type
-    if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device).itemsize >= 4:
-        return False
-    return all(
-        isinstance(weight, nn.Parameter) and weight.dtype == torch.float32 and not weight.is_inference()
-        for weight in weights
-    )

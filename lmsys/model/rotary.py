@@ -94,7 +94,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    from lmsys.model.rotary_triton import turn
+    from lmsys.model.fused_triton import turn
 
     parts = _like_parts(heads, cos, sin, num_heads)
     turn(heads.contiguous(), parts, cos.contiguous(), sin.contiguous(), num_heads, backward=False)
@@ -102,7 +102,7 @@ def _rotate(heads: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> tuple[Te
 
 
 def _rotate_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    from lmsys.model.rotary_triton import turn
+    from lmsys.model.fused_triton import turn
 
     heads, parts = _like_heads(dq, dk, dv, cos, sin), (dq.contiguous(), dk.contiguous(), dv.contiguous())
     turn(heads, parts, cos.contiguous(), sin.contiguous(), dq.shape[2], backward=True)
@@ -124,7 +124,7 @@ class _RotateInPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> tuple[Tensor, ...]:
-        from lmsys.model.rotary_triton import turn
+        from lmsys.model.fused_triton import turn
 
         ctx.save_for_backward(cos, sin)
         heads = heads.detach().contiguous()
@@ -136,7 +136,7 @@ class _RotateInPlace(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        from lmsys.model.rotary_triton import turn
+        from lmsys.model.fused_triton import turn
 
         dq, dk, dv = grads
         cos, sin = ctx.saved_tensors
@@ -147,7 +147,7 @@ class _RotateInPlace(torch.autograd.Function):
         return together, None, None, None
 
 
-# heads (B, S, N, D), cos and sin (S, D / 2) or (B, S, D / 2) -> q, k, v, by the kernel of rotary_triton.py; and back.
+# heads (B, S, N, D), cos and sin (S, D / 2) or (B, S, D / 2) -> q, k, v, by the kernel of fused_triton.py; and back.
 ANGLES, THREE = "Tensor cos, Tensor sin", "(Tensor, Tensor, Tensor)"
 rotate = define("rotate", f"(Tensor heads, {ANGLES}, int num_heads) -> {THREE}", _rotate, _like_parts)
 rotate_backward = define(

@@ -1,11 +1,10 @@
 """What the other strategies are measured against: they do nothing, or wait for the backward to end."""
 
-from collections import defaultdict
-
 import torch
 
 from lmsys.parallel.buckets import Layout, pack
 from lmsys.parallel.collectives import all_reduce_mean
+from lmsys.parallel.structure import by_kind
 from lmsys.parallel.wrapper import Wrapper, dense
 
 
@@ -46,10 +45,7 @@ class Flat(Wrapper):
         missing = self._missing()
         use = self._use(missing)
         all_reduce_mean(use, self.group, async_op=False).wait()
-        kinds = defaultdict(list)
-        for p in self.trainable:
-            kinds[p.device, p.dtype].append(p)
-        for params in kinds.values():
+        for params in by_kind(self.trainable):
             flat, views = pack(params, Layout.of(params), params[0].dtype)
             all_reduce_mean(flat, self.group, async_op=False).wait()
             for p, view in zip(params, views, strict=True):

@@ -339,13 +339,18 @@ def _means(bucket: Bucket, flat: Tensor) -> list[Any]:
     return [found.get(p) for p in bucket.params]
 
 
-class CopyEngine(Bucketed):
-    """bucket_mb, comm_dtype: as in `Bucketed`. ValueError as in `CopyEngines`."""
+class ByCopyEngines:
+    """What holds of each strategy whose buckets travel so."""
 
-    over = CopyEngines
+    over: type[Collectives] = CopyEngines
     why_not_reproducible = "copy engines add by rank, and not as a tree: take bucketed or zero1"
     all_reduce_model = False  # latency and bandwidth are those of NCCL's all-reduce
     kernels = r"^_mean_kernel$"  # signals are torch's kernels, and copies have none
+
+
+class CopyEngine(ByCopyEngines, Bucketed):
+    """bucket_mb, comm_dtype: as in `Bucketed`. ValueError as in `CopyEngines`."""
+
     rivals = ("torch_ddp_tuned",)
 
 

@@ -22,15 +22,16 @@ from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_map
 
 from lmsys.parallel.collectives import Group, all_reduce_mean, gather_objects
-from lmsys.parallel.flat_shard import FlatShard
+from lmsys.parallel.flat_shard import FlatShard, Unit, Walk
 from lmsys.parallel.part import divided
 from lmsys.parallel.sharded_optimizer import check_share, flat_share, on_cpu, whole_state
-from lmsys.parallel.structure import Among, Groups, grouped
-from lmsys.parallel.traits import RESIZES_PARAMETERS, SURROUNDS_BLOCKS
-from lmsys.parallel.units import (
+from lmsys.parallel.structure import (
+    Among,
+    Groups,
     before_backward,
     blocks_of,
     flats_by_block,
+    grouped,
     is_in_backward,
     read_as_kept,
     read_rounded,
@@ -38,7 +39,7 @@ from lmsys.parallel.units import (
     tensors_in,
     weakly,
 )
-from lmsys.parallel.walk import Unit, Walk
+from lmsys.parallel.traits import RESIZES_PARAMETERS, SURROUNDS_BLOCKS
 from lmsys.parallel.wrapper import Wrapper, check_floating, compared, whole
 
 

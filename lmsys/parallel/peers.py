@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lmsys.parallel.collectives import Group, broadcast_
-from lmsys.parallel.structure import Groups, grouped
+from lmsys.parallel.structure import Groups, blocks_of, grouped
 from lmsys.parallel.traits import RESIZES_PARAMETERS, SURROUNDS_BLOCKS, Traits
-from lmsys.parallel.units import blocks_of
 
 
 class _Peer(Traits, nn.Module):

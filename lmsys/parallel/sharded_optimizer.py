@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 
 from lmsys.parallel.buckets import Layout, Segmented, offsets, plan_segments
 from lmsys.parallel.collectives import Group, Pending, all_gather, gather_objects, size_and_rank
-from lmsys.parallel.units import flats_by_block
+from lmsys.parallel.structure import flats_by_block
 
 CHUNK = 2**26  # elements that one call gathers
 

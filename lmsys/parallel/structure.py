@@ -1,12 +1,16 @@
-"""A module as it was when it was wrapped, groups of its parameters by name, and which optimizer holds which of them."""
+"""What strategies ask of a module: what it holds, what is gathered as one, when a forward or a backward begins."""
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable, which imports the compiler when it is called
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 Groups = Callable[[str, nn.Parameter], dict[str, Any]]  # what an optimizer is to do otherwise with a parameter
 
@@ -94,3 +98,127 @@ class Among:
             held = any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
             self._known[optimizer] = count, held
         return self._known[optimizer][1]
+
+
+_PLAIN = bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device  # of which nothing is to be told
+
+
+def blocks_of(module: nn.Module) -> list[nn.Module]:
+    """The entries of the outermost ModuleLists, in order: a Transformer's layers. Of a list in a list, its entries."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        entry = isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList | nn.ModuleDict)
+        found += [child] if entry else blocks_of(child)
+    return list(dict.fromkeys(found))
+
+
+def parameters_by_block(module: nn.Module) -> list[list[nn.Parameter]]:
+    """First the parameters in no block, or in several; then each block's own. Every parameter once."""
+    blocks = blocks_of(module)
+    numbers_of: dict[nn.Parameter, set[int]] = {p: set() for p in module.parameters()}
+    for number, block in enumerate(blocks, start=1):
+        for p in block.parameters():
+            numbers_of[p].add(number)
+    inside = {id(p) for block in blocks for p in block.parameters()}
+    outside = {id(p) for p in _outside(module, blocks)}
+    units: list[list[nn.Parameter]] = [[] for _ in range(1 + len(blocks))]
+    for p, numbers in numbers_of.items():
+        alone = len(numbers) == 1 and id(p) in inside and id(p) not in outside
+        units[next(iter(numbers)) if alone else 0].append(p)
+    return units
+
+
+def flats_by_block(module: nn.Module, *groups: set[int]) -> list[list[list[nn.Parameter]]]:
+    """The same, in each those that can lie side by side: of one dtype and device, all trained or all frozen, all
+    `read_rounded` or none, all `read_as_kept` or none, and in each of the `groups`, of ids, all or none."""
+    marks = read_rounded(module), read_as_kept(module), *groups
+    return [by_kind(params, *marks) for params in parameters_by_block(module)]
+
+
+def read_rounded(module: nn.Module) -> set[int]:
+    """The ids of float32 parameters of which a copy rounded to the autocast dtype, as their attribute `rounded`, is all
+    that is read under autocast: every module that holds one says `reads_rounded`."""
+    readers: dict[nn.Parameter, list[bool]] = defaultdict(list)
+    for child in module.modules():
+        for p in child.parameters(recurse=False):
+            readers[p].append(getattr(child, "reads_rounded", False))
+    return {id(p) for p, told in readers.items() if all(told) and p.dtype == torch.float32}
+
+
+def read_as_kept(module: nn.Module) -> set[int]:
+    """The ids of parameters that a module reads in the dtype they are kept in: one that holds them says
+    `reads_own_dtype`, which suffices where several do."""
+    found = (child for child in module.modules() if getattr(child, "reads_own_dtype", False))
+    return {id(p) for child in found for p in child.parameters(recurse=False)}
+
+
+def by_kind(params: list[nn.Parameter], *marks: set[int]) -> list[list[nn.Parameter]]:
+    """Those that can lie side by side together: see `flats_by_block`."""
+    kinds: dict[Any, list[nn.Parameter]] = defaultdict(list)
+    for p in params:
+        kinds[p.dtype, p.device, p.requires_grad, *(id(p) in mark for mark in marks)].append(p)
+    return list(kinds.values())
+
+
+def _outside(module: nn.Module, blocks: list[nn.Module]) -> list[nn.Parameter]:
+    """Parameters that a module outside every block holds."""
+    within = {id(child) for block in blocks for child in block.modules()}
+    return [p for child in module.modules() if id(child) not in within for p in child.parameters(recurse=False)]
+
+
+def surround(block: nn.Module, before: Callable[..., None], after: Callable[..., None] | None = None) -> None:
+    """Runs before(block, args) and after(block, args, output) around the block's forward.
+
+    As hooks, which a compiler that comes later leaves out, or around what `block.compile()` has made.
+    """
+    compiled = block._compiled_call_impl
+    if compiled is None:
+        block.register_forward_pre_hook(_disable_dynamo(before))
+        if after is not None:
+            block.register_forward_hook(_disable_dynamo(after))
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before(block, args)
+        output = compiled(*args, **kwargs)
+        if after is not None:
+            after(block, args, output)
+        return output
+
+    block._compiled_call_impl = call
+
+
+def is_in_backward() -> bool:
+    """True inside of a backward, where checkpointing runs forwards again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def tensors_in(output: Any) -> tuple[list[Tensor], bool]:
+    """The tensors of a forward's output that a backward can begin from, and whether there may be others.
+
+    Looks into containers that torch knows, and one level into other objects.
+    """
+    leaves, hidden = tree_leaves(output), False
+    for x in [x for x in leaves if not isinstance(x, (Tensor, *_PLAIN))]:
+        hidden = True
+        parts = list(x) if isinstance(x, tuple | list) else getattr(x, "__dict__", None)
+        leaves += tree_leaves(parts)
+    found = [x for x in leaves if isinstance(x, Tensor)]
+    return [x for x in found if x.requires_grad], hidden or not found
+
+
+def before_backward(tensors: Sequence[Tensor], hook: Callable[..., Any]) -> None:
+    """Calls the hook in each backward that comes to one of them, once, before what has made them."""
+    if tensors:
+        torch.autograd.graph.register_multi_grad_hook(tensors, hook, mode="any")
+
+
+def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
+    """A hook that calls the bound method, `first` in front of the hook's arguments, and keeps nothing alive."""
+    owner, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
+
+    def hook(*args: Any) -> Any:
+        self = owner()  # a module may outlive its wrapper
+        return None if self is None else function(self, *first, *args)
+
+    return hook

@@ -24,9 +24,18 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils._pytree import tree_map
 
 from lmsys.parallel.collectives import Group, broadcast_, gather_objects, size_and_rank
-from lmsys.parallel.structure import Among, Groups, Structure, grouped, watch
+from lmsys.parallel.structure import (
+    Among,
+    Groups,
+    Structure,
+    before_backward,
+    grouped,
+    is_in_backward,
+    tensors_in,
+    watch,
+    weakly,
+)
 from lmsys.parallel.traits import Traits
-from lmsys.parallel.units import before_backward, is_in_backward, tensors_in, weakly
 
 
 class Wrapper(Traits, nn.Module):

@@ -21,13 +21,12 @@ from torch import Tensor, nn
 
 from lmsys.parallel.buckets import MIB, Layout, is_size, plan_segments
 from lmsys.parallel.collectives import Group, Pending, size_and_rank
-from lmsys.parallel.copy_engine import CopyEngine
+from lmsys.parallel.copy_engine import ByCopyEngines
 from lmsys.parallel.overlapped import Bucket, Overlapped
 from lmsys.parallel.part import address, appear, as_part, leave
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer, flatten, layout_of, owners_in
-from lmsys.parallel.structure import Among, Groups, grouped
+from lmsys.parallel.structure import Among, Groups, blocks_of, grouped, parameters_by_block, surround, weakly
 from lmsys.parallel.traits import SURROUNDS_BLOCKS
-from lmsys.parallel.units import blocks_of, parameters_by_block, surround, weakly
 
 # Flat buffers that a recorded forward has begun to gather beyond those it has waited for. Were all begun at its start,
 # the first memset of cuBLAS in the CUDA graph would wait until the last gather is over, as traces on two H200s show. In
@@ -254,17 +253,12 @@ class Zero1Optimizer(ShardedOptimizer):
         return loss
 
 
-class CopyEngineZero1(Zero1):
+class CopyEngineZero1(ByCopyEngines, Zero1):
     """bucket_mb: as in `Zero1`, but 32 MiB of a segment by default. ValueError as in `CopyEngines`.
 
     Parameters live in memory that the GPUs of one node see of one another. The rank that has stepped them copies them
     to its peers. Unlike those of `Zero1`, gradients of all ranks' parameters are held until the synchronization ends.
     """
-
-    over = CopyEngine.over
-    why_not_reproducible = CopyEngine.why_not_reproducible
-    all_reduce_model = CopyEngine.all_reduce_model
-    kernels = CopyEngine.kernels
 
     def __init__(self, module: nn.Module, process_group: Group = None, bucket_mb: float | str = 32):
         super().__init__(module, process_group, bucket_mb)

@@ -17,7 +17,6 @@ from lmsys.parallel import STRATEGIES
 LIBRARY = Path(__file__).parents[2] / "lmsys"
 KINDS_OF_FOLDERS = {"attention": "attention", "parallel": "communication", "training": "elementwise"}
 KINDS_OF_FILES = {
-    "model/rotary_triton.py": "elementwise",
     "model/fused_triton.py": "elementwise",
     "model/loss_triton.py": "reduction",
     "training/squares_triton.py": "reduction",

@@ -60,7 +60,7 @@ def build(
 def builds() -> dict[str, dict[str, int]]:
     """Each kernel as a model of 768 channels in 12 heads launches it in bfloat16, with a stream in float32."""
     from lmsys.config import IGNORED
-    from lmsys.model import fused_triton, loss_triton, rotary_triton
+    from lmsys.model import fused_triton, loss_triton
 
     found = {}
     types = {
@@ -96,7 +96,7 @@ def builds() -> dict[str, dict[str, int]]:
 
     types |= dict.fromkeys(("HEADS", "Q", "K", "V"), "*bf16")
     heads = {"H": 12, "HKV": 12, "D": 64, "BLOCK_H": 32, "BLOCK_D": 64, "BACKWARD": False, "IN_PLACE": True}
-    found["rotation"] = build(rotary_triton._rotate_kernel, types, 4, **heads)
+    found["rotation"] = build(fused_triton._rotate_kernel, types, 4, **heads)
     return found
 
 

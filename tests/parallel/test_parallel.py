@@ -22,7 +22,7 @@ from lmsys.parallel.fsdp import Fsdp
 from lmsys.parallel.group import WorkerGroup, device
 from lmsys.parallel.overlapped import Bucketed
 from lmsys.parallel.sharded_optimizer import FlatBuffer, ShardedOptimizer, merge_shares
-from lmsys.parallel.units import blocks_of
+from lmsys.parallel.structure import blocks_of
 from lmsys.parallel.zero1 import Zero1
 from tests.support import ranks as on_ranks
 from tests.support.parallel_faults import FAULTS, FAULTS_OF_SHARDS, train_with

@@ -17,7 +17,7 @@ from lmsys.parallel import STRATEGIES
 from lmsys.parallel.flat_shard import FlatShard
 from lmsys.parallel.fsdp import Fsdp
 from lmsys.parallel.group import WorkerGroup, device
-from lmsys.parallel.units import flats_by_block, read_rounded
+from lmsys.parallel.structure import flats_by_block, read_rounded
 from tests.support.ranks import group_of
 
 WHOLE, ROUNDED = ("bucketed", {}), ("fsdp", {"compute_dtype": torch.bfloat16})

@@ -24,7 +24,7 @@ from lmsys.attention.flash_gluon import kernels
 from lmsys.attention.flash_gluon import launch as gluon_launch
 from lmsys.attention.tuning import Tile
 from lmsys.kernels import launch
-from lmsys.model import rotary_triton
+from lmsys.model import fused_triton
 from tests.support.driver_stub import Stub
 from tests.support.gluon_simulator import simulated
 
@@ -71,7 +71,7 @@ def main(capability: int) -> None:
     for length in LENGTHS:
         heads = torch.randn(BATCH, length, 3 * HEADS, 256)  # on a grid of two dimensions
         parts = tuple(torch.empty(BATCH, length, HEADS, 256) for _ in range(3))
-        rotary_triton.turn(heads, parts, *torch.randn(2, length, 128), HEADS, backward=False)
+        fused_triton.turn(heads, parts, *torch.randn(2, length, 128), HEADS, backward=False)
     if capability == 90:
         gluon(stub)  # without TMA the next would take less of shared memory
         print(json.dumps({"kernel": "too large", "same": too_large() == too_large() != ""}))
