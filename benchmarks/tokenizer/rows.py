@@ -18,7 +18,7 @@ from lmsys.tokenizer import Tokenizer, train
 from lmsys.tokenizer.files import as_written
 from lmsys.tokenizer.pretokens import PATTERN
 from lmsys.training.corpora import END_OF_TEXT
-from lmsys.training.tokens import encode_files
+from lmsys.training.data import encode_files
 
 Call = Callable[[], Any]
 

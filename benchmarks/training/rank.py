@@ -30,10 +30,9 @@ from lmsys.tokenizer.chunks import Chunk, chunks
 from lmsys.tokenizer.pretokens import Pretokenizer
 from lmsys.training.config import RunConfig, TrainConfig
 from lmsys.training.corpora import END_OF_TEXT, stdlib
-from lmsys.training.data import TokenFiles, fixed_windows
+from lmsys.training.data import TokenFiles, encode_files, fixed_windows
 from lmsys.training.loop import Trainer
 from lmsys.training.reproducible import weights_sha256
-from lmsys.training.tokens import encode_files
 
 LEAST_LR, WARMUP = 0.1, 0.1  # of the learning rate; of all steps
 

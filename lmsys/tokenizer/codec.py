@@ -22,8 +22,7 @@ from typing import Any, Self
 import numpy as np
 
 from lmsys.tokenizer import files
-from lmsys.tokenizer.pretokens import Pretokenizer
-from lmsys.tokenizer.words import Words
+from lmsys.tokenizer.pretokens import Pretokenizer, Words
 from lmsys.values import shortly, whole
 
 _PIECE = 1 << 18  # characters that `encode_iterable` gathers before it encodes

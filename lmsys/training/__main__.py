@@ -30,7 +30,7 @@ from lmsys.parallel.group import ERRORS_S, TorchrunGroup, WorkerError, WorkerGro
 from lmsys.training import pipeline
 from lmsys.training.checkpoint import SaveError
 from lmsys.training.config import RunConfig
-from lmsys.training.nonfinite import NonFiniteError
+from lmsys.training.loop import NonFiniteError
 from lmsys.watchdog import under_torchrun
 
 TIMEOUT_S = 1800.0  # for a collective: ranks wait so long for one that makes a tokenizer

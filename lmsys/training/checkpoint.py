@@ -4,6 +4,8 @@ A checkpoint of step 100 on two ranks is `step-00000100.json`, the manifest, and
 share and one for each rank's own part, under names that no earlier save has used. The manifest is renamed into place
 last, when all that it names is on the disk, so a save that is killed at any moment leaves the earlier checkpoints as
 they were. All ranks write to one folder. Loading unpickles tensors and plain values only (`weights_only`).
+
+For a loop of your own `save_checkpoint` writes model, optimizer and the number of steps in one file, without checksums.
 """
 
 import hashlib
@@ -15,14 +17,16 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
-from lmsys.files import sha256_of, write_json
+from lmsys.files import replacing, sha256_of, write_json
 from lmsys.strict_json import read_json
 from lmsys.tensor_files import load_state
-from lmsys.values import shortly
+from lmsys.values import shortly, whole
 
 State = dict[str, Any]  # tensors, numbers, strings, and dicts, lists and tuples of them
 _MANIFEST = re.compile(r"step-(\d{8,})\.json")
@@ -264,3 +268,40 @@ def _manifests(folder: Path) -> dict[int, Path]:
     matches = [(_MANIFEST.fullmatch(path.name), path) for path in paths]
     found = {int(match[1]): path for match, path in matches if match and not path.is_dir()}
     return dict(sorted(found.items(), reverse=True))
+
+
+File = str | os.PathLike[str] | IO[bytes]
+
+
+def save_checkpoint(model: nn.Module, optimizer: Optimizer, iteration: int, out: File) -> None:
+    """Saves a dictionary of `model`, `optimizer` (their state dicts) and `iteration` to a path or a binary file.
+
+    A path's folder is made. The file is there whole or, as before, not at all. ValueError unless iteration is a whole
+    number from 0 on.
+    """
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "iteration": whole("iteration", iteration, least=0),
+    }
+    if not isinstance(out, str | os.PathLike):
+        torch.save(state, out)
+        return
+    path = Path(out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        torch.save(state, file)
+
+
+def load_checkpoint(src: File, model: nn.Module, optimizer: Optimizer) -> int:
+    """The iteration that `save_checkpoint` was given; model and optimizer get the state that they had, in place.
+
+    No code of the file runs. ValueError for a file that holds something else, or the state of another model.
+    """
+    found = load_state(Path(src) if isinstance(src, str | os.PathLike) else src, "model", "optimizer", "iteration")
+    try:
+        model.load_state_dict(found["model"])
+        optimizer.load_state_dict(found["optimizer"])
+    except (RuntimeError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{src}: does not fit this model and optimizer: {error}") from error
+    return whole("iteration", found["iteration"], least=0)

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.optim import Optimizer
 
 from lmsys import doing
 from lmsys.cost.operations import model_flops
@@ -23,20 +25,19 @@ from lmsys.measure.machine import peak_flops_per_s
 from lmsys.model import BLOCKS_PER_GRAPH, Loss, TransformerLM
 from lmsys.parallel.adapter import Adapter
 from lmsys.parallel.collectives import Group, TreeSums, gather_objects, size_and_rank
-from lmsys.parallel.sharded_optimizer import ShardedOptimizer
+from lmsys.parallel.flat_state import flat_share, whole_state
+from lmsys.parallel.fsdp import Fsdp
+from lmsys.parallel.sharded_optimizer import ShardedOptimizer, merge_shares
 from lmsys.parallel.structure import grouped
 from lmsys.registry import Entry
-from lmsys.training import checkpoint, possible, state
-from lmsys.training.checkpoint import Checkpoint
+from lmsys.training import checkpoint, possible
+from lmsys.training.checkpoint import Checkpoint, State
 from lmsys.training.config import RunConfig
-from lmsys.training.data import Batches, Source
-from lmsys.training.evaluation import Evaluation, Windows, autocast_of, evaluate
-from lmsys.training.gradients import Gradients, ReplayedGradients
-from lmsys.training.graph import on_capture_stream
+from lmsys.training.data import Batches, Source, end_of_text_of
+from lmsys.training.evaluation import Evaluation, Windows, autocast_of, evaluate, model_inputs
+from lmsys.training.gradients import Gradients, ReplayedGradients, on_capture_stream
 from lmsys.training.log import JsonLines, Progress
-from lmsys.training.nonfinite import NonFiniteError, first_nonfinite
 from lmsys.training.optimizer import AdamW, clip_factor, cosine_schedule, scale_gradients, set_lr, undecayed, whole_norm
-from lmsys.training.packing import end_of_text_of, model_inputs
 from lmsys.training.reproducible import deterministic, exact_norm, weights_sha256
 from lmsys.training.stop import StopSignals
 
@@ -130,7 +131,7 @@ class Trainer:
         if isinstance(self.optimizer, AdamW):
             self.optimizer.rounded = self.model.rounded
         self._gradients = self._make_gradients()
-        self.facts["optimizer"] = state.layout(self.strategy)
+        self.facts["optimizer"] = optimizer_layout(self.strategy)
         if found is not None and shared is not None:
             self._resume(found, shared)
 
@@ -162,7 +163,7 @@ class Trainer:
         return ShardedOptimizer(grouped(self.model, options.pop("groups", None)), AdamW, self.group, **options)
 
     def _resume(self, found: Checkpoint, shared: dict[str, Any]) -> None:
-        state.restore_optimizer(self.strategy, self.optimizer, found, shared, self.rank, self.world_size)
+        restore_optimizer(self.strategy, self.optimizer, found, shared, self.rank, self.world_size)
         for group in self.optimizer.param_groups:  # with which it was saved: the settings are this run's
             group.update({name: getattr(self.config.train, name) for name in ("betas", "eps", "weight_decay")})
         progress = shared["progress"]
@@ -242,7 +243,7 @@ class Trainer:
         return evaluate(self.model, self.windows, self.config.evaluate.batch_size, self.autocast, self.strategy)
 
     def save(self, folder: Path) -> Path:
-        shared, own = state.capture(self.strategy, self.optimizer, self.rank)
+        shared, own = capture(self.strategy, self.optimizer, self.rank)
         shared["progress"] = {"skipped": self.skipped, "in_a_row": self.in_a_row, "seconds": self.seconds}
         own["rng"] = checkpoint.rng_state(self.device)
         return checkpoint.save(
@@ -334,3 +335,60 @@ _TIME = 64  # above the numbers of signals, and none of them
 
 def _due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
+
+
+def optimizer_layout(strategy: Adapter) -> str:
+    """How the optimizer numbers its state: `flat` parts of blocks, or `whole` parameters."""
+    return "flat" if isinstance(strategy.wrapper, Fsdp) else "whole"
+
+
+def capture(strategy: Adapter, optimizer: Optimizer, rank: int) -> tuple[State, State]:
+    """(the state that rank 0 saves for all, the state that this rank saves). All ranks call it."""
+    state = strategy.full_state_dict()  # of lmsys.model.Loss, which strategies wrap
+    shared: State = {"model": {name.removeprefix("model."): x for name, x in state.items()}}
+    if isinstance(optimizer, ShardedOptimizer) or optimizer_layout(strategy) == "flat":
+        return shared, {"optimizer": optimizer.state_dict()}
+    if hasattr(optimizer, "consolidate_state_dict"):  # torch's ZeroRedundancyOptimizer
+        optimizer.consolidate_state_dict(to=0)
+        return shared | ({"optimizer": optimizer.state_dict()} if rank == 0 else {}), {}
+    return shared | {"optimizer": optimizer.state_dict()}, {}
+
+
+def restore_optimizer(
+    strategy: Adapter, optimizer: Optimizer, found: Checkpoint, shared: State, rank: int, world_size: int
+) -> None:
+    """The optimizer's state of a checkpoint, saved by any number of ranks under any strategy.
+
+    shared  what the checkpoint has in common for all ranks
+    """
+    flat, was_flat = optimizer_layout(strategy) == "flat", found.facts.get("optimizer") == "flat"
+    if flat and was_flat and found.world_size == world_size:
+        optimizer.load_state_dict(found.own(rank, "optimizer")["optimizer"])
+        return
+    groups = strategy.wrapper.parameters_in(optimizer) if flat else [one["params"] for one in optimizer.param_groups]
+    if "optimizer" in shared:
+        state = shared["optimizer"]
+    else:
+        shares = [found.own(index, "optimizer")["optimizer"] for index in range(found.world_size)]
+        state = whole_state(shares, strategy.module, groups) if was_flat else merge_shares(shares)
+    optimizer.load_state_dict(flat_share(state, strategy.module, rank, world_size, groups) if flat else state)
+
+
+class NonFiniteError(ValueError):
+    """The loss is NaN or inf; the message names the step and where it began."""
+
+
+def first_nonfinite(model: nn.Module, forward: Callable[[], Any]) -> str | None:
+    """The name and class of the first module whose output holds NaN or inf while `forward` runs, or None."""
+    names = {module: name for name, module in model.named_modules()}
+    found: list[str] = []
+
+    def hook(module: nn.Module, _: Any, output: Any) -> None:
+        floating = isinstance(output, Tensor) and output.is_floating_point()
+        if module in names and floating and not output.isfinite().all():
+            found.append(f"{names[module] or 'the whole'} ({type(module).__name__})")
+
+    eager = torch.compiler.set_stance("force_eager")  # a compiled graph holds no hooks
+    with register_module_forward_hook(hook), torch.no_grad(), eager:
+        forward()
+    return found[0] if found else None

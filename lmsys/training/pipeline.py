@@ -35,13 +35,11 @@ from lmsys.training import checkpoint, possible
 from lmsys.training.checkpoint import Checkpoint
 from lmsys.training.config import RunConfig
 from lmsys.training.corpora import END_OF_TEXT, Corpus, corpus_of, make_folder
-from lmsys.training.data import TokenFiles, fixed_windows
+from lmsys.training.data import TokenFiles, end_of_text_of, fixed_windows, shards, tokenize_files
 from lmsys.training.evaluation import Windows, autocast_of, evaluate, unigram
 from lmsys.training.generation import Sampling, generate
 from lmsys.training.log import JsonLines, check_packages, others
 from lmsys.training.loop import Outcome, Trainer, model_facts
-from lmsys.training.packing import end_of_text_of
-from lmsys.training.tokens import shards, tokenize_files
 from lmsys.values import shortly
 
 DATA_STEPS = ("tokenizer", "tokenize")
