@@ -61,7 +61,7 @@ class Pretokenizer:
             return np.zeros(1, np.int64)
         bytes_ = np.frombuffer(padded, np.uint8)
         kinds = np.frombuffer(bytearray(padded.translate(_KINDS)), np.uint8)
-        specials = self._find_specials(padded, n)
+        specials = [found.span() for found in self._pattern.finditer(padded, 0, n)] if self._pattern else []
         for start, end in specials:
             kinds[start:end] = SPECIAL
         begins = np.ones(n + 1, bool)
@@ -95,9 +95,6 @@ class Pretokenizer:
             if place > after and not self._inside_special(data, place):
                 return place
         return None
-
-    def _find_specials(self, data: bytes, end: int) -> list[tuple[int, int]]:
-        return [found.span() for found in self._pattern.finditer(data, 0, end)] if self._pattern else []
 
     def _inside_special(self, data: bytes, place: int) -> bool:
         """True if a special token may stand there that begins before `place` and ends after it."""

@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -24,6 +24,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lmsys.files import replacing, sha256_of, write_json
+from lmsys.parallel.adapter import Adapter
+from lmsys.parallel.flat_state import flat_share, whole_state
+from lmsys.parallel.fsdp import Fsdp
+from lmsys.parallel.sharded_optimizer import ShardedOptimizer, merge_shares
 from lmsys.strict_json import read_json
 from lmsys.tensor_files import load_state
 from lmsys.values import shortly, whole
@@ -53,13 +57,13 @@ class Checkpoint:
 
         ValueError when its file is not as it was saved, holds no state, or lacks one of `keys`.
         """
-        return self._load("shared", keys)
+        return load_state(self._verified("shared"), *keys)
 
     def own(self, rank: int, *keys: str) -> State:
         """The part of a rank, of those that saved: at another world size, ask for all. Errors as in `shared`."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"{self.manifest}: saved by {self.world_size} ranks, has no part of {rank=}")
-        return self._load(f"rank-{rank}", keys)
+        return load_state(self._verified(f"rank-{rank}"), *keys)
 
     def require(self, **facts: Any) -> None:
         """ValueError that names the first fact, and in it the first field, that is not as given."""
@@ -94,9 +98,6 @@ class Checkpoint:
         if sha256_of(path) != entry["sha256"]:
             raise ValueError(f"{path}: its SHA-256 is not the one that it was saved with")
         return path
-
-    def _load(self, name: str, keys: Sequence[str]) -> State:
-        return load_state(self._verified(name), *keys)
 
 
 def save(
@@ -268,6 +269,43 @@ def _manifests(folder: Path) -> dict[int, Path]:
     matches = [(_MANIFEST.fullmatch(path.name), path) for path in paths]
     found = {int(match[1]): path for match, path in matches if match and not path.is_dir()}
     return dict(sorted(found.items(), reverse=True))
+
+
+def optimizer_layout(strategy: Adapter) -> str:
+    """How the optimizer numbers its state: `flat` parts of blocks, or `whole` parameters."""
+    return "flat" if isinstance(strategy.wrapper, Fsdp) else "whole"
+
+
+def capture(strategy: Adapter, optimizer: Optimizer, rank: int) -> tuple[State, State]:
+    """(the state that rank 0 saves for all, the state that this rank saves). All ranks call it."""
+    state = strategy.full_state_dict()  # of lmsys.model.Loss, which strategies wrap
+    shared: State = {"model": {name.removeprefix("model."): x for name, x in state.items()}}
+    if isinstance(optimizer, ShardedOptimizer) or optimizer_layout(strategy) == "flat":
+        return shared, {"optimizer": optimizer.state_dict()}
+    if hasattr(optimizer, "consolidate_state_dict"):  # torch's ZeroRedundancyOptimizer
+        optimizer.consolidate_state_dict(to=0)
+        return shared | ({"optimizer": optimizer.state_dict()} if rank == 0 else {}), {}
+    return shared | {"optimizer": optimizer.state_dict()}, {}
+
+
+def restore_optimizer(
+    strategy: Adapter, optimizer: Optimizer, found: Checkpoint, shared: State, rank: int, world_size: int
+) -> None:
+    """The optimizer's state of a checkpoint, saved by any number of ranks under any strategy.
+
+    shared  what the checkpoint has in common for all ranks
+    """
+    flat, was_flat = optimizer_layout(strategy) == "flat", found.facts.get("optimizer") == "flat"
+    if flat and was_flat and found.world_size == world_size:
+        optimizer.load_state_dict(found.own(rank, "optimizer")["optimizer"])
+        return
+    groups = strategy.wrapper.parameters_in(optimizer) if flat else [one["params"] for one in optimizer.param_groups]
+    if "optimizer" in shared:
+        state = shared["optimizer"]
+    else:
+        shares = [found.own(index, "optimizer")["optimizer"] for index in range(found.world_size)]
+        state = whole_state(shares, strategy.module, groups) if was_flat else merge_shares(shares)
+    optimizer.load_state_dict(flat_share(state, strategy.module, rank, world_size, groups) if flat else state)
 
 
 File = str | os.PathLike[str] | IO[bytes]

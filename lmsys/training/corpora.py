@@ -36,11 +36,6 @@ class Corpus:
         return self.train + self.valid
 
 
-def default_folder() -> Path:
-    """Where corpora are kept: `corpora` in $LMSYS_CACHE_DIR, by default ~/.cache/lmsys."""
-    return cache_folder() / "corpora"
-
-
 def make_folder(folder: Path, setting: str) -> None:
     """Makes the folder that a setting names, where it is missing. ValueError where files cannot be written in it."""
     try:
@@ -56,7 +51,7 @@ def stdlib(folder: Path | None = None) -> Corpus:
 
     A document is a module that is UTF-8. Every 20th, in order of names, is for validation.
     """
-    folder = Path(folder or default_folder())
+    folder = Path(folder or cache_folder() / "corpora")
     paths = [folder / f"stdlib-{python_version()}-{part}.txt" for part in ("train", "valid")]
     if not all(path.is_file() for path in paths):
         make_folder(folder, "data.folder")
@@ -79,7 +74,7 @@ def tinystories(
     The settings name the URLs of its two files, and their checksums where they are known beforehand. A checksum holds
     for a file that is there already, too; beside a file stands what it was when it came.
     """
-    folder, settings = Path(folder or default_folder()), settings or DataConfig()
+    folder, settings = Path(folder or cache_folder() / "corpora"), settings or DataConfig()
     wanted = ((settings.url, settings.sha256), (settings.valid_url, settings.valid_sha256))
     train, valid = (whole(_download_once(url, folder, sha256, progress)) for url, sha256 in wanted)
     return Corpus("tinystories", (train,), (valid,))
@@ -121,8 +116,7 @@ def _download_once(url: str, folder: Path, sha256: str | None, progress: Progres
     note = path.with_name(path.name + ".sha256")
     if not path.is_file():
         make_folder(folder, "data.folder")
-        found = download(url, path, sha256=sha256, progress=progress)
-        note.write_text(found)
+        note.write_text(download(url, path, sha256=sha256, progress=progress))
     elif sha256 is not None:
         if not note.is_file() or note.stat().st_mtime < path.stat().st_mtime:  # the file came in another way
             note.write_text(sha256_of(path))
@@ -202,12 +196,6 @@ def download(
     return found
 
 
-def _first_byte(reply: http.client.HTTPResponse) -> int:
-    """Where the part begins that has come, -1 where that is not told."""
-    told = re.match(r"bytes (\d+)-", reply.headers.get("Content-Range", ""))
-    return int(told[1]) if told else -1
-
-
 def _fetch(url: str, part: Path, progress: Callable[[int, int], None]) -> set[str]:
     """Append what is missing to `part`; the checksums that the server names. OSError when the connection is cut."""
     validator = part.with_name(part.name + ".etag")  # the ETag of the whole file
@@ -224,7 +212,8 @@ def _fetch(url: str, part: Path, progress: Callable[[int, int], None]) -> set[st
         raise
     with reply:
         resumed = reply.status == 206
-        if resumed and _first_byte(reply) != have:  # it would be put in the wrong place: begin again
+        told = re.match(rf"bytes 0*{have}-", reply.headers.get("Content-Range", ""))
+        if resumed and not told:  # it would be put in the wrong place: begin again
             if not have:
                 raise ValueError(f"{url}: the server sent a part of the file that nobody asked for")
             validator.unlink()

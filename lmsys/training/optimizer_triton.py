@@ -135,7 +135,6 @@ class FusedAdamW:
         """
         *updated, counters = lists
         written = [copy for copy in copies if copy is not None]
-        tensors = [*chain(*lists), *written]
         places = [0 if copy is None else copy.data_ptr() for copy in copies]
         self._locate([*map(Tensor.data_ptr, chain(*updated)), *places, *map(Tensor.data_ptr, counters)])
         num_tensors, (beta1, beta2), lr = len(self.sizes), group["betas"], float(group["lr"])
@@ -151,7 +150,7 @@ class FusedAdamW:
                     BLOCK=BLOCK, ALIGNED=self._aligned, COPY_DTYPE=COPIES[written[0].dtype] if written else None,
                     num_warps=NUM_WARPS,
                 )  # fmt: skip
-        torch.autograd.graph.increment_version(tensors)  # as torch's kernels do
+        torch.autograd.graph.increment_version([*chain(*lists), *written])  # as torch's kernels do
 
     def _locate(self, addresses: list[int]) -> None:
         """Gradients move from step to step: their addresses follow, from pinned memory that the copy still reads when

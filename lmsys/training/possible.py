@@ -61,8 +61,7 @@ def _check_strategy(config: RunConfig, row: Entry, world_size: int) -> None:
         raise ValueError(f"strategy {row.name!r} with train.reproducible: {reason}")
     if row.peer and not dist.is_initialized():
         raise ValueError(f"strategy {row.name!r} needs a process group: start it by --ranks 1 or torchrun")
-    if not row.trait("accumulates", True):
-        check_accumulation(config, row, world_size, able=False)
+    check_accumulation(config, row, world_size, able=row.trait("accumulates", True))
     if train.sharded_optimizer and row.trait("shards_gradients", False):
         raise ValueError(f"strategy {train.strategy!r} shards its optimizer itself: train.sharded_optimizer is false")
 
