@@ -38,7 +38,6 @@ from lmsys.measure.memory import peak_resident_bytes
 from lmsys.registry import Entry, Table
 from lmsys.tokenizer import Tokenizer, naive, train
 from lmsys.tokenizer.chunks import Chunk, cut_file
-from lmsys.tokenizer.naive import Pair
 from lmsys.tokenizer.pretokens import Pretokenizer
 from lmsys.tokenizer.training import count_pretokens
 from lmsys.training.corpora import END_OF_TEXT, stdlib
@@ -102,7 +101,7 @@ class Drawn:
                 return f"document {number:,}: {said}"
         return None
 
-    def difference_of_merges(self, merges: Sequence[Pair], num_merges: int, key: int | None) -> str | None:
+    def difference_of_merges(self, merges: Sequence[naive.Pair], num_merges: int, key: int | None) -> str | None:
         """Says what is wrong with the first merges, with their number, or with the one that a key says, of all."""
         first = self.first_merges[:num_merges]
         if said := first_difference("merge", merges[: len(first)], first):
@@ -121,7 +120,7 @@ class Drawn:
         return count_pretokens([self._texts.path], [END_OF_TEXT])
 
     @cached_property
-    def first_merges(self) -> list[Pair]:
+    def first_merges(self) -> list[naive.Pair]:
         count = MERGED_BYTES // sum(map(len, self.counts))
         return naive.learn_merges(self.counts, max(1, min(FIRST_MERGES, count)))
 

@@ -264,7 +264,7 @@ def fitted(config: ModelConfig, batch: int, precision: str, memory: float | None
 
 def gpu_memory() -> float:
     """Bytes that a model may take of this process's GPU."""
-    from lmsys.training.fitted import MEMORY_SHARE  # which an earlier state of the code may not have
+    from lmsys.training.possible import MEMORY_SHARE  # which an earlier state of the code may not have
 
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     return MEMORY_SHARE * total * torch.cuda.get_per_process_memory_fraction()

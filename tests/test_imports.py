@@ -41,7 +41,7 @@ LATE = (
     "bench/results",
 )  # import what needs torch inside of functions
 ROWS = "lmsys.attention", "lmsys.parallel"
-DATA = "lmsys/files.py", *(f"lmsys/training/{name}.py" for name in ("corpora", "data", "download", "tokens"))
+DATA = "lmsys/files.py", *(f"lmsys/training/{name}.py" for name in ("corpora", "data"))
 OF_REPORTS = (
     *("lmsys.reports", "lmsys.files", "lmsys.strict_json", "lmsys.values"),
     *(f"lmsys.bench.{name}" for name in ("changes", "fields", "record", "validate", "verdict")),

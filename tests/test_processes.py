@@ -15,7 +15,7 @@ import pytest
 
 from lmsys import processes
 from lmsys.processes import ProcessError, Worker, answered, futures, in_own_process
-from lmsys.tokenizer.workers import each
+from lmsys.tokenizer.chunks import each
 
 KEPT: list[int] = []
 

@@ -26,7 +26,7 @@ from lmsys.parallel.collectives import gather_objects
 from lmsys.parallel.group import device
 from lmsys.parallel.overlapped import latency_and_bandwidth
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer
-from lmsys.training.graph import GraphedGradients, backward_of, on_capture_stream, warm_ups_of
+from lmsys.training.gradients import GraphedGradients, backward_of, on_capture_stream, warm_ups_of
 from lmsys.training.optimizer import AdamW
 
 INSPECTED = 3  # steps that are timed to learn what one costs

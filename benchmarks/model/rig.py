@@ -30,7 +30,7 @@ from lmsys.measure import memory
 from lmsys.measure.clock import clock_of, synchronize, timed
 from lmsys.measure.compare import Kept
 from lmsys.testing import error_ratio, norm_rms, ratio_of
-from lmsys.training.graph import GraphedGradients, backward_of
+from lmsys.training.gradients import GraphedGradients, backward_of
 from lmsys.training.optimizer import HAS_TRITON, AdamW
 
 MOMENTS = "exp_avg", "exp_avg_sq"

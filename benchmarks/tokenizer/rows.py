@@ -15,10 +15,10 @@ import numpy as np
 
 from lmsys.registry import load_target
 from lmsys.tokenizer import Tokenizer, train
-from lmsys.tokenizer.files import as_written
+from lmsys.tokenizer.codec import as_written
 from lmsys.tokenizer.pretokens import PATTERN
 from lmsys.training.corpora import END_OF_TEXT
-from lmsys.training.tokens import encode_files
+from lmsys.training.data import encode_files
 
 Call = Callable[[], Any]
 

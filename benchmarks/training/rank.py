@@ -30,10 +30,9 @@ from lmsys.tokenizer.chunks import Chunk, chunks
 from lmsys.tokenizer.pretokens import Pretokenizer
 from lmsys.training.config import RunConfig, TrainConfig
 from lmsys.training.corpora import END_OF_TEXT, stdlib
-from lmsys.training.data import TokenFiles, fixed_windows
+from lmsys.training.data import TokenFiles, encode_files, fixed_windows
 from lmsys.training.loop import Trainer
 from lmsys.training.reproducible import weights_sha256
-from lmsys.training.tokens import encode_files
 
 LEAST_LR, WARMUP = 0.1, 0.1  # of the learning rate; of all steps
 
@@ -182,12 +181,7 @@ BYTES_PER_TOKEN = 4  # about; what a tokenizer is trained on has so many for eac
 LEAST_BYTES = 500_000
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """Files of ids, .npy; they go with this process."""
-
-    train: Path
-    valid: Path
+Tokens = tuple[Path, Path]  # files of ids to train on, and held out, .npy; they go with this process
 
 
 @cache
@@ -207,9 +201,9 @@ def tokens_of(train_tokens: int, val_tokens: int, vocab_size: int) -> Tokens:
     tokenizer = train([beginning], vocab_size, [END_OF_TEXT], len(os.sched_getaffinity(0)))
     place = Path(folder().name) / f"{train_tokens}-{val_tokens}-{vocab_size}"
     place.mkdir(exist_ok=True)
-    found = Tokens(place / "train.npy", place / "valid.npy")
-    np.save(found.train, _first(tokenizer, corpus.train, train_tokens, "--train-tokens"))
-    np.save(found.valid, _first(tokenizer, corpus.valid, val_tokens, "--val-tokens"))
+    found = place / "train.npy", place / "valid.npy"
+    np.save(found[0], _first(tokenizer, corpus.train, train_tokens, "--train-tokens"))
+    np.save(found[1], _first(tokenizer, corpus.valid, val_tokens, "--val-tokens"))
     return found
 
 
@@ -243,10 +237,10 @@ def trainer(case: TrainingCase, tokens: Tokens, seed: int) -> Trainer:
     config = case.run_config(seed)
     if config.train.compile:
         torch.compiler.reset()  # the blocks of one case are not to count as those of another again
-    windows = fixed_windows(TokenFiles([tokens.valid]), case.context, case.windows)
+    windows = fixed_windows(TokenFiles(tokens[1:]), case.context, case.windows)
     group = subgroup(case.world_size)
     with torch.random.fork_rng():  # a trainer seeds torch, and the rank is others' next
-        return Trainer(config, TokenFiles([tokens.train]), windows, device(), group=group)
+        return Trainer(config, TokenFiles(tokens[:1]), windows, device(), group=group)
 
 
 @on_part

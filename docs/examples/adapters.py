@@ -14,7 +14,7 @@ from lmsys.parallel.fsdp import Fsdp
 from lmsys.parallel.overlapped import Bucketed, Overlapped
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer
 from lmsys.tokenizer import Tokenizer, train
-from lmsys.training.checkpoint_file import load_checkpoint, save_checkpoint
+from lmsys.training.checkpoint import load_checkpoint, save_checkpoint
 from lmsys.training.optimizer import AdamW, clip_grad_norm, cosine_schedule
 from lmsys.training.sampling import get_batch
 

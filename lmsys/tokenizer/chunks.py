@@ -1,10 +1,12 @@
-"""Text files of any size, a piece at a time, cut where no pre-token crosses."""
+"""Text files of any size, a piece at a time, cut where no pre-token crosses; here or in several processes."""
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
+from lmsys.processes import futures
 from lmsys.tokenizer.pretokens import Pretokenizer
 
 LARGEST, SMALLEST = 4 << 20, 1 << 20  # bytes of a chunk
@@ -104,3 +106,28 @@ def cut_file(file: int, pretokenizer: Pretokenizer, after: int, end: int) -> int
             return begin + place
         after += window
     return end
+
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+
+def each(function: Callable[[Task], Result], tasks: Iterable[Task], processes: int) -> Generator[Result, None, None]:
+    """function(task) of each task, in order. One process is this one."""
+    if processes == 1:
+        yield from map(function, tasks)
+        return
+    for future in futures(function, tasks, processes, environment={"OPENBLAS_NUM_THREADS": "1"}):
+        yield future.result()
+
+
+def each_chunk(
+    function: Callable[[Chunk], Result],
+    files: Sequence[str | Path | Chunk],
+    special_tokens: Sequence[str],
+    processes: int,
+) -> Generator[Result, None, None]:
+    """function(chunk) of the files' text in pieces, in order."""
+    parts = [whole(file) for file in files]
+    size, processes = plan(parts, processes)
+    yield from each(function, chunks(parts, Pretokenizer(special_tokens), size), processes)

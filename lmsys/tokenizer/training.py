@@ -13,11 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lmsys.tokenizer.chunks import Chunk, no_text, whole
+from lmsys.tokenizer.chunks import Chunk, each_chunk, no_text, whole
 from lmsys.tokenizer.codec import Tokenizer
-from lmsys.tokenizer.pretokens import Pretokenizer
-from lmsys.tokenizer.words import Words
-from lmsys.tokenizer.workers import each_chunk
+from lmsys.tokenizer.pretokens import Pretokenizer, Words
 
 _NUM_BYTES = 256
 

@@ -4,6 +4,8 @@ A checkpoint of step 100 on two ranks is `step-00000100.json`, the manifest, and
 share and one for each rank's own part, under names that no earlier save has used. The manifest is renamed into place
 last, when all that it names is on the disk, so a save that is killed at any moment leaves the earlier checkpoints as
 they were. All ranks write to one folder. Loading unpickles tensors and plain values only (`weights_only`).
+
+For a loop of your own `save_checkpoint` writes model, optimizer and the number of steps in one file, without checksums.
 """
 
 import hashlib
@@ -12,17 +14,22 @@ import os
 import re
 import secrets
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
-from lmsys.files import sha256_of, write_json
+from lmsys.files import replacing, sha256_of, write_json
+from lmsys.parallel.adapter import Adapter
+from lmsys.parallel.fsdp import Fsdp
+from lmsys.parallel.sharded_optimizer import ShardedOptimizer, flat_share, merge_shares, whole_state
 from lmsys.strict_json import read_json
 from lmsys.tensor_files import load_state
-from lmsys.values import shortly
+from lmsys.values import shortly, whole
 
 State = dict[str, Any]  # tensors, numbers, strings, and dicts, lists and tuples of them
 _MANIFEST = re.compile(r"step-(\d{8,})\.json")
@@ -49,13 +56,13 @@ class Checkpoint:
 
         ValueError when its file is not as it was saved, holds no state, or lacks one of `keys`.
         """
-        return self._load("shared", keys)
+        return load_state(self._verified("shared"), *keys)
 
     def own(self, rank: int, *keys: str) -> State:
         """The part of a rank, of those that saved: at another world size, ask for all. Errors as in `shared`."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"{self.manifest}: saved by {self.world_size} ranks, has no part of {rank=}")
-        return self._load(f"rank-{rank}", keys)
+        return load_state(self._verified(f"rank-{rank}"), *keys)
 
     def require(self, **facts: Any) -> None:
         """ValueError that names the first fact, and in it the first field, that is not as given."""
@@ -90,9 +97,6 @@ class Checkpoint:
         if sha256_of(path) != entry["sha256"]:
             raise ValueError(f"{path}: its SHA-256 is not the one that it was saved with")
         return path
-
-    def _load(self, name: str, keys: Sequence[str]) -> State:
-        return load_state(self._verified(name), *keys)
 
 
 def save(
@@ -264,3 +268,77 @@ def _manifests(folder: Path) -> dict[int, Path]:
     matches = [(_MANIFEST.fullmatch(path.name), path) for path in paths]
     found = {int(match[1]): path for match, path in matches if match and not path.is_dir()}
     return dict(sorted(found.items(), reverse=True))
+
+
+def optimizer_layout(strategy: Adapter) -> str:
+    """How the optimizer numbers its state: `flat` parts of blocks, or `whole` parameters."""
+    return "flat" if isinstance(strategy.wrapper, Fsdp) else "whole"
+
+
+def capture(strategy: Adapter, optimizer: Optimizer, rank: int) -> tuple[State, State]:
+    """(the state that rank 0 saves for all, the state that this rank saves). All ranks call it."""
+    state = strategy.full_state_dict()  # of lmsys.model.Loss, which strategies wrap
+    shared: State = {"model": {name.removeprefix("model."): x for name, x in state.items()}}
+    if isinstance(optimizer, ShardedOptimizer) or optimizer_layout(strategy) == "flat":
+        return shared, {"optimizer": optimizer.state_dict()}
+    if hasattr(optimizer, "consolidate_state_dict"):  # torch's ZeroRedundancyOptimizer
+        optimizer.consolidate_state_dict(to=0)
+        return shared | ({"optimizer": optimizer.state_dict()} if rank == 0 else {}), {}
+    return shared | {"optimizer": optimizer.state_dict()}, {}
+
+
+def restore_optimizer(
+    strategy: Adapter, optimizer: Optimizer, found: Checkpoint, shared: State, rank: int, world_size: int
+) -> None:
+    """The optimizer's state of a checkpoint, saved by any number of ranks under any strategy.
+
+    shared  what the checkpoint has in common for all ranks
+    """
+    flat, was_flat = optimizer_layout(strategy) == "flat", found.facts.get("optimizer") == "flat"
+    if flat and was_flat and found.world_size == world_size:
+        optimizer.load_state_dict(found.own(rank, "optimizer")["optimizer"])
+        return
+    groups = strategy.wrapper.parameters_in(optimizer) if flat else [one["params"] for one in optimizer.param_groups]
+    if "optimizer" in shared:
+        state = shared["optimizer"]
+    else:
+        shares = [found.own(index, "optimizer")["optimizer"] for index in range(found.world_size)]
+        state = whole_state(shares, strategy.module, groups) if was_flat else merge_shares(shares)
+    optimizer.load_state_dict(flat_share(state, strategy.module, rank, world_size, groups) if flat else state)
+
+
+File = str | os.PathLike[str] | IO[bytes]
+
+
+def save_checkpoint(model: nn.Module, optimizer: Optimizer, iteration: int, out: File) -> None:
+    """Saves a dictionary of `model`, `optimizer` (their state dicts) and `iteration` to a path or a binary file.
+
+    A path's folder is made. The file is there whole or, as before, not at all. ValueError unless iteration is a whole
+    number from 0 on.
+    """
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "iteration": whole("iteration", iteration, least=0),
+    }
+    if not isinstance(out, str | os.PathLike):
+        torch.save(state, out)
+        return
+    path = Path(out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        torch.save(state, file)
+
+
+def load_checkpoint(src: File, model: nn.Module, optimizer: Optimizer) -> int:
+    """The iteration that `save_checkpoint` was given; model and optimizer get the state that they had, in place.
+
+    No code of the file runs. ValueError for a file that holds something else, or the state of another model.
+    """
+    found = load_state(Path(src) if isinstance(src, str | os.PathLike) else src, "model", "optimizer", "iteration")
+    try:
+        model.load_state_dict(found["model"])
+        optimizer.load_state_dict(found["optimizer"])
+    except (RuntimeError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{src}: does not fit this model and optimizer: {error}") from error
+    return whole("iteration", found["iteration"], least=0)

@@ -5,14 +5,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lmsys.attention import Documents
 from lmsys.config import IGNORED
 from lmsys.training.data import Source
-from lmsys.training.packing import model_inputs
 
 Windows = tuple[np.ndarray, np.ndarray]  # inputs and targets, (count, S), as of `data.fixed_windows`
 _READ = 1 << 20  # tokens of a source that are read at once
@@ -34,6 +35,19 @@ class Evaluation:
 def autocast_of(precision: str, device: torch.device) -> Callable[[], torch.autocast]:
     """Makes the context of a forward in `train.precision`."""
     return partial(torch.autocast, device.type, torch.bfloat16, enabled=precision == "bf16")
+
+
+def model_inputs(inputs: np.ndarray, targets: np.ndarray, device: torch.device) -> tuple[Any, ...]:
+    """Arguments of a model's loss: (tokens, targets), and the documents where sequences have more than one.
+
+    inputs, targets  (B, S) int64; a document ends where a token has no target, as in `lmsys.training.data`
+    """
+    tensors: tuple[Tensor, ...] = tuple(torch.from_numpy(x).to(device) for x in (inputs, targets))
+    ends = targets[:, :-1] == IGNORED
+    if not ends.any():
+        return tensors
+    lengths = [np.diff([0, *(np.flatnonzero(row) + 1), targets.shape[1]]).tolist() for row in ends]
+    return *tensors, Documents(lengths, device)
 
 
 @torch.no_grad()

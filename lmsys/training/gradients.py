@@ -1,16 +1,130 @@
-"""The gradients of a training step: of all micro-batches of a rank, synchronized with those of the other ranks."""
+"""The gradients of a training step: of all micro-batches of a rank, synchronized with those of the other ranks.
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+Forward and backward may be one CUDA graph. A step of a small model, or on a slow host, takes the GPU less time than the
+host needs to launch its kernels. Recorded once, it is replayed at the GPU's own pace. The optimizer stays outside, so
+that learning rate, clipping and loss scaling are free to change from step to step.
+
+Source: Gray 2019, "Getting Started with CUDA Graphs" (developer.nvidia.com/blog/cuda-graphs).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lmsys.model.linear import RoundedWeights, recorded
 from lmsys.parallel.adapter import Adapter
-from lmsys.training.graph import GraphedGradients, warm_ups_of
 from lmsys.training.reproducible import Tree
+
+_STREAMS: dict[int, torch.cuda.Stream] = {}  # by device: that of all recordings
+WARM_UPS = 3  # calls before the recording: what compiles, tunes or allocates for good on first use does it there
+
+
+@contextmanager
+def on_capture_stream() -> Iterator[torch.cuda.Stream]:
+    """Makes the stream that graphs are captured on current: after the work that the current one has, before its next.
+
+    Needed by what keeps its stream: torch's DDP makes the nodes that accumulate gradients in its constructor, on the
+    current stream, and a capture may not wait for the default one.
+    """
+    device = torch.cuda.current_device()
+    if device not in _STREAMS:
+        _STREAMS[device] = torch.cuda.Stream()
+    stream = _STREAMS[device]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield stream
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def warm_ups_of(wrapper: Any) -> int:
+    """Calls before a recording of the steps of this strategy."""
+    return getattr(wrapper, "warm_ups_before_graph", WARM_UPS)
+
+
+def backward_of(loss_of: Callable[..., Tensor], finish: Callable[[], None] | None = None) -> Callable[..., Tensor]:
+    """A function that computes `loss_of(*inputs)` and its backward, and gives the loss.
+
+    finish  called after the backward: the end of a synchronization of gradients
+    """
+
+    def compute(*inputs: Tensor) -> Tensor:
+        loss = loss_of(*inputs)
+        loss.backward()
+        if finish is not None:
+            finish()
+        return loss.detach()
+
+    return compute
+
+
+class GraphedGradients:
+    """`compute(*inputs)`, such as `backward_of` a loss, recorded on the first call and replayed on every later one.
+
+    `compute` takes CUDA tensors, leaves gradients in `.grad` and gives a scalar; it must do the same work on each call,
+    in kernels alone, so without a look at a value (`.item()`, boolean masks) and without random numbers of the host. A
+    call copies its inputs to those of the recording, whose shapes and dtypes they must have (ValueError), and leaves
+    the gradients in `.grad` of the `parameters` in place of what was there: the same tensors every time, and the loss
+    likewise. Their memory, and that of everything between, belongs to the graph until it is dropped.
+
+    NCCL's collectives are recorded too: those begun before a call must have been waited for by then, those begun inside
+    by its end, and every rank records, and replays, where the others do.
+
+    warm_ups  calls before the recording, which leave nothing but gradients behind
+    """
+
+    def __init__(
+        self, compute: Callable[..., Tensor], parameters: Iterable[nn.Parameter], warm_ups: int = WARM_UPS
+    ) -> None:
+        self._function, self._warm_ups = compute, warm_ups
+        self._parameters = [p for p in parameters if p.requires_grad]
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._read: set[RoundedWeights] = set()
+
+    def record(self, *inputs: Tensor) -> None:
+        """Records, where that has not been done: otherwise part of the first call."""
+        if self._graph is not None:
+            return
+        if not all(x.is_cuda for x in inputs):
+            raise ValueError("a CUDA graph takes CUDA tensors; on a CPU call backward as usual")
+        self._inputs = [x.clone() for x in inputs]
+        with on_capture_stream() as stream:
+            for _ in range(self._warm_ups):
+                self._compute()
+        self._clear()
+        graph = torch.cuda.CUDAGraph()
+        # The stream has cuBLAS's workspace by now. NCCL's watchdog, a thread of its own, asks for events meanwhile.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"), recorded() as self._read:
+            self._loss = self._compute()
+        self._gradients = [p.grad for p in self._parameters]
+        self._graph = graph
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        """The loss, as of the recording: it is overwritten by the next call."""
+        self.record(*inputs)
+        given, recorded = ([(tuple(x.shape), x.dtype) for x in xs] for xs in (inputs, self._inputs))
+        if given != recorded:
+            raise ValueError(f"inputs of {given} for a graph that was recorded with {recorded}")
+        for x, into in zip(inputs, self._inputs, strict=True):
+            into.copy_(x)
+        for copies in self._read:
+            copies.refresh()
+        assert self._graph is not None
+        self._graph.replay()
+        for p, gradient in zip(self._parameters, self._gradients, strict=True):
+            p.grad = gradient
+        return self._loss
+
+    def _compute(self) -> Tensor:
+        self._clear()
+        return self._function(*self._inputs)
+
+    def _clear(self) -> None:
+        for p in self._parameters:
+            p.grad = None
 
 
 class Gradients:

@@ -64,6 +64,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder), purge_step=step + 1)
+        self.close = self._writer.close
 
     def write(self, facts: dict[str, Any]) -> None:
         for name, value in facts.items():
@@ -71,21 +72,16 @@ class TensorBoard:
                 add = self._writer.add_text if isinstance(value, str) else self._writer.add_scalar
                 add(name, value, facts["step"])
 
-    def close(self) -> None:
-        self._writer.close()
-
 
 class WandB:
     def __init__(self, folder: Path, project: str, mode: str, settings: dict[str, Any]):
         import wandb
 
         self._run = wandb.init(project=project, dir=str(folder), mode=mode, config=settings)
+        self.close = self._run.finish
 
     def write(self, facts: dict[str, Any]) -> None:
         self._run.log({name: value for name, value in facts.items() if name != "step"}, step=facts["step"])
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 def check_packages(config: RunConfig) -> None:

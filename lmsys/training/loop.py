@@ -5,17 +5,20 @@ equals one that was not interrupted. Loss and the wish to stop are agreed among 
 """
 
 import math
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from lmsys import doing
 from lmsys.cost.operations import model_flops
@@ -26,19 +29,15 @@ from lmsys.parallel.collectives import Group, TreeSums, gather_objects, size_and
 from lmsys.parallel.sharded_optimizer import ShardedOptimizer
 from lmsys.parallel.structure import grouped
 from lmsys.registry import Entry
-from lmsys.training import checkpoint, possible, state
-from lmsys.training.checkpoint import Checkpoint
+from lmsys.training import checkpoint, possible
+from lmsys.training.checkpoint import Checkpoint, capture, optimizer_layout, restore_optimizer
 from lmsys.training.config import RunConfig
-from lmsys.training.data import Batches, Source
-from lmsys.training.evaluation import Evaluation, Windows, autocast_of, evaluate
-from lmsys.training.gradients import Gradients, ReplayedGradients
-from lmsys.training.graph import on_capture_stream
+from lmsys.training.data import Batches, Source, end_of_text_of
+from lmsys.training.evaluation import Evaluation, Windows, autocast_of, evaluate, model_inputs
+from lmsys.training.gradients import Gradients, ReplayedGradients, on_capture_stream
 from lmsys.training.log import JsonLines, Progress
-from lmsys.training.nonfinite import NonFiniteError, first_nonfinite
 from lmsys.training.optimizer import AdamW, clip_factor, cosine_schedule, scale_gradients, set_lr, undecayed, whole_norm
-from lmsys.training.packing import end_of_text_of, model_inputs
 from lmsys.training.reproducible import deterministic, exact_norm, weights_sha256
-from lmsys.training.stop import StopSignals
 
 RUNTIME_FIELDS = "attention", "checkpoint_blocks", "residual"  # of a model config: how it is computed, not what it is
 Say = Callable[[str], None]
@@ -109,9 +108,9 @@ class Trainer:
             "batch_size": train.batch_size,
             "seed": train.seed,
             **(facts or {}),
+            "undecayed": train.undecayed,  # the optimizer numbers parameters by group
+            "packing": config.data.packing if packed else None,  # a checkpoint from before it has none
         }
-        self.facts["undecayed"] = train.undecayed  # its optimizer numbers parameters by group
-        self.facts["packing"] = config.data.packing if packed else None  # a checkpoint from before it has none
         shared = None
         if found is not None:
             found.require(**self.facts)
@@ -130,7 +129,7 @@ class Trainer:
         if isinstance(self.optimizer, AdamW):
             self.optimizer.rounded = self.model.rounded
         self._gradients = self._make_gradients()
-        self.facts["optimizer"] = state.layout(self.strategy)
+        self.facts["optimizer"] = optimizer_layout(self.strategy)
         if found is not None and shared is not None:
             self._resume(found, shared)
 
@@ -162,7 +161,7 @@ class Trainer:
         return ShardedOptimizer(grouped(self.model, options.pop("groups", None)), AdamW, self.group, **options)
 
     def _resume(self, found: Checkpoint, shared: dict[str, Any]) -> None:
-        state.restore_optimizer(self.strategy, self.optimizer, found, shared, self.rank, self.world_size)
+        restore_optimizer(self.strategy, self.optimizer, found, shared, self.rank, self.world_size)
         for group in self.optimizer.param_groups:  # with which it was saved: the settings are this run's
             group.update({name: getattr(self.config.train, name) for name in ("betas", "eps", "weight_decay")})
         progress = shared["progress"]
@@ -183,21 +182,18 @@ class Trainer:
 
     def train_step(self, stop: int = 0) -> tuple[Step, int]:
         """One step, and the largest `stop` of any rank."""
-        with deterministic(self.device) if self.config.train.reproducible else nullcontext():
-            return self._train_step(stop)
-
-    def _train_step(self, stop: int) -> tuple[Step, int]:
         train, lr = self.config.train, self.schedule["the rate of the next step"]
         set_lr(self.optimizer, lr)
         micros = range(self.batches.accumulation)
         weights = [self.batches.weight(self.step, micro) for micro in micros]
-        total = self._gradients([self.batch(micro) for micro in micros], weights)
-        norm = self._clip_exactly() if train.reproducible else self._clip()
-        mean, stop = self._agree(total, stop)
-        norm_value = float(norm)
-        taken = math.isfinite(mean) and math.isfinite(norm_value)
-        if taken:
-            self.optimizer.step()
+        with deterministic(self.device) if train.reproducible else nullcontext():
+            total = self._gradients([self.batch(micro) for micro in micros], weights)
+            norm = self._clip_exactly() if train.reproducible else self._clip()
+            mean, stop = self._agree(total, stop)
+            norm_value = float(norm)
+            taken = math.isfinite(mean) and math.isfinite(norm_value)
+            if taken:
+                self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.skipped += not taken
         self.in_a_row = 0 if taken else self.in_a_row + 1
@@ -242,7 +238,7 @@ class Trainer:
         return evaluate(self.model, self.windows, self.config.evaluate.batch_size, self.autocast, self.strategy)
 
     def save(self, folder: Path) -> Path:
-        shared, own = state.capture(self.strategy, self.optimizer, self.rank)
+        shared, own = capture(self.strategy, self.optimizer, self.rank)
         shared["progress"] = {"skipped": self.skipped, "in_a_row": self.in_a_row, "seconds": self.seconds}
         own["rng"] = checkpoint.rng_state(self.device)
         return checkpoint.save(
@@ -258,34 +254,29 @@ class Trainer:
         """
         train, began, before = self.config.train, time.perf_counter(), self.seconds
         progress = self.progress()
-        valid, loss, why, saved = None, None, "done", -1
+        write: Callable[..., None] = log.write if log is not None else lambda **_: None
+        valid, loss, why = None, None, "done"
         with StopSignals() as signals:
             while self.step < train.steps:
                 late = train.max_seconds is not None and time.perf_counter() - began >= train.max_seconds
                 doing.now(f"in step {self.step + 1:,}")
                 one, stop = self.train_step(signals.seen or (_TIME if late else 0))
                 self.seconds, loss = before + time.perf_counter() - began, one.loss
-                self._tell(one, log, say, progress)
+                self._tell(one, write, say, progress)
                 last = self.step == train.steps or stop > 0
                 if last or _due(self.step, self.config.evaluate.interval):
-                    valid = self._validate(log, say)
+                    valid = self._validate(write, say)
                 if last or _due(self.step, self.config.checkpoint.interval):
                     doing.now(f"in the save after step {self.step:,}")
                     self.save(folder)
-                    saved = self.step
                 if stop and self.step < train.steps:
                     why = "time" if stop == _TIME else signal.Signals(stop).name
                     break
-        assert saved == self.step or loss is None
         if train.reproducible:
-            self._tell_weights(log, say)
+            digest = weights_sha256(self.strategy.full_state_dict())
+            write(step=self.step, weights_sha256=digest)
+            say(f"weights after step {self.step}: sha256 {digest}")
         return Outcome(self.step, why, loss, valid, self.seconds, self.skipped)
-
-    def _tell_weights(self, log: JsonLines | None, say: Say) -> None:
-        digest = weights_sha256(self.strategy.full_state_dict())
-        if log is not None:
-            log.write(step=self.step, weights_sha256=digest)
-        say(f"weights after step {self.step}: sha256 {digest}")
 
     def progress(self) -> Progress:
         """The line for the reader, from this step on."""
@@ -296,10 +287,9 @@ class Trainer:
         peak = peak_flops_per_s(gpu, config.train.precision, self.world_size)
         return Progress(self.step, config.train.steps, tokens, flops, peak)
 
-    def _tell(self, one: Step, log: JsonLines | None, say: Say, progress: Progress) -> None:
+    def _tell(self, one: Step, write: Callable[..., None], say: Say, progress: Progress) -> None:
         facts = {"loss": one.loss, "lr": one.lr, "grad_norm": one.norm, "skipped": self.skipped}
-        if log is not None:
-            log.write(step=self.step, **facts, time_s=round(self.seconds, 3))
+        write(step=self.step, **facts, time_s=round(self.seconds, 3))
         if not one.taken:
             say(f"step {self.step:,}: loss {one.loss}, gradient norm {one.norm}: skipped, {self.in_a_row} in a row")
         if self.in_a_row > self.config.train.max_nonfinite:
@@ -320,11 +310,10 @@ class Trainer:
         name = first_nonfinite(self.model, lambda: self.model.loss(*batch))
         return f"first not finite: {name}; " if name else ""
 
-    def _validate(self, log: JsonLines | None, say: Say) -> Evaluation:
+    def _validate(self, write: Callable[..., None], say: Say) -> Evaluation:
         doing.now(f"in the evaluation after step {self.step:,}")
         found = self.evaluate()
-        if log is not None:
-            log.write(step=self.step, valid_loss=found.loss, valid_perplexity=found.perplexity)
+        write(step=self.step, valid_loss=found.loss, valid_perplexity=found.perplexity)
         say(f"step {self.step:,}: validation loss {found.loss:.4f}, perplexity {found.perplexity:,.1f}")
         return found
 
@@ -334,3 +323,78 @@ _TIME = 64  # above the numbers of signals, and none of them
 
 def _due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
+
+
+class NonFiniteError(ValueError):
+    """The loss is NaN or inf; the message names the step and where it began."""
+
+
+def first_nonfinite(model: nn.Module, forward: Callable[[], Any]) -> str | None:
+    """The name and class of the first module whose output holds NaN or inf while `forward` runs, or None."""
+    names = {module: name for name, module in model.named_modules()}
+    found: list[str] = []
+
+    def hook(module: nn.Module, _: Any, output: Any) -> None:
+        floating = isinstance(output, Tensor) and output.is_floating_point()
+        if module in names and floating and not output.isfinite().all():
+            found.append(f"{names[module] or 'the whole'} ({type(module).__name__})")
+
+    eager = torch.compiler.set_stance("force_eager")  # a compiled graph holds no hooks
+    with register_module_forward_hook(hook), torch.no_grad(), eager:
+        forward()
+    return found[0] if found else None
+
+
+AGAIN_S = 0.5  # signals closer together are one wish: torchrun and a terminal each pass one on
+ENDED_S = 5.0  # for a process to end by itself after a second signal
+TWICE = b"lmsys.training: told to end twice, and its step does not: ended at once; what was saved before stands\n"
+
+
+class StopSignals:
+    """SIGTERM and Ctrl-C, kept until the step is done; what is ignored stays so. A second one, later, ends at once.
+
+    Python runs handlers between two of its own instructions, which a rank that waits for a stopped one never reaches:
+    a thread reads the signals, too, and ends such a process some seconds after the second.
+    """
+
+    def __init__(self) -> None:
+        self.seen: int = 0
+        self._seen_at_s = 0.0
+        self._over = threading.Event()
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._note)
+        self._told, tell = os.pipe()
+        os.set_blocking(tell, False)
+        self._tell, self._told_before = tell, signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        signal.set_wakeup_fd(self._told_before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        os.close(self._tell)
+
+    def _note(self, number: int, _: Any) -> None:
+        now = time.monotonic()
+        if not self.seen:
+            self.seen, self._seen_at_s = number, now
+        elif now - self._seen_at_s > AGAIN_S:
+            raise KeyboardInterrupt
+
+    def _watch(self) -> None:
+        """Reads until the other end is closed. A step that does not end when told twice ends with its process."""
+        first, first_at_s = 0, 0.0
+        while number := os.read(self._told, 1):
+            now = time.monotonic()
+            if number[0] in self._before and not first:
+                first, first_at_s = number[0], now
+            elif number[0] in self._before and now - first_at_s > AGAIN_S and not self._over.wait(ENDED_S):
+                os.write(2, TWICE)
+                os._exit(128 + first)
+        os.close(self._told)

@@ -32,7 +32,7 @@ class AdamW(Optimizer):
         p = p - lr weight_decay p - lr (m / (1 - β1ᵗ)) / (√(v / (1 - β2ᵗ)) + eps)
 
     Parameters of one group, device and dtype are stepped at once. On CUDA: float32 ones by the kernel of
-    adamw_triton.py, where triton is installed and they, their state and their gradients are contiguous, else and in
+    optimizer_triton.py, where triton is installed and they, their state and their gradients are contiguous, else and in
     other dtypes by torch's fused kernel; off CUDA by the same arithmetic in `torch._foreach_*`. torch's and ours differ
     in rounding alone. State is as in torch, so state dicts go both ways: `step` (float32 scalar, beside a CUDA
     parameter, else on the CPU), `exp_avg` and `exp_avg_sq` (as the parameter). The lists that the kernels take are kept
@@ -42,7 +42,7 @@ class AdamW(Optimizer):
     themselves stay as they are.
 
     `rounded`, copies of parameters as `lmsys.model.linear.RoundedWeights`, are written by the kernel of
-    adamw_triton.py in the same pass, but not under `GradScaler`.
+    optimizer_triton.py in the same pass, but not under `GradScaler`.
 
     `torch.amp.GradScaler` leaves unscaling and the skipped step to the kernel when all parameters are on CUDA.
     ValueError: a negative, NaN or infinite lr, eps or weight_decay, a beta outside [0, 1), a gradient that is sparse
@@ -144,7 +144,7 @@ class _Bundle:
     exp_avgs: list[Tensor]
     exp_avg_sqs: list[Tensor]
     steps: list[Tensor]
-    kernel: Any = None  # the FusedAdamW of adamw_triton.py that has stepped it before
+    kernel: Any = None  # the FusedAdamW of optimizer_triton.py that has stepped it before
 
     def grads(self, factor: Tensor | None = None) -> list[Tensor]:
         """The gradients, or copies of them times a factor."""
@@ -177,7 +177,7 @@ def _triton_step(
     found_inf: Tensor | None,
     factor: Tensor | None = None,
 ) -> None:
-    from lmsys.training.adamw_triton import FusedAdamW
+    from lmsys.training.optimizer_triton import FusedAdamW
 
     bundle.kernel = bundle.kernel or FusedAdamW(bundle.params)
     lists = bundle.params, bundle.grads(), bundle.exp_avgs, bundle.exp_avg_sqs, bundle.steps

@@ -35,13 +35,11 @@ from lmsys.training import checkpoint, possible
 from lmsys.training.checkpoint import Checkpoint
 from lmsys.training.config import RunConfig
 from lmsys.training.corpora import END_OF_TEXT, Corpus, corpus_of, make_folder
-from lmsys.training.data import TokenFiles, fixed_windows
+from lmsys.training.data import TokenFiles, end_of_text, end_of_text_of, fixed_windows, shards, tokenize_files
 from lmsys.training.evaluation import Windows, autocast_of, evaluate, unigram
 from lmsys.training.generation import Sampling, generate
 from lmsys.training.log import JsonLines, check_packages, others
 from lmsys.training.loop import Outcome, Trainer, model_facts
-from lmsys.training.packing import end_of_text_of
-from lmsys.training.tokens import shards, tokenize_files
 from lmsys.values import shortly
 
 DATA_STEPS = ("tokenizer", "tokenize")
@@ -244,12 +242,11 @@ def print_sample(context: RunContext) -> None:
     """Prints how the newest checkpoint continues the prompt."""
     config, tokenizer = context.config.generate, _tokenizer(context)
     model, step = _trained(context, tokenizer)
-    stop = tokenizer.encode(END_OF_TEXT)
     prompt = _prompt(context, tokenizer)
     sampling = Sampling(config.temperature, config.top_k, config.top_p)
     room = min(config.max_new_tokens, model.config.context_length - len(prompt))
     with context.autocast():
-        (made,) = generate(model, [prompt], room, sampling, stop=stop[0] if len(stop) == 1 else None, seed=config.seed)
+        (made,) = generate(model, [prompt], room, sampling, stop=end_of_text(tokenizer), seed=config.seed)
     context.say(f"sample of step {step:,}:\n{tokenizer.decode(prompt + made)}")
 
 

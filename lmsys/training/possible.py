@@ -1,16 +1,22 @@
-"""Refuses a training that cannot run here, by its settings and the machine alone, before any work is done for it."""
+"""Refuses a training that cannot run here, by its settings and the machine alone, before any work is done for it.
+
+`fitted` also finds the levels of checkpointing that fit into the memory of a rank's device.
+"""
 
 import torch
 import torch.distributed as dist
 
+from lmsys.attention import ATTENTION, AttentionCase
+from lmsys.attention.contract import adapt, why_not_told
+from lmsys.checkpointing import FIT
 from lmsys.config import ModelConfig
+from lmsys.cost.memory import fit
 from lmsys.model import fused
+from lmsys.model.transformer import attention_case
 from lmsys.parallel import STRATEGIES
-from lmsys.parallel.collectives import Group, size_and_rank
+from lmsys.parallel.collectives import Group, gather_objects, size_and_rank
 from lmsys.registry import Entry
 from lmsys.training.config import RunConfig
-from lmsys.training.fitted import fitted
-from lmsys.training.packing import check_attention
 
 
 def check(config: RunConfig, device: torch.device, group: Group = None) -> tuple[Entry, ModelConfig]:
@@ -55,8 +61,7 @@ def _check_strategy(config: RunConfig, row: Entry, world_size: int) -> None:
         raise ValueError(f"strategy {row.name!r} with train.reproducible: {reason}")
     if row.peer and not dist.is_initialized():
         raise ValueError(f"strategy {row.name!r} needs a process group: start it by --ranks 1 or torchrun")
-    if not row.trait("accumulates", True):
-        check_accumulation(config, row, world_size, able=False)
+    check_accumulation(config, row, world_size, able=row.trait("accumulates", True))
     if train.sharded_optimizer and row.trait("shards_gradients", False):
         raise ValueError(f"strategy {train.strategy!r} shards its optimizer itself: train.sharded_optimizer is false")
 
@@ -69,3 +74,69 @@ def check_accumulation(config: RunConfig, row: Entry, world_size: int, able: boo
             f"strategy {row.name!r} cannot accumulate micro-batches: train.micro_batch_size is to be"
             f" {train.batch_size // world_size}, train.batch_size over {world_size} ranks"
         )
+
+
+MEMORY_SHARE = 0.9  # of a GPU's: the rest is for libraries, fragments and what the prediction leaves out
+
+
+def fitted(config: RunConfig, strategy: Entry, device: torch.device, group: Group = None) -> ModelConfig:
+    """The model's config, where it says "fit" with the levels that the least memory of any rank allows.
+
+    All ranks call it, and get the same. ValueError where nothing fits, or the device's memory is not known.
+    """
+    model, train = config.model, config.train
+    if model.checkpoint_blocks != FIT:
+        return model
+    if train.fused:
+        raise ValueError(
+            "model.checkpoint_blocks=fit with train.fused=true: fused blocks keep all that their backward reads, so it"
+            " must be none"
+        )
+    world_size, _ = size_and_rank(group)
+    memory = min(gather_objects(_memory(train.memory_gib, device), group))
+    stage = max(strategy.trait("zero_stage", 0), int(train.sharded_optimizer))
+    in_buffers = strategy.trait("synchronizes", True) and stage < 3
+    return fit(
+        model, train.held, model.context_length, train.precision, memory, world_size=world_size, stage=stage,
+        gradients_stay=in_buffers or train.accumulation(world_size) > 1,
+    )  # fmt: skip
+
+
+def _memory(gib: float | None, device: torch.device) -> float:
+    if gib is not None:
+        return gib * 2**30
+    if device.type != "cuda":
+        raise ValueError(
+            "model.checkpoint_blocks=fit needs train.memory_gib on a CPU, whose memory others use too; on a GPU it is"
+            f" {MEMORY_SHARE:.0%} of its memory"
+        )
+    return MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory
+
+
+def check_attention(config: RunConfig, device: torch.device) -> None:
+    """ValueError, with the rows that can, where model.attention cannot train here, or not on packed documents."""
+    model, train, packed = config.model, config.train, config.data.packing == "documents"
+    dtype = "bfloat16" if train.precision == "bf16" else "float32"
+    case = attention_case(model, train.held, model.context_length, dtype, device, grad=True, documents=packed)
+    try:
+        reason = _why_no_attention(ATTENTION.pick(model.attention, case), case)
+    except ValueError as error:
+        reason = str(error)
+    if reason:
+        able = ", ".join(name for name in ATTENTION if not _why_no_attention(ATTENTION[name], case))
+        with_what = "data.packing='documents'" if packed else f"train.precision={train.precision!r} on {device.type}"
+        told = f"model.attention={model.attention!r} cannot train with {with_what}: {reason}"
+        raise ValueError(f"{told}; here these can: {able}")
+
+
+def _why_no_attention(row: Entry, case: AttentionCase) -> str | None:
+    if reason := row.why_not(case):
+        return reason
+    if not case.documents:
+        return None
+    if row.trait("compiles", False):
+        return "it compiles anew for the documents of each batch"
+    try:
+        return why_not_told(adapt(row.load()), case.options)
+    except ImportError as error:
+        return str(error)

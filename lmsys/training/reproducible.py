@@ -100,7 +100,7 @@ def _whole_squares(gradients: Sequence[Tensor], scales: Tensor) -> Tensor:
     """(2,) int64: the sums of the whole parts of all squares times the first scale, and of what they leave times the
     second. On CUDA in one launch."""
     if scales.is_cuda and HAS_TRITON and all(x.dtype == torch.float32 and x.is_contiguous() for x in gradients):
-        from lmsys.training.squares_triton import whole_squares
+        from lmsys.training.optimizer_triton import whole_squares
 
         return whole_squares(gradients, scales)
     sums = torch.zeros(2, dtype=torch.int64, device=scales.device)

@@ -22,7 +22,7 @@ from lmsys.bench.results import Session
 from lmsys.cost.memory import training_memory
 from lmsys.cost.operations import model_flops, model_parameters
 from lmsys.model import TransformerLM
-from lmsys.training.graph import GraphedGradients
+from lmsys.training.gradients import GraphedGradients
 from tests.support.collected import collect
 from tests.support.harness import cases_of, results
 from tests.support.variants import some

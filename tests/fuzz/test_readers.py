@@ -29,8 +29,8 @@ from lmsys.strict_json import parse_setting
 from lmsys.tokenizer import Tokenizer, train
 from lmsys.training import checkpoint
 from lmsys.training.config import RunConfig
+from lmsys.training.data import open_tokens, tokenize_files
 from lmsys.training.log import JsonLines
-from lmsys.training.tokens import open_tokens, tokenize_files
 from tests.fuzz.mutations import mutated
 from tests.support.records import of_everything, save
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lmsys.config import model_config
 from lmsys.model import TransformerLM
 from lmsys.model.linear import recorded
-from lmsys.training.graph import GraphedGradients
+from lmsys.training.gradients import GraphedGradients
 from lmsys.training.optimizer import AdamW
 
 pytestmark = pytest.mark.usefixtures("one_thread")

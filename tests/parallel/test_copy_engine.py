@@ -12,7 +12,7 @@ from torch import nn
 from lmsys.parallel import STRATEGIES as TABLE
 from lmsys.parallel.copy_engine import CopyEngine, CopyEngines, check_gpus
 from lmsys.parallel.group import WorkerGroup, device
-from lmsys.training.graph import GraphedGradients, backward_of
+from lmsys.training.gradients import GraphedGradients, backward_of
 from tests.support import ranks as on_ranks
 from tests.support.engines import EnginesOverGloo
 from tests.support.ranks import Net, Recipe, Training, group_of, stand_in, train, worst_ratio

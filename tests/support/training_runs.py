@@ -19,9 +19,8 @@ from lmsys.parallel.group import device
 from lmsys.training import pipeline
 from lmsys.training.checkpoint import newest
 from lmsys.training.config import RunConfig
-from lmsys.training.data import fixed_windows
+from lmsys.training.data import end_of_text_of, fixed_windows
 from lmsys.training.loop import Trainer
-from lmsys.training.packing import end_of_text_of
 from lmsys.training.reproducible import Tree, weights_sha256
 from tests.support.ranks import group_of, use
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from lmsys.tokenizer import naive
 from lmsys.tokenizer.chunks import Chunk, chunks, split, whole
-from lmsys.tokenizer.pretokens import PAD, PATTERN, Pretokenizer
+from lmsys.tokenizer.pretokens import PAD, PATTERN, Pretokenizer, Words
 from lmsys.tokenizer.training import count_pretokens
-from lmsys.tokenizer.words import Words
 from tests.support.texts import pretokens, special_lists, texts
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lmsys.training.checkpoint_file import load_checkpoint, save_checkpoint
+from lmsys.training.checkpoint import load_checkpoint, save_checkpoint
 from lmsys.training.optimizer import AdamW
 
 

@@ -12,8 +12,7 @@ import pytest
 
 from lmsys.training.__main__ import main
 from lmsys.training.config import DataConfig, RunConfig
-from lmsys.training.corpora import END_OF_TEXT, Corpus, corpus_of, stdlib, text_file, tinystories
-from lmsys.training.download import PAUSES_S, download
+from lmsys.training.corpora import END_OF_TEXT, PAUSES_S, Corpus, corpus_of, download, stdlib, text_file, tinystories
 
 CONTENT = bytes(range(256)) * 20_000
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
@@ -263,7 +262,7 @@ def start(tmp_path: Path, *settings: str) -> int:
 def test_a_run_downloads_what_its_settings_say(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmsys.training.download.time.sleep", lambda _: None)
+    monkeypatch.setattr("lmsys.training.corpora.time.sleep", lambda _: None)
     where = ["data.corpus=tinystories", f"data.url={server.url}-train", f"data.valid_url={server.url}-valid"]
     server.status = [503] * (len(PAUSES_S) + 1)
     assert start(tmp_path, *where) == 1

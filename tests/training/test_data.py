@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmsys.tokenizer import Tokenizer, train
-from lmsys.training.data import Batches, TokenFiles, fixed_windows
-from lmsys.training.tokens import open_tokens, shards, tokenize_files
+from lmsys.training.data import Batches, TokenFiles, fixed_windows, open_tokens, shards, tokenize_files
 
 END = "<|endoftext|>"
 TEXT = Path(__file__).read_text() + END + "café 中文\n" * 50

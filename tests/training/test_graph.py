@@ -14,7 +14,7 @@ from lmsys.config import model_config
 from lmsys.model import TransformerLM
 from lmsys.parallel import STRATEGIES
 from lmsys.parallel.group import WorkerGroup, device
-from lmsys.training.graph import GraphedGradients, backward_of
+from lmsys.training.gradients import GraphedGradients, backward_of
 from lmsys.training.optimizer import AdamW, clip_grad_norm, set_lr
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lmsys.config import ModelConfig
 from lmsys.model import TransformerLM
-from lmsys.training.nonfinite import first_nonfinite
+from lmsys.training.loop import first_nonfinite
 
 CONFIG = ModelConfig(32, 48, 2, 4, vocab_size=31, context_length=8, attention="naive")
 PARTS = [name for name, module in TransformerLM(CONFIG).named_modules() if getattr(module, "weight", None) is not None]

@@ -142,7 +142,7 @@ def load(resumed: torch.optim.Optimizer, half: torch.optim.Optimizer, state_dict
 
 @pytest.mark.parametrize("size", SIZES)
 def test_extreme_gradients_give_the_steps_that_they_give_torch_on_a_cpu(size: str, device: str) -> None:
-    """By the kernel of adamw_triton.py too, where it can run. Rows are judged alone, so that none hides another."""
+    """By the kernel of optimizer_triton.py too, where it can run. Rows are judged alone, so that none hides another."""
     case = Case([[((8, 3), torch.float32)]], [{"lr": 0.1}], num_steps=3, missing=0, seed=1)
     ours, kernel = (replace(case, device=where).build(AdamW) for where in ("cpu", device))
     plain, wide = case.build(torch.optim.AdamW, foreach=False), replace(case, wide=True).build(torch.optim.AdamW)

@@ -19,10 +19,9 @@ from lmsys.parallel.group import WorkerGroup
 from lmsys.testing import error_ratio
 from lmsys.tokenizer import train
 from lmsys.training.config import RunConfig
-from lmsys.training.data import Batches, TokenFiles, fixed_windows
-from lmsys.training.evaluation import Windows, evaluate, unigram
-from lmsys.training.packing import check_attention, model_inputs
-from lmsys.training.tokens import tokenize_files
+from lmsys.training.data import Batches, TokenFiles, fixed_windows, tokenize_files
+from lmsys.training.evaluation import Windows, evaluate, model_inputs, unigram
+from lmsys.training.possible import check_attention
 from tests.support.training_runs import RandomTokens, config, first_losses, trainer
 
 END = 0  # ids of a document are larger

@@ -26,8 +26,7 @@ from lmsys.training.__main__ import main
 from lmsys.training.checkpoint import save
 from lmsys.training.config import RunConfig
 from lmsys.training.log import JsonLines, Progress
-from lmsys.training.loop import Trainer
-from lmsys.training.nonfinite import NonFiniteError
+from lmsys.training.loop import NonFiniteError, Trainer
 from tests.support.training_runs import (
     SETTINGS,
     config,

@@ -1,13 +1,13 @@
-"""One AdamW step of many float32 tensors in Triton: one kernel counts the step, one updates everything.
+"""One AdamW step of many float32 tensors in Triton, and the sums behind `exact_norm`: any number of tensors a launch.
 
-The second moves 28 bytes for each parameter, and that is its time: a program owns BLOCK elements of one tensor, which
-it finds by a table of addresses, so that any number of tensors of any size is one launch. Arithmetic is float32 with
-IEEE division and square root; the bias corrections 1 - βᵗ, in which float32 would cancel, are made in float64.
+A program owns a block of elements of one tensor, which it finds by a table of addresses. Of a step, one kernel counts
+and one updates everything; that one moves 28 bytes for each parameter, which is its time. Its arithmetic is float32
+with IEEE division and square root; the bias corrections 1 - βᵗ, in which float32 would cancel, are made in float64.
 """
 
 import math
 from collections.abc import Sequence
-from functools import reduce
+from functools import lru_cache, reduce
 from itertools import chain
 from operator import or_
 from typing import Any
@@ -18,13 +18,14 @@ import triton.language as tl
 from torch import Tensor
 
 from lmsys.measure.profile import register_kernels
-from lmsys.training.chunks import chunks_of
 
 BLOCK, NUM_WARPS = 1024, 4  # 8 elements a thread; measured: 3.80 of the H200's 4.8 TB/s, 2048 elements 3.72, 4096 3.40
+SQUARES_BLOCK = 4096
 P, G, M, V, COPY, STEP = (tl.constexpr(row) for row in range(6))  # rows of the table of addresses
 COPIES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 register_kernels(r"^_adamw_(rates_)?kernel$", "elementwise")
+register_kernels(r"^_whole_squares_kernel$", "reduction")
 
 
 @triton.jit
@@ -134,7 +135,6 @@ class FusedAdamW:
         """
         *updated, counters = lists
         written = [copy for copy in copies if copy is not None]
-        tensors = [*chain(*lists), *written]
         places = [0 if copy is None else copy.data_ptr() for copy in copies]
         self._locate([*map(Tensor.data_ptr, chain(*updated)), *places, *map(Tensor.data_ptr, counters)])
         num_tensors, (beta1, beta2), lr = len(self.sizes), group["betas"], float(group["lr"])
@@ -150,7 +150,7 @@ class FusedAdamW:
                     BLOCK=BLOCK, ALIGNED=self._aligned, COPY_DTYPE=COPIES[written[0].dtype] if written else None,
                     num_warps=NUM_WARPS,
                 )  # fmt: skip
-        torch.autograd.graph.increment_version(tensors)  # as torch's kernels do
+        torch.autograd.graph.increment_version([*chain(*lists), *written])  # as torch's kernels do
 
     def _locate(self, addresses: list[int]) -> None:
         """Gradients move from step to step: their addresses follow, from pinned memory that the copy still reads when
@@ -160,3 +160,43 @@ class FusedAdamW:
         self._addresses, self._aligned = addresses, reduce(or_, addresses[: -len(self.sizes)]) % 16 == 0
         table = torch.tensor(addresses, dtype=torch.int64, pin_memory=self.rates.is_cuda)
         self._table = table.to(self.rates.device, non_blocking=True)
+
+
+@triton.jit
+def _whole_squares_kernel(ADDRESSES, SIZES, OWNERS, CHUNKS, SCALES, SUMS, BLOCK: tl.constexpr):
+    """Whole numbers are added, whose sum has no order, so that programs may add to one place as they end."""
+    tensor = tl.load(OWNERS + tl.program_id(0))
+    first = tl.load(CHUNKS + tl.program_id(0)).to(tl.int64) * BLOCK
+    left = tl.load(SIZES + tensor) - first
+    within = tl.arange(0, BLOCK)
+    x_at = tl.load(ADDRESSES + tensor).to(tl.pointer_type(tl.float32)) + first + within
+    x = tl.load(x_at, mask=within < left, other=0.0).to(tl.float64)
+    scaled = x * x * tl.load(SCALES)
+    whole = scaled.to(tl.int64)
+    rest = (scaled - whole.to(tl.float64)) * tl.load(SCALES + 1)
+    tl.atomic_add(SUMS, tl.sum(whole))
+    tl.atomic_add(SUMS + 1, tl.sum(rest.to(tl.int64)))
+
+
+def whole_squares(tensors: Sequence[Tensor], scales: Tensor) -> Tensor:
+    """(2,) int64: see `exact_norm`. `tensors`: float32 and contiguous; `scales`: (2,) float64, on their device."""
+    device = scales.device
+    sizes, owners, chunks = chunks_of(tuple(x.numel() for x in tensors), SQUARES_BLOCK, device)
+    sums = torch.zeros(2, dtype=torch.int64, device=device)
+    addresses = torch.tensor([x.data_ptr() for x in tensors], dtype=torch.int64, pin_memory=scales.is_cuda)
+    with torch.cuda.device_of(scales):
+        _whole_squares_kernel[(len(owners),)](
+            addresses.to(device, non_blocking=True), sizes, owners, chunks, scales, sums, BLOCK=SQUARES_BLOCK,
+            num_warps=NUM_WARPS,
+        )  # fmt: skip
+    return sums
+
+
+@lru_cache(16)
+def chunks_of(sizes: tuple[int, ...], block: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """(elements by tensor, the tensor by chunk, the number of a chunk in its tensor by chunk), on the device."""
+    elements = torch.tensor(sizes)
+    counts = (elements + block - 1) // block
+    owners = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+    numbers = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]  # 0, 1, ... in each tensor
+    return elements.to(device), owners.int().to(device), numbers.int().to(device)
