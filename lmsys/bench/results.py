@@ -10,14 +10,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmsys.bench import record, verdict
+from lmsys.bench import changes, record, verdict
 from lmsys.bench.benchmark import Benchmark, Settings
 from lmsys.bench.fields import COMMON, Grid, Record, Sweep, declared
 from lmsys.files import replacing
 from lmsys.values import shortly
 
 if TYPE_CHECKING:
-    from lmsys.bench.changes import Change
     from lmsys.bench.checkout import Checkout
     from lmsys.bench.isolation import Isolated
     from lmsys.bench.paired import Paired
@@ -163,8 +162,6 @@ class Session:
 
     def _repeat(self, group: Key, cases: list[Any]) -> None:
         """Keeps the last of several measurements with what a case's differ by, or the first that it did not survive."""
-        from lmsys.bench.changes import spreads_between, spreads_in_turns
-
         found: list[list[Result]] = []
         try:
             while len(found) < self.repeats or self._is_doubtful(found):
@@ -174,7 +171,7 @@ class Session:
                     self.say(f"  again{why}")
                 found.append([*self.runner.run(self.benchmarks[group[0]], cases)])
         finally:  # an interrupt leaves what is complete
-            spreads_of = spreads_in_turns if self.checkout else spreads_between
+            spreads_of = changes.spreads_in_turns if self.checkout else changes.spreads_between
             spreads = spreads_of([[result.record for result in results] for results in found])
             for results in zip(*found, strict=True):
                 result = next((one for one in results if one.record["outcome"] != "ok"), results[-1])
@@ -185,9 +182,7 @@ class Session:
 
     def _is_doubtful(self, found: "list[list[Result]]") -> bool:
         """True where one measurement shows a change: processes of one code differ, too, by where their memory lies."""
-        from lmsys.bench.changes import look_changed
-
-        return bool(self.checkout) and len(found) == 1 and look_changed([one.record for one in found[0]])
+        return bool(self.checkout) and len(found) == 1 and changes.look_changed([one.record for one in found[0]])
 
     def _left(self) -> str:
         """How long the rest should take, if its cases cost what those before have cost."""
@@ -279,11 +274,9 @@ class Session:
         ]
 
     @cached_property
-    def changes(self) -> "list[Change]":
+    def changes(self) -> "list[changes.Change]":
         """Verdicts on rows and what they were, at the end of the run."""
-        from lmsys.bench.changes import compare_in_turns
-
-        return compare_in_turns(self.records) if self.checkout else []
+        return changes.compare_in_turns(self.records) if self.checkout else []
 
     def _rate_again(self, entries: Iterable[Record]) -> None:
         """Rates records by the higher of each ceiling's measurements, before the first row and after the last.
@@ -340,10 +333,8 @@ class Session:
             took = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in longest)
             yield f"it took {sum(self._seconds.values()):.0f} s: {took}"
         if self.checkout:
-            from lmsys.bench.changes import lines
-
             yield f"against {self.checkout.text}, in turns:"
-            yield from lines(self.changes, self.margin)
+            yield from changes.lines(self.changes, self.margin)
         if self.settings.nvtx:
             yield "no case was timed: --nvtx calls each in ranges of its id, for nsys and ncu"
         yield from (f"at the end of the run {text}" for text in self.moved)

@@ -61,7 +61,7 @@ def test_launches_are_kept_apart_by_what_they_depend_on(monkeypatch: pytest.Monk
         for precision in ("ieee", "tf32"):
             torch.backends.cuda.matmul.fp32_precision = precision
             forward(*drawn(1, 2, 2, 24, 16, device, torch.float32))
-            assert {key[-2] for key in kept} == {"ieee", precision}
+            assert {key[-3] for key in kept} == {"ieee", precision}
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
     for length in range(17, 23):  # few queries take kernels of their own

@@ -695,7 +695,7 @@ PROCESSORS = 6
 
 
 class Kernel:
-    """In the place of `lmsys.attention.flash_gluon.launch.Kernel`."""
+    """In the place of `lmsys.attention.flash_gluon.kernels.Kernel`."""
 
     def __init__(
         self, function: Any, tensors: list[Tensor], blocks: list[list[int]], others: list[Any], **options: Any

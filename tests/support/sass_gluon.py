@@ -21,8 +21,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from lmsys.attention.flash_gluon.backward import backward_kernel
 from lmsys.attention.flash_gluon.forward import forward_kernel
-from lmsys.attention.flash_gluon.kernels import BLOCK_Q, ROWS, TILE_K, backward_options, forward_options
-from lmsys.attention.flash_gluon.launch import layout
+from lmsys.attention.flash_gluon.kernels import BLOCK_Q, ROWS, TILE_K, backward_options, forward_options, layout
 from lmsys.attention.flash_gluon.plans import (
     BACKWARD,
     FORWARD,
@@ -33,8 +32,7 @@ from lmsys.attention.flash_gluon.plans import (
     candidates,
     forward_plan,
 )
-from lmsys.attention.flash_gluon.postprocess import postprocess_kernel
-from lmsys.attention.flash_gluon.preprocess import preprocess_kernel
+from lmsys.attention.flash_gluon.preprocess import postprocess_kernel, preprocess_kernel
 from lmsys.kernels.launch import FUSED
 from tests.support.sass import TRITON_NAMES, count, disassembled, resources
 

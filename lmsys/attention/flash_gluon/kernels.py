@@ -12,13 +12,14 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lmsys.attention.bounds import Bounds
 from lmsys.attention.custom_ops import attend, autograd_function, custom_op
 from lmsys.attention.documents import keep
 from lmsys.attention.flash_gluon.backward import backward_kernel
 from lmsys.attention.flash_gluon.forward import forward_kernel
-from lmsys.attention.flash_gluon.launch import Kernel
 from lmsys.attention.flash_gluon.plans import (
     BackwardPlan,
     ForwardPlan,
@@ -26,12 +27,11 @@ from lmsys.attention.flash_gluon.plans import (
     forward_plan,
     heads_at_once,
 )
-from lmsys.attention.flash_gluon.postprocess import postprocess_kernel
-from lmsys.attention.flash_gluon.preprocess import preprocess_kernel
+from lmsys.attention.flash_gluon.preprocess import postprocess_kernel, preprocess_kernel
 from lmsys.attention.flash_gluon.support import flash_gluon_supports
 from lmsys.attention.pattern import Pattern
 from lmsys.attention.side_by_side import gradients_like
-from lmsys.kernels.launch import describable, raw_stream
+from lmsys.kernels.launch import DirectKernel, describable, geometry, raw_stream
 
 __all__ = ["FlashGluon", "flash_gluon", "flash_gluon_supports"]
 
@@ -51,9 +51,31 @@ EXTENT = "first_ptr", "end_ptr", "per_entry", "query_end_ptr"  # of a pattern, t
 # By consumers and CTAs of a processor: registers of a consumer's threads, and of all threads at the start.
 REGISTERS = {(2, 1): (240, 168), (2, 2): (104, 80), (3, 1): (160, 128)}
 
+GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
 _launches: dict[tuple[Any, ...], Any] = {}
-_kernels: dict[tuple[Any, ...], Kernel] = {}
+_kernels: dict[tuple[Any, ...], "Kernel"] = {}
 _counters: dict[Hashable, Tensor] = {}
+
+
+def layout(block: list[int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """The layout of a block in shared memory, as TMA writes and wgmma reads it."""
+    if len(block) == 1:
+        return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    return gl.NVMMASharedLayout.get_default_for(block, GLUON_DTYPES[dtype])
+
+
+class Kernel(DirectKernel):
+    """`tensors` and `blocks`: of the descriptors, an example of each and its block. `others`: as of `DirectKernel`."""
+
+    def __init__(
+        self, function: Any, tensors: list[Tensor], blocks: list[list[int]], others: list[Any], **options: Any
+    ):
+        described = [
+            TensorDescriptor(x, *geometry(x), block, layout(block, x.dtype))
+            for x, block in zip(tensors, blocks, strict=True)
+        ]
+        super().__init__(function, described, others, num_warps=4, **options)
 
 
 def _like(x: Tensor) -> Tensor:
