@@ -21,7 +21,6 @@ from triton.runtime.errors import OutOfResources
 
 from lmsys.attention import Pattern, flash_triton, flash_triton_decode
 from lmsys.attention.flash_gluon import kernels
-from lmsys.attention.flash_gluon import launch as gluon_launch
 from lmsys.attention.tuning import Tile
 from lmsys.kernels import launch
 from lmsys.model import fused_triton
@@ -79,18 +78,19 @@ def main(capability: int) -> None:
 
 def gluon(stub: Stub) -> None:
     """A forward and a backward of `flash_gluon`, dense and under a pattern."""
+    kernel = kernels.Kernel
 
     class Both:
         """In the place of its `Kernel`: an address is for Triton's own way a tensor that begins there."""
 
         def __init__(self, function: Any, tensors: list[Tensor], blocks: list[list[int]], others: list[Any], **options):
-            self.direct = gluon_launch.Kernel(function, tensors, blocks, others, **options)
+            self.direct = kernel(function, tensors, blocks, others, **options)
             self.function, self.blocks, self.options = function, blocks, options | launch.FUSED
             self.dtypes = [x.dtype if isinstance(x, Tensor) else None for x in others]
 
         def __call__(self, grid: int, stream: int, tensors: tuple[Tensor, ...], others: tuple[Any, ...]) -> None:
             described = [
-                TensorDescriptor(x, *launch.geometry(x), block, gluon_launch.layout(block, x.dtype))
+                TensorDescriptor(x, *launch.geometry(x), block, kernels.layout(block, x.dtype))
                 for x, block in zip(tensors, self.blocks, strict=True)
             ]
             plain = [x if dtype is None else begins_at(x, dtype) for x, dtype in zip(others, self.dtypes, strict=True)]
