@@ -65,10 +65,15 @@ class TrainingCase(TrainedCase):
         own = super().axes
         for name in ("names_bucket", "micro", "checkpoint", "residual"):  # the last two are always the defaults
             del own[name]
-        rows = {"attention": self.attention.name, "row": self.row}
-        labels = {"attention_label": self.attention.label or self.attention.name}
-        peers = {"attention_peer": self.attention.peer, "strategy_peer": self.entry.peer}
-        return {**own, **rows, **labels, **peers, "global_batch": self.global_batch, "world_size": self.world_size}
+        return own | {
+            "attention": self.attention.name,
+            "row": self.row,
+            "attention_label": self.attention.label or self.attention.name,
+            "attention_peer": self.attention.peer,
+            "strategy_peer": self.entry.peer,
+            "global_batch": self.global_batch,
+            "world_size": self.world_size,
+        }
 
     @property
     def peer(self) -> bool:

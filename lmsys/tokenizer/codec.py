@@ -280,8 +280,11 @@ def write_files(
     folder.mkdir(parents=True, exist_ok=True)
     vocab_name, merges_name = NAMES[0]
     content = json.dumps(written, ensure_ascii=False).encode()
-    head = f"{_VERSION} {_told(len(merges), content)}"
-    lines = [head, *(f"{as_written(left)} {as_written(right)}" for left, right in merges), ""]
+    lines = [
+        f"{_VERSION} {_told(len(merges), content)}",
+        *(f"{as_written(left)} {as_written(right)}" for left, right in merges),
+        "",
+    ]
     with replacing(folder / merges_name) as file:
         file.write("\n".join(lines).encode())
     with replacing(folder / vocab_name) as file:

@@ -212,7 +212,7 @@ def _fetch(url: str, part: Path, progress: Callable[[int, int], None]) -> set[st
         raise
     with reply:
         resumed = reply.status == 206
-        told = re.match(rf"bytes 0*{have}-", reply.headers.get("Content-Range", ""))
+        told = re.match(rf"bytes {have}-", reply.headers.get("Content-Range", ""))
         if resumed and not told:  # it would be put in the wrong place: begin again
             if not have:
                 raise ValueError(f"{url}: the server sent a part of the file that nobody asked for")

@@ -253,9 +253,8 @@ class Trainer:
         NonFiniteError when more steps in a row than allowed were not finite: the last good checkpoint stays.
         """
         train, began, before = self.config.train, time.perf_counter(), self.seconds
-        progress = self.progress()
         write: Callable[..., None] = log.write if log is not None else lambda **_: None
-        valid, loss, why = None, None, "done"
+        valid, loss, why, progress = None, None, "done", self.progress()
         with StopSignals() as signals:
             while self.step < train.steps:
                 late = train.max_seconds is not None and time.perf_counter() - began >= train.max_seconds

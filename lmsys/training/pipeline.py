@@ -260,11 +260,10 @@ def _prompt(context: RunContext, tokenizer: Tokenizer) -> list[int]:
 
 def _tell_schedule(context: RunContext, found: Checkpoint, trainer: Trainer) -> None:
     """The rate may jump where a run goes on with other steps than it had. Old checkpoints have no schedule."""
-    changes = [(name.partition(".")[2], *values) for name, *values in found.differences(schedule=trainer.schedule)]
     if told := [
-        f"{name} was {shortly(was)} and is {now}"
-        for name, was, now in changes
-        if name and trainer.step < trainer.config.train.steps
+        f"{setting} was {shortly(was)} and is {now}"
+        for name, was, now in found.differences(schedule=trainer.schedule)
+        if (setting := name.partition(".")[2]) and trainer.step < trainer.config.train.steps
     ]:
         context.say(f"the learning rate has another schedule than before: {', '.join(told)}")
 

@@ -69,7 +69,7 @@ def _check_strategy(config: RunConfig, row: Entry, world_size: int) -> None:
 def check_accumulation(config: RunConfig, row: Entry, world_size: int, able: bool) -> None:
     """ValueError where ranks would accumulate micro-batches, and the strategy is not `able` to."""
     train = config.train
-    if world_size > 1 and train.accumulation(world_size) > 1 and not able:
+    if not able and world_size > 1 and train.accumulation(world_size) > 1:
         raise ValueError(
             f"strategy {row.name!r} cannot accumulate micro-batches: train.micro_batch_size is to be"
             f" {train.batch_size // world_size}, train.batch_size over {world_size} ranks"
