@@ -161,9 +161,11 @@ class Trainer:
         return ShardedOptimizer(grouped(self.model, options.pop("groups", None)), AdamW, self.group, **options)
 
     def _resume(self, found: Checkpoint, shared: dict[str, Any]) -> None:
+        names = "betas", "eps", "weight_decay"
+        settings = [{name: group[name] for name in names} for group in self.optimizer.param_groups]
         restore_optimizer(self.strategy, self.optimizer, found, shared, self.rank, self.world_size)
-        for group in self.optimizer.param_groups:  # with which it was saved: the settings are this run's
-            group.update({name: getattr(self.config.train, name) for name in ("betas", "eps", "weight_decay")})
+        for group, own in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(own)  # it has those with which it was saved: the settings are this run's
         progress = shared["progress"]
         self.step = found.step
         self.skipped, self.in_a_row, self.seconds = (progress[name] for name in ("skipped", "in_a_row", "seconds"))
