@@ -10,13 +10,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmsys.bench import changes, record, verdict
+from lmsys.bench import record, verdict
 from lmsys.bench.benchmark import Benchmark, Settings
 from lmsys.bench.fields import COMMON, Grid, Record, Sweep, declared
 from lmsys.files import replacing
 from lmsys.values import shortly
 
 if TYPE_CHECKING:
+    from lmsys.bench.changes import Change
     from lmsys.bench.checkout import Checkout
     from lmsys.bench.isolation import Isolated
     from lmsys.bench.paired import Paired
@@ -27,6 +28,13 @@ MARGIN_IN_TURNS = 0.02  # of a case and the same as it was, which took turns
 DONE = ("ok", "oom", "unsupported")  # what --resume takes over; wrong and error are run again
 SAME = ("name", "torch", "triton", "driver", "commit")  # facts that one file states once for all its records
 Key = tuple[str, str]  # a benchmark's name and a case's id
+
+
+def _changes() -> Any:
+    """`lmsys.bench.changes`, which imports numpy: a session that compares nothing does without it."""
+    from lmsys.bench import changes
+
+    return changes
 
 
 @dataclass
@@ -171,7 +179,7 @@ class Session:
                     self.say(f"  again{why}")
                 found.append([*self.runner.run(self.benchmarks[group[0]], cases)])
         finally:  # an interrupt leaves what is complete
-            spreads_of = changes.spreads_in_turns if self.checkout else changes.spreads_between
+            spreads_of = _changes().spreads_in_turns if self.checkout else _changes().spreads_between
             spreads = spreads_of([[result.record for result in results] for results in found])
             for results in zip(*found, strict=True):
                 result = next((one for one in results if one.record["outcome"] != "ok"), results[-1])
@@ -182,7 +190,7 @@ class Session:
 
     def _is_doubtful(self, found: "list[list[Result]]") -> bool:
         """True where one measurement shows a change: processes of one code differ, too, by where their memory lies."""
-        return bool(self.checkout) and len(found) == 1 and changes.look_changed([one.record for one in found[0]])
+        return bool(self.checkout) and len(found) == 1 and _changes().look_changed([one.record for one in found[0]])
 
     def _left(self) -> str:
         """How long the rest should take, if its cases cost what those before have cost."""
@@ -274,9 +282,9 @@ class Session:
         ]
 
     @cached_property
-    def changes(self) -> "list[changes.Change]":
+    def changes(self) -> "list[Change]":
         """Verdicts on rows and what they were, at the end of the run."""
-        return changes.compare_in_turns(self.records) if self.checkout else []
+        return _changes().compare_in_turns(self.records) if self.checkout else []
 
     def _rate_again(self, entries: Iterable[Record]) -> None:
         """Rates records by the higher of each ceiling's measurements, before the first row and after the last.
@@ -334,7 +342,7 @@ class Session:
             yield f"it took {sum(self._seconds.values()):.0f} s: {took}"
         if self.checkout:
             yield f"against {self.checkout.text}, in turns:"
-            yield from changes.lines(self.changes, self.margin)
+            yield from _changes().lines(self.changes, self.margin)
         if self.settings.nvtx:
             yield "no case was timed: --nvtx calls each in ranges of its id, for nsys and ncu"
         yield from (f"at the end of the run {text}" for text in self.moved)

@@ -26,6 +26,13 @@ from lmsys.model.functions import silu
 from lmsys.model.linear import linear, matmul_dtype
 
 
+def kernels() -> Any:
+    """The kernels of blocks, in Triton, which is imported when the first of them runs."""
+    from lmsys.model import fused_triton
+
+    return fused_triton
+
+
 def add_norm(x: Tensor, branch: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
     """x + branch (..., M), or x where there is no branch, and the `RMSNorm` of it, in the dtype that matmuls read.
 
@@ -86,10 +93,8 @@ class _AddNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        from lmsys.model.fused_triton import add_norm
-
         flat, other = (None if t is None else t.contiguous().view(-1, x.shape[-1]) for t in (x, branch))
-        total, normalised, rstd = add_norm(flat, other, weight, eps, dtype)
+        total, normalised, rstd = kernels().add_norm(flat, other, weight, eps, dtype)
         ctx.save_for_backward(total, weight, rstd)
         ctx.set_materialize_grads(False)
         ctx.branch, ctx.shape = None if branch is None else branch.dtype, x.shape
@@ -98,13 +103,11 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        from lmsys.model.fused_triton import add_norm_backward
-
         total, weight, rstd = ctx.saved_tensors
         d_total, d_normalised = (None if g is None else g.contiguous().view(total.shape) for g in grads)
         if d_normalised is None:  # nobody has read the norm
             d_normalised = torch.zeros_like(total)
-        dx, d_branch, d_weight = add_norm_backward(d_normalised, d_total, total, weight, rstd, ctx.branch)
+        dx, d_branch, d_weight = kernels().add_norm_backward(d_normalised, d_total, total, weight, rstd, ctx.branch)
         dx, d_branch = (None if t is None else t.view(ctx.shape) for t in (dx, d_branch))
         return dx, d_branch, d_weight.to(weight.dtype), None, None
 
@@ -112,14 +115,10 @@ class _AddNorm(torch.autograd.Function):
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, halves: Tensor) -> Tensor:
-        from lmsys.model.fused_triton import swiglu
-
         ctx.save_for_backward(halves)
-        return swiglu(halves)
+        return kernels().swiglu(halves)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        from lmsys.model.fused_triton import swiglu_backward
-
-        return swiglu_backward(grads[0].contiguous(), *ctx.saved_tensors)
+        return kernels().swiglu_backward(grads[0].contiguous(), *ctx.saved_tensors)

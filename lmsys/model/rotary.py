@@ -18,6 +18,7 @@ from lmsys.autograd import is_transformed, once_differentiable
 from lmsys.kernels import HAS_TRITON
 from lmsys.kernels.custom_op import define
 from lmsys.model.functions import check_ids
+from lmsys.model.fused import kernels
 from lmsys.values import broadcasts
 
 
@@ -94,18 +95,14 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    from lmsys.model.fused_triton import turn
-
     parts = _like_parts(heads, cos, sin, num_heads)
-    turn(heads.contiguous(), parts, cos.contiguous(), sin.contiguous(), num_heads, backward=False)
+    kernels().turn(heads.contiguous(), parts, cos.contiguous(), sin.contiguous(), num_heads, backward=False)
     return parts
 
 
 def _rotate_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    from lmsys.model.fused_triton import turn
-
     heads, parts = _like_heads(dq, dk, dv, cos, sin), (dq.contiguous(), dk.contiguous(), dv.contiguous())
-    turn(heads, parts, cos.contiguous(), sin.contiguous(), dq.shape[2], backward=True)
+    kernels().turn(heads, parts, cos.contiguous(), sin.contiguous(), dq.shape[2], backward=True)
     return heads
 
 
@@ -124,11 +121,9 @@ class _RotateInPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> tuple[Tensor, ...]:
-        from lmsys.model.fused_triton import turn
-
         ctx.save_for_backward(cos, sin)
         heads = heads.detach().contiguous()
-        turn(heads, None, cos.contiguous(), sin.contiguous(), num_heads, backward=False)
+        kernels().turn(heads, None, cos.contiguous(), sin.contiguous(), num_heads, backward=False)
         torch.autograd.graph.increment_version(heads)  # a kernel's writes are counted by nothing
         kv_heads = (heads.shape[2] - num_heads) // 2
         return heads.split([num_heads, kv_heads, kv_heads], dim=2)
@@ -136,14 +131,12 @@ class _RotateInPlace(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        from lmsys.model.fused_triton import turn
-
         dq, dk, dv = grads
         cos, sin = ctx.saved_tensors
         together = whole_of(*(g.transpose(1, 2) for g in grads))
         if together is None:
             return _rotate_backward(dq, dk, dv, cos, sin), None, None, None
-        turn(together, None, cos.contiguous(), sin.contiguous(), dq.shape[2], backward=True)
+        kernels().turn(together, None, cos.contiguous(), sin.contiguous(), dq.shape[2], backward=True)
         return together, None, None, None
 
 

@@ -26,7 +26,6 @@ from lmsys.attention.flash_gluon.dq import (
     release_and_acquire,
 )
 from lmsys.attention.flash_gluon.hopper import (
-    async_load,
     await_acquired,
     barriers,
     gdc_launch_dependents,
@@ -35,11 +34,10 @@ from lmsys.attention.flash_gluon.hopper import (
     named_barrier,
     narrow,
     owned_tile,
-    reinterpret,
     store_rows,
-    thread_barrier,
 )
 from lmsys.attention.flash_gluon.intervals import edges, intervals
+from lmsys.attention.flash_gluon.names import async_load, reinterpret, thread_barrier
 
 
 @gluon.jit
