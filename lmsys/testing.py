@@ -351,8 +351,7 @@ class Oracle:
         for unit in range(0, num_units, at_once):
             for row in range(0, queries, num_rows):
                 end = min(row + num_rows, queries)
-                last = self._rows.start + end + self._pattern.offset
-                keys = min(num_keys, last) if self._pattern.causal else num_keys
+                keys = self._pattern.last_key(end - row, num_keys, self._q.device, self._rows.start + row)
                 yield slice(unit, min(unit + at_once, num_units)), slice(row, end), slice(0, keys)
 
 

@@ -137,11 +137,12 @@ def attention(
     *,
     causal: bool = False,
     scale: float | None = None,
-    window: int | None = None,
+    window: int | tuple[int, int] | None = None,
+    prefix: int | None = None,
     documents: Documents | None = None,
     key_lengths: Tensor | None = None,
     softcap: float | None = None,
-    offset: int = 0,
+    offset: int | Tensor | str = 0,
     mask: Tensor | None = None,
     impl: str = "auto",
 ) -> Tensor:
@@ -154,12 +155,15 @@ def attention(
     A query sees the keys that all of these let it see; one that sees none gives zeros, and gradients of zero.
 
     causal       query i sees keys j <= i + offset: aligned at the top left as in torch SDPA, also for Q != K
-    scale        the factor of the scores; None: D ** -0.5
-    window       with `causal`: the last `window` of those keys alone, j > i + offset - window
-    documents    `Documents` packed into the sequence, made once; a query sees its own alone, and Q = K
+    window       with `causal` a number: the last `window` of those keys alone, j > i + offset - window; or two,
+                 (left, right): i + offset - left <= j <= i + offset + right
+    prefix       with `causal` and no window: all queries also see the first `prefix` keys, j < prefix
+    documents    `Documents` packed into the sequence, made once; a query sees its own alone. The last query of one
+                 stands at its last key: `causal` is aligned at the bottom right. `prefix` is of each
     key_lengths  (B,) int32 or int64, of caches of different lengths: keys j < key_lengths[b]
     softcap      scores become softcap · tanh(score / softcap), before anything is hidden
-    offset       the position of query 0 among the keys: K - Q for the last queries of a sequence
+    offset       the position of query 0 among the keys, a number or one for each batch entry, (B,) int32 or int64;
+                 "end": the queries are the last of their keys, at K - Q or with `key_lengths` at key_lengths - Q
     mask         boolean, broadcastable to (..., H, Q, K), or to (B, Q, K): True where a query sees a key
     impl         a row of the table. "auto" takes the fastest one that supports the case, on a CPU none that Triton
                  interprets; a named row that cannot run it is a ValueError that says why.
@@ -169,6 +173,7 @@ def attention(
         *(q, k),
         causal=causal,
         window=window,
+        prefix=prefix,
         documents=documents,
         key_lengths=key_lengths,
         softcap=softcap,

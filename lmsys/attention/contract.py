@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmsys.attention.pattern import OPTIONS, Pattern
+from lmsys.attention.documents import Documents
+from lmsys.attention.pattern import OFFSETS, OPTIONS, TWO_SIDED, Pattern
 from lmsys.values import finite
 
 FEW_QUERIES = 16  # at most so many are too few to fill a GPU by tiles of queries: decoding
@@ -40,17 +41,20 @@ class AttentionCase:
     scale: float | None = None  # head_dim ** -0.5
     value_dim: int | None = None  # head dimension of v; None: head_dim
     # The options of a `Pattern`: their values, or of those that are tensors whether they are given.
-    window: int | None = None
-    offset: int = 0
+    window: int | tuple[int, int] | None = None
+    offset: int = 0  # True of a tensor
     documents: bool = False
     key_lengths: bool = False
     mask: bool = False
     softcap: float | None = None
+    prefix: int | None = None
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those that are given."""
-        return {name: value for name in OPTIONS if (value := getattr(self, name))}
+        """Those that are given; a form of one that few rows know has a name of its own."""
+        forms = {"window": TWO_SIDED if isinstance(self.window, tuple) else "window"}
+        forms["offset"] = OFFSETS if self.offset is True else "offset"
+        return {forms.get(name, name): value for name in OPTIONS if (value := getattr(self, name))}
 
     def __str__(self) -> str:
         q = self.batch, self.heads, self.queries, self.head_dim
@@ -80,7 +84,7 @@ def case_of(
 
 def options_of(pattern: Pattern) -> dict[str, Any]:
     """The options of a pattern as fields of a case."""
-    return {name: value if isinstance(value, int | float) else True for name, value in pattern.options.items()}
+    return {name: True if isinstance(x, Tensor | Documents) else x for name, x in pattern.options.items()}
 
 
 def why_not_plain(case: AttentionCase, *known: str) -> str | None:

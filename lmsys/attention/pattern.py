@@ -9,64 +9,96 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmsys.attention.bounds import Bounds, bounds_of, make_bounds
+from lmsys.attention.bounds import Bounds, bounds_of, intervals_of, make_bounds
 from lmsys.attention.documents import INTEGERS, Documents
 from lmsys.values import broadcasts, finite, flag, shortly, whole
 
 FARTHEST = 2**31 - 1  # positions are int32 in kernels
-INTERVALS = "window", "offset", "documents", "key_lengths", "softcap"  # they leave each query an interval of keys
-OPTIONS = *INTERVALS, "mask"
+# They leave each query an interval of keys, the last one aside, which changes what it sees of none.
+TWO_SIDED, OFFSETS = "window on both sides", "offset of each entry"  # forms of options, which few rows know
+INTERVALS = "window", TWO_SIDED, "prefix", "offset", OFFSETS, "documents", "key_lengths", "softcap"
+OPTIONS = "window", "offset", "documents", "key_lengths", "softcap", "mask", "prefix"
+HIDING = {"window", "offset", "documents", "key_lengths", "mask"}
 
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
     """Query i sees the keys j that every option lets it see; one that sees none gives zeros.
 
-    causal       j <= i + offset
-    window       j > i + offset - window; it needs `causal`
-    offset       the position of query 0 among the keys: K - Q for the last queries of a sequence
-    documents    those of i's own document; Q = K
+    causal       j <= p, the position of query i among the keys: i + offset, or its place in `documents` + offset
+    window       with `causal` a number, j > p - window; or (left, right): p - left <= j <= p + right
+    prefix       with `causal` and without `window`: also the first so many keys, of its document where there are some
+    offset       the position of query 0 among the keys, or (B,) int32 or int64: that in each batch entry
+    documents    those of i's own document
     key_lengths  (B,) int32 or int64: j < key_lengths[b]
     mask         boolean, broadcastable to (B, H, Q, K): True where i sees j
     softcap      scores become softcap · tanh(score / softcap)
     """
 
     causal: bool = False
-    window: int | None = None
-    offset: int = 0
+    window: int | tuple[int, int] | None = None
+    offset: int | Tensor = 0
     documents: Documents | None = None
     key_lengths: Tensor | None = None
     mask: Tensor | None = None
     softcap: float | None = None
+    prefix: int | None = None
     options: dict[str, Any] = field(init=False, repr=False)  # those given, without `causal`, which every row knows
 
     def __post_init__(self) -> None:
         given = {name: getattr(self, name) for name in OPTIONS}
-        given = {name: value for name, value in given.items() if value is not None and (name != "offset" or value)}
+        given = {name: x for name, x in given.items() if x is not None and (isinstance(x, Tensor | tuple) or x)}
         object.__setattr__(self, "options", given)
 
     @property
     def hides(self) -> bool:
         """False where every query sees every key."""
-        return self.causal or bool(self.options.keys() - {"softcap"})
+        return self.causal or not HIDING.isdisjoint(self.options)
+
+    @property
+    def left(self) -> int | None:
+        """The keys that a query sees on the left of its position; None: all."""
+        return self.window - 1 if isinstance(self.window, int) else self.window and self.window[0]
+
+    @property
+    def right(self) -> int | None:
+        """The keys that a query sees on the right of its position; None: all."""
+        return 0 if self.causal else self.window[1] if isinstance(self.window, tuple) else None
+
+    def position(self, num_queries: int, device: torch.device, first_query: int = 0) -> Tensor:
+        """Where queries from `first_query` on stand among the keys: (B or 1, Q) int64."""
+        rows = slice(first_query, first_query + num_queries)
+        offset = self.offset[:, None] if isinstance(self.offset, Tensor) else self.offset
+        if self.documents is not None:
+            return self.documents.places[:, rows] + offset
+        return torch.arange(rows.start, rows.stop, device=device)[None] + offset
+
+    def last_key(self, num_queries: int, num_keys: int, device: torch.device, first_query: int = 0) -> int:
+        """So many of the keys, from the first on and at least one, hold all that these queries see."""
+        if self.right is None or self.prefix is not None:
+            return num_keys
+        last = int(self.position(num_queries, device, first_query).max())
+        return max(1, min(num_keys, last + self.right + 1))
 
     def seen(self, num_queries: int, num_keys: int, device: torch.device, first_query: int = 0) -> Tensor:
         """Where queries from `first_query` on see the first keys, as a boolean that broadcasts to (B, H, Q, K)."""
         rows = slice(first_query, first_query + num_queries)
-        i = torch.arange(rows.start, rows.stop, device=device)[:, None] + self.offset
+        i = self.position(num_queries, device, first_query)[:, None, :, None]
         j = torch.arange(num_keys, device=device)
-        seen = j <= i if self.causal else torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
-        if self.window is not None:
-            seen = seen & (j > i - self.window)
+        start = 0
+        seen = j <= i + self.right if self.right is not None else j.expand(num_queries, -1) >= 0
         if self.documents is not None:
-            document = self.documents.starts[:, None]  # (B, 1, S)
-            seen = seen & (document[..., rows, None] == document[..., None, :num_keys])
+            start, end = (x[:, None, rows, None] for x in (self.documents.key_starts, self.documents.key_ends))
+        if self.prefix is not None:
+            seen = seen | (j < start + self.prefix)
+        if self.left is not None:
+            seen = seen & (j >= i - self.left)
+        if self.documents is not None:
+            seen = seen & (j >= start) & (j < end)
         if self.key_lengths is not None:
             seen = seen & (j < self.key_lengths[:, None, None, None])
         if self.mask is not None:
-            mask = self.mask[(None,) * (2 - self.mask.dim())]  # at least (Q, K), each of which may be 1
-            mask = mask if mask.shape[-2] == 1 else mask[..., rows, :]
-            seen = seen & (mask if mask.shape[-1] == 1 else mask[..., :num_keys])
+            seen = seen & _tile_of(self.mask, rows, slice(num_keys))
         return seen
 
     def seen_and_blind(
@@ -78,7 +110,7 @@ class Pattern:
         its gradients are zeros by that. None: no query is blind.
         """
         seen = self.seen(num_queries, num_keys, device, first_query)
-        if not self.options.keys() - {"softcap"}:
+        if HIDING.isdisjoint(self.options):
             return seen, None  # key 0 is seen by all
         blind = ~seen.any(dim=-1, keepdim=True)
         return seen | blind, blind
@@ -86,35 +118,52 @@ class Pattern:
     def bounds(self, num_queries: int, num_keys: int, device: torch.device) -> Bounds:
         """The interval of keys that each query sees; a mask has none."""
         assert self.mask is None
-        found = bounds_of(self.documents, self.causal, self.window, self.offset, num_queries, num_keys, device)
+        sides = self.left, self.right, self.prefix
+        if isinstance(self.offset, Tensor):
+            position, edges = self.position(num_queries, device), None
+            if self.documents is not None:
+                edges = self.documents.key_starts, self.documents.key_ends
+            found = intervals_of(position, edges, *sides, num_keys)
+        else:
+            found = bounds_of(self.documents, *sides, self.offset, num_queries, num_keys, device)
         return found if self.key_lengths is None else found.until(self.key_lengths)
 
     def span(self, num_keys: int) -> int:
         """The most keys that a query may see, by its window and documents."""
-        longest = num_keys if self.documents is None else min(num_keys, self.documents.longest)
-        return longest if self.window is None else min(longest, self.window)
+        longest = num_keys if self.documents is None else min(num_keys, self.documents.keys.longest)
+        return longest if self.left is None or self.right is None else min(longest, self.left + 1 + self.right)
 
     def of_entries(self, entries: list[int]) -> "Pattern":
         """The pattern of some batch entries; a mask must have all of them."""
         documents = self.documents
         if documents is not None and documents.batch > 1:
-            documents = Documents([documents.lengths[entry] for entry in entries], documents.device)
-        lengths, mask = (None if x is None else x[entries] for x in (self.key_lengths, self.mask))
-        return replace(self, documents=documents, key_lengths=lengths, mask=mask)
+            documents = documents.of_entries(entries)
+        tensors = {name: x[entries] for name, x in self.options.items() if isinstance(x, Tensor)}
+        return replace(self, documents=documents, **tensors)
 
     def simplest(self, num_queries: int, num_keys: int) -> "Pattern":
         """The same pattern without what hides nothing: a window as long as the sequence, an offset to its end."""
         found = self
-        if found.window is not None and found.window >= num_queries + found.offset:
+        if isinstance(found.offset, Tensor) or (found.documents and found.documents.keys is not found.documents):
+            return found
+        if isinstance(found.window, int) and found.window >= num_queries + found.offset:
             found = replace(found, window=None)
-        if found.causal and found.window is None and found.offset >= num_keys - 1:
-            found = replace(found, causal=False)
-        return found if found.causal or not found.offset else replace(found, offset=0)
+        if found.causal and found.window is None and max(found.offset, (found.prefix or 0) - 1) >= num_keys - 1:
+            found = replace(found, causal=False, prefix=None)
+        return found if found.right is not None or not found.offset else replace(found, offset=0)
+
+
+def _tile_of(x: Tensor, rows: slice, columns: slice) -> Tensor:
+    """The part for these queries and keys of what broadcasts to (B, H, Q, K)."""
+    x = x[(None,) * (2 - x.dim())]  # at least (Q, K), each of which may be 1
+    x = x if x.shape[-2] == 1 else x[..., rows, :]
+    return x if x.shape[-1] == 1 else x[..., columns]
 
 
 def intervals(pattern: Pattern, num_queries: int, num_keys: int, device: torch.device) -> Bounds:
     """The pattern's `bounds`, made anew, and those of keys, which a backward reads."""
-    numbers = pattern.causal, pattern.window, pattern.offset
+    assert isinstance(pattern.offset, int)
+    numbers = pattern.left, pattern.right, pattern.prefix, pattern.offset
     found = make_bounds(pattern.documents, *numbers, num_queries, num_keys, device)
     assert found.of_keys
     return found
@@ -128,59 +177,93 @@ def checked_pattern(
     k: Tensor,
     *,
     causal: bool,
-    window: int | None,
+    window: int | tuple[int, int] | None,
     documents: Documents | None,
     key_lengths: Tensor | None,
     softcap: float | None,
-    offset: int,
+    offset: int | str | Tensor,
     mask: Tensor | None,
+    prefix: int | None,
 ) -> Pattern:
     """The pattern of a call on q (..., H, Q, D) and k, which fit together. ValueError names the value at fault."""
     flag("causal", causal)
-    if offset == 0 and all(x is None for x in (window, documents, key_lengths, softcap, mask)):
+    others = window, documents, key_lengths, softcap, mask, prefix
+    if type(offset) is int and offset == 0 and all(x is None for x in others):
         return PLAIN[causal]
-    whole("offset", offset, least=0, most=FARTHEST)
+    batch = q.shape[:-3].numel() if q.dim() > 3 else q.shape[0]
     if window is not None:
-        whole("window", window, least=1, most=FARTHEST)
-        if not causal:
-            raise ValueError(f"{window=} needs causal=True: it counts the keys up to a query's own position")
+        window = _checked_window(window, causal)
     if softcap is not None:
         softcap = finite("softcap", softcap, above=0, most=torch.finfo(torch.float32).max)
-    batch = q.shape[:-3].numel() if q.dim() > 3 else q.shape[0]
     if documents is not None:
         _check_documents(documents, q, k, batch)
     if key_lengths is not None:
-        _check_key_lengths(key_lengths, q, batch)
+        _check_lengths("key_lengths", key_lengths, q, batch)
     if mask is not None:
         _check_mask(mask, q, k)
         mask = _mask_4d(mask, q)
-    found = Pattern(causal, window, int(offset), documents, key_lengths, mask, softcap)
+    if prefix is not None:
+        whole("prefix", prefix, least=0, most=FARTHEST)
+        if not causal or window is not None:
+            raise ValueError(f"{prefix=} needs causal=True and no window: it adds keys to those up to a query's own")
+    offset = _checked_offset(offset, q, k, batch, documents, key_lengths)
+    found = Pattern(causal, window, offset, documents, key_lengths, mask, softcap, prefix)
     return found.simplest(q.shape[-2], k.shape[-2])
+
+
+def _checked_window(window: Any, causal: bool) -> int | tuple[int, int]:
+    if isinstance(window, tuple):
+        if len(window) != 2:
+            raise ValueError(
+                f"{window=} must be a number, or two: the keys on the left of a position, and on the right"
+            )
+        left, right = (whole("window", side, least=0, most=FARTHEST) for side in window)
+        return left, right
+    if not causal:
+        told = "it counts the keys up to a query's own position; window=(left, right) has two sides"
+        raise ValueError(f"{window=} needs causal=True: {told}")
+    return whole("window", window, least=1, most=FARTHEST)
+
+
+def _checked_offset(
+    offset: Any, q: Tensor, k: Tensor, batch: int, documents: Documents | None, key_lengths: Tensor | None
+) -> int | Tensor:
+    """The position of query 0, by which the last query stands at the last key if it is "end"."""
+    if isinstance(offset, Tensor):
+        _check_lengths("offset", offset, q, batch)
+        return offset
+    if not isinstance(offset, str):
+        return whole("offset", offset, least=0, most=FARTHEST)
+    if offset != "end":
+        raise ValueError(f'{offset=} must be a whole number, a tensor of them, or "end"')
+    if documents is not None:
+        return 0  # so they are aligned
+    return k.shape[-2] - q.shape[-2] if key_lengths is None else key_lengths.clamp(0, k.shape[-2]) - q.shape[-2]
 
 
 def _check_documents(documents: Any, q: Tensor, k: Tensor, batch: int) -> None:
     if not isinstance(documents, Documents):
         told = "made once, as by Documents(lengths, device)"
         raise ValueError(f"documents must be lmsys.attention.Documents, {told}; got {shortly(documents)}")
-    if not documents.num_tokens == q.shape[-2] == k.shape[-2]:
-        told = f"they have {documents.num_tokens} tokens, for {q.shape[-2]} queries and {k.shape[-2]} keys"
-        raise ValueError(f"documents must fill the sequence, of as many queries as keys; {told}")
+    tokens, keys = documents.num_tokens, documents.keys.num_tokens
+    if (tokens, keys) != (q.shape[-2], k.shape[-2]):
+        told = f"they have {tokens} tokens{'' if tokens == keys else f' and {keys} keys'}, "
+        told += f"for {q.shape[-2]} queries and {k.shape[-2]} keys"
+        raise ValueError(f"documents must fill the sequence, of as many queries as keys unless keys= says more; {told}")
     if documents.batch not in (1, batch):
         raise ValueError(f"documents must be of 1 or {batch} batch entries, as q is; got {documents.batch}")
     if documents.device != q.device:
         raise ValueError(f"documents must be on the device of q, {q.device}; got {documents.device}")
 
 
-def _check_key_lengths(key_lengths: Any, q: Tensor, batch: int) -> None:
-    if not isinstance(key_lengths, Tensor) or key_lengths.dtype not in INTEGERS:
-        told = key_lengths.dtype if isinstance(key_lengths, Tensor) else type(key_lengths).__name__
-        raise ValueError(f"key_lengths must be a torch.Tensor of int32 or int64; got {told}")
-    if key_lengths.shape != (batch,):
-        raise ValueError(
-            f"key_lengths must be one for each batch entry, of shape ({batch},); got {tuple(key_lengths.shape)}"
-        )
-    if key_lengths.device != q.device:
-        raise ValueError(f"key_lengths must be on the device of q, {q.device}; got {key_lengths.device}")
+def _check_lengths(name: str, x: Any, q: Tensor, batch: int) -> None:
+    if not isinstance(x, Tensor) or x.dtype not in INTEGERS:
+        told = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{name} must be a torch.Tensor of int32 or int64; got {told}")
+    if x.shape != (batch,):
+        raise ValueError(f"{name} must be one for each batch entry, of shape ({batch},); got {tuple(x.shape)}")
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on the device of q, {q.device}; got {x.device}")
 
 
 def _check_mask(mask: Any, q: Tensor, k: Tensor) -> None:

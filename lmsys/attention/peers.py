@@ -22,9 +22,11 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from lmsys.attention.compiled import compile_for, layout_key, why_no_compiler
 from lmsys.attention.contract import DTYPES, AttentionCase, why_not_plain, why_not_value_dim
 from lmsys.attention.documents import Documents, kept_on_documents
-from lmsys.attention.pattern import PLAIN, Pattern
+from lmsys.attention.pattern import PLAIN, TWO_SIDED, Pattern
 
-MADE_ONCE = "causal", "window", "offset", "documents"  # what a mask can be made of before the call
+# What a mask can be made of before the call.
+MADE_ONCE = "causal", "window", TWO_SIDED, "prefix", "offset", "documents"
+MASK_OF = "causal", "window", "prefix", "offset", "documents"
 
 
 def sdpa(
@@ -50,9 +52,9 @@ def _seen_and_blind(
     pattern: Pattern, num_queries: int, num_keys: int, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
     """Masks, which a user makes once for many calls: so are those that are made of no tensor of this call."""
-    if pattern.options.keys() & {"mask", "key_lengths"}:
+    if any(isinstance(x, Tensor) for x in pattern.options.values()):
         return pattern.seen_and_blind(num_queries, num_keys, device)
-    return _made(*(getattr(pattern, name) for name in MADE_ONCE), num_queries, num_keys, device)
+    return _made(*(getattr(pattern, name) for name in MASK_OF), num_queries, num_keys, device)
 
 
 def boolean_mask(pattern: Pattern, num_queries: int, num_keys: int, device: torch.device) -> Any:
@@ -61,8 +63,8 @@ def boolean_mask(pattern: Pattern, num_queries: int, num_keys: int, device: torc
 
 
 @lru_cache(maxsize=2)  # of Q x K bytes each
-def _made(causal: bool, window: int | None, offset: int, documents: Documents | None, *shape: Any) -> Any:
-    return Pattern(causal, window, offset, documents).seen_and_blind(*shape)
+def _made(causal: bool, window: Any, prefix: int | None, offset: int, documents: Documents | None, *shape: Any) -> Any:
+    return Pattern(causal, window, offset, documents, prefix=prefix).seen_and_blind(*shape)
 
 
 def _sdpa(
@@ -147,7 +149,7 @@ def _changes(case: AttentionCase) -> dict[str, AttentionCase]:
         "a case without gradients": replace(case, grad=False),
         "no causal mask": replace(case, causal=False),
         "no option but `causal`": replace(
-            case, window=None, offset=0, documents=False, key_lengths=False, mask=False, softcap=None
+            case, window=None, offset=0, documents=False, key_lengths=False, mask=False, softcap=None, prefix=None
         ),
         "v of the head dimension of k": replace(case, value_dim=None),
     }
@@ -186,7 +188,7 @@ def flex(
     """FlexAttention, compiled for the case, with a block mask that skips hidden blocks and is made once."""
     pattern = pattern or PLAIN[causal]
     queries, group = q.shape[2], q.shape[1] // k.shape[1]
-    documents, numbers = pattern.documents, (pattern.causal, pattern.window, pattern.offset)
+    documents, numbers = pattern.documents, _numbers(pattern)
     block_mask = _block_mask_of(documents, *numbers, queries, k.shape[2], q.device) if pattern.hides else None
     # Short queries go to a decoding kernel, whose one tile of a group's queries must not exceed a mask's block.
     too_many = q.is_cuda and queries < 128 < queries * group
@@ -217,35 +219,48 @@ def flex_supports(case: AttentionCase) -> str | None:
 
 def block_mask(pattern: Pattern, num_queries: int, num_keys: int, device: torch.device) -> BlockMask:
     """FlexAttention's mask of a pattern, made anew."""
-    numbers = pattern.causal, pattern.window, pattern.offset
-    return _make_block_mask(pattern.documents, *numbers, num_queries, num_keys, device)
+    return _make_block_mask(pattern.documents, *_numbers(pattern), num_queries, num_keys, device)
+
+
+def _numbers(pattern: Pattern) -> tuple[int | None, int | None, int | None, Any]:
+    return pattern.left, pattern.right, pattern.prefix, pattern.offset
 
 
 def _make_block_mask(
-    documents: Documents | None, causal: bool, window: int | None, offset: int, queries: int, keys: int, device: Any
+    documents: Documents | None,
+    left: int | None,
+    right: int | None,
+    prefix: int | None,
+    offset: int,
+    queries: int,
+    keys: int,
+    device: Any,
 ) -> BlockMask:
     # Uncompiled, creation holds a (Q, K) matrix of flags: 4 GiB at 65,536.
     batch = None if documents is None or documents.batch == 1 else documents.batch
-    seen = _mask_mod(causal, window, offset, documents)
+    seen = _mask_mod(left, right, prefix, offset, documents)
     return create_block_mask(seen, batch, None, queries, keys, device=device)
 
 
 _block_mask_of = kept_on_documents(maxsize=64)(_make_block_mask)
 
 
-def _mask_mod(causal: bool, window: int | None, offset: int, documents: Documents | None) -> Callable[..., Tensor]:
+def _mask_mod(
+    left: int | None, right: int | None, prefix: int | None, offset: int, documents: Documents | None
+) -> Callable[..., Tensor]:
     """Where a query sees a key, as FlexAttention asks: of indices of batch entry, head, query and key."""
-    starts = None if documents is None else documents.starts
     several = documents is not None and documents.batch > 1
+    packed = documents and (documents.places, documents.key_starts, documents.key_ends)
 
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        found = query + offset >= key if causal else key >= 0
-        if window is not None:
-            found = found & (query + offset - key < window)
-        if starts is not None:
-            entry = batch if several else 0
-            found = found & (starts[entry, query] == starts[entry, key])
-        return found
+        entry = batch if several else 0
+        place, start, end = (x[entry, query] for x in packed) if packed else (query, 0, None)
+        found = place + offset + right >= key if right is not None else key >= 0
+        if prefix is not None:
+            found = found | (key < start + prefix)
+        if left is not None:
+            found = found & (place + offset - left <= key)
+        return found if end is None else found & (start <= key) & (key < end)
 
     return seen
 

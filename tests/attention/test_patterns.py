@@ -14,10 +14,9 @@ from torch import Tensor
 
 from lmsys.attention import ATTENTION, AttentionCase, Documents, Pattern, attention
 from lmsys.attention.naive import naive
-from lmsys.attention.pattern import OPTIONS
 from lmsys.testing import Inputs, Oracle, make_inputs, run
 from tests.support.attention_rows import Row, assert_agree, law
-from tests.support.patterns import document_lengths, drawn_mask, make_pattern, patterned, spelled
+from tests.support.patterns import EXAMPLES, document_lengths, drawn_mask, make_pattern, patterned, spelled
 
 Outputs = dict[str, Tensor]
 OURS = (
@@ -178,7 +177,7 @@ def test_key_lengths_are_shorter_caches(row: Row, case: AttentionCase, seed: int
             continue
         own = slice(entry, entry + 1)
         cut = parts(inputs, slice(None), slice(length), own)
-        short = replace(pattern, key_lengths=None)
+        short = replace(pattern.of_entries([entry]), key_lengths=None)
         alone = replace(case, batch=1, keys=length, key_lengths=False)
         found = row.run(alone, cut, pattern=short)
         picked = {name: x[own, :, :length] if name in ("dk", "dv") else x[own] for name, x in whole.items()}
@@ -286,7 +285,7 @@ TAKES = {
 def test_rows_refuse_the_options_that_they_do_not_know(name: str, known: tuple[str, ...]) -> None:
     """With the reason, and before they ask for a GPU."""
     case = AttentionCase(1, 2, 2, 64, 64, 64, "bfloat16", causal=True, device="cuda", capability=(9, 0))
-    for option, value in zip(OPTIONS, (5, 3, True, True, 2.0, True), strict=True):
+    for option, value in EXAMPLES.items():
         reason = ATTENTION[name].why_not(replace(case, **{option: value}))
         assert (f"knows no {option}" in str(reason)) == (option not in known)
 
