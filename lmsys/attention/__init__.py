@@ -16,10 +16,11 @@ from lmsys.attention.contract import (
     why_not_told,
 )
 from lmsys.attention.documents import Documents
+from lmsys.attention.lse import merge
 from lmsys.attention.pattern import Pattern, checked_pattern
 from lmsys.registry import Entry, Table
 
-__all__ = ["ATTENTION", "AttentionCase", "Documents", "Pattern", "attention"]
+__all__ = ["ATTENTION", "AttentionCase", "Documents", "Pattern", "attention", "merge"]
 
 # Facts about a row. A function in a user's file has them as attributes.
 TRAITS: dict[str, Any] = {
@@ -144,13 +145,17 @@ def attention(
     softcap: float | None = None,
     offset: int | Tensor | str = 0,
     mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
     impl: str = "auto",
-) -> Tensor:
+) -> Any:
     """softmax(scale · q kᵀ) v, by the row `impl` of the table.
 
     q (..., H, Q, D), k (..., Hkv, K, D), v (..., Hkv, K, Dv) with H a multiple of Hkv (grouped-query
     heads), or (B, Q, D), (B, K, D), (B, K, Dv); one dtype and device. Returns o (..., H, Q, Dv) or
-    (B, Q, Dv) of q's dtype; differentiable once.
+    (B, Q, Dv) of q's dtype; with `return_lse` (o, lse). Differentiable once.
 
     A query sees the keys that all of these let it see; one that sees none gives zeros, and gradients of zero.
 
@@ -165,6 +170,14 @@ def attention(
     offset       the position of query 0 among the keys, a number or one for each batch entry, (B,) int32 or int64;
                  "end": the queries are the last of their keys, at K - Q or with `key_lengths` at key_lengths - Q
     mask         boolean, broadcastable to (..., H, Q, K), or to (B, Q, K): True where a query sees a key
+    bias         of q's dtype or float32, broadcastable as a mask: added to the scores, and differentiable. Finite: what
+                 hides is a mask
+    alibi        slopes (H,) of Press et al. 2022: alibi[h] · |i + offset - j| is taken from the scores. A row with
+                 kernels makes them of positions, where a bias is read
+    sinks        (H,): for each head the logit of one more key, which all queries see and whose value is zero, as in
+                 gpt-oss; differentiable
+    return_lse   lse (..., H, Q) or (B, Q), float32 (float64 for float64): the natural logarithm of the softmax's
+                 denominator, -inf of a query that sees nothing; differentiable. `merge` makes one of partial results
     impl         a row of the table. "auto" takes the fastest one that supports the case, on a CPU none that Triton
                  interprets; a named row that cannot run it is a ValueError that says why.
     """
@@ -179,6 +192,10 @@ def attention(
         softcap=softcap,
         offset=offset,
         mask=mask,
+        bias=bias,
+        alibi=alibi,
+        sinks=sinks,
+        return_lse=return_lse,
     )
     scale = None if scale is None else float(scale)
     q4, k4, v4 = as_4d(q), as_4d(k), as_4d(v)
@@ -186,4 +203,7 @@ def attention(
     row = adapt(entry.load())
     if reason := why_not_told(row, pattern.options):
         raise ValueError(f"attention {impl!r} ({entry.target}) cannot run {', '.join(pattern.options)}: {reason}")
-    return row(q4, k4, v4, scale=scale, **told(row, pattern)).reshape(*q.shape[:-1], v.shape[-1])
+    found = row(q4, k4, v4, scale=scale, **told(row, pattern))
+    if return_lse:
+        return found[0].reshape(*q.shape[:-1], v.shape[-1]), found[1].reshape(q.shape[:-1])
+    return found.reshape(*q.shape[:-1], v.shape[-1])

@@ -48,6 +48,10 @@ class AttentionCase:
     mask: bool = False
     softcap: float | None = None
     prefix: int | None = None
+    bias: bool = False
+    alibi: bool = False
+    sinks: bool = False
+    return_lse: bool = False
 
     @property
     def options(self) -> dict[str, Any]:

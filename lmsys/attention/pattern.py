@@ -17,7 +17,8 @@ FARTHEST = 2**31 - 1  # positions are int32 in kernels
 # They leave each query an interval of keys, the last one aside, which changes what it sees of none.
 TWO_SIDED, OFFSETS = "window on both sides", "offset of each entry"  # forms of options, which few rows know
 INTERVALS = "window", TWO_SIDED, "prefix", "offset", OFFSETS, "documents", "key_lengths", "softcap"
-OPTIONS = "window", "offset", "documents", "key_lengths", "softcap", "mask", "prefix"
+ADDED = "bias", "alibi"  # to scores
+OPTIONS = "window", "offset", "documents", "key_lengths", "softcap", "mask", "prefix", *ADDED, "sinks", "return_lse"
 HIDING = {"window", "offset", "documents", "key_lengths", "mask"}
 
 
@@ -33,6 +34,10 @@ class Pattern:
     key_lengths  (B,) int32 or int64: j < key_lengths[b]
     mask         boolean, broadcastable to (B, H, Q, K): True where i sees j
     softcap      scores become softcap · tanh(score / softcap)
+    bias         broadcastable to (B, H, Q, K): added to the scores
+    alibi        (1 or B, H): alibi[b, h] · |p - j| is taken from the scores
+    sinks        (1 or B, H): the logit of one more key, whose value is zero
+    return_lse   the result is o and the log-sum-exp (B, H, Q) of the scores, with the sink: float32, natural log
     """
 
     causal: bool = False
@@ -43,6 +48,10 @@ class Pattern:
     mask: Tensor | None = None
     softcap: float | None = None
     prefix: int | None = None
+    bias: Tensor | None = None
+    alibi: Tensor | None = None
+    sinks: Tensor | None = None
+    return_lse: bool = False
     options: dict[str, Any] = field(init=False, repr=False)  # those given, without `causal`, which every row knows
 
     def __post_init__(self) -> None:
@@ -98,8 +107,20 @@ class Pattern:
         if self.key_lengths is not None:
             seen = seen & (j < self.key_lengths[:, None, None, None])
         if self.mask is not None:
-            seen = seen & _tile_of(self.mask, rows, slice(num_keys))
+            seen = seen & tile_of(self.mask, rows, slice(num_keys))
         return seen
+
+    def added(self, rows: slice, columns: slice, dtype: torch.dtype) -> Tensor | None:
+        """What is added to the scores of these queries and keys: (B or 1, H or 1, rows, columns or 1)."""
+        num_queries, found = rows.stop - rows.start, None
+        if self.bias is not None:
+            found = tile_of(self.bias, rows, columns).to(dtype).expand(-1, -1, num_queries, -1)
+        if self.alibi is not None:
+            i = self.position(num_queries, self.alibi.device, rows.start)[:, None, :, None]
+            j = torch.arange(columns.start, columns.stop, device=self.alibi.device)
+            away = self.alibi[..., None, None].to(dtype) * (j - i).abs()
+            found = -away if found is None else found - away
+        return found
 
     def seen_and_blind(
         self, num_queries: int, num_keys: int, device: torch.device, first_query: int = 0
@@ -134,17 +155,18 @@ class Pattern:
         return longest if self.left is None or self.right is None else min(longest, self.left + 1 + self.right)
 
     def of_entries(self, entries: list[int]) -> "Pattern":
-        """The pattern of some batch entries; a mask must have all of them."""
+        """The pattern of some batch entries; a mask or bias must have all of them, or one for all."""
         documents = self.documents
         if documents is not None and documents.batch > 1:
             documents = documents.of_entries(entries)
-        tensors = {name: x[entries] for name, x in self.options.items() if isinstance(x, Tensor)}
+        tensors = {name: x[entries] for name, x in self.options.items() if isinstance(x, Tensor) and len(x) > 1}
         return replace(self, documents=documents, **tensors)
 
     def simplest(self, num_queries: int, num_keys: int) -> "Pattern":
         """The same pattern without what hides nothing: a window as long as the sequence, an offset to its end."""
         found = self
-        if isinstance(found.offset, Tensor) or (found.documents and found.documents.keys is not found.documents):
+        others = found.documents is not None and found.documents.keys is not found.documents
+        if isinstance(found.offset, Tensor) or others or found.alibi is not None:
             return found
         if isinstance(found.window, int) and found.window >= num_queries + found.offset:
             found = replace(found, window=None)
@@ -153,9 +175,9 @@ class Pattern:
         return found if found.right is not None or not found.offset else replace(found, offset=0)
 
 
-def _tile_of(x: Tensor, rows: slice, columns: slice) -> Tensor:
-    """The part for these queries and keys of what broadcasts to (B, H, Q, K)."""
-    x = x[(None,) * (2 - x.dim())]  # at least (Q, K), each of which may be 1
+def tile_of(x: Tensor, rows: slice, columns: slice) -> Tensor:
+    """The part for these queries and keys of what broadcasts to (B, H, Q, K), in four dimensions."""
+    x = x[(None,) * (4 - x.dim())]
     x = x if x.shape[-2] == 1 else x[..., rows, :]
     return x if x.shape[-1] == 1 else x[..., columns]
 
@@ -184,11 +206,16 @@ def checked_pattern(
     offset: int | str | Tensor,
     mask: Tensor | None,
     prefix: int | None,
+    bias: Tensor | None,
+    alibi: Tensor | None,
+    sinks: Tensor | None,
+    return_lse: bool,
 ) -> Pattern:
     """The pattern of a call on q (..., H, Q, D) and k, which fit together. ValueError names the value at fault."""
     flag("causal", causal)
-    others = window, documents, key_lengths, softcap, mask, prefix
-    if type(offset) is int and offset == 0 and all(x is None for x in others):
+    flag("return_lse", return_lse)
+    others = window, documents, key_lengths, softcap, mask, prefix, bias, alibi, sinks
+    if type(offset) is int and offset == 0 and all(x is None for x in others) and not return_lse:
         return PLAIN[causal]
     batch = q.shape[:-3].numel() if q.dim() > 3 else q.shape[0]
     if window is not None:
@@ -200,14 +227,26 @@ def checked_pattern(
     if key_lengths is not None:
         _check_lengths("key_lengths", key_lengths, q, batch)
     if mask is not None:
-        _check_mask(mask, q, k)
-        mask = _mask_4d(mask, q)
+        _check_tensor("mask", mask, q, (*q.shape[:-1], k.shape[-2]), torch.bool)
+        mask = _as_4d(mask, q)
+    if bias is not None:
+        _check_tensor("bias", bias, q, (*q.shape[:-1], k.shape[-2]), q.dtype, torch.float32)
+        bias = _as_4d(bias, q)
+    heads = q.shape[-3] if q.dim() > 3 else 1
+    for name, x in {"alibi": alibi, "sinks": sinks}.items():
+        if x is not None:
+            _check_tensor(name, x, q, (heads,), q.dtype, torch.float32)
+    if alibi is not None and alibi.requires_grad:
+        raise ValueError("alibi must require no gradient; slopes that learn are a bias")
+    alibi, sinks = (None if x is None else x.expand(heads)[None] for x in (alibi, sinks))
     if prefix is not None:
         whole("prefix", prefix, least=0, most=FARTHEST)
         if not causal or window is not None:
             raise ValueError(f"{prefix=} needs causal=True and no window: it adds keys to those up to a query's own")
     offset = _checked_offset(offset, q, k, batch, documents, key_lengths)
-    found = Pattern(causal, window, offset, documents, key_lengths, mask, softcap, prefix)
+    found = Pattern(
+        causal, window, offset, documents, key_lengths, mask, softcap, prefix, bias, alibi, sinks, return_lse
+    )
     return found.simplest(q.shape[-2], k.shape[-2])
 
 
@@ -266,23 +305,23 @@ def _check_lengths(name: str, x: Any, q: Tensor, batch: int) -> None:
         raise ValueError(f"{name} must be on the device of q, {q.device}; got {x.device}")
 
 
-def _check_mask(mask: Any, q: Tensor, k: Tensor) -> None:
-    if not isinstance(mask, Tensor) or mask.layout != torch.strided or mask.is_nested:
-        raise ValueError(
-            f"mask must be a dense torch.Tensor, or None; got {type(mask).__module__}.{type(mask).__name__}"
-        )
-    if mask.dtype != torch.bool:
-        raise ValueError(f"mask must be boolean, True where a query sees a key; got {mask.dtype}")
-    if mask.device != q.device:
-        raise ValueError(f"mask must be on the device of q, {q.device}; got {mask.device}")
-    scores = (*q.shape[:-1], k.shape[-2])
-    if not broadcasts(mask.shape, scores):
-        raise ValueError(f"mask must broadcast to the scores' shape {scores}; got {tuple(mask.shape)}")
+def _check_tensor(name: str, x: Any, q: Tensor, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
+    """ValueError unless x is a tensor of one of these dtypes that broadcasts to `shape`."""
+    if not isinstance(x, Tensor) or x.layout != torch.strided or x.is_nested:
+        raise ValueError(f"{name} must be a dense torch.Tensor, or None; got {type(x).__module__}.{type(x).__name__}")
+    if x.dtype not in dtypes:
+        right = "boolean, True where a query sees a key" if torch.bool in dtypes else f"of {q.dtype} or torch.float32"
+        raise ValueError(f"{name} must be {right}; got {x.dtype}")
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on the device of q, {q.device}; got {x.device}")
+    if not broadcasts(x.shape, shape):
+        what = "one for each head, of shape" if len(shape) == 1 else "the scores' shape"
+        raise ValueError(f"{name} must broadcast to {what} {shape}; got {tuple(x.shape)}")
 
 
-def _mask_4d(mask: Tensor, q: Tensor) -> Tensor:
-    """A mask that broadcasts to (..., H, Q, K), or for q (B, Q, D) to (B, Q, K), as one that does to (B, H, Q, K)."""
-    mask = mask[(None,) * (q.dim() - mask.dim())]
+def _as_4d(x: Tensor, q: Tensor) -> Tensor:
+    """What broadcasts to (..., H, Q, K), or for q (B, Q, D) to (B, Q, K), as what does to (B, H, Q, K)."""
+    x = x[(None,) * (q.dim() - x.dim())]
     if q.dim() == 3:
-        return mask.unsqueeze(1)
-    return mask if q.dim() == 4 else mask.expand(*q.shape[:-3], *mask.shape[-3:]).flatten(0, -4)
+        return x.unsqueeze(1)
+    return x if q.dim() == 4 else x.expand(*q.shape[:-3], *x.shape[-3:]).flatten(0, -4)

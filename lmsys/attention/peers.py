@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from lmsys.attention.compiled import compile_for, layout_key, why_no_compiler
 from lmsys.attention.contract import DTYPES, AttentionCase, why_not_plain, why_not_value_dim
 from lmsys.attention.documents import Documents, kept_on_documents
-from lmsys.attention.pattern import PLAIN, TWO_SIDED, Pattern
+from lmsys.attention.pattern import ADDED, OFFSETS, OPTIONS, PLAIN, TWO_SIDED, Pattern
 
 # What a mask can be made of before the call.
 MADE_ONCE = "causal", "window", TWO_SIDED, "prefix", "offset", "documents"
@@ -38,13 +38,15 @@ def sdpa(
     scale: float | None = None,
     pattern: Pattern | None = None,
 ) -> Tensor:
-    """scaled_dot_product_attention as it comes; a pattern becomes a boolean mask in place of `is_causal`."""
+    """scaled_dot_product_attention as it comes; a pattern becomes a mask, of truths or numbers, in place of `is_causal`."""
     grouped = q.shape[1] != k.shape[1]
     if pattern is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
     seen, blind = _seen_and_blind(pattern, q.shape[2], k.shape[2], q.device)
-    seen = seen.expand(*q.shape[:-1], k.shape[2])
-    o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=grouped)
+    added = pattern.added(slice(0, q.shape[2]), slice(0, k.shape[2]), torch.promote_types(q.dtype, torch.float32))
+    mask = seen if added is None else torch.where(seen, added, -torch.inf).to(q.dtype)
+    mask = mask.expand(*q.shape[:-1], k.shape[2])
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
     return o if blind is None else o.masked_fill(blind, 0)
 
 
@@ -88,27 +90,27 @@ sdpa_cudnn = partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION)
 
 
 def sdpa_supports(case: AttentionCase) -> str | None:
-    return _why_not_softcap(case) or why_not_scale(case)
+    return _why_not_known(case, *ADDED) or why_not_scale(case)
 
 
 def sdpa_math_supports(case: AttentionCase) -> str | None:
-    return _why_not_softcap(case)
+    return _why_not_known(case, *ADDED)
 
 
-def _why_not_softcap(case: AttentionCase) -> str | None:
-    return "SDPA knows no softcap" if case.softcap is not None else None
+def _why_not_known(case: AttentionCase, *added: str) -> str | None:
+    return why_not_plain(replace(case, value_dim=None), *MADE_ONCE, OFFSETS, "key_lengths", "mask", *added)
 
 
 def sdpa_flash_supports(case: AttentionCase) -> str | None:
     if case.device == "cuda":
         return _torch_says(case, SDPBackend.FLASH_ATTENTION, cuda_backend.can_use_flash_attention)
-    return _why_not_softcap(case) or why_not_value_dim(case) or why_not_scale(case)
+    return _why_not_known(case) or why_not_value_dim(case) or why_not_scale(case)
 
 
 def sdpa_efficient_supports(case: AttentionCase) -> str | None:
     if case.device != "cuda":
         return "SDPA's memory-efficient attention runs on CUDA only"
-    return _torch_says(case, SDPBackend.EFFICIENT_ATTENTION, cuda_backend.can_use_efficient_attention)
+    return _torch_says(case, SDPBackend.EFFICIENT_ATTENTION, cuda_backend.can_use_efficient_attention, *ADDED)
 
 
 def sdpa_cudnn_supports(case: AttentionCase) -> str | None:
@@ -124,12 +126,12 @@ def why_not_scale(case: AttentionCase) -> str | None:
     return None
 
 
-def _torch_says(case: AttentionCase, backend: SDPBackend, can_use: Callable[..., bool]) -> str | None:
+def _torch_says(case: AttentionCase, backend: SDPBackend, can_use: Callable[..., bool], *added: str) -> str | None:
     """torch's own verdict on the case, and when it refuses, the warnings in which it says why.
 
     Where it says nothing: which change of the case it would take.
     """
-    if reason := _why_not_softcap(case) or why_not_scale(case):
+    if reason := _why_not_known(case, *added) or why_not_scale(case):
         return reason
     ask = partial(_asked, backend=backend, can_use=can_use, deterministic=torch.are_deterministic_algorithms_enabled())
     if (said := ask(case)) is None:
@@ -142,15 +144,14 @@ def _torch_says(case: AttentionCase, backend: SDPBackend, can_use: Callable[...,
 
 
 def _changes(case: AttentionCase) -> dict[str, AttentionCase]:
+    plain: dict[str, Any] = dict.fromkeys(OPTIONS) | {"offset": 0}
     return {
         "as many key heads as query heads": replace(case, kv_heads=case.heads),
         f"bfloat16 in place of {case.dtype}": replace(case, dtype="bfloat16"),
         f"head_dim 64 in place of {case.head_dim}": replace(case, head_dim=64),
         "a case without gradients": replace(case, grad=False),
         "no causal mask": replace(case, causal=False),
-        "no option but `causal`": replace(
-            case, window=None, offset=0, documents=False, key_lengths=False, mask=False, softcap=None, prefix=None
-        ),
+        "no option but `causal`": replace(case, **plain),
         "v of the head dimension of k": replace(case, value_dim=None),
     }
 
@@ -166,7 +167,8 @@ def _asked(case: AttentionCase, backend: SDPBackend, can_use: Callable[..., bool
     q, k = shaped(case.heads, case.queries, case.head_dim), shaped(case.kv_heads, case.keys, case.head_dim)
     v = shaped(case.kv_heads, case.keys, case.value_dim or case.head_dim)
     q, k, v = (x.requires_grad_(case.grad) for x in (q, k, v))
-    mask = shaped(case.heads, case.queries, case.keys, torch.bool) if case.options else None
+    dtype = DTYPES[case.dtype] if case.bias or case.alibi else torch.bool
+    mask = shaped(case.heads, case.queries, case.keys, dtype) if case.options else None
     is_causal = case.causal and mask is None  # which stands in its place
     params = cuda_backend.SDPAParams(q, k, v, mask, 0.0, is_causal, case.heads != case.kv_heads)
     with sdpa_kernel(backend), warnings.catch_warnings(record=True) as caught:

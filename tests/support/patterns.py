@@ -10,15 +10,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lmsys.attention import AttentionCase, Documents, Pattern
+from lmsys.attention.contract import DTYPES
 from lmsys.attention.pattern import OPTIONS
 from tests.support.attention_rows import Row, cases
 
+FLAGS = "bias", "alibi", "sinks", "return_lse"
 EXAMPLES: dict[str, Any] = {
     "window": 5,
     "offset": 3,
     "softcap": 2.0,
     "prefix": 4,
-    **dict.fromkeys(("documents", "key_lengths", "mask"), True),
+    **dict.fromkeys(("documents", "key_lengths", "mask", *FLAGS), True),
 }
 
 
@@ -33,7 +35,7 @@ def patterned(draw: st.DrawFn, row: Row, **fixed: Any) -> AttentionCase:
     case = draw(cases(row, **fixed))
     free = [name for name in taken(row) if name not in fixed]
     given = draw(st.sets(st.sampled_from(free), min_size=0 if case.options else 1)) if free else set()
-    changes = dict.fromkeys(given & {"documents", "key_lengths", "mask"}, True)
+    changes = dict.fromkeys(given & {"documents", "key_lengths", "mask", *FLAGS}, True)
     if "prefix" in given and case.window is None and fixed.get("causal", True):
         changes |= {"causal": True, "prefix": draw(st.integers(1, case.keys + 3))}
     elif "window" in given:
@@ -80,7 +82,19 @@ def make_pattern(case: AttentionCase, seed: int) -> Pattern:
         drawn = [chance.randint(-case.queries, case.keys) for _ in range(case.batch)]
         offset = torch.tensor(drawn, dtype=(torch.int64, torch.int32)[seed % 2], device=case.device)
     mask = drawn_mask(case, seed) if case.mask else None
-    return Pattern(case.causal, case.window, offset, documents, lengths, mask, case.softcap, case.prefix)
+    bias = drawn_bias(case, seed) if case.bias else None
+    by_head = torch.randn(case.batch, case.heads, generator=torch.Generator().manual_seed(seed)).to(case.device)
+    alibi, sinks = by_head[:1].abs() if case.alibi else None, by_head if case.sinks else None
+    tensors = {"bias": bias, "alibi": alibi, "sinks": sinks}
+    numbers = case.causal, case.window, offset, documents, lengths, mask, case.softcap, case.prefix
+    return Pattern(*numbers, **tensors, return_lse=case.return_lse)
+
+
+def drawn_bias(case: AttentionCase, seed: int) -> Tensor:
+    """A bias of some shape, in the case's dtype or in float32."""
+    generator = torch.Generator().manual_seed(seed)
+    bias = torch.randn(SHAPES[seed % len(SHAPES)](case), generator=generator)
+    return bias.to(case.device, DTYPES[case.dtype] if seed % 2 else torch.float32)
 
 
 def divided(tokens: int, parts: int, chance: random.Random) -> list[int]:
@@ -121,18 +135,14 @@ def spelled(pattern: Pattern, case: AttentionCase) -> Tensor:
     shape = case.batch, case.heads, case.queries, case.keys
     mask = None if pattern.mask is None else pattern.mask.expand(shape).cpu()
     lengths = None if pattern.key_lengths is None else pattern.key_lengths.tolist()
-    offsets = pattern.offset.tolist() if isinstance(pattern.offset, Tensor) else [pattern.offset] * case.batch
     packed = pattern.documents
 
     def sees(b: int, i: int, j: int) -> bool:
-        at, start = i + offsets[b], 0
+        at, start = place(pattern, case, b, i), 0
         if packed is not None:
-            of_queries, of_keys = (one.lengths[b % packed.batch] for one in (packed, packed.keys))
-            number, first = document_of(i, of_queries)
-            other, start = document_of(j, of_keys)
-            if number != other:
+            number, start = document_of(j, packed.keys.lengths[b % packed.batch])
+            if number != document_of(i, packed.lengths[b % packed.batch])[0]:
                 return False
-            at = start + of_keys[number] - (first + of_queries[number] - i) + offsets[b]
         if lengths is not None and j >= lengths[b]:
             return False
         if isinstance(pattern.window, tuple):
@@ -146,6 +156,16 @@ def spelled(pattern: Pattern, case: AttentionCase) -> Tensor:
     found = [[[sees(b, i, j) for j in range(shape[3])] for i in range(shape[2])] for b in range(shape[0])]
     whole = torch.tensor(found)[:, None].expand(shape)
     return (whole if mask is None else whole & mask).to(case.device)
+
+
+def place(pattern: Pattern, case: AttentionCase, b: int, i: int) -> int:
+    """Where query i of batch entry b stands among the keys."""
+    at, packed = i, pattern.documents
+    if packed is not None:
+        of_queries, of_keys = packed.lengths[b % packed.batch], packed.keys.lengths[b % packed.batch]
+        number, first = document_of(i, of_queries)
+        at = sum(of_keys[: number + 1]) - (first + of_queries[number] - i)
+    return at + int(pattern.offset[b] if isinstance(pattern.offset, Tensor) else pattern.offset)
 
 
 def document_of(token: int, lengths: Sequence[int]) -> tuple[int, int]:
