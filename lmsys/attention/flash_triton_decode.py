@@ -37,6 +37,7 @@ ROOM = 200 * 1024  # shared memory in bytes from which a program has three stage
 MOST_ROWS = 64  # of a tile of queries
 MOST_WAVES = 8
 FULL = 0.9  # enough of the places for programs, in the last wave and those before it
+BEYOND = {"documents", "prefix", "alibi"}  # options that `decode` does not know
 UNSPECIALISED = ["H_KV", "G", "Q", "K", "parts", "num_tiles", "first", "end", "H", "lengths_ptr", "offset_ptr"]
 
 
@@ -221,8 +222,8 @@ def forward_tensors(
 
 
 def decodes(q: Tensor, pattern: Pattern | None) -> bool:
-    """True for what `decode` runs: at most FEW_QUERIES queries, and no documents and no prefix."""
-    return q.shape[2] <= FEW_QUERIES and (pattern is None or pattern.documents is pattern.prefix is None)
+    """True for what `decode` runs: at most FEW_QUERIES queries, and no documents, no prefix and no ALiBi."""
+    return q.shape[2] <= FEW_QUERIES and (pattern is None or not pattern.options.keys() & BEYOND)
 
 
 def decode(

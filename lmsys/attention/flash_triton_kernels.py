@@ -4,6 +4,9 @@ Dense, `first_ptr` and what follows it are None. Under a pattern a query sees an
 an interval of queries (`lmsys/attention/bounds.py`): `first_ptr` and `end_ptr` hold those of what the program owns,
 `bounds_stride` apart for each batch entry, 0 where all have the same. `softcap` is None where there is none.
 
+`slopes_ptr` holds ALiBi's slopes (B, H), `position_ptr` where queries stand among the keys (B, Q), None where the place
+of a query is its index; `dlse_ptr` the gradient of the log-sum-exp (B, H, Q), where it was a result.
+
 Legend: B batch, H query heads, Hkv key/value heads, G = H / Hkv, Q queries, K keys, D head dimension.
 """
 
@@ -17,7 +20,7 @@ LN_2 = tl.constexpr(math.log(2.0))
 HEADS_AT_ONCE = tl.constexpr(8)
 # One binary for all lengths and addresses.
 UNSPECIALISED = ["num_heads", "H", "Q", "Q_PADDED", "K", "num_tiles", "lse_ptr", "lse2_ptr", "delta_ptr"]
-UNSPECIALISED += ["first_ptr", "end_ptr", "bounds_stride"]
+UNSPECIALISED += ["first_ptr", "end_ptr", "bounds_stride", "slopes_ptr", "position_ptr", "dlse_ptr"]
 
 
 @triton.jit
@@ -86,6 +89,14 @@ def _within(others, first, end):
 
 
 @triton.jit
+def _places(position_ptr, batch, rows, Q):
+    places = rows
+    if position_ptr is not None:
+        places = tl.load(position_ptr + batch.to(tl.int64) * Q + tl.minimum(rows, Q - 1))
+    return places
+
+
+@triton.jit
 def _tanh(x):
     """By exp2, and near zero, where that cancels, by its series."""
     s = x * x
@@ -104,7 +115,7 @@ def _hide(scores, rows, cols, K, CAUSAL: tl.constexpr):
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _fwd_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, scale, num_heads, H, G, Q, K, num_tiles,
-    first_ptr, end_ptr, bounds_stride, softcap,
+    first_ptr, end_ptr, bounds_stride, softcap, slopes_ptr, position_ptr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head_index, tile = _owned_tile(num_heads, num_tiles)
@@ -118,6 +129,11 @@ def _fwd_kernel(
     else:
         ratio = scale / softcap
         scale = softcap * LOG2_E
+    unit = scale
+    if slopes_ptr is not None:  # scores are scaled before a bias is added
+        unit = 1.0
+        slope = tl.load(slopes_ptr + head_index) * LOG2_E
+        places = _places(position_ptr, batch, rows, Q)
     q = _load(q_desc, batch, head, row, BLOCK_Q, D)
     top = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
@@ -134,16 +150,18 @@ def _fwd_kernel(
         scores = tl.dot(q, k.T, input_precision=PRECISION)
         if softcap is not None:
             scores = _tanh(scores * ratio)
+        if slopes_ptr is not None:
+            scores = scores * scale - slope * tl.abs((col + tl.arange(0, BLOCK_K))[None, :] - places[:, None])
         if first_ptr is None:
             if col >= full:
                 scores = _hide(scores, rows, col + tl.arange(0, BLOCK_K), K, CAUSAL)
         elif (col < full_from) | (col + BLOCK_K > full_to):
             scores = tl.where(_within(col + tl.arange(0, BLOCK_K), first, end), scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+        new_top = tl.maximum(top, tl.max(scores, 1) * unit)
         base = new_top
         if first_ptr is not None:  # a query may have seen nothing yet
             base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp2(scores * scale - base[:, None])
+        p = tl.exp2(scores * unit - base[:, None])
         rescale = tl.exp2(top - base)
         total = total * rescale + tl.sum(p, 1)
         acc = acc * rescale[:, None]
@@ -160,7 +178,7 @@ def _fwd_kernel(
 def _dq_kernel(
     q_desc, k_desc, v_desc, o_desc, do_desc, dq_desc, lse_ptr, lse2_ptr, delta_ptr,
     scale, num_heads, H, G, Q, Q_PADDED, K, num_tiles,
-    first_ptr, end_ptr, bounds_stride, softcap,
+    first_ptr, end_ptr, bounds_stride, softcap, slopes_ptr, position_ptr, dlse_ptr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head_index, tile = _owned_tile(num_heads, num_tiles)
@@ -173,6 +191,8 @@ def _dq_kernel(
     do = _load(do_desc, batch, head, row, BLOCK_Q, D)
     o = _load(o_desc, batch, head, row, BLOCK_Q, D)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + head_index.to(tl.int64) * Q + rows, mask=rows < Q, other=0.0)
     # Rows past the end get a log-sum-exp of inf, which makes their P zero in both kernels.
     lse = tl.load(lse_ptr + head_index.to(tl.int64) * Q + rows, mask=rows < Q, other=float("inf")) * LOG2_E
     if first_ptr is not None:  # so do those that see nothing
@@ -194,6 +214,11 @@ def _dq_kernel(
     else:
         ratio = scale / softcap
         factor = softcap * LOG2_E
+    unit = factor
+    if slopes_ptr is not None:
+        unit = 1.0
+        slope = tl.load(slopes_ptr + head_index) * LOG2_E
+        places = _places(position_ptr, batch, rows, Q)
     for col in range(start, stop, BLOCK_K):
         k = _load(k_desc, batch, head // G, col, BLOCK_K, D)
         v = _load(v_desc, batch, head // G, col, BLOCK_K, D)
@@ -201,16 +226,18 @@ def _dq_kernel(
         dp = tl.dot(do, v.T, input_precision=PRECISION)
         if softcap is not None:
             scores = _tanh(scores * ratio)
-            slope = 1.0 - scores * scores
+            tangent = 1.0 - scores * scores
+        if slopes_ptr is not None:
+            scores = scores * factor - slope * tl.abs((col + tl.arange(0, BLOCK_K))[None, :] - places[:, None])
         if first_ptr is None:
             if col >= full:
                 scores = _hide(scores, rows, col + tl.arange(0, BLOCK_K), K, CAUSAL)
         elif (col < full_from) | (col + BLOCK_K > full_to):
             scores = tl.where(_within(col + tl.arange(0, BLOCK_K), first, end), scores, float("-inf"))
-        p = tl.exp2(scores * factor - lse[:, None])
+        p = tl.exp2(scores * unit - lse[:, None])
         ds = p * (dp - delta[:, None])
         if softcap is not None:
-            ds *= slope
+            ds *= tangent
         dq = _add_dot(dq, ds.to(k.dtype), k, PRECISION)
     _store(dq_desc, batch, head, row, dq * scale, BLOCK_Q, D)
 
@@ -219,7 +246,7 @@ def _dq_kernel(
 def _dkdv_kernel(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse2_desc, delta_desc,
     scale, num_heads, H, G, Q, Q_PADDED, K, num_tiles,
-    first_ptr, end_ptr, bounds_stride, softcap,
+    first_ptr, end_ptr, bounds_stride, softcap, slopes_ptr, position_ptr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head_index, tile = _owned_tile(num_heads, num_tiles)  # a key/value head
@@ -235,6 +262,9 @@ def _dkdv_kernel(
     else:
         ratio = scale / softcap
         factor = softcap * LOG2_E
+    unit = factor
+    if slopes_ptr is not None:
+        unit = 1.0
     start, stop, full = 0, Q, 0  # query tiles that start at `full` or later need no mask
     if CAUSAL:
         start = col // BLOCK_Q * BLOCK_Q
@@ -254,7 +284,12 @@ def _dkdv_kernel(
             dp = tl.dot(v, do.T, input_precision=PRECISION)
             if softcap is not None:
                 scores = _tanh(scores * ratio)
-            p = tl.exp2(scores * factor - lse[None, :])
+            biased = scores
+            if slopes_ptr is not None:
+                slope = tl.load(slopes_ptr + batch * H + head) * LOG2_E
+                places = _places(position_ptr, batch, row + tl.arange(0, BLOCK_Q), Q)
+                biased = scores * factor - slope * tl.abs(places[None, :] - cols[:, None])
+            p = tl.exp2(biased * unit - lse[None, :])
             if CAUSAL:  # noqa: SIM102 - known when compiling, unlike the next
                 if row < full:
                     p = tl.where((row + tl.arange(0, BLOCK_Q))[None, :] >= cols[:, None], p, 0.0)

@@ -65,6 +65,11 @@ class Pattern:
         return self.causal or not HIDING.isdisjoint(self.options)
 
     @property
+    def bounded(self) -> bool:
+        """True where it takes more than `causal` to say which keys a query sees."""
+        return not HIDING.isdisjoint(self.options) or self.prefix is not None
+
+    @property
     def left(self) -> int | None:
         """The keys that a query sees on the left of its position; None: all."""
         return self.window - 1 if isinstance(self.window, int) else self.window and self.window[0]

@@ -38,7 +38,7 @@ def sdpa(
     scale: float | None = None,
     pattern: Pattern | None = None,
 ) -> Tensor:
-    """scaled_dot_product_attention as it comes; a pattern becomes a mask, of truths or numbers, in place of `is_causal`."""
+    """scaled_dot_product_attention as it comes; in place of `is_causal` a pattern becomes a mask, boolean or a bias."""
     grouped = q.shape[1] != k.shape[1]
     if pattern is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
