@@ -353,13 +353,15 @@ class Oracle:
     def _blocks(self) -> Iterator[tuple[slice, slice, slice]]:
         """(units, query rows, the keys that those rows can see), with at most BLOCK_SCORES scores if one row allows."""
         (num_units, group, queries, _), num_keys = self._q.shape, self._k.shape[2]
-        limit = BLOCK_SCORES[self._q.device.type]
+        limit, pattern, given = BLOCK_SCORES[self._q.device.type], self._pattern, self._pattern.options.keys()
         num_rows = min(queries, max(1, limit // (group * num_keys)))
         at_once = max(1, limit // (group * num_rows * num_keys))
         for unit in range(0, num_units, at_once):
             for row in range(0, queries, num_rows):
                 end = min(row + num_rows, queries)
-                keys = self._pattern.last_key(end - row, num_keys, self._q.device, self._rows.start + row)
+                keys = num_keys
+                if pattern.causal and isinstance(pattern.offset, int) and not {"documents", "prefix"} & given:
+                    keys = max(1, min(num_keys, self._rows.start + end + pattern.offset))
                 yield slice(unit, min(unit + at_once, num_units)), slice(row, end), slice(0, keys)
 
 

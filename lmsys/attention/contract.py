@@ -56,9 +56,8 @@ class AttentionCase:
     @property
     def options(self) -> dict[str, Any]:
         """Those that are given; a form of one that few rows know has a name of its own."""
-        forms = {"window": TWO_SIDED if isinstance(self.window, tuple) else "window"}
-        forms["offset"] = OFFSETS if self.offset is True else "offset"
-        return {forms.get(name, name): value for name in OPTIONS if (value := getattr(self, name))}
+        rare = {"window": isinstance(self.window, tuple) and TWO_SIDED, "offset": self.offset is True and OFFSETS}
+        return {rare.get(name) or name: value for name in OPTIONS if (value := getattr(self, name))}
 
     def __str__(self) -> str:
         q = self.batch, self.heads, self.queries, self.head_dim

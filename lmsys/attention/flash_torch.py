@@ -146,17 +146,13 @@ def _tile_weights(
     if softcap is not None:
         capped = torch.tanh(scores / softcap)
         scores = capped * softcap
-    biased = False
     for one in others:
-        if one.dtype == torch.bool:
-            scores = _hide(scores, one)
-        else:
-            biased, scores = True, (_by_head(scores, one) + one).view_as(scores)
+        scores = _hide(scores, one) if one.dtype == torch.bool else (_by_head(scores, one) + one).view_as(scores)
     p = torch.exp(scores - lse.unsqueeze(-1))
     dbias = ds = p * (dp - delta.unsqueeze(-1))
     if softcap is not None:
         ds = ds * (1 - capped * capped)
-    return p.to(dtype), (ds * scale).to(dtype), *([dbias] if biased else [])
+    return p.to(dtype), (ds * scale).to(dtype), *([dbias] if others and others[0].dtype != torch.bool else [])
 
 
 def _tile_weights_compiled(*tensors: Tensor, **options: Any) -> tuple[Tensor, ...]:

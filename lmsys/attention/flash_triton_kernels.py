@@ -129,10 +129,8 @@ def _fwd_kernel(
     else:
         ratio = scale / softcap
         scale = softcap * LOG2_E
-    unit = scale
-    if slopes_ptr is not None:  # scores are scaled before a bias is added
-        unit = 1.0
-        slope = tl.load(slopes_ptr + head_index) * LOG2_E
+    if slopes_ptr is not None:  # in units of the scores before they are scaled
+        slope = tl.load(slopes_ptr + head_index) * LOG2_E / scale
         places = _places(position_ptr, batch, rows, Q)
     q = _load(q_desc, batch, head, row, BLOCK_Q, D)
     top = tl.full([BLOCK_Q], float("-inf"), tl.float32)
@@ -151,17 +149,17 @@ def _fwd_kernel(
         if softcap is not None:
             scores = _tanh(scores * ratio)
         if slopes_ptr is not None:
-            scores = scores * scale - slope * tl.abs((col + tl.arange(0, BLOCK_K))[None, :] - places[:, None])
+            scores -= slope * tl.abs((col + tl.arange(0, BLOCK_K))[None, :] - places[:, None])
         if first_ptr is None:
             if col >= full:
                 scores = _hide(scores, rows, col + tl.arange(0, BLOCK_K), K, CAUSAL)
         elif (col < full_from) | (col + BLOCK_K > full_to):
             scores = tl.where(_within(col + tl.arange(0, BLOCK_K), first, end), scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1) * unit)
+        new_top = tl.maximum(top, tl.max(scores, 1) * scale)
         base = new_top
         if first_ptr is not None:  # a query may have seen nothing yet
             base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp2(scores * unit - base[:, None])
+        p = tl.exp2(scores * scale - base[:, None])
         rescale = tl.exp2(top - base)
         total = total * rescale + tl.sum(p, 1)
         acc = acc * rescale[:, None]
@@ -214,10 +212,8 @@ def _dq_kernel(
     else:
         ratio = scale / softcap
         factor = softcap * LOG2_E
-    unit = factor
     if slopes_ptr is not None:
-        unit = 1.0
-        slope = tl.load(slopes_ptr + head_index) * LOG2_E
+        slope = tl.load(slopes_ptr + head_index) * LOG2_E / factor
         places = _places(position_ptr, batch, rows, Q)
     for col in range(start, stop, BLOCK_K):
         k = _load(k_desc, batch, head // G, col, BLOCK_K, D)
@@ -228,13 +224,13 @@ def _dq_kernel(
             scores = _tanh(scores * ratio)
             tangent = 1.0 - scores * scores
         if slopes_ptr is not None:
-            scores = scores * factor - slope * tl.abs((col + tl.arange(0, BLOCK_K))[None, :] - places[:, None])
+            scores -= slope * tl.abs((col + tl.arange(0, BLOCK_K))[None, :] - places[:, None])
         if first_ptr is None:
             if col >= full:
                 scores = _hide(scores, rows, col + tl.arange(0, BLOCK_K), K, CAUSAL)
         elif (col < full_from) | (col + BLOCK_K > full_to):
             scores = tl.where(_within(col + tl.arange(0, BLOCK_K), first, end), scores, float("-inf"))
-        p = tl.exp2(scores * unit - lse[:, None])
+        p = tl.exp2(scores * factor - lse[:, None])
         ds = p * (dp - delta[:, None])
         if softcap is not None:
             ds *= tangent
@@ -262,9 +258,6 @@ def _dkdv_kernel(
     else:
         ratio = scale / softcap
         factor = softcap * LOG2_E
-    unit = factor
-    if slopes_ptr is not None:
-        unit = 1.0
     start, stop, full = 0, Q, 0  # query tiles that start at `full` or later need no mask
     if CAUSAL:
         start = col // BLOCK_Q * BLOCK_Q
@@ -286,10 +279,10 @@ def _dkdv_kernel(
                 scores = _tanh(scores * ratio)
             biased = scores
             if slopes_ptr is not None:
-                slope = tl.load(slopes_ptr + batch * H + head) * LOG2_E
+                slope = tl.load(slopes_ptr + batch * H + head) * LOG2_E / factor
                 places = _places(position_ptr, batch, row + tl.arange(0, BLOCK_Q), Q)
-                biased = scores * factor - slope * tl.abs(places[None, :] - cols[:, None])
-            p = tl.exp2(biased * unit - lse[None, :])
+                biased -= slope * tl.abs(places[None, :] - cols[:, None])
+            p = tl.exp2(biased * factor - lse[None, :])
             if CAUSAL:  # noqa: SIM102 - known when compiling, unlike the next
                 if row < full:
                     p = tl.where((row + tl.arange(0, BLOCK_Q))[None, :] >= cols[:, None], p, 0.0)

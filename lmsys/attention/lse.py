@@ -24,10 +24,6 @@ def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, T
     if not (o1.shape == o2.shape and o1.shape[:-1] == lse1.shape == lse2.shape):
         shapes = ", ".join(str(tuple(x.shape)) for x in (o1, lse1, o2, lse2))
         raise ValueError(f"o1, lse1, o2, lse2 must be (..., Q, Dv), (..., Q), and again; got shapes {shapes}")
-    return _merged(o1, lse1, o2, lse2)
-
-
-def _merged(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
     top = torch.maximum(lse1, lse2).detach()
     top = top.masked_fill(top == -torch.inf, 0)
     first, second = torch.exp(lse1 - top), torch.exp(lse2 - top)
@@ -68,5 +64,6 @@ def attend_with_lse(kernels: Any, q: Tensor, k: Tensor, v: Tensor, scale: float,
     """What a flash row gives for a pattern with one of NEEDS: o, or o and the log-sum-exp."""
     o, lse = WithLse.apply(kernels, q, k, v, pattern.bias, scale, pattern)
     if pattern.sinks is not None:  # a sink is a key whose value is zero
-        o, lse = _merged(o, lse, o.new_zeros(1), pattern.sinks.unsqueeze(-1).to(lse.dtype))
+        sinks = pattern.sinks.unsqueeze(-1).to(lse.dtype).expand_as(lse)
+        o, lse = merge(o, lse, o.new_zeros(1).expand_as(o), sinks)
     return (o, lse) if pattern.return_lse else o

@@ -49,10 +49,8 @@ def log_sum_exp(q: Tensor, k: Tensor, pattern: Pattern, scale: float | None = No
     """Of each query's scores, in float32 or wider: (B, H, Q); -inf where it sees nothing and has no sink."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores, blind = masked_scores(q.to(wide), k.to(wide), pattern, scale, first_query)
-    if blind is not None and pattern.sinks is not None:
-        scores = scores.masked_fill(blind, float("-inf"))
-    lse = with_sinks(scores, pattern).logsumexp(dim=-1)
-    return lse if blind is None or pattern.sinks is not None else lse.masked_fill(blind.squeeze(-1), float("-inf"))
+    scores = scores if blind is None else scores.masked_fill(blind, float("-inf"))
+    return with_sinks(scores, pattern).logsumexp(dim=-1)
 
 
 def naive(

@@ -87,33 +87,25 @@ class Pattern:
             return self.documents.places[:, rows] + offset
         return torch.arange(rows.start, rows.stop, device=device)[None] + offset
 
-    def last_key(self, num_queries: int, num_keys: int, device: torch.device, first_query: int = 0) -> int:
-        """So many of the keys, from the first on and at least one, hold all that these queries see."""
-        if self.right is None or self.prefix is not None:
-            return num_keys
-        last = int(self.position(num_queries, device, first_query).max())
-        return max(1, min(num_keys, last + self.right + 1))
-
     def seen(self, num_queries: int, num_keys: int, device: torch.device, first_query: int = 0) -> Tensor:
         """Where queries from `first_query` on see the first keys, as a boolean that broadcasts to (B, H, Q, K)."""
+        if not self.bounded:
+            position = self.position(num_queries, device, first_query)[:, None, :, None]
+            seen = torch.arange(num_keys, device=device) <= position
+            return seen if self.causal else torch.ones_like(seen)
+        bounds = self._intervals(num_queries, num_keys, device, first_query)
+        seen = bounds.visible(slice(0, num_queries), slice(0, num_keys)).unsqueeze(1)
         rows = slice(first_query, first_query + num_queries)
-        i = self.position(num_queries, device, first_query)[:, None, :, None]
-        j = torch.arange(num_keys, device=device)
-        start = 0
-        seen = j <= i + self.right if self.right is not None else j.expand(num_queries, -1) >= 0
+        return seen if self.mask is None else seen & tile_of(self.mask, rows, slice(num_keys))
+
+    def _intervals(self, num_queries: int, num_keys: int, device: torch.device, first_query: int = 0) -> Bounds:
+        """The keys that queries from `first_query` on see, but for a mask; made of tensors on the device alone."""
+        position, edges = self.position(num_queries, device, first_query), None
         if self.documents is not None:
-            start, end = (x[:, None, rows, None] for x in (self.documents.key_starts, self.documents.key_ends))
-        if self.prefix is not None:
-            seen = seen | (j < start + self.prefix)
-        if self.left is not None:
-            seen = seen & (j >= i - self.left)
-        if self.documents is not None:
-            seen = seen & (j >= start) & (j < end)
-        if self.key_lengths is not None:
-            seen = seen & (j < self.key_lengths[:, None, None, None])
-        if self.mask is not None:
-            seen = seen & tile_of(self.mask, rows, slice(num_keys))
-        return seen
+            rows = slice(first_query, first_query + num_queries)
+            edges = self.documents.key_starts[:, rows], self.documents.key_ends[:, rows]
+        found = intervals_of(position, edges, self.left, self.right, self.prefix, num_keys)
+        return found if self.key_lengths is None else found.until(self.key_lengths)
 
     def added(self, rows: slice, columns: slice, dtype: torch.dtype) -> Tensor | None:
         """What is added to the scores of these queries and keys: (B or 1, H or 1, rows, columns or 1)."""
@@ -144,14 +136,10 @@ class Pattern:
     def bounds(self, num_queries: int, num_keys: int, device: torch.device) -> Bounds:
         """The interval of keys that each query sees; a mask has none."""
         assert self.mask is None
-        sides = self.left, self.right, self.prefix
         if isinstance(self.offset, Tensor):
-            position, edges = self.position(num_queries, device), None
-            if self.documents is not None:
-                edges = self.documents.key_starts, self.documents.key_ends
-            found = intervals_of(position, edges, *sides, num_keys)
-        else:
-            found = bounds_of(self.documents, *sides, self.offset, num_queries, num_keys, device)
+            return self._intervals(num_queries, num_keys, device)
+        numbers = self.left, self.right, self.prefix, self.offset
+        found = bounds_of(self.documents, *numbers, num_queries, num_keys, device)
         return found if self.key_lengths is None else found.until(self.key_lengths)
 
     def span(self, num_keys: int) -> int:
@@ -231,16 +219,13 @@ def checked_pattern(
         _check_documents(documents, q, k, batch)
     if key_lengths is not None:
         _check_lengths("key_lengths", key_lengths, q, batch)
-    if mask is not None:
-        _check_tensor("mask", mask, q, (*q.shape[:-1], k.shape[-2]), torch.bool)
-        mask = _as_4d(mask, q)
-    if bias is not None:
-        _check_tensor("bias", bias, q, (*q.shape[:-1], k.shape[-2]), q.dtype, torch.float32)
-        bias = _as_4d(bias, q)
-    heads = q.shape[-3] if q.dim() > 3 else 1
-    for name, x in {"alibi": alibi, "sinks": sinks}.items():
+    heads = q.shape[-3:-2] if q.dim() > 3 else (1,)
+    scores, numbers = (*q.shape[:-1], k.shape[-2]), (q.dtype, torch.float32)
+    tensors = ("mask", mask, scores, torch.bool), ("bias", bias, scores, *numbers)
+    for name, x, shape, *dtypes in (*tensors, ("alibi", alibi, heads, *numbers), ("sinks", sinks, heads, *numbers)):
         if x is not None:
-            _check_tensor(name, x, q, (heads,), q.dtype, torch.float32)
+            _check_tensor(name, x, q, shape, *dtypes)
+    mask, bias = (None if x is None else _as_4d(x, q) for x in (mask, bias))
     if alibi is not None and alibi.requires_grad:
         raise ValueError("alibi must require no gradient; slopes that learn are a bias")
     alibi, sinks = (None if x is None else x.expand(heads)[None] for x in (alibi, sinks))

@@ -43,10 +43,8 @@ def vectorized(
     if pattern.hides:
         seen, blind = pattern.seen_and_blind(num_queries, num_keys, q.device)
         by_head.masked_fill_(~seen, float("-inf"))
-    if pattern.sinks is None:
-        weights = torch.softmax(scores, dim=-1)
-    else:
-        weights = torch.softmax(with_sinks(by_head, pattern), dim=-1)[..., :-1].reshape(scores.shape)
+    weights = torch.softmax(with_sinks(by_head, pattern), dim=-1)
+    weights = (weights if pattern.sinks is None else weights[..., :-1]).reshape(scores.shape)
     o = (weights @ v).unflatten(2, (-1, num_queries)).flatten(1, 2)
     o = o if blind is None else o.masked_fill(blind, 0)
     return (o, log_sum_exp(q, k, pattern, scale)) if pattern.return_lse else o
